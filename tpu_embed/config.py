@@ -1,0 +1,246 @@
+"""Declarations: tables, the features that look them up, and row quantization.
+
+What the user writes enters here; frozen, validated objects leave. Nothing in the package ever writes to them: what is
+derived from them (names, layout, slots) is computed by the engine and kept there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embed import _checks
+from tpu_embed._types import Array
+
+__all__ = ["Combiner", "FeatureConfig", "OnBadId", "Placement", "QuantizationConfig", "TableConfig"]
+
+Combiner = Literal["mean", "sum", "sqrtn"]
+Placement = Literal["mod", "div", "replicated", "auto"]
+OnBadId = Literal["error", "drop", "clip"]
+
+_COMBINERS = ("mean", "sum", "sqrtn")
+_PLACEMENTS = ("mod", "div", "replicated", "auto")
+_BAD_ID_POLICIES = ("error", "drop", "clip")
+_DTYPES = ("float32", "bfloat16", "float64")
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizationConfig:
+    """Round every looked-up row to one of `num_buckets` evenly spaced values.
+
+    With n = num_buckets, x is clipped to [lower, upper] and becomes
+    x' = ⌊(x - lower)(n - 1)/(upper - lower) + ½⌋ (upper - lower)/(n - 1) + lower. The gradient passes unchanged.
+
+    Args:
+      num_buckets: n, at least 2.
+      lower: smallest value, finite.
+      upper: largest value, finite, greater than `lower`.
+
+    Raises:
+      ValueError: an argument is outside its range.
+
+    Example:
+      >>> QuantizationConfig(num_buckets=256, lower=-1.0, upper=1.0).num_buckets
+      256
+    """
+
+    num_buckets: int
+    lower: float
+    upper: float
+
+    def __post_init__(self) -> None:
+        buckets = _checks.check_int("QuantizationConfig.num_buckets", self.num_buckets, minimum=2)
+        object.__setattr__(self, "num_buckets", buckets)
+        for field in ("lower", "upper"):
+            bound = getattr(self, field)
+            if not _checks.is_number(bound) or not np.isfinite(bound):
+                what = f"QuantizationConfig.{field}"
+                raise ValueError(_checks.message(what, expected="a finite number", got=repr(bound)))
+            object.__setattr__(self, field, float(bound))
+        if not self.lower < self.upper:
+            raise ValueError(
+                _checks.message(
+                    "QuantizationConfig",
+                    expected="lower < upper",
+                    got=f"{self.lower} and {self.upper}",
+                )
+            )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TableConfig:
+    """Declare an embedding table of shape [V, D].
+
+    Compared and hashed by identity: features that name one object share one table, and two equal-looking
+    objects are two tables.
+
+    Args:
+      vocabulary_size: V, number of rows.
+      dim: D, numbers in a row.
+      initializer: `(key, shape, dtype) -> array`, called for one row at a time with shape (1, D); with a
+        `shard_info` argument, once a shard. None: truncated normal, mean 0, standard deviation 1/√D.
+      optimizer: one of `tpu_embed.optimizers` or a row-separable optax transform. None: the engine's.
+      combiner: how the rows of a bag become one: "mean", "sum" or "sqrtn".
+      name: None: `table_{i}`, numbered by first appearance among the features.
+      dtype: of the stored rows: float32, bfloat16, or float64 where x64 is on. Kept as that string.
+      placement: where rows live: "mod" (row r on shard r mod S), "div" (contiguous blocks), "replicated",
+        or "auto", to be resolved by the planner before an engine is made.
+      shard_axes: mesh axes over which rows are split. None: all of them.
+      trainable: False: looked up, never updated, no slots, no optimizer.
+      quantization_config: applied to each looked-up row. None: no quantization.
+
+    Raises:
+      ValueError: an argument is outside its range.
+
+    Example:
+      >>> table = TableConfig(vocabulary_size=1000, dim=16, combiner="sum", name="user")
+      >>> table.dtype, table == TableConfig(1000, 16, combiner="sum", name="user")
+      ('float32', False)
+    """
+
+    vocabulary_size: int
+    dim: int
+    initializer: Callable[..., Array] | None = None
+    optimizer: Any = None
+    combiner: Combiner = "mean"
+    name: str | None = None
+    dtype: Any = "float32"
+    placement: Placement = "mod"
+    shard_axes: tuple[str, ...] | str | None = None
+    trainable: bool = True
+    quantization_config: QuantizationConfig | None = None
+
+    def __post_init__(self) -> None:
+        what = "TableConfig" if self.name is None else f"TableConfig {self.name!r}"
+        _check_name(f"{what}.name", self.name)
+        for field in ("vocabulary_size", "dim"):
+            size = _checks.check_int(f"{what}.{field}", getattr(self, field), minimum=1)
+            object.__setattr__(self, field, size)
+        _checks.check_choice(f"{what}.combiner", self.combiner, _COMBINERS)
+        _checks.check_choice(f"{what}.placement", self.placement, _PLACEMENTS)
+        _check_type(f"{what}.trainable", self.trainable, bool)
+        if self.initializer is not None and not callable(self.initializer):
+            raise ValueError(
+                _checks.message(
+                    f"{what}.initializer",
+                    expected="None or a callable (key, shape, dtype) -> array",
+                    got=repr(self.initializer),
+                )
+            )
+        if self.quantization_config is not None:
+            _check_type(f"{what}.quantization_config", self.quantization_config, QuantizationConfig)
+        object.__setattr__(self, "dtype", _dtype_name(f"{what}.dtype", self.dtype))
+        object.__setattr__(self, "shard_axes", _axes(f"{what}.shard_axes", self.shard_axes))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FeatureConfig:
+    """Declare a feature: which table its ids look up, and the form of its activation.
+
+    Compared and hashed by identity.
+
+    Args:
+      table: the `TableConfig` looked up.
+      max_sequence_length: L. 0: the ids of a bag are combined; L > 0: the feature is a sequence, its
+        activation [B, L, D].
+      output_shape: the activation's shape without D, first entry B. None: it follows from the input.
+      on_bad_id: what happens to an id outside [0, V): "error" raises, "drop" leaves it out of its bag,
+        "clip" moves it to the nearest valid row.
+      name: used in messages beside the feature's path.
+
+    Raises:
+      ValueError: an argument is outside its range.
+
+    Example:
+      >>> table = TableConfig(vocabulary_size=1000, dim=16)
+      >>> FeatureConfig(table, max_sequence_length=20).max_sequence_length
+      20
+    """
+
+    table: TableConfig
+    max_sequence_length: int = 0
+    output_shape: tuple[int, ...] | None = None
+    on_bad_id: OnBadId = "error"
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        what = "FeatureConfig" if self.name is None else f"FeatureConfig {self.name!r}"
+        _check_name(f"{what}.name", self.name)
+        _check_type(f"{what}.table", self.table, TableConfig)
+        length = _checks.check_int(
+            f"{what}.max_sequence_length", self.max_sequence_length, minimum=0
+        )
+        object.__setattr__(self, "max_sequence_length", length)
+        _checks.check_choice(f"{what}.on_bad_id", self.on_bad_id, _BAD_ID_POLICIES)
+        if self.output_shape is None:
+            return
+        if length:
+            raise ValueError(
+                _checks.message(
+                    f"{what}.output_shape",
+                    expected="None for a sequence",
+                    got=f"{self.output_shape!r} with max_sequence_length={length}",
+                    remedy="a sequence's activation is [B, max_sequence_length, D]",
+                )
+            )
+        object.__setattr__(
+            self, "output_shape", _output_shape(f"{what}.output_shape", self.output_shape)
+        )
+
+
+def _check_type(what: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise ValueError(_checks.message(what, expected=f"a {kind.__name__}", got=repr(value)))
+
+
+def _check_name(what: str, name: Any) -> None:
+    if name is not None and not (isinstance(name, str) and name):
+        raise ValueError(
+            _checks.message(what, expected="None or a non-empty string", got=repr(name))
+        )
+
+
+def _dtype_name(what: str, dtype: Any) -> str:
+    try:
+        name = None if dtype is None else str(jnp.dtype(dtype).name)
+    except TypeError:
+        name = None
+    _checks.check_choice(what, dtype if name is None else name, _DTYPES)
+    if name == "float64" and not jax.config.jax_enable_x64:
+        raise ValueError(
+            _checks.message(
+                what,
+                expected="float32 or bfloat16 while x64 is off",
+                got="float64",
+                remedy='turn it on with jax.config.update("jax_enable_x64", True)',
+            )
+        )
+    return name
+
+
+def _axes(what: str, axes: Any) -> tuple[str, ...] | None:
+    if axes is None:
+        return None
+    names = (axes,) if isinstance(axes, str) else axes
+    if not isinstance(names, (tuple, list)) or not all(isinstance(n, str) and n for n in names):
+        raise ValueError(
+            _checks.message(what, expected="None or names of mesh axes", got=repr(axes))
+        )
+    if not names or len(set(names)) != len(names):
+        raise ValueError(
+            _checks.message(what, expected="at least one axis, each once", got=repr(axes))
+        )
+    return tuple(names)
+
+
+def _output_shape(what: str, shape: Any) -> tuple[int, ...]:
+    if not isinstance(shape, (tuple, list)) or not shape:
+        raise ValueError(
+            _checks.message(what, expected="None or a shape (B, ...)", got=repr(shape))
+        )
+    return tuple(_checks.check_int(f"{what}[{i}]", n, minimum=1) for i, n in enumerate(shape))
