@@ -1,7 +1,8 @@
 """Declarations: tables, the features that look them up, and row quantization.
 
-What the user writes enters here; frozen, validated objects leave. Nothing in the package ever writes to them: what is
-derived from them (names, layout, slots) is computed by the engine and kept there.
+What the user writes enters here; frozen, validated objects leave. Nothing in the package ever
+writes to them: what is derived from them (names, layout, slots) is computed by the engine and kept
+there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed import _checks
+from tpu_embed import _checks, initializers
 from tpu_embed._types import Array
 
 __all__ = ["Combiner", "FeatureConfig", "OnBadId", "Placement", "QuantizationConfig", "TableConfig"]
@@ -34,7 +35,8 @@ class QuantizationConfig:
     """Round every looked-up row to one of `num_buckets` evenly spaced values.
 
     With n = num_buckets, x is clipped to [lower, upper] and becomes
-    x' = ⌊(x - lower)(n - 1)/(upper - lower) + ½⌋ (upper - lower)/(n - 1) + lower. The gradient passes unchanged.
+    x' = ⌊(x - lower)(n - 1)/(upper - lower) + ½⌋ (upper - lower)/(n - 1) + lower. The gradient
+    passes unchanged.
 
     Args:
       num_buckets: n, at least 2.
@@ -76,20 +78,22 @@ class QuantizationConfig:
 class TableConfig:
     """Declare an embedding table of shape [V, D].
 
-    Compared and hashed by identity: features that name one object share one table, and two equal-looking
-    objects are two tables.
+    Compared and hashed by identity: features that name one object share one table, and two
+    equal-looking objects are two tables.
 
     Args:
       vocabulary_size: V, number of rows.
       dim: D, numbers in a row.
-      initializer: `(key, shape, dtype) -> array`, called for one row at a time with shape (1, D); with a
-        `shard_info` argument, once a shard. None: truncated normal, mean 0, standard deviation 1/√D.
-      optimizer: one of `tpu_embed.optimizers` or a row-separable optax transform. None: the engine's.
+      initializer: `(key, shape, dtype) -> array`, called for one row at a time with shape (1, D);
+        with a `shard_info` argument, once a shard. None: truncated normal, mean 0, standard
+        deviation 1/√D. One that looks at the fan-in is refused.
+      optimizer: one of `tpu_embed.optimizers` or a row-separable optax transform. None: the
+        engine's.
       combiner: how the rows of a bag become one: "mean", "sum" or "sqrtn".
       name: None: `table_{i}`, numbered by first appearance among the features.
       dtype: of the stored rows: float32, bfloat16, or float64 where x64 is on. Kept as that string.
-      placement: where rows live: "mod" (row r on shard r mod S), "div" (contiguous blocks), "replicated",
-        or "auto", to be resolved by the planner before an engine is made.
+      placement: where rows live: "mod" (row r on shard r mod S), "div" (contiguous blocks),
+        "replicated", or "auto", to be resolved by the planner before an engine is made.
       shard_axes: mesh axes over which rows are split. None: all of them.
       trainable: False: looked up, never updated, no slots, no optimizer.
       quantization_config: applied to each looked-up row. None: no quantization.
@@ -116,22 +120,14 @@ class TableConfig:
     quantization_config: QuantizationConfig | None = None
 
     def __post_init__(self) -> None:
-        what = "TableConfig" if self.name is None else f"TableConfig {self.name!r}"
-        _check_name(f"{what}.name", self.name)
+        what = _described("TableConfig", self.name)
         for field in ("vocabulary_size", "dim"):
             size = _checks.check_int(f"{what}.{field}", getattr(self, field), minimum=1)
             object.__setattr__(self, field, size)
         _checks.check_choice(f"{what}.combiner", self.combiner, _COMBINERS)
         _checks.check_choice(f"{what}.placement", self.placement, _PLACEMENTS)
         _check_type(f"{what}.trainable", self.trainable, bool)
-        if self.initializer is not None and not callable(self.initializer):
-            raise ValueError(
-                _checks.message(
-                    f"{what}.initializer",
-                    expected="None or a callable (key, shape, dtype) -> array",
-                    got=repr(self.initializer),
-                )
-            )
+        initializers.check(f"{what}.initializer", self.initializer)
         if self.quantization_config is not None:
             _check_type(f"{what}.quantization_config", self.quantization_config, QuantizationConfig)
         object.__setattr__(self, "dtype", _dtype_name(f"{what}.dtype", self.dtype))
@@ -146,11 +142,12 @@ class FeatureConfig:
 
     Args:
       table: the `TableConfig` looked up.
-      max_sequence_length: L. 0: the ids of a bag are combined; L > 0: the feature is a sequence, its
-        activation [B, L, D].
-      output_shape: the activation's shape without D, first entry B. None: it follows from the input.
-      on_bad_id: what happens to an id outside [0, V): "error" raises, "drop" leaves it out of its bag,
-        "clip" moves it to the nearest valid row.
+      max_sequence_length: L. 0: the ids of a bag are combined; L > 0: the feature is a sequence,
+        its activation [B, L, D].
+      output_shape: the activation's shape without D, first entry B. None: it follows from the
+        input.
+      on_bad_id: what happens to an id outside [0, V): "error" raises, "drop" leaves it out of its
+        bag, "clip" moves it to the nearest valid row.
       name: used in messages beside the feature's path.
 
     Raises:
@@ -169,8 +166,7 @@ class FeatureConfig:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        what = "FeatureConfig" if self.name is None else f"FeatureConfig {self.name!r}"
-        _check_name(f"{what}.name", self.name)
+        what = _described("FeatureConfig", self.name)
         _check_type(f"{what}.table", self.table, TableConfig)
         length = _checks.check_int(
             f"{what}.max_sequence_length", self.max_sequence_length, minimum=0
@@ -198,20 +194,22 @@ def _check_type(what: str, value: Any, kind: type) -> None:
         raise ValueError(_checks.message(what, expected=f"a {kind.__name__}", got=repr(value)))
 
 
-def _check_name(what: str, name: Any) -> None:
-    if name is not None and not (isinstance(name, str) and name):
-        raise ValueError(
-            _checks.message(what, expected="None or a non-empty string", got=repr(name))
-        )
+def _described(kind: str, name: Any) -> str:
+    if name is None:
+        return kind
+    if not (isinstance(name, str) and name):
+        expected = "None or a non-empty string"
+        raise ValueError(_checks.message(f"{kind}.name", expected=expected, got=repr(name)))
+    return f"{kind} {name!r}"
 
 
 def _dtype_name(what: str, dtype: Any) -> str:
     try:
-        name = None if dtype is None else str(jnp.dtype(dtype).name)
+        name = dtype if dtype is None else str(jnp.dtype(dtype).name)
     except TypeError:
-        name = None
-    _checks.check_choice(what, dtype if name is None else name, _DTYPES)
-    if name == "float64" and not jax.config.jax_enable_x64:
+        name = dtype
+    _checks.check_choice(what, name, _DTYPES)
+    if name == "float64" and not jax.config.read("jax_enable_x64"):
         raise ValueError(
             _checks.message(
                 what,
@@ -220,7 +218,7 @@ def _dtype_name(what: str, dtype: Any) -> str:
                 remedy='turn it on with jax.config.update("jax_enable_x64", True)',
             )
         )
-    return name
+    return str(name)
 
 
 def _axes(what: str, axes: Any) -> tuple[str, ...] | None:

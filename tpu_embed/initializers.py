@@ -1,0 +1,292 @@
+"""Initial values of table rows.
+
+An initializer is `(key, shape, dtype) -> array`, as those of `jax.nn.initializers`. A table calls
+it for one row at a time, shape (1, D), with a key of that row, so that values depend on no layout.
+One with a `shard_info` argument is called once a shard instead, shape (n, D), and is told which
+rows these are. `TableConfig` calls `check`; the code that makes tables calls `resolve` and
+`wants_shard_info`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+
+from tpu_embed import _checks
+from tpu_embed._types import Array
+
+__all__ = [
+    "RowIdInitializer",
+    "ShardInfo",
+    "TruncatedNormal",
+    "VarianceScaling",
+    "check",
+    "resolve",
+    "variance_scaling",
+    "wants_shard_info",
+]
+
+Initializer = Callable[..., Array]
+Mode = Literal["fan_in", "fan_out", "fan_avg"]
+Distribution = Literal["truncated_normal", "normal", "uniform"]
+
+_TRUNCATED_STDDEV = 0.87962566103423978
+"""Standard deviation of a standard normal cut at ±2."""
+
+_FAN_IN_FACTORIES = frozenset(
+    [
+        f"{name}_{kind}"
+        for name in ("glorot", "xavier", "lecun", "he", "kaiming")
+        for kind in ("normal", "uniform")
+    ]
+    + ["variance_scaling", "orthogonal", "delta_orthogonal"]
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ShardInfo:
+    """Say which rows of which table an initializer with a `shard_info` argument is to make.
+
+    Args:
+      table_shape: (V, D) of the whole logical table.
+      rows: [n] int32, the logical row that each line of the result is for; within [0, V).
+    """
+
+    table_shape: tuple[int, int]
+    rows: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class TruncatedNormal:
+    """Draw from a normal distribution of mean 0, cut at two standard deviations.
+
+    Equal and hashable by value.
+
+    Args:
+      stddev: σ of the distribution before the cut, at least 0.
+
+    Raises:
+      ValueError: `stddev` is not a finite number of at least 0.
+
+    Example:
+      >>> TruncatedNormal(0.5)(jax.random.key(0), (1, 4), "float32").shape
+      (1, 4)
+    """
+
+    stddev: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_finite("TruncatedNormal.stddev", self.stddev, minimum=0.0)
+
+    def __call__(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Return an array of `shape` and `dtype`."""
+        return jax.random.truncated_normal(key, -2.0, 2.0, shape, dtype) * self.stddev
+
+
+@dataclasses.dataclass(frozen=True)
+class RowIdInitializer:
+    """Fill row i with i + offset, so that a test or a debugger sees which row it holds.
+
+    Args:
+      offset: integer added to every row's number.
+
+    Raises:
+      ValueError: `offset` is not an integer.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> info = ShardInfo(table_shape=(10, 2), rows=jnp.array([3, 7], "int32"))
+      >>> RowIdInitializer(offset=1)(jax.random.key(0), (2, 2), "float32", info).tolist()
+      [[4.0, 4.0], [8.0, 8.0]]
+    """
+
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        if not _checks.is_int(self.offset):
+            what = "RowIdInitializer.offset"
+            raise ValueError(_checks.message(what, expected="an integer", got=repr(self.offset)))
+
+    def __call__(
+        self, key: Array, shape: tuple[int, ...], dtype: Any, shard_info: ShardInfo
+    ) -> Array:
+        """Return `[n, D]` of `dtype`, its lines all equal to `shard_info.rows + offset`."""
+        del key
+        values = (shard_info.rows + int(self.offset)).astype(dtype)
+        return jax.numpy.broadcast_to(values[:, None], shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class VarianceScaling:
+    """Draw with variance scale / fan, the fan being that of the whole table [V, D].
+
+    fan_in is V, fan_out is D, fan_avg (V + D)/2. "truncated_normal" is cut at two standard
+    deviations and widened so that the variance is right after the cut; "uniform" lies within ±√(3
+    scale/fan). Equal and hashable by value.
+
+    Args:
+      scale: positive factor of the variance.
+      mode: which fan.
+      distribution: which distribution.
+      table_shape: (V, D).
+
+    Raises:
+      ValueError: an argument is outside its range.
+
+    Example:
+      >>> glorot = VarianceScaling(1.0, "fan_avg", "uniform", table_shape=(100, 16))
+      >>> glorot(jax.random.key(0), (1, 16), "float32").shape
+      (1, 16)
+
+    Reference:
+      He et al., "Delving deep into rectifiers", 2015; Glorot and Bengio, "Understanding the
+      difficulty of training deep feedforward neural networks", 2010.
+    """
+
+    scale: float
+    mode: Mode
+    distribution: Distribution
+    table_shape: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        what = "variance_scaling"
+        _check_finite(f"{what}.scale", self.scale, minimum=0.0)
+        _checks.check_choice(f"{what}.mode", self.mode, ("fan_in", "fan_out", "fan_avg"))
+        _checks.check_choice(
+            f"{what}.distribution", self.distribution, ("truncated_normal", "normal", "uniform")
+        )
+        shape = self.table_shape
+        if not isinstance(shape, (tuple, list)) or len(shape) != 2:
+            raise ValueError(
+                _checks.message(f"{what}.table_shape", expected="(V, D)", got=repr(shape))
+            )
+        sizes = tuple(
+            _checks.check_int(f"{what}.table_shape[{i}]", n, minimum=1) for i, n in enumerate(shape)
+        )
+        object.__setattr__(self, "table_shape", sizes)
+
+    @property
+    def stddev(self) -> float:
+        """The standard deviation √(scale / fan)."""
+        rows, dim = self.table_shape
+        fan = {"fan_in": rows, "fan_out": dim, "fan_avg": (rows + dim) / 2}[self.mode]
+        return math.sqrt(self.scale / fan)
+
+    def __call__(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Return an array of `shape` and `dtype`."""
+        if self.distribution == "normal":
+            return jax.random.normal(key, shape, dtype) * self.stddev
+        if self.distribution == "uniform":
+            return jax.random.uniform(key, shape, dtype, -1.0, 1.0) * (math.sqrt(3) * self.stddev)
+        return TruncatedNormal(self.stddev / _TRUNCATED_STDDEV)(key, shape, dtype)
+
+
+def variance_scaling(
+    scale: float = 1.0,
+    mode: Mode = "fan_in",
+    distribution: Distribution = "truncated_normal",
+    *,
+    table_shape: tuple[int, int],
+) -> VarianceScaling:
+    """Return the initializer of variance scale / fan for a table of `table_shape`.
+
+    It takes the place of `jax.nn.initializers.variance_scaling`, which reads the fan from the shape
+    it is called with: one row.
+
+    Args:
+      scale: positive factor of the variance.
+      mode: "fan_in" (V), "fan_out" (D) or "fan_avg".
+      distribution: "truncated_normal", "normal" or "uniform".
+      table_shape: (V, D).
+
+    Returns:
+      A `VarianceScaling`, equal and hashable by value.
+
+    Raises:
+      ValueError: an argument is outside its range.
+
+    Example:
+      >>> variance_scaling(2.0, table_shape=(200, 8)).stddev
+      0.1
+    """
+    return VarianceScaling(scale, mode, distribution, table_shape)
+
+
+def resolve(initializer: Initializer | None, dim: int) -> Initializer:
+    """Return `initializer`, or the default of a table whose rows have `dim` numbers.
+
+    Args:
+      initializer: as declared.
+      dim: D.
+
+    Returns:
+      `initializer`; for None, `TruncatedNormal(1/√D)`.
+
+    Example:
+      >>> resolve(None, 16)
+      TruncatedNormal(stddev=0.25)
+    """
+    return TruncatedNormal(1.0 / math.sqrt(dim)) if initializer is None else initializer
+
+
+def wants_shard_info(initializer: Initializer) -> bool:
+    """Tell whether `initializer` has an argument named `shard_info`.
+
+    Example:
+      >>> wants_shard_info(RowIdInitializer()), wants_shard_info(TruncatedNormal())
+      (True, False)
+    """
+    try:
+        return "shard_info" in inspect.signature(initializer).parameters
+    except (TypeError, ValueError):  # some builtins have no signature
+        return False
+
+
+def check(what: str, initializer: Any) -> None:
+    """Refuse what can't make one row of a table at a time.
+
+    Args:
+      what: the argument's name, for the message.
+      initializer: None or a callable.
+
+    Raises:
+      ValueError: not callable, or it looks at the fan-in, which for one row is always 1.
+    """
+    if initializer is None:
+        return
+    if not callable(initializer):
+        expected = "None or a callable (key, shape, dtype) -> array"
+        raise ValueError(_checks.message(what, expected=expected, got=repr(initializer)))
+    factory = getattr(_innermost(initializer), "__qualname__", "").split(".")[0]
+    if factory in _FAN_IN_FACTORIES:
+        raise ValueError(
+            _checks.message(
+                what,
+                expected="an initializer that can make one row at a time",
+                got=f"{factory}, which looks at the fan-in and would see one row",
+                remedy="use tpu_embed.initializers.variance_scaling(table_shape=(V, D)), or give "
+                "yours a shard_info argument",
+            )
+        )
+
+
+def _innermost(function: Any) -> Any:
+    while True:
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        else:
+            return function
+
+
+def _check_finite(what: str, value: Any, *, minimum: float) -> None:
+    if not _checks.is_number(value) or not minimum <= value < math.inf:
+        expected = f"a finite number >= {minimum:g}"
+        raise ValueError(_checks.message(what, expected=expected, got=repr(value)))
