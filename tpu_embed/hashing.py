@@ -1,0 +1,164 @@
+"""Hash open vocabularies, strings or 64-bit integers, into the rows of a table.
+
+NumPy on the host, before the features are enqueued. The result depends on nothing but the key, the
+vocabulary size and the seed: it is the same in every process, on every platform and under every
+Python version, so that a checkpoint and a server agree on it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tpu_embed import _checks
+
+__all__ = ["hash_ids"]
+
+_GAMMA = 0x9E3779B97F4A7C15
+_WORD = 8
+_INT32_MAX = np.iinfo(np.int32).max
+
+
+def hash_ids(keys: Any, vocabulary_size: int, *, seed: int = 0) -> np.ndarray:
+    """Map keys to ids in [0, vocabulary_size).
+
+    All arithmetic is unsigned, modulo 2⁶⁴. With mix(x): x ^= x >> 30; x *= 0xBF58476D1CE4E5B9; x ^=
+    x >> 27; x *= 0x94D049BB133111EB; x ^= x >> 31, and s = mix(seed + 0x9E3779B97F4A7C15):
+
+    - an integer k (two's complement): h = mix(k ^ s);
+    - a string: its n bytes (a str: its UTF-8), padded with zeros to ⌈n/8⌉ little-endian words w₀,
+    w₁, …;
+      h = mix(n ^ s), then h = mix(h ^ wⱼ) for each word in order.
+
+    The id is h mod vocabulary_size. A key is a key: hash -1 and "" give ids like any other, so put
+    the padding id back where it belongs, `np.where(keys == -1, -1, hash_ids(keys, V))`.
+
+    Args:
+      keys: array of any integer dtype, of NumPy strings (str or bytes), or of str and bytes
+        objects; or (nested) lists of them. NumPy's fixed-width strings know no trailing NUL: lists
+        and object arrays keep it.
+      vocabulary_size: V, number of ids.
+      seed: another seed gives another, independent mapping.
+
+    Returns:
+      ids of the keys' shape, int32 when V <= 2³¹ - 1, int64 otherwise.
+
+    Raises:
+      TypeError: a key is neither a string nor an integer (a float or bool is refused).
+      ValueError: `vocabulary_size` or `seed` is outside its range.
+
+    Example:
+      >>> hash_ids(["red", "green", "red"], 1000)
+      array([834, 574, 834], dtype=int32)
+
+    Reference:
+      Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014 (the constants
+      of mix: D. Stafford's "variant 13").
+    """
+    size = _checks.check_int("hash_ids: vocabulary_size", vocabulary_size, minimum=1)
+    seed = _checks.check_int("hash_ids: seed", seed, minimum=0)
+    if max(seed >> 64, size >> 63):
+        expected = "vocabulary_size < 2**63 and seed < 2**64"
+        raise ValueError(_checks.message("hash_ids", expected=expected, got=f"{size} and {seed}"))
+    array = _as_array(keys)
+    state = _mix(np.array([(seed + _GAMMA) % 2**64], np.uint64))
+    if array.dtype.kind in "iu":
+        bits = array.ravel().astype(np.uint64 if array.dtype.kind == "u" else np.int64)
+        hashes = _mix(bits.view(np.uint64) ^ state)
+    else:
+        hashes = _hash_strings(*_words(array.ravel()), state)
+    ids = hashes % np.uint64(size)
+    return ids.astype(np.int32 if size <= _INT32_MAX else np.int64).reshape(array.shape)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = x ^ (x >> np.uint64(30))
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
+
+
+def _hash_strings(
+    words: np.ndarray, starts: np.ndarray, lengths: np.ndarray, state: np.ndarray
+) -> np.ndarray:
+    """Hash string i, `lengths[i]` bytes long, its words at `words[starts[i]:]`."""
+    hashes = _mix(lengths.astype(np.uint64) ^ state)
+    counts = (lengths + _WORD - 1) // _WORD
+    active = np.flatnonzero(counts)
+    column = 0
+    while active.size:
+        hashes[active] = _mix(hashes[active] ^ words[starts[active] + column])
+        column += 1
+        active = active[counts[active] > column]
+    return hashes
+
+
+def _as_array(keys: Any) -> np.ndarray:
+    """Return integers, fixed-width strings, or an object array of str and bytes."""
+    array = np.asarray(keys)
+    listed = isinstance(keys, (list, tuple, str, bytes))
+    if array.dtype.kind == "T" or (listed and array.dtype.kind not in "iu"):
+        # Fixed width would drop trailing NULs, and large integers would have become floats.
+        array = np.array(keys, dtype=object)
+    if array.dtype.kind == "O":
+        array = _checked_objects(array)
+    if array.dtype.kind not in "iuSUO":
+        raise TypeError(_checks.message("hash_ids: keys", expected=_EXPECTED, got=array.dtype))
+    return array
+
+
+_EXPECTED = "strings or integers"
+
+
+def _checked_objects(array: np.ndarray) -> np.ndarray:
+    kinds = set(map(type, array.flat))
+    if all(issubclass(kind, (str, bytes)) for kind in kinds):
+        return array
+    if all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in kinds):
+        if all(-(2**63) <= key < 2**64 for key in array.flat):
+            return np.array([int(key) % 2**64 for key in array.flat], np.uint64).reshape(
+                array.shape
+            )
+        expected = "integers of 64 bits"
+        raise ValueError(_checks.message("hash_ids: keys", expected=expected, got="a larger one"))
+    names = ", ".join(sorted(kind.__name__ for kind in kinds))
+    raise TypeError(
+        _checks.message(
+            "hash_ids: keys", expected=f"{_EXPECTED}, not both", got=f"objects of {names}"
+        )
+    )
+
+
+def _words(strings: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (words [W] uint64, starts [n], lengths [n] in bytes) of `strings` [n]."""
+    if strings.dtype.kind == "U":
+        strings = _utf8(strings)
+    if strings.dtype.kind == "O":
+        return _words_of_objects(strings)
+    width = max(1, -(-strings.dtype.itemsize // _WORD))
+    lengths = np.strings.str_len(strings)
+    padded = np.ascontiguousarray(strings.astype(f"S{width * _WORD}"))
+    return padded.view("<u8").astype(np.uint64), np.arange(len(strings)) * width, lengths
+
+
+def _words_of_objects(strings: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    encoded = [
+        key.encode("utf-8", "surrogatepass") if isinstance(key, str) else key for key in strings
+    ]
+    lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+    padded = b"".join([key + bytes(-len(key) % _WORD) for key in encoded])
+    counts = (lengths + _WORD - 1) // _WORD
+    return np.frombuffer(padded, "<u8").astype(np.uint64), np.cumsum(counts) - counts, lengths
+
+
+def _utf8(strings: np.ndarray) -> np.ndarray:
+    width = strings.dtype.itemsize // 4
+    if width == 0 or len(strings) == 0:
+        return strings.astype("S1")
+    points = np.ascontiguousarray(strings.astype(f"=U{width}")).view(np.uint32)
+    if points.max() < 128:
+        return points.astype(np.uint8).view(f"S{width}")
+    return np.strings.encode(strings, "utf-8", "surrogatepass")
