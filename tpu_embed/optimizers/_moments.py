@@ -1,0 +1,33 @@
+"""Moving averages and their bias corrections, shared by the Adam-like rules."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+
+from tpu_embed._types import Array
+
+
+def average(old: Array, new: Array, rate: float) -> Array:
+    """Return the moving average rate * old + (1 - rate) * new."""
+    return rate * old + (1.0 - rate) * new
+
+
+def one_minus_power(beta: float, t: Array, dtype: jnp.dtype) -> Array:
+    """Return 1 - βᵗ without the cancellation that float32 has when β is near 1.
+
+    Args:
+      beta: β in [0, 1).
+      t: int32 scalar >= 1, the step.
+      dtype: of the result.
+    """
+    if beta == 0.0:
+        return jnp.ones((), dtype)
+    return -jnp.expm1(t.astype(dtype) * math.log(beta))
+
+
+def adam_rate(lr: Array, beta_1: float, beta_2: float, *, t: Array) -> Array:
+    """Return α = lr √(1 - β₂ᵗ) / (1 - β₁ᵗ), a scalar of lr's dtype."""
+    second = jnp.sqrt(one_minus_power(beta_2, t, lr.dtype))
+    return lr * second / one_minus_power(beta_1, t, lr.dtype)

@@ -1,0 +1,57 @@
+"""Adagrad: a step size for each entry of a row, falling with the gradients it has seen."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import field
+
+import jax.numpy as jnp
+
+from tpu_embed._types import Array
+from tpu_embed.optimizers._options import LEARNING_RATE, NON_NEGATIVE, POSITIVE
+from tpu_embed.optimizers.base import Slot, Slots, Updated
+from tpu_embed.optimizers.learning_rate import LearningRate
+from tpu_embed.optimizers.row_optimizer import RowOptimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Adagrad(RowOptimizer):
+    """Divide each step by the root of the sum of squared gradients.
+
+        a = a + g²;  w = w - lr g / (√a + ε)
+
+    Args:
+      learning_rate: lr, a number, a schedule of the step, or a callable without arguments.
+      initial_accumulator_value: first a, > 0.
+      epsilon: ε, >= 0.
+
+    The other options are those of `RowOptimizer`. Slots: `accumulators` a `[V, D]`.
+
+    Raises:
+      ValueError: an option is out of its range.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> optimizer = Adagrad(0.1, initial_accumulator_value=9.0)
+      >>> slots = {"accumulators": jnp.full((1, 1), 9.0)}
+      >>> g = jnp.full((1, 1), 4.0)
+      >>> rows, slots = optimizer.update_rows(jnp.ones((1, 1)), slots, g, 1, 0.1)
+      >>> print(f"{float(rows[0, 0]):.4f}", slots["accumulators"].tolist())
+      0.9200 [[25.0]]
+
+    Reference:
+      Duchi, Hazan and Singer, "Adaptive subgradient methods for online learning and stochastic
+      optimization", 2011.
+    """
+
+    learning_rate: LearningRate = field(default=0.001, metadata=LEARNING_RATE)
+    _: dataclasses.KW_ONLY
+    initial_accumulator_value: float = field(default=0.1, metadata=POSITIVE)
+    epsilon: float = field(default=0.0, metadata=NON_NEGATIVE)
+
+    def declared_slots(self) -> tuple[Slot, ...]:
+        return (Slot("accumulators", self.initial_accumulator_value),)
+
+    def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
+        a = slots["accumulators"] + g**2
+        return w - lr * g / (jnp.sqrt(a) + self.epsilon), {"accumulators": a}

@@ -1,0 +1,83 @@
+"""Adam: moving averages of the gradient and of its square."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import field
+
+import jax.numpy as jnp
+
+from tpu_embed._types import Array
+from tpu_embed.optimizers._moments import adam_rate, average
+from tpu_embed.optimizers._options import FRACTION, LEARNING_RATE, POSITIVE, accepts
+from tpu_embed.optimizers.base import Slot, Slots, Updated
+from tpu_embed.optimizers.learning_rate import LearningRate
+from tpu_embed.optimizers.row_optimizer import RowOptimizer
+
+_LAZY = accepts(
+    "True with use_gradient_accumulation=False",
+    lambda value, optimizer: value or optimizer.use_gradient_accumulation,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Adam(RowOptimizer):
+    """Divide the average gradient by the root of the average squared gradient.
+
+        m = β₁ m + (1 - β₁) g;  v = β₂ v + (1 - β₂) g²
+        α = lr √(1 - β₂ᵗ) / (1 - β₁ᵗ), or lr without bias correction
+        w = w - α m / √(v + ε²), or α m / (√v + ε) with `sum_inside_sqrt=False`
+
+    t is the step of the whole table, not the number of updates of the row.
+
+    Args:
+      learning_rate: lr, a number, a schedule of the step, or a callable without arguments.
+      beta_1: β₁, in [0, 1).
+      beta_2: β₂, in [0, 1).
+      epsilon: ε, > 0.
+      lazy_adam: update touched rows only. False: m and v of every row decay and every row moves
+        at every step, at the cost of a pass over the whole table.
+      sum_inside_sqrt: add ε² inside the root.
+      bias_correction: scale lr as above; False leaves that to the learning rate.
+
+    The other options are those of `RowOptimizer`. Slots: `momenta` m and `velocities` v,
+    `[V, D]`, at first 0.
+
+    Raises:
+      ValueError: an option is out of its range, or `lazy_adam=False` without accumulation.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> slots = {"momenta": jnp.zeros((1, 1)), "velocities": jnp.zeros((1, 1))}
+      >>> g = jnp.full((1, 1), 4.0)
+      >>> rows, slots = Adam(0.1).update_rows(jnp.ones((1, 1)), slots, g, 1, 0.1)
+      >>> print(f"{float(rows[0, 0]):.4f} {float(slots['momenta'][0, 0]):.4f}")
+      0.9000 0.4000
+
+    Reference:
+      Kingma and Ba, "Adam: a method for stochastic optimization", 2015.
+    """
+
+    learning_rate: LearningRate = field(default=0.001, metadata=LEARNING_RATE)
+    _: dataclasses.KW_ONLY
+    beta_1: float = field(default=0.9, metadata=FRACTION)
+    beta_2: float = field(default=0.999, metadata=FRACTION)
+    epsilon: float = field(default=1e-7, metadata=POSITIVE)
+    lazy_adam: bool = field(default=True, metadata=_LAZY)
+    sum_inside_sqrt: bool = True
+    bias_correction: bool = True
+
+    def declared_slots(self) -> tuple[Slot, ...]:
+        every = not self.lazy_adam
+        return Slot("momenta", 0.0, every_row=every), Slot("velocities", 0.0, every_row=every)
+
+    def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
+        m = average(slots["momenta"], g, self.beta_1)
+        v = average(slots["velocities"], g**2, self.beta_2)
+        alpha = adam_rate(lr, self.beta_1, self.beta_2, t=t) if self.bias_correction else lr
+        if self.sum_inside_sqrt:
+            tiny = float(jnp.finfo(w.dtype).tiny)  # ε² may underflow: never 0 / 0
+            scale = jnp.sqrt(v + max(self.epsilon**2, tiny))
+        else:
+            scale = jnp.sqrt(v) + self.epsilon
+        return w - alpha * m / scale, {"momenta": m, "velocities": v}

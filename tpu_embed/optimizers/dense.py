@@ -1,0 +1,123 @@
+"""Lifts a rule over rows to dense parameter trees: `RowOptimizer.as_optax`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tpu_embed._checks import message
+from tpu_embed._types import Array, PyTree
+from tpu_embed.optimizers.base import TableOptimizer
+from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
+
+
+class RowRuleState(NamedTuple):
+    """State of a rule on a dense tree.
+
+    Args:
+      count: int32 scalar, updates done so far.
+      slots: per slot a tree of the parameters' structure; a slot of one number a row lacks the last
+        axis.
+    """
+
+    count: Array
+    slots: dict[str, PyTree]
+
+
+def dense_transform(
+    optimizer: TableOptimizer, *, seed: int
+) -> optax.GradientTransformationExtraArgs:
+    """Return `optimizer` as an optax transform; see `RowOptimizer.as_optax`."""
+
+    def init(params: PyTree) -> RowRuleState:
+        leaves, treedef = jax.tree.flatten(params)
+        made = [_init_leaf(optimizer, jnp.asarray(leaf), seed, i) for i, leaf in enumerate(leaves)]
+        names = optimizer.slot_shapes(1, jnp.float32)
+        slots = {name: treedef.unflatten([slots[name] for slots in made]) for name in names}
+        return RowRuleState(jnp.zeros((), jnp.int32), slots)
+
+    def update(
+        updates: PyTree, state: RowRuleState, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, RowRuleState]:
+        if params is None:
+            raise ValueError(
+                message(
+                    "params",
+                    expected="the parameters",
+                    got="None",
+                    remedy="update(grads, state, params)",
+                )
+            )
+        step = state.count + 1
+        rate = _learning_rate(optimizer, step, extra.get("learning_rate"))
+        gradients, treedef = jax.tree.flatten(updates)
+        leaves = treedef.flatten_up_to(params)
+        slots = {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items()}
+        made = [
+            _update_leaf(optimizer, leaf, {n: s[i] for n, s in slots.items()}, gradient, step, rate)
+            for i, (leaf, gradient) in enumerate(zip(leaves, gradients, strict=True))
+        ]
+        new_slots = {name: treedef.unflatten([s[name] for _, s in made]) for name in slots}
+        return treedef.unflatten([u for u, _ in made]), RowRuleState(step, new_slots)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _rows(leaf: Array) -> Array:
+    """Return a leaf as rows `[n, D]` in the dtype of the arithmetic."""
+    dim = leaf.shape[-1] if leaf.ndim else 1
+    dtype = jnp.promote_types(leaf.dtype, jnp.float32)
+    return leaf.reshape(math.prod(leaf.shape[:-1]), dim).astype(dtype)
+
+
+def _init_leaf(optimizer: TableOptimizer, leaf: Array, seed: int, index: int) -> dict[str, Array]:
+    rows = _rows(leaf)
+    key = jax.random.fold_in(jax.random.key(seed), index)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows.shape[0], dtype=jnp.uint32))
+    shapes = optimizer.slot_shapes(rows.shape[1], rows.dtype)
+    slots = optimizer.init_slots(rows, keys)
+    return {name: slots[name].reshape(_leaf_shape(leaf, shapes[name].shape)) for name in shapes}
+
+
+def _leaf_shape(leaf: Array, row_part: tuple[int, ...]) -> tuple[int, ...]:
+    return leaf.shape if row_part else leaf.shape[:-1]
+
+
+def _update_leaf(
+    optimizer: TableOptimizer,
+    leaf: Array,
+    slots: dict[str, Array],
+    gradient: Array,
+    step: Array,
+    rate: Any,
+) -> tuple[Array, dict[str, Array]]:
+    leaf = jnp.asarray(leaf)
+    rows = _rows(leaf)
+    shapes = optimizer.slot_shapes(rows.shape[1], rows.dtype)
+    as_rows = {name: slots[name].reshape(rows.shape[:1] + shapes[name].shape) for name in shapes}
+    gradients = jnp.asarray(gradient).reshape(rows.shape).astype(rows.dtype)
+    new_rows, new_slots = optimizer.update_rows(rows, as_rows, gradients, step, rate)
+    difference = (new_rows - rows).reshape(leaf.shape).astype(leaf.dtype)
+    return difference, {name: new_slots[name].reshape(slots[name].shape) for name in shapes}
+
+
+def _learning_rate(optimizer: TableOptimizer, step: Array, given: Any) -> Any:
+    """Return the value given, else resolve; a host callable is called, but never in a trace."""
+    if given is not None:
+        return given
+    rate = optimizer.learning_rate
+    host = learning_rate_kind(rate) is LearningRateKind.HOST
+    if host and isinstance(step, jax.core.Tracer):
+        raise ValueError(
+            message(
+                "learning_rate",
+                expected="the value of a callable without arguments, called outside the jit",
+                got="none",
+                remedy="update(grads, state, params, learning_rate=value)",
+            )
+        )
+    return optimizer.resolve_learning_rate(step, rate() if host else None)  # type: ignore[misc]

@@ -1,0 +1,54 @@
+"""Gradient descent with momentum."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import field
+
+from tpu_embed._types import Array
+from tpu_embed.optimizers._options import FRACTION, LEARNING_RATE
+from tpu_embed.optimizers.base import Slot, Slots, Updated
+from tpu_embed.optimizers.learning_rate import LearningRate
+from tpu_embed.optimizers.row_optimizer import RowOptimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Momentum(RowOptimizer):
+    """Move a row along the decaying sum of its gradients.
+
+        m = μ m + g;  w = w - lr m, or w - lr (g + μ m) with `use_nesterov`
+
+    Args:
+      learning_rate: lr, a number, a schedule of the step, or a callable without arguments.
+      momentum: μ, in [0, 1).
+      use_nesterov: look one step ahead.
+
+    The other options are those of `RowOptimizer`. Slots: `momenta` m `[V, D]`, at first 0.
+
+    Raises:
+      ValueError: an option is out of its range.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> optimizer, slots = Momentum(0.5, momentum=0.5), {"momenta": jnp.full((1, 1), 2.0)}
+      >>> g = jnp.ones((1, 1))
+      >>> rows, slots = optimizer.update_rows(jnp.ones((1, 1)), slots, g, 1, 0.5)
+      >>> rows.tolist(), slots["momenta"].tolist()
+      ([[0.0]], [[2.0]])
+
+    Reference:
+      Sutskever et al., "On the importance of initialization and momentum in deep learning", 2013.
+    """
+
+    learning_rate: LearningRate = field(default=0.001, metadata=LEARNING_RATE)
+    _: dataclasses.KW_ONLY
+    momentum: float = field(default=0.9, metadata=FRACTION)
+    use_nesterov: bool = False
+
+    def declared_slots(self) -> tuple[Slot, ...]:
+        return (Slot("momenta", 0.0),)
+
+    def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
+        m = self.momentum * slots["momenta"] + g
+        direction = g + self.momentum * m if self.use_nesterov else m
+        return w - lr * direction, {"momenta": m}

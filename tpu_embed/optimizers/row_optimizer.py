@@ -1,0 +1,208 @@
+"""Base of our rules: a frozen dataclass of hyperparameters and one row-separable rule.
+
+The engine lifts `update_rows` to the touched rows of a table; `as_optax` lifts it to dense trees.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import zlib
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Any, ClassVar, final
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tpu_embed._checks import message
+from tpu_embed._types import Array, ArrayLike
+from tpu_embed.optimizers import _options
+from tpu_embed.optimizers.base import Slot, Slots, SlotShape, TableOptimizer, Updated
+from tpu_embed.optimizers.dense import dense_transform
+
+_OPTIONAL = _options.converted(_options.optional_number)
+_SLOT_VALUES = _options.converted(_options.slot_values)
+_CLIPVALUE = _options.converted(_options.clip_bounds) | _options.accepts(
+    "None with use_gradient_accumulation=False (clip before the update, or accumulate)",
+    lambda value, optimizer: value is None or optimizer.use_gradient_accumulation,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowOptimizer(TableOptimizer):
+    """Hold the options common to all rules and the order of an update; equal and hashable by value.
+
+    One update of a touched row w with gradient g:
+
+        g = clip(g, clipvalue)
+        w = (1 - λ) w
+        w, slots = rule(w, slots, g)
+        w = clip(w, clip_weight)
+
+    Args:
+      use_gradient_accumulation: sum a row's gradients, then update once. False: one update an
+        occurrence.
+      clip_weight_min: lower bound of the new row, or None.
+      clip_weight_max: upper bound of the new row, or None.
+      weight_decay_factor: λ, or None.
+      multiply_weight_decay_factor_by_learning_rate: λ times this step's learning rate instead of λ.
+      clipvalue: bounds of the gradient: None, c for (-c, c), or (min, max), either of which may
+        be None.
+      slot_initializers: initial values of slots by name, numbers or initializers `(key, shape,
+        dtype) -> array`, which are called once a row with shape `(1, D)`, or `(1,)` for a slot of
+        one number a row.
+
+    Raises:
+      ValueError: an option is out of its range, or `slot_initializers` names an unknown slot.
+    """
+
+    use_gradient_accumulation: bool = True
+    clip_weight_min: float | None = field(default=None, metadata=_OPTIONAL)
+    clip_weight_max: float | None = field(default=None, metadata=_OPTIONAL)
+    weight_decay_factor: float | None = field(default=None, metadata=_OPTIONAL)
+    multiply_weight_decay_factor_by_learning_rate: bool = False
+    clipvalue: Any = field(default=None, metadata=_CLIPVALUE)
+    slot_initializers: Any = field(default=(), metadata=_SLOT_VALUES)
+
+    decay_in_rule: ClassVar[bool] = False
+    """Whether the rule itself uses the decay factor; then nothing else does."""
+
+    @final
+    def __post_init__(self) -> None:
+        _options.normalise(self)
+
+    @abc.abstractmethod
+    def declared_slots(self) -> tuple[Slot, ...]:
+        """Return the rule's slots, with the initial values that its own options give."""
+
+    @abc.abstractmethod
+    def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
+        """Return rows and slots after the rule alone; it may reduce over the last axis only.
+
+        Args:
+          w: rows `[n, D]`, decayed.
+          slots: `[n, D]`, or `[n]` for one number a row.
+          g: gradients `[n, D]`, clipped.
+          t: int32 scalar, the step.
+          lr: scalar of the rows' dtype.
+        """
+
+    @property
+    @final
+    def updates_every_row(self) -> bool:
+        return any(slot.every_row for slot in self.declared_slots())
+
+    @final
+    def slot_shapes(self, dim: int, dtype: Any) -> dict[str, SlotShape]:
+        declared = self.declared_slots()
+        return {
+            s.name: SlotShape(() if s.one_number else (dim,), jnp.dtype(dtype)) for s in declared
+        }
+
+    @final
+    def init_slots(self, rows: Array, keys: Array) -> Slots:
+        given = dict(self.slot_initializers)
+        return {
+            slot.name: _initial_slot(slot, given.get(slot.name, slot.initial), rows, keys)
+            for slot in self.declared_slots()
+        }
+
+    @final
+    def update_rows(
+        self,
+        rows: Array,
+        slots: Mapping[str, Array],
+        gradients: Array,
+        step: ArrayLike,
+        learning_rate: ArrayLike,
+    ) -> Updated:
+        rate = jnp.asarray(learning_rate).astype(rows.dtype)
+        if self.clipvalue is not None:
+            gradients = jnp.clip(gradients, *self.clipvalue)
+        if self.weight_decay_factor and not self.decay_in_rule:
+            rows = rows * (1.0 - self.decay_factor(rate))
+        rows, new_slots = self.apply_rule(
+            rows, dict(slots), gradients, t=jnp.asarray(step), lr=rate
+        )
+        if self.clip_weight_min is not None or self.clip_weight_max is not None:
+            rows = jnp.clip(rows, self.clip_weight_min, self.clip_weight_max)
+        return rows, new_slots
+
+    @final
+    def decay_factor(self, learning_rate: Array) -> Array | float:
+        """Return this step's λ."""
+        decay = self.weight_decay_factor or 0.0
+        return (
+            decay * learning_rate if self.multiply_weight_decay_factor_by_learning_rate else decay
+        )
+
+    @final
+    def as_optax(self, *, seed: int = 0) -> optax.GradientTransformationExtraArgs:
+        """Return the rule as an optax transform for dense trees.
+
+        The last axis of a leaf is the row; a scalar leaf is a row of one number. Every row counts
+        as touched. `optax.apply_updates` gives the rule's new rows up to rounding. Clipping, decay
+        and weight clip apply as in a table; `use_gradient_accumulation` means nothing here.
+
+        Args:
+          seed: of the keys for `slot_initializers` that draw numbers.
+
+        Returns:
+          A transform whose state holds the step as `count` and, in `slots`, one tree shaped like
+          the parameters per slot. `update` needs `params`; a learning rate that is a callable
+          without arguments is called by an eager `update`, and inside a jit its value is given, as
+          `update(..., learning_rate=value)`.
+
+        Example:
+          >>> import jax.numpy as jnp, optax
+          >>> from tpu_embed.optimizers import Momentum
+          >>> tx = Momentum(0.1).as_optax()
+          >>> params = {"w": jnp.ones((2, 3))}
+          >>> state = tx.init(params)
+          >>> updates, state = tx.update({"w": jnp.ones((2, 3))}, state, params)
+          >>> float(optax.apply_updates(params, updates)["w"][0, 0])
+          0.8999999761581421
+          >>> sorted(state.slots), int(state.count)
+          (['momenta'], 1)
+
+        Reference:
+          optax: an optimizer is a pair of pure functions, init and update.
+        """
+        return dense_transform(self, seed=seed)
+
+    @final
+    def describe(self) -> dict[str, Any]:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {"class": type(self).__name__} | {
+            name: _plain(value) for name, value in fields.items()
+        }
+
+
+def _initial_slot(slot: Slot, initial: Any, rows: Array, keys: Array) -> Array:
+    """Return the slot of fresh rows: `[n, D]`, or `[n]` for one number a row."""
+    shape = (rows.shape[0],) if slot.one_number else rows.shape
+    if not callable(initial):
+        return jnp.full(shape, initial, rows.dtype)
+    one_row = (1, *shape[1:])
+    tag = zlib.crc32(slot.name.encode())
+
+    def draw(key: Array) -> Array:
+        value = initial(jax.random.fold_in(key, tag), one_row, rows.dtype)
+        if jnp.shape(value) != one_row:
+            what = f"initializer of slot {slot.name!r}"
+            raise ValueError(message(what, expected=f"shape {one_row}", got=jnp.shape(value)))
+        return jnp.asarray(value).astype(rows.dtype)[0]
+
+    return jax.vmap(draw)(keys)
+
+
+def _plain(value: Any) -> Any:
+    """Return an option as an object that JSON can hold; a callable as its name."""
+    if isinstance(value, tuple):
+        pairs = value and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value)
+        return {name: _plain(v) for name, v in value} if pairs else [_plain(v) for v in value]
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return value

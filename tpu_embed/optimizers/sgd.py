@@ -1,0 +1,46 @@
+"""Stochastic gradient descent."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import field
+
+from tpu_embed._types import Array
+from tpu_embed.optimizers._options import LEARNING_RATE
+from tpu_embed.optimizers.base import Slot, Slots, Updated
+from tpu_embed.optimizers.learning_rate import LearningRate
+from tpu_embed.optimizers.row_optimizer import RowOptimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class SGD(RowOptimizer):
+    """Move a row against its gradient.
+
+        w = w - lr g
+
+    Args:
+      learning_rate: lr, a number, a schedule of the step, or a callable without arguments.
+
+    The other options are those of `RowOptimizer`. No slots.
+
+    Raises:
+      ValueError: an option is out of its range.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> g = jnp.array([[1.0, -2.0]])
+      >>> rows, slots = SGD(0.5).update_rows(jnp.ones((1, 2)), {}, g, 1, 0.5)
+      >>> rows.tolist(), slots
+      ([[0.5, 2.0]], {})
+
+    Reference:
+      Robbins and Monro, "A stochastic approximation method", 1951.
+    """
+
+    learning_rate: LearningRate = field(default=0.01, metadata=LEARNING_RATE)
+
+    def declared_slots(self) -> tuple[Slot, ...]:
+        return ()
+
+    def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
+        return w - lr * g, {}
