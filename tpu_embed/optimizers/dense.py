@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array, PyTree
@@ -41,7 +42,7 @@ def dense_transform(
         return RowRuleState(jnp.zeros((), jnp.int32), slots)
 
     def update(
-        updates: PyTree, state: RowRuleState, params: PyTree | None = None, **extra: Any
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, RowRuleState]:
         if params is None:
             raise ValueError(
@@ -111,7 +112,7 @@ def _learning_rate(optimizer: TableOptimizer, step: Array, given: Any) -> Any:
         return given
     rate = optimizer.learning_rate
     host = learning_rate_kind(rate) is LearningRateKind.HOST
-    if host and isinstance(step, jax.core.Tracer):
+    if host and isinstance(step, Tracer):
         raise ValueError(
             message(
                 "learning_rate",

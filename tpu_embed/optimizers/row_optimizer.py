@@ -189,7 +189,7 @@ def _initial_slot(slot: Slot, initial: Any, rows: Array, keys: Array) -> Array:
     tag = zlib.crc32(slot.name.encode())
 
     def draw(key: Array) -> Array:
-        value = initial(jax.random.fold_in(key, tag), one_row, rows.dtype)
+        value: Any = initial(jax.random.fold_in(key, tag), one_row, rows.dtype)
         if jnp.shape(value) != one_row:
             what = f"initializer of slot {slot.name!r}"
             raise ValueError(message(what, expected=f"shape {one_row}", got=jnp.shape(value)))

@@ -1,0 +1,94 @@
+"""A rule that the user writes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tpu_embed._checks import message
+from tpu_embed._types import Array
+from tpu_embed.optimizers._options import LEARNING_RATE, converted, slot_values
+from tpu_embed.optimizers.base import Slot, Slots, Updated
+from tpu_embed.optimizers.learning_rate import LearningRate
+from tpu_embed.optimizers.row_optimizer import RowOptimizer
+
+Rule = Callable[[Array, Array, dict[str, Array], Array, Array], tuple[Array, Mapping[str, Array]]]
+
+
+def _checked_rule(what: str, rule: Any) -> Any:
+    if not callable(rule):
+        expected = "a function (gradient, row, slots, learning_rate, step) -> (row, slots)"
+        raise ValueError(message(what, expected=expected, got=repr(rule)))
+    return rule
+
+
+@dataclasses.dataclass(frozen=True)
+class CustomOptimizer(RowOptimizer):
+    """Update each row with a function of the user's.
+
+        w, slots = rule(g, w, slots, lr, t)
+
+    The rule is mapped over the rows, so that it sees one row at a time. Optimizers are equal when
+    their rules are the same function and their options are equal: make the rule once, or tables
+    with it do not stack.
+
+    Args:
+      rule: `(gradient [D], row [D], slots {name: [D]}, learning_rate scalar, step int32 scalar) ->
+        (row [D], slots)`, in JAX functions.
+      slots: initial value of each slot by name, a number or an initializer `(key, shape, dtype) ->
+        array`, called once a row with shape `(1, D)`.
+      learning_rate: a number, a schedule of the step, or a callable without arguments.
+
+    The other options are those of `RowOptimizer`.
+
+    Raises:
+      ValueError: an option is out of its range; at trace time, the rule returns another shape, or
+        other slots, than it was given.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> def signed(gradient, row, slots, learning_rate, step):
+      ...     return row - learning_rate * jnp.sign(gradient), {"seen": slots["seen"] + 1}
+      >>> optimizer = CustomOptimizer(signed, {"seen": 0}, 0.5)
+      >>> slots, g = {"seen": jnp.zeros((1, 2))}, jnp.array([[4.0, -8.0]])
+      >>> rows, slots = optimizer.update_rows(jnp.ones((1, 2)), slots, g, 1, 0.5)
+      >>> rows.tolist(), slots["seen"].tolist()
+      ([[0.5, 1.5]], [[1.0, 1.0]])
+
+    Reference:
+      The custom optimizer of TensorFlow's TPU embedding: a function of gradient, weights and slots.
+    """
+
+    rule: Rule = field(metadata=converted(_checked_rule))
+    slots: Any = field(metadata=converted(slot_values))
+    learning_rate: LearningRate = field(default=0.01, metadata=LEARNING_RATE)
+
+    def declared_slots(self) -> tuple[Slot, ...]:
+        return tuple(Slot(name, initial) for name, initial in self.slots)
+
+    def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
+        def update_row(g: Array, w: Array, slots: Slots) -> Updated:
+            new_w, new_slots = self.rule(g, w, slots, lr, t)
+            return _as_before("row", new_w, w), _same_slots(new_slots, slots)
+
+        return jax.vmap(update_row)(g, w, slots)
+
+
+def _same_slots(new: Mapping[str, Any], old: Slots) -> Slots:
+    """Return the rule's slots; ValueError if they are not those that it was given."""
+    if not isinstance(new, Mapping) or set(new) != set(old):
+        got = sorted(new) if isinstance(new, Mapping) else repr(new)
+        raise ValueError(message("slots of the rule", expected=f"{sorted(old)}", got=got))
+    return {name: _as_before(f"slot {name!r} of the rule", new[name], old[name]) for name in old}
+
+
+def _as_before(what: str, new: Any, old: Array) -> Array:
+    """Return an array in the dtype of the old one; ValueError if its shape is another."""
+    if jnp.shape(new) != old.shape:
+        raise ValueError(message(what, expected=f"shape {old.shape}", got=jnp.shape(new)))
+    return jnp.asarray(new).astype(old.dtype)

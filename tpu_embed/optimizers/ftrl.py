@@ -1,0 +1,105 @@
+"""FTRL-proximal: the row that a regularised sum of all past gradients asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import field
+
+import jax.numpy as jnp
+
+from tpu_embed._types import Array
+from tpu_embed.optimizers._options import LEARNING_RATE, NON_NEGATIVE, accepts
+from tpu_embed.optimizers.base import Slot, Slots, Updated
+from tpu_embed.optimizers.learning_rate import LearningRate
+from tpu_embed.optimizers.row_optimizer import RowOptimizer
+
+_POWER = accepts("a number <= 0", lambda value, _: value <= 0)
+_ACCUMULATOR = accepts(
+    "a number > 0 (>= 0 with allow_zero_accumulator=True)",
+    lambda value, rule: value > 0 or (value == 0 and rule.allow_zero_accumulator),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class FTRL(RowOptimizer):
+    """Recompute a row from its linear term z and its accumulator a; l1 makes entries exactly 0.
+
+        a' = a + g²;  p = learning_rate_power;  z = z + g - (a'^(-p) - a^(-p)) w / lr
+        w = 0 if |z| <= l1 else (l1 sgn z - z) / ((a'^(-p) + β) / lr + 2 l2)
+
+    With `multiply_linear_by_learning_rate`, z is kept times lr (an old z is not rescaled):
+
+        z = z + lr g - (a'^(-p) - a^(-p)) w
+        w = 0 if |z| <= lr l1 else (lr l1 sgn z - z) / (a'^(-p) + β + 2 lr l2)
+
+    The row is recomputed also when g is 0: a fresh row, whose z is 0, becomes 0. Without the flag,
+    lr = 0 leaves row and slots unchanged.
+
+    Args:
+      learning_rate: lr, a number, a schedule of the step, or a callable without arguments.
+      learning_rate_power: p, <= 0; -0.5 is Adagrad's square root, 0 a fixed learning rate.
+      l1_regularization_strength: l1, >= 0.
+      l2_regularization_strength: l2, >= 0.
+      beta: β, >= 0, added to the root of the accumulator.
+      initial_accumulator_value: first a, > 0.
+      multiply_linear_by_learning_rate: keep z times lr.
+      allow_zero_accumulator: let the first a be 0.
+
+    The other options are those of `RowOptimizer`. Slots: `accumulators` a and `linears` z `[V, D]`,
+    z at first 0.
+
+    Raises:
+      ValueError: an option is out of its range.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> slots = {"accumulators": jnp.full((1, 1), 9.0), "linears": jnp.zeros((1, 1))}
+      >>> g = jnp.full((1, 1), 4.0)
+      >>> rows, slots = FTRL(0.5).update_rows(jnp.ones((1, 1)), slots, g, 1, 0.5)
+      >>> rows.tolist(), slots["linears"].tolist()
+      ([[0.0]], [[0.0]])
+
+    Reference:
+      McMahan et al., "Ad click prediction: a view from the trenches", 2013.
+    """
+
+    learning_rate: LearningRate = field(default=0.001, metadata=LEARNING_RATE)
+    _: dataclasses.KW_ONLY
+    learning_rate_power: float = field(default=-0.5, metadata=_POWER)
+    l1_regularization_strength: float = field(default=0.0, metadata=NON_NEGATIVE)
+    l2_regularization_strength: float = field(default=0.0, metadata=NON_NEGATIVE)
+    beta: float = field(default=0.0, metadata=NON_NEGATIVE)
+    initial_accumulator_value: float = field(default=0.1, metadata=_ACCUMULATOR)
+    multiply_linear_by_learning_rate: bool = False
+    allow_zero_accumulator: bool = False
+
+    def declared_slots(self) -> tuple[Slot, ...]:
+        return Slot("accumulators", self.initial_accumulator_value), Slot("linears", 0.0)
+
+    def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
+        a, z = slots["accumulators"], slots["linears"]
+        new_a = a + g**2
+        root = self._root(new_a)
+        change = (root - self._root(a)) * w
+        if self.multiply_linear_by_learning_rate:
+            new_z = z + lr * g - change
+            new_w = self._solve(new_z, root + self.beta, scale=lr)
+            return new_w, {"accumulators": new_a, "linears": new_z}
+        still = lr == 0
+        rate = jnp.where(still, jnp.ones_like(lr), lr)
+        new_z = z + g - change / rate
+        new_w = self._solve(new_z, (root + self.beta) / rate, scale=jnp.ones_like(lr))
+        new_slots = {"accumulators": new_a, "linears": new_z}
+        kept = {name: jnp.where(still, slots[name], new) for name, new in new_slots.items()}
+        return jnp.where(still, w, new_w), kept
+
+    def _root(self, a: Array) -> Array:
+        """Return a^(-p)."""
+        return jnp.sqrt(a) if self.learning_rate_power == -0.5 else a**-self.learning_rate_power
+
+    def _solve(self, z: Array, quadratic: Array, *, scale: Array) -> Array:
+        """Return the row that minimises z w + quadratic w² / 2 + scale (l1 |w| + l2 w²)."""
+        l1 = scale * self.l1_regularization_strength
+        denominator = quadratic + 2.0 * scale * self.l2_regularization_strength
+        w = (l1 * jnp.sign(z) - z) / denominator
+        return jnp.where(jnp.abs(z) <= l1, jnp.zeros_like(z), w)

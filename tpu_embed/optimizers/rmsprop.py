@@ -1,0 +1,109 @@
+"""RMSProp, and the form that subtracts the mean gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import field
+
+import jax.numpy as jnp
+
+from tpu_embed._types import Array
+from tpu_embed.optimizers._moments import average
+from tpu_embed.optimizers._options import FRACTION, LEARNING_RATE, POSITIVE
+from tpu_embed.optimizers.base import Slot, Slots, Updated
+from tpu_embed.optimizers.learning_rate import LearningRate
+from tpu_embed.optimizers.row_optimizer import RowOptimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class RMSProp(RowOptimizer):
+    """Divide the gradient by the root of its mean square, with momentum.
+
+        s = ρ s + (1 - ρ) g²;  b = μ b + lr g / √(s + ε);  w = w - b
+
+    Args:
+      learning_rate: lr, a number, a schedule of the step, or a callable without arguments.
+      rho: ρ, in [0, 1).
+      momentum: μ, in [0, 1).
+      epsilon: ε, > 0.
+
+    The other options are those of `RowOptimizer`. Slots: `ms` s, at first 1, and `momenta` b, at
+    first 0, `[V, D]`.
+
+    Raises:
+      ValueError: an option is out of its range.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> slots = {"ms": jnp.ones((1, 1)), "momenta": jnp.zeros((1, 1))}
+      >>> g = jnp.ones((1, 1))
+      >>> rows, slots = RMSProp(0.5).update_rows(jnp.ones((1, 1)), slots, g, 1, 0.5)
+      >>> print(f"{float(rows[0, 0]):.4f}")
+      0.5000
+
+    Reference:
+      Tieleman and Hinton, lecture 6.5 of "Neural networks for machine learning", 2012.
+    """
+
+    learning_rate: LearningRate = field(default=0.001, metadata=LEARNING_RATE)
+    _: dataclasses.KW_ONLY
+    rho: float = field(default=0.9, metadata=FRACTION)
+    momentum: float = field(default=0.0, metadata=FRACTION)
+    epsilon: float = field(default=1e-7, metadata=POSITIVE)
+
+    def declared_slots(self) -> tuple[Slot, ...]:
+        return Slot("ms", 1.0), Slot("momenta", 0.0)
+
+    def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
+        s = average(slots["ms"], g**2, self.rho)
+        b = self.momentum * slots["momenta"] + lr * g / jnp.sqrt(s + self.epsilon)
+        return w - b, {"ms": s, "momenta": b}
+
+
+@dataclasses.dataclass(frozen=True)
+class CenteredRMSProp(RowOptimizer):
+    """Divide the gradient by an estimate of its standard deviation, with momentum.
+
+        s = ρ s + (1 - ρ) g²;  c = ρ c + (1 - ρ) g
+        b = μ b + lr g / √(max(s - c², 0) + ε);  w = w - b
+
+    Args:
+      learning_rate: lr, a number, a schedule of the step, or a callable without arguments.
+      rho: ρ, in [0, 1).
+      momentum: μ, in [0, 1).
+      epsilon: ε, > 0.
+
+    The other options are those of `RowOptimizer`. Slots: `ms` s, at first 1, `mg` c and `momenta`
+    b, at first 0, `[V, D]`.
+
+    Raises:
+      ValueError: an option is out of its range.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> slots = {name: jnp.full((1, 1), first) for name, first in [("ms", 5), ("mg", 2.0)]}
+      >>> slots |= {"momenta": jnp.zeros((1, 1))}
+      >>> optimizer, g = CenteredRMSProp(0.5, rho=0.0), jnp.ones((1, 1))
+      >>> _, slots = optimizer.update_rows(jnp.ones((1, 1)), slots, g, 1, 0.5)
+      >>> slots["ms"].tolist(), slots["mg"].tolist()
+      ([[1.0]], [[1.0]])
+
+    Reference:
+      Graves, "Generating sequences with recurrent neural networks", 2013.
+    """
+
+    learning_rate: LearningRate = field(default=0.001, metadata=LEARNING_RATE)
+    _: dataclasses.KW_ONLY
+    rho: float = field(default=0.9, metadata=FRACTION)
+    momentum: float = field(default=0.0, metadata=FRACTION)
+    epsilon: float = field(default=1e-7, metadata=POSITIVE)
+
+    def declared_slots(self) -> tuple[Slot, ...]:
+        return Slot("ms", 1.0), Slot("momenta", 0.0), Slot("mg", 0.0)
+
+    def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
+        s = average(slots["ms"], g**2, self.rho)
+        c = average(slots["mg"], g, self.rho)
+        variance = jnp.maximum(s - c**2, 0.0)
+        b = self.momentum * slots["momenta"] + lr * g / jnp.sqrt(variance + self.epsilon)
+        return w - b, {"ms": s, "momenta": b, "mg": c}

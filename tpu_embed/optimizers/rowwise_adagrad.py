@@ -1,0 +1,57 @@
+"""Adagrad with one accumulator a row."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import field
+
+import jax.numpy as jnp
+
+from tpu_embed._types import Array
+from tpu_embed.optimizers._options import LEARNING_RATE, NON_NEGATIVE, POSITIVE
+from tpu_embed.optimizers.base import Slot, Slots, Updated
+from tpu_embed.optimizers.learning_rate import LearningRate
+from tpu_embed.optimizers.row_optimizer import RowOptimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class RowWiseAdagrad(RowOptimizer):
+    """Divide each step by the root of the sum of the row's mean squared gradients.
+
+        a = a + mean_d g²;  w = w - lr g / (√a + ε)
+
+    Args:
+      learning_rate: lr, a number, a schedule of the step, or a callable without arguments.
+      initial_accumulator_value: first a, > 0.
+      epsilon: ε, >= 0.
+
+    The other options are those of `RowOptimizer`. Slots: `accumulators` a `[V]`: D times less
+    memory than Adagrad.
+
+    Raises:
+      ValueError: an option is out of its range.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> slots = {"accumulators": jnp.full((1,), 3.5)}
+      >>> g = jnp.array([[3.0, 4.0]])
+      >>> rows, slots = RowWiseAdagrad(1.0).update_rows(jnp.ones((1, 2)), slots, g, 1, 1.0)
+      >>> rows.tolist(), slots["accumulators"].tolist()
+      ([[0.25, 0.0]], [16.0])
+
+    Reference:
+      Mudigere et al., "Software-hardware co-design for fast and scalable training of deep learning
+      recommendation models", 2022.
+    """
+
+    learning_rate: LearningRate = field(default=0.001, metadata=LEARNING_RATE)
+    _: dataclasses.KW_ONLY
+    initial_accumulator_value: float = field(default=0.1, metadata=POSITIVE)
+    epsilon: float = field(default=1e-8, metadata=NON_NEGATIVE)
+
+    def declared_slots(self) -> tuple[Slot, ...]:
+        return (Slot("accumulators", self.initial_accumulator_value, one_number=True),)
+
+    def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
+        a = slots["accumulators"] + jnp.mean(g**2, axis=-1)
+        return w - lr * g / (jnp.sqrt(a) + self.epsilon)[:, None], {"accumulators": a}
