@@ -34,6 +34,7 @@ FLOORS = {
 CORE_ORDER = [
     "structure",
     "ids",
+    "batch_spec",
     "batch",
     "collectives",
     "layout",
