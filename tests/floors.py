@@ -32,8 +32,12 @@ FLOORS = {
 """What stands directly in `tpu_embed/` -> its floor. Imports go to the same or a lower one."""
 
 CORE_ORDER = [
+    "inputs",
     "structure",
+    "weights",
+    "valid_ids",
     "ids",
+    "padding",
     "batch_spec",
     "batch",
     "collectives",
