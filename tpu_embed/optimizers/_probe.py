@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import optax
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array
+from tpu_embed.optimizers._optax_calls import apply_transform, init_state
 
 _STEPS = 2
 _SCALES = (
@@ -79,8 +81,9 @@ def _refuse_multi_steps(transform: Any, what: str) -> None:
     """Raise ValueError for MultiSteps, also inside a chain: its state tells."""
     multi = isinstance(transform, optax.MultiSteps)
     if not multi:
+        row = jax.ShapeDtypeStruct((_DIM,), jnp.float32)
         try:
-            state = jax.eval_shape(transform.init, jax.ShapeDtypeStruct((_DIM,), jnp.float32))
+            state = jax.eval_shape(functools.partial(init_state, transform), row)
         except Exception as error:
             reason = f"one that fails on a row ({_first_line(error)})"
             expected = "a transform with a state for one row"
@@ -118,10 +121,10 @@ def _mapped(init: InitLeaves, update: UpdateLeaves, rows: Array, gradients: Arra
 
 
 def _whole(transform: optax.GradientTransformation, rows: Array, gradients: Array) -> list[Array]:
-    state, updates = transform.init(rows), []
+    state, updates = init_state(transform, rows), []
     for step in range(_STEPS):
-        u, state = transform.update(gradients[step], state, rows)
-        rows = rows + jnp.asarray(u).astype(rows.dtype)  # type: ignore[arg-type]
+        u, state = apply_transform(transform, gradients[step], state, rows)
+        rows = rows + jnp.asarray(u).astype(rows.dtype)
         updates.append(u)
     return updates
 

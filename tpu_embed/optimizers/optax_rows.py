@@ -7,6 +7,7 @@ and are shared by the whole table group; all other leaves become slots, one a ro
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
@@ -16,6 +17,7 @@ import optax
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array, ArrayLike
+from tpu_embed.optimizers._optax_calls import apply_transform, init_state
 from tpu_embed.optimizers._probe import check_row_separable
 from tpu_embed.optimizers._slot_names import name_slots
 from tpu_embed.optimizers.base import Slots, SlotShape, TableOptimizer, Updated
@@ -100,7 +102,7 @@ class OptaxOptimizer(TableOptimizer):
     def _layout(self, dim: int, dtype: Any) -> _Layout:
         row = jax.ShapeDtypeStruct((dim,), jnp.dtype(dtype))
         pairs, treedef = jax.tree_util.tree_flatten_with_path(
-            jax.eval_shape(self.transform.init, row)
+            jax.eval_shape(functools.partial(init_state, self.transform), row)
         )
         names = name_slots([path for path, _ in pairs])
         shapes = [SlotShape(leaf.shape, leaf.dtype, per_row=leaf.shape != ()) for _, leaf in pairs]
@@ -112,7 +114,7 @@ class OptaxOptimizer(TableOptimizer):
         dtypes = [slot.dtype for slot in layout.slots.values()]
 
         def init(row: Array) -> list[Array]:
-            leaves = jax.tree.leaves(self.transform.init(row))
+            leaves = jax.tree.leaves(init_state(self.transform, row))
             return [_as(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
 
         return jax.vmap(init, out_axes=layout.axes)(rows)
@@ -122,10 +124,9 @@ class OptaxOptimizer(TableOptimizer):
     ) -> tuple[Array, list[Array]]:
         """Return what is to be added to rows `[n, D]`, and the new leaves."""
         layout = self._layout(rows.shape[-1], rows.dtype)
-        update = optax.with_extra_args_support(self.transform).update
 
         def update_row(row: Array, state: list[Array], g: Array) -> tuple[Array, list[Array]]:
-            u, new_state = update(g, layout.treedef.unflatten(state), row)
+            u, new_state = apply_transform(self.transform, g, layout.treedef.unflatten(state), row)
             new = _same_leaves(new_state, layout)
             return _as(u, row.dtype), new
 

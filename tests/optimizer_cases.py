@@ -1,0 +1,136 @@
+"""The one table of optimizers that drives every test.
+
+`CASES`: class name -> instances, the first near its defaults, the others with options; rates are
+large enough for a wrong rule to show. `OPTAX_CASES`: name -> (transform, its per-row slots).
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import optax
+
+from tpu_embed import optimizers as o
+
+DECAY = {"weight_decay_factor": 0.03}
+DECAY_BY_RATE = {
+    "weight_decay_factor": 0.3,
+    "multiply_weight_decay_factor_by_learning_rate": True,
+}
+CLIPS = {"clipvalue": 0.7, "clip_weight_min": -0.8, "clip_weight_max": 0.9}
+ALL = {**DECAY_BY_RATE, **CLIPS}
+
+
+def leaky_rule(gradient, row, slots, learning_rate, step):
+    """Follow a decaying trail of gradients, each over its step; `oracle_rules` knows this rule."""
+    trail = 0.5 * slots["trail"] + gradient / step.astype(gradient.dtype)
+    return row - learning_rate * trail, {"trail": trail, "seen": slots["seen"] + 1}
+
+
+def halving(count):
+    """Return a schedule's rate: 0.2, 0.1, 0.0666…"""
+    return 0.2 / (1 + jnp.asarray(count).astype(jnp.float32))
+
+
+CASES = {
+    "SGD": [o.SGD(0.1), o.SGD(0.1, **ALL), o.SGD(halving, clipvalue=(None, 0.5), **DECAY)],
+    "Momentum": [
+        o.Momentum(0.1),
+        o.Momentum(0.1, momentum=0.5, use_nesterov=True, slot_initializers={"momenta": 0.3}, **ALL),
+    ],
+    "Adagrad": [
+        o.Adagrad(0.1),
+        o.Adagrad(0.1, initial_accumulator_value=0.5, epsilon=0.1, **ALL),
+        o.Adagrad(0.1, slot_initializers={"accumulators": 0.7}, **DECAY),
+    ],
+    "RowWiseAdagrad": [
+        o.RowWiseAdagrad(0.1),
+        o.RowWiseAdagrad(0.1, initial_accumulator_value=0.5, epsilon=0.0, **ALL),
+        o.RowWiseAdagrad(0.1, slot_initializers={"accumulators": 0.7}, **DECAY),
+    ],
+    "AdagradMomentum": [
+        o.AdagradMomentum(0.1),
+        o.AdagradMomentum(0.1, momentum=0.9, use_nesterov=True, **ALL),
+        o.AdagradMomentum(0.1, momentum=0.5, exponent=3.0, beta2=0.9, epsilon=0.01, **DECAY),
+    ],
+    "FTRL": [
+        o.FTRL(0.1),
+        o.FTRL(0.1, l1_regularization_strength=0.1, l2_regularization_strength=0.2, beta=0.3),
+        o.FTRL(0.1, learning_rate_power=-0.3, l1_regularization_strength=0.05, **ALL),
+        o.FTRL(
+            0.1,
+            l1_regularization_strength=0.5,
+            l2_regularization_strength=0.2,
+            beta=0.3,
+            multiply_linear_by_learning_rate=True,
+            initial_accumulator_value=0.0,
+            allow_zero_accumulator=True,
+            **DECAY,
+        ),
+        o.FTRL(0.1, learning_rate_power=0.0, slot_initializers={"linears": 0.2}),
+        o.FTRL(0.0),
+        o.FTRL(0.0, multiply_linear_by_learning_rate=True),
+    ],
+    "Adam": [
+        o.Adam(0.1),
+        o.Adam(0.1, beta_1=0.5, beta_2=0.9, epsilon=0.1, sum_inside_sqrt=False, **ALL),
+        o.Adam(0.1, beta_1=0.0, epsilon=0.1, bias_correction=False, **DECAY),
+        o.Adam(halving, lazy_adam=False),
+    ],
+    "LAMB": [
+        o.LAMB(0.1),
+        o.LAMB(0.1, beta_1=0.5, beta_2=0.9, epsilon=0.1, **ALL),
+        o.LAMB(0.1, **DECAY),
+    ],
+    "Lion": [o.Lion(0.01), o.Lion(0.1, beta_1=0.5, beta_2=0.7, **ALL)],
+    "RMSProp": [
+        o.RMSProp(0.1),
+        o.RMSProp(0.1, rho=0.5, momentum=0.9, epsilon=0.1, **ALL),
+    ],
+    "CenteredRMSProp": [
+        o.CenteredRMSProp(0.1),
+        o.CenteredRMSProp(0.1, rho=0.5, momentum=0.9, epsilon=0.1, **ALL),
+    ],
+    "Adadelta": [o.Adadelta(0.1), o.Adadelta(1.0, rho=0.5, epsilon=0.1, **ALL)],
+    "ProximalAdagrad": [
+        o.ProximalAdagrad(0.1),
+        o.ProximalAdagrad(0.1, l1=0.5, l2=0.3, initial_accumulator_value=0.5, **ALL),
+    ],
+    "Yogi": [o.Yogi(0.1), o.Yogi(0.1, beta_1=0.5, beta_2=0.9, epsilon=0.1, **ALL)],
+    "CustomOptimizer": [
+        o.CustomOptimizer(leaky_rule, {"trail": 0.0, "seen": 1.0}, 0.1),
+        o.CustomOptimizer(
+            leaky_rule, {"trail": 0.2, "seen": 0}, 0.1, slot_initializers={"trail": 0.4}, **ALL
+        ),
+    ],
+}
+
+OPTAX_CASES = {
+    "sgd": (optax.sgd(0.1), ()),
+    "sgd with momentum": (optax.sgd(0.1, momentum=0.9, nesterov=True), ("trace",)),
+    "schedule": (optax.sgd(optax.exponential_decay(0.1, 1, 0.5)), ()),
+    "adam": (optax.adam(0.1), ("mu", "nu")),
+    "adamw by schedule": (
+        optax.adamw(optax.linear_schedule(0.1, 0.0, 5), weight_decay=0.1),
+        ("mu", "nu"),
+    ),
+    "adagrad": (optax.adagrad(0.1), ("sum_of_squares",)),
+    "rmsprop": (optax.rmsprop(0.1, centered=True, momentum=0.9), ("mu", "nu", "trace")),
+    "lion": (optax.lion(0.01), ("mu",)),
+    "yogi": (optax.yogi(0.1), ("mu", "nu")),
+    "chain": (
+        optax.chain(optax.clip(0.5), optax.trace(0.9), optax.trace(0.5), optax.scale(-0.1)),
+        ("1_trace", "2_trace"),
+    ),
+    "schedule free": (optax.contrib.schedule_free_sgd(0.1), ("z",)),
+    "hyperparameters": (optax.inject_hyperparams(optax.adam)(0.1), ("mu", "nu")),
+}
+
+
+def flat():
+    """Return `(id, optimizer)` of every case of ours."""
+    return [(f"{name}-{i}", case) for name, cases in CASES.items() for i, case in enumerate(cases)]
+
+
+def hyper(optimizer):
+    """Return an optimizer's options, as `oracle_rules` takes them."""
+    return {field.name: getattr(optimizer, field.name) for field in dataclasses.fields(optimizer)}

@@ -1,0 +1,131 @@
+"""`as_optax`: the same rule over dense trees."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optimizer_cases
+import pytest
+
+from tpu_embed import optimizers as o
+
+RNG = np.random.default_rng(1)
+SHAPES = {"matrix": (4, 3), "cube": (2, 2, 3), "vector": (3,), "scalar": ()}
+
+
+def tree():
+    return {name: RNG.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+PARAMS, GRADIENTS = tree(), [tree(), tree()]
+FLAT = optimizer_cases.flat()
+
+
+def as_rows(leaf):
+    leaf = jnp.asarray(leaf)
+    return leaf.reshape(-1, leaf.shape[-1] if leaf.ndim else 1)
+
+
+@pytest.mark.parametrize(("case", "optimizer"), FLAT, ids=[case for case, _ in FLAT])
+def test_as_optax_is_the_rule_over_rows(case, optimizer):
+    tx = optimizer.as_optax()
+
+    @jax.jit
+    def dense(params):
+        state = tx.init(params)
+        for gradients in GRADIENTS:
+            updates, state = tx.update(gradients, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    @jax.jit
+    def by_rows(params):
+        made = {}
+        for name, leaf in params.items():
+            rows = as_rows(leaf)
+            slots = optimizer.init_slots(rows, jax.random.split(jax.random.key(0), len(rows)))
+            for t, gradients in enumerate(GRADIENTS, start=1):
+                rate = optimizer.resolve_learning_rate(jnp.int32(t), None)
+                gradient = as_rows(gradients[name])
+                rows, slots = optimizer.update_rows(rows, slots, gradient, jnp.int32(t), rate)
+            made[name] = rows, slots
+        return made
+
+    params, state = dense(PARAMS)
+    assert int(state.count) == 2
+    assert set(state.slots) == set(optimizer.slot_shapes(1, jnp.float32))
+    for name, (rows, slots) in by_rows(PARAMS).items():
+        assert params[name].shape == SHAPES[name]
+        # an update is a difference: adding it back rounds, and two programs fuse differently
+        np.testing.assert_allclose(as_rows(params[name]), rows, rtol=1e-5, atol=2e-6)
+        for slot, values in slots.items():
+            got = np.asarray(state.slots[slot][name]).reshape(values.shape)
+            np.testing.assert_allclose(got, values, rtol=1e-5, atol=1e-6)
+
+
+def test_slots_are_trees_of_the_parameters():
+    state = o.RowWiseAdagrad().as_optax().init(PARAMS)
+    shapes = {name: leaf.shape for name, leaf in state.slots["accumulators"].items()}
+    assert shapes == {"matrix": (4,), "cube": (2, 2), "vector": (), "scalar": ()}
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    assert ".slots['accumulators']['matrix']" in paths
+
+
+def test_bfloat16_leaf_keeps_float32_slots():
+    params = {"w": jnp.ones((2, 3), jnp.bfloat16)}
+    tx = o.Adam(0.5).as_optax()
+    updates, state = tx.update(params, tx.init(params), params)
+    assert updates["w"].dtype == jnp.bfloat16
+    assert state.slots["momenta"]["w"].dtype == jnp.float32
+    assert optax.apply_updates(params, updates)["w"].dtype == jnp.bfloat16
+
+
+def test_empty_leaves_pass():
+    params = {"a": jnp.zeros((0, 3)), "b": jnp.zeros((2, 0))}
+    tx = o.Adam(0.5).as_optax()
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert jax.tree.map(jnp.shape, updates) == {"a": (0, 3), "b": (2, 0)}
+
+
+def test_random_slots_follow_the_seed():
+    initializer = {"momenta": jax.nn.initializers.normal(1.0)}
+    optimizer = o.Momentum(slot_initializers=initializer)
+    params = {"a": jnp.zeros((2, 3)), "b": jnp.zeros((2, 3))}
+    first, again = (optimizer.as_optax(seed=1).init(params).slots["momenta"] for _ in range(2))
+    other = optimizer.as_optax(seed=2).init(params).slots["momenta"]
+    np.testing.assert_array_equal(first["a"], again["a"])
+    assert len(np.unique(np.stack([first["a"], first["b"], other["a"]]))) == 18
+
+
+def test_params_are_needed():
+    tx = o.SGD().as_optax()
+    with pytest.raises(ValueError, match=r"params: expected the parameters, got None; update\("):
+        tx.update(PARAMS, tx.init(PARAMS))
+
+
+def test_host_callable_is_called_once_an_eager_update():
+    rates = iter([0.5, 0.25])
+    tx = o.SGD(lambda: next(rates)).as_optax()
+    params, ones = jnp.zeros(2), jnp.ones(2)
+    state = tx.init(params)
+    first, state = tx.update(ones, state, params)
+    second, state = tx.update(ones, state, params)
+    assert (first.tolist(), second.tolist()) == ([-0.5, -0.5], [-0.25, -0.25])
+
+
+def test_host_callable_inside_jit_needs_its_value():
+    tx = o.SGD(lambda: pytest.fail("called")).as_optax()
+    params, ones = jnp.zeros(2), jnp.ones(2)
+    state = tx.init(params)
+    with pytest.raises(ValueError, match="learning_rate=value"):
+        jax.jit(tx.update)(ones, state, params)
+    given = jax.jit(lambda rate: tx.update(ones, state, params, learning_rate=rate)[0])
+    assert given(0.5).tolist() == [-0.5, -0.5]
+
+
+def test_composes_with_optax_chain():
+    tx = optax.chain(optax.clip_by_global_norm(1.0), o.SGD(1.0).as_optax())
+    params = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
+    gradients = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([0.0, 4.0])}
+    updates, _ = tx.update(gradients, tx.init(params), params)
+    np.testing.assert_allclose(updates["b"], [0.0, -0.8], rtol=1e-6)

@@ -1,0 +1,202 @@
+"""Errors of every option, equality and hash by value, slot initializers, describe."""
+
+import dataclasses
+import json
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optimizer_cases
+import pytest
+
+from tpu_embed import optimizers as o
+
+NAN = float("nan")
+ERRORS = [
+    (lambda: o.Adagrad(initial_accumulator_value=0), "initial_accumulator_value: expected.*> 0"),
+    (lambda: o.RowWiseAdagrad(initial_accumulator_value=-1), "initial_accumulator_value"),
+    (lambda: o.ProximalAdagrad(initial_accumulator_value=0), "initial_accumulator_value"),
+    (lambda: o.FTRL(initial_accumulator_value=0), "allow_zero_accumulator=True"),
+    (
+        lambda: o.FTRL(initial_accumulator_value=-0.1, allow_zero_accumulator=True),
+        "initial_accumulator_value",
+    ),
+    *[
+        (lambda rule=rule, name=name, bad=bad: rule(**{name: bad}), rf"{name}: expected.*\[0, 1\)")
+        for rule, names in {
+            o.Adam: ("beta_1", "beta_2"),
+            o.LAMB: ("beta_1", "beta_2"),
+            o.Lion: ("beta_1", "beta_2"),
+            o.Yogi: ("beta_1", "beta_2"),
+            o.RMSProp: ("rho", "momentum"),
+            o.CenteredRMSProp: ("rho", "momentum"),
+            o.Adadelta: ("rho",),
+            o.Momentum: ("momentum",),
+            o.AdagradMomentum: ("momentum",),
+        }.items()
+        for name in names
+        for bad in (1, -0.1)
+    ],
+    (lambda: o.AdagradMomentum(beta2=0), r"beta2: expected a number in \(0, 1\]"),
+    (lambda: o.AdagradMomentum(beta2=1.1), "beta2"),
+    *[
+        (lambda rule=rule: rule(epsilon=0), f"{rule.__name__}.epsilon: expected a number > 0, got")
+        for rule in (
+            o.AdagradMomentum,
+            o.Adam,
+            o.LAMB,
+            o.RMSProp,
+            o.CenteredRMSProp,
+            o.Adadelta,
+            o.Yogi,
+        )
+    ],
+    (lambda: o.Adagrad(epsilon=-1), "epsilon"),
+    (lambda: o.RowWiseAdagrad(epsilon=-1e-9), "epsilon"),
+    (lambda: o.FTRL(learning_rate_power=0.1), "learning_rate_power: expected a number <= 0"),
+    (lambda: o.FTRL(l1_regularization_strength=-1), "l1_regularization_strength"),
+    (lambda: o.FTRL(l2_regularization_strength=-1), "l2_regularization_strength"),
+    (lambda: o.FTRL(beta=-1), "beta"),
+    (lambda: o.ProximalAdagrad(l1=-1), "l1"),
+    (lambda: o.ProximalAdagrad(l2=-1), "l2"),
+    (lambda: o.AdagradMomentum(exponent=0), "exponent: expected a number > 0"),
+    (lambda: o.SGD(clip_weight_min=1, clip_weight_max=0), "clip_weight: expected min <= max"),
+    (lambda: o.SGD(clipvalue=(1, 0)), "clipvalue: expected min <= max"),
+    (lambda: o.SGD(clipvalue=-1), "clipvalue: expected min <= max"),
+    (lambda: o.SGD(clipvalue="1"), "clipvalue: expected None, a number c"),
+    (lambda: o.SGD(clipvalue=(1, 2, 3)), "clipvalue: expected None, a number c"),
+    (
+        lambda: o.SGD(clipvalue=1, use_gradient_accumulation=False),
+        "clipvalue: expected None with use_gradient_accumulation=False",
+    ),
+    (
+        lambda: o.Adam(lazy_adam=False, use_gradient_accumulation=False),
+        "lazy_adam: expected True with use_gradient_accumulation=False",
+    ),
+    (lambda: o.SGD(weight_decay_factor="1"), "weight_decay_factor: expected a number"),
+    (lambda: o.SGD("0.1"), "learning_rate: expected a number, a schedule"),
+    (lambda: o.SGD(None), "learning_rate: expected a number, a schedule"),
+    (lambda: o.SGD(True), "learning_rate: expected a number, a schedule"),
+    (lambda: o.SGD(lambda a, b: 0.1), "learning_rate: expected a callable of the step.*needs a, b"),
+    (lambda: o.SGD(lambda *, a: 0.1), "learning_rate: expected a callable of the step"),
+    (lambda: o.Adam(beta_1="0.9"), "beta_1: expected a number"),
+    (lambda: o.Adam(beta_1=NAN), "beta_1: expected a number"),
+    (lambda: o.Adam(lazy_adam="no"), "lazy_adam: expected True or False"),
+    (
+        lambda: o.Adam(slot_initializers={"m": 0}),
+        "names of its slots .momenta, velocities., got 'm'",
+    ),
+    (lambda: o.SGD(slot_initializers={"m": 0}), "it has none"),
+    (lambda: o.Adam(slot_initializers={"momenta": "0"}), "number or an initializer"),
+    (lambda: o.Adam(slot_initializers=3), "slot_initializers: expected a mapping"),
+    (lambda: o.CustomOptimizer(None, {}), "rule: expected a function"),
+    (lambda: o.CustomOptimizer(max, {"a": None}), "number or an initializer"),
+    (lambda: o.CustomOptimizer(max, {1: 0.0}), "slot names"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), ERRORS, ids=[words for _, words in ERRORS])
+def test_bad_option_is_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_bounds_of_the_options_are_allowed():
+    o.Adagrad(epsilon=0)
+    o.RowWiseAdagrad(epsilon=0)
+    o.FTRL(learning_rate_power=0, initial_accumulator_value=0, allow_zero_accumulator=True)
+    o.Adam(beta_1=0, beta_2=0)
+    o.AdagradMomentum(beta2=1, momentum=0)
+    o.SGD(clip_weight_min=1, clip_weight_max=1, clipvalue=(None, 1))
+    assert o.SGD(clipvalue=(None, None), use_gradient_accumulation=False).clipvalue is None
+
+
+@pytest.mark.parametrize(("case", "optimizer"), optimizer_cases.flat())
+def test_equal_and_hashable_by_value(case, optimizer):
+    twin = dataclasses.replace(optimizer)
+    assert twin is not optimizer
+    assert twin == optimizer
+    assert hash(twin) == hash(optimizer)
+    assert dataclasses.replace(optimizer, learning_rate=0.77) != optimizer
+
+
+def test_no_two_cases_are_equal():
+    every = [optimizer for _, optimizer in optimizer_cases.flat()]
+    assert len(set(every)) == len(every)
+
+
+def test_options_that_mean_the_same_are_equal():
+    initializers = {"momenta": 0, "velocities": np.float32(1)}
+    backwards = dict(reversed(initializers.items()))
+    one = o.Adam(1, clipvalue=1, slot_initializers=initializers)
+    other = o.Adam(np.float64(1), clipvalue=[-1, np.int32(1)], slot_initializers=backwards)
+    assert one == other
+    assert hash(one) == hash(other)
+    assert type(other.learning_rate) is float
+    assert o.SGD(0.01) != o.Momentum(0.01, momentum=0)
+    assert o.RMSProp() != o.CenteredRMSProp()
+
+
+def test_optimizers_are_frozen_and_keyword_only():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        o.SGD().learning_rate = 1.0
+    with pytest.raises(TypeError):
+        o.Adam(0.1, 0.9)
+    custom = o.CustomOptimizer(optimizer_cases.leaky_rule, {"trail": 0, "seen": 0}, 0.5)
+    assert custom.learning_rate == 0.5
+
+
+def test_only_eager_adam_updates_every_row():
+    every = [case for case, optimizer in optimizer_cases.flat() if optimizer.updates_every_row]
+    assert every == ["Adam-3"]
+
+
+@pytest.mark.parametrize(("case", "optimizer"), optimizer_cases.flat())
+def test_describe_is_plain(case, optimizer):
+    described = optimizer.describe()
+    assert json.loads(json.dumps(described)) == described
+    assert described["class"] == case.split("-")[0]
+    assert set(described) == {"class"} | set(optimizer_cases.hyper(optimizer))
+
+
+def test_describe_names_callables():
+    initializer = jax.nn.initializers.zeros
+    described = o.Adam(
+        optimizer_cases.halving, slot_initializers={"momenta": initializer}
+    ).describe()
+    assert described["learning_rate"] == "halving"
+    assert described["slot_initializers"] == {"momenta": initializer.__qualname__}
+
+
+def test_slot_initializer_draws_each_row_by_its_key():
+    normal = jax.nn.initializers.normal(1.0)
+    optimizer = o.Adam(slot_initializers={"velocities": normal})
+    keys = jax.random.split(jax.random.key(3), 4)
+    slots = jax.jit(optimizer.init_slots)(jnp.zeros((4, 3)), keys)
+    tag = zlib.crc32(b"velocities")
+    expected = [normal(jax.random.fold_in(key, tag), (1, 3), jnp.float32)[0] for key in keys]
+    np.testing.assert_array_equal(slots["velocities"], np.stack(expected))
+    np.testing.assert_array_equal(slots["momenta"], np.zeros((4, 3)))
+
+
+def test_slot_initializer_of_one_number_a_row():
+    shapes = []
+
+    def initializer(key, shape, dtype):
+        shapes.append((shape, dtype))
+        return jax.random.uniform(key, shape, dtype)
+
+    optimizer = o.RowWiseAdagrad(slot_initializers={"accumulators": initializer})
+    keys = jax.random.split(jax.random.key(3), 4)
+    slots = optimizer.init_slots(jnp.zeros((4, 3)), keys)
+    assert shapes == [((1,), jnp.float32)]
+    assert slots["accumulators"].shape == (4,)
+    assert len(np.unique(slots["accumulators"])) == 4
+
+
+def test_slot_initializer_of_another_shape_is_refused():
+    optimizer = o.Adagrad(slot_initializers={"accumulators": lambda key, shape, dtype: jnp.ones(2)})
+    keys = jax.random.split(jax.random.key(0), 2)
+    with pytest.raises(ValueError, match=r"initializer of slot 'accumulators': expected shape"):
+        optimizer.init_slots(jnp.zeros((2, 3)), keys)

@@ -1,0 +1,204 @@
+"""Every rule, with every option, against the float64 oracle; and the golden values."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optimizer_cases
+import oracle_rules
+import pytest
+
+from tpu_embed import optimizers
+
+N, D, STEPS = 5, 4, 4
+RNG = np.random.default_rng(0)
+ROWS = RNG.normal(size=(N, D))
+GRADIENTS = RNG.normal(size=(STEPS, N, D))
+ROWS[1] = 0.0  # a norm of 0
+GRADIENTS[:, 2] = 0.0  # touched, but never moved by a gradient
+GRADIENTS[2, 3] = 50.0  # far beyond every clip
+KEYS = jax.random.split(jax.random.key(1), N)
+FLAT = optimizer_cases.flat()
+# Each step rounds some ten times. Where a slot starts at 0, √v of a tiny v keeps the relative error,
+# so a few hundred units in the last place bound all rules.
+TOLERANCE = {"float32": {"rtol": 5e-5, "atol": 5e-6}, "float64": {"rtol": 1e-10, "atol": 1e-12}}
+
+
+def library_trajectory(optimizer, dtype):
+    def run(rows, gradients, keys):
+        rows = rows.astype(dtype)
+        slots = optimizer.init_slots(rows, keys)
+        first = slots
+
+        def one(carry, gradient):
+            rows, slots, step = carry
+            rate = jnp.asarray(optimizer.resolve_learning_rate(step, None)).astype(dtype)
+            rows, slots = optimizer.update_rows(rows, slots, gradient.astype(dtype), step, rate)
+            return (rows, slots, step + 1), (rows, slots)
+
+        _, history = jax.lax.scan(one, (rows, slots, jnp.int32(1)), gradients)
+        return first, history
+
+    with jax.enable_x64(dtype == "float64"):
+        return jax.device_get(jax.jit(run)(ROWS.astype(dtype), GRADIENTS.astype(dtype), KEYS))
+
+
+def oracle_trajectory(name, optimizer):
+    hyper = optimizer_cases.hyper(optimizer)
+    rows = [row.copy() for row in ROWS]
+    slots = [oracle_rules.initial_slots(name, hyper, D) for _ in range(N)]
+    first, history = slots, []
+    for t in range(1, STEPS + 1):
+        rate = optimizer.learning_rate
+        rate = float(optimizer_cases.halving(t - 1)) if callable(rate) else rate
+        done = [
+            oracle_rules.apply(name, hyper, rows[i], slots[i], GRADIENTS[t - 1, i], t, rate)
+            for i in range(N)
+        ]
+        rows, slots = [row for row, _ in done], [slot for _, slot in done]
+        history.append((rows, slots))
+    return first, history
+
+
+def stacked(slots):
+    return {name: np.stack([one[name] for one in slots]) for name in slots[0]}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("case", "optimizer"), FLAT, ids=[case for case, _ in FLAT])
+def test_rule_is_the_oracle(case, optimizer, dtype):
+    first, (rows, slots) = library_trajectory(optimizer, dtype)
+    expected_first, expected = oracle_trajectory(case.split("-")[0], optimizer)
+    exact = callable(optimizer.learning_rate) and dtype == "float64"
+    tolerance = {"rtol": 1e-6, "atol": 1e-7} if exact else TOLERANCE[dtype]  # the rate is float32
+    for name, value in stacked(expected_first).items():
+        assert first[name].dtype == dtype
+        np.testing.assert_allclose(first[name], value.astype(dtype), rtol=1e-7)
+    for t, (expected_rows, expected_slots) in enumerate(expected):
+        assert rows.dtype == dtype
+        np.testing.assert_allclose(rows[t], np.stack(expected_rows), **tolerance, err_msg=f"t={t}")
+        for name, value in stacked(expected_slots).items():
+            assert slots[name].dtype == dtype
+            np.testing.assert_allclose(slots[name][t], value, **tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize(("case", "optimizer"), FLAT, ids=[case for case, _ in FLAT])
+def test_slots_have_the_declared_shapes(case, optimizer):
+    declared = optimizer.slot_shapes(D, jnp.float32)
+    slots = jax.eval_shape(optimizer.init_slots, jax.ShapeDtypeStruct((N, D), jnp.float32), KEYS)
+    assert {name: (N, *slot.shape) for name, slot in declared.items()} == {
+        name: slot.shape for name, slot in slots.items()
+    }
+    assert all(slot.per_row and slot.dtype == jnp.float32 for slot in declared.values())
+    assert [slot.shape for slot in declared.values() if case.startswith("RowWise")] in ([], [()])
+
+
+def test_every_public_rule_has_a_case():
+    rules = {
+        name
+        for name in optimizers.__all__
+        if isinstance(rule := getattr(optimizers, name), type)
+        and issubclass(rule, optimizers.RowOptimizer)
+    }
+    assert rules - {"RowOptimizer"} == set(optimizer_cases.CASES) == set(oracle_rules.DEFAULTS)
+
+
+@pytest.mark.parametrize("name", sorted(oracle_rules.DEFAULTS))
+def test_defaults_are_the_specified_ones(name):
+    rates = {"SGD": 0.01, "Lion": 1e-4, "Yogi": 0.01, "CustomOptimizer": 0.01}
+    rule = getattr(optimizers, name)
+    made = rule(optimizer_cases.leaky_rule, {}) if name == "CustomOptimizer" else rule()
+    expected = oracle_rules.COMMON | oracle_rules.DEFAULTS[name]
+    expected |= {"learning_rate": rates.get(name, 0.001), "use_gradient_accumulation": True}
+    got = optimizer_cases.hyper(made)
+    got.pop("rule", None)
+    assert got == expected
+
+
+GOLDEN = {
+    "Adam": (
+        optimizers.Adam(0.1, epsilon=1e-12),
+        1.0,
+        {"momenta": 0.002, "velocities": 0.004},
+        {"momenta": 0.003, "velocities": 0.003996144},
+        -0.001500724,
+    ),
+    "Adagrad": (optimizers.Adagrad(0.1), 1.0, {"accumulators": 0.002}, {}, -0.02591605),
+    "AdagradMomentum": (
+        optimizers.AdagradMomentum(0.1, momentum=0.9),
+        1.0,
+        {"accumulators": 0.002, "momenta": 0.004},
+        {"momenta": 0.26276052},
+        -0.02627605,
+    ),
+    "AdagradMomentum nesterov": (
+        optimizers.AdagradMomentum(0.1, momentum=0.9, use_nesterov=True),
+        1.0,
+        {"accumulators": 0.002, "momenta": 0.004},
+        {"momenta": 0.26276052},
+        -0.04956450,
+    ),
+    "FTRL": (
+        optimizers.FTRL(0.1, l1_regularization_strength=0.001, l2_regularization_strength=0.01),
+        1.0,
+        {"accumulators": 0.1, "linears": 0.0},
+        {"linears": 0.009723979},
+        -1.002739467,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GOLDEN)
+def test_golden_values(case):
+    optimizer, w, slots, expected, change = GOLDEN[case]
+    with jax.enable_x64(True):
+        slots = {name: jnp.full((1, 1), value, jnp.float64) for name, value in slots.items()}
+        g = jnp.full((1, 1), 0.012, jnp.float64)
+        rows, new = optimizer.update_rows(jnp.full((1, 1), w, jnp.float64), slots, g, 1, 0.1)
+        # the golden values have seven to ten digits
+        np.testing.assert_allclose(
+            rows[0, 0] - w, change, atol=6e-10 if case != "Adagrad" else 6e-9
+        )
+        for name, value in expected.items():
+            np.testing.assert_allclose(new[name][0, 0], value, atol=6e-9)
+
+
+@pytest.mark.parametrize("t", [1, 10, 10_000, 10_000_000])
+def test_bias_correction_is_accurate_in_float32(t):
+    optimizer, g = optimizers.Adam(1.0, epsilon=1e-12), jnp.full((1, 1), 0.5)
+    slots = {"momenta": jnp.zeros((1, 1)), "velocities": jnp.zeros((1, 1))}
+    rows, _ = optimizer.update_rows(jnp.zeros((1, 1)), slots, g, jnp.int32(t), 1.0)
+    hyper = {"epsilon": 1e-12}
+    zeros = {name: np.zeros(1) for name in slots}
+    expected, _ = oracle_rules.apply("Adam", hyper, [0.0], zeros, [0.5], t, 1.0)
+    np.testing.assert_allclose(rows[0], expected, rtol=2e-6)
+
+
+def test_adam_survives_an_epsilon_whose_square_underflows():
+    optimizer = optimizers.Adam(0.1, epsilon=1e-30)
+    zeros = jnp.zeros((1, 2))
+    rows, _ = optimizer.update_rows(zeros, {"momenta": zeros, "velocities": zeros}, zeros, 1, 0.1)
+    assert rows.tolist() == [[0.0, 0.0]]
+
+
+def test_custom_rule_sees_one_row():
+    def normalised(gradient, row, slots, learning_rate, step):
+        assert gradient.shape == row.shape == (D,)
+        return row - learning_rate * gradient / jnp.sum(jnp.abs(gradient)), {}
+
+    optimizer = optimizers.CustomOptimizer(normalised, {})
+    rows, _ = optimizer.update_rows(jnp.zeros((2, D)), {}, jnp.full((2, D), 3.0), 1, 1.0)
+    np.testing.assert_allclose(rows, np.full((2, D), -1 / D))
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (lambda g, w, s, lr, t: (w[:1], s), "row: expected shape"),
+        (lambda g, w, s, lr, t: (w, {}), "slots of the rule: expected"),
+        (lambda g, w, s, lr, t: (w, {"a": g[:1]}), "slot 'a' of the rule: expected shape"),
+    ],
+)
+def test_custom_rule_must_return_what_it_was_given(rule, words):
+    rows = jnp.zeros((2, D))
+    with pytest.raises(ValueError, match=words):
+        optimizers.CustomOptimizer(rule, {"a": 0}).update_rows(rows, {"a": rows}, rows, 1, 0.1)
