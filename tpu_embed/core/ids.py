@@ -22,7 +22,7 @@ from tpu_embed.core import weights as weights_of
 from tpu_embed.core.inputs import RaggedIds, SparseIds
 from tpu_embed.core.valid_ids import Feature, check_dtype, resolve_dense, resolve_flat
 
-__all__ = ["FeatureForm", "HostIds", "host_ids"]
+__all__ = ["FeatureForm", "HostIds", "dense_form", "host_ids"]
 
 _INT32_MAX = int(np.iinfo(np.int32).max)
 
@@ -114,26 +114,37 @@ def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weight
 # -- dense ---------------------------------------------------------------------------------------
 
 
+def dense_form(
+    path: str, config: FeatureConfig, shape: tuple[int, ...], *, weighted: bool
+) -> FeatureForm:
+    """Return the form of a dense array of ids of a shape; inside a jit its shape is all there is.
+
+    Raises:
+      ValueError: rank 0, a sequence of another rank than 2, or not the declared output_shape.
+    """
+    feature, length = Feature(path, config, ""), config.max_sequence_length
+    if not shape:
+        raise feature.error(expected="ids of rank 1 or more", got="rank 0")
+    if length and len(shape) != 2:
+        raise feature.error(expected="a sequence's ids as [B, H]", got=f"rank {len(shape)}")
+    combines = len(shape) > 1 and not length
+    feature.check_output_shape(shape[: max(1, len(shape) - 1)])
+    inner = (length,) if length else shape[1:-1]
+    return FeatureForm(shape[0], inner, combines, shape[-1] if combines else 1, weighted)
+
+
 def _dense(feature: Feature, ids: np.ndarray, weights: Any) -> HostIds:
     check_dtype(feature, ids)
-    if ids.ndim == 0:
-        raise feature.error(expected="ids of rank 1 or more", got="rank 0")
-    if feature.length and ids.ndim != 2:
-        raise feature.error(expected="a sequence's ids as [B, H]", got=f"rank {ids.ndim}")
-    combines = ids.ndim > 1 and not feature.length
-    feature.check_output_shape(ids.shape[: max(1, ids.ndim - 1)])
+    form = dense_form(feature.path, feature.config, ids.shape, weighted=False)
     numbers = weights_of.beside_dense(feature.path, feature.config.table.dtype, ids, weights)
     ids, padded = resolve_dense(feature, ids, functools.partial(_dense_position, ids.shape))
     if numbers is not None and padded:
         numbers = np.where(ids == PADDING_ID, numbers.dtype.type(0), numbers)
-    batch = ids.shape[0]
-    inner = (feature.length,) if feature.length else ids.shape[1:-1]
-    width = ids.shape[-1] if combines else 1
     if feature.length:
         ids = _first_columns(ids, feature.length, PADDING_ID)
         numbers = None if numbers is None else _first_columns(numbers, feature.length, 0)
-    form = FeatureForm(batch, inner, combines, width, numbers is not None)
-    shape = (batch, form.bags, width)
+    form = dataclasses.replace(form, weighted=numbers is not None)
+    shape = (form.batch, form.bags, form.width or 0)
     return HostIds(
         form, ids.reshape(shape), None, None if numbers is None else numbers.reshape(shape)
     )

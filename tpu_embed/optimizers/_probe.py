@@ -103,11 +103,16 @@ def _is_multi_steps_state(node: Any) -> bool:
 
 
 def _samples() -> tuple[np.ndarray, np.ndarray]:
-    """Return rows `[n, D]` and gradients `[steps, n, D]`, float32, away from 0."""
+    """Return rows `[n, D]` and gradients `[steps, n, D]`, float32, away from 0.
+
+    From step to step every second row's gradient turns round, so that inner products with past
+    gradients differ in sign.
+    """
     n = len(_SCALES)
     grid = np.arange(1, (1 + _STEPS) * n * _DIM + 1, dtype=np.float64)
     values = (np.cos(7.0 * grid) + 1.5 * np.sign(np.cos(7.0 * grid))).reshape(-1, n, _DIM)
-    gradients = values[1:] * np.asarray(_SCALES)[:, None]
+    gradients = np.abs(values[1:]) * np.sign(values[1]) * np.asarray(_SCALES)[:, None]
+    gradients[1::2, ::2] *= -1.0
     return values[0].astype(np.float32), gradients.astype(np.float32)
 
 

@@ -71,7 +71,7 @@ def dense_transform(
 def _rows(leaf: Array) -> Array:
     """Return a leaf as rows `[n, D]` in the dtype of the arithmetic."""
     dim = leaf.shape[-1] if leaf.ndim else 1
-    dtype = jnp.promote_types(leaf.dtype, jnp.float32)
+    dtype = jnp.float64 if leaf.dtype == jnp.float64 else jnp.float32
     return leaf.reshape(math.prod(leaf.shape[:-1]), dim).astype(dtype)
 
 

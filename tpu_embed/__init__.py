@@ -1,0 +1,42 @@
+"""Embedding tables larger than one device, for JAX: sharded lookup, sparse updates, slots beside the rows.
+
+The batch's path, by file name:
+
+    ids ─ core/ids ─▶ core/batch ─▶ core/route ─▶ core/lookup ─▶ core/combine ─▶ activations ─▶ your model
+                                                                                                    │
+    tables ◀─ core/apply ◀─ optimizers/ ◀─ core/dedup ◀─ core/route ◀─ core/update ◀─ gradients ◀───┘
+
+Two doors lead to the same code: `EmbeddingEngine`, pure functions for your own jit, and `TPUEmbedding`, which holds
+the state and a queue of batches.
+"""
+
+from tpu_embed import initializers, optimizers
+from tpu_embed.config import FeatureConfig, QuantizationConfig, TableConfig
+from tpu_embed.core.batch import Batch
+from tpu_embed.core.batch_spec import BatchSpec
+from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.inputs import RaggedIds, SparseIds
+from tpu_embed.core.padding import pad_batch
+from tpu_embed.core.tables import TableState
+from tpu_embed.hashing import hash_ids
+from tpu_embed.initializers import RowIdInitializer, ShardInfo
+from tpu_embed.tpu_embedding import TPUEmbedding
+
+__all__ = [
+    "Batch",
+    "BatchSpec",
+    "EmbeddingEngine",
+    "FeatureConfig",
+    "QuantizationConfig",
+    "RaggedIds",
+    "RowIdInitializer",
+    "ShardInfo",
+    "SparseIds",
+    "TPUEmbedding",
+    "TableConfig",
+    "TableState",
+    "hash_ids",
+    "initializers",
+    "optimizers",
+    "pad_batch",
+]

@@ -1,0 +1,48 @@
+"""Validation helpers: small predicates, and one wording for every error.
+
+An error names the argument or feature path, what was expected, what was got, and the remedy.
+"""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+
+def message(what: str, *, expected: str, got: Any, remedy: str = "") -> str:
+    """Return `what: expected …, got …; remedy`, the wording of every error of this package."""
+    text = f"{what}: expected {expected}, got {got}"
+    return f"{text}; {remedy}" if remedy else text
+
+
+def is_int(value: Any) -> bool:
+    """Tell whether `value` is an integer (Python or NumPy); a bool is not."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether `value` is a real number (Python or NumPy scalar); a bool is not."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def check_int(what: str, value: Any, *, minimum: int) -> int:
+    """Return `value` as an int.
+
+    Raises:
+      ValueError: `value` is not an integer of at least `minimum`.
+    """
+    if not is_int(value) or value < minimum:
+        raise ValueError(message(what, expected=f"an integer >= {minimum}", got=repr(value)))
+    return int(value)
+
+
+def check_choice(what: str, value: Any, choices: tuple[Any, ...]) -> Any:
+    """Return `value`.
+
+    Raises:
+      ValueError: `value` is none of `choices`.
+    """
+    if value not in choices:
+        words = " | ".join(repr(choice) for choice in choices)
+        raise ValueError(message(what, expected=words, got=repr(value)))
+    return value

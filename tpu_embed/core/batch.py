@@ -1,0 +1,306 @@
+"""Host side, NumPy only: the ids of all features packed into one array a batch, its shape bucketed.
+
+Enters: `HostIds` a feature, validated. Leaves: a `Batch`, one int32 array `[replicas, L]` on the devices (one
+transfer) and its `BatchSpec`. Called by the engine; `unpack` is its inverse inside a compiled program.
+
+A device's line holds, stack after stack: the physical rows of its ids in batch order, then, where the features are
+not all dense, the bag of each id, then, where any feature has weights, the weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embed._checks import message
+from tpu_embed._types import PADDING_ID, Array
+from tpu_embed.core.batch_spec import BatchSpec, GroupSpec
+from tpu_embed.core.ids import HostIds
+from tpu_embed.core.layout import Group, Layout
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """A batch of ids on the devices: a pytree of one array, with its static shape.
+
+    Attributes:
+      packed: int32 `[replicas, L]`, sharded over the batch axes.
+      spec: the static shape; programs are compiled once a spec.
+    """
+
+    packed: Array
+    spec: BatchSpec = dataclasses.field(metadata={"static": True})
+
+    def check(self, layout: Layout) -> None:
+        """Check that an engine of this layout made the batch.
+
+        Raises:
+          ValueError: another engine did, or the array was reshaped.
+        """
+        owned = [layout.features_of(g) for g in range(len(layout.groups))]
+        same = [group.features for group in self.spec.groups] == owned
+        same = same and self.spec.replicas == layout.axes.replicas
+        expected = (self.spec.replicas, parts(self.spec, layout)[-1].end) if same else None
+        if self.packed.shape != expected:
+            raise ValueError(
+                message(
+                    "batch",
+                    expected="a Batch of this engine's place, unchanged",
+                    got=f"shape {self.packed.shape} of another engine, or changed since",
+                    remedy="place it again; a scan takes Batches stacked along a new first axis",
+                )
+            )
+
+    def locate(self, layout: Layout) -> Located:
+        """Return the ids of every stack, inside a compiled program; the inverse of `pack`."""
+        none_bad = jnp.zeros(len(layout.features), jnp.int32)
+        return Located(_unpack(self.packed, self.spec, layout), self.spec, True, none_bad)
+
+
+class GroupIds(NamedTuple):
+    """The ids of one stack, of all devices.
+
+    Attributes:
+      rows: physical rows `[replicas, N]`, `PADDING_ID` for none.
+      bags: int32 `[replicas, N]`, the bag on its device; None where ids are dense (it follows from the column).
+      weights: float `[replicas, N]`, or None.
+    """
+
+    rows: Array
+    bags: Array | None
+    weights: Array | None
+
+
+class Located(NamedTuple):
+    """All ids of a batch, ready for lookup and update.
+
+    Attributes:
+      ids: of every stack.
+      spec: forms and capacities; static.
+      checked: the ids are known to fit the capacities; static.
+      bad_ids: int32 `[F]`, ids that no policy allows, by feature.
+    """
+
+    ids: tuple[GroupIds, ...]
+    spec: BatchSpec
+    checked: bool
+    bad_ids: Array
+
+
+class Part(NamedTuple):
+    """Where one stack's ids stand in a packed line: offsets in int32 numbers, -1 for what is not there."""
+
+    rows: int
+    bags: int
+    weights: int
+    end: int
+
+
+def bag_offsets(spec: BatchSpec, group: int) -> tuple[tuple[int, ...], int]:
+    """Return the first bag of every feature of a stack within an example, and the bags an example has."""
+    sizes = [spec.forms[f].bags for f in spec.groups[group].features]
+    ends = np.cumsum([0, *sizes]).tolist()
+    return tuple(ends[:-1]), ends[-1]
+
+
+def parts(spec: BatchSpec, layout: Layout) -> tuple[Part, ...]:
+    """Return where every stack's ids stand in a packed line."""
+    found, end = [], 0
+    for g, group in enumerate(layout.groups):
+        n = spec.ids(g)
+        rows, end = end, end + n * (group.index_dtype.itemsize // 4)
+        bags = weights = -1
+        if not spec.is_dense(g):
+            bags, end = end, end + n
+        if spec.is_weighted(g):
+            weights, end = end, end + n * (group.compute_dtype.itemsize // 4)
+        found.append(Part(rows, bags, weights, end))
+    return tuple(found)
+
+
+def natural_spec(hosts: Sequence[HostIds], layout: Layout) -> BatchSpec:
+    """Return the spec of the features' own forms and exact numbers of ids; exchange capacities are not counted yet.
+
+    Raises:
+      ValueError: the features' batch sizes differ, or do not divide over the replicas.
+    """
+    replicas = layout.axes.replicas
+    forms = tuple(host.form for host in hosts)
+    bare = [GroupSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.groups))]
+    spec = BatchSpec(replicas, forms, tuple(bare))
+    spec.check_batch([feature.path for feature in layout.features])
+    sized = tuple(
+        dataclasses.replace(one, ids=_ids_per_device(hosts, spec, g)) for g, one in enumerate(bare)
+    )
+    return dataclasses.replace(spec, groups=sized)
+
+
+def _ids_per_device(hosts: Sequence[HostIds], spec: BatchSpec, group: int) -> int:
+    if spec.is_dense(group):
+        return spec.ids(group)
+    per_device = np.zeros(spec.replicas, np.int64)
+    for f in spec.groups[group].features:
+        host = hosts[f]
+        bags = spec.local_batch * host.form.bags
+        if host.bags is None:
+            per_device += np.count_nonzero(host.ids.reshape(spec.replicas, -1) >= 0, axis=1)
+        else:
+            bounds = np.arange(spec.replicas + 1) * bags
+            per_device += np.diff(np.searchsorted(host.bags, bounds))
+    return int(per_device.max())
+
+
+def pack(hosts: Sequence[HostIds], spec: BatchSpec, layout: Layout) -> np.ndarray:
+    """Write all ids into one array, int32 `[replicas, L]`.
+
+    Args:
+      hosts: the ids of every feature; they fit the spec.
+      spec: forms and numbers of ids.
+      layout: the engine's.
+    """
+    places = parts(spec, layout)
+    packed = np.empty((spec.replicas, places[-1].end), np.int32)
+    for g, (group, place) in enumerate(zip(layout.groups, places, strict=True)):
+        n = spec.ids(g)
+        rows = _view(packed, place.rows, n, group.index_dtype)
+        weights = None
+        if spec.is_weighted(g):
+            weights = _view(packed, place.weights, n, group.compute_dtype)
+        if spec.is_dense(g):
+            _pack_dense(hosts, spec, layout, g, rows, weights)
+        else:
+            bags = _view(packed, place.bags, n, np.dtype(np.int32))
+            _pack_flat(hosts, spec, layout, g, rows, bags, weights)
+    return packed
+
+
+def packed_rows(
+    packed: np.ndarray, spec: BatchSpec, layout: Layout, group: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the physical rows of a packed stack, and the example (on its device) of each, `[replicas, N]` both."""
+    place, n = parts(spec, layout)[group], spec.ids(group)
+    rows = _view(packed, place.rows, n, layout.groups[group].index_dtype)
+    if not spec.is_dense(group):
+        _, bags = bag_offsets(spec, group)
+        return rows, _view(packed, place.bags, n, np.dtype(np.int32)) // bags
+    examples = np.arange(n, dtype=np.int32) // max(1, sum(spec.columns(group)))
+    return rows, np.broadcast_to(examples, rows.shape)
+
+
+def _view(packed: np.ndarray, start: int, n: int, dtype: np.dtype) -> np.ndarray:
+    """Return n numbers of `dtype` a line of the packed array, as a view."""
+    return packed[:, start : start + n * (dtype.itemsize // 4)].view(dtype)
+
+
+def _pack_dense(
+    hosts: Sequence[HostIds],
+    spec: BatchSpec,
+    layout: Layout,
+    g: int,
+    rows: np.ndarray,
+    weights: np.ndarray | None,
+) -> None:
+    columns = spec.columns(g)
+    if not sum(columns):
+        rows.fill(PADDING_ID)
+        return
+    start = 0
+    for f, count in zip(spec.groups[g].features, columns, strict=True):
+        form, host = spec.forms[f], hosts[f]
+        place = (spec.replicas, spec.local_batch, form.bags, form.width or 0)
+        ids = host.ids.reshape(*place[:3], -1)
+        given = np.s_[..., : ids.shape[-1]]
+        here = _columns(rows, spec, g, start, count).reshape(place)
+        here[..., ids.shape[-1] :] = PADDING_ID
+        here[given] = _physical(ids, layout, f)
+        if weights is not None:
+            scale = _columns(weights, spec, g, start, count).reshape(place)
+            scale[..., ids.shape[-1] :] = 0
+            scale[given] = 1 if host.weights is None else host.weights.reshape(ids.shape)
+        start += count
+
+
+def _columns(line: np.ndarray, spec: BatchSpec, g: int, start: int, count: int) -> np.ndarray:
+    """Return a feature's columns of a dense stack as a view `[replicas, examples, count]`."""
+    by_example = line.reshape(spec.replicas, spec.local_batch, sum(spec.columns(g)))
+    return by_example[:, :, start : start + count]
+
+
+def _physical(ids: np.ndarray, layout: Layout, f: int) -> np.ndarray:
+    """Return the physical rows of ids of feature f; negative ids become the padding id."""
+    feature = layout.features[f]
+    group: Group = layout.groups[feature.group]
+    physical = group.physical(ids.astype(group.index_dtype, copy=False), feature.table)
+    if ids.size and ids.min() < 0:
+        physical = np.where(ids < 0, PADDING_ID, physical)
+    return physical
+
+
+def _pack_flat(
+    hosts: Sequence[HostIds],
+    spec: BatchSpec,
+    layout: Layout,
+    g: int,
+    rows: np.ndarray,
+    bags: np.ndarray,
+    weights: np.ndarray | None,
+) -> None:
+    """Merge the features' ids into batch order: by example, then feature, then position."""
+    offsets, per_example = bag_offsets(spec, g)
+    features = spec.groups[g].features
+    rows.fill(PADDING_ID)
+    bags.fill(spec.local_batch * per_example)
+    if weights is not None:
+        weights.fill(0)
+    flat = [_flatten(hosts[f]) for f in features]
+    examples = [bag // spec.forms[f].bags for f, (_, bag, _) in zip(features, flat, strict=True)]
+    batch = spec.forms[features[0]].batch
+    counts = np.stack([np.bincount(example, minlength=batch) for example in examples], axis=1)
+    by_device = counts.reshape(spec.replicas, -1)
+    starts = (np.cumsum(by_device, axis=1) - by_device).reshape(counts.shape)
+    for column, (f, (ids, bag, weight)) in enumerate(zip(features, flat, strict=True)):
+        example = examples[column]
+        shift = starts[:, column] - (np.cumsum(counts[:, column]) - counts[:, column])
+        device = example // spec.local_batch
+        position = np.arange(ids.size) + shift[example]
+        rows[device, position] = _physical(ids, layout, f)
+        local = (example - device * spec.local_batch) * per_example + offsets[column]
+        bags[device, position] = local + (bag - example * spec.forms[f].bags)
+        if weights is not None:
+            weights[device, position] = 1.0 if weight is None else weight
+
+
+def _flatten(host: HostIds) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Return ids, bags (over the whole batch) and weights of one feature without padding, in batch order."""
+    if host.bags is not None:
+        return host.ids, host.bags, host.weights
+    index = np.flatnonzero(host.ids >= 0)
+    weights = None if host.weights is None else host.weights.reshape(-1)[index]
+    return host.ids.reshape(-1)[index], index // max(1, host.ids.shape[-1]), weights
+
+
+def _unpack(packed: Array, spec: BatchSpec, layout: Layout) -> tuple[GroupIds, ...]:
+    unpacked = []
+    for g, (group, place) in enumerate(zip(layout.groups, parts(spec, layout), strict=True)):
+        n = spec.ids(g)
+        rows = _numbers(packed, place.rows, n, group.index_dtype)
+        bags = None if place.bags < 0 else _numbers(packed, place.bags, n, np.dtype(np.int32))
+        weights = None
+        if place.weights >= 0:
+            weights = _numbers(packed, place.weights, n, group.compute_dtype)
+        unpacked.append(GroupIds(rows, bags, weights))
+    return tuple(unpacked)
+
+
+def _numbers(packed: Array, start: int, n: int, dtype: np.dtype) -> Array:
+    words = dtype.itemsize // 4
+    piece = packed[:, start : start + n * words]
+    if words > 1:
+        piece = piece.reshape(packed.shape[0], n, words)
+    return piece if dtype == np.int32 else jax.lax.bitcast_convert_type(piece, jnp.dtype(dtype))

@@ -1,0 +1,76 @@
+"""Exact exchange capacities of a batch, counted on the host: nothing is ever dropped, and shapes stay static.
+
+Enters: the packed rows of one batch. Leaves: how many distinct rows, and how many partial sums, the fullest
+(device, shard) pair exchanges. Called by the engine's `place`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from tpu_embed.core.batch import packed_rows
+from tpu_embed.core.batch_spec import BatchSpec
+from tpu_embed.core.layout import Group, Layout
+
+
+def with_capacities(
+    packed: np.ndarray, natural: BatchSpec, packed_as: BatchSpec, layout: Layout
+) -> BatchSpec:
+    """Return the exact spec of a batch: its own forms and ids, and the exchange capacities counted.
+
+    Args:
+      packed: the batch, int32 `[replicas, L]`.
+      natural: its own forms and numbers of ids.
+      packed_as: the spec it was packed in.
+      layout: the engine's.
+    """
+    counted = []
+    for g, (group, one) in enumerate(zip(layout.groups, natural.groups, strict=True)):
+        rows = partials = 0
+        if group.num_shards > 1 or layout.axes.replicas > 1:
+            rows, partials = _count(packed, packed_as, layout, g, group)
+        counted.append(dataclasses.replace(one, rows=rows, partials=partials))
+    return dataclasses.replace(natural, groups=tuple(counted))
+
+
+def _count(
+    packed: np.ndarray, spec: BatchSpec, layout: Layout, g: int, group: Group
+) -> tuple[int, int]:
+    """Return the largest number of distinct rows, and of partial sums, over (device, shard)."""
+    rows, examples = packed_rows(packed, spec, layout, g)
+    batch = spec.forms[0].batch
+    if group.optimizer is not None and not group.optimizer.use_gradient_accumulation:
+        distinct = _runs_per_shard(np.sort(rows, axis=1), group)
+        return distinct, _ids_per_shard(rows, group)
+    if layout.blocks_per_device(batch) == 1:
+        distinct = _runs_per_shard(np.sort(rows, axis=1), group)
+        return distinct, distinct
+    size = layout.block_size(batch)
+    device = np.arange(spec.replicas)[:, None]
+    block = (device * spec.local_batch + examples) // size
+    blocks = int(block.max()) + 1
+    both = np.sort(rows.astype(np.int64) * blocks + block, axis=1)
+    partials = _runs_per_shard(both, group, blocks)
+    return _runs_per_shard(both // blocks, group), partials
+
+
+def _runs_per_shard(ordered: np.ndarray, group: Group, scale: int = 1) -> int:
+    """Return the most runs of equal numbers that fall to one shard, of sorted `[replicas, N]` rows times `scale`."""
+    bounds = np.arange(group.num_shards + 1, dtype=np.int64) * (group.rows * scale)
+    most = 0
+    for line in ordered:
+        starts = np.flatnonzero(line[1:] != line[:-1]) + 1
+        distinct = np.concatenate([line[:1], line[starts]])
+        most = max(most, int(np.diff(np.searchsorted(distinct, bounds)).max()))
+    return most
+
+
+def _ids_per_shard(rows: np.ndarray, group: Group) -> int:
+    """Return the most ids, duplicates counted, of one device that fall to one shard."""
+    most = 0
+    for line in rows:
+        shard = line[line >= 0] // group.rows
+        most = max(most, int(np.bincount(shard, minlength=1).max()))
+    return most

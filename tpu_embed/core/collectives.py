@@ -1,0 +1,141 @@
+"""The mesh and what its axes do: which split the batch, which split a table's rows, and the collectives over them.
+
+Enters: arrays local to one device, inside `shard_map`. Leaves: the same, exchanged. Called by `route.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from tpu_embed._checks import message
+from tpu_embed._types import Array
+from tpu_embed.config import TableConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshAxes:
+    """A mesh whose axes are all automatic, and the axes that split the batch.
+
+    Attributes:
+      mesh: the devices.
+      batch_axes: axes that split the batch dimension, in mesh order.
+    """
+
+    mesh: Mesh
+    batch_axes: tuple[str, ...]
+
+    def size(self, names: Sequence[str]) -> int:
+        """Return the product of the sizes of the named axes."""
+        return math.prod(self.mesh.shape[name] for name in names)
+
+    @property
+    def replicas(self) -> int:
+        """The number of parts the batch is split into."""
+        return self.size(self.batch_axes)
+
+    def sharding(self, names: Sequence[str]) -> NamedSharding:
+        """Return the sharding that splits the first dimension over the named axes."""
+        return NamedSharding(self.mesh, self.spec(names))
+
+    def spec(self, names: Sequence[str]) -> PartitionSpec:
+        """Return the partition of a first dimension over the named axes."""
+        return PartitionSpec(tuple(names)) if names else PartitionSpec()
+
+    def shard_axes_of(self, name: str, config: TableConfig) -> tuple[str, ...]:
+        """Return the axes that split the rows of a table, in mesh order.
+
+        Raises:
+          ValueError: the table names an axis the mesh lacks.
+        """
+        if config.placement == "replicated":
+            return ()
+        wanted = self.mesh.axis_names if config.shard_axes is None else config.shard_axes
+        return _in_mesh_order(f"table {name!r}: shard_axes", wanted, self.mesh)
+
+    def batch_order(self, shard_axes: Sequence[str]) -> np.ndarray:
+        """Return the order in which gathered contributions must be read to be in batch order.
+
+        The contributions to a shard arrive as `[rest, S]`: S sources along `shard_axes` (the all-to-all), gathered
+        over the other batch axes (the all-gather). The batch is split over `batch_axes`, in mesh order.
+
+        Returns:
+          int `[rest * S]`, a permutation of the sources.
+        """
+        rest = self.other_batch_axes(shard_axes)
+        arrival = (*rest, *shard_axes)
+        sources = np.arange(self.size(arrival)).reshape([self.mesh.shape[a] for a in arrival])
+        by_mesh = sorted(range(len(arrival)), key=lambda i: self.mesh.axis_names.index(arrival[i]))
+        return sources.transpose(by_mesh).reshape(-1)
+
+    def other_batch_axes(self, shard_axes: Sequence[str]) -> tuple[str, ...]:
+        """Return the batch axes that do not split the rows: their gradients meet by an all-gather."""
+        return tuple(a for a in self.batch_axes if a not in shard_axes)
+
+
+def make_axes(mesh: Mesh | None, batch_axes: str | Sequence[str] | None) -> MeshAxes:
+    """Return the mesh (one axis over all devices if None) with automatic axes, and its batch axes.
+
+    Raises:
+      ValueError: a batch axis that the mesh lacks.
+    """
+    if mesh is None:
+        mesh = Mesh(np.asarray(jax.devices()), ("devices",))
+    if not isinstance(mesh, Mesh):
+        raise ValueError(
+            message("mesh", expected="a jax.sharding.Mesh or None", got=type(mesh).__name__)
+        )
+    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+        mesh = Mesh(mesh.devices, mesh.axis_names)
+    wanted = mesh.axis_names if batch_axes is None else batch_axes
+    return MeshAxes(mesh, _in_mesh_order("batch_axes", wanted, mesh))
+
+
+def _in_mesh_order(what: str, names: str | Sequence[Any], mesh: Mesh) -> tuple[str, ...]:
+    chosen = (names,) if isinstance(names, str) else tuple(names)
+    if len(set(chosen)) != len(chosen) or any(name not in mesh.axis_names for name in chosen):
+        raise ValueError(
+            message(what, expected=f"different axes of the mesh {mesh.axis_names}", got=f"{chosen}")
+        )
+    return tuple(name for name in mesh.axis_names if name in chosen)
+
+
+def axis_index(names: Sequence[str]) -> Array:
+    """Return this device's row-major index over the named axes, int32 `[]`."""
+    return jnp.int32(jax.lax.axis_index(tuple(names))) if names else jnp.int32(0)
+
+
+def all_to_all(x: Array, names: Sequence[str]) -> Array:
+    """Send `x[d]` to device d of the named axes; return what came, `[S, …]` by source.
+
+    Args:
+      x: `[S, …]`, a part a destination.
+      names: the axes; () when there is one device.
+    """
+    if not names:
+        return x
+    return jax.lax.all_to_all(x, tuple(names), split_axis=0, concat_axis=0, tiled=True)
+
+
+def all_gather(x: Array, names: Sequence[str]) -> Array:
+    """Return `[n, …]`: `x` of every device of the named axes, row-major."""
+    if not names:
+        return x[None]
+    return jax.lax.all_gather(x, tuple(names), axis=0, tiled=False)
+
+
+def psum(x: Array, names: Sequence[str]) -> Array:
+    """Sum `x` over the named axes."""
+    return jax.lax.psum(x, tuple(names)) if names else x
+
+
+def any_device(flag: Array, mesh: Mesh) -> Array:
+    """Tell whether `flag` (bool `[]`) is set on any device of the mesh."""
+    return jax.lax.pmax(flag.astype(jnp.int32), mesh.axis_names) > 0

@@ -1,0 +1,121 @@
+"""Rows of a bag become one activation, and the activation's gradient becomes one gradient an id.
+
+Enters: the ids of one group on one device, with the bag and the weight of each. Called by `lookup.py` and `update.py`.
+
+With weights c (1 without) and rows w, a bag's activation is Σ c w / d, where d is 1 (sum), Σ c (mean) or √Σ c²
+(sqrtn), and zero where d is zero. The gradient of the row of an id is then c (g / d).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embed._types import Array
+from tpu_embed.core.layout import Group
+from tpu_embed.kernels import dispatch
+
+
+@dataclasses.dataclass(frozen=True)
+class BagForm:
+    """The bags of one group on one device; static.
+
+    Attributes:
+      examples: examples a device holds.
+      combiners: what each bag of an example does with its rows: "sum", "mean" or "sqrtn".
+    """
+
+    examples: int
+    combiners: tuple[str, ...]
+
+    @property
+    def bags(self) -> int:
+        """Bags a device holds."""
+        return self.examples * len(self.combiners)
+
+
+class LocalIds(NamedTuple):
+    """The ids of one group on one device, in batch order.
+
+    Attributes:
+      rows: physical rows `[N]`, `PADDING_ID` for none.
+      bags: int32 `[N]`, the bag of each id, non-decreasing.
+      weights: float `[N]` or None (all ones).
+    """
+
+    rows: Array
+    bags: Array
+    weights: Array | None
+
+
+def quantize(rows: Array, group: Group) -> Array:
+    """Round rows `[N, D]` to the buckets of the group's `QuantizationConfig`, if it has one."""
+    config = group.quantization
+    if config is None:
+        return rows
+    step = (config.upper - config.lower) / (config.num_buckets - 1)
+    clipped = jnp.clip(rows, config.lower, config.upper)
+    return jnp.floor((clipped - config.lower) / step + 0.5) * step + config.lower
+
+
+def combine(rows: Array, ids: LocalIds, form: BagForm) -> Array:
+    """Return the activation of every bag, `[bags, D]`.
+
+    Args:
+      rows: looked-up rows `[N, D]`; those of absent ids are ignored.
+      ids: their bags and weights.
+      form: how they combine.
+    """
+    if ids.weights is not None:
+        rows = jax.lax.optimization_barrier(rows * _weights(ids, rows.dtype)[:, None])
+    segments = jnp.where(ids.rows < 0, form.bags, ids.bags)
+    totals = dispatch.segment_sum(rows, segments, form.bags)
+    return _divide(totals, ids, form)
+
+
+def gradients_in_order(bag_gradients: Array, ids: LocalIds, form: BagForm, order: Array) -> Array:
+    """Return the gradient of the row of the id at every position of `order`, `[N, D]`.
+
+    Args:
+      bag_gradients: gradients of the activations, `[bags, D]`.
+      ids: the ids.
+      form: how they were combined.
+      order: int32 `[N]`, positions of ids.
+    """
+    gradients = dispatch.gather_rows(_divide(bag_gradients, ids, form), ids.bags[order])
+    if ids.weights is None:
+        return gradients
+    weights = _weights(ids, gradients.dtype)[order]
+    return jax.lax.optimization_barrier(gradients * weights[:, None])
+
+
+def _weights(ids: LocalIds, dtype: np.dtype) -> Array:
+    weights = jnp.ones(ids.rows.shape, dtype) if ids.weights is None else ids.weights.astype(dtype)
+    return jnp.where(ids.rows < 0, jnp.zeros_like(weights), weights)
+
+
+def _divide(values: Array, ids: LocalIds, form: BagForm) -> Array:
+    """Return `values / d`, `[bags, D]`; zeros where d is zero."""
+    if all(combiner == "sum" for combiner in form.combiners):
+        return values
+    denominators = _denominators(ids, form, values.dtype)
+    zero = denominators == 0
+    quotient = values / jnp.where(zero, jnp.ones_like(denominators), denominators)[:, None]
+    return jnp.where(zero[:, None], jnp.zeros_like(quotient), quotient)
+
+
+def _denominators(ids: LocalIds, form: BagForm, dtype: np.dtype) -> Array:
+    weights = _weights(ids, dtype)
+    column = ids.bags % len(form.combiners)
+    squared = jnp.asarray(np.array([c == "sqrtn" for c in form.combiners]))[column]
+    sums = dispatch.segment_sum(jnp.where(squared, weights * weights, weights), ids.bags, form.bags)
+    by_example = sums.reshape(form.examples, -1)
+    is_sqrtn = np.array([c == "sqrtn" for c in form.combiners])
+    is_sum = np.array([c == "sum" for c in form.combiners])
+    positive = jnp.where(is_sqrtn & (by_example > 0), by_example, jnp.ones_like(by_example))
+    roots = jnp.where(is_sqrtn, jnp.where(by_example > 0, jnp.sqrt(positive), 0), by_example)
+    return jnp.where(is_sum, jnp.ones_like(roots), roots).reshape(-1)

@@ -1,0 +1,391 @@
+"""The functional door: declare once, then init, place, lookup and update, all pure.
+
+Enters: feature configs at construction; then state, batches and gradients. Leaves: activations and new states. Called
+by users inside their own jit, and by `TPUEmbedding`. Nothing is computed here: it is checked, located and handed down.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from tpu_embed import _checks
+from tpu_embed._checks import message
+from tpu_embed._types import Array, ArrayLike, PyTree
+from tpu_embed.config import TableConfig
+from tpu_embed.core import logical, structure
+from tpu_embed.core.batch import Batch
+from tpu_embed.core.batch_spec import BatchSpec
+from tpu_embed.core.collectives import make_axes
+from tpu_embed.core.describe import describe
+from tpu_embed.core.gradients import checked_gradients, group_gradients
+from tpu_embed.core.ids import host_ids
+from tpu_embed.core.init import init_tables
+from tpu_embed.core.layout import Layout
+from tpu_embed.core.lookup import lookup, not_differentiable
+from tpu_embed.core.place import Placer
+from tpu_embed.core.resolve import HostRates, make_layout
+from tpu_embed.core.tables import TableState
+from tpu_embed.core.traced import TracedIds, make_traced
+from tpu_embed.core.update import Operands, update
+
+
+class EmbeddingEngine:
+    """Sharded embedding tables as pure functions of an explicit state.
+
+    Args:
+      feature_config: `FeatureConfig`s in any nesting of dict, list, tuple, namedtuple, dataclass.
+      optimizer: for tables without one of their own: one of `tpu_embed.optimizers`, or a row-separable optax
+        transform. None: none (serving).
+      mesh: the devices; None: one axis over all of them.
+      batch_axes: mesh axes that split the batch; None: all.
+      sum_blocks: G, the number of contiguous blocks of the global batch that a row's gradients are summed in; the
+        result has the same bits on any device count that divides it (CPU).
+      stack_tables: put tables of one dim, dtype, optimizer and placement into one array.
+
+    Raises:
+      ValueError: configs that do not fit together, the mesh, or the optimizer; `placement="auto"`.
+
+    Example:
+      >>> import numpy as np, tpu_embed
+      >>> table = tpu_embed.TableConfig(vocabulary_size=8, dim=2, name="item")
+      >>> engine = EmbeddingEngine({"x": tpu_embed.FeatureConfig(table)}, tpu_embed.optimizers.SGD(0.1))
+      >>> state = engine.init(jax.random.key(0))
+      >>> batch = engine.place({"x": np.zeros([jax.device_count(), 3], np.int32)})
+      >>> activations = engine.lookup(state, batch)
+      >>> state = engine.update(state, batch, activations)
+      >>> int(state.step)
+      1
+    """
+
+    def __init__(
+        self,
+        feature_config: PyTree,
+        optimizer: Any = None,
+        *,
+        mesh: Mesh | None = None,
+        batch_axes: str | Sequence[str] | None = None,
+        sum_blocks: int = 8,
+        stack_tables: bool = True,
+    ) -> None:
+        blocks = _checks.check_int("sum_blocks", sum_blocks, minimum=1)
+        self._structure = structure.flatten(feature_config)
+        axes = make_axes(mesh, batch_axes)
+        self.layout: Layout = make_layout(
+            self._structure, optimizer, axes, sum_blocks=blocks, stack_tables=stack_tables
+        )
+        self._rates = HostRates(self.layout)
+        self._placer = Placer(self.layout)
+        self._traces: collections.Counter[str] = collections.Counter()
+        self._init_program = jax.jit(self._init)
+        self._lookup_program = jax.jit(self._lookup)
+        self._update_program = jax.jit(self._update)
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def init(self, key: Array) -> TableState:
+        """Make all tables and slots, each device its own rows.
+
+        Args:
+          key: a jax PRNG key; a row depends on it, its table's name and its number alone.
+        """
+        return self._init_program(key)
+
+    def _init(self, key: Array) -> TableState:
+        tables, slots = init_tables(key, self.layout.groups, self.layout.axes)
+        counters = {
+            "bad_ids": jnp.zeros(len(self.layout.features), jnp.int32),
+            "overflows": jnp.int32(0),
+        }
+        return TableState(tables, slots, jnp.int32(0), counters)
+
+    def tables(self, state: TableState) -> dict[str, Array]:
+        """Return the logical tables `[V, D]` by name, in their dtype: gathered, so it costs a copy of all tables."""
+        return logical.tables(state, self.layout)
+
+    def slots(self, state: TableState) -> dict[str, dict[str, Array]]:
+        """Return the logical slots by table name, then slot name: `[V, D]`, `[V]`, or one array of a whole stack."""
+        return logical.slots(state, self.layout)
+
+    def set_rows(
+        self,
+        state: TableState,
+        name: str,
+        rows: ArrayLike,
+        values: ArrayLike,
+        *,
+        slot: str | None = None,
+    ) -> TableState:
+        """Return the state with some rows of a table, or of one of its slots, set.
+
+        Args:
+          state: the state.
+          name: the table.
+          rows: integers `[n]`, different from each other; inside a jit, those outside [0, V) are not written.
+          values: `[n, D]` (`[n]` for a slot of one number a row).
+          slot: the slot, or None for the table itself.
+
+        Raises:
+          ValueError: an unknown name, a bad or repeated row, another shape.
+        """
+        return logical.set_rows(state, self.layout, name, rows, values, slot=slot)
+
+    def load(
+        self,
+        state: TableState,
+        name: str,
+        blocks_of_rows: Iterable[ArrayLike],
+        *,
+        slot: str | None = None,
+    ) -> TableState:
+        """Return the state with a whole table, or one of its slots, replaced.
+
+        Args:
+          state: the state.
+          name: the table.
+          blocks_of_rows: arrays `[n, D]` whose rows, one after the other, are rows 0 … V - 1; one is held at a time.
+          slot: the slot, or None for the table itself.
+
+        Raises:
+          ValueError: an unknown name, a block of another shape, or not V rows in all.
+        """
+        return logical.load(state, self.layout, name, blocks_of_rows, slot=slot)
+
+    def load_arrays(
+        self,
+        state: TableState,
+        tables: Mapping[str, ArrayLike],
+        slots: Mapping[str, Mapping[str, ArrayLike]] | None = None,
+    ) -> TableState:
+        """Return the state with whole tables and slots replaced by arrays; all are checked before any is used.
+
+        Args:
+          state: the state.
+          tables: `[V, D]` by table name.
+          slots: by table name, then slot name, as `slots` returns them.
+
+        Raises:
+          ValueError: an unknown name, or another shape.
+        """
+        return logical.load_arrays(state, self.layout, tables, slots or {})
+
+    # -- batches -------------------------------------------------------------------------------
+
+    def place(
+        self, features: PyTree, weights: PyTree | None = None, spec: BatchSpec | None = None
+    ) -> Batch:
+        """Check a batch of ids on the host, and send it to the devices in one transfer.
+
+        Args:
+          features: arrays, `SparseIds` or `RaggedIds` in the structure of the features; the global
+            batch.
+          weights: a weight an id in the same structure, None where all are one.
+          spec: the exact shape the batch gets; None: the union of all batches placed so far, so
+            that programs are few.
+
+        Raises:
+          ValueError: bad ids, weights, structure or batch size, or a spec that the batch does not
+            fit (the message has the one that does); nothing is placed then.
+          TypeError: ids that are no integers, or another container type.
+          RuntimeError: several processes.
+        """
+        if jax.process_count() > 1:
+            raise RuntimeError("place: several processes are not supported yet; got more than one")
+        given = self._structure.match(features, what="features")
+        scales = self._weights(weights)
+        hosts = [
+            host_ids(feature.path, feature.config, feature.table.name, ids, scale)
+            for feature, ids, scale in zip(self.layout.features, given, scales, strict=True)
+        ]
+        return self._placer.place(hosts) if spec is None else self._placer.place_as(hosts, spec)
+
+    def _weights(self, weights: PyTree | None) -> list[Any]:
+        if weights is None:
+            return [None] * len(self.layout.features)
+        return self._structure.match(weights, what="weights")
+
+    def _source(
+        self, batch: PyTree, weights: PyTree | None, spec: BatchSpec | None
+    ) -> Batch | TracedIds:
+        """Return ids that can be located: a placed batch, traced arrays, or host ids placed now."""
+        _refuse_manual_axes()
+        if isinstance(batch, Batch):
+            if weights is not None or spec is not None:
+                what = "weights and spec"
+                remedy = "give them to place"
+                raise ValueError(
+                    message(what, expected="None with a Batch", got="a value", remedy=remedy)
+                )
+            batch.check(self.layout)
+            return batch
+        given, scales = self._structure.match(batch, what="features"), self._weights(weights)
+        if not any(isinstance(leaf, jax.core.Tracer) for leaf in (*given, *scales)):
+            return self.place(batch, weights, spec)
+        return make_traced(given, scales, spec, self.layout)
+
+    # -- lookup and update ---------------------------------------------------------------------
+
+    def lookup(
+        self,
+        state: TableState,
+        batch: PyTree,
+        weights: PyTree | None = None,
+        *,
+        spec: BatchSpec | None = None,
+    ) -> PyTree:
+        """Return the activations of a batch, in the structure of the features.
+
+        Args:
+          state: the tables.
+          batch: what `place` returned, or the features themselves: inside a jit, dense arrays.
+          weights: beside features only: a weight an id, differentiable inside a jit.
+          spec: beside features only: exchange capacities; a batch that needs more takes a slower
+            branch. None inside a jit: the worst case.
+
+        Returns:
+          `[B, …, D]` a feature, float32 (float64 for a float64 table), batch dimension sharded.
+
+        Raises:
+          ValueError: what `place` refuses; a call inside `shard_map`.
+          TypeError: what `place` refuses; differentiation with respect to the state.
+        """
+        source = self._source(batch, weights, spec)
+        return self._structure.unflatten(self._lookup_program(state.tables, source))
+
+    def _lookup(self, tables: dict[str, Array], source: Batch | TracedIds) -> list[Array]:
+        self._traces["lookup"] += 1
+        located = source.locate(self.layout)
+        return lookup(
+            not_differentiable(tables),
+            located.ids,
+            located.spec,
+            self.layout,
+            checked=located.checked,
+        )
+
+    def update(
+        self,
+        state: TableState,
+        batch: PyTree,
+        activation_gradients: PyTree,
+        weights: PyTree | None = None,
+        *,
+        spec: BatchSpec | None = None,
+        learning_rates: tuple[ArrayLike, ...] | None = None,
+    ) -> TableState:
+        """Return the state after one step of every table's optimizer.
+
+        Pure: donate the state (`jax.jit(..., donate_argnums=…)`) and it is updated in place;
+        without, every table is copied.
+
+        Args:
+          state: the tables.
+          batch: as for `lookup`.
+          activation_gradients: of the activations, in their structure and shapes; None for a
+            feature is a zero gradient.
+          weights: as for `lookup`.
+          spec: as for `lookup`.
+          learning_rates: `learning_rates()`, called outside; needed inside a jit when a learning
+            rate is a callable without arguments.
+
+        Raises:
+          ValueError: a gradient of another shape, no optimizer, missing learning rates, and what
+            `lookup` refuses.
+          TypeError: what `lookup` refuses.
+        """
+        self.check_trainable("update")
+        source = self._source(batch, weights, spec)
+        gradients = checked_gradients(
+            self._structure.match(activation_gradients, what="activation_gradients"),
+            source.spec,
+            self.layout,
+        )
+        if learning_rates is None and not isinstance(state.step, jax.core.Tracer):
+            learning_rates = self.learning_rates()
+        rates = self._rates.by_group(learning_rates)
+        return self._update_program(state, source, gradients, rates)
+
+    def _update(
+        self,
+        state: TableState,
+        source: Batch | TracedIds,
+        gradients: list[Array | None],
+        rates: dict[int, Array],
+    ) -> TableState:
+        self._traces["update"] += 1
+        located, step = source.locate(self.layout), state.step + 1
+        by_group = group_gradients(gradients, located.spec, self.layout)
+        operands = Operands(located.ids, by_group, step, rates)
+        tables, slots, overflows = update(
+            state.tables, state.slots, operands, located.spec, self.layout, checked=located.checked
+        )
+        counters = {
+            "bad_ids": state.counters["bad_ids"] + located.bad_ids,
+            "overflows": state.counters["overflows"] + overflows,
+        }
+        return TableState(tables, slots, step, counters)
+
+    def learning_rates(self) -> tuple[Array, ...]:
+        """Call every learning rate that is a callable without arguments, once; return the values."""
+        return self._rates.read()
+
+    def check_trainable(self, what: str) -> None:
+        """Check that every trainable table has an optimizer.
+
+        Raises:
+          ValueError: some have none; the message names them.
+        """
+        bare = [
+            name
+            for name, config in self.table_configs.items()
+            if config.trainable and self.layout.table(name)[0].optimizer is None
+        ]
+        if bare:
+            remedy = "give the engine or the tables an optimizer, or set trainable=False"
+            raise ValueError(
+                message(
+                    what,
+                    expected="an optimizer for every table",
+                    got=f"none for {bare}",
+                    remedy=remedy,
+                )
+            )
+
+    # -- what it is ----------------------------------------------------------------------------
+
+    @property
+    def table_configs(self) -> dict[str, TableConfig]:
+        """The declared tables, by name."""
+        return dict(zip(self._structure.table_names, self._structure.tables, strict=True))
+
+    @property
+    def compilations(self) -> dict[str, int]:
+        """How often `lookup` and `update` were traced: once a shape of batch, whatever the number of batches."""
+        return {what: self._traces[what] for what in ("lookup", "update")}
+
+    def describe(self) -> dict[str, Any]:
+        """Return the resolved configuration as plain objects: tables, stacks, optimizers, devices."""
+        return describe(self.layout, self._rates.tags)
+
+
+def _refuse_manual_axes() -> None:
+    """Refuse a call inside a user's own `shard_map`.
+
+    Raises:
+      ValueError: always there.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if manual:
+        raise ValueError(
+            message(
+                "EmbeddingEngine",
+                expected="a call outside shard_map",
+                got=f"one inside, over the axes {tuple(manual)}",
+                remedy="call lookup and update outside it: they shard over the engine's mesh themselves",
+            )
+        )

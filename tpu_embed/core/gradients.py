@@ -1,0 +1,70 @@
+"""Activation gradients: checked against the activations, and joined to one array a stack.
+
+Enters: a gradient a feature. Leaves: `[B, bags, D]` a stack. Called by `EmbeddingEngine.update`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from tpu_embed._checks import message
+from tpu_embed._types import Array
+from tpu_embed.core.batch_spec import BatchSpec
+from tpu_embed.core.layout import Layout
+
+
+def checked_gradients(
+    gradients: Sequence[Any], spec: BatchSpec, layout: Layout
+) -> list[Array | None]:
+    """Return the gradients as arrays.
+
+    Args:
+      gradients: a leaf a feature; None is a zero gradient, with a warning that names the feature.
+      spec: the batch's.
+      layout: the engine's.
+
+    Raises:
+      ValueError: a leaf that is no array of floats, or of another shape than the activation.
+    """
+    checked: list[Array | None] = []
+    for feature, form, gradient in zip(layout.features, spec.forms, gradients, strict=True):
+        what = f"activation gradient of feature {feature.path!r}"
+        dim = layout.groups[feature.group].dim
+        expected = (form.batch, *form.inner, dim)
+        if gradient is None:
+            warnings.warn(f"{what}: None is taken as zeros of shape {expected}", stacklevel=3)
+            checked.append(None)
+            continue
+        if not hasattr(gradient, "shape") or not hasattr(gradient, "dtype"):
+            got = type(gradient).__name__
+            raise ValueError(message(what, expected=f"an array of shape {expected}", got=got))
+        if gradient.shape != expected:
+            raise ValueError(message(what, expected=f"shape {expected}", got=f"{gradient.shape}"))
+        if not jnp.issubdtype(gradient.dtype, jnp.floating):
+            raise ValueError(message(what, expected="floats", got=f"dtype {gradient.dtype}"))
+        checked.append(jnp.asarray(gradient))
+    return checked
+
+
+def group_gradients(
+    gradients: Sequence[Array | None], spec: BatchSpec, layout: Layout
+) -> dict[int, Array]:
+    """Return one array `[B, bags, D]` a stack that has an optimizer, by its number."""
+    joined = {}
+    for g, group in enumerate(layout.groups):
+        if group.optimizer is None:
+            continue
+        pieces = []
+        for f in spec.groups[g].features:
+            shape = (spec.forms[f].batch, spec.forms[f].bags, group.dim)
+            given = gradients[f]
+            dtype = group.compute_dtype
+            pieces.append(
+                jnp.zeros(shape, dtype) if given is None else given.astype(dtype).reshape(shape)
+            )
+        joined[g] = jnp.concatenate(pieces, axis=1)
+    return joined

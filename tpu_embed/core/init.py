@@ -1,0 +1,187 @@
+"""Tables and slots made shard by shard: no device, and no host, ever holds more than its own rows.
+
+Enters: a key and the groups. Leaves: physical tables and slots. Called by the engine.
+
+The value of a row depends on the key, its table's name and its number alone,
+`initializer(fold_in(fold_in(key, crc32(name)), row), (1, D), dtype)`, so it is the same on every layout.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from tpu_embed import initializers
+from tpu_embed._types import Array
+from tpu_embed.core import collectives
+from tpu_embed.core.collectives import MeshAxes
+from tpu_embed.core.layout import Group, TableSlice
+from tpu_embed.core.tables import slot_shapes, state_specs
+from tpu_embed.kernels import storage
+
+CHUNK = 2**20
+"""Numbers made at a time: bounds the temporaries."""
+
+
+class Made(NamedTuple):
+    """This device's shard of one stack: stored rows `[R, D]`, and slots `[R, …]` by name."""
+
+    table: Array
+    slots: dict[str, Array]
+
+
+class Line(NamedTuple):
+    """What physical rows stand for, `[n]` each: the key of the logical row, its number, whether there is one."""
+
+    keys: Array
+    rows: Array
+    exists: Array
+
+
+def init_tables(key: Array, groups: tuple[Group, ...], axes: MeshAxes) -> tuple[dict, dict]:
+    """Make every table and slot, each device its own rows only.
+
+    Args:
+      key: a jax PRNG key.
+      groups: the stacks.
+      axes: the mesh.
+
+    Returns:
+      physical tables and slots, as in `TableState`.
+    """
+
+    def shard(key: Array) -> tuple[dict, dict]:
+        made = {group.name: _init_group(key, group) for group in groups}
+        tables = {name: one.table for name, one in made.items()}
+        return tables, {name: one.slots for name, one in made.items()}
+
+    return jax.shard_map(
+        shard,
+        mesh=axes.mesh,
+        in_specs=PartitionSpec(),
+        out_specs=state_specs(groups, axes),
+        check_vma=False,
+    )(key)
+
+
+def _init_group(key: Array, group: Group) -> Made:
+    """Fill this device's shard of one stack, a run of adjacent tables with one initializer at a time."""
+    made = Made(
+        jnp.zeros((group.rows, group.dim), storage.stored_dtype(group.dtype)),
+        {
+            name: jnp.zeros(
+                (group.rows, *slot.shape) if slot.per_row else slot.shape,
+                storage.stored_dtype(slot.dtype),
+            )
+            for name, slot in slot_shapes(group).items()
+        },
+    )
+    for initializer, run in itertools.groupby(group.tables, key=lambda table: table.initializer):
+        tables = list(run)
+        if initializers.wants_shard_info(initializer):
+            for table in tables:
+                made = _fill(
+                    made, key, group, [table], _whole_shard(initializer, group, table, key)
+                )
+        else:
+            made = _fill(made, key, group, tables, _row_by_row(initializer, group))
+    return made
+
+
+def _row_by_row(initializer: Callable, group: Group) -> Callable[[Line, Array], Array]:
+    def one(key: Array) -> Array:
+        return initializer(key, (1, group.dim), group.compute_dtype)[0]
+
+    return lambda lines, start: jax.vmap(one)(lines.keys)
+
+
+def _whole_shard(
+    initializer: Callable, group: Group, table: TableSlice, key: Array
+) -> Callable[[Line, Array], Array]:
+    """Call the initializer once for the shard; hand out chunks of what it made."""
+    local = jnp.arange(table.rows_per_shard, dtype=group.index_dtype) + table.offset
+    lines = _lines(key, group, [table], local)
+    rows = jnp.minimum(lines.rows, table.vocabulary_size - 1).astype(jnp.int32)
+    values = initializer(
+        _table_keys(key, [table])[0],
+        (table.rows_per_shard, group.dim),
+        group.compute_dtype,
+        shard_info=initializers.ShardInfo((table.vocabulary_size, group.dim), rows),
+    )
+
+    def chunk(lines: Line, start: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(values, start - table.offset, lines.rows.shape[0])
+
+    return chunk
+
+
+def _fill(
+    made: Made,
+    key: Array,
+    group: Group,
+    tables: list[TableSlice],
+    rows_of: Callable[[Line, Array], Array],
+) -> Made:
+    """Write the rows of adjacent tables, and their slots, a chunk at a time.
+
+    Chunks have one length; the last is moved back so that it ends with the run (its first rows are made twice, alike).
+    """
+    first, last = tables[0].offset, tables[-1].offset + tables[-1].rows_per_shard
+    chunk = min(last - first, max(64, CHUNK // group.dim))
+
+    def write(i: Array, made: Made) -> Made:
+        start = jnp.minimum(first + i * chunk, last - chunk).astype(group.index_dtype)
+        lines = _lines(key, group, tables, start + jnp.arange(chunk, dtype=group.index_dtype))
+        rows = rows_of(lines, start)
+        rows = jnp.where(lines.exists[:, None], rows.astype(group.compute_dtype), 0)
+        stored = storage.encode(rows, group.dtype)
+        table = jax.lax.dynamic_update_slice_in_dim(made.table, stored, start, axis=0)
+        return Made(table, _write_slots(made.slots, group, rows, lines, start))
+
+    return jax.lax.fori_loop(0, -(-(last - first) // chunk), write, made)
+
+
+def _write_slots(
+    slots: dict[str, Array], group: Group, rows: Array, lines: Line, start: Array
+) -> dict[str, Array]:
+    if group.optimizer is None or not slots:
+        return slots
+    fresh = group.optimizer.init_slots(rows, lines.keys)
+    written = {}
+    for name, slot in slot_shapes(group).items():
+        stored = storage.encode(fresh[name], slot.dtype)
+        if slot.per_row:
+            stored = jax.lax.dynamic_update_slice_in_dim(slots[name], stored, start, axis=0)
+        written[name] = stored
+    return written
+
+
+def _table_keys(key: Array, tables: list[TableSlice]) -> Array:
+    """Return a key a table, `[T]`: folded with the CRC-32 of its name."""
+    crcs = np.array([zlib.crc32(table.name.encode()) for table in tables], np.uint32)
+    return jax.vmap(lambda crc: jax.random.fold_in(key, crc))(jnp.asarray(crcs))
+
+
+def _lines(key: Array, group: Group, tables: list[TableSlice], local: Array) -> Line:
+    """Return what the local rows `[n]` of this device, all of `tables`, stand for."""
+    ends = np.array([table.offset + table.rows_per_shard for table in tables], group.index_dtype)
+    which = jnp.searchsorted(jnp.asarray(ends), local, side="right")
+
+    def column(field: str) -> Array:
+        return jnp.asarray(np.array([getattr(t, field) for t in tables], group.index_dtype))[which]
+
+    shard = collectives.axis_index(group.shard_axes).astype(group.index_dtype)
+    inside = local - column("offset")
+    if group.placement == "div":
+        rows = shard * column("rows_per_shard") + inside
+    else:
+        rows = inside * group.num_shards + shard
+    keys = jax.vmap(jax.random.fold_in)(_table_keys(key, tables)[which], rows)
+    return Line(keys, rows, rows < column("vocabulary_size"))

@@ -1,0 +1,271 @@
+"""Where every logical row lives: stacks of tables, MOD / DIV / replicated placement, padding.
+
+Enters: the table configs, in table order, and the mesh. Leaves: one `Group` a stack, computed once and never
+written back into the configs. Called by the engine at construction; everything below only reads it.
+
+A group is one physical array `[S * R, D]`, sharded over its first axis in S contiguous blocks of R rows. Row r of a
+table whose first local row is `offset` and which owns `rows_per_shard` = ceil(V / S) local rows lives at
+
+    MOD:  (r mod S) * R + offset + r div S
+    DIV:  (r div rows_per_shard) * R + offset + r mod rows_per_shard
+
+A replicated table is a MOD table with S = 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tpu_embed._checks import message
+from tpu_embed.config import FeatureConfig, QuantizationConfig, TableConfig
+from tpu_embed.core.collectives import MeshAxes
+from tpu_embed.optimizers import TableOptimizer
+
+INT32_ROWS = 2**31 - 1
+"""Physical rows a stack may have before its row numbers need 64 bits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TableSlice:
+    """One logical table inside its stack.
+
+    Attributes:
+      name: the table's name.
+      vocabulary_size: V, logical rows.
+      offset: the table's first local row, the same on every shard.
+      rows_per_shard: ceil(V / S) local rows.
+      initializer: what fills the rows, resolved (never None).
+    """
+
+    name: str
+    vocabulary_size: int
+    offset: int
+    rows_per_shard: int
+    initializer: Any = dataclasses.field(compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """One stack: tables of the same dim, dtype, optimizer and placement in one physical array `[S * R, D]`.
+
+    Attributes:
+      name: key of the stack in `TableState`.
+      tables: its tables, in table order.
+      dim: D.
+      dtype: the logical dtype of the stored rows.
+      optimizer: the update rule; None when the tables are looked up only.
+      placement: "mod", "div" or "replicated".
+      shard_axes: mesh axes that split the rows, in mesh order; () when replicated.
+      num_shards: S.
+      rows: R, local rows of one shard.
+      quantization: how looked-up rows are quantized, or None.
+    """
+
+    name: str
+    tables: tuple[TableSlice, ...]
+    dim: int
+    dtype: str
+    optimizer: TableOptimizer | None
+    placement: str
+    shard_axes: tuple[str, ...]
+    num_shards: int
+    rows: int
+    quantization: QuantizationConfig | None
+
+    @property
+    def physical_rows(self) -> int:
+        """S * R."""
+        return self.num_shards * self.rows
+
+    @property
+    def index_dtype(self) -> np.dtype:
+        """int32, or int64 for a stack of more than 2^31 - 1 physical rows."""
+        return np.dtype(np.int32 if self.physical_rows <= INT32_ROWS else np.int64)
+
+    @property
+    def compute_dtype(self) -> np.dtype:
+        """The dtype of activations, gradients, slots and rule arithmetic."""
+        return np.dtype(np.float64 if self.dtype == "float64" else np.float32)
+
+    def physical(self, ids: Any, table: TableSlice | Columns) -> Any:
+        """Return the physical rows of valid logical ids (NumPy or jax integers of any shape).
+
+        Args:
+          ids: integers in [0, V); a value outside gives a meaningless row that the caller masks.
+          table: the table, or per-column arrays of its `offset` and `rows_per_shard`.
+        """
+        if self.num_shards == 1:
+            return ids + table.offset
+        if self.placement == "div":
+            shard = ids // table.rows_per_shard
+            return shard * self.rows + table.offset + (ids - shard * table.rows_per_shard)
+        local = ids // self.num_shards
+        return (ids - local * self.num_shards) * self.rows + table.offset + local
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """`offset` and `rows_per_shard` of a table a column, int `[columns]`, for `Group.physical`."""
+
+    offset: np.ndarray
+    rows_per_shard: np.ndarray
+
+
+def make_groups(
+    names: Sequence[str],
+    configs: Sequence[TableConfig],
+    optimizers: Sequence[TableOptimizer | None],
+    initializers: Sequence[Any],
+    axes: MeshAxes,
+    *,
+    stack_tables: bool = True,
+) -> tuple[Group, ...]:
+    """Stack the tables and lay every stack out over the mesh.
+
+    Args:
+      names: a unique name a table.
+      configs: the declarations, in table order.
+      optimizers: the resolved optimizer of every table, None for a table that is never updated.
+      initializers: the resolved initializer of every table.
+      axes: the mesh and its roles.
+      stack_tables: False gives every table a stack of its own.
+
+    Returns:
+      The stacks, in order of their first table.
+    """
+    members: dict[Any, list[int]] = {}
+    rows: dict[Any, int] = {}
+    for i, config in enumerate(configs):
+        shard_axes = axes.shard_axes_of(names[i], config)
+        shards = axes.size(shard_axes)
+        per_shard = -(-config.vocabulary_size // shards)
+        key: Any = (
+            config.dim,
+            config.dtype,
+            _identity(optimizers[i]),
+            config.placement,
+            shard_axes,
+        )
+        key += (config.quantization_config, i if not stack_tables else None)
+        part = 0
+        while rows.get((*key, part), 0) and (rows[(*key, part)] + per_shard) * shards > INT32_ROWS:
+            part += 1
+        key = (*key, part)
+        members.setdefault(key, []).append(i)
+        rows[key] = rows.get(key, 0) + per_shard
+    return tuple(
+        _make_group(f"stack_{n}", indices, names, configs, optimizers, initializers, axes)
+        for n, indices in enumerate(members.values())
+    )
+
+
+def _identity(optimizer: TableOptimizer | None) -> Any:
+    return None if optimizer is None else (type(optimizer), optimizer)
+
+
+def _make_group(
+    name: str,
+    indices: Sequence[int],
+    names: Sequence[str],
+    configs: Sequence[TableConfig],
+    optimizers: Sequence[TableOptimizer | None],
+    initializers: Sequence[Any],
+    axes: MeshAxes,
+) -> Group:
+    first = configs[indices[0]]
+    shard_axes = axes.shard_axes_of(names[indices[0]], first)
+    shards = axes.size(shard_axes)
+    slices, offset = [], 0
+    for i in indices:
+        per_shard = -(-configs[i].vocabulary_size // shards)
+        slices.append(
+            TableSlice(names[i], configs[i].vocabulary_size, offset, per_shard, initializers[i])
+        )
+        offset += per_shard
+    group = Group(
+        name=name,
+        tables=tuple(slices),
+        dim=first.dim,
+        dtype=first.dtype,
+        optimizer=optimizers[indices[0]],
+        placement=first.placement,
+        shard_axes=shard_axes,
+        num_shards=shards,
+        rows=offset,
+        quantization=first.quantization_config,
+    )
+    if group.index_dtype == np.int64 and not jax.config.jax_enable_x64:
+        raise ValueError(
+            message(
+                f"table {slices[0].name!r}",
+                expected=f"at most {INT32_ROWS} rows over its {shards} shard(s) without 64-bit types",
+                got=f"{slices[0].vocabulary_size}",
+                remedy="set jax_enable_x64, or split the table",
+            )
+        )
+    return group
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureLayout:
+    """One feature and where its table lives.
+
+    Attributes:
+      path: its place in the feature structure, for messages.
+      config: its declaration.
+      table: its table's slice of the stack.
+      group: number of the stack.
+    """
+
+    path: str
+    config: FeatureConfig
+    table: TableSlice
+    group: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Everything static about an engine: mesh, stacks, features.
+
+    Attributes:
+      axes: the mesh and its roles.
+      groups: the stacks.
+      features: the features, in flattening order.
+      sum_blocks: G, the number of blocks a global batch is summed in.
+    """
+
+    axes: MeshAxes
+    groups: tuple[Group, ...]
+    features: tuple[FeatureLayout, ...]
+    sum_blocks: int
+
+    def features_of(self, group: int) -> tuple[int, ...]:
+        """Return the numbers of the features that look up tables of a stack, ascending."""
+        return tuple(i for i, feature in enumerate(self.features) if feature.group == group)
+
+    def block_size(self, batch: int) -> int:
+        """Return ceil(B / G), the examples of one block; G is at least the number of parts of the batch."""
+        return -(-batch // max(self.sum_blocks, self.axes.replicas))
+
+    def blocks_per_device(self, batch: int) -> int:
+        """Return the largest number of blocks that one device's examples fall into."""
+        local, size = batch // self.axes.replicas, self.block_size(batch)
+        return 1 if size % local == 0 else (local - 2) // size + 2
+
+    def table(self, name: str) -> tuple[Group, TableSlice]:
+        """Return the stack and the slice of a table.
+
+        Raises:
+          ValueError: no table has this name.
+        """
+        for group in self.groups:
+            for table in group.tables:
+                if table.name == name:
+                    return group, table
+        names = sorted(table.name for group in self.groups for table in group.tables)
+        raise ValueError(message("table", expected=f"one of {names}", got=repr(name)))

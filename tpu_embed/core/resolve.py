@@ -1,0 +1,152 @@
+"""What the declarations leave open is settled once: optimizers, initializers, layout, learning rates.
+
+Enters: the flattened feature configuration and the engine's defaults. Leaves: a `Layout`, and the learning rates that
+must be read on the host. Called by the engine at construction; the configs are never written to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from tpu_embed import initializers
+from tpu_embed._checks import is_number, message
+from tpu_embed._types import Array, ArrayLike
+from tpu_embed.core.collectives import MeshAxes
+from tpu_embed.core.layout import FeatureLayout, Layout, make_groups
+from tpu_embed.core.structure import Structure
+from tpu_embed.optimizers import (
+    LearningRateKind,
+    TableOptimizer,
+    as_table_optimizer,
+    learning_rate_kind,
+)
+
+
+def make_layout(
+    declared: Structure, optimizer: Any, axes: MeshAxes, *, sum_blocks: int, stack_tables: bool
+) -> Layout:
+    """Return the layout of the declared tables over the mesh.
+
+    Args:
+      declared: the feature configuration.
+      optimizer: for tables without one of their own, or None.
+      axes: the mesh and its roles.
+      sum_blocks: G.
+      stack_tables: whether tables that can share an array do.
+
+    Raises:
+      ValueError: an unresolved placement, or an optimizer that is none or does not fit its table.
+    """
+    for name, config in zip(declared.table_names, declared.tables, strict=True):
+        if config.placement == "auto":
+            remedy = "resolve it first: tpu_embed.planning.resolve(feature_config, ...)"
+            what = f"table {name!r}: placement"
+            raise ValueError(
+                message(what, expected="mod, div or replicated", got="'auto'", remedy=remedy)
+            )
+    optimizers = _table_optimizers(declared, optimizer)
+    made = [initializers.resolve(config.initializer, config.dim) for config in declared.tables]
+    groups = make_groups(
+        declared.table_names, declared.tables, optimizers, made, axes, stack_tables=stack_tables
+    )
+    home = {table.name: (g, table) for g, group in enumerate(groups) for table in group.tables}
+    features = []
+    for label, feature in zip(declared.labels, declared.features, strict=True):
+        g, table = home[declared.table_names[declared.table_index(feature)]]
+        features.append(FeatureLayout(label, feature, table, g))
+    return Layout(axes, groups, tuple(features), sum_blocks)
+
+
+def _table_optimizers(declared: Structure, default: Any) -> list[TableOptimizer | None]:
+    """Return the optimizer of every table, None where it is never updated.
+
+    One object given for several tables is resolved once: they may share a stack.
+    """
+    known: dict[int, TableOptimizer | None] = {}
+
+    def resolved(what: str, given: Any) -> TableOptimizer | None:
+        if id(given) not in known:
+            try:
+                known[id(given)] = as_table_optimizer(given)
+            except ValueError as error:
+                raise ValueError(f"{what}: {error}") from error
+        return known[id(given)]
+
+    fallback = resolved("optimizer", default)
+    optimizers = []
+    for name, config in zip(declared.table_names, declared.tables, strict=True):
+        own = fallback
+        if config.optimizer is not None:
+            own = resolved(f"table {name!r}: optimizer", config.optimizer)
+        own = own if config.trainable else None
+        if (
+            own is not None
+            and not own.use_gradient_accumulation
+            and config.placement == "replicated"
+        ):
+            raise ValueError(
+                message(
+                    f"table {name!r}: use_gradient_accumulation",
+                    expected="True for a replicated table",
+                    got="False",
+                    remedy='place it "mod" or "div", or accumulate',
+                )
+            )
+        optimizers.append(own)
+    return optimizers
+
+
+class HostRates:
+    """Learning rates that are callables without arguments: read on the host, once an update.
+
+    Equal callables share one tag, an index into what `read` returns.
+
+    Args:
+      layout: the engine's.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._callables: list[Any] = []
+        self.tags: dict[int, int] = {}
+        for g, group in enumerate(layout.groups):
+            rate = None if group.optimizer is None else group.optimizer.learning_rate
+            if learning_rate_kind(rate) is LearningRateKind.HOST:
+                if rate not in self._callables:
+                    self._callables.append(rate)
+                self.tags[g] = self._callables.index(rate)
+
+    def read(self) -> tuple[Array, ...]:
+        """Call each callable once; return scalars `[]` by tag.
+
+        Raises:
+          ValueError: one does not return a number.
+        """
+        return tuple(_scalar(rate(), rate) for rate in self._callables)
+
+    def by_group(self, values: tuple[ArrayLike, ...] | None) -> dict[int, Array]:
+        """Return the value of every group that has such a rate.
+
+        Raises:
+          ValueError: there are such rates, and no values or another number of them.
+        """
+        if not self._callables:
+            return {}
+        if values is None or len(values) != len(self._callables):
+            raise ValueError(
+                message(
+                    "learning_rates",
+                    expected=f"{len(self._callables)} value(s), read outside the jitted function",
+                    got="None" if values is None else f"{len(values)}",
+                    remedy="pass update(..., learning_rates=engine.learning_rates())",
+                )
+            )
+        return {g: jnp.asarray(values[tag]) for g, tag in self.tags.items()}
+
+
+def _scalar(value: Any, rate: Any) -> Array:
+    if not is_number(value) and jnp.shape(value) != ():
+        what = f"learning_rate {rate!r}"
+        raise ValueError(message(what, expected="a call that returns a number", got=repr(value)))
+    return jnp.asarray(value, float)

@@ -1,0 +1,170 @@
+"""Ids to their owner shards, rows back; partial sums to their owners.
+
+Enters: the physical rows of one device's ids, inside `shard_map`. Leaves: the stored row of every id (`fetch`), or,
+on every owner, the rows it must update with their summed gradients (`collect`). Called by `lookup.py` and `update.py`.
+
+Every distinct row is asked for once, and every (row, block) partial sum is sent once. A destination has room for
+`capacity` of them; the host knows the ids and takes the exact maximum, a program that cannot know it takes the worst
+case. `overflow` tells when a given capacity was too small; nothing is ever dropped silently.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embed._types import PADDING_ID, Array
+from tpu_embed.core import collectives, dedup
+from tpu_embed.core.collectives import MeshAxes
+from tpu_embed.core.layout import Group
+from tpu_embed.kernels import dispatch
+
+ROW_MULTIPLE = 64
+"""Rows handed to an optimizer rule are padded to a multiple of this: vectorised loops then have no remainder, whose
+rounding could differ from the body's."""
+
+
+class Route(NamedTuple):
+    """Where the runs of one device's ids go.
+
+    Attributes:
+      order: int32 `[N]`, positions of the ids in row order.
+      target: int32 `[N]`, place in the send buffer of the id at `order[i]`: destination * C + its run's rank there;
+        S * C for an absent id.
+      rows: `[S, C]`, the local row at the destination, `PADDING_ID` where nothing is sent.
+      overflow: bool `[]`, a destination has more runs than C.
+    """
+
+    order: Array
+    target: Array
+    rows: Array
+    overflow: Array
+
+
+class RowSums(NamedTuple):
+    """What an owner must update.
+
+    Attributes:
+      rows: `[M]`, local rows, `PADDING_ID` where there is none.
+      sums: `[M, D]`, their gradients.
+    """
+
+    rows: Array
+    sums: Array
+
+
+def make_route(rows: Array, group: Group, capacity: int, parts: Array | None = None) -> Route:
+    """Sort ids by destination and row, and give every run a place in its destination's buffer.
+
+    Args:
+      rows: physical rows `[N]`, `PADDING_ID` for none.
+      capacity: C, runs a destination has room for.
+      parts: integer `[N]`: ids of one row but of different parts go separately. None: a row goes once.
+    """
+    shards, absent = group.num_shards, group.physical_rows
+    runs = dedup.find_runs(jnp.where(rows < 0, absent, rows), absent, parts)
+    bounds = np.arange(shards + 1, dtype=group.index_dtype) * group.rows
+    first = jnp.searchsorted(runs.run_rows, jnp.asarray(bounds)).astype(jnp.int32)
+    destination = jnp.minimum(runs.rows // group.rows, shards).astype(jnp.int32)
+    rank = runs.run - first[destination]
+    goes = (runs.rows < absent) & (rank < capacity)
+    target = jnp.where(goes, destination * capacity + rank, shards * capacity)
+    index = first[:-1, None] + jnp.arange(capacity, dtype=jnp.int32)
+    asked = runs.run_rows.at[index].get(mode="fill", fill_value=absent)
+    local = (asked - bounds[:-1, None]).astype(rows.dtype)
+    sent = jnp.where(index < first[1:, None], local, PADDING_ID)
+    return Route(runs.order, target, sent, jnp.any(first[1:] - first[:-1] > capacity))
+
+
+def fetch(table: Array, rows: Array, group: Group, capacity: int) -> tuple[Array, Array]:
+    """Return the stored row of every id, wherever it lives.
+
+    Args:
+      table: this device's shard, `[R, D]`.
+      rows: physical rows `[N]`, `PADDING_ID` for none.
+      capacity: C, distinct rows a destination has room for.
+
+    Returns:
+      `[N, D]`, zeros for an absent id; bool `[]`, whether C was too small (the rows are then incomplete).
+    """
+    if group.num_shards == 1:
+        return dispatch.gather_rows(table, rows), jnp.asarray(False)
+    route = make_route(rows, group, capacity)
+    asked = collectives.all_to_all(route.rows, group.shard_axes)
+    found = dispatch.gather_rows(table, asked.reshape(-1)).reshape(*asked.shape, group.dim)
+    back = collectives.all_to_all(found, group.shard_axes).reshape(-1, group.dim)
+    place = jnp.zeros_like(route.target).at[route.order].set(route.target, unique_indices=True)
+    return dispatch.gather_rows(back, place), route.overflow
+
+
+def send(route: Route, sums: Array, group: Group, axes: MeshAxes) -> RowSums:
+    """Send every destination its rows and sums; return what came, in batch order of the sources.
+
+    Args:
+      route: where they go.
+      sums: `[S * C, D]`, in the order of the send buffer.
+    """
+    rows = jnp.where(_is_mine(group, axes)[:, None], route.rows, PADDING_ID)
+    sums = sums.reshape(*rows.shape, group.dim)
+    rest = axes.other_batch_axes(group.shard_axes)
+    rows = collectives.all_gather(collectives.all_to_all(rows, group.shard_axes), rest)
+    sums = collectives.all_gather(collectives.all_to_all(sums, group.shard_axes), rest)
+    order = axes.batch_order(group.shard_axes)
+    rows, sums = rows.reshape(order.size, -1), sums.reshape(order.size, -1, group.dim)
+    if np.any(order != np.arange(order.size)):
+        rows, sums = rows[order], sums[order]
+    return RowSums(rows.reshape(-1), sums.reshape(-1, group.dim))
+
+
+def merge(received: RowSums, group: Group, *, in_order: bool) -> RowSums:
+    """Sum what came for one row from all blocks, in their order.
+
+    Args:
+      received: rows in block order, equal ones not yet merged.
+      in_order: the rows are ascending already, absent ones last.
+
+    Returns:
+      distinct rows, padded to a multiple of `ROW_MULTIPLE`.
+    """
+    rows = jnp.where(received.rows < 0, group.rows, received.rows)
+    find = dedup.runs_of_sorted if in_order else dedup.find_runs
+    runs = find(rows, group.rows)
+    size = round_up(min(rows.shape[0], group.rows), ROW_MULTIPLE)
+    sums = received.sums if in_order else received.sums[runs.order]
+    segments = jnp.where(runs.rows < group.rows, runs.run, size)
+    merged = dispatch.segment_sum(sums, segments, size)
+    run_rows = runs.run_rows[:size]
+    run_rows = jnp.pad(run_rows, (0, size - run_rows.shape[0]), constant_values=group.rows)
+    return RowSums(jnp.where(run_rows < group.rows, run_rows, PADDING_ID), merged)
+
+
+def padded(sums: RowSums) -> RowSums:
+    """Return the same rows, padded with absent ones to a multiple of `ROW_MULTIPLE`."""
+    missing = -sums.rows.shape[0] % ROW_MULTIPLE
+    return RowSums(
+        jnp.pad(sums.rows, (0, missing), constant_values=PADDING_ID),
+        jnp.pad(sums.sums, ((0, missing), (0, 0))),
+    )
+
+
+def round_up(n: int, multiple: int) -> int:
+    """Return the least multiple of `multiple` that is at least `n`, and at least `multiple`."""
+    return max(1, -(-n // multiple)) * multiple
+
+
+def _is_mine(group: Group, axes: MeshAxes) -> Array:
+    """Tell, bool `[S]`, to which shards this device sends.
+
+    Along an axis that splits the rows but not the batch, every device holds the same ids: each sends only to the
+    shards at its own coordinate.
+    """
+    coordinates = np.unravel_index(
+        np.arange(group.num_shards), [axes.mesh.shape[a] for a in group.shard_axes] or [1]
+    )
+    mine = jnp.ones((group.num_shards,), bool)
+    for axis, coordinate in zip(group.shard_axes, coordinates, strict=False):
+        if axis not in axes.batch_axes:
+            mine &= coordinate.astype(np.int32) == collectives.axis_index((axis,))
+    return mine

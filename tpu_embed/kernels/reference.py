@@ -1,0 +1,92 @@
+"""The meaning of every kernel, in jnp, for every platform.
+
+Rows are numbered from 0; `PADDING_ID` or any other number outside the table is an absent row: it reads as zeros and
+is never written. Sums are taken in the order of their entries, so that their bits do not depend on the program.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from tpu_embed._types import Array
+
+
+def gather_rows(table: Array, rows: Array) -> Array:
+    """Return `table[rows]`, zeros where a row is absent.
+
+    Args:
+      table: `[R, …]`, any dtype.
+      rows: integer `[N]`.
+
+    Returns:
+      `[N, …]`, the table's dtype.
+    """
+    return table.at[rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+
+def set_rows(table: Array, rows: Array, values: Array) -> Array:
+    """Return `table` with `values` at `rows`; absent rows are not written.
+
+    Args:
+      table: `[R, …]`.
+      rows: integer `[U]`; present rows are different from each other.
+      values: `[U, …]`, the table's dtype.
+    """
+    return table.at[rows].set(values, mode="drop", wrap_negative_indices=False, unique_indices=True)
+
+
+def sort_rows(rows: Array) -> tuple[Array, Array]:
+    """Return `rows` in ascending order, and the position each came from; equal rows keep their order.
+
+    Args:
+      rows: integer `[N]`.
+
+    Returns:
+      sorted rows `[N]`; int32 positions `[N]`.
+    """
+    positions = jnp.arange(rows.shape[0], dtype=jnp.int32)
+    return jax.lax.sort((rows, positions), num_keys=1, is_stable=True)
+
+
+def segment_sum(values: Array, segments: Array, num_segments: int) -> Array:
+    """Sum runs of entries, each run from its first entry to its last, starting from zero.
+
+    Sequential on CPU and TPU, where XLA expands a scatter-add into a loop over its entries.
+
+    Args:
+      values: `[N, …]`.
+      segments: integer `[N]`, non-decreasing; `num_segments` or more: the entry is left out.
+      num_segments: n.
+
+    Returns:
+      `[n, …]`.
+    """
+    zeros = jnp.zeros((num_segments, *values.shape[1:]), values.dtype)
+    return zeros.at[segments].add(
+        values, mode="drop", wrap_negative_indices=False, indices_are_sorted=True
+    )
+
+
+def segment_sum_scan(values: Array, segments: Array, num_segments: int) -> Array:
+    """Sum runs of entries by a segmented scan: repeatable where a scatter-add is not (GPU atomics).
+
+    Same arguments and result as `segment_sum`, within rounding: the scan adds in a tree.
+    """
+    if values.shape[0] == 0:
+        return jnp.zeros((num_segments, *values.shape[1:]), values.dtype)
+    change = segments[1:] != segments[:-1]
+    edge = jnp.ones((1,), bool)
+    starts = jnp.concatenate([edge, change]).reshape((-1,) + (1,) * (values.ndim - 1))
+
+    def add_unless_start(left: tuple[Array, Array], right: tuple[Array, Array]):
+        (left_start, left_sum), (right_start, right_sum) = left, right
+        return left_start | right_start, jnp.where(right_start, right_sum, left_sum + right_sum)
+
+    _, sums = jax.lax.associative_scan(add_unless_start, (starts, values))
+    ends = jnp.concatenate([change, edge])
+    return set_rows(
+        jnp.zeros((num_segments, *values.shape[1:]), values.dtype),
+        jnp.where(ends, segments, num_segments),
+        sums,
+    )
