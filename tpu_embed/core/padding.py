@@ -106,8 +106,7 @@ def _padded(nest: Any, batch: int, added: int) -> Any:
 
 def _padded_array(array: np.ndarray, added: int) -> np.ndarray:
     if array.dtype.kind == "u":  # it has no -1
-        wide = np.int64 if array.dtype.itemsize >= 4 else np.int32
-        array = np.minimum(array, np.iinfo(wide).max).astype(wide)
+        array = np.minimum(array.astype(np.uint64), np.iinfo(np.int64).max).astype(np.int64)
     fill = PADDING_ID if array.dtype.kind == "i" else 0
     empty = np.full((added, *array.shape[1:]), fill, array.dtype)
     return np.concatenate([array, empty])

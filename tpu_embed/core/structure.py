@@ -21,7 +21,7 @@ from tpu_embed.core.inputs import RaggedIds, SparseIds
 
 __all__ = ["Structure", "children", "flatten", "rebuild"]
 
-_LEAVES = (FeatureConfig, SparseIds, RaggedIds, np.ndarray, jax.Array)
+_LEAVES = (FeatureConfig, TableConfig, SparseIds, RaggedIds, np.ndarray, jax.Array)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
