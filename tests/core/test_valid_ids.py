@@ -21,6 +21,7 @@ def _host(ids, weights=None, *, size=10, **options):
         (np.array([1, -2, 3]), "id -2 at example 1;"),
         (np.array([[1, 2, 3], [4, 12, 5]]), "id 12 at example 1, position 1;"),
         (np.array([[1, -5, 11], [4, 12, 5]]), r"id -5 at example 0, position 1 \(and 2 more\);"),
+        (np.array([[-1, 99], [-1, -1]]), "id 99 at example 0, position 1;"),
         (np.array([[[1], [2]], [[3], [10]]]), "id 10 at example 1, bag 1, position 0;"),
         (
             np.full((1, 2, 2, 1), 99),

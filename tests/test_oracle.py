@@ -1,0 +1,142 @@
+"""The oracle itself, against numbers worked out by hand."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import oracle
+import pytest
+
+TABLE = np.array([[1.0, 10.0], [2.0, 20.0], [4.0, 40.0]])
+
+
+def _feature(**options):
+    table = {"vocabulary_size": 3, "dim": 2, "combiner": "sum", "trainable": True}
+    table |= {"quantization_config": None} | options.pop("table", {})
+    feature = {"max_sequence_length": 0, "output_shape": None, "on_bad_id": "drop"} | options
+    return SimpleNamespace(table=SimpleNamespace(**table), **feature)
+
+
+def _ragged(values, splits, weights=None):
+    return SimpleNamespace(values=values, row_splits=splits, weights=weights)
+
+
+def _sparse(indices, values, shape, weights=None):
+    return SimpleNamespace(indices=indices, values=values, dense_shape=shape, weights=weights)
+
+
+@pytest.mark.parametrize(
+    ("combiner", "expected"),
+    [
+        ("sum", [3 * 2.0 - 4 * 4.0, 0.0]),
+        ("mean", [(3 * 2.0 - 4 * 4.0) / (3 - 4), 0.0]),
+        ("sqrtn", [(3 * 2.0 - 4 * 4.0) / 5, 0.0]),
+    ],
+)
+def test_combiners_in_every_form(combiner, expected):
+    feature = _feature(table={"combiner": combiner})
+    weights = [3.0, -4.0]
+    for ids, beside in [
+        (_ragged([1, 2], [0, 2, 2], weights), None),
+        (_sparse([[0, 0], [0, 3]], [1, 2], (2, 4)), SimpleNamespace(values=weights)),
+        (np.array([[1, -1, 2], [-1, -1, -1]]), np.array([[3.0, 9.0, -4.0], [1.0, 1.0, 1.0]])),
+    ]:
+        np.testing.assert_allclose(oracle.lookup(TABLE, feature, ids, beside)[:, 0], expected)
+
+
+def test_zero_weights_give_a_zero_row():
+    for combiner in ("mean", "sqrtn"):
+        feature = _feature(table={"combiner": combiner})
+        out = oracle.lookup(TABLE, feature, _ragged([0, 1], [0, 2], [0.0, 0.0]))
+        assert out.tolist() == [[0.0, 0.0]]
+
+
+def test_sequences_keep_positions():
+    feature = _feature(max_sequence_length=2)
+    for ids in (
+        _ragged([9, 1, 2], [0, 3, 3], [1.0, 0.5, 1.0]),
+        _sparse([[0, 0], [0, 1], [0, 2]], [9, 1, 2], (2, 3), [1.0, 0.5, 1.0]),
+    ):
+        assert oracle.lookup(TABLE, feature, ids)[..., 0].tolist() == [[0.0, 1.0], [0.0, 0.0]]
+    dense = np.array([[9, 1, 2], [-1, -1, -1]])
+    assert oracle.lookup(TABLE, feature, dense)[..., 0].tolist() == [[0.0, 2.0], [0.0, 0.0]]
+
+
+def test_output_shapes_of_ragged_rows():
+    ids = _ragged([0, 1, 2, 2], [0, 3, 4])
+    combined = oracle.lookup(TABLE, _feature(output_shape=(1, 2)), ids)
+    assert combined[..., 0].tolist() == [[7.0, 4.0]]
+    first = oracle.lookup(TABLE, _feature(output_shape=(2, 2)), ids)
+    assert first[..., 0].tolist() == [[1.0, 2.0], [4.0, 0.0]]
+
+
+def test_one_id_an_example_and_bad_ids():
+    ids = np.array([1, -1, 7, -9])
+    dropped = oracle.lookup(TABLE, _feature(), ids)[:, 0]
+    assert dropped.tolist() == [2.0, 0.0, 0.0, 0.0]
+    clipped = oracle.lookup(TABLE, _feature(on_bad_id="clip"), ids)[:, 0]
+    assert clipped.tolist() == [2.0, 0.0, 4.0, 1.0]
+    with pytest.raises(ValueError, match="bad id 7"):
+        oracle.lookup(TABLE, _feature(on_bad_id="error"), ids)
+
+
+def test_quantization_rounds_rows_before_they_are_combined():
+    grid = SimpleNamespace(num_buckets=4, lower=0.0, upper=3.0)
+    table = np.array([[0.4, 0.5], [-7.0, 9.0], [1.0, 2.49]])
+    feature = _feature(table={"quantization_config": grid})
+    out = oracle.lookup(table, feature, np.array([[0, 1], [2, -1]]))
+    assert out.tolist() == [[0.0, 4.0], [1.0, 2.0]]
+
+
+def test_row_gradients_come_in_batch_order():
+    one, two = _feature(table={"combiner": "mean"}), _feature()
+    features = [(one, np.array([[0, 1], [2, -1]])), (two, _ragged([1, 0], [0, 1, 2]), [2.0, 3.0])]
+    gradients = [np.array([[1.0, 1.0], [5.0, 5.0]]), None]
+    found = oracle.row_gradients(features, gradients)
+    assert [(o.table is one.table, o.row, o.gradient[0], o.example) for o in found] == [
+        (True, 0, 0.5, 0),
+        (True, 1, 0.5, 0),
+        (False, 1, 0.0, 0),
+        (True, 2, 5.0, 1),
+        (False, 0, 0.0, 1),
+    ]
+    assert list(oracle.summed(found, two.table)) == [1, 0]
+
+
+def test_untrainable_tables_have_no_gradients():
+    feature = _feature(table={"trainable": False})
+    assert oracle.row_gradients([(feature, np.array([0]))], [np.ones((1, 2))]) == []
+
+
+def _descent(name, hyper, row, slots, gradient, t, lr):
+    count = slots["count"] + 1
+    return row - lr * gradient * (1 - row), {"count": count}
+
+
+@pytest.mark.parametrize(
+    ("hyper", "counts"),
+    [
+        ({}, [1, 1, 0]),
+        ({"use_gradient_accumulation": False}, [2, 1, 0]),
+        ({"lazy_adam": False}, [1, 1, 1]),
+    ],
+)
+def test_train_step_applies_the_rule_to_touched_rows(hyper, counts):
+    feature = _feature()
+
+    class Config(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    feature.table = Config(**vars(feature.table))
+    tables, slots = oracle.train_step(
+        {feature.table: np.zeros((3, 2))},
+        {feature.table: {"count": np.zeros(3)}},
+        [(feature, np.array([[0, 1], [0, -1]]))],
+        [np.ones((2, 2))],
+        optimizers={feature.table: ("descent", hyper, 0.5)},
+        step=1,
+        apply=_descent,
+    )
+    assert slots[feature.table]["count"].tolist() == counts
+    # Row 0 is looked up twice: 0 - .5·2 at once, or 0 - .5 and then -.5 - .5·1.5 one by one.
+    expected = -1.25 if hyper.get("use_gradient_accumulation") is False else -1.0
+    assert tables[feature.table][:, 0].tolist() == [expected, -0.5, 0.0]
