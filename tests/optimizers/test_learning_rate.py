@@ -64,5 +64,5 @@ def test_host_callable_without_its_value_is_refused():
 
 
 def test_callable_without_hash_is_refused():
-    with pytest.raises(ValueError, match="learning_rate: expected a hashable callable"):
+    with pytest.raises(ValueError, match=r"learning_rate: expected a hashable callable"):
         SGD(NoHash())

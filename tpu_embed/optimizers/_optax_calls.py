@@ -27,3 +27,9 @@ def apply_transform(
     update = optax.with_extra_args_support(transform).update
     with jax.numpy_dtype_promotion("standard"):
         return update(gradients, state, params)
+
+
+def transform_name(transform: Any) -> str:
+    """Return the name of the function that made a transform."""
+    update = getattr(transform, "update", None)
+    return getattr(update, "__qualname__", type(transform).__name__).split(".")[0]

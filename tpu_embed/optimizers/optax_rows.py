@@ -17,7 +17,7 @@ import optax
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array, ArrayLike
-from tpu_embed.optimizers._optax_calls import apply_transform, init_state
+from tpu_embed.optimizers._optax_calls import apply_transform, init_state, transform_name
 from tpu_embed.optimizers._probe import check_row_separable
 from tpu_embed.optimizers._slot_names import name_slots
 from tpu_embed.optimizers.base import Slots, SlotShape, TableOptimizer, Updated
@@ -96,8 +96,7 @@ class OptaxOptimizer(TableOptimizer):
         return rows + updates, dict(zip(names, leaves, strict=True))
 
     def describe(self) -> dict[str, Any]:
-        function = getattr(self.transform.init, "__qualname__", "")
-        return {"class": type(self).__name__, "transform": function.split(".")[0]}
+        return {"class": type(self).__name__, "transform": transform_name(self.transform)}
 
     def _layout(self, dim: int, dtype: Any) -> _Layout:
         row = jax.ShapeDtypeStruct((dim,), jnp.dtype(dtype))
