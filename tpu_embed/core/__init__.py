@@ -1,0 +1,1 @@
+"""The functional core: declarations, ids, placement, lookup, update; pure below the engine."""
