@@ -1,13 +1,16 @@
-"""Embedding tables larger than one device, for JAX: sharded lookup, sparse updates, slots beside the rows.
+"""Embedding tables larger than one device, for JAX: sharded lookup, sparse updates, slots beside
+the rows.
 
 The batch's path, by file name:
 
-    ids ─ core/ids ─▶ core/batch ─▶ core/route ─▶ core/lookup ─▶ core/combine ─▶ activations ─▶ your model
+    ids ─ core/ids ─▶ core/batch ─▶ core/route ─▶ core/lookup ─▶ core/combine ─▶ activations ─▶ your
+    model
                                                                                                     │
-    tables ◀─ core/apply ◀─ optimizers/ ◀─ core/dedup ◀─ core/route ◀─ core/update ◀─ gradients ◀───┘
+    tables ◀─ core/apply ◀─ optimizers/ ◀─ core/dedup ◀─ core/route ◀─ core/update ◀─ gradients
+    ◀───┘
 
-Two doors lead to the same code: `EmbeddingEngine`, pure functions for your own jit, and `TPUEmbedding`, which holds
-the state and a queue of batches.
+Two doors lead to the same code: `EmbeddingEngine`, pure functions for your own jit, and
+`TPUEmbedding`, which holds the state and a queue of batches.
 """
 
 from tpu_embed import initializers, optimizers

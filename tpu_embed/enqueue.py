@@ -1,6 +1,7 @@
 """The queue of batches between `enqueue` and `dequeue`.
 
-Enters: placed batches, in order; placing a batch starts its transfer, so what waits here is prefetched. Leaves: the
+Enters: placed batches, in order; placing a batch starts its transfer, so what waits here is
+  prefetched. Leaves: the
 oldest first, with its lookup if that was issued already. Called by `tpu_embedding.py`.
 """
 
@@ -36,7 +37,8 @@ class BatchQueue:
 
     Args:
       lookup: batch -> activations, from the tables of the moment it is called.
-      ahead: issue a batch's lookup as soon as it is the head of the queue; otherwise when it leaves.
+      ahead: issue a batch's lookup as soon as it is the head of the queue; otherwise when it
+        leaves.
     """
 
     def __init__(self, lookup: Callable[[Batch], PyTree], *, ahead: bool) -> None:

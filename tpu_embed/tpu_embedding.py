@@ -1,6 +1,7 @@
 """The stateful door: `TPUEmbedding`, the TPU-embedding mid-level API over the functional engine.
 
-It holds a `TableState` and a queue, unpacks, calls the engine and writes back. Nothing is computed here.
+It holds a `TableState` and a queue, unpacks, calls the engine and writes back. Nothing is computed
+here.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from tpu_embed.enqueue import BatchQueue, Enqueued
 
 
 class TPUEmbedding:
-    """Train embedding tables by enqueueing ids, dequeueing activations and applying their gradients.
+    """Train embedding tables by enqueueing ids, dequeueing activations and applying their
+    gradients.
 
     Args:
       feature_config: `FeatureConfig`s in any nesting of dict, list, tuple, namedtuple, dataclass.
       optimizer: for tables without one of their own; None: none (serving).
-      pipeline_execution_with_tensor_core: look the next batch up before this one's update, if it is enqueued already:
-        its activations are then one step old, and its exchange overlaps the dense part of the step.
+      pipeline_execution_with_tensor_core: look the next batch up before this one's update, if it is
+        enqueued already: its activations are then one step old, and its exchange overlaps the dense
+        part of the step.
       mesh: the devices; None: one axis over all of them.
       batch_axes: mesh axes that split the batch; None: all.
       seed: of the tables, as `engine.init(jax.random.key(seed))`.
@@ -69,8 +72,8 @@ class TPUEmbedding:
         """Create tables and slots.
 
         Args:
-          per_replica_batch_size: examples of a training batch on one device; None: the first training `enqueue` sets
-            it.
+          per_replica_batch_size: examples of a training batch on one device; None: the first
+            training `enqueue` sets it.
 
         Raises:
           ValueError: it was built with another size, or the size is not an integer of at least 1.
@@ -98,7 +101,8 @@ class TPUEmbedding:
           name: labels profiles and errors.
 
         Raises:
-          ValueError, TypeError: bad ids, weights, structure or batch size; nothing is enqueued then.
+          ValueError, TypeError: bad ids, weights, structure or batch size; nothing is enqueued
+          then.
         """
         self._check_alive()
         if training:
@@ -117,7 +121,8 @@ class TPUEmbedding:
           name: labels profiles and errors.
 
         Raises:
-          RuntimeError: nothing is enqueued, or the last training batch still waits for its gradients.
+          RuntimeError: nothing is enqueued, or the last training batch still waits for its
+            gradients.
         """
         what = "dequeue" if name is None else f"dequeue {name!r}"
         self._check_alive()
@@ -142,7 +147,8 @@ class TPUEmbedding:
 
         Raises:
           RuntimeError: not built, or no training batch was dequeued since the last call.
-          ValueError, TypeError: a gradient of another shape, or another structure; nothing changes then.
+          ValueError, TypeError: a gradient of another shape, or another structure; nothing changes
+          then.
         """
         what = "apply_gradients" if name is None else f"apply_gradients {name!r}"
         self._check_alive()
@@ -175,7 +181,9 @@ class TPUEmbedding:
 
     @property
     def embedding_tables(self) -> dict[TableConfig, Array]:
-        """The logical tables `[V, D]`, by `TableConfig`: gathered, so each read costs a copy of all tables."""
+        """The logical tables `[V, D]`, by `TableConfig`: gathered, so each read costs a copy of all
+        tables.
+        """
         by_name = self.engine.tables(self.state)
         return {config: by_name[name] for name, config in self.engine.table_configs.items()}
 
@@ -203,7 +211,9 @@ class TPUEmbedding:
         return jax.tree.map(np.asarray, (self.engine.tables(state), self.engine.slots(state)))
 
     def describe(self) -> dict[str, Any]:
-        """Return the resolved configuration as plain objects: the engine's, batch size and pipelining."""
+        """Return the resolved configuration as plain objects: the engine's, batch size and
+        pipelining.
+        """
         return {
             **self.engine.describe(),
             "per_replica_batch_size": self._per_replica,

@@ -1,10 +1,11 @@
 """Rows and slots through the optimizer's rule, and back into the tables.
 
-Enters: this device's shard of a stack, and distinct local rows with their summed gradients. Leaves: the shard with
+Enters: this device's shard of a stack, and distinct local rows with their summed gradients. Leaves:
+  the shard with
 those rows and their slots set. Called by `update.py` and `occurrences.py`.
 
-The rule stands between two optimization barriers, on a padded number of rows: XLA then compiles it alike in every
-program, and its bits do not depend on what surrounds it.
+The rule stands between two optimization barriers, on a padded number of rows: XLA then compiles it
+alike in every program, and its bits do not depend on what surrounds it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def apply_rule(
 
     Args:
       held: the shard.
-      sums: rows `[U]`, different from each other, U a multiple of `ROW_MULTIPLE`; gradients `[U, D]`.
+      sums: rows `[U]`, different from each other, U a multiple of `ROW_MULTIPLE`; gradients `[U,
+        D]`.
       group: the stack; it has an optimizer.
       step: int32 `[]`, t.
       learning_rate: scalar.
@@ -67,7 +69,9 @@ def apply_rule(
 
 
 def every_row(sums: RowSums, group: Group) -> RowSums:
-    """Return all R rows with their gradients, zero where the batch has none: for a rule that decays every row."""
+    """Return all R rows with their gradients, zero where the batch has none: for a rule that decays
+    every row.
+    """
     dense = dispatch.set_rows(
         jnp.zeros((group.rows, group.dim), sums.sums.dtype), sums.rows, sums.sums
     )

@@ -1,10 +1,13 @@
 """Host side, NumPy only: the ids of all features packed into one array a batch, its shape bucketed.
 
-Enters: `HostIds` a feature, validated. Leaves: a `Batch`, one int32 array `[replicas, L]` on the devices (one
-transfer) and its `BatchSpec`. Called by the engine; `unpack` is its inverse inside a compiled program.
+Enters: `HostIds` a feature, validated. Leaves: a `Batch`, one int32 array `[replicas, L]` on the
+  devices (one
+transfer) and its `BatchSpec`. Called by the engine; `unpack` is its inverse inside a compiled
+program.
 
-A device's line holds, stack after stack: the physical rows of its ids in batch order, then, where the features are
-not all dense, the bag of each id, then, where any feature has weights, the weights.
+A device's line holds, stack after stack: the physical rows of its ids in batch order, then, where
+the features are not all dense, the bag of each id, then, where any feature has weights, the
+weights.
 """
 
 from __future__ import annotations
@@ -22,6 +25,9 @@ from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.batch_spec import BatchSpec, GroupSpec
 from tpu_embed.core.ids import HostIds
 from tpu_embed.core.layout import Group, Layout
+from tpu_embed.core.located import LocalIds, Located, bag_offsets, dense_bags
+
+INT32 = np.dtype(np.int32)
 
 
 @jax.tree_util.register_dataclass
@@ -36,6 +42,11 @@ class Batch:
 
     packed: Array
     spec: BatchSpec = dataclasses.field(metadata={"static": True})
+
+    @property
+    def checked(self) -> bool:
+        """Whether the ids are known to fit the capacities: the host has counted them."""
+        return True
 
     def check(self, layout: Layout) -> None:
         """Check that an engine of this layout made the batch.
@@ -58,55 +69,20 @@ class Batch:
             )
 
     def locate(self, layout: Layout) -> Located:
-        """Return the ids of every stack, inside a compiled program; the inverse of `pack`."""
+        """Return the ids of every stack, inside `shard_map`; the inverse of `pack`."""
         none_bad = jnp.zeros(len(layout.features), jnp.int32)
-        return Located(_unpack(self.packed, self.spec, layout), self.spec, True, none_bad)
-
-
-class GroupIds(NamedTuple):
-    """The ids of one stack, of all devices.
-
-    Attributes:
-      rows: physical rows `[replicas, N]`, `PADDING_ID` for none.
-      bags: int32 `[replicas, N]`, the bag on its device; None where ids are dense (it follows from the column).
-      weights: float `[replicas, N]`, or None.
-    """
-
-    rows: Array
-    bags: Array | None
-    weights: Array | None
-
-
-class Located(NamedTuple):
-    """All ids of a batch, ready for lookup and update.
-
-    Attributes:
-      ids: of every stack.
-      spec: forms and capacities; static.
-      checked: the ids are known to fit the capacities; static.
-      bad_ids: int32 `[F]`, ids that no policy allows, by feature.
-    """
-
-    ids: tuple[GroupIds, ...]
-    spec: BatchSpec
-    checked: bool
-    bad_ids: Array
+        return Located(_unpack(self.packed[0], self.spec, layout), none_bad)
 
 
 class Part(NamedTuple):
-    """Where one stack's ids stand in a packed line: offsets in int32 numbers, -1 for what is not there."""
+    """Where one stack's ids stand in a packed line: offsets in int32 numbers, -1 for what is not
+    there.
+    """
 
     rows: int
     bags: int
     weights: int
     end: int
-
-
-def bag_offsets(spec: BatchSpec, group: int) -> tuple[tuple[int, ...], int]:
-    """Return the first bag of every feature of a stack within an example, and the bags an example has."""
-    sizes = [spec.forms[f].bags for f in spec.groups[group].features]
-    ends = np.cumsum([0, *sizes]).tolist()
-    return tuple(ends[:-1]), ends[-1]
 
 
 def parts(spec: BatchSpec, layout: Layout) -> tuple[Part, ...]:
@@ -125,7 +101,8 @@ def parts(spec: BatchSpec, layout: Layout) -> tuple[Part, ...]:
 
 
 def natural_spec(hosts: Sequence[HostIds], layout: Layout) -> BatchSpec:
-    """Return the spec of the features' own forms and exact numbers of ids; exchange capacities are not counted yet.
+    """Return the spec of the features' own forms and exact numbers of ids; exchange capacities are
+    not counted yet.
 
     Raises:
       ValueError: the features' batch sizes differ, or do not divide over the replicas.
@@ -175,7 +152,7 @@ def pack(hosts: Sequence[HostIds], spec: BatchSpec, layout: Layout) -> np.ndarra
         if spec.is_dense(g):
             _pack_dense(hosts, spec, layout, g, rows, weights)
         else:
-            bags = _view(packed, place.bags, n, np.dtype(np.int32))
+            bags = _view(packed, place.bags, n, INT32)
             _pack_flat(hosts, spec, layout, g, rows, bags, weights)
     return packed
 
@@ -183,12 +160,14 @@ def pack(hosts: Sequence[HostIds], spec: BatchSpec, layout: Layout) -> np.ndarra
 def packed_rows(
     packed: np.ndarray, spec: BatchSpec, layout: Layout, group: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the physical rows of a packed stack, and the example (on its device) of each, `[replicas, N]` both."""
+    """Return the physical rows of a packed stack, and the example (on its device) of each,
+    `[replicas, N]` both.
+    """
     place, n = parts(spec, layout)[group], spec.ids(group)
     rows = _view(packed, place.rows, n, layout.groups[group].index_dtype)
     if not spec.is_dense(group):
         _, bags = bag_offsets(spec, group)
-        return rows, _view(packed, place.bags, n, np.dtype(np.int32)) // bags
+        return rows, _view(packed, place.bags, n, INT32) // bags
     examples = np.arange(n, dtype=np.int32) // max(1, sum(spec.columns(group)))
     return rows, np.broadcast_to(examples, rows.shape)
 
@@ -277,7 +256,9 @@ def _pack_flat(
 
 
 def _flatten(host: HostIds) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return ids, bags (over the whole batch) and weights of one feature without padding, in batch order."""
+    """Return ids, bags (over the whole batch) and weights of one feature without padding, in batch
+    order.
+    """
     if host.bags is not None:
         return host.ids, host.bags, host.weights
     index = np.flatnonzero(host.ids >= 0)
@@ -285,22 +266,23 @@ def _flatten(host: HostIds) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     return host.ids.reshape(-1)[index], index // max(1, host.ids.shape[-1]), weights
 
 
-def _unpack(packed: Array, spec: BatchSpec, layout: Layout) -> tuple[GroupIds, ...]:
+def _unpack(line: Array, spec: BatchSpec, layout: Layout) -> tuple[LocalIds, ...]:
     unpacked = []
     for g, (group, place) in enumerate(zip(layout.groups, parts(spec, layout), strict=True)):
         n = spec.ids(g)
-        rows = _numbers(packed, place.rows, n, group.index_dtype)
-        bags = None if place.bags < 0 else _numbers(packed, place.bags, n, np.dtype(np.int32))
+        rows = _numbers(line, place.rows, n, group.index_dtype)
+        bags = _numbers(line, place.bags, n, INT32) if place.bags >= 0 else dense_bags(spec, g)
         weights = None
         if place.weights >= 0:
-            weights = _numbers(packed, place.weights, n, group.compute_dtype)
-        unpacked.append(GroupIds(rows, bags, weights))
+            weights = _numbers(line, place.weights, n, group.compute_dtype)
+        unpacked.append(LocalIds(rows, bags, weights))
     return tuple(unpacked)
 
 
-def _numbers(packed: Array, start: int, n: int, dtype: np.dtype) -> Array:
+def _numbers(line: Array, start: int, n: int, dtype: np.dtype) -> Array:
+    """Return n numbers of `dtype` from a packed line."""
     words = dtype.itemsize // 4
-    piece = packed[:, start : start + n * words]
+    piece = line[start : start + n * words]
     if words > 1:
-        piece = piece.reshape(packed.shape[0], n, words)
+        piece = piece.reshape(n, words)
     return piece if dtype == np.int32 else jax.lax.bitcast_convert_type(piece, jnp.dtype(dtype))

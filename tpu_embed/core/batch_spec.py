@@ -1,7 +1,8 @@
 """The static shape of a batch: forms of the features, capacities of the groups.
 
-A `BatchSpec` is frozen and hashable: it is the part of a batch that a compiled program depends on. Made by `batch.py`
-from the ids, or by a user with `BatchSpec.union`; read by `lookup.py` and `update.py`.
+A `BatchSpec` is frozen and hashable: it is the part of a batch that a compiled program depends on.
+Made by `batch.py` from the ids, or by a user with `BatchSpec.union`; read by `lookup.py` and
+`update.py`.
 """
 
 from __future__ import annotations
@@ -94,6 +95,11 @@ class BatchSpec:
                     remedy=f"use tpu_embed.pad_batch(features, {self.replicas})",
                 )
             )
+
+    @property
+    def batch(self) -> int:
+        """B, examples of the global batch."""
+        return self.forms[0].batch
 
     @property
     def local_batch(self) -> int:

@@ -1,6 +1,8 @@
-"""The mesh and what its axes do: which split the batch, which split a table's rows, and the collectives over them.
+"""The mesh and what its axes do: which split the batch, which split a table's rows, and the
+collectives over them.
 
-Enters: arrays local to one device, inside `shard_map`. Leaves: the same, exchanged. Called by `route.py`.
+Enters: arrays local to one device, inside `shard_map`. Leaves: the same, exchanged. Called by
+  `route.py`.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tpu_embed._checks import message
-from tpu_embed._types import Array
+from tpu_embed._types import Array, PyTree
 from tpu_embed.config import TableConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshAxes:
-    """A mesh whose axes are all automatic, and the axes that split the batch.
+    """A mesh, and the axes that split the batch.
 
     Attributes:
       mesh: the devices.
@@ -49,6 +51,16 @@ class MeshAxes:
         """Return the partition of a first dimension over the named axes."""
         return PartitionSpec(tuple(names)) if names else PartitionSpec()
 
+    def reshard(self, tree: PyTree, names: Sequence[str]) -> PyTree:
+        """Split the first dimension of every leaf over the named axes, where a mesh of explicit
+        axes asks for it.
+
+        On automatic axes the compiler does so by itself.
+        """
+        if all(kind == AxisType.Auto for kind in self.mesh.axis_types):
+            return tree
+        return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, self.sharding(names)), tree)
+
     def shard_axes_of(self, name: str, config: TableConfig) -> tuple[str, ...]:
         """Return the axes that split the rows of a table, in mesh order.
 
@@ -63,8 +75,9 @@ class MeshAxes:
     def batch_order(self, shard_axes: Sequence[str]) -> np.ndarray:
         """Return the order in which gathered contributions must be read to be in batch order.
 
-        The contributions to a shard arrive as `[rest, S]`: S sources along `shard_axes` (the all-to-all), gathered
-        over the other batch axes (the all-gather). The batch is split over `batch_axes`, in mesh order.
+        The contributions to a shard arrive as `[rest, S]`: S sources along `shard_axes` (the
+        all-to-all), gathered over the other batch axes (the all-gather). The batch is split over
+        `batch_axes`, in mesh order.
 
         Returns:
           int `[rest * S]`, a permutation of the sources.
@@ -81,7 +94,7 @@ class MeshAxes:
 
 
 def make_axes(mesh: Mesh | None, batch_axes: str | Sequence[str] | None) -> MeshAxes:
-    """Return the mesh (one axis over all devices if None) with automatic axes, and its batch axes.
+    """Return the mesh (one axis over all devices if None), and its batch axes.
 
     Raises:
       ValueError: a batch axis that the mesh lacks.
@@ -92,8 +105,6 @@ def make_axes(mesh: Mesh | None, batch_axes: str | Sequence[str] | None) -> Mesh
         raise ValueError(
             message("mesh", expected="a jax.sharding.Mesh or None", got=type(mesh).__name__)
         )
-    if any(kind != AxisType.Auto for kind in mesh.axis_types):
-        mesh = Mesh(mesh.devices, mesh.axis_names)
     wanted = mesh.axis_names if batch_axes is None else batch_axes
     return MeshAxes(mesh, _in_mesh_order("batch_axes", wanted, mesh))
 

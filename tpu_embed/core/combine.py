@@ -1,15 +1,14 @@
 """Rows of a bag become one activation, and the activation's gradient becomes one gradient an id.
 
-Enters: the ids of one group on one device, with the bag and the weight of each. Called by `lookup.py` and `update.py`.
+Enters: the ids of one group on one device, with the bag and the weight of each. Called by
+  `lookup.py` and `update.py`.
 
-With weights c (1 without) and rows w, a bag's activation is Σ c w / d, where d is 1 (sum), Σ c (mean) or √Σ c²
-(sqrtn), and zero where d is zero. The gradient of the row of an id is then c (g / d).
+With weights c (1 without) and rows w, a bag's activation is Σ c w / d, where d is 1 (sum), Σ c
+(mean) or √Σ c² (sqrtn), and zero where d is zero. The gradient of the row of an id is then c (g /
+d).
 """
 
 from __future__ import annotations
-
-import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,39 +16,8 @@ import numpy as np
 
 from tpu_embed._types import Array
 from tpu_embed.core.layout import Group
+from tpu_embed.core.located import BagForm, LocalIds
 from tpu_embed.kernels import dispatch
-
-
-@dataclasses.dataclass(frozen=True)
-class BagForm:
-    """The bags of one group on one device; static.
-
-    Attributes:
-      examples: examples a device holds.
-      combiners: what each bag of an example does with its rows: "sum", "mean" or "sqrtn".
-    """
-
-    examples: int
-    combiners: tuple[str, ...]
-
-    @property
-    def bags(self) -> int:
-        """Bags a device holds."""
-        return self.examples * len(self.combiners)
-
-
-class LocalIds(NamedTuple):
-    """The ids of one group on one device, in batch order.
-
-    Attributes:
-      rows: physical rows `[N]`, `PADDING_ID` for none.
-      bags: int32 `[N]`, the bag of each id, non-decreasing.
-      weights: float `[N]` or None (all ones).
-    """
-
-    rows: Array
-    bags: Array
-    weights: Array | None
 
 
 def quantize(rows: Array, group: Group) -> Array:

@@ -1,6 +1,7 @@
 """Duplicate rows become one: runs of equal rows in sorted order, and one partial sum a run.
 
-Enters: rows `[N]`, absent ones numbered `absent`, the largest number. Leaves: the runs. Called by `route.py` for the
+Enters: rows `[N]`, absent ones numbered `absent`, the largest number. Leaves: the runs. Called by
+  `route.py` for the
 ids of one device, and again for the partial sums that reach an owner.
 """
 
@@ -18,7 +19,8 @@ class Runs(NamedTuple):
     """Runs of equal rows.
 
     Attributes:
-      order: int32 `[N]`, the position of every entry in row order; equal rows in their order of appearance.
+      order: int32 `[N]`, the position of every entry in row order; equal rows in their order of
+        appearance.
       rows: `[N]`, the rows in that order.
       run: int32 `[N]`, the run of every entry, from 0.
       run_rows: `[N]`, the row of every run, `absent` after the last one.

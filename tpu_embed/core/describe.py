@@ -1,6 +1,7 @@
 """The resolved configuration as a plain object: what users print, log and compare.
 
-Enters: a layout. Leaves: dicts, lists, numbers and strings only. Called by `EmbeddingEngine.describe`.
+Enters: a layout. Leaves: dicts, lists, numbers and strings only. Called by
+  `EmbeddingEngine.describe`.
 """
 
 from __future__ import annotations

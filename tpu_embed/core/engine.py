@@ -1,7 +1,9 @@
 """The functional door: declare once, then init, place, lookup and update, all pure.
 
-Enters: feature configs at construction; then state, batches and gradients. Leaves: activations and new states. Called
-by users inside their own jit, and by `TPUEmbedding`. Nothing is computed here: it is checked, located and handed down.
+Enters: feature configs at construction; then state, batches and gradients. Leaves: activations and
+  new states. Called
+by users inside their own jit, and by `TPUEmbedding`. Nothing is computed here: it is checked,
+located and handed down.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import checkify
 from jax.sharding import Mesh
 
 from tpu_embed import _checks
@@ -23,7 +26,7 @@ from tpu_embed.core.batch import Batch
 from tpu_embed.core.batch_spec import BatchSpec
 from tpu_embed.core.collectives import make_axes
 from tpu_embed.core.describe import describe
-from tpu_embed.core.gradients import checked_gradients, group_gradients
+from tpu_embed.core.gradients import checked_gradients
 from tpu_embed.core.ids import host_ids
 from tpu_embed.core.init import init_tables
 from tpu_embed.core.layout import Layout
@@ -40,12 +43,12 @@ class EmbeddingEngine:
 
     Args:
       feature_config: `FeatureConfig`s in any nesting of dict, list, tuple, namedtuple, dataclass.
-      optimizer: for tables without one of their own: one of `tpu_embed.optimizers`, or a row-separable optax
-        transform. None: none (serving).
+      optimizer: for tables without one of their own: one of `tpu_embed.optimizers`, or a
+        row-separable optax transform. None: none (serving).
       mesh: the devices; None: one axis over all of them.
       batch_axes: mesh axes that split the batch; None: all.
-      sum_blocks: G, the number of contiguous blocks of the global batch that a row's gradients are summed in; the
-        result has the same bits on any device count that divides it (CPU).
+      sum_blocks: G, the number of contiguous blocks of the global batch that a row's gradients are
+        summed in; the result has the same bits on any device count that divides it (CPU).
       stack_tables: put tables of one dim, dtype, optimizer and placement into one array.
 
     Raises:
@@ -105,11 +108,15 @@ class EmbeddingEngine:
         return TableState(tables, slots, jnp.int32(0), counters)
 
     def tables(self, state: TableState) -> dict[str, Array]:
-        """Return the logical tables `[V, D]` by name, in their dtype: gathered, so it costs a copy of all tables."""
+        """Return the logical tables `[V, D]` by name, in their dtype: gathered, so it costs a copy
+        of all tables.
+        """
         return logical.tables(state, self.layout)
 
     def slots(self, state: TableState) -> dict[str, dict[str, Array]]:
-        """Return the logical slots by table name, then slot name: `[V, D]`, `[V]`, or one array of a whole stack."""
+        """Return the logical slots by table name, then slot name: `[V, D]`, `[V]`, or one array of
+        a whole stack.
+        """
         return logical.slots(state, self.layout)
 
     def set_rows(
@@ -126,7 +133,8 @@ class EmbeddingEngine:
         Args:
           state: the state.
           name: the table.
-          rows: integers `[n]`, different from each other; inside a jit, those outside [0, V) are not written.
+          rows: integers `[n]`, different from each other; inside a jit, those outside [0, V) are
+            not written.
           values: `[n, D]` (`[n]` for a slot of one number a row).
           slot: the slot, or None for the table itself.
 
@@ -148,7 +156,8 @@ class EmbeddingEngine:
         Args:
           state: the state.
           name: the table.
-          blocks_of_rows: arrays `[n, D]` whose rows, one after the other, are rows 0 … V - 1; one is held at a time.
+          blocks_of_rows: arrays `[n, D]` whose rows, one after the other, are rows 0 … V - 1; one
+            is held at a time.
           slot: the slot, or None for the table itself.
 
         Raises:
@@ -162,7 +171,8 @@ class EmbeddingEngine:
         tables: Mapping[str, ArrayLike],
         slots: Mapping[str, Mapping[str, ArrayLike]] | None = None,
     ) -> TableState:
-        """Return the state with whole tables and slots replaced by arrays; all are checked before any is used.
+        """Return the state with whole tables and slots replaced by arrays; all are checked before
+        any is used.
 
         Args:
           state: the state.
@@ -259,14 +269,9 @@ class EmbeddingEngine:
 
     def _lookup(self, tables: dict[str, Array], source: Batch | TracedIds) -> list[Array]:
         self._traces["lookup"] += 1
-        located = source.locate(self.layout)
-        return lookup(
-            not_differentiable(tables),
-            located.ids,
-            located.spec,
-            self.layout,
-            checked=located.checked,
-        )
+        activations, bad_ids = lookup(not_differentiable(tables), source, self.layout)
+        self._check_bad_ids(bad_ids)
+        return activations
 
     def update(
         self,
@@ -308,27 +313,27 @@ class EmbeddingEngine:
         if learning_rates is None and not isinstance(state.step, jax.core.Tracer):
             learning_rates = self.learning_rates()
         rates = self._rates.by_group(learning_rates)
-        return self._update_program(state, source, gradients, rates)
+        return self._update_program(state, source, Operands(gradients, state.step + 1, rates))
 
     def _update(
-        self,
-        state: TableState,
-        source: Batch | TracedIds,
-        gradients: list[Array | None],
-        rates: dict[int, Array],
+        self, state: TableState, source: Batch | TracedIds, operands: Operands
     ) -> TableState:
         self._traces["update"] += 1
-        located, step = source.locate(self.layout), state.step + 1
-        by_group = group_gradients(gradients, located.spec, self.layout)
-        operands = Operands(located.ids, by_group, step, rates)
-        tables, slots, overflows = update(
-            state.tables, state.slots, operands, located.spec, self.layout, checked=located.checked
-        )
+        new = update(state.tables, state.slots, source, operands, self.layout)
+        self._check_bad_ids(new.bad_ids)
         counters = {
-            "bad_ids": state.counters["bad_ids"] + located.bad_ids,
-            "overflows": state.counters["overflows"] + overflows,
+            "bad_ids": state.counters["bad_ids"] + new.bad_ids,
+            "overflows": state.counters["overflows"] + new.overflows,
         }
-        return TableState(tables, slots, step, counters)
+        return TableState(new.tables, new.slots, operands.step, counters)
+
+    def _check_bad_ids(self, bad_ids: Array) -> None:
+        """Report ids that no policy allows where that can be done: under `checkify`."""
+        for f, feature in enumerate(self.layout.features):
+            what = f"feature {feature.path!r}: {{count}} id(s) outside [0, {feature.table.vocabulary_size})"
+            checkify.debug_check(
+                bad_ids[f] == 0, f"{what} of table {feature.table.name!r}", count=bad_ids[f]
+            )
 
     def learning_rates(self) -> tuple[Array, ...]:
         """Call every learning rate that is a callable without arguments, once; return the values."""
@@ -365,7 +370,9 @@ class EmbeddingEngine:
 
     @property
     def compilations(self) -> dict[str, int]:
-        """How often `lookup` and `update` were traced: once a shape of batch, whatever the number of batches."""
+        """How often `lookup` and `update` were traced: once a shape of batch, whatever the number
+        of batches.
+        """
         return {what: self._traces[what] for what in ("lookup", "update")}
 
     def describe(self) -> dict[str, Any]:

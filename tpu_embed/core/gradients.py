@@ -1,6 +1,7 @@
 """Activation gradients: checked against the activations, and joined to one array a stack.
 
-Enters: a gradient a feature. Leaves: `[B, bags, D]` a stack. Called by `EmbeddingEngine.update`.
+Enters: a gradient a feature. Leaves: one array a stack. Called by
+`EmbeddingEngine.update`, and by `update.py` on each device.
 """
 
 from __future__ import annotations
@@ -53,18 +54,20 @@ def checked_gradients(
 def group_gradients(
     gradients: Sequence[Array | None], spec: BatchSpec, layout: Layout
 ) -> dict[int, Array]:
-    """Return one array `[B, bags, D]` a stack that has an optimizer, by its number."""
+    """Return one device's gradients `[bags, D]` of every stack that has an optimizer, by its
+    number.
+    """
     joined = {}
     for g, group in enumerate(layout.groups):
         if group.optimizer is None:
             continue
         pieces = []
         for f in spec.groups[g].features:
-            shape = (spec.forms[f].batch, spec.forms[f].bags, group.dim)
+            shape = (spec.local_batch, spec.forms[f].bags, group.dim)
             given = gradients[f]
             dtype = group.compute_dtype
             pieces.append(
                 jnp.zeros(shape, dtype) if given is None else given.astype(dtype).reshape(shape)
             )
-        joined[g] = jnp.concatenate(pieces, axis=1)
+        joined[g] = jnp.concatenate(pieces, axis=1).reshape(-1, group.dim)
     return joined

@@ -3,7 +3,8 @@
 Enters: a key and the groups. Leaves: physical tables and slots. Called by the engine.
 
 The value of a row depends on the key, its table's name and its number alone,
-`initializer(fold_in(fold_in(key, crc32(name)), row), (1, D), dtype)`, so it is the same on every layout.
+`initializer(fold_in(fold_in(key, crc32(name)), row), (1, D), dtype)`, so it is the same on every
+layout.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Made(NamedTuple):
 
 
 class Line(NamedTuple):
-    """What physical rows stand for, `[n]` each: the key of the logical row, its number, whether there is one."""
+    """What physical rows stand for, `[n]` each: the key of the logical row, its number, whether
+    there is one.
+    """
 
     keys: Array
     rows: Array
@@ -72,7 +75,9 @@ def init_tables(key: Array, groups: tuple[Group, ...], axes: MeshAxes) -> tuple[
 
 
 def _init_group(key: Array, group: Group) -> Made:
-    """Fill this device's shard of one stack, a run of adjacent tables with one initializer at a time."""
+    """Fill this device's shard of one stack, a run of adjacent tables with one initializer at a
+    time.
+    """
     made = Made(
         jnp.zeros((group.rows, group.dim), storage.stored_dtype(group.dtype)),
         {
@@ -131,7 +136,8 @@ def _fill(
 ) -> Made:
     """Write the rows of adjacent tables, and their slots, a chunk at a time.
 
-    Chunks have one length; the last is moved back so that it ends with the run (its first rows are made twice, alike).
+    Chunks have one length; the last is moved back so that it ends with the run (its first rows are
+    made twice, alike).
     """
     first, last = tables[0].offset, tables[-1].offset + tables[-1].rows_per_shard
     chunk = min(last - first, max(64, CHUNK // group.dim))

@@ -1,10 +1,12 @@
 """Where every logical row lives: stacks of tables, MOD / DIV / replicated placement, padding.
 
-Enters: the table configs, in table order, and the mesh. Leaves: one `Group` a stack, computed once and never
+Enters: the table configs, in table order, and the mesh. Leaves: one `Group` a stack, computed once
+  and never
 written back into the configs. Called by the engine at construction; everything below only reads it.
 
-A group is one physical array `[S * R, D]`, sharded over its first axis in S contiguous blocks of R rows. Row r of a
-table whose first local row is `offset` and which owns `rows_per_shard` = ceil(V / S) local rows lives at
+A group is one physical array `[S * R, D]`, sharded over its first axis in S contiguous blocks of R
+rows. Row r of a table whose first local row is `offset` and which owns `rows_per_shard` = ceil(V /
+S) local rows lives at
 
     MOD:  (r mod S) * R + offset + r div S
     DIV:  (r div rows_per_shard) * R + offset + r mod rows_per_shard
@@ -51,7 +53,8 @@ class TableSlice:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """One stack: tables of the same dim, dtype, optimizer and placement in one physical array `[S * R, D]`.
+    """One stack: tables of the same dim, dtype, optimizer and placement in one physical array `[S *
+    R, D]`.
 
     Attributes:
       name: key of the stack in `TableState`.
@@ -92,12 +95,12 @@ class Group:
         """The dtype of activations, gradients, slots and rule arithmetic."""
         return np.dtype(np.float64 if self.dtype == "float64" else np.float32)
 
-    def physical(self, ids: Any, table: TableSlice | Columns) -> Any:
+    def physical(self, ids: Any, table: TableSlice) -> Any:
         """Return the physical rows of valid logical ids (NumPy or jax integers of any shape).
 
         Args:
           ids: integers in [0, V); a value outside gives a meaningless row that the caller masks.
-          table: the table, or per-column arrays of its `offset` and `rows_per_shard`.
+          table: the table.
         """
         if self.num_shards == 1:
             return ids + table.offset
@@ -106,14 +109,6 @@ class Group:
             return shard * self.rows + table.offset + (ids - shard * table.rows_per_shard)
         local = ids // self.num_shards
         return (ids - local * self.num_shards) * self.rows + table.offset + local
-
-
-@dataclasses.dataclass(frozen=True)
-class Columns:
-    """`offset` and `rows_per_shard` of a table a column, int `[columns]`, for `Group.physical`."""
-
-    offset: np.ndarray
-    rows_per_shard: np.ndarray
 
 
 def make_groups(
@@ -249,7 +244,9 @@ class Layout:
         return tuple(i for i, feature in enumerate(self.features) if feature.group == group)
 
     def block_size(self, batch: int) -> int:
-        """Return ceil(B / G), the examples of one block; G is at least the number of parts of the batch."""
+        """Return ceil(B / G), the examples of one block; G is at least the number of parts of the
+        batch.
+        """
         return -(-batch // max(self.sum_blocks, self.axes.replicas))
 
     def blocks_per_device(self, batch: int) -> int:

@@ -1,6 +1,7 @@
 """Logical tables and slots: read from the physical arrays, or set in them.
 
-Enters: a `TableState` and names of tables and slots. Leaves: arrays by name, or a new state. Called by the engine.
+Enters: a `TableState` and names of tables and slots. Leaves: arrays by name, or a new state. Called
+  by the engine.
 Every shape is checked before anything is computed.
 """
 
@@ -91,7 +92,7 @@ def fields(layout: Layout) -> Iterator[Field]:
 @partial(jax.jit, static_argnames="layout")
 def tables(state: TableState, layout: Layout) -> dict[str, Array]:
     """Return the logical tables `[V, D]` by name."""
-    return {f.table.name: _read(state, f) for f in fields(layout) if f.slot is None}
+    return {f.table.name: _read(state, f, layout.axes) for f in fields(layout) if f.slot is None}
 
 
 @partial(jax.jit, static_argnames="layout")
@@ -101,12 +102,12 @@ def slots(state: TableState, layout: Layout) -> dict[str, dict[str, Array]]:
     for f in fields(layout):
         mine = found.setdefault(f.table.name, {})
         if f.slot is not None:
-            mine[f.slot] = _read(state, f)
+            mine[f.slot] = _read(state, f, layout.axes)
     return found
 
 
-def _read(state: TableState, f: Field) -> Array:
-    stored = f.read(state)
+def _read(state: TableState, f: Field, axes: MeshAxes) -> Array:
+    stored = axes.reshard(f.read(state), ())
     if f.shape.per_row:
         stored = logical_rows(stored, f.group, f.table)
     return storage.decode(stored, f.shape.dtype)

@@ -1,9 +1,11 @@
-"""Without gradient accumulation: every occurrence of an id updates its row by itself, in batch order.
+"""Without gradient accumulation: every occurrence of an id updates its row by itself, in batch
+order.
 
-Enters: rows with one gradient an occurrence, in batch order. Leaves: the updated shard. Called by `update.py`.
+Enters: rows with one gradient an occurrence, in batch order. Leaves: the updated shard. Called by
+  `update.py`.
 
-Occurrences are taken in rounds, the k-th round holding each row's k-th; a round is applied in chunks of distinct rows.
-The work is proportional to the occurrences, plus a chunk a round.
+Occurrences are taken in rounds, the k-th round holding each row's k-th; a round is applied in
+chunks of distinct rows. The work is proportional to the occurrences, plus a chunk a round.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def apply_each(
 
 
 def _by_round(rows: Array, group: Group) -> tuple[Array, Array, Array]:
-    """Return round, row and position of every occurrence, ordered by round, then row; absent ones last."""
+    """Return round, row and position of every occurrence, ordered by round, then row; absent ones
+    last.
+    """
     runs = dedup.find_runs(rows, group.rows)
     positions = jnp.arange(rows.shape[0], dtype=jnp.int32)
     size = rows.shape[0]

@@ -1,6 +1,8 @@
-"""What the declarations leave open is settled once: optimizers, initializers, layout, learning rates.
+"""What the declarations leave open is settled once: optimizers, initializers, layout, learning
+rates.
 
-Enters: the flattened feature configuration and the engine's defaults. Leaves: a `Layout`, and the learning rates that
+Enters: the flattened feature configuration and the engine's defaults. Leaves: a `Layout`, and the
+  learning rates that
 must be read on the host. Called by the engine at construction; the configs are never written to.
 """
 

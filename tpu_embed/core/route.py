@@ -1,11 +1,14 @@
 """Ids to their owner shards, rows back; partial sums to their owners.
 
-Enters: the physical rows of one device's ids, inside `shard_map`. Leaves: the stored row of every id (`fetch`), or,
-on every owner, the rows it must update with their summed gradients (`collect`). Called by `lookup.py` and `update.py`.
+Enters: the physical rows of one device's ids, inside `shard_map`. Leaves: the stored row of every
+  id (`fetch`), or,
+on every owner, the rows it must update with their summed gradients (`collect`). Called by
+`lookup.py` and `update.py`.
 
-Every distinct row is asked for once, and every (row, block) partial sum is sent once. A destination has room for
-`capacity` of them; the host knows the ids and takes the exact maximum, a program that cannot know it takes the worst
-case. `overflow` tells when a given capacity was too small; nothing is ever dropped silently.
+Every distinct row is asked for once, and every (row, block) partial sum is sent once. A destination
+has room for `capacity` of them; the host knows the ids and takes the exact maximum, a program that
+cannot know it takes the worst case. `overflow` tells when a given capacity was too small; nothing
+is ever dropped silently.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from tpu_embed.core.layout import Group
 from tpu_embed.kernels import dispatch
 
 ROW_MULTIPLE = 64
-"""Rows handed to an optimizer rule are padded to a multiple of this: vectorised loops then have no remainder, whose
+"""Rows handed to an optimizer rule are padded to a multiple of this: vectorised loops then have no
+remainder, whose
 rounding could differ from the body's."""
 
 
@@ -31,8 +35,8 @@ class Route(NamedTuple):
 
     Attributes:
       order: int32 `[N]`, positions of the ids in row order.
-      target: int32 `[N]`, place in the send buffer of the id at `order[i]`: destination * C + its run's rank there;
-        S * C for an absent id.
+      target: int32 `[N]`, place in the send buffer of the id at `order[i]`: destination * C + its
+        run's rank there; S * C for an absent id.
       rows: `[S, C]`, the local row at the destination, `PADDING_ID` where nothing is sent.
       overflow: bool `[]`, a destination has more runs than C.
     """
@@ -61,7 +65,8 @@ def make_route(rows: Array, group: Group, capacity: int, parts: Array | None = N
     Args:
       rows: physical rows `[N]`, `PADDING_ID` for none.
       capacity: C, runs a destination has room for.
-      parts: integer `[N]`: ids of one row but of different parts go separately. None: a row goes once.
+      parts: integer `[N]`: ids of one row but of different parts go separately. None: a row goes
+        once.
     """
     shards, absent = group.num_shards, group.physical_rows
     runs = dedup.find_runs(jnp.where(rows < 0, absent, rows), absent, parts)
@@ -87,7 +92,8 @@ def fetch(table: Array, rows: Array, group: Group, capacity: int) -> tuple[Array
       capacity: C, distinct rows a destination has room for.
 
     Returns:
-      `[N, D]`, zeros for an absent id; bool `[]`, whether C was too small (the rows are then incomplete).
+      `[N, D]`, zeros for an absent id; bool `[]`, whether C was too small (the rows are then
+      incomplete).
     """
     if group.num_shards == 1:
         return dispatch.gather_rows(table, rows), jnp.asarray(False)
@@ -157,8 +163,8 @@ def round_up(n: int, multiple: int) -> int:
 def _is_mine(group: Group, axes: MeshAxes) -> Array:
     """Tell, bool `[S]`, to which shards this device sends.
 
-    Along an axis that splits the rows but not the batch, every device holds the same ids: each sends only to the
-    shards at its own coordinate.
+    Along an axis that splits the rows but not the batch, every device holds the same ids: each
+    sends only to the shards at its own coordinate.
     """
     coordinates = np.unravel_index(
         np.arange(group.num_shards), [axes.mesh.shape[a] for a in group.shard_axes] or [1]

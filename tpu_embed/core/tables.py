@@ -1,6 +1,7 @@
 """The state of all tables: its shape and sharding, its logical views, rows set from outside.
 
-Enters: physical arrays (stacked, sharded, padded). Leaves: logical rows, or the arrays with some rows set. Called by
+Enters: physical arrays (stacked, sharded, padded). Leaves: logical rows, or the arrays with some
+  rows set. Called by
 the engine; made by `init.py`.
 """
 
@@ -26,7 +27,8 @@ from tpu_embed.optimizers import SlotShape
 class TableState:
     """Tables, slots, step and counters: everything training changes.
 
-    Read it through `EmbeddingEngine.tables` and `.slots`: the arrays here are physical (stacked, sharded, padded).
+    Read it through `EmbeddingEngine.tables` and `.slots`: the arrays here are physical (stacked,
+    sharded, padded).
 
     Attributes:
       tables: stack name -> `[S * R, D]` stored rows, sharded over their first axis.
@@ -63,7 +65,8 @@ def slot_shapes(group: Group) -> Mapping[str, SlotShape]:
 
 
 def logical_rows(physical: Array, group: Group, table: TableSlice) -> Array:
-    """Return the rows of one logical table, `[V, …]`, from the physical array of its stack (a copy).
+    """Return the rows of one logical table, `[V, …]`, from the physical array of its stack (a
+    copy).
 
     Args:
       physical: `[S * R, …]`.

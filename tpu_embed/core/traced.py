@@ -13,15 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import checkify
 
 from tpu_embed._checks import message
 from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.core.batch import GroupIds, Located
 from tpu_embed.core.batch_spec import BatchSpec, GroupSpec, worst_case
 from tpu_embed.core.ids import FeatureForm, dense_form
-from tpu_embed.core.layout import Columns, Group, Layout
+from tpu_embed.core.layout import Group, Layout
+from tpu_embed.core.located import LocalIds, Located, dense_bags
 
 
 @jax.tree_util.register_dataclass
@@ -42,55 +40,35 @@ class TracedIds:
     checked: bool = dataclasses.field(metadata={"static": True})
 
     def locate(self, layout: Layout) -> Located:
-        """Return the physical rows of all ids; see `Batch.locate`."""
-        located, bad = [], []
-        for g, group in enumerate(layout.groups):
-            ids, weights, wrong = self._columns(layout, g)
-            located.append(GroupIds(self._rows(ids, group, layout, g), None, weights))
-            bad += zip(self.spec.groups[g].features, wrong, strict=True)
-        counts = jnp.stack([count for _, count in sorted(bad, key=lambda pair: pair[0])])
-        return Located(tuple(located), self.spec, self.checked, counts)
+        """Return the ids of every stack, inside `shard_map`; see `Batch.locate`."""
+        located, bad = [], {}
+        for g in range(len(layout.groups)):
+            ids, weights = [], []
+            for f in self.spec.groups[g].features:
+                valid, bad[f] = _resolve(self._bags(self.ids[f], f, PADDING_ID), layout, f)
+                ids.append(_physical(valid, layout, f))
+                if self.spec.is_weighted(g):
+                    weights.append(self._scale(f, layout.groups[g]))
+            bags = dense_bags(self.spec, g)
+            scales = _join(weights, 1) if weights else None
+            located.append(LocalIds(_join(ids, PADDING_ID), bags, scales))
+        return Located(tuple(located), jnp.stack([bad[f] for f in range(len(layout.features))]))
 
-    def _columns(self, layout: Layout, g: int) -> tuple[Array, Array | None, list[Array]]:
-        """Return ids `[B, columns]` of a stack with bad ones resolved, weights, bad ids a feature."""
-        columns, weights, wrong = [], [], []
-        for f in self.spec.groups[g].features:
-            feature, form = layout.features[f], self.spec.forms[f]
-            shape = (form.batch, form.bags, form.width or 0)
-            ids, count = _resolve(_fit(self.ids[f], shape, PADDING_ID), layout, f)
-            columns.append(ids.astype(layout.groups[g].index_dtype).reshape(form.batch, -1))
-            wrong.append(count)
-            given = self.weights[f]
-            if given is None:
-                given = jnp.ones(self.ids[f].shape, layout.groups[g].compute_dtype)
-            given = given.astype(layout.groups[g].compute_dtype)
-            weights.append(_fit(given, shape, 0).reshape(form.batch, -1))
-            checkify.debug_check(
-                count == 0,
-                f"feature {feature.path!r}: {{count}} ids outside [0, {feature.table.vocabulary_size})",
-                count=count,
-            )
-        joined = self._by_device(weights, 1) if self.spec.is_weighted(g) else None
-        return jnp.concatenate(columns, axis=1), joined, wrong
+    def _bags(self, values: Array, f: int, fill: int) -> Array:
+        """Return `[examples, bags, width]` of one feature: a sequence is cut or padded to L bags."""
+        form = self.spec.forms[f]
+        shape = (self.spec.local_batch, form.bags, form.width or 0)
+        if form.combines or values.ndim == 1:
+            return values.reshape(shape)
+        kept = values[:, : form.bags]
+        missing = ((0, 0), (0, form.bags - kept.shape[1]))
+        return jnp.pad(kept, missing, constant_values=fill).reshape(shape)
 
-    def _rows(self, ids: Array, group: Group, layout: Layout, g: int) -> Array:
-        columns = self.spec.columns(g)
-        tables = [layout.features[f].table for f in self.spec.groups[g].features]
-
-        def by_column(field: str) -> np.ndarray:
-            values = np.array([getattr(table, field) for table in tables], group.index_dtype)
-            return np.repeat(values, columns)
-
-        physical = group.physical(ids, Columns(by_column("offset"), by_column("rows_per_shard")))
-        rows = jnp.where(ids < 0, jnp.asarray(PADDING_ID, ids.dtype), physical)
-        return self._by_device([rows], PADDING_ID)
-
-    def _by_device(self, columns: list[Array], padding: int) -> Array:
-        """Return `[replicas, N]` from pieces `[B, columns]`."""
-        joined = jnp.concatenate(columns, axis=1)
-        if joined.size == 0:
-            return jnp.full((self.spec.replicas, 1), padding, joined.dtype)
-        return joined.reshape(self.spec.replicas, -1)
+    def _scale(self, f: int, group: Group) -> Array:
+        given, dtype = self.weights[f], group.compute_dtype
+        values = jnp.ones(self.ids[f].shape, dtype) if given is None else given.astype(dtype)
+        scale = self._bags(values, f, 0)
+        return scale.reshape(scale.shape[0], -1)
 
 
 def make_traced(
@@ -162,23 +140,31 @@ def _array(what: str, value: Any, kind: Any) -> Array:
     return jnp.asarray(value)
 
 
-def _fit(values: Array, shape: tuple[int, int, int], fill: int) -> Array:
-    """Return `[B, bags, width]` from an input of a feature: a sequence is cut or padded to L bags."""
-    batch, bags, width = shape
-    if values.size == batch * bags * width:
-        return values.reshape(shape)
-    kept = values[:, :bags]
-    missing = bags - kept.shape[1]
-    return jnp.pad(kept, ((0, 0), (0, missing)), constant_values=fill).reshape(shape)
-
-
 def _resolve(ids: Array, layout: Layout, f: int) -> tuple[Array, Array]:
     """Return ids with bad ones clipped or made padding, and how many an "error" feature had."""
     feature = layout.features[f]
     last = feature.table.vocabulary_size - 1
     bad = (ids < PADDING_ID) | (ids > last)
-    count = jnp.sum(bad, dtype=jnp.int32)
     if feature.config.on_bad_id == "clip":
         return jnp.where(bad, jnp.clip(ids, 0, last), ids), jnp.int32(0)
+    count = jnp.sum(bad, dtype=jnp.int32)
     counted = count if feature.config.on_bad_id == "error" else jnp.int32(0)
     return jnp.where(bad, jnp.asarray(PADDING_ID, ids.dtype), ids), counted
+
+
+def _physical(ids: Array, layout: Layout, f: int) -> Array:
+    """Return the physical rows of valid ids, `[examples, columns]`; padding stays padding."""
+    feature = layout.features[f]
+    group = layout.groups[feature.group]
+    ids = ids.astype(group.index_dtype).reshape(ids.shape[0], -1)
+    return jnp.where(
+        ids < 0, jnp.asarray(PADDING_ID, ids.dtype), group.physical(ids, feature.table)
+    )
+
+
+def _join(columns: Sequence[Array], padding: int) -> Array:
+    """Return `[N]` in batch order from `[examples, columns]` a feature; one padding entry if there
+    are none.
+    """
+    joined = jnp.concatenate(columns, axis=1).reshape(-1)
+    return joined if joined.size else jnp.full((1,), padding, joined.dtype)

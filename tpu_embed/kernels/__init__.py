@@ -1,1 +1,3 @@
-"""Kernels: arrays in, arrays out. `dispatch` is what the core calls; `reference` is what every kernel means."""
+"""Kernels: arrays in, arrays out. `dispatch` is what the core calls; `reference` is what every
+kernel means.
+"""

@@ -1,6 +1,7 @@
 """Which implementation of a kernel runs on which platform, decided when a program is lowered.
 
-One traced program lowers for CPU, GPU and TPU. The core imports its kernels from here and knows no platform.
+One traced program lowers for CPU, GPU and TPU. The core imports its kernels from here and knows no
+platform.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The meaning of every kernel, in jnp, for every platform.
 
-Rows are numbered from 0; `PADDING_ID` or any other number outside the table is an absent row: it reads as zeros and
-is never written. Sums are taken in the order of their entries, so that their bits do not depend on the program.
+Rows are numbered from 0; `PADDING_ID` or any other number outside the table is an absent row: it
+reads as zeros and is never written. Sums are taken in the order of their entries, so that their
+bits do not depend on the program.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def set_rows(table: Array, rows: Array, values: Array) -> Array:
 
 
 def sort_rows(rows: Array) -> tuple[Array, Array]:
-    """Return `rows` in ascending order, and the position each came from; equal rows keep their order.
+    """Return `rows` in ascending order, and the position each came from; equal rows keep their
+    order.
 
     Args:
       rows: integer `[N]`.

@@ -1,7 +1,7 @@
 """How rows are stored: every dtype as itself, but bfloat16 as its bits in uint16.
 
-XLA's CPU backend widens a whole bfloat16 table to float32 for a scatter, once a step; a uint16 table is updated in
-place. The bits are the same, so a stored row costs two bytes on every platform.
+XLA's CPU backend widens a whole bfloat16 table to float32 for a scatter, once a step; a uint16
+table is updated in place. The bits are the same, so a stored row costs two bytes on every platform.
 """
 
 from __future__ import annotations

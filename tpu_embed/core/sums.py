@@ -1,0 +1,146 @@
+"""Activation gradients become one summed gradient a touched row, on the device that owns the row.
+
+Enters: one device's ids of a stack, and the gradients of its activations. Leaves: distinct local
+  rows and their sums.
+Called by `update.py`.
+
+A row's gradients are summed in batch order within each block of the global batch, then over the
+blocks in order: the first on the device that has the examples, the second on the row's owner.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tpu_embed._types import PADDING_ID, Array
+from tpu_embed.core import collectives, route
+from tpu_embed.core.batch import Batch
+from tpu_embed.core.batch_spec import BatchSpec
+from tpu_embed.core.combine import gradients_in_order
+from tpu_embed.core.layout import Group, Layout
+from tpu_embed.core.located import BagForm, LocalIds, bag_form, bag_offsets
+from tpu_embed.core.route import RowSums
+from tpu_embed.core.traced import TracedIds
+from tpu_embed.kernels import dispatch
+
+
+class Task(NamedTuple):
+    """One stack to update on one device: its ids, its activations' gradients `[bags, D]`, and what
+    is static.
+    """
+
+    ids: LocalIds
+    gradients: Array
+    source: Batch | TracedIds
+    layout: Layout
+    g: int
+
+    @property
+    def group(self) -> Group:
+        """The stack."""
+        return self.layout.groups[self.g]
+
+    @property
+    def spec(self) -> BatchSpec:
+        """The batch's forms and capacities."""
+        return self.source.spec
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the gradients of a row are summed before one update."""
+        optimizer = self.group.optimizer
+        return optimizer is None or optimizer.use_gradient_accumulation
+
+    @property
+    def form(self) -> BagForm:
+        """How its ids were combined."""
+        return bag_form(self.spec, self.layout, self.g)
+
+    @property
+    def blocks(self) -> int:
+        """G, the blocks of the global batch."""
+        return max(self.layout.sum_blocks, self.layout.axes.replicas)
+
+
+def summed(task: Task, capacity: int) -> RowSums:
+    """Return the rows that this device must update, with their gradients over all devices.
+
+    With gradient accumulation the rows are distinct and padded to a multiple of
+    `route.ROW_MULTIPLE`; without, there is one entry an occurrence, in batch order.
+
+    Args:
+      task: the stack.
+      capacity: partial sums a destination has room for.
+    """
+    if _fits_psum(task):
+        with jax.named_scope("psum"):
+            return _summed_by_psum(task)
+    with jax.named_scope("dedup"):
+        way = route.make_route(task.ids.rows, task.group, capacity, _parts(task))
+        ordered = gradients_in_order(task.gradients, task.ids, task.form, way.order)
+        sums = dispatch.segment_sum(ordered, way.target, task.group.num_shards * capacity)
+    with jax.named_scope("route"):
+        received = route.send(way, sums, task.group, task.layout.axes)
+    if not task.accumulates:
+        return received
+    with jax.named_scope("merge"):
+        one_source = task.layout.axes.batch_order(task.group.shard_axes).size == 1
+        return route.merge(received, task.group, in_order=one_source)
+
+
+def overflows(task: Task, capacity: int) -> Array:
+    """Tell, bool `[]`, whether this device has more partial sums for some destination than it has
+    room for.
+    """
+    return route.make_route(task.ids.rows, task.group, capacity, _parts(task)).overflow
+
+
+def _parts(task: Task) -> Array | None:
+    """Return what keeps the gradients of a row apart until they reach its owner, int32 `[N]`.
+
+    The block of each id; every id by itself without accumulation; None where a device holds a
+    single block.
+    """
+    if not task.accumulates:
+        return jnp.arange(task.ids.rows.shape[0], dtype=jnp.int32)
+    if task.layout.blocks_per_device(task.spec.batch) == 1:
+        return None
+    return _blocks(task)
+
+
+def _blocks(task: Task) -> Array:
+    """Return the block of the global batch that each id's example falls into, int32 `[N]`."""
+    _, per_example = bag_offsets(task.spec, task.g)
+    first = collectives.axis_index(task.layout.axes.batch_axes) * task.spec.local_batch
+    return (first + task.ids.bags // per_example) // task.layout.block_size(task.spec.batch)
+
+
+def _fits_psum(task: Task) -> bool:
+    """Tell whether a replicated stack's dense block sums are no more than the batch's ids."""
+    replicas = task.layout.axes.replicas
+    if task.group.num_shards > 1 or replicas == 1 or not task.accumulates:
+        return False
+    return task.blocks * task.group.rows <= task.spec.ids(task.g) * replicas
+
+
+def _summed_by_psum(task: Task) -> RowSums:
+    """Sum a small replicated stack densely: `[G, R, D]` block sums, one psum, then the blocks in
+    order.
+
+    The psum is exact: a block is non-zero on one device only.
+    """
+    blocks, rows, axes = task.blocks, task.group.rows, task.layout.axes.batch_axes
+    cells = _blocks(task) * rows + task.ids.rows.astype(jnp.int32)
+    cells = jnp.where(task.ids.rows < 0, blocks * rows, cells)
+    ordered, order = dispatch.sort_rows(cells)
+    values = gradients_in_order(task.gradients, task.ids, task.form, order)
+    sums = dispatch.segment_sum(values, ordered, blocks * rows)
+    counts = dispatch.segment_sum(jnp.ones_like(ordered), ordered, blocks * rows)
+    sums = collectives.psum(sums, axes).reshape(blocks, rows, task.group.dim)
+    touched = collectives.psum(counts, axes).reshape(blocks, rows).sum(0) > 0
+    total = jax.lax.fori_loop(0, blocks, lambda b, total: total + sums[b], jnp.zeros_like(sums[0]))
+    numbers = jnp.arange(rows, dtype=task.ids.rows.dtype)
+    return route.padded(RowSums(jnp.where(touched, numbers, PADDING_ID), total))
