@@ -24,22 +24,19 @@ TOLERANCE = {"float32": {"rtol": 5e-5, "atol": 5e-6}, "float64": {"rtol": 1e-10,
 
 
 def library_trajectory(optimizer, dtype):
-    def run(rows, gradients, keys):
-        rows = rows.astype(dtype)
-        slots = optimizer.init_slots(rows, keys)
-        first = slots
-
-        def one(carry, gradient):
-            rows, slots, step = carry
-            rate = jnp.asarray(optimizer.resolve_learning_rate(step, None)).astype(dtype)
-            rows, slots = optimizer.update_rows(rows, slots, gradient.astype(dtype), step, rate)
-            return (rows, slots, step + 1), (rows, slots)
-
-        _, history = jax.lax.scan(one, (rows, slots, jnp.int32(1)), gradients)
-        return first, history
+    @jax.jit
+    def one(rows, slots, gradient, step):
+        rate = jnp.asarray(optimizer.resolve_learning_rate(step, None)).astype(dtype)
+        return optimizer.update_rows(rows, slots, gradient, step, rate)
 
     with jax.enable_x64(dtype == "float64"):
-        return jax.device_get(jax.jit(run)(ROWS.astype(dtype), GRADIENTS.astype(dtype), KEYS))
+        rows, history = jnp.asarray(ROWS, dtype), []
+        first = slots = optimizer.init_slots(rows, KEYS)
+        for t in range(1, STEPS + 1):
+            gradient = jnp.asarray(GRADIENTS[t - 1], dtype)
+            rows, slots = one(rows, slots, gradient, jnp.int32(t))
+            history.append((rows, slots))
+        return jax.device_get((first, history))
 
 
 def oracle_trajectory(name, optimizer):
@@ -63,22 +60,26 @@ def stacked(slots):
     return {name: np.stack([one[name] for one in slots]) for name in slots[0]}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize(("case", "optimizer"), FLAT, ids=[case for case, _ in FLAT])
-def test_rule_is_the_oracle(case, optimizer, dtype):
-    first, (rows, slots) = library_trajectory(optimizer, dtype)
-    expected_first, expected = oracle_trajectory(case.split("-")[0], optimizer)
+BOTH = [(dtype, *pair) for dtype in ("float64", "float32") for pair in FLAT]
+
+
+@pytest.mark.parametrize(("dtype", "case", "optimizer"), BOTH, ids=[f"{c}-{d}" for d, c, _ in BOTH])
+def test_rule_is_the_oracle(dtype, case, optimizer):
+    first, history = library_trajectory(optimizer, dtype)
+    expected_first, expected_history = oracle_trajectory(case.split("-")[0], optimizer)
     by_schedule = callable(optimizer.learning_rate)  # which gives a float32
     tolerance = TOLERANCE["float32" if by_schedule else dtype]
     for name, value in stacked(expected_first).items():
         assert first[name].dtype == dtype
         np.testing.assert_allclose(first[name], value.astype(dtype), rtol=1e-7)
-    for t, (expected_rows, expected_slots) in enumerate(expected):
+    for t, ((rows, slots), (row_list, slot_list)) in enumerate(
+        zip(history, expected_history, strict=True), start=1
+    ):
         assert rows.dtype == dtype
-        np.testing.assert_allclose(rows[t], np.stack(expected_rows), **tolerance, err_msg=f"t={t}")
-        for name, value in stacked(expected_slots).items():
+        np.testing.assert_allclose(rows, np.stack(row_list), **tolerance, err_msg=f"t={t}")
+        for name, value in stacked(slot_list).items():
             assert slots[name].dtype == dtype
-            np.testing.assert_allclose(slots[name][t], value, **tolerance, err_msg=name)
+            np.testing.assert_allclose(slots[name], value, **tolerance, err_msg=f"t={t} {name}")
 
 
 @pytest.mark.parametrize(("case", "optimizer"), FLAT, ids=[case for case, _ in FLAT])
