@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from tpu_embed import _checks
 from tpu_embed._checks import message
-from tpu_embed._types import Array, ArrayLike, PyTree
+from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
 from tpu_embed.config import TableConfig
 from tpu_embed.core import logical, structure
 from tpu_embed.core.batch import Batch
@@ -234,7 +234,7 @@ class EmbeddingEngine:
             batch.check(self.layout)
             return batch
         given, scales = self._structure.match(batch, what="features"), self._weights(weights)
-        if not any(isinstance(leaf, jax.core.Tracer) for leaf in (*given, *scales)):
+        if not any(isinstance(leaf, Tracer) for leaf in (*given, *scales)):
             return self.place(batch, weights, spec)
         return make_traced(given, scales, spec, self.layout)
 
@@ -310,7 +310,7 @@ class EmbeddingEngine:
             source.spec,
             self.layout,
         )
-        if learning_rates is None and not isinstance(state.step, jax.core.Tracer):
+        if learning_rates is None and not isinstance(state.step, Tracer):
             learning_rates = self.learning_rates()
         rates = self._rates.by_group(learning_rates)
         return self._update_program(state, source, Operands(gradients, state.step + 1, rates))

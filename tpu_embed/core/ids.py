@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -115,7 +115,7 @@ def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weight
 
 
 def dense_form(
-    path: str, config: FeatureConfig, shape: tuple[int, ...], *, weighted: bool
+    path: str, config: FeatureConfig, shape: Sequence[int], *, weighted: bool
 ) -> FeatureForm:
     """Return the form of a dense array of ids of a shape; inside a jit its shape is all there is.
 
@@ -128,8 +128,8 @@ def dense_form(
     if length and len(shape) != 2:
         raise feature.error(expected="a sequence's ids as [B, H]", got=f"rank {len(shape)}")
     combines = len(shape) > 1 and not length
-    feature.check_output_shape(shape[: max(1, len(shape) - 1)])
-    inner = (length,) if length else shape[1:-1]
+    feature.check_output_shape(tuple(shape[: max(1, len(shape) - 1)]))
+    inner = (length,) if length else tuple(shape[1:-1])
     return FeatureForm(shape[0], inner, combines, shape[-1] if combines else 1, weighted)
 
 

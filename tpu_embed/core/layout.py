@@ -111,99 +111,91 @@ class Group:
         return (ids - local * self.num_shards) * self.rows + table.offset + local
 
 
-def make_groups(
-    names: Sequence[str],
-    configs: Sequence[TableConfig],
-    optimizers: Sequence[TableOptimizer | None],
-    initializers: Sequence[Any],
-    axes: MeshAxes,
-    *,
-    stack_tables: bool = True,
-) -> tuple[Group, ...]:
+@dataclasses.dataclass(frozen=True)
+class ResolvedTable:
+    """A declared table with nothing left open.
+
+    Attributes:
+      name: unique.
+      config: its declaration.
+      optimizer: its update rule, None for a table that is never updated.
+      initializer: what fills its rows.
+      shard_axes: mesh axes that split its rows, in mesh order.
+      shards: S, the product of their sizes.
+    """
+
+    name: str
+    config: TableConfig
+    optimizer: TableOptimizer | None
+    initializer: Any
+    shard_axes: tuple[str, ...]
+    shards: int
+
+    @property
+    def rows_per_shard(self) -> int:
+        """Local rows on one shard, ceil(V / S)."""
+        return -(-self.config.vocabulary_size // self.shards)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What tables of one stack have in common."""
+        config, optimizer = self.config, self.optimizer
+        rule = None if optimizer is None else (type(optimizer), optimizer)
+        form = (config.dim, config.dtype, config.placement, config.quantization_config)
+        return (*form, self.shard_axes, rule)
+
+
+def make_groups(tables: Sequence[ResolvedTable], *, stack_tables: bool = True) -> tuple[Group, ...]:
     """Stack the tables and lay every stack out over the mesh.
 
     Args:
-      names: a unique name a table.
-      configs: the declarations, in table order.
-      optimizers: the resolved optimizer of every table, None for a table that is never updated.
-      initializers: the resolved initializer of every table.
-      axes: the mesh and its roles.
+      tables: in table order.
       stack_tables: False gives every table a stack of its own.
 
     Returns:
-      The stacks, in order of their first table.
+      The stacks, in order of their first table; none has more rows than int32 can number, unless
+      a single table has.
+
+    Raises:
+      ValueError: a table has more, and x64 is off.
     """
-    members: dict[Any, list[int]] = {}
-    rows: dict[Any, int] = {}
-    for i, config in enumerate(configs):
-        shard_axes = axes.shard_axes_of(names[i], config)
-        shards = axes.size(shard_axes)
-        per_shard = -(-config.vocabulary_size // shards)
-        key: Any = (
-            config.dim,
-            config.dtype,
-            _identity(optimizers[i]),
-            config.placement,
-            shard_axes,
-        )
-        key += (config.quantization_config, i if not stack_tables else None)
-        part = 0
-        while rows.get((*key, part), 0) and (rows[(*key, part)] + per_shard) * shards > INT32_ROWS:
-            part += 1
-        key = (*key, part)
-        members.setdefault(key, []).append(i)
-        rows[key] = rows.get(key, 0) + per_shard
-    return tuple(
-        _make_group(f"stack_{n}", indices, names, configs, optimizers, initializers, axes)
-        for n, indices in enumerate(members.values())
-    )
+    stacks: dict[Any, list[ResolvedTable]] = {}
+    for table in tables:
+        key: Any = (table.kind, None if stack_tables else table.name)
+        while key in stacks and _too_many_rows([*stacks[key], table]):
+            key = (key, "next")
+        stacks.setdefault(key, []).append(table)
+    return tuple(_make_group(f"stack_{n}", members) for n, members in enumerate(stacks.values()))
 
 
-def _identity(optimizer: TableOptimizer | None) -> Any:
-    return None if optimizer is None else (type(optimizer), optimizer)
+def _too_many_rows(members: Sequence[ResolvedTable]) -> bool:
+    return sum(table.rows_per_shard for table in members) * members[0].shards > INT32_ROWS
 
 
-def _make_group(
-    name: str,
-    indices: Sequence[int],
-    names: Sequence[str],
-    configs: Sequence[TableConfig],
-    optimizers: Sequence[TableOptimizer | None],
-    initializers: Sequence[Any],
-    axes: MeshAxes,
-) -> Group:
-    first = configs[indices[0]]
-    shard_axes = axes.shard_axes_of(names[indices[0]], first)
-    shards = axes.size(shard_axes)
+def _make_group(name: str, members: Sequence[ResolvedTable]) -> Group:
+    if _too_many_rows(members) and not jax.config.read("jax_enable_x64"):
+        what, remedy = f"table {members[0].name!r}", "set jax_enable_x64, or split the table"
+        expected = f"at most {INT32_ROWS} rows, padding included, while x64 is off"
+        got = f"{members[0].config.vocabulary_size}"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
     slices, offset = [], 0
-    for i in indices:
-        per_shard = -(-configs[i].vocabulary_size // shards)
-        slices.append(
-            TableSlice(names[i], configs[i].vocabulary_size, offset, per_shard, initializers[i])
-        )
-        offset += per_shard
-    group = Group(
+    for table in members:
+        size, rows = table.config.vocabulary_size, table.rows_per_shard
+        slices.append(TableSlice(table.name, size, offset, rows, table.initializer))
+        offset += rows
+    first = members[0]
+    return Group(
         name=name,
         tables=tuple(slices),
-        dim=first.dim,
-        dtype=first.dtype,
-        optimizer=optimizers[indices[0]],
-        placement=first.placement,
-        shard_axes=shard_axes,
-        num_shards=shards,
+        dim=first.config.dim,
+        dtype=first.config.dtype,
+        optimizer=first.optimizer,
+        placement=first.config.placement,
+        shard_axes=first.shard_axes,
+        num_shards=first.shards,
         rows=offset,
-        quantization=first.quantization_config,
+        quantization=first.config.quantization_config,
     )
-    if group.index_dtype == np.int64 and not jax.config.jax_enable_x64:
-        raise ValueError(
-            message(
-                f"table {slices[0].name!r}",
-                expected=f"at most {INT32_ROWS} rows over its {shards} shard(s) without 64-bit types",
-                got=f"{slices[0].vocabulary_size}",
-                remedy="set jax_enable_x64, or split the table",
-            )
-        )
-    return group
 
 
 @dataclasses.dataclass(frozen=True)

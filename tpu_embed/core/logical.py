@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed._types import Array, ArrayLike
+from tpu_embed._types import Array, ArrayLike, Tracer
 from tpu_embed.core.batch_spec import bucket
 from tpu_embed.core.collectives import MeshAxes
 from tpu_embed.core.layout import Group, Layout, TableSlice
@@ -139,7 +139,7 @@ def _check_rows(f: Field, rows: Any, values: Any) -> None:
     if jnp.shape(values) != expected:
         got = f"{jnp.shape(values)}"
         raise ValueError(message(f"{f.label}: values", expected=f"shape {expected}", got=got))
-    if isinstance(rows, jax.core.Tracer):
+    if isinstance(rows, Tracer):
         return
     known, size = np.asarray(rows), f.table.vocabulary_size
     outside = known[(known < 0) | (known >= size)]

@@ -16,7 +16,7 @@ from tpu_embed import initializers
 from tpu_embed._checks import is_number, message
 from tpu_embed._types import Array, ArrayLike
 from tpu_embed.core.collectives import MeshAxes
-from tpu_embed.core.layout import FeatureLayout, Layout, make_groups
+from tpu_embed.core.layout import FeatureLayout, Layout, ResolvedTable, make_groups
 from tpu_embed.core.structure import Structure
 from tpu_embed.optimizers import (
     LearningRateKind,
@@ -49,10 +49,13 @@ def make_layout(
                 message(what, expected="mod, div or replicated", got="'auto'", remedy=remedy)
             )
     optimizers = _table_optimizers(declared, optimizer)
-    made = [initializers.resolve(config.initializer, config.dim) for config in declared.tables]
-    groups = make_groups(
-        declared.table_names, declared.tables, optimizers, made, axes, stack_tables=stack_tables
-    )
+    tables = []
+    for name, config, rule in zip(declared.table_names, declared.tables, optimizers, strict=True):
+        initializer = initializers.resolve(config.initializer, config.dim)
+        shard_axes = axes.shard_axes_of(name, config)
+        shards = axes.size(shard_axes)
+        tables.append(ResolvedTable(name, config, rule, initializer, shard_axes, shards))
+    groups = make_groups(tables, stack_tables=stack_tables)
     home = {table.name: (g, table) for g, group in enumerate(groups) for table in group.tables}
     features = []
     for label, feature in zip(declared.labels, declared.features, strict=True):

@@ -70,7 +70,6 @@ def update(
     """
     axes = layout.axes
     trained = {g: group for g, group in enumerate(layout.groups) if group.optimizer is not None}
-    names = [group.name for group in trained.values()]
 
     def device(tables: dict, slots: dict, source: Batch | TracedIds, operands: Operands) -> Updated:
         located, overflowed = source.locate(layout), jnp.int32(0)
@@ -89,18 +88,15 @@ def update(
     table_specs, slot_specs = state_specs(tuple(trained.values()), axes)
     whole, batch = PartitionSpec(), axes.spec(axes.batch_axes)
     mine = axes.reshard((source, operands.gradients), axes.batch_axes)
-    new = jax.shard_map(
+    step = jax.shard_map(
         device,
         mesh=axes.mesh,
-        in_specs=(table_specs, slot_specs, batch, Operands(batch, whole, whole)),  # type: ignore[arg-type]
-        out_specs=Updated(table_specs, slot_specs, whole, whole),  # type: ignore[arg-type]
+        in_specs=(table_specs, slot_specs, batch, Operands(batch, whole, whole)),  # type: ignore
+        out_specs=Updated(table_specs, slot_specs, whole, whole),  # type: ignore
         check_vma=False,
-    )(
-        {name: tables[name] for name in names},
-        {name: slots[name] for name in names},
-        mine[0],
-        operands._replace(gradients=mine[1]),
     )
+    held = [{name: arrays[name] for name in table_specs} for arrays in (tables, slots)]
+    new = step(held[0], held[1], mine[0], operands._replace(gradients=mine[1]))
     return new._replace(tables={**tables, **new.tables}, slots={**slots, **new.slots})
 
 

@@ -48,7 +48,8 @@ def sort_rows(rows: Array) -> tuple[Array, Array]:
       sorted rows `[N]`; int32 positions `[N]`.
     """
     positions = jnp.arange(rows.shape[0], dtype=jnp.int32)
-    return jax.lax.sort((rows, positions), num_keys=1, is_stable=True)
+    ordered, order = jax.lax.sort((rows, positions), num_keys=1, is_stable=True)
+    return ordered, order
 
 
 def segment_sum(values: Array, segments: Array, num_segments: int) -> Array:
