@@ -89,6 +89,7 @@ CASES = {
     "CenteredRMSProp": [
         o.CenteredRMSProp(0.1),
         o.CenteredRMSProp(0.1, rho=0.5, momentum=0.9, epsilon=0.1, **ALL),
+        o.CenteredRMSProp(0.1, epsilon=0.1, slot_initializers={"ms": 0.0, "mg": 2.0}),
     ],
     "Adadelta": [o.Adadelta(0.1), o.Adadelta(1.0, rho=0.5, epsilon=0.1, **ALL)],
     "ProximalAdagrad": [
