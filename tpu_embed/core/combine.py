@@ -77,13 +77,23 @@ def _divide(values: Array, ids: LocalIds, form: BagForm) -> Array:
 
 
 def _denominators(ids: LocalIds, form: BagForm, dtype: np.dtype) -> Array:
+    """Return d of every bag, `[bags]`."""
     weights = _weights(ids, dtype)
-    column = ids.bags % len(form.combiners)
-    squared = jnp.asarray(np.array([c == "sqrtn" for c in form.combiners]))[column]
-    sums = dispatch.segment_sum(jnp.where(squared, weights * weights, weights), ids.bags, form.bags)
-    by_example = sums.reshape(form.examples, -1)
-    is_sqrtn = np.array([c == "sqrtn" for c in form.combiners])
-    is_sum = np.array([c == "sum" for c in form.combiners])
-    positive = jnp.where(is_sqrtn & (by_example > 0), by_example, jnp.ones_like(by_example))
-    roots = jnp.where(is_sqrtn, jnp.where(by_example > 0, jnp.sqrt(positive), 0), by_example)
-    return jnp.where(is_sum, jnp.ones_like(roots), roots).reshape(-1)
+    if "sqrtn" not in form.combiners:
+        sums = dispatch.segment_sum(weights, ids.bags, form.bags)
+        return _where_combiner("sum", form, jnp.ones_like(sums), sums)
+    squares = dispatch.segment_sum(weights * weights, ids.bags, form.bags)
+    positive = squares > 0
+    roots = jnp.where(positive, jnp.sqrt(jnp.where(positive, squares, 1)), 0)
+    if set(form.combiners) == {"sqrtn"}:
+        return roots
+    sums = dispatch.segment_sum(weights, ids.bags, form.bags)
+    rest = _where_combiner("sum", form, jnp.ones_like(sums), sums)
+    return _where_combiner("sqrtn", form, roots, rest)
+
+
+def _where_combiner(combiner: str, form: BagForm, chosen: Array, other: Array) -> Array:
+    """Return `chosen` at the bags of a combiner, `other` elsewhere, `[bags]`."""
+    mask = np.array([c == combiner for c in form.combiners])
+    shape = (form.examples, len(form.combiners))
+    return jnp.where(mask, chosen.reshape(shape), other.reshape(shape)).reshape(-1)
