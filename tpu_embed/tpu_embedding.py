@@ -6,7 +6,8 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,14 +18,19 @@ from tpu_embed import _checks
 from tpu_embed._checks import message
 from tpu_embed._types import Array, PyTree
 from tpu_embed.config import TableConfig
+from tpu_embed.core import logical
+from tpu_embed.core.batch import Batch
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.tables import TableState
 from tpu_embed.enqueue import BatchQueue, Enqueued
 
 
 class TPUEmbedding:
-    """Train embedding tables by enqueueing ids, dequeueing activations and applying their
-    gradients.
+    """Train embedding tables: enqueue ids, dequeue activations, apply their gradients.
+
+    An exception raised by a check, or while a program is traced, leaves tables, slots, queue and
+    step as they were. After a device error the state is invalid: every call says so until `load`
+    has succeeded or `state` is set.
 
     Args:
       feature_config: `FeatureConfig`s in any nesting of dict, list, tuple, namedtuple, dataclass.
@@ -61,7 +67,6 @@ class TPUEmbedding:
         self.engine = EmbeddingEngine(feature_config, optimizer, mesh=mesh, batch_axes=batch_axes)
         self._seed = seed
         self._pipelined = bool(pipeline_execution_with_tensor_core)
-        self._update = jax.jit(self.engine.update, donate_argnums=0)
         self._queue = BatchQueue(self._lookup, ahead=self._pipelined)
         self._state: TableState | None = None
         self._per_replica: int | None = None
@@ -77,13 +82,20 @@ class TPUEmbedding:
 
         Raises:
           ValueError: it was built with another size, or the size is not an integer of at least 1.
+          RuntimeError: the state is invalid.
         """
+        size = None
         if per_replica_batch_size is not None:
             size = _checks.check_int("per_replica_batch_size", per_replica_batch_size, minimum=1)
             self._check_size(size, "build")
-            self._per_replica = size
+        self._check_valid("build")
+        self._build(size)
+
+    def _build(self, size: int | None) -> None:
         if self._state is None:
             self._state = self.engine.init(jax.random.key(self._seed))
+        if size is not None:
+            self._per_replica = size
 
     def enqueue(
         self,
@@ -101,18 +113,21 @@ class TPUEmbedding:
           name: labels profiles and errors.
 
         Raises:
-          ValueError, TypeError: bad ids, weights, structure or batch size; nothing is enqueued
-          then.
+          ValueError: bad ids, weights, structure or batch size, or a training batch for tables
+            without an optimizer; nothing is enqueued then.
+          TypeError: ids that are no integers, or another container type.
+          RuntimeError: the state is invalid.
         """
-        self._check_alive()
-        if training:
-            self.engine.check_trainable("enqueue(training=True)")
-        batch = self.engine.place(features, weights)
-        size = batch.spec.local_batch
-        if training:
-            self._check_size(size, "enqueue" if name is None else f"enqueue {name!r}")
-        self.build(size if training else None)
-        self._queue.push(Enqueued(batch, training, name))
+        what = _label("enqueue", name)
+        with self._call(what, name):
+            if training:
+                self.engine.check_trainable(f"{what} with training=True")
+            batch = self.engine.place(features, weights)
+            size = batch.spec.local_batch if training else None
+            if size is not None:
+                self._check_size(size, what)
+            self._build(size)
+            self._queue.push(Enqueued(batch, training, name))
 
     def dequeue(self, name: str | None = None) -> PyTree:
         """Return the activations of the oldest batch, batch dimension sharded.
@@ -121,22 +136,20 @@ class TPUEmbedding:
           name: labels profiles and errors.
 
         Raises:
-          RuntimeError: nothing is enqueued, or the last training batch still waits for its
-            gradients.
+          RuntimeError: nothing is enqueued, the last training batch still waits for its gradients,
+            or the state is invalid.
         """
-        what = "dequeue" if name is None else f"dequeue {name!r}"
-        self._check_alive()
-        if self._dequeued is not None and self._dequeued.training:
-            raise RuntimeError(
-                f"{what}: the training batch dequeued before has no gradients yet; call apply_gradients"
-            )
-        if not len(self._queue):
-            raise RuntimeError(f"{what}: nothing is enqueued; call enqueue first")
-        with jax.profiler.TraceAnnotation(what):
-            item = self._queue.pop()
-        activations = item.activations
-        self._dequeued = item
-        return activations
+        what = _label("dequeue", name)
+        with self._call(what, name):
+            if self._dequeued is not None and self._dequeued.training:
+                got = "one after a training batch whose gradients were not applied yet"
+                remedy = "call apply_gradients first"
+                raise RuntimeError(message(what, expected="a call", got=got, remedy=remedy))
+            if not len(self._queue):
+                got, remedy = "an empty queue", "call enqueue first"
+                raise RuntimeError(message(what, expected="a batch", got=got, remedy=remedy))
+            self._dequeued = self._queue.pop()
+            return self._dequeued.activations
 
     def apply_gradients(self, gradients: PyTree, name: str | None = None) -> None:
         """Update the tables with the gradients of the last dequeued training batch.
@@ -146,51 +159,73 @@ class TPUEmbedding:
           name: labels profiles and errors.
 
         Raises:
-          RuntimeError: not built, or no training batch was dequeued since the last call.
-          ValueError, TypeError: a gradient of another shape, or another structure; nothing changes
-          then.
+          RuntimeError: not built, no training batch was dequeued since the last call, or the state
+            is invalid.
+          ValueError: a gradient of another shape, or other keys; nothing changes then.
+          TypeError: a container of another type.
         """
-        what = "apply_gradients" if name is None else f"apply_gradients {name!r}"
-        self._check_alive()
-        state = self._state
-        if state is None:
-            raise RuntimeError(f"{what}: not built; call build or enqueue first")
-        item = self._dequeued
-        if item is None:
-            raise RuntimeError(
-                f"{what}: no training batch was dequeued since the last call; call dequeue first"
+        what = _label("apply_gradients", name)
+        with self._call(what, name):
+            item = self._waiting_for_gradients(what)
+            rates = self.engine.learning_rates()
+            self._state = self.engine.update_in_place(
+                self._state, item.batch, gradients, learning_rates=rates
             )
-        if not item.training:
-            raise RuntimeError(f"{what}: the batch dequeued last was enqueued with training=False")
-        rates = self.engine.learning_rates()
-        try:
-            with jax.profiler.TraceAnnotation(what):
-                self._state = self._update(state, item.batch, gradients, learning_rates=rates)
-        except jax.errors.JaxRuntimeError as error:
-            self._failure = f"{what}: {error}"
-            raise
-        self._dequeued = None
+            self._dequeued = None
+
+    def _waiting_for_gradients(self, what: str) -> Enqueued:
+        """Return the dequeued training batch.
+
+        Raises:
+          RuntimeError: there is none.
+        """
+        item, remedy = self._dequeued, "call enqueue and dequeue first"
+        if self._state is None:
+            got = "tables that were not built"
+        elif item is None:
+            got = "none since the last apply_gradients"
+        elif not item.training:
+            got, remedy = "one enqueued with training=False", "enqueue it with training=True"
+        else:
+            return item
+        expected = "a dequeued training batch"
+        raise RuntimeError(message(what, expected=expected, got=got, remedy=remedy))
 
     @property
     def state(self) -> TableState:
-        """The tables' state, for the functional door; the next `apply_gradients` donates it."""
-        self._check_alive()
-        self.build()
+        """The tables' state, for the functional door; the next `apply_gradients` donates it.
+
+        It may be set, to one that this engine made; waiting lookups are issued again.
+        """
+        return self._current("state")
+
+    @state.setter
+    def state(self, state: TableState) -> None:
+        logical.check_state(state, self.engine.layout)
+        self._replace(state)
+
+    def _current(self, what: str) -> TableState:
+        self._check_valid(what)
+        self._build(None)
         assert self._state is not None
         return self._state
 
     @property
     def embedding_tables(self) -> dict[TableConfig, Array]:
-        """The logical tables `[V, D]`, by `TableConfig`: gathered, so each read costs a copy of all
-        tables.
+        """The logical tables `[V, D]` by `TableConfig`; a read costs a copy of all tables.
+
+        They are gathered: every device gets them whole. `retrieve` needs the host's memory only.
         """
-        by_name = self.engine.tables(self.state)
+        by_name = self.engine.tables(self._current("embedding_tables"))
         return {config: by_name[name] for name, config in self.engine.table_configs.items()}
 
     def load(
         self, tables: Mapping[str, Any], slots: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
         """Replace tables, and slots, by host arrays; waiting lookups are issued again.
+
+        What is not given stays. After a device error it starts afresh, step included, and a batch
+        that was dequeued then is forgotten.
 
         Args:
           tables: `[V, D]` by name, any of them.
@@ -199,28 +234,32 @@ class TPUEmbedding:
         Raises:
           ValueError: an unknown name, or another shape; nothing changes then.
         """
-        self._failure = None
-        self.build()
-        assert self._state is not None
-        self._state = self.engine.load_arrays(self._state, tables, slots)
-        self._queue.issue_again()
+        state = self._state
+        if state is None or self._problem() is not None:
+            state = self.engine.init(jax.random.key(self._seed))
+        self._replace(self.engine.load_arrays(state, tables, slots))
+
+    def _replace(self, state: TableState) -> None:
+        """Take another state, which is valid; look up again what waits."""
+        if self._problem() is not None:
+            self._dequeued = None
+        self._state, self._failure = state, None
+        with self._call("load", None):
+            self._queue.issue_again()
 
     def retrieve(self) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
-        """Return tables and slots as host arrays, by name."""
-        state = self.state
-        return jax.tree.map(np.asarray, (self.engine.tables(state), self.engine.slots(state)))
+        """Return tables and slots as host arrays, by name; no device holds more than its shard."""
+        return logical.host_arrays(self._current("retrieve"), self.engine.layout)
 
     def describe(self) -> dict[str, Any]:
-        """Return the resolved configuration as plain objects: the engine's, batch size and
-        pipelining.
-        """
+        """Return the resolved configuration as plain objects, batch size and pipelining too."""
         return {
             **self.engine.describe(),
             "per_replica_batch_size": self._per_replica,
             "pipelined": self._pipelined,
         }
 
-    def _lookup(self, batch: Any) -> PyTree:
+    def _lookup(self, batch: Batch) -> PyTree:
         assert self._state is not None
         return self.engine.lookup(self._state, batch)
 
@@ -235,8 +274,39 @@ class TPUEmbedding:
                 )
             )
 
-    def _check_alive(self) -> None:
-        if self._failure is not None:
-            raise RuntimeError(
-                f"the tables are invalid after a device error ({self._failure}); load or restore them"
-            )
+    @contextlib.contextmanager
+    def _call(self, what: str, name: str | None) -> Iterator[None]:
+        """Check that the state is valid; label what is raised; remember a device error."""
+        self._check_valid(what)
+        try:
+            with jax.profiler.TraceAnnotation(what):
+                yield
+        except Exception as error:
+            if isinstance(error, jax.errors.JaxRuntimeError):
+                self._failure = f"{what}: {error}"
+            if name is not None and what not in str(error):
+                error.add_note(f"raised by {what}")
+            raise
+
+    def _check_valid(self, what: str) -> None:
+        problem = self._problem()
+        if problem is not None:
+            expected, remedy = "a valid state", "load the tables, or set `state`"
+            raise RuntimeError(message(what, expected=expected, got=problem, remedy=remedy))
+
+    def _problem(self) -> str | None:
+        """Return what makes the state invalid; None if nothing does."""
+        if self._failure is None and self._state is not None:
+            step: Any = self._state.step
+            if step.is_deleted():
+                return "one whose arrays were donated to another function, or deleted"
+            try:
+                if step.is_ready():  # an update that failed after it was dispatched shows here
+                    step.block_until_ready()
+            except jax.errors.JaxRuntimeError as error:
+                self._failure = str(error)
+        return None if self._failure is None else f"one after a device error ({self._failure})"
+
+
+def _label(what: str, name: str | None) -> str:
+    return what if name is None else f"{what} {name!r}"
