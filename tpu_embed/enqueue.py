@@ -1,8 +1,10 @@
 """The queue of batches between `enqueue` and `dequeue`.
 
 Enters: placed batches, in order; placing a batch starts its transfer, so what waits here is
-  prefetched. Leaves: the
-oldest first, with its lookup if that was issued already. Called by `tpu_embedding.py`.
+prefetched. Leaves: the oldest first, with its activations. Called by `tpu_embedding.py`.
+
+    enqueue 1, 2   dequeue 1   apply 1   enqueue 3   dequeue 2   apply 2   dequeue 3 …
+    lookup  1              2                                 3
 """
 
 from __future__ import annotations
@@ -56,7 +58,10 @@ class BatchQueue:
         self._waiting.append(item)
 
     def pop(self) -> Enqueued:
-        """Remove the head, with its activations; the next batch becomes the head."""
+        """Remove the head, with its activations; the next batch becomes the head.
+
+        An exception of a lookup leaves the queue as it was.
+        """
         head = self._waiting[0]
         if head.activations is None:
             head = dataclasses.replace(head, activations=self._lookup(head.batch))

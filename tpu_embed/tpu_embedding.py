@@ -166,15 +166,15 @@ class TPUEmbedding:
         """
         what = _label("apply_gradients", name)
         with self._call(what, name):
-            item = self._waiting_for_gradients(what)
+            state, item = self._waiting_for_gradients(what)
             rates = self.engine.learning_rates()
             self._state = self.engine.update_in_place(
-                self._state, item.batch, gradients, learning_rates=rates
+                state, item.batch, gradients, learning_rates=rates
             )
             self._dequeued = None
 
-    def _waiting_for_gradients(self, what: str) -> Enqueued:
-        """Return the dequeued training batch.
+    def _waiting_for_gradients(self, what: str) -> tuple[TableState, Enqueued]:
+        """Return the state, and the dequeued training batch.
 
         Raises:
           RuntimeError: there is none.
@@ -187,20 +187,18 @@ class TPUEmbedding:
         elif not item.training:
             got, remedy = "one enqueued with training=False", "enqueue it with training=True"
         else:
-            return item
+            return self._state, item
         expected = "a dequeued training batch"
         raise RuntimeError(message(what, expected=expected, got=got, remedy=remedy))
 
     @property
     def state(self) -> TableState:
-        """The tables' state, for the functional door; the next `apply_gradients` donates it.
-
-        It may be set, to one that this engine made; waiting lookups are issued again.
-        """
+        """The tables' state, for the functional door; the next `apply_gradients` donates it."""
         return self._current("state")
 
     @state.setter
     def state(self, state: TableState) -> None:
+        """Replace the state by one that this engine made; waiting lookups are issued again."""
         logical.check_state(state, self.engine.layout)
         self._replace(state)
 

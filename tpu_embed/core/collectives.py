@@ -1,5 +1,4 @@
-"""The mesh and what its axes do: which split the batch, which split a table's rows, and the
-collectives over them.
+"""The mesh, what its axes do (split the batch, split a table's rows), and the collectives.
 
 Enters: arrays local to one device, inside `shard_map`. Leaves: the same, exchanged. Called by
   `route.py`.
@@ -52,10 +51,9 @@ class MeshAxes:
         return PartitionSpec(tuple(names)) if names else PartitionSpec()
 
     def reshard(self, tree: PyTree, names: Sequence[str]) -> PyTree:
-        """Split the first dimension of every leaf over the named axes, where a mesh of explicit
-        axes asks for it.
+        """Split the first dimension of every leaf over the named axes.
 
-        On automatic axes the compiler does so by itself.
+        Only a mesh of explicit axes asks for it; on automatic axes the compiler does so itself.
         """
         if all(kind == AxisType.Auto for kind in self.mesh.axis_types):
             return tree
@@ -89,7 +87,7 @@ class MeshAxes:
         return sources.transpose(by_mesh).reshape(-1)
 
     def other_batch_axes(self, shard_axes: Sequence[str]) -> tuple[str, ...]:
-        """Return the batch axes that do not split the rows: their gradients meet by an all-gather."""
+        """Return the batch axes that do not split the rows: there, an all-gather joins gradients."""
         return tuple(a for a in self.batch_axes if a not in shard_axes)
 
 
@@ -150,3 +148,21 @@ def psum(x: Array, names: Sequence[str]) -> Array:
 def any_device(flag: Array, mesh: Mesh) -> Array:
     """Tell whether `flag` (bool `[]`) is set on any device of the mesh."""
     return jax.lax.pmax(flag.astype(jnp.int32), mesh.axis_names) > 0
+
+
+def refuse_manual_axes() -> None:
+    """Refuse a call inside a user's own `shard_map`.
+
+    Raises:
+      ValueError: always there.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if manual:
+        raise ValueError(
+            message(
+                "EmbeddingEngine",
+                expected="a call of lookup or update outside shard_map",
+                got=f"one inside, over the axes {tuple(manual)}",
+                remedy="call it outside: it shards over the engine's mesh by itself",
+            )
+        )

@@ -1,33 +1,37 @@
 """The resolved configuration as a plain object: what users print, log and compare.
 
 Enters: a layout. Leaves: dicts, lists, numbers and strings only. Called by
-  `EmbeddingEngine.describe`.
+`EmbeddingEngine.describe`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from tpu_embed.core.layout import Group, Layout, TableSlice
+from tpu_embed.core.resolve import rate_callables
 
 
-def describe(layout: Layout, rate_tags: Mapping[int, int]) -> dict[str, Any]:
+def describe(layout: Layout) -> dict[str, Any]:
     """Return tables, their stacks and optimizers, and the devices, as plain objects.
+
+    A learning rate is a number, or `{"tag": i}`, the index of a callable in `"learning_rates"`;
+    those read on the host stand first, in the order of `EmbeddingEngine.learning_rates`.
 
     Args:
       layout: the engine's.
-      rate_tags: for stacks whose learning rate is a callable read on the host, its index.
     """
-    mesh = layout.axes.mesh
+    mesh, callables = layout.axes.mesh, rate_callables(layout)
     return {
         "tables": {
-            table.name: _table(layout, g, group, table, rate_tags)
-            for g, group in enumerate(layout.groups)
+            table.name: _table(layout, group, table, callables)
+            for group in layout.groups
             for table in group.tables
         },
+        "learning_rates": [_name(rate) for rate in callables],
         "features": {feature.path: feature.table.name for feature in layout.features},
         "devices": mesh.size,
         "hosts": len({device.process_index for device in mesh.devices.flat}),
@@ -40,10 +44,11 @@ def describe(layout: Layout, rate_tags: Mapping[int, int]) -> dict[str, Any]:
 
 
 def _table(
-    layout: Layout, g: int, group: Group, table: TableSlice, rate_tags: Mapping[int, int]
+    layout: Layout, group: Group, table: TableSlice, callables: Sequence[Any]
 ) -> dict[str, Any]:
     features = [feature for feature in layout.features if feature.table == table]
     optimizer = group.optimizer
+    rate = None if optimizer is None else optimizer.learning_rate
     return {
         "vocabulary_size": table.vocabulary_size,
         "padded_vocabulary_size": table.rows_per_shard * group.num_shards,
@@ -56,13 +61,9 @@ def _table(
         "offset": table.offset,
         "num_features": sum(max(1, feature.config.max_sequence_length) for feature in features),
         "optimizer": None if optimizer is None else optimizer.describe(),
-        "learning_rate": _rate(group, rate_tags.get(g)),
+        "learning_rate": {"tag": callables.index(rate)} if callable(rate) else rate,
     }
 
 
-def _rate(group: Group, tag: int | None) -> Any:
-    """Return a constant as a number, a callable read on the host as its tag, a schedule by name."""
-    if tag is not None:
-        return {"tag": tag}
-    rate = None if group.optimizer is None else group.optimizer.learning_rate
-    return getattr(rate, "__qualname__", type(rate).__name__) if callable(rate) else rate
+def _name(rate: Any) -> str:
+    return getattr(rate, "__qualname__", type(rate).__name__)

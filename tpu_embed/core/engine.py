@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import checkify
 from jax.sharding import Mesh
 
 from tpu_embed import _checks
@@ -24,7 +23,7 @@ from tpu_embed.config import TableConfig
 from tpu_embed.core import logical, structure
 from tpu_embed.core.batch import Batch
 from tpu_embed.core.batch_spec import BatchSpec
-from tpu_embed.core.collectives import make_axes
+from tpu_embed.core.collectives import make_axes, refuse_manual_axes
 from tpu_embed.core.describe import describe
 from tpu_embed.core.gradients import checked_gradients
 from tpu_embed.core.ids import host_ids
@@ -34,7 +33,7 @@ from tpu_embed.core.lookup import lookup, not_differentiable
 from tpu_embed.core.place import Placer
 from tpu_embed.core.resolve import HostRates, make_layout
 from tpu_embed.core.tables import TableState
-from tpu_embed.core.traced import TracedIds, make_traced
+from tpu_embed.core.traced import TracedIds, check_bad_ids, make_traced
 from tpu_embed.core.update import Operands, update
 
 
@@ -57,7 +56,8 @@ class EmbeddingEngine:
     Example:
       >>> import numpy as np, tpu_embed
       >>> table = tpu_embed.TableConfig(vocabulary_size=8, dim=2, name="item")
-      >>> engine = EmbeddingEngine({"x": tpu_embed.FeatureConfig(table)}, tpu_embed.optimizers.SGD(0.1))
+      >>> feature_config = {"x": tpu_embed.FeatureConfig(table)}
+      >>> engine = EmbeddingEngine(feature_config, tpu_embed.optimizers.SGD(0.1))
       >>> state = engine.init(jax.random.key(0))
       >>> batch = engine.place({"x": np.zeros([jax.device_count(), 3], np.int32)})
       >>> activations = engine.lookup(state, batch)
@@ -88,6 +88,7 @@ class EmbeddingEngine:
         self._init_program = jax.jit(self._init)
         self._lookup_program = jax.jit(self._lookup)
         self._update_program = jax.jit(self._update)
+        self._update_in_place_program = jax.jit(self._update, donate_argnums=0)
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -108,14 +109,13 @@ class EmbeddingEngine:
         return TableState(tables, slots, jnp.int32(0), counters)
 
     def tables(self, state: TableState) -> dict[str, Array]:
-        """Return the logical tables `[V, D]` by name, in their dtype: gathered, so it costs a copy
-        of all tables.
-        """
+        """Return the logical tables `[V, D]` by name, in their dtype: a copy of all of them."""
         return logical.tables(state, self.layout)
 
     def slots(self, state: TableState) -> dict[str, dict[str, Array]]:
-        """Return the logical slots by table name, then slot name: `[V, D]`, `[V]`, or one array of
-        a whole stack.
+        """Return the logical slots by table name, then slot name: a copy of all of them.
+
+        `[V, D]`, or `[V]` for one number a row; a slot that a whole stack shares is as it is.
         """
         return logical.slots(state, self.layout)
 
@@ -171,8 +171,7 @@ class EmbeddingEngine:
         tables: Mapping[str, ArrayLike],
         slots: Mapping[str, Mapping[str, ArrayLike]] | None = None,
     ) -> TableState:
-        """Return the state with whole tables and slots replaced by arrays; all are checked before
-        any is used.
+        """Return the state with whole tables and slots replaced; all are checked before any is used.
 
         Args:
           state: the state.
@@ -223,7 +222,7 @@ class EmbeddingEngine:
         self, batch: PyTree, weights: PyTree | None, spec: BatchSpec | None
     ) -> Batch | TracedIds:
         """Return ids that can be located: a placed batch, traced arrays, or host ids placed now."""
-        _refuse_manual_axes()
+        refuse_manual_axes()
         if isinstance(batch, Batch):
             if weights is not None or spec is not None:
                 what = "weights and spec"
@@ -270,7 +269,7 @@ class EmbeddingEngine:
     def _lookup(self, tables: dict[str, Array], source: Batch | TracedIds) -> list[Array]:
         self._traces["lookup"] += 1
         activations, bad_ids = lookup(not_differentiable(tables), source, self.layout)
-        self._check_bad_ids(bad_ids)
+        check_bad_ids(bad_ids, self.layout)
         return activations
 
     def update(
@@ -285,8 +284,8 @@ class EmbeddingEngine:
     ) -> TableState:
         """Return the state after one step of every table's optimizer.
 
-        Pure: donate the state (`jax.jit(..., donate_argnums=…)`) and it is updated in place;
-        without, every table is copied.
+        Pure: every table is copied, unless a jit around it donates the state
+        (`jax.jit(..., donate_argnums=…)`). Outside a jit, see `update_in_place`.
 
         Args:
           state: the tables.
@@ -303,40 +302,58 @@ class EmbeddingEngine:
             `lookup` refuses.
           TypeError: what `lookup` refuses.
         """
-        self.check_trainable("update")
         source = self._source(batch, weights, spec)
-        gradients = checked_gradients(
-            self._structure.match(activation_gradients, what="activation_gradients"),
-            source.spec,
-            self.layout,
-        )
-        if learning_rates is None and not isinstance(state.step, Tracer):
+        operands = self._operands(state, source, activation_gradients, learning_rates)
+        return self._update_program(state, source, operands)
+
+    def update_in_place(
+        self,
+        state: TableState,
+        batch: Batch,
+        activation_gradients: PyTree,
+        *,
+        learning_rates: tuple[ArrayLike, ...] | None = None,
+    ) -> TableState:
+        """Return what `update` does, in the memory of `state`, which is gone afterwards.
+
+        For use outside a jit; arguments and errors are those of `update`. An error of an argument
+        leaves the state as it was.
+        """
+        source = self._source(batch, None, None)
+        operands = self._operands(state, source, activation_gradients, learning_rates)
+        return self._update_in_place_program(state, source, operands)
+
+    def _operands(
+        self,
+        state: TableState,
+        source: Batch | TracedIds,
+        gradients: PyTree,
+        learning_rates: tuple[ArrayLike, ...] | None,
+    ) -> Operands:
+        """Return the checked operands of an update."""
+        self.check_trainable("update")
+        given = self._structure.match(gradients, what="activation_gradients")
+        checked = checked_gradients(given, source.spec, self.layout)
+        leaves = jax.tree.leaves((state, source, checked))
+        if learning_rates is None and not any(isinstance(leaf, Tracer) for leaf in leaves):
             learning_rates = self.learning_rates()
         rates = self._rates.by_group(learning_rates)
-        return self._update_program(state, source, Operands(gradients, state.step + 1, rates))
+        return Operands(checked, state.step + 1, rates)
 
     def _update(
         self, state: TableState, source: Batch | TracedIds, operands: Operands
     ) -> TableState:
         self._traces["update"] += 1
         new = update(state.tables, state.slots, source, operands, self.layout)
-        self._check_bad_ids(new.bad_ids)
+        check_bad_ids(new.bad_ids, self.layout)
         counters = {
             "bad_ids": state.counters["bad_ids"] + new.bad_ids,
             "overflows": state.counters["overflows"] + new.overflows,
         }
         return TableState(new.tables, new.slots, operands.step, counters)
 
-    def _check_bad_ids(self, bad_ids: Array) -> None:
-        """Report ids that no policy allows where that can be done: under `checkify`."""
-        for f, feature in enumerate(self.layout.features):
-            what = f"feature {feature.path!r}: {{count}} id(s) outside [0, {feature.table.vocabulary_size})"
-            checkify.debug_check(
-                bad_ids[f] == 0, f"{what} of table {feature.table.name!r}", count=bad_ids[f]
-            )
-
     def learning_rates(self) -> tuple[Array, ...]:
-        """Call every learning rate that is a callable without arguments, once; return the values."""
+        """Call every learning rate that takes no arguments, once; return the values."""
         return self._rates.read()
 
     def check_trainable(self, what: str) -> None:
@@ -370,29 +387,9 @@ class EmbeddingEngine:
 
     @property
     def compilations(self) -> dict[str, int]:
-        """How often `lookup` and `update` were traced: once a shape of batch, whatever the number
-        of batches.
-        """
+        """How often `lookup` and `update` were traced: once for each `BatchSpec` met."""
         return {what: self._traces[what] for what in ("lookup", "update")}
 
     def describe(self) -> dict[str, Any]:
-        """Return the resolved configuration as plain objects: tables, stacks, optimizers, devices."""
-        return describe(self.layout, self._rates.tags)
-
-
-def _refuse_manual_axes() -> None:
-    """Refuse a call inside a user's own `shard_map`.
-
-    Raises:
-      ValueError: always there.
-    """
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    if manual:
-        raise ValueError(
-            message(
-                "EmbeddingEngine",
-                expected="a call outside shard_map",
-                got=f"one inside, over the axes {tuple(manual)}",
-                remedy="call lookup and update outside it: they shard over the engine's mesh themselves",
-            )
-        )
+        """Return the resolved configuration as plain objects: what tables and devices became."""
+        return describe(self.layout)

@@ -6,6 +6,7 @@ Enters: a gradient a feature. Leaves: one array a stack. Called by
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +30,7 @@ def checked_gradients(
       layout: the engine's.
 
     Raises:
-      ValueError: a leaf that is no array of floats, or of another shape than the activation.
+      ValueError: a leaf that is no array of floats, or has another shape than the activation.
     """
     checked: list[Array | None] = []
     for feature, form, gradient in zip(layout.features, spec.forms, gradients, strict=True):
@@ -37,7 +38,8 @@ def checked_gradients(
         dim = layout.groups[feature.group].dim
         expected = (form.batch, *form.inner, dim)
         if gradient is None:
-            warnings.warn(f"{what}: None is taken as zeros of shape {expected}", stacklevel=3)
+            text = f"{what}: None is taken as zeros of shape {expected}; rows may move all the same"
+            warnings.warn(text, stacklevel=_callers_level())
             checked.append(None)
             continue
         if not hasattr(gradient, "shape") or not hasattr(gradient, "dtype"):
@@ -51,12 +53,19 @@ def checked_gradients(
     return checked
 
 
+def _callers_level() -> int:
+    """Return the `stacklevel` of the first caller outside the package."""
+    package = __name__.partition(".")[0]
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 def group_gradients(
     gradients: Sequence[Array | None], spec: BatchSpec, layout: Layout
 ) -> dict[int, Array]:
-    """Return one device's gradients `[bags, D]` of every stack that has an optimizer, by its
-    number.
-    """
+    """Return one device's gradients `[bags, D]` of every stack that has an optimizer."""
     joined = {}
     for g, group in enumerate(layout.groups):
         if group.optimizer is None:

@@ -1,8 +1,8 @@
 """Logical tables and slots: read from the physical arrays, or set in them.
 
-Enters: a `TableState` and names of tables and slots. Leaves: arrays by name, or a new state. Called
-  by the engine.
-Every shape is checked before anything is computed.
+Enters: a `TableState` and names of tables and slots. Leaves: arrays by name, on the devices or on
+the host, or a new state. Called by the engine and the stateful door. Every shape is checked before
+anything is computed.
 """
 
 from __future__ import annotations
@@ -89,6 +89,30 @@ def fields(layout: Layout) -> Iterator[Field]:
                 yield field(layout, table.name, slot)
 
 
+def check_state(state: Any, layout: Layout) -> None:
+    """Check that every array of a state has the shape and dtype that the layout asks for.
+
+    Raises:
+      ValueError: it is no state, or that of another engine.
+    """
+    what, remedy = "state", "give one that this engine's init, update or load returned"
+    if not isinstance(state, TableState):
+        got = type(state).__name__
+        raise ValueError(message(what, expected="a TableState", got=got, remedy=remedy))
+    for f in fields(layout):
+        rows = (f.group.physical_rows,) if f.shape.per_row else ()
+        dtype = storage.stored_dtype(f.shape.dtype)
+        expected = f"{dtype} of shape {(*rows, *f.shape.shape)} for {f.label}"
+        try:
+            array = f.read(state)
+            got = f"{array.dtype} of shape {array.shape} for {f.label}"
+            got = "arrays that were donated, or deleted" if array.is_deleted() else got
+        except KeyError:
+            got = "none"
+        if got != expected:
+            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+
+
 @partial(jax.jit, static_argnames="layout")
 def tables(state: TableState, layout: Layout) -> dict[str, Array]:
     """Return the logical tables `[V, D]` by name."""
@@ -113,6 +137,56 @@ def _read(state: TableState, f: Field, axes: MeshAxes) -> Array:
     return storage.decode(stored, f.shape.dtype)
 
 
+def host_arrays(
+    state: TableState, layout: Layout
+) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
+    """Return the logical tables by name, and slots by table name, then slot name, as NumPy arrays.
+
+    They are put together on the host, shard by shard: no device holds more than it does already.
+    """
+    found: tuple[dict, dict] = ({}, {})
+    for f in fields(layout):
+        if f.slot is None:
+            found[0][f.table.name], found[1][f.table.name] = host_array(state, f), {}
+        else:
+            found[1][f.table.name][f.slot] = host_array(state, f)
+    return found
+
+
+def host_array(state: TableState, f: Field) -> np.ndarray:
+    """Return one logical table or slot as a NumPy array of its own memory.
+
+    Raises:
+      RuntimeError: some shards are on another host.
+    """
+    stored, dtype = f.read(state), jnp.dtype(f.shape.dtype)
+    if not f.shape.per_row:
+        return np.array(stored).view(dtype)
+    table, shards = f.table, f.group.num_shards
+    logical = np.empty((table.vocabulary_size, *f.shape.shape), stored.dtype)
+    missing = set(range(shards))
+    for shard, local in _host_shards(stored, f.group):
+        missing.discard(shard)
+        first = shard * table.rows_per_shard
+        div = f.group.placement == "div"
+        mine = logical[first : first + table.rows_per_shard] if div else logical[shard::shards]
+        mine[...] = local[table.offset : table.offset + len(mine)]
+    if missing:
+        got = f"none of {sorted(missing)}"
+        raise RuntimeError(message(f.label, expected="all shards on this host", got=got))
+    return logical.view(dtype)
+
+
+def _host_shards(stored: Array, group: Group) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the number and the local rows `[R, …]` of every shard of this host, each once."""
+    pieces = {piece.index[0].start or 0: piece.data for piece in stored.addressable_shards}
+    if any(first % group.rows or len(piece) % group.rows for first, piece in pieces.items()):
+        pieces = {0: stored}  # sharded anew by the user: no piece is a shard
+    for first, piece in pieces.items():
+        for shard, rows in enumerate(np.split(np.asarray(piece), len(piece) // group.rows)):
+            yield first // group.rows + shard, rows
+
+
 def set_rows(
     state: TableState,
     layout: Layout,
@@ -123,22 +197,44 @@ def set_rows(
     slot: str | None = None,
 ) -> TableState:
     """Return the state with some rows of a table or slot set; see `EmbeddingEngine.set_rows`."""
+    f = _field_of_rows(layout, name, slot)
+    chosen, given = _array(rows), _array(values)
+    _check_rows(f, chosen, given)
+    return f.write(state, _write_copy(f.read(state), chosen, given, f, layout.axes))
+
+
+def _array(value: Any) -> Any:
+    return value if isinstance(value, (jax.Array, np.ndarray)) else np.asarray(value)
+
+
+def _field_of_rows(layout: Layout, name: str, slot: str | None) -> Field:
+    """Return a table, or a slot that has a part a row.
+
+    Raises:
+      ValueError: there is none of this name, or the whole stack shares it.
+    """
     f = field(layout, name, slot)
-    _check_rows(f, rows, values)
-    return f.write(state, _write(f.read(state), rows, values, f, layout.axes))
+    if not f.shape.per_row:
+        expected, got = "a slot with a part for each row", "one array that the whole stack shares"
+        remedy = f"use load_arrays(state, {{}}, {{{name!r}: {{{slot!r}: array}}}})"
+        raise ValueError(message(f.label, expected=expected, got=got, remedy=remedy))
+    return f
+
+
+def _check_numbers(label: str, dtype: Any) -> None:
+    if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
+        raise ValueError(message(label, expected="real numbers", got=f"dtype {dtype}"))
 
 
 def _check_rows(f: Field, rows: Any, values: Any) -> None:
-    if not f.shape.per_row:
-        remedy = "it is one array for the whole stack: use load_arrays"
-        raise ValueError(message(f.label, expected="a slot with rows", got="none", remedy=remedy))
-    if jnp.ndim(rows) != 1 or not jnp.issubdtype(jnp.result_type(rows), jnp.integer):
-        got = f"{jnp.result_type(rows)} of shape {jnp.shape(rows)}"
-        raise ValueError(message(f"{f.label}: rows", expected="integers [n]", got=got))
-    expected = (*jnp.shape(rows), *f.shape.shape)
-    if jnp.shape(values) != expected:
-        got = f"{jnp.shape(values)}"
+    if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
+        got = f"{rows.dtype} of shape {rows.shape}"
+        raise ValueError(message(f"{f.label}: rows", expected="integers of shape (n,)", got=got))
+    expected = (*rows.shape, *f.shape.shape)
+    if values.shape != expected:
+        got = f"{values.shape}"
         raise ValueError(message(f"{f.label}: values", expected=f"shape {expected}", got=got))
+    _check_numbers(f"{f.label}: values", values.dtype)
     if isinstance(rows, Tracer):
         return
     known, size = np.asarray(rows), f.table.vocabulary_size
@@ -146,10 +242,10 @@ def _check_rows(f: Field, rows: Any, values: Any) -> None:
     if outside.size:
         got = f"row {outside[0]}"
         raise ValueError(message(f"{f.label}: rows", expected=f"rows in [0, {size})", got=got))
-    if np.unique(known).size != known.size:
-        raise ValueError(
-            message(f"{f.label}: rows", expected="different rows", got="a row more than once")
-        )
+    numbers, counts = np.unique(known, return_counts=True)
+    if numbers.size != known.size:
+        got = f"row {numbers[counts.argmax()]} {counts.max()} times"
+        raise ValueError(message(f"{f.label}: rows", expected="each row once", got=got))
 
 
 def _write(physical: Array, rows: Any, values: Any, f: Field, axes: MeshAxes) -> Array:
@@ -161,6 +257,7 @@ def _write(physical: Array, rows: Any, values: Any, f: Field, axes: MeshAxes) ->
     return set_physical_rows(physical, places, stored, f.group, axes)
 
 
+_write_copy = jax.jit(_write, static_argnames=("f", "axes"))
 _write_in_place = jax.jit(_write, static_argnames=("f", "axes"), donate_argnums=0)
 _copy = jax.jit(jnp.copy)
 
@@ -174,21 +271,21 @@ def load(
     slot: str | None = None,
 ) -> TableState:
     """Return the state with a whole table or slot replaced; see `EmbeddingEngine.load`."""
-    f = field(layout, name, slot)
-    if not f.shape.per_row:
-        remedy = "it is one array for the whole stack: use load_arrays"
-        raise ValueError(message(f.label, expected="a slot with rows", got="none", remedy=remedy))
+    f = _field_of_rows(layout, name, slot)
     physical, start, size = _copy(f.read(state)), 0, f.table.vocabulary_size
     for block in blocks_of_rows:
         values = np.asarray(block)
-        if values.shape[1:] != f.shape.shape or start + len(values) > size:
-            expected = f"blocks [n, {', '.join(map(str, f.shape.shape))}] of {size} rows in all"
-            got = f"shape {values.shape} at row {start}"
+        one = values.ndim and values.shape[1:] == f.shape.shape
+        if not one or start + len(values) > size:
+            form = ", ".join(map(str, ("n", *f.shape.shape)))
+            expected = f"blocks of shape ({form}) that have {size} rows in all"
+            got = f"shape {values.shape} from row {start} on"
             raise ValueError(message(f.label, expected=expected, got=got))
+        _check_numbers(f.label, values.dtype)
         physical = _write_block(physical, start, values, f, layout.axes)
         start += len(values)
     if start != size:
-        raise ValueError(message(f.label, expected=f"{size} rows", got=f"{start}"))
+        raise ValueError(message(f.label, expected=f"{size} rows in all", got=f"{start}"))
     return f.write(state, physical)
 
 
@@ -231,6 +328,7 @@ def load_arrays(
             raise ValueError(
                 message(f.label, expected=f"shape {expected}", got=f"{np.shape(array)}")
             )
+        _check_numbers(f.label, _array(array).dtype)
     for f, array in given:
         if f.shape.per_row:
             state = load(state, layout, f.table.name, [array], slot=f.slot)

@@ -1,19 +1,19 @@
-"""What the declarations leave open is settled once: optimizers, initializers, layout, learning
-rates.
+"""What the declarations leave open is settled once: optimizers, initializers, layout, rates.
 
 Enters: the flattened feature configuration and the engine's defaults. Leaves: a `Layout`, and the
-  learning rates that
-must be read on the host. Called by the engine at construction; the configs are never written to.
+learning rates that must be read on the host. Called by the engine at construction; the configs are
+never written to.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from tpu_embed import initializers
-from tpu_embed._checks import is_number, message
+from tpu_embed._checks import message
 from tpu_embed._types import Array, ArrayLike
 from tpu_embed.core.collectives import MeshAxes
 from tpu_embed.core.layout import FeatureLayout, Layout, ResolvedTable, make_groups
@@ -103,6 +103,17 @@ def _table_optimizers(declared: Structure, default: Any) -> list[TableOptimizer 
     return optimizers
 
 
+def rate_callables(layout: Layout) -> list[Any]:
+    """Return the learning rates that are callables, equal ones once, the schedules last."""
+    rates = [group.optimizer.learning_rate for group in layout.groups if group.optimizer]
+    found: list[Any] = []
+    for kind in (LearningRateKind.HOST, LearningRateKind.SCHEDULE):
+        for rate in rates:
+            if learning_rate_kind(rate) is kind and rate not in found:
+                found.append(rate)
+    return found
+
+
 class HostRates:
     """Learning rates that are callables without arguments: read on the host, once an update.
 
@@ -113,14 +124,16 @@ class HostRates:
     """
 
     def __init__(self, layout: Layout) -> None:
-        self._callables: list[Any] = []
-        self.tags: dict[int, int] = {}
+        self._callables = [
+            rate
+            for rate in rate_callables(layout)
+            if learning_rate_kind(rate) is LearningRateKind.HOST
+        ]
+        self._tags: dict[int, int] = {}
         for g, group in enumerate(layout.groups):
             rate = None if group.optimizer is None else group.optimizer.learning_rate
-            if learning_rate_kind(rate) is LearningRateKind.HOST:
-                if rate not in self._callables:
-                    self._callables.append(rate)
-                self.tags[g] = self._callables.index(rate)
+            if rate in self._callables:
+                self._tags[g] = self._callables.index(rate)
 
     def read(self) -> tuple[Array, ...]:
         """Call each callable once; return scalars `[]` by tag.
@@ -130,28 +143,33 @@ class HostRates:
         """
         return tuple(_scalar(rate(), rate) for rate in self._callables)
 
-    def by_group(self, values: tuple[ArrayLike, ...] | None) -> dict[int, Array]:
+    def by_group(self, values: Sequence[ArrayLike] | None) -> dict[int, Array]:
         """Return the value of every group that has such a rate.
 
         Raises:
-          ValueError: there are such rates, and no values or another number of them.
+          ValueError: another number of values than of such rates.
         """
-        if not self._callables:
-            return {}
-        if values is None or len(values) != len(self._callables):
+        given = () if values is None else values
+        if not isinstance(given, (tuple, list)) or len(given) != len(self._callables):
+            got = f"{len(given)}" if isinstance(given, (tuple, list)) else repr(given)
             raise ValueError(
                 message(
                     "learning_rates",
                     expected=f"{len(self._callables)} value(s), read outside the jitted function",
-                    got="None" if values is None else f"{len(values)}",
+                    got="None" if values is None else got,
                     remedy="pass update(..., learning_rates=engine.learning_rates())",
                 )
             )
-        return {g: jnp.asarray(values[tag]) for g, tag in self.tags.items()}
+        return {g: jnp.asarray(given[tag], float) for g, tag in self._tags.items()}
 
 
 def _scalar(value: Any, rate: Any) -> Array:
-    if not is_number(value) and jnp.shape(value) != ():
-        what = f"learning_rate {rate!r}"
+    try:
+        scalar = jnp.asarray(value, float)
+    except (TypeError, ValueError):
+        scalar = None
+    if scalar is None or scalar.shape != ():
+        name = getattr(rate, "__qualname__", repr(rate))
+        what = f"learning_rate {name}"
         raise ValueError(message(what, expected="a call that returns a number", got=repr(value)))
-    return jnp.asarray(value, float)
+    return scalar

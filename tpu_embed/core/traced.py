@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import checkify
 
 from tpu_embed._checks import message
 from tpu_embed._types import PADDING_ID, Array
@@ -55,7 +56,7 @@ class TracedIds:
         return Located(tuple(located), jnp.stack([bad[f] for f in range(len(layout.features))]))
 
     def _bags(self, values: Array, f: int, fill: int) -> Array:
-        """Return `[examples, bags, width]` of one feature: a sequence is cut or padded to L bags."""
+        """Return `[examples, bags, width]` of one feature, a sequence cut or padded to L bags."""
         form = self.spec.forms[f]
         shape = (self.spec.local_batch, form.bags, form.width or 0)
         if form.combines or values.ndim == 1:
@@ -113,6 +114,15 @@ def make_traced(
     return TracedIds(arrays, scales, dataclasses.replace(own, groups=groups), checked=False)
 
 
+def check_bad_ids(bad_ids: Array, layout: Layout) -> None:
+    """Report ids that no policy allows where that can be done: under `checkify`."""
+    for f, feature in enumerate(layout.features):
+        size = feature.table.vocabulary_size
+        what = f"feature {feature.path!r}: {{count}} id(s) outside [0, {size})"
+        where = f"of table {feature.table.name!r}"
+        checkify.debug_check(bad_ids[f] == 0, f"{what} {where}", count=bad_ids[f])
+
+
 def _form(path: str, config: Any, ids: Array, weights: Array | None) -> FeatureForm:
     if weights is not None and weights.shape != ids.shape:
         raise ValueError(
@@ -163,8 +173,6 @@ def _physical(ids: Array, layout: Layout, f: int) -> Array:
 
 
 def _join(columns: Sequence[Array], padding: int) -> Array:
-    """Return `[N]` in batch order from `[examples, columns]` a feature; one padding entry if there
-    are none.
-    """
+    """Return `[N]` in batch order from `[examples, columns]` a feature; N is at least 1."""
     joined = jnp.concatenate(columns, axis=1).reshape(-1)
     return joined if joined.size else jnp.full((1,), padding, joined.dtype)
