@@ -1,5 +1,4 @@
-"""Embedding tables larger than one device, for JAX: sharded lookup, sparse updates, slots beside
-the rows.
+"""Embedding tables larger than one device, for JAX: sharded lookups, sparse updates.
 
 The batch's path, by file name:
 

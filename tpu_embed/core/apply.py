@@ -69,9 +69,7 @@ def apply_rule(
 
 
 def every_row(sums: RowSums, group: Group) -> RowSums:
-    """Return all R rows with their gradients, zero where the batch has none: for a rule that decays
-    every row.
-    """
+    """Return all R rows with their gradients: for a rule that decays every row, touched or not."""
     dense = dispatch.set_rows(
         jnp.zeros((group.rows, group.dim), sums.sums.dtype), sums.rows, sums.sums
     )

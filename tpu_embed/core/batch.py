@@ -75,9 +75,7 @@ class Batch:
 
 
 class Part(NamedTuple):
-    """Where one stack's ids stand in a packed line: offsets in int32 numbers, -1 for what is not
-    there.
-    """
+    """Where one stack's ids stand in a packed line: offsets in int32 numbers, -1 for none."""
 
     rows: int
     bags: int
@@ -101,8 +99,9 @@ def parts(spec: BatchSpec, layout: Layout) -> tuple[Part, ...]:
 
 
 def natural_spec(hosts: Sequence[HostIds], layout: Layout) -> BatchSpec:
-    """Return the spec of the features' own forms and exact numbers of ids; exchange capacities are
-    not counted yet.
+    """Return the spec of the features' own forms and exact numbers of ids.
+
+    The exchange capacities are not counted yet.
 
     Raises:
       ValueError: the features' batch sizes differ, or do not divide over the replicas.
@@ -160,9 +159,7 @@ def pack(hosts: Sequence[HostIds], spec: BatchSpec, layout: Layout) -> np.ndarra
 def packed_rows(
     packed: np.ndarray, spec: BatchSpec, layout: Layout, group: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the physical rows of a packed stack, and the example (on its device) of each,
-    `[replicas, N]` both.
-    """
+    """Return the physical rows of a packed stack `[replicas, N]`, and their examples likewise."""
     place, n = parts(spec, layout)[group], spec.ids(group)
     rows = _view(packed, place.rows, n, layout.groups[group].index_dtype)
     if not spec.is_dense(group):
@@ -256,9 +253,7 @@ def _pack_flat(
 
 
 def _flatten(host: HostIds) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return ids, bags (over the whole batch) and weights of one feature without padding, in batch
-    order.
-    """
+    """Return ids, global bags and weights of one feature, in batch order without padding."""
     if host.bags is not None:
         return host.ids, host.bags, host.weights
     index = np.flatnonzero(host.ids >= 0)

@@ -1,5 +1,4 @@
-"""Exact exchange capacities of a batch, counted on the host: nothing is ever dropped, and shapes
-stay static.
+"""Exact exchange capacities of a batch: nothing is ever dropped, and shapes stay static.
 
 Enters: the packed rows of one batch. Leaves: how many distinct rows, and how many partial sums, the
   fullest
@@ -59,9 +58,7 @@ def _count(
 
 
 def _runs_per_shard(ordered: np.ndarray, group: Group, scale: int = 1) -> int:
-    """Return the most runs of equal numbers that fall to one shard, of sorted `[replicas, N]` rows
-    times `scale`.
-    """
+    """Return the most runs that fall to one shard, of sorted `[replicas, N]` rows times `scale`."""
     bounds = np.arange(group.num_shards + 1, dtype=np.int64) * (group.rows * scale)
     most = 0
     for line in ordered:

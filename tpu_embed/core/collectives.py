@@ -87,7 +87,7 @@ class MeshAxes:
         return sources.transpose(by_mesh).reshape(-1)
 
     def other_batch_axes(self, shard_axes: Sequence[str]) -> tuple[str, ...]:
-        """Return the batch axes that do not split the rows: there, an all-gather joins gradients."""
+        """Return the batch axes that do not split the rows: an all-gather joins gradients there."""
         return tuple(a for a in self.batch_axes if a not in shard_axes)
 
 

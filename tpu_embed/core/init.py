@@ -39,9 +39,7 @@ class Made(NamedTuple):
 
 
 class Line(NamedTuple):
-    """What physical rows stand for, `[n]` each: the key of the logical row, its number, whether
-    there is one.
-    """
+    """What physical rows `[n]` stand for: keys, numbers, and existence of their logical rows."""
 
     keys: Array
     rows: Array
@@ -75,9 +73,7 @@ def init_tables(key: Array, groups: tuple[Group, ...], axes: MeshAxes) -> tuple[
 
 
 def _init_group(key: Array, group: Group) -> Made:
-    """Fill this device's shard of one stack, a run of adjacent tables with one initializer at a
-    time.
-    """
+    """Fill this device's shard of one stack, adjacent tables of one initializer at a time."""
     made = Made(
         jnp.zeros((group.rows, group.dim), storage.stored_dtype(group.dtype)),
         {

@@ -53,8 +53,7 @@ class TableSlice:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """One stack: tables of the same dim, dtype, optimizer and placement in one physical array `[S *
-    R, D]`.
+    """One stack: tables of one dim, dtype, optimizer and placement in one array `[S * R, D]`.
 
     Attributes:
       name: key of the stack in `TableState`.
@@ -236,9 +235,7 @@ class Layout:
         return tuple(i for i, feature in enumerate(self.features) if feature.group == group)
 
     def block_size(self, batch: int) -> int:
-        """Return ceil(B / G), the examples of one block; G is at least the number of parts of the
-        batch.
-        """
+        """Return ceil(B / G), the examples of one block; G is at least the number of replicas."""
         return -(-batch // max(self.sum_blocks, self.axes.replicas))
 
     def blocks_per_device(self, batch: int) -> int:

@@ -71,16 +71,14 @@ def bag_form(spec: BatchSpec, layout: Layout, g: int) -> BagForm:
 
 
 def bag_offsets(spec: BatchSpec, g: int) -> tuple[tuple[int, ...], int]:
-    """Return the first bag of every feature of a stack within an example, and the bags an example
-    has.
-    """
+    """Return the first bag, within an example, of every feature of a stack; and their number."""
     sizes = [spec.forms[f].bags for f in spec.groups[g].features]
     ends = np.cumsum([0, *sizes]).tolist()
     return tuple(ends[:-1]), ends[-1]
 
 
 def dense_bags(spec: BatchSpec, g: int) -> Array:
-    """Return the bag of every id of a dense stack on one device, `[N]`: it follows from the column."""
+    """Return the bag of every id of a dense stack on one device, `[N]`, from its column."""
     offsets, per_example = bag_offsets(spec, g)
     if not sum(spec.columns(g)):
         return jnp.zeros(spec.ids(g), jnp.int32)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import PartitionSpec
 
+from tpu_embed._checks import message
 from tpu_embed._types import Array
 from tpu_embed.core import collectives, route
 from tpu_embed.core.batch import Batch
@@ -25,8 +26,7 @@ from tpu_embed.kernels import storage
 
 @jax.custom_jvp
 def not_differentiable(tables: dict[str, Array]) -> dict[str, Array]:
-    """Return the tables; asking for their gradient through a lookup is an error, never a dense
-    array.
+    """Return the tables; asking for their gradient is an error, never a dense array.
 
     Raises:
       TypeError: under differentiation with respect to the tables.
@@ -37,8 +37,12 @@ def not_differentiable(tables: dict[str, Array]) -> dict[str, Array]:
 @not_differentiable.defjvp
 def _refuse_gradient(primals: tuple, tangents: tuple) -> tuple:
     raise TypeError(
-        "lookup: expected differentiation with respect to activations (or weights), got the tables of the state; "
-        "take the gradient of the loss with respect to the activations and give it to EmbeddingEngine.update"
+        message(
+            "lookup",
+            expected="differentiation with respect to the activations or the weights",
+            got="the tables of the state",
+            remedy="give the activations' gradients to EmbeddingEngine.update",
+        )
     )
 
 
@@ -92,9 +96,7 @@ def _lookup_group(
 
 
 def _fetch(table: Array, rows: Array, source: Batch | TracedIds, layout: Layout, g: int) -> Array:
-    """Return the stored row of every id; where they might not fit the capacity, by the branch that
-    holds them.
-    """
+    """Return the stored row of every id, by the worst-case branch if the capacity is too small."""
     group: Group = layout.groups[g]
     capacity = source.spec.groups[g].rows
     if source.checked or group.num_shards == 1:

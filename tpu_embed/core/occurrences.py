@@ -1,5 +1,4 @@
-"""Without gradient accumulation: every occurrence of an id updates its row by itself, in batch
-order.
+"""Without gradient accumulation: every occurrence of an id updates its row by itself.
 
 Enters: rows with one gradient an occurrence, in batch order. Leaves: the updated shard. Called by
   `update.py`.
@@ -55,9 +54,7 @@ def apply_each(
 
 
 def _by_round(rows: Array, group: Group) -> tuple[Array, Array, Array]:
-    """Return round, row and position of every occurrence, ordered by round, then row; absent ones
-    last.
-    """
+    """Return round, row and position of every occurrence, by round, then row; absent ones last."""
     runs = dedup.find_runs(rows, group.rows)
     positions = jnp.arange(rows.shape[0], dtype=jnp.int32)
     size = rows.shape[0]

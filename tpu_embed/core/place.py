@@ -1,5 +1,4 @@
-"""From judged ids to a `Batch` on the devices, with as few different shapes as a stream of batches
-needs.
+"""From judged ids to a `Batch` on the devices, in as few shapes as a stream of batches needs.
 
 Enters: `HostIds` of all features. Leaves: a `Batch`. Called by `EmbeddingEngine.place`.
 """

@@ -28,9 +28,7 @@ from tpu_embed.kernels import dispatch
 
 
 class Task(NamedTuple):
-    """One stack to update on one device: its ids, its activations' gradients `[bags, D]`, and what
-    is static.
-    """
+    """One stack to update on one device: its ids, the gradients `[bags, D]`, what is static."""
 
     ids: LocalIds
     gradients: Array
@@ -92,9 +90,7 @@ def summed(task: Task, capacity: int) -> RowSums:
 
 
 def overflows(task: Task, capacity: int) -> Array:
-    """Tell, bool `[]`, whether this device has more partial sums for some destination than it has
-    room for.
-    """
+    """Tell, bool `[]`, whether this device's partial sums exceed some destination's room."""
     return route.make_route(task.ids.rows, task.group, capacity, _parts(task)).overflow
 
 
@@ -127,10 +123,10 @@ def _fits_psum(task: Task) -> bool:
 
 
 def _summed_by_psum(task: Task) -> RowSums:
-    """Sum a small replicated stack densely: `[G, R, D]` block sums, one psum, then the blocks in
-    order.
+    """Sum a small replicated stack densely.
 
-    The psum is exact: a block is non-zero on one device only.
+    `[G, R, D]` block sums, one psum (exact: a block is non-zero on one device only), then the
+    blocks in order.
     """
     blocks, rows, axes = task.blocks, task.group.rows, task.layout.axes.batch_axes
     cells = _blocks(task) * rows + task.ids.rows.astype(jnp.int32)

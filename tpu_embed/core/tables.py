@@ -65,8 +65,7 @@ def slot_shapes(group: Group) -> Mapping[str, SlotShape]:
 
 
 def logical_rows(physical: Array, group: Group, table: TableSlice) -> Array:
-    """Return the rows of one logical table, `[V, …]`, from the physical array of its stack (a
-    copy).
+    """Return a copy of the rows of one logical table, `[V, …]`, out of its stack.
 
     Args:
       physical: `[S * R, …]`.

@@ -1,5 +1,4 @@
-"""Activation gradients in, updated rows out: one summed gradient a touched row, the optimizer's
-rule, rows set.
+"""Activation gradients in, updated tables out: sums by row, the optimizer's rule, rows set.
 
 Enters: state arrays, the ids of all stacks and one gradient array a stack. Leaves: new state
   arrays, in place when the
@@ -43,7 +42,7 @@ class Operands(NamedTuple):
 
 
 class Updated(NamedTuple):
-    """What an update returns: tables and slots as in `TableState`, bad ids `[F]`, overflows `[]`."""
+    """What an update returns: parts of `TableState`, bad ids `[F]`, overflows `[]`."""
 
     tables: dict[str, Array]
     slots: dict[str, dict[str, Array]]
@@ -58,8 +57,7 @@ def update(
     operands: Operands,
     layout: Layout,
 ) -> Updated:
-    """Return tables and slots after one update, what was wrong with ids, and the worst-case
-    branches taken.
+    """Return tables and slots after one update, bad ids, and worst-case branches taken.
 
     Args:
       tables: `TableState.tables`.
@@ -101,7 +99,7 @@ def update(
 
 
 def _update_group(held: TableRows, task: Task, operands: Operands) -> tuple[TableRows, Array]:
-    """Update this device's shard of one stack; also tell whether the worst-case branch was taken."""
+    """Update this device's shard of one stack; tell whether the worst-case branch was taken."""
 
     def with_capacity(capacity: int) -> TableRows:
         return _apply(held, summed(task, capacity), task.group, operands, task.g)

@@ -1,3 +1,1 @@
-"""Kernels: arrays in, arrays out. `dispatch` is what the core calls; `reference` is what every
-kernel means.
-"""
+"""Kernels, arrays in, arrays out: the core calls `dispatch`; `reference` says what they mean."""

@@ -38,8 +38,7 @@ def set_rows(table: Array, rows: Array, values: Array) -> Array:
 
 
 def sort_rows(rows: Array) -> tuple[Array, Array]:
-    """Return `rows` in ascending order, and the position each came from; equal rows keep their
-    order.
+    """Return `rows` in ascending order, equal ones in theirs, and the position each came from.
 
     Args:
       rows: integer `[N]`.
