@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ import numpy as np
 WHEEL = "recbole==1.2.1"
 INSIDE = "recbole/dataset_example/ml-100k/"
 FILES = ("ml-100k.inter", "ml-100k.item", "ml-100k.user")
-GENRES = (
+GENRES: Sequence[str] = (
     "unknown Action Adventure Animation Children's Comedy Crime Documentary Drama Fantasy "
     "Film-Noir Horror Musical Mystery Romance Sci-Fi Thriller War Western"
 ).split()

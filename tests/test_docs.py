@@ -7,6 +7,7 @@ line before a snippet leaves it out; the reason names the hardware or data it ne
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,8 +26,9 @@ def snippets(text):
 
 def run(name, text):
     namespace = {"__name__": "__page__"}
-    for code in snippets(text):
-        exec(compile(code, name, "exec"), namespace)
+    with jax.numpy_dtype_promotion("standard"):  # a reader's; optax needs it, too
+        for code in snippets(text):
+            exec(compile(code, name, "exec"), namespace)
     return namespace
 
 

@@ -1,0 +1,130 @@
+"""Run the examples as a user would, small: a process each, on 1 and on 8 emulated devices."""
+
+import dataclasses
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+USERS, ITEMS, RATINGS = 30, 50, 800
+GENRES = ("Action", "Comedy", "Drama")
+CONFIG = (ROOT / "configs" / "movielens.py").read_text() + "\nbatch_size, epochs = 80, 3\n"
+
+
+def run(example, *arguments, cwd):
+    """Return what the example prints; without the tests' own 8 devices unless it asks for them."""
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment |= {"PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
+    command = [sys.executable, str(EXAMPLES / example), *map(str, arguments)]
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def numbers(pattern, text):
+    return np.array([float(x) for x in re.findall(pattern, text)])
+
+
+def test_quickstart(tmp_path):
+    out = run("quickstart.py", cwd=tmp_path)
+    functional = numbers(r"loss (\S+) by functions", out)
+    assert len(functional) == 5
+    assert (np.diff(functional) < 0).all()
+    np.testing.assert_array_equal(functional, numbers(r"(\S+) by enqueue", out))
+
+
+def test_custom_loop(tmp_path):
+    out = run("custom_loop.py", "--steps", 40, "--batch-size", 256, "--devices", 8, cwd=tmp_path)
+    first, last = numbers(r"(\S+) at (?:first|last)", out)
+    assert last < first
+
+
+def table(path, header, rows, separator):
+    lines = [header] if header else []
+    path.write_text("\n".join(lines + [separator.join(map(str, row)) for row in rows]) + "\n")
+
+
+@pytest.fixture(scope="module")
+def ratings():
+    """Return columns (user, item, rating, second): what a user makes of an item, rounded."""
+    rng = np.random.default_rng(0)
+    user, item = rng.integers(USERS, size=RATINGS), rng.integers(ITEMS, size=RATINGS)
+    liked, harsh = rng.normal(size=ITEMS), rng.normal(size=USERS)
+    rating = np.clip(np.round(3 + liked[item] - harsh[user]), 1, 5).astype(int)
+    return np.stack([user + 1, item + 1, rating, 880_000_000 + np.arange(RATINGS)], axis=1)
+
+
+@pytest.fixture(scope="module")
+def directory(ratings, tmp_path_factory):
+    """Return a directory in the form that the wheel holds."""
+    path = tmp_path_factory.mktemp("ml")
+    header = "user_id:token\titem_id:token\trating:float\ttimestamp:float"
+    table(path / "ml-100k.inter", header, ratings, "\t")
+    header = "item_id:token\tmovie_title:token_seq\trelease_year:token\tclass:token_seq"
+    items = [
+        (i + 1, f"Title {i}", 1930 + i, " ".join(GENRES[: 1 + i % 3]))
+        for i in reversed(range(ITEMS))
+    ]
+    table(path / "ml-100k.item", header, items, "\t")
+    header = "user_id:token\tage:token\tgender:token\toccupation:token\tzip_code:token"
+    users = [(u + 1, 10 + 2 * u, "FM"[u % 2], ("writer", "doctor")[u % 2], 0) for u in range(USERS)]
+    table(path / "ml-100k.user", header, users, "\t")
+    return path
+
+
+@pytest.fixture(scope="module")
+def original(ratings, tmp_path_factory):
+    """Return a directory of the same data in the form of the original archive."""
+    path = tmp_path_factory.mktemp("original")
+    table(path / "u.data", "", ratings, "\t")
+    places = {"Action": 1, "Comedy": 5, "Drama": 8}  # among the 19 flags
+    items = []
+    for i in range(ITEMS):
+        flags = np.zeros(19, int)
+        flags[[places[genre] for genre in GENRES[: 1 + i % 3]]] = 1
+        items.append((i + 1, f"Title {i}", f"01-Jan-{1930 + i}", "", "", *flags))
+    table(path / "u.item", "", items, "|")
+    users = [(u + 1, 10 + 2 * u, "FM"[u % 2], ("writer", "doctor")[u % 2], 0) for u in range(USERS)]
+    table(path / "u.user", "", users, "|")
+    return path
+
+
+def test_movielens_data_reads_both_forms(directory, original, monkeypatch):
+    spec = importlib.util.spec_from_file_location("ml_data", EXAMPLES / "movielens_data.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "ml_data", module)
+    spec.loader.exec_module(module)
+    ours, theirs = (dataclasses.asdict(module.load(path)) for path in (directory, original))
+    for name, column in ours.items():
+        np.testing.assert_array_equal(column, theirs[name], err_msg=name)
+    assert ours["decade"][[0, 20, 49]].tolist() == [1, 3, 5]
+    assert ours["age"][:5].tolist() == [0, 0, 0, 0, 1]  # 10, 12, 14, 16 | 18
+    train, test = module.load(directory).split(seed=0)
+    assert sorted([*train, *test]) == list(range(RATINGS))
+    with pytest.raises(SystemExit, match=r"expected ml-100k.inter or u.data"):
+        module.load(EXAMPLES)
+
+
+def test_movielens_learns_the_same_on_1_and_8_devices(directory, tmp_path):
+    config = tmp_path / "small.py"
+    config.write_text(CONFIG)
+    curves = []
+    for devices in (1, 8):
+        arguments = ("--devices", devices, "--data", directory, "--config", config)
+        out = run("movielens.py", *arguments, cwd=tmp_path)
+        assert f"{devices} device(s), 640 ratings" in out
+        curves.append(numbers(r"test RMSE (\S+)  ", out))
+    assert len(curves[0]) == 3
+    assert curves[0][-1] < curves[0][0]
+    # The tower's gradients are summed over devices in another order: the last printed digit.
+    np.testing.assert_allclose(curves[0], curves[1], atol=2e-4)
+    assert (tmp_path / "build" / "movielens.png").stat().st_size > 1000
