@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PYTEST := $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup test test-all lint docs example clean
+.PHONY: setup test test-all lint docs bench example clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
@@ -27,6 +27,10 @@ lint: setup
 
 docs: setup
 	$(PY) -m mkdocs build --strict --quiet --site-dir build/site
+
+bench: setup
+	set -e; for file in $(filter-out %/common.py,$(wildcard benchmarks/*.py)); do \
+	  echo "== $$file"; $(PY) $$file; done
 
 example: setup
 	$(PY) examples/movielens.py
