@@ -281,7 +281,7 @@ class TPUEmbedding:
                 yield
         except Exception as error:
             if isinstance(error, jax.errors.JaxRuntimeError):
-                self._failure = f"{what}: {error}"
+                self._failure = f"{what}: {_summary(error)}"
             if name is not None and what not in str(error):
                 error.add_note(f"raised by {what}")
             raise
@@ -302,9 +302,15 @@ class TPUEmbedding:
                 if step.is_ready():  # an update that failed after it was dispatched shows here
                     step.block_until_ready()
             except jax.errors.JaxRuntimeError as error:
-                self._failure = str(error)
+                self._failure = _summary(error)
         return None if self._failure is None else f"one after a device error ({self._failure})"
 
 
 def _label(what: str, name: str | None) -> str:
     return what if name is None else f"{what} {name!r}"
+
+
+def _summary(error: Exception) -> str:
+    """Return the first and the last line of a message that may have a traceback in it."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0] if len(lines) == 1 else f"{lines[0]} … {lines[-1]}"

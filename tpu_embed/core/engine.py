@@ -171,7 +171,7 @@ class EmbeddingEngine:
         tables: Mapping[str, ArrayLike],
         slots: Mapping[str, Mapping[str, ArrayLike]] | None = None,
     ) -> TableState:
-        """Return the state with whole tables and slots replaced; all are checked before any is used.
+        """Return the state with whole tables and slots replaced; all are checked first.
 
         Args:
           state: the state.
@@ -208,7 +208,7 @@ class EmbeddingEngine:
         given = self._structure.match(features, what="features")
         scales = self._weights(weights)
         hosts = [
-            host_ids(feature.path, feature.config, feature.table.name, ids, scale)
+            host_ids(f"feature {feature.path!r}", feature.config, feature.table.name, ids, scale)
             for feature, ids, scale in zip(self.layout.features, given, scales, strict=True)
         ]
         return self._placer.place(hosts) if spec is None else self._placer.place_as(hosts, spec)

@@ -124,6 +124,9 @@ def check_bad_ids(bad_ids: Array, layout: Layout) -> None:
 
 
 def _form(path: str, config: Any, ids: Array, weights: Array | None) -> FeatureForm:
+    if weights is not None and ids.ndim == 1:
+        what = f"weights of feature {path!r}"
+        raise ValueError(message(what, expected="None for one id an example", got="an array"))
     if weights is not None and weights.shape != ids.shape:
         raise ValueError(
             message(
@@ -132,7 +135,7 @@ def _form(path: str, config: Any, ids: Array, weights: Array | None) -> FeatureF
                 got=f"{weights.shape}",
             )
         )
-    return dense_form(path, config, ids.shape, weighted=weights is not None)
+    return dense_form(f"feature {path!r}", config, ids.shape, weighted=weights is not None)
 
 
 def _array(what: str, value: Any, kind: Any) -> Array:

@@ -1,0 +1,340 @@
+"""The stateful door: order of calls, batch sizes, loading, and what it says of itself."""
+
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+from facade_cases import (
+    FEATURES,
+    ITEM,
+    USER,
+    assert_same,
+    batch,
+    gradients,
+    make_embedding,
+    make_embedding_of,
+    snapshot,
+    train,
+)
+
+import tpu_embed
+from tpu_embed import optimizers as o
+from tpu_embed.core.tables import TableState
+
+
+def test_build_makes_the_state_of_the_seed():
+    embedding = make_embedding(seed=3)
+    embedding.build(2)
+    expected = embedding.engine.init(jax.random.key(3))
+    assert_same(embedding.state, expected)
+    other = embedding.engine.init(jax.random.key(0))
+    assert not np.array_equal(*(embedding.engine.tables(s)["item"] for s in (expected, other)))
+
+
+def test_building_again():
+    embedding = make_embedding()
+    embedding.build(2)
+    state = embedding.state
+    embedding.build(2)
+    embedding.build()
+    assert embedding.state is state
+    with pytest.raises(ValueError, match=r"build: batch size per replica: expected 2, .* got 3"):
+        embedding.build(3)
+    assert embedding.describe()["per_replica_batch_size"] == 2
+    for bad in (0, True, 2.0):
+        with pytest.raises(ValueError, match="per_replica_batch_size: expected an integer >= 1"):
+            embedding.build(bad)
+
+
+def test_the_first_training_batch_sets_the_size():
+    embedding = make_embedding()
+    embedding.build()
+    embedding.enqueue(batch(0, size=8), training=False)
+    assert embedding.describe()["per_replica_batch_size"] is None
+    embedding.enqueue(batch(0))
+    assert embedding.describe()["per_replica_batch_size"] == 2
+    with pytest.raises(ValueError, match="expected 2"):
+        embedding.build(4)
+
+
+def test_a_training_batch_has_the_built_size():
+    embedding = make_embedding()
+    embedding.build(2)
+    before = snapshot(embedding)
+    wrong = r"enqueue 'x': batch size per replica: expected 2, .* got 4; pad .* training=False"
+    with pytest.raises(ValueError, match=wrong):
+        embedding.enqueue(batch(0, size=8), name="x")
+    assert_same(snapshot(embedding), before)
+    embedding.enqueue(batch(0, size=8), training=False)
+    assert embedding.dequeue()["user"].shape == (8, 2)
+
+
+def test_a_size_that_does_not_divide_is_padded():
+    embedding = make_embedding()
+    with pytest.raises(
+        ValueError, match=r"batch size: expected a positive multiple of 2.*pad_batch\(features, 2\)"
+    ):
+        embedding.enqueue(batch(0, size=3))
+    assert len(embedding._queue) == 0
+    embedding.enqueue(tpu_embed.pad_batch(batch(0, size=3), 2))
+    activations = embedding.dequeue()
+    assert activations["clicks"].shape == (4, 2, 2)
+    assert all(not np.any(a[3]) for a in activations.values())
+
+
+def test_first_in_first_out():
+    embedding = make_embedding()
+    for number in range(3):
+        embedding.enqueue(batch(number), training=False)
+    for number in range(3):
+        expected = embedding.engine.lookup(embedding.state, embedding.engine.place(batch(number)))
+        assert_same(embedding.dequeue(), expected)
+    with pytest.raises(RuntimeError, match="dequeue: expected a batch, got an empty queue"):
+        embedding.dequeue()
+
+
+def test_activations_are_sharded_over_the_batch():
+    embedding = make_embedding()
+    embedding.enqueue(batch(0))
+    for activation in embedding.dequeue().values():
+        assert [shard.data.shape[0] for shard in activation.addressable_shards] == [2, 2]
+
+
+def test_dequeue_waits_for_the_gradients_of_the_last_training_batch():
+    embedding = make_embedding()
+    embedding.enqueue(batch(0))
+    embedding.enqueue(batch(1))
+    activations = embedding.dequeue()
+    before = snapshot(embedding)
+    with pytest.raises(RuntimeError, match="dequeue 'second': .* not applied yet; call apply_gra"):
+        embedding.dequeue("second")
+    assert_same(snapshot(embedding), before)
+    embedding.apply_gradients(gradients(activations))
+    assert_same(
+        embedding.dequeue(),
+        embedding.engine.lookup(embedding.state, embedding.engine.place(batch(1))),
+    )
+
+
+def test_apply_gradients_needs_a_dequeued_training_batch():
+    embedding = make_embedding()
+    with pytest.raises(
+        RuntimeError, match="apply_gradients 'x': .* got tables that were not built"
+    ):
+        embedding.apply_gradients({}, name="x")
+    embedding.enqueue(batch(0))
+    with pytest.raises(RuntimeError, match="got none since the last apply_gradients"):
+        embedding.apply_gradients({})
+    given = gradients(embedding.dequeue())
+    embedding.apply_gradients(given)
+    before = snapshot(embedding)
+    with pytest.raises(RuntimeError, match="got none since the last apply_gradients"):
+        embedding.apply_gradients(given)
+    embedding.enqueue(batch(0), training=False)
+    embedding.dequeue()
+    with pytest.raises(RuntimeError, match="got one enqueued with training=False"):
+        embedding.apply_gradients(given)
+    assert_same(snapshot(embedding), before)
+
+
+def test_a_step_is_the_engines():
+    embedding = make_embedding()
+    engine, state = embedding.engine, embedding.engine.init(jax.random.key(0))
+    train(embedding, range(3))
+    for number in range(3):
+        placed = engine.place(batch(number))
+        state = engine.update(state, placed, gradients(engine.lookup(state, placed)))
+    assert_same(embedding.state, state)
+    assert int(embedding.state.step) == 3
+
+
+def test_retrieve_is_on_the_host_and_load_brings_it_back():
+    embedding = make_embedding()
+    train(embedding, range(2))
+    tables, slots = embedding.retrieve()
+    assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves((tables, slots)))
+    assert {name: table.shape for name, table in tables.items()} == {"item": (6, 2), "user": (5, 2)}
+    assert {name: set(found) for name, found in slots.items()} == {
+        "item": {"accumulators"},
+        "user": {"momenta"},
+    }
+    assert_same(tables, embedding.engine.tables(embedding.state))
+    assert_same(slots, embedding.engine.slots(embedding.state))
+    other = make_embedding(seed=1)
+    other.load(tables, slots)
+    assert_same(other.retrieve(), (tables, slots))
+
+
+def test_what_was_retrieved_does_not_change_with_the_next_step():
+    embedding = make_embedding()
+    embedding.build()
+    retrieved = embedding.retrieve()
+    kept = jax.tree.map(np.copy, retrieved)
+    train(embedding, range(2))
+    assert_same(retrieved, kept)
+
+
+ZEROS = np.zeros((6, 2), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("tables", "slots", "said"),
+    [
+        (
+            {"item": ZEROS, "user": ZEROS},
+            None,
+            r"table 'user': expected shape \(5, 2\), got \(6, 2",
+        ),
+        ({"item": ZEROS, "mine": ZEROS}, None, r"table: expected one of .*user.*, got 'mine'"),
+        ({"item": ZEROS}, {"item": {"momenta": ZEROS}}, r"table 'item': slot: .*'accumulators'"),
+        ({"item": ZEROS}, {"item": {"accumulators": ZEROS[:, 0]}}, r"slot 'accumulators': exp"),
+        ({"item": ZEROS}, {"user": {"momenta": ZEROS[:5] * 1j}}, r"'momenta': expected real numb"),
+    ],
+)
+def test_load_checks_everything_before_anything_changes(tables, slots, said):
+    embedding = make_embedding(pipeline_execution_with_tensor_core=True)
+    embedding.enqueue(batch(0))
+    before = snapshot(embedding)
+    with pytest.raises(ValueError, match=said):
+        embedding.load(tables, slots)
+    assert_same(snapshot(embedding), before)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_load_issues_waiting_lookups_again(pipelined):
+    embedding = make_embedding(pipeline_execution_with_tensor_core=pipelined)
+    embedding.enqueue(batch(0))
+    embedding.enqueue(batch(1))
+    embedding.load({"item": ZEROS + 3, "user": ZEROS[:5] + 5})
+    expected = [
+        embedding.engine.lookup(embedding.state, embedding.engine.place(batch(n))) for n in (0, 1)
+    ]
+    assert np.all(np.asarray(expected[0]["user"]) == 5)
+    activations = embedding.dequeue()
+    assert_same(activations, expected[0])
+    embedding.load({"item": ZEROS - 1})
+    embedding.apply_gradients({**gradients(activations), "user": np.zeros((4, 2), np.float32)})
+    changed = np.asarray(embedding.dequeue()["clicks"])
+    assert not np.array_equal(changed, expected[1]["clicks"])
+    assert np.all(changed < 3)
+
+
+def test_loading_some_tables_leaves_the_others():
+    embedding = make_embedding()
+    train(embedding, [0])
+    before, step = embedding.retrieve(), int(embedding.state.step)
+    embedding.load({"item": ZEROS})
+    tables, slots = embedding.retrieve()
+    assert_same(tables, {**before[0], "item": ZEROS})
+    assert_same(slots, before[1])
+    assert int(embedding.state.step) == step
+
+
+def test_embedding_tables_are_keyed_by_config():
+    embedding = make_embedding()
+    tables = embedding.embedding_tables
+    assert list(tables) == [ITEM, USER]
+    assert_same(
+        {config.name: table for config, table in tables.items()},
+        embedding.engine.tables(embedding.engine.init(jax.random.key(0))),
+    )
+
+
+def test_the_state_may_be_replaced():
+    embedding = make_embedding(pipeline_execution_with_tensor_core=True)
+    embedding.enqueue(batch(0))
+    other = embedding.engine.init(jax.random.key(7))
+    embedding.state = other
+    assert embedding.state is other
+    expected = embedding.engine.lookup(other, embedding.engine.place(batch(0)))
+    assert_same(embedding.dequeue(), expected)
+    with pytest.raises(ValueError, match="state: expected a TableState, got dict"):
+        embedding.state = {}
+    larger = tpu_embed.FeatureConfig(tpu_embed.TableConfig(8, 2, name="item"))
+    wrong = r"state: expected float32 of shape \(6, 2\) for table 'item', got .* \(8, 2\) for"
+    with pytest.raises(ValueError, match=wrong):
+        embedding.state = make_embedding_of({"a": larger}, o.Adagrad(0.1)).state
+    with pytest.raises(ValueError, match=r"state: expected .*, got none"):
+        embedding.state = TableState({}, {}, other.step, {})
+    assert embedding.state is other
+
+
+class Rate:
+    """A callable rate; equal to another one of the same value."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __call__(self):
+        return self.value
+
+    def __eq__(self, other):
+        return isinstance(other, Rate) and self.value == other.value
+
+    def __hash__(self):
+        return hash(self.value)
+
+
+def _described():
+    def schedule(count):
+        return 0.1 / (1 + count)
+
+    rules = {
+        "a": o.SGD(schedule),
+        "b": o.Adagrad(Rate(0.5), epsilon=0.125),
+        "c": o.Momentum(Rate(0.5)),
+        "d": o.SGD(Rate(0.25)),
+        "e": None,
+        "f": optax.sgd(0.1),
+    }
+    tables = {
+        name: tpu_embed.TableConfig(5, 2, name=name, optimizer=rule) for name, rule in rules.items()
+    }
+    tables["g"] = tpu_embed.TableConfig(9, 2, name="g", dtype="bfloat16", placement="div")
+    config = {name: tpu_embed.FeatureConfig(table) for name, table in tables.items()}
+    config["h"] = tpu_embed.FeatureConfig(tables["g"], max_sequence_length=7)
+    embedding = make_embedding_of(config, o.SGD(0.125), pipeline_execution_with_tensor_core=True)
+    return embedding.describe()
+
+
+def test_describe():
+    described = _described()
+    assert json.loads(json.dumps(described)) == described
+    table = described["tables"]["g"]
+    expected = {
+        "vocabulary_size": 9,
+        "padded_vocabulary_size": 10,
+        "dim": 2,
+        "dtype": "bfloat16",
+        "placement": "div",
+        "offset": 0,
+        "num_features": 8,
+        "learning_rate": 0.125,
+    }
+    assert {key: table[key] for key in expected} == expected
+    assert described["tables"]["b"]["optimizer"]["class"] == "Adagrad"
+    assert described["tables"]["b"]["optimizer"]["epsilon"] == 0.125
+    rest = {key: described[key] for key in ("devices", "hosts", "pipelined")}
+    assert rest == {"devices": 2, "hosts": 1, "pipelined": True}
+    assert described["per_replica_batch_size"] is None
+
+
+def test_equal_learning_rates_share_a_tag():
+    tables = _described()["tables"]
+    rates = {name: tables[name]["learning_rate"] for name in "abcdef"}
+    assert rates["b"] == rates["c"] == {"tag": 0}
+    assert rates["d"] == {"tag": 1}
+    assert rates["a"] == {"tag": 2}
+    assert (rates["e"], rates["f"]) == (0.125, None)
+
+
+def test_tables_of_one_kind_share_a_stack():
+    tables = make_embedding().describe()["tables"]
+    assert tables["item"]["stack"] != tables["user"]["stack"]
+    other = tpu_embed.TableConfig(5, 2, name="other")
+    config = {**FEATURES, "z": tpu_embed.FeatureConfig(other)}
+    tables = make_embedding_of(config, o.Adagrad(0.5)).describe()["tables"]
+    assert tables["other"]["stack"] == tables["item"]["stack"]
+    assert (tables["item"]["offset"], tables["other"]["offset"]) == (0, 3)

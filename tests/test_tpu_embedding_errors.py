@@ -1,0 +1,282 @@
+"""The stateful door when something raises: what is left, and how it comes back."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from facade_cases import (
+    assert_same,
+    batch,
+    gradients,
+    make_embedding,
+    make_embedding_of,
+    snapshot,
+    train,
+)
+
+import tpu_embed
+from tpu_embed import optimizers as o
+
+
+def _dequeued(pipelined=False):
+    """Return an embedding after one step, with a dequeued batch, one waiting, and the gradients."""
+    embedding = make_embedding(pipeline_execution_with_tensor_core=pipelined)
+    train(embedding, [0])
+    embedding.enqueue(batch(1))
+    embedding.enqueue(batch(2))
+    return embedding, gradients(embedding.dequeue())
+
+
+WRONG_FEATURES = [
+    ({"shown": np.full((4, 2), 6)}, ValueError, "feature 'shown': .*6"),
+    ({"shown": np.zeros((4, 2))}, TypeError, "feature 'shown': .*float64"),
+    ({"shown": np.zeros((2, 2), np.int32)}, ValueError, "'shown'.*batch size"),
+    ({"extra": np.zeros(4, np.int32)}, ValueError, "extra"),
+]
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize(("changed", "kind", "said"), WRONG_FEATURES)
+def test_enqueue_of_wrong_features(changed, kind, said, pipelined):
+    embedding, given = _dequeued(pipelined)
+    before = snapshot(embedding)
+    with pytest.raises(kind, match=said) as raised:
+        embedding.enqueue({**batch(3), **changed}, name="eve")
+    assert raised.value.__notes__ == ["raised by enqueue 'eve'"]
+    assert_same(snapshot(embedding), before)
+    embedding.apply_gradients(given)
+
+
+ONES = np.ones((4, 2), np.float32)
+
+WRONG_GRADIENTS = [
+    ({"shown": ONES[:2]}, ValueError, r"feature 'shown': expected shape \(4, 2\), got \(2, 2\)"),
+    ({"clicks": ONES}, ValueError, r"feature 'clicks': expected shape \(4, 2, 2\), got \(4, 2\)"),
+    ({"shown": "g"}, ValueError, r"feature 'shown': expected an array of shape \(4, 2\), got str"),
+    ({"shown": 1.0}, ValueError, r"feature 'shown': expected an array of shape \(4, 2\), got flo"),
+    ({"user": ONES.astype(int)}, ValueError, r"feature 'user': expected floats, got dtype int64"),
+    ({"extra": ONES}, ValueError, "activation_gradients: extra is not among the features"),
+    ({"shown": [ONES]}, TypeError, "activation_gradients: shown: expected one .*, got a list"),
+]
+
+
+@pytest.mark.parametrize(("changed", "kind", "said"), WRONG_GRADIENTS)
+def test_wrong_gradients_change_nothing(changed, kind, said):
+    embedding, given = _dequeued()
+    before = snapshot(embedding)
+    with pytest.raises(kind, match=said) as raised:
+        embedding.apply_gradients({**given, **changed}, name="eve")
+    assert raised.value.__notes__ == ["raised by apply_gradients 'eve'"]
+    assert_same(snapshot(embedding), before)
+    embedding.apply_gradients(given)
+    assert int(embedding.state.step) == before[1] + 1
+
+
+def test_gradients_of_another_container():
+    embedding, given = _dequeued()
+    before = snapshot(embedding)
+    with pytest.raises(TypeError, match="activation_gradients: the top: expected a mapping, got a"):
+        embedding.apply_gradients(list(given.values()))
+    assert_same(snapshot(embedding), before)
+
+
+def test_a_gradient_that_is_none_is_zero_and_warned_of_once():
+    embedding, given = _dequeued()
+    other, _ = _dequeued()
+    with pytest.warns(UserWarning, match=r"feature 'user': None is taken as zeros") as found:
+        embedding.apply_gradients({**given, "user": None})
+    assert [warning.filename for warning in found] == [__file__]
+    other.apply_gradients({**given, "user": np.zeros((4, 2), np.float32)})
+    assert_same(snapshot(embedding), snapshot(other))
+    with pytest.warns(UserWarning, match="feature 'clicks'"):  # once a call, not once a program
+        embedding.enqueue(batch(4))
+        embedding.dequeue()
+        embedding.apply_gradients({**given, "clicks": None})
+
+
+TABLE = tpu_embed.TableConfig(4, 2, name="t")
+
+
+def _one_table(optimizer, **options):
+    return make_embedding_of(tpu_embed.FeatureConfig(TABLE), optimizer, devices=1, **options)
+
+
+def _step(embedding):
+    embedding.enqueue(np.array([0, 1]))
+    return np.asarray(embedding.dequeue())
+
+
+def test_an_exception_of_a_learning_rate():
+    class Broken(Exception):
+        pass
+
+    values = iter([0.5, Broken(), "much", 0.5])
+
+    def rate():
+        value = next(values)
+        if isinstance(value, Broken):
+            raise value
+        return value
+
+    embedding = _one_table(o.Momentum(rate))
+    embedding.apply_gradients(_step(embedding))
+    given = _step(embedding)
+    before = snapshot(embedding)
+    with pytest.raises(Broken):
+        embedding.apply_gradients(given)
+    assert_same(snapshot(embedding), before)
+    with pytest.raises(ValueError, match="learning_rate .*rate: expected .* a number, got 'much'"):
+        embedding.apply_gradients(given)
+    assert_same(snapshot(embedding), before)
+    embedding.apply_gradients(given)
+    assert int(embedding.state.step) == 2
+    assert embedding.engine.compilations == {"lookup": 1, "update": 1}
+
+
+class Fault:
+    """A rule that fails while it is traced, or on the device, when told to."""
+
+    def __init__(self):
+        self.tracing = False
+        self.running = False
+
+    def optimizer(self):
+        return o.CustomOptimizer(self._rule, {"seen": 0.0}, 0.5)
+
+    def _rule(self, gradient, row, slots, learning_rate, step):
+        if self.tracing:
+            raise ZeroDivisionError("while tracing")
+        zero = jax.pure_callback(self._on_host, jax.ShapeDtypeStruct((), jnp.float32))
+        return row - learning_rate * gradient + zero, {"seen": slots["seen"] + 1}
+
+    def _on_host(self):
+        if self.running:
+            raise ZeroDivisionError("while running")
+        return np.float32(0)
+
+
+def test_an_exception_while_tracing_changes_nothing():
+    fault = Fault()
+    embedding = _one_table(fault.optimizer())
+    given = _step(embedding)
+    before = snapshot(embedding)
+    fault.tracing = True
+    with pytest.raises(ZeroDivisionError, match="while tracing"):
+        embedding.apply_gradients(given)
+    assert_same(snapshot(embedding), before)
+    fault.tracing = False
+    embedding.apply_gradients(given)
+    assert_same(embedding.retrieve()[0]["t"][:2], given - np.float32(0.5) * given)
+
+
+def _fail_on_the_device(pipelined=False):
+    """Return an embedding whose last update failed, with a batch that waits."""
+    fault = Fault()
+    embedding = _one_table(fault.optimizer(), pipeline_execution_with_tensor_core=pipelined)
+    embedding.apply_gradients(_step(embedding))
+    embedding.enqueue(np.array([0, 1]))
+    embedding.enqueue(np.array([2, 3]))
+    given = np.asarray(embedding.dequeue())
+    fault.running = True
+    with pytest.raises(jax.errors.JaxRuntimeError, match="while running"):
+        embedding.apply_gradients(given)
+        jax.block_until_ready(embedding.state)
+    fault.running = False
+    return embedding, given
+
+
+CALLS = {
+    "build": lambda embedding: embedding.build(),
+    "enqueue 'x'": lambda embedding: embedding.enqueue(np.array([0, 1]), name="x"),
+    "dequeue": lambda embedding: embedding.dequeue(),
+    "apply_gradients": lambda embedding: embedding.apply_gradients(np.zeros((2, 2), np.float32)),
+    "state": lambda embedding: embedding.state,
+    "embedding_tables": lambda embedding: embedding.embedding_tables,
+    "retrieve": lambda embedding: embedding.retrieve(),
+}
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_after_a_device_error_the_state_is_invalid_until_load(pipelined):
+    embedding, given = _fail_on_the_device(pipelined)
+    for what, call in CALLS.items():
+        with pytest.raises(RuntimeError, match=f"^{what}: expected a valid state, .*device error"):
+            call(embedding)
+    with pytest.raises(ValueError, match="expected shape"):
+        embedding.load({"t": np.zeros((3, 2))})
+    with pytest.raises(RuntimeError, match=r"device error .*; load the tables, or set `state`"):
+        embedding.retrieve()
+    rows = np.arange(8, dtype=np.float32).reshape(4, 2)
+    embedding.load({"t": rows}, {"t": {"seen": rows}})
+    assert_same(embedding.retrieve(), ({"t": rows}, {"t": {"seen": rows}}))
+    with pytest.raises(RuntimeError, match="none since"):  # what was dequeued then is forgotten
+        embedding.apply_gradients(given)
+    assert_same(embedding.dequeue(), rows[2:])
+    embedding.apply_gradients(np.ones((2, 2), np.float32))
+    assert_same(embedding.retrieve()[0]["t"], rows - np.float32([[0], [0], [0.5], [0.5]]))
+
+
+@pytest.mark.filterwarnings("default")
+def test_after_a_device_error_the_state_may_be_set():
+    embedding, _ = _fail_on_the_device()
+    embedding.state = embedding.engine.init(jax.random.key(1))
+    assert_same(embedding.state, embedding.engine.init(jax.random.key(1)))
+    assert embedding.dequeue().shape == (2, 2)
+
+
+def test_a_state_that_was_donated_elsewhere():
+    embedding = make_embedding()
+    train(embedding, [0])
+    tables, slots = embedding.retrieve()
+    embedding.enqueue(batch(1))
+    gone = embedding.state
+    jax.block_until_ready(jax.jit(lambda state: state, donate_argnums=0)(gone))
+    with pytest.raises(RuntimeError, match="dequeue: expected a valid state, got .* donated to an"):
+        embedding.dequeue()
+    with pytest.raises(ValueError, match="state: expected .* got arrays that were donated"):
+        embedding.state = gone
+    embedding.load(tables, slots)
+    assert_same(embedding.retrieve(), (tables, slots))
+    assert embedding.dequeue()["user"].shape == (4, 2)
+
+
+def test_serving_without_an_optimizer():
+    frozen = tpu_embed.TableConfig(4, 2, name="frozen", trainable=False)
+    config = {"a": tpu_embed.FeatureConfig(TABLE), "b": tpu_embed.FeatureConfig(frozen)}
+    embedding = make_embedding_of(config, None, devices=1)
+    features = {"a": np.array([0, 1]), "b": np.array([0, 1])}
+    with pytest.raises(
+        ValueError,
+        match=r"enqueue 'x' with training=True: expected an optimizer for every .* none for \['t'\]",
+    ):
+        embedding.enqueue(features, name="x")
+    embedding.enqueue(features, training=False)
+    assert_same(np.asarray(embedding.dequeue()["a"]), embedding.retrieve()[0]["t"][:2])
+    assert embedding.retrieve()[1] == {"t": {}, "frozen": {}}
+    assert embedding.describe()["tables"]["t"]["optimizer"] is None
+    with pytest.raises(ValueError, match="update: expected an optimizer for every table"):
+        embedding.engine.update(embedding.state, embedding.engine.place(features), features)
+
+
+def test_a_table_that_is_not_trained():
+    frozen = tpu_embed.TableConfig(4, 2, name="frozen", trainable=False)
+    config = {"a": tpu_embed.FeatureConfig(TABLE), "b": tpu_embed.FeatureConfig(frozen)}
+    embedding = make_embedding_of(config, o.Adagrad(0.5), devices=1)
+    embedding.build()
+    before = embedding.retrieve()
+    embedding.enqueue({"a": np.array([0, 1]), "b": np.array([0, 1])})
+    embedding.apply_gradients(gradients(embedding.dequeue()))
+    tables, slots = embedding.retrieve()
+    assert_same(tables["frozen"], before[0]["frozen"])
+    assert not np.array_equal(tables["t"], before[0]["t"])
+    assert set(slots["t"]) == {"accumulators"}
+    assert slots["frozen"] == {}
+
+
+def test_no_warning_of_ours_in_a_plain_loop():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(make_embedding(), range(2))
