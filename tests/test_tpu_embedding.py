@@ -108,7 +108,7 @@ def test_dequeue_waits_for_the_gradients_of_the_last_training_batch():
     embedding.enqueue(batch(1))
     activations = embedding.dequeue()
     before = snapshot(embedding)
-    with pytest.raises(RuntimeError, match="dequeue 'second': .* not applied yet; call apply_gra"):
+    with pytest.raises(RuntimeError, match=r"dequeue 'second': .* not applied yet; call apply_gra"):
         embedding.dequeue("second")
     assert_same(snapshot(embedding), before)
     embedding.apply_gradients(gradients(activations))
@@ -121,7 +121,7 @@ def test_dequeue_waits_for_the_gradients_of_the_last_training_batch():
 def test_apply_gradients_needs_a_dequeued_training_batch():
     embedding = make_embedding()
     with pytest.raises(
-        RuntimeError, match="apply_gradients 'x': .* got tables that were not built"
+        RuntimeError, match=r"apply_gradients 'x': .* got tables that were not built"
     ):
         embedding.apply_gradients({}, name="x")
     embedding.enqueue(batch(0))
