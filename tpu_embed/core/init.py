@@ -23,7 +23,7 @@ from tpu_embed import initializers
 from tpu_embed._types import Array
 from tpu_embed.core import collectives
 from tpu_embed.core.collectives import MeshAxes
-from tpu_embed.core.layout import Group, TableSlice
+from tpu_embed.core.layout import ROW_MULTIPLE, Group, TableSlice, round_up
 from tpu_embed.core.tables import slot_shapes, state_specs
 from tpu_embed.kernels import storage
 
@@ -39,8 +39,9 @@ class Made(NamedTuple):
 
 
 class Line(NamedTuple):
-    """What physical rows `[n]` stand for: keys, numbers, and existence of their logical rows."""
+    """Physical rows `[n]` of a shard, and their logical rows: keys, numbers, and existence."""
 
+    places: Array
     keys: Array
     rows: Array
     exists: Array
@@ -96,19 +97,19 @@ def _init_group(key: Array, group: Group) -> Made:
     return made
 
 
-def _row_by_row(initializer: Callable, group: Group) -> Callable[[Line, Array], Array]:
+def _row_by_row(initializer: Callable, group: Group) -> Callable[[Line], Array]:
     def one(key: Array) -> Array:
         return initializer(key, (1, group.dim), group.compute_dtype)[0]
 
-    return lambda lines, start: jax.vmap(one)(lines.keys)
+    return lambda lines: jax.vmap(one)(lines.keys)
 
 
 def _whole_shard(
     initializer: Callable, group: Group, table: TableSlice, key: Array
-) -> Callable[[Line, Array], Array]:
-    """Call the initializer once for the shard; hand out chunks of what it made."""
-    local = jnp.arange(table.rows_per_shard, dtype=group.index_dtype) + table.offset
-    lines = _lines(key, group, [table], local)
+) -> Callable[[Line], Array]:
+    """Call the initializer once for the shard; hand out lines of what it made."""
+    places = jnp.arange(table.rows_per_shard, dtype=group.index_dtype) + table.offset
+    lines = _lines(key, group, [table], places)
     rows = jnp.minimum(lines.rows, table.vocabulary_size - 1).astype(jnp.int32)
     values = initializer(
         _table_keys(key, [table])[0],
@@ -116,11 +117,7 @@ def _whole_shard(
         group.compute_dtype,
         shard_info=initializers.ShardInfo((table.vocabulary_size, group.dim), rows),
     )
-
-    def chunk(lines: Line, start: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(values, start - table.offset, lines.rows.shape[0])
-
-    return chunk
+    return lambda lines: values[lines.places - table.offset]
 
 
 def _fill(
@@ -128,39 +125,45 @@ def _fill(
     key: Array,
     group: Group,
     tables: list[TableSlice],
-    rows_of: Callable[[Line, Array], Array],
+    rows_of: Callable[[Line], Array],
 ) -> Made:
     """Write the rows of adjacent tables, and their slots, a chunk at a time.
 
     Chunks have one length; the last is moved back so that it ends with the run (its first rows are
-    made twice, alike).
+    made twice, alike). A chunk is made with its last row repeated up to a multiple of
+    `ROW_MULTIPLE`, between barriers: its bits then depend on nothing else in the program.
     """
     first, last = tables[0].offset, tables[-1].offset + tables[-1].rows_per_shard
-    chunk = min(last - first, max(64, CHUNK // group.dim))
+    chunk = min(last - first, max(ROW_MULTIPLE, CHUNK // group.dim))
+    numbers = jnp.arange(round_up(chunk, ROW_MULTIPLE), dtype=group.index_dtype)
 
     def write(i: Array, made: Made) -> Made:
         start = jnp.minimum(first + i * chunk, last - chunk).astype(group.index_dtype)
-        lines = _lines(key, group, tables, start + jnp.arange(chunk, dtype=group.index_dtype))
-        rows = rows_of(lines, start)
-        rows = jnp.where(lines.exists[:, None], rows.astype(group.compute_dtype), 0)
-        stored = storage.encode(rows, group.dtype)
+        lines = _lines(key, group, tables, jnp.minimum(start + numbers, last - 1))
+        rows = rows_of(jax.lax.optimization_barrier(lines)).astype(group.compute_dtype)
+        rows = jax.lax.optimization_barrier(jnp.where(lines.exists[:, None], rows, 0))
+        stored = storage.encode(rows, group.dtype)[:chunk]
         table = jax.lax.dynamic_update_slice_in_dim(made.table, stored, start, axis=0)
-        return Made(table, _write_slots(made.slots, group, rows, lines, start))
+        slots = _fresh_slots(group, rows, lines)
+        return Made(table, _write_slots(made.slots, slots, group, start, chunk))
 
     return jax.lax.fori_loop(0, -(-(last - first) // chunk), write, made)
 
 
+def _fresh_slots(group: Group, rows: Array, lines: Line) -> dict[str, Array]:
+    if group.optimizer is None:
+        return {}
+    return jax.lax.optimization_barrier(group.optimizer.init_slots(rows, lines.keys))
+
+
 def _write_slots(
-    slots: dict[str, Array], group: Group, rows: Array, lines: Line, start: Array
+    slots: dict[str, Array], fresh: dict[str, Array], group: Group, start: Array, chunk: int
 ) -> dict[str, Array]:
-    if group.optimizer is None or not slots:
-        return slots
-    fresh = group.optimizer.init_slots(rows, lines.keys)
     written = {}
     for name, slot in slot_shapes(group).items():
         stored = storage.encode(fresh[name], slot.dtype)
         if slot.per_row:
-            stored = jax.lax.dynamic_update_slice_in_dim(slots[name], stored, start, axis=0)
+            stored = jax.lax.dynamic_update_slice_in_dim(slots[name], stored[:chunk], start, axis=0)
         written[name] = stored
     return written
 
@@ -186,4 +189,4 @@ def _lines(key: Array, group: Group, tables: list[TableSlice], local: Array) -> 
     else:
         rows = inside * group.num_shards + shard
     keys = jax.vmap(jax.random.fold_in)(_table_keys(key, tables)[which], rows)
-    return Line(keys, rows, rows < column("vocabulary_size"))
+    return Line(local, keys, rows, rows < column("vocabulary_size"))

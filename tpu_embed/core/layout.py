@@ -31,6 +31,15 @@ from tpu_embed.optimizers import TableOptimizer
 INT32_ROWS = 2**31 - 1
 """Physical rows a stack may have before its row numbers need 64 bits."""
 
+ROW_MULTIPLE = 64
+"""Rows that an initializer or an optimizer's rule makes are padded to a multiple of this: vectorised
+loops then have no remainder, whose rounding could differ from the body's."""
+
+
+def round_up(n: int, multiple: int) -> int:
+    """Return the least multiple of `multiple` that is at least `n`, and at least `multiple`."""
+    return max(1, -(-n // multiple)) * multiple
+
 
 @dataclasses.dataclass(frozen=True)
 class TableSlice:

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from tpu_embed._types import PADDING_ID, Array, ArrayLike
 from tpu_embed.core import dedup
 from tpu_embed.core.apply import TableRows, apply_rule
-from tpu_embed.core.layout import Group
-from tpu_embed.core.route import ROW_MULTIPLE, RowSums
+from tpu_embed.core.layout import ROW_MULTIPLE, Group
+from tpu_embed.core.route import RowSums
 
 CHUNK = 4 * ROW_MULTIPLE
 """Rows updated at a time."""

@@ -21,13 +21,8 @@ import numpy as np
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core import collectives, dedup
 from tpu_embed.core.collectives import MeshAxes
-from tpu_embed.core.layout import Group
+from tpu_embed.core.layout import ROW_MULTIPLE, Group, round_up
 from tpu_embed.kernels import dispatch
-
-ROW_MULTIPLE = 64
-"""Rows handed to an optimizer rule are padded to a multiple of this: vectorised loops then have no
-remainder, whose
-rounding could differ from the body's."""
 
 
 class Route(NamedTuple):
@@ -153,11 +148,6 @@ def padded(sums: RowSums) -> RowSums:
         jnp.pad(sums.rows, (0, missing), constant_values=PADDING_ID),
         jnp.pad(sums.sums, ((0, missing), (0, 0))),
     )
-
-
-def round_up(n: int, multiple: int) -> int:
-    """Return the least multiple of `multiple` that is at least `n`, and at least `multiple`."""
-    return max(1, -(-n // multiple)) * multiple
 
 
 def _is_mine(group: Group, axes: MeshAxes) -> Array:

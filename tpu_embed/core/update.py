@@ -7,7 +7,7 @@ caller donates the old ones. Called by the engine, inside or outside a user's ji
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -101,19 +101,24 @@ def update(
 def _update_group(held: TableRows, task: Task, operands: Operands) -> tuple[TableRows, Array]:
     """Update this device's shard of one stack; tell whether the worst-case branch was taken."""
 
-    def with_capacity(capacity: int) -> TableRows:
+    def with_capacity(held: TableRows, capacity: int) -> TableRows:
         return _apply(held, summed(task, capacity), task.group, operands, task.g)
 
     capacity = task.spec.groups[task.g].partials
     enough = worst_case(task.spec, task.layout).groups[task.g].partials
     if task.group.num_shards == 1 and task.layout.axes.replicas == 1:
-        return with_capacity(enough), jnp.asarray(False)
+        return with_capacity(held, enough), jnp.asarray(False)
     capacity = max(1, capacity)
     if task.source.checked or capacity >= enough:
-        return with_capacity(capacity), jnp.asarray(False)
+        return with_capacity(held, capacity), jnp.asarray(False)
     overflow = collectives.any_device(overflows(task, capacity), task.layout.axes.mesh)
-    updated = jax.lax.cond(overflow, lambda: with_capacity(enough), lambda: with_capacity(capacity))
-    return updated, overflow
+    held = _run_if(~overflow, lambda held: with_capacity(held, capacity), held)
+    return _run_if(overflow, lambda held: with_capacity(held, enough), held), overflow
+
+
+def _run_if(flag: Array, run: Callable[[TableRows], TableRows], held: TableRows) -> TableRows:
+    """Return `run(held)` where `flag` is set, else `held`; in place, where a `cond` would copy."""
+    return jax.lax.fori_loop(0, flag.astype(jnp.int32), lambda _, held: run(held), held)
 
 
 def _apply(held: TableRows, sums: RowSums, group: Group, operands: Operands, g: int) -> TableRows:
