@@ -4,13 +4,14 @@ Enters: this device's shard of a stack, and distinct local rows with their summe
   the shard with
 those rows and their slots set. Called by `update.py` and `occurrences.py`.
 
-The rule stands between two optimization barriers, on a padded number of rows: XLA then compiles it
-alike in every program, and its bits do not depend on what surrounds it.
+The rule stands alone, on a padded number of rows: XLA then compiles it alike in every program, and
+its bits do not depend on what surrounds it.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,9 +54,7 @@ def apply_rule(
         else held.slots[name]
         for name, slot in shapes.items()
     }
-    operands = jax.lax.optimization_barrier((rows, slots, sums.sums, step, rate))
-    results = jax.lax.optimization_barrier(group.optimizer.update_rows(*operands))
-    new_rows, new_slots = results
+    new_rows, new_slots = _alone(group.optimizer.update_rows, rows, slots, sums.sums, step, rate)
     written = {
         name: dispatch.set_rows(
             held.slots[name], sums.rows, storage.encode(new_slots[name], slot.dtype)
@@ -66,6 +65,22 @@ def apply_rule(
     }
     stored = storage.encode(new_rows, group.dtype)
     return TableRows(dispatch.set_rows(held.table, sums.rows, stored), written)
+
+
+def _alone(rule: Callable[..., tuple], *operands: Any) -> tuple:
+    """Return `rule(rows, slots, gradients, step, rate)`, compiled apart from all around it.
+
+    XLA's CPU backend drops optimization barriers before it fuses, and which products and sums
+    become one multiply-add depends on the fusion; a branch is compiled by itself. The step is
+    always positive, which XLA cannot know.
+    """
+
+    def branch(*operands: Any) -> tuple:
+        return jax.lax.cond(operands[3] > 0, rule, lambda *unchanged: unchanged[:2], *operands)
+
+    operands = jax.lax.optimization_barrier(operands)
+    done = jax.lax.platform_dependent(*operands, cpu=branch, default=rule)
+    return jax.lax.optimization_barrier(done)
 
 
 def every_row(sums: RowSums, group: Group) -> RowSums:
