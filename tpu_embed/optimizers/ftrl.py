@@ -86,9 +86,10 @@ class FTRL(RowOptimizer):
             new_w = self._solve(new_z, root + self.beta, scale=lr)
             return new_w, {"accumulators": new_a, "linears": new_z}
         still = lr == 0
-        rate = jnp.where(still, jnp.ones_like(lr), lr)
-        new_z = z + g - change / rate
-        new_w = self._solve(new_z, (root + self.beta) / rate, scale=jnp.ones_like(lr))
+        # Of two divisions by one scalar, XLA makes products in some programs but not in others.
+        inverse = 1.0 / jnp.where(still, jnp.ones_like(lr), lr)
+        new_z = z + g - change * inverse
+        new_w = self._solve(new_z, (root + self.beta) * inverse, scale=jnp.ones_like(lr))
         new_slots = {"accumulators": new_a, "linears": new_z}
         kept = {name: jnp.where(still, slots[name], new) for name, new in new_slots.items()}
         return jnp.where(still, w, new_w), kept
