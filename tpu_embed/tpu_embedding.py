@@ -294,13 +294,12 @@ class TPUEmbedding:
 
     def _problem(self) -> str | None:
         """Return what makes the state invalid; None if nothing does."""
-        if self._failure is None and self._state is not None:
-            step: Any = self._state.step
-            if step.is_deleted():
+        if self._failure is None:
+            leaves: list[Any] = jax.tree.leaves(self._state)
+            if any(leaf.is_deleted() for leaf in leaves):
                 return "one whose arrays were donated to another function, or deleted"
-            try:
-                if step.is_ready():  # an update that failed after it was dispatched shows here
-                    step.block_until_ready()
+            try:  # an update that failed after it was dispatched shows here
+                jax.block_until_ready([leaf for leaf in leaves if leaf.is_ready()])
             except jax.errors.JaxRuntimeError as error:
                 self._failure = _summary(error)
         return None if self._failure is None else f"one after a device error ({self._failure})"

@@ -1,0 +1,290 @@
+"""The functional door: learning rates, gradients, counters, and what it refuses."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from facade_cases import assert_same, mesh
+from jax.sharding import PartitionSpec
+
+import tpu_embed
+from tpu_embed import optimizers as o
+from tpu_embed.initializers import RowIdInitializer
+
+IDS = np.array([[0, 1, 1], [2, -1, -1]], np.int32)
+
+
+def _table(**options):
+    return tpu_embed.TableConfig(**{"vocabulary_size": 5, "dim": 2, "name": "t"} | options)
+
+
+def _engine(optimizer, devices=1, feature=None, **options):
+    feature = feature or tpu_embed.FeatureConfig(_table(**options))
+    return tpu_embed.EmbeddingEngine({"x": feature}, optimizer, mesh=mesh(devices))
+
+
+def _ones(engine, state, batch):
+    return jax.tree.map(jnp.ones_like, engine.lookup(state, batch))
+
+
+class Rates:
+    """A learning rate that has another value at every call."""
+
+    def __init__(self, *values):
+        self.values = list(values)
+
+    def __call__(self):
+        return self.values.pop(0)
+
+
+def test_a_rate_without_arguments_is_read_at_every_eager_update():
+    rate = Rates(0.5, 0.25, 2.0)
+    engine = _engine(o.SGD(rate), initializer=jax.nn.initializers.zeros, combiner="sum")
+    state, batch = engine.init(jax.random.key(0)), engine.place({"x": IDS})
+    gradients = _ones(engine, state, batch)
+    for total in (0.5, 0.75, 2.75):
+        state = engine.update(state, batch, gradients)
+        assert np.asarray(engine.tables(state)["t"])[:, 0].tolist() == [
+            -total,
+            -2 * total,
+            -total,
+            0,
+            0,
+        ]
+    assert engine.compilations == {"lookup": 1, "update": 1}
+    assert rate.values == []
+
+
+def test_inside_a_jit_its_value_is_an_operand():
+    engine = _engine(o.SGD(Rates(0.5, 0.25)), combiner="sum")
+    state, batch = engine.init(jax.random.key(0)), engine.place({"x": IDS})
+    before, gradients = np.asarray(engine.tables(state)["t"]), _ones(engine, state, batch)
+
+    @jax.jit
+    def step(state, rates):
+        return engine.update(state, batch, gradients, learning_rates=rates)
+
+    state = step(state, engine.learning_rates())
+    state = step(state, engine.learning_rates())
+    assert step._cache_size() == 1
+    expected = before[2] - np.float32(0.5) - np.float32(0.25)
+    assert_same(np.asarray(engine.tables(state)["t"])[2], expected)
+
+
+def test_inside_a_jit_its_value_must_be_given():
+    engine = _engine(o.SGD(Rates()))
+    state, batch = engine.init(jax.random.key(0)), engine.place({"x": IDS})
+    gradients = {"x": np.ones((2, 2), np.float32)}
+    said = (
+        r"learning_rates: expected 1 value\(s\), .*outside.*, got {}; .*engine.learning_rates\(\)"
+    )
+    with pytest.raises(ValueError, match=said.format("None")):
+        jax.jit(engine.update)(state, batch, gradients)
+    with pytest.raises(ValueError, match=said.format("None")):
+        jax.jit(lambda gradients: engine.update(state, batch, gradients))(gradients)
+    with pytest.raises(ValueError, match=said.format("2")):
+        engine.update(state, batch, gradients, learning_rates=(0.1, 0.2))
+    with pytest.raises(ValueError, match=said.format("0.1")):
+        engine.update(state, batch, gradients, learning_rates=0.1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"learning_rates: expected 0 value\(s\)"):
+        _engine(o.SGD(0.1)).update(state, batch, gradients, learning_rates=(0.1,))
+
+
+def test_a_gradient_that_is_none_moves_momentum():
+    engine = _engine(o.Momentum(1.0, momentum=0.5), initializer=jax.nn.initializers.zeros)
+    state, batch = engine.init(jax.random.key(0)), engine.place({"x": IDS[:, 0]})
+    state = engine.update(state, batch, {"x": np.ones((2, 2), np.float32)})
+    said = "feature 'x': None is taken as zeros of shape \\(2, 2\\)"
+    with pytest.warns(UserWarning, match=said) as found:
+        state = engine.update(state, batch, {"x": None})
+    assert [warning.filename for warning in found] == [__file__]
+    with pytest.warns(UserWarning, match=said):
+        state = jax.jit(engine.update)(state, batch, {"x": None})
+    assert np.asarray(engine.tables(state)["t"])[:, 0].tolist() == [-1.75, 0, -1.75, 0, 0]
+    assert np.asarray(engine.slots(state)["t"]["momenta"])[0].tolist() == [0.25, 0.25]
+
+
+def test_gradients_of_another_shape_while_tracing():
+    engine = _engine(o.SGD(0.1))
+    state, batch = engine.init(jax.random.key(0)), engine.place({"x": IDS})
+    with pytest.raises(ValueError, match=r"feature 'x': expected shape \(2, 2\), got \(2, 3\)"):
+        jax.jit(engine.update)(state, batch, {"x": np.ones((2, 3), np.float32)})
+    with pytest.raises(ValueError, match="activation_gradients: y is not among the features"):
+        jax.jit(engine.update)(state, batch, {"x": None, "y": None})
+
+
+def test_an_update_in_place_is_an_update():
+    engine = _engine(o.Adagrad(0.5), devices=8)
+    state, batch = engine.init(jax.random.key(0)), engine.place({"x": np.tile(IDS, (4, 1))})
+    gradients = _ones(engine, state, batch)
+    expected = engine.update(state, batch, gradients)
+    with pytest.raises(ValueError, match="feature 'x': expected shape"):
+        engine.update_in_place(state, batch, {"x": gradients["x"][:4]})
+    assert_same(engine.update_in_place(state, batch, gradients), expected)
+    assert all(table.is_deleted() for table in state.tables.values())
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_bad_ids_inside_a_jit_are_counted_and_dropped(devices):
+    table = _table(combiner="sum")
+    config = {
+        policy: tpu_embed.FeatureConfig(table, on_bad_id=policy)
+        for policy in ("clip", "drop", "error")
+    }
+    engine = tpu_embed.EmbeddingEngine(config, o.SGD(0.5), mesh=mesh(devices))
+    ids = np.tile(np.array([[0, 7], [-3, 2]], np.int32), (4, 1))
+    features = dict.fromkeys(config, ids)
+    state = engine.init(jax.random.key(0))
+    activations = jax.jit(engine.lookup)(state, features)
+    rows = np.asarray(engine.tables(state)["t"])
+    assert_same(activations["error"], np.tile(rows[[0, 2]], (4, 1)))
+    assert_same(activations["drop"], activations["error"])
+    assert_same(activations["clip"], np.tile(rows[[0, 0]] + rows[[4, 2]], (4, 1)))
+    new = jax.jit(engine.update)(state, features, activations)
+    assert np.asarray(new.counters["bad_ids"]).tolist() == [0, 0, 8]
+    new = jax.jit(engine.update)(new, features, activations)
+    assert np.asarray(new.counters["bad_ids"]).tolist() == [0, 0, 16]
+
+
+def test_capacities_that_do_not_suffice_take_the_slower_branch():
+    engine = _engine(o.SGD(0.5), devices=2, vocabulary_size=40, combiner="sum")
+    state = engine.init(jax.random.key(0))
+    features = {"x": np.arange(32, dtype=np.int32).reshape(8, 4)}
+    repeated = engine.place({"x": np.zeros((8, 4), np.int32)})
+    small = dataclasses.replace(
+        repeated.spec,
+        groups=tuple(dataclasses.replace(g, rows=1, partials=1) for g in repeated.spec.groups),
+    )
+    update = jax.jit(engine.update, static_argnames="spec")
+    gradients = {"x": np.ones((8, 2), np.float32)}
+    enough, new = update(state, features, gradients), update(state, features, gradients, spec=small)
+    assert_same((new.tables, new.slots), (enough.tables, enough.slots))
+    assert (int(enough.counters["overflows"]), int(new.counters["overflows"])) == (0, 1)
+    assert_same(
+        jax.jit(engine.lookup, static_argnames="spec")(state, features, spec=small),
+        engine.lookup(state, features),
+    )
+
+
+def test_the_tables_are_not_differentiated():
+    engine = _engine(o.SGD(0.5))
+    state, batch = engine.init(jax.random.key(0)), engine.place({"x": IDS})
+
+    def loss(tables):
+        return engine.lookup(dataclasses.replace(state, tables=tables), batch)["x"].sum()
+
+    for gradient in (jax.grad(loss), jax.jit(jax.grad(loss))):
+        with pytest.raises(TypeError, match=r"tables of the state; .*EmbeddingEngine\.update"):
+            gradient(state.tables)
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+def test_weights_are_differentiated_inside_a_jit(combiner):
+    engine = _engine(None, devices=2, combiner=combiner)
+    feature = tpu_embed.FeatureConfig(_table(combiner=combiner))
+    state = engine.init(jax.random.key(0))
+    table = np.asarray(engine.tables(state)["t"])
+    weights = np.array([[0.5, 1.5, -0.25], [2.0, 7.0, 7.0]], np.float32)
+    scale = np.array([[1.0, -2.0], [0.5, 3.0]], np.float32)
+
+    @jax.jit
+    @jax.grad
+    def gradient(weights, ids):
+        return (scale * engine.lookup(state, {"x": ids}, {"x": weights})["x"]).sum()
+
+    def loss(weights):
+        return (scale * oracle.lookup(table, feature, IDS, weights)).sum()
+
+    steps = 1e-5 * np.eye(weights.size).reshape(-1, *weights.shape)
+    expected = [(loss(weights + step) - loss(weights - step)) / 2e-5 for step in steps]
+    found = np.asarray(gradient(weights, IDS))
+    # float32 activations against float64 differences
+    np.testing.assert_allclose(found.ravel(), expected, rtol=1e-4, atol=1e-5)
+    assert found[1, 1:].tolist() == [0, 0]
+
+
+def test_a_call_inside_shard_map_is_refused():
+    engine = _engine(o.SGD(0.5), devices=2)
+    state, batch = engine.init(jax.random.key(0)), engine.place({"x": IDS})
+
+    def inside(_):
+        return engine.lookup(state, batch)["x"]
+
+    spec = PartitionSpec("d")
+    mapped = jax.shard_map(inside, mesh=mesh(2), in_specs=spec, out_specs=spec)
+    with pytest.raises(
+        ValueError, match=r"lookup or update outside shard_map, got one inside.*'d'"
+    ):
+        mapped(jnp.zeros(2))
+
+
+def test_a_batch_of_another_engine_is_refused():
+    engine, state = _engine(o.SGD(0.5)), _engine(o.SGD(0.5)).init(jax.random.key(0))
+    others = [
+        _engine(o.SGD(0.5), devices=2).place({"x": IDS}),
+        tpu_embed.EmbeddingEngine([tpu_embed.FeatureConfig(_table())] * 2, mesh=mesh(1)).place(
+            [IDS, IDS]
+        ),
+        jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), engine.place({"x": IDS})),
+    ]
+    for other in others:
+        with pytest.raises(ValueError, match="batch: expected a Batch of this engine's place"):
+            engine.lookup(state, other)
+    with pytest.raises(ValueError, match="weights and spec: expected None with a Batch"):
+        engine.lookup(state, engine.place({"x": IDS}), {"x": np.ones(IDS.shape, np.float32)})
+
+
+def test_placement_auto_must_be_resolved():
+    with pytest.raises(
+        ValueError, match=r"table 't': placement: .* got 'auto'; .*planning\.resolve"
+    ):
+        _engine(o.SGD(0.5), placement="auto")
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_quantized_lookups(devices):
+    quantization = tpu_embed.QuantizationConfig(5, -1.0, 1.0)
+    config = {
+        "bag": tpu_embed.FeatureConfig(_table(quantization_config=quantization, combiner="sum")),
+        "plain": tpu_embed.FeatureConfig(_table(name="plain", combiner="sum")),
+    }
+    engine = tpu_embed.EmbeddingEngine(config, o.SGD(1.0), mesh=mesh(devices))
+    values = np.linspace(-1.5, 1.6, 10).astype(np.float32).reshape(5, 2)
+    state = engine.load_arrays(engine.init(jax.random.key(0)), {"t": values, "plain": values})
+    ids = np.tile(np.concatenate([IDS, [[3, 4, 3], [-1, -1, -1]]]), (2, 1))
+    batch = engine.place({"bag": ids, "plain": ids})
+    activations = engine.lookup(state, batch)
+    for name, feature in config.items():  # a grid of quarters: float32 is exact
+        expected = oracle.lookup(values, feature, ids).astype(np.float32)
+        np.testing.assert_allclose(activations[name], expected, rtol=1e-6 if name == "plain" else 0)
+    assert_same(engine.tables(state)["t"], values)
+    ones = jax.tree.map(jnp.ones_like, activations)
+    trained = engine.tables(engine.update(state, batch, ones))
+    assert_same(trained["t"], trained["plain"])
+
+
+def test_float64_tables():
+    with jax.enable_x64(True):
+        engine = _engine(o.Momentum(0.25), devices=2, dtype="float64", combiner="sum")
+        state, batch = engine.init(jax.random.key(0)), engine.place({"x": IDS})
+        activations = engine.lookup(state, batch)
+        rows = np.asarray(engine.tables(state)["t"])
+        assert rows.dtype == activations["x"].dtype == np.float64
+        assert np.any(rows != rows.astype(np.float32))
+        assert_same(activations["x"], np.stack([rows[0] + rows[1] + rows[1], rows[2]]))
+        state = engine.update(state, batch, {"x": np.full((2, 2), 1 / 3)})
+        expected = rows - np.outer([0.25 / 3, 0.5 / 3, 0.25 / 3, 0, 0], [1, 1])
+        assert_same(engine.tables(state)["t"], expected)
+        assert engine.slots(state)["t"]["momenta"].dtype == np.float64
+
+
+def test_row_ids_are_looked_up_as_they_are():
+    engine = _engine(None, devices=8, initializer=RowIdInitializer(offset=10))
+    state = engine.init(jax.random.key(0))
+    assert_same(
+        engine.lookup(state, {"x": np.arange(8, dtype=np.int32) % 5})["x"],
+        np.repeat(np.float32(np.arange(8) % 5 + 10)[:, None], 2, axis=1),
+    )
