@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 from tpu_embed._checks import message
@@ -65,9 +66,9 @@ class BatchSpec:
         return functools.reduce(_union, specs)
 
     def bucketed(self) -> BatchSpec:
-        """Return capacities rounded up, so that batches of like size share one program."""
+        """Return capacities with room for chance, rounded up: like batches share one program."""
         groups = tuple(
-            GroupSpec(g.features, bucket(g.ids), bucket(g.rows), bucket(g.partials))
+            GroupSpec(g.features, roomy(g.ids), roomy(g.rows), roomy(g.partials))
             for g in self.groups
         )
         return dataclasses.replace(self, groups=groups)
@@ -138,6 +139,18 @@ def bucket(n: int) -> int:
         return 0
     step = max(1, 2 ** max(0, n.bit_length() - 4))
     return max(8, -(-n // step) * step)
+
+
+def roomy(n: int) -> int:
+    """Return a bucket with room for the next batches.
+
+    A count of n independent draws varies by about √n from batch to batch; twice that is added.
+
+    Example:
+      >>> [roomy(n) for n in (0, 20, 1000, 100_000)]
+      [0, 28, 1152, 106496]
+    """
+    return bucket(n + 2 * math.isqrt(n))
 
 
 def worst_case(spec: BatchSpec, layout: Layout) -> BatchSpec:
