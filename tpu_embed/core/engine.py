@@ -106,7 +106,7 @@ class EmbeddingEngine:
             "bad_ids": jnp.zeros(len(self.layout.features), jnp.int32),
             "overflows": jnp.int32(0),
         }
-        return TableState(tables, slots, jnp.int32(0), counters)
+        return TableState(tables, slots, jnp.int32(0), self.layout.axes.reshard(counters, ()))
 
     def tables(self, state: TableState) -> dict[str, Array]:
         """Return the logical tables `[V, D]` by name, in their dtype: a copy of all of them."""
