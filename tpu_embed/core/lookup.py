@@ -98,11 +98,11 @@ def _lookup_group(
 def _fetch(table: Array, rows: Array, source: Batch | TracedIds, layout: Layout, g: int) -> Array:
     """Return the stored row of every id, by the worst-case branch if the capacity is too small."""
     group: Group = layout.groups[g]
-    capacity = source.spec.groups[g].rows
+    capacity = max(1, source.spec.groups[g].rows)
     if source.checked or group.num_shards == 1:
         return route.fetch(table, rows, group, capacity)[0]
     enough = worst_case(source.spec, layout).groups[g].rows
-    found, overflow = route.fetch(table, rows, group, max(1, capacity))
+    found, overflow = route.fetch(table, rows, group, capacity)
     return jax.lax.cond(
         collectives.any_device(overflow, layout.axes.mesh),
         lambda: route.fetch(table, rows, group, enough)[0],

@@ -1,0 +1,162 @@
+"""Twenty steps of training, every optimizer: the oracle's numbers, and the same bits in any layout.
+
+Each case draws every input form, duplicates, empty bags, weights of both signs, a table shared by
+three features and a sequence (`training_cases`). `make test` takes an all-pairs design of optimizer
+and layout; the whole product is marked.
+"""
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import training_cases as cases
+from pairs import all_pairs
+from training_cases import LayoutCase
+
+from tpu_embed import optimizers as o
+
+OPTIMIZERS = cases.all_optimizers()
+# Twenty float32 steps of some twenty roundings, each of at most 2^-24 of its result, and results of
+# at most about ten: 20 * 20 * 2^-24 is 2.4e-5, and most of them cancel.
+FLOAT32 = {"rtol": 2e-5, "atol": 2e-5}
+# The oracle rounds its rows to bfloat16 after each update, as the table does. Where float32 and
+# float64 stand on two sides of a tie, a row differs by one unit in the last place, at most 2^-7 of
+# it; rules that read the row carry that on, at most twice as far.
+BFLOAT16 = {"rtol": 2.0**-6, "atol": 2.0**-6}
+ONE_BY_ONE = {
+    "Adagrad": o.Adagrad(0.1, use_gradient_accumulation=False),
+    "Adam": o.Adam(0.1, use_gradient_accumulation=False, weight_decay_factor=0.03),
+    "Momentum": o.Momentum(0.1, use_gradient_accumulation=False, clip_weight_max=0.5),
+}
+
+
+def design():
+    """Return optimizer -> its layouts, so that any optimizer and level meet, and any two levels."""
+    layouts = collections.defaultdict(list)
+    for row in all_pairs(optimizer=list(OPTIMIZERS), **cases.LEVELS):
+        layouts[row.pop("optimizer")].append(LayoutCase(**row))
+    return layouts
+
+
+DESIGN = design()
+
+
+def reference(optimizer, dtype):
+    """Return (tables, slots) of the oracle; of optax itself for one of its transforms."""
+    if isinstance(optimizer, o.TableOptimizer):
+        return cases.expected(optimizer, dtype)
+    tables, leaves = cases.expected_by_optax(optimizer, dtype)
+    names = list(o.as_table_optimizer(optimizer).slot_shapes(cases.D, jnp.float32))
+    return tables, {table: dict(zip(names, leaves[table], strict=True)) for table in tables}
+
+
+def assert_same_bits(one, other, words=""):
+    equal = functools.partial(np.testing.assert_array_equal, err_msg=words, strict=True)
+    jax.tree.map(equal, one, other)
+
+
+def check(optimizer, layouts):
+    """Run an optimizer in layouts of one dtype: the oracle's numbers, and one set of bits."""
+    first, dtype = layouts[0], layouts[0].dtype
+    tables, slots = run = cases.run(optimizer, first)
+    tolerance = FLOAT32 if dtype == "float32" else BFLOAT16
+    expected_tables, expected_slots = reference(optimizer, dtype)
+    for table, rows in tables.items():
+        assert rows.dtype == dtype
+        got, expected = rows.astype(np.float64), expected_tables[table]
+        np.testing.assert_allclose(got, expected, **tolerance, err_msg=f"{table}, {first}")
+        assert set(slots[table]) == set(expected_slots[table])
+        for slot, expected in expected_slots[table].items():
+            words = f"{table}/{slot}, {first}"
+            np.testing.assert_allclose(slots[table][slot], expected, **tolerance, err_msg=words)
+    for layout in layouts[1:]:
+        assert_same_bits(cases.run(optimizer, layout), run, f"{layout} differs from {first}")
+
+
+def of_dtype(layouts, dtype):
+    return [layout for layout in layouts if layout.dtype == dtype]
+
+
+@pytest.mark.parametrize("dtype", cases.LEVELS["dtype"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_all_pairs(name, dtype):
+    check(OPTIMIZERS[name], of_dtype(DESIGN[name], dtype))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("dtype", cases.LEVELS["dtype"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_whole_product(name, dtype):
+    check(OPTIMIZERS[name], of_dtype(cases.WHOLE, dtype))
+
+
+def test_design_has_every_optimizer_on_8_devices_and_in_each_dtype():
+    for layouts in DESIGN.values():
+        assert {layout.devices for layout in layouts} == {1, 2, 4, 8}
+        assert {layout.dtype for layout in layouts} == {"float32", "bfloat16"}
+    on_8 = [layout for layouts in DESIGN.values() for layout in layouts if layout.devices == 8]
+    counts = collections.Counter((layout.placement, layout.dtype) for layout in on_8)
+    assert len(counts) == 6
+    assert min(counts.values()) >= 5
+
+
+def test_batches_have_duplicates_empty_bags_and_rows_that_rest():
+    rows = [[x.row for x in step["item"]] for step in cases.occurrences()]
+    assert all(len(step) > 2 * len(set(step)) for step in rows)
+    assert all(len(set(step)) < cases.VOCABULARY["item"] for step in rows)
+    lengths = [np.diff(ids["clicks"].row_splits) for ids in cases.batches()]
+    assert sum(0 in step for step in lengths) > 10
+    assert set(cases.WEIGHTS) == {w for ids in cases.batches() for w in ids["clicks"].weights}
+
+
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_without_accumulation_each_occurrence_updates(name):
+    layouts = [LayoutCase(1), LayoutCase(8), LayoutCase(4, "div", stacking=False)]
+    check(ONE_BY_ONE[name], layouts)
+
+
+def test_without_accumulation_in_bfloat16():
+    check(ONE_BY_ONE["Momentum"], [LayoutCase(2, "div", dtype="bfloat16")])
+
+
+def test_without_accumulation_a_replicated_table_is_refused():
+    with pytest.raises(ValueError, match=r"table 'item': use_gradient_accumulation: .*replicated"):
+        cases.make_engine(ONE_BY_ONE["Adam"], LayoutCase(2, "replicated"))
+
+
+class Rate:
+    """A learning rate that the host changes; it counts its calls."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self):
+        self.calls += 1
+        return 0.3 / self.calls
+
+
+def schedule(count):
+    return 0.3 / (jnp.asarray(count).astype(jnp.float32) + 1)
+
+
+def eager_steps(engine, count):
+    state = engine.init(jax.random.key(0))
+    placed = cases.place_all(engine, cases.batches()[:count])
+    for t in range(count):
+        now = {name: values[t] for name, values in cases.gradients().items()}
+        state = engine.update(state, jax.tree.map(lambda x, t=t: x[t], placed), now)
+    return engine.tables(state), engine.slots(state)
+
+
+def test_host_rate_is_read_once_an_update_and_never_compiled_in():
+    rate, case = Rate(), LayoutCase(8)
+    engine = cases.make_engine(o.Adagrad(rate), case)
+    by_host = eager_steps(engine, 3)
+    assert rate.calls == 3
+    assert engine.compilations["update"] == 1
+    by_schedule = eager_steps(cases.make_engine(o.Adagrad(schedule), case), 3)
+    # The schedule divides in float32, the host in float64: one rounding of the rate.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), by_host, by_schedule)
