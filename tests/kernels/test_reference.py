@@ -1,0 +1,126 @@
+"""What the kernels mean, and how rows are stored."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tpu_embed._types import PADDING_ID
+from tpu_embed.kernels import reference, storage
+
+R, N = 6, 16
+TABLE = np.random.default_rng(0).normal(size=(R, 3)).astype(np.float32)
+ABSENT_ROWS = np.array([0, 5, PADDING_ID, 6, -6, 100, 5], np.int32)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16, np.int32])
+@pytest.mark.parametrize("trailing", [(), (3,)])
+def test_gather_reads_absent_rows_as_zeros(dtype, trailing):
+    table = (np.abs(TABLE) * 100 + 1).astype(dtype)[(slice(None), *[0] * (1 - len(trailing)))]
+    found = jax.jit(reference.gather_rows)(table, ABSENT_ROWS)
+    assert found.dtype == dtype
+    zero = np.zeros(trailing, dtype)
+    expected = [table[0], table[5], zero, zero, zero, zero, table[5]]
+    np.testing.assert_array_equal(found, np.stack(expected))
+
+
+@pytest.mark.parametrize("trailing", [(), (3,)])
+def test_set_leaves_absent_rows_out(trailing):
+    table = TABLE[(slice(None), *[0] * (1 - len(trailing)))]
+    rows = np.array([4, PADDING_ID, 6, 0, -6, 100], np.int32)
+    values = np.arange(6 * max(1, len(trailing) * 3), dtype=np.float32).reshape(6, *trailing)
+    expected = table.copy()
+    expected[4], expected[0] = values[0], values[3]
+    np.testing.assert_array_equal(jax.jit(reference.set_rows)(table, rows, values), expected)
+
+
+def test_rows_none_at_all():
+    none = np.zeros(0, np.int32)
+    assert reference.gather_rows(jnp.asarray(TABLE), none).shape == (0, 3)
+    values = np.zeros((0, 3), np.float32)
+    assert reference.set_rows(jnp.asarray(TABLE), none, values).tolist() == TABLE.tolist()
+    for kernel in (reference.segment_sum, reference.segment_sum_scan):
+        assert kernel(jnp.asarray(values), none, 2).tolist() == [[0.0] * 3] * 2
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(-2, 5), min_size=N, max_size=N))
+def test_sort_keeps_the_order_of_equal_rows(rows):
+    ordered, positions = reference.sort_rows(np.array(rows, np.int32))
+    expected = sorted(range(N), key=lambda i: rows[i])
+    assert np.asarray(positions).tolist() == expected
+    assert np.asarray(ordered).tolist() == sorted(rows)
+
+
+def sequential(values, segments, n):
+    """Sum in float32, entry after entry: the order that is promised."""
+    sums = np.zeros((n, *values.shape[1:]), np.float32)
+    for value, segment in zip(values, segments, strict=True):
+        if 0 <= segment < n:
+            sums[segment] = sums[segment] + value
+    return sums
+
+
+SUM = jax.jit(reference.segment_sum, static_argnums=2)
+SCAN = jax.jit(reference.segment_sum_scan, static_argnums=2)
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.integers(0, 7), min_size=N, max_size=N).map(sorted),
+    st.integers(0, 100),
+    st.sampled_from([(), (3,)]),
+)
+def test_segment_sums(segments, seed, trailing):
+    rng = np.random.default_rng(seed)
+    # Magnitudes that differ widely: another order of a sum has other bits.
+    values = (rng.normal(size=(N, *trailing)) * 10.0 ** rng.integers(-3, 4, (N, *trailing))).astype(
+        np.float32
+    )
+    segments = np.array(segments, np.int32)
+    expected = sequential(values, segments, 5)
+    np.testing.assert_array_equal(SUM(values, segments, 5), expected)
+    # The scan adds in a tree of depth 4: at most 16 roundings of partial sums below Σ|x|.
+    bound = sequential(np.abs(values), segments, 5) * 16 * 2.0**-24
+    assert (np.abs(np.asarray(SCAN(values, segments, 5)) - expected) <= bound).all()
+
+
+def test_the_sum_is_that_of_its_entries_in_order():
+    values = np.array([1e8, 1.0, -1e8, 1.0], np.float32)
+    segments = np.zeros(4, np.int32)
+    assert SUM(values, segments, 1).tolist() == [1.0]
+    assert SUM(values[[0, 2, 1, 3]], segments, 1).tolist() == [2.0]
+
+
+# -- storage -------------------------------------------------------------------------------------
+
+
+def test_bfloat16_is_rounded_to_nearest_even():
+    step = 2.0**-7  # between neighbours of 1
+    values = [1 + step / 2, 1 + 3 * step / 2, 1 + step * 0.51, -(1 + step / 2), 3e38, np.inf, -0.0]
+    expected = [1.0, 1 + 2 * step, 1 + step, -1.0, 3e38, np.inf, -0.0]
+    stored = storage.encode(jnp.array(values, np.float32), "bfloat16")
+    assert stored.dtype == storage.stored_dtype("bfloat16") == np.uint16
+    found = np.asarray(storage.decode(stored, "bfloat16"))
+    assert found.dtype == ml_dtypes.bfloat16
+    expected = np.array(expected, np.float32).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(found.view(np.uint16), expected.view(np.uint16))
+
+
+def test_every_bfloat16_survives():
+    bits = jnp.arange(2**16, dtype=jnp.uint16)
+    rows = storage.decode(bits, "bfloat16").astype(jnp.float32)
+    finite = np.asarray(~jnp.isnan(rows))
+    again = storage.encode(rows, "bfloat16")
+    np.testing.assert_array_equal(np.asarray(again)[finite], np.asarray(bits)[finite])
+
+
+def test_other_dtypes_are_stored_as_they_are():
+    rows = jnp.asarray(TABLE)
+    assert storage.stored_dtype("float32") == np.float32
+    assert storage.decode(storage.encode(rows, "float32"), "float32").tolist() == TABLE.tolist()
+    counts = jnp.arange(3, dtype=jnp.int32)
+    assert storage.encode(counts, jnp.int32).dtype == np.int32

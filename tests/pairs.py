@@ -1,0 +1,58 @@
+"""All-pairs designs: few rows in which any two levels of any two factors meet at least once.
+
+A bug in a product of factors is most often one of two factors together; a design of all pairs finds
+it in tens of rows where the whole product has thousands. Nothing is random: the same factors give
+the same rows, in the same order.
+"""
+
+import collections
+import itertools
+
+
+def all_pairs(**factors):
+    """Return rows `{factor: level}` such that every pair of levels of two factors is in a row.
+
+    Factors are added one at a time, the largest first: each row takes the level that makes the most
+    new pairs (of equal ones, that whose pairs are rarest so far), and rows are added for the rest.
+
+    Args:
+      factors: a sequence of levels each; two factors at least.
+    """
+    sizes = {name: len(levels) for name, levels in factors.items()}
+    names = sorted(sizes, key=lambda name: -sizes[name])
+    first, second = names[:2]
+    rows = [
+        {first: i, second: j}
+        for i, j in itertools.product(range(sizes[first]), range(sizes[second]))
+    ]
+    for n in range(2, len(names)):
+        rows = _grown(rows, names[:n], names[n], sizes)
+    return [{name: factors[name][row[name]] for name in factors} for row in rows]
+
+
+def _grown(rows, old, new, sizes):
+    """Return the rows with one more factor."""
+    counts = collections.Counter()
+
+    def seen(row, level):
+        return [counts[name, row[name], level] for name in old]
+
+    for row in rows:
+        row[new] = min(
+            range(sizes[new]), key=lambda level: (-seen(row, level).count(0), sum(seen(row, level)))
+        )
+        counts.update((name, row[name], row[new]) for name in old)
+    added = []
+    for name in old:
+        for i, level in itertools.product(range(sizes[name]), range(sizes[new])):
+            if not counts[name, i, level]:
+                added.append(_new_row(counts, old, (name, i), level, sizes) | {new: level})
+                counts.update((other, added[-1][other], level) for other in old)
+    return rows + added
+
+
+def _new_row(counts, old, fixed, level, sizes):
+    """Return a row of old factors: one fixed, the others those that meet the new level least."""
+    name, i = fixed
+    row = {other: min(range(sizes[other]), key=lambda j: counts[other, j, level]) for other in old}
+    return row | {name: i}

@@ -1,0 +1,50 @@
+"""The all-pairs generator: every pair is there, and the rows are few."""
+
+import itertools
+
+import pytest
+from pairs import all_pairs
+
+
+def missing(rows, factors):
+    """Return the pairs of levels that no row has."""
+    return [
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(factors, 2)
+        for x, y in itertools.product(factors[a], factors[b])
+        if not any(row[a] == x and row[b] == y for row in rows)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most"),
+    [
+        ((2, 2), 4),
+        ((2, 3, 2), 7),
+        ((3, 3, 3, 3), 15),  # the least is 9, an orthogonal array
+        ((2, 2, 2, 2, 2), 8),  # the least is 6
+        ((53, 4, 3, 2, 2), 212),  # the least: 53 times 4
+        ((1, 1, 5), 5),
+        ((4, 5, 6, 3, 2), 40),
+    ],
+)
+def test_every_pair_is_covered_by_few_rows(sizes, most):
+    factors = {f"factor {i}": range(10 * i, 10 * i + n) for i, n in enumerate(sizes)}
+    rows = all_pairs(**factors)
+    assert not missing(rows, factors)
+    assert len(rows) <= most
+    assert all(list(row) == list(factors) for row in rows)
+    assert rows == all_pairs(**factors)
+
+
+def test_checker_sees_a_missing_pair():
+    factors = {"a": [1, 2], "b": ["x", "y"], "c": [None, 0]}
+    rows = all_pairs(**factors)
+    assert [bool(missing(rows[:i] + rows[i + 1 :], factors)) for i in range(len(rows))][:1] == [
+        True
+    ]
+
+
+def test_levels_may_be_anything():
+    rows = all_pairs(a=[[1], {2: 3}], b=["x"], c=[print, len])
+    assert {(row["b"], row["c"]) for row in rows} == {("x", print), ("x", len)}
