@@ -39,7 +39,7 @@ OTHERS = [name for name in OPTIMIZERS if name not in FIRST]
 
 
 def design():
-    """Return optimizer -> layouts: a rule, or a transform, meets every level, and levels each other.
+    """Return optimizer -> layouts: each rule or transform meets every level, and levels each other.
 
     A rule's first case does so; its other cases, which differ in options, take 8 devices and fewer.
     """

@@ -1,0 +1,87 @@
+"""The order of the sum of a row's gradients: within blocks of the global batch, then over them."""
+
+import jax
+import numpy as np
+import pytest
+from facade_cases import mesh
+
+import tpu_embed
+from tpu_embed import FeatureConfig, TableConfig
+from tpu_embed import optimizers as o
+
+V, D = 5, 2
+
+
+def magnitudes(shape, seed=0):
+    """Return numbers whose sums have other bits in another order."""
+    rng = np.random.default_rng(seed)
+    return (rng.normal(size=shape) * 10.0 ** rng.integers(-4, 5, shape)).astype(np.float32)
+
+
+def in_blocks(ids, gradients, blocks):
+    """Return [V, D] float32 sums of the features' gradients in the promised order."""
+    size = -(-len(ids["a"]) // blocks)
+    total = np.zeros((V, D), np.float32)
+    for first in range(0, len(ids["a"]), size):
+        block = np.zeros((V, D), np.float32)
+        for example in range(first, min(first + size, len(ids["a"]))):
+            for name in ("a", "b"):
+                for row in ids[name][example]:
+                    if row >= 0:
+                        block[row] = block[row] + gradients[name][example]
+        total = total + block
+    return total
+
+
+def train(ids, gradients, devices, placement="mod", **options):
+    table = TableConfig(
+        V, D, combiner="sum", placement=placement, initializer=jax.nn.initializers.zeros
+    )
+    features = {"a": FeatureConfig(table), "b": FeatureConfig(table)}
+    engine = tpu_embed.EmbeddingEngine(features, o.SGD(1.0), mesh=mesh(devices), **options)
+    state = engine.update(engine.init(jax.random.key(0)), engine.place(ids), gradients)
+    return -np.asarray(engine.tables(state)["table_0"])
+
+
+def draw(batch):
+    rng = np.random.default_rng(batch)
+    ids = {"a": rng.integers(-1, V, (batch, 3)), "b": rng.integers(-1, V, (batch, 2))}
+    return ids, {name: magnitudes((batch, D), seed) for seed, name in enumerate(ids)}
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("placement", ["mod", "replicated"])
+def test_sums_are_taken_in_eight_blocks(devices, placement):
+    ids, gradients = draw(24)
+    expected = in_blocks(ids, gradients, 8)
+    np.testing.assert_array_equal(train(ids, gradients, devices, placement), expected)
+    assert not np.array_equal(in_blocks(ids, gradients, 1), expected)
+    assert not np.array_equal(in_blocks(ids, gradients, 4), expected)
+
+
+@pytest.mark.parametrize(("blocks", "devices"), [(1, 1), (4, 2), (4, 4), (16, 8)])
+def test_the_number_of_blocks_is_an_option(blocks, devices):
+    ids, gradients = draw(16)
+    found = train(ids, gradients, devices, sum_blocks=blocks)
+    np.testing.assert_array_equal(found, in_blocks(ids, gradients, blocks))
+
+
+@pytest.mark.parametrize(("batch", "devices"), [(9, 1), (18, 3), (10, 5)])
+def test_blocks_may_be_short_or_empty(batch, devices):
+    ids, gradients = draw(batch)
+    np.testing.assert_array_equal(train(ids, gradients, devices), in_blocks(ids, gradients, 8))
+
+
+def test_more_devices_than_blocks_are_the_blocks():
+    ids, gradients = draw(16)
+    found = train(ids, gradients, 8, sum_blocks=2)
+    np.testing.assert_array_equal(found, in_blocks(ids, gradients, 8))
+
+
+def test_a_block_on_two_devices_is_summed_in_two_parts():
+    """Device boundaries inside blocks: the same sum within rounding."""
+    ids, gradients = draw(24)  # blocks of 3, devices of 8
+    found = train(ids, gradients, 3)
+    size = in_blocks(ids, {n: np.abs(g) for n, g in gradients.items()}, 8)
+    # 120 additions, each rounded by at most 2^-24 of a partial sum below Σ|g|.
+    assert (np.abs(found - in_blocks(ids, gradients, 8)) <= 120 * 2.0**-24 * size).all()
