@@ -87,7 +87,7 @@ class TPUEmbedding:
         size = None
         if per_replica_batch_size is not None:
             size = _checks.check_int("per_replica_batch_size", per_replica_batch_size, minimum=1)
-            self._check_size(size, "build")
+            self._check_size(size, "build", "make another TPUEmbedding")
         self._check_valid("build")
         self._build(size)
 
@@ -125,7 +125,8 @@ class TPUEmbedding:
             batch = self.engine.place(features, weights)
             size = batch.spec.local_batch if training else None
             if size is not None:
-                self._check_size(size, what)
+                remedy = "pad it with tpu_embed.pad_batch, or enqueue it with training=False"
+                self._check_size(size, what, remedy)
             self._build(size)
             self._queue.push(Enqueued(batch, training, name))
 
@@ -142,9 +143,9 @@ class TPUEmbedding:
         what = _label("dequeue", name)
         with self._call(what, name):
             if self._dequeued is not None and self._dequeued.training:
-                got = "one after a training batch whose gradients were not applied yet"
+                expected = "gradients of the training batch that was dequeued before"
                 remedy = "call apply_gradients first"
-                raise RuntimeError(message(what, expected="a call", got=got, remedy=remedy))
+                raise RuntimeError(message(what, expected=expected, got="none yet", remedy=remedy))
             if not len(self._queue):
                 got, remedy = "an empty queue", "call enqueue first"
                 raise RuntimeError(message(what, expected="a batch", got=got, remedy=remedy))
@@ -261,16 +262,11 @@ class TPUEmbedding:
         assert self._state is not None
         return self.engine.lookup(self._state, batch)
 
-    def _check_size(self, size: int, what: str) -> None:
+    def _check_size(self, size: int, what: str, remedy: str) -> None:
         if self._per_replica not in (None, size):
-            raise ValueError(
-                message(
-                    f"{what}: batch size per replica",
-                    expected=f"{self._per_replica}, the size it was built with",
-                    got=f"{size}",
-                    remedy="pad the batch (tpu_embed.pad_batch), or enqueue it with training=False",
-                )
-            )
+            what = f"{what}: batch size per replica"
+            expected = f"{self._per_replica}, the size it was built with"
+            raise ValueError(message(what, expected=expected, got=f"{size}", remedy=remedy))
 
     @contextlib.contextmanager
     def _call(self, what: str, name: str | None) -> Iterator[None]:

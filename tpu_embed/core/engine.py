@@ -204,7 +204,8 @@ class EmbeddingEngine:
           RuntimeError: several processes.
         """
         if jax.process_count() > 1:
-            raise RuntimeError("place: several processes are not supported yet; got more than one")
+            got, remedy = f"{jax.process_count()}", "several are not supported yet"
+            raise RuntimeError(message("place", expected="one process", got=got, remedy=remedy))
         given = self._structure.match(features, what="features")
         scales = self._weights(weights)
         hosts = [
@@ -372,7 +373,7 @@ class EmbeddingEngine:
             raise ValueError(
                 message(
                     what,
-                    expected="an optimizer for every table",
+                    expected="an optimizer for every trainable table",
                     got=f"none for {bare}",
                     remedy=remedy,
                 )

@@ -102,15 +102,16 @@ def check_state(state: Any, layout: Layout) -> None:
     for f in fields(layout):
         rows = (f.group.physical_rows,) if f.shape.per_row else ()
         dtype = storage.stored_dtype(f.shape.dtype)
-        expected = f"{dtype} of shape {(*rows, *f.shape.shape)} for {f.label}"
+        expected = f"{dtype} of shape {(*rows, *f.shape.shape)}"
         try:
             array = f.read(state)
-            got = f"{array.dtype} of shape {array.shape} for {f.label}"
-            got = "arrays that were donated, or deleted" if array.is_deleted() else got
+            got = f"{array.dtype} of shape {array.shape}"
+            got = "an array that was donated, or deleted" if array.is_deleted() else got
         except KeyError:
             got = "none"
         if got != expected:
-            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+            label = f"{what}: {f.label}"
+            raise ValueError(message(label, expected=expected, got=got, remedy=remedy))
 
 
 @partial(jax.jit, static_argnames="layout")

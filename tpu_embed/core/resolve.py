@@ -79,12 +79,12 @@ def _table_optimizers(declared: Structure, default: Any) -> list[TableOptimizer 
                 raise ValueError(f"{what}: {error}") from error
         return known[id(given)]
 
-    fallback = resolved("optimizer", default)
+    fallback = resolved("EmbeddingEngine", default)
     optimizers = []
     for name, config in zip(declared.table_names, declared.tables, strict=True):
         own = fallback
         if config.optimizer is not None:
-            own = resolved(f"table {name!r}: optimizer", config.optimizer)
+            own = resolved(f"table {name!r}", config.optimizer)
         own = own if config.trainable else None
         if (
             own is not None
