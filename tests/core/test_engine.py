@@ -58,6 +58,20 @@ def test_a_rate_without_arguments_is_read_at_every_eager_update():
     assert rate.values == []
 
 
+def test_every_table_has_the_rate_of_its_own():
+    zeros = jax.nn.initializers.zeros
+    config = {
+        name: tpu_embed.FeatureConfig(_table(name=name, initializer=zeros, optimizer=o.SGD(rate)))
+        for name, rate in {"a": Rates(0.5), "b": 2.0, "c": Rates(0.25)}.items()
+    }
+    engine = tpu_embed.EmbeddingEngine(config, mesh=mesh(1))
+    state, batch = engine.init(jax.random.key(0)), engine.place(dict.fromkeys(config, IDS[:, 0]))
+    assert engine.compilations == {"lookup": 0, "update": 0}
+    state = engine.update(state, batch, dict.fromkeys(config, np.ones((2, 2), np.float32)))
+    moved = {name: float(table[0, 0]) for name, table in engine.tables(state).items()}
+    assert moved == {"a": -0.5, "b": -2.0, "c": -0.25}
+
+
 def test_inside_a_jit_its_value_is_an_operand():
     engine = _engine(o.SGD(Rates(0.5, 0.25)), combiner="sum")
     state, batch = engine.init(jax.random.key(0)), engine.place({"x": IDS})

@@ -25,6 +25,11 @@ KINDS = {
 }
 
 
+@functools.cache
+def _engine(kind):
+    return tpu_embed.EmbeddingEngine(FEATURES, o.Adagrad(0.25), mesh=KINDS[kind]())
+
+
 def _features(step, size=8):
     rng = np.random.default_rng(step)
     limits = {"item": 11, "user": 5}
@@ -86,11 +91,12 @@ def _replicated(devices):
     return place
 
 
-@pytest.mark.parametrize("ambient", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "ambient"), [("explicit", False), ("explicit", True), ("auto", True)]
+)
 def test_dense_parameters_on_the_mesh(kind, ambient):
-    devices = KINDS[kind]()
-    engine = tpu_embed.EmbeddingEngine(FEATURES, o.Adagrad(0.25), mesh=devices)
+    engine = _engine(kind)
+    devices = engine.layout.axes.mesh
     with jax.set_mesh(devices) if ambient else contextlib.nullcontext():
         found = _train(engine, _replicated(devices))
     # the dense part of the loss is summed in another order on another number of devices
@@ -103,7 +109,7 @@ def test_dense_parameters_on_the_mesh(kind, ambient):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_read_and_set_on_the_mesh(kind):
-    engine = tpu_embed.EmbeddingEngine(FEATURES, o.Adagrad(0.25), mesh=KINDS[kind]())
+    engine = _engine(kind)
     state = engine.init(jax.random.key(0))
     expected = {name: np.array(table) for name, table in engine.tables(state).items()}
     for name, table in expected.items():
@@ -116,7 +122,7 @@ def test_rows_are_read_and_set_on_the_mesh(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_scan_over_stacked_batches(kind):
-    engine = tpu_embed.EmbeddingEngine(FEATURES, o.Adagrad(0.25), mesh=KINDS[kind]())
+    engine = _engine(kind)
     for number in range(4):  # the union of all specs
         engine.place(_features(number))
     batches = [engine.place(_features(number)) for number in range(4)]

@@ -1,5 +1,6 @@
 """Rows, tables and slots from outside: set, loaded and read, on every placement and dtype."""
 
+import dataclasses
 import functools
 
 import jax
@@ -112,17 +113,18 @@ def test_bfloat16_rounds_to_nearest_even():
 
 
 def test_rows_set_inside_a_jit_are_written_where_they_exist():
-    engine, state = _engine(8, "bfloat16")
+    engine, state = _engine(1)
     before = engine.tables(state)
 
     @jax.jit
     def write(state, rows, values):
-        return engine.set_rows(state, "small", rows, values)
+        return engine.set_rows(state, "mod", rows, values)
 
-    new = engine.tables(write(state, np.array([2, 3, -1]), np.full((3, 2), 9, np.float32)))
-    expected = np.array(before["small"])
+    # row 11 would be the first of the next table in the stack
+    new = engine.tables(write(state, np.array([2, 11, -1]), np.full((3, 2), 9, np.float32)))
+    expected = np.array(before["mod"])
     expected[2] = 9
-    assert_same(new, {**before, "small": expected})
+    assert_same(new, {**before, "mod": expected})
 
 
 def test_host_arrays_where_rows_are_split_over_one_axis_of_two():
@@ -137,6 +139,16 @@ def test_host_arrays_where_rows_are_split_over_one_axis_of_two():
     expected = _host(engine, state)
     assert_same(logical.host_arrays(state, engine.layout), expected)
     anew = jax.device_put(state, NamedSharding(devices, PartitionSpec()))
+    assert_same(logical.host_arrays(anew, engine.layout), expected)
+
+
+def test_host_arrays_of_a_state_that_was_sharded_anew():
+    table = tpu_embed.TableConfig(11, 2, name="t")
+    engine = tpu_embed.EmbeddingEngine(tpu_embed.FeatureConfig(table), mesh=mesh(2))
+    state = engine.init(jax.random.key(0))
+    expected = _host(engine, state)
+    anew = jax.device_put(state.tables, NamedSharding(mesh(4), PartitionSpec("d")))  # 3 of 6 rows
+    anew = dataclasses.replace(state, tables=anew)
     assert_same(logical.host_arrays(anew, engine.layout), expected)
 
 
