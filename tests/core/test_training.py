@@ -100,6 +100,12 @@ def test_all_pairs(name):
             check(OPTIMIZERS[name], layouts)
 
 
+def test_bits_do_not_depend_on_what_surrounds_the_rule():
+    """Sums by psum and sums by rows: XLA must not fuse either into the decay and the step."""
+    dense = LayoutCase(8, "replicated", stacking=False)
+    check(OPTIMIZERS["SGD-2"], [LayoutCase(2, "div"), dense])
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize("dtype", cases.LEVELS["dtype"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
