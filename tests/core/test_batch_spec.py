@@ -1,5 +1,6 @@
 """Static shapes of batches: buckets, unions, given specs, and how many programs a stream needs."""
 
+import concurrent.futures
 import dataclasses
 
 import jax
@@ -144,6 +145,29 @@ def test_without_a_spec_the_union_grows_and_never_shrinks():
     other = engine.place({"x": draw(rng)["x"], "y": np.zeros(B, int)}).spec  # another activation
     assert other.forms[1].combines is False
     assert engine.place(draw(rng)).spec == seen[-1]
+
+
+def test_new_exchange_capacities_find_the_ids_packed_as_the_spec_says():
+    """The second batch fits the first one's ids, but not its rows: the union grows while placing."""
+    engine = make_engine()
+    state = engine.init(jax.random.key(0))
+    shops = np.zeros((B, 1), int)
+    same = RaggedIds.from_lists([[5] * 10] * B)
+    different = RaggedIds.from_lists([list(range(10 * i, 10 * i + 12)) for i in range(B)])
+    for ids in (same, different, same):
+        batch = engine.place({"x": ids, "y": shops})
+        found = engine.lookup(state, batch)
+        alone = make_engine().place({"x": ids, "y": shops})
+        np.testing.assert_array_equal(found["x"], engine.lookup(state, alone)["x"])
+
+
+def test_batches_placed_by_several_threads():
+    """Each grows the union while others pack: every batch is what its own spec says."""
+    engine, rng = make_engine(), np.random.default_rng(0)
+    batches = [draw(rng, longest) for longest in range(2, 42)]
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        for batch in threads.map(engine.place, batches):
+            batch.check(engine.layout)
 
 
 def test_a_stream_of_batches_compiles_a_few_times():

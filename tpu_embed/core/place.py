@@ -38,9 +38,12 @@ class Placer:
         """Return the batch in the running union of all specs, grown if it must."""
         natural = natural_spec(hosts, self._layout)
         spec = self._grow(natural)
-        packed = pack(hosts, spec, self._layout)
-        spec = self._grow(capacity.with_capacities(packed, natural, spec, self._layout))
-        return self._send(packed, spec)
+        while True:
+            packed = pack(hosts, spec, self._layout)
+            grown = self._grow(capacity.with_capacities(packed, natural, spec, self._layout))
+            if _line_of(grown) == _line_of(spec):
+                return self._send(packed, grown)
+            spec = grown  # it has room for more ids now: this growth made some, or another thread
 
     def place_as(self, hosts: Sequence[HostIds], spec: BatchSpec) -> Batch:
         """Return the batch in exactly the given spec.
@@ -74,3 +77,8 @@ class Placer:
         axes = self._layout.axes
         sharding = axes.sharding(axes.batch_axes)
         return Batch(jax.make_array_from_process_local_data(sharding, packed), spec)
+
+
+def _line_of(spec: BatchSpec) -> tuple[Any, ...]:
+    """Return what the packed array depends on: forms and numbers of ids, no exchange capacities."""
+    return spec.forms, [group.ids for group in spec.groups]
