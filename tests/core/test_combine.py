@@ -11,6 +11,7 @@ from layout_cases import make_group
 from tpu_embed import QuantizationConfig
 from tpu_embed.core.combine import combine, gradients_in_order, quantize
 from tpu_embed.core.located import BagForm, LocalIds
+from tpu_embed.kernels import dispatch, reference
 
 EXAMPLES, COMBINERS, D, N = 3, ("sum", "mean", "sqrtn"), 2, 10
 FORM = BagForm(EXAMPLES, COMBINERS)
@@ -66,6 +67,17 @@ def test_activations_and_gradients(entries, order):
     present = np.array([row >= 0 for row, _, _ in entries])[order]
     expected = (factors[:, None] * GRADIENTS[bags])[order]
     np.testing.assert_allclose(np.asarray(gradients)[present], expected[present], **TOLERANCE)
+
+
+def test_sums_are_given_runs_of_one_bag(monkeypatch):
+    """Also where ids are absent inside a bag: the scan of GPUs sums runs, and sees each bag once."""
+    monkeypatch.setattr(dispatch, "segment_sum", reference.segment_sum_scan)
+    entries = [(row, bag, 1.0) for bag in (1, 4) for row in (2, -1, 3, -1, 1)]
+    activations = combine(ROWS, local(entries, weighted=False), FORM)
+    expected = np.zeros((FORM.bags, D))
+    for (row, bag, _), values in zip(entries, ROWS, strict=True):
+        expected[bag] += values / 3 if row >= 0 else 0.0  # both bags are means of three
+    np.testing.assert_allclose(activations, expected, **TOLERANCE)
 
 
 @settings(max_examples=20)

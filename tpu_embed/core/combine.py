@@ -1,11 +1,10 @@
 """Rows of a bag become one activation, and the activation's gradient becomes one gradient an id.
 
-Enters: the ids of one group on one device, with the bag and the weight of each. Called by
-  `lookup.py` and `update.py`.
+Enters: the ids of one stack on one device, with the bag and the weight of each. Leaves: activations
+of bags, or gradients of rows. Called by `lookup.py` and `sums.py`.
 
 With weights c (1 without) and rows w, a bag's activation is Σ c w / d, where d is 1 (sum), Σ c
-(mean) or √Σ c² (sqrtn), and zero where d is zero. The gradient of the row of an id is then c (g /
-d).
+(mean) or √Σ c² (sqrtn), and zero where d is zero. The gradient of an id's row is then c (g / d).
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ def combine(rows: Array, ids: LocalIds, form: BagForm) -> Array:
       ids: their bags and weights.
       form: how they combine.
     """
+    rows = jnp.where((ids.rows < 0)[:, None], jnp.zeros_like(rows), rows)
     if ids.weights is not None:
         rows = jax.lax.optimization_barrier(rows * _weights(ids, rows.dtype)[:, None])
-    segments = jnp.where(ids.rows < 0, form.bags, ids.bags)
-    totals = dispatch.segment_sum(rows, segments, form.bags)
+    totals = dispatch.segment_sum(rows, ids.bags, form.bags)
     return _divide(totals, ids, form)
 
 
