@@ -65,6 +65,24 @@ def test_traced_weights_are_placed_weights():
     assert_same(traced, placed)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint16", "uint32"])
+@pytest.mark.parametrize("policy", ["error", "drop", "clip"])
+def test_any_integer_dtype(policy, dtype):
+    """-1 is no number of an unsigned dtype, and V none of a short one; the largest is a bad id."""
+    table = TableConfig(1000, D, name="t")
+    features = {"bag": FeatureConfig(table, on_bad_id=policy)}
+    features["row"] = FeatureConfig(table, on_bad_id=policy, max_sequence_length=3)
+    engine = tpu_embed.EmbeddingEngine(features, o.SGD(0.1), mesh=mesh(2))
+    state, largest = engine.init(jax.random.key(0)), np.iinfo(dtype).max
+    ids = {"bag": np.full((B, 3), 7, dtype), "row": np.full((B, 2), 100, dtype)}
+    if policy != "error":
+        ids["bag"][1, 2] = largest
+    if dtype.startswith("int"):
+        ids["row"][0, 0] = -1
+    lookup = jax.jit(engine.lookup)
+    assert_same(lookup(state, ids), engine.lookup(state, engine.place(ids)))
+
+
 @pytest.mark.parametrize("policy", ["drop", "clip"])
 def test_policies_are_those_of_the_host(policy):
     placed, traced = placed_and_traced(make_engine(policy), draw(low=-5, high=V + 5))

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import checkify
 
 from tpu_embed._checks import message
@@ -46,7 +47,8 @@ class TracedIds:
         for g in range(len(layout.groups)):
             ids, weights = [], []
             for f in self.spec.groups[g].features:
-                valid, bad[f] = _resolve(self._bags(self.ids[f], f, PADDING_ID), layout, f)
+                signed = _signed(self.ids[f], layout.groups[g].index_dtype)
+                valid, bad[f] = _resolve(self._bags(signed, f, PADDING_ID), layout, f)
                 ids.append(_physical(valid, layout, f))
                 if self.spec.is_weighted(g):
                     weights.append(self._scale(f, layout.groups[g]))
@@ -151,6 +153,18 @@ def _array(what: str, value: Any, kind: Any) -> Array:
     if not jnp.issubdtype(value.dtype, kind):
         raise TypeError(message(what, expected=f"dtype {kind.__name__}", got=f"{value.dtype}"))
     return jnp.asarray(value)
+
+
+def _signed(ids: Array, dtype: np.dtype) -> Array:
+    """Return ids in a signed dtype that holds -1 and every row: `dtype`, or a wider one of theirs.
+
+    An unsigned id beyond `dtype` becomes its largest number, which is no row.
+    """
+    if ids.dtype.itemsize < dtype.itemsize:
+        return ids.astype(dtype)
+    if jnp.issubdtype(ids.dtype, jnp.unsignedinteger):
+        return jnp.minimum(ids, jnp.asarray(np.iinfo(dtype).max, ids.dtype)).astype(dtype)
+    return ids
 
 
 def _resolve(ids: Array, layout: Layout, f: int) -> tuple[Array, Array]:
