@@ -317,6 +317,10 @@ def test_shapes_that_are_refused(options, ids, says):
             r"sorted by row, then column, none twice, got \[1, 0\] before \[0, 1\]; .*from_scipy",
         ),
         (SparseIds([[0, 1], [0, 0]], [1, 2], (2, 2)), r"sorted .*\[0, 1\] before \[0, 0\]"),
+        (
+            SparseIds(np.array([[0, 1], [0, 0]], np.uint8), [1, 2], (2, 2)),
+            r"sorted .*\[0, 1\] before \[0, 0\]",
+        ),
         (SparseIds([[0, 1], [0, 1]], [1, 2], (2, 2)), r"none twice, got \[0, 1\] before \[0, 1\]"),
         (
             SparseIds([[0, 1, 0], [0, 0, 1]], [1, 2], (2, 2, 2)),

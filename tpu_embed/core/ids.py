@@ -180,7 +180,7 @@ def _sparse(feature: Feature, ids: SparseIds, weights: Any) -> HostIds:
     bags = indices[:, 0].astype(np.int64)
     for size, column in zip(shape[1:-1], indices.T[1:-1], strict=True):
         bags = bags * size + column
-    columns = indices[:, -1]
+    columns = indices[:, -1].astype(np.int64)  # differences of unsigned numbers are never negative
     order = (np.diff(bags) > 0) | ((np.diff(bags) == 0) & (np.diff(columns) > 0))
     if not order.all():
         entry = int(np.argmin(order))
