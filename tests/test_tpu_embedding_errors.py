@@ -252,6 +252,13 @@ def test_a_state_that_was_donated_elsewhere():
     assert embedding.dequeue()["user"].shape == (4, 2)
 
 
+def test_a_state_of_host_arrays_is_refused():
+    embedding = make_embedding()
+    train(embedding, [0])
+    with pytest.raises(ValueError, match=r"state: table 'item': expected .* got a ndarray"):
+        embedding.state = jax.tree.map(np.asarray, embedding.state)
+
+
 def test_serving_without_an_optimizer():
     frozen = tpu_embed.TableConfig(4, 2, name="frozen", trainable=False)
     config = {"a": tpu_embed.FeatureConfig(TABLE), "b": tpu_embed.FeatureConfig(frozen)}

@@ -152,6 +152,17 @@ def test_host_arrays_of_a_state_that_was_sharded_anew():
     assert_same(logical.host_arrays(anew, engine.layout), expected)
 
 
+def test_a_loaded_global_slot_is_the_callers_own():
+    """The state is donated by the next update; what it was loaded from is not."""
+    table = tpu_embed.TableConfig(7, 2, name="optax", optimizer=optax.adam(0.1))
+    engine = tpu_embed.EmbeddingEngine(tpu_embed.FeatureConfig(table), mesh=mesh(2))
+    state = engine.init(jax.random.key(0))
+    count = jnp.copy(engine.slots(state)["optax"]["count"])
+    state = engine.load_arrays(state, {}, {"optax": {"count": count}})
+    engine.update_in_place(state, engine.place(np.arange(2)), np.ones((2, 2), np.float32))
+    assert int(count) == 0
+
+
 def test_host_arrays_are_the_callers_own():
     engine, state = _engine(1)
     before = jax.tree.map(np.copy, _host(engine, state))

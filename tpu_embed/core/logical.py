@@ -105,10 +105,13 @@ def check_state(state: Any, layout: Layout) -> None:
         expected = f"{dtype} of shape {(*rows, *f.shape.shape)}"
         try:
             array = f.read(state)
+        except KeyError:
+            array = None
+        if isinstance(array, jax.Array):
             got = f"{array.dtype} of shape {array.shape}"
             got = "an array that was donated, or deleted" if array.is_deleted() else got
-        except KeyError:
-            got = "none"
+        else:
+            got = "none" if array is None else f"a {type(array).__name__}"
         if got != expected:
             label = f"{what}: {f.label}"
             raise ValueError(message(label, expected=expected, got=got, remedy=remedy))
@@ -335,5 +338,6 @@ def load_arrays(
             state = load(state, layout, f.table.name, [array], slot=f.slot)
         else:
             whole = storage.encode(jnp.asarray(array), f.shape.dtype)
-            state = f.write(state, jax.device_put(whole, layout.axes.sharding(())))
+            sharding = layout.axes.sharding(())  # a copy: the state may be donated
+            state = f.write(state, jax.device_put(whole, sharding, may_alias=False))
     return state
