@@ -83,6 +83,10 @@ CONSTRUCTIONS = {
         lambda: _engine(_table(), batch_axes="rows"),
         r"^batch_axes: expected different axes of the mesh \('d',\), got \('rows',\)",
     ),
+    "a batch axis that is no name": (
+        lambda: _engine(_table(), batch_axes=0),  # type: ignore[arg-type]
+        r"^batch_axes: expected different axes of the mesh \('d',\), got \(0,\)",
+    ),
     "blocks": (
         lambda: _engine(_table(), sum_blocks=0),
         r"^sum_blocks: expected an integer >= 1, got 0",

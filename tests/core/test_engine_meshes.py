@@ -21,6 +21,9 @@ FEATURES = {name: tpu_embed.FeatureConfig(table) for name, table in TABLES.items
 
 KINDS = {
     "explicit": lambda: jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit,) * 2),
+    "mixed": lambda: jax.make_mesh(
+        (2, 4), ("x", "y"), axis_types=(AxisType.Explicit, AxisType.Auto)
+    ),
     "auto": lambda: Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y")),
 }
 
@@ -92,7 +95,8 @@ def _replicated(devices):
 
 
 @pytest.mark.parametrize(
-    ("kind", "ambient"), [("explicit", False), ("explicit", True), ("auto", True)]
+    ("kind", "ambient"),
+    [("explicit", False), ("explicit", True), ("mixed", False), ("auto", True)],
 )
 def test_dense_parameters_on_the_mesh(kind, ambient):
     engine = _engine(kind)

@@ -251,6 +251,20 @@ def test_ids_that_are_not_integers(ids, got):
         _host(_feature(), ids)
 
 
+def test_masked_arrays_are_refused():
+    """NumPy drops the mask when it makes a plain array of one."""
+    masked = np.ma.masked_array([[1, 2]], mask=[[False, True]])
+    says = "user/x: expected an array, got a masked array; fill it: ids with -1"
+    with pytest.raises(TypeError, match=says):
+        _host(_feature(), masked)
+    with pytest.raises(TypeError, match=r"RaggedIds.values: expected an array, got a masked"):
+        RaggedIds(masked[0], [0, 2])
+    with pytest.raises(TypeError, match="weights of user/x: expected an array, got a masked"):
+        _host(_feature(), np.ones((1, 2), int), masked)
+    with pytest.raises(TypeError, match="weights of user/x: expected an array, got a masked"):
+        _host(_feature(), RaggedIds([1, 2], [0, 2]), masked[0])
+
+
 @pytest.mark.parametrize(
     ("options", "ids", "says"),
     [

@@ -167,6 +167,27 @@ def test_dense_shape_is_judged_at_once():
         SparseIds([], [], (2, -1))
 
 
+@pytest.mark.parametrize("shape", [8, None, "ab", np.int64(8)])
+def test_a_dense_shape_that_is_no_shape(shape):
+    with pytest.raises(ValueError, match=r"SparseIds.dense_shape: expected \(B, H\), or "):
+        SparseIds([[0, 0]], [1], shape)
+
+
+def test_a_dense_shape_of_jax_numbers():
+    assert SparseIds([], [], jnp.array([8, 2])).dense_shape == (8, 2)
+
+
+def test_lists_that_are_no_bags():
+    with pytest.raises(ValueError, match=r"RaggedIds.values: .* lists of different lengths; from_"):
+        RaggedIds([[1, 2], [3]], [0, 1, 2])
+    with pytest.raises(TypeError, match=r"RaggedIds.from_lists: expected a list of lists, got 1"):
+        RaggedIds.from_lists([1, 2])
+    with pytest.raises(TypeError, match="from_lists: expected a list of lists, got <generator"):
+        RaggedIds.from_lists([n] for n in range(2))
+    with pytest.raises(TypeError, match="from_lists: weights: expected a list of lists, got None"):
+        RaggedIds.from_lists([[1]], weights=[None])
+
+
 @given(st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=6))
 def test_lists_and_arrow_agree_for_any_bags(bags):
     ragged = RaggedIds.from_lists(bags)

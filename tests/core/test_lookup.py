@@ -53,6 +53,7 @@ INPUTS = {
     "clipped": (RNG.integers(-3, ROWS + 3, (BATCH, 4)), None, {"on_bad_id": "clip"}),
     "no ids": (RaggedIds.from_lists([[]] * BATCH), None, {}),
     "no columns": (np.zeros((BATCH, 0), np.int32), None, {}),
+    "no bags": (np.zeros((BATCH, 0, 3), np.int32), None, {}),
 }
 
 
@@ -90,7 +91,7 @@ def test_every_form_equals_the_oracle(devices):
         np.testing.assert_allclose(activations[path], expected, rtol=2e-5, atol=2e-6, err_msg=path)
 
 
-@pytest.mark.parametrize("name", ["no ids", "no columns"])
+@pytest.mark.parametrize("name", ["no ids", "no columns", "no bags"])
 def test_a_batch_without_a_single_id_goes_the_whole_way(name):
     table = TableConfig(ROWS, DIM, name="t")
     engine = EmbeddingEngine(FeatureConfig(table), optimizers.Adam(0.1))

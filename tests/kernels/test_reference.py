@@ -42,6 +42,8 @@ def test_rows_none_at_all():
     assert reference.gather_rows(jnp.asarray(TABLE), none).shape == (0, 3)
     values = np.zeros((0, 3), np.float32)
     assert reference.set_rows(jnp.asarray(TABLE), none, values).tolist() == TABLE.tolist()
+    empty = reference.gather_rows(jnp.zeros((0, 3)), np.zeros(2, np.int32))
+    assert empty.tolist() == [[0.0] * 3] * 2
     for kernel in (reference.segment_sum, reference.segment_sum_scan):
         assert kernel(jnp.asarray(values), none, 2).tolist() == [[0.0] * 3] * 2
 

@@ -55,9 +55,11 @@ class MeshAxes:
 
         Only a mesh of explicit axes asks for it; on automatic axes the compiler does so itself.
         """
-        if all(kind == AxisType.Auto for kind in self.mesh.axis_types):
+        kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        if all(kind == AxisType.Auto for kind in kinds.values()):
             return tree
-        return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, self.sharding(names)), tree)
+        sharding = self.sharding([name for name in names if kinds[name] == AxisType.Explicit])
+        return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, sharding), tree)
 
     def shard_axes_of(self, name: str, config: TableConfig) -> tuple[str, ...]:
         """Return the axes that split the rows of a table, in mesh order.
@@ -108,7 +110,7 @@ def make_axes(mesh: Mesh | None, batch_axes: str | Sequence[str] | None) -> Mesh
 
 
 def _in_mesh_order(what: str, names: str | Sequence[Any], mesh: Mesh) -> tuple[str, ...]:
-    chosen = (names,) if isinstance(names, str) else tuple(names)
+    chosen = (names,) if isinstance(names, str) else tuple(names if np.iterable(names) else [names])
     if len(set(chosen)) != len(chosen) or any(name not in mesh.axis_names for name in chosen):
         raise ValueError(
             message(what, expected=f"different axes of the mesh {mesh.axis_names}", got=f"{chosen}")

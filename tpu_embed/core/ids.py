@@ -19,7 +19,7 @@ import numpy as np
 from tpu_embed._types import PADDING_ID
 from tpu_embed.config import FeatureConfig
 from tpu_embed.core import weights as weights_of
-from tpu_embed.core.inputs import RaggedIds, SparseIds
+from tpu_embed.core.inputs import RaggedIds, SparseIds, refuse_masked
 from tpu_embed.core.valid_ids import Feature, check_dtype, resolve_dense, resolve_flat
 
 __all__ = ["FeatureForm", "HostIds", "dense_form", "host_ids"]
@@ -87,7 +87,7 @@ def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weight
       `HostIds`.
 
     Raises:
-      TypeError: ids that are not integers.
+      TypeError: ids that are not integers, masked arrays.
       ValueError: a bad id under `on_bad_id="error"`; ids, weights or shapes that the input forms
         don't allow.
 
@@ -102,6 +102,7 @@ def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weight
         return _sparse(feature, ids, weights)
     if isinstance(ids, RaggedIds):
         return _ragged(feature, ids, weights)
+    refuse_masked(path, ids)
     if hasattr(ids, "__array__") and not isinstance(ids, type):
         return _dense(feature, np.asarray(ids), weights)
     raise feature.error(

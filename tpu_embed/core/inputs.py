@@ -16,7 +16,7 @@ import numpy as np
 
 from tpu_embed import _checks
 
-__all__ = ["RaggedIds", "SparseIds", "to_array"]
+__all__ = ["RaggedIds", "SparseIds", "refuse_masked", "to_array"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,18 +42,21 @@ class SparseIds:
     weights: Any = None
 
     def __post_init__(self) -> None:
-        indices = to_array(self.indices)
+        indices, shape = to_array("SparseIds.indices", self.indices), np.asarray(self.dense_shape)
+        if shape.ndim != 1:
+            expected, got = "(B, H), or (B, K, ..., H)", repr(self.dense_shape)
+            raise ValueError(_checks.message("SparseIds.dense_shape", expected=expected, got=got))
         if not indices.size and indices.ndim < 2:
-            indices = indices.reshape(0, len(self.dense_shape))
+            indices = indices.reshape(0, len(shape))
         object.__setattr__(self, "indices", indices)
-        object.__setattr__(self, "values", to_array(self.values))
+        object.__setattr__(self, "values", to_array("SparseIds.values", self.values))
         sizes = tuple(
             _checks.check_int(f"SparseIds.dense_shape[{i}]", n, minimum=0)
-            for i, n in enumerate(self.dense_shape)
+            for i, n in enumerate(shape.tolist())
         )
         object.__setattr__(self, "dense_shape", sizes)
         if self.weights is not None:
-            object.__setattr__(self, "weights", to_array(self.weights))
+            object.__setattr__(self, "weights", to_array("SparseIds.weights", self.weights))
 
     @classmethod
     def from_lists(
@@ -164,10 +167,10 @@ class RaggedIds:
     weights: Any = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "values", to_array(self.values))
-        object.__setattr__(self, "row_splits", to_array(self.row_splits))
+        object.__setattr__(self, "values", to_array("RaggedIds.values", self.values))
+        object.__setattr__(self, "row_splits", to_array("RaggedIds.row_splits", self.row_splits))
         if self.weights is not None:
-            object.__setattr__(self, "weights", to_array(self.weights))
+            object.__setattr__(self, "weights", to_array("RaggedIds.weights", self.weights))
 
     @classmethod
     def from_lists(
@@ -186,11 +189,11 @@ class RaggedIds:
           >>> RaggedIds.from_lists([[7, 3], [], [5]]).row_splits.tolist()
           [0, 2, 2, 3]
         """
-        values, lengths = _chained(bags)
+        values, lengths = _chained("RaggedIds.from_lists", bags)
         splits = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         if weights is None:
             return cls(values, splits)
-        numbers, counts = _chained(weights)
+        numbers, counts = _chained("RaggedIds.from_lists: weights", weights)
         _check_lengths("RaggedIds.from_lists", counts, lengths)
         return cls(values, splits, numbers)
 
@@ -238,15 +241,45 @@ class RaggedIds:
         return cls(values, splits, numbers)
 
 
-def to_array(value: Any) -> np.ndarray:
-    """Return `value` as a NumPy array; an empty list as integers."""
-    array = np.asarray(value)
+def to_array(what: str, value: Any) -> np.ndarray:
+    """Return `value` as a NumPy array; an empty list as integers.
+
+    Raises:
+      TypeError: a masked array.
+      ValueError: lists of different lengths.
+    """
+    refuse_masked(what, value)
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        remedy = "from_lists takes a flat list an example"
+        expected, got = "an array", "lists of different lengths"
+        raise ValueError(
+            _checks.message(what, expected=expected, got=got, remedy=remedy)
+        ) from error
     return array if array.size or hasattr(value, "dtype") else array.astype(np.int64)
 
 
-def _chained(lists: Sequence[Sequence[Any]]) -> tuple[np.ndarray, np.ndarray]:
-    lengths = np.fromiter(map(len, lists), np.int64, len(lists))
-    return to_array(list(itertools.chain.from_iterable(lists))), lengths
+def refuse_masked(what: str, value: Any) -> None:
+    """Refuse a NumPy masked array, whose mask would be lost.
+
+    Raises:
+      TypeError: it is one.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        got, remedy = "a masked array", "fill it: ids with -1, weights with 0"
+        raise TypeError(_checks.message(what, expected="an array", got=got, remedy=remedy))
+
+
+def _chained(what: str, lists: Sequence[Sequence[Any]]) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+    except TypeError as error:
+        items = lists if hasattr(lists, "__len__") else [lists]
+        got = next(item for item in items if not hasattr(item, "__len__"))
+        expected = "a list of lists"
+        raise TypeError(_checks.message(what, expected=expected, got=repr(got))) from error
+    return to_array(what, list(itertools.chain.from_iterable(lists))), lengths
 
 
 def _check_lengths(what: str, counts: np.ndarray, lengths: np.ndarray) -> None:

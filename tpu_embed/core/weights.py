@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed import _checks
-from tpu_embed.core.inputs import RaggedIds, SparseIds
+from tpu_embed.core.inputs import RaggedIds, SparseIds, refuse_masked
 
 __all__ = ["beside_dense", "beside_ragged", "beside_sparse"]
 
@@ -29,6 +29,7 @@ def beside_dense(path: str, dtype: str, ids: np.ndarray, weights: Any) -> np.nda
 
     Raises:
       ValueError: weights for ids [B], of another kind or shape, or not finite.
+      TypeError: a masked array.
     """
     if weights is None:
         return None
@@ -36,6 +37,7 @@ def beside_dense(path: str, dtype: str, ids: np.ndarray, weights: Any) -> np.nda
         raise _error(path, expected="no weights for ids [B]", got="some", remedy="use ids [B, 1]")
     if isinstance(weights, (SparseIds, RaggedIds)) or not hasattr(weights, "__array__"):
         raise _error(path, expected="an array, as the ids", got=type(weights).__name__)
+    refuse_masked(f"weights of {path}", weights)
     return _numbers(path, dtype, np.asarray(weights), ids.shape)
 
 
@@ -50,6 +52,7 @@ def beside_sparse(path: str, dtype: str, ids: SparseIds, weights: Any) -> np.nda
 
     Raises:
       ValueError: weights in both places, of other indices, kind or shape, or not finite.
+      TypeError: a masked array.
     """
     if isinstance(weights, SparseIds):
         if weights.dense_shape != ids.dense_shape:
@@ -71,6 +74,7 @@ def beside_ragged(path: str, dtype: str, ids: RaggedIds, weights: Any) -> np.nda
 
     Raises:
       ValueError: weights in both places, of other splits, kind or shape, or not finite.
+      TypeError: a masked array.
     """
     if isinstance(weights, RaggedIds) and not np.array_equal(weights.row_splits, ids.row_splits):
         raise _error(path, expected="the row_splits of the ids", got="others")
@@ -92,6 +96,7 @@ def _beside_flat(
     elif weights is not None and not hasattr(weights, "__array__"):
         expected = f"None, an array or {kind.__name__}"
         raise _error(path, expected=expected, got=type(weights).__name__)
+    refuse_masked(f"weights of {path}", weights)
     if ids.weights is not None:
         if weights is not None:
             expected = f"weights in one place, inside {kind.__name__} or in weights="

@@ -23,6 +23,8 @@ def gather_rows(table: Array, rows: Array) -> Array:
     Returns:
       `[N, …]`, the table's dtype.
     """
+    if not table.shape[0]:
+        return jnp.zeros((rows.shape[0], *table.shape[1:]), table.dtype)
     return table.at[rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
