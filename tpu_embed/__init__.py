@@ -2,11 +2,11 @@
 
 The batch's path, by file name:
 
-    ids ─ core/ids ─▶ core/batch ─▶ core/route ─▶ core/lookup ─▶ core/combine ─▶ activations ─▶ your
-    model
-                                                                                                    │
-    tables ◀─ core/apply ◀─ optimizers/ ◀─ core/dedup ◀─ core/route ◀─ core/update ◀─ gradients
-    ◀───┘
+    ids ─▶ core/ids ─▶ core/batch ─▶ core/lookup (core/route, core/combine) ─▶ activations ─┐
+                                                                                            │
+                                                                                        your model
+                                                                                            │
+    tables ◀─ core/apply (optimizers/) ◀─ core/sums (core/dedup, core/route) ◀─ gradients ◀─┘
 
 Two doors lead to the same code: `EmbeddingEngine`, pure functions for your own jit, and
 `TPUEmbedding`, which holds the state and a queue of batches.

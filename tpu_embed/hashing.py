@@ -23,13 +23,17 @@ _INT32_MAX = np.iinfo(np.int32).max
 def hash_ids(keys: Any, vocabulary_size: int, *, seed: int = 0) -> np.ndarray:
     """Map keys to ids in [0, vocabulary_size).
 
-    All arithmetic is unsigned, modulo 2⁶⁴. With mix(x): x ^= x >> 30; x *= 0xBF58476D1CE4E5B9; x ^=
-    x >> 27; x *= 0x94D049BB133111EB; x ^= x >> 31, and s = mix(seed + 0x9E3779B97F4A7C15):
+    All arithmetic is unsigned, modulo 2⁶⁴. With
+
+        mix(x): x ^= x >> 30; x *= 0xBF58476D1CE4E5B9
+                x ^= x >> 27; x *= 0x94D049BB133111EB
+                x ^= x >> 31
+
+    and s = mix(seed + 0x9E3779B97F4A7C15):
 
     - an integer k (two's complement): h = mix(k ^ s);
-    - a string: its n bytes (a str: its UTF-8), padded with zeros to ⌈n/8⌉ little-endian words w₀,
-    w₁, …;
-      h = mix(n ^ s), then h = mix(h ^ wⱼ) for each word in order.
+    - a string: its n bytes (a str: its UTF-8), padded with zeros to ⌈n/8⌉ little-endian words
+      w₀, w₁, …; h = mix(n ^ s), then h = mix(h ^ wⱼ) for each word in order.
 
     The id is h mod vocabulary_size. A key is a key: hash -1 and "" give ids like any other, so put
     the padding id back where it belongs, `np.where(keys == -1, -1, hash_ids(keys, V))`.

@@ -127,8 +127,8 @@ class VarianceScaling:
     """Draw with variance scale / fan, the fan being that of the whole table [V, D].
 
     fan_in is V, fan_out is D, fan_avg (V + D)/2. "truncated_normal" is cut at two standard
-    deviations and widened so that the variance is right after the cut; "uniform" lies within ±√(3
-    scale/fan). Equal and hashable by value.
+    deviations and widened so that the variance is right after the cut; "uniform" lies within
+    ±√(3 scale/fan). Equal and hashable by value.
 
     Args:
       scale: positive factor of the variance.

@@ -148,7 +148,7 @@ def test_without_a_spec_the_union_grows_and_never_shrinks():
 
 
 def test_new_exchange_capacities_find_the_ids_packed_as_the_spec_says():
-    """The second batch fits the first one's ids, but not its rows: the union grows while placing."""
+    """The second batch fits the ids of the first, but not its rows: placing it grows the union."""
     engine = make_engine()
     state = engine.init(jax.random.key(0))
     shops = np.zeros((B, 1), int)

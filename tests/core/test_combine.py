@@ -70,7 +70,7 @@ def test_activations_and_gradients(entries, order):
 
 
 def test_sums_are_given_runs_of_one_bag(monkeypatch):
-    """Also where ids are absent inside a bag: the scan of GPUs sums runs, and sees each bag once."""
+    """Also where ids are absent inside a bag: the scan of GPUs must find each bag in one run."""
     monkeypatch.setattr(dispatch, "segment_sum", reference.segment_sum_scan)
     entries = [(row, bag, 1.0) for bag in (1, 4) for row in (2, -1, 3, -1, 1)]
     activations = combine(ROWS, local(entries, weighted=False), FORM)

@@ -1,8 +1,7 @@
 """Rows and slots through the optimizer's rule, and back into the tables.
 
 Enters: this device's shard of a stack, and distinct local rows with their summed gradients. Leaves:
-  the shard with
-those rows and their slots set. Called by `update.py` and `occurrences.py`.
+the shard with those rows and their slots set. Called by `update.py` and `occurrences.py`.
 
 The rule stands alone, on a padded number of rows: XLA then compiles it alike in every program, and
 its bits do not depend on what surrounds it.
@@ -37,8 +36,8 @@ def apply_rule(
 
     Args:
       held: the shard.
-      sums: rows `[U]`, different from each other, U a multiple of `ROW_MULTIPLE`; gradients `[U,
-        D]`.
+      sums: rows `[U]`, different from each other, U a multiple of `ROW_MULTIPLE`; their gradients
+        `[U, D]`.
       group: the stack; it has an optimizer.
       step: int32 `[]`, t.
       learning_rate: scalar.

@@ -1,9 +1,8 @@
-"""Host side, NumPy only: the ids of all features packed into one array a batch, its shape bucketed.
+"""The ids of all features packed into one array a batch, with NumPy on the host.
 
-Enters: `HostIds` a feature, validated. Leaves: a `Batch`, one int32 array `[replicas, L]` on the
-  devices (one
-transfer) and its `BatchSpec`. Called by the engine; `unpack` is its inverse inside a compiled
-program.
+Enters: `HostIds` a feature, validated. Leaves: one int32 array `[replicas, L]`, which `place.py`
+makes a `Batch`, sent in one transfer. Called by `place.py`; `Batch.locate` is the inverse, inside a
+compiled program.
 
 A device's line holds, stack after stack: the physical rows of its ids in batch order, then, where
 the features are not all dense, the bag of each id, then, where any feature has weights, the

@@ -1,8 +1,8 @@
 """The static shape of a batch: forms of the features, capacities of the groups.
 
 A `BatchSpec` is frozen and hashable: it is the part of a batch that a compiled program depends on.
-Made by `batch.py` from the ids, or by a user with `BatchSpec.union`; read by `lookup.py` and
-`update.py`.
+Made by `batch.py` and `capacity.py` from the ids, or by a user with `BatchSpec.union`; read by
+`lookup.py` and `update.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Exact exchange capacities of a batch: nothing is ever dropped, and shapes stay static.
 
 Enters: the packed rows of one batch. Leaves: how many distinct rows, and how many partial sums, the
-  fullest
-(device, shard) pair exchanges. Called by the engine's `place`.
+fullest (device, shard) pair exchanges. Called by `place.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Duplicate rows become one: runs of equal rows in sorted order, and one partial sum a run.
+"""Duplicate rows become one: runs of equal rows in sorted order.
 
 Enters: rows `[N]`, absent ones numbered `absent`, the largest number. Leaves: the runs. Called by
-  `route.py` for the
-ids of one device, and again for the partial sums that reach an owner.
+`route.py` for the ids of one device, and again for the partial sums that reach an owner; by
+`occurrences.py` to number the occurrences of a row.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Activation gradients: checked against the activations, and joined to one array a stack.
 
-Enters: a gradient a feature. Leaves: one array a stack. Called by
-`EmbeddingEngine.update`, and by `update.py` on each device.
+Enters: a gradient a feature. Leaves: one array a stack. Called by `EmbeddingEngine.update`, and by
+`update.py` on each device.
 """
 
 from __future__ import annotations

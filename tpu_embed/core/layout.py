@@ -1,12 +1,12 @@
 """Where every logical row lives: stacks of tables, MOD / DIV / replicated placement, padding.
 
-Enters: the table configs, in table order, and the mesh. Leaves: one `Group` a stack, computed once
-  and never
-written back into the configs. Called by the engine at construction; everything below only reads it.
+Enters: the resolved tables, in table order. Leaves: one `Group` a stack, computed once and never
+written back into the configs. Called by `resolve.py` when an engine is made; everything after it
+only reads the `Layout`.
 
 A group is one physical array `[S * R, D]`, sharded over its first axis in S contiguous blocks of R
-rows. Row r of a table whose first local row is `offset` and which owns `rows_per_shard` = ceil(V /
-S) local rows lives at
+rows. Row r of a table whose first local row is `offset`, and which owns
+rows_per_shard = ceil(V / S) local rows, lives at
 
     MOD:  (r mod S) * R + offset + r div S
     DIV:  (r div rows_per_shard) * R + offset + r mod rows_per_shard
@@ -32,8 +32,10 @@ INT32_ROWS = 2**31 - 1
 """Physical rows a stack may have before its row numbers need 64 bits."""
 
 ROW_MULTIPLE = 64
-"""Rows that an initializer or an optimizer's rule makes are padded to a multiple of this: vectorised
-loops then have no remainder, whose rounding could differ from the body's."""
+"""Rows that an initializer or an optimizer's rule makes are padded to a multiple of this.
+
+Vectorised loops then have no remainder, whose rounding could differ from the body's.
+"""
 
 
 def round_up(n: int, multiple: int) -> int:

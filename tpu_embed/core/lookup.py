@@ -1,8 +1,7 @@
 """Gather and combine: ids in, activations out.
 
 Enters: the stored tables and the ids of all stacks. Leaves: one activation a feature, batch
-  dimension sharded. Called
-by the engine, inside or outside a user's jit.
+dimension sharded. Called by the engine, inside or outside a user's jit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Without gradient accumulation: every occurrence of an id updates its row by itself.
 
 Enters: rows with one gradient an occurrence, in batch order. Leaves: the updated shard. Called by
-  `update.py`.
+`update.py`.
 
 Occurrences are taken in rounds, the k-th round holding each row's k-th; a round is applied in
 chunks of distinct rows. The work is proportional to the occurrences, plus a chunk a round.

@@ -1,9 +1,8 @@
 """Ids to their owner shards, rows back; partial sums to their owners.
 
 Enters: the physical rows of one device's ids, inside `shard_map`. Leaves: the stored row of every
-  id (`fetch`), or,
-on every owner, the rows it must update with their summed gradients (`collect`). Called by
-`lookup.py` and `update.py`.
+id (`fetch`), or, on every owner, the rows it must update (`send`) with their summed gradients
+(`merge`). Called by `lookup.py` and `sums.py`.
 
 Every distinct row is asked for once, and every (row, block) partial sum is sent once. A destination
 has room for `capacity` of them; the host knows the ids and takes the exact maximum, a program that

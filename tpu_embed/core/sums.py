@@ -1,8 +1,7 @@
 """Activation gradients become one summed gradient a touched row, on the device that owns the row.
 
 Enters: one device's ids of a stack, and the gradients of its activations. Leaves: distinct local
-  rows and their sums.
-Called by `update.py`.
+rows and their sums. Called by `update.py`.
 
 A row's gradients are summed in batch order within each block of the global batch, then over the
 blocks in order: the first on the device that has the examples, the second on the row's owner.
@@ -66,8 +65,8 @@ class Task(NamedTuple):
 def summed(task: Task, capacity: int) -> RowSums:
     """Return the rows that this device must update, with their gradients over all devices.
 
-    With gradient accumulation the rows are distinct and padded to a multiple of
-    `route.ROW_MULTIPLE`; without, there is one entry an occurrence, in batch order.
+    With gradient accumulation the rows are distinct and padded to a multiple of `ROW_MULTIPLE`;
+    without, there is one entry an occurrence, in batch order.
 
     Args:
       task: the stack.

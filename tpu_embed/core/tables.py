@@ -1,8 +1,7 @@
 """The state of all tables: its shape and sharding, its logical views, rows set from outside.
 
 Enters: physical arrays (stacked, sharded, padded). Leaves: logical rows, or the arrays with some
-  rows set. Called by
-the engine; made by `init.py`.
+rows set. Called by `logical.py`; the arrays are made by `init.py`.
 """
 
 from __future__ import annotations

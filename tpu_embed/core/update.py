@@ -1,8 +1,7 @@
 """Activation gradients in, updated tables out: sums by row, the optimizer's rule, rows set.
 
-Enters: state arrays, the ids of all stacks and one gradient array a stack. Leaves: new state
-  arrays, in place when the
-caller donates the old ones. Called by the engine, inside or outside a user's jit.
+Enters: state arrays, the ids of all stacks and a gradient a feature. Leaves: new state arrays, in
+place when the caller donates the old ones. Called by the engine, inside or outside a user's jit.
 """
 
 from __future__ import annotations

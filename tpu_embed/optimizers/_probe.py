@@ -16,12 +16,7 @@ from tpu_embed._types import Array
 from tpu_embed.optimizers._optax_calls import apply_transform, init_state, transform_name
 
 _STEPS = 2
-_SCALES = (
-    1e-2,
-    1.0,
-    1e3,
-    1e9,
-)  # of the rows' gradients: a norm over all rows shows in the small ones
+_SCALES = (1e-2, 1.0, 1e3, 1e9)  # of the rows' gradients: a norm over all shows in the small ones
 _DIM = 3
 _TOLERANCE = 1e-2  # two compiled forms, bfloat16 states; one that mixes rows is off by far more
 _EXPECTED = "a row-separable transform"
