@@ -1,9 +1,8 @@
 """The functional door: declare once, then init, place, lookup and update, all pure.
 
 Enters: feature configs at construction; then state, batches and gradients. Leaves: activations and
-  new states. Called
-by users inside their own jit, and by `TPUEmbedding`. Nothing is computed here: it is checked,
-located and handed down.
+new states. Called by users, inside their own jit or outside, and by `TPUEmbedding`. Nothing is
+computed here: it is checked, located and handed down.
 """
 
 from __future__ import annotations
@@ -363,11 +362,9 @@ class EmbeddingEngine:
         Raises:
           ValueError: some have none; the message names them.
         """
-        bare = [
-            name
-            for name, config in self.table_configs.items()
-            if config.trainable and self.layout.table(name)[0].optimizer is None
-        ]
+        without = [group for group in self.layout.groups if group.optimizer is None]
+        configs = self.table_configs if without else {}
+        bare = [t.name for group in without for t in group.tables if configs[t.name].trainable]
         if bare:
             remedy = "give the engine or the tables an optimizer, or set trainable=False"
             raise ValueError(
