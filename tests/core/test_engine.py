@@ -300,3 +300,37 @@ def test_row_ids_are_looked_up_as_they_are():
         engine.lookup(state, {"x": np.arange(8, dtype=np.int32) % 5})["x"],
         np.repeat(np.float32(np.arange(8) % 5 + 10)[:, None], 2, axis=1),
     )
+
+
+OTHER_STATES = {
+    "none": (lambda state: None, "state: expected a TableState, got NoneType; give one that this"),
+    "no table": (
+        lambda state: dataclasses.replace(state, tables={}),
+        r"state: table 't': expected float32 of shape \(5, 2\), got none",
+    ),
+    "another V": (
+        lambda state: jax.tree.map(lambda leaf: leaf[:1] if leaf.ndim else leaf, state),
+        r"state: table 't': expected float32 of shape \(5, 2\), got float32 of shape \(1, 2\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_STATES)
+def test_a_state_of_another_kind(case):
+    change, said = OTHER_STATES[case]
+    engine = _engine(o.SGD(0.1))
+    state, batch = engine.init(jax.random.key(0)), engine.place({"x": IDS})
+    gradients = _ones(engine, state, batch)
+    for call in (engine.update, engine.update_in_place):
+        with pytest.raises(ValueError, match=said):
+            call(change(state), batch, gradients)
+    with pytest.raises(ValueError, match=said):
+        engine.lookup(change(state), batch)
+
+
+def test_a_state_of_another_optimizer():
+    engine = _engine(o.Adam(0.1))
+    state, batch = _engine(o.SGD(0.1)).init(jax.random.key(0)), engine.place({"x": IDS})
+    gradients = _ones(engine, state, batch)  # a lookup needs the tables alone
+    with pytest.raises(ValueError, match=r"state: table 't', slot 'momenta': expected .* got none"):
+        engine.update(state, batch, gradients)

@@ -124,6 +124,32 @@ def test_an_initializer_that_asks_is_told_its_shard(placement, shards):
     assert all((np.asarray(table) > -1000).all() for table in state.tables.values())
 
 
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [
+        (lambda d: jnp.zeros((1, d - 1)), r"shape \(1, 3\)"),
+        (lambda d: jnp.zeros(d), r"shape \(4,\)"),
+        (lambda d: 0.5, "float"),
+        (lambda d: None, "NoneType"),
+    ],
+)
+@pytest.mark.parametrize("by_shard", [False, True])
+def test_another_shape_is_refused(value, got, by_shard):
+    """It would be broadcast, or fill a part of the row."""
+
+    def one(key, shape, dtype):
+        return value(shape[1])
+
+    def shard(key, shape, dtype, shard_info):
+        return value(shape[1])
+
+    rows = 11 if by_shard else 1  # of "item" on one of two devices
+    engine = make_engine(mesh(2), initializer=shard if by_shard else one)
+    says = rf"table 'item': initializer: expected an array of shape \({rows}, 4\), got {got}"
+    with pytest.raises(ValueError, match=says):
+        engine.init(KEY)
+
+
 def test_slots_start_as_declared_and_padding_as_zeros():
     engine = make_engine(mesh(8), optimizer=o.FTRL(0.1, slot_initializers={"linears": 0.25}))
     state = engine.init(KEY)

@@ -215,3 +215,29 @@ def test_wrong_blocks(blocks, said):
         engine.load(state, "mod", blocks)
     with pytest.raises(ValueError, match="one array that the whole stack shares"):
         engine.load(state, "optax", [], slot="count")
+
+
+@pytest.mark.parametrize(
+    ("tables", "slots", "said"),
+    [
+        (None, None, "tables: expected a mapping by name, got NoneType"),
+        (np.zeros((11, 2)), None, "tables: expected a mapping by name, got ndarray"),
+        ({}, {"mod": 3}, "slots of table 'mod': expected a mapping by name, got int"),
+    ],
+)
+def test_what_is_no_mapping(tables, slots, said):
+    engine, state = _engine(1)
+    with pytest.raises(ValueError, match=said):
+        engine.load_arrays(state, tables, slots)
+
+
+def test_masked_arrays_are_refused():
+    engine, state = _engine(1)
+    masked = np.ma.masked_array(np.ones((11, 2), np.float32), mask=True)
+    for load in (
+        lambda: engine.load_arrays(state, {"mod": masked}),
+        lambda: engine.load(state, "mod", [masked]),
+        lambda: engine.set_rows(state, "mod", np.arange(11), masked),
+    ):
+        with pytest.raises(TypeError, match="table 'mod': expected an array, got a masked array"):
+            load()

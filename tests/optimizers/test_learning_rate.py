@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -51,6 +52,18 @@ def test_schedule_counts_from_zero():
     optimizer = SGD(optax.exponential_decay(1.0, 1, 0.5))
     rates = [float(optimizer.resolve_learning_rate(jnp.int32(t), None)) for t in (1, 2, 3)]
     assert rates == [1.0, 0.5, 0.25]
+
+
+@pytest.mark.parametrize("value", [None, "a", [0.1], np.ones(2), np.True_, np.complex64(1)])
+def test_a_schedule_that_returns_no_number_is_refused(value):
+    optimizer = SGD(lambda count: value)
+    with pytest.raises(ValueError, match=r"learning_rate .*: expected a schedule that returns a"):
+        optimizer.resolve_learning_rate(1, None)
+
+
+@pytest.mark.parametrize("value", [1, 0.5, np.float64(0.5), np.int32(1), jnp.float32(0.5)])
+def test_a_schedule_may_return_any_number(value):
+    assert SGD(lambda count: value).resolve_learning_rate(1, None) == value
 
 
 def test_host_callable_is_never_called():

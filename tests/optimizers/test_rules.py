@@ -195,6 +195,7 @@ def test_custom_rule_sees_one_row():
     ("rule", "words"),
     [
         (lambda g, w, s, lr, t: (w[:1], s), "row: expected shape"),
+        (lambda g, w, s, lr, t: w, r"rule: expected a pair \(row, slots\), got "),
         (lambda g, w, s, lr, t: (w, {}), "slots of the rule: expected"),
         (lambda g, w, s, lr, t: (w, {"a": g[:1]}), "slot 'a' of the rule: expected shape"),
     ],

@@ -263,11 +263,13 @@ class EmbeddingEngine:
           ValueError: what `place` refuses; a call inside `shard_map`.
           TypeError: what `place` refuses; differentiation with respect to the state.
         """
+        logical.check_kind(state)
         source = self._source(batch, weights, spec)
         return self._structure.unflatten(self._lookup_program(state.tables, source))
 
     def _lookup(self, tables: dict[str, Array], source: Batch | TracedIds) -> list[Array]:
         self._traces["lookup"] += 1
+        logical.check_traced(TableState(tables, {}, jnp.int32(0), {}), self.layout, slots=False)
         activations, bad_ids = lookup(not_differentiable(tables), source, self.layout)
         check_bad_ids(bad_ids, self.layout)
         return activations
@@ -332,6 +334,7 @@ class EmbeddingEngine:
     ) -> Operands:
         """Return the checked operands of an update."""
         self.check_trainable("update")
+        logical.check_kind(state)
         given = self._structure.match(gradients, what="activation_gradients")
         checked = checked_gradients(given, source.spec, self.layout)
         leaves = jax.tree.leaves((state, source, checked))
@@ -344,6 +347,7 @@ class EmbeddingEngine:
         self, state: TableState, source: Batch | TracedIds, operands: Operands
     ) -> TableState:
         self._traces["update"] += 1
+        logical.check_traced(state, self.layout, slots=True)
         new = update(state.tables, state.slots, source, operands, self.layout)
         check_bad_ids(new.bad_ids, self.layout)
         counters = {

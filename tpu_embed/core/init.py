@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from tpu_embed import initializers
+from tpu_embed._checks import message
 from tpu_embed._types import Array
 from tpu_embed.core import collectives
 from tpu_embed.core.collectives import MeshAxes
@@ -87,19 +88,22 @@ def _init_group(key: Array, group: Group) -> Made:
     )
     for initializer, run in itertools.groupby(group.tables, key=lambda table: table.initializer):
         tables = list(run)
+        what = f"table {tables[0].name!r}: initializer"
         if initializers.wants_shard_info(initializer):
             for table in tables:
                 made = _fill(
                     made, key, group, [table], _whole_shard(initializer, group, table, key)
                 )
         else:
-            made = _fill(made, key, group, tables, _row_by_row(initializer, group))
+            made = _fill(made, key, group, tables, _row_by_row(initializer, group, what))
     return made
 
 
-def _row_by_row(initializer: Callable, group: Group) -> Callable[[Line], Array]:
+def _row_by_row(initializer: Callable, group: Group, what: str) -> Callable[[Line], Array]:
+    shape = (1, group.dim)
+
     def one(key: Array) -> Array:
-        return initializer(key, (1, group.dim), group.compute_dtype)[0]
+        return _of_shape(initializer(key, shape, group.compute_dtype), shape, what)[0]
 
     return lambda lines: jax.vmap(one)(lines.keys)
 
@@ -111,13 +115,24 @@ def _whole_shard(
     places = jnp.arange(table.rows_per_shard, dtype=group.index_dtype) + table.offset
     lines = _lines(key, group, [table], places)
     rows = jnp.minimum(lines.rows, table.vocabulary_size - 1).astype(jnp.int32)
-    values = initializer(
+    shape = (table.rows_per_shard, group.dim)
+    made = initializer(
         _table_keys(key, [table])[0],
-        (table.rows_per_shard, group.dim),
+        shape,
         group.compute_dtype,
         shard_info=initializers.ShardInfo((table.vocabulary_size, group.dim), rows),
     )
+    values = _of_shape(made, shape, f"table {table.name!r}: initializer")
     return lambda lines: values[lines.places - table.offset]
+
+
+def _of_shape(values: Any, shape: tuple[int, int], what: str) -> Array:
+    """Return what an initializer made as an array; ValueError if its shape is another."""
+    got = getattr(values, "shape", None)
+    if got != shape:
+        text = type(values).__name__ if got is None else f"shape {got}"
+        raise ValueError(message(what, expected=f"an array of shape {shape}", got=text))
+    return jnp.asarray(values)
 
 
 def _fill(

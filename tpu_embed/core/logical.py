@@ -20,6 +20,7 @@ from tpu_embed._checks import message
 from tpu_embed._types import Array, ArrayLike, Tracer
 from tpu_embed.core.batch_spec import bucket
 from tpu_embed.core.collectives import MeshAxes
+from tpu_embed.core.inputs import refuse_masked
 from tpu_embed.core.layout import Group, Layout, TableSlice
 from tpu_embed.core.tables import TableState, logical_rows, set_physical_rows, slot_shapes
 from tpu_embed.kernels import storage
@@ -27,6 +28,9 @@ from tpu_embed.optimizers import SlotShape
 
 BLOCK = 2**22
 """Numbers written at a time when a whole table is loaded."""
+
+
+_OWN_STATE = "give one that this engine's init, update or load returned"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,26 +99,59 @@ def check_state(state: Any, layout: Layout) -> None:
     Raises:
       ValueError: it is no state, or that of another engine.
     """
-    what, remedy = "state", "give one that this engine's init, update or load returned"
+    check_kind(state)
+    for f in fields(layout):
+        array, got = _held(state, f), ""
+        if not isinstance(array, jax.Array):
+            got = "none" if array is None else f"a {type(array).__name__}"
+        elif array.is_deleted():
+            got = "an array that was donated, or deleted"
+        _check_form(f, array, got)
+
+
+def check_kind(state: Any) -> None:
+    """Check that it is a state at all.
+
+    Raises:
+      ValueError: it is not.
+    """
     if not isinstance(state, TableState):
         got = type(state).__name__
-        raise ValueError(message(what, expected="a TableState", got=got, remedy=remedy))
+        raise ValueError(message("state", expected="a TableState", got=got, remedy=_OWN_STATE))
+
+
+def check_traced(state: TableState, layout: Layout, *, slots: bool) -> None:
+    """Check the shapes and dtypes of a state while a program is traced: it costs no step anything.
+
+    Args:
+      state: the state.
+      layout: the engine's.
+      slots: whether to look at slots too.
+
+    Raises:
+      ValueError: it is that of another engine.
+    """
     for f in fields(layout):
-        rows = (f.group.physical_rows,) if f.shape.per_row else ()
-        dtype = storage.stored_dtype(f.shape.dtype)
-        expected = f"{dtype} of shape {(*rows, *f.shape.shape)}"
-        try:
-            array = f.read(state)
-        except KeyError:
-            array = None
-        if isinstance(array, jax.Array):
-            got = f"{array.dtype} of shape {array.shape}"
-            got = "an array that was donated, or deleted" if array.is_deleted() else got
-        else:
-            got = "none" if array is None else f"a {type(array).__name__}"
-        if got != expected:
-            label = f"{what}: {f.label}"
-            raise ValueError(message(label, expected=expected, got=got, remedy=remedy))
+        if slots or f.slot is None:
+            _check_form(f, _held(state, f), "")
+
+
+def _held(state: TableState, f: Field) -> Any:
+    try:
+        return f.read(state)
+    except KeyError:
+        return None
+
+
+def _check_form(f: Field, array: Any, got: str) -> None:
+    """Raise `ValueError` if something was `got` in place of an array, or one of another form."""
+    rows = (f.group.physical_rows,) if f.shape.per_row else ()
+    expected = f"{storage.stored_dtype(f.shape.dtype)} of shape {(*rows, *f.shape.shape)}"
+    if not got:
+        got = "none" if array is None else f"{array.dtype} of shape {array.shape}"
+    if got != expected:
+        what = f"state: {f.label}"
+        raise ValueError(message(what, expected=expected, got=got, remedy=_OWN_STATE))
 
 
 @partial(jax.jit, static_argnames="layout")
@@ -202,6 +239,7 @@ def set_rows(
 ) -> TableState:
     """Return the state with some rows of a table or slot set; see `EmbeddingEngine.set_rows`."""
     f = _field_of_rows(layout, name, slot)
+    refuse_masked(f.label, values)
     chosen, given = _array(rows), _array(values)
     _check_rows(f, chosen, given)
     return f.write(state, _write_copy(f.read(state), chosen, given, f, layout.axes))
@@ -278,6 +316,7 @@ def load(
     f = _field_of_rows(layout, name, slot)
     physical, start, size = _copy(f.read(state)), 0, f.table.vocabulary_size
     for block in blocks_of_rows:
+        refuse_masked(f.label, block)
         values = np.asarray(block)
         one = values.ndim and values.shape[1:] == f.shape.shape
         if not one or start + len(values) > size:
@@ -322,10 +361,12 @@ def load_arrays(
     slots: Mapping[str, Mapping[str, ArrayLike]],
 ) -> TableState:
     """Return the state with whole tables and slots replaced; see `EmbeddingEngine.load_arrays`."""
-    given = [(field(layout, name, None), array) for name, array in tables.items()]
-    for name, by_slot in slots.items():
-        given += [(field(layout, name, slot), array) for slot, array in by_slot.items()]
+    given = [(field(layout, name, None), array) for name, array in _items("tables", tables)]
+    for name, by_slot in _items("slots", slots):
+        named = _items(f"slots of table {name!r}", by_slot)
+        given += [(field(layout, name, slot), array) for slot, array in named]
     for f, array in given:
+        refuse_masked(f.label, array)
         rows = (f.table.vocabulary_size,) if f.shape.per_row else ()
         expected = (*rows, *f.shape.shape)
         if np.shape(array) != expected:
@@ -341,3 +382,10 @@ def load_arrays(
             sharding = layout.axes.sharding(())  # a copy: the state may be donated
             state = f.write(state, jax.device_put(whole, sharding, may_alias=False))
     return state
+
+
+def _items(what: str, named: Any) -> Iterable[tuple[str, Any]]:
+    if not isinstance(named, Mapping):
+        got = type(named).__name__
+        raise ValueError(message(what, expected="a mapping by name", got=got))
+    return named.items()

@@ -73,7 +73,11 @@ class CustomOptimizer(RowOptimizer):
 
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
         def update_row(g: Array, w: Array, slots: Slots) -> Updated:
-            new_w, new_slots = self.rule(g, w, slots, lr, t)
+            returned = self.rule(g, w, slots, lr, t)
+            if not isinstance(returned, tuple) or len(returned) != 2:
+                got = type(returned).__name__
+                raise ValueError(message("rule", expected="a pair (row, slots)", got=got))
+            new_w, new_slots = returned
             return _as_before("row", new_w, w), _same_slots(new_slots, slots)
 
         return jax.vmap(update_row)(g, w, slots)

@@ -13,6 +13,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+
 from tpu_embed._checks import is_number, message
 from tpu_embed._types import Array
 
@@ -100,7 +102,7 @@ def resolve(learning_rate: LearningRate | None, step: Any, operand: Any) -> Arra
       A scalar; 0.0 for None, where it is not read.
 
     Raises:
-      ValueError: a host callable, and no operand.
+      ValueError: a host callable, and no operand; a schedule that returns no number.
 
     Example:
       >>> resolve(lambda count: 0.5**count, 3, None)
@@ -108,7 +110,7 @@ def resolve(learning_rate: LearningRate | None, step: Any, operand: Any) -> Arra
     """
     kind = learning_rate_kind(learning_rate)
     if kind is LearningRateKind.SCHEDULE:
-        return learning_rate(step - 1)  # type: ignore[operator]
+        return _scheduled(learning_rate, step - 1)  # type: ignore[arg-type]
     if kind is LearningRateKind.CONSTANT:
         return learning_rate  # type: ignore[return-value]
     if kind is LearningRateKind.TRANSFORM:
@@ -123,6 +125,19 @@ def resolve(learning_rate: LearningRate | None, step: Any, operand: Any) -> Arra
             )
         )
     return operand
+
+
+def _scheduled(schedule: Callable[..., Any], count: Any) -> Any:
+    """Return the schedule's value; ValueError if it is not one real number."""
+    value = schedule(count)
+    dtype = getattr(value, "dtype", None)
+    one = dtype is not None and jnp.shape(value) == ()
+    real = one and any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer))
+    if real or is_number(value):
+        return value
+    what = f"learning_rate {getattr(schedule, '__qualname__', repr(schedule))}"
+    got = repr(value) if dtype is None else f"{dtype} of shape {jnp.shape(value)}"
+    raise ValueError(message(what, expected="a schedule that returns a number", got=got))
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
