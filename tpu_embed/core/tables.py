@@ -34,7 +34,8 @@ class TableState:
       slots: stack name -> slot name -> `[S * R, …]`, or one array for the stack.
       step: int32 `[]`, updates applied so far.
       counters: `"bad_ids"` int32 `[F]`, ids met inside a jit that no policy allows, by feature;
-        `"overflows"` int32 `[]`, exchanges that took the worst-case branch.
+        `"overflows"` int32 `[]`, exchanges that took the worst-case branch. `update` counts; a
+        lookup alone returns no state.
     """
 
     tables: dict[str, Array]
