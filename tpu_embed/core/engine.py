@@ -287,7 +287,8 @@ class EmbeddingEngine:
         """Return the state after one step of every table's optimizer.
 
         Pure: every table is copied, unless a jit around it donates the state
-        (`jax.jit(..., donate_argnums=…)`). Outside a jit, see `update_in_place`.
+        (`jax.jit(..., donate_argnums=…)`); those that are not trainable the new state shares with
+        the old one. Outside a jit, see `update_in_place`.
 
         Args:
           state: the tables.
