@@ -1,7 +1,7 @@
 """The mesh, what its axes do (split the batch, split a table's rows), and the collectives.
 
-Enters: a mesh and names of axes; inside `shard_map`, arrays local to one device. Leaves: `MeshAxes`;
-the arrays, exchanged. Called by all that knows of several devices, `route.py` above all.
+Enters: a mesh and names of axes; inside `shard_map`, arrays local to one device. Leaves: the axes'
+roles; the arrays, exchanged. Called by all that knows of several devices, `route.py` above all.
 """
 
 from __future__ import annotations
