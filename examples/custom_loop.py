@@ -79,7 +79,8 @@ def main() -> None:
     state = engine.init(jax.random.key(0))
     graph, params = nnx.split(Network(rngs=nnx.Rngs(0)))
     dense = optax.adamw(1e-3)
-    opt_state = dense.init(params)
+    everywhere = state.step.sharding  # where a step leaves them: it is compiled once, not twice
+    params, opt_state = jax.device_put((params, dense.init(params)), everywhere)
 
     def loss_fn(params, acts, label):
         logit = nnx.merge(graph, params)(acts)

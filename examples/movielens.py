@@ -97,7 +97,8 @@ def main() -> None:
     side = len(model.SIDE) * config.side_dim
     graph, params = nnx.split(model.Tower(side, config.hidden, rngs=nnx.Rngs(config.seed)))
     dense = optax.adam(optax.cosine_decay_schedule(config.dense_learning_rate, steps))
-    opt_state = dense.init(params)
+    everywhere = state.step.sharding  # where a step leaves them: it is compiled once, not twice
+    params, opt_state = jax.device_put((params, dense.init(params)), everywhere)
     train, rate = make_steps(engine, dense, graph, config, mean)
 
     def batches(rows):
