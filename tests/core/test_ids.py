@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
@@ -249,6 +250,12 @@ def test_ids_that_are_not_integers(ids, got):
     says = f"user/x: expected ids of an integer dtype, got {got}"
     with pytest.raises(TypeError, match=says):
         _host(_feature(), ids)
+
+
+def test_traced_ids_are_refused():
+    says = "user/x: expected ids whose values are known, got a tracer; place outside the jitted"
+    with pytest.raises(ValueError, match=says):
+        jax.jit(lambda ids: _host(_feature(), ids).ids)(np.ones((1, 2), int))
 
 
 def test_masked_arrays_are_refused():

@@ -195,7 +195,7 @@ def test_any_mapping_matches_any_other():
         (
             {"a": Pair([1], [2, 3]), "b": 0},
             TypeError,
-            r"features: a/right: expected one feature's value, got a list",
+            r"features: a/right: expected one feature's value, got a list; np.asarray or RaggedIds",
         ),
         (
             {"a": Pair(1, [2, 3]), "b": Record(4, (5,)).__dict__},

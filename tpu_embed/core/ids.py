@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_embed._types import PADDING_ID
+from tpu_embed._types import PADDING_ID, Tracer
 from tpu_embed.config import FeatureConfig
 from tpu_embed.core import weights as weights_of
 from tpu_embed.core.inputs import RaggedIds, SparseIds, refuse_masked
@@ -102,6 +102,9 @@ def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weight
         return _sparse(feature, ids, weights)
     if isinstance(ids, RaggedIds):
         return _ragged(feature, ids, weights)
+    if isinstance(ids, Tracer):
+        remedy = "place outside the jitted function, or give the ids to lookup and update inside it"
+        raise feature.error(expected="ids whose values are known", got="a tracer", remedy=remedy)
     refuse_masked(path, ids)
     if hasattr(ids, "__array__") and not isinstance(ids, type):
         return _dense(feature, np.asarray(ids), weights)

@@ -213,8 +213,14 @@ def _match(nest: Any, values: Any, path: str, what: str, leaves: list[Any]) -> N
     given = None if isinstance(values, _LEAVES) else _given(values)
     if inner is None:
         if given is not None:
+            sequence = isinstance(values, (list, tuple))
             raise TypeError(
-                _checks.message(where, expected="one feature's value", got=_named(values))
+                _checks.message(
+                    where,
+                    expected="one feature's value",
+                    got=_named(values),
+                    remedy="np.asarray or RaggedIds.from_lists takes a list" if sequence else "",
+                )
             )
         leaves.append(values)
         return
