@@ -79,3 +79,10 @@ def test_host_callable_without_its_value_is_refused():
 def test_callable_without_hash_is_refused():
     with pytest.raises(ValueError, match=r"learning_rate: expected a hashable callable"):
         SGD(NoHash())
+
+
+def test_a_schedule_of_optax_under_strict_promotion():
+    """`conftest.py` asks for strict promotion, under which this schedule alone would fail."""
+    schedule = optax.cosine_decay_schedule(0.5, 10)
+    optimizer = SGD(schedule)
+    assert float(optimizer.resolve_learning_rate(jnp.int32(1), None)) == 0.5

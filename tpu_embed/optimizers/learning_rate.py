@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from tpu_embed._checks import is_number, message
@@ -128,9 +129,13 @@ def resolve(learning_rate: LearningRate | None, step: Any, operand: Any) -> Arra
 
 
 def _scheduled(schedule: Callable[..., Any], count: Any) -> Any:
-    """Return the schedule's value; ValueError if it is not one real number."""
-    value = schedule(count)
-    dtype = getattr(value, "dtype", None)
+    """Return the schedule's value; ValueError if it is not one real number.
+
+    Schedules of optax need JAX's standard promotion of dtypes, whatever the user's.
+    """
+    with jax.numpy_dtype_promotion("standard"):
+        value = schedule(count)
+    dtype: Any = getattr(value, "dtype", None)
     one = dtype is not None and jnp.shape(value) == ()
     real = one and any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer))
     if real or is_number(value):
