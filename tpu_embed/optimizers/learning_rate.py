@@ -135,14 +135,16 @@ def _scheduled(schedule: Callable[..., Any], count: Any) -> Any:
     """
     with jax.numpy_dtype_promotion("standard"):
         value = schedule(count)
-    dtype: Any = getattr(value, "dtype", None)
-    one = dtype is not None and jnp.shape(value) == ()
-    real = one and any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer))
-    if real or is_number(value):
+    dtype = getattr(value, "dtype", None)
+    if is_number(value) or (dtype is not None and jnp.shape(value) == () and _is_real(dtype)):
         return value
     what = f"learning_rate {getattr(schedule, '__qualname__', repr(schedule))}"
     got = repr(value) if dtype is None else f"{dtype} of shape {jnp.shape(value)}"
     raise ValueError(message(what, expected="a schedule that returns a number", got=got))
+
+
+def _is_real(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
