@@ -49,38 +49,17 @@ def placed_and_traced(engine, ids, weights=None):
     return steps(jax.random.key(0), (engine.place(ids, weights), None), (ids, weights))
 
 
-@pytest.mark.parametrize("width", [2, 5])
-def test_traced_ids_are_placed_ids(width):
+@pytest.mark.parametrize(("width", "weighted"), [(2, False), (5, True)])
+def test_traced_ids_are_placed_ids(width, weighted):
     """Sequences are padded, or cut; the same bits come out."""
-    placed, traced = placed_and_traced(make_engine(), draw(width=width))
+    ids, weights, rng = draw(width=width), None, np.random.default_rng(1)
+    if weighted:
+        weights = {name: rng.normal(size=ids[name].shape).astype(np.float32) for name in ids}
+        weights |= {"one": None, "bags": None}
+    placed, traced = placed_and_traced(make_engine(), ids, weights)
     assert placed[0]["row"].shape == (B, 3, D)
     assert placed[0]["bags"].shape == (B, 2, D)
     assert_same(traced, placed)
-
-
-def test_traced_weights_are_placed_weights():
-    ids, rng = draw(), np.random.default_rng(1)
-    weights = {name: rng.normal(size=ids[name].shape).astype(np.float32) for name in ids}
-    placed, traced = placed_and_traced(make_engine(), ids, weights | {"one": None, "bags": None})
-    assert_same(traced, placed)
-
-
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint16", "uint32"])
-@pytest.mark.parametrize("policy", ["error", "drop", "clip"])
-def test_any_integer_dtype(policy, dtype):
-    """-1 is no number of an unsigned dtype, and V none of a short one; the largest is a bad id."""
-    table = TableConfig(1000, D, name="t")
-    features = {"bag": FeatureConfig(table, on_bad_id=policy)}
-    features["row"] = FeatureConfig(table, on_bad_id=policy, max_sequence_length=3)
-    engine = tpu_embed.EmbeddingEngine(features, o.SGD(0.1), mesh=mesh(2))
-    state, largest = engine.init(jax.random.key(0)), np.iinfo(dtype).max
-    ids = {"bag": np.full((B, 3), 7, dtype), "row": np.full((B, 2), 100, dtype)}
-    if policy != "error":
-        ids["bag"][1, 2] = largest
-    if dtype.startswith("int"):
-        ids["row"][0, 0] = -1
-    lookup = jax.jit(engine.lookup)
-    assert_same(lookup(state, ids), engine.lookup(state, engine.place(ids)))
 
 
 @pytest.mark.parametrize("policy", ["drop", "clip"])
