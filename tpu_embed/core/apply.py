@@ -1,10 +1,11 @@
 """Rows and slots through the optimizer's rule, and back into the tables.
 
-Enters: this device's shard of a stack, and distinct local rows with their summed gradients. Leaves:
-the shard with those rows and their slots set. Called by `update.py` and `occurrences.py`.
+Enters: this device's shard of a stack, and distinct local rows with their summed gradients, or, for
+a rule that the compiled kernels know, rows whose gradients they sum themselves. Leaves: the shard
+with those rows and their slots set. Called by `update.py` and `occurrences.py`.
 
-The rule stands alone, on a padded number of rows: XLA then compiles it alike in every program, and
-its bits do not depend on what surrounds it.
+In XLA the rule stands alone, on a padded number of rows: it is then compiled alike in every
+program, and its bits do not depend on what surrounds it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from tpu_embed._types import Array, ArrayLike
 from tpu_embed.core.layout import Group
 from tpu_embed.core.route import RowSums, padded
 from tpu_embed.core.tables import slot_shapes
-from tpu_embed.kernels import dispatch, storage
+from tpu_embed.kernels import cpu, dispatch, storage
+from tpu_embed.kernels.rules import CompiledRule
 
 
 class TableRows(NamedTuple):
@@ -27,6 +29,56 @@ class TableRows(NamedTuple):
 
     table: Array
     slots: dict[str, Array]
+
+
+class RowGradients(NamedTuple):
+    """Gradients of the rows of a device's ids, not yet summed; operands of `cpu.update_rows`.
+
+    Attributes:
+      rows: local rows `[N]`, `PADDING_ID` for none.
+      bags: int32 `[N]`, the bag of each; None: position i has bag i.
+      weights: `[N]`, or None.
+      factors: of every bag, or None.
+      gradients: of the bags, `[examples * bags, D]` a feature.
+    """
+
+    rows: Array
+    bags: Array | None
+    weights: Array | None
+    factors: Array | None
+    gradients: tuple[Array, ...]
+
+
+class Blocks(NamedTuple):
+    """How bags are numbered: columns a feature has, examples, bags of one block (0: no blocks)."""
+
+    columns: tuple[int, ...]
+    examples: int
+    bags_per_block: int
+
+
+def compiled_rule(group: Group, step: Array, learning_rate: ArrayLike) -> CompiledRule | None:
+    """Return the stack's rule if the compiled kernels can apply it to this stack."""
+    optimizer = group.optimizer
+    if optimizer is None or group.compute_dtype != jnp.float32 or optimizer.updates_every_row:
+        return None
+    return optimizer.compiled_rule(step, jnp.asarray(learning_rate, group.compute_dtype))
+
+
+def sum_and_apply(
+    held: TableRows, given: RowGradients, blocks: Blocks, rule: CompiledRule
+) -> TableRows:
+    """Sum the gradients of every row and update it, in one compiled kernel, in place.
+
+    Args:
+      held: the shard.
+      given: rows, a row as often as it occurs, in batch order.
+      blocks: how their bags are numbered.
+      rule: the rule.
+    """
+    slots = [held.slots[name] for name in rule.slots]
+    table, *new = cpu.update_rows(held.table, slots, *given, rule=rule, **blocks._asdict())
+    return TableRows(table, dict(zip(rule.slots, new, strict=True)))
 
 
 def apply_rule(

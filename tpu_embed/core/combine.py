@@ -1,22 +1,25 @@
 """Rows of a bag become one activation, and the activation's gradient becomes one gradient an id.
 
 Enters: the ids of one stack on one device, with the bag and the weight of each. Leaves: activations
-of bags, or gradients of rows. Called by `lookup.py` and `sums.py`.
+of bags, or sums of the gradients of rows. Called by `lookup.py` and `sums.py`.
 
-With weights c (1 without) and rows w, a bag's activation is Σ c w / d, where d is 1 (sum), Σ c
-(mean) or √Σ c² (sqrtn), and zero where d is zero. The gradient of an id's row is then c (g / d).
+With weights c (1 without) and rows w, a bag's activation is (Σ c w) (1 / d), where d is 1 (sum), Σ c
+(mean) or √Σ c² (sqrtn), and zero where d is zero. The gradient of an id's row is c (g (1 / d)).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._types import Array
+from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.layout import Group
 from tpu_embed.core.located import BagForm, LocalIds
-from tpu_embed.kernels import dispatch
+from tpu_embed.core.route import Found
+from tpu_embed.kernels import dispatch, reference, storage
 
 
 def quantize(rows: Array, group: Group) -> Array:
@@ -29,35 +32,66 @@ def quantize(rows: Array, group: Group) -> Array:
     return jnp.floor((clipped - config.lower) / step + 0.5) * step + config.lower
 
 
-def combine(rows: Array, ids: LocalIds, form: BagForm) -> Array:
-    """Return the activation of every bag, `[bags, D]`.
+def combine(found: Found, ids: LocalIds, form: BagForm, group: Group) -> tuple[Array, ...]:
+    """Return the activations of every feature's bags, `[examples * bags, D]` each.
 
     Args:
-      rows: looked-up rows `[N, D]`; those of absent ids are ignored.
+      found: the rows.
       ids: their bags and weights.
       form: how they combine.
+      group: the stack.
     """
-    rows = jnp.where((ids.rows < 0)[:, None], jnp.zeros_like(rows), rows)
-    if ids.weights is not None:
-        rows = jax.lax.optimization_barrier(rows * _weights(ids, rows.dtype)[:, None])
-    totals = dispatch.segment_sum(rows, ids.bags, form.bags)
-    return _divide(totals, ids, form)
+    if group.quantization is not None:
+        rows = storage.widened(dispatch.gather_rows(found.source, found.index))
+        positions = jax.lax.iota(found.index.dtype, found.index.shape[0])
+        absent = jnp.asarray(PADDING_ID, positions.dtype)
+        found = Found(quantize(rows, group), jnp.where(ids.rows < 0, absent, positions))
+    return dispatch.gather_sum(
+        found.source,
+        found.index,
+        ids.bags,
+        weights=optional_weights(ids, group.compute_dtype),
+        factors=factors(ids, form, group.compute_dtype),
+        bags=form.columns,
+        examples=form.examples,
+    )
 
 
-def gradients_in_order(bag_gradients: Array, ids: LocalIds, form: BagForm, order: Array) -> Array:
-    """Return the gradient of the row of the id at every position of `order`, `[N, D]`.
+def sum_gradients(
+    gradients: Sequence[Array],
+    ids: LocalIds,
+    form: BagForm,
+    order: Array,
+    segments: Array,
+    num_segments: int,
+) -> Array:
+    """Return sums of the gradients of rows, `[num_segments, D]`.
 
     Args:
-      bag_gradients: gradients of the activations, `[bags, D]`.
+      gradients: of every feature's activations, `[examples * bags, D]` each.
       ids: the ids.
       form: how they were combined.
-      order: int32 `[N]`, positions of ids.
+      order: int32 `[N]`, the positions of the ids in the order of the sums.
+      segments: int32 `[N]`, the sum that each of them goes to, non-decreasing; num_segments: none.
+      num_segments: n.
     """
-    gradients = dispatch.gather_rows(_divide(bag_gradients, ids, form), ids.bags[order])
-    if ids.weights is None:
-        return gradients
-    weights = _weights(ids, gradients.dtype)[order]
-    return jax.lax.optimization_barrier(gradients * weights[:, None])
+    dim = gradients[0].shape[-1]
+    by_example = [gradient.reshape(form.examples, -1, dim) for gradient in gradients]
+    joined = jnp.concatenate(by_example, axis=1).reshape(-1, dim)
+    by_bag, weights = factors(ids, form, joined.dtype), optional_weights(ids, joined.dtype)
+    return dispatch.gather_sum(
+        joined if by_bag is None else reference.scale(joined, by_bag),
+        dispatch.gather_rows(ids.bags, order),
+        segments,
+        weights=None if weights is None else dispatch.gather_rows(weights, order),
+        bags=(1,),
+        examples=num_segments,
+    )[0]
+
+
+def optional_weights(ids: LocalIds, dtype: np.dtype) -> Array | None:
+    """Return the weight of every id `[N]`, zero for absent ones; None where all are 1."""
+    return None if ids.weights is None else _weights(ids, dtype)
 
 
 def _weights(ids: LocalIds, dtype: np.dtype) -> Array:
@@ -65,14 +99,13 @@ def _weights(ids: LocalIds, dtype: np.dtype) -> Array:
     return jnp.where(ids.rows < 0, jnp.zeros_like(weights), weights)
 
 
-def _divide(values: Array, ids: LocalIds, form: BagForm) -> Array:
-    """Return `values / d`, `[bags, D]`; zeros where d is zero."""
+def factors(ids: LocalIds, form: BagForm, dtype: np.dtype) -> Array | None:
+    """Return 1 / d of every bag, `[bags]`, zero where d is zero; None where all are 1."""
     if all(combiner == "sum" for combiner in form.combiners):
-        return values
-    denominators = _denominators(ids, form, values.dtype)
-    zero = denominators == 0
-    quotient = values / jnp.where(zero, jnp.ones_like(denominators), denominators)[:, None]
-    return jnp.where(zero[:, None], jnp.zeros_like(quotient), quotient)
+        return None
+    d = _denominators(ids, form, dtype)
+    zero = d == 0
+    return jnp.where(zero, jnp.zeros_like(d), 1.0 / jnp.where(zero, jnp.ones_like(d), d))
 
 
 def _denominators(ids: LocalIds, form: BagForm, dtype: np.dtype) -> Array:

@@ -1,7 +1,7 @@
-"""Activation gradients: checked against the activations, and joined to one array a stack.
+"""Activation gradients: checked against the activations, and grouped by stack.
 
-Enters: a gradient a feature. Leaves: one array a stack. Called by `EmbeddingEngine.update`, and by
-`update.py` on each device.
+Enters: a gradient a feature. Leaves: those of a stack, a row a bag. Called by
+`EmbeddingEngine.update`, and by `update.py` on each device.
 """
 
 from __future__ import annotations
@@ -63,20 +63,21 @@ def _callers_level() -> int:
 
 
 def group_gradients(
-    gradients: Sequence[Array | None], spec: BatchSpec, layout: Layout
-) -> dict[int, Array]:
-    """Return one device's gradients `[bags, D]` of every stack that has an optimizer."""
-    joined = {}
-    for g, group in enumerate(layout.groups):
-        if group.optimizer is None:
-            continue
-        pieces = []
-        for f in spec.groups[g].features:
-            shape = (spec.local_batch, spec.forms[f].bags, group.dim)
-            given = gradients[f]
-            dtype = group.compute_dtype
-            pieces.append(
-                jnp.zeros(shape, dtype) if given is None else given.astype(dtype).reshape(shape)
-            )
-        joined[g] = jnp.concatenate(pieces, axis=1).reshape(-1, group.dim)
-    return joined
+    gradients: Sequence[Array | None], spec: BatchSpec, layout: Layout, g: int
+) -> tuple[Array, ...]:
+    """Return one device's gradients of one stack, `[examples * bags, D]` a feature.
+
+    Args:
+      gradients: a leaf a feature, of this device's examples; None is zero.
+      spec: the batch's.
+      layout: the engine's.
+      g: the stack.
+    """
+    group, arrays = layout.groups[g], []
+    for f in spec.groups[g].features:
+        shape, given = (spec.local_batch * spec.forms[f].bags, group.dim), gradients[f]
+        if given is None:
+            arrays.append(jnp.zeros(shape, group.compute_dtype))
+        else:
+            arrays.append(given.astype(group.compute_dtype).reshape(shape))
+    return tuple(arrays)

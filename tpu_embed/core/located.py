@@ -50,10 +50,12 @@ class BagForm:
     Attributes:
       examples: examples a device holds.
       combiners: what each bag of an example does with its rows: "sum", "mean" or "sqrtn".
+      columns: bags an example has of each feature.
     """
 
     examples: int
     combiners: tuple[str, ...]
+    columns: tuple[int, ...]
 
     @property
     def bags(self) -> int:
@@ -67,7 +69,8 @@ def bag_form(spec: BatchSpec, layout: Layout, g: int) -> BagForm:
     for f in spec.groups[g].features:
         form, config = spec.forms[f], layout.features[f].config
         combiners += [config.table.combiner if form.combines else "sum"] * form.bags
-    return BagForm(spec.local_batch, tuple(combiners))
+    columns = tuple(spec.forms[f].bags for f in spec.groups[g].features)
+    return BagForm(spec.local_batch, tuple(combiners), columns)
 
 
 def bag_offsets(spec: BatchSpec, g: int) -> tuple[tuple[int, ...], int]:

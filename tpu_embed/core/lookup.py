@@ -6,8 +6,6 @@ dimension sharded. Called by the engine, inside or outside a user's jit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax
 from jax.sharding import PartitionSpec
 
@@ -15,12 +13,12 @@ from tpu_embed._checks import message
 from tpu_embed._types import Array
 from tpu_embed.core import collectives, route
 from tpu_embed.core.batch import Batch
-from tpu_embed.core.batch_spec import BatchSpec, worst_case
-from tpu_embed.core.combine import combine, quantize
-from tpu_embed.core.layout import Group, Layout
-from tpu_embed.core.located import LocalIds, bag_form, bag_offsets
+from tpu_embed.core.batch_spec import worst_case
+from tpu_embed.core.combine import combine
+from tpu_embed.core.layout import Layout
+from tpu_embed.core.located import LocalIds, bag_form
+from tpu_embed.core.route import Found
 from tpu_embed.core.traced import TracedIds
-from tpu_embed.kernels import storage
 
 
 @jax.custom_jvp
@@ -62,12 +60,14 @@ def lookup(
 
     def device(tables: dict[str, Array], source: Batch | TracedIds) -> tuple[list[Array], Array]:
         located = source.locate(layout)
-        by_group = [
-            _lookup_group(tables[group.name], ids, source, layout, g)
-            for g, (group, ids) in enumerate(zip(layout.groups, located.ids, strict=True))
-        ]
+        found: dict[int, Array] = {}
+        for g, (group, ids) in enumerate(zip(layout.groups, located.ids, strict=True)):
+            activations = _lookup_group(tables[group.name], ids, source, layout, g)
+            for f, activation in zip(spec.groups[g].features, activations, strict=True):
+                shape = (spec.local_batch, *spec.forms[f].inner, group.dim)
+                found[f] = activation.reshape(shape)
         bad_ids = collectives.psum(located.bad_ids, axes.batch_axes)
-        return split_features(by_group, spec, layout), bad_ids
+        return [found[f] for f in range(len(layout.features))], bad_ids
 
     table_specs = {group.name: axes.spec(group.shard_axes) for group in layout.groups}
     batch = axes.spec(axes.batch_axes)
@@ -82,40 +82,25 @@ def lookup(
 
 def _lookup_group(
     table: Array, ids: LocalIds, source: Batch | TracedIds, layout: Layout, g: int
-) -> Array:
-    """Return the activations of one stack on one device, `[examples, bags, D]`."""
+) -> tuple[Array, ...]:
+    """Return the activations of one stack on one device, `[examples * bags, D]` a feature.
+
+    Where a given capacity is too small, by the worst-case branch.
+    """
     group, form = layout.groups[g], bag_form(source.spec, layout, g)
-    with jax.named_scope(f"lookup/{group.name}"):
-        with jax.named_scope("route"):
-            stored = _fetch(table, ids.rows, source, layout, g)
+
+    def combined(found: Found) -> tuple[Array, ...]:
         with jax.named_scope("combine"):
-            rows = storage.decode(stored, group.dtype).astype(group.compute_dtype)
-            activations = combine(quantize(rows, group), ids, form)
-            return activations.reshape(form.examples, -1, group.dim)
+            return combine(found, ids, form, group)
 
-
-def _fetch(table: Array, rows: Array, source: Batch | TracedIds, layout: Layout, g: int) -> Array:
-    """Return the stored row of every id, by the worst-case branch if the capacity is too small."""
-    group: Group = layout.groups[g]
-    capacity = max(1, source.spec.groups[g].rows)
-    if source.checked or group.num_shards == 1:
-        return route.fetch(table, rows, group, capacity)[0]
-    enough = worst_case(source.spec, layout).groups[g].rows
-    found, overflow = route.fetch(table, rows, group, capacity)
-    return jax.lax.cond(
-        collectives.any_device(overflow, layout.axes.mesh),
-        lambda: route.fetch(table, rows, group, enough)[0],
-        lambda: found,
-    )
-
-
-def split_features(activations: Sequence[Array], spec: BatchSpec, layout: Layout) -> list[Array]:
-    """Return one activation a feature from one array `[examples, bags, D]` a stack."""
-    found: dict[int, Array] = {}
-    for g, group in enumerate(layout.groups):
-        offsets, _ = bag_offsets(spec, g)
-        for f, offset in zip(spec.groups[g].features, offsets, strict=True):
-            form = spec.forms[f]
-            mine = activations[g][:, offset : offset + form.bags]
-            found[f] = mine.reshape(spec.local_batch, *form.inner, group.dim)
-    return [found[f] for f in range(len(layout.features))]
+    with jax.named_scope(f"lookup/{group.name}"):
+        capacity = max(1, source.spec.groups[g].rows)
+        found, overflow = route.fetch(table, ids.rows, group, capacity)
+        if source.checked or group.num_shards == 1:
+            return combined(found)
+        enough = worst_case(source.spec, layout).groups[g].rows
+        return jax.lax.cond(
+            collectives.any_device(overflow, layout.axes.mesh),
+            lambda: combined(route.fetch(table, ids.rows, group, enough)[0]),
+            lambda: combined(found),
+        )

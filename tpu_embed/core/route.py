@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -39,6 +40,13 @@ class Route(NamedTuple):
     target: Array
     rows: Array
     overflow: Array
+
+
+class Found(NamedTuple):
+    """Where the rows of a device's ids are: rows `[M, D]` as stored, the place of each id `[N]`."""
+
+    source: Array
+    index: Array
 
 
 class RowSums(NamedTuple):
@@ -77,8 +85,8 @@ def make_route(rows: Array, group: Group, capacity: int, parts: Array | None = N
     return Route(runs.order, target, sent, jnp.any(first[1:] - first[:-1] > capacity))
 
 
-def fetch(table: Array, rows: Array, group: Group, capacity: int) -> tuple[Array, Array]:
-    """Return the stored row of every id, wherever it lives.
+def fetch(table: Array, rows: Array, group: Group, capacity: int) -> tuple[Found, Array]:
+    """Return where the stored row of every id is, after it has come from where it lives.
 
     Args:
       table: this device's shard, `[R, D]`.
@@ -86,17 +94,18 @@ def fetch(table: Array, rows: Array, group: Group, capacity: int) -> tuple[Array
       capacity: C, distinct rows a destination has room for.
 
     Returns:
-      `[N, D]`, zeros for an absent id; bool `[]`, whether C was too small (the rows are then
-      incomplete).
+      the rows, with a place outside them for an absent id; bool `[]`, whether C was too small (the
+      rows are then incomplete).
     """
     if group.num_shards == 1:
-        return dispatch.gather_rows(table, rows), jnp.asarray(False)
-    route = make_route(rows, group, capacity)
-    asked = collectives.all_to_all(route.rows, group.shard_axes)
-    found = dispatch.gather_rows(table, asked.reshape(-1)).reshape(*asked.shape, group.dim)
-    back = collectives.all_to_all(found, group.shard_axes).reshape(-1, group.dim)
-    place = jnp.zeros_like(route.target).at[route.order].set(route.target, unique_indices=True)
-    return dispatch.gather_rows(back, place), route.overflow
+        return Found(table, rows), jnp.asarray(False)
+    with jax.named_scope("route"):
+        route = make_route(rows, group, capacity)
+        asked = collectives.all_to_all(route.rows, group.shard_axes)
+        found = dispatch.gather_rows(table, asked.reshape(-1)).reshape(*asked.shape, group.dim)
+        back = collectives.all_to_all(found, group.shard_axes).reshape(-1, group.dim)
+        place = dispatch.set_rows(jnp.zeros_like(route.target), route.order, route.target)
+        return Found(back, place), route.overflow
 
 
 def send(route: Route, sums: Array, group: Group, axes: MeshAxes) -> RowSums:
@@ -132,9 +141,8 @@ def merge(received: RowSums, group: Group, *, in_order: bool) -> RowSums:
     find = dedup.runs_of_sorted if in_order else dedup.find_runs
     runs = find(rows, group.rows)
     size = round_up(min(rows.shape[0], group.rows), ROW_MULTIPLE)
-    sums = received.sums if in_order else received.sums[runs.order]
     segments = jnp.where(runs.rows < group.rows, runs.run, size)
-    merged = dispatch.segment_sum(sums, segments, size)
+    merged = dispatch.gather_sum(received.sums, runs.order, segments, bags=(1,), examples=size)[0]
     run_rows = runs.run_rows[:size]
     run_rows = jnp.pad(run_rows, (0, size - run_rows.shape[0]), constant_values=group.rows)
     return RowSums(jnp.where(run_rows < group.rows, run_rows, PADDING_ID), merged)

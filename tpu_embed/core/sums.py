@@ -1,7 +1,7 @@
 """Activation gradients become one summed gradient a touched row, on the device that owns the row.
 
-Enters: one device's ids of a stack, and the gradients of its activations. Leaves: distinct local
-rows and their sums. Called by `update.py`.
+Enters: one device's ids of a stack, and the gradients of its activations. Leaves: local rows with
+partial sums (`exchanged`), then distinct ones with whole sums (`merged`). Called by `update.py`.
 
 A row's gradients are summed in batch order within each block of the global batch, then over the
 blocks in order: the first on the device that has the examples, the second on the row's owner.
@@ -16,9 +16,10 @@ import jax.numpy as jnp
 
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core import collectives, route
+from tpu_embed.core.apply import Blocks, RowGradients
 from tpu_embed.core.batch import Batch
 from tpu_embed.core.batch_spec import BatchSpec
-from tpu_embed.core.combine import gradients_in_order
+from tpu_embed.core.combine import factors, optional_weights, sum_gradients
 from tpu_embed.core.layout import Group, Layout
 from tpu_embed.core.located import BagForm, LocalIds, bag_form, bag_offsets
 from tpu_embed.core.route import RowSums
@@ -27,10 +28,10 @@ from tpu_embed.kernels import dispatch
 
 
 class Task(NamedTuple):
-    """One stack to update on one device: its ids, the gradients `[bags, D]`, what is static."""
+    """One stack to update on one device: its ids, a gradient a feature, what is static."""
 
     ids: LocalIds
-    gradients: Array
+    gradients: tuple[Array, ...]
     source: Batch | TracedIds
     layout: Layout
     g: int
@@ -61,12 +62,17 @@ class Task(NamedTuple):
         """G, the blocks of the global batch."""
         return max(self.layout.sum_blocks, self.layout.axes.replicas)
 
+    @property
+    def alone(self) -> bool:
+        """Whether one device has all ids and all rows: nothing is exchanged."""
+        return self.group.num_shards == 1 and self.layout.axes.replicas == 1
 
-def summed(task: Task, capacity: int) -> RowSums:
-    """Return the rows that this device must update, with their gradients over all devices.
 
-    With gradient accumulation the rows are distinct and padded to a multiple of `ROW_MULTIPLE`;
-    without, there is one entry an occurrence, in batch order.
+def exchanged(task: Task, capacity: int) -> RowSums:
+    """Return rows that this device must update, with partial sums of their gradients.
+
+    Each row's are in the order in which they must be added: by block. Without gradient accumulation
+    there is one an occurrence, in batch order.
 
     Args:
       task: the stack.
@@ -77,15 +83,44 @@ def summed(task: Task, capacity: int) -> RowSums:
             return _summed_by_psum(task)
     with jax.named_scope("dedup"):
         way = route.make_route(task.ids.rows, task.group, capacity, _parts(task))
-        ordered = gradients_in_order(task.gradients, task.ids, task.form, way.order)
-        sums = dispatch.segment_sum(ordered, way.target, task.group.num_shards * capacity)
+        room = task.group.num_shards * capacity
+        sums = sum_gradients(task.gradients, task.ids, task.form, way.order, way.target, room)
     with jax.named_scope("route"):
-        received = route.send(way, sums, task.group, task.layout.axes)
-    if not task.accumulates:
+        return route.send(way, sums, task.group, task.layout.axes)
+
+
+def merged(task: Task, received: RowSums) -> RowSums:
+    """Return distinct rows, padded to a multiple of `ROW_MULTIPLE`, with their whole gradients.
+
+    Args:
+      task: the stack.
+      received: what `exchanged` returned.
+    """
+    if _fits_psum(task):
         return received
     with jax.named_scope("merge"):
         one_source = task.layout.axes.batch_order(task.group.shard_axes).size == 1
         return route.merge(received, task.group, in_order=one_source)
+
+
+def ungrouped(task: Task) -> tuple[RowGradients, Blocks]:
+    """Return the gradients of a device that is alone, as they are: nothing is summed yet."""
+    ids, form, dtype = task.ids, task.form, task.group.compute_dtype
+    given = RowGradients(
+        ids.rows,
+        ids.bags,
+        optional_weights(ids, dtype),
+        factors(ids, form, dtype),
+        task.gradients,
+    )
+    per_block = task.layout.block_size(task.spec.batch) * sum(form.columns)
+    return given, Blocks(form.columns, form.examples, per_block)
+
+
+def partly_summed(received: RowSums) -> tuple[RowGradients, Blocks]:
+    """Return what `exchanged` returned, as gradients whose sums are still to be made."""
+    given = RowGradients(received.rows, None, None, None, (received.sums,))
+    return given, Blocks((1,), received.rows.shape[0], 0)
 
 
 def overflows(task: Task, capacity: int) -> Array:
@@ -131,8 +166,7 @@ def _summed_by_psum(task: Task) -> RowSums:
     cells = _blocks(task) * rows + task.ids.rows.astype(jnp.int32)
     cells = jnp.where(task.ids.rows < 0, blocks * rows, cells)
     ordered, order = dispatch.sort_rows(cells)
-    values = gradients_in_order(task.gradients, task.ids, task.form, order)
-    sums = dispatch.segment_sum(values, ordered, blocks * rows)
+    sums = sum_gradients(task.gradients, task.ids, task.form, order, ordered, blocks * rows)
     counts = dispatch.segment_sum(jnp.ones_like(ordered), ordered, blocks * rows)
     sums = collectives.psum(sums, axes).reshape(blocks, rows, task.group.dim)
     touched = collectives.psum(counts, axes).reshape(blocks, rows).sum(0) > 0

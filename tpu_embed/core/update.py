@@ -15,15 +15,22 @@ from jax.sharding import PartitionSpec
 
 from tpu_embed._types import Array
 from tpu_embed.core import collectives, occurrences
-from tpu_embed.core.apply import TableRows, apply_rule, every_row
+from tpu_embed.core.apply import (
+    TableRows,
+    apply_rule,
+    compiled_rule,
+    every_row,
+    sum_and_apply,
+)
 from tpu_embed.core.batch import Batch
 from tpu_embed.core.batch_spec import worst_case
 from tpu_embed.core.gradients import group_gradients
-from tpu_embed.core.layout import Group, Layout
+from tpu_embed.core.layout import Layout
 from tpu_embed.core.route import RowSums
-from tpu_embed.core.sums import Task, overflows, summed
+from tpu_embed.core.sums import Task, exchanged, merged, overflows, partly_summed, ungrouped
 from tpu_embed.core.tables import state_specs
 from tpu_embed.core.traced import TracedIds
+from tpu_embed.kernels import dispatch
 
 
 class Operands(NamedTuple):
@@ -70,11 +77,11 @@ def update(
 
     def device(tables: dict, slots: dict, source: Batch | TracedIds, operands: Operands) -> Updated:
         located, overflowed = source.locate(layout), jnp.int32(0)
-        gradients = group_gradients(operands.gradients, source.spec, layout)
         new_tables, new_slots = {}, {}
         for g, group in trained.items():
             held = TableRows(tables[group.name], slots[group.name])
-            task = Task(located.ids[g], gradients[g], source, layout, g)
+            gradients = group_gradients(operands.gradients, source.spec, layout, g)
+            task = Task(located.ids[g], gradients, source, layout, g)
             with jax.named_scope(f"update/{group.name}"):
                 held, overflow = _update_group(held, task, operands)
             new_tables[group.name], new_slots[group.name] = held
@@ -101,11 +108,11 @@ def _update_group(held: TableRows, task: Task, operands: Operands) -> tuple[Tabl
     """Update this device's shard of one stack; tell whether the worst-case branch was taken."""
 
     def with_capacity(held: TableRows, capacity: int) -> TableRows:
-        return _apply(held, summed(task, capacity), task.group, operands, task.g)
+        return _apply(held, task, capacity, operands)
 
     capacity = task.spec.groups[task.g].partials
     enough = worst_case(task.spec, task.layout).groups[task.g].partials
-    if task.group.num_shards == 1 and task.layout.axes.replicas == 1:
+    if task.alone:
         return with_capacity(held, enough), jnp.asarray(False)
     capacity = max(1, capacity)
     if task.source.checked or capacity >= enough:
@@ -120,14 +127,30 @@ def _run_if(flag: Array, run: Callable[[TableRows], TableRows], held: TableRows)
     return jax.lax.fori_loop(0, flag.astype(jnp.int32), lambda _, held: run(held), held)
 
 
-def _apply(held: TableRows, sums: RowSums, group: Group, operands: Operands, g: int) -> TableRows:
+def _apply(held: TableRows, task: Task, capacity: int, operands: Operands) -> TableRows:
     """Apply the stack's optimizer to the rows that were touched."""
-    optimizer = group.optimizer
+    group, optimizer = task.group, task.group.optimizer
     assert optimizer is not None, "only stacks with an optimizer are updated"
-    rate = optimizer.resolve_learning_rate(operands.step, operands.learning_rates.get(g))
-    with jax.named_scope("rule"):
-        if not optimizer.use_gradient_accumulation:
-            return occurrences.apply_each(held, sums, group, operands.step, rate)
-        if optimizer.updates_every_row:
-            sums = every_row(sums, group)
-        return apply_rule(held, sums, group, operands.step, rate)
+    step = operands.step
+    rate = optimizer.resolve_learning_rate(step, operands.learning_rates.get(task.g))
+    if not optimizer.use_gradient_accumulation:
+        received = exchanged(task, capacity)
+        with jax.named_scope("rule"):
+            return occurrences.apply_each(held, received, group, step, rate)
+
+    def in_xla(held: TableRows, received: RowSums) -> TableRows:
+        sums = merged(task, received)
+        with jax.named_scope("rule"):
+            if optimizer.updates_every_row:
+                sums = every_row(sums, group)
+            return apply_rule(held, sums, group, step, rate)
+
+    rule = compiled_rule(group, step, rate)
+    if task.alone:
+        native = rule and (lambda held: sum_and_apply(held, *ungrouped(task), rule))
+        return dispatch.choose(
+            held, otherwise=lambda held: in_xla(held, exchanged(task, capacity)), native=native
+        )
+    received = exchanged(task, capacity)
+    native = rule and (lambda held, sums: sum_and_apply(held, *partly_summed(sums), rule))
+    return dispatch.choose(held, received, otherwise=in_xla, native=native)

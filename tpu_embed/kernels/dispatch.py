@@ -1,29 +1,161 @@
 """Which implementation of a kernel runs on which platform, decided when a program is lowered.
 
 One traced program lowers for CPU, GPU and TPU. The core imports its kernels from here and knows no
-platform.
+platform. On CPU the compiled kernels run, where they were built; `reference` says what all mean.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
+from tpu_embed._checks import message
 from tpu_embed._types import Array
-from tpu_embed.kernels import reference
-from tpu_embed.kernels.reference import gather_rows, set_rows, sort_rows
+from tpu_embed.kernels import cpu, reference
 
-__all__ = ["gather_rows", "segment_sum", "set_rows", "sort_rows"]
+VARIABLE = "TPU_EMBED_KERNELS"
+"""The environment variable that chooses the CPU kernels: `native` or `reference`."""
+
+
+def kernels_in_use() -> str:
+    """Return `"native"` or `"reference"`: which kernels a program traced now runs on a CPU.
+
+    Raises:
+      ValueError: `TPU_EMBED_KERNELS` is another word.
+      RuntimeError: it is `native`, and the compiled kernels cannot be used.
+    """
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted not in ("", "native", "reference"):
+        raise ValueError(message(VARIABLE, expected="native, reference or unset", got=repr(wanted)))
+    if wanted == "reference":
+        return "reference"
+    loaded = cpu.load()
+    if loaded.path is not None:
+        return "native"
+    if wanted == "native":
+        remedy = "install the package again where a C++ compiler is on PATH"
+        raise RuntimeError(
+            message(VARIABLE, expected="compiled kernels", got=loaded.why_not, remedy=remedy)
+        )
+    _say_once(loaded.why_not)
+    return "reference"
+
+
+@functools.cache
+def _say_once(why_not: str) -> None:
+    text = "tpu_embed runs its CPU kernels in XLA's operations, with the same results but slower: "
+    logging.getLogger("tpu_embed").warning("%s%s", text, why_not)
+
+
+def choose(
+    *operands: Any,
+    otherwise: Callable[..., Any],
+    native: Callable[..., Any] | None = None,
+    gpu: Callable[..., Any] | None = None,
+) -> Any:
+    """Return `f(*operands)`, with another f on a CPU (`native`) or a GPU (`gpu`) where given.
+
+    Args:
+      operands: pytrees of arrays.
+      otherwise: the meaning; what every platform runs that has no other.
+      native: on a CPU with compiled kernels.
+      gpu: on a GPU.
+    """
+    others = {} if gpu is None else {"cuda": gpu, "rocm": gpu}
+    if native is not None and kernels_in_use() == "native":
+        others["cpu"] = native
+    if not others:
+        return otherwise(*operands)
+    return jax.lax.platform_dependent(*operands, default=otherwise, **others)
+
+
+def gather_rows(table: Array, rows: Array) -> Array:
+    """Return `table[rows]`, zeros where a row is absent; see `reference.gather_rows`."""
+    native = cpu.gather_rows if cpu.takes_rows(table, rows) else None
+    native = native and _with_tangents(native, reference.gather_rows)
+    return choose(table, rows, otherwise=reference.gather_rows, native=native)
+
+
+def set_rows(table: Array, rows: Array, values: Array) -> Array:
+    """Return `table` with `values` at `rows`; see `reference.set_rows`."""
+    native = cpu.set_rows if cpu.takes_rows(table, rows, values) else None
+    return choose(table, rows, values, otherwise=reference.set_rows, native=native)
+
+
+def sort_rows(rows: Array) -> tuple[Array, Array]:
+    """Return sorted rows and the position each came from; see `reference.sort_rows`."""
+    native = cpu.sort_rows if cpu.takes_rows(rows) else None
+    return choose(rows, otherwise=reference.sort_rows, native=native)
 
 
 def segment_sum(values: Array, segments: Array, num_segments: int) -> Array:
     """Sum runs of entries; see `reference.segment_sum`. On GPU, the repeatable scan."""
+    summed = functools.partial(reference.segment_sum, num_segments=num_segments)
     scan = functools.partial(reference.segment_sum_scan, num_segments=num_segments)
-    return jax.lax.platform_dependent(
-        values,
-        segments,
-        cuda=scan,
-        rocm=scan,
-        default=functools.partial(reference.segment_sum, num_segments=num_segments),
-    )
+
+    def one_by_one(values: Array, segments: Array) -> Array:
+        positions = jax.lax.iota(segments.dtype, segments.shape[0])
+        rows = values.reshape(values.shape[0], -1)
+        options = {"weights": None, "factors": None, "bags": (1,), "examples": num_segments}
+        sums = cpu.gather_sum(rows, positions, segments, **options)[0]
+        return sums.reshape(num_segments, *values.shape[1:])
+
+    able = values.dtype == jnp.float32 and cpu.takes_rows(values)
+    native = _with_tangents(one_by_one, summed) if able else None
+    return choose(values, segments, otherwise=summed, native=native, gpu=scan)
+
+
+def gather_sum(
+    source: Array,
+    index: Array,
+    segments: Array,
+    *,
+    weights: Array | None = None,
+    factors: Array | None = None,
+    bags: tuple[int, ...],
+    examples: int,
+) -> tuple[Array, ...]:
+    """Return weighted sums of rows of `source`; see `reference.gather_sum`."""
+    optional = {"weights": weights, "factors": factors}
+    given = {name: array for name, array in optional.items() if array is not None}
+
+    def with_options(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def run(source: Array, index: Array, segments: Array, given: dict[str, Array]) -> Any:
+            options = {"weights": None, "factors": None} | given
+            return kernel(source, index, segments, **options, bags=bags, examples=examples)
+
+        return run
+
+    otherwise = with_options(reference.gather_sum)
+    scan = functools.partial(reference.gather_sum, segment_sum=reference.segment_sum_scan)
+    able = cpu.takes_rows(index) and cpu.takes_numbers(source, *given.values())
+    native = _with_tangents(with_options(cpu.gather_sum), otherwise) if able else None
+    operands = (source, index, segments, given)
+    return choose(*operands, otherwise=otherwise, native=native, gpu=with_options(scan))
+
+
+def _with_tangents(native: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `native`, differentiated as `otherwise` with respect to what is perturbed."""
+    differentiable = jax.custom_jvp(native)
+
+    @functools.partial(differentiable.defjvp, symbolic_zeros=True)
+    def tangents_of(primals: tuple, tangents: tuple) -> tuple:
+        values, structure = jax.tree.flatten(primals)
+        directions = jax.tree.leaves(tangents, is_leaf=lambda x: isinstance(x, SymbolicZero))
+        moving = [i for i, x in enumerate(directions) if not isinstance(x, SymbolicZero)]
+
+        def of_moving(*moved: Array) -> Any:
+            now = dict(zip(moving, moved, strict=True))
+            leaves = [now.get(i, value) for i, value in enumerate(values)]
+            return otherwise(*jax.tree.unflatten(structure, leaves))
+
+        return jax.jvp(of_moving, [values[i] for i in moving], [directions[i] for i in moving])
+
+    return differentiable

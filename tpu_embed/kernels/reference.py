@@ -7,10 +7,14 @@ bits do not depend on the program.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tpu_embed._types import Array
+from tpu_embed.kernels import storage
 
 
 def gather_rows(table: Array, rows: Array) -> Array:
@@ -94,3 +98,58 @@ def segment_sum_scan(values: Array, segments: Array, num_segments: int) -> Array
         jnp.where(ends, segments, num_segments),
         sums,
     )
+
+
+def gather_sum(
+    source: Array,
+    index: Array,
+    segments: Array,
+    weights: Array | None,
+    factors: Array | None,
+    *,
+    bags: tuple[int, ...],
+    examples: int,
+    segment_sum: Callable[[Array, Array, int], Array] = segment_sum,
+) -> tuple[Array, ...]:
+    """Sum rows of `source`, each times its weight, into segments; multiply each sum.
+
+    A segment is a bag: segments are numbered by example, then by column, the bags that an example
+    has of all features. Products and sums are rounded one by one, in the order of the entries.
+
+    Args:
+      source: `[R, D]` float, or bfloat16 stored as uint16, which is summed in float32.
+      index: integer `[N]`, rows of `source`; absent ones are left out.
+      segments: int32 `[N]`, non-decreasing; those past the last one are left out.
+      weights: `[N]`, or None: all ones.
+      factors: of every segment, or None: all ones.
+      bags: columns of every feature.
+      examples: e.
+      segment_sum: how runs are summed.
+
+    Returns:
+      per feature `[e * bags, D]`.
+    """
+    present = (index >= 0) & (index < source.shape[0])
+    rows = storage.widened(gather_rows(source, index))
+    if weights is not None:
+        kept = jnp.where(present, weights, jnp.zeros_like(weights))
+        rows = jax.lax.optimization_barrier(rows * kept[:, None])
+    columns = sum(bags)
+    sums = segment_sum(rows, segments, examples * columns)
+    if factors is not None:
+        sums = scale(sums, factors)
+    if len(bags) == 1:
+        return (sums,)
+    parts = jnp.split(sums.reshape(examples, columns, -1), np.cumsum(bags)[:-1].tolist(), axis=1)
+    return tuple(part.reshape(-1, source.shape[1]) for part in parts)
+
+
+def scale(values: Array, factors: Array) -> Array:
+    """Return `values * factors`, row by row; zeros where the factor is zero, whatever the value.
+
+    Args:
+      values: `[n, D]`.
+      factors: `[n]`.
+    """
+    zero = (factors == 0)[:, None]
+    return jnp.where(zero, jnp.zeros_like(values), values * factors[:, None])

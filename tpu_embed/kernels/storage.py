@@ -31,3 +31,10 @@ def decode(stored: Array, dtype: str | np.dtype) -> Array:
     if jnp.dtype(dtype) == jnp.bfloat16:
         return jax.lax.bitcast_convert_type(stored, jnp.bfloat16)
     return stored
+
+
+def widened(stored: Array) -> Array:
+    """Return stored rows as numbers to calculate with: bfloat16 (in uint16) becomes float32."""
+    if stored.dtype == jnp.uint16:
+        return decode(stored, "bfloat16").astype(jnp.float32)
+    return stored

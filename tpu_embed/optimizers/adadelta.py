@@ -8,6 +8,7 @@ from dataclasses import field
 import jax.numpy as jnp
 
 from tpu_embed._types import Array
+from tpu_embed.kernels.rules import CompiledRule
 from tpu_embed.optimizers._moments import average
 from tpu_embed.optimizers._options import FRACTION, LEARNING_RATE, POSITIVE
 from tpu_embed.optimizers.base import Slot, Slots, Updated
@@ -54,6 +55,9 @@ class Adadelta(RowOptimizer):
 
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
         u = slots["accum_updates"]
-        a = average(slots["accumulators"], g**2, self.rho)
+        a = average(slots["accumulators"], g**2, self.rho, t=t)
         d = g * jnp.sqrt(u + self.epsilon) / jnp.sqrt(a + self.epsilon)
-        return w - lr * d, {"accumulators": a, "accum_updates": average(u, d**2, self.rho)}
+        return w - lr * d, {"accumulators": a, "accum_updates": average(u, d**2, self.rho, t=t)}
+
+    def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
+        return None

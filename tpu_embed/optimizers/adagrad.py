@@ -8,6 +8,8 @@ from dataclasses import field
 import jax.numpy as jnp
 
 from tpu_embed._types import Array
+from tpu_embed.kernels.rules import CompiledRule
+from tpu_embed.optimizers._apart import apart
 from tpu_embed.optimizers._options import LEARNING_RATE, NON_NEGATIVE, POSITIVE
 from tpu_embed.optimizers.base import Slot, Slots, Updated
 from tpu_embed.optimizers.learning_rate import LearningRate
@@ -53,5 +55,8 @@ class Adagrad(RowOptimizer):
         return (Slot("accumulators", self.initial_accumulator_value),)
 
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
-        a = slots["accumulators"] + g**2
-        return w - lr * g / (jnp.sqrt(a) + self.epsilon), {"accumulators": a}
+        a = slots["accumulators"] + apart(g**2, t)
+        return w - lr * g / apart(jnp.sqrt(a) + self.epsilon, t), {"accumulators": a}
+
+    def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
+        return CompiledRule("adagrad", ("accumulators",), (lr, self.epsilon))

@@ -8,6 +8,7 @@ from dataclasses import field
 import jax.numpy as jnp
 
 from tpu_embed._types import Array
+from tpu_embed.kernels.rules import CompiledRule
 from tpu_embed.optimizers._moments import average
 from tpu_embed.optimizers._options import FRACTION, LEARNING_RATE, POSITIVE, accepts
 from tpu_embed.optimizers.base import Slot, Slots, Updated
@@ -66,7 +67,7 @@ class AdagradMomentum(RowOptimizer):
 
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
         old = slots["accumulators"]
-        a = old + g**2 if self.beta2 == 1.0 else average(old, g**2, self.beta2)
+        a = old + g**2 if self.beta2 == 1.0 else average(old, g**2, self.beta2, t=t)
         if self.exponent == 2.0:
             q = g / jnp.sqrt(a + self.epsilon)
         else:
@@ -74,3 +75,6 @@ class AdagradMomentum(RowOptimizer):
         m = self.momentum * slots["momenta"] + q
         direction = self.momentum * m + q if self.use_nesterov else m
         return w - lr * direction, {"accumulators": a, "momenta": m}
+
+    def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
+        return None

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import field
+from typing import Any
 
 import jax.numpy as jnp
 
 from tpu_embed._types import Array
+from tpu_embed.kernels.rules import CompiledRule
+from tpu_embed.optimizers._apart import apart
 from tpu_embed.optimizers._moments import adam_rate, average
 from tpu_embed.optimizers._options import FRACTION, LEARNING_RATE, POSITIVE, accepts
 from tpu_embed.optimizers.base import Slot, Slots, Updated
@@ -72,12 +75,24 @@ class Adam(RowOptimizer):
         return Slot("momenta", 0.0, every_row=every), Slot("velocities", 0.0, every_row=every)
 
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
-        m = average(slots["momenta"], g, self.beta_1)
-        v = average(slots["velocities"], g**2, self.beta_2)
-        alpha = adam_rate(lr, self.beta_1, self.beta_2, t=t) if self.bias_correction else lr
+        m = average(slots["momenta"], g, self.beta_1, t=t)
+        v = average(slots["velocities"], g**2, self.beta_2, t=t)
+        alpha, epsilon = self._alpha(t, lr), self._epsilon(w.dtype)
+        scale = jnp.sqrt(v + epsilon) if self.sum_inside_sqrt else jnp.sqrt(v) + epsilon
+        return w - alpha * m / apart(scale, t), {"momenta": m, "velocities": v}
+
+    def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
+        numbers = (self._alpha(t, lr), self._epsilon(lr.dtype))
+        rates = (self.beta_1, 1.0 - self.beta_1, self.beta_2, 1.0 - self.beta_2)
+        slots = ("momenta", "velocities")
+        return CompiledRule("adam", slots, (*numbers, *rates), flag=self.sum_inside_sqrt)
+
+    def _alpha(self, t: Array, lr: Array) -> Array:
+        """Return the learning rate with its bias correction."""
+        return adam_rate(lr, self.beta_1, self.beta_2, t=t) if self.bias_correction else lr
+
+    def _epsilon(self, dtype: Any) -> float:
+        """Return what is added inside the root, never 0 though ε² may be, or outside."""
         if self.sum_inside_sqrt:
-            tiny = float(jnp.finfo(w.dtype).tiny)  # ε² may underflow: never 0 / 0
-            scale = jnp.sqrt(v + max(self.epsilon**2, tiny))
-        else:
-            scale = jnp.sqrt(v) + self.epsilon
-        return w - alpha * m / scale, {"momenta": m, "velocities": v}
+            return max(self.epsilon**2, float(jnp.finfo(dtype).tiny))
+        return self.epsilon

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from tpu_embed._types import Array, ArrayLike
+from tpu_embed.kernels.rules import CompiledRule
 from tpu_embed.optimizers.learning_rate import LearningRate, resolve
 
 Slots = dict[str, Array]
@@ -101,6 +102,15 @@ class TableOptimizer(abc.ABC):
 
         Returns:
           Rows `[n, D]` and slots, same shapes and dtypes.
+        """
+
+    @abc.abstractmethod
+    def compiled_rule(self, step: ArrayLike, learning_rate: Array) -> CompiledRule | None:
+        """Return the update as the compiled kernels take it, or None: they do not know it.
+
+        Args:
+          step: int32 scalar t, 1 at the first update.
+          learning_rate: float32 scalar of this step.
         """
 
     @final

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array
+from tpu_embed.kernels.rules import CompiledRule
 from tpu_embed.optimizers._options import LEARNING_RATE, converted, slot_values
 from tpu_embed.optimizers.base import Slot, Slots, Updated
 from tpu_embed.optimizers.learning_rate import LearningRate
@@ -81,6 +82,9 @@ class CustomOptimizer(RowOptimizer):
             return _as_before("row", new_w, w), _same_slots(new_slots, slots)
 
         return jax.vmap(update_row)(g, w, slots)
+
+    def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
+        return None
 
 
 def _same_slots(new: Mapping[str, Any], old: Slots) -> Slots:

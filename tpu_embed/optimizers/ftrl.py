@@ -8,6 +8,8 @@ from dataclasses import field
 import jax.numpy as jnp
 
 from tpu_embed._types import Array
+from tpu_embed.kernels.rules import CompiledRule
+from tpu_embed.optimizers._apart import apart
 from tpu_embed.optimizers._options import LEARNING_RATE, NON_NEGATIVE, accepts
 from tpu_embed.optimizers.base import Slot, Slots, Updated
 from tpu_embed.optimizers.learning_rate import LearningRate
@@ -78,29 +80,47 @@ class FTRL(RowOptimizer):
 
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
         a, z = slots["accumulators"], slots["linears"]
-        new_a = a + g**2
+        new_a = a + apart(g**2, t)
         root = self._root(new_a)
         change = (root - self._root(a)) * w
         if self.multiply_linear_by_learning_rate:
-            new_z = z + lr * g - change
-            new_w = self._solve(new_z, root + self.beta, scale=lr)
+            new_z = z + apart(lr * g, t) - apart(change, t)
+            new_w = self._solve(new_z, root + self.beta, scale=lr, t=t)
             return new_w, {"accumulators": new_a, "linears": new_z}
-        still = lr == 0
-        # Of two divisions by one scalar, XLA makes products in some programs but not in others.
-        inverse = 1.0 / jnp.where(still, jnp.ones_like(lr), lr)
-        new_z = z + g - change * inverse
-        new_w = self._solve(new_z, (root + self.beta) * inverse, scale=jnp.ones_like(lr))
+        still, inverse = self._inverse(lr)
+        new_z = z + g - apart(change * inverse, t)
+        quadratic = apart((root + self.beta) * inverse, t)
+        new_w = self._solve(new_z, quadratic, scale=jnp.ones_like(lr), t=t)
         new_slots = {"accumulators": new_a, "linears": new_z}
         kept = {name: jnp.where(still, slots[name], new) for name, new in new_slots.items()}
         return jnp.where(still, w, new_w), kept
+
+    def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
+        if self.learning_rate_power != -0.5:
+            return None
+        multiplied = self.multiply_linear_by_learning_rate
+        still, inverse = self._inverse(lr)
+        take, over, scale = (lr, 1.0, lr) if multiplied else (1.0, inverse, jnp.ones_like(lr))
+        strengths = (self.l1_regularization_strength, 2.0 * scale * self.l2_regularization_strength)
+        numbers = (take, over, scale * strengths[0], strengths[1], self.beta)
+        rests = jnp.zeros_like(lr) if multiplied else still.astype(lr.dtype)
+        return CompiledRule("ftrl", ("accumulators", "linears"), (*numbers, rests))
+
+    def _inverse(self, lr: Array) -> tuple[Array, Array]:
+        """Return whether lr is 0, and 1 / lr, or 1 where it is.
+
+        Of two divisions by one scalar, XLA makes products in some programs but not in others.
+        """
+        still = lr == 0
+        return still, 1.0 / jnp.where(still, jnp.ones_like(lr), lr)
 
     def _root(self, a: Array) -> Array:
         """Return a^(-p)."""
         return jnp.sqrt(a) if self.learning_rate_power == -0.5 else a**-self.learning_rate_power
 
-    def _solve(self, z: Array, quadratic: Array, *, scale: Array) -> Array:
+    def _solve(self, z: Array, quadratic: Array, *, scale: Array, t: Array) -> Array:
         """Return the row that minimises z w + quadratic w² / 2 + scale (l1 |w| + l2 w²)."""
         l1 = scale * self.l1_regularization_strength
-        denominator = quadratic + 2.0 * scale * self.l2_regularization_strength
-        w = (l1 * jnp.sign(z) - z) / denominator
+        denominator = quadratic + apart(2.0 * scale * self.l2_regularization_strength, t)
+        w = (apart(l1 * jnp.sign(z), t) - z) / denominator
         return jnp.where(jnp.abs(z) <= l1, jnp.zeros_like(z), w)

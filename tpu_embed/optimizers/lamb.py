@@ -9,6 +9,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from tpu_embed._types import Array
+from tpu_embed.kernels.rules import CompiledRule
 from tpu_embed.optimizers._moments import average, one_minus_power
 from tpu_embed.optimizers._options import FRACTION, LEARNING_RATE, POSITIVE
 from tpu_embed.optimizers.base import Slot, Slots, Updated
@@ -60,8 +61,8 @@ class LAMB(RowOptimizer):
         return Slot("momenta", 0.0), Slot("velocities", 0.0)
 
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
-        m = average(slots["momenta"], g, self.beta_1)
-        v = average(slots["velocities"], g**2, self.beta_2)
+        m = average(slots["momenta"], g, self.beta_1, t=t)
+        v = average(slots["velocities"], g**2, self.beta_2, t=t)
         m_hat = m / one_minus_power(self.beta_1, t, w.dtype)
         v_hat = v / one_minus_power(self.beta_2, t, w.dtype)
         r = m_hat / (jnp.sqrt(v_hat) + self.epsilon) + self.decay_factor(lr) * w
@@ -69,6 +70,9 @@ class LAMB(RowOptimizer):
         regular = (w_norm > 0) & (r_norm > 0)
         ratio = jnp.where(regular, w_norm, 1.0) / jnp.where(regular, r_norm, 1.0)
         return w - lr * ratio * r, {"momenta": m, "velocities": v}
+
+    def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
+        return None
 
 
 def _norm(rows: Array) -> Array:

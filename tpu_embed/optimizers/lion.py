@@ -8,6 +8,7 @@ from dataclasses import field
 import jax.numpy as jnp
 
 from tpu_embed._types import Array
+from tpu_embed.kernels.rules import CompiledRule
 from tpu_embed.optimizers._moments import average
 from tpu_embed.optimizers._options import FRACTION, LEARNING_RATE
 from tpu_embed.optimizers.base import Slot, Slots, Updated
@@ -52,5 +53,8 @@ class Lion(RowOptimizer):
 
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
         m = slots["momenta"]
-        direction = jnp.sign(average(m, g, self.beta_1))
-        return w - lr * direction, {"momenta": average(m, g, self.beta_2)}
+        direction = jnp.sign(average(m, g, self.beta_1, t=t))
+        return w - lr * direction, {"momenta": average(m, g, self.beta_2, t=t)}
+
+    def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
+        return None

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import field
 
 from tpu_embed._types import Array
+from tpu_embed.kernels.rules import CompiledRule
+from tpu_embed.optimizers._apart import apart
 from tpu_embed.optimizers._options import FRACTION, LEARNING_RATE
 from tpu_embed.optimizers.base import Slot, Slots, Updated
 from tpu_embed.optimizers.learning_rate import LearningRate
@@ -49,6 +51,10 @@ class Momentum(RowOptimizer):
         return (Slot("momenta", 0.0),)
 
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
-        m = self.momentum * slots["momenta"] + g
-        direction = g + self.momentum * m if self.use_nesterov else m
-        return w - lr * direction, {"momenta": m}
+        m = apart(self.momentum * slots["momenta"], t) + g
+        direction = g + apart(self.momentum * m, t) if self.use_nesterov else m
+        return w - apart(lr * direction, t), {"momenta": m}
+
+    def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
+        numbers = (lr, self.momentum)
+        return CompiledRule("momentum", ("momenta",), numbers, flag=self.use_nesterov)

@@ -17,6 +17,7 @@ import optax
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array, ArrayLike
+from tpu_embed.kernels.rules import CompiledRule
 from tpu_embed.optimizers._optax_calls import apply_transform, init_state, transform_name
 from tpu_embed.optimizers._probe import check_row_separable
 from tpu_embed.optimizers._slot_names import name_slots
@@ -82,6 +83,9 @@ class OptaxOptimizer(TableOptimizer):
     def init_slots(self, rows: Array, keys: Array) -> Slots:
         leaves = self._init_leaves(rows)
         return dict(zip(self.slot_shapes(rows.shape[-1], rows.dtype), leaves, strict=True))
+
+    def compiled_rule(self, step: ArrayLike, learning_rate: Array) -> CompiledRule | None:
+        return None
 
     def update_rows(
         self,

@@ -8,6 +8,7 @@ from dataclasses import field
 import jax.numpy as jnp
 
 from tpu_embed._types import Array
+from tpu_embed.kernels.rules import CompiledRule
 from tpu_embed.optimizers._options import LEARNING_RATE, NON_NEGATIVE, POSITIVE
 from tpu_embed.optimizers.base import Slot, Slots, Updated
 from tpu_embed.optimizers.learning_rate import LearningRate
@@ -61,3 +62,6 @@ class ProximalAdagrad(RowOptimizer):
         y = w - eta * g
         shrunk = jnp.sign(y) * jnp.maximum(jnp.abs(y) - eta * self.l1, 0.0)
         return shrunk / (1.0 + eta * self.l2), {"accumulators": a}
+
+    def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
+        return None

@@ -8,6 +8,7 @@ from dataclasses import field
 import jax.numpy as jnp
 
 from tpu_embed._types import Array
+from tpu_embed.kernels.rules import CompiledRule
 from tpu_embed.optimizers._moments import average
 from tpu_embed.optimizers._options import FRACTION, LEARNING_RATE, POSITIVE
 from tpu_embed.optimizers.base import Slot, Slots, Updated
@@ -55,9 +56,12 @@ class RMSProp(RowOptimizer):
         return Slot("ms", 1.0), Slot("momenta", 0.0)
 
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
-        s = average(slots["ms"], g**2, self.rho)
+        s = average(slots["ms"], g**2, self.rho, t=t)
         b = self.momentum * slots["momenta"] + lr * g / jnp.sqrt(s + self.epsilon)
         return w - b, {"ms": s, "momenta": b}
+
+    def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +106,11 @@ class CenteredRMSProp(RowOptimizer):
         return Slot("ms", 1.0), Slot("momenta", 0.0), Slot("mg", 0.0)
 
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
-        s = average(slots["ms"], g**2, self.rho)
-        c = average(slots["mg"], g, self.rho)
+        s = average(slots["ms"], g**2, self.rho, t=t)
+        c = average(slots["mg"], g, self.rho, t=t)
         variance = jnp.maximum(s - c**2, 0.0)
         b = self.momentum * slots["momenta"] + lr * g / jnp.sqrt(variance + self.epsilon)
         return w - b, {"ms": s, "momenta": b, "mg": c}
+
+    def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
+        return None

@@ -18,7 +18,9 @@ import optax
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array, ArrayLike
+from tpu_embed.kernels.rules import CompiledRule
 from tpu_embed.optimizers import _options
+from tpu_embed.optimizers._apart import apart
 from tpu_embed.optimizers.base import Slot, Slots, SlotShape, TableOptimizer, Updated
 from tpu_embed.optimizers.dense import dense_transform
 
@@ -89,6 +91,10 @@ class RowOptimizer(TableOptimizer):
           lr: scalar of the rows' dtype.
         """
 
+    @abc.abstractmethod
+    def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
+        """Return the rule alone as the compiled kernels take it, or None: they do not know it."""
+
     @property
     @final
     def updates_every_row(self) -> bool:
@@ -122,13 +128,31 @@ class RowOptimizer(TableOptimizer):
         if self.clipvalue is not None:
             gradients = jnp.clip(gradients, *self.clipvalue)
         if self.weight_decay_factor and not self.decay_in_rule:
-            rows = rows * (1.0 - self.decay_factor(rate))
+            rows = apart(rows * self._keep(step, rate), step)
         rows, new_slots = self.apply_rule(
             rows, dict(slots), gradients, t=jnp.asarray(step), lr=rate
         )
         if self.clip_weight_min is not None or self.clip_weight_max is not None:
             rows = jnp.clip(rows, self.clip_weight_min, self.clip_weight_max)
         return rows, new_slots
+
+    @final
+    def compiled_rule(self, step: ArrayLike, learning_rate: Array) -> CompiledRule | None:
+        rule = self.compiled(t=jnp.asarray(step), lr=learning_rate)
+        if rule is None:
+            return None
+        decays = self.weight_decay_factor and not self.decay_in_rule
+        return dataclasses.replace(
+            rule,
+            keep=self._keep(step, learning_rate) if decays else 1.0,
+            gradient_bounds=self.clipvalue or (None, None),
+            weight_bounds=(self.clip_weight_min, self.clip_weight_max),
+        )
+
+    def _keep(self, step: ArrayLike, learning_rate: Array) -> Array | float:
+        """Return 1 - λ."""
+        decay = self.decay_factor(learning_rate)
+        return 1.0 - (decay if isinstance(decay, float) else apart(decay, step))
 
     @final
     def decay_factor(self, learning_rate: Array) -> Array | float:

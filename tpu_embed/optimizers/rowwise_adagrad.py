@@ -8,6 +8,8 @@ from dataclasses import field
 import jax.numpy as jnp
 
 from tpu_embed._types import Array
+from tpu_embed.kernels.rules import CompiledRule
+from tpu_embed.optimizers._apart import apart
 from tpu_embed.optimizers._options import LEARNING_RATE, NON_NEGATIVE, POSITIVE
 from tpu_embed.optimizers.base import Slot, Slots, Updated
 from tpu_embed.optimizers.learning_rate import LearningRate
@@ -53,5 +55,24 @@ class RowWiseAdagrad(RowOptimizer):
         return (Slot("accumulators", self.initial_accumulator_value, one_number=True),)
 
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
-        a = slots["accumulators"] + jnp.mean(g**2, axis=-1)
-        return w - lr * g / (jnp.sqrt(a) + self.epsilon)[:, None], {"accumulators": a}
+        mean = apart(_sum_by_halves(apart(g**2, t)) * (1.0 / g.shape[-1]), t)
+        a = slots["accumulators"] + mean
+        rate = lr / apart(jnp.sqrt(a) + self.epsilon, t)
+        return w - apart(g * rate[:, None], t), {"accumulators": a}
+
+    def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
+        return CompiledRule("rowwise_adagrad", ("accumulators",), (lr, self.epsilon))
+
+
+def _sum_by_halves(rows: Array) -> Array:
+    """Return the sums `[n]` of rows `[n, D]`, always in the same order, whatever the compiler.
+
+    The upper half is added to the lower, until one number is left; D is filled up with zeros to a
+    power of two.
+    """
+    width = 1 << max(0, rows.shape[-1] - 1).bit_length()
+    rows = jnp.pad(rows, ((0, 0), (0, width - rows.shape[-1])))
+    while width > 1:
+        width //= 2
+        rows = rows[:, :width] + rows[:, width:]
+    return rows[:, 0]

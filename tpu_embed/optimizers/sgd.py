@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import field
 
 from tpu_embed._types import Array
+from tpu_embed.kernels.rules import CompiledRule
+from tpu_embed.optimizers._apart import apart
 from tpu_embed.optimizers._options import LEARNING_RATE
 from tpu_embed.optimizers.base import Slot, Slots, Updated
 from tpu_embed.optimizers.learning_rate import LearningRate
@@ -43,4 +45,7 @@ class SGD(RowOptimizer):
         return ()
 
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
-        return w - lr * g, {}
+        return w - apart(lr * g, t), {}
+
+    def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
+        return CompiledRule("sgd", numbers=(lr,))

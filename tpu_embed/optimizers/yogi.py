@@ -8,6 +8,7 @@ from dataclasses import field
 import jax.numpy as jnp
 
 from tpu_embed._types import Array
+from tpu_embed.kernels.rules import CompiledRule
 from tpu_embed.optimizers._moments import adam_rate, average
 from tpu_embed.optimizers._options import FRACTION, LEARNING_RATE, POSITIVE
 from tpu_embed.optimizers.base import Slot, Slots, Updated
@@ -56,7 +57,10 @@ class Yogi(RowOptimizer):
         return Slot("momenta", 0.0), Slot("velocities", 1e-6)
 
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
-        m, v, g2 = average(slots["momenta"], g, self.beta_1), slots["velocities"], g**2
+        m, v, g2 = average(slots["momenta"], g, self.beta_1, t=t), slots["velocities"], g**2
         v = v - (1.0 - self.beta_2) * jnp.sign(v - g2) * g2
         alpha = adam_rate(lr, self.beta_1, self.beta_2, t=t)
         return w - alpha * m / (jnp.sqrt(v) + self.epsilon), {"momenta": m, "velocities": v}
+
+    def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
+        return None

@@ -1,0 +1,104 @@
+// The loops over numbers, compiled once for each instruction set and chosen when they are called.
+//
+// Every variant computes the same bits: products and sums are rounded one by one
+// (-ffp-contract=off), and the order of a sum does not depend on the width of a vector.
+#ifndef TPU_EMBED_LOOPS_H_
+#define TPU_EMBED_LOOPS_H_
+
+#include <cstdint>
+
+#include "entry.h"
+
+namespace tpu_embed {
+
+// How rows are stored; arithmetic is in float32.
+enum class Storage { kFloat32, kBfloat16 };
+
+// Where the numbers of segments or bags lie that are numbered by example, then by column of the
+// features: `[examples * bags, dim]` a feature.
+struct Columns {
+  const int64_t* feature;  // [columns], the feature of each column
+  const int64_t* offset;   // [columns], the column's place within its feature
+  const int64_t* bags;     // [features], columns of each feature
+  int64_t columns;         // of all features
+  int64_t dim;
+  uint64_t reciprocal;     // 2^64 / columns, rounded up: `at` divides by a product
+
+  // Returns the place of number `segment`, given one array a feature.
+  template <typename Pointer>
+  Pointer at(Pointer const* arrays, int64_t segment) const {
+    if (columns == 1) return arrays[0] + segment * dim;
+    // Exact for every segment below 2^32 (Lemire, Kaser and Kurz, "Faster remainder by direct
+    // computation", 2019).
+    const auto product = static_cast<unsigned __int128>(reciprocal) * static_cast<uint64_t>(segment);
+    const int64_t example = static_cast<int64_t>(product >> 64);
+    const int64_t column = segment - example * columns;
+    const int64_t f = feature[column];
+    return arrays[f] + (example * bags[f] + offset[column]) * dim;
+  }
+};
+
+// Weighted sums of gathered rows, a sum a segment.
+template <typename Row>
+struct GatherSum {
+  const void* source;  // [rows, dim]
+  Storage storage;
+  int64_t rows;
+  const Row* index;         // [n], rows outside the source are left out
+  const int32_t* segments;  // [n], non-decreasing
+  const float* weights;     // [n] or null
+  const float* factors;    // [segments] or null; a sum whose factor is zero is zero
+  float* const* outputs;
+  Columns columns;
+};
+
+enum class RuleKind { kSgd, kMomentum, kAdagrad, kRowWiseAdagrad, kAdam, kFtrl };
+
+// An optimizer's rule: its numbers, in the order that `loops.inc` reads them, and its switches.
+struct Rule {
+  RuleKind kind;
+  int64_t flags;
+  float keep;                          // 1 - weight decay
+  float gradient_low, gradient_high;   // infinite: no clipping
+  float weight_low, weight_high;
+  bool clips_gradient, clips_weight;
+  const float* numbers;
+};
+
+// Rows to update with the sums of their gradients: within a block of the batch, then over blocks.
+struct RowUpdate {
+  void* table;  // [rows, dim]
+  Storage storage;
+  float* slots[2];        // [rows, dim]; [rows] for row-wise Adagrad's accumulators
+  const float* factors;  // by bag, or null; a gradient whose factor is zero is zero
+  const float* const* gradients;
+  Columns columns;
+  int64_t bags_per_block;  // 0: sums have one level
+  Rule rule;
+};
+
+// One instruction set's loops.
+struct Loops {
+  const char* name;
+  // Write the sums of segments [begin, end).
+  void (*gather_sum_32)(const GatherSum<int32_t>&, int64_t begin, int64_t end, int64_t n);
+  void (*gather_sum_64)(const GatherSum<int64_t>&, int64_t begin, int64_t end, int64_t n);
+  // Update the rows of sorted entries; a row's entries are all among them, absent rows are not.
+  // `scratch` has room for 3 * dim numbers, for the rule that needs a whole gradient.
+  void (*update_32)(const RowUpdate&, const Contribution<uint32_t>*, int64_t n, float* scratch);
+  void (*update_64)(const RowUpdate&, const Contribution<uint64_t>*, int64_t n, float* scratch);
+};
+
+extern const Loops kBaseline;
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#define TPU_EMBED_X86 1
+extern const Loops kAvx2;
+extern const Loops kAvx512;
+#endif
+
+// Returns the fastest loops that this machine runs.
+const Loops& loops();
+
+}  // namespace tpu_embed
+
+#endif  // TPU_EMBED_LOOPS_H_

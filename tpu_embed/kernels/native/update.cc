@@ -1,0 +1,160 @@
+// One training update of a table in place: sort the ids, sum each row's gradients, apply the rule.
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+#include <vector>
+
+#include "buffers.h"
+#include "columns.h"
+#include "loops.h"
+#include "parallel.h"
+#include "sort.h"
+
+namespace tpu_embed {
+namespace {
+
+constexpr int64_t kEntriesPerTask = 256;
+constexpr int64_t kCommonNumbers = 5;  // keep, and the bounds of gradients and weights
+
+void run(const RowUpdate& job, const Contribution<uint32_t>* entries, int64_t n, float* scratch) {
+  loops().update_32(job, entries, n, scratch);
+}
+
+void run(const RowUpdate& job, const Contribution<uint64_t>* entries, int64_t n, float* scratch) {
+  loops().update_64(job, entries, n, scratch);
+}
+
+// The ids of a batch, by position.
+template <typename Row>
+struct Ids {
+  const Row* rows;
+  const int32_t* bags;   // null: position i has bag i
+  const float* weights;  // null: all ones
+  int64_t n, count;      // ids; bags
+};
+
+// Updates the rows of all ids; ids outside [0, table_rows) are left out.
+template <typename Row>
+void update_rows(Parallel parallel, const RowUpdate& job, const Ids<Row>& ids, int64_t table_rows) {
+  using Key = std::make_unsigned_t<Row>;
+  const int64_t n = ids.n;
+  RadixSort<Contribution<Key>> sort(parallel, n, static_cast<uint64_t>(table_rows));
+  parallel.for_each(sort.chunks(), [&](int64_t c) {
+    for (int64_t i = sort.begin(c); i < sort.begin(c + 1); ++i) {
+      const Row row = ids.rows[i];
+      const int64_t bag = ids.bags == nullptr ? i : ids.bags[i];
+      const bool present = row >= 0 && row < table_rows && bag >= 0 && bag < ids.count;
+      const Key key = static_cast<Key>(present ? row : static_cast<Row>(table_rows));
+      const float weight = ids.weights == nullptr ? 1.0f : ids.weights[i];
+      sort.entries()[i] = {key, static_cast<uint32_t>(bag), weight};
+    }
+  });
+  const Contribution<Key>* entries = sort.sort();
+  const auto absent = [&](const Contribution<Key>& entry, int64_t row) {
+    return static_cast<int64_t>(entry.key) < row;
+  };
+  const int64_t present = std::lower_bound(entries, entries + n, table_rows, absent) - entries;
+  const int64_t tasks = parallel.tasks(present, kEntriesPerTask);
+  // A task's share begins where a row begins: at the first entry of the row that stands there.
+  const auto start = [&](int64_t task) {
+    int64_t i = present * task / tasks;
+    while (i > 0 && i < present && entries[i].key == entries[i - 1].key) ++i;
+    return i;
+  };
+  parallel.for_each(tasks, [&](int64_t task) {
+    const int64_t begin = start(task), end = start(task + 1);
+    if (begin == end) return;
+    Scratch<float> scratch(3 * job.columns.dim);
+    run(job, entries + begin, end - begin, scratch.data());
+  });
+}
+
+Rule rule_of(int64_t kind, int64_t flags, const float* numbers) {
+  const auto bounded = [&](int low) {
+    return !std::isinf(numbers[low]) || !std::isinf(numbers[low + 1]);
+  };
+  return {static_cast<RuleKind>(kind), flags,      numbers[0], numbers[1], numbers[2],
+          numbers[3],                  numbers[4], bounded(1), bounded(3), numbers + kCommonNumbers};
+}
+
+struct Operand {
+  ffi::AnyBuffer rows, bags, weights, factors, numbers;
+};
+
+// Operands: table [R, D] and its slots, each in place of the result of the same number; rows [N];
+// bags int32 [N] or []; weights float32 [N] or []; factors float32 [bags] or []; numbers float32;
+// gradients, one array a feature, float32 [examples * bags, D].
+ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                  ffi::Span<const int64_t> columns, int64_t examples, int64_t bags_per_block,
+                  int64_t rule, int64_t flags) {
+  const size_t held = results.size();
+  const size_t features = columns.size();
+  if (held < 1 || held > 3 || operands.size() != held + 5 + features) {
+    return refuse("update: another number of operands");
+  }
+  std::vector<ffi::AnyBuffer> given;
+  for (size_t i = 0; i < operands.size(); ++i) {
+    auto operand = operands.get<ffi::AnyBuffer>(i);
+    if (!operand.has_value()) return operand.error();
+    given.push_back(*operand);
+  }
+  for (size_t i = 0; i < held; ++i) {
+    auto result = results.get<ffi::AnyBuffer>(i);
+    if (!result.has_value()) return result.error();
+    if ((**result).untyped_data() != given[i].untyped_data()) return refuse("update: not in place");
+    if (length(given[i]) != length(given[0])) return refuse("update: slots of another length");
+  }
+  const Operand operand{given[held], given[held + 1], given[held + 2], given[held + 3],
+                        given[held + 4]};
+  const ffi::AnyBuffer& table = given[0];
+  const int64_t n = length(operand.rows), dim = table.dimensions()[1];
+  const ColumnTable layout(columns, dim);
+  const int64_t bags = examples * layout.columns();
+  const auto absent_or = [](const ffi::AnyBuffer& buffer, int64_t size) {
+    const int64_t count = static_cast<int64_t>(buffer.element_count());
+    return count == 0 || count == size;
+  };
+  if (!absent_or(operand.bags, n) || !absent_or(operand.weights, n) ||
+      !absent_or(operand.factors, bags) || (operand.bags.element_count() == 0 && n > bags)) {
+    return refuse("update: ids, bags, weights or factors of another length");
+  }
+  std::vector<const float*> gradients;
+  for (size_t f = 0; f < features; ++f) {
+    const ffi::AnyBuffer& gradient = given[held + 5 + f];
+    if (!layout.fits(gradient.element_count(), f, examples)) {
+      return refuse("update: gradients of another size than their feature");
+    }
+    gradients.push_back(data<float>(gradient));
+  }
+  RowUpdate job{};
+  job.table = table.untyped_data();
+  job.storage =
+      table.element_type() == ffi::DataType::F32 ? Storage::kFloat32 : Storage::kBfloat16;
+  for (size_t s = 1; s < held; ++s) job.slots[s - 1] = data<float>(given[s]);
+  job.factors = optional<float>(operand.factors);
+  job.gradients = gradients.data();
+  job.columns = layout.columns_of();
+  job.bags_per_block = bags_per_block;
+  job.rule = rule_of(rule, flags, data<float>(operand.numbers));
+  return with_row_type(operand.rows, [&](auto* type) {
+    using Row = std::remove_pointer_t<decltype(type)>;
+    const Ids<Row> ids{data<Row>(operand.rows), optional<int32_t>(operand.bags),
+                       optional<float>(operand.weights), n, bags};
+    update_rows(Parallel(pool), job, ids, length(table));
+    return ffi::Error::Success();
+  });
+}
+
+}  // namespace
+}  // namespace tpu_embed
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(tpu_embed_update, tpu_embed::update,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<xla::ffi::Span<const int64_t>>("columns")
+                                  .Attr<int64_t>("examples")
+                                  .Attr<int64_t>("bags_per_block")
+                                  .Attr<int64_t>("rule")
+                                  .Attr<int64_t>("flags"));
