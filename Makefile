@@ -6,16 +6,21 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PYTEST := $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup test test-all lint docs bench example clean
+.PHONY: setup test test-all sanitize lint docs bench example clean
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml setup.py $(wildcard tpu_embed/kernels/native/*)
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	touch $@
 
+# The engine's tests run on both CPU paths: the compiled kernels (where they could be built), then jnp.
+ENGINE_TESTS := tests/core tests/kernels tests/test_two_doors.py tests/test_tpu_embedding.py \
+  tests/test_pipelining.py
+
 test: setup
 	$(PYTEST) -m "not whole"
+	TPU_EMBED_KERNELS=reference $(PYTEST) -m "not whole" $(ENGINE_TESTS)
 
 test-all: setup
 	$(PYTEST)
@@ -29,11 +34,16 @@ docs: setup
 	$(PY) -m mkdocs build --strict --quiet --site-dir build/site
 
 bench: setup
-	set -e; for file in $(filter-out %/common.py,$(wildcard benchmarks/*.py)); do \
-	  echo "== $$file"; $(PY) $$file; done
+	$(PY) -m pip install --quiet --disable-pip-version-check --editable ".[bench,examples]"
+	set -e; for name in embedding scaling small place vocabulary; do \
+	  echo "== $$name"; $(PY) benchmarks/$$name.py; done
+
+# The C++ kernels under the address and undefined-behaviour sanitizers, on random input.
+sanitize: setup
+	$(PY) tests/kernels/sanitize.py
 
 example: setup
 	$(PY) examples/movielens.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) build *.egg-info tpu_embed/kernels/_native* .pytest_cache .ruff_cache

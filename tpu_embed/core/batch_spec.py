@@ -118,8 +118,12 @@ class BatchSpec:
 
     def columns(self, group: int) -> tuple[int, ...]:
         """Return the number of id columns of every feature of a dense stack."""
-        forms = [self.forms[f] for f in self.groups[group].features]
-        return tuple(form.bags * (form.width or 0) for form in forms)
+        return self._columns[group]
+
+    @functools.cached_property
+    def _columns(self) -> tuple[tuple[int, ...], ...]:
+        widths = [form.bags * (form.width or 0) for form in self.forms]
+        return tuple(tuple(widths[f] for f in group.features) for group in self.groups)
 
     def ids(self, group: int) -> int:
         """Return N, the length of the packed ids of a stack on one device; at least 1."""
@@ -167,6 +171,8 @@ def worst_case(spec: BatchSpec, layout: Layout) -> BatchSpec:
 
 
 def _union(a: BatchSpec, b: BatchSpec) -> BatchSpec:
+    if a == b:
+        return a
     same_engine = a.replicas == b.replicas and [g.features for g in a.groups] == [
         g.features for g in b.groups
     ]
@@ -187,6 +193,8 @@ def _union(a: BatchSpec, b: BatchSpec) -> BatchSpec:
 
 
 def _union_form(i: int, a: FeatureForm, b: FeatureForm) -> FeatureForm:
+    if a == b:
+        return a
     if (a.batch, a.inner, a.combines) != (b.batch, b.inner, b.combines):
         raise ValueError(
             message(

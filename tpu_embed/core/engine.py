@@ -32,7 +32,7 @@ from tpu_embed.core.lookup import lookup, not_differentiable
 from tpu_embed.core.place import Placer
 from tpu_embed.core.resolve import HostRates, make_layout
 from tpu_embed.core.tables import TableState
-from tpu_embed.core.traced import TracedIds, check_bad_ids, make_traced
+from tpu_embed.core.traced import TracedIds, make_traced
 from tpu_embed.core.update import Operands, update
 
 
@@ -271,7 +271,7 @@ class EmbeddingEngine:
         self._traces["lookup"] += 1
         logical.check_traced(TableState(tables, {}, jnp.int32(0), {}), self.layout, slots=False)
         activations, bad_ids = lookup(not_differentiable(tables), source, self.layout)
-        check_bad_ids(bad_ids, self.layout)
+        source.report(bad_ids, self.layout)
         return activations
 
     def update(
@@ -350,7 +350,7 @@ class EmbeddingEngine:
         self._traces["update"] += 1
         logical.check_traced(state, self.layout, slots=True)
         new = update(state.tables, state.slots, source, operands, self.layout)
-        check_bad_ids(new.bad_ids, self.layout)
+        source.report(new.bad_ids, self.layout)
         counters = {
             "bad_ids": state.counters["bad_ids"] + new.bad_ids,
             "overflows": state.counters["overflows"] + new.overflows,

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from tpu_embed._checks import message
@@ -49,7 +50,7 @@ def checked_gradients(
             raise ValueError(message(what, expected=f"shape {expected}", got=f"{gradient.shape}"))
         if not jnp.issubdtype(gradient.dtype, jnp.floating):
             raise ValueError(message(what, expected="floats", got=f"dtype {gradient.dtype}"))
-        checked.append(jnp.asarray(gradient))
+        checked.append(gradient if isinstance(gradient, jax.Array) else jnp.asarray(gradient))
     return checked
 
 

@@ -139,7 +139,8 @@ def dense_form(
 
 def _dense(feature: Feature, ids: np.ndarray, weights: Any) -> HostIds:
     check_dtype(feature, ids)
-    form = dense_form(feature.path, feature.config, ids.shape, weighted=False)
+    weighted = weights is not None
+    form = dense_form(feature.path, feature.config, ids.shape, weighted=weighted)
     numbers = weights_of.beside_dense(feature.path, feature.config.table.dtype, ids, weights)
     ids, padded = resolve_dense(feature, ids, functools.partial(_dense_position, ids.shape))
     if numbers is not None and padded:
@@ -147,7 +148,6 @@ def _dense(feature: Feature, ids: np.ndarray, weights: Any) -> HostIds:
     if feature.length:
         ids = _first_columns(ids, feature.length, PADDING_ID)
         numbers = None if numbers is None else _first_columns(numbers, feature.length, 0)
-    form = dataclasses.replace(form, weighted=numbers is not None)
     shape = (form.batch, form.bags, form.width or 0)
     return HostIds(
         form, ids.reshape(shape), None, None if numbers is None else numbers.reshape(shape)

@@ -57,6 +57,14 @@ class TracedIds:
             located.append(LocalIds(_join(ids, PADDING_ID), bags, scales))
         return Located(tuple(located), jnp.stack([bad[f] for f in range(len(layout.features))]))
 
+    def report(self, bad_ids: Array, layout: Layout) -> None:
+        """Report ids that no policy allows, int32 `[F]`, where that can be done: under `checkify`."""
+        for f, feature in enumerate(layout.features):
+            size = feature.table.vocabulary_size
+            what = f"feature {feature.path!r}: {{count}} id(s) outside [0, {size})"
+            where = f"of table {feature.table.name!r}"
+            checkify.debug_check(bad_ids[f] == 0, f"{what} {where}", count=bad_ids[f])
+
     def _bags(self, values: Array, f: int, fill: int) -> Array:
         """Return `[examples, bags, width]` of one feature, a sequence cut or padded to L bags."""
         form = self.spec.forms[f]
@@ -114,15 +122,6 @@ def make_traced(
         for one, most in zip(BatchSpec.union(spec, own).groups, enough.groups, strict=True)
     )
     return TracedIds(arrays, scales, dataclasses.replace(own, groups=groups), checked=False)
-
-
-def check_bad_ids(bad_ids: Array, layout: Layout) -> None:
-    """Report ids that no policy allows where that can be done: under `checkify`."""
-    for f, feature in enumerate(layout.features):
-        size = feature.table.vocabulary_size
-        what = f"feature {feature.path!r}: {{count}} id(s) outside [0, {size})"
-        where = f"of table {feature.table.name!r}"
-        checkify.debug_check(bad_ids[f] == 0, f"{what} {where}", count=bad_ids[f])
 
 
 def _form(path: str, config: Any, ids: Array, weights: Array | None) -> FeatureForm:

@@ -1,0 +1,74 @@
+"""One thread against two, and one device against eight, for the same global batch.
+
+    python benchmarks/scaling.py
+
+Every setting needs a process of its own: each is started anew, several times in turns, and the best
+median of a step (lookup, gradient, update) is printed with its ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+import common
+from contestants import BATCHES, Cell, Data
+
+CELLS = [
+    Cell(1_000_000, 64, 20, 1, "uniform", "sgd"),
+    Cell(1_000_000, 64, 20, 1, "uniform", "adagrad"),
+    Cell(1_000_000, 128, 20, 1, "uniform", "adagrad"),
+    Cell(1_000_000, 64, 20, 1, "zipf", "adagrad"),
+]
+SETTINGS = {"1 thread": (1, 1), "2 threads": (2, 1), "8 devices": (2, 8)}
+"""Threads and emulated devices."""
+
+
+def measure(cell: Cell, batch: int, threads: int, devices: int) -> float:
+    """Return the median milliseconds of a step in this process, which has not met JAX yet."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+    common.emulate(devices)
+    from contestants import Ours
+
+    ours, spent = Ours(Data(cell, batch), "native"), []
+    for i in range(30):
+        start = time.perf_counter()
+        ours.step(i % BATCHES)
+        spent.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(spent[5:])
+
+
+def main() -> None:
+    """Print a line a cell; or, as a child, one number."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batch", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--child", nargs=3, type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        number, threads, devices = args.child
+        print(measure(CELLS[number], args.batch, threads, devices))
+        return
+    print(common.machine())
+    for number, cell in enumerate(CELLS):
+        found: dict[str, list[float]] = {name: [] for name in SETTINGS}
+        for _ in range(args.rounds):
+            for name, setting in SETTINGS.items():
+                child = [sys.executable, __file__, f"--batch={args.batch}", "--child"]
+                command = [*child, str(number), *map(str, setting)]
+                output = subprocess.run(command, check=True, capture_output=True, text=True)
+                found[name].append(float(output.stdout))
+        one, two, eight = (min(found[name]) for name in SETTINGS)
+        print(
+            f"{cell}: 1 thread {one:.2f} ms, 2 threads {two:.2f} ms ({one / two:.2f} times as fast),"
+            f" 8 devices {eight:.2f} ms ({eight / two:.2f} times the cost of one)",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
