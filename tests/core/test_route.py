@@ -1,7 +1,5 @@
 """Rows fetched from their owners, and partial sums sent to them, on several devices."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
@@ -54,6 +52,16 @@ def on_devices(axes: MeshAxes, group: Group, function, table, *per_device):
     )(table, *per_device)
 
 
+def fetched(group, capacity):
+    """Return the function that fetches the rows of a device's ids, `[N, D]`."""
+
+    def fetch(table, rows):
+        found, overflow = route.fetch(table, rows, group, capacity)
+        return reference.gather_rows(found.source, found.index), overflow
+
+    return fetch
+
+
 def table_of(group):
     return np.random.default_rng(1).normal(size=(group.physical_rows, D)).astype(np.float32)
 
@@ -62,7 +70,7 @@ def table_of(group):
 def test_fetch_reads_every_row_where_it_lives(shards):
     group = make_group([23, 5, 1], shards)
     rows, table = draw(group, shards), table_of(group)
-    fetch = functools.partial(route.fetch, group=group, capacity=most(rows, group))
+    fetch = fetched(group, most(rows, group))
     axes = make_axes(mesh(shards), None)
     found, overflow = on_devices(axes, group, fetch, table, rows)
     expected = np.where((rows >= 0)[..., None], table[np.maximum(rows, 0)], 0)
@@ -73,7 +81,7 @@ def test_fetch_reads_every_row_where_it_lives(shards):
 def test_fetch_tells_when_a_row_found_no_room():
     group = make_group([23, 5], 2)
     rows, table = draw(group, 2), table_of(group)
-    fetch = functools.partial(route.fetch, group=group, capacity=most(rows, group) - 1)
+    fetch = fetched(group, most(rows, group) - 1)
     _, overflow = on_devices(make_axes(mesh(2), None), group, fetch, table, rows)
     assert np.asarray(overflow).any()
 
@@ -81,7 +89,7 @@ def test_fetch_tells_when_a_row_found_no_room():
 def test_absent_rows_need_no_room():
     group = make_group([23], 2)
     rows = np.full((2, N), PADDING_ID, np.int32)
-    fetch = functools.partial(route.fetch, group=group, capacity=1)
+    fetch = fetched(group, 1)
     found, overflow = on_devices(make_axes(mesh(2), None), group, fetch, table_of(group), rows)
     assert not np.asarray(found).any()
     assert not np.asarray(overflow).any()
