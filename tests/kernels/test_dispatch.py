@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import functools
+import logging
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from facade_cases import assert_same, mesh
 from jax import export
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, optimizers
-from tpu_embed.kernels import dispatch
+from tpu_embed.kernels import cpu, dispatch
+
+NATIVE = cpu.load().path is not None
+PLATFORMS = ("cpu", "cuda", "tpu")
+CALLS = [export.DisabledSafetyCheck.custom_call(f"tpu_embed_{name}") for name in cpu.TARGETS]
 
 
-def step_of(devices):
-    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:devices]), ("d",))
+def step_of(devices, optimizer=optimizers.Adam(0.1)):
+    """Return a training step, and its arguments' shapes."""
     table = TableConfig(64, 8, dtype="bfloat16")
-    engine = EmbeddingEngine({"x": FeatureConfig(table)}, optimizers.Adam(0.1), mesh=mesh)
+    engine = EmbeddingEngine({"x": FeatureConfig(table)}, optimizer, mesh=mesh(devices))
     state = jax.eval_shape(engine.init, jax.random.key(0))
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -29,29 +35,150 @@ def step_of(devices):
 
 
 @pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
-def test_a_training_step_lowers_for(platform, devices):
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("kernels", ["native", "reference"] if NATIVE else ["reference"])
+def test_a_training_step_lowers_for(monkeypatch, kernels, platform, devices):
+    monkeypatch.setenv(dispatch.VARIABLE, kernels)
     step, arguments = step_of(devices)
-    lowered = step.trace(*arguments).lower(lowering_platforms=(platform,))
-    assert "stablehlo.gather" in lowered.as_text()
+    text = step.trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
+    called = set(re.findall(r"@tpu_embed_(\w+)", text))
+    if (kernels, platform) == ("native", "cpu"):
+        exchanged = {"gather_rows", "set_rows", "sort_rows"} if devices > 1 else set()
+        assert called == {"gather_sum", "update"} | exchanged
+    else:
+        assert not called
+        assert "stablehlo.gather" in text
+        assert "stablehlo.sort" in text
 
 
-def test_one_program_for_several_platforms():
-    step, arguments = step_of(1)
-    exported = export.export(step, platforms=("cpu", "cuda", "tpu"))(*arguments)
-    assert exported.platforms == ("cpu", "cuda", "tpu")
+def exported_step(monkeypatch, kernels, disabled_checks=()):
+    """Return a step exported for all platforms, and its state's leaves."""
+    monkeypatch.setenv(dispatch.VARIABLE, kernels)
+    step, (state, features) = step_of(1)
+    leaves, structure = jax.tree.flatten(state)
+
+    @jax.jit
+    def flat_step(leaves, features):
+        return jax.tree.leaves(step(jax.tree.unflatten(structure, leaves), features))
+
+    options = {"platforms": PLATFORMS, "disabled_checks": disabled_checks}
+    exported = export.export(flat_step, **options)(leaves, features)
+    assert exported.platforms == PLATFORMS
+    return exported, leaves
 
 
-def test_a_gpu_sums_without_atomics():
+def arguments_of(leaves):
+    """Return numbers of the shapes of a state's leaves, and ids."""
+    rng = np.random.default_rng(0)
+    numbers = [
+        rng.uniform(0, 2, leaf.shape).astype(leaf.dtype)
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+        else rng.integers(0, 2**14, leaf.shape).astype(leaf.dtype)
+        for leaf in leaves
+    ]
+    return [jnp.asarray(x) for x in numbers], {"x": rng.integers(-1, 64, (16, 3)).astype(np.int32)}
+
+
+def test_one_program_for_several_platforms(monkeypatch):
+    """XLA's own operations need no leave to be exported."""
+    exported, _ = exported_step(monkeypatch, "reference")
+    assert not re.search(r"@tpu_embed_", exported.mlir_module())
+
+
+@pytest.mark.skipif(not NATIVE, reason=f"compiled library: {cpu.load().why_not}")
+def test_one_program_with_compiled_kernels_for_several_platforms(monkeypatch):
+    with pytest.raises(ValueError, match="tpu_embed_"):
+        exported_step(monkeypatch, "native")
+    native, leaves = exported_step(monkeypatch, "native", CALLS)
+    assert "tpu_embed_update" in native.mlir_module()
+    reference, _ = exported_step(monkeypatch, "reference")
+    found, expected = (jax.jit(step.call)(*arguments_of(leaves)) for step in (native, reference))
+    assert_same(found, expected)
+    assert any(np.any(a != b) for a, b in zip(found, arguments_of(leaves)[0], strict=True))
+
+
+def test_a_gpu_sums_without_atomics(monkeypatch):
     """A scatter-add of floats on a GPU adds in the order of arrival: it must not be there."""
-    arguments = (jax.ShapeDtypeStruct((32, 4), jnp.float32), jax.ShapeDtypeStruct((32,), jnp.int32))
-    summed = jax.jit(lambda values, segments: dispatch.segment_sum(values, segments, 8))
+    monkeypatch.setenv(dispatch.VARIABLE, "reference")
+    values = jax.ShapeDtypeStruct((32, 4), jnp.float32)
+    segments = jax.ShapeDtypeStruct((32,), jnp.int32)
 
-    def adding_scatters(platform):
-        text = summed.trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
+    def segment_sum(values, segments):
+        return dispatch.segment_sum(values, segments, 8)
+
+    def gather_sum(values, segments):
+        return dispatch.gather_sum(values, segments, segments, bags=(1, 1), examples=4)
+
+    def adding_scatters(function, platform):
+        traced = jax.jit(function).trace(values, segments)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
         bodies = re.findall(r'"stablehlo.scatter"\(.*?\}\)', text, re.DOTALL)
         assert len(bodies) == 1
         return sum("stablehlo.add" in body for body in bodies)
 
-    assert adding_scatters("cuda") == 0
-    assert adding_scatters("cpu") == 1
+    for function in (segment_sum, gather_sum):
+        assert adding_scatters(function, "cuda") == 0
+        assert adding_scatters(function, "cpu") == 1
+
+
+# -- which kernels run on a CPU --------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_library(monkeypatch):
+    """Take the compiled library away, and what was said about it."""
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    monkeypatch.setattr(cpu, "load", lambda: cpu.Loaded(None, "gone for a test"))
+    dispatch._say_once.cache_clear()
+    yield
+    dispatch._say_once.cache_clear()
+
+
+@pytest.mark.skipif(not NATIVE, reason=f"compiled library: {cpu.load().why_not}")
+def test_compiled_kernels_are_used_where_they_are(monkeypatch):
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    assert dispatch.kernels_in_use() == "native"
+    monkeypatch.setenv(dispatch.VARIABLE, "native")
+    assert dispatch.kernels_in_use() == "native"
+
+
+def test_the_reference_can_be_asked_for(monkeypatch):
+    monkeypatch.setenv(dispatch.VARIABLE, "reference")
+    assert dispatch.kernels_in_use() == "reference"
+
+
+@pytest.mark.parametrize("word", ["fast", "Native", "1"])
+def test_another_word_is_an_error(monkeypatch, word):
+    monkeypatch.setenv(dispatch.VARIABLE, word)
+    said = f"^TPU_EMBED_KERNELS: expected native, reference or unset, got '{word}'"
+    with pytest.raises(ValueError, match=said):
+        dispatch.kernels_in_use()
+    with pytest.raises(ValueError, match=said):
+        dispatch.gather_rows(jnp.ones((2, 1)), jnp.zeros(1, jnp.int32))
+
+
+def test_the_compiled_kernels_asked_for_but_missing(monkeypatch, without_library):
+    monkeypatch.setenv(dispatch.VARIABLE, "native")
+    said = r"^TPU_EMBED_KERNELS: expected compiled kernels, got gone for a test; install .* C\+\+"
+    with pytest.raises(RuntimeError, match=said):
+        dispatch.kernels_in_use()
+
+
+def test_without_the_library_the_reference_runs_and_says_so_once(caplog, without_library):
+    with caplog.at_level(logging.WARNING, "tpu_embed"):
+        assert [dispatch.kernels_in_use() for _ in range(3)] == ["reference"] * 3
+        found = dispatch.gather_rows(jnp.ones((2, 1)), jnp.array([1, -1], jnp.int32))
+    assert found.tolist() == [[1.0], [0.0]]
+    (said,) = caplog.messages
+    assert said.endswith("slower: gone for a test")
+
+
+def test_a_library_that_does_not_load_is_named(monkeypatch, tmp_path):
+    suffix = cpu.importlib.machinery.EXTENSION_SUFFIXES[0]
+    (tmp_path / f"_native{suffix}").write_text("no library")
+    monkeypatch.setattr(cpu, "__file__", str(tmp_path / "cpu.py"))
+    loaded = cpu.load.__wrapped__()
+    assert loaded.path is None
+    assert loaded.why_not.startswith(f"_native{suffix} does not load: ")
+    (tmp_path / f"_native{suffix}").unlink()
+    assert "not compiled" in cpu.load.__wrapped__().why_not
