@@ -31,12 +31,17 @@ class Loaded(NamedTuple):
     why_not: str = ""
 
 
+def find() -> Path | None:
+    """Return where the library is, or None: it was not built."""
+    here = Path(__file__).parent
+    names = [f"_native{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    return next((here / name for name in names if (here / name).exists()), None)
+
+
 @functools.cache
 def load() -> Loaded:
     """Load the library and register its custom calls, once a process."""
-    here = Path(__file__).parent
-    names = [f"_native{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
-    path = next((here / name for name in names if (here / name).exists()), None)
+    path = find()
     if path is None:
         return Loaded(None, "they were not compiled: no C++ compiler was found at install")
     try:

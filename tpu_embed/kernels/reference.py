@@ -29,6 +29,7 @@ def gather_rows(table: Array, rows: Array) -> Array:
     """
     if not table.shape[0]:
         return jnp.zeros((rows.shape[0], *table.shape[1:]), table.dtype)
+    rows = _in_32_bits(rows, table.shape[0])
     return table.at[rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
@@ -40,6 +41,7 @@ def set_rows(table: Array, rows: Array, values: Array) -> Array:
       rows: integer `[U]`; present rows are different from each other.
       values: `[U, …]`, the table's dtype.
     """
+    rows = _in_32_bits(rows, table.shape[0])
     return table.at[rows].set(values, mode="drop", wrap_negative_indices=False, unique_indices=True)
 
 
@@ -71,7 +73,7 @@ def segment_sum(values: Array, segments: Array, num_segments: int) -> Array:
       `[n, …]`.
     """
     zeros = jnp.zeros((num_segments, *values.shape[1:]), values.dtype)
-    return zeros.at[segments].add(
+    return zeros.at[_in_32_bits(segments, num_segments)].add(
         values, mode="drop", wrap_negative_indices=False, indices_are_sorted=True
     )
 
@@ -153,3 +155,11 @@ def scale(values: Array, factors: Array) -> Array:
     """
     zero = (factors == 0)[:, None]
     return jnp.where(zero, jnp.zeros_like(values), values * factors[:, None])
+
+
+def _in_32_bits(rows: Array, size: int) -> Array:
+    """Return rows whose low 32 bits are absent where they are, in the same order.
+
+    JAX indexes an array of less than 2³¹ rows with those bits alone: 2³² would be row 0.
+    """
+    return jnp.clip(rows, -1, size) if rows.dtype.itemsize > 4 else rows

@@ -27,7 +27,8 @@ struct Columns {
   // Returns the place of number `segment`, given one array a feature.
   template <typename Pointer>
   Pointer at(Pointer const* arrays, int64_t segment) const {
-    if (columns == 1) return arrays[0] + segment * dim;
+    // The only column need not be the first feature's: others may have none.
+    if (columns == 1) return arrays[feature[0]] + segment * dim;
     // Exact for every segment below 2^32 (Lemire, Kaser and Kurz, "Faster remainder by direct
     // computation", 2019).
     const auto product = static_cast<unsigned __int128>(reciprocal) * static_cast<uint64_t>(segment);

@@ -1,0 +1,61 @@
+"""What `sanitized_calls.py` holds results against."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embed.kernels import storage
+
+
+def same_as(meaning):
+    """Return a judge: the bits of `meaning`, where operands are valid."""
+    meaning = jax.jit(meaning)
+
+    def judge(found, operands, valid):
+        if valid:
+            for got, wanted in zip(found, jax.tree.leaves(meaning(*operands)), strict=True):
+                np.testing.assert_array_equal(got, wanted)
+
+    return judge
+
+
+def gradient_sums(rows, ids, bags, weights, factors, gradients, options):
+    """Return the sums `[rows, D]`, by blocks of bags in ascending order, and which are touched."""
+    examples, columns, block = options.values()
+    flat = [g.reshape(examples, c, g.shape[1]) for g, c in zip(gradients, columns, strict=True)]
+    flat = np.concatenate(flat, axis=1).reshape(-1, gradients[0].shape[1])
+    factors = np.ones(len(flat), np.float32) if factors is None else factors
+    totals, parts = np.zeros((2, rows, flat.shape[1]), np.float32)
+    touched, last = np.zeros(rows, bool), np.zeros(rows, int)
+    for i, row in enumerate(ids):
+        bag = i if bags is None else int(bags[i])
+        if not (0 <= row < rows and 0 <= bag < len(flat)):
+            continue
+        if block and bag // block != last[row]:
+            totals[row], parts[row], last[row] = totals[row] + parts[row], 0, bag // block
+        weight = np.float32(1) if weights is None else weights[i]
+        parts[row] += flat[bag] * factors[bag] * weight
+        touched[row] = True
+    return totals + parts, touched
+
+
+def update_judge(optimizer, options):
+    """Return a judge of updates: untouched rows to the bit, others where operands are valid."""
+    rule = jax.jit(optimizer.update_rows)
+
+    def judge(found, operands, valid):
+        table, slots, *given = operands
+        with np.errstate(all="ignore"):
+            sums, touched = gradient_sums(len(table), *given, options)
+        names = optimizer.compiled_rule(jnp.int32(3), jnp.float32(0.1)).slots
+        for got, was in zip(found, [table, *(slots[name] for name in names)], strict=True):
+            np.testing.assert_array_equal(got[~touched], was[~touched])
+        if valid:
+            rows, new = rule(storage.widened(table), slots, sums, jnp.int32(3), jnp.float32(0.1))
+            for got, wanted in zip(found, [rows, *(new[name] for name in names)], strict=True):
+                # bfloat16 has 8 bits; XLA may round once where the kernel rounds twice.
+                close = 2.0**-7 if got.dtype == np.uint16 else 1e-4
+                got, wanted = storage.widened(got)[touched], wanted[touched]
+                np.testing.assert_allclose(got, wanted, rtol=close, atol=1e-5)
+
+    return judge

@@ -1,0 +1,148 @@
+"""The calls of `sanitize.py`: every kernel on random operands, some of them invalid.
+
+Enters: the library and the number of seeds. Leaves: the number of calls, or an error.
+"""
+
+import functools
+import sys
+from collections import Counter
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from judges import same_as, update_judge
+from random_operands import draw_bags, draw_ids, draw_numbers, draw_optimizer, draw_size, draw_table
+
+from tpu_embed.kernels import cpu, reference
+
+DEVICES = 8
+CONTENTS = 4  # drawn for every shape that is compiled
+COLUMNS = [(1,), (0, 1), (2,), (1, 3), (0, 2, 1), (3, 0), (0,)]  # bags of every feature
+done = Counter()
+
+
+def on_all_devices(call):
+    """Return `call` on operands that every device gets at once, and one device's results."""
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("d",))
+    spec = PartitionSpec("d")
+    mapped = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+
+    def run(*operands):
+        results = mapped(*jax.tree.map(lambda x: np.concatenate([x] * DEVICES), operands))
+        parts = [np.split(np.asarray(x), DEVICES) for x in jax.tree.leaves(results)]
+        for part in parts:
+            np.testing.assert_array_equal(part, [part[0]] * DEVICES)
+        return [part[0] for part in parts]
+
+    return run
+
+
+def check(rng, name, native, draw, judge):
+    """Call `native` on operands that `draw(tame)` returns, with whether they are valid."""
+    many = rng.random() < 0.3
+    run = on_all_devices(native) if many else jax.jit(native)
+    for content in range(CONTENTS):
+        operands, valid = draw(content < CONTENTS // 2)
+        found = [np.asarray(x) for x in jax.tree.leaves(run(*operands))]
+        done[name] += DEVICES if many else 1
+        judge(found, operands, valid)
+
+
+def gather_and_set(rng, dtype):
+    rows, n = int(rng.integers(1, 300)), draw_size(rng)
+    trailing = tuple(rng.integers(1, 141, rng.integers(0, 2))) if n < 16_384 else ()
+    kind = rng.choice([np.float32, np.uint16, np.int32, np.uint8])
+
+    def table(length):
+        return rng.integers(0, 100, (length, *trailing)).astype(kind)
+
+    def draw_set(tame):
+        ids = draw_ids(rng, n, rows, dtype)
+        present = (ids >= 0) & (ids < rows)
+        first = np.zeros(n, bool)
+        first[np.unique(ids, return_index=True)[1]] = True
+        return (table(rows), np.where(first | ~present, ids, dtype(-1)), table(n)), True
+
+    def draw_gather(tame):
+        return (table(rows), draw_ids(rng, n, rows, dtype)), True
+
+    check(rng, "gather_rows", cpu.gather_rows, draw_gather, same_as(reference.gather_rows))
+    check(rng, "set_rows", cpu.set_rows, draw_set, same_as(reference.set_rows))
+
+
+def sort(rng, dtype):
+    n, rows = draw_size(rng), int(10 ** rng.uniform(0, 9))
+
+    def draw(tame):
+        ids = rng.integers(0, rows, n).astype(dtype) if tame else draw_ids(rng, n, rows, dtype)
+        return (ids,), True
+
+    check(rng, "sort_rows", cpu.sort_rows, draw, same_as(reference.sort_rows))
+
+
+def gather_sum(rng, dtype):
+    n, rows, examples = draw_size(rng), int(rng.integers(1, 300)), int(rng.integers(1, 40))
+    dim = int(rng.integers(1, 141 if n < 16_384 else 9))
+    bags = COLUMNS[rng.integers(len(COLUMNS))]
+    stored, has_weights, has_factors = rng.choice(["float32", "bfloat16"]), *(rng.random(2) < 0.5)
+    options = {"bags": bags, "examples": examples}
+
+    def draw(tame):
+        segments = draw_bags(rng, n, examples * sum(bags), tame=tame)
+        weights = draw_numbers(rng, n, tame=tame, zeros=0.1) if has_weights else None
+        factors = draw_numbers(rng, examples * sum(bags), tame=tame, zeros=0.3)
+        source = draw_table(rng, rows, dim, stored, tame=tame)
+        operands = source, draw_ids(rng, n, rows, dtype), segments, weights
+        return (*operands, factors if has_factors else None), bool((np.diff(segments) >= 0).all())
+
+    meaning = same_as(functools.partial(reference.gather_sum, **options))
+    check(rng, "gather_sum", functools.partial(cpu.gather_sum, **options), draw, meaning)
+
+
+def update(rng, dtype):
+    rows, examples = int(rng.integers(1, 300)), int(rng.integers(0, 40))
+    columns = COLUMNS[rng.integers(len(COLUMNS))]
+    bags, stored = examples * sum(columns), rng.choice(["float32", "bfloat16"])
+    has_bags, has_weights, has_factors = rng.random(3) < 0.6
+    n = draw_size(rng) if has_bags else int(rng.integers(0, bags + 1))
+    dim = int(rng.integers(1, 141 if n < 16_384 else 9))
+    optimizer = draw_optimizer(rng)
+    slots = optimizer.slot_shapes(dim, np.float32)
+    block = int(rng.integers(0, bags + 1))
+    options = {"examples": examples, "columns": columns, "bags_per_block": block}
+
+    def native(table, slots, *given):
+        rule = optimizer.compiled_rule(jnp.int32(3), jnp.float32(0.1))
+        ordered = [slots[name] for name in rule.slots]
+        return cpu.update_rows(table, ordered, *given, rule=rule, **options)
+
+    def draw(tame):
+        numbers = functools.partial(draw_numbers, rng, tame=tame)
+        held = {k: np.abs(numbers((rows, *s.shape))) + np.float32(0.1) for k, s in slots.items()}
+        table, ids = draw_table(rng, rows, dim, stored, tame=tame), draw_ids(rng, n, rows, dtype)
+        own = draw_bags(rng, n, bags, tame=tame) if has_bags else None
+        weights = numbers(n, zeros=0.1) if has_weights else None
+        factors = numbers(bags, zeros=0.3) if has_factors else None
+        gradients = [numbers((examples * c, dim)) for c in columns]
+        return (table, held, ids, own, weights, factors, gradients), tame
+
+    check(rng, "update", native, draw, update_judge(optimizer, options))
+
+
+def main(library, seeds):
+    cpu.find = lambda: library
+    assert cpu.load().path == library, cpu.load().why_not
+    for seed in range(seeds):
+        rng = np.random.default_rng(seed)
+        dtype = [np.int32, np.int64][seed % 2]
+        print(f"seed {seed}", end="\r", flush=True)
+        with jax.enable_x64(dtype is np.int64):
+            for kernel in (gather_and_set, sort, gather_sum, update):
+                kernel(rng, dtype)
+    print(f"{done.total()} calls:", ", ".join(f"{name} {n}" for name, n in sorted(done.items())))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
