@@ -75,7 +75,7 @@ def batches(features):
 
 
 def train(devices, initial):
-    """Return activations of every step, tables and slots, of a fresh engine: programs of its own."""
+    """Return all activations, tables and slots of a fresh engine, which traces its own programs."""
     features = make_features()
     engine = tpu_embed.EmbeddingEngine(features, mesh=mesh(devices))
     given = batches(features)

@@ -21,10 +21,10 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 CALLS = [export.DisabledSafetyCheck.custom_call(f"tpu_embed_{name}") for name in cpu.TARGETS]
 
 
-def step_of(devices, optimizer=optimizers.Adam(0.1)):
+def step_of(devices):
     """Return a training step, and its arguments' shapes."""
     table = TableConfig(64, 8, dtype="bfloat16")
-    engine = EmbeddingEngine({"x": FeatureConfig(table)}, optimizer, mesh=mesh(devices))
+    engine = EmbeddingEngine({"x": FeatureConfig(table)}, optimizers.Adam(0.1), mesh=mesh(devices))
     state = jax.eval_shape(engine.init, jax.random.key(0))
 
     @functools.partial(jax.jit, donate_argnums=0)

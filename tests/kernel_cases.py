@@ -1,0 +1,78 @@
+"""Operands for the compiled CPU kernels, and comparison bit by bit."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from tpu_embed.kernels import reference
+
+DIMS = [1, 3, 4, 5, 8, 16, 20, 33, 64, 100, 130]
+"""Whole vectors of every width, and all that can be left over."""
+
+
+def assert_same_bits(found, expected):
+    """Assert that arrays, or tuples of them, have the same bits, but for those of NaNs."""
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        nan = np.isnan(x) & np.isnan(y) if x.dtype.kind == "f" else np.zeros(x.shape, bool)
+        bits = f"u{x.dtype.itemsize}"
+        np.testing.assert_array_equal(
+            np.where(nan, 0, x.view(bits)), np.where(nan, 0, y.view(bits))
+        )
+
+
+def magnitudes(rng, shape, *, tiny=False):
+    """Return numbers whose sums have other bits in another order; zeros of both signs too."""
+    numbers = (rng.normal(size=shape) * 10.0 ** rng.integers(-3, 4, shape)).astype(np.float32)
+    special = rng.choice(np.float32([0.0, -0.0] + [1e-40, -3e-39, 2e-38] * tiny), shape)
+    return np.where(rng.random(shape) < 0.1, special, numbers)
+
+
+def stored(rows, dtype):
+    """Return float32 rows as a table of this dtype holds them."""
+    return rows if dtype == "float32" else rows.astype(ml_dtypes.bfloat16).view(np.uint16)
+
+
+def widened(table):
+    """Return a table's rows as float32."""
+    return table if table.dtype == np.float32 else table.view(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def row_numbers(rng, rows, n, dtype=np.int32):
+    """Return n row numbers, some of which are outside the table, some of them by far."""
+    limits = np.iinfo(dtype)
+    outside = [-1, rows, rows + 1, -rows, limits.min, limits.max]
+    outside += [2**32, 2**32 + 1, -(2**32)] * (
+        dtype == np.int64
+    )  # present, were they cut to 32 bits
+    numbers = rng.integers(0, rows, n)
+    return np.where(rng.random(n) < 0.2, rng.choice(outside, n), numbers).astype(dtype)
+
+
+BAGS, EXAMPLES = (2, 1, 3), 500
+SEGMENTS = EXAMPLES * sum(BAGS)
+
+
+def draw_sums(rng, dim, dtype, *, rows=90, n=4000, index_type=np.int32, tiny=True):
+    """Return source, index, segments (some past the last), weights and factors with zeros."""
+    weights, factors = magnitudes(rng, n), magnitudes(rng, SEGMENTS)
+    segments = np.sort(rng.choice(SEGMENTS + SEGMENTS // 20, n)).astype(np.int32)
+    source = stored(magnitudes(rng, (rows, dim), tiny=tiny), dtype)
+    return source, row_numbers(rng, rows, n, index_type), segments, weights, factors
+
+
+def every_sum(kernel, source, index, segments, weights, factors):
+    """Return sums with and without weights, with and without factors."""
+    return [
+        kernel(source, index, segments, w, f, bags=BAGS, examples=EXAMPLES)
+        for w in (weights, None)
+        for f in (factors, None)
+    ]
+
+
+REFERENCE_SUMS = jax.jit(functools.partial(every_sum, reference.gather_sum))

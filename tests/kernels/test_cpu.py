@@ -1,0 +1,250 @@
+"""The compiled CPU kernels have the bits of the reference, and touch nothing outside their rows."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import (
+    BAGS,
+    DIMS,
+    EXAMPLES,
+    REFERENCE_SUMS,
+    SEGMENTS,
+    assert_same_bits,
+    draw_sums,
+    every_sum,
+    magnitudes,
+    row_numbers,
+    stored,
+    widened,
+)
+
+from tpu_embed.kernels import cpu, dispatch, reference
+
+if cpu.load().path is None:
+    pytest.skip(f"compiled library: {cpu.load().why_not}", allow_module_level=True)
+
+INT32, INT64 = np.iinfo(np.int32), np.iinfo(np.int64)
+
+
+@pytest.fixture
+def x64():
+    """Let arrays have 64 bits."""
+    with jax.enable_x64(True):
+        yield
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+ROWS = {
+    "float32": (np.float32, (64,)),
+    "bfloat16": (np.uint16, (33,)),
+    "int32": (np.int32, (5,)),
+    "int8": (np.int8, (3,)),
+    "bool": (np.bool_, (7,)),
+    "float64": (np.float64, (16,)),
+    "one number a row": (np.float32, ()),
+    "two axes": (np.float32, (2, 5)),
+}
+
+
+def table_of(rng, rows, dtype, trailing):
+    """Return a table of random bytes: NaNs of all kinds too."""
+    if dtype == np.bool_:
+        return rng.integers(0, 2, (rows, *trailing)).astype(bool)
+    size = rows * int(np.prod(trailing)) * np.dtype(dtype).itemsize
+    return np.frombuffer(rng.bytes(size), dtype).reshape(rows, *trailing)
+
+
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("row_type", [np.int32, np.int64])
+@pytest.mark.parametrize("n", [1, 4000])
+def test_gather_rows(x64, kind, row_type, n):
+    rng = np.random.default_rng(n)
+    table = table_of(rng, 50, *ROWS[kind])
+    rows = row_numbers(rng, 50, n, row_type)
+    found = np.asarray(jax.jit(cpu.gather_rows)(table, rows))
+    expected = np.asarray(jax.jit(reference.gather_rows)(table, rows))
+    assert found.dtype == expected.dtype == table.dtype
+    assert found.tobytes() == expected.tobytes()
+    present = (rows >= 0) & (rows < 50)
+    assert found[present].tobytes() == table[rows[present]].tobytes()
+    assert not found[~present].any()
+
+
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("row_type", [np.int32, np.int64])
+def test_set_rows(x64, kind, row_type):
+    rng = np.random.default_rng(2)
+    dtype, trailing = ROWS[kind]
+    table = table_of(rng, 3000, dtype, trailing)
+    rows = rng.permutation(3000)[:2000]
+    absent = row_numbers(rng, 3000, 2000, row_type)
+    rows = np.where((absent < 0) | (absent >= 3000), absent, rows).astype(row_type)
+    values = table_of(rng, 2000, dtype, trailing)
+    held = jnp.array(table)
+    place = held.unsafe_buffer_pointer()
+    found = jax.jit(cpu.set_rows, donate_argnums=0)(held, rows, values)
+    assert found.unsafe_buffer_pointer() == place
+    expected = jax.jit(reference.set_rows)(table, rows, values)
+    assert np.asarray(found).tobytes() == np.asarray(expected).tobytes()
+    assert np.asarray(found).tobytes() != table.tobytes()
+
+
+def test_set_rows_leaves_a_table_that_is_not_donated():
+    table = jnp.zeros((8, 4))
+    new = jax.jit(cpu.set_rows)(table, jnp.array([3]), jnp.ones((1, 4)))
+    assert (float(table.sum()), float(new.sum())) == (0.0, 4.0)
+
+
+# -- sort ------------------------------------------------------------------------------------------
+
+NATIVE_SORT = jax.jit(cpu.sort_rows)
+MANY = 20_000
+"""Enough entries for chunks sorted in parallel."""
+
+
+def check_sort(rows):
+    ordered, order = NATIVE_SORT(rows)
+    expected = np.argsort(rows, kind="stable")
+    assert ordered.dtype == rows.dtype
+    assert order.dtype == np.int32
+    np.testing.assert_array_equal(order, expected)
+    np.testing.assert_array_equal(ordered, rows[expected])
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(INT32.min, INT32.max) | st.integers(-2, 3), min_size=16, max_size=16))
+def test_sort_few_rows(rows):
+    check_sort(np.array(rows, np.int32))
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(INT64.min, INT64.max) | st.integers(-2, 3), min_size=16, max_size=16))
+def test_sort_few_rows_of_64_bits(rows):
+    with jax.enable_x64(True):
+        check_sort(np.array(rows, np.int64))
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32), st.integers(0, 63), st.booleans(), st.sampled_from([INT32, INT64]))
+def test_sort_many_rows(seed, bits, extreme, limits):
+    """Spans from one number to all; the least and the largest number among them."""
+    rng, half = np.random.default_rng(seed), 2 ** min(bits, limits.bits - 1) // 2
+    rows = rng.integers(-half, half, MANY, endpoint=half == 0, dtype=np.int64)
+    if extreme:
+        rows[rng.integers(0, MANY, 4)] = [limits.min, limits.max, limits.min, limits.max]
+    with jax.enable_x64(True):
+        check_sort(rows.astype(limits.dtype))
+
+
+@pytest.mark.parametrize("n", [1, 2**14 - 1, 2**14, 2**14 + 1])
+def test_sort_any_number_of_rows(n):
+    rows = np.random.default_rng(n).integers(-1, 100, n).astype(np.int32)
+    check_sort(rows)
+    assert_same_bits(NATIVE_SORT(rows), reference.sort_rows(jnp.asarray(rows)))
+
+
+# -- gather and sum -------------------------------------------------------------------------------
+
+NATIVE_SUMS = jax.jit(functools.partial(every_sum, cpu.gather_sum))
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gather_sum(dim, dtype):
+    operands = draw_sums(np.random.default_rng(dim), dim, dtype)
+    found = NATIVE_SUMS(*operands)
+    assert_same_bits(found, REFERENCE_SUMS(*operands))
+    assert [part.shape for part in found[0]] == [(EXAMPLES * n, dim) for n in BAGS]
+    assert len({np.asarray(sums[0]).tobytes() for sums in found}) == 4
+
+
+def test_gather_sum_of_64_bit_rows(x64):
+    operands = draw_sums(np.random.default_rng(1), 20, "float32", index_type=np.int64)
+    assert_same_bits(NATIVE_SUMS(*operands), REFERENCE_SUMS(*operands))
+
+
+def test_the_order_of_a_sum():
+    rng = np.random.default_rng(3)
+    source, index, segments, weights, factors = draw_sums(rng, 5, "float32", tiny=False)
+    sums = np.zeros((SEGMENTS, 5), np.float32)
+    for row, segment, weight in zip(index, segments, weights, strict=True):
+        if 0 <= row < len(source) and segment < SEGMENTS:
+            sums[segment] = sums[segment] + source[row] * weight
+    sums = np.where(factors[:, None] == 0, np.float32(0), sums * factors[:, None])
+    (found,) = cpu.gather_sum(
+        source, index, segments, weights, factors, bags=(1,), examples=SEGMENTS
+    )
+    assert_same_bits(found, sums)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dim", [5, 64])
+def test_sums_of_rows_that_are_not_finite(dim, dtype):
+    rng = np.random.default_rng(4)
+    source, *rest = draw_sums(rng, dim, dtype)
+    numbers = widened(source).copy()
+    numbers[::9, 0], numbers[1::9, 1], numbers[2::9] = np.nan, np.inf, -np.inf
+    operands = (stored(numbers, dtype), *rest)
+    found = NATIVE_SUMS(*operands)
+    assert_same_bits(found, REFERENCE_SUMS(*operands))
+    assert np.isnan(found[0][0]).any()
+    assert np.isinf(found[0][0]).any()
+    zero = rest[-1].reshape(EXAMPLES, -1)[:, 0] == 0  # factors of the first column
+    assert zero.any()
+    assert not np.asarray(found[0][0]).reshape(EXAMPLES, 2, dim)[zero, 0].any()
+
+
+def test_segment_sum(monkeypatch):
+    rng = np.random.default_rng(5)
+    values, segments = magnitudes(rng, (4000, 20)), np.sort(rng.integers(0, 900, 4000))
+    sums = {}
+    for kernels in ("native", "reference"):
+        monkeypatch.setenv(dispatch.VARIABLE, kernels)
+        summed = jax.jit(
+            lambda segments: [
+                dispatch.segment_sum(values, segments, 800),
+                dispatch.segment_sum(values[:, 0], segments, 800),
+            ]
+        )
+        text = summed.lower(segments.astype(np.int32)).as_text()
+        assert ("@tpu_embed_gather_sum" in text) == (kernels == "native")
+        sums[kernels] = summed(segments.astype(np.int32))
+    assert_same_bits(sums["native"], sums["reference"])
+
+
+@pytest.mark.parametrize("moved", ["weights", "all"])
+def test_derivatives_are_the_references(monkeypatch, moved):
+    rng = np.random.default_rng(6)
+    source, index, segments, weights, factors = draw_sums(rng, 5, "float32", n=200, tiny=False)
+    operands = {"source": source, "weights": weights, "factors": factors}
+    moving = operands if moved == "all" else {moved: operands[moved]}
+    seeds = [magnitudes(rng, (EXAMPLES * n, 5)) for n in BAGS]
+
+    def loss(moving):
+        now = operands | moving
+        options = {"weights": now["weights"], "factors": now["factors"]}
+        sums = dispatch.gather_sum(
+            now["source"], index, segments, **options, bags=BAGS, examples=EXAMPLES
+        )
+        return sum(jnp.vdot(part, seed) for part, seed in zip(sums, seeds, strict=True))
+
+    found = {}
+    for kernels in ("native", "reference"):
+        monkeypatch.setenv(dispatch.VARIABLE, kernels)
+        found[kernels] = jax.jit(jax.grad(lambda moving: loss(moving)))(moving)
+    assert_same_bits(found["native"], found["reference"])
+    assert all(np.any(gradient) for gradient in found["native"].values())
+
+
+def test_under_vmap():
+    table, rows = np.arange(12, dtype=np.float32).reshape(2, 3, 2), np.array([[2, -1], [0, 9]])
+    found = jax.vmap(cpu.gather_rows)(table, rows.astype(np.int32))
+    assert found.tolist() == [[[4.0, 5.0], [0.0, 0.0]], [[6.0, 7.0], [0.0, 0.0]]]
