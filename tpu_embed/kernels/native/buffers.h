@@ -44,6 +44,12 @@ const T* optional(const ffi::AnyBuffer& buffer) {
   return buffer.element_count() == 0 ? nullptr : static_cast<const T*>(buffer.untyped_data());
 }
 
+// Returns whether an optional operand is absent or has `length` elements.
+inline bool optional_of_length(const ffi::AnyBuffer& buffer, int64_t length) {
+  const int64_t count = static_cast<int64_t>(buffer.element_count());
+  return count == 0 || count == length;
+}
+
 template <typename T>
 T* data(const ffi::AnyBuffer& buffer) {
   return static_cast<T*>(buffer.untyped_data());

@@ -31,6 +31,11 @@ ffi::Error gather_sum(ffi::ThreadPool pool, ffi::AnyBuffer source, ffi::AnyBuffe
   const int64_t n = length(index), dim = source.dimensions()[1];
   if (length(segments) != n) return refuse("gather_sum: one segment an index is needed");
   const ColumnTable table(bags, dim);
+  const int64_t count = examples * table.columns();
+  if (!optional_of_length(weights, n)) return refuse("gather_sum: one weight an index is needed");
+  if (!optional_of_length(factors, count)) {
+    return refuse("gather_sum: one factor a segment is needed");
+  }
   if (static_cast<int64_t>(results.size()) != table.features()) {
     return refuse("gather_sum: one result a feature is needed");
   }
@@ -43,7 +48,6 @@ ffi::Error gather_sum(ffi::ThreadPool pool, ffi::AnyBuffer source, ffi::AnyBuffe
     }
     outputs.push_back(data<float>(**output));
   }
-  const int64_t count = examples * table.columns();
   return with_row_type(index, [&](auto* type) {
     using Row = std::remove_pointer_t<decltype(type)>;
     GatherSum<Row> job{source.untyped_data(),
