@@ -3,8 +3,8 @@
 Enters: the ids of one stack on one device, with the bag and the weight of each. Leaves: activations
 of bags, or sums of the gradients of rows. Called by `lookup.py` and `sums.py`.
 
-With weights c (1 without) and rows w, a bag's activation is (Σ c w) (1 / d), where d is 1 (sum), Σ c
-(mean) or √Σ c² (sqrtn), and zero where d is zero. The gradient of an id's row is c (g (1 / d)).
+With weights c (1 without) and rows w, a bag's activation is (Σ c w) (1 / d), where d is 1 (sum),
+Σ c (mean) or √Σ c² (sqrtn), and zero where d is zero. The gradient of an id's row is c (g (1 / d)).
 """
 
 from __future__ import annotations

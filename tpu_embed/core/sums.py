@@ -117,6 +117,42 @@ def ungrouped(task: Task) -> tuple[RowGradients, Blocks]:
     return given, Blocks(form.columns, form.examples, per_block)
 
 
+def gathers(task: Task, capacity: int) -> bool:
+    """Tell whether all-gathering ids and bags' gradients moves less than sending partial sums.
+
+    Never where devices hold copies of rows: each would sum the whole batch again.
+
+    Args:
+      task: the stack.
+      capacity: partial sums a destination has room for.
+    """
+    group, ids, replicas = task.group, task.ids, task.layout.axes.replicas
+    if group.num_shards < replicas or not task.accumulates:
+        return False
+    floats = task.form.bags * group.dim + (0 if ids.weights is None else ids.weights.shape[0])
+    numbers = floats + 2 * ids.rows.shape[0]
+    return replicas * numbers < group.num_shards * capacity * (group.dim + 1)
+
+
+def gathered(task: Task) -> tuple[RowGradients, Blocks]:
+    """Return the gradients of the global batch, of the rows that this device owns."""
+    group, axes = task.group, task.layout.axes
+    mine, blocks = ungrouped(task)
+
+    def whole(x: Array) -> Array:
+        return collectives.all_gather(x, axes.batch_axes).reshape(-1, *x.shape[1:])
+
+    devices = collectives.axis_index(axes.batch_axes)
+    assert mine.bags is not None, "ungrouped numbers the bags"
+    bags = jnp.minimum(mine.bags, task.form.bags - 1) + devices * task.form.bags
+    given = jax.tree.map(whole, mine._replace(bags=bags))
+    first = collectives.axis_index(group.shard_axes).astype(given.rows.dtype) * group.rows
+    local = given.rows - first
+    owned = (given.rows >= first) & (local < group.rows)
+    rows = jnp.where(owned, local, jnp.asarray(PADDING_ID, local.dtype))
+    return given._replace(rows=rows), blocks._replace(examples=blocks.examples * axes.replicas)
+
+
 def partly_summed(received: RowSums) -> tuple[RowGradients, Blocks]:
     """Return what `exchanged` returned, as gradients whose sums are still to be made."""
     given = RowGradients(received.rows, None, None, None, (received.sums,))

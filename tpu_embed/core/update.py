@@ -27,7 +27,16 @@ from tpu_embed.core.batch_spec import worst_case
 from tpu_embed.core.gradients import group_gradients
 from tpu_embed.core.layout import Layout
 from tpu_embed.core.route import RowSums
-from tpu_embed.core.sums import Task, exchanged, merged, overflows, partly_summed, ungrouped
+from tpu_embed.core.sums import (
+    Task,
+    exchanged,
+    gathered,
+    gathers,
+    merged,
+    overflows,
+    partly_summed,
+    ungrouped,
+)
 from tpu_embed.core.tables import state_specs
 from tpu_embed.core.traced import TracedIds
 from tpu_embed.kernels import dispatch
@@ -150,6 +159,12 @@ def _apply(held: TableRows, task: Task, capacity: int, operands: Operands) -> Ta
         native = rule and (lambda held: sum_and_apply(held, *ungrouped(task), rule))
         return dispatch.choose(
             held, otherwise=lambda held: in_xla(held, exchanged(task, capacity)), native=native
+        )
+    if rule and gathers(task, capacity):
+        return dispatch.choose(
+            held,
+            otherwise=lambda held: in_xla(held, exchanged(task, capacity)),
+            native=lambda held: sum_and_apply(held, *gathered(task), rule),
         )
     received = exchanged(task, capacity)
     native = rule and (lambda held, sums: sum_and_apply(held, *partly_summed(sums), rule))

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -31,7 +32,7 @@ class Parallel {
     return std::clamp<int64_t>(work / least, 1, most);
   }
 
-  // Calls run(i) for every i in [0, tasks).
+  // Calls run(i) for every i in [0, tasks); throws what one of them threw, when all have ended.
   void for_each(int64_t tasks, const std::function<void(int64_t)>& run) {
     const int64_t helpers = std::min(tasks, threads_) - 1;
     if (helpers <= 0) {
@@ -53,7 +54,12 @@ class Parallel {
     // `run` is gone when the caller has returned; a helper that starts later finds no task.
     void work() {
       for (int64_t i = next.fetch_add(1); i < tasks; i = next.fetch_add(1)) {
-        (*run)(i);
+        try {
+          (*run)(i);
+        } catch (...) {  // memory that cannot be had: the caller's to report, on its own thread
+          std::lock_guard<std::mutex> lock(mutex);
+          error = std::current_exception();
+        }
         if (done.fetch_add(1) + 1 == tasks) {
           std::lock_guard<std::mutex> lock(mutex);
           finished.notify_one();
@@ -62,11 +68,11 @@ class Parallel {
     }
 
     void wait() {
-      for (int spin = 0; spin < 4096; ++spin) {
-        if (done.load() == tasks) return;
+      for (int spin = 0; spin < 4096 && done.load() < tasks; ++spin) {
       }
       std::unique_lock<std::mutex> lock(mutex);
       finished.wait(lock, [this] { return done.load() == tasks; });
+      if (error) std::rethrow_exception(error);
     }
 
     const int64_t tasks;
@@ -74,6 +80,7 @@ class Parallel {
     std::atomic<int64_t> next{0}, done{0};
     std::mutex mutex;
     std::condition_variable finished;
+    std::exception_ptr error;
   };
 
   xla::ffi::ThreadPool pool_;

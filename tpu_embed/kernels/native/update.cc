@@ -1,6 +1,7 @@
 // One training update of a table in place: sort the ids, sum each row's gradients, apply the rule.
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <type_traits>
 #include <vector>
 
@@ -38,22 +39,29 @@ template <typename Row>
 void update_rows(Parallel parallel, const RowUpdate& job, const Ids<Row>& ids, int64_t table_rows) {
   using Key = std::make_unsigned_t<Row>;
   const int64_t n = ids.n;
-  RadixSort<Contribution<Key>> sort(parallel, n, static_cast<uint64_t>(table_rows));
-  parallel.for_each(sort.chunks(), [&](int64_t c) {
-    for (int64_t i = sort.begin(c); i < sort.begin(c + 1); ++i) {
-      const Row row = ids.rows[i];
-      const int64_t bag = ids.bags == nullptr ? i : ids.bags[i];
-      const bool present = row >= 0 && row < table_rows && bag >= 0 && bag < ids.count;
-      const Key key = static_cast<Key>(present ? row : static_cast<Row>(table_rows));
+  const auto bag_of = [&](int64_t i) { return ids.bags == nullptr ? i : int64_t{ids.bags[i]}; };
+  const auto counts = [&](int64_t i) {
+    const int64_t row = ids.rows[i], bag = bag_of(i);
+    return row >= 0 && row < table_rows && bag >= 0 && bag < ids.count;
+  };
+  // Absent ids go first: on one of many devices, most of them.
+  const int64_t chunks = n < kSerialSort ? 1 : parallel.threads();
+  std::vector<int64_t> kept(chunks + 1);
+  parallel.for_each(chunks, [&](int64_t c) {
+    for (int64_t i = n * c / chunks; i < n * (c + 1) / chunks; ++i) kept[c + 1] += counts(i);
+  });
+  std::partial_sum(kept.begin(), kept.end(), kept.begin());
+  const int64_t present = kept[chunks];
+  RadixSort<Contribution<Key>> sort(parallel, present, static_cast<uint64_t>(table_rows));
+  parallel.for_each(chunks, [&](int64_t c) {
+    Contribution<Key>* entry = sort.entries() + kept[c];
+    for (int64_t i = n * c / chunks; i < n * (c + 1) / chunks; ++i) {
+      if (!counts(i)) continue;
       const float weight = ids.weights == nullptr ? 1.0f : ids.weights[i];
-      sort.entries()[i] = {key, static_cast<uint32_t>(bag), weight};
+      *entry++ = {static_cast<Key>(ids.rows[i]), static_cast<uint32_t>(bag_of(i)), weight};
     }
   });
   const Contribution<Key>* entries = sort.sort();
-  const auto absent = [&](const Contribution<Key>& entry, int64_t row) {
-    return static_cast<int64_t>(entry.key) < row;
-  };
-  const int64_t present = std::lower_bound(entries, entries + n, table_rows, absent) - entries;
   const int64_t tasks = parallel.tasks(present, kEntriesPerTask);
   // A task's share begins where a row begins: at the first entry of the row that stands there.
   const auto start = [&](int64_t task) {
@@ -110,12 +118,8 @@ ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::Remain
   const int64_t n = length(operand.rows), dim = table.dimensions()[1];
   const ColumnTable layout(columns, dim);
   const int64_t bags = examples * layout.columns();
-  const auto absent_or = [](const ffi::AnyBuffer& buffer, int64_t size) {
-    const int64_t count = static_cast<int64_t>(buffer.element_count());
-    return count == 0 || count == size;
-  };
-  if (!absent_or(operand.bags, n) || !absent_or(operand.weights, n) ||
-      !absent_or(operand.factors, bags) || (operand.bags.element_count() == 0 && n > bags)) {
+  if (!optional_of_length(operand.bags, n) || !optional_of_length(operand.weights, n) ||
+      !optional_of_length(operand.factors, bags) || (operand.bags.element_count() == 0 && n > bags)) {
     return refuse("update: ids, bags, weights or factors of another length");
   }
   std::vector<const float*> gradients;
