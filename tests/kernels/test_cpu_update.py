@@ -243,6 +243,20 @@ def test_gradients_and_rows_that_are_not_finite(name, dtype):
     assert np.isnan(widened(np.asarray(found[0]))).any()
 
 
+@pytest.mark.parametrize("dim", [1, 7, 64])
+@pytest.mark.parametrize("least", [None, 0.0, -0.0])
+@pytest.mark.parametrize("most", [None, 0.0, -0.0])
+def test_bounds_that_are_zero(dim, least, most):
+    """Of zeros of different signs, the positive one is larger."""
+    optimizer = o.SGD(0.1, clip_weight_min=least, clip_weight_max=most)
+    table = np.random.default_rng(dim).choice(np.float32([-0.0, 0.0, 1, -1]), (R, dim))
+    rows, gradients = np.arange(R, dtype=np.int32), np.zeros((R, dim), np.float32)
+    (found,) = updated(table, [], (rows, None, None, None, (gradients,)), compiled(optimizer), 0)
+    rate = jnp.float32(optimizer.learning_rate)
+    expected = jax.jit(optimizer.update_rows)(table, {}, gradients, 1, rate)[0]
+    assert_same_bits(found, expected)
+
+
 def test_no_ids_change_nothing():
     rng = np.random.default_rng(10)
     table, slots, given = draw_update(rng, RULES["adam"], 5, "float32")
