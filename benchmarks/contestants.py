@@ -1,8 +1,8 @@
 """What `embedding.py` compares: one class a library, all with the same tables, ids and targets.
 
 A contestant has `forward(i)` (the activations of batch i), `step(i)` (lookup, gradient, update) and
-`rows(t)` (table t as NumPy). The loss is half the squared distance to a target, so that the gradient
-is the activation less the target: as little as a model can add.
+`rows(t)` (table t as NumPy). The loss is half the squared distance to a target, so that the
+gradient is the activation less the target: as little as a model can add.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ class Ours:
         @functools.partial(jax.jit, donate_argnums=0)
         def step(state: Any, batch: Any, targets: Any) -> Any:
             activations = engine.lookup(state, batch)
-            return engine.update(state, batch, jax.tree.map(jax.numpy.subtract, activations, targets))
+            gradients = jax.tree.map(jax.numpy.subtract, activations, targets)
+            return engine.update(state, batch, gradients)
 
         before = os.environ.get("TPU_EMBED_KERNELS")
         os.environ["TPU_EMBED_KERNELS"] = kernels
@@ -186,9 +187,7 @@ class Flax:
 
         def loss(params: Any, ids: Any) -> Any:
             found = nnx.merge(graph, params)(ids)
-            return sum(
-                0.5 * ((a - t) ** 2).sum() for a, t in zip(found, self.targets, strict=True)
-            )
+            return sum(0.5 * ((a - t) ** 2).sum() for a, t in zip(found, self.targets, strict=True))
 
         @functools.partial(jax.jit, donate_argnums=(0, 1))
         def step(params: Any, opt_state: Any, ids: Any) -> Any:

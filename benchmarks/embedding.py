@@ -188,7 +188,7 @@ def report(done: list[dict[str, Any]], batch: int, versions: str) -> str:
         "# tpu_embed beside its rivals, on CPU",
         "",
         f"`make bench`; {versions}.",
-        f"B = {batch}; `ids` a sample and table; zipf: exponent 1.2. Medians, in turns, in one run.",
+        f"B = {batch}; `ids` a sample and table; zipf: exponent 1.2. Medians, taken in turns.",
         f"Copy bandwidth {statistics.median(f['GB/s'] for f in done):.1f} GB/s (read + written).",
         "",
         f"| {' | '.join(columns)} |",

@@ -64,7 +64,7 @@ def main() -> None:
                 found[name].append(float(output.stdout))
         one, two, eight = (min(found[name]) for name in SETTINGS)
         print(
-            f"{cell}: 1 thread {one:.2f} ms, 2 threads {two:.2f} ms ({one / two:.2f} times as fast),"
+            f"{cell}: 1 thread {one:.2f} ms, 2 threads {two:.2f} ms ({one / two:.2f} x as fast),"
             f" 8 devices {eight:.2f} ms ({eight / two:.2f} times the cost of one)",
             flush=True,
         )

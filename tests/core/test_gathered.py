@@ -30,7 +30,8 @@ def make_engine(devices, placement="mod"):
 def ids(hot, seed=0):
     rng = np.random.default_rng(seed)
     weights = {"bag": rng.normal(size=(B, hot)).astype(np.float32), "other": None}
-    return {"bag": rng.integers(-1, 5000, (B, hot)), "other": rng.integers(0, 700, (B, hot))}, weights
+    drawn = {"bag": rng.integers(-1, 5000, (B, hot)), "other": rng.integers(0, 700, (B, hot))}
+    return drawn, weights
 
 
 def collectives_of(engine, hot):

@@ -58,7 +58,7 @@ class TracedIds:
         return Located(tuple(located), jnp.stack([bad[f] for f in range(len(layout.features))]))
 
     def report(self, bad_ids: Array, layout: Layout) -> None:
-        """Report ids that no policy allows, int32 `[F]`, where that can be done: under `checkify`."""
+        """Report bad ids, int32 `[F]` by feature, where that can be done: under `checkify`."""
         for f, feature in enumerate(layout.features):
             size = feature.table.vocabulary_size
             what = f"feature {feature.path!r}: {{count}} id(s) outside [0, {size})"

@@ -149,10 +149,10 @@ class RowOptimizer(TableOptimizer):
             weight_bounds=(self.clip_weight_min, self.clip_weight_max),
         )
 
-    def _keep(self, step: ArrayLike, learning_rate: Array) -> Array | float:
+    def _keep(self, step: ArrayLike, learning_rate: Array) -> Array:
         """Return 1 - λ."""
-        decay = self.decay_factor(learning_rate)
-        return 1.0 - (decay if isinstance(decay, float) else apart(decay, step))
+        decay = jnp.asarray(self.decay_factor(learning_rate), learning_rate.dtype)
+        return 1.0 - apart(decay, step)
 
     @final
     def decay_factor(self, learning_rate: Array) -> Array | float:
