@@ -28,7 +28,7 @@ def info() -> str:
     lines += [
         f"{'Python':10} {platform.python_version()}, {platform.machine()}",
         f"{'devices':10} {', '.join(counted)}",
-        f"kernels on CPU: {dispatch.kernels_in_use()}; {dispatch.VARIABLE}=native|reference chooses",
+        f"kernels on CPU: {dispatch.kernels_in_use()} ({dispatch.VARIABLE} chooses)",
         f"compiled kernels: {where}",
     ]
     return "\n".join(lines)
