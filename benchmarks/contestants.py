@@ -88,7 +88,7 @@ class Ours:
         optimizer = {
             "sgd": optimizers.SGD(LEARNING_RATE),
             "adagrad": optimizers.Adagrad(LEARNING_RATE, epsilon=1e-8),
-            "adam": optimizers.Adam(LEARNING_RATE, epsilon=1e-8, sum_inside_sqrt=False),
+            "adam": optimizers.Adam(LEARNING_RATE, epsilon=1e-3, sum_inside_sqrt=False),
         }[cell.optimizer]
         self.names = [f"t{t:02d}" for t in range(cell.tables)]
 
@@ -178,7 +178,7 @@ class Flax:
         rule = {
             "sgd": optax.sgd(LEARNING_RATE),
             "adagrad": optax.adagrad(LEARNING_RATE, FIRST_ACCUMULATOR, 1e-12),
-            "adam": optax.adam(LEARNING_RATE, eps=1e-8),
+            "adam": optax.adam(LEARNING_RATE, eps=1e-3),
         }[cell.optimizer]
         graph, self.params = nnx.split(Model(), nnx.Param)
         self.opt_state = rule.init(self.params)
@@ -230,7 +230,7 @@ class Torch:
             "adagrad": lambda: torch.optim.Adagrad(
                 parameters, LEARNING_RATE, initial_accumulator_value=FIRST_ACCUMULATOR, eps=1e-8
             ),
-            "adam": lambda: torch.optim.SparseAdam(parameters, LEARNING_RATE, eps=1e-8),
+            "adam": lambda: torch.optim.SparseAdam(parameters, LEARNING_RATE, eps=1e-3),
         }[cell.optimizer]()
         self.ids = [[torch.from_numpy(i.astype(np.int64)) for i in ids] for ids in data.ids]
         self.targets = [torch.from_numpy(target) for target in data.targets]
