@@ -25,6 +25,10 @@ from tpu_embed.core.tables import TableState
 from tpu_embed.enqueue import BatchQueue, Enqueued
 
 
+_STATUSES = ("INTERNAL: ", "INVALID_ARGUMENT: ", "RESOURCE_EXHAUSTED: ", "UNKNOWN: ", "ABORTED: ")
+"""How messages of XLA's runtime begin."""
+
+
 class TPUEmbedding:
     """Train embedding tables: enqueue ids, dequeue activations, apply their gradients.
 
@@ -276,11 +280,15 @@ class TPUEmbedding:
             with jax.profiler.TraceAnnotation(what):
                 yield
         except Exception as error:
-            if isinstance(error, jax.errors.JaxRuntimeError):
-                self._failure = f"{what}: {_summary(error)}"
-            if name is not None and what not in str(error):
-                error.add_note(f"raised by {what}")
-            raise
+            found = _device_error(error)
+            if found is not None:
+                self._failure = f"{what}: {_summary(found)}"
+            raised = found or error
+            if name is not None and what not in str(raised):
+                raised.add_note(f"raised by {what}")
+            if raised is error:
+                raise
+            raise raised from error
 
     def _check_valid(self, what: str) -> None:
         problem = self._problem()
@@ -303,6 +311,18 @@ class TPUEmbedding:
 
 def _label(what: str, name: str | None) -> str:
     return what if name is None else f"{what} {name!r}"
+
+
+def _device_error(error: Exception) -> Exception | None:
+    """Return the error as a `JaxRuntimeError` if the device raised it, else None.
+
+    JAX's fast way of calling a compiled program makes it a ValueError that begins with a status.
+    """
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return error
+    if type(error) is ValueError and str(error).startswith(_STATUSES):
+        return jax.errors.JaxRuntimeError(str(error))
+    return None
 
 
 def _summary(error: Exception) -> str:
