@@ -24,7 +24,6 @@ from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.tables import TableState
 from tpu_embed.enqueue import BatchQueue, Enqueued
 
-
 _STATUSES = ("INTERNAL: ", "INVALID_ARGUMENT: ", "RESOURCE_EXHAUSTED: ", "UNKNOWN: ", "ABORTED: ")
 """How messages of XLA's runtime begin."""
 
