@@ -72,7 +72,7 @@ class Data:
     def start(self, t: int) -> np.ndarray:
         """Return the first rows of table t, float32 `[V, D]`."""
         rng = np.random.default_rng(t + 1)
-        return rng.standard_normal((self.cell.rows, self.cell.dim), dtype=np.float32) * 0.1
+        return rng.random((self.cell.rows, self.cell.dim), np.float32) * 0.2 - 0.1
 
 
 class Ours:

@@ -245,7 +245,7 @@ def main() -> None:
     """Run the grid, print as it goes, write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, default=4096)
-    parser.add_argument("--budget", type=float, default=12.0, help="seconds of timing a cell")
+    parser.add_argument("--budget", type=float, default=3.0, help="seconds of timing a cell")
     parser.add_argument("--cells", type=int, default=len(GRID))
     parser.add_argument("--only", type=int, nargs="*", help="numbers of cells, from 0")
     args = parser.parse_args()
