@@ -179,7 +179,7 @@ def line(figures: dict[str, Any]) -> str:
     return f"| {' | '.join(map(str, parts))} |"
 
 
-def report(done: list[dict[str, Any]], batch: int, versions: str) -> str:
+def report(done: list[dict[str, Any]], args: argparse.Namespace, versions: str) -> str:
     """Return the Markdown of the whole run."""
     columns = ["rows", "D", "ids", "tables", "drawn", "optimizer"]
     for verb in ("forward", "step"):
@@ -187,8 +187,8 @@ def report(done: list[dict[str, Any]], batch: int, versions: str) -> str:
     text = [
         "# tpu_embed beside its rivals, on CPU",
         "",
-        f"`make bench`; {versions}.",
-        f"B = {batch}; `ids` a sample and table; zipf: exponent 1.2. Medians, taken in turns.",
+        f"`python benchmarks/embedding.py --budget {args.budget:g}`; {versions}.",
+        f"B = {args.batch}; `ids` a sample and table; zipf: exponent 1.2. Medians, taken in turns.",
         f"Copy bandwidth {statistics.median(f['GB/s'] for f in done):.1f} GB/s (read + written).",
         "",
         f"| {' | '.join(columns)} |",
@@ -261,7 +261,7 @@ def main() -> None:
         done.append(run(cell, args.batch, args.budget, copy))
         print(line(done[-1]), flush=True)
         gc.collect()
-    text = report(done, args.batch, versions)
+    text = report(done, args, versions)
     print(text[text.rindex("|\n") + 2 :])
     if len(done) == len(GRID):
         results = ROOT / "benchmarks" / "results"

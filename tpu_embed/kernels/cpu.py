@@ -1,7 +1,8 @@
 """The compiled CPU kernels: a shared library of XLA custom calls, built when the package was.
 
-Enters: arrays. Leaves: arrays, with the bits of `reference`. Called by `dispatch` alone, which asks
-`load` first and `takes_rows` and `takes_numbers` for what the kernels can do.
+Enters: arrays. Leaves: arrays, with the bits of `reference`. Called by `dispatch`, which asks
+`load` first and `takes_rows` and `takes_numbers` for what the kernels can do; `update_rows` by
+`core/apply.py`, in the branch that `dispatch.choose` takes on a CPU.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def load() -> Loaded:
     """Load the library and register its custom calls, once a process."""
     path = find()
     if path is None:
-        return Loaded(None, "they were not compiled: no C++ compiler was found at install")
+        return Loaded(None, "they were not built: no C++ compiler at install, or it failed")
     try:
         library = ctypes.CDLL(str(path))
         for target in TARGETS:

@@ -1,7 +1,8 @@
 """Which implementation of a kernel runs on which platform, decided when a program is lowered.
 
-One traced program lowers for CPU, GPU and TPU. The core imports its kernels from here and knows no
-platform. On CPU the compiled kernels run, where they were built; `reference` says what all mean.
+One traced program lowers for CPU, GPU and TPU. The core takes its kernels, and the choice between
+its own ways of an update, from here. On CPU the compiled kernels run, where they were built;
+`reference` says what all mean.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ VARIABLE = "TPU_EMBED_KERNELS"
 """The environment variable that chooses the CPU kernels: `native` or `reference`."""
 
 
+_REMEDY = "install the package again where a C++ compiler is on PATH"
+
+
 def kernels_in_use() -> str:
     """Return `"native"` or `"reference"`: which kernels a program traced now runs on a CPU.
 
@@ -40,9 +44,8 @@ def kernels_in_use() -> str:
     if loaded.path is not None:
         return "native"
     if wanted == "native":
-        remedy = "install the package again where a C++ compiler is on PATH"
         raise RuntimeError(
-            message(VARIABLE, expected="compiled kernels", got=loaded.why_not, remedy=remedy)
+            message(VARIABLE, expected="compiled kernels", got=loaded.why_not, remedy=_REMEDY)
         )
     _say_once(loaded.why_not)
     return "reference"
@@ -51,7 +54,7 @@ def kernels_in_use() -> str:
 @functools.cache
 def _say_once(why_not: str) -> None:
     text = "tpu_embed runs its CPU kernels in XLA's operations, with the same results but slower: "
-    logging.getLogger("tpu_embed").warning("%s%s", text, why_not)
+    logging.getLogger("tpu_embed").warning("%s%s; %s", text, why_not, _REMEDY)
 
 
 def choose(

@@ -3,13 +3,17 @@
 #define TPU_EMBED_COLUMNS_H_
 
 #include <cstdint>
-#include <numeric>
 #include <vector>
 
 #include "loops.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace tpu_embed {
+
+// Returns how a table of float32, or of bfloat16 as uint16, is stored; callers give no other.
+inline Storage storage_of(const xla::ffi::AnyBuffer& table) {
+  return table.element_type() == xla::ffi::DataType::F32 ? Storage::kFloat32 : Storage::kBfloat16;
+}
 
 // Owns what `Columns` points to.
 class ColumnTable {

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
-#include <numeric>
+#include <utility>
 #include <vector>
 
 #include "entry.h"
@@ -28,6 +28,11 @@ class Scratch {
 constexpr int64_t kSerialSort = 1 << 14;  // entries that are not worth a second thread
 constexpr int kDigitBits = 11;            // 2,048 counters a chunk stay in the first-level cache
 
+// Returns the parts in which n entries are read at once.
+inline int64_t sort_chunks(const Parallel& parallel, int64_t n) {
+  return n < kSerialSort ? 1 : parallel.threads();
+}
+
 inline int bit_length(uint64_t x) {
   int bits = 0;
   for (; x; x >>= 1) ++bits;
@@ -43,7 +48,7 @@ class RadixSort {
       : parallel_(parallel),
         n_(n),
         bits_(std::max(1, bit_length(largest))),
-        chunks_(n < kSerialSort ? 1 : std::max<int64_t>(1, parallel.threads())),
+        chunks_(sort_chunks(parallel, n)),
         first_(n),
         second_(n) {}
 

@@ -51,8 +51,7 @@ ffi::Error gather_sum(ffi::ThreadPool pool, ffi::AnyBuffer source, ffi::AnyBuffe
   return with_row_type(index, [&](auto* type) {
     using Row = std::remove_pointer_t<decltype(type)>;
     GatherSum<Row> job{source.untyped_data(),
-                       source.element_type() == ffi::DataType::F32 ? Storage::kFloat32
-                                                                   : Storage::kBfloat16,
+                       storage_of(source),
                        length(source),
                        data<Row>(index),
                        data<int32_t>(segments),

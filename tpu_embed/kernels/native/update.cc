@@ -45,7 +45,7 @@ void update_rows(Parallel parallel, const RowUpdate& job, const Ids<Row>& ids, i
     return row >= 0 && row < table_rows && bag >= 0 && bag < ids.count;
   };
   // Absent ids go first: on one of many devices, most of them.
-  const int64_t chunks = n < kSerialSort ? 1 : parallel.threads();
+  const int64_t chunks = sort_chunks(parallel, n);
   std::vector<int64_t> kept(chunks + 1);
   parallel.for_each(chunks, [&](int64_t c) {
     for (int64_t i = n * c / chunks; i < n * (c + 1) / chunks; ++i) kept[c + 1] += counts(i);
@@ -132,8 +132,7 @@ ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::Remain
   }
   RowUpdate job{};
   job.table = table.untyped_data();
-  job.storage =
-      table.element_type() == ffi::DataType::F32 ? Storage::kFloat32 : Storage::kBfloat16;
+  job.storage = storage_of(table);
   for (size_t s = 1; s < held; ++s) job.slots[s - 1] = data<float>(given[s]);
   job.factors = optional<float>(operand.factors);
   job.gradients = gradients.data();
