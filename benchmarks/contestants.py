@@ -127,11 +127,12 @@ class Ours:
             gradients = jax.tree.map(jax.numpy.subtract, activations, targets)
             return engine.update(state, batch, gradients)
 
+        # Which kernels run is decided when a function is traced: at its first call.
+        self._lookup, self._step = jax.jit(engine.lookup), step
         before = os.environ.get("TPU_EMBED_KERNELS")
         os.environ["TPU_EMBED_KERNELS"] = kernels
-        lookup = jax.jit(engine.lookup)
-        self._lookup = lookup.lower(self.state, self.batches[0]).compile()
-        self._step = step.lower(self.state, self.batches[0], self.targets).compile()
+        self._lookup.lower(self.state, self.batches[0])
+        self._step.lower(self.state, self.batches[0], self.targets)
         os.environ.pop("TPU_EMBED_KERNELS")
         if before is not None:
             os.environ["TPU_EMBED_KERNELS"] = before

@@ -54,6 +54,18 @@ ROWS = {
 }
 
 
+@pytest.mark.parametrize("shape", [(), (3,), (0, 4), (5, 7), (3_000_001,), (90_001, 33)])
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16, np.int8])
+def test_zeros_in_memory_that_was_used(shape, dtype):
+    """Of a few bytes, and of several large pages with parts of pages around them."""
+    used = [jnp.full(shape, 1, dtype) for _ in range(3)]
+    jax.block_until_ready(used)
+    del used
+    made = jax.jit(lambda: cpu.zeros(shape, dtype))()
+    assert (made.shape, made.dtype) == (shape, dtype)
+    assert not np.asarray(made).any()
+
+
 def table_of(rng, rows, dtype, trailing):
     """Return a table of random bytes: NaNs of all kinds too."""
     if dtype == np.bool_:

@@ -200,6 +200,8 @@ def _pack_dense(
         here = _columns(rows, spec, g, start, count).reshape(place)
         here[..., ids.shape[-1] :] = PADDING_ID
         here[given] = _physical(ids, layout, f)
+        if host.padded:
+            here[given][ids < 0] = PADDING_ID
         if weights is not None:
             scale = _columns(weights, spec, g, start, count).reshape(place)
             scale[..., ids.shape[-1] :] = 0
@@ -214,13 +216,10 @@ def _columns(line: np.ndarray, spec: BatchSpec, g: int, start: int, count: int) 
 
 
 def _physical(ids: np.ndarray, layout: Layout, f: int) -> np.ndarray:
-    """Return the physical rows of ids of feature f; negative ids become the padding id."""
+    """Return the physical rows of ids of feature f; meaningless ones of padding."""
     feature = layout.features[f]
     group: Group = layout.groups[feature.group]
-    physical = group.physical(ids.astype(group.index_dtype, copy=False), feature.table)
-    if ids.size and ids.min() < 0:
-        physical = np.where(ids < 0, PADDING_ID, physical)
-    return physical
+    return group.physical(ids.astype(group.index_dtype, copy=False), feature.table)
 
 
 def _pack_flat(

@@ -64,12 +64,14 @@ class HostIds:
       bags: flat: [N] int32 bag of each id, within [0, B · bags), never falling; None if dense.
       weights: like `ids`, float32 (float64 for a float64 table), 0 at dense padding; None: all
         ones.
+      padded: whether -1 may be among dense ids.
     """
 
     form: FeatureForm
     ids: np.ndarray
     bags: np.ndarray | None
     weights: np.ndarray | None
+    padded: bool
 
 
 def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weights: Any) -> HostIds:
@@ -134,7 +136,11 @@ def dense_form(
     combines = len(shape) > 1 and not length
     feature.check_output_shape(tuple(shape[: max(1, len(shape) - 1)]))
     inner = (length,) if length else tuple(shape[1:-1])
-    return FeatureForm(shape[0], inner, combines, shape[-1] if combines else 1, weighted)
+    return _form(shape[0], inner, combines, shape[-1] if combines else 1, weighted)
+
+
+_form = functools.lru_cache(4096)(FeatureForm)
+"""The one form of its kind: batches of like forms are then compared in no time."""
 
 
 def _dense(feature: Feature, ids: np.ndarray, weights: Any) -> HostIds:
@@ -146,12 +152,12 @@ def _dense(feature: Feature, ids: np.ndarray, weights: Any) -> HostIds:
     if numbers is not None and padded:
         numbers = np.where(ids == PADDING_ID, numbers.dtype.type(0), numbers)
     if feature.length:
+        padded = padded or ids.shape[1] < feature.length
         ids = _first_columns(ids, feature.length, PADDING_ID)
         numbers = None if numbers is None else _first_columns(numbers, feature.length, 0)
     shape = (form.batch, form.bags, form.width or 0)
-    return HostIds(
-        form, ids.reshape(shape), None, None if numbers is None else numbers.reshape(shape)
-    )
+    scale = None if numbers is None else numbers.reshape(shape)
+    return HostIds(form, ids.reshape(shape), None, scale, padded)
 
 
 def _dense_position(shape: tuple[int, ...], at: int) -> str:
@@ -302,4 +308,4 @@ def _flat(
     if keep is not None:
         ids, bags = ids[keep], bags[keep]
         weights = None if weights is None else weights[keep]
-    return HostIds(form, ids, bags.astype(np.int32, copy=False), weights)
+    return HostIds(form, ids, bags.astype(np.int32, copy=False), weights, padded=False)

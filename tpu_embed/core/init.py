@@ -26,7 +26,7 @@ from tpu_embed.core import collectives
 from tpu_embed.core.collectives import MeshAxes
 from tpu_embed.core.layout import ROW_MULTIPLE, Group, TableSlice, round_up
 from tpu_embed.core.tables import slot_shapes, state_specs
-from tpu_embed.kernels import storage
+from tpu_embed.kernels import dispatch, storage
 
 CHUNK = 2**20
 """Numbers made at a time: bounds the temporaries."""
@@ -77,9 +77,9 @@ def init_tables(key: Array, groups: tuple[Group, ...], axes: MeshAxes) -> tuple[
 def _init_group(key: Array, group: Group) -> Made:
     """Fill this device's shard of one stack, adjacent tables of one initializer at a time."""
     made = Made(
-        jnp.zeros((group.rows, group.dim), storage.stored_dtype(group.dtype)),
+        dispatch.zeros((group.rows, group.dim), storage.stored_dtype(group.dtype)),
         {
-            name: jnp.zeros(
+            name: dispatch.zeros(
                 (group.rows, *slot.shape) if slot.per_row else slot.shape,
                 storage.stored_dtype(slot.dtype),
             )

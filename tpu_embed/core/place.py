@@ -32,6 +32,7 @@ class Placer:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._unions: dict[Any, BatchSpec] = {}
+        self._last: tuple[BatchSpec, BatchSpec] | None = None  # a need, and the union that met it
         self._lock = threading.Lock()
 
     def place(self, hosts: Sequence[HostIds]) -> Batch:
@@ -65,12 +66,16 @@ class Placer:
 
     def _grow(self, needed: BatchSpec) -> BatchSpec:
         """Return the running union, first grown by what is needed, in buckets."""
+        last = self._last
+        if last is not None and last[0] == needed:
+            return last[1]
         kind = tuple((form.batch, form.inner, form.combines) for form in needed.forms)
         with self._lock:
             known = self._unions.get(kind)
             if known is None or BatchSpec.union(known, needed) != known:
                 grown = needed.bucketed()
                 self._unions[kind] = grown if known is None else BatchSpec.union(known, grown)
+            self._last = needed, self._unions[kind]
             return self._unions[kind]
 
     def _send(self, packed: np.ndarray, spec: BatchSpec) -> Batch:

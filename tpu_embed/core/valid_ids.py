@@ -85,6 +85,8 @@ def resolve_dense(
       ValueError: a bad id under `on_bad_id="error"`.
     """
     size = feature.vocabulary_size
+    if _all_below(ids, size):
+        return _cast(feature, ids), False
     lowest, highest = _extent(ids)
     if lowest >= PADDING_ID and highest < size:
         return _cast(feature, ids), lowest == PADDING_ID
@@ -114,14 +116,20 @@ def resolve_flat(
       ValueError: a bad id under `on_bad_id="error"`.
     """
     size = feature.vocabulary_size
-    lowest, highest = _extent(ids)
-    if lowest >= 0 and highest < size:
+    if _all_below(ids, size):
         return _cast(feature, ids), None
     bad = (ids < 0) | (ids >= size)
     if feature.config.on_bad_id == "error":
         _raise_bad_id(feature, ids, bad, where)
     valid = _cast(feature, _clip(ids, size))
     return valid, ~bad if feature.config.on_bad_id == "drop" else None
+
+
+def _all_below(ids: np.ndarray, size: int) -> bool:
+    """Tell whether all ids are in [0, size), in one pass: as unsigned, negative ones are large."""
+    unsigned = ids.view(ids.dtype.str.replace("i", "u"))  # of the same byte order
+    limit = min(size, int(np.iinfo(ids.dtype).max) + 1)
+    return bool(np.maximum.reduce(unsigned, axis=None, initial=0) < limit)
 
 
 def _extent(ids: np.ndarray) -> tuple[int, int]:

@@ -21,7 +21,7 @@ import numpy as np
 from tpu_embed._types import Array
 from tpu_embed.kernels.rules import KINDS, CompiledRule
 
-TARGETS = ("gather_rows", "set_rows", "sort_rows", "gather_sum", "update")
+TARGETS = ("zeros", "gather_rows", "set_rows", "sort_rows", "gather_sum", "update")
 """The custom calls, registered as `tpu_embed_<name>`."""
 
 
@@ -63,6 +63,11 @@ def takes_rows(*arrays: Array) -> bool:
 def takes_numbers(*arrays: Array) -> bool:
     """Tell whether the kernels add up such numbers: float32, or bfloat16 stored as uint16."""
     return takes_rows(*arrays) and all(a.dtype in (jnp.float32, jnp.uint16) for a in arrays)
+
+
+def zeros(shape: tuple[int, ...], dtype: np.dtype) -> Array:
+    """As `jnp.zeros`, in large pages of memory."""
+    return _call("zeros", jax.ShapeDtypeStruct(shape, dtype))()
 
 
 def gather_rows(table: Array, rows: Array) -> Array:

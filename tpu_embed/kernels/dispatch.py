@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from tpu_embed._checks import message
@@ -77,6 +78,12 @@ def choose(
     if not others:
         return otherwise(*operands)
     return jax.lax.platform_dependent(*operands, default=otherwise, **others)
+
+
+def zeros(shape: tuple[int, ...], dtype: np.dtype) -> Array:
+    """Return zeros for a table or its slots: on CPU, in memory laid out for access by rows."""
+    filled = functools.partial(jnp.zeros, shape, dtype)
+    return choose(otherwise=filled, native=functools.partial(cpu.zeros, shape, dtype))
 
 
 def gather_rows(table: Array, rows: Array) -> Array:

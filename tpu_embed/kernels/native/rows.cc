@@ -1,6 +1,11 @@
-// Rows copied out of tables and into them, whatever their type, and row numbers sorted.
+// Rows copied out of tables and into them, whatever their type, row numbers sorted, and new tables.
+#include <cstdint>
 #include <cstring>
 #include <type_traits>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 #include "buffers.h"
 #include "parallel.h"
@@ -37,6 +42,31 @@ void visit(Parallel parallel, const Row* rows, int64_t n, char* table, int64_t t
       }
     }
   });
+}
+
+// Asks for pages of 2 MB where memory has not been touched: of pages of 4 KB, nearly every row of a
+// large table has one of its own, which the processor must look up first. No more than a wish.
+void ask_for_large_pages(char* begin, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+  constexpr uintptr_t kPage = uintptr_t{1} << 21;
+  const auto from = reinterpret_cast<uintptr_t>(begin);
+  const uintptr_t first = (from + kPage - 1) / kPage * kPage, last = (from + bytes) / kPage * kPage;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+}
+
+ffi::Error zeros(ffi::ThreadPool pool, ffi::Result<ffi::AnyBuffer> output) {
+  char* to = data<char>(*output);
+  const int64_t bytes = static_cast<int64_t>(output->size_bytes());
+  if (bytes == 0) return ffi::Error::Success();
+  ask_for_large_pages(to, bytes);
+  Parallel parallel(pool);
+  const int64_t tasks = parallel.tasks(bytes, kBytesPerTask);
+  parallel.for_each(tasks, [&](int64_t task) {
+    const int64_t begin = bytes * task / tasks;
+    std::memset(to + begin, 0, bytes * (task + 1) / tasks - begin);
+  });
+  return ffi::Error::Success();
 }
 
 ffi::Error gather_rows(ffi::ThreadPool pool, ffi::AnyBuffer table, ffi::AnyBuffer rows,
@@ -104,6 +134,11 @@ ffi::Error sort_rows(ffi::ThreadPool pool, ffi::AnyBuffer rows, ffi::Result<ffi:
 
 }  // namespace
 }  // namespace tpu_embed
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(tpu_embed_zeros, tpu_embed::zeros,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Ret<xla::ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(tpu_embed_gather_rows, tpu_embed::gather_rows,
                               xla::ffi::Ffi::Bind()
