@@ -62,6 +62,8 @@ CORE_ORDER = [
     "update",
     "engine",
     "indexed_slices",
+    "sparse_lookup",
+    "taps",
     "sparse_grad",
 ]
 """The files of `core/` in the order of a batch's path: each imports only files above it."""

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 USERS, ITEMS, RATINGS = 30, 50, 800
 GENRES = ("Action", "Comedy", "Drama")
+TOWERS = (ROOT / "configs" / "two_tower.py").read_text() + "\nbatch_size, epochs = 80, 3\n"
 CONFIG = (ROOT / "configs" / "movielens.py").read_text() + "\nbatch_size, epochs = 80, 3\n"
 
 
@@ -128,3 +129,21 @@ def test_movielens_learns_the_same_on_1_and_8_devices(directory, tmp_path):
     # The tower's gradients are summed over devices in another order: the last printed digit.
     np.testing.assert_allclose(curves[0], curves[1], atol=2e-4)
     assert (tmp_path / "build" / "movielens.png").stat().st_size > 1000
+
+
+def test_two_tower_learns_the_same_on_1_and_8_devices(directory, tmp_path):
+    config = tmp_path / "small.py"
+    config.write_text(TOWERS)
+    losses, recalls = [], []
+    for devices in (1, 8):
+        arguments = ("--devices", devices, "--data", directory, "--config", config)
+        out = run("two_tower.py", *arguments, cwd=tmp_path)
+        assert f"{devices} device(s), 640 ratings" in out
+        losses.append(numbers(r"loss (\S+)  ", out))
+        recalls.append(numbers(r"recall@50 (\S+)", out))
+    assert len(losses[0]) == 3
+    assert losses[0][-1] < losses[0][0]
+    assert len(recalls[0]) == 4  # of popularity, then of every epoch
+    assert ((recalls[0] > 0) & (recalls[0] <= 1)).all()
+    # Sums over the batch are in another order: Adam's steps differ in their last digits.
+    np.testing.assert_allclose(losses[0], losses[1], atol=1e-3)

@@ -12,13 +12,16 @@ Two doors lead to the same code: `EmbeddingEngine`, pure functions for your own 
 `TPUEmbedding`, which holds the state and a queue of batches.
 """
 
-from tpu_embed import initializers, optimizers
+from tpu_embed import initializers, optimizers, training
 from tpu_embed.config import FeatureConfig, QuantizationConfig, TableConfig
 from tpu_embed.core.batch import Batch
 from tpu_embed.core.batch_spec import BatchSpec
 from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.indexed_slices import IndexedSlices
 from tpu_embed.core.inputs import RaggedIds, SparseIds
 from tpu_embed.core.padding import pad_batch
+from tpu_embed.core.sparse_grad import sparse_grad, sparse_value_and_grad
+from tpu_embed.core.sparse_lookup import embedding_lookup
 from tpu_embed.core.tables import TableState
 from tpu_embed.hashing import hash_ids
 from tpu_embed.initializers import RowIdInitializer, ShardInfo
@@ -29,6 +32,7 @@ __all__ = [
     "BatchSpec",
     "EmbeddingEngine",
     "FeatureConfig",
+    "IndexedSlices",
     "QuantizationConfig",
     "RaggedIds",
     "RowIdInitializer",
@@ -37,8 +41,12 @@ __all__ = [
     "TPUEmbedding",
     "TableConfig",
     "TableState",
+    "embedding_lookup",
     "hash_ids",
     "initializers",
     "optimizers",
     "pad_batch",
+    "sparse_grad",
+    "sparse_value_and_grad",
+    "training",
 ]

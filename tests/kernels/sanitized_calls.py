@@ -72,6 +72,15 @@ def gather_and_set(rng, dtype):
     check(rng, "set_rows", cpu.set_rows, draw_set, same_as(reference.set_rows))
 
 
+def zeros(rng, dtype):
+    """Shapes of no element, of part of a page, and of a large page and parts around it."""
+    sizes = [0, 1, int(rng.integers(2, 5000)), int(rng.integers(400_000, 1_500_000))]
+    shape = (int(rng.choice(sizes)), *rng.integers(1, 4, rng.integers(0, 2)))
+    found = np.asarray(jax.jit(lambda: cpu.zeros(shape, dtype))())
+    done["zeros"] += 1
+    np.testing.assert_array_equal(found, np.zeros(shape, dtype))
+
+
 def sort(rng, dtype):
     n, rows = draw_size(rng), int(10 ** rng.uniform(0, 9))
 
@@ -139,7 +148,7 @@ def main(library, seeds):
         dtype = [np.int32, np.int64][seed % 2]
         print(f"seed {seed}", end="\r", flush=True)
         with jax.enable_x64(dtype is np.int64):
-            for kernel in (gather_and_set, sort, gather_sum, update):
+            for kernel in (zeros, gather_and_set, sort, gather_sum, update):
                 kernel(rng, dtype)
     print(f"{done.total()} calls:", ", ".join(f"{name} {n}" for name, n in sorted(done.items())))
 

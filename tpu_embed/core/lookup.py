@@ -38,7 +38,8 @@ def _refuse_gradient(primals: tuple, tangents: tuple) -> tuple:
             "lookup",
             expected="differentiation with respect to the activations or the weights",
             got="the tables of the state",
-            remedy="give the activations' gradients to EmbeddingEngine.update",
+            remedy="give the activations' gradients to EmbeddingEngine.update; for tables that are "
+            "plain arrays there is sparse_value_and_grad",
         )
     )
 

@@ -12,7 +12,7 @@ import functools
 import importlib.machinery
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ import numpy as np
 
 from tpu_embed._types import Array
 from tpu_embed.kernels.rules import KINDS, CompiledRule
+from tpu_embed.kernels.varying import as_varying, varying_axes
 
 TARGETS = ("zeros", "gather_rows", "set_rows", "sort_rows", "gather_sum", "update")
 """The custom calls, registered as `tpu_embed_<name>`."""
@@ -165,9 +166,16 @@ def update_rows(
 
 
 def _call(name: str, shapes, aliases: dict[int, int] | None = None):
-    return jax.ffi.ffi_call(
+    call = jax.ffi.ffi_call(
         f"tpu_embed_{name}", shapes, vmap_method="sequential", input_output_aliases=aliases
     )
+
+    def run(*operands: Array, **attributes: Any) -> Any:
+        axes = frozenset().union(*(varying_axes(operand) for operand in operands))
+        results = call(*operands, **attributes)
+        return jax.tree.map(functools.partial(as_varying, axes=axes), results)
+
+    return run
 
 
 def _or_empty(array: Array | None, dtype=jnp.float32) -> Array:

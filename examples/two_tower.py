@@ -1,0 +1,148 @@
+"""Retrieve items for users of MovieLens-100K: two towers, in-batch softmax, recall@50.
+
+Tables stand in an engine and are trained by the rows of each batch. The towers are replicated:
+every device works on its part of the batch, and `cross_shard` sums their gradients before Adam.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import runpy
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import movielens_data
+import numpy as np
+import optax
+import two_tower_model as model
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import tpu_embed
+from tpu_embed.training import cross_shard
+
+CONFIG = Path(__file__).resolve().parent.parent / "configs" / "two_tower.py"
+TOP = 50
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", default=CONFIG, help="hyperparameters")
+    parser.add_argument(
+        "--data", help="directory of MovieLens-100K; without it pip fetches it once"
+    )
+    parser.add_argument("--devices", type=int, help="emulate this many CPU devices")
+    parser.add_argument("--epochs", type=int, help="instead of the config's")
+    parser.add_argument("--seed", type=int, help="instead of the config's")
+    return parser.parse_args()
+
+
+def make_step(engine, dense, graph, config):
+    """Return the jitted training step: state, params and opt_state are updated in place."""
+
+    def on_each_device(params, opt_state, activations, item, log_share):
+        def loss_fn(params, activations):
+            towers = nnx.merge(graph, params)
+            return model.in_batch_loss(towers, activations, item, log_share, config.temperature)
+
+        loss, (grads, activation_grads) = jax.value_and_grad(loss_fn, (0, 1))(params, activations)
+        updates, opt_state = dense.update(grads, opt_state, params)
+        share = 1.0 / jax.lax.axis_size("devices")  # of the mean over all devices
+        activation_grads = jax.tree.map(lambda g: g * share, activation_grads)
+        loss = jax.lax.pmean(loss, "devices")
+        return optax.apply_updates(params, updates), opt_state, activation_grads, loss
+
+    replicated = jax.shard_map(
+        on_each_device,
+        mesh=engine.layout.axes.mesh,
+        in_specs=(P(), P(), P("devices"), P("devices"), P("devices")),
+        out_specs=(P(), P(), P("devices"), P()),
+        check_vma=False,  # gradients stay the device's own until `cross_shard` sums them
+    )
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
+    def step(state, params, opt_state, batch, item, log_share):
+        activations = engine.lookup(state, batch)
+        params, opt_state, grads, loss = replicated(params, opt_state, activations, item, log_share)
+        return engine.update(state, batch, grads), params, opt_state, loss
+
+    return step
+
+
+def recall(scores, train_pairs, test_pairs) -> float:
+    """Return the mean, over users with test items, of the share of them among the top 50."""
+    scores = np.array(scores)
+    scores[train_pairs] = -np.inf
+    relevant = np.zeros(scores.shape, bool)
+    relevant[test_pairs] = True
+    top = min(TOP, scores.shape[1] - 1)
+    best = np.argpartition(-scores, top, axis=1)[:, :top]
+    hits = np.take_along_axis(relevant, best, axis=1).sum(axis=1)
+    there = relevant.any(axis=1)
+    return float((hits[there] / relevant.sum(axis=1)[there]).mean())
+
+
+def main() -> None:
+    args = arguments()
+    if args.devices:  # before anything asks JAX for its devices
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", args.devices)
+    given = {k: v for k, v in vars(args).items() if k in ("epochs", "seed") and v is not None}
+    config = SimpleNamespace(**runpy.run_path(str(args.config)) | given)
+
+    data = movielens_data.load(args.data)
+    train_rows, test_rows = data.split(config.seed)
+    users, items = len(data.age), len(data.decade)
+    pairs = [(data.user[rows], data.item[rows]) for rows in (train_rows, test_rows)]
+    count = np.bincount(pairs[0][1], minlength=items)
+    log_share = np.log(np.maximum(count, 1) / len(train_rows)).astype(np.float32)
+    steps = config.epochs * (len(train_rows) // config.batch_size)
+
+    schedule = optax.cosine_decay_schedule(config.learning_rate, steps)
+    mesh = jax.sharding.Mesh(jax.devices(), ("devices",))
+    adagrad = tpu_embed.optimizers.Adagrad(schedule, initial_accumulator_value=1e-6)
+    engine = tpu_embed.EmbeddingEngine(model.feature_config(config, data), adagrad, mesh=mesh)
+    state = engine.init(jax.random.key(config.seed))
+    graph, params = nnx.split(model.Towers(config, nnx.Rngs(config.seed)))
+    dense_schedule = optax.cosine_decay_schedule(config.dense_learning_rate, steps)
+    dense = cross_shard(optax.adam(dense_schedule), "devices", reduction="mean")
+    params, opt_state = jax.device_put((params, dense.init(params)), state.step.sharding)
+    step = make_step(engine, dense, graph, config)
+
+    @jax.jit
+    def vectors(state, params, batch):
+        return nnx.merge(graph, params)(engine.lookup(state, batch))
+
+    every = np.arange(max(users, items), dtype=np.int32)  # a line for every user and every item
+    everything = model.inputs(data, np.minimum(every, users - 1), np.minimum(every, items - 1))
+    everything = engine.place(tpu_embed.pad_batch(everything, jax.device_count()))
+
+    def evaluate() -> float:
+        user_vectors, item_vectors = vectors(state, params, everything)
+        return recall(user_vectors[:users] @ item_vectors[:items].T, *pairs)
+
+    print(f"{jax.device_count()} device(s), {len(train_rows)} ratings to train on")
+    print(f"popularity  recall@{TOP} {recall(np.tile(count, (users, 1)) * 1.0, *pairs):.4f}")
+    rng = np.random.default_rng(config.seed)
+    for epoch in range(1, config.epochs + 1):
+        begin, losses = time.perf_counter(), []
+        order = rng.permutation(train_rows)
+        for start in range(0, len(order) - config.batch_size + 1, config.batch_size):
+            rows = order[start : start + config.batch_size]
+            item = data.item[rows]
+            batch = engine.place(model.inputs(data, data.user[rows], item))
+            state, params, opt_state, loss = step(
+                state, params, opt_state, batch, item, log_share[item]
+            )
+            losses.append(loss)
+        print(
+            f"epoch {epoch:2d}  loss {np.mean(losses):.4f}  recall@{TOP} {evaluate():.4f}"
+            f"  {time.perf_counter() - begin:.1f} s"
+        )
+
+
+if __name__ == "__main__":
+    main()

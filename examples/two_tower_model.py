@@ -1,0 +1,85 @@
+"""The two-tower model: tables of users and items, a tower a side, softmax over the batch's items.
+
+`feature_config` declares the tables, `inputs` makes one batch for them; `Towers` and
+`in_batch_loss` read the activations that come back. Trained by `two_tower.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import movielens_data
+import optax
+from flax import nnx
+
+from tpu_embed import FeatureConfig, TableConfig
+
+USER, ITEM = ("user", "age", "gender", "occupation"), ("item", "decade", "genres")
+
+
+def feature_config(config, data) -> dict:
+    normal = jax.nn.initializers.normal(config.init_scale)
+    sizes = {
+        "user": (len(data.age), config.dim),
+        "age": (len(movielens_data.AGES) + 1, config.side_dim),
+        "gender": (2, config.side_dim),
+        "occupation": (int(data.occupation.max()) + 1, config.side_dim),
+        "item": (len(data.decade), config.dim),
+        "decade": (movielens_data.DECADES, config.side_dim),
+        "genres": (len(movielens_data.GENRES), config.side_dim),
+    }
+    return {
+        name: FeatureConfig(TableConfig(*size, initializer=normal, name=name))
+        for name, size in sizes.items()
+    }
+
+
+def inputs(data, user, item) -> dict:
+    """Return one id an example, and a bag of genres, -1 where it ends."""
+    about_user = {"age": data.age, "gender": data.gender, "occupation": data.occupation}
+    about_item = {"decade": data.decade, "genres": data.genres}
+    return {
+        "user": user,
+        "item": item,
+        **{name: column[user] for name, column in about_user.items()},
+        **{name: column[item] for name, column in about_item.items()},
+    }
+
+
+class Towers(nnx.Module):
+    """Map the activations of a user, and of an item, to vectors of length one."""
+
+    def __init__(self, config, rngs: nnx.Rngs):
+        def tower(inputs: int) -> nnx.Sequential:
+            first = nnx.Linear(inputs, config.hidden, rngs=rngs)
+            return nnx.Sequential(first, nnx.relu, nnx.Linear(config.hidden, config.dim, rngs=rngs))
+
+        self.user = tower(config.dim + (len(USER) - 1) * config.side_dim)
+        self.item = tower(config.dim + (len(ITEM) - 1) * config.side_dim)
+
+    def __call__(self, activations: dict) -> tuple[jax.Array, jax.Array]:
+        def vectors(tower, names):
+            mapped = tower(jnp.concatenate([activations[name] for name in names], axis=-1))
+            together = mapped + activations[names[0]]  # the towers correct the tables' own vectors
+            norm = jnp.sqrt(jnp.sum(together**2, axis=-1, keepdims=True) + 1e-12)
+            return together / norm
+
+        return vectors(self.user, USER), vectors(self.item, ITEM)
+
+
+def in_batch_loss(towers, activations, item, log_share, temperature) -> jax.Array:
+    """Return this device's mean of -log softmax, over the items of the whole batch.
+
+    A popular item stands in more batches, so the log of its share of the ratings is taken off
+    (Yi et al., "Sampling-bias-corrected neural modeling for large corpus item recommendations",
+    2019); the item itself, where it stands in the batch again, is no negative.
+    """
+    users, items = towers(activations)
+    everyone = functools.partial(jax.lax.all_gather, axis_name="devices", tiled=True)
+    logits = users @ everyone(items).T / temperature - everyone(log_share)
+    own = jax.lax.axis_index("devices") * len(item) + jnp.arange(len(item))
+    again = (everyone(item) == item[:, None]) & (jnp.arange(logits.shape[1]) != own[:, None])
+    logits = jnp.where(again, -jnp.inf, logits)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, own).mean()

@@ -1,0 +1,162 @@
+"""Gradients of a function in which tables are looked up: sparse for those tables, whatever else.
+
+Enters: a function of tables and other parameters. Leaves: a function of the same arguments that
+returns value and gradients, as `jax.value_and_grad`, with `IndexedSlices` for tables.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embed._types import Array
+from tpu_embed.core.indexed_slices import IndexedSlices
+from tpu_embed.core.taps import Found, Lookup, find_lookups, run_with_taps
+
+__all__ = ["slices_of", "sparse_grad", "sparse_value_and_grad"]
+
+
+def sparse_value_and_grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False
+) -> Callable[..., tuple[Any, Any]]:
+    """Return a function that gives `fun`'s value and gradients, sparse for tables.
+
+    The gradient of a leaf that `fun` uses only as the table of `embedding_lookup` is an
+    `IndexedSlices` with an entry an id looked up, duplicates kept, lookups in program order. So it
+    costs what the ids cost, whatever V. Every other leaf's is as `jax.value_and_grad` gives it.
+    Lookups are found through jit, vmap, remat, scan and cond; one inside a `while_loop`, a
+    `custom_jvp` or `custom_vjp` function or a `shard_map` inside `fun` makes the gradient dense.
+
+    Inside a `shard_map` the slices are this device's own: nothing has summed them.
+
+    Args:
+      fun: returns a float scalar; with `has_aux` a pair of that and a pytree of arrays.
+      argnums: which positional arguments to differentiate by; pytrees of floats.
+      has_aux: whether `fun` returns a pair.
+
+    Returns:
+      a function that returns (value, gradients), or ((value, aux), gradients). Jit it: lookups are
+      found by tracing `fun` anew at every call.
+
+    Raises:
+      TypeError: as `jax.value_and_grad`: values and arguments that are no floats.
+
+    Example:
+      >>> from tpu_embed.core.sparse_lookup import embedding_lookup
+      >>> def loss(table, ids):
+      ...     return (embedding_lookup(table, ids) ** 2).sum()
+      >>> value, gradient = sparse_value_and_grad(loss)(jnp.ones((1000, 2)), jnp.array([7, 7]))
+      >>> gradient.indices.tolist(), gradient.values.tolist()
+      ([7, 7], [[2.0, 2.0], [2.0, 2.0]])
+    """
+
+    @functools.wraps(fun)
+    def value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        which = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        which = tuple(range(len(args))[i] for i in which)
+        leaves, structure = jax.tree.flatten(tuple(args[i] for i in which))
+
+        def flat(*leaves: Any) -> Any:
+            given = dict(zip(which, jax.tree.unflatten(structure, leaves), strict=True))
+            result = fun(*(given.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+            return result if has_aux else (result, None)
+
+        names = [jax.tree_util.keystr(path) for path, _ in _paths(args, which)]
+        value, aux, gradients = _flat_gradients(flat, [jnp.asarray(x) for x in leaves], names)
+        gradients = jax.tree.unflatten(structure, gradients)
+        result = (value, aux) if has_aux else value
+        return result, gradients[0] if isinstance(argnums, int) else gradients
+
+    return value_and_gradients
+
+
+def sparse_grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Return a function that gives `fun`'s gradients alone; see `sparse_value_and_grad`.
+
+    Returns:
+      a function that returns gradients, or (gradients, aux).
+    """
+    both = sparse_value_and_grad(fun, argnums, has_aux=has_aux)
+
+    @functools.wraps(fun)
+    def gradients(*args: Any, **kwargs: Any) -> Any:
+        result, found = both(*args, **kwargs)
+        return (found, result[1]) if has_aux else found
+
+    return gradients
+
+
+def _paths(args: Sequence[Any], which: Sequence[int]) -> list[tuple[Any, Any]]:
+    chosen = [args[i] for i in which]
+    return jax.tree_util.tree_flatten_with_path(chosen[0] if len(which) == 1 else chosen)[0]
+
+
+def _flat_gradients(
+    flat: Callable[..., Any], leaves: list[Array], names: list[str]
+) -> tuple[Any, Any, list[Any]]:
+    """Return value, aux and the gradient of every leaf."""
+    closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+    structure = jax.tree.structure(shapes)
+    jaxpr = closed.jaxpr
+    found = find_lookups(jaxpr, {var: i for i, var in enumerate(jaxpr.invars)})
+    warn_dense(found, names)
+    sparse = {lookup.table for lookup in found.lookups} - found.dense
+    lookups = [lookup for lookup in found.lookups if lookup.table in sparse]
+    tables = {var: i for i, var in enumerate(jaxpr.invars) if i in sparse}
+
+    def value_of(dense: dict[int, Array], taps: list[Array]) -> tuple[Any, Any]:
+        args = [dense.get(i, leaf) for i, leaf in enumerate(leaves)]
+        results, ids = run_with_taps(jaxpr, closed.consts, args, tables, taps)
+        value, aux = jax.tree.unflatten(structure, results)
+        return value, (aux, ids)
+
+    dense = {i: leaf for i, leaf in enumerate(leaves) if i not in sparse}
+    both = jax.value_and_grad(value_of, argnums=(0, 1), has_aux=True)
+    (value, (aux, ids)), (gradients, rows) = both(dense, [lookup.tap() for lookup in lookups])
+    for i in sparse:
+        gradients[i] = slices_of(leaves[i].shape, i, lookups, ids, rows)
+    return value, aux, [gradients[i] for i in range(len(leaves))]
+
+
+def warn_dense(found: Found, names: Sequence[str]) -> None:
+    """Warn of tables whose gradient is dense although they are looked up."""
+    for i in sorted(found.dense & {lookup.table for lookup in found.lookups}):
+        warnings.warn(
+            f"the gradient of table {names[i] or 'argument'} is dense: beside embedding_lookup the "
+            "function uses it otherwise, or looks it up where lookups are not found",
+            stacklevel=5,
+        )
+
+
+def slices_of(
+    shape: tuple[int, ...],
+    table: int,
+    lookups: Sequence[Lookup],
+    ids: Sequence[Array],
+    rows: Sequence[Array],
+) -> IndexedSlices:
+    """Return the gradient of a table from those of its looked-up rows.
+
+    Args:
+      shape: of the table.
+      table: its number.
+      lookups: of all tables.
+      ids: of every lookup.
+      rows: the gradient of every lookup's tap.
+    """
+    mine = [k for k, lookup in enumerate(lookups) if lookup.table == table]
+    values = [rows[k].reshape(-1, *shape[1:]) for k in mine]
+    indices = [ids[k].reshape(-1) for k in mine]
+    wide = np.result_type(*(i.dtype for i in indices))
+    joined = jnp.concatenate([i.astype(wide) for i in indices])
+    absent = (joined < 0) | (joined >= shape[0])
+    joined = jnp.where(absent, jnp.asarray(shape[0], wide), joined)
+    return IndexedSlices(jnp.concatenate(values), joined, shape)
