@@ -1,4 +1,4 @@
-"""A step on a table that is a plain array: sparse gradient and rows, beside jax.grad and dense optax.
+"""A step on a table that is a plain array: its rows alone, beside jax.grad and dense optax.
 
     python benchmarks/sparse_grad.py
 

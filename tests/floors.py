@@ -62,6 +62,7 @@ CORE_ORDER = [
     "update",
     "engine",
     "indexed_slices",
+    "jaxprs",
     "sparse_lookup",
     "taps",
     "sparse_grad",

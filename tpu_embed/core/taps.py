@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import Literal
 
 from tpu_embed._types import Array
+from tpu_embed.core.jaxprs import evaluate, inner_jaxpr, scan_counts
 from tpu_embed.core.sparse_lookup import lookup_p
 from tpu_embed.kernels.varying import as_varying, axes_of
 
@@ -138,7 +139,7 @@ def run_with_taps(
             results, inside = step.run(eqn, values, tables, mine)
             ids += inside
         else:
-            results = _evaluate(jaxpr, eqn, values)
+            results = evaluate(jaxpr, eqn, values)
             if held and eqn.primitive.name in _SAME:
                 tables[eqn.outvars[0]] = tables[eqn.invars[0]]
         env.update(zip(eqn.outvars, results, strict=True))
@@ -154,20 +155,6 @@ def _tapped(rows: Array, tap: Array) -> Array:
 @_tapped.defjvp
 def _tapped_tangent(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     return primals[0], tangents[0] + tangents[1]
-
-
-def _evaluate(jaxpr: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Return the results of one equation of a jaxpr."""
-    operands = zip(eqn.invars, values, strict=True)
-    given = {var: value for var, value in operands if not isinstance(var, Literal)}
-    alone = jaxpr.replace(
-        constvars=[],
-        invars=list(given),
-        outvars=list(eqn.outvars),
-        eqns=[eqn],
-        effects=eqn.effects,
-    )
-    return jaxpr_as_fun(ClosedJaxpr(alone, ()))(*given.values())
 
 
 def _among(variables: Sequence[Any], tables: Tables) -> dict[int, int]:
@@ -193,24 +180,18 @@ class _Step(NamedTuple):
     run: Callable[[Any, list[Any], Tables, list[Array]], tuple[list[Any], list[Array]]]
 
 
-def _inner(eqn: Any) -> tuple[Any, Sequence[Any]]:
-    """Return the open jaxpr of an equation that calls one, and its constants."""
-    called = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    return (called.jaxpr, called.consts) if hasattr(called, "consts") else (called, ())
-
-
 def _inside(variables: Sequence[Any], operands: Sequence[Any], tables: Tables) -> Tables:
     """Return which variables of an inner jaxpr are tables, given what it is called with."""
     return {variables[i]: number for i, number in _among(operands, tables).items()}
 
 
 def _find_call(eqn: Any, tables: Tables) -> Found:
-    jaxpr, _ = _inner(eqn)
+    jaxpr, _ = inner_jaxpr(eqn)
     return find_lookups(jaxpr, _inside(jaxpr.invars, eqn.invars, tables))
 
 
 def _run_call(eqn: Any, values: list[Any], tables: Tables, taps: list[Array]) -> tuple:
-    jaxpr, consts = _inner(eqn)
+    jaxpr, consts = inner_jaxpr(eqn)
     return run_with_taps(jaxpr, consts, values, _inside(jaxpr.invars, eqn.invars, tables), taps)
 
 
@@ -224,7 +205,7 @@ def _run_remat(eqn: Any, values: list[Any], tables: Tables, taps: list[Array]) -
 
 def _find_scan(eqn: Any, tables: Tables) -> Found:
     """A table must be the same in every iteration: among the constants."""
-    jaxpr, fixed = eqn.params["jaxpr"].jaxpr, eqn.params["num_consts"]
+    jaxpr, (fixed, _) = eqn.params["jaxpr"].jaxpr, scan_counts(eqn)
     found = find_lookups(jaxpr, _inside(jaxpr.invars[:fixed], eqn.invars[:fixed], tables))
     lookups = [x._replace(lead=(eqn.params["length"], *x.lead)) for x in found.lookups]
     return Found(lookups, found.dense | set(_among(eqn.invars[fixed:], tables).values()))
@@ -232,7 +213,7 @@ def _find_scan(eqn: Any, tables: Tables) -> Found:
 
 def _run_scan(eqn: Any, values: list[Any], tables: Tables, taps: list[Array]) -> tuple:
     params, closed = eqn.params, eqn.params["jaxpr"]
-    fixed, carried = params["num_consts"], params["num_carry"]
+    fixed, carried = scan_counts(eqn)
     inside = _inside(closed.jaxpr.invars[:fixed], eqn.invars[:fixed], tables)
 
     def body(carry: list[Any], xs: tuple[list[Any], list[Array]]) -> tuple:

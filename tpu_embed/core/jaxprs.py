@@ -1,0 +1,48 @@
+"""Reading traced programs, whatever the release of JAX.
+
+Enters: equations of a jaxpr. Leaves: their parts, and their results. Called by `taps.py` and by
+`training/`, which rerun a user's function with something added to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+
+__all__ = ["evaluate", "inner_jaxpr", "scan_counts"]
+
+
+def evaluate(jaxpr: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Return the results of one equation of a jaxpr.
+
+    Args:
+      jaxpr: an open jaxpr.
+      eqn: of it.
+      values: of the equation's operands.
+    """
+    operands = zip(eqn.invars, values, strict=True)
+    given = {var: value for var, value in operands if not isinstance(var, Literal)}
+    alone = jaxpr.replace(
+        constvars=[],
+        invars=list(given),
+        outvars=list(eqn.outvars),
+        eqns=[eqn],
+        effects=eqn.effects,
+    )
+    return jaxpr_as_fun(ClosedJaxpr(alone, ()))(*given.values())
+
+
+def inner_jaxpr(eqn: Any) -> tuple[Any, Sequence[Any]]:
+    """Return the open jaxpr of an equation that calls one, and its constants."""
+    called = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    return (called.jaxpr, called.consts) if hasattr(called, "consts") else (called, ())
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """Return how many operands of a scan are constants, and how many its carry."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    fixed, carried, _ = eqn.params["ft_in"].unpack()  # later releases of JAX
+    return len(fixed), len(carried)

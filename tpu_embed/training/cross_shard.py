@@ -1,0 +1,282 @@
+"""Training on replicas: their gradients are summed, then applied.
+
+Enters and leaves: what `Optimizer` takes and returns, inside a `shard_map`; or, as an optax
+transform, local gradients and updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, final
+
+import jax
+import optax
+from jax.tree_util import keystr
+
+from tpu_embed._checks import message
+from tpu_embed._types import Array, ArrayLike, PyTree
+from tpu_embed.core.indexed_slices import is_indexed_slices
+from tpu_embed.optimizers.base import TableOptimizer
+from tpu_embed.training.optimizer import GradientsAndVariables, Optimizer, OptState
+from tpu_embed.training.paths import Path
+from tpu_embed.training.shards import AxisName, make_shards
+
+__all__ = ["CrossShardOptimizer", "cross_shard"]
+
+Groups = Iterable[Iterable[int]]
+
+
+@final
+class CrossShardOptimizer:
+    """Sum the gradients of all replicas, then let another optimizer apply them.
+
+    Of S replicas with losses l: the optimizer sees the gradient of Σ l / S (mean) or of Σ l (sum).
+    `compute_gradients` divides the loss and returns this replica's own gradients, so that they can
+    be clipped before `apply_gradients` sums them. A loss that is a mean over the replica's batch
+    wants "mean", a sum wants "sum".
+
+    A `shard_map` that checks what varies (`check_vma=True`) must have parameters and state as
+    replicated outputs; with several groups they vary from group to group.
+
+    Args:
+      opt: an `Optimizer` without an axis, or an optax transform.
+      reduction: "mean" or "sum".
+      axis_name: the mesh axes of the replicas; several count as one. Where none is bound there is
+        one replica, and one warning.
+      group_assignment: lists of equal length that hold every replica's index (row-major over the
+        axes) once: sums are within a list, and the mean divides by its length. None or []: one
+        group of all.
+      name: of the optimizer.
+
+    Raises:
+      TypeError: `opt` is neither.
+      ValueError: it has an axis of its own; another reduction; groups that are no such lists.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("replicas",))
+      >>> optimizer = CrossShardOptimizer(optax.sgd(0.5), axis_name="replicas")
+      >>> def step(params, state, x):
+      ...     return optimizer.minimize(lambda w: (w * x).mean(), params, state)[:2]
+      >>> mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("replicas")), out_specs=P())
+      >>> params = jnp.ones(())
+      >>> params, state = jax.jit(mapped)(params, optimizer.init(params), jnp.array([1.0, 3.0]))
+      >>> float(params), int(state.step)
+      (0.0, 1)
+
+    Reference:
+      TensorFlow's `tf.compat.v1.tpu.CrossShardOptimizer`.
+    """
+
+    GATE_NONE: ClassVar[str] = Optimizer.GATE_NONE
+    GATE_OP: ClassVar[str] = Optimizer.GATE_OP
+    GATE_GRAPH: ClassVar[str] = Optimizer.GATE_GRAPH
+
+    def __init__(
+        self,
+        opt: Optimizer | optax.GradientTransformation,
+        reduction: str = "mean",
+        *,
+        axis_name: AxisName,
+        group_assignment: Groups | None = None,
+        name: str = "CrossShardOptimizer",
+    ) -> None:
+        if not isinstance(name, str) or not name:
+            what = "CrossShardOptimizer: name"
+            raise ValueError(message(what, expected="a word", got=repr(name)))
+        shards = make_shards(name, _checked_axis(name, axis_name), reduction, group_assignment)
+        self._name = name
+        self._opt = _as_optimizer(name, opt).across(shards)
+
+    def get_name(self) -> str:
+        """Return the optimizer's name."""
+        return self._name
+
+    def init(self, params: PyTree) -> OptState:
+        """Return the first state; see `Optimizer.init`."""
+        return self._opt.init(params)
+
+    def scale_loss(self, loss: ArrayLike) -> Any:
+        """Return the loss that `compute_gradients` differentiates.
+
+        That is the loss over the number of replicas, or of those of a group, under mean.
+        """
+        return self._opt.scale_loss(loss)
+
+    def minimize(
+        self,
+        loss: Callable[[PyTree], ArrayLike],
+        params: PyTree,
+        state: OptState,
+        var_list: Iterable[Path] | None = None,
+        gate_gradients: str = "op",
+        aggregation_method: str | None = "add_n",
+        grad_loss: ArrayLike | None = None,
+        *,
+        constraints: Mapping[Path, Callable[[Array], ArrayLike]] | None = None,
+        learning_rate: ArrayLike | None = None,
+    ) -> tuple[PyTree, OptState, Array]:
+        """Compute gradients and apply them; see `Optimizer.minimize`.
+
+        Returns:
+          parameters, state, and this replica's loss, unscaled.
+        """
+        options = (var_list, gate_gradients, aggregation_method, grad_loss)
+        keywords = {"constraints": constraints, "learning_rate": learning_rate}
+        return self._opt.minimize(loss, params, state, *options, **keywords)
+
+    def compute_gradients(
+        self,
+        loss: Callable[[PyTree], ArrayLike],
+        params: PyTree,
+        var_list: Iterable[Path] | None = None,
+        gate_gradients: str = "op",
+        aggregation_method: str | None = "add_n",
+        grad_loss: ArrayLike | None = None,
+    ) -> GradientsAndVariables:
+        """Return this replica's own gradients of the scaled loss.
+
+        See `Optimizer.compute_gradients`.
+        """
+        options = (var_list, gate_gradients, aggregation_method, grad_loss)
+        return self._opt.compute_gradients(loss, params, *options)
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Path]],
+        params: PyTree,
+        state: OptState,
+        skip_gradients_aggregation: bool = False,
+        *,
+        constraints: Mapping[Path, Callable[[Array], ArrayLike]] | None = None,
+        learning_rate: ArrayLike | None = None,
+    ) -> tuple[PyTree, OptState]:
+        """Sum gradients over the replicas and apply them; see `Optimizer.apply_gradients`.
+
+        Args:
+          grads_and_vars: this replica's own gradients, from `compute_gradients`.
+          params: a pytree of arrays.
+          state: of the optimizer.
+          skip_gradients_aggregation: the gradients are summed already, as those of `jax.grad` by a
+            replicated parameter are in a `shard_map` that checks what varies.
+          constraints: by path a function that the parameter goes through after a dense update.
+          learning_rate: `[]`, instead of the rule's.
+
+        Raises:
+          ValueError: a gradient that is the same on all replicas; and all that
+            `Optimizer.apply_gradients` raises.
+        """
+        keywords = {"constraints": constraints, "learning_rate": learning_rate}
+        return self._opt.apply_gradients(
+            grads_and_vars, params, state, skip_gradients_aggregation, **keywords
+        )
+
+    def get_slot(self, state: OptState, path: Path, name: str) -> Array | None:
+        """Return a parameter's slot; see `Optimizer.get_slot`."""
+        return self._opt.get_slot(state, path, name)
+
+    def get_slot_names(self, state: OptState) -> list[str]:
+        """Return the names of the slots, sorted."""
+        return self._opt.get_slot_names(state)
+
+    def get_non_slot(self, state: OptState) -> dict[str, Array]:
+        """Return what belongs to no parameter, by name."""
+        return self._opt.get_non_slot(state)
+
+    def variables(self, state: OptState) -> list[tuple[str, Array]]:
+        """Return slots and all of `get_non_slot`, sorted by name."""
+        return self._opt.variables(state)
+
+
+def cross_shard(
+    tx: optax.GradientTransformation,
+    axis_name: AxisName,
+    reduction: str = "mean",
+    group_assignment: Groups | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Return a transform that sums local gradients over replicas, then calls another.
+
+    `update` divides by the number of replicas (mean), sums, and calls `tx`. It wants gradients of
+    the unscaled loss, this replica's own: in a `shard_map` with `check_vma=True`, by parameters
+    that `jax.lax.pcast(…, axis_name, to="varying")` has made local.
+
+    A limit c on the norm of gradients in a chain before it is a limit on the unscaled ones: it
+    equals c / S between `compute_gradients` and `apply_gradients` of `CrossShardOptimizer`.
+
+    Args:
+      tx: an optax transform.
+      axis_name: the mesh axes of the replicas.
+      reduction: "mean" or "sum".
+      group_assignment: as in `CrossShardOptimizer`.
+
+    Raises:
+      TypeError: `tx` is no optax transform; at an update, an `IndexedSlices` among the gradients.
+      ValueError: another reduction, groups, or a gradient that is the same on all replicas.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> tx = cross_shard(optax.sgd(0.5), "replicas", reduction="sum")
+      >>> w, gradients = jnp.ones(()), jnp.array([1.0, 3.0])
+      >>> jax.vmap(lambda g: tx.update(g, tx.init(w))[0], axis_name="replicas")(gradients).tolist()
+      [-2.0, -2.0]
+
+    Reference:
+      optax: a transform is a pair of pure functions, init and update.
+    """
+    _check_transform("cross_shard", tx)
+    names = _checked_axis("cross_shard", axis_name)
+    shards = make_shards("cross_shard", names, reduction, group_assignment)
+    inner = optax.with_extra_args_support(tx)
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, Any]:
+        pairs, structure = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_indexed_slices)
+        gradients = {keystr(path): shards.scaled(g) for path, g in _dense_only(pairs)}
+        summed = shards.summed(gradients)
+        return inner.update(structure.unflatten(summed.values()), state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def _dense_only(pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    for path, gradient in pairs:
+        if is_indexed_slices(gradient):
+            raise TypeError(
+                message(
+                    f"cross_shard: gradient of {keystr(path) or 'the parameter'}",
+                    expected="an array: optax transforms know no rows",
+                    got="IndexedSlices",
+                    remedy="CrossShardOptimizer(Optimizer(tx, name), axis_name=...) takes them",
+                )
+            )
+    return pairs
+
+
+def _checked_axis(what: str, axis_name: AxisName | None) -> AxisName:
+    if axis_name is None:
+        expected = "the name of a mesh axis, or different ones"
+        raise ValueError(message(f"{what}: axis_name", expected=expected, got="None"))
+    return axis_name
+
+
+def _as_optimizer(what: str, opt: Any) -> Optimizer:
+    if isinstance(opt, Optimizer):
+        return opt
+    _check_transform(what, opt)
+    return Optimizer(opt, what)
+
+
+def _check_transform(what: str, tx: Any) -> None:
+    if isinstance(tx, optax.GradientTransformation):
+        return
+    name = type(tx).__name__
+    remedies = {
+        TableOptimizer: f"wrap it: Optimizer({name}(...), name), or {name}(...).as_optax()",
+        Optimizer: "CrossShardOptimizer takes an Optimizer",
+        CrossShardOptimizer: "one is enough: give it the optimizer that this one wraps",
+    }
+    remedy = next((words for kind, words in remedies.items() if isinstance(tx, kind)), "")
+    expected = "an Optimizer or an optax transform"
+    raise TypeError(message(f"{what}: opt", expected=expected, got=name, remedy=remedy))

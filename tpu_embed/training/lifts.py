@@ -1,0 +1,100 @@
+"""What a user passed as an optimizer, in the two forms in which it is applied.
+
+Leaves: an optax transform for dense parameters, and a rule over rows for tables whose gradient is
+sparse. Called by `Optimizer`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, final
+
+import optax
+
+from tpu_embed._checks import message
+from tpu_embed._types import ArrayLike, Tracer
+from tpu_embed.optimizers.base import TableOptimizer
+from tpu_embed.optimizers.dense import dense_transform
+from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
+from tpu_embed.optimizers.optax_rows import OptaxOptimizer
+
+__all__ = ["Lifts"]
+
+
+@final
+class Lifts:
+    """Hold an optimizer as a transform of trees, and make it one of rows when that is asked.
+
+    Args:
+      given: one of `tpu_embed.optimizers`, or an optax transform.
+
+    Raises:
+      ValueError: it is neither.
+    """
+
+    def __init__(self, given: Any) -> None:
+        if isinstance(given, OptaxOptimizer):
+            given = given.transform
+        if isinstance(given, optax.MultiSteps):
+            given = given.gradient_transformation()
+        self.rule: TableOptimizer | None = None
+        if isinstance(given, TableOptimizer):
+            self.rule = given
+            self.dense = dense_transform(given, seed=0)
+        elif isinstance(given, optax.GradientTransformation):
+            self.dense = optax.with_extra_args_support(given)
+        else:
+            expected = "one of tpu_embed.optimizers or an optax transform"
+            remedy = f"make one: {given.__name__}(...)" if isinstance(given, type) else ""
+            raise ValueError(
+                message("optimizer", expected=expected, got=repr(given), remedy=remedy)
+            )
+
+    @functools.cached_property
+    def rows(self) -> TableOptimizer:
+        """The rule over rows.
+
+        Raises:
+          ValueError: the transform is not row-separable.
+        """
+        return self.rule or OptaxOptimizer(self.dense)
+
+    @property
+    def every_row(self) -> bool:
+        """Whether a sparse gradient changes rows that it does not name."""
+        return self.rule is not None and self.rule.updates_every_row
+
+    def learning_rate(self, step: ArrayLike, given: ArrayLike | None) -> ArrayLike | None:
+        """Return the rate of an update, None where the transform holds its own.
+
+        Args:
+          step: int32 scalar t, 1 at the first update.
+          given: what the user gives instead, or None.
+
+        Raises:
+          ValueError: one is given to a transform, or is missing inside a jit.
+        """
+        if self.rule is None:
+            if given is not None:
+                expected = "none: an optax transform holds its own"
+                remedy = "optax.inject_hyperparams puts it into the state"
+                got = repr(given)
+                raise ValueError(
+                    message("learning_rate", expected=expected, got=got, remedy=remedy)
+                )
+            return None
+        if given is not None:
+            return given
+        rate: Any = self.rule.learning_rate
+        if learning_rate_kind(rate) is not LearningRateKind.HOST:
+            return self.rule.resolve_learning_rate(step, None)
+        if isinstance(step, Tracer):
+            raise ValueError(
+                message(
+                    "learning_rate",
+                    expected="the value of a callable without arguments, called outside the jit",
+                    got="none",
+                    remedy="apply_gradients(..., learning_rate=value)",
+                )
+            )
+        return rate()

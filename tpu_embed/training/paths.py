@@ -1,0 +1,110 @@
+"""The leaves of a parameter tree by their paths.
+
+Users name a parameter by its `jax.tree_util` key path, or by the `keystr` of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.tree_util import KeyPath, keystr
+
+from tpu_embed._checks import message
+from tpu_embed._types import PyTree
+
+__all__ = ["NOTHING", "Leaves", "Path", "is_nothing", "leaves_of", "listed"]
+
+Path = KeyPath | str
+"""A key path, or its `keystr`."""
+
+
+NOTHING = optax.MaskedNode()
+"""Stands for a leaf that is not there: a tree without leaves, which optax transforms pass over."""
+
+
+class Leaves(NamedTuple):
+    """A tree taken apart.
+
+    Attributes:
+      structure: of the tree.
+      paths: of each leaf.
+      labels: their `keystr`.
+      values: the leaves.
+    """
+
+    structure: Any
+    paths: list[KeyPath]
+    labels: list[str]
+    values: list[Any]
+
+    def find(self, path: Any, *, what: str) -> int:
+        """Return the number of the leaf at a path.
+
+        Raises:
+          ValueError: there is none.
+        """
+        label = _label(path)
+        if label not in self.labels:
+            expected = f"the path of one of {listed(self.labels)}"
+            raise ValueError(message(what, expected=expected, got=label))
+        return self.labels.index(label)
+
+    def find_all(self, paths: Iterable[Any], *, what: str) -> list[int]:
+        """Return the numbers of the leaves at some paths.
+
+        Raises:
+          ValueError: there is no such leaf, or a path occurs twice.
+        """
+        found: list[int] = []
+        for path in paths:
+            i = self.find(path, what=what)
+            if i in found:
+                raise ValueError(message(what, expected="each path once", got=self.labels[i]))
+            found.append(i)
+        return found
+
+    def only(self, keep: Mapping[int, Any]) -> PyTree:
+        """Return a tree of the values in `keep`, by number; `NOTHING` stands for other leaves."""
+        return self.structure.unflatten([keep.get(i, NOTHING) for i in range(len(self.labels))])
+
+    def among(self, tree: PyTree) -> Iterator[tuple[int, Any]]:
+        """Yield number and value of what `only` kept."""
+        for i, value in enumerate(self.structure.flatten_up_to(tree)):
+            if not is_nothing(value):
+                yield i, value
+
+
+def is_nothing(tree: Any) -> bool:
+    """Tell whether a tree is `NOTHING`."""
+    return isinstance(tree, optax.MaskedNode)
+
+
+def leaves_of(params: PyTree) -> Leaves:
+    """Take a tree apart.
+
+    Raises:
+      ValueError: it has no leaves.
+
+    Example:
+      >>> leaves_of({"w": 1.0, "b": [2.0]}).labels
+      ["['b'][0]", "['w']"]
+    """
+    pairs, structure = jax.tree_util.tree_flatten_with_path(params)
+    if not pairs:
+        raise ValueError(message("params", expected="at least one array", got=repr(params)))
+    paths = [path for path, _ in pairs]
+    return Leaves(structure, paths, [keystr(path) for path in paths], [leaf for _, leaf in pairs])
+
+
+def listed(labels: Iterable[str]) -> str:
+    """Return paths for a message."""
+    return ", ".join(label or "the parameter" for label in labels)
+
+
+def _label(path: Any) -> str:
+    if isinstance(path, str):
+        return path
+    return keystr(path) if isinstance(path, tuple) else repr(path)

@@ -1,0 +1,92 @@
+"""Parameters and the state of a transform after one step.
+
+Enters: judged gradients, summed over the replicas. Leaves: the values of all parameters and the
+state. Called by `Optimizer.apply_gradients`.
+
+Parameters without a gradient are taken out of the trees that the transform sees, with their slots,
+so that nothing of them can change. A transform that couples parameters, as a clip by the global
+norm, then sees those that have one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tpu_embed._types import Array, ArrayLike, PyTree
+from tpu_embed.core.indexed_slices import is_indexed_slices
+from tpu_embed.training.given import Given
+from tpu_embed.training.lifts import Lifts
+from tpu_embed.training.paths import Leaves
+from tpu_embed.training.rows import update_touched
+from tpu_embed.training.slots import State, take_apart
+
+__all__ = ["update_parameters"]
+
+
+def update_parameters(
+    lifts: Lifts,
+    leaves: Leaves,
+    state: PyTree,
+    given: Given,
+    *,
+    step: ArrayLike,
+    learning_rate: ArrayLike | None,
+) -> tuple[PyTree, PyTree]:
+    """Return parameters and state after one step.
+
+    Args:
+      lifts: the optimizer.
+      leaves: the parameters.
+      state: of the transform.
+      given: gradients and constraints.
+      step: int32 scalar t, 1 at the first update.
+      learning_rate: scalar, or None where the transform holds its own.
+
+    Raises:
+      ValueError: a sparse gradient, and a transform that is not row-separable.
+    """
+    sparse = {i: g for i, g in given.gradients.items() if is_indexed_slices(g)}
+    if lifts.every_row:
+        sparse = {}
+    dense = {
+        i: g.to_dense() if is_indexed_slices(g) else g
+        for i, g in given.gradients.items()
+        if i not in sparse
+    }
+    values = {i: jnp.asarray(leaf) for i, leaf in enumerate(leaves.values)}
+    old = take_apart(lifts.dense, state, leaves)
+    with jax.named_scope("update_dense"):
+        changed, new = _update_dense(lifts, leaves, old, dense, values, learning_rate)
+    values |= {i: given.constrained(i, value) for i, value in changed.items()}
+    for i, gradient in sparse.items():
+        places = old.slots(i) | old.shared()
+        slots = {name: old.values[place] for name, place in places.items()}
+        rate = 0.0 if learning_rate is None else learning_rate
+        values[i], written = update_touched(
+            lifts.rows, values[i], slots, gradient, step=step, learning_rate=rate
+        )
+        new = new.with_slots(i, written)
+    return leaves.only(values), new.tree()
+
+
+def _update_dense(
+    lifts: Lifts,
+    leaves: Leaves,
+    old: State,
+    gradients: dict[int, Any],
+    values: dict[int, Array],
+    learning_rate: ArrayLike | None,
+) -> tuple[dict[int, Array], State]:
+    """Return the parameters that have dense gradients, and the state, its shared part included."""
+    params = leaves.only({i: values[i] for i in gradients})
+    whole = len(gradients) == len(values)
+    state = old.tree() if whole else old.only(gradients)
+    extra = {} if learning_rate is None else {"learning_rate": learning_rate}
+    with jax.numpy_dtype_promotion("standard"):  # optax is written for it
+        updates, new = lifts.dense.update(leaves.only(gradients), state, params, **extra)
+        params = optax.apply_updates(params, updates)
+    return dict(leaves.among(params)), old.updated(new)
