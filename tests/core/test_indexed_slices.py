@@ -78,6 +78,9 @@ def test_sums_and_products():
     assert np.array_equal(a + b.to_dense(), both)
     assert np.array_equal(b.to_dense() + a, both)
     assert np.array_equal((2 * a).to_dense(), 2 * np.asarray(a.to_dense()))
+    assert np.array_equal((-a / 2).to_dense(), np.asarray(a.to_dense()) / -2)
+    assert np.array_equal(sum([a, b]).to_dense(), both)
+    assert (a + jnp.zeros(a.shape, jnp.float32)).dtype == jnp.float32
     assert np.array_equal(sum([a, b], np.zeros(a.shape, np.float32)), both)
 
 
@@ -129,3 +132,27 @@ def test_errors_name_what_is_wrong():
         draw(0, 3) + jnp.ones((7, 2))
     with pytest.raises(ValueError, match="expected a scalar"):
         draw(0, 3) * jnp.ones(2)
+
+
+def test_low_precision_is_summed_in_float32():
+    """In bfloat16 a sum of ones stops at 256."""
+    ones = IndexedSlices(jnp.ones((300, 1), jnp.bfloat16), jnp.zeros(300, jnp.int32), (V, 1))
+    for whole in (ones.to_dense(), ones.deduplicate().to_dense()):
+        assert (whole.dtype, whole[0, 0]) == (jnp.bfloat16, 300)
+    assert indexed_slices.global_norm(ones) == 300
+    scaled = indexed_slices.scale({"w": ones.values, "t": ones}, jnp.float32(0.1))
+    assert {g.dtype for g in (scaled["w"], scaled["t"])} == {jnp.dtype(jnp.bfloat16)}
+    clipped = indexed_slices.clip_by_global_norm(ones, 30.0)
+    np.testing.assert_allclose(indexed_slices.global_norm(clipped), 30, rtol=1e-2)
+
+
+def test_narrow_indices_of_a_large_table():
+    slices = IndexedSlices(jnp.ones((2, 1)), jnp.array([3, 3], jnp.int8), (1000, 1))
+    assert slices.deduplicate().indices.tolist() == [3, 1000]
+
+
+def test_integers_have_no_norm():
+    with pytest.raises(TypeError, match="expected gradients of floats, got int32"):
+        indexed_slices.global_norm({"n": jnp.arange(3)})
+    with pytest.raises(TypeError, match="expected gradients of floats, got int32"):
+        indexed_slices.scale(jnp.arange(3), 0.5)

@@ -122,7 +122,7 @@ def test_entries_stand_in_program_order_with_duplicates(params):
     slices = sparse_grad(loss)(params)["table"]
     assert slices.indices.tolist() == [5, 2, 2, V]
     rows = np.tile(np.asarray(params["kernel"]), (3, 1))
-    assert np.array_equal(slices.values[:3], rows)
+    assert np.array_equal(slices.values, [*rows, np.zeros(D)])
 
 
 def test_a_branch_not_taken_gives_padding(params):
@@ -157,7 +157,12 @@ DENSE = {
     "a table computed from it": lambda p: (
         embedding_lookup(p["table"], IDS).sum() + embedding_lookup(p["table"] * 2, IDS).sum()
     ),
+    "computed from it, alone": lambda p: embedding_lookup(p["table"] * 2, IDS).sum(),
     "in a custom_vjp": lambda p: score(p, IDS).sum() + _opaque(p["table"]),
+    "in a custom_vjp, alone": lambda p: _opaque(p["table"]),
+    "computed from it, in a scan": lambda p: jax.lax.scan(
+        lambda c, i: (c + embedding_lookup(p["table"] * c, i).sum(), None), jnp.float32(1), PAIRS
+    )[0],
     "carried by a scan": lambda p: (
         jax.lax.scan(lambda t, i: (t * 2, embedding_lookup(t, i).sum()), p["table"], PAIRS)[1].sum()
         + score(p, IDS).sum()
@@ -177,6 +182,9 @@ _opaque.defvjp(lambda table: (_opaque(table), table), lambda table, g: (jnp.ones
 def test_a_dense_use_makes_it_dense_and_says_so(name, params):
     with pytest.warns(UserWarning, match=re.escape("the gradient of table ['table'] is dense")):
         got = sparse_grad(DENSE[name])(params)
+    with pytest.warns(UserWarning, match="dense") as warned:
+        sparse_value_and_grad(DENSE[name])(params)
+    assert [warning.filename for warning in warned] == [__file__]
     expected = jax.grad(DENSE[name])(params)
     np.testing.assert_allclose(got["table"], expected["table"], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(got["kernel"], expected["kernel"], rtol=1e-5, atol=1e-6)
@@ -197,7 +205,7 @@ def test_a_lookup_in_a_while_loop_is_jax_s_error(params):
         start = (jnp.int32(0), jnp.float32(0))
         return jax.lax.while_loop(lambda c: c[0] < jnp.int32(c[1]) + 2, body, start)[1]
 
-    with pytest.raises(ValueError, match="while_loop"):
+    with pytest.warns(UserWarning, match="dense"), pytest.raises(ValueError, match="while_loop"):
         sparse_grad(loss)(params)
 
 
@@ -290,3 +298,27 @@ def test_errors_are_those_of_value_and_grad(params):
         sparse_grad(lambda p: score(p, IDS))(params)
     with pytest.raises(TypeError, match="int32"):
         sparse_grad(lambda n: n.astype(jnp.float32))(jnp.int32(3))
+
+
+def test_arguments_by_place(params):
+    def loss(a, b):
+        return (embedding_lookup(a, PAIRS) * embedding_lookup(b, PAIRS)).sum()
+
+    table = params["table"]
+    assert sparse_grad(loss, np.int64(-1))(table, table).indices.shape == (6,)
+    for argnums in ((0, 0), (0, -2), 2, "a", 0.5):
+        with pytest.raises(ValueError, match="expected different places among 2 positional"):
+            sparse_grad(loss, argnums)(table, table)
+    with pytest.raises(TypeError, match="expected a pair of the value and aux"):
+        sparse_grad(loss, has_aux=True)(table, table)
+
+
+def test_rows_of_no_numbers():
+    got = sparse_grad(lambda t: embedding_lookup(t, PAIRS).sum())(jnp.zeros((V, 0)))
+    assert got.values.shape == (6, 0)
+
+
+def test_the_warning_names_the_user_s_line_inside_a_jit(params):
+    with pytest.warns(UserWarning, match="dense") as warned:
+        jax.jit(sparse_grad(DENSE["a dense use beside"]))(params)
+    assert [warning.filename for warning in warned] == [__file__]

@@ -65,6 +65,12 @@ def test_a_weight_scales_its_row():
     assert np.array_equal(embedding_lookup(table_of(), IDS, weights), expected)
 
 
+def test_the_weight_of_padding_is_not_read():
+    weights = np.where(IDS < 0, np.nan, 1).astype(np.float32)
+    assert np.isfinite(np.asarray(embedding_lookup(table_of(), IDS, weights))).all()
+    assert np.isfinite(np.asarray(embedding_lookup(table_of(), IDS, weights, "mean"))).all()
+
+
 @pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
 def test_empty_bags_have_zero_gradients(combiner):
     ids = np.full((2, 3), -1)

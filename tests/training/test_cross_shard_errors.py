@@ -130,7 +130,7 @@ def test_groups_of_another_size():
             ValueError,
             Optimizer(optax.sgd(0.1), "own", axis_name="r"),
             {},
-            r"optimizer own: expected one without an axis of its own.*leave its axis_name out",
+            r"optimizer own: expected one without an axis of its own.*leave the axis out",
         ),
     ],
 )
@@ -163,3 +163,16 @@ def test_what_the_optax_form_refuses():
     )[0][0]
     with pytest.raises(TypeError, match="gradient of the parameter: expected an array"):
         cross_shard(optax.sgd(0.1), "r").update(gradient, optax.EmptyState())
+
+
+def test_what_sums_by_itself_is_not_summed_again():
+    once = cross_shard(optax.sgd(0.1), "d")
+    with pytest.raises(ValueError, match="an optimizer without an axis of its own"):
+        CrossShardOptimizer(once, axis_name="d")
+    with pytest.raises(ValueError, match="an optimizer without an axis of its own"):
+        cross_shard(once, "d")
+    with pytest.raises(ValueError, match="one without an axis of its own"):
+        Optimizer(once, "opt", axis_name="d")
+    with pytest.raises(ValueError, match="one without an axis of its own"):
+        CrossShardOptimizer(Optimizer(once, "opt"), axis_name="d")
+    assert Optimizer(once, "opt").get_name() == "opt"

@@ -41,6 +41,9 @@ class Halved:
     def scale_loss(self, loss):
         return loss / 2
 
+    def local(self, tree):
+        return tree
+
 
 def draw():
     rng = np.random.default_rng(4)
@@ -218,11 +221,11 @@ def test_through_compute_gradients_an_unused_feature_has_none():
 
 def test_a_loss_must_be_float():
     activations = draw()
-    with pytest.raises(ValueError, match="the loss: expected floats, got int32"):
+    with pytest.raises(ValueError, match="loss: expected a float array, got int32"):
         get_gradients_through_dummy_table_variables(
             lambda x: jnp.argmax(x["user"]), activations, feature_config=FEATURES
         )
-    with pytest.raises(ValueError, match="the loss: expected floats, got int32"):
+    with pytest.raises(ValueError, match="loss: expected a float array, got int32"):
         get_gradients_through_compute_gradients(Halved(), lambda x: jnp.int32(1), activations)
     with pytest.raises(TypeError, match="activations: the top: expected a mapping, got a list"):
         get_gradients_through_dummy_table_variables(loss_of, [1], feature_config=FEATURES)
@@ -259,3 +262,25 @@ def test_scaled_as_by_an_optimizer_over_replicas(check_vma, reduction, scale):
     for found in jax.jit(shards)(activations):
         # Cosines of numbers below 48, in float32.
         np.testing.assert_allclose(found["user"], expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_replicated_activations_have_each_replica_s_own_gradient(check_vma):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("d",))
+    optimizer = Optimizer(optax.sgd(0.1), "sgd", axis_name="d", reduction="sum")
+    activations, features = {"user": jnp.ones((2, 3))}, {"user": FEATURES["user"]}
+
+    def local(activations, x):
+        def loss(activations):
+            return activations["user"].sum() * x[0]
+
+        _, first = get_gradients_through_dummy_table_variables(
+            loss, activations, feature_config=features, optimizer=optimizer
+        )
+        second = get_gradients_through_compute_gradients(optimizer, loss, activations)
+        return first["user"][None], second["user"][None]
+
+    specs = {"in_specs": (P(), P("d")), "out_specs": P("d"), "check_vma": check_vma}
+    x = jnp.arange(8.0)
+    for found in jax.jit(jax.shard_map(local, mesh=mesh, **specs))(activations, x):
+        assert np.array_equal(found[:, 0, 0], x)

@@ -57,7 +57,11 @@ def test_construction_of_the_axis():
         (ValueError, {"params": {}}, "params: expected at least one array"),
         (ValueError, {"var_list": ["['x']"]}, r"opt: var_list: expected the path of one of .*'w'"),
         (ValueError, {"var_list": ["['w']"] * 2}, r"expected each path once, got \['w'\]"),
-        (ValueError, {"gate_gradients": "all"}, "gate_gradients: expected 'none' | 'op' | 'graph'"),
+        (
+            ValueError,
+            {"gate_gradients": "all"},
+            r"gate_gradients: expected 'none' \| 'op' \| 'graph'",
+        ),
         (ValueError, {"aggregation_method": "mean"}, "aggregation_method: expected"),
         (
             ValueError,
@@ -65,6 +69,11 @@ def test_construction_of_the_axis():
             r"the loss' shape \(\), got float32 of",
         ),
         (ValueError, {"grad_loss": 1}, r"grad_loss: expected floats"),
+        (
+            ValueError,
+            {"loss": lambda p: (loss(p), 1.0)},
+            r"loss: expected a float array, got tuple",
+        ),
     ],
 )
 def test_compute_gradients(kind, given, words):
@@ -88,6 +97,11 @@ def test_compute_gradients(kind, given, words):
             r"'w'\]: expected the parameter's shape \(2,\), got",
         ),
         (ValueError, [(jnp.ones(()), "['n']")], r"\['n'\]: expected None, for a parameter of int"),
+        (
+            ValueError,
+            [(jnp.ones(2, jnp.complex64), "['w']")],
+            r"\['w'\]: expected floats, .* got complex64",
+        ),
         (ValueError, [(SLICES, "['w']")], r"\['w'\]: expected IndexedSlices of dense_shape \(2,\)"),
         (
             ValueError,

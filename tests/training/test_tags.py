@@ -190,3 +190,13 @@ def test_names_are_checked():
             tag(X, name)
     with pytest.raises(TypeError, match="stop_gradients: expected names of tags or Tags"):
         gradients(square, [X], stop_gradients=[X])
+
+
+def test_a_batch_axis_that_is_not_the_first_comes_first():
+    def fn(x):
+        return jax.vmap(lambda row: (tag(jnp.sin(row), "a") ** 2).sum(), in_axes=1)(x)
+
+    x = jnp.arange(15.0).reshape(3, 5)
+    (found,) = gradients(fn, [x, Tag("a")])[1:]
+    # Sines of numbers below 15, in float32.
+    np.testing.assert_allclose(found, 2 * np.sin(np.asarray(x).T), rtol=1e-5)

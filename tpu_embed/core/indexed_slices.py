@@ -74,7 +74,7 @@ class IndexedSlices:
 
         Returns:
           N entries again: the rows in order of first appearance, the values of each summed in order
-          of position, then padding.
+          of position, in float32 at least, then padding.
 
         Example:
           >>> slices = IndexedSlices(jnp.ones((3, 2)), jnp.array([4, 0, 4]), (5, 2))
@@ -86,8 +86,8 @@ class IndexedSlices:
             return self
         indices = self._judged()
         runs = find_runs(indices, size)
-        ordered = dispatch.gather_rows(self.values, runs.order)
-        sums = dispatch.segment_sum(ordered, runs.run, n)
+        ordered = dispatch.gather_rows(_widened(self.values), runs.order)
+        sums = dispatch.segment_sum(ordered, runs.run, n).astype(self.values.dtype)
         firsts = jnp.full(n, n, jnp.int32).at[runs.run].min(runs.order)
         _, order = dispatch.sort_rows(jnp.where(runs.run_rows < size, firsts, n))
         rows = dispatch.gather_rows(runs.run_rows, order)
@@ -111,11 +111,21 @@ class IndexedSlices:
 
     def to_dense(self) -> Array:
         """Return the whole, an array of `dense_shape`: as large as the table."""
-        zeros = jnp.zeros(self.dense_shape, self.values.dtype)
-        return zeros.at[self._judged()].add(self.values, mode="drop")
+        values = _widened(self.values)
+        zeros = jnp.zeros(self.dense_shape, values.dtype)
+        return zeros.at[self._judged()].add(values, mode="drop").astype(self.values.dtype)
 
     def __add__(self, other: Any) -> Any:
-        """Return the sum: more entries, or with an array of the whole shape, an array."""
+        """Return the sum: more entries, or with an array of the whole shape, an array.
+
+        Args:
+          other: `IndexedSlices` of the same `dense_shape`, an array of that shape, or 0.
+
+        Raises:
+          ValueError: of another shape.
+        """
+        if isinstance(other, int) and other == 0:
+            return self  # where `sum` begins
         if isinstance(other, IndexedSlices):
             if other.dense_shape != self.dense_shape:
                 raise ValueError(
@@ -132,18 +142,36 @@ class IndexedSlices:
             got = f"shape {np.shape(other)}"
             expected = f"IndexedSlices, or an array of shape {self.dense_shape}"
             raise ValueError(message("IndexedSlices: sum", expected=expected, got=got))
-        return jnp.asarray(other).at[self._judged()].add(self.values, mode="drop")
+        array = jnp.asarray(other)
+        dtype = jnp.promote_types(array.dtype, self.values.dtype)
+        whole = _widened(array.astype(dtype))
+        values = self.values.astype(whole.dtype)
+        return whole.at[self._judged()].add(values, mode="drop").astype(dtype)
 
     __radd__ = __add__
 
     def __mul__(self, factor: ArrayLike) -> IndexedSlices:
-        """Return the product with a scalar."""
+        """Return the product with a scalar.
+
+        Raises:
+          ValueError: with anything else.
+        """
         if np.ndim(factor):
             got = f"shape {np.shape(factor)}"
             raise ValueError(message("IndexedSlices: product", expected="a scalar", got=got))
-        return dataclasses.replace(self, values=self.values * factor)
+        values = _widened(self.values)
+        product = values * jnp.asarray(factor, values.dtype)
+        return dataclasses.replace(self, values=product.astype(self.values.dtype))
 
     __rmul__ = __mul__
+
+    def __truediv__(self, divisor: ArrayLike) -> IndexedSlices:
+        """Return the product with 1 / divisor, a scalar."""
+        return self * (1.0 / divisor)
+
+    def __neg__(self) -> IndexedSlices:
+        """Return the product with -1."""
+        return self * -1.0
 
     def _judged(self) -> Array:
         """Return the indices, padding for all outside the table.
@@ -152,6 +180,8 @@ class IndexedSlices:
           ValueError: values, indices and dense_shape do not fit together.
         """
         indices, size = self.indices, self.dense_shape[0]
+        if indices.dtype.itemsize < 4:
+            indices = indices.astype(jnp.int32)
         expected = (indices.shape[0] if indices.ndim == 1 else -1, *self.dense_shape[1:])
         if self.values.shape != expected:
             raise ValueError(
@@ -178,7 +208,7 @@ def scale(gradients: PyTree, factor: ArrayLike) -> PyTree:
       gradients: a pytree of arrays and `IndexedSlices`.
       factor: `[]`.
     """
-    return jax.tree.map(lambda g: g * factor, gradients, is_leaf=is_indexed_slices)
+    return jax.tree.map(lambda g: _times(g, factor), gradients, is_leaf=is_indexed_slices)
 
 
 def global_norm(gradients: PyTree) -> Array:
@@ -187,18 +217,55 @@ def global_norm(gradients: PyTree) -> Array:
     A row that occurs more than once in an `IndexedSlices` counts with the sum of its values.
 
     Args:
-      gradients: a pytree of arrays and `IndexedSlices`.
+      gradients: a pytree of float arrays and `IndexedSlices`.
+
+    Raises:
+      TypeError: an array of integers.
     """
-    leaves = jax.tree.leaves(gradients, is_leaf=is_indexed_slices)
-    wide = any(g.dtype in (jnp.float64, jnp.complex128) for g in leaves)
-    squares = jnp.zeros((), jnp.float64 if wide else jnp.float32)
-    for g in leaves:
-        numbers = g.deduplicate().values if is_indexed_slices(g) else jnp.asarray(g)
-        sizes = jnp.abs(numbers)
-        if sizes.dtype.itemsize < 4:
-            sizes = sizes.astype(jnp.float32)
-        squares = squares + jnp.sum(sizes * sizes).astype(squares.dtype)
-    return jnp.sqrt(squares)
+    squares = [_squares(g) for g in jax.tree.leaves(gradients, is_leaf=is_indexed_slices)]
+    wide = any(square.dtype == jnp.float64 for square in squares)
+    dtype = jnp.float64 if wide else jnp.float32
+    return jnp.sqrt(sum((square.astype(dtype) for square in squares), jnp.zeros((), dtype)))
+
+
+def _squares(gradient: Any) -> Array:
+    """Return Σ g² of one gradient, in float32 at least."""
+    if is_indexed_slices(gradient):
+        wide = dataclasses.replace(gradient, values=_widened(gradient.values))
+        numbers = wide.deduplicate().values
+    else:
+        numbers = _checked_floats(gradient)
+    sizes = _widened(jnp.abs(numbers))
+    return jnp.sum(sizes * sizes)
+
+
+def _checked_floats(gradient: Any) -> Array:
+    """Return a gradient as an array.
+
+    Raises:
+      TypeError: it is of integers.
+    """
+    numbers = jnp.asarray(gradient)
+    if not jnp.issubdtype(numbers.dtype, jnp.inexact):
+        expected, remedy = "gradients of floats", "leave parameters of integers out"
+        got = str(numbers.dtype)
+        raise TypeError(message("gradient", expected=expected, got=got, remedy=remedy))
+    return numbers
+
+
+def _widened(numbers: Array) -> Array:
+    """Return numbers in a dtype to add and multiply in: float32 at least."""
+    small = jnp.issubdtype(numbers.dtype, jnp.floating) and numbers.dtype.itemsize < 4
+    return numbers.astype(jnp.float32) if small else numbers
+
+
+def _times(gradient: Any, factor: ArrayLike) -> Any:
+    """Return a gradient times a scalar, in its own dtype."""
+    if is_indexed_slices(gradient):
+        return gradient * factor
+    numbers = _checked_floats(gradient)
+    wide = _widened(numbers)
+    return (wide * jnp.asarray(factor, wide.dtype)).astype(numbers.dtype)
 
 
 def clip_by_global_norm(gradients: PyTree, max_norm: ArrayLike) -> PyTree:
@@ -215,7 +282,4 @@ def clip_by_global_norm(gradients: PyTree, max_norm: ArrayLike) -> PyTree:
     limit = jnp.asarray(max_norm, norm.dtype)
     factor = jnp.where(norm > limit, limit / jnp.where(norm > 0, norm, 1), jnp.ones_like(norm))
 
-    def clipped(g: Any) -> Any:
-        return g * factor.astype(g.dtype)
-
-    return jax.tree.map(clipped, gradients, is_leaf=is_indexed_slices)
+    return scale(gradients, factor)

@@ -6,12 +6,12 @@ Enters: equations of a jaxpr. Leaves: their parts, and their results. Called by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-__all__ = ["evaluate", "inner_jaxpr", "scan_counts"]
+__all__ = ["evaluate", "inner_jaxpr", "scan_counts", "subjaxprs"]
 
 
 def evaluate(jaxpr: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
@@ -46,3 +46,12 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     fixed, carried, _ = eqn.params["ft_in"].unpack()  # later releases of JAX
     return len(fixed), len(carried)
+
+
+def subjaxprs(eqn: Any) -> Iterator[Any]:
+    """Yield the open jaxprs among the parameters of an equation."""
+    for value in eqn.params.values():
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            inner = getattr(one, "jaxpr", one)
+            if hasattr(inner, "eqns"):
+                yield inner

@@ -7,17 +7,25 @@ returns value and gradients, as `jax.value_and_grad`, with `IndexedSlices` for t
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tpu_embed._checks import is_int, message
 from tpu_embed._types import Array
 from tpu_embed.core.indexed_slices import IndexedSlices
-from tpu_embed.core.taps import Found, Lookup, find_lookups, run_with_taps
+from tpu_embed.core.taps import (
+    Lookup,
+    find_lookups,
+    run_with_taps,
+    tables_reaching_lookups,
+)
 
 __all__ = ["slices_of", "sparse_grad", "sparse_value_and_grad"]
 
@@ -30,8 +38,9 @@ def sparse_value_and_grad(
     The gradient of a leaf that `fun` uses only as the table of `embedding_lookup` is an
     `IndexedSlices` with an entry an id looked up, duplicates kept, lookups in program order. So it
     costs what the ids cost, whatever V. Every other leaf's is as `jax.value_and_grad` gives it.
-    Lookups are found through jit, vmap, remat, scan and cond; one inside a `while_loop`, a
-    `custom_jvp` or `custom_vjp` function or a `shard_map` inside `fun` makes the gradient dense.
+    Lookups are found through jit, vmap, remat, scan and cond; one inside a `custom_jvp` or
+    `custom_vjp` function or a `shard_map` inside `fun` makes the gradient dense, with a warning, as
+    any other use of the table does.
 
     Inside a `shard_map` the slices are this device's own: nothing has summed them.
 
@@ -45,7 +54,9 @@ def sparse_value_and_grad(
       found by tracing `fun` anew at every call.
 
     Raises:
-      TypeError: as `jax.value_and_grad`: values and arguments that are no floats.
+      TypeError: as `jax.value_and_grad`: values and arguments that are no floats; with `has_aux`, a
+        `fun` that returns no pair.
+      ValueError: argnums that name no argument, or one twice.
 
     Example:
       >>> from tpu_embed.core.sparse_lookup import embedding_lookup
@@ -58,20 +69,24 @@ def sparse_value_and_grad(
 
     @functools.wraps(fun)
     def value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        which = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        which = tuple(range(len(args))[i] for i in which)
+        which = _positions(argnums, len(args))
         leaves, structure = jax.tree.flatten(tuple(args[i] for i in which))
 
         def flat(*leaves: Any) -> Any:
             given = dict(zip(which, jax.tree.unflatten(structure, leaves), strict=True))
             result = fun(*(given.get(i, arg) for i, arg in enumerate(args)), **kwargs)
-            return result if has_aux else (result, None)
+            if not has_aux:
+                return result, None
+            if not isinstance(result, tuple) or len(result) != 2:
+                got, expected = type(result).__name__, "a pair of the value and aux"
+                raise TypeError(message("has_aux=True: fun", expected=expected, got=got))
+            return result
 
         names = [jax.tree_util.keystr(path) for path, _ in _paths(args, which)]
         value, aux, gradients = _flat_gradients(flat, [jnp.asarray(x) for x in leaves], names)
         gradients = jax.tree.unflatten(structure, gradients)
         result = (value, aux) if has_aux else value
-        return result, gradients[0] if isinstance(argnums, int) else gradients
+        return result, gradients if isinstance(argnums, Sequence) else gradients[0]
 
     return value_and_gradients
 
@@ -94,6 +109,23 @@ def sparse_grad(
     return gradients
 
 
+def _positions(argnums: Any, count: int) -> tuple[int, ...]:
+    """Return the places of the arguments to differentiate by, counted from the first."""
+    given = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
+    wanted = all(is_int(i) and -count <= i < count for i in given)
+    positions = tuple(int(i) % count for i in given) if wanted else ()
+    if not wanted or len(set(positions)) != len(positions):
+        raise ValueError(
+            message(
+                "argnums",
+                expected=f"different places among {count} positional arguments",
+                got=repr(argnums),
+                remedy="give what is differentiated by position, not by keyword",
+            )
+        )
+    return positions
+
+
 def _paths(args: Sequence[Any], which: Sequence[int]) -> list[tuple[Any, Any]]:
     chosen = [args[i] for i in which]
     return jax.tree_util.tree_flatten_with_path(chosen[0] if len(which) == 1 else chosen)[0]
@@ -106,8 +138,10 @@ def _flat_gradients(
     closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
     structure = jax.tree.structure(shapes)
     jaxpr = closed.jaxpr
-    found = find_lookups(jaxpr, {var: i for i, var in enumerate(jaxpr.invars)})
-    warn_dense(found, names)
+    numbers = {var: i for i, var in enumerate(jaxpr.invars)}
+    found = find_lookups(jaxpr, numbers)
+    reaching = tables_reaching_lookups(jaxpr, numbers)
+    _warn_dense([names[i] for i in sorted(found.dense & reaching)])
     sparse = {lookup.table for lookup in found.lookups} - found.dense
     lookups = [lookup for lookup in found.lookups if lookup.table in sparse]
     tables = {var: i for i, var in enumerate(jaxpr.invars) if i in sparse}
@@ -126,14 +160,23 @@ def _flat_gradients(
     return value, aux, [gradients[i] for i in range(len(leaves))]
 
 
-def warn_dense(found: Found, names: Sequence[str]) -> None:
+def _warn_dense(names: Sequence[str]) -> None:
     """Warn of tables whose gradient is dense although they are looked up."""
-    for i in sorted(found.dense & {lookup.table for lookup in found.lookups}):
+    for name in names:
         warnings.warn(
-            f"the gradient of table {names[i] or 'argument'} is dense: beside embedding_lookup the "
+            f"the gradient of table {name or 'argument'} is dense: beside embedding_lookup the "
             "function uses it otherwise, or looks it up where lookups are not found",
-            stacklevel=5,
+            stacklevel=_level_of_caller(),
         )
+
+
+def _level_of_caller() -> int:
+    """Return the `stacklevel` of the user's line, outside this file and JAX, for who calls this."""
+    level, frame = 1, sys._getframe(1)
+    inside = (__file__, str(Path(jax.__file__).parent))
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def slices_of(
@@ -153,10 +196,12 @@ def slices_of(
       rows: the gradient of every lookup's tap.
     """
     mine = [k for k, lookup in enumerate(lookups) if lookup.table == table]
-    values = [rows[k].reshape(-1, *shape[1:]) for k in mine]
+    values = [rows[k].reshape(ids[k].size, *shape[1:]) for k in mine]
     indices = [ids[k].reshape(-1) for k in mine]
     wide = np.result_type(*(i.dtype for i in indices))
     joined = jnp.concatenate([i.astype(wide) for i in indices])
     absent = (joined < 0) | (joined >= shape[0])
     joined = jnp.where(absent, jnp.asarray(shape[0], wide), joined)
-    return IndexedSlices(jnp.concatenate(values), joined, shape)
+    together = jnp.concatenate(values)
+    outside = absent.reshape(-1, *[1] * (together.ndim - 1))
+    return IndexedSlices(jnp.where(outside, 0, together), joined, shape)

@@ -64,14 +64,17 @@ def embedding_lookup(
     axes = varying_axes(table) | varying_axes(ids)
     rows = lookup_p.bind(as_varying(table, axes), as_varying(ids, axes))
     trailing = (1,) * (table.ndim - 1)
+    present = (ids >= 0) & (ids < table.shape[0])
     if combiner is None:
-        return rows if c is None else rows * c.astype(rows.dtype).reshape(*ids.shape, *trailing)
+        if c is None:
+            return rows
+        kept = jnp.where(present, c, 0).astype(rows.dtype)
+        return rows * kept.reshape(*ids.shape, *trailing)
     if ids.ndim == 0:
         raise ValueError(
             message("embedding_lookup: ids", expected="bags […, H] to combine", got="rank 0")
         )
     wide = np.dtype(np.float32) if table.dtype.itemsize < 4 else table.dtype
-    present = (ids >= 0) & (ids < table.shape[0])
     c = present.astype(wide) if c is None else jnp.where(present, c.astype(wide), 0)
     axis = ids.ndim - 1
     total = jnp.sum(rows.astype(wide) * c.reshape(*ids.shape, *trailing), axis=axis)

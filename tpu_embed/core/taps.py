@@ -11,7 +11,6 @@ padding for ids where another branch is taken.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from tpu_embed._types import Array
-from tpu_embed.core.jaxprs import evaluate, inner_jaxpr, scan_counts
+from tpu_embed.core.jaxprs import evaluate, inner_jaxpr, scan_counts, subjaxprs
 from tpu_embed.core.sparse_lookup import lookup_p
 from tpu_embed.kernels.varying import as_varying, axes_of
 
@@ -58,11 +57,6 @@ class Lookup(NamedTuple):
         """Return ids that are all padding."""
         return as_varying(jnp.full(self.lead, self.size, self.index_dtype), self.axes)
 
-    @property
-    def count(self) -> int:
-        """How many ids."""
-        return math.prod(self.lead)
-
 
 class Found(NamedTuple):
     """The lookups of some tables in program order, and the tables that are used otherwise too."""
@@ -95,6 +89,37 @@ def find_lookups(jaxpr: Any, tables: Tables) -> Found:
             dense |= set(held.values())
     dense |= set(_among(jaxpr.outvars, tables).values())
     return Found(lookups, dense)
+
+
+def tables_reaching_lookups(jaxpr: Any, tables: Tables) -> set[int]:
+    """Return the tables that are looked up anywhere inside, they or what is computed from them.
+
+    Args:
+      jaxpr: an open jaxpr.
+      tables: which variables of it are tables.
+    """
+    return _reaching(jaxpr, {var: frozenset([number]) for var, number in tables.items()})
+
+
+def _reaching(jaxpr: Any, sources: dict[Any, frozenset[int]]) -> set[int]:
+    """Return which sources reach the table of a lookup, given those of some variables."""
+    sources, reaching = dict(sources), set()
+    for eqn in jaxpr.eqns:
+        operands = [
+            frozenset() if isinstance(var, Literal) else sources.get(var, frozenset())
+            for var in eqn.invars
+        ]
+        together = frozenset().union(*operands)
+        if not together:
+            continue
+        if eqn.primitive is lookup_p:
+            reaching |= operands[0]
+        for inner in subjaxprs(eqn):
+            n = len(inner.invars)  # operands of a cond or while that are not passed in come first
+            given = operands[len(operands) - n :] if n <= len(operands) else [together] * n
+            reaching |= _reaching(inner, dict(zip(inner.invars, given, strict=True)))
+        sources |= dict.fromkeys(eqn.outvars, together)
+    return reaching
 
 
 def _lookup_of(eqn: Any, table: int) -> Lookup:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from tpu_embed._checks import message
+from tpu_embed._checks import is_number, message
 from tpu_embed._types import Array, ArrayLike, PyTree
 from tpu_embed.training.gradients import value_and_gradients
 from tpu_embed.training.paths import Leaves
@@ -58,7 +58,7 @@ def collect_gradients(
 
     def objective(*chosen: Array) -> tuple[Array, Array]:
         values = dict(enumerate(leaves.values)) | dict(zip(floats, chosen, strict=True))
-        found = _checked_loss(loss(leaves.only(values)))
+        found = checked_loss(loss(leaves.only(values)))
         return jnp.sum(shards.scaled(found) * _cotangent(found, grad_loss)), found
 
     arrays = shards.local([jnp.asarray(leaves.values[i]) for i in floats])
@@ -73,12 +73,17 @@ def _is_inexact(parameter: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(parameter), jnp.inexact)
 
 
-def _checked_loss(loss: Any) -> Array:
-    try:
-        array = jnp.asarray(loss)
-    except TypeError as error:
+def checked_loss(loss: Any) -> Array:
+    """Return what a loss function returned, as an array.
+
+    Raises:
+      ValueError: it is not an array of floats.
+    """
+    if not hasattr(loss, "dtype") and not is_number(loss):
         expected, got = "a float array", type(loss).__name__
-        raise ValueError(message("loss", expected=expected, got=got)) from error
+        remedy = "return the loss alone: there is no aux"
+        raise ValueError(message("loss", expected=expected, got=got, remedy=remedy))
+    array = jnp.asarray(loss)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         got = f"{array.dtype} of shape {array.shape}"
         raise ValueError(message("loss", expected="a float array", got=got))

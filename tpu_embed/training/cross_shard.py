@@ -17,6 +17,7 @@ from tpu_embed._checks import message
 from tpu_embed._types import Array, ArrayLike, PyTree
 from tpu_embed.core.indexed_slices import is_indexed_slices
 from tpu_embed.optimizers.base import TableOptimizer
+from tpu_embed.training.lifts import SumsItself
 from tpu_embed.training.optimizer import GradientsAndVariables, Optimizer, OptState
 from tpu_embed.training.paths import Path
 from tpu_embed.training.shards import AxisName, make_shards
@@ -103,6 +104,10 @@ class CrossShardOptimizer:
         That is the loss over the number of replicas, or of those of a group, under mean.
         """
         return self._opt.scale_loss(loss)
+
+    def local(self, tree: PyTree) -> PyTree:
+        """Return arrays whose gradients stay this replica's own; see `Optimizer.local`."""
+        return self._opt.local(tree)
 
     def minimize(
         self,
@@ -237,7 +242,7 @@ def cross_shard(
         summed = shards.summed(gradients)
         return inner.update(structure.unflatten(summed.values()), state, params, **extra)
 
-    return optax.GradientTransformationExtraArgs(tx.init, update)
+    return SumsItself(tx.init, update)
 
 
 def _dense_only(pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
@@ -269,6 +274,10 @@ def _as_optimizer(what: str, opt: Any) -> Optimizer:
 
 
 def _check_transform(what: str, tx: Any) -> None:
+    if isinstance(tx, SumsItself):
+        got, remedy = "cross_shard(...)", "give the transform inside it: gradients are summed once"
+        expected = "an optimizer without an axis of its own"
+        raise ValueError(message(f"{what}: opt", expected=expected, got=got, remedy=remedy))
     if isinstance(tx, optax.GradientTransformation):
         return
     name = type(tx).__name__

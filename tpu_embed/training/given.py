@@ -97,6 +97,7 @@ def _gradient(what: str, gradient: Any, parameter: Any) -> Any:
     shape = np.shape(parameter)
     if is_indexed_slices(gradient):
         _check_slices(what, gradient, shape)
+        _check_kind(what, gradient.dtype, parameter)
         return gradient
     try:
         array = jnp.asarray(gradient)
@@ -107,7 +108,18 @@ def _gradient(what: str, gradient: Any, parameter: Any) -> Any:
         got = f"shape {array.shape}"
         raise ValueError(message(what, expected=f"the parameter's shape {shape}", got=got))
     inexact = jnp.issubdtype(array.dtype, jnp.inexact)
+    _check_kind(what, array.dtype, parameter)
     return array if inexact else array.astype(jnp.result_type(parameter))
+
+
+def _check_kind(what: str, dtype: Any, parameter: Any) -> None:
+    """Refuse a complex gradient of a real parameter: half of it would be lost."""
+    kind = jnp.result_type(parameter)
+    if jnp.issubdtype(dtype, jnp.complexfloating) > jnp.issubdtype(kind, jnp.complexfloating):
+        remedy = "take its real part, if that is what is meant"
+        raise ValueError(
+            message(what, expected=f"floats, as {kind}", got=str(dtype), remedy=remedy)
+        )
 
 
 def _check_slices(what: str, gradient: Any, shape: tuple[int, ...]) -> None:

@@ -18,6 +18,7 @@ from tpu_embed._checks import message
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core import structure as structures
 from tpu_embed.core.structure import Structure
+from tpu_embed.training.collect import checked_loss
 from tpu_embed.training.gradients import gradients, value_and_gradients
 from tpu_embed.training.tags import full
 
@@ -37,6 +38,10 @@ class ScalesLoss(Protocol):
 
     def scale_loss(self, loss: Array) -> Array:
         """Return the loss as the optimizer differentiates it."""
+        ...
+
+    def local(self, tree: PyTree) -> PyTree:
+        """Return arrays whose gradients stay this replica's own."""
         ...
 
 
@@ -143,10 +148,12 @@ def get_gradients_through_dummy_table_variables(
       (2.0, [[2.0, 2.0]])
     """
     structure = structures.flatten(feature_config)
+    if optimizer is not None:
+        activations = optimizer.local(activations)
     dummies = create_dummy_table_variables(activations, feature_config)
 
     def hooked(dummies: Dummies) -> tuple[Array, Array]:
-        value = _float_loss(loss(hook(activations, dummies), *args))
+        value = checked_loss(loss(hook(activations, dummies), *args))
         return (value if optimizer is None else optimizer.scale_loss(value)), value
 
     (_, value), (found,) = value_and_gradients(hooked, [dummies])
@@ -177,9 +184,10 @@ def get_gradients_through_compute_gradients(
     """
 
     def scaled(*leaves: Array) -> Array:
-        value = _float_loss(loss(_rebuilt(activations, iter(leaves))))
+        value = checked_loss(loss(_rebuilt(activations, iter(leaves))))
         return optimizer.scale_loss(value)
 
+    activations = optimizer.local(activations)
     found = gradients(scaled, [leaf for _, leaf in _leaves(activations)])
     return _rebuilt(activations, iter(found))
 
@@ -196,13 +204,6 @@ def _hooked_tangent(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
 
 def _tables_of(structure: Structure) -> list[int]:
     return [structure.table_index(feature) for feature in structure.features]
-
-
-def _float_loss(value: Any) -> Array:
-    value = jnp.asarray(value)
-    if not jnp.issubdtype(value.dtype, jnp.floating):
-        raise ValueError(message("the loss", expected="floats", got=str(value.dtype)))
-    return value
 
 
 def _check_used(what: str, found: Mapping[str, Array | None]) -> None:

@@ -22,6 +22,11 @@ __all__ = ["Lifts"]
 
 
 @final
+class SumsItself(optax.GradientTransformationExtraArgs):
+    """What `cross_shard` makes: known again, so that gradients are not summed twice."""
+
+
+@final
 class Lifts:
     """Hold an optimizer as a transform of trees, and make it one of rows when that is asked.
 
@@ -37,6 +42,7 @@ class Lifts:
             given = given.transform
         if isinstance(given, optax.MultiSteps):
             given = given.gradient_transformation()
+        self.sums_itself = isinstance(given, SumsItself)
         self.rule: TableOptimizer | None = None
         if isinstance(given, TableOptimizer):
             self.rule = given
@@ -57,7 +63,19 @@ class Lifts:
         Raises:
           ValueError: the transform is not row-separable.
         """
-        return self.rule or OptaxOptimizer(self.dense)
+        if self.rule is not None:
+            return self.rule
+        try:
+            return OptaxOptimizer(self.dense)
+        except ValueError as error:
+            raise ValueError(
+                message(
+                    "IndexedSlices",
+                    expected="a rule over rows",
+                    got=f"an optax transform that is not one ({error})",
+                    remedy="give tables an Optimizer of their own: var_list chooses parameters",
+                )
+            ) from error
 
     @property
     def every_row(self) -> bool:

@@ -102,7 +102,9 @@ class Optimizer:
             raise ValueError(message("Optimizer: name", expected="a word", got=repr(name)))
         self._name = name
         self._lifts = Lifts(tx_or_rule)
-        self._shards = make_shards(name, axis_name, reduction)
+        self._shards = make_shards(name, None, reduction)
+        if axis_name is not None:
+            self._shards = self.across(make_shards(name, axis_name, reduction))._shards
 
     def across(self, shards: Shards) -> Optimizer:
         """Return this optimizer, its gradients scaled and summed over `shards`.
@@ -110,13 +112,16 @@ class Optimizer:
         Raises:
           ValueError: it has an axis of its own.
         """
-        if self._shards.names:
+        if self._shards.names or (shards.names and self._lifts.sums_itself):
+            own = (
+                "cross_shard(...)" if self._lifts.sums_itself else f"axis_name {self._shards.names}"
+            )
             raise ValueError(
                 message(
                     f"{shards.what}: optimizer {self._name}",
                     expected="one without an axis of its own",
-                    got=f"axis_name {self._shards.names}",
-                    remedy="leave its axis_name out: gradients are summed once",
+                    got=own,
+                    remedy="leave the axis out of one of the two: gradients are summed once",
                 )
             )
         changed = copy.copy(self)
@@ -139,6 +144,17 @@ class Optimizer:
         structure = leaves_of(params).structure
         inner = init_state(self._lifts.dense, jax.tree.map(jnp.asarray, params))
         return OptState(jnp.zeros((), jnp.int32), inner, structure)
+
+    def local(self, tree: PyTree) -> PyTree:
+        """Return arrays whose gradients stay this replica's own.
+
+        In a `shard_map` that checks what varies, gradients by replicated arrays are summed over the
+        replicas; by these they are not. Without an axis: the arrays as they are.
+
+        Args:
+          tree: of arrays.
+        """
+        return self._shards.local(tree) if self._shards.names else tree
 
     def scale_loss(self, loss: ArrayLike) -> Any:
         """Return the loss that `compute_gradients` differentiates.
@@ -294,6 +310,9 @@ class Optimizer:
 
     def get_slot(self, state: OptState, path: Path, name: str) -> Array | None:
         """Return a parameter's slot, None if it has none of that name.
+
+        Of a transform that mixes parameters (`optax.flatten`) it is not known which part of the
+        state is whose: all of it is in `get_non_slot`.
 
         Raises:
           ValueError: no parameter has this path.

@@ -6,6 +6,7 @@ Called by `Optimizer.apply_gradients`; under a jit that donates them they are up
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import jax
@@ -58,7 +59,7 @@ def update_touched(
     dtype = jnp.float64 if table.dtype == jnp.float64 else jnp.float32
     shapes = rule.slot_shapes(table.shape[-1], dtype)
     _check_slots(table, slots, {name: s.shape for name, s in shapes.items() if s.per_row})
-    unique = gradient.deduplicate()
+    unique = dataclasses.replace(gradient, values=gradient.values.astype(dtype)).deduplicate()
 
     def read(array: Array, part: tuple[int, ...]) -> Array:
         return dispatch.gather_rows(array, unique.indices).reshape(-1, *part)

@@ -137,7 +137,7 @@ def _owners(
             owners = optax.tree_map_params(
                 transform, own, state, numbers, transform_non_params=nobody, is_leaf=is_nothing
             )
-    except Exception:
-        return None
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return None  # the transform's own code, given no arrays: how it fails is up to it
     found = jax.tree.leaves(owners)
     return found if len(found) == len(jax.tree.leaves(state)) else None

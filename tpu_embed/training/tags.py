@@ -234,6 +234,13 @@ def _tag_tangent(primals: Sequence[Any], tangents: Sequence[Any], **params: Any)
     return tag_p.bind(*primals, **params), list(tangents)
 
 
+def _tag_batched(values: Sequence[Any], dims: Sequence[int | None], **params: Any) -> tuple:
+    """Tag the whole batch, its axis first."""
+    pairs = zip(values, dims, strict=True)
+    moved = [value if dim is None else jnp.moveaxis(value, dim, 0) for value, dim in pairs]
+    return tag_p.bind(*moved, **params), [None if dim is None else 0 for dim in dims]
+
+
 tag_p = Primitive("tag")
 """Any number of arrays to themselves; `name` and `structure` say what they are."""
 
@@ -241,7 +248,7 @@ tag_p.multiple_results = True
 tag_p.def_impl(lambda *values, **_: list(values))
 tag_p.def_abstract_eval(lambda *avals, **_: list(avals))
 mlir.register_lowering(tag_p, lambda context, *values, **_: list(values))
-batching.primitive_batchers[tag_p] = lambda values, dims, **p: (tag_p.bind(*values, **p), dims)
+batching.primitive_batchers[tag_p] = _tag_batched
 ad.primitive_jvps[tag_p] = _tag_tangent
 ad.primitive_transposes[tag_p] = lambda cotangents, *_, **__: list(cotangents)
 

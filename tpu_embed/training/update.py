@@ -53,7 +53,7 @@ def update_parameters(
     if lifts.every_row:
         sparse = {}
     dense = {
-        i: g.to_dense() if is_indexed_slices(g) else g
+        i: g.deduplicate().to_dense() if is_indexed_slices(g) else g
         for i, g in given.gradients.items()
         if i not in sparse
     }
