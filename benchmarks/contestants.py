@@ -107,7 +107,8 @@ class Ours:
 
         features = {n: tpu_embed.FeatureConfig(table(t)) for t, n in enumerate(self.names)}
         self.engine = engine = tpu_embed.EmbeddingEngine(features, optimizer)
-        self.state = engine.init(jax.random.key(0))
+        # Ready before anything else runs: a callback needs the GIL, which a dispatch may hold.
+        self.state = jax.block_until_ready(engine.init(jax.random.key(0)))
         batches = [dict(zip(self.names, ids, strict=True)) for ids in data.ids]
         spec = tpu_embed.BatchSpec.union(*(engine.place(ids).spec for ids in batches))
         self.batches = [engine.place(ids, spec=spec) for ids in batches]
