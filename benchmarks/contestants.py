@@ -115,9 +115,9 @@ class Ours:
         sharding = engine.layout.axes.sharding(engine.layout.axes.batch_axes)
         targets = dict(zip(self.names, data.targets, strict=True))
         self.targets = jax.device_put(targets, sharding)
-        self._compile(kernels)
+        self._trace(kernels)
 
-    def _compile(self, kernels: str) -> None:
+    def _trace(self, kernels: str) -> None:
         import jax
 
         engine = self.engine

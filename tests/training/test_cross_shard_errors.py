@@ -130,7 +130,7 @@ def test_groups_of_another_size():
             ValueError,
             Optimizer(optax.sgd(0.1), "own", axis_name="r"),
             {},
-            r"optimizer own: expected one without an axis of its own.*leave the axis out",
+            r"optimizer own: expected an optimizer without an axis of its own.*leave the axis out",
         ),
     ],
 )
@@ -171,8 +171,8 @@ def test_what_sums_by_itself_is_not_summed_again():
         CrossShardOptimizer(once, axis_name="d")
     with pytest.raises(ValueError, match="an optimizer without an axis of its own"):
         cross_shard(once, "d")
-    with pytest.raises(ValueError, match="one without an axis of its own"):
+    with pytest.raises(ValueError, match="an optimizer without an axis of its own"):
         Optimizer(once, "opt", axis_name="d")
-    with pytest.raises(ValueError, match="one without an axis of its own"):
+    with pytest.raises(ValueError, match="an optimizer without an axis of its own"):
         CrossShardOptimizer(Optimizer(once, "opt"), axis_name="d")
     assert Optimizer(once, "opt").get_name() == "opt"

@@ -281,5 +281,4 @@ def clip_by_global_norm(gradients: PyTree, max_norm: ArrayLike) -> PyTree:
     norm = global_norm(gradients)
     limit = jnp.asarray(max_norm, norm.dtype)
     factor = jnp.where(norm > limit, limit / jnp.where(norm > 0, norm, 1), jnp.ones_like(norm))
-
     return scale(gradients, factor)

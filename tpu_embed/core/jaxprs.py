@@ -11,7 +11,12 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-__all__ = ["evaluate", "inner_jaxpr", "scan_counts", "subjaxprs"]
+__all__ = ["CALLS", "REMATS", "evaluate", "inner_jaxpr", "scan_counts", "subjaxprs"]
+
+CALLS = ("jit", "pjit", "closed_call", "core_call")
+"""Primitives that call a jaxpr; their names have changed between releases."""
+REMATS = ("checkpoint", "remat2")
+"""Primitives that call one, and once more in the backward pass."""
 
 
 def evaluate(jaxpr: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:

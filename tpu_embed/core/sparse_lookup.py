@@ -80,15 +80,11 @@ def embedding_lookup(
     total = jnp.sum(rows.astype(wide) * c.reshape(*ids.shape, *trailing), axis=axis)
     if combiner == "sum":
         return total
-    squares = jnp.sum(c * c, axis=axis)
-    zero = squares == 0
-    if combiner == "mean":
-        d = jnp.sum(c, axis=axis)
-        zero = d == 0
-    else:
-        d = jnp.sqrt(jnp.where(zero, 1, squares))
-    zero, d = (x.reshape(*ids.shape[:-1], *trailing) for x in (zero, d))
-    return jnp.where(zero, 0, total / jnp.where(zero, 1, d))
+    # A root of zero has no derivative: zeros are replaced before it.
+    under = jnp.sum(c if combiner == "mean" else c * c, axis=axis)
+    under = under.reshape(*ids.shape[:-1], *trailing)
+    safe = jnp.where(under == 0, 1, under)
+    return jnp.where(under == 0, 0, total / (safe if combiner == "mean" else jnp.sqrt(safe)))
 
 
 def _checked_table(table: ArrayLike) -> Array:

@@ -20,7 +20,14 @@ import numpy as np
 from jax.extend.core import Literal
 
 from tpu_embed._types import Array
-from tpu_embed.core.jaxprs import evaluate, inner_jaxpr, scan_counts, subjaxprs
+from tpu_embed.core.jaxprs import (
+    CALLS,
+    REMATS,
+    evaluate,
+    inner_jaxpr,
+    scan_counts,
+    subjaxprs,
+)
 from tpu_embed.core.sparse_lookup import lookup_p
 from tpu_embed.kernels.varying import as_varying, axes_of
 
@@ -156,7 +163,7 @@ def run_with_taps(
         values, held = [read(var) for var in eqn.invars], _held(eqn, tables)
         step = _STEPS.get(eqn.primitive.name)
         if held and eqn.primitive is lookup_p:
-            results = [_tapped(lookup_p.bind(*values), taps.pop(0))]
+            results = [tapped(lookup_p.bind(*values), taps.pop(0))]
             ids.append(values[1])
         elif held and step is not None:
             n = len(step.find(eqn, tables).lookups)
@@ -172,12 +179,12 @@ def run_with_taps(
 
 
 @jax.custom_jvp
-def _tapped(rows: Array, tap: Array) -> Array:
-    """Return the rows; the tap's gradient is theirs."""
-    return rows
+def tapped(value: Array, tap: Array) -> Array:
+    """Return the value, bit for bit; the tap, of its shape and dtype, gets its gradient too."""
+    return value
 
 
-@_tapped.defjvp
+@tapped.defjvp
 def _tapped_tangent(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     return primals[0], tangents[0] + tangents[1]
 
@@ -290,14 +297,9 @@ def _run_cond(eqn: Any, values: list[Any], tables: Tables, taps: list[Array]) ->
 _SAME = frozenset({"pvary", "pcast", "copy"})
 """Primitives whose result is the table itself."""
 
-_CALL = _Step(_find_call, _run_call)
 _STEPS: Mapping[str, _Step] = {
-    "jit": _CALL,
-    "pjit": _CALL,
-    "closed_call": _CALL,
-    "core_call": _CALL,
-    "checkpoint": _Step(_find_call, _run_remat),
-    "remat2": _Step(_find_call, _run_remat),
+    **dict.fromkeys(CALLS, _Step(_find_call, _run_call)),
+    **dict.fromkeys(REMATS, _Step(_find_call, _run_remat)),
     "scan": _Step(_find_scan, _run_scan),
     "cond": _Step(_find_cond, _run_cond),
 }

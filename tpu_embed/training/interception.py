@@ -18,6 +18,7 @@ from tpu_embed._checks import message
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core import structure as structures
 from tpu_embed.core.structure import Structure
+from tpu_embed.core.taps import tapped
 from tpu_embed.training.collect import checked_loss
 from tpu_embed.training.gradients import gradients, value_and_gradients
 from tpu_embed.training.tags import full
@@ -106,7 +107,7 @@ def hook(activations: PyTree, dummies: Mapping[str, Mapping[str, Array]]) -> PyT
             expected = f"{dummy.dtype} of shape {dummy.shape}, as its dummy"
             got = f"{activation.dtype} of shape {activation.shape}"
             raise ValueError(message(f"hook: activations: {path}", expected=expected, got=got))
-        hooked[path] = _hooked(activation, dummy)
+        hooked[path] = tapped(activation, dummy)
     return _rebuilt(activations, iter(hooked.values()))
 
 
@@ -190,16 +191,6 @@ def get_gradients_through_compute_gradients(
     activations = optimizer.local(activations)
     found = gradients(scaled, [leaf for _, leaf in _leaves(activations)])
     return _rebuilt(activations, iter(found))
-
-
-@jax.custom_jvp
-def _hooked(activation: Array, dummy: Array) -> Array:
-    return activation
-
-
-@_hooked.defjvp
-def _hooked_tangent(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    return primals[0], tangents[0] + tangents[1]
 
 
 def _tables_of(structure: Structure) -> list[int]:

@@ -102,9 +102,9 @@ class Optimizer:
             raise ValueError(message("Optimizer: name", expected="a word", got=repr(name)))
         self._name = name
         self._lifts = Lifts(tx_or_rule)
-        self._shards = make_shards(name, None, reduction)
-        if axis_name is not None:
-            self._shards = self.across(make_shards(name, axis_name, reduction))._shards
+        self._shards = make_shards(name, axis_name, reduction)
+        if axis_name is not None and self._lifts.sums_itself:
+            raise _summed_twice(name, "cross_shard(...)")
 
     def across(self, shards: Shards) -> Optimizer:
         """Return this optimizer, its gradients scaled and summed over `shards`.
@@ -112,18 +112,11 @@ class Optimizer:
         Raises:
           ValueError: it has an axis of its own.
         """
-        if self._shards.names or (shards.names and self._lifts.sums_itself):
-            own = (
-                "cross_shard(...)" if self._lifts.sums_itself else f"axis_name {self._shards.names}"
-            )
-            raise ValueError(
-                message(
-                    f"{shards.what}: optimizer {self._name}",
-                    expected="one without an axis of its own",
-                    got=own,
-                    remedy="leave the axis out of one of the two: gradients are summed once",
-                )
-            )
+        what = f"{shards.what}: optimizer {self._name}"
+        if self._shards.names:
+            raise _summed_twice(what, f"axis_name {self._shards.names}")
+        if self._lifts.sums_itself:
+            raise _summed_twice(what, "cross_shard(...)")
         changed = copy.copy(self)
         changed._shards = shards
         return changed
@@ -351,3 +344,9 @@ class Optimizer:
         numbers = state.structure.unflatten(range(state.structure.num_leaves))
         leaves = leaves_of(numbers)
         return leaves, take_apart(self._lifts.dense, state.inner, leaves)
+
+
+def _summed_twice(what: str, got: str) -> ValueError:
+    expected = "an optimizer without an axis of its own"
+    remedy = "leave the axis out of one of the two: gradients are summed once"
+    return ValueError(message(what, expected=expected, got=got, remedy=remedy))

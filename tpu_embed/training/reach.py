@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from tpu_embed.core.jaxprs import inner_jaxpr, scan_counts
+from tpu_embed.core.jaxprs import CALLS, REMATS, inner_jaxpr, scan_counts
 
 __all__ = ["NOTHING", "Sources", "propagate"]
 
@@ -153,7 +153,7 @@ def _while(eqn: Any, operands: list[Sources]) -> list[Sources]:
 _RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("stop_gradient", "floor", "ceil", "round"), _cut),
     **dict.fromkeys(("tag", "optimization_barrier"), _one_to_one),
-    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"), _call),
+    **dict.fromkeys((*CALLS, *REMATS), _call),
     "tapped": _tapped,
     "cond": _cond,
     "scan": _scan,

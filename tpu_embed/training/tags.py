@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching, mlir
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array, PyTree
-from tpu_embed.core.jaxprs import evaluate, inner_jaxpr, scan_counts
+from tpu_embed.core.jaxprs import CALLS, REMATS, evaluate, inner_jaxpr, scan_counts
 from tpu_embed.kernels.varying import as_varying, axes_of
 
 __all__ = ["Tag", "Tap", "TagFound", "find_tags", "full", "run_with_tag_taps", "tag"]
@@ -217,12 +217,8 @@ def _cond(run: Run, eqn: Any, values: list[Any]) -> list[Any]:
 
 
 _CALLS: Mapping[str, Callable[[Run, Any, list[Any]], list[Any]]] = {
-    "jit": _call,
-    "pjit": _call,
-    "closed_call": _call,
-    "core_call": _call,
-    "checkpoint": _remat,
-    "remat2": _remat,
+    **dict.fromkeys(CALLS, _call),
+    **dict.fromkeys(REMATS, _remat),
 }
 _STEPS = {**_CALLS, "scan": _scan, "while": _while, "cond": _cond}
 
