@@ -64,6 +64,7 @@ CORE_ORDER = [
     "indexed_slices",
     "jaxprs",
     "sparse_lookup",
+    "engine_lookup",
     "taps",
     "sparse_grad",
 ]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tpu_embed import training
 from tpu_embed.core.indexed_slices import IndexedSlices
 from tpu_embed.core.sparse_grad import sparse_grad, sparse_value_and_grad
 from tpu_embed.core.sparse_lookup import embedding_lookup
@@ -322,3 +323,22 @@ def test_the_warning_names_the_user_s_line_inside_a_jit(params):
     with pytest.warns(UserWarning, match="dense") as warned:
         jax.jit(sparse_grad(DENSE["a dense use beside"]))(params)
     assert [warning.filename for warning in warned] == [__file__]
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [1, 0, 2], [2, 1, 0]])
+def test_a_dense_use_comes_first_and_slices_in_their_order(order):
+    """In float32 (1e8 + 1) - 1e8 + 1 is 1, and other orders give 0 or 2."""
+    factors = np.float32([1, -1e8, 1])[order]
+
+    def loss(table):
+        lookups = [factor * embedding_lookup(table, np.array([3])) for factor in factors]
+        return sum(x.sum() for x in lookups) + 1e8 * table[3].sum()
+
+    expected = np.float32(1e8)
+    for factor in factors:
+        expected += factor
+    with pytest.warns(UserWarning, match="dense"):
+        found = sparse_grad(loss)(jnp.ones((5, 1)))
+    assert found[3, 0] == expected
+    (also,) = training.gradients(loss, [jnp.ones((5, 1))])
+    assert also[3, 0] == expected

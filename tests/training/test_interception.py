@@ -231,6 +231,52 @@ def test_a_loss_must_be_float():
         get_gradients_through_dummy_table_variables(loss_of, [1], feature_config=FEATURES)
 
 
+# -- without a feature configuration ---------------------------------------------------------------
+
+
+def test_without_a_configuration_each_activation_is_a_table_of_its_own():
+    activations = draw()
+    dummies = create_dummy_table_variables(activations)
+    shapes = {name: {p: d.shape for p, d in group.items()} for name, group in dummies.items()}
+    assert shapes == {
+        "pair/left": {"pair/left": (5, 3)},
+        "pair/right": {"pair/right": (5, 2)},
+        "seen/0": {"seen/0": (5, 2)},
+        "seen/1": {"seen/1": (5, 4, 2)},
+        "user": {"user": (5, 3)},
+    }
+    equal(hook(activations, dummies), activations)
+
+
+@pytest.mark.parametrize("optimizer", [None, Halved()])
+def test_gradients_without_a_configuration(optimizer):
+    activations = draw()
+    value, found = get_gradients_through_dummy_table_variables(
+        loss_of, activations, 3.0, optimizer=optimizer
+    )
+    np.testing.assert_allclose(value, loss_of(activations, 3.0), rtol=1e-6)
+    equal(found, jax.grad(loss_of)(activations, 3.0 if optimizer is None else 1.5))
+    assert list(found) == list(activations)
+
+
+def test_without_a_configuration_every_activation_must_be_used():
+    words = r"table 'seen/1' \(index 3\).*computed but not used.*feature_config says which share"
+    with pytest.raises(ValueError, match=words):
+        get_gradients_through_dummy_table_variables(
+            lambda x: loss_of(x | {"seen": [x["seen"][0], jnp.ones((5, 4, 2))]}), draw()
+        )
+
+
+def test_activations_of_one_path_are_an_error():
+    activations = {"a": {"b": jnp.ones(2)}, "a/b": jnp.ones(2)}
+    for call in (create_dummy_table_variables, lambda x: hook(x, {"t": {"a/b": jnp.ones(2)}})):
+        with pytest.raises(ValueError, match=r"activations: .* got several at 'a/b'; rename keys"):
+            call(activations)
+
+
+# --------------------------------------------------------------------------------------------------
+
+
 def test_two_calls_know_nothing_of_each_other():
     activations = draw()
     for factor in (1.0, 2.0):

@@ -10,7 +10,9 @@ import pytest
 
 from tpu_embed import optimizers as o
 from tpu_embed.core.indexed_slices import IndexedSlices
+from tpu_embed.training.cross_shard import CrossShardOptimizer
 from tpu_embed.training.optimizer import Optimizer
+from tpu_embed.training.shards import Shards
 
 PARAMS = {"kernel": np.ones((3, 2), np.float32), "n": np.int32(1), "w": np.ones(2, np.float32)}
 SLICES = IndexedSlices(jnp.ones((1, 2)), jnp.array([0]), (3, 2))
@@ -117,7 +119,7 @@ def test_compute_gradients(kind, given, words):
         (
             ValueError,
             [(IndexedSlices(jnp.ones(1), jnp.array([0]), (2,)), "['w']")],
-            r"expected the gradient of a parameter \[V, …, D\].*table\[:, None\]",
+            r"\['w'\]: .* IndexedSlices of a parameter \[V, …, D\].*table\[:, None\]",
         ),
     ],
 )
@@ -126,13 +128,111 @@ def test_apply_gradients(kind, pairs, words):
         apply(pairs)
 
 
-def test_shapes_are_judged_before_anything_is_computed():
-    def fail(*_):
-        raise AssertionError
+def fail(*_):
+    raise AssertionError
 
+
+def test_shapes_are_judged_before_anything_is_computed():
     tx = optax.GradientTransformation(lambda params: (), fail)
     with pytest.raises(ValueError, match="the parameter's shape"):
         apply([(jnp.ones((3, 2)), "['kernel']"), (jnp.ones(3), "['w']")], Optimizer(tx, "opt"))
+
+
+VECTOR = IndexedSlices(jnp.ones(1), jnp.array([0]), (2,))
+
+
+@pytest.mark.parametrize(
+    ("tx", "sparse", "words"),
+    [
+        (o.SGD(0.1), (VECTOR, "['w']"), r"opt: gradient of \['w'\]: .* one of shape \(2,\)"),
+        (
+            optax.flatten(optax.trace(0.9)),
+            (SLICES, "['kernel']"),
+            r"\['kernel'\]: slot trace: expected shape \(3, 2\), got shape \(9,\)",
+        ),
+    ],
+    ids=["rank", "slots not by row"],
+)
+def test_rows_are_judged_before_anything_is_summed_or_computed(tx, sparse, words, monkeypatch):
+    optimizer = Optimizer(tx, "opt")
+    monkeypatch.setattr(Shards, "summed", fail)
+    with pytest.raises(ValueError, match=words):
+        apply([sparse], optimizer)
+
+
+def test_a_table_that_has_no_slots_is_judged_too(monkeypatch):
+    flat = optax.masked(optax.trace(0.9), lambda tree: jax.tree.map(lambda x: x.ndim < 3, tree))
+    optimizer, table = Optimizer(flat, "opt"), jnp.ones((3, 2, 2))
+    state = optimizer.init(table)
+    monkeypatch.setattr(Shards, "summed", fail)
+    gradient = IndexedSlices(jnp.ones((1, 2, 2)), jnp.array([0]), table.shape)
+    words = r"slot trace: expected shape \(3, 2, 2\), got none; a transform that keeps"
+    with pytest.raises(ValueError, match=words):
+        optimizer.apply_gradients([(gradient, "")], table, state)
+
+
+def test_a_table_of_rank_one_is_whole_where_every_row_is_updated():
+    whole, sparse = (
+        apply([(gradient, "['w']")], Optimizer(o.Adam(0.1, lazy_adam=False), "opt"))[0]["w"]
+        for gradient in (VECTOR.to_dense(), VECTOR)
+    )
+    assert np.array_equal(whole, sparse)
+
+
+# -- transforms that read the loss -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.lbfgs(),
+        optax.polyak_sgd(),
+        optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau()),
+    ],
+    ids=["lbfgs", "polyak", "plateau"],
+)
+def test_transforms_that_read_the_loss(tx):
+    optimizer = Optimizer(tx, "opt")
+    state = optimizer.init(jnp.ones(2))
+    words = (
+        r"optimizer: expected a transform of .* one that reads the loss too \(.*'value'.*\); call"
+    )
+    with pytest.raises(ValueError, match=words):
+        optimizer.minimize(lambda w: (w**2).sum(), jnp.ones(2), state)
+
+
+def test_other_errors_of_a_transform_stay_its_own():
+    def update(updates, state, params=None):
+        raise TypeError("mine")
+
+    optimizer = Optimizer(optax.GradientTransformation(lambda params: (), update), "opt")
+    with pytest.raises(TypeError, match=r"^mine$"):
+        apply([(jnp.ones(2), "['w']")], optimizer)
+
+
+# -- states ----------------------------------------------------------------------------------------
+
+CROSSED = CrossShardOptimizer(optax.sgd(0.1), axis_name="r", name="opt")
+
+
+@pytest.mark.parametrize("state", [None, optax.sgd(0.1).init(PARAMS), {}, PARAMS])
+@pytest.mark.parametrize("optimizer", [OPTIMIZER, CROSSED], ids=["alone", "crossed"])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda opt, state: opt.minimize(loss, PARAMS, state),
+        lambda opt, state: opt.apply_gradients([(jnp.ones(2), "['w']")], PARAMS, state),
+        lambda opt, state: opt.get_slot(state, "['w']", "momenta"),
+        lambda opt, state: opt.get_slot_names(state),
+        lambda opt, state: opt.get_non_slot(state),
+        lambda opt, state: opt.variables(state),
+    ],
+    ids=["minimize", "apply", "slot", "slot names", "non slot", "variables"],
+)
+def test_a_state_of_another_type(verb, optimizer, state):
+    words = rf"opt: state: expected an OptState, got {type(state).__name__}; init\(params\)"
+    with pytest.raises(TypeError, match=words):
+        verb(optimizer, state)
 
 
 @pytest.mark.parametrize(

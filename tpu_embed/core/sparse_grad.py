@@ -21,13 +21,15 @@ from tpu_embed._checks import is_int, message
 from tpu_embed._types import Array
 from tpu_embed.core.indexed_slices import IndexedSlices
 from tpu_embed.core.taps import (
+    Asked,
     Lookup,
+    Taps,
     find_lookups,
+    lookups_reached,
     run_with_taps,
-    tables_reaching_lookups,
 )
 
-__all__ = ["slices_of", "sparse_grad", "sparse_value_and_grad"]
+__all__ = ["add_slices", "slices_of", "sparse_grad", "sparse_value_and_grad"]
 
 
 def sparse_value_and_grad(
@@ -140,23 +142,25 @@ def _flat_gradients(
     jaxpr = closed.jaxpr
     numbers = {var: i for i, var in enumerate(jaxpr.invars)}
     found = find_lookups(jaxpr, numbers)
-    reaching = tables_reaching_lookups(jaxpr, numbers)
-    _warn_dense([names[i] for i in sorted(found.dense & reaching)])
-    sparse = {lookup.table for lookup in found.lookups} - found.dense
-    lookups = [lookup for lookup in found.lookups if lookup.table in sparse]
-    tables = {var: i for i, var in enumerate(jaxpr.invars) if i in sparse}
+    reached = lookups_reached(jaxpr, numbers)
+    dense = found.all_dense()
+    _warn_dense([names[i] for i in sorted(dense & set(reached))])
+    lookups, looked_up = found.lookups, {lookup.table for lookup in found.lookups}
+    sparse = looked_up - dense
+    tables, arrays = {jaxpr.invars[i]: i for i in looked_up}, dict(enumerate(leaves))
 
     def value_of(dense: dict[int, Array], taps: list[Array]) -> tuple[Any, Any]:
         args = [dense.get(i, leaf) for i, leaf in enumerate(leaves)]
-        results, ids = run_with_taps(jaxpr, closed.consts, args, tables, taps)
+        results, ids = run_with_taps(jaxpr, closed.consts, args, tables, Taps(taps, arrays))
         value, aux = jax.tree.unflatten(structure, results)
         return value, (aux, ids)
 
-    dense = {i: leaf for i, leaf in enumerate(leaves) if i not in sparse}
+    others = {i: leaf for i, leaf in enumerate(leaves) if i not in sparse}
     both = jax.value_and_grad(value_of, argnums=(0, 1), has_aux=True)
-    (value, (aux, ids)), (gradients, rows) = both(dense, [lookup.tap() for lookup in lookups])
-    for i in sparse:
-        gradients[i] = slices_of(leaves[i].shape, i, lookups, ids, rows)
+    (value, (aux, ids)), (gradients, rows) = both(others, [lookup.tap() for lookup in lookups])
+    for i in looked_up:
+        slices = slices_of(leaves[i].shape, i, lookups, ids, rows)
+        gradients[i] = slices if i in sparse else add_slices(gradients[i], slices)
     return value, aux, [gradients[i] for i in range(len(leaves))]
 
 
@@ -179,11 +183,21 @@ def _level_of_caller() -> int:
     return level
 
 
+def add_slices(dense: Array, slices: IndexedSlices) -> Array:
+    """Return a dense gradient with slices added to it, in their order.
+
+    Args:
+      dense: of the shape of the slices' table.
+      slices: of it; padding is ignored.
+    """
+    return dense.at[slices.indices].add(slices.values, mode="drop")
+
+
 def slices_of(
     shape: tuple[int, ...],
     table: int,
     lookups: Sequence[Lookup],
-    ids: Sequence[Array],
+    ids: Sequence[Asked],
     rows: Sequence[Array],
 ) -> IndexedSlices:
     """Return the gradient of a table from those of its looked-up rows.
@@ -196,8 +210,8 @@ def slices_of(
       rows: the gradient of every lookup's tap.
     """
     mine = [k for k, lookup in enumerate(lookups) if lookup.table == table]
-    values = [rows[k].reshape(ids[k].size, *shape[1:]) for k in mine]
-    indices = [ids[k].reshape(-1) for k in mine]
+    indices = [ids[k][0].reshape(-1) for k in mine]
+    values = [rows[k].reshape(ids[k][0].size, *shape[1:]) for k in mine]
     wide = np.result_type(*(i.dtype for i in indices))
     joined = jnp.concatenate([i.astype(wide) for i in indices])
     absent = (joined < 0) | (joined >= shape[0])

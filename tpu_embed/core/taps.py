@@ -2,8 +2,8 @@
 
 Enters: a jaxpr, and which of its inputs are tables. `find_lookups` says which tables are only
 looked up, and lists those lookups in program order; `run_with_taps` evaluates the jaxpr with an
-extra input a lookup, whose gradient is that of the rows looked up, and returns the ids of each
-beside the results. Called by `sparse_grad.py` and `training/gradients.py`.
+extra input a lookup, whose gradient is that of what was looked up, and returns what was asked for
+by each beside the results. Called by `sparse_grad.py`, `training/gradients.py` and `nn/`.
 
 A lookup inside a scan stands for one in every iteration, stacked; one in a branch of a cond has
 padding for ids where another branch is taken.
@@ -11,15 +11,16 @@ padding for ids where another branch is taken.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Literal
 
-from tpu_embed._types import Array
+from tpu_embed._types import PADDING_ID, Array
+from tpu_embed.core.engine_lookup import engine_lookup_p
 from tpu_embed.core.jaxprs import (
     CALLS,
     REMATS,
@@ -33,6 +34,14 @@ from tpu_embed.kernels.varying import as_varying, axes_of
 
 Tables = dict[Any, int]
 """Variables of a jaxpr that hold a table -> its number."""
+Asked = tuple[Array, ...]
+"""What a lookup was asked for: ids, and weights where it has any."""
+
+LOOKUPS: Mapping[Any, Callable[[Any], int]] = {
+    lookup_p: lambda eqn: 1,
+    engine_lookup_p: lambda eqn: eqn.params["call"].operands,
+}
+"""Primitives that look up -> how many operands say what."""
 
 
 class Lookup(NamedTuple):
@@ -40,36 +49,49 @@ class Lookup(NamedTuple):
 
     Attributes:
       table: its number.
-      size: V.
-      lead: the shape of the ids, iterations of scans around them first.
-      trailing: the shape of a row.
-      dtype: of the rows.
-      index_dtype: of the ids.
-      axes: mesh axes over which they are known to differ.
+      eqn: the equation; its second operand is the ids, a third may be weights.
+      lead: iterations of the scans around it, outermost first.
     """
 
     table: int
-    size: int
+    eqn: Any
     lead: tuple[int, ...]
-    trailing: tuple[int, ...]
-    dtype: np.dtype
-    index_dtype: np.dtype
-    axes: frozenset[str]
 
     def tap(self) -> Array:
-        """Return zeros for the lookup's tap."""
-        return as_varying(jnp.zeros((*self.lead, *self.trailing), self.dtype), self.axes)
+        """Return zeros for the lookup's tap: like its result."""
+        return self._full(self.eqn.outvars[0].aval, 0)
 
-    def nothing(self) -> Array:
-        """Return ids that are all padding."""
-        return as_varying(jnp.full(self.lead, self.size, self.index_dtype), self.axes)
+    def nothing(self) -> Asked:
+        """Return ids that are all padding, and weights of zero."""
+        ids, *weights = (var.aval for var in asked(self.eqn, self.eqn.invars))
+        return (self._full(ids, PADDING_ID), *(self._full(aval, 0) for aval in weights))
+
+    def _full(self, aval: Any, value: int) -> Array:
+        shape = (*self.lead, *aval.shape)
+        return as_varying(jnp.full(shape, value, aval.dtype), axes_of(aval))
+
+
+def asked(eqn: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
+    """Return those operands of a lookup that say what is looked up: ids, then weights if any."""
+    return tuple(operands[1 : 1 + LOOKUPS[eqn.primitive](eqn)])
 
 
 class Found(NamedTuple):
-    """The lookups of some tables in program order, and the tables that are used otherwise too."""
+    """The lookups of some tables in program order.
+
+    Attributes:
+      lookups: of them.
+      dense: the tables that are used otherwise too.
+      passed: place -> table that is the program's result there.
+    """
 
     lookups: list[Lookup]
     dense: set[int]
+    passed: dict[int, int]
+
+    def all_dense(self) -> set[int]:
+        """Return the tables used otherwise too, being a result included."""
+        return self.dense | set(self.passed.values())
 
 
 def find_lookups(jaxpr: Any, tables: Tables) -> Found:
@@ -84,33 +106,33 @@ def find_lookups(jaxpr: Any, tables: Tables) -> Found:
         held = _held(eqn, tables)
         if not held:
             continue
-        if eqn.primitive is lookup_p:
-            lookups.append(_lookup_of(eqn, tables[eqn.invars[0]]))
-        elif eqn.primitive.name in _SAME:
-            tables[eqn.outvars[0]] = tables[eqn.invars[0]]
+        if eqn.primitive in LOOKUPS:
+            lookups.append(Lookup(tables[eqn.invars[0]], eqn, ()))
         elif eqn.primitive.name in _STEPS:
             inside = _STEPS[eqn.primitive.name].find(eqn, tables)
             lookups += inside.lookups
             dense |= inside.dense
+            tables |= {eqn.outvars[i]: number for i, number in inside.passed.items()}
+        elif eqn.primitive.name in _SAME:
+            tables[eqn.outvars[0]] = tables[eqn.invars[0]]
         else:
             dense |= set(held.values())
-    dense |= set(_among(jaxpr.outvars, tables).values())
-    return Found(lookups, dense)
+    return Found(lookups, dense, _among(jaxpr.outvars, tables))
 
 
-def tables_reaching_lookups(jaxpr: Any, tables: Tables) -> set[int]:
-    """Return the tables that are looked up anywhere inside, they or what is computed from them.
+def lookups_reached(jaxpr: Any, tables: Tables) -> collections.Counter[int]:
+    """Count by table the lookups anywhere inside of it or of what is computed from it.
 
     Args:
       jaxpr: an open jaxpr.
       tables: which variables of it are tables.
     """
-    return _reaching(jaxpr, {var: frozenset([number]) for var, number in tables.items()})
+    return _reached(jaxpr, {var: frozenset([number]) for var, number in tables.items()})
 
 
-def _reaching(jaxpr: Any, sources: dict[Any, frozenset[int]]) -> set[int]:
-    """Return which sources reach the table of a lookup, given those of some variables."""
-    sources, reaching = dict(sources), set()
+def _reached(jaxpr: Any, sources: dict[Any, frozenset[int]]) -> collections.Counter[int]:
+    """Count by source the lookups whose table it reaches, given the sources of some variables."""
+    sources, reached = dict(sources), collections.Counter()
     for eqn in jaxpr.eqns:
         operands = [
             frozenset() if isinstance(var, Literal) else sources.get(var, frozenset())
@@ -119,42 +141,47 @@ def _reaching(jaxpr: Any, sources: dict[Any, frozenset[int]]) -> set[int]:
         together = frozenset().union(*operands)
         if not together:
             continue
-        if eqn.primitive is lookup_p:
-            reaching |= operands[0]
+        if eqn.primitive in LOOKUPS:
+            reached.update(operands[0])
         for inner in subjaxprs(eqn):
             n = len(inner.invars)  # operands of a cond or while that are not passed in come first
             given = operands[len(operands) - n :] if n <= len(operands) else [together] * n
-            reaching |= _reaching(inner, dict(zip(inner.invars, given, strict=True)))
+            reached += _reached(inner, dict(zip(inner.invars, given, strict=True)))
         sources |= dict.fromkeys(eqn.outvars, together)
-    return reaching
+    return reached
 
 
-def _lookup_of(eqn: Any, table: int) -> Lookup:
-    (size, *trailing), ids = eqn.invars[0].aval.shape, eqn.invars[1].aval
-    rows = eqn.outvars[0].aval
-    return Lookup(
-        table, size, ids.shape, tuple(trailing), rows.dtype, np.dtype(ids.dtype), axes_of(rows)
-    )
+class Taps(NamedTuple):
+    """What a program is run with beside its inputs.
+
+    Attributes:
+      taps: `Lookup.tap` of every lookup, in program order.
+      arrays: the table of each number, in place of the program's at its lookups: where other uses
+        of a table are differentiated, their derivative alone is then the program's.
+    """
+
+    taps: list[Array]
+    arrays: Mapping[int, Array]
 
 
 def run_with_taps(
-    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], tables: Tables, taps: Sequence[Array]
-) -> tuple[list[Any], list[Array]]:
+    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], tables: Tables, given: Taps
+) -> tuple[list[Any], list[Asked]]:
     """Evaluate a jaxpr.
 
     Args:
       jaxpr: an open jaxpr.
       consts: values of its constants.
       args: of its inputs.
-      tables: which variables are tables; none is among the `dense` ones of `find_lookups`.
-      taps: `Lookup.tap` of every lookup.
+      tables: which variables are tables.
+      given: taps and tables.
 
     Returns:
-      its results; the ids of every lookup.
+      its results; what every lookup was asked for.
     """
-    tables, taps = dict(tables), list(taps)
+    tables, taps = dict(tables), list(given.taps)
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-    ids: list[Array] = []
+    ids: list[Asked] = []
 
     def read(var: Any) -> Any:
         return var.val if isinstance(var, Literal) else env[var]
@@ -162,14 +189,16 @@ def run_with_taps(
     for eqn in jaxpr.eqns:
         values, held = [read(var) for var in eqn.invars], _held(eqn, tables)
         step = _STEPS.get(eqn.primitive.name)
-        if held and eqn.primitive is lookup_p:
-            results = [tapped(lookup_p.bind(*values), taps.pop(0))]
-            ids.append(values[1])
+        if held and eqn.primitive in LOOKUPS:
+            table = as_varying(given.arrays[tables[eqn.invars[0]]], axes_of(eqn.invars[0].aval))
+            results = [tapped(*evaluate(jaxpr, eqn, [table, *values[1:]]), taps.pop(0))]
+            ids.append(asked(eqn, values))
         elif held and step is not None:
-            n = len(step.find(eqn, tables).lookups)
-            mine, taps = taps[:n], taps[n:]
-            results, inside = step.run(eqn, values, tables, mine)
+            found = step.find(eqn, tables)
+            mine, taps = taps[: len(found.lookups)], taps[len(found.lookups) :]
+            results, inside = step.run(eqn, values, tables, given._replace(taps=mine))
             ids += inside
+            tables |= {eqn.outvars[i]: number for i, number in found.passed.items()}
         else:
             results = evaluate(jaxpr, eqn, values)
             if held and eqn.primitive.name in _SAME:
@@ -209,7 +238,7 @@ class _Step(NamedTuple):
     """How lookups inside an equation are found, and how it runs with taps."""
 
     find: Callable[[Any, Tables], Found]
-    run: Callable[[Any, list[Any], Tables, list[Array]], tuple[list[Any], list[Array]]]
+    run: Callable[[Any, list[Any], Tables, Taps], tuple[list[Any], list[Asked]]]
 
 
 def _inside(variables: Sequence[Any], operands: Sequence[Any], tables: Tables) -> Tables:
@@ -222,17 +251,17 @@ def _find_call(eqn: Any, tables: Tables) -> Found:
     return find_lookups(jaxpr, _inside(jaxpr.invars, eqn.invars, tables))
 
 
-def _run_call(eqn: Any, values: list[Any], tables: Tables, taps: list[Array]) -> tuple:
+def _run_call(eqn: Any, values: list[Any], tables: Tables, given: Taps) -> tuple:
     jaxpr, consts = inner_jaxpr(eqn)
-    return run_with_taps(jaxpr, consts, values, _inside(jaxpr.invars, eqn.invars, tables), taps)
+    return run_with_taps(jaxpr, consts, values, _inside(jaxpr.invars, eqn.invars, tables), given)
 
 
-def _run_remat(eqn: Any, values: list[Any], tables: Tables, taps: list[Array]) -> tuple:
+def _run_remat(eqn: Any, values: list[Any], tables: Tables, given: Taps) -> tuple:
     def call(values: list[Any], taps: list[Array]) -> tuple:
-        return _run_call(eqn, values, tables, taps)
+        return _run_call(eqn, values, tables, given._replace(taps=taps))
 
     keep = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
-    return jax.checkpoint(call, **keep)(values, taps)
+    return jax.checkpoint(call, **keep)(values, given.taps)
 
 
 def _find_scan(eqn: Any, tables: Tables) -> Found:
@@ -240,22 +269,25 @@ def _find_scan(eqn: Any, tables: Tables) -> Found:
     jaxpr, (fixed, _) = eqn.params["jaxpr"].jaxpr, scan_counts(eqn)
     found = find_lookups(jaxpr, _inside(jaxpr.invars[:fixed], eqn.invars[:fixed], tables))
     lookups = [x._replace(lead=(eqn.params["length"], *x.lead)) for x in found.lookups]
-    return Found(lookups, found.dense | set(_among(eqn.invars[fixed:], tables).values()))
+    varying = set(_among(eqn.invars[fixed:], tables).values())
+    return Found(lookups, found.all_dense() | varying, {})
 
 
-def _run_scan(eqn: Any, values: list[Any], tables: Tables, taps: list[Array]) -> tuple:
+def _run_scan(eqn: Any, values: list[Any], tables: Tables, given: Taps) -> tuple:
     params, closed = eqn.params, eqn.params["jaxpr"]
     fixed, carried = scan_counts(eqn)
     inside = _inside(closed.jaxpr.invars[:fixed], eqn.invars[:fixed], tables)
 
     def body(carry: list[Any], xs: tuple[list[Any], list[Array]]) -> tuple:
         args = [*values[:fixed], *carry, *xs[0]]
-        results, ids = run_with_taps(closed.jaxpr, closed.consts, args, inside, xs[1])
+        results, ids = run_with_taps(
+            closed.jaxpr, closed.consts, args, inside, given._replace(taps=xs[1])
+        )
         return results[:carried], (results[carried:], ids)
 
     first, rest = values[fixed : fixed + carried], values[fixed + carried :]
     keep = {name: params[name] for name in ("length", "reverse", "unroll")}
-    carry, (ys, ids) = jax.lax.scan(body, first, (rest, taps), **keep)
+    carry, (ys, ids) = jax.lax.scan(body, first, (rest, given.taps), **keep)
     return [*carry, *ys], ids
 
 
@@ -269,11 +301,11 @@ def _find_cond(eqn: Any, tables: Tables) -> Found:
     for closed, inside in _branches(eqn, tables):
         found = find_lookups(closed.jaxpr, inside)
         lookups += found.lookups
-        dense |= found.dense
-    return Found(lookups, dense)
+        dense |= found.all_dense()
+    return Found(lookups, dense, {})
 
 
-def _run_cond(eqn: Any, values: list[Any], tables: Tables, taps: list[Array]) -> tuple:
+def _run_cond(eqn: Any, values: list[Any], tables: Tables, given: Taps) -> tuple:
     branches = _branches(eqn, tables)
     lookups = [find_lookups(closed.jaxpr, inside).lookups for closed, inside in branches]
 
@@ -284,14 +316,14 @@ def _run_cond(eqn: Any, values: list[Any], tables: Tables, taps: list[Array]) ->
         nothing = [[x.nothing() for x in some] for some in lookups]
 
         def run(values: list[Any], taps: list[Array]) -> tuple:
-            mine = taps[start:end]
+            mine = given._replace(taps=taps[start:end])
             results, ids = run_with_taps(closed.jaxpr, closed.consts, values, inside, mine)
             return results, [i for j, some in enumerate(nothing) for i in (ids if j == k else some)]
 
         return run
 
     index, *operands = values
-    return jax.lax.switch(index, [branch(k) for k in range(len(branches))], operands, taps)
+    return jax.lax.switch(index, [branch(k) for k in range(len(branches))], operands, given.taps)
 
 
 _SAME = frozenset({"pvary", "pcast", "copy"})

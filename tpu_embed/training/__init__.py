@@ -15,8 +15,10 @@ from tpu_embed.training.interception import (
     get_gradients_through_dummy_table_variables,
     hook,
 )
-from tpu_embed.training.optimizer import Optimizer, OptState
+from tpu_embed.training.optimizer import Optimizer
+from tpu_embed.training.state import OptState
 from tpu_embed.training.tags import Tag, tag
+from tpu_embed.training.verbs import TreeOptimizer
 
 __all__ = [
     "AggregationMethod",
@@ -25,6 +27,7 @@ __all__ = [
     "OptState",
     "Optimizer",
     "Tag",
+    "TreeOptimizer",
     "UnconnectedGradients",
     "clip_by_global_norm",
     "create_dummy_table_variables",

@@ -2,7 +2,7 @@
 
 Enters: a loss of the parameters, and which of them are variables. Leaves: this replica's gradients,
 sparse for tables that are only looked up, None where the loss does not depend on a leaf. Called by
-`Optimizer.compute_gradients`.
+`TreeOptimizer.compute_gradients`.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def collect_gradients(
       ValueError: a loss that is not float, or a cotangent that is not like it.
     """
     if not callable(loss):
-        expected = "a function of the parameters"
-        raise TypeError(message("loss", expected=expected, got=repr(loss)))
+        expected, remedy = "a function of the parameters", "write lambda params: ..."
+        raise TypeError(message("loss", expected=expected, got=repr(loss), remedy=remedy))
     floats = [i for i in variables if _is_inexact(leaves.values[i])]
 
     def objective(*chosen: Array) -> tuple[Array, Array]:
@@ -85,8 +85,8 @@ def checked_loss(loss: Any) -> Array:
         raise ValueError(message("loss", expected=expected, got=got, remedy=remedy))
     array = jnp.asarray(loss)
     if not jnp.issubdtype(array.dtype, jnp.floating):
-        got = f"{array.dtype} of shape {array.shape}"
-        raise ValueError(message("loss", expected="a float array", got=got))
+        got, remedy = f"{array.dtype} of shape {array.shape}", "return real floats"
+        raise ValueError(message("loss", expected="a float array", got=got, remedy=remedy))
     return array
 
 
@@ -97,5 +97,6 @@ def _cotangent(loss: Array, given: ArrayLike | None) -> Array:
     if array.shape != loss.shape or not jnp.issubdtype(array.dtype, jnp.floating):
         expected = f"floats of the loss' shape {loss.shape}"
         got = f"{array.dtype} of shape {array.shape}"
-        raise ValueError(message("grad_loss", expected=expected, got=got))
+        remedy = "leave it out for ones"
+        raise ValueError(message("grad_loss", expected=expected, got=got, remedy=remedy))
     return array.astype(loss.dtype)

@@ -6,21 +6,21 @@ transform, local gradients and updates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, final
+from collections.abc import Iterable
+from typing import Any, final
 
 import jax
 import optax
 from jax.tree_util import keystr
 
 from tpu_embed._checks import message
-from tpu_embed._types import Array, ArrayLike, PyTree
+from tpu_embed._types import PyTree
 from tpu_embed.core.indexed_slices import is_indexed_slices
 from tpu_embed.optimizers.base import TableOptimizer
-from tpu_embed.training.lifts import SumsItself
-from tpu_embed.training.optimizer import GradientsAndVariables, Optimizer, OptState
-from tpu_embed.training.paths import Path
-from tpu_embed.training.shards import AxisName, make_shards
+from tpu_embed.training.lifts import Lifts, SumsItself
+from tpu_embed.training.optimizer import Optimizer
+from tpu_embed.training.shards import AxisName, Reduction, make_shards
+from tpu_embed.training.verbs import TreeOptimizer, checked_name
 
 __all__ = ["CrossShardOptimizer", "cross_shard"]
 
@@ -28,13 +28,13 @@ Groups = Iterable[Iterable[int]]
 
 
 @final
-class CrossShardOptimizer:
+class CrossShardOptimizer(TreeOptimizer):
     """Sum the gradients of all replicas, then let another optimizer apply them.
 
-    Of S replicas with losses l: the optimizer sees the gradient of Σ l / S (mean) or of Σ l (sum).
-    `compute_gradients` divides the loss and returns this replica's own gradients, so that they can
-    be clipped before `apply_gradients` sums them. A loss that is a mean over the replica's batch
-    wants "mean", a sum wants "sum".
+    Its verbs are those of `TreeOptimizer`. Of S replicas with losses l: the optimizer sees the
+    gradient of Σ l / S (mean) or of Σ l (sum). `compute_gradients` divides the loss and returns
+    this replica's own gradients, so that they can be clipped before `apply_gradients` sums them. A
+    loss that is a mean over the replica's batch wants "mean", a sum wants "sum".
 
     A `shard_map` that checks what varies (`check_vma=True`) must have parameters and state as
     replicated outputs; with several groups they vary from group to group.
@@ -70,134 +70,25 @@ class CrossShardOptimizer:
       TensorFlow's `tf.compat.v1.tpu.CrossShardOptimizer`.
     """
 
-    GATE_NONE: ClassVar[str] = Optimizer.GATE_NONE
-    GATE_OP: ClassVar[str] = Optimizer.GATE_OP
-    GATE_GRAPH: ClassVar[str] = Optimizer.GATE_GRAPH
-
     def __init__(
         self,
         opt: Optimizer | optax.GradientTransformation,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
         *,
         axis_name: AxisName,
         group_assignment: Groups | None = None,
         name: str = "CrossShardOptimizer",
     ) -> None:
-        if not isinstance(name, str) or not name:
-            what = "CrossShardOptimizer: name"
-            raise ValueError(message(what, expected="a word", got=repr(name)))
-        shards = make_shards(name, _checked_axis(name, axis_name), reduction, group_assignment)
-        self._name = name
-        self._opt = _as_optimizer(name, opt).across(shards)
-
-    def get_name(self) -> str:
-        """Return the optimizer's name."""
-        return self._name
-
-    def init(self, params: PyTree) -> OptState:
-        """Return the first state; see `Optimizer.init`."""
-        return self._opt.init(params)
-
-    def scale_loss(self, loss: ArrayLike) -> Any:
-        """Return the loss that `compute_gradients` differentiates.
-
-        That is the loss over the number of replicas, or of those of a group, under mean.
-        """
-        return self._opt.scale_loss(loss)
-
-    def local(self, tree: PyTree) -> PyTree:
-        """Return arrays whose gradients stay this replica's own; see `Optimizer.local`."""
-        return self._opt.local(tree)
-
-    def minimize(
-        self,
-        loss: Callable[[PyTree], ArrayLike],
-        params: PyTree,
-        state: OptState,
-        var_list: Iterable[Path] | None = None,
-        gate_gradients: str = "op",
-        aggregation_method: str | None = "add_n",
-        grad_loss: ArrayLike | None = None,
-        *,
-        constraints: Mapping[Path, Callable[[Array], ArrayLike]] | None = None,
-        learning_rate: ArrayLike | None = None,
-    ) -> tuple[PyTree, OptState, Array]:
-        """Compute gradients and apply them; see `Optimizer.minimize`.
-
-        Returns:
-          parameters, state, and this replica's loss, unscaled.
-        """
-        options = (var_list, gate_gradients, aggregation_method, grad_loss)
-        keywords = {"constraints": constraints, "learning_rate": learning_rate}
-        return self._opt.minimize(loss, params, state, *options, **keywords)
-
-    def compute_gradients(
-        self,
-        loss: Callable[[PyTree], ArrayLike],
-        params: PyTree,
-        var_list: Iterable[Path] | None = None,
-        gate_gradients: str = "op",
-        aggregation_method: str | None = "add_n",
-        grad_loss: ArrayLike | None = None,
-    ) -> GradientsAndVariables:
-        """Return this replica's own gradients of the scaled loss.
-
-        See `Optimizer.compute_gradients`.
-        """
-        options = (var_list, gate_gradients, aggregation_method, grad_loss)
-        return self._opt.compute_gradients(loss, params, *options)
-
-    def apply_gradients(
-        self,
-        grads_and_vars: Iterable[tuple[Any, Path]],
-        params: PyTree,
-        state: OptState,
-        skip_gradients_aggregation: bool = False,
-        *,
-        constraints: Mapping[Path, Callable[[Array], ArrayLike]] | None = None,
-        learning_rate: ArrayLike | None = None,
-    ) -> tuple[PyTree, OptState]:
-        """Sum gradients over the replicas and apply them; see `Optimizer.apply_gradients`.
-
-        Args:
-          grads_and_vars: this replica's own gradients, from `compute_gradients`.
-          params: a pytree of arrays.
-          state: of the optimizer.
-          skip_gradients_aggregation: the gradients are summed already, as those of `jax.grad` by a
-            replicated parameter are in a `shard_map` that checks what varies.
-          constraints: by path a function that the parameter goes through after a dense update.
-          learning_rate: `[]`, instead of the rule's.
-
-        Raises:
-          ValueError: a gradient that is the same on all replicas; and all that
-            `Optimizer.apply_gradients` raises.
-        """
-        keywords = {"constraints": constraints, "learning_rate": learning_rate}
-        return self._opt.apply_gradients(
-            grads_and_vars, params, state, skip_gradients_aggregation, **keywords
-        )
-
-    def get_slot(self, state: OptState, path: Path, name: str) -> Array | None:
-        """Return a parameter's slot; see `Optimizer.get_slot`."""
-        return self._opt.get_slot(state, path, name)
-
-    def get_slot_names(self, state: OptState) -> list[str]:
-        """Return the names of the slots, sorted."""
-        return self._opt.get_slot_names(state)
-
-    def get_non_slot(self, state: OptState) -> dict[str, Array]:
-        """Return what belongs to no parameter, by name."""
-        return self._opt.get_non_slot(state)
-
-    def variables(self, state: OptState) -> list[tuple[str, Array]]:
-        """Return slots and all of `get_non_slot`, sorted by name."""
-        return self._opt.variables(state)
+        self._name = checked_name("CrossShardOptimizer", name)
+        axes = _checked_axis(name, axis_name)
+        self._shards = make_shards(name, axes, reduction, group_assignment)
+        self._lifts = _lifts_of(name, opt)
 
 
 def cross_shard(
     tx: optax.GradientTransformation,
     axis_name: AxisName,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     group_assignment: Groups | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Return a transform that sums local gradients over replicas, then calls another.
@@ -262,15 +153,18 @@ def _dense_only(pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 def _checked_axis(what: str, axis_name: AxisName | None) -> AxisName:
     if axis_name is None:
         expected = "the name of a mesh axis, or different ones"
-        raise ValueError(message(f"{what}: axis_name", expected=expected, got="None"))
+        remedy = "without an axis an Optimizer alone will do"
+        raise ValueError(
+            message(f"{what}: axis_name", expected=expected, got="None", remedy=remedy)
+        )
     return axis_name
 
 
-def _as_optimizer(what: str, opt: Any) -> Optimizer:
+def _lifts_of(what: str, opt: Any) -> Lifts:
     if isinstance(opt, Optimizer):
-        return opt
+        return opt.lifts_for(what)
     _check_transform(what, opt)
-    return Optimizer(opt, what)
+    return Lifts(opt)
 
 
 def _check_transform(what: str, tx: Any) -> None:
@@ -286,6 +180,7 @@ def _check_transform(what: str, tx: Any) -> None:
         Optimizer: "CrossShardOptimizer takes an Optimizer",
         CrossShardOptimizer: "one is enough: give it the optimizer that this one wraps",
     }
-    remedy = next((words for kind, words in remedies.items() if isinstance(tx, kind)), "")
+    made = "make one: optax.sgd(0.1)"
+    remedy = next((words for kind, words in remedies.items() if isinstance(tx, kind)), made)
     expected = "an Optimizer or an optax transform"
     raise TypeError(message(f"{what}: opt", expected=expected, got=name, remedy=remedy))

@@ -1,4 +1,4 @@
-"""What a user gives to `Optimizer.apply_gradients`, judged before anything is computed."""
+"""What a user gives to `TreeOptimizer.apply_gradients`, judged before anything is computed."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ class Given(NamedTuple):
             return parameter
         new = jnp.asarray(self.constraints[i](parameter))
         if new.shape != parameter.shape:
+            what, remedy = "a constraint's result", "let it map a parameter to one of its shape"
             expected, got = f"shape {parameter.shape}", f"shape {new.shape}"
-            raise ValueError(message("a constraint's result", expected=expected, got=got))
+            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
         return new.astype(parameter.dtype)
 
 
@@ -66,8 +67,9 @@ def judge(
     if not gradients:
         names = listed(leaves.labels[i] for i in numbers or range(len(leaves.labels)))
         expected = "a gradient for at least one variable"
-        got = f"none for {names}"
-        raise ValueError(message(f"{what}: grads_and_vars", expected=expected, got=got))
+        got, remedy = f"none for {names}", "use one of them in the loss, or leave the step out"
+        place = f"{what}: grads_and_vars"
+        raise ValueError(message(place, expected=expected, got=got, remedy=remedy))
     places = leaves.find_all(constraints, what=f"{what}: constraints")
     for i in places:
         if is_indexed_slices(gradients.get(i)):
@@ -84,8 +86,9 @@ def judge(
 
 def _pair(what: str, entry: Any) -> tuple[Any, Any]:
     if not isinstance(entry, (tuple, list)) or len(entry) != 2:
-        expected = "pairs of a gradient and a path"
-        raise TypeError(message(f"{what}: grads_and_vars", expected=expected, got=repr(entry)))
+        expected, remedy = "pairs of a gradient and a path", "compute_gradients makes them"
+        place = f"{what}: grads_and_vars"
+        raise TypeError(message(place, expected=expected, got=repr(entry), remedy=remedy))
     return entry[0], entry[1]
 
 
@@ -93,7 +96,8 @@ def _gradient(what: str, gradient: Any, parameter: Any) -> Any:
     """Return a gradient as an array or `IndexedSlices`."""
     if not jnp.issubdtype(jnp.result_type(parameter), jnp.inexact):
         expected, got = "None, for a parameter of integers", type(gradient).__name__
-        raise ValueError(message(what, expected=expected, got=got))
+        remedy = "leave it out: integers are not trained"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
     shape = np.shape(parameter)
     if is_indexed_slices(gradient):
         _check_slices(what, gradient, shape)
@@ -103,10 +107,12 @@ def _gradient(what: str, gradient: Any, parameter: Any) -> Any:
         array = jnp.asarray(gradient)
     except (TypeError, ValueError) as error:
         expected, got = "an array, IndexedSlices or None", repr(gradient)
-        raise TypeError(message(what, expected=expected, got=got)) from error
+        remedy = "give one pair for each leaf of the parameters"
+        raise TypeError(message(what, expected=expected, got=got, remedy=remedy)) from error
     if array.shape != shape:
-        got = f"shape {array.shape}"
-        raise ValueError(message(what, expected=f"the parameter's shape {shape}", got=got))
+        expected, got = f"the parameter's shape {shape}", f"shape {array.shape}"
+        remedy = "pair each gradient with the path of its own parameter"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
     inexact = jnp.issubdtype(array.dtype, jnp.inexact)
     _check_kind(what, array.dtype, parameter)
     return array if inexact else array.astype(jnp.result_type(parameter))
@@ -128,4 +134,5 @@ def _check_slices(what: str, gradient: Any, shape: tuple[int, ...]) -> None:
     if gradient.dense_shape != shape or not fits:
         expected = f"IndexedSlices of dense_shape {shape}, values [N, *{shape[1:]}], indices [N]"
         got = f"dense_shape {gradient.dense_shape}, values {values}, indices {indices}"
-        raise ValueError(message(what, expected=expected, got=got))
+        remedy = "dense_shape is the shape of the parameter"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +17,22 @@ from jax.extend.core import jaxpr_as_fun
 
 from tpu_embed._checks import check_choice, message
 from tpu_embed._types import Array, PyTree
-from tpu_embed.core.sparse_grad import slices_of
-from tpu_embed.core.taps import find_lookups, run_with_taps
+from tpu_embed.core.sparse_grad import add_slices, slices_of
+from tpu_embed.core.taps import Taps, find_lookups, run_with_taps
 from tpu_embed.kernels.varying import as_varying, axes_of
 from tpu_embed.training.program import Program, Target, as_list, trace
 from tpu_embed.training.reach import NOTHING, Sources, propagate
 from tpu_embed.training.tags import full
 
-__all__ = ["AggregationMethod", "UnconnectedGradients", "gradients", "value_and_gradients"]
+__all__ = [
+    "Aggregation",
+    "AggregationMethod",
+    "Gate",
+    "Unconnected",
+    "UnconnectedGradients",
+    "gradients",
+    "value_and_gradients",
+]
 
 
 class AggregationMethod(enum.StrEnum):
@@ -47,11 +55,16 @@ class UnconnectedGradients(enum.StrEnum):
     ZERO = "zero"
 
 
+Aggregation = AggregationMethod | Literal["default", "add_n", "tree", "accumulate_n"]
+Unconnected = UnconnectedGradients | Literal["none", "zero"]
+Gate = Literal["none", "op", "graph"]
+
+
 def _gate_each(found: list[Any]) -> list[Any]:
     return [None if g is None else jax.lax.optimization_barrier(g) for g in found]
 
 
-_GATES: Mapping[str, Callable[[list[Any]], list[Any]]] = {
+_GATES: Mapping[Gate, Callable[[list[Any]], list[Any]]] = {
     "none": list,
     "op": _gate_each,
     "graph": jax.lax.optimization_barrier,
@@ -65,9 +78,9 @@ def gradients(
     *,
     grad_ys: PyTree = None,
     stop_gradients: Sequence[Any] = (),
-    unconnected_gradients: str = "none",
-    aggregation_method: str | None = None,
-    gate_gradients: str = "none",
+    unconnected_gradients: Unconnected = "none",
+    aggregation_method: Aggregation | None = None,
+    gate_gradients: Gate = "none",
 ) -> list[Any]:
     """Return Σ over ys of dy/dx for every x.
 
@@ -129,9 +142,9 @@ def value_and_gradients(
     *,
     grad_ys: PyTree = None,
     stop_gradients: Sequence[Any] = (),
-    unconnected_gradients: str = "none",
-    aggregation_method: str | None = None,
-    gate_gradients: str = "none",
+    unconnected_gradients: Unconnected = "none",
+    aggregation_method: Aggregation | None = None,
+    gate_gradients: Gate = "none",
 ) -> tuple[tuple[PyTree, PyTree], list[Any]]:
     """Return what fn returns, and the gradients of the first part of it.
 
@@ -194,7 +207,8 @@ def _cotangents(program: Program, grad_ys: PyTree) -> list[Array | None]:
         except (ValueError, TypeError) as error:
             got = str(jax.tree.structure(grad_ys, is_leaf=lambda x: x is None))
             expected = f"the structure of ys, {program.ys}"
-            raise ValueError(message("gradients: grad_ys", expected=expected, got=got)) from error
+            what, remedy = "gradients: grad_ys", "nest them as fn's result, None for ones"
+            raise ValueError(message(what, expected=expected, got=got, remedy=remedy)) from error
     paths = jax.tree_util.tree_flatten_with_path(program.ys.unflatten(range(len(avals))))[0]
     names = [f"gradients: grad_ys{jax.tree_util.keystr(path)}" for path, _ in paths]
     return [_cotangent(*one) for one in zip(names, avals, given, strict=True)]
@@ -204,17 +218,19 @@ def _cotangent(what: str, aval: Any, given: Any) -> Array | None:
     kind = _kind(aval.dtype)
     if given is None:
         if kind == "complex":
-            remedy = "a complex y has no cotangent by default"
+            remedy = "give one: a complex y has no cotangent by default"
             raise TypeError(message(what, expected="complex numbers", got="None", remedy=remedy))
         return full(aval, 1) if kind == "float" else None
     given = jnp.asarray(given)
     kinds = ("float", "integer") if kind == "integer" else (kind,)
     if _kind(given.dtype) not in kinds:
         expected = f"{' or '.join(kinds)} numbers for a y of {aval.dtype}"
-        raise TypeError(message(what, expected=expected, got=str(given.dtype)))
+        got, remedy = str(given.dtype), f"convert it: .astype({aval.dtype.name!r})"
+        raise TypeError(message(what, expected=expected, got=got, remedy=remedy))
     if given.shape != aval.shape:
         expected, got = f"y's shape {aval.shape}", f"{given.shape}"
-        raise ValueError(message(what, expected=expected, got=got))
+        remedy = "jnp.broadcast_to spreads one number"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
     if kind == "integer":
         return None
     return as_varying(given.astype(aval.dtype), axes_of(aval))
@@ -263,14 +279,14 @@ def _pull_back(
     """
     jaxpr, consts = program.closed.jaxpr, program.closed.consts
     found = find_lookups(jaxpr, {jaxpr.invars[i]: i for i in wanted if i < program.arguments})
-    sparse = {lookup.table for lookup in found.lookups} - found.dense
-    lookups = [lookup for lookup in found.lookups if lookup.table in sparse]
-    tables = {jaxpr.invars[i]: i for i in sparse}
+    lookups, looked_up = found.lookups, {lookup.table for lookup in found.lookups}
+    sparse = looked_up - found.all_dense()
+    tables, arrays = {jaxpr.invars[i]: i for i in looked_up}, dict(enumerate(program.inputs))
 
     def run(dense: dict[int, Array], taps: list[Array]) -> tuple[list[Any], tuple]:
         args = [dense.get(i, value) for i, value in enumerate(program.inputs)]
         if lookups:
-            results, ids = run_with_taps(jaxpr, consts, args, tables, taps)
+            results, ids = run_with_taps(jaxpr, consts, args, tables, Taps(taps, arrays))
         else:
             results, ids = jaxpr_as_fun(program.closed)(*args), []
         return [results[i] for i in cotangents], (results, ids)
@@ -281,6 +297,7 @@ def _pull_back(
     _, back, (results, ids) = jax.vjp(run, dense, given, has_aux=True)
     by_dense, by_rows = back(list(cotangents.values()))
     result: dict[int, Any] = {i: by_dense[i] for i in wanted - sparse}
-    for i in sparse:
-        result[i] = slices_of(program.inputs[i].shape, i, lookups, ids, by_rows)
+    for i in looked_up:
+        slices = slices_of(program.inputs[i].shape, i, lookups, ids, by_rows)
+        result[i] = slices if i in sparse else add_slices(result[i], slices)
     return results, result

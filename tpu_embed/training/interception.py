@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from tpu_embed._checks import message
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core import structure as structures
-from tpu_embed.core.structure import Structure
 from tpu_embed.core.taps import tapped
 from tpu_embed.training.collect import checked_loss
 from tpu_embed.training.gradients import gradients, value_and_gradients
@@ -33,6 +32,8 @@ __all__ = [
 Dummies = dict[str, dict[str, Array]]
 """Table name -> feature path -> zeros, shaped as the activations."""
 
+_REMAKE = "make dummies of these activations with create_dummy_table_variables"
+
 
 class ScalesLoss(Protocol):
     """What is asked of an optimizer here."""
@@ -46,12 +47,13 @@ class ScalesLoss(Protocol):
         ...
 
 
-def create_dummy_table_variables(activations: PyTree, feature_config: Any) -> Dummies:
+def create_dummy_table_variables(activations: PyTree, feature_config: Any = None) -> Dummies:
     """Return zeros like each activation, grouped by table.
 
     Args:
       activations: `[B, …, D]` a feature, nested as `feature_config`.
-      feature_config: any nesting of `FeatureConfig`s.
+      feature_config: any nesting of `FeatureConfig`s, which say what features share a table. None:
+        each activation counts as the only one of a table, called by its path.
 
     Returns:
       table name -> feature path (`user/history`) -> zeros of the activation's shape and dtype.
@@ -59,7 +61,7 @@ def create_dummy_table_variables(activations: PyTree, feature_config: Any) -> Du
 
     Raises:
       TypeError: activations in a container of another type.
-      ValueError: other keys or another size.
+      ValueError: other keys or another size; two activations of one path.
 
     Example:
       >>> from tpu_embed import FeatureConfig, TableConfig
@@ -69,11 +71,9 @@ def create_dummy_table_variables(activations: PyTree, feature_config: Any) -> Du
       >>> create_dummy_table_variables(activations, features)["item"]["seen"].tolist()
       [[0.0, 0.0]]
     """
-    structure = structures.flatten(feature_config)
-    leaves = structure.match(activations, what="activations")
-    dummies: Dummies = {name: {} for name in structure.table_names}
-    for path, table, leaf in zip(structure.paths, _tables_of(structure), leaves, strict=True):
-        dummies[structure.table_names[table]][path] = full(jax.typeof(jnp.asarray(leaf)), 0)
+    dummies: Dummies = {}
+    for table, path, leaf in _features(activations, feature_config):
+        dummies.setdefault(table, {})[path] = full(jax.typeof(jnp.asarray(leaf)), 0)
     return dummies
 
 
@@ -85,7 +85,7 @@ def hook(activations: PyTree, dummies: Mapping[str, Mapping[str, Array]]) -> PyT
       dummies: as it returned them. Their values are not read.
 
     Raises:
-      ValueError: other features than the dummies', or of another shape or dtype.
+      ValueError: other features than the dummies', or of another shape or dtype; two of one path.
 
     Example:
       >>> dummies = {"item": {"seen": jnp.zeros(2)}}
@@ -95,18 +95,18 @@ def hook(activations: PyTree, dummies: Mapping[str, Mapping[str, Array]]) -> PyT
       [2.0, 4.0]
     """
     by_path = {path: dummy for table in dummies.values() for path, dummy in table.items()}
-    leaves = dict(_leaves(activations))
+    leaves = _by_path(activations)
     if by_path.keys() != leaves.keys():
         expected, got = f"features {sorted(by_path)}", f"{sorted(leaves)}"
-        remedy = "make dummies of these activations with create_dummy_table_variables"
-        raise ValueError(message("hook: activations", expected=expected, got=got, remedy=remedy))
+        raise ValueError(message("hook: activations", expected=expected, got=got, remedy=_REMAKE))
     hooked = {}
     for path, leaf in leaves.items():
         activation, dummy = jnp.asarray(leaf), jnp.asarray(by_path[path])
         if (activation.shape, activation.dtype) != (dummy.shape, dummy.dtype):
             expected = f"{dummy.dtype} of shape {dummy.shape}, as its dummy"
             got = f"{activation.dtype} of shape {activation.shape}"
-            raise ValueError(message(f"hook: activations: {path}", expected=expected, got=got))
+            what = f"hook: activations: {path}"
+            raise ValueError(message(what, expected=expected, got=got, remedy=_REMAKE))
         hooked[path] = tapped(activation, dummy)
     return _rebuilt(activations, iter(hooked.values()))
 
@@ -115,7 +115,7 @@ def get_gradients_through_dummy_table_variables(
     loss: Callable[..., Array],
     activations: PyTree,
     *args: Any,
-    feature_config: Any,
+    feature_config: Any = None,
     optimizer: ScalesLoss | None = None,
 ) -> tuple[Array, PyTree]:
     """Return a loss, and its gradient by each feature's activations.
@@ -126,13 +126,14 @@ def get_gradients_through_dummy_table_variables(
       loss: `loss(activations, *args)`, a float array; gradients are those of its sum.
       activations: `[B, …, D]` a feature, nested as `feature_config`.
       *args: for the loss, not differentiated.
-      feature_config: any nesting of `FeatureConfig`s; says which features share a table.
+      feature_config: as in `create_dummy_table_variables`; with None every activation must be used.
       optimizer: scales the loss before it is differentiated, as its `compute_gradients` does. Use
         it in a data-parallel step whose loss is a mean over replicas, when the gradients go to
         `EmbeddingEngine.update`, which sums.
 
     Returns:
-      (the loss, unscaled; gradients shaped and nested as the activations).
+      (the loss, unscaled; gradients of the activations' shapes, nested as `feature_config`, or as
+      they are).
 
     Raises:
       TypeError: activations in a container of another type.
@@ -148,7 +149,7 @@ def get_gradients_through_dummy_table_variables(
       >>> float(value), found["seen"].tolist()
       (2.0, [[2.0, 2.0]])
     """
-    structure = structures.flatten(feature_config)
+    nest = activations if feature_config is None else feature_config
     if optimizer is not None:
         activations = optimizer.local(activations)
     dummies = create_dummy_table_variables(activations, feature_config)
@@ -158,12 +159,12 @@ def get_gradients_through_dummy_table_variables(
         return (value if optimizer is None else optimizer.scale_loss(value)), value
 
     (_, value), (found,) = value_and_gradients(hooked, [dummies])
-    for i, name in enumerate(structure.table_names):
+    for i, name in enumerate(dummies):
         _check_used(f"table {name!r} (index {i})", found[name])
     by_path: dict[str, Array] = {}
-    for name in structure.table_names:
+    for name in dummies:
         by_path |= _filled(name, found[name], dummies[name])
-    return value, structure.unflatten([by_path[path] for path in structure.paths])
+    return value, _rebuilt(nest, (by_path[path] for path, _ in _leaves(nest)))
 
 
 def get_gradients_through_compute_gradients(
@@ -193,8 +194,31 @@ def get_gradients_through_compute_gradients(
     return _rebuilt(activations, iter(found))
 
 
-def _tables_of(structure: Structure) -> list[int]:
-    return [structure.table_index(feature) for feature in structure.features]
+def _features(activations: PyTree, feature_config: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield table, path and activation of each feature, in flattening order."""
+    if feature_config is None:
+        yield from ((path, path, leaf) for path, leaf in _by_path(activations).items())
+        return
+    structure = structures.flatten(feature_config)
+    leaves = structure.match(activations, what="activations")
+    for path, feature, leaf in zip(structure.paths, structure.features, leaves, strict=True):
+        yield structure.table_names[structure.table_index(feature)], path, leaf
+
+
+def _by_path(activations: PyTree) -> dict[str, Any]:
+    """Return the activations by path.
+
+    Raises:
+      ValueError: two have one path.
+    """
+    leaves: dict[str, Any] = {}
+    for path, leaf in _leaves(activations):
+        if path in leaves:
+            expected, got = "a path of its own for each", f"several at {path!r}"
+            remedy = "rename keys that hold a slash"
+            raise ValueError(message("activations", expected=expected, got=got, remedy=remedy))
+        leaves[path] = leaf
+    return leaves
 
 
 def _check_used(what: str, found: Mapping[str, Array | None]) -> None:
@@ -204,7 +228,7 @@ def _check_used(what: str, found: Mapping[str, Array | None]) -> None:
                 what,
                 expected="a loss that depends on one of its features at least",
                 got=f"none for {', '.join(found)}: activations computed but not used",
-                remedy="use them, or leave the features out",
+                remedy="use them, or leave the features out (feature_config says which share)",
             )
         )
 

@@ -1,7 +1,7 @@
 """What a user passed as an optimizer, in the two forms in which it is applied.
 
 Leaves: an optax transform for dense parameters, and a rule over rows for tables whose gradient is
-sparse. Called by `Optimizer`.
+sparse. Called by the verbs of `TreeOptimizer`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 from typing import Any, final
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from tpu_embed._checks import message
-from tpu_embed._types import ArrayLike, Tracer
+from tpu_embed._types import ArrayLike, PyTree, Tracer
 from tpu_embed.optimizers.base import TableOptimizer
 from tpu_embed.optimizers.dense import dense_transform
 from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
@@ -42,6 +44,7 @@ class Lifts:
             given = given.transform
         if isinstance(given, optax.MultiSteps):
             given = given.gradient_transformation()
+        self._given = given
         self.sums_itself = isinstance(given, SumsItself)
         self.rule: TableOptimizer | None = None
         if isinstance(given, TableOptimizer):
@@ -51,10 +54,15 @@ class Lifts:
             self.dense = optax.with_extra_args_support(given)
         else:
             expected = "one of tpu_embed.optimizers or an optax transform"
-            remedy = f"make one: {given.__name__}(...)" if isinstance(given, type) else ""
+            made = f"{given.__name__}(...)" if isinstance(given, type) else "optimizers.SGD(0.1)"
+            remedy = f"make one: {made}"
             raise ValueError(
                 message("optimizer", expected=expected, got=repr(given), remedy=remedy)
             )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what was given: the transform made of a rule is functions without a name."""
+        return Lifts, (self._given,)
 
     @functools.cached_property
     def rows(self) -> TableOptimizer:
@@ -81,6 +89,43 @@ class Lifts:
     def every_row(self) -> bool:
         """Whether a sparse gradient changes rows that it does not name."""
         return self.rule is not None and self.rule.updates_every_row
+
+    def update(
+        self, gradients: PyTree, state: PyTree, params: PyTree, learning_rate: ArrayLike | None
+    ) -> tuple[PyTree, PyTree]:
+        """Return the transform's updates and next state.
+
+        Raises:
+          ValueError: it is one that reads the loss.
+        """
+        extra = {} if learning_rate is None else {"learning_rate": learning_rate}
+        try:
+            return self.dense.update(gradients, state, params, **extra)
+        except TypeError as error:
+            if not self._reads_the_loss(gradients, state, params):
+                raise
+            raise ValueError(
+                message(
+                    "optimizer",
+                    expected="a transform of gradients, state and parameters alone",
+                    got=f"one that reads the loss too ({error})",
+                    remedy="call its own update(grads, state, params, value=, grad=, value_fn=)",
+                )
+            ) from error
+
+    def _reads_the_loss(self, gradients: PyTree, state: PyTree, params: PyTree) -> bool:
+        """Tell whether an update that fails would do with the loss."""
+
+        def update() -> PyTree:
+            value = jnp.zeros(())
+            loss = {"value": value, "grad": gradients, "value_fn": lambda _: value}
+            return self.dense.update(gradients, state, params, **loss)
+
+        try:
+            jax.eval_shape(update)
+        except Exception:
+            return False  # the transform's own code: the error that it gave first says more
+        return True
 
     def learning_rate(self, step: ArrayLike, given: ArrayLike | None) -> ArrayLike | None:
         """Return the rate of an update, None where the transform holds its own.

@@ -1,62 +1,28 @@
-"""The classic optimizer over a whole model: gradients of a loss, and their application.
+"""The classic optimizer over a whole model, made of a rule or an optax transform.
 
-Enters: a loss, a tree of parameters, and an explicit state. Leaves: a new tree and a new state.
-Dense parameters go through an optax transform; tables whose gradient is sparse, through the rule
-over rows, touched rows only.
+Its verbs are those of `TreeOptimizer`; `CrossShardOptimizer` takes one and adds the replicas.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, final
+from typing import final
 
-import jax
-import jax.numpy as jnp
 import optax
-from jax.tree_util import KeyPath, keystr
 
 from tpu_embed._checks import message
-from tpu_embed._types import Array, ArrayLike, PyTree
-from tpu_embed.core.indexed_slices import is_indexed_slices
-from tpu_embed.optimizers._optax_calls import init_state
 from tpu_embed.optimizers.base import TableOptimizer
-from tpu_embed.training.collect import Collected, collect_gradients
-from tpu_embed.training.given import judge
 from tpu_embed.training.lifts import Lifts
-from tpu_embed.training.paths import Leaves, Path, leaves_of, listed
-from tpu_embed.training.shards import AxisName, Shards, make_shards
-from tpu_embed.training.slots import State, take_apart
-from tpu_embed.training.update import update_parameters
+from tpu_embed.training.shards import AxisName, Reduction, make_shards
+from tpu_embed.training.verbs import TreeOptimizer, checked_name
 
-__all__ = ["GradientsAndVariables", "OptState", "Optimizer"]
-
-GradientsAndVariables = list[tuple[Any, KeyPath]]
-"""Pairs of an array, an `IndexedSlices` or None, and the path of a parameter."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class OptState:
-    """State of an `Optimizer`.
-
-    Args:
-      step: int32 `[]`, updates done.
-      inner: the state of the optax transform over all parameters.
-      structure: of the tree of parameters, static.
-    """
-
-    step: Array
-    inner: PyTree
-    structure: Any = dataclasses.field(metadata={"static": True})
+__all__ = ["Optimizer"]
 
 
 @final
-class Optimizer:
+class Optimizer(TreeOptimizer):
     """Minimise a loss of a tree of parameters.
 
-    The object holds no state: `init` makes it, and `apply_gradients` returns a new one.
+    Its verbs are those of `TreeOptimizer`. It pickles when `tx_or_rule` does.
 
     Args:
       tx_or_rule: one of `tpu_embed.optimizers`, whose rule is applied to the rows of dense
@@ -70,6 +36,7 @@ class Optimizer:
       ValueError: an empty name, another optimizer or reduction.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> from tpu_embed.optimizers import Adagrad
       >>> optimizer = Optimizer(Adagrad(0.5), "adagrad")
       >>> params = {"w": jnp.ones(2), "b": jnp.zeros(())}
@@ -86,264 +53,35 @@ class Optimizer:
       The optimizer of TensorFlow 1, its verbs and their order; optax, its explicit state.
     """
 
-    GATE_NONE: ClassVar[str] = "none"
-    GATE_OP: ClassVar[str] = "op"
-    GATE_GRAPH: ClassVar[str] = "graph"
-
     def __init__(
         self,
         tx_or_rule: TableOptimizer | optax.GradientTransformation,
         name: str,
         *,
         axis_name: AxisName | None = None,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
     ) -> None:
-        if not isinstance(name, str) or not name:
-            raise ValueError(message("Optimizer: name", expected="a word", got=repr(name)))
-        self._name = name
+        self._name = checked_name("Optimizer", name)
         self._lifts = Lifts(tx_or_rule)
         self._shards = make_shards(name, axis_name, reduction)
         if axis_name is not None and self._lifts.sums_itself:
             raise _summed_twice(name, "cross_shard(...)")
 
-    def across(self, shards: Shards) -> Optimizer:
-        """Return this optimizer, its gradients scaled and summed over `shards`.
+    def lifts_for(self, what: str) -> Lifts:
+        """Return what it applies, for another that sums gradients before.
+
+        Args:
+          what: the other, for messages.
 
         Raises:
-          ValueError: it has an axis of its own.
+          ValueError: this one sums them too.
         """
-        what = f"{shards.what}: optimizer {self._name}"
+        what = f"{what}: optimizer {self._name}"
         if self._shards.names:
             raise _summed_twice(what, f"axis_name {self._shards.names}")
         if self._lifts.sums_itself:
             raise _summed_twice(what, "cross_shard(...)")
-        changed = copy.copy(self)
-        changed._shards = shards
-        return changed
-
-    def get_name(self) -> str:
-        """Return the optimizer's name."""
-        return self._name
-
-    def init(self, params: PyTree) -> OptState:
-        """Return the first state, all slots included.
-
-        Args:
-          params: a pytree of arrays.
-
-        Raises:
-          ValueError: it has no leaves.
-        """
-        structure = leaves_of(params).structure
-        inner = init_state(self._lifts.dense, jax.tree.map(jnp.asarray, params))
-        return OptState(jnp.zeros((), jnp.int32), inner, structure)
-
-    def local(self, tree: PyTree) -> PyTree:
-        """Return arrays whose gradients stay this replica's own.
-
-        In a `shard_map` that checks what varies, gradients by replicated arrays are summed over the
-        replicas; by these they are not. Without an axis: the arrays as they are.
-
-        Args:
-          tree: of arrays.
-        """
-        return self._shards.local(tree) if self._shards.names else tree
-
-    def scale_loss(self, loss: ArrayLike) -> Any:
-        """Return the loss that `compute_gradients` differentiates.
-
-        That is the loss over the number of replicas under mean, where an axis is given and bound.
-        """
-        return self._shards.scaled(loss)
-
-    def minimize(
-        self,
-        loss: Callable[[PyTree], ArrayLike],
-        params: PyTree,
-        state: OptState,
-        var_list: Iterable[Path] | None = None,
-        gate_gradients: str = "op",
-        aggregation_method: str | None = "add_n",
-        grad_loss: ArrayLike | None = None,
-        *,
-        constraints: Mapping[Path, Callable[[Array], ArrayLike]] | None = None,
-        learning_rate: ArrayLike | None = None,
-    ) -> tuple[PyTree, OptState, Array]:
-        """Compute gradients and apply them.
-
-        Args are those of `compute_gradients` and `apply_gradients`.
-
-        Returns:
-          parameters, state, and the loss of the old parameters, unscaled.
-
-        Raises:
-          ValueError: no variable has a gradient, or see both.
-        """
-        options = (var_list, gate_gradients, aggregation_method, grad_loss)
-        collected, pairs = self._compute(loss, params, *options)
-        if all(gradient is None for gradient, _ in pairs):
-            raise ValueError(
-                message(
-                    f"{self._name}: minimize",
-                    expected="a loss that depends on a variable",
-                    got=f"no gradient for any of {listed(keystr(path) for _, path in pairs)}",
-                    remedy="use a parameter in the loss, outside stop_gradient",
-                )
-            )
-        params, state = self.apply_gradients(
-            pairs, params, state, constraints=constraints, learning_rate=learning_rate
-        )
-        return params, state, collected.loss
-
-    def compute_gradients(
-        self,
-        loss: Callable[[PyTree], ArrayLike],
-        params: PyTree,
-        var_list: Iterable[Path] | None = None,
-        gate_gradients: str = "op",
-        aggregation_method: str | None = "add_n",
-        grad_loss: ArrayLike | None = None,
-    ) -> GradientsAndVariables:
-        """Return this replica's gradients of the loss, scaled by `scale_loss`.
-
-        Args:
-          loss: a function of the parameters that returns floats; more than one are summed.
-          params: a pytree of arrays.
-          var_list: paths of the variables, the rest being constants; None: all.
-          gate_gradients: `GATE_NONE`, `GATE_OP`: a barrier for each gradient, `GATE_GRAPH`: one
-            for all. They never change numbers.
-          aggregation_method: how gradients of several losses would be added; there is one.
-          grad_loss: the loss' cotangent, of its shape, or None: ones.
-
-        Returns:
-          pairs of a gradient and a path, in the order of `var_list` or of the leaves. The gradient
-          of a parameter that is only looked up (`embedding_lookup`) is an `IndexedSlices`; None is
-          that of an integer parameter or of one that the loss does not depend on.
-
-        Raises:
-          TypeError: a loss that is no function.
-          ValueError: a loss or `grad_loss` that is not float, no parameters, an unknown path, gate
-            or method.
-        """
-        options = (var_list, gate_gradients, aggregation_method, grad_loss)
-        return self._compute(loss, params, *options)[1]
-
-    def _compute(
-        self, loss: Any, params: PyTree, var_list: Any, gate: str, method: Any, grad_loss: Any
-    ) -> tuple[Collected, GradientsAndVariables]:
-        leaves = leaves_of(params)
-        wanted = leaves.paths if var_list is None else var_list
-        variables = leaves.find_all(wanted, what=f"{self._name}: var_list")
-        words = {"gate_gradients": gate, "aggregation_method": method}
-        collected = collect_gradients(
-            loss, leaves, variables, self._shards, grad_loss=grad_loss, **words
-        )
-        paths = [leaves.paths[i] for i in variables]
-        return collected, list(zip(collected.gradients, paths, strict=True))
-
-    def apply_gradients(
-        self,
-        grads_and_vars: Iterable[tuple[Any, Path]],
-        params: PyTree,
-        state: OptState,
-        skip_gradients_aggregation: bool = False,
-        *,
-        constraints: Mapping[Path, Callable[[Array], ArrayLike]] | None = None,
-        learning_rate: ArrayLike | None = None,
-    ) -> tuple[PyTree, OptState]:
-        """Update parameters and state.
-
-        A parameter without a gradient, or with None, keeps its bits and those of its slots; step
-        and whatever else belongs to no parameter go on. A transform that couples parameters, as a
-        clip by the global norm does, sees those that have a gradient.
-
-        Of a table with `IndexedSlices` only the rows that they name are updated, each once: the
-        rule's `use_gradient_accumulation` means nothing here. A rule that changes every row at
-        every step still does.
-
-        Args:
-          grads_and_vars: pairs as `compute_gradients` gives them, in any order.
-          params: a pytree of arrays.
-          state: of the optimizer.
-          skip_gradients_aggregation: the gradients are summed over the replicas already.
-          constraints: by path a function that the parameter goes through after a dense update.
-          learning_rate: `[]`, instead of the rule's; inside a jit the value of a callable without
-            arguments, called outside.
-
-        Returns:
-          parameters and state.
-
-        Raises:
-          TypeError: a gradient that cannot become an array.
-          ValueError: an unknown or repeated path, a shape, no gradient at all, `IndexedSlices` for
-            a transform that is not row-separable, or a learning rate that is missing.
-          RuntimeError: a constraint on a parameter whose gradient is `IndexedSlices`.
-        """
-        leaves = leaves_of(params)
-        if leaves.structure != state.structure:
-            expected = f"the tree that the state was made for, {state.structure}"
-            got = str(leaves.structure)
-            raise ValueError(message(f"{self._name}: params", expected=expected, got=got))
-        given = judge(self._name, grads_and_vars, leaves, constraints or {})
-        if any(is_indexed_slices(gradient) for gradient in given.gradients.values()):
-            _ = self._lifts.rows  # refuses what is not row-separable before anything is computed
-        step = state.step + 1
-        rate = self._lifts.learning_rate(step, learning_rate)
-        if not skip_gradients_aggregation:
-            given = given._replace(gradients=self._summed(given.gradients, leaves))
-        params, inner = update_parameters(
-            self._lifts, leaves, state.inner, given, step=step, learning_rate=rate
-        )
-        return params, OptState(step, inner, state.structure)
-
-    def _summed(self, gradients: dict[int, Any], leaves: Leaves) -> dict[int, Any]:
-        labelled = {leaves.labels[i]: gradient for i, gradient in gradients.items()}
-        summed = self._shards.summed(labelled)
-        return {leaves.labels.index(label): gradient for label, gradient in summed.items()}
-
-    def get_slot(self, state: OptState, path: Path, name: str) -> Array | None:
-        """Return a parameter's slot, None if it has none of that name.
-
-        Of a transform that mixes parameters (`optax.flatten`) it is not known which part of the
-        state is whose: all of it is in `get_non_slot`.
-
-        Raises:
-          ValueError: no parameter has this path.
-        """
-        leaves, parts = self._parts(state)
-        place = parts.slots(leaves.find(path, what=f"{self._name}: get_slot")).get(name)
-        return None if place is None else parts.values[place]
-
-    def get_slot_names(self, state: OptState) -> list[str]:
-        """Return the names of the slots, sorted.
-
-        For an optax transform they are the fields of its state, with their position in the chain
-        before them where two have one name.
-        """
-        leaves, parts = self._parts(state)
-        return sorted({name for i in range(len(leaves.labels)) for name in parts.slots(i)})
-
-    def get_non_slot(self, state: OptState) -> dict[str, Array]:
-        """Return what belongs to no parameter, by name: `step`, and counts of the transform."""
-        _, parts = self._parts(state)
-        shared = {name: parts.values[place] for name, place in parts.shared().items()}
-        return shared | {"step": state.step}
-
-    def variables(self, state: OptState) -> list[tuple[str, Array]]:
-        """Return slots, as `path/name`, and all of `get_non_slot`, sorted by name."""
-        leaves, parts = self._parts(state)
-        slots = {
-            f"{label}/{name}": parts.values[place]
-            for i, label in enumerate(leaves.labels)
-            for name, place in parts.slots(i).items()
-        }
-        return sorted((slots | self.get_non_slot(state)).items(), key=lambda pair: pair[0])
-
-    def _parts(self, state: OptState) -> tuple[Leaves, State]:
-        """Return the leaves of the parameters, numbers in place of values, and the state's."""
-        numbers = state.structure.unflatten(range(state.structure.num_leaves))
-        leaves = leaves_of(numbers)
-        return leaves, take_apart(self._lifts.dense, state.inner, leaves)
+        return self._lifts
 
 
 def _summed_twice(what: str, got: str) -> ValueError:

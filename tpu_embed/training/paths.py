@@ -49,7 +49,8 @@ class Leaves(NamedTuple):
         label = _label(path)
         if label not in self.labels:
             expected = f"the path of one of {listed(self.labels)}"
-            raise ValueError(message(what, expected=expected, got=label))
+            remedy = "paths are those of jax.tree_util, or their keystr"
+            raise ValueError(message(what, expected=expected, got=label, remedy=remedy))
         return self.labels.index(label)
 
     def find_all(self, paths: Iterable[Any], *, what: str) -> list[int]:
@@ -62,7 +63,11 @@ class Leaves(NamedTuple):
         for path in paths:
             i = self.find(path, what=what)
             if i in found:
-                raise ValueError(message(what, expected="each path once", got=self.labels[i]))
+                got, remedy = self.labels[i] or "the parameter", "leave the repeated one out"
+                expected = "each path once"
+                raise ValueError(
+                    message(what, expected=expected, got=f"{got} twice", remedy=remedy)
+                )
             found.append(i)
         return found
 
@@ -94,7 +99,8 @@ def leaves_of(params: PyTree) -> Leaves:
     """
     pairs, structure = jax.tree_util.tree_flatten_with_path(params)
     if not pairs:
-        raise ValueError(message("params", expected="at least one array", got=repr(params)))
+        got, remedy = repr(params), "give a pytree of arrays"
+        raise ValueError(message("params", expected="at least one array", got=got, remedy=remedy))
     paths = [path for path, _ in pairs]
     return Leaves(structure, paths, [keystr(path) for path in paths], [leaf for _, leaf in pairs])
 

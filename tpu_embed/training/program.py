@@ -72,8 +72,9 @@ def as_list(xs: Any) -> list[Any]:
         )
     are_tags = [isinstance(x, Tag) for x in xs]
     if are_tags != sorted(are_tags):
-        got = f"an argument after {xs[are_tags.index(True)]}"
-        raise ValueError(message("gradients: xs", expected="Tags after the arguments", got=got))
+        expected, got = "Tags after the arguments", f"an argument after {xs[are_tags.index(True)]}"
+        remedy = "put the Tags last"
+        raise ValueError(message("gradients: xs", expected=expected, got=got, remedy=remedy))
     return list(xs)
 
 
@@ -131,8 +132,9 @@ def _as_array(name: str, leaf: Any) -> Array:
     try:
         return jnp.asarray(leaf)
     except (TypeError, ValueError) as error:
-        got = type(leaf).__name__
-        raise TypeError(message(f"gradients: {name}", expected="an array", got=got)) from error
+        what, got = f"gradients: {name}", type(leaf).__name__
+        remedy = "close over it: xs are what is differentiated by"
+        raise TypeError(message(what, expected="an array", got=got, remedy=remedy)) from error
 
 
 def _stop_names(stops: Any) -> list[str]:
@@ -159,7 +161,9 @@ def _find(
         what, places = f"gradients: tag {name!r}", by_name.get(name, [])
         if len(places) != 1:
             got = f"it {len(places)} times" if places else f"only {sorted(by_name)}"
-            raise ValueError(message(what, expected="it once in the function", got=got))
+            remedy = "give each value a name of its own" if places else "tag(value, name) names one"
+            expected = "it once in the function"
+            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
         _check_places(what, places[0].places, name in wanted)
         result[name] = (places[0], name in stops)
     return result

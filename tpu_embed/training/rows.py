@@ -1,7 +1,7 @@
 """A rule on the rows of a parameter that its gradient names, and on nothing else of it.
 
 Enters: a parameter, its slots and a sparse gradient. Leaves: parameter and slots, those rows set.
-Called by `Optimizer.apply_gradients`; under a jit that donates them they are updated in place.
+Called by `TreeOptimizer.apply_gradients`; under a jit that donates them they are updated in place.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array, ArrayLike
@@ -18,7 +19,7 @@ from tpu_embed.core.indexed_slices import IndexedSlices
 from tpu_embed.kernels import dispatch
 from tpu_embed.optimizers.base import TableOptimizer
 
-__all__ = ["update_touched"]
+__all__ = ["check_rows", "update_touched"]
 
 
 def update_touched(
@@ -32,6 +33,8 @@ def update_touched(
 ) -> tuple[Array, dict[str, Array]]:
     """Update the rows that a gradient names, each once, with the sum of its values.
 
+    Table and slots are such as `check_rows` lets through.
+
     Args:
       rule: of rows.
       table: `[V, …, D]`; its rows are all `[D]` of a touched entry of the first axis.
@@ -43,9 +46,6 @@ def update_touched(
     Returns:
       table and slots, in their shapes and dtypes.
 
-    Raises:
-      ValueError: a table without a last axis, or slots that are not by row.
-
     Example:
       >>> from tpu_embed.optimizers import SGD
       >>> gradient = IndexedSlices(jnp.ones((2, 1)), jnp.array([2, 2]), (3, 1))
@@ -55,10 +55,8 @@ def update_touched(
       >>> done.tolist()
       [[1.0], [1.0], [0.0]]
     """
-    _check_rank(table)
-    dtype = jnp.float64 if table.dtype == jnp.float64 else jnp.float32
+    dtype = _working_dtype(table)
     shapes = rule.slot_shapes(table.shape[-1], dtype)
-    _check_slots(table, slots, {name: s.shape for name, s in shapes.items() if s.per_row})
     unique = dataclasses.replace(gradient, values=gradient.values.astype(dtype)).deduplicate()
 
     def read(array: Array, part: tuple[int, ...]) -> Array:
@@ -83,24 +81,45 @@ def update_touched(
         return write(table, new_rows), written
 
 
-def _check_rank(table: Array) -> None:
-    if table.ndim < 2:
+def check_rows(
+    what: str, rule: TableOptimizer, table: ArrayLike, slots: Mapping[str, Array]
+) -> None:
+    """Refuse a parameter that a rule cannot update row by row.
+
+    Args:
+      what: the gradient, for messages.
+      rule: of rows.
+      table: the parameter.
+      slots: its own and the shared ones, by name.
+
+    Raises:
+      ValueError: a table without a last axis, or slots that are not by row.
+    """
+    shape = jnp.shape(table)
+    if len(shape) < 2:
         raise ValueError(
             message(
-                "IndexedSlices",
-                expected="the gradient of a parameter [V, …, D]",
-                got=f"one of shape {table.shape}",
+                what,
+                expected="an array, or IndexedSlices of a parameter [V, …, D]",
+                got=f"IndexedSlices of one of shape {shape}",
                 remedy="give the table a last axis of one: table[:, None]",
             )
         )
+    for name, slot in rule.slot_shapes(shape[-1], _working_dtype(table)).items():
+        expected = (*shape[:-1], *slot.shape) if slot.per_row else slot.shape
+        got = jnp.shape(slots[name]) if name in slots else None
+        if got != expected:
+            raise ValueError(
+                message(
+                    f"{what}: slot {name}",
+                    expected=f"shape {expected}",
+                    got="none" if got is None else f"shape {got}",
+                    remedy="a transform that keeps other slots updates whole parameters only",
+                )
+            )
 
 
-def _check_slots(
-    table: Array, slots: Mapping[str, Array], parts: Mapping[str, tuple[int, ...]]
-) -> None:
-    for name, part in parts.items():
-        expected = (*table.shape[:-1], *part)
-        if slots[name].shape != expected:
-            what, got = f"slot {name}", f"shape {slots[name].shape}"
-            remedy = "a transform that keeps other slots updates whole parameters only"
-            raise ValueError(message(what, expected=f"{expected}", got=got, remedy=remedy))
+def _working_dtype(table: ArrayLike) -> np.dtype:
+    """Return the dtype of a rule's arithmetic."""
+    wide = jnp.result_type(table) == jnp.float64
+    return np.dtype(np.float64 if wide else np.float32)

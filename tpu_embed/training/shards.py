@@ -1,8 +1,8 @@
 """Over which mesh axes the gradients of replicas are summed, and how.
 
 Enters: gradients of this replica, inside a `shard_map` or any other program that binds the axes.
-Leaves: their sum over all replicas, or over those of this replica's group. Called by `Optimizer`
-and `cross_shard`.
+Leaves: their sum over all replicas, or over those of this replica's group. Called by
+`TreeOptimizer` and `cross_shard`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any, final
+from typing import Any, Literal, final, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,13 @@ from tpu_embed._types import Array, PyTree
 from tpu_embed.core.indexed_slices import IndexedSlices, is_indexed_slices
 from tpu_embed.kernels.varying import as_varying, varying_axes
 
-__all__ = ["AxisName", "Shards", "make_shards"]
+__all__ = ["AxisName", "Reduction", "Shards", "make_shards"]
 
 AxisName = str | Sequence[str]
 """A mesh axis, or several, which count as one."""
+
+Reduction = Literal["mean", "sum"]
+"""What the loss of all replicas is of theirs."""
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -147,7 +150,8 @@ class Shards:
         if self.groups and count != size:
             expected = f"each of {size} replicas once"
             got = f"{count} ids: {_listed(self.groups)}"
-            raise ValueError(message(f"{self.what}: group_assignment", expected=expected, got=got))
+            what, remedy = f"{self.what}: group_assignment", "leave it out for one group of all"
+            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
 
     def _say_unbound(self) -> None:
         if not self._said:
@@ -187,7 +191,7 @@ class Shards:
 def make_shards(
     what: str,
     axis_name: AxisName | None,
-    reduction: str,
+    reduction: Reduction,
     group_assignment: Iterable[Iterable[int]] | None = None,
 ) -> Shards:
     """Return the shards that a user describes.
@@ -206,13 +210,16 @@ def make_shards(
       >>> make_shards("opt", "replicas", "mean", [[0, 2], [1, 3]]).groups
       ((0, 2), (1, 3))
     """
-    check_choice(f"{what}: reduction", reduction, ("mean", "sum"))
+    check_choice(f"{what}: reduction", reduction, get_args(Reduction))
     given: Any = () if axis_name is None else axis_name
     names = tuple(given) if isinstance(given, (tuple, list)) else (given,)
     good = all(isinstance(name, str) and name for name in names) and len(set(names)) == len(names)
     if not good or (axis_name is not None and not names):
         expected = "the name of a mesh axis, or different ones"
-        raise ValueError(message(f"{what}: axis_name", expected=expected, got=repr(axis_name)))
+        remedy = "Mesh(devices, names) has them"
+        raise ValueError(
+            message(f"{what}: axis_name", expected=expected, got=repr(axis_name), remedy=remedy)
+        )
     return Shards(what, names, reduction == "mean", _checked_groups(what, group_assignment))
 
 
@@ -234,8 +241,9 @@ def _checked_groups(what: str, given: Any) -> Groups:
     fault = _fault(groups)
     if fault:
         expected = "lists of equal length with each replica's index once"
-        got = f"{fault}: {given!r}"
-        raise ValueError(message(f"{what}: group_assignment", expected=expected, got=got))
+        got, remedy = f"{fault}: {given!r}", "as [[0, 1], [2, 3]] of 4 replicas"
+        what = f"{what}: group_assignment"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
     return tuple(tuple(int(i) for i in group) for group in groups)
 
 

@@ -1,7 +1,7 @@
 """An optax state taken apart: what belongs to which parameter, and what to none.
 
 Enters: the state of a transform over a parameter tree. Leaves: the slots of a parameter by name,
-and states in which some parameters do not occur. Called by `Optimizer`.
+and states in which some parameters do not occur. Called by `TreeOptimizer`.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ class State(NamedTuple):
     values: list[Array]
     divisible: bool
 
-    def slots(self, parameter: int) -> dict[str, int]:
-        """Return the places of a parameter's slots, by name."""
-        return dict(self._places(parameter))
+    def slots(self, parameter: int) -> dict[str, Array]:
+        """Return a parameter's slots, by name."""
+        return {name: self.values[place] for name, place in self._places(parameter)}
 
-    def shared(self) -> dict[str, int]:
-        """Return the places of what belongs to no parameter, by name."""
-        return dict(self._places(_NOBODY))
+    def shared(self) -> dict[str, Array]:
+        """Return what belongs to no parameter, by name."""
+        return {name: self.values[place] for name, place in self._places(_NOBODY)}
 
     def _places(self, owner: int) -> Iterator[tuple[str, int]]:
         for place, (name, whose) in enumerate(zip(self.names, self.owners, strict=True)):
             if whose == owner:
                 yield name, place
 
-    def only(self, parameters: Collection[int]) -> PyTree:
-        """Return the state without the slots of all but some parameters.
+    def check_divisible(self) -> None:
+        """Refuse a state of which no part can be left out.
 
         Raises:
           ValueError: it is not known which leaf belongs to whom.
@@ -67,6 +67,9 @@ class State(NamedTuple):
                     remedy="give a gradient for every parameter, zeros if need be",
                 )
             )
+
+    def only(self, parameters: Collection[int]) -> PyTree:
+        """Return the state, known to be divisible, without the slots of all but some parameters."""
         kept = (_NOBODY, *parameters)
         pairs = zip(self.values, self.owners, strict=True)
         return self.structure.unflatten([x if owner in kept else NOTHING for x, owner in pairs])
@@ -79,8 +82,8 @@ class State(NamedTuple):
 
     def with_slots(self, parameter: int, slots: Mapping[str, Array]) -> State:
         """Return this state with other slots of a parameter; what it shares is left as it is."""
-        values, places = list(self.values), self.slots(parameter)
-        for name, place in places.items():
+        values = list(self.values)
+        for name, place in self._places(parameter):
             values[place] = slots.get(name, values[place])
         return self._replace(values=values)
 
@@ -103,7 +106,7 @@ def take_apart(transform: optax.GradientTransformation, state: PyTree, params: L
       >>> transform = optax.adam(0.1)
       >>> state = take_apart(transform, transform.init(params), leaves_of(params))
       >>> state.slots(1), state.shared()
-      ({'mu': 2, 'nu': 4}, {'count': 0})
+      ({'mu': Array(0., dtype=float32...), 'nu': ...}, {'count': Array(0, dtype=int32)})
     """
     pairs, structure = jax.tree_util.tree_flatten_with_path(state)
     paths, values = [path for path, _ in pairs], [leaf for _, leaf in pairs]

@@ -40,8 +40,10 @@ class Tag:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name):
-            expected = "a non-empty string"
-            raise ValueError(message("Tag.name", expected=expected, got=repr(self.name)))
+            expected, remedy = "a non-empty string", "use the name given to tag"
+            raise ValueError(
+                message("Tag.name", expected=expected, got=repr(self.name), remedy=remedy)
+            )
 
 
 def tag(value: PyTree, name: str) -> PyTree:

@@ -1,7 +1,7 @@
 """Parameters and the state of a transform after one step.
 
 Enters: judged gradients, summed over the replicas. Leaves: the values of all parameters and the
-state. Called by `Optimizer.apply_gradients`.
+state. Called by `TreeOptimizer.apply_gradients`.
 
 Parameters without a gradient are taken out of the trees that the transform sees, with their slots,
 so that nothing of them can change. A transform that couples parameters, as a clip by the global
@@ -17,54 +17,76 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embed._types import Array, ArrayLike, PyTree
-from tpu_embed.core.indexed_slices import is_indexed_slices
+from tpu_embed.core.indexed_slices import IndexedSlices, is_indexed_slices
 from tpu_embed.training.given import Given
 from tpu_embed.training.lifts import Lifts
-from tpu_embed.training.paths import Leaves
-from tpu_embed.training.rows import update_touched
-from tpu_embed.training.slots import State, take_apart
+from tpu_embed.training.paths import Leaves, listed
+from tpu_embed.training.rows import check_rows, update_touched
+from tpu_embed.training.slots import State
 
-__all__ = ["update_parameters"]
+__all__ = ["check_update", "update_parameters"]
+
+
+def check_update(what: str, lifts: Lifts, leaves: Leaves, old: State, given: Given) -> None:
+    """Refuse what `update_parameters` could not do, before anything is computed.
+
+    Args:
+      what: the optimizer's name, for messages.
+      lifts: the optimizer.
+      leaves: the parameters.
+      old: the state of the transform.
+      given: gradients and constraints.
+
+    Raises:
+      ValueError: a sparse gradient of a parameter without rows, or for a transform that is not
+        row-separable; a state that mixes parameters, some of which have no dense gradient.
+    """
+    sparse = _sparse(lifts, given)
+    for i in sparse:
+        gradient = f"{what}: gradient of {listed([leaves.labels[i]])}"
+        check_rows(gradient, lifts.rows, leaves.values[i], old.shared() | old.slots(i))
+    if len(given.gradients) - len(sparse) < len(leaves.labels):
+        old.check_divisible()
+
+
+def _sparse(lifts: Lifts, given: Given) -> dict[int, IndexedSlices]:
+    """Return the gradients that are applied to rows, by number of the parameter."""
+    if lifts.every_row:
+        return {}
+    return {i: g for i, g in given.gradients.items() if is_indexed_slices(g)}
 
 
 def update_parameters(
     lifts: Lifts,
     leaves: Leaves,
-    state: PyTree,
+    old: State,
     given: Given,
     *,
     step: ArrayLike,
     learning_rate: ArrayLike | None,
 ) -> tuple[PyTree, PyTree]:
-    """Return parameters and state after one step.
+    """Return parameters and state after one step, of what `check_update` lets through.
 
     Args:
       lifts: the optimizer.
       leaves: the parameters.
-      state: of the transform.
+      old: the state of the transform.
       given: gradients and constraints.
       step: int32 scalar t, 1 at the first update.
       learning_rate: scalar, or None where the transform holds its own.
-
-    Raises:
-      ValueError: a sparse gradient, and a transform that is not row-separable.
     """
-    sparse = {i: g for i, g in given.gradients.items() if is_indexed_slices(g)}
-    if lifts.every_row:
-        sparse = {}
+    sparse = _sparse(lifts, given)
     dense = {
         i: g.deduplicate().to_dense() if is_indexed_slices(g) else g
         for i, g in given.gradients.items()
         if i not in sparse
     }
     values = {i: jnp.asarray(leaf) for i, leaf in enumerate(leaves.values)}
-    old = take_apart(lifts.dense, state, leaves)
     with jax.named_scope("update_dense"):
         changed, new = _update_dense(lifts, leaves, old, dense, values, learning_rate)
     values |= {i: given.constrained(i, value) for i, value in changed.items()}
     for i, gradient in sparse.items():
-        places = old.slots(i) | old.shared()
-        slots = {name: old.values[place] for name, place in places.items()}
+        slots = old.shared() | old.slots(i)
         rate = 0.0 if learning_rate is None else learning_rate
         values[i], written = update_touched(
             lifts.rows, values[i], slots, gradient, step=step, learning_rate=rate
@@ -85,8 +107,7 @@ def _update_dense(
     params = leaves.only({i: values[i] for i in gradients})
     whole = len(gradients) == len(values)
     state = old.tree() if whole else old.only(gradients)
-    extra = {} if learning_rate is None else {"learning_rate": learning_rate}
     with jax.numpy_dtype_promotion("standard"):  # optax is written for it
-        updates, new = lifts.dense.update(leaves.only(gradients), state, params, **extra)
+        updates, new = lifts.update(leaves.only(gradients), state, params, learning_rate)
         params = optax.apply_updates(params, updates)
     return dict(leaves.among(params)), old.updated(new)

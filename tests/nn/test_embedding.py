@@ -1,0 +1,170 @@
+"""What the layers return for every form of ids, what they hold, and their errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from nn_models import B, D, V, bag_of, ids_of, mesh_of
+
+import tpu_embed
+from tpu_embed import RaggedIds, SparseIds, nn
+from tpu_embed import optimizers as o
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3), (2, 0, 3)])
+def test_embed_returns_a_row_an_id(shape, devices):
+    embed = nn.Embed(V, D, mesh=mesh_of(devices), rngs=nnx.Rngs(0))
+    ids, rows = ids_of(0, shape, lowest=0), np.array(embed.embedding)
+    np.testing.assert_array_equal(embed(ids), rows[ids])
+    np.testing.assert_array_equal(nnx.jit(lambda embed, ids: embed(ids))(embed, ids), rows[ids])
+
+
+def test_embed_takes_the_arguments_of_nnx_embed():
+    embed = nn.Embed(
+        num_embeddings=V,
+        features=D,
+        dtype=jnp.bfloat16,
+        param_dtype=jnp.bfloat16,
+        embedding_init=nnx.initializers.ones,
+        rngs=nnx.Rngs(0),
+    )
+    assert (embed.num_embeddings, embed.features) == (V, D)
+    assert embed.embedding.dtype == embed(np.array([1])).dtype == jnp.bfloat16
+    assert not embed(np.array([-1])).any()  # padding
+    np.testing.assert_array_equal(embed.embedding, np.ones((V, D)))
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("combiner", ["sum", "mean"])
+def test_bags_of_every_form(combiner, jitted):
+    bag = bag_of(None, devices=2, combiner=combiner)
+    rows, ids = np.array(bag.embedding), np.array([[3, 5], [7, -1], [-1, -1], [2, 2]])
+    weights = np.array([[1.0, 2.0], [3.0, 9.0], [9.0, 9.0], [0.5, 0.5]], np.float32)
+    expected = np.stack([rows[3] + 2 * rows[5], 3 * rows[7], 0 * rows[0], rows[2]])
+    if combiner == "mean":
+        expected /= np.array([[3.0], [3.0], [1.0], [1.0]])
+    call = nnx.jit(lambda bag, *args: bag(*args)) if jitted else lambda bag, *args: bag(*args)
+    values, splits = np.array([3, 5, 7, 2, 2]), np.array([0, 2, 3, 3, 5])
+    scales = np.array([1.0, 2.0, 3.0, 0.5, 0.5], np.float32)
+    indices = np.array([[0, 0], [0, 1], [1, 0], [3, 0], [3, 1]])
+    forms = [
+        (ids, weights),
+        (bag.place(ids, weights),),
+        (bag.place(RaggedIds(values, splits, scales)),),
+        (bag.place(SparseIds(indices, values, (4, 2)), scales),),
+    ]
+    forms += [] if jitted else [(RaggedIds(values, splits), scales)]
+    for form in forms:
+        np.testing.assert_allclose(call(bag, *form), expected, rtol=1e-6)
+    grouped = call(bag, ids.reshape(2, 2, 2), weights.reshape(2, 2, 2))
+    np.testing.assert_allclose(grouped, expected.reshape(2, 2, D), rtol=1e-6)
+
+
+def test_sequences():
+    bag = bag_of(None, max_sequence_length=2)
+    rows, ids = np.array(bag.embedding), np.array([[3, -1, 5], [7, 2, 1]])
+    np.testing.assert_array_equal(bag(ids), [[rows[3], 0 * rows[0]], [rows[7], rows[2]]])
+
+
+def test_placed_batches_are_trained_too():
+    ragged, dense = bag_of(o.Adagrad(0.1), devices=2), bag_of(o.Adagrad(0.1), devices=2)
+    batch = ragged.place(RaggedIds(np.array([3, 5, 7]), np.array([0, 2, 3])))
+    nnx.jit(lambda m, x: nn.fused_value_and_grad(lambda m: (m(x) ** 2).sum())(m)[0])(ragged, batch)
+    ids = np.array([[3, 5], [7, -1]])
+    nn.fused_value_and_grad(lambda m: (m(ids) ** 2).sum())(dense)
+    np.testing.assert_array_equal(ragged.embedding, dense.embedding)
+
+
+def test_split_parts_parameters_tables_and_slots():
+    model = nnx.Dict(bag=bag_of(o.Adam(0.1)), linear=nnx.Linear(D, 1, rngs=nnx.Rngs(0)))
+    _, params, tables, slots, rest = nnx.split(model, nnx.Param, nn.Table, nn.Slot, ...)
+    assert sorted(path for path, _ in nnx.to_flat_state(params)) == [
+        ("linear", "bias"),
+        ("linear", "kernel"),
+    ]
+    assert [path for path, _ in nnx.to_flat_state(tables)] == [("bag", "table")]
+    assert [path[:2] for path, _ in nnx.to_flat_state(slots)] == [("bag", "slots")] * 2
+    assert {path[1] for path, _ in nnx.to_flat_state(rest)} == {"step", "bad_ids", "overflows"}
+
+
+def test_nnx_alone_leaves_tables_as_they_are():
+    model = nnx.Dict(bag=bag_of(o.SGD(0.1)), linear=nnx.Linear(D, 1, rngs=nnx.Rngs(0)))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    before, kernel = np.array(model.bag.embedding), np.array(model.linear.kernel[...])
+    gradients = nnx.grad(lambda m: m.linear(m.bag(ids_of(0))).sum())(model)
+    optimizer.update(model, gradients)
+    np.testing.assert_array_equal(model.bag.embedding, before)
+    assert (np.array(model.linear.kernel[...]) != kernel).all()
+
+
+def test_tables_are_not_differentiated_densely():
+    bag = bag_of(o.SGD(0.1))
+    with pytest.raises(TypeError, match="update"):
+        nnx.grad(lambda bag: bag(ids_of(0)).sum(), argnums=nnx.DiffState(0, nn.Table))(bag)
+
+
+def test_rows_are_loaded_and_read_in_their_order():
+    bag = bag_of(o.Adagrad(0.1), devices=8)
+    rows = np.arange(V * D, dtype=np.float32).reshape(V, D)
+    bag.load(rows, {"accumulators": 2 * rows})
+    np.testing.assert_array_equal(bag.embedding, rows)
+    np.testing.assert_array_equal(bag.logical_slots["accumulators"], 2 * rows)
+    with pytest.raises(ValueError, match="expected"):
+        bag.load(rows[1:])
+    with pytest.raises(ValueError, match="momenta"):
+        bag.load(rows, {"momenta": rows})
+    np.testing.assert_array_equal(bag.embedding, rows)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint8, np.uint32])
+def test_bad_ids(dtype):
+    bad = np.array([1, np.iinfo(dtype).max], dtype)
+    bag = bag_of(o.SGD(0.1))
+    with pytest.raises(ValueError, match=r"feature 'ids'.*table 'films', got id .* at example 1"):
+        bag(bad)
+    if dtype == np.int64:
+        return  # jit itself wraps it to int32
+    run = nnx.jit(lambda bag, ids: nn.fused_value_and_grad(lambda bag: bag(ids).sum())(bag)[0])
+    np.testing.assert_allclose(run(bag, bad), np.array(bag_of(None)(bad[:1])).sum(), rtol=1e-6)
+    assert int(bag.bad_ids[0]) == 1
+    clipped = bag_of(None, on_bad_id="clip")
+    np.testing.assert_array_equal(clipped(bad)[1], clipped.embedding[V - 1])
+
+
+def test_errors():
+    bag = bag_of(o.SGD(0.1))
+    with pytest.raises(TypeError, match="expected ids of an integer dtype, got float32"):
+        bag(np.ones((2, 2)))
+    for weights in (np.ones((B, 2), np.float32), np.ones((B, 3), np.int32)):
+        with pytest.raises(ValueError, match=r"weights: expected floats of shape \(16, 3\)"):
+            bag(ids_of(0), weights)
+    with pytest.raises(ValueError, match="weights of feature 'ids': expected None for one id"):
+        nnx.jit(lambda bag, ids: bag(ids, jnp.ones(B)))(bag, ids_of(0, (B,)))
+    with pytest.raises(ValueError, match="weights: expected None with a Batch"):
+        bag(bag.place(ids_of(0)), np.ones((B, 3), np.float32))
+    with pytest.raises(ValueError, match=r"ids: expected \[B\] or \[…, H\], got rank 0"):
+        bag(np.int32(3))
+    with pytest.raises(ValueError, match="table 'films': learning_rate: expected a number"):
+        bag_of(o.SGD(lambda: 0.1))
+    with pytest.raises(ValueError, match="variance_scaling"):
+        nn.Embed(V, D, embedding_init=nnx.initializers.lecun_normal(), rngs=nnx.Rngs(0))
+
+
+def test_a_layer_is_made_inside_a_jit_and_abstractly():
+    made = nnx.jit(lambda: bag_of(o.SGD(0.1)))()
+    np.testing.assert_array_equal(made.embedding, bag_of(o.SGD(0.1)).embedding)
+    shapes = nnx.eval_shape(lambda: bag_of(o.SGD(0.1)))
+    assert shapes.table.shape == (V, D)
+
+
+def test_the_mesh_shards_the_table():
+    bag = bag_of(o.Adagrad(0.1), devices=8)
+    (size,) = {shard.data.shape[0] for shard in bag.table[...].addressable_shards}
+    assert size == -(-V // 8)
+    assert bag.slots["accumulators"][...].sharding == bag.table[...].sharding
+    assert tpu_embed.nn.Embed(V, D, rngs=nnx.Rngs(0)).rows.engine.layout.axes.replicas == len(
+        jax.devices()
+    )

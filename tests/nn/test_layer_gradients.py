@@ -1,0 +1,300 @@
+"""Where lookups are found, what is left alone, and every error of `tpu_embed.nn.gradients`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from flax import nnx
+from nn_models import D, bag_of, ids_of
+
+from tpu_embed import nn
+from tpu_embed import optimizers as o
+
+A, C = ids_of(1, (8,), lowest=0), ids_of(2, (8,), lowest=0)
+
+
+def _twice(bag):
+    return bag(A), bag(C)
+
+
+def _in_jit(bag):
+    return bag(A), jax.jit(lambda ids: bag(ids))(C)
+
+
+def _in_nnx_jit(bag):
+    first = nnx.jit(lambda bag, ids: bag(ids))(bag, A)
+    return first, bag(C)
+
+
+def _in_vmap(bag):
+    return (jax.vmap(bag)(np.stack([A[:, None], C[:, None]])[..., 0]),)
+
+
+def _in_vmap_of_bags(bag):
+    return (jax.vmap(bag)(np.stack([A, C])[..., None]),)
+
+
+def _in_scan(bag):
+    return (jax.lax.scan(lambda carry, ids: (carry, bag(ids)), 0, np.stack([A, C]))[1],)
+
+
+def _in_nnx_scan(bag):
+    @nnx.scan(in_axes=(nnx.Carry, None, 0), out_axes=(nnx.Carry, 0))
+    def scan(carry, bag, ids):
+        return carry, bag(ids)
+
+    return (scan(jnp.zeros(()), bag, np.stack([A, C]))[1],)
+
+
+def _in_remat(bag):
+    return bag(A), jax.checkpoint(lambda ids: jnp.sin(bag(ids)))(C)
+
+
+def _in_nnx_remat(bag):
+    return nnx.remat(lambda bag, ids: bag(ids))(bag, A), bag(C)
+
+
+def _in_cond(bag):
+    chosen = jax.lax.cond(jnp.asarray(A.sum() > 0), lambda: bag(C), lambda: 2 * bag(A))
+    return bag(A), chosen
+
+
+def _grouped(bag):
+    return (bag(np.stack([A, C])[..., None]),)
+
+
+def _of_any_rank(bag):
+    return bag(A), bag(C[:, None])
+
+
+def _host_ids(bag):
+    return bag(jnp.asarray(A)), bag(C.astype(np.int64))
+
+
+SHAPES = [
+    _twice, _in_jit, _in_nnx_jit, _in_vmap, _in_vmap_of_bags, _in_scan, _in_nnx_scan, _in_remat,
+    _in_nnx_remat, _in_cond, _grouped, _of_any_rank, _host_ids,
+]  # fmt: skip
+
+
+def _by_indexing(rows, shape):
+    if shape is _in_remat:
+        return rows[A], jnp.sin(rows[C])
+    return rows[A], rows[C]
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
+def test_every_lookup_is_found(shape, jitted):
+    """The table after a step of SGD is what the dense gradient gives."""
+    bag = bag_of(o.SGD(0.5), devices=2)
+    before = jnp.asarray(np.array(bag.embedding))
+
+    def loss(bag):
+        return sum((jnp.cos(found) ** 2).sum() for found in shape(bag))
+
+    def expected(rows):
+        return sum((jnp.cos(found) ** 2).sum() for found in _by_indexing(rows, shape))
+
+    def step(bag):
+        return nn.fused_value_and_grad(loss)(bag)[0]
+
+    value = (nnx.jit(step) if jitted else step)(bag)
+    np.testing.assert_allclose(value, expected(before), rtol=1e-5)
+    after = before - 0.5 * jax.grad(expected)(before)
+    np.testing.assert_allclose(bag.embedding, after, atol=1e-6)  # sums in another order
+    assert int(bag.step[...]) == 1
+
+
+def test_the_update_is_the_oracles():
+    bag = bag_of(o.SGD(0.5), combiner="mean")
+    before, ids = np.array(bag.embedding, np.float64), ids_of(3)
+    weights = np.random.default_rng(4).uniform(0.5, 2, ids.shape).astype(np.float32)
+    gradient = np.random.default_rng(5).normal(size=(len(ids), D)).astype(np.float32)
+    nn.fused_value_and_grad(lambda bag: (bag(ids, weights) * gradient).sum())(bag)
+    for example, row in enumerate(ids):
+        there = row >= 0
+        gains = oracle.gains("mean", True, weights[example][there].tolist())
+        for i, gain in zip(row[there], gains, strict=True):
+            before[i] -= 0.5 * gain * gradient[example]
+    np.testing.assert_allclose(bag.embedding, before, atol=1e-6)  # float32 against float64
+
+
+def test_weights_are_differentiable():
+    bag = bag_of(o.SGD(0.5), devices=2, combiner="mean")
+    rows, ids = np.array(bag.embedding), ids_of(3, lowest=0)
+    weights = jnp.asarray(np.random.default_rng(4).uniform(0.5, 2, ids.shape), jnp.float32)
+
+    def loss(found):
+        return (jnp.cos(found) ** 2).sum()
+
+    def expected(weights):
+        return loss((rows[ids] * weights[..., None]).sum(1) / weights.sum(1)[:, None])
+
+    found = jax.jit(jax.grad(lambda weights: loss(bag(ids, weights))))(weights)
+    np.testing.assert_allclose(found, jax.grad(expected)(weights), rtol=1e-4, atol=1e-6)
+
+
+def test_value_aux_and_state_are_as_with_nnx():
+    """Statistics and keys change once, aux may hold modules, other arguments are handed on."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.bag = bag_of(o.SGD(0.0))
+            self.norm = nnx.BatchNorm(D, rngs=nnx.Rngs(0))
+            self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+
+        def __call__(self, ids, scale):
+            found = self.dropout(self.norm(self.bag(ids))) * scale
+            self.found = nnx.Intermediate(found)  # a variable that was not there before
+            return found
+
+    def loss(model, ids, scale):
+        return (model(ids, scale) ** 2).sum(), {"model": model, "scale": scale}
+
+    ours, theirs = Model(), Model()
+    expected = nnx.value_and_grad(loss, has_aux=True)(theirs, A, 2.0)
+    found = nn.fused_value_and_grad(loss, has_aux=True)(ours, A, scale=2.0)
+    assert found[0][1]["model"] is ours
+    np.testing.assert_array_equal(found[0][1]["scale"], 2.0)
+    np.testing.assert_array_equal(found[0][0], expected[0][0])
+    jax.tree.map(np.testing.assert_array_equal, found[1], expected[1])
+    kept = nnx.Any(nnx.BatchStat, nnx.RngCount, nnx.Intermediate)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(ours, kept), nnx.state(theirs, kept))
+    assert [int(x.bag.step[...]) for x in (ours, theirs)] == [1, 0]
+
+
+def test_two_models_by_their_places():
+    models = [bag_of(o.SGD(1.0), seed=seed) for seed in (0, 1, 2)]
+    before = [np.array(model.embedding) for model in models]
+
+    def loss(a, b, c):
+        return (a(A) * b(A) * c(A)).sum()
+
+    value, (gradients, tables) = nn.sparse_value_and_grad(loss, argnums=(2, 0))(*models)
+    assert len(gradients) == len(tables) == 2
+    assert [list(found.lookups) for found in tables] == [[""], [""]]
+    np.testing.assert_allclose(value, (before[0] * before[1] * before[2])[A].sum(), rtol=1e-5)
+    expected = (before[0] * before[1])[A]
+    np.testing.assert_allclose(tables[0].lookups[""][0].gradient, expected, rtol=1e-6)
+    nn.fused_value_and_grad(loss, argnums=(2, 0))(*models)
+    changed = [
+        bool((model.embedding != old).any()) for model, old in zip(models, before, strict=True)
+    ]
+    assert changed == [True, False, True]
+
+
+def test_a_clone_and_a_shared_layer_are_told_apart():
+    class Both(nnx.Module):
+        def __init__(self):
+            self.a = bag_of(o.SGD(1.0))
+            self.again, self.clone = self.a, nnx.clone(self.a)
+
+    model = Both()
+    before = jnp.asarray(np.array(model.a.embedding))
+    nn.fused_value_and_grad(lambda m: (m.a(A) * m.again(C)).sum() + m.clone(A).sum())(model)
+    gradient = jax.grad(lambda rows: (rows[A] * rows[C]).sum())(before)
+    np.testing.assert_allclose(model.a.embedding, before - gradient, atol=1e-6)
+    expected = before - jax.grad(lambda rows: rows[A].sum())(before)
+    np.testing.assert_allclose(model.clone.embedding, expected, atol=1e-6)
+    assert [int(m.step[...]) for m in (model.a, model.clone)] == [1, 1]
+
+
+def test_between_the_two_verbs_gradients_can_be_changed():
+    bag, scaled = bag_of(o.SGD(0.5)), bag_of(o.SGD(0.25))
+    _, (_, gradients) = nn.sparse_value_and_grad(lambda bag: (bag(A) ** 2).sum())(bag)
+    nn.apply_table_gradients(bag, gradients.map(lambda gradient: gradient * 0.5))
+    nn.fused_value_and_grad(lambda bag: (bag(A) ** 2).sum())(scaled)
+    np.testing.assert_array_equal(bag.embedding, scaled.embedding)
+
+
+def test_a_layer_not_looked_up_stays_as_it_is():
+    class Both(nnx.Module):
+        def __init__(self):
+            self.a, self.b = bag_of(o.Adam(0.1)), bag_of(o.Adam(0.1))
+
+    model = Both()
+    before = jax.tree.map(np.array, nnx.state(model.b))
+    nn.fused_value_and_grad(lambda m: m.a(A).sum())(model)
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model.b))
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def _in_while(bag):
+    return jax.lax.fori_loop(0, jnp.asarray(2), lambda _, x: x + bag(A).sum(), jnp.float32(0))
+
+
+def _in_custom_vjp(bag):
+    @jax.custom_vjp
+    def identity(state, ids):
+        return nnx.merge(graphdef, state)(ids).sum()
+
+    graphdef, state = nnx.split(bag)
+    identity.defvjp(lambda state, ids: (identity(state, ids), None), lambda _, g: (None, None))
+    return identity(state, A)
+
+
+def _carried(bag):
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def scan(bag, ids):
+        bag.overflows[...] += bag(ids).sum().astype(jnp.int32)
+        bag.step[...] += 0
+        return bag
+
+    scan(bag, np.stack([A, C]))
+    return bag(A).sum()
+
+
+@pytest.mark.parametrize("shape", [_in_while, _in_custom_vjp, _carried], ids=lambda s: s.__name__)
+def test_a_lookup_that_is_not_found_is_an_error(shape):
+    with pytest.raises(ValueError, match="layer 'a': expected lookups in plain code, jit, vmap"):
+        nn.fused_value_and_grad(lambda model: shape(model.a))(nnx.Dict(a=bag_of(o.SGD(0.1))))
+
+
+def test_errors_of_arguments():
+    bag = bag_of(o.SGD(0.1))
+
+    def loss(bag, other=None):
+        return bag(A).sum()
+
+    for argnums in (1, (0, 0), "0", True):
+        with pytest.raises(ValueError, match="argnums: expected different places"):
+            nn.sparse_value_and_grad(loss, argnums=argnums)(bag)
+    with pytest.raises(TypeError, match="argument 1: expected an nnx module, got ndarray"):
+        nn.sparse_value_and_grad(loss, argnums=(0, 1))(bag, A)
+    with pytest.raises(TypeError, match="has_aux=True: f: expected a pair"):
+        nn.sparse_value_and_grad(loss, has_aux=True)(bag)
+    with pytest.raises(TypeError, match="scalar"):
+        nn.sparse_value_and_grad(lambda bag: bag(A))(bag)
+
+
+def test_no_table_changes_when_one_cannot():
+    model = nnx.Dict(a=bag_of(o.SGD(0.1)), b=bag_of(None))
+    before = np.array(model.a.embedding)
+    with pytest.raises(
+        ValueError, match=r"optimizer for every trainable table, got none for .'films'"
+    ):
+        nn.fused_value_and_grad(lambda m: m.a(A).sum() + m.b(A).sum())(model)
+    np.testing.assert_array_equal(model.a.embedding, before)
+    _, (_, gradients) = nn.sparse_value_and_grad(lambda m: m.a(A).sum())(model)
+    with pytest.raises(ValueError, match=r"gradients: expected of layers \[''\], got of 'a'"):
+        nn.apply_table_gradients(model.a, gradients)
+
+
+def test_a_placed_batch_stands_alone():
+    bag = bag_of(o.SGD(0.1), devices=2)
+    batch = bag.place(ids_of(1))
+    with pytest.raises(ValueError, match="'films': expected a placed batch as the only lookup"):
+        nn.fused_value_and_grad(lambda bag: bag(batch).sum() + bag(A).sum())(bag)
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), batch)
+    with pytest.raises(ValueError, match="got 1 lookups in a loop"):
+        nn.fused_value_and_grad(
+            lambda bag: jax.lax.scan(lambda c, x: (c + bag(x).sum(), None), 0.0, stacked)[0]
+        )(bag)
+    with pytest.raises(
+        ValueError, match="vmap of a lookup: expected dense ids, got a placed batch"
+    ):
+        jax.vmap(bag)(stacked)

@@ -1,0 +1,90 @@
+"""A model with our layer against the same with `nnx.Embed`, and against the functional door."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from facade_cases import assert_same
+from flax import nnx
+from nn_models import OurModel, TheirModel, bag_of, dense_optimizer, ids_of, mesh_of, train
+
+import tpu_embed
+from tpu_embed import nn
+from tpu_embed import optimizers as o
+
+CASES = {
+    "sgd": (o.SGD(0.1), optax.sgd(0.1)),
+    "adagrad": (o.Adagrad(0.1, epsilon=1e-7), optax.adagrad(0.1, 0.1, eps=1e-7)),
+}
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("rule", CASES)
+def test_a_model_equals_the_same_with_nnx_embed(rule, devices):
+    """Step by step; they round differently: optax's Adagrad has eps inside the root's inverse."""
+    ours, theirs = CASES[rule]
+    bag = bag_of(ours, devices=devices, combiner="sum")
+    mine, other = OurModel(bag, nnx.Rngs(1)), TheirModel(np.array(bag.embedding), nnx.Rngs(1))
+    own = nnx.state(mine, lambda path, _: path[0] != "bag")
+    nnx.update(other, jax.tree.map(jnp.copy, own))
+    losses = train(mine, optax.sgd(0.1), nn.fused_value_and_grad, 6)
+    expected = train(other, dense_optimizer(theirs, optax.sgd(0.1)), nnx.value_and_grad, 6)
+    np.testing.assert_allclose(losses, expected, rtol=2e-5)
+    np.testing.assert_allclose(mine.bag.embedding, other.embed.embedding[...], atol=2e-6)
+    np.testing.assert_allclose(mine.norm.var[...], other.norm.var[...], rtol=1e-5)
+    assert int(mine.bag.step[...]) == 6
+
+
+def _loss(activations):
+    """Return Σ (a² + a): its gradient 2a + 1 has the same bits in every program."""
+    return (activations**2 + activations).sum()
+
+
+@pytest.mark.parametrize("placement", ["mod", "div", "replicated"])
+@pytest.mark.parametrize(
+    "options", [{"combiner": "sqrtn"}, {"max_sequence_length": 2}, {"dtype": "bfloat16"}], ids=str
+)
+def test_a_layer_has_the_engines_bits(options, placement):
+    bag = bag_of(o.Adam(0.1), devices=8, placement=placement, **options)
+    layer = {name: x for name, x in options.items() if name == "max_sequence_length"}
+    table = next(iter(bag.engine.table_configs.values()))
+    feature = tpu_embed.FeatureConfig(table, **layer)
+    engine = tpu_embed.EmbeddingEngine({"x": feature}, mesh=mesh_of(8))
+    state = engine.init(nnx.Rngs(0).params())
+    step = nnx.jit(lambda bag, ids: nn.fused_value_and_grad(lambda bag: _loss(bag(ids)))(bag)[0])
+    for i in range(3):
+        batch = engine.place({"x": ids_of(i)})
+        gradients = jax.grad(lambda a: _loss(a["x"]))(engine.lookup(state, batch))
+        state = engine.update(state, batch, gradients)
+        step(bag, ids_of(i))
+    assert_same(bag.embedding, engine.tables(state)["films"])
+    assert_same(bag.logical_slots, engine.slots(state)["films"])
+
+
+def test_devices_do_not_change_the_bits():
+    tables = []
+    for devices in (1, 2, 8):
+        bag = bag_of(o.Adagrad(0.1), devices=devices, combiner="mean")
+        for i, examples in enumerate((16, 5)):  # 5: filled up with empty bags on 8 devices
+            nn.fused_value_and_grad(lambda bag, ids: _loss(bag(ids)))(bag, ids_of(i, (examples, 3)))
+        tables.append(np.array(bag.embedding))
+    np.testing.assert_array_equal(tables[0], tables[1])
+    np.testing.assert_array_equal(tables[0], tables[2])
+
+
+def test_no_temporary_is_as_large_as_a_table():
+    rows = 1_000_000
+    embed = nn.Embed(rows, 16, optimizer=o.Adagrad(0.1), mesh=mesh_of(1), rngs=nnx.Rngs(0))
+
+    def step(graphdef, state, ids):
+        model = nnx.merge(graphdef, state)
+        nn.fused_value_and_grad(lambda model: (model(ids) ** 2).sum())(model)
+        return nnx.state(model)
+
+    graphdef, state = nnx.split(embed)
+    lowered = jax.jit(step, static_argnums=0, donate_argnums=1).lower(graphdef, state, ids_of(0))
+    memory = lowered.compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < rows
+    assert memory.alias_size_in_bytes > 2 * rows * 16 * 4  # table and slot, in place

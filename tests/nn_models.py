@@ -1,0 +1,83 @@
+"""Models for the tests of `tpu_embed.nn`: the same one with our layer, and with `nnx.Embed`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+import tpu_embed
+from tpu_embed import nn
+
+V, D, B, H = 23, 4, 16, 3
+
+
+def mesh_of(devices: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[:devices]), ("d",))
+
+
+def bag_of(optimizer, *, devices: int = 1, seed: int = 0, **options) -> nn.EmbeddingBag:
+    """Return a layer of one table `[V, D]`."""
+    layer = {name: options.pop(name) for name in ("max_sequence_length", "on_bad_id")
+             if name in options}  # fmt: skip
+    table = tpu_embed.TableConfig(V, D, name="films", optimizer=optimizer, **options)
+    return nn.EmbeddingBag(table, mesh=mesh_of(devices), rngs=nnx.Rngs(seed), **layer)
+
+
+def ids_of(step: int, shape=(B, H), size: int = V, lowest: int = -1) -> np.ndarray:
+    return np.random.default_rng(step).integers(lowest, size, shape).astype(np.int32)
+
+
+class OurModel(nnx.Module):
+    """A bag's activation, normed, through a linear layer."""
+
+    def __init__(self, bag: nn.EmbeddingBag, rngs: nnx.Rngs):
+        self.bag = bag
+        self.norm = nnx.BatchNorm(D, rngs=rngs)
+        self.linear = nnx.Linear(D, 1, rngs=rngs)
+
+    def __call__(self, ids):
+        return self.linear(self.norm(self.bag(ids)))[..., 0]
+
+
+class TheirModel(nnx.Module):
+    """The same with `nnx.Embed`, its rows summed by hand."""
+
+    def __init__(self, rows, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(*rows.shape, rngs=rngs)
+        self.embed.embedding[...] = rows
+        self.norm = nnx.BatchNorm(D, rngs=rngs)
+        self.linear = nnx.Linear(D, 1, rngs=rngs)
+
+    def __call__(self, ids):
+        rows = jnp.where((ids >= 0)[..., None], self.embed(ids.clip(0)), 0)
+        return self.linear(self.norm(rows.sum(1)))[..., 0]
+
+
+def dense_optimizer(table, rest):
+    """Return an optax transform with an optimizer for the table of `TheirModel`."""
+
+    def labels(params):
+        return jax.tree.map_with_path(
+            lambda path, _: "table" if "embed" in jax.tree_util.keystr(path) else "rest", params
+        )
+
+    return optax.multi_transform({"table": table, "rest": rest}, labels)
+
+
+def train(model, tx, value_and_grad, steps: int):
+    """Return the losses of a few steps, with the model's optimizer for what is no table."""
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit(donate_argnums=(0, 1))
+    def step(model, optimizer, ids, labels):
+        def loss(model):
+            return ((model(ids) - labels) ** 2).mean()
+
+        value, gradients = value_and_grad(loss)(model)
+        optimizer.update(model, gradients)
+        return value
+
+    labels = np.random.default_rng(9).normal(size=B).astype(np.float32)
+    return [float(step(model, optimizer, ids_of(i), labels)) for i in range(steps)]

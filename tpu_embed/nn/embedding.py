@@ -1,0 +1,253 @@
+"""Layers that look ids up in one table: `Embed` for every id, `EmbeddingBag` for every bag.
+
+Enters: ids of any form. Leaves: activations, differentiable by weights and not by tables, which
+`gradients.py` trains. Each layer has an engine of one feature for its one table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from tpu_embed._checks import message
+from tpu_embed._types import Array, ArrayLike, Tracer
+from tpu_embed.config import FeatureConfig, TableConfig
+from tpu_embed.core.batch import Batch
+from tpu_embed.core.batch_spec import BatchSpec
+from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.engine_lookup import FEATURE, engine_lookup
+from tpu_embed.core.inputs import RaggedIds, SparseIds
+from tpu_embed.core.tables import TableState
+from tpu_embed.nn.variables import held, state_of
+from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
+
+__all__ = ["Embed", "EmbeddingBag"]
+
+Ids = Array | np.ndarray | Batch | SparseIds | RaggedIds
+
+
+class EmbeddingBag(nnx.Module):
+    """A table, sharded over a mesh, whose rows are looked up and combined bag by bag.
+
+    Its variables are a `Table`, `Slot`s and `Counter`s, none of them an `nnx.Param`: trained by
+    `fused_value_and_grad`, left alone by `nnx.value_and_grad` and `nnx.Optimizer`.
+
+    Args:
+      table: vocabulary, dim, combiner, initializer, dtype, placement; its optimizer.
+      optimizer: of a table without one of its own.
+      max_sequence_length: L > 0: a bag is a sequence, its first L rows the activation.
+      on_bad_id: "error", "drop" or "clip"; inside a jit "error" drops the id and counts it.
+      mesh: the devices; None: one axis over all of them.
+      batch_axes: mesh axes that split a batch; None: all.
+      rngs: its `params` stream makes the rows.
+
+    Raises:
+      ValueError: what `EmbeddingEngine` refuses; a learning rate that is a callable without
+        arguments.
+
+    Example:
+      >>> import tpu_embed
+      >>> tags = tpu_embed.TableConfig(100, 4, combiner="sum", optimizer=tpu_embed.optimizers.SGD())
+      >>> bag = EmbeddingBag(tags, rngs=nnx.Rngs(0))
+      >>> bag(np.array([[3, 5, -1], [7, -1, -1]])).shape
+      (2, 4)
+    """
+
+    def __init__(
+        self,
+        table: TableConfig,
+        *,
+        optimizer: Any = None,
+        max_sequence_length: int = 0,
+        on_bad_id: Literal["error", "drop", "clip"] = "error",
+        mesh: Mesh | None = None,
+        batch_axes: str | Sequence[str] | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        feature = FeatureConfig(table, max_sequence_length=max_sequence_length, on_bad_id=on_bad_id)
+        self.engine = EmbeddingEngine(
+            {FEATURE: feature}, optimizer, mesh=mesh, batch_axes=batch_axes
+        )
+        _refuse_host_rate(self.engine)
+        for name, value in held(self.engine.init(rngs.params())).items():
+            setattr(self, name, nnx.Dict(value) if isinstance(value, dict) else value)
+
+    def __call__(self, ids: Ids, weights: ArrayLike | None = None) -> Array:
+        """Return the activations of bags.
+
+        Args:
+          ids: integers `[…, H]`, -1 is padding; `[B]`, one id an example, not combined; what
+            `place` returned; outside a jit also `SparseIds` or `RaggedIds`.
+          weights: floats, beside integers of their shape; differentiable.
+
+        Returns:
+          `[…, D]`, float32 at least; `[…, L, D]` for sequences.
+
+        Raises:
+          TypeError: ids that are no integers.
+          ValueError: ids outside the table where their values are known; shapes; sparse or ragged
+            ids inside a jit.
+        """
+        if isinstance(ids, (SparseIds, RaggedIds)):
+            return engine_lookup(self.engine, self.state, self.place(ids, weights))
+        scales = None if weights is None else jnp.asarray(weights)
+        given = ids if isinstance(ids, Batch) else _dense(ids)
+        return engine_lookup(self.engine, self.state, given, scales)
+
+    def place(
+        self, ids: Ids, weights: ArrayLike | None = None, spec: BatchSpec | None = None
+    ) -> Batch:
+        """Check ids on the host and send them to the devices; see `EmbeddingEngine.place`.
+
+        Args:
+          ids: integers, `SparseIds` or `RaggedIds`; their number of bags divides among the devices.
+          weights: a weight an id, or None.
+          spec: the exact shape the batch gets, or None.
+        """
+        features = {FEATURE: ids}
+        return self.engine.place(features, None if weights is None else {FEATURE: weights}, spec)
+
+    @property
+    def state(self) -> TableState:
+        """The engine's state: physical arrays."""
+        return state_of(self.engine.layout.groups[0].name, vars(self))
+
+    @property
+    def embedding(self) -> Array:
+        """The rows `[V, D]` in their order, in the table's dtype: a copy."""
+        return next(iter(self.engine.tables(self.state).values()))
+
+    @property
+    def logical_slots(self) -> dict[str, Array]:
+        """The optimizer's slots by name, `[V, D]` or `[V]` in the rows' order: copies."""
+        return next(iter(self.engine.slots(self.state).values()), {})
+
+    def load(self, rows: ArrayLike, slots: Mapping[str, ArrayLike] | None = None) -> None:
+        """Replace all rows, and slots where they are given.
+
+        Args:
+          rows: `[V, D]`.
+          slots: by name, as `logical_slots` returns them.
+
+        Raises:
+          ValueError: another shape, or an unknown slot; nothing is replaced then.
+        """
+        (name,) = self.engine.table_configs
+        given = {name: dict(slots)} if slots else None
+        new = self.engine.load_arrays(self.state, {name: rows}, given)
+        nnx.update(self, nnx.State(held(new)))
+
+
+class Embed(nnx.Module):
+    """A table of vectors, sharded over a mesh: `nnx.Embed`'s arguments and result.
+
+    It differs in that -1 is padding and gives a zero row, ids outside the table are errors (inside
+    a jit counted, with a zero row; not NaN), and there is no `attend`, whose gradient is as large
+    as the table.
+
+    Args:
+      num_embeddings: V.
+      features: D.
+      optimizer: one of `tpu_embed.optimizers`, or a row-separable optax transform; None: the table
+        is not trained.
+      dtype: of the result; None: the table's, float32 at least.
+      param_dtype: the table's: float32 or bfloat16 (float64 where x64 is on).
+      embedding_init: `(key, shape, dtype) -> rows`, called for one row at a time; None: truncated
+        normal, σ = 1/√D.
+      placement: "mod", "div" or "replicated".
+      mesh: the devices; None: one axis over all of them.
+      batch_axes: mesh axes that split a batch; None: all.
+      rngs: its `params` stream makes the rows.
+
+    Example:
+      >>> import tpu_embed
+      >>> films = Embed(1000, 8, optimizer=tpu_embed.optimizers.Adagrad(0.1), rngs=nnx.Rngs(0))
+      >>> films(np.array([[3, 5], [7, 3]])).shape
+      (2, 2, 8)
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        features: int,
+        *,
+        optimizer: Any = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        embedding_init: Callable[..., Array] | None = None,
+        placement: Literal["mod", "div", "replicated"] = "mod",
+        mesh: Mesh | None = None,
+        batch_axes: str | Sequence[str] | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        table = TableConfig(
+            num_embeddings,
+            features,
+            initializer=embedding_init,
+            optimizer=optimizer,
+            dtype=np.dtype(param_dtype).name,
+            placement=placement,
+            trainable=optimizer is not None,
+        )
+        self.rows = EmbeddingBag(table, mesh=mesh, batch_axes=batch_axes, rngs=rngs)
+        self.num_embeddings = num_embeddings
+        self.features = features
+        self.dtype = dtype
+
+    def __call__(self, inputs: ArrayLike) -> Array:
+        """Return the rows of ids.
+
+        Args:
+          inputs: integers of any shape; -1 is padding.
+
+        Returns:
+          `[*inputs.shape, D]`.
+
+        Raises:
+          TypeError: ids that are no integers.
+          ValueError: ids outside the table, where their values are known.
+        """
+        ids = _dense(inputs)
+        found = self.rows(ids.reshape(-1)).reshape(*ids.shape, self.features)
+        return found if self.dtype is None else found.astype(self.dtype)
+
+    @property
+    def embedding(self) -> Array:
+        """The rows `[V, D]` in their order: a copy."""
+        return self.rows.embedding
+
+    def load(self, rows: ArrayLike, slots: Mapping[str, ArrayLike] | None = None) -> None:
+        """Replace all rows; see `EmbeddingBag.load`."""
+        self.rows.load(rows, slots)
+
+
+def _dense(ids: Any) -> Array:
+    """Return ids as a jax array; numbers too large for it stay too large."""
+    if isinstance(ids, (Tracer, jax.Array)):
+        return ids
+    numbers = np.asarray(ids)
+    wide = jax.dtypes.canonicalize_dtype(numbers.dtype)
+    if numbers.dtype.kind not in "iu" or wide == numbers.dtype:
+        return jnp.asarray(numbers)
+    most = np.iinfo(wide)
+    return jnp.asarray(np.clip(numbers, max(0, most.min) or most.min, most.max).astype(wide))
+
+
+def _refuse_host_rate(engine: EmbeddingEngine) -> None:
+    optimizer = engine.layout.groups[0].optimizer
+    if optimizer and learning_rate_kind(optimizer.learning_rate) is LearningRateKind.HOST:
+        (name,) = engine.table_configs
+        raise ValueError(
+            message(
+                f"table {name!r}: learning_rate",
+                expected="a number, or a schedule of the step",
+                got="a callable without arguments",
+                remedy="a layer's update runs inside your jit, where it would be read once",
+            )
+        )
