@@ -92,12 +92,16 @@ def expected(rule, reduction, examples=slice(None), *, steps=1):
     }
 
 
-def row_gradients(rows, reduction, examples):
-    """Return the gradients of the kernel, 0, and of row i of the table, i + 1."""
+def row_gradients(rows, reduction, examples, seeds=None):
+    """Return the gradients of the kernel, 0, and of row i of the table, i + 1.
+
+    `seeds` are the cotangents of the examples' losses, ones by default.
+    """
     sums = {0: np.zeros(D)}
     ids, inputs = IDS[examples], X[examples].astype(np.float64)
-    for row, x in zip((ids + 1).tolist(), inputs, strict=True):
-        slope = 1 - np.tanh(rows[row] * rows[0] + x) ** 2
+    seeds = np.ones(len(ids)) if seeds is None else seeds.astype(np.float64)
+    for row, x, seed in zip((ids + 1).tolist(), inputs, seeds, strict=True):
+        slope = seed * (1 - np.tanh(rows[row] * rows[0] + x) ** 2)
         sums[0] = sums[0] + slope * rows[row]
         sums[row] = sums.get(row, 0.0) + slope * rows[0]
     count = len(ids) if reduction == "mean" else 1

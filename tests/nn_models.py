@@ -17,12 +17,10 @@ def mesh_of(devices: int) -> Mesh:
     return Mesh(np.array(jax.devices()[:devices]), ("d",))
 
 
-def bag_of(optimizer, *, devices: int = 1, seed: int = 0, **options) -> nn.EmbeddingBag:
-    """Return a layer of one table `[V, D]`."""
-    layer = {name: options.pop(name) for name in ("max_sequence_length", "on_bad_id")
-             if name in options}  # fmt: skip
+def bag_of(optimizer, *, devices: int = 1, seed: int = 0, layer=None, **options) -> nn.EmbeddingBag:
+    """Return a layer of one table `[V, D]`; `layer` has its options, the others are the table's."""
     table = tpu_embed.TableConfig(V, D, name="films", optimizer=optimizer, **options)
-    return nn.EmbeddingBag(table, mesh=mesh_of(devices), rngs=nnx.Rngs(seed), **layer)
+    return nn.EmbeddingBag(table, mesh=mesh_of(devices), rngs=nnx.Rngs(seed), **layer or {})
 
 
 def ids_of(step: int, shape=(B, H), size: int = V, lowest: int = -1) -> np.ndarray:

@@ -6,8 +6,9 @@ import numpy as np
 import oracle
 import pytest
 from flax import nnx
-from nn_models import D, bag_of, ids_of
+from nn_models import D, V, bag_of, ids_of, mesh_of
 
+import tpu_embed
 from tpu_embed import nn
 from tpu_embed import optimizers as o
 
@@ -220,7 +221,149 @@ def test_a_layer_not_looked_up_stays_as_it_is():
     jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model.b))
 
 
+def test_a_table_read_otherwise_is_a_constant_with_a_warning():
+    model = nnx.Dict(a=bag_of(o.SGD(0.5), devices=2))
+    before = np.array(model.a.embedding)
+    with pytest.warns(UserWarning, match="layer 'a': its table is a constant where") as warned:
+        nn.fused_value_and_grad(lambda m: m.a(A).sum() + (m.a.embedding**2).sum())(model)
+    assert [warning.filename for warning in warned] == [__file__]
+    expected = before.copy()
+    np.subtract.at(expected, A, 0.5)
+    np.testing.assert_allclose(model.a.embedding, expected, atol=1e-6)
+
+
+def test_a_layer_of_two_arguments_belongs_to_the_one_differentiated():
+    shared = bag_of(o.SGD(1.0))
+    other, model = nnx.Dict(a=shared), nnx.Dict(b=shared)
+
+    def loss(other, model):
+        return other.a(A).sum() + model.b(C).sum()
+
+    _, (_, gradients) = nn.sparse_value_and_grad(loss, argnums=1)(other, model)
+    assert {name: len(found) for name, found in gradients.lookups.items()} == {"b": 2}
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(np.uint8, np.uint8), (np.uint32, np.int32), (np.int8, np.uint16)]
+)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_lookups_of_ids_of_any_dtype_and_width(dtypes, devices):
+    """Padding between them is no row, whatever the dtypes."""
+    table = tpu_embed.TableConfig(300, D, optimizer=o.SGD(0.5), combiner="mean")
+    bag = nn.EmbeddingBag(table, mesh=mesh_of(devices), rngs=nnx.Rngs(0))
+    wide, narrow = np.array([[1, 2, 100]], dtypes[0]), np.array([[4], [127], [5]], dtypes[1])
+    before = np.array(bag.embedding)
+
+    @nnx.jit
+    def step(bag, wide, narrow):
+        return nn.fused_value_and_grad(lambda b: b(wide).sum() + b(narrow).sum())(bag)[0]
+
+    step(bag, wide, narrow)
+    expected = before.copy()
+    expected[wide] -= np.float32(0.5) / 3
+    expected[narrow] -= 0.5
+    np.testing.assert_allclose(bag.embedding, expected, atol=1e-6)  # a third, rounded
+    assert int(bag.bad_ids[0]) == 0
+
+
+def test_weights_of_one_lookup_beside_none_and_of_another_dtype():
+    bag, plain = bag_of(o.SGD(0.5), combiner="mean"), bag_of(o.SGD(0.5), combiner="mean")
+    ids, ones = ids_of(1), jnp.ones((16, 3), jnp.bfloat16)
+    nn.fused_value_and_grad(lambda b: (b(ids, ones) ** 2).sum() + (b(A) ** 2).sum())(bag)
+    nn.fused_value_and_grad(lambda b: (b(ids) ** 2).sum() + (b(A) ** 2).sum())(plain)
+    np.testing.assert_array_equal(bag.embedding, plain.embedding)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_layer_closed_over_by_a_plain_jit(devices):
+    bag = bag_of(o.SGD(0.5), devices=devices, combiner="sum")
+    expected = np.array(bag.embedding)[A]
+    np.testing.assert_array_equal(jax.jit(lambda ids: bag(ids))(A), expected)
+    jax.jit(lambda ids: jax.vmap(bag)(ids))(A[:, None])
+    np.testing.assert_allclose(
+        jax.jit(jax.grad(lambda w: bag(A[:, None], w).sum()))(jnp.ones((8, 1))),
+        expected.sum(1)[:, None],
+        rtol=1e-5,  # summed in another order
+    )
+
+
+def test_a_filter_sees_paths_from_the_model():
+    model = nnx.Dict(a=bag_of(o.SGD(0.1)), b=nnx.Linear(D, 1, rngs=nnx.Rngs(0)))
+    chosen = nnx.All(nnx.Param, lambda path, _: path == ("b", "bias"))
+    _, (gradients, _) = nn.sparse_value_and_grad(lambda m: m.b(m.a(A)).sum(), wrt=chosen)(model)
+    assert [path for path, _ in nnx.to_flat_state(gradients)] == [("b", "bias")]
+
+
+@pytest.mark.parametrize("count", [8, 5])
+def test_explicit_axes(count):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    table = tpu_embed.TableConfig(V, D, name="films", optimizer=o.SGD(0.5))
+    bag = nn.EmbeddingBag(table, mesh=mesh, rngs=nnx.Rngs(0))
+    plain = bag_of(o.SGD(0.5), devices=8)
+    step = nnx.jit(lambda m, x: nn.fused_value_and_grad(lambda m: (m(x) ** 2).sum())(m)[0])
+    step(plain, A[:count])
+    with jax.set_mesh(mesh):
+        step(bag, A[:count])
+        np.testing.assert_array_equal(bag(A[:count]), np.array(bag.embedding)[A[:count]])
+    np.testing.assert_array_equal(bag.embedding, plain.embedding)
+
+
+def test_a_step_is_compiled_once():
+    bag = bag_of(o.Adam(0.1), devices=2)
+    traced = []
+
+    @nnx.jit(donate_argnums=0)
+    def step(bag, ids):
+        traced.append(ids)
+        return nn.fused_value_and_grad(lambda bag: (bag(ids) ** 2).sum())(bag)[0]
+
+    for i in range(3):
+        step(bag, ids_of(i))
+    assert len(traced) == 1
+
+
 # -- errors ----------------------------------------------------------------------------------------
+
+
+def test_layers_of_one_path_are_refused():
+    model = nnx.Dict({"a/b": bag_of(o.SGD(0.1)), "a": nnx.Dict(b=bag_of(o.SGD(0.1)))})
+    with pytest.raises(ValueError, match="layers: expected a different path for every layer"):
+        nn.fused_value_and_grad(lambda m: m["a/b"](A).sum() + m["a"].b(A).sum())(model)
+
+
+def test_no_model_changes_when_another_cannot():
+    model, other = bag_of(o.SGD(0.1)), bag_of(None)
+    before = np.array(model.embedding)
+    with pytest.raises(ValueError, match="optimizer for every trainable table"):
+        nn.fused_value_and_grad(lambda a, b: (a(A) * b(A)).sum(), argnums=(0, 1))(model, other)
+    np.testing.assert_array_equal(model.embedding, before)
+
+
+def test_a_step_is_not_differentiated():
+    model = nnx.Dict(a=bag_of(o.SGD(0.1)), b=nnx.Linear(D, 1, rngs=nnx.Rngs(0)))
+
+    def step(model):
+        _, gradients = nn.fused_value_and_grad(lambda m: m.b(m.a(A)).sum())(model)
+        return (gradients["b"]["kernel"][...] ** 2).sum()
+
+    with pytest.raises(TypeError, match="update of a layer's table: expected a step that is not"):
+        nnx.grad(step)(model)
+
+
+def test_gradients_of_another_kind():
+    bag = bag_of(o.SGD(0.1))
+    with pytest.raises(TypeError, match="gradients: expected TableGradients, got dict"):
+        nn.apply_table_gradients(bag, {})
+    nn.apply_table_gradients(bag, nn.TableGradients({"": ()}))
+    assert int(bag.step[...]) == 0
+
+
+def test_a_table_a_member_is_not_mapped():
+    bag = bag_of(o.SGD(0.1))
+    graphdef, state = nnx.split(bag)
+    twice = jax.tree.map(lambda x: jnp.stack([x, x]), state)
+    with pytest.raises(ValueError, match="expected one table, looked up in every"):
+        jax.vmap(lambda state: nnx.merge(graphdef, state)(A))(twice)
 
 
 def _in_while(bag):
@@ -237,18 +380,53 @@ def _in_custom_vjp(bag):
     return identity(state, A)
 
 
+def _in_custom_jvp(bag):
+    @jax.custom_jvp
+    def identity(state):
+        return nnx.merge(graphdef, state)(A).sum()
+
+    graphdef, state = nnx.split(bag)
+    identity.defjvp(lambda primals, _: (identity(*primals), jnp.float32(0)))
+    return identity(state)
+
+
+def _differentiated_by_weights(bag):
+    found, _ = jax.vjp(lambda w: bag(A[:, None], w), jnp.ones((8, 1)))
+    return found.sum()
+
+
+def _penalty(bag):
+    return (jax.grad(lambda w: bag(A[:, None], w).sum())(jnp.ones((8, 1))) ** 2).sum()
+
+
+def _penalty_in_jit(bag):
+    return jax.jit(lambda: _penalty(bag))()
+
+
 def _carried(bag):
     @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
     def scan(bag, ids):
         bag.overflows[...] += bag(ids).sum().astype(jnp.int32)
-        bag.step[...] += 0
+        bag.step[...] += 0  # the counter is no longer the layer's own
         return bag
 
     scan(bag, np.stack([A, C]))
     return bag(A).sum()
 
 
-@pytest.mark.parametrize("shape", [_in_while, _in_custom_vjp, _carried], ids=lambda s: s.__name__)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        _in_while,
+        _in_custom_vjp,
+        _in_custom_jvp,
+        _carried,
+        _differentiated_by_weights,
+        _penalty,
+        _penalty_in_jit,
+    ],
+    ids=lambda s: s.__name__,
+)
 def test_a_lookup_that_is_not_found_is_an_error(shape):
     with pytest.raises(ValueError, match="layer 'a': expected lookups in plain code, jit, vmap"):
         nn.fused_value_and_grad(lambda model: shape(model.a))(nnx.Dict(a=bag_of(o.SGD(0.1))))
@@ -265,7 +443,7 @@ def test_errors_of_arguments():
             nn.sparse_value_and_grad(loss, argnums=argnums)(bag)
     with pytest.raises(TypeError, match="argument 1: expected an nnx module, got ndarray"):
         nn.sparse_value_and_grad(loss, argnums=(0, 1))(bag, A)
-    with pytest.raises(TypeError, match="has_aux=True: f: expected a pair"):
+    with pytest.raises(TypeError, match="has_aux=True: the function: expected a pair"):
         nn.sparse_value_and_grad(loss, has_aux=True)(bag)
     with pytest.raises(TypeError, match="scalar"):
         nn.sparse_value_and_grad(lambda bag: bag(A))(bag)
@@ -280,7 +458,7 @@ def test_no_table_changes_when_one_cannot():
         nn.fused_value_and_grad(lambda m: m.a(A).sum() + m.b(A).sum())(model)
     np.testing.assert_array_equal(model.a.embedding, before)
     _, (_, gradients) = nn.sparse_value_and_grad(lambda m: m.a(A).sum())(model)
-    with pytest.raises(ValueError, match=r"gradients: expected of layers \[''\], got of 'a'"):
+    with pytest.raises(ValueError, match=r"gradients: expected layers among \[''\], got 'a'"):
         nn.apply_table_gradients(model.a, gradients)
 
 
@@ -290,7 +468,7 @@ def test_a_placed_batch_stands_alone():
     with pytest.raises(ValueError, match="'films': expected a placed batch as the only lookup"):
         nn.fused_value_and_grad(lambda bag: bag(batch).sum() + bag(A).sum())(bag)
     stacked = jax.tree.map(lambda x: jnp.stack([x, x]), batch)
-    with pytest.raises(ValueError, match="got 1 lookups in a loop"):
+    with pytest.raises(ValueError, match="got one in a loop"):
         nn.fused_value_and_grad(
             lambda bag: jax.lax.scan(lambda c, x: (c + bag(x).sum(), None), 0.0, stacked)[0]
         )(bag)

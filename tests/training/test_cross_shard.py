@@ -27,6 +27,7 @@ from cross_shard_cases import (
     on_replicas,
     params,
     part,
+    row_gradients,
     train,
 )
 from jax.sharding import PartitionSpec as P
@@ -102,6 +103,23 @@ def test_one_group_is_none():
     assert_close(got[0], tree)
 
 
+def test_no_groups_are_none():
+    """One expression, compiled twice in one program: the same bits."""
+    none, empty = (
+        CrossShardOptimizer(
+            Optimizer(o.Adagrad(0.1), "inner"), axis_name="r", group_assignment=groups
+        )
+        for groups in (None, [])
+    )
+
+    def step(*args):
+        return [train(crossed, "mean", *args) for crossed in (none, empty)]
+
+    a, b = on_replicas(step, True)(params(), IDS, X)
+    assert_close(b, expected(o.Adagrad(0.1), "mean"))
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
 # -- the parts -------------------------------------------------------------------------------------
 
 
@@ -144,7 +162,8 @@ def test_slices_are_gathered_never_summed_or_made_dense(check_vma):
 
 
 @pytest.mark.parametrize("groups", [None, [[2, 0, 1, 7], [3, 6, 5, 4]]], ids=["all", "groups"])
-def test_slices_are_summed_in_the_order_of_the_shards(groups):
+@MODES
+def test_slices_are_summed_in_the_order_of_the_shards(groups, check_vma):
     """In float32 1e8 - 1e8 + 1 is 1, and 1e8 + 1 - 1e8 is 0."""
     inner = Optimizer(o.SGD(1.0), "inner")
     crossed = CrossShardOptimizer(inner, "sum", axis_name="r", group_assignment=groups)
@@ -155,48 +174,67 @@ def test_slices_are_summed_in_the_order_of_the_shards(groups):
 
     rows = jnp.array([3, 3, 3, 4, 4, V, 4, V], jnp.int32)
     x = jnp.array([1e8, -1e8, 1, 1e8, 1, 7, -1e8, 7], jnp.float32)[:, None]
-    got = on_replicas(step, True, out_specs=P("r"))(jnp.zeros((V, 1)), rows, x)[..., 0]
+    got = on_replicas(step, check_vma, out_specs=P("r"))(jnp.zeros((V, 1)), rows, x)[..., 0]
     for replica in range(S):
         seen = 1 if groups is None or replica in groups[0] else 0
         assert got[replica].tolist() == [0, 0, 0, -seen] + [0] * (V - 4)
 
 
-def test_aggregation_can_be_skipped():
-    crossed = CrossShardOptimizer(optax.sgd(1.0), "sum", axis_name="r")
+@MODES
+def test_aggregation_can_be_skipped(check_vma):
+    """Summed by `jax.grad` where it is checked what varies, by the caller where not; every replica.
+
+    float32 sums of 16 examples against one device's.
+    """
+    crossed = CrossShardOptimizer(Optimizer(o.SGD(1.0), "inner"), "sum", axis_name="r")
+    slices = IndexedSlices(jnp.ones((2, D)), jnp.array([7, 7]), (V, D))
 
     def step(tree, ids, x):
-        loss = loss_of("sum", ids, x)
-        pairs = [(jax.grad(loss)(tree)["kernel"], "['kernel']")]
+        gradient = jax.grad(loss_of("sum", ids, x))(tree)["kernel"]
+        gradient = gradient if check_vma else jax.lax.psum(gradient, "r")
+        pairs = [(gradient, "['kernel']"), (slices, "['table']")]
         state = crossed.init(tree)
-        return crossed.apply_gradients(pairs, tree, state, skip_gradients_aggregation=True)[0]
+        now, _ = crossed.apply_gradients(pairs, tree, state, skip_gradients_aggregation=True)
+        return jax.tree.map(lambda leaf: leaf[None], now)
 
-    got = on_replicas(step, True)(params(), IDS, X)["kernel"]
-    gradient = jax.grad(loss_of("sum", IDS, X))(params())["kernel"]
-    np.testing.assert_allclose(got, PARAMS["kernel"] - gradient, rtol=1e-5, atol=1e-6)
+    got = on_replicas(step, check_vma, out_specs=P("r"))(params(), IDS, X)
+    kernel = PARAMS["kernel"] - jax.grad(loss_of("sum", IDS, X))(params())["kernel"]
+    table = PARAMS["table"].copy()
+    table[7] -= 2  # of two entries, once a replica
+    for i in range(S):
+        np.testing.assert_allclose(got["kernel"][i], kernel, rtol=1e-5, atol=1e-6)
+        assert np.array_equal(got["table"][i], table)
 
 
-def test_none_passes_through():
+@MODES
+def test_none_passes_through(check_vma):
     crossed = CrossShardOptimizer(optax.sgd(1.0, momentum=0.9), axis_name="r")
 
     def step(tree, ids, x):
         state = crossed.init(tree)
         kernel = crossed.compute_gradients(loss_of("mean", ids, x), tree, ["['kernel']"])
-        return crossed.apply_gradients([*kernel, (None, "['table']")], tree, state)
+        now, state = crossed.apply_gradients([*kernel, (None, "['table']")], tree, state)
+        found = now, crossed.get_slot(state, "['table']", "trace"), state.step
+        return jax.tree.map(lambda leaf: leaf[None], found)
 
-    tree, state = on_replicas(step, True)(params(), IDS, X)
-    assert np.array_equal(tree["table"], PARAMS["table"])
-    assert not np.array_equal(tree["kernel"], PARAMS["kernel"])
-    assert not np.asarray(crossed.get_slot(state, "['table']", "trace")).any()
-    assert int(state.step) == 1
+    tree, trace, count = on_replicas(step, check_vma, out_specs=P("r"))(params(), IDS, X)
+    wanted, _ = expected(o.SGD(1.0), "mean")
+    assert_close(tree["kernel"], np.stack([wanted["kernel"]] * S))
+    assert np.array_equal(tree["table"], np.stack([PARAMS["table"]] * S))
+    assert trace.shape == (S, V, D)
+    assert not np.asarray(trace).any()
+    assert count.tolist() == [1] * S
 
 
-def test_the_loss_is_returned_unscaled():
+@MODES
+def test_the_loss_is_returned_unscaled(check_vma):
+    """float32 sums of two examples, in two programs."""
     crossed = CrossShardOptimizer(optax.sgd(1.0), axis_name="r")
 
     def step(tree, ids, x):
         return crossed.minimize(loss_of("sum", ids, x), tree, crossed.init(tree))[2][None]
 
-    losses = on_replicas(step, True, out_specs=P("r"))(params(), IDS, X)
+    losses = on_replicas(step, check_vma, out_specs=P("r"))(params(), IDS, X)
     expected = example_losses(params(), IDS, X).reshape(S, -1).sum(1)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
@@ -216,6 +254,63 @@ def test_what_it_tells_of_the_wrapped_optimizer():
         "count",
         "step",
     ]
+
+
+# -- arguments and the step ------------------------------------------------------------------------
+
+
+@MODES
+def test_the_arguments_of_the_wrapped_optimizer(check_vma):
+    """A cotangent by example, a constant, a constraint and a rate: leave one out, and it fails.
+
+    The bias is a constant that the loss depends on; the rule's own rate is absurd.
+    """
+    crossed = CrossShardOptimizer(Optimizer(o.SGD(1e3), "inner"), axis_name="r")
+
+    def step(tree, ids, x):
+        now, _, losses = crossed.minimize(
+            lambda tree: example_losses(tree, ids, x + tree["bias"]),
+            tree,
+            crossed.init(tree),
+            var_list=["['table']", "['kernel']"],
+            grad_loss=x[:, 0],
+            constraints={"['kernel']": lambda kernel: kernel / jnp.linalg.norm(kernel)},
+            learning_rate=2.0,
+        )
+        return jax.tree.map(lambda leaf: leaf[None], now), losses
+
+    tree = params() | {"bias": jnp.zeros(D)}
+    got, losses = on_replicas(step, check_vma, out_specs=P("r"))(tree, IDS, X)
+    rows = [row.astype(np.float64) for row in (PARAMS["kernel"], *PARAMS["table"])]
+    for row, g in row_gradients(rows, "sum", slice(None), X[:, 0]).items():
+        rows[row] = rows[row] - 2.0 * g / S
+    kernel = rows[0] / np.linalg.norm(rows[0])
+    for i in range(S):
+        mine = jax.tree.map(lambda leaf, i=i: leaf[i], got)
+        assert not mine.pop("bias").any()
+        assert_close(mine, {"kernel": kernel, "table": np.stack(rows[1:])})
+    # Unscaled and not seeded; two programs' tanh in float32.
+    np.testing.assert_allclose(losses, example_losses(params(), IDS, X), rtol=1e-5, atol=1e-6)
+
+
+@MODES
+def test_the_step_goes_up_once_for_dense_and_sparse_together(check_vma):
+    """Adam corrects by it, so numbers would tell too."""
+    crossed = CrossShardOptimizer(Optimizer(o.Adam(0.1), "inner"), axis_name="r")
+
+    def step(tree, ids, x):
+        state, counts = crossed.init(tree), []
+        for _ in range(2):
+            pairs = crossed.compute_gradients(loss_of("mean", ids, x), tree)
+            assert sorted(is_indexed_slices(gradient) for gradient, _ in pairs) == [False, True]
+            tree, state = crossed.apply_gradients(pairs, tree, state)
+            counts.append(crossed.get_non_slot(state)["step"])
+        return jax.tree.map(lambda leaf: leaf[None], (tree, counts))
+
+    got, counts = on_replicas(step, check_vma, out_specs=P("r"))(params(), IDS, X)
+    assert [count.tolist() for count in counts] == [[1] * S, [2] * S]
+    wanted, _ = expected(o.Adam(0.1), "mean", steps=2)
+    assert_close(got, jax.tree.map(lambda leaf: np.stack([leaf] * S), wanted))
 
 
 # -- the optax form --------------------------------------------------------------------------------

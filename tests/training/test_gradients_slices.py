@@ -43,6 +43,27 @@ def test_slices_of_a_batch_are_flattened():
     np.testing.assert_allclose(found.values, jnp.cos(TABLE[ids.reshape(-1)]), rtol=1e-6)
 
 
+@pytest.mark.parametrize("axes", [(0, 0), (None, 0), (0, None)], ids=["both", "ids", "table"])
+def test_slices_of_vmapped_gradients(axes):
+    """Each example has slices of its own, as if alone; float32 sines and cosines."""
+    tables, ids = jnp.stack([TABLE, TABLE[::-1]]), jnp.array([[4, 1, 4], [5, 4, 0]])
+    each = list(zip((tables, ids), axes, strict=True))
+    given = [array if axis == 0 else array[0] for array, axis in each]
+
+    def one(table, ids):
+        return gradients(lambda t: rows_of(t, ids), [table])[0]
+
+    found = jax.jit(jax.vmap(one, axes))(*given)
+    assert isinstance(found, IndexedSlices)
+    assert found.dense_shape == TABLE.shape
+    for i in range(2):
+        table, mine = (array[0 if axis is None else i] for array, axis in each)
+        assert found.indices[i].tolist() == mine.tolist()
+        np.testing.assert_allclose(
+            found.values[i], np.cos(np.asarray(table, np.float64)[mine]), rtol=1e-6
+        )
+
+
 def test_slices_of_a_scan_and_of_a_branch_not_taken():
     def scanned(table):
         return lax.scan(lambda c, ids: (c + rows_of(table, ids).sum(), None), 0.0, IDS[:, None])[0]

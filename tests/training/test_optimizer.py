@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 
 import jax
@@ -26,6 +27,7 @@ PARAMS = {
 ROWS = np.array([5, 1, V, 5, 0], np.int32)  # 5 twice, V is padding
 VALUES = RNG.normal(size=(2, 5, D)).astype(np.float32)
 DENSE = RNG.normal(size=(2, 3, D)).astype(np.float32)
+Pair = collections.namedtuple("Pair", ["left", "right"])
 NAMES = ("RowWiseAdagrad", "Adam", "FTRL", "LAMB", "CustomOptimizer")
 
 
@@ -265,6 +267,41 @@ def test_any_iterable_in_any_order():
         optimizer.apply_gradients(given[1:], params(), state),
         optimizer.apply_gradients(lists, params(), state),
     )
+
+
+@pytest.mark.parametrize("form", [tuple, jax.tree_util.keystr], ids=["key path", "keystr"])
+def test_a_path_is_a_key_path_or_its_keystr(form):
+    """In var_list, pairs, constraints and get_slot alike; keys, positions and fields. Exact."""
+    tree = {"a": [jnp.ones(2), Pair(jnp.ones(2), jnp.full(2, 3.0))]}
+    paths = [form(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    first, held, last = paths
+    optimizer = Optimizer(optax.sgd(1.0, momentum=0.5), "opt")
+    now, state, _ = optimizer.minimize(
+        lambda tree: sum(leaf.sum() for leaf in jax.tree.leaves(tree)),
+        tree,
+        optimizer.init(tree),
+        var_list=[last, first],
+        constraints={last: lambda x: x + 0.25},
+    )
+    assert [leaf.tolist() for leaf in jax.tree.leaves(now)] == [[0, 0], [1, 1], [2.25, 2.25]]
+    traces = [optimizer.get_slot(state, path, "trace").tolist() for path in paths]
+    assert traces == [[1, 1], [0, 0], [1, 1]]
+    now, state = optimizer.apply_gradients(
+        [(jnp.ones(2), held), (None, first)], now, state, constraints={held: jnp.square}
+    )
+    assert [leaf.tolist() for leaf in jax.tree.leaves(now)] == [[0, 0], [0, 0], [2.25, 2.25]]
+    assert optimizer.get_slot(state, held, "trace").tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("path", [(), ""], ids=["key path", "keystr"])
+def test_the_path_of_a_tree_that_is_one_array(path):
+    optimizer = Optimizer(optax.sgd(1.0, momentum=0.5), "opt")
+    w = jnp.ones(2)
+    now, state = optimizer.apply_gradients(
+        [(jnp.ones(2), path)], w, optimizer.init(w), constraints={path: lambda x: x + 0.25}
+    )
+    assert now.tolist() == [0.25, 0.25]
+    assert optimizer.get_slot(state, path, "trace").tolist() == [1, 1]
 
 
 def test_constraints_follow_dense_updates_only():

@@ -372,14 +372,12 @@ class EmbeddingEngine:
         bare = [t.name for group in without for t in group.tables if configs[t.name].trainable]
         if bare:
             remedy = "give the engine or the tables an optimizer, or set trainable=False"
-            raise ValueError(
-                message(
-                    what,
-                    expected="an optimizer for every trainable table",
-                    got=f"none for {bare}",
-                    remedy=remedy,
-                )
-            )
+            expected, got = "an optimizer for every trainable table", f"none for {bare}"
+            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingEngine:
+        """Return the engine itself: it does not change, and its state is not in it."""
+        return self
 
     # -- what it is ----------------------------------------------------------------------------
 

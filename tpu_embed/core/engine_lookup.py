@@ -2,7 +2,8 @@
 
 Enters: an engine, its state, ids. Leaves: activations; later the new state, given the gradients of
 all activations that were looked up. Called by `nn/`: the equation is what `taps.py` finds in a
-traced function, by the state's step.
+traced function. It is known by the state's step, not by its tables: the step is a number that every
+lookup can carry along, and that nothing differentiates.
 """
 
 from __future__ import annotations
@@ -14,18 +15,26 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from tpu_embed._checks import message
-from tpu_embed._types import PADDING_ID, Array
+from tpu_embed._types import Array
 from tpu_embed.core.batch import Batch
 from tpu_embed.core.batch_spec import BatchSpec
 from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.joined import DenseIds, flat, join, padded, signed
 from tpu_embed.core.tables import TableState
 
-__all__ = ["FEATURE", "Call", "LookedUp", "engine_lookup", "engine_lookup_p", "engine_update"]
+__all__ = [
+    "FEATURE",
+    "Call",
+    "LookedUp",
+    "engine_lookup",
+    "engine_lookup_p",
+    "engine_update",
+    "opened_p",
+]
 
 FEATURE = "ids"
 """The one feature of such an engine: `EmbeddingEngine({FEATURE: …})`."""
@@ -39,29 +48,46 @@ class Call:
       engine: of one feature.
       spec: of a placed batch; None: dense ids, traced or not.
       bags: the last axis of dense ids is the bag.
-      operands: 1: ids (`[…]`, or `Batch.packed`); 2: weights of their shape too.
+      weighted: weights follow the ids among the operands.
     """
 
     engine: EmbeddingEngine
     spec: BatchSpec | None
     bags: bool
-    operands: int
+    weighted: bool
 
     def run(self, step: Array, ids: Array, *rest: Array) -> Array:
-        """Return the activations: `[…, D]`, or what the batch has."""
-        weights, arrays = rest[: self.operands - 1], rest[self.operands - 1 :]
+        """Return the activations.
+
+        Args:
+          step: int32 `[]`.
+          ids: integers `[…]`, `[…, H]` with bags, or `Batch.packed`.
+          rest: weights of the ids' shape, where there are any; the tables' arrays.
+
+        Returns:
+          `[…, D]`, `[…, L, D]` for a sequence, or what the batch has.
+        """
+        weights, arrays = rest[: self.weighted], rest[self.weighted :]
         tables = dict(zip(_stacks(self.engine), arrays, strict=True))
         state = TableState(tables, {}, step, {})
         if self.spec is not None:
             return self.engine.lookup(state, Batch(ids, self.spec))[FEATURE]
-        lead = ids.shape[: ids.ndim - self.bags]
-        joined = _joined(self.engine, [LookedUp(self, ids, weights[0] if weights else None)])
-        found = self.engine.lookup(state, *joined)[FEATURE]
-        return found[: math.prod(lead)].reshape(*lead, *found.shape[1:])
+        dense = DenseIds(ids, weights[0] if weights else None, self.bags)
+        found = self.engine.lookup(state, *_joined(self.engine, [dense]))[FEATURE]
+        count = math.prod(dense.lead)
+        if count < found.shape[0]:  # an explicit axis can't split what does not divide
+            found = self.engine.layout.axes.reshard(found, ())[:count]
+        return found.reshape(*dense.lead, *found.shape[1:])
 
 
 class LookedUp(NamedTuple):
-    """One lookup, or those of all iterations of a loop: ids and weights with leading axes."""
+    """One lookup, or those of all iterations of a loop.
+
+    Attributes:
+      call: the lookup.
+      ids: its ids, the loop's axes first.
+      weights: floats of their shape, or None.
+    """
 
     call: Call
     ids: Array
@@ -69,7 +95,7 @@ class LookedUp(NamedTuple):
 
 
 def engine_lookup(
-    engine: EmbeddingEngine, state: TableState, ids: Array | Batch, weights: Array | None = None
+    engine: EmbeddingEngine, state: TableState, ids: Any, *, weights: Array | None = None
 ) -> Array:
     """Return the activations of an engine's one feature.
 
@@ -90,45 +116,65 @@ def engine_lookup(
     arrays = [state.tables[name] for name in _stacks(engine)]
     if isinstance(ids, Batch):
         _check_no_weights(weights)
-        call = Call(engine, ids.spec, bags=True, operands=1)
-        return engine_lookup_p.bind(state.step, ids.packed, *arrays, call=call)
-    scales = [] if weights is None else [weights]
+        return _bind(Call(engine, ids.spec, True, False), state.step, ids.packed, *arrays)
     _check_dense(ids, weights)
-    call = Call(engine, None, bags=ids.ndim > 1, operands=1 + len(scales))
-    return engine_lookup_p.bind(state.step, ids, *scales, *arrays, call=call)
+    scales = [] if weights is None else [weights]
+    call = Call(engine, None, ids.ndim > 1, weights is not None)
+    return _bind(call, state.step, signed(ids), *scales, *arrays)
 
 
 def engine_update(
     engine: EmbeddingEngine,
     state: TableState,
+    *,
     lookups: Sequence[LookedUp],
     gradients: Sequence[Array],
 ) -> TableState:
     """Return the state after one step of the optimizer with the gradients of all lookups.
 
-    A row's gradients are summed over the lookups as over the examples of one batch that holds them
-    one after the other.
+    It is not differentiable. A row's gradients are summed over the lookups as over the examples of
+    one batch that holds them one after the other.
 
     Args:
       engine: of one feature.
       state: its tables and slots.
       lookups: all of them; a placed batch stands alone.
-      gradients: of the activations of each.
+      gradients: a lookup's each, in the shape of its activations.
+
+    Returns:
+      the new state.
 
     Raises:
       ValueError: a placed batch that does not stand alone, or was looked up in a loop; what
         `engine.update` refuses.
     """
-    placed = [lookup for lookup in lookups if lookup.call.spec is not None]
-    if placed:
+    gradients = _not_differentiable(list(gradients))
+    specs = [lookup.call.spec for lookup in lookups if lookup.call.spec is not None]
+    if specs:
         _check_alone(engine, lookups)
-        (lookup,) = lookups
-        batch = Batch(lookup.ids, placed[0].call.spec)  # type: ignore[arg-type]
-        return engine.update(state, batch, {FEATURE: gradients[0]})
-    features, weights = _joined(engine, lookups)
-    flat = [_flat(g, x.ids.ndim - x.call.bags) for g, x in zip(gradients, lookups, strict=True)]
-    together = _padded(jnp.concatenate(flat), features[FEATURE].shape[0], 0)
+        return engine.update(state, Batch(lookups[0].ids, specs[0]), {FEATURE: gradients[0]})
+    dense = [DenseIds(one.ids, one.weights, one.call.bags) for one in lookups]
+    features, weights = _joined(engine, dense)
+    each = [flat(g, len(one.lead)) for g, one in zip(gradients, dense, strict=True)]
+    together = padded(jnp.concatenate(each), features[FEATURE].shape[0], 0)
     return engine.update(state, features, {FEATURE: together}, weights)
+
+
+@jax.custom_jvp
+def _not_differentiable(gradients: list[Array]) -> list[Array]:
+    return gradients
+
+
+@_not_differentiable.defjvp
+def _refuse_gradient(primals: tuple, tangents: tuple) -> tuple:
+    raise TypeError(
+        message(
+            "update of a layer's table",
+            expected="a step that is not differentiated",
+            got="a gradient through it",
+            remedy="differentiate sparse_value_and_grad, and apply the tables' gradients after it",
+        )
+    )
 
 
 def _check_no_weights(weights: Any) -> None:
@@ -137,28 +183,30 @@ def _check_no_weights(weights: Any) -> None:
         raise ValueError(message("weights", expected=expected, got="a value", remedy=remedy))
 
 
-def _check_dense(ids: Array, weights: Array | None) -> None:
+def _check_dense(ids: Any, weights: Array | None) -> None:
     if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(message(FEATURE, expected="ids of an integer dtype", got=f"{ids.dtype}"))
+        remedy = "cast them: ids.astype(jnp.int32)"
+        expected, got = "ids of an integer dtype", f"{ids.dtype}"
+        raise TypeError(message(FEATURE, expected=expected, got=got, remedy=remedy))
     if ids.ndim == 0:
         remedy = "give one id as [1]"
         raise ValueError(message(FEATURE, expected="[B] or […, H]", got="rank 0", remedy=remedy))
     if weights is None:
         return
     if weights.shape != ids.shape or not jnp.issubdtype(weights.dtype, jnp.floating):
-        got = f"{weights.dtype} of shape {weights.shape}"
-        raise ValueError(message("weights", expected=f"floats of shape {ids.shape}", got=got))
+        got, remedy = f"{weights.dtype} of shape {weights.shape}", "give a weight an id, or None"
+        expected = f"floats of shape {ids.shape}"
+        raise ValueError(message("weights", expected=expected, got=got, remedy=remedy))
 
 
 def _check_alone(engine: EmbeddingEngine, lookups: Sequence[LookedUp]) -> None:
-    ranks = [lookup.ids.ndim for lookup in lookups]
-    if ranks != [2]:
-        loop = " in a loop" if len(ranks) == 1 else ""
+    alone = len(lookups) == 1
+    if not alone or lookups[0].ids.ndim != 2:
         raise ValueError(
             message(
                 f"table {next(iter(engine.table_configs))!r}",
                 expected="a placed batch as the only lookup of a step",
-                got=f"{len(ranks)} lookups{loop}",
+                got="one in a loop" if alone else f"{len(lookups)} lookups",
                 remedy="join the ids in one batch, or look dense ids up",
             )
         )
@@ -168,60 +216,40 @@ def _stacks(engine: EmbeddingEngine) -> list[str]:
     return [group.name for group in engine.layout.groups]
 
 
-def _joined(engine: EmbeddingEngine, lookups: Sequence[LookedUp]) -> tuple[Any, Any]:
-    """Return features and weights of an engine that hold the dense ids of all lookups.
-
-    One after the other, the narrower bags filled with padding, and empty ones at the end until
-    the devices get equally many.
-    """
-    bags = any(lookup.call.bags for lookup in lookups)
-    width = max(lookup.ids.shape[-1] if lookup.call.bags else 1 for lookup in lookups)
-    wide = np.result_type(*(lookup.ids.dtype for lookup in lookups))
-
-    def flat(array: Array, own_bags: bool, fill: int) -> Array:
-        if not bags:
-            return array.reshape(-1)
-        columns = _flat(array if own_bags else array[..., None], array.ndim - own_bags)
-        missing = width - columns.shape[1]
-        return jnp.pad(columns, ((0, 0), (0, missing)), constant_values=fill)
-
-    ids = jnp.concatenate([flat(x.ids.astype(wide), x.call.bags, PADDING_ID) for x in lookups])
-    count = -(-max(1, ids.shape[0]) // engine.layout.axes.replicas) * engine.layout.axes.replicas
-    features = {FEATURE: _padded(ids, count, PADDING_ID)}
-    if all(lookup.weights is None for lookup in lookups):
-        return features, None
-    scales = [jnp.ones(x.ids.shape) if x.weights is None else x.weights for x in lookups]
-    flat_scales = [flat(s, x.call.bags, 0) for s, x in zip(scales, lookups, strict=True)]
-    return features, {FEATURE: _padded(jnp.concatenate(flat_scales), count, 0)}
-
-
-def _flat(array: Array, lead: int) -> Array:
-    """Return the array with its first `lead` axes made one."""
-    return array.reshape(math.prod(array.shape[:lead]), *array.shape[lead:])
-
-
-def _padded(array: Array, count: int, fill: int) -> Array:
-    missing = ((0, count - array.shape[0]), *((0, 0) for _ in array.shape[1:]))
-    return jnp.pad(array, missing, constant_values=fill) if count > array.shape[0] else array
+def _joined(engine: EmbeddingEngine, lookups: Sequence[DenseIds]) -> tuple[Any, Any]:
+    """Return features and weights of the engine."""
+    ids, weights = join(lookups, engine.layout.axes.replicas)
+    return {FEATURE: ids}, None if weights is None else {FEATURE: weights}
 
 
 # -- the primitive -----------------------------------------------------------------------------
 
 
-def _run(*operands: Array, call: Call) -> Array:
+def _bind(call: Call, *operands: Array) -> Array:
+    """Bind the primitive with its program, in which jit looks for meshes."""
+    return engine_lookup_p.bind(*operands, call=call, program=jax.make_jaxpr(call.run)(*operands))
+
+
+def _run(*operands: Array, call: Call, program: ClosedJaxpr) -> Array:
     return call.run(*operands)
 
 
-def _abstract(*operands: Any, call: Call) -> Any:
-    return jax.make_jaxpr(call.run)(*operands).out_avals[0]
+def _lowered(*operands: Array, call: Call, program: ClosedJaxpr) -> Array:
+    return jaxpr_as_fun(program)(*operands)[0]
 
 
-def _batched(operands: tuple, dims: tuple, *, call: Call) -> tuple[Array, int]:
-    asked = range(1, 1 + call.operands)
-    if call.spec is not None or any(d is not None for i, d in enumerate(dims) if i not in asked):
-        got = "a placed batch" if call.spec is not None else "a table that is mapped too"
-        remedy = "give all ids to one call: it takes any number of axes"
-        raise ValueError(message("vmap of a lookup", expected="dense ids", got=got, remedy=remedy))
+def _abstract(*operands: Any, call: Call, program: ClosedJaxpr) -> Any:
+    return program.out_avals[0]
+
+
+def _batched(operands: tuple, dims: tuple, *, call: Call, program: Any) -> tuple[Array, int]:
+    asked = range(1, 2 + call.weighted)
+    if call.spec is not None:
+        _refuse_vmap("dense ids", "a placed batch", "place one batch of all, and look it up once")
+    if any(d is not None for i, d in enumerate(dims) if i not in asked):
+        expected = "one table, looked up in every branch of a cond or in none"
+        remedy = "look up before the cond; of an ensemble, in a loop over its members"
+        _refuse_vmap(expected, "a table a member", remedy)
     size = next(operands[i].shape[dims[i]] for i in asked if dims[i] is not None)
     given = list(operands)
     for i in asked:
@@ -229,30 +257,57 @@ def _batched(operands: tuple, dims: tuple, *, call: Call) -> tuple[Array, int]:
             given[i] = jnp.broadcast_to(operands[i], (size, *operands[i].shape))
         else:
             given[i] = jnp.moveaxis(operands[i], dims[i], 0)
-    return engine_lookup_p.bind(*given, call=call), 0
+    return _bind(call, *given), 0
 
 
-def _tangent(primals: tuple, tangents: tuple, *, call: Call) -> tuple[Any, Any]:
+def _refuse_vmap(expected: str, got: str, remedy: str) -> None:
+    raise ValueError(message("vmap of a lookup", expected=expected, got=got, remedy=remedy))
+
+
+def _tangent(primals: tuple, tangents: tuple, *, call: Call, program: Any) -> tuple[Any, Any]:
     moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
     moving = [i for i in moving if tangents[i].dtype != jax.dtypes.float0]
     if not moving:
-        found = engine_lookup_p.bind(*primals, call=call)
+        found = engine_lookup_p.bind(*primals, call=call, program=program)
         return found, ad.Zero(jax.typeof(found).to_tangent_aval())
 
-    def run(*given: Array) -> Array:
+    def run(*moved: Array) -> Array:
         operands = list(primals)
-        for i, x in zip(moving, given, strict=True):
+        for i, x in zip(moving, moved, strict=True):
             operands[i] = x
         return call.run(*operands)
 
-    return jax.jvp(run, [primals[i] for i in moving], [tangents[i] for i in moving])
+    found, moved = jax.jvp(run, [primals[i] for i in moving], [tangents[i] for i in moving])
+    return opened_p.bind(primals[0], found), opened_p.bind(primals[0], moved)
 
 
 engine_lookup_p = Primitive("engine_lookup")
-"""`(step, ids, [weights], tables…)` to activations; the step says whose lookup it is."""
+"""`(step, ids, [weights], tables…)` to activations."""
 
 engine_lookup_p.def_impl(_run)
 engine_lookup_p.def_abstract_eval(_abstract)
-mlir.register_lowering(engine_lookup_p, mlir.lower_fun(_run, multiple_results=False))
+mlir.register_lowering(engine_lookup_p, mlir.lower_fun(_lowered, multiple_results=False))
 batching.primitive_batchers[engine_lookup_p] = _batched
 ad.primitive_jvps[engine_lookup_p] = _tangent
+
+
+def _opened(step: Array, value: Array) -> Array:
+    return value
+
+
+def _opened_back(cotangent: Any, step: Array, value: Any) -> tuple[None, Any]:
+    if type(cotangent) is ad.Zero:
+        return None, cotangent
+    return None, opened_p.bind(step, cotangent)
+
+
+opened_p = Primitive("engine_lookup_opened")
+"""`(step, value)` to value: that of a lookup, or a derivative of it by weights, whose gradient by
+the table nobody can find any more. It says so: the step reaches it."""
+
+opened_p.def_impl(_opened)
+opened_p.def_abstract_eval(_opened)
+mlir.register_lowering(opened_p, mlir.lower_fun(_opened, multiple_results=False))
+batching.primitive_batchers[opened_p] = lambda operands, dims: (opened_p.bind(*operands), dims[1])
+ad.primitive_jvps[opened_p] = lambda primals, tangents: (opened_p.bind(*primals), tangents[1])
+ad.primitive_transposes[opened_p] = _opened_back

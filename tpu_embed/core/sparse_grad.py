@@ -7,18 +7,16 @@ returns value and gradients, as `jax.value_and_grad`, with `IndexedSlices` for t
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import is_int, message
 from tpu_embed._types import Array
+from tpu_embed.core.arguments import level_of_caller, positions, value_and_aux
 from tpu_embed.core.indexed_slices import IndexedSlices
 from tpu_embed.core.taps import (
     Asked,
@@ -30,6 +28,8 @@ from tpu_embed.core.taps import (
 )
 
 __all__ = ["add_slices", "slices_of", "sparse_grad", "sparse_value_and_grad"]
+
+_BY_POSITION = "give what is differentiated by position, not by keyword"
 
 
 def sparse_value_and_grad(
@@ -71,18 +71,13 @@ def sparse_value_and_grad(
 
     @functools.wraps(fun)
     def value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        which = _positions(argnums, len(args))
+        which = positions(argnums, len(args), remedy=_BY_POSITION)
         leaves, structure = jax.tree.flatten(tuple(args[i] for i in which))
 
         def flat(*leaves: Any) -> Any:
             given = dict(zip(which, jax.tree.unflatten(structure, leaves), strict=True))
             result = fun(*(given.get(i, arg) for i, arg in enumerate(args)), **kwargs)
-            if not has_aux:
-                return result, None
-            if not isinstance(result, tuple) or len(result) != 2:
-                got, expected = type(result).__name__, "a pair of the value and aux"
-                raise TypeError(message("has_aux=True: fun", expected=expected, got=got))
-            return result
+            return value_and_aux(result, has_aux=has_aux)
 
         names = [jax.tree_util.keystr(path) for path, _ in _paths(args, which)]
         value, aux, gradients = _flat_gradients(flat, [jnp.asarray(x) for x in leaves], names)
@@ -109,23 +104,6 @@ def sparse_grad(
         return (found, result[1]) if has_aux else found
 
     return gradients
-
-
-def _positions(argnums: Any, count: int) -> tuple[int, ...]:
-    """Return the places of the arguments to differentiate by, counted from the first."""
-    given = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
-    wanted = all(is_int(i) and -count <= i < count for i in given)
-    positions = tuple(int(i) % count for i in given) if wanted else ()
-    if not wanted or len(set(positions)) != len(positions):
-        raise ValueError(
-            message(
-                "argnums",
-                expected=f"different places among {count} positional arguments",
-                got=repr(argnums),
-                remedy="give what is differentiated by position, not by keyword",
-            )
-        )
-    return positions
 
 
 def _paths(args: Sequence[Any], which: Sequence[int]) -> list[tuple[Any, Any]]:
@@ -170,17 +148,8 @@ def _warn_dense(names: Sequence[str]) -> None:
         warnings.warn(
             f"the gradient of table {name or 'argument'} is dense: beside embedding_lookup the "
             "function uses it otherwise, or looks it up where lookups are not found",
-            stacklevel=_level_of_caller(),
+            stacklevel=level_of_caller(__file__),
         )
-
-
-def _level_of_caller() -> int:
-    """Return the `stacklevel` of the user's line, outside this file and JAX, for who calls this."""
-    level, frame = 1, sys._getframe(1)
-    inside = (__file__, str(Path(jax.__file__).parent))
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def add_slices(dense: Array, slices: IndexedSlices) -> Array:

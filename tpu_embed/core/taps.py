@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
+from jax.sharding import AxisType
 
-from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.core.engine_lookup import engine_lookup_p
+from tpu_embed._types import PADDING_ID, Array, Tracer
+from tpu_embed.core.engine_lookup import engine_lookup_p, opened_p
 from tpu_embed.core.jaxprs import (
     CALLS,
     REMATS,
@@ -39,7 +40,7 @@ Asked = tuple[Array, ...]
 
 LOOKUPS: Mapping[Any, Callable[[Any], int]] = {
     lookup_p: lambda eqn: 1,
-    engine_lookup_p: lambda eqn: eqn.params["call"].operands,
+    engine_lookup_p: lambda eqn: 1 + eqn.params["call"].weighted,
 }
 """Primitives that look up -> how many operands say what."""
 
@@ -107,7 +108,8 @@ def find_lookups(jaxpr: Any, tables: Tables) -> Found:
         if not held:
             continue
         if eqn.primitive in LOOKUPS:
-            lookups.append(Lookup(tables[eqn.invars[0]], eqn, ()))
+            if 0 in held:
+                lookups.append(Lookup(held[0], eqn, ()))
         elif eqn.primitive.name in _STEPS:
             inside = _STEPS[eqn.primitive.name].find(eqn, tables)
             lookups += inside.lookups
@@ -141,7 +143,7 @@ def _reached(jaxpr: Any, sources: dict[Any, frozenset[int]]) -> collections.Coun
         together = frozenset().union(*operands)
         if not together:
             continue
-        if eqn.primitive in LOOKUPS:
+        if eqn.primitive in LOOKUPS or eqn.primitive is opened_p:
             reached.update(operands[0])
         for inner in subjaxprs(eqn):
             n = len(inner.invars)  # operands of a cond or while that are not passed in come first
@@ -189,10 +191,11 @@ def run_with_taps(
     for eqn in jaxpr.eqns:
         values, held = [read(var) for var in eqn.invars], _held(eqn, tables)
         step = _STEPS.get(eqn.primitive.name)
-        if held and eqn.primitive in LOOKUPS:
-            table = as_varying(given.arrays[tables[eqn.invars[0]]], axes_of(eqn.invars[0].aval))
-            results = [tapped(*evaluate(jaxpr, eqn, [table, *values[1:]]), taps.pop(0))]
-            ids.append(asked(eqn, values))
+        if 0 in held and eqn.primitive in LOOKUPS:
+            table = as_varying(given.arrays[held[0]], axes_of(eqn.invars[0].aval))
+            (found,) = evaluate(jaxpr, eqn, [table, *values[1:]])
+            results = [tapped(found, taps.pop(0))]
+            ids.append(_known_after(found, asked(eqn, values)))
         elif held and step is not None:
             found = step.find(eqn, tables)
             mine, taps = taps[: len(found.lookups)], taps[len(found.lookups) :]
@@ -205,6 +208,29 @@ def run_with_taps(
                 tables[eqn.outvars[0]] = tables[eqn.invars[0]]
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(var) for var in jaxpr.outvars], ids
+
+
+def _known_after(found: Array, operands: Asked) -> Asked:
+    """Return what a lookup was asked for, its ids known only when its result is.
+
+    What updates the table by them comes after what reads it, then; where nothing said so, XLA would
+    copy the table. Each bag's ids get a zero added that XLA does not know to be one: a barrier is
+    gone before it decides about copies.
+    """
+    ids, *weights = operands
+    if not isinstance(ids, Tracer) or not ids.ndim or 0 in found.shape or _is_explicit(found):
+        return operands
+    first = jax.lax.stop_gradient(found)[(..., *[0] * (found.ndim - 1))].astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(first, jnp.int32)
+    zeros = jnp.minimum(bits & 0x7FFFFFFF, 0).astype(ids.dtype)
+    parts = zeros.reshape(ids.shape[0], -1)[:, 0]  # a placed batch has a line a device
+    return (ids + parts.reshape(-1, *[1] * (ids.ndim - 1)), *weights)
+
+
+def _is_explicit(array: Array) -> bool:
+    """Tell whether axes of the mesh that splits an array are explicit: shapes are not free then."""
+    kinds = jax.typeof(array).sharding.mesh.axis_types
+    return any(kind == AxisType.Explicit for kind in kinds)
 
 
 @jax.custom_jvp

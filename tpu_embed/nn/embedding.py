@@ -1,13 +1,14 @@
 """Layers that look ids up in one table: `Embed` for every id, `EmbeddingBag` for every bag.
 
 Enters: ids of any form. Leaves: activations, differentiable by weights and not by tables, which
-`gradients.py` trains. Each layer has an engine of one feature for its one table.
+`gradients.py` trains. Each layer has an engine of one feature for its one table. Called by
+users' models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, final
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.engine_lookup import FEATURE, engine_lookup
 from tpu_embed.core.inputs import RaggedIds, SparseIds
 from tpu_embed.core.tables import TableState
-from tpu_embed.nn.variables import held, state_of
+from tpu_embed.nn.variables import attributes, state_of
 from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
 
 __all__ = ["Embed", "EmbeddingBag"]
@@ -32,6 +33,7 @@ __all__ = ["Embed", "EmbeddingBag"]
 Ids = Array | np.ndarray | Batch | SparseIds | RaggedIds
 
 
+@final
 class EmbeddingBag(nnx.Module):
     """A table, sharded over a mesh, whose rows are looked up and combined bag by bag.
 
@@ -42,7 +44,8 @@ class EmbeddingBag(nnx.Module):
       table: vocabulary, dim, combiner, initializer, dtype, placement; its optimizer.
       optimizer: of a table without one of its own.
       max_sequence_length: L > 0: a bag is a sequence, its first L rows the activation.
-      on_bad_id: "error", "drop" or "clip"; inside a jit "error" drops the id and counts it.
+      on_bad_id: "error", "drop" or "clip"; inside a jit "error" drops the id, and a training step
+        counts it in `bad_ids`.
       mesh: the devices; None: one axis over all of them.
       batch_axes: mesh axes that split a batch; None: all.
       rngs: its `params` stream makes the rows.
@@ -75,7 +78,7 @@ class EmbeddingBag(nnx.Module):
             {FEATURE: feature}, optimizer, mesh=mesh, batch_axes=batch_axes
         )
         _refuse_host_rate(self.engine)
-        for name, value in held(self.engine.init(rngs.params())).items():
+        for name, value in attributes(self.engine.init(rngs.params())).items():
             setattr(self, name, nnx.Dict(value) if isinstance(value, dict) else value)
 
     def __call__(self, ids: Ids, weights: ArrayLike | None = None) -> Array:
@@ -83,7 +86,7 @@ class EmbeddingBag(nnx.Module):
 
         Args:
           ids: integers `[…, H]`, -1 is padding; `[B]`, one id an example, not combined; what
-            `place` returned; outside a jit also `SparseIds` or `RaggedIds`.
+            `place` returned; `SparseIds` or `RaggedIds` of NumPy arrays.
           weights: floats, beside integers of their shape; differentiable.
 
         Returns:
@@ -92,23 +95,31 @@ class EmbeddingBag(nnx.Module):
         Raises:
           TypeError: ids that are no integers.
           ValueError: ids outside the table where their values are known; shapes; sparse or ragged
-            ids inside a jit.
+            ids that are traced.
         """
         if isinstance(ids, (SparseIds, RaggedIds)):
             return engine_lookup(self.engine, self.state, self.place(ids, weights))
         scales = None if weights is None else jnp.asarray(weights)
-        given = ids if isinstance(ids, Batch) else _dense(ids)
-        return engine_lookup(self.engine, self.state, given, scales)
+        given = ids if isinstance(ids, Batch) else _array(ids)
+        return engine_lookup(self.engine, self.state, given, weights=scales)
 
     def place(
-        self, ids: Ids, weights: ArrayLike | None = None, spec: BatchSpec | None = None
+        self, ids: Ids, weights: ArrayLike | None = None, *, spec: BatchSpec | None = None
     ) -> Batch:
         """Check ids on the host and send them to the devices; see `EmbeddingEngine.place`.
 
         Args:
-          ids: integers, `SparseIds` or `RaggedIds`; their number of bags divides among the devices.
+          ids: integers `[B]` or `[B, …, H]`, `SparseIds` or `RaggedIds`; B divides among the
+            devices.
           weights: a weight an id, or None.
           spec: the exact shape the batch gets, or None.
+
+        Returns:
+          a `Batch` for this layer.
+
+        Raises:
+          ValueError: what `EmbeddingEngine.place` refuses.
+          TypeError: the same.
         """
         features = {FEATURE: ids}
         return self.engine.place(features, None if weights is None else {FEATURE: weights}, spec)
@@ -141,29 +152,38 @@ class EmbeddingBag(nnx.Module):
         (name,) = self.engine.table_configs
         given = {name: dict(slots)} if slots else None
         new = self.engine.load_arrays(self.state, {name: rows}, given)
-        nnx.update(self, nnx.State(held(new)))
+        nnx.update(self, nnx.State(attributes(new)))
 
 
+@final
 class Embed(nnx.Module):
-    """A table of vectors, sharded over a mesh: `nnx.Embed`'s arguments and result.
+    """A table of vectors, sharded over a mesh, in the place of an `nnx.Embed`.
 
-    It differs in that -1 is padding and gives a zero row, ids outside the table are errors (inside
-    a jit counted, with a zero row; not NaN), and there is no `attend`, whose gradient is as large
-    as the table.
+    It differs in that -1 is padding and gives a zero row; ids outside the table are errors where
+    their values are known (inside a jit a zero row, counted by a training step), and not NaN;
+    activations are float32 at least; and there is no `attend`, whose gradient is as large as the
+    table, nor `promote_dtype` and `embedding_metadata`. The layer inside is `rows`, an
+    `EmbeddingBag`.
 
     Args:
       num_embeddings: V.
       features: D.
       optimizer: one of `tpu_embed.optimizers`, or a row-separable optax transform; None: the table
         is not trained.
-      dtype: of the result; None: the table's, float32 at least.
+      dtype: of the result; None: float32 (float64 for a float64 table).
       param_dtype: the table's: float32 or bfloat16 (float64 where x64 is on).
-      embedding_init: `(key, shape, dtype) -> rows`, called for one row at a time; None: truncated
-        normal, σ = 1/√D.
+      embedding_init: `(key, shape, dtype) -> rows`, called for one row at a time; None: normal,
+        σ = 1/√D before it is truncated at two of them.
+      name: of the table, for messages.
+      on_bad_id: see `EmbeddingBag`.
       placement: "mod", "div" or "replicated".
       mesh: the devices; None: one axis over all of them.
       batch_axes: mesh axes that split a batch; None: all.
       rngs: its `params` stream makes the rows.
+
+    Raises:
+      ValueError: what `TableConfig` and `EmbeddingEngine` refuse: another dtype, an initializer
+        that looks at the fan-in; a learning rate that is a callable without arguments.
 
     Example:
       >>> import tpu_embed
@@ -181,6 +201,8 @@ class Embed(nnx.Module):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         embedding_init: Callable[..., Array] | None = None,
+        name: str | None = None,
+        on_bad_id: Literal["error", "drop", "clip"] = "error",
         placement: Literal["mod", "div", "replicated"] = "mod",
         mesh: Mesh | None = None,
         batch_axes: str | Sequence[str] | None = None,
@@ -191,11 +213,14 @@ class Embed(nnx.Module):
             features,
             initializer=embedding_init,
             optimizer=optimizer,
+            name=name,
             dtype=np.dtype(param_dtype).name,
             placement=placement,
             trainable=optimizer is not None,
         )
-        self.rows = EmbeddingBag(table, mesh=mesh, batch_axes=batch_axes, rngs=rngs)
+        self.rows = EmbeddingBag(
+            table, on_bad_id=on_bad_id, mesh=mesh, batch_axes=batch_axes, rngs=rngs
+        )
         self.num_embeddings = num_embeddings
         self.features = features
         self.dtype = dtype
@@ -213,7 +238,7 @@ class Embed(nnx.Module):
           TypeError: ids that are no integers.
           ValueError: ids outside the table, where their values are known.
         """
-        ids = _dense(inputs)
+        ids = _array(inputs)
         found = self.rows(ids.reshape(-1)).reshape(*ids.shape, self.features)
         return found if self.dtype is None else found.astype(self.dtype)
 
@@ -227,16 +252,8 @@ class Embed(nnx.Module):
         self.rows.load(rows, slots)
 
 
-def _dense(ids: Any) -> Array:
-    """Return ids as a jax array; numbers too large for it stay too large."""
-    if isinstance(ids, (Tracer, jax.Array)):
-        return ids
-    numbers = np.asarray(ids)
-    wide = jax.dtypes.canonicalize_dtype(numbers.dtype)
-    if numbers.dtype.kind not in "iu" or wide == numbers.dtype:
-        return jnp.asarray(numbers)
-    most = np.iinfo(wide)
-    return jnp.asarray(np.clip(numbers, max(0, most.min) or most.min, most.max).astype(wide))
+def _array(ids: Any) -> Any:
+    return ids if isinstance(ids, (Tracer, jax.Array)) else np.asarray(ids)
 
 
 def _refuse_host_rate(engine: EmbeddingEngine) -> None:
@@ -248,6 +265,6 @@ def _refuse_host_rate(engine: EmbeddingEngine) -> None:
                 f"table {name!r}: learning_rate",
                 expected="a number, or a schedule of the step",
                 got="a callable without arguments",
-                remedy="a layer's update runs inside your jit, where it would be read once",
+                remedy="give a schedule: inside a jit such a callable would be read once",
             )
         )

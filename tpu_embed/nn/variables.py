@@ -6,33 +6,41 @@ Enters and leaves: a `TableState`. Called by the layers, and by `gradients.py` t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, final
 
 from flax import nnx
 
 from tpu_embed.core.tables import TableState
 
-__all__ = ["Counter", "Slot", "Table", "held", "state_of"]
+__all__ = ["TOKEN", "Counter", "Slot", "Table", "attributes", "state_of"]
+
+TOKEN = "step"
+"""The attribute by whose value a layer's lookups are known in a program."""
+
+_TABLE, _SLOTS = "table", "slots"
 
 
+@final
 class Table(nnx.Variable):
     """The rows of a table, as its layer's mesh shards them."""
 
 
+@final
 class Slot(nnx.Variable):
     """A slot of a table's optimizer, beside its rows."""
 
 
+@final
 class Counter(nnx.Variable):
     """A number beside a table: updates applied (`step`), ids outside it, exchanges overrun."""
 
 
-def held(state: TableState) -> dict[str, Any]:
+def attributes(state: TableState) -> dict[str, Any]:
     """Return a layer's attributes that hold the state of its one table."""
     ((stack, table),) = state.tables.items()
     slots = {name: Slot(array) for name, array in state.slots.get(stack, {}).items()}
     counters = {name: Counter(array) for name, array in state.counters.items()}
-    return {"table": Table(table), "slots": slots, "step": Counter(state.step), **counters}
+    return {_TABLE: Table(table), _SLOTS: slots, TOKEN: Counter(state.step), **counters}
 
 
 def state_of(stack: str, holder: Mapping[str, Any]) -> TableState:
@@ -40,8 +48,9 @@ def state_of(stack: str, holder: Mapping[str, Any]) -> TableState:
 
     Args:
       stack: the name of the table's array in the state.
-      holder: the attributes by name, `Variable`s.
+      holder: the attributes by name; those that are no variables of ours are ignored.
     """
-    slots = {name: slot[...] for name, slot in holder.get("slots", {}).items()}
-    counters = {name: holder[name][...] for name in ("bad_ids", "overflows")}
-    return TableState({stack: holder["table"][...]}, {stack: slots}, holder["step"][...], counters)
+    slots = {name: slot[...] for name, slot in holder.get(_SLOTS, {}).items()}
+    counted = {name: x[...] for name, x in holder.items() if isinstance(x, Counter)}
+    step = counted.pop(TOKEN)
+    return TableState({stack: holder[_TABLE][...]}, {stack: slots}, step, counted)
