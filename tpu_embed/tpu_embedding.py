@@ -18,11 +18,12 @@ from tpu_embed import _checks
 from tpu_embed._checks import message
 from tpu_embed._types import Array, PyTree
 from tpu_embed.config import TableConfig
-from tpu_embed.core import logical
+from tpu_embed.core import logical, structure
 from tpu_embed.core.batch import Batch
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.tables import TableState
 from tpu_embed.enqueue import BatchQueue, Enqueued
+from tpu_embed.planning.placement import resolve
 
 _STATUSES = ("INTERNAL: ", "INVALID_ARGUMENT: ", "RESOURCE_EXHAUSTED: ", "UNKNOWN: ", "ABORTED: ")
 """How messages of XLA's runtime begin."""
@@ -36,7 +37,8 @@ class TPUEmbedding:
     has succeeded or `state` is set.
 
     Args:
-      feature_config: `FeatureConfig`s in any nesting of dict, list, tuple, namedtuple, dataclass.
+      feature_config: `FeatureConfig`s in any nesting of dict, list, tuple, namedtuple, dataclass;
+        `placement="auto"` is resolved by `tpu_embed.planning.resolve`.
       optimizer: for tables without one of their own; None: none (serving).
       pipeline_execution_with_tensor_core: look the next batch up before this one's update, if it is
         enqueued already: its activations are then one step old, and its exchange overlaps the dense
@@ -67,7 +69,10 @@ class TPUEmbedding:
         batch_axes: str | Sequence[str] | None = None,
         seed: int = 0,
     ) -> None:
-        self.engine = EmbeddingEngine(feature_config, optimizer, mesh=mesh, batch_axes=batch_axes)
+        declared = structure.flatten(feature_config)
+        self._declared = dict(zip(declared.table_names, declared.tables, strict=True))
+        placed = resolve(feature_config, optimizer, mesh=mesh)
+        self.engine = EmbeddingEngine(placed, optimizer, mesh=mesh, batch_axes=batch_axes)
         self._seed = seed
         self._pipelined = bool(pipeline_execution_with_tensor_core)
         self._queue = BatchQueue(self._lookup, ahead=self._pipelined)
@@ -219,7 +224,7 @@ class TPUEmbedding:
         They are gathered: every device gets them whole. `retrieve` needs the host's memory only.
         """
         by_name = self.engine.tables(self._current("embedding_tables"))
-        return {config: by_name[name] for name, config in self.engine.table_configs.items()}
+        return {config: by_name[name] for name, config in self._declared.items()}
 
     def load(
         self, tables: Mapping[str, Any], slots: Mapping[str, Mapping[str, Any]] | None = None

@@ -41,10 +41,14 @@ def _loss(activations):
     return (activations**2 + activations).sum()
 
 
-@pytest.mark.parametrize("placement", ["mod", "div", "replicated"])
 @pytest.mark.parametrize(
-    "options",
-    [{"combiner": "sqrtn"}, {"layer": {"max_sequence_length": 2}}, {"dtype": "bfloat16"}],
+    ("options", "placement"),
+    [
+        ({"combiner": "sqrtn"}, "mod"),
+        ({"combiner": "sqrtn"}, "replicated"),
+        ({"layer": {"max_sequence_length": 2}}, "div"),
+        ({"dtype": "bfloat16"}, "mod"),
+    ],
     ids=str,
 )
 def test_a_layer_has_the_engines_bits(options, placement):

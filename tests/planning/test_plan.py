@@ -1,0 +1,162 @@
+"""Plans against engines: what arrays really take, what batches really exchange; every error."""
+
+import json
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import tpu_embed
+from tpu_embed import FeatureConfig, TableConfig, planning
+from tpu_embed import optimizers as o
+
+DLRM_ROWS = [
+    *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956),
+    *(405_282, 10, 2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152),
+    *(12_973, 108, 36),
+]
+DLRM_HOTS = [3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1]
+
+
+def _dlrm(batch=65_536):
+    features, ids = {}, {}
+    for i, (rows, hot) in enumerate(zip(DLRM_ROWS, DLRM_HOTS, strict=True)):
+        table = TableConfig(rows, 128, combiner="sum", name=f"t{i:02d}", placement="auto")
+        features[f"f{i:02d}"] = FeatureConfig(table)
+        ids[f"f{i:02d}"] = jax.ShapeDtypeStruct((batch, hot), np.int32)
+    return features, ids
+
+
+def _mesh(devices):
+    return Mesh(np.array(jax.devices()[:devices]), ("d",))
+
+
+TABLES = {
+    "mod": TableConfig(1001, 8, name="mod"),
+    "div": TableConfig(333, 8, name="div", placement="div", optimizer=o.RowWiseAdagrad()),
+    "everywhere": TableConfig(40, 4, name="everywhere", placement="replicated"),
+    "narrow": TableConfig(77, 16, name="narrow", dtype="bfloat16", optimizer=o.Adam()),
+    "fixed": TableConfig(50, 8, name="fixed", trainable=False),
+}
+FEATURES = {name: FeatureConfig(table) for name, table in TABLES.items()}
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_what_is_held_is_what_the_engine_holds(devices):
+    batch = {name: np.zeros((16, 2), np.int32) for name in FEATURES}
+    found = planning.plan(FEATURES, o.Adagrad(), _mesh(devices), batch)
+    engine = tpu_embed.EmbeddingEngine(FEATURES, o.Adagrad(), mesh=_mesh(devices))
+    state = engine.init(jax.random.key(0))
+    for what, arrays in {"tables": state.tables, "slots": state.slots}.items():
+        shards = [leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(arrays)]
+        assert found.held[what] == sum(shards)
+    assert [table.name for table in found.tables] == sorted(TABLES)
+    assert sum(table.table_bytes for table in found.tables) == found.held["tables"]
+    assert sum(table.slot_bytes for table in found.tables) == found.held["slots"]
+    assert found.stacks == len(engine.layout.groups)
+    padding = {table.name: table.padding for table in found.tables}
+    assert padding == {
+        "mod": -1001 % devices,
+        "div": -333 % devices,
+        "everywhere": 0,
+        "narrow": -77 % devices,
+        "fixed": -50 % devices,
+    }
+
+
+def test_the_spec_of_ids_is_that_of_place():
+    rng = np.random.default_rng(0)
+    batch = {
+        name: rng.integers(0, table.vocabulary_size, (64, 3)).astype(np.int32)
+        for name, table in TABLES.items()
+    }
+    engine = tpu_embed.EmbeddingEngine(FEATURES, o.Adagrad(), mesh=_mesh(8))
+    assert planning.plan(FEATURES, o.Adagrad(), _mesh(8), batch).spec == engine.place(batch).spec
+
+
+@pytest.mark.parametrize("rows", [1_000, 100_000])
+def test_uniform_ids_ask_for_what_is_expected(rows):
+    """Capacities of shapes hold those of drawn ids, and are no more than a quarter larger."""
+    features = {"x": FeatureConfig(TableConfig(rows, 4, name="x"))}
+    ids = np.random.default_rng(0).integers(0, rows, (512, 20)).astype(np.int32)
+    shape = {"x": jax.ShapeDtypeStruct(ids.shape, ids.dtype)}
+    engine = tpu_embed.EmbeddingEngine(features, o.Adagrad(), mesh=_mesh(8))
+    placed = engine.place({"x": ids}).spec.groups[0]
+    expected = planning.plan(features, o.Adagrad(), 8, shape).spec.groups[0]
+    # Buckets round up by an eighth; the fullest of 64 pairs is a little above the mean.
+    assert placed.rows * 0.85 <= expected.rows <= placed.rows * 1.25
+    assert placed.partials * 0.85 <= expected.partials <= placed.partials * 1.25
+
+
+def test_nothing_is_sent_on_one_device():
+    found = planning.plan(FEATURES, o.Adagrad(), 1, {n: np.zeros((8, 2), int) for n in FEATURES})
+    assert not any(found.sent.values())
+    assert found.memory is None
+    assert found.fits
+
+
+def test_dlrm_fits_a_cube_of_v5p():
+    features, batch = _dlrm()
+    found = planning.plan(features, o.Adagrad(0.005), "v5p:4x4x4", batch)
+    found.check()
+    assert found.devices == 64
+    # 204,184,588 rows of 512 bytes over 64 devices, and as much again.
+    assert found.held["tables"] == pytest.approx(204_184_588 * 512 / 64, rel=1e-3)
+    assert found.held["slots"] == found.held["tables"]
+    tiny = {t.name for t in found.tables if t.placement == "replicated"}
+    assert tiny == {f"t{i:02d}" for i, rows in enumerate(DLRM_ROWS) if rows <= 128}
+
+
+def test_dlrm_is_refused_on_four_v5e_with_figures():
+    features, batch = _dlrm()
+    found = planning.plan(features, o.Adagrad(0.005), "v5e:2x2", batch)
+    with pytest.raises(
+        ValueError, match=r"at most 16\.0 GiB a device, got .* too much; .* devices"
+    ):
+        found.check()
+    both = next(remedy for remedy in found.remedies() if remedy.startswith("both"))
+    assert "still too much" in both
+    few = planning.plan(features, o.Adagrad(0.005), "v5e:2x2", batch, memory=40 * 2**30)
+    assert any(remedy.endswith("would fit") for remedy in few.remedies())
+
+
+def test_explained():
+    features, batch = _dlrm()
+    text = planning.plan(features, o.Adagrad(0.005), "v5p:4x4x4", batch).explain()
+    assert "v5p:4x4x4: 64 device(s), global batch 65,536, 26 table(s) in 2 stack(s)" in text
+    (line,) = [line.split() for line in text.splitlines() if line.startswith("t05 ")]
+    assert line == "t05 float32 replicated tiny, 1.5 KiB 3 128 3 0 4.0 KiB 4.0 KiB".split()
+    assert text.count("█") > 8
+    assert "… and 56 more like them" in text
+    assert text.rstrip().endswith("of 95.0 GiB a device")
+    assert max(len(line) for line in text.splitlines()) <= 120
+
+
+def test_as_json():
+    found = planning.plan(FEATURES, o.Adagrad(), 2, {n: np.zeros((8, 2), int) for n in FEATURES})
+    read = json.loads(found.to_json())
+    assert read["held"] == found.held
+    assert read["tables"][3] == {
+        "name": "mod", "vocabulary_size": 1001, "dim": 8, "dtype": "float32", "placement": "mod",
+        "why": "as declared", "rows": 501, "padding": 1, "table_bytes": 501 * 32,
+        "slot_bytes": 501 * 32,
+    }  # fmt: skip
+    assert read["fits"] is True
+
+
+def test_errors():
+    batch = {n: np.zeros((8, 2), int) for n in FEATURES}
+    for target in ("v9:2x2", "v5p", "v5p:2x2", "v5e:2x2x2", "v5e:0x2", "v5e:2x"):
+        with pytest.raises(ValueError, match="topology: expected"):
+            planning.plan(FEATURES, o.Adagrad(), target, batch)
+    bad: list[Any] = [0, -1, True, None, 2.0]
+    for target in bad:
+        with pytest.raises(ValueError, match="target: expected a mesh, a topology or a number"):
+            planning.plan(FEATURES, o.Adagrad(), target, batch)
+    mixed = {**batch, "mod": jax.ShapeDtypeStruct((8, 2), np.int32)}
+    with pytest.raises(ValueError, match="batch: expected ids, or shapes"):
+        planning.plan(FEATURES, o.Adagrad(), 2, mixed)
+    with pytest.raises(ValueError, match="batch size: expected a positive multiple of 3"):
+        planning.plan(FEATURES, o.Adagrad(), 3, batch)

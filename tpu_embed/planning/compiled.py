@@ -1,0 +1,200 @@
+"""Compile the training step for a TPU that is not there, and read what the compiler says of it.
+
+Enters: feature configs, an optimizer, a topology, a batch or its shapes. Leaves: a `Compiled`
+beside its `Plan`. Called by users and the command line; needs libtpu (`pip install "…[tpu]"`).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tpu_embed._checks import message
+from tpu_embed._types import Array, PyTree
+from tpu_embed.core.batch import Batch, parts
+from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.tables import TableState, state_specs
+from tpu_embed.planning import hlo
+from tpu_embed.planning.chips import Topology
+from tpu_embed.planning.placement import resolve
+from tpu_embed.planning.plan import Plan, plan
+from tpu_embed.planning.sizes import readable
+
+__all__ = ["Compiled", "compile_for", "describe_topology"]
+
+_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+}
+"""What libtpu asks for where there is no TPU; the topology compiled for is another matter."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of a step, beside what was planned.
+
+    Attributes:
+      plan: of the same step.
+      seconds: of compiling.
+      arguments: bytes of a device's tables, slots and ids.
+      temporaries: bytes of a device beside them.
+      aliased: bytes of arguments that results are written into.
+      operations: count by name, of those that move rows or talk to other devices.
+      moved: bytes by name of what they move; see `hlo.moved`.
+      text: the optimised program.
+    """
+
+    plan: Plan
+    seconds: float
+    arguments: int
+    temporaries: int
+    aliased: int
+    operations: dict[str, int]
+    moved: dict[str, int]
+    text: str = dataclasses.field(repr=False)
+
+    def explain(self) -> str:
+        """Return what the compiler says beside the plan's figures, to be printed."""
+        held = sum(self.plan.held.values()) + self.plan.passing["ids"]
+        passing = sum(self.plan.passing.values()) - self.plan.passing["ids"]
+        names = sorted(self.moved)
+        return "\n".join(
+            [
+                f"compiled for {self.plan.target} in {self.seconds:.0f} s",
+                f"  arguments    {readable(self.arguments):>12}   planned {readable(held)}",
+                f"  temporaries  {readable(self.temporaries):>12}   planned {readable(passing)}",
+                f"  in place     {readable(self.aliased):>12}",
+                *(f"  {name:24} × {self.operations[name]:<4d}{readable(self.moved[name]):>12} moved"
+                  for name in names),
+            ]
+        )  # fmt: skip
+
+
+def compile_for(
+    topology: str | Topology,
+    feature_config: PyTree,
+    optimizer: Any,
+    batch: PyTree,
+    *,
+    loss: Callable[[PyTree], Array] | None = None,
+) -> Compiled:
+    """Compile a training step for a TPU topology: lookup, gradient of a loss, update in place.
+
+    Args:
+      topology: for example `"v5p:2x2x1"`.
+      feature_config: as for `EmbeddingEngine`; `placement="auto"` is resolved.
+      optimizer: as for `EmbeddingEngine`.
+      batch: as for `plan`.
+      loss: of the activations; None: half the sum of their squares.
+
+    Returns:
+      what the compiler says; nothing runs.
+
+    Raises:
+      ValueError: what `plan` refuses.
+      RuntimeError: libtpu is not installed, or does not know the topology.
+    """
+    target = topology if isinstance(topology, Topology) else Topology(topology)
+    mesh = Mesh(np.array(describe_topology(target)).reshape(-1), ("devices",))
+    planned = plan(feature_config, optimizer, target, batch)
+    placed = resolve(feature_config, optimizer, mesh=mesh)
+    engine = EmbeddingEngine(placed, optimizer, mesh=mesh)
+    lowered = _lowered(engine, planned, loss or _squares)
+    start = time.perf_counter()
+    compiled = lowered.compile()
+    seconds, memory, text = (
+        time.perf_counter() - start,
+        compiled.memory_analysis(),
+        compiled.as_text(),
+    )
+    assert memory is not None, "libtpu analyses memory"
+    assert text is not None, "libtpu writes programs down"
+    counts = collections.Counter(
+        one.opcode.removesuffix("-start") for one in hlo.instructions(text)
+    )
+    moved = hlo.moved(text)
+    return Compiled(
+        plan=planned,
+        seconds=seconds,
+        arguments=memory.argument_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        aliased=memory.alias_size_in_bytes,
+        operations={name: counts[name] for name in moved},
+        moved=moved,
+        text=text,
+    )
+
+
+def _lowered(engine: EmbeddingEngine, planned: Plan, loss: Callable[[PyTree], Array]) -> Any:
+    def step(state: TableState, ids: Batch) -> TableState:
+        activations = engine.lookup(state, ids)
+        return engine.update(state, ids, jax.grad(loss)(activations))
+
+    state, ids = _abstract_state(engine), _abstract_batch(engine, planned)
+    return jax.jit(step, donate_argnums=0).lower(state, ids)
+
+
+def describe_topology(topology: Topology) -> list[Any]:
+    """Return the devices of a topology, none of which need exist.
+
+    It sets the environment variables that libtpu asks for, where they are not set.
+
+    Args:
+      topology: which.
+
+    Raises:
+      RuntimeError: libtpu is not installed, or does not know it.
+    """
+    from jax.experimental import topologies
+
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        described = topologies.get_topology_desc(platform="tpu", topology_name=topology.name)
+    except Exception as error:
+        raise RuntimeError(
+            message(
+                f"topology {topology.name}",
+                expected="libtpu, and a topology that it knows",
+                got=f"{type(error).__name__}: {error}",
+                remedy='install it with pip install "tpu-embed[tpu]"',
+            )
+        ) from error
+    return list(described.devices)
+
+
+def _squares(activations: PyTree) -> Array:
+    return jnp.stack([(a * a).sum() for a in jax.tree.leaves(activations)]).sum() / 2
+
+
+def _abstract_state(engine: EmbeddingEngine) -> TableState:
+    """Return the shapes of the engine's state, sharded."""
+    shapes = jax.eval_shape(engine.init, jax.random.key(0))
+    tables, slots = state_specs(engine.layout.groups, engine.layout.axes)
+    whole = PartitionSpec()
+    counters = dict.fromkeys(shapes.counters, whole)
+    specs = TableState(tables, slots, whole, counters)  # type: ignore[arg-type]
+    mesh = engine.layout.axes.mesh
+
+    def sharded(shape: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(sharded, shapes, specs)
+
+
+def _abstract_batch(engine: EmbeddingEngine, planned: Plan) -> Batch:
+    axes, spec = engine.layout.axes, planned.spec
+    shape = (axes.replicas, parts(spec, engine.layout)[-1].end)
+    sharding = axes.sharding(axes.batch_axes)
+    packed = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
+    return Batch(packed, spec)  # type: ignore[arg-type]

@@ -1,0 +1,103 @@
+"""What a batch asks of the exchange: exact for ids that are known, expected for shapes alone.
+
+Enters: a batch, or the shapes of one. Leaves: a `BatchSpec`. Called by `plan.py` and `compile.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from tpu_embed._checks import message
+from tpu_embed._types import PyTree
+from tpu_embed.core import capacity
+from tpu_embed.core.batch import natural_spec, pack
+from tpu_embed.core.batch_spec import BatchSpec, GroupSpec, roomy, worst_case
+from tpu_embed.core.ids import dense_form, host_ids
+from tpu_embed.core.layout import Group, Layout
+from tpu_embed.core.structure import Structure
+
+__all__ = ["spec_of"]
+
+
+def spec_of(declared: Structure, layout: Layout, batch: PyTree) -> BatchSpec:
+    """Return the shape of a program for batches like the given one.
+
+    Args:
+      declared: the features.
+      layout: where their tables live.
+      batch: in the structure of the features: all ids, or all `jax.ShapeDtypeStruct` of dense ids,
+        of the global batch. Of shapes, ids are taken to be uniform: the most distinct ones.
+
+    Returns:
+      a spec in buckets with room for chance, as `EmbeddingEngine.place` makes them.
+
+    Raises:
+      ValueError: ids beside shapes, another structure, a batch size that does not divide.
+    """
+    leaves = declared.match(batch, what="batch")
+    shapes = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
+    if not shapes:
+        return _exact(layout, leaves).bucketed()
+    if len(shapes) < len(leaves):
+        remedy, got = "give one or the other for all features", "some of each"
+        expected = "ids, or shapes (jax.ShapeDtypeStruct)"
+        raise ValueError(message("batch", expected=expected, got=got, remedy=remedy))
+    return _expected(layout, shapes)
+
+
+def _exact(layout: Layout, leaves: list[Any]) -> BatchSpec:
+    hosts = [
+        host_ids(f"feature {feature.path!r}", feature.config, feature.table.name, ids, None)
+        for feature, ids in zip(layout.features, leaves, strict=True)
+    ]
+    natural = natural_spec(hosts, layout)
+    return capacity.with_capacities(pack(hosts, natural, layout), natural, natural, layout)
+
+
+def _expected(layout: Layout, shapes: list[jax.ShapeDtypeStruct]) -> BatchSpec:
+    forms = tuple(
+        dense_form(f"feature {feature.path!r}", feature.config, leaf.shape, weighted=False)
+        for feature, leaf in zip(layout.features, shapes, strict=True)
+    )
+    bare = tuple(GroupSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.groups)))
+    spec = BatchSpec(layout.axes.replicas, forms, bare)
+    spec.check_batch([feature.path for feature in layout.features])
+    groups = tuple(
+        dataclasses.replace(one, **_capacities(spec, layout, g, group))
+        for g, (one, group) in enumerate(zip(bare, layout.groups, strict=True))
+    )
+    most = worst_case(spec, layout).groups
+    fitted = [
+        dataclasses.replace(
+            one, rows=min(one.rows, least.rows), partials=min(one.partials, least.partials)
+        )
+        for one, least in zip(groups, most, strict=True)
+    ]
+    return dataclasses.replace(spec, groups=tuple(fitted))
+
+
+def _capacities(spec: BatchSpec, layout: Layout, g: int, group: Group) -> dict[str, int]:
+    """Return the expected numbers of rows and partial sums between a device and a shard."""
+    if group.num_shards == 1 and layout.axes.replicas == 1:
+        return {"rows": 0, "partials": 0}
+    blocks = layout.blocks_per_device(spec.batch)
+    accumulates = group.optimizer is None or group.optimizer.use_gradient_accumulation
+    rows = partials = 0.0
+    for table in group.tables:
+        mine = [f for f in spec.groups[g].features if layout.features[f].table == table]
+        ids = spec.local_batch * sum(spec.forms[f].bags * (spec.forms[f].width or 0) for f in mine)
+        share = min(1.0, table.rows_per_shard / table.vocabulary_size)
+        rows += share * _distinct(ids, table.vocabulary_size)
+        summed = blocks * _distinct(ids / blocks, table.vocabulary_size)
+        partials += share * (summed if accumulates else ids)
+    return {"rows": roomy(math.ceil(rows)), "partials": roomy(math.ceil(partials))}
+
+
+def _distinct(draws: float, size: int) -> float:
+    """Return the expected number of different ones of uniform draws: V (1 - (1 - 1/V)ⁿ)."""
+    return -size * np.expm1(draws * np.log1p(-1 / size)) if size > 1 else min(1.0, draws)

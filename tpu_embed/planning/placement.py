@@ -1,0 +1,122 @@
+"""Choose where tables with `placement="auto"` live: tiny ones on every device, the rest sharded.
+
+Enters: feature configs, an optimizer, the mesh. Leaves: the same configs without "auto", and why.
+Called by users before they make an engine, by `TPUEmbedding`, and by `plan.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from tpu_embed._types import PyTree
+from tpu_embed.config import TableConfig
+from tpu_embed.core import structure
+from tpu_embed.core.collectives import make_axes
+from tpu_embed.core.structure import Structure
+from tpu_embed.optimizers import TableOptimizer
+from tpu_embed.planning.sizes import readable
+
+__all__ = ["REPLICATED_BYTES", "placements", "resolve", "with_placements"]
+
+REPLICATED_BYTES = 2**16
+"""A table of at most so many bytes is replicated, all of them together up to 1,024 times as many.
+
+Its lookups need no exchange then, and its block sums are a psum of at most half a MiB."""
+
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float64": 8}
+
+
+def resolve(feature_config: PyTree, optimizer: Any = None, *, mesh: Mesh | None = None) -> PyTree:
+    """Return feature configs whose tables have no `placement="auto"`.
+
+    A table of at most `REPLICATED_BYTES` is replicated, any other is "mod"; all are "mod" on one
+    device, with `shard_axes`, or with an optimizer that does not accumulate gradients. `plan`
+    explains each.
+
+    Args:
+      feature_config: as for `EmbeddingEngine`.
+      optimizer: as for `EmbeddingEngine`.
+      mesh: the devices; None: all of them.
+
+    Returns:
+      the same nesting. Features that shared a table share the new one; tables that were not "auto"
+      are the same objects.
+
+    Raises:
+      ValueError: what `EmbeddingEngine` refuses about feature configs.
+
+    Example:
+      >>> import tpu_embed
+      >>> days = tpu_embed.TableConfig(7, 4, placement="auto", name="days")
+      >>> resolved = resolve({"day": tpu_embed.FeatureConfig(days)})
+      >>> resolved["day"].table.placement in ("mod", "replicated")
+      True
+    """
+    declared = structure.flatten(feature_config)
+    chosen = placements(declared, optimizer, devices=make_axes(mesh, None).mesh.size)
+    if not chosen:
+        return feature_config
+    return with_placements(declared, {name: where for name, (where, _) in chosen.items()})
+
+
+def placements(declared: Structure, optimizer: Any, *, devices: int) -> dict[str, tuple[str, str]]:
+    """Return table -> placement and why, of those that are "auto".
+
+    Args:
+      declared: the features.
+      optimizer: for tables without one of their own.
+      devices: how many.
+    """
+    named = zip(declared.table_names, declared.tables, strict=True)
+    auto = {name: table for name, table in named if table.placement == "auto"}
+    chosen, left = {}, 1024 * REPLICATED_BYTES
+    for name, table in sorted(auto.items(), key=lambda item: _bytes(item[1])):
+        against = _against_replication(table, optimizer, devices, left)
+        if against:
+            chosen[name] = "mod", against
+        else:
+            left -= _bytes(table)
+            chosen[name] = "replicated", f"tiny, {readable(_bytes(table))}"
+    return chosen
+
+
+def with_placements(declared: Structure, chosen: dict[str, str]) -> PyTree:
+    """Return the feature configs with some tables placed.
+
+    Args:
+      declared: the features.
+      chosen: table -> placement.
+    """
+    new = {
+        id(table): dataclasses.replace(table, name=name, placement=chosen[name])
+        for name, table in zip(declared.table_names, declared.tables, strict=True)
+        if name in chosen
+    }
+    return declared.unflatten(
+        [
+            dataclasses.replace(feature, table=new.get(id(feature.table), feature.table))
+            for feature in declared.features
+        ]
+    )
+
+
+def _against_replication(table: TableConfig, optimizer: Any, devices: int, left: int) -> str:
+    """Return why a table is not replicated; "" where nothing speaks against it."""
+    rule = optimizer if table.optimizer is None else table.optimizer
+    if devices == 1:
+        return "one device"
+    if table.shard_axes is not None:
+        return "shard_axes given"
+    if _bytes(table) > REPLICATED_BYTES:
+        return f"{readable(_bytes(table))}, over {readable(REPLICATED_BYTES)}"
+    if isinstance(rule, TableOptimizer) and not rule.use_gradient_accumulation:
+        return "its optimizer does not accumulate gradients"
+    return "" if _bytes(table) <= left else "enough tables are replicated"
+
+
+def _bytes(table: TableConfig) -> int:
+    return int(np.prod([table.vocabulary_size, table.dim], dtype=np.int64)) * _ITEMSIZE[table.dtype]

@@ -1,0 +1,67 @@
+"""How many bytes an array takes in a device's memory, and how to write that down.
+
+Enters: a shape and a dtype. Leaves: bytes, with the padding that a TPU's tiled layouts add. Called
+by `plan.py` and `explain.py`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+__all__ = ["readable", "tiled_bytes", "untiled_bytes"]
+
+_LANES, _SUBLANES = 128, 8
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def untiled_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    """Return the bytes of an array without padding: on CPU and GPU.
+
+    Args:
+      shape: of the array.
+      dtype: of its elements.
+    """
+    return math.prod(shape) * np.dtype(dtype).itemsize
+
+
+def tiled_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    """Return the bytes of an array on a TPU.
+
+    The last two axes are stored in tiles of 8 × 128 elements, in whichever order of the two wastes
+    less; a single axis in tiles of 1,024.
+
+    Args:
+      shape: of the array.
+      dtype: of its elements.
+
+    Example:
+      >>> tiled_bytes((1000, 16), np.dtype(np.float32)) // 4, 1024 * 16
+      (16384, 16384)
+    """
+    itemsize = np.dtype(dtype).itemsize
+    if len(shape) < 2:
+        return _up(math.prod(shape), _LANES * _SUBLANES) * itemsize
+    *lead, rows, columns = shape
+    elements = min(
+        _up(rows, _SUBLANES) * _up(columns, _LANES), _up(columns, _SUBLANES) * _up(rows, _LANES)
+    )
+    return math.prod(lead) * elements * itemsize
+
+
+def readable(size: float) -> str:
+    """Return a number of bytes with its unit.
+
+    Example:
+      >>> readable(1536), readable(95 * 2**30)
+      ('1.5 KiB', '95.0 GiB')
+    """
+    unit = 0
+    while size >= 1024 and unit < len(_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.0f} B" if unit == 0 else f"{size:.1f} {_UNITS[unit]}"
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
