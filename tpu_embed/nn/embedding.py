@@ -25,7 +25,7 @@ from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.engine_lookup import FEATURE, engine_lookup
 from tpu_embed.core.inputs import RaggedIds, SparseIds
 from tpu_embed.core.tables import TableState
-from tpu_embed.nn.variables import attributes, state_of
+from tpu_embed.nn.variables import Counter, Table, attributes, state_of
 from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
 
 __all__ = ["Embed", "EmbeddingBag"]
@@ -61,6 +61,12 @@ class EmbeddingBag(nnx.Module):
       >>> bag(np.array([[3, 5, -1], [7, -1, -1]])).shape
       (2, 4)
     """
+
+    table: Table
+    slots: nnx.Dict
+    step: Counter
+    bad_ids: Counter
+    overflows: Counter
 
     def __init__(
         self,
