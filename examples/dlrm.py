@@ -1,0 +1,145 @@
+"""Train DLRM-DCNv2, MLPerf's workload, at a scale that fits, and print the area under the curve.
+
+Clicks are planted, so that the best area is known; or Criteo's, which `criteo.py` has converted
+into the directories `train` and `test` of --criteo. Tables and network are trained by Adagrad.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import itertools
+import runpy
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import dlrm_model as model
+import jax
+import matplotlib.pyplot as plt
+import multi_hot
+import optax
+from dlrm_data import Examples, prefetch
+from flax import nnx
+from planted import Planted, best_auc, sources
+from tqdm import tqdm
+
+import tpu_embed
+
+CONFIG = Path(__file__).resolve().parent.parent / "configs" / "dlrm_dcnv2.py"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", default=CONFIG, help="the workload, before it is scaled")
+    parser.add_argument("--devices", type=int, help="emulate this many CPU devices")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--batch-size", type=int, default=2048, help="the workload's: 65536")
+    parser.add_argument("--scale", type=float, default=1e-4, help="factor of the tables' rows")
+    parser.add_argument("--dim", type=int, default=16, help="the workload's: 128")
+    parser.add_argument("--most-hot", type=int, default=10, help="the workload's: 100")
+    parser.add_argument("--network", type=float, default=0.25, help="factor of the hidden layers")
+    parser.add_argument("--criteo", type=Path, help="directory; without it clicks are planted")
+    parser.add_argument("--matrices", type=Path, help="where MLPerf's bags are; without it hashed")
+    parser.add_argument("--test-batches", type=int, default=16, help="kept on the devices")
+    parser.add_argument("--plot", default="build/dlrm.png", help="where to draw the curve")
+    return parser.parse_args()
+
+
+def make_steps(engine, dense, graph):
+    """Return the jitted training step, and the one that adds a batch to the metric."""
+
+    def loss_fn(params, activations, numbers, label):
+        return model.loss(nnx.merge(graph, params)(numbers, activations), label)
+
+    @functools.partial(jax.jit, donate_argnums=0)  # tables are written in place
+    def train(trained, batch, numbers, label):
+        state, params, opt_state = trained
+        activations = engine.lookup(state, batch)
+        value_and_grad = jax.value_and_grad(loss_fn, argnums=(0, 1))
+        loss, (grads, activation_grads) = value_and_grad(params, activations, numbers, label)
+        updates, opt_state = dense.update(grads, opt_state, params)
+        state = engine.update(state, batch, activation_grads)
+        return (state, optax.apply_updates(params, updates), opt_state), loss
+
+    @jax.jit
+    def score(auc, state, params, batch, numbers, label):
+        return auc.add(nnx.merge(graph, params)(numbers, engine.lookup(state, batch)), label)
+
+    return train, score
+
+
+def fit(args, config, engine, dense) -> Iterator[tuple[int, float, str]]:
+    """Train; yield, some ten times, the examples seen, the test's area, and a line to print."""
+    state = engine.init(jax.random.key(config.seed))
+    graph, params = nnx.split(model.Dlrm(config, rngs=nnx.Rngs(config.seed)))
+    everywhere = state.step.sharding  # where a step leaves them: it is compiled once, not twice
+    params, opt_state, empty = jax.device_put(
+        (params, jax.jit(dense.init)(params), model.Auc.empty()), everywhere
+    )
+    trained, (train, score) = (state, params, opt_state), make_steps(engine, dense, graph)
+    expand = multi_hot.bags(config, args.matrices)
+    mesh = engine.layout.axes.mesh
+    spread = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
+
+    def place(examples: Examples):
+        numbers, label = jax.device_put((examples.dense, examples.label), spread)
+        return engine.place(expand(examples.ids)), numbers, label
+
+    source, test = sources(config, args.criteo, args.batch_size, tests=args.test_batches)
+    held_out = [place(examples) for examples in test]  # shows the engine the shapes to come
+    every, before, begin = max(1, args.steps // 10), 0, time.perf_counter()
+    with contextlib.closing(prefetch(place, itertools.islice(source, args.steps))) as batches:
+        for step, batch in enumerate(tqdm(batches, total=args.steps, unit="step"), 1):
+            trained, loss = train(trained, *batch)
+            if step % every and step < args.steps:
+                continue
+            text = f"loss {loss:.4f}"  # waits for the device
+            speed = (step - before) * args.batch_size / (time.perf_counter() - begin)
+            auc = functools.reduce(lambda auc, b: score(auc, *trained[:2], *b), held_out, empty)
+            area, error = auc.value()
+            text = f"{text}  AUC {area:.4f}, bins within {error:.0e}  {speed:.0f} examples/s"
+            yield step * args.batch_size, area, text
+            before, begin = step, time.perf_counter()
+
+
+def draw(curve: list[tuple[int, float]], best: float | None, path: Path) -> None:
+    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    axes.plot(*zip(*curve, strict=True), marker="o", label=f"tpu_embed: {curve[-1][1]:.4f}")
+    if best is not None:
+        axes.axhline(best, color="gray", linestyle="--", label=f"true probabilities: {best:.4f}")
+    axes.set(xlabel="examples", ylabel="area under the curve, test", title="DLRM-DCNv2, scaled")
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    args = arguments()
+    if args.devices:  # before anything asks JAX for its devices
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", args.devices)
+    config = runpy.run_path(str(args.config))["CONFIG"].scaled(
+        args.scale, dim=args.dim, most_hot=args.most_hot, network=args.network
+    )
+    adagrad = tpu_embed.optimizers.Adagrad(
+        config.learning_rate,
+        epsilon=config.epsilon,
+        slot_initializers={"accumulators": config.initial_accumulator},
+    )
+    engine = tpu_embed.EmbeddingEngine(model.feature_config(config), adagrad)
+    print(f"{jax.device_count()} device(s), {len(config.rows)} tables of {sum(config.rows)} rows")
+    curve, best = [], None
+    for examples, area, text in fit(args, config, engine, adagrad.as_optax()):
+        tqdm.write(f"{examples} examples  {text}")
+        curve.append((examples, area))
+    if args.criteo is None:
+        best, error = best_auc(Planted(config.rows, config.hots, config.seed))
+        print(f"AUC of the true probabilities {best:.4f}, standard error {error:.0e}")
+    draw(curve, best, Path(args.plot))
+    print(f"the curve is in {args.plot}")
+
+
+if __name__ == "__main__":
+    main()

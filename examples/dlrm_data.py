@@ -1,0 +1,150 @@
+"""Examples of click data: batches of them, from files in memory-mapped form, placed ahead of time.
+
+`criteo.py` writes the files, `Stored` reads them; `planted.py` makes examples up. Ids are single,
+one a table; `multi_hot.py` turns them into bags.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+DENSE, TABLES = 13, 26
+META = "meta.json"  # written last: files without it are not whole
+COLUMNS = {"label": ("u1", ()), "dense": ("<f4", (DENSE,)), "ids": ("<i4", (TABLES,))}
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+
+
+class Examples(NamedTuple):
+    """A batch; a padded example has label -1 and ids -1, and no part in loss or metric."""
+
+    label: np.ndarray  # float32 [B]: 1 a click, 0 none
+    dense: np.ndarray  # float32 [B, 13]
+    ids: np.ndarray  # int32 [B, tables]
+
+    def padded(self, size: int) -> Examples:
+        """Return the batch filled up to `size` examples."""
+        more = size - len(self.label)
+        return Examples(
+            np.pad(self.label, (0, more), constant_values=-1),
+            np.pad(self.dense, ((0, more), (0, 0))),
+            np.pad(self.ids, ((0, more), (0, 0)), constant_values=-1),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """Examples in `label.bin`, `dense.bin` and `ids.bin` of a directory, mapped into memory."""
+
+    label: np.ndarray  # uint8 [N]
+    dense: np.ndarray  # float32 [N, 13]
+    ids: np.ndarray  # int32 [N, 26]
+
+    @classmethod
+    def open(cls, directory: Path, rows: Iterable[int]) -> Stored:
+        """Map the files of `directory`, made for tables of `rows` rows.
+
+        Raises:
+          ValueError: the files are missing, cut short, or made for tables of other sizes.
+        """
+        if not (directory / META).exists():
+            raise ValueError(f"{directory}: expected {META}: convert with examples/criteo.py")
+        meta, rows = json.loads((directory / META).read_text()), list(rows)
+        if meta["rows"] != rows:
+            raise ValueError(f"{directory}: expected ids mod {rows}, got mod {meta['rows']}")
+        columns = {}
+        for name, (dtype, shape) in COLUMNS.items():
+            path, shape = directory / f"{name}.bin", (meta["examples"], *shape)
+            size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+            if path.stat().st_size != size:
+                raise ValueError(f"{path}: expected {size} bytes, got {path.stat().st_size}")
+            columns[name] = np.memmap(path, dtype, "r", shape=shape)
+        return cls(**columns)
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+    def at(self, rows: np.ndarray | slice) -> Examples:
+        """Return the examples in these rows."""
+        return Examples(self.label[rows].astype(np.float32), self.dense[rows], self.ids[rows])
+
+    def shuffled(
+        self, batch_size: int, *, seed: int, epoch: int, block: int = 64
+    ) -> Iterator[Examples]:
+        """Yield an epoch to train on; the last batch, if it is not full, is dropped.
+
+        What is shuffled is blocks of neighbours, so that a batch is read in few pieces, and the
+        order costs 8 bytes a block; `block=1` shuffles single examples. The order depends on seed
+        and epoch alone, so the examples dropped differ between epochs.
+
+        Raises:
+          ValueError: there are fewer examples than a batch takes.
+        """
+        if len(self) < batch_size:
+            raise ValueError(f"expected {batch_size} examples at least, got {len(self)}")
+        order = np.random.default_rng([seed, epoch]).permutation(-(-len(self) // block))
+        for start in range(0, len(self) - batch_size + 1, batch_size):
+            yield self.at(_rows(np.arange(start, start + batch_size), order, len(self), block))
+
+    def in_order(self, batch_size: int) -> Iterator[Examples]:
+        """Yield every example once, to evaluate; the last batch is padded to full size."""
+        for start in range(0, len(self), batch_size):
+            yield self.at(slice(start, start + batch_size)).padded(batch_size)
+
+
+def _rows(positions: np.ndarray, order: np.ndarray, size: int, block: int) -> np.ndarray:
+    """Return the rows at these positions of the order of blocks, of which the last may be short."""
+    lacking = len(order) * block - size
+    end_of_short = (int(np.argmax(order)) + 1) * block - lacking
+    positions = positions + np.where(positions >= end_of_short, lacking, 0)
+    return order[positions // block] * block + positions % block
+
+
+def prefetch(
+    make: Callable[[Item], Made], source: Iterable[Item], *, depth: int = 2
+) -> Generator[Made, None, None]:
+    """Yield `make(item)` for each item, made ahead by a thread.
+
+    At most `depth` are ready and one is in the making. An exception of `source` or `make` is
+    raised here, after what came before it. The thread ends with the iterator: at its end, at an
+    exception, or when it is closed (`contextlib.closing`) or collected.
+    """
+    ready: queue.Queue[tuple[list[Made], BaseException | None]] = queue.Queue(depth)
+    stop = threading.Event()
+
+    def work() -> None:
+        last: tuple[list[Made], BaseException | None] = ([], None)
+        try:
+            for item in source:
+                if stop.is_set():
+                    return
+                made = make(item)
+                if stop.is_set():
+                    return
+                ready.put(([made], None))
+        except BaseException as error:
+            last = ([], error)
+        if not stop.is_set():
+            ready.put(last)
+
+    thread = threading.Thread(target=work, name="prefetch", daemon=True)
+    thread.start()
+    try:
+        while (got := ready.get())[0]:
+            yield got[0][0]
+        if got[1] is not None:
+            raise got[1]
+    finally:
+        stop.set()
+        while not ready.empty():  # a `put` that waits may go on, and sees `stop` next
+            ready.get_nowait()
+        thread.join()
