@@ -16,8 +16,7 @@ $(STAMP): pyproject.toml setup.py $(wildcard tpu_embed/kernels/native/*)
 
 # Everything runs on the compiled kernels, where they could be built; the engine's tests then run
 # in XLA's operations too (test-all: everything does).
-ENGINE_TESTS := tests/test_two_doors.py $(patsubst %,tests/core/test_%.py, \
-  combine dedup engine gathered lookup occurrences route sums)
+ENGINE_TESTS := $(patsubst %,tests/core/test_%.py, combine dedup engine lookup occurrences route sums)
 
 test: setup
 	$(PYTEST) -m "not whole"

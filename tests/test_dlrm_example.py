@@ -593,6 +593,7 @@ def numbers(pattern, text):
 FEWER = "\nCONFIG = dataclasses.replace(CONFIG, rows=CONFIG.rows[:5], hots=CONFIG.hots[:5])\n"
 
 
+@pytest.mark.whole
 def test_planted_clicks_are_learned(monkeypatch, capsys, tmp_path):
     config, plot = tmp_path / "fewer.py", tmp_path / "curve.png"
     config.write_text((ROOT / "configs" / "dlrm_dcnv2.py").read_text() + FEWER)  # compiled sooner

@@ -43,7 +43,7 @@ TABLES = {
 FEATURES = {name: FeatureConfig(table) for name, table in TABLES.items()}
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [8])
 def test_what_is_held_is_what_the_engine_holds(devices):
     batch = {name: np.zeros((16, 2), np.int32) for name in FEATURES}
     found = planning.plan(FEATURES, o.Adagrad(), _mesh(devices), batch)
