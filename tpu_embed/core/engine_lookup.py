@@ -287,6 +287,7 @@ engine_lookup_p = Primitive("engine_lookup")
 engine_lookup_p.def_impl(_run)
 engine_lookup_p.def_abstract_eval(_abstract)
 mlir.register_lowering(engine_lookup_p, mlir.lower_fun(_lowered, multiple_results=False))
+engine_lookup_p.to_lojax = _lowered  # what later releases of JAX ask before lowering
 batching.primitive_batchers[engine_lookup_p] = _batched
 ad.primitive_jvps[engine_lookup_p] = _tangent
 
