@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PYTEST := $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup test test-all sanitize lint docs bench example clean
+.PHONY: setup test test-all test-tpu-compile sanitize lint docs bench example clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml setup.py $(wildcard tpu_embed/kernels/native/*)
@@ -18,13 +18,29 @@ $(STAMP): pyproject.toml setup.py $(wildcard tpu_embed/kernels/native/*)
 # in XLA's operations too (test-all: everything does).
 ENGINE_TESTS := $(patsubst %,tests/core/test_%.py, combine dedup engine lookup occurrences route sums)
 
-test: setup
-	$(PYTEST) -m "not whole"
+# libtpu, which compiles for TPUs on any x86-64 Linux machine, stays out of .venv: where it is
+# installed, JAX looks for a TPU first.
+LIBTPU := build/libtpu
+TPU_PYTEST := PYTHONPATH=$(LIBTPU) JAX_PLATFORMS=cpu $(PYTEST)
+
+$(LIBTPU)/.installed: $(STAMP)
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(LIBTPU) \
+	  "$$($(PY) -c 'import importlib.metadata as m; print(next(r.split(";")[0] for r in m.requires("jax") if r.startswith("libtpu")))')" \
+	  || echo "no libtpu for this machine: tests/tpu will be skipped"
+	mkdir -p $(LIBTPU) && touch $@
+
+test: setup $(LIBTPU)/.installed
+	$(PYTEST) -m "not whole" --ignore tests/tpu
+	$(TPU_PYTEST) -m "not whole" tests/tpu
 	TPU_EMBED_KERNELS=reference $(PYTEST) -m "not whole" $(ENGINE_TESTS)
 
-test-all: setup
-	$(PYTEST)
-	TPU_EMBED_KERNELS=reference $(PYTEST)
+test-all: setup test-tpu-compile
+	$(PYTEST) --ignore tests/tpu
+	TPU_EMBED_KERNELS=reference $(PYTEST) --ignore tests/tpu
+
+# Training steps of both doors for v4, v5e, v5p, v6e, tpu7x, and DLRM-DCNv2 whole: half an hour.
+test-tpu-compile: setup $(LIBTPU)/.installed
+	$(TPU_PYTEST) tests/tpu
 
 lint: setup
 	$(PY) -m ruff check .

@@ -1,8 +1,9 @@
 """MLPerf DLRM-DCNv2: 26 tables of 204,184,588 rows, click prediction on Criteo 1TB.
 
 Command:   python examples/dlrm.py --devices 8    (1/10,000 of the rows, planted clicks)
-Hardware:  2 cores of an x86-64 CPU, busy with other work; 2.5 minutes, compilation included
-Expected:  test AUC 0.863 after 1,024,000 examples; the true probabilities reach 0.871
+Hardware:  2 cores AMD EPYC, Python 3.11, JAX 0.10.2; 1.9 to 2.4 minutes with compilation
+Expected:  test AUC 0.866 after 2,457,600 examples; the true probabilities reach 0.871. Of what
+           they have above 0.5 that is 98.6 %; the test is 32,768 examples
 
 The whole workload was not run:
 
@@ -87,11 +88,14 @@ class DlrmConfig:
           network: factor of the hidden layers' outputs and of the crosses' rank, in (0, 1].
 
         Raises:
-          ValueError: a factor outside (0, 1].
+          ValueError: a factor outside (0, 1], or a size below 1.
         """
         for name, factor in {"scale": scale, "network": network}.items():
             if not 0 < factor <= 1:
                 raise ValueError(f"{name}: expected 0 < {name} <= 1, got {factor}")
+        for name, size in {"dim": dim, "most_hot": most_hot}.items():
+            if size is not None and size < 1:
+                raise ValueError(f"{name}: expected {name} >= 1, got {size}")
         dim = dim or self.dim
 
         def hidden(*sizes: int) -> tuple[int, ...]:

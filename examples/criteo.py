@@ -29,7 +29,7 @@ FIELDS = [LABEL] + [INTEGER] * DENSE + [HEXADECIMAL] * TABLES
 LINE = re.compile(rb"\t".join(FIELDS))
 KINDS = {
     LABEL: "the label, 0 or 1",
-    INTEGER: "an integer or nothing",
+    INTEGER: "an integer of 18 digits at most, or nothing",
     HEXADECIMAL: "hexadecimal digits, 16 at most, or nothing",
 }
 
@@ -42,14 +42,16 @@ def read(path: Path, rows: Sequence[int], *, lines: int = 16_384) -> Iterator[Ex
     - ids: the hexadecimal number mod V of its table; a missing one is 0.
 
     Raises:
-      ValueError: a line is malformed, or the file ends inside its compression; the message has file
-        and line.
+      ValueError: a line is malformed, the file ends inside its compression, or it is empty; the
+        message has file and line.
     """
     start, modulus = 0, np.array(rows, np.uint64)
     with _opened(path) as file:
         while block := _block(path, file, start, lines):
             yield _parsed(path, block, start, modulus)
             start += len(block)
+    if not start:
+        raise ValueError(f"{path}:1: expected lines, got an empty file")
 
 
 def _opened(path: Path) -> gzip.GzipFile | BinaryIO:
@@ -97,7 +99,12 @@ def convert(paths: Iterable[Path], directory: Path, rows: Sequence[int]) -> int:
 
     `label.bin` uint8, `dense.bin` float32 and `ids.bin` int32, little-endian, and last `meta.json`,
     without which nobody reads the others. A block of lines is held in memory at a time.
+
+    Raises:
+      ValueError: no files, one that is not there or would be written over, or what `read` refuses.
     """
+    paths = list(paths)
+    _check(paths, directory)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / META).unlink(missing_ok=True)
     count = 0
@@ -107,10 +114,19 @@ def convert(paths: Iterable[Path], directory: Path, rows: Sequence[int]) -> int:
             for name, (dtype, _) in COLUMNS.items():
                 getattr(examples, name).astype(dtype).tofile(files[name])
             count += len(examples.label)
-    if not count:
-        raise ValueError(f"{directory}: expected examples to convert, got none")
     (directory / META).write_text(json.dumps({"examples": count, "rows": list(rows)}))
     return count
+
+
+def _check(paths: list[Path], directory: Path) -> None:
+    """Refuse before anything is written."""
+    if not paths:
+        raise ValueError(f"{directory}: expected files to convert, got none")
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"{path}: expected a file to read, got none there")
+        if path.resolve().parent == directory.resolve() and path.suffix == ".bin":
+            raise ValueError(f"{path}: is read, and would be written over: give another --out")
 
 
 def main() -> None:
@@ -119,8 +135,11 @@ def main() -> None:
     parser.add_argument("--out", required=True, type=Path, help="directory to write")
     parser.add_argument("--scale", type=float, default=1.0, help="factor of the tables' rows")
     args = parser.parse_args()
-    config = runpy.run_path(str(CONFIG))["CONFIG"].scaled(args.scale)
-    print(f"{convert(args.files, args.out, config.rows)} examples in {args.out}")
+    try:
+        rows = runpy.run_path(str(CONFIG))["CONFIG"].scaled(args.scale).rows
+        print(f"{convert(args.files, args.out, rows)} examples in {args.out}")
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from error
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import jax
 import matplotlib.pyplot as plt
 import multi_hot
 import optax
+from criteo import CONFIG
 from dlrm_data import Examples, prefetch
 from flax import nnx
 from planted import Planted, best_auc, sources
@@ -27,24 +28,28 @@ from tqdm import tqdm
 
 import tpu_embed
 
-CONFIG = Path(__file__).resolve().parent.parent / "configs" / "dlrm_dcnv2.py"
-
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", default=CONFIG, help="the workload, before it is scaled")
     parser.add_argument("--devices", type=int, help="emulate this many CPU devices")
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--batch-size", type=int, default=2048, help="the workload's: 65536")
     parser.add_argument("--scale", type=float, default=1e-4, help="factor of the tables' rows")
     parser.add_argument("--dim", type=int, default=16, help="the workload's: 128")
     parser.add_argument("--most-hot", type=int, default=10, help="the workload's: 100")
-    parser.add_argument("--network", type=float, default=0.25, help="factor of the hidden layers")
+    parser.add_argument("--network", type=float, default=0.0625, help="factor of the hidden layers")
     parser.add_argument("--criteo", type=Path, help="directory; without it clicks are planted")
     parser.add_argument("--matrices", type=Path, help="where MLPerf's bags are; without it hashed")
     parser.add_argument("--test-batches", type=int, default=16, help="kept on the devices")
-    parser.add_argument("--plot", default="build/dlrm.png", help="where to draw the curve")
-    return parser.parse_args()
+    parser.add_argument("--plot", type=Path, default="build/dlrm.png", help="drawn at the end")
+    args = parser.parse_args()
+    for name, value in vars(args).items():
+        if isinstance(value, int) and value < 1:
+            parser.error(f"--{name.replace('_', '-')}: expected 1 at least, got {value}")
+    if args.matrices and not args.criteo:
+        parser.error("--matrices goes with --criteo: planted clicks are of hashed bags")
+    return args
 
 
 def make_steps(engine, dense, graph):
@@ -70,24 +75,21 @@ def make_steps(engine, dense, graph):
     return train, score
 
 
-def fit(args, config, engine, dense) -> Iterator[tuple[int, float, str]]:
+def fit(args, config, engine, dense, source, test) -> Iterator[tuple[int, float, str]]:
     """Train; yield, some ten times, the examples seen, the test's area, and a line to print."""
     state = engine.init(jax.random.key(config.seed))
     graph, params = nnx.split(model.Dlrm(config, rngs=nnx.Rngs(config.seed)))
-    everywhere = state.step.sharding  # where a step leaves them: it is compiled once, not twice
-    params, opt_state, empty = jax.device_put(
-        (params, jax.jit(dense.init)(params), model.Auc.empty()), everywhere
-    )
+    start = params, jax.jit(dense.init)(params), model.Auc.empty()
+    # Where a step leaves them, so that it is compiled once, not twice.
+    params, opt_state, empty = jax.device_put(start, state.step.sharding)
     trained, (train, score) = (state, params, opt_state), make_steps(engine, dense, graph)
     expand = multi_hot.bags(config, args.matrices)
-    mesh = engine.layout.axes.mesh
-    spread = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
+    spread = jax.NamedSharding(engine.layout.axes.mesh, jax.P(engine.layout.axes.mesh.axis_names))
 
     def place(examples: Examples):
         numbers, label = jax.device_put((examples.dense, examples.label), spread)
         return engine.place(expand(examples.ids)), numbers, label
 
-    source, test = sources(config, args.criteo, args.batch_size, tests=args.test_batches)
     held_out = [place(examples) for examples in test]  # shows the engine the shapes to come
     every, before, begin = max(1, args.steps // 10), 0, time.perf_counter()
     with contextlib.closing(prefetch(place, itertools.islice(source, args.steps))) as batches:
@@ -97,8 +99,8 @@ def fit(args, config, engine, dense) -> Iterator[tuple[int, float, str]]:
                 continue
             text = f"loss {loss:.4f}"  # waits for the device
             speed = (step - before) * args.batch_size / (time.perf_counter() - begin)
-            auc = functools.reduce(lambda auc, b: score(auc, *trained[:2], *b), held_out, empty)
-            area, error = auc.value()
+            metric = functools.reduce(lambda m, b: score(m, *trained[:2], *b), held_out, empty)
+            area, error = metric.value()
             text = f"{text}  AUC {area:.4f}, bins within {error:.0e}  {speed:.0f} examples/s"
             yield step * args.batch_size, area, text
             before, begin = step, time.perf_counter()
@@ -107,7 +109,7 @@ def fit(args, config, engine, dense) -> Iterator[tuple[int, float, str]]:
 def draw(curve: list[tuple[int, float]], best: float | None, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
     axes.plot(*zip(*curve, strict=True), marker="o", label=f"tpu_embed: {curve[-1][1]:.4f}")
-    if best is not None:
+    if best:
         axes.axhline(best, color="gray", linestyle="--", label=f"true probabilities: {best:.4f}")
     axes.set(xlabel="examples", ylabel="area under the curve, test", title="DLRM-DCNv2, scaled")
     axes.legend()
@@ -120,24 +122,27 @@ def main() -> None:
     if args.devices:  # before anything asks JAX for its devices
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", args.devices)
-    config = runpy.run_path(str(args.config))["CONFIG"].scaled(
-        args.scale, dim=args.dim, most_hot=args.most_hot, network=args.network
-    )
+    if (size := args.batch_size) % (count := jax.device_count()):
+        raise SystemExit(f"--batch-size: expected a multiple of {count} devices, got {size}")
+    sizes = {"dim": args.dim, "most_hot": args.most_hot, "network": args.network}
+    config = runpy.run_path(str(args.config))["CONFIG"].scaled(args.scale, **sizes)
+    streams = sources(config, args.criteo, args.batch_size, tests=args.test_batches)
+    start = {"accumulators": config.initial_accumulator}
     adagrad = tpu_embed.optimizers.Adagrad(
-        config.learning_rate,
-        epsilon=config.epsilon,
-        slot_initializers={"accumulators": config.initial_accumulator},
+        config.learning_rate, epsilon=config.epsilon, slot_initializers=start
     )
     engine = tpu_embed.EmbeddingEngine(model.feature_config(config), adagrad)
-    print(f"{jax.device_count()} device(s), {len(config.rows)} tables of {sum(config.rows)} rows")
-    curve, best = [], None
-    for examples, area, text in fit(args, config, engine, adagrad.as_optax()):
-        tqdm.write(f"{examples} examples  {text}")
-        curve.append((examples, area))
+    print(f"{count} device(s), {len(config.rows)} tables of {sum(config.rows)} rows")
+    curve, best = [(0, 0.5)], None
+    draw(curve, best, args.plot)  # what cannot be written is found out before the training
+    for seen, area, text in fit(args, config, engine, adagrad.as_optax(), *streams):
+        tqdm.write(f"{seen} examples  {text}")
+        curve.append((seen, area))
     if args.criteo is None:
         best, error = best_auc(Planted(config.rows, config.hots, config.seed))
         print(f"AUC of the true probabilities {best:.4f}, standard error {error:.0e}")
-    draw(curve, best, Path(args.plot))
+        print(f"reached {(curve[-1][1] - 0.5) / (best - 0.5):.2%} of what they have above 0.5")
+    draw(curve[1:], best, args.plot)
     print(f"the curve is in {args.plot}")
 
 

@@ -59,8 +59,8 @@ class Stored:
         if not (directory / META).exists():
             raise ValueError(f"{directory}: expected {META}: convert with examples/criteo.py")
         meta, rows = json.loads((directory / META).read_text()), list(rows)
-        if meta["rows"] != rows:
-            raise ValueError(f"{directory}: expected ids mod {rows}, got mod {meta['rows']}")
+        if (made := meta["rows"]) != rows:
+            raise ValueError(f"{directory}: expected ids mod {rows}, got mod {made}: same --scale?")
         columns = {}
         for name, (dtype, shape) in COLUMNS.items():
             path, shape = directory / f"{name}.bin", (meta["examples"], *shape)
@@ -89,8 +89,8 @@ class Stored:
         Raises:
           ValueError: there are fewer examples than a batch takes.
         """
-        if len(self) < batch_size:
-            raise ValueError(f"expected {batch_size} examples at least, got {len(self)}")
+        if (size := len(self)) < batch_size:
+            raise ValueError(f"batch size: expected at most {size}, the examples, got {batch_size}")
         order = np.random.default_rng([seed, epoch]).permutation(-(-len(self) // block))
         for start in range(0, len(self) - batch_size + 1, batch_size):
             yield self.at(_rows(np.arange(start, start + batch_size), order, len(self), block))

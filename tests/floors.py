@@ -50,6 +50,7 @@ CORE_ORDER = [
     "traced",
     "gradients",
     "tables",
+    "fields",
     "logical",
     "init",
     "dedup",

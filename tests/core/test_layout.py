@@ -53,7 +53,7 @@ def test_logical_rows_are_the_physical_ones(shards, placement):
     stored = np.arange(group.physical_rows * 2).reshape(-1, 2)
     for table in group.tables:
         places = group.physical(np.arange(table.vocabulary_size), table)
-        found = logical_rows(jax.numpy.asarray(stored), group, table)
+        found = logical_rows(jax.numpy.asarray(stored), group.form, group, table)
         np.testing.assert_array_equal(found, stored[places])
 
 

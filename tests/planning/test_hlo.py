@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed.planning.hlo import instructions, moved
+from tpu_embed.planning.hlo import Program, moved
 
 TEXT = """
 HloModule jit_step, is_scheduled=true
@@ -15,38 +15,65 @@ HloModule jit_step, is_scheduled=true
   ROOT %gather.1 = f32[64,128]{1,0:T(8,128)} gather(%p.0, %p.1), offset_dims={1}
 }
 
+%sums (q.0: f32[16,128], q.1: f32[1000,128], q.2: s32[64,1]) -> f32[16,128] {
+  %q.0 = f32[16,128]{1,0:T(8,128)} parameter(0)
+  %q.1 = f32[1000,128]{1,0:T(8,128)} parameter(1)
+  %q.2 = s32[64,1]{0,1:T(1,128)} parameter(2)
+  %inner = f32[64,128]{1,0:T(8,128)} gather(%q.1, %q.2), offset_dims={1}
+  ROOT %sum.1 = f32[16,128]{1,0:T(8,128)} scatter(%q.0, %q.2, %inner), to_apply=%add
+}
+
+%kernel (k.0: f32[1000,128], k.1: s32[64]) -> f32[64,128] {
+  %k.0 = f32[1000,128]{1,0} parameter(0)
+  %k.1 = s32[64]{0} parameter(1)
+  ROOT %gather_rows.7 = f32[64,128] custom-call(%k.0, %k.1), custom_call_target="tpu_custom_call"
+}, execution_thread="sparsecore"
+
 ENTRY %main {
   %table = f32[1000,128]{1,0:T(8,128)} parameter(0)
   %ids = s32[64,1]{0,1:T(1,128)} parameter(1)
+  %zeros = f32[16,128]{1,0} broadcast()
   %rows = f32[64,128]{1,0:T(8,128)} fusion(%table, %ids), kind=kCustom, calls=%fused
+  %summed = f32[16,128]{1,0:T(8,128)} fusion(%zeros, %table, %ids), kind=kCustom, calls=%sums
   %sent = (f32[64,128]{1,0}, f32[64,128]{1,0}) all-to-all-start(%rows), replica_groups={{0,1}}
   %back = f32[64,128]{1,0} all-to-all-done(%sent)
-  %halves = bf16[64,128]{1,0:T(8,128)(2,1)} copy(%back)
+  %near = (f32[64,128]{1,0:T(8,128)S(1)}, f32[64,128]{1,0}, u32[]{:S(2)}) copy-start(%back)
+  %turned = f32[64,128]{0,1:T(8,128)} copy(%back)
   %flags = pred[] constant(false)
   %sorted = (s32[64]{0}, s32[64]{0}) sort(%ids, %ids), dimensions={0}
   ROOT %new = f32[1000,128]{1,0:T(8,128)} scatter(%table, %ids, %back), to_apply=%add
 }
 """
+ROWS, IDS = 64 * 128 * 4, 64 * 4
 
 
-def test_instructions_are_read_with_their_sizes():
-    found = {one.opcode: one for one in instructions(TEXT)}
-    row_bytes = 64 * 128 * 4
-    assert found["gather"] == ("gather", row_bytes, (1000 * 128 * 4, 256))
-    assert found["all-to-all-start"].operands == (row_bytes,)
-    assert found["copy"].result == row_bytes // 2
-    assert found["constant"].result == 1
-    assert found["sort"].operands == (256, 256)
+def test_instructions_are_read():
+    found = Program(TEXT).instructions
+    gather, kernel = found["gather.1"], found["gather_rows.7"]
+    assert (gather.opcode, gather.size, gather.operands) == ("gather", ROWS, ("p.0", "p.1"))
+    assert (gather.computation, gather.root) == ("fused", True)
+    assert (kernel.opcode, kernel.size) == ("gather_rows", ROWS)
+    assert found["rows"].fusion == "fused"
+    assert found["near"].on_chip
+    assert not found["turned"].on_chip
+    assert (found["flags"].size, found["sent"].size) == (1, 2 * ROWS)
+
+
+def test_what_stays_inside_a_fusion_is_not_in_memory():
+    program = Program(TEXT)
+    stored = {one.name for one in program.instructions.values() if program.in_memory(one)}
+    assert "inner" not in stored
+    assert {"gather.1", "sum.1", "q.1", "new"} <= stored
 
 
 def test_what_is_moved_follows_rows_and_not_tables():
-    row_bytes = 64 * 128 * 4
-    assert moved(TEXT) == {
-        "gather": 2 * row_bytes,
-        "all-to-all": 2 * row_bytes,
-        "copy": row_bytes,
-        "sort": 4 * 256,
-        "scatter": 2 * (256 + row_bytes),
+    assert moved(Program(TEXT)) == {
+        "gather": 2 * ROWS + ROWS,
+        "gather_rows": 2 * ROWS,
+        "scatter": (IDS + ROWS + IDS) + 2 * (IDS + ROWS),
+        "all-to-all": 2 * ROWS,
+        "copy": ROWS + 2 * ROWS,
+        "sort": 4 * IDS,
     }
 
 
@@ -55,8 +82,9 @@ def test_a_program_of_this_machine_is_read():
         return table.at[ids].set(table[ids] * 2)
 
     lowered = jax.jit(step, donate_argnums=0).lower(jnp.zeros((1000, 8)), np.zeros(5, np.int32))
-    text = lowered.compile().as_text()
-    assert {one.opcode for one in instructions(text)} >= {"parameter", "gather", "scatter"}
-    found = moved(text)
-    assert found["gather"] == 2 * 5 * 8 * 4
-    assert found["scatter"] < 1000 * 8 * 4
+    program = Program(lowered.compile().as_text())
+    opcodes = {one.opcode for one in program.instructions.values()}
+    assert opcodes >= {"parameter", "gather", "scatter"}
+    found = moved(program)
+    assert 0 < found["gather"] <= 2 * 5 * 8 * 4
+    assert 0 < found["scatter"] < 1000 * 8 * 4

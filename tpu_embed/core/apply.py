@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from tpu_embed._types import Array, ArrayLike
 from tpu_embed.core.layout import Group
 from tpu_embed.core.route import RowSums, padded
-from tpu_embed.core.tables import slot_shapes
+from tpu_embed.core.tables import slot_form, slot_shapes
 from tpu_embed.kernels import cpu, dispatch, storage
+from tpu_embed.kernels.forms import RowForm
 from tpu_embed.kernels.rules import CompiledRule
 
 
@@ -62,6 +63,8 @@ def compiled_rule(group: Group, step: Array, learning_rate: ArrayLike) -> Compil
     optimizer = group.optimizer
     if optimizer is None or group.compute_dtype != jnp.float32 or optimizer.updates_every_row:
         return None
+    if group.packing != "none":
+        return None
     return optimizer.compiled_rule(step, jnp.asarray(learning_rate, group.compute_dtype))
 
 
@@ -97,25 +100,34 @@ def apply_rule(
     assert group.optimizer is not None, "only stacks with an optimizer are updated"
     shapes = slot_shapes(group)
     rate = jnp.asarray(learning_rate, group.compute_dtype)
-    table = dispatch.gather_rows(held.table, sums.rows)
+    table = _read(held.table, sums.rows, group.form)
     rows = storage.decode(table, group.dtype).astype(group.compute_dtype)
     slots = {
-        name: storage.decode(dispatch.gather_rows(held.slots[name], sums.rows), slot.dtype)
+        name: storage.decode(_read(held.slots[name], sums.rows, slot_form(group, slot)), slot.dtype)
         if slot.per_row
         else held.slots[name]
         for name, slot in shapes.items()
     }
     new_rows, new_slots = _alone(group.optimizer.update_rows, rows, slots, sums.sums, step, rate)
     written = {
-        name: dispatch.set_rows(
-            held.slots[name], sums.rows, storage.encode(new_slots[name], slot.dtype)
+        name: dispatch.write_ascending_rows(
+            held.slots[name],
+            sums.rows,
+            storage.encode(new_slots[name], slot.dtype),
+            slot_form(group, slot),
         )
         if slot.per_row
         else new_slots[name]
         for name, slot in shapes.items()
     }
     stored = storage.encode(new_rows, group.dtype)
-    return TableRows(dispatch.set_rows(held.table, sums.rows, stored), written)
+    return TableRows(
+        dispatch.write_ascending_rows(held.table, sums.rows, stored, group.form), written
+    )
+
+
+def _read(array: Array, rows: Array, form: RowForm) -> Array:
+    return form.unpack(dispatch.read_rows(array, rows, form))
 
 
 def _alone(rule: Callable[..., tuple], *operands: Any) -> tuple:

@@ -38,6 +38,11 @@ class MeshAxes:
         return math.prod(self.mesh.shape[name] for name in names)
 
     @property
+    def device(self) -> Any:
+        """What the devices are, with a `device_kind`; None where nobody knows."""
+        return self.mesh.abstract_mesh.abstract_device
+
+    @property
     def replicas(self) -> int:
         """The number of parts the batch is split into."""
         return self.size(self.batch_axes)

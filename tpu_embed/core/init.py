@@ -25,8 +25,9 @@ from tpu_embed._types import Array
 from tpu_embed.core import collectives
 from tpu_embed.core.collectives import MeshAxes
 from tpu_embed.core.layout import ROW_MULTIPLE, Group, TableSlice, round_up
-from tpu_embed.core.tables import slot_shapes, state_specs
+from tpu_embed.core.tables import slot_form, slot_shapes, state_specs
 from tpu_embed.kernels import dispatch, storage
+from tpu_embed.kernels.forms import RowForm
 
 CHUNK = 2**20
 """Numbers made at a time: bounds the temporaries."""
@@ -77,12 +78,11 @@ def init_tables(key: Array, groups: tuple[Group, ...], axes: MeshAxes) -> tuple[
 def _init_group(key: Array, group: Group) -> Made:
     """Fill this device's shard of one stack, adjacent tables of one initializer at a time."""
     made = Made(
-        dispatch.zeros((group.rows, group.dim), storage.stored_dtype(group.dtype)),
+        _zeros(group.form.array(group.rows)),
         {
-            name: dispatch.zeros(
-                (group.rows, *slot.shape) if slot.per_row else slot.shape,
-                storage.stored_dtype(slot.dtype),
-            )
+            name: _zeros(slot_form(group, slot).array(group.rows))
+            if slot.per_row
+            else dispatch.zeros(slot.shape, storage.stored_dtype(slot.dtype))
             for name, slot in slot_shapes(group).items()
         },
     )
@@ -97,6 +97,10 @@ def _init_group(key: Array, group: Group) -> Made:
         else:
             made = _fill(made, key, group, tables, _row_by_row(initializer, group, what))
     return made
+
+
+def _zeros(form: jax.ShapeDtypeStruct) -> Array:
+    return dispatch.zeros(form.shape, form.dtype)
 
 
 def _row_by_row(initializer: Callable, group: Group, what: str) -> Callable[[Line], Array]:
@@ -158,7 +162,7 @@ def _fill(
         rows = rows_of(jax.lax.optimization_barrier(lines)).astype(group.compute_dtype)
         rows = jax.lax.optimization_barrier(jnp.where(lines.exists[:, None], rows, 0))
         stored = storage.encode(rows, group.dtype)[:chunk]
-        table = jax.lax.dynamic_update_slice_in_dim(made.table, stored, start, axis=0)
+        table = _put(made.table, stored, start, group.form)
         slots = _fresh_slots(group, rows, lines)
         return Made(table, _write_slots(made.slots, slots, group, start, chunk))
 
@@ -178,9 +182,17 @@ def _write_slots(
     for name, slot in slot_shapes(group).items():
         stored = storage.encode(fresh[name], slot.dtype)
         if slot.per_row:
-            stored = jax.lax.dynamic_update_slice_in_dim(slots[name], stored[:chunk], start, axis=0)
+            stored = _put(slots[name], stored[:chunk], start, slot_form(group, slot))
         written[name] = stored
     return written
+
+
+def _put(array: Array, stored: Array, start: Array, form: RowForm) -> Array:
+    """Return the array with stored rows from row `start` on."""
+    if not form.packed:
+        return jax.lax.dynamic_update_slice_in_dim(array, stored, start, axis=0)
+    rows = start + jnp.arange(stored.shape[0], dtype=start.dtype)
+    return dispatch.write_ascending_rows(array, rows, stored, form)
 
 
 def _table_keys(key: Array, tables: list[TableSlice]) -> Array:

@@ -5,8 +5,8 @@ written back into the configs. Called by `resolve.py` when an engine is made; ev
 only reads the `Layout`.
 
 A group is one physical array `[S * R, D]`, sharded over its first axis in S contiguous blocks of R
-rows. Row r of a table whose first local row is `offset`, and which owns
-rows_per_shard = ceil(V / S) local rows, lives at
+rows; for a TPU its rows are packed (`kernels/forms.py`). Row r of a table whose
+first local row is `offset`, and which owns rows_per_shard = ceil(V / S) local rows, lives at
 
     MOD:  (r mod S) * R + offset + r div S
     DIV:  (r div rows_per_shard) * R + offset + r mod rows_per_shard
@@ -21,11 +21,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed.config import FeatureConfig, QuantizationConfig, TableConfig
 from tpu_embed.core.collectives import MeshAxes
+from tpu_embed.kernels.forms import PACKED_ROWS, Packing, RowForm
 from tpu_embed.optimizers import TableOptimizer
 
 INT32_ROWS = 2**31 - 1
@@ -77,6 +79,7 @@ class Group:
       num_shards: S.
       rows: R, local rows of one shard.
       quantization: how looked-up rows are quantized, or None.
+      packing: what its rows are packed for.
     """
 
     name: str
@@ -89,6 +92,17 @@ class Group:
     num_shards: int
     rows: int
     quantization: QuantizationConfig | None
+    packing: Packing = "none"
+
+    @property
+    def form(self) -> RowForm:
+        """How its rows lie in its array."""
+        return RowForm((self.dim,), jnp.dtype(self.dtype), self.packing)
+
+    @property
+    def sums_form(self) -> RowForm:
+        """How sums of gradients of its rows lie when they are sent."""
+        return RowForm((self.dim,), self.compute_dtype, self.packing)
 
     @property
     def physical_rows(self) -> int:
@@ -155,12 +169,15 @@ class ResolvedTable:
         return (*form, self.shard_axes, rule)
 
 
-def make_groups(tables: Sequence[ResolvedTable], *, stack_tables: bool = True) -> tuple[Group, ...]:
+def make_groups(
+    tables: Sequence[ResolvedTable], *, stack_tables: bool = True, packing: Packing = "none"
+) -> tuple[Group, ...]:
     """Stack the tables and lay every stack out over the mesh.
 
     Args:
       tables: in table order.
       stack_tables: False gives every table a stack of its own.
+      packing: what their rows are packed for.
 
     Returns:
       The stacks, in order of their first table; none has more rows than int32 can number, unless
@@ -175,14 +192,16 @@ def make_groups(tables: Sequence[ResolvedTable], *, stack_tables: bool = True) -
         while key in stacks and _too_many_rows([*stacks[key], table]):
             key = (key, "next")
         stacks.setdefault(key, []).append(table)
-    return tuple(_make_group(f"stack_{n}", members) for n, members in enumerate(stacks.values()))
+    return tuple(
+        _make_group(f"stack_{n}", members, packing) for n, members in enumerate(stacks.values())
+    )
 
 
 def _too_many_rows(members: Sequence[ResolvedTable]) -> bool:
     return sum(table.rows_per_shard for table in members) * members[0].shards > INT32_ROWS
 
 
-def _make_group(name: str, members: Sequence[ResolvedTable]) -> Group:
+def _make_group(name: str, members: Sequence[ResolvedTable], packing: Packing) -> Group:
     if _too_many_rows(members) and not jax.config.read("jax_enable_x64"):
         what, remedy = f"table {members[0].name!r}", "set jax_enable_x64, or split the table"
         expected = f"at most {INT32_ROWS} rows, padding included, while x64 is off"
@@ -203,8 +222,9 @@ def _make_group(name: str, members: Sequence[ResolvedTable]) -> Group:
         placement=first.config.placement,
         shard_axes=first.shard_axes,
         num_shards=first.shards,
-        rows=offset,
+        rows=round_up(offset, 1 if packing == "none" else PACKED_ROWS),
         quantization=first.config.quantization_config,
+        packing=packing,
     )
 
 

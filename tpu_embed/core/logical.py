@@ -7,7 +7,6 @@ anything is computed.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -20,77 +19,21 @@ from tpu_embed._checks import message
 from tpu_embed._types import Array, ArrayLike, Tracer
 from tpu_embed.core.batch_spec import bucket
 from tpu_embed.core.collectives import MeshAxes
+from tpu_embed.core.fields import Field, field, fields
 from tpu_embed.core.inputs import refuse_masked
-from tpu_embed.core.layout import Group, Layout, TableSlice
-from tpu_embed.core.tables import TableState, logical_rows, set_physical_rows, slot_shapes
+from tpu_embed.core.layout import Layout
+from tpu_embed.core.tables import (
+    TableState,
+    logical_rows,
+    set_physical_rows,
+)
 from tpu_embed.kernels import storage
-from tpu_embed.optimizers import SlotShape
 
 BLOCK = 2**22
 """Numbers written at a time when a whole table is loaded."""
 
 
 _OWN_STATE = "give one that this engine's init, update or load returned"
-
-
-@dataclasses.dataclass(frozen=True)
-class Field:
-    """A table, or one slot of it, and where it is in the state.
-
-    Attributes:
-      group: its stack.
-      table: its slice of the stack.
-      slot: the slot's name, None for the table itself.
-      shape: of one row (of the whole field, when not per row) and its dtype.
-    """
-
-    group: Group
-    table: TableSlice
-    slot: str | None
-    shape: SlotShape
-
-    @property
-    def label(self) -> str:
-        """The name in messages."""
-        return f"table {self.table.name!r}" + (f", slot {self.slot!r}" if self.slot else "")
-
-    def read(self, state: TableState) -> Array:
-        """Return the physical array."""
-        if self.slot is None:
-            return state.tables[self.group.name]
-        return state.slots[self.group.name][self.slot]
-
-    def write(self, state: TableState, physical: Array) -> TableState:
-        """Return the state with another physical array."""
-        name = self.group.name
-        if self.slot is None:
-            return dataclasses.replace(state, tables={**state.tables, name: physical})
-        mine = {**state.slots[name], self.slot: physical}
-        return dataclasses.replace(state, slots={**state.slots, name: mine})
-
-
-def field(layout: Layout, name: str, slot: str | None) -> Field:
-    """Return a table, or one of its slots, by name.
-
-    Raises:
-      ValueError: there is none of this name.
-    """
-    group, table = layout.table(name)
-    if slot is None:
-        return Field(group, table, None, SlotShape((group.dim,), jnp.dtype(group.dtype)))
-    shapes = slot_shapes(group)
-    if slot not in shapes:
-        what, expected = f"table {name!r}: slot", f"one of {sorted(shapes)}"
-        raise ValueError(message(what, expected=expected, got=repr(slot)))
-    return Field(group, table, slot, shapes[slot])
-
-
-def fields(layout: Layout) -> Iterator[Field]:
-    """Yield every table, each followed by its slots."""
-    for group in layout.groups:
-        for table in group.tables:
-            for slot in (None, *slot_shapes(group)):
-                yield field(layout, table.name, slot)
 
 
 def check_state(state: Any, layout: Layout) -> None:
@@ -145,8 +88,10 @@ def _held(state: TableState, f: Field) -> Any:
 
 def _check_form(f: Field, array: Any, got: str) -> None:
     """Raise `ValueError` if something was `got` in place of an array, or one of another form."""
-    rows = (f.group.physical_rows,) if f.shape.per_row else ()
-    expected = f"{storage.stored_dtype(f.shape.dtype)} of shape {(*rows, *f.shape.shape)}"
+    form = f.form.array(f.group.physical_rows)
+    if not f.shape.per_row:
+        form = jax.ShapeDtypeStruct(f.shape.shape, storage.stored_dtype(f.shape.dtype))
+    expected = f"{form.dtype} of shape {form.shape}"
     if not got:
         got = "none" if array is None else f"{array.dtype} of shape {array.shape}"
     if got != expected:
@@ -174,7 +119,7 @@ def slots(state: TableState, layout: Layout) -> dict[str, dict[str, Array]]:
 def _read(state: TableState, f: Field, axes: MeshAxes) -> Array:
     stored = axes.reshard(f.read(state), ())
     if f.shape.per_row:
-        stored = logical_rows(stored, f.group, f.table)
+        stored = logical_rows(stored, f.form, f.group, f.table)
     return storage.decode(stored, f.shape.dtype)
 
 
@@ -204,9 +149,9 @@ def host_array(state: TableState, f: Field) -> np.ndarray:
     if not f.shape.per_row:
         return np.array(stored).view(dtype)
     table, shards = f.table, f.group.num_shards
-    logical = np.empty((table.vocabulary_size, *f.shape.shape), stored.dtype)
+    logical = np.empty((table.vocabulary_size, *f.shape.shape), storage.stored_dtype(dtype))
     missing = set(range(shards))
-    for shard, local in _host_shards(stored, f.group):
+    for shard, local in _host_shards(stored, f):
         missing.discard(shard)
         first = shard * table.rows_per_shard
         div = f.group.placement == "div"
@@ -218,14 +163,15 @@ def host_array(state: TableState, f: Field) -> np.ndarray:
     return logical.view(dtype)
 
 
-def _host_shards(stored: Array, group: Group) -> Iterator[tuple[int, np.ndarray]]:
+def _host_shards(stored: Array, f: Field) -> Iterator[tuple[int, np.ndarray]]:
     """Yield the number and the local rows `[R, …]` of every shard of this host, each once."""
+    size = f.form.array(f.group.rows).shape[0]
     pieces = {piece.index[0].start or 0: piece.data for piece in stored.addressable_shards}
-    if any(first % group.rows or len(piece) % group.rows for first, piece in pieces.items()):
+    if any(first % size or len(piece) % size for first, piece in pieces.items()):
         pieces = {0: stored}  # sharded anew by the user: no piece is a shard
     for first, piece in pieces.items():
-        for shard, rows in enumerate(np.split(np.asarray(piece), len(piece) // group.rows)):
-            yield first // group.rows + shard, rows
+        for shard, local in enumerate(np.split(np.asarray(piece), len(piece) // size)):
+            yield first // size + shard, f.form.unpack(f.form.by_row(local))
 
 
 def set_rows(
@@ -296,7 +242,7 @@ def _write(physical: Array, rows: Any, values: Any, f: Field, axes: MeshAxes) ->
     valid = (ids >= 0) & (ids < f.table.vocabulary_size)
     places = jnp.where(valid, f.group.physical(ids, f.table), -1)
     stored = storage.encode(jnp.asarray(values), f.shape.dtype)
-    return set_physical_rows(physical, places, stored, f.group, axes)
+    return set_physical_rows(physical, places, stored, f.form, f.group, axes)
 
 
 _write_copy = jax.jit(_write, static_argnames=("f", "axes"))

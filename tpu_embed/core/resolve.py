@@ -18,6 +18,7 @@ from tpu_embed._types import Array, ArrayLike
 from tpu_embed.core.collectives import MeshAxes
 from tpu_embed.core.layout import FeatureLayout, Layout, ResolvedTable, make_groups
 from tpu_embed.core.structure import Structure
+from tpu_embed.kernels.forms import packing_of
 from tpu_embed.optimizers import (
     LearningRateKind,
     TableOptimizer,
@@ -55,7 +56,8 @@ def make_layout(
         shard_axes = axes.shard_axes_of(name, config)
         shards = axes.size(shard_axes)
         tables.append(ResolvedTable(name, config, rule, initializer, shard_axes, shards))
-    groups = make_groups(tables, stack_tables=stack_tables)
+    packing = packing_of(axes.device)
+    groups = make_groups(tables, stack_tables=stack_tables, packing=packing)
     home = {table.name: (g, table) for g, group in enumerate(groups) for table in group.tables}
     features = []
     for label, feature in zip(declared.labels, declared.features, strict=True):

@@ -97,15 +97,20 @@ def fetch(table: Array, rows: Array, group: Group, capacity: int) -> tuple[Found
       the rows, with a place outside them for an absent id; bool `[]`, whether C was too small (the
       rows are then incomplete).
     """
-    if group.num_shards == 1:
+    if group.num_shards == 1 and group.packing == "none":
         return Found(table, rows), jnp.asarray(False)
+    if group.num_shards == 1:
+        index = jnp.where(rows < 0, PADDING_ID, jax.lax.iota(rows.dtype, rows.shape[0]))
+        found = dispatch.read_rows(table, rows, group.form)
+        return Found(group.form.unpack(found), index), jnp.asarray(False)
     with jax.named_scope("route"):
         route = make_route(rows, group, capacity)
         asked = collectives.all_to_all(route.rows, group.shard_axes)
-        found = dispatch.gather_rows(table, asked.reshape(-1)).reshape(*asked.shape, group.dim)
-        back = collectives.all_to_all(found, group.shard_axes).reshape(-1, group.dim)
+        found = dispatch.read_rows(table, asked.reshape(-1), group.form)
+        sent = group.form.for_exchange(found, group.num_shards)
+        back = collectives.all_to_all(sent, group.shard_axes).reshape(found.shape)
         place = dispatch.set_rows(jnp.zeros_like(route.target), route.order, route.target)
-        return Found(back, place), route.overflow
+        return Found(group.form.unpack(back), place), route.overflow
 
 
 def send(route: Route, sums: Array, group: Group, axes: MeshAxes) -> RowSums:
@@ -116,10 +121,11 @@ def send(route: Route, sums: Array, group: Group, axes: MeshAxes) -> RowSums:
       sums: `[S * C, D]`, in the order of the send buffer.
     """
     rows = jnp.where(_is_mine(group, axes)[:, None], route.rows, PADDING_ID)
-    sums = sums.reshape(*rows.shape, group.dim)
-    rest = axes.other_batch_axes(group.shard_axes)
+    rest, form = axes.other_batch_axes(group.shard_axes), group.sums_form
+    sums = form.for_exchange(form.pack(sums), group.num_shards)
     rows = collectives.all_gather(collectives.all_to_all(rows, group.shard_axes), rest)
     sums = collectives.all_gather(collectives.all_to_all(sums, group.shard_axes), rest)
+    sums = form.unpack(form.by_row(sums))
     order = axes.batch_order(group.shard_axes)
     rows, sums = rows.reshape(order.size, -1), sums.reshape(order.size, -1, group.dim)
     if np.any(order != np.arange(order.size)):

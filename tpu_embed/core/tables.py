@@ -18,6 +18,7 @@ from tpu_embed.core import collectives
 from tpu_embed.core.collectives import MeshAxes
 from tpu_embed.core.layout import Group, TableSlice
 from tpu_embed.kernels import dispatch
+from tpu_embed.kernels.forms import RowForm
 from tpu_embed.optimizers import SlotShape
 
 
@@ -30,8 +31,8 @@ class TableState:
     sharded, padded).
 
     Attributes:
-      tables: stack name -> `[S * R, D]` stored rows, sharded over their first axis.
-      slots: stack name -> slot name -> `[S * R, …]`, or one array for the stack.
+      tables: stack name -> stored rows, `[S * R, D]` or packed, sharded over the first axis.
+      slots: stack name -> slot name -> `[S * R, …]` or packed, or one array for the stack.
       step: int32 `[]`, updates applied so far.
       counters: `"bad_ids"` int32 `[F]`, ids met inside a jit that no policy allows, by feature;
         `"overflows"` int32 `[]`, exchanges that took the worst-case branch. `update` counts; a
@@ -64,38 +65,48 @@ def slot_shapes(group: Group) -> Mapping[str, SlotShape]:
     return group.optimizer.slot_shapes(group.dim, group.compute_dtype)
 
 
-def logical_rows(physical: Array, group: Group, table: TableSlice) -> Array:
-    """Return a copy of the rows of one logical table, `[V, …]`, out of its stack.
+def slot_form(group: Group, slot: SlotShape) -> RowForm:
+    """Return how the rows of a slot of the group lie in its array."""
+    return RowForm(slot.shape, jnp.dtype(slot.dtype), group.packing)
+
+
+def logical_rows(physical: Array, form: RowForm, group: Group, table: TableSlice) -> Array:
+    """Return a copy of the stored rows of one logical table, `[V, …]`, out of its stack.
 
     Args:
-      physical: `[S * R, …]`.
+      physical: of `S * R` rows.
+      form: how they lie.
       group: the stack.
       table: the table.
     """
-    trailing = physical.shape[1:]
-    by_shard = physical.reshape(group.num_shards, group.rows, *trailing)
+    rows = form.by_row(physical)
+    trailing = rows.shape[1:]
+    by_shard = rows.reshape(group.num_shards, group.rows, *trailing)
     mine = by_shard[:, table.offset : table.offset + table.rows_per_shard]
     if group.placement != "div":
         mine = jnp.swapaxes(mine, 0, 1)
-    return mine.reshape(-1, *trailing)[: table.vocabulary_size]
+    return form.unpack(mine.reshape(-1, *trailing)[: table.vocabulary_size])
 
 
 def set_physical_rows(
-    physical: Array, rows: Array, values: Array, group: Group, axes: MeshAxes
+    physical: Array, rows: Array, values: Array, form: RowForm, group: Group, axes: MeshAxes
 ) -> Array:
     """Return the physical array with `values` at physical `rows`, each shard writing its own.
 
     Args:
-      physical: `[S * R, …]`, sharded over its first axis.
+      physical: of `S * R` rows, sharded over its first axis.
       rows: `[n]` physical rows, different from each other; a number outside is not written.
-      values: `[n, …]`, the array's dtype.
+      values: `[n, …]`, in the stored dtype.
+      form: how the rows lie.
+      group: the stack.
+      axes: the mesh.
     """
 
     def shard(physical: Array, rows: Array, values: Array) -> Array:
         first = collectives.axis_index(group.shard_axes).astype(rows.dtype) * group.rows
         local = rows - first
         mine = (local >= 0) & (local < group.rows)
-        return dispatch.set_rows(physical, jnp.where(mine, local, PADDING_ID), values)
+        return dispatch.write_rows(physical, jnp.where(mine, local, PADDING_ID), values, form)
 
     spec = axes.spec(group.shard_axes)
     return jax.shard_map(

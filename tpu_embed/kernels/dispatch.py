@@ -20,7 +20,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array
-from tpu_embed.kernels import cpu, reference
+from tpu_embed.kernels import cpu, lanes, reference, sparsecore
+from tpu_embed.kernels.forms import RowForm
 
 VARIABLE = "TPU_EMBED_KERNELS"
 """The environment variable that chooses the CPU kernels: `native` or `reference`."""
@@ -63,15 +64,19 @@ def choose(
     otherwise: Callable[..., Any],
     native: Callable[..., Any] | None = None,
     gpu: Callable[..., Any] | None = None,
+    sparse: Callable[..., Any] | None = None,
 ) -> Any:
-    """Return `f(*operands)`, with another f on a CPU (`native`) or a GPU (`gpu`) where given.
+    """Return `f(*operands)`, with another f on a CPU, a GPU or SparseCores where given.
 
     Args:
       operands: pytrees of arrays.
       otherwise: the meaning; what every platform runs that has no other.
       native: on a CPU with compiled kernels.
       gpu: on a GPU.
+      sparse: on a TPU whose SparseCores Pallas can program.
     """
+    if sparse is not None and sparsecore.here():
+        return sparse(*operands)
     others = {} if gpu is None else {"cuda": gpu, "rocm": gpu}
     if native is not None and kernels_in_use() == "native":
         others["cpu"] = native
@@ -84,6 +89,51 @@ def zeros(shape: tuple[int, ...], dtype: np.dtype) -> Array:
     """Return zeros for a table or its slots: on CPU, in memory laid out for access by rows."""
     filled = functools.partial(jnp.zeros, shape, dtype)
     return choose(otherwise=filled, native=functools.partial(cpu.zeros, shape, dtype))
+
+
+def read_rows(array: Array, rows: Array, form: RowForm) -> Array:
+    """Return rows of a table or slot, zeros where one is absent.
+
+    Args:
+      array: of `form`.
+      rows: integer `[N]`.
+      form: how its rows lie.
+
+    Returns:
+      `[N, words]` as they lie if `form` is packed (`form.unpack` them), else `[N, …]`.
+    """
+    if form.in_lines:
+        return lanes.gather_rows(array, rows, form.words)
+    sparse = sparsecore.gather_rows if form.moved_by_sparse_cores else None
+    return choose(form.by_row(array), rows, otherwise=gather_rows, sparse=sparse)
+
+
+def write_rows(array: Array, rows: Array, values: Array, form: RowForm) -> Array:
+    """Return a table or slot with stored `values` at `rows`; absent rows are not written.
+
+    Args:
+      array: of `form`.
+      rows: integer `[U]`; present rows are different from each other.
+      values: `[U, …]`, in the stored dtype.
+      form: how its rows lie.
+    """
+    if form.in_lines:
+        last = jnp.iinfo(rows.dtype).max
+        rows, order = sort_rows(jnp.where(rows < 0, last, rows))
+        values = values[order]
+    return write_ascending_rows(array, rows, values, form)
+
+
+def write_ascending_rows(array: Array, rows: Array, values: Array, form: RowForm) -> Array:
+    """Do what `write_rows` does where present rows ascend.
+
+    No two of them may be farther apart in `rows` than their numbers are.
+    """
+    if form.in_lines:
+        return lanes.set_rows(array, rows, form.pack(values))
+    sparse = sparsecore.set_rows if form.moved_by_sparse_cores else None
+    operands = form.by_row(array), rows, form.pack(values)
+    return choose(*operands, otherwise=set_rows, sparse=sparse).reshape(array.shape)
 
 
 def gather_rows(table: Array, rows: Array) -> Array:

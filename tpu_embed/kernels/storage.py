@@ -1,7 +1,8 @@
-"""How rows are stored: every dtype as itself, but bfloat16 as its bits in uint16.
+"""How an element is stored: every dtype as itself, but bfloat16 as its bits in uint16.
 
 XLA's CPU backend widens a whole bfloat16 table to float32 for a scatter, once a step; a uint16
 table is updated in place. The bits are the same, so a stored row costs two bytes on every platform.
+How rows lie in their array: `forms.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from tpu_embed._types import Array
 
 
 def stored_dtype(dtype: str | np.dtype) -> np.dtype:
-    """Return the dtype of the physical array of rows whose logical dtype is `dtype`."""
+    """Return the dtype of stored rows whose logical dtype is `dtype`."""
     return np.dtype(np.uint16) if jnp.dtype(dtype) == jnp.bfloat16 else jnp.dtype(dtype)
 
 

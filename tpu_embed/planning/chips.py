@@ -26,22 +26,24 @@ class Chip:
       devices: JAX devices a chip, as ahead-of-time compilation counts them.
       axes: sizes that a topology's name has.
       sparse_cores: of a chip.
+      device_kind: its devices' name in JAX.
     """
 
     memory: int
     devices: int
     axes: int
     sparse_cores: int
+    device_kind: str
 
 
 CHIPS = {
-    "v2": Chip(16 * GIB, devices=2, axes=2, sparse_cores=0),
-    "v3": Chip(32 * GIB, devices=2, axes=2, sparse_cores=0),
-    "v4": Chip(32 * GIB, devices=2, axes=3, sparse_cores=4),
-    "v5e": Chip(16 * GIB, devices=1, axes=2, sparse_cores=0),
-    "v5p": Chip(95 * GIB, devices=1, axes=3, sparse_cores=4),
-    "v6e": Chip(32 * GIB, devices=1, axes=2, sparse_cores=2),
-    "tpu7x": Chip(192 * GIB, devices=2, axes=3, sparse_cores=4),
+    "v2": Chip(16 * GIB, devices=2, axes=2, sparse_cores=0, device_kind="TPU v2"),
+    "v3": Chip(32 * GIB, devices=2, axes=2, sparse_cores=0, device_kind="TPU v3"),
+    "v4": Chip(32 * GIB, devices=2, axes=3, sparse_cores=4, device_kind="TPU v4"),
+    "v5e": Chip(16 * GIB, devices=1, axes=2, sparse_cores=0, device_kind="TPU v5 lite"),
+    "v5p": Chip(95 * GIB, devices=1, axes=3, sparse_cores=4, device_kind="TPU v5"),
+    "v6e": Chip(32 * GIB, devices=1, axes=2, sparse_cores=2, device_kind="TPU v6 lite"),
+    "tpu7x": Chip(192 * GIB, devices=2, axes=3, sparse_cores=4, device_kind="TPU7x"),
 }
 """By name. Memory and SparseCores: Cloud TPU documentation, "System architecture"; devices: what
 libtpu 0.0.42 describes for a topology."""

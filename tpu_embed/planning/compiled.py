@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tpu_embed._checks import message
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.batch import Batch, parts
+from tpu_embed.core.batch_spec import BatchSpec
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.tables import TableState, state_specs
 from tpu_embed.planning import hlo
@@ -29,12 +30,13 @@ from tpu_embed.planning.placement import resolve
 from tpu_embed.planning.plan import Plan, plan
 from tpu_embed.planning.sizes import readable
 
-__all__ = ["Compiled", "compile_for", "describe_topology"]
+__all__ = ["Compiled", "abstract_batch", "abstract_state", "compile_for", "describe_topology"]
 
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5p-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 """What libtpu asks for where there is no TPU; the topology compiled for is another matter."""
 
@@ -49,8 +51,9 @@ class Compiled:
       arguments: bytes of a device's tables, slots and ids.
       temporaries: bytes of a device beside them.
       aliased: bytes of arguments that results are written into.
-      operations: count by name, of those that move rows or talk to other devices.
-      moved: bytes by name of what they move; see `hlo.moved`.
+      operations: count by name, of those that move rows or talk to other devices; the SparseCores'
+        kernels are `gather_rows` and `set_rows`.
+      moved: bytes by name of what they move, to be compared with `plan.moved`; see `hlo.moved`.
       text: the optimised program.
     """
 
@@ -67,6 +70,7 @@ class Compiled:
         """Return what the compiler says beside the plan's figures, to be printed."""
         held = sum(self.plan.held.values()) + self.plan.passing["ids"]
         passing = sum(self.plan.passing.values()) - self.plan.passing["ids"]
+        moved, must = sum(self.moved.values()), sum(self.plan.moved.values())
         names = sorted(self.moved)
         return "\n".join(
             [
@@ -74,6 +78,7 @@ class Compiled:
                 f"  arguments    {readable(self.arguments):>12}   planned {readable(held)}",
                 f"  temporaries  {readable(self.temporaries):>12}   planned {readable(passing)}",
                 f"  in place     {readable(self.aliased):>12}",
+                f"  moved        {readable(moved):>12}   must be moved {readable(must)}",
                 *(f"  {name:24} × {self.operations[name]:<4d}{readable(self.moved[name]):>12} moved"
                   for name in names),
             ]
@@ -119,10 +124,11 @@ def compile_for(
     )
     assert memory is not None, "libtpu analyses memory"
     assert text is not None, "libtpu writes programs down"
+    program = hlo.Program(text)
     counts = collections.Counter(
-        one.opcode.removesuffix("-start") for one in hlo.instructions(text)
+        one.opcode.removesuffix("-start") for one in program.instructions.values()
     )
-    moved = hlo.moved(text)
+    moved = hlo.moved(program)
     return Compiled(
         plan=planned,
         seconds=seconds,
@@ -140,7 +146,7 @@ def _lowered(engine: EmbeddingEngine, planned: Plan, loss: Callable[[PyTree], Ar
         activations = engine.lookup(state, ids)
         return engine.update(state, ids, jax.grad(loss)(activations))
 
-    state, ids = _abstract_state(engine), _abstract_batch(engine, planned)
+    state, ids = abstract_state(engine), abstract_batch(engine, planned.spec)
     return jax.jit(step, donate_argnums=0).lower(state, ids)
 
 
@@ -177,8 +183,12 @@ def _squares(activations: PyTree) -> Array:
     return jnp.stack([(a * a).sum() for a in jax.tree.leaves(activations)]).sum() / 2
 
 
-def _abstract_state(engine: EmbeddingEngine) -> TableState:
-    """Return the shapes of the engine's state, sharded."""
+def abstract_state(engine: EmbeddingEngine) -> TableState:
+    """Return the shapes of an engine's state, sharded: to lower a step of your own.
+
+    Args:
+      engine: on a mesh of devices that need not exist.
+    """
     shapes = jax.eval_shape(engine.init, jax.random.key(0))
     tables, slots = state_specs(engine.layout.groups, engine.layout.axes)
     whole = PartitionSpec()
@@ -192,8 +202,14 @@ def _abstract_state(engine: EmbeddingEngine) -> TableState:
     return jax.tree.map(sharded, shapes, specs)
 
 
-def _abstract_batch(engine: EmbeddingEngine, planned: Plan) -> Batch:
-    axes, spec = engine.layout.axes, planned.spec
+def abstract_batch(engine: EmbeddingEngine, spec: BatchSpec) -> Batch:
+    """Return the shape of a placed batch, sharded: to lower a step of your own.
+
+    Args:
+      engine: on a mesh of devices that need not exist.
+      spec: for example `plan(…).spec`.
+    """
+    axes = engine.layout.axes
     shape = (axes.replicas, parts(spec, engine.layout)[-1].end)
     sharding = axes.sharding(axes.batch_axes)
     packed = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)

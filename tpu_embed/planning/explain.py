@@ -53,16 +53,14 @@ def _tables(plan: Any) -> Table:
 
 
 def _parts(plan: Any) -> Table:
-    table = Table("\na device", "\nholds or needs", "\nsends a step", box=None, pad_edge=False)
-    for name in dict.fromkeys((*plan.held, *plan.passing, *plan.sent)):
-        has = plan.held.get(name, plan.passing.get(name))
-        sent = plan.sent.get(name)
-        table.add_row(
-            name,
-            "" if has is None else readable(has),
-            "" if sent is None else readable(sent),
-        )
-    table.add_row("all", readable(plan.bytes_per_device), readable(sum(plan.sent.values())))
+    table = Table(box=None, pad_edge=False)
+    for name in ("\na device", "\nholds or needs", "\nsends a step", "\nmoves a step"):
+        table.add_column(name, justify="left" if "device" in name else "right")
+    columns = (plan.held | plan.passing, plan.sent, plan.moved)
+    for name in dict.fromkeys(name for column in columns for name in column):
+        figures = [readable(column[name]) if name in column else "" for column in columns]
+        table.add_row(name, *figures)
+    table.add_row("all", *(readable(sum(column.values())) for column in columns))
     return table
 
 

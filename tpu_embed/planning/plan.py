@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
 from tpu_embed._checks import is_int, message
 from tpu_embed._types import PyTree
 from tpu_embed.core import structure
-from tpu_embed.core.batch import parts
 from tpu_embed.core.batch_spec import BatchSpec
 from tpu_embed.core.collectives import MeshAxes, make_axes
-from tpu_embed.core.layout import Group, Layout
+from tpu_embed.core.layout import Layout
 from tpu_embed.core.resolve import make_layout
-from tpu_embed.core.tables import slot_shapes
+from tpu_embed.planning import costs
 from tpu_embed.planning.chips import Topology
 from tpu_embed.planning.demand import spec_of
 from tpu_embed.planning.placement import placements, with_placements
@@ -79,6 +76,8 @@ class Plan:
       passing: bytes a device needs during a step beside them, by what: ids, activations and their
         gradients, exchange and sums. An estimate; those of one stage are not all there in another.
       sent: bytes a device sends to others in a step, by what: ids, rows, gradients.
+      moved: bytes a device's memory must read and write in a step for the rows that are touched, by
+        what: lookup, update, exchange. What a compiled step moves is compared with it.
       spec: the shape of the step's program.
     """
 
@@ -91,6 +90,7 @@ class Plan:
     held: dict[str, int]
     passing: dict[str, int]
     sent: dict[str, int]
+    moved: dict[str, int]
     spec: BatchSpec = dataclasses.field(repr=False)
 
     @property
@@ -199,8 +199,8 @@ def plan(
     spec = spec_of(declared, layout, batch)
     size = tiled_bytes if tpu else untiled_bytes
     held = {
-        "tables": sum(size((g.rows, g.dim), _stored(g)) for g in layout.groups),
-        "slots": sum(_slot_bytes(g, g.rows, size) for g in layout.groups),
+        "tables": sum(costs.array_bytes(g.form, g.rows, size) for g in layout.groups),
+        "slots": sum(costs.slot_bytes(g, g.rows, size) for g in layout.groups),
     }
     return Plan(
         target=name,
@@ -210,8 +210,9 @@ def plan(
         tables=tuple(_table(layout, name, why, size) for name in declared.table_names),
         stacks=len(layout.groups),
         held=held,
-        passing=_passing(layout, spec, size),
-        sent=_sent(layout, spec),
+        passing=costs.passing(layout, spec, size),
+        sent=costs.sent(layout, spec),
+        moved=costs.moved(layout, spec),
         spec=spec,
     )
 
@@ -227,7 +228,8 @@ def read_target(target: Target) -> tuple[str, MeshAxes, int | None]:
         return f"{target.size} × {device.device_kind}", make_axes(target, None), None
     if isinstance(target, (str, Topology)):
         topology = target if isinstance(target, Topology) else Topology(target)
-        return topology.name, _abstract_axes(topology.devices), topology.memory_per_device
+        axes = _abstract_axes(topology.devices, topology.chip.device_kind)
+        return topology.name, axes, topology.memory_per_device
     if not is_int(target) or target < 1:
         expected = "a mesh, a topology or a number of devices"
         remedy = "for example v5p:4x4x4, or 8"
@@ -235,16 +237,14 @@ def read_target(target: Target) -> tuple[str, MeshAxes, int | None]:
     return f"{target} devices", _abstract_axes(int(target)), None
 
 
-def _abstract_axes(devices: int) -> MeshAxes:
+def _abstract_axes(devices: int, device_kind: str | None = None) -> MeshAxes:
     """Return one axis over devices that nobody has."""
-    mesh = AbstractMesh((devices,), ("devices",))
+    device = device_kind and AbstractDevice(device_kind, num_cores=None, platform="tpu")
+    mesh = AbstractMesh((devices,), ("devices",), abstract_device=device or None)
     return MeshAxes(mesh, mesh.axis_names)  # type: ignore[arg-type]
 
 
-Size = Callable[[tuple[int, ...], np.dtype], int]
-
-
-def _table(layout: Layout, name: str, why: Mapping[str, str], size: Size) -> TablePlan:
+def _table(layout: Layout, name: str, why: Mapping[str, str], size: costs.Size) -> TablePlan:
     group, table = layout.table(name)
     copies = group.num_shards if group.shard_axes else 1
     return TablePlan(
@@ -256,64 +256,6 @@ def _table(layout: Layout, name: str, why: Mapping[str, str], size: Size) -> Tab
         why=why.get(name, "as declared"),
         rows=table.rows_per_shard,
         padding=table.rows_per_shard * copies - table.vocabulary_size,
-        table_bytes=size((table.rows_per_shard, group.dim), _stored(group)),
-        slot_bytes=_slot_bytes(group, table.rows_per_shard, size),
+        table_bytes=costs.array_bytes(group.form, table.rows_per_shard, size),
+        slot_bytes=costs.slot_bytes(group, table.rows_per_shard, size),
     )
-
-
-def _stored(group: Group) -> np.dtype:
-    return jnp.dtype(group.dtype)
-
-
-def _slot_bytes(group: Group, rows: int, size: Size) -> int:
-    """Return the bytes of the slots of so many rows."""
-    shapes = slot_shapes(group).values()
-    return sum(size((rows, *slot.shape), slot.dtype) for slot in shapes if slot.per_row)
-
-
-def _passing(layout: Layout, spec: BatchSpec, size: Size) -> dict[str, int]:
-    """Estimate what a step needs beside the tables; the fullest stage of the fullest stack."""
-    activations = 0
-    for form, feature in zip(spec.forms, layout.features, strict=True):
-        group = layout.groups[feature.group]
-        activations += size((spec.local_batch * form.bags, group.dim), group.compute_dtype)
-    stacks = range(len(layout.groups))
-    return {
-        "ids": size((parts(spec, layout)[-1].end,), np.dtype(np.int32)),
-        "activations": 2 * activations,
-        "exchange": max([_stages(layout, spec, g, size) for g in stacks], default=0),
-    }
-
-
-def _stages(layout: Layout, spec: BatchSpec, g: int, size: Size) -> int:
-    """Return the bytes of the fullest stage of one stack: fetching rows, sending, applying sums."""
-    group, capacity = layout.groups[g], spec.groups[g]
-    sources = layout.axes.size(layout.axes.other_batch_axes(group.shard_axes))
-
-    def rows(n: int, dtype: Any = group.compute_dtype) -> int:
-        return size((n, group.dim), np.dtype(dtype))
-
-    asked, partials = group.num_shards * capacity.rows, group.num_shards * capacity.partials
-    received = sources * partials if partials else spec.ids(g)
-    touched = min(received, group.rows)
-    fetching = 2 * rows(asked, _stored(group))
-    sending = rows(partials) + rows(received)
-    applying = rows(received) + 2 * rows(touched) + _slot_bytes(group, touched, size)
-    return max(fetching, sending, applying)
-
-
-def _sent(layout: Layout, spec: BatchSpec) -> dict[str, int]:
-    """Return the bytes that a device sends in a step: an exchange keeps one part in S at home."""
-    sent = {"ids": 0, "rows": 0, "gradients": 0}
-    for group, capacity in zip(layout.groups, spec.groups, strict=True):
-        others, index = group.num_shards - 1, group.index_dtype.itemsize
-        width = group.dim * group.compute_dtype.itemsize
-        sent["ids"] += others * capacity.rows * index
-        sent["rows"] += others * capacity.rows * group.dim * _stored(group).itemsize
-        sent["gradients"] += others * capacity.partials * (width + index)
-        if not others and layout.axes.replicas > 1:
-            blocks = max(layout.sum_blocks, layout.axes.replicas)
-            sent["gradients"] += (
-                min(blocks * group.rows, layout.axes.replicas * capacity.partials) * width
-            )
-    return sent

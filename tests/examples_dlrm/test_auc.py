@@ -1,0 +1,78 @@
+"""Test the area under the ROC curve that the DLRM-DCNv2 example gathers in histograms."""
+
+import jax
+import numpy as np
+import pytest
+from dlrm_cases import dlrm_model, exact_auc
+
+EMPTY = dlrm_model.Auc.empty(4)
+
+
+@jax.jit
+def add(auc, logits, label):
+    """Return the metric with three examples more, so that it is compiled once."""
+    return auc.add(logits, label)
+
+
+def test_exact_auc_counts_pairs():
+    rng = np.random.default_rng(1)
+    score, label = rng.integers(6, size=50), rng.integers(2, size=50)
+    wins = [(a > b) + (a == b) / 2 for a in score[label == 1] for b in score[label == 0]]
+    assert exact_auc(score, label) == pytest.approx(np.mean(wins), rel=1e-12)
+
+
+@pytest.mark.parametrize(("bins", "error"), [(32, 0.1), (1024, 0.005), (2**16, 1e-4)])
+def test_auc_over_batches_is_within_its_error(bins, error):
+    rng = np.random.default_rng(0)
+    logits = rng.normal(scale=2.0, size=(10, 800)).astype(np.float32)
+    logits[0, :4] = [-np.inf, np.inf, -20.0, 20.0]
+    label = (rng.random((10, 800)) < 1 / (1 + np.exp(-logits))).astype(np.float32)
+    traced = []
+    count = jax.jit(lambda auc, *batch: traced.append(auc) or auc.add(*batch))
+    auc = dlrm_model.Auc.empty(bins)
+    for batch in zip(logits, label, strict=True):
+        auc = count(auc, *batch)
+    value, most = auc.value()
+    assert abs(value - exact_auc(logits.ravel(), label.ravel())) <= most + 1e-12
+    assert 0 < most < error
+    assert int(auc.clicks.sum() + auc.others.sum()) == label.size
+    assert len(traced) == 1
+
+
+def test_auc_of_examples_spread_over_devices():
+    rng = np.random.default_rng(0)
+    logits, label = rng.normal(size=64), rng.integers(2, size=64)
+    label[::5] = -1
+    mesh = jax.sharding.Mesh(jax.devices(), ("x",))
+    spread = jax.NamedSharding(mesh, jax.P("x"))
+    batch = jax.device_put((logits.astype(np.float32), label.astype(np.float32)), spread)
+    value, most = jax.jit(dlrm_model.Auc.add)(dlrm_model.Auc.empty(), *batch).value()
+    real = label >= 0
+    assert abs(value - exact_auc(logits[real], label[real])) <= most + 1e-12
+    assert most < 0.01
+
+
+def test_auc_counts_a_pair_in_one_bin_half():
+    auc = add(EMPTY, np.float32([1, 1, 9]), np.float32([1, 0, 0]))
+    assert auc.value() == (0.25, 0.25)  # a pair in one bin, and a pair in the wrong order
+
+
+def test_auc_counts_exactly_past_float32():
+    clicks, others = np.uint32([0, 0, 2**31 + 2**25, 0]), np.uint32([1, 0, 0, 0])
+    auc = EMPTY._replace(clicks=clicks, others=others)
+    auc = add(auc, np.float32([1, 0, 0]), np.float32([1, -1, -1]))
+    assert int(auc.clicks[2]) == 2**31 + 2**25 + 1
+    assert auc.value() == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("logits", "label", "seen"),
+    [
+        ([0.0, np.nan, np.nan], [1.0, 0.0, -1.0], "1 clicks, 0 others, 1 NaN logits"),
+        ([0.0, 1.0, 1.0], [1.0, 1.0, -1.0], "2 clicks, 0 others, 0 NaN logits"),
+    ],
+)
+def test_auc_refuses(logits, label, seen):
+    auc = add(EMPTY, np.float32(logits), np.float32(label))
+    with pytest.raises(ValueError, match=seen):
+        auc.value()

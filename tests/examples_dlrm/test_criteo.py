@@ -1,0 +1,101 @@
+"""Test the reader of Criteo's text files: every form of a field, and every fault named."""
+
+import gzip
+import re
+import sys
+
+import numpy as np
+import pytest
+from dlrm_cases import ROWS, criteo, dlrm_data, joined, line, write
+
+
+@pytest.mark.parametrize("block", [7, 1000])
+def test_criteo_reads_plain_and_compressed(lines, files, block):
+    _, label, dense, ids = lines
+    batches = [b for path in files for b in criteo.read(path, ROWS, lines=block)]
+    assert max(len(batch.label) for batch in batches) == min(block, 60)
+    got = joined(batches)
+    assert [a.dtype for a in got] == [np.float32, np.float32, np.int32]
+    np.testing.assert_array_equal(got.label, label)
+    np.testing.assert_allclose(got.dense, dense, rtol=1e-6)  # float32 against float64
+    np.testing.assert_array_equal(got.ids, ids)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("", "expected 40 fields separated by tabs, got 1"),
+        (line() + "\t", "expected 40 fields separated by tabs, got 41"),
+        (line(label=2), "field 1: expected the label, 0 or 1, got b'2'"),
+        (line(label=""), "field 1: expected the label, 0 or 1, got b''"),
+        (
+            line(integers=["", "1.5"]),
+            "field 3: expected an integer of 18 digits at most, or nothing, got b'1.5'",
+        ),
+        (line(integers=["-"]), "field 2: expected an integer of 18 digits at most, or nothing"),
+        (line(integers=["9" * 19]), "field 2: expected an integer of 18 digits at most"),
+        (line()[:20], "expected 40 fields separated by tabs, got 20"),
+        (line(numbers=["0x1f"]), "field 15: expected hexadecimal digits, 16 at most, or nothing"),
+        (line(numbers=["f" * 17]), "field 15: expected hexadecimal digits, 16 at most"),
+    ],
+)
+def test_criteo_names_file_and_line(lines, tmp_path, bad, message):
+    path = write(tmp_path / "day", [*lines[0][:12], bad, *lines[0][12:20]])
+    with pytest.raises(ValueError, match=re.escape(f"{path}:13: {message}")):
+        list(criteo.read(path, ROWS, lines=5))
+
+
+def test_criteo_takes_numbers_of_64_bits(tmp_path):
+    path = write(tmp_path / "day", [line(numbers=["f" * 16, "F"])])
+    ids = next(criteo.read(path, ROWS)).ids[0]
+    assert ids[:3].tolist() == [(2**64 - 1) % ROWS[0], 15 % ROWS[1], 0]
+
+
+def test_criteo_names_a_file_cut_short(files, tmp_path):
+    path = tmp_path / "cut.gz"
+    path.write_bytes(files[1].read_bytes()[:-200])
+    with pytest.raises(ValueError, match=r"cut.gz:\d+: expected whole gzip data, got: Compressed"):
+        list(criteo.read(path, ROWS))
+
+
+@pytest.mark.parametrize("empty", [b"", gzip.compress(b"")])
+def test_criteo_names_an_empty_file(tmp_path, empty):
+    path = tmp_path / "day"
+    path.write_bytes(empty)
+    with pytest.raises(ValueError, match="day:1: expected lines, got an empty file"):
+        list(criteo.read(path, ROWS))
+
+
+def test_a_missing_or_negative_number_counts_as_zero(tmp_path):
+    path = write(tmp_path / "day", [line(), line(integers=["-7"] * 13)])
+    assert not next(criteo.read(path, ROWS)).dense.any()
+
+
+def test_convert_refuses_before_it_writes(files, tmp_path):
+    assert criteo.convert([files[0]], tmp_path, ROWS) == 60
+    for path in (tmp_path / "day_9", tmp_path):
+        with pytest.raises(ValueError, match=f"{path}: expected a file to read, got none there"):
+            criteo.convert([files[0], path], tmp_path, ROWS)
+    with pytest.raises(ValueError, match=r"label.bin: is read, and would be written over"):
+        criteo.convert([tmp_path / "label.bin"], tmp_path, ROWS)
+    with pytest.raises(ValueError, match="expected files to convert, got none"):
+        criteo.convert([], tmp_path, ROWS)
+    assert len(dlrm_data.Stored.open(tmp_path, ROWS)) == 60  # what was there is as it was
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--scale", "0"], r"error: scale: expected 0 < scale <= 1, got 0.0"),
+        (["--scale", "nan"], r"error: scale: expected 0 < scale <= 1, got nan"),
+        (["day_9"], "error: day_9: expected a file to read, got none there"),
+    ],
+)
+def test_convert_as_a_command(files, tmp_path, monkeypatch, capsys, arguments, message):
+    command = ["criteo.py", "--out", str(tmp_path / "out"), str(files[0])]
+    monkeypatch.setattr(sys, "argv", [*command, "--scale", "1e-5"])
+    criteo.main()
+    assert "60 examples in " in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*command, *arguments])
+    with pytest.raises(SystemExit, match=message):
+        criteo.main()

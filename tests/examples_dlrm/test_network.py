@@ -1,0 +1,72 @@
+"""Test the network and the loss of the DLRM-DCNv2 example against float64 formulas."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dlrm_cases import CONFIG, TINY, dlrm_model
+from flax import nnx
+
+
+def test_network_has_the_workloads_parameters():
+    network = nnx.eval_shape(lambda: dlrm_model.Dlrm(CONFIG, rngs=nnx.Rngs(0)))
+    parts = [network.bottom, *network.crosses, network.top]
+    sizes = [dlrm_model.parameter_count(part) for part in parts]
+    assert sizes == [171_392, *[3_542_400] * 3, 5_245_953]
+    assert dlrm_model.parameter_count(network) == 16_044_545
+
+
+def randomised(network, rng):
+    """Return the network with other values everywhere, biases too."""
+    graph, params = nnx.split(network)
+    return nnx.merge(
+        graph, jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), a.dtype) * 0.3, params)
+    )
+
+
+def dense_layers(sequential, x, *, relu_at_end):
+    """Return a stack of linear layers and ReLUs in float64."""
+    linear = [layer for layer in sequential.layers if isinstance(layer, nnx.Linear)]
+    for number, layer in enumerate(linear, 1):
+        assert layer.bias is not None
+        x = x @ np.asarray(layer.kernel[...], np.float64) + np.asarray(layer.bias[...], np.float64)
+        if relu_at_end or number < len(linear):
+            x = np.maximum(x, 0.0)
+    return x
+
+
+def test_network_is_the_formula():
+    rng = np.random.default_rng(0)
+    network = randomised(nnx.eval_shape(lambda: dlrm_model.Dlrm(TINY, rngs=nnx.Rngs(0))), rng)
+    names = dlrm_model.table_names(26)
+    activations = {name: rng.normal(size=(5, 4)).astype(np.float32) for name in reversed(names)}
+    dense = rng.normal(size=(5, 13)).astype(np.float32)
+    got = nnx.jit(lambda network, *inputs: network(*inputs))(network, dense, activations)
+
+    bottom = dense_layers(network.bottom, dense.astype(np.float64), relu_at_end=True)
+    x0 = x = np.concatenate([bottom, *(activations[name] for name in names)], axis=1)
+    assert x0.shape == (5, 27 * 4)
+    assert len(network.crosses) == 3
+    for cross in network.crosses:
+        assert cross.down.bias is None
+        V, W, b = (
+            np.asarray(a[...], np.float64)
+            for a in (cross.down.kernel, cross.up.kernel, cross.up.bias)
+        )
+        assert V.shape == W.T.shape == (27 * 4, 3)
+        x = x0 * (x @ V @ W + b) + x
+    want = dense_layers(network.top, x, relu_at_end=False)[:, 0]
+    # float32 products against float64.
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+
+
+def test_loss_leaves_padding_out():
+    logits, label = np.float32([2, -1, 30]), np.float32([1, 0, -1])
+    value_and_grad = jax.jit(jax.value_and_grad(dlrm_model.loss))
+    want = (np.log1p(np.exp(-2.0)) + np.log1p(np.exp(-1.0))) / 2
+    value, grad = value_and_grad(logits, label)
+    assert float(value) == pytest.approx(want, rel=1e-6)
+    assert np.asarray(grad)[2] == 0
+    value, grad = value_and_grad(logits, np.float32([-1, -1, -1]))
+    assert float(value) == 0
+    assert not np.asarray(grad).any()

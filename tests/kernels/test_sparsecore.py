@@ -1,0 +1,113 @@
+"""The SparseCores' kernels, as far as a CPU runs them: all but the indirect DMA, which is replaced.
+
+`tests/tpu` compiles them as they are.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from tpu_embed.kernels import reference, sparsecore
+
+MESH = AbstractMesh(
+    (1,), ("d",), abstract_device=AbstractDevice("TPU v6 lite", num_cores=1, platform="tpu")
+)
+
+
+def copy_one_by_one(copy):
+    """Return what copies the present rows of a chunk one after the other."""
+
+    def run(ids, *refs):
+        @pl.loop(0, ids.shape[0])
+        def _(i):
+            row = ids[i]
+
+            @pl.when(row >= 0)
+            def _():
+                copy(pl.ds(row, 1), pl.ds(i, 1), *refs)
+
+    return run
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Run the kernels in Pallas' TPU interpreter, with plain copies for the indirect DMA."""
+
+    @copy_one_by_one
+    def read(row, place, table, found):
+        pltpu.sync_copy(table.at[row], found.at[place])
+
+    @copy_one_by_one
+    def write(row, place, given, table):
+        pltpu.sync_copy(given.at[place], table.at[row])
+
+    kernel = functools.partial(pl.kernel, interpret=pltpu.InterpretParams())
+    monkeypatch.setattr(pl, "kernel", kernel)
+    monkeypatch.setattr(
+        sparsecore, "_read_present", lambda table, ids, found: read(ids, table, found)
+    )
+    monkeypatch.setattr(
+        sparsecore, "_write_present", lambda given, ids, table: write(ids, given, table)
+    )
+
+
+def run(f, *operands):
+    """Run on a CPU what was traced for SparseCores."""
+    with jax.sharding.use_abstract_mesh(MESH):
+        traced = jax.jit(f).trace(*operands)
+        return traced.lower(lowering_platforms=("cpu",)).compile()(*operands)
+
+
+@pytest.mark.parametrize("row", [(48,), ()], ids=str)
+def test_rows_are_read_and_written(interpreted, row):
+    rng = np.random.default_rng(0)
+    table = rng.normal(size=(70, *row)).astype(np.float32)
+    rows = np.array([69, -1, 0, 5, 70, 64, 2**31 - 1], np.int32)
+    values = rng.normal(size=(7, *row)).astype(np.float32)
+
+    def both(table, rows, values):
+        return sparsecore.gather_rows(table, rows), sparsecore.set_rows(table, rows, values)
+
+    operands = jnp.asarray(table), jnp.asarray(rows), jnp.asarray(values)
+    found, new = run(both, *operands)
+    np.testing.assert_array_equal(found, reference.gather_rows(*operands[:2]))
+    np.testing.assert_array_equal(new, reference.set_rows(*operands))
+
+
+def test_no_rows_are_no_kernel():
+    table = jnp.ones((4, 16))
+    none = jnp.zeros(0, jnp.int32)
+    assert sparsecore.gather_rows(table, none).shape == (0, 16)
+    assert sparsecore.set_rows(table, none, jnp.zeros((0, 16))) is table
+
+
+@given(st.integers(1, 400), st.lists(st.integers(-2, 12), min_size=1, max_size=9))
+def test_long_rows_are_cut_into_pieces_that_fit(vectors, rows):
+    words = 16 * vectors
+    table = np.broadcast_to(np.zeros((10, 1), np.float32), (10, words))
+    cuts = sparsecore._cuts(table)
+    assert words % cuts == 0
+    assert (words // cuts) % sparsecore.WORDS == 0
+    assert 16 * words // cuts <= sparsecore._MOST_WORDS
+    pieces = np.arange(10 * cuts).reshape(10, cuts)
+    wanted = [pieces[r] if 0 <= r < 10 else np.full(cuts, -1) for r in rows]
+    numbers = sparsecore._piece_numbers(table, jnp.asarray(rows, jnp.int32))
+    np.testing.assert_array_equal(numbers, np.concatenate(wanted))
+
+
+@given(st.integers(1, 10_000), st.sampled_from([(), (16,), (128,), (144,), (1024,)]))
+def test_a_chunk_fits_and_divides_where_it_can(n, row):
+    chunk = sparsecore._rows_at_a_time(n, row)
+    assert 16 <= chunk <= 128
+    assert chunk % 16 == 0
+    assert not row or chunk * row[0] <= sparsecore._MOST_WORDS
+    if n % 16 == 0:
+        assert n % chunk == 0

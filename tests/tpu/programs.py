@@ -1,0 +1,114 @@
+"""Workloads, and steps of both doors compiled for TPUs that are not there."""
+
+import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, optimizers, planning
+from tpu_embed.core.update import Operands
+from tpu_embed.planning.chips import Topology
+from tpu_embed.planning.compiled import abstract_batch, abstract_state, describe_topology
+
+ROOT = Path(__file__).parent.parent.parent
+SMALL = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"} | {
+    "tpu7x": "tpu7x:2x2x1"
+}
+OPTIMIZERS = {
+    "sgd": optimizers.SGD(0.1),
+    "adagrad": optimizers.Adagrad(0.1),
+    "row-wise": optimizers.RowWiseAdagrad(0.1),
+    "adam": optimizers.Adam(0.1),
+    "ftrl": optimizers.FTRL(0.1),
+    "one by one": optimizers.SGD(0.1, use_gradient_accumulation=False),
+}
+
+
+def quickstart(placement="mod", dim=16, dtype="float32"):
+    """Return features and shapes of a batch: two tables, three combiners."""
+    table = TableConfig(10_000, dim, dtype=dtype, placement=placement, name="item")
+    users = dataclasses.replace(table, vocabulary_size=3_000, combiner="mean", name="user")
+    days = dataclasses.replace(table, vocabulary_size=7, combiner="sqrtn", name="day")
+    tables = {"items": (table, 20), "users": (users, 1), "days": (days, 5)}
+    features = {name: FeatureConfig(table) for name, (table, _) in tables.items()}
+    shapes = {
+        name: jax.ShapeDtypeStruct((1024, hot), np.int32) for name, (_, hot) in tables.items()
+    }
+    return features, shapes
+
+
+def dlrm(rows=None, batch=None):
+    """Return features, optimizer and shapes of a batch of DLRM-DCNv2, its tables cut to `rows`."""
+    spec = importlib.util.spec_from_file_location("dlrm_dcnv2", ROOT / "configs/dlrm_dcnv2.py")
+    module = sys.modules["dlrm_dcnv2"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    features, optimizer, shapes = module.workload()
+    if rows:
+        features = {
+            name: dataclasses.replace(feature, table=_at_most(feature.table, rows))
+            for name, feature in features.items()
+        }
+    if batch:
+        shapes = {
+            name: jax.ShapeDtypeStruct((batch, *shape.shape[1:]), shape.dtype)
+            for name, shape in shapes.items()
+        }
+    return features, optimizer, shapes
+
+
+def _at_most(table, rows):
+    return dataclasses.replace(table, vocabulary_size=min(rows, table.vocabulary_size))
+
+
+def many(tables):
+    """Return features of so many tables, of three widths, and shapes of a batch."""
+    features, shapes = {}, {}
+    for i in range(tables):
+        table = TableConfig(1000 + i, (16, 32, 128)[i % 3], name=f"t{i:03d}")
+        features[f"f{i:03d}"] = FeatureConfig(table)
+        shapes[f"f{i:03d}"] = jax.ShapeDtypeStruct((1024, 1), np.int32)
+    return features, shapes
+
+
+def engine_for(name, features, optimizer):
+    """Return an engine on a topology, and its mesh."""
+    mesh = Mesh(np.array(describe_topology(Topology(name))), ("devices",))
+    placed = planning.resolve(features, optimizer, mesh=mesh)
+    return EmbeddingEngine(placed, optimizer, mesh=mesh), mesh
+
+
+def stateful_programs(name, features, optimizer, shapes):
+    """Compile the two programs that the stateful door runs; return them, and the plan."""
+    engine, _ = engine_for(name, features, optimizer)
+    plan = planning.plan(features, optimizer, name, shapes)
+    state, batch = abstract_state(engine), abstract_batch(engine, plan.spec)
+    lookup = engine._lookup_program.lower(state.tables, batch)
+    gradients = jax.tree.leaves(lookup.out_info)
+    operands = Operands(gradients, state.step, {})  # type: ignore[arg-type]
+    update = engine._update_in_place_program.lower(state, batch, operands)
+    return lookup.compile(), update.compile(), plan
+
+
+def pipelined_step(name, features, optimizer, shapes):
+    """Compile a step that looks up the next batch beside this batch's dense part."""
+    engine, _ = engine_for(name, features, optimizer)
+    plan = planning.plan(features, optimizer, name, shapes)
+    state, batch = abstract_state(engine), abstract_batch(engine, plan.spec)
+    activations = jax.eval_shape(engine.lookup, state, batch)
+    dim = activations["items"].shape[-1]
+
+    def step(state, following, activations, weights):
+        ahead = engine.lookup(state, following)
+        hidden = activations["items"]
+        for weight in weights:
+            hidden = jnp.tanh(hidden @ weight)
+        return ahead, hidden
+
+    weights = [jax.ShapeDtypeStruct((dim, 4096), np.float32)]
+    weights += [jax.ShapeDtypeStruct((4096, 4096), np.float32)] * 2
+    return jax.jit(step).lower(state, batch, activations, weights).compile().as_text()

@@ -1,0 +1,131 @@
+"""Steps compiled by libtpu for chips that are not there: do they fit, and what do they move."""
+
+import importlib.util
+import re
+
+import pytest
+from programs import (
+    OPTIMIZERS,
+    SMALL,
+    dlrm,
+    many,
+    pipelined_step,
+    quickstart,
+    stateful_programs,
+)
+
+from tpu_embed.kernels import sparsecore
+from tpu_embed.planning.chips import CHIPS
+from tpu_embed.planning.compiled import compile_for
+from tpu_embed.planning.hlo import Program
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: make test-tpu-compile"
+)
+whole = pytest.mark.whole
+HAVE_SPARSE_CORES = {name for name, chip in CHIPS.items() if chip.device_kind in sparsecore.KINDS}
+
+FORMS = {
+    "v4": ("div", 16, "float32", "sgd"),
+    "v5e": ("mod", 64, "float32", "adagrad"),
+    "v5p": ("replicated", 128, "bfloat16", "adam"),
+    "v6e": ("auto", 24, "float32", "row-wise"),
+    "tpu7x": ("mod", 8, "float32", "ftrl"),
+}
+"""All pairs that matter with few compilations: a chip, a placement, a form, an optimizer."""
+
+
+def check(compiled, chip):
+    """Check a step's memory and movement against its plan."""
+    plan = compiled.plan
+    held = sum(plan.held.values())  # small arrays of one axis have smaller tiles than planned
+    assert compiled.arguments == pytest.approx(held + plan.passing["ids"], 0.02)
+    assert compiled.aliased == pytest.approx(held, 0.02)
+    names = {"gather_rows", "set_rows"}
+    assert names <= compiled.moved.keys() if chip in HAVE_SPARSE_CORES else True
+    assert not names & compiled.moved.keys() or chip in HAVE_SPARSE_CORES
+
+
+def test_a_step_for_v5p_is_in_place_and_on_sparse_cores():
+    features, shapes = quickstart(dim=128)
+    compiled = compile_for("v5p:2x2x1", features, OPTIMIZERS["adagrad"], shapes)
+    check(compiled, "v5p")
+    assert compiled.operations["gather_rows"] == 3  # rows asked for, rows to update, their slots
+    assert compiled.operations["set_rows"] == 2
+    assert sum(compiled.moved.values()) <= 2 * sum(compiled.plan.moved.values())
+    started = re.findall(r"async_execution_thread=\"sparsecore\".*?gather_rows", compiled.text)
+    assert len(started) >= 3
+    assert "compiled for v5p:2x2x1" in compiled.explain()
+
+
+def test_the_stateful_door_compiles_for_v6e():
+    features, shapes = quickstart(dim=24)
+    lookup, update, plan = stateful_programs("v6e:2x2", features, OPTIMIZERS["adam"], shapes)
+    assert "gather_rows" in lookup.as_text()
+    assert "set_rows" in update.as_text()
+    memory = update.memory_analysis()
+    assert memory.alias_size_in_bytes == pytest.approx(sum(plan.held.values()), 0.02)
+
+
+@whole
+@pytest.mark.parametrize("chip", SMALL)
+def test_both_doors_compile_everywhere(chip):
+    placement, dim, dtype, optimizer = FORMS[chip]
+    features, shapes = quickstart(placement, dim, dtype)
+    check(compile_for(SMALL[chip], features, OPTIMIZERS[optimizer], shapes), chip)
+    stateful_programs(SMALL[chip], features, OPTIMIZERS[optimizer], shapes)
+
+
+@whole
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("chip", ["v5e", "v5p"])
+def test_every_family_of_optimizers_compiles(chip, optimizer):
+    features, shapes = quickstart()
+    check(compile_for(SMALL[chip], features, OPTIMIZERS[optimizer], shapes), chip)
+
+
+@whole
+@pytest.mark.parametrize("chip", SMALL)
+def test_dlrm_moves_at_most_twice_what_it_must(chip):
+    features, optimizer, shapes = dlrm(rows=100_000, batch=4096)
+    compiled = compile_for(SMALL[chip], features, optimizer, shapes)
+    check(compiled, chip)
+    assert sum(compiled.moved.values()) <= 2 * sum(compiled.plan.moved.values())
+
+
+@whole
+@pytest.mark.parametrize("topology", ["v5p:4x4x4", "v6e:16x16"])
+def test_dlrm_at_full_scale_is_as_planned(topology):
+    features, optimizer, shapes = dlrm()
+    compiled = compile_for(topology, features, optimizer, shapes)
+    check(compiled, topology.partition(":")[0])
+    plan = compiled.plan
+    plan.check()
+    needed = compiled.arguments + compiled.temporaries
+    assert needed == pytest.approx(plan.bytes_per_device, 0.1)
+    assert sum(compiled.moved.values()) <= 2 * sum(plan.moved.values())
+
+
+@whole
+def test_kernels_and_collectives_grow_with_stacks_and_not_with_tables():
+    few, more = (
+        compile_for("v5p:2x2x1", features, OPTIMIZERS["adagrad"], shapes).operations
+        for features, shapes in (many(26), many(260))
+    )
+    for name in ("gather_rows", "set_rows", "all-to-all", "sort"):
+        assert more[name] == few[name]
+
+
+@whole
+def test_the_next_lookup_runs_beside_the_dense_part():
+    features, shapes = quickstart(dim=128)
+    text = pipelined_step("v5p:2x2x1", features, OPTIMIZERS["adagrad"], shapes)
+    program = Program(text)
+    entry = text[text.index("\nENTRY") :].splitlines()
+    started = next(i for i, line in enumerate(entry) if " call-start(" in line)
+    name = entry[started].split()[0]
+    done = next(i for i, line in enumerate(entry) if f"call-done({name})" in line)
+    beside = "\n".join(entry[started + 1 : done])
+    fusions = re.findall(r"calls=%?([\w.\-]+)", beside)
+    opcodes = {(one.computation, one.opcode) for one in program.instructions.values()}
+    assert any((fusion, "convolution") in opcodes for fusion in fusions) or "convolution" in beside
