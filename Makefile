@@ -24,10 +24,11 @@ LIBTPU := build/libtpu
 TPU_PYTEST := PYTHONPATH=$(LIBTPU) JAX_PLATFORMS=cpu $(PYTEST)
 
 $(LIBTPU)/.installed: $(STAMP)
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(LIBTPU) \
-	  "$$($(PY) -c 'import importlib.metadata as m; print(next(r.split(";")[0] for r in m.requires("jax") if r.startswith("libtpu")))')" \
-	  || echo "no libtpu for this machine: tests/tpu will be skipped"
-	mkdir -p $(LIBTPU) && touch $@
+	if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
+	  $(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(LIBTPU) \
+	    "$$($(PY) -c 'import importlib.metadata as m; print(next(r.split(";")[0] for r in m.requires("jax") if r.startswith("libtpu")))')"; \
+	else echo "libtpu is for x86-64 Linux: tests/tpu will be skipped"; mkdir -p $(LIBTPU); fi
+	touch $@
 
 test: setup $(LIBTPU)/.installed
 	$(PYTEST) -m "not whole" --ignore tests/tpu

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
+import io
+import json
+import os
 import platform
 import runpy
 import sys
+import traceback
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from tpu_embed import planning
 from tpu_embed._checks import message
 from tpu_embed.kernels import cpu, dispatch
-from tpu_embed.planning.compiled import compile_for
+from tpu_embed.planning.compiled import Compiled, compile_for
 
 PACKAGES = ("tpu-embed", "jax", "jaxlib", "optax", "flax", "numpy")
 
@@ -48,23 +54,70 @@ def show_plan(args: argparse.Namespace) -> None:
         `topology`; `json`; `compile`.
 
     Raises:
-      ValueError: no such file or function, a topology that is none, or a plan that does not fit.
+      TypeError: a batch in other containers than the features, or of ids that are not integers.
+      ValueError: a config that does not run, a topology that is none, or a plan that does not fit.
       RuntimeError: `compile`, without libtpu.
     """
-    path = Path(args.config)
-    workload = runpy.run_path(str(path)).get("workload") if path.is_file() else None
-    if workload is None:
-        expected = "a Python file that defines workload()"
-        remedy = "for example configs/dlrm_dcnv2.py"
-        raise ValueError(message("config", expected=expected, got=str(path), remedy=remedy))
-    feature_config, optimizer, batch = workload()
-    target = int(args.topology) if args.topology.isdigit() else args.topology
+    feature_config, optimizer, batch = _workload(Path(args.config))
+    target = _target(args.topology)
+    if args.compile and isinstance(target, int):
+        remedy = "for example --topology v5p:2x2x1"
+        got = f"{target} device(s)"
+        raise ValueError(message("--compile", expected="a topology", got=got, remedy=remedy))
     plan = planning.plan(feature_config, optimizer, target, batch)
-    print(plan.to_json() if args.json else plan.explain())
+    if not args.json:
+        print(plan.explain())
+    elif not (args.compile and plan.fits):
+        print(plan.to_json())
     plan.check()
     if args.compile:
         jax.config.update("jax_platforms", "cpu")  # compiles for a TPU, and needs none
-        print(compile_for(args.topology, feature_config, optimizer, batch).explain())
+        compiled = compile_for(args.topology, feature_config, optimizer, batch)
+        print(_as_json(plan, compiled) if args.json else compiled.explain())
+
+
+def _workload(path: Path) -> tuple[Any, Any, Any]:
+    """Return what `workload()` of a Python file returns.
+
+    Raises:
+      ValueError: no such file or function, one that fails, or that returns something else.
+    """
+    what = f"config {path}"
+    expected = "a Python file that defines workload()"
+    remedy = "for example configs/dlrm_dcnv2.py"
+    if not path.is_file():
+        raise ValueError(message(what, expected=expected, got="no file", remedy=remedy))
+    try:
+        workload = runpy.run_path(str(path)).get("workload")
+        found = workload() if callable(workload) else None
+    except Exception as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+        line = f" at line {frames[-1].lineno}" if frames else ""
+        got = f"{type(error).__name__}: {error}{line}"
+        raise ValueError(message(what, expected="one that runs", got=got)) from error
+    if not callable(workload):
+        got = "none" if workload is None else f"workload = {workload!r}"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+    if not isinstance(found, (tuple, list)) or len(found) != 3:
+        expected = "workload() -> (feature_config, optimizer, batch)"
+        got = f"{len(found)} values" if isinstance(found, (tuple, list)) else repr(found)
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+    feature_config, optimizer, batch = found
+    return feature_config, optimizer, batch
+
+
+def _target(topology: str) -> str | int:
+    try:
+        return int(topology)
+    except ValueError:
+        return topology
+
+
+def _as_json(plan: planning.Plan, compiled: Compiled) -> str:
+    """Return the plan as a JSON object, with what the compiler says in it."""
+    fields = {f.name: getattr(compiled, f.name) for f in dataclasses.fields(compiled)}
+    said = {name: value for name, value in fields.items() if name not in ("plan", "text")}
+    return json.dumps(json.loads(plan.to_json()) | {"compiled": said})
 
 
 def main() -> None:
@@ -82,9 +135,14 @@ def main() -> None:
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=show_plan)
     args = parser.parse_args()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack the bars' characters
     try:
         args.run(args)
-    except (ValueError, RuntimeError) as error:
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads, `head` for example, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (TypeError, ValueError, RuntimeError) as error:
         sys.exit(f"error: {error}")
 
 

@@ -11,7 +11,7 @@ from tpu_embed.kernels import dispatch, lanes, reference
 from tpu_embed.kernels.forms import RowForm
 
 ROWS = 64
-WORDS = (8, 16, 64)
+WORDS = (32, 64)
 FORMS = {words: RowForm((words,), np.dtype(np.float32), "lanes") for words in WORDS}
 TABLES = {
     words: np.random.default_rng(words).normal(size=(ROWS, words)).astype(np.float32)
@@ -49,6 +49,14 @@ def test_rows_are_written_in_any_order(words, rows):
     check_written(write, words, rows[:12])
 
 
+def test_a_repeated_row_costs_no_other_row():
+    rows = jnp.array([4] * 20 + [5], jnp.int32)
+    values = jnp.ones((21, 32)).at[20].set(7)
+    found = np.asarray(write(lines(32), rows, values, form=FORMS[32])).reshape(ROWS, 32)
+    assert (found[4] == 1).all()
+    assert (found[5] == 7).all()
+
+
 @given(st.sampled_from(WORDS), st.sets(st.integers(0, ROWS - 1), max_size=12))
 def test_ascending_rows_are_written(words, rows):
     check_written(write_ascending, words, [*sorted(rows), *[-1] * (12 - len(rows))])
@@ -62,6 +70,6 @@ def test_rows_in_their_places_are_written_around_absent_ones(words, first, absen
 @pytest.mark.parametrize("value", [np.nan, np.inf, -0.0])
 def test_the_other_rows_of_a_line_keep_their_bits(value):
     table = jnp.full((8, 128), value)
-    new = lanes.set_rows(table, jnp.array([3]), jnp.ones((1, 16)))
-    bits = np.asarray(new).reshape(64, 16).view(np.uint32)
+    new = lanes.set_rows(table, jnp.array([3]), jnp.ones((1, 32)))
+    bits = np.asarray(new).reshape(32, 32).view(np.uint32)
     assert np.all(np.delete(bits, 3, axis=0) == np.float32(value).view(np.uint32))

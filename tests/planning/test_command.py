@@ -1,11 +1,14 @@
 """`python -m tpu_embed plan`: what it prints, and how it refuses."""
 
 import json
+import os
+import subprocess
 import sys
 
 import pytest
 
 from tpu_embed import __main__ as command
+from tpu_embed.planning.compiled import Compiled
 
 CONFIG = """
 import jax
@@ -43,7 +46,7 @@ def test_devices_are_a_target_too(run, capsys):
 
 
 def test_what_does_not_fit_is_shown_and_refused(run, capsys):
-    with pytest.raises(SystemExit, match=r"error: plan for v5e:1x1: expected at most 16\.0 GiB"):
+    with pytest.raises(SystemExit, match=r"error: plan for v5e:1x1: expected at most 15\.8 GiB"):
         run("--topology", "v5e:1x1")
     assert "does NOT fit" in capsys.readouterr().out
 
@@ -51,10 +54,88 @@ def test_what_does_not_fit_is_shown_and_refused(run, capsys):
 def test_errors(run, monkeypatch, tmp_path):
     with pytest.raises(SystemExit, match="error: topology: expected a chip among"):
         run("--topology", "v99:2x2")
-    for content in (None, "x = 1"):
-        path = tmp_path / "other.py"
-        if content:
-            path.write_text(content)
+    for target in ("0", "-1"):
+        with pytest.raises(SystemExit, match=f"error: target: expected .*, got {target}; for"):
+            run("--topology", target)
+    for target in ("", "1e3", "²", "9" * 5000):
+        with pytest.raises(SystemExit, match="error: topology: expected a chip among"):
+            run("--topology", target)
+    with pytest.raises(SystemExit, match="error: batch size: expected a positive multiple of 3"):
+        run("--topology", "3")
+
+
+CONFIGS = {
+    "empty": ("", r"a Python file that defines workload\(\), got none"),
+    "constant": ("workload = 3", r"a Python file that defines workload\(\), got workload = 3"),
+    "two": ("def workload(): return 1, 2", r"workload\(\) -> \(.*\), got 2 values"),
+    "none": ("def workload(): pass", r"workload\(\) -> \(.*\), got None"),
+    "arity": ("def workload(x): pass", r"one that runs, got TypeError: workload\(\) missing"),
+    "raises": ("x = 1\nraise KeyError('y')", "one that runs, got KeyError: 'y' at line 2"),
+    "later": ("def workload():\n  return 1 / 0", "ZeroDivisionError: division by zero at line 2"),
+    "syntax": ("def workload(:", r"SyntaxError: .*line 1"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_configs_that_are_none(case, run, tmp_path):
+    content, expected = CONFIGS[case]
+    (tmp_path / "config.py").write_text(content)
+    with pytest.raises(SystemExit, match=f"^error: config .*config.py: expected .*{expected}"):
+        run("--topology", "8")
+
+
+def test_a_config_that_is_no_file(monkeypatch, tmp_path):
+    for path in (tmp_path, tmp_path / "missing.py"):
         monkeypatch.setattr(sys, "argv", ["tpu_embed", "plan", str(path), "--topology", "8"])
-        with pytest.raises(SystemExit, match="error: config: expected a Python file that defines"):
+        with pytest.raises(SystemExit, match=f"error: config {path}: expected .*, got no file"):
             command.main()
+
+
+def test_a_batch_of_another_kind_is_an_error_too(run, tmp_path):
+    config = CONFIG.replace("batch = {", "batch = [0] or {").replace("np.int32", "np.float32")
+    for content, word in {
+        config: "expected a mapping, got a list",
+        CONFIG: "integer dtype",
+    }.items():
+        (tmp_path / "config.py").write_text(content.replace("np.int32", "np.float32"))
+        with pytest.raises(SystemExit, match=f"^error: .*{word}"):
+            run("--topology", "8")
+
+
+def test_compiling_asks_for_a_topology_before_it_plans(run, capsys):
+    with pytest.raises(SystemExit, match="error: --compile: expected a topology, got 8 device"):
+        run("--topology", "8", "--compile")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_terminal_of_few_characters_and_a_reader_that_leaves(tmp_path):
+    config = tmp_path / "config.py"
+    config.write_text(CONFIG)
+    python = [sys.executable, "-m", "tpu_embed", "plan", str(config), "--topology", "v5p:2x2x1"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    reading, writing = os.pipe()
+    os.close(reading)
+    for out in (subprocess.PIPE, writing):
+        done = subprocess.run(
+            python, env=environment, stdout=out, stderr=subprocess.PIPE, text=True
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+    os.close(writing)
+
+
+def test_json_is_one_object_with_what_the_compiler_says(run, capsys, monkeypatch):
+    said = {"seconds": 1.5, "arguments": 2, "temporaries": 3, "aliased": 4}
+    counts = {"operations": {"gather": 1}, "moved": {"gather": 8}}
+
+    def compile_for(topology, *args):
+        return Compiled(plan=None, text="HloModule", **said, **counts)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(command, "compile_for", compile_for)
+    monkeypatch.setattr(command.jax.config, "update", lambda name, value: None)
+    run("--topology", "v5p:2x2x1", "--json", "--compile")
+    read = json.loads(capsys.readouterr().out)
+    assert read["compiled"] == said | counts
+    assert read["devices"] == 4
+    with pytest.raises(SystemExit, match="error: plan for v5e:1x1"):
+        run("--topology", "v5e:1x1", "--json", "--compile")
+    assert json.loads(capsys.readouterr().out)["fits"] is False

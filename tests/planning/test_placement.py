@@ -32,6 +32,13 @@ CASES = {
         "mod",
         "its optimizer does not accumulate gradients",
     ),
+    "fixed": (
+        _auto(10, optimizer=o.SGD(use_gradient_accumulation=False), trainable=False),
+        8,
+        "replicated",
+        "tiny, 160 B",
+    ),
+    "vast": (_auto(10**20), 8, "mod", "1455191522.8 TiB, over 64.0 KiB"),
 }
 
 
@@ -57,6 +64,7 @@ def test_what_is_not_auto_is_the_same_object():
     assert resolved["a"].table.placement == "replicated"
     assert resolved["b"][0].table is other
     assert shared.placement == "auto"
+    assert planning.resolve(resolved, mesh=_mesh(2)) is resolved
     plain = {"b": FeatureConfig(other)}
     assert planning.resolve(plain, mesh=_mesh(2)) is plain
 

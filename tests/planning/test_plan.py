@@ -1,16 +1,19 @@
 """Plans against engines: what arrays really take, what batches really exchange; every error."""
 
+import dataclasses
 import json
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig, planning
 from tpu_embed import optimizers as o
+from tpu_embed.planning.sizes import readable
 
 DLRM_ROWS = [
     *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956),
@@ -113,13 +116,103 @@ def test_dlrm_is_refused_on_four_v5e_with_figures():
     features, batch = _dlrm()
     found = planning.plan(features, o.Adagrad(0.005), "v5e:2x2", batch)
     with pytest.raises(
-        ValueError, match=r"at most 16\.0 GiB a device, got .* too much; .* devices"
+        ValueError, match=r"at most 15\.8 GiB a device, got .* too much; .* devices"
     ):
         found.check()
-    both = next(remedy for remedy in found.remedies() if remedy.startswith("both"))
-    assert "still too much" in both
-    few = planning.plan(features, o.Adagrad(0.005), "v5e:2x2", batch, memory=40 * 2**30)
-    assert any(remedy.endswith("would fit") for remedy in few.remedies())
+    assert json.loads(found.to_json())["remedies"] == list(found.remedies)
+    (devices,) = [remedy for remedy in found.remedies if "16 devices" in remedy]
+    larger = planning.plan(features, o.Adagrad(0.005), "v5e:4x4", batch)
+    assert larger.fits
+    assert devices.endswith(f": {readable(larger.bytes_per_device)}, would fit")
+
+
+def _changed(features, **changes):
+    tables = {n: dataclasses.replace(f.table, **changes) for n, f in features.items()}
+    return {n: dataclasses.replace(f, table=tables[n]) for n, f in features.items()}
+
+
+CHANGES = {
+    "no replicated": {"placement": "mod"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "row-wise": {"optimizer": o.RowWiseAdagrad()},
+}
+CHANGES["all changes"] = CHANGES["no replicated"] | CHANGES["bfloat16"] | CHANGES["row-wise"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("ids", ["real", "shapes"])
+def test_a_remedy_is_what_a_plan_of_it_says(change, ids):
+    tables = {
+        "a": TableConfig(2**14, 64, name="a"),
+        "b": TableConfig(2**11, 32, name="b", placement="replicated"),
+    }
+    features = {name: FeatureConfig(table) for name, table in tables.items()}
+    batch: Any = {name: np.arange(64).reshape(32, 2) for name in features}
+    if ids == "shapes":
+        batch = {name: jax.ShapeDtypeStruct((32, 2), np.int32) for name in features}
+    whole = planning.plan(features, o.Adam(0.1), "v5e:2x2", batch)
+    alike = planning.plan(_changed(features, **CHANGES[change]), o.Adam(0.1), "v5e:2x2", batch)
+    assert alike.bytes_per_device < whole.bytes_per_device
+    for room, word in {0: "would fit", -1: "still too much"}.items():
+        memory = alike.bytes_per_device + room
+        found = planning.plan(features, o.Adam(0.1), "v5e:2x2", batch, memory=memory)
+        (remedy,) = [remedy for remedy in found.remedies if remedy.startswith(change)]
+        assert remedy.endswith(f": {readable(alike.bytes_per_device)}, {word}")
+
+
+def test_remedies_are_only_those_there_are():
+    """More devices hold no more replicated rows; SGD has no slots; int32 numbers no more rows."""
+    features = {
+        "x": FeatureConfig(TableConfig(2**20, 128, dtype="bfloat16", placement="replicated"))
+    }
+    batch = {"x": jax.ShapeDtypeStruct((16, 2), np.int32)}
+    found = planning.plan(features, o.SGD(), "v5e:2x2", batch, memory=2**27)
+    first, second = found.remedies
+    assert first == (
+        "16 devices, the same global batch: 256.0 MiB of tables and slots alone, still too much"
+    )
+    assert second.startswith("no replicated tables")
+    assert second.endswith("would fit")
+    vast = {"x": FeatureConfig(TableConfig(2**31 - 8, 4, dtype="bfloat16"))}
+    assert planning.plan(vast, None, 8, batch, memory=2**20).remedies == ()
+    two = AbstractMesh((2, 4), ("data", "model"))
+    assert planning.plan(vast, None, two, batch, memory=2**20).remedies == ()
+
+
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v5e:2x2"])
+def test_a_mesh_of_tpus_is_planned_as_their_topology(topology):
+    kind = planning.Topology(topology).chip.device_kind
+    device = AbstractDevice(kind, num_cores=None, platform="tpu")
+    mesh = AbstractMesh((4,), ("d",), abstract_device=device)
+    batch = {name: np.zeros((16, 2), np.int32) for name in FEATURES}
+    found = planning.plan(FEATURES, o.Adagrad(), mesh, batch)
+    expected = planning.plan(FEATURES, o.Adagrad(), topology, batch)
+    assert (found.held, found.passing) == (expected.held, expected.passing)
+    assert found.target == f"4 × {kind}"
+    assert found.memory is None
+
+
+def test_slots_of_a_whole_stack_and_of_two_axes_are_held_too():
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
+    tables = {
+        "a": TableConfig(1001, 8, name="a", shard_axes="model"),
+        "b": TableConfig(33, 1, name="b", dtype="bfloat16", placement="div"),
+        "c": TableConfig(9, 130, name="c", placement="replicated"),
+    }
+    features = {name: FeatureConfig(table) for name, table in tables.items()}
+    batch = {name: np.zeros((16, 2), np.int32) for name in features}
+    found = planning.plan(features, optax.adam(0.1), mesh, batch)
+    engine = tpu_embed.EmbeddingEngine(features, optax.adam(0.1), mesh=mesh)
+    state = jax.eval_shape(engine.init, jax.random.key(0))
+    shards = {group.name: group.num_shards for group in engine.layout.groups}
+    rows = {group.name: group.physical_rows for group in engine.layout.groups}
+    held = 0
+    for stack, slots in state.slots.items():
+        for slot in slots.values():
+            split = shards[stack] if slot.shape[:1] == (rows[stack],) else 1
+            held += slot.size * slot.dtype.itemsize // split
+    assert found.held["slots"] == held
+    assert found.spec == engine.place(batch).spec
 
 
 def test_explained():
@@ -130,8 +223,28 @@ def test_explained():
     assert line == "t05 float32 replicated tiny, 1.5 KiB 3 128 3 0 4.0 KiB 4.0 KiB".split()
     assert text.count("█") > 8
     assert "… and 56 more like them" in text
-    assert text.rstrip().endswith("of 95.0 GiB a device")
+    assert text.rstrip().endswith("of 95.7 GiB a device")
     assert max(len(line) for line in text.splitlines()) <= 120
+
+
+def test_explained_names_are_whole_and_no_markup(monkeypatch):
+    """In a notebook, and where colours are asked for, it is plain text."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    long = "user/" * 20 + "id"
+    names = ["[bold]x", ":smile:", long]
+    features = {n: FeatureConfig(TableConfig(123_456_789, 8, name=n)) for n in names}
+    batch = {n: jax.ShapeDtypeStruct((512, 1), np.int32) for n in names}
+    text = planning.plan(features, o.Adagrad(), 512, batch).explain()
+    lines = text.splitlines()
+    assert max(len(line) for line in lines) <= 120
+    assert text.count("123,456,789") == 3
+    assert "…  " not in text
+    assert any(line.startswith("[bold]x  ") for line in lines)
+    assert any(line.startswith(":smile:  ") for line in lines)
+    start = next(i for i, line in enumerate(lines) if line.startswith("user/"))
+    assert "".join(line.split(" ")[0] for line in lines[start:]).startswith(long)
+    assert "\x1b" not in text
 
 
 def test_as_json():
@@ -155,6 +268,14 @@ def test_errors():
     for target in bad:
         with pytest.raises(ValueError, match="target: expected a mesh, a topology or a number"):
             planning.plan(FEATURES, o.Adagrad(), target, batch)
+    bad = [0, -1, True, 2.0, "16 GiB", float("nan")]
+    for memory in bad:
+        with pytest.raises(ValueError, match="memory, bytes of a device: expected an integer >= 1"):
+            planning.plan(FEATURES, o.Adagrad(), 8, batch, memory=memory)
+    for dtype in (np.float32, np.bool_):
+        floats = {name: jax.ShapeDtypeStruct((8, 2), dtype) for name in FEATURES}
+        with pytest.raises(TypeError, match="expected ids of an integer dtype"):
+            planning.plan(FEATURES, o.Adagrad(), 8, floats)
     mixed = {**batch, "mod": jax.ShapeDtypeStruct((8, 2), np.int32)}
     with pytest.raises(ValueError, match="batch: expected ids, or shapes"):
         planning.plan(FEATURES, o.Adagrad(), 2, mixed)

@@ -31,13 +31,13 @@ def test_untiled():
 
 
 def test_readable():
-    assert [readable(n) for n in (0, 1023, 1024, 1.5 * 2**40, 2**60)] == [
-        "0 B", "1023 B", "1.0 KiB", "1.5 TiB", "1048576.0 TiB",
+    assert [readable(n) for n in (0, 1023, 1024, 2**20 - 1, 1.5 * 2**40, 2**60)] == [
+        "0 B", "1023 B", "1.0 KiB", "1.0 MiB", "1.5 TiB", "1048576.0 TiB",
     ]  # fmt: skip
 
 
 # Devices that libtpu 0.0.42 describes.
-DEVICES = {"v2:2x2": 8, "v3:2x2": 8, "v4:2x2x1": 8, "v5e:2x2": 4, "v5p:2x2x1": 4, "v6e:2x2": 4,
+DEVICES = {"v2:2x2": 8, "v3:2x2": 8, "v4:2x2x1": 4, "v5e:2x2": 4, "v5p:2x2x1": 4, "v6e:2x2": 4,
            "tpu7x:2x2x1": 8}  # fmt: skip
 
 
@@ -46,7 +46,20 @@ def test_topologies(name):
     assert Topology(name).devices == DEVICES[name]
 
 
+@pytest.mark.parametrize(("largest", "larger"), [("v5e:16x16", "v5e:32x16"),
+                                                ("v5p:16x20x28", "v5p:16x24x28")])  # fmt: skip
+def test_no_slice_is_larger_than_a_pod(largest, larger):
+    Topology(largest)
+    with pytest.raises(ValueError, match=r"topology: expected at most .* chips, a pod of v5"):
+        Topology(larger)
+
+
+# GiB of a chip's HBM, Cloud TPU documentation, "System architecture"; a part is not for programs.
+MARKETED = {"v2": 16, "v3": 32, "v4": 32, "v5e": 16, "v5p": 95, "v6e": 32, "tpu7x": 192}
+
+
 def test_every_chip_has_memory():
     for name, chip in CHIPS.items():
         topology = Topology(name + ":" + "x".join(["2"] * chip.axes))
-        assert 8 * 2**30 <= topology.memory_per_device <= 96 * 2**30
+        gib = topology.memory_per_device / 2**30
+        assert MARKETED[name] * 0.92 / chip.devices < gib <= 1.01 * MARKETED[name] / chip.devices

@@ -26,7 +26,7 @@ from tpu_embed.kernels.rules import CompiledRule
 
 
 class TableRows(NamedTuple):
-    """This device's shard of a stack: stored rows `[R, D]`, and its slots by name."""
+    """This device's shard of a stack: its rows in their form, and its slots by name."""
 
     table: Array
     slots: dict[str, Array]
@@ -91,8 +91,8 @@ def apply_rule(
 
     Args:
       held: the shard.
-      sums: rows `[U]`, different from each other, U a multiple of `ROW_MULTIPLE`; their gradients
-        `[U, D]`.
+      sums: rows `[U]`, different from each other, the present ones ascending and no farther apart
+        than their numbers are, U a multiple of `ROW_MULTIPLE`; their gradients `[U, D]`.
       group: the stack; it has an optimizer.
       step: int32 `[]`, t.
       learning_rate: scalar.

@@ -27,14 +27,14 @@ from tpu_embed.core.collectives import MeshAxes
 from tpu_embed.core.layout import ROW_MULTIPLE, Group, TableSlice, round_up
 from tpu_embed.core.tables import slot_form, slot_shapes, state_specs
 from tpu_embed.kernels import dispatch, storage
-from tpu_embed.kernels.forms import RowForm
+from tpu_embed.kernels.forms import LINE, RowForm
 
 CHUNK = 2**20
 """Numbers made at a time: bounds the temporaries."""
 
 
 class Made(NamedTuple):
-    """This device's shard of one stack: stored rows `[R, D]`, and slots `[R, …]` by name."""
+    """This device's shard of one stack: its rows in their form, and its slots by name."""
 
     table: Array
     slots: dict[str, Array]
@@ -153,7 +153,8 @@ def _fill(
     `ROW_MULTIPLE`, between barriers: its bits then depend on nothing else in the program.
     """
     first, last = tables[0].offset, tables[-1].offset + tables[-1].rows_per_shard
-    chunk = min(last - first, max(ROW_MULTIPLE, CHUNK // group.dim))
+    width = group.dim if group.packing == "none" else round_up(group.dim, LINE)
+    chunk = min(last - first, max(ROW_MULTIPLE, CHUNK // width))
     numbers = jnp.arange(round_up(chunk, ROW_MULTIPLE), dtype=group.index_dtype)
 
     def write(i: Array, made: Made) -> Made:

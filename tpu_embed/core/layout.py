@@ -189,7 +189,7 @@ def make_groups(
     stacks: dict[Any, list[ResolvedTable]] = {}
     for table in tables:
         key: Any = (table.kind, None if stack_tables else table.name)
-        while key in stacks and _too_many_rows([*stacks[key], table]):
+        while key in stacks and _too_many_rows([*stacks[key], table], packing):
             key = (key, "next")
         stacks.setdefault(key, []).append(table)
     return tuple(
@@ -197,12 +197,18 @@ def make_groups(
     )
 
 
-def _too_many_rows(members: Sequence[ResolvedTable]) -> bool:
-    return sum(table.rows_per_shard for table in members) * members[0].shards > INT32_ROWS
+def _too_many_rows(members: Sequence[ResolvedTable], packing: Packing) -> bool:
+    return _rows(members, packing) * members[0].shards > INT32_ROWS
+
+
+def _rows(members: Sequence[ResolvedTable], packing: Packing) -> int:
+    """Return R of a stack."""
+    rows = sum(table.rows_per_shard for table in members)
+    return rows if packing == "none" else round_up(rows, PACKED_ROWS)
 
 
 def _make_group(name: str, members: Sequence[ResolvedTable], packing: Packing) -> Group:
-    if _too_many_rows(members) and not jax.config.read("jax_enable_x64"):
+    if _too_many_rows(members, packing) and not jax.config.read("jax_enable_x64"):
         what, remedy = f"table {members[0].name!r}", "set jax_enable_x64, or split the table"
         expected = f"at most {INT32_ROWS} rows, padding included, while x64 is off"
         got = f"{members[0].config.vocabulary_size}"
@@ -222,7 +228,7 @@ def _make_group(name: str, members: Sequence[ResolvedTable], packing: Packing) -
         placement=first.config.placement,
         shard_axes=first.shard_axes,
         num_shards=first.shards,
-        rows=round_up(offset, 1 if packing == "none" else PACKED_ROWS),
+        rows=_rows(members, packing),
         quantization=first.config.quantization_config,
         packing=packing,
     )

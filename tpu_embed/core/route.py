@@ -89,7 +89,7 @@ def fetch(table: Array, rows: Array, group: Group, capacity: int) -> tuple[Found
     """Return where the stored row of every id is, after it has come from where it lives.
 
     Args:
-      table: this device's shard, `[R, D]`.
+      table: this device's shard, R rows in the form of the group.
       rows: physical rows `[N]`, `PADDING_ID` for none.
       capacity: C, distinct rows a destination has room for.
 

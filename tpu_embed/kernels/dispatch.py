@@ -1,8 +1,9 @@
-"""Which implementation of a kernel runs on which platform, decided when a program is lowered.
+"""Which implementation of a kernel runs on which platform.
 
-One traced program lowers for CPU, GPU and TPU. The core takes its kernels, and the choice between
-its own ways of an update, from here. On CPU the compiled kernels run, where they were built;
-`reference` says what all mean.
+A program traced for a mesh of CPUs or GPUs lowers for both, and for TPUs: the platform is chosen
+then. One traced for a mesh of TPUs has its rows packed for that chip, and SparseCores' kernels if
+the chip has them. The core takes its kernels, and the choice between its own ways of an update,
+from here. On CPU the compiled kernels run, where they were built; `reference` says what all mean.
 """
 
 from __future__ import annotations
@@ -118,10 +119,17 @@ def write_rows(array: Array, rows: Array, values: Array, form: RowForm) -> Array
       form: how its rows lie.
     """
     if form.in_lines:
-        last = jnp.iinfo(rows.dtype).max
-        rows, order = sort_rows(jnp.where(rows < 0, last, rows))
-        values = values[order]
+        rows, values = _ascending(rows, values)
     return write_ascending_rows(array, rows, values, form)
+
+
+def _ascending(rows: Array, values: Array) -> tuple[Array, Array]:
+    """Return present rows in ascending order, then absent ones; of a repeated row, the first."""
+    absent = jnp.iinfo(rows.dtype).max
+    ordered, first = sort_rows(jnp.where(rows < 0, absent, rows))
+    again = jnp.zeros(rows.shape, bool).at[1:].set(ordered[1:] == ordered[:-1])
+    ordered, then = sort_rows(jnp.where(again, absent, ordered))
+    return ordered, values[first[then]]
 
 
 def write_ascending_rows(array: Array, rows: Array, values: Array, form: RowForm) -> Array:

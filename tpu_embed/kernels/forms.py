@@ -5,9 +5,9 @@ reading a row of `[R, 16]` means to transpose it all. So rows of 32-bit words li
 other in an array of lines, `[L, 128]`, which a TPU stores without gaps:
 
 - `"words"`, for SparseCores, which read any contiguous words: a row is padded to a multiple of
-  `sparsecore.WORDS`;
-- `"lanes"`, for TensorCores, which read lines: a line has a power of two of rows, or a row has
-  whole lines (one below the other then, `[R, 256]`).
+  `sparsecore.WORDS`, a very long one to whole lines;
+- `"lanes"`, for TensorCores, which read lines: a line has one, two or four rows, or a row has whole
+  lines (one below the other then, `[R, 256]`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,12 @@ LINE = 128
 PACKED_ROWS = 128
 """Packed arrays have a multiple of so many rows: whole tiles of 8 lines, whatever D."""
 
-_LEAST_LANES = 8
-"""Words of the shortest row in a line: a line has 16 rows at most."""
+_LEAST_LANES = 32
+"""Words of the shortest row in a line: a line that is written is put together from 4 rows at most.
+"""
+
+_LONG = 1024
+"""Words from which on a row has whole lines, so that it can be cut into few pieces."""
 
 
 def packing_of(device: Any) -> Packing:
@@ -80,7 +84,8 @@ class RowForm:
         """The 32-bit words of a packed row."""
         used = -(-math.prod(self.shape) * self.dtype.itemsize // 4)
         if self.packing == "words":
-            return -(-used // WORDS) * WORDS
+            unit = LINE if used > _LONG else WORDS
+            return -(-used // unit) * unit
         if used > LINE:
             return -(-used // LINE) * LINE
         return max(_LEAST_LANES, 2 ** (used - 1).bit_length())
@@ -103,8 +108,8 @@ class RowForm:
     def by_row(self, array: Any) -> Any:
         """Return the array (NumPy or JAX) with a row a row: `[R, words]` if packed, else as it is.
 
-        No bytes move; on a TPU, as long as nothing but `sparsecore` reads the result, or a row has
-        whole lines.
+        On a TPU no bytes move if `sparsecore` reads the result, or a row has whole lines; for
+        anything else XLA makes a copy, each of whose rows takes whole lines.
         """
         return array.reshape(-1, self.words) if self.packed else array
 

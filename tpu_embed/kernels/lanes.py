@@ -13,8 +13,7 @@ import jax.numpy as jnp
 
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.kernels import reference
-
-_LINE = 128
+from tpu_embed.kernels.forms import LINE
 
 
 def gather_rows(lines: Array, rows: Array, words: int) -> Array:
@@ -28,7 +27,7 @@ def gather_rows(lines: Array, rows: Array, words: int) -> Array:
     Returns:
       `[N, words]`.
     """
-    a_line = _LINE // words
+    a_line = LINE // words
     found = reference.gather_rows(lines, _lines_of(rows, a_line, lines.shape[0]))
     place = (rows % a_line)[:, None]
     chosen = jnp.zeros((rows.shape[0], words), lines.dtype)
@@ -46,10 +45,10 @@ def set_rows(lines: Array, rows: Array, values: Array) -> Array:
         `rows` than their numbers are.
       values: `[U, words]`, in the dtype of the lines.
     """
-    words, a_line = values.shape[1], _LINE // values.shape[1]
+    words, a_line = values.shape[1], LINE // values.shape[1]
     line, place = _lines_of(rows, a_line, lines.shape[0]), (rows % a_line)[:, None]
     wide = jnp.concatenate([values] * a_line, axis=1)
-    lane = jnp.arange(_LINE) // words
+    lane = jnp.arange(LINE) // words
     new = reference.gather_rows(lines, line)
     for shift in range(1 - a_line, a_line):
         same = (_shifted(line, shift, -1) == line)[:, None]

@@ -22,31 +22,32 @@ class Chip:
     """One generation of TPU.
 
     Attributes:
-      memory: bytes of HBM of a chip.
-      devices: JAX devices a chip, as ahead-of-time compilation counts them.
+      memory: GiB of HBM that a JAX device has for programs.
+      pod: chips of a whole pod; no slice has more.
+      devices: JAX devices a chip.
       axes: sizes that a topology's name has.
-      sparse_cores: of a chip.
       device_kind: its devices' name in JAX.
     """
 
-    memory: int
+    memory: float
+    pod: int
     devices: int
     axes: int
-    sparse_cores: int
     device_kind: str
 
 
 CHIPS = {
-    "v2": Chip(16 * GIB, devices=2, axes=2, sparse_cores=0, device_kind="TPU v2"),
-    "v3": Chip(32 * GIB, devices=2, axes=2, sparse_cores=0, device_kind="TPU v3"),
-    "v4": Chip(32 * GIB, devices=2, axes=3, sparse_cores=4, device_kind="TPU v4"),
-    "v5e": Chip(16 * GIB, devices=1, axes=2, sparse_cores=0, device_kind="TPU v5 lite"),
-    "v5p": Chip(95 * GIB, devices=1, axes=3, sparse_cores=4, device_kind="TPU v5"),
-    "v6e": Chip(32 * GIB, devices=1, axes=2, sparse_cores=2, device_kind="TPU v6 lite"),
-    "tpu7x": Chip(192 * GIB, devices=2, axes=3, sparse_cores=4, device_kind="TPU7x"),
+    "v2": Chip(7.48, 256, devices=2, axes=2, device_kind="TPU v2"),
+    "v3": Chip(15.48, 1024, devices=2, axes=2, device_kind="TPU v3"),
+    "v4": Chip(30.75, 4096, devices=1, axes=3, device_kind="TPU v4"),
+    "v5e": Chip(15.75, 256, devices=1, axes=2, device_kind="TPU v5 lite"),
+    "v5p": Chip(95.74, 8960, devices=1, axes=3, device_kind="TPU v5"),
+    "v6e": Chip(31.25, 256, devices=1, axes=2, device_kind="TPU v6 lite"),
+    "tpu7x": Chip(94.75, 9216, devices=2, axes=3, device_kind="TPU7x"),
 }
-"""By name. Memory and SparseCores: Cloud TPU documentation, "System architecture"; devices: what
-libtpu 0.0.42 describes for a topology."""
+"""By name. Memory: what libtpu 0.0.42 says is available when a program needs more. Pods: Cloud TPU
+documentation, "System architecture". The two cores of a v4 or v5p chip are one device ("megacore").
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Topology:
       name: `chip:sizes`.
 
     Raises:
-      ValueError: another name.
+      ValueError: another name, or more chips than a pod has.
 
     Example:
       >>> topology = Topology("v5p:4x4x4")
@@ -70,13 +71,17 @@ class Topology:
     def __post_init__(self) -> None:
         kind, _, sizes = str(self.name).partition(":")
         known = CHIPS.get(kind)
-        if known is None or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sizes):
+        if known is None or not re.fullmatch(r"[1-9][0-9]{0,8}(x[1-9][0-9]{0,8})*", sizes):
             got, remedy = repr(self.name), "for example v5p:4x4x4 or v6e:16x16"
-            expected = f"a chip among {', '.join(CHIPS)}, a colon, and its sizes"
+            expected = f"a chip among {', '.join(CHIPS)}, a colon, and its sizes from 1"
             raise ValueError(message("topology", expected=expected, got=got, remedy=remedy))
         if len(self.shape) != known.axes:
             expected = f"{known.axes} sizes for {kind}"
             remedy = f"for example {kind}:" + "x".join("2" for _ in range(known.axes))
+            raise ValueError(message("topology", expected=expected, got=self.name, remedy=remedy))
+        if math.prod(self.shape) > known.pod:
+            expected = f"at most {known.pod:,} chips, a pod of {kind}"
+            remedy = "for several slices give the number of their devices"
             raise ValueError(message("topology", expected=expected, got=self.name, remedy=remedy))
 
     @property
@@ -97,4 +102,4 @@ class Topology:
     @property
     def memory_per_device(self) -> int:
         """Bytes of HBM of one JAX device."""
-        return self.chip.memory // self.chip.devices
+        return int(self.chip.memory * GIB)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import importlib.util
 import os
 import time
 from collections.abc import Callable
@@ -153,7 +154,7 @@ def _lowered(engine: EmbeddingEngine, planned: Plan, loss: Callable[[PyTree], Ar
 def describe_topology(topology: Topology) -> list[Any]:
     """Return the devices of a topology, none of which need exist.
 
-    It sets the environment variables that libtpu asks for, where they are not set.
+    While it runs, environment variables that libtpu asks for are set, where they were not.
 
     Args:
       topology: which.
@@ -163,19 +164,24 @@ def describe_topology(topology: Topology) -> list[Any]:
     """
     from jax.experimental import topologies
 
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    if importlib.util.find_spec("libtpu") is None:
+        got, remedy = "none", 'pip install "tpu-embed[tpu]"'
+        raise RuntimeError(message("libtpu", expected="it installed", got=got, remedy=remedy))
+    missing = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
+    os.environ.update(missing)
+    options = {"chip_config_name": "megacore"} if topology.name.startswith("v4:") else {}
     try:
-        described = topologies.get_topology_desc(platform="tpu", topology_name=topology.name)
+        described = topologies.get_topology_desc(
+            platform="tpu", topology_name=topology.name, **options
+        )
     except Exception as error:
-        raise RuntimeError(
-            message(
-                f"topology {topology.name}",
-                expected="libtpu, and a topology that it knows",
-                got=f"{type(error).__name__}: {error}",
-                remedy='install it with pip install "tpu-embed[tpu]"',
-            )
-        ) from error
+        expected, got = "one that libtpu knows", f"{type(error).__name__}: {error}"
+        remedy = "take the sizes of a slice that Google offers"
+        what = f"topology {topology.name}"
+        raise RuntimeError(message(what, expected=expected, got=got, remedy=remedy)) from error
+    finally:
+        for name in missing:
+            del os.environ[name]
     return list(described.devices)
 
 

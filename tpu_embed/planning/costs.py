@@ -15,7 +15,7 @@ from tpu_embed.core.batch import parts
 from tpu_embed.core.batch_spec import BatchSpec
 from tpu_embed.core.layout import Group, Layout
 from tpu_embed.core.tables import slot_form, slot_shapes
-from tpu_embed.kernels.forms import LINE, RowForm
+from tpu_embed.kernels.forms import LINE, PACKED_ROWS, RowForm
 from tpu_embed.planning.sizes import untiled_bytes
 
 __all__ = ["Size", "array_bytes", "moved", "passing", "sent", "slot_bytes"]
@@ -79,20 +79,29 @@ def _moving_rows(layout: Layout, spec: BatchSpec, g: int) -> tuple[int, int, int
     """Return the rows of a stack that a device asks for, sends sums of, receives, and updates."""
     group, capacity = layout.groups[g], spec.groups[g]
     sources = layout.axes.size(layout.axes.other_batch_axes(group.shard_axes))
-    asked, partials = group.num_shards * capacity.rows, group.num_shards * capacity.partials
+    asked = group.num_shards * capacity.rows if group.num_shards > 1 else 0
+    partials = group.num_shards * capacity.partials
     received = sources * partials if partials else spec.ids(g)
     return asked, partials, received, min(received, group.rows)
 
 
 def sent(layout: Layout, spec: BatchSpec) -> dict[str, int]:
-    """Return the bytes that a device sends in a step: an exchange keeps one part in S at home."""
+    """Return the bytes that a device sends in a step: an exchange keeps one part in S at home.
+
+    Sums that reach one shard's copies, on axes that do not split the rows, go on to all of them.
+    """
     total = {"ids": 0, "rows": 0, "gradients": 0}
     for group, capacity in zip(layout.groups, spec.groups, strict=True):
         others, index = group.num_shards - 1, group.index_dtype.itemsize
         width = group.dim * group.compute_dtype.itemsize
+        row = array_bytes(group.form, PACKED_ROWS, untiled_bytes) // PACKED_ROWS
+        one_sum = array_bytes(group.sums_form, PACKED_ROWS, untiled_bytes) // PACKED_ROWS + index
+        copies = layout.axes.size(layout.axes.other_batch_axes(group.shard_axes)) - 1
         total["ids"] += others * capacity.rows * index
-        total["rows"] += others * capacity.rows * group.dim * _stored(group).itemsize
-        total["gradients"] += others * capacity.partials * (width + index)
+        total["rows"] += others * capacity.rows * row
+        total["gradients"] += others * capacity.partials * one_sum
+        if others:
+            total["gradients"] += copies * group.num_shards * capacity.partials * one_sum
         if not others and layout.axes.replicas > 1:
             blocks = max(layout.sum_blocks, layout.axes.replicas)
             total["gradients"] += (

@@ -20,6 +20,7 @@ from tpu_embed.core.batch_spec import BatchSpec, GroupSpec, roomy, worst_case
 from tpu_embed.core.ids import dense_form, host_ids
 from tpu_embed.core.layout import Group, Layout
 from tpu_embed.core.structure import Structure
+from tpu_embed.core.valid_ids import Feature, check_dtype
 
 __all__ = ["spec_of"]
 
@@ -37,6 +38,7 @@ def spec_of(declared: Structure, layout: Layout, batch: PyTree) -> BatchSpec:
       a spec in buckets with room for chance, as `EmbeddingEngine.place` makes them.
 
     Raises:
+      TypeError: another kind of container, or ids that are not integers.
       ValueError: ids beside shapes, another structure, a batch size that does not divide.
     """
     leaves = declared.match(batch, what="batch")
@@ -60,12 +62,13 @@ def _exact(layout: Layout, leaves: list[Any]) -> BatchSpec:
 
 
 def _expected(layout: Layout, shapes: list[jax.ShapeDtypeStruct]) -> BatchSpec:
-    forms = tuple(
-        dense_form(f"feature {feature.path!r}", feature.config, leaf.shape, weighted=False)
-        for feature, leaf in zip(layout.features, shapes, strict=True)
-    )
+    forms = []
+    for feature, leaf in zip(layout.features, shapes, strict=True):
+        path = f"feature {feature.path!r}"
+        check_dtype(Feature(path, feature.config, feature.table.name), leaf)  # type: ignore[arg-type]
+        forms.append(dense_form(path, feature.config, leaf.shape, weighted=False))
     bare = tuple(GroupSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.groups)))
-    spec = BatchSpec(layout.axes.replicas, forms, bare)
+    spec = BatchSpec(layout.axes.replicas, tuple(forms), bare)
     spec.check_batch([feature.path for feature in layout.features])
     groups = tuple(
         dataclasses.replace(one, **_capacities(spec, layout, g, group))

@@ -26,7 +26,7 @@ def explained(plan: Any) -> str:
     Args:
       plan: a `Plan`.
     """
-    console = Console(file=io.StringIO(), width=_WIDTH, highlight=False)
+    console = _console()
     console.print(
         f"{plan.target}: {plan.devices} device(s), global batch {plan.batch:,}, "
         f"{len(plan.tables)} table(s) in {plan.stacks} stack(s)\n"
@@ -38,10 +38,24 @@ def explained(plan: Any) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def _console() -> Console:
+    """Return one that writes plain text, in a notebook too; brackets in a name are no markup."""
+    return Console(
+        file=io.StringIO(),
+        width=_WIDTH,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        color_system=None,
+        force_terminal=False,
+        force_jupyter=False,
+    )
+
+
 def _tables(plan: Any) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in _WORDS:
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, overflow="fold")
     for name in _FIGURES:
         table.add_column(name, justify="right", no_wrap=True)
     for one in plan.tables:

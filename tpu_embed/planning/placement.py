@@ -7,9 +7,9 @@ Called by users before they make an engine, by `TPUEmbedding`, and by `plan.py`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from jax.sharding import Mesh
 
 from tpu_embed._types import PyTree
@@ -20,7 +20,7 @@ from tpu_embed.core.structure import Structure
 from tpu_embed.optimizers import TableOptimizer
 from tpu_embed.planning.sizes import readable
 
-__all__ = ["REPLICATED_BYTES", "placements", "resolve", "with_placements"]
+__all__ = ["REPLICATED_BYTES", "placements", "resolve", "with_placements", "with_tables"]
 
 REPLICATED_BYTES = 2**16
 """A table of at most so many bytes is replicated, all of them together up to 1,024 times as many.
@@ -91,10 +91,20 @@ def with_placements(declared: Structure, chosen: dict[str, str]) -> PyTree:
       declared: the features.
       chosen: table -> placement.
     """
+    return with_tables(declared, {name: {"placement": where} for name, where in chosen.items()})
+
+
+def with_tables(declared: Structure, changes: Mapping[str, Mapping[str, Any]]) -> PyTree:
+    """Return the feature configs with some tables changed.
+
+    Args:
+      declared: the features.
+      changes: table -> field of `TableConfig` -> value.
+    """
     new = {
-        id(table): dataclasses.replace(table, name=name, placement=chosen[name])
+        id(table): dataclasses.replace(table, name=name, **changes[name])
         for name, table in zip(declared.table_names, declared.tables, strict=True)
-        if name in chosen
+        if name in changes
     }
     return declared.unflatten(
         [
@@ -106,17 +116,18 @@ def with_placements(declared: Structure, chosen: dict[str, str]) -> PyTree:
 
 def _against_replication(table: TableConfig, optimizer: Any, devices: int, left: int) -> str:
     """Return why a table is not replicated; "" where nothing speaks against it."""
-    rule = optimizer if table.optimizer is None else table.optimizer
     if devices == 1:
         return "one device"
     if table.shard_axes is not None:
         return "shard_axes given"
     if _bytes(table) > REPLICATED_BYTES:
         return f"{readable(_bytes(table))}, over {readable(REPLICATED_BYTES)}"
-    if isinstance(rule, TableOptimizer) and not rule.use_gradient_accumulation:
+    rule = optimizer if table.optimizer is None else table.optimizer
+    accumulates = not isinstance(rule, TableOptimizer) or rule.use_gradient_accumulation
+    if table.trainable and not accumulates:
         return "its optimizer does not accumulate gradients"
     return "" if _bytes(table) <= left else "enough tables are replicated"
 
 
 def _bytes(table: TableConfig) -> int:
-    return int(np.prod([table.vocabulary_size, table.dim], dtype=np.int64)) * _ITEMSIZE[table.dtype]
+    return table.vocabulary_size * table.dim * _ITEMSIZE[table.dtype]

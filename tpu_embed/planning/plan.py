@@ -7,28 +7,34 @@ Enters: feature configs, an optimizer, a mesh or a topology, a batch or its shap
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
-from tpu_embed._checks import is_int, message
+from tpu_embed._checks import check_int, is_int, message
 from tpu_embed._types import PyTree
 from tpu_embed.core import structure
 from tpu_embed.core.batch_spec import BatchSpec
-from tpu_embed.core.collectives import MeshAxes, make_axes
-from tpu_embed.core.layout import Layout
+from tpu_embed.core.collectives import MeshAxes
+from tpu_embed.core.layout import Group, Layout
 from tpu_embed.core.resolve import make_layout
+from tpu_embed.core.structure import Structure
+from tpu_embed.core.tables import slot_shapes
+from tpu_embed.kernels.forms import packing_of
+from tpu_embed.optimizers import RowWiseAdagrad
 from tpu_embed.planning import costs
 from tpu_embed.planning.chips import Topology
 from tpu_embed.planning.demand import spec_of
-from tpu_embed.planning.placement import placements, with_placements
+from tpu_embed.planning.placement import placements, with_placements, with_tables
 from tpu_embed.planning.sizes import readable, tiled_bytes, untiled_bytes
 
 __all__ = ["Plan", "TablePlan", "plan"]
 
-Target = Mesh | Topology | str | int
+Target = Mesh | AbstractMesh | Topology | str | int
 """A mesh, a topology or its name, or a number of devices."""
 
 
@@ -46,7 +52,7 @@ class TablePlan:
       rows: rows a device holds, padding included.
       padding: of all devices' rows, those that are no row of the table.
       table_bytes: of a device.
-      slot_bytes: of a device.
+      slot_bytes: of a device, of those slots that have its rows.
     """
 
     name: str
@@ -79,6 +85,8 @@ class Plan:
       moved: bytes a device's memory must read and write in a step for the rows that are touched, by
         what: lookup, update, exchange. What a compiled step moves is compared with it.
       spec: the shape of the step's program.
+      remedies: where it does not fit, what would, or comes nearest, each planned: more devices,
+        fewer bytes a row.
     """
 
     target: str
@@ -92,6 +100,7 @@ class Plan:
     sent: dict[str, int]
     moved: dict[str, int]
     spec: BatchSpec = dataclasses.field(repr=False)
+    remedies: tuple[str, ...] = ()
 
     @property
     def bytes_per_device(self) -> int:
@@ -130,29 +139,9 @@ class Plan:
                     expected=f"at most {readable(self.memory)} a device",
                     got=f"{readable(self.bytes_per_device)}, "
                     f"{readable(self.bytes_per_device - self.memory)} too much",
-                    remedy="; ".join(self.remedies()),
+                    remedy="; ".join(self.remedies),
                 )
             )
-
-    def remedies(self) -> list[str]:
-        """Return what would make it fit, or come nearest: more devices, less bytes a row."""
-        assert self.memory is not None, "without a memory everything fits"
-        passing = sum(self.passing.values())
-        table, slots = self.held["tables"], self.held["slots"]
-        found = []
-        if self.memory > passing:
-            devices = -(-self.devices * (table + slots) // (self.memory - passing))
-            found.append(f"{devices} devices or more, at this batch a device, would hold it")
-        narrow = {
-            "bfloat16 tables": table // 2 + slots,
-            "row-wise slots (RowWiseAdagrad)": table + slots // 64,
-            "both": table // 2 + slots // 64,
-        }
-        for what, held in narrow.items():
-            size = held + passing
-            word = "would fit" if size <= self.memory else "still too much"
-            found.append(f"{what}: {readable(size)}, {word}")
-        return found
 
 
 def plan(
@@ -168,7 +157,8 @@ def plan(
     Args:
       feature_config: as for `EmbeddingEngine`; `placement="auto"` is resolved.
       optimizer: as for `EmbeddingEngine`.
-      target: a mesh; a TPU topology such as `"v5p:4x4x4"`; or a number of devices.
+      target: a mesh, or an abstract one; a TPU topology such as `"v5p:4x4x4"`; or a number of
+        devices.
       batch: the global batch, in the structure of the features: ids, from which the exchange is
         counted, or `jax.ShapeDtypeStruct`s of dense ids, which are taken to be uniform.
       memory: bytes of a device; None: a topology's, else not known.
@@ -177,6 +167,7 @@ def plan(
       the plan, whether it fits or not: `check` it.
 
     Raises:
+      TypeError: a batch in other containers, or of ids that are not integers.
       ValueError: configs, batch or target that no engine would take.
 
     Example:
@@ -188,60 +179,188 @@ def plan(
       >>> found.held["tables"], found.held["slots"], found.fits
       (64028672, 64028672, True)
     """
-    name, axes, known = read_target(target)
+    if memory is not None:
+        memory = check_int("memory, bytes of a device", memory, minimum=1)
+    name, axes, known, most = read_target(target)
     declared = structure.flatten(feature_config)
-    chosen = placements(declared, optimizer, devices=axes.mesh.size)
-    where = {table: placement for table, (placement, _) in chosen.items()}
-    why = {table: reason for table, (_, reason) in chosen.items()}
-    declared = structure.flatten(with_placements(declared, where))
-    tpu = isinstance(target, (str, Topology))
-    layout = make_layout(declared, optimizer, axes, sum_blocks=8, stack_tables=True)
-    spec = spec_of(declared, layout, batch)
-    size = tiled_bytes if tpu else untiled_bytes
-    held = {
-        "tables": sum(costs.array_bytes(g.form, g.rows, size) for g in layout.groups),
-        "slots": sum(costs.slot_bytes(g, g.rows, size) for g in layout.groups),
-    }
-    return Plan(
-        target=name,
-        devices=axes.mesh.size,
-        memory=known if memory is None else memory,
-        batch=spec.batch,
-        tables=tuple(_table(layout, name, why, size) for name in declared.table_names),
-        stacks=len(layout.groups),
-        held=held,
-        passing=costs.passing(layout, spec, size),
-        sent=costs.sent(layout, spec),
-        moved=costs.moved(layout, spec),
-        spec=spec,
-    )
+    known = known if memory is None else memory
+    request = _Request(name, axes, known, most, declared, optimizer, batch)
+    found = request.plan()
+    if found.fits:
+        return found
+    return dataclasses.replace(found, remedies=_remedies(request, found.batch))
 
 
-def read_target(target: Target) -> tuple[str, MeshAxes, int | None]:
-    """Return a target's name, its axes, and the bytes of a device where they are known.
+def read_target(target: Target) -> tuple[str, MeshAxes, int | None, int | None]:
+    """Return a target's name, its axes, the bytes of a device, and how many devices there can be.
+
+    The last two are None where nobody knows.
 
     Raises:
       ValueError: what is no mesh, topology, or number of devices.
     """
-    if isinstance(target, Mesh):
-        device = target.devices.flat[0]
-        return f"{target.size} × {device.device_kind}", make_axes(target, None), None
+    if isinstance(target, (Mesh, AbstractMesh)) and target.axis_names:
+        kind = getattr(target.abstract_mesh.abstract_device, "device_kind", "device")
+        axes = MeshAxes(target, target.axis_names)  # type: ignore[arg-type]
+        return f"{target.size} × {kind}", axes, None, None
     if isinstance(target, (str, Topology)):
         topology = target if isinstance(target, Topology) else Topology(target)
-        axes = _abstract_axes(topology.devices, topology.chip.device_kind)
-        return topology.name, axes, topology.memory_per_device
-    if not is_int(target) or target < 1:
+        chip = topology.chip
+        axes = _abstract_axes(topology.devices, chip.device_kind)
+        return topology.name, axes, topology.memory_per_device, chip.pod * chip.devices
+    if not is_int(target) or target < 1:  # type: ignore[operator]
         expected = "a mesh, a topology or a number of devices"
         remedy = "for example v5p:4x4x4, or 8"
         raise ValueError(message("target", expected=expected, got=repr(target), remedy=remedy))
-    return f"{target} devices", _abstract_axes(int(target)), None
+    devices = int(target)  # type: ignore[arg-type]
+    return f"{devices} device{'s' * (devices > 1)}", _abstract_axes(devices), None, None
 
 
-def _abstract_axes(devices: int, device_kind: str | None = None) -> MeshAxes:
+def _abstract_axes(devices: int, device_kind: str | None = None, name: str = "devices") -> MeshAxes:
     """Return one axis over devices that nobody has."""
     device = device_kind and AbstractDevice(device_kind, num_cores=None, platform="tpu")
-    mesh = AbstractMesh((devices,), ("devices",), abstract_device=device or None)
+    mesh = AbstractMesh((devices,), (name,), abstract_device=device or None)
     return MeshAxes(mesh, mesh.axis_names)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Request:
+    """All that a plan is made from."""
+
+    target: str
+    axes: MeshAxes
+    memory: int | None
+    most: int | None
+    declared: Structure
+    optimizer: Any
+    batch: PyTree
+
+    @functools.cached_property
+    def placed(self) -> tuple[Structure, dict[str, str]]:
+        """The features without "auto", and why their tables are where they are."""
+        chosen = placements(self.declared, self.optimizer, devices=self.axes.mesh.size)
+        where = {table: placement for table, (placement, _) in chosen.items()}
+        why = {table: reason for table, (_, reason) in chosen.items()}
+        return structure.flatten(with_placements(self.declared, where)), why
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """Where the rows are."""
+        declared, _ = self.placed
+        return make_layout(declared, self.optimizer, self.axes, sum_blocks=8, stack_tables=True)
+
+    @property
+    def size(self) -> costs.Size:
+        """The bytes of an array on such a device."""
+        return untiled_bytes if packing_of(self.axes.device) == "none" else tiled_bytes
+
+    @functools.cached_property
+    def held(self) -> dict[str, int]:
+        """What a device holds, whatever the batch."""
+        groups = self.layout.groups
+        return {
+            "tables": sum(costs.array_bytes(g.form, g.rows, self.size) for g in groups),
+            "slots": sum(_slots(g, self.size) for g in groups),
+        }
+
+    @functools.cached_property
+    def spec(self) -> BatchSpec:
+        """The shape of the step's program."""
+        declared, _ = self.placed
+        return spec_of(declared, self.layout, self.batch)
+
+    @functools.cached_property
+    def passing(self) -> dict[str, int]:
+        """What a device needs during a step."""
+        return costs.passing(self.layout, self.spec, self.size)
+
+    def plan(self) -> Plan:
+        """Return the plan, without remedies."""
+        declared, why = self.placed
+        layout, size, spec = self.layout, self.size, self.spec
+        return Plan(
+            target=self.target,
+            devices=self.axes.mesh.size,
+            memory=self.memory,
+            batch=spec.batch,
+            tables=tuple(_table(layout, name, why, size) for name in declared.table_names),
+            stacks=len(layout.groups),
+            held=self.held,
+            passing=self.passing,
+            sent=costs.sent(layout, spec),
+            moved=costs.moved(layout, spec),
+            spec=spec,
+        )
+
+    def changed(self, changes: Mapping[str, Mapping[str, Any]]) -> _Request:
+        """Return the request with some fields of some tables changed."""
+        feature_config = with_tables(self.declared, changes)
+        return dataclasses.replace(self, declared=structure.flatten(feature_config))
+
+
+def _slots(group: Group, size: costs.Size) -> int:
+    """Return the bytes of a stack's slots, those that have no rows too."""
+    whole = [slot for slot in slot_shapes(group).values() if not slot.per_row]
+    return costs.slot_bytes(group, group.rows, size) + sum(
+        size(slot.shape, np.dtype(slot.dtype)) for slot in whole
+    )
+
+
+def _remedies(request: _Request, batch: int) -> tuple[str, ...]:
+    """Return what would make it fit, or come nearest; each is planned."""
+    tables = dict(zip(request.declared.table_names, request.declared.tables, strict=True))
+    replicated = [name for name, table in tables.items() if table.placement == "replicated"]
+    wider = [name for name, table in tables.items() if table.dtype != "bfloat16"]
+    slotted = [t.name for g in request.layout.groups if _has_wide_slots(g) for t in g.tables]
+    changes: dict[str, dict[str, dict[str, Any]]] = {
+        'no replicated tables (placement="mod")': {n: {"placement": "mod"} for n in replicated},
+        "bfloat16 tables": {name: {"dtype": "bfloat16"} for name in wider},
+        "row-wise slots (RowWiseAdagrad)": {n: {"optimizer": RowWiseAdagrad()} for n in slotted},
+    }
+    changes = {what: new for what, new in changes.items() if new}
+    if len(changes) > 1:
+        parts = list(changes.values())
+        changes["all changes of tables"] = {
+            name: {field: value for part in parts for field, value in part.get(name, {}).items()}
+            for name in tables
+        }
+    found = [_judged(what, request.changed(new))[0] for what, new in changes.items()]
+    return tuple(text for text in (_more_devices(request, batch), *found) if text)
+
+
+def _has_wide_slots(group: Group) -> bool:
+    """Tell whether an optimizer keeps more than one number a row."""
+    return any(slot.per_row and slot.shape for slot in slot_shapes(group).values())
+
+
+def _more_devices(request: _Request, batch: int) -> str:
+    """Return the fewest devices that hold it, doubled as long as they divide the batch, in words.
+
+    A mesh of several axes could grow along any of them: "" then.
+    """
+    names, devices = request.axes.mesh.axis_names, request.axes.mesh.size
+    kind = getattr(request.axes.device, "device_kind", None)
+    most = batch if request.most is None else min(batch, request.most)
+    text, fits = "", len(names) != 1
+    while not fits and 2 * devices <= most and batch % (2 * devices) == 0:
+        devices *= 2
+        larger = dataclasses.replace(request, axes=_abstract_axes(devices, kind, names[0]))
+        text, fits = _judged(f"{devices} devices, the same global batch", larger)
+    return text
+
+
+def _judged(what: str, request: _Request) -> tuple[str, bool]:
+    """Return how much a remedy leaves, in words, and whether it fits; "" where it is refused."""
+    assert request.memory is not None, "without a memory everything fits"
+    try:
+        held = sum(request.held.values())
+        if held > request.memory:  # the batch, which takes longer, need not be planned
+            return f"{what}: {readable(held)} of tables and slots alone, still too much", False
+        needed = held + sum(request.passing.values())
+    except ValueError:  # for example more padded rows than int32 can number
+        return "", False
+    fits = needed <= request.memory
+    return f"{what}: {readable(needed)}, {'would fit' if fits else 'still too much'}", fits
 
 
 def _table(layout: Layout, name: str, why: Mapping[str, str], size: costs.Size) -> TablePlan:

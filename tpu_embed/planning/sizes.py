@@ -58,7 +58,7 @@ def readable(size: float) -> str:
       ('1.5 KiB', '95.0 GiB')
     """
     unit = 0
-    while size >= 1024 and unit < len(_UNITS) - 1:
+    while round(size, 1) >= 1024 and unit < len(_UNITS) - 1:
         size, unit = size / 1024, unit + 1
     return f"{size:.0f} B" if unit == 0 else f"{size:.1f} {_UNITS[unit]}"
 
