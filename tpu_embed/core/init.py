@@ -75,9 +75,28 @@ def init_tables(key: Array, groups: tuple[Group, ...], axes: MeshAxes) -> tuple[
     )(key)
 
 
-def _init_group(key: Array, group: Group) -> Made:
-    """Fill this device's shard of one stack, adjacent tables of one initializer at a time."""
-    made = Made(
+def blank_tables(groups: tuple[Group, ...], axes: MeshAxes) -> tuple[dict, dict]:
+    """Make every table and slot, all zeros: to be filled by the caller.
+
+    Args:
+      groups: the stacks.
+      axes: the mesh.
+
+    Returns:
+      physical tables and slots, as in `TableState`.
+    """
+
+    def shard() -> tuple[dict, dict]:
+        made = {group.name: _blank(group) for group in groups}
+        tables = {name: one.table for name, one in made.items()}
+        return tables, {name: one.slots for name, one in made.items()}
+
+    specs = state_specs(groups, axes)
+    return jax.shard_map(shard, mesh=axes.mesh, in_specs=(), out_specs=specs, check_vma=False)()
+
+
+def _blank(group: Group) -> Made:
+    return Made(
         _zeros(group.form.array(group.rows)),
         {
             name: _zeros(slot_form(group, slot).array(group.rows))
@@ -86,6 +105,11 @@ def _init_group(key: Array, group: Group) -> Made:
             for name, slot in slot_shapes(group).items()
         },
     )
+
+
+def _init_group(key: Array, group: Group) -> Made:
+    """Fill this device's shard of one stack, adjacent tables of one initializer at a time."""
+    made = _blank(group)
     for initializer, run in itertools.groupby(group.tables, key=lambda table: table.initializer):
         tables = list(run)
         what = f"table {tables[0].name!r}: initializer"

@@ -1,0 +1,130 @@
+"""Tables in a quarter of their bytes: int8 rows, each with a scale and an offset of its own.
+
+Enters: a table `[V, D]`. Leaves: a `QuantizedTable`, which `serving_lookup` and `export_model` take
+wherever they take a table. Not to be confused with `QuantizationConfig`, which rounds looked-up
+rows to one grid for a whole table and stores them as they were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embed._checks import message
+from tpu_embed._types import Array
+
+__all__ = ["QuantizedTable", "quantize_rows"]
+
+_LEVELS = 255
+_LOWEST = -128
+_SCALE_BITS = 16
+_MOST_RANGE = 2.0**127  # 255 scales are then finite
+_BLOCK = 2**22  # numbers quantized at a time: bounds the temporaries
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class QuantizedTable:
+    """Hold a table as integers: w' = (values + 128) scale + offset.
+
+    A pytree of three arrays, NumPy or JAX; `jax.device_put` moves it.
+
+    Args:
+      values: int8 `[V, D]`.
+      scale: float32 `[V]`, at least 0.
+      offset: float32 `[V]`, the smallest number of each row.
+    """
+
+    values: Any
+    scale: Any
+    offset: Any
+
+    def dequantized(self) -> Array:
+        """Return the rows, float32 `[V, D]`."""
+        steps = jnp.asarray(self.values).astype(jnp.float32) - _LOWEST
+        return steps * jnp.asarray(self.scale)[:, None] + jnp.asarray(self.offset)[:, None]
+
+
+def quantize_rows(table: Any) -> QuantizedTable:
+    """Quantize each row of a table to 256 evenly spaced values between its extremes.
+
+    With scale = (max w - min w) / 255 and offset = min w, values = round((w - offset) / scale) -
+    128. The error |w - w'| is at most scale / 2 + 2⁻²² max |w|; a constant row has none.
+
+    The scale is rounded up to 16 significant bits: its product with 8 more is exact in float32, so
+    that w' has the same bits in every program, whether a compiler fuses product and sum or not. It
+    is at least the least normal number.
+
+    Args:
+      table: floats `[V, D]`, NumPy or JAX; read block by block.
+
+    Returns:
+      NumPy arrays: D + 8 bytes a row.
+
+    Raises:
+      TypeError: not floats.
+      ValueError: another rank, or a row with NaN, infinity, or a range above 2¹²⁷.
+
+    Example:
+      >>> small = quantize_rows(np.array([[0.0, 0.5, 255.0], [7.0, 7.0, 7.0]], np.float32))
+      >>> small.values.tolist(), small.scale.tolist()
+      ([[-128, -128, 127], [-128, -128, -128]], [1.0, 0.0])
+      >>> small.dequantized().tolist()
+      [[0.0, 0.0, 255.0], [7.0, 7.0, 7.0]]
+    """
+    _check_table(table)
+    rows, dim = table.shape
+    made = QuantizedTable(
+        np.empty((rows, dim), np.int8), np.empty(rows, np.float32), np.empty(rows, np.float32)
+    )
+    step = max(1, _BLOCK // dim)
+    for start in range(0, rows, step):
+        here = slice(start, start + step)
+        block = np.asarray(table[here]).astype(np.float64)
+        low, high = block.min(axis=1), block.max(axis=1)
+        _check_rows(low, high, start)
+        scale, offset = _scale(low, high), low.astype(np.float32)
+        made.scale[here], made.offset[here] = scale, offset
+        divisor = np.where(scale == 0, 1, scale).astype(np.float64)
+        steps = np.rint((block - offset[:, None].astype(np.float64)) / divisor[:, None])
+        made.values[here] = np.clip(steps, 0, _LEVELS) + _LOWEST
+    return made
+
+
+def _scale(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Return the scale of each row, float32; 0 where the row is constant."""
+    least = np.finfo(np.float32).smallest_normal
+    mantissa, exponent = np.frexp(np.maximum((high - low) / _LEVELS, least))
+    scale = np.ldexp(np.ceil(np.ldexp(mantissa, _SCALE_BITS)), exponent - _SCALE_BITS)
+    return np.where(high == low, 0, scale).astype(np.float32)
+
+
+def _check_table(table: Any) -> None:
+    if not hasattr(table, "dtype") or not jnp.issubdtype(table.dtype, jnp.floating):
+        got = getattr(table, "dtype", type(table).__name__)
+        raise TypeError(message("quantize_rows", expected="an array of floats", got=got))
+    if table.ndim != 2 or not table.shape[1]:
+        expected, got = "a table [V, D]", f"shape {table.shape}"
+        raise ValueError(message("quantize_rows", expected=expected, got=got))
+
+
+def _check_rows(low: np.ndarray, high: np.ndarray, start: int) -> None:
+    """Raise unless every row's numbers, and their range, are finite; rows count from `start`."""
+    most = float(np.finfo(np.float32).max)
+    with np.errstate(invalid="ignore"):
+        fits = (high - low <= _MOST_RANGE) & (np.abs(low) <= most) & (np.abs(high) <= most)
+    if fits.all():
+        return
+    row = int(np.argmin(fits))
+    raise ValueError(
+        message(
+            f"quantize_rows: row {start + row}",
+            expected="finite numbers with a range of at most 2**127",
+            got=f"numbers from {low[row]} to {high[row]}",
+            remedy="find what made them, or serve this table unquantized",
+        )
+    )

@@ -1,0 +1,177 @@
+"""Call an exported model: no training code, no mesh, no optimizer.
+
+Enters: the directory that `export_model` wrote, then batches of ids on the host. Leaves: what the
+model returns. Ids and weights are judged as the engine judges them, by what `metadata.json` says of
+each feature.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import export as jax_export
+
+from tpu_embed._checks import message
+from tpu_embed._types import PyTree, Tracer
+from tpu_embed.config import FeatureConfig, TableConfig
+from tpu_embed.core import structure, valid_ids
+from tpu_embed.core import weights as weights_of
+from tpu_embed.io import directory
+
+__all__ = ["ServedModel", "load_model"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ServedModel:
+    """Hold a loaded model; call it with `(features, *inputs, weights=None)`.
+
+    Attributes:
+      metadata: what `metadata.json` says.
+      tables: by name, then part: the program's first argument.
+      exported: the program, for use inside a jit: `exported.call(tables, features, weights,
+        *inputs)`, ids and weights in dicts by path.
+    """
+
+    metadata: Mapping[str, Any]
+    tables: dict[str, dict[str, jax.Array]]
+    exported: jax_export.Exported
+    _program: Callable[..., PyTree] = dataclasses.field(repr=False)
+    _features: Mapping[str, valid_ids.Feature] = dataclasses.field(repr=False)
+
+    def __call__(self, features: PyTree, *inputs: PyTree, weights: PyTree | None = None) -> PyTree:
+        """Return what the model returns.
+
+        Args:
+          features: arrays of ids in the structure of the features, or in a dict by path.
+          inputs: the model's other arguments.
+          weights: in the same structure, for the features that were exported with weights.
+
+        Raises:
+          ValueError: other features, shapes or batch sizes than exported; bad ids and weights as
+            `serving_lookup` refuses them.
+          TypeError: ids that are no integers; a call inside a jit.
+        """
+        given = _by_path(features)
+        scales = {} if weights is None else _by_path(weights)
+        scales = {path: scale for path, scale in scales.items() if scale is not None}
+        described = self.metadata["features"]
+        _check_paths("features", given, described)
+        _check_paths("weights", scales, {p: d for p, d in described.items() if d["weights"]})
+        ids = {path: _ids(self._features[path], d, given[path]) for path, d in described.items()}
+        _check_batch({path: array.shape[0] for path, array in ids.items()})
+        numbers = {
+            path: weights_of.beside_dense(
+                f"feature {path!r}", self._features[path].config.table.dtype, ids[path], scale
+            )
+            for path, scale in scales.items()
+        }
+        return self._program(self.tables, ids, numbers, *inputs)
+
+
+def load_model(path: str | os.PathLike[str]) -> ServedModel:
+    """Load a model that `export_model` wrote.
+
+    Tables are memory-mapped: on CPU, rows are read from the file as they are asked for, and
+    processes on one machine share them; elsewhere they are copied to the default device.
+
+    Args:
+      path: of the directory.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: one is damaged or of another version.
+      ImportError: flatbuffers is missing.
+    """
+    root = Path(path)
+    metadata = directory.read_metadata(root)
+    program = directory.read_program(root, metadata["program"])
+    tables = {
+        name: {part: directory.read_array(root, file) for part, file in table["files"].items()}
+        for name, table in metadata["tables"].items()
+    }
+    exported = _deserialized(root, program, metadata)
+    features = {path: _feature(path, one, metadata) for path, one in metadata["features"].items()}
+    return ServedModel(metadata, jax.device_put(tables), exported, jax.jit(exported.call), features)
+
+
+def _deserialized(root: Path, program: bytes, metadata: Mapping[str, Any]) -> jax_export.Exported:
+    try:
+        return jax_export.deserialize(bytearray(program))
+    except ImportError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            message(
+                f"{root / metadata['program']['file']}",
+                expected=f"a program that JAX {jax.__version__} reads",
+                got=f"one that JAX {metadata['jax']} wrote",
+                remedy="export the model again with a JAX that is not newer than this one",
+            )
+        ) from error
+
+
+def _feature(path: str, described: Mapping[str, Any], metadata: Mapping[str, Any]) -> Any:
+    """Return what the judges of ids ask about a feature."""
+    name = described["table"]
+    table = metadata["tables"][name]
+    config = FeatureConfig(
+        TableConfig(table["vocabulary_size"], table["dim"], dtype=table["dtype"]),
+        max_sequence_length=described["max_sequence_length"],
+        on_bad_id=described["on_bad_id"],
+    )
+    return valid_ids.Feature(f"feature {path!r}", config, name)
+
+
+def _by_path(values: PyTree, path: str = "") -> dict[str, Any]:
+    """Return the leaves by path, as `structure.flatten` names them."""
+    inner = structure.children(values)
+    if inner is None:
+        return {path or "feature": values}
+    found: dict[str, Any] = {}
+    for key, child in inner:
+        found |= _by_path(child, f"{path}/{key}" if path else str(key))
+    return found
+
+
+def _check_paths(what: str, given: Mapping[str, Any], described: Mapping[str, Any]) -> None:
+    if set(given) != set(described):
+        expected, got = f"exactly {sorted(described)}", f"{sorted(given)}"
+        remedy = "the model was exported so; metadata.json lists them"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+
+
+def _check_batch(sizes: Mapping[str, int]) -> None:
+    path, first = next(iter(sizes.items()))
+    for other, size in sizes.items():
+        if size != first or not size:
+            expected = f"a positive batch size, {first} as of feature {path!r}"
+            raise ValueError(message(f"feature {other!r}", expected=expected, got=f"{size}"))
+
+
+def _ids(feature: valid_ids.Feature, described: Mapping[str, Any], given: Any) -> np.ndarray:
+    """Return judged ids in the program's dtype."""
+    if isinstance(given, Tracer):
+        expected, remedy = "ids whose values are known", "inside a jit, call .exported"
+        raise TypeError(message(feature.path, expected=expected, got="a tracer", remedy=remedy))
+    if not hasattr(given, "__array__"):
+        expected, got = "an array of ids", type(given).__name__
+        raise feature.error(expected=expected, got=got, remedy="pad bags with -1")
+    ids = np.asarray(given)
+    valid_ids.check_dtype(feature, ids)
+    shape = described["shape"]
+    fits = ids.ndim == len(shape)
+    if not fits or any(n not in (None, m) for n, m in zip(shape, ids.shape, strict=True)):
+        expected = f"shape {['B' if n is None else n for n in shape]}".replace("'", "")
+        remedy = "the program has static shapes: pad with -1"
+        raise feature.error(expected=expected, got=f"{list(ids.shape)}", remedy=remedy)
+
+    def where(at: int) -> str:
+        return f"index {[int(i) for i in np.unravel_index(at, ids.shape)]}"
+
+    return valid_ids.resolve_dense(feature, ids, where)[0].astype(described["dtype"], copy=False)
