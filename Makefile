@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PYTEST := $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup test test-all test-tpu-compile sanitize lint docs bench example clean
+.PHONY: setup test test-all test-tpu-compile sanitize lint docs bench example multihost clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml setup.py $(wildcard tpu_embed/kernels/native/*)
@@ -16,7 +16,7 @@ $(STAMP): pyproject.toml setup.py $(wildcard tpu_embed/kernels/native/*)
 
 # Everything runs on the compiled kernels, where they could be built; the engine's tests then run
 # in XLA's operations too (test-all: everything does).
-ENGINE_TESTS := $(patsubst %,tests/core/test_%.py, combine dedup engine lookup occurrences route sums)
+ENGINE_TESTS := $(patsubst %,tests/core/test_%.py, dedup engine lookup occurrences sums)
 
 # libtpu, which compiles for TPUs on any x86-64 Linux machine, stays out of .venv: where it is
 # installed, JAX looks for a TPU first.
@@ -53,7 +53,7 @@ docs: setup
 
 bench: setup
 	$(PY) -m pip install --quiet --disable-pip-version-check --editable ".[bench,examples]"
-	set -e; for name in embedding scaling small place vocabulary sparse_grad flax_layers; do \
+	set -e; for name in embedding scaling small place vocabulary sparse_grad flax_layers delta; do \
 	  echo "== $$name"; $(PY) benchmarks/$$name.py; done
 
 # The C++ kernels under the address and undefined-behaviour sanitizers, on random input.
@@ -62,6 +62,10 @@ sanitize: setup
 
 example: setup
 	$(PY) examples/movielens.py
+
+# Two processes with four CPU devices each.
+multihost: setup
+	$(PY) examples/multihost.py --local 2 --devices 4
 
 clean:
 	rm -rf $(VENV) build *.egg-info tpu_embed/kernels/_native* .pytest_cache .ruff_cache

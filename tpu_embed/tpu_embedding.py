@@ -18,9 +18,10 @@ from tpu_embed import _checks
 from tpu_embed._checks import message
 from tpu_embed._types import Array, PyTree
 from tpu_embed.config import TableConfig
-from tpu_embed.core import logical, structure
+from tpu_embed.core import logical, retrieve, structure
 from tpu_embed.core.batch import Batch
 from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.guard import OnBadGradient
 from tpu_embed.core.tables import TableState
 from tpu_embed.enqueue import BatchQueue, Enqueued
 from tpu_embed.planning.placement import resolve
@@ -46,6 +47,9 @@ class TPUEmbedding:
       mesh: the devices; None: one axis over all of them.
       batch_axes: mesh axes that split the batch; None: all.
       seed: of the tables, as `engine.init(jax.random.key(seed))`.
+      on_bad_gradient: what happens to a step in which an activation gradient holds NaN or infinity:
+        "allow": it is applied, nothing looks; "skip": nothing of it is applied, and it is counted;
+        "error": `apply_gradients` raises, which costs a wait for the gradients.
 
     Raises:
       ValueError: what `EmbeddingEngine` refuses.
@@ -68,11 +72,14 @@ class TPUEmbedding:
         mesh: Mesh | None = None,
         batch_axes: str | Sequence[str] | None = None,
         seed: int = 0,
+        on_bad_gradient: OnBadGradient = "allow",
     ) -> None:
         declared = structure.flatten(feature_config)
         self._declared = dict(zip(declared.table_names, declared.tables, strict=True))
         placed = resolve(feature_config, optimizer, mesh=mesh)
-        self.engine = EmbeddingEngine(placed, optimizer, mesh=mesh, batch_axes=batch_axes)
+        self.engine = EmbeddingEngine(
+            placed, optimizer, mesh=mesh, batch_axes=batch_axes, on_bad_gradient=on_bad_gradient
+        )
         self._seed = seed
         self._pipelined = bool(pipeline_execution_with_tensor_core)
         self._queue = BatchQueue(self._lookup, ahead=self._pipelined)
@@ -170,7 +177,8 @@ class TPUEmbedding:
         Raises:
           RuntimeError: not built, no training batch was dequeued since the last call, or the state
             is invalid.
-          ValueError: a gradient of another shape, or other keys; nothing changes then.
+          ValueError: a gradient of another shape, or not finite under `on_bad_gradient="error"`;
+            other keys. Nothing changes then: the batch still waits for its gradients.
           TypeError: a container of another type.
         """
         what = _label("apply_gradients", name)
@@ -256,7 +264,7 @@ class TPUEmbedding:
 
     def retrieve(self) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
         """Return tables and slots as host arrays, by name; no device holds more than its shard."""
-        return logical.host_arrays(self._current("retrieve"), self.engine.layout)
+        return retrieve.host_arrays(self._current("retrieve"), self.engine.layout)
 
     def describe(self) -> dict[str, Any]:
         """Return the resolved configuration as plain objects, batch size and pipelining too."""

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, optimizers
-from tpu_embed.core import logical, resolve
+from tpu_embed.core import logical, resolve, retrieve
 from tpu_embed.kernels.forms import LINE
 
 BATCH, VOCABULARY = 16, 150
@@ -82,7 +82,7 @@ def test_results_have_the_bits_of_plain_tables(monkeypatch, case):
 def test_arrays_are_lines_and_the_host_reads_them(monkeypatch):
     engine, state, _ = trained(monkeypatch, *CASES["bfloat16"])
     assert {x.shape[1] for x in state.tables.values()} == {LINE}
-    tables, slots = logical.host_arrays(state, engine.layout)
+    tables, slots = retrieve.host_arrays(state, engine.layout)
     wanted = jax.device_get((engine.tables(state), engine.slots(state)))
     jax.tree.map(np.testing.assert_array_equal, (tables, slots), wanted)
 

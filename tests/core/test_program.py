@@ -19,7 +19,8 @@ from tpu_embed.core import tables
 from tpu_embed.kernels import cpu, dispatch
 
 BATCH = 16
-PATHS = ["reference"] if cpu.load().path is None else ["native", "reference"]
+REFERENCE = pytest.param("reference", marks=pytest.mark.whole)
+PATHS = ["reference"] if cpu.load().path is None else ["native", REFERENCE]
 SMALL, LARGE = 4096, 409_600
 """Vocabulary sizes; both have more rows a shard than a batch has ids."""
 

@@ -103,15 +103,19 @@ def parts(spec: BatchSpec, layout: Layout) -> tuple[Part, ...]:
     return tuple(found)
 
 
-def natural_spec(hosts: Sequence[HostIds], layout: Layout) -> BatchSpec:
+def natural_spec(hosts: Sequence[HostIds], layout: Layout, replicas: int) -> BatchSpec:
     """Return the spec of the features' own forms and exact numbers of ids.
 
     The exchange capacities are not counted yet.
 
+    Args:
+      hosts: the ids of every feature.
+      layout: the engine's.
+      replicas: parts that the ids are split into; of many processes, those of this one.
+
     Raises:
       ValueError: the features' batch sizes differ, or do not divide over the replicas.
     """
-    replicas = layout.axes.replicas
     forms = tuple(host.form for host in hosts)
     bare = [GroupSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.groups))]
     spec = BatchSpec(replicas, forms, tuple(bare))

@@ -73,6 +73,15 @@ class BatchSpec:
         )
         return dataclasses.replace(self, groups=groups)
 
+    def over(self, replicas: int) -> BatchSpec:
+        """Return the spec of as large parts of a batch, in another number of them."""
+        if replicas == self.replicas:
+            return self
+        sizes = [form.batch // self.replicas * replicas for form in self.forms]
+        forms = zip(self.forms, sizes, strict=True)
+        resized = tuple(dataclasses.replace(form, batch=size) for form, size in forms)
+        return dataclasses.replace(self, replicas=replicas, forms=resized)
+
     def check_batch(self, paths: Sequence[str]) -> None:
         """Check that all features have one batch size, and that it divides over the replicas.
 

@@ -16,7 +16,11 @@ from tpu_embed.core.layout import Group, Layout
 
 
 def with_capacities(
-    packed: np.ndarray, natural: BatchSpec, packed_as: BatchSpec, layout: Layout
+    packed: np.ndarray,
+    natural: BatchSpec,
+    packed_as: BatchSpec,
+    layout: Layout,
+    replicas: np.ndarray,
 ) -> BatchSpec:
     """Return the exact spec of a batch: its own forms and ids, and the exchange capacities counted.
 
@@ -25,22 +29,23 @@ def with_capacities(
       natural: its own forms and numbers of ids.
       packed_as: the spec it was packed in.
       layout: the engine's.
+      replicas: the number of every line's replica in the global batch.
     """
     counted = []
     for g, (group, one) in enumerate(zip(layout.groups, natural.groups, strict=True)):
         rows = partials = 0
         if group.num_shards > 1 or layout.axes.replicas > 1:
-            rows, partials = _count(packed, packed_as, layout, g, group)
+            rows, partials = _count(packed, packed_as, layout, g, replicas)
         counted.append(dataclasses.replace(one, rows=rows, partials=partials))
     return dataclasses.replace(natural, groups=tuple(counted))
 
 
 def _count(
-    packed: np.ndarray, spec: BatchSpec, layout: Layout, g: int, group: Group
+    packed: np.ndarray, spec: BatchSpec, layout: Layout, g: int, replicas: np.ndarray
 ) -> tuple[int, int]:
     """Return the largest number of distinct rows, and of partial sums, over (device, shard)."""
     rows, examples = packed_rows(packed, spec, layout, g)
-    batch = spec.forms[0].batch
+    group, batch = layout.groups[g], spec.local_batch * layout.axes.replicas
     if group.optimizer is not None and not group.optimizer.use_gradient_accumulation:
         distinct = _runs_per_shard(np.sort(rows, axis=1), group)
         return distinct, _ids_per_shard(rows, group)
@@ -48,8 +53,7 @@ def _count(
         distinct = _runs_per_shard(np.sort(rows, axis=1), group)
         return distinct, distinct
     size = layout.block_size(batch)
-    device = np.arange(spec.replicas)[:, None]
-    block = (device * spec.local_batch + examples) // size
+    block = (replicas[:, None] * spec.local_batch + examples) // size
     blocks = int(block.max()) + 1
     both = np.sort(rows.astype(np.int64) * blocks + block, axis=1)
     partials = _runs_per_shard(both, group, blocks)

@@ -47,6 +47,15 @@ class MeshAxes:
         """The number of parts the batch is split into."""
         return self.size(self.batch_axes)
 
+    def local_parts(self, names: Sequence[str]) -> np.ndarray:
+        """Return the numbers of the parts that devices of this process hold, int64 ascending.
+
+        Args:
+          names: the axes that split something into these parts.
+        """
+        parts = self.sharding(names).addressable_devices_indices_map((self.size(names),))
+        return np.unique(np.asarray([i[0].start or 0 for i in parts.values() if i], np.int64))
+
     def sharding(self, names: Sequence[str]) -> NamedSharding:
         """Return the sharding that splits the first dimension over the named axes."""
         return NamedSharding(self.mesh, self.spec(names))

@@ -8,6 +8,7 @@ computed here: it is checked, located and handed down.
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,14 +19,15 @@ from jax.sharding import Mesh
 from tpu_embed import _checks
 from tpu_embed._checks import message
 from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
-from tpu_embed.config import TableConfig
+from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.core import logical, structure
 from tpu_embed.core.batch import Batch
 from tpu_embed.core.batch_spec import BatchSpec
 from tpu_embed.core.collectives import make_axes, refuse_manual_axes
 from tpu_embed.core.describe import describe
-from tpu_embed.core.gradients import checked_gradients
-from tpu_embed.core.ids import host_ids
+from tpu_embed.core.gradients import check_trainable, checked_gradients
+from tpu_embed.core.guard import Guard, OnBadGradient
+from tpu_embed.core.ids import HostIds, host_ids, part_of_feature
 from tpu_embed.core.init import init_tables
 from tpu_embed.core.layout import Layout
 from tpu_embed.core.lookup import lookup, not_differentiable
@@ -48,6 +50,9 @@ class EmbeddingEngine:
       sum_blocks: G, the number of contiguous blocks of the global batch that a row's gradients are
         summed in; the result has the same bits on any device count that divides it (CPU).
       stack_tables: put tables of one dim, dtype, optimizer and placement into one array.
+      on_bad_gradient: what happens to a step in which an activation gradient holds NaN or infinity:
+        "allow": it is applied, nothing looks; "skip": nothing of it is applied, and it is counted;
+        "error": as "skip", and outside a jit a `ValueError`, which costs a wait for the gradients.
 
     Raises:
       ValueError: configs that do not fit together, the mesh, or the optimizer; `placement="auto"`.
@@ -74,6 +79,7 @@ class EmbeddingEngine:
         batch_axes: str | Sequence[str] | None = None,
         sum_blocks: int = 8,
         stack_tables: bool = True,
+        on_bad_gradient: OnBadGradient = "allow",
     ) -> None:
         blocks = _checks.check_int("sum_blocks", sum_blocks, minimum=1)
         self._structure = structure.flatten(feature_config)
@@ -81,6 +87,7 @@ class EmbeddingEngine:
         self.layout: Layout = make_layout(
             self._structure, optimizer, axes, sum_blocks=blocks, stack_tables=stack_tables
         )
+        self._guard = Guard(on_bad_gradient, self.layout)
         self._rates = HostRates(self.layout)
         self._placer = Placer(self.layout)
         self._traces: collections.Counter[str] = collections.Counter()
@@ -101,11 +108,7 @@ class EmbeddingEngine:
 
     def _init(self, key: Array) -> TableState:
         tables, slots = init_tables(key, self.layout.groups, self.layout.axes)
-        counters = {
-            "bad_ids": jnp.zeros(len(self.layout.features), jnp.int32),
-            "overflows": jnp.int32(0),
-        }
-        return TableState(tables, slots, jnp.int32(0), self.layout.axes.reshard(counters, ()))
+        return TableState(tables, slots, jnp.int32(0), self._guard.new_counters())
 
     def tables(self, state: TableState) -> dict[str, Array]:
         """Return the logical tables `[V, D]` by name, in their dtype: a copy of all of them."""
@@ -191,27 +194,35 @@ class EmbeddingEngine:
 
         Args:
           features: arrays, `SparseIds` or `RaggedIds` in the structure of the features; the global
-            batch.
+            batch. Of many processes, each gives its own part: the examples of its devices, in the
+            order of `batch_axes`; all call this, as often and in the same order.
           weights: a weight an id in the same structure, None where all are one.
           spec: the exact shape the batch gets; None: the union of all batches placed so far, so
             that programs are few.
 
         Raises:
           ValueError: bad ids, weights, structure or batch size, or a spec that the batch does not
-            fit (the message has the one that does); nothing is placed then.
+            fit (the message has the one that does); nothing is placed then, on any process.
           TypeError: ids that are no integers, or another container type.
-          RuntimeError: several processes.
+          RuntimeError: another process did not place its part.
         """
-        if jax.process_count() > 1:
-            got, remedy = f"{jax.process_count()}", "several are not supported yet"
-            raise RuntimeError(message("place", expected="one process", got=got, remedy=remedy))
+        return self._placer.place(lambda: self._judged(features, weights), spec)
+
+    def _judged(self, features: PyTree, weights: PyTree | None) -> list[HostIds]:
         given = self._structure.match(features, what="features")
         scales = self._weights(weights)
-        hosts = [
-            host_ids(f"feature {feature.path!r}", feature.config, feature.table.name, ids, scale)
-            for feature, ids, scale in zip(self.layout.features, given, scales, strict=True)
+        here = zip(self.layout.features, self._configs_here, given, scales, strict=True)
+        return [
+            host_ids(f"feature {feature.path!r}", config, feature.table.name, ids, scale)
+            for feature, config, ids, scale in here
         ]
-        return self._placer.place(hosts) if spec is None else self._placer.place_as(hosts, spec)
+
+    @functools.cached_property
+    def _configs_here(self) -> list[FeatureConfig]:
+        """The features' configs, for the part of the batch that this process gives."""
+        axes = self.layout.axes
+        part = len(axes.local_parts(axes.batch_axes)), axes.replicas
+        return [part_of_feature(feature.config, *part) for feature in self.layout.features]
 
     def _weights(self, weights: PyTree | None) -> list[Any]:
         if weights is None:
@@ -225,11 +236,9 @@ class EmbeddingEngine:
         refuse_manual_axes()
         if isinstance(batch, Batch):
             if weights is not None or spec is not None:
-                what = "weights and spec"
-                remedy = "give them to place"
-                raise ValueError(
-                    message(what, expected="None with a Batch", got="a value", remedy=remedy)
-                )
+                what, remedy = "weights and spec", "give them to place"
+                text = message(what, expected="None with a Batch", got="a value", remedy=remedy)
+                raise ValueError(text)
             batch.check(self.layout)
             return batch
         given, scales = self._structure.match(batch, what="features"), self._weights(weights)
@@ -301,8 +310,8 @@ class EmbeddingEngine:
             rate is a callable without arguments.
 
         Raises:
-          ValueError: a gradient of another shape, no optimizer, missing learning rates, and what
-            `lookup` refuses.
+          ValueError: a gradient of another shape, or not finite under `on_bad_gradient="error"`;
+            no optimizer, missing learning rates, and what `lookup` refuses.
           TypeError: what `lookup` refuses.
         """
         source = self._source(batch, weights, spec)
@@ -339,8 +348,9 @@ class EmbeddingEngine:
         given = self._structure.match(gradients, what="activation_gradients")
         checked = checked_gradients(given, source.spec, self.layout)
         leaves = jax.tree.leaves((state, source, checked))
-        if learning_rates is None and not any(isinstance(leaf, Tracer) for leaf in leaves):
-            learning_rates = self.learning_rates()
+        if not any(isinstance(leaf, Tracer) for leaf in leaves):
+            self._guard.refuse(checked)
+            learning_rates = self.learning_rates() if learning_rates is None else learning_rates
         rates = self._rates.by_group(learning_rates)
         return Operands(checked, state.step + 1, rates)
 
@@ -349,13 +359,13 @@ class EmbeddingEngine:
     ) -> TableState:
         self._traces["update"] += 1
         logical.check_traced(state, self.layout, slots=True)
+        if (bad := self._guard.find(operands.gradients)) is not None:
+            operands = operands._replace(skip=jnp.any(bad))
         new = update(state.tables, state.slots, source, operands, self.layout)
         source.report(new.bad_ids, self.layout)
-        counters = {
-            "bad_ids": state.counters["bad_ids"] + new.bad_ids,
-            "overflows": state.counters["overflows"] + new.overflows,
-        }
-        return TableState(new.tables, new.slots, operands.step, counters)
+        self._guard.report(bad)
+        counters = self._guard.counted(state.counters, new.bad_ids, new.overflows, bad)
+        return TableState(new.tables, new.slots, operands.steps_done, counters)
 
     def learning_rates(self) -> tuple[Array, ...]:
         """Call every learning rate that takes no arguments, once; return the values."""
@@ -367,13 +377,7 @@ class EmbeddingEngine:
         Raises:
           ValueError: some have none; the message names them.
         """
-        without = [group for group in self.layout.groups if group.optimizer is None]
-        configs = self.table_configs if without else {}
-        bare = [t.name for group in without for t in group.tables if configs[t.name].trainable]
-        if bare:
-            remedy = "give the engine or the tables an optimizer, or set trainable=False"
-            expected, got = "an optimizer for every trainable table", f"none for {bare}"
-            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        check_trainable(what, self.layout)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingEngine:
         """Return the engine itself: it does not change, and its state is not in it."""

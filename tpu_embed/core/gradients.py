@@ -20,6 +20,17 @@ from tpu_embed.core.batch_spec import BatchSpec
 from tpu_embed.core.layout import Layout
 
 
+def check_trainable(what: str, layout: Layout) -> None:
+    """Check that every trainable table has an optimizer; see `EmbeddingEngine.check_trainable`."""
+    without = {g for g, group in enumerate(layout.groups) if group.optimizer is None}
+    users = [feature for feature in layout.features if feature.group in without] if without else []
+    bare = dict.fromkeys(user.table.name for user in users if user.config.table.trainable)
+    if bare:
+        remedy = "give the engine or the tables an optimizer, or set trainable=False"
+        expected, got = "an optimizer for every trainable table", f"none for {list(bare)}"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+
+
 def checked_gradients(
     gradients: Sequence[Any], spec: BatchSpec, layout: Layout
 ) -> list[Array | None]:

@@ -22,7 +22,7 @@ from tpu_embed.core import weights as weights_of
 from tpu_embed.core.inputs import RaggedIds, SparseIds, refuse_masked
 from tpu_embed.core.valid_ids import Feature, check_dtype, resolve_dense, resolve_flat
 
-__all__ = ["FeatureForm", "HostIds", "dense_form", "host_ids"]
+__all__ = ["FeatureForm", "HostIds", "dense_form", "host_ids", "part_of_feature"]
 
 _INT32_MAX = int(np.iinfo(np.int32).max)
 
@@ -108,6 +108,12 @@ def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weight
         remedy = "place outside the jitted function, or give the ids to lookup and update inside it"
         raise feature.error(expected="ids whose values are known", got="a tracer", remedy=remedy)
     refuse_masked(path, ids)
+    if not getattr(ids, "is_fully_addressable", True):
+        raise feature.error(
+            expected="this process's part of the batch, on the host",
+            got="an array whose parts other processes have",
+            remedy="give NumPy arrays; global arrays go to lookup and update inside a jit",
+        )
     if hasattr(ids, "__array__") and not isinstance(ids, type):
         return _dense(feature, np.asarray(ids), weights)
     raise feature.error(
@@ -115,6 +121,14 @@ def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weight
         got=type(ids).__name__,
         remedy="SparseIds and RaggedIds have constructors for lists, scipy, BCOO and Arrow",
     )
+
+
+def part_of_feature(config: FeatureConfig, part: int, whole: int) -> FeatureConfig:
+    """Return the config of a feature for `part` of `whole` equal parts of the batch."""
+    shape = config.output_shape
+    if shape is None or part == whole:
+        return config
+    return dataclasses.replace(config, output_shape=(shape[0] * part // whole, *shape[1:]))
 
 
 # -- dense ---------------------------------------------------------------------------------------

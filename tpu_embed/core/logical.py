@@ -7,7 +7,7 @@ anything is computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -121,57 +121,6 @@ def _read(state: TableState, f: Field, axes: MeshAxes) -> Array:
     if f.shape.per_row:
         stored = logical_rows(stored, f.form, f.group, f.table)
     return storage.decode(stored, f.shape.dtype)
-
-
-def host_arrays(
-    state: TableState, layout: Layout
-) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
-    """Return the logical tables by name, and slots by table name, then slot name, as NumPy arrays.
-
-    They are put together on the host, shard by shard: no device holds more than it does already.
-    """
-    found: tuple[dict, dict] = ({}, {})
-    for f in fields(layout):
-        if f.slot is None:
-            found[0][f.table.name], found[1][f.table.name] = host_array(state, f), {}
-        else:
-            found[1][f.table.name][f.slot] = host_array(state, f)
-    return found
-
-
-def host_array(state: TableState, f: Field) -> np.ndarray:
-    """Return one logical table or slot as a NumPy array of its own memory.
-
-    Raises:
-      RuntimeError: some shards are on another host.
-    """
-    stored, dtype = f.read(state), jnp.dtype(f.shape.dtype)
-    if not f.shape.per_row:
-        return np.array(stored).view(dtype)
-    table, shards = f.table, f.group.num_shards
-    logical = np.empty((table.vocabulary_size, *f.shape.shape), storage.stored_dtype(dtype))
-    missing = set(range(shards))
-    for shard, local in _host_shards(stored, f):
-        missing.discard(shard)
-        first = shard * table.rows_per_shard
-        div = f.group.placement == "div"
-        mine = logical[first : first + table.rows_per_shard] if div else logical[shard::shards]
-        mine[...] = local[table.offset : table.offset + len(mine)]
-    if missing:
-        got = f"none of {sorted(missing)}"
-        raise RuntimeError(message(f.label, expected="all shards on this host", got=got))
-    return logical.view(dtype)
-
-
-def _host_shards(stored: Array, f: Field) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the number and the local rows `[R, …]` of every shard of this host, each once."""
-    size = f.form.array(f.group.rows).shape[0]
-    pieces = {piece.index[0].start or 0: piece.data for piece in stored.addressable_shards}
-    if any(first % size or len(piece) % size for first, piece in pieces.items()):
-        pieces = {0: stored}  # sharded anew by the user: no piece is a shard
-    for first, piece in pieces.items():
-        for shard, local in enumerate(np.split(np.asarray(piece), len(piece) // size)):
-            yield first // size + shard, f.form.unpack(f.form.by_row(local))
 
 
 def set_rows(

@@ -35,8 +35,9 @@ class TableState:
       slots: stack name -> slot name -> `[S * R, …]` or packed, or one array for the stack.
       step: int32 `[]`, updates applied so far.
       counters: `"bad_ids"` int32 `[F]`, ids met inside a jit that no policy allows, by feature;
-        `"overflows"` int32 `[]`, exchanges that took the worst-case branch. `update` counts; a
-        lookup alone returns no state.
+        `"overflows"` int32 `[]`, exchanges that took the worst-case branch; unless
+        `on_bad_gradient` is "allow", `"bad_gradients"` int32 `[F]`, steps left out in which the
+        feature's gradient was not finite. `update` counts; a lookup alone returns no state.
     """
 
     tables: dict[str, Array]

@@ -7,15 +7,17 @@ place when the caller donates the old ones. Called by the engine, inside or outs
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from tpu_embed._types import Array
+from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core import collectives, occurrences
 from tpu_embed.core.apply import (
+    Blocks,
+    RowGradients,
     TableRows,
     apply_rule,
     compiled_rule,
@@ -25,7 +27,7 @@ from tpu_embed.core.apply import (
 from tpu_embed.core.batch import Batch
 from tpu_embed.core.batch_spec import worst_case
 from tpu_embed.core.gradients import group_gradients
-from tpu_embed.core.layout import Layout
+from tpu_embed.core.layout import Group, Layout
 from tpu_embed.core.route import RowSums
 from tpu_embed.core.sums import (
     Task,
@@ -37,7 +39,7 @@ from tpu_embed.core.sums import (
     partly_summed,
     ungrouped,
 )
-from tpu_embed.core.tables import state_specs
+from tpu_embed.core.tables import slot_shapes, state_specs
 from tpu_embed.core.traced import TracedIds
 from tpu_embed.kernels import dispatch
 
@@ -49,11 +51,18 @@ class Operands(NamedTuple):
       gradients: of the activations, a leaf a feature; None is zero.
       step: int32 `[]`, t of this update, 1 at the first.
       learning_rates: scalars `[]`, by stack number, for those whose rate is read on the host.
+      skip: bool `[]`, leave the step out: no row or slot changes; None: never.
     """
 
     gradients: list[Array | None]
     step: Array
     learning_rates: dict[int, Array]
+    skip: Array | None = None
+
+    @property
+    def steps_done(self) -> Array:
+        """Updates applied so far, this one included unless it is left out, int32 `[]`."""
+        return self.step if self.skip is None else self.step - self.skip.astype(jnp.int32)
 
 
 class Updated(NamedTuple):
@@ -93,6 +102,7 @@ def update(
             task = Task(located.ids[g], gradients, source, layout, g)
             with jax.named_scope(f"update/{group.name}"):
                 held, overflow = _update_group(held, task, operands)
+                held = _shared_slots_kept(held, slots[group.name], group, operands.skip)
             new_tables[group.name], new_slots[group.name] = held
             overflowed += overflow.astype(jnp.int32)
         bad_ids = collectives.psum(located.bad_ids, axes.batch_axes)
@@ -104,7 +114,7 @@ def update(
     step = jax.shard_map(
         device,
         mesh=axes.mesh,
-        in_specs=(table_specs, slot_specs, batch, Operands(batch, whole, whole)),  # type: ignore
+        in_specs=(table_specs, slot_specs, batch, Operands(batch, whole, whole, whole)),  # type: ignore
         out_specs=Updated(table_specs, slot_specs, whole, whole),  # type: ignore
         check_vma=False,
     )
@@ -145,18 +155,23 @@ def _apply(held: TableRows, task: Task, capacity: int, operands: Operands) -> Ta
     if not optimizer.use_gradient_accumulation:
         received = exchanged(task, capacity)
         with jax.named_scope("rule"):
-            return occurrences.apply_each(held, received, group, step, rate)
+            return occurrences.apply_each(held, _kept(received, operands.skip), group, step, rate)
 
     def in_xla(held: TableRows, received: RowSums) -> TableRows:
         sums = merged(task, received)
         with jax.named_scope("rule"):
             if optimizer.updates_every_row:
                 sums = every_row(sums, group)
-            return apply_rule(held, sums, group, step, rate)
+            return apply_rule(held, _kept(sums, operands.skip), group, step, rate)
 
     rule = compiled_rule(group, step, rate)
+
+    def in_kernel(held: TableRows, given: RowGradients, blocks: Blocks) -> TableRows:
+        assert rule is not None, "only stacks with a compiled rule come here"
+        return sum_and_apply(held, _kept(given, operands.skip), blocks, rule)
+
     if task.alone:
-        native = rule and (lambda held: sum_and_apply(held, *ungrouped(task), rule))
+        native = rule and (lambda held: in_kernel(held, *ungrouped(task)))
         return dispatch.choose(
             held, otherwise=lambda held: in_xla(held, exchanged(task, capacity)), native=native
         )
@@ -164,8 +179,33 @@ def _apply(held: TableRows, task: Task, capacity: int, operands: Operands) -> Ta
         return dispatch.choose(
             held,
             otherwise=lambda held: in_xla(held, exchanged(task, capacity)),
-            native=lambda held: sum_and_apply(held, *gathered(task), rule),
+            native=lambda held: in_kernel(held, *gathered(task)),
         )
     received = exchanged(task, capacity)
-    native = rule and (lambda held, sums: sum_and_apply(held, *partly_summed(sums), rule))
+    native = rule and (lambda held, sums: in_kernel(held, *partly_summed(sums)))
     return dispatch.choose(held, received, otherwise=in_xla, native=native)
+
+
+def _kept(given: Any, skip: Array | None) -> Any:
+    """Return `RowSums` or `RowGradients`; where the step is left out, of no row.
+
+    Their rows are then padding. A branch around the update would copy tables and slots instead.
+    """
+    if skip is None:
+        return given
+    none = jnp.asarray(PADDING_ID, given.rows.dtype)
+    return given._replace(rows=jnp.where(skip, none, given.rows))
+
+
+def _shared_slots_kept(
+    held: TableRows, before: Mapping[str, Array], group: Group, skip: Array | None
+) -> TableRows:
+    """Return the shard; where the step is left out, with the slots of the whole stack as before."""
+    if skip is None:
+        return held
+    shared = {
+        name: jnp.where(skip, before[name], held.slots[name])
+        for name, shape in slot_shapes(group).items()
+        if not shape.per_row
+    }
+    return held._replace(slots={**held.slots, **shared})

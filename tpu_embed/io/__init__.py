@@ -1,15 +1,44 @@
-"""What leaves a training process, and what comes back: lookups and models that serve."""
+"""What leaves a training process, and what comes back: checkpoints; lookups and models that serve.
 
+Checkpoints are imported when they are first asked for: who serves needs no orbax.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tpu_embed.core.touched import TouchedRows, Version
+from tpu_embed.io.delta import apply_delta, export_delta
 from tpu_embed.io.export import export_model
 from tpu_embed.io.quantize import QuantizedTable, quantize_rows
 from tpu_embed.io.served import ServedModel, load_model
 from tpu_embed.io.serving import serving_lookup
 
+if TYPE_CHECKING:
+    from tpu_embed.io.checkpoint import CheckpointManager, Restored, restore, save
+
 __all__ = [
+    "CheckpointManager",
     "QuantizedTable",
+    "Restored",
     "ServedModel",
+    "TouchedRows",
+    "Version",
+    "apply_delta",
+    "export_delta",
     "export_model",
     "load_model",
     "quantize_rows",
+    "restore",
+    "save",
     "serving_lookup",
 ]
+
+_CHECKPOINTS = ("CheckpointManager", "Restored", "restore", "save")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _CHECKPOINTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("tpu_embed.io.checkpoint"), name)

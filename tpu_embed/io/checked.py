@@ -1,12 +1,11 @@
-"""Items of a checkpoint as orbax handles them: tables, and pytrees whose files are checked.
+"""Files whose damage is seen: JSON with its checksum, and orbax's pytrees.
 
-Enters: what orbax asks of a handler. Leaves: files in the directory that orbax gives, or what was
-in them. Called by `checkpoint.py`, which hands these to orbax.
+Enters: values, pytrees, and what orbax asks of a handler. Leaves: files, or what was in them.
+Called by `checkpoint.py`, which hands the handlers to orbax, and by `tables.py`.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import json
 import zlib
@@ -18,71 +17,80 @@ import orbax.checkpoint as ocp
 
 from tpu_embed._checks import message
 from tpu_embed._types import PyTree
-from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.tables import TableState
-from tpu_embed.io import tables
 
-__all__ = ["PyTreeArgs", "PyTreeHandler", "TablesArgs", "TablesHandler"]
+__all__ = ["JsonArgs", "JsonHandler", "PyTreeArgs", "PyTreeHandler", "read_signed", "write_signed"]
 
-_SUMS = "checksums.json"
+_VALUE, _LEAVES, _SUMS = "value.json", "leaves.json", "checksums.json"
+_REMEDY = "restore another step; this one is damaged"
+
+
+def write_signed(path: Path, value: Any) -> None:
+    """Write a JSON value with its CRC-32."""
+    text = json.dumps(value, sort_keys=True)
+    path.write_text(json.dumps({"crc32": zlib.crc32(text.encode()), "value": value}))
+
+
+def read_signed(path: Path) -> Any:
+    """Return what `write_signed` wrote.
+
+    Raises:
+      ValueError: it is not there, or damaged.
+    """
+    try:
+        signed = json.loads(path.read_text())
+        value, expected = signed["value"], f"JSON of checksum {signed['crc32']}"
+        got = f"{zlib.crc32(json.dumps(value, sort_keys=True).encode())}"
+        whole = f"{signed['crc32']}" == got
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        value, expected, whole = None, "JSON with its checksum", False
+        got = f"{type(error).__name__}: {error}"
+    if not whole:
+        raise ValueError(message(f"{path}", expected=expected, got=got, remedy=_REMEDY))
+    return value
 
 
 @dataclasses.dataclass
-class TablesArgs(ocp.args.CheckpointArgs):
-    """What to save: an engine's state; or what to restore."""
+class JsonArgs(ocp.args.CheckpointArgs):
+    """A JSON value to save; when it is restored, nothing."""
 
-    engine: EmbeddingEngine | None = None
-    state: TableState | None = None
-    wanted: tables.Wanted | None = None
+    value: Any = None
 
 
-class TablesHandler(ocp.AsyncCheckpointHandler):
-    """Saves and restores a `TableState`. A save in the background works on a copy on the host."""
+class JsonHandler(ocp.CheckpointHandler):
+    """Saves and restores a JSON value."""
 
-    def __init__(self) -> None:
-        self._background = concurrent.futures.ThreadPoolExecutor(1, "tpu_embed_save")
+    def save(self, directory: Any, args: JsonArgs) -> None:
+        """Write the value."""
+        if jax.process_index() == 0:
+            write_signed(Path(directory) / _VALUE, args.value)
 
-    def save(self, directory: Any, args: TablesArgs) -> None:
-        """Write the state before returning."""
-        assert args.engine is not None, "made by checkpoint.py"
-        assert args.state is not None, "made by checkpoint.py"
-        tables.write(Path(directory), tables.prepare(args.engine, args.state, copied=False))
-
-    async def async_save(self, directory: Any, args: TablesArgs) -> list[Any]:
-        """Copy the state to the host; return a future of its being written."""
-        assert args.engine is not None, "made by checkpoint.py"
-        assert args.state is not None, "made by checkpoint.py"
-        prepared = tables.prepare(args.engine, args.state, copied=True)
-        return [self._background.submit(tables.write, Path(directory), prepared)]
-
-    def restore(self, directory: Any, args: TablesArgs) -> TableState:
-        """Return the state."""
-        assert args.wanted is not None, "made by checkpoint.py"
-        return tables.read(Path(directory), args.wanted)
+    def restore(self, directory: Any, args: JsonArgs) -> Any:
+        """Return the value."""
+        return read_signed(Path(directory) / _VALUE)
 
     def finalize(self, directory: Any) -> None:
         """Do nothing: all is written."""
 
     def metadata(self, directory: Any) -> Any:
-        """Return nothing: the manifest is read by `restore`."""
+        """Return nothing: the value says it all."""
         return None
 
     def close(self) -> None:
-        """End the thread."""
-        self._background.shutdown()
+        """Do nothing: nothing is open."""
 
 
 @dataclasses.dataclass
 class PyTreeArgs(ocp.args.CheckpointArgs):
-    """A pytree to save; or the abstract one to restore."""
+    """A pytree to save; or the abstract one to restore, of which dtypes may be others."""
 
     tree: PyTree
+    convert: bool = False
 
 
 class PyTreeHandler(ocp.AsyncCheckpointHandler):
-    """Orbax's handler of pytrees; its files are checked against their CRC-32 before they are read.
+    """Orbax's handler of pytrees; leaves and files are checked before it reads them.
 
-    Orbax checks what it needs to find arrays, and not their bytes.
+    Orbax checks what it needs to find arrays, and not their bytes; another dtype it converts.
     """
 
     def __init__(self) -> None:
@@ -91,21 +99,25 @@ class PyTreeHandler(ocp.AsyncCheckpointHandler):
     def save(self, directory: Any, args: PyTreeArgs) -> None:
         """Write the tree before returning."""
         self._handler.save(directory, args=ocp.args.StandardSave(args.tree))
+        _write_leaves(Path(directory), args.tree)
 
     async def async_save(self, directory: Any, args: PyTreeArgs) -> list[Any] | None:
         """Copy the tree to the host; return futures of its being written."""
-        return await self._handler.async_save(directory, args=ocp.args.StandardSave(args.tree))
+        futures = await self._handler.async_save(directory, args=ocp.args.StandardSave(args.tree))
+        _write_leaves(Path(directory), args.tree)
+        return futures
 
     def restore(self, directory: Any, args: PyTreeArgs) -> PyTree:
-        """Check the files, and return the tree."""
+        """Check leaves and files, and return the tree."""
         _check_sums(Path(directory))
+        _check_leaves(Path(directory), args)
         return self._handler.restore(directory, args=ocp.args.StandardRestore(args.tree))
 
     def finalize(self, directory: Any) -> None:
         """Let orbax finish, and write the checksums of its files."""
         self._handler.finalize(directory)
         if jax.process_index() == 0:
-            (Path(directory) / _SUMS).write_text(json.dumps(_sums(Path(directory))))
+            write_signed(Path(directory) / _SUMS, _sums(Path(directory)))
 
     def metadata(self, directory: Any) -> Any:
         """Return what orbax says of the tree."""
@@ -126,16 +138,48 @@ def _check_sums(directory: Path) -> None:
     """Check the files of a tree.
 
     Raises:
-      ValueError: one is damaged, missing, or not of it.
+      ValueError: one is damaged, or missing.
     """
-    what, remedy = f"checkpoint {directory}", "restore another step; this one is damaged"
-    try:
-        expected = json.loads((directory / _SUMS).read_text())
-    except (OSError, ValueError) as error:
-        got = f"{type(error).__name__}: {error}"
-        raise ValueError(message(what, expected="checksums", got=got, remedy=remedy)) from error
-    found = _sums(directory)  # orbax adds a mark of its own later
+    expected, found = read_signed(directory / _SUMS), _sums(directory)
     wrong = sorted(name for name in expected if found.get(name) != expected[name])
-    if wrong:
-        expected, got = "files as they were written", f"other bytes in {wrong}"
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+    if wrong:  # files beside them: orbax adds a mark of its own later
+        what, got = f"checkpoint {directory}", f"other bytes, or none, in {wrong}"
+        expected = "files as they were written"
+        raise ValueError(message(what, expected=expected, got=got, remedy=_REMEDY))
+
+
+def _leaves(tree: PyTree) -> dict[str, dict[str, Any]]:
+    """Return shape and dtype of every leaf, by its path."""
+    pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): {
+            "shape": list(getattr(leaf, "shape", ())),
+            "dtype": str(getattr(leaf, "dtype", type(leaf).__name__)),
+        }
+        for path, leaf in pairs
+    }
+
+
+def _write_leaves(directory: Path, tree: PyTree) -> None:
+    if jax.process_index() == 0:
+        write_signed(directory / _LEAVES, _leaves(tree))
+
+
+def _check_leaves(directory: Path, args: PyTreeArgs) -> None:
+    """Check that a tree has the leaves that are in a directory.
+
+    Raises:
+      ValueError: it has others, or another shape or dtype.
+    """
+    found, wanted = read_signed(directory / _LEAVES), _leaves(args.tree)
+    for path in sorted(found.keys() | wanted.keys()):
+        what, remedy = f"checkpoint {directory}: leaf {path!r}", "give model= as it was saved"
+        forms = wanted.get(path), found.get(path)
+        if None in forms:
+            expected, got = ("none" if form is None else "one" for form in forms)
+            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        for kind in ("shape", "dtype"):
+            expected, got = (f"{kind} {form[kind]}" for form in forms if form)
+            if expected != got and not (kind == "dtype" and args.convert):
+                remedy = "convert=True rounds it" if kind == "dtype" else remedy
+                raise ValueError(message(what, expected=expected, got=got, remedy=remedy))

@@ -1,7 +1,7 @@
 """The directory of an exported model: names, sizes and order of its files; all or nothing.
 
 Enters: a program, tables, and what `metadata.json` says. Leaves: files, or the same read back and
-judged. Called by `export.py` and `served.py`.
+judged. Called by `export.py` and `served.py`; `delta_files.py` takes its parts.
 """
 
 from __future__ import annotations
@@ -25,11 +25,15 @@ from tpu_embed.io.stored import Stored
 
 __all__ = [
     "FORMAT",
+    "METADATA",
     "check_free",
+    "check_size",
     "read_array",
+    "read_json",
     "read_metadata",
     "read_program",
     "write",
+    "write_arrays",
     "written",
 ]
 
@@ -94,7 +98,7 @@ def write(
                 "vocabulary_size": configs[name].vocabulary_size,
                 "dim": configs[name].dim,
                 "dtype": configs[name].dtype,
-                "files": _write_table(root, name, table),
+                "files": write_arrays(root, name, table.arrays),
             }
             for name, table in tables.items()
         },
@@ -103,10 +107,17 @@ def write(
     (root / METADATA).write_text(json.dumps(metadata, indent=1) + "\n")
 
 
-def _write_table(root: Path, name: str, table: Stored) -> dict[str, Any]:
+def write_arrays(root: Path, name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Write the arrays of one table; return the form of each file.
+
+    Args:
+      root: has a directory `tables`.
+      name: of the table.
+      arrays: by part.
+    """
     stem = urllib.parse.quote(name, safe="").replace(".", "%2E")
     files = {}
-    for part, array in table.arrays.items():
+    for part, array in arrays.items():
         file = f"tables/{stem}.{part}.npy"
         np.save(root / file, array, allow_pickle=False)
         files[part] = {
@@ -119,23 +130,41 @@ def _write_table(root: Path, name: str, table: Stored) -> dict[str, Any]:
 
 
 def read_metadata(root: Path) -> dict[str, Any]:
-    """Return what `metadata.json` says.
+    """Return what `metadata.json` of a model says.
 
     Raises:
       FileNotFoundError: there is none.
       ValueError: it is damaged, or of another version.
     """
-    file = root / METADATA
+    metadata = read_json(root / METADATA, FORMAT, _REMEDY)
+    if "program" not in metadata:
+        what, remedy = f"{root / METADATA}", "load_model takes what export_model wrote"
+        raise ValueError(message(what, expected="a model", got="none", remedy=remedy))
+    return metadata
+
+
+def read_json(file: Path, version: int, remedy: str) -> dict[str, Any]:
+    """Return a JSON object that names the version of its form.
+
+    Args:
+      file: the file.
+      version: the one that is read.
+      remedy: for one that is damaged.
+
+    Raises:
+      FileNotFoundError: there is none.
+      ValueError: it is damaged, or of another version.
+    """
     try:
         metadata = json.loads(_bytes(file))
         found = metadata["format"]
     except (ValueError, TypeError, KeyError) as error:
         expected, got = "a JSON object with its format", "something else"
-        raise ValueError(message(f"{file}", expected=expected, got=got, remedy=_REMEDY)) from error
-    if found != FORMAT:
-        remedy = "read it with the tpu_embed that wrote it, or export the model again"
+        raise ValueError(message(f"{file}", expected=expected, got=got, remedy=remedy)) from error
+    if found != version:
+        expected, remedy = f"{version}", "read it with the tpu_embed that wrote it, or export again"
         raise ValueError(
-            message(f"{file}: format", expected=f"{FORMAT}", got=f"{found}", remedy=remedy)
+            message(f"{file}: format", expected=expected, got=f"{found}", remedy=remedy)
         )
     return metadata
 
@@ -148,7 +177,7 @@ def read_program(root: Path, described: Mapping[str, Any]) -> bytes:
       ValueError: its size or checksum is another.
     """
     file = root / described["file"]
-    _check_size(file, described)
+    check_size(file, described)
     program = _bytes(file)
     if zlib.crc32(program) != described["crc32"]:
         expected, got = f"checksum {described['crc32']}", f"{zlib.crc32(program)}"
@@ -156,34 +185,45 @@ def read_program(root: Path, described: Mapping[str, Any]) -> bytes:
     return program
 
 
-def read_array(root: Path, described: Mapping[str, Any]) -> np.ndarray:
+def read_array(root: Path, described: Mapping[str, Any], remedy: str = _REMEDY) -> np.ndarray:
     """Return one array of a table, memory-mapped.
+
+    Args:
+      root: the directory.
+      described: the form of its file.
+      remedy: for one that is damaged.
 
     Raises:
       FileNotFoundError: it is missing.
       ValueError: its size, shape or dtype is another.
     """
     file = root / described["file"]
-    _check_size(file, described)
+    check_size(file, described, remedy)
     expected = f"{described['dtype']} of shape {tuple(described['shape'])}"
     try:
         array = np.load(file, mmap_mode="r", allow_pickle=False)
         got = f"{array.dtype} of shape {array.shape}"
     except (ValueError, EOFError, OSError) as error:
         got = f"no array ({error})"
-        raise ValueError(message(f"{file}", expected=expected, got=got, remedy=_REMEDY)) from error
+        raise ValueError(message(f"{file}", expected=expected, got=got, remedy=remedy)) from error
     if got != expected:
-        raise ValueError(message(f"{file}", expected=expected, got=got, remedy=_REMEDY))
+        raise ValueError(message(f"{file}", expected=expected, got=got, remedy=remedy))
     return array
 
 
-def _check_size(file: Path, described: Mapping[str, Any]) -> None:
+def check_size(file: Path, described: Mapping[str, Any], remedy: str = _REMEDY) -> None:
+    """Check the size of a file.
+
+    Raises:
+      FileNotFoundError: it is missing.
+      ValueError: its size is another.
+    """
     size = file.stat().st_size if file.exists() else None
     if size is None:
         raise _missing(file)
     if size != described["bytes"]:
         expected = f"{described['bytes']} bytes"
-        raise ValueError(message(f"{file}", expected=expected, got=f"{size}", remedy=_REMEDY))
+        raise ValueError(message(f"{file}", expected=expected, got=f"{size}", remedy=remedy))
 
 
 def _bytes(file: Path) -> bytes:

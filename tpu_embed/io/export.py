@@ -29,6 +29,7 @@ from tpu_embed._types import Array, PyTree
 from tpu_embed.core import structure
 from tpu_embed.core.ids import dense_form
 from tpu_embed.core.structure import Structure
+from tpu_embed.core.touched import Version
 from tpu_embed.io import directory
 from tpu_embed.io.serving import Server, server_of
 from tpu_embed.io.stored import Stored, stored_tables
@@ -50,6 +51,7 @@ def export_model(
     inputs: Sequence[PyTree] = (),
     batch: int | None = None,
     platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
+    version: Version | None = None,
 ) -> None:
     """Write a directory that computes `model(activations, *inputs)` from ids.
 
@@ -68,6 +70,7 @@ def export_model(
         the batch's, or scalars.
       batch: the one batch size that the program takes; None: it takes any.
       platforms: "cpu", "cuda", "rocm", "tpu".
+      version: `touched.version(state)` of the tables, so that deltas may follow (`export_delta`).
 
     Raises:
       ImportError: flatbuffers is missing.
@@ -86,6 +89,7 @@ def export_model(
     described = {
         "platforms": list(exported.platforms),
         "batch": arguments.batch,
+        "version": None if version is None else version._asdict(),
         "features": arguments.described(declared),
         "inputs": _described(arguments.inputs),
         "outputs": _described(jax.tree.unflatten(exported.out_tree, exported.out_avals)),

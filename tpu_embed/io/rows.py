@@ -10,6 +10,7 @@ ends with a CRC-32C of its bytes: a damaged or missing one cannot be read.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +24,11 @@ from tpu_embed.core.fields import Field
 
 __all__ = ["RowArray", "Shards", "row_array", "write_rows"]
 
-BLOCK = 2**23
+BLOCK = 2**22
 """Bytes that are written or read at a time."""
+
+AT_ONCE = 4
+"""Blocks that are on their way to the disk at a time."""
 
 _CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 
@@ -89,11 +93,9 @@ class RowArray:
         Raises:
           ValueError: it is not there, or of another form.
         """
-        store = ts.open(self._spec() | {"fill_missing_data_reads": False}).result()
-        if store.shape != self.shape or store.dtype.numpy_dtype != self.dtype:
-            got = f"{store.dtype.numpy_dtype} of shape {store.shape}"
-            raise ValueError(f"expected {self.dtype} of shape {self.shape}, got {got}")
-        return store
+        metadata = {"shape": self.shape, "data_type": self.dtype.name, "codecs": _CODECS}
+        options = {"metadata": metadata, "fill_missing_data_reads": False}
+        return ts.open(self._spec() | options).result()
 
     def _spec(self) -> dict[str, Any]:
         kvstore = {"driver": "file", "path": f"{self.path}/"}
@@ -114,43 +116,88 @@ class RowArray:
             first += end - inside
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
+    def read_lines(
+        self, store: ts.TensorStore, first: int, last: int, shards: list[int]
+    ) -> np.ndarray:
+        """Return local rows `[first, last)` of some shards, of rows that alternate: `[n, k, …]`.
+
+        Fewer than last - first where the array ends.
+        """
+        chosen = slice(shards[0], shards[-1] + 1) if shards else slice(0, 0)
+        inside = slice(*(min(row, self.rows_per_shard) for row in (first, last)))
+        lines = np.asarray(store[inside, chosen].read().result())
+        return lines[:, np.asarray(shards, np.int64) - chosen.start]
+
 
 class Shards:
     """This process's shards of a field: stored rows by shard number, on the host or a device.
 
     Args:
       field: the field.
-      physical: its array.
+      physical: its array, each shard in one piece.
       copied: whether to copy now what may change later.
     """
 
     def __init__(self, field: Field, physical: jax.Array, *, copied: bool) -> None:
-        self.field, self._copied = field, copied
+        self.field = field
         size = field.form.array(field.group.rows).shape[0]
-        self._pieces: dict[int, np.ndarray] = {}
+        self._pieces: dict[int, tuple[Any, int]] = {}
         for piece in physical.addressable_shards:
-            first = piece.index[0].start or 0
-            shard = first // size
             if piece.replica_id == 0:
-                host = np.asarray(piece.data)
-                for n, local in enumerate(np.split(host, len(host) // size)):
-                    self._pieces[shard + n] = self._mine(local)
+                lines = _seen_from_host(piece.data)
+                first = (piece.index[0].start or 0) // size
+                for n in range(lines.shape[0] // size):
+                    self._pieces[first + n] = lines, n * size
+        self._copies: dict[int, np.ndarray] = {}
+        if copied:
+            self._copies = {shard: self._copy(shard) for shard in self.numbers}
+            self._pieces.clear()
 
     @property
     def numbers(self) -> list[int]:
         """The shards' numbers, ascending."""
-        return sorted(self._pieces)
-
-    def _mine(self, local: np.ndarray) -> np.ndarray:
-        """Return the rows of the field's table, in their form, out of a shard of its stack."""
-        table, form = self.field.table, self.field.form
-        rows = form.by_row(local)[table.offset : table.offset + table.rows_per_shard]
-        return rows.copy() if self._copied else rows
+        return sorted(self._pieces or self._copies)
 
     def block(self, shard: int, first: int, last: int) -> np.ndarray:
         """Return local rows of a shard, in their logical dtype."""
-        stored = self.field.form.unpack(self._pieces[shard][first:last])
+        if shard in self._copies:
+            return self._copies[shard][first:last]
+        stored = self.field.form.unpack(self._stored(shard, first, last))
         return np.ascontiguousarray(stored).view(np.dtype(self.field.shape.dtype))
+
+    def _copy(self, shard: int) -> np.ndarray:
+        """Return all rows of a shard, on the host; a device gives a block at a time."""
+        array = row_array(Path(), self.field)
+        rows = np.empty((array.rows_per_shard, *array.row), array.dtype)
+        for first in range(0, len(rows), array.block):
+            last = min(first + array.block, len(rows))
+            rows[first:last] = self.block(shard, first, last)
+        return rows
+
+    def _stored(self, shard: int, first: int, last: int) -> np.ndarray:
+        """Return rows of the field's table, out of a shard of its stack, as they are packed."""
+        (lines, start), form = self._pieces[shard], self.field.form
+        first, last = self.field.table.offset + first, self.field.table.offset + last
+        if not form.packed:
+            return _on_host(lines, start + first, last - first)
+        width = lines.shape[1]
+        begin, end = first * form.words // width, -(-last * form.words // width)
+        words = _on_host(lines, start + begin, end - begin).reshape(-1)
+        words = words[first * form.words - begin * width :]
+        return words[: (last - first) * form.words].reshape(-1, form.words)
+
+
+def _seen_from_host(data: jax.Array) -> Any:
+    """Return an array of one device as it is, or as NumPy's where that takes no copy."""
+    (device,) = data.devices()
+    return np.asarray(data) if device.platform == "cpu" else data
+
+
+def _on_host(array: Any, first: int, n: int) -> np.ndarray:
+    """Return lines of a piece on the host; of one on a device, a copy of no more than these."""
+    if isinstance(array, np.ndarray):
+        return array[first : first + n]
+    return np.asarray(jax.lax.dynamic_slice_in_dim(array, first, n))
 
 
 def row_array(path: Path, field: Field) -> RowArray:
@@ -177,13 +224,13 @@ def write_rows(array: RowArray, shards: Shards) -> None:
     if not numbers:
         return
     together = _side_by_side(numbers, array.shards)
-    store, last = array.create(together if array.alternate else 1), None
+    store, writing = array.create(together if array.alternate else 1), collections.deque()
     for place, rows in _blocks(array, shards, numbers, together):
-        writing = store[place].write(rows)
-        if last is not None:
-            last.result()
-        last = writing
-    if last is not None:
+        if len(writing) == AT_ONCE:
+            writing.popleft().result()
+        # Nothing writes to the rows until all is on disk: no need to copy them.
+        writing.append(store[place].write(rows, can_reference_source_data_indefinitely=True))
+    for last in writing:
         last.result()
 
 
@@ -206,5 +253,6 @@ def _blocks(
             continue
         for begin in range(0, len(numbers), together):
             chosen = numbers[begin : begin + together]
-            rows = np.stack([shards.block(shard, first, last) for shard in chosen], axis=1)
+            pieces = [shards.block(shard, first, last) for shard in chosen]
+            rows = np.stack(pieces, axis=1) if together > 1 else pieces[0][:, None]
             yield (slice(first, last), slice(chosen[0], chosen[0] + together)), rows

@@ -1,8 +1,8 @@
 """Call an exported model: no training code, no mesh, no optimizer.
 
-Enters: the directory that `export_model` wrote, then batches of ids on the host. Leaves: what the
-model returns. Ids and weights are judged as the engine judges them, by what `metadata.json` says of
-each feature.
+Enters: the directory that `export_model` wrote, then batches of ids on the host, and deltas between
+them. Leaves: what the model returns. Ids and weights are judged as the engine judges them, by what
+`metadata.json` says of each feature.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from tpu_embed._types import PyTree, Tracer
 from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.core import structure, valid_ids
 from tpu_embed.core import weights as weights_of
-from tpu_embed.io import directory
+from tpu_embed.core.touched import Version
+from tpu_embed.io import delta_files, directory
+from tpu_embed.io.row_blocks import set_rows, set_rows_in_place
 
 __all__ = ["ServedModel", "load_model"]
 
@@ -32,7 +34,7 @@ class ServedModel:
     """Hold a loaded model; call it with `(features, *inputs, weights=None)`.
 
     Attributes:
-      metadata: what `metadata.json` says.
+      metadata: what `metadata.json` says, with the version of the last delta.
       tables: by name, then part: the program's first argument.
       exported: the program, for use inside a jit: `exported.call(tables, features, weights,
         *inputs)`, ids and weights in dicts by path.
@@ -43,6 +45,63 @@ class ServedModel:
     exported: jax_export.Exported
     _program: Callable[..., PyTree] = dataclasses.field(repr=False)
     _features: Mapping[str, valid_ids.Feature] = dataclasses.field(repr=False)
+    _own: frozenset[str] = dataclasses.field(default=frozenset(), repr=False)  # tables not in files
+
+    @property
+    def version(self) -> Version | None:
+        """Which moment of training the tables are from, if the model was exported with one."""
+        known = self.metadata.get("version")
+        return None if known is None else Version(**known)
+
+    def apply(self, path: str | os.PathLike[str]) -> ServedModel:
+        """Return the model with the rows of a delta; this one stays as it is, and may be called.
+
+        Tables in which rows change are copied first; the others, the program and all that is
+        compiled are shared. Of a quantized table, the rows are quantized. A delta that is older
+        than the tables changes nothing.
+
+        Args:
+          path: what `export_delta` wrote.
+
+        Raises:
+          FileNotFoundError: a file is missing.
+          ValueError: a file is damaged; the model's version is unknown, of another run, or before
+            the delta's first step; a table is not in the delta, or has another form there.
+        """
+        return self._with(path, lambda name: set_rows)
+
+    def apply_in_place(self, path: str | os.PathLike[str]) -> ServedModel:
+        """Do what `apply` does in the memory of this model's tables, which are gone afterwards.
+
+        No other thread may call this model then, nor one that `apply` made this one of. Tables that
+        are still in their files are copied: the first time costs as much as `apply`. An error
+        leaves the model as it was.
+        """
+        return self._with(path, lambda name: set_rows_in_place if name in self._own else set_rows)
+
+    def _with(
+        self, path: str | os.PathLike[str], way: Callable[[str], Callable[..., jax.Array]]
+    ) -> ServedModel:
+        root, described = Path(path), self.metadata["tables"]
+        delta = delta_files.read(root)
+        if not delta_files.follows(delta, root, self.version):
+            return self
+        delta_files.check_declared(delta, root, described)
+        changed = {name: delta.tables[name] for name in described if delta.tables[name].ids.size}
+        parts = {name: rows.parts(self.tables[name]) for name, rows in changed.items()}
+        new = {
+            name: {
+                part: way(name)(array, changed[name].ids, parts[name][part])
+                for part, array in self.tables[name].items()
+            }
+            for name in changed
+        }
+        return dataclasses.replace(
+            self,
+            metadata={**self.metadata, "version": delta.version._asdict()},
+            tables=jax.block_until_ready({**self.tables, **new}),
+            _own=self._own | set(new),
+        )
 
     def __call__(self, features: PyTree, *inputs: PyTree, weights: PyTree | None = None) -> PyTree:
         """Return what the model returns.

@@ -66,6 +66,7 @@ def serving_lookup(
         the tables.
 
     Example:
+      >>> import numpy as np
       >>> from tpu_embed import FeatureConfig, TableConfig
       >>> films = TableConfig(vocabulary_size=3, dim=2, combiner="sum", name="films")
       >>> table = np.array([[1, 2], [3, 4], [5, 6]], np.float32)
@@ -151,7 +152,7 @@ class Server:
             host_ids(f"feature {feature.path!r}", feature.config, feature.table.name, *leaves)
             for feature, *leaves in zip(layout.features, ids, weights, strict=True)
         ]
-        spec = _rounded(natural_spec(hosts, layout))
+        spec = _rounded(natural_spec(hosts, layout, layout.axes.replicas))
         packed = pack(hosts, spec, layout)
         operands = []
         for g, table in enumerate(tables):

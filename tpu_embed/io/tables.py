@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import urllib.parse
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,8 @@ from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.fields import Field, fields
 from tpu_embed.core.init import blank_tables
 from tpu_embed.core.logical import check_state
-from tpu_embed.core.tables import TableState
+from tpu_embed.core.tables import TableState, slot_shapes
+from tpu_embed.io.checked import read_signed, write_signed
 from tpu_embed.io.rows import BLOCK, RowArray, Shards, row_array, write_rows
 from tpu_embed.kernels import dispatch, storage
 
@@ -70,7 +69,9 @@ def prepare(engine: EmbeddingEngine, state: TableState, *, copied: bool) -> Prep
     parts: list[tuple[Field, Shards | np.ndarray]] = []
     for f in fields(engine.layout):
         if f.shape.per_row:
-            parts.append((f, Shards(f, f.read(state), copied=copied)))
+            sharding = engine.layout.axes.sharding(f.group.shard_axes)
+            physical = jax.device_put(f.read(state), sharding)  # moves what lies otherwise
+            parts.append((f, Shards(f, physical, copied=copied)))
         elif jax.process_index() == 0:
             parts.append((f, np.array(f.read(state)).view(np.dtype(f.shape.dtype))))
     return Prepared(_manifest(engine, state), parts)
@@ -78,9 +79,10 @@ def prepare(engine: EmbeddingEngine, state: TableState, *, copied: bool) -> Prep
 
 def _manifest(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
     tables: dict[str, Any] = {}
+    described, configs = engine.describe()["tables"], engine.table_configs
     for f in fields(engine.layout):
         if f.slot is None:
-            array = row_array(Path(), f)
+            array, config = row_array(Path(), f), configs[f.table.name]
             tables[f.table.name] = {
                 "vocabulary_size": f.table.vocabulary_size,
                 "shards": array.shards,
@@ -88,18 +90,24 @@ def _manifest(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
                 "alternate": array.alternate,
                 "table": _form(f),
                 "slots": {},
+                "optimizer": _rule(f),
+                "config": described[f.table.name]
+                | {"combiner": config.combiner, "trainable": config.trainable},
             }
         else:
             tables[f.table.name]["slots"][f.slot] = _form(f)
-    paths = [feature.path for feature in engine.layout.features]
-    bad_ids = np.asarray(state.counters["bad_ids"]).tolist()
     return {
         "format": FORMAT,
         "step": int(state.step),
-        "bad_ids": dict(zip(paths, bad_ids, strict=True)),
-        "overflows": int(state.counters["overflows"]),
+        "features": [feature.path for feature in engine.layout.features],
+        "counters": {name: np.asarray(n).tolist() for name, n in state.counters.items()},
         "tables": tables,
     }
+
+
+def _rule(f: Field) -> str | None:
+    """Return the class of the optimizer of a field's table."""
+    return None if f.group.optimizer is None else f.group.optimizer.describe()["class"]
 
 
 def _form(f: Field) -> dict[str, Any]:
@@ -122,9 +130,7 @@ def write(directory: Path, prepared: Prepared) -> None:
         else:
             _whole(path, _form(f)).create(1)[...].write(part[None, None]).result()
     if jax.process_index() == 0:
-        text = json.dumps(prepared.manifest, sort_keys=True)
-        signed = {"crc32": zlib.crc32(text.encode()), "manifest": prepared.manifest}
-        (directory / _MANIFEST).write_text(json.dumps(signed, sort_keys=True))
+        write_signed(directory / _MANIFEST, prepared.manifest)
 
 
 def _path(directory: Path, table: str, slot: str | None) -> Path:
@@ -162,7 +168,7 @@ def read(directory: Path, wanted: Wanted) -> TableState:
       ValueError: a table, a field, a shape or a dtype that is not as wanted; a damaged file.
     """
     engine, manifest = wanted.engine, _read_manifest(directory)
-    found = {name: t for name, t in manifest["tables"].items() if name not in wanted.leave_out}
+    found = _chosen_tables(directory, manifest["tables"], wanted)
     chosen = list(fields(engine.layout))
     missing = _check(directory, chosen, found, wanted)
     state = _base(wanted, fresh=missing)
@@ -171,82 +177,105 @@ def read(directory: Path, wanted: Wanted) -> TableState:
             continue
         try:
             state = _filled(state, directory, f, found[f.table.name], engine)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             remedy = "restore another step; this one is damaged"
             got = str(error)
             expected = "files as they were written"
             what = f"checkpoint {directory}: {f.label}"
             raise ValueError(message(what, expected=expected, got=got, remedy=remedy)) from error
-    paths = [feature.path for feature in engine.layout.features]
-    counters = {
-        "bad_ids": jnp.asarray([manifest["bad_ids"].get(p, 0) for p in paths], jnp.int32),
-        "overflows": jnp.int32(manifest["overflows"]),
-    }
-    scalars = engine.layout.axes.sharding(())
-    step, counters = jax.device_put((jnp.int32(manifest["step"]), counters), scalars)
+    scalars = jnp.int32(manifest["step"]), _counters(engine, manifest)
+    step, counters = jax.device_put(scalars, engine.layout.axes.sharding(()))
     return dataclasses.replace(state, step=step, counters=counters)
 
 
+def _counters(engine: EmbeddingEngine, manifest: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return the engine's counters: by feature path, or whole; 0 where there was none."""
+    forms = jax.eval_shape(engine.init, jax.random.key(0)).counters
+    paths, counters = [feature.path for feature in engine.layout.features], {}
+    for name, form in forms.items():
+        counters[name] = np.zeros(form.shape, form.dtype)
+        count = manifest["counters"].get(name, 0)
+        if np.shape(count) == (len(manifest["features"]),) and form.shape == (len(paths),):
+            by_path = dict(zip(manifest["features"], count, strict=True))
+            counters[name][:] = [by_path.get(path, 0) for path in paths]
+        elif np.shape(count) == form.shape:
+            counters[name][...] = count
+    return counters
+
+
+def _chosen_tables(directory: Path, found: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
+    """Return the tables on disk that are to be read."""
+    for name in wanted.leave_out:
+        if name not in found:
+            what, expected = f"checkpoint {directory}: leave_out", f"some of {sorted(found)}"
+            raise ValueError(message(what, expected=expected, got=repr(name)))
+    return {name: table for name, table in found.items() if name not in wanted.leave_out}
+
+
 def _read_manifest(directory: Path) -> dict[str, Any]:
-    path = directory / _MANIFEST
-    remedy = "give the directory that save wrote; restore another step if this one is damaged"
-    try:
-        signed = json.loads(path.read_text())
-        manifest, crc32 = signed["manifest"], signed["crc32"]
-        whole = zlib.crc32(json.dumps(manifest, sort_keys=True).encode()) == crc32
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        got = f"{type(error).__name__}: {error}"
-        raise ValueError(
-            message(f"{path}", expected="a manifest", got=got, remedy=remedy)
-        ) from error
-    if not whole:
-        expected, got = f"a manifest of checksum {crc32}", "another one"
-        raise ValueError(message(f"{path}", expected=expected, got=got, remedy=remedy))
+    manifest = read_signed(directory / _MANIFEST)
     if manifest["format"] != FORMAT:
-        expected, got = f"format {FORMAT}", f"{manifest['format']}"
-        raise ValueError(message(f"{path}", expected=expected, got=got, remedy="update tpu_embed"))
+        what, expected, got = f"{directory}", f"format {FORMAT}", f"{manifest['format']}"
+        raise ValueError(message(what, expected=expected, got=got, remedy="update tpu_embed"))
     return manifest
 
 
 def _on_disk(found: dict[str, Any], f: Field) -> dict[str, Any] | None:
-    """Return the form of a field on disk, None if it is not there."""
+    """Return the form of a field on disk; None if it is not there, or another optimizer's slot."""
     table = found.get(f.table.name)
     if table is None:
         return None
-    return table["table"] if f.slot is None else table["slots"].get(f.slot)
+    if f.slot is None:
+        return table["table"]
+    same = table["optimizer"] == _rule(f) and table["slots"].keys() == slot_shapes(f.group).keys()
+    return table["slots"][f.slot] if same else None
 
 
 def _check(directory: Path, chosen: list[Field], found: dict[str, Any], wanted: Wanted) -> bool:
     """Check every field before anything is read; tell whether some rows are not on disk."""
-
-    def refuse(what: str, expected: str, got: str, remedy: str) -> None:
-        what = f"checkpoint {directory}: {what}"
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
-
-    names = {f.table.name for f in chosen}
-    for name in found.keys() - names:
+    names = sorted({f.table.name for f in chosen})
+    for name in sorted(found.keys() - set(names)):
+        expected, got = f"it among the engine's tables {names}", "none of this name"
         remedy = f"leave it out: leave_out=({name!r},)"
-        refuse(f"table {name!r}", f"one of the engine's tables {sorted(names)}", "it", remedy)
-    fresh = False
-    for f in chosen:
-        form, expected = _on_disk(found, f), _form(f)
-        if form is None:
-            fresh = True
-            if wanted.key is None:
-                remedy = "give key=, by which to make it anew"
-                refuse(f.label, "it on disk", f"{sorted(found)}", remedy)
-            continue
-        if form["shape"] != expected["shape"] or form["per_row"] != expected["per_row"]:
-            refuse(f.label, f"shape {expected['shape']}", f"{form['shape']}", "make it alike")
-        if form["dtype"] != expected["dtype"] and not wanted.convert:
-            refuse(f.label, expected["dtype"], form["dtype"], "convert=True rounds it")
-        rows, size = found[f.table.name]["vocabulary_size"], f.table.vocabulary_size
-        if rows > size:
-            refuse(f.label, f"at most {size} rows", f"{rows}", "tables grow, and never shrink")
-        fresh |= rows < size
-        if rows < size and wanted.key is None:
-            refuse(f.label, f"{size} rows", f"{rows}", "give key=, by which to make the new rows")
-    return fresh
+        raise _refusal(directory, f"table {name!r}", expected, got, remedy)
+    lacking = [_lacks_rows(directory, f, found, wanted) for f in chosen]
+    return any(lacking)
+
+
+def _lacks_rows(directory: Path, f: Field, found: dict[str, Any], wanted: Wanted) -> bool:
+    """Check one field; tell whether some of its rows are not on disk."""
+    form, expected, size = _on_disk(found, f), _form(f), f.table.vocabulary_size
+    if form is None:
+        if wanted.key is None:
+            raise _refusal(directory, f.label, *_absent(f, found), "give key= to make it anew")
+        return True
+    for what in ("shape", "per_row", "dtype"):
+        if form[what] != expected[what] and not (what == "dtype" and wanted.convert):
+            remedy = "convert=True rounds it" if what == "dtype" else "declare it as it was"
+            got, wish = f"{what} {form[what]}", f"{what} {expected[what]}"
+            raise _refusal(directory, f.label, wish, got, remedy)
+    rows = found[f.table.name]["vocabulary_size"]
+    if rows > size:
+        remedy = "tables grow, and never shrink"
+        raise _refusal(directory, f.label, f"at most {size} rows", f"{rows}", remedy)
+    if rows < size and wanted.key is None:
+        remedy = "give key= to make the new rows"
+        raise _refusal(directory, f.label, f"{size} rows", f"{rows}", remedy)
+    return rows < size
+
+
+def _absent(f: Field, found: dict[str, Any]) -> tuple[str, str]:
+    """Return what was expected, and what was got, where a field is not on disk."""
+    table = found.get(f.table.name)
+    if table is None:
+        return "it in the checkpoint", f"tables {sorted(found)}"
+    got = f"those of {table['optimizer']}, {sorted(table['slots'])}"
+    return f"slots of {_rule(f)}, {sorted(slot_shapes(f.group))}", got
+
+
+def _refusal(directory: Path, what: str, expected: str, got: str, remedy: str) -> ValueError:
+    what = f"checkpoint {directory}: {what}"
+    return ValueError(message(what, expected=expected, got=got, remedy=remedy))
 
 
 def _base(wanted: Wanted, *, fresh: bool) -> TableState:
@@ -280,30 +309,40 @@ def _filled(
         np.dtype(on_disk["dtype"]),
     )
     physical = f.read(state)
-    for first, rows in _lines(array, f, found["vocabulary_size"]):
-        sharding = engine.layout.axes.sharding(f.group.shard_axes)
+    sharding = engine.layout.axes.sharding(f.group.shard_axes)
+    mine = engine.layout.axes.local_parts(f.group.shard_axes).tolist()
+    for first, rows in _lines(array, f, found["vocabulary_size"], mine):
         values = jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__)
         limit = np.asarray(found["vocabulary_size"], f.group.index_dtype)
         start = np.asarray(first, f.group.index_dtype)
+        jax.block_until_ready(physical)  # no more than two blocks are held
         physical = _put(physical, values, start, limit, f, engine.layout.axes)
     return f.write(state, physical)
 
 
-def _lines(array: RowArray, f: Field, limit: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield first local rows, and as many rows of every shard from there on: `[S * n, …]`."""
+def _lines(
+    array: RowArray, f: Field, limit: int, mine: list[int]
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield first local rows, and as many rows of every shard from there on: `[S * n, …]`.
+
+    Only rows of the shards `mine`, those of this process, are sure to be read.
+    """
     store, group, size = array.open(), f.group, f.table.rows_per_shard
     width = int(np.prod(array.row, dtype=np.int64)) * array.dtype.itemsize * group.num_shards
     n, dtype = max(1, min(size, BLOCK // max(1, width))), np.dtype(f.shape.dtype)
     for first in range(0, size, n):
         rows = np.zeros((group.num_shards, n, *array.row), dtype)
-        if group.placement != "div":
+        if group.placement != "div" and array.alternate and array.shards == len(rows):
+            lines = array.read_lines(store, first, first + n, mine)
+            rows[mine, : len(lines)] = np.swapaxes(lines, 0, 1)
+        elif group.placement != "div":
             begin, end = first * group.num_shards, min((first + n) * group.num_shards, limit)
             if begin < end:
                 flat = np.zeros((n * group.num_shards, *array.row), dtype)
                 flat[: end - begin] = array.read(store, begin, end)
                 rows = np.swapaxes(flat.reshape(n, group.num_shards, *array.row), 0, 1)
         else:
-            for shard in range(group.num_shards):
+            for shard in mine:
                 begin = shard * size + first
                 end = min(shard * size + min(first + n, size), limit)
                 if begin < end:

@@ -57,8 +57,10 @@ def _exact(layout: Layout, leaves: list[Any]) -> BatchSpec:
         host_ids(f"feature {feature.path!r}", feature.config, feature.table.name, ids, None)
         for feature, ids in zip(layout.features, leaves, strict=True)
     ]
-    natural = natural_spec(hosts, layout)
-    return capacity.with_capacities(pack(hosts, natural, layout), natural, natural, layout)
+    replicas = layout.axes.replicas
+    natural = natural_spec(hosts, layout, replicas)
+    packed = pack(hosts, natural, layout)
+    return capacity.with_capacities(packed, natural, natural, layout, np.arange(replicas))
 
 
 def _expected(layout: Layout, shapes: list[jax.ShapeDtypeStruct]) -> BatchSpec:

@@ -1,0 +1,183 @@
+"""What a checkpoint may be restored into when tables have changed, and what is refused."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from checkpoint_cases import contents, small, small_engine, small_state, table_of
+from facade_cases import assert_same, mesh
+
+from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
+from tpu_embed import optimizers as o
+from tpu_embed.io import restore, save
+
+KEY = jax.random.key(7)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """Return a checkpoint of 5 rows of 2, whose accumulators are 2, under Adagrad."""
+    path = tmp_path_factory.mktemp("forms") / "saved"
+    state = small_engine().set_rows(
+        small_state(), "item", np.arange(5), np.full((5, 2), 2.0), slot="accumulators"
+    )
+    save(path, small_engine(), state, position=[1])
+    return path
+
+
+def saved():
+    return table_of(small_engine(), small_state())
+
+
+def test_a_table_grows(path):
+    grown = small(9, devices=2)
+    state = restore(path, grown, key=KEY).state
+    fresh = contents(grown, grown.init(KEY))
+    tables, slots, _ = contents(grown, state)
+    np.testing.assert_array_equal(tables["item"][:5], saved())
+    np.testing.assert_array_equal(tables["item"][5:], fresh[0]["item"][5:])
+    assert (slots["item"]["accumulators"][:5] == 2).all()
+    assert (slots["item"]["accumulators"][5:] == np.float32(0.1)).all()
+
+
+def test_an_engine_without_optimizer_reads_tables_alone(path):
+    serving = small(optimizer=False, devices=2)
+    state = restore(path, serving).state
+    np.testing.assert_array_equal(table_of(serving, state), saved())
+    assert not any(state.slots.values())
+
+
+def test_slots_are_made_where_there_were_none(tmp_path):
+    serving = small(optimizer=False)
+    save(tmp_path / "saved", serving, serving.init(jax.random.key(0)))
+    state = restore(tmp_path / "saved", small_engine(), key=KEY).state
+    tables, slots, _ = contents(small_engine(), state)
+    np.testing.assert_array_equal(tables["item"], saved())
+    assert (slots["item"]["accumulators"] == np.float32(0.1)).all()
+
+
+def test_another_rate_is_the_same_optimizer(path):
+    slower = small(optimizer=o.Adagrad(lambda step: 0.1 / step))
+    slots = contents(slower, restore(path, slower).state)[1]
+    assert (slots["item"]["accumulators"] == 2).all()
+
+
+@pytest.mark.parametrize("rule", [o.AdagradMomentum(0.5), o.RMSProp(0.5), optax.adam(0.5)])
+def test_another_optimizers_slots_are_made_anew(path, rule):
+    other = small(optimizer=rule)
+    tables, slots, _ = contents(other, restore(path, other, key=KEY).state)
+    np.testing.assert_array_equal(tables["item"], saved())
+    assert_same(slots, contents(other, other.init(KEY))[1])
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("float32", "bfloat16"),
+        pytest.param("bfloat16", "float32", marks=pytest.mark.whole),
+    ],
+)
+def test_dtypes_are_converted_when_asked(tmp_path, first, second):
+    engines = small(dtype=first), small(dtype=second, devices=2)
+    state = engines[0].init(jax.random.key(0))
+    save(tmp_path / "saved", engines[0], state)
+    with pytest.raises(ValueError, match=f"expected dtype {second}, got dtype {first}; convert="):
+        restore(tmp_path / "saved", engines[1])
+    found = table_of(engines[1], restore(tmp_path / "saved", engines[1], convert=True).state)
+    np.testing.assert_array_equal(found, table_of(engines[0], state).astype(found.dtype))
+
+
+def _two(*names, **options):
+    features = {name: FeatureConfig(TableConfig(5, 2, name=name, **options)) for name in names}
+    return EmbeddingEngine(features, o.Adagrad(0.5), mesh=mesh(1))
+
+
+def test_tables_are_left_out_and_made_anew(tmp_path):
+    engine, fewer, other = _two("item", "user"), _two("item"), _two("item", "day")
+    state = engine.init(jax.random.key(0))
+    save(tmp_path / "saved", engine, state)
+    tables = engine.tables(state)
+
+    left = restore(tmp_path / "saved", fewer, leave_out=["user"]).state
+    np.testing.assert_array_equal(table_of(fewer, left), tables["item"])
+
+    changed = restore(tmp_path / "saved", other, key=KEY, leave_out=["user"]).state
+    np.testing.assert_array_equal(table_of(other, changed), tables["item"])
+    fresh = other.init(KEY)
+    np.testing.assert_array_equal(table_of(other, changed, "day"), table_of(other, fresh, "day"))
+
+    anew = restore(tmp_path / "saved", engine, key=KEY, leave_out=["user"]).state
+    fresh = engine.init(KEY)
+    np.testing.assert_array_equal(table_of(engine, anew, "user"), table_of(engine, fresh, "user"))
+
+
+REFUSED = {
+    "more rows": ({"rows": 9}, {}, r"table 'item': expected 9 rows, got 5; give key="),
+    "fewer rows": ({"rows": 4}, {"key": KEY}, r"table 'item': expected at most 4 rows, got 5; "),
+    "dim": ({"dim": 3}, {"key": KEY}, r"'item': expected shape \[3\], got shape \[2\]; declare"),
+    "name": ({"name": "user"}, {}, r"table 'item': expected it among .*\['user'\].*leave_out"),
+    "left out": (
+        {"name": "user"},
+        {"leave_out": ["item"]},
+        r"table 'user': expected it in the checkpoint, got tables \[\]; give key=",
+    ),
+    "nothing to leave out": (
+        {},
+        {"leave_out": "item"},
+        r"leave_out: expected some of \['item'\], got 'i'",
+    ),
+    "optimizer": (
+        {"optimizer": o.AdagradMomentum(0.5)},
+        {},
+        r"table 'item', slot 'accumulators': expected slots of AdagradMomentum, .*"
+        r"got those of Adagrad, \['accumulators'\]; give key=",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "options", "said"), REFUSED.values(), ids=list(REFUSED))
+def test_what_does_not_fit_is_refused(path, changes, options, said):
+    with pytest.raises(ValueError, match=said):
+        restore(path, small(**changes), **options)
+
+
+def test_slots_of_one_name_and_other_shapes_are_refused(tmp_path):
+    def rule(gradient, row, slots, learning_rate, step):
+        return row, slots
+
+    wide = small(optimizer=o.CustomOptimizer(rule, {"seen": 0}))
+    save(tmp_path / "saved", wide, wide.init(KEY))
+    other = small(optimizer=o.CustomOptimizer(rule, {"kept": 0}))
+    with pytest.raises(ValueError, match=r"slot 'kept': expected slots of CustomOptimizer, \['ke"):
+        restore(tmp_path / "saved", other)
+
+
+def test_counters_go_by_feature(tmp_path):
+    engine, fewer = _two("item", "user"), _two("user")
+    state = engine.init(KEY)
+    counters = {**state.counters, "bad_ids": jnp.array([3, 4], jnp.int32)}
+    state = type(state)(state.tables, state.slots, jnp.int32(6), counters)
+    save(tmp_path / "saved", engine, state)
+    assert_same(restore(tmp_path / "saved", engine).state.counters, counters)
+    left = restore(tmp_path / "saved", fewer, leave_out=["item"]).state
+    assert left.counters["bad_ids"].tolist() == [4]
+    assert int(left.step) == 6
+
+
+def test_configs_are_written_down(path):
+    found = json.loads((path / "tables" / "tables.json").read_text())["value"]
+    assert found["format"] == 1
+    config = found["tables"]["item"]["config"]
+    assert config["optimizer"]["class"] == "Adagrad"
+    assert (config["combiner"], config["dtype"], config["dim"]) == ("mean", "float32", 2)
+
+
+def test_another_format_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("tpu_embed.io.tables.FORMAT", 2)
+    save(tmp_path / "saved", small_engine(), small_state())
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"tables: expected format 1, got 2; update tpu_embed"):
+        restore(tmp_path / "saved", small_engine())

@@ -1,0 +1,198 @@
+"""What several processes do together: one of them is `python process_cases.py PROCESSES NUMBER …`.
+
+With one process it is what the others are compared with. Every function returns plain values, or
+NumPy arrays, and does the same in every process.
+"""
+
+import functools
+import json
+import pickle
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import tpu_embed
+from tpu_embed import FeatureConfig, RaggedIds, SparseIds, TableConfig
+from tpu_embed import optimizers as o
+from tpu_embed.core import retrieve
+
+DEVICES, BATCH, STEPS = 8, 16, 3
+
+
+def features(placement):
+    films = TableConfig(19, 4, name="films", combiner="mean", placement=placement)
+    users = TableConfig(7, 4, name="users", optimizer=o.Adam(0.125), placement=placement)
+    genres = TableConfig(5, 2, name="genres", placement="replicated", dtype="bfloat16")
+    return {
+        "film": FeatureConfig(films, output_shape=(BATCH,)),
+        "seen": FeatureConfig(films, max_sequence_length=2),
+        "user": FeatureConfig(users),
+        "genres": FeatureConfig(genres),
+    }
+
+
+def mesh(devices):
+    """Return a mesh that has as many devices of every process."""
+    each = devices // jax.process_count()
+    chosen = [jax.local_devices(process)[:each] for process in range(jax.process_count())]
+    return Mesh(np.array(chosen).reshape(-1), ("d",))
+
+
+def part(array):
+    """Return this process's part of something that has a first entry an example."""
+    size = len(array) // jax.process_count()
+    return array[jax.process_index() * size : (jax.process_index() + 1) * size]
+
+
+def draw(step):
+    """Return this process's part of a batch, whose shape all agree on; after 0, bags are longer."""
+    rng = np.random.default_rng(step)
+    film = [list(rng.integers(0, 19, rng.integers(0, 9 if step else 2))) for _ in range(BATCH)]
+    seen = rng.integers(-1, 19, (BATCH, 3))
+    rows, columns = np.nonzero(rng.random((BATCH, 4)) < 0.4)
+    values, weights = rng.integers(0, 5, len(rows)), rng.random(len(rows)).astype(np.float32)
+    user = rng.integers(0, 7, BATCH)
+    mine = np.flatnonzero(np.isin(rows, part(np.arange(BATCH))))
+    first, size = part(np.arange(BATCH))[0], len(part(user))
+    indices = np.stack([rows[mine] - first, columns[mine]], axis=1)
+    genres = SparseIds(indices, values[mine], (size, 4), weights[mine])
+    batch = {"film": RaggedIds.from_lists(part(film)), "seen": part(seen), "user": part(user)}
+    return batch | {"genres": genres}
+
+
+@jax.jit
+def gradients(activations):
+    return jax.tree.map(lambda a: 2 * a + 1, activations)
+
+
+@functools.cache
+def make_engine(devices, placement):
+    """Return the one engine of its kind, so that its programs are compiled once."""
+    return tpu_embed.EmbeddingEngine(features(placement), o.Adagrad(0.5), mesh=mesh(devices))
+
+
+def arrays(engine, state):
+    """Return tables, slots and step on this host."""
+    return (*retrieve.host_arrays(state, engine.layout), int(state.step))
+
+
+def train(devices):
+    """Train through the functional door; return tables, slots, step, and the number of programs."""
+    engine = make_engine(devices, "mod")
+    state = engine.init(jax.random.key(0))
+    for step in range(STEPS):
+        batch = engine.place(draw(step))
+        activations = engine.lookup(state, batch)
+        state = engine.update_in_place(state, batch, gradients(activations))
+    return arrays(engine, state), engine.compilations["update"]
+
+
+def train_embedding(devices):
+    """Train through the stateful door, pipelined; return tables, slots and step."""
+    embedding = tpu_embed.TPUEmbedding(features("mod"), o.Adagrad(0.5), True, mesh=mesh(devices))
+    embedding.engine = make_engine(devices, "mod")
+    embedding.enqueue(draw(0))
+    for step in range(STEPS):
+        if step + 1 < STEPS:
+            embedding.enqueue(draw(step + 1))
+        embedding.apply_gradients(gradients(embedding.dequeue()))
+    return (*embedding.retrieve(), int(embedding.state.step))
+
+
+def refusals(devices):
+    """Return what every process sees when the last one gives what cannot be placed."""
+    engine = make_engine(devices, "mod")
+    last = jax.process_index() == jax.process_count() - 1
+    good = draw(0)
+    spec = engine.place(good).spec
+    bad_id = good | ({"user": good["user"] + 100} if last else {})
+    a_list = good | ({"user": good["user"].tolist()} if last else {})
+    a_float = good | ({"user": good["user"] / 2} if last else {})
+    short = {"film": part([[1]] * BATCH), "seen": good["seen"], "user": good["user"]}
+    other_size = tpu_embed.pad_batch(good, 16) if last else good
+    missing = {k: v for k, v in good.items() if k != "user"} if last else good
+    seen = []
+    cases = [(bad_id, None), (a_list, None), (a_float, None), (other_size, None), (missing, None)]
+    cases += [(short | {"genres": good["genres"]}, None)]
+    longer = good | {"film": RaggedIds.from_lists(part([[1] * 30] * BATCH))}
+    whole = NamedSharding(mesh(devices), PartitionSpec())
+    on_all = jax.device_put(np.zeros(BATCH, np.int32), whole)
+    cases += [(good | {"user": on_all}, None)]
+    cases += [(longer if last else good, spec), (good, spec), (good, None if last else spec)]
+    for given, wanted in cases:
+        try:
+            engine.place(given, spec=wanted)
+            seen.append(None)
+        except Exception as error:
+            seen.append((type(error).__name__, str(error)))
+    return seen
+
+
+def save_all(directory, devices, placements):
+    """Save a state, three steps old, for every number of devices and placement."""
+    from tpu_embed.io.checkpoint import save
+
+    for n in devices:
+        for placement in placements:
+            engine = make_engine(n, placement)
+            state = trained(engine, engine.init(jax.random.key(0)), steps=3)
+            save(f"{directory}/{jax.process_count()}-{n}-{placement}", engine, state)
+
+
+def trained(engine, state, *, steps):
+    """Return the state after steps whose batches and gradients depend on their number alone."""
+    for _ in range(steps):
+        batch = engine.place(draw(int(state.step) % 3))
+        shapes = jax.eval_shape(engine.lookup, state, batch)
+        state = engine.update_in_place(state, batch, fixed(engine, shapes, int(state.step)))
+    return state
+
+
+def fixed(engine, shapes, step):
+    """Return activation gradients that depend on the step alone, as global arrays."""
+    rng = np.random.default_rng(step)
+    axes = engine.layout.axes
+
+    def one(shape):
+        whole = rng.normal(size=shape.shape).astype(np.float32)
+        return jax.make_array_from_process_local_data(axes.sharding(axes.batch_axes), part(whole))
+
+    return jax.tree.map(one, shapes)
+
+
+def restore_all(directory, names, devices, placements, steps=10):
+    """Restore every checkpoint on every number of devices and placement; go on for some steps."""
+    from tpu_embed.io.checkpoint import restore
+
+    found = {}
+    for n in devices:
+        for placement in placements:
+            engine = make_engine(n, placement)
+            for name in names:
+                state = restore(f"{directory}/{name}", engine).state
+                at_once = arrays(engine, state)
+                later = arrays(engine, trained(engine, state, steps=steps))
+                found[name, n, placement] = at_once, later
+    return found
+
+
+def main():
+    processes, number, port, output = (*map(int, sys.argv[1:4]), Path(sys.argv[4]))
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES // processes)
+    if processes > 1:
+        address = f"127.0.0.1:{port}"
+        jax.distributed.initialize(address, processes, number, heartbeat_timeout_seconds=20)
+    calls = json.loads(sys.argv[5])
+    results = [globals()[name](*arguments) for name, *arguments in calls]
+    with tempfile.NamedTemporaryFile(dir=output.parent, delete=False) as file:
+        pickle.dump(results, file)
+    Path(file.name).replace(output)
+
+
+if __name__ == "__main__":
+    main()

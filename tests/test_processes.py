@@ -1,0 +1,135 @@
+"""Several processes train, refuse, save and restore as one process does, to the bit."""
+
+import itertools
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import process_cases
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+PLACEMENTS = ["mod", "div", "replicated"]
+
+
+def run(processes, directory, calls):
+    """Return what the calls return in each of several processes; none outlives this."""
+    with socket.socket() as probe:  # the system picks a free port
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
+    environment.pop("XLA_FLAGS", None)
+    outputs = [directory / f"{processes}-{number}.pickle" for number in range(processes)]
+    script = [sys.executable, str(TESTS / "process_cases.py"), str(processes)]
+    started = [
+        subprocess.Popen(
+            [*script, str(number), str(port), str(output), json.dumps(calls)],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number, output in enumerate(outputs)
+    ]
+    try:
+        errors = [process.communicate(timeout=540)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for process, error in zip(started, errors, strict=True):
+        assert process.returncode == 0, error
+    return [pickle.loads(output.read_bytes()) for output in outputs]
+
+
+def assert_same(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Return a directory with a checkpoint of this process, and its bits at once and later."""
+    directory = tmp_path_factory.mktemp("checkpoints")
+    process_cases.save_all(directory, [8], ["mod"])
+    (bits,) = process_cases.restore_all(directory, ["1-8-mod"], [8], ["mod"]).values()
+    return directory, bits
+
+
+@pytest.fixture(scope="module")
+def two(saved, tmp_path_factory):
+    """Return what two processes of 4 devices each find."""
+    directory, _ = saved
+    calls = [
+        ("train", 8),
+        ("train_embedding", 8),
+        ("refusals", 8),
+        ("save_all", str(directory), [8], ["mod"]),
+        ("restore_all", str(directory), ["1-8-mod"], [8], ["mod"]),
+        ("restore_all", str(directory), ["1-8-mod", "2-8-mod"], [2], ["div"], 0),
+    ]
+    return run(2, tmp_path_factory.mktemp("two"), calls)
+
+
+def test_both_doors_have_the_bits_of_one_process(two):
+    expected = process_cases.train(8), process_cases.train_embedding(8)
+    for trained, embedding, *_ in two:
+        assert_same((trained, embedding), expected)
+
+
+def test_one_refuses_all_refuse(two):
+    """Every process raises a refusal, which names the one whose part it was; nothing changes."""
+    kinds = "ValueError TypeError TypeError ValueError ValueError TypeError".split()
+    kinds += ["ValueError", "ValueError"]
+    for process, (_, _, seen, *_) in enumerate(two):
+        assert [one and one[0] for one in seen] == [*kinds, None, None]
+        ours = [one[1] for one in seen if one and "process 1 refused its part" in one[1]]
+        assert len(ours) == (0 if process else 6)
+    assert "got id 103" in two[0][2][0][1]
+    assert "id 103 at example 0" in two[1][2][0][1]
+
+
+def test_saved_by_one_restored_by_two(saved, two):
+    at_once, later = saved[1]
+    for *_, same, other in two:
+        assert_same(same["1-8-mod", 8, "mod"], (at_once, later))
+        assert_same(other["1-8-mod", 2, "div"], (at_once, at_once))
+
+
+def test_saved_by_two_restored_by_two_and_by_one(saved, two):
+    directory, bits = saved
+    for *_, other in two:
+        assert_same(other["2-8-mod", 2, "div"], (bits[0], bits[0]))
+    found = process_cases.restore_all(directory, ["2-8-mod"], [8], ["mod"])
+    assert_same(found["2-8-mod", 8, "mod"], bits)
+
+
+@pytest.mark.whole
+def test_every_way_to_save_and_to_restore(tmp_path):
+    """{1, 2, 8} devices, three placements and {1, 2, 4} processes, each to every other."""
+    devices = {1: [1, 2, 8], 2: [2, 8], 4: [4, 8]}
+    for processes, numbers in devices.items():
+        run(processes, tmp_path, [("save_all", str(tmp_path), numbers, PLACEMENTS)])
+    names = [
+        f"{processes}-{number}-{placement}"
+        for processes, numbers in devices.items()
+        for number, placement in itertools.product(numbers, PLACEMENTS)
+    ]
+    first = None
+    for processes, numbers in devices.items():
+        calls = [("restore_all", str(tmp_path), names, numbers, PLACEMENTS)]
+        for (restored,) in run(processes, tmp_path, calls):
+            assert len(restored) == len(names) * len(numbers) * len(PLACEMENTS)
+            for bits in restored.values():
+                first = bits if first is None else first
+                assert_same(bits, first)
+
+
+@pytest.mark.whole
+def test_four_processes_train_as_one(tmp_path):
+    expected = process_cases.train(8)
+    for (trained,) in run(4, tmp_path, [("train", 8)]):
+        assert_same(trained, expected)

@@ -1,0 +1,229 @@
+"""The directory of a delta: rows of tables as they were after one step, by what changed since one.
+
+Enters: a `Delta`. Leaves: files, or the same read back and judged; whether it continues what a
+server has. Called by `delta.py` and `served.py`.
+
+    metadata.json         run, first and last step; form and CRC-32 of every file, and of itself
+    tables/*.ids.npy      int32 or int64 [n], ascending
+    tables/*.values.npy   [n, D] in the table's dtype, bfloat16 as its bits in uint16
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embed._checks import message
+from tpu_embed.core.touched import Version
+from tpu_embed.io import directory
+from tpu_embed.io.quantize import quantize_rows
+
+__all__ = ["ChangedRows", "Delta", "check_declared", "follows", "read", "write"]
+
+FORMAT = 1
+"""The version of the directory's form."""
+
+_REMEDY = "copy the directory whole, or publish a full export"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ChangedRows:
+    """Rows of one table.
+
+    Attributes:
+      vocabulary_size: V of the table.
+      dim: D.
+      dtype: the table's.
+      ids: int32 or int64 `[n]`, ascending.
+      values: `[n, D]`, bfloat16 as its bits in uint16.
+    """
+
+    vocabulary_size: int
+    dim: int
+    dtype: str
+    ids: np.ndarray
+    values: np.ndarray
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The values in the table's dtype."""
+        return self.values.view(jnp.dtype(self.dtype))
+
+    def parts(self, names: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Return the rows as a served table with parts of these names stores them.
+
+        Raises:
+          ValueError: the table is quantized, and the rows cannot be.
+        """
+        if "scale" not in names:
+            return {"values": self.values}
+        small = quantize_rows(self.rows)
+        return {"values": small.values, "scale": small.scale, "offset": small.offset}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Delta:
+    """All rows that were touched after one step, as they were after a later one.
+
+    Attributes:
+      run: of the training.
+      since: a table as of this step, or a later one, becomes by these rows that
+      step: of this step.
+      tables: by name; every table of the engine.
+    """
+
+    run: str
+    since: int
+    step: int
+    tables: dict[str, ChangedRows]
+
+    @property
+    def version(self) -> Version:
+        """What tables are once it is applied."""
+        return Version(self.run, self.step)
+
+
+def follows(delta: Delta, path: Path, version: Version | None) -> bool:
+    """Tell whether a delta has something for tables of a version; not if they are newer.
+
+    Args:
+      delta: the delta.
+      path: its own, for messages.
+      version: of the tables, None where nobody knows.
+
+    Raises:
+      ValueError: the version is unknown, of another run, or before the delta's first step.
+    """
+    if version is None:
+        expected, got = "a model of a known version", "none"
+        remedy = "export it with version=touched.version(state)"
+        raise ValueError(message(f"{path}", expected=expected, got=got, remedy=remedy))
+    if version.run != delta.run:
+        expected, got = f"run {version.run!r}, as the tables", f"{delta.run!r}"
+        remedy = "training began anew: load a full export of its new run"
+        raise ValueError(message(f"{path}: run", expected=expected, got=got, remedy=remedy))
+    if version.step < delta.since:
+        expected = f"at most {version.step}, the step of the tables"
+        remedy = "apply the deltas in between first, or load a newer full export"
+        raise ValueError(
+            message(f"{path}: since", expected=expected, got=f"{delta.since}", remedy=remedy)
+        )
+    return version.step <= delta.step
+
+
+def check_declared(delta: Delta, path: Path, declared: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check that tables are in a delta, with the same form.
+
+    Args:
+      delta: the delta.
+      path: its own, for messages.
+      declared: vocabulary_size, dim and dtype by table name.
+
+    Raises:
+      ValueError: one is missing, or has another form.
+    """
+    for name, form in declared.items():
+        expected, got = _form(form["vocabulary_size"], form["dim"], form["dtype"]), "none"
+        rows = delta.tables.get(name)
+        if rows is not None:
+            got = _form(rows.vocabulary_size, rows.dim, rows.dtype)
+        if got != expected:
+            what, remedy = f"{path}: table {name!r}", "publish a full export of these tables"
+            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+
+
+def _form(size: int, dim: int, dtype: str) -> str:
+    return f"{dtype} [{size}, {dim}]"
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def write(root: Path, delta: Delta) -> None:
+    """Write all files of a delta.
+
+    Args:
+      root: an empty directory.
+      delta: what to write.
+    """
+    (root / "tables").mkdir()
+    described = {
+        "run": delta.run,
+        "since": delta.since,
+        "step": delta.step,
+        "tables": {
+            name: {
+                "vocabulary_size": rows.vocabulary_size,
+                "dim": rows.dim,
+                "dtype": rows.dtype,
+                "files": {
+                    part: file | {"crc32": _crc32(root / file["file"])}
+                    for part, file in directory.write_arrays(
+                        root, name, {"ids": rows.ids, "values": rows.values}
+                    ).items()
+                },
+            }
+            for name, rows in delta.tables.items()
+        },
+    }
+    metadata = {"format": FORMAT, "crc32": _crc32_of(described), "delta": described}
+    (root / directory.METADATA).write_text(json.dumps(metadata, indent=1))
+
+
+def read(root: Path) -> Delta:
+    """Return a delta whose every byte was checked.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: one is damaged, or of another version.
+    """
+    described = _described(root)
+    tables = {
+        name: ChangedRows(
+            table["vocabulary_size"],
+            table["dim"],
+            table["dtype"],
+            **{part: _read_array(root, file) for part, file in table["files"].items()},
+        )
+        for name, table in described["tables"].items()
+    }
+    return Delta(described["run"], described["since"], described["step"], tables)
+
+
+def _described(root: Path) -> dict[str, Any]:
+    metadata = directory.read_json(root / directory.METADATA, FORMAT, _REMEDY)
+    whole = "delta" in metadata and metadata.get("crc32") == _crc32_of(metadata["delta"])
+    if not whole:
+        what = f"{root / directory.METADATA}"
+        expected, got = "what a delta's writer wrote", "something else"
+        raise ValueError(message(what, expected=expected, got=got, remedy=_REMEDY))
+    return metadata["delta"]
+
+
+def _read_array(root: Path, described: Mapping[str, Any]) -> np.ndarray:
+    file = root / described["file"]
+    directory.check_size(file, described, _REMEDY)
+    found = _crc32(file)
+    if found != described["crc32"]:
+        expected, got = f"checksum {described['crc32']}", f"{found}"
+        raise ValueError(message(f"{file}", expected=expected, got=got, remedy=_REMEDY))
+    return directory.read_array(root, described, _REMEDY)
+
+
+def _crc32_of(described: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(described, sort_keys=True).encode())
+
+
+def _crc32(file: Path) -> int:
+    found = 0
+    with file.open("rb") as opened:
+        while block := opened.read(2**20):
+            found = zlib.crc32(block, found)
+    return found

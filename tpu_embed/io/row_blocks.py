@@ -1,0 +1,72 @@
+"""Rows of one array on one device set, block by block: a served table takes a delta.
+
+Enters: an array, ids and rows. Leaves: the array with these rows. Called by `served.py`; `delta.py`
+reads in the same blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from tpu_embed._checks import message
+from tpu_embed._types import PADDING_ID, Array
+from tpu_embed.core.layout import INT32_ROWS
+from tpu_embed.kernels import dispatch
+
+__all__ = ["block_size", "padded_to", "set_rows", "set_rows_in_place"]
+
+_NUMBERS = 2**20
+"""Numbers of a block."""
+
+
+def block_size(vocabulary_size: int, dim: int) -> int:
+    """Return the rows that are read or set at a time: one number a table, so one program."""
+    whole = 1 << (vocabulary_size - 1).bit_length()
+    return min(max(64, whole), max(64, _NUMBERS // dim))
+
+
+def padded_to(size: int, ids: np.ndarray) -> np.ndarray:
+    """Return ids `[n]` as `[size]`, absent ones last."""
+    return np.pad(ids, (0, size - ids.size), constant_values=PADDING_ID)
+
+
+_copied = jax.jit(dispatch.set_rows)
+_in_place = jax.jit(dispatch.set_rows, donate_argnums=0)
+
+
+def set_rows(array: Array, ids: np.ndarray, rows: np.ndarray) -> Array:
+    """Return a copy of an array with some rows set.
+
+    Args:
+      array: `[V, D]` or `[V]`.
+      ids: `[n]`, different from each other.
+      rows: `[n, …]`, in the array's dtype.
+
+    Raises:
+      ValueError: more rows than int32 can number, and x64 is off.
+    """
+    return _set(_copied, array, ids, rows)
+
+
+def set_rows_in_place(array: Array, ids: np.ndarray, rows: np.ndarray) -> Array:
+    """Do what `set_rows` does in the memory of the array, which is gone afterwards."""
+    return _set(_in_place, array, ids, rows)
+
+
+def _set(
+    first_block: Callable[..., Array], array: Array, ids: np.ndarray, rows: np.ndarray
+) -> Array:
+    if array.shape[0] > INT32_ROWS and not jax.config.read("jax_enable_x64"):
+        expected, got = f"at most {INT32_ROWS} rows while x64 is off", f"{array.shape[0]}"
+        remedy = 'turn it on with jax.config.update("jax_enable_x64", True)'
+        raise ValueError(message("table", expected=expected, got=got, remedy=remedy))
+    size, write = block_size(array.shape[0], int(np.prod(array.shape[1:]))), first_block
+    for first in range(0, ids.size, size):
+        block = ids[first : first + size]
+        missing = [(0, size - block.size)] + [(0, 0)] * (rows.ndim - 1)
+        array = write(array, padded_to(size, block), np.pad(rows[first : first + size], missing))
+        write = _in_place
+    return array
