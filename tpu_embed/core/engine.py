@@ -206,11 +206,11 @@ class EmbeddingEngine:
           TypeError: ids that are no integers, or another container type.
           RuntimeError: another process did not place its part.
         """
-        return self._placer.place(lambda: self._judged(features, weights), spec)
+        return self._placer.place(lambda: self.judge(features, weights), spec)
 
-    def _judged(self, features: PyTree, weights: PyTree | None) -> list[HostIds]:
-        given = self._structure.match(features, what="features")
-        scales = self._weights(weights)
+    def judge(self, features: PyTree, weights: PyTree | None = None) -> list[HostIds]:
+        """Return this process's ids as `place` judges them, without placing them."""
+        given, scales = self._structure.match(features, what="features"), self._weights(weights)
         here = zip(self.layout.features, self._configs_here, given, scales, strict=True)
         return [
             host_ids(f"feature {feature.path!r}", config, feature.table.name, ids, scale)
@@ -221,8 +221,8 @@ class EmbeddingEngine:
     def _configs_here(self) -> list[FeatureConfig]:
         """The features' configs, for the part of the batch that this process gives."""
         axes = self.layout.axes
-        part = len(axes.local_parts(axes.batch_axes)), axes.replicas
-        return [part_of_feature(feature.config, *part) for feature in self.layout.features]
+        mine = len(axes.local_parts(axes.batch_axes))
+        return [part_of_feature(f.config, mine, axes.replicas) for f in self.layout.features]
 
     def _weights(self, weights: PyTree | None) -> list[Any]:
         if weights is None:
