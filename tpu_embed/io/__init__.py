@@ -16,7 +16,8 @@ from tpu_embed.io.served import ServedModel, load_model
 from tpu_embed.io.serving import serving_lookup
 
 if TYPE_CHECKING:
-    from tpu_embed.io.checkpoint import CheckpointManager, Restored, restore, save
+    from tpu_embed.io.checkpoint import Restored, restore, save
+    from tpu_embed.io.manager import CheckpointManager
 
 __all__ = [
     "CheckpointManager",
@@ -35,10 +36,16 @@ __all__ = [
     "serving_lookup",
 ]
 
-_CHECKPOINTS = ("CheckpointManager", "Restored", "restore", "save")
+_LATER = {
+    "CheckpointManager": "manager",
+    "Restored": "checkpoint",
+    "restore": "checkpoint",
+    "save": "checkpoint",
+}
+"""Names that are imported when they are first asked for, and their modules."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _CHECKPOINTS:
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("tpu_embed.io.checkpoint"), name)
+    return getattr(importlib.import_module(f"tpu_embed.io.{_LATER[name]}"), name)

@@ -1,0 +1,179 @@
+"""Numbered checkpoints of a run, on orbax: every so many steps, in the background, the last few.
+
+Enters: states, models and positions, step after step. Leaves: directories, or what is in one of
+them. Called by users.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from tpu_embed._checks import check_int, message
+from tpu_embed._types import Array, PyTree
+from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.tables import TableState
+from tpu_embed.io import tables
+from tpu_embed.io.checkpoint import Restored, restore
+from tpu_embed.io.items import local_path, registry, remove_unfinished, save_args
+
+__all__ = ["CheckpointManager"]
+
+
+class CheckpointManager:
+    """Numbered checkpoints in one directory: every so many steps, in the background, the last few.
+
+    A save copies the state to the host and returns; files are written by a thread. Thin: numbering,
+    retention and atomicity are orbax's. One manager at a time writes to a directory; others may
+    read from it.
+
+    Args:
+      directory: of all checkpoints; made if it is not there.
+      engine: whose states they are.
+      every: `save` saves at multiples of this step alone, and where a preemption was announced.
+      keep: how many of the last ones stay; None: all.
+      in_background: whether `save` returns before the files are written.
+
+    Raises:
+      ValueError: a number below 1, or a directory that is no file's.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        engine: EmbeddingEngine,
+        *,
+        every: int = 1,
+        keep: int | None = 3,
+        in_background: bool = True,
+    ) -> None:
+        self._directory, self._engine = local_path(directory), engine
+        self._in_background = in_background
+        every = check_int("every", every, minimum=1)
+        policies = ocp.checkpoint_managers
+        options = ocp.CheckpointManagerOptions(
+            save_decision_policy=policies.AnySavePolicy(
+                [policies.FixedIntervalPolicy(every), policies.PreemptionCheckpointingPolicy()]
+            ),
+            max_to_keep=None if keep is None else check_int("keep", keep, minimum=1),
+            enable_async_checkpointing=in_background,
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+        )
+        self._manager = ocp.CheckpointManager(
+            self._directory, options=options, handler_registry=registry()
+        )
+
+    def save(
+        self,
+        step: int,
+        state: TableState,
+        *,
+        model: PyTree = None,
+        position: Any = None,
+        force: bool = False,
+    ) -> bool:
+        """Save, if a save is due at this step and not there yet; tell whether it was.
+
+        It waits for the save before it.
+
+        Args:
+          step: the number.
+          state: as for `save`; it may be donated as soon as this returns.
+          model: as for `save`.
+          position: as for `save`.
+          force: whether it is due whatever the step, for example at the end.
+
+        Raises:
+          ValueError: what `save` refuses; a step before the last one that is there.
+          Exception: what went wrong while the save before it was written; nothing was saved.
+        """
+        last, step = self._manager.latest_step(), check_int("step", step, minimum=0)
+        if last is not None and step < last:
+            remedy = "restore that one, or remove those after the one you go on from"
+            expected = f"at least {last}, the last one in {self._directory}"
+            raise ValueError(message("step", expected=expected, got=f"{step}", remedy=remedy))
+        if step == last or not (force or self._manager.should_save(step)):
+            return False
+        self.wait()
+        remove_unfinished(self._directory)
+        prepared = tables.prepare(self._engine, state, copied=self._in_background)
+        args = save_args(prepared, model, position)
+        return self._manager.save(step, args=args, force=True)
+
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        model: PyTree = None,
+        key: Array | None = None,
+        convert: bool = False,
+        leave_out: Sequence[str] = (),
+    ) -> Restored:
+        """Return what is in a checkpoint; see `restore`. It waits for a save that is under way.
+
+        Args:
+          step: its number; None: the last one.
+          model: as for `restore`.
+          key: as for `restore`.
+          convert: as for `restore`.
+          leave_out: as for `restore`.
+
+        Raises:
+          ValueError: what `restore` refuses; a note names the steps that are there.
+          FileNotFoundError: there is no such checkpoint.
+        """
+        self.wait()
+        steps = self.all_steps()
+        if not steps or step not in (None, *steps):
+            what, expected = f"step {step} in {self._directory}", f"one of {steps}"
+            raise FileNotFoundError(message(what, expected=expected, got="none"))
+        path = self._directory / f"{steps[-1] if step is None else step}"
+        wishes: dict[str, Any] = {"key": key, "convert": convert, "leave_out": leave_out}
+        try:
+            return restore(path, self._engine, model=model, **wishes)
+        except (ValueError, FileNotFoundError) as error:
+            error.add_note(f"steps in {self._directory}: {steps}")
+            raise
+
+    def remove(self, step: int) -> None:
+        """Remove a checkpoint, for example a damaged one.
+
+        Raises:
+          FileNotFoundError: there is no such checkpoint.
+        """
+        self.wait()
+        if step not in self.all_steps():
+            what, expected = f"step {step} in {self._directory}", f"one of {self.all_steps()}"
+            raise FileNotFoundError(message(what, expected=expected, got="none"))
+        self._manager.delete(step)
+
+    def latest_step(self) -> int | None:
+        """Return the number of the last checkpoint that is there, or None."""
+        return max(self.all_steps(), default=None)
+
+    def all_steps(self) -> list[int]:
+        """Return the numbers of all that are there, ascending; not one that is being written."""
+        names = [path.name for path in self._directory.iterdir()]
+        return sorted(int(name) for name in names if re.fullmatch(r"\d+", name))
+
+    def wait(self) -> None:
+        """Wait until what is being saved is there.
+
+        Raises:
+          Exception: what went wrong while it was written.
+        """
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Wait, and end the threads."""
+        self._manager.close()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
