@@ -69,6 +69,34 @@ def test_policies_are_those_of_the_host(policy):
     assert not np.asarray(traced[2]["bad_ids"]).any()
 
 
+UNLIKE = {
+    "clipped": (5, "clip", np.int8, -4, 9),
+    "counted": (3, "error", np.int32, -1, 3),
+    "dropped": (9, "drop", np.uint16, 0, 14),
+    "last": (21, "error", np.int16, -1, 21),
+}
+"""By feature of one stack: rows, policy, dtype of its ids, and their range."""
+
+
+@pytest.mark.parametrize("placement", ["mod", "div", "replicated"])
+def test_each_table_of_a_stack_keeps_its_rows_and_policy(placement):
+    tables = {n: TableConfig(r[0], D, name=n, placement=placement) for n, r in UNLIKE.items()}
+    features = {n: FeatureConfig(t, on_bad_id=UNLIKE[n][1]) for n, t in tables.items()}
+    engine = tpu_embed.EmbeddingEngine(features, o.Adagrad(0.1), mesh=mesh(2))
+    rng = np.random.default_rng(2)
+    ids = {
+        name: rng.integers(low, high, (B, 1 + f)).astype(dtype)
+        for f, (name, (_, _, dtype, low, high)) in enumerate(UNLIKE.items())
+    }
+    assert len(engine.layout.groups) == 1
+    placed, traced = placed_and_traced(engine, ids)
+    assert_same(traced, placed)
+    ids["counted"][:2], ids["last"][1:3, 1:] = 3, -2
+    state = engine.init(jax.random.key(0))
+    new = jax.jit(engine.update)(state, ids, jax.jit(engine.lookup)(state, ids))
+    assert np.asarray(new.counters["bad_ids"]).tolist() == [0, 4, 0, 6]
+
+
 def bad(ids):
     """Return the ids of each feature that are outside; -1 is padding, a sequence ends at 3."""
     seen = {name: array[:, :3] if name == "row" else array for name, array in ids.items()}

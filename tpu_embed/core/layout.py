@@ -126,13 +126,23 @@ class Group:
           ids: integers in [0, V); a value outside gives a meaningless row that the caller masks.
           table: the table.
         """
+        return self.physical_in(ids, table.offset, table.rows_per_shard)
+
+    def physical_in(self, ids: Any, offset: Any, rows_per_shard: Any) -> Any:
+        """Return `physical(ids, table)` of tables that may differ from id to id.
+
+        Args:
+          ids: as for `physical`.
+          offset: of the table; or of each id's, integers that broadcast to the ids' shape.
+          rows_per_shard: likewise.
+        """
         if self.num_shards == 1:
-            return ids + table.offset
+            return ids + offset
         if self.placement == "div":
-            shard = ids // table.rows_per_shard
-            return shard * self.rows + table.offset + (ids - shard * table.rows_per_shard)
+            shard = ids // rows_per_shard
+            return shard * self.rows + offset + (ids - shard * rows_per_shard)
         local = ids // self.num_shards
-        return (ids - local * self.num_shards) * self.rows + table.offset + local
+        return (ids - local * self.num_shards) * self.rows + offset + local
 
 
 @dataclasses.dataclass(frozen=True)

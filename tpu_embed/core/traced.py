@@ -1,15 +1,16 @@
 """Ids given inside a user's jit: dense arrays, whose values nobody knows before the program runs.
 
 Enters: traced arrays of ids. Leaves: the ids of every stack, located as those of a placed batch,
-with the ids that no policy allows counted per feature. Called by the engine. Exchange capacities
-are the worst case unless the user gives a `BatchSpec`.
+with the ids that no policy allows counted per feature. Called by the engine. A stack's ids are
+judged and located together, so that programs grow with stacks. Exchange capacities are the worst
+case unless the user gives a `BatchSpec`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from tpu_embed.core.batch_spec import BatchSpec, GroupSpec, worst_case
 from tpu_embed.core.ids import FeatureForm, dense_form
 from tpu_embed.core.layout import Group, Layout
 from tpu_embed.core.located import LocalIds, Located, dense_bags
+from tpu_embed.kernels import dispatch
 
 
 @jax.tree_util.register_dataclass
@@ -43,19 +45,19 @@ class TracedIds:
 
     def locate(self, layout: Layout) -> Located:
         """Return the ids of every stack, inside `shard_map`; see `Batch.locate`."""
-        located, bad = [], {}
-        for g in range(len(layout.groups)):
-            ids, weights = [], []
-            for f in self.spec.groups[g].features:
-                signed = _signed(self.ids[f], layout.groups[g].index_dtype)
-                valid, bad[f] = _resolve(self._bags(signed, f, PADDING_ID), layout, f)
-                ids.append(_physical(valid, layout, f))
-                if self.spec.is_weighted(g):
-                    weights.append(self._scale(f, layout.groups[g]))
-            bags = dense_bags(self.spec, g)
-            scales = _join(weights, 1) if weights else None
-            located.append(LocalIds(_join(ids, PADDING_ID), bags, scales))
-        return Located(tuple(located), jnp.stack([bad[f] for f in range(len(layout.features))]))
+        located, bad = [], jnp.zeros(len(layout.features), jnp.int32)
+        for g, group in enumerate(layout.groups):
+            given = [_signed(self.ids[f], group.index_dtype) for f in layout.features_of(g)]
+            tables = _ColumnTables.of(layout, g, self.spec.columns(g))
+            valid, counts = _resolve(self._joined(given, g, PADDING_ID), tables)
+            bad += dispatch.segment_sum(counts, jnp.asarray(tables.feature), len(layout.features))
+            rows, weights = _physical(valid, tables, group), None
+            if self.spec.is_weighted(g):
+                scales = [self._scale(f, group.compute_dtype) for f in layout.features_of(g)]
+                weights = _in_batch_order(self._joined(scales, g, 0), 1)
+            rows = _in_batch_order(rows, PADDING_ID)
+            located.append(LocalIds(rows, dense_bags(self.spec, g), weights))
+        return Located(tuple(located), bad)
 
     def report(self, bad_ids: Array, layout: Layout) -> None:
         """Report bad ids, int32 `[F]` by feature, where that can be done: under `checkify`."""
@@ -65,21 +67,69 @@ class TracedIds:
             where = f"of table {feature.table.name!r}"
             checkify.debug_check(bad_ids[f] == 0, f"{what} {where}", count=bad_ids[f])
 
-    def _bags(self, values: Array, f: int, fill: int) -> Array:
-        """Return `[examples, bags, width]` of one feature, a sequence cut or padded to L bags."""
-        form = self.spec.forms[f]
-        shape = (self.spec.local_batch, form.bags, form.width or 0)
-        if form.combines or values.ndim == 1:
-            return values.reshape(shape)
-        kept = values[:, : form.bags]
-        missing = ((0, 0), (0, form.bags - kept.shape[1]))
-        return jnp.pad(kept, missing, constant_values=fill).reshape(shape)
+    def _joined(self, values: Sequence[Array], g: int, fill: int) -> Array:
+        """Return a stack's `[examples, columns]`, from an array a feature, in the widest dtype."""
+        dtype = np.result_type(*(array.dtype for array in values))
+        columns = [
+            self._columns(array.astype(dtype), f, fill)
+            for f, array in zip(self.spec.groups[g].features, values, strict=True)
+        ]
+        return jnp.concatenate(columns, axis=1)
 
-    def _scale(self, f: int, group: Group) -> Array:
-        given, dtype = self.weights[f], group.compute_dtype
-        values = jnp.ones(self.ids[f].shape, dtype) if given is None else given.astype(dtype)
-        scale = self._bags(values, f, 0)
-        return scale.reshape(scale.shape[0], -1)
+    def _columns(self, values: Array, f: int, fill: int) -> Array:
+        """Return a feature's `[examples, columns]`, a sequence cut or padded to L bags."""
+        form = self.spec.forms[f]
+        if not form.combines and values.ndim > 1:
+            kept = values[:, : form.bags]
+            missing = ((0, 0), (0, form.bags - kept.shape[1]))
+            values = jnp.pad(kept, missing, constant_values=fill)
+        return values.reshape(self.spec.local_batch, form.bags * (form.width or 0))
+
+    def _scale(self, f: int, dtype: np.dtype) -> Array:
+        given = self.weights[f]
+        return jnp.ones(self.ids[f].shape, dtype) if given is None else given.astype(dtype)
+
+
+class _ColumnTables(NamedTuple):
+    """The tables that the columns of a stack's ids are rows of: a number a column.
+
+    One number for all columns where they have the same, so that XLA knows it.
+
+    Attributes:
+      feature: the column's feature; always one a column.
+      last: the last row.
+      clips: whether a bad id is clipped.
+      counts: whether it is counted.
+      offset: the table's, in its stack.
+      rows_per_shard: likewise.
+    """
+
+    feature: np.ndarray
+    last: np.ndarray
+    clips: np.ndarray
+    counts: np.ndarray
+    offset: np.ndarray
+    rows_per_shard: np.ndarray
+
+    @classmethod
+    def of(cls, layout: Layout, g: int, columns: tuple[int, ...]) -> _ColumnTables:
+        """Return those of stack g, whose features have so many columns."""
+        numbers, dtype = layout.features_of(g), layout.groups[g].index_dtype
+        features = [layout.features[f] for f in numbers]
+
+        def by_column(values: Sequence[int], dtype: Any = dtype) -> np.ndarray:
+            if len(set(values)) == 1:
+                return np.asarray(values[0], dtype)
+            return np.repeat(np.asarray(values, dtype), columns)
+
+        return cls(
+            np.repeat(np.asarray(numbers, np.int32), columns),
+            by_column([feature.table.vocabulary_size - 1 for feature in features]),
+            by_column([feature.config.on_bad_id == "clip" for feature in features], bool),
+            by_column([feature.config.on_bad_id == "error" for feature in features], bool),
+            by_column([feature.table.offset for feature in features]),
+            by_column([feature.table.rows_per_shard for feature in features]),
+        )
 
 
 def make_traced(
@@ -166,29 +216,21 @@ def _signed(ids: Array, dtype: np.dtype) -> Array:
     return ids
 
 
-def _resolve(ids: Array, layout: Layout, f: int) -> tuple[Array, Array]:
-    """Return ids with bad ones clipped or made padding, and how many an "error" feature had."""
-    feature = layout.features[f]
-    last = feature.table.vocabulary_size - 1
+def _resolve(ids: Array, tables: _ColumnTables) -> tuple[Array, Array]:
+    """Return ids `[examples, columns]`, bad ones clipped or made padding; counts `[columns]`."""
+    last = tables.last.astype(ids.dtype)
     bad = (ids < PADDING_ID) | (ids > last)
-    if feature.config.on_bad_id == "clip":
-        return jnp.where(bad, jnp.clip(ids, 0, last), ids), jnp.int32(0)
-    count = jnp.sum(bad, dtype=jnp.int32)
-    counted = count if feature.config.on_bad_id == "error" else jnp.int32(0)
-    return jnp.where(bad, jnp.asarray(PADDING_ID, ids.dtype), ids), counted
+    instead = jnp.where(tables.clips, jnp.clip(ids, 0, last), PADDING_ID)
+    return jnp.where(bad, instead, ids), jnp.sum(bad & tables.counts, axis=0, dtype=jnp.int32)
 
 
-def _physical(ids: Array, layout: Layout, f: int) -> Array:
-    """Return the physical rows of valid ids, `[examples, columns]`; padding stays padding."""
-    feature = layout.features[f]
-    group = layout.groups[feature.group]
-    ids = ids.astype(group.index_dtype).reshape(ids.shape[0], -1)
-    return jnp.where(
-        ids < 0, jnp.asarray(PADDING_ID, ids.dtype), group.physical(ids, feature.table)
-    )
+def _physical(ids: Array, tables: _ColumnTables, group: Group) -> Array:
+    """Return the physical rows of valid ids `[examples, columns]`; padding stays padding."""
+    ids = ids.astype(group.index_dtype)
+    physical = group.physical_in(ids, tables.offset, tables.rows_per_shard)
+    return jnp.where(ids < 0, jnp.asarray(PADDING_ID, ids.dtype), physical)
 
 
-def _join(columns: Sequence[Array], padding: int) -> Array:
-    """Return `[N]` in batch order from `[examples, columns]` a feature; N is at least 1."""
-    joined = jnp.concatenate(columns, axis=1).reshape(-1)
-    return joined if joined.size else jnp.full((1,), padding, joined.dtype)
+def _in_batch_order(columns: Array, padding: int) -> Array:
+    """Return `[N]` from a stack's `[examples, columns]`; N is at least 1."""
+    return columns.reshape(-1) if columns.size else jnp.full((1,), padding, columns.dtype)
