@@ -132,6 +132,21 @@ def refusals(devices):
     return seen
 
 
+def guarded(devices):
+    """Leave out a step with a NaN in the last example, take one without; return what was kept."""
+    engine = tpu_embed.EmbeddingEngine(
+        features("mod"), o.Adagrad(0.5), mesh=mesh(devices), on_bad_gradient="skip"
+    )
+    state = engine.init(jax.random.key(0))
+    batch = engine.place(draw(0))
+    good = fixed(engine, jax.eval_shape(engine.lookup, state, batch), 0)
+    with_nan = jax.jit(lambda rows: rows.at[-1, 0].set(np.nan))
+    state = engine.update_in_place(state, batch, good | {"user": with_nan(good["user"])})
+    kept = arrays(engine, state)
+    state = engine.update_in_place(state, batch, good)
+    return kept, arrays(engine, state), np.asarray(state.counters["bad_gradients"]).tolist()
+
+
 def save_all(directory, devices, placements):
     """Save a state, three steps old, for every number of devices and placement."""
     from tpu_embed.io.checkpoint import save

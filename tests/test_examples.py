@@ -131,6 +131,7 @@ def test_movielens_learns_the_same_on_1_and_8_devices(directory, tmp_path):
     assert (tmp_path / "build" / "movielens.png").stat().st_size > 1000
 
 
+@pytest.mark.whole
 def test_two_tower_learns_the_same_on_1_and_8_devices(directory, tmp_path):
     config = tmp_path / "small.py"
     config.write_text(TOWERS)

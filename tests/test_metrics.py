@@ -143,7 +143,7 @@ def _check(engine):
     return statistics
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.whole), 8])
 def test_tables_and_slots_are_measured(devices, monkeypatch):
     monkeypatch.setattr(norms, "BLOCK_ROWS", 16)
     statistics = _check(_engine(devices))

@@ -130,6 +130,7 @@ def test_every_way_to_save_and_to_restore(tmp_path):
 
 @pytest.mark.whole
 def test_four_processes_train_as_one(tmp_path):
-    expected = process_cases.train(8)
-    for (trained,) in run(4, tmp_path, [("train", 8)]):
-        assert_same(trained, expected)
+    expected = process_cases.train(8), process_cases.guarded(8)
+    for found in run(4, tmp_path, [("train", 8), ("guarded", 8)]):
+        assert_same(tuple(found), expected)
+    assert sum(expected[1][2]) == 1

@@ -60,7 +60,7 @@ def trained(devices, placement):
     return engine.tables(state), engine.slots(state)
 
 
-@pytest.mark.parametrize("placement", ["mod", "div"])
+@pytest.mark.parametrize("placement", ["mod", pytest.param("div", marks=pytest.mark.whole)])
 def test_the_bits_are_those_of_one_device(placement):
     alone = trained(1, placement)
     for devices in (2, 8):

@@ -51,6 +51,7 @@ MET = {
     2: ("kernel", "psum", *SHARED),
     8: (*PATHS, *SHARED),
 }
+DEVICES = [pytest.param(1, marks=pytest.mark.whole), 2, 8]
 """The features of the engines on so many devices."""
 NAN, INFINITY = np.float32("nan"), np.float32("inf")
 
@@ -115,7 +116,7 @@ def _by_feature(engine, state):
     return {path: n for path, n in zip(paths, _counts(state), strict=True) if n}
 
 
-@pytest.mark.parametrize("devices", MET)
+@pytest.mark.parametrize("devices", DEVICES)
 def test_finite_steps_have_the_bits_of_allow(devices):
     """On any number of devices the bits are those of one."""
     engine, allowed = _trained("allow", 1, MET[8])
@@ -127,7 +128,7 @@ def test_finite_steps_have_the_bits_of_allow(devices):
     assert not any(_counts(guarded))
 
 
-@pytest.mark.parametrize("devices", MET)
+@pytest.mark.parametrize("devices", DEVICES)
 @pytest.mark.parametrize(
     ("bad", "value", "example"),
     [
@@ -148,7 +149,7 @@ def test_a_bad_step_changes_nothing(devices, bad, value, example):
     assert _by_feature(engine, after) == dict.fromkeys(bad, 1)
 
 
-@pytest.mark.parametrize("devices", MET)
+@pytest.mark.parametrize("devices", DEVICES)
 def test_training_goes_on_after_a_bad_step(devices):
     names = MET[devices]
     engine, expected = _trained("skip", devices, names)

@@ -12,17 +12,13 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 2)
-
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-
-import tpu_embed  # noqa: E402
-from tpu_embed import optimizers as o  # noqa: E402
-from tpu_embed.io import CheckpointManager  # noqa: E402
+import tpu_embed
+from tpu_embed import optimizers as o
+from tpu_embed.io import CheckpointManager
 
 ROWS, DIM, BATCH, EVERY = 3000, 8, 16, 2
 DENSE = optax.adam(0.01)
@@ -57,6 +53,8 @@ def draw(rng):
 
 
 def main(directory, steps, cache):
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     engine = tpu_embed.EmbeddingEngine(features())

@@ -85,12 +85,18 @@ def _by_indexing(rows, shape):
     return rows[A], rows[C]
 
 
-EAGER = [_twice, _in_scan, _in_cond]
+IN_WHOLE = [_in_jit, _in_vmap, _in_scan, _in_remat, _host_ids]
+"""Most have a form of nnx's beside them."""
 
 
 @pytest.mark.parametrize(
     ("shape", "jitted"),
-    [(shape, True) for shape in SHAPES] + [(shape, False) for shape in EAGER],
+    [
+        (_twice, False),
+        *((shape, True) for shape in SHAPES if shape not in IN_WHOLE),
+        *(pytest.param(shape, True, marks=pytest.mark.whole) for shape in IN_WHOLE),
+        *(pytest.param(shape, False, marks=pytest.mark.whole) for shape in (_in_scan, _in_cond)),
+    ],
     ids=lambda x: getattr(x, "__name__", x),
 )
 def test_every_lookup_is_found(shape, jitted):
@@ -300,7 +306,7 @@ def test_a_filter_sees_paths_from_the_model():
     assert [path for path, _ in nnx.to_flat_state(gradients)] == [("b", "bias")]
 
 
-@pytest.mark.parametrize("count", [8, 5])
+@pytest.mark.parametrize("count", [8, pytest.param(5, marks=pytest.mark.whole)])
 def test_explicit_axes(count):
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
     table = tpu_embed.TableConfig(V, D, name="films", optimizer=o.SGD(0.5))

@@ -51,10 +51,10 @@ def _loss(activations):
 @pytest.mark.parametrize(
     ("options", "placement"),
     [
-        ({"combiner": "sqrtn"}, "mod"),
         ({"combiner": "sqrtn"}, "replicated"),
+        pytest.param({"combiner": "sqrtn"}, "mod", marks=pytest.mark.whole),
         ({"layer": {"max_sequence_length": 2}}, "div"),
-        ({"dtype": "bfloat16"}, "mod"),
+        pytest.param({"dtype": "bfloat16"}, "mod", marks=pytest.mark.whole),
     ],
     ids=str,
 )
