@@ -21,7 +21,7 @@ ENGINE_TESTS := $(patsubst %,tests/core/test_%.py, dedup engine lookup occurrenc
 # libtpu, which compiles for TPUs on any x86-64 Linux machine, stays out of .venv: where it is
 # installed, JAX looks for a TPU first.
 LIBTPU := build/libtpu
-TPU_PYTEST := PYTHONPATH=$(LIBTPU) JAX_PLATFORMS=cpu $(PYTEST)
+TPU_PYTEST := PYTHONPATH=$(LIBTPU) JAX_PLATFORMS=cpu JAX_ENABLE_COMPILATION_CACHE=false $(PYTEST)
 
 $(LIBTPU)/.installed: $(STAMP)
 	if [ "$$(uname -sm)" = "Linux x86_64" ]; then \

@@ -1,11 +1,21 @@
-"""Set the stage before JAX starts: 8 emulated CPU devices, strict dtype promotion."""
+"""Set the stage before JAX starts: 8 emulated CPU devices, strict dtype promotion.
+
+Programs that take a tenth of a second to compile are kept in build/xla, a directory a worker: many
+tests make engines that are alike. `JAX_ENABLE_COMPILATION_CACHE=false` does without.
+"""
 
 import os
+from pathlib import Path
 
 DEVICES = "--xla_force_host_platform_device_count=8"
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+CACHE = Path(__file__).resolve().parent.parent / "build" / "xla"
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
+if os.environ.get("JAX_COMPILATION_CACHE_DIR", str(CACHE)).startswith(str(CACHE)):
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE / WORKER)  # workers inherit "main"
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
