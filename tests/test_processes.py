@@ -107,22 +107,22 @@ def test_saved_by_two_restored_by_two_and_by_one(saved, two):
     assert_same(found["2-8-mod", 8, "mod"], bits)
 
 
+WAYS = {1: ([1, 2, 8], PLACEMENTS), 2: ([2, 8], PLACEMENTS), 4: ([8], ["mod"])}
+"""Processes -> numbers of devices, and placements."""
+
+
 @pytest.mark.whole
 def test_every_way_to_save_and_to_restore(tmp_path):
-    """{1, 2, 8} devices, three placements and {1, 2, 4} processes, each to every other."""
-    devices = {1: [1, 2, 8], 2: [2, 8], 4: [4, 8]}
-    for processes, numbers in devices.items():
-        run(processes, tmp_path, [("save_all", str(tmp_path), numbers, PLACEMENTS)])
-    names = [
-        f"{processes}-{number}-{placement}"
-        for processes, numbers in devices.items()
-        for number, placement in itertools.product(numbers, PLACEMENTS)
-    ]
+    """Each to every other: bits at once, and after 10 steps more."""
+    names = []
+    for processes, (numbers, placements) in WAYS.items():
+        run(processes, tmp_path, [("save_all", str(tmp_path), numbers, placements)])
+        names += [f"{processes}-{n}-{one}" for n, one in itertools.product(numbers, placements)]
     first = None
-    for processes, numbers in devices.items():
-        calls = [("restore_all", str(tmp_path), names, numbers, PLACEMENTS)]
+    for processes, (numbers, placements) in WAYS.items():
+        calls = [("restore_all", str(tmp_path), names, numbers, placements)]
         for (restored,) in run(processes, tmp_path, calls):
-            assert len(restored) == len(names) * len(numbers) * len(PLACEMENTS)
+            assert len(restored) == len(names) * len(numbers) * len(placements)
             for bits in restored.values():
                 first = bits if first is None else first
                 assert_same(bits, first)
