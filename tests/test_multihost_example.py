@@ -98,6 +98,7 @@ def test_one_killed_both_end_and_go_on_to_the_same_bits(start, undisturbed, tmp_
     assert checksum(undisturbed) == 2 * checksum(first)
 
 
+@pytest.mark.whole
 def test_a_failure_of_one_is_the_failure_of_all(start):
     process, _, err = start("--local", 2, "--devices", 3)
     assert process.wait(timeout=240) == 1

@@ -297,7 +297,7 @@ CHOSEN = [
     MeshCase((2, 4), False, ("q",), ("p", "q"), (5, 4), ("mod", "replicated"), 2),
 ]
 
-IN_WHOLE = [(3,), (5,), (2, 4)]
+IN_WHOLE = [(3,), (5,), (7,), (2, 3), (2, 4)]
 
 
 @pytest.mark.parametrize(

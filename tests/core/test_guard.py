@@ -51,7 +51,7 @@ MET = {
     2: ("kernel", "psum", *SHARED),
     8: (*PATHS, *SHARED),
 }
-DEVICES = [pytest.param(1, marks=pytest.mark.whole), 2, 8]
+DEVICES = [*(pytest.param(n, marks=pytest.mark.whole) for n in (1, 2)), 8]
 """The features of the engines on so many devices."""
 NAN, INFINITY = np.float32("nan"), np.float32("inf")
 

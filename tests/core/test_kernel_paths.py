@@ -113,7 +113,8 @@ def calls(monkeypatch):
     return counted
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.whole), 8])
+@pytest.mark.whole  # the kernels themselves are compared in tests/kernels
+@pytest.mark.parametrize("devices", [1, 8])
 def test_the_bits_are_the_same(monkeypatch, calls, devices):
     engine = tpu_embed.EmbeddingEngine(make_features(), mesh=mesh(devices))
     initial = engine.init(jax.random.key(0))

@@ -162,7 +162,7 @@ def kernels(engine):
     return counts | collections.Counter(re.findall(r'custom_call_target="(\w+)"', hlo))
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.whole), 8])
 def test_kernels_grow_with_stacks_not_with_tables(path, devices):
     def declared(count):
         return {f"f{i:02d}": TableConfig(100 + i, (4, 8, 16)[i % 3]) for i in range(count)}

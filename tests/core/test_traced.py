@@ -78,7 +78,9 @@ UNLIKE = {
 """By feature of one stack: rows, policy, dtype of its ids, and their range."""
 
 
-@pytest.mark.parametrize("placement", ["mod", "div", "replicated"])
+@pytest.mark.parametrize(
+    "placement", ["div", *(pytest.param(p, marks=pytest.mark.whole) for p in ("mod", "replicated"))]
+)
 def test_each_table_of_a_stack_keeps_its_rows_and_policy(placement):
     tables = {n: TableConfig(r[0], D, name=n, placement=placement) for n, r in UNLIKE.items()}
     features = {n: FeatureConfig(t, on_bad_id=UNLIKE[n][1]) for n, t in tables.items()}

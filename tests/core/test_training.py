@@ -93,7 +93,13 @@ def of_dtype(layouts, dtype):
     return [layout for layout in layouts if layout.dtype == dtype]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+def in_ci(name):
+    """Options of a rule are tested by themselves, too: tests/optimizers."""
+    options = name not in FIRST and not name.startswith("optax ")
+    return pytest.param(name, marks=[pytest.mark.whole] if options else [])
+
+
+@pytest.mark.parametrize("name", map(in_ci, OPTIMIZERS))
 def test_all_pairs(name):
     for dtype in LEVELS["dtype"]:
         if layouts := of_dtype(DESIGN[name], dtype):

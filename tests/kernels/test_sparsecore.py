@@ -69,7 +69,7 @@ def run(f, *operands):
         return lowered.compile(**{k: v for k, v in where.items() if k in takes})(*operands)
 
 
-@pytest.mark.parametrize("row", [(48,), ()], ids=str)
+@pytest.mark.parametrize("row", [pytest.param((48,), marks=pytest.mark.whole), ()], ids=str)
 def test_rows_are_read_and_written(interpreted, row):
     rng = np.random.default_rng(0)
     table = rng.normal(size=(70, *row)).astype(np.float32)
