@@ -93,10 +93,13 @@ def of_dtype(layouts, dtype):
     return [layout for layout in layouts if layout.dtype == dtype]
 
 
+TRANSFORMS = ("optax adam", "optax chain", "optax schedule free", "optax hyperparameters")
+
+
 def in_ci(name):
-    """Options of a rule are tested by themselves, too: tests/optimizers."""
-    options = name not in FIRST and not name.startswith("optax ")
-    return pytest.param(name, marks=[pytest.mark.whole] if options else [])
+    """Options of a rule, and transforms, are tested by themselves, too: tests/optimizers."""
+    chosen = name in FIRST or name in TRANSFORMS
+    return pytest.param(name, marks=[] if chosen else [pytest.mark.whole])
 
 
 @pytest.mark.parametrize("name", map(in_ci, OPTIMIZERS))
@@ -140,9 +143,8 @@ def test_batches_have_duplicates_empty_bags_and_rows_that_rest():
     assert set(cases.WEIGHTS) == {w for ids in cases.batches() for w in ids["clicks"].weights}
 
 
-@pytest.mark.parametrize(
-    "name", ["Adagrad", *(pytest.param(n, marks=pytest.mark.whole) for n in ("Adam", "Momentum"))]
-)
+@pytest.mark.whole
+@pytest.mark.parametrize("name", ONE_BY_ONE)
 def test_without_accumulation_each_occurrence_updates(name):
     layouts = [LayoutCase(1), LayoutCase(8), LayoutCase(4, "div", stacking=False)]
     check(ONE_BY_ONE[name], layouts)
