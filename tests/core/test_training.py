@@ -102,7 +102,7 @@ def in_ci(name):
     return pytest.param(name, marks=[] if chosen else [pytest.mark.whole])
 
 
-@pytest.mark.parametrize("name", map(in_ci, OPTIMIZERS))
+@pytest.mark.parametrize("name", [in_ci(name) for name in OPTIMIZERS])
 def test_all_pairs(name):
     for dtype in LEVELS["dtype"]:
         if layouts := of_dtype(DESIGN[name], dtype):
