@@ -58,7 +58,7 @@ def test_criteo_names_a_file_cut_short(files, tmp_path):
         list(criteo.read(path, ROWS))
 
 
-@pytest.mark.parametrize("empty", [b"", gzip.compress(b"")])
+@pytest.mark.parametrize("empty", [b"", gzip.compress(b"", mtime=0)], ids=["plain", "gzip"])
 def test_criteo_names_an_empty_file(tmp_path, empty):
     path = tmp_path / "day"
     path.write_bytes(empty)
