@@ -10,6 +10,7 @@ import pickle
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
@@ -177,6 +178,48 @@ def fixed(engine, shapes, step):
         return jax.make_array_from_process_local_data(axes.sharding(axes.batch_axes), part(whole))
 
     return jax.tree.map(one, shapes)
+
+
+def faults(directory):
+    """Return what every process sees when files fail the last one; a save and a restore after."""
+    from tpu_embed.io import CheckpointManager, checked, save, tables
+
+    def fails(module, name, error):
+        def failing(*_, **__):
+            raise error
+
+        return mock.patch.object(module, name, failing if last else getattr(module, name))
+
+    def told(function, *arguments, **options):
+        try:
+            return function(*arguments, **options)
+        except Exception as error:
+            return type(error).__name__, str(error)
+
+    last = jax.process_index() == jax.process_count() - 1
+    root, engine = Path(directory), make_engine(8, "mod")
+    state = engine.init(jax.random.key(0))
+    model = jax.device_put({"kernel": np.ones(3, np.float32)}, state.step.sharding)
+    full, damaged = OSError("no space left"), ValueError("damaged")
+    seen = []
+    for module, name in ((tables, "write_rows"), (tables, "prepare"), (checked, "_write_leaves")):
+        with fails(module, name, full):
+            seen.append(told(save, root / "one", engine, state, model=model))
+    with CheckpointManager(root / "run", engine) as manager:
+        for module, name in ((tables, "write_rows"), (checked, "_write_leaves")):
+            with fails(module, name, full):
+                manager.save(1, state, model=model)
+                seen.append(told(manager.wait))
+        left = sorted(path.name for path in root.glob("*/*") if path.name.isdigit())
+        assert manager.save(2, state, model=model)
+        manager.wait()
+        for module, name in ((tables, "_read_field"), (checked, "_check_sums")):
+            with fails(module, name, damaged):
+                seen.append(told(manager.restore, model=model))
+        at_once = arrays(engine, manager.restore(model=model).state)
+    with mock.patch.object(CheckpointManager, "all_steps", return_value=[1] if last else [2]):
+        seen.append(told(CheckpointManager, root / "run", engine))
+    return seen, left, at_once, arrays(engine, state)
 
 
 def restore_all(directory, names, devices, placements, steps=10):

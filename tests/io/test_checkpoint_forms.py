@@ -176,7 +176,7 @@ def test_configs_are_written_down(path):
 
 
 def test_another_format_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("tpu_embed.io.tables.FORMAT", 2)
+    monkeypatch.setattr("tpu_embed.io.manifest.FORMAT", 2)
     save(tmp_path / "saved", small_engine(), small_state())
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"tables: expected format 1, got 2; update tpu_embed"):

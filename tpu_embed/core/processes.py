@@ -1,8 +1,9 @@
-"""What the processes of one run tell each other about every batch, beside the devices.
+"""What the processes of one run tell each other, beside the devices: shapes, and what went wrong.
 
 Enters: a text of this process, or None where it has nothing new to say. Leaves: what all of them
-said in the same round. Called by `place.py` where there are many processes; the texts go through
-the key-value store of `jax.distributed`, so that nothing waits for the devices.
+said in the same round. Called by `place.py` for every batch, and by `io/` where files are written
+and read. The texts go through the key-value store of `jax.distributed`, so that nothing waits for
+the devices.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import collections
 import json
 import zlib
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
 
 import jax
 from jax._src import distributed  # the client of the key-value store has no public name
@@ -23,8 +26,65 @@ from tpu_embed.core.layout import Layout
 WAIT_SECONDS = 600
 """How long a process waits for the others to place their parts of a batch."""
 
-_ERRORS = {"ValueError": ValueError, "TypeError": TypeError}
+FILES_SECONDS = 3600
+"""How long a process waits for the others to write or read their files."""
+
+_T = TypeVar("_T")
+_ERRORS = {
+    error.__name__: error
+    for error in (ValueError, TypeError, OSError, FileNotFoundError, FileExistsError)
+}
 _rounds: collections.Counter[str] = collections.Counter()
+
+
+def together(what: str, path: Path, function: Callable[[], _T]) -> _T:
+    """Return `function()`, or raise in every process if it raises in one; all must call this.
+
+    Args:
+      what: what is done, for messages.
+      path: the same in every process; calls of one name at one path must have one order.
+      function: waits for no other process.
+
+    Raises:
+      Exception: what the function raised; where another process's did, the same class of error, if
+        it is a usual one, else RuntimeError.
+      RuntimeError: a process did not come within `FILES_SECONDS`, or ended.
+    """
+    if jax.process_count() == 1:
+        return function()
+    name = _name(what, path)
+    try:
+        result = function()
+    except Exception as error:
+        _exchange(what, name, _refusal(error), FILES_SECONDS)
+        raise
+    _raise_refusals(f"{what} {path}", "failed", _exchange(what, name, None, FILES_SECONDS))
+    return result
+
+
+def check_same(what: str, path: Path, value: str) -> None:
+    """Check that all processes have the same value; all must call this.
+
+    Args:
+      what: what is done, for messages.
+      path: as for `together`.
+      value: this process's.
+
+    Raises:
+      ValueError: another process has another value; raised by every process.
+      RuntimeError: as for `together`.
+    """
+    if jax.process_count() == 1:
+        return
+    said = _exchange(what, _name(what, path), json.dumps(value), FILES_SECONDS)
+    if any(other != value for other in said.values()):
+        got = ", ".join(f"{other} in process {process}" for process, other in sorted(said.items()))
+        expected, remedy = "the same in every process", "give a path that all of them can reach"
+        raise ValueError(message(f"{what} {path}", expected=expected, got=got, remedy=remedy))
+
+
+def _name(what: str, path: Path) -> str:
+    return f"tpu_embed/{what}/{zlib.crc32(str(path).encode()):08x}"
 
 
 class Agreement:
@@ -57,12 +117,9 @@ class Agreement:
         """
         new = exact or wanted != self._last
         news = json.dumps({"spec": _encode(wanted), "exact": exact}) if new else None
-        said = _exchange(self._name, news)
-        specs = {p: _decode(one["spec"]) for p, one in said.items() if "spec" in one}
-        for process, one in sorted(said.items()):
-            if "error" in one:
-                what = f"place: process {process} refused its part of the batch"
-                raise _ERRORS.get(one["kind"], RuntimeError)(f"{what}: {one['error']}")
+        said = _exchange("place", self._name, news, WAIT_SECONDS)
+        _raise_refusals("place", "refused its part of the batch", said)
+        specs = {process: _decode(one["spec"]) for process, one in said.items()}
         if self._last is not None and len(specs) < jax.process_count():
             specs[-1] = self._last
         agreed = _union(specs, exact=any(one["exact"] for one in said.values()))
@@ -71,8 +128,7 @@ class Agreement:
 
     def refuse(self, error: Exception) -> None:
         """Tell the other processes that this one raises an error instead of placing its part."""
-        refusal = {"error": f"{error}", "kind": type(error).__name__}
-        _exchange(self._name, json.dumps(refusal))
+        _exchange("place", self._name, _refusal(error), WAIT_SECONDS)
 
 
 def _union(specs: dict[int, BatchSpec], *, exact: bool) -> BatchSpec:
@@ -97,22 +153,34 @@ def _union(specs: dict[int, BatchSpec], *, exact: bool) -> BatchSpec:
     return agreed
 
 
-def _exchange(name: str, news: str | None) -> dict[int, Any]:
+def _refusal(error: Exception) -> str:
+    return json.dumps({"error": f"{error}", "kind": type(error).__name__})
+
+
+def _raise_refusals(what: str, did: str, said: dict[int, Any]) -> None:
+    """Raise the first error that another process has told of."""
+    for process, one in sorted(said.items()):
+        if "error" in one:
+            text = f"{what}: process {process} {did}: {one['error']}"
+            raise _ERRORS.get(one["kind"], RuntimeError)(text)
+
+
+def _exchange(what: str, name: str, news: str | None, seconds: int) -> dict[int, Any]:
     """Wait for all processes; return the news of those that have some, by process."""
     client, number = distributed.global_state.client, _rounds[name]
     if client is None:
         expected, remedy = "jax.distributed", "call jax.distributed.initialize first"
-        raise RuntimeError(message("place", expected=expected, got="no client", remedy=remedy))
+        raise RuntimeError(message(what, expected=expected, got="no client", remedy=remedy))
     if news is not None:
         client.key_value_set(f"{name}/{number}/{jax.process_index()}", news)
     _rounds[name] += 1
     try:
-        client.wait_at_barrier(name, WAIT_SECONDS * 1000)
+        client.wait_at_barrier(name, seconds * 1000)
         said = client.key_value_dir_get(f"{name}/{number}/")
     except jax.errors.JaxRuntimeError as error:
-        expected = f"all {jax.process_count()} processes to place their parts of batch {number}"
-        remedy = "call place, or enqueue, as often and in the same order on every process"
-        text = message("place", expected=expected, got=f"{error}", remedy=remedy)
+        expected = f"call {number} of all {jax.process_count()} processes within {seconds} s"
+        remedy = "make the same calls in the same order on every process"
+        text = message(what, expected=expected, got=f"{error}", remedy=remedy)
         raise RuntimeError(text) from error
     if number and not jax.process_index():  # all have read the round before this one
         client.key_value_delete(f"{name}/{number - 1}/")

@@ -6,6 +6,7 @@ Called by `checkpoint.py`, which hands the handlers to orbax, and by `tables.py`
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import json
 import zlib
@@ -17,6 +18,7 @@ import orbax.checkpoint as ocp
 
 from tpu_embed._checks import message
 from tpu_embed._types import PyTree
+from tpu_embed.core.processes import together
 
 __all__ = ["JsonArgs", "JsonHandler", "PyTreeArgs", "PyTreeHandler", "read_signed", "write_signed"]
 
@@ -61,12 +63,17 @@ class JsonHandler(ocp.CheckpointHandler):
 
     def save(self, directory: Any, args: JsonArgs) -> None:
         """Write the value."""
-        if jax.process_index() == 0:
-            write_signed(Path(directory) / _VALUE, args.value)
+
+        def written() -> None:
+            if jax.process_index() == 0:
+                write_signed(Path(directory) / _VALUE, args.value)
+
+        together("save", Path(directory), written)
 
     def restore(self, directory: Any, args: JsonArgs) -> Any:
         """Return the value."""
-        return read_signed(Path(directory) / _VALUE)
+        value = Path(directory) / _VALUE
+        return together("restore", value, lambda: read_signed(value))
 
     def finalize(self, directory: Any) -> None:
         """Do nothing: all is written."""
@@ -95,23 +102,44 @@ class PyTreeHandler(ocp.AsyncCheckpointHandler):
 
     def __init__(self) -> None:
         self._handler = ocp.StandardCheckpointHandler()
+        self._background = concurrent.futures.ThreadPoolExecutor(1, "tpu_embed_save_model")
 
     def save(self, directory: Any, args: PyTreeArgs) -> None:
         """Write the tree before returning."""
-        self._handler.save(directory, args=ocp.args.StandardSave(args.tree))
-        _write_leaves(Path(directory), args.tree)
 
-    async def async_save(self, directory: Any, args: PyTreeArgs) -> list[Any] | None:
-        """Copy the tree to the host; return futures of its being written."""
-        futures = await self._handler.async_save(directory, args=ocp.args.StandardSave(args.tree))
-        _write_leaves(Path(directory), args.tree)
-        return futures
+        def written() -> None:
+            self._handler.save(directory, args=ocp.args.StandardSave(args.tree))
+            _write_leaves(Path(directory), args.tree)
+
+        together("save", Path(directory), written)
+
+    async def async_save(self, directory: Any, args: PyTreeArgs) -> list[Any]:
+        """Copy the tree to the host; return a future of its being written by all processes."""
+        futures, failed = None, None
+        try:
+            saved = ocp.args.StandardSave(args.tree)
+            futures = await self._handler.async_save(directory, args=saved)
+        except Exception as error:  # the other processes wait to be told
+            failed = error
+
+        def written() -> None:
+            if failed is not None:
+                raise failed
+            for one in futures or []:
+                one.result()
+            _write_leaves(Path(directory), args.tree)
+
+        return [self._background.submit(together, "save", Path(directory), written)]
 
     def restore(self, directory: Any, args: PyTreeArgs) -> PyTree:
         """Check leaves and files, and return the tree."""
-        _check_sums(Path(directory))
-        _check_leaves(Path(directory), args)
-        return self._handler.restore(directory, args=ocp.args.StandardRestore(args.tree))
+
+        def read() -> PyTree:
+            _check_sums(Path(directory))
+            _check_leaves(Path(directory), args)
+            return self._handler.restore(directory, args=ocp.args.StandardRestore(args.tree))
+
+        return together("restore", Path(directory), read)
 
     def finalize(self, directory: Any) -> None:
         """Let orbax finish, and write the checksums of its files."""
@@ -124,7 +152,8 @@ class PyTreeHandler(ocp.AsyncCheckpointHandler):
         return self._handler.metadata(directory)
 
     def close(self) -> None:
-        """Let orbax end its threads."""
+        """End the threads, and orbax's."""
+        self._background.shutdown()
         self._handler.close()
 
 

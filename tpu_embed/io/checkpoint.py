@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 from tpu_embed._checks import message
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.processes import together
 from tpu_embed.core.tables import TableState
 from tpu_embed.io import tables
 from tpu_embed.io.items import (
@@ -28,7 +29,7 @@ from tpu_embed.io.items import (
     restore_args,
     save_args,
 )
-from tpu_embed.io.tables import Wanted
+from tpu_embed.io.manifest import Wanted
 
 __all__ = ["Restored", "restore", "save"]
 
@@ -57,6 +58,8 @@ def save(
 ) -> None:
     """Write a checkpoint; it is there when this returns, and nothing of it before.
 
+    Of several processes, all call this; what goes wrong in one is raised in all.
+
     Args:
       path: a directory that does not exist.
       engine: whose state it is.
@@ -81,11 +84,14 @@ def save(
       ({'epoch': 1}, True)
     """
     path = local_path(path)
-    if path.exists():
-        remedy = "remove it, or save elsewhere; CheckpointManager numbers its directories"
-        raise ValueError(message("path", expected="no file", got=f"{path}", remedy=remedy))
-    prepared = tables.prepare(engine, state, copied=False)
-    args = save_args(prepared, model, position)
+
+    def prepared() -> ocp.args.Composite:
+        if path.exists():
+            remedy = "remove it, or save elsewhere; CheckpointManager numbers its directories"
+            raise ValueError(message("path", expected="no file", got=f"{path}", remedy=remedy))
+        return save_args(tables.prepare(engine, state, copied=False), model, position)
+
+    args = together("save", path, prepared)
     try:
         with ocp.Checkpointer(handler()) as checkpointer:
             checkpointer.save(path, args=args)
@@ -105,7 +111,8 @@ def restore(
 ) -> Restored:
     """Return what is in a checkpoint, for an engine of any mesh, placement and stacking.
 
-    An engine without optimizers reads tables alone.
+    An engine without optimizers reads tables alone. Of several processes, all call this; what goes
+    wrong in one is raised in all.
 
     Args:
       path: what `save` wrote, or one of the numbered directories of a `CheckpointManager`.
@@ -124,13 +131,17 @@ def restore(
     """
     path = local_path(path)
     parts = (TABLES, POSITION) if model is None else (TABLES, POSITION, MODEL)
-    missing = [part for part in parts if not (path / part).is_dir()]
-    if missing:
-        expected, got = f"a directory with {', '.join(parts)}", f"none of {', '.join(missing)}"
-        remedy = "give the directory that save wrote"
-        what = f"checkpoint {path}"
-        raise FileNotFoundError(message(what, expected=expected, got=got, remedy=remedy))
-    wanted = Wanted(engine, key, convert, tuple(leave_out))
+
+    def prepared() -> ocp.args.Composite:
+        missing = [part for part in parts if not (path / part).is_dir()]
+        if missing:
+            expected, got = f"a directory with {', '.join(parts)}", f"none of {', '.join(missing)}"
+            remedy = "give the directory that save wrote, which every process can reach"
+            what = f"checkpoint {path}"
+            raise FileNotFoundError(message(what, expected=expected, got=got, remedy=remedy))
+        return restore_args(Wanted(engine, key, convert, tuple(leave_out)), model)
+
+    args = together("restore", path, prepared)
     with ocp.Checkpointer(handler()) as checkpointer:
-        found: Any = checkpointer.restore(path, args=restore_args(wanted, model))
+        found: Any = checkpointer.restore(path, args=args)
     return Restored(found[TABLES], found.get(MODEL), found[POSITION])

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from tpu_embed.core.collectives import MeshAxes
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.fields import Field, field
 from tpu_embed.core.logical import check_state
+from tpu_embed.core.processes import together
 from tpu_embed.core.tables import TableState
 from tpu_embed.core.touched import TouchedRows, Version
 from tpu_embed.io import delta_files, directory
@@ -35,8 +36,6 @@ from tpu_embed.io.row_blocks import block_size, padded_to
 from tpu_embed.kernels import dispatch, storage
 
 __all__ = ["apply_delta", "export_delta"]
-
-_T = TypeVar("_T")
 
 
 def export_delta(
@@ -64,7 +63,7 @@ def export_delta(
     Raises:
       FileExistsError: something is at `path`.
       ValueError: an update is not recorded, a step before recording began, or after the state's.
-      RuntimeError: another process failed.
+      Exception: what went wrong in another process, too.
 
     Example:
       >>> import tempfile, tpu_embed
@@ -97,7 +96,7 @@ def export_delta(
             raise ValueError(message("since", expected=expected, got=f"{since}"))
         return version, ids
 
-    version, ids = _together(prepared)
+    version, ids = together("export_delta", root.parent, prepared)
     tables = {
         name: _changed(engine, state, name, ids[name]) for name in sorted(engine.table_configs)
     }
@@ -107,26 +106,8 @@ def export_delta(
             with directory.written(root) as temporary:
                 delta_files.write(temporary, Delta(version.run, since, version.step, tables))
 
-    _together(written)
+    together("export_delta", root.parent, written)
     return version
-
-
-def _together(function: Callable[[], _T]) -> _T:
-    """Return `function()`, or raise in every process if it raises in one."""
-    if jax.process_count() == 1:
-        return function()
-    error, result = None, None
-    try:
-        result = function()
-    except Exception as raised:
-        error = raised
-    failed = np.atleast_1d(multihost_utils.process_allgather(np.int32(error is not None)))
-    if error is not None:
-        raise error
-    if failed.any():
-        got = f"an error in process {int(np.argmax(failed))}"
-        raise RuntimeError(message("export_delta", expected="success in all", got=got))
-    return result  # type: ignore[return-value]
 
 
 # -- rows ------------------------------------------------------------------------------------------

@@ -21,10 +21,11 @@ import orbax.checkpoint as ocp
 
 from tpu_embed._checks import message
 from tpu_embed._types import PyTree
+from tpu_embed.core.processes import together
 from tpu_embed.core.tables import TableState
 from tpu_embed.io import tables
 from tpu_embed.io.checked import JsonArgs, JsonHandler, PyTreeArgs, PyTreeHandler
-from tpu_embed.io.tables import Wanted
+from tpu_embed.io.manifest import Wanted
 
 TABLES, MODEL, POSITION = "tables", "model", "position"
 _UNFINISHED = ".orbax-checkpoint-tmp"
@@ -63,8 +64,17 @@ class _TablesHandler(ocp.AsyncCheckpointHandler):
         self._background = concurrent.futures.ThreadPoolExecutor(1, "tpu_embed_save")
 
     def save(self, directory: Any, args: _TablesArgs) -> None:
-        assert args.prepared is not None, "made by save_args"
-        tables.write(Path(directory), args.prepared)
+        path, prepared = Path(directory), args.prepared
+        assert prepared is not None, "made by save_args"
+
+        def written() -> None:
+            if not path.is_dir():  # the first process has made it
+                expected, remedy = "a directory", "give a path that every process can reach"
+                text = message(f"checkpoint {path}", expected=expected, got="none", remedy=remedy)
+                raise FileNotFoundError(text)
+            tables.write(path, prepared)
+
+        together("save", path, written)
 
     async def async_save(self, directory: Any, args: _TablesArgs) -> list[Any]:
         return [self._background.submit(self.save, directory, args)]

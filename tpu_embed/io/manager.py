@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from tpu_embed._checks import check_int, message
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.processes import FILES_SECONDS, check_same, together
 from tpu_embed.core.tables import TableState
 from tpu_embed.io import tables
 from tpu_embed.io.checkpoint import Restored, restore
@@ -39,7 +41,8 @@ class CheckpointManager:
       in_background: whether `save` returns before the files are written.
 
     Raises:
-      ValueError: a number below 1, or a directory that is no file's.
+      ValueError: a number below 1, a directory that is no file's, or is another one in another
+        process.
     """
 
     def __init__(
@@ -61,11 +64,25 @@ class CheckpointManager:
             ),
             max_to_keep=None if keep is None else check_int("keep", keep, minimum=1),
             enable_async_checkpointing=in_background,
-            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+            async_options=ocp.AsyncOptions(
+                create_directories_asynchronously=False, timeout_secs=FILES_SECONDS
+            ),
         )
+        self._open()
         self._manager = ocp.CheckpointManager(
             self._directory, options=options, handler_registry=registry()
         )
+
+    def _open(self) -> None:
+        """Make the directory, and check that all processes see the same one."""
+
+        def made() -> None:
+            if jax.process_index() == 0:
+                self._directory.mkdir(parents=True, exist_ok=True)
+
+        together("CheckpointManager", self._directory, made)
+        seen = f"steps {self.all_steps()}" if self._directory.is_dir() else "no directory"
+        check_same("CheckpointManager", self._directory, seen)
 
     def save(
         self,
@@ -100,8 +117,12 @@ class CheckpointManager:
             return False
         self.wait()
         remove_unfinished(self._directory)
-        prepared = tables.prepare(self._engine, state, copied=self._in_background)
-        args = save_args(prepared, model, position)
+
+        def prepared() -> ocp.args.Composite:
+            parts = tables.prepare(self._engine, state, copied=self._in_background)
+            return save_args(parts, model, position)
+
+        args = together("save", self._directory, prepared)
         return self._manager.save(step, args=args, force=True)
 
     def restore(
@@ -127,16 +148,21 @@ class CheckpointManager:
           FileNotFoundError: there is no such checkpoint.
         """
         self.wait()
-        steps = self.all_steps()
-        if not steps or step not in (None, *steps):
-            what, expected = f"step {step} in {self._directory}", f"one of {steps}"
-            raise FileNotFoundError(message(what, expected=expected, got="none"))
-        path = self._directory / f"{steps[-1] if step is None else step}"
+
+        def chosen() -> Path:
+            steps = self.all_steps()
+            if not steps or step not in (None, *steps):
+                what, expected = f"step {step} in {self._directory}", f"one of {steps}"
+                raise FileNotFoundError(message(what, expected=expected, got="none"))
+            return self._directory / f"{steps[-1] if step is None else step}"
+
+        path = together("restore", self._directory, chosen)
+        check_same("restore", self._directory, path.name)
         wishes: dict[str, Any] = {"key": key, "convert": convert, "leave_out": leave_out}
         try:
             return restore(path, self._engine, model=model, **wishes)
         except (ValueError, FileNotFoundError) as error:
-            error.add_note(f"steps in {self._directory}: {steps}")
+            error.add_note(f"steps in {self._directory}: {self.all_steps()}")
             raise
 
     def remove(self, step: int) -> None:

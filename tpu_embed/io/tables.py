@@ -21,24 +21,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed._types import PADDING_ID, Array
+from tpu_embed._types import PADDING_ID, Array, PyTree
 from tpu_embed.core import collectives
 from tpu_embed.core.collectives import MeshAxes
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.fields import Field, fields
 from tpu_embed.core.init import blank_tables
 from tpu_embed.core.logical import check_state
-from tpu_embed.core.tables import TableState, slot_shapes
-from tpu_embed.io.checked import read_signed, write_signed
+from tpu_embed.core.processes import together
+from tpu_embed.core.tables import TableState
+from tpu_embed.io import manifest
+from tpu_embed.io.manifest import Wanted
 from tpu_embed.io.rows import BLOCK, RowArray, Shards, row_array, write_rows
 from tpu_embed.kernels import dispatch, storage
 
-__all__ = ["FORMAT", "Prepared", "Wanted", "prepare", "read", "write"]
-
-FORMAT = 1
-"""The version of the directory's form."""
-
-_MANIFEST = "tables.json"
+__all__ = ["Prepared", "prepare", "read", "write"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,46 +71,7 @@ def prepare(engine: EmbeddingEngine, state: TableState, *, copied: bool) -> Prep
             parts.append((f, Shards(f, physical, copied=copied)))
         elif jax.process_index() == 0:
             parts.append((f, np.array(f.read(state)).view(np.dtype(f.shape.dtype))))
-    return Prepared(_manifest(engine, state), parts)
-
-
-def _manifest(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
-    tables: dict[str, Any] = {}
-    described, configs = engine.describe()["tables"], engine.table_configs
-    for f in fields(engine.layout):
-        if f.slot is None:
-            array, config = row_array(Path(), f), configs[f.table.name]
-            tables[f.table.name] = {
-                "vocabulary_size": f.table.vocabulary_size,
-                "shards": array.shards,
-                "rows_per_shard": array.rows_per_shard,
-                "alternate": array.alternate,
-                "table": _form(f),
-                "slots": {},
-                "optimizer": _rule(f),
-                "config": described[f.table.name]
-                | {"combiner": config.combiner, "trainable": config.trainable},
-            }
-        else:
-            tables[f.table.name]["slots"][f.slot] = _form(f)
-    return {
-        "format": FORMAT,
-        "step": int(state.step),
-        "features": [feature.path for feature in engine.layout.features],
-        "counters": {name: np.asarray(n).tolist() for name, n in state.counters.items()},
-        "tables": tables,
-    }
-
-
-def _rule(f: Field) -> str | None:
-    """Return the class of the optimizer of a field's table."""
-    return None if f.group.optimizer is None else f.group.optimizer.describe()["class"]
-
-
-def _form(f: Field) -> dict[str, Any]:
-    """Return what one element of a field is: a row, or the whole of it."""
-    dtype = np.dtype(f.shape.dtype).name
-    return {"shape": list(f.shape.shape), "dtype": dtype, "per_row": f.shape.per_row}
+    return Prepared(manifest.describe(engine, state), parts)
 
 
 def write(directory: Path, prepared: Prepared) -> None:
@@ -128,9 +86,9 @@ def write(directory: Path, prepared: Prepared) -> None:
         if isinstance(part, Shards):
             write_rows(row_array(path, f), part)
         else:
-            _whole(path, _form(f)).create(1)[...].write(part[None, None]).result()
+            _whole(path, manifest.form_of(f)).create(1)[...].write(part[None, None]).result()
     if jax.process_index() == 0:
-        write_signed(directory / _MANIFEST, prepared.manifest)
+        manifest.write(directory, prepared.manifest)
 
 
 def _path(directory: Path, table: str, slot: str | None) -> Path:
@@ -144,138 +102,35 @@ def _whole(path: Path, form: dict[str, Any]) -> RowArray:
     return RowArray(path, 1, 1, True, tuple(form["shape"]), np.dtype(form["dtype"]))
 
 
-@dataclasses.dataclass(frozen=True)
-class Wanted:
-    """What to make of tables on disk.
-
-    Attributes:
-      engine: whose state to make.
-      key: for rows, tables and slots that are not on disk; None: that is an error.
-      convert: whether dtypes may be others.
-      leave_out: tables on disk that are not read.
-    """
-
-    engine: EmbeddingEngine
-    key: Array | None = None
-    convert: bool = False
-    leave_out: tuple[str, ...] = ()
-
-
 def read(directory: Path, wanted: Wanted) -> TableState:
     """Return a state with the tables and slots of a directory.
 
     Raises:
       ValueError: a table, a field, a shape or a dtype that is not as wanted; a damaged file.
     """
-    engine, manifest = wanted.engine, _read_manifest(directory)
-    found = _chosen_tables(directory, manifest["tables"], wanted)
-    chosen = list(fields(engine.layout))
-    missing = _check(directory, chosen, found, wanted)
-    state = _base(wanted, fresh=missing)
-    for f in chosen:
-        if _on_disk(found, f) is None:
-            continue
-        try:
-            state = _filled(state, directory, f, found[f.table.name], engine)
-        except (ValueError, OSError) as error:
-            remedy = "restore another step; this one is damaged"
-            got = str(error)
-            expected = "files as they were written"
-            what = f"checkpoint {directory}: {f.label}"
-            raise ValueError(message(what, expected=expected, got=got, remedy=remedy)) from error
-    scalars = jnp.int32(manifest["step"]), _counters(engine, manifest)
-    step, counters = jax.device_put(scalars, engine.layout.axes.sharding(()))
+    engine = wanted.engine
+    found = together("restore", directory, lambda: manifest.read(directory, wanted))
+    base = _base(wanted, fresh=not found.complete)  # by all processes together
+
+    def filled() -> TableState:
+        state = base
+        for f in fields(engine.layout):
+            if found.form(f) is not None:
+                state = _read_field(state, directory, f, found.tables[f.table.name], engine)
+        return state
+
+    state = together("restore", directory, filled)
+    scalars = np.asarray(found.manifest["step"], np.int32), found.counters(engine)
+    step, counters = _everywhere(scalars, engine)
     return dataclasses.replace(state, step=step, counters=counters)
 
 
-def _counters(engine: EmbeddingEngine, manifest: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Return the engine's counters: by feature path, or whole; 0 where there was none."""
-    forms = jax.eval_shape(engine.init, jax.random.key(0)).counters
-    paths, counters = [feature.path for feature in engine.layout.features], {}
-    for name, form in forms.items():
-        counters[name] = np.zeros(form.shape, form.dtype)
-        count = manifest["counters"].get(name, 0)
-        if np.shape(count) == (len(manifest["features"]),) and form.shape == (len(paths),):
-            by_path = dict(zip(manifest["features"], count, strict=True))
-            counters[name][:] = [by_path.get(path, 0) for path in paths]
-        elif np.shape(count) == form.shape:
-            counters[name][...] = count
-    return counters
-
-
-def _chosen_tables(directory: Path, found: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
-    """Return the tables on disk that are to be read."""
-    for name in wanted.leave_out:
-        if name not in found:
-            what, expected = f"checkpoint {directory}: leave_out", f"some of {sorted(found)}"
-            raise ValueError(message(what, expected=expected, got=repr(name)))
-    return {name: table for name, table in found.items() if name not in wanted.leave_out}
-
-
-def _read_manifest(directory: Path) -> dict[str, Any]:
-    manifest = read_signed(directory / _MANIFEST)
-    if manifest["format"] != FORMAT:
-        what, expected, got = f"{directory}", f"format {FORMAT}", f"{manifest['format']}"
-        raise ValueError(message(what, expected=expected, got=got, remedy="update tpu_embed"))
-    return manifest
-
-
-def _on_disk(found: dict[str, Any], f: Field) -> dict[str, Any] | None:
-    """Return the form of a field on disk; None if it is not there, or another optimizer's slot."""
-    table = found.get(f.table.name)
-    if table is None:
-        return None
-    if f.slot is None:
-        return table["table"]
-    same = table["optimizer"] == _rule(f) and table["slots"].keys() == slot_shapes(f.group).keys()
-    return table["slots"][f.slot] if same else None
-
-
-def _check(directory: Path, chosen: list[Field], found: dict[str, Any], wanted: Wanted) -> bool:
-    """Check every field before anything is read; tell whether some rows are not on disk."""
-    names = sorted({f.table.name for f in chosen})
-    for name in sorted(found.keys() - set(names)):
-        expected, got = f"it among the engine's tables {names}", "none of this name"
-        remedy = f"leave it out: leave_out=({name!r},)"
-        raise _refusal(directory, f"table {name!r}", expected, got, remedy)
-    lacking = [_lacks_rows(directory, f, found, wanted) for f in chosen]
-    return any(lacking)
-
-
-def _lacks_rows(directory: Path, f: Field, found: dict[str, Any], wanted: Wanted) -> bool:
-    """Check one field; tell whether some of its rows are not on disk."""
-    form, expected, size = _on_disk(found, f), _form(f), f.table.vocabulary_size
-    if form is None:
-        if wanted.key is None:
-            raise _refusal(directory, f.label, *_absent(f, found), "give key= to make it anew")
-        return True
-    for what in ("shape", "per_row", "dtype"):
-        if form[what] != expected[what] and not (what == "dtype" and wanted.convert):
-            remedy = "convert=True rounds it" if what == "dtype" else "declare it as it was"
-            got, wish = f"{what} {form[what]}", f"{what} {expected[what]}"
-            raise _refusal(directory, f.label, wish, got, remedy)
-    rows = found[f.table.name]["vocabulary_size"]
-    if rows > size:
-        remedy = "tables grow, and never shrink"
-        raise _refusal(directory, f.label, f"at most {size} rows", f"{rows}", remedy)
-    if rows < size and wanted.key is None:
-        remedy = "give key= to make the new rows"
-        raise _refusal(directory, f.label, f"{size} rows", f"{rows}", remedy)
-    return rows < size
-
-
-def _absent(f: Field, found: dict[str, Any]) -> tuple[str, str]:
-    """Return what was expected, and what was got, where a field is not on disk."""
-    table = found.get(f.table.name)
-    if table is None:
-        return "it in the checkpoint", f"tables {sorted(found)}"
-    got = f"those of {table['optimizer']}, {sorted(table['slots'])}"
-    return f"slots of {_rule(f)}, {sorted(slot_shapes(f.group))}", got
-
-
-def _refusal(directory: Path, what: str, expected: str, got: str, remedy: str) -> ValueError:
-    what = f"checkpoint {directory}: {what}"
-    return ValueError(message(what, expected=expected, got=got, remedy=remedy))
+def _everywhere(values: PyTree, engine: EmbeddingEngine) -> PyTree:
+    """Return NumPy arrays that all processes have on every device; nobody is waited for."""
+    sharding = engine.layout.axes.sharding(())
+    return jax.tree.map(
+        lambda x: jax.make_array_from_callback(x.shape, sharding, x.__getitem__), values
+    )
 
 
 def _base(wanted: Wanted, *, fresh: bool) -> TableState:
@@ -289,17 +144,34 @@ def _base(wanted: Wanted, *, fresh: bool) -> TableState:
     return TableState(tables, slots, jnp.int32(0), {})
 
 
+def _read_field(
+    state: TableState, directory: Path, f: Field, found: dict[str, Any], engine: EmbeddingEngine
+) -> TableState:
+    """Return the state with one field read from disk, in place.
+
+    Raises:
+      ValueError: a file is damaged, or missing.
+    """
+    try:
+        return _filled(state, directory, f, found, engine)
+    except (ValueError, OSError) as error:
+        what, expected = f"checkpoint {directory}: {f.label}", "files as they were written"
+        remedy = "restore another step; this one is damaged"
+        text = message(what, expected=expected, got=str(error), remedy=remedy)
+        raise ValueError(text) from error
+
+
 def _filled(
     state: TableState, directory: Path, f: Field, found: dict[str, Any], engine: EmbeddingEngine
 ) -> TableState:
     """Return the state with one field read from disk, in place."""
-    path, form = _path(directory, f.table.name, f.slot), _form(f)
+    path, form = _path(directory, f.table.name, f.slot), manifest.form_of(f)
     on_disk = found["table"] if f.slot is None else found["slots"][f.slot]
     if not f.shape.per_row:
         array = _whole(path, on_disk)
         value = np.asarray(array.open()[0, 0].read().result()).astype(form["dtype"])
-        stored = storage.encode(jnp.asarray(value), f.shape.dtype)
-        return f.write(state, jax.device_put(stored, engine.layout.axes.sharding(())))
+        stored = np.asarray(storage.encode(jnp.asarray(value), f.shape.dtype))
+        return f.write(state, _everywhere(stored, engine))
     array = RowArray(
         path,
         found["shards"],
