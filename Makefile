@@ -1,4 +1,5 @@
 # Everything runs in .venv, which `setup` makes from PYTHON and renews when pyproject.toml changes.
+# pip is not to compile what is installed: Python does it when it first imports a file.
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
@@ -11,7 +12,7 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml setup.py $(wildcard tpu_embed/kernels/native/*)
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	PIP_COMPILE=0 $(PY) -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	touch $@
 
 # Everything runs on the compiled kernels, where they could be built; the engine's tests then run

@@ -45,10 +45,14 @@ def batches():
         }
 
 
-def trained(monkeypatch, packing, dim, dtype, optimizer, placement, devices):
+def engine_of(monkeypatch, packing, dim, dtype, optimizer, placement, devices):
     monkeypatch.setattr(resolve, "packing_of", lambda device: packing)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("d",))
-    engine = EmbeddingEngine(features(dim, dtype, placement), optimizer, mesh=mesh)
+    return EmbeddingEngine(features(dim, dtype, placement), optimizer, mesh=mesh)
+
+
+def trained(monkeypatch, packing, dim, *rest):
+    engine = engine_of(monkeypatch, packing, dim, *rest)
     state, activations = engine.init(jax.random.key(0)), None
     for ids in batches():
         batch = engine.place(ids)
@@ -88,7 +92,8 @@ def test_arrays_are_lines_and_the_host_reads_them(monkeypatch):
 
 
 def test_a_plain_state_is_refused(monkeypatch):
-    engine, _, _ = trained(monkeypatch, *CASES["lines"])
-    _, plain, _ = trained(monkeypatch, "none", *CASES["lines"][1:])
+    packing, *rest = CASES["lines"]
+    engine = engine_of(monkeypatch, packing, *rest)
+    plain = engine_of(monkeypatch, "none", *rest).init(jax.random.key(0))
     with pytest.raises(ValueError, match=r"state: table 'day': expected float32 of shape"):
         logical.check_state(plain, engine.layout)
