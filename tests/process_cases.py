@@ -205,6 +205,7 @@ def faults(directory):
     for module, name in ((tables, "write_rows"), (tables, "prepare"), (checked, "_write_leaves")):
         with fails(module, name, full):
             seen.append(told(save, root / "one", engine, state, model=model))
+        assert last or not list(root.glob("one*"))
     with CheckpointManager(root / "run", engine) as manager:
         for module, name in ((tables, "write_rows"), (checked, "_write_leaves")):
             with fails(module, name, full):
@@ -217,9 +218,27 @@ def faults(directory):
             with fails(module, name, damaged):
                 seen.append(told(manager.restore, model=model))
         at_once = arrays(engine, manager.restore(model=model).state)
-    with mock.patch.object(CheckpointManager, "all_steps", return_value=[1] if last else [2]):
+        manager.save(3, state, model=model)
+        manager.remove(2)
+        assert manager.all_steps() == [3]
+    seen.append(told(save, root / f"other {jax.process_index()}", engine, state))
+    with mock.patch.object(CheckpointManager, "all_steps", return_value=[1] if last else [3]):
         seen.append(told(CheckpointManager, root / "run", engine))
     return seen, left, at_once, arrays(engine, state)
+
+
+def unequal(directory):
+    """Save where the last process has fewer shards; return what 8 devices restore, and it."""
+    from tpu_embed.io import restore, save
+
+    config = {"x": FeatureConfig(TableConfig(19, 4, name="films"))}
+    six, eight = (
+        tpu_embed.EmbeddingEngine(config, o.Adagrad(0.5), mesh=Mesh(jax.devices()[:n], ("d",)))
+        for n in (6, 8)
+    )
+    state = six.init(jax.random.key(0))
+    save(f"{directory}/six", six, state)
+    return arrays(eight, restore(f"{directory}/six", eight).state), arrays(six, state)
 
 
 def restore_all(directory, names, devices, placements, steps=10):

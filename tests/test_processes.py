@@ -70,6 +70,7 @@ def two(saved, tmp_path_factory):
         ("save_all", str(directory), [8], ["mod"]),
         ("restore_all", str(directory), ["1-8-mod"], [8], ["mod"]),
         ("restore_all", str(directory), ["1-8-mod", "2-8-mod"], [2], ["div"], 0),
+        ("unequal", str(tmp_path_factory.mktemp("unequal"))),
         ("faults", str(tmp_path_factory.mktemp("faults"))),
     ]
     return run(2, tmp_path_factory.mktemp("two"), calls)
@@ -97,28 +98,32 @@ def test_what_files_do_to_one_all_are_told(two):
     """Nothing hangs, nothing is left, and the next save and restore are whole."""
     for process, (*_, (seen, left, restored, state)) in enumerate(two):
         told = [one[1] for one in seen]
-        assert [one[0] for one in seen] == ["OSError"] * 5 + ["ValueError"] * 3, seen
+        assert [one[0] for one in seen] == ["OSError"] * 5 + ["ValueError"] * 4, seen
         assert all("no space left" in one for one in told[:5])
         assert all("damaged" in one for one in told[5:7])
-        assert (
-            "expected the same in every process, got steps [2] in process 0, steps [1] in"
-            in told[7]
-        )
+        assert all(": expected the same in every process, got " in one for one in told[7:])
+        assert "other 0 in process 0, " in told[7]
+        assert "steps [3] in process 0, steps [1] in process 1" in told[8]
         assert [": process 1 failed: " in one for one in told[:7]] == [not process] * 7
         assert left == []
         assert_same(restored, state)
 
 
+def test_processes_may_have_unequal_numbers_of_shards(two):
+    for *_, (restored, state), _ in two:
+        assert_same(restored, state)
+
+
 def test_saved_by_one_restored_by_two(saved, two):
     at_once, later = saved[1]
-    for *_, same, other, _ in two:
+    for *_, same, other, _, _ in two:
         assert_same(same["1-8-mod", 8, "mod"], (at_once, later))
         assert_same(other["1-8-mod", 2, "div"], (at_once, at_once))
 
 
 def test_saved_by_two_restored_by_two_and_by_one(saved, two):
     directory, bits = saved
-    for *_, other, _ in two:
+    for *_, other, _, _ in two:
         assert_same(other["2-8-mod", 2, "div"], (bits[0], bits[0]))
     found = process_cases.restore_all(directory, ["2-8-mod"], [8], ["mod"])
     assert_same(found["2-8-mod", 8, "mod"], bits)

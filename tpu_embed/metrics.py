@@ -156,9 +156,9 @@ def counters(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
       not "allow", `bad_gradients`, steps left out in which its gradient was not finite.
 
     Raises:
-      ValueError: it is no state.
+      ValueError: it is no state of this engine.
     """
-    logical.check_kind(state)
+    logical.check_state(state, engine.layout)
     paths = [feature.path for feature in engine.layout.features]
     counted: dict[str, Any] = {"step": int(state.step)}
     for name, count in sorted(jax.device_get(state.counters).items()):

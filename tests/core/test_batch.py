@@ -10,7 +10,6 @@ from facade_cases import mesh
 import tpu_embed
 from tpu_embed import FeatureConfig, RaggedIds, SparseIds, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.core.batch import Batch
 
 B = 8
 
@@ -69,7 +68,8 @@ def unpacked_lines(engine, batch, g):
     """Return the same, unpacked from the batch, a list a device."""
     lines = []
     for device in range(batch.spec.replicas):
-        ids = Batch(batch.packed[device : device + 1], batch.spec).locate(engine.layout).ids[g]
+        line = dataclasses.replace(batch, packed=batch.packed[device : device + 1])
+        ids = line.locate(engine.layout).ids[g]
         rows, bags = np.asarray(ids.rows).tolist(), np.asarray(ids.bags)
         weights = [1.0] * len(rows) if ids.weights is None else np.asarray(ids.weights).tolist()
         assert (np.diff(bags) >= 0).all()
@@ -159,3 +159,17 @@ def test_a_changed_batch_is_refused():
             dataclasses.replace(batch, packed=packed).check(engine.layout)
     with pytest.raises(ValueError, match="of another engine"):
         batch.check(make_engine(1).layout)
+
+
+@pytest.mark.parametrize("other", [{"placement": "div"}, {"vocabulary_size": 24}], ids=str)
+def test_a_batch_whose_rows_mean_others_is_refused(other):
+    """Features, devices and the shape of the batch are the same."""
+
+    def engine(**options):
+        table = TableConfig(**{"vocabulary_size": 16, "dim": 2, "name": "item", **options})
+        return tpu_embed.EmbeddingEngine({"x": FeatureConfig(table)}, mesh=mesh(8))
+
+    batch = engine().place({"x": np.arange(8)})
+    batch.check(engine(combiner="sum").layout)
+    with pytest.raises(ValueError, match="batch: expected a Batch of this engine's place"):
+        batch.check(engine(**other).layout)

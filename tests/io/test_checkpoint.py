@@ -3,6 +3,7 @@
 import functools
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -104,9 +105,8 @@ def test_a_model_moves_to_other_devices(tmp_path):
         restored = restore(tmp_path / "saved", engine(8), model=given)
         assert_same(contents(engine(8), restored.state), contents(engine(2), state))
         assert_same(jax.device_get(restored.model), jax.device_get(model))
-        found = {leaf.sharding.device_set == set(jax.devices()) for leaf in jax.tree.leaves(given)
-                 for leaf in jax.tree.leaves(restored.model)}  # fmt: skip
-        assert found == {True}
+        placed = [leaf.sharding.device_set for leaf in jax.tree.leaves(restored.model)]
+        assert all(devices == set(jax.devices()) for devices in placed)
     there = jax.sharding.SingleDeviceSharding(jax.devices()[5])
     given = jax.device_put(fresh_model(), there)
     restored = restore(tmp_path / "saved", engine(8), model=given)
@@ -313,3 +313,59 @@ def test_who_serves_does_not_import_orbax():
     assert done.stdout.strip() == "False"
     with pytest.raises(AttributeError, match=r"module 'tpu_embed\.io' has no attribute 'saved'"):
         tpu_embed.io.saved  # noqa: B018
+
+
+BAD_MODELS = {
+    "a leaf": (np.ones(2), "model: expected a dict, list or other container, got one ndarray"),
+    "one name by dots": ({"a": {"w": np.ones(2)}, "a.w": np.ones(2)}, "leaf 'a.w': expected one"),
+    "one name by slashes": ({"a": [np.ones(2)], "a/0": np.ones(2)}, "leaf 'a/0': expected one"),
+    "empty": ({"a": np.ones((0, 3))}, r"leaf 'a': expected .*, got one of shape \(0, 3\)"),
+    "text": ({"a": "x"}, "leaf 'a': expected an array .*, got str"),
+    "array of text": ({"a": [np.array(["x"])]}, "leaf 'a/0': expected an array .* dtype <U1"),
+    "a large integer": ({"a": 2**70}, "takes more than 64 bits"),
+}
+
+
+@pytest.mark.parametrize(("model", "said"), BAD_MODELS.values(), ids=list(BAD_MODELS))
+def test_a_model_that_cannot_be_kept_is_refused_before_anything_is_written(tmp_path, model, said):
+    with pytest.raises(ValueError, match=said):
+        save(tmp_path / "saved", small_engine(), small_state(), model=model)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_jax_would_cut_is_not_restored(tmp_path):
+    model = {"n": np.array([2**40 + 5])}
+    save(tmp_path / "saved", small_engine(), small_state(), model=model)
+    with pytest.raises(ValueError, match=r"leaf 'n': expected .*, got int64, which JAX makes only"):
+        restore(
+            tmp_path / "saved", small_engine(), model={"n": jax.ShapeDtypeStruct((1,), np.int64)}
+        )
+    for other in (np.zeros(1, np.int32), np.zeros(1, np.float32)):
+        with pytest.raises(ValueError, match=r"leaf 'n': expected dtype .*, got dtype int64; give"):
+            restore(tmp_path / "saved", small_engine(), model={"n": other}, convert=True)
+    assert_same(restore(tmp_path / "saved", small_engine(), model=model).model, model)
+
+
+def test_keys_of_a_position_are_strings(tmp_path):
+    with pytest.raises(ValueError, match="position: expected string keys, got key 1"):
+        save(tmp_path / "saved", small_engine(), small_state(), position={"a": [{1: 2}]})
+
+
+def test_threads_may_save_to_one_path(tmp_path):
+    errors = []
+
+    def save_there():
+        try:
+            save(tmp_path / "saved", small_engine(), small_state())
+        except ValueError as error:
+            errors.append(f"{error}")
+
+    threads = [threading.Thread(target=save_there) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 1
+    assert "path: expected no file" in errors[0]
+    restored = restore(tmp_path / "saved", small_engine()).state
+    assert_same(contents(small_engine(), restored), contents(small_engine(), small_state()))

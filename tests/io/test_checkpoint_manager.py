@@ -1,5 +1,6 @@
 """Numbered checkpoints: which are saved, which stay, what happens when a save goes wrong."""
 
+import shutil
 import threading
 
 import jax
@@ -131,6 +132,27 @@ def test_the_next_save_tells_of_the_one_before(tmp_path, monkeypatch):
         assert manager.all_steps() == [3]
 
 
+def test_a_save_that_went_wrong_is_not_there_and_removes_nothing(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with manager_of(tmp_path, keep=1) as manager:
+        manager.save(1, small_state())
+        for call, step in (("save", 2), ("save", 3), ("wait", None)):
+            manager.wait()
+            monkeypatch.setattr("tpu_embed.io.tables.write_rows", full)
+            assert manager.save(3, small_state())
+            with pytest.raises(OSError, match="No space left"):
+                getattr(manager, call)(*([step, small_state()] if step else []))
+            monkeypatch.undo()
+            assert manager.all_steps() == [1]
+        assert manager.save(2, small_state())
+        manager.wait()
+        assert manager.all_steps() == [2]
+        manager.remove(2)
+        assert manager.latest_step() is None
+
+
 def test_what_did_not_end_is_no_checkpoint_and_is_cleaned_up(tmp_path):
     with manager_of(tmp_path) as manager:
         manager.save(2, small_state())
@@ -145,6 +167,46 @@ def test_what_did_not_end_is_no_checkpoint_and_is_cleaned_up(tmp_path):
         manager.wait()
         assert not left.exists()
         assert manager.all_steps() == [2, 4]
+
+
+def test_what_else_is_there_is_no_checkpoint(tmp_path):
+    (tmp_path / "0002").mkdir()
+    (tmp_path / "\u0663").mkdir()  # a digit, not of ASCII
+    (tmp_path / "99").write_text("notes")
+    with manager_of(tmp_path) as manager:
+        assert manager.latest_step() is None
+        assert manager.save(1, small_state())
+        assert manager.save(2, small_state())
+        manager.wait()
+        assert manager.all_steps() == [1, 2]
+        shutil.rmtree(tmp_path / "2")
+        assert manager.save(2, small_state())  # it is not there any more
+        manager.wait()
+        assert manager.all_steps() == [1, 2]
+
+
+def test_threads_may_save_at_a_time(tmp_path):
+    with manager_of(tmp_path, keep=None) as manager:
+        told = []
+
+        def save_there(step):
+            try:
+                told.append(manager.save(step, small_state(step)))
+            except ValueError as error:  # the other step was first
+                told.append(f"{error}")
+
+        threads = [threading.Thread(target=save_there, args=(step,)) for step in (1, 2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        manager.wait()
+        assert len(manager.all_steps()) == told.count(True) >= 1
+        for step in manager.all_steps():
+            state = manager.restore(step).state
+            assert_same(
+                contents(small_engine(), state), contents(small_engine(), small_state(step))
+            )
 
 
 def test_a_numbered_directory_is_a_checkpoint(tmp_path):
@@ -173,4 +235,19 @@ def test_threads_end(tmp_path):
         with manager_of(tmp_path / f"{number}") as manager:
             manager.save(1, small_state())
             manager.restore()
+    assert threading.active_count() <= before + 1
+
+
+def test_threads_end_when_the_last_save_went_wrong(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tpu_embed.io.tables.write_rows", full)
+    before = threading.active_count()
+    for number in range(3):
+        with (
+            pytest.raises(OSError, match="No space left"),
+            manager_of(tmp_path / f"{number}") as manager,
+        ):
+            assert manager.save(1, small_state())
     assert threading.active_count() <= before + 1

@@ -37,10 +37,12 @@ class Batch:
     Attributes:
       packed: int32 `[replicas, L]`, sharded over the batch axes.
       spec: the static shape; programs are compiled once a spec.
+      row_numbers: the layout's checksum of what its rows mean.
     """
 
     packed: Array
     spec: BatchSpec = dataclasses.field(metadata={"static": True})
+    row_numbers: int = dataclasses.field(metadata={"static": True})
 
     @property
     def checked(self) -> bool:
@@ -56,6 +58,7 @@ class Batch:
         owned = [layout.features_of(g) for g in range(len(layout.groups))]
         same = [group.features for group in self.spec.groups] == owned
         same = same and self.spec.replicas == layout.axes.replicas
+        same = same and self.row_numbers == layout.row_numbers
         expected = (self.spec.replicas, parts(self.spec, layout)[-1].end) if same else None
         if self.packed.shape != expected:
             raise ValueError(

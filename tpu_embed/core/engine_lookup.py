@@ -71,7 +71,7 @@ class Call:
         tables = dict(zip(_stacks(self.engine), arrays, strict=True))
         state = TableState(tables, {}, step, {})
         if self.spec is not None:
-            return self.engine.lookup(state, Batch(ids, self.spec))[FEATURE]
+            return self.engine.lookup(state, _batch(self.engine, ids, self.spec))[FEATURE]
         dense = DenseIds(ids, weights[0] if weights else None, self.bags)
         found = self.engine.lookup(state, *_joined(self.engine, [dense]))[FEATURE]
         count = math.prod(dense.lead)
@@ -111,11 +111,13 @@ def engine_lookup(
 
     Raises:
       TypeError: ids that are no integers.
-      ValueError: ids without an axis; weights of another shape or no floats, or beside a batch.
+      ValueError: ids without an axis; weights of another shape or no floats, or beside a batch;
+        a batch of another engine.
     """
     arrays = [state.tables[name] for name in _stacks(engine)]
     if isinstance(ids, Batch):
         _check_no_weights(weights)
+        ids.check(engine.layout)
         return _bind(Call(engine, ids.spec, True, False), state.step, ids.packed, *arrays)
     _check_dense(ids, weights)
     scales = [] if weights is None else [weights]
@@ -152,7 +154,9 @@ def engine_update(
     specs = [lookup.call.spec for lookup in lookups if lookup.call.spec is not None]
     if specs:
         _check_alone(engine, lookups)
-        return engine.update(state, Batch(lookups[0].ids, specs[0]), {FEATURE: gradients[0]})
+        return engine.update(
+            state, _batch(engine, lookups[0].ids, specs[0]), {FEATURE: gradients[0]}
+        )
     dense = [DenseIds(one.ids, one.weights, one.call.bags) for one in lookups]
     features, weights = _joined(engine, dense)
     each = [flat(g, len(one.lead)) for g, one in zip(gradients, dense, strict=True)]
@@ -214,6 +218,11 @@ def _check_alone(engine: EmbeddingEngine, lookups: Sequence[LookedUp]) -> None:
 
 def _stacks(engine: EmbeddingEngine) -> list[str]:
     return [group.name for group in engine.layout.groups]
+
+
+def _batch(engine: EmbeddingEngine, packed: Array, spec: BatchSpec) -> Batch:
+    """Return the batch that was looked up, and checked then."""
+    return Batch(packed, spec, engine.layout.row_numbers)
 
 
 def _joined(engine: EmbeddingEngine, lookups: Sequence[DenseIds]) -> tuple[Any, Any]:

@@ -17,6 +17,8 @@ A replicated table is a MOD table with S = 1.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -276,6 +278,16 @@ class Layout:
     groups: tuple[Group, ...]
     features: tuple[FeatureLayout, ...]
     sum_blocks: int
+
+    @functools.cached_property
+    def row_numbers(self) -> int:
+        """A checksum of what the row numbers in a batch mean: alike where they mean the same."""
+        rows = [
+            (g.placement, g.num_shards, g.rows, [(t.offset, t.vocabulary_size) for t in g.tables])
+            for g in self.groups
+        ]
+        slices = [(f.group, f.table.offset) for f in self.features]
+        return zlib.crc32(repr((rows, slices)).encode())
 
     def features_of(self, group: int) -> tuple[int, ...]:
         """Return the numbers of the features that look up tables of a stack, ascending."""

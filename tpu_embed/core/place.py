@@ -45,7 +45,6 @@ class Placer:
         self._layout = layout
         self._replicas = layout.axes.local_parts(layout.axes.batch_axes)
         self._unions: dict[Any, BatchSpec] = {}
-        self._last: tuple[BatchSpec, BatchSpec] | None = None  # a need, and the union that met it
         self._lock = threading.Lock()
         self._agreement = Agreement(layout) if jax.process_count() > 1 else None
 
@@ -104,15 +103,11 @@ class Placer:
 
     def _roomy(self, needed: BatchSpec) -> BatchSpec:
         """Return the running union if it has room for what is needed; else one that has."""
-        last = self._last
-        if last is not None and last[0] == needed:
-            return last[1]
         known = self._unions.get(_kind_of(needed))
         if known is None:
             return needed.bucketed()
         if BatchSpec.union(known, needed) != known:
             return BatchSpec.union(known, needed.bucketed())
-        self._last = needed, known
         return known
 
     def _grown(self, spec: BatchSpec) -> BatchSpec:
@@ -122,7 +117,6 @@ class Placer:
             known = self._unions.setdefault(kind, spec)
             if known is not spec and known != spec:
                 self._unions[kind] = BatchSpec.union(known, spec)
-                self._last = None
             return self._unions[kind]
 
     def _send(self, fitted: _Fitted, spec: BatchSpec) -> Batch:
@@ -133,7 +127,8 @@ class Placer:
         axes = self._layout.axes
         whole = (spec.replicas, packed.shape[1])
         sharding = axes.sharding(axes.batch_axes)
-        return Batch(jax.make_array_from_process_local_data(sharding, packed, whole), spec)
+        array = jax.make_array_from_process_local_data(sharding, packed, whole)
+        return Batch(array, spec, self._layout.row_numbers)
 
 
 def _kind_of(spec: BatchSpec) -> Any:

@@ -52,7 +52,7 @@ def together(what: str, path: Path, function: Callable[[], _T]) -> _T:
     """
     if jax.process_count() == 1:
         return function()
-    name = _name(what, path)
+    name = f"tpu_embed/{what}/{zlib.crc32(str(path).encode()):08x}"
     try:
         result = function()
     except Exception as error:
@@ -62,29 +62,38 @@ def together(what: str, path: Path, function: Callable[[], _T]) -> _T:
     return result
 
 
-def check_same(what: str, path: Path, value: str) -> None:
-    """Check that all processes have the same value; all must call this.
+def said_by_all(what: str, value: Any) -> list[Any]:
+    """Return what every process says, in their order; all must call this, in one thread.
 
     Args:
       what: what is done, for messages.
-      path: as for `together`.
+      value: this process's, a JSON value.
+
+    Raises:
+      RuntimeError: as for `together`.
+    """
+    if jax.process_count() == 1:
+        return [value]
+    said = _exchange(what, f"tpu_embed/said/{what}", json.dumps(value), FILES_SECONDS)
+    return [said[process] for process in sorted(said)]
+
+
+def check_same(what: str, value: str) -> None:
+    """Check that all processes have the same value; all must call this, in one thread.
+
+    Args:
+      what: what is done, for messages.
       value: this process's.
 
     Raises:
       ValueError: another process has another value; raised by every process.
       RuntimeError: as for `together`.
     """
-    if jax.process_count() == 1:
-        return
-    said = _exchange(what, _name(what, path), json.dumps(value), FILES_SECONDS)
-    if any(other != value for other in said.values()):
-        got = ", ".join(f"{other} in process {process}" for process, other in sorted(said.items()))
+    said = said_by_all(what, value)
+    if len(set(said)) > 1:
+        got = ", ".join(f"{value} in process {process}" for process, value in enumerate(said))
         expected, remedy = "the same in every process", "give a path that all of them can reach"
-        raise ValueError(message(f"{what} {path}", expected=expected, got=got, remedy=remedy))
-
-
-def _name(what: str, path: Path) -> str:
-    return f"tpu_embed/{what}/{zlib.crc32(str(path).encode()):08x}"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
 
 
 class Agreement:

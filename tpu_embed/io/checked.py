@@ -1,11 +1,13 @@
 """Files whose damage is seen: JSON with its checksum, and orbax's pytrees.
 
 Enters: values, pytrees, and what orbax asks of a handler. Leaves: files, or what was in them.
-Called by `checkpoint.py`, which hands the handlers to orbax, and by `tables.py`.
+Called by `items.py`, which hands the handlers to orbax, and by `manifest.py`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import collections
 import concurrent.futures
 import dataclasses
 import json
@@ -14,13 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
 from tpu_embed._checks import message
 from tpu_embed._types import PyTree
 from tpu_embed.core.processes import together
 
-__all__ = ["JsonArgs", "JsonHandler", "PyTreeArgs", "PyTreeHandler", "read_signed", "write_signed"]
+__all__ = [
+    "JsonArgs",
+    "JsonHandler",
+    "PyTreeArgs",
+    "PyTreeHandler",
+    "check_model",
+    "read_signed",
+    "write_signed",
+]
 
 _VALUE, _LEAVES, _SUMS = "value.json", "leaves.json", "checksums.json"
 _REMEDY = "restore another step; this one is damaged"
@@ -88,7 +100,7 @@ class JsonHandler(ocp.CheckpointHandler):
 
 @dataclasses.dataclass
 class PyTreeArgs(ocp.args.CheckpointArgs):
-    """A pytree to save; or the abstract one to restore, of which dtypes may be others."""
+    """A pytree to save; or the abstract one to restore, of which floats may be others."""
 
     tree: PyTree
     convert: bool = False
@@ -106,12 +118,8 @@ class PyTreeHandler(ocp.AsyncCheckpointHandler):
 
     def save(self, directory: Any, args: PyTreeArgs) -> None:
         """Write the tree before returning."""
-
-        def written() -> None:
-            self._handler.save(directory, args=ocp.args.StandardSave(args.tree))
-            _write_leaves(Path(directory), args.tree)
-
-        together("save", Path(directory), written)
+        (written,) = asyncio.run(self.async_save(directory, args))
+        written.result()
 
     async def async_save(self, directory: Any, args: PyTreeArgs) -> list[Any]:
         """Copy the tree to the host; return a future of its being written by all processes."""
@@ -160,7 +168,16 @@ class PyTreeHandler(ocp.AsyncCheckpointHandler):
 def _sums(directory: Path) -> dict[str, int]:
     """Return the CRC-32 of every file in a directory, by its path there."""
     files = sorted(p for p in directory.rglob("*") if p.is_file() and p.name != _SUMS)
-    return {str(p.relative_to(directory)): zlib.crc32(p.read_bytes()) for p in files}
+    return {str(p.relative_to(directory)): _crc32(p) for p in files}
+
+
+def _crc32(path: Path) -> int:
+    """Return the CRC-32 of a file, of which a block is held."""
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(2**22):
+            value = zlib.crc32(block, value)
+    return value
 
 
 def _check_sums(directory: Path) -> None:
@@ -175,6 +192,56 @@ def _check_sums(directory: Path) -> None:
         what, got = f"checkpoint {directory}", f"other bytes, or none, in {wrong}"
         expected = "files as they were written"
         raise ValueError(message(what, expected=expected, got=got, remedy=_REMEDY))
+
+
+def check_model(tree: PyTree) -> None:
+    """Check that a pytree is one that orbax can keep, each leaf by a name of its own.
+
+    Raises:
+      ValueError: it is a leaf itself; a leaf is no array, empty, gone, or of a dtype that JAX would
+        make another; two have one name.
+    """
+    pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
+    if pairs and not pairs[0][0]:
+        expected, got = "a dict, list or other container", f"one {type(tree).__name__}"
+        raise ValueError(message("model", expected=expected, got=got, remedy='give {"all": …}'))
+    for separator in "./":
+        names = [jax.tree_util.keystr(p, simple=True, separator=separator) for p, _ in pairs]
+        for name, count in collections.Counter(names).items():
+            if count > 1:
+                what, expected = f"model: leaf {name!r}", "one leaf of this name"
+                remedy = "name leaves without '.' and '/'"
+                raise ValueError(message(what, expected=expected, got=f"{count}", remedy=remedy))
+    for path, leaf in pairs:
+        problem = _problem(leaf)
+        if problem:
+            what = f"model: leaf {jax.tree_util.keystr(path, simple=True, separator='/')!r}"
+            expected = "an array with numbers in it, or a Python number"
+            raise ValueError(message(what, expected=expected, got=problem))
+
+
+def _problem(leaf: Any) -> str | None:
+    """Return why a leaf cannot be kept, or None."""
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        return "one that was deleted or donated"
+    if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
+        return f"{leaf}, which takes more than 64 bits"
+    if isinstance(leaf, int | float):
+        return None
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
+        return f"{type(leaf).__name__}"
+    if not leaf.size:
+        return f"one of shape {leaf.shape}"
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUMm":
+        return f"one of dtype {leaf.dtype}"
+    if isinstance(leaf, jax.ShapeDtypeStruct) and not _is_jax_dtype(leaf.dtype):
+        return f"{leaf.dtype}, which JAX makes only with jax_enable_x64; give a NumPy array"
+    return None
+
+
+def _is_jax_dtype(dtype: Any) -> bool:
+    extended = jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+    return extended or jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
 def _leaves(tree: PyTree) -> dict[str, dict[str, Any]]:
@@ -209,6 +276,15 @@ def _check_leaves(directory: Path, args: PyTreeArgs) -> None:
             raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
         for kind in ("shape", "dtype"):
             expected, got = (f"{kind} {form[kind]}" for form in forms if form)
-            if expected != got and not (kind == "dtype" and args.convert):
-                remedy = "convert=True rounds it" if kind == "dtype" else remedy
+            rounds = kind == "dtype" and all(_is_float(form["dtype"]) for form in forms if form)
+            if expected != got and not (rounds and args.convert):
+                remedy = "convert=True rounds it" if rounds else remedy
                 raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+
+
+def _is_float(dtype: str) -> bool:
+    """Tell whether a dtype, by name, is one of real floats; a type of Python's is not."""
+    try:
+        return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        return False

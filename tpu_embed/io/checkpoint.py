@@ -7,6 +7,7 @@ again, for any mesh, placement and stacking. Called by users; a `TPUEmbedding` h
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import orbax.checkpoint as ocp
 from tpu_embed._checks import message
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.processes import together
+from tpu_embed.core.processes import check_same, together
 from tpu_embed.core.tables import TableState
 from tpu_embed.io import tables
 from tpu_embed.io.items import (
@@ -32,6 +33,9 @@ from tpu_embed.io.items import (
 from tpu_embed.io.manifest import Wanted
 
 __all__ = ["Restored", "restore", "save"]
+
+_SAVING = threading.Lock()
+"""One `save` at a time: another one to the same path must find it there."""
 
 
 class Restored(NamedTuple):
@@ -64,8 +68,8 @@ def save(
       path: a directory that does not exist.
       engine: whose state it is.
       state: tables and slots; at most a few blocks of rows are held beside them.
-      model: a pytree of arrays, none of size 0, and Python numbers.
-      position: a JSON value, for example where the data iterator stands.
+      model: a pytree, no single leaf, of arrays, none of size 0, and Python numbers.
+      position: a JSON value, its keys strings, for example where the data iterator stands.
 
     Raises:
       ValueError: the path exists, or is no file's; the state is another engine's; a model without
@@ -91,13 +95,15 @@ def save(
             raise ValueError(message("path", expected="no file", got=f"{path}", remedy=remedy))
         return save_args(tables.prepare(engine, state, copied=False), model, position)
 
-    args = together("save", path, prepared)
-    try:
-        with ocp.Checkpointer(handler()) as checkpointer:
-            checkpointer.save(path, args=args)
-    except BaseException:
-        remove_unfinished(path.parent, path.name)
-        raise
+    with _SAVING:
+        check_same("save", f"{path}")
+        args = together("save", path, prepared)
+        try:
+            with ocp.Checkpointer(handler()) as checkpointer:
+                checkpointer.save(path, args=args)
+        except BaseException:
+            remove_unfinished(path.parent, path.name)
+            raise
 
 
 def restore(
@@ -122,7 +128,7 @@ def restore(
       key: makes what is not in the checkpoint as `engine.init` would: tables, rows by which a table
         has grown, all slots of a table whose optimizer is of another class, or has other slots.
         None: that something is not there is an error.
-      convert: whether dtypes may be others than they were; numbers are rounded then.
+      convert: whether floats may be of another dtype than they were; they are rounded then.
       leave_out: tables of the checkpoint that are not read.
 
     Raises:
@@ -141,6 +147,7 @@ def restore(
             raise FileNotFoundError(message(what, expected=expected, got=got, remedy=remedy))
         return restore_args(Wanted(engine, key, convert, tuple(leave_out)), model)
 
+    check_same("restore", f"{path}")
     args = together("restore", path, prepared)
     with ocp.Checkpointer(handler()) as checkpointer:
         found: Any = checkpointer.restore(path, args=args)

@@ -24,7 +24,7 @@ from tpu_embed._types import PyTree
 from tpu_embed.core.processes import together
 from tpu_embed.core.tables import TableState
 from tpu_embed.io import tables
-from tpu_embed.io.checked import JsonArgs, JsonHandler, PyTreeArgs, PyTreeHandler
+from tpu_embed.io.checked import JsonArgs, JsonHandler, PyTreeArgs, PyTreeHandler, check_model
 from tpu_embed.io.manifest import Wanted
 
 TABLES, MODEL, POSITION = "tables", "model", "position"
@@ -118,19 +118,34 @@ def save_args(prepared: tables.Prepared, model: PyTree, position: Any) -> ocp.ar
         plain = json.loads(json.dumps(position))  # a copy: the iterator goes on
     except (TypeError, ValueError) as error:
         raise ValueError(message("position", expected="a JSON value", got=f"{error}")) from error
+    _check_keys(position)
     items: dict[str, Any] = {TABLES: _TablesArgs(prepared), POSITION: JsonArgs(plain)}
     if model is not None:
         if not jax.tree.leaves(model):
             remedy = "leave it out"
             raise ValueError(message("model", expected="arrays", got=repr(model), remedy=remedy))
+        check_model(model)
         items[MODEL] = PyTreeArgs(jax.tree.map(_array, model))
     return ocp.args.Composite(**items)
+
+
+def _check_keys(value: Any) -> None:
+    """Check that the keys of a JSON value are strings: others would come back as such."""
+    if isinstance(value, dict):
+        for key, inside in value.items():
+            if not isinstance(key, str):
+                raise ValueError(message("position", expected="string keys", got=f"key {key!r}"))
+            _check_keys(inside)
+    if isinstance(value, list | tuple):
+        for inside in value:
+            _check_keys(inside)
 
 
 def restore_args(wanted: Wanted, model: PyTree) -> ocp.args.Composite:
     """Return what to restore, as orbax takes it."""
     items: dict[str, Any] = {TABLES: _TablesArgs(wanted=wanted), POSITION: JsonArgs()}
     if model is not None:
+        check_model(model)
         everywhere = wanted.engine.layout.axes.sharding(())
         abstract = jax.tree.map(lambda leaf: _abstract(leaf, everywhere), model)
         items[MODEL] = PyTreeArgs(abstract, wanted.convert)

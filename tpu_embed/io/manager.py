@@ -7,6 +7,7 @@ them. Called by users.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,16 @@ import orbax.checkpoint as ocp
 from tpu_embed._checks import check_int, message
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.processes import FILES_SECONDS, check_same, together
+from tpu_embed.core.processes import FILES_SECONDS, check_same, said_by_all, together
 from tpu_embed.core.tables import TableState
 from tpu_embed.io import tables
 from tpu_embed.io.checkpoint import Restored, restore
 from tpu_embed.io.items import local_path, registry, remove_unfinished, save_args
 
 __all__ = ["CheckpointManager"]
+
+_NUMBER = re.compile("0|[1-9][0-9]*")
+"""Names of directories that are checkpoints."""
 
 
 class CheckpointManager:
@@ -56,6 +60,7 @@ class CheckpointManager:
     ) -> None:
         self._directory, self._engine = local_path(directory), engine
         self._in_background = in_background
+        self._lock = threading.Lock()  # one save or removal at a time
         every = check_int("every", every, minimum=1)
         policies = ocp.checkpoint_managers
         options = ocp.CheckpointManagerOptions(
@@ -75,14 +80,19 @@ class CheckpointManager:
 
     def _open(self) -> None:
         """Make the directory, and check that all processes see the same one."""
+        what, seen = "CheckpointManager", ""
 
         def made() -> None:
             if jax.process_index() == 0:
                 self._directory.mkdir(parents=True, exist_ok=True)
 
-        together("CheckpointManager", self._directory, made)
-        seen = f"steps {self.all_steps()}" if self._directory.is_dir() else "no directory"
-        check_same("CheckpointManager", self._directory, seen)
+        check_same(what, f"{self._directory}")
+        together(what, self._directory, made)
+        for _ in range(3):  # another run may save between two looks
+            seen = f"steps {self.all_steps()}" if self._directory.is_dir() else "no directory"
+            if len(set(said_by_all(what, seen))) == 1:
+                return
+        check_same(f"{what} {self._directory}", seen)
 
     def save(
         self,
@@ -108,7 +118,18 @@ class CheckpointManager:
           ValueError: what `save` refuses; a step before the last one that is there.
           Exception: what went wrong while the save before it was written; nothing was saved.
         """
-        last, step = self._manager.latest_step(), check_int("step", step, minimum=0)
+        step = check_int("step", step, minimum=0)
+        with self._lock:
+            return self._save(step, state, model, position, force=force)
+
+    def _save(
+        self, step: int, state: TableState, model: PyTree, position: Any, *, force: bool
+    ) -> bool:
+        last = self._manager.latest_step()
+        if last is not None and step <= last:  # is it there? it counts while it is written
+            self.wait()
+            self._manager.reload()
+            last = self._manager.latest_step()
         if last is not None and step < last:
             remedy = "restore that one, or remove those after the one you go on from"
             expected = f"at least {last}, the last one in {self._directory}"
@@ -149,20 +170,16 @@ class CheckpointManager:
         """
         self.wait()
 
-        def chosen() -> Path:
-            steps = self.all_steps()
-            if not steps or step not in (None, *steps):
-                what, expected = f"step {step} in {self._directory}", f"one of {steps}"
-                raise FileNotFoundError(message(what, expected=expected, got="none"))
-            return self._directory / f"{steps[-1] if step is None else step}"
-
-        path = together("restore", self._directory, chosen)
-        check_same("restore", self._directory, path.name)
+        steps = said_by_all("restore", self.all_steps())[0]  # another run may save now
+        if not steps or step not in (None, *steps):
+            what, expected = f"step {step} in {self._directory}", f"one of {steps}"
+            raise FileNotFoundError(message(what, expected=expected, got="none"))
+        path = self._directory / f"{steps[-1] if step is None else step}"
         wishes: dict[str, Any] = {"key": key, "convert": convert, "leave_out": leave_out}
         try:
             return restore(path, self._engine, model=model, **wishes)
         except (ValueError, FileNotFoundError) as error:
-            error.add_note(f"steps in {self._directory}: {self.all_steps()}")
+            error.add_note(f"steps in {self._directory}: {steps}")
             raise
 
     def remove(self, step: int) -> None:
@@ -172,10 +189,13 @@ class CheckpointManager:
           FileNotFoundError: there is no such checkpoint.
         """
         self.wait()
-        if step not in self.all_steps():
-            what, expected = f"step {step} in {self._directory}", f"one of {self.all_steps()}"
+        steps = said_by_all("remove", self.all_steps())[0]  # before the first process removes it
+        if step not in steps:
+            what, expected = f"step {step} in {self._directory}", f"one of {steps}"
             raise FileNotFoundError(message(what, expected=expected, got="none"))
-        self._manager.delete(step)
+        with self._lock:
+            self._manager.reload()
+            self._manager.delete(step)
 
     def latest_step(self) -> int | None:
         """Return the number of the last checkpoint that is there, or None."""
@@ -183,8 +203,8 @@ class CheckpointManager:
 
     def all_steps(self) -> list[int]:
         """Return the numbers of all that are there, ascending; not one that is being written."""
-        names = [path.name for path in self._directory.iterdir()]
-        return sorted(int(name) for name in names if re.fullmatch(r"\d+", name))
+        found = [p.name for p in self._directory.iterdir() if _NUMBER.fullmatch(p.name)]
+        return sorted(int(name) for name in found if (self._directory / name).is_dir())
 
     def wait(self) -> None:
         """Wait until what is being saved is there.
@@ -192,11 +212,22 @@ class CheckpointManager:
         Raises:
           Exception: what went wrong while it was written.
         """
-        self._manager.wait_until_finished()
+        try:
+            self._manager.wait_until_finished()
+        except Exception:
+            self._manager.reload()  # it has counted the save, and dropped those it makes old
+            raise
 
     def close(self) -> None:
-        """Wait, and end the threads."""
-        self._manager.close()
+        """Wait, and end the threads.
+
+        Raises:
+          Exception: what went wrong while the last save was written.
+        """
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
 
     def __enter__(self) -> CheckpointManager:
         return self

@@ -1,7 +1,7 @@
 """What tables on disk say of themselves, and whether that is what an engine has.
 
 Enters: an engine and its state, or a directory. Leaves: the manifest `tables.json`, checked. Called
-by `tables.py`.
+by `tables.py`; `checkpoint.py` and `items.py` say what is `Wanted`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The rows of one table or slot on disk, in logical order: a zarr array, written shard by shard.
 
-Enters: a physical array, or blocks of logical rows. Leaves: files, or rows. Called by `tables.py`.
+Enters: a physical array, or blocks of logical rows. Leaves: files, or rows. Called by `tables.py`;
+`manifest.py` asks for the form.
 
 A table in S shards is an array `[⌈V/S⌉, S, …]` if its rows alternate between shards (MOD), or
 `[S, ⌈V/S⌉, …]` if each shard has its rows in one piece (DIV): flattened, both are the rows in
@@ -136,11 +137,16 @@ class Shards:
       field: the field.
       physical: its array, each shard in one piece.
       copied: whether to copy now what may change later.
+
+    Attributes:
+      side_by_side: neighbouring shards that every process writes together; 1 where processes have
+        unequal numbers of them, or others between.
     """
 
     def __init__(self, field: Field, physical: jax.Array, *, copied: bool) -> None:
         self.field = field
         size = field.form.array(field.group.rows).shape[0]
+        self.side_by_side = _side_by_side(physical, size)
         self._pieces: dict[int, tuple[Any, int]] = {}
         for piece in physical.addressable_shards:
             if piece.replica_id == 0:
@@ -223,7 +229,7 @@ def write_rows(array: RowArray, shards: Shards) -> None:
     numbers = shards.numbers
     if not numbers:
         return
-    together = _side_by_side(numbers, array.shards)
+    together = shards.side_by_side
     store, writing = array.create(together if array.alternate else 1), collections.deque()
     for place, rows in _blocks(array, shards, numbers, together):
         if len(writing) == AT_ONCE:
@@ -234,11 +240,20 @@ def write_rows(array: RowArray, shards: Shards) -> None:
         last.result()
 
 
-def _side_by_side(numbers: list[int], shards: int) -> int:
-    """Return how many neighbouring shards a chunk holds: all of a process, where that divides."""
-    n = len(numbers)
-    aligned = shards % n == 0 and numbers[0] % n == 0
-    return n if aligned and numbers == list(range(numbers[0], numbers[0] + n)) else 1
+def _side_by_side(physical: jax.Array, size: int) -> int:
+    """Return how many neighbouring shards, `size` lines each, a chunk holds; equal everywhere."""
+    owned: dict[int, list[int]] = {}
+    for piece in physical.global_shards:
+        if piece.replica_id == 0:
+            first, last, _ = piece.index[0].indices(physical.shape[0])
+            mine = range(first // size, last // size)
+            owned.setdefault(piece.device.process_index, []).extend(mine)
+    n = len(next(iter(owned.values())))
+    regular = all(
+        sorted(mine) == list(range(min(mine), min(mine) + n)) and min(mine) % n == 0
+        for mine in owned.values()
+    )
+    return n if regular else 1
 
 
 def _blocks(

@@ -159,7 +159,7 @@ class Server:
             rows = packed_rows(packed, spec, layout, g)[0][0]
             operands.append(table.pick(rows) if table.on_host else table)
         array: Any = packed
-        return self._program(tuple(operands), Batch(array, spec))
+        return self._program(tuple(operands), Batch(array, spec, layout.row_numbers))
 
     def traced(self, ids: Sequence[Any], weights: Sequence[Any]) -> TracedIds:
         """Return dense ids inside a jit as `activations` takes them.

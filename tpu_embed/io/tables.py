@@ -1,7 +1,7 @@
 """All tables and slots of an engine in a directory, and back into any engine that has such tables.
 
 Enters: an engine and its state. Leaves: files by table and slot name, with a manifest; or a state.
-Called by `checkpoint.py`.
+Called by `items.py`, and `prepare` by `checkpoint.py` and `manager.py`.
 
 What is on disk is logical: names, rows in order. Placement, stacking, packing, devices and
 processes may be others when it is read.
