@@ -240,7 +240,7 @@ def _problem(leaf: Any) -> str | None:
 
 
 def _is_jax_dtype(dtype: Any) -> bool:
-    extended = jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+    extended = jnp.issubdtype(dtype, jax.dtypes.extended)
     return extended or jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
