@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 USERS, FILMS, BATCH, BAG = 200, 1_000, 64, 5
+KINDS = ("float32", "int8")
 
 
 def draw(rng):
@@ -109,13 +110,16 @@ def main():
         return
     from tpu_embed.io import serving_lookup
 
+    for kind in KINDS:
+        if (arguments.directory / kind).exists():
+            parser.error(f"{arguments.directory / kind} is there: remove it, or give --directory")
     features, engine, state, parameters = train(arguments.steps)
     export(arguments.directory, features, engine, state, parameters)
     ids, _ = draw(np.random.default_rng(2))
     activations = serving_lookup(engine.tables(state), ids, features)
     likely = jax.nn.sigmoid(score(parameters, activations))[:3]
     print("this process:", *(f"{p:.6f}" for p in likely), flush=True)
-    for kind in ("float32", "int8"):
+    for kind in KINDS:
         command = [sys.executable, __file__, "--serve", str(arguments.directory / kind)]
         subprocess.run(command, check=True)
 

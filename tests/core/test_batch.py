@@ -173,3 +173,12 @@ def test_a_batch_whose_rows_mean_others_is_refused(other):
     batch.check(engine(combiner="sum").layout)
     with pytest.raises(ValueError, match="batch: expected a Batch of this engine's place"):
         batch.check(engine(**other).layout)
+
+
+def test_a_feature_without_bags_stands_beside_others():
+    table = TableConfig(16, 2, name="item")
+    features = {"none": FeatureConfig(table), "some": FeatureConfig(table)}
+    engine = tpu_embed.EmbeddingEngine(features, mesh=mesh(2))
+    batch = engine.place({"none": np.zeros((8, 0, 3), int), "some": np.arange(16).reshape(8, 2)})
+    activations = engine.lookup(engine.init(jax.random.key(0)), batch)
+    assert {name: a.shape for name, a in activations.items()} == {"none": (8, 0, 2), "some": (8, 2)}

@@ -108,6 +108,16 @@ def test_rows_that_are_set_count_as_of_the_next_update():
     assert all(not ids.size for ids in touched.since(6).values())
 
 
+def test_a_version_counts_the_edits():
+    touched = TouchedRows(engine())
+    assert touched.version(state_at(0))[1:] == (0, 0)
+    touched.record_rows("films", [4], 0)
+    touched.record_rows("lone", None, 0)
+    with pytest.raises(ValueError, match="got row 5"):
+        touched.record_rows("days", [5], 0)
+    assert touched.version(state_at(0))[1:] == (0, 2)
+
+
 def test_threads_record_at_the_same_time():
     touched = TouchedRows(engine())
     threads = [
@@ -133,9 +143,12 @@ def test_a_version_has_all_its_updates():
     assert isinstance(touched.version(state_at(4)), Version)
     assert touched.version(state_at(2)).step == 2
     assert touched.version(state_at(2)).run != TouchedRows(engine()).version(state_at(0)).run
-    for step, missing in [(6, 5), (5, 5), (1, 2)]:
+    for step, missing in [(6, 5), (5, 5)]:
         with pytest.raises(ValueError, match=rf"to {step} recorded, got none of {missing}; record"):
             touched.version(state_at(step))
+    text = r"expected a state of step 2 or later, got 1; make another TouchedRows with step=1, and"
+    with pytest.raises(ValueError, match=text):
+        touched.version(state_at(1))
     touched.record(draw(5)[0], 5)
     touched.record(draw(6)[0], 6)  # an update that was left out, and another in its place
     assert touched.version(state_at(6)).step == 6
@@ -156,6 +169,7 @@ REFUSED = {
         lambda t: t.record(engine(2).place(draw(0)[0]), 5),
         "expected a Batch of this engine's place",
     ),
+    "a step too late": (lambda t: t.record(draw(0)[0], 2**31), "step: expected at most 2147483646"),
     "an unknown table": (lambda t: t.record_rows("none", [0], 5), "table: expected one of"),
     "a row outside": (lambda t: t.record_rows("days", [5], 5), r"rows in \[0, 5\), got row 5"),
     "rows that are none": (lambda t: t.record_rows("days", [0.5], 5), "expected integers"),

@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.io import TouchedRows, export_delta
+from tpu_embed.io import TouchedRows, delta, export_delta
 
 
 def save(path, engine, state):
@@ -18,6 +18,11 @@ def save(path, engine, state):
     tables = multihost_utils.process_allgather(engine.tables(state), tiled=True)
     if jax.process_index() == 0:
         np.savez(path, **tables)
+
+
+def no_room(*args):
+    """Fail as a process does that cannot hold what it keeps."""
+    raise MemoryError
 
 
 def main(root, port, number):
@@ -32,11 +37,18 @@ def main(root, port, number):
     batch = engine.place({"x": np.resize(mine, 20)})
     touched.record(batch, 1)
     state = engine.update(state, batch, engine.lookup(state, batch))
+
+    def refused(name, since=0):
+        """Return the class of the error of an export that at least one process refuses."""
+        try:
+            export_delta(root / name, engine, state, touched, since)
+        except Exception as error:
+            return type(error).__name__
+
     seen = [export_delta(root / "d", engine, state, touched, since=0).step]
-    try:
-        export_delta(root / "d", engine, state, touched, since=0)
-    except Exception as error:
-        seen.append(type(error).__name__)
+    seen += [refused("d"), refused(f"of {number}"), refused("e", since=2 * number)]
+    delta._kept = no_room
+    seen.append(refused("e"))
     save(root / "last.npz", engine, state)
     print(json.dumps(seen))
 

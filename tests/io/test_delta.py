@@ -194,8 +194,9 @@ def test_every_bit_pattern_travels(tmp_path):
     state = engine.set_rows(state, "fixed", [8], np.ones((1, 3)))
     touched.record_rows("item", [60, 3], 0)
     touched.record_rows("fixed", [8], 0)
-    assert export_delta(tmp_path / "d", engine, state, touched, since=0) == version
-    assert apply_delta(tables, tmp_path / "d", version) == version
+    edited = version._replace(edits=2)
+    assert export_delta(tmp_path / "d", engine, state, touched, since=0) == edited
+    assert apply_delta(tables, tmp_path / "d", version) == edited
     for name, table in engine.tables(state).items():
         np.testing.assert_array_equal(tables[name].view(np.uint32), np.asarray(table).view("u4"))
 
@@ -355,6 +356,42 @@ def test_an_order_that_leaves_nothing_out_is_good(served):
     assert_same_bits(model.tables["day.of/week"]["values"], bits(served.live["day.of/week"]))
 
 
+def test_a_retry_of_an_older_delta_of_the_same_step_changes_nothing(tmp_path):
+    engine = make_engine(o.SGD(0.1), 2)
+    state, touched = engine.init(jax.random.key(0)), TouchedRows(engine)
+    state = rewritten(engine, state, touched, 1)
+    tables, version = copied(engine, state), touched.version(state)  # a full export
+    features = {n: FeatureConfig(c, on_bad_id="clip") for n, c in engine.table_configs.items()}
+    export_model(tmp_path / "m", lambda a: a, tables, features, REQUEST, version=version)
+    model = load_model(tmp_path / "m")
+    for name in ("a", "b"):
+        rows = np.full((1, 5), ord(name))
+        state = engine.set_rows(state, "item", [3], rows)
+        touched.record_rows("item", [3], 1)
+        published = export_delta(tmp_path / name, engine, state, touched, since=version.step)
+    for name in ("a", "b", "a"):
+        version = apply_delta(tables, tmp_path / name, version)
+        model = model.apply(tmp_path / name)
+    assert version == model.version == published
+    assert_same_bits(tables, engine.tables(state))
+    assert_same_bits(model.tables["item"]["values"], engine.tables(state)["item"])
+    state = rewritten(engine, state, touched, 1)
+    export_delta(tmp_path / "c", engine, state, touched, since=version.step)
+    apply_delta(tables, tmp_path / "c", version)
+    assert_same_bits(tables, engine.tables(state))
+
+
+@pytest.mark.parametrize("own", [{"day.of/week"}, {"day.of/week", "item"}])
+def test_a_table_that_cannot_be_written_leaves_the_others_in_place(own, served, monkeypatch):
+    model = load_model(served.root).apply_in_place(served.deltas[0])
+    assert next(iter(model.metadata["tables"])) == "day.of/week"
+    model, before = dataclasses.replace(model, _own=frozenset(own)), model(REQUEST)
+    monkeypatch.setattr(row_blocks, "INT32_ROWS", V - 1)  # too many are item's alone
+    with pytest.raises(ValueError, match="expected at most 60 rows while x64 is off, got 61"):
+        model.apply_in_place(served.deltas[1])
+    assert_same_bits(model(REQUEST), before)
+
+
 def bits(table):
     return table.view(np.uint16)
 
@@ -455,7 +492,8 @@ def test_a_missing_or_truncated_file_is_named(file, damaged, served):
         with pytest.raises(ValueError, match=f"{file}: expected .*; copy the directory whole"):
             model.apply(damaged)
     (damaged / file).unlink()
-    with pytest.raises(FileNotFoundError, match=f"{file}: expected a file, got none"):
+    text = f"{file}: expected a file, got none; copy the directory whole, or publish a full export"
+    with pytest.raises(FileNotFoundError, match=text):
         model.apply(damaged)
 
 
@@ -520,9 +558,12 @@ def test_two_processes_write_one_delta(tmp_path, monkeypatch):
     for process, (_, errors) in zip(processes, done, strict=True):
         assert process.returncode == 0, errors
     seen = [json.loads(out.splitlines()[-1]) for out, _ in done]
-    assert seen == [[1, "FileExistsError"], [1, "FileExistsError"]]
+    # A path that is taken; one each; a step after the state's in process 1; no room in process 0.
+    said = [1, "FileExistsError", "ValueError", "ValueError"]
+    assert seen == [[*said, "MemoryError"], [*said, "RuntimeError"]]  # process 1 keeps no rows
+    assert {path.name for path in tmp_path.iterdir()} == {"d", "first.npz", "last.npz"}
     first, last = (dict(np.load(tmp_path / f"{name}.npz")) for name in ("first", "last"))
     delta = delta_files.read(tmp_path / "d")
     assert delta.tables["item"].ids.tolist() == sorted({*range(0, 40, 2), *range(1, 20)})
-    apply_delta(first, tmp_path / "d", Version(delta.run, 0))
+    apply_delta(first, tmp_path / "d", Version(delta.version.run, 0))
     assert_same_bits(first, last)

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from kernel_cases import assert_same_bits
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, TableConfig
 from tpu_embed.io import directory, export_model, load_model, quantize_rows, serving_lookup
+from tpu_embed.kernels import cpu, dispatch
 
 ROOT = Path(__file__).resolve().parents[2]
 FILMS = TableConfig(50, 8, combiner="sqrtn", name="films")
@@ -161,7 +163,6 @@ def test_the_program_holds_xla_operations_and_no_table(trained, exported, served
     assert targets <= {"shape_assertion"}  # jax.export's own, of the batch size
     assert served.exported.platforms == ("cpu", "cuda", "tpu")
     assert served.exported.nr_devices == 1
-    assert "TPU_EMBED_KERNELS" not in os.environ or os.environ["TPU_EMBED_KERNELS"] == "reference"
     assert sorted(path.name for path in (exported / "tables").iterdir()) == [
         "films.values.npy",
         "small.values.npy",
@@ -172,9 +173,26 @@ def test_the_program_holds_xla_operations_and_no_table(trained, exported, served
         np.testing.assert_array_equal(stored.view(table.dtype), table)
 
 
+def test_no_other_thread_is_kept_from_its_kernels_meanwhile(tmp_path, monkeypatch):
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    monkeypatch.setattr(cpu, "load", lambda: cpu.Loaded(Path("as if it were built")))
+    before, seen = dict(os.environ), []
+
+    def model(activations):
+        with ThreadPoolExecutor() as pool:
+            other = pool.submit(dispatch.kernels_in_use).result()
+        seen.append((dispatch.kernels_in_use(), other, dict(os.environ) == before))
+        return activations
+
+    export_one(tmp_path / "m", model)
+    assert set(seen) == {("reference", "native", True)}
+    assert dispatch.kernels_in_use() == "native"
+    assert dict(os.environ) == before
+
+
 def test_metadata_says_what_goes_in_and_what_comes_out(served):
     said = served.metadata
-    assert (said["format"], said["jax"], said["batch"]) == (1, jax.__version__, None)
+    assert (said["format"], said["jax"], said["batch"]) == (2, jax.__version__, None)
     assert said["platforms"] == ["cpu", "cuda", "tpu"]
     assert said["features"]["films/0"] == {
         "table": "films",
@@ -393,11 +411,40 @@ def test_another_array_of_the_same_size_is_named(copied):
         load_model(copied)
 
 
-def test_another_version_is_named(copied):
+@pytest.mark.parametrize("other", [1, 3])
+def test_another_version_is_named(other, copied):
     metadata = json.loads((copied / "metadata.json").read_text())
-    (copied / "metadata.json").write_text(json.dumps(metadata | {"format": 2}))
-    with pytest.raises(ValueError, match=r"metadata.json: format: expected 1, got 2; read it with"):
+    (copied / "metadata.json").write_text(json.dumps(metadata | {"format": other}))
+    text = rf"metadata.json: format: expected 2, got {other}; read it with .*, or export again"
+    with pytest.raises(ValueError, match=text):
         load_model(copied)
+
+
+CHANGES = {
+    "a number": ('"vocabulary_size": 50', '"vocabulary_size": 49'),
+    "a key": ('"on_bad_id"', '"on_bad_ids"'),
+    "no checksum": ('"crc32"', '"crc"'),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_metadata_that_says_something_else_is_named(case, copied):
+    text = (copied / "metadata.json").read_text()
+    assert CHANGES[case][0] in text
+    (copied / "metadata.json").write_text(text.replace(*CHANGES[case]))
+    expected = r"metadata.json: expected what export_model wrote, .*; export the model again, or"
+    with pytest.raises(ValueError, match=expected):
+        load_model(copied)
+
+
+def test_no_byte_of_metadata_can_be_another(copied):
+    content = (copied / "metadata.json").read_bytes()
+    for at in range(len(content)):
+        other = bytearray(content)
+        other[at] ^= 1
+        (copied / "metadata.json").write_bytes(other)
+        with pytest.raises(ValueError, match=r"metadata\.json"):
+            directory.read_metadata(copied)
 
 
 def test_a_program_of_another_jax_is_named(copied, monkeypatch):
@@ -405,7 +452,27 @@ def test_a_program_of_another_jax_is_named(copied, monkeypatch):
     program = b"x" * (copied / "model.stablehlo").stat().st_size
     (copied / "model.stablehlo").write_bytes(program)
     metadata = json.loads((copied / "metadata.json").read_text())
-    metadata["program"]["crc32"], metadata["jax"] = 0, "9.9"
+    metadata["crc32"], metadata["program"]["crc32"], metadata["jax"] = 0, 0, "9.9"
     (copied / "metadata.json").write_text(json.dumps(metadata))
     with pytest.raises(ValueError, match=r"a program that JAX .* reads, got one that JAX 9.9"):
         load_model(copied)
+
+
+@pytest.mark.parametrize("platforms", ["gpu", ("cpu", "gpu"), ()])
+def test_platforms_are_known_ones(tmp_path, platforms):
+    table = TableConfig(4, 2, name="item")
+    arguments = {"item": np.ones((4, 2), np.float32)}, FeatureConfig(table), np.zeros((2, 3), int)
+    with pytest.raises(ValueError, match=r"platforms: each: expected 'cpu' . 'cuda' | 'rocm'"):
+        export_model(tmp_path / "m", lambda a: a, *arguments, platforms=platforms)
+    assert not list(tmp_path.iterdir())
+    export_model(tmp_path / "m", lambda a: a, *arguments, platforms="cpu")
+    assert load_model(tmp_path / "m").metadata["platforms"] == ["cpu"]
+
+
+def test_tables_of_another_byte_order_are_refused(tmp_path):
+    table = TableConfig(4, 2, name="item")
+    swapped = {"item": np.ones((4, 2), ">f4")}
+    with pytest.raises(ValueError, match=r"table 'item': expected float32 .*, got >f4, of another"):
+        export_model(
+            tmp_path / "m", lambda a: a, swapped, FeatureConfig(table), np.zeros((2, 3), int)
+        )

@@ -58,6 +58,15 @@ def test_constant_rows_and_smallest_numbers_are_exact():
     assert quantized.dequantized()[3, 0] == table[3, 0]
 
 
+def test_a_constant_row_is_rounded_to_float32():
+    table = np.full((1, 3), 0.1)
+    quantized = quantize_rows(table)
+    assert_within_the_bound(table, quantized)
+    assert quantized.offset.tolist() == [np.float32(0.1)]
+    half = quantize_rows(table.astype(ml_dtypes.bfloat16))
+    np.testing.assert_array_equal(half.dequantized(), table.astype(ml_dtypes.bfloat16))
+
+
 def test_bits_do_not_depend_on_the_program():
     table = np.random.default_rng(0).normal(size=(64, 33)).astype(np.float32)
     quantized = jax.device_put(quantize_rows(table))

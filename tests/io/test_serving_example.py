@@ -18,6 +18,10 @@ def test_other_processes_say_what_the_first_one_says(tmp_path):
     command += ["--directory", str(tmp_path / "ranker")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    again = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert again.returncode == 2
+    assert "ranker/float32 is there: remove it, or give --directory" in again.stderr
+    assert not again.stdout  # before it trains
     first, exact, small = (
         np.array(re.findall(r"0\.\d{6}", line), float) for line in done.stdout.splitlines()[-3:]
     )

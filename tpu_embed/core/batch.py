@@ -200,6 +200,8 @@ def _pack_dense(
         return
     start = 0
     for f, count in zip(spec.groups[g].features, columns, strict=True):
+        if not count:
+            continue
         form, host = spec.forms[f], hosts[f]
         place = (spec.replicas, spec.local_batch, form.bags, form.width or 0)
         ids = host.ids.reshape(*place[:3], -1)

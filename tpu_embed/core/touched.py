@@ -1,7 +1,8 @@
 """Which rows changed after which step: 4 bytes a row, on the host.
 
-Enters: every batch that is applied, with the number of its update. Leaves: ids by table. Called by
-users; `io/delta.py` reads it.
+Enters: every batch that is applied, with the number of its update. Leaves: ids by table, and the
+`Version` of a state. Called by users; `io/delta.py` reads it. A `Version` also goes to `export.py`,
+`served.py` and `delta_files.py` there.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tpu_embed.core.tables import TableState
 
 __all__ = ["TouchedRows", "Version"]
 
-_NEVER = -1
+_NEVER, _LAST = -1, 2**31 - 2
 _FULL = "publish a full export"
 
 
@@ -33,10 +34,12 @@ class Version(NamedTuple):
     Attributes:
       run: names a `TouchedRows`.
       step: `state.step`, updates applied.
+      edits: how often `record_rows` was called; orders what was published at one step.
     """
 
     run: str
     step: int
+    edits: int = 0
 
 
 class TouchedRows:
@@ -66,6 +69,7 @@ class TouchedRows:
         self._engine, self.layout = engine, engine.layout
         self._run = uuid.uuid4().hex
         self._start = self._through = check_int("step", step, minimum=0)
+        self._edits = 0
         self._ahead: set[int] = set()  # recorded steps after the first that is missing
         self._last: dict[str, np.ndarray] = {}  # by stack: of every physical row
         self._whole: dict[str, int] = {}  # by table: the last step that touched all of it
@@ -85,7 +89,7 @@ class TouchedRows:
         """
         rows = self._physical_rows(batch)
         with self._lock:
-            self._count(step)
+            step = self._checked_step(step)
             for group, mine in zip(self.layout.groups, rows, strict=True):
                 if group.optimizer is None:
                     continue
@@ -94,9 +98,12 @@ class TouchedRows:
                         self._mark_all(table, step)
                 else:
                     self._mark(group, mine[mine >= 0], step)
+            self._count(step)
 
     def record_rows(self, name: str, rows: ArrayLike | None, step: int) -> None:
         """Say that rows were set by `set_rows`, or whole tables loaded.
+
+        Of several processes, all say so: each counts the edits.
 
         Args:
           name: the table, trainable or not.
@@ -110,6 +117,7 @@ class TouchedRows:
         check_int("step", step, minimum=self._start)
         chosen = None if rows is None else _checked(table, np.asarray(rows), group)
         with self._lock:
+            self._edits += 1
             if chosen is None:
                 self._mark_all(table, step + 1)
             else:
@@ -143,18 +151,22 @@ class TouchedRows:
         """Return which moment of the run a state is, after a check that every update is recorded.
 
         Raises:
-          ValueError: one is not, between the first step and the state's.
+          ValueError: one is not, between the first step and the state's, or the state is earlier.
         """
         check_kind(state)
         step = int(state.step)
-        if not self._start <= step <= self._through:
+        if step < self._start:
+            expected, got = f"a state of step {self._start} or later", f"{step}"
+            remedy = f"make another TouchedRows with step={step}, and {_FULL}"
+            raise ValueError(message("TouchedRows", expected=expected, got=got, remedy=remedy))
+        with self._lock:
+            through, edits = self._through, self._edits
+        if step > through:
             expected = f"every update from {self._start + 1} to {step} recorded"
-            missing = step + 1 if step < self._start else self._through + 1
             remedy = "record each batch with the step that state.step is after it"
-            raise ValueError(
-                message("TouchedRows", expected=expected, got=f"none of {missing}", remedy=remedy)
-            )
-        return Version(self._run, step)
+            got = f"none of {through + 1}"
+            raise ValueError(message("TouchedRows", expected=expected, got=got, remedy=remedy))
+        return Version(self._run, step, edits)
 
     # -- batches -------------------------------------------------------------------------------
 
@@ -172,13 +184,18 @@ class TouchedRows:
             found[f.group].append(group.physical(valid, f.table))
         return [np.concatenate(mine) for mine in found]
 
-    def _count(self, step: int) -> None:
-        """Note that a step is recorded."""
+    def _checked_step(self, step: int) -> int:
         step = check_int("step", step, minimum=self._start + 1)
         if step < self._through:
             remedy = f"after a return to an earlier state, make another TouchedRows and {_FULL}"
             expected = f"a step from {self._through} on"
             raise ValueError(message("step", expected=expected, got=f"{step}", remedy=remedy))
+        if step > _LAST:  # as the state's own count
+            raise ValueError(message("step", expected=f"at most {_LAST}", got=f"{step}"))
+        return step
+
+    def _count(self, step: int) -> None:
+        """Note that a step is recorded: all of its rows are marked."""
         if step > self._through:
             self._ahead.add(step)
         while self._through + 1 in self._ahead:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from tpu_embed.core.collectives import MeshAxes
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.fields import Field, field
 from tpu_embed.core.logical import check_state
-from tpu_embed.core.processes import together
+from tpu_embed.core.processes import check_same, together
 from tpu_embed.core.tables import TableState
 from tpu_embed.core.touched import TouchedRows, Version
 from tpu_embed.io import delta_files, directory
@@ -48,7 +48,7 @@ def export_delta(
     """Write the rows that were touched after a step, as they are now.
 
     Only these rows are read from the devices; they are held on the host once. The directory appears
-    whole or not at all. Of several processes, all call this; the first writes.
+    whole or not at all. Of several processes, all call this with one path; the first writes.
 
     Args:
       path: of the directory; nothing may be there yet.
@@ -81,30 +81,32 @@ def export_delta(
       >>> version.step, np.array_equal(published, engine.tables(state)["item"])
       (1, True)
     """
-    root, since = Path(path), check_int("since", since, minimum=0)
+    root = Path(path)
+    check_same("export_delta", str(root.absolute()))
 
-    def prepared() -> tuple[Version, dict[str, np.ndarray]]:
+    def prepared() -> tuple[Version, int, dict[str, np.ndarray]]:
+        first = check_int("since", since, minimum=0)
         if jax.process_index() == 0:
             directory.check_free(root)
         if touched.layout is not engine.layout:
             expected, got = "the record of this engine", "another engine's"
             raise ValueError(message("touched", expected=expected, got=got))
         check_state(state, engine.layout)
-        version, ids = touched.version(state), touched.since(since)
-        if since > version.step:
+        version, ids = touched.version(state), touched.since(first)
+        if first > version.step:
             expected = f"at most {version.step}, the state's step"
-            raise ValueError(message("since", expected=expected, got=f"{since}"))
-        return version, ids
+            raise ValueError(message("since", expected=expected, got=f"{first}"))
+        return version, first, ids
 
-    version, ids = together("export_delta", root.parent, prepared)
-    tables = {
-        name: _changed(engine, state, name, ids[name]) for name in sorted(engine.table_configs)
-    }
+    version, first, ids = together("export_delta", root.parent, prepared)
+    tables, failed = _read_tables(engine, state, ids)
 
     def written() -> None:
+        if failed:
+            raise failed[0]
         if jax.process_index() == 0:
             with directory.written(root) as temporary:
-                delta_files.write(temporary, Delta(version.run, since, version.step, tables))
+                delta_files.write(temporary, Delta(first, version, tables))
 
     together("export_delta", root.parent, written)
     return version
@@ -113,14 +115,33 @@ def export_delta(
 # -- rows ------------------------------------------------------------------------------------------
 
 
-def _changed(engine: EmbeddingEngine, state: TableState, name: str, ids: np.ndarray) -> ChangedRows:
-    """Return rows of a table: those of `ids` of any process."""
-    f = field(engine.layout, name, None)
-    size, dim = f.table.vocabulary_size, f.group.dim
-    rows = _of_all_processes(ids.astype(f.group.index_dtype), size)
-    values = _values(f.read(state), rows, f, engine.layout.axes)
-    kept = np.int32 if size <= np.iinfo(np.int32).max else np.int64
-    return ChangedRows(size, dim, f.group.dtype, rows.astype(kept), values)
+def _read_tables(
+    engine: EmbeddingEngine, state: TableState, ids: dict[str, np.ndarray]
+) -> tuple[dict[str, ChangedRows], list[Exception]]:
+    """Return the rows of `ids` of any process, kept by the first one, and what went wrong here.
+
+    A process in which something did goes on reading: the devices of the others wait for its own.
+    """
+    tables: dict[str, ChangedRows] = {}
+    failed: list[Exception] = []
+    for name in sorted(engine.table_configs):
+        f = field(engine.layout, name, None)
+        mine = ids[name].astype(f.group.index_dtype)
+        rows = _of_all_processes(mine, f.table.vocabulary_size)
+        blocks = _blocks(f.read(state), rows, f, engine.layout.axes)
+        try:
+            if jax.process_index() == 0 and not failed:
+                tables[name] = _kept(rows, blocks, f)
+            _read_on(blocks)
+        except Exception as error:
+            failed.append(error)
+            _read_on(blocks)
+    return tables, failed
+
+
+def _read_on(blocks: Iterator[tuple[slice, Array]]) -> None:
+    for _ in blocks:
+        pass
 
 
 def _of_all_processes(ids: np.ndarray, size: int) -> np.ndarray:
@@ -135,16 +156,26 @@ def _of_all_processes(ids: np.ndarray, size: int) -> np.ndarray:
     return gathered[gathered >= 0]
 
 
-def _values(physical: Array, ids: np.ndarray, f: Field, axes: MeshAxes) -> np.ndarray:
-    """Return stored rows `[n, D]` of logical ids, a block of one size after the other."""
-    dtype, dim = storage.stored_dtype(f.group.dtype), f.group.dim
-    size = block_size(f.table.vocabulary_size, dim)
-    values = np.empty((ids.size, dim), dtype)
+def _blocks(
+    physical: Array, ids: np.ndarray, f: Field, axes: MeshAxes
+) -> Iterator[tuple[slice, Array]]:
+    """Yield where in `ids` a block is, and the bits of its rows, padded to one size."""
+    size = block_size(f.table.vocabulary_size, f.group.dim)
     for first in range(0, ids.size, size):
-        block = ids[first : first + size]
-        bits = np.asarray(_read(physical, padded_to(size, block), f, axes))[: block.size]
-        values[first : first + size] = bits.astype(f"u{dtype.itemsize}", copy=False).view(dtype)
-    return values
+        here = slice(first, first + size)
+        bits = _read(physical, padded_to(size, ids[here]), f, axes)
+        yield here, jax.block_until_ready(bits)
+
+
+def _kept(ids: np.ndarray, blocks: Iterator[tuple[slice, Array]], f: Field) -> ChangedRows:
+    """Return the rows of blocks on the host, in the stored dtype."""
+    size, dim, dtype = f.table.vocabulary_size, f.group.dim, storage.stored_dtype(f.group.dtype)
+    values = np.empty((ids.size, dim), dtype)
+    for here, bits in blocks:
+        rows = np.asarray(bits)[: ids[here].size]
+        values[here] = rows.astype(f"u{dtype.itemsize}", copy=False).view(dtype)
+    kept = np.int32 if size <= np.iinfo(np.int32).max else np.int64
+    return ChangedRows(size, dim, f.group.dtype, ids.astype(kept), values)
 
 
 @functools.partial(jax.jit, static_argnames=("f", "axes"))
@@ -235,6 +266,8 @@ def _check(what: str, array: Any, rows: np.ndarray, changed: ChangedRows) -> Non
         got = f"a {type(array).__name__}"
     elif not array.flags.writeable:
         got = "a read-only one"
+    elif not array.dtype.isnative:
+        got = f"{array.dtype.str}, of another byte order"
     elif array.dtype.name not in names or array.shape != shape:
         got = f"{array.dtype.name} of shape {array.shape}"
     else:

@@ -3,7 +3,7 @@
 Enters: a `Delta`. Leaves: files, or the same read back and judged; whether it continues what a
 server has. Called by `delta.py` and `served.py`.
 
-    metadata.json         run, first and last step; form and CRC-32 of every file, and of itself
+    metadata.json         first step, and version; form and CRC-32 of every file, and of itself
     tables/*.ids.npy      int32 or int64 [n], ascending
     tables/*.values.npy   [n, D] in the table's dtype, bfloat16 as its bits in uint16
 """
@@ -27,7 +27,7 @@ from tpu_embed.io.quantize import quantize_rows
 
 __all__ = ["ChangedRows", "Delta", "check_declared", "follows", "read", "write"]
 
-FORMAT = 1
+FORMAT = 2
 """The version of the directory's form."""
 
 _REMEDY = "copy the directory whole, or publish a full export"
@@ -73,21 +73,14 @@ class Delta:
     """All rows that were touched after one step, as they were after a later one.
 
     Attributes:
-      run: of the training.
-      since: a table as of this step, or a later one, becomes by these rows that
-      step: of this step.
+      since: a table as of this step of the run, or a later one, is by these rows
+      version: what tables are then.
       tables: by name; every table of the engine.
     """
 
-    run: str
     since: int
-    step: int
+    version: Version
     tables: dict[str, ChangedRows]
-
-    @property
-    def version(self) -> Version:
-        """What tables are once it is applied."""
-        return Version(self.run, self.step)
 
 
 def follows(delta: Delta, path: Path, version: Version | None) -> bool:
@@ -105,8 +98,9 @@ def follows(delta: Delta, path: Path, version: Version | None) -> bool:
         expected, got = "a model of a known version", "none"
         remedy = "export it with version=touched.version(state)"
         raise ValueError(message(f"{path}", expected=expected, got=got, remedy=remedy))
-    if version.run != delta.run:
-        expected, got = f"run {version.run!r}, as the tables", f"{delta.run!r}"
+    new = delta.version
+    if version.run != new.run:
+        expected, got = f"run {version.run!r}, as the tables", f"{new.run!r}"
         remedy = "training began anew: load a full export of its new run"
         raise ValueError(message(f"{path}: run", expected=expected, got=got, remedy=remedy))
     if version.step < delta.since:
@@ -115,7 +109,7 @@ def follows(delta: Delta, path: Path, version: Version | None) -> bool:
         raise ValueError(
             message(f"{path}: since", expected=expected, got=f"{delta.since}", remedy=remedy)
         )
-    return version.step <= delta.step
+    return (version.step, version.edits) <= (new.step, new.edits)
 
 
 def check_declared(delta: Delta, path: Path, declared: Mapping[str, Mapping[str, Any]]) -> None:
@@ -155,9 +149,8 @@ def write(root: Path, delta: Delta) -> None:
     """
     (root / "tables").mkdir()
     described = {
-        "run": delta.run,
         "since": delta.since,
-        "step": delta.step,
+        "version": delta.version._asdict(),
         "tables": {
             name: {
                 "vocabulary_size": rows.vocabulary_size,
@@ -173,7 +166,7 @@ def write(root: Path, delta: Delta) -> None:
             for name, rows in delta.tables.items()
         },
     }
-    metadata = {"format": FORMAT, "crc32": _crc32_of(described), "delta": described}
+    metadata = {"format": FORMAT, "crc32": directory.crc32_of(described), "delta": described}
     (root / directory.METADATA).write_text(json.dumps(metadata, indent=1))
 
 
@@ -194,12 +187,12 @@ def read(root: Path) -> Delta:
         )
         for name, table in described["tables"].items()
     }
-    return Delta(described["run"], described["since"], described["step"], tables)
+    return Delta(described["since"], Version(**described["version"]), tables)
 
 
 def _described(root: Path) -> dict[str, Any]:
     metadata = directory.read_json(root / directory.METADATA, FORMAT, _REMEDY)
-    whole = "delta" in metadata and metadata.get("crc32") == _crc32_of(metadata["delta"])
+    whole = "delta" in metadata and metadata.get("crc32") == directory.crc32_of(metadata["delta"])
     if not whole:
         what = f"{root / directory.METADATA}"
         expected, got = "what a delta's writer wrote", "something else"
@@ -215,10 +208,6 @@ def _read_array(root: Path, described: Mapping[str, Any]) -> np.ndarray:
         expected, got = f"checksum {described['crc32']}", f"{found}"
         raise ValueError(message(f"{file}", expected=expected, got=got, remedy=_REMEDY))
     return directory.read_array(root, described, _REMEDY)
-
-
-def _crc32_of(described: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(described, sort_keys=True).encode())
 
 
 def _crc32(file: Path) -> int:

@@ -1,7 +1,7 @@
 """The directory of an exported model: names, sizes and order of its files; all or nothing.
 
 Enters: a program, tables, and what `metadata.json` says. Leaves: files, or the same read back and
-judged. Called by `export.py` and `served.py`; `delta_files.py` takes its parts.
+judged. Called by `export.py` and `served.py`; `delta.py` and `delta_files.py` take its parts.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ __all__ = [
     "METADATA",
     "check_free",
     "check_size",
+    "crc32_of",
     "read_array",
     "read_json",
     "read_metadata",
@@ -37,7 +38,7 @@ __all__ = [
     "written",
 ]
 
-FORMAT = 1
+FORMAT = 2
 """The version of the directory's form."""
 
 METADATA, PROGRAM = "metadata.json", "model.stablehlo"
@@ -90,7 +91,6 @@ def write(
     (root / "tables").mkdir()
     configs = dict(zip(declared.table_names, declared.tables, strict=True))
     metadata = {
-        "format": FORMAT,
         "jax": jax.__version__,
         "program": {"file": PROGRAM, "bytes": len(program), "crc32": zlib.crc32(program)},
         "tables": {
@@ -104,7 +104,8 @@ def write(
         },
         **described,
     }
-    (root / METADATA).write_text(json.dumps(metadata, indent=1) + "\n")
+    checked = {"format": FORMAT, "crc32": crc32_of(metadata), **metadata}
+    (root / METADATA).write_text(json.dumps(checked, indent=1) + "\n")
 
 
 def write_arrays(root: Path, name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
@@ -137,10 +138,20 @@ def read_metadata(root: Path) -> dict[str, Any]:
       ValueError: it is damaged, or of another version.
     """
     metadata = read_json(root / METADATA, FORMAT, _REMEDY)
+    what = f"{root / METADATA}"
     if "program" not in metadata:
-        what, remedy = f"{root / METADATA}", "load_model takes what export_model wrote"
+        remedy = "load_model takes what export_model wrote"
         raise ValueError(message(what, expected="a model", got="none", remedy=remedy))
+    said = {key: value for key, value in metadata.items() if key not in ("format", "crc32")}
+    if metadata.get("crc32") != crc32_of(said):
+        expected, got = "what export_model wrote", "something else"
+        raise ValueError(message(what, expected=expected, got=got, remedy=_REMEDY))
     return metadata
+
+
+def crc32_of(described: Mapping[str, Any]) -> int:
+    """Return the checksum of what a JSON object says, whatever the order of its keys."""
+    return zlib.crc32(json.dumps(described, sort_keys=True).encode())
 
 
 def read_json(file: Path, version: int, remedy: str) -> dict[str, Any]:
@@ -149,14 +160,14 @@ def read_json(file: Path, version: int, remedy: str) -> dict[str, Any]:
     Args:
       file: the file.
       version: the one that is read.
-      remedy: for one that is damaged.
+      remedy: for one that is missing or damaged.
 
     Raises:
       FileNotFoundError: there is none.
       ValueError: it is damaged, or of another version.
     """
     try:
-        metadata = json.loads(_bytes(file))
+        metadata = json.loads(_bytes(file, remedy))
         found = metadata["format"]
     except (ValueError, TypeError, KeyError) as error:
         expected, got = "a JSON object with its format", "something else"
@@ -178,7 +189,7 @@ def read_program(root: Path, described: Mapping[str, Any]) -> bytes:
     """
     file = root / described["file"]
     check_size(file, described)
-    program = _bytes(file)
+    program = _bytes(file, _REMEDY)
     if zlib.crc32(program) != described["crc32"]:
         expected, got = f"checksum {described['crc32']}", f"{zlib.crc32(program)}"
         raise ValueError(message(f"{file}", expected=expected, got=got, remedy=_REMEDY))
@@ -191,7 +202,7 @@ def read_array(root: Path, described: Mapping[str, Any], remedy: str = _REMEDY) 
     Args:
       root: the directory.
       described: the form of its file.
-      remedy: for one that is damaged.
+      remedy: for one that is missing or damaged.
 
     Raises:
       FileNotFoundError: it is missing.
@@ -220,18 +231,18 @@ def check_size(file: Path, described: Mapping[str, Any], remedy: str = _REMEDY) 
     """
     size = file.stat().st_size if file.exists() else None
     if size is None:
-        raise _missing(file)
+        raise _missing(file, remedy)
     if size != described["bytes"]:
         expected = f"{described['bytes']} bytes"
         raise ValueError(message(f"{file}", expected=expected, got=f"{size}", remedy=remedy))
 
 
-def _bytes(file: Path) -> bytes:
+def _bytes(file: Path, remedy: str) -> bytes:
     try:
         return file.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise _missing(file) from error
+        raise _missing(file, remedy) from error
 
 
-def _missing(file: Path) -> FileNotFoundError:
-    return FileNotFoundError(message(f"{file}", expected="a file", got="none", remedy=_REMEDY))
+def _missing(file: Path, remedy: str) -> FileNotFoundError:
+    return FileNotFoundError(message(f"{file}", expected="a file", got="none", remedy=remedy))

@@ -1,20 +1,19 @@
 """Write a trained model as a directory that serves: a StableHLO program, its tables beside it.
 
 Enters: a model, its tables and example features. Leaves: a directory, which `load_model`
-(`served.py`) calls, and which JAX and NumPy alone can call too:
+(`served.py`) calls, and which JAX and NumPy alone can call too. Called by users.
 
     model.stablehlo   jax.export's program: (tables, features, weights, *inputs) → outputs
-    metadata.json     what it takes and returns, which JAX wrote it, the size of every file
+    metadata.json     what it takes and returns, which JAX wrote it, file sizes, its CRC-32
     tables/*.npy      memory-mappable arrays, arguments of the program
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import numpy as np
 from jax import export as jax_export
 
 from tpu_embed import _checks
-from tpu_embed._checks import message
+from tpu_embed._checks import check_choice, message
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core import structure
 from tpu_embed.core.ids import dense_form
@@ -50,7 +49,7 @@ def export_model(
     weights: PyTree | None = None,
     inputs: Sequence[PyTree] = (),
     batch: int | None = None,
-    platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
+    platforms: str | Sequence[str] = ("cpu", "cuda", "tpu"),
     version: Version | None = None,
 ) -> None:
     """Write a directory that computes `model(activations, *inputs)` from ids.
@@ -69,23 +68,26 @@ def export_model(
       inputs: examples of the model's other arguments: pytrees of arrays whose first dimension is
         the batch's, or scalars.
       batch: the one batch size that the program takes; None: it takes any.
-      platforms: "cpu", "cuda", "rocm", "tpu".
+      platforms: "cpu", "cuda", "rocm", "tpu": one, or several.
       version: `touched.version(state)` of the tables, so that deltas may follow (`export_delta`).
 
     Raises:
       ImportError: flatbuffers is missing.
       FileExistsError: something is at `path`.
       ValueError: ids that are not dense, a first dimension that is not the batch's, a model of
-        several devices, results that are not in dicts, lists and tuples, and what `serving_lookup`
-        refuses of tables.
+        several devices, results that are not in dicts, lists and tuples, an unknown platform, and
+        what `serving_lookup` refuses of tables.
     """
     _check_flatbuffers()
+    for platform in (platforms,) if isinstance(platforms, str) or not platforms else platforms:
+        check_choice("platforms: each", platform, ("cpu", "cuda", "rocm", "tpu"))
     root = Path(path)
     directory.check_free(root)
     declared = structure.flatten(feature_config)
     stored = [_as_written(table) for table in stored_tables(tables, declared)]
     arguments = _arguments(declared, features, weights, inputs, batch)
-    exported = _exported(model, declared, stored, arguments, tuple(platforms))
+    chosen = (platforms,) if isinstance(platforms, str) else tuple(platforms)
+    exported = _exported(model, declared, stored, arguments, chosen)
     described = {
         "platforms": list(exported.platforms),
         "batch": arguments.batch,
@@ -182,7 +184,7 @@ def _arguments(
 
 
 def _dense(label: str, ids: Any) -> tuple[int, ...]:
-    if not hasattr(ids, "shape") or not hasattr(ids, "dtype"):
+    if not isinstance(ids, (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct)):
         what, remedy = f"feature {label!r}", "a program has static shapes: pad bags with -1"
         expected, got = "an array of ids, or its ShapeDtypeStruct", type(ids).__name__
         raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
@@ -259,7 +261,7 @@ def _exported(
         name: {part: jax.ShapeDtypeStruct(a.shape, a.dtype) for part, a in table.arrays.items()}
         for name, table in zip(declared.table_names, stored, strict=True)
     }
-    with _reference_kernels():
+    with dispatch.reference_only():  # an exported program holds XLA's operations alone
         exported = jax_export.export(jax.jit(served), platforms=platforms)(
             shapes, arguments.features, arguments.weights, *arguments.inputs
         )
@@ -286,20 +288,6 @@ def _by_example(
         return [activation[0] for activation in activations]
 
     return jax.vmap(one)(features, weights)
-
-
-@contextlib.contextmanager
-def _reference_kernels() -> Iterator[None]:
-    """Trace without compiled kernels: an exported program holds XLA's operations only."""
-    before = os.environ.get(dispatch.VARIABLE)
-    os.environ[dispatch.VARIABLE] = "reference"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[dispatch.VARIABLE]
-        else:
-            os.environ[dispatch.VARIABLE] = before
 
 
 def _serialized(exported: jax_export.Exported) -> bytes:

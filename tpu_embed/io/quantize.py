@@ -1,8 +1,9 @@
 """Tables in a quarter of their bytes: int8 rows, each with a scale and an offset of its own.
 
 Enters: a table `[V, D]`. Leaves: a `QuantizedTable`, which `serving_lookup` and `export_model` take
-wherever they take a table. Not to be confused with `QuantizationConfig`, which rounds looked-up
-rows to one grid for a whole table and stores them as they were.
+wherever they take a table. Called by users, and by `delta_files.py` for rows. Not to be confused
+with `QuantizationConfig`, which rounds looked-up rows to one grid for a whole table and stores them
+as they were.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class QuantizedTable:
     Args:
       values: int8 `[V, D]`.
       scale: float32 `[V]`, at least 0.
-      offset: float32 `[V]`, the smallest number of each row.
+      offset: float32 `[V]`, the smallest number of each row, rounded to float32.
     """
 
     values: Any
@@ -53,7 +54,8 @@ def quantize_rows(table: Any) -> QuantizedTable:
     """Quantize each row of a table to 256 evenly spaced values between its extremes.
 
     With scale = (max w - min w) / 255 and offset = min w, values = round((w - offset) / scale) -
-    128. The error |w - w'| is at most scale / 2 + 2⁻²² max |w|; a constant row has none.
+    128. The error |w - w'| is at most scale / 2 + 2⁻²² max |w|; a constant row of a float32 or
+    bfloat16 table has none.
 
     The scale is rounded up to 16 significant bits: its product with 8 more is exact in float32, so
     that w' has the same bits in every program, whether a compiler fuses product and sum or not. It
@@ -104,7 +106,8 @@ def _scale(low: np.ndarray, high: np.ndarray) -> np.ndarray:
 
 
 def _check_table(table: Any) -> None:
-    if not hasattr(table, "dtype") or not jnp.issubdtype(table.dtype, jnp.floating):
+    array = isinstance(table, (np.ndarray, jax.Array))
+    if not array or not jnp.issubdtype(table.dtype, jnp.floating):
         got = getattr(table, "dtype", type(table).__name__)
         raise TypeError(message("quantize_rows", expected="an array of floats", got=got))
     if table.ndim != 2 or not table.shape[1]:

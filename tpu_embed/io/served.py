@@ -1,15 +1,15 @@
 """Call an exported model: no training code, no mesh, no optimizer.
 
 Enters: the directory that `export_model` wrote, then batches of ids on the host, and deltas between
-them. Leaves: what the model returns. Ids and weights are judged as the engine judges them, by what
-`metadata.json` says of each feature.
+them. Leaves: what the model returns. Called by users. Ids and weights are judged as the engine
+judges them, by what `metadata.json` says of each feature.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,20 +68,19 @@ class ServedModel:
           ValueError: a file is damaged; the model's version is unknown, of another run, or before
             the delta's first step; a table is not in the delta, or has another form there.
         """
-        return self._with(path, lambda name: set_rows)
+        return self._with(path, frozenset())
 
     def apply_in_place(self, path: str | os.PathLike[str]) -> ServedModel:
         """Do what `apply` does in the memory of this model's tables, which are gone afterwards.
 
         No other thread may call this model then, nor one that `apply` made this one of. Tables that
-        are still in their files are copied: the first time costs as much as `apply`. An error
-        leaves the model as it was.
+        are still in their files are copied: the first time costs as much as `apply`. What `apply`
+        refuses, and a copy that fails, leave the model as it was.
         """
-        return self._with(path, lambda name: set_rows_in_place if name in self._own else set_rows)
+        return self._with(path, self._own)
 
-    def _with(
-        self, path: str | os.PathLike[str], way: Callable[[str], Callable[..., jax.Array]]
-    ) -> ServedModel:
+    def _with(self, path: str | os.PathLike[str], own: frozenset[str]) -> ServedModel:
+        """Return the model with the rows of a delta, set in place in the tables of `own`."""
         root, described = Path(path), self.metadata["tables"]
         delta = delta_files.read(root)
         if not delta_files.follows(delta, root, self.version):
@@ -89,13 +88,23 @@ class ServedModel:
         delta_files.check_declared(delta, root, described)
         changed = {name: delta.tables[name] for name in described if delta.tables[name].ids.size}
         parts = {name: rows.parts(self.tables[name]) for name, rows in changed.items()}
-        new = {
-            name: {
-                part: way(name)(array, changed[name].ids, parts[name][part])
-                for part, array in self.tables[name].items()
+
+        def written(
+            names: Sequence[str], write: Callable[..., jax.Array], rows: slice = slice(None)
+        ) -> dict[str, dict[str, jax.Array]]:
+            return {
+                name: {
+                    part: write(array, changed[name].ids[rows], parts[name][part][rows])
+                    for part, array in self.tables[name].items()
+                }
+                for name in names
             }
-            for name in changed
-        }
+
+        here = [name for name in changed if name in own]
+        others = [name for name in changed if name not in own]
+        written(here, set_rows, slice(0))  # no rows: its checks alone, before anything is gone
+        copies = jax.block_until_ready(written(others, set_rows))
+        new = copies | written(here, set_rows_in_place)
         return dataclasses.replace(
             self,
             metadata={**self.metadata, "version": delta.version._asdict()},

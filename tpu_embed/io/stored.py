@@ -131,8 +131,10 @@ def _stored(what: str, table: Any, config: TableConfig) -> Stored:
 
 
 def _check(what: str, array: Any, dtype: str, shape: tuple[int, ...]) -> None:
-    if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+    if not isinstance(array, (np.ndarray, jax.Array)):
         got = type(array).__name__
+    elif not np.dtype(array.dtype).isnative:
+        got = f"{np.dtype(array.dtype).str}, of another byte order"
     elif jnp.dtype(array.dtype).name != dtype or array.shape != shape:
         got = f"{jnp.dtype(array.dtype).name} of shape {tuple(array.shape)}"
     else:

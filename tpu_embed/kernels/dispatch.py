@@ -8,10 +8,12 @@ from here. On CPU the compiled kernels run, where they were built; `reference` s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -29,6 +31,20 @@ VARIABLE = "TPU_EMBED_KERNELS"
 
 
 _REMEDY = "install the package again where a C++ compiler is on PATH"
+_reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
+
+
+@contextlib.contextmanager
+def reference_only() -> Iterator[None]:
+    """Trace without compiled kernels, in this thread alone, whatever the environment says.
+
+    A function that was jitted and traced before keeps the kernels of that trace.
+    """
+    token = _reference_only.set(True)
+    try:
+        yield
+    finally:
+        _reference_only.reset(token)
 
 
 def kernels_in_use() -> str:
@@ -38,6 +54,8 @@ def kernels_in_use() -> str:
       ValueError: `TPU_EMBED_KERNELS` is another word.
       RuntimeError: it is `native`, and the compiled kernels cannot be used.
     """
+    if _reference_only.get():
+        return "reference"
     wanted = os.environ.get(VARIABLE, "")
     if wanted not in ("", "native", "reference"):
         raise ValueError(message(VARIABLE, expected="native, reference or unset", got=repr(wanted)))
