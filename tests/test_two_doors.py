@@ -14,7 +14,7 @@ from optimizer_cases import halving
 import tpu_embed
 from tpu_embed import optimizers as o
 
-STEPS = 10
+STEPS = 6
 BATCH = 16
 RULES = {
     "sgd": o.SGD(lambda: 0.25),

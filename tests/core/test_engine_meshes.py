@@ -96,7 +96,12 @@ def _replicated(devices):
 
 @pytest.mark.parametrize(
     ("kind", "ambient"),
-    [("explicit", False), ("explicit", True), ("mixed", False), ("auto", True)],
+    [
+        ("explicit", True),
+        ("mixed", False),
+        ("auto", True),
+        pytest.param("explicit", False, marks=pytest.mark.whole),
+    ],
 )
 def test_dense_parameters_on_the_mesh(kind, ambient):
     engine = _engine(kind)

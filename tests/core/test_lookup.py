@@ -71,7 +71,7 @@ def declared_features():
     return features
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.whole), 8])
 def test_every_form_equals_the_oracle(devices):
     features = declared_features()
     mesh = Mesh(np.asarray(jax.devices()[:devices]), ("d",))

@@ -84,7 +84,8 @@ def test_results_have_the_bits_of_plain_tables(monkeypatch, case):
 
 
 def test_arrays_are_lines_and_the_host_reads_them(monkeypatch):
-    engine, state, _ = trained(monkeypatch, *CASES["bfloat16"])
+    engine = engine_of(monkeypatch, *CASES["bfloat16"])
+    state = engine.init(jax.random.key(0))
     assert {x.shape[1] for x in state.tables.values()} == {LINE}
     tables, slots = retrieve.host_arrays(state, engine.layout)
     wanted = jax.device_get((engine.tables(state), engine.slots(state)))

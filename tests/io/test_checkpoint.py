@@ -369,3 +369,15 @@ def test_threads_may_save_to_one_path(tmp_path):
     assert "path: expected no file" in errors[0]
     restored = restore(tmp_path / "saved", small_engine()).state
     assert_same(contents(small_engine(), restored), contents(small_engine(), small_state()))
+
+
+def test_a_stateful_door_is_no_engine(tmp_path):
+    embedding = make_embedding()
+    for call in (
+        lambda: save(tmp_path / "saved", embedding, embedding.state),
+        lambda: restore(tmp_path / "saved", embedding),
+        lambda: CheckpointManager(tmp_path / "run", embedding),
+    ):
+        with pytest.raises(TypeError, match=r"got TPUEmbedding; .* has one: embedding\.engine"):
+            call()
+    assert not list(tmp_path.iterdir())

@@ -326,6 +326,14 @@ def test_a_served_model_looks_up_the_live_tables(served, way):
     assert_same_bits(load_model(served.root)(REQUEST), first)
 
 
+def test_a_model_whose_tables_were_taken_says_so(served):
+    model = load_model(served.root).apply(served.deltas[0])
+    model.apply_in_place(served.deltas[1])
+    for call in (lambda: model(REQUEST), lambda: model.apply(served.deltas[1])):
+        with pytest.raises(ValueError, match="apply_in_place has taken; use the model that it"):
+            call()
+
+
 def test_a_model_goes_on_serving_while_another_is_made_of_it(served):
     model = load_model(served.root)
     first = model(REQUEST)

@@ -476,3 +476,46 @@ def test_tables_of_another_byte_order_are_refused(tmp_path):
         export_model(
             tmp_path / "m", lambda a: a, swapped, FeatureConfig(table), np.zeros((2, 3), int)
         )
+
+
+def test_what_a_loaded_model_is_given_is_checked(tmp_path):
+    table = TableConfig(4, 2, name="item")
+    features, ids = FeatureConfig(table), np.zeros((2, 3), int)
+
+    def model(activations, inputs, scale):
+        return activations.sum(-1) * scale + inputs["dense"][:, 0]
+
+    inputs = {"dense": np.ones((2, 1), np.float32)}, 1.0
+    tables = {"item": np.ones((4, 2), np.float32)}
+    export_model(tmp_path / "m", model, tables, features, ids, inputs=inputs)
+    served = load_model(tmp_path / "m")
+    several = np.zeros((5, 3), int)
+    found = served(several, {"dense": np.ones((5, 1))[:, :1].astype(np.float32)}, 2.0)
+    np.testing.assert_array_equal(found, np.full(5, 5.0, np.float32))
+    dense = np.ones((5, 1), np.float32)
+    for given, said in [
+        ((), r"inputs: expected exactly \[.*\], got \[\]"),
+        (({"dense": dense}, 1.0, 2.0), "inputs: expected exactly"),
+        (
+            ({"dense": dense[:3]}, 1.0),
+            r"inputs\[0\]\['dense'\]: .*\[5, 1\], got float32 of.*\[3, 1\]",
+        ),
+        (({"dense": dense.astype(int)}, 1.0), r"\['dense'\]: expected float32 .*, got int32 of"),
+        (({"dense": dense}, "x"), r"inputs\[1\]: expected float32 of shape \[\], got <U1 of"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            served(several, *given)
+
+
+def test_a_model_of_one_batch_size_says_so(tmp_path):
+    table = TableConfig(4, 2, name="item")
+    arguments = {"item": np.ones((4, 2), np.float32)}, FeatureConfig(table), np.zeros((2, 3), int)
+
+    def model(activations):
+        return activations + np.ones((2, 2), np.float32)
+
+    with pytest.raises(TypeError) as error:
+        export_model(tmp_path / "m", model, *arguments)
+    assert any("say which: batch=" in note for note in error.value.__notes__)
+    export_model(tmp_path / "m", model, *arguments, batch=2)
+    assert load_model(tmp_path / "m")(np.zeros((2, 3), int)).shape == (2, 2)

@@ -51,7 +51,7 @@ def _loss(activations):
 @pytest.mark.parametrize(
     ("options", "placement"),
     [
-        ({"combiner": "sqrtn"}, "replicated"),
+        pytest.param({"combiner": "sqrtn"}, "replicated", marks=pytest.mark.whole),
         pytest.param({"combiner": "sqrtn"}, "mod", marks=pytest.mark.whole),
         ({"layer": {"max_sequence_length": 2}}, "div"),
         pytest.param({"dtype": "bfloat16"}, "mod", marks=pytest.mark.whole),

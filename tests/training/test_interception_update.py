@@ -76,8 +76,15 @@ def by_compute_gradients(loss, activations):
     return get_gradients_through_compute_gradients(CROSSED, loss, activations)
 
 
-@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
-@pytest.mark.parametrize("intercept", [by_dummies, by_compute_gradients])
+@pytest.mark.parametrize(
+    ("intercept", "check_vma"),
+    [
+        (by_dummies, True),
+        (by_compute_gradients, False),
+        pytest.param(by_dummies, False, marks=pytest.mark.whole),
+        pytest.param(by_compute_gradients, True, marks=pytest.mark.whole),
+    ],
+)
 def test_scaled_gradients_train_as_one_device_with_the_whole_batch(intercept, check_vma):
     """Replicas' means over 8 are the mean over all; unscaled, gradients would be 8 times as large.
 

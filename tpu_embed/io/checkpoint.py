@@ -24,6 +24,7 @@ from tpu_embed.io.items import (
     MODEL,
     POSITION,
     TABLES,
+    check_engine,
     handler,
     local_path,
     remove_unfinished,
@@ -74,6 +75,7 @@ def save(
     Raises:
       ValueError: the path exists, or is no file's; the state is another engine's; a model without
         arrays, a position that is no JSON.
+      TypeError: no engine.
 
     Example:
       >>> import tempfile, jax, tpu_embed
@@ -88,6 +90,7 @@ def save(
       ({'epoch': 1}, True)
     """
     path = local_path(path)
+    check_engine(engine)
 
     def prepared() -> ocp.args.Composite:
         if path.exists():
@@ -134,8 +137,10 @@ def restore(
     Raises:
       ValueError: a table, slot, leaf, shape or dtype is not as it was saved; a file is damaged.
       FileNotFoundError: there is no checkpoint, or no model in it.
+      TypeError: no engine.
     """
     path = local_path(path)
+    check_engine(engine)
     parts = (TABLES, POSITION) if model is None else (TABLES, POSITION, MODEL)
 
     def prepared() -> ocp.args.Composite:

@@ -67,7 +67,7 @@ def export_model(
       weights: examples of weights in the same structure, None for a feature without.
       inputs: examples of the model's other arguments: pytrees of arrays whose first dimension is
         the batch's, or scalars.
-      batch: the one batch size that the program takes; None: it takes any.
+      batch: the one batch size that the program takes; None: any, if the model does.
       platforms: "cpu", "cuda", "rocm", "tpu": one, or several.
       version: `touched.version(state)` of the tables, so that deltas may follow (`export_delta`).
 
@@ -261,10 +261,15 @@ def _exported(
         name: {part: jax.ShapeDtypeStruct(a.shape, a.dtype) for part, a in table.arrays.items()}
         for name, table in zip(declared.table_names, stored, strict=True)
     }
-    with dispatch.reference_only():  # an exported program holds XLA's operations alone
-        exported = jax_export.export(jax.jit(served), platforms=platforms)(
-            shapes, arguments.features, arguments.weights, *arguments.inputs
-        )
+    try:
+        with dispatch.reference_only():  # an exported program holds XLA's operations alone
+            exported = jax_export.export(jax.jit(served), platforms=platforms)(
+                shapes, arguments.features, arguments.weights, *arguments.inputs
+            )
+    except Exception as error:
+        if arguments.batch is None:
+            error.add_note("if the model needs one batch size, say which: batch=…")
+        raise
     if exported.nr_devices != 1:
         remedy = "take its shardings and shard_maps out of what is exported"
         expected, got = "a program of one device", f"one of {exported.nr_devices}"

@@ -21,6 +21,7 @@ import orbax.checkpoint as ocp
 
 from tpu_embed._checks import message
 from tpu_embed._types import PyTree
+from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.processes import together
 from tpu_embed.core.tables import TableState
 from tpu_embed.io import tables
@@ -39,6 +40,19 @@ def local_path(path: str | Path) -> Path:
         got = repr(str(path))
         raise ValueError(message("path", expected="one of a file system", got=got, remedy=remedy))
     return Path(path).absolute()
+
+
+def check_engine(engine: Any) -> None:
+    """Check that something is an engine.
+
+    Raises:
+      TypeError: it is not.
+    """
+    if not isinstance(engine, EmbeddingEngine):
+        remedy = "a TPUEmbedding has one: embedding.engine"
+        got = type(engine).__name__
+        text = message("engine", expected="an EmbeddingEngine", got=got, remedy=remedy)
+        raise TypeError(text)
 
 
 def remove_unfinished(directory: Path, name: str | None = None) -> None:

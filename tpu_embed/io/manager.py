@@ -22,7 +22,7 @@ from tpu_embed.core.processes import FILES_SECONDS, check_same, said_by_all, tog
 from tpu_embed.core.tables import TableState
 from tpu_embed.io import tables
 from tpu_embed.io.checkpoint import Restored, restore
-from tpu_embed.io.items import local_path, registry, remove_unfinished, save_args
+from tpu_embed.io.items import check_engine, local_path, registry, remove_unfinished, save_args
 
 __all__ = ["CheckpointManager"]
 
@@ -47,6 +47,7 @@ class CheckpointManager:
     Raises:
       ValueError: a number below 1, a directory that is no file's, or is another one in another
         process.
+      TypeError: no engine.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class CheckpointManager:
         keep: int | None = 3,
         in_background: bool = True,
     ) -> None:
+        check_engine(engine)
         self._directory, self._engine = local_path(directory), engine
         self._in_background = in_background
         self._lock = threading.Lock()  # one save or removal at a time

@@ -81,6 +81,7 @@ class ServedModel:
 
     def _with(self, path: str | os.PathLike[str], own: frozenset[str]) -> ServedModel:
         """Return the model with the rows of a delta, set in place in the tables of `own`."""
+        self._check_there()
         root, described = Path(path), self.metadata["tables"]
         delta = delta_files.read(root)
         if not delta_files.follows(delta, root, self.version):
@@ -112,6 +113,15 @@ class ServedModel:
             _own=self._own | set(new),
         )
 
+    def _check_there(self) -> None:
+        if any(array.is_deleted() for parts in self.tables.values() for array in parts.values()):
+            expected, got = (
+                "one whose tables are there",
+                "one whose tables apply_in_place has taken",
+            )
+            remedy = "use the model that it returned"
+            raise ValueError(message("model", expected=expected, got=got, remedy=remedy))
+
     def __call__(self, features: PyTree, *inputs: PyTree, weights: PyTree | None = None) -> PyTree:
         """Return what the model returns.
 
@@ -121,10 +131,11 @@ class ServedModel:
           weights: in the same structure, for the features that were exported with weights.
 
         Raises:
-          ValueError: other features, shapes or batch sizes than exported; bad ids and weights as
-            `serving_lookup` refuses them.
+          ValueError: other features, inputs, shapes or batch sizes than exported; bad ids and
+            weights as `serving_lookup` refuses them; `apply_in_place` has taken the tables.
           TypeError: ids that are no integers; a call inside a jit.
         """
+        self._check_there()
         given = _by_path(features)
         scales = {} if weights is None else _by_path(weights)
         scales = {path: scale for path, scale in scales.items() if scale is not None}
@@ -132,7 +143,8 @@ class ServedModel:
         _check_paths("features", given, described)
         _check_paths("weights", scales, {p: d for p, d in described.items() if d["weights"]})
         ids = {path: _ids(self._features[path], d, given[path]) for path, d in described.items()}
-        _check_batch({path: array.shape[0] for path, array in ids.items()})
+        size = _check_batch({path: array.shape[0] for path, array in ids.items()})
+        _check_inputs(inputs, self.metadata["inputs"], size)
         numbers = {
             path: weights_of.beside_dense(
                 f"feature {path!r}", self._features[path].config.table.dtype, ids[path], scale
@@ -214,12 +226,37 @@ def _check_paths(what: str, given: Mapping[str, Any], described: Mapping[str, An
         raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
 
 
-def _check_batch(sizes: Mapping[str, int]) -> None:
+def _check_batch(sizes: Mapping[str, int]) -> int:
+    """Return the batch size of all features."""
     path, first = next(iter(sizes.items()))
     for other, size in sizes.items():
         if size != first or not size:
             expected = f"a positive batch size, {first} as of feature {path!r}"
             raise ValueError(message(f"feature {other!r}", expected=expected, got=f"{size}"))
+    return first
+
+
+def _check_inputs(
+    inputs: tuple[PyTree, ...], described: Sequence[Mapping[str, Any]], size: int
+) -> None:
+    """Check the model's own inputs against those that it was exported with."""
+    leaves = jax.tree_util.tree_leaves_with_path(inputs)
+    given = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+    exported = {one["path"]: one for one in described}
+    _check_paths("inputs", given, exported)
+    for path, leaf in given.items():
+        shape = [size if n is None else n for n in exported[path]["shape"]]
+        expected = f"{exported[path]['dtype']} of shape {shape}"
+        got = f"{_dtype(leaf)} of shape {list(np.shape(leaf))}"
+        if got != expected:
+            remedy = "cast it; shapes are static but for the batch"
+            raise ValueError(message(f"inputs{path}", expected=expected, got=got, remedy=remedy))
+
+
+def _dtype(leaf: Any) -> str:
+    """Return the dtype that JAX gives a leaf, or its own where it has none for it."""
+    dtype = np.asarray(leaf).dtype if not isinstance(leaf, jax.Array) else leaf.dtype
+    return str(dtype if dtype.kind in "OSUMm" else jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _ids(feature: valid_ids.Feature, described: Mapping[str, Any], given: Any) -> np.ndarray:
