@@ -116,13 +116,15 @@ def test_movielens_data_reads_both_forms(directory, original, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "both", [(8,), pytest.param((1, 8), marks=pytest.mark.whole)], ids=["8", "1 and 8"]
+    "numbers_of_devices",
+    [(8,), pytest.param((1, 8), marks=pytest.mark.whole)],
+    ids=["on 8 devices", "the same on 1 and 8"],
 )
-def test_movielens_learns_the_same_on_1_and_8_devices(directory, tmp_path, both):
+def test_movielens_learns(directory, tmp_path, numbers_of_devices):
     config = tmp_path / "small.py"
     config.write_text(CONFIG)
     curves = []
-    for devices in both:
+    for devices in numbers_of_devices:
         arguments = ("--devices", devices, "--data", directory, "--config", config)
         out = run("movielens.py", *arguments, cwd=tmp_path)
         assert f"{devices} device(s), 640 ratings" in out

@@ -24,7 +24,8 @@ from tpu_embed.core.tables import TableState
 
 __all__ = ["TouchedRows", "Version"]
 
-_NEVER, _LAST = -1, 2**31 - 2
+_NEVER = -1
+_LAST = 2**31 - 2  # marks are int32, and those of `record_rows` one step later
 _FULL = "publish a full export"
 
 
@@ -190,7 +191,7 @@ class TouchedRows:
             remedy = f"after a return to an earlier state, make another TouchedRows and {_FULL}"
             expected = f"a step from {self._through} on"
             raise ValueError(message("step", expected=expected, got=f"{step}", remedy=remedy))
-        if step > _LAST:  # as the state's own count
+        if step > _LAST:
             raise ValueError(message("step", expected=f"at most {_LAST}", got=f"{step}"))
         return step
 

@@ -11,7 +11,6 @@ import collections
 import concurrent.futures
 import dataclasses
 import json
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import orbax.checkpoint as ocp
 from tpu_embed._checks import message
 from tpu_embed._types import PyTree
 from tpu_embed.core.processes import together
+from tpu_embed.io import checksums
 
 __all__ = [
     "JsonArgs",
@@ -40,8 +40,7 @@ _REMEDY = "restore another step; this one is damaged"
 
 def write_signed(path: Path, value: Any) -> None:
     """Write a JSON value with its CRC-32."""
-    text = json.dumps(value, sort_keys=True)
-    path.write_text(json.dumps({"crc32": zlib.crc32(text.encode()), "value": value}))
+    path.write_text(json.dumps({"crc32": checksums.of_json(value), "value": value}))
 
 
 def read_signed(path: Path) -> Any:
@@ -53,7 +52,7 @@ def read_signed(path: Path) -> Any:
     try:
         signed = json.loads(path.read_text())
         value, expected = signed["value"], f"JSON of checksum {signed['crc32']}"
-        got = f"{zlib.crc32(json.dumps(value, sort_keys=True).encode())}"
+        got = f"{checksums.of_json(value)}"
         whole = f"{signed['crc32']}" == got
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         value, expected, whole = None, "JSON with its checksum", False
@@ -84,8 +83,8 @@ class JsonHandler(ocp.CheckpointHandler):
 
     def restore(self, directory: Any, args: JsonArgs) -> Any:
         """Return the value."""
-        value = Path(directory) / _VALUE
-        return together("restore", value, lambda: read_signed(value))
+        path = Path(directory)
+        return together("restore", path, lambda: read_signed(path / _VALUE))
 
     def finalize(self, directory: Any) -> None:
         """Do nothing: all is written."""
@@ -168,16 +167,7 @@ class PyTreeHandler(ocp.AsyncCheckpointHandler):
 def _sums(directory: Path) -> dict[str, int]:
     """Return the CRC-32 of every file in a directory, by its path there."""
     files = sorted(p for p in directory.rglob("*") if p.is_file() and p.name != _SUMS)
-    return {str(p.relative_to(directory)): _crc32(p) for p in files}
-
-
-def _crc32(path: Path) -> int:
-    """Return the CRC-32 of a file, of which a block is held."""
-    value = 0
-    with path.open("rb") as file:
-        while block := file.read(2**22):
-            value = zlib.crc32(block, value)
-    return value
+    return {str(p.relative_to(directory)): checksums.of_file(p) for p in files}
 
 
 def _check_sums(directory: Path) -> None:
@@ -205,8 +195,8 @@ def check_model(tree: PyTree) -> None:
     if pairs and not pairs[0][0]:
         expected, got = "a dict, list or other container", f"one {type(tree).__name__}"
         raise ValueError(message("model", expected=expected, got=got, remedy='give {"all": …}'))
-    for separator in "./":
-        names = [jax.tree_util.keystr(p, simple=True, separator=separator) for p, _ in pairs]
+    for separator in "./":  # orbax joins names with the one, we with the other
+        names = [_name(path, separator) for path, _ in pairs]
         for name, count in collections.Counter(names).items():
             if count > 1:
                 what, expected = f"model: leaf {name!r}", "one leaf of this name"
@@ -215,9 +205,14 @@ def check_model(tree: PyTree) -> None:
     for path, leaf in pairs:
         problem = _problem(leaf)
         if problem:
-            what = f"model: leaf {jax.tree_util.keystr(path, simple=True, separator='/')!r}"
             expected = "an array with numbers in it, or a Python number"
-            raise ValueError(message(what, expected=expected, got=problem))
+            raise ValueError(
+                message(f"model: leaf {_name(path)!r}", expected=expected, got=problem)
+            )
+
+
+def _name(path: Any, separator: str = "/") -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=separator)
 
 
 def _problem(leaf: Any) -> str | None:
@@ -248,7 +243,7 @@ def _leaves(tree: PyTree) -> dict[str, dict[str, Any]]:
     """Return shape and dtype of every leaf, by its path."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): {
+        _name(path): {
             "shape": list(getattr(leaf, "shape", ())),
             "dtype": str(getattr(leaf, "dtype", type(leaf).__name__)),
         }

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed.core.touched import Version
-from tpu_embed.io import directory
+from tpu_embed.io import checksums, directory
 from tpu_embed.io.quantize import quantize_rows
 
 __all__ = ["ChangedRows", "Delta", "check_declared", "follows", "read", "write"]
@@ -157,7 +156,7 @@ def write(root: Path, delta: Delta) -> None:
                 "dim": rows.dim,
                 "dtype": rows.dtype,
                 "files": {
-                    part: file | {"crc32": _crc32(root / file["file"])}
+                    part: file | {"crc32": checksums.of_file(root / file["file"])}
                     for part, file in directory.write_arrays(
                         root, name, {"ids": rows.ids, "values": rows.values}
                     ).items()
@@ -166,7 +165,7 @@ def write(root: Path, delta: Delta) -> None:
             for name, rows in delta.tables.items()
         },
     }
-    metadata = {"format": FORMAT, "crc32": directory.crc32_of(described), "delta": described}
+    metadata = {"format": FORMAT, "crc32": checksums.of_json(described), "delta": described}
     (root / directory.METADATA).write_text(json.dumps(metadata, indent=1))
 
 
@@ -192,7 +191,7 @@ def read(root: Path) -> Delta:
 
 def _described(root: Path) -> dict[str, Any]:
     metadata = directory.read_json(root / directory.METADATA, FORMAT, _REMEDY)
-    whole = "delta" in metadata and metadata.get("crc32") == directory.crc32_of(metadata["delta"])
+    whole = "delta" in metadata and metadata.get("crc32") == checksums.of_json(metadata["delta"])
     if not whole:
         what = f"{root / directory.METADATA}"
         expected, got = "what a delta's writer wrote", "something else"
@@ -203,16 +202,8 @@ def _described(root: Path) -> dict[str, Any]:
 def _read_array(root: Path, described: Mapping[str, Any]) -> np.ndarray:
     file = root / described["file"]
     directory.check_size(file, described, _REMEDY)
-    found = _crc32(file)
+    found = checksums.of_file(file)
     if found != described["crc32"]:
         expected, got = f"checksum {described['crc32']}", f"{found}"
         raise ValueError(message(f"{file}", expected=expected, got=got, remedy=_REMEDY))
     return directory.read_array(root, described, _REMEDY)
-
-
-def _crc32(file: Path) -> int:
-    found = 0
-    with file.open("rb") as opened:
-        while block := opened.read(2**20):
-            found = zlib.crc32(block, found)
-    return found

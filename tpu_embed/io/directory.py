@@ -21,6 +21,7 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed.core.structure import Structure
+from tpu_embed.io import checksums
 from tpu_embed.io.stored import Stored
 
 __all__ = [
@@ -28,7 +29,6 @@ __all__ = [
     "METADATA",
     "check_free",
     "check_size",
-    "crc32_of",
     "read_array",
     "read_json",
     "read_metadata",
@@ -104,7 +104,7 @@ def write(
         },
         **described,
     }
-    checked = {"format": FORMAT, "crc32": crc32_of(metadata), **metadata}
+    checked = {"format": FORMAT, "crc32": checksums.of_json(metadata), **metadata}
     (root / METADATA).write_text(json.dumps(checked, indent=1) + "\n")
 
 
@@ -143,15 +143,10 @@ def read_metadata(root: Path) -> dict[str, Any]:
         remedy = "load_model takes what export_model wrote"
         raise ValueError(message(what, expected="a model", got="none", remedy=remedy))
     said = {key: value for key, value in metadata.items() if key not in ("format", "crc32")}
-    if metadata.get("crc32") != crc32_of(said):
+    if metadata.get("crc32") != checksums.of_json(said):
         expected, got = "what export_model wrote", "something else"
         raise ValueError(message(what, expected=expected, got=got, remedy=_REMEDY))
     return metadata
-
-
-def crc32_of(described: Mapping[str, Any]) -> int:
-    """Return the checksum of what a JSON object says, whatever the order of its keys."""
-    return zlib.crc32(json.dumps(described, sort_keys=True).encode())
 
 
 def read_json(file: Path, version: int, remedy: str) -> dict[str, Any]:

@@ -79,14 +79,14 @@ def export_model(
         what `serving_lookup` refuses of tables.
     """
     _check_flatbuffers()
-    for platform in (platforms,) if isinstance(platforms, str) or not platforms else platforms:
+    chosen = (platforms,) if isinstance(platforms, str) else tuple(platforms)
+    for platform in chosen or (None,):
         check_choice("platforms: each", platform, ("cpu", "cuda", "rocm", "tpu"))
     root = Path(path)
     directory.check_free(root)
     declared = structure.flatten(feature_config)
     stored = [_as_written(table) for table in stored_tables(tables, declared)]
     arguments = _arguments(declared, features, weights, inputs, batch)
-    chosen = (platforms,) if isinstance(platforms, str) else tuple(platforms)
     exported = _exported(model, declared, stored, arguments, chosen)
     described = {
         "platforms": list(exported.platforms),

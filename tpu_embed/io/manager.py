@@ -171,7 +171,6 @@ class CheckpointManager:
           FileNotFoundError: there is no such checkpoint.
         """
         self.wait()
-
         steps = said_by_all("restore", self.all_steps())[0]  # another run may save now
         if not steps or step not in (None, *steps):
             what, expected = f"step {step} in {self._directory}", f"one of {steps}"

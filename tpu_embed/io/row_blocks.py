@@ -16,7 +16,7 @@ from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.layout import INT32_ROWS
 from tpu_embed.kernels import dispatch
 
-__all__ = ["block_size", "padded_to", "set_rows", "set_rows_in_place"]
+__all__ = ["block_size", "check_numbered", "padded_to", "set_rows", "set_rows_in_place"]
 
 _NUMBERS = 2**20
 """Numbers of a block."""
@@ -37,6 +37,18 @@ _copied = jax.jit(dispatch.set_rows)
 _in_place = jax.jit(dispatch.set_rows, donate_argnums=0)
 
 
+def check_numbered(array: Array) -> None:
+    """Check that the rows of an array can be numbered.
+
+    Raises:
+      ValueError: there are more than int32 can number, and x64 is off.
+    """
+    if array.shape[0] > INT32_ROWS and not jax.config.read("jax_enable_x64"):
+        expected, got = f"at most {INT32_ROWS} rows while x64 is off", f"{array.shape[0]}"
+        remedy = 'turn it on with jax.config.update("jax_enable_x64", True)'
+        raise ValueError(message("table", expected=expected, got=got, remedy=remedy))
+
+
 def set_rows(array: Array, ids: np.ndarray, rows: np.ndarray) -> Array:
     """Return a copy of an array with some rows set.
 
@@ -46,7 +58,7 @@ def set_rows(array: Array, ids: np.ndarray, rows: np.ndarray) -> Array:
       rows: `[n, …]`, in the array's dtype.
 
     Raises:
-      ValueError: more rows than int32 can number, and x64 is off.
+      ValueError: what `check_numbered` refuses.
     """
     return _set(_copied, array, ids, rows)
 
@@ -59,10 +71,7 @@ def set_rows_in_place(array: Array, ids: np.ndarray, rows: np.ndarray) -> Array:
 def _set(
     first_block: Callable[..., Array], array: Array, ids: np.ndarray, rows: np.ndarray
 ) -> Array:
-    if array.shape[0] > INT32_ROWS and not jax.config.read("jax_enable_x64"):
-        expected, got = f"at most {INT32_ROWS} rows while x64 is off", f"{array.shape[0]}"
-        remedy = 'turn it on with jax.config.update("jax_enable_x64", True)'
-        raise ValueError(message("table", expected=expected, got=got, remedy=remedy))
+    check_numbered(array)
     size, write = block_size(array.shape[0], int(np.prod(array.shape[1:]))), first_block
     for first in range(0, ids.size, size):
         block = ids[first : first + size]

@@ -24,7 +24,7 @@ from tpu_embed.core import structure, valid_ids
 from tpu_embed.core import weights as weights_of
 from tpu_embed.core.touched import Version
 from tpu_embed.io import delta_files, directory
-from tpu_embed.io.row_blocks import set_rows, set_rows_in_place
+from tpu_embed.io.row_blocks import check_numbered, set_rows, set_rows_in_place
 
 __all__ = ["ServedModel", "load_model"]
 
@@ -90,22 +90,19 @@ class ServedModel:
         changed = {name: delta.tables[name] for name in described if delta.tables[name].ids.size}
         parts = {name: rows.parts(self.tables[name]) for name, rows in changed.items()}
 
-        def written(
-            names: Sequence[str], write: Callable[..., jax.Array], rows: slice = slice(None)
-        ) -> dict[str, dict[str, jax.Array]]:
+        for name in changed:  # all of them before anything is gone
+            for array in self.tables[name].values():
+                check_numbered(array)
+
+        def written(name: str, write: Callable[..., jax.Array]) -> dict[str, jax.Array]:
             return {
-                name: {
-                    part: write(array, changed[name].ids[rows], parts[name][part][rows])
-                    for part, array in self.tables[name].items()
-                }
-                for name in names
+                part: write(array, changed[name].ids, parts[name][part])
+                for part, array in self.tables[name].items()
             }
 
-        here = [name for name in changed if name in own]
-        others = [name for name in changed if name not in own]
-        written(here, set_rows, slice(0))  # no rows: its checks alone, before anything is gone
-        copies = jax.block_until_ready(written(others, set_rows))
-        new = copies | written(here, set_rows_in_place)
+        copies = {name: written(name, set_rows) for name in changed if name not in own}
+        jax.block_until_ready(copies)
+        new = copies | {name: written(name, set_rows_in_place) for name in changed if name in own}
         return dataclasses.replace(
             self,
             metadata={**self.metadata, "version": delta.version._asdict()},
