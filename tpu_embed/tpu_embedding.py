@@ -18,10 +18,11 @@ from tpu_embed import _checks
 from tpu_embed._checks import message
 from tpu_embed._types import Array, PyTree
 from tpu_embed.config import TableConfig
-from tpu_embed.core import logical, retrieve, structure
+from tpu_embed.core import retrieve, structure
 from tpu_embed.core.batch import Batch
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.guard import OnBadGradient
+from tpu_embed.core.state_checks import check_state
 from tpu_embed.core.tables import TableState
 from tpu_embed.enqueue import BatchQueue, Enqueued
 from tpu_embed.planning.placement import resolve
@@ -216,7 +217,7 @@ class TPUEmbedding:
     @state.setter
     def state(self, state: TableState) -> None:
         """Replace the state by one that this engine made; waiting lookups are issued again."""
-        logical.check_state(state, self.engine.layout)
+        check_state(state, self.engine.layout)
         self._replace(state)
 
     def _current(self, what: str) -> TableState:

@@ -95,7 +95,8 @@ def test_split_parts_parameters_tables_and_slots():
         ("linear", "bias"),
         ("linear", "kernel"),
     ]
-    assert [path for path, _ in nnx.to_flat_state(tables)] == [("bag", "table")]
+    (stack,) = model["bag"].tables
+    assert [path for path, _ in nnx.to_flat_state(tables)] == [("bag", "tables", stack)]
     assert [path[:2] for path, _ in nnx.to_flat_state(slots)] == [("bag", "slots")] * 2
     assert {path[1] for path, _ in nnx.to_flat_state(rest)} == {"step", "bad_ids", "overflows"}
 
@@ -202,14 +203,16 @@ def test_a_layer_is_made_inside_a_jit_and_abstractly():
     made = nnx.jit(lambda: bag_of(o.SGD(0.1)))()
     np.testing.assert_array_equal(made.embedding, bag_of(o.SGD(0.1)).embedding)
     shapes = nnx.eval_shape(lambda: bag_of(o.SGD(0.1)))
-    assert shapes.table.shape == (V, D)
+    (table,) = shapes.tables.values()
+    assert table.shape == (V, D)
 
 
 def test_the_mesh_shards_the_table():
     bag = bag_of(o.Adagrad(0.1), devices=8)
-    (size,) = {shard.data.shape[0] for shard in bag.table[...].addressable_shards}
+    ((stack, table),) = bag.tables.items()
+    (size,) = {shard.data.shape[0] for shard in table[...].addressable_shards}
     assert size == -(-V // 8)
-    assert bag.slots["accumulators"][...].sharding == bag.table[...].sharding
+    assert bag.slots[stack]["accumulators"][...].sharding == table[...].sharding
     assert tpu_embed.nn.Embed(V, D, rngs=nnx.Rngs(0)).rows.engine.layout.axes.replicas == len(
         jax.devices()
     )

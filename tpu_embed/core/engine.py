@@ -32,7 +32,9 @@ from tpu_embed.core.init import init_tables
 from tpu_embed.core.layout import Layout
 from tpu_embed.core.lookup import lookup, not_differentiable
 from tpu_embed.core.place import Placer
+from tpu_embed.core.reads import activations_read, record_lookup
 from tpu_embed.core.resolve import HostRates, make_layout
+from tpu_embed.core.state_checks import check_forms, check_kind
 from tpu_embed.core.tables import TableState
 from tpu_embed.core.traced import TracedIds, make_traced
 from tpu_embed.core.update import Operands, update
@@ -272,13 +274,16 @@ class EmbeddingEngine:
           ValueError: what `place` refuses; a call inside `shard_map`.
           TypeError: what `place` refuses; differentiation with respect to the state.
         """
-        logical.check_kind(state)
+        check_kind(state)
+        _checks.check_live("state", state.tables.values())
         source = self._source(batch, weights, spec)
-        return self._structure.unflatten(self._lookup_program(state.tables, source))
+        activations = self._lookup_program(state.tables, source)
+        record_lookup(state.tables, activations, self.layout)
+        return self._structure.unflatten(activations)
 
     def _lookup(self, tables: dict[str, Array], source: Batch | TracedIds) -> list[Array]:
         self._traces["lookup"] += 1
-        logical.check_traced(TableState(tables, {}, jnp.int32(0), {}), self.layout, slots=False)
+        check_forms(TableState(tables, {}, jnp.int32(0), {}), self.layout, slots=False)
         activations, bad_ids = lookup(not_differentiable(tables), source, self.layout)
         source.report(bad_ids, self.layout)
         return activations
@@ -344,7 +349,8 @@ class EmbeddingEngine:
     ) -> Operands:
         """Return the checked operands of an update."""
         self.check_trainable("update")
-        logical.check_kind(state)
+        check_kind(state)
+        _checks.check_live("state", jax.tree.leaves(state))
         given = self._structure.match(gradients, what="activation_gradients")
         checked = checked_gradients(given, source.spec, self.layout)
         leaves = jax.tree.leaves((state, source, checked))
@@ -352,13 +358,13 @@ class EmbeddingEngine:
             self._guard.refuse(checked)
             learning_rates = self.learning_rates() if learning_rates is None else learning_rates
         rates = self._rates.by_group(learning_rates)
-        return Operands(checked, state.step + 1, rates)
+        return Operands(checked, state.step + 1, rates, activations_read(state.tables))
 
     def _update(
         self, state: TableState, source: Batch | TracedIds, operands: Operands
     ) -> TableState:
         self._traces["update"] += 1
-        logical.check_traced(state, self.layout, slots=True)
+        check_forms(state, self.layout, slots=True)
         if (bad := self._guard.find(operands.gradients)) is not None:
             operands = operands._replace(skip=jnp.any(bad))
         new = update(state.tables, state.slots, source, operands, self.layout)

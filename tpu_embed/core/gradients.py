@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_embed._checks import message
+from tpu_embed._checks import check_live, message
 from tpu_embed._types import Array
 from tpu_embed.core.batch_spec import BatchSpec
 from tpu_embed.core.layout import Layout
@@ -61,6 +61,7 @@ def checked_gradients(
             raise ValueError(message(what, expected=f"shape {expected}", got=f"{gradient.shape}"))
         if not jnp.issubdtype(gradient.dtype, jnp.floating):
             raise ValueError(message(what, expected="floats", got=f"dtype {gradient.dtype}"))
+        check_live(what, [gradient])
         checked.append(gradient if isinstance(gradient, jax.Array) else jnp.asarray(gradient))
     return checked
 

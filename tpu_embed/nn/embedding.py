@@ -25,7 +25,7 @@ from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.engine_lookup import FEATURE, engine_lookup
 from tpu_embed.core.inputs import RaggedIds, SparseIds
 from tpu_embed.core.tables import TableState
-from tpu_embed.nn.variables import Counter, Table, attributes, state_of
+from tpu_embed.nn.variables import Counter, attributes, state_of
 from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
 
 __all__ = ["Embed", "EmbeddingBag"]
@@ -62,7 +62,7 @@ class EmbeddingBag(nnx.Module):
       (2, 4)
     """
 
-    table: Table
+    tables: nnx.Dict
     slots: nnx.Dict
     step: Counter
     bad_ids: Counter
@@ -85,7 +85,7 @@ class EmbeddingBag(nnx.Module):
         )
         _refuse_host_rate(self.engine)
         for name, value in attributes(self.engine.init(rngs.params())).items():
-            setattr(self, name, nnx.Dict(value) if isinstance(value, dict) else value)
+            setattr(self, name, _nested(value))
 
     def __call__(self, ids: Ids, weights: ArrayLike | None = None) -> Array:
         """Return the activations of bags.
@@ -133,7 +133,7 @@ class EmbeddingBag(nnx.Module):
     @property
     def state(self) -> TableState:
         """The engine's state: physical arrays."""
-        return state_of(self.engine.layout.groups[0].name, vars(self))
+        return state_of(vars(self))
 
     @property
     def embedding(self) -> Array:
@@ -256,6 +256,13 @@ class Embed(nnx.Module):
     def load(self, rows: ArrayLike, slots: Mapping[str, ArrayLike] | None = None) -> None:
         """Replace all rows; see `EmbeddingBag.load`."""
         self.rows.load(rows, slots)
+
+
+def _nested(value: Any) -> Any:
+    """Return dictionaries as nnx has them, at any depth."""
+    if not isinstance(value, dict):
+        return value
+    return nnx.Dict({name: _nested(one) for name, one in value.items()})
 
 
 def _array(ids: Any) -> Any:

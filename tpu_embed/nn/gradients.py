@@ -218,7 +218,7 @@ def _updated(model: Any, gradients: TableGradients) -> Any:
         holder = functools.reduce(lambda node, key: node[key], keys, variables)
         asked = [LookedUp(one.call, one.ids, one.weights) for one in lookups]
         given = [one.gradient for one in lookups]
-        new = engine_update(engine, state_of(stack.name, holder), lookups=asked, gradients=given)
+        new = engine_update(engine, state_of(holder), lookups=asked, gradients=given)
         flat = nnx.to_flat_state(nnx.State(attributes(new)))
         changed |= {(*keys, *path): value for path, value in flat}
     return nnx.from_flat_state(changed)

@@ -185,7 +185,7 @@ def _layers(inputs: Any, rest: Any, models: int) -> tuple[dict[int, Path], dict[
         if isinstance(variable, Counter) and path[-1] == TOKEN:
             counters[variable.get_raw_value()] = path[:-1]
         elif isinstance(variable, Table):
-            tables[variable.get_raw_value()] = path[:-1]
+            tables[variable.get_raw_value()] = path[:-2]  # …/tables/<stack>
     return counters, tables
 
 
