@@ -63,7 +63,7 @@ def batch_statistics(
     top = _checks.check_int("hottest", hottest, minimum=1)
     ids: dict[str, list[np.ndarray]] = {name: [] for name in engine.table_configs}
     bad = dict.fromkeys(ids, 0)
-    judged = engine.judge(features)
+    judged = engine.host_ids(features)
     given = engine._structure.match(features, what="features")
     for feature, leaf, host in zip(engine.layout.features, given, judged, strict=True):
         ids[feature.table.name].append(host.ids[host.ids >= 0])

@@ -147,7 +147,9 @@ def test_engines_of_like_shapes_refuse_each_others_states_and_batches(case):
 def test_another_stacking_is_refused_by_both():
     tables = [TableConfig(V, 2, name=name) for name in ("a", "b")]
     features = {table.name: FeatureConfig(table) for table in tables}
-    engines = [EmbeddingEngine(features, o.SGD(), stack_tables=stacked) for stacked in (True, False)]
+    engines = [
+        EmbeddingEngine(features, o.SGD(), stack_tables=stacked) for stacked in (True, False)
+    ]
     states = [engine.init(jax.random.key(0)) for engine in engines]
     ids = {"a": IDS, "b": IDS}
     for engine, state in zip(engines, reversed(states), strict=True):

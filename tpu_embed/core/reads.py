@@ -30,7 +30,9 @@ weakly: a trace that has ended leaves nothing here. An activation that nobody ho
 part of the program either."""
 
 
-def record_lookup(tables: Mapping[str, Array], activations: Sequence[Array], layout: Layout) -> None:
+def record_lookup(
+    tables: Mapping[str, Array], activations: Sequence[Array], layout: Layout
+) -> None:
     """Remember what was looked up in traced tables; outside of a trace there is nothing to order.
 
     Args:

@@ -179,7 +179,7 @@ class TouchedRows:
             lines = _lines(batch)
             return [packed_rows(lines, batch.spec, layout, g)[0] for g in range(len(layout.groups))]
         found: list[list[np.ndarray]] = [[np.zeros(0, np.int32)] for _ in layout.groups]
-        for f, host in zip(layout.features, self._engine.judge(batch), strict=True):
+        for f, host in zip(layout.features, self._engine.host_ids(batch), strict=True):
             group = layout.groups[f.group]
             valid = host.ids[host.ids >= 0].astype(group.index_dtype, copy=False)
             found[f.group].append(group.physical(valid, f.table))

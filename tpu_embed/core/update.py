@@ -158,7 +158,9 @@ def _apply(held: TableRows, task: Task, capacity: int, operands: Operands) -> Ta
     if not optimizer.use_gradient_accumulation:
         received = exchanged(task, capacity)
         with jax.named_scope("rule"):
-            return occurrences.apply_each(held, _to_apply(received, task, operands), group, step, rate)
+            return occurrences.apply_each(
+                held, _to_apply(received, task, operands), group, step, rate
+            )
 
     def in_xla(held: TableRows, received: RowSums) -> TableRows:
         sums = merged(task, received)

@@ -25,8 +25,8 @@ from tpu_embed.core import collectives
 from tpu_embed.core.collectives import MeshAxes
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.fields import Field, field
-from tpu_embed.core.state_checks import check_state
 from tpu_embed.core.processes import check_same, together
+from tpu_embed.core.state_checks import check_state
 from tpu_embed.core.tables import TableState
 from tpu_embed.core.touched import TouchedRows, Version
 from tpu_embed.io import delta_files, directory

@@ -27,8 +27,8 @@ from tpu_embed.core.collectives import MeshAxes
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.fields import Field, fields
 from tpu_embed.core.init import blank_tables
-from tpu_embed.core.state_checks import check_state
 from tpu_embed.core.processes import together
+from tpu_embed.core.state_checks import check_state
 from tpu_embed.core.tables import TableState
 from tpu_embed.io import manifest
 from tpu_embed.io.manifest import Wanted
