@@ -80,8 +80,7 @@ def fit(args, config, engine, dense, source, test) -> Iterator[tuple[int, float,
     state = engine.init(jax.random.key(config.seed))
     graph, params = nnx.split(model.Dlrm(config, rngs=nnx.Rngs(config.seed)))
     start = params, jax.jit(dense.init)(params), model.Auc.empty()
-    # Where a step leaves them, so that it is compiled once, not twice.
-    *network, empty = jax.device_put(start, state.step.sharding)
+    *network, empty = jax.device_put(start, state.step.sharding)  # as a step leaves them
     trained, (train, score) = (state, *network), make_steps(engine, dense, graph)
     expand = multi_hot.bags(config, args.matrices)
     spread = jax.NamedSharding(engine.layout.axes.mesh, jax.P(engine.layout.axes.mesh.axis_names))
