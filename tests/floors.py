@@ -75,10 +75,12 @@ CORE_ORDER = [
     "touched",
     "arguments",
     "indexed_slices",
+    "reach",
     "sparse_lookup",
     "joined",
     "engine_lookup",
     "taps",
+    "tapped_program",
     "sparse_grad",
 ]
 """The files of `core/` in the order of a batch's path: each imports only files above it."""

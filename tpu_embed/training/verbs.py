@@ -149,8 +149,9 @@ class TreeOptimizer(abc.ABC):
 
         Returns:
           pairs of a gradient and a path, in the order of `var_list` or of the leaves. The gradient
-          of a parameter that is only looked up (`embedding_lookup`) is an `IndexedSlices`; None is
-          that of an integer parameter or of one that the loss does not depend on.
+          of a parameter that is only looked up (`embedding_lookup`) is an `IndexedSlices`, which
+          names the rows of the lookups that are connected to the loss, as `gradients` defines it;
+          None is that of an integer parameter or of one that is not connected to the loss.
 
         Raises:
           TypeError: a loss that is no function.
