@@ -25,6 +25,7 @@ from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.engine_lookup import FEATURE, engine_lookup
 from tpu_embed.core.inputs import RaggedIds, SparseIds
 from tpu_embed.core.tables import TableState
+from tpu_embed.nn.untrained import warn_if_differentiated
 from tpu_embed.nn.variables import Counter, attributes, state_of
 from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
 
@@ -103,6 +104,7 @@ class EmbeddingBag(nnx.Module):
           ValueError: ids outside the table where their values are known; shapes; sparse or ragged
             ids that are traced.
         """
+        warn_if_differentiated(self.engine)
         if isinstance(ids, (SparseIds, RaggedIds)):
             return engine_lookup(self.engine, self.state, self.place(ids, weights))
         scales = None if weights is None else jnp.asarray(weights)
@@ -175,7 +177,8 @@ class Embed(nnx.Module):
       num_embeddings: V.
       features: D.
       optimizer: one of `tpu_embed.optimizers`, or a row-separable optax transform; None: the table
-        is not trained.
+        is not trained, with a warning in the first training step unless `trainable` is False.
+      trainable: False: the table stays as it is, whatever the optimizer.
       dtype: of the result; None: float32 (float64 for a float64 table).
       param_dtype: the table's: float32 or bfloat16 (float64 where x64 is on).
       embedding_init: `(key, shape, dtype) -> rows`, called for one row at a time; None: normal,
@@ -204,6 +207,7 @@ class Embed(nnx.Module):
         features: int,
         *,
         optimizer: Any = None,
+        trainable: bool = True,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         embedding_init: Callable[..., Array] | None = None,
@@ -222,11 +226,12 @@ class Embed(nnx.Module):
             name=name,
             dtype=np.dtype(param_dtype).name,
             placement=placement,
-            trainable=optimizer is not None,
+            trainable=trainable and optimizer is not None,
         )
         self.rows = EmbeddingBag(
             table, on_bad_id=on_bad_id, mesh=mesh, batch_axes=batch_axes, rngs=rngs
         )
+        self.trainable = trainable
         self.num_embeddings = num_embeddings
         self.features = features
         self.dtype = dtype

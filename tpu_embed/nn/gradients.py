@@ -19,6 +19,7 @@ from tpu_embed._checks import message
 from tpu_embed._types import Array
 from tpu_embed.core.arguments import positions, value_and_aux
 from tpu_embed.core.engine_lookup import LookedUp, engine_update
+from tpu_embed.nn.embedding import Embed
 from tpu_embed.nn.program import (
     ActivationGradient,
     Gradients,
@@ -26,6 +27,7 @@ from tpu_embed.nn.program import (
     differentiate,
     path_of,
 )
+from tpu_embed.nn.untrained import warn_without_optimizer
 from tpu_embed.nn.variables import TOKEN, Counter, Slot, Table, attributes, state_of
 
 __all__ = [
@@ -210,6 +212,8 @@ def _updated(model: Any, gradients: TableGradients) -> Any:
     """Return the state of the layers after their update."""
     variables = nnx.state(model, (Table, Slot, Counter))
     paths = [path[:-1] for path, _ in nnx.to_flat_state(variables) if path[-1] == TOKEN]
+    embeds = ((path, node) for path, node in nnx.iter_modules(model) if isinstance(node, Embed))
+    waiting = {path for path, node in embeds if node.trainable}  # unless they have an optimizer
     changed = {}
     for name, lookups in gradients.lookups.items():
         keys = _keys_of(name, paths)
@@ -219,6 +223,8 @@ def _updated(model: Any, gradients: TableGradients) -> Any:
         engine.check_trainable(f"layer {name!r}")
         stack = engine.layout.groups[0]
         if stack.optimizer is None:
+            if keys[:-1] in waiting:
+                warn_without_optimizer(engine)
             continue
         holder = functools.reduce(lambda node, key: node[key], keys, variables)
         asked = [LookedUp(one.call, one.ids, one.weights) for one in lookups]
