@@ -160,7 +160,6 @@ INTERRUPTED = {
     "stopped at the end": ("tpu_embed.io.files.sync_directories", KeyboardInterrupt()),
     "old ones cannot be removed": ("shutil.rmtree", PermissionError(13, "Permission denied")),
     "stopped while old ones are removed": ("shutil.rmtree", KeyboardInterrupt()),
-    "stopped while it is waited for": ("threading.Thread.join", KeyboardInterrupt()),
 }
 
 
@@ -178,9 +177,8 @@ def test_as_many_as_are_to_stay_do_after_a_save_was_interrupted(
             manager.save(step, small_state(step))
         manager.wait()
         monkeypatch.setattr(name, fails)
-        if in_background or "waited" not in case:
-            with pytest.raises(type(error)):
-                assert manager.save(3, small_state(3)) == manager.wait()
+        with pytest.raises(type(error)):
+            assert manager.save(3, small_state(3)) == manager.wait()
         monkeypatch.undo()
         for step in (4, 5, 6):
             assert manager.save(step, small_state(step))
@@ -194,6 +192,36 @@ def test_as_many_as_are_to_stay_do_after_a_save_was_interrupted(
                 contents(small_engine(), state), contents(small_engine(), small_state(step))
             )
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"5", "6"}
+
+
+def test_as_many_as_are_to_stay_do_after_a_wait_was_interrupted(tmp_path, monkeypatch):
+    """The save goes on; its step is there when the next one looks."""
+    may_write, write = threading.Event(), tables.write
+
+    def later(directory, prepared):
+        may_write.wait()
+        write(directory, prepared)
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with manager_of(tmp_path, keep=2) as manager:
+        for step in (1, 2):
+            manager.save(step, small_state(step))
+        manager.wait()
+        monkeypatch.setattr(tables, "write", later)
+        manager.save(3, small_state(3))
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "join", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                manager.wait()
+        may_write.set()
+        assert not manager.save(3, small_state(3))
+        assert manager.all_steps() == [2, 3]
+        for step in (4, 5):
+            manager.save(step, small_state(step))
+            manager.wait()
+            assert manager.all_steps() == [step - 1, step]
 
 
 def test_a_step_that_is_half_removed_is_no_checkpoint(tmp_path, monkeypatch):
