@@ -33,7 +33,7 @@ def rewrite(path, change):
     path.write_text(json.dumps(resigned(value)))
 
 
-OTHERS = [None, True, False, -1, 0, 1.5, 2**70, "x", "../../x", "/x", [], {}, [[[]]], [None]]
+OTHERS = [None, True, False, -1, 0, 1.5, 2**70, "x", "4t,", "../../x", [], {}, [[[]]], [None]]
 """What stands in the place of a value."""
 
 

@@ -10,7 +10,7 @@ import pytest
 from checkpoint_cases import contents, small, small_engine, small_state, table_of
 from facade_cases import assert_same
 
-from tpu_embed.io import CheckpointManager, restore, tables
+from tpu_embed.io import CheckpointManager, restore, save, tables
 
 
 def manager_of(path, **options):
@@ -240,6 +240,8 @@ def test_a_step_that_is_half_removed_is_no_checkpoint(tmp_path, monkeypatch):
         monkeypatch.undo()
         assert manager.all_steps() == [1]
         manager.restore()
+        save(tmp_path / "2", small_engine(), small_state(2))  # beside what is left
+        manager.remove(2)
         assert manager.save(2, small_state(2))
         manager.wait()
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"1", "2"}

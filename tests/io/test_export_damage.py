@@ -181,7 +181,7 @@ def test_metadata_cannot_name_another_place(copy, name, directory):
             load(copy / "a")
 
 
-@pytest.mark.parametrize("file", ["tables/films.values.npy", "model.stablehlo"])
+@pytest.mark.parametrize("file", ["tables/films.values.npy", "model.stablehlo", "metadata.json"])
 def test_a_link_to_outside_is_refused(copy, file, tmp_path):
     path = copy / "a" / file
     path.rename(tmp_path / "outside")

@@ -1,4 +1,4 @@
-"""Files whose damage is seen: JSON with its checksum, and orbax's pytrees.
+"""Files of a checkpoint that know where they belong: JSON with its checksum, and orbax's pytrees.
 
 Enters: values, pytrees, and what orbax asks of a handler. Leaves: files, or what was in them.
 Called by `items.py`, which hands the handlers to orbax, and by `manifest.py`.
@@ -314,7 +314,4 @@ def _check_leaves(directory: Path, args: PyTreeArgs) -> None:
 
 def is_float(dtype: str) -> bool:
     """Tell whether a dtype, by name, is one of real floats; a type of Python's is not."""
-    try:
-        return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    except TypeError:
-        return False
+    return schema.dtype(dtype) is None and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)

@@ -20,26 +20,17 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed.core.touched import Version
-from tpu_embed.io import directory, schema, signed
+from tpu_embed.io import directory, schema
 from tpu_embed.io.quantize import quantize_rows
 
 __all__ = ["ChangedRows", "Delta", "check_declared", "follows", "read", "write"]
-
-FORMAT = 3
-"""The version of the directory's format."""
 
 KIND = "delta"
 
 _REMEDY = "copy the directory whole, or publish a full export"
 
-_TABLE = schema.record(
-    vocabulary_size=schema.integer(1),
-    dim=schema.integer(1),
-    dtype=schema.choice("float32", "bfloat16", "float64"),
-    files=directory.ARRAYS,
-)
 _FORM = schema.record(
-    since=schema.integer(), version=directory.VERSION, tables=schema.mapping(_TABLE)
+    since=schema.integer(), version=directory.VERSION, tables=schema.mapping(directory.TABLE)
 )
 
 
@@ -173,7 +164,7 @@ def write(root: Path, delta: Delta) -> None:
             for name, rows in delta.tables.items()
         },
     }
-    signed.write(root / directory.METADATA, KIND, FORMAT, described, indent=1)
+    directory.write_metadata(root, KIND, described)
 
 
 def read(root: Path) -> Delta:
@@ -183,7 +174,7 @@ def read(root: Path) -> Delta:
       FileNotFoundError: a file is missing.
       ValueError: one is damaged, of another format, or no delta's.
     """
-    described = signed.read(root / directory.METADATA, KIND, FORMAT, _FORM, _REMEDY)
+    described = directory.read_metadata(root, KIND, _FORM, _REMEDY)
     tables = {name: _read_rows(root, name, table) for name, table in described["tables"].items()}
     return Delta(described["since"], Version(**described["version"]), tables)
 

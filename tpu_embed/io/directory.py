@@ -22,19 +22,24 @@ from typing import Any
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed.io import files, schema
+from tpu_embed.io import files, schema, signed
 
 __all__ = [
     "FILE",
-    "METADATA",
+    "TABLE",
     "VERSION",
     "check_file",
     "check_free",
     "describe_file",
     "read_arrays",
+    "read_metadata",
     "write_arrays",
+    "write_metadata",
     "written",
 ]
+
+FORMAT = 3
+"""The version of the directory's format."""
 
 METADATA = "metadata.json"
 
@@ -43,12 +48,17 @@ _SUM = {"bytes": schema.integer(), "crc32": schema.integer()}
 FILE = schema.record(file=schema.text, **_SUM)
 """The form of what the metadata says of a file."""
 
-ARRAYS = schema.mapping(
-    schema.record(
-        file=schema.text, shape=schema.sequence(schema.integer()), dtype=schema.dtype, **_SUM
-    )
+_ARRAY = schema.record(
+    file=schema.text, shape=schema.sequence(schema.integer()), dtype=schema.dtype, **_SUM
 )
-"""The form of what it says of the arrays of a table, by part."""
+
+TABLE = schema.record(
+    vocabulary_size=schema.integer(1),
+    dim=schema.integer(1),
+    dtype=schema.choice("float32", "bfloat16", "float64"),
+    files=schema.mapping(_ARRAY),
+)
+"""The form of what it says of a table, whose files are named by part."""
 
 VERSION = schema.record(run=schema.text, step=schema.integer(), edits=schema.integer())
 """The form of a `Version`."""
@@ -117,14 +127,10 @@ def check_file(
       FileNotFoundError: it is missing.
       ValueError: its place, size or checksum is another; it is a link to outside of the directory.
     """
-    path = root / file
+    path = _inside(root, file, remedy)
     if described["file"] != file:
         what, got = f"{root / METADATA}: file", reprlib.repr(described["file"])
         raise ValueError(message(what, expected=repr(file), got=got, remedy=remedy))
-    found = os.path.realpath(path)
-    if not Path(found).is_relative_to(os.path.realpath(root)):
-        expected, got = f"a file inside {root}", f"a link to {found}"
-        raise ValueError(message(f"{path}", expected=expected, got=got, remedy=remedy))
     with files.name_errors(path, remedy):
         size = path.stat().st_size
     if size != described["bytes"]:
@@ -135,6 +141,40 @@ def check_file(
         expected = f"checksum {described['crc32']}"
         raise ValueError(message(f"{path}", expected=expected, got=f"{got}", remedy=remedy))
     return path
+
+
+def _inside(root: Path, file: str, remedy: str) -> Path:
+    """Return the path of a file, which is no link to outside of the directory."""
+    path = root / file
+    found = os.path.realpath(path)
+    if not Path(found).is_relative_to(os.path.realpath(root)):
+        expected, got = f"a file inside {root}", f"a link to {found}"
+        raise ValueError(message(f"{path}", expected=expected, got=got, remedy=remedy))
+    return path
+
+
+# -- metadata --------------------------------------------------------------------------------------
+
+
+def write_metadata(root: Path, kind: str, value: Mapping[str, Any]) -> None:
+    """Write what the metadata says, of a kind of directory."""
+    signed.write(root / METADATA, kind, FORMAT, value, indent=1)
+
+
+def read_metadata(root: Path, kind: str, form: schema.Form, remedy: str) -> dict[str, Any]:
+    """Return what the metadata says.
+
+    Args:
+      root: the directory.
+      kind: of directory that it must be.
+      form: of what it must say.
+      remedy: for metadata that is missing or damaged.
+
+    Raises:
+      FileNotFoundError: there is none.
+      ValueError: it is damaged, or of another format, kind or form.
+    """
+    return signed.read(_inside(root, METADATA, remedy), kind, FORMAT, form, remedy)
 
 
 # -- arrays ----------------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ def check_engine(engine: Any) -> None:
 def remove(path: Path) -> None:
     """Remove a checkpoint; if that is interrupted, what is left of it is no checkpoint."""
     if jax.process_index() == 0:
+        remove_unfinished(path.parent, path.name)
         left = path.with_name(f"{path.name}{_UNFINISHED}-removed")
         path.rename(left)
         files.sync(path.parent)

@@ -135,7 +135,8 @@ class CheckpointManager:
         self, step: int, state: TableState, model: PyTree, position: Any, *, force: bool
     ) -> bool:
         last = self._manager.latest_step()  # it counts while it is written
-        if (last is None or step > last) and not self._is_due(step, force):
+        due = force or self._manager.should_save(step)  # False of a step that is not after the last
+        if not due and (last is None or step > last):
             return False
         self.wait()
         # Orbax counts a save, and drops what it makes old, before it has ended: it may not have.
@@ -145,7 +146,7 @@ class CheckpointManager:
             remedy = "restore that one, or remove those after the one you go on from"
             expected = f"at least {last}, the last one in {self._directory}"
             raise ValueError(message("step", expected=expected, got=f"{step}", remedy=remedy))
-        if step == last or not self._is_due(step, force):
+        if step == last or not (due or self._manager.should_save(step)):
             return False
         remove_unfinished(self._directory)
         checkpoint = new_checkpoint(self._directory)
@@ -158,9 +159,6 @@ class CheckpointManager:
 
         args = together("save", self._directory, prepared)
         return self._manager.save(step, args=args, force=True)
-
-    def _is_due(self, step: int, force: bool) -> bool:
-        return force or self._manager.should_save(step)
 
     def restore(
         self,

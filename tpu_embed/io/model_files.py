@@ -21,8 +21,7 @@ import numpy as np
 
 from tpu_embed._types import PyTree
 from tpu_embed.core.structure import Structure
-from tpu_embed.io import directory, files, schema, signed
-from tpu_embed.io.directory import METADATA
+from tpu_embed.io import directory, files, schema
 from tpu_embed.io.stored import Stored
 
 __all__ = [
@@ -34,9 +33,6 @@ __all__ = [
     "shape",
     "write",
 ]
-
-FORMAT = 3
-"""The version of the directory's format."""
 
 KIND, PROGRAM = "model", "model.stablehlo"
 
@@ -52,19 +48,13 @@ _FEATURE = schema.record(
     max_sequence_length=schema.integer(),
     on_bad_id=schema.choice("error", "drop", "clip"),
 )
-_TABLE = schema.record(
-    vocabulary_size=schema.integer(1),
-    dim=schema.integer(1),
-    dtype=schema.choice("float32", "bfloat16", "float64"),
-    files=directory.ARRAYS,
-)
 _FORM = schema.record(
     jax=schema.text,
     platforms=schema.sequence(schema.text),
     batch=schema.optional(schema.integer(1)),
     version=schema.optional(directory.VERSION),
     program=directory.FILE,
-    tables=schema.mapping(_TABLE),
+    tables=schema.mapping(directory.TABLE),
     features=schema.mapping(_FEATURE),
     inputs=schema.sequence(_LEAF),
     outputs=schema.sequence(_LEAF),
@@ -119,7 +109,7 @@ def write(
         },
         **described,
     }
-    signed.write(root / METADATA, KIND, FORMAT, metadata, indent=1)
+    directory.write_metadata(root, KIND, metadata)
 
 
 def read_metadata(root: Path) -> dict[str, Any]:
@@ -129,7 +119,7 @@ def read_metadata(root: Path) -> dict[str, Any]:
       FileNotFoundError: there is none.
       ValueError: it is damaged, of another format, or no model's.
     """
-    return signed.read(root / METADATA, KIND, FORMAT, _FORM, _REMEDY)
+    return directory.read_metadata(root, KIND, _FORM, _REMEDY)
 
 
 def read_program(root: Path, metadata: Mapping[str, Any]) -> bytes:

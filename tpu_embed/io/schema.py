@@ -9,6 +9,7 @@ Input: a JSON value, a form. Output: nothing, or an error.
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Callable
 from pathlib import Path
@@ -76,8 +77,9 @@ def flag(value: Any) -> Problem | None:
 
 def dtype(value: Any) -> Problem | None:
     """Accept the name of a dtype."""
-    try:
-        known = isinstance(value, str) and np.dtype(value).name == value
+    try:  # a word: NumPy makes records of other strings
+        word = isinstance(value, str) and re.fullmatch("[a-z][a-z0-9_]*", value)
+        known = word and np.dtype(value).name == value
     except TypeError:
         known = False
     return None if known else _problem("the name of a dtype", value)
