@@ -159,7 +159,7 @@ def test_the_program_holds_xla_operations_and_no_table(trained, exported, served
     assert sorted(path.name for path in (exported / "tables").iterdir()) == [
         "films.values.npy",
         "small.values.npy",
-        "users-v1-eu~aa8f7ba4e54d1ef7.values.npy",
+        "users-v1-eu~a4480370e732c8e2.values.npy",
     ]
     for name, table in trained.tables.items():
         stored = np.asarray(served.tables[name]["values"])

@@ -50,7 +50,7 @@ def file_name(name: str) -> str:
 
     Example:
       >>> file_name("films"), file_name("users.v1/eu")
-      ('films', 'users-v1-eu~aa8f7ba4e54d1ef7')
+      ('films', 'users-v1-eu~a4480370e732c8e2')
     """
     if _PLAIN.fullmatch(name):
         return name
