@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import pickle
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import jax
 import numpy as np
 import process_cases
 import pytest
+
+from tpu_embed.io import restore
 
 TESTS = Path(__file__).resolve().parent
 PLACEMENTS = ["mod", "div", "replicated"]
@@ -127,6 +130,22 @@ def test_saved_by_two_restored_by_two_and_by_one(saved, two):
         assert_same(other["2-8-mod", 2, "div"], (bits[0], bits[0]))
     found = process_cases.restore_all(directory, ["2-8-mod"], [8], ["mod"])
     assert_same(found["2-8-mod", 8, "mod"], bits)
+
+
+def test_a_chunk_in_the_place_of_another_process_is_refused_by_name(saved, two, tmp_path):
+    """Each process keeps the checksums of its own chunks; who restores asks for all of them."""
+    root = shutil.copytree(saved[0] / "2-8-mod", tmp_path / "copy")
+    for number in (0, 1):
+        sums = json.loads((root / f"tables/checksums.{number}.json").read_text())["value"]
+        assert sorted(sums["films/table"]) == [f"c.0.{number}.0", "zarr.json"]
+    first, second = (root / f"tables/films/table/c.0.{number}.0" for number in (0, 1))
+    second.rename(tmp_path / "second")
+    first.rename(second)
+    (tmp_path / "second").rename(first)
+    with pytest.raises(
+        ValueError, match=r"table 'films': .*/c\.0\.0\.0: expected the file of this"
+    ):
+        restore(root, process_cases.make_engine(8, "mod"))
 
 
 WAYS = {1: ([1, 2, 8], PLACEMENTS), 2: ([2, 8], PLACEMENTS), 4: ([8], ["mod"])}

@@ -174,8 +174,8 @@ def _kept(ids: np.ndarray, blocks: Iterator[tuple[slice, Array]], f: Field) -> C
     for here, bits in blocks:
         rows = np.asarray(bits)[: ids[here].size]
         values[here] = rows.astype(f"u{dtype.itemsize}", copy=False).view(dtype)
-    kept = np.int32 if size <= np.iinfo(np.int32).max else np.int64
-    return ChangedRows(size, dim, f.group.dtype, ids.astype(kept), values)
+    kept = ids.astype(delta_files.kept_dtype(size))
+    return ChangedRows(size, dim, f.group.dtype, kept, values)
 
 
 @functools.partial(jax.jit, static_argnames=("f", "axes"))
