@@ -19,6 +19,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from tpu_embed._checks import check_choice, message
+from tpu_embed._snapshot import as_array
 from tpu_embed._types import PADDING_ID, Array, ArrayLike, Tracer
 from tpu_embed.kernels import dispatch
 from tpu_embed.kernels.varying import as_varying, varying_axes
@@ -88,7 +89,7 @@ def embedding_lookup(
 
 
 def _checked_table(table: ArrayLike) -> Array:
-    array = jnp.asarray(table)
+    array = as_array(table)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(
             message("embedding_lookup: table", expected="a float dtype", got=str(array.dtype))
@@ -113,7 +114,7 @@ def _checked_ids(ids: ArrayLike, size: int) -> Array:
                     got=f"{numbers.reshape(-1)[np.argmax(bad)]} at {_first(bad)}",
                 )
             )
-    array = jnp.asarray(ids)
+    array = as_array(ids)
     if array.dtype in (jnp.int32, jnp.int64):
         return array
     if np.dtype(array.dtype).kind == "u" and array.dtype.itemsize >= 4:
@@ -128,7 +129,7 @@ def _first(bad: np.ndarray) -> list[int]:
 def _checked_weights(weights: ArrayLike | None, ids: Array) -> Array | None:
     if weights is None:
         return None
-    array = jnp.asarray(weights)
+    array = as_array(weights)
     if array.shape != ids.shape or not jnp.issubdtype(array.dtype, jnp.floating):
         got = f"{array.dtype} of shape {array.shape}"
         expected = f"floats of the ids' shape {ids.shape}"

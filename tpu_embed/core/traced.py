@@ -18,6 +18,7 @@ import numpy as np
 from jax.experimental import checkify
 
 from tpu_embed._checks import message
+from tpu_embed._snapshot import as_array
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.batch_spec import BatchSpec, GroupSpec, worst_case
 from tpu_embed.core.ids import FeatureForm, dense_form
@@ -201,7 +202,7 @@ def _array(what: str, value: Any, kind: Any) -> Array:
         )
     if not jnp.issubdtype(value.dtype, kind):
         raise TypeError(message(what, expected=f"dtype {kind.__name__}", got=f"{value.dtype}"))
-    return jnp.asarray(value)
+    return as_array(value)
 
 
 def _signed(ids: Array, dtype: np.dtype) -> Array:

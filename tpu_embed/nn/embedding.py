@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tpu_embed._checks import message
+from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, ArrayLike, Tracer
 from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.core.batch import Batch
@@ -105,7 +106,7 @@ class EmbeddingBag(nnx.Module):
         """
         if isinstance(ids, (SparseIds, RaggedIds)):
             return engine_lookup(self.engine, self.state, self.place(ids, weights))
-        scales = None if weights is None else jnp.asarray(weights)
+        scales = None if weights is None else as_array(weights)
         given = ids if isinstance(ids, Batch) else _array(ids)
         return engine_lookup(self.engine, self.state, given, weights=scales)
 
