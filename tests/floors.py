@@ -37,6 +37,7 @@ CORE_ORDER = [
     "structure",
     "padding",
     "weights",
+    "rescale",
     "valid_ids",
     "ids",
     "collectives",

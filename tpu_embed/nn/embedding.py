@@ -94,7 +94,7 @@ class EmbeddingBag(nnx.Module):
         Args:
           ids: integers `[…, H]`, -1 is padding; `[B]`, one id an example, not combined; what
             `place` returned; `SparseIds` or `RaggedIds` of NumPy arrays.
-          weights: floats, beside integers of their shape; differentiable.
+          weights: floats or integers, beside ids of their shape; differentiable.
 
         Returns:
           `[…, D]`, float32 at least; `[…, L, D]` for sequences.
