@@ -31,8 +31,8 @@ def rescale_dense_bags(weights: np.ndarray) -> np.ndarray:
       weights: floats `[…, H]`, finite; the last axis is the bag, 0 where there is no id.
 
     Example:
-      >>> rescale_dense_bags(np.array([[1e-30, 3e-30], [1.0, 3.0]])).round(3).tolist()
-      [[0.158, 0.475], [1.0, 3.0]]
+      >>> rescale_dense_bags(np.array([[2.0**-100, 3 * 2.0**-100], [1.0, 3.0]])).tolist()
+      [[0.25, 0.75], [1.0, 3.0]]
     """
     if not _any_far(weights):
         return weights
