@@ -13,6 +13,7 @@ MAX_FUNCTION_LINES = 40
 FLOORS = {
     "_types": 0,
     "_checks": 0,
+    "_snapshot": 0,
     "kernels": 1,
     "optimizers": 1,
     "initializers": 1,
@@ -36,6 +37,7 @@ CORE_ORDER = [
     "structure",
     "padding",
     "weights",
+    "rescale",
     "valid_ids",
     "ids",
     "collectives",

@@ -149,12 +149,33 @@ def test_bad_ids(dtype):
     np.testing.assert_array_equal(clipped(bad)[1], clipped.embedding[V - 1])
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+def test_weights_may_be_integers(jitted):
+    ids, weights = ids_of(0), np.arange(3 * B, dtype=np.int32).reshape(B, 3)
+
+    def loss(bag, ids, weights):
+        return sum((bag(ids, one) ** 2).sum() for one in weights)
+
+    def step(bag, ids, weights):
+        return nn.fused_value_and_grad(loss)(bag, ids, weights)[0]
+
+    def trained(*weights):
+        bag = bag_of(o.SGD(0.01), combiner="mean")
+        value = (nnx.jit(step) if jitted else step)(bag, ids, weights)
+        return value, np.array(bag.embedding)
+
+    halves = np.full((B, 3), 0.5, np.float32)
+    found, expected = trained(weights, halves), trained(weights.astype(np.float32), halves)
+    np.testing.assert_array_equal(found[0], expected[0])
+    np.testing.assert_array_equal(found[1], expected[1])
+
+
 def test_errors():
     bag = bag_of(o.SGD(0.1))
     with pytest.raises(TypeError, match="expected ids of an integer dtype, got float64"):
         bag(np.ones((2, 2)))
-    for weights in (np.ones((B, 2), np.float32), np.ones((B, 3), np.int32)):
-        with pytest.raises(ValueError, match=r"weights: expected floats of shape \(16, 3\)"):
+    for weights in (np.ones((B, 2), np.float32), np.ones((B, 3), bool)):
+        with pytest.raises(ValueError, match=r"weights: expected real numbers of shape \(16, 3\)"):
             bag(ids_of(0), weights)
     with pytest.raises(ValueError, match="weights of feature 'ids': expected None for one id"):
         nnx.jit(lambda bag, ids: bag(ids, jnp.ones(B)))(bag, ids_of(0, (B,)))

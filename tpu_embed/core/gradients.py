@@ -11,10 +11,10 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from tpu_embed._checks import check_live, message
+from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array
 from tpu_embed.core.batch_spec import BatchSpec
 from tpu_embed.core.layout import Layout
@@ -62,7 +62,7 @@ def checked_gradients(
         if not jnp.issubdtype(gradient.dtype, jnp.floating):
             raise ValueError(message(what, expected="floats", got=f"dtype {gradient.dtype}"))
         check_live(what, [gradient])
-        checked.append(gradient if isinstance(gradient, jax.Array) else jnp.asarray(gradient))
+        checked.append(as_array(gradient))
     return checked
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
+from tpu_embed._snapshot import as_array, snapshot
 from tpu_embed._types import Array, ArrayLike, Tracer
 from tpu_embed.core.batch_spec import bucket
 from tpu_embed.core.collectives import MeshAxes
@@ -77,7 +78,7 @@ def set_rows(
     check_own(state, layout)
     f = _field_of_rows(layout, name, slot)
     refuse_masked(f.label, values)
-    chosen, given = _array(rows), _array(values)
+    chosen, given = _array(snapshot(rows)), _array(snapshot(values))
     _check_rows(f, chosen, given)
     return f.write(state, _write_copy(f.read(state), chosen, given, f, layout.axes))
 
@@ -217,7 +218,7 @@ def load_arrays(
         if f.shape.per_row:
             state = load(state, layout, f.table.name, [array], slot=f.slot)
         else:
-            whole = storage.encode(jnp.asarray(array), f.shape.dtype)
+            whole = storage.encode(as_array(array), f.shape.dtype)
             sharding = layout.axes.sharding(())  # a copy: the state may be donated
             state = f.write(state, jax.device_put(whole, sharding, may_alias=False))
     return state

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array
 from tpu_embed.core.arguments import level_of_caller, positions, value_and_aux
 from tpu_embed.core.indexed_slices import IndexedSlices
@@ -86,7 +87,7 @@ def sparse_value_and_grad(
             return value_and_aux(result, has_aux=has_aux)
 
         names = [jax.tree_util.keystr(path) for path, _ in _paths(args, which)]
-        value, aux, gradients = _flat_gradients(flat, [jnp.asarray(x) for x in leaves], names)
+        value, aux, gradients = _flat_gradients(flat, [as_array(x) for x in leaves], names)
         gradients = jax.tree.unflatten(structure, gradients)
         result = (value, aux) if has_aux else value
         return result, gradients if isinstance(argnums, Sequence) else gradients[0]

@@ -18,6 +18,7 @@ import numpy as np
 from jax import export as jax_export
 
 from tpu_embed._checks import message
+from tpu_embed._snapshot import snapshot
 from tpu_embed._types import PyTree, Tracer
 from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.core import structure, valid_ids
@@ -144,11 +145,14 @@ class ServedModel:
         _check_inputs(inputs, self.metadata["inputs"], size)
         numbers = {
             path: weights_of.beside_dense(
-                f"feature {path!r}", self._features[path].config.table.dtype, ids[path], scale
+                f"feature {path!r}",
+                self._features[path].config.table.dtype,
+                ids[path],
+                snapshot(scale),
             )
             for path, scale in scales.items()
         }
-        return self._program(self.tables, ids, numbers, *inputs)
+        return self._program(self.tables, ids, numbers, *jax.tree.map(snapshot, inputs))
 
 
 def load_model(path: str | os.PathLike[str], *, check: bool = True) -> ServedModel:
@@ -307,4 +311,5 @@ def _ids(feature: valid_ids.Feature, described: Mapping[str, Any], given: Any) -
     def where(at: int) -> str:
         return f"index {[int(i) for i in np.unravel_index(at, ids.shape)]}"
 
-    return valid_ids.resolve_dense(feature, ids, where)[0].astype(described["dtype"], copy=False)
+    judged = valid_ids.resolve_dense(feature, ids, where)[0]
+    return judged.astype(described["dtype"])  # a copy, as `snapshot` makes

@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tpu_embed._checks import message
+from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, ArrayLike, Tracer
 from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.core.batch import Batch
@@ -94,7 +95,7 @@ class EmbeddingBag(nnx.Module):
         Args:
           ids: integers `[…, H]`, -1 is padding; `[B]`, one id an example, not combined; what
             `place` returned; `SparseIds` or `RaggedIds` of NumPy arrays.
-          weights: floats, beside integers of their shape; differentiable.
+          weights: floats or integers, beside ids of their shape; differentiable.
 
         Returns:
           `[…, D]`, float32 at least; `[…, L, D]` for sequences.
@@ -107,7 +108,7 @@ class EmbeddingBag(nnx.Module):
         warn_if_differentiated(self.engine)
         if isinstance(ids, (SparseIds, RaggedIds)):
             return engine_lookup(self.engine, self.state, self.place(ids, weights))
-        scales = None if weights is None else jnp.asarray(weights)
+        scales = None if weights is None else as_array(weights)
         given = ids if isinstance(ids, Batch) else _array(ids)
         return engine_lookup(self.engine, self.state, given, weights=scales)
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from tpu_embed._checks import check_choice, message
+from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.sparse_grad import with_slices
 from tpu_embed.core.tapped_program import Reached, TappedProgram, differentiable, tap_lookups
@@ -210,7 +211,7 @@ def _cotangent(what: str, aval: Any, given: Any) -> Array | None:
             remedy = "give one: a complex y has no cotangent by default"
             raise TypeError(message(what, expected="complex numbers", got="None", remedy=remedy))
         return full(aval, 1) if kind == "float" else None
-    given = jnp.asarray(given)
+    given = as_array(given)
     kinds = ("float", "integer") if kind == "integer" else (kind,)
     if _kind(given.dtype) not in kinds:
         expected = f"{' or '.join(kinds)} numbers for a y of {aval.dtype}"
