@@ -13,6 +13,7 @@ MAX_FUNCTION_LINES = 40
 FLOORS = {
     "_types": 0,
     "_checks": 0,
+    "interrupts": 0,
     "kernels": 1,
     "optimizers": 1,
     "initializers": 1,
@@ -32,6 +33,7 @@ FLOORS = {
 """What stands directly in `tpu_embed/` -> its floor. Imports go to the same or a lower one."""
 
 CORE_ORDER = [
+    "calls",
     "inputs",
     "structure",
     "padding",

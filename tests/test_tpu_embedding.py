@@ -79,7 +79,7 @@ def test_a_size_that_does_not_divide_is_padded():
         ValueError, match=r"batch size: expected a positive multiple of 2.*pad_batch\(features, 2\)"
     ):
         embedding.enqueue(batch(0, size=3))
-    assert len(embedding._queue) == 0
+    assert embedding.waiting == 0
     embedding.enqueue(tpu_embed.pad_batch(batch(0, size=3), 2))
     activations = embedding.dequeue()
     assert activations["clicks"].shape == (4, 2, 2)

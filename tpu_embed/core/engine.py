@@ -1,15 +1,14 @@
 """The functional door: declare once, then init, place, lookup and update, all pure.
 
-Enters: feature configs at construction; then state, batches and gradients. Leaves: activations and
-new states. Called by users, inside their own jit or outside, and by `TPUEmbedding`. Nothing is
-computed here: it is checked, located and handed down.
+Input: feature configs at construction; then state, batches and gradients. Output: activations and
+new states. Nothing is computed here: it is checked, located and handed down.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,15 +18,16 @@ from jax.sharding import Mesh
 from tpu_embed import _checks
 from tpu_embed._checks import message
 from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
-from tpu_embed.config import FeatureConfig, TableConfig
+from tpu_embed.config import TableConfig
 from tpu_embed.core import logical, structure
 from tpu_embed.core.batch import Batch
 from tpu_embed.core.batch_spec import BatchSpec
+from tpu_embed.core.calls import call
 from tpu_embed.core.collectives import make_axes, refuse_manual_axes
 from tpu_embed.core.describe import describe
 from tpu_embed.core.gradients import check_trainable, checked_gradients
 from tpu_embed.core.guard import Guard, OnBadGradient
-from tpu_embed.core.ids import HostIds, host_ids, part_of_feature
+from tpu_embed.core.ids import HostIds, host_ids
 from tpu_embed.core.init import init_tables
 from tpu_embed.core.layout import Layout
 from tpu_embed.core.lookup import lookup, not_differentiable
@@ -94,7 +94,7 @@ class EmbeddingEngine:
         self._init_program = jax.jit(self._init)
         self._lookup_program = jax.jit(self._lookup)
         self._update_program = jax.jit(self._update)
-        self._update_in_place_program = jax.jit(self._update, donate_argnums=0)
+        self._update_in_place_program = jax.jit(self._update_rows, donate_argnums=0)
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -210,24 +210,12 @@ class EmbeddingEngine:
 
     def judge(self, features: PyTree, weights: PyTree | None = None) -> list[HostIds]:
         """Return this process's ids as `place` judges them, without placing them."""
-        given, scales = self._structure.match(features, what="features"), self._weights(weights)
-        here = zip(self.layout.features, self._configs_here, given, scales, strict=True)
+        given, scales = self._structure.match_weighted(features, weights)
+        here = zip(self.layout.features, self._placer.configs, given, scales, strict=True)
         return [
             host_ids(f"feature {feature.path!r}", config, feature.table.name, ids, scale)
             for feature, config, ids, scale in here
         ]
-
-    @functools.cached_property
-    def _configs_here(self) -> list[FeatureConfig]:
-        """The features' configs, for the part of the batch that this process gives."""
-        axes = self.layout.axes
-        mine = len(axes.local_parts(axes.batch_axes))
-        return [part_of_feature(f.config, mine, axes.replicas) for f in self.layout.features]
-
-    def _weights(self, weights: PyTree | None) -> list[Any]:
-        if weights is None:
-            return [None] * len(self.layout.features)
-        return self._structure.match(weights, what="weights")
 
     def _source(
         self, batch: PyTree, weights: PyTree | None, spec: BatchSpec | None
@@ -241,7 +229,7 @@ class EmbeddingEngine:
                 raise ValueError(text)
             batch.check(self.layout)
             return batch
-        given, scales = self._structure.match(batch, what="features"), self._weights(weights)
+        given, scales = self._structure.match_weighted(batch, weights)
         if not any(isinstance(leaf, Tracer) for leaf in (*given, *scales)):
             return self.place(batch, weights, spec)
         return make_traced(given, scales, spec, self.layout)
@@ -274,7 +262,7 @@ class EmbeddingEngine:
         """
         logical.check_kind(state)
         source = self._source(batch, weights, spec)
-        return self._structure.unflatten(self._lookup_program(state.tables, source))
+        return self._structure.unflatten(call(self._lookup_program, state.tables, source))
 
     def _lookup(self, tables: dict[str, Array], source: Batch | TracedIds) -> list[Array]:
         self._traces["lookup"] += 1
@@ -295,9 +283,8 @@ class EmbeddingEngine:
     ) -> TableState:
         """Return the state after one step of every table's optimizer.
 
-        Pure: every table is copied, unless a jit around it donates the state
-        (`jax.jit(..., donate_argnums=…)`); those that are not trainable the new state shares with
-        the old one. Outside a jit, see `update_in_place`.
+        Pure: every trainable table is copied, unless a jit around it donates the state
+        (`donate_argnums`); the others are shared. Outside a jit, see `update_in_place`.
 
         Args:
           state: the tables.
@@ -316,7 +303,7 @@ class EmbeddingEngine:
         """
         source = self._source(batch, weights, spec)
         operands = self._operands(state, source, activation_gradients, learning_rates)
-        return self._update_program(state, source, operands)
+        return call(self._update_program, state, source, operands)
 
     def update_in_place(
         self,
@@ -326,14 +313,29 @@ class EmbeddingEngine:
         *,
         learning_rates: tuple[ArrayLike, ...] | None = None,
     ) -> TableState:
-        """Return what `update` does, in the memory of `state`, which is gone afterwards.
+        """Return what `update` does, in the memory of the state, whose tables and slots then go.
 
         For use outside a jit; arguments and errors are those of `update`. An error of an argument
         leaves the state as it was.
         """
+        return call(self.prepare_update(state, batch, activation_gradients, learning_rates))
+
+    def prepare_update(
+        self,
+        state: TableState,
+        batch: Batch,
+        activation_gradients: PyTree,
+        learning_rates: tuple[ArrayLike, ...] | None = None,
+    ) -> Callable[[], TableState]:
+        """Check the arguments of `update_in_place`; return a function that does the rest, once."""
         source = self._source(batch, None, None)
         operands = self._operands(state, source, activation_gradients, learning_rates)
-        return self._update_in_place_program(state, source, operands)
+        rows, rest = (state.tables, state.slots), (state.step, state.counters)
+        return functools.partial(self._update_in_place_program, rows, rest, source, operands)
+
+    def _update_rows(self, rows: Any, rest: Any, source: Batch, operands: Operands) -> TableState:
+        """Return what `_update` does; tables and slots are donated, while the old step stays."""
+        return self._update(TableState(*rows, *rest), source, operands)
 
     def _operands(
         self,
@@ -382,8 +384,6 @@ class EmbeddingEngine:
     def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingEngine:
         """Return the engine itself: it does not change, and its state is not in it."""
         return self
-
-    # -- what it is ----------------------------------------------------------------------------
 
     @property
     def table_configs(self) -> dict[str, TableConfig]:
