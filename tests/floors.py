@@ -48,6 +48,7 @@ CORE_ORDER = [
     "located",
     "batch",
     "capacity",
+    "departures",
     "processes",
     "place",
     "traced",
