@@ -204,7 +204,7 @@ class EmbeddingEngine:
           ValueError: bad ids, weights, structure or batch size, or a spec that the batch does not
             fit (the message has the one that does); nothing is placed then, on any process.
           TypeError: ids that are no integers, or another container type.
-          RuntimeError: another process did not place its part.
+          RuntimeError: another process did not place its part, or has left.
         """
         return self._placer.place(lambda: self.judge(features, weights), spec)
 
