@@ -22,7 +22,14 @@ from tpu_embed.core.stack_names import differences
 from tpu_embed.core.tables import TableState
 from tpu_embed.kernels import storage
 
-__all__ = ["check_forms", "check_kind", "check_layout", "check_own", "check_state"]
+__all__ = [
+    "check_forms",
+    "check_kind",
+    "check_layout",
+    "check_not_donated",
+    "check_own",
+    "check_state",
+]
 
 _OWN_STATE = "give one that this engine's init, update or load returned"
 _RESTORE = "save and restore with tpu_embed.io, which brings rows into any engine's layout"
@@ -52,7 +59,7 @@ def check_own(state: Any, layout: Layout) -> None:
     check_kind(state)
     check_layout(state.tables, layout)
     check_layout(state.slots, layout)
-    check_live("state", jax.tree.leaves(state))
+    check_not_donated(state)
 
 
 def check_kind(state: Any) -> None:
@@ -64,6 +71,17 @@ def check_kind(state: Any) -> None:
     if not isinstance(state, TableState):
         got = type(state).__name__
         raise ValueError(message("state", expected="a TableState", got=got, remedy=_OWN_STATE))
+
+
+def check_not_donated(state: TableState) -> None:
+    """Check that no array of a state was donated.
+
+    Raises:
+      ValueError: one was; the message names its stack.
+    """
+    for name, table in state.tables.items():
+        check_live(f"state: stack {name!r}", (table, *state.slots.get(name, {}).values()))
+    check_live("state", (state.step, *state.counters.values()))
 
 
 def check_layout(by_stack: Mapping[str, Any], layout: Layout) -> None:
