@@ -34,7 +34,11 @@ from tpu_embed.core.layout import Layout
 from tpu_embed.core.lookup import lookup, not_differentiable
 from tpu_embed.core.reads import activations_read, record_lookup
 from tpu_embed.core.resolve import HostRates, make_layout
-from tpu_embed.core.state_checks import check_forms, check_kind, check_not_donated
+from tpu_embed.core.state_checks import (
+    check_forms,
+    check_not_donated,
+    check_tables_not_donated,
+)
 from tpu_embed.core.tables import TableState
 from tpu_embed.core.traced import TracedIds
 from tpu_embed.core.update import Operands, update
@@ -240,8 +244,7 @@ class EmbeddingEngine:
           ValueError: what `place` refuses; a call inside `shard_map`.
           TypeError: what `place` refuses; differentiation with respect to the state.
         """
-        check_kind(state)
-        _checks.check_live("state", state.tables.values())
+        check_tables_not_donated(state)
         source = self._intake.source(batch, weights, spec)
         activations = call(self._lookup_program, state.tables, source)
         record_lookup(state.tables, activations, self.layout)
@@ -325,7 +328,6 @@ class EmbeddingEngine:
     ) -> Operands:
         """Return the checked operands of an update."""
         self.check_trainable("update")
-        check_kind(state)
         check_not_donated(state)
         given = self._structure.match(gradients, what="activation_gradients")
         checked = checked_gradients(given, source.spec, self.layout)
