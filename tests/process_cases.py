@@ -137,17 +137,21 @@ def refusals(devices):
     return seen
 
 
-def leave(leaver, waits_on):
-    """Raise in one process while the others wait for it, to place a batch or on a device."""
+def leave(leaver, waits_on, *, silently=False):
+    """End one process while the others wait for it, to place a batch or on a device."""
     engine = make_engine(8, "mod")
     engine.place(draw(0))
     if jax.process_index() == leaver:
-        raise ValueError("the data source is gone")
+        raise SystemExit(0) if silently else ValueError("the data source is gone")
     if waits_on == "place":
         engine.place(draw(1))
     sharding = NamedSharding(mesh(8), PartitionSpec("d"))
     ones = np.ones(jax.local_device_count(), np.float32)
     jax.jit(jnp.sum)(jax.make_array_from_process_local_data(sharding, ones)).block_until_ready()
+
+
+def leave_silently(leaver):
+    leave(leaver, "place", silently=True)
 
 
 def interrupt():

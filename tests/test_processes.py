@@ -187,6 +187,13 @@ def test_one_raises_and_all_end_naming_it(leaver, waits_on, tmp_path):
                 assert f"expected call 1 of all 4 processes within 600 s, got {named}" in said
 
 
+@pytest.mark.whole
+def test_one_ends_without_an_exception_and_those_that_wait_for_it_raise(tmp_path):
+    (first, second), _ = start(2, tmp_path, [("leave_silently", 1)], ENDS_WITHIN)
+    assert (first[0], second[0]) == (1, 0)
+    assert "place: expected call 1 of all 2 processes within 600 s, got process 1 left" in first[1]
+
+
 WAYS = {1: ([1, 2, 8], PLACEMENTS), 2: ([2, 8], PLACEMENTS), 4: ([8], ["mod"])}
 """Processes -> numbers of devices, and placements."""
 

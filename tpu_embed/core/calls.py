@@ -7,6 +7,7 @@ failed.
 from __future__ import annotations
 
 import itertools
+import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 import jax
 
 _T = TypeVar("_T")
-_PACKAGE = str(Path(__file__).parent.parent)
+_PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 _STATUSES = ("INTERNAL: ", "INVALID_ARGUMENT: ", "RESOURCE_EXHAUSTED: ", "UNKNOWN: ", "ABORTED: ")
 """How messages of XLA's runtime begin."""
 

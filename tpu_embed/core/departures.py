@@ -69,6 +69,7 @@ class Listener:
         self.client = client
         self._here, self._processes = jax.process_index(), jax.process_count()
         self._heard: str | None = None
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._listen, name="departures", daemon=True)
         self._thread.start()
         atexit.register(self._leave)  # runs before JAX's own, which waits for the others
@@ -98,8 +99,11 @@ class Listener:
         self._heard = heard
         print(f"tpu_embed: {heard}; process {self._here} ends with it", file=sys.stderr, flush=True)
         time.sleep(GRACE_SECONDS)
+        last = threading.Timer(GRACE_SECONDS, os._exit, [1])
+        last.daemon = True
+        last.start()
         try:
-            self.client.shutdown()
+            self.client.shutdown()  # those that are at their exit need not wait for this one
         finally:
             os._exit(1)
 
@@ -113,6 +117,8 @@ class Listener:
 
     def _leave(self) -> None:
         """Say that this process leaves: to all if with an exception, else to those who ask."""
+        if os.getpid() != self._pid:
+            return  # a fork is another process
         error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
         reason = "it has ended"
         if error is not None:
