@@ -51,6 +51,7 @@ class Interrupt:
         self.kind, self.at, self.act, self.seen = kind, at, act, 0
 
     def __enter__(self):
+        sys._getframe().f_trace_opcodes = True  # Python 3.12's settrace asks whether any frame does
         sys.settrace(self._enter)
         return self
 

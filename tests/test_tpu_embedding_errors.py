@@ -270,7 +270,7 @@ def test_a_state_that_was_donated_elsewhere():
     ):
         embedding.dequeue()
     with pytest.raises(
-        ValueError, match=r"state: table 'item': expected .* got an array that was donated"
+        ValueError, match=r"state: stack 'item@mod.*': expected .* got one that was donated"
     ):
         embedding.state = gone
     embedding.load(tables, slots)

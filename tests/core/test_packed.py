@@ -96,5 +96,5 @@ def test_a_plain_state_is_refused(monkeypatch):
     packing, *rest = CASES["lines"]
     engine = engine_of(monkeypatch, packing, *rest)
     plain = engine_of(monkeypatch, "none", *rest).init(jax.random.key(0))
-    with pytest.raises(ValueError, match=r"state: table 'day': expected float32 of shape"):
+    with pytest.raises(ValueError, match=r"state: expected stacks \['day\+1@mod8x128#"):
         state_checks.check_state(plain, engine.layout)

@@ -1,5 +1,6 @@
 """Touched rows: those of a plain model of the batches, in any order; never a silent gap."""
 
+import dataclasses
 import functools
 import threading
 
@@ -10,7 +11,7 @@ import optax
 import pytest
 from hypothesis import strategies as st
 
-from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, SparseIds, TableConfig, TableState
+from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, SparseIds, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.core.touched import TouchedRows, Version
 
@@ -132,8 +133,13 @@ def test_threads_record_at_the_same_time():
     assert all(as_lists(touched.since(step)) == model.since(step) for step in range(9))
 
 
+@functools.cache
+def first_state():
+    return engine().init(jax.random.key(0))
+
+
 def state_at(step):
-    return TableState({}, {}, jax.numpy.int32(step), {})
+    return dataclasses.replace(first_state(), step=jax.numpy.int32(step))
 
 
 def test_a_version_has_all_its_updates():

@@ -18,6 +18,7 @@ from tpu_embed.kernels import cpu, dispatch
 
 NATIVE = cpu.load().path is not None
 PLATFORMS = ("cpu", "cuda", "tpu")
+CALL = r"custom_call @tpu_embed_(\w+)"
 CALLS = [export.DisabledSafetyCheck.custom_call(f"tpu_embed_{name}") for name in cpu.TARGETS]
 
 
@@ -41,7 +42,7 @@ def test_a_training_step_lowers_for(monkeypatch, kernels, platform, devices):
     monkeypatch.setenv(dispatch.VARIABLE, kernels)
     step, arguments = step_of(devices)
     text = step.trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
-    called = set(re.findall(r"@tpu_embed_(\w+)", text))
+    called = set(re.findall(CALL, text))
     if (kernels, platform) == ("native", "cpu"):
         exchanged = {"gather_rows", "set_rows", "sort_rows"} if devices > 1 else set()
         assert called == {"gather_sum", "update"} | exchanged
@@ -82,7 +83,7 @@ def arguments_of(leaves):
 def test_one_program_for_several_platforms(monkeypatch):
     """XLA's own operations need no leave to be exported."""
     exported, _ = exported_step(monkeypatch, "reference")
-    assert not re.search(r"@tpu_embed_", exported.mlir_module())
+    assert not re.search(CALL, exported.mlir_module())
 
 
 @pytest.mark.skipif(not NATIVE, reason=f"compiled library: {cpu.load().why_not}")

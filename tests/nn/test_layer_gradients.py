@@ -12,6 +12,8 @@ import tpu_embed
 from tpu_embed import nn
 from tpu_embed import optimizers as o
 
+DIFFERENTIATED = "ignore:table 'films' .* is looked up under differentiation"
+"""A derivative that is no step of training: that the table keeps its rows is what is meant."""
 A, C = ids_of(1, (8,), lowest=0), ids_of(2, (8,), lowest=0)
 
 
@@ -134,6 +136,7 @@ def test_the_update_is_the_oracles():
     np.testing.assert_allclose(bag.embedding, before, atol=1e-6)  # float32 against float64
 
 
+@pytest.mark.filterwarnings(DIFFERENTIATED)
 def test_weights_are_differentiable():
     bag = bag_of(o.SGD(0.5), devices=2, combiner="mean")
     rows, ids = np.array(bag.embedding), ids_of(3, lowest=0)
@@ -149,6 +152,7 @@ def test_weights_are_differentiable():
     np.testing.assert_allclose(found, jax.grad(expected)(weights), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.filterwarnings(DIFFERENTIATED)
 def test_value_aux_and_state_are_as_with_nnx():
     """Statistics and keys change once, aux may hold modules, other arguments are handed on."""
 
@@ -286,6 +290,7 @@ def test_weights_of_one_lookup_beside_none_and_of_another_dtype():
     np.testing.assert_array_equal(bag.embedding, plain.embedding)
 
 
+@pytest.mark.filterwarnings(DIFFERENTIATED)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_layer_closed_over_by_a_plain_jit(devices):
     bag = bag_of(o.SGD(0.5), devices=devices, combiner="sum")
@@ -351,6 +356,7 @@ def test_no_model_changes_when_another_cannot():
     np.testing.assert_array_equal(model.embedding, before)
 
 
+@pytest.mark.filterwarnings(DIFFERENTIATED)
 def test_a_step_is_not_differentiated():
     model = nnx.Dict(a=bag_of(o.SGD(0.1)), b=nnx.Linear(D, 1, rngs=nnx.Rngs(0)))
 
@@ -439,6 +445,7 @@ def _carried(bag):
     ],
     ids=lambda s: s.__name__,
 )
+@pytest.mark.filterwarnings(DIFFERENTIATED)
 def test_a_lookup_that_is_not_found_is_an_error(shape):
     with pytest.raises(ValueError, match="layer 'a': expected lookups in plain code, jit, vmap"):
         nn.fused_value_and_grad(lambda model: shape(model.a))(nnx.Dict(a=bag_of(o.SGD(0.1))))

@@ -43,7 +43,7 @@ def stack_name(
 
     Example:
       >>> stack_name([("items", 2000)], placement="mod", shards=8, rows=250, kind=(64, "float32"))
-      'items@mod8x250#e2a7c8d26d87'
+      'items@mod8x250#a49d2e99fd13'
     """
     label = re.sub(r"[^\w-]", "_", tables[0][0], flags=re.ASCII)[:_LABEL_LENGTH]
     if len(tables) > 1:
