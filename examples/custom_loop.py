@@ -96,8 +96,9 @@ def main() -> None:
         return state, optax.apply_updates(params, updates), opt_state, loss
 
     source, losses = clicks(args.batch_size, seed=1), []
-    for features, _ in itertools.islice(source, 20):
-        engine.place(features)  # shows the engine the shapes to come: one compilation, not several
+    for features, label in itertools.islice(source, 20):
+        seen = engine.place(features), label  # shows the engine the shapes to come
+    engine.check_in_place(train, state, params, opt_state, *seen)
     with trange(args.steps, unit="step") as progress:
         for step in progress:
             features, label = next(source)

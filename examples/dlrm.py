@@ -58,7 +58,7 @@ def make_steps(engine, dense, graph):
     def loss_fn(params, activations, numbers, label):
         return model.loss(nnx.merge(graph, params)(numbers, activations), label)
 
-    @functools.partial(jax.jit, donate_argnums=0)  # tables are written in place
+    @functools.partial(jax.jit, donate_argnums=0)
     def train(trained, batch, numbers, label):
         state, params, opt_state = trained
         activations = engine.lookup(state, batch)
@@ -80,9 +80,8 @@ def fit(args, config, engine, dense, source, test) -> Iterator[tuple[int, float,
     state = engine.init(jax.random.key(config.seed))
     graph, params = nnx.split(model.Dlrm(config, rngs=nnx.Rngs(config.seed)))
     start = params, jax.jit(dense.init)(params), model.Auc.empty()
-    # Where a step leaves them, so that it is compiled once, not twice.
-    params, opt_state, empty = jax.device_put(start, state.step.sharding)
-    trained, (train, score) = (state, params, opt_state), make_steps(engine, dense, graph)
+    *network, empty = jax.device_put(start, state.step.sharding)  # as a step leaves them
+    trained, (train, score) = (state, *network), make_steps(engine, dense, graph)
     expand = multi_hot.bags(config, args.matrices)
     spread = jax.NamedSharding(engine.layout.axes.mesh, jax.P(engine.layout.axes.mesh.axis_names))
 
@@ -91,6 +90,7 @@ def fit(args, config, engine, dense, source, test) -> Iterator[tuple[int, float,
         return engine.place(expand(examples.ids)), numbers, label
 
     held_out = [place(examples) for examples in test]  # shows the engine the shapes to come
+    engine.check_in_place(train, trained, *held_out[0])
     every, before, begin = max(1, args.steps // 10), 0, time.perf_counter()
     with contextlib.closing(prefetch(place, itertools.islice(source, args.steps))) as batches:
         for step, batch in enumerate(tqdm(batches, total=args.steps, unit="step"), 1):
@@ -132,8 +132,8 @@ def main() -> None:
         config.learning_rate, epsilon=config.epsilon, slot_initializers=start
     )
     engine = tpu_embed.EmbeddingEngine(model.feature_config(config), adagrad)
-    print(f"{count} device(s), {len(config.rows)} tables of {sum(config.rows)} rows")
     curve, best = [(0, 0.5)], None
+    print(f"{count} device(s), {len(config.rows)} tables of {sum(config.rows)} rows")
     draw(curve, best, args.plot)  # what cannot be written is found out before the training
     for seen, area, text in fit(args, config, engine, adagrad.as_optax(), *streams):
         tqdm.write(f"{seen} examples  {text}")

@@ -29,6 +29,7 @@ def step(state, batch):
 
 engine = EmbeddingEngine(features, Adagrad(0.1))
 state, batch = engine.init(jax.random.key(0)), engine.place(inputs)
+engine.check_in_place(step, state, batch)  # an error here if the step copied a table
 embedding = TPUEmbedding(features, Adagrad(0.1))  # the stateful door
 for _ in range(5):
     state, loss = step(state, batch)

@@ -124,6 +124,12 @@ def main() -> None:
         user_vectors, item_vectors = vectors(state, params, everything)
         return recall(user_vectors[:users] @ item_vectors[:items].T, *pairs)
 
+    def batch_of(rows):
+        item = data.item[rows]
+        return engine.place(model.inputs(data, data.user[rows], item)), item, log_share[item]
+
+    first = batch_of(train_rows[: config.batch_size])
+    engine.check_in_place(step, state, params, opt_state, *first)
     print(f"{jax.device_count()} device(s), {len(train_rows)} ratings to train on")
     print(f"popularity  recall@{TOP} {recall(np.tile(count, (users, 1)) * 1.0, *pairs):.4f}")
     rng = np.random.default_rng(config.seed)
@@ -131,12 +137,8 @@ def main() -> None:
         begin, losses = time.perf_counter(), []
         order = rng.permutation(train_rows)
         for start in range(0, len(order) - config.batch_size + 1, config.batch_size):
-            rows = order[start : start + config.batch_size]
-            item = data.item[rows]
-            batch = engine.place(model.inputs(data, data.user[rows], item))
-            state, params, opt_state, loss = step(
-                state, params, opt_state, batch, item, log_share[item]
-            )
+            batch = batch_of(order[start : start + config.batch_size])
+            state, params, opt_state, loss = step(state, params, opt_state, *batch)
             losses.append(loss)
         print(
             f"epoch {epoch:2d}  loss {np.mean(losses):.4f}  recall@{TOP} {evaluate():.4f}"

@@ -6,7 +6,12 @@ An error names the argument or feature path, what was expected, what was got, an
 from __future__ import annotations
 
 import numbers
+from collections.abc import Iterable
 from typing import Any
+
+import jax
+
+from tpu_embed._types import Tracer
 
 
 def message(what: str, *, expected: str, got: Any, remedy: str = "") -> str:
@@ -46,3 +51,20 @@ def check_choice(what: str, value: Any, choices: tuple[Any, ...]) -> Any:
         words = " | ".join(repr(choice) for choice in choices)
         raise ValueError(message(what, expected=words, got=repr(value)))
     return value
+
+
+def check_live(what: str, arrays: Iterable[Any]) -> None:
+    """Check that no array was donated or deleted: a compiled program may crash on one.
+
+    Args:
+      what: what they are, for messages.
+      arrays: anything; only arrays on devices can have been donated.
+
+    Raises:
+      ValueError: one was.
+    """
+    for array in arrays:
+        if isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.is_deleted():
+            remedy = "go on with what that call returned; donate_argnums says what a jit donates"
+            got = "one that was donated to an earlier call, or deleted"
+            raise ValueError(message(what, expected="arrays that exist", got=got, remedy=remedy))

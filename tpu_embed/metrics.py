@@ -16,10 +16,11 @@ import numpy as np
 
 from tpu_embed import _checks
 from tpu_embed._types import PyTree
-from tpu_embed.core import logical, norms
+from tpu_embed.core import norms
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.fields import Field, fields
 from tpu_embed.core.inputs import RaggedIds, SparseIds
+from tpu_embed.core.state_checks import check_state
 from tpu_embed.core.tables import TableState
 
 __all__ = ["batch_statistics", "counters", "table_statistics", "write_scalars"]
@@ -62,7 +63,7 @@ def batch_statistics(
     top = _checks.check_int("hottest", hottest, minimum=1)
     ids: dict[str, list[np.ndarray]] = {name: [] for name in engine.table_configs}
     bad = dict.fromkeys(ids, 0)
-    judged = engine.judge(features)
+    judged = engine.host_ids(features)
     given = engine._structure.match(features, what="features")
     for feature, leaf, host in zip(engine.layout.features, given, judged, strict=True):
         ids[feature.table.name].append(host.ids[host.ids >= 0])
@@ -119,7 +120,7 @@ def table_statistics(engine: EmbeddingEngine, state: TableState) -> dict[str, di
       >>> table_statistics(engine, state)["films"]["norm"]
       4.0
     """
-    logical.check_state(state, engine.layout)
+    check_state(state, engine.layout)
     sums = jax.device_get(norms.of_state(state, engine.layout))
     found: dict[str, dict[str, Any]] = {name: {} for name in engine.table_configs}
     for f in fields(engine.layout):
@@ -158,7 +159,7 @@ def counters(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
     Raises:
       ValueError: it is no state of this engine.
     """
-    logical.check_state(state, engine.layout)
+    check_state(state, engine.layout)
     paths = [feature.path for feature in engine.layout.features]
     counted: dict[str, Any] = {"step": int(state.step)}
     for name, count in sorted(jax.device_get(state.counters).items()):

@@ -306,7 +306,7 @@ OTHER_STATES = {
     "none": (lambda state: None, "state: expected a TableState, got NoneType; give one that this"),
     "no table": (
         lambda state: dataclasses.replace(state, tables={}),
-        r"state: table 't': expected float32 of shape \(5, 2\), got none",
+        r"state: expected stacks \['t@mod1x5#\w+'\], got \[\]; save and restore with tpu_embed.io",
     ),
     "another V": (
         lambda state: jax.tree.map(lambda leaf: leaf[:1] if leaf.ndim else leaf, state),
@@ -334,3 +334,31 @@ def test_a_state_of_another_optimizer():
     gradients = _ones(engine, state, batch)  # a lookup needs the tables alone
     with pytest.raises(ValueError, match=r"state: table 't', slot 'momenta': expected .* got none"):
         engine.update(state, batch, gradients)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_what_was_donated_is_refused(devices):
+    engine = _engine(o.Adagrad(0.1), devices=devices)
+    ids = np.zeros((8, 2), np.int32)
+    batch, old = engine.place({"x": ids}), engine.init(jax.random.key(0))
+    gradients = {"x": jax.numpy.ones((8, 2))}
+    state = engine.update_in_place(old, batch, gradients)
+    calls = [
+        lambda: engine.lookup(old, batch),
+        lambda: engine.update(old, batch, gradients),
+        lambda: engine.update_in_place(old, batch, gradients),
+        lambda: engine.tables(old),
+        lambda: engine.slots(old),
+        lambda: engine.set_rows(old, "t", [0], [[1.0, 2.0]]),
+        lambda: engine.load_arrays(old, {"t": np.zeros((5, 2))}),
+    ]
+    for call in (engine.lookup, engine.update):  # warm: compiled and called before
+        call(state, batch, *([gradients] if call == engine.update else []))
+    for call in calls:
+        with pytest.raises(ValueError, match=r"stack 't@mod.*expected arrays that exist"):
+            call()
+    jax.jit(lambda batch, gradients: (batch, gradients), donate_argnums=(0, 1))(batch, gradients)
+    with pytest.raises(ValueError, match=r"batch: expected arrays that exist"):
+        engine.lookup(state, batch)
+    with pytest.raises(ValueError, match=r"gradient of feature 'x': expected arrays that exist"):
+        engine.update(state, {"x": ids}, gradients)

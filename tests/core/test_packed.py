@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, optimizers
-from tpu_embed.core import logical, resolve, retrieve
+from tpu_embed.core import resolve, retrieve, state_checks
 from tpu_embed.kernels.forms import LINE
 
 BATCH, VOCABULARY = 16, 150
@@ -97,4 +97,4 @@ def test_a_plain_state_is_refused(monkeypatch):
     engine = engine_of(monkeypatch, packing, *rest)
     plain = engine_of(monkeypatch, "none", *rest).init(jax.random.key(0))
     with pytest.raises(ValueError, match=r"state: table 'day': expected float32 of shape"):
-        logical.check_state(plain, engine.layout)
+        state_checks.check_state(plain, engine.layout)

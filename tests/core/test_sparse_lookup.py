@@ -132,6 +132,17 @@ def test_ids_outside_the_table():
     assert not np.asarray(large).any()
 
 
+@pytest.mark.parametrize("combiner", [None, "sum", "mean", "sqrtn"])
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint16])
+def test_weights_may_be_integers(combiner, dtype):
+    weights = np.arange(IDS.size).reshape(IDS.shape)
+    found, expected = (
+        embedding_lookup(table_of(), IDS, weights.astype(kind), combiner)
+        for kind in (dtype, np.float32)
+    )
+    assert np.array_equal(found, expected)
+
+
 def test_errors_name_the_argument():
     with pytest.raises(TypeError, match="table: expected a float dtype, got int32"):
         embedding_lookup(jnp.ones((2, 2), jnp.int32), [0])
@@ -141,7 +152,9 @@ def test_errors_name_the_argument():
         embedding_lookup(1.0, [0])
     with pytest.raises(ValueError, match=r"combiner: expected .*'sqrtn', got 'max'"):
         embedding_lookup(jnp.ones((2, 2)), [[0]], combiner="max")
-    with pytest.raises(ValueError, match=r"weights: expected floats of the ids' shape \(1,\)"):
+    with pytest.raises(ValueError, match=r"weights: .* real numbers of the ids' shape \(1,\)"):
         embedding_lookup(jnp.ones((2, 2)), [0], np.ones(2))
+    with pytest.raises(ValueError, match=r"expected real numbers .*, got bool of shape \(1,\)"):
+        embedding_lookup(jnp.ones((2, 2)), [0], np.ones(1, bool))
     with pytest.raises(ValueError, match="ids: expected bags"):
         embedding_lookup(jnp.ones((2, 2)), np.int32(0), combiner="sum")

@@ -134,7 +134,7 @@ def test_checkify_reports_bad_ids():
 
 ODD = {
     "a container": ({"bag": RaggedIds([1], [0, 1])}, ValueError, "feature 'bag': .*engine.place"),
-    "floats": ({"bag": jnp.ones((B, 3))}, TypeError, "feature 'bag': expected dtype integer"),
+    "floats": ({"bag": jnp.ones((B, 3))}, TypeError, "feature 'bag': expected ids of an integer"),
     "rank 0": ({"bag": jnp.int32(1)}, ValueError, "bag"),
     "batches": ({"bag": jnp.ones((2 * B, 3), int)}, ValueError, "feature 'bags': expected batch"),
     "odd batch": (draw() | {}, ValueError, "a positive multiple of 2"),
@@ -153,13 +153,27 @@ def test_what_is_refused_while_tracing(case):
         jax.jit(lambda ids: engine.lookup(state, ids | leaves))(ids)
 
 
+def test_weights_may_be_integers_as_outside():
+    engine, ids = make_engine(), draw()
+    state, numbers = engine.init(jax.random.key(0)), np.arange(B * 3).reshape(B, 3) - 5
+    lookup = jax.jit(lambda ids, weights: engine.lookup(state, ids, weights))
+
+    def weights_as(dtype):
+        return dict.fromkeys(ids) | {"bag": numbers.astype(dtype)}
+
+    placed = engine.lookup(state, engine.place(ids, weights_as(np.int32)))
+    for dtype in (np.float32, np.int32, np.int8):
+        assert_same(lookup(ids, weights_as(dtype)), placed)
+
+
 def test_weights_of_another_shape_or_kind_are_refused():
     engine, ids = make_engine(), draw()
     state, none = engine.init(jax.random.key(0)), dict.fromkeys(ids)
     lookup = jax.jit(lambda ids, weights: engine.lookup(state, ids, weights))
     with pytest.raises(ValueError, match=r"weights of feature 'bag': expected shape \(4, 3\)"):
         lookup(ids, none | {"bag": np.ones((B, 2), np.float32)})
-    with pytest.raises(TypeError, match="weights of feature 'bag': expected dtype floating"):
-        lookup(ids, none | {"bag": np.ones((B, 3), np.int32)})
+    for dtype in (bool, np.complex64):
+        with pytest.raises(ValueError, match="weights of feature 'bag': expected real numbers"):
+            lookup(ids, none | {"bag": np.ones((B, 3), dtype)})
     with pytest.raises(ValueError, match="one"):
         lookup(ids, none | {"one": np.ones(B, np.float32)})

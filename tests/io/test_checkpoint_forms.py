@@ -169,15 +169,6 @@ def test_counters_go_by_feature(tmp_path):
 
 def test_configs_are_written_down(path):
     found = json.loads((path / "tables" / "tables.json").read_text())["value"]
-    assert found["format"] == 1
     config = found["tables"]["item"]["config"]
     assert config["optimizer"]["class"] == "Adagrad"
     assert (config["combiner"], config["dtype"], config["dim"]) == ("mean", "float32", 2)
-
-
-def test_another_format_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("tpu_embed.io.manifest.FORMAT", 2)
-    save(tmp_path / "saved", small_engine(), small_state())
-    monkeypatch.undo()
-    with pytest.raises(ValueError, match=r"tables: expected format 1, got 2; update tpu_embed"):
-        restore(tmp_path / "saved", small_engine())

@@ -73,6 +73,8 @@ def check_kills(tmp_path, kills, steps):
     assert runs.resumed == sorted(runs.resumed)
     assert all(step % EVERY == 0 for step in runs.resumed)
     assert runs.resumed[-1] > 0
+    left = {path.name for path in runs.directory.iterdir() if path.is_dir()}
+    assert left == {f"{steps - n * EVERY}" for n in range(KEEP)}
     print(f"{kills} kills, {runs.left} of them while a save was under way; resumed {runs.resumed}")
     assert len(last) == len(undisturbed)
     for a, b in zip(last, undisturbed, strict=True):

@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from checkpoint_cases import contents, small, small_engine, small_state, table_of
 from facade_cases import assert_same
 
-from tpu_embed.io import CheckpointManager, restore, tables
+from tpu_embed.io import CheckpointManager, restore, save, tables
 
 
 def manager_of(path, **options):
@@ -153,6 +154,99 @@ def test_a_save_that_went_wrong_is_not_there_and_removes_nothing(tmp_path, monke
         assert manager.latest_step() is None
 
 
+INTERRUPTED = {
+    "the disk is full": ("tpu_embed.io.tables.write_rows", OSError(28, "No space left on device")),
+    "stopped while it writes": ("tpu_embed.io.tables.write_rows", KeyboardInterrupt()),
+    "stopped at the end": ("tpu_embed.io.files.sync_directories", KeyboardInterrupt()),
+    "old ones cannot be removed": ("shutil.rmtree", PermissionError(13, "Permission denied")),
+    "stopped while old ones are removed": ("shutil.rmtree", KeyboardInterrupt()),
+}
+
+
+@pytest.mark.parametrize("in_background", [True, False], ids=["in background", "waiting"])
+@pytest.mark.parametrize("case", INTERRUPTED)
+def test_as_many_as_are_to_stay_do_after_a_save_was_interrupted(
+    tmp_path, monkeypatch, case, in_background
+):
+    def fails(*_, **__):
+        raise error
+
+    name, error = INTERRUPTED[case]
+    with manager_of(tmp_path, keep=2, in_background=in_background) as manager:
+        for step in (1, 2):
+            manager.save(step, small_state(step))
+        manager.wait()
+        monkeypatch.setattr(name, fails)
+        with pytest.raises(type(error)):
+            assert manager.save(3, small_state(3)) == manager.wait()
+        monkeypatch.undo()
+        for step in (4, 5, 6):
+            assert manager.save(step, small_state(step))
+            manager.wait()
+            assert len(manager.all_steps()) == 2
+            assert manager.all_steps()[-1] == step
+        assert manager.all_steps() == [5, 6]
+        for step in (5, 6):
+            state = manager.restore(step).state
+            assert_same(
+                contents(small_engine(), state), contents(small_engine(), small_state(step))
+            )
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"5", "6"}
+
+
+def test_as_many_as_are_to_stay_do_after_a_wait_was_interrupted(tmp_path, monkeypatch):
+    """The save goes on; its step is there when the next one looks."""
+    may_write, write = threading.Event(), tables.write
+
+    def later(directory, prepared):
+        may_write.wait()
+        write(directory, prepared)
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with manager_of(tmp_path, keep=2) as manager:
+        for step in (1, 2):
+            manager.save(step, small_state(step))
+        manager.wait()
+        monkeypatch.setattr(tables, "write", later)
+        manager.save(3, small_state(3))
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "join", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                manager.wait()
+        may_write.set()
+        assert not manager.save(3, small_state(3))
+        assert manager.all_steps() == [2, 3]
+        for step in (4, 5):
+            manager.save(step, small_state(step))
+            manager.wait()
+            assert manager.all_steps() == [step - 1, step]
+
+
+def test_a_step_that_is_half_removed_is_no_checkpoint(tmp_path, monkeypatch):
+    with manager_of(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, small_state(step))
+        manager.wait()
+
+        def half(path, **_):
+            (Path(path) / "tables" / "tables.json").unlink()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(shutil, "rmtree", half)
+        with pytest.raises(KeyboardInterrupt):
+            manager.remove(2)
+        monkeypatch.undo()
+        assert manager.all_steps() == [1]
+        manager.restore()
+        save(tmp_path / "2", small_engine(), small_state(2))  # beside what is left
+        manager.remove(2)
+        assert manager.save(2, small_state(2))
+        manager.wait()
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"1", "2"}
+
+
 def test_what_did_not_end_is_no_checkpoint_and_is_cleaned_up(tmp_path):
     with manager_of(tmp_path) as manager:
         manager.save(2, small_state())
@@ -222,7 +316,7 @@ def test_a_damaged_step_names_the_others(tmp_path):
             manager.save(step, small_state(step))
         manager.wait()
         (tmp_path / "3" / "tables" / "tables.json").unlink()
-        with pytest.raises(ValueError, match=r"tables\.json") as error:
+        with pytest.raises(FileNotFoundError, match=r"tables\.json") as error:
             manager.restore()
         assert error.value.__notes__ == [f"steps in {tmp_path}: [1, 2, 3]"]
         state = manager.restore(2).state

@@ -519,9 +519,9 @@ def test_no_bit_can_be_another(file, damaged):
 
 
 def test_a_model_is_no_delta_and_a_delta_no_model(served):
-    with pytest.raises(ValueError, match=r"metadata.json: expected what a delta's writer wrote"):
+    with pytest.raises(ValueError, match=r"metadata.json: kind: expected 'delta', got 'model'"):
         delta_files.read(served.root)
-    with pytest.raises(ValueError, match=r"metadata.json: expected a model, got none"):
+    with pytest.raises(ValueError, match=r"metadata.json: kind: expected 'model', got 'delta'"):
         load_model(served.deltas[0])
 
 

@@ -95,7 +95,8 @@ def test_split_parts_parameters_tables_and_slots():
         ("linear", "bias"),
         ("linear", "kernel"),
     ]
-    assert [path for path, _ in nnx.to_flat_state(tables)] == [("bag", "table")]
+    (stack,) = model["bag"].tables
+    assert [path for path, _ in nnx.to_flat_state(tables)] == [("bag", "tables", stack)]
     assert [path[:2] for path, _ in nnx.to_flat_state(slots)] == [("bag", "slots")] * 2
     assert {path[1] for path, _ in nnx.to_flat_state(rest)} == {"step", "bad_ids", "overflows"}
 
@@ -104,12 +105,14 @@ def test_nnx_alone_leaves_tables_as_they_are():
     model = nnx.Dict(bag=bag_of(o.SGD(0.1)), linear=nnx.Linear(D, 1, rngs=nnx.Rngs(0)))
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     before, kernel = np.array(model.bag.embedding), np.array(model.linear.kernel[...])
-    gradients = nnx.grad(lambda m: m.linear(m.bag(ids_of(0))).sum())(model)
+    with pytest.warns(UserWarning, match="under differentiation, which does not train it"):
+        gradients = nnx.grad(lambda m: m.linear(m.bag(ids_of(0))).sum())(model)
     optimizer.update(model, gradients)
     np.testing.assert_array_equal(model.bag.embedding, before)
     assert (np.array(model.linear.kernel[...]) != kernel).all()
 
 
+@pytest.mark.filterwarnings("ignore:table 'films'")
 def test_tables_are_not_differentiated_densely():
     bag = bag_of(o.SGD(0.1))
     with pytest.raises(TypeError, match=r"EmbeddingEngine\.update"):
@@ -146,12 +149,33 @@ def test_bad_ids(dtype):
     np.testing.assert_array_equal(clipped(bad)[1], clipped.embedding[V - 1])
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+def test_weights_may_be_integers(jitted):
+    ids, weights = ids_of(0), np.arange(3 * B, dtype=np.int32).reshape(B, 3)
+
+    def loss(bag, ids, weights):
+        return sum((bag(ids, one) ** 2).sum() for one in weights)
+
+    def step(bag, ids, weights):
+        return nn.fused_value_and_grad(loss)(bag, ids, weights)[0]
+
+    def trained(*weights):
+        bag = bag_of(o.SGD(0.01), combiner="mean")
+        value = (nnx.jit(step) if jitted else step)(bag, ids, weights)
+        return value, np.array(bag.embedding)
+
+    halves = np.full((B, 3), 0.5, np.float32)
+    found, expected = trained(weights, halves), trained(weights.astype(np.float32), halves)
+    np.testing.assert_array_equal(found[0], expected[0])
+    np.testing.assert_array_equal(found[1], expected[1])
+
+
 def test_errors():
     bag = bag_of(o.SGD(0.1))
     with pytest.raises(TypeError, match="expected ids of an integer dtype, got float64"):
         bag(np.ones((2, 2)))
-    for weights in (np.ones((B, 2), np.float32), np.ones((B, 3), np.int32)):
-        with pytest.raises(ValueError, match=r"weights: expected floats of shape \(16, 3\)"):
+    for weights in (np.ones((B, 2), np.float32), np.ones((B, 3), bool)):
+        with pytest.raises(ValueError, match=r"weights: expected real numbers of shape \(16, 3\)"):
             bag(ids_of(0), weights)
     with pytest.raises(ValueError, match="weights of feature 'ids': expected None for one id"):
         nnx.jit(lambda bag, ids: bag(ids, jnp.ones(B)))(bag, ids_of(0, (B,)))
@@ -166,7 +190,7 @@ def test_errors():
 
 
 def test_a_frozen_table_stays_as_it_is():
-    embed = nn.Embed(V, D, rngs=nnx.Rngs(0))
+    embed = nn.Embed(V, D, trainable=False, rngs=nnx.Rngs(0))
     before = np.array(embed.embedding)
     nn.fused_value_and_grad(lambda embed: embed(ids_of(0, lowest=0)).sum())(embed)
     np.testing.assert_array_equal(embed.embedding, before)
@@ -202,14 +226,16 @@ def test_a_layer_is_made_inside_a_jit_and_abstractly():
     made = nnx.jit(lambda: bag_of(o.SGD(0.1)))()
     np.testing.assert_array_equal(made.embedding, bag_of(o.SGD(0.1)).embedding)
     shapes = nnx.eval_shape(lambda: bag_of(o.SGD(0.1)))
-    assert shapes.table.shape == (V, D)
+    (table,) = shapes.tables.values()
+    assert table.shape == (V, D)
 
 
 def test_the_mesh_shards_the_table():
     bag = bag_of(o.Adagrad(0.1), devices=8)
-    (size,) = {shard.data.shape[0] for shard in bag.table[...].addressable_shards}
+    ((stack, table),) = bag.tables.items()
+    (size,) = {shard.data.shape[0] for shard in table[...].addressable_shards}
     assert size == -(-V // 8)
-    assert bag.slots["accumulators"][...].sharding == bag.table[...].sharding
+    assert bag.slots[stack]["accumulators"][...].sharding == table[...].sharding
     assert tpu_embed.nn.Embed(V, D, rngs=nnx.Rngs(0)).rows.engine.layout.axes.replicas == len(
         jax.devices()
     )

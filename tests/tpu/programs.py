@@ -89,8 +89,10 @@ def stateful_programs(name, features, optimizer, shapes):
     state, batch = abstract_state(engine), abstract_batch(engine, plan.spec)
     lookup = engine._lookup_program.lower(state.tables, batch)
     gradients = jax.tree.leaves(lookup.out_info)
-    operands = Operands(gradients, state.step, {})  # type: ignore[arg-type]
-    update = engine._update_in_place_program.lower(state, batch, operands)
+    reads = {name: [] for name in state.tables}
+    operands = Operands(gradients, state.step, {}, reads)  # type: ignore[arg-type]
+    rows, rest = (state.tables, state.slots), (state.step, state.counters)
+    update = engine._update_in_place_program.lower(rows, rest, batch, operands)
     return lookup.compile(), update.compile(), plan
 
 

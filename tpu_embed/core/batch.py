@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import check_live, message
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.batch_spec import BatchSpec, GroupSpec
 from tpu_embed.core.ids import HostIds
@@ -69,6 +69,7 @@ class Batch:
                     remedy="place it again; a scan takes Batches stacked along a new first axis",
                 )
             )
+        check_live("batch", [self.packed])
 
     def locate(self, layout: Layout) -> Located:
         """Return the ids of every stack, inside `shard_map`; the inverse of `pack`."""

@@ -5,6 +5,8 @@ of bags, or sums of the gradients of rows. Called by `lookup.py` and `sums.py`.
 
 With weights c (1 without) and rows w, a bag's activation is (Σ c w) (1 / d), where d is 1 (sum),
 Σ c (mean) or √Σ c² (sqrtn), and zero where d is zero. The gradient of an id's row is c (g (1 / d)).
+The weights of a mean or sqrtn have been brought near 1 before, where they were far from it, so that
+float32 holds d, d² and 1 / d (`rescale.py`).
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """The functional door: declare once, then init, place, lookup and update, all pure.
 
-Enters: feature configs at construction; then state, batches and gradients. Leaves: activations and
-new states. Called by users, inside their own jit or outside, and by `TPUEmbedding`. Nothing is
-computed here: it is checked, located and handed down.
+Input: feature configs at construction; then state, batches and gradients. Output: activations and
+new states. Nothing is computed here: it is checked, located and handed down.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,24 +16,31 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tpu_embed import _checks
-from tpu_embed._checks import message
 from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
-from tpu_embed.config import FeatureConfig, TableConfig
+from tpu_embed.config import TableConfig
 from tpu_embed.core import logical, structure
 from tpu_embed.core.batch import Batch
 from tpu_embed.core.batch_spec import BatchSpec
-from tpu_embed.core.collectives import make_axes, refuse_manual_axes
+from tpu_embed.core.calls import call
+from tpu_embed.core.collectives import make_axes
 from tpu_embed.core.describe import describe
 from tpu_embed.core.gradients import check_trainable, checked_gradients
 from tpu_embed.core.guard import Guard, OnBadGradient
-from tpu_embed.core.ids import HostIds, host_ids, part_of_feature
+from tpu_embed.core.ids import HostIds
+from tpu_embed.core.in_place import LOOKUP, UPDATE, check_in_place, named
 from tpu_embed.core.init import init_tables
+from tpu_embed.core.intake import Intake
 from tpu_embed.core.layout import Layout
 from tpu_embed.core.lookup import lookup, not_differentiable
-from tpu_embed.core.place import Placer
+from tpu_embed.core.reads import activations_read, record_lookup
 from tpu_embed.core.resolve import HostRates, make_layout
+from tpu_embed.core.state_checks import (
+    check_forms,
+    check_not_donated,
+    check_tables_not_donated,
+)
 from tpu_embed.core.tables import TableState
-from tpu_embed.core.traced import TracedIds, make_traced
+from tpu_embed.core.traced import TracedIds
 from tpu_embed.core.update import Operands, update
 
 
@@ -89,12 +95,12 @@ class EmbeddingEngine:
         )
         self._guard = Guard(on_bad_gradient, self.layout)
         self._rates = HostRates(self.layout)
-        self._placer = Placer(self.layout)
+        self._intake = Intake(self._structure, self.layout)
         self._traces: collections.Counter[str] = collections.Counter()
         self._init_program = jax.jit(self._init)
-        self._lookup_program = jax.jit(self._lookup)
-        self._update_program = jax.jit(self._update)
-        self._update_in_place_program = jax.jit(self._update, donate_argnums=0)
+        self._lookup_program = jax.jit(named(self._lookup, LOOKUP))
+        self._update_program = jax.jit(named(self._update, UPDATE))
+        self._update_in_place_program = jax.jit(named(self._update_rows, UPDATE), donate_argnums=0)
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -204,47 +210,13 @@ class EmbeddingEngine:
           ValueError: bad ids, weights, structure or batch size, or a spec that the batch does not
             fit (the message has the one that does); nothing is placed then, on any process.
           TypeError: ids that are no integers, or another container type.
-          RuntimeError: another process did not place its part.
+          RuntimeError: another process did not place its part, or has left.
         """
-        return self._placer.place(lambda: self.judge(features, weights), spec)
+        return self._intake.place(features, weights, spec)
 
-    def judge(self, features: PyTree, weights: PyTree | None = None) -> list[HostIds]:
-        """Return this process's ids as `place` judges them, without placing them."""
-        given, scales = self._structure.match(features, what="features"), self._weights(weights)
-        here = zip(self.layout.features, self._configs_here, given, scales, strict=True)
-        return [
-            host_ids(f"feature {feature.path!r}", config, feature.table.name, ids, scale)
-            for feature, config, ids, scale in here
-        ]
-
-    @functools.cached_property
-    def _configs_here(self) -> list[FeatureConfig]:
-        """The features' configs, for the part of the batch that this process gives."""
-        axes = self.layout.axes
-        mine = len(axes.local_parts(axes.batch_axes))
-        return [part_of_feature(f.config, mine, axes.replicas) for f in self.layout.features]
-
-    def _weights(self, weights: PyTree | None) -> list[Any]:
-        if weights is None:
-            return [None] * len(self.layout.features)
-        return self._structure.match(weights, what="weights")
-
-    def _source(
-        self, batch: PyTree, weights: PyTree | None, spec: BatchSpec | None
-    ) -> Batch | TracedIds:
-        """Return ids that can be located: a placed batch, traced arrays, or host ids placed now."""
-        refuse_manual_axes()
-        if isinstance(batch, Batch):
-            if weights is not None or spec is not None:
-                what, remedy = "weights and spec", "give them to place"
-                text = message(what, expected="None with a Batch", got="a value", remedy=remedy)
-                raise ValueError(text)
-            batch.check(self.layout)
-            return batch
-        given, scales = self._structure.match(batch, what="features"), self._weights(weights)
-        if not any(isinstance(leaf, Tracer) for leaf in (*given, *scales)):
-            return self.place(batch, weights, spec)
-        return make_traced(given, scales, spec, self.layout)
+    def host_ids(self, features: PyTree, weights: PyTree | None = None) -> list[HostIds]:
+        """Return this process's ids as `place` checks them, without sending them."""
+        return self._intake.host_ids(features, weights)
 
     # -- lookup and update ---------------------------------------------------------------------
 
@@ -272,13 +244,15 @@ class EmbeddingEngine:
           ValueError: what `place` refuses; a call inside `shard_map`.
           TypeError: what `place` refuses; differentiation with respect to the state.
         """
-        logical.check_kind(state)
-        source = self._source(batch, weights, spec)
-        return self._structure.unflatten(self._lookup_program(state.tables, source))
+        check_tables_not_donated(state)
+        source = self._intake.source(batch, weights, spec)
+        activations = call(self._lookup_program, state.tables, source)
+        record_lookup(state.tables, activations, self.layout)
+        return self._structure.unflatten(activations)
 
     def _lookup(self, tables: dict[str, Array], source: Batch | TracedIds) -> list[Array]:
         self._traces["lookup"] += 1
-        logical.check_traced(TableState(tables, {}, jnp.int32(0), {}), self.layout, slots=False)
+        check_forms(TableState(tables, {}, jnp.int32(0), {}), self.layout, slots=False)
         activations, bad_ids = lookup(not_differentiable(tables), source, self.layout)
         source.report(bad_ids, self.layout)
         return activations
@@ -295,9 +269,8 @@ class EmbeddingEngine:
     ) -> TableState:
         """Return the state after one step of every table's optimizer.
 
-        Pure: every table is copied, unless a jit around it donates the state
-        (`jax.jit(..., donate_argnums=…)`); those that are not trainable the new state shares with
-        the old one. Outside a jit, see `update_in_place`.
+        Pure: every trainable table is copied, unless a jit around it donates the state
+        (`donate_argnums`); the others are shared. Outside a jit, see `update_in_place`.
 
         Args:
           state: the tables.
@@ -314,9 +287,9 @@ class EmbeddingEngine:
             no optimizer, missing learning rates, and what `lookup` refuses.
           TypeError: what `lookup` refuses.
         """
-        source = self._source(batch, weights, spec)
+        source = self._intake.source(batch, weights, spec)
         operands = self._operands(state, source, activation_gradients, learning_rates)
-        return self._update_program(state, source, operands)
+        return call(self._update_program, state, source, operands)
 
     def update_in_place(
         self,
@@ -326,14 +299,25 @@ class EmbeddingEngine:
         *,
         learning_rates: tuple[ArrayLike, ...] | None = None,
     ) -> TableState:
-        """Return what `update` does, in the memory of `state`, which is gone afterwards.
+        """Return what `update` does, in the memory of the state, whose tables and slots then go.
 
         For use outside a jit; arguments and errors are those of `update`. An error of an argument
         leaves the state as it was.
         """
-        source = self._source(batch, None, None)
-        operands = self._operands(state, source, activation_gradients, learning_rates)
-        return self._update_in_place_program(state, source, operands)
+        return call(self.prepare_update(state, batch, activation_gradients, learning_rates))
+
+    def prepare_update(
+        self, state: TableState, batch: Batch, gradients: PyTree, learning_rates: Any = None
+    ) -> Callable[[], TableState]:
+        """Check the arguments of `update_in_place`; return a function that does the rest, once."""
+        source = self._intake.source(batch, None, None)
+        operands = self._operands(state, source, gradients, learning_rates)
+        rows, rest = (state.tables, state.slots), (state.step, state.counters)
+        return functools.partial(self._update_in_place_program, rows, rest, source, operands)
+
+    def _update_rows(self, rows: Any, rest: Any, source: Batch, operands: Operands) -> TableState:
+        """Return what `_update` does; tables and slots are donated, while the old step stays."""
+        return self._update(TableState(*rows, *rest), source, operands)
 
     def _operands(
         self,
@@ -344,7 +328,7 @@ class EmbeddingEngine:
     ) -> Operands:
         """Return the checked operands of an update."""
         self.check_trainable("update")
-        logical.check_kind(state)
+        check_not_donated(state)
         given = self._structure.match(gradients, what="activation_gradients")
         checked = checked_gradients(given, source.spec, self.layout)
         leaves = jax.tree.leaves((state, source, checked))
@@ -352,13 +336,13 @@ class EmbeddingEngine:
             self._guard.refuse(checked)
             learning_rates = self.learning_rates() if learning_rates is None else learning_rates
         rates = self._rates.by_group(learning_rates)
-        return Operands(checked, state.step + 1, rates)
+        return Operands(checked, state.step + 1, rates, activations_read(state.tables))
 
     def _update(
         self, state: TableState, source: Batch | TracedIds, operands: Operands
     ) -> TableState:
         self._traces["update"] += 1
-        logical.check_traced(state, self.layout, slots=True)
+        check_forms(state, self.layout, slots=True)
         if (bad := self._guard.find(operands.gradients)) is not None:
             operands = operands._replace(skip=jnp.any(bad))
         new = update(state.tables, state.slots, source, operands, self.layout)
@@ -366,6 +350,24 @@ class EmbeddingEngine:
         self._guard.report(bad)
         counters = self._guard.counted(state.counters, new.bad_ids, new.overflows, bad)
         return TableState(new.tables, new.slots, operands.steps_done, counters)
+
+    def check_in_place(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Check that a jitted training step updates tables and slots in their own memory.
+
+        The step is compiled for these arguments, not run. A copied table is not wrong, only slow
+        (it costs a pass over the whole table in every step), so nothing else tells of it.
+
+        Args:
+          step: what `jax.jit` or `nnx.jit` returned.
+          args: its arguments: this engine's state, or a model with a layer of this engine, and
+            others; shapes with shardings (`jax.ShapeDtypeStruct`) serve as well.
+          kwargs: likewise, by keyword.
+
+        Raises:
+          ValueError: tables or slots would be copied; the message names them, says why, and what
+            to do.
+        """
+        check_in_place(step, args, kwargs, self.layout)
 
     def learning_rates(self) -> tuple[Array, ...]:
         """Call every learning rate that takes no arguments, once; return the values."""
@@ -382,8 +384,6 @@ class EmbeddingEngine:
     def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingEngine:
         """Return the engine itself: it does not change, and its state is not in it."""
         return self
-
-    # -- what it is ----------------------------------------------------------------------------
 
     @property
     def table_configs(self) -> dict[str, TableConfig]:

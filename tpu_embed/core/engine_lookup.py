@@ -24,7 +24,9 @@ from tpu_embed.core.batch import Batch
 from tpu_embed.core.batch_spec import BatchSpec
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.joined import DenseIds, flat, join, padded, signed
+from tpu_embed.core.state_checks import check_layout, check_tables_not_donated
 from tpu_embed.core.tables import TableState
+from tpu_embed.core.weights import is_real
 
 __all__ = [
     "FEATURE",
@@ -104,23 +106,25 @@ def engine_lookup(
       state: its tables.
       ids: what `engine.place` returned; or integers `[…, H]`, bags of H, or `[B]`, one id an
         example; -1 is padding. Any number of bags: it need not divide among the devices.
-      weights: beside integers `[…, H]`: floats of their shape.
+      weights: beside integers `[…, H]`: floats or integers of their shape.
 
     Returns:
       `[…, D]`; `[…, L, D]` for a sequence.
 
     Raises:
       TypeError: ids that are no integers.
-      ValueError: ids without an axis; weights of another shape or no floats, or beside a batch;
+      ValueError: ids without an axis; weights of another shape, no real numbers, or beside a batch;
         a batch of another engine.
     """
+    check_tables_not_donated(state)
+    check_layout(state.tables, engine.layout)
     arrays = [state.tables[name] for name in _stacks(engine)]
     if isinstance(ids, Batch):
         _check_no_weights(weights)
         ids.check(engine.layout)
         return _bind(Call(engine, ids.spec, True, False), state.step, ids.packed, *arrays)
     _check_dense(ids, weights)
-    scales = [] if weights is None else [weights]
+    scales = [] if weights is None else [_as_floats(weights, engine)]
     call = Call(engine, None, ids.ndim > 1, weights is not None)
     return _bind(call, state.step, signed(ids), *scales, *arrays)
 
@@ -197,10 +201,17 @@ def _check_dense(ids: Any, weights: Array | None) -> None:
         raise ValueError(message(FEATURE, expected="[B] or […, H]", got="rank 0", remedy=remedy))
     if weights is None:
         return
-    if weights.shape != ids.shape or not jnp.issubdtype(weights.dtype, jnp.floating):
+    if weights.shape != ids.shape or not is_real(weights.dtype):
         got, remedy = f"{weights.dtype} of shape {weights.shape}", "give a weight an id, or None"
-        expected = f"floats of shape {ids.shape}"
+        expected = f"real numbers of shape {ids.shape}"
         raise ValueError(message("weights", expected=expected, got=got, remedy=remedy))
+
+
+def _as_floats(weights: Array, engine: EmbeddingEngine) -> Array:
+    """Return weights as floats; those of one program have one kind."""
+    if jnp.issubdtype(weights.dtype, jnp.floating):
+        return weights
+    return weights.astype(engine.layout.groups[0].compute_dtype)
 
 
 def _check_alone(engine: EmbeddingEngine, lookups: Sequence[LookedUp]) -> None:

@@ -11,10 +11,10 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from tpu_embed._checks import message
+from tpu_embed._checks import check_live, message
+from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array
 from tpu_embed.core.batch_spec import BatchSpec
 from tpu_embed.core.layout import Layout
@@ -61,7 +61,8 @@ def checked_gradients(
             raise ValueError(message(what, expected=f"shape {expected}", got=f"{gradient.shape}"))
         if not jnp.issubdtype(gradient.dtype, jnp.floating):
             raise ValueError(message(what, expected="floats", got=f"dtype {gradient.dtype}"))
-        checked.append(gradient if isinstance(gradient, jax.Array) else jnp.asarray(gradient))
+        check_live(what, [gradient])
+        checked.append(as_array(gradient))
     return checked
 
 

@@ -20,6 +20,7 @@ from tpu_embed._types import PADDING_ID, Tracer
 from tpu_embed.config import FeatureConfig
 from tpu_embed.core import weights as weights_of
 from tpu_embed.core.inputs import RaggedIds, SparseIds, refuse_masked
+from tpu_embed.core.rescale import rescale_dense_bags, rescale_flat_bags
 from tpu_embed.core.valid_ids import Feature, check_dtype, resolve_dense, resolve_flat
 
 __all__ = ["FeatureForm", "HostIds", "dense_form", "host_ids", "part_of_feature"]
@@ -62,8 +63,8 @@ class HostIds:
       ids: int32, or int64 where the vocabulary asks for it. Dense: [B, bags, width], -1 = padding;
         flat: [N] in batch order, none of them -1.
       bags: flat: [N] int32 bag of each id, within [0, B · bags), never falling; None if dense.
-      weights: like `ids`, float32 (float64 for a float64 table), 0 at dense padding; None: all
-        ones.
+      weights: like `ids`, float32 (float64 for a float64 table), 0 at dense padding; of bags that
+        are divided by them, brought near 1 (`rescale.py`); None: all ones.
       padded: whether -1 may be among dense ids.
     """
 
@@ -171,6 +172,8 @@ def _dense(feature: Feature, ids: np.ndarray, weights: Any) -> HostIds:
         numbers = None if numbers is None else _first_columns(numbers, feature.length, 0)
     shape = (form.batch, form.bags, form.width or 0)
     scale = None if numbers is None else numbers.reshape(shape)
+    if scale is not None and _is_mean(feature, form):
+        scale = rescale_dense_bags(scale)
     return HostIds(form, ids.reshape(shape), None, scale, padded)
 
 
@@ -322,4 +325,11 @@ def _flat(
     if keep is not None:
         ids, bags = ids[keep], bags[keep]
         weights = None if weights is None else weights[keep]
+    if weights is not None and _is_mean(feature, form):
+        weights = rescale_flat_bags(weights, bags)
     return HostIds(form, ids, bags.astype(np.int32, copy=False), weights, padded=False)
+
+
+def _is_mean(feature: Feature, form: FeatureForm) -> bool:
+    """Tell whether the weights of a bag may be multiplied by one number."""
+    return form.combines and feature.config.table.combiner != "sum"

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
+from tpu_embed._snapshot import as_array, snapshot
 from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
 from tpu_embed.core.dedup import find_runs
 from tpu_embed.kernels import dispatch
@@ -135,17 +136,17 @@ class IndexedSlices:
                         got=f"{other.dense_shape}",
                     )
                 )
-            values = jnp.concatenate([self.values, other.values])
-            indices = jnp.concatenate([self.indices, other.indices])
+            values = jnp.concatenate([as_array(one.values) for one in (self, other)])
+            indices = jnp.concatenate([as_array(one.indices) for one in (self, other)])
             return IndexedSlices(values, indices, self.dense_shape)
         if np.shape(other) != self.dense_shape:
             got = f"shape {np.shape(other)}"
             expected = f"IndexedSlices, or an array of shape {self.dense_shape}"
             raise ValueError(message("IndexedSlices: sum", expected=expected, got=got))
-        array = jnp.asarray(other)
+        array = as_array(other)
         dtype = jnp.promote_types(array.dtype, self.values.dtype)
         whole = _widened(array.astype(dtype))
-        values = self.values.astype(whole.dtype)
+        values = as_array(self.values).astype(whole.dtype)
         return whole.at[self._judged()].add(values, mode="drop").astype(dtype)
 
     __radd__ = __add__
@@ -160,8 +161,9 @@ class IndexedSlices:
             got = f"shape {np.shape(factor)}"
             raise ValueError(message("IndexedSlices: product", expected="a scalar", got=got))
         values = _widened(self.values)
-        product = values * jnp.asarray(factor, values.dtype)
-        return dataclasses.replace(self, values=product.astype(self.values.dtype))
+        product = values * jnp.asarray(snapshot(factor), values.dtype)
+        kept = as_array(self.indices)
+        return dataclasses.replace(self, values=product.astype(self.values.dtype), indices=kept)
 
     __rmul__ = __mul__
 
@@ -179,7 +181,7 @@ class IndexedSlices:
         Raises:
           ValueError: values, indices and dense_shape do not fit together.
         """
-        indices, size = self.indices, self.dense_shape[0]
+        indices, size = as_array(self.indices), self.dense_shape[0]
         if indices.dtype.itemsize < 4:
             indices = indices.astype(jnp.int32)
         expected = (indices.shape[0] if indices.ndim == 1 else -1, *self.dense_shape[1:])
@@ -245,7 +247,7 @@ def _checked_floats(gradient: Any) -> Array:
     Raises:
       TypeError: it is of integers.
     """
-    numbers = jnp.asarray(gradient)
+    numbers = as_array(gradient)
     if not jnp.issubdtype(numbers.dtype, jnp.inexact):
         expected, remedy = "gradients of floats", "leave parameters of integers out"
         got = str(numbers.dtype)
@@ -255,6 +257,7 @@ def _checked_floats(gradient: Any) -> Array:
 
 def _widened(numbers: Array) -> Array:
     """Return numbers in a dtype to add and multiply in: float32 at least."""
+    numbers = as_array(numbers)
     small = jnp.issubdtype(numbers.dtype, jnp.floating) and numbers.dtype.itemsize < 4
     return numbers.astype(jnp.float32) if small else numbers
 
@@ -265,7 +268,7 @@ def _times(gradient: Any, factor: ArrayLike) -> Any:
         return gradient * factor
     numbers = _checked_floats(gradient)
     wide = _widened(numbers)
-    return (wide * jnp.asarray(factor, wide.dtype)).astype(numbers.dtype)
+    return (wide * jnp.asarray(snapshot(factor), wide.dtype)).astype(numbers.dtype)
 
 
 def clip_by_global_norm(gradients: PyTree, max_norm: ArrayLike) -> PyTree:
@@ -279,6 +282,6 @@ def clip_by_global_norm(gradients: PyTree, max_norm: ArrayLike) -> PyTree:
     networks", 2013.
     """
     norm = global_norm(gradients)
-    limit = jnp.asarray(max_norm, norm.dtype)
+    limit = jnp.asarray(snapshot(max_norm), norm.dtype)
     factor = jnp.where(norm > limit, limit / jnp.where(norm > 0, norm, 1), jnp.ones_like(norm))
     return scale(gradients, factor)

@@ -1,7 +1,7 @@
 """Reading traced programs, whatever the release of JAX.
 
-Enters: equations of a jaxpr. Leaves: their parts, and their results. Called by `taps.py` and by
-`training/`, which rerun a user's function with something added to it.
+Enters: equations of a jaxpr. Leaves: their parts, and their results. So can a user's function be
+followed equation by equation, or rerun with something added to it.
 """
 
 from __future__ import annotations

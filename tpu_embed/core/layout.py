@@ -29,6 +29,7 @@ import numpy as np
 from tpu_embed._checks import message
 from tpu_embed.config import FeatureConfig, QuantizationConfig, TableConfig
 from tpu_embed.core.collectives import MeshAxes
+from tpu_embed.core.stack_names import stack_name
 from tpu_embed.kernels.forms import PACKED_ROWS, Packing, RowForm
 from tpu_embed.optimizers import TableOptimizer
 
@@ -71,7 +72,7 @@ class Group:
     """One stack: tables of one dim, dtype, optimizer and placement in one array `[S * R, D]`.
 
     Attributes:
-      name: key of the stack in `TableState`.
+      name: key of the stack in `TableState`; it says what the rows are (`stack_names.py`).
       tables: its tables, in table order.
       dim: D.
       dtype: the logical dtype of the stored rows.
@@ -204,9 +205,7 @@ def make_groups(
         while key in stacks and _too_many_rows([*stacks[key], table], packing):
             key = (key, "next")
         stacks.setdefault(key, []).append(table)
-    return tuple(
-        _make_group(f"stack_{n}", members, packing) for n, members in enumerate(stacks.values())
-    )
+    return tuple(_make_group(members, packing) for members in stacks.values())
 
 
 def _too_many_rows(members: Sequence[ResolvedTable], packing: Packing) -> bool:
@@ -219,7 +218,7 @@ def _rows(members: Sequence[ResolvedTable], packing: Packing) -> int:
     return rows if packing == "none" else round_up(rows, PACKED_ROWS)
 
 
-def _make_group(name: str, members: Sequence[ResolvedTable], packing: Packing) -> Group:
+def _make_group(members: Sequence[ResolvedTable], packing: Packing) -> Group:
     if _too_many_rows(members, packing) and not jax.config.read("jax_enable_x64"):
         what, remedy = f"table {members[0].name!r}", "set jax_enable_x64, or split the table"
         expected = f"at most {INT32_ROWS} rows, padding included, while x64 is off"
@@ -227,12 +226,18 @@ def _make_group(name: str, members: Sequence[ResolvedTable], packing: Packing) -
         raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
     slices, offset = [], 0
     for table in members:
-        size, rows = table.config.vocabulary_size, table.rows_per_shard
-        slices.append(TableSlice(table.name, size, offset, rows, table.initializer))
-        offset += rows
-    first = members[0]
+        size, own = table.config.vocabulary_size, table.rows_per_shard
+        slices.append(TableSlice(table.name, size, offset, own, table.initializer))
+        offset += own
+    first, rows = members[0], _rows(members, packing)
     return Group(
-        name=name,
+        name=stack_name(
+            [(table.name, table.vocabulary_size) for table in slices],
+            placement=first.config.placement,
+            shards=first.shards,
+            rows=rows,
+            kind=(first.config.dim, first.config.dtype, packing),
+        ),
         tables=tuple(slices),
         dim=first.config.dim,
         dtype=first.config.dtype,
@@ -240,7 +245,7 @@ def _make_group(name: str, members: Sequence[ResolvedTable], packing: Packing) -
         placement=first.config.placement,
         shard_axes=first.shard_axes,
         num_shards=first.shards,
-        rows=_rows(members, packing),
+        rows=rows,
         quantization=first.config.quantization_config,
         packing=packing,
     )
@@ -282,12 +287,8 @@ class Layout:
     @functools.cached_property
     def row_numbers(self) -> int:
         """A checksum of what the row numbers in a batch mean: alike where they mean the same."""
-        rows = [
-            (g.placement, g.num_shards, g.rows, [(t.offset, t.vocabulary_size) for t in g.tables])
-            for g in self.groups
-        ]
-        slices = [(f.group, f.table.offset) for f in self.features]
-        return zlib.crc32(repr((rows, slices)).encode())
+        features = [(f.path, self.groups[f.group].name, f.table.name) for f in self.features]
+        return zlib.crc32(repr(features).encode())
 
     def features_of(self, group: int) -> tuple[int, ...]:
         """Return the numbers of the features that look up tables of a stack, ascending."""

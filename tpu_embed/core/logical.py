@@ -16,98 +16,40 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
+from tpu_embed._snapshot import as_array, snapshot
 from tpu_embed._types import Array, ArrayLike, Tracer
 from tpu_embed.core.batch_spec import bucket
 from tpu_embed.core.collectives import MeshAxes
 from tpu_embed.core.fields import Field, field, fields
 from tpu_embed.core.inputs import refuse_masked
 from tpu_embed.core.layout import Layout
-from tpu_embed.core.tables import (
-    TableState,
-    logical_rows,
-    set_physical_rows,
-)
+from tpu_embed.core.state_checks import check_own
+from tpu_embed.core.tables import TableState, logical_rows, set_physical_rows
 from tpu_embed.kernels import storage
 
 BLOCK = 2**22
 """Numbers written at a time when a whole table is loaded."""
 
 
-_OWN_STATE = "give one that this engine's init, update or load returned"
-
-
-def check_state(state: Any, layout: Layout) -> None:
-    """Check that every array of a state has the shape and dtype that the layout asks for.
-
-    Raises:
-      ValueError: it is no state, or that of another engine.
-    """
-    check_kind(state)
-    for f in fields(layout):
-        array, got = _held(state, f), ""
-        if not isinstance(array, jax.Array):
-            got = "none" if array is None else f"a {type(array).__name__}"
-        elif array.is_deleted():
-            got = "an array that was donated, or deleted"
-        _check_form(f, array, got)
-
-
-def check_kind(state: Any) -> None:
-    """Check that it is a state at all.
-
-    Raises:
-      ValueError: it is not.
-    """
-    if not isinstance(state, TableState):
-        got = type(state).__name__
-        raise ValueError(message("state", expected="a TableState", got=got, remedy=_OWN_STATE))
-
-
-def check_traced(state: TableState, layout: Layout, *, slots: bool) -> None:
-    """Check the shapes and dtypes of a state while a program is traced: it costs no step anything.
-
-    Args:
-      state: the state.
-      layout: the engine's.
-      slots: whether to look at slots too.
-
-    Raises:
-      ValueError: it is that of another engine.
-    """
-    for f in fields(layout):
-        if slots or f.slot is None:
-            _check_form(f, _held(state, f), "")
-
-
-def _held(state: TableState, f: Field) -> Any:
-    try:
-        return f.read(state)
-    except KeyError:
-        return None
-
-
-def _check_form(f: Field, array: Any, got: str) -> None:
-    """Raise `ValueError` if something was `got` in place of an array, or one of another form."""
-    form = f.form.array(f.group.physical_rows)
-    if not f.shape.per_row:
-        form = jax.ShapeDtypeStruct(f.shape.shape, storage.stored_dtype(f.shape.dtype))
-    expected = f"{form.dtype} of shape {form.shape}"
-    if not got:
-        got = "none" if array is None else f"{array.dtype} of shape {array.shape}"
-    if got != expected:
-        what = f"state: {f.label}"
-        raise ValueError(message(what, expected=expected, got=got, remedy=_OWN_STATE))
+def tables(state: TableState, layout: Layout) -> dict[str, Array]:
+    """Return the logical tables `[V, D]` by name."""
+    check_own(state, layout)
+    return _tables(state, layout)
 
 
 @partial(jax.jit, static_argnames="layout")
-def tables(state: TableState, layout: Layout) -> dict[str, Array]:
-    """Return the logical tables `[V, D]` by name."""
+def _tables(state: TableState, layout: Layout) -> dict[str, Array]:
     return {f.table.name: _read(state, f, layout.axes) for f in fields(layout) if f.slot is None}
 
 
-@partial(jax.jit, static_argnames="layout")
 def slots(state: TableState, layout: Layout) -> dict[str, dict[str, Array]]:
     """Return the logical slots by table name, then slot name."""
+    check_own(state, layout)
+    return _slots(state, layout)
+
+
+@partial(jax.jit, static_argnames="layout")
+def _slots(state: TableState, layout: Layout) -> dict[str, dict[str, Array]]:
     found: dict[str, dict[str, Array]] = {}
     for f in fields(layout):
         mine = found.setdefault(f.table.name, {})
@@ -133,9 +75,10 @@ def set_rows(
     slot: str | None = None,
 ) -> TableState:
     """Return the state with some rows of a table or slot set; see `EmbeddingEngine.set_rows`."""
+    check_own(state, layout)
     f = _field_of_rows(layout, name, slot)
     refuse_masked(f.label, values)
-    chosen, given = _array(rows), _array(values)
+    chosen, given = _array(snapshot(rows)), _array(snapshot(values))
     _check_rows(f, chosen, given)
     return f.write(state, _write_copy(f.read(state), chosen, given, f, layout.axes))
 
@@ -208,6 +151,7 @@ def load(
     slot: str | None = None,
 ) -> TableState:
     """Return the state with a whole table or slot replaced; see `EmbeddingEngine.load`."""
+    check_own(state, layout)
     f = _field_of_rows(layout, name, slot)
     physical, start, size = _copy(f.read(state)), 0, f.table.vocabulary_size
     for block in blocks_of_rows:
@@ -256,6 +200,7 @@ def load_arrays(
     slots: Mapping[str, Mapping[str, ArrayLike]],
 ) -> TableState:
     """Return the state with whole tables and slots replaced; see `EmbeddingEngine.load_arrays`."""
+    check_own(state, layout)
     given = [(field(layout, name, None), array) for name, array in _items("tables", tables)]
     for name, by_slot in _items("slots", slots):
         named = _items(f"slots of table {name!r}", by_slot)
@@ -273,7 +218,7 @@ def load_arrays(
         if f.shape.per_row:
             state = load(state, layout, f.table.name, [array], slot=f.slot)
         else:
-            whole = storage.encode(jnp.asarray(array), f.shape.dtype)
+            whole = storage.encode(as_array(array), f.shape.dtype)
             sharding = layout.axes.sharding(())  # a copy: the state may be donated
             state = f.write(state, jax.device_put(whole, sharding, may_alias=False))
     return state

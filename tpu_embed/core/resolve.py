@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from tpu_embed import initializers
 from tpu_embed._checks import message
+from tpu_embed._snapshot import snapshot
 from tpu_embed._types import Array, ArrayLike
 from tpu_embed.core.collectives import MeshAxes
 from tpu_embed.core.layout import FeatureLayout, Layout, ResolvedTable, make_groups
@@ -162,12 +163,12 @@ class HostRates:
                     remedy="pass update(..., learning_rates=engine.learning_rates())",
                 )
             )
-        return {g: jnp.asarray(given[tag], float) for g, tag in self._tags.items()}
+        return {g: jnp.asarray(snapshot(given[tag]), float) for g, tag in self._tags.items()}
 
 
 def _scalar(value: Any, rate: Any) -> Array:
     try:
-        scalar = jnp.asarray(value, float)
+        scalar = jnp.asarray(snapshot(value), float)
     except (TypeError, ValueError):
         scalar = None
     if scalar is None or scalar.shape != ():

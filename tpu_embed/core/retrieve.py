@@ -18,6 +18,7 @@ from tpu_embed.core import collectives
 from tpu_embed.core.collectives import MeshAxes
 from tpu_embed.core.fields import Field, fields
 from tpu_embed.core.layout import Layout
+from tpu_embed.core.state_checks import check_own
 from tpu_embed.core.tables import TableState
 from tpu_embed.kernels import storage
 
@@ -30,6 +31,7 @@ def host_arrays(
     They are put together on the host, shard by shard: no device holds more than it does already,
     and of many processes, which all call this, one shard more.
     """
+    check_own(state, layout)
     found: tuple[dict, dict] = ({}, {})
     for f in fields(layout):
         array = _host_array(f.read(state), f, layout.axes)

@@ -8,26 +8,27 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array
 from tpu_embed.core.arguments import level_of_caller, positions, value_and_aux
 from tpu_embed.core.indexed_slices import IndexedSlices
-from tpu_embed.core.taps import (
-    Asked,
-    Lookup,
-    Taps,
-    find_lookups,
-    lookups_reached,
-    run_with_taps,
+from tpu_embed.core.tapped_program import (
+    Reached,
+    TappedProgram,
+    differentiable,
+    tap_lookups,
 )
+from tpu_embed.core.taps import Asked, count_lookups
+from tpu_embed.kernels.varying import as_varying, varying_axes
 
-__all__ = ["add_slices", "slices_of", "sparse_grad", "sparse_value_and_grad"]
+__all__ = ["sparse_grad", "sparse_value_and_grad", "with_slices"]
 
 _BY_POSITION = "give what is differentiated by position, not by keyword"
 
@@ -38,11 +39,17 @@ def sparse_value_and_grad(
     """Return a function that gives `fun`'s value and gradients, sparse for tables.
 
     The gradient of a leaf that `fun` uses only as the table of `embedding_lookup` is an
-    `IndexedSlices` with an entry an id looked up, duplicates kept, lookups in program order. So it
-    costs what the ids cost, whatever V. Every other leaf's is as `jax.value_and_grad` gives it.
-    Lookups are found through jit, vmap, remat, scan and cond; one inside a `custom_jvp` or
+    `IndexedSlices` with an entry for every id looked up, duplicates kept, lookups in program order.
+    So it costs what the ids cost, whatever V. Every other leaf's is as `jax.value_and_grad` gives
+    it. Lookups are found through jit, vmap, remat, scan and cond; one inside a `custom_jvp` or
     `custom_vjp` function or a `shard_map` inside `fun` makes the gradient dense, with a warning, as
     any other use of the table does.
+
+    Only uses from which a path of differentiable operations leads to the value count, as
+    `tpu_embed.training.gradients` defines it. A lookup behind `stop_gradient`, one whose result is
+    not used, is in aux alone, or only becomes integers or comparisons, has no entry, so that no
+    optimizer touches its rows; a lookup whose gradient happens to be zero has. A table of which no
+    lookup counts gets an `IndexedSlices` with N = 0 entries.
 
     Inside a `shard_map` the slices are this device's own: nothing has summed them.
 
@@ -80,7 +87,7 @@ def sparse_value_and_grad(
             return value_and_aux(result, has_aux=has_aux)
 
         names = [jax.tree_util.keystr(path) for path, _ in _paths(args, which)]
-        value, aux, gradients = _flat_gradients(flat, [jnp.asarray(x) for x in leaves], names)
+        value, aux, gradients = _flat_gradients(flat, [as_array(x) for x in leaves], names)
         gradients = jax.tree.unflatten(structure, gradients)
         result = (value, aux) if has_aux else value
         return result, gradients if isinstance(argnums, Sequence) else gradients[0]
@@ -117,28 +124,23 @@ def _flat_gradients(
     """Return value, aux and the gradient of every leaf."""
     closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
     structure = jax.tree.structure(shapes)
-    jaxpr = closed.jaxpr
-    numbers = {var: i for i, var in enumerate(jaxpr.invars)}
-    found = find_lookups(jaxpr, numbers)
-    reached = lookups_reached(jaxpr, numbers)
-    dense = found.all_dense()
-    _warn_dense([names[i] for i in sorted(dense & set(reached))])
-    lookups, looked_up = found.lookups, {lookup.table for lookup in found.lookups}
-    sparse = looked_up - dense
-    tables, arrays = {jaxpr.invars[i]: i for i in looked_up}, dict(enumerate(leaves))
+    program = tap_lookups(closed, leaves, differentiable(leaves))
+    of_value = len(jax.tree.leaves(shapes[0]))  # results: the value, then aux
+    reached = Reached.any_of(program.reach(range(len(leaves)))[:of_value])
+    sparse = program.tables.keys() - reached.inputs
+    numbers = {var: i for i, var in enumerate(closed.jaxpr.invars)}
+    _warn_dense([names[i] for i in sorted(count_lookups(closed.jaxpr, numbers).keys() - sparse)])
 
-    def value_of(dense: dict[int, Array], taps: list[Array]) -> tuple[Any, Any]:
-        args = [dense.get(i, leaf) for i, leaf in enumerate(leaves)]
-        results, ids = run_with_taps(jaxpr, closed.consts, args, tables, Taps(taps, arrays))
+    def value_of(others: dict[int, Array], taps: dict[int, Array]) -> tuple[Any, Any]:
+        results, asked = program.run(others, taps)
         value, aux = jax.tree.unflatten(structure, results)
-        return value, (aux, ids)
+        return value, (aux, asked)
 
     others = {i: leaf for i, leaf in enumerate(leaves) if i not in sparse}
     both = jax.value_and_grad(value_of, argnums=(0, 1), has_aux=True)
-    (value, (aux, ids)), (gradients, rows) = both(others, [lookup.tap() for lookup in lookups])
-    for i in looked_up:
-        slices = slices_of(leaves[i].shape, i, lookups, ids, rows)
-        gradients[i] = slices if i in sparse else add_slices(gradients[i], slices)
+    (value, (aux, asked)), (dense, rows) = both(others, program.taps(reached.lookups))
+    without = {i: _no_slices(leaves[i]) for i in sparse}
+    gradients = without | with_slices(dense, program, asked, rows)
     return value, aux, [gradients[i] for i in range(len(leaves))]
 
 
@@ -152,39 +154,54 @@ def _warn_dense(names: Sequence[str]) -> None:
         )
 
 
-def add_slices(dense: Array, slices: IndexedSlices) -> Array:
-    """Return a dense gradient with slices added to it, in their order.
+def with_slices(
+    dense: Mapping[int, Array],
+    program: TappedProgram,
+    asked: Mapping[int, Asked],
+    rows: Mapping[int, Array],
+) -> dict[int, Any]:
+    """Return gradients by input: dense ones, slices, and where an input has both, their sum.
 
     Args:
-      dense: of the shape of the slices' table.
-      slices: of it; padding is ignored.
+      dense: gradients by number of the input.
+      program: what was differentiated.
+      asked: what some lookups were asked for, by number of the lookup.
+      rows: the gradient of each one's tap.
     """
+    result: dict[int, Any] = dict(dense)
+    for i in sorted({program.lookups[k].table for k in rows}):
+        mine = [k for k in sorted(rows) if program.lookups[k].table == i]
+        ids = [asked[k][0] for k in mine]
+        slices = _slices(program.inputs[i].shape, ids, [rows[k] for k in mine])
+        result[i] = _add_slices(result[i], slices) if i in result else slices
+    return result
+
+
+def _add_slices(dense: Array, slices: IndexedSlices) -> Array:
+    """Return a dense gradient with slices added to it, in their order."""
     return dense.at[slices.indices].add(slices.values, mode="drop")
 
 
-def slices_of(
-    shape: tuple[int, ...],
-    table: int,
-    lookups: Sequence[Lookup],
-    ids: Sequence[Asked],
-    rows: Sequence[Array],
-) -> IndexedSlices:
+def _slices(shape: tuple[int, ...], ids: Sequence[Array], rows: Sequence[Array]) -> IndexedSlices:
     """Return the gradient of a table from those of its looked-up rows.
 
     Args:
       shape: of the table.
-      table: its number.
-      lookups: of all tables.
-      ids: of every lookup.
-      rows: the gradient of every lookup's tap.
+      ids: of each lookup, one at least.
+      rows: the gradient of each lookup's tap.
     """
-    mine = [k for k, lookup in enumerate(lookups) if lookup.table == table]
-    indices = [ids[k][0].reshape(-1) for k in mine]
-    values = [rows[k].reshape(ids[k][0].size, *shape[1:]) for k in mine]
-    wide = np.result_type(*(i.dtype for i in indices))
-    joined = jnp.concatenate([i.astype(wide) for i in indices])
+    wide = np.result_type(*(i.dtype for i in ids))
+    joined = jnp.concatenate([i.reshape(-1).astype(wide) for i in ids])
     absent = (joined < 0) | (joined >= shape[0])
     joined = jnp.where(absent, jnp.asarray(shape[0], wide), joined)
+    values = [g.reshape(i.size, *shape[1:]) for g, i in zip(rows, ids, strict=True)]
     together = jnp.concatenate(values)
     outside = absent.reshape(-1, *[1] * (together.ndim - 1))
     return IndexedSlices(jnp.where(outside, 0, together), joined, shape)
+
+
+def _no_slices(table: Array) -> IndexedSlices:
+    """Return the gradient, without an entry, of a table that no lookup connects to the value."""
+    axes = varying_axes(table)
+    values = as_varying(jnp.zeros((0, *table.shape[1:]), table.dtype), axes)
+    return IndexedSlices(values, as_varying(jnp.zeros(0, jnp.int32), axes), table.shape)

@@ -19,7 +19,10 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from tpu_embed._checks import check_choice, message
+from tpu_embed._snapshot import as_array
 from tpu_embed._types import PADDING_ID, Array, ArrayLike, Tracer
+from tpu_embed.core.rescale import rescale_bags
+from tpu_embed.core.weights import is_real
 from tpu_embed.kernels import dispatch
 from tpu_embed.kernels.varying import as_varying, varying_axes
 
@@ -41,8 +44,8 @@ def embedding_lookup(
       table: float `[V, …]`.
       ids: integers of any shape; with a combiner `[…, H]`, whose last axis is the bag. -1 is
         padding: a zero row, or nothing in a bag.
-      weights: float, shaped like the ids, or None: all ones. Without a combiner a weight scales
-        its row.
+      weights: floats or integers, shaped like the ids, or None: all ones. Without a combiner a
+        weight scales its row.
       combiner: "sum", "mean", "sqrtn", or None: a row an id.
 
     Returns:
@@ -75,7 +78,10 @@ def embedding_lookup(
             message("embedding_lookup: ids", expected="bags […, H] to combine", got="rank 0")
         )
     wide = np.dtype(np.float32) if table.dtype.itemsize < 4 else table.dtype
+    weighted = c is not None
     c = present.astype(wide) if c is None else jnp.where(present, c.astype(wide), 0)
+    if weighted and combiner != "sum":
+        c = rescale_bags(c)
     axis = ids.ndim - 1
     total = jnp.sum(rows.astype(wide) * c.reshape(*ids.shape, *trailing), axis=axis)
     if combiner == "sum":
@@ -88,7 +94,7 @@ def embedding_lookup(
 
 
 def _checked_table(table: ArrayLike) -> Array:
-    array = jnp.asarray(table)
+    array = as_array(table)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(
             message("embedding_lookup: table", expected="a float dtype", got=str(array.dtype))
@@ -113,7 +119,7 @@ def _checked_ids(ids: ArrayLike, size: int) -> Array:
                     got=f"{numbers.reshape(-1)[np.argmax(bad)]} at {_first(bad)}",
                 )
             )
-    array = jnp.asarray(ids)
+    array = as_array(ids)
     if array.dtype in (jnp.int32, jnp.int64):
         return array
     if np.dtype(array.dtype).kind == "u" and array.dtype.itemsize >= 4:
@@ -128,10 +134,10 @@ def _first(bad: np.ndarray) -> list[int]:
 def _checked_weights(weights: ArrayLike | None, ids: Array) -> Array | None:
     if weights is None:
         return None
-    array = jnp.asarray(weights)
-    if array.shape != ids.shape or not jnp.issubdtype(array.dtype, jnp.floating):
+    array = as_array(weights)
+    if array.shape != ids.shape or not is_real(array.dtype):
         got = f"{array.dtype} of shape {array.shape}"
-        expected = f"floats of the ids' shape {ids.shape}"
+        expected = f"real numbers of the ids' shape {ids.shape}"
         raise ValueError(message("embedding_lookup: weights", expected=expected, got=got))
     return array
 

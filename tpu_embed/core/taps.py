@@ -1,9 +1,8 @@
 """Find the lookups of a traced function, and run it again with a tap at each of them.
 
-Enters: a jaxpr, and which of its inputs are tables. `find_lookups` says which tables are only
-looked up, and lists those lookups in program order; `run_with_taps` evaluates the jaxpr with an
-extra input a lookup, whose gradient is that of what was looked up, and returns what was asked for
-by each beside the results. Called by `sparse_grad.py`, `training/gradients.py` and `nn/`.
+Enters: a jaxpr, and which of its inputs are tables. `find_lookups` lists their lookups in program
+order; `run_with_taps` evaluates the jaxpr with one more input for each lookup, whose gradient is
+that of what was looked up, and returns what each was asked for beside the results.
 
 A lookup inside a scan stands for one in every iteration, stacked; one in a branch of a cond has
 padding for ids where another branch is taken.
@@ -31,7 +30,7 @@ from tpu_embed.core.jaxprs import (
     subjaxprs,
 )
 from tpu_embed.core.sparse_lookup import lookup_p
-from tpu_embed.kernels.varying import as_varying, axes_of
+from tpu_embed.kernels.varying import as_varying, axes_of, varying_axes
 
 Tables = dict[Any, int]
 """Variables of a jaxpr that hold a table -> its number."""
@@ -82,17 +81,11 @@ class Found(NamedTuple):
 
     Attributes:
       lookups: of them.
-      dense: the tables that are used otherwise too.
       passed: place -> table that is the program's result there.
     """
 
     lookups: list[Lookup]
-    dense: set[int]
     passed: dict[int, int]
-
-    def all_dense(self) -> set[int]:
-        """Return the tables used otherwise too, being a result included."""
-        return self.dense | set(self.passed.values())
 
 
 def find_lookups(jaxpr: Any, tables: Tables) -> Found:
@@ -102,7 +95,7 @@ def find_lookups(jaxpr: Any, tables: Tables) -> Found:
       jaxpr: an open jaxpr.
       tables: which variables of it are tables.
     """
-    tables, lookups, dense = dict(tables), [], set()
+    tables, lookups = dict(tables), []
     for eqn in jaxpr.eqns:
         held = _held(eqn, tables)
         if not held:
@@ -113,28 +106,25 @@ def find_lookups(jaxpr: Any, tables: Tables) -> Found:
         elif eqn.primitive.name in _STEPS:
             inside = _STEPS[eqn.primitive.name].find(eqn, tables)
             lookups += inside.lookups
-            dense |= inside.dense
             tables |= {eqn.outvars[i]: number for i, number in inside.passed.items()}
         elif eqn.primitive.name in _SAME:
             tables[eqn.outvars[0]] = tables[eqn.invars[0]]
-        else:
-            dense |= set(held.values())
-    return Found(lookups, dense, _among(jaxpr.outvars, tables))
+    return Found(lookups, _among(jaxpr.outvars, tables))
 
 
-def lookups_reached(jaxpr: Any, tables: Tables) -> collections.Counter[int]:
-    """Count by table the lookups anywhere inside of it or of what is computed from it.
+def count_lookups(jaxpr: Any, tables: Tables) -> collections.Counter[int]:
+    """Count for each table the lookups in it and in what is computed from it, wherever they stand.
 
     Args:
       jaxpr: an open jaxpr.
       tables: which variables of it are tables.
     """
-    return _reached(jaxpr, {var: frozenset([number]) for var, number in tables.items()})
+    return _count(jaxpr, {var: frozenset([number]) for var, number in tables.items()})
 
 
-def _reached(jaxpr: Any, sources: dict[Any, frozenset[int]]) -> collections.Counter[int]:
-    """Count by source the lookups whose table it reaches, given the sources of some variables."""
-    sources, reached = dict(sources), collections.Counter()
+def _count(jaxpr: Any, sources: dict[Any, frozenset[int]]) -> collections.Counter[int]:
+    """Count for each source the lookups in what it flows into, given those of some variables."""
+    sources, counts = dict(sources), collections.Counter()
     for eqn in jaxpr.eqns:
         operands = [
             frozenset() if isinstance(var, Literal) else sources.get(var, frozenset())
@@ -144,13 +134,13 @@ def _reached(jaxpr: Any, sources: dict[Any, frozenset[int]]) -> collections.Coun
         if not together:
             continue
         if eqn.primitive in LOOKUPS or eqn.primitive is opened_p:
-            reached.update(operands[0])
+            counts.update(operands[0])
         for inner in subjaxprs(eqn):
             n = len(inner.invars)  # operands of a cond or while that are not passed in come first
             given = operands[len(operands) - n :] if n <= len(operands) else [together] * n
-            reached += _reached(inner, dict(zip(inner.invars, given, strict=True)))
+            counts += _count(inner, dict(zip(inner.invars, given, strict=True)))
         sources |= dict.fromkeys(eqn.outvars, together)
-    return reached
+    return counts
 
 
 class Taps(NamedTuple):
@@ -221,10 +211,30 @@ def _known_after(found: Array, operands: Asked) -> Asked:
     if not isinstance(ids, Tracer) or not ids.ndim or 0 in found.shape or _is_explicit(found):
         return operands
     first = jax.lax.stop_gradient(found)[(..., *[0] * (found.ndim - 1))].astype(jnp.float32)
-    bits = jax.lax.bitcast_convert_type(first, jnp.int32)
-    zeros = jnp.minimum(bits & 0x7FFFFFFF, 0).astype(ids.dtype)
+    zeros = _zeros(jax.lax.bitcast_convert_type(first, jnp.int32), ids.dtype)
     parts = zeros.reshape(ids.shape[0], -1)[:, 0]  # a placed batch has a line a device
     return (ids + parts.reshape(-1, *[1] * (ids.ndim - 1)), *weights)
+
+
+def known_after(operands: Asked, other: Asked) -> Asked:
+    """Return what a lookup was asked for, its ids known only when those of another are.
+
+    An update by this lookup alone comes after the other one too, which reads the same table.
+
+    Args:
+      operands: of the lookup.
+      other: of another, as `run_with_taps` returns them.
+    """
+    (ids, *weights), later = operands, other[0]
+    traced = isinstance(later, Tracer) and later.size
+    if not traced or not varying_axes(later) <= varying_axes(ids):
+        return operands
+    return (ids + _zeros(jnp.max(later), ids.dtype), *weights)
+
+
+def _zeros(bits: Array, dtype: Any) -> Array:
+    """Return zeros computed from integers, in a way that XLA does not know to give zeros."""
+    return jnp.minimum(bits & 0x7FFFFFFF, 0).astype(dtype)
 
 
 def _is_explicit(array: Array) -> bool:
@@ -294,9 +304,7 @@ def _find_scan(eqn: Any, tables: Tables) -> Found:
     """A table must be the same in every iteration: among the constants."""
     jaxpr, (fixed, _) = eqn.params["jaxpr"].jaxpr, scan_counts(eqn)
     found = find_lookups(jaxpr, _inside(jaxpr.invars[:fixed], eqn.invars[:fixed], tables))
-    lookups = [x._replace(lead=(eqn.params["length"], *x.lead)) for x in found.lookups]
-    varying = set(_among(eqn.invars[fixed:], tables).values())
-    return Found(lookups, found.all_dense() | varying, {})
+    return Found([x._replace(lead=(eqn.params["length"], *x.lead)) for x in found.lookups], {})
 
 
 def _run_scan(eqn: Any, values: list[Any], tables: Tables, given: Taps) -> tuple:
@@ -323,12 +331,8 @@ def _branches(eqn: Any, tables: Tables) -> list[tuple[Any, Tables]]:
 
 
 def _find_cond(eqn: Any, tables: Tables) -> Found:
-    lookups, dense = [], set()
-    for closed, inside in _branches(eqn, tables):
-        found = find_lookups(closed.jaxpr, inside)
-        lookups += found.lookups
-        dense |= found.all_dense()
-    return Found(lookups, dense, {})
+    found = [find_lookups(closed.jaxpr, inside) for closed, inside in _branches(eqn, tables)]
+    return Found([lookup for branch in found for lookup in branch.lookups], {})
 
 
 def _run_cond(eqn: Any, values: list[Any], tables: Tables, given: Taps) -> tuple:

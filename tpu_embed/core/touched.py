@@ -19,7 +19,7 @@ from tpu_embed._types import ArrayLike, PyTree, Tracer
 from tpu_embed.core.batch import Batch, packed_rows
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.layout import Group, TableSlice
-from tpu_embed.core.logical import check_kind
+from tpu_embed.core.state_checks import check_own
 from tpu_embed.core.tables import TableState
 
 __all__ = ["TouchedRows", "Version"]
@@ -154,7 +154,7 @@ class TouchedRows:
         Raises:
           ValueError: one is not, between the first step and the state's, or the state is earlier.
         """
-        check_kind(state)
+        check_own(state, self.layout)
         step = int(state.step)
         if step < self._start:
             expected, got = f"a state of step {self._start} or later", f"{step}"
@@ -179,7 +179,7 @@ class TouchedRows:
             lines = _lines(batch)
             return [packed_rows(lines, batch.spec, layout, g)[0] for g in range(len(layout.groups))]
         found: list[list[np.ndarray]] = [[np.zeros(0, np.int32)] for _ in layout.groups]
-        for f, host in zip(layout.features, self._engine.judge(batch), strict=True):
+        for f, host in zip(layout.features, self._engine.host_ids(batch), strict=True):
             group = layout.groups[f.group]
             valid = host.ids[host.ids >= 0].astype(group.index_dtype, copy=False)
             found[f.group].append(group.physical(valid, f.table))

@@ -18,11 +18,14 @@ import numpy as np
 from jax.experimental import checkify
 
 from tpu_embed._checks import message
+from tpu_embed._snapshot import as_array
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.batch_spec import BatchSpec, GroupSpec, worst_case
 from tpu_embed.core.ids import FeatureForm, dense_form
 from tpu_embed.core.layout import Group, Layout
 from tpu_embed.core.located import LocalIds, Located, dense_bags
+from tpu_embed.core.rescale import rescale_bags
+from tpu_embed.core.weights import is_real
 from tpu_embed.kernels import dispatch
 
 
@@ -33,7 +36,7 @@ class TracedIds:
 
     Attributes:
       ids: integers `[B, …]` a feature, in flattening order.
-      weights: floats of the same shapes, or None.
+      weights: floats or integers of the same shapes, or None.
       spec: forms and capacities.
       checked: the capacities suffice for any ids.
     """
@@ -53,7 +56,8 @@ class TracedIds:
             bad += dispatch.segment_sum(counts, jnp.asarray(tables.feature), len(layout.features))
             rows, weights = _physical(valid, tables, group), None
             if self.spec.is_weighted(g):
-                scales = [self._scale(f, group.compute_dtype) for f in layout.features_of(g)]
+                numbers = zip(layout.features_of(g), given, strict=True)
+                scales = [self._scale(f, ids, layout, group.compute_dtype) for f, ids in numbers]
                 weights = _in_batch_order(self._joined(scales, g, 0), 1)
             rows = _in_batch_order(rows, PADDING_ID)
             located.append(LocalIds(rows, dense_bags(self.spec, g), weights))
@@ -85,9 +89,18 @@ class TracedIds:
             values = jnp.pad(kept, missing, constant_values=fill)
         return values.reshape(self.spec.local_batch, form.bags * (form.width or 0))
 
-    def _scale(self, f: int, dtype: np.dtype) -> Array:
-        given = self.weights[f]
-        return jnp.ones(self.ids[f].shape, dtype) if given is None else given.astype(dtype)
+    def _scale(self, f: int, ids: Array, layout: Layout, dtype: np.dtype) -> Array:
+        """Return the weights of a feature's ids, in their shape."""
+        given, config = self.weights[f], layout.features[f].config
+        if given is None:
+            return jnp.ones(ids.shape, dtype)
+        weights = given.astype(dtype)
+        if not self.spec.forms[f].combines or config.table.combiner == "sum":
+            return weights
+        kept = ids != PADDING_ID
+        if config.on_bad_id != "clip":
+            kept = (ids >= 0) & (ids < config.table.vocabulary_size)
+        return rescale_bags(jnp.where(kept, weights, jnp.zeros_like(weights)))
 
 
 class _ColumnTables(NamedTuple):
@@ -144,17 +157,13 @@ def make_traced(
       layout: the engine's.
 
     Raises:
-      ValueError: a leaf that is no array, shapes that do not fit, a spec of another batch.
-      TypeError: ids that are no integers, weights that are no floats.
+      ValueError: a leaf that is no array, shapes that do not fit, weights that are no real numbers,
+        a spec of another batch.
+      TypeError: ids that are no integers.
     """
-    arrays = tuple(
-        _array(f"feature {feature.path!r}", leaf, jnp.integer)
-        for feature, leaf in zip(layout.features, ids, strict=True)
-    )
-    scales = tuple(
-        None if leaf is None else _array(f"weights of feature {feature.path!r}", leaf, jnp.floating)
-        for feature, leaf in zip(layout.features, weights, strict=True)
-    )
+    paths = [f"feature {feature.path!r}" for feature in layout.features]
+    arrays = tuple(_ids(*leaf) for leaf in zip(paths, ids, strict=True))
+    scales = tuple(_weights(*leaf) for leaf in zip(paths, weights, strict=True))
     forms = [
         _form(feature.path, feature.config, array, scale)
         for feature, array, scale in zip(layout.features, arrays, scales, strict=True)
@@ -189,7 +198,22 @@ def _form(path: str, config: Any, ids: Array, weights: Array | None) -> FeatureF
     return dense_form(f"feature {path!r}", config, ids.shape, weighted=weights is not None)
 
 
-def _array(what: str, value: Any, kind: Any) -> Array:
+def _ids(path: str, value: Any) -> Array:
+    ids = _array(path, value)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(message(path, expected="ids of an integer dtype", got=f"{ids.dtype}"))
+    return ids
+
+
+def _weights(path: str, value: Any) -> Array | None:
+    what = f"weights of {path}"
+    weights = None if value is None else _array(what, value)
+    if weights is not None and not is_real(weights.dtype):
+        raise ValueError(message(what, expected="real numbers", got=f"{weights.dtype}"))
+    return weights
+
+
+def _array(what: str, value: Any) -> Array:
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise ValueError(
             message(
@@ -199,9 +223,7 @@ def _array(what: str, value: Any, kind: Any) -> Array:
                 remedy="call engine.place outside the jitted function and pass its Batch in",
             )
         )
-    if not jnp.issubdtype(value.dtype, kind):
-        raise TypeError(message(what, expected=f"dtype {kind.__name__}", got=f"{value.dtype}"))
-    return jnp.asarray(value)
+    return as_array(value)
 
 
 def _signed(ids: Array, dtype: np.dtype) -> Array:

@@ -28,6 +28,7 @@ from tpu_embed.core.batch import Batch
 from tpu_embed.core.batch_spec import worst_case
 from tpu_embed.core.gradients import group_gradients
 from tpu_embed.core.layout import Group, Layout
+from tpu_embed.core.reads import zero_after
 from tpu_embed.core.route import RowSums
 from tpu_embed.core.sums import (
     Task,
@@ -51,12 +52,14 @@ class Operands(NamedTuple):
       gradients: of the activations, a leaf a feature; None is zero.
       step: int32 `[]`, t of this update, 1 at the first.
       learning_rates: scalars `[]`, by stack number, for those whose rate is read on the host.
+      reads: by stack name, activations that were looked up in its table: the update comes after.
       skip: bool `[]`, leave the step out: no row or slot changes; None: never.
     """
 
     gradients: list[Array | None]
     step: Array
     learning_rates: dict[int, Array]
+    reads: dict[str, list[Array]]
     skip: Array | None = None
 
     @property
@@ -110,16 +113,16 @@ def update(
 
     table_specs, slot_specs = state_specs(tuple(trained.values()), axes)
     whole, batch = PartitionSpec(), axes.spec(axes.batch_axes)
-    mine = axes.reshard((source, operands.gradients), axes.batch_axes)
+    mine = axes.reshard((source, operands.gradients, operands.reads), axes.batch_axes)
     step = jax.shard_map(
         device,
         mesh=axes.mesh,
-        in_specs=(table_specs, slot_specs, batch, Operands(batch, whole, whole, whole)),  # type: ignore
+        in_specs=(table_specs, slot_specs, batch, Operands(batch, whole, whole, batch, whole)),  # type: ignore
         out_specs=Updated(table_specs, slot_specs, whole, whole),  # type: ignore
         check_vma=False,
     )
     held = [{name: arrays[name] for name in table_specs} for arrays in (tables, slots)]
-    new = step(held[0], held[1], mine[0], operands._replace(gradients=mine[1]))
+    new = step(held[0], held[1], mine[0], operands._replace(gradients=mine[1], reads=mine[2]))
     return new._replace(tables={**tables, **new.tables}, slots={**slots, **new.slots})
 
 
@@ -155,20 +158,22 @@ def _apply(held: TableRows, task: Task, capacity: int, operands: Operands) -> Ta
     if not optimizer.use_gradient_accumulation:
         received = exchanged(task, capacity)
         with jax.named_scope("rule"):
-            return occurrences.apply_each(held, _kept(received, operands.skip), group, step, rate)
+            return occurrences.apply_each(
+                held, _to_apply(received, task, operands), group, step, rate
+            )
 
     def in_xla(held: TableRows, received: RowSums) -> TableRows:
         sums = merged(task, received)
         with jax.named_scope("rule"):
             if optimizer.updates_every_row:
                 sums = every_row(sums, group)
-            return apply_rule(held, _kept(sums, operands.skip), group, step, rate)
+            return apply_rule(held, _to_apply(sums, task, operands), group, step, rate)
 
     rule = compiled_rule(group, step, rate)
 
     def in_kernel(held: TableRows, given: RowGradients, blocks: Blocks) -> TableRows:
         assert rule is not None, "only stacks with a compiled rule come here"
-        return sum_and_apply(held, _kept(given, operands.skip), blocks, rule)
+        return sum_and_apply(held, _to_apply(given, task, operands), blocks, rule)
 
     if task.alone:
         native = rule and (lambda held: in_kernel(held, *ungrouped(task)))
@@ -186,15 +191,18 @@ def _apply(held: TableRows, task: Task, capacity: int, operands: Operands) -> Ta
     return dispatch.choose(held, received, otherwise=in_xla, native=native)
 
 
-def _kept(given: Any, skip: Array | None) -> Any:
-    """Return `RowSums` or `RowGradients`; where the step is left out, of no row.
+def _to_apply(given: Any, task: Task, operands: Operands) -> Any:
+    """Return `RowSums` or `RowGradients` whose rows are known after all lookups of their table.
 
-    Their rows are then padding. A branch around the update would copy tables and slots instead.
+    Where the step is left out they are of no row: their rows are then padding. A branch around the
+    update would copy tables and slots instead.
     """
-    if skip is None:
-        return given
-    none = jnp.asarray(PADDING_ID, given.rows.dtype)
-    return given._replace(rows=jnp.where(skip, none, given.rows))
+    rows = given.rows
+    if nonempty := [read for read in operands.reads[task.group.name] if read.size]:
+        rows += zero_after(nonempty).astype(rows.dtype)
+    if operands.skip is not None:
+        rows = jnp.where(operands.skip, jnp.asarray(PADDING_ID, rows.dtype), rows)
+    return given._replace(rows=rows)
 
 
 def _shared_slots_kept(

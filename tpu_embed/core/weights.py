@@ -15,7 +15,12 @@ import numpy as np
 from tpu_embed import _checks
 from tpu_embed.core.inputs import RaggedIds, SparseIds, refuse_masked
 
-__all__ = ["beside_dense", "beside_ragged", "beside_sparse"]
+__all__ = ["beside_dense", "beside_ragged", "beside_sparse", "is_real"]
+
+
+def is_real(dtype: Any) -> bool:
+    """Tell whether weights may have a dtype: that of floats or integers, not bool."""
+    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
 
 
 def beside_dense(path: str, dtype: str, ids: np.ndarray, weights: Any) -> np.ndarray | None:
@@ -108,8 +113,7 @@ def _beside_flat(
 def _numbers(path: str, dtype: str, weights: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     if weights.shape != shape:
         raise _error(path, expected=f"shape {shape}, as the ids", got=f"shape {weights.shape}")
-    real = weights.dtype.kind in "iuf" or jnp.issubdtype(weights.dtype, jnp.floating)
-    if not real:
+    if not is_real(weights.dtype):
         raise _error(path, expected="real numbers", got=str(weights.dtype))
     with np.errstate(over="ignore"):
         numbers = weights.astype(np.float64 if dtype == "float64" else np.float32, copy=False)

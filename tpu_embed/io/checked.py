@@ -1,4 +1,4 @@
-"""Files whose damage is seen: JSON with its checksum, and orbax's pytrees.
+"""Files of a checkpoint that know where they belong: JSON with its checksum, and orbax's pytrees.
 
 Enters: values, pytrees, and what orbax asks of a handler. Leaves: files, or what was in them.
 Called by `items.py`, which hands the handlers to orbax, and by `manifest.py`.
@@ -10,7 +10,6 @@ import asyncio
 import collections
 import concurrent.futures
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -22,50 +21,66 @@ import orbax.checkpoint as ocp
 from tpu_embed._checks import message
 from tpu_embed._types import PyTree
 from tpu_embed.core.processes import together
-from tpu_embed.io import checksums
+from tpu_embed.io import files, schema, signed
 
 __all__ = [
+    "FORMAT",
+    "REMEDY",
     "JsonArgs",
     "JsonHandler",
     "PyTreeArgs",
     "PyTreeHandler",
     "check_model",
+    "is_float",
     "read_signed",
     "write_signed",
 ]
 
 _VALUE, _LEAVES, _SUMS = "value.json", "leaves.json", "checksums.json"
-_REMEDY = "restore another step; this one is damaged"
+
+FORMAT = 2
+"""The version of a checkpoint's format."""
+
+REMEDY = "restore another step; this one is damaged"
+"""What helps against any damage."""
 
 
-def write_signed(path: Path, value: Any) -> None:
-    """Write a JSON value with its CRC-32."""
-    path.write_text(json.dumps({"crc32": checksums.of_json(value), "value": value}))
+def write_signed(path: Path, checkpoint: str, value: Any) -> None:
+    """Write a JSON file of a checkpoint: its kind is its file name.
+
+    Args:
+      path: of the file.
+      checkpoint: the name of the checkpoint, which no other has.
+      value: any JSON value.
+    """
+    signed.write(path, path.name, FORMAT, {"checkpoint": checkpoint, "value": value})
 
 
-def read_signed(path: Path) -> Any:
-    """Return what `write_signed` wrote.
+def read_signed(path: Path, form: schema.Form, checkpoint: str | None = None) -> tuple[str, Any]:
+    """Return the name of the checkpoint that a file belongs to, and the value that it holds.
+
+    Args:
+      path: of the file.
+      form: what the value must be.
+      checkpoint: which one it must belong to; None: to any.
 
     Raises:
-      ValueError: it is not there, or damaged.
+      FileNotFoundError: it is missing.
+      ValueError: it is damaged, or belongs to another checkpoint or in another place.
     """
-    try:
-        signed = json.loads(path.read_text())
-        value, expected = signed["value"], f"JSON of checksum {signed['crc32']}"
-        got = f"{checksums.of_json(value)}"
-        whole = f"{signed['crc32']}" == got
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        value, expected, whole = None, "JSON with its checksum", False
-        got = f"{type(error).__name__}: {error}"
-    if not whole:
-        raise ValueError(message(f"{path}", expected=expected, got=got, remedy=_REMEDY))
-    return value
+    whole = schema.record(checkpoint=schema.text, value=form)
+    found = signed.read(path, path.name, FORMAT, whole, REMEDY)
+    if checkpoint not in (None, found["checkpoint"]):
+        expected, got = f"a file of checkpoint {checkpoint}", f"one of {found['checkpoint']}"
+        raise ValueError(message(f"{path}", expected=expected, got=got, remedy=REMEDY))
+    return found["checkpoint"], found["value"]
 
 
 @dataclasses.dataclass
 class JsonArgs(ocp.args.CheckpointArgs):
-    """A JSON value to save; when it is restored, nothing."""
+    """The checkpoint, and a JSON value to save."""
 
+    checkpoint: str
     value: Any = None
 
 
@@ -77,14 +92,18 @@ class JsonHandler(ocp.CheckpointHandler):
 
         def written() -> None:
             if jax.process_index() == 0:
-                write_signed(Path(directory) / _VALUE, args.value)
+                write_signed(Path(directory) / _VALUE, args.checkpoint, args.value)
 
         together("save", Path(directory), written)
 
     def restore(self, directory: Any, args: JsonArgs) -> Any:
         """Return the value."""
         path = Path(directory)
-        return together("restore", path, lambda: read_signed(path / _VALUE))
+
+        def read() -> Any:
+            return read_signed(path / _VALUE, schema.anything, args.checkpoint)[1]
+
+        return together("restore", path, read)
 
     def finalize(self, directory: Any) -> None:
         """Do nothing: all is written."""
@@ -99,8 +118,9 @@ class JsonHandler(ocp.CheckpointHandler):
 
 @dataclasses.dataclass
 class PyTreeArgs(ocp.args.CheckpointArgs):
-    """A pytree to save; or the abstract one to restore, of which floats may be others."""
+    """The checkpoint, and a pytree to save; or the abstract one to restore, floats converted."""
 
+    checkpoint: str
     tree: PyTree
     convert: bool = False
 
@@ -134,7 +154,7 @@ class PyTreeHandler(ocp.AsyncCheckpointHandler):
                 raise failed
             for one in futures or []:
                 one.result()
-            _write_leaves(Path(directory), args.tree)
+            _write_leaves(Path(directory), args)
 
         return [self._background.submit(together, "save", Path(directory), written)]
 
@@ -142,17 +162,21 @@ class PyTreeHandler(ocp.AsyncCheckpointHandler):
         """Check leaves and files, and return the tree."""
 
         def read() -> PyTree:
-            _check_sums(Path(directory))
+            _check_sums(Path(directory), args.checkpoint)
             _check_leaves(Path(directory), args)
             return self._handler.restore(directory, args=ocp.args.StandardRestore(args.tree))
 
         return together("restore", Path(directory), read)
 
     def finalize(self, directory: Any) -> None:
-        """Let orbax finish, and write the checksums of its files."""
+        """Let orbax finish, put its files on the disk, and write their checksums."""
         self._handler.finalize(directory)
         if jax.process_index() == 0:
-            write_signed(Path(directory) / _SUMS, _sums(Path(directory)))
+            root = Path(directory)
+            checkpoint, _ = read_signed(root / _LEAVES, schema.anything)
+            for file in _files(root):
+                files.sync(file)
+            write_signed(root / _SUMS, checkpoint, _sums(root))
 
     def metadata(self, directory: Any) -> Any:
         """Return what orbax says of the tree."""
@@ -164,24 +188,33 @@ class PyTreeHandler(ocp.AsyncCheckpointHandler):
         self._handler.close()
 
 
+def _files(directory: Path) -> list[Path]:
+    """Return all files in a directory but that of their checksums."""
+    return sorted(p for p in directory.rglob("*") if p.is_file() and p.name != _SUMS)
+
+
 def _sums(directory: Path) -> dict[str, int]:
     """Return the CRC-32 of every file in a directory, by its path there."""
-    files = sorted(p for p in directory.rglob("*") if p.is_file() and p.name != _SUMS)
-    return {str(p.relative_to(directory)): checksums.of_file(p) for p in files}
+    return {
+        str(path.relative_to(directory)): files.checksum(path, REMEDY) for path in _files(directory)
+    }
 
 
-def _check_sums(directory: Path) -> None:
+def _check_sums(directory: Path, checkpoint: str) -> None:
     """Check the files of a tree.
 
     Raises:
-      ValueError: one is damaged, or missing.
+      FileNotFoundError: the file of their checksums is missing.
+      ValueError: one is damaged, missing, or of another checkpoint.
     """
-    expected, found = read_signed(directory / _SUMS), _sums(directory)
-    wrong = sorted(name for name in expected if found.get(name) != expected[name])
+    form = schema.mapping(schema.integer())
+    _, sums = read_signed(directory / _SUMS, form, checkpoint)
+    found = _sums(directory)
+    wrong = sorted(name for name in sums if found.get(name) != sums[name])
     if wrong:  # files beside them: orbax adds a mark of its own later
         what, got = f"checkpoint {directory}", f"other bytes, or none, in {wrong}"
         expected = "files as they were written"
-        raise ValueError(message(what, expected=expected, got=got, remedy=_REMEDY))
+        raise ValueError(message(what, expected=expected, got=got, remedy=REMEDY))
 
 
 def check_model(tree: PyTree) -> None:
@@ -251,9 +284,9 @@ def _leaves(tree: PyTree) -> dict[str, dict[str, Any]]:
     }
 
 
-def _write_leaves(directory: Path, tree: PyTree) -> None:
+def _write_leaves(directory: Path, args: PyTreeArgs) -> None:
     if jax.process_index() == 0:
-        write_signed(directory / _LEAVES, _leaves(tree))
+        write_signed(directory / _LEAVES, args.checkpoint, _leaves(args.tree))
 
 
 def _check_leaves(directory: Path, args: PyTreeArgs) -> None:
@@ -262,7 +295,9 @@ def _check_leaves(directory: Path, args: PyTreeArgs) -> None:
     Raises:
       ValueError: it has others, or another shape or dtype.
     """
-    found, wanted = read_signed(directory / _LEAVES), _leaves(args.tree)
+    leaf = schema.record(shape=schema.sequence(schema.integer()), dtype=schema.text)
+    _, found = read_signed(directory / _LEAVES, schema.mapping(leaf), args.checkpoint)
+    wanted = _leaves(args.tree)
     for path in sorted(found.keys() | wanted.keys()):
         what, remedy = f"checkpoint {directory}: leaf {path!r}", "give model= as it was saved"
         forms = wanted.get(path), found.get(path)
@@ -271,15 +306,12 @@ def _check_leaves(directory: Path, args: PyTreeArgs) -> None:
             raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
         for kind in ("shape", "dtype"):
             expected, got = (f"{kind} {form[kind]}" for form in forms if form)
-            rounds = kind == "dtype" and all(_is_float(form["dtype"]) for form in forms if form)
+            rounds = kind == "dtype" and all(is_float(form["dtype"]) for form in forms if form)
             if expected != got and not (rounds and args.convert):
                 remedy = "convert=True rounds it" if rounds else remedy
                 raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
 
 
-def _is_float(dtype: str) -> bool:
+def is_float(dtype: str) -> bool:
     """Tell whether a dtype, by name, is one of real floats; a type of Python's is not."""
-    try:
-        return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    except TypeError:
-        return False
+    return schema.dtype(dtype) is None and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import orbax.checkpoint as ocp
 
 from tpu_embed._checks import message
@@ -19,7 +20,7 @@ from tpu_embed._types import Array, PyTree
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.processes import check_same, together
 from tpu_embed.core.tables import TableState
-from tpu_embed.io import tables
+from tpu_embed.io import files, manifest, tables
 from tpu_embed.io.items import (
     MODEL,
     POSITION,
@@ -27,11 +28,13 @@ from tpu_embed.io.items import (
     check_engine,
     handler,
     local_path,
+    new_checkpoint,
     remove_unfinished,
     restore_args,
     save_args,
 )
 from tpu_embed.io.manifest import Wanted
+from tpu_embed.io.step_paths import SyncedPath
 
 __all__ = ["Restored", "restore", "save"]
 
@@ -61,7 +64,7 @@ def save(
     model: PyTree = None,
     position: Any = None,
 ) -> None:
-    """Write a checkpoint; it is there when this returns, and nothing of it before.
+    """Write a checkpoint; it is on the disk when this returns, and nothing of it is there before.
 
     Of several processes, all call this; what goes wrong in one is raised in all.
 
@@ -96,13 +99,18 @@ def save(
         if path.exists():
             remedy = "remove it, or save elsewhere; CheckpointManager numbers its directories"
             raise ValueError(message("path", expected="no file", got=f"{path}", remedy=remedy))
-        return save_args(tables.prepare(engine, state, copied=False), model, position)
+        parts = tables.prepare(engine, state, checkpoint=checkpoint, copied=False)
+        args = save_args(parts, model, position)
+        if jax.process_index() == 0:
+            files.make_directory(path.parent)
+        return args
 
     with _SAVING:
         check_same("save", f"{path}")
+        checkpoint = new_checkpoint(path)
         args = together("save", path, prepared)
         try:
-            with ocp.Checkpointer(handler()) as checkpointer:
+            with ocp.Checkpointer(handler(), temporary_path_class=SyncedPath) as checkpointer:
                 checkpointer.save(path, args=args)
         except BaseException:
             remove_unfinished(path.parent, path.name)
@@ -135,8 +143,9 @@ def restore(
       leave_out: tables of the checkpoint that are not read.
 
     Raises:
-      ValueError: a table, slot, leaf, shape or dtype is not as it was saved; a file is damaged.
-      FileNotFoundError: there is no checkpoint, or no model in it.
+      ValueError: a table, slot, leaf, shape or dtype is not as it was saved; a file is damaged, or
+        belongs to another checkpoint, table, slot or place.
+      FileNotFoundError: there is no checkpoint, or no model in it; a file of it is missing.
       TypeError: no engine.
     """
     path = local_path(path)
@@ -150,7 +159,8 @@ def restore(
             remedy = "give the directory that save wrote, which every process can reach"
             what = f"checkpoint {path}"
             raise FileNotFoundError(message(what, expected=expected, got=got, remedy=remedy))
-        return restore_args(Wanted(engine, key, convert, tuple(leave_out)), model)
+        wanted = Wanted(engine, key, convert, tuple(leave_out))
+        return restore_args(wanted, model, manifest.name_of(path / TABLES))
 
     check_same("restore", f"{path}")
     args = together("restore", path, prepared)

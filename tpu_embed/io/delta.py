@@ -25,8 +25,8 @@ from tpu_embed.core import collectives
 from tpu_embed.core.collectives import MeshAxes
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.fields import Field, field
-from tpu_embed.core.logical import check_state
 from tpu_embed.core.processes import check_same, together
+from tpu_embed.core.state_checks import check_state
 from tpu_embed.core.tables import TableState
 from tpu_embed.core.touched import TouchedRows, Version
 from tpu_embed.io import delta_files, directory
@@ -174,8 +174,8 @@ def _kept(ids: np.ndarray, blocks: Iterator[tuple[slice, Array]], f: Field) -> C
     for here, bits in blocks:
         rows = np.asarray(bits)[: ids[here].size]
         values[here] = rows.astype(f"u{dtype.itemsize}", copy=False).view(dtype)
-    kept = np.int32 if size <= np.iinfo(np.int32).max else np.int64
-    return ChangedRows(size, dim, f.group.dtype, ids.astype(kept), values)
+    kept = ids.astype(delta_files.kept_dtype(size))
+    return ChangedRows(size, dim, f.group.dtype, kept, values)
 
 
 @functools.partial(jax.jit, static_argnames=("f", "axes"))

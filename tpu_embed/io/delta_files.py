@@ -11,7 +11,6 @@ server has. Called by `delta.py` and `served.py`.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,18 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed.core.touched import Version
-from tpu_embed.io import checksums, directory
+from tpu_embed.io import directory, schema
 from tpu_embed.io.quantize import quantize_rows
 
 __all__ = ["ChangedRows", "Delta", "check_declared", "follows", "read", "write"]
 
-FORMAT = 2
-"""The version of the directory's form."""
+KIND = "delta"
 
 _REMEDY = "copy the directory whole, or publish a full export"
+
+_FORM = schema.record(
+    since=schema.integer(), version=directory.VERSION, tables=schema.mapping(directory.TABLE)
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -155,18 +157,14 @@ def write(root: Path, delta: Delta) -> None:
                 "vocabulary_size": rows.vocabulary_size,
                 "dim": rows.dim,
                 "dtype": rows.dtype,
-                "files": {
-                    part: file | {"crc32": checksums.of_file(root / file["file"])}
-                    for part, file in directory.write_arrays(
-                        root, name, {"ids": rows.ids, "values": rows.values}
-                    ).items()
-                },
+                "files": directory.write_arrays(
+                    root, name, {"ids": rows.ids, "values": rows.values}
+                ),
             }
             for name, rows in delta.tables.items()
         },
     }
-    metadata = {"format": FORMAT, "crc32": checksums.of_json(described), "delta": described}
-    (root / directory.METADATA).write_text(json.dumps(metadata, indent=1))
+    directory.write_metadata(root, KIND, described)
 
 
 def read(root: Path) -> Delta:
@@ -174,36 +172,30 @@ def read(root: Path) -> Delta:
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: one is damaged, or of another version.
+      ValueError: one is damaged, of another format, or no delta's.
     """
-    described = _described(root)
-    tables = {
-        name: ChangedRows(
-            table["vocabulary_size"],
-            table["dim"],
-            table["dtype"],
-            **{part: _read_array(root, file) for part, file in table["files"].items()},
-        )
-        for name, table in described["tables"].items()
-    }
+    described = directory.read_metadata(root, KIND, _FORM, _REMEDY)
+    tables = {name: _read_rows(root, name, table) for name, table in described["tables"].items()}
     return Delta(described["since"], Version(**described["version"]), tables)
 
 
-def _described(root: Path) -> dict[str, Any]:
-    metadata = directory.read_json(root / directory.METADATA, FORMAT, _REMEDY)
-    whole = "delta" in metadata and metadata.get("crc32") == checksums.of_json(metadata["delta"])
-    if not whole:
-        what = f"{root / directory.METADATA}"
-        expected, got = "what a delta's writer wrote", "something else"
-        raise ValueError(message(what, expected=expected, got=got, remedy=_REMEDY))
-    return metadata["delta"]
+def _read_rows(root: Path, name: str, table: Mapping[str, Any]) -> ChangedRows:
+    """Return the rows of one table."""
+    size, dim, dtype, described = (
+        table[key] for key in ("vocabulary_size", "dim", "dtype", "files")
+    )
+    n = next(iter(described.get("ids", {}).get("shape", ())), 0)
+    stored = "uint16" if dtype == "bfloat16" else dtype
+    forms = {"ids": (kept_dtype(size).name, (n,)), "values": (stored, (n, dim))}
+    arrays = directory.read_arrays(root, name, described, forms, _REMEDY)
+    ids = arrays["ids"]
+    if n and not (ids[0] >= 0 and ids[-1] < size and (ids[1:] > ids[:-1]).all()):
+        what, expected = f"{root}: table {name!r}", f"ascending ids from 0 to {size - 1}"
+        raise ValueError(message(what, expected=expected, got="others", remedy=_REMEDY))
+    return ChangedRows(size, dim, dtype, **arrays)
 
 
-def _read_array(root: Path, described: Mapping[str, Any]) -> np.ndarray:
-    file = root / described["file"]
-    directory.check_size(file, described, _REMEDY)
-    found = checksums.of_file(file)
-    if found != described["crc32"]:
-        expected, got = f"checksum {described['crc32']}", f"{found}"
-        raise ValueError(message(f"{file}", expected=expected, got=got, remedy=_REMEDY))
-    return directory.read_array(root, described, _REMEDY)
+def kept_dtype(vocabulary_size: int) -> np.dtype:
+    """Return the dtype in which the ids of a table are kept."""
+    small = vocabulary_size <= np.iinfo(np.int32).max
+    return np.dtype(np.int32 if small else np.int64)

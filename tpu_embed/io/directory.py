@@ -1,49 +1,67 @@
-"""The directory of an exported model: names, sizes and order of its files; all or nothing.
+"""A directory of arrays with a `metadata.json` that knows each of its files: exports and deltas.
 
-Enters: a program, tables, and what `metadata.json` says. Leaves: files, or the same read back and
-judged. Called by `export.py` and `served.py`; `delta.py` and `delta_files.py` take its parts.
+It appears whole or not at all, and on the disk. The metadata has size and checksum of every file. A
+file is where its table's name puts it, and nowhere else: what the metadata says of its place is
+checked, never followed.
+
+Input: arrays by table and part, and what else the metadata says. Output: files, or the arrays
+again, memory-mapped and checked.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import os
+import reprlib
 import shutil
-import urllib.parse
 import uuid
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed.core.structure import Structure
-from tpu_embed.io import checksums
-from tpu_embed.io.stored import Stored
+from tpu_embed.io import files, schema, signed
 
 __all__ = [
-    "FORMAT",
-    "METADATA",
+    "FILE",
+    "TABLE",
+    "VERSION",
+    "check_file",
     "check_free",
-    "check_size",
-    "read_array",
-    "read_json",
+    "describe_file",
+    "read_arrays",
     "read_metadata",
-    "read_program",
-    "write",
     "write_arrays",
+    "write_metadata",
     "written",
 ]
 
-FORMAT = 2
-"""The version of the directory's form."""
+FORMAT = 3
+"""The version of the directory's format."""
 
-METADATA, PROGRAM = "metadata.json", "model.stablehlo"
+METADATA = "metadata.json"
 
-_REMEDY = "export the model again, or copy the directory whole"
+_SUM = {"bytes": schema.integer(), "crc32": schema.integer()}
+
+FILE = schema.record(file=schema.text, **_SUM)
+"""The form of what the metadata says of a file."""
+
+_ARRAY = schema.record(
+    file=schema.text, shape=schema.sequence(schema.integer()), dtype=schema.dtype, **_SUM
+)
+
+TABLE = schema.record(
+    vocabulary_size=schema.integer(1),
+    dim=schema.integer(1),
+    dtype=schema.choice("float32", "bfloat16", "float64"),
+    files=schema.mapping(_ARRAY),
+)
+"""The form of what it says of a table, whose files are named by part."""
+
+VERSION = schema.record(run=schema.text, step=schema.integer(), edits=schema.integer())
+"""The form of a `Version`."""
 
 
 def check_free(root: Path) -> None:
@@ -59,185 +77,174 @@ def check_free(root: Path) -> None:
 
 @contextlib.contextmanager
 def written(root: Path) -> Iterator[Path]:
-    """Give a new directory beside `root`; rename it to `root` at the end, or remove it."""
-    temporary = root.absolute().parent / f".{root.name}.{uuid.uuid4().hex}"
-    temporary.mkdir(parents=True)
+    """Give a new directory beside `root`; rename it to `root` at the end, or remove it.
+
+    All that it holds is on the disk before it is renamed, and its name is when this ends; each file
+    was synced when it was written.
+    """
+    parent = root.absolute().parent
+    files.make_directory(parent)
+    temporary = parent / f".{root.name[:40]}.{uuid.uuid4().hex}"
+    temporary.mkdir()
     try:
         yield temporary
         check_free(root)
+        files.sync_directories(temporary)
         temporary.rename(root)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    files.sync(parent)
 
 
-def write(
-    root: Path,
-    program: bytes,
-    tables: Mapping[str, Stored],
-    declared: Structure,
-    described: Mapping[str, Any],
-) -> None:
-    """Write all files of a model.
+# -- files -----------------------------------------------------------------------------------------
+
+
+def describe_file(root: Path, file: str) -> dict[str, Any]:
+    """Return what the metadata says of a file.
 
     Args:
-      root: an empty directory.
-      program: the serialized one.
-      tables: by name, as NumPy arrays.
-      declared: the feature configuration.
-      described: what else `metadata.json` says.
+      root: the directory.
+      file: its path there.
     """
-    (root / PROGRAM).write_bytes(program)
-    (root / "tables").mkdir()
-    configs = dict(zip(declared.table_names, declared.tables, strict=True))
-    metadata = {
-        "jax": jax.__version__,
-        "program": {"file": PROGRAM, "bytes": len(program), "crc32": zlib.crc32(program)},
-        "tables": {
-            name: {
-                "vocabulary_size": configs[name].vocabulary_size,
-                "dim": configs[name].dim,
-                "dtype": configs[name].dtype,
-                "files": write_arrays(root, name, table.arrays),
-            }
-            for name, table in tables.items()
-        },
-        **described,
-    }
-    checked = {"format": FORMAT, "crc32": checksums.of_json(metadata), **metadata}
-    (root / METADATA).write_text(json.dumps(checked, indent=1) + "\n")
+    path = root / file
+    return {"file": file, "bytes": path.stat().st_size, "crc32": files.checksum(path, "")}
+
+
+def check_file(
+    root: Path, file: str, described: Mapping[str, Any], remedy: str, *, whole: bool = True
+) -> Path:
+    """Return the path of a file that is as the metadata says.
+
+    Args:
+      root: the directory.
+      file: its path there.
+      described: what the metadata says of it.
+      remedy: for a file that is missing or damaged.
+      whole: whether every byte is read, for the checksum; otherwise the size alone is compared.
+
+    Raises:
+      FileNotFoundError: it is missing.
+      ValueError: its place, size or checksum is another; it is a link to outside of the directory.
+    """
+    path = _inside(root, file, remedy)
+    if described["file"] != file:
+        what, got = f"{root / METADATA}: file", reprlib.repr(described["file"])
+        raise ValueError(message(what, expected=repr(file), got=got, remedy=remedy))
+    with files.name_errors(path, remedy):
+        size = path.stat().st_size
+    if size != described["bytes"]:
+        expected = f"{described['bytes']} bytes"
+        raise ValueError(message(f"{path}", expected=expected, got=f"{size}", remedy=remedy))
+    got = files.checksum(path, remedy) if whole else described["crc32"]
+    if got != described["crc32"]:
+        expected = f"checksum {described['crc32']}"
+        raise ValueError(message(f"{path}", expected=expected, got=f"{got}", remedy=remedy))
+    return path
+
+
+def _inside(root: Path, file: str, remedy: str) -> Path:
+    """Return the path of a file, which is no link to outside of the directory."""
+    path = root / file
+    found = os.path.realpath(path)
+    if not Path(found).is_relative_to(os.path.realpath(root)):
+        expected, got = f"a file inside {root}", f"a link to {found}"
+        raise ValueError(message(f"{path}", expected=expected, got=got, remedy=remedy))
+    return path
+
+
+# -- metadata --------------------------------------------------------------------------------------
+
+
+def write_metadata(root: Path, kind: str, value: Mapping[str, Any]) -> None:
+    """Write what the metadata says, of a kind of directory."""
+    signed.write(root / METADATA, kind, FORMAT, value, indent=1)
+
+
+def read_metadata(root: Path, kind: str, form: schema.Form, remedy: str) -> dict[str, Any]:
+    """Return what the metadata says.
+
+    Args:
+      root: the directory.
+      kind: of directory that it must be.
+      form: of what it must say.
+      remedy: for metadata that is missing or damaged.
+
+    Raises:
+      FileNotFoundError: there is none.
+      ValueError: it is damaged, or of another format, kind or form.
+    """
+    return signed.read(_inside(root, METADATA, remedy), kind, FORMAT, form, remedy)
+
+
+# -- arrays ----------------------------------------------------------------------------------------
+
+
+def _array_file(name: str, part: str) -> str:
+    return f"tables/{files.file_name(name)}.{part}.npy"
 
 
 def write_arrays(root: Path, name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Write the arrays of one table; return the form of each file.
+    """Write the arrays of one table; return what the metadata says of them.
 
     Args:
       root: has a directory `tables`.
       name: of the table.
       arrays: by part.
     """
-    stem = urllib.parse.quote(name, safe="").replace(".", "%2E")
-    files = {}
+    described = {}
     for part, array in arrays.items():
-        file = f"tables/{stem}.{part}.npy"
-        np.save(root / file, array, allow_pickle=False)
-        files[part] = {
-            "file": file,
-            "shape": list(array.shape),
-            "dtype": str(array.dtype),
-            "bytes": (root / file).stat().st_size,
-        }
-    return files
+        file = _array_file(name, part)
+        with files.create(root / file) as opened:
+            np.save(opened, array, allow_pickle=False)
+        form = {"shape": list(array.shape), "dtype": str(array.dtype)}
+        described[part] = describe_file(root, file) | form
+    return described
 
 
-def read_metadata(root: Path) -> dict[str, Any]:
-    """Return what `metadata.json` of a model says.
-
-    Raises:
-      FileNotFoundError: there is none.
-      ValueError: it is damaged, or of another version.
-    """
-    metadata = read_json(root / METADATA, FORMAT, _REMEDY)
-    what = f"{root / METADATA}"
-    if "program" not in metadata:
-        remedy = "load_model takes what export_model wrote"
-        raise ValueError(message(what, expected="a model", got="none", remedy=remedy))
-    said = {key: value for key, value in metadata.items() if key not in ("format", "crc32")}
-    if metadata.get("crc32") != checksums.of_json(said):
-        expected, got = "what export_model wrote", "something else"
-        raise ValueError(message(what, expected=expected, got=got, remedy=_REMEDY))
-    return metadata
-
-
-def read_json(file: Path, version: int, remedy: str) -> dict[str, Any]:
-    """Return a JSON object that names the version of its form.
-
-    Args:
-      file: the file.
-      version: the one that is read.
-      remedy: for one that is missing or damaged.
-
-    Raises:
-      FileNotFoundError: there is none.
-      ValueError: it is damaged, or of another version.
-    """
-    try:
-        metadata = json.loads(_bytes(file, remedy))
-        found = metadata["format"]
-    except (ValueError, TypeError, KeyError) as error:
-        expected, got = "a JSON object with its format", "something else"
-        raise ValueError(message(f"{file}", expected=expected, got=got, remedy=remedy)) from error
-    if found != version:
-        expected, remedy = f"{version}", "read it with the tpu_embed that wrote it, or export again"
-        raise ValueError(
-            message(f"{file}: format", expected=expected, got=f"{found}", remedy=remedy)
-        )
-    return metadata
-
-
-def read_program(root: Path, described: Mapping[str, Any]) -> bytes:
-    """Return the serialized program.
-
-    Raises:
-      FileNotFoundError: it is missing.
-      ValueError: its size or checksum is another.
-    """
-    file = root / described["file"]
-    check_size(file, described)
-    program = _bytes(file, _REMEDY)
-    if zlib.crc32(program) != described["crc32"]:
-        expected, got = f"checksum {described['crc32']}", f"{zlib.crc32(program)}"
-        raise ValueError(message(f"{file}", expected=expected, got=got, remedy=_REMEDY))
-    return program
-
-
-def read_array(root: Path, described: Mapping[str, Any], remedy: str = _REMEDY) -> np.ndarray:
-    """Return one array of a table, memory-mapped.
+def read_arrays(
+    root: Path,
+    name: str,
+    described: Mapping[str, Any],
+    forms: Mapping[str, tuple[str, tuple[int, ...]]],
+    remedy: str,
+    *,
+    whole: bool = True,
+) -> dict[str, np.ndarray]:
+    """Return the arrays of one table by part, memory-mapped.
 
     Args:
       root: the directory.
-      described: the form of its file.
-      remedy: for one that is missing or damaged.
+      name: of the table.
+      described: what the metadata says of them.
+      forms: the dtype and shape that each part must have.
+      remedy: for a file that is missing or damaged.
+      whole: as for `check_file`.
 
     Raises:
-      FileNotFoundError: it is missing.
-      ValueError: its size, shape or dtype is another.
+      FileNotFoundError: a file is missing.
+      ValueError: a part, or the form of one, is another; what `check_file` refuses.
     """
-    file = root / described["file"]
-    check_size(file, described, remedy)
-    expected = f"{described['dtype']} of shape {tuple(described['shape'])}"
+    said = {part: (one["dtype"], tuple(one["shape"])) for part, one in described.items()}
+    if said != forms:
+        what = f"{root / METADATA}: table {name!r}"
+        raise ValueError(message(what, expected=f"{dict(forms)}", got=f"{said}", remedy=remedy))
+    arrays = {}
+    for part, one in described.items():
+        path = check_file(root, _array_file(name, part), one, remedy, whole=whole)
+        arrays[part] = _mapped(path, *forms[part], remedy)
+    return arrays
+
+
+def _mapped(path: Path, dtype: str, shape: tuple[int, ...], remedy: str) -> np.ndarray:
+    """Return the array of a file, memory-mapped."""
+    expected = f"{dtype} of shape {shape}"
     try:
-        array = np.load(file, mmap_mode="r", allow_pickle=False)
+        array = np.lib.format.open_memmap(path, mode="r")
         got = f"{array.dtype} of shape {array.shape}"
-    except (ValueError, EOFError, OSError) as error:
+    except Exception as error:  # NumPy parses the header as Python
         got = f"no array ({error})"
-        raise ValueError(message(f"{file}", expected=expected, got=got, remedy=remedy)) from error
+        raise ValueError(message(f"{path}", expected=expected, got=got, remedy=remedy)) from error
     if got != expected:
-        raise ValueError(message(f"{file}", expected=expected, got=got, remedy=remedy))
+        raise ValueError(message(f"{path}", expected=expected, got=got, remedy=remedy))
     return array
-
-
-def check_size(file: Path, described: Mapping[str, Any], remedy: str = _REMEDY) -> None:
-    """Check the size of a file.
-
-    Raises:
-      FileNotFoundError: it is missing.
-      ValueError: its size is another.
-    """
-    size = file.stat().st_size if file.exists() else None
-    if size is None:
-        raise _missing(file, remedy)
-    if size != described["bytes"]:
-        expected = f"{described['bytes']} bytes"
-        raise ValueError(message(f"{file}", expected=expected, got=f"{size}", remedy=remedy))
-
-
-def _bytes(file: Path, remedy: str) -> bytes:
-    try:
-        return file.read_bytes()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise _missing(file, remedy) from error
-
-
-def _missing(file: Path, remedy: str) -> FileNotFoundError:
-    return FileNotFoundError(message(f"{file}", expected="a file", got="none", remedy=remedy))

@@ -4,7 +4,7 @@ Enters: a model, its tables and example features. Leaves: a directory, which `lo
 (`served.py`) calls, and which JAX and NumPy alone can call too. Called by users.
 
     model.stablehlo   jax.export's program: (tables, features, weights, *inputs) → outputs
-    metadata.json     what it takes and returns, which JAX wrote it, file sizes, its CRC-32
+    metadata.json     what it takes and returns, which JAX wrote it, size and CRC-32 of each file
     tables/*.npy      memory-mappable arrays, arguments of the program
 """
 
@@ -29,7 +29,7 @@ from tpu_embed.core import structure
 from tpu_embed.core.ids import dense_form
 from tpu_embed.core.structure import Structure
 from tpu_embed.core.touched import Version
-from tpu_embed.io import directory
+from tpu_embed.io import directory, model_files
 from tpu_embed.io.serving import Server, server_of
 from tpu_embed.io.stored import Stored, stored_tables
 from tpu_embed.kernels import dispatch
@@ -54,8 +54,8 @@ def export_model(
 ) -> None:
     """Write a directory that computes `model(activations, *inputs)` from ids.
 
-    The directory appears whole or not at all. The program's lookups are plain XLA operations, whose
-    bits on CPU are those of training.
+    The directory appears whole or not at all, and is on the disk when this returns. The program's
+    lookups are plain XLA operations, whose bits on CPU are those of training.
 
     Args:
       path: of the directory; nothing may be there yet.
@@ -88,17 +88,18 @@ def export_model(
     stored = [_as_written(table) for table in stored_tables(tables, declared)]
     arguments = _arguments(declared, features, weights, inputs, batch)
     exported = _exported(model, declared, stored, arguments, chosen)
+    outputs = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     described = {
         "platforms": list(exported.platforms),
         "batch": arguments.batch,
         "version": None if version is None else version._asdict(),
         "features": arguments.described(declared),
-        "inputs": _described(arguments.inputs),
-        "outputs": _described(jax.tree.unflatten(exported.out_tree, exported.out_avals)),
+        "inputs": model_files.describe_leaves(arguments.inputs),
+        "outputs": model_files.describe_leaves(outputs),
     }
     named = dict(zip(declared.table_names, stored, strict=True))
     with directory.written(root) as temporary:
-        directory.write(temporary, _serialized(exported), named, declared, described)
+        model_files.write(temporary, _serialized(exported), named, declared, described)
 
 
 def _check_flatbuffers() -> None:
@@ -141,7 +142,7 @@ class _Arguments:
             ids = self.features[path]
             found[path] = {
                 "table": declared.table_names[declared.table_index(feature)],
-                "shape": _shape(ids),
+                "shape": model_files.shape(ids),
                 "dtype": str(ids.dtype),
                 "weights": str(self.weights[path].dtype) if path in self.weights else None,
                 "max_sequence_length": feature.max_sequence_length,
@@ -221,20 +222,6 @@ def _check_weights(label: str, weights: Any, shape: tuple[int, ...]) -> None:
     if len(shape) == 1 or got != shape:
         expected = f"shape {shape}" if len(shape) > 1 else "None for ids [B]"
         raise ValueError(message(f"weights of {label}", expected=expected, got=got))
-
-
-def _shape(leaf: Any) -> list[int | None]:
-    """Return a shape with None where the program takes any size."""
-    return [n if isinstance(n, int) else None for n in leaf.shape]
-
-
-def _described(tree: PyTree) -> list[dict[str, Any]]:
-    """Return the leaves of the program's inputs or outputs: place, shape and dtype."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [
-        {"path": jax.tree_util.keystr(key), "shape": _shape(leaf), "dtype": str(leaf.dtype)}
-        for key, leaf in leaves
-    ]
 
 
 # -- the program ---------------------------------------------------------------------------------

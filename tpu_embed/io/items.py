@@ -12,6 +12,8 @@ import glob
 import json
 import re
 import shutil
+import uuid
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +24,18 @@ import orbax.checkpoint as ocp
 from tpu_embed._checks import message
 from tpu_embed._types import PyTree
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.processes import together
+from tpu_embed.core.processes import said_by_all, together
 from tpu_embed.core.tables import TableState
-from tpu_embed.io import tables
+from tpu_embed.io import files, tables
 from tpu_embed.io.checked import JsonArgs, JsonHandler, PyTreeArgs, PyTreeHandler, check_model
 from tpu_embed.io.manifest import Wanted
 
 TABLES, MODEL, POSITION = "tables", "model", "position"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 """How the name of a directory goes on while orbax fills it."""
+
+_DEEPEST = 100
+"""Values of a position inside each other."""
 
 
 def local_path(path: str | Path) -> Path:
@@ -55,12 +60,32 @@ def check_engine(engine: Any) -> None:
         raise TypeError(text)
 
 
+def remove(path: Path) -> None:
+    """Remove a checkpoint; if that is interrupted, what is left of it is no checkpoint."""
+    if jax.process_index() == 0:
+        remove_unfinished(path.parent, path.name)
+        left = path.with_name(f"{path.name}{_UNFINISHED}-removed")
+        path.rename(left)
+        files.sync(path.parent)
+        shutil.rmtree(left)
+
+
 def remove_unfinished(directory: Path, name: str | None = None) -> None:
     """Remove what saves have left that did not end: of one directory, or of all."""
     if jax.process_index() == 0:
         start = "*" if name is None else glob.escape(name)
         for left in directory.glob(f"{start}{_UNFINISHED}*"):
             shutil.rmtree(left, ignore_errors=True)
+
+
+def new_checkpoint(path: Path) -> str:
+    """Return a name for a checkpoint that no other has; all processes call this, and get the same.
+
+    Args:
+      path: where it will be.
+    """
+    what = f"checkpoint/{zlib.crc32(str(path).encode()):08x}"
+    return said_by_all(what, uuid.uuid4().hex)[0]
 
 
 @dataclasses.dataclass
@@ -128,41 +153,68 @@ def save_args(prepared: tables.Prepared, model: PyTree, position: Any) -> ocp.ar
     Raises:
       ValueError: a model without arrays, a position that is no JSON.
     """
-    try:
-        plain = json.loads(json.dumps(position))  # a copy: the iterator goes on
-    except (TypeError, ValueError) as error:
-        raise ValueError(message("position", expected="a JSON value", got=f"{error}")) from error
-    _check_keys(position)
-    items: dict[str, Any] = {TABLES: _TablesArgs(prepared), POSITION: JsonArgs(plain)}
+    name = prepared.checkpoint
+    items: dict[str, Any] = {
+        TABLES: _TablesArgs(prepared),
+        POSITION: JsonArgs(name, _as_json(position)),
+    }
     if model is not None:
         if not jax.tree.leaves(model):
             remedy = "leave it out"
             raise ValueError(message("model", expected="arrays", got=repr(model), remedy=remedy))
         check_model(model)
-        items[MODEL] = PyTreeArgs(jax.tree.map(_array, model))
+        items[MODEL] = PyTreeArgs(name, jax.tree.map(_array, model))
     return ocp.args.Composite(**items)
 
 
-def _check_keys(value: Any) -> None:
-    """Check that the keys of a JSON value are strings: others would come back as such."""
+def _as_json(position: Any) -> Any:
+    """Return a copy of a JSON value: the iterator that it came from goes on.
+
+    Raises:
+      ValueError: it is no JSON value.
+    """
+    _check_nested(position, 0)
+    try:
+        return json.loads(json.dumps(position))
+    except (TypeError, ValueError) as error:
+        raise ValueError(message("position", expected="a JSON value", got=f"{error}")) from error
+
+
+def _check_nested(value: Any, depth: int) -> None:
+    """Check that keys are strings, others would come back as such, and that nesting is bounded.
+
+    Who restores may have less room on its stack than who saves.
+    """
+    if depth > _DEEPEST:
+        expected, got = f"at most {_DEEPEST} values inside each other", "more"
+        raise ValueError(message("position", expected=expected, got=got))
     if isinstance(value, dict):
-        for key, inside in value.items():
+        for key in value:
             if not isinstance(key, str):
                 raise ValueError(message("position", expected="string keys", got=f"key {key!r}"))
-            _check_keys(inside)
+        value = list(value.values())
     if isinstance(value, list | tuple):
         for inside in value:
-            _check_keys(inside)
+            _check_nested(inside, depth + 1)
 
 
-def restore_args(wanted: Wanted, model: PyTree) -> ocp.args.Composite:
-    """Return what to restore, as orbax takes it."""
-    items: dict[str, Any] = {TABLES: _TablesArgs(wanted=wanted), POSITION: JsonArgs()}
+def restore_args(wanted: Wanted, model: PyTree, checkpoint: str) -> ocp.args.Composite:
+    """Return what to restore, as orbax takes it.
+
+    Args:
+      wanted: what to make of the tables.
+      model: the abstract pytree, or None.
+      checkpoint: the name of the checkpoint that all parts must belong to.
+    """
+    items: dict[str, Any] = {
+        TABLES: _TablesArgs(wanted=wanted),
+        POSITION: JsonArgs(checkpoint),
+    }
     if model is not None:
         check_model(model)
         everywhere = wanted.engine.layout.axes.sharding(())
         abstract = jax.tree.map(lambda leaf: _abstract(leaf, everywhere), model)
-        items[MODEL] = PyTreeArgs(abstract, wanted.convert)
+        items[MODEL] = PyTreeArgs(checkpoint, abstract, wanted.convert)
     return ocp.args.Composite(**items)
 
 

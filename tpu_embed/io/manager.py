@@ -6,7 +6,6 @@ them. Called by users.
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,14 +19,20 @@ from tpu_embed._types import Array, PyTree
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.processes import FILES_SECONDS, check_same, said_by_all, together
 from tpu_embed.core.tables import TableState
-from tpu_embed.io import tables
+from tpu_embed.io import files, tables
 from tpu_embed.io.checkpoint import Restored, restore
-from tpu_embed.io.items import check_engine, local_path, registry, remove_unfinished, save_args
+from tpu_embed.io.items import (
+    check_engine,
+    local_path,
+    new_checkpoint,
+    registry,
+    remove,
+    remove_unfinished,
+    save_args,
+)
+from tpu_embed.io.step_paths import StepNames, SyncedPath, steps_in
 
 __all__ = ["CheckpointManager"]
-
-_NUMBER = re.compile("0|[1-9][0-9]*")
-"""Names of directories that are checkpoints."""
 
 
 class CheckpointManager:
@@ -69,6 +74,8 @@ class CheckpointManager:
             save_decision_policy=policies.AnySavePolicy(
                 [policies.FixedIntervalPolicy(every), policies.PreemptionCheckpointingPolicy()]
             ),
+            step_name_format=StepNames(),
+            temporary_path_class=SyncedPath,
             max_to_keep=None if keep is None else check_int("keep", keep, minimum=1),
             enable_async_checkpointing=in_background,
             async_options=ocp.AsyncOptions(
@@ -86,7 +93,7 @@ class CheckpointManager:
 
         def made() -> None:
             if jax.process_index() == 0:
-                self._directory.mkdir(parents=True, exist_ok=True)
+                files.make_directory(self._directory)
 
         check_same(what, f"{self._directory}")
         together(what, self._directory, made)
@@ -127,22 +134,27 @@ class CheckpointManager:
     def _save(
         self, step: int, state: TableState, model: PyTree, position: Any, *, force: bool
     ) -> bool:
+        last = self._manager.latest_step()  # it counts while it is written
+        due = force or self._manager.should_save(step)  # False of a step that is not after the last
+        if not due and (last is None or step > last):
+            return False
+        self.wait()
+        # Orbax counts a save, and drops what it makes old, before it has ended: it may not have.
+        self._manager.reload()
         last = self._manager.latest_step()
-        if last is not None and step <= last:  # is it there? it counts while it is written
-            self.wait()
-            self._manager.reload()
-            last = self._manager.latest_step()
         if last is not None and step < last:
             remedy = "restore that one, or remove those after the one you go on from"
             expected = f"at least {last}, the last one in {self._directory}"
             raise ValueError(message("step", expected=expected, got=f"{step}", remedy=remedy))
-        if step == last or not (force or self._manager.should_save(step)):
+        if step == last or not (due or self._manager.should_save(step)):
             return False
-        self.wait()
         remove_unfinished(self._directory)
+        checkpoint = new_checkpoint(self._directory)
 
         def prepared() -> ocp.args.Composite:
-            parts = tables.prepare(self._engine, state, copied=self._in_background)
+            parts = tables.prepare(
+                self._engine, state, checkpoint=checkpoint, copied=self._in_background
+            )
             return save_args(parts, model, position)
 
         args = together("save", self._directory, prepared)
@@ -194,9 +206,10 @@ class CheckpointManager:
         if step not in steps:
             what, expected = f"step {step} in {self._directory}", f"one of {steps}"
             raise FileNotFoundError(message(what, expected=expected, got="none"))
+        path = self._directory / f"{step}"
         with self._lock:
+            together("remove", path, lambda: remove(path))
             self._manager.reload()
-            self._manager.delete(step)
 
     def latest_step(self) -> int | None:
         """Return the number of the last checkpoint that is there, or None."""
@@ -204,8 +217,7 @@ class CheckpointManager:
 
     def all_steps(self) -> list[int]:
         """Return the numbers of all that are there, ascending; not one that is being written."""
-        found = [p.name for p in self._directory.iterdir() if _NUMBER.fullmatch(p.name)]
-        return sorted(int(name) for name in found if (self._directory / name).is_dir())
+        return steps_in(self._directory)
 
     def wait(self) -> None:
         """Wait until what is being saved is there.
@@ -213,11 +225,7 @@ class CheckpointManager:
         Raises:
           Exception: what went wrong while it was written.
         """
-        try:
-            self._manager.wait_until_finished()
-        except Exception:
-            self._manager.reload()  # it has counted the save, and dropped those it makes old
-            raise
+        self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Wait, and end the threads.

@@ -18,15 +18,45 @@ from tpu_embed._types import Array
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.fields import Field, fields
 from tpu_embed.core.tables import TableState, slot_shapes
-from tpu_embed.io.checked import read_signed, write_signed
+from tpu_embed.io import schema
+from tpu_embed.io.checked import is_float, read_signed, write_signed
 from tpu_embed.io.rows import row_array
 
-__all__ = ["FORMAT", "Found", "Wanted", "describe", "form_of", "read", "write"]
+__all__ = [
+    "Found",
+    "Wanted",
+    "describe",
+    "form_of",
+    "name_of",
+    "read",
+    "write",
+    "write_checksums",
+]
 
-FORMAT = 1
-"""The version of the directory's form."""
+_MANIFEST, _CHECKSUMS = "tables.json", "checksums.{}.json"
 
-_MANIFEST = "tables.json"
+_INT32 = schema.integer(-(2**31), 2**31 - 1)
+_FIELD = schema.record(
+    shape=schema.sequence(schema.integer()), dtype=schema.dtype, per_row=schema.flag
+)
+_TABLE = schema.record(
+    vocabulary_size=schema.integer(1),
+    shards=schema.integer(1),
+    rows_per_shard=schema.integer(1),
+    alternate=schema.flag,
+    table=_FIELD,
+    slots=schema.mapping(_FIELD),
+    optimizer=schema.optional(schema.text),
+    config=schema.mapping(schema.anything),
+)
+_FORM = schema.record(
+    processes=schema.integer(1),
+    step=schema.integer(0, 2**31 - 1),
+    features=schema.sequence(schema.text),
+    counters=schema.mapping(schema.either(_INT32, schema.sequence(_INT32))),
+    tables=schema.mapping(_TABLE),
+)
+"""Of the manifest: what `describe` returns."""
 
 
 def describe(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
@@ -50,7 +80,7 @@ def describe(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
         else:
             tables[f.table.name]["slots"][f.slot] = form_of(f)
     return {
-        "format": FORMAT,
+        "processes": jax.process_count(),
         "step": int(state.step),
         "features": [feature.path for feature in engine.layout.features],
         "counters": {name: np.asarray(n).tolist() for name, n in state.counters.items()},
@@ -93,11 +123,13 @@ class Found:
     Attributes:
       manifest: all of it.
       tables: the entries of those to read.
+      checksums: of every file of a field, by its name, by the directory of the field.
       complete: whether all rows that are wanted are there.
     """
 
     manifest: dict[str, Any]
     tables: dict[str, Any]
+    checksums: dict[str, dict[str, int]]
     complete: bool
 
     def form(self, f: Field) -> dict[str, Any] | None:
@@ -120,26 +152,57 @@ class Found:
         return counters
 
 
-def write(directory: Path, manifest: dict[str, Any]) -> None:
+def write(directory: Path, checkpoint: str, manifest: dict[str, Any]) -> None:
     """Write what `describe` returned."""
-    write_signed(directory / _MANIFEST, manifest)
+    write_signed(directory / _MANIFEST, checkpoint, manifest)
+
+
+def write_checksums(directory: Path, checkpoint: str, checksums: dict[str, dict[str, int]]) -> None:
+    """Write the checksums of the files that this process has written.
+
+    Args:
+      directory: of the tables.
+      checkpoint: its name.
+      checksums: by the name of the file, by the directory of the field.
+    """
+    path = directory / _CHECKSUMS.format(jax.process_index())
+    write_signed(path, checkpoint, checksums)
+
+
+def name_of(directory: Path) -> str:
+    """Return the name of the checkpoint that tables belong to.
+
+    Raises:
+      FileNotFoundError: the manifest is missing.
+      ValueError: it is damaged.
+    """
+    return read_signed(directory / _MANIFEST, _FORM)[0]
 
 
 def read(directory: Path, wanted: Wanted) -> Found:
     """Return what is in a directory, after a check of every field.
 
     Raises:
+      FileNotFoundError: a file is missing.
       ValueError: a table, a field, a shape or a dtype that is not as wanted; a damaged file.
     """
-    manifest = read_signed(directory / _MANIFEST)
-    if manifest["format"] != FORMAT:
-        expected, got = f"format {FORMAT}", f"{manifest['format']}"
-        text = message(f"{directory}", expected=expected, got=got, remedy="update tpu_embed")
-        raise ValueError(text)
+    checkpoint, manifest = read_signed(directory / _MANIFEST, _FORM)
+    checksums = _read_checksums(directory, checkpoint, manifest["processes"])
     tables = _chosen(directory, manifest["tables"], wanted)
     _check_names(directory, tables, wanted)
     lacking = [_lacks_rows(directory, f, tables, wanted) for f in fields(wanted.engine.layout)]
-    return Found(manifest, tables, complete=not any(lacking))
+    return Found(manifest, tables, checksums, complete=not any(lacking))
+
+
+def _read_checksums(directory: Path, checkpoint: str, processes: int) -> dict[str, dict[str, int]]:
+    """Return the checksums that all processes have written."""
+    found: dict[str, dict[str, int]] = {}
+    form = schema.mapping(schema.mapping(schema.integer()))
+    for process in range(processes):
+        _, theirs = read_signed(directory / _CHECKSUMS.format(process), form, checkpoint)
+        for place, checksums in theirs.items():
+            found.setdefault(place, {}).update(checksums)
+    return found
 
 
 def _chosen(directory: Path, found: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
@@ -179,8 +242,9 @@ def _lacks_rows(directory: Path, f: Field, found: dict[str, Any], wanted: Wanted
             raise _refusal(directory, f.label, *_absent(f, found), "give key= to make it anew")
         return True
     for what in ("shape", "per_row", "dtype"):
-        if form[what] != expected[what] and not (what == "dtype" and wanted.convert):
-            remedy = "convert=True rounds it" if what == "dtype" else "declare it as it was"
+        rounds = what == "dtype" and is_float(form[what]) and is_float(expected[what])
+        if form[what] != expected[what] and not (rounds and wanted.convert):
+            remedy = "convert=True rounds it" if rounds else "declare it as it was"
             got, wish = f"{what} {form[what]}", f"{what} {expected[what]}"
             raise _refusal(directory, f.label, wish, got, remedy)
     rows = found[f.table.name]["vocabulary_size"]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
+from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array
 
 __all__ = ["QuantizedTable", "quantize_rows"]
@@ -46,8 +47,8 @@ class QuantizedTable:
 
     def dequantized(self) -> Array:
         """Return the rows, float32 `[V, D]`."""
-        steps = jnp.asarray(self.values).astype(jnp.float32) - _LOWEST
-        return steps * jnp.asarray(self.scale)[:, None] + jnp.asarray(self.offset)[:, None]
+        steps = as_array(self.values).astype(jnp.float32) - _LOWEST
+        return steps * as_array(self.scale)[:, None] + as_array(self.offset)[:, None]
 
 
 def quantize_rows(table: Any) -> QuantizedTable:

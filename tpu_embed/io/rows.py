@@ -1,133 +1,23 @@
-"""The rows of one table or slot on disk, in logical order: a zarr array, written shard by shard.
+"""The rows of one table or slot that this process has, on their way to the disk, shard by shard.
 
-Enters: a physical array, or blocks of logical rows. Leaves: files, or rows. Called by `tables.py`;
-`manifest.py` asks for the form.
+No process writes a chunk that another one writes.
 
-A table in S shards is an array `[⌈V/S⌉, S, …]` if its rows alternate between shards (MOD), or
-`[S, ⌈V/S⌉, …]` if each shard has its rows in one piece (DIV): flattened, both are the rows in
-logical order, padding last. No process writes a chunk that another one writes, and every chunk
-ends with a CRC-32C of its bytes: a damaged or missing one cannot be read.
+Input: a physical array. Output: blocks of logical rows, written to a `RowArray`.
 """
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import tensorstore as ts
 
 from tpu_embed.core.fields import Field
+from tpu_embed.io.row_files import Place, RowArray, RowWriter
 
-__all__ = ["RowArray", "Shards", "row_array", "write_rows"]
-
-BLOCK = 2**22
-"""Bytes that are written or read at a time."""
-
-AT_ONCE = 4
-"""Blocks that are on their way to the disk at a time."""
-
-_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
-
-
-@dataclasses.dataclass(frozen=True)
-class RowArray:
-    """One zarr array of rows.
-
-    Attributes:
-      path: its directory.
-      shards: S.
-      rows_per_shard: ⌈V/S⌉.
-      alternate: whether rows alternate between the shards (MOD), or lie in pieces (DIV).
-      row: shape of a row.
-      dtype: logical.
-    """
-
-    path: Path
-    shards: int
-    rows_per_shard: int
-    alternate: bool
-    row: tuple[int, ...]
-    dtype: np.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the array."""
-        size = (self.shards, self.rows_per_shard)
-        return (*(size[::-1] if self.alternate else size), *self.row)
-
-    @property
-    def block(self) -> int:
-        """Rows of a shard that are written or read at a time."""
-        return max(1, min(self.rows_per_shard, self._rows_of_block()))
-
-    def _rows_of_block(self) -> int:
-        width = int(np.prod(self.row, dtype=np.int64)) * self.dtype.itemsize
-        return BLOCK // max(1, width * (self.shards if self.alternate else 1))
-
-    def create(self, shards_together: int) -> ts.TensorStore:
-        """Make the array; every process may call it.
-
-        Args:
-          shards_together: shards whose rows one process writes, side by side.
-        """
-        chunk = (self.block, shards_together) if self.alternate else (1, self.block)
-        metadata = {
-            "shape": self.shape,
-            "data_type": self.dtype.name,
-            "chunk_grid": {
-                "name": "regular",
-                "configuration": {"chunk_shape": (*chunk, *self.row)},
-            },
-            "codecs": _CODECS,
-        }
-        options = {"open": True, "create": True, "store_data_equal_to_fill_value": True}
-        return ts.open(self._spec() | {"metadata": metadata} | options).result()
-
-    def open(self) -> ts.TensorStore:
-        """Open the array for reading.
-
-        Raises:
-          ValueError: it is not there, or of another form.
-        """
-        metadata = {"shape": self.shape, "data_type": self.dtype.name, "codecs": _CODECS}
-        options = {"metadata": metadata, "fill_missing_data_reads": False}
-        return ts.open(self._spec() | options).result()
-
-    def _spec(self) -> dict[str, Any]:
-        kvstore = {"driver": "file", "path": f"{self.path}/"}
-        return {"driver": "zarr3", "kvstore": kvstore}
-
-    def read(self, store: ts.TensorStore, first: int, last: int) -> np.ndarray:
-        """Return logical rows `[first, last)`."""
-        if self.alternate:
-            begin = first // self.shards
-            lines = np.asarray(store[begin : -(-last // self.shards)].read().result())
-            flat = lines.reshape(-1, *self.row)
-            return flat[first - begin * self.shards : last - begin * self.shards]
-        pieces, size = [], self.rows_per_shard
-        while first < last:
-            shard, inside = divmod(first, size)
-            end = min(size, inside + last - first)
-            pieces.append(np.asarray(store[shard, inside:end].read().result()))
-            first += end - inside
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
-    def read_lines(
-        self, store: ts.TensorStore, first: int, last: int, shards: list[int]
-    ) -> np.ndarray:
-        """Return local rows `[first, last)` of some shards, of rows that alternate: `[n, k, …]`.
-
-        Fewer than last - first where the array ends.
-        """
-        chosen = slice(shards[0], shards[-1] + 1) if shards else slice(0, 0)
-        inside = slice(*(min(row, self.rows_per_shard) for row in (first, last)))
-        lines = np.asarray(store[inside, chosen].read().result())
-        return lines[:, np.asarray(shards, np.int64) - chosen.start]
+__all__ = ["Shards", "row_array", "write_rows"]
 
 
 class Shards:
@@ -219,8 +109,8 @@ def row_array(path: Path, field: Field) -> RowArray:
     )
 
 
-def write_rows(array: RowArray, shards: Shards) -> None:
-    """Write this process's shards of a field, a block after the other.
+def write_rows(array: RowArray, shards: Shards) -> dict[str, int]:
+    """Write this process's shards of a field; return the checksums of the files, by name.
 
     Args:
       array: where to.
@@ -228,16 +118,12 @@ def write_rows(array: RowArray, shards: Shards) -> None:
     """
     numbers = shards.numbers
     if not numbers:
-        return
+        return {}
     together = shards.side_by_side
-    store, writing = array.create(together if array.alternate else 1), collections.deque()
+    writer = RowWriter(array, together if array.alternate else 1)
     for place, rows in _blocks(array, shards, numbers, together):
-        if len(writing) == AT_ONCE:
-            writing.popleft().result()
-        # Nothing writes to the rows until all is on disk: no need to copy them.
-        writing.append(store[place].write(rows, can_reference_source_data_indefinitely=True))
-    for last in writing:
-        last.result()
+        writer.write(place, rows)
+    return writer.finish()
 
 
 def _side_by_side(physical: jax.Array, size: int) -> int:
@@ -258,13 +144,14 @@ def _side_by_side(physical: jax.Array, size: int) -> int:
 
 def _blocks(
     array: RowArray, shards: Shards, numbers: list[int], together: int
-) -> Iterator[tuple[Any, np.ndarray]]:
+) -> Iterator[tuple[Place, np.ndarray]]:
     """Yield places in the array, and the rows that go there."""
     for first in range(0, array.rows_per_shard, array.block):
         last = min(first + array.block, array.rows_per_shard)
         if not array.alternate:
             for shard in numbers:
-                yield (shard, slice(first, last)), shards.block(shard, first, last)
+                rows = shards.block(shard, first, last)[None]
+                yield (slice(shard, shard + 1), slice(first, last)), rows
             continue
         for begin in range(0, len(numbers), together):
             chosen = numbers[begin : begin + together]

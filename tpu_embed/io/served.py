@@ -18,12 +18,13 @@ import numpy as np
 from jax import export as jax_export
 
 from tpu_embed._checks import message
+from tpu_embed._snapshot import snapshot
 from tpu_embed._types import PyTree, Tracer
 from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.core import structure, valid_ids
 from tpu_embed.core import weights as weights_of
 from tpu_embed.core.touched import Version
-from tpu_embed.io import delta_files, directory
+from tpu_embed.io import delta_files, model_files
 from tpu_embed.io.row_blocks import check_numbered, set_rows, set_rows_in_place
 
 __all__ = ["ServedModel", "load_model"]
@@ -144,35 +145,39 @@ class ServedModel:
         _check_inputs(inputs, self.metadata["inputs"], size)
         numbers = {
             path: weights_of.beside_dense(
-                f"feature {path!r}", self._features[path].config.table.dtype, ids[path], scale
+                f"feature {path!r}",
+                self._features[path].config.table.dtype,
+                ids[path],
+                snapshot(scale),
             )
             for path, scale in scales.items()
         }
-        return self._program(self.tables, ids, numbers, *inputs)
+        return self._program(self.tables, ids, numbers, *jax.tree.map(snapshot, inputs))
 
 
-def load_model(path: str | os.PathLike[str]) -> ServedModel:
-    """Load a model that `export_model` wrote.
+def load_model(path: str | os.PathLike[str], *, check: bool = True) -> ServedModel:
+    """Load a model that `export_model` wrote; of one that you trust: its program runs here.
 
     Tables are memory-mapped: on CPU, rows are read from the file as they are asked for, and
     processes on one machine share them; elsewhere they are copied to the default device.
 
     Args:
       path: of the directory.
+      check: whether every byte of the tables is read once, for their checksums. With False only
+        sizes and forms are compared, and a table with a damaged byte, or one in the place of
+        another of its form, is served as it is. All other files are always checked.
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: one is damaged or of another version.
+      ValueError: one is damaged, in the place of another, or of another format.
       ImportError: flatbuffers is missing.
     """
     root = Path(path)
-    metadata = directory.read_metadata(root)
-    program = directory.read_program(root, metadata["program"])
-    tables = {
-        name: {part: directory.read_array(root, file) for part, file in table["files"].items()}
-        for name, table in metadata["tables"].items()
-    }
+    metadata = model_files.read_metadata(root)
+    program = model_files.read_program(root, metadata)
+    tables = model_files.read_tables(root, metadata, check=check)
     exported = _deserialized(root, program, metadata)
+    _check_program(root, exported, metadata)
     features = {path: _feature(path, one, metadata) for path, one in metadata["features"].items()}
     return ServedModel(metadata, jax.device_put(tables), exported, jax.jit(exported.call), features)
 
@@ -185,12 +190,42 @@ def _deserialized(root: Path, program: bytes, metadata: Mapping[str, Any]) -> ja
     except Exception as error:
         raise ValueError(
             message(
-                f"{root / metadata['program']['file']}",
+                f"{root / model_files.PROGRAM}",
                 expected=f"a program that JAX {jax.__version__} reads",
                 got=f"one that JAX {metadata['jax']} wrote",
                 remedy="export the model again with a JAX that is not newer than this one",
             )
         ) from error
+
+
+def _check_program(root: Path, exported: jax_export.Exported, metadata: Mapping[str, Any]) -> None:
+    """Check that a program takes what the metadata says.
+
+    Raises:
+      ValueError: it takes something else.
+    """
+    features = metadata["features"].items()
+    unknown = [one["table"] for _, one in features if one["table"] not in metadata["tables"]]
+    said = {
+        "tables": {name: _forms(table["files"]) for name, table in metadata["tables"].items()},
+        "features": _forms(metadata["features"]),
+        "weights": {path: (f["weights"], f["shape"]) for path, f in features if f["weights"]},
+        "inputs": metadata["inputs"],
+    }
+    given, _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
+    tables, ids, weights = jax.tree.map(lambda a: (str(a.dtype), model_files.shape(a)), given[:3])
+    taken = {"tables": tables, "features": ids, "weights": weights}
+    taken["inputs"] = model_files.describe_leaves(given[3:])
+    if unknown or taken != said:
+        what, expected = f"{root / model_files.PROGRAM}", f"a program of {said}"
+        got = f"features of tables {unknown}" if unknown else f"one of {taken}"
+        remedy = "export the model again, or copy the directory whole"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+
+
+def _forms(described: Mapping[str, Any]) -> dict[str, tuple[str, list[int | None]]]:
+    """Return dtype and shape of arrays that the metadata describes."""
+    return {name: (one["dtype"], one["shape"]) for name, one in described.items()}
 
 
 def _feature(path: str, described: Mapping[str, Any], metadata: Mapping[str, Any]) -> Any:
@@ -276,4 +311,5 @@ def _ids(feature: valid_ids.Feature, described: Mapping[str, Any], given: Any) -
     def where(at: int) -> str:
         return f"index {[int(i) for i in np.unravel_index(at, ids.shape)]}"
 
-    return valid_ids.resolve_dense(feature, ids, where)[0].astype(described["dtype"], copy=False)
+    judged = valid_ids.resolve_dense(feature, ids, where)[0]
+    return judged.astype(described["dtype"])  # a copy, as `snapshot` makes

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from tpu_embed._checks import message
+from tpu_embed._snapshot import snapshot
 from tpu_embed._types import Array, PyTree, Tracer
 from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.core import structure
@@ -157,7 +158,7 @@ class Server:
         operands = []
         for g, table in enumerate(tables):
             rows = packed_rows(packed, spec, layout, g)[0][0]
-            operands.append(table.pick(rows) if table.on_host else table)
+            operands.append(table.pick(rows) if table.on_host else jax.tree.map(snapshot, table))
         array: Any = packed
         return self._program(tuple(operands), Batch(array, spec, layout.row_numbers))
 

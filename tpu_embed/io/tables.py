@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,15 @@ from tpu_embed.core.collectives import MeshAxes
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.fields import Field, fields
 from tpu_embed.core.init import blank_tables
-from tpu_embed.core.logical import check_state
 from tpu_embed.core.processes import together
+from tpu_embed.core.state_checks import check_state
 from tpu_embed.core.tables import TableState
 from tpu_embed.io import manifest
-from tpu_embed.io.manifest import Wanted
-from tpu_embed.io.rows import BLOCK, RowArray, Shards, row_array, write_rows
+from tpu_embed.io.checked import REMEDY
+from tpu_embed.io.files import file_name
+from tpu_embed.io.manifest import Found, Wanted
+from tpu_embed.io.row_files import BLOCK, RowArray, RowReader, RowWriter
+from tpu_embed.io.rows import Shards, row_array, write_rows
 from tpu_embed.kernels import dispatch, storage
 
 __all__ = ["Prepared", "prepare", "read", "write"]
@@ -43,20 +45,25 @@ class Prepared:
     """What one process writes.
 
     Attributes:
+      checkpoint: its name; no other has it, and every process has the same.
       manifest: what the directory holds.
       parts: its shards of every field, and where they go.
     """
 
+    checkpoint: str
     manifest: dict[str, Any]
     parts: list[tuple[Field, Shards | np.ndarray]]
 
 
-def prepare(engine: EmbeddingEngine, state: TableState, *, copied: bool) -> Prepared:
+def prepare(
+    engine: EmbeddingEngine, state: TableState, *, checkpoint: str, copied: bool
+) -> Prepared:
     """Take what must be written out of a state.
 
     Args:
       engine: whose state it is.
       state: the state.
+      checkpoint: the name of the checkpoint.
       copied: whether to copy everything to the host now: the state may be donated afterwards.
 
     Raises:
@@ -71,7 +78,7 @@ def prepare(engine: EmbeddingEngine, state: TableState, *, copied: bool) -> Prep
             parts.append((f, Shards(f, physical, copied=copied)))
         elif jax.process_index() == 0:
             parts.append((f, np.array(f.read(state)).view(np.dtype(f.shape.dtype))))
-    return Prepared(manifest.describe(engine, state), parts)
+    return Prepared(checkpoint, manifest.describe(engine, state), parts)
 
 
 def write(directory: Path, prepared: Prepared) -> None:
@@ -81,20 +88,24 @@ def write(directory: Path, prepared: Prepared) -> None:
       directory: exists.
       prepared: what `prepare` returned.
     """
+    checksums = {}
     for f, part in prepared.parts:
-        path = _path(directory, f.table.name, f.slot)
+        place = _place(f)
         if isinstance(part, Shards):
-            write_rows(row_array(path, f), part)
+            checksums[place] = write_rows(row_array(directory / place, f), part)
         else:
-            _whole(path, manifest.form_of(f)).create(1)[...].write(part[None, None]).result()
+            writer = RowWriter(_whole(directory / place, manifest.form_of(f)), 1)
+            writer.write((slice(0, 1), slice(0, 1)), part[None, None])
+            checksums[place] = writer.finish()
+    manifest.write_checksums(directory, prepared.checkpoint, checksums)
     if jax.process_index() == 0:
-        manifest.write(directory, prepared.manifest)
+        manifest.write(directory, prepared.checkpoint, prepared.manifest)
 
 
-def _path(directory: Path, table: str, slot: str | None) -> Path:
-    """Return the directory of a field; names are quoted, "." too."""
-    parts = [table, "table"] if slot is None else [table, "slots", slot]
-    return directory.joinpath(*(urllib.parse.quote(p, safe="").replace(".", "%2E") for p in parts))
+def _place(f: Field) -> str:
+    """Return the directory of a field."""
+    table = file_name(f.table.name)
+    return f"{table}/table" if f.slot is None else f"{table}/slots/{file_name(f.slot)}"
 
 
 def _whole(path: Path, form: dict[str, Any]) -> RowArray:
@@ -116,7 +127,7 @@ def read(directory: Path, wanted: Wanted) -> TableState:
         state = base
         for f in fields(engine.layout):
             if found.form(f) is not None:
-                state = _read_field(state, directory, f, found.tables[f.table.name], engine)
+                state = _read_field(state, directory, f, found, engine)
         return state
 
     state = together("restore", directory, filled)
@@ -145,47 +156,50 @@ def _base(wanted: Wanted, *, fresh: bool) -> TableState:
 
 
 def _read_field(
-    state: TableState, directory: Path, f: Field, found: dict[str, Any], engine: EmbeddingEngine
+    state: TableState, directory: Path, f: Field, found: Found, engine: EmbeddingEngine
 ) -> TableState:
     """Return the state with one field read from disk, in place.
 
     Raises:
-      ValueError: a file is damaged, or missing.
+      FileNotFoundError: a file is missing.
+      ValueError: a file is damaged, or in the place of another.
     """
     try:
         return _filled(state, directory, f, found, engine)
     except (ValueError, OSError) as error:
         what, expected = f"checkpoint {directory}: {f.label}", "files as they were written"
-        remedy = "restore another step; this one is damaged"
-        text = message(what, expected=expected, got=str(error), remedy=remedy)
-        raise ValueError(text) from error
+        text = message(what, expected=expected, got=str(error), remedy=REMEDY)
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        raise kind(text) from error
 
 
 def _filled(
-    state: TableState, directory: Path, f: Field, found: dict[str, Any], engine: EmbeddingEngine
+    state: TableState, directory: Path, f: Field, found: Found, engine: EmbeddingEngine
 ) -> TableState:
     """Return the state with one field read from disk, in place."""
-    path, form = _path(directory, f.table.name, f.slot), manifest.form_of(f)
-    on_disk = found["table"] if f.slot is None else found["slots"][f.slot]
+    path, form, table = directory / _place(f), manifest.form_of(f), found.tables[f.table.name]
+    on_disk, checksums = found.form(f), found.checksums.get(_place(f), {})
+    assert on_disk is not None, "checked"
     if not f.shape.per_row:
-        array = _whole(path, on_disk)
-        value = np.asarray(array.open()[0, 0].read().result()).astype(form["dtype"])
+        lines = RowReader(_whole(path, on_disk), checksums).read(0, 1)
+        value = lines[0].astype(form["dtype"])
         stored = np.asarray(storage.encode(jnp.asarray(value), f.shape.dtype))
         return f.write(state, _everywhere(stored, engine))
     array = RowArray(
         path,
-        found["shards"],
-        found["rows_per_shard"],
-        found["alternate"],
+        table["shards"],
+        table["rows_per_shard"],
+        table["alternate"],
         tuple(on_disk["shape"]),
         np.dtype(on_disk["dtype"]),
     )
+    reader = RowReader(array, checksums)
     physical = f.read(state)
     sharding = engine.layout.axes.sharding(f.group.shard_axes)
     mine = engine.layout.axes.local_parts(f.group.shard_axes).tolist()
-    for first, rows in _lines(array, f, found["vocabulary_size"], mine):
+    for first, rows in _lines(reader, f, table["vocabulary_size"], mine):
         values = jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__)
-        limit = np.asarray(found["vocabulary_size"], f.group.index_dtype)
+        limit = np.asarray(table["vocabulary_size"], f.group.index_dtype)
         start = np.asarray(first, f.group.index_dtype)
         jax.block_until_ready(physical)  # no more than two blocks are held
         physical = _put(physical, values, start, limit, f, engine.layout.axes)
@@ -193,32 +207,32 @@ def _filled(
 
 
 def _lines(
-    array: RowArray, f: Field, limit: int, mine: list[int]
+    reader: RowReader, f: Field, limit: int, mine: list[int]
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield first local rows, and as many rows of every shard from there on: `[S * n, …]`.
 
     Only rows of the shards `mine`, those of this process, are sure to be read.
     """
-    store, group, size = array.open(), f.group, f.table.rows_per_shard
+    array, group, size = reader.array, f.group, f.table.rows_per_shard
     width = int(np.prod(array.row, dtype=np.int64)) * array.dtype.itemsize * group.num_shards
     n, dtype = max(1, min(size, BLOCK // max(1, width))), np.dtype(f.shape.dtype)
     for first in range(0, size, n):
         rows = np.zeros((group.num_shards, n, *array.row), dtype)
         if group.placement != "div" and array.alternate and array.shards == len(rows):
-            lines = array.read_lines(store, first, first + n, mine)
+            lines = reader.read_lines(first, first + n, mine)
             rows[mine, : len(lines)] = np.swapaxes(lines, 0, 1)
         elif group.placement != "div":
             begin, end = first * group.num_shards, min((first + n) * group.num_shards, limit)
             if begin < end:
                 flat = np.zeros((n * group.num_shards, *array.row), dtype)
-                flat[: end - begin] = array.read(store, begin, end)
+                flat[: end - begin] = reader.read(begin, end)
                 rows = np.swapaxes(flat.reshape(n, group.num_shards, *array.row), 0, 1)
         else:
             for shard in mine:
                 begin = shard * size + first
                 end = min(shard * size + min(first + n, size), limit)
                 if begin < end:
-                    rows[shard, : end - begin] = array.read(store, begin, end)
+                    rows[shard, : end - begin] = reader.read(begin, end)
         flat = np.ascontiguousarray(rows).reshape(-1, *array.row)
         yield first, flat.view(storage.stored_dtype(dtype))
 

@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tpu_embed._checks import message
+from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, ArrayLike, Tracer
 from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.core.batch import Batch
@@ -25,7 +26,8 @@ from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.engine_lookup import FEATURE, engine_lookup
 from tpu_embed.core.inputs import RaggedIds, SparseIds
 from tpu_embed.core.tables import TableState
-from tpu_embed.nn.variables import Counter, Table, attributes, state_of
+from tpu_embed.nn.untrained import warn_if_differentiated
+from tpu_embed.nn.variables import Counter, attributes, state_of
 from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
 
 __all__ = ["Embed", "EmbeddingBag"]
@@ -62,7 +64,7 @@ class EmbeddingBag(nnx.Module):
       (2, 4)
     """
 
-    table: Table
+    tables: nnx.Dict
     slots: nnx.Dict
     step: Counter
     bad_ids: Counter
@@ -85,7 +87,7 @@ class EmbeddingBag(nnx.Module):
         )
         _refuse_host_rate(self.engine)
         for name, value in attributes(self.engine.init(rngs.params())).items():
-            setattr(self, name, nnx.Dict(value) if isinstance(value, dict) else value)
+            setattr(self, name, _nested(value))
 
     def __call__(self, ids: Ids, weights: ArrayLike | None = None) -> Array:
         """Return the activations of bags.
@@ -93,7 +95,7 @@ class EmbeddingBag(nnx.Module):
         Args:
           ids: integers `[…, H]`, -1 is padding; `[B]`, one id an example, not combined; what
             `place` returned; `SparseIds` or `RaggedIds` of NumPy arrays.
-          weights: floats, beside integers of their shape; differentiable.
+          weights: floats or integers, beside ids of their shape; differentiable.
 
         Returns:
           `[…, D]`, float32 at least; `[…, L, D]` for sequences.
@@ -103,9 +105,10 @@ class EmbeddingBag(nnx.Module):
           ValueError: ids outside the table where their values are known; shapes; sparse or ragged
             ids that are traced.
         """
+        warn_if_differentiated(self.engine)
         if isinstance(ids, (SparseIds, RaggedIds)):
             return engine_lookup(self.engine, self.state, self.place(ids, weights))
-        scales = None if weights is None else jnp.asarray(weights)
+        scales = None if weights is None else as_array(weights)
         given = ids if isinstance(ids, Batch) else _array(ids)
         return engine_lookup(self.engine, self.state, given, weights=scales)
 
@@ -133,7 +136,7 @@ class EmbeddingBag(nnx.Module):
     @property
     def state(self) -> TableState:
         """The engine's state: physical arrays."""
-        return state_of(self.engine.layout.groups[0].name, vars(self))
+        return state_of(vars(self))
 
     @property
     def embedding(self) -> Array:
@@ -175,7 +178,8 @@ class Embed(nnx.Module):
       num_embeddings: V.
       features: D.
       optimizer: one of `tpu_embed.optimizers`, or a row-separable optax transform; None: the table
-        is not trained.
+        is not trained, with a warning in the first training step unless `trainable` is False.
+      trainable: False: the table stays as it is, whatever the optimizer.
       dtype: of the result; None: float32 (float64 for a float64 table).
       param_dtype: the table's: float32 or bfloat16 (float64 where x64 is on).
       embedding_init: `(key, shape, dtype) -> rows`, called for one row at a time; None: normal,
@@ -204,6 +208,7 @@ class Embed(nnx.Module):
         features: int,
         *,
         optimizer: Any = None,
+        trainable: bool = True,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         embedding_init: Callable[..., Array] | None = None,
@@ -222,11 +227,12 @@ class Embed(nnx.Module):
             name=name,
             dtype=np.dtype(param_dtype).name,
             placement=placement,
-            trainable=optimizer is not None,
+            trainable=trainable and optimizer is not None,
         )
         self.rows = EmbeddingBag(
             table, on_bad_id=on_bad_id, mesh=mesh, batch_axes=batch_axes, rngs=rngs
         )
+        self.trainable = trainable
         self.num_embeddings = num_embeddings
         self.features = features
         self.dtype = dtype
@@ -256,6 +262,13 @@ class Embed(nnx.Module):
     def load(self, rows: ArrayLike, slots: Mapping[str, ArrayLike] | None = None) -> None:
         """Replace all rows; see `EmbeddingBag.load`."""
         self.rows.load(rows, slots)
+
+
+def _nested(value: Any) -> Any:
+    """Return dictionaries as nnx has them, at any depth."""
+    if not isinstance(value, dict):
+        return value
+    return nnx.Dict({name: _nested(one) for name, one in value.items()})
 
 
 def _array(ids: Any) -> Any:

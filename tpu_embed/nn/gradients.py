@@ -19,6 +19,7 @@ from tpu_embed._checks import message
 from tpu_embed._types import Array
 from tpu_embed.core.arguments import positions, value_and_aux
 from tpu_embed.core.engine_lookup import LookedUp, engine_update
+from tpu_embed.nn.embedding import Embed
 from tpu_embed.nn.program import (
     ActivationGradient,
     Gradients,
@@ -26,6 +27,7 @@ from tpu_embed.nn.program import (
     differentiate,
     path_of,
 )
+from tpu_embed.nn.untrained import warn_without_optimizer
 from tpu_embed.nn.variables import TOKEN, Counter, Slot, Table, attributes, state_of
 
 __all__ = [
@@ -42,8 +44,8 @@ class TableGradients:
     """The gradients of a model's tables: as long as the ids of the step.
 
     Attributes:
-      lookups: path of a layer, its keys joined by slashes -> an `ActivationGradient` a lookup, in
-        program order.
+      lookups: path of a layer, its keys joined by slashes -> an `ActivationGradient` for each of
+        its lookups that is connected to the value, in program order. A layer without one is absent.
     """
 
     lookups: dict[str, tuple[ActivationGradient, ...]]
@@ -78,8 +80,12 @@ def sparse_value_and_grad(
     parameters. (For tables that are plain arrays: `tpu_embed.sparse_value_and_grad`.) Lookups are
     found through jit, vmap, remat, scan and cond; what `f` changes in the model (statistics, keys)
     is changed. Only models among `argnums` are differentiated; to layers of other models, and to
-    those that `f` closes over, no gradient flows. A table that `f` reads otherwise than by a lookup
-    is a constant there, with a warning.
+    those that `f` closes over, no gradient flows. A table from which the value is computed
+    otherwise than by a lookup is a constant there, with a warning.
+
+    Only lookups that are connected to the value have a gradient, as `tpu_embed.training.gradients`
+    defines it: one behind `stop_gradient`, one whose activations are not used, are in aux alone, or
+    only become integers or comparisons, is left out. One whose gradient happens to be zero is not.
 
     Args:
       f: returns a float scalar; with `has_aux` a pair of that and a pytree of arrays and modules.
@@ -129,8 +135,9 @@ def fused_value_and_grad(
     """Return a function that gives `f`'s value and gradients, and trains the tables it looked up.
 
     In place of `nnx.value_and_grad` in a training step: each table's optimizer is applied where
-    its gradient is made, once, with the sum of all its lookups; what is returned are the gradients
-    of the other parameters, for `nnx.Optimizer`. Evaluate with the model itself, not with this.
+    its gradient is made, once, with the sum of all its lookups that are connected to the value.
+    What is returned are the gradients of the other parameters, for `nnx.Optimizer`. Evaluate with
+    the model itself, not with this.
 
     Args:
       f: see `sparse_value_and_grad`.
@@ -143,7 +150,7 @@ def fused_value_and_grad(
 
     Raises:
       TypeError: see `sparse_value_and_grad`.
-      ValueError: see there; a trainable table without an optimizer that was looked up. No table
+      ValueError: see there; a trainable table without an optimizer that has a gradient. No table
         changes then.
 
     Example:
@@ -174,7 +181,7 @@ def fused_value_and_grad(
 
 
 def apply_table_gradients(model: Any, gradients: TableGradients) -> None:
-    """Give the tables of a model one step of their optimizers; those not looked up none.
+    """Give the tables of a model one step of their optimizers; those without a gradient none.
 
     Args:
       model: the layers, or what holds them.
@@ -205,6 +212,8 @@ def _updated(model: Any, gradients: TableGradients) -> Any:
     """Return the state of the layers after their update."""
     variables = nnx.state(model, (Table, Slot, Counter))
     paths = [path[:-1] for path, _ in nnx.to_flat_state(variables) if path[-1] == TOKEN]
+    embeds = ((path, node) for path, node in nnx.iter_modules(model) if isinstance(node, Embed))
+    waiting = {path for path, node in embeds if node.trainable}  # unless they have an optimizer
     changed = {}
     for name, lookups in gradients.lookups.items():
         keys = _keys_of(name, paths)
@@ -214,11 +223,13 @@ def _updated(model: Any, gradients: TableGradients) -> Any:
         engine.check_trainable(f"layer {name!r}")
         stack = engine.layout.groups[0]
         if stack.optimizer is None:
+            if keys[:-1] in waiting:
+                warn_without_optimizer(engine)
             continue
         holder = functools.reduce(lambda node, key: node[key], keys, variables)
         asked = [LookedUp(one.call, one.ids, one.weights) for one in lookups]
         given = [one.gradient for one in lookups]
-        new = engine_update(engine, state_of(stack.name, holder), lookups=asked, gradients=given)
+        new = engine_update(engine, state_of(holder), lookups=asked, gradients=given)
         flat = nnx.to_flat_state(nnx.State(attributes(new)))
         changed |= {(*keys, *path): value for path, value in flat}
     return nnx.from_flat_state(changed)

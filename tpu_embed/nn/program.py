@@ -11,6 +11,8 @@ reaches is a lookup of that layer.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path as FilePath
@@ -22,8 +24,10 @@ from flax import nnx
 from tpu_embed._checks import message
 from tpu_embed._types import Array
 from tpu_embed.core.arguments import level_of_caller
-from tpu_embed.core.engine_lookup import Call
-from tpu_embed.core.taps import Lookup, Taps, find_lookups, lookups_reached, run_with_taps
+from tpu_embed.core.engine_lookup import Call, engine_lookup_p
+from tpu_embed.core.reach import Sources, propagate
+from tpu_embed.core.tapped_program import Reached, tap_lookups
+from tpu_embed.core.taps import Lookup, count_lookups
 from tpu_embed.nn.variables import TOKEN, Counter, Table
 
 __all__ = ["ActivationGradient", "Gradients", "Path", "differentiate", "is_node", "path_of"]
@@ -59,7 +63,8 @@ class Gradients(NamedTuple):
       value: of the function.
       aux: beside it.
       variables: a state a model.
-      tables: for every model, path of a layer -> its lookups in program order.
+      tables: for every model, path of a layer -> its lookups that are connected to the value, in
+        program order.
     """
 
     value: Any
@@ -119,6 +124,7 @@ class _Program(NamedTuple):
       closed: the jaxpr.
       inputs: variables to differentiate by, and the others.
       outputs: the structure of its results: (value, state after it).
+      of_value: how many of them are the value's.
       graphdef: what is static of the models after it, and of aux.
       aux: the structure of aux.
       models: how many are differentiated by.
@@ -129,6 +135,7 @@ class _Program(NamedTuple):
     closed: Any
     inputs: tuple[Any, Any]
     outputs: Any
+    of_value: int
     graphdef: Any
     aux: Any
     models: int
@@ -171,7 +178,8 @@ def _trace(
     closed, shapes = jax.make_jaxpr(pure, return_shape=True)(inputs, rest)
     outputs, found = jax.tree.structure(shapes), _layers(inputs, rest, len(which))
     both = (static["graphdef"], static["aux"])
-    return _Program(closed, (inputs, rest), outputs, *both, len(which), *found)
+    of_value = len(jax.tree.leaves(shapes[0]))
+    return _Program(closed, (inputs, rest), outputs, of_value, *both, len(which), *found)
 
 
 def _layers(inputs: Any, rest: Any, models: int) -> tuple[dict[int, Path], dict[int, Path]]:
@@ -185,39 +193,38 @@ def _layers(inputs: Any, rest: Any, models: int) -> tuple[dict[int, Path], dict[
         if isinstance(variable, Counter) and path[-1] == TOKEN:
             counters[variable.get_raw_value()] = path[:-1]
         elif isinstance(variable, Table):
-            tables[variable.get_raw_value()] = path[:-1]
+            tables[variable.get_raw_value()] = path[:-2]  # …/tables/<stack>
     return counters, tables
 
 
 def _run(program: _Program) -> tuple[Any, Any, list[dict[Path, list[ActivationGradient]]]]:
     """Return value and state after the function, gradients of variables and of activations."""
-    jaxpr, consts = program.closed.jaxpr, program.closed.consts
-    tokens = {jaxpr.invars[i]: i for i in program.layers}
-    lookups = find_lookups(jaxpr, tokens).lookups
-    _check_found(program, lookups, lookups_reached(jaxpr, tokens))
+    chosen, _ = program.inputs
+    tapped = tap_lookups(program.closed, jax.tree.leaves(program.inputs), program.layers)
+    _check_found(program, tapped.lookups)
     _warn_of_other_uses(program)
-    chosen, rest = program.inputs
-    arrays = dict(enumerate(jax.tree.leaves(program.inputs)))
+    reached = Reached.any_of(tapped.reach(())[: program.of_value])
 
-    def value_of(chosen: Any, taps: list[Array]) -> tuple[Any, Any]:
-        leaves = jax.tree.leaves((chosen, rest))
-        results, asked = run_with_taps(jaxpr, consts, leaves, tokens, Taps(taps, arrays))
+    def value_of(chosen: Any, taps: dict[int, Array]) -> tuple[Any, Any]:
+        results, asked = tapped.run(dict(enumerate(jax.tree.leaves(chosen))), taps)
         value, state = jax.tree.unflatten(program.outputs, results)
         return value, (state, asked)
 
     both = jax.value_and_grad(value_of, argnums=(0, 1), has_aux=True)
-    taps = [lookup.tap() for lookup in lookups]
-    (value, (state, asked)), (gradients, by_lookup) = both(chosen, taps)
+    (value, (state, asked)), (gradients, by_lookup) = both(chosen, tapped.taps(reached.lookups))
     tables: list[dict[Path, list[ActivationGradient]]] = [{} for _ in range(program.models)]
-    for lookup, (ids, *weights), gradient in zip(lookups, asked, by_lookup, strict=True):
-        (model, *keys), call = program.layers[lookup.table], lookup.eqn.params["call"]
-        found = ActivationGradient(ids, weights[0] if weights else None, gradient, call)
+    for k in sorted(by_lookup):
+        (ids, *weights), call = asked[k], tapped.lookups[k].eqn.params["call"]
+        model, *keys = program.layers[tapped.lookups[k].table]
+        found = ActivationGradient(ids, weights[0] if weights else None, by_lookup[k], call)
         tables[model].setdefault(tuple(keys), []).append(found)
     return (value, state), gradients, tables
 
 
-def _check_found(program: _Program, lookups: Sequence[Lookup], reached: Mapping[int, int]) -> None:
-    for number, count in reached.items():
+def _check_found(program: _Program, lookups: Sequence[Lookup]) -> None:
+    jaxpr = program.closed.jaxpr
+    counts = count_lookups(jaxpr, {jaxpr.invars[i]: i for i in program.layers})
+    for number, count in counts.items():
         known = sum(lookup.table == number for lookup in lookups)
         if known < count:
             raise ValueError(
@@ -232,12 +239,15 @@ def _check_found(program: _Program, lookups: Sequence[Lookup], reached: Mapping[
 
 
 def _warn_of_other_uses(program: _Program) -> None:
-    """Warn of tables that are read by something that is no lookup."""
-    invars = program.closed.jaxpr.invars
-    found = find_lookups(program.closed.jaxpr, {invars[i]: i for i in program.rows})
-    for number in sorted(found.dense):
-        warnings.warn(
-            f"layer {path_of(program.rows[number][1:])!r}: its table is a constant where the "
-            "function reads it otherwise than by a lookup, and gets no gradient from there",
-            stacklevel=level_of_caller(str(FilePath(__file__).parent)),
-        )
+    """Warn of tables that the value is computed from otherwise than by a lookup."""
+    jaxpr = program.closed.jaxpr
+    sources = [Sources(1 << i if i in program.rows else 0) for i in range(len(jaxpr.invars))]
+    found = propagate(jaxpr, sources, cut=frozenset([engine_lookup_p.name]))[: program.of_value]
+    read = functools.reduce(operator.or_, (one.reached for one in found), 0)
+    for number in sorted(program.rows):
+        if read >> number & 1:
+            warnings.warn(
+                f"layer {path_of(program.rows[number][1:])!r}: its table is a constant where the "
+                "function reads it otherwise than by a lookup, and gets no gradient from there",
+                stacklevel=level_of_caller(str(FilePath(__file__).parent)),
+            )

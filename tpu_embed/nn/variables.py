@@ -17,12 +17,16 @@ __all__ = ["TOKEN", "Counter", "Slot", "Table", "attributes", "state_of"]
 TOKEN = "step"
 """The attribute by whose value a layer's lookups are known in a program."""
 
-_TABLE, _SLOTS = "table", "slots"
+_TABLES, _SLOTS = "tables", "slots"
 
 
 @final
 class Table(nnx.Variable):
-    """The rows of a table, as its layer's mesh shards them."""
+    """The rows of a table, as its layer's mesh shards them.
+
+    Its name among the layer's variables is that of its stack, which says what the rows are; the
+    metadata `stack` repeats it, for states that are merged by position.
+    """
 
 
 @final
@@ -37,20 +41,27 @@ class Counter(nnx.Variable):
 
 def attributes(state: TableState) -> dict[str, Any]:
     """Return a layer's attributes that hold the state of its one table."""
-    ((stack, table),) = state.tables.items()
-    slots = {name: Slot(array) for name, array in state.slots.get(stack, {}).items()}
+    tables = {stack: Table(rows, stack=stack) for stack, rows in state.tables.items()}
+    slots = {
+        stack: {name: Slot(array) for name, array in by_name.items()}
+        for stack, by_name in state.slots.items()
+    }
     counters = {name: Counter(array) for name, array in state.counters.items()}
-    return {_TABLE: Table(table), _SLOTS: slots, TOKEN: Counter(state.step), **counters}
+    return {_TABLES: tables, _SLOTS: slots, TOKEN: Counter(state.step), **counters}
 
 
-def state_of(stack: str, holder: Mapping[str, Any]) -> TableState:
+def state_of(holder: Mapping[str, Any]) -> TableState:
     """Return the state that a layer's attributes hold.
 
     Args:
-      stack: the name of the table's array in the state.
       holder: the attributes by name; those that are no variables of ours are ignored.
     """
-    slots = {name: slot[...] for name, slot in holder.get(_SLOTS, {}).items()}
+    tables = {x.get_metadata().get("stack", name): x[...] for name, x in holder[_TABLES].items()}
+    by_stack = holder.get(_SLOTS, {})  # a stack without slots may have no entry
+    slots = {
+        stack: {name: slot[...] for name, slot in by_stack.get(stack, {}).items()}
+        for stack in tables
+    }
     counted = {name: x[...] for name, x in holder.items() if isinstance(x, Counter)}
     step = counted.pop(TOKEN)
-    return TableState({stack: holder[_TABLE][...]}, {stack: slots}, step, counted)
+    return TableState(tables, slots, step, counted)

@@ -19,6 +19,7 @@ from tpu_embed.optimizers.optax_rows import OptaxOptimizer, as_table_optimizer
 from tpu_embed.optimizers.proximal_adagrad import ProximalAdagrad
 from tpu_embed.optimizers.rmsprop import CenteredRMSProp, RMSProp
 from tpu_embed.optimizers.row_optimizer import RowOptimizer
+from tpu_embed.optimizers.row_sums import row_mean, row_norm, row_sum
 from tpu_embed.optimizers.rowwise_adagrad import RowWiseAdagrad
 from tpu_embed.optimizers.sgd import SGD
 from tpu_embed.optimizers.yogi import Yogi
@@ -46,4 +47,7 @@ __all__ = [
     "LearningRateKind",
     "learning_rate_kind",
     "as_table_optimizer",
+    "row_mean",
+    "row_norm",
+    "row_sum",
 ]

@@ -34,9 +34,10 @@ class CustomOptimizer(RowOptimizer):
 
         w, slots = rule(g, w, slots, lr, t)
 
-    The rule is mapped over the rows, so that it sees one row at a time. Optimizers are equal when
-    their rules are the same function and their options are equal: make the rule once, or tables
-    with it do not stack.
+    The rule is mapped over the rows, so that it sees one row at a time. Where it sums over the row,
+    `row_sum`, `row_mean` and `row_norm` give the same bits on all devices and placements (on CPU),
+    and `jnp.sum` does not. Optimizers are equal when their rules are the same function and their
+    options are equal: make the rule once, or tables with it do not stack.
 
     Args:
       rule: `(gradient [D], row [D], slots {name: [D]}, learning_rate scalar, step int32 scalar) ->

@@ -11,6 +11,7 @@ import optax
 from jax.core import Tracer
 
 from tpu_embed._checks import message
+from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, PyTree
 from tpu_embed.optimizers.base import TableOptimizer
 from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
@@ -36,7 +37,7 @@ def dense_transform(
 
     def init(params: PyTree) -> RowRuleState:
         leaves, treedef = jax.tree.flatten(params)
-        made = [_init_leaf(optimizer, jnp.asarray(leaf), seed, i) for i, leaf in enumerate(leaves)]
+        made = [_init_leaf(optimizer, as_array(leaf), seed, i) for i, leaf in enumerate(leaves)]
         names = optimizer.slot_shapes(1, jnp.float32)
         slots = {name: treedef.unflatten([slots[name] for slots in made]) for name in names}
         return RowRuleState(jnp.zeros((), jnp.int32), slots)
@@ -96,11 +97,12 @@ def _update_leaf(
     step: Array,
     rate: Any,
 ) -> tuple[Array, dict[str, Array]]:
-    leaf = jnp.asarray(leaf)
+    leaf = as_array(leaf)
     rows = _rows(leaf)
     shapes = optimizer.slot_shapes(rows.shape[1], rows.dtype)
-    as_rows = {name: slots[name].reshape(rows.shape[:1] + shapes[name].shape) for name in shapes}
-    gradients = jnp.asarray(gradient).reshape(rows.shape).astype(rows.dtype)
+    held = {name: as_array(slots[name]) for name in shapes}
+    as_rows = {n: s.reshape(rows.shape[:1] + shapes[n].shape) for n, s in held.items()}
+    gradients = as_array(gradient).reshape(rows.shape).astype(rows.dtype)
     new_rows, new_slots = optimizer.update_rows(rows, as_rows, gradients, step, rate)
     difference = (new_rows - rows).reshape(leaf.shape).astype(leaf.dtype)
     return difference, {name: new_slots[name].reshape(slots[name].shape) for name in shapes}

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 
 from tpu_embed._types import Array
 from tpu_embed.kernels.rules import CompiledRule
+from tpu_embed.optimizers._apart import apart
 from tpu_embed.optimizers._moments import average, one_minus_power
 from tpu_embed.optimizers._options import FRACTION, LEARNING_RATE, POSITIVE
 from tpu_embed.optimizers.base import Slot, Slots, Updated
 from tpu_embed.optimizers.learning_rate import LearningRate
 from tpu_embed.optimizers.row_optimizer import RowOptimizer
+from tpu_embed.optimizers.row_sums import row_sum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,15 +68,10 @@ class LAMB(RowOptimizer):
         m_hat = m / one_minus_power(self.beta_1, t, w.dtype)
         v_hat = v / one_minus_power(self.beta_2, t, w.dtype)
         r = m_hat / (jnp.sqrt(v_hat) + self.epsilon) + self.decay_factor(lr) * w
-        w_norm, r_norm = _norm(w), _norm(r)
+        w_norm, r_norm = (jnp.sqrt(row_sum(apart(x**2, t))) for x in (w, r))
         regular = (w_norm > 0) & (r_norm > 0)
         ratio = jnp.where(regular, w_norm, 1.0) / jnp.where(regular, r_norm, 1.0)
         return w - lr * ratio * r, {"momenta": m, "velocities": v}
 
     def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
         return None
-
-
-def _norm(rows: Array) -> Array:
-    """Return the norms `[n, 1]` of rows `[n, D]`."""
-    return jnp.sqrt(jnp.sum(rows**2, axis=-1, keepdims=True))

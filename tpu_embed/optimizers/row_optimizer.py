@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embed._checks import message
+from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, ArrayLike
 from tpu_embed.kernels.rules import CompiledRule
 from tpu_embed.optimizers import _options
@@ -124,7 +125,7 @@ class RowOptimizer(TableOptimizer):
         step: ArrayLike,
         learning_rate: ArrayLike,
     ) -> Updated:
-        rate = jnp.asarray(learning_rate).astype(rows.dtype)
+        rate = as_array(learning_rate).astype(rows.dtype)
         if self.clipvalue is not None:
             gradients = jnp.clip(gradients, *self.clipvalue)
         if self.weight_decay_factor and not self.decay_in_rule:

@@ -14,6 +14,7 @@ from tpu_embed.optimizers._options import LEARNING_RATE, NON_NEGATIVE, POSITIVE
 from tpu_embed.optimizers.base import Slot, Slots, Updated
 from tpu_embed.optimizers.learning_rate import LearningRate
 from tpu_embed.optimizers.row_optimizer import RowOptimizer
+from tpu_embed.optimizers.row_sums import row_mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,24 +56,10 @@ class RowWiseAdagrad(RowOptimizer):
         return (Slot("accumulators", self.initial_accumulator_value, one_number=True),)
 
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
-        mean = apart(_sum_by_halves(apart(g**2, t)) * (1.0 / g.shape[-1]), t)
-        a = slots["accumulators"] + mean
+        mean = apart(row_mean(apart(g**2, t)), t)
+        a = slots["accumulators"] + mean[:, 0]
         rate = lr / apart(jnp.sqrt(a) + self.epsilon, t)
         return w - apart(g * rate[:, None], t), {"accumulators": a}
 
     def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
         return CompiledRule("rowwise_adagrad", ("accumulators",), (lr, self.epsilon))
-
-
-def _sum_by_halves(rows: Array) -> Array:
-    """Return the sums `[n]` of rows `[n, D]`, always in the same order, whatever the compiler.
-
-    The upper half is added to the lower, until one number is left; D is filled up with zeros to a
-    power of two.
-    """
-    width = 1 << max(0, rows.shape[-1] - 1).bit_length()
-    rows = jnp.pad(rows, ((0, 0), (0, width - rows.shape[-1])))
-    while width > 1:
-        width //= 2
-        rows = rows[:, :width] + rows[:, width:]
-    return rows[:, 0]

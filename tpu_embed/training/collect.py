@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from tpu_embed._checks import is_number, message
+from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, ArrayLike, PyTree
 from tpu_embed.training.gradients import value_and_gradients
 from tpu_embed.training.paths import Leaves
@@ -61,7 +62,7 @@ def collect_gradients(
         found = checked_loss(loss(leaves.only(values)))
         return jnp.sum(shards.scaled(found) * _cotangent(found, grad_loss)), found
 
-    arrays = shards.local([jnp.asarray(leaves.values[i]) for i in floats])
+    arrays = shards.local([as_array(leaves.values[i]) for i in floats])
     (_, found), gradients = value_and_gradients(objective, arrays, **words)
     if not floats:
         found = objective()[1]
@@ -83,7 +84,7 @@ def checked_loss(loss: Any) -> Array:
         expected, got = "a float array", type(loss).__name__
         remedy = "return the loss alone: there is no aux"
         raise ValueError(message("loss", expected=expected, got=got, remedy=remedy))
-    array = jnp.asarray(loss)
+    array = as_array(loss)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         got, remedy = f"{array.dtype} of shape {array.shape}", "return real floats"
         raise ValueError(message("loss", expected="a float array", got=got, remedy=remedy))
@@ -93,7 +94,7 @@ def checked_loss(loss: Any) -> Array:
 def _cotangent(loss: Array, given: ArrayLike | None) -> Array:
     if given is None:
         return jnp.ones((), loss.dtype)
-    array = jnp.asarray(given)
+    array = as_array(given)
     if array.shape != loss.shape or not jnp.issubdtype(array.dtype, jnp.floating):
         expected = f"floats of the loss' shape {loss.shape}"
         got = f"{array.dtype} of shape {array.shape}"

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
+from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array
 from tpu_embed.core.indexed_slices import is_indexed_slices
 from tpu_embed.training.paths import Leaves, listed
@@ -30,7 +31,7 @@ class Given(NamedTuple):
         """
         if i not in self.constraints:
             return parameter
-        new = jnp.asarray(self.constraints[i](parameter))
+        new = as_array(self.constraints[i](parameter))
         if new.shape != parameter.shape:
             what, remedy = "a constraint's result", "let it map a parameter to one of its shape"
             expected, got = f"shape {parameter.shape}", f"shape {new.shape}"
@@ -104,7 +105,7 @@ def _gradient(what: str, gradient: Any, parameter: Any) -> Any:
         _check_kind(what, gradient.dtype, parameter)
         return gradient
     try:
-        array = jnp.asarray(gradient)
+        array = as_array(gradient)
     except (TypeError, ValueError) as error:
         expected, got = "an array, IndexedSlices or None", repr(gradient)
         remedy = "give one pair for each leaf of the parameters"

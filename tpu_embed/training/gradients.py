@@ -1,8 +1,8 @@
 """Gradients of a function by its arguments and by values inside it, None where nothing connects.
 
 Enters: a function of arrays and pytrees. Leaves: a gradient each, an `IndexedSlices` for an
-argument that is only looked up in. `program.py` makes the function one jaxpr, `reach.py` says what
-is connected, `jax.vjp` gives the numbers.
+argument that is only looked up in. `program.py` makes the function one jaxpr, `TappedProgram` says
+what is connected, `jax.vjp` gives the numbers.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from tpu_embed._checks import check_choice, message
+from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, PyTree
-from tpu_embed.core.sparse_grad import add_slices, slices_of
-from tpu_embed.core.taps import Taps, find_lookups, run_with_taps
+from tpu_embed.core.sparse_grad import with_slices
+from tpu_embed.core.tapped_program import Reached, TappedProgram, differentiable, tap_lookups
 from tpu_embed.kernels.varying import as_varying, axes_of
 from tpu_embed.training.program import Program, Target, as_list, trace
-from tpu_embed.training.reach import NOTHING, Sources, propagate
 from tpu_embed.training.tags import full
 
 __all__ = [
@@ -107,8 +107,10 @@ def gradients(
     Returns:
       one gradient an x, in order, nested as x, of its leaves' shapes and dtypes. For a leaf that fn
       uses only as the table of `embedding_lookup`, an `IndexedSlices`: duplicates kept, ordered by
-      y where each is pulled back by itself, then lookup in program order, then position. Complex
-      gradients follow `jax.grad`'s convention.
+      y where each is pulled back by itself, then lookup in program order, then position. It has the
+      lookups that are connected to a y (where each y is pulled back by itself: to that one), zero
+      gradients included; uses of the table that are not connected don't count. Complex gradients
+      follow `jax.grad`'s convention.
 
     Raises:
       TypeError: xs of no such kind; a cotangent of another kind than its y (for a float one a
@@ -163,19 +165,7 @@ def value_and_gradients(
     if not xs:
         return (None, None), []
     program = trace(fn, xs, stop_gradients)
-    cotangents = _cotangents(program, grad_ys)
-    reached = _connected(program)
-    ys = [i for i, one in enumerate(reached) if one]
-    groups = [[i] for i in ys] if aggregation_method in _ONE_BY_ONE else [ys] if ys else []
-    total: dict[int, Any] = {}
-    results = None
-    for group in groups:
-        wanted = set().union(*(reached[i] for i in group))
-        results, found = _pull_back(program, wanted, {i: cotangents[i] for i in group})
-        for place, gradient in found.items():
-            total[place] = total[place] + gradient if place in total else gradient
-    if results is None:
-        results = jaxpr_as_fun(program.closed)(*program.inputs)
+    results, total = _aggregate(program, _cotangents(program, grad_ys), aggregation_method)
     n = program.ys.num_leaves
     values = program.ys.unflatten(results[:n]), program.aux.unflatten(results[n:])
     zero = unconnected_gradients == UnconnectedGradients.ZERO
@@ -221,7 +211,7 @@ def _cotangent(what: str, aval: Any, given: Any) -> Array | None:
             remedy = "give one: a complex y has no cotangent by default"
             raise TypeError(message(what, expected="complex numbers", got="None", remedy=remedy))
         return full(aval, 1) if kind == "float" else None
-    given = jnp.asarray(given)
+    given = as_array(given)
     kinds = ("float", "integer") if kind == "integer" else (kind,)
     if _kind(given.dtype) not in kinds:
         expected = f"{' or '.join(kinds)} numbers for a y of {aval.dtype}"
@@ -242,62 +232,77 @@ def _kind(dtype: Any) -> str:
     return "float" if jnp.issubdtype(dtype, jnp.floating) else "integer"
 
 
-def _connected(program: Program) -> list[set[int]]:
-    """Return for every y which inputs that are xs reach it.
+def _aggregate(
+    program: Program, cotangents: Sequence[Array | None], method: Aggregation | None
+) -> tuple[list[Any], dict[int, Any]]:
+    """Return the program's results, and the gradient of each input that reaches one of the ys."""
+    tables = differentiable(program.inputs[: program.arguments])
+    tapped = tap_lookups(program.closed, program.inputs, tables)
+    reached = _connected(program, tapped)
+    ys = [i for i, one in enumerate(reached) if one != Reached()]
+    if not ys:
+        return jaxpr_as_fun(program.closed)(*program.inputs), {}
+    results: list[Any] = []
+    total: dict[int, Any] = {}
+    for group in [[i] for i in ys] if method in _ONE_BY_ONE else [ys]:
+        wanted = Reached.any_of(reached[i] for i in group)
+        seeds = {i: cotangents[i] for i in group}
+        results, found = _pull_back(program, tapped, wanted, seeds)
+        for place, gradient in found.items():
+            total[place] = total[place] + gradient if place in total else gradient
+    return results, total
+
+
+def _connected(program: Program, tapped: TappedProgram) -> list[Reached]:
+    """Return for every y what reaches it: inputs that are xs, and lookups.
+
+    A table that is used otherwise too, for any of the ys, is among the inputs for each y that its
+    lookups reach: its gradient is dense.
 
     Raises:
-      ValueError: one does so through a `while`.
+      ValueError: an x reaches a y through a `while`.
     """
     targets = [target for _, targets in program.xs for target in targets]
     names = {target.place: target.name for target in targets if target.place is not None}
-    places = range(len(program.inputs))
-    sources = [Sources(1 << i) if i in names else NOTHING for i in places]
-    found = propagate(program.closed.jaxpr, sources)[: program.ys.num_leaves]
+    found = tapped.reach(names)[: program.ys.num_leaves]
     for one in found:
-        looped = [names[i] for i in places if one.looped >> i & 1]
-        if looped:
+        if one.looped:
             raise ValueError(
                 message(
-                    f"gradients: {', '.join(looped)}",
+                    f"gradients: {', '.join(names[i] for i in sorted(one.looped))}",
                     expected="a path to ys that can be differentiated backwards",
                     got="one through a while loop, whose trip count is not known",
                     remedy="use jax.lax.scan, or a fori_loop with bounds known when tracing",
                 )
             )
-    return [{i for i in places if one.reached >> i & 1} for one in found]
+    dense = Reached.any_of(found).inputs
+    looked_up = [{tapped.lookups[k].table for k in one.lookups} for one in found]
+    both = zip(found, looked_up, strict=True)
+    return [one._replace(inputs=one.inputs | (dense & tables)) for one, tables in both]
 
 
 def _pull_back(
-    program: Program, wanted: set[int], cotangents: Mapping[int, Array | None]
+    program: Program,
+    tapped: TappedProgram,
+    wanted: Reached,
+    cotangents: Mapping[int, Array | None],
 ) -> tuple[list[Any], dict[int, Any]]:
     """Return the program's results, and gradients.
 
     Args:
       program: the function.
-      wanted: by which inputs.
+      tapped: the same, its lookups tapped.
+      wanted: by which inputs and lookups.
       cotangents: of some of the results, by place.
     """
-    jaxpr, consts = program.closed.jaxpr, program.closed.consts
-    found = find_lookups(jaxpr, {jaxpr.invars[i]: i for i in wanted if i < program.arguments})
-    lookups, looked_up = found.lookups, {lookup.table for lookup in found.lookups}
-    sparse = looked_up - found.all_dense()
-    tables, arrays = {jaxpr.invars[i]: i for i in looked_up}, dict(enumerate(program.inputs))
 
-    def run(dense: dict[int, Array], taps: list[Array]) -> tuple[list[Any], tuple]:
-        args = [dense.get(i, value) for i, value in enumerate(program.inputs)]
-        if lookups:
-            results, ids = run_with_taps(jaxpr, consts, args, tables, Taps(taps, arrays))
-        else:
-            results, ids = jaxpr_as_fun(program.closed)(*args), []
-        return [results[i] for i in cotangents], (results, ids)
+    def run(inputs: dict[int, Array], taps: dict[int, Array]) -> tuple[list[Any], tuple]:
+        results, asked = tapped.run(inputs, taps)
+        return [results[i] for i in cotangents], (results, asked)
 
-    taps = range(program.arguments, len(program.inputs))  # a stop acts where its tap is perturbed
-    dense = {i: program.inputs[i] for i in sorted((wanted | set(taps)) - sparse)}
-    given = [lookup.tap() for lookup in lookups]
-    _, back, (results, ids) = jax.vjp(run, dense, given, has_aux=True)
-    by_dense, by_rows = back(list(cotangents.values()))
-    result: dict[int, Any] = {i: by_dense[i] for i in wanted - sparse}
-    for i in looked_up:
-        slices = slices_of(program.inputs[i].shape, i, lookups, ids, by_rows)
-        result[i] = slices if i in sparse else add_slices(result[i], slices)
-    return results, result
+    stops = range(program.arguments, len(program.inputs))  # a stop acts where its tap is perturbed
+    inputs = {i: program.inputs[i] for i in sorted(wanted.inputs.union(stops))}
+    _, back, (results, asked) = jax.vjp(run, inputs, tapped.taps(wanted.lookups), has_aux=True)
+    by_input, by_lookup = back(list(cotangents.values()))
+    dense = {i: by_input[i] for i in wanted.inputs}
+    return results, with_slices(dense, tapped, asked, by_lookup)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from tpu_embed._checks import message
+from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core import structure as structures
 from tpu_embed.core.taps import tapped
@@ -101,7 +102,7 @@ def hook(activations: PyTree, dummies: Mapping[str, Mapping[str, Array]]) -> PyT
         raise ValueError(message("hook: activations", expected=expected, got=got, remedy=_REMAKE))
     hooked = {}
     for path, leaf in leaves.items():
-        activation, dummy = jnp.asarray(leaf), jnp.asarray(by_path[path])
+        activation, dummy = (as_array(x) for x in (leaf, by_path[path]))
         if (activation.shape, activation.dtype) != (dummy.shape, dummy.dtype):
             expected = f"{dummy.dtype} of shape {dummy.shape}, as its dummy"
             got = f"{activation.dtype} of shape {activation.shape}"

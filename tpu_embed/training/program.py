@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from tpu_embed._checks import message
+from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array
 from tpu_embed.training.tags import Tag, TagFound, Tap, find_tags, full, run_with_tag_taps
 
@@ -130,7 +131,7 @@ def _as_array(name: str, leaf: Any) -> Array:
         remedy = "a Tag stands in xs by itself"
         raise TypeError(message(f"gradients: {name}", expected="an array", got=leaf, remedy=remedy))
     try:
-        return jnp.asarray(leaf)
+        return as_array(leaf)
     except (TypeError, ValueError) as error:
         what, got = f"gradients: {name}", type(leaf).__name__
         remedy = "close over it: xs are what is differentiated by"

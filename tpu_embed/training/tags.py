@@ -18,6 +18,7 @@ from jax.extend.core import Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from tpu_embed._checks import message
+from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.jaxprs import CALLS, REMATS, evaluate, inner_jaxpr, scan_counts
 from tpu_embed.kernels.varying import as_varying, axes_of
@@ -67,7 +68,7 @@ def tag(value: PyTree, name: str) -> PyTree:
       [18.0, 6.0]
     """
     leaves, structure = jax.tree.flatten(value)
-    arrays = [jnp.asarray(leaf) for leaf in leaves]
+    arrays = [as_array(leaf) for leaf in leaves]
     return structure.unflatten(tag_p.bind(*arrays, name=Tag(name).name, structure=structure))
 
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
+from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, ArrayLike, PyTree
 from tpu_embed.core.indexed_slices import IndexedSlices, is_indexed_slices
 from tpu_embed.training.given import Given
@@ -81,7 +81,7 @@ def update_parameters(
         for i, g in given.gradients.items()
         if i not in sparse
     }
-    values = {i: jnp.asarray(leaf) for i, leaf in enumerate(leaves.values)}
+    values = {i: as_array(leaf) for i, leaf in enumerate(leaves.values)}
     with jax.named_scope("update_dense"):
         changed, new = _update_dense(lifts, leaves, old, dense, values, learning_rate)
     values |= {i: given.constrained(i, value) for i, value in changed.items()}

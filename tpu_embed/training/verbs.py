@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.tree_util import KeyPath, keystr
 
 from tpu_embed._checks import message
+from tpu_embed._snapshot import as_array, snapshot
 from tpu_embed._types import Array, ArrayLike, PyTree
 from tpu_embed.optimizers._optax_calls import init_state
 from tpu_embed.training.collect import Collected, collect_gradients
@@ -66,7 +67,7 @@ class TreeOptimizer(abc.ABC):
           ValueError: it has no leaves.
         """
         structure = leaves_of(params).structure
-        inner = init_state(self._lifts.dense, jax.tree.map(jnp.asarray, params))
+        inner = init_state(self._lifts.dense, jax.tree.map(as_array, params))
         return OptState(jnp.zeros((), jnp.int32), inner, structure)
 
     def local(self, tree: PyTree) -> PyTree:
@@ -149,8 +150,9 @@ class TreeOptimizer(abc.ABC):
 
         Returns:
           pairs of a gradient and a path, in the order of `var_list` or of the leaves. The gradient
-          of a parameter that is only looked up (`embedding_lookup`) is an `IndexedSlices`; None is
-          that of an integer parameter or of one that the loss does not depend on.
+          of a parameter that is only looked up (`embedding_lookup`) is an `IndexedSlices`, which
+          names the rows of the lookups that are connected to the loss, as `gradients` defines it;
+          None is that of an integer parameter or of one that is not connected to the loss.
 
         Raises:
           TypeError: a loss that is no function.
@@ -221,7 +223,7 @@ class TreeOptimizer(abc.ABC):
             what = f"{self._name}: params"
             raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
         given = judge(self._name, grads_and_vars, leaves, constraints or {})
-        old = take_apart(self._lifts.dense, state.inner, leaves)
+        old = take_apart(self._lifts.dense, jax.tree.map(snapshot, state.inner), leaves)
         check_update(self._name, self._lifts, leaves, old, given)
         step = state.step + 1
         rate = self._lifts.learning_rate(step, learning_rate)

@@ -1,7 +1,8 @@
 """Which inputs of a jaxpr reach which of its outputs along differentiable equations.
 
 Enters: a jaxpr, and the sources that each of its inputs stands for. Leaves: the sources of each
-output. Called by `gradients.py`, which answers None where nothing is connected.
+output. A gradient may be nonzero only where this finds a path: without one, an argument has no
+gradient, and a lookup touches no row.
 
 An equation carries its float and complex operands to its float and complex results.
 `stop_gradient`, floor, ceil and round cut. Calls, conds, scans and whiles are followed inside; any
@@ -43,13 +44,17 @@ class Sources(NamedTuple):
 NOTHING = Sources()
 
 
-def propagate(jaxpr: Any, sources: Sequence[Sources]) -> list[Sources]:
+def propagate(
+    jaxpr: Any, sources: Sequence[Sources], *, cut: frozenset[str] = frozenset()
+) -> list[Sources]:
     """Return the sources of every output.
 
     Args:
       jaxpr: an open jaxpr.
       sources: of every input; those of integers go nowhere.
+      cut: names of primitives that carry nothing, beside those that never do.
     """
+    walk = functools.partial(propagate, cut=cut)
     env: dict[Any, Sources] = {}
 
     def read(atom: Any) -> Sources:
@@ -70,8 +75,9 @@ def propagate(jaxpr: Any, sources: Sequence[Sources]) -> list[Sources]:
             together = [_union(operands)] * (len(references) + len(eqn.outvars))
             add([*references, *eqn.outvars], together)
         else:
-            rule = _RULES.get(eqn.primitive.name, _opaque)
-            add(eqn.outvars, rule(eqn, operands))
+            name = eqn.primitive.name
+            rule = _cut if name in cut else _RULES.get(name, _opaque)
+            add(eqn.outvars, rule(walk, eqn, operands))
     return [read(atom) for atom in jaxpr.outvars]
 
 
@@ -90,63 +96,65 @@ def _union(sources: Iterable[Sources]) -> Sources:
 
 # -- a rule an equation: the sources of its operands to those of its results -----------------------
 
-Rule = Callable[[Any, list[Sources]], Sequence[Sources]]
+Walk = Callable[[Any, Sequence[Sources]], list[Sources]]
+"""`propagate`, for a program inside an equation."""
+Rule = Callable[[Walk, Any, list[Sources]], Sequence[Sources]]
 
 
-def _opaque(eqn: Any, operands: list[Sources]) -> list[Sources]:
+def _opaque(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
     return [_union(operands)] * len(eqn.outvars)
 
 
-def _cut(eqn: Any, operands: list[Sources]) -> list[Sources]:
+def _cut(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
     return [NOTHING] * len(eqn.outvars)
 
 
-def _one_to_one(eqn: Any, operands: list[Sources]) -> list[Sources]:
+def _one_to_one(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
     return operands
 
 
-def _tapped(eqn: Any, operands: list[Sources]) -> list[Sources]:
+def _tapped(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
     """A tap's source is the tag's own; a stop lets nothing else through."""
     value, tap = operands
     return [tap if eqn.params["stop"] else value | tap]
 
 
-def _call(eqn: Any, operands: list[Sources]) -> list[Sources]:
-    return propagate(inner_jaxpr(eqn)[0], operands)
+def _call(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
+    return walk(inner_jaxpr(eqn)[0], operands)
 
 
-def _cond(eqn: Any, operands: list[Sources]) -> list[Sources]:
-    branches = [propagate(branch.jaxpr, operands[1:]) for branch in eqn.params["branches"]]
+def _cond(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
+    branches = [walk(branch.jaxpr, operands[1:]) for branch in eqn.params["branches"]]
     return [_union(same) for same in zip(*branches, strict=True)]
 
 
 def _loop(
-    body: Any, before: list[Sources], carry: list[Sources], after: list[Sources]
+    walk: Walk, body: Any, before: list[Sources], carry: list[Sources], after: list[Sources]
 ) -> tuple[list[Sources], list[Sources]]:
     """Return the sources of a loop's carry at a fixed point, and those of its other results.
 
     The initial carry is among them: for no iteration at all, it is the result.
     """
     while True:
-        results = propagate(body, [*before, *carry, *after])
+        results = walk(body, [*before, *carry, *after])
         grown = [a | b for a, b in zip(carry, results, strict=False)]
         if grown == carry:
             return carry, results[len(carry) :]
         carry = grown
 
 
-def _scan(eqn: Any, operands: list[Sources]) -> list[Sources]:
+def _scan(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
     fixed, carried = scan_counts(eqn)
     first, rest = operands[fixed : fixed + carried], operands[fixed + carried :]
-    carry, ys = _loop(eqn.params["jaxpr"].jaxpr, operands[:fixed], first, rest)
+    carry, ys = _loop(walk, eqn.params["jaxpr"].jaxpr, operands[:fixed], first, rest)
     return [*carry, *ys]
 
 
-def _while(eqn: Any, operands: list[Sources]) -> list[Sources]:
+def _while(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
     start = eqn.params["cond_nconsts"]
     first = start + eqn.params["body_nconsts"]
     body = eqn.params["body_jaxpr"].jaxpr
-    carry, _ = _loop(body, operands[start:first], operands[first:], [])
+    carry, _ = _loop(walk, body, operands[start:first], operands[first:], [])
     return [Sources(one.reached, one.reached) for one in carry]
 
 

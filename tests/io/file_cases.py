@@ -1,0 +1,66 @@
+"""What the tests of files share: chunks of a checkpoint, JSON files changed and signed anew."""
+
+import copy
+import json
+import zlib
+
+DEEP = '{"a":' * 100_000
+
+
+def chunks(directory):
+    """Return the files of an array's chunks, in the order of their names."""
+    found = [path for path in directory.rglob("*") if path.is_file()]
+    return sorted(path for path in found if path.name != "zarr.json")
+
+
+def swap(first, second):
+    """Exchange two files or directories."""
+    third = first.with_name("third")
+    for source, target in ((first, third), (second, first), (third, second)):
+        source.rename(target)
+
+
+def resigned(value):
+    """Return a JSON object with the checksum that it would have been written with."""
+    said = {key: part for key, part in value.items() if key != "crc32"}
+    return said | {"crc32": zlib.crc32(json.dumps(said, sort_keys=True).encode())}
+
+
+def rewrite(path, change):
+    """Change the object of a JSON file in place, and sign it anew."""
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(resigned(value)))
+
+
+OTHERS = [None, True, False, -1, 0, 1.5, 2**70, "x", "4t,", "../../x", [], {}, [[[]]], [None]]
+"""What stands in the place of a value."""
+
+
+def mutations(value):
+    """Yield (place, object): each part replaced by values of other types, or not there at all."""
+    for place in _places({key: part for key, part in value.items() if key != "crc32"}):
+        *to, last = place
+        for other in OTHERS:
+            changed = copy.deepcopy(value)
+            inside = _inside(changed, to)
+            if type(inside[last]) is not type(other) or other == 2**70:
+                inside[last] = other
+                yield (*place, other), changed
+        changed = copy.deepcopy(value)
+        del _inside(changed, to)[last]
+        yield (*place, "gone"), changed
+
+
+def _places(value, place=()):
+    if place:
+        yield place
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from _places(value[key], (*place, key))
+
+
+def _inside(value, place):
+    for key in place:
+        value = value[key]
+    return value

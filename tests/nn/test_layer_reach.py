@@ -1,0 +1,137 @@
+"""Layers: rows that no gradient reaches are left out of a step, whatever looked them up."""
+
+import functools
+import warnings
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from nn_models import bag_of
+from reach_cases import CONNECTED, CUT, KEPT, PAIRS, loss_of
+
+from tpu_embed import nn
+from tpu_embed import optimizers as o
+
+ADAM = o.Adam(0.1, weight_decay_factor=0.1)
+
+
+def looked_up(loss, *, has_aux=True):
+    """Return the ids of the lookups that a step would train by, sorted."""
+    bag = bag_of(ADAM)
+    graphdef, state = nnx.split(bag)
+
+    def table_gradients(state):
+        model = nnx.merge(graphdef, state)
+        _, (_, tables) = nn.sparse_value_and_grad(loss, has_aux=has_aux)(model)
+        return [one.ids for lookups in tables.lookups.values() for one in lookups]
+
+    return jax.jit(table_gradients)(state)
+
+
+@pytest.mark.parametrize(("form", "place"), PAIRS)
+def test_a_lookup_that_is_cut_is_left_out(form, place):
+    (ids,) = looked_up(loss_of(form, place))
+    assert sorted(np.asarray(ids).reshape(-1).tolist()) == sorted(KEPT)
+
+
+@pytest.mark.parametrize(
+    ("form", "place"), [*((form, "plain") for form in CONNECTED), ("times zero", "scan")]
+)
+def test_a_lookup_whose_gradient_is_zero_stays(form, place):
+    ids = looked_up(loss_of(CONNECTED[form], place))
+    together = np.concatenate([np.asarray(some).reshape(-1) for some in ids])
+    assert sorted(together.tolist()) == sorted([*KEPT, *CUT])
+
+
+# -- steps -----------------------------------------------------------------------------------------
+
+
+def parts(bag):
+    arrays = [bag.embedding, bag.logical_slots, bag.step[...], bag.bad_ids[...]]
+    return jax.tree.map(np.array, arrays)
+
+
+@functools.cache
+def touched_everywhere():
+    """Return a layer after a step that gave momenta to all the rows that tests look up."""
+    bag = bag_of(ADAM)
+    nn.fused_value_and_grad(lambda bag: (bag(np.arange(6)) ** 2).sum())(bag)
+    return bag
+
+
+def stepped(loss):
+    """Return what is in that layer after a step by a loss, which returns a value and aux."""
+    bag = nnx.clone(touched_everywhere())
+    nnx.jit(lambda bag: nn.fused_value_and_grad(loss, has_aux=True)(bag)[0][0])(bag)
+    return parts(bag)
+
+
+@functools.cache
+def kept():
+    return stepped(lambda bag: ((bag(KEPT) ** 2).sum(), None))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda bag: ((bag(KEPT) ** 2).sum() + lax.stop_gradient(bag(CUT)).sum(), None),
+        lambda bag: ((bag(KEPT) ** 2).sum(), bag(np.append(CUT, 99))),  # 99 is no row
+        lambda bag: ((bag(KEPT) ** 2).sum(), (bag.embedding**2).sum()),
+    ],
+    ids=["stopped", "aux", "read by aux"],
+)
+def test_a_step_is_that_of_the_lookups_that_reach_the_value(loss):
+    """Bit for bit: rows, slots and counters, without a warning."""
+    jax.tree.map(np.testing.assert_array_equal, stepped(loss), kept())
+
+
+def test_a_layer_that_no_gradient_reaches_takes_no_step():
+    used, cut = bag_of(ADAM), bag_of(ADAM)
+    model = nnx.Dict(used=used, cut=cut, linear=nnx.Linear(4, 1, rngs=nnx.Rngs(0)))
+    before = jax.tree.map(np.array, nnx.state(cut))
+
+    def loss(model):
+        stopped = lax.stop_gradient(model.cut(KEPT))
+        return (model.linear(model.used(KEPT) * stopped) ** 2).sum()
+
+    _, gradients = nn.fused_value_and_grad(loss)(model)
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.state(cut))
+    assert int(used.step[...]) == 1
+    assert np.asarray(gradients["linear"]["kernel"][...]).any()
+    alone = nn.sparse_value_and_grad(lambda bag: lax.stop_gradient(bag(CUT)).sum())
+    value, (_, tables) = alone(cut)
+    np.testing.assert_allclose(value, np.array(cut.embedding)[CUT].sum(), rtol=1e-6)
+    assert tables.lookups == {}
+
+
+def test_a_layer_without_an_optimizer_is_looked_up_behind_stop_gradient():
+    model = nnx.Dict(a=bag_of(ADAM), teacher=bag_of(None))
+    before = np.array(model.teacher.embedding)
+
+    def loss(model):
+        return ((model.a(KEPT) - lax.stop_gradient(model.teacher(KEPT))) ** 2).sum()
+
+    nn.fused_value_and_grad(loss)(model)
+    np.testing.assert_array_equal(model.teacher.embedding, before)
+    with pytest.raises(ValueError, match="expected an optimizer for every trainable table"):
+        nn.fused_value_and_grad(lambda m: ((m.a(KEPT) - m.teacher(KEPT)) ** 2).sum())(model)
+
+
+def test_a_placed_batch_stands_beside_a_lookup_that_is_cut():
+    bag = bag_of(o.SGD(0.5), devices=2)
+    before = np.array(bag.embedding)
+    batch = bag.place(np.array([4, 1]))
+    nn.fused_value_and_grad(lambda b: b(batch).sum() + lax.stop_gradient(b(CUT)).sum())(bag)
+    before[[4, 1]] -= 0.5
+    np.testing.assert_array_equal(bag.embedding, before)
+
+
+def test_a_table_read_by_what_is_cut_is_no_warning():
+    bag = bag_of(ADAM)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nn.sparse_value_and_grad(
+            lambda b: b(KEPT).sum() + lax.stop_gradient((b.embedding**2).sum())
+        )(bag)

@@ -1,0 +1,106 @@
+"""Sums over a row: the same bits however many rows there are, in every program, on all devices."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from facade_cases import assert_same, mesh
+
+import tpu_embed
+from tpu_embed import optimizers as o
+
+DIMS = [1, 3, 8, 17, 64, 100, 128]
+ROWS = np.random.default_rng(0).standard_normal((704, 128)).astype(np.float32)
+
+
+def by_halves(rows):
+    """Return the sums in float32, the upper half added to the lower until one number is left."""
+    width = 1 << (rows.shape[-1] - 1).bit_length()
+    left = np.pad(rows, ((0, 0), (0, width - rows.shape[-1])))
+    while left.shape[1] > 1:
+        left = left[:, : left.shape[1] // 2] + left[:, left.shape[1] // 2 :]
+    return left
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_sums_and_means_are_made_by_halves(dim):
+    rows = ROWS[:, :dim]
+    sums = by_halves(rows)
+    for n in (1, 64, 704):
+        assert np.array_equal(jax.jit(o.row_sum)(rows[:n]), sums[:n])
+        assert np.array_equal(jax.jit(o.row_mean)(rows[:n]), sums[:n] * np.float32(1 / dim))
+    assert np.array_equal(jax.vmap(o.row_sum)(rows), sums)
+    np.testing.assert_allclose(sums[:, 0], rows.sum(1, dtype=np.float64), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_norms_do_not_depend_on_the_number_of_rows(dim):
+    rows = ROWS[:, :dim]
+    norms = np.asarray(jax.jit(o.row_norm)(rows))
+    assert np.array_equal(jax.jit(o.row_norm)(rows[:64]), norms[:64])
+    expected = np.sqrt((rows.astype(np.float64) ** 2).sum(1, keepdims=True))
+    np.testing.assert_allclose(norms, expected, rtol=1e-6)
+
+
+def longer_where_rows_are(gradient, row, slots, learning_rate, step):
+    seen = slots["seen"] + o.row_mean(gradient**2) + jnp.abs(o.row_sum(gradient))
+    trust = o.row_norm(row) / o.row_norm(gradient)
+    return row - learning_rate * trust * gradient / jnp.sqrt(seen), {"seen": seen}
+
+
+RULES = {
+    "LAMB": o.LAMB(0.1, weight_decay_factor=0.03),
+    "custom": o.CustomOptimizer(longer_where_rows_are, {"seen": 0.1}, 0.1),
+}
+B, H = 64, 5
+SIZES = (700, 33)
+
+
+@functools.cache
+def trained(dims, devices, placement, stacked):
+    """Return tables and slots after two steps of every rule."""
+    features = {
+        f"{rule}/{dim}/{size}": tpu_embed.FeatureConfig(
+            tpu_embed.TableConfig(
+                size, dim, name=f"{rule}/{dim}/{size}", optimizer=RULES[rule], placement=placement
+            )
+        )
+        for rule in RULES
+        for dim in dims
+        for size in SIZES
+    }
+    engine = tpu_embed.EmbeddingEngine(features, mesh=mesh(devices), stack_tables=stacked)
+    state, rng = engine.init(jax.random.key(0)), np.random.default_rng(0)
+    for _ in range(2):
+        sizes = {path: feature.table.vocabulary_size for path, feature in features.items()}
+        batch = engine.place({path: rng.integers(0, size, (B, H)) for path, size in sizes.items()})
+        gradients = {
+            path: rng.standard_normal((B, feature.table.dim)).astype(np.float32)
+            for path, feature in features.items()
+        }
+        state = engine.update(state, batch, gradients)
+    return jax.device_get((engine.tables(state), engine.slots(state)))
+
+
+FIRST = (17,)
+OTHERS = tuple(set(DIMS) - set(FIRST))
+SOME = [(4, "div", True), (8, "mod", False)]
+ALL = [
+    (devices, placement, stacked)
+    for devices in (1, 2, 4, 8)
+    for placement in ("mod", "div", "replicated")
+    for stacked in (True, False)
+]
+CASES = [(FIRST, *case) for case in SOME] + [
+    pytest.param(dims, *case, marks=pytest.mark.whole)
+    for dims in (FIRST, OTHERS)
+    for case in ALL
+    if (dims, case) not in [(FIRST, one) for one in SOME]
+]
+
+
+@pytest.mark.parametrize(("dims", "devices", "placement", "stacked"), CASES)
+def test_rules_that_reduce_have_the_same_bits_everywhere(dims, devices, placement, stacked):
+    assert_same(trained(dims, devices, placement, stacked), trained(dims, 1, "mod", True))

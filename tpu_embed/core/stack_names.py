@@ -1,0 +1,73 @@
+"""A stack's name says what its rows are, so that rows of another layout are never taken for them.
+
+The name is the key of the stack's arrays in a `TableState`. Keys survive pickle, orbax and
+`jax.tree`; static fields of a pytree do not, because orbax takes the template's. For example
+
+    items+2@mod8x250#0f3a9c1e55d2
+
+is the stack of "items" and two more tables, by MOD on 8 shards of 250 rows each. What follows "#"
+is a digest of the tables in order (names and vocabulary sizes), their dim and dtype, and of how
+rows are packed. Optimizers are not in it: their numbers may change between runs.
+
+Input: the tables of a stack and how they are laid out. Output: the name; or, given another name,
+what differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["differences", "stack_name"]
+
+_LABEL_LENGTH = 32
+"""Characters of the first table's name that a stack's name shows."""
+_FORM = re.compile(
+    r"(?P<label>[^@]*)@(?P<placement>[a-z]+)(?P<shards>\d+)x(?P<rows>\d+)#(?P<digest>\w+)"
+)
+
+
+def stack_name(
+    tables: Sequence[tuple[str, int]], *, placement: str, shards: int, rows: int, kind: Any
+) -> str:
+    """Return the name of a stack.
+
+    Args:
+      tables: (name, vocabulary size) of its tables, in the order of their rows.
+      placement: "mod", "div" or "replicated".
+      shards: S.
+      rows: R, the rows of one shard.
+      kind: what else decides how the rows are stored; its `repr` says all of it.
+
+    Example:
+      >>> stack_name([("items", 2000)], placement="mod", shards=8, rows=250, kind=(64, "float32"))
+      'items@mod8x250#e2a7c8d26d87'
+    """
+    label = re.sub(r"[^\w-]", "_", tables[0][0], flags=re.ASCII)[:_LABEL_LENGTH]
+    if len(tables) > 1:
+        label += f"+{len(tables) - 1}"
+    described = repr((list(tables), kind)).encode()
+    digest = hashlib.blake2b(described, digest_size=6).hexdigest()
+    return f"{label}@{placement}{shards}x{rows}#{digest}"
+
+
+def differences(expected: str, got: str) -> str:
+    """Return in words what differs between the stacks of two names.
+
+    Example:
+      >>> differences("items@mod8x250#0f3a", "items@mod1x2000#0f3a")
+      'the same tables in 1 shard of 2000 rows (mod), not in 8 shards of 250 rows (mod)'
+    """
+    ours, theirs = _FORM.fullmatch(expected), _FORM.fullmatch(got)
+    if ours is None or theirs is None:
+        return "a name that no engine gives to a stack"
+    if ours["digest"] == theirs["digest"]:
+        return f"the same tables in {_shards(theirs)}, not in {_shards(ours)}"
+    return "other tables, or tables of another vocabulary size, dim or dtype, or stacked otherwise"
+
+
+def _shards(name: re.Match[str]) -> str:
+    plural = "" if name["shards"] == "1" else "s"
+    return f"{name['shards']} shard{plural} of {name['rows']} rows ({name['placement']})"

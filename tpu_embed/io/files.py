@@ -1,0 +1,140 @@
+"""What is asked of a file system: a file name for every table, bytes on the disk, clear errors.
+
+A file that was written is in the memory of the system at first. It is on the disk once the file is
+synced (`fsync`), and its name is there once its directory is synced too.
+
+Input: names of tables and slots, paths. Output: file names; files; their bytes and checksums, or an
+error that names the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from tpu_embed._checks import message
+
+__all__ = [
+    "checksum",
+    "create",
+    "file_name",
+    "make_directory",
+    "name_errors",
+    "read",
+    "sync",
+    "sync_directories",
+]
+
+_PLAIN = re.compile("[a-z0-9_][a-z0-9_-]{0,63}")
+"""Names that are file names as they are, on every file system."""
+
+_READABLE = 40
+"""Characters of another name that its file name begins with."""
+
+_BLOCK = 2**20
+"""Bytes of a file that are held at a time."""
+
+
+def file_name(name: str) -> str:
+    """Return the file name of a table or slot: short, without "/" and ".", another for each name.
+
+    Of a name that has anything but lower-case letters, digits, "_" and "-", or more than 64
+    characters, it is the readable beginning and 16 digits of the SHA-256. So names that differ in
+    case alone differ on file systems that ignore case, too.
+
+    Example:
+      >>> file_name("films"), file_name("users.v1/eu")
+      ('films', 'users-v1-eu~a4480370e732c8e2')
+    """
+    if _PLAIN.fullmatch(name):
+        return name
+    readable = re.sub("[^a-z0-9_]+", "-", name.lower())[:_READABLE]
+    return f"{readable}~{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def create(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file for writing; at the end its bytes are on the disk."""
+    with path.open("xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory, and those above it, where there are none; their names are on the disk."""
+    if not path.is_dir():
+        make_directory(path.parent)
+        path.mkdir(exist_ok=True)
+        sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Put a file's bytes, or the names in a directory, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_directories(root: Path) -> None:
+    """Put the names in a directory, and in all directories inside it, on the disk."""
+    for directory, _, _ in os.walk(root):
+        sync(Path(directory))
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def name_errors(path: Path, remedy: str) -> Iterator[None]:
+    """Raise what the system says of a file as an error that names it, and says what to do.
+
+    Raises:
+      FileNotFoundError: it is missing.
+      ValueError: it cannot be read: it is a directory, for example.
+    """
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        text = message(f"{path}", expected="a file", got="none", remedy=remedy)
+        raise FileNotFoundError(text) from error
+    except OSError as error:
+        expected, got = "a file that can be read", f"{error.strerror or error}"
+        text = message(f"{path}", expected=expected, got=got, remedy=remedy)
+        raise ValueError(text) from error
+
+
+def read(path: Path, remedy: str) -> bytes:
+    """Return the bytes of a file.
+
+    Raises:
+      FileNotFoundError: it is missing.
+      ValueError: it cannot be read.
+    """
+    with name_errors(path, remedy):
+        return path.read_bytes()
+
+
+def checksum(path: Path, remedy: str) -> int:
+    """Return the CRC-32 of a file's bytes.
+
+    Raises:
+      FileNotFoundError: it is missing.
+      ValueError: it cannot be read.
+    """
+    found = 0
+    with name_errors(path, remedy), path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            found = zlib.crc32(block, found)
+    return found

@@ -1,0 +1,173 @@
+"""What a JSON value from a file must be, so that a wrong one is an error that says where it stands.
+
+A form is a function of a value: None where the value has the form, otherwise where inside it the
+problem is, what was expected there and what was got. The functions here make forms, and forms of
+forms.
+
+Input: a JSON value, a form. Output: nothing, or an error.
+"""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tpu_embed._checks import is_int, message
+
+__all__ = [
+    "Form",
+    "anything",
+    "check",
+    "choice",
+    "dtype",
+    "either",
+    "flag",
+    "integer",
+    "mapping",
+    "optional",
+    "record",
+    "sequence",
+    "text",
+]
+
+Problem = tuple[str, str, str]
+"""Where inside the value, what was expected, what was got."""
+
+Form = Callable[[Any], Problem | None]
+
+INT64_MAX = 2**63 - 1
+
+
+def check(file: Path, value: Any, form: Form, remedy: str) -> None:
+    """Check that a value has a form.
+
+    Args:
+      file: where it was read, for the message.
+      value: any JSON value.
+      form: what it must be.
+      remedy: for the message.
+
+    Raises:
+      ValueError: it has not.
+    """
+    problem = form(value)
+    if problem is not None:
+        where, expected, got = problem
+        raise ValueError(message(f"{file}{where}", expected=expected, got=got, remedy=remedy))
+
+
+def anything(value: Any) -> None:
+    """Accept any value."""
+
+
+def text(value: Any) -> Problem | None:
+    """Accept a string."""
+    return None if isinstance(value, str) else _problem("a string", value)
+
+
+def flag(value: Any) -> Problem | None:
+    """Accept true and false."""
+    return None if isinstance(value, bool) else _problem("true or false", value)
+
+
+def dtype(value: Any) -> Problem | None:
+    """Accept the name of a dtype."""
+    try:  # a word: NumPy makes records of other strings
+        word = isinstance(value, str) and re.fullmatch("[a-z][a-z0-9_]*", value)
+        known = word and np.dtype(value).name == value
+    except TypeError:
+        known = False
+    return None if known else _problem("the name of a dtype", value)
+
+
+def integer(least: int = 0, most: int = INT64_MAX) -> Form:
+    """Return the form of an integer in a range, ends included."""
+
+    def form(value: Any) -> Problem | None:
+        fits = is_int(value) and least <= value <= most
+        return None if fits else _problem(f"an integer from {least} to {most}", value)
+
+    return form
+
+
+def choice(*values: Any) -> Form:
+    """Return the form of one of some strings or numbers."""
+
+    def form(value: Any) -> Problem | None:
+        fits = any(type(value) is type(one) and value == one for one in values)
+        return None if fits else _problem(" | ".join(repr(one) for one in values), value)
+
+    return form
+
+
+def optional(form: Form) -> Form:
+    """Return the form of null, or of a value that has a form."""
+    return lambda value: None if value is None else form(value)
+
+
+def either(*forms: Form) -> Form:
+    """Return the form of what has one of several forms; the last one's problem is told."""
+
+    def form(value: Any) -> Problem | None:
+        problems = [one(value) for one in forms]
+        return None if None in problems else problems[-1]
+
+    return form
+
+
+def sequence(form: Form) -> Form:
+    """Return the form of a list of values that have a form."""
+
+    def whole(value: Any) -> Problem | None:
+        if not isinstance(value, list):
+            return _problem("a list", value)
+        return _first((f"[{i}]", form, one) for i, one in enumerate(value))
+
+    return whole
+
+
+def mapping(form: Form) -> Form:
+    """Return the form of an object of any keys, whose values have a form."""
+
+    def whole(value: Any) -> Problem | None:
+        if not isinstance(value, dict):
+            return _problem("an object", value)
+        return _first((_key(key), form, one) for key, one in value.items())
+
+    return whole
+
+
+def record(**forms: Form) -> Form:
+    """Return the form of an object of exactly these keys, whose values have these forms."""
+
+    def whole(value: Any) -> Problem | None:
+        if not isinstance(value, dict):
+            return _problem("an object", value)
+        if value.keys() != forms.keys():
+            return "", f"an object of {sorted(forms)}", f"one of {reprlib.repr(sorted(value))}"
+        return _first((_key(key), form, value[key]) for key, form in forms.items())
+
+    return whole
+
+
+def _first(parts: Any) -> Problem | None:
+    """Return the first problem of parts: each where it stands, its form, its value."""
+    for where, form, value in parts:
+        problem = form(value)
+        if problem is not None:
+            inside, expected, got = problem
+            return f"{where}{inside}", expected, got
+    return None
+
+
+def _key(key: str) -> str:
+    return f": {reprlib.repr(key)}"
+
+
+def _problem(expected: str, value: Any) -> Problem:
+    return "", expected, reprlib.repr(value)  # short, however large or deep the value is

@@ -1,0 +1,69 @@
+"""A table that nobody trains is named once: its model looks like one that learns.
+
+Input: a layer that is called while JAX differentiates, or that has gradients and no optimizer.
+Output: a warning, the first time for each layer.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from pathlib import Path
+
+from jax._src import core  # which trace is current, and of which kind, has no public name
+from jax._src.interpreters.ad import JVPTrace, LinearizeTrace
+
+from tpu_embed.core.arguments import level_of_caller
+from tpu_embed.core.engine import EmbeddingEngine
+
+__all__ = ["warn_if_differentiated", "warn_without_optimizer"]
+
+_WARNED: weakref.WeakSet[EmbeddingEngine] = weakref.WeakSet()
+"""Engines of layers that were named before."""
+
+
+def warn_if_differentiated(engine: EmbeddingEngine) -> None:
+    """Warn if a trainable table is looked up under `jax.grad` and its kin, which do not train it.
+
+    `fused_value_and_grad` and `sparse_value_and_grad` trace the function first and differentiate
+    what they have traced, so a layer that they train is never called under differentiation.
+
+    Args:
+      engine: the layer's.
+    """
+    (table,) = engine.table_configs.values()
+    if table.trainable and _differentiates():
+        _warn(
+            engine,
+            "is looked up under differentiation, which does not train it; use "
+            "tpu_embed.nn.fused_value_and_grad in place of nnx.value_and_grad",
+        )
+
+
+def warn_without_optimizer(engine: EmbeddingEngine) -> None:
+    """Warn that a table has gradients and no optimizer.
+
+    Args:
+      engine: the layer's.
+    """
+    _warn(engine, "is not trained: give its layer an optimizer, or trainable=False")
+
+
+def _differentiates() -> bool:
+    """Tell whether the current trace, or one around it, is a derivative's."""
+    trace = core.trace_ctx.trace
+    while trace is not None:
+        if isinstance(trace, (JVPTrace, LinearizeTrace)):
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False
+
+
+def _warn(engine: EmbeddingEngine, what: str) -> None:
+    if engine in _WARNED:
+        return
+    _WARNED.add(engine)
+    ((name, table),) = engine.table_configs.items()
+    size = f"[{table.vocabulary_size}, {table.dim}]"
+    level = level_of_caller(str(Path(__file__).parent))
+    warnings.warn(f"table {name!r} {size} of a layer {what}", stacklevel=level)
