@@ -28,7 +28,7 @@ def leaky_rule(gradient, row, slots, learning_rate, step):
 
 def centred_rule(gradient, row, slots, learning_rate, step):
     """Follow a decaying trail of gradients less their mean over the row; likewise known."""
-    centred = gradient - jnp.mean(gradient)
+    centred = gradient - o.row_mean(gradient)
     return leaky_rule(centred, row, slots, learning_rate, step)
 
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optimizer_cases
 import random_optimizers
 from jax.sharding import AxisType, Mesh
 from random_batches import BadIds, Step, draw_form, draw_step
@@ -37,14 +36,6 @@ QUANTIZATIONS = (
 )
 INSIDE = "ids in jit"
 WAYS = ("eager", "in jit", INSIDE, "stateful")
-
-UNEVEN_BLOCKS_KEEP_BITS = False
-"""Whether device counts agree in bits where a block of the sums lies on two devices.
-
-They are to, for every batch size that the devices divide; until then rounding may differ there.
-"""
-REDUCING_RULES_KEEP_BITS = False
-"""Whether rules that reduce over the row in XLA have the same bits in every arrangement."""
 
 
 class Pair(NamedTuple):
@@ -208,16 +199,9 @@ class Case:
         axes = self.batch_axes or tuple(sizes)
         return math.prod(sizes[axis] for axis in axes)
 
-    def keeps_bits(self, table, arrangement):
-        """Tell whether a table's bits are promised to be those of one device."""
-        rule = getattr(self.optimizer_of(table), "rule", None)
-        reduces = rule is optimizer_cases.centred_rule
-        if reduces or isinstance(self.optimizer_of(table), tpu_embed.optimizers.LAMB):
-            if not REDUCING_RULES_KEEP_BITS:
-                return False
-        replicas, block = self.replicas(arrangement), -(-self.batch // self.sum_blocks)
-        whole = UNEVEN_BLOCKS_KEEP_BITS or self.batch // replicas % block == 0
-        return whole and self.sum_blocks % replicas == 0
+    def keeps_bits(self, arrangement):
+        """Tell whether all bits are promised to be those of one device."""
+        return self.sum_blocks % self.replicas(arrangement) == 0
 
 
 def draw_case(seed: int) -> Case:

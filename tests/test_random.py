@@ -218,22 +218,20 @@ def check_case(seed, *, whole):
 
 
 def compare_bits(case, arrangement, done, first):
-    """Assert the bits that are promised; tell whether that was all there is."""
-    promised = {n: case.keeps_bits(table, arrangement) for n, table in case.tables.items()}
+    """Assert the bits that are promised; tell whether the oracle has thereby seen all numbers."""
+    if not case.keeps_bits(arrangement):
+        return False
     for t, (mine, its) in enumerate(zip(done.states, first.states, strict=True)):
-        for name in filter(promised.get, case.tables):
+        for name in case.tables:
             assert_bits(f"state {t}: table {name!r}", of_table(mine, name), of_table(its, name))
     for t, step in enumerate(case.steps):
         if done.seen[t] != first.seen[t]:
             continue
-        for f, feature in enumerate(case.features):
-            table = next(n for n, config in case.tables.items() if config is feature.table)
-            if promised[table]:
-                what = f"step {t}: activation of feature {f}, {type(step.ids[f]).__name__}"
-                assert_bits(what, {"": done.activations[t][f]}, {"": first.activations[t][f]})
+        for f, ids in enumerate(step.ids):
+            what = f"step {t}: activation of feature {f}, {type(ids).__name__}"
+            assert_bits(what, {"": done.activations[t][f]}, {"": first.activations[t][f]})
     check_counters(case, done.counters)
-    same = (done.seen, done.steps_done) == (first.seen, first.steps_done)
-    return same and all(promised.values())
+    return (done.seen, done.steps_done) == (first.seen, first.steps_done)
 
 
 @pytest.mark.parametrize("seed", CHOSEN)
