@@ -23,7 +23,7 @@ EVERY = {
     *("quantized", "not trained", "each by itself", "every row", "one column", "shared table"),
     *("gradient clip", "weight clip", "decay", "schedule", "host rate", "fewer rows than shards"),
     *("stacked", "alike but not stacked", "two axes", "batch axes", "shard axes", "explicit axes"),
-    *("8 devices", "uneven batch", "pipelined", "no ids", "no gradient", "left out"),
+    *("8 devices", "uneven blocks", "pipelined", "no ids", "no gradient", "left out"),
 }
 
 
@@ -33,7 +33,10 @@ def traits(case):
     met = {
         f"guard {case.on_bad_gradient}": True,
         "batch axes": case.batch_axes is not None,
-        "uneven batch": case.batch > 8 and case.batch % 8 > 0,
+        "uneven blocks": case.batch > case.sum_blocks
+        and case.batch % case.sum_blocks > 0
+        and case.replicas(runs[1]) > 1
+        and case.keeps_bits(runs[1]),
         "shared table": len(case.features) > len(case.tables),
         "left out": any(map(case.skips, case.steps)),
     }

@@ -184,7 +184,7 @@ def _blocks(task: Task) -> Array:
     if batch % blocks == 0:
         return examples // (batch // blocks)
     starts = [-(-block * batch // blocks) for block in range(1, blocks)]  # e · G may not fit int32
-    return jnp.searchsorted(jnp.asarray(starts, jnp.int32), examples, side="right").astype(jnp.int32)
+    return jnp.searchsorted(jnp.asarray(starts, jnp.int32), examples, side="right")
 
 
 def _fits_psum(task: Task) -> bool:
