@@ -26,6 +26,12 @@ def leaky_rule(gradient, row, slots, learning_rate, step):
     return row - learning_rate * trail, {"trail": trail, "seen": slots["seen"] + 1}
 
 
+def centred_rule(gradient, row, slots, learning_rate, step):
+    """Follow a decaying trail of gradients less their mean over the row; likewise known."""
+    centred = gradient - o.row_mean(gradient)
+    return leaky_rule(centred, row, slots, learning_rate, step)
+
+
 def halving(count):
     """Return a schedule's rate: 0.2, 0.1, 0.0666…"""
     return 0.2 / (1 + jnp.asarray(count).astype(jnp.float32))

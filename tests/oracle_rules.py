@@ -72,6 +72,10 @@ SLOTS = {
 }
 
 
+number = float
+"""What elementwise rules compute with; `oracle_bounds` puts numbers in its place that round."""
+
+
 def _complete(name, hyper):
     return {**COMMON, **DEFAULTS[name], **hyper}
 
@@ -98,6 +102,8 @@ def apply(name, hyper, row, slots, gradient, t, lr):
     if name != "LAMB":
         factor = _decay(hyper, lr)
         row = np.array([(1 - factor) * w for w in row])
+    if getattr(hyper.get("rule"), "__name__", "") == "centred_rule":
+        gradient = np.array([g - sum(gradient) / len(gradient) for g in gradient])
     if name == "RowWiseAdagrad":
         row, slots = _rowwise_adagrad(hyper, row, slots, gradient, lr)
     elif name == "LAMB":
@@ -106,8 +112,8 @@ def apply(name, hyper, row, slots, gradient, t, lr):
         rule = ELEMENTWISE[name]
         results = []
         for d in range(len(row)):
-            one = {slot: float(values[d]) for slot, values in slots.items()}
-            results.append(rule(hyper, float(row[d]), one, float(gradient[d]), t, lr))
+            one = {slot: number(values[d]) for slot, values in slots.items()}
+            results.append(rule(hyper, number(row[d]), one, number(gradient[d]), t, lr))
         row = np.array([w for w, _ in results])
         slots = {slot: np.array([new[slot] for _, new in results]) for slot in slots}
     low, high = hyper["clip_weight_min"], hyper["clip_weight_max"]

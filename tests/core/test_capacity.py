@@ -50,14 +50,14 @@ def counted(engine, bags, accumulate=True):
     (group,), layout = engine.layout.groups, engine.layout
     batch = len(bags)
     local = batch // layout.axes.replicas
-    block = -(-batch // max(layout.sum_blocks, layout.axes.replicas))
+    blocks = max(layout.sum_blocks, layout.axes.replicas)
     rows, partials = {}, {}
     for example, bag in enumerate(bags):
         for place, number in enumerate(bag):
             row = int(group.physical(number, group.tables[0]))
             pair = example // local, row // group.rows
             rows.setdefault(pair, set()).add(row)
-            part = example // block if accumulate else (example, place)
+            part = example * blocks // batch if accumulate else (example, place)
             partials.setdefault(pair, set()).add((row, part))
     return tuple(max(map(len, found.values()), default=0) for found in (rows, partials))
 

@@ -20,11 +20,11 @@ def magnitudes(shape, seed=0):
 
 def in_blocks(ids, gradients, blocks):
     """Return [V, D] float32 sums of the features' gradients in the promised order."""
-    size = -(-len(ids["a"]) // blocks)
+    batch = len(ids["a"])
     total = np.zeros((V, D), np.float32)
-    for first in range(0, len(ids["a"]), size):
+    for b in range(blocks):
         block = np.zeros((V, D), np.float32)
-        for example in range(first, min(first + size, len(ids["a"]))):
+        for example in [e for e in range(batch) if e * blocks // batch == b]:
             for name in ("a", "b"):
                 for row in ids[name][example]:
                     if row >= 0:
@@ -66,10 +66,13 @@ def test_the_number_of_blocks_is_an_option(blocks, devices):
     np.testing.assert_array_equal(found, in_blocks(ids, gradients, blocks))
 
 
-@pytest.mark.parametrize(("batch", "devices"), [(9, 1), (18, 3), (10, 5)])
-def test_blocks_may_be_short_or_empty(batch, devices):
+@pytest.mark.parametrize("placement", ["mod", "replicated"])
+@pytest.mark.parametrize(("batch", "devices"), [(5, 1), (9, 1), (10, 2), (12, 1), (12, 4), (28, 4)])
+def test_blocks_may_differ_in_size_or_be_empty(batch, devices, placement):
+    """No device boundary is inside a block, also where the blocks don't divide the batch."""
     ids, gradients = draw(batch)
-    np.testing.assert_array_equal(train(ids, gradients, devices), in_blocks(ids, gradients, 8))
+    found = train(ids, gradients, devices, placement)
+    np.testing.assert_array_equal(found, in_blocks(ids, gradients, 8))
 
 
 def test_more_devices_than_blocks_are_the_blocks():

@@ -119,8 +119,8 @@ def update(rng, dtype):
     dim = int(rng.integers(1, 141 if n < 16_384 else 9))
     optimizer = draw_optimizer(rng)
     slots = optimizer.slot_shapes(dim, np.float32)
-    block = int(rng.integers(0, bags + 1))
-    options = {"examples": examples, "columns": columns, "bags_per_block": block}
+    blocks = int(rng.integers(0, examples + 1))
+    options = {"examples": examples, "columns": columns, "blocks": blocks}
 
     def native(table, slots, *given):
         rule = optimizer.compiled_rule(jnp.int32(3), jnp.float32(0.1))

@@ -98,15 +98,16 @@ def ftrl(w, a, z, g, take, inverse, l1, twice_l2, beta, still):
 STEPS = {f.__name__: f for f in (sgd, momentum, adagrad, rowwise_adagrad, adam, ftrl)}
 
 
-def sums_in_order(given, bags_per_block):
-    """Return row -> gradient: within a block of bags in the order of ids, then over the blocks."""
+def sums_in_order(given, blocks):
+    """Return row -> gradient: within a block of examples in the order of ids, then over blocks."""
     rows, bags, weights, factors, gradients = given
     dim = gradients[0].shape[1]
     by_example = [
         g.reshape(-1, n, dim) for g, n in zip(gradients, given_columns(given), strict=True)
     ]
     joined = np.concatenate(by_example, axis=1).reshape(-1, dim)
-    blocks: dict = {}
+    columns, found = sum(given_columns(given)), {}
+    examples = len(joined) // columns
     for i in range(len(rows)):
         if not 0 <= rows[i] < R:
             continue
@@ -116,22 +117,22 @@ def sums_in_order(given, bags_per_block):
             gradient = gradient * factors[bag] if factors[bag] else zero
         if weights is not None:
             gradient = gradient * weights[i]
-        of_row = blocks.setdefault(int(rows[i]), {})
-        block = bag // bags_per_block if bags_per_block else 0
+        of_row = found.setdefault(int(rows[i]), {})
+        block = bag // columns * blocks // examples
         of_row[block] = of_row.get(block, zero) + gradient
-    return {row: functools.reduce(np.add, of.values(), zero) for row, of in blocks.items()}
+    return {row: functools.reduce(np.add, of.values(), zero) for row, of in found.items()}
 
 
 def given_columns(given):
     return COLUMNS if len(given[-1]) > 1 else (1,)
 
 
-def expected_update(table, slots, given, rule, bags_per_block):
+def expected_update(table, slots, given, rule, blocks):
     """Return table and slots after the rule, row by row."""
     keep, low, high, least, most, *numbers = np.asarray(rule.operand())
     options = {"flag": rule.flag} if rule.kind in ("momentum", "adam") else {}
     table, slots = table.copy(), [slot.copy() for slot in slots]
-    for row, gradient in sums_in_order(given, bags_per_block).items():
+    for row, gradient in sums_in_order(given, blocks).items():
         w, gradient = widened(table[row]) * keep, np.clip(gradient, low, high)
         held = [slot[row] for slot in slots]
         w, *held = STEPS[rule.kind](w, *held, gradient, *numbers, **options)
@@ -162,14 +163,14 @@ def draw_update(rng, optimizer, dim, dtype, *, n=2000, alone=False, row_type=np.
     return table, slots, (rows, bags, weights, factors, gradients)
 
 
-def updated(table, slots, given, rule, bags_per_block):
+def updated(table, slots, given, rule, blocks):
     """Return table and slots after the compiled kernel, which works in place."""
     columns = given_columns(given)
-    blocks = {"columns": columns, "examples": given[-1][0].shape[0] // columns[0]}
+    examples = given[-1][0].shape[0] // columns[0]
 
     @functools.partial(jax.jit, donate_argnums=0)
     def run(held, given):
-        options = blocks | {"bags_per_block": bags_per_block}
+        options = {"columns": columns, "examples": examples, "blocks": blocks}
         return cpu.update_rows(held[0], held[1:], *given, rule=rule, **options)
 
     held = tuple(jnp.array(array) for array in (table, *slots))
@@ -201,8 +202,8 @@ def test_every_dimension(name, dim):
 
 
 @pytest.mark.parametrize("missing", ["weights", "factors", "both", "bags", "64 bits"])
-@pytest.mark.parametrize("bags_per_block", [0, 1, 21, UPDATE_BAGS, 10**6])
-def test_what_may_be_missing(missing, bags_per_block):
+@pytest.mark.parametrize("blocks", [0, 1, 7, 8, UPDATE_EXAMPLES])
+def test_what_may_be_missing(missing, blocks):
     rng, row_type = np.random.default_rng(8), np.int64 if missing == "64 bits" else np.int32
     optimizer, alone = RULES["adagrad"], missing == "bags"
     drawn = draw_update(rng, optimizer, 20, "float32", alone=alone, row_type=row_type)
@@ -211,8 +212,8 @@ def test_what_may_be_missing(missing, bags_per_block):
     factors = None if missing in ("factors", "both") else factors
     given, rule = (rows, bags, weights, factors, gradients), compiled(optimizer)
     with jax.enable_x64(missing == "64 bits"):
-        found = updated(table, slots, given, rule, bags_per_block)
-    assert_same_bits(found, expected_update(table, slots, given, rule, bags_per_block))
+        found = updated(table, slots, given, rule, blocks)
+    assert_same_bits(found, expected_update(table, slots, given, rule, blocks))
 
 
 def test_blocks_matter():
@@ -280,7 +281,7 @@ def test_eight_devices_call_at_once():
 
     def device(held, given, sums):
         held, given, sums = jax.tree.map(lambda x: x[0], (held, given, sums))
-        options = {"columns": COLUMNS, "examples": UPDATE_EXAMPLES, "bags_per_block": 21}
+        options = {"columns": COLUMNS, "examples": UPDATE_EXAMPLES, "blocks": 21}
         new = cpu.update_rows(held[0], held[1], *given, rule=rule, **options)
         ordered = cpu.sort_rows(given[0])
         summed = cpu.gather_sum(*sums, bags=BAGS, examples=EXAMPLES)
@@ -312,7 +313,7 @@ def test_operands_that_do_not_fit_are_refused():
     source, index, segments, weights, factors = draw_sums(np.random.default_rng(0), 5, "float32")
     rest = {"bags": BAGS, "examples": EXAMPLES}
     table, slots, given = draw_update(np.random.default_rng(0), RULES["adagrad"], 5, "float32")
-    blocks = {"columns": COLUMNS, "examples": UPDATE_EXAMPLES, "bags_per_block": 0}
+    blocks = {"columns": COLUMNS, "examples": UPDATE_EXAMPLES, "blocks": 0}
     rule = compiled(RULES["adagrad"])
     calls = {
         "gather_sum: one segment": lambda: cpu.gather_sum(

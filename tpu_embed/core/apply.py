@@ -51,11 +51,11 @@ class RowGradients(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """How bags are numbered: columns a feature has, examples, bags of one block (0: no blocks)."""
+    """How bags are numbered: columns a feature has, examples, blocks of them (0: no blocks)."""
 
     columns: tuple[int, ...]
     examples: int
-    bags_per_block: int
+    blocks: int
 
 
 def compiled_rule(group: Group, step: Array, learning_rate: ArrayLike) -> CompiledRule | None:

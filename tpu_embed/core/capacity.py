@@ -52,9 +52,9 @@ def _count(
     if layout.blocks_per_device(batch) == 1:
         distinct = _runs_per_shard(np.sort(rows, axis=1), group)
         return distinct, distinct
-    size = layout.block_size(batch)
-    block = (replicas[:, None] * spec.local_batch + examples) // size
-    blocks = int(block.max()) + 1
+    numbers = replicas[:, None].astype(np.int64) * spec.local_batch + examples
+    block = numbers * layout.blocks(batch) // batch
+    blocks = int(block.max()) + 1  # padding lies after the last
     both = np.sort(rows.astype(np.int64) * blocks + block, axis=1)
     partials = _runs_per_shard(both, group, blocks)
     return _runs_per_shard(both // blocks, group), partials

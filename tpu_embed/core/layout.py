@@ -294,14 +294,19 @@ class Layout:
         """Return the numbers of the features that look up tables of a stack, ascending."""
         return tuple(i for i, feature in enumerate(self.features) if feature.group == group)
 
-    def block_size(self, batch: int) -> int:
-        """Return ceil(B / G), the examples of one block; G is at least the number of replicas."""
-        return -(-batch // max(self.sum_blocks, self.axes.replicas))
+    def blocks(self, batch: int) -> int:
+        """Return G of a batch; example e is in block e · G // B.
+
+        No fewer than the replicas, no more than the examples. A device's examples are whole blocks
+        wherever the number of replicas divides G, also where G does not divide B.
+        """
+        return min(max(self.sum_blocks, self.axes.replicas), batch)
 
     def blocks_per_device(self, batch: int) -> int:
         """Return the largest number of blocks that one device's examples fall into."""
-        local, size = batch // self.axes.replicas, self.block_size(batch)
-        return 1 if size % local == 0 else (local - 2) // size + 2
+        local, blocks = batch // self.axes.replicas, self.blocks(batch)
+        firsts = range(0, batch, local)
+        return max((e + local - 1) * blocks // batch - e * blocks // batch + 1 for e in firsts)
 
     def table(self, name: str) -> tuple[Group, TableSlice]:
         """Return the stack and the slice of a table.

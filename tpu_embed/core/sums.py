@@ -60,7 +60,7 @@ class Task(NamedTuple):
     @property
     def blocks(self) -> int:
         """G, the blocks of the global batch."""
-        return max(self.layout.sum_blocks, self.layout.axes.replicas)
+        return self.layout.blocks(self.spec.batch)
 
     @property
     def alone(self) -> bool:
@@ -113,8 +113,7 @@ def ungrouped(task: Task) -> tuple[RowGradients, Blocks]:
         factors(ids, form, dtype),
         task.gradients,
     )
-    per_block = task.layout.block_size(task.spec.batch) * sum(form.columns)
-    return given, Blocks(form.columns, form.examples, per_block)
+    return given, Blocks(form.columns, form.examples, task.blocks)
 
 
 def gathers(task: Task, capacity: int) -> bool:
@@ -181,7 +180,11 @@ def _blocks(task: Task) -> Array:
     """Return the block of the global batch that each id's example falls into, int32 `[N]`."""
     _, per_example = bag_offsets(task.spec, task.g)
     first = collectives.axis_index(task.layout.axes.batch_axes) * task.spec.local_batch
-    return (first + task.ids.bags // per_example) // task.layout.block_size(task.spec.batch)
+    examples, batch, blocks = first + task.ids.bags // per_example, task.spec.batch, task.blocks
+    if batch % blocks == 0:
+        return examples // (batch // blocks)
+    starts = [-(-block * batch // blocks) for block in range(1, blocks)]  # e · G may not fit int32
+    return jnp.searchsorted(jnp.asarray(starts, jnp.int32), examples, side="right")
 
 
 def _fits_psum(task: Task) -> bool:

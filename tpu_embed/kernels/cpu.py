@@ -122,7 +122,7 @@ def update_rows(
     rule: CompiledRule,
     columns: tuple[int, ...],
     examples: int,
-    bags_per_block: int,
+    blocks: int,
 ) -> tuple[Array, ...]:
     """Sort ids, sum the gradients of each row, apply the rule; table and slots in place.
 
@@ -136,8 +136,8 @@ def update_rows(
       gradients: of bags numbered by example, then column; a feature `[examples * columns[f], D]`.
       rule: the rule.
       columns: bags an example has of each feature.
-      examples: on this device.
-      bags_per_block: bags of one block, whose sums are added last; 0: there are no blocks.
+      examples: of the gradients.
+      blocks: G; the sums of block e · G // examples of examples e are added last; 0: no blocks.
 
     Returns:
       table and slots.
@@ -158,7 +158,7 @@ def update_rows(
         *operands,
         columns=_int64(columns),
         examples=np.int64(examples),
-        bags_per_block=np.int64(bags_per_block),
+        blocks=np.int64(blocks),
         rule=np.int64(KINDS.index(rule.kind)),
         flags=np.int64(rule.flag),
     )

@@ -74,7 +74,8 @@ struct RowUpdate {
   const float* factors;  // by bag, or null; a gradient whose factor is zero is zero
   const float* const* gradients;
   Columns columns;
-  int64_t bags_per_block;  // 0: sums have one level
+  int64_t examples;
+  int64_t blocks;  // example e is in block e * blocks / examples; 0: sums have one level
   Rule rule;
 };
 

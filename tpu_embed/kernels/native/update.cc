@@ -93,8 +93,8 @@ struct Operand {
 // bags int32 [N] or []; weights float32 [N] or []; factors float32 [bags] or []; numbers float32;
 // gradients, one array a feature, float32 [examples * bags, D].
 ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                  ffi::Span<const int64_t> columns, int64_t examples, int64_t bags_per_block,
-                  int64_t rule, int64_t flags) {
+                  ffi::Span<const int64_t> columns, int64_t examples, int64_t blocks, int64_t rule,
+                  int64_t flags) {
   const size_t held = results.size();
   const size_t features = columns.size();
   if (held < 1 || held > 3 || operands.size() != held + 5 + features) {
@@ -137,7 +137,8 @@ ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::Remain
   job.factors = optional<float>(operand.factors);
   job.gradients = gradients.data();
   job.columns = layout.columns_of();
-  job.bags_per_block = bags_per_block;
+  job.examples = examples;
+  job.blocks = blocks;
   job.rule = rule_of(rule, flags, data<float>(operand.numbers));
   return with_row_type(operand.rows, [&](auto* type) {
     using Row = std::remove_pointer_t<decltype(type)>;
@@ -158,6 +159,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(tpu_embed_update, tpu_embed::update,
                                   .RemainingRets()
                                   .Attr<xla::ffi::Span<const int64_t>>("columns")
                                   .Attr<int64_t>("examples")
-                                  .Attr<int64_t>("bags_per_block")
+                                  .Attr<int64_t>("blocks")
                                   .Attr<int64_t>("rule")
                                   .Attr<int64_t>("flags"));

@@ -1,0 +1,228 @@
+"""How far a float32 step may be from the oracle's: intervals around the float64 numbers.
+
+A sum of n float32 terms is within n · 2⁻²⁴ · Σ|term| of the exact one, whatever cancels. What a
+rule makes of its rounded inputs, and of its own roundings, is found by running the oracle's rule
+again, with inputs and every operation nudged in their last bits: where the rule is steep, at the
+sign of Lion or at Adam's first step with a gradient that cancels, the interval is wide, and
+elsewhere it is a few units in the last place. Nothing here calls the library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import oracle
+import oracle_rules
+
+UNIT = 2.0**-24
+"""Half a unit in the last place of float32: the relative error of one operation."""
+ROUNDINGS = 8
+"""Roundings, of one operation each, that a nudge stands for."""
+SAFETY = 4
+"""Nudges try few combinations of signs; a rule may have its roundings add up in another."""
+TINY = 1e-35
+"""Below it float32 loses digits, then flushes to zero."""
+
+OF_OPTAX = UNIT / (1 - 0.999)
+"""optax takes 1 - 0.999ᵗ in float32, where it has lost three digits."""
+
+
+@dataclasses.dataclass
+class Interval:
+    """Numbers `low <= x <= high`, arrays of one shape; NumPy scalars for one number."""
+
+    low: np.ndarray
+    high: np.ndarray
+
+    @classmethod
+    def around(cls, center, width):
+        """Return center ± width."""
+        return cls(center - width, center + width)
+
+    def rounded(self, dtype):
+        """Return where the numbers can be once they are stored in a dtype; rounding is monotone."""
+        return Interval(stored(self.low, dtype), stored(self.high, dtype))
+
+
+def stored(values, dtype):
+    """Return values as a table of this dtype holds them, as float64; float32 is left to bounds."""
+    if dtype == "float32":
+        return values
+    return np.asarray(values, np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
+def activation(table, feature, ids, weights=None) -> Interval:
+    """Return where the activation of one feature may be, [B, …, D].
+
+    `table` [V, D] holds exactly what the library's does.
+    """
+    table, config = np.asarray(table, np.float64), feature.table
+    reading = oracle.read(feature, ids, weights)
+    width = np.zeros((len(reading.bags), config.dim))
+    for b, bag in enumerate(reading.bags):
+        gains = oracle.gains(config.combiner, reading.combines, [e.weight for e in bag])
+        for entry, gain in zip(bag, gains, strict=True):
+            size, jump = _looked_up(table[entry.row], config.quantization_config)
+            # The term, the sum of the rows and that of the weights are rounded once a term.
+            width[b] += abs(gain) * (UNIT * (2 * len(bag) + 8) * size + jump)
+    center = oracle.lookup(table, feature, ids, weights)
+    return Interval.around(center, width.reshape(center.shape) + TINY)
+
+
+def _looked_up(row, quantization):
+    """Return the size of a looked-up row's numbers, and the bucket where it may be another one."""
+    if quantization is None:
+        return np.abs(row), 0.0
+    low, high = quantization.lower, quantization.upper
+    nudge = 8 * UNIT * (np.abs(row) + abs(low) + abs(high))
+    ends = [oracle.quantize(row + sign * nudge, quantization) for sign in (-1, 1)]
+    return abs(low) + abs(high), ends[1] - ends[0]
+
+
+@dataclasses.dataclass
+class Updates:
+    """What one row is updated with, in order: gradients [D], each within its error [D]."""
+
+    gradients: list[np.ndarray]
+    errors: list[np.ndarray]
+
+
+def updates(config, hyper, occurrences) -> dict[int, Updates]:
+    """Return row -> its updates in one step, as `oracle.train_step` makes them."""
+    found: dict[int, Updates] = {}
+    every_row = not hyper.get("lazy_adam", True)
+    accumulates = hyper.get("use_gradient_accumulation", True)
+    rows: dict[int, list[np.ndarray]] = {
+        row: [] for row in range(config.vocabulary_size if every_row else 0)
+    }
+    for occurrence in occurrences:
+        if occurrence.table is config:
+            rows.setdefault(occurrence.row, []).append(occurrence.gradient)
+    for row, each in rows.items():
+        sums = [each] if accumulates else [[gradient] for gradient in each]
+        found[row] = Updates(
+            [np.sum(terms, axis=0) + np.zeros(config.dim) for terms in sums],
+            # A gain has a division or two, and a sum of at most a few dozen weights.
+            [UNIT * (len(terms) + 64) * np.sum(np.abs(terms), axis=0) + TINY for terms in sums],
+        )
+    return found
+
+
+def updated_row(name, hyper, dtype, row, slots, given: Updates, t, lr):
+    """Return the intervals of a row as it is stored, and of its slots by name.
+
+    Args:
+      name: of the rule in `oracle_rules`.
+      hyper: its options.
+      dtype: of the table.
+      row: [D], exactly what the library's table holds; `slots` likewise.
+      slots: arrays [D], or numbers.
+      given: the row's updates.
+      t: the step, 1 at the first.
+      lr: the learning rate.
+    """
+
+    def follow(nudge):
+        now, mine = nudge(row), {slot: nudge(value) for slot, value in slots.items()}
+        new = now
+        for gradient, error in zip(given.gradients, given.errors, strict=True):
+            pushed = gradient + nudge.sign(gradient) * error
+            new, mine = oracle_rules.apply(name, hyper, now, mine, pushed, t, lr)
+            new, mine = nudge(new), {slot: nudge(value) for slot, value in mine.items()}
+            now = stored(new, dtype)
+        return {"": new, **mine}
+
+    bounds = _bounds(follow)
+    return bounds.pop("").rounded(dtype), bounds
+
+
+def updated_by_optax(transform, dtype, rows, slots, given: list[Updates]):
+    """Return the intervals of rows [U, D] as they are stored, and of the transform's leaves.
+
+    The transform itself runs, in float64, on all rows at once: it treats their numbers one by one.
+
+    Args:
+      transform: the optax transform.
+      dtype: of the table.
+      rows: exactly what the library's table holds; `slots` likewise.
+      slots: a leaf of the transform's state each, in their order: [U, D], or one number for all.
+      given: a single update a row.
+    """
+    gradients = np.stack([one.gradients[0] for one in given])
+    errors = np.stack([one.errors[0] for one in given])
+
+    def follow(nudge):
+        now = nudge(rows)
+        leaves = [nudge(leaf) if np.ndim(leaf) else leaf for leaf in slots]
+        structure = jax.tree.structure(jax.eval_shape(transform.init, jnp.asarray(rows)))
+        state = jax.tree.unflatten(structure, [jnp.asarray(leaf) for leaf in leaves])
+        pushed = gradients + nudge.sign(gradients) * errors
+        steps, state = transform.update(jnp.asarray(pushed), state, jnp.asarray(now))
+        steps = np.asarray(steps) * (1 + nudge.sign(gradients) * OF_OPTAX)
+        new = [now + steps, *map(np.asarray, jax.tree.leaves(state))]
+        return {i: nudge(array) if np.ndim(array) else array for i, array in enumerate(new)}
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        bounds = list(_bounds(follow).values())
+    return bounds[0].rounded(dtype), bounds[1:]
+
+
+class _Nudge:
+    """Move numbers by a few units in the last place: not, all up, all down, or at random."""
+
+    def __init__(self, run: int) -> None:
+        self._run, self._rng = run, np.random.default_rng(run)
+
+    def sign(self, values):
+        if self._run < 3:
+            return np.full(np.shape(values), (0.0, 1.0, -1.0)[self._run])
+        return self._rng.choice([-1.0, 1.0], np.shape(values))
+
+    def __call__(self, values):
+        return values + self.sign(values) * ROUNDINGS * UNIT * np.abs(values)
+
+
+class _Rounded(float):
+    """A number whose every sum, product, quotient and power is off by a rounding or two."""
+
+    random = random.Random(0)
+
+
+def _make_rounded(name):
+    exact = getattr(float, name)
+
+    def operation(self, *others):
+        result = exact(self, *others)
+        return _Rounded(result * (1 + self.random.choice((-2, 2)) * UNIT))
+
+    return operation
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow"):
+    for _prefix in ("__", "__r"):
+        setattr(_Rounded, f"{_prefix}{_name}__", _make_rounded(f"{_prefix}{_name}__"))
+
+
+def _bounds(follow):
+    """Return the intervals of what `follow(nudge)` returns by name, from some nudges."""
+    center = follow(_Nudge(0))
+    spread = {name: np.zeros(np.shape(value)) for name, value in center.items()}
+    with mock.patch.object(oracle_rules, "number", _Rounded):
+        for run in range(1, 8):
+            for name, value in follow(_Nudge(run)).items():
+                spread[name] = np.maximum(spread[name], np.abs(value - center[name]))
+    return {
+        name: Interval.around(value, SAFETY * spread[name] + TINY) for name, value in center.items()
+    }
+
+
+def outside(values, bounds: Interval) -> np.ndarray:
+    """Return the indices [n, rank] of the values that are not in their intervals; NaN is not."""
+    values = np.asarray(values).astype(np.float64)
+    return np.argwhere(~((values >= bounds.low) & (values <= bounds.high)))

@@ -1,0 +1,318 @@
+"""Random cases of training: what is declared, where it lives, and how the steps are run.
+
+`draw_case(seed)` is a function of its seed alone. A case has tables and features in a random
+nesting, batches of ids, weights and activation gradients (`random_batches`), and several
+arrangements: meshes and ways of running the same steps, which must not change a bit.
+
+Each part has a generator of its own, so that a new choice in one leaves the others as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import random_optimizers
+from jax.sharding import AxisType, Mesh
+from random_batches import BadIds, Step, draw_form, draw_step
+from random_optimizers import choose
+
+import tpu_embed
+from tpu_embed import FeatureConfig, QuantizationConfig, TableConfig
+
+STEPS = 2
+BATCHES = (1, 2, 4, 6, 8, 8, 8, 10, 12, 15, 16, 16, 16, 20, 24, 24, 28, 72)
+VOCABULARIES = (1, 2, 3, 5, 7, 8, 9, 20, 64, 100, 300)
+DIMS = (1, 1, 2, 2, 3, 3, 5, 5, 8, 8, 16, 16, 17, 17, 128)
+QUANTIZATIONS = (
+    QuantizationConfig(16, -1.0, 1.0),
+    QuantizationConfig(2, 0.0, 1.0),
+    QuantizationConfig(256, -2.0, 3.0),
+)
+INSIDE = "ids in jit"
+WAYS = ("eager", "in jit", INSIDE, "stateful")
+
+
+class Pair(NamedTuple):
+    """Two branches of a nesting."""
+
+    left: Any
+    right: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Trio:
+    """Three branches of a nesting; the fields' order is not that of their names."""
+
+    second: Any
+    third: Any
+    first: Any
+
+
+def children(nest):
+    """Return the (key, child) pairs of a nesting in flattening order; None for a leaf."""
+    if isinstance(nest, dict):
+        return [(key, nest[key]) for key in sorted(nest)]
+    if isinstance(nest, Pair):
+        return [("left", nest.left), ("right", nest.right)]
+    if isinstance(nest, Trio):
+        return [("second", nest.second), ("third", nest.third), ("first", nest.first)]
+    return list(enumerate(nest)) if isinstance(nest, (list, tuple)) else None
+
+
+def leaves(nest):
+    """Return the leaves of a nesting in flattening order."""
+    inner = children(nest)
+    return [nest] if inner is None else [leaf for _, child in inner for leaf in leaves(child)]
+
+
+def filled(nest, values):
+    """Return a nesting like `nest`, whose leaves are the next of the iterator `values`."""
+    inner = children(nest)
+    if inner is None:
+        return next(values)
+    new = {key: filled(child, values) for key, child in inner}
+    if isinstance(nest, dict):
+        return {key: new[key] for key in nest}  # in the dict's own order, which means nothing
+    return type(nest)(**new) if isinstance(nest, (Pair, Trio)) else type(nest)(new.values())
+
+
+def _nested(rng, items):
+    """Return the items as leaves of a random nesting."""
+    if len(items) == 1 and rng.random() < 0.6:
+        return items[0]
+    count = int(rng.integers(1, min(3, len(items)) + 1))
+    cuts = np.sort(rng.choice(np.arange(1, len(items)), count - 1, replace=False))
+    bounds = [0, *cuts.tolist(), len(items)]
+    parts = [_nested(rng, items[i:j]) for i, j in itertools.pairwise(bounds)]
+    kinds = ["dict", "numbers", "list", "tuple", {1: "list", 2: "pair", 3: "trio"}[count]]
+    kind = choose(rng, kinds)
+    if kind in ("dict", "numbers"):
+        keys = rng.permutation(10)[:count].tolist()
+        return dict(zip(keys if kind == "numbers" else [f"f{k}" for k in keys], parts, strict=True))
+    if kind in ("pair", "trio"):
+        return (Pair if kind == "pair" else Trio)(*parts)
+    return parts if kind == "list" else tuple(parts)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Known:
+    """An initializer whose values the oracle knows: those of a NumPy generator."""
+
+    seed: int
+
+    def values(self, size, dim):
+        """Return a whole table, float32 [V, D]; some rows are zeros."""
+        rng = np.random.default_rng(self.seed)
+        rows = rng.normal(size=(size, dim)).astype(np.float32)
+        return np.where(rng.random((size, 1)) < 0.05, np.float32(0), rows)
+
+    def __call__(self, key, shape, dtype, shard_info):
+        return jnp.asarray(self.values(*shard_info.table_shape))[shard_info.rows].astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrangement:
+    """Devices, and a way of running the steps on them.
+
+    Attributes:
+      mesh_shape: of one axis or two.
+      way: one of `WAYS`.
+      explicit: of each axis, whether arrays' types tell how it splits them.
+      stack_tables: as for the engine; `TPUEmbedding` always does.
+      ahead: batches are placed, or enqueued, before the first step.
+      pipelined: of `TPUEmbedding`.
+      kernels: `TPU_EMBED_KERNELS`.
+    """
+
+    mesh_shape: tuple[int, ...]
+    way: str
+    explicit: tuple[bool, ...]
+    stack_tables: bool
+    ahead: bool
+    pipelined: bool
+    kernels: str
+
+    @property
+    def devices(self):
+        return math.prod(self.mesh_shape)
+
+    def mesh(self):
+        """Return its mesh of axes p and q, or of d alone."""
+        names = ("p", "q") if len(self.mesh_shape) == 2 else ("d",)
+        kinds = tuple(AxisType.Explicit if one else AxisType.Auto for one in self.explicit)
+        devices = np.array(jax.devices()[: self.devices]).reshape(self.mesh_shape)
+        return Mesh(devices, names, axis_types=kinds)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case:
+    """What is trained, and the arrangements of it, the first on one device.
+
+    Attributes:
+      nest: the features, nested.
+      optimizer: the engine's.
+      batch: B.
+      inside: all arrangements give ids inside a jit, where bad ones are dropped under "error" too.
+    """
+
+    seed: int
+    nest: Any
+    optimizer: Any
+    batch: int
+    batch_axes: tuple[str, ...] | None
+    sum_blocks: int
+    on_bad_gradient: str
+    inside: bool
+    steps: tuple[Step, ...]
+    arrangements: tuple[Arrangement, ...]
+
+    @property
+    def features(self):
+        return leaves(self.nest)
+
+    @property
+    def tables(self):
+        """The tables by name: numbered by first appearance where they have none."""
+        configs = list(dict.fromkeys(feature.table for feature in self.features))
+        return {config.name or f"table_{i}": config for i, config in enumerate(configs)}
+
+    def optimizer_of(self, table):
+        """Return what updates a table; None if nothing does."""
+        if not table.trainable:
+            return None
+        return self.optimizer if table.optimizer is None else table.optimizer
+
+    def skips(self, step):
+        """Tell whether a step is left out: a gradient of a table that is trained is not finite."""
+        return step.spoilt is not None and self.features[step.spoilt].table.trainable
+
+    def replicas(self, arrangement):
+        """Return the parts of the batch."""
+        sizes = dict(zip(("p", "q"), arrangement.mesh_shape, strict=False))
+        axes = self.batch_axes or tuple(sizes)
+        return math.prod(sizes[axis] for axis in axes)
+
+    def keeps_bits(self, arrangement):
+        """Tell whether all bits are promised to be those of one device."""
+        return self.sum_blocks % self.replicas(arrangement) == 0
+
+
+def draw_case(seed: int) -> Case:
+    """Return the case of a seed."""
+
+    def part(number):
+        return np.random.default_rng([seed, number])
+
+    rng = part(0)
+    two_axes, dense = rng.random() < 0.3, rng.random() < 0.35
+    inside = dense and rng.random() < 0.3
+    batch = choose(rng, BATCHES)
+    optimizer, tables = _draw_tables(part(1), two_axes)
+    forms = _draw_features(part(2), tables, batch, dense)
+    nest = _nested(part(3), list(forms))
+    pairs = [(feature, forms[feature]) for feature in leaves(nest)]
+    policy = choose(rng, ("allow", "allow", "skip", "error"))
+    axes = choose(rng, (None, None, ("p",), ("q",), ("p", "q"))) if two_axes else None
+    blocks = choose(rng, (8, 8, 8, 8, 16, 24, 4, 1))
+    without = {"stateful"} if blocks != 8 else set()  # it has no option for them
+    ways = (INSIDE,) if inside else [w for w in WAYS if w not in without and (dense or w != INSIDE)]
+    batches, bad = part(4), BadIds(inside, wide=INSIDE not in ways)
+    steps = tuple(draw_step(batches, pairs, bad, policy == "skip") for _ in range(STEPS))
+    case = Case(seed, nest, optimizer, batch, axes, blocks, policy, inside, steps, ())
+    return dataclasses.replace(case, arrangements=_arrangements(part(5), case, two_axes, ways))
+
+
+def _arrangements(rng, case, two_axes, ways):
+    """Return arrangements on one device, and on up to three of the other counts that B allows."""
+    found, turn = [], int(rng.integers(len(ways)))
+    for devices in _device_counts(rng, two_axes):
+        rows = int(choose(rng, [n for n in range(1, devices + 1) if devices % n == 0]))
+        arrangement = Arrangement(
+            mesh_shape=(rows, devices // rows) if two_axes else (devices,),
+            way=ways[(turn + len(found)) % len(ways)],
+            explicit=tuple((rng.random(1 + two_axes) < 0.2).tolist()),
+            stack_tables=bool(rng.random() < 0.7),
+            ahead=bool(rng.random() < 0.5),
+            pipelined=bool(rng.random() < 0.3),
+            kernels="reference" if rng.random() < 0.2 else "native",
+        )
+        if case.batch % case.replicas(arrangement) == 0 and len(found) < 4:
+            found.append(arrangement)
+    return tuple(sorted(found, key=lambda arrangement: arrangement.devices))
+
+
+def _device_counts(rng, two_axes):
+    """Return 1, then the others in random order: in most cases those that divide 8."""
+    some = [2, 4, 8] if two_axes or rng.random() < 0.7 else list(range(2, 9))
+    return [1, *rng.permutation(some).tolist()]
+
+
+def _draw_tables(rng, two_axes):
+    """Return the engine's optimizer, and one to four tables; some are alike, and may be stacked."""
+    default, kinds, tables = random_optimizers.draw(rng), [], []
+    for i in range(rng.integers(1, 5)):
+        if not kinds or rng.random() < 0.7:
+            kinds.append(_draw_kind(rng, default, two_axes))
+        kind = choose(rng, kinds)
+        size = int(choose(rng, (*VOCABULARIES, rng.integers(1, 301))))
+        tables.append(
+            TableConfig(
+                size,
+                initializer=_draw_initializer(rng),
+                combiner=choose(rng, ("mean", "sum", "sqrtn")),
+                name=choose(rng, (f"t{i}", f"t/{i} é", None)),
+                trainable=rng.random() < 0.9,
+                **kind,
+            )
+        )
+    return default, tables
+
+
+def _draw_initializer(rng):
+    """Return an initializer: most often one that the oracle knows, as the default compiles long."""
+    chance, seed = rng.random(), int(rng.integers(2**31))
+    if chance < 0.1:
+        return None
+    rows = tpu_embed.initializers.RowIdInitializer
+    return rows(seed % 7 - 3) if chance < 0.25 else Known(seed)
+
+
+def _draw_kind(rng, default, two_axes):
+    """Return what stacked tables have in common."""
+    optimizer = random_optimizers.draw(rng) if rng.random() < 0.7 else None
+    used = default if optimizer is None else optimizer
+    accumulates = getattr(used, "use_gradient_accumulation", True)
+    placements = ("mod", "div", "replicated") if accumulates else ("mod", "div")
+    return {
+        "dim": int(choose(rng, DIMS)),
+        "dtype": choose(rng, ("float32", "float32", "bfloat16")),
+        "optimizer": optimizer,
+        "placement": choose(rng, placements),
+        "shard_axes": choose(rng, (None, "p", "q", ("q", "p"))) if two_axes else None,
+        "quantization_config": choose(rng, QUANTIZATIONS) if rng.random() < 0.15 else None,
+    }
+
+
+def _draw_features(rng, tables, batch, dense):
+    """Return one to five features, each with the form of its ids; every table has one at least."""
+    count = int(rng.integers(len(tables), 6))
+    numbers = [*range(len(tables)), *rng.integers(0, len(tables), count - len(tables)).tolist()]
+    forms = {}
+    for number in rng.permutation(numbers).tolist():
+        form = draw_form(rng, batch, dense)
+        feature = FeatureConfig(
+            tables[number],
+            max_sequence_length=form.length,
+            output_shape=form.output_shape,
+            on_bad_id=choose(rng, ("error", "drop", "clip")),
+            name=f"feature {len(forms)}" if rng.random() < 0.5 else None,
+        )
+        forms[feature] = form
+    return forms
