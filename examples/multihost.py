@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import argparse
 import functools
-import socket
-import subprocess
-import sys
 import zlib
 
 import jax
 import jax.numpy as jnp
+import local_processes
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -41,18 +39,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--process", type=int, help="number of this one; a TPU slice knows it")
     parser.add_argument("--devices", type=int, help="emulate this many CPU devices a process")
     parser.add_argument("--local", type=int, help="start this many processes on this machine")
+    parser.add_argument("--end-with-input", action="store_true", help="set by --local")
     return parser.parse_args()
-
-
-def start_all(args: argparse.Namespace) -> int:
-    """Run this file in several processes on this machine; return the first that is not 0."""
-    with socket.socket() as probe:  # the system picks a free port
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    command = [sys.executable, *sys.argv, "--distributed", "--coordinator", address]
-    command += ["--processes", str(args.local), "--local", "0", "--process"]
-    processes = [subprocess.Popen([*command, str(number)]) for number in range(args.local)]
-    return next(filter(None, [process.wait() for process in processes]), 0)
 
 
 def start(args: argparse.Namespace) -> None:
@@ -110,7 +98,9 @@ def digest(engine, state, network) -> str:
 def main() -> None:
     args = arguments()
     if args.local:
-        raise SystemExit(start_all(args))
+        raise SystemExit(local_processes.run_all(args.local))
+    if args.end_with_input:
+        local_processes.end_with_input()
     start(args)
     process, processes = jax.process_index(), jax.process_count()
     mesh = jax.sharding.Mesh(jax.devices(), ("devices",))  # of all processes

@@ -14,6 +14,7 @@ FLOORS = {
     "_types": 0,
     "_checks": 0,
     "_snapshot": 0,
+    "interrupts": 0,
     "kernels": 1,
     "optimizers": 1,
     "initializers": 1,
@@ -33,6 +34,7 @@ FLOORS = {
 """What stands directly in `tpu_embed/` -> its floor. Imports go to the same or a lower one."""
 
 CORE_ORDER = [
+    "calls",
     "inputs",
     "structure",
     "padding",
@@ -49,6 +51,7 @@ CORE_ORDER = [
     "located",
     "batch",
     "capacity",
+    "departures",
     "processes",
     "place",
     "traced",

@@ -6,20 +6,24 @@ NumPy arrays, and does the same in every process.
 
 import functools
 import json
+import os
 import pickle
+import signal
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import tpu_embed
 from tpu_embed import FeatureConfig, RaggedIds, SparseIds, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.core import retrieve
+from tpu_embed.core import departures, retrieve
 
 DEVICES, BATCH, STEPS = 8, 16, 3
 
@@ -131,6 +135,39 @@ def refusals(devices):
         except Exception as error:
             seen.append((type(error).__name__, str(error)))
     return seen
+
+
+def leave(leaver, waits_on, *, silently=False):
+    """End one process while the others wait for it, to place a batch or on a device."""
+    engine = make_engine(8, "mod")
+    engine.place(draw(0))
+    if jax.process_index() == leaver:
+        raise SystemExit(0) if silently else ValueError("the data source is gone")
+    if waits_on == "place":
+        engine.place(draw(1))
+    sharding = NamedSharding(mesh(8), PartitionSpec("d"))
+    ones = np.ones(jax.local_device_count(), np.float32)
+    jax.jit(jnp.sum)(jax.make_array_from_process_local_data(sharding, ones)).block_until_ready()
+
+
+def leave_silently(leaver):
+    leave(leaver, "place", silently=True)
+
+
+def interrupt():
+    """Interrupt process 0 while it waits for the other one's part, which comes later."""
+    engine, store = make_engine(8, "mod"), departures.client()
+    engine.place(draw(0))
+    if jax.process_index() == 0:
+        threading.Timer(1.5, os.kill, [os.getpid(), signal.SIGINT]).start()
+        try:
+            engine.place(draw(1))
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+        engine.place(draw(1))
+    else:
+        store.blocking_key_value_get("tpu_embed/left/told/1", 60_000)
+        engine.place(draw(1))
 
 
 def guarded(devices):

@@ -107,8 +107,12 @@ def test_shard_axes_become_a_tuple():
         ({"dtype": None}, r"dtype: .*got None"),
         ({"trainable": 1}, r"trainable: expected a bool, got 1"),
         ({"initializer": 0.5}, r"initializer: expected None or a callable .*, got 0.5"),
-        ({"name": ""}, r"name: expected None or a non-empty string, got ''"),
-        ({"name": 3}, r"name: expected None or a non-empty string, got 3"),
+        ({"name": ""}, r"name: expected None or a non-empty string of Unicode text, got ''"),
+        ({"name": 3}, r"name: expected None or a non-empty string of Unicode text, got 3"),
+        (
+            {"name": "\ud800"},
+            r"name: expected None or a non-empty string of Unicode text, got '.ud800'",
+        ),
         ({"name": "users", "dim": 0}, r"TableConfig 'users'.dim: "),
         ({"shard_axes": ()}, r"shard_axes: expected at least one axis, each once, got \(\)"),
         ({"shard_axes": ("x", "x")}, r"shard_axes: expected at least one axis, each once"),
@@ -140,7 +144,10 @@ def test_table_refusals(wrong, says):
             {"output_shape": (4,), "max_sequence_length": 2},
             r"output_shape: expected None for a sequence, got \(4,\) with max_sequence_length=2",
         ),
-        ({"name": 1}, r"FeatureConfig.name: expected None or a non-empty string, got 1"),
+        (
+            {"name": 1},
+            r"FeatureConfig.name: expected None or a non-empty string of Unicode text, got 1",
+        ),
         ({"name": "clicks", "on_bad_id": "x"}, r"FeatureConfig 'clicks'.on_bad_id: "),
     ],
 )

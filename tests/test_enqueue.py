@@ -1,86 +1,101 @@
-"""The queue by itself: which lookup is issued when, and what an exception leaves."""
+"""What the stateful door holds: one record, which a call replaces as a whole or not at all."""
 
+import threading
 from typing import Any
 
+import jax
 import pytest
+from facade_cases import assert_same, batch, make_embedding
 
-from tpu_embed.enqueue import BatchQueue, Enqueued
-
-
-class Lookups:
-    """A lookup that records its calls, and fails when told to."""
-
-    def __init__(self):
-        self.issued: list[Any] = []
-        self.fails = False
-
-    def __call__(self, batch):
-        if self.fails:
-            raise ZeroDivisionError
-        self.issued.append(batch)
-        return f"activations of {batch}"
+from tpu_embed.enqueue import Enqueued, Held, Holder
 
 
-def _queue(*, ahead, waiting=0):
-    lookups = Lookups()
-    queue = BatchQueue(lookups, ahead=ahead)
-    for number in range(waiting):
-        queue.push(_item(number))
-    return queue, lookups
-
-
-def _item(number) -> Any:
+def _item(number: Any) -> Enqueued:
     return Enqueued(number, True, None)
 
 
-def test_a_lookup_is_issued_when_its_batch_leaves():
-    queue, lookups = _queue(ahead=False, waiting=3)
-    assert (len(queue), lookups.issued) == (3, [])
-    for number in range(3):
-        assert queue.pop().activations == f"activations of {number}"
-        assert lookups.issued == list(range(number + 1))
-    assert len(queue) == 0
+def test_a_lookup_is_issued_once():
+    issued = []
+    item = _item(3).issued(lambda number: issued.append(number) or f"activations of {number}")
+    assert item.activations == "activations of 3"
+    assert item.issued(issued.append) is item
+    assert issued == [3]
+    again = item.withdrawn().issued(lambda number: f"others of {number}")
+    assert (again.batch, again.activations) == (3, "others of 3")
 
 
-def test_ahead_it_is_issued_when_its_batch_is_the_head():
-    queue, lookups = _queue(ahead=True, waiting=3)
-    assert lookups.issued == [0]
-    assert queue.pop().batch == 0
-    assert lookups.issued == [0, 1]
-    queue.pop()
-    queue.pop()
-    queue.push(_item(3))
-    assert lookups.issued == [0, 1, 2, 3]
+def test_what_raises_leaves_the_record():
+    holder = Holder()
+    holder.change(waiting=(_item(0),))
+    before = holder.now
 
+    def fail(held):
+        held._replace(waiting=())
+        raise ZeroDivisionError
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_only_the_head_that_was_issued_is_issued_again(ahead):
-    queue, lookups = _queue(ahead=ahead, waiting=3)
-    queue.issue_again()
-    assert lookups.issued == ([0, 0] if ahead else [])
-    assert [queue.pop().batch for _ in range(3)] == [0, 1, 2]
-
-
-def test_issuing_again_without_batches():
-    queue, lookups = _queue(ahead=True)
-    queue.issue_again()
-    assert lookups.issued == []
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_failed_lookup_leaves_the_queue(ahead):
-    queue, lookups = _queue(ahead=ahead, waiting=2)
-    lookups.fails = True
     with pytest.raises(ZeroDivisionError):
-        queue.pop()
-    assert len(queue) == 2
-    lookups.fails = False
-    assert [queue.pop().batch, queue.pop().batch] == [0, 1]
+        holder.derive(fail)
+    assert holder.now is before
 
 
-def test_a_failed_lookup_of_a_new_head_leaves_it_out():
-    queue, lookups = _queue(ahead=True)
-    lookups.fails = True
-    with pytest.raises(ZeroDivisionError):
-        queue.push(_item(0))
-    assert len(queue) == 0
+def test_changes_of_several_threads_are_all_kept():
+    holder = Holder()
+
+    def append():
+        for _ in range(200):
+            holder.derive(lambda held: held._replace(waiting=(*held.waiting, _item(0))))
+
+    threads = [threading.Thread(target=append) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(holder.now.waiting) == 800
+
+
+def test_a_size_is_set_once():
+    held = Held().with_size(2, "build", "no")
+    assert held.per_replica == 2
+    assert held.with_size(2, "build", "no") == held.with_size(None, "build", "no") == held
+    with pytest.raises(ValueError, match=r"build: batch size per replica: expected 2, .* got 3; n"):
+        held.with_size(3, "build", "no")
+
+
+def test_an_update_has_left_a_state_or_none():
+    embedding, item = make_embedding(), _item(0)
+    state, other = embedding.state, embedding.engine.init(jax.random.key(1))
+    held = Held(state, dequeued=item)  # the batch waits for its gradients until the update is done
+    assert held.settled() == held
+    assert held._replace(update=[other]).settled() == Held(other)
+    assert held._replace(update=[]).settled() == held
+    for table in state.tables.values():
+        table.delete()
+    lost = held._replace(update=[]).settled()
+    assert lost.failure == "one whose arrays were taken by an update that did not finish"
+    assert lost._replace(failure=None) == held
+    assert held._replace(update=[other]).settled() == Held(other)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_a_failed_lookup_leaves_the_queue(pipelined, monkeypatch):
+    embedding = make_embedding(pipeline_execution_with_tensor_core=pipelined)
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    if pipelined:  # a new head is looked up at once
+        with monkeypatch.context() as patched:
+            patched.setattr(embedding.engine, "lookup", fail)
+            with pytest.raises(ZeroDivisionError):
+                embedding.enqueue(batch(0))
+        assert embedding.waiting == 0
+    for number in range(2):
+        embedding.enqueue(batch(number), training=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(embedding.engine, "lookup", fail)
+        with pytest.raises(ZeroDivisionError):
+            embedding.dequeue()
+    assert embedding.waiting == 2
+    for number in range(2):
+        placed = embedding.engine.place(batch(number))
+        assert_same(embedding.dequeue(), embedding.engine.lookup(embedding.state, placed))

@@ -1,5 +1,6 @@
 """The example of many hosts: processes on this machine train as one does, and survive a kill."""
 
+import contextlib
 import os
 import re
 import signal
@@ -96,6 +97,33 @@ def test_one_killed_both_end_and_go_on_to_the_same_bits(start, undisturbed, tmp_
     assert "step 50 " not in first  # it went on from there
     assert checksum(first)
     assert checksum(undisturbed) == 2 * checksum(first)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.whole)],
+    ids=lambda number: number.name,
+)
+def test_no_process_outlives_the_one_that_started_them(number):
+    """They hold its output open for as long as one of them lives."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    environment.pop("XLA_FLAGS", None)
+    command = [sys.executable, str(ROOT / "examples" / "multihost.py"), "--local", "2"]
+    launcher = subprocess.Popen(
+        [*command, "--devices", "1", "--batch-size", str(BATCH), "--steps", "1000000"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert any("step 10 " in line for line in launcher.stdout)
+        launcher.send_signal(number)
+        launcher.communicate(timeout=ENDS_WITHIN)  # until nothing holds its output
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # there is nobody left
+            os.killpg(launcher.pid, signal.SIGKILL)
 
 
 @pytest.mark.whole

@@ -21,8 +21,11 @@ TESTS = Path(__file__).resolve().parent
 PLACEMENTS = ["mod", "div", "replicated"]
 
 
-def run(processes, directory, calls):
-    """Return what the calls return in each of several processes; none outlives this."""
+def start(processes, directory, calls, timeout=540):
+    """Return the exit status and the errors of several processes, and where their results are.
+
+    None outlives this.
+    """
     with socket.socket() as probe:  # the system picks a free port
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -40,12 +43,18 @@ def run(processes, directory, calls):
         for number, output in enumerate(outputs)
     ]
     try:
-        errors = [process.communicate(timeout=540)[1] for process in started]
+        errors = [process.communicate(timeout=timeout)[1] for process in started]
     finally:
         for process in started:
             process.kill()
-    for process, error in zip(started, errors, strict=True):
-        assert process.returncode == 0, error
+    return [(p.returncode, error) for p, error in zip(started, errors, strict=True)], outputs
+
+
+def run(processes, directory, calls):
+    """Return what the calls return in each of several processes."""
+    ended, outputs = start(processes, directory, calls)
+    for status, error in ended:
+        assert status == 0, error
     return [pickle.loads(output.read_bytes()) for output in outputs]
 
 
@@ -146,6 +155,43 @@ def test_a_chunk_in_the_place_of_another_process_is_refused_by_name(saved, two, 
         ValueError, match=r"table 'films': .*/c\.0\.0\.0: expected the file of this"
     ):
         restore(root, process_cases.make_engine(8, "mod"))
+
+
+ENDS_WITHIN = 150
+"""Seconds for processes to start, and to end once one has left; JAX lets them wait for 300 more."""
+
+
+def test_interrupted_while_it_waits_it_ends_and_so_do_the_others(tmp_path):
+    """It is out of step then, and says so; the other one hears who has left, and why."""
+    ended, _ = start(2, tmp_path, [("interrupt",)], ENDS_WITHIN)
+    (first, said), (second, heard) = ended
+    assert (first, second) == (1, 1)
+    assert "interrupted" in said
+    reason = "RuntimeError: place: expected calls one after the other, each to its end, got call 1 "
+    assert reason + "cut off by an exception" in said
+    assert f"tpu_embed: process 0 left: {reason}" in heard
+    assert "got process 0 left: RuntimeError: place: " in heard
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("waits_on", ["place", "a device"])
+@pytest.mark.parametrize("leaver", [0, 1, 2])
+def test_one_raises_and_all_end_naming_it(leaver, waits_on, tmp_path):
+    ended, _ = start(4, tmp_path, [("leave", leaver, waits_on)], ENDS_WITHIN)
+    for process, (status, said) in enumerate(ended):
+        assert status == 1, said
+        if process != leaver:
+            named = f"process {leaver} left: ValueError: the data source is gone"
+            assert f"tpu_embed: {named}; process {process} ends with it" in said
+            if waits_on == "place":
+                assert f"expected call 1 of all 4 processes within 600 s, got {named}" in said
+
+
+@pytest.mark.whole
+def test_one_ends_without_an_exception_and_those_that_wait_for_it_raise(tmp_path):
+    (first, second), _ = start(2, tmp_path, [("leave_silently", 1)], ENDS_WITHIN)
+    assert (first[0], second[0]) == (1, 0)
+    assert "place: expected call 1 of all 2 processes within 600 s, got process 1 left" in first[1]
 
 
 WAYS = {1: ([1, 2, 8], PLACEMENTS), 2: ([2, 8], PLACEMENTS), 4: ([8], ["mod"])}

@@ -134,6 +134,32 @@ def test_an_exception_of_a_learning_rate():
     assert embedding.engine.compilations == {"lookup": 1, "update": 1}
 
 
+@pytest.mark.parametrize("while_tracing", [False, True])
+@pytest.mark.parametrize("kind", [ValueError, jax.errors.JaxRuntimeError])
+def test_what_a_learning_rate_raises_is_no_device_error(kind, while_tracing):
+    """Whatever its message: the device did not raise it."""
+
+    def rate(*count):
+        if fails:
+            raise kind("INTERNAL: the service of learning rates")
+        return 0.5
+
+    def schedule(count):
+        return rate(count)
+
+    fails = True
+    embedding = _one_table(o.Momentum(schedule if while_tracing else rate))
+    given = _step(embedding)
+    before = snapshot(embedding)
+    with pytest.raises(kind, match="service of learning rates") as raised:
+        embedding.apply_gradients(given)
+    assert type(raised.value) is kind
+    assert_same(snapshot(embedding), before)
+    fails = False
+    embedding.apply_gradients(given)
+    assert int(embedding.state.step) == 1
+
+
 class Fault:
     """A rule that fails while it is traced, or on the device, when told to."""
 

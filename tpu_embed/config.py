@@ -197,10 +197,19 @@ def _check_type(what: str, value: Any, kind: type) -> None:
 def _described(kind: str, name: Any) -> str:
     if name is None:
         return kind
-    if not (isinstance(name, str) and name):
-        expected = "None or a non-empty string"
-        raise ValueError(_checks.message(f"{kind}.name", expected=expected, got=repr(name)))
+    if not (isinstance(name, str) and name and _is_text(name)):
+        expected = "None or a non-empty string of Unicode text"
+        raise ValueError(_checks.message(f"{kind}.name", expected=expected, got=ascii(name)))
     return f"{kind} {name!r}"
+
+
+def _is_text(name: str) -> bool:
+    """Tell whether a string can be encoded: one with half of a surrogate pair cannot."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _dtype_name(what: str, dtype: Any) -> str:

@@ -1,13 +1,14 @@
 """The stateful door: `TPUEmbedding`, the TPU-embedding mid-level API over the functional engine.
 
-It holds a `TableState` and a queue, unpacks, calls the engine and writes back. Nothing is computed
-here.
+It reads what it holds, calls the engine and writes back. Nothing is computed here.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,16 +20,14 @@ from tpu_embed._checks import message
 from tpu_embed._types import Array, PyTree
 from tpu_embed.config import TableConfig
 from tpu_embed.core import retrieve, structure
-from tpu_embed.core.batch import Batch
+from tpu_embed.core.calls import call_into, is_device_error
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.guard import OnBadGradient
 from tpu_embed.core.state_checks import check_state
 from tpu_embed.core.tables import TableState
-from tpu_embed.enqueue import BatchQueue, Enqueued
+from tpu_embed.enqueue import Enqueued, Held, Holder, after_a_device_error
+from tpu_embed.interrupts import SignalsDeferred
 from tpu_embed.planning.placement import resolve
-
-_STATUSES = ("INTERNAL: ", "INVALID_ARGUMENT: ", "RESOURCE_EXHAUSTED: ", "UNKNOWN: ", "ABORTED: ")
-"""How messages of XLA's runtime begin."""
 
 
 class TPUEmbedding:
@@ -37,6 +36,15 @@ class TPUEmbedding:
     An exception raised by a check, or while a program is traced, leaves tables, slots, queue and
     step as they were. After a device error the state is invalid: every call says so until `load`
     has succeeded or `state` is set.
+
+    A call that is interrupted (Ctrl-C) has happened or has not, never by half: `waiting`,
+    `dequeued` and `state.step` tell which, and the loop goes on from there.
+
+    Every call may be made from any thread. Any number of threads may enqueue while one dequeues and
+    applies: the ids are checked and sent beside all other calls. The batches of one thread keep
+    their order, and the order of the batches alone decides the tables' bits; pipelined, how far
+    ahead they were enqueued does too, as in one thread. What reads the tables and what changes
+    them wait for each other.
 
     Args:
       feature_config: `FeatureConfig`s in any nesting of dict, list, tuple, namedtuple, dataclass;
@@ -83,11 +91,9 @@ class TPUEmbedding:
         )
         self._seed = seed
         self._pipelined = bool(pipeline_execution_with_tensor_core)
-        self._queue = BatchQueue(self._lookup, ahead=self._pipelined)
-        self._state: TableState | None = None
-        self._per_replica: int | None = None
-        self._dequeued: Enqueued | None = None
-        self._failure: str | None = None
+        self._holder = Holder()
+        self._tables = threading.RLock()
+        """Held by what reads the tables, or changes them."""
 
     def build(self, per_replica_batch_size: int | None = None) -> None:
         """Create tables and slots.
@@ -100,18 +106,20 @@ class TPUEmbedding:
           ValueError: it was built with another size, or the size is not an integer of at least 1.
           RuntimeError: the state is invalid.
         """
-        size = None
-        if per_replica_batch_size is not None:
-            size = _checks.check_int("per_replica_batch_size", per_replica_batch_size, minimum=1)
-            self._check_size(size, "build", "make another TPUEmbedding")
-        self._check_valid("build")
-        self._build(size)
-
-    def _build(self, size: int | None) -> None:
-        if self._state is None:
-            self._state = self.engine.init(jax.random.key(self._seed))
+        size, remedy = per_replica_batch_size, "make another TPUEmbedding"
         if size is not None:
-            self._per_replica = size
+            size = _checks.check_int("per_replica_batch_size", size, minimum=1)
+        with self._tables:
+            self._settled("build").with_size(size, "build", remedy)
+            self._built()
+            self._holder.derive(lambda held: held.with_size(size, "build", remedy))
+
+    def _built(self) -> TableState:
+        """Return the state, made if there is none; for what holds `_tables`."""
+        if self._holder.now.state is None:
+            self._holder.change(state=self.engine.init(jax.random.key(self._seed)))
+        assert self._holder.now.state is not None
+        return self._holder.now.state
 
     def enqueue(
         self,
@@ -135,16 +143,31 @@ class TPUEmbedding:
           RuntimeError: the state is invalid.
         """
         what = _label("enqueue", name)
-        with self._call(what, name):
+        with _labelled(what, name):
+            self._valid(what)
             if training:
                 self.engine.check_trainable(f"{what} with training=True")
             batch = self.engine.place(features, weights)
             size = batch.spec.local_batch if training else None
-            if size is not None:
-                remedy = "pad it with tpu_embed.pad_batch, or enqueue it with training=False"
-                self._check_size(size, what, remedy)
-            self._build(size)
-            self._queue.push(Enqueued(batch, training, name))
+            self._push(what, Enqueued(batch, training, name), size)
+
+    def _push(self, what: str, item: Enqueued, size: int | None) -> None:
+        """Append a batch; it waits for other calls only where it needs the tables."""
+        remedy = "pad it with tpu_embed.pad_batch, or enqueue it with training=False"
+
+        def pushed(held: Held) -> Held:
+            held = held.with_size(size, what, remedy)
+            return held._replace(waiting=(*held.waiting, item))
+
+        if self._holder.now.state is not None and not self._pipelined:
+            self._holder.derive(pushed)
+            return
+        with self._tables:
+            held = self._settled(what).with_size(size, what, remedy)
+            state = self._built()
+            if self._pipelined and not held.waiting:
+                (item,) = self._issue(what, state, (item,))
+            self._holder.derive(pushed)
 
     def dequeue(self, name: str | None = None) -> PyTree:
         """Return the activations of the oldest batch, batch dimension sharded.
@@ -157,16 +180,24 @@ class TPUEmbedding:
             or the state is invalid.
         """
         what = _label("dequeue", name)
-        with self._call(what, name):
-            if self._dequeued is not None and self._dequeued.training:
+        with _labelled(what, name), self._tables:
+            held = self._settled(what)
+            if held.dequeued is not None and held.dequeued.training:
                 expected = "gradients of the training batch that was dequeued before"
                 remedy = "call apply_gradients first"
                 raise RuntimeError(message(what, expected=expected, got="none yet", remedy=remedy))
-            if not len(self._queue):
+            if not held.waiting:
                 got, remedy = "an empty queue", "call enqueue first"
                 raise RuntimeError(message(what, expected="a batch", got=got, remedy=remedy))
-            self._dequeued = self._queue.pop()
-            return self._dequeued.activations
+            heads = held.waiting[: 2 if self._pipelined else 1]
+            head, *following = self._issue(what, self._built(), heads)
+
+            def popped(now: Held) -> Held:
+                rest = now.waiting[len(heads) :]
+                return now._replace(waiting=(*following, *rest), dequeued=head)
+
+            self._holder.derive(popped)
+            return head.activations
 
     def apply_gradients(self, gradients: PyTree, name: str | None = None) -> None:
         """Update the tables with the gradients of the last dequeued training batch.
@@ -183,48 +214,65 @@ class TPUEmbedding:
           TypeError: a container of another type.
         """
         what = _label("apply_gradients", name)
-        with self._call(what, name):
-            state, item = self._waiting_for_gradients(what)
+        with _labelled(what, name), self._tables:
+            state, item = self._settled(what).waiting_for_gradients(what)
             rates = self.engine.learning_rates()
-            self._state = self.engine.update_in_place(
-                state, item.batch, gradients, learning_rates=rates
-            )
-            self._dequeued = None
+            self._update(what, self.engine.prepare_update(state, item.batch, gradients, rates))
 
-    def _waiting_for_gradients(self, what: str) -> tuple[TableState, Enqueued]:
-        """Return the state, and the dequeued training batch.
+    def _update(self, what: str, update: Callable[[], TableState]) -> None:
+        """Run an update, whose result takes the place of the state whose memory it takes.
 
-        Raises:
-          RuntimeError: there is none.
+        Where the result comes to stand is held before the update begins. When JAX calls the program
+        without Python, there is then no moment at which what is held has no state. When it does
+        not, as in the first call, signals wait.
         """
-        item, remedy = self._dequeued, "call enqueue and dequeue first"
-        if self._state is None:
-            got = "tables that were not built"
-        elif item is None:
-            got = "none since the last apply_gradients"
-        elif not item.training:
-            got, remedy = "one enqueued with training=False", "enqueue it with training=True"
-        else:
-            return self._state, item
-        expected = "a dequeued training batch"
-        raise RuntimeError(message(what, expected=expected, got=got, remedy=remedy))
+        results: list[TableState] = []
+        with SignalsDeferred():
+            self._holder.change(update=results)
+            try:
+                call_into(results, update)
+            except Exception as error:
+                self._note(what, error)
+                raise
+            finally:
+                self._settle()
+
+    def _note(self, what: str, error: Exception) -> None:
+        """Keep in mind that the state is invalid, if this is an error of the device."""
+        if is_device_error(error):
+            self._holder.change(failure=after_a_device_error(f"{what}: {error}"))
+
+    @property
+    def waiting(self) -> int:
+        """The number of batches that are enqueued and not yet dequeued."""
+        return len(self._holder.now.waiting)
+
+    @property
+    def dequeued(self) -> PyTree | None:
+        """The activations of the training batch whose gradients are due, or None."""
+        with self._tables:
+            item = self._settle().dequeued
+        return item.activations if item is not None and item.training else None
 
     @property
     def state(self) -> TableState:
-        """The tables' state, for the functional door; the next `apply_gradients` donates it."""
-        return self._current("state")
+        """The tables' state, for the functional door; the next `apply_gradients` donates it.
+
+        Its tables and slots are gone then; step and counters stay readable.
+        """
+        with self._tables:
+            return self._current("state")
 
     @state.setter
     def state(self, state: TableState) -> None:
         """Replace the state by one that this engine made; waiting lookups are issued again."""
-        check_state(state, self.engine.layout)
-        self._replace(state)
+        with self._tables:
+            check_state(state, self.engine.layout)
+            self._replace(state)
 
     def _current(self, what: str) -> TableState:
-        self._check_valid(what)
-        self._build(None)
-        assert self._state is not None
-        return self._state
+        self._settled(what)
+        return self._built()
 
     @property
     def embedding_tables(self) -> dict[TableConfig, Array]:
@@ -232,7 +280,8 @@ class TPUEmbedding:
 
         They are gathered: every device gets them whole. `retrieve` needs the host's memory only.
         """
-        by_name = self.engine.tables(self._current("embedding_tables"))
+        with self._tables:
+            by_name = self.engine.tables(self._current("embedding_tables"))
         return {config: by_name[name] for name, config in self._declared.items()}
 
     def load(
@@ -250,95 +299,94 @@ class TPUEmbedding:
         Raises:
           ValueError: an unknown name, or another shape; nothing changes then.
         """
-        state = self._state
-        if state is None or self._problem() is not None:
-            state = self.engine.init(jax.random.key(self._seed))
-        self._replace(self.engine.load_arrays(state, tables, slots))
+        with self._tables:
+            held = self._settle()
+            state = held.state
+            if state is None or held.problem() is not None:
+                state = self.engine.init(jax.random.key(self._seed))
+            self._replace(self.engine.load_arrays(state, tables, slots))
 
     def _replace(self, state: TableState) -> None:
         """Take another state, which is valid; look up again what waits."""
-        if self._problem() is not None:
-            self._dequeued = None
-        self._state, self._failure = state, None
-        with self._call("load", None):
-            self._queue.issue_again()
+        held = self._settle()
+        heads = tuple(item.withdrawn() for item in held.waiting[:1])
+        if self._pipelined:
+            heads = self._issue("load", state, heads)
+        dequeued = held.dequeued if held.problem() is None else None
+
+        def replaced(now: Held) -> Held:
+            waiting = (*heads, *now.waiting[len(heads) :])
+            return now._replace(state=state, waiting=waiting, dequeued=dequeued, failure=None)
+
+        self._holder.derive(replaced)
 
     def retrieve(self) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
         """Return tables and slots as host arrays, by name; no device holds more than its shard."""
-        return retrieve.host_arrays(self._current("retrieve"), self.engine.layout)
+        with self._tables:
+            return retrieve.host_arrays(self._current("retrieve"), self.engine.layout)
 
     def describe(self) -> dict[str, Any]:
         """Return the resolved configuration as plain objects, batch size and pipelining too."""
         return {
             **self.engine.describe(),
-            "per_replica_batch_size": self._per_replica,
+            "per_replica_batch_size": self._holder.now.per_replica,
             "pipelined": self._pipelined,
         }
 
-    def _lookup(self, batch: Batch) -> PyTree:
-        assert self._state is not None
-        return self.engine.lookup(self._state, batch)
-
-    def _check_size(self, size: int, what: str, remedy: str) -> None:
-        if self._per_replica not in (None, size):
-            what = f"{what}: batch size per replica"
-            expected = f"{self._per_replica}, the size it was built with"
-            raise ValueError(message(what, expected=expected, got=f"{size}", remedy=remedy))
-
-    @contextlib.contextmanager
-    def _call(self, what: str, name: str | None) -> Iterator[None]:
-        """Check that the state is valid; label what is raised; remember a device error."""
-        self._check_valid(what)
+    def _issue(
+        self, what: str, state: TableState, items: tuple[Enqueued, ...]
+    ) -> tuple[Enqueued, ...]:
+        """Return the batches with their activations."""
+        lookup = functools.partial(self.engine.lookup, state)
         try:
-            with jax.profiler.TraceAnnotation(what):
-                yield
+            return tuple([item.issued(lookup) for item in items])
         except Exception as error:
-            found = _device_error(error)
-            if found is not None:
-                self._failure = f"{what}: {_summary(found)}"
-            raised = found or error
-            if name is not None and what not in str(raised):
-                raised.add_note(f"raised by {what}")
-            if raised is error:
-                raise
-            raise raised from error
+            self._note(what, error)
+            raise
 
-    def _check_valid(self, what: str) -> None:
-        problem = self._problem()
+    def _settle(self) -> Held:
+        """Return what is held, while this thread holds `_tables`: no update runs."""
+        if self._holder.now.update is not None:
+            self._holder.derive(Held.settled)
+        return self._holder.now
+
+    def _settled(self, what: str) -> Held:
+        """Return what is held, while this thread holds `_tables`, if the state is valid.
+
+        Raises:
+          RuntimeError: it is not.
+        """
+        self._settle()
+        return self._valid(what)
+
+    def _valid(self, what: str) -> Held:
+        """Return what is held, if the state is valid.
+
+        Raises:
+          RuntimeError: it is not.
+        """
+        while True:
+            held = self._holder.now
+            problem, now = held.problem(), self._holder.now
+            if now.state is held.state and now.update is held.update:
+                break  # otherwise another thread's update took the arrays while they were looked at
         if problem is not None:
             expected, remedy = "a valid state", "load the tables, or set `state`"
             raise RuntimeError(message(what, expected=expected, got=problem, remedy=remedy))
-
-    def _problem(self) -> str | None:
-        """Return what makes the state invalid; None if nothing does."""
-        if self._failure is None:
-            leaves: list[Any] = jax.tree.leaves(self._state)
-            if any(leaf.is_deleted() for leaf in leaves):
-                return "one whose arrays were donated to another function, or deleted"
-            try:  # an update that failed after it was dispatched shows here
-                jax.block_until_ready([leaf for leaf in leaves if leaf.is_ready()])
-            except jax.errors.JaxRuntimeError as error:
-                self._failure = _summary(error)
-        return None if self._failure is None else f"one after a device error ({self._failure})"
+        return held
 
 
 def _label(what: str, name: str | None) -> str:
     return what if name is None else f"{what} {name!r}"
 
 
-def _device_error(error: Exception) -> Exception | None:
-    """Return the error as a `JaxRuntimeError` if the device raised it, else None.
-
-    JAX's fast way of calling a compiled program makes it a ValueError that begins with a status.
-    """
-    if isinstance(error, jax.errors.JaxRuntimeError):
-        return error
-    if type(error) is ValueError and str(error).startswith(_STATUSES):
-        return jax.errors.JaxRuntimeError(str(error))
-    return None
-
-
-def _summary(error: Exception) -> str:
-    """Return the first and the last line of a message that may have a traceback in it."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0] if len(lines) == 1 else f"{lines[0]} … {lines[-1]}"
+@contextlib.contextmanager
+def _labelled(what: str, name: str | None) -> Iterator[None]:
+    """Label profiles, and what is raised."""
+    try:
+        with jax.profiler.TraceAnnotation(what):
+            yield
+    except Exception as error:
+        if name is not None and what not in str(error):
+            error.add_note(f"raised by {what}")
+        raise

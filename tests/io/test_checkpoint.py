@@ -213,7 +213,7 @@ def test_doors_read_each_others_checkpoints(tmp_path):
 def test_a_donated_state_is_refused(tmp_path):
     state = small_state()
     jax.tree.map(lambda array: array.delete(), state)
-    with pytest.raises(ValueError, match=r"state: table 'item': .*got an array that was donated"):
+    with pytest.raises(ValueError, match=r"state: stack 'item@.*got one that was donated"):
         save(tmp_path / "saved", small_engine(), state)
     with pytest.raises(ValueError, match=r"expected a TableState, got dict"):
         save(tmp_path / "saved", small_engine(), {})  # type: ignore[arg-type]

@@ -91,7 +91,8 @@ def stateful_programs(name, features, optimizer, shapes):
     gradients = jax.tree.leaves(lookup.out_info)
     reads = {name: [] for name in state.tables}
     operands = Operands(gradients, state.step, {}, reads)  # type: ignore[arg-type]
-    update = engine._update_in_place_program.lower(state, batch, operands)
+    rows, rest = (state.tables, state.slots), (state.step, state.counters)
+    update = engine._update_in_place_program.lower(rows, rest, batch, operands)
     return lookup.compile(), update.compile(), plan
 
 

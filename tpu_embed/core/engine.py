@@ -1,13 +1,13 @@
 """The functional door: declare once, then init, place, lookup and update, all pure.
 
-Enters: feature configs at construction; then state, batches and gradients. Leaves: activations and
-new states. Called by users, inside their own jit or outside, and by `TPUEmbedding`. Nothing is
-computed here: it is checked, located and handed down.
+Input: feature configs at construction; then state, batches and gradients. Output: activations and
+new states. Nothing is computed here: it is checked, located and handed down.
 """
 
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +21,7 @@ from tpu_embed.config import TableConfig
 from tpu_embed.core import logical, structure
 from tpu_embed.core.batch import Batch
 from tpu_embed.core.batch_spec import BatchSpec
+from tpu_embed.core.calls import call
 from tpu_embed.core.collectives import make_axes
 from tpu_embed.core.describe import describe
 from tpu_embed.core.gradients import check_trainable, checked_gradients
@@ -33,7 +34,11 @@ from tpu_embed.core.layout import Layout
 from tpu_embed.core.lookup import lookup, not_differentiable
 from tpu_embed.core.reads import activations_read, record_lookup
 from tpu_embed.core.resolve import HostRates, make_layout
-from tpu_embed.core.state_checks import check_forms, check_kind
+from tpu_embed.core.state_checks import (
+    check_forms,
+    check_not_donated,
+    check_tables_not_donated,
+)
 from tpu_embed.core.tables import TableState
 from tpu_embed.core.traced import TracedIds
 from tpu_embed.core.update import Operands, update
@@ -93,10 +98,9 @@ class EmbeddingEngine:
         self._intake = Intake(self._structure, self.layout)
         self._traces: collections.Counter[str] = collections.Counter()
         self._init_program = jax.jit(self._init)
-        lookup_step, update_step = named(self._lookup, LOOKUP), named(self._update, UPDATE)
-        self._lookup_program = jax.jit(lookup_step)
-        self._update_program = jax.jit(update_step)
-        self._update_in_place_program = jax.jit(update_step, donate_argnums=0)
+        self._lookup_program = jax.jit(named(self._lookup, LOOKUP))
+        self._update_program = jax.jit(named(self._update, UPDATE))
+        self._update_in_place_program = jax.jit(named(self._update_rows, UPDATE), donate_argnums=0)
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -206,7 +210,7 @@ class EmbeddingEngine:
           ValueError: bad ids, weights, structure or batch size, or a spec that the batch does not
             fit (the message has the one that does); nothing is placed then, on any process.
           TypeError: ids that are no integers, or another container type.
-          RuntimeError: another process did not place its part.
+          RuntimeError: another process did not place its part, or has left.
         """
         return self._intake.place(features, weights, spec)
 
@@ -240,10 +244,9 @@ class EmbeddingEngine:
           ValueError: what `place` refuses; a call inside `shard_map`.
           TypeError: what `place` refuses; differentiation with respect to the state.
         """
-        check_kind(state)
-        _checks.check_live("state", state.tables.values())
+        check_tables_not_donated(state)
         source = self._intake.source(batch, weights, spec)
-        activations = self._lookup_program(state.tables, source)
+        activations = call(self._lookup_program, state.tables, source)
         record_lookup(state.tables, activations, self.layout)
         return self._structure.unflatten(activations)
 
@@ -266,9 +269,8 @@ class EmbeddingEngine:
     ) -> TableState:
         """Return the state after one step of every table's optimizer.
 
-        Pure: every table is copied, unless a jit around it donates the state
-        (`jax.jit(..., donate_argnums=…)`); those that are not trainable the new state shares with
-        the old one. Outside a jit, see `update_in_place`.
+        Pure: every trainable table is copied, unless a jit around it donates the state
+        (`donate_argnums`); the others are shared. Outside a jit, see `update_in_place`.
 
         Args:
           state: the tables.
@@ -287,7 +289,7 @@ class EmbeddingEngine:
         """
         source = self._intake.source(batch, weights, spec)
         operands = self._operands(state, source, activation_gradients, learning_rates)
-        return self._update_program(state, source, operands)
+        return call(self._update_program, state, source, operands)
 
     def update_in_place(
         self,
@@ -297,14 +299,25 @@ class EmbeddingEngine:
         *,
         learning_rates: tuple[ArrayLike, ...] | None = None,
     ) -> TableState:
-        """Return what `update` does, in the memory of `state`, which is gone afterwards.
+        """Return what `update` does, in the memory of the state, whose tables and slots then go.
 
         For use outside a jit; arguments and errors are those of `update`. An error of an argument
         leaves the state as it was.
         """
+        return call(self.prepare_update(state, batch, activation_gradients, learning_rates))
+
+    def prepare_update(
+        self, state: TableState, batch: Batch, gradients: PyTree, learning_rates: Any = None
+    ) -> Callable[[], TableState]:
+        """Check the arguments of `update_in_place`; return a function that does the rest, once."""
         source = self._intake.source(batch, None, None)
-        operands = self._operands(state, source, activation_gradients, learning_rates)
-        return self._update_in_place_program(state, source, operands)
+        operands = self._operands(state, source, gradients, learning_rates)
+        rows, rest = (state.tables, state.slots), (state.step, state.counters)
+        return functools.partial(self._update_in_place_program, rows, rest, source, operands)
+
+    def _update_rows(self, rows: Any, rest: Any, source: Batch, operands: Operands) -> TableState:
+        """Return what `_update` does; tables and slots are donated, while the old step stays."""
+        return self._update(TableState(*rows, *rest), source, operands)
 
     def _operands(
         self,
@@ -315,8 +328,7 @@ class EmbeddingEngine:
     ) -> Operands:
         """Return the checked operands of an update."""
         self.check_trainable("update")
-        check_kind(state)
-        _checks.check_live("state", jax.tree.leaves(state))
+        check_not_donated(state)
         given = self._structure.match(gradients, what="activation_gradients")
         checked = checked_gradients(given, source.spec, self.layout)
         leaves = jax.tree.leaves((state, source, checked))
@@ -372,8 +384,6 @@ class EmbeddingEngine:
     def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingEngine:
         """Return the engine itself: it does not change, and its state is not in it."""
         return self
-
-    # -- what it is ----------------------------------------------------------------------------
 
     @property
     def table_configs(self) -> dict[str, TableConfig]:

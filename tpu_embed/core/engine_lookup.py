@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from tpu_embed._checks import check_live, message
+from tpu_embed._checks import message
 from tpu_embed._types import Array
 from tpu_embed.core.batch import Batch
 from tpu_embed.core.batch_spec import BatchSpec
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.joined import DenseIds, flat, join, padded, signed
-from tpu_embed.core.state_checks import check_layout
+from tpu_embed.core.state_checks import check_layout, check_tables_not_donated
 from tpu_embed.core.tables import TableState
 from tpu_embed.core.weights import is_real
 
@@ -116,8 +116,8 @@ def engine_lookup(
       ValueError: ids without an axis; weights of another shape, no real numbers, or beside a batch;
         a batch of another engine.
     """
+    check_tables_not_donated(state)
     check_layout(state.tables, engine.layout)
-    check_live("state", state.tables.values())
     arrays = [state.tables[name] for name in _stacks(engine)]
     if isinstance(ids, Batch):
         _check_no_weights(weights)

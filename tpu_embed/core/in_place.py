@@ -93,11 +93,12 @@ def check_in_place(
             reasons = _reasons(traced.jaxpr.jaxpr, one.inputs) if donated else ("donated",)
             suspects.setdefault(reasons, []).append(one)
     if suspects:
-        raise ValueError(_described(suspects))
+        got, remedy = _described(suspects)
+        raise ValueError(message("step", expected="updates in place", got=got, remedy=remedy))
 
 
-def _described(suspects: dict[tuple[str, ...], list[_Held]]) -> str:
-    """Return the message about tables and slots that may be copied, by their reasons.
+def _described(suspects: dict[tuple[str, ...], list[_Held]]) -> tuple[str, str]:
+    """Return what is said of tables and slots that may be copied, and the remedy.
 
     A copy is known by its form alone. If the reason is known for one of the tables and slots of a
     form, it explains the copy, and the others are not suspected.
@@ -110,8 +111,7 @@ def _described(suspects: dict[tuple[str, ...], list[_Held]]) -> str:
             words = " and ".join(_WHY[reason] for reason in why) or "XLA keeps the old rows"
             found.append(f"a copy of {', of '.join(named)}, because {words}")
             remedies += [_REMEDIES[reason] for reason in why]
-    remedy = ", and ".join(dict.fromkeys(remedies))
-    return message("step", expected="updates in place", got="; ".join(found), remedy=remedy)
+    return "; ".join(found), ", and ".join(dict.fromkeys(remedies))
 
 
 def _held(field: Field, leaves: Sequence[tuple[Any, Any]]) -> _Held:

@@ -6,16 +6,12 @@ that was placed before. Output: host ids, checked; or a `Batch` or `TracedIds`.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 from tpu_embed._checks import message
 from tpu_embed._types import PyTree, Tracer
-from tpu_embed.config import FeatureConfig
 from tpu_embed.core.batch import Batch
 from tpu_embed.core.batch_spec import BatchSpec
 from tpu_embed.core.collectives import refuse_manual_axes
-from tpu_embed.core.ids import HostIds, host_ids, part_of_feature
+from tpu_embed.core.ids import HostIds, host_ids
 from tpu_embed.core.layout import Layout
 from tpu_embed.core.place import Placer
 from tpu_embed.core.structure import Structure
@@ -42,8 +38,8 @@ class Intake:
 
     def host_ids(self, features: PyTree, weights: PyTree | None) -> list[HostIds]:
         """Return this process's checked ids of every feature, without sending them."""
-        given, scales = self._matched(features, weights)
-        here = zip(self._layout.features, self._configs_here, given, scales, strict=True)
+        given, scales = self._declared.match_weighted(features, weights)
+        here = zip(self._layout.features, self._placer.configs, given, scales, strict=True)
         return [
             host_ids(f"feature {feature.path!r}", config, feature.table.name, ids, scale)
             for feature, config, ids, scale in here
@@ -71,21 +67,7 @@ class Intake:
                 raise ValueError(text)
             batch.check(self._layout)
             return batch
-        given, scales = self._matched(batch, weights)
+        given, scales = self._declared.match_weighted(batch, weights)
         if not any(isinstance(leaf, Tracer) for leaf in (*given, *scales)):
             return self.place(batch, weights, spec)
         return make_traced(given, scales, spec, self._layout)
-
-    @functools.cached_property
-    def _configs_here(self) -> list[FeatureConfig]:
-        """The features' configs, for the part of the batch that this process gives."""
-        axes = self._layout.axes
-        mine = len(axes.local_parts(axes.batch_axes))
-        return [part_of_feature(f.config, mine, axes.replicas) for f in self._layout.features]
-
-    def _matched(self, features: PyTree, weights: PyTree | None) -> tuple[list[Any], list[Any]]:
-        """Return ids and weights of every feature; None where there are no weights."""
-        given = self._declared.match(features, what="features")
-        if weights is None:
-            return given, [None] * len(given)
-        return given, self._declared.match(weights, what="weights")

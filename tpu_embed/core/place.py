@@ -6,6 +6,7 @@ Enters: `HostIds` of all features, of this process's part of the batch. Leaves: 
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,10 +15,11 @@ import jax
 import numpy as np
 
 from tpu_embed._checks import message
+from tpu_embed.config import FeatureConfig
 from tpu_embed.core import capacity
 from tpu_embed.core.batch import Batch, natural_spec, pack
 from tpu_embed.core.batch_spec import BatchSpec
-from tpu_embed.core.ids import HostIds
+from tpu_embed.core.ids import HostIds, part_of_feature
 from tpu_embed.core.layout import Layout
 from tpu_embed.core.processes import Agreement
 
@@ -47,6 +49,13 @@ class Placer:
         self._unions: dict[Any, BatchSpec] = {}
         self._lock = threading.Lock()
         self._agreement = Agreement(layout) if jax.process_count() > 1 else None
+
+    @functools.cached_property
+    def configs(self) -> list[FeatureConfig]:
+        """The features' configs, for the part of the batch that this process gives."""
+        axes = self._layout.axes
+        here = len(self._replicas)
+        return [part_of_feature(f.config, here, axes.replicas) for f in self._layout.features]
 
     def place(self, judge: Callable[[], Sequence[HostIds]], given: BatchSpec | None) -> Batch:
         """Return the batch in the given spec, or in the running union of all specs.

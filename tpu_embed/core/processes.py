@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import collections
 import json
+import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-from jax._src import distributed  # the client of the key-value store has no public name
 
 from tpu_embed._checks import message
+from tpu_embed.core import departures
 from tpu_embed.core.batch_spec import BatchSpec, GroupSpec
 from tpu_embed.core.ids import FeatureForm
 from tpu_embed.core.layout import Layout
@@ -29,12 +30,23 @@ WAIT_SECONDS = 600
 FILES_SECONDS = 3600
 """How long a process waits for the others to write or read their files."""
 
+SLICE_MS = 1000
+"""How long a wait is, in milliseconds, that nothing can interrupt."""
+
+_WITH_NEWS = 2**15
+"""What a process that has news adds to the count, an int32, of those that have come."""
+
 _T = TypeVar("_T")
 _ERRORS = {
     error.__name__: error
     for error in (ValueError, TypeError, OSError, FileNotFoundError, FileExistsError)
 }
 _rounds: collections.Counter[str] = collections.Counter()
+_unfinished: set[str] = set()
+
+
+class _AloneError(Exception):
+    """Another process has left."""
 
 
 def together(what: str, path: Path, function: Callable[[], _T]) -> _T:
@@ -111,6 +123,7 @@ class Agreement:
         known = repr((tables, [feature.path for feature in layout.features]))
         self._name = f"tpu_embed/{zlib.crc32(known.encode()):08x}"
         self._last: BatchSpec | None = None
+        departures.listen()
 
     def agree(self, wanted: BatchSpec, *, exact: bool) -> BatchSpec:
         """Return the union of what all processes want; the same on each.
@@ -175,25 +188,69 @@ def _raise_refusals(what: str, did: str, said: dict[int, Any]) -> None:
 
 
 def _exchange(what: str, name: str, news: str | None, seconds: int) -> dict[int, Any]:
-    """Wait for all processes; return the news of those that have some, by process."""
-    client, number = distributed.global_state.client, _rounds[name]
-    if client is None:
-        expected, remedy = "jax.distributed", "call jax.distributed.initialize first"
-        raise RuntimeError(message(what, expected=expected, got="no client", remedy=remedy))
-    if news is not None:
-        client.key_value_set(f"{name}/{number}/{jax.process_index()}", news)
+    """Wait for all processes; return the news of those that have some, by process.
+
+    Raises:
+      RuntimeError: another process has left or did not come in time, or this one's last exchange of
+        this name was cut off.
+    """
+    listener, number = departures.listen(), _rounds[name]
+    if name in _unfinished:
+        got = f"call {number - 1} cut off by an exception, or not done yet in another thread"
+        expected = "calls one after the other, each to its end"
+        remedy = "the processes are out of step: end all, and start again"
+        raise RuntimeError(message(what, expected=expected, got=got, remedy=remedy))
+    _unfinished.add(name)
     _rounds[name] += 1
     try:
-        client.wait_at_barrier(name, seconds * 1000)
-        said = client.key_value_dir_get(f"{name}/{number}/")
-    except jax.errors.JaxRuntimeError as error:
+        said = _meet(listener, f"{name}/{number}", news, seconds)
+        if number and not jax.process_index():  # all have read the round before this one
+            listener.client.key_value_delete(f"{name}/{number - 1}/")
+    except (jax.errors.JaxRuntimeError, _AloneError) as error:
         expected = f"call {number} of all {jax.process_count()} processes within {seconds} s"
         remedy = "make the same calls in the same order on every process"
+        if isinstance(error, _AloneError):
+            remedy = "start all of them again"
         text = message(what, expected=expected, got=f"{error}", remedy=remedy)
         raise RuntimeError(text) from error
-    if number and not jax.process_index():  # all have read the round before this one
-        client.key_value_delete(f"{name}/{number - 1}/")
-    return {int(key.rsplit("/", 1)[-1]): json.loads(text) for key, text in said}
+    _unfinished.remove(name)
+    return {int(process): json.loads(text) for process, text in said.items()}
+
+
+def _meet(
+    listener: departures.Listener, round_: str, news: str | None, seconds: int
+) -> dict[str, str]:
+    """Wait until all processes have come to this round; return their news by process.
+
+    The last one to come sees from the count that it is, gathers the news, and lets all go on. They
+    wait in slices, between which Python can be interrupted, and which find that one has left.
+    """
+    client, arrival = listener.client, 1
+    _check_nobody_left(listener, ask=False)
+    if news is not None:
+        client.key_value_set(f"{round_}/news/{jax.process_index()}", news)
+        arrival += _WITH_NEWS
+    count = client.key_value_increment(f"{round_}/count", arrival)
+    if count % _WITH_NEWS == jax.process_count():
+        told = client.key_value_dir_get(f"{round_}/news/") if count >= _WITH_NEWS else []
+        said = {key.rsplit("/", 1)[-1]: text for key, text in told}
+        client.key_value_set(f"{round_}/all", json.dumps(said))
+        return said
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return json.loads(client.blocking_key_value_get(f"{round_}/all", SLICE_MS))
+        except jax.errors.JaxRuntimeError as error:
+            if not departures.is_timeout(error) or time.monotonic() > end:
+                raise
+        _check_nobody_left(listener, ask=True)
+
+
+def _check_nobody_left(listener: departures.Listener, *, ask: bool) -> None:
+    """Raise `_AloneError` if another process is known to have left; `ask` the store for it."""
+    left = listener.left(ask=ask)
+    if left is not None:
+        raise _AloneError(left)
 
 
 def _encode(spec: BatchSpec) -> Any:

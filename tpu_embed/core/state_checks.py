@@ -22,7 +22,15 @@ from tpu_embed.core.stack_names import differences
 from tpu_embed.core.tables import TableState
 from tpu_embed.kernels import storage
 
-__all__ = ["check_forms", "check_kind", "check_layout", "check_own", "check_state"]
+__all__ = [
+    "check_forms",
+    "check_kind",
+    "check_layout",
+    "check_not_donated",
+    "check_own",
+    "check_state",
+    "check_tables_not_donated",
+]
 
 _OWN_STATE = "give one that this engine's init, update or load returned"
 _RESTORE = "save and restore with tpu_embed.io, which brings rows into any engine's layout"
@@ -49,10 +57,9 @@ def check_own(state: Any, layout: Layout) -> None:
     Raises:
       ValueError: it is no state, that of another engine, or one that was donated.
     """
-    check_kind(state)
+    check_not_donated(state)
     check_layout(state.tables, layout)
     check_layout(state.slots, layout)
-    check_live("state", jax.tree.leaves(state))
 
 
 def check_kind(state: Any) -> None:
@@ -64,6 +71,29 @@ def check_kind(state: Any) -> None:
     if not isinstance(state, TableState):
         got = type(state).__name__
         raise ValueError(message("state", expected="a TableState", got=got, remedy=_OWN_STATE))
+
+
+def check_not_donated(state: Any) -> None:
+    """Check that something is a state, and that no array of it was donated.
+
+    Raises:
+      ValueError: it is none, or one was; the message names its stack.
+    """
+    check_tables_not_donated(state)
+    for name, by_slot in state.slots.items():
+        check_live(f"state: slots of stack {name!r}", by_slot.values())
+    check_live("state", (state.step, *state.counters.values()))
+
+
+def check_tables_not_donated(state: Any) -> None:
+    """Check that something is a state, and that no table of it was donated.
+
+    Raises:
+      ValueError: it is none, or one was; the message names its stack.
+    """
+    check_kind(state)
+    for name, table in state.tables.items():
+        check_live(f"state: stack {name!r}", (table,))
 
 
 def check_layout(by_stack: Mapping[str, Any], layout: Layout) -> None:

@@ -67,6 +67,17 @@ class Structure:
         _match(self.nest, values, "", what, leaves)
         return leaves
 
+    def match_weighted(self, features: Any, weights: Any | None) -> tuple[list[Any], list[Any]]:
+        """Return the [F] leaves of features and of their weights; without weights, each is None.
+
+        Raises:
+          TypeError, ValueError: as for `match`.
+        """
+        given = self.match(features, what="features")
+        if weights is None:
+            return given, [None] * len(given)
+        return given, self.match(weights, what="weights")
+
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         """Return `leaves` [F] in the configuration's nesting."""
         remaining = iter(leaves)

@@ -1,0 +1,232 @@
+"""The stateful door called from several threads: nothing is refused, torn, or waits for ever."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from facade_cases import assert_same, batch, gradients, make_embedding, make_embedding_of
+
+import tpu_embed
+from tpu_embed import optimizers as o
+
+LONG = 60
+"""Seconds after which a thread that waits has a deadlock."""
+
+
+class Thread(threading.Thread):
+    """A thread whose `join` raises what it raised, or that it does not end."""
+
+    def __init__(self, target, *arguments):
+        super().__init__(daemon=True)
+        self.call, self.error = lambda: target(*arguments), None
+        self.start()
+
+    def run(self):
+        try:
+            self.call()
+        except BaseException as error:
+            self.error = error
+
+    def join(self, timeout=LONG):
+        super().join(timeout)
+        assert not self.is_alive(), "a deadlock"
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def during_updates(monkeypatch):
+    """Return what sets a function that is called while an update runs, its state gone already."""
+
+    def set_function(embedding, function):
+        prepare = embedding.engine.prepare_update
+
+        def prepared(*arguments):
+            update = prepare(*arguments)
+
+            def run():
+                state = update()
+                function()
+                return state
+
+            return run
+
+        monkeypatch.setattr(embedding.engine, "prepare_update", prepared)
+
+    return set_function
+
+
+@pytest.mark.parametrize("call", ["enqueue", "describe", "waiting"])
+def test_another_thread_need_not_wait_for_an_update(during_updates, call):
+    """The arrays of the state are gone just then, which is no fault."""
+    calls = {
+        "enqueue": lambda: embedding.enqueue(batch(1)),
+        "describe": lambda: embedding.describe(),
+        "waiting": lambda: embedding.waiting,
+    }
+    embedding = make_embedding()
+    embedding.enqueue(batch(0))
+    given = gradients(embedding.dequeue())
+    during_updates(embedding, lambda: Thread(calls[call]).join())
+    embedding.apply_gradients(given)
+    assert embedding.waiting == (call == "enqueue")
+    assert int(embedding.state.step) == 1
+
+
+def test_what_reads_the_tables_waits_for_an_update(during_updates):
+    embedding, after = make_embedding(), {}
+    embedding.enqueue(batch(0))
+    given = gradients(embedding.dequeue())
+    reads = {
+        "state": lambda: embedding.state,
+        "dequeued": lambda: embedding.dequeued,
+        "retrieve": embedding.retrieve,
+        "embedding_tables": lambda: embedding.embedding_tables,
+    }
+    threads = []
+
+    def read(name):
+        after[name] = reads[name]()
+
+    during_updates(embedding, lambda: threads.extend(Thread(read, name) for name in reads))
+    embedding.apply_gradients(given)
+    for thread in threads:
+        thread.join()
+    assert after["state"] is embedding.state
+    assert after["dequeued"] is None
+    assert_same(after["retrieve"], embedding.retrieve())
+    assert list(after["embedding_tables"]) == list(embedding.embedding_tables)
+
+
+STEPS = 120
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_one_thread_enqueues_and_another_trains(pipelined):
+    """Beside one that reads all the time; the bits are those of one thread."""
+    embedding = make_embedding(pipeline_execution_with_tensor_core=pipelined)
+    other = make_embedding(pipeline_execution_with_tensor_core=pipelined)
+    batches = [batch(n) for n in range(STEPS)]
+    room, ready, trained = threading.Semaphore(4), threading.Semaphore(0), threading.Event()
+
+    def feed():
+        for one in batches:
+            room.acquire()
+            embedding.enqueue(one)
+            ready.release()
+
+    def read():
+        steps = [0]
+        while not trained.is_set():
+            state = embedding.state
+            steps.append(int(state.step))
+            assert embedding.retrieve()[0]["user"].shape == (5, 2)
+            assert embedding.describe()["per_replica_batch_size"] in (2, None)
+            for table in embedding.embedding_tables.values():
+                assert np.isfinite(table).all()
+        assert steps == sorted(steps)
+
+    threads = [Thread(feed), Thread(read)]
+    ahead = 1 if pipelined else 0
+    for n in range(-ahead, STEPS):
+        if n + ahead < STEPS:
+            assert ready.acquire(timeout=LONG)
+            other.enqueue(batches[n + ahead])
+        if n >= 0:
+            for one in (embedding, other):
+                one.apply_gradients(gradients(one.dequeue()))
+            room.release()
+    trained.set()
+    for thread in threads:
+        thread.join()
+    assert_same(embedding.state, other.state)
+
+
+def test_many_threads_enqueue():
+    """The batches of each of them keep their order."""
+    embedding = make_embedding()
+    embedding.load({"user": _numbered(5), "item": _numbered(6)})
+
+    def feed(thread):
+        for n in range(6):
+            shown = np.array([[n, -1]] * 4, np.int32)
+            user = np.full(4, thread, np.int32)
+            embedding.enqueue({**batch(0), "user": user, "shown": shown})
+
+    for thread in [Thread(feed, number) for number in range(5)]:
+        thread.join()
+    seen = [[] for _ in range(5)]
+    while embedding.waiting:
+        activations = jax.tree.map(np.asarray, embedding.dequeue())
+        seen[int(activations["user"][0, 0])].append(int(activations["shown"][0, 0]))
+        embedding.apply_gradients(jax.tree.map(np.zeros_like, activations))
+    assert seen == [list(range(6))] * 5
+
+
+def _numbered(rows):
+    return np.repeat(np.arange(rows, dtype=np.float32)[:, None], 2, axis=1)
+
+
+def test_the_first_of_two_threads_sets_the_size(monkeypatch):
+    """Both batches are placed before any of them is in the queue."""
+    embedding, placed = make_embedding(), threading.Barrier(2)
+    place = embedding.engine.place
+
+    def place_both(*arguments):
+        batch = place(*arguments)
+        placed.wait(LONG)
+        return batch
+
+    monkeypatch.setattr(embedding.engine, "place", place_both)
+    threads = [Thread(embedding.enqueue, batch(0, size)) for size in (4, 8)]
+    errors = []
+    for thread in threads:
+        try:
+            thread.join()
+        except ValueError as error:
+            errors.append(str(error))
+    (said,) = errors
+    size = embedding.describe()["per_replica_batch_size"]
+    assert said.startswith(f"enqueue: batch size per replica: expected {size}, the size it was ")
+    assert embedding.waiting == 1
+    assert len(embedding.dequeue()["user"]) == 2 * size
+
+
+class Gate:
+    """A rule whose update waits on the device until the gate is open."""
+
+    def __init__(self):
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def rule(self, gradient, row, slots, learning_rate, step):
+        zero = jax.pure_callback(self._wait, jax.ShapeDtypeStruct((), jnp.float32))
+        return row - learning_rate * gradient + zero, slots
+
+    def _wait(self):
+        self.reached.set()
+        assert self.opened.wait(LONG)
+        return np.float32(0)
+
+
+def test_enqueue_does_not_wait_for_a_device_that_is_blocked():
+    gate, table = Gate(), tpu_embed.TableConfig(4, 2, name="t")
+    rule = o.CustomOptimizer(gate.rule, {}, 0.5)
+    embedding = make_embedding_of(tpu_embed.FeatureConfig(table), rule, devices=1)
+    embedding.enqueue(np.array([0, 1]))
+    given = np.asarray(embedding.dequeue())
+
+    def apply():
+        embedding.apply_gradients(given)
+        jax.block_until_ready(embedding.state)
+
+    applying = Thread(apply)
+    assert gate.reached.wait(LONG)
+    for _ in range(3):
+        embedding.enqueue(np.array([0, 1]))
+    assert embedding.waiting == 3
+    assert applying.is_alive()
+    gate.opened.set()
+    applying.join()
+    np.testing.assert_array_equal(embedding.dequeue(), np.float32(0.5) * given)
