@@ -6,18 +6,34 @@ An error names the argument or feature path, what was expected, what was got, an
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 
 from tpu_embed._types import Tracer
 
+_MOST_LINES = 20
+"""Of a message of many."""
+
 
 def message(what: str, *, expected: str, got: Any, remedy: str = "") -> str:
     """Return `what: expected …, got …; remedy`, the wording of every error of this package."""
     text = f"{what}: expected {expected}, got {got}"
     return f"{text}; {remedy}" if remedy else text
+
+
+def message_of_many(what: str, messages: Sequence[str], *, remedy: str) -> str:
+    """Return several messages about one thing as one: a line each, and what helps against all.
+
+    Args:
+      what: what they are about.
+      messages: at least one; of more than `_MOST_LINES` the first ones are shown.
+      remedy: what helps.
+    """
+    shown, left = messages[:_MOST_LINES], len(messages) - _MOST_LINES
+    lines = [*shown, f"and {left} more"] if left > 0 else shown
+    return f"{what}: " + "\n  ".join(lines) + f"; {remedy}"
 
 
 def is_int(value: Any) -> bool:

@@ -21,24 +21,20 @@ import jax
 from tpu_embed._checks import message
 from tpu_embed.core.holder import StateHolder
 from tpu_embed.core.tables import TableState
-from tpu_embed.io import schema, tables
+from tpu_embed.io import manifest, schema, tables
 from tpu_embed.io.checked import read_signed, write_signed
 from tpu_embed.io.files import file_name
 from tpu_embed.io.manifest import Wanted
 
 __all__ = [
-    "REMEDY",
     "Prepared",
-    "check_paths",
+    "differences",
     "name_of_layer",
     "prepare",
     "read",
     "read_paths",
     "write",
 ]
-
-REMEDY = "give the modules as they were saved; leave_out= takes this path, or one above it"
-"""What helps against a part that is not there, or is there and not wanted."""
 
 _LAYERS = "layers.json"
 
@@ -113,16 +109,28 @@ def read_paths(directory: Path) -> tuple[str, list[str]]:
     return read_signed(directory / _LAYERS, schema.sequence(schema.text))
 
 
-def check_paths(directory: Path, found: Collection[str], wanted: Collection[str]) -> None:
-    """Check that the layers on disk are those of a model, but for what is left out of both.
+def differences(directory: Path, found: Collection[str], wanted: Mapping[str, Wanted]) -> list[str]:
+    """Return a message for each layer that is not as it was saved.
+
+    Args:
+      directory: of the layers.
+      found: paths of those on disk, but for what is left out.
+      wanted: what is to be made of each.
 
     Raises:
-      ValueError: there is another one, or one is missing.
+      FileNotFoundError: a file is missing.
     """
-    for path in sorted({*found} ^ {*wanted}):
-        expected, got = ("none", "one") if path in found else ("one", "none")
-        what = f"checkpoint {directory}: layer {path!r}"
-        raise ValueError(message(what, expected=expected, got=got, remedy=REMEDY))
+    messages = []
+    for path in sorted({*found, *wanted}):
+        if path in wanted and path in found:
+            try:
+                manifest.read(directory / file_name(path), wanted[path])
+            except ValueError as error:
+                messages.append(f"{error}")
+        else:
+            expected, got = ("one", "none") if path in wanted else ("none", "one")
+            messages.append(message(f"layer {path!r}", expected=expected, got=got))
+    return messages
 
 
 def read(directory: Path, wanted: Mapping[str, Wanted]) -> dict[str, TableState]:

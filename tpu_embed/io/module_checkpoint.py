@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from tpu_embed._checks import message
+from tpu_embed._checks import message, message_of_many
 from tpu_embed._types import Array
 from tpu_embed.core.holder import StateHolder
 from tpu_embed.io import layers
@@ -27,7 +27,13 @@ from tpu_embed.io.commit import read_checkpoint, write_checkpoint
 from tpu_embed.io.items import LAYERS, POSITION, VARIABLES, FilesArgs
 from tpu_embed.io.manifest import Wanted
 from tpu_embed.io.modules import Modules, take_apart
-from tpu_embed.io.trees import PyTreeArgs, check_leaves, is_left_out, leaf_names
+from tpu_embed.io.trees import (
+    PyTreeArgs,
+    check_leaves,
+    is_left_out,
+    leaf_differences,
+    read_leaves,
+)
 
 __all__ = ["restore_modules", "save_modules", "save_modules_args"]
 
@@ -175,18 +181,28 @@ def _restore_args(path: Path, whole: Modules, chosen: Modules, wish: _Wish) -> o
       whole: all that is given.
       chosen: that without what is left out.
       wish: what is asked for.
+
+    Raises:
+      ValueError: a layer or an array is not as it was saved; it names all of them.
     """
     checkpoint, on_disk = layers.read_paths(path / LAYERS)
-    names = [*on_disk, *leaf_names(path / VARIABLES, checkpoint)]
-    _check_left_out(path, wish.leave_out, {*names, *whole.layers, *whole.arrays()})
+    leaves = read_leaves(path / VARIABLES, checkpoint)
+    _check_left_out(path, wish.leave_out, {*on_disk, *leaves, *whole.layers, *whole.arrays()})
     here = [layer for layer in on_disk if not is_left_out(layer, wish.leave_out)]
-    layers.check_paths(path, here, chosen.layers)
     wanted = {
         layer: wish.of_layer(layer, holder, checkpoint) for layer, holder in chosen.layers.items()
     }
     arrays = chosen.abstract_arrays()
     check_leaves("modules", arrays)
-    tree = PyTreeArgs(checkpoint, arrays, wish.convert, wish.leave_out, layers.REMEDY)
+    tree = PyTreeArgs(checkpoint, arrays, wish.convert, wish.leave_out)
+    differences = [
+        *layers.differences(path / LAYERS, here, wanted),
+        *leaf_differences(leaves, tree),
+    ]
+    if differences:
+        remedy = "give the modules as they were saved; leave_out= takes paths, or those above them"
+        text = message_of_many(f"checkpoint {path}", differences, remedy=remedy)
+        raise ValueError(text)
     items = {
         LAYERS: FilesArgs(read=lambda path: layers.read(path, wanted)),
         VARIABLES: tree,

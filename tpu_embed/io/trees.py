@@ -13,7 +13,7 @@ import asyncio
 import collections
 import concurrent.futures
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from tpu_embed._checks import message
+from tpu_embed._checks import message, message_of_many
 from tpu_embed._types import PyTree
 from tpu_embed.core.processes import together
 from tpu_embed.io import files, schema
@@ -36,7 +36,8 @@ __all__ = [
     "check_leaves",
     "is_float",
     "is_left_out",
-    "leaf_names",
+    "leaf_differences",
+    "read_leaves",
 ]
 
 _LEAVES, _SUMS = "leaves.json", "checksums.json"
@@ -51,14 +52,12 @@ class PyTreeArgs(ocp.args.CheckpointArgs):
       tree: what to save, or shapes of what to restore.
       convert: whether floats of another dtype are converted.
       leave_out: names of leaves, or of what is above them, that are not restored.
-      remedy: what helps against a tree that has other leaves.
     """
 
     checkpoint: str
     tree: PyTree
     convert: bool = False
     leave_out: tuple[str, ...] = ()
-    remedy: str = "give model= as it was saved"
 
 
 class PyTreeHandler(ocp.AsyncCheckpointHandler):
@@ -250,17 +249,13 @@ def _write_leaves(directory: Path, args: PyTreeArgs) -> None:
         write_signed(directory / _LEAVES, args.checkpoint, _leaves(args.tree))
 
 
-def leaf_names(directory: Path, checkpoint: str) -> list[str]:
-    """Return the names of the leaves that are in a directory.
+def read_leaves(directory: Path, checkpoint: str) -> dict[str, Any]:
+    """Return shape and dtype of the leaves that are in a directory, by name.
 
     Raises:
       FileNotFoundError: the file that has them is missing.
       ValueError: it is damaged, or of another checkpoint.
     """
-    return sorted(_read_leaves(directory, checkpoint))
-
-
-def _read_leaves(directory: Path, checkpoint: str) -> dict[str, Any]:
     leaf = schema.record(shape=schema.sequence(schema.integer()), dtype=schema.text)
     return read_signed(directory / _LEAVES, schema.mapping(leaf), checkpoint)[1]
 
@@ -281,21 +276,38 @@ def _check_same_leaves(directory: Path, args: PyTreeArgs) -> None:
     Raises:
       ValueError: it has others, or another shape or dtype.
     """
-    found, wanted = _read_leaves(directory, args.checkpoint), _leaves(args.tree)
+    differences = leaf_differences(read_leaves(directory, args.checkpoint), args)
+    if differences:
+        remedy = "give model= as it was saved"
+        text = message_of_many(f"checkpoint {directory}", differences, remedy=remedy)
+        raise ValueError(text)
+
+
+def leaf_differences(found: Mapping[str, Any], args: PyTreeArgs) -> list[str]:
+    """Return a message for each leaf of a tree that is not as it was saved.
+
+    Args:
+      found: what `read_leaves` returned.
+      args: the tree, and what may differ.
+    """
+    wanted = _leaves(args.tree)
+    differences = []
     for path in sorted(found.keys() | wanted.keys()):
-        what, remedy = f"checkpoint {directory}: leaf {path!r}", args.remedy
         forms = wanted.get(path), found.get(path)
         if None in forms and is_left_out(path, args.leave_out):
             continue
         if None in forms:
             expected, got = ("none" if form is None else "one" for form in forms)
-            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+            differences.append(message(f"leaf {path!r}", expected=expected, got=got))
+            continue
         for kind in ("shape", "dtype"):
             expected, got = (f"{kind} {form[kind]}" for form in forms if form)
             rounds = kind == "dtype" and all(is_float(form["dtype"]) for form in forms if form)
             if expected != got and not (rounds and args.convert):
-                remedy = "convert=True rounds it" if rounds else remedy
-                raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+                remedy = "convert=True rounds it" if rounds else ""
+                text = message(f"leaf {path!r}", expected=expected, got=got, remedy=remedy)
+                differences.append(text)
+    return differences
 
 
 def is_float(dtype: str) -> bool:
