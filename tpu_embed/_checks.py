@@ -24,16 +24,18 @@ def message(what: str, *, expected: str, got: Any, remedy: str = "") -> str:
 
 
 def message_of_many(what: str, messages: Sequence[str], *, remedy: str) -> str:
-    """Return several messages about one thing as one: a line each, and what helps against all.
+    """Return several messages about one thing as one: a line for each, and one for the remedy.
 
     Args:
       what: what they are about.
       messages: at least one; of more than `_MOST_LINES` the first ones are shown.
       remedy: what helps.
     """
+    if len(messages) == 1:
+        return f"{what}: {messages[0]}; {remedy}"
     shown, left = messages[:_MOST_LINES], len(messages) - _MOST_LINES
-    lines = [*shown, f"and {left} more"] if left > 0 else shown
-    return f"{what}: " + "\n  ".join(lines) + f"; {remedy}"
+    more = [f"and {left} more"] if left > 0 else []
+    return f"{what}: " + "\n  ".join([*shown, *more, remedy])
 
 
 def is_int(value: Any) -> bool:

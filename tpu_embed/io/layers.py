@@ -119,13 +119,14 @@ def differences(directory: Path, found: Collection[str], wanted: Mapping[str, Wa
 
     Raises:
       FileNotFoundError: a file is missing.
+      ValueError: one is damaged, or belongs to another layer.
     """
     messages = []
     for path in sorted({*found, *wanted}):
         if path in wanted and path in found:
             try:
                 manifest.read(directory / file_name(path), wanted[path])
-            except ValueError as error:
+            except manifest.Mismatch as error:
                 messages.append(f"{error}")
         else:
             expected, got = ("one", "none") if path in wanted else ("none", "one")

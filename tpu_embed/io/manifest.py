@@ -1,7 +1,6 @@
 """What tables on disk say of themselves, and whether that is what an engine has.
 
-Enters: an engine and its state, or a directory. Leaves: the manifest `tables.json`, checked. Called
-by `tables.py`; `checkpoint.py` and `items.py` say what is `Wanted`.
+Input: an engine and its state, or a directory. Output: the manifest `tables.json`, checked.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from tpu_embed.io.trees import is_float
 
 __all__ = [
     "Found",
+    "Mismatch",
     "Wanted",
     "describe",
     "form_of",
@@ -125,6 +125,10 @@ class Wanted:
         return f"checkpoint {directory}" + (f": layer {self.layer!r}" if self.layer else "")
 
 
+class Mismatch(ValueError):
+    """What is on disk is whole, and not what is wanted."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Found:
     """What is on disk, checked against what is wanted.
@@ -193,7 +197,8 @@ def read(directory: Path, wanted: Wanted) -> Found:
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: a table, a field, a shape or a dtype that is not as wanted; a damaged file.
+      Mismatch: a table, a field, a shape or a dtype that is not as wanted.
+      ValueError: a damaged file.
     """
     checkpoint, manifest = read_signed(directory / _MANIFEST, _FORM, wanted.checkpoint)
     checksums = _read_checksums(directory, checkpoint, manifest["processes"])
@@ -277,6 +282,6 @@ def _absent(f: Field, found: dict[str, Any]) -> tuple[str, str]:
     return f"slots of {_rule(f)}, {sorted(slot_shapes(f.group))}", got
 
 
-def _refusal(label: str, what: str, expected: str, got: str, remedy: str) -> ValueError:
+def _refusal(label: str, what: str, expected: str, got: str, remedy: str) -> Mismatch:
     what = f"{label}: {what}"
-    return ValueError(message(what, expected=expected, got=got, remedy=remedy))
+    return Mismatch(message(what, expected=expected, got=got, remedy=remedy))
