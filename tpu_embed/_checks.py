@@ -30,6 +30,12 @@ def message_of_many(what: str, messages: Sequence[str], *, remedy: str) -> str:
       what: what they are about.
       messages: at least one; of more than `_MOST_LINES` the first ones are shown.
       remedy: what helps.
+
+    Example:
+      >>> print(message_of_many("f", ["a: expected 1, got 2", "b: expected 3, got 4"], remedy="x"))
+      f: a: expected 1, got 2
+        b: expected 3, got 4
+        x
     """
     if len(messages) == 1:
         return f"{what}: {messages[0]}; {remedy}"

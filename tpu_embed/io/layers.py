@@ -126,7 +126,7 @@ def differences(directory: Path, found: Collection[str], wanted: Mapping[str, Wa
         if path in wanted and path in found:
             try:
                 manifest.read(directory / file_name(path), wanted[path])
-            except manifest.Mismatch as error:
+            except manifest.MismatchError as error:
                 messages.append(f"{error}")
         else:
             expected, got = ("one", "none") if path in wanted else ("none", "one")

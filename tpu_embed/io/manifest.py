@@ -24,7 +24,7 @@ from tpu_embed.io.trees import is_float
 
 __all__ = [
     "Found",
-    "Mismatch",
+    "MismatchError",
     "Wanted",
     "describe",
     "form_of",
@@ -125,7 +125,7 @@ class Wanted:
         return f"checkpoint {directory}" + (f": layer {self.layer!r}" if self.layer else "")
 
 
-class Mismatch(ValueError):
+class MismatchError(ValueError):
     """What is on disk is whole, and not what is wanted."""
 
 
@@ -197,7 +197,7 @@ def read(directory: Path, wanted: Wanted) -> Found:
 
     Raises:
       FileNotFoundError: a file is missing.
-      Mismatch: a table, a field, a shape or a dtype that is not as wanted.
+      MismatchError: a table, a field, a shape or a dtype that is not as wanted.
       ValueError: a damaged file.
     """
     checkpoint, manifest = read_signed(directory / _MANIFEST, _FORM, wanted.checkpoint)
@@ -282,6 +282,6 @@ def _absent(f: Field, found: dict[str, Any]) -> tuple[str, str]:
     return f"slots of {_rule(f)}, {sorted(slot_shapes(f.group))}", got
 
 
-def _refusal(label: str, what: str, expected: str, got: str, remedy: str) -> Mismatch:
+def _refusal(label: str, what: str, expected: str, got: str, remedy: str) -> MismatchError:
     what = f"{label}: {what}"
-    return Mismatch(message(what, expected=expected, got=got, remedy=remedy))
+    return MismatchError(message(what, expected=expected, got=got, remedy=remedy))
