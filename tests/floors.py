@@ -77,6 +77,7 @@ CORE_ORDER = [
     "jaxprs",
     "in_place",
     "engine",
+    "holder",
     "touched",
     "arguments",
     "indexed_slices",

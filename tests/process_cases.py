@@ -219,7 +219,7 @@ def fixed(engine, shapes, step):
 
 def faults(directory):
     """Return what every process sees when files fail the last one; a save and a restore after."""
-    from tpu_embed.io import CheckpointManager, checked, save, tables
+    from tpu_embed.io import CheckpointManager, save, tables, trees
 
     def fails(module, name, error):
         def failing(*_, **__):
@@ -239,19 +239,19 @@ def faults(directory):
     model = jax.device_put({"kernel": np.ones(3, np.float32)}, state.step.sharding)
     full, damaged = OSError("no space left"), ValueError("damaged")
     seen = []
-    for module, name in ((tables, "write_rows"), (tables, "prepare"), (checked, "_write_leaves")):
+    for module, name in ((tables, "write_rows"), (tables, "prepare"), (trees, "_write_leaves")):
         with fails(module, name, full):
             seen.append(told(save, root / "one", engine, state, model=model))
         assert last or not list(root.glob("one*"))
     with CheckpointManager(root / "run", engine) as manager:
-        for module, name in ((tables, "write_rows"), (checked, "_write_leaves")):
+        for module, name in ((tables, "write_rows"), (trees, "_write_leaves")):
             with fails(module, name, full):
                 manager.save(1, state, model=model)
                 seen.append(told(manager.wait))
         left = sorted(path.name for path in root.glob("*/*") if path.name.isdigit())
         assert manager.save(2, state, model=model)
         manager.wait()
-        for module, name in ((tables, "_read_field"), (checked, "_check_sums")):
+        for module, name in ((tables, "_read_field"), (trees, "_check_sums")):
             with fails(module, name, damaged):
                 seen.append(told(manager.restore, model=model))
         at_once = arrays(engine, manager.restore(model=model).state)

@@ -6,18 +6,42 @@ An error names the argument or feature path, what was expected, what was got, an
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 
 from tpu_embed._types import Tracer
 
+_MOST_LINES = 20
+"""Of a message of many."""
+
 
 def message(what: str, *, expected: str, got: Any, remedy: str = "") -> str:
     """Return `what: expected …, got …; remedy`, the wording of every error of this package."""
     text = f"{what}: expected {expected}, got {got}"
     return f"{text}; {remedy}" if remedy else text
+
+
+def message_of_many(what: str, messages: Sequence[str], *, remedy: str) -> str:
+    """Return several messages about one thing as one: a line for each, and one for the remedy.
+
+    Args:
+      what: what they are about.
+      messages: at least one; of more than `_MOST_LINES` the first ones are shown.
+      remedy: what helps.
+
+    Example:
+      >>> print(message_of_many("f", ["a: expected 1, got 2", "b: expected 3, got 4"], remedy="x"))
+      f: a: expected 1, got 2
+        b: expected 3, got 4
+        x
+    """
+    if len(messages) == 1:
+        return f"{what}: {messages[0]}; {remedy}"
+    shown, left = messages[:_MOST_LINES], len(messages) - _MOST_LINES
+    more = [f"and {left} more"] if left > 0 else []
+    return f"{what}: " + "\n  ".join([*shown, *more, remedy])
 
 
 def is_int(value: Any) -> bool:

@@ -12,7 +12,7 @@ from checkpoint_cases import contents, small, small_engine, small_state
 from facade_cases import assert_same
 from file_cases import DEEP, mutations, resigned
 
-from tpu_embed.io import CheckpointManager, checked, restore, save, tables
+from tpu_embed.io import CheckpointManager, restore, save, tables, trees
 from tpu_embed.io.manifest import Wanted
 
 MODEL = {"w": jnp.arange(6.0).reshape(2, 3), "b": np.arange(2, dtype=np.int32)}
@@ -94,11 +94,11 @@ def test_a_manifest_of_other_types_is_refused_or_harmless(copy):
 def test_other_files_of_other_types_are_refused(copy, file):
     path = copy / file
     name = tables.manifest.name_of(copy / "tables")
-    arguments = checked.PyTreeArgs(name, MODEL)
+    arguments = trees.PyTreeArgs(name, MODEL)
     for place, changed in mutations(json.loads(path.read_text())):
         path.write_text(json.dumps(resigned(changed)))
         if file.startswith("model"):
-            found = outcome(copy, lambda: checked._check_leaves(copy / "model", arguments))
+            found = outcome(copy, lambda: trees._check_same_leaves(copy / "model", arguments))
         else:
             found = outcome(copy, lambda: restore(copy, small_engine()))
         assert found == "refused", place
@@ -109,7 +109,7 @@ def test_a_checksum_file_of_a_model_of_other_types_is_refused_or_harmless(copy):
     name = tables.manifest.name_of(copy / "tables")
     for place, changed in mutations(json.loads(path.read_text())):
         path.write_text(json.dumps(resigned(changed)))
-        found = outcome(copy, lambda: checked._check_sums(copy / "model", name))
+        found = outcome(copy, lambda: trees._check_sums(copy / "model", name))
         assert found == "refused" or place[-1] == "gone", place  # a file of which nothing is said
 
 

@@ -17,10 +17,12 @@ from tpu_embed.io.serving import serving_lookup
 
 if TYPE_CHECKING:
     from tpu_embed.io.checkpoint import Restored, restore, save
-    from tpu_embed.io.manager import CheckpointManager
+    from tpu_embed.io.manager import CheckpointManager, ModuleCheckpointManager
+    from tpu_embed.io.module_checkpoint import restore_modules, save_modules
 
 __all__ = [
     "CheckpointManager",
+    "ModuleCheckpointManager",
     "QuantizedTable",
     "Restored",
     "ServedModel",
@@ -32,15 +34,20 @@ __all__ = [
     "load_model",
     "quantize_rows",
     "restore",
+    "restore_modules",
     "save",
+    "save_modules",
     "serving_lookup",
 ]
 
 _LATER = {
     "CheckpointManager": "manager",
+    "ModuleCheckpointManager": "manager",
     "Restored": "checkpoint",
     "restore": "checkpoint",
+    "restore_modules": "module_checkpoint",
     "save": "checkpoint",
+    "save_modules": "module_checkpoint",
 }
 """Names that are imported when they are first asked for, and their modules."""
 

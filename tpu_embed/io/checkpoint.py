@@ -1,45 +1,31 @@
-"""Checkpoints, on orbax: tables and slots by name, the network beside them, whole or not at all.
+"""Checkpoints of an engine: tables and slots by name, a network and a position beside them.
 
-Enters: an engine and its state, a pytree, a position in the data. Leaves: a directory, or all that
-again, for any mesh, placement and stacking. Called by users; a `TPUEmbedding` has `engine` and
-`state` to give.
+Input: an engine and its state, a pytree, a position in the data. Output: a directory, or all that
+again, for any mesh, placement and stacking. A `TPUEmbedding` has `engine` and `state` to give.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
+from flax import nnx
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.processes import check_same, together
 from tpu_embed.core.tables import TableState
-from tpu_embed.io import files, manifest, tables
-from tpu_embed.io.items import (
-    MODEL,
-    POSITION,
-    TABLES,
-    check_engine,
-    handler,
-    local_path,
-    new_checkpoint,
-    remove_unfinished,
-    restore_args,
-    save_args,
-)
+from tpu_embed.io import manifest, tables
+from tpu_embed.io.checked import JsonArgs, as_json
+from tpu_embed.io.commit import read_checkpoint, write_checkpoint
+from tpu_embed.io.items import MODEL, POSITION, TABLES, FilesArgs
 from tpu_embed.io.manifest import Wanted
-from tpu_embed.io.step_paths import SyncedPath
+from tpu_embed.io.trees import PyTreeArgs, abstract_leaf, as_array, check_leaves
 
-__all__ = ["Restored", "restore", "save"]
-
-_SAVING = threading.Lock()
-"""One `save` at a time: another one to the same path must find it there."""
+__all__ = ["Restored", "check_engine", "restore", "save", "save_args"]
 
 
 class Restored(NamedTuple):
@@ -72,7 +58,7 @@ def save(
       path: a directory that does not exist.
       engine: whose state it is.
       state: tables and slots; at most a few blocks of rows are held beside them.
-      model: a pytree, no single leaf, of arrays, none of size 0, and Python numbers.
+      model: a pytree, no single leaf, of arrays and Python numbers.
       position: a JSON value, its keys strings, for example where the data iterator stands.
 
     Raises:
@@ -92,29 +78,13 @@ def save(
       ...                         == engine.tables(state)["item"][0]).all())
       ({'epoch': 1}, True)
     """
-    path = local_path(path)
     check_engine(engine)
-
-    def prepared() -> ocp.args.Composite:
-        if path.exists():
-            remedy = "remove it, or save elsewhere; CheckpointManager numbers its directories"
-            raise ValueError(message("path", expected="no file", got=f"{path}", remedy=remedy))
-        parts = tables.prepare(engine, state, checkpoint=checkpoint, copied=False)
-        args = save_args(parts, model, position)
-        if jax.process_index() == 0:
-            files.make_directory(path.parent)
-        return args
-
-    with _SAVING:
-        check_same("save", f"{path}")
-        checkpoint = new_checkpoint(path)
-        args = together("save", path, prepared)
-        try:
-            with ocp.Checkpointer(handler(), temporary_path_class=SyncedPath) as checkpointer:
-                checkpointer.save(path, args=args)
-        except BaseException:
-            remove_unfinished(path.parent, path.name)
-            raise
+    write_checkpoint(
+        path,
+        lambda checkpoint: save_args(
+            engine, state, model, position, checkpoint=checkpoint, copied=False
+        ),
+    )
 
 
 def restore(
@@ -148,22 +118,76 @@ def restore(
       FileNotFoundError: there is no checkpoint, or no model in it; a file of it is missing.
       TypeError: no engine.
     """
-    path = local_path(path)
     check_engine(engine)
-    parts = (TABLES, POSITION) if model is None else (TABLES, POSITION, MODEL)
-
-    def prepared() -> ocp.args.Composite:
-        missing = [part for part in parts if not (path / part).is_dir()]
-        if missing:
-            expected, got = f"a directory with {', '.join(parts)}", f"none of {', '.join(missing)}"
-            remedy = "give the directory that save wrote, which every process can reach"
-            what = f"checkpoint {path}"
-            raise FileNotFoundError(message(what, expected=expected, got=got, remedy=remedy))
-        wanted = Wanted(engine, key, convert, tuple(leave_out))
-        return restore_args(wanted, model, manifest.name_of(path / TABLES))
-
-    check_same("restore", f"{path}")
-    args = together("restore", path, prepared)
-    with ocp.Checkpointer(handler()) as checkpointer:
-        found: Any = checkpointer.restore(path, args=args)
+    wanted = Wanted(engine, key, convert, tuple(leave_out))
+    items = (TABLES, POSITION) if model is None else (TABLES, POSITION, MODEL)
+    found = read_checkpoint(
+        path, items, lambda path: _restore_args(wanted, model, path), writer="save"
+    )
     return Restored(found[TABLES], found.get(MODEL), found[POSITION])
+
+
+def check_engine(engine: Any) -> None:
+    """Check that something is an engine.
+
+    Raises:
+      TypeError: it is not.
+    """
+    if not isinstance(engine, EmbeddingEngine):
+        remedy = "a TPUEmbedding has one: embedding.engine"
+        if isinstance(engine, nnx.Pytree):
+            remedy = "save_modules, restore_modules and ModuleCheckpointManager take flax modules"
+        got = type(engine).__name__
+        text = message("engine", expected="an EmbeddingEngine", got=got, remedy=remedy)
+        raise TypeError(text)
+
+
+def save_args(
+    engine: EmbeddingEngine,
+    state: TableState,
+    model: PyTree,
+    position: Any,
+    *,
+    checkpoint: str,
+    copied: bool,
+) -> ocp.args.Composite:
+    """Return what to save, as orbax takes it.
+
+    Args:
+      engine: whose state it is.
+      state: the state.
+      model: the pytree beside it, or None.
+      position: a JSON value.
+      checkpoint: the name of the checkpoint.
+      copied: whether to copy the state to the host now: it may be donated afterwards.
+
+    Raises:
+      ValueError: the state of another engine, a model without arrays, a position that is no JSON.
+    """
+    prepared = tables.prepare(engine, state, checkpoint=checkpoint, copied=copied)
+    items: dict[str, Any] = {
+        TABLES: FilesArgs(write=lambda path: tables.write(path, prepared)),
+        POSITION: JsonArgs(checkpoint, as_json(position)),
+    }
+    if model is not None:
+        if not jax.tree.leaves(model):
+            remedy = "leave it out"
+            raise ValueError(message("model", expected="arrays", got=repr(model), remedy=remedy))
+        check_leaves("model", model)
+        items[MODEL] = PyTreeArgs(checkpoint, jax.tree.map(as_array, model))
+    return ocp.args.Composite(**items)
+
+
+def _restore_args(wanted: Wanted, model: PyTree, path: Path) -> ocp.args.Composite:
+    """Return what to restore, as orbax takes it."""
+    checkpoint = manifest.name_of(path / TABLES)
+    items: dict[str, Any] = {
+        TABLES: FilesArgs(read=lambda path: tables.read(path, wanted)),
+        POSITION: JsonArgs(checkpoint),
+    }
+    if model is not None:
+        check_leaves("model", model)
+        everywhere = wanted.engine.layout.axes.sharding(())
+        abstract = jax.tree.map(lambda leaf: abstract_leaf(leaf, everywhere), model)
+        items[MODEL] = PyTreeArgs(checkpoint, abstract, wanted.convert)
+    return ocp.args.Composite(**items)

@@ -1,46 +1,32 @@
-"""Numbered checkpoints of a run, on orbax: every so many steps, in the background, the last few.
+"""The managers of a run's checkpoints: of an engine's states, or of flax modules.
 
-Enters: states, models and positions, step after step. Leaves: directories, or what is in one of
-them. Called by users.
+Input: states or modules, step after step. Output: numbered directories, or what is in one of them.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
-import jax
 import orbax.checkpoint as ocp
 
-from tpu_embed._checks import check_int, message
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.processes import FILES_SECONDS, check_same, said_by_all, together
 from tpu_embed.core.tables import TableState
-from tpu_embed.io import files, tables
-from tpu_embed.io.checkpoint import Restored, restore
-from tpu_embed.io.items import (
-    check_engine,
-    local_path,
-    new_checkpoint,
-    registry,
-    remove,
-    remove_unfinished,
-    save_args,
-)
-from tpu_embed.io.step_paths import StepNames, SyncedPath, steps_in
+from tpu_embed.io.checkpoint import Restored, check_engine, restore, save_args
+from tpu_embed.io.module_checkpoint import restore_modules, save_modules_args
+from tpu_embed.io.numbered import NumberedCheckpoints
 
-__all__ = ["CheckpointManager"]
+__all__ = ["CheckpointManager", "ModuleCheckpointManager"]
 
 
-class CheckpointManager:
+@final
+class CheckpointManager(NumberedCheckpoints):
     """Numbered checkpoints in one directory: every so many steps, in the background, the last few.
 
-    A save copies the state to the host and returns; files are written by a thread. Thin: numbering,
-    retention and atomicity are orbax's. One manager at a time writes to a directory; others may
-    read from it.
+    A save copies the state to the host and returns; files are written by a thread. One manager at a
+    time writes to a directory; others may read from it.
 
     Args:
       directory: of all checkpoints; made if it is not there.
@@ -65,43 +51,8 @@ class CheckpointManager:
         in_background: bool = True,
     ) -> None:
         check_engine(engine)
-        self._directory, self._engine = local_path(directory), engine
-        self._in_background = in_background
-        self._lock = threading.Lock()  # one save or removal at a time
-        every = check_int("every", every, minimum=1)
-        policies = ocp.checkpoint_managers
-        options = ocp.CheckpointManagerOptions(
-            save_decision_policy=policies.AnySavePolicy(
-                [policies.FixedIntervalPolicy(every), policies.PreemptionCheckpointingPolicy()]
-            ),
-            step_name_format=StepNames(),
-            temporary_path_class=SyncedPath,
-            max_to_keep=None if keep is None else check_int("keep", keep, minimum=1),
-            enable_async_checkpointing=in_background,
-            async_options=ocp.AsyncOptions(
-                create_directories_asynchronously=False, timeout_secs=FILES_SECONDS
-            ),
-        )
-        self._open()
-        self._manager = ocp.CheckpointManager(
-            self._directory, options=options, handler_registry=registry()
-        )
-
-    def _open(self) -> None:
-        """Make the directory, and check that all processes see the same one."""
-        what, seen = "CheckpointManager", ""
-
-        def made() -> None:
-            if jax.process_index() == 0:
-                files.make_directory(self._directory)
-
-        check_same(what, f"{self._directory}")
-        together(what, self._directory, made)
-        for _ in range(3):  # another run may save between two looks
-            seen = f"steps {self.all_steps()}" if self._directory.is_dir() else "no directory"
-            if len(set(said_by_all(what, seen))) == 1:
-                return
-        check_same(f"{what} {self._directory}", seen)
+        super().__init__(directory, every=every, keep=keep, in_background=in_background)
+        self._engine = engine
 
     def save(
         self,
@@ -127,38 +78,12 @@ class CheckpointManager:
           ValueError: what `save` refuses; a step before the last one that is there.
           Exception: what went wrong while the save before it was written; nothing was saved.
         """
-        step = check_int("step", step, minimum=0)
-        with self._lock:
-            return self._save(step, state, model, position, force=force)
+        return self._save_numbered(step, (state, model), position, force=force)
 
-    def _save(
-        self, step: int, state: TableState, model: PyTree, position: Any, *, force: bool
-    ) -> bool:
-        last = self._manager.latest_step()  # it counts while it is written
-        due = force or self._manager.should_save(step)  # False of a step that is not after the last
-        if not due and (last is None or step > last):
-            return False
-        self.wait()
-        # Orbax counts a save, and drops what it makes old, before it has ended: it may not have.
-        self._manager.reload()
-        last = self._manager.latest_step()
-        if last is not None and step < last:
-            remedy = "restore that one, or remove those after the one you go on from"
-            expected = f"at least {last}, the last one in {self._directory}"
-            raise ValueError(message("step", expected=expected, got=f"{step}", remedy=remedy))
-        if step == last or not (due or self._manager.should_save(step)):
-            return False
-        remove_unfinished(self._directory)
-        checkpoint = new_checkpoint(self._directory)
-
-        def prepared() -> ocp.args.Composite:
-            parts = tables.prepare(
-                self._engine, state, checkpoint=checkpoint, copied=self._in_background
-            )
-            return save_args(parts, model, position)
-
-        args = together("save", self._directory, prepared)
-        return self._manager.save(step, args=args, force=True)
+    def _save_args(self, content: Any, position: Any, checkpoint: str) -> ocp.args.Composite:
+        state, model = content
+        copied = self._in_background
+        return save_args(self._engine, state, model, position, checkpoint=checkpoint, copied=copied)
 
     def restore(
         self,
@@ -182,64 +107,96 @@ class CheckpointManager:
           ValueError: what `restore` refuses; a note names the steps that are there.
           FileNotFoundError: there is no such checkpoint.
         """
-        self.wait()
-        steps = said_by_all("restore", self.all_steps())[0]  # another run may save now
-        if not steps or step not in (None, *steps):
-            what, expected = f"step {step} in {self._directory}", f"one of {steps}"
-            raise FileNotFoundError(message(what, expected=expected, got="none"))
-        path = self._directory / f"{steps[-1] if step is None else step}"
         wishes: dict[str, Any] = {"key": key, "convert": convert, "leave_out": leave_out}
-        try:
-            return restore(path, self._engine, model=model, **wishes)
-        except (ValueError, FileNotFoundError) as error:
-            error.add_note(f"steps in {self._directory}: {steps}")
-            raise
+        return self._restore_numbered(
+            step, lambda path: restore(path, self._engine, model=model, **wishes)
+        )
 
-    def remove(self, step: int) -> None:
-        """Remove a checkpoint, for example a damaged one.
+
+@final
+class ModuleCheckpointManager(NumberedCheckpoints):
+    """Numbered checkpoints of flax modules: every so many steps, in the background, the last few.
+
+    A save copies all arrays to the host and returns; files are written by a thread. One manager at
+    a time writes to a directory; others may read from it.
+
+    Args:
+      directory: of all checkpoints; made if it is not there.
+      every: `save` saves at multiples of this step alone, and where a preemption was announced.
+      keep: how many of the last ones stay; None: all.
+      in_background: whether `save` returns before the files are written.
+
+    Raises:
+      ValueError: a number below 1, a directory that is no file's, or is another one in another
+        process.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        every: int = 1,
+        keep: int | None = 3,
+        in_background: bool = True,
+    ) -> None:
+        super().__init__(directory, every=every, keep=keep, in_background=in_background)
+
+    def save(
+        self,
+        step: int,
+        modules: Mapping[str, Any],
+        *,
+        position: Any = None,
+        force: bool = False,
+    ) -> bool:
+        """Save, if a save is due at this step and not there yet; tell whether it was.
+
+        It waits for the save before it.
+
+        Args:
+          step: the number.
+          modules: as for `save_modules`; they may be trained on as soon as this returns.
+          position: as for `save_modules`.
+          force: whether it is due whatever the step, for example at the end.
 
         Raises:
+          ValueError: what `save_modules` refuses; a step before the last one that is there.
+          TypeError: what `save_modules` refuses.
+          Exception: what went wrong while the save before it was written; nothing was saved.
+        """
+        return self._save_numbered(step, modules, position, force=force)
+
+    def _save_args(self, content: Any, position: Any, checkpoint: str) -> ocp.args.Composite:
+        copied = self._in_background
+        return save_modules_args(content, position, checkpoint=checkpoint, copied=copied)
+
+    def restore(
+        self,
+        modules: Mapping[str, Any],
+        step: int | None = None,
+        *,
+        key: Array | None = None,
+        convert: bool = False,
+        leave_out: Sequence[str] = (),
+    ) -> Any:
+        """Fill modules with what is in a checkpoint; see `restore_modules`.
+
+        It waits for a save that is under way.
+
+        Args:
+          modules: as for `restore_modules`.
+          step: its number; None: the last one.
+          key: as for `restore_modules`.
+          convert: as for `restore_modules`.
+          leave_out: as for `restore_modules`.
+
+        Returns:
+          the position, or None.
+
+        Raises:
+          ValueError: what `restore_modules` refuses; a note names the steps that are there.
+          TypeError: what `restore_modules` refuses.
           FileNotFoundError: there is no such checkpoint.
         """
-        self.wait()
-        steps = said_by_all("remove", self.all_steps())[0]  # before the first process removes it
-        if step not in steps:
-            what, expected = f"step {step} in {self._directory}", f"one of {steps}"
-            raise FileNotFoundError(message(what, expected=expected, got="none"))
-        path = self._directory / f"{step}"
-        with self._lock:
-            together("remove", path, lambda: remove(path))
-            self._manager.reload()
-
-    def latest_step(self) -> int | None:
-        """Return the number of the last checkpoint that is there, or None."""
-        return max(self.all_steps(), default=None)
-
-    def all_steps(self) -> list[int]:
-        """Return the numbers of all that are there, ascending; not one that is being written."""
-        return steps_in(self._directory)
-
-    def wait(self) -> None:
-        """Wait until what is being saved is there.
-
-        Raises:
-          Exception: what went wrong while it was written.
-        """
-        self._manager.wait_until_finished()
-
-    def close(self) -> None:
-        """Wait, and end the threads.
-
-        Raises:
-          Exception: what went wrong while the last save was written.
-        """
-        try:
-            self.wait()
-        finally:
-            self._manager.close()
-
-    def __enter__(self) -> CheckpointManager:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+        wishes: dict[str, Any] = {"key": key, "convert": convert, "leave_out": leave_out}
+        return self._restore_numbered(step, lambda path: restore_modules(path, modules, **wishes))

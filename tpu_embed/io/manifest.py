@@ -1,7 +1,6 @@
 """What tables on disk say of themselves, and whether that is what an engine has.
 
-Enters: an engine and its state, or a directory. Leaves: the manifest `tables.json`, checked. Called
-by `tables.py`; `checkpoint.py` and `items.py` say what is `Wanted`.
+Input: an engine and its state, or a directory. Output: the manifest `tables.json`, checked.
 """
 
 from __future__ import annotations
@@ -19,11 +18,13 @@ from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.fields import Field, fields
 from tpu_embed.core.tables import TableState, slot_shapes
 from tpu_embed.io import schema
-from tpu_embed.io.checked import is_float, read_signed, write_signed
+from tpu_embed.io.checked import read_signed, write_signed
 from tpu_embed.io.rows import row_array
+from tpu_embed.io.trees import is_float
 
 __all__ = [
     "Found",
+    "MismatchError",
     "Wanted",
     "describe",
     "form_of",
@@ -108,12 +109,24 @@ class Wanted:
       key: for rows, tables and slots that are not on disk; None: that is an error.
       convert: whether dtypes may be others.
       leave_out: tables on disk that are not read.
+      layer: the path of the layer that has the engine, for messages; "" for an engine by itself.
+      checkpoint: the name that the files must have; None: any, but all of them the same.
     """
 
     engine: EmbeddingEngine
     key: Array | None = None
     convert: bool = False
     leave_out: tuple[str, ...] = ()
+    layer: str = ""
+    checkpoint: str | None = None
+
+    def label(self, directory: Path) -> str:
+        """Return what messages call the tables in a directory."""
+        return f"checkpoint {directory}" + (f": layer {self.layer!r}" if self.layer else "")
+
+
+class MismatchError(ValueError):
+    """What is on disk is whole, and not what is wanted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,9 +197,10 @@ def read(directory: Path, wanted: Wanted) -> Found:
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: a table, a field, a shape or a dtype that is not as wanted; a damaged file.
+      MismatchError: a table, a field, a shape or a dtype that is not as wanted.
+      ValueError: a damaged file.
     """
-    checkpoint, manifest = read_signed(directory / _MANIFEST, _FORM)
+    checkpoint, manifest = read_signed(directory / _MANIFEST, _FORM, wanted.checkpoint)
     checksums = _read_checksums(directory, checkpoint, manifest["processes"])
     tables = _chosen(directory, manifest["tables"], wanted)
     _check_names(directory, tables, wanted)
@@ -209,7 +223,7 @@ def _chosen(directory: Path, found: dict[str, Any], wanted: Wanted) -> dict[str,
     """Return the tables on disk that are to be read."""
     for name in wanted.leave_out:
         if name not in found:
-            what, expected = f"checkpoint {directory}: leave_out", f"some of {sorted(found)}"
+            what, expected = f"{wanted.label(directory)}: leave_out", f"some of {sorted(found)}"
             raise ValueError(message(what, expected=expected, got=repr(name)))
     return {name: table for name, table in found.items() if name not in wanted.leave_out}
 
@@ -219,8 +233,9 @@ def _check_names(directory: Path, found: dict[str, Any], wanted: Wanted) -> None
     names = sorted(wanted.engine.table_configs)
     for name in sorted(found.keys() - set(names)):
         expected, got = f"it among the engine's tables {names}", "none of this name"
-        remedy = f"leave it out: leave_out=({name!r},)"
-        raise _refusal(directory, f"table {name!r}", expected, got, remedy)
+        left_out = f"leave_out=({wanted.layer or name!r},)"
+        remedy = f"name one {name!r}, or leave it out: {left_out}"
+        raise _refusal(wanted.label(directory), f"table {name!r}", expected, got, remedy)
 
 
 def _on_disk(found: dict[str, Any], f: Field) -> dict[str, Any] | None:
@@ -237,23 +252,24 @@ def _on_disk(found: dict[str, Any], f: Field) -> dict[str, Any] | None:
 def _lacks_rows(directory: Path, f: Field, found: dict[str, Any], wanted: Wanted) -> bool:
     """Check one field; tell whether some of its rows are not on disk."""
     form, expected, size = _on_disk(found, f), form_of(f), f.table.vocabulary_size
+    label = wanted.label(directory)
     if form is None:
         if wanted.key is None:
-            raise _refusal(directory, f.label, *_absent(f, found), "give key= to make it anew")
+            raise _refusal(label, f.label, *_absent(f, found), "give key= to make it anew")
         return True
     for what in ("shape", "per_row", "dtype"):
         rounds = what == "dtype" and is_float(form[what]) and is_float(expected[what])
         if form[what] != expected[what] and not (rounds and wanted.convert):
             remedy = "convert=True rounds it" if rounds else "declare it as it was"
             got, wish = f"{what} {form[what]}", f"{what} {expected[what]}"
-            raise _refusal(directory, f.label, wish, got, remedy)
+            raise _refusal(label, f.label, wish, got, remedy)
     rows = found[f.table.name]["vocabulary_size"]
     if rows > size:
         remedy = "tables grow, and never shrink"
-        raise _refusal(directory, f.label, f"at most {size} rows", f"{rows}", remedy)
+        raise _refusal(label, f.label, f"at most {size} rows", f"{rows}", remedy)
     if rows < size and wanted.key is None:
         remedy = "give key= to make the new rows"
-        raise _refusal(directory, f.label, f"{size} rows", f"{rows}", remedy)
+        raise _refusal(label, f.label, f"{size} rows", f"{rows}", remedy)
     return rows < size
 
 
@@ -266,6 +282,6 @@ def _absent(f: Field, found: dict[str, Any]) -> tuple[str, str]:
     return f"slots of {_rule(f)}, {sorted(slot_shapes(f.group))}", got
 
 
-def _refusal(directory: Path, what: str, expected: str, got: str, remedy: str) -> ValueError:
-    what = f"checkpoint {directory}: {what}"
-    return ValueError(message(what, expected=expected, got=got, remedy=remedy))
+def _refusal(label: str, what: str, expected: str, got: str, remedy: str) -> MismatchError:
+    what = f"{label}: {what}"
+    return MismatchError(message(what, expected=expected, got=got, remedy=remedy))

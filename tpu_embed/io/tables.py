@@ -127,7 +127,7 @@ def read(directory: Path, wanted: Wanted) -> TableState:
         state = base
         for f in fields(engine.layout):
             if found.form(f) is not None:
-                state = _read_field(state, directory, f, found, engine)
+                state = _read_field(state, directory, f, found, wanted)
         return state
 
     state = together("restore", directory, filled)
@@ -156,7 +156,7 @@ def _base(wanted: Wanted, *, fresh: bool) -> TableState:
 
 
 def _read_field(
-    state: TableState, directory: Path, f: Field, found: Found, engine: EmbeddingEngine
+    state: TableState, directory: Path, f: Field, found: Found, wanted: Wanted
 ) -> TableState:
     """Return the state with one field read from disk, in place.
 
@@ -165,9 +165,9 @@ def _read_field(
       ValueError: a file is damaged, or in the place of another.
     """
     try:
-        return _filled(state, directory, f, found, engine)
+        return _filled(state, directory, f, found, wanted.engine)
     except (ValueError, OSError) as error:
-        what, expected = f"checkpoint {directory}: {f.label}", "files as they were written"
+        what, expected = f"{wanted.label(directory)}: {f.label}", "files as they were written"
         text = message(what, expected=expected, got=str(error), remedy=REMEDY)
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
         raise kind(text) from error

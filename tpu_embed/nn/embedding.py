@@ -24,10 +24,12 @@ from tpu_embed.core.batch import Batch
 from tpu_embed.core.batch_spec import BatchSpec
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.engine_lookup import FEATURE, engine_lookup
+from tpu_embed.core.holder import StateHolder
 from tpu_embed.core.inputs import RaggedIds, SparseIds
+from tpu_embed.core.state_checks import check_state
 from tpu_embed.core.tables import TableState
 from tpu_embed.nn.untrained import warn_if_differentiated
-from tpu_embed.nn.variables import Counter, attributes, state_of
+from tpu_embed.nn.variables import Counter, Slot, Table, attributes, state_of
 from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
 
 __all__ = ["Embed", "EmbeddingBag"]
@@ -36,7 +38,7 @@ Ids = Array | np.ndarray | Batch | SparseIds | RaggedIds
 
 
 @final
-class EmbeddingBag(nnx.Module):
+class EmbeddingBag(nnx.Module, StateHolder):
     """A table, sharded over a mesh, whose rows are looked up and combined bag by bag.
 
     Its variables are a `Table`, `Slot`s and `Counter`s, none of them an `nnx.Param`: trained by
@@ -139,6 +141,24 @@ class EmbeddingBag(nnx.Module):
         return state_of(vars(self))
 
     @property
+    def state_variables(self) -> list[Any]:
+        """The variables that hold the state: a `Table`, `Slot`s and `Counter`s."""
+        inside = (value for _, value in nnx.iter_graph(self))
+        return [value for value in inside if isinstance(value, (Table, Slot, Counter))]
+
+    def set_state(self, state: TableState) -> None:
+        """Replace table, slots, step and counters.
+
+        Args:
+          state: one of this layer's engine.
+
+        Raises:
+          ValueError: the state of another engine; nothing is replaced then.
+        """
+        check_state(state, self.engine.layout)
+        nnx.update(self, nnx.State(attributes(state)))
+
+    @property
     def embedding(self) -> Array:
         """The rows `[V, D]` in their order, in the table's dtype: a copy."""
         return next(iter(self.engine.tables(self.state).values()))
@@ -160,8 +180,7 @@ class EmbeddingBag(nnx.Module):
         """
         (name,) = self.engine.table_configs
         given = {name: dict(slots)} if slots else None
-        new = self.engine.load_arrays(self.state, {name: rows}, given)
-        nnx.update(self, nnx.State(attributes(new)))
+        self.set_state(self.engine.load_arrays(self.state, {name: rows}, given))
 
 
 @final
