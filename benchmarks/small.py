@@ -2,7 +2,7 @@
 
     python benchmarks/small.py
 
-Prints the median of a step by each door, and of its parts.
+Prints the median of a step by each API, and of its parts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two tables, three features, both doors: pure functions in your jit, or enqueue and dequeue."""
+"""Two tables, three features, both APIs: pure functions in your jit, or enqueue and dequeue."""
 
 import functools
 
@@ -21,7 +21,7 @@ def loss_fn(acts):  # acts["user"] and the others are [8, 16]
     return jnp.mean(jnp.logaddexp(0.0, score) - likes * score)
 
 
-@functools.partial(jax.jit, donate_argnums=0)  # the functional door
+@functools.partial(jax.jit, donate_argnums=0)  # the functional API
 def step(state, batch):
     loss, gradients = jax.value_and_grad(loss_fn)(engine.lookup(state, batch))
     return engine.update(state, batch, gradients), loss
@@ -30,7 +30,7 @@ def step(state, batch):
 engine = EmbeddingEngine(features, Adagrad(0.1))
 state, batch = engine.init(jax.random.key(0)), engine.place(inputs)
 engine.check_in_place(step, state, batch)  # an error here if the step copied a table
-embedding = TPUEmbedding(features, Adagrad(0.1))  # the stateful door
+embedding = TPUEmbedding(features, Adagrad(0.1))  # the stateful API
 for _ in range(5):
     state, loss = step(state, batch)
     embedding.enqueue(inputs)

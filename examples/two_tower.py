@@ -22,7 +22,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import tpu_embed
-from tpu_embed.training import cross_shard
+from tpu_embed.training.optimizer import cross_shard
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "two_tower.py"
 TOP = 50

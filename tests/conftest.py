@@ -11,7 +11,7 @@ DEVICES = "--xla_force_host_platform_device_count=8"
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-CACHE = Path(__file__).resolve().parent.parent / "build" / "xla"
+CACHE = Path(__file__).resolve().parents[1] / "build" / "xla"
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
 if os.environ.get("JAX_COMPILATION_CACHE_DIR", str(CACHE)).startswith(str(CACHE)):
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE / WORKER)  # workers inherit "main"

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 USERS, ITEMS, RATINGS = 30, 50, 800
 GENRES = ("Action", "Comedy", "Drama")

@@ -12,7 +12,8 @@ from facade_cases import mesh
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, SparseIds, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.core import norms, resolve, retrieve
+from tpu_embed.core.layout import resolve
+from tpu_embed.core.state import norms, retrieve
 from tpu_embed.metrics import batch_statistics, counters, table_statistics, write_scalars
 
 # -- batches -------------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ def test_packed_rows_are_measured(packing, name, monkeypatch):
     monkeypatch.setattr(norms, "BLOCK_ROWS", 128)
     monkeypatch.setattr(resolve, "packing_of", lambda device: packing)
     engine = _engine(2, (name,))
-    assert all(group.packing == packing for group in engine.layout.groups)
+    assert all(stack.packing == packing for stack in engine.layout.stacks)
     _check(engine)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 STEPS, BATCH = 70, 64
 ENDS_WITHIN = 60
 """Seconds: a process misses another one after 20, and its own death may take some."""

@@ -88,7 +88,7 @@ def two(saved, tmp_path_factory):
     return run(2, tmp_path_factory.mktemp("two"), calls)
 
 
-def test_both_doors_have_the_bits_of_one_process(two):
+def test_both_apis_have_the_bits_of_one_process(two):
     expected = process_cases.train(8), process_cases.train_embedding(8)
     for trained, embedding, *_ in two:
         assert_same((trained, embedding), expected)

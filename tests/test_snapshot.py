@@ -14,8 +14,8 @@ import tpu_embed
 from tpu_embed import io, nn, training
 from tpu_embed import optimizers as o
 from tpu_embed._snapshot import as_array, snapshot
-from tpu_embed.core.indexed_slices import IndexedSlices, clip_by_global_norm, global_norm, scale
 from tpu_embed.io.quantize import quantize_rows
+from tpu_embed.sparse import IndexedSlices, clip_by_global_norm, global_norm, scale
 
 V, D, B, H = 100_000, 16, 1024, 8
 """Large enough that JAX copies in the background what it does not use where it lies."""

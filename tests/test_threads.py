@@ -1,4 +1,4 @@
-"""The stateful door called from several threads: nothing is refused, torn, or waits for ever."""
+"""The stateful API called from several threads: nothing is refused, torn, or waits for ever."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""The stateful door: order of calls, batch sizes, loading, and what it says of itself."""
+"""The stateful API: order of calls, batch sizes, loading, and what it says of itself."""
 
 import json
 
@@ -21,7 +21,7 @@ from facade_cases import (
 
 import tpu_embed
 from tpu_embed import optimizers as o
-from tpu_embed.core.tables import TableState
+from tpu_embed.core.state import TableState
 
 
 def test_build_makes_the_state_of_the_seed():

@@ -1,4 +1,4 @@
-"""The stateful door when something raises: what is left, and how it comes back."""
+"""The stateful API when something raises: what is left, and how it comes back."""
 
 import warnings
 

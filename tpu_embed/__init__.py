@@ -8,23 +8,19 @@ The batch's path, by file name:
                                                                                             │
     tables ◀─ core/apply (optimizers/) ◀─ core/sums (core/dedup, core/route) ◀─ gradients ◀─┘
 
-Two doors lead to the same code: `EmbeddingEngine`, pure functions for your own jit, and
+Two APIs lead to the same code: `EmbeddingEngine`, pure functions for your own jit, and
 `TPUEmbedding`, which holds the state and a queue of batches.
 """
 
 from tpu_embed import initializers, optimizers, training
 from tpu_embed.config import FeatureConfig, QuantizationConfig, TableConfig
-from tpu_embed.core.batch import Batch
-from tpu_embed.core.batch_spec import BatchSpec
+from tpu_embed.core.batch import Batch, BatchSpec
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.indexed_slices import IndexedSlices
-from tpu_embed.core.inputs import RaggedIds, SparseIds
-from tpu_embed.core.padding import pad_batch
-from tpu_embed.core.sparse_grad import sparse_grad, sparse_value_and_grad
-from tpu_embed.core.sparse_lookup import embedding_lookup
-from tpu_embed.core.tables import TableState
+from tpu_embed.core.ids import RaggedIds, SparseIds, pad_batch
+from tpu_embed.core.state import TableState
 from tpu_embed.hashing import hash_ids
 from tpu_embed.initializers import RowIdInitializer, ShardInfo
+from tpu_embed.sparse import IndexedSlices, embedding_lookup, sparse_grad, sparse_value_and_grad
 from tpu_embed.tpu_embedding import TPUEmbedding
 
 __all__ = [

@@ -1,6 +1,6 @@
 """What a `TPUEmbedding` holds: the state, the batches that wait, the one that was dequeued.
 
-All of it stands in one record that never changes. A call of the stateful door makes another record
+All of it stands in one record that never changes. A call of the stateful API makes another record
 and puts it in the place of the old one in a single store: whatever raises, between whatever
 bytecodes, leaves the one or the other, and another thread never sees half of a call.
 
@@ -22,7 +22,7 @@ import jax
 from tpu_embed._checks import message
 from tpu_embed._types import PyTree
 from tpu_embed.core.batch import Batch
-from tpu_embed.core.tables import TableState
+from tpu_embed.core.state import TableState
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,12 +16,9 @@ import numpy as np
 
 from tpu_embed import _checks
 from tpu_embed._types import PyTree
-from tpu_embed.core import norms
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.fields import Field, fields
-from tpu_embed.core.inputs import RaggedIds, SparseIds
-from tpu_embed.core.state_checks import check_state
-from tpu_embed.core.tables import TableState
+from tpu_embed.core.ids import RaggedIds, SparseIds
+from tpu_embed.core.state import Field, TableState, check_state, fields, norms
 
 __all__ = ["batch_statistics", "counters", "table_statistics", "write_scalars"]
 
@@ -126,7 +123,7 @@ def table_statistics(engine: EmbeddingEngine, state: TableState) -> dict[str, di
     for f in fields(engine.layout):
         if not f.shape.per_row:
             continue
-        numbers = _numbers(sums[f.group.name][f.slot or norms.TABLE], f)
+        numbers = _numbers(sums[f.stack.name][f.slot or norms.TABLE], f)
         if f.slot is None:
             found[f.table.name] = {**numbers, "slots": {}}
         else:
@@ -135,7 +132,7 @@ def table_statistics(engine: EmbeddingEngine, state: TableState) -> dict[str, di
 
 
 def _numbers(sums: norms.RowNorms, f: Field) -> dict[str, Any]:
-    t = f.group.tables.index(f.table)
+    t = f.stack.tables.index(f.table)
     return {
         "norm": math.sqrt(sums.squares[t]),
         "max_row_norm": math.sqrt(sums.largest[t]),

@@ -1,4 +1,4 @@
-"""The stateful door: `TPUEmbedding`, the TPU-embedding mid-level API over the functional engine.
+"""The stateful API: `TPUEmbedding`, the TPU-embedding mid-level API over the functional engine.
 
 It reads what it holds, calls the engine and writes back. Nothing is computed here.
 """
@@ -16,15 +16,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tpu_embed import _checks
+from tpu_embed._calls import call_into, is_device_error
 from tpu_embed._checks import message
 from tpu_embed._types import Array, PyTree
 from tpu_embed.config import TableConfig
-from tpu_embed.core import retrieve, structure
-from tpu_embed.core.calls import call_into, is_device_error
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.guard import OnBadGradient
-from tpu_embed.core.state_checks import check_state
-from tpu_embed.core.tables import TableState
+from tpu_embed.core.ids import structure
+from tpu_embed.core.state import TableState, check_state, retrieve
+from tpu_embed.core.update import OnBadGradient
 from tpu_embed.enqueue import Enqueued, Held, Holder, after_a_device_error
 from tpu_embed.interrupts import SignalsDeferred
 from tpu_embed.planning.placement import resolve
@@ -256,7 +255,7 @@ class TPUEmbedding:
 
     @property
     def state(self) -> TableState:
-        """The tables' state, for the functional door; the next `apply_gradients` donates it.
+        """The tables' state, for the functional API; the next `apply_gradients` donates it.
 
         Its tables and slots are gone then; step and counters stay readable.
         """

@@ -1,4 +1,4 @@
-"""The functional door: learning rates, gradients, counters, and what it refuses."""
+"""The functional API: learning rates, gradients, counters, and what it refuses."""
 
 import dataclasses
 
@@ -169,7 +169,9 @@ def test_capacities_that_do_not_suffice_take_the_slower_branch():
     repeated = engine.place({"x": np.zeros((8, 4), np.int32)})
     small = dataclasses.replace(
         repeated.spec,
-        groups=tuple(dataclasses.replace(g, rows=1, partials=1) for g in repeated.spec.groups),
+        stacks=tuple(
+            dataclasses.replace(g, row_capacity=1, partials=1) for g in repeated.spec.stacks
+        ),
     )
     update = jax.jit(engine.update, static_argnames="spec")
     gradients = {"x": np.ones((8, 2), np.float32)}

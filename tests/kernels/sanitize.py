@@ -19,7 +19,7 @@ from pathlib import Path
 
 import jax
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 NATIVE = ROOT / "tpu_embed" / "kernels" / "native"
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1"]
 VARIABLE = "SANITIZE_LOOPS"

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpu_embed.kernels import dispatch, lanes, reference
-from tpu_embed.kernels.forms import RowForm
+from tpu_embed.kernels.formats import RowFormat
 
 ROWS = 64
 WORDS = (32, 64)
-FORMS = {words: RowForm((words,), np.dtype(np.float32), "lanes") for words in WORDS}
+FORMS = {words: RowFormat((words,), np.dtype(np.float32), "lanes") for words in WORDS}
 TABLES = {
     words: np.random.default_rng(words).normal(size=(ROWS, words)).astype(np.float32)
     for words in WORDS

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig, planning
 from tpu_embed import optimizers as o
-from tpu_embed.core import structure
+from tpu_embed.core.ids import structure
 from tpu_embed.planning.placement import REPLICATED_BYTES, placements
 
 

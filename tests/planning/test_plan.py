@@ -58,7 +58,7 @@ def test_what_is_held_is_what_the_engine_holds(devices):
     assert [table.name for table in found.tables] == sorted(TABLES)
     assert sum(table.table_bytes for table in found.tables) == found.held["tables"]
     assert sum(table.slot_bytes for table in found.tables) == found.held["slots"]
-    assert found.stacks == len(engine.layout.groups)
+    assert found.stacks == len(engine.layout.stacks)
     padding = {table.name: table.padding for table in found.tables}
     assert padding == {
         "mod": -1001 % devices,
@@ -86,10 +86,10 @@ def test_uniform_ids_ask_for_what_is_expected(rows):
     ids = np.random.default_rng(0).integers(0, rows, (512, 20)).astype(np.int32)
     shape = {"x": jax.ShapeDtypeStruct(ids.shape, ids.dtype)}
     engine = tpu_embed.EmbeddingEngine(features, o.Adagrad(), mesh=_mesh(8))
-    placed = engine.place({"x": ids}).spec.groups[0]
-    expected = planning.plan(features, o.Adagrad(), 8, shape).spec.groups[0]
+    placed = engine.place({"x": ids}).spec.stacks[0]
+    expected = planning.plan(features, o.Adagrad(), 8, shape).spec.stacks[0]
     # Buckets round up by an eighth; the fullest of 64 pairs is a little above the mean.
-    assert placed.rows * 0.85 <= expected.rows <= placed.rows * 1.25
+    assert placed.row_capacity * 0.85 <= expected.row_capacity <= placed.row_capacity * 1.25
     assert placed.partials * 0.85 <= expected.partials <= placed.partials * 1.25
 
 
@@ -204,8 +204,8 @@ def test_slots_of_a_whole_stack_and_of_two_axes_are_held_too():
     found = planning.plan(features, optax.adam(0.1), mesh, batch)
     engine = tpu_embed.EmbeddingEngine(features, optax.adam(0.1), mesh=mesh)
     state = jax.eval_shape(engine.init, jax.random.key(0))
-    shards = {group.name: group.num_shards for group in engine.layout.groups}
-    rows = {group.name: group.physical_rows for group in engine.layout.groups}
+    shards = {stack.name: stack.num_shards for stack in engine.layout.stacks}
+    rows = {stack.name: stack.physical_rows for stack in engine.layout.stacks}
     held = 0
     for stack, slots in state.slots.items():
         for slot in slots.values():

@@ -1,4 +1,4 @@
-"""Workloads, and steps of both doors compiled for TPUs that are not there."""
+"""Workloads, and steps of both APIs compiled for TPUs that are not there."""
 
 import dataclasses
 import importlib.util
@@ -15,7 +15,7 @@ from tpu_embed.core.update import Operands
 from tpu_embed.planning.chips import Topology
 from tpu_embed.planning.compiled import abstract_batch, abstract_state, describe_topology
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"} | {
     "tpu7x": "tpu7x:2x2x1"
 }
@@ -83,7 +83,7 @@ def engine_for(name, features, optimizer):
 
 
 def stateful_programs(name, features, optimizer, shapes):
-    """Compile the two programs that the stateful door runs; return them, and the plan."""
+    """Compile the two programs that the stateful API runs; return them, and the plan."""
     engine, _ = engine_for(name, features, optimizer)
     plan = planning.plan(features, optimizer, name, shapes)
     state, batch = abstract_state(engine), abstract_batch(engine, plan.spec)

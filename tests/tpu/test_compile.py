@@ -68,7 +68,7 @@ def test_the_stateful_door_compiles_for_v6e():
 
 @whole
 @pytest.mark.parametrize("chip", SMALL)
-def test_both_doors_compile_everywhere(chip):
+def test_both_apis_compile_everywhere(chip):
     placement, dim, dtype, optimizer = FORMS[chip]
     features, shapes = quickstart(placement, dim, dtype)
     check(compile_for(SMALL[chip], features, OPTIMIZERS[optimizer], shapes), chip)

@@ -1,7 +1,6 @@
-"""The functional door: declare once, then init, place, lookup and update, all pure.
+"""The functional API: declare once, then init, place, lookup and update, all pure.
 
-Input: feature configs at construction; then state, batches and gradients. Output: activations and
-new states. Nothing is computed here: it is checked, located and handed down.
+Input: feature configs, then state, batches and gradients. Output: activations and new states.
 """
 
 from __future__ import annotations
@@ -16,32 +15,33 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tpu_embed import _checks
+from tpu_embed._calls import call
 from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
 from tpu_embed.config import TableConfig
-from tpu_embed.core import logical, structure
-from tpu_embed.core.batch import Batch
-from tpu_embed.core.batch_spec import BatchSpec
-from tpu_embed.core.calls import call
-from tpu_embed.core.collectives import make_axes
-from tpu_embed.core.describe import describe
-from tpu_embed.core.gradients import check_trainable, checked_gradients
-from tpu_embed.core.guard import Guard, OnBadGradient
-from tpu_embed.core.ids import HostIds
-from tpu_embed.core.in_place import LOOKUP, UPDATE, check_in_place, named
-from tpu_embed.core.init import init_tables
-from tpu_embed.core.intake import Intake
-from tpu_embed.core.layout import Layout
-from tpu_embed.core.lookup import lookup, not_differentiable
-from tpu_embed.core.reads import activations_read, record_lookup
-from tpu_embed.core.resolve import HostRates, make_layout
-from tpu_embed.core.state_checks import (
+from tpu_embed.core.batch import Batch, BatchSpec, Intake, TracedIds
+from tpu_embed.core.ids import HostIds, structure
+from tpu_embed.core.layout import HostRates, Layout, describe, make_axes, make_layout
+from tpu_embed.core.lookup import activations_read, lookup, not_differentiable, record_lookup
+from tpu_embed.core.state import (
+    TableState,
     check_forms,
     check_not_donated,
     check_tables_not_donated,
+    init_tables,
+    logical,
 )
-from tpu_embed.core.tables import TableState
-from tpu_embed.core.traced import TracedIds
-from tpu_embed.core.update import Operands, update
+from tpu_embed.core.update import (
+    LOOKUP,
+    UPDATE,
+    Guard,
+    OnBadGradient,
+    Operands,
+    check_in_place,
+    check_trainable,
+    checked_gradients,
+    named,
+    update,
+)
 
 
 class EmbeddingEngine:
@@ -113,7 +113,7 @@ class EmbeddingEngine:
         return self._init_program(key)
 
     def _init(self, key: Array) -> TableState:
-        tables, slots = init_tables(key, self.layout.groups, self.layout.axes)
+        tables, slots = init_tables(key, self.layout.stacks, self.layout.axes)
         return TableState(tables, slots, jnp.int32(0), self._guard.new_counters())
 
     def tables(self, state: TableState) -> dict[str, Array]:
@@ -335,7 +335,7 @@ class EmbeddingEngine:
         if not any(isinstance(leaf, Tracer) for leaf in leaves):
             self._guard.refuse(checked)
             learning_rates = self.learning_rates() if learning_rates is None else learning_rates
-        rates = self._rates.by_group(learning_rates)
+        rates = self._rates.by_stack(learning_rates)
         return Operands(checked, state.step + 1, rates, activations_read(state.tables))
 
     def _update(

@@ -8,17 +8,21 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tpu_embed.core.touched import TouchedRows, Version
 from tpu_embed.io.delta import apply_delta, export_delta
-from tpu_embed.io.export import export_model
 from tpu_embed.io.quantize import QuantizedTable, quantize_rows
-from tpu_embed.io.served import ServedModel, load_model
-from tpu_embed.io.serving import serving_lookup
+from tpu_embed.io.serving import ServedModel, export_model, load_model, serving_lookup
+from tpu_embed.touched import TouchedRows, Version
 
 if TYPE_CHECKING:
-    from tpu_embed.io.checkpoint import Restored, restore, save
-    from tpu_embed.io.manager import CheckpointManager, ModuleCheckpointManager
-    from tpu_embed.io.module_checkpoint import restore_modules, save_modules
+    from tpu_embed.io.checkpoint import (
+        CheckpointManager,
+        ModuleCheckpointManager,
+        Restored,
+        restore,
+        restore_modules,
+        save,
+        save_modules,
+    )
 
 __all__ = [
     "CheckpointManager",
@@ -40,19 +44,19 @@ __all__ = [
     "serving_lookup",
 ]
 
-_LATER = {
-    "CheckpointManager": "manager",
-    "ModuleCheckpointManager": "manager",
-    "Restored": "checkpoint",
-    "restore": "checkpoint",
-    "restore_modules": "module_checkpoint",
-    "save": "checkpoint",
-    "save_modules": "module_checkpoint",
-}
-"""Names that are imported when they are first asked for, and their modules."""
+_LATER = (
+    "CheckpointManager",
+    "ModuleCheckpointManager",
+    "Restored",
+    "restore",
+    "restore_modules",
+    "save",
+    "save_modules",
+)
+"""Names of `io.checkpoint`, which is imported when one of them is first asked for."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"tpu_embed.io.{_LATER[name]}"), name)
+    return getattr(importlib.import_module("tpu_embed.io.checkpoint"), name)

@@ -24,7 +24,7 @@ from jax.custom_derivatives import SymbolicZero
 from tpu_embed._checks import message
 from tpu_embed._types import Array
 from tpu_embed.kernels import cpu, lanes, reference, sparsecore
-from tpu_embed.kernels.forms import RowForm
+from tpu_embed.kernels.formats import RowFormat
 
 VARIABLE = "TPU_EMBED_KERNELS"
 """The environment variable that chooses the CPU kernels: `native` or `reference`."""
@@ -110,7 +110,7 @@ def zeros(shape: tuple[int, ...], dtype: np.dtype) -> Array:
     return choose(otherwise=filled, native=functools.partial(cpu.zeros, shape, dtype))
 
 
-def read_rows(array: Array, rows: Array, form: RowForm) -> Array:
+def read_rows(array: Array, rows: Array, form: RowFormat) -> Array:
     """Return rows of a table or slot, zeros where one is absent.
 
     Args:
@@ -127,7 +127,7 @@ def read_rows(array: Array, rows: Array, form: RowForm) -> Array:
     return choose(form.by_row(array), rows, otherwise=gather_rows, sparse=sparse)
 
 
-def write_rows(array: Array, rows: Array, values: Array, form: RowForm) -> Array:
+def write_rows(array: Array, rows: Array, values: Array, form: RowFormat) -> Array:
     """Return a table or slot with stored `values` at `rows`; absent rows are not written.
 
     Args:
@@ -150,7 +150,7 @@ def _ascending(rows: Array, values: Array) -> tuple[Array, Array]:
     return ordered, values[first[then]]
 
 
-def write_ascending_rows(array: Array, rows: Array, values: Array, form: RowForm) -> Array:
+def write_ascending_rows(array: Array, rows: Array, values: Array, form: RowFormat) -> Array:
     """Do what `write_rows` does where present rows ascend.
 
     No two of them may be farther apart in `rows` than their numbers are.

@@ -1,7 +1,7 @@
 """Rows that share lines of 128 words, read and written by a TPU's TensorCores.
 
 Enters: lines, row numbers and the words of a row, a power of two below 128. Leaves: rows, or the
-lines with some rows set. Called by `dispatch` for `RowForm.in_lines`.
+lines with some rows set. Called by `dispatch` for `RowFormat.in_lines`.
 
 Lines are gathered and scattered whole, as TensorCores do it well. A line that is written has its
 other rows from before.
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.kernels import reference
-from tpu_embed.kernels.forms import LINE
+from tpu_embed.kernels.formats import LINE
 
 
 def gather_rows(lines: Array, rows: Array, words: int) -> Array:

@@ -20,17 +20,15 @@ from tpu_embed._checks import message
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, ArrayLike, Tracer
 from tpu_embed.config import FeatureConfig, TableConfig
-from tpu_embed.core.batch import Batch
-from tpu_embed.core.batch_spec import BatchSpec
+from tpu_embed.core.batch import Batch, BatchSpec
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.engine_lookup import FEATURE, engine_lookup
-from tpu_embed.core.holder import StateHolder
-from tpu_embed.core.inputs import RaggedIds, SparseIds
-from tpu_embed.core.state_checks import check_state
-from tpu_embed.core.tables import TableState
+from tpu_embed.core.ids import RaggedIds, SparseIds
+from tpu_embed.core.state import TableState, check_state
 from tpu_embed.nn.untrained import warn_if_differentiated
 from tpu_embed.nn.variables import Counter, Slot, Table, attributes, state_of
 from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
+from tpu_embed.sparse import FEATURE, engine_lookup
+from tpu_embed.state_holder import StateHolder
 
 __all__ = ["Embed", "EmbeddingBag"]
 
@@ -295,7 +293,7 @@ def _array(ids: Any) -> Any:
 
 
 def _refuse_host_rate(engine: EmbeddingEngine) -> None:
-    optimizer = engine.layout.groups[0].optimizer
+    optimizer = engine.layout.stacks[0].optimizer
     if optimizer and learning_rate_kind(optimizer.learning_rate) is LearningRateKind.HOST:
         (name,) = engine.table_configs
         raise ValueError(

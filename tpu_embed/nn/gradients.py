@@ -17,8 +17,6 @@ from flax import nnx
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array
-from tpu_embed.core.arguments import positions, value_and_aux
-from tpu_embed.core.engine_lookup import LookedUp, engine_update
 from tpu_embed.nn.embedding import Embed
 from tpu_embed.nn.program import (
     ActivationGradient,
@@ -29,6 +27,7 @@ from tpu_embed.nn.program import (
 )
 from tpu_embed.nn.untrained import warn_without_optimizer
 from tpu_embed.nn.variables import TOKEN, Counter, Slot, Table, attributes, state_of
+from tpu_embed.sparse import LookedUp, engine_update, positions, value_and_aux
 
 __all__ = [
     "TableGradients",
@@ -221,7 +220,7 @@ def _updated(model: Any, gradients: TableGradients) -> Any:
             continue
         engine = lookups[0].call.engine
         engine.check_trainable(f"layer {name!r}")
-        stack = engine.layout.groups[0]
+        stack = engine.layout.stacks[0]
         if stack.optimizer is None:
             if keys[:-1] in waiting:
                 warn_without_optimizer(engine)

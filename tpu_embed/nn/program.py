@@ -23,12 +23,18 @@ from flax import nnx
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array
-from tpu_embed.core.arguments import level_of_caller
-from tpu_embed.core.engine_lookup import Call, engine_lookup_p
-from tpu_embed.core.reach import Sources, propagate
-from tpu_embed.core.tapped_program import Reached, tap_lookups
-from tpu_embed.core.taps import Lookup, count_lookups
 from tpu_embed.nn.variables import TOKEN, Counter, Table
+from tpu_embed.sparse import (
+    Call,
+    Lookup,
+    Reached,
+    Sources,
+    count_lookups,
+    engine_lookup_p,
+    level_of_caller,
+    propagate,
+    tap_lookups,
+)
 
 __all__ = ["ActivationGradient", "Gradients", "Path", "differentiate", "is_node", "path_of"]
 

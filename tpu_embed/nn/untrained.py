@@ -13,8 +13,8 @@ from pathlib import Path
 from jax._src import core  # which trace is current, and of which kind, has no public name
 from jax._src.interpreters.ad import JVPTrace, LinearizeTrace
 
-from tpu_embed.core.arguments import level_of_caller
 from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.sparse import level_of_caller
 
 __all__ = ["warn_if_differentiated", "warn_without_optimizer"]
 

@@ -10,7 +10,7 @@ from typing import Any, final
 
 from flax import nnx
 
-from tpu_embed.core.tables import TableState
+from tpu_embed.core.state import TableState
 
 __all__ = ["TOKEN", "Counter", "Slot", "Table", "attributes", "state_of"]
 

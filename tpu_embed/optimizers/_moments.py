@@ -7,12 +7,12 @@ import math
 import jax.numpy as jnp
 
 from tpu_embed._types import Array
-from tpu_embed.optimizers._apart import apart
+from tpu_embed.optimizers._rounding import round_now
 
 
 def average(old: Array, new: Array, rate: float, *, t: Array) -> Array:
     """Return the moving average rate * old + (1 - rate) * new; t is the step."""
-    return apart(rate * old, t) + apart((1.0 - rate) * new, t)
+    return round_now(rate * old, t) + round_now((1.0 - rate) * new, t)
 
 
 def one_minus_power(beta: float, t: Array, dtype: jnp.dtype) -> Array:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from tpu_embed._types import Array
 from tpu_embed.kernels.rules import CompiledRule
-from tpu_embed.optimizers._apart import apart
 from tpu_embed.optimizers._options import LEARNING_RATE, NON_NEGATIVE, POSITIVE
+from tpu_embed.optimizers._rounding import round_now
 from tpu_embed.optimizers.base import Slot, Slots, Updated
 from tpu_embed.optimizers.learning_rate import LearningRate
 from tpu_embed.optimizers.row_optimizer import RowOptimizer
@@ -55,8 +55,8 @@ class Adagrad(RowOptimizer):
         return (Slot("accumulators", self.initial_accumulator_value),)
 
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
-        a = slots["accumulators"] + apart(g**2, t)
-        return w - lr * g / apart(jnp.sqrt(a) + self.epsilon, t), {"accumulators": a}
+        a = slots["accumulators"] + round_now(g**2, t)
+        return w - lr * g / round_now(jnp.sqrt(a) + self.epsilon, t), {"accumulators": a}
 
     def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
         return CompiledRule("adagrad", ("accumulators",), (lr, self.epsilon))

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from tpu_embed._types import Array
 from tpu_embed.kernels.rules import CompiledRule
-from tpu_embed.optimizers._apart import apart
 from tpu_embed.optimizers._moments import adam_rate, average
 from tpu_embed.optimizers._options import FRACTION, LEARNING_RATE, POSITIVE, accepts
+from tpu_embed.optimizers._rounding import round_now
 from tpu_embed.optimizers.base import Slot, Slots, Updated
 from tpu_embed.optimizers.learning_rate import LearningRate
 from tpu_embed.optimizers.row_optimizer import RowOptimizer
@@ -79,7 +79,7 @@ class Adam(RowOptimizer):
         v = average(slots["velocities"], g**2, self.beta_2, t=t)
         alpha, epsilon = self._alpha(t, lr), self._epsilon(w.dtype)
         scale = jnp.sqrt(v + epsilon) if self.sum_inside_sqrt else jnp.sqrt(v) + epsilon
-        return w - alpha * m / apart(scale, t), {"momenta": m, "velocities": v}
+        return w - alpha * m / round_now(scale, t), {"momenta": m, "velocities": v}
 
     def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
         numbers = (self._alpha(t, lr), self._epsilon(lr.dtype))

@@ -26,7 +26,7 @@ class SlotShape:
 
     Args:
       shape: of one row's part, without the V axis: `(D,)`, or `()` for one number a row. With
-        `per_row=False`: of the one array that the whole table group shares.
+        `per_row=False`: of the one array that the whole stack shares.
       dtype: of the array.
       per_row: whether each row has its own.
     """

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from tpu_embed._types import Array
 from tpu_embed.kernels.rules import CompiledRule
-from tpu_embed.optimizers._apart import apart
 from tpu_embed.optimizers._options import LEARNING_RATE, NON_NEGATIVE, accepts
+from tpu_embed.optimizers._rounding import round_now
 from tpu_embed.optimizers.base import Slot, Slots, Updated
 from tpu_embed.optimizers.learning_rate import LearningRate
 from tpu_embed.optimizers.row_optimizer import RowOptimizer
@@ -80,16 +80,16 @@ class FTRL(RowOptimizer):
 
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
         a, z = slots["accumulators"], slots["linears"]
-        new_a = a + apart(g**2, t)
+        new_a = a + round_now(g**2, t)
         root = self._root(new_a)
         change = (root - self._root(a)) * w
         if self.multiply_linear_by_learning_rate:
-            new_z = z + apart(lr * g, t) - apart(change, t)
+            new_z = z + round_now(lr * g, t) - round_now(change, t)
             new_w = self._solve(new_z, root + self.beta, scale=lr, t=t)
             return new_w, {"accumulators": new_a, "linears": new_z}
         still, inverse = self._inverse(lr)
-        new_z = z + g - apart(change * inverse, t)
-        quadratic = apart((root + self.beta) * inverse, t)
+        new_z = z + g - round_now(change * inverse, t)
+        quadratic = round_now((root + self.beta) * inverse, t)
         new_w = self._solve(new_z, quadratic, scale=jnp.ones_like(lr), t=t)
         new_slots = {"accumulators": new_a, "linears": new_z}
         kept = {name: jnp.where(still, slots[name], new) for name, new in new_slots.items()}
@@ -121,6 +121,6 @@ class FTRL(RowOptimizer):
     def _solve(self, z: Array, quadratic: Array, *, scale: Array, t: Array) -> Array:
         """Return the row that minimises z w + quadratic w² / 2 + scale (l1 |w| + l2 w²)."""
         l1 = scale * self.l1_regularization_strength
-        denominator = quadratic + apart(2.0 * scale * self.l2_regularization_strength, t)
-        w = (apart(l1 * jnp.sign(z), t) - z) / denominator
+        denominator = quadratic + round_now(2.0 * scale * self.l2_regularization_strength, t)
+        w = (round_now(l1 * jnp.sign(z), t) - z) / denominator
         return jnp.where(jnp.abs(z) <= l1, jnp.zeros_like(z), w)

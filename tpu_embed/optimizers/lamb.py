@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from tpu_embed._types import Array
 from tpu_embed.kernels.rules import CompiledRule
-from tpu_embed.optimizers._apart import apart
 from tpu_embed.optimizers._moments import average, one_minus_power
 from tpu_embed.optimizers._options import FRACTION, LEARNING_RATE, POSITIVE
+from tpu_embed.optimizers._rounding import round_now
 from tpu_embed.optimizers.base import Slot, Slots, Updated
 from tpu_embed.optimizers.learning_rate import LearningRate
 from tpu_embed.optimizers.row_optimizer import RowOptimizer
@@ -68,7 +68,7 @@ class LAMB(RowOptimizer):
         m_hat = m / one_minus_power(self.beta_1, t, w.dtype)
         v_hat = v / one_minus_power(self.beta_2, t, w.dtype)
         r = m_hat / (jnp.sqrt(v_hat) + self.epsilon) + self.decay_factor(lr) * w
-        w_norm, r_norm = (jnp.sqrt(row_sum(apart(x**2, t))) for x in (w, r))
+        w_norm, r_norm = (jnp.sqrt(row_sum(round_now(x**2, t))) for x in (w, r))
         regular = (w_norm > 0) & (r_norm > 0)
         ratio = jnp.where(regular, w_norm, 1.0) / jnp.where(regular, r_norm, 1.0)
         return w - lr * ratio * r, {"momenta": m, "velocities": v}

@@ -7,8 +7,8 @@ from dataclasses import field
 
 from tpu_embed._types import Array
 from tpu_embed.kernels.rules import CompiledRule
-from tpu_embed.optimizers._apart import apart
 from tpu_embed.optimizers._options import FRACTION, LEARNING_RATE
+from tpu_embed.optimizers._rounding import round_now
 from tpu_embed.optimizers.base import Slot, Slots, Updated
 from tpu_embed.optimizers.learning_rate import LearningRate
 from tpu_embed.optimizers.row_optimizer import RowOptimizer
@@ -51,9 +51,9 @@ class Momentum(RowOptimizer):
         return (Slot("momenta", 0.0),)
 
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
-        m = apart(self.momentum * slots["momenta"], t) + g
-        direction = g + apart(self.momentum * m, t) if self.use_nesterov else m
-        return w - apart(lr * direction, t), {"momenta": m}
+        m = round_now(self.momentum * slots["momenta"], t) + g
+        direction = g + round_now(self.momentum * m, t) if self.use_nesterov else m
+        return w - round_now(lr * direction, t), {"momenta": m}
 
     def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
         numbers = (lr, self.momentum)

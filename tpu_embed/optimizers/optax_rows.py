@@ -1,7 +1,7 @@
 """Any row-separable optax transform as the optimizer of a table.
 
 `update` is mapped over the rows. Leaves of its state shaped `()`, such as a count, stay unmapped
-and are shared by the whole table group; all other leaves become slots, one a row.
+and are shared by the whole stack; all other leaves become slots, one a row.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, ArrayLike
 from tpu_embed.kernels.rules import CompiledRule
 from tpu_embed.optimizers import _options
-from tpu_embed.optimizers._apart import apart
+from tpu_embed.optimizers._rounding import round_now
 from tpu_embed.optimizers.base import Slot, Slots, SlotShape, TableOptimizer, Updated
 from tpu_embed.optimizers.dense import dense_transform
 
@@ -129,7 +129,7 @@ class RowOptimizer(TableOptimizer):
         if self.clipvalue is not None:
             gradients = jnp.clip(gradients, *self.clipvalue)
         if self.weight_decay_factor and not self.decay_in_rule:
-            rows = apart(rows * self._keep(step, rate), step)
+            rows = round_now(rows * self._keep(step, rate), step)
         rows, new_slots = self.apply_rule(
             rows, dict(slots), gradients, t=jnp.asarray(step), lr=rate
         )
@@ -153,7 +153,7 @@ class RowOptimizer(TableOptimizer):
     def _keep(self, step: ArrayLike, learning_rate: Array) -> Array:
         """Return 1 - λ."""
         decay = jnp.asarray(self.decay_factor(learning_rate), learning_rate.dtype)
-        return 1.0 - apart(decay, step)
+        return 1.0 - round_now(decay, step)
 
     @final
     def decay_factor(self, learning_rate: Array) -> Array | float:

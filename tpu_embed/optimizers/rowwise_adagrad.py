@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from tpu_embed._types import Array
 from tpu_embed.kernels.rules import CompiledRule
-from tpu_embed.optimizers._apart import apart
 from tpu_embed.optimizers._options import LEARNING_RATE, NON_NEGATIVE, POSITIVE
+from tpu_embed.optimizers._rounding import round_now
 from tpu_embed.optimizers.base import Slot, Slots, Updated
 from tpu_embed.optimizers.learning_rate import LearningRate
 from tpu_embed.optimizers.row_optimizer import RowOptimizer
@@ -56,10 +56,10 @@ class RowWiseAdagrad(RowOptimizer):
         return (Slot("accumulators", self.initial_accumulator_value, one_number=True),)
 
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
-        mean = apart(row_mean(apart(g**2, t)), t)
+        mean = round_now(row_mean(round_now(g**2, t)), t)
         a = slots["accumulators"] + mean[:, 0]
-        rate = lr / apart(jnp.sqrt(a) + self.epsilon, t)
-        return w - apart(g * rate[:, None], t), {"accumulators": a}
+        rate = lr / round_now(jnp.sqrt(a) + self.epsilon, t)
+        return w - round_now(g * rate[:, None], t), {"accumulators": a}
 
     def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
         return CompiledRule("rowwise_adagrad", ("accumulators",), (lr, self.epsilon))

@@ -7,8 +7,8 @@ from dataclasses import field
 
 from tpu_embed._types import Array
 from tpu_embed.kernels.rules import CompiledRule
-from tpu_embed.optimizers._apart import apart
 from tpu_embed.optimizers._options import LEARNING_RATE
+from tpu_embed.optimizers._rounding import round_now
 from tpu_embed.optimizers.base import Slot, Slots, Updated
 from tpu_embed.optimizers.learning_rate import LearningRate
 from tpu_embed.optimizers.row_optimizer import RowOptimizer
@@ -45,7 +45,7 @@ class SGD(RowOptimizer):
         return ()
 
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
-        return w - apart(lr * g, t), {}
+        return w - round_now(lr * g, t), {}
 
     def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
         return CompiledRule("sgd", numbers=(lr,))

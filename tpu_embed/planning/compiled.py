@@ -21,10 +21,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array, PyTree
-from tpu_embed.core.batch import Batch, parts
-from tpu_embed.core.batch_spec import BatchSpec
+from tpu_embed.core.batch import Batch, BatchSpec, parts
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.tables import TableState, state_specs
+from tpu_embed.core.state import TableState, state_specs
 from tpu_embed.planning import hlo
 from tpu_embed.planning.chips import Topology
 from tpu_embed.planning.placement import resolve
@@ -196,7 +195,7 @@ def abstract_state(engine: EmbeddingEngine) -> TableState:
       engine: on a mesh of devices that need not exist.
     """
     shapes = jax.eval_shape(engine.init, jax.random.key(0))
-    tables, slots = state_specs(engine.layout.groups, engine.layout.axes)
+    tables, slots = state_specs(engine.layout.stacks, engine.layout.axes)
     whole = PartitionSpec()
     counters = dict.fromkeys(shapes.counters, whole)
     specs = TableState(tables, slots, whole, counters)  # type: ignore[arg-type]

@@ -14,13 +14,9 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed._types import PyTree
-from tpu_embed.core import capacity
-from tpu_embed.core.batch import natural_spec, pack
-from tpu_embed.core.batch_spec import BatchSpec, GroupSpec, roomy, worst_case
-from tpu_embed.core.ids import dense_form, host_ids
-from tpu_embed.core.layout import Group, Layout
-from tpu_embed.core.structure import Structure
-from tpu_embed.core.valid_ids import Feature, check_dtype
+from tpu_embed.core.batch import BatchSpec, StackSpec, capacity, natural_spec, pack, worst_case
+from tpu_embed.core.ids import FeatureRules, Structure, check_dtype, dense_shape, host_ids
+from tpu_embed.core.layout import Layout, Stack, roomy
 
 __all__ = ["spec_of"]
 
@@ -67,35 +63,39 @@ def _expected(layout: Layout, shapes: list[jax.ShapeDtypeStruct]) -> BatchSpec:
     forms = []
     for feature, leaf in zip(layout.features, shapes, strict=True):
         path = f"feature {feature.path!r}"
-        check_dtype(Feature(path, feature.config, feature.table.name), leaf)  # type: ignore[arg-type]
-        forms.append(dense_form(path, feature.config, leaf.shape, weighted=False))
-    bare = tuple(GroupSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.groups)))
+        check_dtype(FeatureRules(path, feature.config, feature.table.name), leaf)  # type: ignore[arg-type]
+        forms.append(dense_shape(path, feature.config, leaf.shape, weighted=False))
+    bare = tuple(StackSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.stacks)))
     spec = BatchSpec(layout.axes.replicas, tuple(forms), bare)
     spec.check_batch([feature.path for feature in layout.features])
-    groups = tuple(
-        dataclasses.replace(one, **_capacities(spec, layout, g, group))
-        for g, (one, group) in enumerate(zip(bare, layout.groups, strict=True))
+    stacks = tuple(
+        dataclasses.replace(one, **_capacities(spec, layout, g, stack))
+        for g, (one, stack) in enumerate(zip(bare, layout.stacks, strict=True))
     )
-    most = worst_case(spec, layout).groups
+    most = worst_case(spec, layout).stacks
     fitted = [
         dataclasses.replace(
-            one, rows=min(one.rows, least.rows), partials=min(one.partials, least.partials)
+            one,
+            row_capacity=min(one.row_capacity, least.row_capacity),
+            partials=min(one.partials, least.partials),
         )
-        for one, least in zip(groups, most, strict=True)
+        for one, least in zip(stacks, most, strict=True)
     ]
-    return dataclasses.replace(spec, groups=tuple(fitted))
+    return dataclasses.replace(spec, stacks=tuple(fitted))
 
 
-def _capacities(spec: BatchSpec, layout: Layout, g: int, group: Group) -> dict[str, int]:
+def _capacities(spec: BatchSpec, layout: Layout, g: int, stack: Stack) -> dict[str, int]:
     """Return the expected numbers of rows and partial sums between a device and a shard."""
-    if group.num_shards == 1 and layout.axes.replicas == 1:
+    if stack.num_shards == 1 and layout.axes.replicas == 1:
         return {"rows": 0, "partials": 0}
     blocks = layout.blocks_per_device(spec.batch)
-    accumulates = group.optimizer is None or group.optimizer.use_gradient_accumulation
+    accumulates = stack.optimizer is None or stack.optimizer.use_gradient_accumulation
     rows = partials = 0.0
-    for table in group.tables:
-        mine = [f for f in spec.groups[g].features if layout.features[f].table == table]
-        ids = spec.local_batch * sum(spec.forms[f].bags * (spec.forms[f].width or 0) for f in mine)
+    for table in stack.tables:
+        mine = [f for f in spec.stacks[g].features if layout.features[f].table == table]
+        ids = spec.local_batch * sum(
+            spec.feature_shapes[f].bags * (spec.feature_shapes[f].width or 0) for f in mine
+        )
         share = min(1.0, table.rows_per_shard / table.vocabulary_size)
         rows += share * _distinct(ids, table.vocabulary_size)
         summed = blocks * _distinct(ids / blocks, table.vocabulary_size)

@@ -14,9 +14,8 @@ from jax.sharding import Mesh
 
 from tpu_embed._types import PyTree
 from tpu_embed.config import TableConfig
-from tpu_embed.core import structure
-from tpu_embed.core.collectives import make_axes
-from tpu_embed.core.structure import Structure
+from tpu_embed.core.ids import Structure, structure
+from tpu_embed.core.layout import make_axes
 from tpu_embed.optimizers import TableOptimizer
 from tpu_embed.planning.sizes import readable
 

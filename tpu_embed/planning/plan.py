@@ -17,14 +17,11 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
 from tpu_embed._checks import check_int, is_int, message
 from tpu_embed._types import PyTree
-from tpu_embed.core import structure
-from tpu_embed.core.batch_spec import BatchSpec
-from tpu_embed.core.collectives import MeshAxes
-from tpu_embed.core.layout import Group, Layout
-from tpu_embed.core.resolve import make_layout
-from tpu_embed.core.structure import Structure
-from tpu_embed.core.tables import slot_shapes
-from tpu_embed.kernels.forms import packing_of
+from tpu_embed.core.batch import BatchSpec
+from tpu_embed.core.ids import Structure, structure
+from tpu_embed.core.layout import Layout, MeshAxes, Stack, make_layout
+from tpu_embed.core.state import slot_shapes
+from tpu_embed.kernels.formats import packing_of
 from tpu_embed.optimizers import RowWiseAdagrad
 from tpu_embed.planning import costs
 from tpu_embed.planning.chips import Topology
@@ -257,10 +254,10 @@ class _Request:
     @functools.cached_property
     def held(self) -> dict[str, int]:
         """What a device holds, whatever the batch."""
-        groups = self.layout.groups
+        stacks = self.layout.stacks
         return {
-            "tables": sum(costs.array_bytes(g.form, g.rows, self.size) for g in groups),
-            "slots": sum(_slots(g, self.size) for g in groups),
+            "tables": sum(costs.array_bytes(g.row_format, g.num_rows, self.size) for g in stacks),
+            "slots": sum(_slots(g, self.size) for g in stacks),
         }
 
     @functools.cached_property
@@ -284,7 +281,7 @@ class _Request:
             memory=self.memory,
             batch=spec.batch,
             tables=tuple(_table(layout, name, why, size) for name in declared.table_names),
-            stacks=len(layout.groups),
+            stacks=len(layout.stacks),
             held=self.held,
             passing=self.passing,
             sent=costs.sent(layout, spec),
@@ -298,10 +295,10 @@ class _Request:
         return dataclasses.replace(self, declared=structure.flatten(feature_config))
 
 
-def _slots(group: Group, size: costs.Size) -> int:
+def _slots(stack: Stack, size: costs.Size) -> int:
     """Return the bytes of a stack's slots, those that have no rows too."""
-    whole = [slot for slot in slot_shapes(group).values() if not slot.per_row]
-    return costs.slot_bytes(group, group.rows, size) + sum(
+    whole = [slot for slot in slot_shapes(stack).values() if not slot.per_row]
+    return costs.slot_bytes(stack, stack.num_rows, size) + sum(
         size(slot.shape, np.dtype(slot.dtype)) for slot in whole
     )
 
@@ -311,7 +308,7 @@ def _remedies(request: _Request, batch: int) -> tuple[str, ...]:
     tables = dict(zip(request.declared.table_names, request.declared.tables, strict=True))
     replicated = [name for name, table in tables.items() if table.placement == "replicated"]
     wider = [name for name, table in tables.items() if table.dtype != "bfloat16"]
-    slotted = [t.name for g in request.layout.groups if _has_wide_slots(g) for t in g.tables]
+    slotted = [t.name for g in request.layout.stacks if _has_wide_slots(g) for t in g.tables]
     changes: dict[str, dict[str, dict[str, Any]]] = {
         'no replicated tables (placement="mod")': {n: {"placement": "mod"} for n in replicated},
         "bfloat16 tables": {name: {"dtype": "bfloat16"} for name in wider},
@@ -328,9 +325,9 @@ def _remedies(request: _Request, batch: int) -> tuple[str, ...]:
     return tuple(text for text in (_more_devices(request, batch), *found) if text)
 
 
-def _has_wide_slots(group: Group) -> bool:
+def _has_wide_slots(stack: Stack) -> bool:
     """Tell whether an optimizer keeps more than one number a row."""
-    return any(slot.per_row and slot.shape for slot in slot_shapes(group).values())
+    return any(slot.per_row and slot.shape for slot in slot_shapes(stack).values())
 
 
 def _more_devices(request: _Request, batch: int) -> str:
@@ -364,17 +361,17 @@ def _judged(what: str, request: _Request) -> tuple[str, bool]:
 
 
 def _table(layout: Layout, name: str, why: Mapping[str, str], size: costs.Size) -> TablePlan:
-    group, table = layout.table(name)
-    copies = group.num_shards if group.shard_axes else 1
+    stack, table = layout.table(name)
+    copies = stack.num_shards if stack.shard_axes else 1
     return TablePlan(
         name=name,
         vocabulary_size=table.vocabulary_size,
-        dim=group.dim,
-        dtype=group.dtype,
-        placement=group.placement,
+        dim=stack.dim,
+        dtype=stack.dtype,
+        placement=stack.placement,
         why=why.get(name, "as declared"),
         rows=table.rows_per_shard,
         padding=table.rows_per_shard * copies - table.vocabulary_size,
-        table_bytes=costs.array_bytes(group.form, table.rows_per_shard, size),
-        slot_bytes=costs.slot_bytes(group, table.rows_per_shard, size),
+        table_bytes=costs.array_bytes(stack.row_format, table.rows_per_shard, size),
+        slot_bytes=costs.slot_bytes(stack, table.rows_per_shard, size),
     )

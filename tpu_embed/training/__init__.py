@@ -1,24 +1,30 @@
 """Neighbours of the embedding engine: gradients that are sparse, and optimizers of whole models."""
 
-from tpu_embed.core.indexed_slices import (
+from tpu_embed.sparse import (
     IndexedSlices,
     clip_by_global_norm,
     global_norm,
     is_indexed_slices,
     scale,
 )
-from tpu_embed.training.cross_shard import CrossShardOptimizer, cross_shard
-from tpu_embed.training.gradients import AggregationMethod, UnconnectedGradients, gradients
-from tpu_embed.training.interception import (
+from tpu_embed.training.autodiff import (
+    AggregationMethod,
+    Tag,
+    UnconnectedGradients,
     create_dummy_table_variables,
     get_gradients_through_compute_gradients,
     get_gradients_through_dummy_table_variables,
+    gradients,
     hook,
+    tag,
 )
-from tpu_embed.training.optimizer import Optimizer
-from tpu_embed.training.state import OptState
-from tpu_embed.training.tags import Tag, tag
-from tpu_embed.training.verbs import TreeOptimizer
+from tpu_embed.training.optimizer import (
+    CrossShardOptimizer,
+    Optimizer,
+    OptState,
+    TreeOptimizer,
+    cross_shard,
+)
 
 __all__ = [
     "AggregationMethod",

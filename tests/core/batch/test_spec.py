@@ -1,0 +1,198 @@
+"""Static shapes of batches: buckets, unions, given specs, and how many programs a stream needs."""
+
+import concurrent.futures
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from facade_cases import mesh
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tpu_embed
+from tpu_embed import BatchSpec, FeatureConfig, RaggedIds, TableConfig
+from tpu_embed import optimizers as o
+from tpu_embed.core.batch import StackSpec, worst_case
+from tpu_embed.core.ids import FeatureShape
+from tpu_embed.core.layout import bucket
+
+B = 8
+
+
+@given(st.integers(0, 10**9))
+def test_buckets_waste_at_most_an_eighth(n):
+    size = bucket(n)
+    assert n <= size <= max(8, n + n // 8)
+    assert bucket(size) == size
+    assert bucket(n + 1) >= size
+
+
+def test_there_are_eight_buckets_an_octave():
+    assert len({bucket(n) for n in range(1025, 2049)}) == 8
+    assert bucket(0) == 0
+
+
+def form(width=3, **options):
+    return FeatureShape(
+        **{"batch": B, "inner": (), "combines": True, "weighted": False} | options, width=width
+    )
+
+
+WIDTHS = st.none() | st.integers(0, 5)
+STACKS = st.builds(StackSpec, st.just((0, 1)), *[st.integers(0, 50)] * 3)
+SPECS = st.builds(
+    lambda widths, weighted, stack: BatchSpec(
+        2,
+        tuple(form(width, weighted=w) for width, w in zip(widths, weighted, strict=True)),
+        (stack,),
+    ),
+    st.tuples(WIDTHS, WIDTHS),
+    st.tuples(st.booleans(), st.booleans()),
+    STACKS,
+)
+
+
+@given(SPECS, SPECS, SPECS)
+def test_union_is_a_least_upper_bound(a, b, c):
+    union = BatchSpec.union
+    assert union(a) == union(a, a) == a
+    assert union(a, b) == union(b, a)
+    assert union(a, b, c) == union(union(a, b), c) == union(a, union(b, c))
+    assert union(union(a, b), a) == union(a, b)
+    for field in ("ids", "rows", "partials"):
+        sizes = [getattr(spec.stacks[0], field) for spec in (a, b)]
+        assert getattr(union(a, b).stacks[0], field) == max(sizes)
+
+
+BASE = BatchSpec(2, (form(),), (StackSpec((0,), 4, 2, 2),))
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (dataclasses.replace(BASE, replicas=4), "specs of one engine"),
+        (dataclasses.replace(BASE, feature_shapes=()), "specs of one engine"),
+        (dataclasses.replace(BASE, stacks=(StackSpec((1,), 4, 2, 2),)), "specs of one engine"),
+        (
+            dataclasses.replace(BASE, feature_shapes=(form(batch=16),)),
+            r"feature 0: expected batch 8",
+        ),
+        (dataclasses.replace(BASE, feature_shapes=(form(inner=(2,)),)), r"activation shape \(\)"),
+        (dataclasses.replace(BASE, feature_shapes=(form(combines=False),)), "combined True"),
+    ],
+)
+def test_specs_that_have_no_union(other, says):
+    with pytest.raises(ValueError, match=says):
+        BatchSpec.union(BASE, other)
+    with pytest.raises(ValueError, match="at least one spec"):
+        BatchSpec.union()
+
+
+# -- placing -------------------------------------------------------------------------------------
+
+
+def make_engine(devices=2):
+    item, shop = TableConfig(97, 4, name="item"), TableConfig(5, 4, name="shop", placement="div")
+    features = {"x": FeatureConfig(item), "y": FeatureConfig(shop)}
+    return tpu_embed.EmbeddingEngine(features, o.Adagrad(0.1), mesh=mesh(devices))
+
+
+def draw(rng, longest=6):
+    bags = [rng.integers(0, 97, rng.integers(0, longest)).tolist() for _ in range(B)]
+    return {"x": RaggedIds.from_lists(bags), "y": rng.integers(-1, 5, (B, 2))}
+
+
+def test_a_given_spec_is_the_exact_shape():
+    engine, rng = make_engine(), np.random.default_rng(0)
+    specs = [engine.place(draw(rng)).spec for _ in range(5)]
+    spec = BatchSpec.union(*specs)
+    assert engine.place(draw(rng, longest=2), spec=spec).spec == spec
+    shapes = {engine.place(draw(rng, longest=3), spec=spec).packed.shape for _ in range(5)}
+    assert len(shapes) == 1
+
+
+@pytest.mark.parametrize("field", ["ids", "rows", "partials"])
+def test_a_batch_that_does_not_fit_says_which_spec_does(field):
+    engine, rng = make_engine(), np.random.default_rng(0)
+    ids = draw(rng)
+    spec = engine.place(ids).spec
+    small = dataclasses.replace(
+        spec, stacks=(dataclasses.replace(spec.stacks[0], **{field: 1}), *spec.stacks[1:])
+    )
+    with pytest.raises(ValueError, match=r"spec: expected one that the batch fits") as error:
+        engine.place(ids, spec=small)
+    names = {kind.__name__: kind for kind in (BatchSpec, StackSpec, FeatureShape)}
+    fitting = eval(str(error.value).split("use ")[1].split(", or BatchSpec.union")[0], names)
+    assert getattr(fitting.stacks[0], field) > 1
+    assert engine.place(ids, spec=fitting).spec == fitting
+
+
+def test_a_wider_bag_does_not_fit():
+    engine = make_engine()
+    ids = {"x": np.zeros((B, 2), int), "y": np.zeros((B, 2), int)}
+    spec = engine.place(ids).spec
+    assert engine.place(ids | {"x": np.zeros((B, 1), int)}, spec=spec).spec == spec
+    with pytest.raises(ValueError, match="spec: expected one that the batch fits"):
+        engine.place(ids | {"x": np.zeros((B, 3), int)}, spec=spec)
+    with pytest.raises(ValueError, match="spec: expected one that the batch fits"):
+        engine.place(ids, {"x": np.ones((B, 2), np.float32), "y": None}, spec=spec)
+
+
+def test_without_a_spec_the_union_grows_and_never_shrinks():
+    engine, rng = make_engine(), np.random.default_rng(0)
+    seen = []
+    for longest in (2, 6, 3, 9, 1, 9):
+        seen.append(engine.place(draw(rng, longest)).spec)
+        assert BatchSpec.union(*seen) == seen[-1]
+    assert seen[-1] == seen[-2] == seen[-3]
+    other = engine.place({"x": draw(rng)["x"], "y": np.zeros(B, int)}).spec  # another activation
+    assert other.feature_shapes[1].combines is False
+    assert engine.place(draw(rng)).spec == seen[-1]
+
+
+def test_new_exchange_capacities_find_the_ids_packed_as_the_spec_says():
+    """The second batch fits the ids of the first, but not its rows: placing it grows the union."""
+    engine = make_engine()
+    state = engine.init(jax.random.key(0))
+    shops = np.zeros((B, 1), int)
+    same = RaggedIds.from_lists([[5] * 10] * B)
+    different = RaggedIds.from_lists([list(range(10 * i, 10 * i + 12)) for i in range(B)])
+    for ids in (same, different, same):
+        batch = engine.place({"x": ids, "y": shops})
+        found = engine.lookup(state, batch)
+        alone = make_engine().place({"x": ids, "y": shops})
+        np.testing.assert_array_equal(found["x"], engine.lookup(state, alone)["x"])
+
+
+def test_batches_placed_by_several_threads():
+    """Each grows the union while others pack: every batch is what its own spec says."""
+    engine, rng = make_engine(), np.random.default_rng(0)
+    batches = [draw(rng, longest) for longest in range(2, 42)]
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        for batch in threads.map(engine.place, batches):
+            batch.check(engine.layout)
+
+
+def test_a_stream_of_batches_compiles_a_few_times():
+    engine, rng = make_engine(), np.random.default_rng(0)
+    state, specs = engine.init(jax.random.key(0)), []
+    for _ in range(200):
+        batch = engine.place(draw(rng))
+        specs.append(batch.spec)
+        state = engine.update(state, batch, engine.lookup(state, batch))
+    assert engine.compilations == {"lookup": len(set(specs)), "update": len(set(specs))}
+    assert len(set(specs)) <= 4
+    assert len(set(specs[20:])) == 1
+    assert int(state.step) == 200
+
+
+def test_the_worst_case_holds_any_batch():
+    engine, rng = make_engine(8), np.random.default_rng(0)
+    for _ in range(10):
+        spec = engine.place(draw(rng)).spec
+        enough = worst_case(spec, engine.layout)
+        for g, stack in enumerate(engine.layout.stacks):
+            n = spec.ids(g)
+            assert enough.stacks[g].row_capacity == min(n, stack.num_rows)
+            assert enough.stacks[g].partials >= min(n, stack.num_rows)

@@ -1,0 +1,179 @@
+"""Dense ids inside a jit: the same as placed, their bad ids counted or reported."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from facade_cases import assert_same, mesh
+from jax.experimental import checkify
+
+import tpu_embed
+from tpu_embed import FeatureConfig, RaggedIds, TableConfig
+from tpu_embed import optimizers as o
+
+B, V, D = 4, 9, 2
+
+
+@functools.cache
+def make_engine(policy="error"):
+    table = TableConfig(V, D, name="t")
+    features = {
+        "bag": FeatureConfig(table, on_bad_id=policy),
+        "bags": FeatureConfig(table, on_bad_id=policy),
+        "one": FeatureConfig(table, on_bad_id=policy),
+        "row": FeatureConfig(table, on_bad_id=policy, max_sequence_length=3),
+    }
+    return tpu_embed.EmbeddingEngine(features, o.Adagrad(0.1), mesh=mesh(2))
+
+
+def draw(low=-1, high=V, width=4):
+    rng = np.random.default_rng(0)
+    shapes = {"bag": (B, 3), "bags": (B, 2, 3), "one": (B,), "row": (B, width)}
+    return {name: rng.integers(low, high, s).astype(np.int32) for name, s in shapes.items()}
+
+
+def placed_and_traced(engine, ids, weights=None):
+    """Return activations, tables and counters of the same ids placed, and given inside a jit."""
+
+    @jax.jit
+    def steps(key, *sources):
+        state, results = engine.init(key), []
+        for given, scales in sources:
+            activations = engine.lookup(state, given, scales)
+            new = engine.update(state, given, activations, scales)
+            results.append((activations, engine.tables(new), new.counters))
+        return results
+
+    return steps(jax.random.key(0), (engine.place(ids, weights), None), (ids, weights))
+
+
+@pytest.mark.parametrize(("width", "weighted"), [(2, False), (5, True)])
+def test_traced_ids_are_placed_ids(width, weighted):
+    """Sequences are padded, or cut; the same bits come out."""
+    ids, weights, rng = draw(width=width), None, np.random.default_rng(1)
+    if weighted:
+        weights = {name: rng.normal(size=ids[name].shape).astype(np.float32) for name in ids}
+        weights |= {"one": None, "bags": None}
+    placed, traced = placed_and_traced(make_engine(), ids, weights)
+    assert placed[0]["row"].shape == (B, 3, D)
+    assert placed[0]["bags"].shape == (B, 2, D)
+    assert_same(traced, placed)
+
+
+@pytest.mark.parametrize("policy", ["drop", "clip"])
+def test_policies_are_those_of_the_host(policy):
+    placed, traced = placed_and_traced(make_engine(policy), draw(low=-5, high=V + 5))
+    assert_same(traced, placed)
+    assert not np.asarray(traced[2]["bad_ids"]).any()
+
+
+UNLIKE = {
+    "clipped": (5, "clip", np.int8, -4, 9),
+    "counted": (3, "error", np.int32, -1, 3),
+    "dropped": (9, "drop", np.uint16, 0, 14),
+    "last": (21, "error", np.int16, -1, 21),
+}
+"""By feature of one stack: rows, policy, dtype of its ids, and their range."""
+
+
+@pytest.mark.parametrize(
+    "placement", ["div", *(pytest.param(p, marks=pytest.mark.whole) for p in ("mod", "replicated"))]
+)
+def test_each_table_of_a_stack_keeps_its_rows_and_policy(placement):
+    tables = {n: TableConfig(r[0], D, name=n, placement=placement) for n, r in UNLIKE.items()}
+    features = {n: FeatureConfig(t, on_bad_id=UNLIKE[n][1]) for n, t in tables.items()}
+    engine = tpu_embed.EmbeddingEngine(features, o.Adagrad(0.1), mesh=mesh(2))
+    rng = np.random.default_rng(2)
+    ids = {
+        name: rng.integers(low, high, (B, 1 + f)).astype(dtype)
+        for f, (name, (_, _, dtype, low, high)) in enumerate(UNLIKE.items())
+    }
+    assert len(engine.layout.stacks) == 1
+    placed, traced = placed_and_traced(engine, ids)
+    assert_same(traced, placed)
+    ids["counted"][:2], ids["last"][1:3, 1:] = 3, -2
+    state = engine.init(jax.random.key(0))
+    new = jax.jit(engine.update)(state, ids, jax.jit(engine.lookup)(state, ids))
+    assert np.asarray(new.counters["bad_ids"]).tolist() == [0, 4, 0, 6]
+
+
+def bad(ids):
+    """Return the ids of each feature that are outside; -1 is padding, a sequence ends at 3."""
+    seen = {name: array[:, :3] if name == "row" else array for name, array in ids.items()}
+    return [int(((a < -1) | (a >= V)).sum()) for _, a in sorted(seen.items())]
+
+
+def test_bad_ids_are_dropped_and_counted_by_feature():
+    engine, ids = make_engine(), draw(low=-5, high=V + 5)
+    state = engine.init(jax.random.key(0))
+    kept = {name: np.where((a < 0) | (a >= V), -1, a) for name, a in ids.items()}
+    update = jax.jit(engine.update)
+    gradients = jax.tree.map(np.asarray, engine.lookup(state, engine.place(kept)))
+    new, expected = update(state, ids, gradients), update(state, kept, gradients)
+    assert np.asarray(new.counters["bad_ids"]).tolist() == bad(ids)
+    assert min(bad(ids)) > 0
+    assert not np.asarray(expected.counters["bad_ids"]).any()
+    assert_same(new.tables, expected.tables)
+
+
+def test_checkify_reports_bad_ids():
+    engine, ids = make_engine("error"), draw()
+    state = engine.init(jax.random.key(0))
+    checked = jax.jit(checkify.checkify(engine.lookup))
+    checked(state, ids)[0].throw()
+    ids["one"] = np.array([0, V, -1, -7], np.int32)
+    error, activations = checked(state, ids)
+    with pytest.raises(
+        checkify.JaxRuntimeError, match=r"feature 'one': 2 id\(s\) outside \[0, 9\)"
+    ):
+        error.throw()
+    assert not np.asarray(activations["one"])[[1, 3]].any()
+
+
+ODD = {
+    "a container": ({"bag": RaggedIds([1], [0, 1])}, ValueError, "feature 'bag': .*engine.place"),
+    "floats": ({"bag": jnp.ones((B, 3))}, TypeError, "feature 'bag': expected ids of an integer"),
+    "rank 0": ({"bag": jnp.int32(1)}, ValueError, "bag"),
+    "batches": ({"bag": jnp.ones((2 * B, 3), int)}, ValueError, "feature 'bags': expected batch"),
+    "odd batch": (draw() | {}, ValueError, "a positive multiple of 2"),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_what_is_refused_while_tracing(case):
+    given, kind, says = ODD[case]
+    engine, ids = make_engine(), draw() | given
+    if case == "odd batch":
+        ids = {name: array[:3] for name, array in ids.items()}
+    state = engine.init(jax.random.key(0))
+    leaves = {name: ids.pop(name) for name in list(ids) if isinstance(ids[name], RaggedIds)}
+    with pytest.raises(kind, match=says):
+        jax.jit(lambda ids: engine.lookup(state, ids | leaves))(ids)
+
+
+def test_weights_may_be_integers_as_outside():
+    engine, ids = make_engine(), draw()
+    state, numbers = engine.init(jax.random.key(0)), np.arange(B * 3).reshape(B, 3) - 5
+    lookup = jax.jit(lambda ids, weights: engine.lookup(state, ids, weights))
+
+    def weights_as(dtype):
+        return dict.fromkeys(ids) | {"bag": numbers.astype(dtype)}
+
+    placed = engine.lookup(state, engine.place(ids, weights_as(np.int32)))
+    for dtype in (np.float32, np.int32, np.int8):
+        assert_same(lookup(ids, weights_as(dtype)), placed)
+
+
+def test_weights_of_another_shape_or_kind_are_refused():
+    engine, ids = make_engine(), draw()
+    state, none = engine.init(jax.random.key(0)), dict.fromkeys(ids)
+    lookup = jax.jit(lambda ids, weights: engine.lookup(state, ids, weights))
+    with pytest.raises(ValueError, match=r"weights of feature 'bag': expected shape \(4, 3\)"):
+        lookup(ids, none | {"bag": np.ones((B, 2), np.float32)})
+    for dtype in (bool, np.complex64):
+        with pytest.raises(ValueError, match="weights of feature 'bag': expected real numbers"):
+            lookup(ids, none | {"bag": np.ones((B, 3), dtype)})
+    with pytest.raises(ValueError, match="one"):
+        lookup(ids, none | {"one": np.ones(B, np.float32)})

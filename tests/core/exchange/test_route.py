@@ -1,0 +1,173 @@
+"""Rows fetched from their owners, and partial sums sent to them, on several devices."""
+
+import jax
+import numpy as np
+import pytest
+from facade_cases import mesh
+from jax.sharding import Mesh, PartitionSpec
+from layout_cases import make_stack
+
+from tpu_embed._types import PADDING_ID
+from tpu_embed.core.exchange import route
+from tpu_embed.core.layout import MeshAxes, Stack, make_axes
+from tpu_embed.kernels import reference
+
+N, D = 12, 4
+
+
+def draw(stack, devices, seed=0):
+    """Return physical rows [devices, N]: many of few, some absent."""
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(-1, stack.physical_rows, (devices, N))
+    few = rng.integers(0, min(3, stack.physical_rows), (devices, N))
+    return np.where(rng.random((devices, N)) < 0.5, rows, few).astype(np.int32)
+
+
+def most(rows, stack):
+    """Return the most distinct rows that a device has of one shard."""
+    return max(
+        len({row for row in line.tolist() if row >= 0 and row // stack.rows == shard})
+        for line in rows
+        for shard in range(stack.num_shards)
+    )
+
+
+def on_devices(axes: MeshAxes, stack: Stack, function, table, *per_device):
+    """Run a function of this device's shard and of its line of each array; lines come back."""
+    spec = axes.spec(axes.batch_axes)
+
+    def device(table, *lines):
+        results = function(table, *(line[0] for line in lines))
+        return jax.tree.map(lambda x: x[None], results)
+
+    return jax.jit(
+        jax.shard_map(
+            device,
+            mesh=axes.mesh,
+            in_specs=(axes.spec(stack.shard_axes), *(spec for _ in per_device)),
+            out_specs=PartitionSpec(axes.mesh.axis_names),
+            check_vma=False,
+        )
+    )(table, *per_device)
+
+
+def fetched(stack, capacity):
+    """Return the function that fetches the rows of a device's ids, `[N, D]`."""
+
+    def fetch(table, rows):
+        found, overflow = route.fetch(table, rows, stack, capacity)
+        return reference.gather_rows(found.source, found.index), overflow
+
+    return fetch
+
+
+def table_of(stack):
+    return np.random.default_rng(1).normal(size=(stack.physical_rows, D)).astype(np.float32)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 8])
+def test_fetch_reads_every_row_where_it_lives(shards):
+    stack = make_stack([23, 5, 1], shards)
+    rows, table = draw(stack, shards), table_of(stack)
+    fetch = fetched(stack, most(rows, stack))
+    axes = make_axes(mesh(shards), None)
+    found, overflow = on_devices(axes, stack, fetch, table, rows)
+    expected = np.where((rows >= 0)[..., None], table[np.maximum(rows, 0)], 0)
+    np.testing.assert_array_equal(found, expected)
+    assert not np.asarray(overflow).any()
+
+
+def test_fetch_tells_when_a_row_found_no_room():
+    stack = make_stack([23, 5], 2)
+    rows, table = draw(stack, 2), table_of(stack)
+    fetch = fetched(stack, most(rows, stack) - 1)
+    _, overflow = on_devices(make_axes(mesh(2), None), stack, fetch, table, rows)
+    assert np.asarray(overflow).any()
+
+
+def test_absent_rows_need_no_room():
+    stack = make_stack([23], 2)
+    rows = np.full((2, N), PADDING_ID, np.int32)
+    fetch = fetched(stack, 1)
+    found, overflow = on_devices(make_axes(mesh(2), None), stack, fetch, table_of(stack), rows)
+    assert not np.asarray(found).any()
+    assert not np.asarray(overflow).any()
+
+
+def sums_by_row(stack, axes, rows, gradients, capacity):
+    """Send each device's partial sums to the owners; return what they hold, a line a device."""
+
+    def device(table, rows, gradients):
+        way = route.make_route(rows, stack, capacity)
+        slots = stack.num_shards * capacity
+        sums = reference.segment_sum(gradients[way.order], way.target, slots)
+        merged = route.merge(route.send(way, sums, stack, axes), stack, in_order=False)
+        return merged.row_ids, merged.sums
+
+    return on_devices(axes, stack, device, table_of(stack), rows, gradients)
+
+
+def expected_sums(rows, gradients):
+    """Return row -> sum: over a device's ids in order, then over devices in order, float32."""
+    totals = {}
+    for line, values in zip(rows, gradients, strict=True):
+        partial = {}
+        for row, value in zip(line.tolist(), values, strict=True):
+            if row >= 0:
+                partial[row] = partial.get(row, np.zeros(D, np.float32)) + value
+        for row, value in partial.items():
+            totals[row] = totals.get(row, np.zeros(D, np.float32)) + value
+    return totals
+
+
+def check_owners(stack, rows, sums, expected, shard_of):
+    """Check that each device has the rows of its shard, distinct, padded, with the exact sums."""
+    for device, (line, values) in enumerate(zip(np.asarray(rows), np.asarray(sums), strict=True)):
+        assert line.size % route.ROW_MULTIPLE == 0
+        local = line[line >= 0]
+        assert len(set(local.tolist())) == local.size
+        mine = (local + shard_of(device) * stack.rows).tolist()
+        assert set(mine) == {row for row in expected if row // stack.rows == shard_of(device)}
+        for row, value in zip(mine, values[line >= 0], strict=True):
+            np.testing.assert_array_equal(value, expected[row])
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 8])
+def test_partial_sums_meet_at_the_owner_in_order(shards):
+    stack, axes = make_stack([23, 5, 1], shards), make_axes(mesh(shards), None)
+    rows = draw(stack, shards)
+    gradients = np.random.default_rng(2).normal(size=(shards, N, D)).astype(np.float32)
+    found = sums_by_row(stack, axes, rows, gradients, most(rows, stack))
+    check_owners(stack, *found, expected_sums(rows, gradients), lambda device: device)
+
+
+@pytest.mark.parametrize("batch_axes", [("p",), ("d",), ("p", "d")])
+@pytest.mark.parametrize("names", [("p", "d"), ("d", "p")])
+def test_rows_and_batch_on_different_axes(names, batch_axes):
+    """Rows are split over "d" alone; ids over other axes meet there, once, in batch order."""
+    devices = Mesh(np.array(jax.devices()[:6]).reshape(2, 3), names)
+    stack, axes = make_stack([23, 5], devices.shape["d"]), make_axes(devices, batch_axes)
+    rows = draw(stack, axes.replicas)
+    gradients = np.random.default_rng(2).normal(size=(*rows.shape, D)).astype(np.float32)
+    found = sums_by_row(stack, axes, rows, gradients, most(rows, stack))
+    places = np.arange(6).reshape(2, 3)
+
+    def shard_of(device):
+        return int(np.argwhere(places == device)[0][names.index("d")])
+
+    check_owners(stack, *found, expected_sums(rows, gradients), shard_of)
+
+
+def test_parts_of_a_row_travel_apart():
+    stack = make_stack([8], 2)
+    rows = np.array([3, 3, 5, 3, PADDING_ID, 5], np.int32)
+    way = route.make_route(rows, stack, 4, parts=np.array([0, 0, 0, 1, 1, 1], np.int32))
+    assert np.asarray(way.row_ids).tolist() == [[3, 3, -1, -1], [1, 1, -1, -1]]
+    assert np.asarray(way.order).tolist() == [0, 1, 3, 2, 5, 4]
+    assert np.asarray(way.target).tolist() == [0, 0, 1, 4, 5, 8]
+    assert not way.overflow
+
+
+@pytest.mark.parametrize(("n", "expected"), [(0, 64), (1, 64), (64, 64), (65, 128)])
+def test_rounding_up(n, expected):
+    assert route.round_up(n, 64) == expected

@@ -1,0 +1,200 @@
+"""Containers of ids: what the constructors make of lists, scipy, BCOO and Arrow."""
+
+import jax.numpy as jnp
+import numpy as np
+import pyarrow as pa
+import pytest
+import scipy.sparse
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.experimental import sparse as jsparse
+
+from tpu_embed.core.ids import RaggedIds, SparseIds
+
+BAGS = [[7, 3], [], [5, 0, 9], []]
+WEIGHTS = [[0.5, 1.0], [], [2.0, 0.0, -1.0], []]
+VALUES = [7, 3, 5, 0, 9]
+SPLITS = [0, 2, 2, 5, 5]
+INDICES = [[0, 0], [0, 1], [2, 0], [2, 1], [2, 2]]
+NUMBERS = [0.5, 1.0, 2.0, 0.0, -1.0]
+
+
+def _check_ragged(ids: RaggedIds, weights=None) -> None:
+    assert ids.values.tolist() == VALUES
+    assert ids.row_splits.tolist() == SPLITS
+    assert (ids.weights is None) == (weights is None)
+    if weights is not None:
+        assert ids.weights.tolist() == weights
+
+
+def _check_sparse(ids: SparseIds, shape=(4, 3), weights=None) -> None:
+    assert ids.values.tolist() == VALUES
+    assert ids.indices.tolist() == INDICES
+    assert ids.dense_shape == shape
+    assert (ids.weights is None) == (weights is None)
+    if weights is not None:
+        assert ids.weights.tolist() == weights
+
+
+def test_lists():
+    _check_ragged(RaggedIds.from_lists(BAGS))
+    _check_ragged(RaggedIds.from_lists(BAGS, weights=WEIGHTS), NUMBERS)
+    _check_ragged(RaggedIds.from_lists([np.array(bag, int) for bag in BAGS]))
+    _check_sparse(SparseIds.from_lists(BAGS))
+    _check_sparse(SparseIds.from_lists(BAGS, width=9, weights=WEIGHTS), (4, 9), NUMBERS)
+
+
+def test_empty_lists_are_integers():
+    assert RaggedIds.from_lists([[], []]).values.dtype == np.int64
+    assert RaggedIds.from_lists([]).row_splits.tolist() == [0]
+    empty = SparseIds.from_lists([[], []])
+    assert empty.indices.shape == (0, 2)
+    assert empty.dense_shape == (2, 1)
+    assert SparseIds([], [], (2, 3, 4)).indices.shape == (0, 3)
+
+
+@pytest.mark.parametrize("form", ["coo", "csr", "csc", "lil"])
+def test_scipy_entries_are_ids(form):
+    rows, columns = np.array(INDICES).T
+    # lil drops explicit zeros, so this matrix has none.
+    matrix = scipy.sparse.coo_array((np.array(VALUES) + 1, (rows, columns)), shape=(4, 3))
+    ids = SparseIds.from_scipy(matrix.asformat(form))
+    assert ids.values.tolist() == [v + 1 for v in VALUES]
+    assert ids.indices.tolist() == INDICES
+
+
+def test_scipy_entries_are_sorted_and_zeros_kept():
+    order = [4, 1, 0, 3, 2]
+    rows, columns = np.array(INDICES)[order].T
+    matrix = scipy.sparse.coo_matrix((np.array(VALUES)[order], (rows, columns)), shape=(4, 3))
+    weights = scipy.sparse.coo_matrix((np.array(NUMBERS)[order], (rows, columns)), shape=(4, 3))
+    _check_sparse(SparseIds.from_scipy(matrix))
+    _check_sparse(SparseIds.from_scipy(matrix, weights=weights), weights=NUMBERS)
+
+
+def test_scipy_weights_elsewhere_are_refused():
+    ids = scipy.sparse.coo_array(([1, 2], ([0, 1], [0, 0])), shape=(2, 2))
+    weights = scipy.sparse.coo_array(([1.0, 2.0], ([0, 1], [0, 1])), shape=(2, 2))
+    with pytest.raises(ValueError, match="from_scipy: weights: expected entries where the ids are"):
+        SparseIds.from_scipy(ids, weights=weights)
+
+
+def test_multi_hot():
+    matrix = scipy.sparse.csr_array(
+        (np.array(NUMBERS), (np.array(INDICES)[:, 0], np.array([3, 7, 0, 5, 9]))), shape=(4, 10)
+    )
+    ids = RaggedIds.from_multi_hot(matrix)
+    assert ids.values.tolist() == [3, 7, 0, 5, 9]
+    assert ids.row_splits.tolist() == SPLITS
+    assert ids.weights.tolist() == NUMBERS
+
+
+def test_bcoo_is_sorted_and_its_padding_left_out():
+    order = [4, 1, 0, 3, 2]
+    indices = np.concatenate([np.array(INDICES)[order], [[4, 3], [4, 3]]])
+    values = [*np.array(VALUES)[order].tolist(), 0, 0]
+    ids = jsparse.BCOO((jnp.array(values), jnp.array(indices)), shape=(4, 3))
+    _check_sparse(SparseIds.from_bcoo(ids))
+
+
+def test_bcoo_of_higher_rank():
+    ids = SparseIds.from_bcoo(
+        jsparse.BCOO((jnp.array([5]), jnp.array([[1, 0, 2]])), shape=(2, 1, 3))
+    )
+    assert ids.indices.tolist() == [[1, 0, 2]]
+    assert ids.dense_shape == (2, 1, 3)
+
+
+def test_bcoo_with_batch_dims_is_refused():
+    ids = jsparse.BCOO.fromdense(jnp.ones((2, 3), jnp.int32), n_batch=1)
+    with pytest.raises(ValueError, match="without batch and dense dims, got 1 and 0"):
+        SparseIds.from_bcoo(ids)
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.int64()), pa.large_list(pa.int32())])
+def test_arrow(kind):
+    _check_ragged(RaggedIds.from_arrow(pa.array(BAGS, kind)))
+    numbers = pa.array(WEIGHTS, pa.list_(pa.float32()))
+    _check_ragged(RaggedIds.from_arrow(pa.array(BAGS, kind), weights=numbers), NUMBERS)
+
+
+def test_arrow_slices_nulls_and_chunks():
+    array = pa.array([[1], [7, 3], None, [5, 0, 9], [], [8]])
+    _check_ragged(RaggedIds.from_arrow(array[1:5]))
+    _check_ragged(RaggedIds.from_arrow(pa.chunked_array([array[1:3], array[3:5]])))
+    # A null list may cover values; they are no ids.
+    covering = pa.ListArray.from_arrays(
+        pa.array([0, 2, 4, 7, 7], pa.int32()),
+        pa.array([7, 3, 1, 1, 5, 0, 9]),
+        mask=pa.array([False, True, False, False]),
+    )
+    _check_ragged(RaggedIds.from_arrow(covering))
+
+
+def test_arrow_fixed_size_lists():
+    array = pa.array([[1, 2], None, [3, 4]], pa.list_(pa.int32(), 2))
+    ids = RaggedIds.from_arrow(array)
+    assert ids.values.tolist() == [1, 2, 3, 4]
+    assert ids.row_splits.tolist() == [0, 2, 2, 4]
+    assert RaggedIds.from_arrow(array[2:]).values.tolist() == [3, 4]
+
+
+def test_arrow_refusals():
+    with pytest.raises(TypeError, match="from_arrow: expected a pyarrow array of lists, got int64"):
+        RaggedIds.from_arrow(pa.array([1, 2]))
+    with pytest.raises(TypeError, match="got list"):
+        RaggedIds.from_arrow([[1]])
+    with pytest.raises(ValueError, match=r"expected no null inside a list, got 1; .*on_bad_id"):
+        RaggedIds.from_arrow(pa.array([[1, None]]))
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        ([[0.5, 1.0], [], [2.0], []], "weights: expected 3 weights for bag 2, got 1"),
+        ([[0.5, 1.0], []], "weights: expected 4 lists, got 2"),
+    ],
+)
+def test_weights_of_other_lengths(weights, says):
+    with pytest.raises(ValueError, match="RaggedIds.from_lists: " + says):
+        RaggedIds.from_lists(BAGS, weights=weights)
+    with pytest.raises(ValueError, match="RaggedIds.from_arrow: " + says):
+        RaggedIds.from_arrow(pa.array(BAGS), weights=pa.array(weights))
+
+
+def test_dense_shape_is_judged_at_once():
+    with pytest.raises(ValueError, match=r"SparseIds.dense_shape\[1\]: expected an integer >= 0"):
+        SparseIds([], [], (2, -1))
+
+
+@pytest.mark.parametrize("shape", [8, None, "ab", np.int64(8)])
+def test_a_dense_shape_that_is_no_shape(shape):
+    with pytest.raises(ValueError, match=r"SparseIds.dense_shape: expected \(B, H\), or "):
+        SparseIds([[0, 0]], [1], shape)
+
+
+def test_a_dense_shape_of_jax_numbers():
+    assert SparseIds([], [], jnp.array([8, 2])).dense_shape == (8, 2)
+
+
+def test_lists_that_are_no_bags():
+    with pytest.raises(ValueError, match=r"RaggedIds.values: .* lists of different lengths; from_"):
+        RaggedIds([[1, 2], [3]], [0, 1, 2])
+    with pytest.raises(TypeError, match=r"RaggedIds.from_lists: expected a list of lists, got 1"):
+        RaggedIds.from_lists([1, 2])
+    with pytest.raises(TypeError, match="from_lists: expected a list of lists, got <generator"):
+        RaggedIds.from_lists([n] for n in range(2))
+    with pytest.raises(TypeError, match="from_lists: weights: expected a list of lists, got None"):
+        RaggedIds.from_lists([[1]], weights=[None])
+
+
+@given(st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=6))
+def test_lists_and_arrow_agree_for_any_bags(bags):
+    ragged = RaggedIds.from_lists(bags)
+    arrow = RaggedIds.from_arrow(pa.array(bags, pa.list_(pa.int64())))
+    assert arrow.values.tolist() == ragged.values.tolist() == [i for bag in bags for i in bag]
+    assert arrow.row_splits.tolist() == ragged.row_splits.tolist()
+    sparse = SparseIds.from_lists(bags)
+    assert [
+        [r, c] for r, bag in enumerate(bags) for c in range(len(bag))
+    ] == sparse.indices.tolist()

@@ -1,0 +1,128 @@
+"""Where rows live: every logical row at one place of its own; which tables share a stack."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from layout_cases import make_stack, resolved
+
+from tpu_embed import QuantizationConfig, TableConfig
+from tpu_embed import optimizers as o
+from tpu_embed.core.layout import INT32_ROWS, ResolvedTable, make_stacks
+from tpu_embed.core.state import logical_rows
+
+SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=4)
+PLACEMENTS = st.sampled_from(("mod", "div", "replicated"))
+
+
+@given(SIZES, st.integers(1, 9), PLACEMENTS)
+def test_every_row_has_a_place_of_its_own(sizes, shards, placement):
+    stack = make_stack(sizes, shards, placement)
+    places = [stack.physical(np.arange(t.vocabulary_size), t) for t in stack.tables]
+    flat = np.concatenate(places)
+    assert np.unique(flat).size == sum(sizes)
+    assert flat.min() >= 0
+    assert flat.max() < stack.physical_rows
+    # No more padding than the last rows of each table on each shard.
+    assert stack.physical_rows < sum(sizes) + stack.num_shards * len(sizes)
+
+
+@given(SIZES, st.integers(1, 9), PLACEMENTS)
+def test_rows_are_on_the_shard_that_the_placement_says(sizes, shards, placement):
+    stack = make_stack(sizes, shards, placement)
+    for table in stack.tables:
+        rows = np.arange(table.vocabulary_size)
+        shard, local = np.divmod(stack.physical(rows, table), stack.num_rows)
+        if placement == "replicated":
+            assert stack.num_shards == 1
+        elif placement == "mod":
+            np.testing.assert_array_equal(shard, rows % shards)
+            np.testing.assert_array_equal(local - table.offset, rows // shards)
+        else:
+            block = -(-table.vocabulary_size // shards)
+            np.testing.assert_array_equal(shard, rows // block)
+            np.testing.assert_array_equal(local - table.offset, rows % block)
+
+
+@pytest.mark.parametrize("placement", ["mod", "div", "replicated"])
+@pytest.mark.parametrize("shards", [1, 3, 8])
+def test_logical_rows_are_the_physical_ones(shards, placement):
+    stack = make_stack([5, 1, 17], shards, placement)
+    stored = np.arange(stack.physical_rows * 2).reshape(-1, 2)
+    for table in stack.tables:
+        places = stack.physical(np.arange(table.vocabulary_size), table)
+        found = logical_rows(jax.numpy.asarray(stored), stack.row_format, stack, table)
+        np.testing.assert_array_equal(found, stored[places])
+
+
+def names(stacks):
+    return [[table.name for table in stack.tables] for stack in stacks]
+
+
+BASE = {"optimizer": o.Adam(0.1)}
+OTHER = {
+    "dim": {"dim": 8},
+    "dtype": {"dtype": "bfloat16"},
+    "optimizer": {"optimizer": o.Adam(0.2)},
+    "kind of optimizer": {"optimizer": o.LAMB(0.1)},
+    "no optimizer": {"optimizer": None},
+    "optax": {"optimizer": o.as_table_optimizer(optax.sgd(0.1))},
+    "placement": {"placement": "div"},
+    "replicated": {"placement": "replicated"},
+    "quantization": {"quantization_config": QuantizationConfig(4, 0.0, 1.0)},
+}
+
+
+@pytest.mark.parametrize("difference", OTHER)
+def test_tables_that_differ_do_not_stack(difference):
+    options = BASE | OTHER[difference]
+    tables = [resolved("a", 5, 2, **BASE), resolved("b", 5, 2, **options)]
+    tables += [resolved("c", 7, 2, **BASE), resolved("d", 7, 2, **options)]
+    assert names(make_stacks(tables)) == [["a", "c"], ["b", "d"]]
+
+
+def test_tables_split_over_other_axes_do_not_stack():
+    config = TableConfig(5, 4)
+    on = [("a", ("x",)), ("b", ("y",)), ("c", ("x",))]
+    tables = [ResolvedTable(name, config, None, None, axes, 2) for name, axes in on]
+    assert names(make_stacks(tables)) == [["a", "c"], ["b"]]
+
+
+def test_combiner_initializer_and_size_may_differ_in_a_stack():
+    same = {"optimizer": o.Adam(0.1)}  # equal by value, another object
+    tables = [
+        resolved("a", 5, 2, combiner="sum", **BASE),
+        resolved("b", 900, 2, combiner="sqrtn", initializer=jax.nn.initializers.zeros, **same),
+    ]
+    assert names(make_stacks(tables)) == [["a", "b"]]
+    assert names(make_stacks(tables, stack_tables=False)) == [["a"], ["b"]]
+
+
+def test_optax_transforms_stack_by_identity():
+    one, other = (o.as_table_optimizer(optax.sgd(0.1)) for _ in range(2))
+    tables = [resolved(n, 5, 2, optimizer=tx) for n, tx in [("a", one), ("b", other), ("c", one)]]
+    assert names(make_stacks(tables)) == [["a", "c"], ["b"]]
+
+
+def test_a_stack_ends_where_int32_does():
+    third = INT32_ROWS // 3
+    stacks = make_stacks([resolved(str(i), third, 4) for i in range(7)])
+    assert names(stacks) == [["0", "1"], ["2", "3"], ["4", "5"], ["6"]]  # padding counts
+    assert all(stack.physical_rows <= INT32_ROWS for stack in stacks)
+    assert all(stack.index_dtype == np.int32 for stack in stacks)
+    on_one = make_stacks([resolved(str(i), third, 1) for i in range(7)])
+    assert names(on_one) == [["0", "1", "2"], ["3", "4", "5"], ["6"]]
+
+
+def test_a_table_beyond_int32_needs_x64():
+    large = resolved("large", 2**31 + 10, 2)
+    with pytest.raises(ValueError, match=r"table 'large': .*2147483647 rows.*got 2147483658.*x64"):
+        make_stacks([large])
+    with jax.enable_x64(True):
+        stacks = make_stacks([large, resolved("small", 5, 2)])
+        assert names(stacks) == [["large"], ["small"]]
+        assert [stack.index_dtype for stack in stacks] == [np.int64, np.int32]
+        last = stacks[0].physical(np.array([2**31 + 9]), stacks[0].tables[0])
+        assert last.tolist() == [2 * stacks[0].num_rows - 1]

@@ -1,0 +1,158 @@
+"""Rows of bags to activations, and gradients back: against plain loops."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layout_cases import make_stack
+
+from tpu_embed import QuantizationConfig
+from tpu_embed._types import PADDING_ID
+from tpu_embed.core.batch import BagLayout, LocalIds
+from tpu_embed.core.exchange import FetchedRows
+from tpu_embed.core.lookup import combine, quantize, sum_gradients
+from tpu_embed.kernels import dispatch, reference
+
+EXAMPLES, COMBINERS, D, N = 3, ("sum", "mean", "sqrtn"), 2, 10
+COLUMNS = (2, 1)  # of two features
+FORM = BagLayout(EXAMPLES, COMBINERS, COLUMNS)
+STACK = make_stack([5], 1, dim=D)
+# Multiples of a half add exactly: a divisor is zero, or at least a half.
+WEIGHTS = st.sampled_from([1.0, 0.5, 2.0, 0.0, -0.5, -1.0])
+IDS = st.lists(
+    st.tuples(st.integers(-1, 4), st.integers(0, FORM.bags - 1), WEIGHTS), min_size=N, max_size=N
+).map(lambda entries: sorted(entries, key=lambda entry: entry[1]))
+ROWS = np.random.default_rng(0).normal(size=(N, D)).astype(np.float32)
+GRADIENTS = np.random.default_rng(1).normal(size=(FORM.bags, D)).astype(np.float32)
+# At most ten products, additions and a quotient of numbers below ten, each rounded by 2^-24.
+TOLERANCE = {"rtol": 2e-6, "atol": 2e-6}
+
+
+def local(entries, *, weighted=True):
+    rows, bags, weights = (np.array(column) for column in zip(*entries, strict=True))
+    return LocalIds(
+        jnp.asarray(rows, jnp.int32),
+        jnp.asarray(bags, jnp.int32),
+        jnp.asarray(weights, jnp.float32) if weighted else None,
+    )
+
+
+def gains(entries):
+    """Return the factor of each entry's row in its bag; 0 for an absent row."""
+    found = np.zeros(N)
+    for bag in range(FORM.bags):
+        mine = [i for i, (row, b, _) in enumerate(entries) if b == bag and row >= 0]
+        weights = np.array([entries[i][2] for i in mine])
+        combiner = COMBINERS[bag % len(COMBINERS)]
+        divisor = {"sum": 1.0, "mean": weights.sum(), "sqrtn": np.sqrt((weights**2).sum())}
+        if divisor[combiner]:
+            found[mine] = weights / divisor[combiner]
+    return found
+
+
+def by_feature(bags):
+    """Return bags [FORM.bags, D], numbered by example, as one array a feature."""
+    parts = np.split(np.asarray(bags).reshape(EXAMPLES, -1, D), np.cumsum(COLUMNS)[:-1], axis=1)
+    return tuple(part.reshape(-1, D) for part in parts)
+
+
+def by_bag(features):
+    """Return the arrays of the features as one, `[FORM.bags, D]`."""
+    parts = [np.asarray(part).reshape(EXAMPLES, -1, D) for part in features]
+    return np.concatenate(parts, axis=1).reshape(-1, D)
+
+
+def found_of(rows, ids):
+    """Return rows [N, D] of ids as they are found: in another order, absent ids nowhere."""
+    index = np.where(np.asarray(ids.rows) >= 0, np.arange(N)[::-1], PADDING_ID)
+    return FetchedRows(jnp.asarray(rows[::-1]), jnp.asarray(index, jnp.int32))
+
+
+@jax.jit
+def both(found, ids, gradients, order, segments):
+    activations = combine(found, ids, FORM, STACK)
+    return activations, sum_gradients(gradients, ids, FORM, order, segments, N)
+
+
+def run(entries, order, segments, rows=ROWS, **options):
+    """Return activations [FORM.bags, D] and sums of gradients [N, D]."""
+    ids = local(entries, **options)
+    given = found_of(rows, ids), ids, by_feature(GRADIENTS), np.int32(order), np.int32(segments)
+    activations, sums = both(*given)
+    return by_bag(activations), np.asarray(sums)
+
+
+@settings(max_examples=50)
+@given(
+    IDS,
+    st.permutations(range(N)),
+    st.lists(st.integers(0, N), min_size=N, max_size=N).map(sorted) | st.just(range(N)),
+)
+def test_activations_and_gradients(entries, order, segments):
+    absent = [row < 0 for row, _, _ in entries]
+    order = sorted(order, key=lambda i: absent[i])  # absent ids come last, and go nowhere
+    segments = [N if absent[i] else segment for i, segment in zip(order, segments, strict=True)]
+    activations, sums = run(entries, order, segments)
+    factors = gains(entries)
+    expected = np.zeros((FORM.bags, D))
+    for i, (_, bag, _) in enumerate(entries):
+        expected[bag] += factors[i] * ROWS[i]
+    np.testing.assert_allclose(activations, expected, **TOLERANCE)
+    expected = np.zeros((N + 1, D))
+    for i, segment in zip(order, segments, strict=True):
+        expected[segment] += factors[i] * GRADIENTS[entries[i][1]]
+    np.testing.assert_allclose(sums, expected[:N], **TOLERANCE)
+
+
+def test_sums_are_given_runs_of_one_bag(monkeypatch):
+    """Also where ids are absent inside a bag: the scan of GPUs must find each bag in one run."""
+    scan = reference.segment_sum_scan
+    monkeypatch.setattr(dispatch, "segment_sum", scan)
+    monkeypatch.setattr(
+        dispatch, "gather_sum", functools.partial(reference.gather_sum, segment_sum=scan)
+    )
+    entries = [(row, bag, 1.0) for bag in (1, 4) for row in (2, -1, 3, -1, 1)]
+    ids = local(entries, weighted=False)
+    activations = by_bag(combine(found_of(ROWS, ids), ids, FORM, STACK))
+    expected = np.zeros((FORM.bags, D))
+    for (row, bag, _), values in zip(entries, ROWS, strict=True):
+        expected[bag] += values / 3 if row >= 0 else 0.0  # both bags are means of three
+    np.testing.assert_allclose(activations, expected, **TOLERANCE)
+
+
+@settings(max_examples=20)
+@given(IDS)
+def test_no_weights_are_ones(entries):
+    ones = [(row, bag, 1.0) for row, bag, _ in entries]
+    given_ones, bare = (run(ones, range(N), range(N), weighted=w) for w in (True, False))
+    np.testing.assert_array_equal(bare[0], given_ones[0])
+    present = np.array([row >= 0 for row, _, _ in entries])
+    np.testing.assert_array_equal(bare[1][present], given_ones[1][present])
+
+
+def test_a_zero_divisor_gives_zeros_even_of_rows_that_are_not_finite():
+    entries = [(0, 1, 1.0), (1, 1, -1.0), (2, 2, 0.0), (3, 4, 0.0)]
+    entries += [(-1, 8, 1.0)] * (N - len(entries))
+    rows = ROWS.copy()
+    rows[0], rows[4:] = np.inf, np.nan  # rows of absent ids are ignored
+    activations, sums = run(entries, range(N), range(N), rows)
+    assert not activations.any()
+    assert not sums[:4].any()
+
+
+@pytest.mark.parametrize("buckets", [2, 5, 256])
+def test_rows_are_rounded_to_buckets(buckets):
+    low, high = -1.0, 2.0
+    config = QuantizationConfig(buckets, low, high)
+    rows = np.linspace(-2, 3, 501).astype(np.float32)[:, None]
+    found = np.asarray(quantize(jnp.asarray(rows), make_stack([5], 1, quantization_config=config)))
+    grid = low + np.arange(buckets) * (high - low) / (buckets - 1)
+    assert np.abs(found - grid[np.abs(found - grid).argmin(1)][:, None]).max() < 1e-6
+    step = (high - low) / (buckets - 1)
+    assert np.abs(found - np.clip(rows, low, high)).max() <= step / 2 + 1e-6
+    np.testing.assert_array_equal(found[[0, -1], 0], [low, high])
+    assert quantize(jnp.asarray(rows), make_stack([5], 1)).tolist() == rows.tolist()

@@ -1,0 +1,188 @@
+"""Initial values: a row's depend on the key, its table's name and its number alone."""
+
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from facade_cases import mesh
+from jax.sharding import Mesh
+
+import tpu_embed
+from tpu_embed import FeatureConfig, TableConfig, initializers
+from tpu_embed import optimizers as o
+from tpu_embed.core.state import init
+
+SIZES = {"item": 21, "shop": 3, "word": 10}
+NORMAL = jax.nn.initializers.normal(0.5)
+KEY = jax.random.key(7)
+
+
+def make_engine(on, placement="mod", initializer=NORMAL, optimizer=None, **options):
+    stack_tables = options.pop("stack_tables", True)
+    tables = [
+        TableConfig(size, 4, name=name, placement=placement, initializer=initializer, **options)
+        for name, size in SIZES.items()
+    ]
+    features = [FeatureConfig(table) for table in tables]
+    optimizer = optimizer or o.SGD(0.1)
+    return tpu_embed.EmbeddingEngine(features, optimizer, mesh=on, stack_tables=stack_tables)
+
+
+def tables_of(engine):
+    return jax.device_get(engine.tables(engine.init(KEY)))
+
+
+def row_by_row(initializer=NORMAL):
+    """Return the tables made one row at a time, as the rule says."""
+    tables = {}
+    for name, size in SIZES.items():
+        key = jax.random.fold_in(KEY, zlib.crc32(name.encode()))
+        rows = [initializer(jax.random.fold_in(key, r), (1, 4), jnp.float32) for r in range(size)]
+        tables[name] = np.concatenate(rows)
+    return tables
+
+
+LAYOUTS = {
+    "one device": lambda: make_engine(mesh(1)),
+    "mod on 3": lambda: make_engine(mesh(3)),
+    "div on 8": lambda: make_engine(mesh(8), "div"),
+    "mod on 8, unstacked": lambda: make_engine(mesh(8), stack_tables=False),
+    "replicated": lambda: make_engine(mesh(2), "replicated"),
+    "one of two axes": lambda: make_engine(
+        Mesh(np.array(jax.devices()).reshape(2, 4), ("p", "q")), shard_axes="q"
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_are_those_of_a_row_alone_wherever_it_lives(layout):
+    found = tables_of(LAYOUTS[layout]())
+    expected = row_by_row()
+    assert set(found) == set(expected)
+    for name, table in found.items():
+        np.testing.assert_array_equal(table, expected[name], err_msg=name)
+
+
+def test_rows_tables_and_keys_differ():
+    engine = make_engine(mesh(2))
+    found = tables_of(engine)
+    rows = np.concatenate(list(found.values()))
+    assert len(np.unique(rows, axis=0)) == len(rows)
+    other = jax.device_get(engine.tables(engine.init(jax.random.key(8))))
+    assert not np.isin(other["item"], found["item"]).any()
+
+
+def test_many_chunks_are_one(monkeypatch):
+    monkeypatch.setattr(init, "CHUNK", 1)  # 64 rows at a time
+    tables = {"item": 200, "shop": 3}
+    features = [
+        FeatureConfig(TableConfig(v, 4, name=n, initializer=NORMAL)) for n, v in tables.items()
+    ]
+    engine = tpu_embed.EmbeddingEngine(features, o.Adagrad(0.1), mesh=mesh(2))
+    found = tables_of(engine)
+    key = jax.random.fold_in(KEY, zlib.crc32(b"item"))
+    for row in (0, 63, 64, 127, 128, 199):
+        alone = NORMAL(jax.random.fold_in(key, row), (1, 4), jnp.float32)[0]
+        np.testing.assert_array_equal(found["item"][row], alone)
+    np.testing.assert_array_equal(found["shop"], row_by_row()["shop"])
+
+
+def test_bfloat16_rows_are_the_float32_ones_rounded():
+    found = tables_of(make_engine(mesh(2), dtype="bfloat16"))
+    for name, table in row_by_row().items():
+        np.testing.assert_array_equal(found[name], table.astype(jnp.bfloat16), strict=True)
+
+
+@pytest.mark.parametrize("placement", ["mod", "div", "replicated"])
+def test_rows_hold_their_numbers(placement):
+    engine = make_engine(mesh(4), placement, initializers.RowIdInitializer(offset=3))
+    for name, table in tables_of(engine).items():
+        np.testing.assert_array_equal(table, np.arange(SIZES[name])[:, None] + 3 + np.zeros(4))
+
+
+@pytest.mark.parametrize(("placement", "shards"), [("mod", 4), ("div", 4), ("replicated", 1)])
+def test_an_initializer_that_asks_is_told_its_shard(placement, shards):
+    calls = []
+
+    def own(key, shape, dtype, shard_info):
+        calls.append((shard_info.table_shape, shape, shard_info.rows.shape))
+        assert shard_info.rows.dtype == jnp.int32
+        size = shard_info.table_shape[0]
+        inside = (shard_info.rows >= 0) & (shard_info.rows < size)  # also of padding rows
+        values = jnp.where(inside, shard_info.rows, -1000)
+        return jnp.broadcast_to(values[:, None], shape).astype(dtype)
+
+    engine = make_engine(mesh(4), placement, own)
+    state = engine.init(KEY)
+    for name, table in jax.device_get(engine.tables(state)).items():
+        np.testing.assert_array_equal(table, np.arange(SIZES[name])[:, None] + np.zeros(4))
+    assert {call[0] for call in calls} == {(size, 4) for size in SIZES.values()}
+    for table_shape, shape, rows in calls:
+        assert shape == (*rows, 4) == (-(-table_shape[0] // shards), 4)
+    assert all((np.asarray(table) > -1000).all() for table in state.tables.values())
+
+
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [
+        (lambda d: jnp.zeros((1, d - 1)), r"shape \(1, 3\)"),
+        (lambda d: jnp.zeros(d), r"shape \(4,\)"),
+        (lambda d: 0.5, "float"),
+        (lambda d: None, "NoneType"),
+    ],
+)
+@pytest.mark.parametrize("by_shard", [False, True])
+def test_another_shape_is_refused(value, got, by_shard):
+    """It would be broadcast, or fill a part of the row."""
+
+    def one(key, shape, dtype):
+        return value(shape[1])
+
+    def shard(key, shape, dtype, shard_info):
+        return value(shape[1])
+
+    rows = 11 if by_shard else 1  # of "item" on one of two devices
+    engine = make_engine(mesh(2), initializer=shard if by_shard else one)
+    says = rf"table 'item': initializer: expected an array of shape \({rows}, 4\), got {got}"
+    with pytest.raises(ValueError, match=says):
+        engine.init(KEY)
+
+
+def test_slots_start_as_declared_and_padding_as_zeros():
+    engine = make_engine(mesh(8), optimizer=o.FTRL(0.1, slot_initializers={"linears": 0.25}))
+    state = engine.init(KEY)
+    for slots in engine.slots(state).values():
+        assert (np.asarray(slots["accumulators"]) == np.float32(0.1)).all()
+        assert (np.asarray(slots["linears"]) == 0.25).all()
+    (stack,) = engine.layout.stacks
+    places = [stack.physical(np.arange(t.vocabulary_size), t) for t in stack.tables]
+    padding = np.setdiff1d(np.arange(stack.physical_rows), np.concatenate(places))
+    assert padding.size == stack.physical_rows - sum(SIZES.values()) > 0
+    assert not np.asarray(state.tables[stack.name])[padding].any()
+
+
+def test_random_slots_depend_on_no_layout():
+    optimizer = o.Momentum(0.1, slot_initializers={"momenta": NORMAL})
+    one, other = (
+        jax.device_get(engine.slots(engine.init(KEY)))
+        for engine in (
+            make_engine(mesh(1), optimizer=optimizer),
+            make_engine(mesh(8), "div", optimizer=optimizer, stack_tables=False),
+        )
+    )
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+    assert not np.isin(one["item"]["momenta"], row_by_row()["item"]).any()
+
+
+def test_no_table_no_slots_without_an_optimizer():
+    table = TableConfig(5, 4, name="t", trainable=False)
+    engine = tpu_embed.EmbeddingEngine(FeatureConfig(table), mesh=mesh(2))
+    state = engine.init(KEY)
+    assert engine.slots(state) == {"t": {}}
+    assert int(state.step) == 0
+    assert {name: np.asarray(n).tolist() for name, n in state.counters.items()} == {
+        "bad_ids": [0],
+        "overflows": 0,
+    }

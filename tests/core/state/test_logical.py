@@ -1,0 +1,243 @@
+"""Rows, tables and slots from outside: set, loaded and read, on every placement and dtype."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from facade_cases import assert_same, mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import tpu_embed
+from tpu_embed import optimizers as o
+from tpu_embed.core.state import retrieve
+
+SIZES = {"mod": 11, "small": 3, "div": 11, "replicated": 5}
+
+
+def _tables(**options):
+    """Return tables of every placement, two of them in one stack, and one with a global slot."""
+    tables = {
+        name: tpu_embed.TableConfig(
+            size, 2, name=name, placement="mod" if name == "small" else name, **options
+        )
+        for name, size in SIZES.items()
+    }
+    tables["optax"] = tpu_embed.TableConfig(7, 2, name="optax", optimizer=optax.adam(0.1))
+    return tables
+
+
+@functools.cache
+def _engine(devices, dtype="float32"):
+    features = {
+        name: tpu_embed.FeatureConfig(table) for name, table in _tables(dtype=dtype).items()
+    }
+    engine = tpu_embed.EmbeddingEngine(features, o.RowWiseAdagrad(0.5), mesh=mesh(devices))
+    return engine, engine.init(jax.random.key(0))
+
+
+def _host(engine, state):
+    return jax.tree.map(np.asarray, (engine.tables(state), engine.slots(state)))
+
+
+def _other_numbers(arrays):
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda array: np.asarray(rng.standard_normal(array.shape), np.float32), arrays
+    )
+
+
+CASES = [(1, "float32"), (8, "bfloat16")]
+
+
+@pytest.mark.parametrize(("devices", "dtype"), CASES)
+def test_set_rows(devices, dtype):
+    engine, state = _engine(devices, dtype)
+    tables, slots = _host(engine, state)
+    for name, size in SIZES.items():
+        rows = np.array([size - 1, 0])
+        values = np.array([[1.001, 2], [3, 4]], np.float32)
+        state = engine.set_rows(state, name, rows, values)
+        state = engine.set_rows(state, name, [1], [7], slot="accumulators")
+        tables[name] = tables[name].copy()
+        tables[name][rows] = values.astype(tables[name].dtype)
+        slots[name]["accumulators"] = slots[name]["accumulators"].copy()
+        slots[name]["accumulators"][1] = 7
+    assert_same(_host(engine, state), (tables, slots))
+
+
+@pytest.mark.parametrize(("devices", "dtype"), CASES)
+def test_load_in_blocks(devices, dtype):
+    engine, state = _engine(devices, dtype)
+    tables, slots = _host(engine, state)
+    new, new_slots = _other_numbers((tables, slots))
+    for name in ("mod", "div", "small"):
+        blocks = np.array_split(new[name], [1, 2, 2])
+        state = engine.load(state, name, iter(blocks))
+        tables[name] = new[name].astype(tables[name].dtype)
+    accumulators = new_slots["div"]["accumulators"]
+    state = engine.load(state, "div", np.split(accumulators, [4]), slot="accumulators")
+    slots["div"]["accumulators"] = accumulators
+    assert_same(_host(engine, state), (tables, slots))
+
+
+@pytest.mark.parametrize(("devices", "dtype"), CASES)
+def test_load_arrays_and_host_arrays(devices, dtype):
+    engine, state = _engine(devices, dtype)
+    before = _host(engine, state)
+    new_tables, new_slots = _other_numbers(before)
+    new_slots["optax"]["count"] = np.asarray(5, np.int32)
+    loaded = engine.load_arrays(state, new_tables, new_slots)
+    kind = jnp.dtype(dtype)
+    expected = {
+        name: table if name == "optax" else table.astype(kind) for name, table in new_tables.items()
+    }
+    assert_same(_host(engine, loaded), (expected, new_slots))
+    assert_same(retrieve.host_arrays(loaded, engine.layout), (expected, new_slots))
+    assert_same(_host(engine, state), before)
+    assert loaded.step is state.step
+
+
+def test_bfloat16_rounds_to_nearest_even():
+    engine, state = _engine(8, "bfloat16")
+    values = np.array([[1 + 2**-8, 1 + 3 * 2**-8], [1 + 2**-8 + 2**-12, -1 - 2**-8]], np.float32)
+    state = engine.set_rows(state, "mod", [3, 9], values)
+    found = np.asarray(engine.tables(state)["mod"])[[3, 9]]
+    assert found.dtype == ml_dtypes.bfloat16
+    expected = [[1.0, 1 + 2 * 2**-7], [1 + 2**-7, -1.0]]
+    assert found.astype(np.float32).tolist() == expected
+
+
+def test_rows_set_inside_a_jit_are_written_where_they_exist():
+    engine, state = _engine(1)
+    before = engine.tables(state)
+
+    @jax.jit
+    def write(state, rows, values):
+        return engine.set_rows(state, "mod", rows, values)
+
+    # row 11 would be the first of the next table in the stack
+    new = engine.tables(write(state, np.array([2, 11, -1]), np.full((3, 2), 9, np.float32)))
+    expected = np.array(before["mod"])
+    expected[2] = 9
+    assert_same(new, {**before, "mod": expected})
+
+
+def test_host_arrays_where_rows_are_split_over_one_axis_of_two():
+    devices = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
+    tables = {
+        placement: tpu_embed.TableConfig(11, 2, name=placement, placement=placement, shard_axes="y")
+        for placement in ("mod", "div")
+    }
+    features = {name: tpu_embed.FeatureConfig(table) for name, table in tables.items()}
+    engine = tpu_embed.EmbeddingEngine(features, o.Adagrad(0.1), mesh=devices)
+    state = engine.init(jax.random.key(0))
+    expected = _host(engine, state)
+    assert_same(retrieve.host_arrays(state, engine.layout), expected)
+    anew = jax.device_put(state, NamedSharding(devices, PartitionSpec()))
+    assert_same(retrieve.host_arrays(anew, engine.layout), expected)
+
+
+def test_host_arrays_of_a_state_that_was_sharded_anew():
+    table = tpu_embed.TableConfig(11, 2, name="t")
+    engine = tpu_embed.EmbeddingEngine(tpu_embed.FeatureConfig(table), mesh=mesh(2))
+    state = engine.init(jax.random.key(0))
+    expected = _host(engine, state)
+    anew = jax.device_put(state.tables, NamedSharding(mesh(4), PartitionSpec("d")))  # 3 of 6 rows
+    anew = dataclasses.replace(state, tables=anew)
+    assert_same(retrieve.host_arrays(anew, engine.layout), expected)
+
+
+def test_a_loaded_global_slot_is_the_callers_own():
+    """The state is donated by the next update; what it was loaded from is not."""
+    table = tpu_embed.TableConfig(7, 2, name="optax", optimizer=optax.adam(0.1))
+    engine = tpu_embed.EmbeddingEngine(tpu_embed.FeatureConfig(table), mesh=mesh(2))
+    state = engine.init(jax.random.key(0))
+    count = jnp.copy(engine.slots(state)["optax"]["count"])
+    state = engine.load_arrays(state, {}, {"optax": {"count": count}})
+    engine.update_in_place(state, engine.place(np.arange(2)), np.ones((2, 2), np.float32))
+    assert int(count) == 0
+
+
+def test_host_arrays_are_the_callers_own():
+    engine, state = _engine(1)
+    before = jax.tree.map(np.copy, _host(engine, state))
+    for array in jax.tree.leaves(retrieve.host_arrays(state, engine.layout)):
+        array[...] = 0
+    assert_same(_host(engine, state), before)
+
+
+ROWS = np.array([0, 2])
+VALUES = np.zeros((2, 2), np.float32)
+
+WRONG_ROWS = [
+    (("mine", ROWS, VALUES), {}, r"table: expected one of \['div', .*'small'\], got 'mine'"),
+    (("mod", ROWS, VALUES), {"slot": "mine"}, r"table 'mod': slot: .*\['accumulators'\], got 'mi"),
+    (("mod", ROWS[:, None], VALUES), {}, r"rows: expected integers of shape \(n,\), got int64 of"),
+    (("mod", [0.0, 2.0], VALUES), {}, r"rows: expected integers of shape \(n,\), got float64 of"),
+    (("mod", ROWS, VALUES[:1]), {}, r"'mod': values: expected shape \(2, 2\), got \(1, 2\)"),
+    (("mod", ROWS, VALUES), {"slot": "accumulators"}, r"'accumulators': values: expected shape"),
+    (("mod", ROWS, VALUES * 1j), {}, "'mod': values: expected real numbers, got dtype complex64"),
+    (("small", [0, 3], VALUES), {}, r"'small': rows: expected rows in \[0, 3\), got row 3"),
+    (("small", [-1, 0], VALUES), {}, r"'small': rows: expected rows in \[0, 3\), got row -1"),
+    (("mod", [4, 4], VALUES), {}, "'mod': rows: expected each row once, got row 4 2 times"),
+    (("optax", ROWS, VALUES), {"slot": "count"}, r"one array that the whole stack.*load_arrays"),
+]
+
+
+@pytest.mark.parametrize(("given", "options", "said"), WRONG_ROWS)
+def test_wrong_rows(given, options, said):
+    engine, state = _engine(1)
+    with pytest.raises(ValueError, match=said):
+        engine.set_rows(state, *given, **options)
+
+
+WRONG_BLOCKS = [
+    ([VALUES], r"table 'mod': expected 11 rows in all, got 2"),
+    (
+        [VALUES] * 6,
+        r"'mod': expected blocks .*\(n, 2\) that have 11 rows .*\(2, 2\) from row 10 on",
+    ),
+    ([VALUES[:, :1]], r"'mod': expected blocks of shape \(n, 2\)"),
+    ([np.float32(0)], r"'mod': expected blocks of shape \(n, 2\).* got shape \(\) from row 0"),
+    ([np.full((11, 2), "a")], r"'mod': expected real numbers, got dtype <U1"),
+]
+
+
+@pytest.mark.parametrize(("blocks", "said"), WRONG_BLOCKS)
+def test_wrong_blocks(blocks, said):
+    engine, state = _engine(1)
+    with pytest.raises(ValueError, match=said):
+        engine.load(state, "mod", blocks)
+    with pytest.raises(ValueError, match="one array that the whole stack shares"):
+        engine.load(state, "optax", [], slot="count")
+
+
+@pytest.mark.parametrize(
+    ("tables", "slots", "said"),
+    [
+        (None, None, "tables: expected a mapping by name, got NoneType"),
+        (np.zeros((11, 2)), None, "tables: expected a mapping by name, got ndarray"),
+        ({}, {"mod": 3}, "slots of table 'mod': expected a mapping by name, got int"),
+    ],
+)
+def test_what_is_no_mapping(tables, slots, said):
+    engine, state = _engine(1)
+    with pytest.raises(ValueError, match=said):
+        engine.load_arrays(state, tables, slots)
+
+
+def test_masked_arrays_are_refused():
+    engine, state = _engine(1)
+    masked = np.ma.masked_array(np.ones((11, 2), np.float32), mask=True)
+    for load in (
+        lambda: engine.load_arrays(state, {"mod": masked}),
+        lambda: engine.load(state, "mod", [masked]),
+        lambda: engine.set_rows(state, "mod", np.arange(11), masked),
+    ):
+        with pytest.raises(TypeError, match="table 'mod': expected an array, got a masked array"):
+            load()

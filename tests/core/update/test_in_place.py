@@ -1,0 +1,208 @@
+"""Steps that update tables in their own memory, whatever the loss; and those that cannot, named."""
+
+import functools
+import gc
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from facade_cases import mesh
+from nn_models import bag_of
+
+from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, nn
+from tpu_embed import optimizers as o
+from tpu_embed.core.lookup import reads
+from tpu_embed.kernels import cpu, dispatch
+from tpu_embed.planning.compiled import abstract_batch, abstract_state
+
+V, D, B, H = 200_000, 8, 64, 4
+IDS = np.zeros((B, H), np.int32)
+
+
+@functools.cache
+def engine_of(rule, devices, path=None):
+    """Return an engine; one of each path, since what it has traced stays with it."""
+    tables = [TableConfig(V // (i + 1), D * (i + 1), name=f"t{i}") for i in range(2)]
+    features = {
+        "bag": FeatureConfig(tables[0]),
+        "one": FeatureConfig(tables[1]),
+    }
+    return EmbeddingEngine(features, rule, mesh=mesh(devices))
+
+
+def ids_of(engine):
+    return {"bag": IDS, "one": IDS[:, 0]}
+
+
+def operands(engine):
+    """Return shapes of a state and of a batch: nothing of a table's size is allocated."""
+    batch = engine.place(ids_of(engine))
+    return abstract_state(engine), abstract_batch(engine, batch.spec)
+
+
+def linear(engine, state, batch, other):
+    """A loss that is linear in the activations: its gradients do not depend on them."""
+    activations = engine.lookup(state, batch)
+    loss, gradients = jax.value_and_grad(lambda a: sum(x.sum() for x in a.values()))(activations)
+    return engine.update(state, batch, gradients), loss
+
+
+def metric(engine, state, batch, other):
+    """A second batch is looked up for a metric, before the update."""
+    activations = engine.lookup(state, batch)
+    number = sum((x**3).sum() for x in engine.lookup(state, other).values())
+    return engine.update(state, batch, activations), number
+
+
+def constant(engine, state, batch, other):
+    """The gradients were given; the activations are returned."""
+    activations = engine.lookup(state, batch)
+    return engine.update(state, batch, jax.tree.map(jnp.ones_like, activations)), activations
+
+
+STEPS = {step.__name__: step for step in (linear, metric, constant)}
+RULES = {
+    "adagrad": o.Adagrad(0.1),
+    "lamb": o.LAMB(0.1),
+    "occurrences": o.SGD(0.1, use_gradient_accumulation=False),
+    "ftrl": o.FTRL(0.1),
+}
+CASES = [
+    ("linear", "adagrad", 1, "native"),
+    pytest.param("linear", "lamb", 8, "native", marks=pytest.mark.whole),
+    ("linear", "occurrences", 1, "reference"),
+    ("metric", "adagrad", 8, "reference"),
+    ("metric", "ftrl", 1, "native"),
+    ("constant", "adagrad", 8, "native"),
+    pytest.param("constant", "lamb", 1, "reference", marks=pytest.mark.whole),
+]
+
+
+@pytest.mark.parametrize(("step", "rule", "devices", "path"), CASES)
+def test_tables_are_in_place_whatever_the_loss(step, rule, devices, path, monkeypatch):
+    if path == "reference" or cpu.load().path is not None:
+        monkeypatch.setenv(dispatch.VARIABLE, path)
+    engine = engine_of(RULES[rule], devices, path)
+    state, batch = operands(engine)
+    jitted = jax.jit(functools.partial(STEPS[step], engine), donate_argnums=0)
+    engine.check_in_place(jitted, state, batch, batch)
+    memory = jitted.lower(state, batch, batch).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * V * D / devices / 4
+
+
+def test_so_are_those_of_ids_inside_the_jit():
+    engine = engine_of(RULES["adagrad"], 8)
+    state, ids = abstract_state(engine), ids_of(engine)
+    engine.check_in_place(
+        jax.jit(functools.partial(linear, engine), donate_argnums=0), state, ids, ids
+    )
+
+
+def test_numbers_are_those_of_a_step_without_lookups():
+    """The order between lookup and update changes no bit, with NaN among the activations too."""
+    engine = EmbeddingEngine({"x": FeatureConfig(TableConfig(20, 2, name="t"))}, o.Adagrad(0.5))
+    rows = np.arange(40, dtype=np.float32).reshape(20, 2)
+    rows[3], rows[4] = np.nan, -0.0
+    state = engine.load_arrays(engine.init(jax.random.key(0)), {"t": rows})
+    ids = {"x": (np.arange(32, dtype=np.int32) % 7).reshape(8, 4)}
+    batch, ones = engine.place(ids), {"x": jnp.ones((8, 2))}
+
+    @jax.jit
+    def both(state):
+        activations = engine.lookup(state, batch)
+        return engine.update(state, batch, ones), activations
+
+    expected = engine.tables(engine.update(state, batch, ones))["t"]
+    np.testing.assert_array_equal(engine.tables(both(state)[0])["t"], expected)
+
+
+def test_nothing_of_a_trace_is_kept():
+    engine = engine_of(RULES["adagrad"], 1)
+    state, batch = operands(engine)
+    jax.jit(functools.partial(metric, engine)).trace(state, batch, batch)
+    gc.collect()
+    assert not reads._READS
+
+
+# -- what cannot be in place -----------------------------------------------------------------------
+
+
+def looked_up_after(engine, state, batch, other):
+    new = engine.update(state, batch, engine.lookup(state, batch))
+    return new, engine.lookup(state, other)
+
+
+def updated_twice(engine, state, batch, other):
+    activations = engine.lookup(state, batch)
+    return [engine.update(state, batch, activations) for _ in range(2)]
+
+
+def returned(engine, state, batch, other):
+    return engine.update(state, batch, engine.lookup(state, batch)), state
+
+
+def nested(engine, state, batch, other):
+    number = jax.jit(lambda state: engine.lookup(state, other)["bag"].sum())(state)
+    return engine.update(state, batch, {"bag": jnp.ones((B, D)), "one": None}), number
+
+
+def used(engine, state, batch, other):
+    norm = jnp.sum(engine.tables(state)["t0"] ** 2)
+    return engine.update(state, batch, engine.lookup(state, batch)), norm
+
+
+def scanned(engine, state, batch, other):
+    def body(state, _):
+        return looked_up_after(engine, state, batch, other)
+
+    return jax.lax.scan(body, state, None, length=2)
+
+
+COPIES = {
+    looked_up_after: "a copy of table 't0', of table 't1', because it is looked up again after its "
+    "update; look up before the update, or in the new state",
+    updated_twice: "because it is updated twice; give the second update the state that the first",
+    returned: "because its old rows are returned; return the new state alone",
+    nested: "in a nested jit, and XLA does not know that this comes first; call the function that",
+    used: "a copy of table 't0', because its old rows are used by something else than lookups",
+    scanned: "because it is looked up again after its update",
+}
+
+
+@pytest.mark.filterwarnings("ignore:activation gradient of feature 'one'")
+@pytest.mark.parametrize("step", COPIES)
+def test_what_would_be_copied_is_named(step):
+    engine = engine_of(RULES["adagrad"], 1)
+    state, batch = operands(engine)
+    jitted = jax.jit(functools.partial(step, engine), donate_argnums=0)
+    with pytest.raises(ValueError, match="step: expected updates in place") as error:
+        engine.check_in_place(jitted, state, batch, batch)
+    assert COPIES[step] in str(error.value)
+
+
+def test_a_state_that_is_not_donated_is_named():
+    engine = engine_of(RULES["adagrad"], 8)
+    jitted = jax.jit(functools.partial(linear, engine))
+    with pytest.raises(ValueError, match=r"slot 'accumulators'.* is not donated; .*donate_argnums"):
+        engine.check_in_place(jitted, *operands(engine), operands(engine)[1])
+
+
+def test_what_cannot_be_checked_is_refused():
+    engine = engine_of(RULES["adagrad"], 1)
+    with pytest.raises(ValueError, match="step: expected a jitted function, got linear"):
+        engine.check_in_place(linear, *operands(engine))
+    with pytest.raises(ValueError, match="expected a state of this engine among the arguments"):
+        engine.check_in_place(jax.jit(lambda x: x), 1.0)
+
+
+def test_layers_are_checked_too():
+    bag = bag_of(o.Adagrad(0.1))
+
+    def step(bag, ids):
+        return nn.fused_value_and_grad(lambda bag: bag(ids).sum())(bag)[0]
+
+    bag.engine.check_in_place(nnx.jit(step, donate_argnums=0), bag, IDS)
+    with pytest.raises(ValueError, match="the state is not donated"):
+        bag.engine.check_in_place(nnx.jit(step), bag, IDS)

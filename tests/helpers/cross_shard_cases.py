@@ -1,0 +1,120 @@
+"""A model on 8 replicas, and what one device makes of the whole batch, in float64 loops.
+
+The loss of an example is Σ tanh(row · kernel + x); few rows, so that replicas share them.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optimizer_cases
+import oracle_rules
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from tpu_embed.sparse import embedding_lookup
+
+S, B, V, D = 8, 16, 11, 2
+RNG = np.random.default_rng(8)
+PARAMS = {
+    "kernel": RNG.normal(size=(D,)).astype(np.float32),
+    "table": RNG.normal(size=(V, D)).astype(np.float32),
+}
+IDS = RNG.integers(0, 5, B).astype(np.int32)
+X = RNG.normal(size=(B, D)).astype(np.float32)
+GROUPS = [[0, 3, 5, 6], [7, 1, 2, 4]]
+REPLICATED = P()
+MODES = pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
+
+
+def params():
+    return jax.tree.map(jnp.asarray, PARAMS)
+
+
+def example_losses(params, ids, x):
+    return jnp.tanh(embedding_lookup(params["table"], ids) * params["kernel"] + x).sum(-1)
+
+
+def loss_of(reduction, ids, x):
+    reduce = {"mean": jnp.mean, "sum": jnp.sum}[reduction]
+    return lambda params: reduce(example_losses(params, ids, x))
+
+
+def mesh(**sizes):
+    devices = np.array(jax.devices()[: int(np.prod(list(sizes.values())))])
+    return Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes))
+
+
+def on_replicas(step, check_vma, *, out_specs=REPLICATED, sizes=None):
+    """Jit a step `(params, ids, x) -> …` on replicas, each with its part of the batch."""
+    sizes = sizes or {"r": S}
+    axes = P(tuple(sizes))
+    mapped = jax.shard_map(
+        step,
+        mesh=mesh(**sizes),
+        in_specs=(P(), axes, axes),
+        out_specs=out_specs,
+        check_vma=check_vma,
+    )
+    return jax.jit(mapped)
+
+
+def train(optimizer, reduction, tree, ids, x, *, steps=1):
+    """Return parameters and slots after some steps."""
+    state = optimizer.init(tree)
+    for _ in range(steps):
+        tree, state, _ = optimizer.minimize(loss_of(reduction, ids, x), tree, state)
+    names = optimizer.get_slot_names(state)
+    slots = {
+        path: {name: optimizer.get_slot(state, f"['{path}']", name) for name in names}
+        for path in tree
+    }
+    return tree, slots
+
+
+def expected(rule, reduction, examples=slice(None), *, steps=1):
+    """Return the same of one device with some examples, by float64 loops."""
+    name, hyper = type(rule).__name__, optimizer_cases.hyper(rule)
+    rows = [row.astype(np.float64) for row in (PARAMS["kernel"], *PARAMS["table"])]
+    slots = [oracle_rules.initial_slots(name, hyper, D) for _ in rows]
+    for t in range(steps):
+        rate = rule.learning_rate
+        rate = float(rate(t)) if callable(rate) else rate
+        for i, g in row_gradients(rows, reduction, examples).items():
+            rows[i], slots[i] = oracle_rules.apply(name, hyper, rows[i], slots[i], g, t + 1, rate)
+    stacked = {slot: np.stack([one[slot] for one in slots]) for slot in slots[0]}
+    tree = {"kernel": rows[0], "table": np.stack(rows[1:])}
+    return tree, {
+        "kernel": {slot: values[0] for slot, values in stacked.items()},
+        "table": {slot: values[1:] for slot, values in stacked.items()},
+    }
+
+
+def row_gradients(rows, reduction, examples, seeds=None):
+    """Return the gradients of the kernel, 0, and of row i of the table, i + 1.
+
+    `seeds` are the cotangents of the examples' losses, ones by default.
+    """
+    sums = {0: np.zeros(D)}
+    ids, inputs = IDS[examples], X[examples].astype(np.float64)
+    seeds = np.ones(len(ids)) if seeds is None else seeds.astype(np.float64)
+    for row, x, seed in zip((ids + 1).tolist(), inputs, seeds, strict=True):
+        slope = seed * (1 - np.tanh(rows[row] * rows[0] + x) ** 2)
+        sums[0] = sums[0] + slope * rows[row]
+        sums[row] = sums.get(row, 0.0) + slope * rows[0]
+    count = len(ids) if reduction == "mean" else 1
+    return {row: g / count for row, g in sums.items()}
+
+
+def part(group):
+    """Return the examples of a group's replicas."""
+    return np.arange(B).reshape(S, -1)[sorted(group)].reshape(-1)
+
+
+def assert_close(got, wanted):
+    """float32 against float64."""
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=5e-6)

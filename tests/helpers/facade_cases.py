@@ -1,0 +1,76 @@
+"""What the tests of the stateful API share: a small configuration, batches, exact comparison."""
+
+import functools
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+import tpu_embed
+from tpu_embed import optimizers as o
+
+ITEM = tpu_embed.TableConfig(6, 2, name="item", combiner="sum")
+USER = tpu_embed.TableConfig(5, 2, name="user", optimizer=o.Momentum(0.25), placement="div")
+FEATURES = {
+    "clicks": tpu_embed.FeatureConfig(ITEM, max_sequence_length=2),
+    "shown": tpu_embed.FeatureConfig(ITEM),
+    "user": tpu_embed.FeatureConfig(USER),
+}
+
+
+def mesh(devices: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[:devices]), ("d",))
+
+
+@functools.cache
+def _engine() -> tpu_embed.EmbeddingEngine:
+    return make_embedding_of(FEATURES, o.Adagrad(0.5)).engine
+
+
+def make_embedding_of(feature_config, optimizer, devices: int = 2, **options):
+    return tpu_embed.TPUEmbedding(feature_config, optimizer, mesh=mesh(devices), **options)
+
+
+def make_embedding(**options) -> tpu_embed.TPUEmbedding:
+    """Return a fresh embedding of `FEATURES` on two devices.
+
+    All have one engine, so that its programs are compiled once.
+    """
+    embedding = make_embedding_of(FEATURES, o.Adagrad(0.5), **options)
+    embedding.engine = _engine()
+    return embedding
+
+
+def batch(number: int, size: int = 4):
+    """Return the features of a batch; different numbers, different ids."""
+    rng = np.random.default_rng(number)
+    return {
+        "clicks": rng.integers(-1, 6, (size, 3)).astype(np.int32),
+        "shown": rng.integers(-1, 6, (size, 2)).astype(np.int32),
+        "user": rng.integers(0, 5, size).astype(np.int32),
+    }
+
+
+def gradients(activations):
+    return jax.tree.map(lambda a: 2 * np.asarray(a) + 1, activations)
+
+
+def train(embedding, numbers) -> None:
+    """Enqueue, dequeue and update with one batch after the other."""
+    for number in numbers:
+        embedding.enqueue(batch(number))
+        embedding.apply_gradients(gradients(embedding.dequeue()))
+
+
+def snapshot(embedding):
+    """Return all that an exception must leave as it was, on the host."""
+    return embedding.retrieve(), int(embedding.state.step), embedding.waiting
+
+
+def assert_same(a, b) -> None:
+    """Assert that two nestings of arrays have the same structure, dtypes and bits."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        np.testing.assert_array_equal(x, y)

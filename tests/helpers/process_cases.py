@@ -1,0 +1,313 @@
+"""What several processes do together: one of them is `python process_cases.py PROCESSES NUMBER …`.
+
+With one process it is what the others are compared with. Every function returns plain values, or
+NumPy arrays, and does the same in every process.
+"""
+
+import functools
+import json
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import tpu_embed
+from tpu_embed import FeatureConfig, RaggedIds, SparseIds, TableConfig, departures
+from tpu_embed import optimizers as o
+from tpu_embed.core.state import retrieve
+
+DEVICES, BATCH, STEPS = 8, 16, 3
+
+
+def features(placement):
+    films = TableConfig(19, 4, name="films", combiner="mean", placement=placement)
+    users = TableConfig(7, 4, name="users", optimizer=o.Adam(0.125), placement=placement)
+    genres = TableConfig(5, 2, name="genres", placement="replicated", dtype="bfloat16")
+    return {
+        "film": FeatureConfig(films, output_shape=(BATCH,)),
+        "seen": FeatureConfig(films, max_sequence_length=2),
+        "user": FeatureConfig(users),
+        "genres": FeatureConfig(genres),
+    }
+
+
+def mesh(devices):
+    """Return a mesh that has as many devices of every process."""
+    each = devices // jax.process_count()
+    chosen = [jax.local_devices(process)[:each] for process in range(jax.process_count())]
+    return Mesh(np.array(chosen).reshape(-1), ("d",))
+
+
+def part(array):
+    """Return this process's part of something that has a first entry an example."""
+    size = len(array) // jax.process_count()
+    return array[jax.process_index() * size : (jax.process_index() + 1) * size]
+
+
+def draw(step):
+    """Return this process's part of a batch, whose shape all agree on; after 0, bags are longer."""
+    rng = np.random.default_rng(step)
+    film = [list(rng.integers(0, 19, rng.integers(0, 9 if step else 2))) for _ in range(BATCH)]
+    seen = rng.integers(-1, 19, (BATCH, 3))
+    rows, columns = np.nonzero(rng.random((BATCH, 4)) < 0.4)
+    values, weights = rng.integers(0, 5, len(rows)), rng.random(len(rows)).astype(np.float32)
+    user = rng.integers(0, 7, BATCH)
+    mine = np.flatnonzero(np.isin(rows, part(np.arange(BATCH))))
+    first, size = part(np.arange(BATCH))[0], len(part(user))
+    indices = np.stack([rows[mine] - first, columns[mine]], axis=1)
+    genres = SparseIds(indices, values[mine], (size, 4), weights[mine])
+    batch = {"film": RaggedIds.from_lists(part(film)), "seen": part(seen), "user": part(user)}
+    return batch | {"genres": genres}
+
+
+@jax.jit
+def gradients(activations):
+    return jax.tree.map(lambda a: 2 * a + 1, activations)
+
+
+@functools.cache
+def make_engine(devices, placement):
+    """Return the one engine of its kind, so that its programs are compiled once."""
+    return tpu_embed.EmbeddingEngine(features(placement), o.Adagrad(0.5), mesh=mesh(devices))
+
+
+def arrays(engine, state):
+    """Return tables, slots and step on this host."""
+    return (*retrieve.host_arrays(state, engine.layout), int(state.step))
+
+
+def train(devices):
+    """Train through the functional API; return tables, slots, step, and the number of programs."""
+    engine = make_engine(devices, "mod")
+    state = engine.init(jax.random.key(0))
+    for step in range(STEPS):
+        batch = engine.place(draw(step))
+        activations = engine.lookup(state, batch)
+        state = engine.update_in_place(state, batch, gradients(activations))
+    return arrays(engine, state), engine.compilations["update"]
+
+
+def train_embedding(devices):
+    """Train through the stateful API, pipelined; return tables, slots and step."""
+    embedding = tpu_embed.TPUEmbedding(features("mod"), o.Adagrad(0.5), True, mesh=mesh(devices))
+    embedding.engine = make_engine(devices, "mod")
+    embedding.enqueue(draw(0))
+    for step in range(STEPS):
+        if step + 1 < STEPS:
+            embedding.enqueue(draw(step + 1))
+        embedding.apply_gradients(gradients(embedding.dequeue()))
+    return (*embedding.retrieve(), int(embedding.state.step))
+
+
+def refusals(devices):
+    """Return what every process sees when the last one gives what cannot be placed."""
+    engine = make_engine(devices, "mod")
+    last = jax.process_index() == jax.process_count() - 1
+    good = draw(0)
+    spec = engine.place(good).spec
+    bad_id = good | ({"user": good["user"] + 100} if last else {})
+    a_list = good | ({"user": good["user"].tolist()} if last else {})
+    a_float = good | ({"user": good["user"] / 2} if last else {})
+    short = {"film": part([[1]] * BATCH), "seen": good["seen"], "user": good["user"]}
+    other_size = tpu_embed.pad_batch(good, 16) if last else good
+    missing = {k: v for k, v in good.items() if k != "user"} if last else good
+    seen = []
+    cases = [(bad_id, None), (a_list, None), (a_float, None), (other_size, None), (missing, None)]
+    cases += [(short | {"genres": good["genres"]}, None)]
+    longer = good | {"film": RaggedIds.from_lists(part([[1] * 30] * BATCH))}
+    whole = NamedSharding(mesh(devices), PartitionSpec())
+    on_all = jax.device_put(np.zeros(BATCH, np.int32), whole)
+    cases += [(good | {"user": on_all}, None)]
+    cases += [(longer if last else good, spec), (good, spec), (good, None if last else spec)]
+    for given, wanted in cases:
+        try:
+            engine.place(given, spec=wanted)
+            seen.append(None)
+        except Exception as error:
+            seen.append((type(error).__name__, str(error)))
+    return seen
+
+
+def leave(leaver, waits_on, *, silently=False):
+    """End one process while the others wait for it, to place a batch or on a device."""
+    engine = make_engine(8, "mod")
+    engine.place(draw(0))
+    if jax.process_index() == leaver:
+        raise SystemExit(0) if silently else ValueError("the data source is gone")
+    if waits_on == "place":
+        engine.place(draw(1))
+    sharding = NamedSharding(mesh(8), PartitionSpec("d"))
+    ones = np.ones(jax.local_device_count(), np.float32)
+    jax.jit(jnp.sum)(jax.make_array_from_process_local_data(sharding, ones)).block_until_ready()
+
+
+def leave_silently(leaver):
+    leave(leaver, "place", silently=True)
+
+
+def interrupt():
+    """Interrupt process 0 while it waits for the other one's part, which comes later."""
+    engine, store = make_engine(8, "mod"), departures.client()
+    engine.place(draw(0))
+    if jax.process_index() == 0:
+        threading.Timer(1.5, os.kill, [os.getpid(), signal.SIGINT]).start()
+        try:
+            engine.place(draw(1))
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+        engine.place(draw(1))
+    else:
+        store.blocking_key_value_get("tpu_embed/left/told/1", 60_000)
+        engine.place(draw(1))
+
+
+def guarded(devices):
+    """Leave out a step with a NaN in the last example, take one without; return what was kept."""
+    engine = tpu_embed.EmbeddingEngine(
+        features("mod"), o.Adagrad(0.5), mesh=mesh(devices), on_bad_gradient="skip"
+    )
+    state = engine.init(jax.random.key(0))
+    batch = engine.place(draw(0))
+    good = fixed(engine, jax.eval_shape(engine.lookup, state, batch), 0)
+    with_nan = jax.jit(lambda rows: rows.at[-1, 0].set(np.nan))
+    state = engine.update_in_place(state, batch, good | {"user": with_nan(good["user"])})
+    kept = arrays(engine, state)
+    state = engine.update_in_place(state, batch, good)
+    return kept, arrays(engine, state), np.asarray(state.counters["bad_gradients"]).tolist()
+
+
+def save_all(directory, devices, placements):
+    """Save a state, three steps old, for every number of devices and placement."""
+    from tpu_embed.io.checkpoint import save
+
+    for n in devices:
+        for placement in placements:
+            engine = make_engine(n, placement)
+            state = trained(engine, engine.init(jax.random.key(0)), steps=3)
+            save(f"{directory}/{jax.process_count()}-{n}-{placement}", engine, state)
+
+
+def trained(engine, state, *, steps):
+    """Return the state after steps whose batches and gradients depend on their number alone."""
+    for _ in range(steps):
+        batch = engine.place(draw(int(state.step) % 3))
+        shapes = jax.eval_shape(engine.lookup, state, batch)
+        state = engine.update_in_place(state, batch, fixed(engine, shapes, int(state.step)))
+    return state
+
+
+def fixed(engine, shapes, step):
+    """Return activation gradients that depend on the step alone, as global arrays."""
+    rng = np.random.default_rng(step)
+    axes = engine.layout.axes
+
+    def one(shape):
+        whole = rng.normal(size=shape.shape).astype(np.float32)
+        return jax.make_array_from_process_local_data(axes.sharding(axes.batch_axes), part(whole))
+
+    return jax.tree.map(one, shapes)
+
+
+def faults(directory):
+    """Return what every process sees when files fail the last one; a save and a restore after."""
+    from tpu_embed.io import CheckpointManager, save
+    from tpu_embed.io.checkpoint import tables, trees
+
+    def fails(module, name, error):
+        def failing(*_, **__):
+            raise error
+
+        return mock.patch.object(module, name, failing if last else getattr(module, name))
+
+    def told(function, *arguments, **options):
+        try:
+            return function(*arguments, **options)
+        except Exception as error:
+            return type(error).__name__, str(error)
+
+    last = jax.process_index() == jax.process_count() - 1
+    root, engine = Path(directory), make_engine(8, "mod")
+    state = engine.init(jax.random.key(0))
+    model = jax.device_put({"kernel": np.ones(3, np.float32)}, state.step.sharding)
+    full, damaged = OSError("no space left"), ValueError("damaged")
+    seen = []
+    for module, name in ((tables, "write_rows"), (tables, "prepare"), (trees, "_write_leaves")):
+        with fails(module, name, full):
+            seen.append(told(save, root / "one", engine, state, model=model))
+        assert last or not list(root.glob("one*"))
+    with CheckpointManager(root / "run", engine) as manager:
+        for module, name in ((tables, "write_rows"), (trees, "_write_leaves")):
+            with fails(module, name, full):
+                manager.save(1, state, model=model)
+                seen.append(told(manager.wait))
+        left = sorted(path.name for path in root.glob("*/*") if path.name.isdigit())
+        assert manager.save(2, state, model=model)
+        manager.wait()
+        for module, name in ((tables, "_read_field"), (trees, "_check_sums")):
+            with fails(module, name, damaged):
+                seen.append(told(manager.restore, model=model))
+        at_once = arrays(engine, manager.restore(model=model).state)
+        manager.save(3, state, model=model)
+        manager.remove(2)
+        assert manager.all_steps() == [3]
+    seen.append(told(save, root / f"other {jax.process_index()}", engine, state))
+    with mock.patch.object(CheckpointManager, "all_steps", return_value=[1] if last else [3]):
+        seen.append(told(CheckpointManager, root / "run", engine))
+    return seen, left, at_once, arrays(engine, state)
+
+
+def unequal(directory):
+    """Save where the last process has fewer shards; return what 8 devices restore, and it."""
+    from tpu_embed.io import restore, save
+
+    config = {"x": FeatureConfig(TableConfig(19, 4, name="films"))}
+    six, eight = (
+        tpu_embed.EmbeddingEngine(config, o.Adagrad(0.5), mesh=Mesh(jax.devices()[:n], ("d",)))
+        for n in (6, 8)
+    )
+    state = six.init(jax.random.key(0))
+    save(f"{directory}/six", six, state)
+    return arrays(eight, restore(f"{directory}/six", eight).state), arrays(six, state)
+
+
+def restore_all(directory, names, devices, placements, steps=10):
+    """Restore every checkpoint on every number of devices and placement; go on for some steps."""
+    from tpu_embed.io.checkpoint import restore
+
+    found = {}
+    for n in devices:
+        for placement in placements:
+            engine = make_engine(n, placement)
+            for name in names:
+                state = restore(f"{directory}/{name}", engine).state
+                at_once = arrays(engine, state)
+                later = arrays(engine, trained(engine, state, steps=steps))
+                found[name, n, placement] = at_once, later
+    return found
+
+
+def main():
+    processes, number, port, output = (*map(int, sys.argv[1:4]), Path(sys.argv[4]))
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES // processes)
+    if processes > 1:
+        address = f"127.0.0.1:{port}"
+        jax.distributed.initialize(address, processes, number, heartbeat_timeout_seconds=20)
+    calls = json.loads(sys.argv[5])
+    results = [globals()[name](*arguments) for name, *arguments in calls]
+    with tempfile.NamedTemporaryFile(dir=output.parent, delete=False) as file:
+        pickle.dump(results, file)
+    Path(file.name).replace(output)
+
+
+if __name__ == "__main__":
+    main()

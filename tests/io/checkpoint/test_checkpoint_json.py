@@ -1,0 +1,186 @@
+"""JSON files of a checkpoint that hold something else: a clear error, or the same bits."""
+
+import json
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoint_cases import contents, small, small_engine, small_state
+from facade_cases import assert_same
+from file_cases import DEEP, mutations, resigned
+
+from tpu_embed.io import CheckpointManager, restore, save
+from tpu_embed.io.checkpoint import Wanted, tables, trees
+
+MODEL = {"w": jnp.arange(6.0).reshape(2, 3), "b": np.arange(2, dtype=np.int32)}
+FILES = [
+    "tables/tables.json",
+    "tables/checksums.0.json",
+    "tables/item/table/zarr.json",
+    "model/leaves.json",
+    "model/checksums.json",
+    "position/value.json",
+]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    path = tmp_path_factory.mktemp("json") / "saved"
+    save(path, small_engine(), small_state(), model=MODEL, position={"epoch": 3})
+    return path
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "copy")
+
+
+def outcome(path, read):
+    """Return what is read, or our error; another one is raised."""
+    try:
+        return read()
+    except (ValueError, FileNotFoundError) as error:
+        if re.search(f"{path}.*expected .*, got ", str(error), re.DOTALL):
+            return "refused"
+        raise
+
+
+TEXTS = {
+    "deep": DEEP,
+    "a list": "[1]",
+    "null": "null",
+    "nothing": "",
+    "a long number": '{"format": 1' + "0" * 10_000 + "}",
+    "no text": b"\xff\xfe\x00",
+    "a directory": None,
+}
+
+
+@pytest.mark.parametrize("case", TEXTS)
+@pytest.mark.parametrize("file", FILES)
+def test_a_file_that_is_no_json_of_ours_is_refused_by_name(copy, file, case):
+    path, text = copy / file, TEXTS[case]
+    path.unlink()
+    if text is None:
+        path.mkdir()
+    else:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=f"{copy}.*expected .*, got ") as error:
+        restore(copy, small_engine(), model=MODEL)
+    assert path.name in str(error.value)
+
+
+def test_a_manifest_of_other_types_is_refused_or_harmless(copy):
+    path, wanted = copy / "tables/tables.json", contents(small_engine(), small_state())
+    manifest, accepted = json.loads(path.read_text()), set()
+    manifest["value"]["tables"]["item"]["config"] = {}  # any object, for people
+    for place, changed in mutations(manifest):
+        path.write_text(json.dumps(resigned(changed)))
+        wish = Wanted(small_engine(), convert=True)
+        found = outcome(copy, lambda wish=wish: tables.manifest.read(copy / "tables", wish))
+        if found != "refused":
+            found = outcome(copy, lambda: restore(copy, small_engine(), convert=True).state)
+        if found != "refused":
+            accepted.add(".".join(map(str, place[1:3])))
+            assert_same(contents(small_engine(), found), wanted)
+    numbers = {"counters.bad_ids", "counters.overflows"}
+    assert accepted == {"features.0", *numbers}, "what says nothing of tables"
+
+
+@pytest.mark.parametrize("file", ["tables/checksums.0.json", "model/leaves.json"])
+def test_other_files_of_other_types_are_refused(copy, file):
+    path = copy / file
+    name = tables.manifest.name_of(copy / "tables")
+    arguments = trees.PyTreeArgs(name, MODEL)
+    for place, changed in mutations(json.loads(path.read_text())):
+        path.write_text(json.dumps(resigned(changed)))
+        if file.startswith("model"):
+            found = outcome(copy, lambda: trees._check_same_leaves(copy / "model", arguments))
+        else:
+            found = outcome(copy, lambda: restore(copy, small_engine()))
+        assert found == "refused", place
+
+
+def test_a_checksum_file_of_a_model_of_other_types_is_refused_or_harmless(copy):
+    path = copy / "model/checksums.json"
+    name = tables.manifest.name_of(copy / "tables")
+    for place, changed in mutations(json.loads(path.read_text())):
+        path.write_text(json.dumps(resigned(changed)))
+        found = outcome(copy, lambda: trees._check_sums(copy / "model", name))
+        assert found == "refused" or place[-1] == "gone", place  # a file of which nothing is said
+
+
+def test_a_position_belongs_to_its_checkpoint_whatever_it_is(copy):
+    path = copy / "position/value.json"
+    for place, changed in mutations(json.loads(path.read_text())):
+        path.write_text(json.dumps(resigned(changed)))
+        found = outcome(copy, lambda: restore(copy, small_engine()).position)
+        assert found == (
+            "refused" if place[0] != "value" or place[1:] == ("gone",) else changed["value"]
+        )
+
+
+@pytest.mark.parametrize(("given", "said"), [(1, "1"), (3, "3"), (None, "None"), (True, "True")])
+def test_another_format_is_named(copy, given, said):
+    path = copy / "tables/tables.json"
+    changed = json.loads(path.read_text()) | {"format": given}
+    path.write_text(json.dumps(resigned(changed)))
+    with pytest.raises(ValueError, match=rf"tables\.json: format: expected 2, got {said}; read it"):
+        restore(copy, small_engine())
+
+
+def test_a_checkpoint_of_the_first_format_says_so(copy):
+    """Its files named no format: the manifest inside had one."""
+    path = copy / "tables/tables.json"
+    old = {"crc32": 1, "value": {"format": 1}}
+    path.write_text(json.dumps(old))
+    said = r"format: expected 2, got None; read it with the tpu_embed that wrote it, or write it"
+    with pytest.raises(ValueError, match=said):
+        restore(copy, small_engine())
+
+
+def test_nesting_that_may_not_come_back_is_not_saved(tmp_path):
+    def nested(depth):
+        value = 1
+        for i in range(depth):
+            value = [value] if i % 2 else {"a": value}
+        return value
+
+    for depth in (101, 5_000):
+        with pytest.raises(ValueError, match="position: expected at most 100 values inside each"):
+            save(tmp_path / "saved", small_engine(), small_state(), position=nested(depth))
+    assert not list(tmp_path.iterdir())
+    save(tmp_path / "saved", small_engine(), small_state(), position=nested(100))
+    assert restore(tmp_path / "saved", small_engine()).position == nested(100)
+
+
+@pytest.mark.parametrize("text", [DEEP, "[1]", '{"commit_timestamp_nsecs": "x"}', ""])
+def test_notes_of_orbax_keep_nobody_from_saving(tmp_path, text):
+    with CheckpointManager(tmp_path, small_engine(), keep=2) as manager:
+        manager.save(1, small_state())
+        manager.save(2, small_state())
+    (tmp_path / "2/_CHECKPOINT_METADATA").write_text(text)
+    with CheckpointManager(tmp_path, small_engine(), keep=2) as manager:
+        manager.restore()
+        manager.save(3, small_state())
+        manager.wait()
+        assert manager.all_steps() == [2, 3]
+
+
+def test_numbers_out_of_range_are_refused(copy):
+    path = copy / "tables/tables.json"
+    for key, number in (("step", 2**31), ("processes", 0), ("step", -1), ("processes", 2**63)):
+        changed = json.loads((copy / "tables/tables.json").read_text())
+        before = changed["value"][key]
+        changed["value"][key] = number
+        path.write_text(json.dumps(resigned(changed)))
+        said = rf"tables\.json: 'value': '{key}': expected an integer from \d to \d+, got {number}"
+        with pytest.raises(ValueError, match=said):
+            restore(copy, small())
+        changed["value"][key] = before
+        path.write_text(json.dumps(resigned(changed)))
+    restore(copy, small_engine())
+    assert jax.process_count() == 1

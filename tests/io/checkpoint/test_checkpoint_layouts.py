@@ -1,0 +1,103 @@
+"""A checkpoint of one layout is restored on any other, and training goes on with the same bits."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from checkpoint_cases import (
+    PLACEMENTS,
+    check_moved,
+    contents,
+    engine,
+    never_stopped,
+    placement_of,
+    saved_state,
+)
+from facade_cases import assert_same, mesh
+
+from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
+from tpu_embed import optimizers as o
+from tpu_embed.core.layout import resolve
+from tpu_embed.io import restore, save
+
+DEVICES, TURNS = (1, 2, 8), range(len(PLACEMENTS))
+LAYOUTS = [(devices, turn) for devices in DEVICES for turn in TURNS]
+CASES = [(a, b) for a in LAYOUTS for b in LAYOUTS]
+FEW = [(1, 0), (2, 3), (8, 4)]
+IN_CI = [(a, b) for a in FEW for b in FEW]
+"""An all-pairs design of devices and placements, before and after, that takes three engines."""
+
+
+@pytest.mark.parametrize(("source", "target"), IN_CI)
+def test_any_layout_goes_on_from_any_other(tmp_path, source, target):
+    check_moved(tmp_path / "saved", source, target)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("source", "target"), CASES)
+def test_every_layout_goes_on_from_every_other(tmp_path, source, target):
+    check_moved(tmp_path / "saved", source, target)
+
+
+def test_layouts_are_what_they_say():
+    found = {
+        (table["placement"], table["shards"])
+        for layout in FEW
+        for table in engine(*layout).describe()["tables"].values()
+    }
+    sharded = {(p, n) for p in ("mod", "div") for n in DEVICES}
+    assert found == sharded | {("replicated", 1)}
+
+
+def test_design_has_all_pairs():
+    moves = [
+        (a[0], placement_of(i, a[1]), b[0], placement_of(i, b[1]))
+        for a, b in IN_CI
+        for i in range(5)
+    ]
+    levels = [DEVICES, PLACEMENTS, DEVICES, PLACEMENTS]
+    for first, second in itertools.combinations(range(4), 2):
+        met = {(move[first], move[second]) for move in moves}
+        assert met == set(itertools.product(levels[first], levels[second]))
+
+
+def test_a_state_that_was_sharded_anew_is_saved_as_it_is(tmp_path):
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    moved = jax.device_put(saved_state((2, 3)), one)
+    save(tmp_path / "saved", engine(2, 3), moved)
+    state = restore(tmp_path / "saved", engine(2, 3)).state
+    assert_same(contents(engine(2, 3), state), never_stopped()[0])
+
+
+def _wide(monkeypatch, packing, devices, dim, dtype):
+    """Return an engine of two stacked tables, packed as on a TPU or not."""
+    monkeypatch.setattr(resolve, "packing_of", lambda device: packing)
+    tables = [TableConfig(n, dim, dtype=dtype, name=f"{n} rows") for n in (37, 7)]
+    features = [FeatureConfig(table) for table in tables]
+    return EmbeddingEngine(features, o.RowWiseAdagrad(0.5), mesh=mesh(devices))
+
+
+@pytest.mark.parametrize(
+    ("packing", "dim", "dtype"),
+    [
+        ("words", 33, "bfloat16"),
+        ("lanes", 20, "float32"),
+        pytest.param("words", 5, "float32", marks=pytest.mark.whole),
+        pytest.param("lanes", 7, "bfloat16", marks=pytest.mark.whole),
+        pytest.param("lanes", 200, "float32", marks=pytest.mark.whole),
+    ],
+)
+def test_packed_rows_are_saved_and_restored_as_rows(tmp_path, monkeypatch, packing, dim, dtype):
+    packed = _wide(monkeypatch, packing, 2, dim, dtype)
+    plain = _wide(monkeypatch, "none", 8, dim, dtype)
+    assert packed.layout.stacks[0].row_format.packed
+    state = packed.init(jax.random.key(0))
+    counted = {"37 rows": {"accumulators": np.arange(37, dtype=np.float32)}}
+    state = packed.load_arrays(state, {}, counted)
+    save(tmp_path / "packed", packed, state)
+    unpacked = restore(tmp_path / "packed", plain).state
+    assert_same(contents(plain, unpacked), contents(packed, state))
+    save(tmp_path / "plain", plain, unpacked)
+    again = restore(tmp_path / "plain", packed).state
+    assert_same(contents(packed, again), contents(packed, state))

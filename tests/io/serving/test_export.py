@@ -1,0 +1,432 @@
+"""Exported models: the bits of training in another process; all of a directory, or an error."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import serving_cases
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from kernel_cases import assert_same_bits
+
+from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, TableConfig
+from tpu_embed.io import export_model, load_model, quantize_rows, serving_lookup
+from tpu_embed.kernels import cpu, dispatch
+
+ROOT = Path(__file__).resolve().parents[3]
+FILMS = TableConfig(50, 8, combiner="sqrtn", name="films")
+USERS = TableConfig(20, 8, name="users.v1/eu", dtype="bfloat16")
+SMALL = TableConfig(20, 4, name="small")
+FEATURES = {
+    "user": FeatureConfig(USERS),
+    "films": [
+        FeatureConfig(FILMS),
+        FeatureConfig(FILMS, max_sequence_length=3, on_bad_id="clip"),
+    ],
+    "small": FeatureConfig(SMALL, on_bad_id="drop"),
+}
+
+
+def batch(size, seed=0):
+    """Return ids, weights and dense inputs of so many examples."""
+    rng = np.random.default_rng(seed)
+    films = [rng.integers(-1, 50, (size, 4)), rng.integers(-1, 50, (size, 5))]
+    ids = {"user": rng.integers(-1, 20, size), "films": films}
+    ids["small"] = rng.integers(-1, 20, (size, 2, 3))
+    weights = {"user": None, "films": [rng.normal(size=(size, 4)).astype(np.float32), None]}
+    dense = rng.normal(size=(size, 7)).astype(np.float32)
+    return ids, weights | {"small": None}, dense
+
+
+IDS, WEIGHTS, DENSE = batch(16)
+KERNEL = np.random.default_rng(1).normal(size=(8 + 8 + 24 + 8 + 7, 6)).astype(np.float32)
+
+
+def network(activations, dense):
+    """Return what a model makes of activations: every one of them, and its own input."""
+    bags, sequence = activations["films"]
+    parts = [activations["user"], bags, sequence, activations["small"]]
+    parts = [part.reshape(dense.shape[0], -1) for part in parts]
+    hidden = jnp.concatenate([*parts, dense], axis=1) @ jnp.asarray(KERNEL)
+    return {"score": jax.nn.sigmoid(hidden).sum(-1), "sequence": sequence}
+
+
+class Trained(NamedTuple):
+    """An engine after training, and the outputs of its process."""
+
+    tables: dict
+    outputs: dict
+
+
+@pytest.fixture(scope="module")
+def trained():
+    mesh = Mesh(np.asarray(jax.devices()[:1]), ("d",))
+    engine = EmbeddingEngine(FEATURES, mesh=mesh)
+    state = engine.init(jax.random.key(3))
+
+    @jax.jit
+    def infer(state, batch, dense):
+        return network(engine.lookup(state, batch), dense)
+
+    outputs = infer(state, engine.place(IDS, WEIGHTS), DENSE)
+    return Trained(engine.tables(state), outputs)
+
+
+@pytest.fixture(scope="module")
+def exported(trained, tmp_path_factory):
+    path = tmp_path_factory.mktemp("export") / "ranker" / "1"
+    tables = trained.tables
+    export_model(path, network, tables, FEATURES, IDS, weights=WEIGHTS, inputs=(DENSE,))
+    return path
+
+
+@pytest.fixture(scope="module")
+def served(exported):
+    return load_model(exported)
+
+
+# -- numbers ------------------------------------------------------------------------------------
+
+
+def test_a_loaded_model_has_the_bits_of_training(trained, served):
+    assert_same_bits(served(IDS, DENSE, weights=WEIGHTS), trained.outputs)
+
+
+def test_another_process_without_this_package_has_them_too(trained, exported, tmp_path):
+    paths = {"user": IDS["user"], "films/0": IDS["films"][0], "films/1": IDS["films"][1]}
+    paths["small"] = IDS["small"]
+    given = {f"features {path}": ids.astype(np.int32) for path, ids in paths.items()}
+    given |= {"weights films/0": WEIGHTS["films"][0], "dense": DENSE}
+    np.savez(tmp_path / "arguments.npz", **given)
+    command = [sys.executable, str(ROOT / "tests" / "io" / "second_process.py"), str(exported)]
+    command += [str(tmp_path / "arguments.npz"), str(tmp_path / "outputs.npz")]
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTHONPATH")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert_same_bits(dict(np.load(tmp_path / "outputs.npz")), trained.outputs)
+
+
+def test_any_batch_size_is_served_and_a_path_is_as_good_as_a_nest(trained, served):
+    ids, weights, dense = batch(3, seed=1)
+    activations = serving_lookup(trained.tables, ids, FEATURES, weights)
+    by_path = {"user": ids["user"], "small": ids["small"]}
+    by_path |= {f"films/{i}": films for i, films in enumerate(ids["films"])}
+    found = served(by_path, dense, weights={"films/0": weights["films"][0]})
+    assert_same_bits(found, jax.jit(network)(activations, dense))
+
+
+def test_quantized_tables_are_exported_as_they_are(trained, tmp_path):
+    tables = {USERS: trained.tables["users.v1/eu"], "films": quantize_rows(trained.tables["films"])}
+    features = {"films": FeatureConfig(FILMS), "user": FeatureConfig(USERS)}
+    ids = {"films": IDS["films"][0], "user": IDS["user"]}
+    export_model(tmp_path / "m", lambda a: a, tables, features, ids)
+    found = load_model(tmp_path / "m")(ids)
+    assert_same_bits(found, serving_lookup(tables, ids, features))
+    files = {path.name: path.stat().st_size for path in (tmp_path / "m" / "tables").iterdir()}
+    assert files["films.values.npy"] == 50 * 8 + 128
+
+
+@pytest.mark.whole
+def test_every_dense_form_has_the_bits_of_serving(tmp_path):
+    features, ids, weights = serving_cases.declared(serving_cases.DENSE)
+    rng = np.random.default_rng(0)
+    configs = {f.table for f in features.values()}
+    shape = (serving_cases.ROWS, serving_cases.DIM)
+    tables = {t: rng.normal(size=shape).astype(jnp.dtype(t.dtype)) for t in configs}
+    export_model(tmp_path / "m", lambda a: a, tables, features, ids, weights=weights)
+    found = load_model(tmp_path / "m")(ids, weights=weights)
+    assert_same_bits(found, serving_lookup(tables, ids, features, weights))
+
+
+# -- what is in the directory ---------------------------------------------------------------------
+
+
+def test_the_program_holds_xla_operations_and_no_table(trained, exported, served):
+    program = served.exported.mlir_module()
+    targets = set(re.findall(r"custom_call @(\w+)", program))
+    assert targets <= {"shape_assertion"}  # jax.export's own, of the batch size
+    assert served.exported.platforms == ("cpu", "cuda", "tpu")
+    assert served.exported.nr_devices == 1
+    assert sorted(path.name for path in (exported / "tables").iterdir()) == [
+        "films.values.npy",
+        "small.values.npy",
+        "users-v1-eu~a4480370e732c8e2.values.npy",
+    ]
+    for name, table in trained.tables.items():
+        stored = np.asarray(served.tables[name]["values"])
+        np.testing.assert_array_equal(stored.view(table.dtype), table)
+
+
+def test_no_other_thread_is_kept_from_its_kernels_meanwhile(tmp_path, monkeypatch):
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    monkeypatch.setattr(cpu, "load", lambda: cpu.Loaded(Path("as if it were built")))
+    before, seen = dict(os.environ), []
+
+    def model(activations):
+        with ThreadPoolExecutor() as pool:
+            other = pool.submit(dispatch.kernels_in_use).result()
+        seen.append((dispatch.kernels_in_use(), other, dict(os.environ) == before))
+        return activations
+
+    export_one(tmp_path / "m", model)
+    assert set(seen) == {("reference", "native", True)}
+    assert dispatch.kernels_in_use() == "native"
+    assert dict(os.environ) == before
+
+
+def test_metadata_says_what_goes_in_and_what_comes_out(served):
+    said = served.metadata
+    assert (said["jax"], said["batch"]) == (jax.__version__, None)
+    assert said["platforms"] == ["cpu", "cuda", "tpu"]
+    assert said["features"]["films/0"] == {
+        "table": "films",
+        "shape": [None, 4],
+        "dtype": "int32",
+        "weights": "float32",
+        "max_sequence_length": 0,
+        "on_bad_id": "error",
+    }
+    assert said["inputs"] == [{"path": "[0]", "shape": [None, 7], "dtype": "float32"}]
+    assert said["outputs"] == [
+        {"path": "['score']", "shape": [None], "dtype": "float32"},
+        {"path": "['sequence']", "shape": [None, 3, 8], "dtype": "float32"},
+    ]
+    users = said["tables"]["users.v1/eu"]
+    assert users["dtype"] == "bfloat16"
+    assert users["files"]["values"]["dtype"] == "uint16"
+
+
+def test_a_loaded_table_is_the_file_itself(tmp_path):
+    config = TableConfig(5000, 16, name="t")
+    table = np.ones((5000, 16), np.float32)
+    example = jax.ShapeDtypeStruct((2,), np.int32)
+    export_model(tmp_path / "m", lambda a: a, {"t": table}, FeatureConfig(config), example)
+    values = load_model(tmp_path / "m").tables["t"]["values"]
+    address = values.unsafe_buffer_pointer()
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    (mine,) = [line for line in lines if line.endswith(str(tmp_path / "m/tables/t.values.npy"))]
+    first, last = (int(number, 16) for number in mine.split()[0].split("-"))
+    assert first <= address < last
+
+
+# -- calls ----------------------------------------------------------------------------------------
+
+
+def test_ids_are_judged_as_by_the_engine(trained, served):
+    ids, weights, dense = batch(2, seed=2)
+    bad = ids | {"user": np.array([3, 2**32 + 1])}
+    with pytest.raises(ValueError, match=r"'user': .*table 'users.v1/eu', got id 4294967297 at"):
+        served(bad, dense, weights=weights)
+    ids["films"][1][0, 0], ids["small"][1, 0, 0] = 2**32, -(2**33)  # clipped; dropped
+    activations = serving_lookup(trained.tables, ids, FEATURES, weights)
+    expected = jax.jit(network)(activations, dense)
+    assert_same_bits(served(ids, dense, weights=weights), expected)
+
+
+CALLS = {
+    "missing": (lambda i, w: ({"user": i["user"]}, w), r"features: expected exactly \['films/0'"),
+    "no weights": (lambda i, w: (i, None), r"weights: expected exactly \['films/0'\], got \[\]"),
+    "more weights": (lambda i, w: (i, w | {"user": w["films"][0]}), "weights: expected exactly"),
+    "shape": (
+        lambda i, w: (i | {"user": i["films"][0]}, w),
+        r"'user': expected shape \[B\], got \[16, 4\]",
+    ),
+    "width": (
+        lambda i, w: (i | {"small": i["small"][:, :, :2]}, w),
+        r"'small': expected shape \[B, 2, 3\], got \[16, 2, 2\]; the program has static shapes",
+    ),
+    "batch": (lambda i, w: (i | {"user": i["user"][:3]}, w), "'user': expected .* got 3"),
+    "ragged": (
+        lambda i, w: (i | {"user": RaggedIds.from_lists([[1]] * 16)}, w),
+        "'user': expected an array of ids, got RaggedIds",
+    ),
+    "not finite": (
+        lambda i, w: (i, w | {"films": [np.full((16, 4), np.nan), None]}),
+        "weights of feature 'films/0': expected numbers finite",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_call_that_does_not_fit_is_refused(case, served):
+    change, text = CALLS[case]
+    ids, weights = change(dict(IDS), dict(WEIGHTS))
+    with pytest.raises(ValueError, match=text):
+        served(ids, DENSE, weights=weights)
+
+
+def test_ids_of_another_kind_are_refused(served):
+    with pytest.raises(TypeError, match="'user': expected ids of an integer dtype, got float64"):
+        served(IDS | {"user": np.ones(16)}, DENSE, weights=WEIGHTS)
+    with pytest.raises(TypeError, match=r"'user': .* a tracer; inside a jit, call .exported"):
+        jax.jit(lambda ids: served(IDS | {"user": ids}, DENSE, weights=WEIGHTS))(IDS["user"])
+
+
+# -- exports that are refused ---------------------------------------------------------------------
+
+ONE = FeatureConfig(SMALL)
+TABLES = {"small": np.ones((20, 4), np.float32)}
+
+
+def export_one(path, model=lambda a: a, feature=ONE, ids=None, tables=None, **options):
+    ids = jax.ShapeDtypeStruct((4, 3), np.int64) if ids is None else ids
+    export_model(path, model, TABLES if tables is None else tables, feature, ids, **options)
+
+
+@pytest.mark.parametrize(
+    ("feature", "options"),
+    [(ONE, {"batch": 4}), (FeatureConfig(SMALL, output_shape=(4,)), {})],
+    ids=["batch", "output_shape"],
+)
+def test_a_batch_size_may_be_fixed(feature, options, tmp_path):
+    export_one(tmp_path / "m", feature=feature, platforms=["cpu"], **options)
+    served = load_model(tmp_path / "m")
+    assert served.metadata["batch"] == 4
+    assert served(np.zeros((4, 3), np.int32)).shape == (4, 4)
+    with pytest.raises(ValueError, match=r"expected shape \[4, 3\], got \[3, 3\]"):
+        served(np.zeros((3, 3), np.int32))
+
+
+class Pair(NamedTuple):
+    left: jax.Array
+    right: jax.Array
+
+
+def over_devices(*axes):
+    mesh = Mesh(np.asarray(jax.devices()), ("d",))
+    return NamedSharding(mesh, PartitionSpec(*axes))
+
+
+def test_parameters_may_be_on_several_devices(tmp_path):
+    parameters = jax.device_put(np.arange(8, dtype=np.float32), over_devices("d"))
+    export_one(tmp_path / "m", lambda a: a * parameters[4:])
+    found = load_model(tmp_path / "m")(np.zeros((2, 3), np.int32))
+    np.testing.assert_array_equal(found, [[4, 5, 6, 7]] * 2)
+
+
+REFUSED = {
+    "ragged": (
+        lambda: {"ids": RaggedIds.from_lists([[1], [2, 3]])},
+        "'feature': expected an array of ids, or .* got RaggedIds; .*pad bags with -1",
+    ),
+    "rank 0": (lambda: {"ids": np.int32(3)}, "rank 0"),
+    "weights": (
+        lambda: {"weights": np.ones((4, 2), np.float32)},
+        r"weights of feature 'feature': expected shape \(4, 3\), got \(4, 2\)",
+    ),
+    "input": (
+        lambda: {"inputs": (np.ones(3, np.float32),)},
+        r"inputs\[0\]: expected batch size 4 as first dimension, got shape \(3,\)",
+    ),
+    "batch": (lambda: {"batch": 5}, "batch: expected that of features, 4, got 5"),
+    "tables": (lambda: {"tables": {}}, "small missing"),
+    "devices": (
+        lambda: {"model": lambda a: jax.device_put(a, over_devices()), "batch": 4},
+        "model: expected a program of one device, got one of 8; take its shardings",
+    ),
+    "result": (lambda: {"model": lambda a: Pair(a, a)}, "in dicts, lists and tuples, got .*Pair"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_export_that_cannot_be_served_leaves_nothing(case, tmp_path):
+    options, text = REFUSED[case]
+    with pytest.raises(ValueError, match=text):
+        export_one(tmp_path / "m", **options())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    def full(*args, **options):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(OSError, match="no space left"):
+        export_one(tmp_path / "m")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_overwritten(tmp_path):
+    (tmp_path / "m").mkdir()
+    with pytest.raises(FileExistsError, match=r"m: expected nothing.*a directory of its own"):
+        export_one(tmp_path / "m")
+
+
+def test_ids_must_be_integers_and_flatbuffers_there(tmp_path, monkeypatch):
+    with pytest.raises(TypeError, match="expected ids of an integer dtype, got float32"):
+        export_one(tmp_path / "m", ids=np.ones((4, 3), np.float32))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"flatbuffers, got none; pip install .*\[export\]"):
+        export_one(tmp_path / "m")
+
+
+@pytest.mark.parametrize("platforms", ["gpu", ("cpu", "gpu"), ()])
+def test_platforms_are_known_ones(tmp_path, platforms):
+    table = TableConfig(4, 2, name="item")
+    arguments = {"item": np.ones((4, 2), np.float32)}, FeatureConfig(table), np.zeros((2, 3), int)
+    with pytest.raises(ValueError, match=r"platforms: each: expected 'cpu' . 'cuda' | 'rocm'"):
+        export_model(tmp_path / "m", lambda a: a, *arguments, platforms=platforms)
+    assert not list(tmp_path.iterdir())
+    export_model(tmp_path / "m", lambda a: a, *arguments, platforms="cpu")
+    assert load_model(tmp_path / "m").metadata["platforms"] == ["cpu"]
+
+
+def test_tables_of_another_byte_order_are_refused(tmp_path):
+    table = TableConfig(4, 2, name="item")
+    swapped = {"item": np.ones((4, 2), ">f4")}
+    with pytest.raises(ValueError, match=r"table 'item': expected float32 .*, got >f4, of another"):
+        export_model(
+            tmp_path / "m", lambda a: a, swapped, FeatureConfig(table), np.zeros((2, 3), int)
+        )
+
+
+def test_what_a_loaded_model_is_given_is_checked(tmp_path):
+    table = TableConfig(4, 2, name="item")
+    features, ids = FeatureConfig(table), np.zeros((2, 3), int)
+
+    def model(activations, inputs, scale):
+        return activations.sum(-1) * scale + inputs["dense"][:, 0]
+
+    inputs = {"dense": np.ones((2, 1), np.float32)}, 1.0
+    tables = {"item": np.ones((4, 2), np.float32)}
+    export_model(tmp_path / "m", model, tables, features, ids, inputs=inputs)
+    served = load_model(tmp_path / "m")
+    several = np.zeros((5, 3), int)
+    found = served(several, {"dense": np.ones((5, 1))[:, :1].astype(np.float32)}, 2.0)
+    np.testing.assert_array_equal(found, np.full(5, 5.0, np.float32))
+    dense = np.ones((5, 1), np.float32)
+    for given, said in [
+        ((), r"inputs: expected exactly \[.*\], got \[\]"),
+        (({"dense": dense}, 1.0, 2.0), "inputs: expected exactly"),
+        (
+            ({"dense": dense[:3]}, 1.0),
+            r"inputs\[0\]\['dense'\]: .*\[5, 1\], got float32 of.*\[3, 1\]",
+        ),
+        (({"dense": dense.astype(int)}, 1.0), r"\['dense'\]: expected float32 .*, got int32 of"),
+        (({"dense": dense}, "x"), r"inputs\[1\]: expected float32 of shape \[\], got <U1 of"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            served(several, *given)
+
+
+def test_a_model_of_one_batch_size_says_so(tmp_path):
+    table = TableConfig(4, 2, name="item")
+    arguments = {"item": np.ones((4, 2), np.float32)}, FeatureConfig(table), np.zeros((2, 3), int)
+
+    def model(activations):
+        return activations + np.ones((2, 2), np.float32)
+
+    with pytest.raises(TypeError) as error:
+        export_model(tmp_path / "m", model, *arguments)
+    assert any("say which: batch=" in note for note in error.value.__notes__)
+    export_model(tmp_path / "m", model, *arguments, batch=2)
+    assert load_model(tmp_path / "m")(np.zeros((2, 3), int)).shape == (2, 2)

@@ -1,0 +1,341 @@
+"""Exports and deltas: every byte and every place is checked; nothing outside is ever read."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from facade_cases import mesh
+from file_cases import DEEP, mutations, resigned, rewrite, swap
+from kernel_cases import assert_same_bits
+
+from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
+from tpu_embed import optimizers as o
+from tpu_embed.io import (
+    TouchedRows,
+    apply_delta,
+    export_delta,
+    export_model,
+    load_model,
+    quantize_rows,
+)
+from tpu_embed.io.delta import delta_files
+from tpu_embed.io.serving import model_files
+
+TABLES = {name: TableConfig(9, 4, name=name) for name in ("films", "users", "days")}
+FEATURES = {name: FeatureConfig(table) for name, table in TABLES.items()}
+REQUEST = {name: np.array([[1, 2], [8, -1]]) for name in TABLES}
+EXAMPLE = np.ones((2, 3), np.float32)
+WEIGHTS = {"films": np.ones((2, 2), np.float32), "users": None, "days": None}
+
+
+def model(activations, dense):
+    return sum(a.sum(1) for a in activations.values()) + dense.sum(1)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Two exports of one form, `a` and `b`, with a quantized table; a delta of each."""
+    root = tmp_path_factory.mktemp("exports")
+    engine = EmbeddingEngine(FEATURES, o.SGD(0.5), mesh=mesh(1))
+    for i, name in enumerate("ab"):
+        state, touched = engine.init(jax.random.key(i)), TouchedRows(engine)
+        tables = {name: np.array(table) for name, table in engine.tables(state).items()}
+        tables["days"] = quantize_rows(tables["days"])
+        options = {"inputs": (EXAMPLE,), "version": touched.version(state), "platforms": "cpu"}
+        arguments = model, tables, FEATURES, REQUEST
+        export_model(root / name, *arguments, weights=WEIGHTS, **options)
+        for n, table in enumerate(TABLES):
+            state = engine.set_rows(state, table, [2, 5, 7], np.full((3, 4), 3.0 + i + 2 * n))
+            touched.record_rows(table, [2, 5, 7], 0)
+        export_delta(root / f"delta-{name}", engine, state, touched, since=0)
+    return root
+
+
+@pytest.fixture(scope="module")
+def expected(root):
+    return load_model(root / "a")(REQUEST, EXAMPLE, weights=WEIGHTS)
+
+
+@pytest.fixture
+def copy(root, tmp_path):
+    return Path(shutil.copytree(root, tmp_path / "copy"))
+
+
+def files(root, *names):
+    found = [path for name in names for path in (root / name).rglob("*") if path.is_file()]
+    return sorted(found)
+
+
+def load(path):
+    """Read a delta or a model, as the directory's name says."""
+    return delta_files.read(path) if "delta" in path.name else load_model(path)
+
+
+def test_any_damaged_file_is_refused_by_name(copy):
+    rng = np.random.default_rng(0)
+    assert len(files(copy, "a", "delta-a")) == 2 + 5 + 1 + 6
+    for path in files(copy, "a", "delta-a"):
+        directory = copy / path.relative_to(copy).parts[0]
+        content = path.read_bytes()
+        flips = [0, len(content) // 2, len(content) - 1, *rng.integers(0, len(content), 3)]
+        for at in flips:
+            other = bytearray(content)
+            other[at] ^= 1 << int(rng.integers(8))
+            path.write_bytes(other)
+            with pytest.raises(ValueError, match=re.escape(f"{path}: ") + ".*expected .* got "):
+                load(directory)
+        for size in (0, 1, len(content) // 2, len(content) - 1):
+            path.write_bytes(content[:size])
+            with pytest.raises(ValueError, match=re.escape(f"{path}: ") + "expected .*; .*copy"):
+                load(directory)
+        path.unlink()
+        missing = re.escape(f"{path}: ") + "expected a file, got none; .*copy"
+        with pytest.raises(FileNotFoundError, match=missing):
+            load(directory)
+        path.mkdir()
+        with pytest.raises(ValueError, match=re.escape(f"{path}: ") + "expected .*, got "):
+            load(directory)
+        path.rmdir()
+        path.symlink_to(path)
+        with pytest.raises((ValueError, FileNotFoundError), match=re.escape(f"{path}: ")):
+            load(directory)
+        path.unlink()
+        path.write_bytes(content)
+        load(directory)
+
+
+def npy(root, name, part="values"):
+    return root / "tables" / f"{name}.{part}.npy"
+
+
+SWAPS = {
+    "two tables": (("a", "films", "values"), ("a", "users", "values")),
+    "two tables of a delta": (("delta-a", "films", "values"), ("delta-a", "users", "values")),
+    "two parts": (("a", "days", "scale"), ("a", "days", "offset")),
+    "two exports": (("a", "films", "values"), ("b", "films", "values")),
+    "two deltas": (("delta-a", "films", "values"), ("delta-b", "films", "values")),
+}
+
+
+@pytest.mark.parametrize("case", SWAPS)
+def test_a_table_in_the_place_of_another_is_refused_by_name(copy, case):
+    first, second = (npy(copy / one[0], *one[1:]) for one in SWAPS[case])
+    swap(first, second)
+    with pytest.raises(ValueError, match=re.escape(f"{first}: ") + "expected checksum .*, got"):
+        load(copy / SWAPS[case][0][0])
+
+
+def test_a_program_or_metadata_of_another_export_is_refused_by_name(copy):
+    program = copy / "a" / "model.stablehlo"
+    program.write_bytes(program.read_bytes().replace(b"jit", b"jut"))
+    with pytest.raises(ValueError, match=r"model\.stablehlo: expected checksum"):
+        load_model(copy / "a")
+    shutil.copyfile(copy / "b" / "model.stablehlo", program)
+    swap(*(copy / name / "metadata.json" for name in "ab"))
+    with pytest.raises(ValueError, match=r"a/tables/\w+\.\w+\.npy: expected checksum"):
+        load_model(copy / "a")
+
+
+def test_a_server_may_leave_the_tables_bytes_unread(copy, expected):
+    """Then only sizes and forms are compared: it says so."""
+    assert_same_bits(
+        load_model(copy / "a", check=False)(REQUEST, EXAMPLE, weights=WEIGHTS), expected
+    )
+    path = npy(copy / "a", "films")
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    load_model(copy / "a", check=False)
+    for damaged in (content[:-1], content[:128] + b" " * 16):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=re.escape(f"{path}: expected ")):
+            load_model(copy / "a", check=False)
+    for header in (b"PK\x03\x04" + content[4:], content[:10] + b"[" * 100 + content[110:]):
+        path.write_bytes(header)
+        with pytest.raises(ValueError, match=re.escape(f"{path}: expected float32 of shape")):
+            load_model(copy / "a", check=False)
+
+
+# -- places ---------------------------------------------------------------------------------------
+
+NAMES = ["../b/tables/films.values.npy", "/etc/passwd", "tables/../../b/x", "", "tables", "a\0b"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("directory", ["a", "delta-a"])
+def test_metadata_cannot_name_another_place(copy, name, directory):
+    def elsewhere(metadata):
+        metadata["tables"]["films"]["files"]["values"]["file"] = name
+
+    rewrite(copy / directory / "metadata.json", elsewhere)
+    said = r"metadata\.json: file: expected 'tables/films\.values\.npy', got "
+    with pytest.raises(ValueError, match=said):
+        load(copy / directory)
+    if directory == "a":
+        shutil.copyfile(copy / "b" / "metadata.json", copy / "a" / "metadata.json")
+        rewrite(copy / "a" / "metadata.json", lambda one: one["program"].update(file=name))
+        with pytest.raises(ValueError, match=r"file: expected 'model\.stablehlo', got"):
+            load(copy / "a")
+
+
+@pytest.mark.parametrize("file", ["tables/films.values.npy", "model.stablehlo", "metadata.json"])
+def test_a_link_to_outside_is_refused(copy, file, tmp_path):
+    path = copy / "a" / file
+    path.rename(tmp_path / "outside")
+    path.symlink_to(tmp_path / "outside")
+    expected = re.escape(f"{path}: expected a file inside {copy / 'a'}, got a link to ")
+    with pytest.raises(ValueError, match=expected):
+        load_model(copy / "a", check=False)
+    (tmp_path / "outside").rename(copy / "a" / "inside")
+    path.unlink()
+    path.symlink_to(copy / "a" / "inside")
+    load_model(copy / "a")
+
+
+def test_a_link_to_the_whole_directory_is_followed(copy, expected):
+    (copy / "current").symlink_to(copy / "a")
+    assert_same_bits(load_model(copy / "current")(REQUEST, EXAMPLE, weights=WEIGHTS), expected)
+
+
+# -- JSON -----------------------------------------------------------------------------------------
+
+TEXTS = {
+    "deep": DEEP,
+    "a list": "[1]",
+    "a string": '"x"',
+    "null": "null",
+    "a long number": '{"format": 1' + "0" * 10_000 + "}",
+    "infinity": '{"format": 1e999}',
+    "no text": b"\xff\xfe\x00",
+    "twice": '{"format": 3, "format": {}}',
+}
+
+
+@pytest.mark.parametrize("case", TEXTS)
+@pytest.mark.parametrize("directory", ["a", "delta-a"])
+def test_metadata_that_is_none_is_refused_by_name(copy, case, directory):
+    path, text = copy / directory / "metadata.json", TEXTS[case]
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=re.escape(f"{path}") + ".*expected .*, got "):
+        load(copy / directory)
+
+
+@pytest.mark.parametrize("other", [1, 2, 4])
+@pytest.mark.parametrize("directory", ["a", "delta-a"])
+def test_another_format_is_named(copy, directory, other):
+    rewrite(copy / directory / "metadata.json", lambda one: one.update(format=other))
+    with pytest.raises(ValueError, match=rf"metadata\.json: format: expected 3, got {other}; read"):
+        load(copy / directory)
+
+
+def test_no_byte_of_metadata_can_be_another(copy):
+    path = copy / "a" / "metadata.json"
+    content = path.read_bytes()
+    for at in range(len(content)):
+        other = bytearray(content)
+        other[at] ^= 1
+        path.write_bytes(other)
+        with pytest.raises(ValueError, match=r"metadata\.json"):
+            model_files.read_metadata(copy / "a")
+
+
+def outcomes(directory, read):
+    """Yield what was changed in the metadata, signed anew, and what is read then, or the error."""
+    path = directory / "metadata.json"
+    for place, changed in mutations(json.loads(path.read_text())):
+        path.write_text(json.dumps(resigned(changed)))
+        try:
+            yield place, read(directory)
+        except (ValueError, FileNotFoundError) as error:
+            yield place, error
+
+
+def test_metadata_of_other_types_is_refused_or_harmless(copy, expected):
+    def answer(path):
+        model_files.read_metadata(path)
+        return load_model(path)(REQUEST, EXAMPLE, weights=WEIGHTS)
+
+    accepted = set()
+    for place, found in outcomes(copy / "a", answer):
+        if isinstance(found, Exception):
+            assert re.search(f"{copy}.*expected .*, got ", str(found)), (place, found)
+        else:
+            accepted.add(place[0])
+            assert_same_bits(found, expected)
+    assert accepted == {"outputs", "platforms", "version"}, "what no call depends on"
+
+
+def test_metadata_of_a_delta_of_other_types_is_refused_or_harmless(copy):
+    wanted = {name: rows.values for name, rows in delta_files.read(copy / "delta-a").tables.items()}
+    accepted = set()
+    for place, found in outcomes(copy / "delta-a", delta_files.read):
+        if isinstance(found, Exception):
+            assert re.search(f"{copy}.*expected .*, got ", str(found)), (place, found)
+        else:
+            accepted.add(place[1:])
+            for name, rows in found.tables.items():
+                assert_same_bits(rows.values, wanted[name])
+    assert accepted == {(name, "gone") for name in TABLES}, "a delta of fewer tables"
+
+
+def test_ids_of_a_delta_are_ascending_and_inside(copy):
+    def other(name, ids):
+        path = npy(copy / "delta-a", name, "ids")
+        np.save(path, np.array(ids, np.int32))
+
+        def known(metadata):
+            said = metadata["tables"][name]["files"]["ids"]
+            said["crc32"] = model_files.directory.files.checksum(path, "")
+
+        rewrite(copy / "delta-a" / "metadata.json", known)
+
+    for ids in ([-1, 5, 7], [2, 5, 9], [5, 2, 7], [2, 2, 7]):
+        other("films", ids)
+        with pytest.raises(ValueError, match="table 'films': expected ascending ids from 0 to 8"):
+            delta_files.read(copy / "delta-a")
+    other("films", [2, 5, 7])
+    delta_files.read(copy / "delta-a")
+
+
+PROGRAMS = {
+    "another table": lambda one: one["features"]["films"].update(table="none"),
+    "another dtype": lambda one: one["features"]["films"].update(dtype="int64"),
+    "another width": lambda one: one["features"]["films"].update(shape=[None, 3]),
+    "no weights": lambda one: one["features"]["films"].update(weights=None),
+    "another input": lambda one: one["inputs"][0].update(shape=[None, 4]),
+    "a feature less": lambda one: one["features"].pop("films"),
+    "a table less": lambda one: one["tables"].pop("users"),
+}
+
+
+@pytest.mark.parametrize("case", PROGRAMS)
+def test_a_program_that_takes_something_else_is_named(copy, case):
+    rewrite(copy / "a" / "metadata.json", PROGRAMS[case])
+    with pytest.raises(ValueError, match=r"model\.stablehlo: expected a program of .*, got "):
+        load_model(copy / "a")
+
+
+def test_a_program_of_another_jax_is_named(copy):
+    program = copy / "a" / "model.stablehlo"
+    program.write_bytes(b"x" * program.stat().st_size)
+
+    def newer(metadata):
+        metadata["jax"] = "9.9"
+        metadata["program"]["crc32"] = model_files.directory.files.checksum(program, "")
+
+    rewrite(copy / "a" / "metadata.json", newer)
+    with pytest.raises(ValueError, match=r"a program that JAX .* reads, got one that JAX 9.9"):
+        load_model(copy / "a")
+
+
+def test_a_delta_in_the_place_of_another_is_refused_before_a_row_is_set(copy):
+    served = load_model(copy / "a")
+    swap(npy(copy / "delta-a", "films"), npy(copy / "delta-b", "films"))
+    tables = {"films": np.ones((9, 4), np.float32)}
+    for apply in (served.apply, lambda path: apply_delta(tables, path, served.version)):
+        with pytest.raises(ValueError, match=r"films\.values\.npy: expected checksum"):
+            apply(copy / "delta-a")
+    assert (tables["films"] == 1).all()

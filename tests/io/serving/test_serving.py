@@ -1,0 +1,232 @@
+"""Lookups in plain arrays have the bits of the engine's, and are what the oracle says."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import serving_cases
+from jax.experimental import checkify
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from kernel_cases import assert_same_bits
+
+from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, TableConfig
+from tpu_embed.core.ids import structure
+from tpu_embed.io import QuantizedTable, quantize_rows, serving_lookup
+from tpu_embed.io.serving import lookup as serving
+
+ROWS, DIM = serving_cases.ROWS, serving_cases.DIM
+TABLE = np.random.default_rng(5).normal(size=(ROWS, DIM)).astype(np.float32)
+
+
+def trained(forms, devices):
+    """Return features, ids, weights, tables and activations of an engine on so many devices."""
+    features, ids, weights = serving_cases.declared(forms)
+    mesh = Mesh(np.asarray(jax.devices()[:devices]), ("d",))
+    engine = EmbeddingEngine(features, mesh=mesh)
+    state = engine.init(jax.random.key(3))
+    activations = engine.lookup(state, engine.place(ids, weights))
+    return features, ids, weights, engine.tables(state), activations
+
+
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.whole), 8])
+def model(request):
+    return trained(serving_cases.DENSE | serving_cases.HOST, request.param)
+
+
+@pytest.mark.parametrize("kind", [dict, serving_cases.as_numpy])
+def test_every_form_has_the_bits_of_the_engine(model, kind):
+    features, ids, weights, tables, activations = model
+    found = serving_lookup(kind(tables), ids, features, weights)
+    assert_same_bits(found, activations)
+
+
+def test_every_form_is_what_the_oracle_says(model):
+    features, ids, weights, tables, _ = model
+    found = serving_lookup(tables, ids, features, weights)
+    for path, feature in features.items():
+        table = np.asarray(tables[path.split(":")[0]]).astype(np.float64)
+        expected = oracle.lookup(table, feature, ids[path], weights[path])
+        # A handful of float32 sums and one division; negative weights make small denominators.
+        np.testing.assert_allclose(found[path], expected, rtol=2e-5, atol=2e-6, err_msg=path)
+
+
+def test_dense_forms_have_these_bits_inside_a_jit(model):
+    features, ids, weights, tables, activations = model
+    inside = {path: f for path, f in features.items() if path.split(": ")[1] in serving_cases.DENSE}
+
+    def some(nest):
+        return {path: nest[path] for path in inside}
+
+    @jax.jit
+    def run(tables, ids, weights):
+        return serving_lookup(tables, ids, inside, weights)
+
+    assert_same_bits(run(tables, some(ids), some(weights)), some(activations))
+
+
+# -- where tables are ------------------------------------------------------------------------------
+
+FILMS = TableConfig(ROWS, DIM, combiner="sum", name="films")
+BAGS = np.array([[0, 3, -1], [12, 12, 1]])
+SUMS = TABLE[BAGS].astype(np.float64)
+SUMS[0, 2] = 0
+EXPECTED = (SUMS[:, 0].astype(np.float32) + SUMS[:, 1].astype(np.float32)) + SUMS[:, 2].astype(
+    np.float32
+)
+
+
+def over_all_devices(*axes):
+    mesh = Mesh(np.asarray(jax.devices()), ("d",))
+    table = np.concatenate([TABLE, np.zeros((16 - ROWS, DIM), np.float32)])
+    return jax.device_put(table, NamedSharding(mesh, PartitionSpec(*axes)))
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda: jax.device_put(TABLE, jax.devices()[5]),
+        lambda: over_all_devices(),
+        lambda: over_all_devices("d"),
+        lambda: np.asfortranarray(TABLE),
+    ],
+    ids=["one device", "copies", "shards", "columns"],
+)
+def test_a_table_may_be_anywhere(place):
+    table = place()
+    config = TableConfig(len(table), DIM, combiner="sum")
+    found = serving_lookup({config: table}, BAGS, FeatureConfig(config))
+    assert_same_bits(np.asarray(found), EXPECTED)
+
+
+def test_tables_are_keyed_by_config_or_by_name():
+    feature = FeatureConfig(FILMS)
+    for key in (FILMS, "films"):
+        assert_same_bits(np.asarray(serving_lookup({key: TABLE}, BAGS, feature)), EXPECTED)
+    unnamed = TableConfig(ROWS, DIM, combiner="sum", placement="auto", optimizer="not looked at")
+    found = serving_lookup({"table_0": TABLE}, BAGS, FeatureConfig(unnamed))
+    assert_same_bits(np.asarray(found), EXPECTED)
+
+
+def test_only_rows_that_are_asked_for_are_read_on_the_host():
+    size = 2**30  # 20 GB and 5 GB, of which there is one row
+    big = TableConfig(size, DIM, combiner="sum", name="big")
+    ids = np.array([[0, size - 1], [7, -1]])
+    table = np.broadcast_to(TABLE[2], (size, DIM))
+    found = serving_lookup({"big": table}, ids, FeatureConfig(big))
+    np.testing.assert_array_equal(found, [TABLE[2] + TABLE[2], TABLE[2]])
+    one = quantize_rows(TABLE[2:3])
+    scale, offset = np.broadcast_to(one.scale, size), np.broadcast_to(one.offset, size)
+    quantized = QuantizedTable(np.broadcast_to(one.values[0], (size, DIM)), scale, offset)
+    row = np.asarray(one.dequantized())[0]
+    found = serving_lookup({"big": quantized}, ids, FeatureConfig(big))
+    np.testing.assert_array_equal(found, [row + row, row])
+
+
+def test_programs_are_as_few_as_powers_of_two():
+    feature = FeatureConfig(FILMS)
+    for lengths in ([4, 1], [3, 3], [0, 8]):
+        bags = RaggedIds.from_lists([[1] * n for n in lengths])
+        serving_lookup({"films": jnp.asarray(TABLE)}, bags, feature)
+    server = serving.server_of(structure.flatten(feature))
+    assert server._program._cache_size() == 1
+
+
+# -- quantized tables ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("where", ["host", "device", "jit"])
+def test_quantized_rows_are_served_as_they_dequantize(where, dtype):
+    config = TableConfig(ROWS, DIM, combiner="sqrtn", name="t", dtype=dtype)
+    feature, plain = FeatureConfig(config), FeatureConfig(TableConfig(ROWS, DIM, combiner="sqrtn"))
+    quantized = quantize_rows(TABLE)
+    expected = serving_lookup({"table_0": quantized.dequantized()}, BAGS, plain)
+    if where == "jit":
+        run = jax.jit(lambda table, ids: serving_lookup({"t": table}, ids, feature))
+        found = run(quantized, BAGS)
+    else:
+        table = quantized if where == "host" else jax.device_put(quantized)
+        found = serving_lookup({"t": table}, BAGS, feature)
+    assert_same_bits(found, expected)
+
+
+# -- inside a jit ----------------------------------------------------------------------------------
+
+
+def test_bad_ids_raise_on_the_host_and_are_dropped_and_reported_in_a_jit():
+    feature, ids = FeatureConfig(FILMS), np.array([[0, ROWS], [-2, 1]])
+    with pytest.raises(ValueError, match=r"feature 'feature'.*id 13 at example 0.*and 1 more"):
+        serving_lookup({"films": TABLE}, ids, feature)
+
+    def run(ids):
+        return serving_lookup({"films": TABLE}, ids, feature)
+
+    np.testing.assert_array_equal(jax.jit(run)(ids), TABLE[:2])
+    error, _ = checkify.checkify(jax.jit(run))(ids)
+    with pytest.raises(Exception, match=r"2 id\(s\) outside \[0, 13\) of table 'films'"):
+        error.throw()
+
+
+def test_weights_have_gradients_and_tables_do_not():
+    feature = FeatureConfig(TableConfig(ROWS, DIM, name="t"))
+    weights = np.float32([[1, 2, 3], [0.5, -2, 4]])
+
+    def total(table, weights):
+        return jnp.sum(serving_lookup({"t": table}, jnp.asarray(BAGS), feature, weights) ** 2)
+
+    found = jax.grad(total, argnums=1)(TABLE, weights)
+
+    def plain(weights):
+        kept = jnp.where(BAGS < 0, 0, weights)
+        means = jnp.einsum("bh,bhd->bd", kept, TABLE[BAGS]) / kept.sum(1)[:, None]
+        return jnp.sum(means**2)
+
+    np.testing.assert_allclose(found, jax.grad(plain)(weights), rtol=1e-4, atol=1e-5)  # float32
+    with pytest.raises(TypeError, match="sparse_value_and_grad"):
+        jax.grad(total)(TABLE, weights)
+
+
+def test_only_dense_ids_go_into_a_jit():
+    features = {"a": FeatureConfig(FILMS), "b": FeatureConfig(FILMS)}
+
+    @jax.jit
+    def run(ids):
+        bags = RaggedIds.from_lists([[1], [2]])
+        return serving_lookup({"films": TABLE}, {"a": ids, "b": bags}, features)
+
+    with pytest.raises(ValueError, match=r"feature 'b': expected dense arrays.*padded with -1"):
+        run(BAGS)
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+OTHER = TableConfig(ROWS, DIM, name="other")
+ERRORS = {
+    "missing": ({}, r"films missing: expected exactly \['films'\], got \[\]; key them by"),
+    "extra": ({FILMS: TABLE, "x": TABLE}, r"x not declared: .* got \['films', 'x'\]"),
+    "another config": ({FILMS: TABLE, OTHER: TABLE}, "other.* not declared"),
+    "twice": ({FILMS: TABLE, "films": TABLE}, "films: expected each table once"),
+    "shape": ({"films": TABLE[1:]}, r"'films': expected float32 of shape \(13, 5\), got .*12, 5"),
+    "dtype": ({"films": TABLE.astype(np.float64)}, "expected float32 .* got float64 .* cast it"),
+    "list": ({"films": TABLE.tolist()}, "'films': expected float32 .* got list"),
+    "scale": (
+        {"films": QuantizedTable(TABLE.astype(np.int8), TABLE[:, :1], TABLE[:, 0])},
+        r"'films': scale: expected float32 of shape \(13,\), got float32 of shape \(13, 1\)",
+    ),
+    "int8": ({"films": TABLE.astype(np.int8)}, "expected float32 .* got int8"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_error_names_table_expected_got_and_remedy(case):
+    tables, text = ERRORS[case]
+    with pytest.raises(ValueError, match=text):
+        serving_lookup(tables, BAGS, FeatureConfig(FILMS))
+
+
+def test_tables_that_are_no_mapping_are_refused():
+    with pytest.raises(TypeError, match="expected a mapping from TableConfig or table name"):
+        serving_lookup([TABLE], BAGS, FeatureConfig(FILMS))

@@ -1,0 +1,105 @@
+"""How rows lie in their array: shapes, and what is packed comes back as it was."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tpu_embed.kernels.formats import LINE, RowFormat, packing_of
+from tpu_embed.kernels.storage import stored_dtype
+
+DTYPES = ("float32", "bfloat16", "int32")
+
+
+class Device:
+    def __init__(self, device_kind):
+        self.device_kind = device_kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "packing"),
+    [
+        ("cpu", "none"),
+        ("NVIDIA H100", "none"),
+        ("TPU v4", "lanes"),
+        ("TPU v5 lite", "lanes"),
+        ("TPU v5", "words"),
+        ("TPU v6 lite", "words"),
+        ("TPU7x", "words"),
+    ],
+)
+def test_the_chip_decides(kind, packing):
+    assert packing_of(Device(kind)) == packing
+
+
+def test_an_unknown_device_packs_nothing():
+    assert packing_of(None) == "none"
+
+
+@pytest.mark.parametrize(
+    ("packing", "dim", "dtype", "words", "lines"),
+    [
+        ("words", 1, "float32", 16, 16),
+        ("words", 20, "float32", 32, 32),
+        ("words", 33, "bfloat16", 32, 32),
+        ("words", 200, "float32", 208, 208),
+        ("words", 1025, "float32", 1152, 1152),
+        ("lanes", 1, "float32", 32, 32),
+        ("lanes", 20, "float32", 32, 32),
+        ("lanes", 128, "bfloat16", 64, 64),
+    ],
+)
+def test_rows_lie_in_lines(packing, dim, dtype, words, lines):
+    form = RowFormat((dim,), jnp.dtype(dtype), packing)
+    assert form.words == words
+    assert form.array(128).shape == (lines, LINE)
+    assert form.array(128).dtype.itemsize == 4
+
+
+def test_a_row_of_whole_lines_is_below_the_other():
+    assert RowFormat((200,), np.dtype(np.float32), "lanes").array(6).shape == (6, 256)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((), "float32"), ((4,), "float64"), ((4,), "bool"), ((0,), "float32")]
+)
+@pytest.mark.parametrize("packing", ["words", "lanes"])
+def test_what_is_no_row_of_words_stays(packing, shape, dtype):
+    form = RowFormat(shape, jnp.dtype(dtype), packing)
+    assert not form.packed
+    assert form.array(7).shape == (7, *shape)
+
+
+def test_sparse_cores_move_rows_of_words_and_numbers():
+    moved = [
+        RowFormat(shape, jnp.dtype(dtype), packing).moved_by_sparse_cores
+        for shape, dtype, packing in [
+            ((5,), "float32", "words"),
+            ((), "float32", "words"),
+            ((), "bfloat16", "words"),
+            ((5,), "float64", "words"),
+            ((5,), "float32", "lanes"),
+        ]
+    ]
+    assert moved == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize("packing", ["words", "lanes", "none"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1,), (7,), (16,), (128,), (200,), (2, 3)])
+def test_packed_rows_come_back(packing, dtype, shape):
+    form = RowFormat(shape, jnp.dtype(dtype), packing)
+    bits = np.random.default_rng(0).integers(0, 2**16, (5, *shape))
+    rows = bits.astype(np.uint16).view(stored_dtype(dtype)) if dtype == "bfloat16" else bits
+    rows = rows.astype(stored_dtype(dtype))
+    packed = form.pack(jnp.asarray(rows))
+    assert packed.shape[1:] == ((form.words,) if form.packed else shape)
+    np.testing.assert_array_equal(form.unpack(packed), rows)
+    np.testing.assert_array_equal(form.unpack(np.asarray(packed)), rows)
+
+
+def test_an_exchange_sends_lines_where_they_divide():
+    form = RowFormat((16,), np.dtype(np.float32), "words")
+    rows = jnp.arange(64 * 16.0).reshape(64, 16)
+    assert form.for_exchange(rows, 4).shape == (4, 2, LINE)
+    assert form.for_exchange(rows[:12], 4).shape == (4, 3, 16)
+    assert RowFormat((16,), np.dtype(np.float32)).for_exchange(rows, 4).shape == (4, 16, 16)

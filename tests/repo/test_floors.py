@@ -1,0 +1,109 @@
+"""Hold the package to its architecture: floors, nothing at import, sizes, docstrings."""
+
+import ast
+from pathlib import Path, PurePosixPath
+
+import floors
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted(p.relative_to(ROOT) for p in (ROOT / floors.PACKAGE).rglob("*.py"))
+MODULES = {floors.module_name(PurePosixPath(p)) for p in FILES}
+
+
+def faults(path, source, modules=MODULES):
+    path, tree = PurePosixPath(path), ast.parse(source)
+    return (
+        floors.import_faults(path, tree, modules)
+        + floors.import_work(path, tree)
+        + floors.size_faults(path, source, tree)
+        + floors.docstring_faults(path, tree)
+    )
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_file_keeps_the_rules(path):
+    assert not faults(path, (ROOT / path).read_text())
+
+
+def test_examples_are_short():
+    lines = {p.name: len(p.read_text().splitlines()) for p in (ROOT / "examples").glob("*.py")}
+    assert not {name: n for name, n in lines.items() if n > 150}
+
+
+def test_core_has_few_rooms_and_arrows():
+    trees = {PurePosixPath(p): ast.parse((ROOT / p).read_text()) for p in FILES}
+    found = floors.arrows(trees, MODULES, "core")
+    rooms = {room for arrow in found for room in arrow}
+    assert len(rooms) <= 8
+    assert len(found) <= 25
+
+
+HOST = "core/ids/host_ids.py"
+LAYOUT = "core/layout/layout.py"
+BAD = {
+    "higher floor": ("optimizers/sgd.py", "from tpu_embed.core import engine"),
+    "the top": (HOST, "import tpu_embed"),
+    "the top by name": (HOST, "from tpu_embed import TableConfig"),
+    "inside a function": (HOST, "def _f():\n    import tpu_embed.enqueue"),
+    "relative": (HOST, "from ...training import gradients"),
+    "later in core": (LAYOUT, "from tpu_embed.core.engine import EmbeddingEngine"),
+    "later in core, relative": (LAYOUT, "from .. import engine"),
+    "later in io": ("io/delta/delta.py", "from tpu_embed.io.serving import load_model"),
+    "past a package": (LAYOUT, "from tpu_embed.core.ids.host_ids import HostIds"),
+    "config above core": ("config.py", "from tpu_embed.core import ids"),
+    "sibling": ("io/files.py", "from tpu_embed.planning import memory"),
+    "device query": (HOST, "import jax\nN = len(jax.devices())"),
+    "array": (HOST, "import jax.numpy as jnp\nZERO = jnp.zeros(())"),
+    "default argument": (HOST, "from jax import numpy as np\ndef _f(x=np.ones(3)): ..."),
+    "environment": (HOST, "import os\nos.environ['XLA_FLAGS'] = ''"),
+    "class body": (HOST, "import jax\nclass _C:\n    key = jax.random.key(0)"),
+    "long function": (HOST, "def _f():\n" + "    x = 1\n" * 40),
+    "long file": (HOST, "x = 1\n" * 401),
+    "no docstring": (HOST, "def public(): ..."),
+    "no method docstring": (HOST, 'class C:\n    """Doc."""\n    def public(self): ...'),
+}
+GOOD = {
+    "lower floor": (HOST, "from tpu_embed import _checks, config"),
+    "earlier in core": (LAYOUT, "from tpu_embed.core.ids import HostIds"),
+    "same room": (LAYOUT, "from tpu_embed.core.layout.stacks import Stack"),
+    "same package": ("io/serving/served.py", "from tpu_embed.io import files"),
+    "top": ("__init__.py", "from tpu_embed.tpu_embedding import TPUEmbedding"),
+    "later": (HOST, "import jax\ndef _f():\n    return jax.devices()"),
+    "types": (HOST, "import jax.numpy as jnp\nF = jnp.dtype('float32')"),
+    "private": (HOST, "def _private(): ..."),
+    "docstring lines": (HOST, 'def _f():\n    """' + "word\n" * 60 + '"""\n    return 1'),
+}
+SKETCH = {
+    "tpu_embed",
+    "tpu_embed._checks",
+    "tpu_embed.config",
+    "tpu_embed.core",
+    "tpu_embed.core.ids",
+    "tpu_embed.core.ids.host_ids",
+    "tpu_embed.core.layout",
+    "tpu_embed.core.layout.stacks",
+    "tpu_embed.core.engine",
+    "tpu_embed.io.files",
+    "tpu_embed.io.serving",
+}
+
+
+def sketch(path, body):
+    return faults(f"tpu_embed/{path}", f'"""Doc."""\n{body}\n', SKETCH)
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_checker_sees(case):
+    assert len(sketch(*BAD[case])) == 1
+
+
+@pytest.mark.parametrize("case", GOOD)
+def test_checker_allows(case):
+    assert not sketch(*GOOD[case])
+
+
+@pytest.mark.parametrize("path", ["tpu_embed/other.py", "tpu_embed/core/other.py"])
+def test_file_without_a_place_is_named(path):
+    with pytest.raises(ValueError, match=r"other has no (floor|place)"):
+        faults(path, '"""Doc."""\nfrom tpu_embed.core import ids\n', SKETCH)

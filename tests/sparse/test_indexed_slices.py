@@ -1,0 +1,157 @@
+"""IndexedSlices: the same sum in every form, and norms that see through duplicates."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tpu_embed.sparse import IndexedSlices, indexed_slices
+
+V = 7
+
+
+def dense_of(values, indices, shape):
+    """Add up in float64, a loop an entry."""
+    whole = np.zeros(shape)
+    for value, index in zip(np.asarray(values, np.float64), np.asarray(indices), strict=True):
+        if 0 <= index < shape[0]:
+            whole[index] += value
+    return whole
+
+
+def draw(seed, n, trailing=(3,), *, low=0, high=V):
+    """Return slices of small whole numbers, whose sums are exact; index V is padding."""
+    rng = np.random.default_rng(seed)
+    values = rng.integers(-8, 9, (n, *trailing)).astype(np.float32)
+    indices = rng.integers(low, high + 1, n).astype(np.int32)
+    return IndexedSlices(jnp.asarray(values), jnp.asarray(indices), (V, *trailing))
+
+
+@pytest.mark.parametrize("trailing", [(), (3,), (2, 2)])
+@pytest.mark.parametrize("n", [0, 1, 20])
+def test_dense_deduplicated_and_compact_are_one_sum(trailing, n):
+    slices = draw(n, n, trailing)
+    expected = dense_of(slices.values, slices.indices, slices.dense_shape)
+    for same in (slices, slices.deduplicate(), slices.compact(), slices.deduplicate().compact()):
+        assert np.array_equal(same.to_dense(), expected)
+        assert same.shape == same.dense_shape == (V, *trailing)
+        assert same.dtype == jnp.float32
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(-2, V + 2), min_size=12, max_size=12))
+def test_deduplicate_keeps_n_and_the_order_of_first_appearance(rows):
+    values = np.arange(24, dtype=np.float32).reshape(12, 2) + 1
+    slices = IndexedSlices(jnp.asarray(values), jnp.asarray(rows, jnp.int32), (V, 2))
+    unique = slices.deduplicate()
+    present = list(dict.fromkeys(row for row in rows if 0 <= row < V))
+    assert unique.indices.tolist() == present + [V] * (12 - len(present))
+    assert np.array_equal(unique.to_dense(), dense_of(values, rows, (V, 2)))
+    assert not np.asarray(unique.values[len(present) :]).any()
+
+
+def test_deduplicate_sums_in_order_of_position():
+    """In float32 1e8 + 1 - 1e8 is 0, and 1e8 - 1e8 + 1 is 1."""
+    indices = jnp.array([2, 2, 2, 5, 5, 5], jnp.int32)
+    values = jnp.array([1e8, 1, -1e8, 1e8, -1e8, 1], jnp.float32)[:, None]
+    unique = IndexedSlices(values, indices, (V, 1)).deduplicate()
+    assert unique.values[:2, 0].tolist() == [0, 1]
+
+
+def test_padding_counts_as_zero_whatever_its_value():
+    nothing = IndexedSlices(jnp.full((2, 1), jnp.nan), jnp.array([V, V], jnp.int32), (V, 1))
+    assert not np.asarray(nothing.to_dense()).any()
+    assert not np.asarray(nothing.deduplicate().values).any()
+    assert indexed_slices.global_norm(nothing) == 0
+    assert nothing.compact().indices.shape == (0,)
+
+
+def test_sums_and_products():
+    a, b = draw(1, 9), draw(2, 4)
+    both = dense_of(a.values, a.indices, a.shape) + dense_of(b.values, b.indices, b.shape)
+    assert np.array_equal((a + b).to_dense(), both)
+    assert np.array_equal(a + b.to_dense(), both)
+    assert np.array_equal(b.to_dense() + a, both)
+    assert np.array_equal((2 * a).to_dense(), 2 * np.asarray(a.to_dense()))
+    assert np.array_equal((-a / 2).to_dense(), np.asarray(a.to_dense()) / -2)
+    assert np.array_equal(sum([a, b]).to_dense(), both)
+    assert (a + jnp.zeros(a.shape, jnp.float32)).dtype == jnp.float32
+    assert np.array_equal(sum([a, b], np.zeros(a.shape, np.float32)), both)
+
+
+def test_norm_scaling_and_clipping_of_a_tree():
+    slices, dense = draw(3, 15), jnp.arange(4.0)
+    tree = {"table": slices, "kernel": dense, "none": None}
+    whole = dense_of(slices.values, slices.indices, slices.shape)
+    norm = np.sqrt((whole**2).sum() + (np.arange(4.0) ** 2).sum())
+    np.testing.assert_allclose(indexed_slices.global_norm(tree), norm, rtol=1e-6)
+    halved = indexed_slices.scale(tree, 0.5)
+    assert halved["none"] is None
+    assert np.array_equal(halved["table"].to_dense(), whole / 2)
+    assert np.array_equal(halved["kernel"], np.arange(4.0) / 2)
+    clipped = indexed_slices.clip_by_global_norm(tree, 1.5)
+    np.testing.assert_allclose(indexed_slices.global_norm(clipped), 1.5, rtol=1e-6)
+    np.testing.assert_allclose(clipped["table"].to_dense(), whole * 1.5 / norm, rtol=1e-5)
+    same = indexed_slices.clip_by_global_norm(tree, 1e6)
+    assert np.array_equal(same["table"].values, slices.values)
+
+
+def test_clipping_zeros_gives_zeros():
+    zeros = indexed_slices.clip_by_global_norm({"w": jnp.zeros(3)}, 1.0)
+    assert np.array_equal(zeros["w"], np.zeros(3))
+
+
+def test_passes_through_transformations():
+    def half(slices):
+        return indexed_slices.scale(slices.deduplicate(), 0.5)
+
+    slices = draw(4, 6)
+    jitted = jax.jit(half)(slices)
+    assert jitted.dense_shape == slices.dense_shape
+    assert np.array_equal(jitted.to_dense(), np.asarray(slices.to_dense()) / 2)
+    several = jax.tree.map(lambda *x: jnp.stack(x), slices, draw(5, 6))
+    mapped = jax.vmap(lambda s: half(s).to_dense())(several)
+    assert np.array_equal(mapped[1], np.asarray(draw(5, 6).to_dense()) / 2)
+
+
+def test_errors_name_what_is_wrong():
+    with pytest.raises(TypeError, match=r"IndexedSlices.indices: expected integers, got float32"):
+        IndexedSlices(jnp.ones((2, 1)), jnp.ones(2), (V, 1))
+    with pytest.raises(ValueError, match=r"got shapes \(2,\) and \(3, 1\)"):
+        IndexedSlices(jnp.ones((3, 1)), jnp.zeros(2, jnp.int32), (V, 1)).to_dense()
+    with pytest.raises(ValueError, match="call compact outside the jit"):
+        jax.jit(lambda s: s.compact().values)(draw(0, 3))
+    with pytest.raises(ValueError, match=r"expected dense_shape \(7, 3\), got \(7, 2\)"):
+        draw(0, 3) + draw(0, 3, (2,))
+    with pytest.raises(ValueError, match=r"expected IndexedSlices, or an array of shape \(7, 3\)"):
+        draw(0, 3) + jnp.ones((7, 2))
+    with pytest.raises(ValueError, match="expected a scalar"):
+        draw(0, 3) * jnp.ones(2)
+
+
+def test_low_precision_is_summed_in_float32():
+    """In bfloat16 a sum of ones stops at 256."""
+    ones = IndexedSlices(jnp.ones((300, 1), jnp.bfloat16), jnp.zeros(300, jnp.int32), (V, 1))
+    for whole in (ones.to_dense(), ones.deduplicate().to_dense()):
+        assert (whole.dtype, whole[0, 0]) == (jnp.bfloat16, 300)
+    assert indexed_slices.global_norm(ones) == 300
+    scaled = indexed_slices.scale({"w": ones.values, "t": ones}, jnp.float32(0.1))
+    assert {g.dtype for g in (scaled["w"], scaled["t"])} == {jnp.dtype(jnp.bfloat16)}
+    clipped = indexed_slices.clip_by_global_norm(ones, 30.0)
+    np.testing.assert_allclose(indexed_slices.global_norm(clipped), 30, rtol=1e-2)
+
+
+def test_narrow_indices_of_a_large_table():
+    slices = IndexedSlices(jnp.ones((2, 1)), jnp.array([3, 3], jnp.int8), (1000, 1))
+    assert slices.deduplicate().indices.tolist() == [3, 1000]
+
+
+def test_integers_have_no_norm():
+    with pytest.raises(TypeError, match="expected gradients of floats, got int32"):
+        indexed_slices.global_norm({"n": jnp.arange(3)})
+    with pytest.raises(TypeError, match="expected gradients of floats, got int32"):
+        indexed_slices.scale(jnp.arange(3), 0.5)

@@ -1,0 +1,342 @@
+"""sparse_value_and_grad: the numbers of jax.value_and_grad, sparse where it can be."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tpu_embed import training
+from tpu_embed.sparse import IndexedSlices, embedding_lookup, sparse_grad, sparse_value_and_grad
+
+V, D = 11, 3
+IDS = np.array([[1, 2, -1], [1, 1, 9]])
+PAIRS = jnp.array([[1, 2], [3, 4], [1, 1]])
+
+
+@pytest.fixture
+def params():
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.standard_normal((V, D)), jnp.float32)
+    kernel = jnp.asarray(rng.standard_normal(D), jnp.float32)
+    return {"table": table, "kernel": kernel}
+
+
+def score(params, ids, combiner=None):
+    return embedding_lookup(params["table"], ids, combiner=combiner) @ params["kernel"]
+
+
+def in_scan(params):
+    def body(carry, ids):
+        return carry + (score(params, ids) ** 2).sum(), score(params, ids[0])
+
+    total, last = jax.lax.scan(body, jnp.float32(0), PAIRS)
+    return total + last.sum()
+
+
+def in_cond(params, sign):
+    return jax.lax.cond(
+        sign * params["kernel"][0] > 0,
+        lambda: (score(params, jnp.array([3])) ** 2).sum(),
+        lambda: score(params, jnp.array([5, 6])).sum(),
+    )
+
+
+def in_nested_jits(params):
+    inner = jax.jit(lambda table, ids: jax.jit(embedding_lookup)(table, ids) * 2)
+    return (inner(params["table"], jnp.array([4, 4])) @ params["kernel"]).sum()
+
+
+def in_scan_of_cond_of_remat(params):
+    @jax.checkpoint
+    def squared(table, ids):
+        return jnp.sin(embedding_lookup(table, ids)).sum() ** 2
+
+    def body(carry, ids):
+        added = jax.lax.cond(
+            ids[0] > 1, lambda: squared(params["table"], ids), lambda: jnp.float32(1)
+        )
+        return carry * 0.5 + added, None
+
+    return jax.lax.scan(body, jnp.float32(1), PAIRS, reverse=True, unroll=2)[0]
+
+
+def twice_beside_a_switch(params):
+    branches = [
+        lambda: score(params, jnp.array([7])).sum(),
+        lambda: score(params, jnp.array([8])).sum(),
+        lambda: params["kernel"].sum(),
+    ]
+    return jax.lax.switch(1, branches) * score(params, IDS, "mean").sum()
+
+
+LOSSES = {
+    "sum of rows": (lambda p: score(p, IDS).sum(), 6),
+    "mean": (lambda p: (score(p, IDS, "mean") ** 2).sum(), 6),
+    "sqrtn": (lambda p: (score(p, IDS, "sqrtn") ** 2).sum(), 6),
+    "one id": (lambda p: score(p, np.int32(3)), 1),
+    "scan": (in_scan, 9),
+    "fori_loop of known length": (
+        lambda p: jax.lax.fori_loop(0, 3, lambda i, c: c + score(p, i) * c, jnp.float32(1)),
+        3,
+    ),
+    "cond, first": (lambda p: in_cond(p, 1.0), 3),
+    "cond, second": (lambda p: in_cond(p, -1.0), 3),
+    "nested jits": (in_nested_jits, 2),
+    "scan of cond of remat": (in_scan_of_cond_of_remat, 6),
+    "switch": (twice_beside_a_switch, 8),
+    "vmap": (lambda p: (jax.vmap(lambda i: score(p, i, "sum"))(PAIRS) ** 2).sum(), 6),
+    "vmap of scan": (
+        lambda p: jax.vmap(
+            lambda ids: jax.lax.scan(lambda c, i: (c * score(p, i), None), jnp.float32(1), ids)[0]
+        )(PAIRS).sum(),
+        6,
+    ),
+    "custom_jvp beside": (lambda p: jax.nn.relu(score(p, IDS)).sum(), 6),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_equals_the_dense_gradient(name, params):
+    loss, count = LOSSES[name]
+    expected, dense = jax.value_and_grad(loss)(params)
+    value, got = jax.jit(sparse_value_and_grad(loss))(params)
+    assert isinstance(got["table"], IndexedSlices)
+    assert got["table"].indices.shape == (count,)
+    assert got["table"].dense_shape == (V, D)
+    # The same products, summed in another order.
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    np.testing.assert_allclose(got["table"].to_dense(), dense["table"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got["kernel"], dense["kernel"], rtol=1e-4, atol=1e-5)
+
+
+def test_entries_stand_in_program_order_with_duplicates(params):
+    def loss(params):
+        return score(params, jnp.array([5, 2])).sum() + score(params, jnp.array([2, -1])).sum()
+
+    slices = sparse_grad(loss)(params)["table"]
+    assert slices.indices.tolist() == [5, 2, 2, V]
+    rows = np.tile(np.asarray(params["kernel"]), (3, 1))
+    assert np.array_equal(slices.values, [*rows, np.zeros(D)])
+
+
+def test_a_branch_not_taken_gives_padding(params):
+    """Branches stand in the order of their numbers: false, then true."""
+    took = {tuple(sparse_grad(in_cond)(params, s)["table"].indices.tolist()) for s in (1.0, -1.0)}
+    assert took == {(V, V, 3), (5, 6, V)}
+
+
+def test_several_tables_arguments_and_aux(params):
+    def loss(user, item, ids, *, power):
+        rows = embedding_lookup(user, ids) * embedding_lookup(item, ids + 1)
+        return (rows**power).sum(), {"rows": rows}
+
+    user, item = params["table"], params["table"][::-1]
+    ids = jnp.array([0, 5, 5])
+    (value, aux), (of_item, of_user) = sparse_value_and_grad(loss, (1, 0), has_aux=True)(
+        user, item, ids, power=2
+    )
+    (expected, _), dense = jax.value_and_grad(loss, (1, 0), has_aux=True)(user, item, ids, power=2)
+    assert value == expected
+    assert aux["rows"].shape == (3, D)
+    assert (of_user.indices.tolist(), of_item.indices.tolist()) == ([0, 5, 5], [1, 6, 6])
+    for slices, array in zip((of_item, of_user), dense, strict=True):
+        np.testing.assert_allclose(slices.to_dense(), array, rtol=1e-6)
+    gradient, aux = sparse_grad(loss, -2 + 3, has_aux=True)(user, item, ids, power=2)
+    assert gradient.indices.tolist() == [1, 6, 6]
+    assert "rows" in aux
+
+
+DENSE = {
+    "a dense use beside": lambda p: score(p, IDS).sum() + (p["table"] ** 2).sum(),
+    "a table computed from it": lambda p: (
+        embedding_lookup(p["table"], IDS).sum() + embedding_lookup(p["table"] * 2, IDS).sum()
+    ),
+    "computed from it, alone": lambda p: embedding_lookup(p["table"] * 2, IDS).sum(),
+    "in a custom_vjp": lambda p: score(p, IDS).sum() + _opaque(p["table"]),
+    "in a custom_vjp, alone": lambda p: _opaque(p["table"]),
+    "computed from it, in a scan": lambda p: jax.lax.scan(
+        lambda c, i: (c + embedding_lookup(p["table"] * c, i).sum(), None), jnp.float32(1), PAIRS
+    )[0],
+    "carried by a scan": lambda p: (
+        jax.lax.scan(lambda t, i: (t * 2, embedding_lookup(t, i).sum()), p["table"], PAIRS)[1].sum()
+        + score(p, IDS).sum()
+    ),
+}
+
+
+@jax.custom_vjp
+def _opaque(table):
+    return embedding_lookup(table, jnp.array([2])).sum()
+
+
+_opaque.defvjp(lambda table: (_opaque(table), table), lambda table, g: (jnp.ones_like(table) * g,))
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_dense_use_makes_it_dense_and_says_so(name, params):
+    with pytest.warns(UserWarning, match=re.escape("the gradient of table ['table'] is dense")):
+        got = sparse_grad(DENSE[name])(params)
+    with pytest.warns(UserWarning, match="dense") as warned:
+        sparse_value_and_grad(DENSE[name])(params)
+    assert [warning.filename for warning in warned] == [__file__]
+    expected = jax.grad(DENSE[name])(params)
+    np.testing.assert_allclose(got["table"], expected["table"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got["kernel"], expected["kernel"], rtol=1e-5, atol=1e-6)
+
+
+def test_a_table_that_is_not_looked_up_is_as_ever(params):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = sparse_grad(lambda p: (p["kernel"] ** 2).sum())(params)
+    assert np.array_equal(got["table"], np.zeros((V, D)))
+
+
+def test_a_lookup_in_a_while_loop_is_jax_s_error(params):
+    def loss(params):
+        def body(carry):
+            return carry[0] + 1, carry[1] + score(params, carry[0])
+
+        start = (jnp.int32(0), jnp.float32(0))
+        return jax.lax.while_loop(lambda c: c[0] < jnp.int32(c[1]) + 2, body, start)[1]
+
+    with pytest.warns(UserWarning, match="dense"), pytest.raises(ValueError, match="while_loop"):
+        sparse_grad(loss)(params)
+
+
+def test_under_vmap_grad_and_itself(params):
+    ids = jnp.array([[1, 2], [2, 2]])
+    each = jax.vmap(sparse_grad(lambda p, i: (score(p, i) ** 2).sum()), (None, 0))(params, ids)
+    assert each["table"].indices.tolist() == ids.tolist()
+
+    def squared(grad_of):
+        def norm(params):
+            gradient = grad_of(lambda p: (score(p, ids) ** 3).sum())(params)
+            return (gradient["kernel"] ** 2).sum()
+
+        return norm
+
+    expected = jax.grad(squared(jax.grad))(params)
+    once = jax.grad(squared(sparse_grad))(params)
+    twice = sparse_grad(squared(sparse_grad))(params)
+    for got in (once["table"], twice["table"]):
+        dense = got.to_dense() if isinstance(got, IndexedSlices) else got
+        np.testing.assert_allclose(dense, expected["table"], rtol=1e-4, atol=1e-5)
+
+
+def test_bfloat16_tables(params):
+    low = {"table": params["table"].astype(jnp.bfloat16), "kernel": params["kernel"]}
+
+    def loss(p):
+        return (embedding_lookup(p["table"], IDS, combiner="sum") @ p["kernel"]).sum()
+
+    got = sparse_grad(loss)(low)["table"]
+    assert got.dtype == jnp.bfloat16
+    expected = jax.grad(loss)(low)["table"]
+    # Sums of a few bfloat16 numbers, rounded after each.
+    np.testing.assert_allclose(
+        got.to_dense().astype(np.float32), expected.astype(np.float32), rtol=2e-2
+    )
+
+
+def test_no_array_of_the_table_s_size_is_made():
+    """Of a table of 2.5 GB, as an abstract value: temporaries are below a hundredth of it."""
+    size = 10_000_000
+    table = jax.ShapeDtypeStruct((size, 64), jnp.float32)
+    ids = jax.ShapeDtypeStruct((4096,), jnp.int32)
+
+    def step(table, ids):
+        def loss(table):
+            return (embedding_lookup(table, ids) ** 2).sum()
+
+        slices = sparse_grad(loss)(table).deduplicate()
+        rows = embedding_lookup(table, slices.indices)
+        return table.at[slices.indices].set(rows - 0.1 * slices.values, mode="drop")
+
+    compiled = jax.jit(step, donate_argnums=0).lower(table, ids).compile()
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < size * 64 * 4 / 100
+    assert memory.alias_size_in_bytes == size * 64 * 4
+
+
+def test_a_second_call_compiles_nothing(params):
+    step = jax.jit(sparse_value_and_grad(LOSSES["scan"][0]))
+    step(params)
+    step(jax.tree.map(lambda x: x * 2, params))
+    assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_shard_map_slices_are_the_device_s_own(check_vma, params):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("d",))
+    spec = jax.sharding.PartitionSpec
+    ids = jnp.arange(16) % V
+
+    def local(params, ids):
+        mine = jax.tree.map(lambda x: jax.lax.pcast(x, "d", to="varying"), params)
+        gradient = sparse_grad(lambda p: (score(p, ids) ** 2).sum())(mine)
+        return gradient["table"], gradient["table"].deduplicate()
+
+    sharded = jax.shard_map(
+        local, mesh=mesh, in_specs=(spec(), spec("d")), out_specs=spec("d"), check_vma=check_vma
+    )
+    got, unique = jax.jit(sharded)(params, ids)
+    whole = sparse_grad(lambda p: (score(p, ids) ** 2).sum())(params)["table"]
+    assert np.array_equal(got.indices, whole.indices)
+    assert np.array_equal(unique.indices, whole.indices)  # of two a device, none twice
+    for slices in (got, unique):
+        np.testing.assert_allclose(slices.values, whole.values, rtol=1e-6)
+
+
+def test_errors_are_those_of_value_and_grad(params):
+    with pytest.raises(TypeError, match="scalar"):
+        sparse_grad(lambda p: score(p, IDS))(params)
+    with pytest.raises(TypeError, match="int32"):
+        sparse_grad(lambda n: n.astype(jnp.float32))(jnp.int32(3))
+
+
+def test_arguments_by_place(params):
+    def loss(a, b):
+        return (embedding_lookup(a, PAIRS) * embedding_lookup(b, PAIRS)).sum()
+
+    table = params["table"]
+    assert sparse_grad(loss, np.int64(-1))(table, table).indices.shape == (6,)
+    for argnums in ((0, 0), (0, -2), 2, "a", 0.5):
+        with pytest.raises(ValueError, match="expected different places among 2 positional"):
+            sparse_grad(loss, argnums)(table, table)
+    with pytest.raises(TypeError, match="expected a pair of the value and aux"):
+        sparse_grad(loss, has_aux=True)(table, table)
+
+
+def test_rows_of_no_numbers():
+    got = sparse_grad(lambda t: embedding_lookup(t, PAIRS).sum())(jnp.zeros((V, 0)))
+    assert got.values.shape == (6, 0)
+
+
+def test_the_warning_names_the_user_s_line_inside_a_jit(params):
+    with pytest.warns(UserWarning, match="dense") as warned:
+        jax.jit(sparse_grad(DENSE["a dense use beside"]))(params)
+    assert [warning.filename for warning in warned] == [__file__]
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [1, 0, 2], [2, 1, 0]])
+def test_a_dense_use_comes_first_and_slices_in_their_order(order):
+    """In float32 (1e8 + 1) - 1e8 + 1 is 1, and other orders give 0 or 2."""
+    factors = np.float32([1, -1e8, 1])[order]
+
+    def loss(table):
+        lookups = [factor * embedding_lookup(table, np.array([3])) for factor in factors]
+        return sum(x.sum() for x in lookups) + 1e8 * table[3].sum()
+
+    expected = np.float32(1e8)
+    for factor in factors:
+        expected += factor
+    with pytest.warns(UserWarning, match="dense"):
+        found = sparse_grad(loss)(jnp.ones((5, 1)))
+    assert found[3, 0] == expected
+    (also,) = training.gradients(loss, [jnp.ones((5, 1))])
+    assert also[3, 0] == expected

@@ -1,0 +1,218 @@
+"""sparse_grad names the rows that a gradient reaches, and no others."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from reach_cases import CONNECTED, CUT, FORMS, KEPT, PLACES, loss_of
+
+from tpu_embed import optimizers as o
+from tpu_embed.sparse import (
+    IndexedSlices,
+    clip_by_global_norm,
+    embedding_lookup,
+    global_norm,
+    sparse_grad,
+    sparse_value_and_grad,
+)
+from tpu_embed.training.optimizer import Optimizer, update_touched
+
+V, D = 6, 3
+TABLE = jnp.asarray(np.random.default_rng(2).normal(size=(V, D)).astype(np.float32))
+
+
+def by_table(loss):
+    """Return a loss of a look-up function as one of a table."""
+    return lambda table: loss(functools.partial(embedding_lookup, table))
+
+
+ZEROS = [*((form, "plain") for form in CONNECTED), *(("times zero", place) for place in PLACES)]
+ZEROS = list(dict.fromkeys(ZEROS))
+
+
+@functools.cache
+def results():
+    """Return ours and JAX's results of all cases: one program."""
+    cut = {(form, place): loss_of(form, place) for form in FORMS for place in PLACES}
+    zeros = {(form, place): loss_of(CONNECTED[form], place) for form, place in ZEROS}
+    losses = {case: by_table(loss) for case, loss in (cut | zeros).items()}
+
+    @jax.jit
+    def run(table):
+        return {
+            case: [
+                f(loss, has_aux=True)(table) for f in (sparse_value_and_grad, jax.value_and_grad)
+            ]
+            for case, loss in losses.items()
+        }
+
+    return run(TABLE)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_lookup_that_is_cut_has_no_entries(form, place):
+    ((value, aux), found), ((expected, rows), dense) = results()[form, place]
+    assert found.indices.tolist() == KEPT.tolist()
+    assert np.array_equal(found.values, 2 * TABLE[KEPT])
+    np.testing.assert_allclose(found.to_dense(), dense, rtol=1e-6)  # summed in another order
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, aux, rows)
+
+
+@pytest.mark.parametrize(("form", "place"), ZEROS)
+def test_a_lookup_whose_gradient_is_zero_stays(form, place):
+    (_, found), (_, dense) = results()[form, place]
+    assert sorted(found.indices.tolist()) == sorted([*KEPT, *CUT])
+    assert (np.asarray(found.values).any(-1)).sum() == len(KEPT)
+    np.testing.assert_allclose(found.to_dense(), dense, rtol=1e-6)  # summed in another order
+
+
+def test_a_table_is_out_as_a_whole_without_a_dense_gradient_or_a_warning():
+    """A use that no gradient passes is none: of the table itself, and of a copy of it."""
+
+    def loss(table):
+        stopped = lax.stop_gradient(table)
+        return (
+            (embedding_lookup(table, KEPT) ** 2).sum()
+            + embedding_lookup(stopped, CUT).sum()
+            + lax.stop_gradient((table**2).sum())
+            + jnp.floor(table).sum()
+        )
+
+    assert sparse_grad(loss)(TABLE).indices.tolist() == KEPT.tolist()
+
+
+def test_a_cut_while_loop_does_not_make_the_gradient_dense():
+    def loss(table):
+        def doubled(x):
+            return x * 2 + embedding_lookup(table, 0).sum() ** 2
+
+        steps = lax.while_loop(lambda x: x < 9, doubled, jnp.float32(1))
+        return (embedding_lookup(table, KEPT) * lax.stop_gradient(steps)).sum()
+
+    assert sparse_grad(loss)(TABLE).indices.tolist() == KEPT.tolist()
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_results_of_one_cond_are_told_apart(index):
+    def loss(table):
+        pair = lax.cond(
+            table[0, 0].astype(jnp.int32) < 99,
+            lambda: (embedding_lookup(table, KEPT).sum(), embedding_lookup(table, CUT).sum()),
+            lambda: (jnp.float32(0), embedding_lookup(table, KEPT + 1).sum()),
+        )
+        return pair[index]
+
+    expected = [KEPT.tolist(), [V, V, V, *CUT]][index]  # the branch for False is the first
+    assert sparse_grad(loss)(TABLE).indices.tolist() == expected
+
+
+# -- a table that no gradient reaches at all -------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_without_any_lookup_that_counts_there_are_no_entries(form):
+    def loss(params):
+        rows = embedding_lookup(params["table"], CUT)
+        return FORMS[form](rows) + (params["w"] ** 2).sum(), rows
+
+    def step(params):
+        return sparse_grad(loss, has_aux=True)(params)[0]
+
+    found = jax.jit(step)({"table": TABLE, "w": jnp.ones(2)})
+    assert np.array_equal(found["w"], 2 * np.ones(2))
+    assert isinstance(found["table"], IndexedSlices)
+    assert (found["table"].values.shape, found["table"].indices.shape) == ((0, D), (0,))
+    assert found["table"].dense_shape == (V, D)
+    assert found["table"].dtype == TABLE.dtype
+
+
+def test_slices_without_entries_go_through_everything():
+    params = {"table": TABLE, "w": jnp.ones(2)}
+    found = sparse_grad(lambda p: _stopped(p["table"]) + p["w"].sum())(params)
+    slices = found["table"]
+    for same in (slices.deduplicate(), slices.compact(), slices * 2, slices + slices):
+        assert same.indices.shape == (0,)
+    assert not np.asarray(slices.to_dense()).any()
+    assert np.array_equal(slices + TABLE, TABLE)
+    assert float(global_norm(found)) == np.float32(np.sqrt(2))
+    clipped = clip_by_global_norm(found, 1.0)
+    optimizer = Optimizer(o.Adam(0.1, weight_decay_factor=0.1), "adam")
+    state = optimizer.init(params)
+    pairs = [(clipped["table"], "['table']"), (clipped["w"], "['w']")]
+    now, after = jax.jit(lambda *held: optimizer.apply_gradients(pairs, *held))(params, state)
+    assert np.array_equal(now["table"], TABLE)
+    assert not np.array_equal(now["w"], params["w"])
+    for name in optimizer.get_slot_names(state):
+        assert not np.asarray(optimizer.get_slot(after, "['table']", name)).any()
+
+
+def _stopped(table):
+    return lax.stop_gradient(embedding_lookup(table, CUT)).sum()
+
+
+def test_slices_without_entries_under_vmap_and_shard_map():
+    each = jax.vmap(sparse_grad(lambda t: _stopped(t)))(jnp.stack([TABLE, TABLE]))
+    assert each.indices.shape == (2, 0)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("d",))
+    spec = jax.sharding.PartitionSpec
+    local = jax.shard_map(
+        sparse_grad(lambda t: _stopped(t)), mesh=mesh, in_specs=spec(), out_specs=spec("d")
+    )
+    assert jax.jit(local)(TABLE).values.shape == (0, D)
+
+
+def test_a_table_looked_up_only_where_lookups_are_not_found_is_zeros_with_a_warning():
+    def loss(table):
+        return lax.stop_gradient(
+            lax.while_loop(
+                lambda x: x < 9, lambda x: x + embedding_lookup(table, 0)[0] ** 2 + 1, 0.0
+            )
+        )
+
+    with pytest.warns(UserWarning, match="dense"):
+        found = sparse_grad(loss)(TABLE)
+    assert np.array_equal(found, np.zeros((V, D)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sparse_grad(lambda t: jnp.float32(1))(TABLE).shape == (V, D)
+
+
+# -- in place --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda rows, others: (rows.sum(), others.mean()),
+        lambda rows, others: (rows.sum() + lax.stop_gradient(others).sum(), None),
+    ],
+    ids=["aux", "stopped"],
+)
+def test_an_update_comes_after_lookups_that_it_does_not_name(loss):
+    """Of 64 MB, as an abstract value: otherwise XLA keeps a copy of the table for them."""
+    size = 1_000_000
+    table, slot = (jax.ShapeDtypeStruct((size, 16), jnp.float32) for _ in range(2))
+    ids = jax.ShapeDtypeStruct((2, 512), jnp.int32)
+
+    def step(table, slot, ids):
+        def fun(table):
+            return loss(*(embedding_lookup(table, some) for some in ids))
+
+        (value, aux), found = sparse_value_and_grad(fun, has_aux=True)(table)
+        slots = {"accumulators": slot}
+        new = update_touched(o.Adagrad(0.1), table, slots, found, step=1, learning_rate=0.1)
+        return value, aux, new
+
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(table, slot, ids).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes == 2 * size * 16 * 4
+    assert memory.temp_size_in_bytes < size

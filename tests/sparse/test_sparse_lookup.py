@@ -1,0 +1,160 @@
+"""embedding_lookup: rows and their combinations, against loops in float64."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tpu_embed.sparse import embedding_lookup
+
+V, D = 9, 4
+IDS = np.array([[3, 3, -1], [0, 8, 5], [-1, -1, -1], [7, -1, 2]])
+
+
+def table_of(trailing=(D,), dtype=np.float32):
+    return np.random.default_rng(0).standard_normal((V, *trailing)).astype(dtype)
+
+
+def weights_of(ids):
+    weights = np.random.default_rng(1).uniform(-1, 2, ids.shape).astype(np.float32)
+    weights[1] = [1, -1, 0]  # whose sum is zero
+    return weights
+
+
+def combined(table, ids, weights, combiner):
+    """Combine bags in float64, one id at a time."""
+    out = np.zeros((len(ids), *table.shape[1:]))
+    for bag, row in enumerate(ids):
+        kept = [(float(weights[bag, p]), int(i)) for p, i in enumerate(row) if i >= 0]
+        total = sum((c * table[i].astype(np.float64) for c, i in kept), np.zeros(table.shape[1:]))
+        d = {
+            "sum": 1.0,
+            "mean": sum(c for c, _ in kept),
+            "sqrtn": np.sqrt(sum(c * c for c, _ in kept)),
+        }[combiner]
+        out[bag] = total / d if d else 0
+    return out
+
+
+@pytest.mark.parametrize("trailing", [(), (D,), (2, 3)])
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint32])
+def test_rows_are_those_of_the_table(trailing, dtype):
+    ids = np.array([[1, 2], [2, 8]], dtype)
+    table = table_of(trailing)
+    assert np.array_equal(embedding_lookup(table, ids), table[ids])
+    assert np.array_equal(jax.jit(embedding_lookup)(table, ids), table[ids])
+    assert np.array_equal(embedding_lookup(table, np.int32(3)), table[3])
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+@pytest.mark.parametrize("trailing", [(), (D,), (2, 3)])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_bags_combine_as_in_float64(combiner, trailing, weighted):
+    table, weights = table_of(trailing), weights_of(IDS) if weighted else None
+    got = embedding_lookup(table, IDS, weights, combiner=combiner)
+    ones = np.ones(IDS.shape) if weights is None else weights
+    # A sum of three products of numbers below 4.
+    np.testing.assert_allclose(got, combined(table, IDS, ones, combiner), rtol=1e-5, atol=1e-6)
+
+
+def test_a_weight_scales_its_row():
+    weights = weights_of(IDS)
+    expected = np.where(IDS[..., None] < 0, 0, table_of()[IDS]) * weights[..., None]
+    assert np.array_equal(embedding_lookup(table_of(), IDS, weights), expected)
+
+
+def test_the_weight_of_padding_is_not_read():
+    weights = np.where(IDS < 0, np.nan, 1).astype(np.float32)
+    assert np.isfinite(np.asarray(embedding_lookup(table_of(), IDS, weights))).all()
+    assert np.isfinite(np.asarray(embedding_lookup(table_of(), IDS, weights, "mean"))).all()
+
+
+@pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
+def test_empty_bags_have_zero_gradients(combiner):
+    ids = np.full((2, 3), -1)
+    weights = jnp.ones((2, 3))
+
+    def loss(table, weights):
+        return embedding_lookup(table, ids, weights, combiner=combiner).sum()
+
+    for gradient in jax.grad(loss, (0, 1))(jnp.asarray(table_of()), weights):
+        assert not np.asarray(gradient).any()
+
+
+def test_low_precision_is_summed_in_float32():
+    table = jnp.ones((V, 1), jnp.bfloat16)
+    ids = np.zeros((1, 300), np.int32)
+    got = embedding_lookup(table, ids, combiner="sum")
+    assert (got.dtype, got.item()) == (jnp.float32, 300)  # bfloat16 stops at 256
+    assert embedding_lookup(table, ids).dtype == jnp.bfloat16
+
+
+def test_plain_derivatives_are_those_of_indexing():
+    table, tangent = jnp.asarray(table_of()), jnp.asarray(table_of()[::-1])
+
+    def ours(table):
+        return jnp.sin(embedding_lookup(table, jnp.asarray(IDS))).sum()
+
+    def indexed(table):
+        rows = jnp.where(IDS[..., None] < 0, 0, table[IDS])
+        return jnp.sin(rows).sum()
+
+    np.testing.assert_allclose(jax.grad(ours)(table), jax.grad(indexed)(table), rtol=1e-6)
+    for order in (0, 1):
+        a, b = (jax.jvp(f, (table,), (tangent,))[order] for f in (ours, indexed))
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    a, b = (jax.jvp(jax.grad(f), (table,), (tangent,))[1] for f in (ours, indexed))
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_vmap_over_ids_tables_or_both():
+    tables = np.stack([table_of(), table_of()[::-1]])
+    ids = np.array([[1, 2, -1], [8, 0, 0]])
+    rows = np.where(ids[..., None] < 0, 0, tables[0][ids])
+    assert np.array_equal(jax.vmap(embedding_lookup, (None, 0))(tables[0], ids), rows)
+    assert np.array_equal(jax.vmap(embedding_lookup, (None, 1))(tables[0], ids.T), rows)
+    both = np.stack([np.where(i[:, None] < 0, 0, t[i]) for t, i in zip(tables, ids, strict=True)])
+    assert np.array_equal(jax.vmap(embedding_lookup)(tables, ids), both)
+    one = np.stack([np.where(ids[0][:, None] < 0, 0, t[ids[0]]) for t in tables])
+    assert np.array_equal(jax.vmap(embedding_lookup, (0, None))(tables, ids[0]), one)
+
+
+def test_ids_outside_the_table():
+    bad = np.array([[1, 9], [2, 3]])
+    with pytest.raises(ValueError, match=r"expected numbers in \[0, 9\), .* got 9 at \[0, 1\]"):
+        embedding_lookup(table_of(), bad)
+    got = jax.jit(embedding_lookup)(table_of(), bad)
+    assert not np.asarray(got[0, 1]).any()
+    assert np.array_equal(got[1], table_of()[bad[1]])
+    large = jax.jit(embedding_lookup)(table_of(), np.array([2**32 - 1], np.uint32))
+    assert not np.asarray(large).any()
+
+
+@pytest.mark.parametrize("combiner", [None, "sum", "mean", "sqrtn"])
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint16])
+def test_weights_may_be_integers(combiner, dtype):
+    weights = np.arange(IDS.size).reshape(IDS.shape)
+    found, expected = (
+        embedding_lookup(table_of(), IDS, weights.astype(kind), combiner)
+        for kind in (dtype, np.float32)
+    )
+    assert np.array_equal(found, expected)
+
+
+def test_errors_name_the_argument():
+    with pytest.raises(TypeError, match="table: expected a float dtype, got int32"):
+        embedding_lookup(jnp.ones((2, 2), jnp.int32), [0])
+    with pytest.raises(TypeError, match="ids: expected integers, got float32"):
+        embedding_lookup(jnp.ones((2, 2)), jnp.ones(1))
+    with pytest.raises(ValueError, match=r"table: expected \[V, …\], got rank 0"):
+        embedding_lookup(1.0, [0])
+    with pytest.raises(ValueError, match=r"combiner: expected .*'sqrtn', got 'max'"):
+        embedding_lookup(jnp.ones((2, 2)), [[0]], combiner="max")
+    with pytest.raises(ValueError, match=r"weights: .* real numbers of the ids' shape \(1,\)"):
+        embedding_lookup(jnp.ones((2, 2)), [0], np.ones(2))
+    with pytest.raises(ValueError, match=r"expected real numbers .*, got bool of shape \(1,\)"):
+        embedding_lookup(jnp.ones((2, 2)), [0], np.ones(1, bool))
+    with pytest.raises(ValueError, match="ids: expected bags"):
+        embedding_lookup(jnp.ones((2, 2)), np.int32(0), combiner="sum")

@@ -1,0 +1,306 @@
+"""gradients(): each clause of its contract, against jax.grad or float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from tpu_embed.sparse import embedding_lookup
+from tpu_embed.training.autodiff import AggregationMethod, Tag, UnconnectedGradients, gradients, tag
+
+X = jnp.array([0.5, -1.0, 2.0])
+W = jnp.array([3.0, 0.25, -2.0])
+METHODS = [None, *AggregationMethod]
+
+
+def square(x):
+    return x**2
+
+
+def same(found, expected):
+    assert len(found) == len(expected)
+    for g, e in zip(found, expected, strict=True):
+        np.testing.assert_allclose(g, e, rtol=1e-6)
+
+
+# -- xs --------------------------------------------------------------------------------------------
+
+
+def test_one_gradient_an_x_in_order():
+    same(gradients(lambda x, w: (x * w, w**2), [X, W]), [W, X + 2 * W])
+    same(gradients(lambda x, w: (x * w, w**2), (X, W)), [W, X + 2 * W])
+    same(gradients(square, X), [2 * X])
+    same(gradients(square, 3.0), [6.0])
+    assert gradients(square, []) == [] == gradients(square, ())
+
+
+def test_an_x_may_be_a_tree():
+    tree = {"w": X, "more": (W, jnp.arange(3)), "none": None}
+    found, other = gradients(lambda tree, x: {"y": [tree["w"] * x]}, [tree, np.asarray(W)])
+    assert np.array_equal(found["w"], W)
+    assert np.array_equal(other, X)
+    assert found["more"] == (None, None)
+    assert found["none"] is None
+
+
+def test_xs_of_another_kind_are_errors():
+    with pytest.raises(TypeError, match=r"xs: expected a list or tuple .* got dict; .*\[tree\]"):
+        gradients(square, {"x": X})
+    with pytest.raises(TypeError, match=r"xs\[1\]\['w'\]: expected an array, got str"):
+        gradients(lambda x, w: x, [X, {"w": "no"}])
+    with pytest.raises(TypeError, match=r"xs\[0\]\[0\]: expected an array, got Tag"):
+        gradients(square, [[Tag("h")]])
+    with pytest.raises(ValueError, match="expected Tags after the arguments"):
+        gradients(square, [Tag("h"), X])
+
+
+# -- grad_ys ---------------------------------------------------------------------------------------
+
+
+def test_cotangents_weigh_the_ys():
+    def fn(x):
+        return {"a": x**2, "b": (jnp.sin(x), jnp.argsort(x))}
+
+    x, w = np.asarray(X, np.float64), np.asarray(W, np.float64)
+    for grad_ys, expected in [
+        (None, 2 * x + np.cos(x)),
+        ({"a": None, "b": None}, None),
+        ({"a": W, "b": (None, None)}, 2 * x * w + np.cos(x)),
+        ({"a": None, "b": (np.asarray(W, np.float64), W)}, 2 * x + np.cos(x) * w),
+        ({"a": W, "b": (2 * W, jnp.arange(3))}, 2 * x * w + np.cos(x) * 2 * w),
+    ]:
+        if expected is None:
+            with pytest.raises(ValueError, match="grad_ys: expected the structure of ys"):
+                gradients(fn, [X], grad_ys=grad_ys)
+        else:
+            same(gradients(fn, [X], grad_ys=grad_ys), [expected])
+
+
+def test_cotangents_that_do_not_fit():
+    def pair(x):
+        return x, {"z": x}
+
+    for grad_ys in ([X, {"z": X}], (X,), (X, {"y": X}), X):
+        with pytest.raises(ValueError, match="grad_ys: expected the structure of ys"):
+            gradients(pair, [X], grad_ys=grad_ys)
+    with pytest.raises(ValueError, match=r"grad_ys\[1\]\['z'\]: expected y's shape \(3,\), got"):
+        gradients(pair, [X], grad_ys=(X, {"z": X[:2]}))
+
+
+@pytest.mark.parametrize("kind", ["float", "complex", "integer"])
+@pytest.mark.parametrize("given", ["float", "complex", "integer"])
+def test_a_cotangent_is_of_its_ys_kind(kind, given):
+    numbers = {"float": X, "complex": lax.complex(X, W), "integer": jnp.arange(3)}
+    fn = {
+        "float": lambda x: x * 1,
+        "complex": lambda x: lax.complex(x, x),
+        "integer": lambda x: x.astype(jnp.int32),
+    }[kind]
+    if given == kind or (kind, given) == ("integer", "float"):
+        (found,) = gradients(fn, [X], grad_ys=numbers[given])
+        assert (found is None) == (kind == "integer")
+    else:
+        with pytest.raises(TypeError, match=r"grad_ys: expected .*numbers for a y of"):
+            gradients(fn, [X], grad_ys=numbers[given])
+
+
+def test_a_complex_y_needs_a_cotangent():
+    for grad_ys in (None, (None, None)):
+        with pytest.raises(TypeError, match=r"grad_ys\[1\]: expected complex numbers, got None"):
+            gradients(lambda x: (x, lax.complex(x, x)), [X], grad_ys=grad_ys)
+
+
+def test_complex_values_follow_the_convention_of_jax():
+    z, c = lax.complex(X, W), lax.complex(W, X)
+
+    def fn(z, x):
+        return jnp.exp(z) * lax.complex(x, x)
+
+    def length(z):
+        return jnp.abs(z) ** 2
+
+    same(gradients(fn, [z, X], grad_ys=c), jax.vjp(fn, z, X)[1](c))
+    same(gradients(length, [z]), [jax.grad(lambda z: length(z).sum())(z)])
+
+
+# -- not connected ---------------------------------------------------------------------------------
+
+
+def test_unconnected_is_none_or_zeros_like_x():
+    n, half = jnp.arange(4), jnp.ones((2, 2), jnp.bfloat16)
+
+    def fn(x, n, half):
+        return (n * 2, x**2)
+
+    assert gradients(fn, [X, n, half])[1:] == [None, None]
+    for word in ("zero", UnconnectedGradients.ZERO):
+        found = gradients(fn, [X, n, half], unconnected_gradients=word)
+        same(found[:1], [2 * X])
+        for g, x in zip(found[1:], (n, half), strict=True):
+            assert (g.shape, g.dtype) == (x.shape, x.dtype)
+            assert not np.asarray(g).any()
+    integers = gradients(lambda x: x.astype(jnp.int32), [X], unconnected_gradients="zero")
+    assert np.array_equal(integers[0], np.zeros(3))
+    assert integers[0].dtype == X.dtype
+    assert gradients(lambda x: x.astype(jnp.int32), [X]) == [None]
+
+
+def test_a_while_of_unknown_length_names_the_x():
+    def fn(first, tree, second):
+        y = lax.while_loop(lambda c: c.sum() < 9, lambda c: c * 2 + tree["w"], jnp.abs(second))
+        return y, first * 2
+
+    with pytest.raises(ValueError, match=r"xs\[1\]\['w'\], xs\[2\]: .* while loop"):
+        gradients(fn, [X, {"w": W}, X])
+    with pytest.raises(ValueError, match=r"gradients: xs\[0\]: .* while loop.*jax.lax.scan"):
+        gradients(doubled, [X, 3])
+    with pytest.raises(ValueError, match=r"Tag\('h'\): .* while loop"):
+        gradients(lambda x: doubled(tag(x, "h"), jnp.argmax(x)), [X, Tag("h")])
+    with pytest.raises(ValueError, match=r"xs\[0\]: .* while loop"):
+        gradients(jax.jit(lambda x: lax.map(lambda y: doubled(y, jnp.argmax(X)), x)), [X])
+
+
+def doubled(x, n):
+    """Double x n times, as often as n says when it runs."""
+    return lax.fori_loop(0, n, lambda i, c: c * 2, x)
+
+
+# -- words -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["unconnected_gradients", "aggregation_method", "gate_gradients"])
+@pytest.mark.parametrize("xs", [[X], []])
+def test_another_word_is_always_an_error(word, xs):
+    with pytest.raises(ValueError, match=f"gradients: {word}: expected .* got 'other'"):
+        gradients(square, xs, **{word: "other"})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_aggregation_does_not_change_the_sum(method):
+    def fn(x, w):
+        return [x**2, jnp.floor(x), jnp.sin(x) * w, jnp.argsort(x)]
+
+    expected = [2 * X + jnp.cos(X) * W, jnp.sin(X)]
+    same(gradients(fn, [X, W], aggregation_method=method), expected)
+    same(gradients(fn, [X, W], aggregation_method=method and str(method)), expected)
+
+
+@pytest.mark.parametrize("method", ["tree", "accumulate_n"])
+def test_one_pull_back_a_y_is_summed_left_to_right(method):
+    """In float32 1e8 - 1e8 + 1 is 1, and 1 + 1e8 - 1e8 is 0."""
+    for factors in itertools.permutations([1e8, -1e8, 1.0]):
+        (found,) = gradients(
+            lambda x, f=factors: [x * k for k in f], [jnp.float32(1)], aggregation_method=method
+        )
+        expected = np.float32(0)
+        for k in factors:
+            expected = np.float32(expected + np.float32(k))
+        assert found == expected
+
+
+def test_one_pull_back_a_y_meets_no_other_y():
+    """0 · ∞ would be NaN."""
+    (found,) = gradients(lambda x: (jnp.log(x), 2 * x), [jnp.float32(0)], aggregation_method="tree")
+    assert np.isposinf(found)
+
+
+@pytest.mark.parametrize(("word", "barriers"), [("none", 0), ("op", 2), ("graph", 1)])
+def test_gates_change_no_number(word, barriers):
+    def run(x, w, table):
+        return gradients(
+            lambda x, w, t: x * embedding_lookup(t, jnp.array([1, 1, 0])),
+            [x, w, table],
+            gate_gradients=word,
+        )
+
+    table = jnp.arange(4.0)
+    found = run(X, W, table)
+    assert np.array_equal(found[0], table[jnp.array([1, 1, 0])])
+    assert found[1] is None
+    assert np.array_equal(found[2].values, X)
+    assert found[2].indices.tolist() == [1, 1, 0]
+    primitives = [eqn.primitive.name for eqn in jax.make_jaxpr(run)(X, W, table).eqns]
+    assert primitives.count("optimization_barrier") == barriers
+
+
+# -- together --------------------------------------------------------------------------------------
+
+
+def test_inside_jit_and_vmap():
+    def fn(x):
+        found = gradients(lambda x: tag(x**2, "h") * x, [x, Tag("h")], stop_gradients=["h"])
+        return [*found, *gradients(jnp.floor, [x])]
+
+    expected = [X**2, X, None]
+    for found in (jax.jit(fn)(X), jax.vmap(fn)(X), jax.jit(jax.vmap(fn))(X)):
+        same(found[:2], expected[:2])
+        assert found[2] is None
+
+
+def test_derivatives_of_gradients():
+    def first(x):
+        return gradients(lambda x: x**3, [x])[0]
+
+    same(gradients(first, [X]), [6 * X])
+    same(gradients(lambda x: gradients(first, [x])[0], [X]), [6 * jnp.ones(3)])
+    same([jax.grad(lambda x: first(x).sum())(X), jax.jvp(first, (X,), (W,))[1]], [6 * X, 6 * X * W])
+
+
+def test_a_stop_holds_for_its_own_differentiation_alone():
+    """d/dx of h(x) x with h = x² w held is h; the derivatives of that h are whole."""
+
+    def held(x, w):
+        return gradients(lambda x: tag(x**2 * w, "h") * x, [x], stop_gradients=["h"])[0]
+
+    same([held(X, W)], [X**2 * W])
+    same(jax.grad(lambda x, w: held(x, w).sum(), (0, 1))(X, W), [2 * X * W, X**2])
+    same(gradients(held, [X, W]), [2 * X * W, X**2])
+
+    def not_of_x(w):
+        return gradients(lambda x: tag(w**2, "h") * x, [X], stop_gradients=["h"])[0]
+
+    same([jax.grad(lambda w: not_of_x(w).sum())(W)], [2 * W])
+
+
+def test_an_outer_call_sees_the_tags_of_an_inner_one():
+    def fn(x):
+        return gradients(lambda x: tag(x**2, "h") ** 2, [x])[0]
+
+    same(gradients(fn, [X, Tag("h")]), [12 * X**2, 4 * X])  # fn is 2 h · 2 x
+
+
+def test_gradients_by_cotangents():
+    found = gradients(lambda c: gradients(square, [X], grad_ys=c)[0], [W])
+    same(found, [2 * X])
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_inside_shard_map_gradients_are_those_of_jax_grad(check_vma):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def fn(w, x):
+        return tag(w * x, "h") * 2.0
+
+    def ours(w, x):
+        w_gradient, h, x_gradient = gradients(lambda w: fn(w, x), [w, Tag("h")]) + gradients(
+            lambda x: fn(w, x), [x], unconnected_gradients="zero", grad_ys=jnp.ones(2)
+        )
+        return w_gradient[None], h, x_gradient
+
+    def reference(w, x):
+        by_w, by_x = jax.grad(lambda w, x: fn(w, x).sum(), (0, 1))(w, x)
+        return by_w[None], jnp.full_like(x, 2), by_x
+
+    def run(local):
+        shards = jax.shard_map(
+            local, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"), check_vma=check_vma
+        )
+        return jax.jit(shards)(jnp.float32(3), jnp.arange(16.0))
+
+    same(run(ours), run(reference))

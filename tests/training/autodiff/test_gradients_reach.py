@@ -1,0 +1,236 @@
+"""gradients() and Optimizer: a row that no gradient reaches is not touched, by any method."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from reach_cases import CONNECTED, CUT, FORMS, KEPT, PAIRS, loss_of
+
+from tpu_embed import optimizers as o
+from tpu_embed.sparse import embedding_lookup
+from tpu_embed.training.autodiff import AggregationMethod, Tag, gradients, tag
+from tpu_embed.training.optimizer import CrossShardOptimizer, Optimizer
+
+METHODS = [None, *AggregationMethod]
+ONE_BY_ONE = ("tree", "accumulate_n")
+V, D = 6, 3
+TABLE = jnp.asarray(np.random.default_rng(2).normal(size=(V, D)).astype(np.float32))
+
+
+def value_of(loss, table):
+    return loss(functools.partial(embedding_lookup, table))[0]
+
+
+def rows_of(gradient):
+    return gradient.indices.tolist()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_lookup_that_is_cut_has_no_entries(method):
+    cases = {case: loss_of(*case) for case in PAIRS}
+
+    @jax.jit
+    def run(table):
+        by = functools.partial(gradients, aggregation_method=method)
+        return {c: by(functools.partial(value_of, loss), [table]) for c, loss in cases.items()}
+
+    for case, (found,) in run(TABLE).items():
+        assert rows_of(found) == KEPT.tolist(), case
+        assert np.array_equal(found.values, 2 * TABLE[KEPT]), case
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_y_has_the_lookups_that_reach_it(method):
+    """Of four lookups: one for the first y, one for both, one for none, one for the second."""
+
+    def fn(table, w):
+        first, both, neither, second = (embedding_lookup(table, np.array([i])) for i in range(4))
+        floors = jnp.floor(neither), neither > 0
+        return [first + both, w, 3 * both + 4 * second, *floors, lax.stop_gradient(neither)]
+
+    found, w = gradients(fn, [TABLE, jnp.ones(2)], aggregation_method=method)
+    expected = ([0, 1, 1, 3], [1, 1, 3, 4]) if method in ONE_BY_ONE else ([0, 1, 3], [1, 4, 4])
+    assert (rows_of(found), found.values[:, 0].tolist()) == expected
+    assert np.array_equal(w, np.ones(2))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_cotangent_of_zeros_is_a_gradient(method):
+    def fn(table):
+        return embedding_lookup(table, KEPT), embedding_lookup(table, CUT)
+
+    cotangents = (None, jnp.zeros((3, D)))
+    (found,) = gradients(fn, [TABLE], grad_ys=cotangents, aggregation_method=method)
+    assert rows_of(found) == [*KEPT, *CUT]
+    assert np.array_equal(found.values, np.repeat([[1.0], [0.0]], 3, 0) * np.ones(D))
+
+
+@pytest.mark.parametrize("method", [None, "tree"])
+def test_a_dense_use_for_one_y_makes_the_whole_gradient_dense(method):
+    def fn(table):
+        return embedding_lookup(table, KEPT), 2 * table, jnp.float32(1)
+
+    (found,) = gradients(fn, [TABLE], aggregation_method=method)
+    expected = np.full((V, D), 2.0)
+    np.add.at(expected, KEPT, 1.0)
+    assert np.array_equal(found, expected)
+
+
+def test_a_use_that_is_cut_does_not_make_the_gradient_dense():
+    def fn(table):
+        copy = embedding_lookup(lax.stop_gradient(table), CUT)
+        return embedding_lookup(table, KEPT) * lax.stop_gradient((table**2).sum()) + copy[0]
+
+    (found,) = gradients(fn, [TABLE])
+    assert rows_of(found) == KEPT.tolist()
+
+
+def test_a_stop_below_a_lookup_takes_it_out():
+    def fn(table):
+        hidden = tag(jnp.sin(embedding_lookup(table, CUT)), "hidden")
+        return (embedding_lookup(table, KEPT).sum() * hidden).sum()
+
+    both, _ = gradients(fn, [TABLE, Tag("hidden")])
+    found, hidden = gradients(fn, [TABLE, Tag("hidden")], stop_gradients=["hidden"])
+    assert rows_of(both) == [*CUT, *KEPT]
+    assert rows_of(found) == KEPT.tolist()
+    assert np.array_equal(hidden, jnp.full((3, D), TABLE[KEPT].sum()))
+    alone, _ = gradients(
+        lambda table: tag(embedding_lookup(table, CUT), "hidden").sum(),
+        [TABLE, Tag("hidden")],
+        stop_gradients=["hidden"],
+    )
+    assert alone is None
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_without_any_lookup_that_counts_a_table_is_not_connected(form):
+    def fn(table):
+        return FORMS[form](embedding_lookup(table, CUT))
+
+    assert gradients(fn, [TABLE]) == [None]
+    (zeros,) = gradients(fn, [TABLE], unconnected_gradients="zero")
+    assert np.array_equal(zeros, np.zeros((V, D)))
+
+
+@pytest.mark.parametrize("form", CONNECTED)
+def test_a_lookup_whose_gradient_is_zero_is_connected(form):
+    (found,) = gradients(lambda t: CONNECTED[form](embedding_lookup(t, CUT)), [TABLE])
+    assert rows_of(found) == CUT.tolist()
+    assert not np.asarray(found.values).any()
+
+
+def test_under_vmap_and_inside_other_gradients():
+    def inner(table, ids):
+        def fn(t):
+            stopped = lax.stop_gradient(embedding_lookup(t, ids))
+            return (embedding_lookup(t, KEPT) ** 3).sum() * stopped.sum()
+
+        return gradients(fn, [table])[0]
+
+    each = jax.vmap(inner, (None, 0))(TABLE, jnp.asarray(CUT)[:, None])
+    assert each.indices.tolist() == [KEPT.tolist()] * 3
+    (second,) = gradients(lambda t: inner(t, np.array([0])).values, [TABLE])
+    assert rows_of(second) == KEPT.tolist()  # the factor is constant for both
+    (also,) = gradients(lambda t: inner(t, np.array([0])).to_dense(), [TABLE])
+    assert rows_of(also) == KEPT.tolist()
+    np.testing.assert_allclose(second.values, 6 * TABLE[KEPT] * TABLE[0].sum(), rtol=1e-5)
+
+
+# -- Optimizer -------------------------------------------------------------------------------------
+
+RULES = {
+    "Adam": o.Adam(0.1, weight_decay_factor=0.1),
+    "Momentum": o.Momentum(0.1, momentum=0.9),
+}
+
+
+def first_step(rule):
+    """Return an optimizer, and parameters and state after a step that touched every row."""
+    optimizer = Optimizer(RULES[rule], "opt")
+
+    def loss(params):
+        return (embedding_lookup(params["table"], np.arange(V)) ** 2).sum() * params["w"]
+
+    params = {"table": TABLE, "w": jnp.ones(())}
+    return optimizer, optimizer.minimize(loss, params, optimizer.init(params))[:2]
+
+
+def parts(optimizer, params, state):
+    """Return the table and its slots."""
+    slots = [optimizer.get_slot(state, "['table']", x) for x in optimizer.get_slot_names(state)]
+    return [params["table"], *slots]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step_leaves_rows_and_slots_that_no_gradient_reaches(rule):
+    """Bit for bit, where momenta and decay would move them."""
+    optimizer, before = first_step(rule)
+    cases = [("stop_gradient", "plain"), ("argmax", "scan"), ("unused", "jit"), ("aux", "cond")]
+    losses = {case: loss_of(*case) for case in cases[: None if rule == "Adam" else 1]}
+
+    @jax.jit
+    def steps(params, state):
+        return {
+            case: optimizer.minimize(lambda p, x=x: value_of(x, p["table"]) * p["w"], params, state)
+            for case, x in losses.items()
+        }
+
+    touched, untouched = np.unique(KEPT), np.setdiff1d(np.arange(V), KEPT)
+    for case, (params, state, _) in steps(*before).items():
+        pairs = zip(parts(optimizer, *before), parts(optimizer, params, state), strict=True)
+        for old, new in pairs:
+            assert np.array_equal(new[untouched], old[untouched]), case
+            assert (np.asarray(new)[touched] != np.asarray(old)[touched]).any(-1).all(), case
+
+
+def test_a_table_without_any_gradient_keeps_all_its_bits():
+    optimizer, (params, state) = first_step("Adam")
+
+    def loss(params):
+        stopped = lax.stop_gradient(embedding_lookup(params["table"], KEPT)).sum()
+        return stopped * params["w"]
+
+    now, after, _ = optimizer.minimize(loss, params, state)
+    for old, new in zip(parts(optimizer, params, state), parts(optimizer, now, after), strict=True):
+        assert np.array_equal(old, new)
+    assert now["w"] != params["w"]
+    assert int(after.step) == 2
+    with pytest.raises(ValueError, match=r"minimize: .* got no gradient for any of \['table'\]"):
+        optimizer.minimize(loss, params, state, var_list=["['table']"])
+
+
+def test_a_step_of_replicas_leaves_rows_that_no_gradient_reaches():
+    """Each of 8 replicas looks up a row of its own, and one more behind stop_gradient."""
+    size = 2 * jax.device_count()
+    table = jnp.asarray(np.random.default_rng(5).normal(size=(size, D)).astype(np.float32))
+    optimizer = CrossShardOptimizer(Optimizer(RULES["Adam"], "adam"), axis_name="d")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("d",))
+    spec = jax.sharding.PartitionSpec
+
+    def step(table, state, ids):
+        def loss(table):
+            cut = lax.stop_gradient(embedding_lookup(table, ids + jax.device_count()))
+            return (embedding_lookup(table, ids) ** 2).sum() + cut.sum()
+
+        return optimizer.minimize(loss, table, state)[:2]
+
+    def every(table, state):
+        return optimizer.minimize(
+            lambda table: (embedding_lookup(table, np.arange(size)) ** 2).sum(), table, state
+        )[:2]
+
+    def mapped(fn, *specs):
+        return jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=spec()))
+
+    before, state = mapped(every, spec(), spec())(table, optimizer.init(table))
+    after, _ = mapped(step, spec(), spec(), spec("d"))(
+        before, state, jnp.arange(jax.device_count())
+    )
+    same = (np.asarray(after) == np.asarray(before)).all(-1)
+    assert same.tolist() == [False] * jax.device_count() + [True] * jax.device_count()

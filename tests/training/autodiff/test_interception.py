@@ -1,0 +1,332 @@
+"""Interception: a loss' gradients by activations, and what happens to those it does not use."""
+
+from __future__ import annotations
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from tpu_embed import FeatureConfig, TableConfig
+from tpu_embed.training.autodiff import (
+    create_dummy_table_variables,
+    get_gradients_through_compute_gradients,
+    get_gradients_through_dummy_table_variables,
+    hook,
+)
+from tpu_embed.training.optimizer import Optimizer
+
+Pair = collections.namedtuple("Pair", ["left", "right"])
+
+ITEM, USER = TableConfig(9, 2, name="item"), TableConfig(7, 3)
+FEATURES = {
+    "user": FeatureConfig(USER),
+    "seen": [FeatureConfig(ITEM), FeatureConfig(ITEM, max_sequence_length=4)],
+    "pair": Pair(FeatureConfig(USER), FeatureConfig(ITEM)),
+}
+SHAPES = {
+    "user": (5, 3),
+    "seen": [(5, 2), (5, 4, 2)],
+    "pair": Pair((5, 3), (5, 2)),
+}
+
+
+class Halved:
+    """An optimizer's loss scaling."""
+
+    def scale_loss(self, loss):
+        return loss / 2
+
+    def local(self, tree):
+        return tree
+
+
+def draw():
+    rng = np.random.default_rng(4)
+
+    def normal(shape):
+        return jnp.asarray(rng.normal(size=shape).astype(np.float32))
+
+    return jax.tree.map(normal, SHAPES, is_leaf=lambda x: type(x) is tuple)
+
+
+def loss_of(x, factor=1.0):
+    """Use every feature in a way of its own."""
+    pair = jnp.sin(x["pair"].left).sum() + (x["pair"].right ** 2).sum()
+    sequence = (x["seen"][1].sum(1) * x["seen"][0]).sum()
+    return factor * (pair + sequence + (x["user"] ** 3).sum())
+
+
+def equal(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for f, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(f, e, rtol=1e-6)
+
+
+# -- dummies and the hook --------------------------------------------------------------------------
+
+
+def test_dummies_are_zeros_grouped_by_table():
+    activations = draw()
+    activations["user"] = activations["user"].astype(jnp.bfloat16)
+    dummies = create_dummy_table_variables(activations, FEATURES)
+    found = {
+        table: {path: (dummy.shape, dummy.dtype.name) for path, dummy in group.items()}
+        for table, group in dummies.items()
+    }
+    assert found == {
+        "item": {
+            "pair/right": ((5, 2), "float32"),
+            "seen/0": ((5, 2), "float32"),
+            "seen/1": ((5, 4, 2), "float32"),
+        },
+        "table_0": {"pair/left": ((5, 3), "float32"), "user": ((5, 3), "bfloat16")},
+    }
+    assert not any(np.asarray(dummy).any() for dummy in jax.tree.leaves(dummies))
+
+
+def test_one_feature_alone():
+    activation = jnp.ones((2, 3))
+    dummies = create_dummy_table_variables(activation, FeatureConfig(USER))
+    assert {name: list(group) for name, group in dummies.items()} == {"table_0": ["feature"]}
+    assert np.array_equal(hook(activation, dummies), activation)
+
+
+def test_the_hook_changes_no_bit():
+    odd = np.array([-0.0, 0.0, np.inf, 1e-45], np.float32)
+    odd = np.concatenate([odd, np.array([0x7FC12345, 0xFF800001], np.uint32).view(np.float32)])
+    for make in (lambda f: f, jax.jit):
+        dummies = {"item": {"0": jnp.ones(6)}}
+        (found,) = make(hook)([odd], dummies)
+        assert np.array_equal(np.asarray(found).view(np.uint32), odd.view(np.uint32))
+
+
+def test_the_cotangent_goes_to_the_activation_and_to_its_dummy():
+    activations = draw()
+    dummies = create_dummy_table_variables(activations, FEATURES)
+    run = jax.jit(jax.grad(lambda a, d: loss_of(hook(a, d)), (0, 1)))
+    by_activations, by_dummies = run(activations, dummies)
+    expected = jax.grad(loss_of)(activations)
+    equal(by_activations, expected)
+    equal(by_dummies["table_0"], {"user": expected["user"], "pair/left": expected["pair"].left})
+    right, seen = expected["pair"].right, expected["seen"]
+    equal(by_dummies["item"], {"pair/right": right, "seen/0": seen[0], "seen/1": seen[1]})
+
+
+def test_dummies_of_other_activations_are_errors():
+    with pytest.raises(ValueError, match=r"expected features \['a'\], got \['b'\]"):
+        hook({"b": jnp.ones(2)}, {"item": {"a": jnp.ones(2)}})
+    with pytest.raises(ValueError, match=r"a: expected float32 of shape \(3,\), as its dummy"):
+        hook({"a": jnp.ones(2)}, {"item": {"a": jnp.ones(3)}})
+    with pytest.raises(ValueError, match=r"a: expected bfloat16 .* got float32 of shape \(2,\)"):
+        hook({"a": jnp.ones(2)}, {"item": {"a": jnp.ones(2, jnp.bfloat16)}})
+    with pytest.raises(ValueError, match="activations: pair is missing"):
+        create_dummy_table_variables({}, FEATURES)
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", [None, Halved()])
+@pytest.mark.parametrize("make", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_gradients_are_those_by_the_activations(optimizer, make):
+    activations = draw()
+
+    @make
+    def run(activations, factor):
+        return get_gradients_through_dummy_table_variables(
+            loss_of, activations, factor, feature_config=FEATURES, optimizer=optimizer
+        )
+
+    value, found = run(activations, jnp.float32(3))
+    expected = jax.grad(loss_of)(activations, 3.0 if optimizer is None else 1.5)
+    np.testing.assert_allclose(value, loss_of(activations, 3.0), rtol=1e-6)  # never scaled
+    equal(found, expected)
+    if optimizer is not None:
+        through = make(lambda a: get_gradients_through_compute_gradients(optimizer, loss_of, a))
+        equal(through(activations), jax.grad(loss_of)(activations, 0.5))
+
+
+def test_features_come_in_the_order_of_their_configuration():
+    names = ["b", "c", "a"]
+    features = {name: FeatureConfig(ITEM) for name in names}
+    activations = {name: jnp.full((1, 2), float(i)) for i, name in enumerate(names)}
+
+    def loss(x):
+        return sum((activation**2).sum() for activation in x.values())
+
+    _, found = get_gradients_through_dummy_table_variables(
+        loss, activations, feature_config=features
+    )
+    assert list(found) == names
+    assert [found[name][0, 0].item() for name in names] == [0.0, 2.0, 4.0]
+
+
+def test_a_loss_that_is_an_array_counts_with_its_sum():
+    activation = jnp.arange(6.0).reshape(2, 3)
+    value, found = get_gradients_through_dummy_table_variables(
+        lambda x: x**2, activation, feature_config=FeatureConfig(USER)
+    )
+    assert np.array_equal(value, activation**2)
+    assert np.array_equal(found, 2 * activation)
+
+
+def test_an_unused_table_is_an_error_with_name_and_index():
+    activations = draw()
+
+    def loss(x):
+        return x["pair"].right.sum() + jnp.floor(x["user"]).sum()
+
+    with pytest.raises(ValueError, match=r"'table_0' \(index 0\).*computed but not used"):
+        get_gradients_through_dummy_table_variables(loss, activations, feature_config=FEATURES)
+    with pytest.raises(ValueError, match=r"'item' \(index 1\)"):
+        get_gradients_through_dummy_table_variables(
+            lambda x: x["user"].sum(), activations, feature_config=FEATURES
+        )
+
+
+def test_an_unused_feature_of_a_used_table_has_zeros_and_a_warning():
+    activations = draw()
+
+    def loss(x):
+        return x["user"].sum() + (x["seen"][0] ** 2).sum()
+
+    with pytest.warns(UserWarning, match="zero gradients") as caught:
+        _, found = get_gradients_through_dummy_table_variables(
+            loss, activations, feature_config=FEATURES
+        )
+    expected = jax.tree.map(jnp.zeros_like, activations)
+    expected["user"], expected["seen"][0] = jnp.ones((5, 3)), 2 * activations["seen"][0]
+    equal(found, expected)
+    assert [str(warning.message) for warning in caught] == [
+        "table 'table_0': the loss does not depend on pair/left: zero gradients",
+        "table 'item': the loss does not depend on pair/right, seen/1: zero gradients",
+    ]
+    assert all(warning.filename == __file__ for warning in caught)
+
+
+def test_through_compute_gradients_an_unused_feature_has_none():
+    activations = draw()
+    found = get_gradients_through_compute_gradients(
+        Halved(), lambda x: x["user"].sum(), activations
+    )
+    assert np.array_equal(found["user"], np.full((5, 3), 0.5))
+    assert found["seen"] == [None, None]
+    assert found["pair"] == Pair(None, None)
+
+
+def test_a_loss_must_be_float():
+    activations = draw()
+    with pytest.raises(ValueError, match="loss: expected a float array, got int32"):
+        get_gradients_through_dummy_table_variables(
+            lambda x: jnp.argmax(x["user"]), activations, feature_config=FEATURES
+        )
+    with pytest.raises(ValueError, match="loss: expected a float array, got int32"):
+        get_gradients_through_compute_gradients(Halved(), lambda x: jnp.int32(1), activations)
+    with pytest.raises(TypeError, match="activations: the top: expected a mapping, got a list"):
+        get_gradients_through_dummy_table_variables(loss_of, [1], feature_config=FEATURES)
+
+
+# -- without a feature configuration ---------------------------------------------------------------
+
+
+def test_without_a_configuration_each_activation_is_a_table_of_its_own():
+    activations = draw()
+    dummies = create_dummy_table_variables(activations)
+    shapes = {name: {p: d.shape for p, d in group.items()} for name, group in dummies.items()}
+    assert shapes == {
+        "pair/left": {"pair/left": (5, 3)},
+        "pair/right": {"pair/right": (5, 2)},
+        "seen/0": {"seen/0": (5, 2)},
+        "seen/1": {"seen/1": (5, 4, 2)},
+        "user": {"user": (5, 3)},
+    }
+    equal(hook(activations, dummies), activations)
+
+
+@pytest.mark.parametrize("optimizer", [None, Halved()])
+def test_gradients_without_a_configuration(optimizer):
+    activations = draw()
+    value, found = get_gradients_through_dummy_table_variables(
+        loss_of, activations, 3.0, optimizer=optimizer
+    )
+    np.testing.assert_allclose(value, loss_of(activations, 3.0), rtol=1e-6)
+    equal(found, jax.grad(loss_of)(activations, 3.0 if optimizer is None else 1.5))
+    assert list(found) == list(activations)
+
+
+def test_without_a_configuration_every_activation_must_be_used():
+    words = r"table 'seen/1' \(index 3\).*computed but not used.*feature_config says which share"
+    with pytest.raises(ValueError, match=words):
+        get_gradients_through_dummy_table_variables(
+            lambda x: loss_of(x | {"seen": [x["seen"][0], jnp.ones((5, 4, 2))]}), draw()
+        )
+
+
+def test_activations_of_one_path_are_an_error():
+    activations = {"a": {"b": jnp.ones(2)}, "a/b": jnp.ones(2)}
+    for call in (create_dummy_table_variables, lambda x: hook(x, {"t": {"a/b": jnp.ones(2)}})):
+        with pytest.raises(ValueError, match=r"activations: .* got several at 'a/b'; rename keys"):
+            call(activations)
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def test_two_calls_know_nothing_of_each_other():
+    activations = draw()
+    for factor in (1.0, 2.0):
+        _, found = get_gradients_through_dummy_table_variables(
+            loss_of, activations, factor, feature_config=FEATURES
+        )
+        equal(found, jax.grad(loss_of)(activations, factor))
+
+
+@pytest.mark.parametrize(("reduction", "scale"), [("mean", 8), ("sum", 1)])
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_scaled_as_by_an_optimizer_over_replicas(check_vma, reduction, scale):
+    """Each replica's part is that of its own loss by its own activations, over S = 8 under mean."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    optimizer = Optimizer(optax.sgd(0.1), "sgd", axis_name="d", reduction=reduction)
+    activations, features = {"user": jnp.arange(48.0).reshape(16, 3)}, {"user": FEATURES["user"]}
+
+    def loss(x):
+        return jnp.mean(jnp.sin(x["user"]))
+
+    def local(activations):
+        _, first = get_gradients_through_dummy_table_variables(
+            loss, activations, feature_config=features, optimizer=optimizer
+        )
+        return first, get_gradients_through_compute_gradients(optimizer, loss, activations)
+
+    shards = jax.shard_map(local, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=check_vma)
+    expected = np.cos(np.asarray(activations["user"], np.float64)) / 6 / scale
+    for found in jax.jit(shards)(activations):
+        # Cosines of numbers below 48, in float32.
+        np.testing.assert_allclose(found["user"], expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_replicated_activations_have_each_replica_s_own_gradient(check_vma):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("d",))
+    optimizer = Optimizer(optax.sgd(0.1), "sgd", axis_name="d", reduction="sum")
+    activations, features = {"user": jnp.ones((2, 3))}, {"user": FEATURES["user"]}
+
+    def local(activations, x):
+        def loss(activations):
+            return activations["user"].sum() * x[0]
+
+        _, first = get_gradients_through_dummy_table_variables(
+            loss, activations, feature_config=features, optimizer=optimizer
+        )
+        second = get_gradients_through_compute_gradients(optimizer, loss, activations)
+        return first["user"][None], second["user"][None]
+
+    specs = {"in_specs": (P(), P("d")), "out_specs": P("d"), "check_vma": check_vma}
+    x = jnp.arange(8.0)
+    for found in jax.jit(jax.shard_map(local, mesh=mesh, **specs))(activations, x):
+        assert np.array_equal(found[:, 0, 0], x)

@@ -1,0 +1,201 @@
+"""tag and Tag: gradients by values inside a function, and stops at them, against closed forms."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from tpu_embed.training.autodiff import Tag, gradients, tag
+
+X = jnp.array([0.5, -1.0, 2.0])
+W = jnp.array([3.0, 0.25, -2.0])
+
+
+def square(x):
+    return x**2
+
+
+def same(found, expected):
+    assert len(found) == len(expected)
+    for g, e in zip(found, expected, strict=True):
+        np.testing.assert_allclose(g, e, rtol=1e-6)
+
+
+def test_the_gradient_of_a_tag_is_total_and_cuts_no_path():
+    def fn(x):
+        first = tag(2 * x, "first")
+        second = tag(first**2, "second")
+        return second + first
+
+    first = 2 * X
+    same(gradients(fn, [X, Tag("first"), Tag("second")]), [4 * first + 2, 2 * first + 1, X * 0 + 1])
+    same(gradients(lambda: fn(X), [Tag("first"), Tag("first")]), [2 * first + 1] * 2)
+    same(gradients(lambda: fn(X), Tag("first")), [2 * first + 1])
+
+
+def test_a_stop_is_constant_below_and_keeps_its_own_gradient():
+    def fn(x):
+        return tag(jnp.sin(x), "h") * x
+
+    for stop in ("h", ["h"], [Tag("h")]):
+        same(gradients(fn, [X], stop_gradients=stop), [jnp.sin(X)])
+        same(gradients(fn, [X, Tag("h")], stop_gradients=stop), [jnp.sin(X), X])
+
+    def alone(x):
+        return tag(jnp.sin(x), "h") ** 2
+
+    found = gradients(alone, [X, Tag("h")], stop_gradients=["h"])
+    assert found[0] is None
+    same(found[1:], [2 * jnp.sin(X)])
+
+
+def test_a_tag_above_another_that_stops():
+    def fn(x):
+        return tag(tag(x * 2, "above") * 3, "below") + x
+
+    above, below = gradients(fn, [X, Tag("above"), Tag("below")], stop_gradients=["below"])[1:]
+    assert above is None
+    assert np.array_equal(below, np.ones(3))
+
+
+def test_a_tag_may_name_a_tree_or_integers():
+    def fn(x):
+        h = tag({"a": x * 2, "n": jnp.argsort(x), "b": [jnp.sin(x)]}, "h")
+        return h["a"] * h["b"][0] * (h["n"] > 0).astype(jnp.float32)
+
+    seen = (jnp.argsort(X) > 0).astype(jnp.float32)
+    (found,) = gradients(lambda: fn(X), [Tag("h")])
+    same([found["a"], found["b"][0]], [jnp.sin(X) * seen, 2 * X * seen])
+    assert found["n"] is None
+    (zeros,) = gradients(lambda: fn(X), [Tag("h")], unconnected_gradients="zero")
+    assert zeros["n"].dtype == jnp.argsort(X).dtype
+    assert not zeros["n"].any()
+    same(gradients(fn, [X], stop_gradients=["h"], unconnected_gradients="zero"), [X * 0])
+
+
+@pytest.mark.parametrize("call", [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f))])
+def test_tags_inside_calls(call):
+    def fn(x):
+        return call(lambda x: tag(jnp.sin(x), "h") * x)(x) * 2
+
+    same(gradients(fn, [X, Tag("h")]), [2 * (jnp.cos(X) * X + jnp.sin(X)), 2 * X])
+    same(gradients(fn, [X], stop_gradients=["h"]), [2 * jnp.sin(X)])
+
+
+def test_a_stop_inside_loops_and_branches():
+    def scanned(x):
+        return lax.scan(lambda c, y: (tag(c * x, "h") * y, c), x, jnp.stack([x, x]))[0]
+
+    def constant(x):  # each step's h is a number, not a function of x
+        h = lax.scan(lambda c, y: (lax.stop_gradient(c * x) * y, c), x, jnp.stack([x, x]))
+        return h[0]
+
+    grad = jax.grad(lambda x: constant(x).sum())(X)
+    same(gradients(scanned, [X], stop_gradients=["h"]), [grad])
+
+    def branched(x):
+        return lax.cond(x[0] > 0, lambda: tag(2 * x, "h") * x, lambda: x)
+
+    same(gradients(branched, [X], stop_gradients=["h"]), [2 * X])
+
+
+def test_a_stop_inside_a_while_cuts_a_path_that_has_no_derivative():
+    def fn(x):
+        doubled = lax.while_loop(lambda c: c.sum() < 30, lambda c: tag(c * x, "h") + 9, W)
+        return doubled * x
+
+    with pytest.raises(ValueError, match="while"):
+        gradients(fn, [X])
+    doubled = fn(X) / X
+    same(gradients(fn, [X], stop_gradients=["h"]), [doubled])
+
+
+def test_a_constant_may_be_tagged():
+    same(gradients(lambda x: x * tag(W, "w"), [X, Tag("w")]), [W, X])
+
+
+def test_a_tag_is_the_identity():
+    def fn(x):
+        return tag(x * 3, "h") ** 2
+
+    assert np.array_equal(fn(X), (X * 3) ** 2)
+    assert np.array_equal(jax.jit(jax.vmap(fn))(X), (X * 3) ** 2)
+    assert np.array_equal(jax.vmap(jax.grad(fn))(X), 18 * X)
+    assert np.array_equal(jax.jvp(jax.checkpoint(fn), (X,), (W,))[1], 18 * X * W)
+    transposed = jax.linear_transpose(lambda x: tag((x, 2 * x), "pair")[1], X)
+    assert np.array_equal(transposed(W)[0], 2 * W)
+
+
+def test_a_batched_tag_names_the_whole_batch():
+    def fn(x):
+        return jax.vmap(lambda x, w: tag(w * x, "h") ** 2, (0, None))(x, W)
+
+    x = jnp.stack([X, W, X])
+    same(gradients(fn, [x, Tag("h")]), [2 * W**2 * x, 2 * W * x])
+
+
+def tagged(x):
+    return tag(x, "h")
+
+
+@jax.custom_jvp
+def rule(x):
+    return tag(x, "h")
+
+
+rule.defjvp(lambda primals, tangents: (primals[0], tangents[0]))
+
+
+def scan_of(fn):
+    return lambda x: lax.scan(lambda c, _: (fn(c), None), x, None, length=2)[0]
+
+
+BAD = {
+    "unknown": (square, r"expected it once in the function, got only \[\]", "both"),
+    "twice": (lambda x: tagged(x) + tagged(x), "got it 2 times", "both"),
+    "in a call made twice": (lambda x: jax.jit(tagged)(jax.jit(tagged)(x)), "2 times", "both"),
+    "scan": (scan_of(tagged), "expected one value, got it inside scan", "x"),
+    "cond": (lambda x: lax.cond(x[0] > 0, tagged, square, x), "it inside cond", "x"),
+    "while": (
+        lambda x: lax.while_loop(lambda c: c.sum() < 9, lambda c: tagged(c + 9), x),
+        "got it inside while",
+        "x",
+    ),
+    "custom rule": (rule, "got it inside custom_jvp_call", "both"),
+    "custom rule in a scan": (scan_of(rule), "got it inside custom_jvp_call", "both"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_tags_that_are_errors_name_the_tag(case):
+    fn, words, where = BAD[case]
+    with pytest.raises(ValueError, match=f"tag 'h': .*{words}"):
+        gradients(fn, [X, Tag("h")])
+    if where == "both":
+        with pytest.raises(ValueError, match=f"tag 'h': .*{words}"):
+            gradients(fn, [X], stop_gradients=["h"])
+
+
+def test_tags_that_nobody_asks_for_are_no_errors():
+    same(gradients(lambda x: tag(x, "h") * tag(x, "h"), [X]), [2 * X])
+
+
+def test_names_are_checked():
+    for name in ("", 3, None):
+        with pytest.raises(ValueError, match=r"Tag.name: expected a non-empty string"):
+            tag(X, name)
+    with pytest.raises(TypeError, match="stop_gradients: expected names of tags or Tags"):
+        gradients(square, [X], stop_gradients=[X])
+
+
+def test_a_batch_axis_that_is_not_the_first_comes_first():
+    def fn(x):
+        return jax.vmap(lambda row: (tag(jnp.sin(row), "a") ** 2).sum(), in_axes=1)(x)
+
+    x = jnp.arange(15.0).reshape(3, 5)
+    (found,) = gradients(fn, [x, Tag("a")])[1:]
+    # Sines of numbers below 15, in float32.
+    np.testing.assert_allclose(found, 2 * np.sin(np.asarray(x).T), rtol=1e-5)

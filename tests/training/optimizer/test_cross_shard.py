@@ -1,0 +1,375 @@
+"""CrossShardOptimizer and cross_shard: on 8 replicas what one device does with the whole batch."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optimizer_cases
+import pytest
+from cross_shard_cases import (
+    GROUPS,
+    IDS,
+    MODES,
+    PARAMS,
+    B,
+    D,
+    S,
+    V,
+    X,
+    assert_close,
+    example_losses,
+    expected,
+    loss_of,
+    on_replicas,
+    params,
+    part,
+    row_gradients,
+    train,
+)
+from jax.sharding import PartitionSpec as P
+
+from tpu_embed import optimizers as o
+from tpu_embed.kernels.varying import as_varying
+from tpu_embed.sparse import IndexedSlices, embedding_lookup, is_indexed_slices
+from tpu_embed.training.optimizer import CrossShardOptimizer, Optimizer, cross_shard
+from tpu_embed.training.replicas import make_replicas
+
+
+@pytest.mark.parametrize("name", optimizer_cases.CASES)
+def test_every_rule_equals_one_device_on_the_whole_batch(name):
+    """Modes and reductions alternate; `test_modes_and_reductions` has all of one rule."""
+    i = list(optimizer_cases.CASES).index(name)
+    reduction, check_vma = (("mean", True), ("sum", False), ("sum", True), ("mean", False))[i % 4]
+    rule = optimizer_cases.CASES[name][1]
+    crossed = CrossShardOptimizer(Optimizer(rule, "inner"), reduction, axis_name="r")
+    got = on_replicas(functools.partial(train, crossed, reduction), check_vma)(params(), IDS, X)
+    assert_close(got, expected(rule, reduction))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@MODES
+def test_modes_and_reductions(reduction, check_vma):
+    """Two steps of an optax transform, over two axes that count as one."""
+    tx = optax.sgd(0.1, momentum=0.9)
+    crossed = CrossShardOptimizer(tx, reduction, axis_name=("a", "b"))
+    step = functools.partial(train, crossed, reduction, steps=2)
+    tree, slots = on_replicas(step, check_vma, sizes={"a": 2, "b": 4})(params(), IDS, X)
+    momenta = {path: {"momenta": named["trace"]} for path, named in slots.items()}
+    assert_close((tree, momenta), expected(o.Momentum(0.1), reduction, steps=2))
+
+
+@MODES
+def test_an_optimizer_with_an_axis_does_the_same(check_vma):
+    rule = o.Adagrad(0.1)
+    own = Optimizer(rule, "own", axis_name="r")
+    got = on_replicas(functools.partial(train, own, "mean"), check_vma)(params(), IDS, X)
+    assert_close(got, expected(rule, "mean"))
+
+
+@pytest.mark.parametrize(
+    ("axes", "check_vma", "reduction"),
+    [(("r",), True, "mean"), (("r",), False, "sum"), (("a", "b"), True, "sum")],
+    ids=["checked mean", "unchecked sum", "two axes"],
+)
+def test_groups_are_each_as_one_device(axes, check_vma, reduction):
+    rule = o.Adagrad(0.1)
+    inner = Optimizer(rule, "inner")
+    crossed = CrossShardOptimizer(inner, reduction, axis_name=axes, group_assignment=GROUPS)
+
+    def step(tree, ids, x):
+        found = train(crossed, reduction, tree, ids, x)
+        return jax.tree.map(lambda leaf: leaf[None], found)
+
+    sizes = {"r": S} if axes == ("r",) else {"a": 2, "b": 4}
+    got = on_replicas(step, check_vma, sizes=sizes, out_specs=P(axes))(params(), IDS, X)
+    for group in GROUPS:
+        wanted = expected(rule, reduction, part(group))
+        for replica in group:
+            assert_close(jax.tree.map(lambda leaf, i=replica: leaf[i], got), wanted)
+
+
+def test_one_group_is_none():
+    assert (
+        make_replicas("x", "r", "mean", []).groups == make_replicas("x", "r", "mean", None).groups
+    )
+    groups = [[2, 0, 1, 3, 4, 5, 6, 7]]
+    crossed = CrossShardOptimizer(optax.sgd(0.1), axis_name="r", group_assignment=groups)
+    got = on_replicas(functools.partial(train, crossed, "mean"), True)(params(), IDS, X)
+    tree, _ = expected(o.SGD(0.1), "mean")
+    assert_close(got[0], tree)
+
+
+def test_no_groups_are_none():
+    """One expression, compiled twice in one program: the same bits."""
+    none, empty = (
+        CrossShardOptimizer(
+            Optimizer(o.Adagrad(0.1), "inner"), axis_name="r", group_assignment=groups
+        )
+        for groups in (None, [])
+    )
+
+    def step(*args):
+        return [train(crossed, "mean", *args) for crossed in (none, empty)]
+
+    a, b = on_replicas(step, True)(params(), IDS, X)
+    assert_close(b, expected(o.Adagrad(0.1), "mean"))
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+# -- the parts -------------------------------------------------------------------------------------
+
+
+@MODES
+def test_gradients_are_local_and_scaled_and_slices_stay_slices(check_vma):
+    crossed = CrossShardOptimizer(optax.sgd(0.1), axis_name="r")
+
+    def step(tree, ids, x):
+        found = crossed.compute_gradients(loss_of("mean", ids, x), tree)
+        gradients = {path[-1].key: gradient for gradient, path in found}
+        assert is_indexed_slices(gradients["table"])
+        assert gradients["table"].values.shape == (B // S, D)
+        scaled = crossed.scale_loss(jnp.float32(8.0))
+        return gradients["kernel"][None], gradients["table"].to_dense()[None], scaled[None]
+
+    kernel, table, scaled = on_replicas(step, check_vma, out_specs=P("r"))(params(), IDS, X)
+    assert scaled.tolist() == [1.0] * S
+    for i in range(S):
+        mine = part([i])
+        expected = jax.grad(loss_of("mean", IDS[mine], X[mine]))(params())
+        np.testing.assert_allclose(kernel[i], expected["kernel"] / S, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(table[i], expected["table"] / S, rtol=1e-5, atol=1e-7)
+
+
+@MODES
+def test_slices_are_gathered_never_summed_or_made_dense(check_vma):
+    crossed = CrossShardOptimizer(Optimizer(o.SGD(0.1), "inner"), axis_name="r")
+    size = 10_007
+
+    def step(tree, ids, x):
+        state = crossed.init(tree)
+        return crossed.minimize(lambda p: embedding_lookup(p, ids).sum(), tree, state)[0]
+
+    table = jnp.ones((size, D))
+    program = str(jax.make_jaxpr(on_replicas(step, check_vma))(table, IDS, X))
+    assert "psum" not in program
+    assert program.count("all_gather") >= 2
+    compiled = on_replicas(step, check_vma).lower(table, IDS, X).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < size * D
+
+
+@pytest.mark.parametrize("groups", [None, [[2, 0, 1, 7], [3, 6, 5, 4]]], ids=["all", "groups"])
+@MODES
+def test_slices_are_summed_in_the_order_of_the_shards(groups, check_vma):
+    """In float32 1e8 - 1e8 + 1 is 1, and 1e8 + 1 - 1e8 is 0."""
+    inner = Optimizer(o.SGD(1.0), "inner")
+    crossed = CrossShardOptimizer(inner, "sum", axis_name="r", group_assignment=groups)
+
+    def step(tree, row, x):
+        gradient = IndexedSlices(x, row, (V, 1))
+        return crossed.apply_gradients([(gradient, "")], tree, crossed.init(tree))[0][None]
+
+    rows = jnp.array([3, 3, 3, 4, 4, V, 4, V], jnp.int32)
+    x = jnp.array([1e8, -1e8, 1, 1e8, 1, 7, -1e8, 7], jnp.float32)[:, None]
+    got = on_replicas(step, check_vma, out_specs=P("r"))(jnp.zeros((V, 1)), rows, x)[..., 0]
+    for replica in range(S):
+        seen = 1 if groups is None or replica in groups[0] else 0
+        assert got[replica].tolist() == [0, 0, 0, -seen] + [0] * (V - 4)
+
+
+@MODES
+def test_aggregation_can_be_skipped(check_vma):
+    """Summed by `jax.grad` where it is checked what varies, by the caller where not; every replica.
+
+    float32 sums of 16 examples against one device's.
+    """
+    crossed = CrossShardOptimizer(Optimizer(o.SGD(1.0), "inner"), "sum", axis_name="r")
+    slices = IndexedSlices(jnp.ones((2, D)), jnp.array([7, 7]), (V, D))
+
+    def step(tree, ids, x):
+        gradient = jax.grad(loss_of("sum", ids, x))(tree)["kernel"]
+        gradient = gradient if check_vma else jax.lax.psum(gradient, "r")
+        pairs = [(gradient, "['kernel']"), (slices, "['table']")]
+        state = crossed.init(tree)
+        now, _ = crossed.apply_gradients(pairs, tree, state, skip_gradients_aggregation=True)
+        return jax.tree.map(lambda leaf: leaf[None], now)
+
+    got = on_replicas(step, check_vma, out_specs=P("r"))(params(), IDS, X)
+    kernel = PARAMS["kernel"] - jax.grad(loss_of("sum", IDS, X))(params())["kernel"]
+    table = PARAMS["table"].copy()
+    table[7] -= 2  # of two entries, once a replica
+    for i in range(S):
+        np.testing.assert_allclose(got["kernel"][i], kernel, rtol=1e-5, atol=1e-6)
+        assert np.array_equal(got["table"][i], table)
+
+
+@MODES
+def test_none_passes_through(check_vma):
+    crossed = CrossShardOptimizer(optax.sgd(1.0, momentum=0.9), axis_name="r")
+
+    def step(tree, ids, x):
+        state = crossed.init(tree)
+        kernel = crossed.compute_gradients(loss_of("mean", ids, x), tree, ["['kernel']"])
+        now, state = crossed.apply_gradients([*kernel, (None, "['table']")], tree, state)
+        found = now, crossed.get_slot(state, "['table']", "trace"), state.step
+        return jax.tree.map(lambda leaf: leaf[None], found)
+
+    tree, trace, count = on_replicas(step, check_vma, out_specs=P("r"))(params(), IDS, X)
+    wanted, _ = expected(o.SGD(1.0), "mean")
+    assert_close(tree["kernel"], np.stack([wanted["kernel"]] * S))
+    assert np.array_equal(tree["table"], np.stack([PARAMS["table"]] * S))
+    assert trace.shape == (S, V, D)
+    assert not np.asarray(trace).any()
+    assert count.tolist() == [1] * S
+
+
+@MODES
+def test_the_loss_is_returned_unscaled(check_vma):
+    """float32 sums of two examples, in two programs."""
+    crossed = CrossShardOptimizer(optax.sgd(1.0), axis_name="r")
+
+    def step(tree, ids, x):
+        return crossed.minimize(loss_of("sum", ids, x), tree, crossed.init(tree))[2][None]
+
+    losses = on_replicas(step, check_vma, out_specs=P("r"))(params(), IDS, X)
+    expected = example_losses(params(), IDS, X).reshape(S, -1).sum(1)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+def test_what_it_tells_of_the_wrapped_optimizer():
+    inner = Optimizer(o.Momentum(0.1), "inner")
+    crossed = CrossShardOptimizer(inner, axis_name="r")
+    state = crossed.init(params())
+    assert crossed.get_name() == "CrossShardOptimizer"
+    assert CrossShardOptimizer(inner, axis_name="r", name="mine").get_name() == "mine"
+    assert crossed.get_slot_names(state) == inner.get_slot_names(state) == ["momenta"]
+    assert crossed.get_slot(state, "['kernel']", "momenta").shape == (D,)
+    assert sorted(crossed.get_non_slot(state)) == ["count", "step"]
+    assert [name for name, _ in crossed.variables(state)] == [
+        "['kernel']/momenta",
+        "['table']/momenta",
+        "count",
+        "step",
+    ]
+
+
+# -- arguments and the step ------------------------------------------------------------------------
+
+
+@MODES
+def test_the_arguments_of_the_wrapped_optimizer(check_vma):
+    """A cotangent by example, a constant, a constraint and a rate: leave one out, and it fails.
+
+    The bias is a constant that the loss depends on; the rule's own rate is absurd.
+    """
+    crossed = CrossShardOptimizer(Optimizer(o.SGD(1e3), "inner"), axis_name="r")
+
+    def step(tree, ids, x):
+        now, _, losses = crossed.minimize(
+            lambda tree: example_losses(tree, ids, x + tree["bias"]),
+            tree,
+            crossed.init(tree),
+            var_list=["['table']", "['kernel']"],
+            grad_loss=x[:, 0],
+            constraints={"['kernel']": lambda kernel: kernel / jnp.linalg.norm(kernel)},
+            learning_rate=2.0,
+        )
+        return jax.tree.map(lambda leaf: leaf[None], now), losses
+
+    tree = params() | {"bias": jnp.zeros(D)}
+    got, losses = on_replicas(step, check_vma, out_specs=P("r"))(tree, IDS, X)
+    rows = [row.astype(np.float64) for row in (PARAMS["kernel"], *PARAMS["table"])]
+    for row, g in row_gradients(rows, "sum", slice(None), X[:, 0]).items():
+        rows[row] = rows[row] - 2.0 * g / S
+    kernel = rows[0] / np.linalg.norm(rows[0])
+    for i in range(S):
+        mine = jax.tree.map(lambda leaf, i=i: leaf[i], got)
+        assert not mine.pop("bias").any()
+        assert_close(mine, {"kernel": kernel, "table": np.stack(rows[1:])})
+    # Unscaled and not seeded; two programs' tanh in float32.
+    np.testing.assert_allclose(losses, example_losses(params(), IDS, X), rtol=1e-5, atol=1e-6)
+
+
+@MODES
+def test_the_step_goes_up_once_for_dense_and_sparse_together(check_vma):
+    """Adam corrects by it, so numbers would tell too."""
+    crossed = CrossShardOptimizer(Optimizer(o.Adam(0.1), "inner"), axis_name="r")
+
+    def step(tree, ids, x):
+        state, counts = crossed.init(tree), []
+        for _ in range(2):
+            pairs = crossed.compute_gradients(loss_of("mean", ids, x), tree)
+            assert sorted(is_indexed_slices(gradient) for gradient, _ in pairs) == [False, True]
+            tree, state = crossed.apply_gradients(pairs, tree, state)
+            counts.append(crossed.get_non_slot(state)["step"])
+        return jax.tree.map(lambda leaf: leaf[None], (tree, counts))
+
+    got, counts = on_replicas(step, check_vma, out_specs=P("r"))(params(), IDS, X)
+    assert [count.tolist() for count in counts] == [[1] * S, [2] * S]
+    wanted, _ = expected(o.Adam(0.1), "mean", steps=2)
+    assert_close(got, jax.tree.map(lambda leaf: np.stack([leaf] * S), wanted))
+
+
+# -- the optax form --------------------------------------------------------------------------------
+
+
+def by_transform(transform, reduction, tree, ids, x):
+    """Return two steps by an optax transform, with local gradients of unscaled losses."""
+    state = transform.init(tree)
+    for _ in range(2):
+        local = jax.tree.map(lambda leaf: as_varying(leaf, frozenset({"r"})), tree)
+        gradients = jax.grad(loss_of(reduction, ids, x))(local)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = transform.update(gradients, state, tree)
+        tree = optax.apply_updates(tree, updates)
+    return tree
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@MODES
+def test_the_optax_form(reduction, check_vma):
+    transform = cross_shard(optax.sgd(0.1, momentum=0.9), "r", reduction)
+    step = functools.partial(by_transform, transform, reduction)
+    got = on_replicas(step, check_vma)(params(), IDS, X)
+    wanted, _ = expected(o.Momentum(0.1), reduction, steps=2)
+    assert_close(got, wanted)
+
+
+@MODES
+def test_the_optax_form_in_groups(check_vma):
+    transform = cross_shard(optax.sgd(0.1), "r", group_assignment=GROUPS)
+
+    def step(*args):
+        return jax.tree.map(lambda leaf: leaf[None], by_transform(transform, "mean", *args))
+
+    got = on_replicas(step, check_vma, out_specs=P("r"))(params(), IDS, X)
+    for group in GROUPS:
+        wanted, _ = expected(o.SGD(0.1), "mean", part(group), steps=2)
+        for replica in group:
+            assert_close(jax.tree.map(lambda leaf, i=replica: leaf[i], got), wanted)
+
+
+def test_a_norm_limit_before_it_is_s_times_that_between_the_verbs():
+    """Losses are scaled before the clip in one, after it in the other."""
+    limit = 0.3
+    tx = optax.chain(optax.clip_by_global_norm(limit), cross_shard(optax.sgd(1.0), "r"))
+    crossed = CrossShardOptimizer(optax.sgd(1.0), axis_name="r")
+
+    def chained(tree, ids, x):
+        local = jax.lax.pcast(tree["kernel"], "r", to="varying")
+        gradient = jax.grad(lambda k: loss_of("sum", ids, x)(tree | {"kernel": k}))(local)
+        return tx.update(gradient, tx.init(local), local)[0]
+
+    def verbs(tree, ids, x):
+        loss = loss_of("sum", ids, x)
+        ((gradient, path),) = crossed.compute_gradients(loss, tree, ["['kernel']"])
+        clipped, _ = optax.clip_by_global_norm(limit / S).update(gradient, optax.EmptyState())
+        now, _ = crossed.apply_gradients([(clipped, path)], tree, crossed.init(tree))
+        return now["kernel"] - tree["kernel"]
+
+    a, b = (on_replicas(step, True)(params(), IDS, X) for step in (chained, verbs))
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert 0 < np.linalg.norm(a) <= limit * (1 + 1e-6)

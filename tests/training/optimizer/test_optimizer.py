@@ -1,0 +1,359 @@
+"""Optimizer: the ancestor's verbs against float64 loops; its state and errors elsewhere."""
+
+from __future__ import annotations
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optimizer_cases
+import oracle_rules
+import pytest
+
+from tpu_embed import optimizers as o
+from tpu_embed.sparse import IndexedSlices
+from tpu_embed.training.optimizer import Optimizer
+
+V, D = 7, 2
+RNG = np.random.default_rng(3)
+PARAMS = {
+    "bias": RNG.normal(size=(3,)).astype(np.float32),
+    "kernel": RNG.normal(size=(3, D)).astype(np.float32),
+    "table": RNG.normal(size=(V, D)).astype(np.float32),
+}
+ROWS = np.array([5, 1, V, 5, 0], np.int32)  # 5 twice, V is padding
+VALUES = RNG.normal(size=(2, 5, D)).astype(np.float32)
+DENSE = RNG.normal(size=(2, 3, D)).astype(np.float32)
+Pair = collections.namedtuple("Pair", ["left", "right"])
+NAMES = ("RowWiseAdagrad", "Adam", "FTRL", "LAMB", "CustomOptimizer")
+
+
+def params():
+    return jax.tree.map(jnp.asarray, PARAMS)
+
+
+def slices(step=0, size=V):
+    return IndexedSlices(jnp.asarray(VALUES[step]), jnp.asarray(ROWS), (size, D))
+
+
+def pairs(step=0):
+    return [(slices(step), "['table']"), (jnp.asarray(DENSE[step]), "['kernel']")]
+
+
+def applied(optimizer, steps=2):
+    """Return parameters and state after the steps' `pairs`: one program."""
+    paths = [path for _, path in pairs()]
+
+    @jax.jit
+    def step(gradients, *held):
+        return optimizer.apply_gradients(zip(gradients, paths, strict=True), *held)
+
+    now, state = params(), optimizer.init(params())
+    for t in range(steps):
+        now, state = step([gradient for gradient, _ in pairs(t)], now, state)
+    return now, state
+
+
+def summed(step):
+    """Return the gradients of the rows of the table that are touched, float64."""
+    sums = {}
+    for row, value in zip(ROWS.tolist(), VALUES[step].astype(np.float64), strict=True):
+        if row < V:
+            sums[row] = sums.get(row, 0.0) + value
+    return sums
+
+
+def oracle(optimizer, start, gradients):
+    """Return rows and slots after updates; `gradients`: per step, row -> gradient."""
+    name, hyper = type(optimizer).__name__, optimizer_cases.hyper(optimizer)
+    rows = [row.astype(np.float64) for row in start]
+    slots = [oracle_rules.initial_slots(name, hyper, D) for _ in rows]
+    for t, step in enumerate(gradients, start=1):
+        rate = optimizer.learning_rate
+        rate = float(rate(t - 1)) if callable(rate) else rate
+        for row, g in step.items():
+            rows[row], slots[row] = oracle_rules.apply(
+                name, hyper, rows[row], slots[row], g, t, rate
+            )
+    return np.stack(rows), {slot: np.stack([one[slot] for one in slots]) for slot in slots[0]}
+
+
+def same_bits(a, b):
+    a, b = (jax.tree.leaves(tree) for tree in (a, b))
+    return len(a) == len(b) and all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def slots_of(optimizer, state, path):
+    return {name: optimizer.get_slot(state, path, name) for name in optimizer.get_slot_names(state)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rules_dense_and_sparse(name):
+    """float32 against float64; all else keeps its bits. `test_cross_shard` has every rule."""
+    rule = optimizer_cases.CASES[name][1]
+    optimizer = Optimizer(rule, "opt")
+    now, state = applied(optimizer)
+    expected = {
+        "table": oracle(rule, PARAMS["table"], [summed(0), summed(1)]),
+        "kernel": oracle(rule, PARAMS["kernel"], [dict(enumerate(g)) for g in DENSE]),
+    }
+    for leaf, (rows, slots) in expected.items():
+        np.testing.assert_allclose(now[leaf], rows, rtol=2e-5, atol=5e-6)
+        got = slots_of(optimizer, state, path(leaf))
+        assert got.keys() == slots.keys()
+        for slot, values in slots.items():
+            np.testing.assert_allclose(got[slot], values, rtol=2e-5, atol=5e-6)
+    untouched = [2, 3, 4, 6]
+    assert np.array_equal(now["table"][np.array(untouched)], PARAMS["table"][untouched])
+    assert np.array_equal(now["bias"], PARAMS["bias"])
+    first = optimizer.init(params())
+    before, after = (slots_of(optimizer, s, "['bias']") for s in (first, state))
+    assert same_bits(before, after)
+    assert int(state.step) == int(optimizer.get_non_slot(state)["step"]) == 2
+
+
+def path(name):
+    return f"['{name}']"
+
+
+def plain(tx):
+    """Return optax' own step: (gradients, state, parameters) to (parameters, state)."""
+
+    def step(gradients, state, tree):
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = tx.update(gradients, state, tree)
+        return optax.apply_updates(tree, updates), state
+
+    return jax.jit(step)
+
+
+OPTAX = {name: tx for name, (tx, _) in optimizer_cases.OPTAX_CASES.items() if name != "schedule"}
+
+
+@pytest.mark.parametrize("name", ["adamw by schedule", "chain"])
+def test_a_row_separable_transform_updates_touched_rows_as_it_updates_a_whole(name):
+    tx = OPTAX[name]
+    optimizer = Optimizer(tx, "opt")
+    now, state = params(), optimizer.init(params())
+    apply = jax.jit(lambda g, *held: optimizer.apply_gradients([(g, "['table']")], *held))
+    for t in range(2):
+        now, state = apply(slices(t), now, state)
+    whole, inner = jnp.asarray(PARAMS["table"]), tx.init(jnp.asarray(PARAMS["table"]))
+    for t in range(2):
+        whole, inner = plain(tx)(slices(t).to_dense(), inner, whole)
+    touched, other = np.array([0, 1, 5]), np.array([2, 3, 4, 6])
+    # two compiled forms of one expression
+    np.testing.assert_allclose(now["table"][touched], whole[touched], rtol=1e-5, atol=1e-6)
+    assert np.array_equal(now["table"][other], PARAMS["table"][other])
+    for slot in optimizer.get_slot_names(state):
+        values = np.asarray(optimizer.get_slot(state, "['table']", slot))
+        assert not values[other].any()
+        assert values[touched].any()
+
+
+def test_dense_parameters_take_the_transform_as_it_is():
+    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))
+    gradients = {name: jnp.ones_like(leaf) for name, leaf in PARAMS.items()}
+    optimizer = Optimizer(tx, "opt")
+
+    @jax.jit
+    def apply(gradients, *held):
+        return optimizer.apply_gradients([(g, path(name)) for name, g in gradients.items()], *held)
+
+    now, state = apply(gradients, params(), optimizer.init(params()))
+    expected, inner = plain(tx)(gradients, tx.init(params()), params())
+    assert same_bits(now, expected)
+    assert same_bits(state.inner, inner)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.1, weight_decay=0.5)),
+        optax.masked(optax.adam(0.1), {"bias": False, "kernel": True, "table": True}),
+        optax.multi_transform(
+            {"a": optax.adam(0.1), "b": optax.sgd(0.1, momentum=0.9)},
+            {"bias": "a", "kernel": "b", "table": "b"},
+        ),
+        optax.MultiSteps(optax.adam(0.1), 2),
+    ],
+    ids=["global norm", "masked", "multi", "multi steps"],
+)
+def test_none_leaves_parameter_and_slots_alone_and_everything_else_goes_on(tx):
+    optimizer = Optimizer(tx, "opt")
+    every = [(np.ones_like(leaf), path(name)) for name, leaf in PARAMS.items()]
+    some = [(None, path("table")), (np.full(3, 3, np.float32), path("bias"))]
+    apply = [
+        jax.jit(functools.partial(optimizer.apply_gradients, given)) for given in (every, some)
+    ]
+    before, start = apply[0](params(), optimizer.init(params()))
+    after, end = apply[1](before, start)
+    for name in ("table", "kernel"):
+        assert np.array_equal(after[name], before[name])
+        slots = (slots_of(optimizer, state, path(name)) for state in (start, end))
+        assert same_bits(*slots)
+    counts = [optimizer.get_non_slot(state) for state in (start, end)]
+    assert [int(count["step"]) for count in counts] == [1, 2]
+    for name in counts[0].keys() - {"step", "0_skip_state"}:
+        assert not np.array_equal(counts[0][name], counts[1][name]), name
+
+
+def test_a_clip_by_the_global_norm_sees_the_gradients_that_there_are():
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    optimizer = Optimizer(tx, "opt")
+    now, _ = optimizer.apply_gradients(
+        [(jnp.full(3, 2.0), "['bias']"), (None, "['kernel']")], params(), optimizer.init(params())
+    )
+    np.testing.assert_allclose(now["bias"], PARAMS["bias"] - 1 / np.sqrt(3), rtol=1e-6)
+
+
+def test_sparse_updates_are_in_place_and_make_nothing_of_the_table_s_size():
+    size = 100_000
+    optimizer = Optimizer(o.Adagrad(0.1), "opt")
+    tree = {"table": jnp.ones((size, D))}
+    state = optimizer.init(tree)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(tree, state, gradient):
+        return optimizer.apply_gradients([(gradient, "['table']")], tree, state)
+
+    memory = step.lower(tree, state, slices(0, size)).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < size * D
+    assert memory.alias_size_in_bytes >= 2 * 4 * size * D
+
+
+def test_lazy_adam_off_moves_every_row():
+    rule = o.Adam(0.1, lazy_adam=False)
+    optimizer = Optimizer(rule, "opt")
+    now, state = applied(optimizer)
+    every = [{row: summed(t).get(row, np.zeros(D)) for row in range(V)} for t in range(2)]
+    rows, slots = oracle(rule, PARAMS["table"], every)
+    np.testing.assert_allclose(now["table"], rows, rtol=2e-5, atol=5e-6)
+    got = optimizer.get_slot(state, "['table']", "momenta")
+    np.testing.assert_allclose(got, slots["momenta"], rtol=2e-5, atol=5e-6)
+
+
+def test_tables_of_any_rank_and_bfloat16():
+    optimizer = Optimizer(o.RowWiseAdagrad(0.1), "opt")
+    table = jnp.asarray(RNG.normal(size=(V, 3, D)), jnp.bfloat16)
+    gradient = IndexedSlices(jnp.ones((2, 3, D), jnp.bfloat16), jnp.array([4, 4]), table.shape)
+    apply = jax.jit(lambda g, *held: optimizer.apply_gradients([(g, "")], *held))
+    now, state = apply(gradient, table, optimizer.init(table))
+    assert now.dtype == jnp.bfloat16
+    a = optimizer.get_slot(state, "", "accumulators")
+    expected = np.full((V, 3), 0.1)
+    expected[4] += 4.0
+    assert a.dtype == jnp.float32
+    np.testing.assert_allclose(a, expected, rtol=1e-6)
+    row = np.asarray(table[4], np.float64) - 0.1 * 2 / np.sqrt(4.1)
+    np.testing.assert_allclose(np.asarray(now[4], np.float64), row, rtol=2**-8)
+    assert np.array_equal(np.delete(now, 4, 0), np.delete(table, 4, 0))
+
+
+# -- how gradients are given -----------------------------------------------------------------------
+
+
+def test_any_iterable_in_any_order():
+    optimizer = Optimizer(o.Adam(0.1), "opt")
+    state = optimizer.init(params())
+    given = pairs()
+    one = optimizer.apply_gradients(given, params(), state)
+    assert same_bits(one, optimizer.apply_gradients(iter(given[::-1]), params(), state))
+    lists = [[DENSE[0].tolist(), "['kernel']"]]
+    assert same_bits(
+        optimizer.apply_gradients(given[1:], params(), state),
+        optimizer.apply_gradients(lists, params(), state),
+    )
+
+
+@pytest.mark.parametrize("form", [tuple, jax.tree_util.keystr], ids=["key path", "keystr"])
+def test_a_path_is_a_key_path_or_its_keystr(form):
+    """In var_list, pairs, constraints and get_slot alike; keys, positions and fields. Exact."""
+    tree = {"a": [jnp.ones(2), Pair(jnp.ones(2), jnp.full(2, 3.0))]}
+    paths = [form(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    first, held, last = paths
+    optimizer = Optimizer(optax.sgd(1.0, momentum=0.5), "opt")
+    now, state, _ = optimizer.minimize(
+        lambda tree: sum(leaf.sum() for leaf in jax.tree.leaves(tree)),
+        tree,
+        optimizer.init(tree),
+        var_list=[last, first],
+        constraints={last: lambda x: x + 0.25},
+    )
+    assert [leaf.tolist() for leaf in jax.tree.leaves(now)] == [[0, 0], [1, 1], [2.25, 2.25]]
+    traces = [optimizer.get_slot(state, path, "trace").tolist() for path in paths]
+    assert traces == [[1, 1], [0, 0], [1, 1]]
+    now, state = optimizer.apply_gradients(
+        [(jnp.ones(2), held), (None, first)], now, state, constraints={held: jnp.square}
+    )
+    assert [leaf.tolist() for leaf in jax.tree.leaves(now)] == [[0, 0], [0, 0], [2.25, 2.25]]
+    assert optimizer.get_slot(state, held, "trace").tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("path", [(), ""], ids=["key path", "keystr"])
+def test_the_path_of_a_tree_that_is_one_array(path):
+    optimizer = Optimizer(optax.sgd(1.0, momentum=0.5), "opt")
+    w = jnp.ones(2)
+    now, state = optimizer.apply_gradients(
+        [(jnp.ones(2), path)], w, optimizer.init(w), constraints={path: lambda x: x + 0.25}
+    )
+    assert now.tolist() == [0.25, 0.25]
+    assert optimizer.get_slot(state, path, "trace").tolist() == [1, 1]
+
+
+def test_constraints_follow_dense_updates_only():
+    optimizer = Optimizer(optax.sgd(0.1), "opt")
+    seen = []
+
+    def positive(x):
+        seen.append(x)
+        return jnp.maximum(x, 0)
+
+    constraints = {"['kernel']": positive, "['bias']": positive}
+    given = [(jnp.asarray(DENSE[0]), "['kernel']"), (None, "['bias']")]
+    now, _ = optimizer.apply_gradients(
+        given, params(), optimizer.init(params()), constraints=constraints
+    )
+    expected = np.maximum(PARAMS["kernel"] - np.float32(0.1) * DENSE[0], 0)
+    np.testing.assert_allclose(now["kernel"], expected, rtol=1e-6, atol=1e-7)
+    assert np.array_equal(now["bias"], PARAMS["bias"])
+    assert len(seen) == 1
+
+
+def test_learning_rates_of_every_kind():
+    calls = []
+
+    def host():
+        calls.append(1)
+        return 0.5
+
+    for rate, given, expected in (
+        (0.5, None, 0.5),
+        (lambda count: 0.5 + 0 * count, None, 0.5),
+        (host, None, 0.5),
+        (host, 0.25, 0.25),
+    ):
+        optimizer = Optimizer(o.SGD(rate), "opt")
+        now, _ = optimizer.apply_gradients(
+            pairs(), params(), optimizer.init(params()), learning_rate=given
+        )
+        kernel = PARAMS["kernel"] - np.float32(expected) * DENSE[0]
+        np.testing.assert_allclose(now["kernel"], kernel, rtol=1e-5, atol=1e-6)
+        row = PARAMS["table"][5] - expected * summed(0)[5]
+        np.testing.assert_allclose(now["table"][5], row, rtol=1e-5, atol=1e-6)
+    assert len(calls) == 1
+
+
+def test_nothing_is_scaled_or_summed_without_an_axis():
+    optimizer = Optimizer(optax.sgd(1.0), "opt")
+    assert optimizer.scale_loss(3.0) == 3.0
+
+    def step(x):
+        w = jnp.zeros(())
+        return optimizer.minimize(lambda w: w * x, w, optimizer.init(w))[0]
+
+    mapped = jax.vmap(step, axis_name="replicas")(jnp.array([1.0, 3.0]))
+    assert mapped.tolist() == [-1.0, -3.0]

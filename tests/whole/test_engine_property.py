@@ -1,0 +1,323 @@
+"""Any ids, in any form, on any mesh: one meaning, and the same bits."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import numpy as np
+import oracle
+import oracle_rules
+import pytest
+from facade_cases import assert_same, mesh
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh
+
+import tpu_embed
+from tpu_embed import FeatureConfig, RaggedIds, SparseIds, TableConfig
+from tpu_embed import optimizers as o
+
+B, WIDTH, V, D = 8, 4, 23, 4
+COMBINERS = ("sum", "mean", "sqrtn")
+# Multiples of a half add exactly, so a bag's divisor is zero or at least a half in float32 too.
+WEIGHTS = (1.0, 0.5, 2.0, 0.0, -0.5, -1.0)
+
+
+def start(size):
+    return np.random.default_rng(size).normal(size=(size, D)).astype(np.float32)
+
+
+def initial(key, shape, dtype, shard_info):
+    return jax.numpy.asarray(start(shard_info.table_shape[0]))[shard_info.rows]
+
+
+# -- forms ---------------------------------------------------------------------------------------
+
+
+@st.composite
+def bags(draw):
+    """Draw B bags of (id, weight, column), columns ascending: few ids, so duplicates are common."""
+    entry = st.tuples(st.integers(0, V - 1) | st.integers(0, 2), st.sampled_from(WEIGHTS))
+    drawn = []
+    for _ in range(B):
+        entries = draw(st.lists(entry, max_size=WIDTH))
+        columns = sorted(draw(st.permutations(range(WIDTH)))[: len(entries)])
+        drawn.append([(*pair, column) for pair, column in zip(entries, columns, strict=True)])
+    return drawn
+
+
+def as_dense(drawn):
+    ids, weights = np.full((B, WIDTH), -1), np.full((B, WIDTH), 7.0, np.float32)
+    for b, bag in enumerate(drawn):
+        for number, weight, column in bag:
+            ids[b, column], weights[b, column] = number, weight
+    return ids, weights
+
+
+def as_sparse(drawn):
+    places = [(b, column) for b, bag in enumerate(drawn) for _, _, column in bag]
+    ids, weights = ([entry[i] for bag in drawn for entry in bag] for i in (0, 1))
+    return SparseIds(places, np.array(ids, int), (B, WIDTH), np.array(weights, np.float32)), None
+
+
+def as_ragged(drawn):
+    ids, weights = ([[entry[i] for entry in bag] for bag in drawn] for i in (0, 1))
+    return RaggedIds.from_lists(ids, weights=weights), None
+
+
+@functools.cache
+def form_engine(combiner):
+    table = TableConfig(V, D, name="t", combiner=combiner, initializer=initial)
+    engine = tpu_embed.EmbeddingEngine({"x": FeatureConfig(table)}, o.Adagrad(0.1), mesh=mesh(2))
+    return engine, engine.init(jax.random.key(0))
+
+
+def roomy(spec):
+    """Return the spec with room for any such batch, so that each form is compiled once."""
+    n = B * WIDTH
+    stacks = tuple(dataclasses.replace(g, ids=n, row_capacity=n, partials=n) for g in spec.stacks)
+    forms = tuple(dataclasses.replace(form, weighted=True) for form in spec.feature_shapes)
+    return dataclasses.replace(spec, feature_shapes=forms, stacks=stacks)
+
+
+def gradient():
+    return {"x": np.random.default_rng(1).normal(size=(B, D)).astype(np.float32)}
+
+
+def results(engine, state, batch):
+    new = engine.update(state, batch, gradient())
+    return engine.lookup(state, batch)["x"], engine.tables(new), engine.slots(new)
+
+
+@pytest.mark.parametrize("combiner", COMBINERS)
+@settings(max_examples=25)
+@given(drawn=bags())
+def test_every_form_of_the_same_ids_gives_the_same_bits(combiner, drawn):
+    engine, state = form_engine(combiner)
+    flat = roomy(engine.place({"x": RaggedIds.from_lists([[0]] * B)}).spec)
+    dense = roomy(engine.place({"x": np.zeros((B, WIDTH), int)}).spec)
+    found = {}
+    for name, (ids, weights) in {
+        "dense": as_dense(drawn),
+        "sparse": as_sparse(drawn),
+        "ragged": as_ragged(drawn),
+    }.items():
+        given_weights = None if weights is None else {"x": weights}
+        batch = engine.place({"x": ids}, given_weights, spec=dense if name == "dense" else flat)
+        found[name] = results(engine, state, batch)
+        if name == "dense":
+            packed_flat = engine.place({"x": ids}, given_weights, spec=flat)
+            found["dense, packed flat"] = results(engine, state, packed_flat)
+    for other in found.values():
+        assert_same(other, found["dense"])
+    check_step(engine, as_ragged(drawn)[0], found["dense"])
+    assert max(engine.compilations.values()) <= 2
+
+
+def check_step(engine, ids, found):
+    """Compare with the oracle: sums of at most 32 float32 terms of size 1, and one Adagrad step."""
+    feature, table = oracle_feature(engine)
+    activation, tables, slots = found
+    expected = oracle.lookup(start(V), feature, ids)
+    np.testing.assert_allclose(activation, expected, rtol=1e-5, atol=1e-5)
+    rows, kept = oracle.train_step(
+        {table: start(V)},
+        {table: {"accumulators": np.full((V, D), 0.1)}},
+        [(feature, ids)],
+        [gradient()["x"]],
+        optimizers={table: ("Adagrad", {}, 0.1)},
+        step=1,
+        apply=oracle_rules.apply,
+    )
+    np.testing.assert_allclose(tables["t"], rows[table], rtol=1e-5, atol=1e-5)
+    expected = kept[table]["accumulators"]
+    np.testing.assert_allclose(slots["t"]["accumulators"], expected, rtol=1e-5, atol=1e-5)
+
+
+def oracle_feature(engine):
+    config = engine.layout.features[0].config
+    return config, config.table
+
+
+@settings(max_examples=10)
+@given(drawn=bags())
+def test_weights_of_one_are_no_weights(drawn):
+    engine, state = form_engine("mean")
+    ones = [[(number, 1.0, column) for number, _, column in bag] for bag in drawn]
+    weighted, _ = as_ragged(ones)
+    flat = roomy(engine.place({"x": RaggedIds.from_lists([[0]] * B)}).spec)
+    bare = dataclasses.replace(weighted, weights=None)
+    unweighted = dataclasses.replace(
+        flat,
+        feature_shapes=tuple(
+            dataclasses.replace(form, weighted=False) for form in flat.feature_shapes
+        ),
+    )
+    expected = results(engine, state, engine.place({"x": weighted}, spec=flat))
+    assert_same(results(engine, state, engine.place({"x": bare}, spec=flat)), expected)
+    assert_same(results(engine, state, engine.place({"x": bare}, spec=unweighted)), expected)
+
+
+# -- meshes --------------------------------------------------------------------------------------
+
+AXES = ("p", "q")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshCase:
+    """A mesh, what its axes do, two tables, and the examples a part of the batch has."""
+
+    shape: tuple[int, ...]
+    explicit: bool
+    batch_axes: tuple[str, ...]
+    shard_axes: tuple[str, ...]
+    sizes: tuple[int, int]
+    placements: tuple[str, str]
+    per_part: int
+
+    @property
+    def parts(self):
+        sizes = dict(zip(AXES, self.shape, strict=False))
+        return int(np.prod([sizes[axis] for axis in self.batch_axes], dtype=int))
+
+    def engine(self):
+        kind = AxisType.Explicit if self.explicit else AxisType.Auto
+        devices = np.array(jax.devices()[: np.prod(self.shape)]).reshape(self.shape)
+        names = AXES[: len(self.shape)]
+        on = Mesh(devices, names, axis_types=(kind,) * len(names))
+        return make_engine(
+            on, self.sizes, self.placements, batch_axes=self.batch_axes, shard_axes=self.shard_axes
+        )
+
+
+def make_engine(on, sizes, placements, *, batch_axes=None, shard_axes=None):
+    """Return an engine of two tables and three features; one feature is a sequence."""
+    x, y = (
+        TableConfig(
+            size,
+            D,
+            name=name,
+            initializer=initial,
+            placement=placement,
+            shard_axes=shard_axes,
+            combiner=combiner,
+        )
+        for name, combiner, size, placement in zip(
+            "xy", ("mean", "sum"), sizes, placements, strict=True
+        )
+    )
+    features = {
+        "bag": FeatureConfig(x),
+        "one": FeatureConfig(x),
+        "row": FeatureConfig(y, max_sequence_length=2),
+    }
+    return tpu_embed.EmbeddingEngine(features, o.Adam(0.1), mesh=on, batch_axes=batch_axes)
+
+
+def subsets(names):
+    return [chosen for n in range(1, len(names) + 1) for chosen in itertools.combinations(names, n)]
+
+
+@st.composite
+def mesh_cases(draw):
+    one_axis = [(n,) for n in (1, 2, 3, 5, 6, 7, 8)]
+    shape = draw(st.sampled_from([*one_axis, (2, 4), (4, 2), (2, 3), (3, 2), (1, 5), (7, 1)]))
+    axes = subsets(AXES[: len(shape)])
+    placements = st.sampled_from(("mod", "div", "replicated"))
+    return MeshCase(
+        shape,
+        draw(st.booleans()),
+        draw(st.sampled_from(axes)),
+        draw(st.sampled_from(axes)),
+        (draw(st.sampled_from((1, 5, 23))), draw(st.sampled_from((1, 4)))),
+        (draw(placements), draw(placements)),
+        draw(st.sampled_from((1, 2, 3))),
+    )
+
+
+def draw_batch(case, seed):
+    rng, size = np.random.default_rng(seed), case.parts * case.per_part
+    v, w = case.sizes
+    ids = {
+        "bag": rng.integers(-1, v, (size, 3)),
+        "one": rng.integers(-1, v, (size,)),
+        "row": rng.integers(-1, w, (size, 3)),
+    }
+    ids = {name: array.astype(np.int32) for name, array in ids.items()}
+    weights = {"bag": rng.choice(WEIGHTS, (size, 3)).astype(np.float32), "one": None, "row": None}
+    shapes = {"bag": (size, D), "one": (size, D), "row": (size, 2, D)}
+    return ids, weights, {n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()}
+
+
+@functools.cache
+def single(sizes):
+    return make_engine(mesh(1), sizes, ("mod", "mod"))
+
+
+@functools.cache
+def program(engine):
+    """Return the jitted step of an engine from its initial state, over several sources of ids."""
+
+    def step(state, source, gradients, weights):
+        new = engine.update(state, source, gradients, weights)
+        return engine.lookup(state, source, weights), engine.tables(new), engine.slots(new)
+
+    @jax.jit
+    def steps(key, sources, gradients):
+        state = engine.init(key)
+        return [step(state, source, gradients, weights) for source, weights in sources]
+
+    return functools.partial(steps, jax.random.key(0))
+
+
+def check_mesh(case, seed):
+    """Compare a step, placed and traced, with one device's: the same bits."""
+    ids, weights, gradients = draw_batch(case, seed)
+    one, engine = single(case.sizes), case.engine()
+    expected = program(one)([(one.place(ids, weights), None)], gradients)[0]
+    both = [(engine.place(ids, weights), None), (ids, weights)]
+    placed, traced = jax.device_get(program(engine)(both, gradients))
+    assert_same(placed, expected)
+    assert_same(traced, expected)
+
+
+# A block of the sums is ⌈B/8⌉ examples. With at most 3 a device, and at most 8 parts, blocks are
+# whole devices, or devices whole blocks, unless 3 examples meet blocks of 2 (5 or 3 parts, …).
+def aligned(case):
+    block = -(-case.parts * case.per_part // 8)
+    return case.per_part % block == 0 or block % case.per_part == 0
+
+
+# shape, explicit, batch axes, shard axes, sizes, placements, examples a part of the batch
+CHOSEN = [
+    MeshCase((3,), False, ("p",), ("p",), (23, 4), ("mod", "div"), 2),
+    MeshCase((5,), True, ("p",), ("p",), (1, 4), ("div", "replicated"), 1),
+    MeshCase((7,), False, ("p",), ("p",), (5, 1), ("replicated", "mod"), 2),
+    MeshCase((8,), False, ("p",), ("p",), (5, 4), ("div", "div"), 3),
+    MeshCase((2, 3), False, ("p",), ("q",), (23, 4), ("mod", "mod"), 3),
+    MeshCase((3, 2), True, ("p", "q"), ("q",), (23, 1), ("div", "mod"), 1),
+    MeshCase((2, 4), False, ("q",), ("p", "q"), (5, 4), ("mod", "replicated"), 2),
+]
+
+IN_WHOLE = [(3,), (5,), (7,), (2, 3), (2, 4)]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.whole] if case.shape in IN_WHOLE else [])
+        for case in CHOSEN
+    ],
+    ids=lambda case: "x".join(map(str, case.shape)),
+)
+def test_chosen_meshes_give_the_bits_of_one_device(case):
+    assert aligned(case)
+    check_mesh(case, seed=0)
+
+
+@pytest.mark.whole
+@settings(max_examples=100)
+@given(case=mesh_cases().filter(aligned), seed=st.integers(0, 3))
+def test_any_mesh_give_the_bits_of_one_device(case, seed):
+    check_mesh(case, seed)

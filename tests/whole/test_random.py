@@ -1,0 +1,268 @@
+"""Random cases of two steps: the oracle's numbers, and the same bits in every arrangement.
+
+Each step starts from the numbers that the library itself holds, read to the last bit, so that the
+oracle's intervals (`oracle_bounds`) are those of one step. `make test` runs a few cases that
+between them meet every trait (`random_traits`), each on one device and on the most that it has;
+the marked test runs many, each in all of its arrangements.
+
+    RANDOM_SEEDS=1000:1100 python -m pytest tests/whole/test_random.py -k many
+"""
+
+import dataclasses
+import functools
+import os
+
+import numpy as np
+import optimizer_cases
+import oracle
+import oracle_bounds
+import oracle_rules
+import pytest
+from random_cases import Known, draw_case
+from random_optimizers import HOST_RATE
+from random_runs import Run, run
+from random_traits import EVERY, traits
+
+import tpu_embed
+
+CHOSEN = (7315, 1070, 2708, 289, 250, 5434, 395)
+"""What `python tests/helpers/random_traits.py` found: see there."""
+MANY = range(*map(int, os.environ.get("RANDOM_SEEDS", "0:200").split(":")))
+
+
+# -- the oracle ----------------------------------------------------------------------------------
+
+
+def check_run(case, done: Run):
+    """Compare a run with the oracle: every number of every step."""
+    assert done.steps_done == sum(not case.skips(step) for step in case.steps)
+    check_counters(case, done.counters)
+    check_start(case, done.states[0])
+    count = 0
+    for t, step in enumerate(case.steps):
+        seen, before, after = (done.states[i] for i in (done.seen[t], t, t + 1))
+        check_activations(case, t, done.activations[t], seen)
+        skipped = case.skips(step)
+        features = [] if skipped else read_features(case, step)
+        occurrences = oracle.row_gradients(features, [] if skipped else step.gradients)
+        count += not skipped
+        for name, config in case.tables.items():
+            what = f"step {t}: table {name!r}"
+            assert after.tables[name].dtype == before.tables[name].dtype == config.dtype
+            if skipped or case.optimizer_of(config) is None:
+                assert_bits(what, of_table(after, name), of_table(before, name))
+            else:
+                old, new = of_table(before, name), of_table(after, name)
+                check_update(what, case, config, occurrences, count, t, old, new)
+
+
+def read_features(case, step):
+    """Return (feature, ids, weights) as the oracle reads them."""
+    features = [
+        (dataclasses.replace(f, on_bad_id="drop") if case.inside and f.on_bad_id == "error" else f)
+        for f in case.features
+    ]
+    weights = step.weights or [None] * len(features)
+    return list(zip(features, step.ids, weights, strict=True))
+
+
+def check_counters(case, counters):
+    """Check what is counted by feature: ids dropped under "error", and gradients not finite."""
+    ids, gradients = [], [0] * len(case.features)
+    for f, feature in enumerate(case.features):
+        numbers = []
+        if case.inside and feature.on_bad_id == "error":
+            columns = feature.max_sequence_length or None
+            arrays = [step.ids[f] for step in case.steps]
+            seen = [array[:, :columns] if array.ndim == 2 else array for array in arrays]
+            numbers = [int(number) for array in seen for number in array.flat]
+        ids.append(sum(n < -1 or n >= feature.table.vocabulary_size for n in numbers))
+    assert counters["bad_ids"].tolist() == ids
+    for step in filter(case.skips, case.steps):
+        gradients[step.spoilt] += 1
+    assert counters.get("bad_gradients", np.zeros(len(gradients))).tolist() == gradients
+
+
+def of_table(held, name):
+    """Return a table and its slots as one dict of arrays, the table's name ""."""
+    return {"": held.tables[name], **held.slots[name]}
+
+
+def assert_bits(what, values, expected):
+    assert set(values) == set(expected), what
+    for name, array in values.items():
+        np.testing.assert_array_equal(array, expected[name], f"{what} {name}", strict=True)
+
+
+def check_start(case, first):
+    """Check initial rows where the oracle knows them, and initial slots."""
+    assert set(first.tables) == set(first.slots) == set(case.tables)
+    for name, config in case.tables.items():
+        rows, size = first.tables[name], (config.vocabulary_size, config.dim)
+        if isinstance(config.initializer, Known):
+            expected = config.initializer.values(*size).astype(rows.dtype)
+            np.testing.assert_array_equal(rows, expected, name)
+        elif config.initializer is not None:
+            numbers = (np.arange(size[0]) + config.initializer.offset).astype(rows.dtype)
+            np.testing.assert_array_equal(rows, np.broadcast_to(numbers[:, None], size), name)
+        optimizer, slots = case.optimizer_of(config), first.slots[name]
+        if not isinstance(optimizer, tpu_embed.optimizers.RowOptimizer):
+            assert optimizer is not None or not slots
+            continue
+        hyper = optimizer_cases.hyper(optimizer)
+        if any(callable(first) for _, first in hyper["slot_initializers"]):
+            continue
+        expected = oracle_rules.initial_slots(type(optimizer).__name__, hyper, size[1])
+        assert set(slots) == set(expected), name
+        for slot, value in expected.items():
+            shape = (size[0], *np.shape(value))
+            value = np.broadcast_to(np.float32(value), shape)
+            np.testing.assert_array_equal(slots[slot], value, f"{name}/{slot}", strict=True)
+
+
+def check_activations(case, t, found, seen):
+    for f, (feature, ids, weights) in enumerate(read_features(case, case.steps[t])):
+        name = next(n for n, config in case.tables.items() if config is feature.table)
+        bounds = oracle_bounds.activation(seen.tables[name], feature, ids, weights)
+        what = f"step {t}: activation of feature {f}, form {type(ids).__name__}, {feature}"
+        assert found[f].dtype == np.float32, what
+        assert_within(what, found[f], bounds)
+
+
+def check_update(what, case, config, occurrences, t, number, old, new):
+    """Compare one table and its slots with the oracle; rows that are not updated keep their bits.
+
+    Args:
+      t: the step that the rule sees, 1 at the first.
+      number: of the batch, which the host's rate goes by.
+    """
+    optimizer = case.optimizer_of(config)
+    ours = isinstance(optimizer, tpu_embed.optimizers.RowOptimizer)
+    hyper = optimizer_cases.hyper(optimizer) if ours else {}
+    given = oracle_bounds.updates(config, hyper, occurrences)
+    per_row = {name: array for name, array in new.items() if np.ndim(array)}
+    for name, array in per_row.items():
+        kept = np.setdiff1d(np.arange(config.vocabulary_size), list(given))
+        assert_bits(f"{what} rests", {name: array[kept]}, {name: old[name][kept]})
+    exact = {name: np.asarray(array, np.float64) for name, array in old.items()}
+    if not ours:
+        check_optax(what, optimizer, config, given, exact, new)
+        return
+    rate = rate_at(optimizer.learning_rate, t, number)
+    for row, mine in given.items():
+        slots = {name: exact[name][row] for name in exact if name}
+        name = type(optimizer).__name__
+        args = (name, hyper, config.dtype, exact[""][row], slots, mine, t, rate)
+        bounds, bounds_of_slots = oracle_bounds.updated_row(*args)
+        for slot, interval in {"": bounds, **bounds_of_slots}.items():
+            assert_within(f"{what} {slot}[{row}] by {optimizer}", new[slot][row], interval)
+
+
+def rate_at(rate, t, number):
+    """Return the learning rate of step t, counted from 1."""
+    if rate is HOST_RATE:
+        HOST_RATE.step = number
+        return float(np.float32(rate()))
+    return float(rate(t - 1)) if callable(rate) else rate
+
+
+def check_optax(what, transform, config, given, exact, new):
+    rows, names = sorted(given), list(slots_in_order(transform, config.dim))
+    leaves = [exact[name][rows] if np.ndim(exact[name]) else exact[name] for name in names]
+    if not rows:
+        return
+    args = (transform, config.dtype, exact[""][rows], leaves, [given[row] for row in rows])
+    bounds, of_leaves = oracle_bounds.updated_by_optax(*args)
+    for name, interval in zip(["", *names], [bounds, *of_leaves], strict=True):
+        array = new[name][rows] if np.ndim(new[name]) else new[name]
+        assert_within(f"{what} {name} {rows}", array, interval)
+
+
+@functools.cache
+def slots_in_order(transform, dim):
+    return tpu_embed.optimizers.as_table_optimizer(transform).slot_shapes(dim, np.float32)
+
+
+def assert_within(what, values, bounds):
+    """Assert that float numbers of the library are in the oracle's intervals."""
+    assert np.shape(values) == np.shape(bounds.low), what
+    wrong = oracle_bounds.outside(values, bounds)
+    if len(wrong):
+        at = tuple(wrong[0])
+        low, high = np.asarray(bounds.low)[at], np.asarray(bounds.high)[at]
+        got = np.asarray(values)[at]
+        raise AssertionError(
+            f"{what}: {len(wrong)} of {np.size(values)} wrong, first {got!r} at {list(at)}, "
+            f"expected {low!r} … {high!r}"
+        )
+
+
+# -- the tests -----------------------------------------------------------------------------------
+
+
+def check_case(seed, *, whole):
+    """Compare the first arrangement with the oracle, and the others with the first."""
+    case = draw_case(seed)
+    ends = dict.fromkeys((case.arrangements[0], case.arrangements[-1]))
+    first = None
+    for arrangement in case.arrangements if whole else ends:
+        try:
+            done = run(case, arrangement)
+            if first is None or not compare_bits(case, arrangement, done, first):
+                check_run(case, done)
+            first = first or done
+        except Exception as error:
+            seeds, file = f"RANDOM_SEEDS={seed}:{seed + 1}", "tests/whole/test_random.py"
+            again = f"{seeds} python -m pytest {file} -k many"
+            error.add_note(f"random case {seed}, {arrangement}\nrun it alone: {again}")
+            raise
+
+
+def compare_bits(case, arrangement, done, first):
+    """Assert the bits that are promised; tell whether the oracle has thereby seen all numbers."""
+    if not case.keeps_bits(arrangement):
+        return False
+    for t, (mine, its) in enumerate(zip(done.states, first.states, strict=True)):
+        for name in case.tables:
+            assert_bits(f"state {t}: table {name!r}", of_table(mine, name), of_table(its, name))
+    for t, step in enumerate(case.steps):
+        if done.seen[t] != first.seen[t]:
+            continue
+        for f, ids in enumerate(step.ids):
+            what = f"step {t}: activation of feature {f}, {type(ids).__name__}"
+            assert_bits(what, {"": done.activations[t][f]}, {"": first.activations[t][f]})
+    check_counters(case, done.counters)
+    return (done.seen, done.steps_done) == (first.seen, first.steps_done)
+
+
+@pytest.mark.parametrize("seed", CHOSEN)
+def test_chosen(seed):
+    check_case(seed, whole=False)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("seed", MANY)
+def test_many(seed):
+    check_case(seed, whole=True)
+
+
+def test_chosen_cases_meet_every_trait():
+    met = set().union(*(traits(draw_case(seed)) for seed in CHOSEN))
+    assert met == EVERY, "choose other seeds: python tests/helpers/random_traits.py"
+
+
+def test_a_wrong_number_is_found():
+    """One number of one array is wrong by a ten-thousandth: of activations, tables and slots."""
+    case = draw_case(787)
+    done = run(case, case.arrangements[0])
+    check_run(case, done)
+    for t in range(len(case.steps)):
+        after = done.states[t + 1]
+        arrays = [*done.activations[t], *after.tables.values()]
+        arrays += [slot for slots in after.slots.values() for slot in slots.values()]
+        for array in filter(np.size, arrays):
+            right = array.copy()
+            array.flat[0] = np.float32(array.flat[0]) * 1.0001 + 1e-4
+            with pytest.raises(AssertionError):
+                check_run(case, done)
+            array[...] = right

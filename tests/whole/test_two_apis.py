@@ -1,0 +1,114 @@
+"""One training run through every API: `TPUEmbedding`, the engine in a user's jit, the engine
+eagerly, and dense ids inside the jit. Tables, slots and step have the same bits, on one device and
+on eight.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from facade_cases import assert_same, mesh
+from optimizer_cases import halving
+
+import tpu_embed
+from tpu_embed import optimizers as o
+
+STEPS = 6
+BATCH = 16
+RULES = {
+    "sgd": o.SGD(lambda: 0.25),
+    "adam": o.Adam(0.125, weight_decay_factor=0.125),
+    "adagrad": o.Adagrad(halving),
+    "each": o.RowWiseAdagrad(0.25, use_gradient_accumulation=False),
+}
+PLACEMENTS = {"adam": "div", "adagrad": "replicated"}
+TABLES = {
+    name: tpu_embed.TableConfig(
+        11, 2, name=name, optimizer=rule, placement=PLACEMENTS.get(name, "mod")
+    )
+    for name, rule in RULES.items()
+}
+FEATURES = {
+    **{name: tpu_embed.FeatureConfig(table) for name, table in TABLES.items()},
+    "sequence": tpu_embed.FeatureConfig(TABLES["sgd"], max_sequence_length=2),
+}
+
+
+def _features(step):
+    rng = np.random.default_rng(step)
+    return {name: rng.integers(-1, 11, (BATCH, 3)).astype(np.int32) for name in FEATURES}
+
+
+def _loss(activations):
+    """Return Σ (a² + a): its gradient 2a + 1 has the same bits in every program."""
+    return sum((a**2 + a).sum() for a in jax.tree.leaves(activations))
+
+
+def _stateful(engine, devices):
+    embedding = tpu_embed.TPUEmbedding(FEATURES, None, mesh=mesh(devices))
+    embedding.engine = engine
+    for step in range(STEPS):
+        embedding.enqueue(_features(step))
+        embedding.apply_gradients(jax.grad(_loss)(embedding.dequeue()))
+    return embedding.state
+
+
+def _eager(engine):
+    state = engine.init(jax.random.key(0))
+    for step in range(STEPS):
+        batch = engine.place(_features(step))
+        state = engine.update(state, batch, jax.grad(_loss)(engine.lookup(state, batch)))
+    return state
+
+
+def _in_jit(engine, place):
+    """Run lookup, value_and_grad and update as one program, the state donated."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, batch, rates):
+        _, gradients = jax.value_and_grad(_loss)(engine.lookup(state, batch))
+        return engine.update(state, batch, gradients, learning_rates=rates)
+
+    state = engine.init(jax.random.key(0))
+    for number in range(STEPS):
+        before = state
+        state = step(state, place(_features(number)), engine.learning_rates())
+        assert all(table.is_deleted() for table in before.tables.values())
+    assert step._cache_size() == 1
+    return state
+
+
+@functools.cache
+def _trained(devices):
+    """Return tables, slots and step after training through every API."""
+    engine = tpu_embed.EmbeddingEngine(FEATURES, mesh=mesh(devices))
+    states = {
+        "initial": engine.init(jax.random.key(0)),
+        "stateful": _stateful(engine, devices),
+        "eager": _eager(engine),
+        "in jit": _in_jit(engine, engine.place),
+        "dense ids in jit": _in_jit(engine, lambda features: features),
+    }
+    return {
+        API: (engine.tables(state), engine.slots(state), state.step)
+        for API, state in states.items()
+    }
+
+
+@pytest.mark.parametrize("API", ["eager", "in jit", "dense ids in jit"])
+@pytest.mark.parametrize("devices", [1, 8])
+def test_apis_agree(devices, API):
+    trained = _trained(devices)
+    assert_same(trained[API], trained["stateful"])
+    assert int(trained[API][2]) == STEPS
+
+
+def test_one_device_and_eight_agree():
+    assert_same(_trained(1)["stateful"], _trained(8)["stateful"])
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_moves_its_table(name):
+    initial, trained = _trained(1)["initial"][0], _trained(1)["stateful"][0]
+    assert np.any(np.asarray(initial[name]) != np.asarray(trained[name]))

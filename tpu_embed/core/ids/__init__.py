@@ -1,0 +1,40 @@
+"""What users give as ids, checked on the host: containers, structure, weights, bad ids."""
+
+from tpu_embed.core.ids import bad_ids, structure, weights
+from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype
+from tpu_embed.core.ids.containers import RaggedIds, SparseIds, refuse_masked
+from tpu_embed.core.ids.host_ids import (
+    FeatureShape,
+    HostIds,
+    dense_shape,
+    host_ids,
+    part_of_feature,
+)
+from tpu_embed.core.ids.padding import pad_batch
+from tpu_embed.core.ids.rescale import rescale_bags, rescale_dense_bags, rescale_flat_bags
+from tpu_embed.core.ids.structure import Structure, children, flatten
+from tpu_embed.core.ids.weights import is_real
+
+__all__ = [
+    "FeatureRules",
+    "FeatureShape",
+    "HostIds",
+    "RaggedIds",
+    "SparseIds",
+    "Structure",
+    "bad_ids",
+    "check_dtype",
+    "children",
+    "dense_shape",
+    "flatten",
+    "host_ids",
+    "is_real",
+    "pad_batch",
+    "part_of_feature",
+    "refuse_masked",
+    "rescale_bags",
+    "rescale_dense_bags",
+    "rescale_flat_bags",
+    "structure",
+    "weights",
+]

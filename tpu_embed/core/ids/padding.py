@@ -1,0 +1,112 @@
+"""Fill a batch up with empty bags, so that it divides over the replicas.
+
+Called by the user, before the batch is enqueued. It sees features without their configuration.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tpu_embed import _checks
+from tpu_embed._types import PADDING_ID
+from tpu_embed.core.ids import structure
+from tpu_embed.core.ids.containers import RaggedIds, SparseIds
+
+__all__ = ["pad_batch"]
+
+
+def pad_batch(features: Any, multiple: int) -> Any:
+    """Add empty bags to every feature until the batch size is a multiple of `multiple`.
+
+    Arrays of ids get rows of -1, `SparseIds` a larger first dim, `RaggedIds` empty rows; arrays of
+    floats (weights, labels) get zeros. The activations of the added examples are zero rows.
+    `RaggedIds` that hold m rows an example (see `FeatureConfig.output_shape`) get m empty rows for
+    each added example.
+
+    Args:
+      features: any nesting of arrays [B, …], `SparseIds`, `RaggedIds` and None, all of one batch
+        size B; the `weights=` of a batch are padded in a call of their own.
+      multiple: what the batch size must divide by.
+
+    Returns:
+      The same nesting; unsigned ids come back signed. Where B divides already: `features` itself.
+
+    Raises:
+      ValueError: features of different batch sizes, a leaf of another kind, or `multiple` not an
+        integer of at least 1.
+
+    Example:
+      >>> pad_batch({"user": np.array([[4, 7], [2, -1], [1, 1]])}, 2)["user"].tolist()
+      [[4, 7], [2, -1], [1, 1], [-1, -1]]
+    """
+    multiple = _checks.check_int("pad_batch: multiple", multiple, minimum=1)
+    leaves: list[tuple[str, Any]] = []
+    _collect(features, "", leaves)
+    batch = _batch_size(leaves)
+    added = -batch % multiple
+    return _padded(features, batch, added) if added else features
+
+
+def _collect(nest: Any, path: str, leaves: list[tuple[str, Any]]) -> None:
+    inner = structure.children(nest)
+    if inner is None:
+        if nest is not None:
+            leaves.append((path or "feature", nest))
+        return
+    for key, child in inner:
+        _collect(child, f"{path}/{key}" if path else str(key), leaves)
+
+
+def _rows(path: str, leaf: Any) -> int:
+    if isinstance(leaf, SparseIds):
+        return leaf.dense_shape[0]
+    if isinstance(leaf, RaggedIds):
+        return len(leaf.row_splits) - 1
+    if getattr(leaf, "shape", ()):
+        return leaf.shape[0]
+    expected = "an array [B, …], SparseIds, RaggedIds or None"
+    raise ValueError(_checks.message(f"pad_batch: {path}", expected=expected, got=repr(leaf)))
+
+
+def _batch_size(leaves: list[tuple[str, Any]]) -> int:
+    """Return B: the rows of every array and of the shortest ragged leaf."""
+    rows = {path: _rows(path, leaf) for path, leaf in leaves}
+    plain = [path for path, leaf in leaves if not isinstance(leaf, RaggedIds)]
+    first = plain[0] if plain else min(rows, key=rows.__getitem__, default=None)
+    if first is None:
+        return 0
+    batch = rows[first]
+    for path, leaf in leaves:
+        many = isinstance(leaf, RaggedIds) and batch and rows[path] % batch == 0
+        if rows[path] != batch and not many:
+            expected = f"the batch size of {first}, {batch}"
+            raise ValueError(
+                _checks.message(f"pad_batch: {path}", expected=expected, got=str(rows[path]))
+            )
+    return batch
+
+
+def _padded(nest: Any, batch: int, added: int) -> Any:
+    inner = structure.children(nest)
+    if inner is not None:
+        return structure.rebuild(nest, {key: _padded(child, batch, added) for key, child in inner})
+    if nest is None:
+        return None
+    if isinstance(nest, SparseIds):
+        shape = (batch + added, *nest.dense_shape[1:])
+        return SparseIds(nest.indices, nest.values, shape, nest.weights)
+    if isinstance(nest, RaggedIds):
+        empty = np.full(added * (len(nest.row_splits) - 1) // batch, nest.row_splits[-1])
+        splits = np.concatenate([nest.row_splits, empty]).astype(nest.row_splits.dtype)
+        return RaggedIds(nest.values, splits, nest.weights)
+    return _padded_array(np.asarray(nest), added)
+
+
+def _padded_array(array: np.ndarray, added: int) -> np.ndarray:
+    if array.dtype.kind == "u":  # it has no -1
+        array = np.minimum(array.astype(np.uint64), np.iinfo(np.int64).max).astype(np.int64)
+    fill = PADDING_ID if array.dtype.kind == "i" else 0
+    empty = np.full((added, *array.shape[1:]), fill, array.dtype)
+    return np.concatenate([array, empty])

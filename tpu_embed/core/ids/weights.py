@@ -1,0 +1,131 @@
+"""Judge the weights of one feature's ids, wherever they stand.
+
+They may stand inside the container of the ids or in the `weights=` leaf beside it, not in both.
+Called by `ids`; returns them aligned with the ids, in the table's arithmetic dtype, finite, or None
+for all ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embed import _checks
+from tpu_embed.core.ids.containers import RaggedIds, SparseIds, refuse_masked
+
+__all__ = ["beside_dense", "beside_ragged", "beside_sparse", "is_real"]
+
+
+def is_real(dtype: Any) -> bool:
+    """Tell whether weights may have a dtype: that of floats or integers, not bool."""
+    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+
+
+def beside_dense(path: str, dtype: str, ids: np.ndarray, weights: Any) -> np.ndarray | None:
+    """Return the weights of dense ids [B, …, H], of the same shape.
+
+    Args:
+      path: the feature's, for messages.
+      dtype: the table's.
+      ids: the ids.
+      weights: None or an array of the ids' shape.
+
+    Raises:
+      ValueError: weights for ids [B], of another kind or shape, or not finite.
+      TypeError: a masked array.
+    """
+    if weights is None:
+        return None
+    if ids.ndim == 1:
+        raise _error(path, expected="no weights for ids [B]", got="some", remedy="use ids [B, 1]")
+    if isinstance(weights, (SparseIds, RaggedIds)) or not hasattr(weights, "__array__"):
+        raise _error(path, expected="an array, as the ids", got=type(weights).__name__)
+    refuse_masked(f"weights of {path}", weights)
+    return _numbers(path, dtype, np.asarray(weights), ids.shape)
+
+
+def beside_sparse(path: str, dtype: str, ids: SparseIds, weights: Any) -> np.ndarray | None:
+    """Return the weights [N] of `SparseIds`.
+
+    Args:
+      path: the feature's, for messages.
+      dtype: the table's.
+      ids: the ids, perhaps with weights inside.
+      weights: None, an array [N], or `SparseIds` of the same indices holding floats.
+
+    Raises:
+      ValueError: weights in both places, of other indices, kind or shape, or not finite.
+      TypeError: a masked array.
+    """
+    if isinstance(weights, SparseIds):
+        if weights.dense_shape != ids.dense_shape:
+            got = f"{weights.dense_shape} for {ids.dense_shape}"
+            raise _error(path, expected="the dense_shape of the ids", got=got)
+        if not np.array_equal(weights.indices, ids.indices):
+            raise _error(path, expected="the indices of the ids", got="others")
+    return _beside_flat(path, dtype, ids, weights)
+
+
+def beside_ragged(path: str, dtype: str, ids: RaggedIds, weights: Any) -> np.ndarray | None:
+    """Return the weights [N] of `RaggedIds`.
+
+    Args:
+      path: the feature's, for messages.
+      dtype: the table's.
+      ids: the ids, perhaps with weights inside.
+      weights: None, an array [N], or `RaggedIds` of the same splits holding floats.
+
+    Raises:
+      ValueError: weights in both places, of other splits, kind or shape, or not finite.
+      TypeError: a masked array.
+    """
+    if isinstance(weights, RaggedIds) and not np.array_equal(weights.row_splits, ids.row_splits):
+        raise _error(path, expected="the row_splits of the ids", got="others")
+    return _beside_flat(path, dtype, ids, weights)
+
+
+def _beside_flat(
+    path: str, dtype: str, ids: SparseIds | RaggedIds, weights: Any
+) -> np.ndarray | None:
+    kind = type(ids)
+    if isinstance(weights, kind):
+        if weights.weights is not None:
+            raise _error(
+                path, expected=f"floats as {kind.__name__}.values", got="weights inside too"
+            )
+        weights = weights.values
+    elif isinstance(weights, (SparseIds, RaggedIds)):
+        raise _error(path, expected=f"{kind.__name__}, as the ids", got=type(weights).__name__)
+    elif weights is not None and not hasattr(weights, "__array__"):
+        expected = f"None, an array or {kind.__name__}"
+        raise _error(path, expected=expected, got=type(weights).__name__)
+    refuse_masked(f"weights of {path}", weights)
+    if ids.weights is not None:
+        if weights is not None:
+            expected = f"weights in one place, inside {kind.__name__} or in weights="
+            raise _error(path, expected=expected, got="both")
+        weights = ids.weights
+    return None if weights is None else _numbers(path, dtype, np.asarray(weights), ids.values.shape)
+
+
+def _numbers(path: str, dtype: str, weights: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    if weights.shape != shape:
+        raise _error(path, expected=f"shape {shape}, as the ids", got=f"shape {weights.shape}")
+    if not is_real(weights.dtype):
+        raise _error(path, expected="real numbers", got=str(weights.dtype))
+    with np.errstate(over="ignore"):
+        numbers = weights.astype(np.float64 if dtype == "float64" else np.float32, copy=False)
+    finite = np.isfinite(numbers)
+    if not finite.all():
+        at = tuple(int(i) for i in np.unravel_index(np.argmin(finite), shape))
+        expected = f"numbers finite in {numbers.dtype}"
+        raise _error(path, expected=expected, got=f"{weights[at]} at {list(at)}")
+    return numbers
+
+
+def _error(path: str, *, expected: str, got: str, remedy: str = "") -> ValueError:
+    return ValueError(
+        _checks.message(f"weights of {path}", expected=expected, got=got, remedy=remedy)
+    )

@@ -1,0 +1,32 @@
+"""Where each row lives, decided once and static: the mesh, its axes, and stacks of tables."""
+
+from tpu_embed.core.layout.describe import describe
+from tpu_embed.core.layout.layout import FeatureLayout, Layout
+from tpu_embed.core.layout.learning_rates import HostRates
+from tpu_embed.core.layout.mesh import MeshAxes, make_axes, refuse_manual_axes
+from tpu_embed.core.layout.resolve import make_layout
+from tpu_embed.core.layout.rounding import ROW_MULTIPLE, bucket, roomy, round_up
+from tpu_embed.core.layout.stack_names import differences, stack_name
+from tpu_embed.core.layout.stacks import INT32_ROWS, ResolvedTable, Stack, TableSlice, make_stacks
+
+__all__ = [
+    "INT32_ROWS",
+    "ROW_MULTIPLE",
+    "FeatureLayout",
+    "HostRates",
+    "Layout",
+    "MeshAxes",
+    "ResolvedTable",
+    "Stack",
+    "TableSlice",
+    "bucket",
+    "describe",
+    "differences",
+    "make_axes",
+    "make_layout",
+    "make_stacks",
+    "refuse_manual_axes",
+    "roomy",
+    "round_up",
+    "stack_name",
+]

@@ -1,0 +1,94 @@
+"""What the declarations leave open is settled once: optimizers, initializers, layout, rates.
+
+Enters: the flattened feature configuration and the engine's defaults. Leaves: a `Layout`, and the
+learning rates that must be read on the host. Called by the engine at construction; the configs are
+never written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from tpu_embed._checks import message
+from tpu_embed._snapshot import snapshot
+from tpu_embed._types import Array, ArrayLike
+from tpu_embed.core.layout.layout import Layout
+from tpu_embed.optimizers import (
+    LearningRateKind,
+    learning_rate_kind,
+)
+
+
+def rate_callables(layout: Layout) -> list[Any]:
+    """Return the learning rates that are callables, equal ones once, the schedules last."""
+    rates = [stack.optimizer.learning_rate for stack in layout.stacks if stack.optimizer]
+    found: list[Any] = []
+    for kind in (LearningRateKind.HOST, LearningRateKind.SCHEDULE):
+        for rate in rates:
+            if learning_rate_kind(rate) is kind and rate not in found:
+                found.append(rate)
+    return found
+
+
+class HostRates:
+    """Learning rates that are callables without arguments: read on the host, once an update.
+
+    Equal callables share one tag, an index into what `read` returns.
+
+    Args:
+      layout: the engine's.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._callables = [
+            rate
+            for rate in rate_callables(layout)
+            if learning_rate_kind(rate) is LearningRateKind.HOST
+        ]
+        self._tags: dict[int, int] = {}
+        for g, stack in enumerate(layout.stacks):
+            rate = None if stack.optimizer is None else stack.optimizer.learning_rate
+            if rate in self._callables:
+                self._tags[g] = self._callables.index(rate)
+
+    def read(self) -> tuple[Array, ...]:
+        """Call each callable once; return scalars `[]` by tag.
+
+        Raises:
+          ValueError: one does not return a number.
+        """
+        return tuple(_scalar(rate(), rate) for rate in self._callables)
+
+    def by_stack(self, values: Sequence[ArrayLike] | None) -> dict[int, Array]:
+        """Return the value of every stack that has such a rate.
+
+        Raises:
+          ValueError: another number of values than of such rates.
+        """
+        given = () if values is None else values
+        if not isinstance(given, (tuple, list)) or len(given) != len(self._callables):
+            got = f"{len(given)}" if isinstance(given, (tuple, list)) else repr(given)
+            raise ValueError(
+                message(
+                    "learning_rates",
+                    expected=f"{len(self._callables)} value(s), read outside the jitted function",
+                    got="None" if values is None else got,
+                    remedy="pass update(..., learning_rates=engine.learning_rates())",
+                )
+            )
+        return {g: jnp.asarray(snapshot(given[tag]), float) for g, tag in self._tags.items()}
+
+
+def _scalar(value: Any, rate: Any) -> Array:
+    try:
+        scalar = jnp.asarray(snapshot(value), float)
+    except (TypeError, ValueError):
+        scalar = None
+    if scalar is None or scalar.shape != ():
+        name = getattr(rate, "__qualname__", repr(rate))
+        what = f"learning_rate {name}"
+        raise ValueError(message(what, expected="a call that returns a number", got=repr(value)))
+    return scalar

@@ -1,0 +1,100 @@
+"""What the declarations leave open is settled once: optimizers, initializers, layout, rates.
+
+Enters: the flattened feature configuration and the engine's defaults. Leaves: a `Layout`, and the
+learning rates that must be read on the host. Called by the engine at construction; the configs are
+never written to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tpu_embed import initializers
+from tpu_embed._checks import message
+from tpu_embed.core.ids import Structure
+from tpu_embed.core.layout.layout import FeatureLayout, Layout
+from tpu_embed.core.layout.mesh import MeshAxes
+from tpu_embed.core.layout.stacks import ResolvedTable, make_stacks
+from tpu_embed.kernels.formats import packing_of
+from tpu_embed.optimizers import (
+    TableOptimizer,
+    as_table_optimizer,
+)
+
+
+def make_layout(
+    declared: Structure, optimizer: Any, axes: MeshAxes, *, sum_blocks: int, stack_tables: bool
+) -> Layout:
+    """Return the layout of the declared tables over the mesh.
+
+    Args:
+      declared: the feature configuration.
+      optimizer: for tables without one of their own, or None.
+      axes: the mesh and its roles.
+      sum_blocks: G.
+      stack_tables: whether tables that can share an array do.
+
+    Raises:
+      ValueError: an unresolved placement, or an optimizer that is none or does not fit its table.
+    """
+    for name, config in zip(declared.table_names, declared.tables, strict=True):
+        if config.placement == "auto":
+            remedy = "resolve it first: tpu_embed.planning.resolve(feature_config, ...)"
+            what = f"table {name!r}: placement"
+            raise ValueError(
+                message(what, expected="mod, div or replicated", got="'auto'", remedy=remedy)
+            )
+    optimizers = _table_optimizers(declared, optimizer)
+    tables = []
+    for name, config, rule in zip(declared.table_names, declared.tables, optimizers, strict=True):
+        initializer = initializers.resolve(config.initializer, config.dim)
+        shard_axes = axes.shard_axes_of(name, config)
+        shards = axes.size(shard_axes)
+        tables.append(ResolvedTable(name, config, rule, initializer, shard_axes, shards))
+    packing = packing_of(axes.device)
+    stacks = make_stacks(tables, stack_tables=stack_tables, packing=packing)
+    home = {table.name: (g, table) for g, stack in enumerate(stacks) for table in stack.tables}
+    features = []
+    for label, feature in zip(declared.labels, declared.features, strict=True):
+        g, table = home[declared.table_names[declared.table_index(feature)]]
+        features.append(FeatureLayout(label, feature, table, g))
+    return Layout(axes, stacks, tuple(features), sum_blocks)
+
+
+def _table_optimizers(declared: Structure, default: Any) -> list[TableOptimizer | None]:
+    """Return the optimizer of every table, None where it is never updated.
+
+    One object given for several tables is resolved once: they may share a stack.
+    """
+    known: dict[int, TableOptimizer | None] = {}
+
+    def resolved(what: str, given: Any) -> TableOptimizer | None:
+        if id(given) not in known:
+            try:
+                known[id(given)] = as_table_optimizer(given)
+            except ValueError as error:
+                raise ValueError(f"{what}: {error}") from error
+        return known[id(given)]
+
+    fallback = resolved("EmbeddingEngine", default)
+    optimizers = []
+    for name, config in zip(declared.table_names, declared.tables, strict=True):
+        own = fallback
+        if config.optimizer is not None:
+            own = resolved(f"table {name!r}", config.optimizer)
+        own = own if config.trainable else None
+        if (
+            own is not None
+            and not own.use_gradient_accumulation
+            and config.placement == "replicated"
+        ):
+            raise ValueError(
+                message(
+                    f"table {name!r}: use_gradient_accumulation",
+                    expected="True for a replicated table",
+                    got="False",
+                    remedy='place it "mod" or "div", or accumulate',
+                )
+            )
+        optimizers.append(own)
+    return optimizers

@@ -1,0 +1,24 @@
+"""Ids in, activations out: rows fetched from their shards and combined by bag."""
+
+from tpu_embed.core.lookup.combine import (
+    combine,
+    factors,
+    optional_weights,
+    quantize,
+    sum_gradients,
+)
+from tpu_embed.core.lookup.reads import activations_read, record_lookup, zero_after
+from tpu_embed.core.lookup.sharded import lookup, not_differentiable
+
+__all__ = [
+    "activations_read",
+    "combine",
+    "factors",
+    "lookup",
+    "not_differentiable",
+    "optional_weights",
+    "quantize",
+    "record_lookup",
+    "sum_gradients",
+    "zero_after",
+]

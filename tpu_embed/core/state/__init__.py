@@ -1,0 +1,46 @@
+"""Tables and slots: how they are stored, made, checked, and seen as logical tables."""
+
+from tpu_embed.core.state import logical, norms, retrieve
+from tpu_embed.core.state.checks import (
+    check_forms,
+    check_layout,
+    check_not_donated,
+    check_own,
+    check_state,
+    check_tables_not_donated,
+)
+from tpu_embed.core.state.fields import Field, field, fields
+from tpu_embed.core.state.init import blank_tables, init_tables
+from tpu_embed.core.state.retrieve import host_arrays
+from tpu_embed.core.state.table_state import (
+    StackShard,
+    TableState,
+    logical_rows,
+    slot_format,
+    slot_shapes,
+    state_specs,
+)
+
+__all__ = [
+    "Field",
+    "StackShard",
+    "TableState",
+    "blank_tables",
+    "check_forms",
+    "check_layout",
+    "check_not_donated",
+    "check_own",
+    "check_state",
+    "check_tables_not_donated",
+    "field",
+    "fields",
+    "host_arrays",
+    "init_tables",
+    "logical",
+    "logical_rows",
+    "norms",
+    "retrieve",
+    "slot_format",
+    "slot_shapes",
+    "state_specs",
+]

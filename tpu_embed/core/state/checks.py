@@ -1,0 +1,165 @@
+"""Is this state the one that the engine made, and is it still there?
+
+An array of rows does not say which rows it holds: on 8 devices they lie in another order than on
+1, and two engines may have tables of one shape. The keys of a state's dictionaries do say it
+(`stack_names.py`), so an engine compares them with its own before it reads a row.
+
+Input: something given as a state, and the layout of an engine. Output: nothing, or an error that
+names what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from tpu_embed._checks import check_live, message
+from tpu_embed.core.layout import Layout, differences
+from tpu_embed.core.state.fields import Field, fields
+from tpu_embed.core.state.table_state import TableState
+from tpu_embed.kernels import storage
+
+__all__ = [
+    "check_forms",
+    "check_kind",
+    "check_layout",
+    "check_not_donated",
+    "check_own",
+    "check_state",
+    "check_tables_not_donated",
+]
+
+_OWN_STATE = "give one that this engine's init, update or load returned"
+_RESTORE = "save and restore with tpu_embed.io, which brings rows into any engine's layout"
+
+
+def check_state(state: Any, layout: Layout) -> None:
+    """Check that every array of a state is there, in the form that the layout asks for.
+
+    Raises:
+      ValueError: it is no state, that of another engine, or one that was donated.
+    """
+    check_own(state, layout)
+    for f in fields(layout):
+        array = _array_of(state, f)
+        got = "" if array is None or isinstance(array, jax.Array) else f"a {type(array).__name__}"
+        _check_form(f, array, got)
+
+
+def check_own(state: Any, layout: Layout) -> None:
+    """Check that a state is one of this layout, and that no donated array is in it.
+
+    It looks at keys and flags only, so it is cheap enough for every call.
+
+    Raises:
+      ValueError: it is no state, that of another engine, or one that was donated.
+    """
+    check_not_donated(state)
+    check_layout(state.tables, layout)
+    check_layout(state.slots, layout)
+
+
+def check_kind(state: Any) -> None:
+    """Check that it is a state at all.
+
+    Raises:
+      ValueError: it is not.
+    """
+    if not isinstance(state, TableState):
+        got = type(state).__name__
+        raise ValueError(message("state", expected="a TableState", got=got, remedy=_OWN_STATE))
+
+
+def check_not_donated(state: Any) -> None:
+    """Check that something is a state, and that no array of it was donated.
+
+    Raises:
+      ValueError: it is none, or one was; the message names its stack.
+    """
+    check_tables_not_donated(state)
+    for name, by_slot in state.slots.items():
+        check_live(f"state: slots of stack {name!r}", by_slot.values())
+    check_live("state", (state.step, *state.counters.values()))
+
+
+def check_tables_not_donated(state: Any) -> None:
+    """Check that something is a state, and that no table of it was donated.
+
+    Raises:
+      ValueError: it is none, or one was; the message names its stack.
+    """
+    check_kind(state)
+    for name, table in state.tables.items():
+        check_live(f"state: stack {name!r}", (table,))
+
+
+def check_layout(by_stack: Mapping[str, Any], layout: Layout) -> None:
+    """Check that the keys of tables, or of slots, are the names of the layout's stacks.
+
+    Args:
+      by_stack: `TableState.tables` or `.slots`.
+      layout: the engine's.
+
+    Raises:
+      ValueError: they are those of another layout; the message says what differs.
+    """
+    own = [stack.name for stack in layout.stacks]
+    if by_stack.keys() == set(own):
+        return
+    missing = [name for name in own if name not in by_stack]
+    foreign = sorted(map(str, by_stack.keys() - set(own)))
+    why = ""
+    if missing and foreign:
+        # Stacks of the same tables are compared, if there are any: they begin alike.
+        name = next((n for n in foreign if n.split("@")[0] == missing[0].split("@")[0]), foreign[0])
+        why = f": {differences(missing[0], name)}"
+    expected = f"stacks {missing or own}"
+    got = f"{foreign or sorted(map(str, by_stack))}{why}"
+    raise ValueError(message("state", expected=expected, got=got, remedy=_RESTORE))
+
+
+def check_forms(state: TableState, layout: Layout, *, slots: bool) -> None:
+    """Check layout, shapes and dtypes while a program is traced, so at no cost per step.
+
+    Args:
+      state: the state.
+      layout: the engine's.
+      slots: whether to look at slots too.
+
+    Raises:
+      ValueError: it is that of another engine.
+    """
+    check_layout(state.tables, layout)
+    if slots:
+        check_layout(state.slots, layout)
+    for f in fields(layout):
+        if slots or f.slot is None:
+            _check_form(f, _array_of(state, f), "")
+
+
+def _array_of(state: TableState, f: Field) -> Any:
+    try:
+        return f.read(state)
+    except KeyError:
+        return None
+
+
+def _check_form(f: Field, array: Any, got: str) -> None:
+    """Raise `ValueError` unless `array` has the expected shape and dtype.
+
+    Args:
+      f: the table or slot.
+      array: what stands in its place, None for nothing.
+      got: what it is, if that is known to be no array.
+    """
+    form = f.row_format.array(f.stack.physical_rows)
+    if not f.shape.per_row:
+        form = jax.ShapeDtypeStruct(f.shape.shape, storage.stored_dtype(f.shape.dtype))
+    expected = f"{form.dtype} of shape {form.shape}"
+    if not got:
+        got = "none" if array is None else f"{array.dtype} of shape {array.shape}"
+    if got != expected:
+        what = f"state: {f.label}"
+        raise ValueError(message(what, expected=expected, got=got, remedy=_OWN_STATE))

@@ -1,0 +1,229 @@
+"""Logical tables and slots: read from the physical arrays, or set in them.
+
+Enters: a `TableState` and names of tables and slots. Leaves: arrays by name, on the devices or on
+the host, or a new state. Called by the engine and the stateful API. Every shape is checked before
+anything is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embed._checks import message
+from tpu_embed._snapshot import as_array, snapshot
+from tpu_embed._types import Array, ArrayLike, Tracer
+from tpu_embed.core.ids import refuse_masked
+from tpu_embed.core.layout import Layout, MeshAxes, bucket
+from tpu_embed.core.state.checks import check_own
+from tpu_embed.core.state.fields import Field, field, fields
+from tpu_embed.core.state.table_state import TableState, logical_rows, set_physical_rows
+from tpu_embed.kernels import storage
+
+BLOCK = 2**22
+"""Numbers written at a time when a whole table is loaded."""
+
+
+def tables(state: TableState, layout: Layout) -> dict[str, Array]:
+    """Return the logical tables `[V, D]` by name."""
+    check_own(state, layout)
+    return _tables(state, layout)
+
+
+@partial(jax.jit, static_argnames="layout")
+def _tables(state: TableState, layout: Layout) -> dict[str, Array]:
+    return {f.table.name: _read(state, f, layout.axes) for f in fields(layout) if f.slot is None}
+
+
+def slots(state: TableState, layout: Layout) -> dict[str, dict[str, Array]]:
+    """Return the logical slots by table name, then slot name."""
+    check_own(state, layout)
+    return _slots(state, layout)
+
+
+@partial(jax.jit, static_argnames="layout")
+def _slots(state: TableState, layout: Layout) -> dict[str, dict[str, Array]]:
+    found: dict[str, dict[str, Array]] = {}
+    for f in fields(layout):
+        mine = found.setdefault(f.table.name, {})
+        if f.slot is not None:
+            mine[f.slot] = _read(state, f, layout.axes)
+    return found
+
+
+def _read(state: TableState, f: Field, axes: MeshAxes) -> Array:
+    stored = axes.reshard(f.read(state), ())
+    if f.shape.per_row:
+        stored = logical_rows(stored, f.row_format, f.stack, f.table)
+    return storage.decode(stored, f.shape.dtype)
+
+
+def set_rows(
+    state: TableState,
+    layout: Layout,
+    name: str,
+    rows: ArrayLike,
+    values: ArrayLike,
+    *,
+    slot: str | None = None,
+) -> TableState:
+    """Return the state with some rows of a table or slot set; see `EmbeddingEngine.set_rows`."""
+    check_own(state, layout)
+    f = _field_of_rows(layout, name, slot)
+    refuse_masked(f.label, values)
+    chosen, given = _array(snapshot(rows)), _array(snapshot(values))
+    _check_rows(f, chosen, given)
+    return f.write(state, _write_copy(f.read(state), chosen, given, f, layout.axes))
+
+
+def _array(value: Any) -> Any:
+    return value if isinstance(value, (jax.Array, np.ndarray)) else np.asarray(value)
+
+
+def _field_of_rows(layout: Layout, name: str, slot: str | None) -> Field:
+    """Return a table, or a slot that has a part a row.
+
+    Raises:
+      ValueError: there is none of this name, or the whole stack shares it.
+    """
+    f = field(layout, name, slot)
+    if not f.shape.per_row:
+        expected, got = "a slot with a part for each row", "one array that the whole stack shares"
+        remedy = f"use load_arrays(state, {{}}, {{{name!r}: {{{slot!r}: array}}}})"
+        raise ValueError(message(f.label, expected=expected, got=got, remedy=remedy))
+    return f
+
+
+def _check_numbers(label: str, dtype: Any) -> None:
+    if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
+        raise ValueError(message(label, expected="real numbers", got=f"dtype {dtype}"))
+
+
+def _check_rows(f: Field, rows: Any, values: Any) -> None:
+    if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
+        got = f"{rows.dtype} of shape {rows.shape}"
+        raise ValueError(message(f"{f.label}: rows", expected="integers of shape (n,)", got=got))
+    expected = (*rows.shape, *f.shape.shape)
+    if values.shape != expected:
+        got = f"{values.shape}"
+        raise ValueError(message(f"{f.label}: values", expected=f"shape {expected}", got=got))
+    _check_numbers(f"{f.label}: values", values.dtype)
+    if isinstance(rows, Tracer):
+        return
+    known, size = np.asarray(rows), f.table.vocabulary_size
+    outside = known[(known < 0) | (known >= size)]
+    if outside.size:
+        got = f"row {outside[0]}"
+        raise ValueError(message(f"{f.label}: rows", expected=f"rows in [0, {size})", got=got))
+    numbers, counts = np.unique(known, return_counts=True)
+    if numbers.size != known.size:
+        got = f"row {numbers[counts.argmax()]} {counts.max()} times"
+        raise ValueError(message(f"{f.label}: rows", expected="each row once", got=got))
+
+
+def _write(physical: Array, rows: Any, values: Any, f: Field, axes: MeshAxes) -> Array:
+    """Return the physical array with logical rows set; rows outside [0, V) are not written."""
+    ids = jnp.asarray(rows).astype(f.stack.index_dtype)
+    valid = (ids >= 0) & (ids < f.table.vocabulary_size)
+    places = jnp.where(valid, f.stack.physical(ids, f.table), -1)
+    stored = storage.encode(jnp.asarray(values), f.shape.dtype)
+    return set_physical_rows(physical, places, stored, f.row_format, f.stack, axes)
+
+
+_write_copy = jax.jit(_write, static_argnames=("f", "axes"))
+_write_in_place = jax.jit(_write, static_argnames=("f", "axes"), donate_argnums=0)
+_copy = jax.jit(jnp.copy)
+
+
+def load(
+    state: TableState,
+    layout: Layout,
+    name: str,
+    blocks_of_rows: Iterable[ArrayLike],
+    *,
+    slot: str | None = None,
+) -> TableState:
+    """Return the state with a whole table or slot replaced; see `EmbeddingEngine.load`."""
+    check_own(state, layout)
+    f = _field_of_rows(layout, name, slot)
+    physical, start, size = _copy(f.read(state)), 0, f.table.vocabulary_size
+    for block in blocks_of_rows:
+        refuse_masked(f.label, block)
+        values = np.asarray(block)
+        one = values.ndim and values.shape[1:] == f.shape.shape
+        if not one or start + len(values) > size:
+            form = ", ".join(map(str, ("n", *f.shape.shape)))
+            expected = f"blocks of shape ({form}) that have {size} rows in all"
+            got = f"shape {values.shape} from row {start} on"
+            raise ValueError(message(f.label, expected=expected, got=got))
+        _check_numbers(f.label, values.dtype)
+        physical = _write_block(physical, start, values, f, layout.axes)
+        start += len(values)
+    if start != size:
+        raise ValueError(message(f.label, expected=f"{size} rows in all", got=f"{start}"))
+    return f.write(state, physical)
+
+
+def _write_block(
+    physical: Array, start: int, values: np.ndarray, f: Field, axes: MeshAxes
+) -> Array:
+    """Write consecutive rows in pieces of one size, the last padded: one compilation a field."""
+    size = f.table.vocabulary_size
+    piece = min(bucket(len(values)), size, max(64, BLOCK // f.stack.dim))
+    for first in range(0, len(values), max(1, piece)):
+        part = values[first : first + piece]
+        rows = np.arange(start + first, start + first + piece)
+        rows[len(part) :] = -1
+        missing = [(0, piece - len(part))] + [(0, 0)] * (values.ndim - 1)
+        part = np.pad(part, missing)
+        physical = _write_in_place(
+            physical,
+            rows.astype(f.stack.index_dtype),
+            part.astype(jnp.dtype(f.shape.dtype)),
+            f,
+            axes,
+        )
+    return physical
+
+
+def load_arrays(
+    state: TableState,
+    layout: Layout,
+    tables: Mapping[str, ArrayLike],
+    slots: Mapping[str, Mapping[str, ArrayLike]],
+) -> TableState:
+    """Return the state with whole tables and slots replaced; see `EmbeddingEngine.load_arrays`."""
+    check_own(state, layout)
+    given = [(field(layout, name, None), array) for name, array in _items("tables", tables)]
+    for name, by_slot in _items("slots", slots):
+        named = _items(f"slots of table {name!r}", by_slot)
+        given += [(field(layout, name, slot), array) for slot, array in named]
+    for f, array in given:
+        refuse_masked(f.label, array)
+        rows = (f.table.vocabulary_size,) if f.shape.per_row else ()
+        expected = (*rows, *f.shape.shape)
+        if np.shape(array) != expected:
+            raise ValueError(
+                message(f.label, expected=f"shape {expected}", got=f"{np.shape(array)}")
+            )
+        _check_numbers(f.label, _array(array).dtype)
+    for f, array in given:
+        if f.shape.per_row:
+            state = load(state, layout, f.table.name, [array], slot=f.slot)
+        else:
+            whole = storage.encode(as_array(array), f.shape.dtype)
+            sharding = layout.axes.sharding(())  # a copy: the state may be donated
+            state = f.write(state, jax.device_put(whole, sharding, may_alias=False))
+    return state
+
+
+def _items(what: str, named: Any) -> Iterable[tuple[str, Any]]:
+    if not isinstance(named, Mapping):
+        got = type(named).__name__
+        raise ValueError(message(what, expected="a mapping by name", got=got))
+    return named.items()

@@ -1,0 +1,153 @@
+"""Sums over the rows of every table and slot, read shard by shard where they are.
+
+Enters: a state. Leaves: a few numbers a table, the same on every device. Called by `metrics.py`.
+
+A device reads its shard in blocks of rows, so that nothing of a table's size is made, however its
+rows are packed. Sums are made in two levels: within a block, then over the blocks in pairs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from tpu_embed._types import Array
+from tpu_embed.core.exchange import axis_index, psum
+from tpu_embed.core.layout import Layout, MeshAxes, Stack
+from tpu_embed.core.state.table_state import TableState, slot_format, slot_shapes
+from tpu_embed.kernels import storage
+from tpu_embed.kernels.formats import PACKED_ROWS, RowFormat
+
+TABLE = ""
+"""The key of the table itself, beside those of its slots."""
+
+BLOCK_ROWS = 32 * PACKED_ROWS
+"""Rows that a device reads at a time."""
+
+
+class RowNorms(NamedTuple):
+    """Sums over the finite rows of the tables of a stack, `[T]` each, or of one of their slots.
+
+    Attributes:
+      sums: of all numbers.
+      squares: of the squares of all numbers.
+      largest: the largest sum of squares of one row.
+      finite: rows without NaN or infinity.
+      non_finite: the other rows.
+    """
+
+    sums: Array
+    squares: Array
+    largest: Array
+    finite: Array
+    non_finite: Array
+
+
+@partial(jax.jit, static_argnames="layout")
+def of_state(state: TableState, layout: Layout) -> dict[str, dict[str, RowNorms]]:
+    """Return the sums by stack, then `TABLE` or the name of a slot that has a part a row.
+
+    Args:
+      state: the state.
+      layout: the engine's.
+    """
+    found = {}
+    for stack in layout.stacks:
+        fields = {TABLE: (state.tables[stack.name], stack.row_format)}
+        for name, slot in slot_shapes(stack).items():
+            if slot.per_row:
+                fields[name] = (state.slots[stack.name][name], slot_format(stack, slot))
+        found[stack.name] = {
+            name: _of_field(*field, stack, layout.axes) for name, field in fields.items()
+        }
+    return found
+
+
+def _of_field(physical: Array, form: RowFormat, stack: Stack, axes: MeshAxes) -> RowNorms:
+    """Return the sums of one physical array."""
+    size = min(BLOCK_ROWS, stack.num_rows)
+    numbers = np.arange(-(-stack.num_rows // size), dtype=stack.index_dtype)
+
+    def shard(physical: Array) -> RowNorms:
+        parts = jax.lax.map(
+            lambda number: _of_block(physical, number * size, size, form, stack), numbers
+        )
+        mine = RowNorms(
+            _in_pairs(parts.sums),
+            _in_pairs(parts.squares),
+            parts.largest.max(axis=0),
+            parts.finite.sum(axis=0, dtype=stack.index_dtype),
+            parts.non_finite.sum(axis=0, dtype=stack.index_dtype),
+        )
+        if not stack.shard_axes:
+            return mine
+        whole = jax.tree.map(lambda part: psum(part, stack.shard_axes), mine)
+        return whole._replace(largest=jax.lax.pmax(mine.largest, stack.shard_axes))
+
+    return jax.shard_map(
+        shard,
+        mesh=axes.mesh,
+        in_specs=(axes.spec(stack.shard_axes),),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )(physical)
+
+
+def _of_block(physical: Array, first: Array, size: int, form: RowFormat, stack: Stack) -> RowNorms:
+    """Return the sums of local rows first … first + size - 1, those past the last one left out."""
+    start = jnp.minimum(first, stack.num_rows - size)
+    rows = start + jnp.arange(size, dtype=first.dtype)
+    table, present = _tables_of(rows, stack)
+    values = _read(physical, start, size, form)
+    finite = jnp.isfinite(values).all(axis=1)
+    fresh = present & (rows >= first)
+    counted = fresh & finite
+    kept = jnp.where(counted[:, None], values, 0)
+    squares = (kept * kept).sum(axis=1)
+    counts = counted.astype(kept.dtype), (fresh & ~finite).astype(kept.dtype)
+    of_rows = jnp.stack([kept.sum(axis=1), squares, *counts], axis=1)
+    by_table = {"num_segments": len(stack.tables), "indices_are_sorted": True}
+    sums, total, whole, broken = jax.ops.segment_sum(of_rows, table, **by_table).T
+    largest = jnp.maximum(jax.ops.segment_max(squares, table, **by_table), 0)
+    return RowNorms(sums, total, largest, whole.astype(jnp.int32), broken.astype(jnp.int32))
+
+
+def _tables_of(rows: Array, stack: Stack) -> tuple[Array, Array]:
+    """Return the table of each local row `[n]`, and whether it is a row of it, not padding."""
+    names = ("offset", "rows_per_shard", "vocabulary_size")
+    offset, per_shard, vocabulary = (
+        np.array([getattr(table, name) for table in stack.tables], stack.index_dtype)
+        for name in names
+    )
+    table = jnp.searchsorted(offset, rows, side="right") - 1
+    local = rows - jnp.asarray(offset)[table]
+    per_shard = jnp.asarray(per_shard)[table]
+    shard = axis_index(stack.shard_axes).astype(rows.dtype)
+    if stack.placement == "div":
+        numbers = shard * per_shard + local
+    else:
+        numbers = local * stack.num_shards + shard
+    return table, (local < per_shard) & (numbers < jnp.asarray(vocabulary)[table])
+
+
+def _read(physical: Array, start: Array, size: int, form: RowFormat) -> Array:
+    """Return local rows start … start + size - 1 as floats `[size, n]`; packed ones by the line."""
+    unit = PACKED_ROWS if form.packed else 1
+    lines = form.array(unit).shape[0]
+    stored = jax.lax.dynamic_slice_in_dim(physical, start // unit * lines, size // unit * lines)
+    values = storage.decode(form.unpack(form.by_row(stored)), form.dtype).reshape(size, -1)
+    wide = values.dtype == jnp.float64
+    return values.astype(jnp.float64 if wide else jnp.float32)
+
+
+def _in_pairs(parts: Array) -> Array:
+    """Sum over the first axis, half of it onto the other, and again."""
+    while parts.shape[0] > 1:
+        parts = jnp.pad(parts, ((0, parts.shape[0] % 2), (0, 0)))
+        parts = parts[0::2] + parts[1::2]
+    return parts[0]

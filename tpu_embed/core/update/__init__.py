@@ -1,0 +1,21 @@
+"""Activation gradients in, new rows out: sums by row, then the optimizer's rule."""
+
+from tpu_embed.core.update.apply import StackShard
+from tpu_embed.core.update.gradients import check_trainable, checked_gradients
+from tpu_embed.core.update.guard import Guard, OnBadGradient
+from tpu_embed.core.update.in_place import LOOKUP, UPDATE, check_in_place, named
+from tpu_embed.core.update.sharded import Operands, update
+
+__all__ = [
+    "LOOKUP",
+    "UPDATE",
+    "Guard",
+    "OnBadGradient",
+    "Operands",
+    "StackShard",
+    "check_in_place",
+    "check_trainable",
+    "checked_gradients",
+    "named",
+    "update",
+]

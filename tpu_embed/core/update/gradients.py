@@ -1,0 +1,98 @@
+"""Activation gradients: checked against the activations, and grouped by stack.
+
+Enters: a gradient a feature. Leaves: those of a stack, a row a bag. Called by
+`EmbeddingEngine.update`, and by `update.py` on each device.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from tpu_embed._checks import check_live, message
+from tpu_embed._snapshot import as_array
+from tpu_embed._types import Array
+from tpu_embed.core.batch import BatchSpec
+from tpu_embed.core.layout import Layout
+
+
+def check_trainable(what: str, layout: Layout) -> None:
+    """Check that every trainable table has an optimizer; see `EmbeddingEngine.check_trainable`."""
+    without = {g for g, stack in enumerate(layout.stacks) if stack.optimizer is None}
+    users = [feature for feature in layout.features if feature.stack in without] if without else []
+    bare = dict.fromkeys(user.table.name for user in users if user.config.table.trainable)
+    if bare:
+        remedy = "give the engine or the tables an optimizer, or set trainable=False"
+        expected, got = "an optimizer for every trainable table", f"none for {list(bare)}"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+
+
+def checked_gradients(
+    gradients: Sequence[Any], spec: BatchSpec, layout: Layout
+) -> list[Array | None]:
+    """Return the gradients as arrays.
+
+    Args:
+      gradients: a leaf a feature; None is a zero gradient, with a warning that names the feature.
+      spec: the batch's.
+      layout: the engine's.
+
+    Raises:
+      ValueError: a leaf that is no array of floats, or has another shape than the activation.
+    """
+    checked: list[Array | None] = []
+    for feature, form, gradient in zip(
+        layout.features, spec.feature_shapes, gradients, strict=True
+    ):
+        what = f"activation gradient of feature {feature.path!r}"
+        dim = layout.stacks[feature.stack].dim
+        expected = (form.batch, *form.inner, dim)
+        if gradient is None:
+            text = f"{what}: None is taken as zeros of shape {expected}; rows may move all the same"
+            warnings.warn(text, stacklevel=_callers_level())
+            checked.append(None)
+            continue
+        if not hasattr(gradient, "shape") or not hasattr(gradient, "dtype"):
+            got = type(gradient).__name__
+            raise ValueError(message(what, expected=f"an array of shape {expected}", got=got))
+        if gradient.shape != expected:
+            raise ValueError(message(what, expected=f"shape {expected}", got=f"{gradient.shape}"))
+        if not jnp.issubdtype(gradient.dtype, jnp.floating):
+            raise ValueError(message(what, expected="floats", got=f"dtype {gradient.dtype}"))
+        check_live(what, [gradient])
+        checked.append(as_array(gradient))
+    return checked
+
+
+def _callers_level() -> int:
+    """Return the `stacklevel` of the first caller outside the package."""
+    package = __name__.partition(".")[0]
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def stack_gradients(
+    gradients: Sequence[Array | None], spec: BatchSpec, layout: Layout, g: int
+) -> tuple[Array, ...]:
+    """Return one device's gradients of one stack, `[examples * bags, D]` a feature.
+
+    Args:
+      gradients: a leaf a feature, of this device's examples; None is zero.
+      spec: the batch's.
+      layout: the engine's.
+      g: the stack.
+    """
+    stack, arrays = layout.stacks[g], []
+    for f in spec.stacks[g].features:
+        shape, given = (spec.local_batch * spec.feature_shapes[f].bags, stack.dim), gradients[f]
+        if given is None:
+            arrays.append(jnp.zeros(shape, stack.compute_dtype))
+        else:
+            arrays.append(given.astype(stack.compute_dtype).reshape(shape))
+    return tuple(arrays)

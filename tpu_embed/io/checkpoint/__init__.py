@@ -1,0 +1,25 @@
+"""Tables, slots, networks and flax models on disk, and back onto any device count and placement."""
+
+from tpu_embed.io.checkpoint.engine_checkpoint import Restored, restore, save
+from tpu_embed.io.checkpoint.manager import CheckpointManager, ModuleCheckpointManager
+from tpu_embed.io.checkpoint.manifest import Wanted
+from tpu_embed.io.checkpoint.module_checkpoint import restore_modules, save_modules
+from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, RowWriter
+from tpu_embed.io.checkpoint.rows import LocalShards, row_array, write_rows
+
+__all__ = [
+    "CheckpointManager",
+    "LocalShards",
+    "ModuleCheckpointManager",
+    "Restored",
+    "RowArray",
+    "RowReader",
+    "RowWriter",
+    "Wanted",
+    "restore",
+    "restore_modules",
+    "row_array",
+    "save",
+    "save_modules",
+    "write_rows",
+]

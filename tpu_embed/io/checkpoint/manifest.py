@@ -1,0 +1,286 @@
+"""What tables on disk say of themselves, and whether that is what an engine has.
+
+Input: an engine and its state, or a directory. Output: the manifest `tables.json`, checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from tpu_embed._checks import message
+from tpu_embed._types import Array
+from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.state import Field, TableState, fields, slot_shapes
+from tpu_embed.io import schema
+from tpu_embed.io.checkpoint.checked import read_signed, write_signed
+from tpu_embed.io.checkpoint.rows import row_array
+from tpu_embed.io.checkpoint.trees import is_float
+
+__all__ = [
+    "MismatchError",
+    "SavedTables",
+    "Wanted",
+    "describe",
+    "form_of",
+    "name_of",
+    "read",
+    "write",
+    "write_checksums",
+]
+
+_MANIFEST, _CHECKSUMS = "tables.json", "checksums.{}.json"
+
+_INT32 = schema.integer(-(2**31), 2**31 - 1)
+_FIELD = schema.record(
+    shape=schema.sequence(schema.integer()), dtype=schema.dtype, per_row=schema.flag
+)
+_TABLE = schema.record(
+    vocabulary_size=schema.integer(1),
+    shards=schema.integer(1),
+    rows_per_shard=schema.integer(1),
+    alternate=schema.flag,
+    table=_FIELD,
+    slots=schema.mapping(_FIELD),
+    optimizer=schema.optional(schema.text),
+    config=schema.mapping(schema.anything),
+)
+_FORM = schema.record(
+    processes=schema.integer(1),
+    step=schema.integer(0, 2**31 - 1),
+    features=schema.sequence(schema.text),
+    counters=schema.mapping(schema.either(_INT32, schema.sequence(_INT32))),
+    tables=schema.mapping(_TABLE),
+)
+"""Of the manifest: what `describe` returns."""
+
+
+def describe(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
+    """Return the manifest of a state."""
+    tables: dict[str, Any] = {}
+    described, configs = engine.describe()["tables"], engine.table_configs
+    for f in fields(engine.layout):
+        if f.slot is None:
+            array, config = row_array(Path(), f), configs[f.table.name]
+            tables[f.table.name] = {
+                "vocabulary_size": f.table.vocabulary_size,
+                "shards": array.shards,
+                "rows_per_shard": array.rows_per_shard,
+                "alternate": array.alternate,
+                "table": form_of(f),
+                "slots": {},
+                "optimizer": _rule(f),
+                "config": described[f.table.name]
+                | {"combiner": config.combiner, "trainable": config.trainable},
+            }
+        else:
+            tables[f.table.name]["slots"][f.slot] = form_of(f)
+    return {
+        "processes": jax.process_count(),
+        "step": int(state.step),
+        "features": [feature.path for feature in engine.layout.features],
+        "counters": {name: np.asarray(n).tolist() for name, n in state.counters.items()},
+        "tables": tables,
+    }
+
+
+def _rule(f: Field) -> str | None:
+    """Return the class of the optimizer of a field's table."""
+    return None if f.stack.optimizer is None else f.stack.optimizer.describe()["class"]
+
+
+def form_of(f: Field) -> dict[str, Any]:
+    """Return what one element of a field is: a row, or the whole of it."""
+    dtype = np.dtype(f.shape.dtype).name
+    return {"shape": list(f.shape.shape), "dtype": dtype, "per_row": f.shape.per_row}
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What to make of tables on disk.
+
+    Attributes:
+      engine: whose state to make.
+      key: for rows, tables and slots that are not on disk; None: that is an error.
+      convert: whether dtypes may be others.
+      leave_out: tables on disk that are not read.
+      layer: the path of the layer that has the engine, for messages; "" for an engine by itself.
+      checkpoint: the name that the files must have; None: any, but all of them the same.
+    """
+
+    engine: EmbeddingEngine
+    key: Array | None = None
+    convert: bool = False
+    leave_out: tuple[str, ...] = ()
+    layer: str = ""
+    checkpoint: str | None = None
+
+    def label(self, directory: Path) -> str:
+        """Return what messages call the tables in a directory."""
+        return f"checkpoint {directory}" + (f": layer {self.layer!r}" if self.layer else "")
+
+
+class MismatchError(ValueError):
+    """What is on disk is whole, and not what is wanted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedTables:
+    """What is on disk, checked against what is wanted.
+
+    Attributes:
+      manifest: all of it.
+      tables: the entries of those to read.
+      checksums: of every file of a field, by its name, by the directory of the field.
+      complete: whether all rows that are wanted are there.
+    """
+
+    manifest: dict[str, Any]
+    tables: dict[str, Any]
+    checksums: dict[str, dict[str, int]]
+    complete: bool
+
+    def form(self, f: Field) -> dict[str, Any] | None:
+        """Return the form of a field; None if it is not there, or another optimizer's slot."""
+        return _on_disk(self.tables, f)
+
+    def counters(self, engine: EmbeddingEngine) -> dict[str, np.ndarray]:
+        """Return the engine's counters: by feature path, or whole; 0 where there was none."""
+        forms = jax.eval_shape(engine.init, jax.random.key(0)).counters
+        paths, counters = [feature.path for feature in engine.layout.features], {}
+        for name, form in forms.items():
+            counters[name] = np.zeros(form.shape, form.dtype)
+            count = self.manifest["counters"].get(name, 0)
+            features = self.manifest["features"]
+            if np.shape(count) == (len(features),) and form.shape == (len(paths),):
+                by_path = dict(zip(features, count, strict=True))
+                counters[name][:] = [by_path.get(path, 0) for path in paths]
+            elif np.shape(count) == form.shape:
+                counters[name][...] = count
+        return counters
+
+
+def write(directory: Path, checkpoint: str, manifest: dict[str, Any]) -> None:
+    """Write what `describe` returned."""
+    write_signed(directory / _MANIFEST, checkpoint, manifest)
+
+
+def write_checksums(directory: Path, checkpoint: str, checksums: dict[str, dict[str, int]]) -> None:
+    """Write the checksums of the files that this process has written.
+
+    Args:
+      directory: of the tables.
+      checkpoint: its name.
+      checksums: by the name of the file, by the directory of the field.
+    """
+    path = directory / _CHECKSUMS.format(jax.process_index())
+    write_signed(path, checkpoint, checksums)
+
+
+def name_of(directory: Path) -> str:
+    """Return the name of the checkpoint that tables belong to.
+
+    Raises:
+      FileNotFoundError: the manifest is missing.
+      ValueError: it is damaged.
+    """
+    return read_signed(directory / _MANIFEST, _FORM)[0]
+
+
+def read(directory: Path, wanted: Wanted) -> SavedTables:
+    """Return what is in a directory, after a check of every field.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      MismatchError: a table, a field, a shape or a dtype that is not as wanted.
+      ValueError: a damaged file.
+    """
+    checkpoint, manifest = read_signed(directory / _MANIFEST, _FORM, wanted.checkpoint)
+    checksums = _read_checksums(directory, checkpoint, manifest["processes"])
+    tables = _chosen(directory, manifest["tables"], wanted)
+    _check_names(directory, tables, wanted)
+    lacking = [_lacks_rows(directory, f, tables, wanted) for f in fields(wanted.engine.layout)]
+    return SavedTables(manifest, tables, checksums, complete=not any(lacking))
+
+
+def _read_checksums(directory: Path, checkpoint: str, processes: int) -> dict[str, dict[str, int]]:
+    """Return the checksums that all processes have written."""
+    found: dict[str, dict[str, int]] = {}
+    form = schema.mapping(schema.mapping(schema.integer()))
+    for process in range(processes):
+        _, theirs = read_signed(directory / _CHECKSUMS.format(process), form, checkpoint)
+        for place, checksums in theirs.items():
+            found.setdefault(place, {}).update(checksums)
+    return found
+
+
+def _chosen(directory: Path, found: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
+    """Return the tables on disk that are to be read."""
+    for name in wanted.leave_out:
+        if name not in found:
+            what, expected = f"{wanted.label(directory)}: leave_out", f"some of {sorted(found)}"
+            raise ValueError(message(what, expected=expected, got=repr(name)))
+    return {name: table for name, table in found.items() if name not in wanted.leave_out}
+
+
+def _check_names(directory: Path, found: dict[str, Any], wanted: Wanted) -> None:
+    """Check that the engine has every table that is to be read."""
+    names = sorted(wanted.engine.table_configs)
+    for name in sorted(found.keys() - set(names)):
+        expected, got = f"it among the engine's tables {names}", "none of this name"
+        left_out = f"leave_out=({wanted.layer or name!r},)"
+        remedy = f"name one {name!r}, or leave it out: {left_out}"
+        raise _refusal(wanted.label(directory), f"table {name!r}", expected, got, remedy)
+
+
+def _on_disk(found: dict[str, Any], f: Field) -> dict[str, Any] | None:
+    """Return the form of a field on disk; see `SavedTables.form`."""
+    table = found.get(f.table.name)
+    if table is None:
+        return None
+    if f.slot is None:
+        return table["table"]
+    same = table["optimizer"] == _rule(f) and table["slots"].keys() == slot_shapes(f.stack).keys()
+    return table["slots"][f.slot] if same else None
+
+
+def _lacks_rows(directory: Path, f: Field, found: dict[str, Any], wanted: Wanted) -> bool:
+    """Check one field; tell whether some of its rows are not on disk."""
+    form, expected, size = _on_disk(found, f), form_of(f), f.table.vocabulary_size
+    label = wanted.label(directory)
+    if form is None:
+        if wanted.key is None:
+            raise _refusal(label, f.label, *_absent(f, found), "give key= to make it anew")
+        return True
+    for what in ("shape", "per_row", "dtype"):
+        rounds = what == "dtype" and is_float(form[what]) and is_float(expected[what])
+        if form[what] != expected[what] and not (rounds and wanted.convert):
+            remedy = "convert=True rounds it" if rounds else "declare it as it was"
+            got, wish = f"{what} {form[what]}", f"{what} {expected[what]}"
+            raise _refusal(label, f.label, wish, got, remedy)
+    rows = found[f.table.name]["vocabulary_size"]
+    if rows > size:
+        remedy = "tables grow, and never shrink"
+        raise _refusal(label, f.label, f"at most {size} rows", f"{rows}", remedy)
+    if rows < size and wanted.key is None:
+        remedy = "give key= to make the new rows"
+        raise _refusal(label, f.label, f"{size} rows", f"{rows}", remedy)
+    return rows < size
+
+
+def _absent(f: Field, found: dict[str, Any]) -> tuple[str, str]:
+    """Return what was expected, and what was got, where a field is not on disk."""
+    table = found.get(f.table.name)
+    if table is None:
+        return "it in the checkpoint", f"tables {sorted(found)}"
+    got = f"those of {table['optimizer']}, {sorted(table['slots'])}"
+    return f"slots of {_rule(f)}, {sorted(slot_shapes(f.stack))}", got
+
+
+def _refusal(label: str, what: str, expected: str, got: str, remedy: str) -> MismatchError:
+    what = f"{label}: {what}"
+    return MismatchError(message(what, expected=expected, got=got, remedy=remedy))

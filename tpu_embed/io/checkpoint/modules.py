@@ -1,0 +1,202 @@
+"""Flax modules taken apart, and filled again: layers that have an engine, and all other arrays.
+
+A model, its optimizer and its metrics are graphs of objects, in which some object or variable may
+stand at several places. Everything here goes by path, such as `model/films/rows` or
+`optimizer/step`: the keys from the name that the caller has given to the module, joined by
+slashes. What stands at several places has the first of its paths, and is there once.
+
+Input: modules by name. Output: their layers and arrays by path; or the modules, with new ones.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from tpu_embed._checks import message
+from tpu_embed.core.layout import make_axes
+from tpu_embed.core.state import TableState
+from tpu_embed.io.checkpoint.trees import abstract_leaf, as_array, is_left_out
+from tpu_embed.state_holder import StateHolder
+
+__all__ = ["Modules", "take_apart"]
+
+Keys = tuple[Any, ...]
+"""Keys from the modules to an object or a leaf."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """A variable, or an array that stands in a module without one.
+
+    Attributes:
+      keys: to it.
+      holder: the variable, or the array.
+    """
+
+    keys: Keys
+    holder: Any
+
+    @property
+    def value(self) -> Any:
+        """What it holds: an array, or any pytree of arrays."""
+        return self.holder.get_raw_value() if self.in_variable else self.holder
+
+    @property
+    def in_variable(self) -> bool:
+        """Whether it is a variable."""
+        return isinstance(self.holder, nnx.Variable)
+
+    def arrays(self) -> dict[str, Any]:
+        """Return the arrays of its value, by path."""
+        pairs, _ = jax.tree_util.tree_flatten_with_path(self.value)
+        return {_path((*self.keys, *map(_key, inside))): array for inside, array in pairs}
+
+    def with_arrays(self, by_path: Mapping[str, Any]) -> Any:
+        """Return its value with other arrays; those that are not given stay."""
+        arrays = [by_path.get(path, array) for path, array in self.arrays().items()]
+        return jax.tree.unflatten(jax.tree.structure(self.value), arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class Modules:
+    """Modules taken apart.
+
+    Attributes:
+      by_name: the modules.
+      layers: the objects that have the state of an engine, by path.
+      leaves: everything else that is no Python attribute.
+      leave_out: paths; arrays there and below are left out.
+    """
+
+    by_name: dict[str, Any]
+    layers: dict[str, StateHolder]
+    leaves: list[_Leaf]
+    leave_out: tuple[str, ...] = ()
+
+    def arrays(self) -> dict[str, Any]:
+        """Return all arrays but those of layers, by path: numbers as the arrays a jit makes."""
+        found: dict[str, Any] = {}
+        for leaf in self.leaves:
+            found |= leaf.arrays()
+        return {
+            path: as_array(_number(array))
+            for path, array in found.items()
+            if not is_left_out(path, self.leave_out)
+        }
+
+    def abstract_arrays(self) -> dict[str, Any]:
+        """Return shapes and shardings of what `arrays` returns.
+
+        Where nothing has placed an array, it is to be on every device of the first layer.
+        """
+        meshes = [layer.engine.layout.axes for layer in self.layers.values()]
+        everywhere = (meshes[0] if meshes else make_axes(None, None)).sharding(())
+        return {path: abstract_leaf(one, everywhere) for path, one in self.arrays().items()}
+
+    def without(self, leave_out: tuple[str, ...]) -> Modules:
+        """Return the modules without the layers and arrays at some paths, or below them."""
+        layers = {p: layer for p, layer in self.layers.items() if not is_left_out(p, leave_out)}
+        return dataclasses.replace(self, layers=layers, leave_out=leave_out)
+
+    def fill(self, states: Mapping[str, TableState], arrays: Mapping[str, Any]) -> None:
+        """Set the states of layers, and all arrays, in place.
+
+        Args:
+          states: by the path of the layer.
+          arrays: by path.
+        """
+        values = [(leaf, leaf.with_arrays(arrays)) for leaf in self.leaves]
+        for leaf, value in values:
+            if leaf.in_variable:
+                leaf.holder.set_raw_value(value)
+            else:
+                nnx.update(self.by_name, nnx.from_flat_state({leaf.keys: value}))
+        for path, layer in self.layers.items():
+            layer.set_state(states[path])
+
+
+def take_apart(modules: Mapping[str, Any]) -> Modules:
+    """Return the layers and leaves of modules.
+
+    Args:
+      modules: models, optimizers, metrics, `Rngs`, states and variables by name.
+
+    Raises:
+      TypeError: no mapping, or something in it is no flax object.
+      ValueError: an array that could not be replaced; two of one path.
+    """
+    by_name = _checked(modules)
+    objects = dict(nnx.iter_graph(by_name))
+    layers = {_path(k): one for k, one in objects.items() if isinstance(one, StateHolder)}
+    own = {id(variable) for layer in layers.values() for variable in layer.state_variables}
+    flat = nnx.to_flat_state(nnx.state(by_name))
+    leaves = [_Leaf(keys, holder) for keys, holder in flat if id(holder) not in own]
+    for leaf in leaves:
+        if not (leaf.in_variable or _is_mutable(objects[leaf.keys[:-1]])):
+            got, remedy = "an array in a tuple", "hold it in an nnx.Variable"
+            expected = "arrays that can be replaced"
+            what = f"modules: {_path(leaf.keys)!r}"
+            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+    _check_different([*layers, *(path for leaf in leaves for path in leaf.arrays())])
+    return Modules(by_name, layers, leaves)
+
+
+def _checked(modules: Any) -> dict[str, Any]:
+    """Return modules as a dictionary.
+
+    Raises:
+      TypeError: it is no mapping of names to flax objects.
+    """
+    if not isinstance(modules, Mapping) or isinstance(modules, nnx.Pytree):
+        remedy, got = 'give {"model": model}', type(modules).__name__
+        raise TypeError(message("modules", expected="modules by name", got=got, remedy=remedy))
+    for name, module in modules.items():
+        if not isinstance(name, str):
+            raise TypeError(message("modules", expected="names", got=repr(name)))
+        if not isinstance(module, nnx.Pytree | nnx.Variable | nnx.State):
+            expected, got = "an nnx module, optimizer, state or variable", type(module).__name__
+            remedy = "hold it in a module; what is no array goes into position="
+            raise TypeError(
+                message(f"modules[{name!r}]", expected=expected, got=got, remedy=remedy)
+            )
+    return dict(modules)
+
+
+def _is_mutable(node: Any) -> bool:
+    """Tell whether what a node holds can be replaced."""
+    return isinstance(node, nnx.Pytree | nnx.State | dict | list)
+
+
+def _check_different(paths: Sequence[str]) -> None:
+    for path, count in collections.Counter(paths).items():
+        if count > 1:
+            what, remedy = f"modules: {path!r}", "name attributes and keys without '/'"
+            raise ValueError(
+                message(what, expected="one of this path", got=f"{count}", remedy=remedy)
+            )
+
+
+def _path(keys: Keys) -> str:
+    return "/".join(map(str, keys))
+
+
+def _key(key: Any) -> str:
+    """Return a key of JAX's."""
+    return jax.tree_util.keystr((key,), simple=True)
+
+
+def _number(leaf: Any) -> Any:
+    """Return a number of Python as the array that a jit would make of it; others as they are."""
+    if not isinstance(leaf, bool | int | float) or isinstance(leaf, np.generic):
+        return leaf
+    try:
+        return np.asarray(leaf, jax.dtypes.canonicalize_dtype(type(leaf)))
+    except OverflowError:  # a jit would refuse it
+        return leaf

@@ -1,0 +1,262 @@
+"""All tables and slots of an engine in a directory, and back into any engine that has such tables.
+
+Enters: an engine and its state. Leaves: files by table and slot name, with a manifest; or a state.
+Called by `items.py`, and `prepare` by `checkpoint.py` and `manager.py`.
+
+What is on disk is logical: names, rows in order. Placement, stacking, packing, devices and
+processes may be others when it is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embed._checks import message
+from tpu_embed._types import PADDING_ID, Array, PyTree
+from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.exchange import collectives
+from tpu_embed.core.layout import MeshAxes
+from tpu_embed.core.state import Field, TableState, blank_tables, check_state, fields
+from tpu_embed.io.checkpoint import manifest
+from tpu_embed.io.checkpoint.checked import REMEDY
+from tpu_embed.io.checkpoint.manifest import SavedTables, Wanted
+from tpu_embed.io.checkpoint.row_files import BLOCK, RowArray, RowReader, RowWriter
+from tpu_embed.io.checkpoint.rows import LocalShards, row_array, write_rows
+from tpu_embed.io.files import file_name
+from tpu_embed.kernels import dispatch, storage
+from tpu_embed.processes import raise_on_all
+
+__all__ = ["Prepared", "prepare", "read", "write"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What one process writes.
+
+    Attributes:
+      checkpoint: its name; no other has it, and every process has the same.
+      manifest: what the directory holds.
+      parts: its shards of every field, and where they go.
+    """
+
+    checkpoint: str
+    manifest: dict[str, Any]
+    parts: list[tuple[Field, LocalShards | np.ndarray]]
+
+
+def prepare(
+    engine: EmbeddingEngine, state: TableState, *, checkpoint: str, copied: bool
+) -> Prepared:
+    """Take what must be written out of a state.
+
+    Args:
+      engine: whose state it is.
+      state: the state.
+      checkpoint: the name of the checkpoint.
+      copied: whether to copy everything to the host now: the state may be donated afterwards.
+
+    Raises:
+      ValueError: the state is that of another engine.
+    """
+    check_state(state, engine.layout)
+    parts: list[tuple[Field, LocalShards | np.ndarray]] = []
+    for f in fields(engine.layout):
+        if f.shape.per_row:
+            sharding = engine.layout.axes.sharding(f.stack.shard_axes)
+            physical = jax.device_put(f.read(state), sharding)  # moves what lies otherwise
+            parts.append((f, LocalShards(f, physical, copied=copied)))
+        elif jax.process_index() == 0:
+            parts.append((f, np.array(f.read(state)).view(np.dtype(f.shape.dtype))))
+    return Prepared(checkpoint, manifest.describe(engine, state), parts)
+
+
+def write(directory: Path, prepared: Prepared) -> None:
+    """Write this process's part of the tables.
+
+    Args:
+      directory: exists.
+      prepared: what `prepare` returned.
+    """
+    checksums = {}
+    for f, part in prepared.parts:
+        place = _place(f)
+        if isinstance(part, LocalShards):
+            checksums[place] = write_rows(row_array(directory / place, f), part)
+        else:
+            writer = RowWriter(_whole(directory / place, manifest.form_of(f)), 1)
+            writer.write((slice(0, 1), slice(0, 1)), part[None, None])
+            checksums[place] = writer.finish()
+    manifest.write_checksums(directory, prepared.checkpoint, checksums)
+    if jax.process_index() == 0:
+        manifest.write(directory, prepared.checkpoint, prepared.manifest)
+
+
+def _place(f: Field) -> str:
+    """Return the directory of a field."""
+    table = file_name(f.table.name)
+    return f"{table}/table" if f.slot is None else f"{table}/slots/{file_name(f.slot)}"
+
+
+def _whole(path: Path, form: dict[str, Any]) -> RowArray:
+    """Return the array of what a whole stack shares: one row."""
+    return RowArray(path, 1, 1, True, tuple(form["shape"]), np.dtype(form["dtype"]))
+
+
+def read(directory: Path, wanted: Wanted) -> TableState:
+    """Return a state with the tables and slots of a directory.
+
+    Raises:
+      ValueError: a table, a field, a shape or a dtype that is not as wanted; a damaged file.
+    """
+    engine = wanted.engine
+    found = raise_on_all("restore", directory, lambda: manifest.read(directory, wanted))
+    base = _base(wanted, fresh=not found.complete)  # by all processes raise_on_all
+
+    def filled() -> TableState:
+        state = base
+        for f in fields(engine.layout):
+            if found.form(f) is not None:
+                state = _read_field(state, directory, f, found, wanted)
+        return state
+
+    state = raise_on_all("restore", directory, filled)
+    scalars = np.asarray(found.manifest["step"], np.int32), found.counters(engine)
+    step, counters = _everywhere(scalars, engine)
+    return dataclasses.replace(state, step=step, counters=counters)
+
+
+def _everywhere(values: PyTree, engine: EmbeddingEngine) -> PyTree:
+    """Return NumPy arrays that all processes have on every device; nobody is waited for."""
+    sharding = engine.layout.axes.sharding(())
+    return jax.tree.map(
+        lambda x: jax.make_array_from_callback(x.shape, sharding, x.__getitem__), values
+    )
+
+
+def _base(wanted: Wanted, *, fresh: bool) -> TableState:
+    """Return a state to be filled: made by the key where not all of it will be."""
+    engine = wanted.engine
+    if fresh:
+        assert wanted.key is not None, "checked"
+        return engine.init(wanted.key)
+    layout = engine.layout
+    tables, slots = jax.jit(functools.partial(blank_tables, layout.stacks, layout.axes))()
+    return TableState(tables, slots, jnp.int32(0), {})
+
+
+def _read_field(
+    state: TableState, directory: Path, f: Field, found: SavedTables, wanted: Wanted
+) -> TableState:
+    """Return the state with one field read from disk, in place.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: a file is damaged, or in the place of another.
+    """
+    try:
+        return _filled(state, directory, f, found, wanted.engine)
+    except (ValueError, OSError) as error:
+        what, expected = f"{wanted.label(directory)}: {f.label}", "files as they were written"
+        text = message(what, expected=expected, got=str(error), remedy=REMEDY)
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        raise kind(text) from error
+
+
+def _filled(
+    state: TableState, directory: Path, f: Field, found: SavedTables, engine: EmbeddingEngine
+) -> TableState:
+    """Return the state with one field read from disk, in place."""
+    path, form, table = directory / _place(f), manifest.form_of(f), found.tables[f.table.name]
+    on_disk, checksums = found.form(f), found.checksums.get(_place(f), {})
+    assert on_disk is not None, "checked"
+    if not f.shape.per_row:
+        lines = RowReader(_whole(path, on_disk), checksums).read(0, 1)
+        value = lines[0].astype(form["dtype"])
+        stored = np.asarray(storage.encode(jnp.asarray(value), f.shape.dtype))
+        return f.write(state, _everywhere(stored, engine))
+    array = RowArray(
+        path,
+        table["shards"],
+        table["rows_per_shard"],
+        table["alternate"],
+        tuple(on_disk["shape"]),
+        np.dtype(on_disk["dtype"]),
+    )
+    reader = RowReader(array, checksums)
+    physical = f.read(state)
+    sharding = engine.layout.axes.sharding(f.stack.shard_axes)
+    mine = engine.layout.axes.local_parts(f.stack.shard_axes).tolist()
+    for first, rows in _lines(reader, f, table["vocabulary_size"], mine):
+        values = jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__)
+        limit = np.asarray(table["vocabulary_size"], f.stack.index_dtype)
+        start = np.asarray(first, f.stack.index_dtype)
+        jax.block_until_ready(physical)  # no more than two blocks are held
+        physical = _put(physical, values, start, limit, f, engine.layout.axes)
+    return f.write(state, physical)
+
+
+def _lines(
+    reader: RowReader, f: Field, limit: int, mine: list[int]
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield first local rows, and as many rows of every shard from there on: `[S * n, …]`.
+
+    Only rows of the shards `mine`, those of this process, are sure to be read.
+    """
+    array, stack, size = reader.array, f.stack, f.table.rows_per_shard
+    width = int(np.prod(array.row, dtype=np.int64)) * array.dtype.itemsize * stack.num_shards
+    n, dtype = max(1, min(size, BLOCK // max(1, width))), np.dtype(f.shape.dtype)
+    for first in range(0, size, n):
+        rows = np.zeros((stack.num_shards, n, *array.row), dtype)
+        if stack.placement != "div" and array.alternate and array.shards == len(rows):
+            lines = reader.read_lines(first, first + n, mine)
+            rows[mine, : len(lines)] = np.swapaxes(lines, 0, 1)
+        elif stack.placement != "div":
+            begin, end = first * stack.num_shards, min((first + n) * stack.num_shards, limit)
+            if begin < end:
+                flat = np.zeros((n * stack.num_shards, *array.row), dtype)
+                flat[: end - begin] = reader.read(begin, end)
+                rows = np.swapaxes(flat.reshape(n, stack.num_shards, *array.row), 0, 1)
+        else:
+            for shard in mine:
+                begin = shard * size + first
+                end = min(shard * size + min(first + n, size), limit)
+                if begin < end:
+                    rows[shard, : end - begin] = reader.read(begin, end)
+        flat = np.ascontiguousarray(rows).reshape(-1, *array.row)
+        yield first, flat.view(storage.stored_dtype(dtype))
+
+
+@functools.partial(jax.jit, static_argnames=("f", "axes"), donate_argnums=0)
+def _put(
+    physical: Array, values: Array, first: Array, limit: Array, f: Field, axes: MeshAxes
+) -> Array:
+    """Return the physical array with local rows of every shard set, from `first` on."""
+    stack, table = f.stack, f.table
+
+    def shard(physical: Array, values: Array, first: Array, limit: Array) -> Array:
+        inside = first + jnp.arange(values.shape[0], dtype=first.dtype)
+        number = collectives.axis_index(stack.shard_axes).astype(first.dtype)
+        if stack.placement == "div":
+            rows = number * table.rows_per_shard + inside
+        else:
+            rows = inside * stack.num_shards + number
+        present = (inside < table.rows_per_shard) & (rows < limit)
+        places = jnp.where(present, table.offset + inside, PADDING_ID)
+        return dispatch.write_ascending_rows(physical, places, values, f.row_format)
+
+    spec, whole = axes.spec(stack.shard_axes), jax.sharding.PartitionSpec()
+    return jax.shard_map(
+        shard,
+        mesh=axes.mesh,
+        in_specs=(spec, spec, whole, whole),
+        out_specs=spec,
+        check_vma=False,
+    )(physical, values, first, limit)

@@ -1,0 +1,274 @@
+"""Publish the rows that changed: tables by a full export once, then by deltas every few minutes.
+
+Enters: an engine's state and its `TouchedRows`. Leaves: a directory of ids and rows
+(`delta_files.py`), or plain arrays with those rows set. Called by users; a `ServedModel` applies
+deltas by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import PartitionSpec
+
+from tpu_embed._checks import check_int, message
+from tpu_embed._types import PADDING_ID, Array
+from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.exchange import collectives
+from tpu_embed.core.layout import MeshAxes
+from tpu_embed.core.state import Field, TableState, check_state, field
+from tpu_embed.io import directory
+from tpu_embed.io.delta import delta_files
+from tpu_embed.io.delta.delta_files import ChangedRows, Delta
+from tpu_embed.io.delta.row_blocks import block_size, padded_to
+from tpu_embed.io.quantize import QuantizedTable
+from tpu_embed.kernels import dispatch, storage
+from tpu_embed.processes import check_same, raise_on_all
+from tpu_embed.touched import TouchedRows, Version
+
+__all__ = ["apply_delta", "export_delta"]
+
+
+def export_delta(
+    path: str | os.PathLike[str],
+    engine: EmbeddingEngine,
+    state: TableState,
+    touched: TouchedRows,
+    since: int,
+) -> Version:
+    """Write the rows that were touched after a step, as they are now.
+
+    Only these rows are read from the devices; they are held on the host once. The directory appears
+    whole or not at all. Of several processes, all call this with one path; the first writes.
+
+    Args:
+      path: of the directory; nothing may be there yet.
+      engine: whose state it is.
+      state: tables as of a step to which `touched` has recorded every update.
+      touched: the record of them.
+      since: the step of the full export, or of the last delta.
+
+    Returns:
+      What the tables are once it is applied; its step is the next delta's `since`.
+
+    Raises:
+      FileExistsError: something is at `path`.
+      ValueError: an update is not recorded, a step before recording began, or after the state's.
+      Exception: what went wrong in another process, too.
+
+    Example:
+      >>> import tempfile, tpu_embed
+      >>> table = tpu_embed.TableConfig(vocabulary_size=8, dim=2, name="item")
+      >>> engine = EmbeddingEngine(tpu_embed.FeatureConfig(table), tpu_embed.optimizers.SGD(0.1))
+      >>> state, touched = engine.init(jax.random.key(0)), TouchedRows(engine)
+      >>> published, version = np.array(engine.tables(state)["item"]), touched.version(state)
+      >>> batch = engine.place(np.full(jax.device_count(), 5))
+      >>> touched.record(batch, 1)
+      >>> state = engine.update(state, batch, engine.lookup(state, batch))
+      >>> with tempfile.TemporaryDirectory() as root:
+      ...     path = f"{root}/delta-1"
+      ...     _ = export_delta(path, engine, state, touched, since=version.step)
+      ...     version = apply_delta({"item": published}, path, version)
+      >>> version.step, np.array_equal(published, engine.tables(state)["item"])
+      (1, True)
+    """
+    root = Path(path)
+    check_same("export_delta", str(root.absolute()))
+
+    def prepared() -> tuple[Version, int, dict[str, np.ndarray]]:
+        first = check_int("since", since, minimum=0)
+        if jax.process_index() == 0:
+            directory.check_free(root)
+        if touched.layout is not engine.layout:
+            expected, got = "the record of this engine", "another engine's"
+            raise ValueError(message("touched", expected=expected, got=got))
+        check_state(state, engine.layout)
+        version, ids = touched.version(state), touched.since(first)
+        if first > version.step:
+            expected = f"at most {version.step}, the state's step"
+            raise ValueError(message("since", expected=expected, got=f"{first}"))
+        return version, first, ids
+
+    version, first, ids = raise_on_all("export_delta", root.parent, prepared)
+    tables, failed = _read_tables(engine, state, ids)
+
+    def written() -> None:
+        if failed:
+            raise failed[0]
+        if jax.process_index() == 0:
+            with directory.written(root) as temporary:
+                delta_files.write(temporary, Delta(first, version, tables))
+
+    raise_on_all("export_delta", root.parent, written)
+    return version
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def _read_tables(
+    engine: EmbeddingEngine, state: TableState, ids: dict[str, np.ndarray]
+) -> tuple[dict[str, ChangedRows], list[Exception]]:
+    """Return the rows of `ids` of any process, kept by the first one, and what went wrong here.
+
+    A process in which something did goes on reading: the devices of the others wait for its own.
+    """
+    tables: dict[str, ChangedRows] = {}
+    failed: list[Exception] = []
+    for name in sorted(engine.table_configs):
+        f = field(engine.layout, name, None)
+        mine = ids[name].astype(f.stack.index_dtype)
+        rows = _of_all_processes(mine, f.table.vocabulary_size)
+        blocks = _blocks(f.read(state), rows, f, engine.layout.axes)
+        try:
+            if jax.process_index() == 0 and not failed:
+                tables[name] = _kept(rows, blocks, f)
+            _read_on(blocks)
+        except Exception as error:
+            failed.append(error)
+            _read_on(blocks)
+    return tables, failed
+
+
+def _read_on(blocks: Iterator[tuple[slice, Array]]) -> None:
+    for _ in blocks:
+        pass
+
+
+def _of_all_processes(ids: np.ndarray, size: int) -> np.ndarray:
+    """Return the ids below `size` that any process has, each once, ascending."""
+    if jax.process_count() == 1:
+        return ids
+    most = int(np.max(multihost_utils.process_allgather(np.int32(ids.size))))
+    if most == size:
+        return np.arange(size, dtype=ids.dtype)
+    padded = np.pad(ids, (0, most - ids.size), constant_values=PADDING_ID)
+    gathered = np.unique(multihost_utils.process_allgather(padded))
+    return gathered[gathered >= 0]
+
+
+def _blocks(
+    physical: Array, ids: np.ndarray, f: Field, axes: MeshAxes
+) -> Iterator[tuple[slice, Array]]:
+    """Yield where in `ids` a block is, and the bits of its rows, padded to one size."""
+    size = block_size(f.table.vocabulary_size, f.stack.dim)
+    for first in range(0, ids.size, size):
+        here = slice(first, first + size)
+        bits = _read(physical, padded_to(size, ids[here]), f, axes)
+        yield here, jax.block_until_ready(bits)
+
+
+def _kept(ids: np.ndarray, blocks: Iterator[tuple[slice, Array]], f: Field) -> ChangedRows:
+    """Return the rows of blocks on the host, in the stored dtype."""
+    size, dim, dtype = f.table.vocabulary_size, f.stack.dim, storage.stored_dtype(f.stack.dtype)
+    values = np.empty((ids.size, dim), dtype)
+    for here, bits in blocks:
+        rows = np.asarray(bits)[: ids[here].size]
+        values[here] = rows.astype(f"u{dtype.itemsize}", copy=False).view(dtype)
+    kept = ids.astype(delta_files.kept_dtype(size))
+    return ChangedRows(size, dim, f.stack.dtype, kept, values)
+
+
+@functools.partial(jax.jit, static_argnames=("f", "axes"))
+def _read(physical: Array, ids: Array, f: Field, axes: MeshAxes) -> Array:
+    """Return the bits of logical rows, uint32 or uint64 `[n, D]`, on every device."""
+    stack = f.stack
+    places = jnp.where(ids < 0, jnp.asarray(PADDING_ID, ids.dtype), stack.physical(ids, f.table))
+
+    def shard(physical: Array, places: Array) -> Array:
+        first = collectives.axis_index(stack.shard_axes).astype(places.dtype) * stack.num_rows
+        local = places - first
+        mine = (local >= 0) & (local < stack.num_rows)
+        read = dispatch.read_rows(physical, jnp.where(mine, local, PADDING_ID), f.row_format)
+        rows = f.row_format.unpack(read)
+        unsigned = jnp.dtype(f"uint{8 * rows.dtype.itemsize}")
+        bits = jax.lax.bitcast_convert_type(rows, unsigned)
+        bits = bits.astype(jnp.uint64 if unsigned == jnp.uint64 else jnp.uint32)
+        bits = jnp.where(mine[:, None], bits, jnp.zeros_like(bits))
+        return collectives.psum(bits, stack.shard_axes)  # one shard has the row, the others 0
+
+    return jax.shard_map(
+        shard,
+        mesh=axes.mesh,
+        in_specs=(axes.spec(stack.shard_axes), PartitionSpec()),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )(physical, places)
+
+
+# -- plain arrays ----------------------------------------------------------------------------------
+
+
+def apply_delta(
+    tables: Mapping[str, Any], path: str | os.PathLike[str], version: Version
+) -> Version:
+    """Set the rows of a delta in NumPy arrays, in place; tables that are newer stay as they are.
+
+    Everything is checked before the first row is set. A reader in another thread may see some rows
+    set and others not: a server's way is `ServedModel.apply`.
+
+    Args:
+      tables: writable `[V, D]` in the table's dtype (bfloat16 also as its bits in uint16), or
+        `QuantizedTable`s of such arrays, by name; any of the engine's tables.
+      path: what `export_delta` wrote.
+      version: what the tables are now.
+
+    Returns:
+      What they are then.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: a file is damaged, the delta is of another run or begins after the version's step;
+        a table that the delta does not have, or of another shape or dtype.
+    """
+    root = Path(path)
+    delta = delta_files.read(root)
+    given = {name: _arrays(table) for name, table in tables.items()}
+    absent = set(given) - set(delta.tables)
+    if absent:
+        expected, got = f"tables among {sorted(delta.tables)}", f"{sorted(absent)}"
+        raise ValueError(message("tables", expected=expected, got=got))
+    if not delta_files.follows(delta, root, version):
+        return version
+    parts = {name: delta.tables[name].parts(arrays) for name, arrays in given.items()}
+    for name, arrays in given.items():
+        for part, rows in parts[name].items():
+            _check(f"table {name!r}: {part}", arrays[part], rows, delta.tables[name])
+    for name, arrays in given.items():
+        for part, rows in parts[name].items():
+            arrays[part][delta.tables[name].ids] = rows.view(arrays[part].dtype)
+    return delta.version
+
+
+def _arrays(table: Any) -> dict[str, Any]:
+    if isinstance(table, QuantizedTable):
+        return {"values": table.values, "scale": table.scale, "offset": table.offset}
+    return {"values": table}
+
+
+def _check(what: str, array: Any, rows: np.ndarray, changed: ChangedRows) -> None:
+    """Check that an array is one whose rows can be set."""
+    shape = (changed.vocabulary_size, *rows.shape[1:])
+    names = {rows.dtype.name}
+    if rows.dtype == np.uint16:
+        names.add("bfloat16")
+    expected = f"a writable NumPy array, {' or '.join(sorted(names))} of shape {shape}"
+    if not isinstance(array, np.ndarray):
+        got = f"a {type(array).__name__}"
+    elif not array.flags.writeable:
+        got = "a read-only one"
+    elif not array.dtype.isnative:
+        got = f"{array.dtype.str}, of another byte order"
+    elif array.dtype.name not in names or array.shape != shape:
+        got = f"{array.dtype.name} of shape {array.shape}"
+    else:
+        return
+    raise ValueError(message(what, expected=expected, got=got, remedy="np.array copies"))

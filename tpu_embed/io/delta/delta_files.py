@@ -1,0 +1,201 @@
+"""The directory of a delta: rows of tables as they were after one step, by what changed since one.
+
+Enters: a `Delta`. Leaves: files, or the same read back and judged; whether it continues what a
+server has. Called by `delta.py` and `served.py`.
+
+    metadata.json         first step, and version; form and CRC-32 of every file, and of itself
+    tables/*.ids.npy      int32 or int64 [n], ascending
+    tables/*.values.npy   [n, D] in the table's dtype, bfloat16 as its bits in uint16
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embed._checks import message
+from tpu_embed.io import directory, schema
+from tpu_embed.io.quantize import quantize_rows
+from tpu_embed.touched import Version
+
+__all__ = ["ChangedRows", "Delta", "check_declared", "follows", "read", "write"]
+
+KIND = "delta"
+
+_REMEDY = "copy the directory whole, or publish a full export"
+
+_FORM = schema.record(
+    since=schema.integer(), version=directory.VERSION, tables=schema.mapping(directory.TABLE)
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ChangedRows:
+    """Rows of one table.
+
+    Attributes:
+      vocabulary_size: V of the table.
+      dim: D.
+      dtype: the table's.
+      ids: int32 or int64 `[n]`, ascending.
+      values: `[n, D]`, bfloat16 as its bits in uint16.
+    """
+
+    vocabulary_size: int
+    dim: int
+    dtype: str
+    ids: np.ndarray
+    values: np.ndarray
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The values in the table's dtype."""
+        return self.values.view(jnp.dtype(self.dtype))
+
+    def parts(self, names: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Return the rows as a served table with parts of these names stores them.
+
+        Raises:
+          ValueError: the table is quantized, and the rows cannot be.
+        """
+        if "scale" not in names:
+            return {"values": self.values}
+        small = quantize_rows(self.rows)
+        return {"values": small.values, "scale": small.scale, "offset": small.offset}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Delta:
+    """All rows that were touched after one step, as they were after a later one.
+
+    Attributes:
+      since: a table as of this step of the run, or a later one, is by these rows
+      version: what tables are then.
+      tables: by name; every table of the engine.
+    """
+
+    since: int
+    version: Version
+    tables: dict[str, ChangedRows]
+
+
+def follows(delta: Delta, path: Path, version: Version | None) -> bool:
+    """Tell whether a delta has something for tables of a version; not if they are newer.
+
+    Args:
+      delta: the delta.
+      path: its own, for messages.
+      version: of the tables, None where nobody knows.
+
+    Raises:
+      ValueError: the version is unknown, of another run, or before the delta's first step.
+    """
+    if version is None:
+        expected, got = "a model of a known version", "none"
+        remedy = "export it with version=touched.version(state)"
+        raise ValueError(message(f"{path}", expected=expected, got=got, remedy=remedy))
+    new = delta.version
+    if version.run != new.run:
+        expected, got = f"run {version.run!r}, as the tables", f"{new.run!r}"
+        remedy = "training began anew: load a full export of its new run"
+        raise ValueError(message(f"{path}: run", expected=expected, got=got, remedy=remedy))
+    if version.step < delta.since:
+        expected = f"at most {version.step}, the step of the tables"
+        remedy = "apply the deltas in between first, or load a newer full export"
+        raise ValueError(
+            message(f"{path}: since", expected=expected, got=f"{delta.since}", remedy=remedy)
+        )
+    return (version.step, version.edits) <= (new.step, new.edits)
+
+
+def check_declared(delta: Delta, path: Path, declared: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check that tables are in a delta, with the same form.
+
+    Args:
+      delta: the delta.
+      path: its own, for messages.
+      declared: vocabulary_size, dim and dtype by table name.
+
+    Raises:
+      ValueError: one is missing, or has another form.
+    """
+    for name, form in declared.items():
+        expected, got = _form(form["vocabulary_size"], form["dim"], form["dtype"]), "none"
+        rows = delta.tables.get(name)
+        if rows is not None:
+            got = _form(rows.vocabulary_size, rows.dim, rows.dtype)
+        if got != expected:
+            what, remedy = f"{path}: table {name!r}", "publish a full export of these tables"
+            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+
+
+def _form(size: int, dim: int, dtype: str) -> str:
+    return f"{dtype} [{size}, {dim}]"
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def write(root: Path, delta: Delta) -> None:
+    """Write all files of a delta.
+
+    Args:
+      root: an empty directory.
+      delta: what to write.
+    """
+    (root / "tables").mkdir()
+    described = {
+        "since": delta.since,
+        "version": delta.version._asdict(),
+        "tables": {
+            name: {
+                "vocabulary_size": rows.vocabulary_size,
+                "dim": rows.dim,
+                "dtype": rows.dtype,
+                "files": directory.write_arrays(
+                    root, name, {"ids": rows.ids, "values": rows.values}
+                ),
+            }
+            for name, rows in delta.tables.items()
+        },
+    }
+    directory.write_metadata(root, KIND, described)
+
+
+def read(root: Path) -> Delta:
+    """Return a delta whose every byte was checked.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: one is damaged, of another format, or no delta's.
+    """
+    described = directory.read_metadata(root, KIND, _FORM, _REMEDY)
+    tables = {name: _read_rows(root, name, table) for name, table in described["tables"].items()}
+    return Delta(described["since"], Version(**described["version"]), tables)
+
+
+def _read_rows(root: Path, name: str, table: Mapping[str, Any]) -> ChangedRows:
+    """Return the rows of one table."""
+    size, dim, dtype, described = (
+        table[key] for key in ("vocabulary_size", "dim", "dtype", "files")
+    )
+    n = next(iter(described.get("ids", {}).get("shape", ())), 0)
+    stored = "uint16" if dtype == "bfloat16" else dtype
+    forms = {"ids": (kept_dtype(size).name, (n,)), "values": (stored, (n, dim))}
+    arrays = directory.read_arrays(root, name, described, forms, _REMEDY)
+    ids = arrays["ids"]
+    if n and not (ids[0] >= 0 and ids[-1] < size and (ids[1:] > ids[:-1]).all()):
+        what, expected = f"{root}: table {name!r}", f"ascending ids from 0 to {size - 1}"
+        raise ValueError(message(what, expected=expected, got="others", remedy=_REMEDY))
+    return ChangedRows(size, dim, dtype, **arrays)
+
+
+def kept_dtype(vocabulary_size: int) -> np.dtype:
+    """Return the dtype in which the ids of a table are kept."""
+    small = vocabulary_size <= np.iinfo(np.int32).max
+    return np.dtype(np.int32 if small else np.int64)

@@ -1,0 +1,290 @@
+"""Write a trained model as a directory that serves: a StableHLO program, its tables beside it.
+
+Enters: a model, its tables and example features. Leaves: a directory, which `load_model`
+(`served.py`) calls, and which JAX and NumPy alone can call too. Called by users.
+
+    model.stablehlo   jax.export's program: (tables, features, weights, *inputs) → outputs
+    metadata.json     what it takes and returns, which JAX wrote it, size and CRC-32 of each file
+    tables/*.npy      memory-mappable arrays, arguments of the program
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export as jax_export
+
+from tpu_embed import _checks
+from tpu_embed._checks import check_choice, message
+from tpu_embed._types import Array, PyTree
+from tpu_embed.core.ids import Structure, dense_shape, structure
+from tpu_embed.io import directory
+from tpu_embed.io.serving import model_files
+from tpu_embed.io.serving.lookup import Server, server_of
+from tpu_embed.io.serving.stored import Stored, stored_tables
+from tpu_embed.kernels import dispatch
+from tpu_embed.touched import Version
+
+__all__ = ["export_model"]
+
+_INT32_MAX = int(np.iinfo(np.int32).max)
+
+
+def export_model(
+    path: str | os.PathLike[str],
+    model: Callable[..., PyTree],
+    tables: Any,
+    feature_config: PyTree,
+    features: PyTree,
+    *,
+    weights: PyTree | None = None,
+    inputs: Sequence[PyTree] = (),
+    batch: int | None = None,
+    platforms: str | Sequence[str] = ("cpu", "cuda", "tpu"),
+    version: Version | None = None,
+) -> None:
+    """Write a directory that computes `model(activations, *inputs)` from ids.
+
+    The directory appears whole or not at all, and is on the disk when this returns. The program's
+    lookups are plain XLA operations, whose bits on CPU are those of training.
+
+    Args:
+      path: of the directory; nothing may be there yet.
+      model: called with the activations in the structure of the features, and the inputs. Arrays
+        that it closes over, its parameters, become constants of the program.
+      tables: as for `serving_lookup`.
+      feature_config: as for `serving_lookup`. A feature with an `output_shape` fixes the batch.
+      features: examples of dense ids, or `jax.ShapeDtypeStruct`s: only shapes are read.
+      weights: examples of weights in the same structure, None for a feature without.
+      inputs: examples of the model's other arguments: pytrees of arrays whose first dimension is
+        the batch's, or scalars.
+      batch: the one batch size that the program takes; None: any, if the model does.
+      platforms: "cpu", "cuda", "rocm", "tpu": one, or several.
+      version: `touched.version(state)` of the tables, so that deltas may follow (`export_delta`).
+
+    Raises:
+      ImportError: flatbuffers is missing.
+      FileExistsError: something is at `path`.
+      ValueError: ids that are not dense, a first dimension that is not the batch's, a model of
+        several devices, results that are not in dicts, lists and tuples, an unknown platform, and
+        what `serving_lookup` refuses of tables.
+    """
+    _check_flatbuffers()
+    chosen = (platforms,) if isinstance(platforms, str) else tuple(platforms)
+    for platform in chosen or (None,):
+        check_choice("platforms: each", platform, ("cpu", "cuda", "rocm", "tpu"))
+    root = Path(path)
+    directory.check_free(root)
+    declared = structure.flatten(feature_config)
+    stored = [_as_written(table) for table in stored_tables(tables, declared)]
+    arguments = _arguments(declared, features, weights, inputs, batch)
+    exported = _exported(model, declared, stored, arguments, chosen)
+    outputs = jax.tree.unflatten(exported.out_tree, exported.out_avals)
+    described = {
+        "platforms": list(exported.platforms),
+        "batch": arguments.batch,
+        "version": None if version is None else version._asdict(),
+        "features": arguments.described(declared),
+        "inputs": model_files.describe_leaves(arguments.inputs),
+        "outputs": model_files.describe_leaves(outputs),
+    }
+    named = dict(zip(declared.table_names, stored, strict=True))
+    with directory.written(root) as temporary:
+        model_files.write(temporary, _serialized(exported), named, declared, described)
+
+
+def _check_flatbuffers() -> None:
+    if importlib.util.find_spec("flatbuffers") is None:
+        what, remedy = "export_model", 'pip install "tpu-embed[export]"'
+        raise ImportError(message(what, expected="flatbuffers", got="none", remedy=remedy))
+
+
+def _as_written(table: Stored) -> Stored:
+    """Return a table as NumPy arrays in the form of its files: bfloat16 as its bits in uint16."""
+    arrays = {name: np.asarray(array) for name, array in table.arrays.items()}
+    values = arrays["values"]
+    bits = {"values": values.view(np.uint16)} if values.dtype == jnp.bfloat16 else {}
+    return Stored(arrays | bits)
+
+
+# -- what the program takes ----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Arguments:
+    """The shapes of the program's arguments; the first dimension of each is `size`.
+
+    Attributes:
+      batch: the only batch size, or None for any.
+      features: int32 or int64 by path.
+      weights: floats by path, of the weighted features.
+      inputs: the model's own.
+    """
+
+    batch: int | None
+    features: dict[str, jax.ShapeDtypeStruct]
+    weights: dict[str, jax.ShapeDtypeStruct]
+    inputs: tuple[PyTree, ...]
+
+    def described(self, declared: Structure) -> dict[str, Any]:
+        """Return what `metadata.json` says of the features."""
+        found = {}
+        for path, feature in zip(declared.paths, declared.features, strict=True):
+            ids = self.features[path]
+            found[path] = {
+                "table": declared.table_names[declared.table_index(feature)],
+                "shape": model_files.shape(ids),
+                "dtype": str(ids.dtype),
+                "weights": str(self.weights[path].dtype) if path in self.weights else None,
+                "max_sequence_length": feature.max_sequence_length,
+                "on_bad_id": feature.on_bad_id,
+            }
+        return found
+
+
+def _arguments(
+    declared: Structure, features: PyTree, weights: PyTree | None, inputs: Any, batch: int | None
+) -> _Arguments:
+    given = declared.match(features, what="features")
+    scales = [None] * len(given)
+    if weights is not None:
+        scales = declared.match(weights, what="weights")
+    shapes = [_dense(path, ids) for path, ids in zip(declared.labels, given, strict=True)]
+    size = shapes[0][0]
+    fixed = _fixed(declared, size, batch)
+    first: Any = jax_export.symbolic_shape("b")[0] if fixed is None else fixed
+    ids, numbers = {}, {}
+    for f, feature in enumerate(declared.features):
+        path, label, scale = declared.paths[f], f"feature {declared.labels[f]!r}", scales[f]
+        dense_shape(label, feature, shapes[f], weighted=scale is not None)
+        shape = (first, *_rest(label, shapes[f], size))
+        big = feature.table.vocabulary_size > _INT32_MAX
+        ids[path] = jax.ShapeDtypeStruct(shape, np.dtype(np.int64 if big else np.int32))
+        if scale is not None:
+            _check_weights(label, scale, shapes[f])
+            double = feature.table.dtype == "float64"
+            numbers[path] = jax.ShapeDtypeStruct(shape, np.float64 if double else np.float32)
+
+    def as_input(key: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        if not np.shape(leaf):
+            return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
+        rest = _rest(f"inputs{jax.tree_util.keystr(key)}", np.shape(leaf), size)
+        return jax.ShapeDtypeStruct((first, *rest), jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+    leaves = jax.tree_util.tree_map_with_path(as_input, tuple(inputs))
+    return _Arguments(fixed, ids, numbers, leaves)
+
+
+def _dense(label: str, ids: Any) -> tuple[int, ...]:
+    if not isinstance(ids, (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct)):
+        what, remedy = f"feature {label!r}", "a program has static shapes: pad bags with -1"
+        expected, got = "an array of ids, or its ShapeDtypeStruct", type(ids).__name__
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        what, expected = f"feature {label!r}", "ids of an integer dtype"
+        raise TypeError(message(what, expected=expected, got=ids.dtype))
+    if not ids.shape:
+        raise ValueError(message(f"feature {label!r}", expected="[B] or [B, H]", got="rank 0"))
+    return tuple(ids.shape)
+
+
+def _fixed(declared: Structure, size: int, batch: int | None) -> int | None:
+    """Return the only batch size, or None for any."""
+    if batch is not None:
+        _checks.check_int("batch", batch, minimum=1)
+    shapes = [feature.output_shape for feature in declared.features]
+    fixed = size if batch is None and any(shapes) else batch
+    if fixed is not None and fixed != size:
+        expected, remedy = f"that of features, {size}", "give examples of the size that is served"
+        raise ValueError(message("batch", expected=expected, got=batch, remedy=remedy))
+    return fixed
+
+
+def _rest(what: str, shape: Sequence[int], size: int) -> tuple[int, ...]:
+    if shape[0] != size:
+        remedy = "what does not depend on the example belongs in the model"
+        expected, got = f"batch size {size} as first dimension", f"shape {tuple(shape)}"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+    return tuple(shape[1:])
+
+
+def _check_weights(label: str, weights: Any, shape: tuple[int, ...]) -> None:
+    got = getattr(weights, "shape", type(weights).__name__)
+    if len(shape) == 1 or got != shape:
+        expected = f"shape {shape}" if len(shape) > 1 else "None for ids [B]"
+        raise ValueError(message(f"weights of {label}", expected=expected, got=got))
+
+
+# -- the program ---------------------------------------------------------------------------------
+
+
+def _exported(
+    model: Callable[..., PyTree],
+    declared: Structure,
+    stored: Sequence[Stored],
+    arguments: _Arguments,
+    platforms: tuple[str, ...],
+) -> jax_export.Exported:
+    """Return the program of lookups and model."""
+    plain = [dataclasses.replace(feature, output_shape=None) for feature in declared.features]
+    server = server_of(dataclasses.replace(declared, features=tuple(plain)))
+
+    def served(tables: dict, features: dict, weights: dict, *inputs: PyTree) -> PyTree:
+        given = tuple(Stored(tables[name]) for name in declared.table_names)
+        activations = _by_example(server, given, declared.paths, features, weights)
+        activations = jax.lax.optimization_barrier(activations)
+        return model(declared.unflatten(activations), *inputs)
+
+    shapes = {
+        name: {part: jax.ShapeDtypeStruct(a.shape, a.dtype) for part, a in table.arrays.items()}
+        for name, table in zip(declared.table_names, stored, strict=True)
+    }
+    try:
+        with dispatch.reference_only():  # an exported program holds XLA's operations alone
+            exported = jax_export.export(jax.jit(served), platforms=platforms)(
+                shapes, arguments.features, arguments.weights, *arguments.inputs
+            )
+    except Exception as error:
+        if arguments.batch is None:
+            error.add_note("if the model needs one batch size, say which: batch=…")
+        raise
+    if exported.nr_devices != 1:
+        remedy = "take its shardings and shard_maps out of what is exported"
+        expected, got = "a program of one device", f"one of {exported.nr_devices}"
+        raise ValueError(message("model", expected=expected, got=got, remedy=remedy))
+    return exported
+
+
+def _by_example(
+    server: Server,
+    tables: tuple[Stored, ...],
+    paths: Sequence[str],
+    features: dict[str, Array],
+    weights: dict[str, Array],
+) -> list[Array]:
+    """Look up one example, mapped over the batch: the batch size may then be left open."""
+
+    def one(ids: dict[str, Array], scales: dict[str, Array]) -> list[Array]:
+        given = [ids[path][None] for path in paths]
+        found = [scales[path][None] if path in scales else None for path in paths]
+        activations, _ = server.activations(tables, server.traced(given, found))
+        return [activation[0] for activation in activations]
+
+    return jax.vmap(one)(features, weights)
+
+
+def _serialized(exported: jax_export.Exported) -> bytes:
+    try:
+        return bytes(exported.serialize())
+    except ValueError as error:
+        remedy = "return arrays in them, or register the type with jax.export"
+        expected, got = "inputs and outputs in dicts, lists and tuples", f"{exported.out_tree}"
+        raise ValueError(message("model", expected=expected, got=got, remedy=remedy)) from error

@@ -1,0 +1,210 @@
+"""Look tables up where nothing is trained: plain arrays, no mesh, no optimizer, any number of CPUs.
+
+Enters: tables by `TableConfig` or name, and features. Leaves: the activations that
+`EmbeddingEngine.lookup` returns for the same tables, to the bit on CPU. Called by users, outside or
+inside their own jit, and by `export.py`.
+
+The ids are judged, packed and combined by the engine's own parts; only where rows come from differs
+(`stored.py`). Every table is a stack by itself, on one shard: nothing is copied to stack it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+
+from tpu_embed._checks import message
+from tpu_embed._snapshot import snapshot
+from tpu_embed._types import Array, PyTree, Tracer
+from tpu_embed.config import FeatureConfig, TableConfig
+from tpu_embed.core.batch import (
+    Batch,
+    BatchSpec,
+    TracedIds,
+    bag_layout,
+    make_traced,
+    natural_spec,
+    pack,
+    packed_rows,
+)
+from tpu_embed.core.ids import RaggedIds, SparseIds, Structure, host_ids, structure
+from tpu_embed.core.layout import FeatureLayout, Layout, MeshAxes, ResolvedTable, make_stacks
+from tpu_embed.core.lookup import combine, not_differentiable
+from tpu_embed.io.serving.stored import Stored, stored_tables
+
+__all__ = ["serving_lookup"]
+
+
+def serving_lookup(
+    tables: Any, features: PyTree, feature_config: PyTree, weights: PyTree | None = None
+) -> PyTree:
+    """Return the activations of features, looked up in plain arrays.
+
+    On the host, only the rows that the ids name are read of NumPy tables (memory-mapped ones too).
+    Inside a jit, give tables as its arguments: an array that it closes over becomes a constant of
+    the program.
+
+    Args:
+      tables: arrays `[V, D]` in the table's dtype, NumPy or JAX, or `QuantizedTable`s; by
+        `TableConfig` or by name; a table each and no others.
+      features: arrays, `SparseIds` or `RaggedIds` in the structure of the features; inside a jit,
+        dense arrays.
+      feature_config: as for `EmbeddingEngine`; optimizers and placements are not looked at.
+      weights: a weight an id in the same structure, None where all are one.
+
+    Returns:
+      `[B, …, D]` a feature in the structure of the features, float32 (float64 for a float64 table).
+
+    Raises:
+      ValueError: a missing, extra or misshapen table; bad ids, weights, structure or batch size, as
+        `EmbeddingEngine.place` refuses them.
+      TypeError: ids that are no integers, another container type; differentiation with respect to
+        the tables.
+
+    Example:
+      >>> import numpy as np
+      >>> from tpu_embed import FeatureConfig, TableConfig
+      >>> films = TableConfig(vocabulary_size=3, dim=2, combiner="sum", name="films")
+      >>> table = np.array([[1, 2], [3, 4], [5, 6]], np.float32)
+      >>> serving_lookup({films: table}, np.array([[0, 2], [1, -1]]), FeatureConfig(films)).tolist()
+      [[6.0, 8.0], [3.0, 4.0]]
+    """
+    declared = structure.flatten(feature_config)
+    stored = stored_tables(tables, declared)
+    given = declared.match(features, what="features")
+    scales = [None] * len(given)
+    if weights is not None:
+        scales = declared.match(weights, what="weights")
+    server = server_of(declared)
+    if any(isinstance(leaf, Tracer) for leaf in (*given, *scales)):
+        source = server.traced(given, scales)
+        found, bad_ids = server.activations(stored, source)
+        source.report(bad_ids, server.layout)
+    else:
+        found = server.placed(stored, given, scales)
+    return declared.unflatten(found)
+
+
+def server_of(declared: Structure) -> Server:
+    """Return the server of a feature configuration, the same for the same `FeatureConfig`s."""
+    return _server(declared.labels, declared.features, declared.tables, declared.table_names)
+
+
+@functools.lru_cache(64)
+def _server(
+    labels: tuple[str, ...],
+    features: tuple[FeatureConfig, ...],
+    tables: tuple[TableConfig, ...],
+    names: tuple[str, ...],
+) -> Server:
+    resolved = [
+        ResolvedTable(name, table, None, None, (), 1)
+        for name, table in zip(names, tables, strict=True)
+    ]
+    stacks = make_stacks(resolved, stack_tables=False)
+    numbers = {table: g for g, table in enumerate(tables)}
+    located = []
+    for label, feature in zip(labels, features, strict=True):
+        g = numbers[feature.table]
+        located.append(FeatureLayout(label, feature, stacks[g].tables[0], g))
+    nowhere: Any = AbstractMesh((), ())
+    return Server(Layout(MeshAxes(nowhere, ()), stacks, tuple(located), sum_blocks=1))
+
+
+def _rounded(spec: BatchSpec) -> BatchSpec:
+    """Return room for a power of two of ids: a batch size has few programs, in any order."""
+    stacks = tuple(
+        dataclasses.replace(stack, ids=1 << max(0, stack.ids - 1).bit_length())
+        for stack in spec.stacks
+    )
+    return dataclasses.replace(spec, stacks=stacks)
+
+
+class Server:
+    """The lookup of one feature configuration, compiled once for each form of batch.
+
+    Args:
+      layout: every table a stack of one shard, in table order.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._program = jax.jit(lambda *operands: self.activations(*operands)[0])
+
+    def placed(self, tables: Sequence[Stored], ids: Sequence[Any], weights: Sequence[Any]) -> Any:
+        """Return an activation a feature, of ids on the host.
+
+        Args:
+          tables: in table order.
+          ids: a leaf a feature.
+          weights: a leaf a feature, or None.
+
+        Raises:
+          ValueError: what `host_ids` refuses.
+          TypeError: what `host_ids` refuses.
+        """
+        layout = self.layout
+        hosts = [
+            host_ids(f"feature {feature.path!r}", feature.config, feature.table.name, *leaves)
+            for feature, *leaves in zip(layout.features, ids, weights, strict=True)
+        ]
+        spec = _rounded(natural_spec(hosts, layout, layout.axes.replicas))
+        packed = pack(hosts, spec, layout)
+        operands = []
+        for g, table in enumerate(tables):
+            rows = packed_rows(packed, spec, layout, g)[0][0]
+            operands.append(table.pick(rows) if table.on_host else jax.tree.map(snapshot, table))
+        array: Any = packed
+        return self._program(tuple(operands), Batch(array, spec, layout.row_numbers))
+
+    def traced(self, ids: Sequence[Any], weights: Sequence[Any]) -> TracedIds:
+        """Return dense ids inside a jit as `activations` takes them.
+
+        Args:
+          ids: a leaf a feature.
+          weights: a leaf a feature, or None.
+
+        Raises:
+          ValueError: a leaf that is no array, or what `make_traced` refuses.
+          TypeError: what `make_traced` refuses.
+        """
+        for feature, *leaves in zip(self.layout.features, ids, weights, strict=True):
+            if any(isinstance(leaf, (SparseIds, RaggedIds)) for leaf in leaves):
+                raise ValueError(
+                    message(
+                        f"feature {feature.path!r}",
+                        expected="dense arrays beside traced ones",
+                        got="SparseIds or RaggedIds",
+                        remedy="give bags as an array padded with -1, or look up outside the jit",
+                    )
+                )
+        return make_traced(ids, weights, None, self.layout)
+
+    def activations(
+        self, tables: Sequence[Stored], source: Batch | TracedIds
+    ) -> tuple[list[Array], Array]:
+        """Return an activation a feature, and the bad ids of each, int32 `[F]`; inside a jit.
+
+        Args:
+          tables: in table order.
+          source: the ids.
+        """
+        layout, spec = self.layout, source.spec
+        located = source.locate(layout)
+        pairs = zip(layout.stacks, jax.tree.map(jnp.asarray, tables), strict=True)
+        fixed: dict[str, Any] = not_differentiable({stack.name: table for stack, table in pairs})
+        found: dict[int, Array] = {}
+        for g, (stack, ids) in enumerate(zip(layout.stacks, located.ids, strict=True)):
+            with jax.named_scope(f"lookup/{stack.tables[0].name}"):
+                rows = fixed[stack.name].found(ids.row_ids, stack)
+                combined = combine(rows, ids, bag_layout(spec, layout, g), stack)
+            for f, activation in zip(spec.stacks[g].features, combined, strict=True):
+                shape = (spec.local_batch, *spec.feature_shapes[f].inner, stack.dim)
+                found[f] = activation.reshape(shape)
+        return [found[f] for f in range(len(layout.features))], located.bad_ids

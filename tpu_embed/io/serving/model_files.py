@@ -1,0 +1,162 @@
+"""The directory of an exported model: its program, its tables, and what they take and return.
+
+    metadata.json         what the program takes and returns, which JAX wrote it; size, form and
+                          CRC-32 of every file, and of itself
+    model.stablehlo       jax.export's program
+    tables/*.values.npy   [V, D] in the table's dtype, bfloat16 as its bits in uint16; or int8, and
+                          *.scale.npy and *.offset.npy, float32 [V], of a `QuantizedTable`
+
+Input: a program, tables, and what the metadata says. Output: files, or the same read back and
+checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from tpu_embed._types import PyTree
+from tpu_embed.core.ids import Structure
+from tpu_embed.io import directory, files, schema
+from tpu_embed.io.serving.stored import Stored
+
+__all__ = [
+    "PROGRAM",
+    "describe_leaves",
+    "read_metadata",
+    "read_program",
+    "read_tables",
+    "shape",
+    "write",
+]
+
+KIND, PROGRAM = "model", "model.stablehlo"
+
+_REMEDY = "export the model again, or copy the directory whole"
+
+_SHAPE = schema.sequence(schema.optional(schema.integer()))  # null: any size
+_LEAF = schema.record(path=schema.text, shape=_SHAPE, dtype=schema.text)
+_FEATURE = schema.record(
+    table=schema.text,
+    shape=_SHAPE,
+    dtype=schema.choice("int32", "int64"),
+    weights=schema.optional(schema.choice("float32", "float64")),
+    max_sequence_length=schema.integer(),
+    on_bad_id=schema.choice("error", "drop", "clip"),
+)
+_FORM = schema.record(
+    jax=schema.text,
+    platforms=schema.sequence(schema.text),
+    batch=schema.optional(schema.integer(1)),
+    version=schema.optional(directory.VERSION),
+    program=directory.FILE,
+    tables=schema.mapping(directory.TABLE),
+    features=schema.mapping(_FEATURE),
+    inputs=schema.sequence(_LEAF),
+    outputs=schema.sequence(_LEAF),
+)
+
+
+def shape(leaf: Any) -> list[int | None]:
+    """Return a shape as the metadata says it: with None where the program takes any size."""
+    return [n if isinstance(n, int) else None for n in leaf.shape]
+
+
+def describe_leaves(tree: PyTree) -> list[dict[str, Any]]:
+    """Return what the metadata says of inputs or outputs: place, shape and dtype of each leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [
+        {"path": jax.tree_util.keystr(key), "shape": shape(leaf), "dtype": str(leaf.dtype)}
+        for key, leaf in leaves
+    ]
+
+
+def write(
+    root: Path,
+    program: bytes,
+    tables: Mapping[str, Stored],
+    declared: Structure,
+    described: Mapping[str, Any],
+) -> None:
+    """Write all files of a model.
+
+    Args:
+      root: an empty directory.
+      program: the serialized one.
+      tables: by name, as NumPy arrays.
+      declared: the feature configuration.
+      described: what else `metadata.json` says.
+    """
+    with files.create(root / PROGRAM) as file:
+        file.write(program)
+    (root / "tables").mkdir()
+    configs = dict(zip(declared.table_names, declared.tables, strict=True))
+    metadata = {
+        "jax": jax.__version__,
+        "program": directory.describe_file(root, PROGRAM),
+        "tables": {
+            name: {
+                "vocabulary_size": configs[name].vocabulary_size,
+                "dim": configs[name].dim,
+                "dtype": configs[name].dtype,
+                "files": directory.write_arrays(root, name, table.arrays),
+            }
+            for name, table in tables.items()
+        },
+        **described,
+    }
+    directory.write_metadata(root, KIND, metadata)
+
+
+def read_metadata(root: Path) -> dict[str, Any]:
+    """Return what `metadata.json` of a model says.
+
+    Raises:
+      FileNotFoundError: there is none.
+      ValueError: it is damaged, of another format, or no model's.
+    """
+    return directory.read_metadata(root, KIND, _FORM, _REMEDY)
+
+
+def read_program(root: Path, metadata: Mapping[str, Any]) -> bytes:
+    """Return the serialized program.
+
+    Raises:
+      FileNotFoundError: it is missing.
+      ValueError: its size or checksum is another.
+    """
+    path = directory.check_file(root, PROGRAM, metadata["program"], _REMEDY)
+    return files.read(path, _REMEDY)
+
+
+def read_tables(
+    root: Path, metadata: Mapping[str, Any], *, check: bool
+) -> dict[str, dict[str, np.ndarray]]:
+    """Return the arrays of all tables by name and part, memory-mapped.
+
+    Args:
+      root: the directory.
+      metadata: what `read_metadata` returned.
+      check: whether to read every byte for the checksums; otherwise sizes and forms are compared.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: a file is damaged, or in the place of another.
+    """
+    return {
+        name: directory.read_arrays(root, name, table["files"], _forms(table), _REMEDY, whole=check)
+        for name, table in metadata["tables"].items()
+    }
+
+
+def _forms(table: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the dtype and shape that each part of a table has."""
+    size, dim, dtype = table["vocabulary_size"], table["dim"], table["dtype"]
+    if "scale" in table["files"]:
+        one = ("float32", (size,))
+        return {"values": ("int8", (size, dim)), "scale": one, "offset": one}
+    return {"values": ("uint16" if dtype == "bfloat16" else dtype, (size, dim))}

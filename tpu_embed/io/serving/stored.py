@@ -1,0 +1,145 @@
+"""What a server reads rows from: whole tables, quantized ones, or rows the host has picked.
+
+Enters: tables as the user gave them. Leaves: one `Stored` a table, checked, and in a compiled
+program the rows of its ids. Called by `serving.py` and `export.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embed._checks import message
+from tpu_embed._types import PADDING_ID, Array
+from tpu_embed.config import TableConfig
+from tpu_embed.core.exchange import FetchedRows
+from tpu_embed.core.ids import Structure
+from tpu_embed.core.layout import Stack
+from tpu_embed.io.quantize import QuantizedTable
+from tpu_embed.kernels import dispatch
+
+__all__ = ["Stored", "stored_tables"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stored:
+    """One table as it is served.
+
+    Attributes:
+      arrays: `"values"` `[V, D]`, in the table's dtype, bfloat16 as it is or as its bits in uint16,
+        or int8; then also `"scale"` and `"offset"`, float32 `[V]`. NumPy or JAX.
+      picked: the arrays have one row an id instead, in the order of the ids.
+    """
+
+    arrays: dict[str, Any]
+    picked: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @property
+    def on_host(self) -> bool:
+        """Whether all arrays are NumPy's."""
+        return all(isinstance(array, np.ndarray) for array in self.arrays.values())
+
+    def pick(self, rows: np.ndarray) -> Stored:
+        """Return the rows `[N]` of NumPy arrays; any for an absent one."""
+        valid = np.maximum(rows, 0)
+        return Stored({name: array[valid] for name, array in self.arrays.items()}, picked=True)
+
+    def found(self, rows: Array, stack: Stack) -> FetchedRows:
+        """Return where the row of every id is, in a compiled program.
+
+        Args:
+          rows: `[N]`, `PADDING_ID` for none.
+          stack: the table's own.
+        """
+        values = self.arrays["values"]
+        if not self.picked and values.dtype in (stack.compute_dtype, jnp.uint16):
+            return FetchedRows(values, rows)
+        arrays = self.arrays
+        if not self.picked:
+            arrays = {name: dispatch.gather_rows(a, rows) for name, a in arrays.items()}
+        values = arrays["values"]
+        if "scale" in arrays:
+            values = QuantizedTable(**arrays).dequantized()
+        if values.dtype != jnp.uint16:
+            values = values.astype(stack.compute_dtype)
+        positions = jax.lax.iota(rows.dtype, rows.shape[0])
+        return FetchedRows(
+            values, jnp.where(rows < 0, jnp.asarray(PADDING_ID, rows.dtype), positions)
+        )
+
+
+def stored_tables(tables: Any, declared: Structure) -> tuple[Stored, ...]:
+    """Return the tables in the order of the declared ones, each of its declared form.
+
+    Args:
+      tables: arrays `[V, D]` in the table's dtype, or `QuantizedTable`s, by `TableConfig` or name.
+      declared: the feature configuration.
+
+    Raises:
+      ValueError: a table is missing, given twice or not declared, or has another shape or dtype.
+      TypeError: no mapping.
+    """
+    names = declared.table_names
+    given = _by_name(tables, declared)
+    absent, surplus = set(names) - set(given), set(given) - set(names)
+    if absent or surplus:
+        problem = "missing" if absent else "not declared"
+        raise ValueError(
+            message(
+                f"tables: {', '.join(sorted(absent or surplus))} {problem}",
+                expected=f"exactly {sorted(names)}",
+                got=f"{sorted(given)}",
+                remedy="key them by TableConfig, or by its name (table_0, … without one)",
+            )
+        )
+    return tuple(
+        _stored(f"table {name!r}", given[name], config)
+        for name, config in zip(names, declared.tables, strict=True)
+    )
+
+
+def _by_name(tables: Any, declared: Structure) -> dict[str, Any]:
+    if not isinstance(tables, Mapping):
+        got = type(tables).__name__
+        expected = "a mapping from TableConfig or table name to its array"
+        raise TypeError(message("tables", expected=expected, got=got))
+    names = dict(zip(declared.tables, declared.table_names, strict=True))
+    found: dict[str, Any] = {}
+    for key, table in tables.items():
+        name = names.get(key, f"{key!r}") if isinstance(key, TableConfig) else str(key)
+        if name in found:
+            expected, got = "each table once", "it by TableConfig and by name"
+            raise ValueError(message(f"tables: {name}", expected=expected, got=got))
+        found[name] = table
+    return found
+
+
+def _stored(what: str, table: Any, config: TableConfig) -> Stored:
+    rows, dim = config.vocabulary_size, config.dim
+    if isinstance(table, QuantizedTable):
+        arrays = {"values": table.values, "scale": table.scale, "offset": table.offset}
+        _check(f"{what}: values", table.values, "int8", (rows, dim))
+        for part in ("scale", "offset"):
+            _check(f"{what}: {part}", arrays[part], "float32", (rows,))
+        return Stored(arrays)
+    _check(what, table, config.dtype, (rows, dim))
+    return Stored({"values": table})
+
+
+def _check(what: str, array: Any, dtype: str, shape: tuple[int, ...]) -> None:
+    if not isinstance(array, (np.ndarray, jax.Array)):
+        got = type(array).__name__
+    elif not np.dtype(array.dtype).isnative:
+        got = f"{np.dtype(array.dtype).str}, of another byte order"
+    elif jnp.dtype(array.dtype).name != dtype or array.shape != shape:
+        got = f"{jnp.dtype(array.dtype).name} of shape {tuple(array.shape)}"
+    else:
+        return
+    remedy = "give what the training engine's tables returned, or cast it to the declared dtype"
+    raise ValueError(message(what, expected=f"{dtype} of shape {shape}", got=got, remedy=remedy))

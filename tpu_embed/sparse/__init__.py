@@ -1,0 +1,53 @@
+"""Lookups found in traced programs: sparse gradients of arrays that users hold, and of engines."""
+
+from tpu_embed.sparse.arguments import level_of_caller, positions, value_and_aux
+from tpu_embed.sparse.engine_lookup import (
+    FEATURE,
+    Call,
+    LookedUp,
+    engine_lookup,
+    engine_lookup_p,
+    engine_update,
+)
+from tpu_embed.sparse.grad import sparse_grad, sparse_value_and_grad, with_slices
+from tpu_embed.sparse.indexed_slices import (
+    IndexedSlices,
+    clip_by_global_norm,
+    global_norm,
+    is_indexed_slices,
+    scale,
+)
+from tpu_embed.sparse.lookup import embedding_lookup
+from tpu_embed.sparse.reach import Sources, propagate
+from tpu_embed.sparse.tapped_program import Reached, TappedProgram, differentiable, tap_lookups
+from tpu_embed.sparse.taps import Lookup, count_lookups, tapped
+
+__all__ = [
+    "FEATURE",
+    "Call",
+    "IndexedSlices",
+    "LookedUp",
+    "Lookup",
+    "Reached",
+    "Sources",
+    "TappedProgram",
+    "clip_by_global_norm",
+    "count_lookups",
+    "differentiable",
+    "embedding_lookup",
+    "engine_lookup",
+    "engine_lookup_p",
+    "engine_update",
+    "global_norm",
+    "is_indexed_slices",
+    "level_of_caller",
+    "positions",
+    "propagate",
+    "scale",
+    "sparse_grad",
+    "sparse_value_and_grad",
+    "tap_lookups",
+    "tapped",
+    "value_and_aux",
+    "with_slices",
+]

@@ -1,0 +1,332 @@
+"""The lookup of an engine of one feature as one equation of a program, and the update it asks for.
+
+Enters: an engine, its state, ids. Leaves: activations; later the new state, given the gradients of
+all activations that were looked up. Called by `nn/`: the equation is what `taps.py` finds in a
+traced function. It is known by the state's step, not by its tables: the step is a number that every
+lookup can carry along, and that nothing differentiates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+from tpu_embed._checks import message
+from tpu_embed._types import Array
+from tpu_embed.core.batch import Batch, BatchSpec
+from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.ids import is_real
+from tpu_embed.core.state import TableState, check_layout, check_tables_not_donated
+from tpu_embed.sparse.joined import DenseIds, flat, join, padded, signed
+
+__all__ = [
+    "FEATURE",
+    "Call",
+    "LookedUp",
+    "engine_lookup",
+    "engine_lookup_p",
+    "engine_update",
+    "opened_p",
+]
+
+FEATURE = "ids"
+"""The one feature of such an engine: `EmbeddingEngine({FEATURE: …})`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What is static of one lookup.
+
+    Attributes:
+      engine: of one feature.
+      spec: of a placed batch; None: dense ids, traced or not.
+      bags: the last axis of dense ids is the bag.
+      weighted: weights follow the ids among the operands.
+    """
+
+    engine: EmbeddingEngine
+    spec: BatchSpec | None
+    bags: bool
+    weighted: bool
+
+    def run(self, step: Array, ids: Array, *rest: Array) -> Array:
+        """Return the activations.
+
+        Args:
+          step: int32 `[]`.
+          ids: integers `[…]`, `[…, H]` with bags, or `Batch.packed`.
+          rest: weights of the ids' shape, where there are any; the tables' arrays.
+
+        Returns:
+          `[…, D]`, `[…, L, D]` for a sequence, or what the batch has.
+        """
+        weights, arrays = rest[: self.weighted], rest[self.weighted :]
+        tables = dict(zip(_stacks(self.engine), arrays, strict=True))
+        state = TableState(tables, {}, step, {})
+        if self.spec is not None:
+            return self.engine.lookup(state, _batch(self.engine, ids, self.spec))[FEATURE]
+        dense = DenseIds(ids, weights[0] if weights else None, self.bags)
+        found = self.engine.lookup(state, *_joined(self.engine, [dense]))[FEATURE]
+        count = math.prod(dense.lead)
+        if count < found.shape[0]:  # an explicit axis can't split what does not divide
+            found = self.engine.layout.axes.reshard(found, ())[:count]
+        return found.reshape(*dense.lead, *found.shape[1:])
+
+
+class LookedUp(NamedTuple):
+    """One lookup, or those of all iterations of a loop.
+
+    Attributes:
+      call: the lookup.
+      ids: its ids, the loop's axes first.
+      weights: floats of their shape, or None.
+    """
+
+    call: Call
+    ids: Array
+    weights: Array | None
+
+
+def engine_lookup(
+    engine: EmbeddingEngine, state: TableState, ids: Any, *, weights: Array | None = None
+) -> Array:
+    """Return the activations of an engine's one feature.
+
+    Args:
+      engine: of one feature.
+      state: its tables.
+      ids: what `engine.place` returned; or integers `[…, H]`, bags of H, or `[B]`, one id an
+        example; -1 is padding. Any number of bags: it need not divide among the devices.
+      weights: beside integers `[…, H]`: floats or integers of their shape.
+
+    Returns:
+      `[…, D]`; `[…, L, D]` for a sequence.
+
+    Raises:
+      TypeError: ids that are no integers.
+      ValueError: ids without an axis; weights of another shape, no real numbers, or beside a batch;
+        a batch of another engine.
+    """
+    check_tables_not_donated(state)
+    check_layout(state.tables, engine.layout)
+    arrays = [state.tables[name] for name in _stacks(engine)]
+    if isinstance(ids, Batch):
+        _check_no_weights(weights)
+        ids.check(engine.layout)
+        return _bind(Call(engine, ids.spec, True, False), state.step, ids.packed, *arrays)
+    _check_dense(ids, weights)
+    scales = [] if weights is None else [_as_floats(weights, engine)]
+    call = Call(engine, None, ids.ndim > 1, weights is not None)
+    return _bind(call, state.step, signed(ids), *scales, *arrays)
+
+
+def engine_update(
+    engine: EmbeddingEngine,
+    state: TableState,
+    *,
+    lookups: Sequence[LookedUp],
+    gradients: Sequence[Array],
+) -> TableState:
+    """Return the state after one step of the optimizer with the gradients of all lookups.
+
+    It is not differentiable. A row's gradients are summed over the lookups as over the examples of
+    one batch that holds them one after the other.
+
+    Args:
+      engine: of one feature.
+      state: its tables and slots.
+      lookups: all of them; a placed batch stands alone.
+      gradients: a lookup's each, in the shape of its activations.
+
+    Returns:
+      the new state.
+
+    Raises:
+      ValueError: a placed batch that does not stand alone, or was looked up in a loop; what
+        `engine.update` refuses.
+    """
+    gradients = _not_differentiable(list(gradients))
+    specs = [lookup.call.spec for lookup in lookups if lookup.call.spec is not None]
+    if specs:
+        _check_alone(engine, lookups)
+        return engine.update(
+            state, _batch(engine, lookups[0].ids, specs[0]), {FEATURE: gradients[0]}
+        )
+    dense = [DenseIds(one.ids, one.weights, one.call.bags) for one in lookups]
+    features, weights = _joined(engine, dense)
+    each = [flat(g, len(one.lead)) for g, one in zip(gradients, dense, strict=True)]
+    together = padded(jnp.concatenate(each), features[FEATURE].shape[0], 0)
+    return engine.update(state, features, {FEATURE: together}, weights)
+
+
+@jax.custom_jvp
+def _not_differentiable(gradients: list[Array]) -> list[Array]:
+    return gradients
+
+
+@_not_differentiable.defjvp
+def _refuse_gradient(primals: tuple, tangents: tuple) -> tuple:
+    raise TypeError(
+        message(
+            "update of a layer's table",
+            expected="a step that is not differentiated",
+            got="a gradient through it",
+            remedy="differentiate sparse_value_and_grad, and apply the tables' gradients after it",
+        )
+    )
+
+
+def _check_no_weights(weights: Any) -> None:
+    if weights is not None:
+        expected, remedy = "None with a Batch", "give them to place"
+        raise ValueError(message("weights", expected=expected, got="a value", remedy=remedy))
+
+
+def _check_dense(ids: Any, weights: Array | None) -> None:
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        remedy = "cast them: ids.astype(jnp.int32)"
+        expected, got = "ids of an integer dtype", f"{ids.dtype}"
+        raise TypeError(message(FEATURE, expected=expected, got=got, remedy=remedy))
+    if ids.ndim == 0:
+        remedy = "give one id as [1]"
+        raise ValueError(message(FEATURE, expected="[B] or […, H]", got="rank 0", remedy=remedy))
+    if weights is None:
+        return
+    if weights.shape != ids.shape or not is_real(weights.dtype):
+        got, remedy = f"{weights.dtype} of shape {weights.shape}", "give a weight an id, or None"
+        expected = f"real numbers of shape {ids.shape}"
+        raise ValueError(message("weights", expected=expected, got=got, remedy=remedy))
+
+
+def _as_floats(weights: Array, engine: EmbeddingEngine) -> Array:
+    """Return weights as floats; those of one program have one kind."""
+    if jnp.issubdtype(weights.dtype, jnp.floating):
+        return weights
+    return weights.astype(engine.layout.stacks[0].compute_dtype)
+
+
+def _check_alone(engine: EmbeddingEngine, lookups: Sequence[LookedUp]) -> None:
+    alone = len(lookups) == 1
+    if not alone or lookups[0].ids.ndim != 2:
+        raise ValueError(
+            message(
+                f"table {next(iter(engine.table_configs))!r}",
+                expected="a placed batch as the only lookup of a step",
+                got="one in a loop" if alone else f"{len(lookups)} lookups",
+                remedy="join the ids in one batch, or look dense ids up",
+            )
+        )
+
+
+def _stacks(engine: EmbeddingEngine) -> list[str]:
+    return [stack.name for stack in engine.layout.stacks]
+
+
+def _batch(engine: EmbeddingEngine, packed: Array, spec: BatchSpec) -> Batch:
+    """Return the batch that was looked up, and checked then."""
+    return Batch(packed, spec, engine.layout.row_numbers)
+
+
+def _joined(engine: EmbeddingEngine, lookups: Sequence[DenseIds]) -> tuple[Any, Any]:
+    """Return features and weights of the engine."""
+    ids, weights = join(lookups, engine.layout.axes.replicas)
+    return {FEATURE: ids}, None if weights is None else {FEATURE: weights}
+
+
+# -- the primitive -----------------------------------------------------------------------------
+
+
+def _bind(call: Call, *operands: Array) -> Array:
+    """Bind the primitive with its program, in which jit looks for meshes."""
+    return engine_lookup_p.bind(*operands, call=call, program=jax.make_jaxpr(call.run)(*operands))
+
+
+def _run(*operands: Array, call: Call, program: ClosedJaxpr) -> Array:
+    return call.run(*operands)
+
+
+def _lowered(*operands: Array, call: Call, program: ClosedJaxpr) -> Array:
+    return jaxpr_as_fun(program)(*operands)[0]
+
+
+def _abstract(*operands: Any, call: Call, program: ClosedJaxpr) -> Any:
+    return program.out_avals[0]
+
+
+def _batched(operands: tuple, dims: tuple, *, call: Call, program: Any) -> tuple[Array, int]:
+    asked = range(1, 2 + call.weighted)
+    if call.spec is not None:
+        _refuse_vmap("dense ids", "a placed batch", "place one batch of all, and look it up once")
+    if any(d is not None for i, d in enumerate(dims) if i not in asked):
+        expected = "one table, looked up in every branch of a cond or in none"
+        remedy = "look up before the cond; of an ensemble, in a loop over its members"
+        _refuse_vmap(expected, "a table a member", remedy)
+    size = next(operands[i].shape[dims[i]] for i in asked if dims[i] is not None)
+    given = list(operands)
+    for i in asked:
+        if dims[i] is None:
+            given[i] = jnp.broadcast_to(operands[i], (size, *operands[i].shape))
+        else:
+            given[i] = jnp.moveaxis(operands[i], dims[i], 0)
+    return _bind(call, *given), 0
+
+
+def _refuse_vmap(expected: str, got: str, remedy: str) -> None:
+    raise ValueError(message("vmap of a lookup", expected=expected, got=got, remedy=remedy))
+
+
+def _tangent(primals: tuple, tangents: tuple, *, call: Call, program: Any) -> tuple[Any, Any]:
+    moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+    moving = [i for i in moving if tangents[i].dtype != jax.dtypes.float0]
+    if not moving:
+        found = engine_lookup_p.bind(*primals, call=call, program=program)
+        return found, ad.Zero(jax.typeof(found).to_tangent_aval())
+
+    def run(*moved: Array) -> Array:
+        operands = list(primals)
+        for i, x in zip(moving, moved, strict=True):
+            operands[i] = x
+        return call.run(*operands)
+
+    found, moved = jax.jvp(run, [primals[i] for i in moving], [tangents[i] for i in moving])
+    return opened_p.bind(primals[0], found), opened_p.bind(primals[0], moved)
+
+
+engine_lookup_p = Primitive("engine_lookup")
+"""`(step, ids, [weights], tables…)` to activations."""
+
+engine_lookup_p.def_impl(_run)
+engine_lookup_p.def_abstract_eval(_abstract)
+mlir.register_lowering(engine_lookup_p, mlir.lower_fun(_lowered, multiple_results=False))
+engine_lookup_p.to_lojax = _lowered  # what later releases of JAX ask before lowering
+batching.primitive_batchers[engine_lookup_p] = _batched
+ad.primitive_jvps[engine_lookup_p] = _tangent
+
+
+def _opened(step: Array, value: Array) -> Array:
+    return value
+
+
+def _opened_back(cotangent: Any, step: Array, value: Any) -> tuple[None, Any]:
+    if type(cotangent) is ad.Zero:
+        return None, cotangent
+    return None, opened_p.bind(step, cotangent)
+
+
+opened_p = Primitive("engine_lookup_opened")
+"""`(step, value)` to value: that of a lookup, or a derivative of it by weights, whose gradient by
+the table nobody can find any more. It says so: the step reaches it."""
+
+opened_p.def_impl(_opened)
+opened_p.def_abstract_eval(_opened)
+mlir.register_lowering(opened_p, mlir.lower_fun(_opened, multiple_results=False))
+batching.primitive_batchers[opened_p] = lambda operands, dims: (opened_p.bind(*operands), dims[1])
+ad.primitive_jvps[opened_p] = lambda primals, tangents: (opened_p.bind(*primals), tangents[1])
+ad.primitive_transposes[opened_p] = _opened_back

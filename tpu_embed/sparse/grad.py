@@ -1,0 +1,202 @@
+"""Gradients of a function in which tables are looked up: sparse for those tables, whatever else.
+
+Enters: a function of tables and other parameters. Leaves: a function of the same arguments that
+returns value and gradients, as `jax.value_and_grad`, with `IndexedSlices` for tables.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embed._snapshot import as_array
+from tpu_embed._types import Array
+from tpu_embed.kernels.varying import as_varying, varying_axes
+from tpu_embed.sparse.arguments import level_of_caller, positions, value_and_aux
+from tpu_embed.sparse.indexed_slices import IndexedSlices
+from tpu_embed.sparse.tapped_program import Reached, TappedProgram, differentiable, tap_lookups
+from tpu_embed.sparse.taps import Asked, count_lookups
+
+__all__ = ["sparse_grad", "sparse_value_and_grad", "with_slices"]
+
+_BY_POSITION = "give what is differentiated by position, not by keyword"
+
+
+def sparse_value_and_grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False
+) -> Callable[..., tuple[Any, Any]]:
+    """Return a function that gives `fun`'s value and gradients, sparse for tables.
+
+    The gradient of a leaf that `fun` uses only as the table of `embedding_lookup` is an
+    `IndexedSlices` with an entry for every id looked up, duplicates kept, lookups in program order.
+    So it costs what the ids cost, whatever V. Every other leaf's is as `jax.value_and_grad` gives
+    it. Lookups are found through jit, vmap, remat, scan and cond; one inside a `custom_jvp` or
+    `custom_vjp` function or a `shard_map` inside `fun` makes the gradient dense, with a warning, as
+    any other use of the table does.
+
+    Only uses from which a path of differentiable operations leads to the value count, as
+    `tpu_embed.training.gradients` defines it. A lookup behind `stop_gradient`, one whose result is
+    not used, is in aux alone, or only becomes integers or comparisons, has no entry, so that no
+    optimizer touches its rows; a lookup whose gradient happens to be zero has. A table of which no
+    lookup counts gets an `IndexedSlices` with N = 0 entries.
+
+    Inside a `shard_map` the slices are this device's own: nothing has summed them.
+
+    Args:
+      fun: returns a float scalar; with `has_aux` a pair of that and a pytree of arrays.
+      argnums: which positional arguments to differentiate by; pytrees of floats.
+      has_aux: whether `fun` returns a pair.
+
+    Returns:
+      a function that returns (value, gradients), or ((value, aux), gradients). Jit it: lookups are
+      found by tracing `fun` anew at every call.
+
+    Raises:
+      TypeError: as `jax.value_and_grad`: values and arguments that are no floats; with `has_aux`, a
+        `fun` that returns no pair.
+      ValueError: argnums that name no argument, or one twice.
+
+    Example:
+      >>> from tpu_embed.core.sparse_lookup import embedding_lookup
+      >>> def loss(table, ids):
+      ...     return (embedding_lookup(table, ids) ** 2).sum()
+      >>> value, gradient = sparse_value_and_grad(loss)(jnp.ones((1000, 2)), jnp.array([7, 7]))
+      >>> gradient.indices.tolist(), gradient.values.tolist()
+      ([7, 7], [[2.0, 2.0], [2.0, 2.0]])
+    """
+
+    @functools.wraps(fun)
+    def value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        which = positions(argnums, len(args), remedy=_BY_POSITION)
+        leaves, structure = jax.tree.flatten(tuple(args[i] for i in which))
+
+        def flat(*leaves: Any) -> Any:
+            given = dict(zip(which, jax.tree.unflatten(structure, leaves), strict=True))
+            result = fun(*(given.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+            return value_and_aux(result, has_aux=has_aux)
+
+        names = [jax.tree_util.keystr(path) for path, _ in _paths(args, which)]
+        value, aux, gradients = _flat_gradients(flat, [as_array(x) for x in leaves], names)
+        gradients = jax.tree.unflatten(structure, gradients)
+        result = (value, aux) if has_aux else value
+        return result, gradients if isinstance(argnums, Sequence) else gradients[0]
+
+    return value_and_gradients
+
+
+def sparse_grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Return a function that gives `fun`'s gradients alone; see `sparse_value_and_grad`.
+
+    Returns:
+      a function that returns gradients, or (gradients, aux).
+    """
+    both = sparse_value_and_grad(fun, argnums, has_aux=has_aux)
+
+    @functools.wraps(fun)
+    def gradients(*args: Any, **kwargs: Any) -> Any:
+        result, found = both(*args, **kwargs)
+        return (found, result[1]) if has_aux else found
+
+    return gradients
+
+
+def _paths(args: Sequence[Any], which: Sequence[int]) -> list[tuple[Any, Any]]:
+    chosen = [args[i] for i in which]
+    return jax.tree_util.tree_flatten_with_path(chosen[0] if len(which) == 1 else chosen)[0]
+
+
+def _flat_gradients(
+    flat: Callable[..., Any], leaves: list[Array], names: list[str]
+) -> tuple[Any, Any, list[Any]]:
+    """Return value, aux and the gradient of every leaf."""
+    closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+    structure = jax.tree.structure(shapes)
+    program = tap_lookups(closed, leaves, differentiable(leaves))
+    of_value = len(jax.tree.leaves(shapes[0]))  # results: the value, then aux
+    reached = Reached.any_of(program.reach(range(len(leaves)))[:of_value])
+    sparse = program.tables.keys() - reached.inputs
+    numbers = {var: i for i, var in enumerate(closed.jaxpr.invars)}
+    _warn_dense([names[i] for i in sorted(count_lookups(closed.jaxpr, numbers).keys() - sparse)])
+
+    def value_of(others: dict[int, Array], taps: dict[int, Array]) -> tuple[Any, Any]:
+        results, asked = program.run(others, taps)
+        value, aux = jax.tree.unflatten(structure, results)
+        return value, (aux, asked)
+
+    others = {i: leaf for i, leaf in enumerate(leaves) if i not in sparse}
+    both = jax.value_and_grad(value_of, argnums=(0, 1), has_aux=True)
+    (value, (aux, asked)), (dense, rows) = both(others, program.taps(reached.lookups))
+    without = {i: _no_slices(leaves[i]) for i in sparse}
+    gradients = without | with_slices(dense, program, asked, rows)
+    return value, aux, [gradients[i] for i in range(len(leaves))]
+
+
+def _warn_dense(names: Sequence[str]) -> None:
+    """Warn of tables whose gradient is dense although they are looked up."""
+    for name in names:
+        warnings.warn(
+            f"the gradient of table {name or 'argument'} is dense: beside embedding_lookup the "
+            "function uses it otherwise, or looks it up where lookups are not found",
+            stacklevel=level_of_caller(__file__),
+        )
+
+
+def with_slices(
+    dense: Mapping[int, Array],
+    program: TappedProgram,
+    asked: Mapping[int, Asked],
+    rows: Mapping[int, Array],
+) -> dict[int, Any]:
+    """Return gradients by input: dense ones, slices, and where an input has both, their sum.
+
+    Args:
+      dense: gradients by number of the input.
+      program: what was differentiated.
+      asked: what some lookups were asked for, by number of the lookup.
+      rows: the gradient of each one's tap.
+    """
+    result: dict[int, Any] = dict(dense)
+    for i in sorted({program.lookups[k].table for k in rows}):
+        mine = [k for k in sorted(rows) if program.lookups[k].table == i]
+        ids = [asked[k][0] for k in mine]
+        slices = _slices(program.inputs[i].shape, ids, [rows[k] for k in mine])
+        result[i] = _add_slices(result[i], slices) if i in result else slices
+    return result
+
+
+def _add_slices(dense: Array, slices: IndexedSlices) -> Array:
+    """Return a dense gradient with slices added to it, in their order."""
+    return dense.at[slices.indices].add(slices.values, mode="drop")
+
+
+def _slices(shape: tuple[int, ...], ids: Sequence[Array], rows: Sequence[Array]) -> IndexedSlices:
+    """Return the gradient of a table from those of its looked-up rows.
+
+    Args:
+      shape: of the table.
+      ids: of each lookup, one at least.
+      rows: the gradient of each lookup's tap.
+    """
+    wide = np.result_type(*(i.dtype for i in ids))
+    joined = jnp.concatenate([i.reshape(-1).astype(wide) for i in ids])
+    absent = (joined < 0) | (joined >= shape[0])
+    joined = jnp.where(absent, jnp.asarray(shape[0], wide), joined)
+    values = [g.reshape(i.size, *shape[1:]) for g, i in zip(rows, ids, strict=True)]
+    together = jnp.concatenate(values)
+    outside = absent.reshape(-1, *[1] * (together.ndim - 1))
+    return IndexedSlices(jnp.where(outside, 0, together), joined, shape)
+
+
+def _no_slices(table: Array) -> IndexedSlices:
+    """Return the gradient, without an entry, of a table that no lookup connects to the value."""
+    axes = varying_axes(table)
+    values = as_varying(jnp.zeros((0, *table.shape[1:]), table.dtype), axes)
+    return IndexedSlices(values, as_varying(jnp.zeros(0, jnp.int32), axes), table.shape)

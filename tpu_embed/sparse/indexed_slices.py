@@ -1,0 +1,287 @@
+"""A gradient of some rows of a table: `IndexedSlices`, and what optimizers do with such gradients.
+
+Enters and leaves: pytrees of gradients, some of them sparse. Made by `sparse_grad.py`; read by
+`training/`.
+
+Row numbers are leaves of the pytree, so a plain `jax.tree.map` would scale them too: norms, scaling
+and clipping go through the functions here, or through
+`jax.tree.map(f, tree, is_leaf=is_indexed_slices)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embed._checks import message
+from tpu_embed._snapshot import as_array, snapshot
+from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
+from tpu_embed.core.exchange import find_runs
+from tpu_embed.kernels import dispatch
+
+__all__ = ["IndexedSlices", "clip_by_global_norm", "global_norm", "is_indexed_slices", "scale"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class IndexedSlices:
+    """Hold an array that is zero but for some rows: `values[i]`, added at row `indices[i]`.
+
+    A row may occur any number of times. An entry whose index is `dense_shape[0]` is padding: its
+    value counts as zero, whatever it is.
+
+    Args:
+      values: `[N, …]` numbers; `…` is `dense_shape[1:]`.
+      indices: `[N]` integers in [0, `dense_shape[0]`].
+      dense_shape: the shape of the whole, static.
+
+    Raises:
+      TypeError: indices that are no integers.
+
+    Example:
+      >>> slices = IndexedSlices(jnp.ones((3, 2)), jnp.array([4, 0, 4]), (5, 2))
+      >>> slices.to_dense()[:, 0].tolist()
+      [1.0, 0.0, 0.0, 0.0, 2.0]
+    """
+
+    values: Array
+    indices: Array
+    dense_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    __array_ufunc__ = None  # a NumPy array on the left leaves the sum to us
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dense_shape", tuple(int(n) for n in self.dense_shape))
+        dtype = getattr(self.indices, "dtype", None)  # transformations fill trees with anything
+        if dtype is not None and dtype != jax.dtypes.float0 and np.dtype(dtype).kind not in "iu":
+            raise TypeError(message("IndexedSlices.indices", expected="integers", got=str(dtype)))
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the values."""
+        return self.values.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole."""
+        return self.dense_shape
+
+    def deduplicate(self) -> IndexedSlices:
+        """Return the same sum with every row once.
+
+        Returns:
+          N entries again: the rows in order of first appearance, the values of each summed in order
+          of position, in float32 at least, then padding.
+
+        Example:
+          >>> slices = IndexedSlices(jnp.ones((3, 2)), jnp.array([4, 0, 4]), (5, 2))
+          >>> slices.deduplicate().indices.tolist()
+          [4, 0, 5]
+        """
+        n, size = self.indices.shape[0], self.dense_shape[0]
+        if n == 0:
+            return self
+        indices = self._judged()
+        runs = find_runs(indices, size)
+        ordered = dispatch.gather_rows(_widened(self.values), runs.order)
+        sums = dispatch.segment_sum(ordered, runs.run, n).astype(self.values.dtype)
+        firsts = jnp.full(n, n, jnp.int32).at[runs.run].min(runs.order)
+        _, order = dispatch.sort_rows(jnp.where(runs.run_row_ids < size, firsts, n))
+        rows = dispatch.gather_rows(runs.run_row_ids, order)
+        kept = (rows < size).reshape((n,) + (1,) * (sums.ndim - 1))
+        values = jnp.where(kept, dispatch.gather_rows(sums, order), jnp.zeros_like(sums))
+        return IndexedSlices(values, rows, self.dense_shape)
+
+    def compact(self) -> IndexedSlices:
+        """Return the same sum without padding, outside a jit: how much there is, is data.
+
+        Raises:
+          ValueError: inside a jit.
+        """
+        if isinstance(self.indices, Tracer):
+            got, remedy = "traced ones", "call compact outside the jit; deduplicate keeps the shape"
+            raise ValueError(
+                message("IndexedSlices.compact", expected="known values", got=got, remedy=remedy)
+            )
+        kept = np.flatnonzero(np.asarray(self._judged()) < self.dense_shape[0])
+        return IndexedSlices(self.values[kept], self.indices[kept], self.dense_shape)
+
+    def to_dense(self) -> Array:
+        """Return the whole, an array of `dense_shape`: as large as the table."""
+        values = _widened(self.values)
+        zeros = jnp.zeros(self.dense_shape, values.dtype)
+        return zeros.at[self._judged()].add(values, mode="drop").astype(self.values.dtype)
+
+    def __add__(self, other: Any) -> Any:
+        """Return the sum: more entries, or with an array of the whole shape, an array.
+
+        Args:
+          other: `IndexedSlices` of the same `dense_shape`, an array of that shape, or 0.
+
+        Raises:
+          ValueError: of another shape.
+        """
+        if isinstance(other, int) and other == 0:
+            return self  # where `sum` begins
+        if isinstance(other, IndexedSlices):
+            if other.dense_shape != self.dense_shape:
+                raise ValueError(
+                    message(
+                        "IndexedSlices: sum",
+                        expected=f"dense_shape {self.dense_shape}",
+                        got=f"{other.dense_shape}",
+                    )
+                )
+            values = jnp.concatenate([as_array(one.values) for one in (self, other)])
+            indices = jnp.concatenate([as_array(one.indices) for one in (self, other)])
+            return IndexedSlices(values, indices, self.dense_shape)
+        if np.shape(other) != self.dense_shape:
+            got = f"shape {np.shape(other)}"
+            expected = f"IndexedSlices, or an array of shape {self.dense_shape}"
+            raise ValueError(message("IndexedSlices: sum", expected=expected, got=got))
+        array = as_array(other)
+        dtype = jnp.promote_types(array.dtype, self.values.dtype)
+        whole = _widened(array.astype(dtype))
+        values = as_array(self.values).astype(whole.dtype)
+        return whole.at[self._judged()].add(values, mode="drop").astype(dtype)
+
+    __radd__ = __add__
+
+    def __mul__(self, factor: ArrayLike) -> IndexedSlices:
+        """Return the product with a scalar.
+
+        Raises:
+          ValueError: with anything else.
+        """
+        if np.ndim(factor):
+            got = f"shape {np.shape(factor)}"
+            raise ValueError(message("IndexedSlices: product", expected="a scalar", got=got))
+        values = _widened(self.values)
+        product = values * jnp.asarray(snapshot(factor), values.dtype)
+        kept = as_array(self.indices)
+        return dataclasses.replace(self, values=product.astype(self.values.dtype), indices=kept)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: ArrayLike) -> IndexedSlices:
+        """Return the product with 1 / divisor, a scalar."""
+        return self * (1.0 / divisor)
+
+    def __neg__(self) -> IndexedSlices:
+        """Return the product with -1."""
+        return self * -1.0
+
+    def _judged(self) -> Array:
+        """Return the indices, padding for all outside the table.
+
+        Raises:
+          ValueError: values, indices and dense_shape do not fit together.
+        """
+        indices, size = as_array(self.indices), self.dense_shape[0]
+        if indices.dtype.itemsize < 4:
+            indices = indices.astype(jnp.int32)
+        expected = (indices.shape[0] if indices.ndim == 1 else -1, *self.dense_shape[1:])
+        if self.values.shape != expected:
+            raise ValueError(
+                message(
+                    "IndexedSlices",
+                    expected=f"indices [N], values [N, *{self.dense_shape[1:]}]",
+                    got=f"shapes {indices.shape} and {self.values.shape}",
+                    remedy="under vmap, its methods are for inside of it",
+                )
+            )
+        absent = (indices < 0) | (indices >= size)
+        return jnp.where(absent, jnp.asarray(size, indices.dtype), indices)
+
+
+def is_indexed_slices(tree: Any) -> bool:
+    """Tell whether `tree` is an `IndexedSlices`; the `is_leaf` of a tree of gradients."""
+    return isinstance(tree, IndexedSlices)
+
+
+def scale(gradients: PyTree, factor: ArrayLike) -> PyTree:
+    """Return gradients times a scalar; None stays None.
+
+    Args:
+      gradients: a pytree of arrays and `IndexedSlices`.
+      factor: `[]`.
+    """
+    return jax.tree.map(lambda g: _times(g, factor), gradients, is_leaf=is_indexed_slices)
+
+
+def global_norm(gradients: PyTree) -> Array:
+    """Return √(Σ g²) over all numbers of all gradients, `[]`.
+
+    A row that occurs more than once in an `IndexedSlices` counts with the sum of its values.
+
+    Args:
+      gradients: a pytree of float arrays and `IndexedSlices`.
+
+    Raises:
+      TypeError: an array of integers.
+    """
+    squares = [_squares(g) for g in jax.tree.leaves(gradients, is_leaf=is_indexed_slices)]
+    wide = any(square.dtype == jnp.float64 for square in squares)
+    dtype = jnp.float64 if wide else jnp.float32
+    return jnp.sqrt(sum((square.astype(dtype) for square in squares), jnp.zeros((), dtype)))
+
+
+def _squares(gradient: Any) -> Array:
+    """Return Σ g² of one gradient, in float32 at least."""
+    if is_indexed_slices(gradient):
+        wide = dataclasses.replace(gradient, values=_widened(gradient.values))
+        numbers = wide.deduplicate().values
+    else:
+        numbers = _checked_floats(gradient)
+    sizes = _widened(jnp.abs(numbers))
+    return jnp.sum(sizes * sizes)
+
+
+def _checked_floats(gradient: Any) -> Array:
+    """Return a gradient as an array.
+
+    Raises:
+      TypeError: it is of integers.
+    """
+    numbers = as_array(gradient)
+    if not jnp.issubdtype(numbers.dtype, jnp.inexact):
+        expected, remedy = "gradients of floats", "leave parameters of integers out"
+        got = str(numbers.dtype)
+        raise TypeError(message("gradient", expected=expected, got=got, remedy=remedy))
+    return numbers
+
+
+def _widened(numbers: Array) -> Array:
+    """Return numbers in a dtype to add and multiply in: float32 at least."""
+    numbers = as_array(numbers)
+    small = jnp.issubdtype(numbers.dtype, jnp.floating) and numbers.dtype.itemsize < 4
+    return numbers.astype(jnp.float32) if small else numbers
+
+
+def _times(gradient: Any, factor: ArrayLike) -> Any:
+    """Return a gradient times a scalar, in its own dtype."""
+    if is_indexed_slices(gradient):
+        return gradient * factor
+    numbers = _checked_floats(gradient)
+    wide = _widened(numbers)
+    return (wide * jnp.asarray(snapshot(factor), wide.dtype)).astype(numbers.dtype)
+
+
+def clip_by_global_norm(gradients: PyTree, max_norm: ArrayLike) -> PyTree:
+    """Return gradients times min(1, max_norm / `global_norm`).
+
+    Args:
+      gradients: a pytree of arrays and `IndexedSlices`.
+      max_norm: the largest norm, positive.
+
+    Reference: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural
+    networks", 2013.
+    """
+    norm = global_norm(gradients)
+    limit = jnp.asarray(snapshot(max_norm), norm.dtype)
+    factor = jnp.where(norm > limit, limit / jnp.where(norm > 0, norm, 1), jnp.ones_like(norm))
+    return scale(gradients, factor)

@@ -1,0 +1,193 @@
+"""Lookup in a table that the user holds as a plain array, so that its gradient can be sparse.
+
+Enters: a table and ids, inside or outside a jit. Leaves: activations. What a lookup reads is a
+primitive of its own, which `sparse_grad.py` finds in a traced function.
+
+Under plain `jax.grad` the table's gradient is dense, as for `table[ids]`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
+
+from tpu_embed._checks import check_choice, message
+from tpu_embed._snapshot import as_array
+from tpu_embed._types import PADDING_ID, Array, ArrayLike, Tracer
+from tpu_embed.core.ids import is_real, rescale_bags
+from tpu_embed.kernels import dispatch
+from tpu_embed.kernels.varying import as_varying, varying_axes
+
+__all__ = ["embedding_lookup", "lookup_p"]
+
+
+def embedding_lookup(
+    table: ArrayLike,
+    ids: ArrayLike,
+    weights: ArrayLike | None = None,
+    combiner: str | None = None,
+) -> Array:
+    """Look ids up in a table: `table[ids]`, or a combination of the rows of every bag.
+
+    With weights c (1 without) and the rows w of a bag: Σ c w (sum), Σ c w / Σ c (mean),
+    Σ c w / √Σ c² (sqrtn); a zero row where the denominator is zero.
+
+    Args:
+      table: float `[V, …]`.
+      ids: integers of any shape; with a combiner `[…, H]`, whose last axis is the bag. -1 is
+        padding: a zero row, or nothing in a bag.
+      weights: floats or integers, shaped like the ids, or None: all ones. Without a combiner a
+        weight scales its row.
+      combiner: "sum", "mean", "sqrtn", or None: a row an id.
+
+    Returns:
+      `[*ids.shape, …]` in the table's dtype, or `[*ids.shape[:-1], …]`, float32 at least.
+
+    Raises:
+      TypeError: a table that is not float, or ids that are not integers.
+      ValueError: shapes, a combiner's name, or ids outside [-1, V) where their values are known;
+        inside a jit such ids count as padding.
+
+    Example:
+      >>> table = jnp.arange(10.0).reshape(5, 2)
+      >>> embedding_lookup(table, np.array([[4, 1], [0, -1]]), combiner="sum").tolist()
+      [[10.0, 12.0], [0.0, 1.0]]
+    """
+    table, ids = _checked_table(table), _checked_ids(ids, np.shape(table)[0])
+    check_choice("embedding_lookup: combiner", combiner, (None, "sum", "mean", "sqrtn"))
+    c = _checked_weights(weights, ids)
+    axes = varying_axes(table) | varying_axes(ids)
+    rows = lookup_p.bind(as_varying(table, axes), as_varying(ids, axes))
+    trailing = (1,) * (table.ndim - 1)
+    present = (ids >= 0) & (ids < table.shape[0])
+    if combiner is None:
+        if c is None:
+            return rows
+        kept = jnp.where(present, c, 0).astype(rows.dtype)
+        return rows * kept.reshape(*ids.shape, *trailing)
+    if ids.ndim == 0:
+        raise ValueError(
+            message("embedding_lookup: ids", expected="bags […, H] to combine", got="rank 0")
+        )
+    wide = np.dtype(np.float32) if table.dtype.itemsize < 4 else table.dtype
+    weighted = c is not None
+    c = present.astype(wide) if c is None else jnp.where(present, c.astype(wide), 0)
+    if weighted and combiner != "sum":
+        c = rescale_bags(c)
+    axis = ids.ndim - 1
+    total = jnp.sum(rows.astype(wide) * c.reshape(*ids.shape, *trailing), axis=axis)
+    if combiner == "sum":
+        return total
+    # A root of zero has no derivative: zeros are replaced before it.
+    under = jnp.sum(c if combiner == "mean" else c * c, axis=axis)
+    under = under.reshape(*ids.shape[:-1], *trailing)
+    safe = jnp.where(under == 0, 1, under)
+    return jnp.where(under == 0, 0, total / (safe if combiner == "mean" else jnp.sqrt(safe)))
+
+
+def _checked_table(table: ArrayLike) -> Array:
+    array = as_array(table)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(
+            message("embedding_lookup: table", expected="a float dtype", got=str(array.dtype))
+        )
+    if array.ndim < 1:
+        raise ValueError(message("embedding_lookup: table", expected="[V, …]", got="rank 0"))
+    return array
+
+
+def _checked_ids(ids: ArrayLike, size: int) -> Array:
+    dtype = np.dtype(getattr(ids, "dtype", None) or np.asarray(ids).dtype)
+    if dtype.kind not in "iu":
+        raise TypeError(message("embedding_lookup: ids", expected="integers", got=str(dtype)))
+    if not isinstance(ids, Tracer):
+        numbers = np.asarray(ids)
+        bad = (numbers < PADDING_ID) | (numbers >= size)
+        if bad.any():
+            raise ValueError(
+                message(
+                    "embedding_lookup: ids",
+                    expected=f"numbers in [0, {size}), or -1 for padding",
+                    got=f"{numbers.reshape(-1)[np.argmax(bad)]} at {_first(bad)}",
+                )
+            )
+    array = as_array(ids)
+    if array.dtype in (jnp.int32, jnp.int64):
+        return array
+    if np.dtype(array.dtype).kind == "u" and array.dtype.itemsize >= 4:
+        array = jnp.minimum(array, jnp.asarray(np.iinfo(np.int32).max, array.dtype))
+    return array.astype(jnp.int32)
+
+
+def _first(bad: np.ndarray) -> list[int]:
+    return [int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape)]
+
+
+def _checked_weights(weights: ArrayLike | None, ids: Array) -> Array | None:
+    if weights is None:
+        return None
+    array = as_array(weights)
+    if array.shape != ids.shape or not is_real(array.dtype):
+        got = f"{array.dtype} of shape {array.shape}"
+        expected = f"real numbers of the ids' shape {ids.shape}"
+        raise ValueError(message("embedding_lookup: weights", expected=expected, got=got))
+    return array
+
+
+# -- the primitive: rows of a table, zeros for ids outside it --------------------------------------
+
+
+def _gather(table: Array, ids: Array) -> Array:
+    rows = dispatch.gather_rows(table, ids.reshape(-1))
+    return rows.reshape(*ids.shape, *table.shape[1:])
+
+
+def _abstract(table: Any, ids: Any) -> Any:
+    """Return what is known of the rows: not sharded by themselves, differing as the table does."""
+    shape = (*ids.shape, *table.shape[1:])
+    sharding = table.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
+    return table.update(shape=shape, weak_type=False, sharding=sharding)
+
+
+def _batched(arrays: tuple, dims: tuple) -> tuple[Array, int]:
+    (table, ids), (table_dim, ids_dim) = arrays, dims
+    if table_dim is None:
+        return lookup_p.bind(table, jnp.moveaxis(ids, ids_dim, 0)), 0
+    in_axes = (table_dim, ids_dim)
+    return jax.vmap(_gather, in_axes)(table, ids), 0
+
+
+def _tangent(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+    (table, ids), (table_dot, _) = primals, tangents
+    rows = lookup_p.bind(table, ids)
+    if type(table_dot) is ad.Zero:
+        return rows, jnp.zeros_like(rows)
+    return rows, lookup_p.bind(table_dot, ids)
+
+
+def _transposed(cotangent: Any, table: Any, ids: Array) -> tuple[Any, None]:
+    if type(cotangent) is ad.Zero:
+        return ad.Zero(table.aval), None
+    aval = table.aval
+    flat = cotangent.reshape(math.prod(ids.shape), *aval.shape[1:])
+    rows = ids.reshape(-1)
+    absent = jnp.where(rows < 0, aval.shape[0], rows)
+    return jnp.zeros(aval.shape, aval.dtype).at[absent].add(flat, mode="drop"), None
+
+
+lookup_p = Primitive("embedding_lookup")
+"""`(table [V, …], ids […])` to rows `[…, …]`: linear in the table."""
+
+lookup_p.def_impl(jax.jit(_gather))
+lookup_p.def_abstract_eval(_abstract)
+mlir.register_lowering(lookup_p, mlir.lower_fun(_gather, multiple_results=False))
+batching.primitive_batchers[lookup_p] = _batched
+ad.primitive_jvps[lookup_p] = _tangent
+ad.primitive_transposes[lookup_p] = _transposed

@@ -1,0 +1,169 @@
+"""Which inputs of a jaxpr reach which of its outputs along differentiable equations.
+
+Enters: a jaxpr, and the sources that each of its inputs stands for. Leaves: the sources of each
+output. A gradient may be nonzero only where this finds a path: without one, an argument has no
+gradient, and a lookup touches no row.
+
+An equation carries its float and complex operands to its float and complex results.
+`stop_gradient`, floor, ceil and round cut. Calls, conds, scans and whiles are followed inside; any
+other equation with a program inside, a custom rule first of all, is opaque: each operand reaches
+each result.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from tpu_embed._jaxprs import CALLS, REMATS, inner_jaxpr, scan_counts
+
+__all__ = ["NOTHING", "Sources", "propagate"]
+
+
+class Sources(NamedTuple):
+    """Sets of sources, a bit for each.
+
+    Attributes:
+      reached: those that reach a value.
+      looped: of them, those with a path through a `while`, whose trip count is not known.
+    """
+
+    reached: int = 0
+    looped: int = 0
+
+    def __or__(self, other: Sources) -> Sources:
+        """Return the union."""
+        return Sources(self.reached | other.reached, self.looped | other.looped)
+
+
+NOTHING = Sources()
+
+
+def propagate(
+    jaxpr: Any, sources: Sequence[Sources], *, cut: frozenset[str] = frozenset()
+) -> list[Sources]:
+    """Return the sources of every output.
+
+    Args:
+      jaxpr: an open jaxpr.
+      sources: of every input; those of integers go nowhere.
+      cut: names of primitives that carry nothing, beside those that never do.
+    """
+    walk = functools.partial(propagate, cut=cut)
+    env: dict[Any, Sources] = {}
+
+    def read(atom: Any) -> Sources:
+        return NOTHING if isinstance(atom, Literal) else env.get(atom, NOTHING)
+
+    def add(variables: Iterable[Any], found: Iterable[Sources]) -> None:
+        for var, one in zip(variables, found, strict=True):
+            if _is_inexact(var):
+                env[var] = env.get(var, NOTHING) | one
+
+    add(jaxpr.invars, sources)
+    for eqn in jaxpr.eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        if all(one == NOTHING for one in operands):
+            continue
+        references = [atom for atom in eqn.invars if _is_reference(atom)]
+        if references:  # what is written into one may be read from it later
+            together = [_union(operands)] * (len(references) + len(eqn.outvars))
+            add([*references, *eqn.outvars], together)
+        else:
+            name = eqn.primitive.name
+            rule = _cut if name in cut else _RULES.get(name, _opaque)
+            add(eqn.outvars, rule(walk, eqn, operands))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _is_inexact(var: Any) -> bool:
+    dtype = getattr(var.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _is_reference(atom: Any) -> bool:
+    return getattr(atom.aval, "inner_aval", None) is not None
+
+
+def _union(sources: Iterable[Sources]) -> Sources:
+    return functools.reduce(operator.or_, sources, NOTHING)
+
+
+# -- a rule an equation: the sources of its operands to those of its results -----------------------
+
+Walk = Callable[[Any, Sequence[Sources]], list[Sources]]
+"""`propagate`, for a program inside an equation."""
+Rule = Callable[[Walk, Any, list[Sources]], Sequence[Sources]]
+
+
+def _opaque(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
+    return [_union(operands)] * len(eqn.outvars)
+
+
+def _cut(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
+    return [NOTHING] * len(eqn.outvars)
+
+
+def _one_to_one(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
+    return operands
+
+
+def _tapped(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
+    """A tap's source is the tag's own; a stop lets nothing else through."""
+    value, tap = operands
+    return [tap if eqn.params["stop"] else value | tap]
+
+
+def _call(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
+    return walk(inner_jaxpr(eqn)[0], operands)
+
+
+def _cond(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
+    branches = [walk(branch.jaxpr, operands[1:]) for branch in eqn.params["branches"]]
+    return [_union(same) for same in zip(*branches, strict=True)]
+
+
+def _loop(
+    walk: Walk, body: Any, before: list[Sources], carry: list[Sources], after: list[Sources]
+) -> tuple[list[Sources], list[Sources]]:
+    """Return the sources of a loop's carry at a fixed point, and those of its other results.
+
+    The initial carry is among them: for no iteration at all, it is the result.
+    """
+    while True:
+        results = walk(body, [*before, *carry, *after])
+        grown = [a | b for a, b in zip(carry, results, strict=False)]
+        if grown == carry:
+            return carry, results[len(carry) :]
+        carry = grown
+
+
+def _scan(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
+    fixed, carried = scan_counts(eqn)
+    first, rest = operands[fixed : fixed + carried], operands[fixed + carried :]
+    carry, ys = _loop(walk, eqn.params["jaxpr"].jaxpr, operands[:fixed], first, rest)
+    return [*carry, *ys]
+
+
+def _while(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
+    start = eqn.params["cond_nconsts"]
+    first = start + eqn.params["body_nconsts"]
+    body = eqn.params["body_jaxpr"].jaxpr
+    carry, _ = _loop(walk, body, operands[start:first], operands[first:], [])
+    return [Sources(one.reached, one.reached) for one in carry]
+
+
+_RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(("stop_gradient", "floor", "ceil", "round"), _cut),
+    **dict.fromkeys(("tag", "optimization_barrier"), _one_to_one),
+    **dict.fromkeys((*CALLS, *REMATS), _call),
+    "tapped": _tapped,
+    "cond": _cond,
+    "scan": _scan,
+    "while": _while,
+}

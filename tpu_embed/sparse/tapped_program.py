@@ -1,0 +1,144 @@
+"""A program with a tap at each lookup of its tables, and what reaches its results.
+
+Input: a program whose inputs are known, and which of them are tables. Output: the same program with
+more inputs. A lookup then reads its table from an input of its own, and its tap is an input whose
+gradient is that of the rows looked up. So what reaches a result is asked of inputs alone: whether a
+lookup does, of its tap, and whether a table is used otherwise than by its lookups, of the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from tpu_embed._types import Array
+from tpu_embed.sparse.reach import NOTHING, Sources, propagate
+from tpu_embed.sparse.taps import Asked, Lookup, Taps, find_lookups, known_after, run_with_taps
+
+__all__ = ["Reached", "TappedProgram", "differentiable", "tap_lookups"]
+
+
+class Reached(NamedTuple):
+    """What reaches some results of a program along differentiable equations.
+
+    Attributes:
+      inputs: numbers of inputs, by another way than through a lookup that has a tap.
+      lookups: numbers of lookups, in program order.
+      looped: of the inputs and of the lookups' tables, those with a path through a `while`.
+    """
+
+    inputs: frozenset[int] = frozenset()
+    lookups: frozenset[int] = frozenset()
+    looped: frozenset[int] = frozenset()
+
+    @staticmethod
+    def any_of(several: Iterable[Reached]) -> Reached:
+        """Return what reaches any of several results."""
+        return Reached(
+            *(frozenset().union(*sets) for sets in zip(Reached(), *several, strict=True))
+        )
+
+
+class TappedProgram(NamedTuple):
+    """A program, and how to run it with other inputs and taps.
+
+    Attributes:
+      closed: from inputs, tables as the lookups read them, and taps, to results and then what each
+        lookup was asked for.
+      inputs: values of the program's inputs.
+      tables: number of an input that is looked up -> its value.
+      lookups: in program order.
+      num_results: how many results the program has.
+      asked: structure of what the lookups were asked for.
+    """
+
+    closed: ClosedJaxpr
+    inputs: list[Array]
+    tables: dict[int, Array]
+    lookups: list[Lookup]
+    num_results: int
+    asked: Any
+
+    def reach(self, inputs: Iterable[int]) -> list[Reached]:
+        """Return what reaches each result.
+
+        Args:
+          inputs: the numbers of those that are asked for; lookups all are.
+        """
+        n, wanted = len(self.inputs), frozenset(inputs)
+        sources = [Sources(1 << i) if i in wanted else NOTHING for i in range(n)]
+        taps = [Sources(1 << (n + k)) for k in range(len(self.lookups))]
+        found = propagate(self.closed.jaxpr, [*sources, *[NOTHING] * len(self.tables), *taps])
+        return [self._reached(one) for one in found[: self.num_results]]
+
+    def _reached(self, sources: Sources) -> Reached:
+        n, tables = len(self.inputs), [lookup.table for lookup in self.lookups]
+        places = [*range(n), *tables]  # a tap stands for its table
+        by_bit = [sources.reached >> i & 1 for i in range(len(places))]
+        inputs = frozenset(i for i in range(n) if by_bit[i])
+        lookups = frozenset(k for k in range(len(tables)) if by_bit[n + k])
+        looped = frozenset(place for i, place in enumerate(places) if sources.looped >> i & 1)
+        return Reached(inputs, lookups, looped)
+
+    def taps(self, lookups: Iterable[int]) -> dict[int, Array]:
+        """Return the taps of some lookups, to differentiate `run` by."""
+        return {k: self.lookups[k].tap() for k in sorted(lookups)}
+
+    def run(
+        self, inputs: Mapping[int, Any], taps: Mapping[int, Array]
+    ) -> tuple[list[Any], dict[int, Asked]]:
+        """Return the results, and what each of some lookups was asked for.
+
+        Args:
+          inputs: values in place of the program's own, by number.
+          taps: of those lookups, by number.
+        """
+        values = [inputs.get(i, value) for i, value in enumerate(self.inputs)]
+        tables = [self.tables[i] for i in sorted(self.tables)]
+        every = [taps[k] if k in taps else one.tap() for k, one in enumerate(self.lookups)]
+        flat = jaxpr_as_fun(self.closed)(*values, *tables, *every)
+        asked = self.asked.unflatten(flat[self.num_results :])
+        wanted = {k: asked[k] for k in taps}
+        # A table is updated by all its wanted lookups at once: if one of them comes after those
+        # that are left out, so does the update.
+        one_of = {self.lookups[k].table: k for k in taps}
+        for k, lookup in enumerate(self.lookups):
+            if k not in taps and lookup.table in one_of:
+                one = one_of[lookup.table]
+                wanted[one] = known_after(wanted[one], asked[k])
+        return flat[: self.num_results], wanted
+
+
+def tap_lookups(
+    closed: ClosedJaxpr, inputs: Sequence[Array], tables: Iterable[int]
+) -> TappedProgram:
+    """Return a program with a tap at each lookup of some of its inputs.
+
+    Args:
+      closed: the program.
+      inputs: values of its inputs.
+      tables: the numbers of those that may be tables.
+    """
+    jaxpr, inputs = closed.jaxpr, list(inputs)
+    numbers = {jaxpr.invars[i]: i for i in tables}
+    lookups = find_lookups(jaxpr, numbers).lookups
+    arrays = {lookup.table: inputs[lookup.table] for lookup in lookups}
+
+    def run(inputs: list[Array], arrays: dict[int, Array], taps: list[Array]) -> Any:
+        return run_with_taps(jaxpr, closed.consts, inputs, numbers, Taps(taps, arrays))
+
+    asked: list[Any] = []
+    if lookups:
+        given = (inputs, arrays, [lookup.tap() for lookup in lookups])
+        closed, (_, asked) = jax.make_jaxpr(run, return_shape=True)(*given)
+    structure = jax.tree.structure(asked)
+    return TappedProgram(closed, inputs, arrays, lookups, len(jaxpr.outvars), structure)
+
+
+def differentiable(arrays: Sequence[Array]) -> list[int]:
+    """Return the numbers of the arrays that have gradients: floats and complex numbers."""
+    return [i for i, x in enumerate(arrays) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]

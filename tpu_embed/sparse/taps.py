@@ -1,0 +1,362 @@
+"""Find the lookups of a traced function, and run it again with a tap at each of them.
+
+Enters: a jaxpr, and which of its inputs are tables. `find_lookups` lists their lookups in program
+order; `run_with_taps` evaluates the jaxpr with one more input for each lookup, whose gradient is
+that of what was looked up, and returns what each was asked for beside the results.
+
+A lookup inside a scan stands for one in every iteration, stacked; one in a branch of a cond has
+padding for ids where another branch is taken.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+from jax.sharding import AxisType
+
+from tpu_embed._jaxprs import CALLS, REMATS, evaluate, inner_jaxpr, scan_counts, subjaxprs
+from tpu_embed._types import PADDING_ID, Array, Tracer
+from tpu_embed.kernels.varying import as_varying, axes_of, varying_axes
+from tpu_embed.sparse.engine_lookup import engine_lookup_p, opened_p
+from tpu_embed.sparse.lookup import lookup_p
+
+Tables = dict[Any, int]
+"""Variables of a jaxpr that hold a table -> its number."""
+Asked = tuple[Array, ...]
+"""What a lookup was asked for: ids, and weights where it has any."""
+
+LOOKUPS: Mapping[Any, Callable[[Any], int]] = {
+    lookup_p: lambda eqn: 1,
+    engine_lookup_p: lambda eqn: 1 + eqn.params["call"].weighted,
+}
+"""Primitives that look up -> how many operands say what."""
+
+
+class Lookup(NamedTuple):
+    """Where a table is looked up.
+
+    Attributes:
+      table: its number.
+      eqn: the equation; its second operand is the ids, a third may be weights.
+      lead: iterations of the scans around it, outermost first.
+    """
+
+    table: int
+    eqn: Any
+    lead: tuple[int, ...]
+
+    def tap(self) -> Array:
+        """Return zeros for the lookup's tap: like its result."""
+        return self._full(self.eqn.outvars[0].aval, 0)
+
+    def nothing(self) -> Asked:
+        """Return ids that are all padding, and weights of zero."""
+        ids, *weights = (var.aval for var in asked(self.eqn, self.eqn.invars))
+        return (self._full(ids, PADDING_ID), *(self._full(aval, 0) for aval in weights))
+
+    def _full(self, aval: Any, value: int) -> Array:
+        shape = (*self.lead, *aval.shape)
+        return as_varying(jnp.full(shape, value, aval.dtype), axes_of(aval))
+
+
+def asked(eqn: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
+    """Return those operands of a lookup that say what is looked up: ids, then weights if any."""
+    return tuple(operands[1 : 1 + LOOKUPS[eqn.primitive](eqn)])
+
+
+class FoundLookups(NamedTuple):
+    """The lookups of some tables in program order.
+
+    Attributes:
+      lookups: of them.
+      passed: place -> table that is the program's result there.
+    """
+
+    lookups: list[Lookup]
+    passed: dict[int, int]
+
+
+def find_lookups(jaxpr: Any, tables: Tables) -> FoundLookups:
+    """List the lookups of tables.
+
+    Args:
+      jaxpr: an open jaxpr.
+      tables: which variables of it are tables.
+    """
+    tables, lookups = dict(tables), []
+    for eqn in jaxpr.eqns:
+        held = _held(eqn, tables)
+        if not held:
+            continue
+        if eqn.primitive in LOOKUPS:
+            if 0 in held:
+                lookups.append(Lookup(held[0], eqn, ()))
+        elif eqn.primitive.name in _STEPS:
+            inside = _STEPS[eqn.primitive.name].find(eqn, tables)
+            lookups += inside.lookups
+            tables |= {eqn.outvars[i]: number for i, number in inside.passed.items()}
+        elif eqn.primitive.name in _SAME:
+            tables[eqn.outvars[0]] = tables[eqn.invars[0]]
+    return FoundLookups(lookups, _among(jaxpr.outvars, tables))
+
+
+def count_lookups(jaxpr: Any, tables: Tables) -> collections.Counter[int]:
+    """Count for each table the lookups in it and in what is computed from it, wherever they stand.
+
+    Args:
+      jaxpr: an open jaxpr.
+      tables: which variables of it are tables.
+    """
+    return _count(jaxpr, {var: frozenset([number]) for var, number in tables.items()})
+
+
+def _count(jaxpr: Any, sources: dict[Any, frozenset[int]]) -> collections.Counter[int]:
+    """Count for each source the lookups in what it flows into, given those of some variables."""
+    sources, counts = dict(sources), collections.Counter()
+    for eqn in jaxpr.eqns:
+        operands = [
+            frozenset() if isinstance(var, Literal) else sources.get(var, frozenset())
+            for var in eqn.invars
+        ]
+        together = frozenset().union(*operands)
+        if not together:
+            continue
+        if eqn.primitive in LOOKUPS or eqn.primitive is opened_p:
+            counts.update(operands[0])
+        for inner in subjaxprs(eqn):
+            n = len(inner.invars)  # operands of a cond or while that are not passed in come first
+            given = operands[len(operands) - n :] if n <= len(operands) else [together] * n
+            counts += _count(inner, dict(zip(inner.invars, given, strict=True)))
+        sources |= dict.fromkeys(eqn.outvars, together)
+    return counts
+
+
+class Taps(NamedTuple):
+    """What a program is run with beside its inputs.
+
+    Attributes:
+      taps: `Lookup.tap` of every lookup, in program order.
+      arrays: the table of each number, in place of the program's at its lookups: where other uses
+        of a table are differentiated, their derivative alone is then the program's.
+    """
+
+    taps: list[Array]
+    arrays: Mapping[int, Array]
+
+
+def run_with_taps(
+    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], tables: Tables, given: Taps
+) -> tuple[list[Any], list[Asked]]:
+    """Evaluate a jaxpr.
+
+    Args:
+      jaxpr: an open jaxpr.
+      consts: values of its constants.
+      args: of its inputs.
+      tables: which variables are tables.
+      given: taps and tables.
+
+    Returns:
+      its results; what every lookup was asked for.
+    """
+    tables, taps = dict(tables), list(given.taps)
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    ids: list[Asked] = []
+
+    def read(var: Any) -> Any:
+        return var.val if isinstance(var, Literal) else env[var]
+
+    for eqn in jaxpr.eqns:
+        values, held = [read(var) for var in eqn.invars], _held(eqn, tables)
+        step = _STEPS.get(eqn.primitive.name)
+        if 0 in held and eqn.primitive in LOOKUPS:
+            table = as_varying(given.arrays[held[0]], axes_of(eqn.invars[0].aval))
+            (found,) = evaluate(jaxpr, eqn, [table, *values[1:]])
+            results = [tapped(found, taps.pop(0))]
+            ids.append(_known_after(found, asked(eqn, values)))
+        elif held and step is not None:
+            found = step.find(eqn, tables)
+            mine, taps = taps[: len(found.lookups)], taps[len(found.lookups) :]
+            results, inside = step.run(eqn, values, tables, given._replace(taps=mine))
+            ids += inside
+            tables |= {eqn.outvars[i]: number for i, number in found.passed.items()}
+        else:
+            results = evaluate(jaxpr, eqn, values)
+            if held and eqn.primitive.name in _SAME:
+                tables[eqn.outvars[0]] = tables[eqn.invars[0]]
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [read(var) for var in jaxpr.outvars], ids
+
+
+def _known_after(found: Array, operands: Asked) -> Asked:
+    """Return what a lookup was asked for, its ids known only when its result is.
+
+    What updates the table by them comes after what reads it, then; where nothing said so, XLA would
+    copy the table. Each bag's ids get a zero added that XLA does not know to be one: a barrier is
+    gone before it decides about copies.
+    """
+    ids, *weights = operands
+    if not isinstance(ids, Tracer) or not ids.ndim or 0 in found.shape or _is_explicit(found):
+        return operands
+    first = jax.lax.stop_gradient(found)[(..., *[0] * (found.ndim - 1))].astype(jnp.float32)
+    zeros = _zeros(jax.lax.bitcast_convert_type(first, jnp.int32), ids.dtype)
+    parts = zeros.reshape(ids.shape[0], -1)[:, 0]  # a placed batch has a line a device
+    return (ids + parts.reshape(-1, *[1] * (ids.ndim - 1)), *weights)
+
+
+def known_after(operands: Asked, other: Asked) -> Asked:
+    """Return what a lookup was asked for, its ids known only when those of another are.
+
+    An update by this lookup alone comes after the other one too, which reads the same table.
+
+    Args:
+      operands: of the lookup.
+      other: of another, as `run_with_taps` returns them.
+    """
+    (ids, *weights), later = operands, other[0]
+    traced = isinstance(later, Tracer) and later.size
+    if not traced or not varying_axes(later) <= varying_axes(ids):
+        return operands
+    return (ids + _zeros(jnp.max(later), ids.dtype), *weights)
+
+
+def _zeros(bits: Array, dtype: Any) -> Array:
+    """Return zeros computed from integers, in a way that XLA does not know to give zeros."""
+    return jnp.minimum(bits & 0x7FFFFFFF, 0).astype(dtype)
+
+
+def _is_explicit(array: Array) -> bool:
+    """Tell whether axes of the mesh that splits an array are explicit: shapes are not free then."""
+    kinds = jax.typeof(array).sharding.mesh.axis_types
+    return any(kind == AxisType.Explicit for kind in kinds)
+
+
+@jax.custom_jvp
+def tapped(value: Array, tap: Array) -> Array:
+    """Return the value, bit for bit; the tap, of its shape and dtype, gets its gradient too."""
+    return value
+
+
+@tapped.defjvp
+def _tapped_tangent(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    return primals[0], tangents[0] + tangents[1]
+
+
+def _among(variables: Sequence[Any], tables: Tables) -> dict[int, int]:
+    """Return place -> number of the table there."""
+    return {
+        i: tables[var]
+        for i, var in enumerate(variables)
+        if not isinstance(var, Literal) and var in tables
+    }
+
+
+def _held(eqn: Any, tables: Tables) -> dict[int, int]:
+    return _among(eqn.invars, tables)
+
+
+# -- equations with a program inside ---------------------------------------------------------------
+
+
+class _Step(NamedTuple):
+    """How lookups inside an equation are found, and how it runs with taps."""
+
+    find: Callable[[Any, Tables], FoundLookups]
+    run: Callable[[Any, list[Any], Tables, Taps], tuple[list[Any], list[Asked]]]
+
+
+def _inside(variables: Sequence[Any], operands: Sequence[Any], tables: Tables) -> Tables:
+    """Return which variables of an inner jaxpr are tables, given what it is called with."""
+    return {variables[i]: number for i, number in _among(operands, tables).items()}
+
+
+def _find_call(eqn: Any, tables: Tables) -> FoundLookups:
+    jaxpr, _ = inner_jaxpr(eqn)
+    return find_lookups(jaxpr, _inside(jaxpr.invars, eqn.invars, tables))
+
+
+def _run_call(eqn: Any, values: list[Any], tables: Tables, given: Taps) -> tuple:
+    jaxpr, consts = inner_jaxpr(eqn)
+    return run_with_taps(jaxpr, consts, values, _inside(jaxpr.invars, eqn.invars, tables), given)
+
+
+def _run_remat(eqn: Any, values: list[Any], tables: Tables, given: Taps) -> tuple:
+    def call(values: list[Any], taps: list[Array]) -> tuple:
+        return _run_call(eqn, values, tables, given._replace(taps=taps))
+
+    keep = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
+    return jax.checkpoint(call, **keep)(values, given.taps)
+
+
+def _find_scan(eqn: Any, tables: Tables) -> FoundLookups:
+    """A table must be the same in every iteration: among the constants."""
+    jaxpr, (fixed, _) = eqn.params["jaxpr"].jaxpr, scan_counts(eqn)
+    found = find_lookups(jaxpr, _inside(jaxpr.invars[:fixed], eqn.invars[:fixed], tables))
+    return FoundLookups(
+        [x._replace(lead=(eqn.params["length"], *x.lead)) for x in found.lookups], {}
+    )
+
+
+def _run_scan(eqn: Any, values: list[Any], tables: Tables, given: Taps) -> tuple:
+    params, closed = eqn.params, eqn.params["jaxpr"]
+    fixed, carried = scan_counts(eqn)
+    inside = _inside(closed.jaxpr.invars[:fixed], eqn.invars[:fixed], tables)
+
+    def body(carry: list[Any], xs: tuple[list[Any], list[Array]]) -> tuple:
+        args = [*values[:fixed], *carry, *xs[0]]
+        results, ids = run_with_taps(
+            closed.jaxpr, closed.consts, args, inside, given._replace(taps=xs[1])
+        )
+        return results[:carried], (results[carried:], ids)
+
+    first, rest = values[fixed : fixed + carried], values[fixed + carried :]
+    keep = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, (ys, ids) = jax.lax.scan(body, first, (rest, given.taps), **keep)
+    return [*carry, *ys], ids
+
+
+def _branches(eqn: Any, tables: Tables) -> list[tuple[Any, Tables]]:
+    closed = eqn.params["branches"]
+    return [(c, _inside(c.jaxpr.invars, eqn.invars[1:], tables)) for c in closed]
+
+
+def _find_cond(eqn: Any, tables: Tables) -> FoundLookups:
+    found = [find_lookups(closed.jaxpr, inside) for closed, inside in _branches(eqn, tables)]
+    return FoundLookups([lookup for branch in found for lookup in branch.lookups], {})
+
+
+def _run_cond(eqn: Any, values: list[Any], tables: Tables, given: Taps) -> tuple:
+    branches = _branches(eqn, tables)
+    lookups = [find_lookups(closed.jaxpr, inside).lookups for closed, inside in branches]
+
+    def branch(k: int) -> Callable[..., tuple]:
+        closed, inside = branches[k]
+        start = sum(len(some) for some in lookups[:k])
+        end = start + len(lookups[k])
+        nothing = [[x.nothing() for x in some] for some in lookups]
+
+        def run(values: list[Any], taps: list[Array]) -> tuple:
+            mine = given._replace(taps=taps[start:end])
+            results, ids = run_with_taps(closed.jaxpr, closed.consts, values, inside, mine)
+            return results, [i for j, some in enumerate(nothing) for i in (ids if j == k else some)]
+
+        return run
+
+    index, *operands = values
+    return jax.lax.switch(index, [branch(k) for k in range(len(branches))], operands, given.taps)
+
+
+_SAME = frozenset({"pvary", "pcast", "copy"})
+"""Primitives whose result is the table itself."""
+
+_STEPS: Mapping[str, _Step] = {
+    **dict.fromkeys(CALLS, _Step(_find_call, _run_call)),
+    **dict.fromkeys(REMATS, _Step(_find_call, _run_remat)),
+    "scan": _Step(_find_scan, _run_scan),
+    "cond": _Step(_find_cond, _run_cond),
+}

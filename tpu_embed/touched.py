@@ -1,0 +1,248 @@
+"""Which rows changed after which step: 4 bytes a row, on the host.
+
+Enters: every batch that is applied, with the number of its update. Leaves: ids by table, and the
+`Version` of a state. Called by users; `io/delta.py` reads it. A `Version` also goes to `export.py`,
+`served.py` and `delta_files.py` there.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from tpu_embed._checks import check_int, message
+from tpu_embed._types import ArrayLike, PyTree, Tracer
+from tpu_embed.core.batch import Batch, packed_rows
+from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.layout import Stack, TableSlice
+from tpu_embed.core.state import TableState, check_own
+
+__all__ = ["TouchedRows", "Version"]
+
+_NEVER = -1
+_LAST = 2**31 - 2  # marks are int32, and those of `record_rows` one step later
+_FULL = "publish a full export"
+
+
+class Version(NamedTuple):
+    """A moment of training.
+
+    Attributes:
+      run: names a `TouchedRows`.
+      step: `state.step`, updates applied.
+      edits: how often `record_rows` was called; orders what was published at one step.
+    """
+
+    run: str
+    step: int
+    edits: int = 0
+
+
+class TouchedRows:
+    """Keep, for every row, the last update that touched it.
+
+    A row is touched by every valid id that is kept, whatever its weight or gradient: rows may be
+    named that did not change, never the other way round. A rule that decays every row, as
+    `Adam(lazy_adam=False)`, touches whole tables. Threads may record at the same time.
+
+    Args:
+      engine: whose tables they are.
+      step: `state.step` now; of earlier updates nothing is known.
+
+    Example:
+      >>> import jax, tpu_embed
+      >>> table = tpu_embed.TableConfig(vocabulary_size=8, dim=2, name="item")
+      >>> feature = tpu_embed.FeatureConfig(table)
+      >>> engine = EmbeddingEngine(feature, tpu_embed.optimizers.SGD(0.1))
+      >>> touched = TouchedRows(engine)
+      >>> touched.record(np.array([[3, 5], [5, -1]]), 1)
+      >>> touched.record(np.array([[7, 3], [7, -1]]), 2)
+      >>> touched.since(1)["item"].tolist(), touched.since(0)["item"].tolist(), touched.never()
+      ([3, 7], [3, 5, 7], {'item': 5})
+    """
+
+    def __init__(self, engine: EmbeddingEngine, *, step: int = 0) -> None:
+        self._engine, self.layout = engine, engine.layout
+        self._run = uuid.uuid4().hex
+        self._start = self._through = check_int("step", step, minimum=0)
+        self._edits = 0
+        self._ahead: set[int] = set()  # recorded steps after the first that is missing
+        self._last: dict[str, np.ndarray] = {}  # by stack: of every physical row
+        self._whole: dict[str, int] = {}  # by table: the last step that touched all of it
+        self._lock = threading.Lock()
+
+    def record(self, batch: PyTree, step: int) -> None:
+        """Say that a batch is, or will be, applied.
+
+        Args:
+          batch: what `place` returned, or features as it takes them (weights do not matter); of
+            several processes, each gives its own.
+          step: of its update: `state.step` after it, 1 for the first.
+
+        Raises:
+          ValueError: what `place` refuses; a step before the last one that is known.
+          TypeError: what `place` refuses.
+        """
+        rows = self._physical_rows(batch)
+        with self._lock:
+            step = self._checked_step(step)
+            for stack, mine in zip(self.layout.stacks, rows, strict=True):
+                if stack.optimizer is None:
+                    continue
+                if stack.optimizer.updates_every_row:
+                    for table in stack.tables:
+                        self._mark_all(table, step)
+                else:
+                    self._mark(stack, mine[mine >= 0], step)
+            self._count(step)
+
+    def record_rows(self, name: str, rows: ArrayLike | None, step: int) -> None:
+        """Say that rows were set by `set_rows`, or whole tables loaded.
+
+        Of several processes, all say so: each counts the edits.
+
+        Args:
+          name: the table, trainable or not.
+          rows: integers `[n]`; None: all of them.
+          step: `state.step` when they were set; they count as touched by the next update.
+
+        Raises:
+          ValueError: an unknown name, a bad row, a step before this object's first.
+        """
+        stack, table = self.layout.table(name)
+        check_int("step", step, minimum=self._start)
+        chosen = None if rows is None else _checked(table, np.asarray(rows), stack)
+        with self._lock:
+            self._edits += 1
+            if chosen is None:
+                self._mark_all(table, step + 1)
+            else:
+                self._mark(stack, stack.physical(chosen, table), step + 1)
+
+    def since(self, step: int) -> dict[str, np.ndarray]:
+        """Return the rows touched after a step, int64 `[n]` ascending, by table.
+
+        Of several processes, each has those of its own batches. A table that is not trainable has
+        those of `record_rows`.
+
+        Raises:
+          ValueError: a step before this object's first.
+        """
+        step = check_int("step", step, minimum=0)
+        if step < self._start:
+            expected, got = f"a step from {self._start} on, where recording began", f"{step}"
+            raise ValueError(message("step", expected=expected, got=got, remedy=_FULL))
+        with self._lock:
+            return {table.name: self._after(stack, table, step) for stack, table in self._tables()}
+
+    def never(self) -> dict[str, int]:
+        """Return how many rows of every table were not touched since recording began."""
+        with self._lock:
+            return {
+                table.name: table.vocabulary_size - self._after(stack, table, _NEVER).size
+                for stack, table in self._tables()
+            }
+
+    def version(self, state: TableState) -> Version:
+        """Return which moment of the run a state is, after a check that every update is recorded.
+
+        Raises:
+          ValueError: one is not, between the first step and the state's, or the state is earlier.
+        """
+        check_own(state, self.layout)
+        step = int(state.step)
+        if step < self._start:
+            expected, got = f"a state of step {self._start} or later", f"{step}"
+            remedy = f"make another TouchedRows with step={step}, and {_FULL}"
+            raise ValueError(message("TouchedRows", expected=expected, got=got, remedy=remedy))
+        with self._lock:
+            through, edits = self._through, self._edits
+        if step > through:
+            expected = f"every update from {self._start + 1} to {step} recorded"
+            remedy = "record each batch with the step that state.step is after it"
+            got = f"none of {through + 1}"
+            raise ValueError(message("TouchedRows", expected=expected, got=got, remedy=remedy))
+        return Version(self._run, step, edits)
+
+    # -- batches -------------------------------------------------------------------------------
+
+    def _physical_rows(self, batch: PyTree) -> list[np.ndarray]:
+        """Return the physical rows of this process's ids, by stack; `PADDING_ID` for none."""
+        layout = self.layout
+        if isinstance(batch, Batch):
+            batch.check(layout)
+            lines = _lines(batch)
+            return [packed_rows(lines, batch.spec, layout, g)[0] for g in range(len(layout.stacks))]
+        found: list[list[np.ndarray]] = [[np.zeros(0, np.int32)] for _ in layout.stacks]
+        for f, host in zip(layout.features, self._engine.host_ids(batch), strict=True):
+            stack = layout.stacks[f.stack]
+            valid = host.ids[host.ids >= 0].astype(stack.index_dtype, copy=False)
+            found[f.stack].append(stack.physical(valid, f.table))
+        return [np.concatenate(mine) for mine in found]
+
+    def _checked_step(self, step: int) -> int:
+        step = check_int("step", step, minimum=self._start + 1)
+        if step < self._through:
+            remedy = f"after a return to an earlier state, make another TouchedRows and {_FULL}"
+            expected = f"a step from {self._through} on"
+            raise ValueError(message("step", expected=expected, got=f"{step}", remedy=remedy))
+        if step > _LAST:
+            raise ValueError(message("step", expected=f"at most {_LAST}", got=f"{step}"))
+        return step
+
+    def _count(self, step: int) -> None:
+        """Note that a step is recorded: all of its rows are marked."""
+        if step > self._through:
+            self._ahead.add(step)
+        while self._through + 1 in self._ahead:
+            self._through += 1
+            self._ahead.remove(self._through)
+
+    # -- marks ---------------------------------------------------------------------------------
+
+    def _tables(self) -> Iterator[tuple[Stack, TableSlice]]:
+        return ((stack, table) for stack in self.layout.stacks for table in stack.tables)
+
+    def _mark(self, stack: Stack, rows: np.ndarray, step: int) -> None:
+        if rows.size and stack.name not in self._last:
+            self._last[stack.name] = np.full(stack.physical_rows, _NEVER, np.int32)
+        if rows.size:
+            last = self._last[stack.name]
+            last[rows] = np.maximum(last[rows], step)
+
+    def _mark_all(self, table: TableSlice, step: int) -> None:
+        self._whole[table.name] = max(step, self._whole.get(table.name, _NEVER))
+
+    def _after(self, stack: Stack, table: TableSlice, step: int) -> np.ndarray:
+        """Return the ids of rows whose last step is above one."""
+        if self._whole.get(table.name, _NEVER) > step:
+            return np.arange(table.vocabulary_size)
+        if stack.name not in self._last:
+            return np.zeros(0, np.int64)
+        by_shard = self._last[stack.name].reshape(stack.num_shards, stack.num_rows)
+        mine = by_shard[:, table.offset : table.offset + table.rows_per_shard] > step
+        return np.flatnonzero(mine if stack.placement == "div" else mine.T)
+
+
+def _lines(batch: Batch) -> np.ndarray:
+    """Return the packed lines of a batch that are on this process's devices, each once."""
+    if isinstance(batch.packed, Tracer):
+        remedy = "record outside the jitted function"
+        raise ValueError(message("batch", expected="a Batch", got="a tracer", remedy=remedy))
+    pieces = {s.index[0].start or 0: s.data for s in batch.packed.addressable_shards}
+    return np.concatenate([np.asarray(piece) for piece in pieces.values()])
+
+
+def _checked(table: TableSlice, rows: np.ndarray, stack: Stack) -> np.ndarray:
+    what, size = f"table {table.name!r}: rows", table.vocabulary_size
+    if rows.ndim != 1 or (rows.dtype.kind not in "iu" and rows.size):
+        got = f"{rows.dtype} of shape {rows.shape}"
+        raise ValueError(message(what, expected="integers of shape (n,)", got=got))
+    outside = rows[(rows < 0) | (rows >= size)]
+    if outside.size:
+        raise ValueError(message(what, expected=f"rows in [0, {size})", got=f"row {outside[0]}"))
+    return rows.astype(stack.index_dtype)

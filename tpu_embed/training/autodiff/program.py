@@ -1,0 +1,222 @@
+"""The function given to `gradients` as one flat jaxpr.
+
+Enters: the function, its xs, and the names at which differentiation stops. Leaves: a `Program`,
+whose inputs are all that it may be differentiated by: the leaves of arguments, and taps at tagged
+values. Called by `gradients.py`.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+
+from tpu_embed._checks import message
+from tpu_embed._snapshot import as_array
+from tpu_embed._types import Array
+from tpu_embed.training.autodiff.tags import Tag, TagFound, Tap, find_tags, full, run_with_tag_taps
+
+__all__ = ["Program", "Target", "as_list", "trace"]
+
+
+class Target(NamedTuple):
+    """A leaf of an x.
+
+    Attributes:
+      name: for messages.
+      aval: of the leaf.
+      place: among the program's inputs; None for an integer tag.
+    """
+
+    name: str
+    aval: Any
+    place: int | None
+
+
+class Program(NamedTuple):
+    """A function traced.
+
+    Attributes:
+      closed: from `inputs` to the leaves of ys, then of aux.
+      inputs: values.
+      arguments: how many of the inputs are leaves of arguments; the rest are taps.
+      xs: of each x, its structure and leaves.
+      ys: structure.
+      aux: structure.
+    """
+
+    closed: ClosedJaxpr
+    inputs: list[Array]
+    arguments: int
+    xs: list[tuple[Any, list[Target]]]
+    ys: Any
+    aux: Any
+
+
+def as_list(xs: Any) -> list[Any]:
+    """Return the xs one by one; a single array is a list of one.
+
+    Raises:
+      TypeError: neither a list nor a tuple nor an array.
+      ValueError: an argument after a `Tag`.
+    """
+    if isinstance(xs, Tag) or hasattr(xs, "dtype") or isinstance(xs, (int, float, complex)):
+        xs = [xs]
+    if not isinstance(xs, (list, tuple)):
+        expected, got = "a list or tuple of the function's arguments", type(xs).__name__
+        raise TypeError(
+            message("gradients: xs", expected=expected, got=got, remedy="give one pytree as [tree]")
+        )
+    are_tags = [isinstance(x, Tag) for x in xs]
+    if are_tags != sorted(are_tags):
+        expected, got = "Tags after the arguments", f"an argument after {xs[are_tags.index(True)]}"
+        remedy = "put the Tags last"
+        raise ValueError(message("gradients: xs", expected=expected, got=got, remedy=remedy))
+    return list(xs)
+
+
+def trace(fn: Callable[..., Any], xs: Sequence[Any], stops: Iterable[Any]) -> Program:
+    """Trace a function.
+
+    Args:
+      fn: of the xs that are no Tags; returns (ys, aux).
+      xs: as `as_list` returns them.
+      stops: names or Tags.
+
+    Raises:
+      TypeError: a leaf of an argument that is no array, or a stop that is neither name nor Tag.
+      ValueError: a name that is not there, there twice, or where it can't be tapped.
+    """
+    arguments = [x for x in xs if not isinstance(x, Tag)]
+    wanted = [x.name for x in xs if isinstance(x, Tag)]
+    leaves, structure = jax.tree.flatten(arguments)
+    names = [f"xs{jax.tree_util.keystr(path)}" for path, _ in _leaves_of(arguments)]
+    leaves = [_as_array(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
+
+    def flat(*leaves: Any) -> Any:
+        return fn(*structure.unflatten(leaves))
+
+    closed, (ys, aux) = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+    found = _find(closed.jaxpr, wanted, _stop_names(stops))
+    taps = {name: _tap(one, name in wanted, stop) for name, (one, stop) in found.items()}
+    closed = _with_taps(closed, leaves, taps)
+
+    targets = [
+        Target(name, jax.typeof(leaf), i)
+        for i, (name, leaf) in enumerate(zip(names, leaves, strict=True))
+    ]
+    of_tags = _tag_targets(found, taps, len(leaves))
+    inputs = [*leaves, *(array for tap in taps.values() for array in tap.arrays)]
+    places, result = iter(targets), []
+    for x in xs:
+        if isinstance(x, Tag):
+            result.append((found[x.name][0].structure, of_tags[x.name]))
+        else:
+            own = jax.tree.structure(x)
+            result.append((own, [next(places) for _ in range(own.num_leaves)]))
+    structures = jax.tree.structure(ys), jax.tree.structure(aux)
+    return Program(closed, inputs, len(leaves), result, *structures)
+
+
+def _leaves_of(tree: Any) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_flatten_with_path(tree)[0]
+
+
+def _as_array(name: str, leaf: Any) -> Array:
+    if isinstance(leaf, Tag):
+        remedy = "a Tag stands in xs by itself"
+        raise TypeError(message(f"gradients: {name}", expected="an array", got=leaf, remedy=remedy))
+    try:
+        return as_array(leaf)
+    except (TypeError, ValueError) as error:
+        what, got = f"gradients: {name}", type(leaf).__name__
+        remedy = "close over it: xs are what is differentiated by"
+        raise TypeError(message(what, expected="an array", got=got, remedy=remedy)) from error
+
+
+def _stop_names(stops: Any) -> list[str]:
+    stops = [stops] if isinstance(stops, (str, Tag)) else list(stops)
+    for stop in stops:
+        if not isinstance(stop, (str, Tag)):
+            expected, got = "names of tags or Tags", repr(stop)
+            remedy = "name the value with tag inside the function"
+            raise TypeError(
+                message("gradients: stop_gradients", expected=expected, got=got, remedy=remedy)
+            )
+    return [stop.name if isinstance(stop, Tag) else stop for stop in stops]
+
+
+def _find(
+    jaxpr: Any, wanted: Sequence[str], stops: Sequence[str]
+) -> dict[str, tuple[TagFound, bool]]:
+    """Return of each name in xs or stops where it was given, and whether it is a stop."""
+    by_name: dict[str, list[TagFound]] = collections.defaultdict(list)
+    for name, one in find_tags(jaxpr):
+        by_name[name].append(one)
+    result = {}
+    for name in dict.fromkeys([*wanted, *stops]):
+        what, places = f"gradients: tag {name!r}", by_name.get(name, [])
+        if len(places) != 1:
+            got = f"it {len(places)} times" if places else f"only {sorted(by_name)}"
+            remedy = "give each value a name of its own" if places else "tag(value, name) names one"
+            expected = "it once in the function"
+            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        _check_places(what, places[0].places, name in wanted)
+        result[name] = (places[0], name in stops)
+    return result
+
+
+def _check_places(what: str, places: frozenset[str], is_x: bool) -> None:
+    loops = {"scan", "while", "cond"}
+    expected = "one value" if is_x else "it outside of custom rules"
+    bad = sorted(places if is_x else places - loops)
+    if bad:
+        remedy = "return the value from there and tag it outside"
+        got = f"it inside {', '.join(bad)}"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+
+
+def _inexact(found: TagFound) -> list[Any]:
+    return [aval for aval in found.avals if jnp.issubdtype(aval.dtype, jnp.inexact)]
+
+
+def _tap(found: TagFound, own: bool, stop: bool) -> Tap:
+    avals = _inexact(found)
+    arrays = [full(a, 0) if own else jnp.zeros((), a.dtype) for a in avals]
+    return Tap(arrays, own, stop)
+
+
+def _with_taps(closed: ClosedJaxpr, leaves: list[Array], taps: Mapping[str, Tap]) -> ClosedJaxpr:
+    """Return the program with the taps' arrays as inputs after its own."""
+    if not taps:
+        return closed
+
+    def run(leaves: list[Array], arrays: dict[str, Sequence[Array]]) -> list[Any]:
+        given = {name: tap._replace(arrays=arrays[name]) for name, tap in taps.items()}
+        return run_with_tag_taps(closed.jaxpr, closed.consts, leaves, given)
+
+    order = collections.OrderedDict((name, tap.arrays) for name, tap in taps.items())
+    return jax.make_jaxpr(run)(leaves, order)
+
+
+def _tag_targets(
+    found: Mapping[str, tuple[TagFound, bool]], taps: Mapping[str, Tap], place: int
+) -> dict[str, list[Target]]:
+    """Return the leaves of every tag, whose taps follow each other from `place`."""
+    result = {}
+    for name, (one, _) in found.items():
+        places = iter(range(place, place + len(taps[name].arrays)))
+        place += len(taps[name].arrays)
+        result[name] = [
+            Target(
+                f"Tag({name!r})",
+                aval,
+                next(places) if jnp.issubdtype(aval.dtype, jnp.inexact) else None,
+            )
+            for aval in one.avals
+        ]
+    return result

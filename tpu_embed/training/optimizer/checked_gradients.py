@@ -1,0 +1,139 @@
+"""What a user gives to `TreeOptimizer.apply_gradients`, checked before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embed._checks import message
+from tpu_embed._snapshot import as_array
+from tpu_embed._types import Array
+from tpu_embed.sparse import is_indexed_slices
+from tpu_embed.training.paths import Leaves, listed
+
+__all__ = ["CheckedGradients", "check_gradients"]
+
+
+class CheckedGradients(NamedTuple):
+    """By number of the parameter: gradients that are not None, and constraints."""
+
+    gradients: dict[int, Any]
+    constraints: dict[int, Callable[[Array], Any]]
+
+    def constrained(self, i: int, parameter: Array) -> Array:
+        """Return a parameter after its constraint, if it has one.
+
+        Raises:
+          ValueError: the constraint changes the shape.
+        """
+        if i not in self.constraints:
+            return parameter
+        new = as_array(self.constraints[i](parameter))
+        if new.shape != parameter.shape:
+            what, remedy = "a constraint's result", "let it map a parameter to one of its shape"
+            expected, got = f"shape {parameter.shape}", f"shape {new.shape}"
+            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        return new.astype(parameter.dtype)
+
+
+def check_gradients(
+    what: str,
+    grads_and_vars: Iterable[Any],
+    leaves: Leaves,
+    constraints: Mapping[Any, Callable[[Array], Any]],
+) -> CheckedGradients:
+    """Check pairs and constraints against the parameters.
+
+    Args:
+      what: the optimizer's name, for messages.
+      grads_and_vars: pairs of a gradient or None, and a path.
+      leaves: the parameters.
+      constraints: functions by path.
+
+    Raises:
+      TypeError: an entry that is no pair, a gradient that cannot become an array.
+      ValueError: an unknown or repeated path, a shape, an integer parameter, or no gradient.
+      RuntimeError: a constraint for a parameter whose gradient is `IndexedSlices`.
+    """
+    pairs = [_pair(what, entry) for entry in grads_and_vars]
+    numbers = leaves.find_all([path for _, path in pairs], what=f"{what}: grads_and_vars")
+    gradients = {
+        i: _gradient(f"{what}: gradient of {listed([leaves.labels[i]])}", g, leaves.values[i])
+        for i, (g, _) in zip(numbers, pairs, strict=True)
+        if g is not None
+    }
+    if not gradients:
+        names = listed(leaves.labels[i] for i in numbers or range(len(leaves.labels)))
+        expected = "a gradient for at least one variable"
+        got, remedy = f"none for {names}", "use one of them in the loss, or leave the step out"
+        place = f"{what}: grads_and_vars"
+        raise ValueError(message(place, expected=expected, got=got, remedy=remedy))
+    places = leaves.find_all(constraints, what=f"{what}: constraints")
+    for i in places:
+        if is_indexed_slices(gradients.get(i)):
+            raise RuntimeError(
+                message(
+                    f"{what}: constraint on {listed([leaves.labels[i]])}",
+                    expected="a dense gradient",
+                    got="IndexedSlices, which update single rows",
+                    remedy="clip_weight_min and clip_weight_max of a rule bound touched rows",
+                )
+            )
+    return CheckedGradients(gradients, dict(zip(places, constraints.values(), strict=True)))
+
+
+def _pair(what: str, entry: Any) -> tuple[Any, Any]:
+    if not isinstance(entry, (tuple, list)) or len(entry) != 2:
+        expected, remedy = "pairs of a gradient and a path", "compute_gradients makes them"
+        place = f"{what}: grads_and_vars"
+        raise TypeError(message(place, expected=expected, got=repr(entry), remedy=remedy))
+    return entry[0], entry[1]
+
+
+def _gradient(what: str, gradient: Any, parameter: Any) -> Any:
+    """Return a gradient as an array or `IndexedSlices`."""
+    if not jnp.issubdtype(jnp.result_type(parameter), jnp.inexact):
+        expected, got = "None, for a parameter of integers", type(gradient).__name__
+        remedy = "leave it out: integers are not trained"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+    shape = np.shape(parameter)
+    if is_indexed_slices(gradient):
+        _check_slices(what, gradient, shape)
+        _check_kind(what, gradient.dtype, parameter)
+        return gradient
+    try:
+        array = as_array(gradient)
+    except (TypeError, ValueError) as error:
+        expected, got = "an array, IndexedSlices or None", repr(gradient)
+        remedy = "give one pair for each leaf of the parameters"
+        raise TypeError(message(what, expected=expected, got=got, remedy=remedy)) from error
+    if array.shape != shape:
+        expected, got = f"the parameter's shape {shape}", f"shape {array.shape}"
+        remedy = "pair each gradient with the path of its own parameter"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+    inexact = jnp.issubdtype(array.dtype, jnp.inexact)
+    _check_kind(what, array.dtype, parameter)
+    return array if inexact else array.astype(jnp.result_type(parameter))
+
+
+def _check_kind(what: str, dtype: Any, parameter: Any) -> None:
+    """Refuse a complex gradient of a real parameter: half of it would be lost."""
+    kind = jnp.result_type(parameter)
+    if jnp.issubdtype(dtype, jnp.complexfloating) > jnp.issubdtype(kind, jnp.complexfloating):
+        remedy = "take its real part, if that is what is meant"
+        raise ValueError(
+            message(what, expected=f"floats, as {kind}", got=str(dtype), remedy=remedy)
+        )
+
+
+def _check_slices(what: str, gradient: Any, shape: tuple[int, ...]) -> None:
+    values, indices = np.shape(gradient.values), np.shape(gradient.indices)
+    fits = len(indices) == 1 and values == (*indices, *gradient.dense_shape[1:])
+    if gradient.dense_shape != shape or not fits:
+        expected = f"IndexedSlices of dense_shape {shape}, values [N, *{shape[1:]}], indices [N]"
+        got = f"dense_shape {gradient.dense_shape}, values {values}, indices {indices}"
+        remedy = "dense_shape is the shape of the parameter"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))

@@ -1,0 +1,125 @@
+"""A rule on the rows of a parameter that its gradient names, and on nothing else of it.
+
+Enters: a parameter, its slots and a sparse gradient. Leaves: parameter and slots, those rows set.
+Called by `TreeOptimizer.apply_gradients`; under a jit that donates them they are updated in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embed._checks import message
+from tpu_embed._types import Array, ArrayLike
+from tpu_embed.kernels import dispatch
+from tpu_embed.optimizers.base import TableOptimizer
+from tpu_embed.sparse import IndexedSlices
+
+__all__ = ["check_rows", "update_touched"]
+
+
+def update_touched(
+    rule: TableOptimizer,
+    table: Array,
+    slots: Mapping[str, Array],
+    gradient: IndexedSlices,
+    *,
+    step: ArrayLike,
+    learning_rate: ArrayLike,
+) -> tuple[Array, dict[str, Array]]:
+    """Update the rows that a gradient names, each once, with the sum of its values.
+
+    Table and slots are such as `check_rows` lets through.
+
+    Args:
+      rule: of rows.
+      table: `[V, …, D]`; its rows are all `[D]` of a touched entry of the first axis.
+      slots: `[V, …, D]`, `[V, …]` for one number a row, or shared by all rows.
+      gradient: of the table.
+      step: int32 scalar t, 1 at the first update.
+      learning_rate: scalar.
+
+    Returns:
+      table and slots, in their shapes and dtypes.
+
+    Example:
+      >>> from tpu_embed.optimizers import SGD
+      >>> gradient = IndexedSlices(jnp.ones((2, 1)), jnp.array([2, 2]), (3, 1))
+      >>> done, _ = update_touched(
+      ...     SGD(0.5), jnp.ones((3, 1)), {}, gradient, step=1, learning_rate=0.5
+      ... )
+      >>> done.tolist()
+      [[1.0], [1.0], [0.0]]
+    """
+    dtype = _working_dtype(table)
+    shapes = rule.slot_shapes(table.shape[-1], dtype)
+    unique = dataclasses.replace(gradient, values=gradient.values.astype(dtype)).deduplicate()
+
+    def read(array: Array, part: tuple[int, ...]) -> Array:
+        return dispatch.gather_rows(array, unique.indices).reshape(-1, *part)
+
+    def write(array: Array, rows: Array) -> Array:
+        values = rows.astype(array.dtype).reshape(-1, *array.shape[1:])
+        return dispatch.set_rows(array, unique.indices, values)
+
+    with jax.named_scope("update_touched"):
+        rows = read(table, table.shape[-1:]).astype(dtype)
+        held = {
+            name: read(slots[name], s.shape).astype(s.dtype) if s.per_row else slots[name]
+            for name, s in shapes.items()
+        }
+        summed = unique.values.reshape(rows.shape).astype(dtype)
+        new_rows, new = rule.update_rows(rows, held, summed, step, learning_rate)
+        written = {
+            name: write(slots[name], new[name]) if s.per_row else new[name]
+            for name, s in shapes.items()
+        }
+        return write(table, new_rows), written
+
+
+def check_rows(
+    what: str, rule: TableOptimizer, table: ArrayLike, slots: Mapping[str, Array]
+) -> None:
+    """Refuse a parameter that a rule cannot update row by row.
+
+    Args:
+      what: the gradient, for messages.
+      rule: of rows.
+      table: the parameter.
+      slots: its own and the shared ones, by name.
+
+    Raises:
+      ValueError: a table without a last axis, or slots that are not by row.
+    """
+    shape = jnp.shape(table)
+    if len(shape) < 2:
+        raise ValueError(
+            message(
+                what,
+                expected="an array, or IndexedSlices of a parameter [V, …, D]",
+                got=f"IndexedSlices of one of shape {shape}",
+                remedy="give the table a last axis of one: table[:, None]",
+            )
+        )
+    for name, slot in rule.slot_shapes(shape[-1], _working_dtype(table)).items():
+        expected = (*shape[:-1], *slot.shape) if slot.per_row else slot.shape
+        got = jnp.shape(slots[name]) if name in slots else None
+        if got != expected:
+            raise ValueError(
+                message(
+                    f"{what}: slot {name}",
+                    expected=f"shape {expected}",
+                    got="none" if got is None else f"shape {got}",
+                    remedy="a transform that keeps other slots updates whole parameters only",
+                )
+            )
+
+
+def _working_dtype(table: ArrayLike) -> np.dtype:
+    """Return the dtype of a rule's arithmetic."""
+    wide = jnp.result_type(table) == jnp.float64
+    return np.dtype(np.float64 if wide else np.float32)
