@@ -32,7 +32,7 @@ def start(processes, directory, calls, timeout=540):
     environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
     environment.pop("XLA_FLAGS", None)
     outputs = [directory / f"{processes}-{number}.pickle" for number in range(processes)]
-    script = [sys.executable, str(TESTS / "process_cases.py"), str(processes)]
+    script = [sys.executable, str(TESTS / "helpers" / "process_cases.py"), str(processes)]
     started = [
         subprocess.Popen(
             [*script, str(number), str(port), str(output), json.dumps(calls)],

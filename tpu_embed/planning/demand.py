@@ -87,7 +87,7 @@ def _expected(layout: Layout, shapes: list[jax.ShapeDtypeStruct]) -> BatchSpec:
 def _capacities(spec: BatchSpec, layout: Layout, g: int, stack: Stack) -> dict[str, int]:
     """Return the expected numbers of rows and partial sums between a device and a shard."""
     if stack.num_shards == 1 and layout.axes.replicas == 1:
-        return {"rows": 0, "partials": 0}
+        return {"row_capacity": 0, "partials": 0}
     blocks = layout.blocks_per_device(spec.batch)
     accumulates = stack.optimizer is None or stack.optimizer.use_gradient_accumulation
     rows = partials = 0.0
@@ -100,7 +100,7 @@ def _capacities(spec: BatchSpec, layout: Layout, g: int, stack: Stack) -> dict[s
         rows += share * _distinct(ids, table.vocabulary_size)
         summed = blocks * _distinct(ids / blocks, table.vocabulary_size)
         partials += share * (summed if accumulates else ids)
-    return {"rows": roomy(math.ceil(rows)), "partials": roomy(math.ceil(partials))}
+    return {"row_capacity": roomy(math.ceil(rows)), "partials": roomy(math.ceil(partials))}
 
 
 def _distinct(draws: float, size: int) -> float:

@@ -63,7 +63,7 @@ def sparse_value_and_grad(
       ValueError: argnums that name no argument, or one twice.
 
     Example:
-      >>> from tpu_embed.core.sparse_lookup import embedding_lookup
+      >>> from tpu_embed import embedding_lookup
       >>> def loss(table, ids):
       ...     return (embedding_lookup(table, ids) ** 2).sum()
       >>> value, gradient = sparse_value_and_grad(loss)(jnp.ones((1000, 2)), jnp.array([7, 7]))

@@ -1,7 +1,7 @@
 """Over which mesh axes the gradients of replicas are summed, and how.
 
 Enters: gradients of this replica, inside a `shard_map` or any other program that binds the axes.
-Leaves: their sum over all replicas, or over those of this replica's stack. Called by
+Leaves: their sum over all replicas, or over those of this replica's group. Called by
 `TreeOptimizer` and `cross_shard`.
 """
 
@@ -43,24 +43,24 @@ class Replicas:
       what: who asks, for messages.
       names: the axes, which count as one.
       mean: whether losses are divided by the number of replicas that are summed.
-      stacks: replicas that are summed with each other, by their row-major index over the axes; one
-        stack or none: all.
+      groups: replicas that are summed with each other, by their row-major index over the axes; one
+        group or none: all.
     """
 
     what: str
     names: tuple[str, ...]
     mean: bool
-    stacks: Groups
+    groups: Groups
     _said: list[str] = dataclasses.field(default_factory=list, repr=False)
 
     def count(self) -> int:
-        """Return how many replicas are summed: those of a stack, or all.
+        """Return how many replicas are summed: those of a group, or all.
 
         Raises:
-          ValueError: only some of the axes are bound, or the stacks do not fit their size.
+          ValueError: only some of the axes are bound, or the groups do not fit their size.
         """
         size = self._size()
-        return size // max(len(self.stacks), 1)
+        return size // max(len(self.groups), 1)
 
     def scaled(self, x: Any) -> Any:
         """Return a loss or a gradient divided by `count` under mean, otherwise as it is."""
@@ -101,29 +101,29 @@ class Replicas:
         if is_indexed_slices(gradient):
             values, indices = self._gathered(gradient.values), self._gathered(gradient.indices)
             return IndexedSlices(values, indices, gradient.dense_shape)
-        if len(self.stacks) <= 1:
+        if len(self.groups) <= 1:
             return jax.lax.psum(gradient, self.names)
         return jnp.sum(self._of_my_group(gradient), axis=0)
 
     def _gathered(self, x: Array) -> Array:
-        """Return arrays `[N, …]` of all replicas, or of this stack's, joined in their order."""
+        """Return arrays `[N, …]` of all replicas, or of this group's, joined in their order."""
         x = self.local(x)
-        if len(self.stacks) > 1:
+        if len(self.groups) > 1:
             every = self._of_my_group(x)
             return every.reshape(-1, *x.shape[1:])
         to = "invarying" if self._tracked() else "varying"
         return jax.lax.all_gather(x, self.names, tiled=True, to=to)
 
     def _of_my_group(self, x: Array) -> Array:
-        """Return `[stack size, …]`: this stack's arrays, in the order of its replicas.
+        """Return `[group size, …]`: this group's arrays, in the order of its replicas.
 
         Collectives with `axis_index_groups` do not work in a `shard_map` that keeps count of what
         varies; gathering all and selecting does.
         """
-        members = np.sort(np.asarray(self.stacks, np.int32), axis=1)
-        stack_of = np.zeros(members.size, np.int32)
-        stack_of[members] = np.arange(len(members), dtype=np.int32)[:, None]
-        me = jnp.asarray(stack_of)[jax.lax.axis_index(self.names)]
+        members = np.sort(np.asarray(self.groups, np.int32), axis=1)
+        group_of = np.zeros(members.size, np.int32)
+        group_of[members] = np.arange(len(members), dtype=np.int32)[:, None]
+        me = jnp.asarray(group_of)[jax.lax.axis_index(self.names)]
         return jax.lax.all_gather(x, self.names)[jnp.asarray(members)[me]]
 
     def _size(self) -> int:
@@ -146,11 +146,11 @@ class Replicas:
         return size
 
     def _check_groups(self, size: int) -> None:
-        count = sum(len(stack) for stack in self.stacks)
-        if self.stacks and count != size:
+        count = sum(len(group) for group in self.groups)
+        if self.groups and count != size:
             expected = f"each of {size} replicas once"
-            got = f"{count} ids: {_listed(self.stacks)}"
-            what, remedy = f"{self.what}: group_assignment", "leave it out for one stack of all"
+            got = f"{count} ids: {_listed(self.groups)}"
+            what, remedy = f"{self.what}: group_assignment", "leave it out for one group of all"
             raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
 
     def _say_unbound(self) -> None:
@@ -201,13 +201,13 @@ def make_replicas(
       axis_name: an axis, several that count as one, or None.
       reduction: "mean" or "sum".
       group_assignment: lists of equal length that hold every replica's index once; None, []: one
-        stack.
+        group.
 
     Raises:
-      ValueError: another reduction, names that are none, or stacks that are not such lists.
+      ValueError: another reduction, names that are none, or groups that are not such lists.
 
     Example:
-      >>> make_replicas("opt", "replicas", "mean", [[0, 2], [1, 3]]).stacks
+      >>> make_replicas("opt", "replicas", "mean", [[0, 2], [1, 3]]).groups
       ((0, 2), (1, 3))
     """
     check_choice(f"{what}: reduction", reduction, get_args(Reduction))
@@ -235,33 +235,33 @@ def _checked_groups(what: str, given: Any) -> Groups:
     if given is None:
         return ()
     try:
-        stacks = tuple(tuple(stack) for stack in given)
+        groups = tuple(tuple(group) for group in given)
     except TypeError:
-        stacks = ((given,),)
-    fault = _fault(stacks)
+        groups = ((given,),)
+    fault = _fault(groups)
     if fault:
         expected = "lists of equal length with each replica's index once"
         got, remedy = f"{fault}: {given!r}", "as [[0, 1], [2, 3]] of 4 replicas"
         what = f"{what}: group_assignment"
         raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
-    return tuple(tuple(int(i) for i in stack) for stack in stacks)
+    return tuple(tuple(int(i) for i in group) for group in groups)
 
 
-def _fault(stacks: tuple[tuple[Any, ...], ...]) -> str:
-    """Return what is wrong with stacks, or nothing."""
-    ids = [i for stack in stacks for i in stack]
+def _fault(groups: tuple[tuple[Any, ...], ...]) -> str:
+    """Return what is wrong with groups, or nothing."""
+    ids = [i for group in groups for i in group]
     if not all(is_int(i) for i in ids):
         return "ids that are no integers"
-    if len({len(stack) for stack in stacks}) > 1:
-        return f"lists of {sorted({len(stack) for stack in stacks})} ids"
+    if len({len(group) for group in groups}) > 1:
+        return f"lists of {sorted({len(group) for group in groups})} ids"
     repeated = sorted(i for i, n in collections.Counter(ids).items() if n > 1)
     if repeated:
         return f"{repeated} more than once"
     absent = sorted(set(range(len(ids))) - set(ids))
     if absent:
         return f"{absent} in none"
-    return "lists without ids" if stacks and not ids else ""
+    return "lists without ids" if groups and not ids else ""
 
 
-def _listed(stacks: Groups) -> str:
-    return str([list(stack) for stack in stacks])
+def _listed(groups: Groups) -> str:
+    return str([list(group) for group in groups])

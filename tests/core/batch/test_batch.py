@@ -70,7 +70,7 @@ def unpacked_lines(engine, batch, g):
     for device in range(batch.spec.replicas):
         line = dataclasses.replace(batch, packed=batch.packed[device : device + 1])
         ids = line.locate(engine.layout).ids[g]
-        rows, bags = np.asarray(ids.rows).tolist(), np.asarray(ids.bags)
+        rows, bags = np.asarray(ids.row_ids).tolist(), np.asarray(ids.bags)
         weights = [1.0] * len(rows) if ids.weights is None else np.asarray(ids.weights).tolist()
         assert (np.diff(bags) >= 0).all()
         triples = zip(rows, bags.tolist(), weights, strict=True)

@@ -33,7 +33,7 @@ def exact(engine, ids):
             n for n in range(getattr(stack, field) + 1) if fits(engine, ids, spec, **{field: n})
         )
         stack = dataclasses.replace(stack, **{field: least})
-    return stack.rows, stack.partials
+    return stack.row_capacity, stack.partials
 
 
 def fits(engine, ids, spec, **sizes):
@@ -55,7 +55,7 @@ def counted(engine, bags, accumulate=True):
     for example, bag in enumerate(bags):
         for place, number in enumerate(bag):
             row = int(stack.physical(number, stack.tables[0]))
-            pair = example // local, row // stack.rows
+            pair = example // local, row // stack.num_rows
             rows.setdefault(pair, set()).add(row)
             part = example * blocks // batch if accumulate else (example, place)
             partials.setdefault(pair, set()).add((row, part))

@@ -60,7 +60,7 @@ def test_union_is_a_least_upper_bound(a, b, c):
     assert union(a, b) == union(b, a)
     assert union(a, b, c) == union(union(a, b), c) == union(a, union(b, c))
     assert union(union(a, b), a) == union(a, b)
-    for field in ("ids", "rows", "partials"):
+    for field in ("ids", "row_capacity", "partials"):
         sizes = [getattr(spec.stacks[0], field) for spec in (a, b)]
         assert getattr(union(a, b).stacks[0], field) == max(sizes)
 
@@ -112,7 +112,7 @@ def test_a_given_spec_is_the_exact_shape():
     assert len(shapes) == 1
 
 
-@pytest.mark.parametrize("field", ["ids", "rows", "partials"])
+@pytest.mark.parametrize("field", ["ids", "row_capacity", "partials"])
 def test_a_batch_that_does_not_fit_says_which_spec_does(field):
     engine, rng = make_engine(), np.random.default_rng(0)
     ids = draw(rng)

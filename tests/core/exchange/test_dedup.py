@@ -37,7 +37,7 @@ def expected_runs(keys):
 def check(runs, keys):
     order, run, firsts = expected_runs(keys)
     assert np.asarray(runs.order).tolist() == order
-    assert np.asarray(runs.rows).tolist() == [keys[i][0] for i in order]
+    assert np.asarray(runs.row_ids).tolist() == [keys[i][0] for i in order]
     assert np.asarray(runs.run).tolist() == run
     rows = [row for row, _ in firsts]
     assert np.asarray(runs.run_row_ids).tolist() == rows + [ABSENT] * (len(keys) - len(rows))

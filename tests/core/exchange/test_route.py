@@ -26,7 +26,7 @@ def draw(stack, devices, seed=0):
 def most(rows, stack):
     """Return the most distinct rows that a device has of one shard."""
     return max(
-        len({row for row in line.tolist() if row >= 0 and row // stack.rows == shard})
+        len({row for row in line.tolist() if row >= 0 and row // stack.num_rows == shard})
         for line in rows
         for shard in range(stack.num_shards)
     )
@@ -126,8 +126,8 @@ def check_owners(stack, rows, sums, expected, shard_of):
         assert line.size % route.ROW_MULTIPLE == 0
         local = line[line >= 0]
         assert len(set(local.tolist())) == local.size
-        mine = (local + shard_of(device) * stack.rows).tolist()
-        assert set(mine) == {row for row in expected if row // stack.rows == shard_of(device)}
+        mine = (local + shard_of(device) * stack.num_rows).tolist()
+        assert set(mine) == {row for row in expected if row // stack.num_rows == shard_of(device)}
         for row, value in zip(mine, values[line >= 0], strict=True):
             np.testing.assert_array_equal(value, expected[row])
 

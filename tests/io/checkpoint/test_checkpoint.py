@@ -238,7 +238,7 @@ def test_odd_tables_come_back(tmp_path, changes):
 
 def test_blocks_are_put_together(tmp_path, monkeypatch):
     for module in ("row_files", "tables"):
-        monkeypatch.setattr(f"tpu_embed.io.{module}.BLOCK", 64)
+        monkeypatch.setattr(f"tpu_embed.io.checkpoint.{module}.BLOCK", 64)
     options = {"optimizer": False, "devices": 2}
     engines = [small(41, 3, placement=placement, **options) for placement in ("mod", "div")]
     grown = [small(90, 3, placement=placement, **options) for placement in ("mod", "div")]
@@ -313,7 +313,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tpu_embed.io.tables.write_rows", full)
+    monkeypatch.setattr("tpu_embed.io.checkpoint.tables.write_rows", full)
     with pytest.raises(OSError, match="No space left"):
         save(tmp_path / "saved", small_engine(), small_state())
     assert not list(tmp_path.iterdir())

@@ -107,7 +107,7 @@ def test_a_save_that_goes_wrong_is_told_once(tmp_path, monkeypatch, in_backgroun
     with manager_of(tmp_path, in_background=in_background) as manager:
         manager.save(1, small_state(1))
         manager.wait()
-        monkeypatch.setattr("tpu_embed.io.tables.write_rows", full)
+        monkeypatch.setattr("tpu_embed.io.checkpoint.tables.write_rows", full)
         with pytest.raises(OSError, match="No space left"):
             assert manager.save(2, small_state(2)) == manager.wait()
         monkeypatch.undo()
@@ -123,7 +123,7 @@ def test_the_next_save_tells_of_the_one_before(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tpu_embed.io.tables.write_rows", full)
+    monkeypatch.setattr("tpu_embed.io.checkpoint.tables.write_rows", full)
     with manager_of(tmp_path) as manager:
         assert manager.save(1, small_state())
         with pytest.raises(OSError, match="No space left"):
@@ -142,7 +142,7 @@ def test_a_save_that_went_wrong_is_not_there_and_removes_nothing(tmp_path, monke
         manager.save(1, small_state())
         for call, step in (("save", 2), ("save", 3), ("wait", None)):
             manager.wait()
-            monkeypatch.setattr("tpu_embed.io.tables.write_rows", full)
+            monkeypatch.setattr("tpu_embed.io.checkpoint.tables.write_rows", full)
             assert manager.save(3, small_state())
             with pytest.raises(OSError, match="No space left"):
                 getattr(manager, call)(*([step, small_state()] if step else []))
@@ -156,8 +156,11 @@ def test_a_save_that_went_wrong_is_not_there_and_removes_nothing(tmp_path, monke
 
 
 INTERRUPTED = {
-    "the disk is full": ("tpu_embed.io.tables.write_rows", OSError(28, "No space left on device")),
-    "stopped while it writes": ("tpu_embed.io.tables.write_rows", KeyboardInterrupt()),
+    "the disk is full": (
+        "tpu_embed.io.checkpoint.tables.write_rows",
+        OSError(28, "No space left on device"),
+    ),
+    "stopped while it writes": ("tpu_embed.io.checkpoint.tables.write_rows", KeyboardInterrupt()),
     "stopped at the end": ("tpu_embed.io.files.sync_directories", KeyboardInterrupt()),
     "old ones cannot be removed": ("shutil.rmtree", PermissionError(13, "Permission denied")),
     "stopped while old ones are removed": ("shutil.rmtree", KeyboardInterrupt()),
@@ -337,7 +340,7 @@ def test_threads_end_when_the_last_save_went_wrong(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tpu_embed.io.tables.write_rows", full)
+    monkeypatch.setattr("tpu_embed.io.checkpoint.tables.write_rows", full)
     before = threading.active_count()
     for number in range(3):
         with (

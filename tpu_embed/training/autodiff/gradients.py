@@ -243,9 +243,9 @@ def _aggregate(
         return jaxpr_as_fun(program.closed)(*program.inputs), {}
     results: list[Any] = []
     total: dict[int, Any] = {}
-    for stack in [[i] for i in ys] if method in _ONE_BY_ONE else [ys]:
-        wanted = Reached.any_of(reached[i] for i in stack)
-        seeds = {i: cotangents[i] for i in stack}
+    for group in [[i] for i in ys] if method in _ONE_BY_ONE else [ys]:
+        wanted = Reached.any_of(reached[i] for i in group)
+        seeds = {i: cotangents[i] for i in group}
         results, found = _pull_back(program, tapped, wanted, seeds)
         for place, gradient in found.items():
             total[place] = total[place] + gradient if place in total else gradient

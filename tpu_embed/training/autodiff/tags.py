@@ -61,7 +61,7 @@ def tag(value: PyTree, name: str) -> PyTree:
       ValueError: the name is not a non-empty string.
 
     Example:
-      >>> from tpu_embed.training.gradients import gradients
+      >>> from tpu_embed.training import gradients
       >>> def square(x):
       ...     return tag(3.0 * x, "h") ** 2
       >>> [float(g) for g in gradients(square, [1.0, Tag("h")])]

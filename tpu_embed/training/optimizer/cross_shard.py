@@ -37,7 +37,7 @@ class CrossShardOptimizer(TreeOptimizer):
     loss that is a mean over the replica's batch wants "mean", a sum wants "sum".
 
     A `shard_map` that checks what varies (`check_vma=True`) must have parameters and state as
-    replicated outputs; with several stacks they vary from stack to stack.
+    replicated outputs; with several groups they vary from group to group.
 
     Args:
       opt: an `Optimizer` without an axis, or an optax transform.
@@ -46,12 +46,12 @@ class CrossShardOptimizer(TreeOptimizer):
         one replica, and one warning.
       group_assignment: lists of equal length that hold every replica's index (row-major over the
         axes) once: sums are within a list, and the mean divides by its length. None or []: one
-        stack of all.
+        group of all.
       name: of the optimizer.
 
     Raises:
       TypeError: `opt` is neither.
-      ValueError: it has an axis of its own; another reduction; stacks that are no such lists.
+      ValueError: it has an axis of its own; another reduction; groups that are no such lists.
 
     Example:
       >>> import jax.numpy as jnp
@@ -108,7 +108,7 @@ def cross_shard(
 
     Raises:
       TypeError: `tx` is no optax transform; at an update, an `IndexedSlices` among the gradients.
-      ValueError: another reduction, stacks, or a gradient that is the same on all replicas.
+      ValueError: another reduction, groups, or a gradient that is the same on all replicas.
 
     Example:
       >>> import jax.numpy as jnp
