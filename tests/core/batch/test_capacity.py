@@ -28,7 +28,7 @@ def exact(engine, ids):
     """Return the capacities that the batch needs: a spec of one less is refused, it is not."""
     spec = engine.place(ids).spec
     stack = spec.stacks[0]
-    for field in ("rows", "partials"):
+    for field in ("row_capacity", "partials"):
         least = next(
             n for n in range(getattr(stack, field) + 1) if fits(engine, ids, spec, **{field: n})
         )
