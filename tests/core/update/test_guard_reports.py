@@ -1,0 +1,230 @@
+"""Bad gradients inside a jit, as errors, and through the stateful API."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+from facade_cases import assert_same, mesh
+from guard_cases import (
+    BATCH,
+    INFINITY,
+    NAN,
+    D,
+    V,
+    by_feature,
+    counts,
+    draw_ids,
+    engine_of,
+    held_by,
+    make_table,
+    spoil,
+)
+from jax.experimental import checkify
+
+import tpu_embed
+from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
+from tpu_embed import optimizers as o
+
+# -- inside a jit --------------------------------------------------------------------------------
+
+
+def _loss(activations, factor):
+    return sum((a * factor).sum() for a in activations.values())
+
+
+def test_inside_a_jit_as_outside():
+    """The state is donated, the ids are traced."""
+    names = ["kernel", "sequence", "half"]
+    engine, before, batch, gradients = engine_of(names, 8)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, ids, factor):
+        activations = engine.lookup(state, ids)
+        return engine.update(state, ids, jax.grad(_loss)(activations, factor))
+
+    held = jax.tree.map(np.copy, held_by(before))
+    expected = engine.update(before, batch, jax.tree.map(np.ones_like, gradients))
+    after = step(before, draw_ids(names), INFINITY)
+    assert_same(held_by(after), held)
+    assert by_feature(engine, after) == dict.fromkeys(names, 1)
+    after = step(after, draw_ids(names), np.float32(1))
+    assert_same(held_by(after), held_by(expected))
+    assert step._cache_size() == 1
+
+
+def test_a_scan_skips_single_steps():
+    engine, state, batch, gradients = engine_of(["kernel"], 2)
+    factors = np.array([1, NAN, 1, INFINITY, 1], np.float32)
+
+    @jax.jit
+    def train(state, factors):
+        def step(state, factor):
+            spoilt = {"kernel": gradients["kernel"] * factor}
+            return engine.update(state, batch, spoilt), state.step
+
+        return jax.lax.scan(step, state, factors)
+
+    found, steps = train(state, factors)
+    assert steps.tolist() == [0, 1, 1, 2, 2]
+    assert counts(found) == [2]
+    for _ in range(3):
+        state = engine.update(state, batch, gradients)
+    assert_same(held_by(found), held_by(state))
+
+
+def test_capacities_that_do_not_suffice_skip_too():
+    engine, before, batch, gradients = engine_of(["copies"], 2)
+    stacks = [dataclasses.replace(g, row_capacity=1, partials=1) for g in batch.spec.stacks]
+    small = dataclasses.replace(batch.spec, stacks=tuple(stacks))
+    update = jax.jit(functools.partial(engine.update, spec=small))
+    after = update(before, draw_ids(["copies"]), spoil(["copies"], ["copies"]))
+    assert_same(held_by(after), held_by(before))
+    assert int(after.counters["overflows"]) == 1
+    after = update(before, draw_ids(["copies"]), gradients)
+    assert_same(held_by(after), held_by(engine.update(before, batch, gradients)))
+
+
+LARGE = 409_600
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "devices"),
+    [(o.Adagrad(0.1), "float32", 8), (o.Adam(0.1), "bfloat16", 1)],
+    ids=["8 devices", "one device"],
+)
+def test_nothing_of_a_tables_size_is_copied(optimizer, dtype, devices):
+    features = {"x": FeatureConfig(TableConfig(LARGE, 16, dtype=dtype))}
+    engine = EmbeddingEngine(features, optimizer, mesh=mesh(devices), on_bad_gradient="skip")
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, ids):
+        return engine.update(state, ids, engine.lookup(state, ids))
+
+    state = engine.init(jax.random.key(0))
+    compiled = step.lower(state, {"x": np.zeros((BATCH, 4), np.int32)}).compile()
+    table = next(iter(state.tables.values()))
+    assert compiled.memory_analysis().temp_size_in_bytes < table.nbytes // devices // 4
+    shape = ",".join(map(str, table.sharding.shard_shape(table.shape)))
+    hlo = compiled.as_text()
+    assert not re.search(rf"= \w+\[{shape}\][^ ]* (copy|select|conditional)\(", hlo)
+    assert re.search(r"is-finite", hlo)
+
+
+# -- "error" -------------------------------------------------------------------------------------
+
+SMALL = {
+    "clicks": {"film": FeatureConfig(make_table("films"))},
+    "user": FeatureConfig(make_table("users")),
+}
+
+
+@functools.cache
+def _small(policy="error", devices=2):
+    """Return an engine, features, and gradients of which one feature's is bad."""
+    engine = EmbeddingEngine(SMALL, o.Adagrad(0.1), mesh=mesh(devices), on_bad_gradient=policy)
+    ids = np.arange(BATCH, dtype=np.int32)[:, None] % V
+    bad = np.ones((BATCH, D), np.float32)
+    bad[3, 1] = NAN
+    features = {"clicks": {"film": ids}, "user": ids}
+    return engine, features, {"clicks": {"film": bad}, "user": np.ones_like(bad)}
+
+
+def _named(error):
+    return "feature 'clicks/film' of table 'films': expected finite numbers" in str(error.value)
+
+
+@pytest.mark.parametrize("verb", ["update", "update_in_place"])
+def test_error_raises_outside_a_jit_and_changes_nothing(verb):
+    engine, features, bad = _small()
+    state, batch = engine.init(jax.random.key(0)), engine.place(features)
+    before = held_by(state)
+    with pytest.raises(ValueError) as error:
+        getattr(engine, verb)(state, batch, bad)
+    assert _named(error)
+    assert "user" not in str(error.value)
+    assert_same(held_by(state), before)
+    good = jax.tree.map(np.ones_like, bad)
+    after = getattr(engine, verb)(state, batch, good)
+    assert int(after.step) == 1
+    assert counts(after) == [0, 0]
+
+
+def test_error_inside_a_jit_skips_and_counts():
+    engine, features, bad = _small()
+    state, batch = engine.init(jax.random.key(0)), engine.place(features)
+    after = jax.jit(engine.update)(state, batch, bad)
+    assert_same(held_by(after), held_by(state))
+    assert by_feature(engine, after) == {"clicks/film": 1}
+    constant = jax.jit(lambda: engine.update(state, batch, bad))()
+    assert_same(held_by(constant), held_by(state))
+
+
+def test_error_under_checkify_is_reported():
+    engine, features, bad = _small(devices=1)
+    state = engine.init(jax.random.key(0))
+    checked = checkify.checkify(jax.jit(engine.update), errors=checkify.user_checks)
+    error, _ = checked(state, features, bad)
+    assert "feature 'clicks/film' of table 'films'" in error.get()
+    error, after = checked(state, features, jax.tree.map(np.ones_like, bad))
+    assert error.get() is None
+    assert int(after.step) == 1
+
+
+def test_another_policy_is_refused():
+    with pytest.raises(ValueError, match=r"on_bad_gradient: expected 'allow' \| 'skip' \| 'error'"):
+        _small("ignore")
+
+
+def test_a_state_of_an_engine_without_a_guard_begins_to_count():
+    (allowed, features, bad), (guarded, _, _) = _small("allow"), _small("skip")
+    after = guarded.update(allowed.init(jax.random.key(0)), guarded.place(features), bad)
+    assert by_feature(guarded, after) == {"clicks/film": 1}
+    again = allowed.update(after, allowed.place(features), jax.tree.map(np.ones_like, bad))
+    assert by_feature(allowed, again) == {"clicks/film": 1}
+
+
+# -- the stateful API ---------------------------------------------------------------------------
+
+
+def _embedding(policy, **options):
+    """Return an embedding whose programs are those of the engine of `_small`."""
+    embedding = tpu_embed.TPUEmbedding(
+        SMALL, o.Adagrad(0.1), mesh=mesh(2), on_bad_gradient=policy, **options
+    )
+    engine, features, bad = _small(policy)
+    assert embedding.engine._guard.policy == policy
+    embedding.engine = engine
+    return embedding, features, bad
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_the_stateful_door_goes_on_after_a_skip(pipelined):
+    embedding, features, bad = _embedding("skip", pipeline_execution_with_tensor_core=pipelined)
+    good = jax.tree.map(np.ones_like, bad)
+    for _ in range(4):
+        embedding.enqueue(features)
+    for gradients in (good, bad, bad, good):
+        embedding.dequeue()
+        embedding.apply_gradients(gradients)
+    engine = embedding.engine
+    expected, batch = engine.init(jax.random.key(0)), engine.place(features)
+    for _ in range(2):
+        expected = engine.update(expected, batch, good)
+    assert_same(held_by(embedding.state), held_by(expected))
+    assert by_feature(engine, embedding.state) == {"clicks/film": 2}
+
+
+def test_the_stateful_door_raises_and_waits_for_other_gradients():
+    embedding, features, bad = _embedding("error")
+    embedding.enqueue(features)
+    embedding.dequeue()
+    before = held_by(embedding.state)
+    with pytest.raises(ValueError) as error:
+        embedding.apply_gradients(bad, name="first")
+    assert _named(error)
+    assert_same(held_by(embedding.state), before)
+    embedding.apply_gradients(jax.tree.map(np.ones_like, bad))
+    assert int(embedding.state.step) == 1

@@ -1,0 +1,173 @@
+"""Every error of `tpu_embed.nn.gradients`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from nn_models import D, bag_of, ids_of
+
+from tpu_embed import nn
+from tpu_embed import optimizers as o
+
+DIFFERENTIATED = "ignore:table 'films' .* is looked up under differentiation"
+"""A derivative that is no step of training: that the table keeps its rows is what is meant."""
+A, C = ids_of(1, (8,), lowest=0), ids_of(2, (8,), lowest=0)
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def test_layers_of_one_path_are_refused():
+    model = nnx.Dict({"a/b": bag_of(o.SGD(0.1)), "a": nnx.Dict(b=bag_of(o.SGD(0.1)))})
+    with pytest.raises(ValueError, match="layers: expected a different path for every layer"):
+        nn.fused_value_and_grad(lambda m: m["a/b"](A).sum() + m["a"].b(A).sum())(model)
+
+
+def test_no_model_changes_when_another_cannot():
+    model, other = bag_of(o.SGD(0.1)), bag_of(None)
+    before = np.array(model.embedding)
+    with pytest.raises(ValueError, match="optimizer for every trainable table"):
+        nn.fused_value_and_grad(lambda a, b: (a(A) * b(A)).sum(), argnums=(0, 1))(model, other)
+    np.testing.assert_array_equal(model.embedding, before)
+
+
+@pytest.mark.filterwarnings(DIFFERENTIATED)
+def test_a_step_is_not_differentiated():
+    model = nnx.Dict(a=bag_of(o.SGD(0.1)), b=nnx.Linear(D, 1, rngs=nnx.Rngs(0)))
+
+    def step(model):
+        _, gradients = nn.fused_value_and_grad(lambda m: m.b(m.a(A)).sum())(model)
+        return (gradients["b"]["kernel"][...] ** 2).sum()
+
+    with pytest.raises(TypeError, match="update of a layer's table: expected a step that is not"):
+        nnx.grad(step)(model)
+
+
+def test_gradients_of_another_kind():
+    bag = bag_of(o.SGD(0.1))
+    with pytest.raises(TypeError, match="gradients: expected TableGradients, got dict"):
+        nn.apply_table_gradients(bag, {})
+    nn.apply_table_gradients(bag, nn.TableGradients({"": ()}))
+    assert int(bag.step[...]) == 0
+
+
+def test_a_table_a_member_is_not_mapped():
+    bag = bag_of(o.SGD(0.1))
+    graphdef, state = nnx.split(bag)
+    twice = jax.tree.map(lambda x: jnp.stack([x, x]), state)
+    with pytest.raises(ValueError, match="expected one table, looked up in every"):
+        jax.vmap(lambda state: nnx.merge(graphdef, state)(A))(twice)
+
+
+def _in_while(bag):
+    return jax.lax.fori_loop(0, jnp.asarray(2), lambda _, x: x + bag(A).sum(), jnp.float32(0))
+
+
+def _in_custom_vjp(bag):
+    @jax.custom_vjp
+    def identity(state, ids):
+        return nnx.merge(graphdef, state)(ids).sum()
+
+    graphdef, state = nnx.split(bag)
+    identity.defvjp(lambda state, ids: (identity(state, ids), None), lambda _, g: (None, None))
+    return identity(state, A)
+
+
+def _in_custom_jvp(bag):
+    @jax.custom_jvp
+    def identity(state):
+        return nnx.merge(graphdef, state)(A).sum()
+
+    graphdef, state = nnx.split(bag)
+    identity.defjvp(lambda primals, _: (identity(*primals), jnp.float32(0)))
+    return identity(state)
+
+
+def _differentiated_by_weights(bag):
+    found, _ = jax.vjp(lambda w: bag(A[:, None], w), jnp.ones((8, 1)))
+    return found.sum()
+
+
+def _penalty(bag):
+    return (jax.grad(lambda w: bag(A[:, None], w).sum())(jnp.ones((8, 1))) ** 2).sum()
+
+
+def _penalty_in_jit(bag):
+    return jax.jit(lambda: _penalty(bag))()
+
+
+def _carried(bag):
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def scan(bag, ids):
+        bag.overflows[...] += bag(ids).sum().astype(jnp.int32)
+        bag.step[...] += 0  # the counter is no longer the layer's own
+        return bag
+
+    scan(bag, np.stack([A, C]))
+    return bag(A).sum()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        _in_while,
+        _in_custom_vjp,
+        _in_custom_jvp,
+        _carried,
+        _differentiated_by_weights,
+        _penalty,
+        _penalty_in_jit,
+    ],
+    ids=lambda s: s.__name__,
+)
+@pytest.mark.filterwarnings(DIFFERENTIATED)
+def test_a_lookup_that_is_not_found_is_an_error(shape):
+    with pytest.raises(ValueError, match="layer 'a': expected lookups in plain code, jit, vmap"):
+        nn.fused_value_and_grad(lambda model: shape(model.a))(nnx.Dict(a=bag_of(o.SGD(0.1))))
+
+
+def test_errors_of_arguments():
+    bag = bag_of(o.SGD(0.1))
+
+    def loss(bag, other=None):
+        return bag(A).sum()
+
+    for argnums in (1, (0, 0), "0", True):
+        with pytest.raises(ValueError, match="argnums: expected different places"):
+            nn.sparse_value_and_grad(loss, argnums=argnums)(bag)
+    with pytest.raises(TypeError, match="argument 1: expected an nnx module, got ndarray"):
+        nn.sparse_value_and_grad(loss, argnums=(0, 1))(bag, A)
+    with pytest.raises(TypeError, match="has_aux=True: the function: expected a pair"):
+        nn.sparse_value_and_grad(loss, has_aux=True)(bag)
+    with pytest.raises(TypeError, match="scalar"):
+        nn.sparse_value_and_grad(lambda bag: bag(A))(bag)
+
+
+def test_no_table_changes_when_one_cannot():
+    model = nnx.Dict(a=bag_of(o.SGD(0.1)), b=bag_of(None))
+    before = np.array(model.a.embedding)
+    with pytest.raises(
+        ValueError, match=r"optimizer for every trainable table, got none for .'films'"
+    ):
+        nn.fused_value_and_grad(lambda m: m.a(A).sum() + m.b(A).sum())(model)
+    np.testing.assert_array_equal(model.a.embedding, before)
+    _, (_, gradients) = nn.sparse_value_and_grad(lambda m: m.a(A).sum())(model)
+    with pytest.raises(ValueError, match=r"gradients: expected layers among \[''\], got 'a'"):
+        nn.apply_table_gradients(model.a, gradients)
+
+
+def test_a_placed_batch_stands_alone():
+    bag = bag_of(o.SGD(0.1), devices=2)
+    batch = bag.place(ids_of(1))
+    with pytest.raises(ValueError, match="'films': expected a placed batch as the only lookup"):
+        nn.fused_value_and_grad(lambda bag: bag(batch).sum() + bag(A).sum())(bag)
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), batch)
+    with pytest.raises(ValueError, match="got one in a loop"):
+        nn.fused_value_and_grad(
+            lambda bag: jax.lax.scan(lambda c, x: (c + bag(x).sum(), None), 0.0, stacked)[0]
+        )(bag)
+    with pytest.raises(
+        ValueError, match="vmap of a lookup: expected dense ids, got a placed batch"
+    ):
+        jax.vmap(bag)(stacked)

@@ -1,0 +1,48 @@
+"""The public names of the package: none is added, renamed or lost without a change here."""
+
+import importlib
+
+import pytest
+
+NAMES = {
+    "tpu_embed": (
+        "Batch BatchSpec EmbeddingEngine FeatureConfig IndexedSlices QuantizationConfig RaggedIds "
+        "RowIdInitializer ShardInfo SparseIds TPUEmbedding TableConfig TableState "
+        "embedding_lookup hash_ids initializers optimizers pad_batch sparse_grad "
+        "sparse_value_and_grad training"
+    ),
+    "tpu_embed.io": (
+        "CheckpointManager ModuleCheckpointManager QuantizedTable Restored ServedModel "
+        "TouchedRows Version apply_delta export_delta export_model load_model quantize_rows "
+        "restore restore_modules save save_modules serving_lookup"
+    ),
+    "tpu_embed.metrics": "batch_statistics counters table_statistics write_scalars",
+    "tpu_embed.nn": (
+        "ActivationGradient Counter Embed EmbeddingBag Slot Table TableGradients "
+        "apply_table_gradients fused_value_and_grad sparse_value_and_grad"
+    ),
+    "tpu_embed.optimizers": (
+        "Adadelta Adagrad AdagradMomentum Adam CenteredRMSProp CustomOptimizer FTRL LAMB "
+        "LearningRateKind Lion Momentum OptaxOptimizer ProximalAdagrad RMSProp RowOptimizer "
+        "RowWiseAdagrad SGD SlotShape TableOptimizer Yogi as_table_optimizer learning_rate_kind "
+        "row_mean row_norm row_sum"
+    ),
+    "tpu_embed.initializers": (
+        "RowIdInitializer ShardInfo TruncatedNormal VarianceScaling check resolve "
+        "variance_scaling wants_shard_info"
+    ),
+    "tpu_embed.planning": "CHIPS Chip Plan TablePlan Topology plan resolve",
+    "tpu_embed.training": (
+        "AggregationMethod CrossShardOptimizer IndexedSlices OptState Optimizer Tag TreeOptimizer "
+        "UnconnectedGradients clip_by_global_norm create_dummy_table_variables cross_shard "
+        "get_gradients_through_compute_gradients get_gradients_through_dummy_table_variables "
+        "global_norm gradients hook is_indexed_slices scale tag"
+    ),
+}
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_public_names(module):
+    found = importlib.import_module(module)
+    assert sorted(found.__all__) == sorted(NAMES[module].split())
+    assert all(hasattr(found, name) for name in found.__all__)

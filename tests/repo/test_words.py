@@ -1,0 +1,90 @@
+"""One word, one thing: words that were given up, and why; comments where they are needed."""
+
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = sorted((ROOT / "tpu_embed").rglob("*.py"))
+PROSE = [
+    *CODE,
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.py")),
+    *sorted((ROOT / "benchmarks").rglob("*.py")),
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+]
+
+REFUSED = {
+    r"\bdoors?\b": "say functional API or stateful API",
+    r"\b(Feature|Row|Bag)Form\b": "FeatureShape, RowFormat and BagLayout are three things",
+    r"\bGroup(Spec)?\b": "tables in one array are a stack: Stack, StackSpec",
+    r"\bjudge[sd]?\b": "validate, or check",
+    r"\bCalled by\b": "who calls goes stale; say what it is for",
+    r"^(Enters|Leaves):": "say Input and Output",
+    (
+        r"\b(a|an|one) \w+ an? (bag|block|column|device|feature|id|layer|leaf|lookup|row|shard|slot"
+        r"|stack|step|table)\b"
+    ): "say one … per …",
+}
+"""Patterns that code and docs do not have, and what is said instead."""
+
+GROUPS_OF_REPLICAS = ("replicas.py", "cross_shard.py", "training.md", "gradients.py")
+"""Where a group is a group of replicas, as in `group_assignment`."""
+
+
+def found(pattern, paths=PROSE):
+    """Return path:line of every line that has the pattern."""
+    wanted = re.compile(pattern)
+    return [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in paths
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if wanted.search(line)
+    ]
+
+
+@pytest.mark.parametrize("pattern", REFUSED)
+def test_a_word_is_given_up(pattern):
+    assert not found(pattern), REFUSED[pattern]
+
+
+def test_a_group_is_a_group_of_replicas():
+    core = [path for path in CODE if "training" not in path.parts]
+    assert not found(r"(?<!\.)\bgroups?\b(?!\()", core), "tables in one array are a stack"
+
+
+@pytest.mark.parametrize("package", ["core", "kernels", "training"])
+def test_comments_say_why(package):
+    """At least 5 lines of comments, outside of docstrings, in 100 lines of code."""
+    code = comments = 0
+    for path in sorted((ROOT / "tpu_embed" / package).rglob("*.py")):
+        lines, own = count_lines(path.read_text())
+        code, comments = code + lines, comments + own
+    assert comments >= 0.05 * code, f"{comments} comment lines in {code} of code"
+
+
+def count_lines(source):
+    """Return the lines of code, without docstrings, and the lines that are comments alone."""
+    strings = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    ]
+    docs = {line for node in strings for line in range(node.lineno, node.end_lineno + 1)}
+    layout = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    code, comments = set(), 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            comments += token.line.lstrip().startswith("#")
+        elif token.type not in layout:
+            code |= set(range(token.start[0], token.end[0] + 1))
+    return len(code - docs), comments
+
+
+def test_lines_are_counted():
+    assert count_lines('"""Doc."""\n# why\nx = [\n    1,  # not counted\n]\n') == (3, 1)
