@@ -26,6 +26,12 @@ def test_file_keeps_the_rules(path):
     assert not faults(path, (ROOT / path).read_text())
 
 
+def test_tests_and_benchmarks_are_short():
+    files = [p for folder in ("tests", "benchmarks") for p in (ROOT / folder).rglob("*.py")]
+    lines = {str(p.relative_to(ROOT)): p.read_text().count("\n") for p in files}
+    assert not {name: n for name, n in lines.items() if n > floors.MAX_FILE_LINES}
+
+
 def test_examples_are_short():
     lines = {p.name: len(p.read_text().splitlines()) for p in (ROOT / "examples").glob("*.py")}
     assert not {name: n for name, n in lines.items() if n > 150}
