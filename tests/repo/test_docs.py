@@ -40,7 +40,7 @@ def test_page(page, tmp_path, monkeypatch):
 
 
 MODULES = ("", ".initializers", ".io", ".metrics", ".nn", ".optimizers", ".planning", ".training")
-NOT_SHOWN = {  # modules, names that stand under their own module, and what other packages of ours import
+NOT_SHOWN = {  # modules, names shown under their own module, names for our other packages
     "tpu_embed": {"RowIdInitializer", "ShardInfo", "initializers", "optimizers", "training"},
     "tpu_embed.initializers": {"check", "resolve", "wants_shard_info"},
     "tpu_embed.optimizers": {
