@@ -4,6 +4,7 @@ The snippets of one file share one namespace and run in order. `<!-- no-run: rea
 line before a snippet leaves it out; the reason names the hardware or data it needs.
 """
 
+import importlib
 import re
 from pathlib import Path
 
@@ -36,6 +37,28 @@ def run(name, text):
 def test_page(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run(str(page), page.read_text())
+
+
+MODULES = ("", ".initializers", ".io", ".metrics", ".nn", ".optimizers", ".planning", ".training")
+NOT_SHOWN = {  # modules, names shown under their own module, names for our other packages
+    "tpu_embed": {"RowIdInitializer", "ShardInfo", "initializers", "optimizers", "training"},
+    "tpu_embed.initializers": {"check", "resolve", "wants_shard_info"},
+    "tpu_embed.optimizers": {
+        *("LearningRateKind", "OptaxOptimizer", "SlotShape", "TableOptimizer"),
+        *("as_table_optimizer", "learning_rate_kind"),
+    },
+}
+
+
+@pytest.mark.parametrize("module", [f"tpu_embed{name}" for name in MODULES])
+def test_reference_shows_every_public_name(module):
+    page = (ROOT / "docs/reference.md").read_text()
+    shown = set(re.findall(r"^::: (.+)$", page, re.MULTILINE))
+    assert set(re.findall(r"\]\[(.+?)\]", page)) == shown  # the index at the page's top
+    for name in set(importlib.import_module(module).__all__) - NOT_SHOWN.get(module, set()):
+        # `planning.plan` is a function and, for mkdocstrings, the module that it is in.
+        paths = {f"{module}.{name}", f"{module}.{name}.{name}", f"tpu_embed.{name}"}
+        assert paths & shown, name
 
 
 PAGE = """
