@@ -1,15 +1,23 @@
-"""Embedding tables larger than one device, for JAX: sharded lookups, sparse updates.
+"""Embedding tables larger than one device, for JAX: sharded lookups and sparse updates.
 
-The batch's path, by file name:
+This is the path of a batch; the names are packages and files:
 
-    ids ─▶ core/ids ─▶ core/batch ─▶ core/lookup (core/route, core/combine) ─▶ activations ─┐
-                                                                                            │
-                                                                                        your model
-                                                                                            │
-    tables ◀─ core/apply (optimizers/) ◀─ core/sums (core/dedup, core/route) ◀─ gradients ◀─┘
+    on the host
+      your ids ─▶ core/ids/             checked: shapes, weights, bad ids
+               ─▶ core/batch/           packed into one array of static shape, sent to the devices
+    on the devices
+               ─▶ core/exchange/        each id goes to the shard that owns its row, rows come back
+               ─▶ core/lookup/          the rows of each bag are combined
+               ─▶ activations ─▶ your model ─▶ gradients of the activations
+               ─▶ core/update/sums.py   summed by row, with core/exchange/, on the row's owner
+               ─▶ core/update/apply.py  the rule of optimizers/ gives new rows
+               ─▶ core/state/           tables and slots, updated in place
 
-Two APIs lead to the same code: `EmbeddingEngine`, pure functions for your own jit, and
-`TPUEmbedding`, which holds the state and a queue of batches.
+Which shard owns a row is decided in `core/layout/`; rows are moved and summed by `kernels/`.
+
+Two APIs lead to the same code. The functional API is `EmbeddingEngine` (`core/engine.py`): pure
+functions for your own jit. The stateful API is `TPUEmbedding` (`tpu_embedding.py`), which holds the
+state and a queue of batches.
 """
 
 from tpu_embed import initializers, optimizers, training

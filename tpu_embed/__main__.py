@@ -1,4 +1,4 @@
-"""The command line: `python -m tpu_embed info` says what runs here, `plan` what a config takes."""
+"""The command line: `info` shows versions, devices and kernels; `plan` sizes a configuration."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PACKAGES = ("tpu-embed", "jax", "jaxlib", "optax", "flax", "numpy")
 
 
 def info() -> str:
-    """Return versions, devices, and which kernels a program on this CPU runs.
+    """Return versions, devices, and the kernels that a program on this CPU runs.
 
     Example:
       >>> "kernels on CPU" in info()
@@ -34,6 +34,7 @@ def info() -> str:
     """
     lines = [f"{name:10} {importlib.metadata.version(name)}" for name in PACKAGES]
     devices = [f"{device.platform} {device.device_kind}" for device in jax.devices()]
+    # ["cpu", "cpu", "gpu"] -> ["2 × cpu", "1 × gpu"]; dict.fromkeys keeps the order.
     counted = [f"{devices.count(kind)} × {kind}" for kind in dict.fromkeys(devices)]
     loaded = cpu.load()
     where = "not there: " + loaded.why_not if loaded.path is None else str(loaded.path)
@@ -47,16 +48,16 @@ def info() -> str:
 
 
 def show_plan(args: argparse.Namespace) -> None:
-    """Print the plan of a config on a topology, and what a compiler says of it.
+    """Print the plan of a config on a topology, and optionally compile it for that topology.
 
     Args:
       args: `config`, a Python file that defines `workload() -> (feature_config, optimizer, batch)`;
         `topology`; `json`; `compile`.
 
     Raises:
-      TypeError: a batch in other containers than the features, or of ids that are not integers.
-      ValueError: a config that does not run, a topology that is none, or a plan that does not fit.
-      RuntimeError: `compile`, without libtpu.
+      TypeError: the batch has other containers than the features, or ids that are not integers.
+      ValueError: the config does not run, the topology is unknown, or the plan does not fit.
+      RuntimeError: `compile` was given, but libtpu is not installed.
     """
     feature_config, optimizer, batch = _workload(Path(args.config))
     target = _target(args.topology)
@@ -71,7 +72,8 @@ def show_plan(args: argparse.Namespace) -> None:
         print(plan.to_json())
     plan.check()
     if args.compile:
-        jax.config.update("jax_platforms", "cpu")  # compiles for a TPU, and needs none
+        # libtpu compiles for a TPU without having one; JAX must not search for one here.
+        jax.config.update("jax_platforms", "cpu")
         compiled = compile_for(args.topology, feature_config, optimizer, batch)
         print(_as_json(plan, compiled) if args.json else compiled.explain())
 
@@ -80,7 +82,7 @@ def _workload(path: Path) -> tuple[Any, Any, Any]:
     """Return what `workload()` of a Python file returns.
 
     Raises:
-      ValueError: no such file or function, one that fails, or that returns something else.
+      ValueError: the file or the function does not exist, fails, or returns something else.
     """
     what = f"config {path}"
     expected = "a Python file that defines workload()"
@@ -91,6 +93,7 @@ def _workload(path: Path) -> tuple[Any, Any, Any]:
         workload = runpy.run_path(str(path)).get("workload")
         found = workload() if callable(workload) else None
     except Exception as error:
+        # The line of the user's file, not the line of the library function that raised.
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
         line = f" at line {frames[-1].lineno}" if frames else ""
         got = f"{type(error).__name__}: {error}{line}"
@@ -107,6 +110,7 @@ def _workload(path: Path) -> tuple[Any, Any, Any]:
 
 
 def _target(topology: str) -> str | int:
+    """Return a number of devices as an int, and a topology such as "v5p:4x4x4" as it is."""
     try:
         return int(topology)
     except ValueError:
@@ -114,14 +118,14 @@ def _target(topology: str) -> str | int:
 
 
 def _as_json(plan: planning.Plan, compiled: Compiled) -> str:
-    """Return the plan as a JSON object, with what the compiler says in it."""
+    """Return the plan as a JSON object, with the compiler's figures under "compiled"."""
     fields = {f.name: getattr(compiled, f.name) for f in dataclasses.fields(compiled)}
     said = {name: value for name, value in fields.items() if name not in ("plan", "text")}
     return json.dumps(json.loads(plan.to_json()) | {"compiled": said})
 
 
 def main() -> None:
-    """Run a subcommand."""
+    """Run the subcommand that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m tpu_embed", description=__doc__)
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("info", help="versions, devices, and the kernels in use")
@@ -140,7 +144,9 @@ def main() -> None:
     try:
         args.run(args)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads, `head` for example, has seen enough
+    except BrokenPipeError:
+        # The reader of our output, `head` for example, has closed it. Python would fail to flush
+        # standard output at exit, so it is redirected to nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (TypeError, ValueError, RuntimeError) as error:
         sys.exit(f"error: {error}")

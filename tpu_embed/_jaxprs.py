@@ -1,7 +1,9 @@
-"""Reading traced programs, whatever the release of JAX.
+"""Read traced programs (jaxprs), across the releases of JAX that name their parts differently.
 
-Enters: equations of a jaxpr. Leaves: their parts, and their results. So can a user's function be
-followed equation by equation, or rerun with something added to it.
+A jaxpr is a list of equations, each a primitive with operands and results. With these functions a
+user's program can be followed equation by equation, or run again with something added to it.
+
+Input: equations of a jaxpr. Output: their parts, or their results.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 __all__ = ["CALLS", "REMATS", "evaluate", "inner_jaxpr", "scan_counts", "subjaxprs"]
 
 CALLS = ("jit", "pjit", "closed_call", "core_call")
-"""Primitives that call a jaxpr; their names have changed between releases."""
+"""Primitives that call another jaxpr, by all names that they had in some release."""
 REMATS = ("checkpoint", "remat2")
-"""Primitives that call one, and once more in the backward pass."""
+"""Primitives that call another jaxpr, and call it again in the backward pass."""
 
 
 def evaluate(jaxpr: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
@@ -24,9 +26,11 @@ def evaluate(jaxpr: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
 
     Args:
       jaxpr: an open jaxpr.
-      eqn: of it.
-      values: of the equation's operands.
+      eqn: one of its equations.
+      values: the values of the equation's operands.
     """
+    # Make a jaxpr of this equation alone. Its inputs are the operands that are variables, each
+    # once: x * x has one input. Literals are part of the equation.
     operands = zip(eqn.invars, values, strict=True)
     given = {var: value for var, value in operands if not isinstance(var, Literal)}
     alone = jaxpr.replace(
@@ -46,15 +50,17 @@ def inner_jaxpr(eqn: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:
-    """Return how many operands of a scan are constants, and how many its carry."""
+    """Return how many operands of a scan are constants, and how many are the initial carry."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
-    fixed, carried, _ = eqn.params["ft_in"].unpack()  # later releases of JAX
+    # Later releases of JAX keep the operands as trees: constants, carry, scanned arrays.
+    fixed, carried, _ = eqn.params["ft_in"].unpack()
     return len(fixed), len(carried)
 
 
 def subjaxprs(eqn: Any) -> Iterator[Any]:
     """Yield the open jaxprs among the parameters of an equation."""
+    # A parameter may be a jaxpr, a closed jaxpr (which has `.jaxpr`), or a tuple of branches.
     for value in eqn.params.values():
         for one in value if isinstance(value, (tuple, list)) else (value,):
             inner = getattr(one, "jaxpr", one)

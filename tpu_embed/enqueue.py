@@ -1,13 +1,15 @@
-"""What a `TPUEmbedding` holds: the state, the batches that wait, the one that was dequeued.
+"""What a `TPUEmbedding` holds: the state, the batches that wait, and the batch dequeued last.
 
-All of it stands in one record that never changes. A call of the stateful API makes another record
-and puts it in the place of the old one in a single store: whatever raises, between whatever
-bytecodes, leaves the one or the other, and another thread never sees half of a call.
+All of it is in one immutable record. A call of the stateful API makes a new record and stores it in
+place of the old one with a single assignment. So an exception or a signal, wherever it comes,
+leaves either the old record or the new one, and no thread ever sees half of a call.
 
-When the lookups of a pipelined loop are issued:
+In a pipelined loop, lookups are issued at these moments:
 
     enqueue 1, 2   dequeue 1   apply 1   enqueue 3   dequeue 2   apply 2   dequeue 3 …
     lookup  1              2                                 3
+
+Input: batches, and states. Output: records.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ from tpu_embed.core.state import TableState
 
 @dataclasses.dataclass(frozen=True)
 class Enqueued:
-    """A batch that waits, or was dequeued.
+    """A batch that waits in the queue, or was dequeued.
 
     Attributes:
-      batch: the ids, on the devices; placing a batch starts its transfer, so what waits is
-        prefetched.
+      batch: the ids. Their transfer to the devices starts when a batch is placed, so the batches
+        that wait are prefetched.
       training: whether gradients will be applied.
       name: the caller's label, or None.
-      activations: its lookup, once issued.
+      activations: the activations, or None before the lookup is issued.
     """
 
     batch: Batch
@@ -43,26 +45,27 @@ class Enqueued:
     activations: PyTree | None = None
 
     def issued(self, lookup: Callable[[Batch], PyTree]) -> Enqueued:
-        """Return the batch with its activations, by a lookup unless it has them."""
+        """Return the batch with its activations; look them up unless that was done before."""
         if self.activations is not None:
             return self
         return dataclasses.replace(self, activations=lookup(self.batch))
 
     def withdrawn(self) -> Enqueued:
-        """Return the batch without activations, to be looked up again."""
+        """Return the batch without activations, so that it is looked up again."""
         return dataclasses.replace(self, activations=None)
 
 
 class Held(NamedTuple):
-    """The record.
+    """The immutable record.
 
     Attributes:
-      state: the tables; None before they are built.
+      state: the state of the tables; None before they are built.
       per_replica: examples of a training batch on one device; None: not set yet.
-      waiting: enqueued batches, the oldest first.
+      waiting: the enqueued batches, oldest first.
       dequeued: the batch dequeued last, until its gradients are applied.
-      failure: what made the state invalid, or None.
-      update: where an update that takes the memory of the state leaves the next one, or None.
+      failure: why the state is invalid, or None.
+      update: None, or the list into which a running update, which takes the memory of the state,
+        puts the new state.
     """
 
     state: TableState | None = None
@@ -73,11 +76,12 @@ class Held(NamedTuple):
     update: list[TableState] | None = None
 
     def settled(self) -> Held:
-        """Return the record after its update, which does not run any more.
+        """Return the record after the end of its update, however that ended.
 
-        Whatever ended it, it has left a state or none. If it has left none, it has taken the arrays
-        of the old state or has not.
+        If the update has put a new state into its list, that state is taken. Otherwise the old
+        state stays; it is invalid if the update has taken its arrays.
         """
+        # `self.update` is None without an update, [] before a result, [state] after it.
         if self.update:
             return self._replace(state=self.update[0], dequeued=None, update=None)
         failure = self.failure
@@ -87,10 +91,15 @@ class Held(NamedTuple):
         return self._replace(failure=failure, update=None)
 
     def with_size(self, size: int | None, what: str, remedy: str) -> Held:
-        """Return the record with the size of training batches set; None is no such batch.
+        """Return the record with the size of training batches set.
+
+        Args:
+          size: examples per replica; None for a batch that is not for training.
+          what: the call, for the message.
+          remedy: the remedy, for the message.
 
         Raises:
-          ValueError: another size is set already.
+          ValueError: a different size is set already.
         """
         if size is None:
             return self
@@ -101,10 +110,10 @@ class Held(NamedTuple):
         return self._replace(per_replica=size)
 
     def waiting_for_gradients(self, what: str) -> tuple[TableState, Enqueued]:
-        """Return the state, and the dequeued training batch.
+        """Return the state, and the dequeued training batch whose gradients are due.
 
         Raises:
-          RuntimeError: there is none.
+          RuntimeError: there is no such batch.
         """
         item, remedy = self.dequeued, "call enqueue and dequeue first"
         if self.state is None:
@@ -119,17 +128,21 @@ class Held(NamedTuple):
         raise RuntimeError(message(what, expected=expected, got=got, remedy=remedy))
 
     def problem(self) -> str | None:
-        """Return what makes the state invalid; None if nothing does."""
+        """Return why the state is invalid, or None if it is valid."""
+        # A running update may take the state's arrays at any moment, so they are not looked at.
         if self.failure is not None or self.state is None or self.update is not None:
             return self.failure
         leaves: list[Any] = jax.tree.leaves(self.state)
         try:
-            if not _any_deleted(leaves):  # an update that failed after its dispatch shows here
+            # Programs run asynchronously. The results of one that failed after its dispatch are
+            # "ready" and raise its error here. Results that are still computed are not waited for.
+            if not _any_deleted(leaves):
                 jax.block_until_ready([leaf for leaf in leaves if leaf.is_ready()])
                 return None
         except jax.errors.JaxRuntimeError as error:
             return after_a_device_error(f"{error}")
         except RuntimeError:
+            # An array was deleted by another thread between the two lines above.
             if not _any_deleted(leaves):
                 raise
         return "one whose arrays were donated to another function, or deleted"
@@ -140,17 +153,21 @@ def _any_deleted(leaves: list[Any]) -> bool:
 
 
 def after_a_device_error(error: str) -> str:
-    """Say what a state is after an error, whose message may have a traceback in it."""
+    """Return the description of a state after a device error.
+
+    Args:
+      error: the error's message, which may contain a traceback; its first and last line are kept.
+    """
     lines = error.strip().splitlines()
     said = lines[0] if len(lines) == 1 else f"{lines[0]} … {lines[-1]}"
     return f"one after a device error ({said})"
 
 
 class Holder:
-    """The place of the record.
+    """The variable that holds the record.
 
     Attributes:
-      now: the record of this moment; read it once and use what was read.
+      now: the current record. Read it once per call, because other threads may replace it.
     """
 
     def __init__(self) -> None:
@@ -158,10 +175,11 @@ class Holder:
         self._lock = threading.RLock()
 
     def change(self, **fields: Any) -> None:
-        """Put other values in the place of these fields."""
+        """Replace the record by one with other values for these fields."""
         self.derive(lambda now: now._replace(**fields))
 
     def derive(self, make: Callable[[Held], Held]) -> None:
-        """Put `make(now)` in the place of the record; what it raises leaves the record."""
+        """Replace the record by `make(now)`; if `make` raises, the record stays."""
+        # The lock keeps two threads from deriving two records from the same one.
         with self._lock:
             self.now = make(self.now)

@@ -1,9 +1,10 @@
-"""An object of a model that has the state of an engine in variables, such as a flax layer.
+"""The base class of model parts that hold an engine's state in variables, such as a flax layer.
 
-Such variables hold physical rows, which fit one layout only. Whoever saves or moves a whole model
-finds the objects by this type, asks each for its state, and treats all other variables as they are.
+Such variables contain physical rows, which fit one layout only, so code that saves or moves a whole
+model must not treat them like other variables. It finds the parts by this class, and asks each for
+its engine and its state.
 
-Input: an object of a model. Output: its engine, its state, and the variables that hold it.
+Input: a part of a model. Output: its engine, its state, and the variables that hold the state.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class StateHolder(abc.ABC):
     """An object that holds the state of one engine.
 
     Attributes:
-      engine: whose state it is.
+      engine: the engine that the state belongs to.
     """
 
     engine: EmbeddingEngine
@@ -30,13 +31,13 @@ class StateHolder(abc.ABC):
     @property
     @abc.abstractmethod
     def state(self) -> TableState:
-        """The state: physical arrays."""
+        """The state, with its physical arrays."""
 
     @property
     @abc.abstractmethod
     def state_variables(self) -> Sequence[Any]:
-        """The variables that hold the state, as the model's framework has them."""
+        """The variables of the model's framework that hold the state."""
 
     @abc.abstractmethod
     def set_state(self, state: TableState) -> None:
-        """Replace tables, slots, step and counters; the variables stay the same objects."""
+        """Replace tables, slots, step and counters, in the same variables as before."""

@@ -1,8 +1,9 @@
-"""Which rows changed after which step: 4 bytes a row, on the host.
+"""Record which rows every update touched, so that only changed rows need to be exported.
 
-Enters: every batch that is applied, with the number of its update. Leaves: ids by table, and the
-`Version` of a state. Called by users; `io/delta.py` reads it. A `Version` also goes to `export.py`,
-`served.py` and `delta_files.py` there.
+For every row, the host keeps the number of the last update that touched it: 4 bytes per row.
+
+Input: every batch that is applied, with the number of its update. Output: the row ids that changed
+since a step, by table; and the `Version` of a state, which orders exports and deltas in time.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ from tpu_embed.core.state import TableState, check_own
 __all__ = ["TouchedRows", "Version"]
 
 _NEVER = -1
-_LAST = 2**31 - 2  # marks are int32, and those of `record_rows` one step later
+# Steps are kept as int32, and `record_rows` marks rows with the step after the given one.
+_LAST = 2**31 - 2
 _FULL = "publish a full export"
 
 
 class Version(NamedTuple):
-    """A moment of training.
+    """A moment of a training run.
 
     Attributes:
-      run: names a `TouchedRows`.
-      step: `state.step`, updates applied.
-      edits: how often `record_rows` was called; orders what was published at one step.
+      run: the unique name of the `TouchedRows` that recorded the run.
+      step: `state.step`, the number of updates applied.
+      edits: how often `record_rows` was called; it orders what was published at the same step.
     """
 
     run: str
@@ -43,15 +45,16 @@ class Version(NamedTuple):
 
 
 class TouchedRows:
-    """Keep, for every row, the last update that touched it.
+    """Keep, for every row, the number of the last update that touched it.
 
-    A row is touched by every valid id that is kept, whatever its weight or gradient: rows may be
-    named that did not change, never the other way round. A rule that decays every row, as
-    `Adam(lazy_adam=False)`, touches whole tables. Threads may record at the same time.
+    An update touches the row of every valid id that its batch keeps, even if the id's weight or
+    gradient is zero. So a row that is reported may be unchanged, but every changed row is reported.
+    An optimizer that changes every row, such as `Adam(lazy_adam=False)`, touches whole tables.
+    Several threads may record at the same time.
 
     Args:
-      engine: whose tables they are.
-      step: `state.step` now; of earlier updates nothing is known.
+      engine: the engine of the tables.
+      step: the current `state.step`; updates before it are unknown.
 
     Example:
       >>> import jax, tpu_embed
@@ -70,18 +73,22 @@ class TouchedRows:
         self._run = uuid.uuid4().hex
         self._start = self._through = check_int("step", step, minimum=0)
         self._edits = 0
-        self._ahead: set[int] = set()  # recorded steps after the first that is missing
-        self._last: dict[str, np.ndarray] = {}  # by stack: of every physical row
-        self._whole: dict[str, int] = {}  # by table: the last step that touched all of it
+        # All steps up to `_through` are recorded; `_ahead` has later ones, which threads may record
+        # first: with 1, 2 and 4 recorded, _through is 2 and _ahead is {4}.
+        self._ahead: set[int] = set()
+        # By stack: the last step of every physical row, int32 [S * R]; made at the first mark.
+        self._last: dict[str, np.ndarray] = {}
+        # By table: the last step that touched all of its rows.
+        self._whole: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def record(self, batch: PyTree, step: int) -> None:
-        """Say that a batch is, or will be, applied.
+        """Record that a batch was applied, or will be.
 
         Args:
-          batch: what `place` returned, or features as it takes them (weights do not matter); of
-            several processes, each gives its own.
-          step: of its update: `state.step` after it, 1 for the first.
+          batch: what `place` returned, or features as `place` takes them; weights do not matter.
+            With several processes, each gives its own part.
+          step: `state.step` after the batch's update, 1 for the first update.
 
         Raises:
           ValueError: what `place` refuses; a step before the last one that is known.
@@ -101,17 +108,17 @@ class TouchedRows:
             self._count(step)
 
     def record_rows(self, name: str, rows: ArrayLike | None, step: int) -> None:
-        """Say that rows were set by `set_rows`, or whole tables loaded.
+        """Record that rows were set by `set_rows`, or that a whole table was loaded.
 
-        Of several processes, all say so: each counts the edits.
+        With several processes, all must call this, because each counts the edits.
 
         Args:
           name: the table, trainable or not.
-          rows: integers `[n]`; None: all of them.
+          rows: row ids, integers `[n]`; None: all of them.
           step: `state.step` when they were set; they count as touched by the next update.
 
         Raises:
-          ValueError: an unknown name, a bad row, a step before this object's first.
+          ValueError: an unknown name, a bad row id, or a step before this object's first.
         """
         stack, table = self.layout.table(name)
         check_int("step", step, minimum=self._start)
@@ -124,10 +131,10 @@ class TouchedRows:
                 self._mark(stack, stack.physical(chosen, table), step + 1)
 
     def since(self, step: int) -> dict[str, np.ndarray]:
-        """Return the rows touched after a step, int64 `[n]` ascending, by table.
+        """Return the row ids touched after a step, int64 `[n]` ascending, by table.
 
-        Of several processes, each has those of its own batches. A table that is not trainable has
-        those of `record_rows`.
+        With several processes, each returns the rows of its own batches. For a table that is not
+        trainable, these are the rows given to `record_rows`.
 
         Raises:
           ValueError: a step before this object's first.
@@ -140,7 +147,7 @@ class TouchedRows:
             return {table.name: self._after(stack, table, step) for stack, table in self._tables()}
 
     def never(self) -> dict[str, int]:
-        """Return how many rows of every table were not touched since recording began."""
+        """Return, by table, how many rows were not touched since recording began."""
         with self._lock:
             return {
                 table.name: table.vocabulary_size - self._after(stack, table, _NEVER).size
@@ -148,10 +155,11 @@ class TouchedRows:
             }
 
     def version(self, state: TableState) -> Version:
-        """Return which moment of the run a state is, after a check that every update is recorded.
+        """Return the version of a state, after a check that all of its updates were recorded.
 
         Raises:
-          ValueError: one is not, between the first step and the state's, or the state is earlier.
+          ValueError: an update between this object's first step and the state's was not recorded,
+            or the state is from before the first step.
         """
         check_own(state, self.layout)
         step = int(state.step)
@@ -171,12 +179,17 @@ class TouchedRows:
     # -- batches -------------------------------------------------------------------------------
 
     def _physical_rows(self, batch: PyTree) -> list[np.ndarray]:
-        """Return the physical rows of this process's ids, by stack; `PADDING_ID` for none."""
+        """Return the physical rows of this process's ids, one array per stack.
+
+        Padding has `PADDING_ID`.
+        """
         layout = self.layout
         if isinstance(batch, Batch):
             batch.check(layout)
             lines = _lines(batch)
             return [packed_rows(lines, batch.spec, layout, g)[0] for g in range(len(layout.stacks))]
+        # Features that were not placed: find the physical rows here, several features per stack.
+        # The empty array is for a stack without features, since nothing cannot be concatenated.
         found: list[list[np.ndarray]] = [[np.zeros(0, np.int32)] for _ in layout.stacks]
         for f, host in zip(layout.features, self._engine.host_ids(batch), strict=True):
             stack = layout.stacks[f.stack]
@@ -198,6 +211,7 @@ class TouchedRows:
         """Note that a step is recorded: all of its rows are marked."""
         if step > self._through:
             self._ahead.add(step)
+        # With _through = 2 and _ahead = {4}, step 3 moves _through to 4.
         while self._through + 1 in self._ahead:
             self._through += 1
             self._ahead.remove(self._through)
@@ -212,32 +226,41 @@ class TouchedRows:
             self._last[stack.name] = np.full(stack.physical_rows, _NEVER, np.int32)
         if rows.size:
             last = self._last[stack.name]
+            # A maximum, because threads may record a later step first.
             last[rows] = np.maximum(last[rows], step)
 
     def _mark_all(self, table: TableSlice, step: int) -> None:
         self._whole[table.name] = max(step, self._whole.get(table.name, _NEVER))
 
     def _after(self, stack: Stack, table: TableSlice, step: int) -> np.ndarray:
-        """Return the ids of rows whose last step is above one."""
+        """Return the logical ids of the rows that were touched after `step`, ascending."""
         if self._whole.get(table.name, _NEVER) > step:
             return np.arange(table.vocabulary_size)
         if stack.name not in self._last:
             return np.zeros(0, np.int64)
+        # [S, rows_per_shard], as in `logical_rows`: "div" has consecutive row ids on a shard, "mod"
+        # has row id local * S + shard, which the transpose puts in order. Padding is never touched.
         by_shard = self._last[stack.name].reshape(stack.num_shards, stack.num_rows)
         mine = by_shard[:, table.offset : table.offset + table.rows_per_shard] > step
         return np.flatnonzero(mine if stack.placement == "div" else mine.T)
 
 
 def _lines(batch: Batch) -> np.ndarray:
-    """Return the packed lines of a batch that are on this process's devices, each once."""
+    """Return the packed lines of a batch that are on this process's devices, each of them once."""
     if isinstance(batch.packed, Tracer):
         remedy = "record outside the jitted function"
         raise ValueError(message("batch", expected="a Batch", got="a tracer", remedy=remedy))
+    # By first line, because several devices may hold copies of the same piece.
     pieces = {s.index[0].start or 0: s.data for s in batch.packed.addressable_shards}
     return np.concatenate([np.asarray(piece) for piece in pieces.values()])
 
 
 def _checked(table: TableSlice, rows: np.ndarray, stack: Stack) -> np.ndarray:
+    """Return row ids in the stack's index dtype.
+
+    Raises:
+      ValueError: they are not integers `[n]` in [0, V).
+    """
     what, size = f"table {table.name!r}: rows", table.vocabulary_size
     if rows.ndim != 1 or (rows.dtype.kind not in "iu" and rows.size):
         got = f"{rows.dtype} of shape {rows.shape}"

@@ -1,6 +1,9 @@
-"""The stateful API: `TPUEmbedding`, the TPU-embedding mid-level API over the functional engine.
+"""The stateful API: `TPUEmbedding` holds the tables and a queue of batches, and calls the engine.
 
-It reads what it holds, calls the engine and writes back. Nothing is computed here.
+It reads what it holds, calls pure functions of the engine, and stores the results. Nothing is
+computed here.
+
+Input: batches of ids, then gradients. Output: activations; the tables change.
 """
 
 from __future__ import annotations
@@ -33,31 +36,31 @@ class TPUEmbedding:
     """Train embedding tables: enqueue ids, dequeue activations, apply their gradients.
 
     An exception raised by a check, or while a program is traced, leaves tables, slots, queue and
-    step as they were. After a device error the state is invalid: every call says so until `load`
-    has succeeded or `state` is set.
+    step as they were. After a device error the state is invalid: every call raises an error that
+    says so, until `load` succeeds or `state` is set.
 
-    A call that is interrupted (Ctrl-C) has happened or has not, never by half: `waiting`,
-    `dequeued` and `state.step` tell which, and the loop goes on from there.
+    A call that is interrupted (Ctrl-C) has either happened or not, never by half. `waiting`,
+    `dequeued` and `state.step` tell which, and the training loop can go on from there.
 
-    Every call may be made from any thread. Any number of threads may enqueue while one dequeues and
-    applies: the ids are checked and sent beside all other calls. The batches of one thread keep
-    their order, and the order of the batches alone decides the tables' bits; pipelined, how far
-    ahead they were enqueued does too, as in one thread. What reads the tables and what changes
-    them wait for each other.
+    Every method may be called from any thread. Any number of threads may enqueue while one dequeues
+    and applies, because checking and sending ids does not wait for other calls. Batches of the same
+    thread keep their order. The tables' bits depend on the order of the batches only; if pipelined,
+    also on how far ahead they were enqueued, as with one thread. Calls that read the tables and
+    calls that change them wait for each other.
 
     Args:
       feature_config: `FeatureConfig`s in any nesting of dict, list, tuple, namedtuple, dataclass;
         `placement="auto"` is resolved by `tpu_embed.planning.resolve`.
-      optimizer: for tables without one of their own; None: none (serving).
-      pipeline_execution_with_tensor_core: look the next batch up before this one's update, if it is
-        enqueued already: its activations are then one step old, and its exchange overlaps the dense
-        part of the step.
+      optimizer: used for tables that have none of their own; None if no table is trained (serving).
+      pipeline_execution_with_tensor_core: look up the next batch, if it is enqueued already, before
+        this batch's update. Its activations are then one step old, and its exchange overlaps with
+        the dense part of the step.
       mesh: the devices; None: one axis over all of them.
       batch_axes: mesh axes that split the batch; None: all.
-      seed: of the tables, as `engine.init(jax.random.key(seed))`.
-      on_bad_gradient: what happens to a step in which an activation gradient holds NaN or infinity:
-        "allow": it is applied, nothing looks; "skip": nothing of it is applied, and it is counted;
-        "error": `apply_gradients` raises, which costs a wait for the gradients.
+      seed: the tables are those of `engine.init(jax.random.key(seed))`.
+      on_bad_gradient: what to do with a step in which an activation gradient has NaN or infinity:
+        "allow" applies it without checking; "skip" skips and counts it; "error" makes
+        `apply_gradients` raise, for which it has to wait for the gradients.
 
     Raises:
       ValueError: what `EmbeddingEngine` refuses.
@@ -92,7 +95,7 @@ class TPUEmbedding:
         self._pipelined = bool(pipeline_execution_with_tensor_core)
         self._holder = Holder()
         self._tables = threading.RLock()
-        """Held by what reads the tables, or changes them."""
+        """Held by every call while it reads the tables or changes them."""
 
     def build(self, per_replica_batch_size: int | None = None) -> None:
         """Create tables and slots.
@@ -102,7 +105,7 @@ class TPUEmbedding:
             training `enqueue` sets it.
 
         Raises:
-          ValueError: it was built with another size, or the size is not an integer of at least 1.
+          ValueError: another size is set already, or the size is not an integer of at least 1.
           RuntimeError: the state is invalid.
         """
         size, remedy = per_replica_batch_size, "make another TPUEmbedding"
@@ -114,7 +117,7 @@ class TPUEmbedding:
             self._holder.derive(lambda held: held.with_size(size, "build", remedy))
 
     def _built(self) -> TableState:
-        """Return the state, made if there is none; for what holds `_tables`."""
+        """Return the state; create it if there is none. The caller holds `_tables`."""
         if self._holder.now.state is None:
             self._holder.change(state=self.engine.init(jax.random.key(self._seed)))
         assert self._holder.now.state is not None
@@ -127,18 +130,18 @@ class TPUEmbedding:
         training: bool = True,
         name: str | None = None,
     ) -> None:
-        """Append a batch; its transfer to the devices starts here.
+        """Append a batch to the queue, and start its transfer to the devices.
 
         Args:
           features: the global batch, in the structure of the features.
-          weights: a weight an id, in the same structure, None where all are one.
-          training: gradients will be applied; such batches all have the built size.
-          name: labels profiles and errors.
+          weights: one weight per id, in the same structure; None where all are one.
+          training: whether gradients will be applied; all such batches have the same size.
+          name: a label for profiles and errors.
 
         Raises:
           ValueError: bad ids, weights, structure or batch size, or a training batch for tables
             without an optimizer; nothing is enqueued then.
-          TypeError: ids that are no integers, or another container type.
+          TypeError: ids that are not integers, or a wrong container type.
           RuntimeError: the state is invalid.
         """
         what = _label("enqueue", name)
@@ -151,7 +154,7 @@ class TPUEmbedding:
             self._push(what, Enqueued(batch, training, name), size)
 
     def _push(self, what: str, item: Enqueued, size: int | None) -> None:
-        """Append a batch; it waits for other calls only where it needs the tables."""
+        """Append a placed batch; wait for other calls only if the tables are needed."""
         remedy = "pad it with tpu_embed.pad_batch, or enqueue it with training=False"
 
         def pushed(held: Held) -> Held:
@@ -164,18 +167,19 @@ class TPUEmbedding:
         with self._tables:
             held = self._settled(what).with_size(size, what, remedy)
             state = self._built()
+            # The first batch in a pipelined queue is looked up at once (see `enqueue.py`).
             if self._pipelined and not held.waiting:
                 (item,) = self._issue(what, state, (item,))
             self._holder.derive(pushed)
 
     def dequeue(self, name: str | None = None) -> PyTree:
-        """Return the activations of the oldest batch, batch dimension sharded.
+        """Return the activations of the oldest batch, with the batch dimension sharded.
 
         Args:
-          name: labels profiles and errors.
+          name: a label for profiles and errors.
 
         Raises:
-          RuntimeError: nothing is enqueued, the last training batch still waits for its gradients,
+          RuntimeError: the queue is empty, the last training batch still waits for its gradients,
             or the state is invalid.
         """
         what = _label("dequeue", name)
@@ -188,9 +192,11 @@ class TPUEmbedding:
             if not held.waiting:
                 got, remedy = "an empty queue", "call enqueue first"
                 raise RuntimeError(message(what, expected="a batch", got=got, remedy=remedy))
+            # Pipelined, the batch after this one is looked up too, before this one's update.
             heads = held.waiting[: 2 if self._pipelined else 1]
             head, *following = self._issue(what, self._built(), heads)
 
+            # Other threads may have enqueued meanwhile: `now` has their batches behind `heads`.
             def popped(now: Held) -> Held:
                 rest = now.waiting[len(heads) :]
                 return now._replace(waiting=(*following, *rest), dequeued=head)
@@ -202,15 +208,15 @@ class TPUEmbedding:
         """Update the tables with the gradients of the last dequeued training batch.
 
         Args:
-          gradients: of its activations, in their structure; None for a feature is a zero gradient.
-          name: labels profiles and errors.
+          gradients: in the structure and shapes of the activations; None for a feature is zero.
+          name: a label for profiles and errors.
 
         Raises:
-          RuntimeError: not built, no training batch was dequeued since the last call, or the state
-            is invalid.
-          ValueError: a gradient of another shape, or not finite under `on_bad_gradient="error"`;
-            other keys. Nothing changes then: the batch still waits for its gradients.
-          TypeError: a container of another type.
+          RuntimeError: the tables are not built, no training batch was dequeued since the last
+            call, or the state is invalid.
+          ValueError: a gradient of a wrong shape, or not finite under `on_bad_gradient="error"`, or
+            wrong keys. Nothing changes then, and the batch still waits for its gradients.
+          TypeError: a wrong container type.
         """
         what = _label("apply_gradients", name)
         with _labelled(what, name), self._tables:
@@ -219,11 +225,11 @@ class TPUEmbedding:
             self._update(what, self.engine.prepare_update(state, item.batch, gradients, rates))
 
     def _update(self, what: str, update: Callable[[], TableState]) -> None:
-        """Run an update, whose result takes the place of the state whose memory it takes.
+        """Run an update in the memory of the state, and take its result as the new state.
 
-        Where the result comes to stand is held before the update begins. When JAX calls the program
-        without Python, there is then no moment at which what is held has no state. When it does
-        not, as in the first call, signals wait.
+        The record holds the list `results` before the update begins, and the new state is appended
+        to that list. From its second call on, JAX runs the program without Python code, so nothing
+        can be raised between the two. The first call runs Python code, so signals are deferred.
         """
         results: list[TableState] = []
         with SignalsDeferred():
@@ -237,13 +243,13 @@ class TPUEmbedding:
                 self._settle()
 
     def _note(self, what: str, error: Exception) -> None:
-        """Keep in mind that the state is invalid, if this is an error of the device."""
+        """Record that the state is invalid, if this is a device error."""
         if is_device_error(error):
             self._holder.change(failure=after_a_device_error(f"{what}: {error}"))
 
     @property
     def waiting(self) -> int:
-        """The number of batches that are enqueued and not yet dequeued."""
+        """The number of batches in the queue."""
         return len(self._holder.now.waiting)
 
     @property
@@ -255,16 +261,16 @@ class TPUEmbedding:
 
     @property
     def state(self) -> TableState:
-        """The tables' state, for the functional API; the next `apply_gradients` donates it.
+        """The tables' state, for the functional API.
 
-        Its tables and slots are gone then; step and counters stay readable.
+        The next `apply_gradients` donates its tables and slots; step and counters stay readable.
         """
         with self._tables:
             return self._current("state")
 
     @state.setter
     def state(self, state: TableState) -> None:
-        """Replace the state by one that this engine made; waiting lookups are issued again."""
+        """Replace the state by another of this engine; waiting batches are looked up again."""
         with self._tables:
             check_state(state, self.engine.layout)
             self._replace(state)
@@ -275,9 +281,9 @@ class TPUEmbedding:
 
     @property
     def embedding_tables(self) -> dict[TableConfig, Array]:
-        """The logical tables `[V, D]` by `TableConfig`; a read costs a copy of all tables.
+        """The logical tables `[V, D]` by `TableConfig`, copied anew at each access.
 
-        They are gathered: every device gets them whole. `retrieve` needs the host's memory only.
+        Every device gets all tables whole. `retrieve` needs only the host's memory for that.
         """
         with self._tables:
             by_name = self.engine.tables(self._current("embedding_tables"))
@@ -286,17 +292,17 @@ class TPUEmbedding:
     def load(
         self, tables: Mapping[str, Any], slots: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
-        """Replace tables, and slots, by host arrays; waiting lookups are issued again.
+        """Replace tables and slots by host arrays; waiting batches are looked up again.
 
-        What is not given stays. After a device error it starts afresh, step included, and a batch
-        that was dequeued then is forgotten.
+        Tables and slots that are not given stay as they are. After a device error they are created
+        anew, the step is 0, and a batch that was dequeued is forgotten.
 
         Args:
-          tables: `[V, D]` by name, any of them.
-          slots: by table name, then slot name, any of them.
+          tables: `[V, D]` by name, for any of the tables.
+          slots: by table name, then slot name, for any of the slots.
 
         Raises:
-          ValueError: an unknown name, or another shape; nothing changes then.
+          ValueError: an unknown name, or a wrong shape; nothing changes then.
         """
         with self._tables:
             held = self._settle()
@@ -306,7 +312,7 @@ class TPUEmbedding:
             self._replace(self.engine.load_arrays(state, tables, slots))
 
     def _replace(self, state: TableState) -> None:
-        """Take another state, which is valid; look up again what waits."""
+        """Take a valid state, and look up waiting batches again."""
         held = self._settle()
         heads = tuple(item.withdrawn() for item in held.waiting[:1])
         if self._pipelined:
@@ -320,12 +326,12 @@ class TPUEmbedding:
         self._holder.derive(replaced)
 
     def retrieve(self) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
-        """Return tables and slots as host arrays, by name; no device holds more than its shard."""
+        """Return tables and slots as host arrays by name, copied shard by shard."""
         with self._tables:
             return retrieve.host_arrays(self._current("retrieve"), self.engine.layout)
 
     def describe(self) -> dict[str, Any]:
-        """Return the resolved configuration as plain objects, batch size and pipelining too."""
+        """Return the resolved configuration, batch size and pipelining as plain objects."""
         return {
             **self.engine.describe(),
             "per_replica_batch_size": self._holder.now.per_replica,
@@ -335,7 +341,7 @@ class TPUEmbedding:
     def _issue(
         self, what: str, state: TableState, items: tuple[Enqueued, ...]
     ) -> tuple[Enqueued, ...]:
-        """Return the batches with their activations."""
+        """Return the batches with their activations, looked up in `state` where missing."""
         lookup = functools.partial(self.engine.lookup, state)
         try:
             return tuple([item.issued(lookup) for item in items])
@@ -344,31 +350,32 @@ class TPUEmbedding:
             raise
 
     def _settle(self) -> Held:
-        """Return what is held, while this thread holds `_tables`: no update runs."""
+        """Return the record. The caller holds `_tables`, so no update is running."""
         if self._holder.now.update is not None:
             self._holder.derive(Held.settled)
         return self._holder.now
 
     def _settled(self, what: str) -> Held:
-        """Return what is held, while this thread holds `_tables`, if the state is valid.
+        """Return the record if the state is valid. The caller holds `_tables`.
 
         Raises:
-          RuntimeError: it is not.
+          RuntimeError: the state is invalid.
         """
         self._settle()
         return self._valid(what)
 
     def _valid(self, what: str) -> Held:
-        """Return what is held, if the state is valid.
+        """Return the record if the state is valid.
 
         Raises:
-          RuntimeError: it is not.
+          RuntimeError: the state is invalid.
         """
         while True:
             held = self._holder.now
             problem, now = held.problem(), self._holder.now
+            # Try again if another thread's update has taken the arrays during the check.
             if now.state is held.state and now.update is held.update:
-                break  # otherwise another thread's update took the arrays while they were looked at
+                break
         if problem is not None:
             expected, remedy = "a valid state", "load the tables, or set `state`"
             raise RuntimeError(message(what, expected=expected, got=problem, remedy=remedy))
@@ -381,7 +388,7 @@ def _label(what: str, name: str | None) -> str:
 
 @contextlib.contextmanager
 def _labelled(what: str, name: str | None) -> Iterator[None]:
-    """Label profiles, and what is raised."""
+    """Label the profile of a call, and the exceptions that it raises."""
     try:
         with jax.profiler.TraceAnnotation(what):
             yield

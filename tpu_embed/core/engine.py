@@ -1,6 +1,6 @@
-"""The functional API: declare once, then init, place, lookup and update, all pure.
+"""The functional API: tables are declared once, then every call is a pure function of a state.
 
-Input: feature configs, then state, batches and gradients. Output: activations and new states.
+Input: feature configs, then states, batches and gradients. Output: activations and new states.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ class EmbeddingEngine:
 
     Args:
       feature_config: `FeatureConfig`s in any nesting of dict, list, tuple, namedtuple, dataclass.
-      optimizer: for tables without one of their own: one of `tpu_embed.optimizers`, or a
-        row-separable optax transform. None: none (serving).
+      optimizer: used for tables that have none of their own: one of `tpu_embed.optimizers`, or a
+        row-separable optax transform; None if no table is trained (serving).
       mesh: the devices; None: one axis over all of them.
       batch_axes: mesh axes that split the batch; None: all.
-      sum_blocks: G, the number of contiguous blocks of the global batch that a row's gradients are
-        summed in; the result has the same bits on any device count that divides it (CPU).
-      stack_tables: put tables of one dim, dtype, optimizer and placement into one array.
-      on_bad_gradient: what happens to a step in which an activation gradient holds NaN or infinity:
-        "allow": it is applied, nothing looks; "skip": nothing of it is applied, and it is counted;
-        "error": as "skip", and outside a jit a `ValueError`, which costs a wait for the gradients.
+      sum_blocks: G, the number of contiguous blocks of the global batch in which a row's gradients
+        are summed; on CPUs, all device counts that divide G give the same bits.
+      stack_tables: put tables of equal dim, dtype, optimizer and placement into one array.
+      on_bad_gradient: what to do with a step in which an activation gradient has NaN or infinity:
+        "allow" applies it without checking; "skip" skips and counts it; "error" does so too, and
+        raises `ValueError` outside a jit, for which it has to wait for the gradients.
 
     Raises:
-      ValueError: configs that do not fit together, the mesh, or the optimizer; `placement="auto"`.
+      ValueError: configs do not fit each other, the mesh or the optimizer; `placement="auto"`.
 
     Example:
       >>> import numpy as np, tpu_embed
@@ -89,6 +89,7 @@ class EmbeddingEngine:
     ) -> None:
         blocks = _checks.check_int("sum_blocks", sum_blocks, minimum=1)
         self._structure = structure.flatten(feature_config)
+        # All that is static is decided here; it is in no state, and no config is changed.
         axes = make_axes(mesh, batch_axes)
         self.layout: Layout = make_layout(
             self._structure, optimizer, axes, sum_blocks=blocks, stack_tables=stack_tables
@@ -98,17 +99,19 @@ class EmbeddingEngine:
         self._intake = Intake(self._structure, self.layout)
         self._traces: collections.Counter[str] = collections.Counter()
         self._init_program = jax.jit(self._init)
+        # `check_in_place` finds these programs in a user's jaxpr by their names.
         self._lookup_program = jax.jit(named(self._lookup, LOOKUP))
         self._update_program = jax.jit(named(self._update, UPDATE))
+        # Tables and slots are donated; step and counters are not, so users can still read them.
         self._update_in_place_program = jax.jit(named(self._update_rows, UPDATE), donate_argnums=0)
 
     # -- state ---------------------------------------------------------------------------------
 
     def init(self, key: Array) -> TableState:
-        """Make all tables and slots, each device its own rows.
+        """Create all tables and slots; each device creates its own rows.
 
         Args:
-          key: a jax PRNG key; a row depends on it, its table's name and its number alone.
+          key: a jax PRNG key; a row depends on the key, its table's name and its row id only.
         """
         return self._init_program(key)
 
@@ -117,13 +120,13 @@ class EmbeddingEngine:
         return TableState(tables, slots, jnp.int32(0), self._guard.new_counters())
 
     def tables(self, state: TableState) -> dict[str, Array]:
-        """Return the logical tables `[V, D]` by name, in their dtype: a copy of all of them."""
+        """Return the logical tables `[V, D]` by name, in their dtype; copies all of them."""
         return logical.tables(state, self.layout)
 
     def slots(self, state: TableState) -> dict[str, dict[str, Array]]:
-        """Return the logical slots by table name, then slot name: a copy of all of them.
+        """Return the logical slots by table name, then slot name; copies all of them.
 
-        `[V, D]`, or `[V]` for one number a row; a slot that a whole stack shares is as it is.
+        A slot is `[V, D]`, or `[V]` for one number per row, or the array that a whole stack shares.
         """
         return logical.slots(state, self.layout)
 
@@ -136,18 +139,17 @@ class EmbeddingEngine:
         *,
         slot: str | None = None,
     ) -> TableState:
-        """Return the state with some rows of a table, or of one of its slots, set.
+        """Return the state with some rows of a table, or of one of its slots, replaced.
 
         Args:
           state: the state.
           name: the table.
-          rows: integers `[n]`, different from each other; inside a jit, those outside [0, V) are
-            not written.
-          values: `[n, D]` (`[n]` for a slot of one number a row).
+          rows: row ids, integers `[n]`, all different; a jit does not write those outside [0, V).
+          values: `[n, D]` (`[n]` for a slot of one number per row).
           slot: the slot, or None for the table itself.
 
         Raises:
-          ValueError: an unknown name, a bad or repeated row, another shape.
+          ValueError: an unknown name, a bad or repeated row id, a wrong shape.
         """
         return logical.set_rows(state, self.layout, name, rows, values, slot=slot)
 
@@ -164,12 +166,11 @@ class EmbeddingEngine:
         Args:
           state: the state.
           name: the table.
-          blocks_of_rows: arrays `[n, D]` whose rows, one after the other, are rows 0 … V - 1; one
-            is held at a time.
+          blocks_of_rows: arrays `[n, D]`, which together are rows 0 … V - 1; read one by one.
           slot: the slot, or None for the table itself.
 
         Raises:
-          ValueError: an unknown name, a block of another shape, or not V rows in all.
+          ValueError: an unknown name, a block of a wrong shape, or not V rows in all.
         """
         return logical.load(state, self.layout, name, blocks_of_rows, slot=slot)
 
@@ -187,7 +188,7 @@ class EmbeddingEngine:
           slots: by table name, then slot name, as `slots` returns them.
 
         Raises:
-          ValueError: an unknown name, or another shape.
+          ValueError: an unknown name, or a wrong shape.
         """
         return logical.load_arrays(state, self.layout, tables, slots or {})
 
@@ -199,17 +200,16 @@ class EmbeddingEngine:
         """Check a batch of ids on the host, and send it to the devices in one transfer.
 
         Args:
-          features: arrays, `SparseIds` or `RaggedIds` in the structure of the features; the global
-            batch. Of many processes, each gives its own part: the examples of its devices, in the
-            order of `batch_axes`; all call this, as often and in the same order.
-          weights: a weight an id in the same structure, None where all are one.
-          spec: the exact shape the batch gets; None: the union of all batches placed so far, so
-            that programs are few.
+          features: the global batch: arrays, `SparseIds` or `RaggedIds`, in the structure of the
+            features. With several processes, each gives the examples of its own devices, in the
+            order of `batch_axes`; all make the same calls in the same order.
+          weights: one weight per id, in the same structure; None where all are one.
+          spec: the batch's exact shape; None: the union of all so far, so that programs are few.
 
         Raises:
           ValueError: bad ids, weights, structure or batch size, or a spec that the batch does not
-            fit (the message has the one that does); nothing is placed then, on any process.
-          TypeError: ids that are no integers, or another container type.
+            fit (the message has one that does); then no process places anything.
+          TypeError: ids that are not integers, or a wrong container type.
           RuntimeError: another process did not place its part, or has left.
         """
         return self._intake.place(features, weights, spec)
@@ -232,13 +232,13 @@ class EmbeddingEngine:
 
         Args:
           state: the tables.
-          batch: what `place` returned, or the features themselves: inside a jit, dense arrays.
-          weights: beside features only: a weight an id, differentiable inside a jit.
-          spec: beside features only: exchange capacities; a batch that needs more takes a slower
-            branch. None inside a jit: the worst case.
+          batch: what `place` returned, or the features themselves (inside a jit, as dense arrays).
+          weights: with features only: one weight per id, differentiable inside a jit.
+          spec: with features only: exchange capacities; a batch that needs more takes a slower
+            branch. None inside a jit: capacities for the worst case.
 
         Returns:
-          `[B, …, D]` a feature, float32 (float64 for a float64 table), batch dimension sharded.
+          `[B, …, D]` per feature, float32 (float64 for a float64 table), batch dimension sharded.
 
         Raises:
           ValueError: what `place` refuses; a call inside `shard_map`.
@@ -247,11 +247,12 @@ class EmbeddingEngine:
         check_tables_not_donated(state)
         source = self._intake.source(batch, weights, spec)
         activations = call(self._lookup_program, state.tables, source)
+        # An update later in the same trace must wait for this lookup.
         record_lookup(state.tables, activations, self.layout)
         return self._structure.unflatten(activations)
 
     def _lookup(self, tables: dict[str, Array], source: Batch | TracedIds) -> list[Array]:
-        self._traces["lookup"] += 1
+        self._traces["lookup"] += 1  # this line runs once per trace, not once per step
         check_forms(TableState(tables, {}, jnp.int32(0), {}), self.layout, slots=False)
         activations, bad_ids = lookup(not_differentiable(tables), source, self.layout)
         source.report(bad_ids, self.layout)
@@ -269,21 +270,20 @@ class EmbeddingEngine:
     ) -> TableState:
         """Return the state after one step of every table's optimizer.
 
-        Pure: every trainable table is copied, unless a jit around it donates the state
-        (`donate_argnums`); the others are shared. Outside a jit, see `update_in_place`.
+        It copies every trainable table, unless a jit around it donates the state
+        (`donate_argnums`). Outside a jit, `update_in_place` copies none.
 
         Args:
           state: the tables.
           batch: as for `lookup`.
-          activation_gradients: of the activations, in their structure and shapes; None for a
-            feature is a zero gradient.
+          activation_gradients: in the structure and shapes of the activations; None is zero.
           weights: as for `lookup`.
           spec: as for `lookup`.
-          learning_rates: `learning_rates()`, called outside; needed inside a jit when a learning
-            rate is a callable without arguments.
+          learning_rates: what `learning_rates()` returned outside the jit; needed inside a jit if a
+            learning rate is a callable without arguments.
 
         Raises:
-          ValueError: a gradient of another shape, or not finite under `on_bad_gradient="error"`;
+          ValueError: a gradient of a wrong shape, or not finite under `on_bad_gradient="error"`;
             no optimizer, missing learning rates, and what `lookup` refuses.
           TypeError: what `lookup` refuses.
         """
@@ -299,24 +299,23 @@ class EmbeddingEngine:
         *,
         learning_rates: tuple[ArrayLike, ...] | None = None,
     ) -> TableState:
-        """Return what `update` does, in the memory of the state, whose tables and slots then go.
+        """Do what `update` does in the memory of the state, whose tables and slots are then gone.
 
-        For use outside a jit; arguments and errors are those of `update`. An error of an argument
-        leaves the state as it was.
+        Use it outside a jit. If it refuses an argument, as `update` does, the state stays valid.
         """
         return call(self.prepare_update(state, batch, activation_gradients, learning_rates))
 
     def prepare_update(
         self, state: TableState, batch: Batch, gradients: PyTree, learning_rates: Any = None
     ) -> Callable[[], TableState]:
-        """Check the arguments of `update_in_place`; return a function that does the rest, once."""
+        """Check the arguments of `update_in_place`; return a function, to be called once."""
         source = self._intake.source(batch, None, None)
         operands = self._operands(state, source, gradients, learning_rates)
         rows, rest = (state.tables, state.slots), (state.step, state.counters)
         return functools.partial(self._update_in_place_program, rows, rest, source, operands)
 
     def _update_rows(self, rows: Any, rest: Any, source: Batch, operands: Operands) -> TableState:
-        """Return what `_update` does; tables and slots are donated, while the old step stays."""
+        # The arguments are split because a jit donates whole arguments: `rows` is, `rest` is not.
         return self._update(TableState(*rows, *rest), source, operands)
 
     def _operands(
@@ -326,12 +325,12 @@ class EmbeddingEngine:
         gradients: PyTree,
         learning_rates: tuple[ArrayLike, ...] | None,
     ) -> Operands:
-        """Return the checked operands of an update."""
         self.check_trainable("update")
         check_not_donated(state)
         given = self._structure.match(gradients, what="activation_gradients")
         checked = checked_gradients(given, source.spec, self.layout)
         leaves = jax.tree.leaves((state, source, checked))
+        # Outside a jit, values can be checked now, and callable learning rates be read.
         if not any(isinstance(leaf, Tracer) for leaf in leaves):
             self._guard.refuse(checked)
             learning_rates = self.learning_rates() if learning_rates is None else learning_rates
@@ -343,9 +342,11 @@ class EmbeddingEngine:
     ) -> TableState:
         self._traces["update"] += 1
         check_forms(state, self.layout, slots=True)
+        # One bad gradient skips the step for all tables, so that they stay at the same step.
         if (bad := self._guard.find(operands.gradients)) is not None:
             operands = operands._replace(skip=jnp.any(bad))
         new = update(state.tables, state.slots, source, operands, self.layout)
+        # Inside a jit nothing can raise: both reports reach a user through `checkify`.
         source.report(new.bad_ids, self.layout)
         self._guard.report(bad)
         counters = self._guard.counted(state.counters, new.bad_ids, new.overflows, bad)
@@ -354,23 +355,22 @@ class EmbeddingEngine:
     def check_in_place(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Check that a jitted training step updates tables and slots in their own memory.
 
-        The step is compiled for these arguments, not run. A copied table is not wrong, only slow
-        (it costs a pass over the whole table in every step), so nothing else tells of it.
+        The step is compiled for these arguments, but not run. A step that copies a table gives the
+        right results slowly, so no other error tells of the copy.
 
         Args:
           step: what `jax.jit` or `nnx.jit` returned.
-          args: its arguments: this engine's state, or a model with a layer of this engine, and
-            others; shapes with shardings (`jax.ShapeDtypeStruct`) serve as well.
-          kwargs: likewise, by keyword.
+          args: its arguments, among them this engine's state or a model with a layer of it; shapes
+            with shardings (`jax.ShapeDtypeStruct`) will do.
+          kwargs: its keyword arguments.
 
         Raises:
-          ValueError: tables or slots would be copied; the message names them, says why, and what
-            to do.
+          ValueError: tables or slots would be copied; the message says which, why, and the remedy.
         """
         check_in_place(step, args, kwargs, self.layout)
 
     def learning_rates(self) -> tuple[Array, ...]:
-        """Call every learning rate that takes no arguments, once; return the values."""
+        """Call every learning rate that takes no arguments, and return the values."""
         return self._rates.read()
 
     def check_trainable(self, what: str) -> None:
@@ -382,7 +382,7 @@ class EmbeddingEngine:
         check_trainable(what, self.layout)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingEngine:
-        """Return the engine itself: it does not change, and its state is not in it."""
+        """Return the engine itself, because it never changes and holds no state."""
         return self
 
     @property
@@ -392,9 +392,9 @@ class EmbeddingEngine:
 
     @property
     def compilations(self) -> dict[str, int]:
-        """How often `lookup` and `update` were traced: once for each `BatchSpec` met."""
+        """How often `lookup` and `update` were traced: once for each new `BatchSpec`."""
         return {what: self._traces[what] for what in ("lookup", "update")}
 
     def describe(self) -> dict[str, Any]:
-        """Return the resolved configuration as plain objects: what tables and devices became."""
+        """Return the resolved configuration of tables, stacks and devices as plain objects."""
         return describe(self.layout)

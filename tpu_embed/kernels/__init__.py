@@ -1,1 +1,4 @@
-"""Kernels, arrays in, arrays out: the core calls `dispatch`; `reference` says what they mean."""
+"""Reading, writing, sorting and summing rows, by the fastest means of each platform.
+
+`dispatch` chooses the implementation of a kernel, `reference` defines its results.
+"""

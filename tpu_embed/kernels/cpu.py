@@ -1,8 +1,11 @@
-"""The compiled CPU kernels: a shared library of XLA custom calls, built when the package was.
+"""The compiled CPU kernels: C++ loops over rows, which a program calls as XLA custom calls.
 
-Enters: arrays. Leaves: arrays, with the bits of `reference`. Called by `dispatch`, which asks
-`load` first and `takes_rows` and `takes_numbers` for what the kernels can do; `update_rows` by
-`core/apply.py`, in the branch that `dispatch.choose` takes on a CPU.
+On a CPU, XLA's gathers, scatters and sorts are slower than plain loops over rows. The loops are in
+a shared library that is built when the package is installed; `load` registers its functions with
+XLA. They give the same bits as `reference`.
+
+Input: arrays with at least one element (`takes_rows`), of dtypes that the kernels know
+(`takes_numbers`). Output: arrays, some of them in the memory of an operand.
 """
 
 from __future__ import annotations
@@ -27,14 +30,14 @@ TARGETS = ("zeros", "gather_rows", "set_rows", "sort_rows", "gather_sum", "updat
 
 
 class Loaded(NamedTuple):
-    """The library: where it is, or why it cannot be used (then `path` is None)."""
+    """The library's path; or None, and the reason why it cannot be used."""
 
     path: Path | None
     why_not: str = ""
 
 
 def find() -> Path | None:
-    """Return where the library is, or None: it was not built."""
+    """Return the path of the library, or None if it was not built."""
     here = Path(__file__).parent
     names = [f"_native{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
     return next((here / name for name in names if (here / name).exists()), None)
@@ -42,7 +45,7 @@ def find() -> Path | None:
 
 @functools.cache
 def load() -> Loaded:
-    """Load the library and register its custom calls, once a process."""
+    """Load the library and register its custom calls, once per process."""
     path = find()
     if path is None:
         return Loaded(None, "they were not built: no C++ compiler at install, or it failed")
@@ -51,40 +54,45 @@ def load() -> Loaded:
         for target in TARGETS:
             handler = jax.ffi.pycapsule(getattr(library, f"tpu_embed_{target}"))
             jax.ffi.register_ffi_target(f"tpu_embed_{target}", handler, platform="cpu")
-    except (OSError, AttributeError, RuntimeError) as error:  # another jaxlib, another machine
+    # The library may have been built for another jaxlib or another machine.
+    except (OSError, AttributeError, RuntimeError) as error:
         return Loaded(None, f"{path.name} does not load: {error}")
     return Loaded(path)
 
 
 def takes_rows(*arrays: Array) -> bool:
-    """Tell whether all arrays have elements, as the kernels want them."""
+    """Return whether all arrays have elements; the kernels take no empty ones."""
     return all(array.size for array in arrays)
 
 
 def takes_numbers(*arrays: Array) -> bool:
-    """Tell whether the kernels add up such numbers: float32, or bfloat16 stored as uint16."""
+    """Return whether the kernels can sum these arrays: float32, or bfloat16 stored as uint16."""
     return takes_rows(*arrays) and all(a.dtype in (jnp.float32, jnp.uint16) for a in arrays)
 
 
 def zeros(shape: tuple[int, ...], dtype: np.dtype) -> Array:
-    """As `jnp.zeros`, in large pages of memory."""
+    """Return zeros, as `jnp.zeros` does, in memory of large pages.
+
+    Rows are read at random, and with large pages the processor finds their addresses faster.
+    """
     return _call("zeros", jax.ShapeDtypeStruct(shape, dtype))()
 
 
 def gather_rows(table: Array, rows: Array) -> Array:
-    """As `reference.gather_rows`."""
+    """Return rows of a table; see `reference.gather_rows`."""
     shape = jax.ShapeDtypeStruct((*rows.shape, *table.shape[1:]), table.dtype)
     return _call("gather_rows", shape)(table, rows)
 
 
 def set_rows(table: Array, rows: Array, values: Array) -> Array:
-    """As `reference.set_rows`; in place."""
+    """Return the table with rows set, in its memory; see `reference.set_rows`."""
     shape = jax.ShapeDtypeStruct(table.shape, table.dtype)
+    # aliases: the result is in the memory of operand 0. XLA copies the operand if it is used later.
     return _call("set_rows", shape, aliases={0: 0})(table, rows, values)
 
 
 def sort_rows(rows: Array) -> tuple[Array, Array]:
-    """As `reference.sort_rows`."""
+    """Return sorted rows and their positions; see `reference.sort_rows`."""
     shapes = (
         jax.ShapeDtypeStruct(rows.shape, rows.dtype),
         jax.ShapeDtypeStruct(rows.shape, jnp.int32),
@@ -103,7 +111,8 @@ def gather_sum(
     bags: tuple[int, ...],
     examples: int,
 ) -> tuple[Array, ...]:
-    """As `reference.gather_sum`, float32."""
+    """Return weighted sums of rows in float32; see `reference.gather_sum`."""
+    # One result per feature, so that no program has to cut one large array into pieces.
     shapes = [jax.ShapeDtypeStruct((examples * n, source.shape[1]), jnp.float32) for n in bags]
     operands = (source, index, segments, _or_empty(weights), _or_empty(factors))
     call = _call("gather_sum", shapes)
@@ -124,23 +133,25 @@ def update_rows(
     examples: int,
     blocks: int,
 ) -> tuple[Array, ...]:
-    """Sort ids, sum the gradients of each row, apply the rule; table and slots in place.
+    """Sort ids by row, sum the gradients of each row, and apply the rule.
 
     Args:
       table: `[R, D]` float32, or bfloat16 stored as uint16.
-      slots: float32 `[R, D]`, or `[R]` for one number a row, in the order of `rule.slots`.
-      rows: int32 or int64 `[N]`; those outside the table are left out.
-      bags: int32 `[N]`, or None: position i has bag i.
-      weights: float32 `[N]`, or None.
-      factors: float32 `[bags]`: a gradient is multiplied with its bag's; None: all ones.
-      gradients: of bags numbered by example, then column; a feature `[examples * columns[f], D]`.
-      rule: the rule.
-      columns: bags an example has of each feature.
-      examples: of the gradients.
-      blocks: G; the sums of block e · G // examples of examples e are added last; 0: no blocks.
+      slots: float32 `[R, D]`, or `[R]` for one number per row, in the order of `rule.slots`.
+      rows: int32 or int64 `[N]`, the row of each id; ids outside the table are left out.
+      bags: int32 `[N]`, the bag of each id; None: position i has bag i.
+      weights: float32 `[N]`, the weight of each id; None: all ones.
+      factors: float32 `[bags]`, what the gradient of each bag is multiplied with; None: all ones.
+      gradients: the gradients of the bags, `[examples * columns[f], D]` for feature f. Bags are
+        numbered by example, then by column.
+      rule: the optimizer's rule.
+      columns: for each feature, its bags per example.
+      examples: the number of examples in the gradients.
+      blocks: G. Example e is in block e · G // examples; a row's gradients are summed within each
+        block first, then over the blocks. 0: they are summed in one go.
 
     Returns:
-      table and slots.
+      the table and the slots, in the memory of the operands.
     """
     held = (table, *slots)
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in held]
@@ -153,6 +164,7 @@ def update_rows(
         rule.operand(),
         *gradients,
     )
+    # Results 0, 1, … (table and slots) are in the memory of operands 0, 1, ….
     call = _call("update", shapes, aliases={i: i for i in range(len(held))})
     updated = call(
         *operands,
@@ -166,11 +178,20 @@ def update_rows(
 
 
 def _call(name: str, shapes, aliases: dict[int, int] | None = None):
+    """Return a function that makes one custom call, for use inside any `shard_map`.
+
+    Args:
+      name: one of `TARGETS`.
+      shapes: shapes and dtypes of the results.
+      aliases: operand number -> number of the result that is in its memory.
+    """
     call = jax.ffi.ffi_call(
         f"tpu_embed_{name}", shapes, vmap_method="sequential", input_output_aliases=aliases
     )
 
     def run(*operands: Array, **attributes: Any) -> Any:
+        # JAX does not know that the results of a custom call differ over the mesh axes over which
+        # its operands do; inside a `shard_map` with check_vma=True it has to be told.
         axes = frozenset().union(*(varying_axes(operand) for operand in operands))
         results = call(*operands, **attributes)
         return jax.tree.map(functools.partial(as_varying, axes=axes), results)
@@ -179,6 +200,7 @@ def _call(name: str, shapes, aliases: dict[int, int] | None = None):
 
 
 def _or_empty(array: Array | None, dtype=jnp.float32) -> Array:
+    """Return the array, or an empty one, which means "not given" to the kernels."""
     return jnp.zeros((0,), dtype) if array is None else array
 
 

@@ -1,9 +1,12 @@
-"""Which implementation of a kernel runs on which platform.
+"""Choose which implementation of a kernel runs on which platform.
 
-A program traced for a mesh of CPUs or GPUs lowers for both, and for TPUs: the platform is chosen
-then. One traced for a mesh of TPUs has its rows packed for that chip, and SparseCores' kernels if
-the chip has them. The core takes its kernels, and the choice between its own ways of an update,
-from here. On CPU the compiled kernels run, where they were built; `reference` says what all mean.
+Every kernel has a reference in JAX's own operations, which runs everywhere and defines its results.
+Beside it there may be a faster one: compiled C++ on CPUs, a repeatable scan on GPUs, Pallas kernels
+on TPUs with SparseCores. CPU, GPU and reference are chosen when a program is lowered, so one traced
+program can be exported for any platform. Rows packed for a TPU, and SparseCore kernels, are chosen
+earlier, when a program is traced for a mesh of such chips.
+
+Input: arrays. Output: arrays, the same on every platform but for the rounding of GPU sums.
 """
 
 from __future__ import annotations
@@ -36,9 +39,10 @@ _reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
 
 @contextlib.contextmanager
 def reference_only() -> Iterator[None]:
-    """Trace without compiled kernels, in this thread alone, whatever the environment says.
+    """Within this context, trace programs without compiled kernels, in this thread only.
 
-    A function that was jitted and traced before keeps the kernels of that trace.
+    It takes precedence over `TPU_EMBED_KERNELS`. A function that was jitted and traced before keeps
+    the kernels of that trace.
     """
     token = _reference_only.set(True)
     try:
@@ -48,11 +52,11 @@ def reference_only() -> Iterator[None]:
 
 
 def kernels_in_use() -> str:
-    """Return `"native"` or `"reference"`: which kernels a program traced now runs on a CPU.
+    """Return `"native"` or `"reference"`: the kernels that a program traced now runs on a CPU.
 
     Raises:
-      ValueError: `TPU_EMBED_KERNELS` is another word.
-      RuntimeError: it is `native`, and the compiled kernels cannot be used.
+      ValueError: `TPU_EMBED_KERNELS` has an unknown value.
+      RuntimeError: it is `native`, but the compiled kernels cannot be used.
     """
     if _reference_only.get():
         return "reference"
@@ -74,6 +78,7 @@ def kernels_in_use() -> str:
 
 @functools.cache
 def _say_once(why_not: str) -> None:
+    """Log a warning that compiled kernels are missing, once per process and reason."""
     text = "tpu_embed runs its CPU kernels in XLA's operations, with the same results but slower: "
     logging.getLogger("tpu_embed").warning("%s%s; %s", text, why_not, _REMEDY)
 
@@ -85,17 +90,19 @@ def choose(
     gpu: Callable[..., Any] | None = None,
     sparse: Callable[..., Any] | None = None,
 ) -> Any:
-    """Return `f(*operands)`, with another f on a CPU, a GPU or SparseCores where given.
+    """Return `f(*operands)`, where f is the implementation for the platform of the program.
 
     Args:
       operands: pytrees of arrays.
-      otherwise: the meaning; what every platform runs that has no other.
-      native: on a CPU with compiled kernels.
-      gpu: on a GPU.
-      sparse: on a TPU whose SparseCores Pallas can program.
+      otherwise: the reference; it runs on every platform without an implementation of its own.
+      native: runs on a CPU that has the compiled kernels.
+      gpu: runs on a GPU.
+      sparse: runs on a TPU whose SparseCores Pallas can program.
     """
+    # Decided while tracing, from the mesh: these kernels cannot be lowered for other platforms.
     if sparse is not None and sparsecore.here():
         return sparse(*operands)
+    # Decided when lowering: `platform_dependent` keeps all branches until the platform is known.
     others = {} if gpu is None else {"cuda": gpu, "rocm": gpu}
     if native is not None and kernels_in_use() == "native":
         others["cpu"] = native
@@ -105,7 +112,7 @@ def choose(
 
 
 def zeros(shape: tuple[int, ...], dtype: np.dtype) -> Array:
-    """Return zeros for a table or its slots: on CPU, in memory laid out for access by rows."""
+    """Return zeros for a table or its slots; on a CPU, in memory that suits access by rows."""
     filled = functools.partial(jnp.zeros, shape, dtype)
     return choose(otherwise=filled, native=functools.partial(cpu.zeros, shape, dtype))
 
@@ -114,13 +121,14 @@ def read_rows(array: Array, rows: Array, form: RowFormat) -> Array:
     """Return rows of a table or slot, zeros where one is absent.
 
     Args:
-      array: of `form`.
+      array: the table or slot, in `form`.
       rows: integer `[N]`.
-      form: how its rows lie.
+      form: how the rows lie in the array.
 
     Returns:
-      `[N, words]` as they lie if `form` is packed (`form.unpack` them), else `[N, …]`.
+      `[N, …]`; if `form` is packed, packed rows `[N, words]`, which `form.unpack` converts.
     """
+    # Several rows share a line of 128 words: read whole lines, then pick the rows out of them.
     if form.in_lines:
         return lanes.gather_rows(array, rows, form.words)
     sparse = sparsecore.gather_rows if form.moved_by_sparse_cores else None
@@ -131,18 +139,24 @@ def write_rows(array: Array, rows: Array, values: Array, form: RowFormat) -> Arr
     """Return a table or slot with stored `values` at `rows`; absent rows are not written.
 
     Args:
-      array: of `form`.
-      rows: integer `[U]`; present rows are different from each other.
+      array: the table or slot, in `form`.
+      rows: integer `[U]`; present rows are all different.
       values: `[U, …]`, in the stored dtype.
-      form: how its rows lie.
+      form: how the rows lie in the array.
     """
+    # Rows that share a line must be next to each other, to be written together.
     if form.in_lines:
         rows, values = _ascending(rows, values)
     return write_ascending_rows(array, rows, values, form)
 
 
 def _ascending(rows: Array, values: Array) -> tuple[Array, Array]:
-    """Return present rows in ascending order, then absent ones; of a repeated row, the first."""
+    """Return rows in ascending order, absent ones last, and their values in the same order.
+
+    Of a repeated row the first is kept, and the others become absent.
+    """
+    # Rows (7, 3, -1, 3) sort to (3, 3, 7, MAX) from positions (1, 3, 0, 2). The second 3 becomes
+    # MAX, and the second sort moves it behind 7: (3, 7, MAX, MAX), values from (1, 0, 3, 2).
     absent = jnp.iinfo(rows.dtype).max
     ordered, first = sort_rows(jnp.where(rows < 0, absent, rows))
     again = jnp.zeros(rows.shape, bool).at[1:].set(ordered[1:] == ordered[:-1])
@@ -151,9 +165,10 @@ def _ascending(rows: Array, values: Array) -> tuple[Array, Array]:
 
 
 def write_ascending_rows(array: Array, rows: Array, values: Array, form: RowFormat) -> Array:
-    """Do what `write_rows` does where present rows ascend.
+    """Do what `write_rows` does, without its sorts, for present rows that ascend already.
 
-    No two of them may be farther apart in `rows` than their numbers are.
+    If two present rows are k positions apart in `rows`, their numbers must differ by at least k:
+    (3, absent, 5) is allowed, (3, absent, 4) is not.
     """
     if form.in_lines:
         return lanes.set_rows(array, rows, form.pack(values))
@@ -182,10 +197,12 @@ def sort_rows(rows: Array) -> tuple[Array, Array]:
 
 
 def segment_sum(values: Array, segments: Array, num_segments: int) -> Array:
-    """Sum runs of entries; see `reference.segment_sum`. On GPU, the repeatable scan."""
+    """Return sums of runs of entries; see `reference.segment_sum`."""
+    # A GPU's scatter-add uses atomics, whose order changes from run to run; the scan's does not.
     summed = functools.partial(reference.segment_sum, num_segments=num_segments)
     scan = functools.partial(reference.segment_sum_scan, num_segments=num_segments)
 
+    # On a CPU: `gather_sum` with index 0 … N - 1 reads [N, …], flattened to [N, d], in its order.
     def one_by_one(values: Array, segments: Array) -> Array:
         positions = jax.lax.iota(segments.dtype, segments.shape[0])
         rows = values.reshape(values.shape[0], -1)
@@ -209,6 +226,7 @@ def gather_sum(
     examples: int,
 ) -> tuple[Array, ...]:
     """Return weighted sums of rows of `source`; see `reference.gather_sum`."""
+    # Arrays that are given must be operands of the chosen branch; those that are not stay None.
     optional = {"weights": weights, "factors": factors}
     given = {name: array for name, array in optional.items() if array is not None}
 
@@ -228,13 +246,19 @@ def gather_sum(
 
 
 def _with_tangents(native: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `native`, differentiated as `otherwise` with respect to what is perturbed."""
+    """Return `native` with the derivative of `otherwise`, because custom calls have none.
+
+    Args:
+      native: the compiled kernel.
+      otherwise: the reference, with the same arguments.
+    """
     differentiable = jax.custom_jvp(native)
 
     @functools.partial(differentiable.defjvp, symbolic_zeros=True)
     def tangents_of(primals: tuple, tangents: tuple) -> tuple:
         values, structure = jax.tree.flatten(primals)
         directions = jax.tree.leaves(tangents, is_leaf=lambda x: isinstance(x, SymbolicZero))
+        # Only operands that really vary are differentiated; integers, for example, have no tangent.
         moving = [i for i, x in enumerate(directions) if not isinstance(x, SymbolicZero)]
 
         def of_moving(*moved: Array) -> Any:

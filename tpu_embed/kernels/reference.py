@@ -1,8 +1,11 @@
-"""The meaning of every kernel, in jnp, for every platform.
+"""The reference implementation of every kernel, in JAX's own operations, for every platform.
 
-Rows are numbered from 0; `PADDING_ID` or any other number outside the table is an absent row: it
-reads as zeros and is never written. Sums are taken in the order of their entries, so that their
-bits do not depend on the program.
+It defines the results that faster implementations must give. Rows are numbered from 0. `PADDING_ID`
+and every other number outside the table stand for an absent row, which is read as zeros and never
+written. Sums are taken in the order of their entries, so that their bits do not depend on the
+program.
+
+Input: tables, row numbers and values. Output: rows, tables with rows set, or sums of rows.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ def gather_rows(table: Array, rows: Array) -> Array:
     Returns:
       `[N, …]`, the table's dtype.
     """
+    # JAX refuses to index an axis of length 0, even with rows that are all absent.
     if not table.shape[0]:
         return jnp.zeros((rows.shape[0], *table.shape[1:]), table.dtype)
     rows = _in_32_bits(rows, table.shape[0])
@@ -38,15 +42,18 @@ def set_rows(table: Array, rows: Array, values: Array) -> Array:
 
     Args:
       table: `[R, …]`.
-      rows: integer `[U]`; present rows are different from each other.
+      rows: integer `[U]`; present rows are all different.
       values: `[U, …]`, the table's dtype.
     """
+    # Without wrap_negative_indices=False, -1 would be the last row instead of an absent one.
     rows = _in_32_bits(rows, table.shape[0])
     return table.at[rows].set(values, mode="drop", wrap_negative_indices=False, unique_indices=True)
 
 
 def sort_rows(rows: Array) -> tuple[Array, Array]:
-    """Return `rows` in ascending order, equal ones in theirs, and the position each came from.
+    """Return `rows` in ascending order, and the position that each came from.
+
+    Equal rows keep their order.
 
     Args:
       rows: integer `[N]`.
@@ -54,24 +61,27 @@ def sort_rows(rows: Array) -> tuple[Array, Array]:
     Returns:
       sorted rows `[N]`; int32 positions `[N]`.
     """
+    # (7, 3, 7) -> (3, 7, 7) from (1, 0, 2). The sort carries the positions along with the rows.
     positions = jnp.arange(rows.shape[0], dtype=jnp.int32)
     ordered, order = jax.lax.sort((rows, positions), num_keys=1, is_stable=True)
     return ordered, order
 
 
 def segment_sum(values: Array, segments: Array, num_segments: int) -> Array:
-    """Sum runs of entries, each run from its first entry to its last, starting from zero.
+    """Return the sums of runs of entries, each added from its first entry to its last.
 
-    Sequential on CPU and TPU, where XLA expands a scatter-add into a loop over its entries.
+    On CPU and TPU the order is certain, because XLA expands a scatter-add into a loop there.
 
     Args:
       values: `[N, …]`.
-      segments: integer `[N]`, non-decreasing; `num_segments` or more: the entry is left out.
-      num_segments: n.
+      segments: integer `[N]`, the sum that each entry goes to, non-decreasing; entries with
+        `num_segments` or more are left out.
+      num_segments: the number n of sums.
 
     Returns:
       `[n, …]`.
     """
+    # Values (a, b, c, d), segments (0, 0, 2, 3) and n = 3: (a + b, 0, c).
     zeros = jnp.zeros((num_segments, *values.shape[1:]), values.dtype)
     return zeros.at[_in_32_bits(segments, num_segments)].add(
         values, mode="drop", wrap_negative_indices=False, indices_are_sorted=True
@@ -79,9 +89,10 @@ def segment_sum(values: Array, segments: Array, num_segments: int) -> Array:
 
 
 def segment_sum_scan(values: Array, segments: Array, num_segments: int) -> Array:
-    """Sum runs of entries by a segmented scan: repeatable where a scatter-add is not (GPU atomics).
+    """Return the same sums as `segment_sum`, by a scan, which is repeatable on GPUs.
 
-    Same arguments and result as `segment_sum`, within rounding: the scan adds in a tree.
+    A GPU's scatter-add uses atomics, in an order that changes from run to run. The scan adds in a
+    tree, always the same one, so its sums differ from those of `segment_sum` by rounding only.
     """
     if values.shape[0] == 0:
         return jnp.zeros((num_segments, *values.shape[1:]), values.dtype)
@@ -89,6 +100,8 @@ def segment_sum_scan(values: Array, segments: Array, num_segments: int) -> Array
     edge = jnp.ones((1,), bool)
     starts = jnp.concatenate([edge, change]).reshape((-1,) + (1,) * (values.ndim - 1))
 
+    # Running sums that restart where a segment starts. Values (1, 2, 3, 4) of segments (0, 0, 1, 1)
+    # have running sums (1, 3, 3, 7); the last one of each segment is its sum: 3 and 7.
     def add_unless_start(left: tuple[Array, Array], right: tuple[Array, Array]):
         (left_start, left_sum), (right_start, right_sum) = left, right
         return left_start | right_start, jnp.where(right_start, right_sum, left_sum + right_sum)
@@ -113,28 +126,30 @@ def gather_sum(
     examples: int,
     segment_sum: Callable[[Array, Array, int], Array] = segment_sum,
 ) -> tuple[Array, ...]:
-    """Sum rows of `source`, each times its weight, into segments; multiply each sum.
+    """Sum rows of `source`, each times its weight, by bag, and multiply each sum with a factor.
 
-    A segment is a bag: segments are numbered by example, then by column, the bags that an example
-    has of all features. Products and sums are rounded one by one, in the order of the entries.
+    A segment is a bag. An example has the bags of all features, one per column, and segments are
+    numbered by example, then by column. Products and sums are rounded one by one, in the order of
+    the entries.
 
     Args:
       source: `[R, D]` float, or bfloat16 stored as uint16, which is summed in float32.
       index: integer `[N]`, rows of `source`; absent ones are left out.
-      segments: int32 `[N]`, non-decreasing; those past the last one are left out.
-      weights: `[N]`, or None: all ones.
-      factors: of every segment, or None: all ones.
-      bags: columns of every feature.
-      examples: e.
-      segment_sum: how runs are summed.
+      segments: int32 `[N]`, the bag of each, non-decreasing; those past the last bag are left out.
+      weights: the weight of each, `[N]`; None: all ones.
+      factors: the factor of each bag, `[e * sum(bags)]`; None: all ones.
+      bags: for each feature, its bags per example.
+      examples: the number e of examples.
+      segment_sum: the function that sums runs.
 
     Returns:
-      per feature `[e * bags, D]`.
+      one array `[e * bags[f], D]` per feature f.
     """
     present = (index >= 0) & (index < source.shape[0])
     rows = storage.widened(gather_rows(source, index))
     if weights is not None:
         kept = jnp.where(present, weights, jnp.zeros_like(weights))
+        # The barrier keeps XLA from turning products and sums into multiply-adds, which round once.
         rows = jax.lax.optimization_barrier(rows * kept[:, None])
     columns = sum(bags)
     sums = segment_sum(rows, segments, examples * columns)
@@ -142,12 +157,13 @@ def gather_sum(
         sums = scale(sums, factors)
     if len(bags) == 1:
         return (sums,)
+    # Two features of 1 and 2 bags: [e * 3, D] -> [e, 3, D] -> [e, 1, D] and [e, 2, D].
     parts = jnp.split(sums.reshape(examples, columns, -1), np.cumsum(bags)[:-1].tolist(), axis=1)
     return tuple(part.reshape(-1, source.shape[1]) for part in parts)
 
 
 def scale(values: Array, factors: Array) -> Array:
-    """Return `values * factors`, row by row; zeros where the factor is zero, whatever the value.
+    """Return each row times its factor; zeros where the factor is zero, even for NaN.
 
     Args:
       values: `[n, D]`.
@@ -158,8 +174,8 @@ def scale(values: Array, factors: Array) -> Array:
 
 
 def _in_32_bits(rows: Array, size: int) -> Array:
-    """Return rows whose low 32 bits are absent where they are, in the same order.
+    """Return rows with every absent one clipped to -1 or `size`, so that they fit in 32 bits.
 
-    JAX indexes an array of less than 2³¹ rows with those bits alone: 2³² would be row 0.
+    JAX indexes an array of less than 2³¹ rows with the low 32 bits alone: 2³² would be row 0.
     """
     return jnp.clip(rows, -1, size) if rows.dtype.itemsize > 4 else rows

@@ -1,6 +1,9 @@
-"""An optimizer's rule in the form the compiled kernels take it: numbers, not code.
+"""Describe an optimizer's rule to the compiled kernels: a name and numbers instead of Python code.
 
-Enters: what `TableOptimizer.compiled_rule` returns. Leaves: operands of `cpu.update_rows`.
+The kernels have the rules of common optimizers built in. A `CompiledRule` says which one to run,
+with which numbers, and which bounds to apply before and after it.
+
+Input: what `TableOptimizer.compiled_rule` returns. Output: an operand of `cpu.update_rows`.
 """
 
 from __future__ import annotations
@@ -18,16 +21,16 @@ KINDS = ("sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "ftrl")
 
 @dataclasses.dataclass(frozen=True)
 class CompiledRule:
-    """A rule that the compiled kernels know, at one step.
+    """A rule that the compiled kernels know, with its numbers at one step.
 
     Attributes:
       kind: one of `KINDS`.
-      slots: names of its slots, in the kernel's order.
-      numbers: its numbers, in the order in which `native/loops.inc` reads them; scalars.
+      slots: the names of its slots, in the order of the kernel.
+      numbers: its scalars, in the order in which `native/loops.inc` reads them.
       flag: its switch, for rules that have one.
       keep: what the row is multiplied with before the rule, 1 - λ.
-      gradient_bounds: of the gradient; None: none.
-      weight_bounds: of the new row; None: none.
+      gradient_bounds: lower and upper bound of the gradient; None: unbounded.
+      weight_bounds: lower and upper bound of the new row; None: unbounded.
     """
 
     kind: str
@@ -39,7 +42,8 @@ class CompiledRule:
     weight_bounds: tuple[float | None, float | None] = (None, None)
 
     def operand(self) -> Array:
-        """Return all numbers, float32: the common ones, then the rule's own."""
+        """Return all numbers as one float32 array: the common ones, then the rule's own."""
+        # [keep, gradient low, gradient high, row low, row high, own numbers …]
         bounds = (*_infinite(self.gradient_bounds), *_infinite(self.weight_bounds))
         numbers = [jnp.asarray(x, jnp.float32) for x in (self.keep, *bounds, *self.numbers)]
         return jnp.stack(numbers)

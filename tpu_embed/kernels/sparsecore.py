@@ -1,11 +1,13 @@
-"""Rows read and written by a TPU's SparseCores, beside its TensorCores: Pallas kernels.
+"""Read and write rows with a TPU's SparseCores: Pallas kernels.
 
-Enters: an array of rows of 32-bit words, one after the other in memory, and row numbers. Leaves:
-rows, or the array with some of them set, in place. Called by `dispatch`, on the chips of `KINDS`.
+A SparseCore has vector subcores with a small memory each, and moves scattered rows well, while the
+TensorCores go on with dense work. Every subcore takes chunks of rows: it loads their numbers into
+its memory, and one indirect DMA (a copy whose addresses come from a list) moves the rows, leaving
+out absent ones. Pallas cannot interpret that DMA on a CPU, so these kernels have been compiled for
+every chip in `KINDS`, but have not run on one.
 
-Every vector subcore takes chunks of rows: their numbers come into its memory, and one indirect DMA
-moves the rows, leaving out absent ones. That DMA cannot be interpreted on a CPU: these kernels
-compile for every chip of `KINDS`, and have not run on one.
+Input: an array of rows of 32-bit words, one after the other in memory, and row numbers. Output:
+rows, or the array with some of them set, in its own memory.
 """
 
 from __future__ import annotations
@@ -23,16 +25,17 @@ KINDS = ("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x")
 """`device_kind` of the chips whose SparseCores Pallas can program: v5p, v6e, tpu7x."""
 
 WORDS = 16
-"""Rows are a multiple of so many words: the widest vector of a subcore, and 64 bytes."""
+"""Rows are padded to a multiple of so many words: 64 bytes, the widest vector of a subcore."""
 
 _MOST_ROWS, _LEAST_ROWS = 128, 16
-"""Rows of one indirect DMA."""
+"""The most and the fewest rows that one indirect DMA moves."""
 _MOST_WORDS = 128 * 128
-"""Words of one: two of them, 128 KiB, are in a subcore's memory (256 KiB or more) at a time."""
+"""The most words that one DMA moves, 64 KiB. A subcore's memory (256 KiB or more) holds two such
+chunks at a time."""
 
 
 def has_sparse_cores(device: Any) -> bool:
-    """Tell whether a device, or a mesh's abstract device, has SparseCores that Pallas programs.
+    """Return whether a device (or a mesh's abstract one) has SparseCores that Pallas can program.
 
     Args:
       device: anything with a `device_kind`, or None.
@@ -41,7 +44,7 @@ def has_sparse_cores(device: Any) -> bool:
 
 
 def here() -> bool:
-    """Tell whether the mesh that is traced for, inside `shard_map`, is made of such devices."""
+    """Return whether the mesh of the `shard_map` that is being traced consists of such devices."""
     return has_sparse_cores(jax.sharding.get_abstract_mesh().abstract_device)
 
 
@@ -55,6 +58,8 @@ def gather_rows(table: Array, rows: Array) -> Array:
     Returns:
       `[N, W]`, or `[N]`.
     """
+    # Rows [R, W] are cut into k pieces each, [R * k, W / k], and row r is pieces r * k … r * k +
+    # k - 1. k is 1 but for very long rows. The numbers are padded to whole chunks.
     pieces, numbers = _pieces(table), _piece_numbers(table, rows)
     chunk = _rows_at_a_time(numbers.shape[0], pieces.shape[1:])
     ids = _padded(numbers, chunk, PADDING_ID)
@@ -70,6 +75,7 @@ def gather_rows(table: Array, rows: Array) -> Array:
 
     shape = jax.ShapeDtypeStruct((*ids.shape, *pieces.shape[1:]), table.dtype)
     found = _on_subcores(kernel, "gather_rows", shape, moves=shape)(pieces, ids)
+    # The padding is cut off, and the pieces of a row are joined again: [N * k, W / k] -> [N, W].
     return found[: numbers.shape[0]].reshape(*rows.shape, *table.shape[1:])
 
 
@@ -78,9 +84,10 @@ def set_rows(table: Array, rows: Array, values: Array) -> Array:
 
     Args:
       table: `[R, W]`, W a multiple of `WORDS`, or `[R]`; of a 32-bit dtype.
-      rows: integer `[U]`; present rows are different from each other.
+      rows: integer `[U]`; present rows are all different.
       values: `[U, W]`, or `[U]`, the table's dtype.
     """
+    # Pieces as in `gather_rows`; the values are cut and padded like the row numbers.
     pieces, numbers = _pieces(table), _piece_numbers(table, rows)
     chunk = _rows_at_a_time(numbers.shape[0], pieces.shape[1:])
     ids = _padded(numbers, chunk, PADDING_ID)
@@ -94,13 +101,14 @@ def set_rows(table: Array, rows: Array, values: Array) -> Array:
 
         _over_chunks(one_chunk, ids, inputs=(ids, given), outputs=(), chunk=chunk)
 
+    # A ref is memory that a kernel may write to: this way the table is updated in place.
     written = jax.new_ref(pieces)
     _on_subcores(kernel, "set_rows", (), moves=given)(written, ids, given)
     return jax.freeze(written).reshape(table.shape)
 
 
 def _read_present(table: Any, ids: Any, found: Any) -> None:
-    """Copy rows of the table to the subcore, by one indirect DMA."""
+    """Copy rows of the table into the subcore's memory, by one indirect DMA."""
     from jax.experimental.pallas import tpu as pltpu
     from jax.experimental.pallas import tpu_sc as plsc
 
@@ -108,7 +116,7 @@ def _read_present(table: Any, ids: Any, found: Any) -> None:
 
 
 def _write_present(given: Any, ids: Any, table: Any) -> None:
-    """Copy rows from the subcore into the table, by one indirect DMA."""
+    """Copy rows from the subcore's memory into the table, by one indirect DMA."""
     from jax.experimental.pallas import tpu as pltpu
     from jax.experimental.pallas import tpu_sc as plsc
 
@@ -116,15 +124,17 @@ def _write_present(given: Any, ids: Any, table: Any) -> None:
 
 
 def _pieces(table: Array) -> Array:
-    """Return the table with rows that are too long for a subcore's memory cut into equal pieces."""
+    """Return the table; if its rows are too long for a subcore's memory, cut into equal pieces."""
     cuts = _cuts(table)
     return table if cuts == 1 else table.reshape(-1, table.shape[1] // cuts)
 
 
 def _cuts(table: Array) -> int:
-    """Return the least number of equal pieces, of whole vectors, that are short enough."""
+    """Return the smallest number of equal pieces per row that are short enough."""
     if table.ndim == 1:
         return 1
+    # A piece has whole vectors of 16 words, and _LEAST_ROWS of them fit one DMA: at most 1024
+    # words. A row of 1536 words is cut into 2 pieces of 768.
     vectors, longest = table.shape[1] // WORDS, _MOST_WORDS // _LEAST_ROWS
     return next(
         n
@@ -134,18 +144,26 @@ def _cuts(table: Array) -> int:
 
 
 def _piece_numbers(table: Array, rows: Array) -> Array:
-    """Return the numbers of the pieces of rows, int32; `PADDING_ID` for absent rows."""
+    """Return the piece numbers of all rows, int32 `[N * cuts]`; `PADDING_ID` for absent rows."""
     cuts = _cuts(table)
     present = (rows >= 0) & (rows < table.shape[0])
     ids = jnp.where(present, rows, PADDING_ID).astype(jnp.int32)
     if cuts == 1:
         return ids
+    # Rows (4, absent) in 2 pieces: [[8, 9], [-1, -1]], then (8, 9, -1, -1).
     pieces = ids[:, None] * cuts + jnp.arange(cuts, dtype=jnp.int32)
     return jnp.where(present[:, None], pieces, PADDING_ID).reshape(-1)
 
 
 def _rows_at_a_time(n: int, row: tuple[int, ...]) -> int:
-    """Return how many of n rows one DMA moves: a power of two, one that divides n if any does."""
+    """Return how many rows one DMA moves, a power of two from `_LEAST_ROWS` to `_MOST_ROWS`.
+
+    Args:
+      n: the number of rows in all.
+      row: the shape of one row, `(words,)` or `()`.
+    """
+    # The largest chunk that the memory holds and n needs; then a smaller one if that divides n, so
+    # that nothing has to be padded: 96 rows are moved as 3 chunks of 32, not as one of 128.
     most = _MOST_ROWS
     while most > _LEAST_ROWS and (most // 2 >= n or (row and most * row[0] > _MOST_WORDS)):
         most //= 2
@@ -156,6 +174,7 @@ def _rows_at_a_time(n: int, row: tuple[int, ...]) -> int:
 
 
 def _padded(x: Array, chunk: int, value: int) -> Array:
+    """Return an array whose first axis is padded with `value` to a multiple of `chunk`."""
     missing = -x.shape[0] % chunk
     if not missing:
         return x
@@ -165,9 +184,14 @@ def _padded(x: Array, chunk: int, value: int) -> Array:
 def _on_subcores(
     kernel: Callable[..., None], name: str, out_type: Any, *, moves: Any
 ) -> Callable[..., Any]:
-    """Return the kernel, to be called with arrays, on all vector subcores of the device.
+    """Return a function of arrays that runs the kernel on all vector subcores of the device.
 
-    The compiler learns that it moves the bytes of `moves` twice: to know what else has time for.
+    Args:
+      kernel: takes a ref for every operand and result.
+      name: the kernel's name in profiles.
+      out_type: shapes and dtypes of the results.
+      moves: the array that is moved. The compiler is told that its bytes are read and written, so
+        that it can schedule other work for that time.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
@@ -190,10 +214,19 @@ def _on_subcores(
 def _over_chunks(
     one_chunk: Callable[..., None], ids: Any, *, inputs: tuple, outputs: tuple, chunk: int
 ) -> None:
-    """Call `one_chunk` with chunks of the arrays' first axis, shared out among the subcores."""
+    """Call `one_chunk` for every chunk of the arrays' first axis, divided among the subcores.
+
+    Args:
+      one_chunk: takes one chunk of every input and output.
+      ids: the row numbers, whose length is a multiple of `chunk`.
+      inputs: refs that are read.
+      outputs: refs that are written.
+      chunk: rows per chunk.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
+    # Chunk i of an array [n, …] is the block (i, 0, …) of shape [chunk, …].
     def blocks(arrays: tuple) -> list[Any]:
         return [
             pl.BlockSpec((chunk, *x.shape[1:]), lambda i, n=x.ndim: (i, *[0] * (n - 1)))
@@ -211,10 +244,12 @@ def _over_chunks(
 
 
 def _zero_where_absent(ids: Any, found: Any) -> None:
-    """Fill a chunk with zeros, if one of its rows is absent: the DMA leaves that row as it was."""
+    """Fill a chunk with zeros if one of its rows is absent, because the DMA skips that row."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu_sc as plsc
 
+    # A subcore computes on vectors of `lanes` numbers. Take the minimum of the row numbers over all
+    # vectors, then over the lanes of the result: below 0 means that some row is absent.
     lanes = plsc.get_sparse_core_info().num_lanes
     least = ids[pl.ds(0, lanes)]
     for start in range(lanes, ids.shape[0], lanes):

@@ -1,8 +1,10 @@
-"""How an element is stored: every dtype as itself, but bfloat16 as its bits in uint16.
+"""How one number is stored: in its own dtype, except that bfloat16 is stored as bits in uint16.
 
-XLA's CPU backend widens a whole bfloat16 table to float32 for a scatter, once a step; a uint16
-table is updated in place. The bits are the same, so a stored row costs two bytes on every platform.
-How rows lie in their array: `forms.py`.
+For a scatter into a bfloat16 table, XLA's CPU backend converts the whole table to float32 in every
+step; a uint16 table is updated in place. The bits are the same, so a number takes two bytes on
+every platform. How whole rows are stored is the subject of `formats.py`.
+
+Input: rows of a logical dtype. Output: stored rows of the same shape, and back.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ def stored_dtype(dtype: str | np.dtype) -> np.dtype:
 
 
 def encode(rows: Array, dtype: str | np.dtype) -> Array:
-    """Round `rows` to `dtype`, to nearest even, and return them as they are stored (same shape)."""
+    """Return `rows` rounded to `dtype` (to nearest even) and as they are stored, in their shape."""
     rounded = rows.astype(jnp.dtype(dtype))
     if rounded.dtype == jnp.bfloat16:
         return jax.lax.bitcast_convert_type(rounded, jnp.uint16)
@@ -28,14 +30,14 @@ def encode(rows: Array, dtype: str | np.dtype) -> Array:
 
 
 def decode(stored: Array, dtype: str | np.dtype) -> Array:
-    """Return stored rows in their logical dtype (same shape)."""
+    """Return stored rows in their logical dtype, in their shape."""
     if jnp.dtype(dtype) == jnp.bfloat16:
         return jax.lax.bitcast_convert_type(stored, jnp.bfloat16)
     return stored
 
 
 def widened(stored: Array) -> Array:
-    """Return stored rows as numbers to calculate with: bfloat16 (in uint16) becomes float32."""
+    """Return stored rows as numbers to compute with: bfloat16 (in uint16) becomes float32."""
     if stored.dtype == jnp.uint16:
         return decode(stored, "bfloat16").astype(jnp.float32)
     return stored

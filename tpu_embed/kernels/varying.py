@@ -1,8 +1,10 @@
-"""Over which mesh axes an array differs, inside a `shard_map` that keeps count (`check_vma=True`).
+"""Find and set the mesh axes over which an array differs from device to device.
 
-Enters and leaves: arrays. JAX has renamed the attribute that says it; this file knows its names.
-Called by `cpu.py`, whose results JAX knows nothing of, and by lookups and optimizers that run
-inside a user's `shard_map`.
+Inside a `shard_map` with `check_vma=True`, JAX tracks for every array over which mesh axes its
+values vary. For the results of custom calls it has to be told. The attribute that holds the axes
+was renamed between releases of JAX; this file knows both names.
+
+Input: arrays. Output: names of mesh axes, or arrays marked as varying over them.
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ def varying_axes(array: Any) -> frozenset[str]:
 
 def axes_of(aval: Any) -> frozenset[str]:
     """Return the axes over which the arrays of an abstract value differ."""
+    # `manual_axis_type` in later releases, `vma` in earlier ones.
     kind = getattr(aval, "manual_axis_type", None)
     return kind.varying if kind is not None else getattr(aval, "vma", frozenset())
 
 
 def as_varying(array: Array, axes: frozenset[str]) -> Array:
-    """Return an array that counts as differing over `axes`, beside those over which it does."""
+    """Return the array, marked as varying over `axes` in addition to its own axes."""
     missing = tuple(sorted(axes - varying_axes(array)))
     return jax.lax.pcast(array, missing, to="varying") if missing else array

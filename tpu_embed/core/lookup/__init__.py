@@ -1,4 +1,4 @@
-"""Ids in, activations out: rows fetched from their shards and combined by bag."""
+"""Ids in, activations out: fetch rows from their shards and combine the rows of each bag."""
 
 from tpu_embed.core.lookup.combine import (
     combine,

@@ -1,12 +1,15 @@
-"""Rows of a bag become one activation, and the activation's gradient becomes one gradient an id.
+"""Combine the rows of each bag into one activation, and pass gradients back the same way.
 
-Enters: the ids of one stack on one device, with the bag and the weight of each. Leaves: activations
-of bags, or sums of the gradients of rows. Called by `lookup.py` and `sums.py`.
+A bag is a list of ids that one example has for one feature. With weights c (1 if none are given)
+and rows w, its activation is (Σ c w) (1 / d), where d depends on the combiner: 1 for sum, Σ c for
+mean, √Σ c² for sqrtn. Where d is zero, the activation is zero. If the activation has gradient g,
+the row of each id has gradient c (g (1 / d)).
 
-With weights c (1 without) and rows w, a bag's activation is (Σ c w) (1 / d), where d is 1 (sum),
-Σ c (mean) or √Σ c² (sqrtn), and zero where d is zero. The gradient of an id's row is c (g (1 / d)).
-The weights of a mean or sqrtn have been brought near 1 before, where they were far from it, so that
-float32 holds d, d² and 1 / d (`rescale.py`).
+The host has already scaled very large or very small weights of mean and sqrtn to about 1, so that
+d, d² and 1 / d fit in float32 (`core/ids/rescale.py`).
+
+Input: the ids of one stack on one device, with the bag and the weight of each. Output: one
+activation per bag, or sums of the gradients of rows.
 """
 
 from __future__ import annotations
@@ -29,20 +32,23 @@ def quantize(rows: Array, stack: Stack) -> Array:
     config = stack.quantization
     if config is None:
         return rows
+    # With 5 buckets in [-1, 1], step is 0.5 and rows become -1, -0.5, 0, 0.5 or 1.
     step = (config.upper - config.lower) / (config.num_buckets - 1)
     clipped = jnp.clip(rows, config.lower, config.upper)
     return jnp.floor((clipped - config.lower) / step + 0.5) * step + config.lower
 
 
 def combine(found: FetchedRows, ids: LocalIds, form: BagLayout, stack: Stack) -> tuple[Array, ...]:
-    """Return the activations of every feature's bags, `[examples * bags, D]` each.
+    """Return the activations of every feature's bags, `[examples * bags, D]` per feature.
 
     Args:
-      found: the rows.
-      ids: their bags and weights.
-      form: how they combine.
+      found: the fetched rows.
+      ids: the bag and the weight of each id.
+      form: how the ids combine.
       stack: the stack.
     """
+    # Rows are quantized before they are weighted and summed. There is one row per id then, so
+    # `found` becomes the N quantized rows with the index 0 … N - 1 (absent ids keep -1).
     if stack.quantization is not None:
         rows = storage.widened(dispatch.gather_rows(found.source, found.index))
         positions = jax.lax.iota(found.index.dtype, found.index.shape[0])
@@ -70,18 +76,22 @@ def sum_gradients(
     """Return sums of the gradients of rows, `[num_segments, D]`.
 
     Args:
-      gradients: of every feature's activations, `[examples * bags, D]` each.
+      gradients: the activations' gradients, `[examples * bags, D]` per feature.
       ids: the ids.
       form: how they were combined.
-      order: int32 `[N]`, the positions of the ids in the order of the sums.
-      segments: int32 `[N]`, the sum that each of them goes to, non-decreasing; num_segments: none.
-      num_segments: n.
+      order: int32 `[N]`, the ids' positions, sorted by the sum that they go to.
+      segments: int32 `[N]`, the sum that the id at `order[i]` goes to, non-decreasing;
+        `num_segments` for an id that goes to none.
+      num_segments: the number of sums.
     """
     dim = gradients[0].shape[-1]
+    # Bags are numbered by example, then by feature. With 2 examples, and features of 1 and 2 bags,
+    # gradients [2, D] and [4, D] become [2, 1, D] and [2, 2, D], joined [2, 3, D], then [6, D].
     by_example = [gradient.reshape(form.examples, -1, dim) for gradient in gradients]
     joined = jnp.concatenate(by_example, axis=1).reshape(-1, dim)
     by_bag, weights = factors(ids, form, joined.dtype), optional_weights(ids, joined.dtype)
     return dispatch.gather_sum(
+        # Scaled by bag, not by id: a bag has one factor 1 / d for all of its ids.
         joined if by_bag is None else reference.scale(joined, by_bag),
         dispatch.gather_rows(ids.bags, order),
         segments,
@@ -97,6 +107,7 @@ def optional_weights(ids: LocalIds, dtype: np.dtype) -> Array | None:
 
 
 def _weights(ids: LocalIds, dtype: np.dtype) -> Array:
+    """Return the weight of every id `[N]`: 1 where none are given, zero for absent ids."""
     weights = (
         jnp.ones(ids.row_ids.shape, dtype) if ids.weights is None else ids.weights.astype(dtype)
     )
@@ -108,6 +119,8 @@ def factors(ids: LocalIds, form: BagLayout, dtype: np.dtype) -> Array | None:
     if all(combiner == "sum" for combiner in form.combiners):
         return None
     d = _denominators(ids, form, dtype)
+    # The inner `where` keeps 1 / 0 out of the program: its derivative would be NaN even where the
+    # outer `where` does not choose it.
     zero = d == 0
     return jnp.where(zero, jnp.zeros_like(d), 1.0 / jnp.where(zero, jnp.ones_like(d), d))
 
@@ -119,6 +132,7 @@ def _denominators(ids: LocalIds, form: BagLayout, dtype: np.dtype) -> Array:
         sums = dispatch.segment_sum(weights, ids.bags, form.bags)
         return _where_combiner("sum", form, jnp.ones_like(sums), sums)
     squares = dispatch.segment_sum(weights * weights, ids.bags, form.bags)
+    # Guarded twice for the same reason: the derivative of the square root at 0 is infinite.
     positive = squares > 0
     roots = jnp.where(positive, jnp.sqrt(jnp.where(positive, squares, 1)), 0)
     if set(form.combiners) == {"sqrtn"}:
@@ -130,6 +144,7 @@ def _denominators(ids: LocalIds, form: BagLayout, dtype: np.dtype) -> Array:
 
 def _where_combiner(combiner: str, form: BagLayout, chosen: Array, other: Array) -> Array:
     """Return `chosen` at the bags of a combiner, `other` elsewhere, `[bags]`."""
+    # combiners ("sum", "mean") and 3 examples: the mask [2] broadcasts over [3, 2], then [6].
     mask = np.array([c == combiner for c in form.combiners])
     shape = (form.examples, len(form.combiners))
     return jnp.where(mask, chosen.reshape(shape), other.reshape(shape)).reshape(-1)

@@ -1,13 +1,14 @@
-"""An update comes after every lookup of the same state, or XLA copies the table.
+"""Make an update wait for the lookups of the same state; otherwise XLA copies the table.
 
-A program that writes rows in the memory of a table must have read what it needs of it first. XLA
-knows that order only from data: where the gradients do not depend on the activations (a loss that
-is linear in them, a second lookup for a metric), nothing says that the lookup comes first, and XLA
-keeps a copy of the whole table to be safe. Barriers do not help: XLA:CPU drops them before it
-decides about copies.
+An update that writes into a table's own memory must come after every lookup of the old rows. XLA
+derives that order from data dependencies alone. If the gradients do not depend on the activations
+(the loss is linear in them, or a second lookup only feeds a metric), nothing tells XLA that the
+lookup comes first, and it copies the whole table to be safe. Optimization barriers do not help: the
+CPU compiler drops them before it decides about copies. So the update adds a zero to its row ids
+that is computed from the activations.
 
-Input: the tables of a state while a program is traced, and what lookups of them returned. Output:
-for an update, a zero that is known only when those lookups are done.
+Input: the traced tables of a state, and the activations that lookups of them returned. Output: a
+zero that XLA cannot know before those lookups are done.
 """
 
 from __future__ import annotations
@@ -26,26 +27,28 @@ from tpu_embed.core.layout import Layout
 __all__ = ["activations_read", "record_lookup", "zero_after"]
 
 _READS: dict[int, tuple[weakref.ref, list[weakref.ref]]] = {}
-"""id of a traced table -> the table, and the activations that were looked up in it. Both are held
-weakly: a trace that has ended leaves nothing here. An activation that nobody holds any more is not
-part of the program either."""
+"""`id` of a traced table -> the table, and the activations that were looked up in it.
+
+Both are weak references, so a trace that has ended leaves nothing here. An activation that has been
+garbage-collected is not used by the program, so the update need not wait for it."""
 
 
 def record_lookup(
     tables: Mapping[str, Array], activations: Sequence[Array], layout: Layout
 ) -> None:
-    """Remember what was looked up in traced tables; outside of a trace there is nothing to order.
+    """Remember what was looked up in traced tables; outside a trace there is nothing to order.
 
     Args:
       tables: `TableState.tables`.
-      activations: what the lookup returned, by feature.
-      layout: the engine's.
+      activations: what the lookup returned, one array per feature.
+      layout: the engine's layout.
     """
     for feature, activation in zip(layout.features, activations, strict=True):
         table = tables[layout.stacks[feature.stack].name]
         if not isinstance(table, Tracer):
             return
         number = id(table)
+        # Python may give the `id` of a table that is gone to a new one, so its entry goes with it.
         if number not in _READS:
             forget = functools.partial(_READS.pop, number)
             _READS[number] = weakref.ref(table, lambda _, forget=forget: forget(None)), []
@@ -53,7 +56,7 @@ def record_lookup(
 
 
 def activations_read(tables: Mapping[str, Array]) -> dict[str, list[Array]]:
-    """Return by stack the activations looked up in its table before, in this same trace.
+    """Return, by stack, the activations that this trace has looked up in its table so far.
 
     Args:
       tables: `TableState.tables`.
@@ -62,20 +65,21 @@ def activations_read(tables: Mapping[str, Array]) -> dict[str, list[Array]]:
 
 
 def _alive(table: Any) -> list[Array]:
+    """Return the activations of one table that still exist and belong to the table's trace."""
     _, found = _READS.get(id(table), (None, []))
     read = [one for reference in found if (one := reference()) is not None]
     return [one for one in read if isinstance(one, Tracer) and one._trace is table._trace]
 
 
 def zero_after(arrays: Sequence[Array]) -> Array:
-    """Return int32 `[]` 0 that XLA can only know when all arrays are computed.
-
-    The sign bit of a number's pattern is cleared, so that the least of it and 0 is 0, for NaN too.
+    """Return an int32 zero, `[]`, that XLA cannot compute before all of the arrays.
 
     Args:
-      arrays: floats of any shape, at least one number each.
+      arrays: floats of any shape, with at least one number each.
     """
     zero = jnp.int32(0)
+    # Take one float's bits as an integer and clear the sign bit: the result is at least 0, so its
+    # minimum with 0 is 0, for NaN and infinity too. XLA does not see that and keeps the dependency.
     for array in arrays:
         first = jax.lax.stop_gradient(array).reshape(-1)[0].astype(jnp.float32)
         bits = jax.lax.bitcast_convert_type(first, jnp.int32)

@@ -1,7 +1,10 @@
-"""Gather and combine: ids in, activations out.
+"""Look up a batch on all devices: fetch each id's row from its owner shard, combine rows by bag.
 
-Enters: the stored tables and the ids of all stacks. Leaves: one activation a feature, batch
-dimension sharded. Called by the engine, inside or outside a user's jit.
+The whole lookup is one `shard_map`. On each device, stack after stack, ids travel to the shards
+that own their rows, rows travel back, and the rows of each bag become one activation.
+
+Input: the stored tables and the ids of all stacks. Output: one array of activations per feature,
+with the batch dimension sharded.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ from tpu_embed.core.lookup.combine import combine
 
 @jax.custom_jvp
 def not_differentiable(tables: dict[str, Array]) -> dict[str, Array]:
-    """Return the tables; asking for their gradient is an error, never a dense array.
+    """Return the tables unchanged, but refuse to differentiate with respect to them.
+
+    Their gradient would be a dense array of the whole table.
 
     Raises:
       TypeError: under differentiation with respect to the tables.
@@ -43,15 +48,16 @@ def _refuse_gradient(primals: tuple, tangents: tuple) -> tuple:
 def lookup(
     tables: dict[str, Array], source: Batch | TracedIds, layout: Layout
 ) -> tuple[list[Array], Array]:
-    """Return the activation of every feature, in flattening order, and the bad ids counted.
+    """Return the activations of every feature, and the number of its bad ids.
 
     Args:
       tables: `TableState.tables`.
       source: the ids.
-      layout: the engine's.
+      layout: the engine's layout.
 
     Returns:
-      per feature `[B, …, D]`, float32 (float64 for a float64 table); int32 `[F]`.
+      one array `[B, …, D]` per feature in flattening order, float32 (float64 for a float64 table);
+      the number of bad ids per feature, int32 `[F]`.
     """
     axes, spec = layout.axes, source.spec
 
@@ -60,6 +66,8 @@ def lookup(
         found: dict[int, Array] = {}
         for g, (stack, ids) in enumerate(zip(layout.stacks, located.ids, strict=True)):
             activations = _lookup_stack(tables[stack.name], ids, source, layout, g)
+            # [examples * bags, D] -> [examples, …, D], where … is the feature's own shape: () for
+            # one bag per example, (length,) for a sequence.
             for f, activation in zip(spec.stacks[g].features, activations, strict=True):
                 shape = (spec.local_batch, *spec.feature_shapes[f].inner, stack.dim)
                 found[f] = activation.reshape(shape)
@@ -80,9 +88,9 @@ def lookup(
 def _lookup_stack(
     table: Array, ids: LocalIds, source: Batch | TracedIds, layout: Layout, g: int
 ) -> tuple[Array, ...]:
-    """Return the activations of one stack on one device, `[examples * bags, D]` a feature.
+    """Return the activations of one stack on one device, `[examples * bags, D]` per feature.
 
-    Where a given capacity is too small, by the worst-case branch.
+    If the given capacity is too small for the ids, the worst-case branch computes them.
     """
     stack, form = layout.stacks[g], bag_layout(source.spec, layout, g)
 
@@ -93,6 +101,8 @@ def _lookup_stack(
     with jax.named_scope(f"lookup/{stack.label}"):
         capacity = max(1, source.spec.stacks[g].row_capacity)
         found, overflow = route.fetch(table, ids.row_ids, stack, capacity)
+        # The host has counted the ids of a placed batch, so they fit. Ids traced inside a user's
+        # jit may not; then all devices must take the same branch, because both branches exchange.
         if source.checked or stack.num_shards == 1:
             return combined(found)
         enough = worst_case(source.spec, layout).stacks[g].row_capacity

@@ -1,4 +1,4 @@
-"""Tables and slots: how they are stored, made, checked, and seen as logical tables."""
+"""The arrays that training changes: how they are stored, created, checked, read and replaced."""
 
 from tpu_embed.core.state import logical, norms, retrieve
 from tpu_embed.core.state.checks import (

@@ -1,11 +1,12 @@
-"""Is this state the one that the engine made, and is it still there?
+"""Check that a state belongs to this engine, and that its arrays have not been donated.
 
-An array of rows does not say which rows it holds: on 8 devices they lie in another order than on
-1, and two engines may have tables of one shape. The keys of a state's dictionaries do say it
-(`stack_names.py`), so an engine compares them with its own before it reads a row.
+An array of rows does not say which rows it holds: on 8 devices the same table is stored in another
+order than on 1, and two engines may have tables of equal shape. But the keys of a state's
+dictionaries do say it, because the name of a stack describes its layout (`stack_names.py`). So an
+engine compares those keys with its own before it reads a row.
 
-Input: something given as a state, and the layout of an engine. Output: nothing, or an error that
-names what differs.
+Input: an object that a user gave as a state, and the engine's layout. Output: nothing, or an error
+that says what differs.
 """
 
 from __future__ import annotations
@@ -36,25 +37,27 @@ _RESTORE = "save and restore with tpu_embed.io, which brings rows into any engin
 
 
 def check_state(state: Any, layout: Layout) -> None:
-    """Check that every array of a state is there, in the form that the layout asks for.
+    """Check that a state has every array of the layout, each with the right shape and dtype.
 
     Raises:
-      ValueError: it is no state, that of another engine, or one that was donated.
+      ValueError: the object is not a state, belongs to another engine, lacks an array, or has an
+        array that was donated.
     """
     check_own(state, layout)
     for f in fields(layout):
         array = _array_of(state, f)
+        # A NumPy array of the right shape is refused too: it is not sharded over the devices.
         got = "" if array is None or isinstance(array, jax.Array) else f"a {type(array).__name__}"
         _check_form(f, array, got)
 
 
 def check_own(state: Any, layout: Layout) -> None:
-    """Check that a state is one of this layout, and that no donated array is in it.
+    """Check that a state has this layout and contains no donated array.
 
-    It looks at keys and flags only, so it is cheap enough for every call.
+    It reads only dictionary keys and flags, so it is cheap enough for every call.
 
     Raises:
-      ValueError: it is no state, that of another engine, or one that was donated.
+      ValueError: the object is not a state, belongs to another engine, or has a donated array.
     """
     check_not_donated(state)
     check_layout(state.tables, layout)
@@ -62,10 +65,10 @@ def check_own(state: Any, layout: Layout) -> None:
 
 
 def check_kind(state: Any) -> None:
-    """Check that it is a state at all.
+    """Check that an object is a `TableState`.
 
     Raises:
-      ValueError: it is not.
+      ValueError: it is something else.
     """
     if not isinstance(state, TableState):
         got = type(state).__name__
@@ -73,10 +76,10 @@ def check_kind(state: Any) -> None:
 
 
 def check_not_donated(state: Any) -> None:
-    """Check that something is a state, and that no array of it was donated.
+    """Check that an object is a state and that none of its arrays was donated.
 
     Raises:
-      ValueError: it is none, or one was; the message names its stack.
+      ValueError: it is not a state, or an array was donated; the message names its stack.
     """
     check_tables_not_donated(state)
     for name, by_slot in state.slots.items():
@@ -85,10 +88,10 @@ def check_not_donated(state: Any) -> None:
 
 
 def check_tables_not_donated(state: Any) -> None:
-    """Check that something is a state, and that no table of it was donated.
+    """Check that an object is a state and that none of its tables was donated.
 
     Raises:
-      ValueError: it is none, or one was; the message names its stack.
+      ValueError: it is not a state, or a table was donated; the message names its stack.
     """
     check_kind(state)
     for name, table in state.tables.items():
@@ -96,14 +99,14 @@ def check_tables_not_donated(state: Any) -> None:
 
 
 def check_layout(by_stack: Mapping[str, Any], layout: Layout) -> None:
-    """Check that the keys of tables, or of slots, are the names of the layout's stacks.
+    """Check that the keys of tables or slots are the names of the layout's stacks.
 
     Args:
       by_stack: `TableState.tables` or `.slots`.
-      layout: the engine's.
+      layout: the engine's layout.
 
     Raises:
-      ValueError: they are those of another layout; the message says what differs.
+      ValueError: the keys belong to another layout; the message says what differs.
     """
     own = [stack.name for stack in layout.stacks]
     if by_stack.keys() == set(own):
@@ -112,7 +115,8 @@ def check_layout(by_stack: Mapping[str, Any], layout: Layout) -> None:
     foreign = sorted(map(str, by_stack.keys() - set(own)))
     why = ""
     if missing and foreign:
-        # Stacks of the same tables are compared, if there are any: they begin alike.
+        # A name is "tables@layout". Compare the missing stack with a foreign one that has the same
+        # tables, if there is one, so that the message is about the layout and not about the tables.
         name = next((n for n in foreign if n.split("@")[0] == missing[0].split("@")[0]), foreign[0])
         why = f": {differences(missing[0], name)}"
     expected = f"stacks {missing or own}"
@@ -121,15 +125,15 @@ def check_layout(by_stack: Mapping[str, Any], layout: Layout) -> None:
 
 
 def check_forms(state: TableState, layout: Layout, *, slots: bool) -> None:
-    """Check layout, shapes and dtypes while a program is traced, so at no cost per step.
+    """Check layout, shapes and dtypes; this runs at trace time, so it adds no cost per step.
 
     Args:
       state: the state.
-      layout: the engine's.
-      slots: whether to look at slots too.
+      layout: the engine's layout.
+      slots: whether to check the slots too.
 
     Raises:
-      ValueError: it is that of another engine.
+      ValueError: the state belongs to another engine.
     """
     check_layout(state.tables, layout)
     if slots:
@@ -151,10 +155,11 @@ def _check_form(f: Field, array: Any, got: str) -> None:
 
     Args:
       f: the table or slot.
-      array: what stands in its place, None for nothing.
-      got: what it is, if that is known to be no array.
+      array: what the state has for it; None if it has nothing.
+      got: a description of `array` where it is not an array, else "".
     """
     form = f.row_format.array(f.stack.physical_rows)
+    # A slot that the whole stack shares has no rows: it is stored in its own shape, never packed.
     if not f.shape.per_row:
         form = jax.ShapeDtypeStruct(f.shape.shape, storage.stored_dtype(f.shape.dtype))
     expected = f"{form.dtype} of shape {form.shape}"

@@ -1,6 +1,9 @@
-"""A table or a slot by its name: where its rows are in the state, and in which form.
+"""Find a table or slot by its name: which array of the state holds it, and how its rows lie there.
 
-Enters: a layout and names. Leaves: `Field`s. Called by `logical.py`.
+The state has one array per stack, while users speak of tables and slots. A `Field` says where one
+of them is.
+
+Input: a layout, and the names of a table and a slot. Output: a `Field`.
 """
 
 from __future__ import annotations
@@ -20,13 +23,13 @@ from tpu_embed.optimizers import SlotShape
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """A table, or one slot of it, and where it is in the state.
+    """A table, or one slot of a table, and where it is in the state.
 
     Attributes:
-      stack: its stack.
-      table: its slice of the stack.
-      slot: the slot's name, None for the table itself.
-      shape: of one row (of the whole field, when not per row) and its dtype.
+      stack: the stack that contains the table.
+      table: the table's slice of the stack.
+      slot: the slot's name; None for the table itself.
+      shape: shape and dtype of one row; of the whole slot if all rows share it.
     """
 
     stack: Stack
@@ -36,22 +39,22 @@ class Field:
 
     @property
     def label(self) -> str:
-        """The name in messages."""
+        """The name used in error messages, such as "table 'item', slot 'momentum'"."""
         return f"table {self.table.name!r}" + (f", slot {self.slot!r}" if self.slot else "")
 
     @property
     def row_format(self) -> RowFormat:
-        """How its rows lie in the physical array, if it has a part a row."""
+        """How its rows lie in the physical array; meaningless for a slot that all rows share."""
         return slot_format(self.stack, self.shape)
 
     def read(self, state: TableState) -> Array:
-        """Return the physical array."""
+        """Return the physical array: that of the whole stack, not only of this table."""
         if self.slot is None:
             return state.tables[self.stack.name]
         return state.slots[self.stack.name][self.slot]
 
     def write(self, state: TableState, physical: Array) -> TableState:
-        """Return the state with another physical array."""
+        """Return the state with the physical array replaced."""
         name = self.stack.name
         if self.slot is None:
             return dataclasses.replace(state, tables={**state.tables, name: physical})
@@ -60,12 +63,18 @@ class Field:
 
 
 def field(layout: Layout, name: str, slot: str | None) -> Field:
-    """Return a table, or one of its slots, by name.
+    """Return the field of a table, or of one of its slots.
+
+    Args:
+      layout: the engine's layout.
+      name: the table's name.
+      slot: the slot's name, or None for the table itself.
 
     Raises:
-      ValueError: there is none of this name.
+      ValueError: there is no table or no slot of this name.
     """
     stack, table = layout.table(name)
+    # A table's rows have D numbers; a slot's rows have the shape that the optimizer declares.
     if slot is None:
         return Field(stack, table, None, SlotShape((stack.dim,), jnp.dtype(stack.dtype)))
     shapes = slot_shapes(stack)

@@ -1,10 +1,13 @@
-"""Tables and slots made shard by shard: no device, and no host, ever holds more than its own rows.
+"""Create tables and slots shard by shard, so that no device or host holds more than its own rows.
 
-Enters: a key and the stacks. Leaves: physical tables and slots. Called by the engine.
+Each row is drawn with a random key of its own:
 
-The value of a row depends on the key, its table's name and its number alone,
-`initializer(fold_in(fold_in(key, crc32(name)), row), (1, D), dtype)`, so it is the same on every
-layout.
+    initializer(fold_in(fold_in(key, crc32(table name)), row number), (1, D), dtype)
+
+So its value depends on the key, the table's name and the row's number only, and is the same for
+every layout and every number of devices.
+
+Input: a random key and the stacks. Output: physical tables and slots.
 """
 
 from __future__ import annotations
@@ -29,11 +32,18 @@ from tpu_embed.kernels import dispatch, storage
 from tpu_embed.kernels.formats import LINE, RowFormat
 
 CHUNK = 2**20
-"""Numbers made at a time: bounds the temporaries."""
+"""Numbers that are created at a time; this bounds the size of temporary arrays."""
 
 
 class NewRows(NamedTuple):
-    """Physical rows `[n]` of a shard, and their logical rows: keys, numbers, and existence."""
+    """Rows of a shard that are about to be created.
+
+    Attributes:
+      places: local rows of the shard, `[n]`.
+      keys: the random key of each, `[n]`.
+      rows: the logical row id of each, in its own table, `[n]`.
+      exists: bool `[n]`, false for the padding at the end of a table, which belongs to no row.
+    """
 
     places: Array
     keys: Array
@@ -42,7 +52,7 @@ class NewRows(NamedTuple):
 
 
 def init_tables(key: Array, stacks: tuple[Stack, ...], axes: MeshAxes) -> tuple[dict, dict]:
-    """Make every table and slot, each device its own rows only.
+    """Create every table and slot; each device creates its own rows only.
 
     Args:
       key: a jax PRNG key.
@@ -68,7 +78,7 @@ def init_tables(key: Array, stacks: tuple[Stack, ...], axes: MeshAxes) -> tuple[
 
 
 def blank_tables(stacks: tuple[Stack, ...], axes: MeshAxes) -> tuple[dict, dict]:
-    """Make every table and slot, all zeros: to be filled by the caller.
+    """Create every table and slot filled with zeros.
 
     Args:
       stacks: the stacks.
@@ -100,8 +110,10 @@ def _blank(stack: Stack) -> StackShard:
 
 
 def _init_stack(key: Array, stack: Stack) -> StackShard:
-    """Fill this device's shard of one stack, adjacent tables of one initializer at a time."""
+    """Fill this device's shard of one stack."""
     made = _blank(stack)
+    # A stack may have hundreds of small tables: those that share an initializer and lie next to
+    # each other are filled by one loop, so the program does not grow with their number.
     for initializer, run in itertools.groupby(stack.tables, key=lambda table: table.initializer):
         tables = list(run)
         what = f"table {tables[0].name!r}: initializer"
@@ -120,8 +132,10 @@ def _zeros(form: jax.ShapeDtypeStruct) -> Array:
 
 
 def _row_by_row(initializer: Callable, stack: Stack, what: str) -> Callable[[NewRows], Array]:
+    """Return a function that calls the initializer once per row, each with its own key."""
     shape = (1, stack.dim)
 
+    # The initializer makes [1, D]; [0] takes the row out, and vmap stacks n of them to [n, D].
     def one(key: Array) -> Array:
         return _of_shape(initializer(key, shape, stack.compute_dtype), shape, what)[0]
 
@@ -131,10 +145,13 @@ def _row_by_row(initializer: Callable, stack: Stack, what: str) -> Callable[[New
 def _whole_shard(
     initializer: Callable, stack: Stack, table: TableSlice, key: Array
 ) -> Callable[[NewRows], Array]:
-    """Call the initializer once for the shard; hand out lines of what it made."""
+    """Call the initializer once for the whole shard; return a function that picks rows of it."""
     places = jnp.arange(table.rows_per_shard, dtype=stack.index_dtype) + table.offset
     lines = _lines(key, stack, [table], places)
+    # The padding after the last row has numbers of V or more. The initializer sees valid row ids
+    # only, so padding repeats the last row here; `_fill` sets it to zero.
     rows = jnp.minimum(lines.rows, table.vocabulary_size - 1).astype(jnp.int32)
+    # One call makes [rows_per_shard, D], with the key of the table instead of one key per row.
     shape = (table.rows_per_shard, stack.dim)
     made = initializer(
         _table_keys(key, [table])[0],
@@ -147,7 +164,11 @@ def _whole_shard(
 
 
 def _of_shape(values: Any, shape: tuple[int, int], what: str) -> Array:
-    """Return what an initializer made as an array; ValueError if its shape is another."""
+    """Return an initializer's result as an array.
+
+    Raises:
+      ValueError: the result has another shape than `shape`.
+    """
     got = getattr(values, "shape", None)
     if got != shape:
         text = type(values).__name__ if got is None else f"shape {got}"
@@ -162,19 +183,31 @@ def _fill(
     tables: list[TableSlice],
     rows_of: Callable[[NewRows], Array],
 ) -> StackShard:
-    """Write the rows of adjacent tables, and their slots, a chunk at a time.
+    """Write the rows of adjacent tables, and their slots, one chunk at a time.
 
-    Chunks have one length; the last is moved back so that it ends with the run (its first rows are
-    made twice, alike). A chunk is made with its last row repeated up to a multiple of
-    `ROW_MULTIPLE`, between barriers: its bits then depend on nothing else in the program.
+    All chunks have the same length, because shapes are static. The optimization barriers around a
+    chunk keep XLA from fusing it with other code, so its bits do not depend on the rest of the
+    program.
+
+    Args:
+      made: the shard so far.
+      key: the engine's key.
+      stack: the stack.
+      tables: adjacent tables of the stack.
+      rows_of: returns the values `[n, D]` of `NewRows`.
     """
     first, last = tables[0].offset, tables[-1].offset + tables[-1].rows_per_shard
+    # Packed rows are padded to lines of 128 words, so fewer of them fill a chunk.
     width = stack.dim if stack.packing == "none" else round_up(stack.dim, LINE)
     chunk = min(last - first, max(ROW_MULTIPLE, CHUNK // width))
     numbers = jnp.arange(round_up(chunk, ROW_MULTIPLE), dtype=stack.index_dtype)
 
     def write(i: Array, made: StackShard) -> StackShard:
+        # The last chunk starts earlier, so that it ends at `last`. With rows 0 … 9 and chunk 4:
+        # 0-3, 4-7, 6-9. Rows 6 and 7 are created twice, with equal values.
         start = jnp.minimum(first + i * chunk, last - chunk).astype(stack.index_dtype)
+        # Beyond the run, the last row is repeated up to a multiple of ROW_MULTIPLE; [:chunk] below
+        # drops these copies again.
         lines = _lines(key, stack, tables, jnp.minimum(start + numbers, last - 1))
         rows = rows_of(jax.lax.optimization_barrier(lines)).astype(stack.compute_dtype)
         rows = jax.lax.optimization_barrier(jnp.where(lines.exists[:, None], rows, 0))
@@ -187,6 +220,7 @@ def _fill(
 
 
 def _fresh_slots(stack: Stack, rows: Array, lines: NewRows) -> dict[str, Array]:
+    """Return the initial slots of new rows `[n, D]`, by name."""
     if stack.optimizer is None:
         return {}
     return jax.lax.optimization_barrier(stack.optimizer.init_slots(rows, lines.keys))
@@ -195,9 +229,11 @@ def _fresh_slots(stack: Stack, rows: Array, lines: NewRows) -> dict[str, Array]:
 def _write_slots(
     slots: dict[str, Array], fresh: dict[str, Array], stack: Stack, start: Array, chunk: int
 ) -> dict[str, Array]:
+    """Return the slots of the shard with a chunk of new rows written from row `start` on."""
     written = {}
     for name, slot in slot_shapes(stack).items():
         stored = storage.encode(fresh[name], slot.dtype)
+        # A slot that all rows share (a step counter, say) is the same in every chunk.
         if slot.per_row:
             stored = _put(slots[name], stored[:chunk], start, slot_format(stack, slot))
         written[name] = stored
@@ -205,21 +241,31 @@ def _write_slots(
 
 
 def _put(array: Array, stored: Array, start: Array, form: RowFormat) -> Array:
-    """Return the array with stored rows from row `start` on."""
+    """Return the array with consecutive stored rows written from row `start` on."""
     if not form.packed:
         return jax.lax.dynamic_update_slice_in_dim(array, stored, start, axis=0)
+    # Packed, several rows share a line of 128 words, and the chunk may start in the middle of one.
     rows = start + jnp.arange(stored.shape[0], dtype=start.dtype)
     return dispatch.write_ascending_rows(array, rows, stored, form)
 
 
 def _table_keys(key: Array, tables: list[TableSlice]) -> Array:
-    """Return a key a table, `[T]`: folded with the CRC-32 of its name."""
+    """Return one random key per table, `[T]`: `key` folded with the CRC-32 of the table's name."""
     crcs = np.array([zlib.crc32(table.name.encode()) for table in tables], np.uint32)
     return jax.vmap(lambda crc: jax.random.fold_in(key, crc))(jnp.asarray(crcs))
 
 
 def _lines(key: Array, stack: Stack, tables: list[TableSlice], local: Array) -> NewRows:
-    """Return what the local rows `[n]` of this device, all of `tables`, stand for."""
+    """Return the logical row of each local row of this device.
+
+    Args:
+      key: the engine's key.
+      stack: the stack.
+      tables: adjacent tables that contain all of the local rows.
+      local: local rows `[n]`.
+    """
+    # Tables of 3 and 2 local rows end at 3 and 5. searchsorted then maps the local rows 0 … 4 to
+    # the tables 0, 0, 0, 1, 1.
     ends = np.array([table.offset + table.rows_per_shard for table in tables], stack.index_dtype)
     which = jnp.searchsorted(jnp.asarray(ends), local, side="right")
 
@@ -228,6 +274,8 @@ def _lines(key: Array, stack: Stack, tables: list[TableSlice], local: Array) -> 
 
     shard = collectives.axis_index(stack.shard_axes).astype(stack.index_dtype)
     inside = local - column("offset")
+    # The inverse of `Stack.physical`. With 2 shards of 3 rows, shard 1 holds the row ids 3, 4, 5
+    # under "div" (consecutive) and 1, 3, 5 under "mod" (every second one).
     if stack.placement == "div":
         rows = shard * column("rows_per_shard") + inside
     else:

@@ -1,8 +1,11 @@
-"""Logical tables and slots: read from the physical arrays, or set in them.
+"""Read and replace logical tables and slots, which is how users see the state.
 
-Enters: a `TableState` and names of tables and slots. Leaves: arrays by name, on the devices or on
-the host, or a new state. Called by the engine and the stateful API. Every shape is checked before
-anything is computed.
+The state stores physical arrays: tables stacked, sharded, padded, perhaps packed. A user knows only
+logical tables `[V, D]`, row 0 first. The functions here translate, and check every name, shape and
+dtype before anything is computed.
+
+Input: a `TableState`, names of tables and slots, and perhaps new rows. Output: logical arrays by
+name, or a new state.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from tpu_embed.core.state.table_state import TableState, logical_rows, set_physi
 from tpu_embed.kernels import storage
 
 BLOCK = 2**22
-"""Numbers written at a time when a whole table is loaded."""
+"""Numbers that are written at a time when a whole table is loaded."""
 
 
 def tables(state: TableState, layout: Layout) -> dict[str, Array]:
@@ -57,6 +60,8 @@ def _slots(state: TableState, layout: Layout) -> dict[str, dict[str, Array]]:
 
 
 def _read(state: TableState, f: Field, axes: MeshAxes) -> Array:
+    """Return one logical table or slot, whole on every device."""
+    # Gathered first: under "mod" the rows of every shard are spread over the whole logical table.
     stored = axes.reshard(f.read(state), ())
     if f.shape.per_row:
         stored = logical_rows(stored, f.row_format, f.stack, f.table)
@@ -86,10 +91,10 @@ def _array(value: Any) -> Any:
 
 
 def _field_of_rows(layout: Layout, name: str, slot: str | None) -> Field:
-    """Return a table, or a slot that has a part a row.
+    """Return a table, or a slot that has its own numbers for each row.
 
     Raises:
-      ValueError: there is none of this name, or the whole stack shares it.
+      ValueError: there is no table or slot of this name, or the whole stack shares the slot.
     """
     f = field(layout, name, slot)
     if not f.shape.per_row:
@@ -105,6 +110,11 @@ def _check_numbers(label: str, dtype: Any) -> None:
 
 
 def _check_rows(f: Field, rows: Any, values: Any) -> None:
+    """Check the row ids `[n]` and the values `[n, …]` of `set_rows`.
+
+    Raises:
+      ValueError: a wrong shape or dtype, a row id outside [0, V), or one that occurs twice.
+    """
     if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
         got = f"{rows.dtype} of shape {rows.shape}"
         raise ValueError(message(f"{f.label}: rows", expected="integers of shape (n,)", got=got))
@@ -115,6 +125,8 @@ def _check_rows(f: Field, rows: Any, values: Any) -> None:
     _check_numbers(f"{f.label}: values", values.dtype)
     if isinstance(rows, Tracer):
         return
+    # The values are known outside a jit only. Of a repeated row id, which values are written would
+    # depend on the device's order of writes.
     known, size = np.asarray(rows), f.table.vocabulary_size
     outside = known[(known < 0) | (known >= size)]
     if outside.size:
@@ -127,8 +139,10 @@ def _check_rows(f: Field, rows: Any, values: Any) -> None:
 
 
 def _write(physical: Array, rows: Any, values: Any, f: Field, axes: MeshAxes) -> Array:
-    """Return the physical array with logical rows set; rows outside [0, V) are not written."""
+    """Return the physical array with logical rows set; row ids outside [0, V) are not written."""
     ids = jnp.asarray(rows).astype(f.stack.index_dtype)
+    # An invalid id must become -1 before it is written: `physical` would map it to a row of
+    # another table of the stack.
     valid = (ids >= 0) & (ids < f.table.vocabulary_size)
     places = jnp.where(valid, f.stack.physical(ids, f.table), -1)
     stored = storage.encode(jnp.asarray(values), f.shape.dtype)
@@ -151,6 +165,8 @@ def load(
     """Return the state with a whole table or slot replaced; see `EmbeddingEngine.load`."""
     check_own(state, layout)
     f = _field_of_rows(layout, name, slot)
+    # One copy of the array, then every block is written into that copy in place. The given state
+    # stays as it was, also when a later block is refused.
     physical, start, size = _copy(f.read(state)), 0, f.table.vocabulary_size
     for block in blocks_of_rows:
         refuse_masked(f.label, block)
@@ -172,10 +188,20 @@ def load(
 def _write_block(
     physical: Array, start: int, values: np.ndarray, f: Field, axes: MeshAxes
 ) -> Array:
-    """Write consecutive rows in pieces of one size, the last padded: one compilation a field."""
+    """Write consecutive rows in pieces of one size, so that few programs are compiled.
+
+    Args:
+      physical: the array of the stack; it is donated.
+      start: the logical row id of the first value.
+      values: `[n, …]`.
+      f: the table or slot.
+      axes: the mesh.
+    """
     size = f.table.vocabulary_size
     piece = min(bucket(len(values)), size, max(64, BLOCK // f.stack.dim))
     for first in range(0, len(values), max(1, piece)):
+        # 10 values in pieces of 4 have the row ids 0-3, 4-7, (8, 9, -1, -1): the last piece is
+        # padded to the same shape, and rows of -1 are not written.
         part = values[first : first + piece]
         rows = np.arange(start + first, start + first + piece)
         rows[len(part) :] = -1
@@ -199,6 +225,7 @@ def load_arrays(
 ) -> TableState:
     """Return the state with whole tables and slots replaced; see `EmbeddingEngine.load_arrays`."""
     check_own(state, layout)
+    # The first loop validates everything, the second writes: an error leaves nothing half loaded.
     given = [(field(layout, name, None), array) for name, array in _items("tables", tables)]
     for name, by_slot in _items("slots", slots):
         named = _items(f"slots of table {name!r}", by_slot)
@@ -217,7 +244,8 @@ def load_arrays(
             state = load(state, layout, f.table.name, [array], slot=f.slot)
         else:
             whole = storage.encode(as_array(array), f.shape.dtype)
-            sharding = layout.axes.sharding(())  # a copy: the state may be donated
+            sharding = layout.axes.sharding(())
+            # The state may be donated later, so it must not share memory with the user's array.
             state = f.write(state, jax.device_put(whole, sharding, may_alias=False))
     return state
 

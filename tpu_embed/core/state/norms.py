@@ -1,9 +1,10 @@
-"""Sums over the rows of every table and slot, read shard by shard where they are.
+"""Statistics of every table and slot, such as norms, without a copy of the table.
 
-Enters: a state. Leaves: a few numbers a table, the same on every device. Called by `metrics.py`.
+Each device reads its own shard, one block of rows at a time, so no temporary array is as large as a
+table, however the rows are packed. Sums are taken within each block first and then over pairs of
+blocks, which keeps the rounding error of millions of float32 additions small.
 
-A device reads its shard in blocks of rows, so that nothing of a table's size is made, however its
-rows are packed. Sums are made in two levels: within a block, then over the blocks in pairs.
+Input: a state. Output: a few numbers per table and slot, the same on every device.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from tpu_embed.kernels import storage
 from tpu_embed.kernels.formats import PACKED_ROWS, RowFormat
 
 TABLE = ""
-"""The key of the table itself, beside those of its slots."""
+"""The key of the table itself; the other keys are names of slots."""
 
 BLOCK_ROWS = 32 * PACKED_ROWS
 """Rows that a device reads at a time."""
 
 
 class RowNorms(NamedTuple):
-    """Sums over the finite rows of the tables of a stack, `[T]` each, or of one of their slots.
+    """Statistics of the T tables of a stack, or of one of their slots: arrays `[T]`.
 
     Attributes:
-      sums: of all numbers.
-      squares: of the squares of all numbers.
-      largest: the largest sum of squares of one row.
-      finite: rows without NaN or infinity.
-      non_finite: the other rows.
+      sums: sum of all numbers in finite rows.
+      squares: sum of their squares.
+      largest: the largest sum of squares of one finite row.
+      finite: how many rows contain no NaN or infinity.
+      non_finite: how many rows do.
     """
 
     sums: Array
@@ -50,11 +51,13 @@ class RowNorms(NamedTuple):
 
 @partial(jax.jit, static_argnames="layout")
 def of_state(state: TableState, layout: Layout) -> dict[str, dict[str, RowNorms]]:
-    """Return the sums by stack, then `TABLE` or the name of a slot that has a part a row.
+    """Return the statistics by stack, then by `TABLE` or the name of a slot.
+
+    Slots that a whole stack shares have no rows and are left out.
 
     Args:
       state: the state.
-      layout: the engine's.
+      layout: the engine's layout.
     """
     found = {}
     for stack in layout.stacks:
@@ -69,11 +72,12 @@ def of_state(state: TableState, layout: Layout) -> dict[str, dict[str, RowNorms]
 
 
 def _of_field(physical: Array, form: RowFormat, stack: Stack, axes: MeshAxes) -> RowNorms:
-    """Return the sums of one physical array."""
+    """Return the statistics of one physical array."""
     size = min(BLOCK_ROWS, stack.num_rows)
     numbers = np.arange(-(-stack.num_rows // size), dtype=stack.index_dtype)
 
     def shard(physical: Array) -> RowNorms:
+        # parts: arrays [blocks, T]. `lax.map` runs the blocks one after the other.
         parts = jax.lax.map(
             lambda number: _of_block(physical, number * size, size, form, stack), numbers
         )
@@ -86,6 +90,7 @@ def _of_field(physical: Array, form: RowFormat, stack: Stack, axes: MeshAxes) ->
         )
         if not stack.shard_axes:
             return mine
+        # Everything adds up over the shards but the largest row, which is a maximum.
         whole = jax.tree.map(lambda part: psum(part, stack.shard_axes), mine)
         return whole._replace(largest=jax.lax.pmax(mine.largest, stack.shard_axes))
 
@@ -99,7 +104,9 @@ def _of_field(physical: Array, form: RowFormat, stack: Stack, axes: MeshAxes) ->
 
 
 def _of_block(physical: Array, first: Array, size: int, form: RowFormat, stack: Stack) -> RowNorms:
-    """Return the sums of local rows first … first + size - 1, those past the last one left out."""
+    """Return the statistics of `size` local rows from `first` on, without those past the end."""
+    # The last block starts earlier so that it fits. Of 10 rows in blocks of 4, it reads 6-9 and
+    # `fresh` leaves out rows 6 and 7, which the block before has counted.
     start = jnp.minimum(first, stack.num_rows - size)
     rows = start + jnp.arange(size, dtype=first.dtype)
     table, present = _tables_of(rows, stack)
@@ -107,9 +114,12 @@ def _of_block(physical: Array, first: Array, size: int, form: RowFormat, stack: 
     finite = jnp.isfinite(values).all(axis=1)
     fresh = present & (rows >= first)
     counted = fresh & finite
+    # Selected, not multiplied with a mask: 0 * NaN would be NaN.
     kept = jnp.where(counted[:, None], values, 0)
     squares = (kept * kept).sum(axis=1)
     counts = counted.astype(kept.dtype), (fresh & ~finite).astype(kept.dtype)
+    # One segment sum for four statistics: columns [rows, 4] become [T, 4], then four arrays [T].
+    # Rows of one table are adjacent, so their table numbers ascend.
     of_rows = jnp.stack([kept.sum(axis=1), squares, *counts], axis=1)
     by_table = {"num_segments": len(stack.tables), "indices_are_sorted": True}
     sums, total, whole, broken = jax.ops.segment_sum(of_rows, table, **by_table).T
@@ -118,16 +128,18 @@ def _of_block(physical: Array, first: Array, size: int, form: RowFormat, stack: 
 
 
 def _tables_of(rows: Array, stack: Stack) -> tuple[Array, Array]:
-    """Return the table of each local row `[n]`, and whether it is a row of it, not padding."""
+    """Return the table number of each local row `[n]`, and whether it is a row and not padding."""
     names = ("offset", "rows_per_shard", "vocabulary_size")
     offset, per_shard, vocabulary = (
         np.array([getattr(table, name) for table in stack.tables], stack.index_dtype)
         for name in names
     )
+    # Offsets 0 and 3 map the local rows 0 … 4 to the tables 0, 0, 0, 1, 1.
     table = jnp.searchsorted(offset, rows, side="right") - 1
     local = rows - jnp.asarray(offset)[table]
     per_shard = jnp.asarray(per_shard)[table]
     shard = axis_index(stack.shard_axes).astype(rows.dtype)
+    # The inverse of `Stack.physical`: the logical row id, V or more for padding.
     if stack.placement == "div":
         numbers = shard * per_shard + local
     else:
@@ -136,7 +148,9 @@ def _tables_of(rows: Array, stack: Stack) -> tuple[Array, Array]:
 
 
 def _read(physical: Array, start: Array, size: int, form: RowFormat) -> Array:
-    """Return local rows start … start + size - 1 as floats `[size, n]`; packed ones by the line."""
+    """Return local rows start … start + size - 1 as floats `[size, n]`."""
+    # Packed rows share lines of 128 words: PACKED_ROWS rows fill a whole number of lines, and
+    # `start` and `size` are multiples of PACKED_ROWS then. Not packed, a row is its own line.
     unit = PACKED_ROWS if form.packed else 1
     lines = form.array(unit).shape[0]
     stored = jax.lax.dynamic_slice_in_dim(physical, start // unit * lines, size // unit * lines)
@@ -146,7 +160,8 @@ def _read(physical: Array, start: Array, size: int, form: RowFormat) -> Array:
 
 
 def _in_pairs(parts: Array) -> Array:
-    """Sum over the first axis, half of it onto the other, and again."""
+    """Sum `[n, T]` over the first axis by adding neighbours until one is left, `[T]`."""
+    # [a, b, c] is padded to [a, b, c, 0], becomes [a + b, c], then [a + b + c].
     while parts.shape[0] > 1:
         parts = jnp.pad(parts, ((0, parts.shape[0] % 2), (0, 0)))
         parts = parts[0::2] + parts[1::2]

@@ -1,6 +1,9 @@
-"""Logical tables and slots as NumPy arrays of the host.
+"""Copy logical tables and slots to NumPy arrays on the host.
 
-Enters: a `TableState`. Leaves: arrays by name. Called by the stateful API's `retrieve`.
+The host takes one shard after the other from the devices and puts its rows in their logical places,
+so no device ever needs memory for a whole table.
+
+Input: a `TableState`. Output: NumPy arrays by name.
 """
 
 from __future__ import annotations
@@ -25,10 +28,10 @@ from tpu_embed.kernels import storage
 def host_arrays(
     state: TableState, layout: Layout
 ) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
-    """Return the logical tables by name, and slots by table name, then slot name, as NumPy arrays.
+    """Return the logical tables by name, and the slots by table name, then slot name.
 
-    They are put together on the host, shard by shard: no device holds more than it does already,
-    and of many processes, which all call this, one shard more.
+    They are assembled on the host, shard by shard. With one process, no device needs extra memory;
+    with several, which must all call this, each device receives one shard at a time.
     """
     check_own(state, layout)
     found: tuple[dict, dict] = ({}, {})
@@ -42,13 +45,16 @@ def host_arrays(
 
 
 def _host_array(stored: Array, f: Field, axes: MeshAxes) -> np.ndarray:
-    """Return one logical table or slot as a NumPy array of its own memory."""
+    """Return one logical table or slot as a NumPy array that shares no memory with the state."""
     dtype = jnp.dtype(f.shape.dtype)
+    # bfloat16 is stored as uint16; `view` only renames the dtype, the bits stay.
     if not f.shape.per_row:
         return np.array(stored).view(dtype)
     table, shards = f.table, f.stack.num_shards
     logical = np.empty((table.vocabulary_size, *f.shape.shape), storage.stored_dtype(dtype))
     for shard, local in _all_shards(stored, f, axes):
+        # Where this shard's rows go: under "div" they are consecutive, under "mod" shard s of S
+        # has the row ids s, s + S, s + 2 S …. Both are views of `logical`, filled in place.
         first = shard * table.rows_per_shard
         div = f.stack.placement == "div"
         mine = logical[first : first + table.rows_per_shard] if div else logical[shard::shards]
@@ -60,14 +66,17 @@ def _host_array(stored: Array, f: Field, axes: MeshAxes) -> np.ndarray:
 def _all_shards(stored: Array, f: Field, axes: MeshAxes) -> Iterator[tuple[int, np.ndarray]]:
     """Yield the number and the physical rows `[R, …]` of every shard, each once."""
     size = f.row_format.array(f.stack.num_rows).shape[0]
+    # By first row, so that of several devices with copies of one shard a single copy is read.
     pieces = {piece.index[0].start or 0: piece.data for piece in stored.addressable_shards}
+    # Some shards are on devices of other processes: each shard is sent to all devices in turn.
     if sum(map(len, pieces.values())) < len(stored):
         for shard in range(f.stack.num_shards):
             number = np.int32(shard)
             yield shard, np.asarray(_on_all(stored, number, f.stack.shard_axes, axes))
         return
+    # The user has sharded the array in another way, and its pieces are no whole shards.
     if any(first % size or len(piece) % size for first, piece in pieces.items()):
-        pieces = {0: stored}  # sharded anew by the user: no piece is a shard
+        pieces = {0: stored}
     for first, piece in pieces.items():
         for shard, local in enumerate(np.split(np.asarray(piece), len(piece) // size)):
             yield first // size + shard, local
@@ -75,9 +84,11 @@ def _all_shards(stored: Array, f: Field, axes: MeshAxes) -> Iterator[tuple[int, 
 
 @partial(jax.jit, static_argnums=(2, 3))
 def _on_all(stored: Array, number: Array, shard_axes: tuple[str, ...], axes: MeshAxes) -> Array:
-    """Return a copy of one shard on every device, in its bits."""
+    """Return a copy of one shard on every device, bit for bit."""
 
     def send(local: Array, number: Array) -> Array:
+        # A broadcast as a sum: all shards but one contribute zeros. It adds the bits as unsigned
+        # integers, because a float sum would change NaN patterns and the sign of -0.0.
         kind = f"uint{local.dtype.itemsize * 8}"
         cast = jax.lax.convert_element_type if local.dtype == bool else jax.lax.bitcast_convert_type
         mine = collectives.axis_index(shard_axes) == number

@@ -1,7 +1,10 @@
-"""The state of all tables: its shape and sharding, its logical views, rows set from outside.
+"""`TableState`: everything that training changes, as one pytree of physical arrays.
 
-Enters: physical arrays (stacked, sharded, padded). Leaves: logical rows, or the arrays with some
-rows set. Called by `logical.py`; the arrays are made by `init.py`.
+Physical means that the tables of a stack share one array, whose first axis is sharded over the
+devices and padded so that all shards are equal. The functions here say how those arrays are
+sharded, and convert between physical rows and the logical rows of one table.
+
+Input: stacks and physical arrays. Output: shardings, logical rows, or arrays with some rows set.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from tpu_embed.optimizers import SlotShape
 
 
 class StackShard(NamedTuple):
-    """One device's shard of a stack: its rows in their format, and its slots by name."""
+    """One device's shard of a stack: the stored rows, and the slots by name."""
 
     table: Array
     slots: dict[str, Array]
@@ -34,17 +37,18 @@ class StackShard(NamedTuple):
 class TableState:
     """Tables, slots, step and counters: everything training changes.
 
-    Read it through `EmbeddingEngine.tables` and `.slots`: the arrays here are physical (stacked,
-    sharded, padded).
+    The arrays here are physical (stacked, sharded, padded). Use `EmbeddingEngine.tables` and
+    `.slots` to read logical ones.
 
     Attributes:
       tables: stack name -> stored rows, `[S * R, D]` or packed, sharded over the first axis.
-      slots: stack name -> slot name -> `[S * R, …]` or packed, or one array for the stack.
-      step: int32 `[]`, updates applied so far.
-      counters: `"bad_ids"` int32 `[F]`, ids met inside a jit that no policy allows, by feature;
-        `"overflows"` int32 `[]`, exchanges that took the worst-case branch; unless
-        `on_bad_gradient` is "allow", `"bad_gradients"` int32 `[F]`, steps left out in which the
-        feature's gradient was not finite. `update` counts; a lookup alone returns no state.
+      slots: stack name -> slot name -> `[S * R, …]` or packed, or one array for the whole stack.
+      step: int32 `[]`, the number of updates applied so far.
+      counters: `"bad_ids"` int32 `[F]`, the invalid ids of each feature that were found inside a
+        jit; `"overflows"` int32 `[]`, how often an exchange took the worst-case branch; unless
+        `on_bad_gradient` is "allow", also `"bad_gradients"` int32 `[F]`, how many steps were
+        skipped because the feature's gradient was not finite. Only `update` counts, because a
+        lookup returns no state.
     """
 
     tables: dict[str, Array]
@@ -54,7 +58,7 @@ class TableState:
 
 
 def state_specs(stacks: tuple[Stack, ...], axes: MeshAxes) -> tuple[dict, dict]:
-    """Return the partition of `TableState.tables` and of `TableState.slots`."""
+    """Return the partition specs of `TableState.tables` and of `TableState.slots`."""
     tables = {stack.name: axes.spec(stack.shard_axes) for stack in stacks}
     slots = {
         stack.name: {
@@ -67,30 +71,33 @@ def state_specs(stacks: tuple[Stack, ...], axes: MeshAxes) -> tuple[dict, dict]:
 
 
 def slot_shapes(stack: Stack) -> Mapping[str, SlotShape]:
-    """Return the shape of every slot of the stack, by name; empty without an optimizer."""
+    """Return the shape of every slot of a stack, by name; nothing if it has no optimizer."""
     if stack.optimizer is None:
         return {}
     return stack.optimizer.slot_shapes(stack.dim, stack.compute_dtype)
 
 
 def slot_format(stack: Stack, slot: SlotShape) -> RowFormat:
-    """Return how the rows of a slot of the stack lie in its array."""
+    """Return how the rows of a slot lie in its array."""
     return RowFormat(slot.shape, jnp.dtype(slot.dtype), stack.packing)
 
 
 def logical_rows(physical: Array, form: RowFormat, stack: Stack, table: TableSlice) -> Array:
-    """Return a copy of the stored rows of one logical table, `[V, …]`, out of its stack.
+    """Return a copy of the stored rows of one logical table, `[V, …]`.
 
     Args:
-      physical: of `S * R` rows.
-      form: how they lie.
+      physical: the stack's array of `S * R` rows.
+      form: how the rows lie in it.
       stack: the stack.
       table: the table.
     """
     rows = form.by_row(physical)
     trailing = rows.shape[1:]
+    # [S * R, …] -> [S, R, …] -> [S, rows_per_shard, …], the table's rows on each shard.
     by_shard = rows.reshape(stack.num_shards, stack.num_rows, *trailing)
     mine = by_shard[:, table.offset : table.offset + table.rows_per_shard]
+    # With "mod" on 2 shards, shard 0 has rows 0, 2, 4 and shard 1 has 1, 3, 5: after the swap the
+    # reshape reads 0, 1, 2, 3, …. The slice [:V] cuts the padding off.
     if stack.placement != "div":
         mine = jnp.swapaxes(mine, 0, 1)
     return form.unpack(mine.reshape(-1, *trailing)[: table.vocabulary_size])
@@ -102,15 +109,16 @@ def set_physical_rows(
     """Return the physical array with `values` at physical `rows`, each shard writing its own.
 
     Args:
-      physical: of `S * R` rows, sharded over its first axis.
-      rows: `[n]` physical rows, different from each other; a number outside is not written.
+      physical: the stack's array of `S * R` rows, sharded over its first axis.
+      rows: `[n]` physical rows, all different; numbers outside [0, S * R) are not written.
       values: `[n, …]`, in the stored dtype.
-      form: how the rows lie.
+      form: how the rows lie in the array.
       stack: the stack.
       axes: the mesh.
     """
 
     def shard(physical: Array, rows: Array, values: Array) -> Array:
+        # Every device sees all n rows and writes those in its range [first, first + R).
         first = collectives.axis_index(stack.shard_axes).astype(rows.dtype) * stack.num_rows
         local = rows - first
         mine = (local >= 0) & (local < stack.num_rows)

@@ -1,4 +1,4 @@
-"""Activation gradients in, new rows out: sums by row, then the optimizer's rule."""
+"""Activation gradients in, new rows out: sum the gradients of each row, apply the optimizer."""
 
 from tpu_embed.core.update.apply import StackShard
 from tpu_embed.core.update.gradients import check_trainable, checked_gradients

@@ -1,11 +1,14 @@
-"""Rows and slots through the optimizer's rule, and back into the tables.
+"""Apply the optimizer's rule to the rows that a batch touches, and write them back.
 
-Enters: this device's shard of a stack, and distinct local rows with their summed gradients, or, for
-a rule that the compiled kernels know, rows whose gradients they sum themselves. Leaves: the shard
-with those rows and their slots set. Called by `update.py` and `occurrences.py`.
+Only those rows and their slots are read, passed through the rule, and written: the work does not
+grow with the vocabulary. There are two ways. On a CPU, a compiled kernel knows some optimizers by
+name; it sums gradients, applies the rule and writes in one pass. Everywhere else XLA reads, applies
+and writes; the rule is then compiled by itself, on a number of rows padded to a multiple of
+`ROW_MULTIPLE`, so that its bits are the same in every program.
 
-In XLA the rule stands alone, on a padded number of rows: it is then compiled alike in every
-program, and its bits do not depend on what surrounds it.
+Input: this device's shard of a stack, and distinct local rows with summed gradients (for the
+compiled kernel: rows with gradients that are not summed yet). Output: the shard with those rows and
+their slots replaced.
 """
 
 from __future__ import annotations
@@ -26,14 +29,14 @@ from tpu_embed.kernels.rules import CompiledRule
 
 
 class RowGradients(NamedTuple):
-    """Gradients of the rows of a device's ids, not yet summed; operands of `cpu.update_rows`.
+    """The gradients of a device's ids, not yet summed by row; operands of `cpu.update_rows`.
 
     Attributes:
       row_ids: local rows `[N]`, `PADDING_ID` for none.
-      bags: int32 `[N]`, the bag of each; None: position i has bag i.
-      weights: `[N]`, or None.
-      factors: of every bag, or None.
-      gradients: of the bags, `[examples * bags, D]` a feature.
+      bags: int32 `[N]`, the bag of each id; None: position i has bag i.
+      weights: the weight of each id, `[N]`; None: all ones.
+      factors: the factor 1 / d of each bag, `[bags]`; None: all ones.
+      gradients: the gradients of the bags, `[examples * bags, D]` per feature.
     """
 
     row_ids: Array
@@ -44,7 +47,13 @@ class RowGradients(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """How bags are numbered: columns a feature has, examples, blocks of them (0: no blocks)."""
+    """How bags are numbered, and into how many blocks the batch is split for the sums.
+
+    Attributes:
+      columns: bags per example, for each feature.
+      examples: examples in the gradients.
+      blocks: G, contiguous blocks of examples whose sums are added last; 0: no blocks.
+    """
 
     columns: tuple[int, ...]
     examples: int
@@ -52,10 +61,11 @@ class Blocks(NamedTuple):
 
 
 def compiled_rule(stack: Stack, step: Array, learning_rate: ArrayLike) -> CompiledRule | None:
-    """Return the stack's rule if the compiled kernels can apply it to this stack."""
+    """Return the stack's rule if the compiled kernels can apply it to this stack, else None."""
     optimizer = stack.optimizer
     if optimizer is None or stack.compute_dtype != jnp.float32 or optimizer.updates_every_row:
         return None
+    # Packed rows are made for TPUs; the CPU kernels read one row after the other.
     if stack.packing != "none":
         return None
     return optimizer.compiled_rule(step, jnp.asarray(learning_rate, stack.compute_dtype))
@@ -64,14 +74,15 @@ def compiled_rule(stack: Stack, step: Array, learning_rate: ArrayLike) -> Compil
 def sum_and_apply(
     held: StackShard, given: RowGradients, blocks: Blocks, rule: CompiledRule
 ) -> StackShard:
-    """Sum the gradients of every row and update it, in one compiled kernel, in place.
+    """Sum the gradients of each row and update the row, in one compiled kernel, in place.
 
     Args:
       held: the shard.
-      given: rows, a row as often as it occurs, in batch order.
-      blocks: how their bags are numbered.
+      given: one entry per occurrence of a row, in batch order.
+      blocks: how the bags of the gradients are numbered.
       rule: the rule.
     """
+    # The kernel takes and returns slots by position; `rule.slots` names them in its order.
     slots = [held.slots[name] for name in rule.slots]
     table, *new = cpu.update_rows(held.table, slots, *given, rule=rule, **blocks._asdict())
     return StackShard(table, dict(zip(rule.slots, new, strict=True)))
@@ -80,12 +91,13 @@ def sum_and_apply(
 def apply_rule(
     held: StackShard, sums: RowSums, stack: Stack, step: Array, learning_rate: ArrayLike
 ) -> StackShard:
-    """Update distinct rows.
+    """Return the shard with distinct rows, and their slots, updated by the stack's optimizer.
 
     Args:
       held: the shard.
-      sums: rows `[U]`, different from each other, the present ones ascending and no farther apart
-        than their numbers are, U a multiple of `ROW_MULTIPLE`; their gradients `[U, D]`.
+      sums: local rows `[U]` and their summed gradients `[U, D]`, U a multiple of `ROW_MULTIPLE`.
+        Present rows are all different and ascending; if two of them are k positions apart, their
+        numbers differ by at least k (`dispatch.write_ascending_rows` needs this).
       stack: the stack; it has an optimizer.
       step: int32 `[]`, t.
       learning_rate: scalar.
@@ -93,6 +105,7 @@ def apply_rule(
     assert stack.optimizer is not None, "only stacks with an optimizer are updated"
     shapes = slot_shapes(stack)
     rate = jnp.asarray(learning_rate, stack.compute_dtype)
+    # Read: [U, D] of the table, and [U, …] of each slot; a shared slot is passed on whole.
     table = _read(held.table, sums.row_ids, stack.row_format)
     rows = storage.decode(table, stack.dtype).astype(stack.compute_dtype)
     slots = {
@@ -104,6 +117,7 @@ def apply_rule(
         for name, slot in shapes.items()
     }
     new_rows, new_slots = _alone(stack.optimizer.update_rows, rows, slots, sums.sums, step, rate)
+    # Write: rows are replaced, not added to, because p + (n - p) need not equal n.
     written = {
         name: dispatch.write_ascending_rows(
             held.slots[name],
@@ -122,18 +136,21 @@ def apply_rule(
 
 
 def _read(array: Array, rows: Array, form: RowFormat) -> Array:
+    """Return stored rows `[U, …]`; zeros where a row is absent."""
     return form.unpack(dispatch.read_rows(array, rows, form))
 
 
 def _alone(rule: Callable[..., tuple], *operands: Any) -> tuple:
-    """Return `rule(rows, slots, gradients, step, rate)`, compiled apart from all around it.
+    """Return `rule(rows, slots, gradients, step, rate)`, compiled apart from the code around it.
 
-    XLA's CPU backend drops optimization barriers before it fuses, and which products and sums
-    become one multiply-add depends on the fusion; a branch is compiled by itself. The step is
-    always positive, which XLA cannot know.
+    Fusion decides which products and sums become one multiply-add, and so decides the last bits.
+    Optimization barriers keep the rule out of other fusions. XLA's CPU backend drops barriers
+    before it fuses, so there the rule is a branch of a `cond`, which is compiled by itself.
     """
 
     def branch(*operands: Any) -> tuple:
+        # operands[3] is the step. It is always positive, which XLA cannot know, so the branch that
+        # changes nothing is never taken but keeps the `cond` from being removed.
         return jax.lax.cond(operands[3] > 0, rule, lambda *unchanged: unchanged[:2], *operands)
 
     operands = jax.lax.optimization_barrier(operands)
@@ -142,7 +159,11 @@ def _alone(rule: Callable[..., tuple], *operands: Any) -> tuple:
 
 
 def every_row(sums: RowSums, stack: Stack) -> RowSums:
-    """Return all R rows with their gradients: for a rule that decays every row, touched or not."""
+    """Return all R rows with their gradients, zero where a row was not touched.
+
+    This is for a rule that changes every row, such as Adam with `lazy_adam=False`.
+    """
+    # Rows (1, 4, none) with gradients (a, b, 0) become the rows 0 … R - 1 with (0, a, 0, 0, b, …).
     dense = dispatch.set_rows(
         jnp.zeros((stack.num_rows, stack.dim), sums.sums.dtype), sums.row_ids, sums.sums
     )

@@ -1,7 +1,10 @@
-"""Activation gradients: checked against the activations, and grouped by stack.
+"""Check activation gradients against the activations, and collect them by stack.
 
-Enters: a gradient a feature. Leaves: those of a stack, a row a bag. Called by
-`EmbeddingEngine.update`, and by `update.py` on each device.
+A user gives one gradient per feature, in the shape of its activations. An update works stack by
+stack, on one row per bag.
+
+Input: one gradient per feature. Output: checked arrays; then, for one stack on one device, one
+array per feature with one row per bag.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from tpu_embed.core.layout import Layout
 
 def check_trainable(what: str, layout: Layout) -> None:
     """Check that every trainable table has an optimizer; see `EmbeddingEngine.check_trainable`."""
+    # Only tables that a feature uses can receive gradients; dict.fromkeys drops repeated names.
     without = {g for g, stack in enumerate(layout.stacks) if stack.optimizer is None}
     users = [feature for feature in layout.features if feature.stack in without] if without else []
     bare = dict.fromkeys(user.table.name for user in users if user.config.table.trainable)
@@ -37,12 +41,13 @@ def checked_gradients(
     """Return the gradients as arrays.
 
     Args:
-      gradients: a leaf a feature; None is a zero gradient, with a warning that names the feature.
-      spec: the batch's.
-      layout: the engine's.
+      gradients: one leaf per feature; None stands for a zero gradient and causes a warning that
+        names the feature.
+      spec: the batch's static shape.
+      layout: the engine's layout.
 
     Raises:
-      ValueError: a leaf that is no array of floats, or has another shape than the activation.
+      ValueError: a leaf is not an array of floats, or has another shape than the activation.
     """
     checked: list[Array | None] = []
     for feature, form, gradient in zip(
@@ -53,6 +58,7 @@ def checked_gradients(
         expected = (form.batch, *form.inner, dim)
         if gradient is None:
             text = f"{what}: None is taken as zeros of shape {expected}; rows may move all the same"
+            # Rows move with a zero gradient if the rule has momentum or weight decay.
             warnings.warn(text, stacklevel=_callers_level())
             checked.append(None)
             continue
@@ -69,7 +75,9 @@ def checked_gradients(
 
 
 def _callers_level() -> int:
-    """Return the `stacklevel` of the first caller outside the package."""
+    """Return the `stacklevel` of the first caller outside the package, for `warnings.warn`."""
+    # Level 1 is the function that calls `warn`, which is the caller of this one too. Go up until
+    # the frame's module is not part of tpu_embed.
     package = __name__.partition(".")[0]
     level, frame = 1, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == package:
@@ -80,15 +88,16 @@ def _callers_level() -> int:
 def stack_gradients(
     gradients: Sequence[Array | None], spec: BatchSpec, layout: Layout, g: int
 ) -> tuple[Array, ...]:
-    """Return one device's gradients of one stack, `[examples * bags, D]` a feature.
+    """Return one device's gradients of one stack, `[examples * bags, D]` per feature.
 
     Args:
-      gradients: a leaf a feature, of this device's examples; None is zero.
-      spec: the batch's.
-      layout: the engine's.
-      g: the stack.
+      gradients: one leaf per feature, of this device's examples; None is zero.
+      spec: the batch's static shape.
+      layout: the engine's layout.
+      g: the number of the stack.
     """
     stack, arrays = layout.stacks[g], []
+    # [examples, …, D] -> [examples * bags, D]: a sequence of 5 positions has 5 bags per example.
     for f in spec.stacks[g].features:
         shape, given = (spec.local_batch * spec.feature_shapes[f].bags, stack.dim), gradients[f]
         if given is None:

@@ -1,8 +1,10 @@
-"""Activation gradients that hold NaN or infinity: found, reported, counted.
+"""Find activation gradients that contain NaN or infinity, and decide what becomes of the step.
 
-Enters: the gradients of one step, a leaf a feature, before anything is summed. Leaves: which
-features' are not finite, on any device, the same answer everywhere. Called by the engine; `update`
-then leaves the step out.
+One NaN that reaches a table spoils its rows for good. So the gradients can be checked before
+anything is summed: a step with a bad gradient is then skipped and counted, or is an error.
+
+Input: the gradients of one step, one leaf per feature. Output: which features have a gradient that
+is not finite on any device; every device gets the same answer.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from tpu_embed.core.layout import Layout
 OnBadGradient = Literal["allow", "skip", "error"]
 
 COUNTER = "bad_gradients"
-"""Its key in `TableState.counters`."""
+"""The key in `TableState.counters` of the number of bad gradients."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +37,10 @@ class Guard:
 
     Attributes:
       policy: "allow", "skip" or "error".
-      layout: the engine's.
+      layout: the engine's layout.
 
     Raises:
-      ValueError: another policy.
+      ValueError: an unknown policy.
     """
 
     policy: OnBadGradient
@@ -48,7 +50,7 @@ class Guard:
         _checks.check_choice("on_bad_gradient", self.policy, get_args(OnBadGradient))
 
     def new_counters(self) -> dict[str, Array]:
-        """Return the `counters` of a new `TableState`."""
+        """Return the `counters` of a new `TableState`, all zero."""
         by_feature = jnp.zeros(len(self.layout.features), jnp.int32)
         own = {} if self.policy == "allow" else {COUNTER: by_feature}
         counters = {"bad_ids": by_feature, "overflows": jnp.int32(0), **own}
@@ -57,36 +59,42 @@ class Guard:
     def counted(
         self, counters: Mapping[str, Array], bad_ids: Array, overflows: Array, bad: Array | None
     ) -> dict[str, Array]:
-        """Return the counters with one step's numbers added; those of another policy as they are.
+        """Return the counters with one step's numbers added.
 
         Args:
-          counters: of the state before.
-          bad_ids: int32 `[F]`, met in this step.
-          overflows: int32 `[]`, exchanges that took the worst-case branch.
+          counters: the counters of the state before the step.
+          bad_ids: int32 `[F]`, the bad ids of this step.
+          overflows: int32 `[]`, exchanges of this step that took the worst-case branch.
           bad: what `find` returned.
         """
         step = {"bad_ids": bad_ids, "overflows": overflows}
         if bad is not None:
             step[COUNTER] = bad.astype(jnp.int32)
+        # A restored state may come from an engine with another policy: a counter that it lacks
+        # starts at 0, and one that this policy does not use is kept.
         return {**counters, **{name: counters.get(name, 0) + n for name, n in step.items()}}
 
     def find(self, gradients: Sequence[Array | None]) -> Array | None:
-        """Tell, bool `[F]`, which features' gradients are not finite; None under "allow".
+        """Return which features' gradients are not finite, bool `[F]`; None under "allow".
 
         Args:
-          gradients: a leaf a feature; None is zero.
+          gradients: one leaf per feature; None is zero.
         """
         return None if self.policy == "allow" else not_finite(gradients, self.layout)
 
     def refuse(self, gradients: Sequence[Array | None]) -> None:
-        """Wait for the gradients, outside a jit; under "error" they must be finite.
+        """Under "error" and outside a jit, wait for the gradients and refuse bad ones.
+
+        Args:
+          gradients: one leaf per feature; None is zero.
 
         Raises:
-          ValueError: some are not; it names the features and their tables.
+          ValueError: some are not finite; the message names the features and their tables.
         """
         if self.policy != "error":
             return
         found = _not_finite_program(list(gradients), self.layout)
+        # A tracer is not known yet: then the step is skipped, and `report` tells checkify.
         if isinstance(found, Tracer) or not np.any(found):
             return
         named = [self._name(f) for f in np.flatnonzero(found).tolist()]
@@ -96,10 +104,15 @@ class Guard:
         raise ValueError(_checks.message(what, expected="finite numbers", got=got, remedy=remedy))
 
     def report(self, bad: Array | None) -> None:
-        """Report what `find` found where that can be done inside a jit: under `checkify`."""
+        """Under "error" and inside a jit, report bad gradients to `checkify`, if the user uses it.
+
+        Args:
+          bad: what `find` returned.
+        """
         if bad is None or self.policy != "error":
             return
         for f in range(len(self.layout.features)):
+            # checkify formats the text with str.format, so braces in a feature's path are doubled.
             what = f"activation gradient of {self._name(f)}: NaN or infinity"
             checkify.debug_check(~bad[f], what.replace("{", "{{").replace("}", "}}"))
 
@@ -109,14 +122,13 @@ class Guard:
 
 
 def not_finite(gradients: Sequence[Array | None], layout: Layout) -> Array:
-    """Tell, bool `[F]`, which features' gradients hold NaN or infinity, on any device.
+    """Return which features' gradients contain NaN or infinity on any device, bool `[F]`.
 
-    They are judged in the dtype that their table computes in. Those of tables that are not trained
-    do not count.
+    Gradients of tables without an optimizer do not count, because they are not applied.
 
     Args:
-      gradients: a leaf a feature, batch dimension sharded; None is zero.
-      layout: the engine's.
+      gradients: one leaf per feature, with the batch dimension sharded; None is zero.
+      layout: the engine's layout.
     """
     axes = layout.axes
     batch = axes.spec(axes.batch_axes)
@@ -138,4 +150,5 @@ def _is_bad(gradient: Array | None, layout: Layout, f: int) -> Array:
     stack = layout.stacks[layout.features[f].stack]
     if gradient is None or stack.optimizer is None:
         return jnp.asarray(False)
+    # Cast first: a finite float64 gradient may be infinite in the float32 that the table uses.
     return ~jnp.all(jnp.isfinite(gradient.astype(stack.compute_dtype)))

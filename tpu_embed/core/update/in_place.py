@@ -1,12 +1,13 @@
-"""Does a training step update its tables in their own memory? Its compiled program says so.
+"""Check that a training step updates its tables in their own memory.
 
-A copied table costs a hundred steps, and nothing but the time tells. XLA copies a table when its
-old rows are still wanted after the update: they were not donated, they are looked up once more, or
-they are returned. So the step is compiled, copies as large as a table are found in its program, and
-its jaxpr, which is in program order, says what else the old rows are used for.
+A copy of a table takes as long as a hundred steps, but the results are right, so only the time
+shows it. XLA copies a table when the old rows are still needed after the update: the state was not
+donated, the old rows are looked up once more, or they are returned. To find such copies, the step
+is compiled, and its program is searched for copies as large as a table. The reason is found in the
+step's jaxpr, which lists every use of the old rows in program order.
 
-Input: a user's jitted step and its arguments. Output: nothing, or an error that names the tables,
-what would be copied, and why.
+Input: a user's jitted step and its arguments. Output: nothing, or an error that names the tables
+that would be copied, and the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tpu_embed.core.state import Field, fields
 __all__ = ["LOOKUP", "UPDATE", "check_in_place", "named"]
 
 LOOKUP, UPDATE = "tpu_embed_lookup", "tpu_embed_update"
-"""Names of the engine's programs, by which they are known in a jaxpr."""
+"""Names of the engine's programs; they identify its calls in a jaxpr."""
 
 _REMEDIES = {
     "donated": "jit the step with donate_argnums of the state (nnx.jit: of the model)",
@@ -49,7 +50,7 @@ _WHY = {
 
 
 def named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return the function under a name that its programs and profiles show."""
+    """Return the function with another name, which its programs and profiles then show."""
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
@@ -63,8 +64,9 @@ class _Held(NamedTuple):
     """A table or slot among a step's arguments.
 
     Attributes:
-      field: which one.
-      inputs: numbers of the flattened arguments that are it, or have its form if nobody can tell.
+      field: the table or slot.
+      inputs: positions of the flattened arguments that are it; of all those with its shape and
+        dtype where the arguments have no names.
     """
 
     field: Field
@@ -74,7 +76,7 @@ class _Held(NamedTuple):
 def check_in_place(
     step: Any, args: Sequence[Any], kwargs: Mapping[str, Any], layout: Layout
 ) -> None:
-    """See `EmbeddingEngine.check_in_place`."""
+    """Raise `ValueError` if a step would copy tables; see `EmbeddingEngine.check_in_place`."""
     if not hasattr(step, "trace"):
         got, remedy = getattr(step, "__name__", type(step).__name__), _REMEDIES["donated"]
         raise ValueError(message("step", expected="a jitted function", got=got, remedy=remedy))
@@ -86,6 +88,7 @@ def check_in_place(
         expected, got = "a state of this engine among the arguments", "none"
         raise ValueError(message("step", expected=expected, got=got))
     copied = _copied_forms(lowered.compile().as_text())
+    # Tables and slots with the shape of some copy, by the reasons for it (empty if none is found).
     suspects: dict[tuple[str, ...], list[_Held]] = {}
     for one in held:
         if _local_format(one.field) in copied:
@@ -98,11 +101,13 @@ def check_in_place(
 
 
 def _described(suspects: dict[tuple[str, ...], list[_Held]]) -> tuple[str, str]:
-    """Return what is said of tables and slots that may be copied, and the remedy.
+    """Return the description of tables and slots that may be copied, and the remedy.
 
-    A copy is known by its form alone. If the reason is known for one of the tables and slots of a
-    form, it explains the copy, and the others are not suspected.
+    The compiled program tells only shape and dtype of a copy, which several tables may share. If
+    there is a reason for one of them, that one explains the copy, and the others are not named.
     """
+    # Example: tables a and b are both f32[1000,64], and only a is looked up after its update. Then
+    # the copy is a's, and b is left out although a copy of its shape was found.
     explained = {_local_format(one.field) for why, some in suspects.items() if why for one in some}
     found, remedies = [], []
     for why, some in suspects.items():
@@ -117,10 +122,14 @@ def _described(suspects: dict[tuple[str, ...], list[_Held]]) -> tuple[str, str]:
 
 
 def _held(field: Field, leaves: Sequence[tuple[Any, Any]]) -> _Held:
-    """Return where a table or slot is among flattened arguments, each with its path.
+    """Return where a table or slot is among a step's flattened arguments.
 
-    Its key in the state is known by the path; flax hands over lists of arrays without names, of
-    which those of its form are taken.
+    A path that ends with the keys of the state, as in `state.tables["items@…"]`, identifies it.
+    flax passes lists of arrays without names; then all with its shape and dtype are taken.
+
+    Args:
+      field: the table or slot.
+      leaves: path and abstract value of every flattened argument.
     """
     form = field.row_format.array(field.stack.physical_rows)
     alike = [
@@ -134,6 +143,8 @@ def _held(field: Field, leaves: Sequence[tuple[Any, Any]]) -> _Held:
 
 
 def _is_at(path: Sequence[Any], stack: Stack, slot: str | None) -> bool:
+    """Return whether a path ends with the keys that a table or slot has in a `TableState`."""
+    # Keys of dictionaries have `key`, fields of dataclasses have `name`; positions have neither.
     keys = [getattr(part, "key", getattr(part, "name", None)) for part in path]
     wanted = ["tables", stack.name] if slot is None else ["slots", stack.name, slot]
     return keys[-len(wanted) :] == wanted
@@ -142,6 +153,8 @@ def _is_at(path: Sequence[Any], stack: Stack, slot: str | None) -> bool:
 # -- the compiled program --------------------------------------------------------------------------
 
 
+# Matches "%c = f32[1000,64]{1,0} copy(%p)" and "= f32[1000,64]{1,0} copy-start(%p)"; and, where the
+# result is a tuple, "= (f32[1000,64]{1,0}, …) copy-start(%p)".
 _COPY = re.compile(
     r"= (\w+\[[\d,]*\])\S* copy(?:-start)?\(|= \((\w+\[[\d,]*\])\S*, .* copy-start\("
 )
@@ -149,12 +162,12 @@ _HLO_NAMES = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "uint16": 
 
 
 def _copied_forms(hlo: str) -> set[str]:
-    """Return what is copied in an HLO text, such as "f32[1000,64]"."""
+    """Return dtype and shape of every array that an HLO text copies, such as "f32[1000,64]"."""
     return {match[1] for match in _COPY.finditer(hlo)}
 
 
 def _local_format(field: Field) -> str:
-    """Return the form of one device's part of a table or slot, as an HLO text has it."""
+    """Return dtype and shape of one device's part of a table or slot, as HLO text writes them."""
     form = field.row_format.array(field.stack.num_rows)
     dtype = np.dtype(form.dtype).name
     return f"{_HLO_NAMES.get(dtype, dtype)}[{','.join(map(str, form.shape))}]"
@@ -164,18 +177,20 @@ def _local_format(field: Field) -> str:
 
 
 def _reasons(jaxpr: Any, inputs: Sequence[int]) -> tuple[str, ...]:
-    """Return what keeps the rows of inputs alive beyond their update, as keys of `_WHY`."""
+    """Return why the old rows of some inputs are needed beyond their update, as keys of `_WHY`."""
     found: list[str] = []
     for i in inputs:
         uses = list(_uses(jaxpr, jaxpr.invars[i]))
         first = uses.index(UPDATE) if UPDATE in uses else len(uses)
-        # In program order: a lookup at the top is no reason before the update, others always are.
+        # uses is in program order, such as (LOOKUP, UPDATE, LOOKUP, "returned"). What comes after
+        # the first update is a reason. A lookup before it is not, but a nested lookup and other
+        # uses are even there, because XLA does not know that they come first.
         found += [u for n, u in enumerate(uses) if n > first or u in ("nested", "used")]
     return tuple(dict.fromkeys(found))
 
 
 def _uses(jaxpr: Any, var: Any) -> Iterator[str]:
-    """Yield what a variable is used for, in program order, as keys of `_WHY`."""
+    """Yield the uses of a variable of a jaxpr, in program order, as keys of `_WHY`."""
     for eqn in jaxpr.eqns:
         places = [i for i, operand in enumerate(eqn.invars) if operand is var]
         if not places:
@@ -184,6 +199,7 @@ def _uses(jaxpr: Any, var: Any) -> Iterator[str]:
         if name in (LOOKUP, UPDATE):
             yield name
         elif eqn.primitive.name in CALLS:
+            # A jit within the step: follow the operand to the parameter at the same position.
             inner, _ = inner_jaxpr(eqn)
             inside = [use for i in places for use in _uses(inner, inner.invars[i])]
             apart = LOOKUP in inside and UPDATE not in inside
@@ -197,12 +213,15 @@ def _uses(jaxpr: Any, var: Any) -> Iterator[str]:
 
 
 def _uses_in_scan(eqn: Any, places: Sequence[int]) -> Iterator[str]:
-    """Yield what a scan's body does with operands; those it carries are new in every iteration."""
+    """Yield the uses that a scan's body makes of operands, given by their positions."""
+    # Operands of a scan: constants, then the initial carry, then the arrays it scans over. The
+    # parameters of its body are in the same order; outvars begin with the new carry.
     fixed, carried = scan_counts(eqn)
     body = eqn.params["jaxpr"].jaxpr
     for i in places:
         inside = list(_uses(body, body.invars[i]))
         unchanged = fixed <= i < fixed + carried and body.outvars[i - fixed] is body.invars[i]
-        if unchanged:  # it is carried along as it is
+        # A carry that the body returns as it is has not been returned from the step.
+        if unchanged:
             inside.remove("returned")
         yield from inside

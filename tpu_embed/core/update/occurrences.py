@@ -1,10 +1,11 @@
-"""Without gradient accumulation: every occurrence of an id updates its row by itself.
+"""Update a row once for every occurrence of its id: the way without gradient accumulation.
 
-Enters: rows with one gradient an occurrence, in batch order. Leaves: the updated shard. Called by
-`update.py`.
+If an id occurs three times in a batch, the optimizer's rule runs three times on its row, in batch
+order. To do many rows at a time, occurrences are taken in rounds: round k has the k-th occurrence
+of every row that has one, so the rows of a round are all different. A round is applied in chunks of
+fixed size. The work is proportional to the number of occurrences, plus one chunk per round.
 
-Occurrences are taken in rounds, the k-th round holding each row's k-th; a round is applied in
-chunks of distinct rows. The work is proportional to the occurrences, plus a chunk a round.
+Input: rows with one gradient per occurrence, in batch order. Output: the updated shard.
 """
 
 from __future__ import annotations
@@ -19,25 +20,27 @@ from tpu_embed.core.state import StackShard
 from tpu_embed.core.update.apply import apply_rule
 
 CHUNK = 4 * ROW_MULTIPLE
-"""Rows updated at a time."""
+"""Rows that are updated at a time."""
 
 
 def apply_each(
     held: StackShard, received: RowSums, stack: Stack, step: Array, learning_rate: ArrayLike
 ) -> StackShard:
-    """Apply one update an occurrence.
+    """Return the shard after one update per occurrence.
 
     Args:
       held: this device's shard.
-      received: rows `[M]` in batch order, a row as often as it occurs; gradients `[M, D]`.
+      received: local rows `[M]` in batch order, one entry per occurrence; gradients `[M, D]`.
       stack: the stack.
-      step: int32 `[]`, t, the same for all.
+      step: int32 `[]`, t, the same for all occurrences.
       learning_rate: scalar.
     """
     rounds, rows, order = _by_round(
         jnp.where(received.row_ids < 0, stack.num_rows, received.row_ids), stack
     )
     count = jnp.sum(rows < stack.num_rows, dtype=jnp.int32)
+    # Padded by one chunk, so that a slice that starts at the last occurrence stays inside. Round -1
+    # belongs to no occurrence.
     rounds = jnp.pad(rounds, (0, CHUNK), constant_values=-1)
     rows = jnp.pad(rows, (0, CHUNK), constant_values=stack.num_rows)
     order = jnp.pad(order, (0, CHUNK))
@@ -47,6 +50,8 @@ def apply_each(
         here, there, sources = (
             jax.lax.dynamic_slice_in_dim(x, start, CHUNK) for x in (rounds, rows, order)
         )
+        # Apply the entries of the first one's round, and start the next chunk after them: rounds
+        # (0, 0, 0, 1, 1) in chunks of 4 are applied as (0, 0, 0), then (1, 1).
         now = (here == here[0]) & (there < stack.num_rows)
         chosen = RowSums(jnp.where(now, there, PADDING_ID), received.sums[sources])
         updated = apply_rule(held, chosen, stack, step, learning_rate)
@@ -56,7 +61,14 @@ def apply_each(
 
 
 def _by_round(rows: Array, stack: Stack) -> tuple[Array, Array, Array]:
-    """Return round, row and position of every occurrence, by round, then row; absent ones last."""
+    """Return round, row and position of every occurrence, sorted by round, then by row.
+
+    Args:
+      rows: local rows `[M]` in batch order; `stack.num_rows` for absent ones, which come last.
+      stack: the stack.
+    """
+    # Rows (7, 3, 7, 7) sort to (3, 7, 7, 7) from positions (1, 0, 2, 3). Their runs start at 0 and
+    # 1, so the rounds are position - start = (0, 0, 1, 2): each row's occurrences, counted.
     runs = dedup.find_runs(rows, stack.num_rows)
     positions = jnp.arange(rows.shape[0], dtype=jnp.int32)
     size = rows.shape[0]

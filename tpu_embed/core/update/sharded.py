@@ -1,7 +1,11 @@
-"""Activation gradients in, updated tables out: sums by row, the optimizer's rule, rows set.
+"""Update the tables on all devices: send gradients to the rows' owners, sum them, apply the rule.
 
-Enters: state arrays, the ids of all stacks and a gradient a feature. Leaves: new state arrays, in
-place when the caller donates the old ones. Called by the engine, inside or outside a user's jit.
+The whole update is one `shard_map`. On each device, stack after stack, the activations' gradients
+become partial sums per row, the partial sums travel to the shards that own the rows, and there they
+are added up, passed through the optimizer's rule, and the new rows are written.
+
+Input: the arrays of a state, the ids of all stacks, and one gradient per feature. Output: new
+arrays, in the memory of the old ones if those are donated.
 """
 
 from __future__ import annotations
@@ -44,14 +48,15 @@ from tpu_embed.kernels.rules import CompiledRule
 
 
 class Operands(NamedTuple):
-    """What an update needs beside the tables and ids.
+    """What an update needs besides tables and ids.
 
     Attributes:
-      gradients: of the activations, a leaf a feature; None is zero.
-      step: int32 `[]`, t of this update, 1 at the first.
-      learning_rates: scalars `[]`, by stack number, for those whose rate is read on the host.
-      reads: by stack name, activations that were looked up in its table: the update comes after.
-      skip: bool `[]`, leave the step out: no row or slot changes; None: never.
+      gradients: the activations' gradients, one leaf per feature; None is zero.
+      step: int32 `[]`, the number t of this update, 1 for the first.
+      learning_rates: scalars `[]` by stack number, for stacks whose rate is read on the host.
+      reads: by stack name, the activations that were looked up in its table before; the update must
+        wait for them.
+      skip: bool `[]`, whether to skip the step, so that no row or slot changes; None: never.
     """
 
     gradients: list[Array | None]
@@ -62,12 +67,19 @@ class Operands(NamedTuple):
 
     @property
     def steps_done(self) -> Array:
-        """Updates applied so far, this one included unless it is left out, int32 `[]`."""
+        """Updates applied so far, including this one unless it is skipped, int32 `[]`."""
         return self.step if self.skip is None else self.step - self.skip.astype(jnp.int32)
 
 
 class Updated(NamedTuple):
-    """What an update returns: parts of `TableState`, bad ids `[F]`, overflows `[]`."""
+    """What an update returns.
+
+    Attributes:
+      tables: `TableState.tables` after the update.
+      slots: `TableState.slots` after the update.
+      bad_ids: int32 `[F]`, the bad ids of this step, per feature.
+      overflows: int32 `[]`, stacks whose exchange took the worst-case branch.
+    """
 
     tables: dict[str, Array]
     slots: dict[str, dict[str, Array]]
@@ -82,16 +94,17 @@ def update(
     operands: Operands,
     layout: Layout,
 ) -> Updated:
-    """Return tables and slots after one update, bad ids, and worst-case branches taken.
+    """Return tables and slots after one update, and what the step adds to the counters.
 
     Args:
       tables: `TableState.tables`.
       slots: `TableState.slots`.
       source: the ids.
       operands: gradients, step, learning rates.
-      layout: the engine's.
+      layout: the engine's layout.
     """
     axes = layout.axes
+    # Tables without an optimizer do not enter the `shard_map`; they are returned as they came.
     trained = {g: stack for g, stack in enumerate(layout.stacks) if stack.optimizer is not None}
 
     def device(tables: dict, slots: dict, source: Batch | TracedIds, operands: Operands) -> Updated:
@@ -125,7 +138,11 @@ def update(
 
 
 def _update_stack(held: StackShard, task: Task, operands: Operands) -> tuple[StackShard, Array]:
-    """Update this device's shard of one stack; tell whether the worst-case branch was taken."""
+    """Update this device's shard of one stack.
+
+    Returns:
+      the updated shard; bool `[]`, whether the worst-case branch was taken.
+    """
 
     def with_capacity(held: StackShard, capacity: int) -> StackShard:
         return _apply(held, task, capacity, operands)
@@ -135,6 +152,8 @@ def _update_stack(held: StackShard, task: Task, operands: Operands) -> tuple[Sta
     if task.alone:
         return with_capacity(held, enough), jnp.asarray(False)
     capacity = max(1, capacity)
+    # The host has counted the ids of a placed batch, so its capacity is enough. If ids traced
+    # inside a user's jit overflow on any device, all devices take the worst case together.
     if task.source.checked or capacity >= enough:
         return with_capacity(held, capacity), jnp.asarray(False)
     overflow = collectives.any_device(overflows(task, capacity), task.layout.axes.mesh)
@@ -143,44 +162,51 @@ def _update_stack(held: StackShard, task: Task, operands: Operands) -> tuple[Sta
 
 
 def _run_if(flag: Array, run: Callable[[StackShard], StackShard], held: StackShard) -> StackShard:
-    """Return `run(held)` where `flag` is set, else `held`; in place, where a `cond` would copy."""
+    """Return `run(held)` if `flag` is set, else `held`, in the same memory."""
+    # A loop of 1 or 0 iterations: XLA carries a loop's arrays in place, but copies those of a cond.
     return jax.lax.fori_loop(0, flag.astype(jnp.int32), lambda _, held: run(held), held)
 
 
 def _apply(held: StackShard, task: Task, capacity: int, operands: Operands) -> StackShard:
-    """Apply the stack's optimizer to the rows that were touched, by the strategy that fits.
+    """Apply the stack's optimizer to the rows that the batch touches.
 
-    A compiled kernel sums gradients and applies the rule in one pass, so it is given gradients as
-    early as possible; XLA's operations sum first, in blocks and over them, and apply the rule then.
+    XLA sums gradients within blocks, exchanges them, sums over blocks, and then applies the rule. A
+    compiled CPU kernel sums and applies in one pass, so it gets the gradients as early as possible.
+    Which kernel runs is chosen when the program is lowered for a platform.
     """
     rule = _StackRule.of(task, operands)
+    # Without accumulation, occurrences must not be summed at all.
     if not task.accumulates:
         return rule.to_each_occurrence(held, all_to_all_sums(task, capacity))
+    # One device has all ids and rows: the kernel takes the bags' gradients as they are.
     if task.alone:
         return dispatch.choose(
             held,
             otherwise=lambda held: rule.in_xla(held, all_to_all_sums(task, capacity)),
             native=rule.compiled and (lambda held: rule.in_kernel(held, *local_gradients(task))),
         )
+    # The bags' gradients are fewer bytes than partial sums per row: every device gets all of them,
+    # and its kernel uses those of the rows it owns.
     if rule.compiled and prefers_all_gather(task, capacity):
         return dispatch.choose(
             held,
             otherwise=lambda held: rule.in_xla(held, all_to_all_sums(task, capacity)),
             native=lambda held: rule.in_kernel(held, *all_gather_gradients(task)),
         )
+    # Otherwise partial sums are exchanged on every platform, and the kernel adds up what arrived.
     received = all_to_all_sums(task, capacity)
     native = rule.compiled and (lambda held, sums: rule.in_kernel(held, *as_row_gradients(sums)))
     return dispatch.choose(held, received, otherwise=rule.in_xla, native=native)
 
 
 class _StackRule(NamedTuple):
-    """The rule of one stack in one step, and the ways to apply it.
+    """The optimizer's rule of one stack in one step, and the ways to apply it.
 
     Attributes:
-      task: the stack.
-      operands: of the update.
-      learning_rate: of this step, scalar.
-      compiled: the rule, if the compiled kernels know it; else None.
+      task: the stack, its ids and its gradients.
+      operands: the operands of the update.
+      learning_rate: the learning rate of this step, scalar.
+      compiled: the rule as the compiled kernels take it; None if they cannot apply it.
     """
 
     task: Task
@@ -190,14 +216,14 @@ class _StackRule(NamedTuple):
 
     @classmethod
     def of(cls, task: Task, operands: Operands) -> _StackRule:
-        """Return the rule of a task's stack."""
+        """Return the rule of a task's stack at this step."""
         optimizer, given = task.stack.optimizer, operands.learning_rates.get(task.g)
         assert optimizer is not None, "only stacks with an optimizer are updated"
         rate = optimizer.resolve_learning_rate(operands.step, given)
         return cls(task, operands, rate, compiled_rule(task.stack, operands.step, rate))
 
     def to_each_occurrence(self, held: StackShard, received: RowSums) -> StackShard:
-        """Apply it once an occurrence: rows `[M]`, a row as often as it occurs, in batch order."""
+        """Apply the rule once per occurrence: rows `[M]` in batch order, not yet deduplicated."""
         with jax.named_scope("rule"):
             given = _to_apply(received, self.task, self.operands)
             return occurrences.apply_each(
@@ -205,7 +231,7 @@ class _StackRule(NamedTuple):
             )
 
     def in_xla(self, held: StackShard, received: RowSums) -> StackShard:
-        """Sum what came for each row, then apply it in XLA's operations."""
+        """Sum the partial sums of each row, then apply the rule in XLA's operations."""
         stack, sums = self.task.stack, merge_blocks(self.task, received)
         with jax.named_scope("rule"):
             if stack.optimizer is not None and stack.optimizer.updates_every_row:
@@ -214,7 +240,7 @@ class _StackRule(NamedTuple):
             return apply_rule(held, given, stack, self.operands.step, self.learning_rate)
 
     def in_kernel(self, held: StackShard, given: RowGradients, blocks: Blocks) -> StackShard:
-        """Sum gradients and apply it in one compiled kernel."""
+        """Sum gradients and apply the rule in one compiled kernel."""
         assert self.compiled is not None, "only stacks with a compiled rule come here"
         return sum_and_apply(
             held, _to_apply(given, self.task, self.operands), blocks, self.compiled
@@ -222,12 +248,14 @@ class _StackRule(NamedTuple):
 
 
 def _to_apply(given: Any, task: Task, operands: Operands) -> Any:
-    """Return `RowSums` or `RowGradients` whose rows are known after all lookups of their table.
+    """Return `RowSums` or `RowGradients` with row ids that depend on all lookups of the table.
 
-    Where the step is left out they are of no row: their rows are then padding. A branch around the
-    update would copy tables and slots instead.
+    If the step is skipped, all row ids become padding, so nothing is written. A branch around the
+    update would make XLA copy tables and slots.
     """
     rows = given.row_ids
+    # Adds a zero that is computed from the activations (`lookup/reads.py`). An empty activation has
+    # no number to compute it from, and nothing was read for it.
     if nonempty := [read for read in operands.reads[task.stack.name] if read.size]:
         rows += zero_after(nonempty).astype(rows.dtype)
     if operands.skip is not None:
@@ -238,9 +266,10 @@ def _to_apply(given: Any, task: Task, operands: Operands) -> Any:
 def _shared_slots_kept(
     held: StackShard, before: Mapping[str, Array], stack: Stack, skip: Array | None
 ) -> StackShard:
-    """Return the shard; where the step is left out, with the slots of the whole stack as before."""
+    """Return the shard; if the step is skipped, with the slots that all rows share as before."""
     if skip is None:
         return held
+    # Slots with rows are unchanged already, because `_to_apply` gave the rule no rows.
     shared = {
         name: jnp.where(skip, before[name], held.slots[name])
         for name, shape in slot_shapes(stack).items()

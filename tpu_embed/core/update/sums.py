@@ -1,10 +1,12 @@
-"""Activation gradients become one summed gradient a touched row, on the device that owns the row.
+"""Sum the gradients of each touched row on the device that owns the row.
+
+Floating-point sums depend on their order, and the result must not depend on the number of devices.
+So the global batch is split into G contiguous blocks. A row's gradients are summed in batch order
+within each block, on the device that has the block's examples; these partial sums are sent to the
+row's owner, which adds them in the order of the blocks.
 
 Input: one device's ids of a stack, and the gradients of its activations. Output: local rows with
 partial sums (`all_to_all_sums`), then distinct rows with whole sums (`merge_blocks`).
-
-A row's gradients are summed in batch order within each block of the global batch, then over the
-blocks in order: the first on the device that has the examples, the second on the row's owner.
 """
 
 from __future__ import annotations
@@ -32,7 +34,15 @@ from tpu_embed.kernels import dispatch
 
 
 class Task(NamedTuple):
-    """One stack to update on one device: its ids, a gradient a feature, what is static."""
+    """One stack to update on one device.
+
+    Attributes:
+      ids: this device's ids of the stack.
+      gradients: their bags' gradients, `[examples * bags, D]` per feature of the stack.
+      source: the batch that the ids are from.
+      layout: the engine's layout.
+      g: the number of the stack.
+    """
 
     ids: LocalIds
     gradients: tuple[Array, ...]
@@ -47,7 +57,7 @@ class Task(NamedTuple):
 
     @property
     def spec(self) -> BatchSpec:
-        """The batch's forms and capacities."""
+        """The batch's static shape and capacities."""
         return self.source.spec
 
     @property
@@ -63,29 +73,31 @@ class Task(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """G, the blocks of the global batch."""
+        """G, the number of blocks of the global batch."""
         return self.layout.blocks(self.spec.batch)
 
     @property
     def alone(self) -> bool:
-        """Whether one device has all ids and all rows: nothing is exchanged."""
+        """Whether one device has all ids and all rows, so that nothing is exchanged."""
         return self.stack.num_shards == 1 and self.layout.axes.replicas == 1
 
 
 def all_to_all_sums(task: Task, capacity: int) -> RowSums:
     """Return rows that this device must update, with partial sums of their gradients.
 
-    Each row's are in the order in which they must be added: by block. Without gradient accumulation
-    there is one an occurrence, in batch order.
+    The partial sums of a row come in the order in which they must be added, that of the blocks.
+    Without gradient accumulation there is one entry per occurrence, in batch order.
 
     Args:
       task: the stack.
-      capacity: partial sums a destination has room for.
+      capacity: C, the partial sums that a destination has room for.
     """
     if _fits_psum(task):
         with jax.named_scope("psum"):
             return _summed_by_psum(task)
     with jax.named_scope("dedup"):
+        # The sums are made directly in the send buffer [S * C, D]: place s * C + i has the i-th
+        # partial sum for shard s.
         way = route.make_route(task.ids.row_ids, task.stack, capacity, _parts(task))
         room = task.stack.num_shards * capacity
         sums = sum_gradients(task.gradients, task.ids, task.bag_layout, way.order, way.target, room)
@@ -103,12 +115,13 @@ def merge_blocks(task: Task, received: RowSums) -> RowSums:
     if _fits_psum(task):
         return received
     with jax.named_scope("merge"):
+        # What one device sends is sorted by row; only several senders must be sorted together.
         one_source = task.layout.axes.batch_order(task.stack.shard_axes).size == 1
         return route.merge(received, task.stack, in_order=one_source)
 
 
 def local_gradients(task: Task) -> tuple[RowGradients, Blocks]:
-    """Return the gradients of a device that is alone, as they are: nothing is summed yet."""
+    """Return this device's gradients unsummed, with the bag, weight and factor of each id."""
     ids, form, dtype = task.ids, task.bag_layout, task.stack.compute_dtype
     given = RowGradients(
         ids.row_ids,
@@ -121,34 +134,40 @@ def local_gradients(task: Task) -> tuple[RowGradients, Blocks]:
 
 
 def prefers_all_gather(task: Task, capacity: int) -> bool:
-    """Tell whether all-gathering ids and bags' gradients moves less than sending partial sums.
-
-    Never where devices hold copies of rows: each would sum the whole batch again.
+    """Return whether all-gathering ids and bags' gradients sends less than partial sums would.
 
     Args:
       task: the stack.
-      capacity: partial sums a destination has room for.
+      capacity: C, the partial sums that a destination has room for.
     """
     stack, ids, replicas = task.stack, task.ids, task.layout.axes.replicas
+    # With fewer shards than replicas, devices hold copies of rows, and each copy's device would sum
+    # the whole batch.
     if stack.num_shards < replicas or not task.accumulates:
         return False
+    # Words that a device sends: a gradient per bag, and per id its weight (if any), row and bag.
+    # Against that, C partial sums to each of S shards: D numbers and a row id each.
     floats = task.bag_layout.bags * stack.dim + (0 if ids.weights is None else ids.weights.shape[0])
     numbers = floats + 2 * ids.row_ids.shape[0]
     return replicas * numbers < stack.num_shards * capacity * (stack.dim + 1)
 
 
 def all_gather_gradients(task: Task) -> tuple[RowGradients, Blocks]:
-    """Return the gradients of the global batch, of the rows that this device owns."""
+    """Return the unsummed gradients of the global batch; ids of rows on other shards are absent."""
     stack, axes = task.stack, task.layout.axes
     mine, blocks = local_gradients(task)
 
+    # [n, …] per device -> [replicas, n, …] -> [replicas * n, …], in batch order.
     def whole(x: Array) -> Array:
         return collectives.all_gather(x, axes.batch_axes).reshape(-1, *x.shape[1:])
 
     devices = collectives.axis_index(axes.batch_axes)
     assert mine.bags is not None, "local_gradients numbers the bags"
+    # Bags become numbers of the global batch: bag 2 of device 3 is 3 * (bags per device) + 2. The
+    # bag of padding may be one past the last; the minimum keeps it on its own device.
     bags = jnp.minimum(mine.bags, task.bag_layout.bags - 1) + devices * task.bag_layout.bags
     given = jax.tree.map(whole, mine._replace(bags=bags))
+    # This device owns the physical rows [first, first + R).
     first = collectives.axis_index(stack.shard_axes).astype(given.row_ids.dtype) * stack.num_rows
     local = given.row_ids - first
     owned = (given.row_ids >= first) & (local < stack.num_rows)
@@ -157,21 +176,22 @@ def all_gather_gradients(task: Task) -> tuple[RowGradients, Blocks]:
 
 
 def as_row_gradients(received: RowSums) -> tuple[RowGradients, Blocks]:
-    """Return what `all_to_all_sums` returned, as gradients whose sums are still to be made."""
+    """Return the result of `all_to_all_sums` as gradients that a compiled kernel can sum."""
+    # M partial sums are M bags of one id each, so no bags, weights or factors are needed.
     given = RowGradients(received.row_ids, None, None, None, (received.sums,))
     return given, Blocks((1,), received.row_ids.shape[0], 0)
 
 
 def overflows(task: Task, capacity: int) -> Array:
-    """Tell, bool `[]`, whether this device's partial sums exceed some destination's room."""
+    """Return whether some shard gets more than `capacity` partial sums from here, bool `[]`."""
     return route.make_route(task.ids.row_ids, task.stack, capacity, _parts(task)).overflow
 
 
 def _parts(task: Task) -> Array | None:
-    """Return what keeps the gradients of a row apart until they reach its owner, int32 `[N]`.
+    """Return a number per id, int32 `[N]`: ids of one row are summed here if their numbers agree.
 
-    The block of each id; every id by itself without accumulation; None where a device holds a
-    single block.
+    It is the id's block of the batch. Without accumulation every id has a number of its own. None,
+    where a device holds a single block: all ids of a row are summed.
     """
     if not task.accumulates:
         return jnp.arange(task.ids.row_ids.shape[0], dtype=jnp.int32)
@@ -181,18 +201,22 @@ def _parts(task: Task) -> Array | None:
 
 
 def _blocks(task: Task) -> Array:
-    """Return the block of the global batch that each id's example falls into, int32 `[N]`."""
+    """Return the block of the global batch that contains each id's example, int32 `[N]`."""
+    # bag // (bags per example) is the example on this device; `first` makes it global.
     _, per_example = bag_offsets(task.spec, task.g)
     first = collectives.axis_index(task.layout.axes.batch_axes) * task.spec.local_batch
     examples, batch, blocks = first + task.ids.bags // per_example, task.spec.batch, task.blocks
     if batch % blocks == 0:
         return examples // (batch // blocks)
-    starts = [-(-block * batch // blocks) for block in range(1, blocks)]  # e · G may not fit int32
+    # Example e is in block floor(e * G / batch), but e * G may not fit in int32. So search among
+    # the first examples of the blocks, ceil(block * batch / G): for 10 examples and G = 4, those
+    # are 3, 5 and 8, and the blocks have 3, 2, 3 and 2 examples.
+    starts = [-(-block * batch // blocks) for block in range(1, blocks)]
     return jnp.searchsorted(jnp.asarray(starts, jnp.int32), examples, side="right")
 
 
 def _fits_psum(task: Task) -> bool:
-    """Tell whether a replicated stack's dense block sums are no more than the batch's ids."""
+    """Return whether dense sums of a replicated stack have no more rows than the batch has ids."""
     replicas = task.layout.axes.replicas
     if task.stack.num_shards > 1 or replicas == 1 or not task.accumulates:
         return False
@@ -200,16 +224,19 @@ def _fits_psum(task: Task) -> bool:
 
 
 def _summed_by_psum(task: Task) -> RowSums:
-    """Sum a small replicated stack densely.
+    """Return all R rows of a small replicated stack with their whole gradients.
 
-    `[G, R, D]` block sums, one psum (exact: a block is non-zero on one device only), then the
-    blocks in order.
+    Every device makes sums for all blocks, `[G, R, D]`, and a psum adds them over the devices. That
+    is exact, because only the device that has a block's examples contributes numbers other than
+    zero. Then the blocks are added in order.
     """
     blocks, rows, axes = task.blocks, task.stack.num_rows, task.layout.axes.batch_axes
+    # An id of row r in block b adds to cell b * R + r of [G * R, D]; an absent id to none.
     cells = _blocks(task) * rows + task.ids.row_ids.astype(jnp.int32)
     cells = jnp.where(task.ids.row_ids < 0, blocks * rows, cells)
     ordered, order = dispatch.sort_rows(cells)
     sums = sum_gradients(task.gradients, task.ids, task.bag_layout, order, ordered, blocks * rows)
+    # A row without ids must stay absent: with a zero gradient it would still decay or move.
     counts = dispatch.segment_sum(jnp.ones_like(ordered), ordered, blocks * rows)
     sums = collectives.psum(sums, axes).reshape(blocks, rows, task.stack.dim)
     touched = collectives.psum(counts, axes).reshape(blocks, rows).sum(0) > 0
