@@ -1,10 +1,12 @@
-"""Embedding layers for flax nnx, whose tables are sharded and trained by sparse gradients.
+"""Embedding layers for flax nnx, whose tables are sharded and trained with sparse gradients.
 
-Enters: ids, in a model's `__call__`. Leaves: activations; after a step, the layers' new tables.
+A layer (`embedding.py`) looks up by one equation, `engine_lookup`, which carries the layer's step
+counter. `program.py` traces the user's function, finds those equations by the counter, and runs the
+function with a tap at each of them. `gradients.py` passes the gradients of the taps to the engine
+of the layer.
 
-A layer (`embedding.py`) looks up by one equation, `engine_lookup` (core), which carries the layer's
-step counter. `program.py` traces the user's function, finds those equations by the counter and
-runs it with a tap at each; `gradients.py` gives the taps' gradients to the layer's engine.
+Input: ids, in the `__call__` of a model.
+Output: activations; after a training step, the new tables of the layers.
 """
 
 from tpu_embed.nn.embedding import Embed, EmbeddingBag

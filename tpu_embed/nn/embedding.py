@@ -1,8 +1,10 @@
-"""Layers that look ids up in one table: `Embed` for every id, `EmbeddingBag` for every bag.
+"""Layers that look ids up in one table: `Embed` gives a row per id, `EmbeddingBag` one per bag.
 
-Enters: ids of any form. Leaves: activations, differentiable by weights and not by tables, which
-`gradients.py` trains. Each layer has an engine of one feature for its one table. Called by
-users' models.
+Each layer has an engine with one feature and one table. Its activations can be differentiated by
+weights but not by the table, which `gradients.py` trains.
+
+Input: ids as integers, sparse or ragged ids, or a placed batch.
+Output: activations.
 """
 
 from __future__ import annotations
@@ -39,21 +41,21 @@ Ids = Array | np.ndarray | Batch | SparseIds | RaggedIds
 class EmbeddingBag(nnx.Module, StateHolder):
     """A table, sharded over a mesh, whose rows are looked up and combined bag by bag.
 
-    Its variables are a `Table`, `Slot`s and `Counter`s, none of them an `nnx.Param`: trained by
-    `fused_value_and_grad`, left alone by `nnx.value_and_grad` and `nnx.Optimizer`.
+    Its variables are a `Table`, `Slot`s and `Counter`s. None of them is an `nnx.Param`:
+    `fused_value_and_grad` trains them, `nnx.value_and_grad` and `nnx.Optimizer` leave them alone.
 
     Args:
-      table: vocabulary, dim, combiner, initializer, dtype, placement; its optimizer.
-      optimizer: of a table without one of its own.
-      max_sequence_length: L > 0: a bag is a sequence, its first L rows the activation.
-      on_bad_id: "error", "drop" or "clip"; inside a jit "error" drops the id, and a training step
+      table: the table's vocabulary, dim, combiner, initializer, dtype, placement and optimizer.
+      optimizer: the optimizer of a table that has none itself.
+      max_sequence_length: L; if L > 0, a bag is a sequence, whose activation is its first L rows.
+      on_bad_id: "error", "drop" or "clip". Inside a jit "error" drops the id, and a training step
         counts it in `bad_ids`.
-      mesh: the devices; None: one axis over all of them.
-      batch_axes: mesh axes that split a batch; None: all.
-      rngs: its `params` stream makes the rows.
+      mesh: the devices; None means one axis over all of them.
+      batch_axes: the mesh axes that split a batch; None means all.
+      rngs: random streams; `params` initializes the rows.
 
     Raises:
-      ValueError: what `EmbeddingEngine` refuses; a learning rate that is a callable without
+      ValueError: whatever `EmbeddingEngine` refuses; a learning rate that is a callable without
         arguments.
 
     Example:
@@ -93,17 +95,17 @@ class EmbeddingBag(nnx.Module, StateHolder):
         """Return the activations of bags.
 
         Args:
-          ids: integers `[…, H]`, -1 is padding; `[B]`, one id an example, not combined; what
-            `place` returned; `SparseIds` or `RaggedIds` of NumPy arrays.
-          weights: floats or integers, beside ids of their shape; differentiable.
+          ids: integers `[…, H]`, where -1 is padding; integers `[B]`, one id per example, which are
+            not combined; a batch that `place` returned; `SparseIds` or `RaggedIds` of NumPy arrays.
+          weights: floats or integers in the shape of the ids. They can be differentiated by.
 
         Returns:
           `[…, D]`, float32 at least; `[…, L, D]` for sequences.
 
         Raises:
-          TypeError: ids that are no integers.
-          ValueError: ids outside the table where their values are known; shapes; sparse or ragged
-            ids that are traced.
+          TypeError: the ids are not integers.
+          ValueError: ids outside the table whose values are known; shapes that do not fit; sparse
+            or ragged ids that are traced.
         """
         warn_if_differentiated(self.engine)
         if isinstance(ids, (SparseIds, RaggedIds)):
@@ -118,24 +120,24 @@ class EmbeddingBag(nnx.Module, StateHolder):
         """Check ids on the host and send them to the devices; see `EmbeddingEngine.place`.
 
         Args:
-          ids: integers `[B]` or `[B, …, H]`, `SparseIds` or `RaggedIds`; B divides among the
-            devices.
-          weights: a weight an id, or None.
-          spec: the exact shape the batch gets, or None.
+          ids: integers `[B]` or `[B, …, H]`, `SparseIds` or `RaggedIds`; the number of devices
+            divides B.
+          weights: one weight per id, or None.
+          spec: the exact shape of the batch, or None.
 
         Returns:
           a `Batch` for this layer.
 
         Raises:
-          ValueError: what `EmbeddingEngine.place` refuses.
-          TypeError: the same.
+          ValueError: as `EmbeddingEngine.place`.
+          TypeError: as `EmbeddingEngine.place`.
         """
         features = {FEATURE: ids}
         return self.engine.place(features, None if weights is None else {FEATURE: weights}, spec)
 
     @property
     def state(self) -> TableState:
-        """The engine's state: physical arrays."""
+        """The state of the engine, whose arrays are physical."""
         return state_of(vars(self))
 
     @property
@@ -145,36 +147,36 @@ class EmbeddingBag(nnx.Module, StateHolder):
         return [value for value in inside if isinstance(value, (Table, Slot, Counter))]
 
     def set_state(self, state: TableState) -> None:
-        """Replace table, slots, step and counters.
+        """Replace the table, slots, step and counters.
 
         Args:
-          state: one of this layer's engine.
+          state: a state of this layer's engine.
 
         Raises:
-          ValueError: the state of another engine; nothing is replaced then.
+          ValueError: the state is that of another engine. Nothing is replaced then.
         """
         check_state(state, self.engine.layout)
         nnx.update(self, nnx.State(attributes(state)))
 
     @property
     def embedding(self) -> Array:
-        """The rows `[V, D]` in their order, in the table's dtype: a copy."""
+        """A copy of the rows `[V, D]` by row id, in the table's dtype."""
         return next(iter(self.engine.tables(self.state).values()))
 
     @property
     def logical_slots(self) -> dict[str, Array]:
-        """The optimizer's slots by name, `[V, D]` or `[V]` in the rows' order: copies."""
+        """Copies of the optimizer's slots by name, `[V, D]` or `[V]`, in the order of the rows."""
         return next(iter(self.engine.slots(self.state).values()), {})
 
     def load(self, rows: ArrayLike, slots: Mapping[str, ArrayLike] | None = None) -> None:
-        """Replace all rows, and slots where they are given.
+        """Replace all rows, and those slots that are given.
 
         Args:
           rows: `[V, D]`.
-          slots: by name, as `logical_slots` returns them.
+          slots: slots by name, as `logical_slots` returns them.
 
         Raises:
-          ValueError: another shape, or an unknown slot; nothing is replaced then.
+          ValueError: an array has another shape, or a slot is unknown. Nothing is replaced then.
         """
         (name,) = self.engine.table_configs
         given = {name: dict(slots)} if slots else None
@@ -183,34 +185,35 @@ class EmbeddingBag(nnx.Module, StateHolder):
 
 @final
 class Embed(nnx.Module):
-    """A table of vectors, sharded over a mesh, in the place of an `nnx.Embed`.
+    """A table of vectors, sharded over a mesh, to be used in place of an `nnx.Embed`.
 
-    It differs in that -1 is padding and gives a zero row; ids outside the table are errors where
-    their values are known (inside a jit a zero row, counted by a training step), and not NaN;
-    activations are float32 at least; and there is no `attend`, whose gradient is as large as the
-    table, nor `promote_dtype` and `embedding_metadata`. The layer inside is `rows`, an
-    `EmbeddingBag`.
+    It differs from `nnx.Embed` in these points. -1 is padding and gives a zero row. Ids outside the
+    table are errors if their values are known; inside a jit they give a zero row, which a training
+    step counts, and not NaN. Activations are float32 at least. There is no `attend`, whose gradient
+    is as large as the table, and no `promote_dtype` or `embedding_metadata`. The layer inside is
+    `rows`, an `EmbeddingBag`.
 
     Args:
-      num_embeddings: V.
-      features: D.
-      optimizer: one of `tpu_embed.optimizers`, or a row-separable optax transform; None: the table
-        is not trained, with a warning in the first training step unless `trainable` is False.
-      trainable: False: the table stays as it is, whatever the optimizer.
-      dtype: of the result; None: float32 (float64 for a float64 table).
-      param_dtype: the table's: float32 or bfloat16 (float64 where x64 is on).
-      embedding_init: `(key, shape, dtype) -> rows`, called for one row at a time; None: normal,
-        σ = 1/√D before it is truncated at two of them.
-      name: of the table, for messages.
-      on_bad_id: see `EmbeddingBag`.
+      num_embeddings: V, the number of rows.
+      features: D, the length of a row.
+      optimizer: one of `tpu_embed.optimizers`, or a row-separable optax transform. With None the
+        table is not trained; the first training step warns unless `trainable` is False.
+      trainable: whether the table may change. With False it stays as it is even if there is an
+        optimizer.
+      dtype: the dtype of the result; None means float32 (float64 for a float64 table).
+      param_dtype: the dtype of the table: float32 or bfloat16 (float64 if x64 is on).
+      embedding_init: `(key, shape, dtype) -> rows`, called for one row at a time; None means a
+        normal distribution with σ = 1/√D, truncated at 2 σ.
+      name: the name of the table, for messages.
+      on_bad_id: as in `EmbeddingBag`.
       placement: "mod", "div" or "replicated".
-      mesh: the devices; None: one axis over all of them.
-      batch_axes: mesh axes that split a batch; None: all.
-      rngs: its `params` stream makes the rows.
+      mesh: the devices; None means one axis over all of them.
+      batch_axes: the mesh axes that split a batch; None means all.
+      rngs: random streams; `params` initializes the rows.
 
     Raises:
-      ValueError: what `TableConfig` and `EmbeddingEngine` refuse: another dtype, an initializer
-        that looks at the fan-in; a learning rate that is a callable without arguments.
+      ValueError: whatever `TableConfig` and `EmbeddingEngine` refuse, such as another dtype, or an
+        initializer that reads the fan-in; a learning rate that is a callable without arguments.
 
     Example:
       >>> import tpu_embed
@@ -264,16 +267,17 @@ class Embed(nnx.Module):
           `[*inputs.shape, D]`.
 
         Raises:
-          TypeError: ids that are no integers.
-          ValueError: ids outside the table, where their values are known.
+          TypeError: the ids are not integers.
+          ValueError: ids outside the table whose values are known.
         """
+        # One id per example is not combined: [3, 5] -> [15] -> [15, D] -> [3, 5, D].
         ids = _array(inputs)
         found = self.rows(ids.reshape(-1)).reshape(*ids.shape, self.features)
         return found if self.dtype is None else found.astype(self.dtype)
 
     @property
     def embedding(self) -> Array:
-        """The rows `[V, D]` in their order: a copy."""
+        """A copy of the rows `[V, D]` by row id."""
         return self.rows.embedding
 
     def load(self, rows: ArrayLike, slots: Mapping[str, ArrayLike] | None = None) -> None:
@@ -282,13 +286,14 @@ class Embed(nnx.Module):
 
 
 def _nested(value: Any) -> Any:
-    """Return dictionaries as nnx has them, at any depth."""
+    """Return a nest of dictionaries as a nest of `nnx.Dict`, which nnx needs to find variables."""
     if not isinstance(value, dict):
         return value
     return nnx.Dict({name: _nested(one) for name, one in value.items()})
 
 
 def _array(ids: Any) -> Any:
+    # NumPy arrays stay on the host, where their values can be checked.
     return ids if isinstance(ids, (Tracer, jax.Array)) else np.asarray(ids)
 
 

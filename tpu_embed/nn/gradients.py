@@ -1,8 +1,11 @@
-"""Gradients of a model whose layers have tables: its parameters' as by nnx, its tables' sparse.
+"""Gradients of a model that has embedding layers: dense for its parameters, sparse for its tables.
 
-Enters: a function of a model. Leaves: its value, the gradients of the model's parameters, and those
-of the activations of every table, which `apply_table_gradients` gives to the tables' optimizers.
-Called by users, in their training step.
+A table's gradient is kept as the gradients of the activations that were looked up, so it is as
+large as the ids of a step. The optimizer of the table then updates just the rows of these ids.
+
+Input: a function of a model.
+Output: its value, the gradients of the model's parameters, and those of its tables; or the model
+with updated tables.
 """
 
 from __future__ import annotations
@@ -40,23 +43,24 @@ __all__ = [
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TableGradients:
-    """The gradients of a model's tables: as long as the ids of the step.
+    """The gradients of a model's tables, whose size is that of the ids of the step.
 
     Attributes:
-      lookups: path of a layer, its keys joined by slashes -> an `ActivationGradient` for each of
-        its lookups that is connected to the value, in program order. A layer without one is absent.
+      lookups: path of a layer (its keys joined by slashes) -> one `ActivationGradient` for each of
+        its lookups that is connected to the value, in program order. A layer without such lookups
+        is absent.
     """
 
     lookups: dict[str, tuple[ActivationGradient, ...]]
 
     def map(self, fn: Callable[[Array], Array]) -> TableGradients:
-        """Return these with `fn` of every activation's gradient: scaled or clipped.
+        """Return these gradients with a function applied to each, for example to scale or clip.
 
         Args:
-          fn: keeps shape and dtype.
+          fn: a function of one lookup's activation gradient that keeps its shape and dtype.
 
         Returns:
-          new gradients; ids and weights are the same.
+          new gradients with the same ids and weights.
         """
         return TableGradients(
             {
@@ -73,35 +77,38 @@ def sparse_value_and_grad(
     wrt: Any = nnx.Param,
     has_aux: bool = False,
 ) -> Callable[..., tuple[Any, tuple[Any, Any]]]:
-    """Return a function that gives `f`'s value, a model's gradients and those of its tables.
+    """Return a function that computes `f`'s value, a model's gradients and those of its tables.
 
-    As `nnx.value_and_grad`, with the gradients of all tables that `f` looks up beside those of the
-    parameters. (For tables that are plain arrays: `tpu_embed.sparse_value_and_grad`.) Lookups are
-    found through jit, vmap, remat, scan and cond; what `f` changes in the model (statistics, keys)
-    is changed. Only models among `argnums` are differentiated; to layers of other models, and to
-    those that `f` closes over, no gradient flows. A table from which the value is computed
-    otherwise than by a lookup is a constant there, with a warning.
+    It works like `nnx.value_and_grad` and also returns the gradients of all tables that `f` looks
+    up. (For tables that are plain arrays use `tpu_embed.sparse_value_and_grad`.) Lookups are found
+    through jit, vmap, remat, scan and cond. Changes that `f` makes to the model (statistics, keys)
+    are kept. Only models among `argnums` are differentiated; layers of other models, and layers
+    that `f` closes over, get no gradient. If the value is computed from a table in another way than
+    by a lookup, the table is a constant there, and a warning is given.
 
     Only lookups that are connected to the value have a gradient, as `tpu_embed.training.gradients`
-    defines it: one behind `stop_gradient`, one whose activations are not used, are in aux alone, or
-    only become integers or comparisons, is left out. One whose gradient happens to be zero is not.
+    defines it. A lookup is left out if it stands behind `stop_gradient`, or if its activations are
+    not used, are used in aux only, or only become integers or comparisons. A lookup whose gradient
+    happens to be zero is not left out.
 
     Args:
-      f: returns a float scalar; with `has_aux` a pair of that and a pytree of arrays and modules.
+      f: a function that returns a float scalar; with `has_aux` a pair of a float scalar and a
+        pytree of arrays and modules.
       argnums: which positional arguments are models to differentiate by.
-      wrt: an nnx filter: which of their variables.
+      wrt: an nnx filter for the variables to differentiate by.
       has_aux: whether `f` returns a pair.
 
     Returns:
-      a function that returns (value, (gradients, table gradients)), value being (value, aux) with
-      `has_aux`: an `nnx.State` and a `TableGradients`, or tuples of them when `argnums` is a
-      sequence. Jit it: it traces `f` anew at every call.
+      a function that returns (value, (gradients, table gradients)); with `has_aux` the value is
+      (value, aux). The gradients are an `nnx.State` and a `TableGradients`, or tuples of them if
+      `argnums` is a sequence. Use it inside a jit: it traces `f` again at every call.
 
     Raises:
-      TypeError: an argument that is no nnx module; a value that is no float.
-      ValueError: argnums that name no argument, or one twice; a lookup where it is not found: in a
-        `custom_jvp` or `custom_vjp` function, a `while`, a `shard_map`, by a layer that a scan
-        carries along, or differentiated by its weights inside `f`.
+      TypeError: an argument is not an nnx module; the value is not a float.
+      ValueError: a number in `argnums` is not that of an argument, or two are the same argument; a
+        lookup stands where it cannot be found: in a `custom_jvp` or `custom_vjp` function, a
+        `while` or a `shard_map`, in a layer that is part of a scan's carry, or where `f` itself
+        differentiates by its weights.
 
     Example:
       >>> import jax.numpy as jnp, tpu_embed
@@ -131,26 +138,26 @@ def fused_value_and_grad(
     wrt: Any = nnx.Param,
     has_aux: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Return a function that gives `f`'s value and gradients, and trains the tables it looked up.
+    """Return a function that computes `f`'s value and gradients, and trains the tables it looks up.
 
-    In place of `nnx.value_and_grad` in a training step: each table's optimizer is applied where
-    its gradient is made, once, with the sum of all its lookups that are connected to the value.
-    What is returned are the gradients of the other parameters, for `nnx.Optimizer`. Evaluate with
-    the model itself, not with this.
+    Use it in place of `nnx.value_and_grad` in a training step. The optimizer of each table is
+    applied once, with the sum of the gradients of all its lookups that are connected to the value.
+    The gradients of the other parameters are returned, for `nnx.Optimizer`. For evaluation call the
+    model itself, since this function changes its tables.
 
     Args:
-      f: see `sparse_value_and_grad`.
-      argnums: see there.
-      wrt: see there.
-      has_aux: see there.
+      f: as in `sparse_value_and_grad`.
+      argnums: as in `sparse_value_and_grad`.
+      wrt: as in `sparse_value_and_grad`.
+      has_aux: as in `sparse_value_and_grad`.
 
     Returns:
       a function that returns (value, gradients), or ((value, aux), gradients).
 
     Raises:
-      TypeError: see `sparse_value_and_grad`.
-      ValueError: see there; a trainable table without an optimizer that has a gradient. No table
-        changes then.
+      TypeError: as in `sparse_value_and_grad`.
+      ValueError: as in `sparse_value_and_grad`; a trainable table has a gradient and no optimizer.
+        No table changes then.
 
     Example:
       >>> import jax.numpy as jnp, tpu_embed
@@ -171,6 +178,7 @@ def fused_value_and_grad(
         result, (gradients, tables) = inner(*args, **kwargs)
         models = [args[i] for i in _models(argnums, args)]
         each = zip(models, tables if several else (tables,), strict=True)
+        # Compute all updates first: an error in one of them leaves every model as it was.
         changed = [_updated(model, found) for model, found in each]
         for model, state in zip(models, changed, strict=True):
             nnx.update(model, state)
@@ -180,16 +188,16 @@ def fused_value_and_grad(
 
 
 def apply_table_gradients(model: Any, gradients: TableGradients) -> None:
-    """Give the tables of a model one step of their optimizers; those without a gradient none.
+    """Apply one step of their optimizers to those tables of a model that have a gradient.
 
     Args:
-      model: the layers, or what holds them.
-      gradients: of this model.
+      model: a layer, or a module that holds layers.
+      gradients: the gradients of this model.
 
     Raises:
-      TypeError: gradients of another kind.
-      ValueError: a trainable table without an optimizer, or not in the model; no table changes
-        then.
+      TypeError: `gradients` is not a `TableGradients`.
+      ValueError: a trainable table has no optimizer, or a layer is not in the model. No table
+        changes then.
 
     Example:
       >>> import jax.numpy as jnp, tpu_embed
@@ -209,10 +217,13 @@ def apply_table_gradients(model: Any, gradients: TableGradients) -> None:
 
 def _updated(model: Any, gradients: TableGradients) -> Any:
     """Return the state of the layers after their update."""
+    # Keys such as ("user", "rows", "step") end with the layer's counter; the rest is its path.
     variables = nnx.state(model, (Table, Slot, Counter))
     paths = [path[:-1] for path, _ in nnx.to_flat_state(variables) if path[-1] == TOKEN]
     embeds = ((path, node) for path, node in nnx.iter_modules(model) if isinstance(node, Embed))
-    waiting = {path for path, node in embeds if node.trainable}  # unless they have an optimizer
+    # An Embed without an optimizer has a table that is not trainable; if `trainable` was left True,
+    # the user probably forgot the optimizer.
+    waiting = {path for path, node in embeds if node.trainable}
     changed = {}
     for name, lookups in gradients.lookups.items():
         keys = _keys_of(name, paths)
@@ -246,7 +257,7 @@ def _keys_of(name: str, paths: Sequence[Path]) -> Path:
 
 
 def _models(argnums: Any, args: Sequence[Any]) -> tuple[int, ...]:
-    """Return the places of the models among the arguments."""
+    """Return the positions of the models among the arguments."""
     remedy = "give models by position; wrt= chooses their variables"
     which = positions(argnums, len(args), remedy=remedy)
     for i in which:
@@ -258,7 +269,7 @@ def _models(argnums: Any, args: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _of_models(found: Gradients, *, several: bool) -> tuple[Any, Any]:
-    """Return the gradients of variables and of tables: of all models, or of the one."""
+    """Return the gradients of variables and of tables, as tuples if there are several models."""
     tables = [_named(lookups) for lookups in found.tables]
     if several:
         return tuple(found.variables), tuple(tables)
@@ -266,6 +277,7 @@ def _of_models(found: Gradients, *, several: bool) -> tuple[Any, Any]:
 
 
 def _named(lookups: dict[Path, list[ActivationGradient]]) -> TableGradients:
+    # The keys ("a", "b") and ("a/b",) have the same path.
     named = {path_of(keys): tuple(some) for keys, some in lookups.items()}
     if len(named) < len(lookups):
         paths = sorted(path_of(keys) for keys in lookups)

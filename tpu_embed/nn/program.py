@@ -1,11 +1,13 @@
 """A function of nnx models as a program of their variables, run with a tap at every lookup.
 
-Enters: the function, its arguments, which of them are models to differentiate by. Leaves: value,
-aux, gradients of variables, and of the activations of every layer; what the function changed in its
-models is changed. Called by `gradients.py`.
+nnx models are objects that a function may change. Here they are split into static structure and
+arrays, and the function is traced as a pure function of the arrays. A layer is identified in the
+program by its step counter: an `engine_lookup` equation whose first operand is that counter is a
+lookup of that layer.
 
-A layer is known in the program by its step counter: every `engine_lookup` equation that the counter
-reaches is a lookup of that layer.
+Input: the function, its arguments, and which of them are models to differentiate by.
+Output: value, aux, the gradients of variables, and those of the activations of every layer. Changes
+that the function makes to its models are kept.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from tpu_embed.sparse import (
 __all__ = ["ActivationGradient", "Gradients", "Path", "differentiate", "is_node", "path_of"]
 
 Path = tuple[Any, ...]
-"""Keys from a model to a layer."""
+"""The keys that lead from a model to a layer."""
 
 _CONTEXT = "tpu_embed.nn"
 
@@ -50,10 +52,10 @@ class ActivationGradient:
     """The gradient of the activations of one lookup.
 
     Attributes:
-      ids: int32 or int64 `[…]`, those looked up, or a placed batch's array.
-      weights: floats of the ids' shape, or None.
-      gradient: of the activations, in their shape and dtype.
-      call: which lookup it was.
+      ids: the ids looked up, int32 or int64 `[…]`, or the array of a placed batch.
+      weights: floats in the shape of the ids, or None.
+      gradient: the gradient of the activations, in their shape and dtype.
+      call: the static part of the lookup.
     """
 
     ids: Array
@@ -63,14 +65,14 @@ class ActivationGradient:
 
 
 class Gradients(NamedTuple):
-    """What `differentiate` finds.
+    """The result of `differentiate`.
 
     Attributes:
-      value: of the function.
-      aux: beside it.
-      variables: a state a model.
-      tables: for every model, path of a layer -> its lookups that are connected to the value, in
-        program order.
+      value: the value of the function.
+      aux: the function's second result.
+      variables: for each model, the state of gradients of its variables.
+      tables: for each model, path of a layer -> the gradients of its lookups that are connected to
+        the value, in program order.
     """
 
     value: Any
@@ -80,7 +82,7 @@ class Gradients(NamedTuple):
 
 
 def is_node(value: Any) -> bool:
-    """Tell whether a value is an nnx module, variable or the like."""
+    """Return whether a value is an nnx module, variable or another nnx node."""
     return isinstance(value, (nnx.Pytree, nnx.Variable))
 
 
@@ -97,22 +99,24 @@ def differentiate(
     which: Sequence[int],
     wrt: Any,
 ) -> Gradients:
-    """Return a function's value and aux, and gradients by some of its arguments.
+    """Return a function's value and aux, and the gradients by some of its arguments.
 
     Args:
-      f: returns value and aux.
+      f: a function that returns (value, aux).
       args: its positional arguments.
-      kwargs: its other arguments.
-      which: places of the models to differentiate by.
-      wrt: an nnx filter: by which of their variables.
+      kwargs: its keyword arguments.
+      which: the positions of the models to differentiate by.
+      wrt: an nnx filter for the variables to differentiate by.
 
     Returns:
       gradients in the order of `which`.
 
     Raises:
-      TypeError: a value that is no float scalar.
-      ValueError: a lookup of one of the models whose gradient is not found.
+      TypeError: the value is not a float scalar.
+      ValueError: one of the models has a lookup whose gradient cannot be found.
     """
+    # The context remembers which objects were split, so that merging the state after the function
+    # writes its changes into the user's own models.
     with nnx.update_context(_CONTEXT):
         program = _trace(f, args, kwargs, which, wrt)
         (value, state), variables, tables = _run(program)
@@ -128,14 +132,15 @@ class _Program(NamedTuple):
 
     Attributes:
       closed: the jaxpr.
-      inputs: variables to differentiate by, and the others.
-      outputs: the structure of its results: (value, state after it).
-      of_value: how many of them are the value's.
-      graphdef: what is static of the models after it, and of aux.
+      inputs: the variables to differentiate by, and the other variables.
+      outputs: the structure of the results, (value, state after the function).
+      of_value: how many of the results belong to the value.
+      graphdef: the static part of the models after the function, and of aux.
       aux: the structure of aux.
-      models: how many are differentiated by.
-      layers: number of a layer's counter among the inputs -> place of its model, keys to it.
-      rows: number of a layer's table among the inputs -> the same.
+      models: how many models are differentiated by.
+      layers: number of the input that is a layer's counter -> position of the model, then the keys
+        to the layer.
+      rows: number of the input that is a layer's table -> the same.
     """
 
     closed: Any
@@ -159,7 +164,9 @@ def _trace(
     leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs)), is_leaf=is_node)
     chosen = [len(jax.tree.leaves(tuple(args[:i]), is_leaf=is_node)) for i in which]
     others = [i for i, leaf in enumerate(leaves) if is_node(leaf) and i not in chosen]
-    places = [*chosen, *others]  # a layer that two of them share belongs to the first
+    # The models to differentiate by come first: nnx gives a layer that two of them share to the
+    # first, so its gradient is not lost to a model that is not differentiated.
+    places = [*chosen, *others]
     wanted = nnx.filterlib.to_predicate(wrt)
     with nnx.split_context(_CONTEXT) as context:
         by = lambda path, value: path[0] < len(which) and wanted(path[1:], value)  # noqa: E731
@@ -189,7 +196,12 @@ def _trace(
 
 
 def _layers(inputs: Any, rest: Any, models: int) -> tuple[dict[int, Path], dict[int, Path]]:
-    """Return which inputs of a program are counters, and tables, of layers of the models."""
+    """Return which inputs of a program are counters, and which are tables, of the models' layers.
+
+    Only `rest` is searched, since a filter for parameters selects neither counters nor tables. The
+    inputs of the program are the leaves of `inputs`, then those of `rest`: if `inputs` has 3
+    leaves, the first leaf of `rest` has the number 3.
+    """
     first, structure = len(jax.tree.leaves(inputs)), jax.tree.structure(rest)
     numbers = structure.unflatten(range(first, first + structure.num_leaves))
     counters, tables = {}, {}
@@ -204,7 +216,7 @@ def _layers(inputs: Any, rest: Any, models: int) -> tuple[dict[int, Path], dict[
 
 
 def _run(program: _Program) -> tuple[Any, Any, list[dict[Path, list[ActivationGradient]]]]:
-    """Return value and state after the function, gradients of variables and of activations."""
+    """Return (value, state after the function), the gradients of variables, those of lookups."""
     chosen, _ = program.inputs
     tapped = tap_lookups(program.closed, jax.tree.leaves(program.inputs), program.layers)
     _check_found(program, tapped.lookups)
@@ -228,6 +240,7 @@ def _run(program: _Program) -> tuple[Any, Any, list[dict[Path, list[ActivationGr
 
 
 def _check_found(program: _Program, lookups: Sequence[Lookup]) -> None:
+    # count_lookups counts them anywhere, `lookups` are those that can be tapped.
     jaxpr = program.closed.jaxpr
     counts = count_lookups(jaxpr, {jaxpr.invars[i]: i for i in program.layers})
     for number, count in counts.items():
@@ -245,7 +258,8 @@ def _check_found(program: _Program, lookups: Sequence[Lookup]) -> None:
 
 
 def _warn_of_other_uses(program: _Program) -> None:
-    """Warn of tables that the value is computed from otherwise than by a lookup."""
+    """Warn about tables that the value is computed from in another way than by a lookup."""
+    # One bit per table; paths through lookups are cut, so any bit that remains is another use.
     jaxpr = program.closed.jaxpr
     sources = [Sources(1 << i if i in program.rows else 0) for i in range(len(jaxpr.invars))]
     found = propagate(jaxpr, sources, cut=frozenset([engine_lookup_p.name]))[: program.of_value]

@@ -1,7 +1,7 @@
-"""A table that nobody trains is named once: its model looks like one that learns.
+"""Warnings about tables that look as if they were trained and are not, once per layer.
 
 Input: a layer that is called while JAX differentiates, or that has gradients and no optimizer.
-Output: a warning, the first time for each layer.
+Output: a warning, the first time that it happens to the layer.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from tpu_embed.sparse import level_of_caller
 __all__ = ["warn_if_differentiated", "warn_without_optimizer"]
 
 _WARNED: weakref.WeakSet[EmbeddingEngine] = weakref.WeakSet()
-"""Engines of layers that were named before."""
+"""The engines of layers that have had their warning."""
 
 
 def warn_if_differentiated(engine: EmbeddingEngine) -> None:
-    """Warn if a trainable table is looked up under `jax.grad` and its kin, which do not train it.
+    """Warn if a trainable table is looked up under `jax.grad` or the like, which does not train it.
 
     `fused_value_and_grad` and `sparse_value_and_grad` trace the function first and differentiate
     what they have traced, so a layer that they train is never called under differentiation.
 
     Args:
-      engine: the layer's.
+      engine: the engine of the layer.
     """
     (table,) = engine.table_configs.values()
     if table.trainable and _differentiates():
@@ -44,13 +44,13 @@ def warn_without_optimizer(engine: EmbeddingEngine) -> None:
     """Warn that a table has gradients and no optimizer.
 
     Args:
-      engine: the layer's.
+      engine: the engine of the layer.
     """
     _warn(engine, "is not trained: give its layer an optimizer, or trainable=False")
 
 
 def _differentiates() -> bool:
-    """Tell whether the current trace, or one around it, is a derivative's."""
+    """Return whether the current trace, or one around it, is that of a derivative."""
     trace = core.trace_ctx.trace
     while trace is not None:
         if isinstance(trace, (JVPTrace, LinearizeTrace)):

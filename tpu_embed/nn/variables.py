@@ -1,6 +1,10 @@
-"""What a layer holds, as nnx variables of types of their own: no `nnx.Param` among them.
+"""The state of a layer as nnx variables: a table, its slots, and counters.
 
-Enters and leaves: a `TableState`. Called by the layers, and by `gradients.py` to write it back.
+They have types of their own, so that filters such as `nnx.Param` do not select them: nnx must not
+make a dense gradient for a table.
+
+Input: a `TableState`, or the attributes of a layer.
+Output: the attributes of a layer, or a `TableState`.
 """
 
 from __future__ import annotations
@@ -15,32 +19,32 @@ from tpu_embed.core.state import TableState
 __all__ = ["TOKEN", "Counter", "Slot", "Table", "attributes", "state_of"]
 
 TOKEN = "step"
-"""The attribute by whose value a layer's lookups are known in a program."""
+"""The attribute whose value identifies the lookups of a layer in a program."""
 
 _TABLES, _SLOTS = "tables", "slots"
 
 
 @final
 class Table(nnx.Variable):
-    """The rows of a table, as its layer's mesh shards them.
+    """The rows of a table, sharded over the mesh of its layer.
 
-    Its name among the layer's variables is that of its stack, which says what the rows are; the
-    metadata `stack` repeats it, for states that are merged by position.
+    Its name among the variables of the layer is that of its stack, which says what the rows are.
+    The metadata `stack` repeats the name, for states that are merged by position.
     """
 
 
 @final
 class Slot(nnx.Variable):
-    """A slot of a table's optimizer, beside its rows."""
+    """A slot of a table's optimizer."""
 
 
 @final
 class Counter(nnx.Variable):
-    """A number beside a table: updates applied (`step`), ids outside it, exchanges overrun."""
+    """A counter of a layer: updates (`step`), ids outside the table, exchanges over capacity."""
 
 
 def attributes(state: TableState) -> dict[str, Any]:
-    """Return a layer's attributes that hold the state of its one table."""
+    """Return the attributes of a layer that hold the state of its table."""
     tables = {stack: Table(rows, stack=stack) for stack, rows in state.tables.items()}
     slots = {
         stack: {name: Slot(array) for name, array in by_name.items()}
@@ -54,7 +58,7 @@ def state_of(holder: Mapping[str, Any]) -> TableState:
     """Return the state that a layer's attributes hold.
 
     Args:
-      holder: the attributes by name; those that are no variables of ours are ignored.
+      holder: the attributes by name; attributes that are not part of the state are ignored.
     """
     tables = {x.get_metadata().get("stack", name): x[...] for name, x in holder[_TABLES].items()}
     by_stack = holder.get(_SLOTS, {})  # a stack without slots may have no entry

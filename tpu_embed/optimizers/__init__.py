@@ -1,7 +1,11 @@
-"""Optimizers of tables: rows, slots and gradients in, rows and slots out.
+"""Optimizers of tables: a rule updates each row from nothing but its slots and its gradient.
 
-A rule of ours is a frozen dataclass, equal by value; any other row-separable optax transform is
-taken as well. The engine turns what users pass into a `TableOptimizer` with `as_table_optimizer`.
+That lets the engine update just the rows that a batch touches. Our own rules are frozen dataclasses
+that are equal by value. Any row-separable optax transform can be used as well;
+`as_table_optimizer` wraps it.
+
+Input: rows, their slots, and their gradients.
+Output: the rows and the slots after one update.
 """
 
 from tpu_embed.optimizers.adadelta import Adadelta

@@ -1,7 +1,10 @@
 """Calls of a user's optax transform, under the dtype promotion that optax is written for.
 
-optax raises a float to the power of an int32 count, which strict promotion refuses; a program that
-is strict about its own arithmetic may still use such a transform.
+optax raises a float to the power of an int32 count, which JAX's strict promotion refuses. A program
+that is strict about its own arithmetic can use such a transform nevertheless.
+
+Input: a transform, and what its `init` or `update` takes.
+Output: what they return.
 """
 
 from __future__ import annotations
@@ -31,5 +34,6 @@ def apply_transform(
 
 def transform_name(transform: Any) -> str:
     """Return the name of the function that made a transform."""
+    # The update of optax.adam(0.1) is a local function, `chain.<locals>.update_fn`: "chain".
     update = getattr(transform, "update", None)
     return getattr(update, "__qualname__", type(transform).__name__).split(".")[0]

@@ -1,7 +1,10 @@
-"""Options of a rule: what values are allowed, and the one form in which they are kept.
+"""Options of a rule: which values are allowed, and how they are stored.
 
-A field says in its metadata what it accepts; `normalise` is called once, when an optimizer of ours
-is made.
+Optimizers are equal by value, so every option is stored in one way: `0.1`, `np.float32(0.1)` and a
+0-d array all become a Python float. Each field of a rule says in its metadata what it accepts.
+
+Input: an optimizer as a user constructs it.
+Output: the same optimizer with every option checked and normalised.
 """
 
 from __future__ import annotations
@@ -23,28 +26,28 @@ def accepts(expected: str, allowed: Callable[[Any, Any], bool]) -> dict[str, Any
     """Return the metadata of a field whose value v must satisfy `allowed(v, optimizer)`.
 
     Args:
-      expected: the same in words.
+      expected: the condition in words, for the error.
       allowed: the condition, on the value and the whole optimizer.
     """
     return {"expected": expected, "allowed": allowed}
 
 
 def converted(convert: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """Return the metadata of a field whose value is kept as `convert(what, value)`."""
+    """Return the metadata of a field whose value is stored as `convert(what, value)`."""
     return {"convert": convert}
 
 
 POSITIVE = accepts("a number > 0", lambda value, _: value > 0)
 NON_NEGATIVE = accepts("a number >= 0", lambda value, _: value >= 0)
 FRACTION = accepts("a number in [0, 1)", lambda value, _: 0 <= value < 1)
-"""Of the rate of a moving average."""
+"""The metadata of a rate of a moving average."""
 LEARNING_RATE = converted(checked_learning_rate)
 
 
 def normalise(optimizer: Any) -> None:
-    """Check every option of a frozen dataclass and write each back in its one form.
+    """Check every option of a frozen dataclass and store each in its normal form.
 
-    Numbers become Python floats, mappings sorted tuples of pairs, `clipvalue` a pair: so that
+    Numbers become Python floats, mappings sorted tuples of pairs, and `clipvalue` a pair, so that
     optimizers that mean the same compare equal.
 
     Raises:
@@ -52,6 +55,7 @@ def normalise(optimizer: Any) -> None:
     """
     name = type(optimizer).__name__
     fields = dataclasses.fields(optimizer)
+    # Convert all fields before checking any: a condition may compare two of them.
     for field in fields:
         convert = field.metadata.get("convert", _CONVERT.get(type(field.default), _as_given))
         value = convert(f"{name}.{field.name}", getattr(optimizer, field.name))
@@ -88,7 +92,7 @@ def number(what: str, value: Any) -> float:
     """Return `value` as a float.
 
     Raises:
-      ValueError: it is not a number, or NaN.
+      ValueError: `value` is not a number, or is NaN.
     """
     if not is_number(value) or math.isnan(value):
         raise ValueError(message(what, expected="a number", got=repr(value)))
@@ -99,13 +103,13 @@ def optional_number(what: str, value: Any) -> float | None:
     """Return `value` as a float, or None.
 
     Raises:
-      ValueError: it is neither a number nor None.
+      ValueError: `value` is neither a number nor None.
     """
     return None if value is None else number(what, value)
 
 
 def check_order(what: str, bounds: Bounds) -> None:
-    """Raise ValueError when the lower bound is above the upper one."""
+    """Raise `ValueError` if the lower bound is above the upper one."""
     low, high = bounds
     if low is not None and high is not None and low > high:
         raise ValueError(message(what, expected="min <= max", got=f"min {low!r} > max {high!r}"))
@@ -116,10 +120,10 @@ def clip_bounds(what: str, value: Any) -> Bounds | None:
 
     Args:
       what: the option's name.
-      value: None, one number c for (-c, c), or a pair, either of whose members may be None.
+      value: None, one number c for (-c, c), or a pair of which either number may be None.
 
     Raises:
-      ValueError: it is none of these, or min > max.
+      ValueError: `value` is none of these, or min > max.
     """
     if value is None:
         return None
@@ -138,7 +142,7 @@ def slot_values(what: str, values: Any) -> tuple[tuple[str, Any], ...]:
     """Return a mapping from slot names to numbers or initializers as sorted pairs.
 
     Raises:
-      ValueError: it is not such a mapping.
+      ValueError: `values` is not such a mapping.
     """
     try:
         pairs = dict(values.items() if isinstance(values, Mapping) else (values or ()))
@@ -151,6 +155,7 @@ def slot_values(what: str, values: Any) -> tuple[tuple[str, Any], ...]:
         if not callable(value) and not is_number(value):
             expected = "a number or an initializer (key, shape, dtype) -> array"
             raise ValueError(message(f"{what}[{slot!r}]", expected=expected, got=repr(value)))
+    # {"m": 1, "a": np.float32(2)} -> (("a", 2.0), ("m", 1.0)): hashable, in one order.
     plain = {slot: float(value) if is_number(value) else value for slot, value in pairs.items()}
     return tuple((slot, plain[slot]) for slot in sorted(plain))
 

@@ -1,4 +1,12 @@
-"""Tells by a small computation whether an optax transform is row-separable."""
+"""A small computation that shows whether an optax transform is row-separable.
+
+A transform is row-separable if its update of a row depends on that row alone. A clip by the global
+norm, for example, is not. Nothing in a transform says which it is, so it is tried: two updates of
+four rows, once row by row and once all together, must agree.
+
+Input: an optax transform.
+Output: nothing, or an error that says why a table cannot be trained with it.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +24,13 @@ from tpu_embed._types import Array
 from tpu_embed.optimizers._optax_calls import apply_transform, init_state, transform_name
 
 _STEPS = 2
-_SCALES = (1e-2, 1.0, 1e3, 1e9)  # of the rows' gradients: a norm over all shows in the small ones
+# One scale per row of the gradients. A norm over all rows is that of the last, so that a transform
+# that divides by it changes the update of the first rows by orders of magnitude.
+_SCALES = (1e-2, 1.0, 1e3, 1e9)
 _DIM = 3
-_TOLERANCE = 1e-2  # two compiled forms, bfloat16 states; one that mixes rows is off by far more
+# Allows for two compiled programs and for bfloat16 states. A transform that mixes rows differs far
+# more than that.
+_TOLERANCE = 1e-2
 _EXPECTED = "a row-separable transform"
 _BELONGS = (
     "a transform that looks beyond the row belongs around the dense part of the model, "
@@ -34,16 +46,17 @@ def check_row_separable(
 ) -> None:
     """Refuse a transform whose update of a row depends on other rows.
 
-    Two updates of a few rows are computed with the transform mapped over the rows and with the
-    transform applied to all of them as one leaf; both must agree.
+    Two updates of a few rows are computed twice: with the transform mapped over the rows, and with
+    the transform applied to all rows as one leaf. Both results must agree.
 
     Args:
       transform: the transform.
       init_leaves: makes the states of rows `[n, D]`, mapped over the rows.
-      update_leaves: updates them.
+      update_leaves: updates rows and states, mapped over the rows.
 
     Raises:
-      ValueError: they differ, the transform cannot be mapped over rows, or it is a `MultiSteps`.
+      ValueError: the results differ, the transform cannot be mapped over rows, or it is a
+        `MultiSteps`.
     """
     what = f"optimizer {transform_name(transform)!r}"
     _refuse_multi_steps(transform, what)
@@ -53,6 +66,7 @@ def check_row_separable(
         return one_by_one, _whole(transform, rows, gradients)
 
     rows, gradients = _samples()
+    # The optimizer may be constructed inside a user's jit: compute here and now nevertheless.
     try:
         with jax.ensure_compile_time_eval():
             mapped, whole = jax.device_get(jax.jit(probe)(rows, gradients))
@@ -67,7 +81,7 @@ def check_row_separable(
 
 
 def _refuse_multi_steps(transform: Any, what: str) -> None:
-    """Raise ValueError for MultiSteps, also inside a chain: its state tells."""
+    """Raise `ValueError` for a `MultiSteps`, which its state shows also inside a chain."""
     multi = isinstance(transform, optax.MultiSteps)
     if not multi:
         row = jax.ShapeDtypeStruct((_DIM,), jnp.float32)
@@ -92,11 +106,12 @@ def _is_multi_steps_state(node: Any) -> bool:
 
 
 def _samples() -> tuple[np.ndarray, np.ndarray]:
-    """Return rows `[n, D]` and gradients `[steps, n, D]`, float32, away from 0.
+    """Return rows `[n, D]` and gradients `[steps, n, D]`, float32, with no number near 0.
 
-    From step to step every second row's gradient turns round, so that inner products with past
-    gradients differ in sign.
+    From step to step the gradient of every second row changes sign, so that its inner product with
+    the past gradient is negative in these rows and positive in the others.
     """
+    # cos plus 1.5 times its sign: numbers with absolute values in [1.5, 2.5] and mixed signs.
     n = len(_SCALES)
     grid = np.arange(1, (1 + _STEPS) * n * _DIM + 1, dtype=np.float64)
     values = (np.cos(7.0 * grid) + 1.5 * np.sign(np.cos(7.0 * grid))).reshape(-1, n, _DIM)
@@ -108,7 +123,7 @@ def _samples() -> tuple[np.ndarray, np.ndarray]:
 def _mapped(
     init: InitLeaves, update: UpdateLeaves, rows: Array, gradients: Array
 ) -> tuple[list[Array], list[Array]]:
-    """Return each step's updates and the last state's leaves, the transform mapped over rows."""
+    """Return the updates of each step and the leaves of the last state, row by row."""
     leaves, updates = init(rows), []
     for step in range(_STEPS):
         u, leaves = update(rows, leaves, gradients[step])
@@ -120,7 +135,7 @@ def _mapped(
 def _whole(
     transform: optax.GradientTransformation, rows: Array, gradients: Array
 ) -> tuple[list[Array], list[Array]]:
-    """Return the same with all rows as one leaf."""
+    """Return the same as `_mapped`, with all rows as one leaf of a tree."""
     state, updates = init_state(transform, rows), []
     for step in range(_STEPS):
         u, state = apply_transform(transform, gradients[step], state, rows)
@@ -134,10 +149,12 @@ def _updates_agree(one_by_one: list[np.ndarray], together: list[np.ndarray]) -> 
 
 
 def _states_agree(one_by_one: list[np.ndarray], together: list[np.ndarray]) -> bool:
-    """Tell whether the states agree; a leaf that the whole has once must be the same in every row.
+    """Return whether the states agree, as far as their leaves can be matched.
 
-    Leaves of other shapes can't be matched; there the updates decide.
+    A leaf that exists once for all rows must be the same in every row. Leaves of other shapes can't
+    be matched; for them only the updates are compared.
     """
+    # Mapped leaf [n, D] with a whole leaf [n, D] or [D]; mapped [n] with [n] or [].
     comparable = [
         (a, np.broadcast_to(b, a.shape))
         for a, b in zip(one_by_one, together, strict=True)
@@ -147,12 +164,13 @@ def _states_agree(one_by_one: list[np.ndarray], together: list[np.ndarray]) -> b
 
 
 def _agree(one_by_one: np.ndarray, together: np.ndarray) -> bool:
-    """Tell whether two arrays `[n, ...]` are equal, relative to each row's largest entry."""
+    """Return whether two arrays `[n, ...]` agree, relative to the largest entry of each row."""
     if one_by_one.shape != together.shape:
         return False
     n = one_by_one.shape[0] if one_by_one.ndim else 1
     a, b = (np.asarray(x).astype(np.float64).reshape(n, -1) for x in (one_by_one, together))
     largest = np.max(np.abs(a), axis=-1, keepdims=True, initial=0.0)
+    # Equal infinities differ by NaN, so equality and NaN in both are tested by themselves.
     close = np.abs(a - b) <= _TOLERANCE * largest
     return bool(np.all(close | (a == b) | (np.isnan(a) & np.isnan(b))))
 

@@ -1,9 +1,12 @@
-"""Products that are rounded before they are added: the same bits in every program and kernel.
+"""Forces a product to be rounded before it is added, for the same bits in every program and kernel.
 
-XLA's CPU backend lets the compiler make one multiply-add of a product and a sum, which rounds once
-instead of twice, or not, depending on what stands around; and it drops optimization barriers before
-it does so. It also turns a division by a root into a product with a reciprocal root. A whole number
-that is always 0, but only at run time, keeps the two apart.
+On CPU, XLA may fuse a product and a sum into one multiply-add, which rounds once instead of twice.
+Whether it does depends on the surrounding program, and optimization barriers are gone by then. It
+may also turn a division by a root into a product with a reciprocal root. Adding an integer to the
+bits of the product prevents both: it is always 0, but the compiler cannot know that.
+
+Input: the product, and the step, a number that is known only at run time.
+Output: the same product, which cannot be fused with what follows.
 """
 
 from __future__ import annotations
@@ -17,12 +20,13 @@ _INTEGERS = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 
 
 def round_now(x: Array, step: ArrayLike) -> Array:
-    """Return x, rounded: what is computed from it is not fused with how it was computed.
+    """Return x, and prevent the compiler from fusing its computation with its uses.
 
     Args:
       x: floats of any shape.
-      step: int32 scalar, never negative, not known when the program is compiled.
+      step: int32 scalar that is never negative and not known when the program is compiled.
     """
+    # min(step, 0) is 0 for every step >= 0.
     return _add_zero(x, jnp.minimum(jnp.asarray(step), 0))
 
 
@@ -33,6 +37,7 @@ def _add_zero(x: Array, zero: Array) -> Array:
     return jax.lax.bitcast_convert_type(bits, x.dtype)
 
 
+# Without this rule the conversion to integers would cut the gradient.
 @_add_zero.defjvp
 def _derivative_of_identity(primals: tuple, tangents: tuple) -> tuple:
     return _add_zero(*primals), tangents[0]

@@ -1,4 +1,8 @@
-"""Names of the slots of an optax state: what a user sees, and what a checkpoint is keyed by."""
+"""Names for the slots of an optax state, as users see them and as checkpoints store them.
+
+Input: the key paths of the leaves of an optax state.
+Output: one unique name per leaf.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,14 @@ from jax.tree_util import KeyPath, SequenceKey
 def name_slots(paths: Sequence[KeyPath]) -> list[str]:
     """Return one unique name per leaf of an optax state.
 
-    The name is the field's; where several leaves have it, the positions in the chain come before
-    it; where that does not tell them apart either, the whole path does.
+    The name is that of the leaf's field. If several leaves share it, their positions in the chain
+    are put before it. If that is not unique either, the name is the whole path.
 
     Args:
-      paths: key paths of the leaves.
+      paths: the key paths of the leaves.
 
     Returns:
-      The names, in the order of `paths`.
+      the names, in the order of `paths`.
 
     Example:
       >>> import jax, optax
@@ -32,6 +36,7 @@ def name_slots(paths: Sequence[KeyPath]) -> list[str]:
     """
     candidates = [_candidates(path) for path in paths]
     level = [0] * len(paths)
+    # Level 0: count, mu, nu, count. The counts clash and go to level 1: 0_count and 1_count.
     for deeper in (1, 2):
         names = [options[i] for options, i in zip(candidates, level, strict=True)]
         uses = collections.Counter(names)
@@ -40,7 +45,7 @@ def name_slots(paths: Sequence[KeyPath]) -> list[str]:
 
 
 def _candidates(path: KeyPath) -> tuple[str, str, str]:
-    """Return the field's name, that with the chain positions before it, and the whole path."""
+    """Return three names: the field, the field after its chain positions, and the whole path."""
     keys = [(_word(key), isinstance(key, SequenceKey)) for key in path]
     field = next((word for word, is_position in reversed(keys) if not is_position), "state")
     positions = [word for word, is_position in keys if is_position]
@@ -48,7 +53,7 @@ def _candidates(path: KeyPath) -> tuple[str, str, str]:
 
 
 def _word(key: Any) -> str:
-    """Return a path's key as text: the field, the dict's key or the position."""
+    """Return one key of a path as text: the name of a field, a dictionary's key, or a position."""
     for attribute in ("name", "key", "idx"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))

@@ -1,4 +1,8 @@
-"""Adadelta: steps in units of past steps."""
+"""Adadelta: the size of a step follows the size of past steps, so that units match.
+
+Input: rows, their averages of squared gradients and squared steps, and gradients.
+Output: the rows and both averages after one update.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ class Adadelta(RowOptimizer):
       epsilon: ε, > 0.
 
     The other options are those of `RowOptimizer`. Slots: `accumulators` a and `accum_updates` u,
-    `[V, D]`, at first 0.
+    `[V, D]`, initially 0.
 
     Raises:
       ValueError: an option is out of its range.

@@ -1,4 +1,8 @@
-"""Adagrad: a step size for each entry of a row, falling with the gradients it has seen."""
+"""Adagrad: each entry of a row has its own step size, which falls with the gradients it has seen.
+
+Input: rows, their sums of squared gradients, and gradients.
+Output: the rows and the sums after one update.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ class Adagrad(RowOptimizer):
 
     Args:
       learning_rate: lr, a number, a schedule of the step, or a callable without arguments.
-      initial_accumulator_value: first a, > 0.
+      initial_accumulator_value: the initial value of a, > 0.
       epsilon: ε, >= 0.
 
     The other options are those of `RowOptimizer`. Slots: `accumulators` a `[V, D]`.
@@ -55,6 +59,7 @@ class Adagrad(RowOptimizer):
         return (Slot("accumulators", self.initial_accumulator_value),)
 
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
+        # Every intermediate that the compiled kernel rounds is rounded here too: equal bits.
         a = slots["accumulators"] + round_now(g**2, t)
         return w - lr * g / round_now(jnp.sqrt(a) + self.epsilon, t), {"accumulators": a}
 

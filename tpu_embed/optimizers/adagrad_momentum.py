@@ -1,4 +1,8 @@
-"""Adagrad with momentum and an exponent of its own."""
+"""Adagrad with momentum, and with an exponent other than the square root if wanted.
+
+Input: rows, their sums (or averages) of squared gradients, their momenta, and gradients.
+Output: the rows and both slots after one update.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +33,13 @@ class AdagradMomentum(RowOptimizer):
     Args:
       learning_rate: lr, a number, a schedule of the step, or a callable without arguments.
       momentum: μ, in [0, 1).
-      use_nesterov: look one step ahead.
+      use_nesterov: use Nesterov's momentum, which looks one step ahead.
       exponent: > 0; 2 is Adagrad's square root.
-      beta2: β₂, in (0, 1]; 1 sums the squares, anything below averages them.
+      beta2: β₂, in (0, 1]; 1 sums the squares, a smaller number averages them.
       epsilon: ε, > 0.
 
     The other options are those of `RowOptimizer`. Slots: `accumulators` a and `momenta` m,
-    `[V, D]`, at first 0.
+    `[V, D]`, initially 0.
 
     Raises:
       ValueError: an option is out of its range.

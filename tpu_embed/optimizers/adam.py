@@ -1,4 +1,8 @@
-"""Adam: moving averages of the gradient and of its square."""
+"""Adam: steps along a moving average of the gradient, divided by the root of that of its square.
+
+Input: rows, both of their moving averages, and gradients.
+Output: the rows and the averages after one update.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +42,13 @@ class Adam(RowOptimizer):
       beta_1: β₁, in [0, 1).
       beta_2: β₂, in [0, 1).
       epsilon: ε, > 0.
-      lazy_adam: update touched rows only. False: m and v of every row decay and every row moves
-        at every step, at the cost of a pass over the whole table.
-      sum_inside_sqrt: add ε² inside the root.
-      bias_correction: scale lr as above; False leaves that to the learning rate.
+      lazy_adam: update touched rows only. With False m and v of every row decay and every row moves
+        at every step, which costs a pass over the whole table.
+      sum_inside_sqrt: add ε² inside the root instead of ε outside.
+      bias_correction: correct lr as above. With False the learning rate is used as it is.
 
     The other options are those of `RowOptimizer`. Slots: `momenta` m and `velocities` v,
-    `[V, D]`, at first 0.
+    `[V, D]`, initially 0.
 
     Raises:
       ValueError: an option is out of its range, or `lazy_adam=False` without accumulation.
@@ -92,7 +96,8 @@ class Adam(RowOptimizer):
         return adam_rate(lr, self.beta_1, self.beta_2, t=t) if self.bias_correction else lr
 
     def _epsilon(self, dtype: Any) -> float:
-        """Return what is added inside the root, never 0 though ε² may be, or outside."""
+        """Return what is added inside the root, or outside of it; never 0."""
         if self.sum_inside_sqrt:
+            # ε² of a small ε underflows to 0 in float32; a row without gradients would be 0 / 0.
             return max(self.epsilon**2, float(jnp.finfo(dtype).tiny))
         return self.epsilon

@@ -1,7 +1,10 @@
-"""What an optimizer of a table is: rows, slots and gradients in, rows and slots out.
+"""The interface of a table's optimizer: rows, slots and gradients in, rows and slots out.
 
-`TableOptimizer` is all that the engine needs to know. Our rules come to it through `RowOptimizer`,
-any other optax transform through `OptaxOptimizer`.
+The engine needs nothing but `TableOptimizer`. Our own rules implement it through `RowOptimizer`,
+other optax transforms through `OptaxOptimizer`.
+
+Input: rows, their slots, and their gradients.
+Output: the rows and the slots after one update.
 """
 
 from __future__ import annotations
@@ -25,10 +28,10 @@ class SlotShape:
     """Shape of one slot.
 
     Args:
-      shape: of one row's part, without the V axis: `(D,)`, or `()` for one number a row. With
-        `per_row=False`: of the one array that the whole stack shares.
-      dtype: of the array.
-      per_row: whether each row has its own.
+      shape: the shape of one row's part, without the axis V: `(D,)`, or `()` for one number per
+        row. With `per_row=False` it is the shape of the single array that the whole stack shares.
+      dtype: the dtype of the array.
+      per_row: whether each row has its own part.
     """
 
     shape: tuple[int, ...]
@@ -41,10 +44,11 @@ class Slot:
     """Declaration of a slot by a rule.
 
     Args:
-      name: of the slot.
+      name: the name of the slot.
       initial: a number, or an initializer `(key, shape, dtype) -> array`.
-      one_number: one number a row instead of D.
-      every_row: the rule changes it at every step in every row, also in rows that no id touches.
+      one_number: whether the slot has one number per row instead of D.
+      every_row: whether the rule changes the slot of every row at every step, also in rows that no
+        id touches.
     """
 
     name: str
@@ -54,10 +58,10 @@ class Slot:
 
 
 class TableOptimizer(abc.ABC):
-    """Updates rows of a table."""
+    """Update rows of a table."""
 
     learning_rate: LearningRate | None
-    """Constant, schedule or callable; None where an optax transform holds its own."""
+    """A constant, schedule or callable; None for an optax transform, which holds its own."""
     use_gradient_accumulation: bool
     """Whether the gradients of a row are summed before one update."""
 
@@ -68,7 +72,12 @@ class TableOptimizer(abc.ABC):
 
     @abc.abstractmethod
     def slot_shapes(self, dim: int, dtype: Any) -> dict[str, SlotShape]:
-        """Return the slots of rows `[dim]`, by name; `dtype` is that of the arithmetic."""
+        """Return the shapes of the slots by name.
+
+        Args:
+          dim: the length of a row.
+          dtype: the dtype of the rule's arithmetic.
+        """
 
     @abc.abstractmethod
     def init_slots(self, rows: Array, keys: Array) -> Slots:
@@ -76,10 +85,10 @@ class TableOptimizer(abc.ABC):
 
         Args:
           rows: float32 or float64 `[n, D]`.
-          keys: JAX keys `[n]`, one a row.
+          keys: JAX keys `[n]`, one per row.
 
         Returns:
-          Per slot an array `[n, ...]`, or as it is when it is not per row.
+          one array per slot: `[n, ...]`, or without the first axis if the slot is not per row.
         """
 
     @abc.abstractmethod
@@ -95,33 +104,37 @@ class TableOptimizer(abc.ABC):
 
         Args:
           rows: float32 or float64 `[n, D]`.
-          slots: as `init_slots` made them.
+          slots: the slots, shaped as `init_slots` returns them.
           gradients: `[n, D]`, the sum of each row's gradients.
           step: int32 scalar t, 1 at the first update.
-          learning_rate: scalar of this step.
+          learning_rate: scalar, the learning rate of this step.
 
         Returns:
-          Rows `[n, D]` and slots, same shapes and dtypes.
+          rows `[n, D]` and slots, in the same shapes and dtypes.
         """
 
     @abc.abstractmethod
     def compiled_rule(self, step: ArrayLike, learning_rate: Array) -> CompiledRule | None:
-        """Return the update as the compiled kernels take it, or None: they do not know it.
+        """Return the update as data for the compiled kernels, or None if they do not implement it.
 
         Args:
           step: int32 scalar t, 1 at the first update.
-          learning_rate: float32 scalar of this step.
+          learning_rate: float32 scalar, the learning rate of this step.
         """
 
     @final
     def resolve_learning_rate(self, step: ArrayLike, operand: ArrayLike | None) -> ArrayLike:
-        """Return this step's learning rate; `operand` is the value of a callable without arguments.
+        """Return the learning rate of this step.
+
+        Args:
+          step: int32 scalar t, 1 at the first update.
+          operand: the value of a rate that is a callable without arguments, otherwise None.
 
         Raises:
-          ValueError: such a callable, and no operand.
+          ValueError: the rate is such a callable, and `operand` is None.
         """
         return resolve(self.learning_rate, step, operand)
 
     @abc.abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Return class name and hyperparameters as plain objects."""
+        """Return the class name and the hyperparameters as plain objects."""

@@ -1,4 +1,8 @@
-"""A rule that the user writes."""
+"""A rule that a user writes as a function of one row, its slots and its gradient.
+
+Input: rows, the slots that the user declares, and gradients.
+Output: the rows and the slots that the user's function returns.
+"""
 
 from __future__ import annotations
 
@@ -34,23 +38,24 @@ class CustomOptimizer(RowOptimizer):
 
         w, slots = rule(g, w, slots, lr, t)
 
-    The rule is mapped over the rows, so that it sees one row at a time. Where it sums over the row,
-    `row_sum`, `row_mean` and `row_norm` give the same bits on all devices and placements (on CPU),
-    and `jnp.sum` does not. Optimizers are equal when their rules are the same function and their
-    options are equal: make the rule once, or tables with it do not stack.
+    The rule is mapped over the rows, so it sees one row at a time. If it sums over the row, use
+    `row_sum`, `row_mean` and `row_norm`, which give the same bits for every number of devices and
+    every placement (on CPU); `jnp.sum` does not. Two of these optimizers are equal if their rule is
+    the same function and their options are equal. So define the function once, or else tables that
+    use it do not stack.
 
     Args:
       rule: `(gradient [D], row [D], slots {name: [D]}, learning_rate scalar, step int32 scalar) ->
         (row [D], slots)`, in JAX functions.
-      slots: initial value of each slot by name, a number or an initializer `(key, shape, dtype) ->
-        array`, called once a row with shape `(1, D)`.
+      slots: the initial value of each slot by name: a number, or an initializer `(key, shape,
+        dtype) -> array`, which is called once per row with the shape `(1, D)`.
       learning_rate: a number, a schedule of the step, or a callable without arguments.
 
     The other options are those of `RowOptimizer`.
 
     Raises:
-      ValueError: an option is out of its range; at trace time, the rule returns another shape, or
-        other slots, than it was given.
+      ValueError: an option is out of its range; at trace time, the rule returns another shape or
+        other slots than it was given.
 
     Example:
       >>> import jax.numpy as jnp
@@ -89,7 +94,7 @@ class CustomOptimizer(RowOptimizer):
 
 
 def _same_slots(new: Mapping[str, Any], old: Slots) -> Slots:
-    """Return the rule's slots; ValueError if they are not those that it was given."""
+    """Return the slots that the rule returned; `ValueError` if it was given other slots."""
     if not isinstance(new, Mapping) or set(new) != set(old):
         got = sorted(new) if isinstance(new, Mapping) else repr(new)
         raise ValueError(message("slots of the rule", expected=f"{sorted(old)}", got=got))
@@ -97,7 +102,7 @@ def _same_slots(new: Mapping[str, Any], old: Slots) -> Slots:
 
 
 def _as_before(what: str, new: Any, old: Array) -> Array:
-    """Return an array in the dtype of the old one; ValueError if its shape is another."""
+    """Return an array in the dtype of the old one; `ValueError` if the shapes differ."""
     if jnp.shape(new) != old.shape:
         raise ValueError(message(what, expected=f"shape {old.shape}", got=jnp.shape(new)))
     return jnp.asarray(new).astype(old.dtype)

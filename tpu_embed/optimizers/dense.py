@@ -1,4 +1,10 @@
-"""Lifts a rule over rows to dense parameter trees: `RowOptimizer.as_optax`."""
+"""A rule over rows as an optax transform of dense parameter trees (`RowOptimizer.as_optax`).
+
+A dense leaf counts as a table of which every row is touched: the last axis is the row.
+
+Input: a `TableOptimizer`; in the transform, a tree of gradients and of parameters.
+Output: an optax transform, which returns a tree of updates.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +27,9 @@ class RowRuleState(NamedTuple):
     """State of a rule on a dense tree.
 
     Args:
-      count: int32 scalar, updates done so far.
-      slots: per slot a tree of the parameters' structure; a slot of one number a row lacks the last
-        axis.
+      count: int32 scalar, the number of updates done so far.
+      slots: for each slot, by name, a tree in the structure of the parameters. In a slot with one
+        number per row the leaves lack the last axis.
     """
 
     count: Array
@@ -37,6 +43,7 @@ def dense_transform(
 
     def init(params: PyTree) -> RowRuleState:
         leaves, treedef = jax.tree.flatten(params)
+        # One dictionary of slots per leaf, [{m, v}, {m, v}], becomes one tree per slot.
         made = [_init_leaf(optimizer, as_array(leaf), seed, i) for i, leaf in enumerate(leaves)]
         names = optimizer.slot_shapes(1, jnp.float32)
         slots = {name: treedef.unflatten([slots[name] for slots in made]) for name in names}
@@ -70,7 +77,8 @@ def dense_transform(
 
 
 def _rows(leaf: Array) -> Array:
-    """Return a leaf as rows `[n, D]` in the dtype of the arithmetic."""
+    """Return a leaf as rows `[n, D]` in the dtype of the rule's arithmetic."""
+    # [3, 5, D] -> [15, D]; [D] -> [1, D]; a scalar -> [1, 1].
     dim = leaf.shape[-1] if leaf.ndim else 1
     dtype = jnp.float64 if leaf.dtype == jnp.float64 else jnp.float32
     return leaf.reshape(math.prod(leaf.shape[:-1]), dim).astype(dtype)
@@ -78,6 +86,7 @@ def _rows(leaf: Array) -> Array:
 
 def _init_leaf(optimizer: TableOptimizer, leaf: Array, seed: int, index: int) -> dict[str, Array]:
     rows = _rows(leaf)
+    # A key for each row of each leaf, which depends on the positions of both.
     key = jax.random.fold_in(jax.random.key(seed), index)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows.shape[0], dtype=jnp.uint32))
     shapes = optimizer.slot_shapes(rows.shape[1], rows.dtype)
@@ -86,6 +95,7 @@ def _init_leaf(optimizer: TableOptimizer, leaf: Array, seed: int, index: int) ->
 
 
 def _leaf_shape(leaf: Array, row_part: tuple[int, ...]) -> tuple[int, ...]:
+    # A slot part (D,) has the leaf's shape [3, 5, D]; a part () has one number per row: [3, 5].
     return leaf.shape if row_part else leaf.shape[:-1]
 
 
@@ -104,12 +114,17 @@ def _update_leaf(
     as_rows = {n: s.reshape(rows.shape[:1] + shapes[n].shape) for n, s in held.items()}
     gradients = as_array(gradient).reshape(rows.shape).astype(rows.dtype)
     new_rows, new_slots = optimizer.update_rows(rows, as_rows, gradients, step, rate)
+    # optax adds updates to parameters. The sum may differ from new_rows in the last bit.
     difference = (new_rows - rows).reshape(leaf.shape).astype(leaf.dtype)
     return difference, {name: new_slots[name].reshape(slots[name].shape) for name in shapes}
 
 
 def _learning_rate(optimizer: TableOptimizer, step: Array, given: Any) -> Any:
-    """Return the value given, else resolve; a host callable is called, but never in a trace."""
+    """Return the given rate, or else that of the optimizer.
+
+    Raises:
+      ValueError: the rate is a callable without arguments, which would be called in a trace.
+    """
     if given is not None:
         return given
     rate = optimizer.learning_rate

@@ -1,4 +1,8 @@
-"""FTRL-proximal: the row that a regularised sum of all past gradients asks for."""
+"""FTRL-proximal: each row minimises a regularised sum of all its past gradients.
+
+Input: rows, their sums of squared gradients, their linear terms, and gradients.
+Output: the rows and both slots after one update.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +33,14 @@ class FTRL(RowOptimizer):
         a' = a + g²;  p = learning_rate_power;  z = z + g - (a'^(-p) - a^(-p)) w / lr
         w = 0 if |z| <= l1 else (l1 sgn z - z) / ((a'^(-p) + β) / lr + 2 l2)
 
-    With `multiply_linear_by_learning_rate`, z is kept times lr (an old z is not rescaled):
+    With `multiply_linear_by_learning_rate`, z is stored multiplied by lr. If lr changes, an old z
+    is not rescaled.
 
         z = z + lr g - (a'^(-p) - a^(-p)) w
         w = 0 if |z| <= lr l1 else (lr l1 sgn z - z) / (a'^(-p) + β + 2 lr l2)
 
-    The row is recomputed also when g is 0: a fresh row, whose z is 0, becomes 0. Without the flag,
-    lr = 0 leaves row and slots unchanged.
+    The row is recomputed even if g is 0; a fresh row, whose z is 0, then becomes 0. Without the
+    flag, lr = 0 leaves row and slots unchanged.
 
     Args:
       learning_rate: lr, a number, a schedule of the step, or a callable without arguments.
@@ -43,12 +48,12 @@ class FTRL(RowOptimizer):
       l1_regularization_strength: l1, >= 0.
       l2_regularization_strength: l2, >= 0.
       beta: β, >= 0, added to the root of the accumulator.
-      initial_accumulator_value: first a, > 0.
-      multiply_linear_by_learning_rate: keep z times lr.
-      allow_zero_accumulator: let the first a be 0.
+      initial_accumulator_value: the initial value of a, > 0.
+      multiply_linear_by_learning_rate: store z multiplied by lr.
+      allow_zero_accumulator: allow 0 as the initial value of a.
 
     The other options are those of `RowOptimizer`. Slots: `accumulators` a and `linears` z `[V, D]`,
-    z at first 0.
+    z initially 0.
 
     Raises:
       ValueError: an option is out of its range.
@@ -92,6 +97,7 @@ class FTRL(RowOptimizer):
         quadratic = round_now((root + self.beta) * inverse, t)
         new_w = self._solve(new_z, quadratic, scale=jnp.ones_like(lr), t=t)
         new_slots = {"accumulators": new_a, "linears": new_z}
+        # lr = 0: the numbers above were computed with 1 / lr = 1, and are dropped.
         kept = {name: jnp.where(still, slots[name], new) for name, new in new_slots.items()}
         return jnp.where(still, w, new_w), kept
 
@@ -107,15 +113,17 @@ class FTRL(RowOptimizer):
         return CompiledRule("ftrl", ("accumulators", "linears"), (*numbers, rests))
 
     def _inverse(self, lr: Array) -> tuple[Array, Array]:
-        """Return whether lr is 0, and 1 / lr, or 1 where it is.
+        """Return whether lr is 0, and 1 / lr (1 if lr is 0).
 
-        Of two divisions by one scalar, XLA makes products in some programs but not in others.
+        The rule multiplies by this reciprocal. XLA would turn two divisions by the same scalar into
+        products in some programs and not in others, which changes bits.
         """
         still = lr == 0
         return still, 1.0 / jnp.where(still, jnp.ones_like(lr), lr)
 
     def _root(self, a: Array) -> Array:
         """Return a^(-p)."""
+        # A square root is correctly rounded, a power need not be.
         return jnp.sqrt(a) if self.learning_rate_power == -0.5 else a**-self.learning_rate_power
 
     def _solve(self, z: Array, quadratic: Array, *, scale: Array, t: Array) -> Array:

@@ -1,4 +1,8 @@
-"""LAMB: Adam's direction, as long as the row."""
+"""LAMB: Adam's direction, scaled to the norm of the row.
+
+Input: rows, both of their moving averages, and gradients.
+Output: the rows and the averages after one update.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +25,11 @@ from tpu_embed.optimizers.row_sums import row_sum
 
 @dataclasses.dataclass(frozen=True)
 class LAMB(RowOptimizer):
-    """Scale Adam's direction to the norm of the row; norms are per row.
+    """Scale Adam's direction to the norm of the row.
 
         m = β₁ m + (1 - β₁) g;  v = β₂ v + (1 - β₂) g²
         r = (m / (1 - β₁ᵗ)) / (√(v / (1 - β₂ᵗ)) + ε) + λ w
-        w = w - lr (‖w‖ / ‖r‖) r, the ratio 1 if either norm is 0
+        w = w - lr (‖w‖ / ‖r‖) r, where the ratio is 1 if either norm is 0; norms are per row
 
     Args:
       learning_rate: lr, a number, a schedule of the step, or a callable without arguments.
@@ -33,8 +37,8 @@ class LAMB(RowOptimizer):
       beta_2: β₂, in [0, 1).
       epsilon: ε, > 0.
 
-    The other options are those of `RowOptimizer`, but `weight_decay_factor` is the λ above and
-    decays in no other way. Slots: `momenta` m and `velocities` v, `[V, D]`, at first 0.
+    The other options are those of `RowOptimizer`, except that `weight_decay_factor` is only the λ
+    above. Slots: `momenta` m and `velocities` v, `[V, D]`, initially 0.
 
     Raises:
       ValueError: an option is out of its range.

@@ -1,9 +1,12 @@
 """The three kinds of learning rate: a constant, a schedule of the step, a host callable.
 
 A number is a constant. A callable with a required positional argument is a schedule, as in optax:
-it is called with the number of updates done so far (0 at the first). Any other callable takes
-nothing; the host calls it once an update and passes its value to the compiled program, so that a
-new value is no new compilation.
+it is called with the number of updates done so far (0 at the first). Any other callable is called
+without arguments: the host calls it once per update and passes its value to the compiled program,
+so that a new value needs no new compilation.
+
+Input: a learning rate as a user gives it; the step.
+Output: its kind; its value at the step.
 """
 
 from __future__ import annotations
@@ -29,17 +32,17 @@ class LearningRateKind(enum.Enum):
     SCHEDULE = "schedule"
     HOST = "host"
     TRANSFORM = "transform"
-    """The optax transform holds its own."""
+    """The optax transform holds its own learning rate."""
 
 
 def learning_rate_kind(learning_rate: LearningRate | None) -> LearningRateKind:
-    """Tell of which kind a learning rate is.
+    """Return the kind of a learning rate.
 
     Args:
       learning_rate: a number, a callable, or None for an optax transform, which holds its own.
 
     Returns:
-      The kind; a callable is a SCHEDULE if one of its positional arguments has no default,
+      the kind. A callable is a SCHEDULE if one of its positional arguments has no default,
       otherwise HOST.
 
     Example:
@@ -49,7 +52,7 @@ def learning_rate_kind(learning_rate: LearningRate | None) -> LearningRateKind:
       'host'
 
     Reference:
-      A schedule is what optax calls one: a function of the count of updates.
+      optax: a schedule is a function of the count of updates.
     """
     if learning_rate is None:
         return LearningRateKind.TRANSFORM
@@ -62,17 +65,18 @@ def learning_rate_kind(learning_rate: LearningRate | None) -> LearningRateKind:
 
 
 def checked_learning_rate(what: str, learning_rate: Any) -> LearningRate:
-    """Return a learning rate that can be used: a Python float, or the callable.
+    """Return a checked learning rate: a Python float, or the callable.
 
     Raises:
-      ValueError: it is neither a number nor a callable, the callable takes more than the step,
-        or has no hash (equal optimizers must have equal hashes).
+      ValueError: the rate is neither a number nor a callable, or the callable needs more than the
+        step, or it has no hash (equal optimizers must have equal hashes).
     """
     if not callable(learning_rate):
         if not is_number(learning_rate):
             expected = "a number, a schedule of the step, or a callable without arguments"
             raise ValueError(message(what, expected=expected, got=repr(learning_rate)))
         return float(learning_rate)
+    # *args and **kwargs have no default, but need not be given.
     named = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = [
         p for p in _parameters(learning_rate) if p.default is p.empty and p.kind not in named
@@ -95,15 +99,16 @@ def resolve(learning_rate: LearningRate | None, step: Any, operand: Any) -> Arra
     """Return the learning rate of one update.
 
     Args:
-      learning_rate: constant, schedule, host callable, or None.
+      learning_rate: a constant, a schedule, a host callable, or None.
       step: int32 scalar t, 1 at the first update; a schedule is called with t - 1.
-      operand: scalar, the value of a host callable, called outside the compiled program.
+      operand: scalar, the value of a host callable, which was called outside the compiled program.
 
     Returns:
-      A scalar; 0.0 for None, where it is not read.
+      a scalar; 0.0 for None, which nothing reads.
 
     Raises:
-      ValueError: a host callable, and no operand; a schedule that returns no number.
+      ValueError: the rate is a host callable and there is no operand, or the rate is a schedule
+        that does not return a number.
 
     Example:
       >>> resolve(lambda count: 0.5**count, 3, None)
@@ -129,9 +134,9 @@ def resolve(learning_rate: LearningRate | None, step: Any, operand: Any) -> Arra
 
 
 def _scheduled(schedule: Callable[..., Any], count: Any) -> Any:
-    """Return the schedule's value; ValueError if it is not one real number.
+    """Return the schedule's value; `ValueError` if it is not one real number.
 
-    Schedules of optax need JAX's standard promotion of dtypes, whatever the user's.
+    Schedules of optax need JAX's standard dtype promotion, even if the user's program is strict.
     """
     with jax.numpy_dtype_promotion("standard"):
         value = schedule(count)
@@ -148,7 +153,7 @@ def _is_real(dtype: Any) -> bool:
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters of a callable; none for one without a signature (some built-ins)."""
+    """Return the parameters of a callable; [] if it has no signature, as some built-ins."""
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):

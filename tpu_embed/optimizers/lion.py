@@ -1,4 +1,8 @@
-"""Lion: steps of one size, the sign of an average."""
+"""Lion: every step has the same size, in the direction of the sign of an average gradient.
+
+Input: rows, their average gradients, and gradients.
+Output: the rows and the averages after one update.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +22,16 @@ from tpu_embed.optimizers.row_optimizer import RowOptimizer
 
 @dataclasses.dataclass(frozen=True)
 class Lion(RowOptimizer):
-    """Move each entry by lr, in the direction of an average of past and present gradient.
+    """Move each entry by lr, against the sign of an average of past and present gradients.
 
         w = w - lr sgn(β₁ m + (1 - β₁) g);  m = β₂ m + (1 - β₂) g
 
     Args:
       learning_rate: lr, a number, a schedule of the step, or a callable without arguments.
-      beta_1: β₁, in [0, 1), of the step.
-      beta_2: β₂, in [0, 1), of the average that is kept.
+      beta_1: β₁, in [0, 1), the rate of the average that gives the direction.
+      beta_2: β₂, in [0, 1), the rate of the average that is stored.
 
-    The other options are those of `RowOptimizer`. Slots: `momenta` m `[V, D]`, at first 0.
+    The other options are those of `RowOptimizer`. Slots: `momenta` m `[V, D]`, initially 0.
 
     Raises:
       ValueError: an option is out of its range.

@@ -1,4 +1,8 @@
-"""Gradient descent with momentum."""
+"""Gradient descent with momentum: steps along a decaying sum of past gradients.
+
+Input: rows, their momenta, and gradients.
+Output: the rows and the momenta after one update.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +27,9 @@ class Momentum(RowOptimizer):
     Args:
       learning_rate: lr, a number, a schedule of the step, or a callable without arguments.
       momentum: μ, in [0, 1).
-      use_nesterov: look one step ahead.
+      use_nesterov: use Nesterov's momentum, which looks one step ahead.
 
-    The other options are those of `RowOptimizer`. Slots: `momenta` m `[V, D]`, at first 0.
+    The other options are those of `RowOptimizer`. Slots: `momenta` m `[V, D]`, initially 0.
 
     Raises:
       ValueError: an option is out of its range.

@@ -1,7 +1,10 @@
 """Any row-separable optax transform as the optimizer of a table.
 
-`update` is mapped over the rows. Leaves of its state shaped `()`, such as a count, stay unmapped
-and are shared by the whole stack; all other leaves become slots, one a row.
+The transform's `update` is mapped over the rows. Leaves of its state with the shape `()`, such as a
+count, stay unmapped and are shared by the whole stack. All other leaves become slots, one per row.
+
+Input: an optax transform; then rows, slots and gradients.
+Output: a `TableOptimizer`; then rows and slots.
 """
 
 from __future__ import annotations
@@ -25,14 +28,14 @@ from tpu_embed.optimizers.base import Slots, SlotShape, TableOptimizer, Updated
 
 
 class _Layout(NamedTuple):
-    """State of one row: its structure, and per leaf the slot."""
+    """The state of one row: its structure, and one slot per leaf, in the order of the leaves."""
 
     treedef: Any
     slots: dict[str, SlotShape]
 
     @property
     def axes(self) -> list[int | None]:
-        """Per leaf the axis of the rows, None where the rows share it."""
+        """For each leaf the axis that `vmap` maps: 0, or None if all rows share the leaf."""
         return [0 if slot.per_row else None for slot in self.slots.values()]
 
 
@@ -43,11 +46,11 @@ class OptaxOptimizer(TableOptimizer):
 
         u, state = transform.update(g, state, w);  w = w + u
 
-    Compares and hashes by identity, so that tables with two such optimizers do not stack. The
+    It is compared by identity, so tables with two different objects of this class do not stack. The
     transform holds its own learning rate.
 
     Args:
-      transform: row-separable: what it does to a row depends on no other row.
+      transform: a row-separable transform: its update of a row must not depend on other rows.
 
     Raises:
       ValueError: the transform is not row-separable, or is a `MultiSteps`.
@@ -103,6 +106,8 @@ class OptaxOptimizer(TableOptimizer):
         return {"class": type(self).__name__, "transform": transform_name(self.transform)}
 
     def _layout(self, dim: int, dtype: Any) -> _Layout:
+        # State of one row [D] of adam: count [], mu [D], nu [D]. The count is shared, the others
+        # are slots of all rows, [n, D].
         row = jax.ShapeDtypeStruct((dim,), jnp.dtype(dtype))
         pairs, treedef = jax.tree_util.tree_flatten_with_path(
             jax.eval_shape(functools.partial(init_state, self.transform), row)
@@ -112,7 +117,7 @@ class OptaxOptimizer(TableOptimizer):
         return _Layout(treedef, dict(zip(names, shapes, strict=True)))
 
     def _init_leaves(self, rows: Array) -> list[Array]:
-        """Return the leaves of the states of rows `[n, D]`."""
+        """Return the leaves of the states of rows `[n, D]`: `[n, …]`, or shared."""
         layout = self._layout(rows.shape[-1], rows.dtype)
         dtypes = [slot.dtype for slot in layout.slots.values()]
 
@@ -125,7 +130,7 @@ class OptaxOptimizer(TableOptimizer):
     def _update_leaves(
         self, rows: Array, leaves: list[Array], gradients: Array
     ) -> tuple[Array, list[Array]]:
-        """Return what is to be added to rows `[n, D]`, and the new leaves."""
+        """Return the updates, to be added to rows `[n, D]`, and the new leaves."""
         layout = self._layout(rows.shape[-1], rows.dtype)
 
         def update_row(row: Array, state: list[Array], g: Array) -> tuple[Array, list[Array]]:
@@ -160,16 +165,16 @@ def _as(leaf: Any, dtype: Any) -> Array:
 
 
 def as_table_optimizer(optimizer: Any) -> TableOptimizer | None:
-    """Return what a user passed as an optimizer as a `TableOptimizer`.
+    """Return the optimizer that a user gives as a `TableOptimizer`.
 
     Args:
-      optimizer: an optimizer of ours, a row-separable optax transform, or None.
+      optimizer: one of `tpu_embed.optimizers`, a row-separable optax transform, or None.
 
     Returns:
-      Ours as it is, an optax transform wrapped, None as None.
+      a `TableOptimizer` or None as it is; an optax transform wrapped in `OptaxOptimizer`.
 
     Raises:
-      ValueError: it is none of these, or a transform that is not row-separable.
+      ValueError: `optimizer` is none of these, or a transform that is not row-separable.
 
     Example:
       >>> import optax

@@ -1,4 +1,8 @@
-"""Adagrad with a proximal step for l1 and l2."""
+"""Adagrad followed by a proximal step, which shrinks the row by l1 and l2.
+
+Input: rows, their sums of squared gradients, and gradients.
+Output: the rows and the sums after one update.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +21,17 @@ from tpu_embed.optimizers.row_optimizer import RowOptimizer
 
 @dataclasses.dataclass(frozen=True)
 class ProximalAdagrad(RowOptimizer):
-    """Take Adagrad's step, then shrink: l1 towards exact zeros, l2 in proportion.
+    """Take Adagrad's step, then shrink the row: l1 makes entries exactly 0, l2 scales them down.
 
         a = a + g²;  η = lr / √a;  y = w - η g;  w = sgn(y) max(|y| - η l1, 0) / (1 + η l2)
 
-    With l1 or l2 a row moves also when its gradient is 0.
+    With l1 or l2 a row changes even if its gradient is 0.
 
     Args:
       learning_rate: lr, a number, a schedule of the step, or a callable without arguments.
-      l1: >= 0.
-      l2: >= 0.
-      initial_accumulator_value: first a, > 0.
+      l1: strength of the l1 regularisation, >= 0.
+      l2: strength of the l2 regularisation, >= 0.
+      initial_accumulator_value: the initial value of a, > 0.
 
     The other options are those of `RowOptimizer`. Slots: `accumulators` a `[V, D]`.
 

@@ -1,4 +1,8 @@
-"""RMSProp, and the form that subtracts the mean gradient."""
+"""RMSProp: gradients divided by the root of their mean square; or, centered, by their deviation.
+
+Input: rows, their moving averages, their momenta, and gradients.
+Output: the rows and the slots after one update.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +32,8 @@ class RMSProp(RowOptimizer):
       momentum: μ, in [0, 1).
       epsilon: ε, > 0.
 
-    The other options are those of `RowOptimizer`. Slots: `ms` s, at first 1, and `momenta` b, at
-    first 0, `[V, D]`.
+    The other options are those of `RowOptimizer`. Slots: `ms` s, initially 1, and `momenta` b,
+    initially 0, `[V, D]`.
 
     Raises:
       ValueError: an option is out of its range.
@@ -77,8 +81,8 @@ class CenteredRMSProp(RowOptimizer):
       momentum: μ, in [0, 1).
       epsilon: ε, > 0.
 
-    The other options are those of `RowOptimizer`. Slots: `ms` s, at first 1, `mg` c and `momenta`
-    b, at first 0, `[V, D]`.
+    The other options are those of `RowOptimizer`. Slots: `ms` s, initially 1, `mg` c and `momenta`
+    b, initially 0, `[V, D]`.
 
     Raises:
       ValueError: an option is out of its range.
@@ -108,6 +112,7 @@ class CenteredRMSProp(RowOptimizer):
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
         s = average(slots["ms"], g**2, self.rho, t=t)
         c = average(slots["mg"], g, self.rho, t=t)
+        # Rounding may make s smaller than c².
         variance = jnp.maximum(s - c**2, 0.0)
         b = self.momentum * slots["momenta"] + lr * g / jnp.sqrt(variance + self.epsilon)
         return w - b, {"ms": s, "momenta": b, "mg": c}

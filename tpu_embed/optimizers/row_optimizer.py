@@ -1,6 +1,11 @@
-"""Base of our rules: a frozen dataclass of hyperparameters and one row-separable rule.
+"""The base of our own rules: hyperparameters in a frozen dataclass, and one row-separable rule.
 
-The engine lifts `update_rows` to the touched rows of a table; `as_optax` lifts it to dense trees.
+The rule is written once, over rows. The engine applies it to the touched rows of a table, and
+`as_optax` applies it to dense trees. Options that all rules share, such as weight decay and
+clipping, stand around the rule.
+
+Input: rows, their slots, and their gradients.
+Output: the rows and the slots after one update.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ _CLIPVALUE = _options.converted(_options.clip_bounds) | _options.accepts(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowOptimizer(TableOptimizer):
-    """Hold the options common to all rules and the order of an update; equal and hashable by value.
+    """Hold the options common to all rules; optimizers are equal and hashable by value.
 
     One update of a touched row w with gradient g:
 
@@ -45,17 +50,17 @@ class RowOptimizer(TableOptimizer):
         w = clip(w, clip_weight)
 
     Args:
-      use_gradient_accumulation: sum a row's gradients, then update once. False: one update an
-        occurrence.
+      use_gradient_accumulation: sum the gradients of a row, then update it once. With False there
+        is one update per occurrence of the row.
       clip_weight_min: lower bound of the new row, or None.
       clip_weight_max: upper bound of the new row, or None.
       weight_decay_factor: λ, or None.
-      multiply_weight_decay_factor_by_learning_rate: λ times this step's learning rate instead of λ.
+      multiply_weight_decay_factor_by_learning_rate: use λ multiplied by this step's learning rate.
       clipvalue: bounds of the gradient: None, c for (-c, c), or (min, max), either of which may
         be None.
-      slot_initializers: initial values of slots by name, numbers or initializers `(key, shape,
-        dtype) -> array`, which are called once a row with shape `(1, D)`, or `(1,)` for a slot of
-        one number a row.
+      slot_initializers: initial values of slots by name: numbers, or initializers `(key, shape,
+        dtype) -> array`. These are called once per row with the shape `(1, D)`, or `(1,)` for a
+        slot with one number per row.
 
     Raises:
       ValueError: an option is out of its range, or `slot_initializers` names an unknown slot.
@@ -70,7 +75,7 @@ class RowOptimizer(TableOptimizer):
     slot_initializers: Any = field(default=(), metadata=_SLOT_VALUES)
 
     decay_in_rule: ClassVar[bool] = False
-    """Whether the rule itself uses the decay factor; then nothing else does."""
+    """Whether the rule itself uses the decay factor; `update_rows` then does not."""
 
     @final
     def __post_init__(self) -> None:
@@ -82,11 +87,13 @@ class RowOptimizer(TableOptimizer):
 
     @abc.abstractmethod
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
-        """Return rows and slots after the rule alone; it may reduce over the last axis only.
+        """Return rows and slots after the rule alone, without the options around it.
+
+        A rule may reduce over the last axis only: rows must not depend on each other.
 
         Args:
-          w: rows `[n, D]`, decayed.
-          slots: `[n, D]`, or `[n]` for one number a row.
+          w: rows `[n, D]`, after weight decay.
+          slots: `[n, D]`, or `[n]` for one number per row.
           g: gradients `[n, D]`, clipped.
           t: int32 scalar, the step.
           lr: scalar of the rows' dtype.
@@ -94,7 +101,7 @@ class RowOptimizer(TableOptimizer):
 
     @abc.abstractmethod
     def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
-        """Return the rule alone as the compiled kernels take it, or None: they do not know it."""
+        """Return the rule alone for the compiled kernels, or None if they do not implement it."""
 
     @property
     @final
@@ -168,16 +175,16 @@ class RowOptimizer(TableOptimizer):
         """Return the rule as an optax transform for dense trees.
 
         The last axis of a leaf is the row; a scalar leaf is a row of one number. Every row counts
-        as touched. `optax.apply_updates` gives the rule's new rows up to rounding. Clipping, decay
-        and weight clip apply as in a table; `use_gradient_accumulation` means nothing here.
+        as touched. `optax.apply_updates` gives the rule's new rows up to rounding. Both kinds of
+        clipping and weight decay work as in a table; `use_gradient_accumulation` has no effect.
 
         Args:
-          seed: of the keys for `slot_initializers` that draw numbers.
+          seed: the seed of the keys for those `slot_initializers` that draw numbers.
 
         Returns:
-          A transform whose state holds the step as `count` and, in `slots`, one tree shaped like
-          the parameters per slot. `update` needs `params`; a learning rate that is a callable
-          without arguments is called by an eager `update`, and inside a jit its value is given, as
+          a transform. Its state holds the step as `count`, and in `slots` one tree per slot, shaped
+          like the parameters. `update` needs `params`. A learning rate that is a callable without
+          arguments is called by `update` outside of a jit; inside a jit give its value:
           `update(..., learning_rate=value)`.
 
         Example:
@@ -206,10 +213,12 @@ class RowOptimizer(TableOptimizer):
 
 
 def _initial_slot(slot: Slot, initial: Any, rows: Array, keys: Array) -> Array:
-    """Return the slot of fresh rows: `[n, D]`, or `[n]` for one number a row."""
+    """Return the slot of fresh rows: `[n, D]`, or `[n]` for one number per row."""
     shape = (rows.shape[0],) if slot.one_number else rows.shape
     if not callable(initial):
         return jnp.full(shape, initial, rows.dtype)
+    # Each row draws from its own key, so that its numbers depend neither on how rows are placed on
+    # devices nor on other rows; the slot's name makes slots of one row differ.
     one_row = (1, *shape[1:])
     tag = zlib.crc32(slot.name.encode())
 
@@ -224,7 +233,8 @@ def _initial_slot(slot: Slot, initial: Any, rows: Array, keys: Array) -> Array:
 
 
 def _plain(value: Any) -> Any:
-    """Return an option as an object that JSON can hold; a callable as its name."""
+    """Return an option as an object that JSON can hold; a callable becomes its name."""
+    # (("m", 1.0),) -> {"m": 1.0}; (-1.0, None) -> [-1.0, None].
     if isinstance(value, tuple):
         pairs = value and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value)
         return {name: _plain(v) for name, v in value} if pairs else [_plain(v) for v in value]

@@ -1,8 +1,11 @@
-"""Sums over the row in one order, whatever the compiler: what a rule that reduces is made of.
+"""Sums over a row in a fixed order, for rules that reduce over the row.
 
-XLA sums in an order of its own choice, which changes with the number of rows that a device has, and
-so with devices and placements; the last bits change with it. Here the upper half of the row is
-added to the lower, until one number is left. The compiled kernels do the same.
+XLA chooses the order of a sum itself. Its choice changes with the number of rows on a device, hence
+with devices and placements, and the last bits of the sum change with it. Here the upper half of the
+row is added to the lower half until one number is left. The compiled kernels do the same.
+
+Input: rows `[…, D]`.
+Output: their sums, means or norms, `[…, 1]`.
 """
 
 from __future__ import annotations
@@ -13,10 +16,10 @@ from tpu_embed._types import Array
 
 
 def row_sum(x: Array) -> Array:
-    """Return the sums over the last axis, added up in one order.
+    """Return the sums over the last axis, added up in a fixed order.
 
-    A rule that reduces with it has the same bits on every number of devices and in every placement
-    (on CPU); one that uses `jnp.sum` has not.
+    A rule that reduces with this function gives the same bits for every number of devices and every
+    placement (on CPU). A rule that uses `jnp.sum` does not.
 
     Args:
       x: floats `[…, D]`.
@@ -28,6 +31,7 @@ def row_sum(x: Array) -> Array:
       >>> row_sum(jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])).tolist()
       [[6.0], [15.0]]
     """
+    # D = 3: pad to width 4, [a, b, c, 0] -> [a + c, b + 0] -> [(a + c) + (b + 0)].
     width = 1 << max(0, x.shape[-1] - 1).bit_length()
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
     while width > 1:
@@ -37,7 +41,7 @@ def row_sum(x: Array) -> Array:
 
 
 def row_mean(x: Array) -> Array:
-    """Return the means over the last axis, `[…, 1]`; as `row_sum`.
+    """Return the means over the last axis, `[…, 1]`, summed as in `row_sum`.
 
     Args:
       x: floats `[…, D]`.
@@ -50,7 +54,7 @@ def row_mean(x: Array) -> Array:
 
 
 def row_norm(x: Array) -> Array:
-    """Return the Euclidean norms over the last axis, `[…, 1]`; as `row_sum`.
+    """Return the Euclidean norms over the last axis, `[…, 1]`, summed as in `row_sum`.
 
     Args:
       x: floats `[…, D]`.

@@ -1,4 +1,8 @@
-"""Adagrad with one accumulator a row."""
+"""Adagrad with one accumulator per row: all entries of a row share a step size.
+
+Input: rows, one accumulator per row, and gradients.
+Output: the rows and the accumulators after one update.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +23,17 @@ from tpu_embed.optimizers.row_sums import row_mean
 
 @dataclasses.dataclass(frozen=True)
 class RowWiseAdagrad(RowOptimizer):
-    """Divide each step by the root of the sum of the row's mean squared gradients.
+    """Divide each step by the root of the accumulated mean square of the row's gradients.
 
         a = a + mean_d g²;  w = w - lr g / (√a + ε)
 
     Args:
       learning_rate: lr, a number, a schedule of the step, or a callable without arguments.
-      initial_accumulator_value: first a, > 0.
+      initial_accumulator_value: the initial value of a, > 0.
       epsilon: ε, >= 0.
 
-    The other options are those of `RowOptimizer`. Slots: `accumulators` a `[V]`: D times less
-    memory than Adagrad.
+    The other options are those of `RowOptimizer`. Slots: `accumulators` a `[V]`, which take D times
+    less memory than those of Adagrad.
 
     Raises:
       ValueError: an option is out of its range.

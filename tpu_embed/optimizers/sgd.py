@@ -1,4 +1,8 @@
-"""Stochastic gradient descent."""
+"""Stochastic gradient descent: the step is the gradient times the learning rate.
+
+Input: rows and gradients; there are no slots.
+Output: the rows after one update.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Yogi: Adam whose second moment grows and falls by bounded steps."""
+"""Yogi: Adam whose average of squared gradients changes by bounded steps.
+
+Input: rows, both of their moments, and gradients.
+Output: the rows and the moments after one update.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from tpu_embed.optimizers.row_optimizer import RowOptimizer
 
 @dataclasses.dataclass(frozen=True)
 class Yogi(RowOptimizer):
-    """Follow the average gradient, with an additive second moment.
+    """Move along the average gradient, scaled by a second moment that changes additively.
 
         m = β₁ m + (1 - β₁) g;  v = v - (1 - β₂) sgn(v - g²) g²
         α = lr √(1 - β₂ᵗ) / (1 - β₁ᵗ);  w = w - α m / (√v + ε)
@@ -29,8 +33,8 @@ class Yogi(RowOptimizer):
       beta_2: β₂, in [0, 1).
       epsilon: ε, > 0.
 
-    The other options are those of `RowOptimizer`. Slots: `momenta` m, at first 0, and `velocities`
-    v, at first 1e-6, `[V, D]`.
+    The other options are those of `RowOptimizer`. Slots: `momenta` m, initially 0, and `velocities`
+    v, initially 1e-6, `[V, D]`.
 
     Raises:
       ValueError: an option is out of its range.

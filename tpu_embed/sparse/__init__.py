@@ -1,4 +1,4 @@
-"""Lookups found in traced programs: sparse gradients of arrays that users hold, and of engines."""
+"""Sparse gradients: find the lookups in a user's traced function, differentiate by their rows."""
 
 from tpu_embed.sparse.arguments import level_of_caller, positions, value_and_aux
 from tpu_embed.sparse.engine_lookup import (

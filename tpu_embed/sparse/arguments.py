@@ -1,8 +1,7 @@
-"""How functions that differentiate a user's function read its arguments, result and place.
+"""The conventions of `jax.grad`, for our functions that differentiate a user's function.
 
-Enters: `argnums` and `has_aux` as the user gave them. Leaves: places, a pair, and the line that
-called. Called by
-`sparse_grad.py` and `nn/`.
+Input: `argnums` and `has_aux` as a user gives them, and the result of the user's function.
+Output: positions of arguments, a pair of value and aux, and the stack level of the user's line.
 """
 
 from __future__ import annotations
@@ -20,19 +19,20 @@ __all__ = ["level_of_caller", "positions", "value_and_aux"]
 
 
 def positions(argnums: Any, count: int, *, remedy: str) -> tuple[int, ...]:
-    """Return the places of the arguments to differentiate by, counted from the first.
+    """Return the positions of the arguments to differentiate by, counted from the first.
 
     Args:
-      argnums: an int or several.
-      count: of positional arguments.
-      remedy: for the error.
+      argnums: an int or a sequence of ints; negative ones count from the end.
+      count: the number of positional arguments.
+      remedy: the remedy that the error names.
 
     Returns:
       different numbers in [0, count).
 
     Raises:
-      ValueError: argnums that name no argument, or one twice.
+      ValueError: a number in `argnums` is not that of an argument, or two are the same argument.
     """
+    # Three arguments and argnums (0, -1): (0, 2).
     given = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
     wanted = all(is_int(i) and -count <= i < count for i in given)
     found = tuple(int(i) % count for i in given) if wanted else ()
@@ -43,17 +43,17 @@ def positions(argnums: Any, count: int, *, remedy: str) -> tuple[int, ...]:
 
 
 def value_and_aux(result: Any, *, has_aux: bool) -> tuple[Any, Any]:
-    """Return a function's result as a pair of its value and aux, None without.
+    """Return a function's result as a pair of its value and aux.
 
     Args:
       result: what the function returned.
-      has_aux: whether that is a pair.
+      has_aux: whether the result is a pair.
 
     Returns:
-      value and aux.
+      the value, and aux; without `has_aux` aux is None.
 
     Raises:
-      TypeError: `has_aux`, and it is no pair.
+      TypeError: `has_aux` is given, and the result is not a pair.
     """
     if not has_aux:
         return result, None
@@ -70,11 +70,12 @@ def value_and_aux(result: Any, *, has_aux: bool) -> tuple[Any, Any]:
 
 
 def level_of_caller(inside: str) -> int:
-    """Return the `stacklevel` at which a warning of who calls this names the user's line.
+    """Return the `stacklevel` with which the caller's warning names a line of the user's.
 
     Args:
-      inside: how the paths of the files begin that are not the user's; JAX's are not either.
+      inside: the prefix of paths of our own files. Files of JAX are not the user's either.
     """
+    # Walk outwards over the frames of ours and of JAX, which calls us back while tracing.
     level, frame = 1, sys._getframe(1)
     ours = (inside, str(Path(jax.__file__).parent))
     while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):

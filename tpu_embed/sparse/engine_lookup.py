@@ -1,9 +1,12 @@
-"""The lookup of an engine of one feature as one equation of a program, and the update it asks for.
+"""An engine's lookup as one equation of a traced program, so that a model's lookups can be found.
 
-Enters: an engine, its state, ids. Leaves: activations; later the new state, given the gradients of
-all activations that were looked up. Called by `nn/`: the equation is what `taps.py` finds in a
-traced function. It is known by the state's step, not by its tables: the step is a number that every
-lookup can carry along, and that nothing differentiates.
+A model that is traced may look the same table up several times, also in loops. Each lookup is one
+equation, `engine_lookup_p`; the update then takes the gradients of all of them at once. The
+equation names its table by the state's step, its first operand: the step is a scalar that every
+lookup can carry and that nothing differentiates.
+
+Input: an engine of one feature, its state, and ids.
+Output: activations; later the new state, from the gradients of all activations looked up.
 """
 
 from __future__ import annotations
@@ -37,18 +40,18 @@ __all__ = [
 ]
 
 FEATURE = "ids"
-"""The one feature of such an engine: `EmbeddingEngine({FEATURE: …})`."""
+"""The name of the only feature of such an engine: `EmbeddingEngine({FEATURE: …})`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is static of one lookup.
+    """The static part of one lookup.
 
     Attributes:
-      engine: of one feature.
-      spec: of a placed batch; None: dense ids, traced or not.
-      bags: the last axis of dense ids is the bag.
-      weighted: weights follow the ids among the operands.
+      engine: an engine of one feature.
+      spec: the spec of a placed batch; None for dense ids, which may be traced.
+      bags: whether the last axis of dense ids is the bag.
+      weighted: whether weights follow the ids among the operands.
     """
 
     engine: EmbeddingEngine
@@ -61,32 +64,35 @@ class Call:
 
         Args:
           step: int32 `[]`.
-          ids: integers `[…]`, `[…, H]` with bags, or `Batch.packed`.
-          rest: weights of the ids' shape, where there are any; the tables' arrays.
+          ids: integers `[…]`, with bags `[…, H]`, or `Batch.packed`.
+          rest: weights in the shape of the ids, if there are any; then the arrays of the tables.
 
         Returns:
-          `[…, D]`, `[…, L, D]` for a sequence, or what the batch has.
+          `[…, D]`, `[…, L, D]` for a sequence, or the activations of the placed batch.
         """
+        # rest is [weights, table 0, …] or [table 0, …]: a slice up to False is empty.
         weights, arrays = rest[: self.weighted], rest[self.weighted :]
         tables = dict(zip(_stacks(self.engine), arrays, strict=True))
         state = TableState(tables, {}, step, {})
         if self.spec is not None:
             return self.engine.lookup(state, _batch(self.engine, ids, self.spec))[FEATURE]
+        # Ids [3, 5, H] on 4 replicas: 15 bags, padded to 16 -> [16, D] -> [15, D] -> [3, 5, D].
         dense = DenseIds(ids, weights[0] if weights else None, self.bags)
         found = self.engine.lookup(state, *_joined(self.engine, [dense]))[FEATURE]
         count = math.prod(dense.lead)
-        if count < found.shape[0]:  # an explicit axis can't split what does not divide
+        if count < found.shape[0]:
+            # Replicate first: an explicit mesh axis can't split a count that it does not divide.
             found = self.engine.layout.axes.reshard(found, ())[:count]
         return found.reshape(*dense.lead, *found.shape[1:])
 
 
 class LookedUp(NamedTuple):
-    """One lookup, or those of all iterations of a loop.
+    """One lookup, or the lookups of all iterations of a loop.
 
     Attributes:
-      call: the lookup.
-      ids: its ids, the loop's axes first.
-      weights: floats of their shape, or None.
+      call: the static part of the lookup.
+      ids: the ids; the axes of loops come first.
+      weights: floats in the shape of the ids, or None.
     """
 
     call: Call
@@ -97,22 +103,22 @@ class LookedUp(NamedTuple):
 def engine_lookup(
     engine: EmbeddingEngine, state: TableState, ids: Any, *, weights: Array | None = None
 ) -> Array:
-    """Return the activations of an engine's one feature.
+    """Return the activations of an engine's only feature.
 
     Args:
-      engine: of one feature.
-      state: its tables.
-      ids: what `engine.place` returned; or integers `[…, H]`, bags of H, or `[B]`, one id an
-        example; -1 is padding. Any number of bags: it need not divide among the devices.
-      weights: beside integers `[…, H]`: floats or integers of their shape.
+      engine: an engine of one feature.
+      state: the state of the engine.
+      ids: a batch that `engine.place` returned; or integers, `[…, H]` for bags of H ids, `[B]` for
+        one id per example. -1 is padding. The number of bags need not divide among the devices.
+      weights: floats or integers in the shape of integer ids; None with a batch.
 
     Returns:
       `[…, D]`; `[…, L, D]` for a sequence.
 
     Raises:
-      TypeError: ids that are no integers.
-      ValueError: ids without an axis; weights of another shape, no real numbers, or beside a batch;
-        a batch of another engine.
+      TypeError: the ids are not integers.
+      ValueError: ids without an axis; weights of another shape, that are not real numbers, or
+        beside a batch; a batch of another engine.
     """
     check_tables_not_donated(state)
     check_layout(state.tables, engine.layout)
@@ -136,20 +142,20 @@ def engine_update(
 ) -> TableState:
     """Return the state after one step of the optimizer with the gradients of all lookups.
 
-    It is not differentiable. A row's gradients are summed over the lookups as over the examples of
-    one batch that holds them one after the other.
+    The step is not differentiable. The gradients of a row are summed as if all lookups were one
+    batch, which holds their examples one lookup after the other.
 
     Args:
-      engine: of one feature.
-      state: its tables and slots.
-      lookups: all of them; a placed batch stands alone.
-      gradients: a lookup's each, in the shape of its activations.
+      engine: an engine of one feature.
+      state: the state of the engine, with slots.
+      lookups: all lookups of the step. A placed batch must be the only one.
+      gradients: one gradient per lookup, in the shape of its activations.
 
     Returns:
       the new state.
 
     Raises:
-      ValueError: a placed batch that does not stand alone, or was looked up in a loop; what
+      ValueError: a placed batch is not the only lookup, or was looked up in a loop; whatever
         `engine.update` refuses.
     """
     gradients = _not_differentiable(list(gradients))
@@ -159,6 +165,8 @@ def engine_update(
         return engine.update(
             state, _batch(engine, lookups[0].ids, specs[0]), {FEATURE: gradients[0]}
         )
+    # Gradients [3, 5, D] and [4, D] become [15, D] and [4, D], then [19, D], then [20, D]: the last
+    # row of zeros is for the empty bag that `join` appends to the ids.
     dense = [DenseIds(one.ids, one.weights, one.call.bags) for one in lookups]
     features, weights = _joined(engine, dense)
     each = [flat(g, len(one.lead)) for g, one in zip(gradients, dense, strict=True)]
@@ -200,19 +208,20 @@ def _check_dense(ids: Any, weights: Array | None) -> None:
     if weights is None:
         return
     if weights.shape != ids.shape or not is_real(weights.dtype):
-        got, remedy = f"{weights.dtype} of shape {weights.shape}", "give a weight an id, or None"
+        got, remedy = f"{weights.dtype} of shape {weights.shape}", "give one weight per id, or None"
         expected = f"real numbers of shape {ids.shape}"
         raise ValueError(message("weights", expected=expected, got=got, remedy=remedy))
 
 
 def _as_floats(weights: Array, engine: EmbeddingEngine) -> Array:
-    """Return weights as floats; those of one program have one kind."""
+    """Return weights as floats, since lookups with float and integer weights may be joined."""
     if jnp.issubdtype(weights.dtype, jnp.floating):
         return weights
     return weights.astype(engine.layout.stacks[0].compute_dtype)
 
 
 def _check_alone(engine: EmbeddingEngine, lookups: Sequence[LookedUp]) -> None:
+    # Batch.packed is a matrix; a loop would have put an axis before it.
     alone = len(lookups) == 1
     if not alone or lookups[0].ids.ndim != 2:
         raise ValueError(
@@ -230,12 +239,12 @@ def _stacks(engine: EmbeddingEngine) -> list[str]:
 
 
 def _batch(engine: EmbeddingEngine, packed: Array, spec: BatchSpec) -> Batch:
-    """Return the batch that was looked up, and checked then."""
+    """Return the batch of packed ids that `engine_lookup` has checked."""
     return Batch(packed, spec, engine.layout.row_numbers)
 
 
 def _joined(engine: EmbeddingEngine, lookups: Sequence[DenseIds]) -> tuple[Any, Any]:
-    """Return features and weights of the engine."""
+    """Return the ids and weights of several lookups as features and weights of the engine."""
     ids, weights = join(lookups, engine.layout.axes.replicas)
     return {FEATURE: ids}, None if weights is None else {FEATURE: weights}
 
@@ -244,7 +253,7 @@ def _joined(engine: EmbeddingEngine, lookups: Sequence[DenseIds]) -> tuple[Any, 
 
 
 def _bind(call: Call, *operands: Array) -> Array:
-    """Bind the primitive with its program, in which jit looks for meshes."""
+    """Bind the primitive, with the traced lookup as a parameter: jit looks for meshes in it."""
     return engine_lookup_p.bind(*operands, call=call, program=jax.make_jaxpr(call.run)(*operands))
 
 
@@ -261,13 +270,15 @@ def _abstract(*operands: Any, call: Call, program: ClosedJaxpr) -> Any:
 
 
 def _batched(operands: tuple, dims: tuple, *, call: Call, program: Any) -> tuple[Array, int]:
+    # A lookup takes ids of any leading axes, so vmap adds one axis to ids and weights, the operands
+    # 1 and 2 of (step, ids, [weights], tables…). Step and tables can't be batched.
     asked = range(1, 2 + call.weighted)
     if call.spec is not None:
         _refuse_vmap("dense ids", "a placed batch", "place one batch of all, and look it up once")
     if any(d is not None for i, d in enumerate(dims) if i not in asked):
         expected = "one table, looked up in every branch of a cond or in none"
         remedy = "look up before the cond; of an ensemble, in a loop over its members"
-        _refuse_vmap(expected, "a table a member", remedy)
+        _refuse_vmap(expected, "one table per member", remedy)
     size = next(operands[i].shape[dims[i]] for i in asked if dims[i] is not None)
     given = list(operands)
     for i in asked:
@@ -283,12 +294,15 @@ def _refuse_vmap(expected: str, got: str, remedy: str) -> None:
 
 
 def _tangent(primals: tuple, tangents: tuple, *, call: Call, program: Any) -> tuple[Any, Any]:
+    # Integer operands have float0 tangents, which are no derivatives either.
     moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
     moving = [i for i in moving if tangents[i].dtype != jax.dtypes.float0]
     if not moving:
         found = engine_lookup_p.bind(*primals, call=call, program=program)
         return found, ad.Zero(jax.typeof(found).to_tangent_aval())
 
+    # Weights (or tables) are differentiated: the lookup is opened, that is, its parts stand in the
+    # program and not the one equation that can be found. `opened_p` marks the results.
     def run(*moved: Array) -> Array:
         operands = list(primals)
         for i, x in zip(moving, moved, strict=True):
@@ -300,7 +314,7 @@ def _tangent(primals: tuple, tangents: tuple, *, call: Call, program: Any) -> tu
 
 
 engine_lookup_p = Primitive("engine_lookup")
-"""`(step, ids, [weights], tables…)` to activations."""
+"""Maps `(step, ids, [weights], tables…)` to activations."""
 
 engine_lookup_p.def_impl(_run)
 engine_lookup_p.def_abstract_eval(_abstract)
@@ -321,8 +335,8 @@ def _opened_back(cotangent: Any, step: Array, value: Any) -> tuple[None, Any]:
 
 
 opened_p = Primitive("engine_lookup_opened")
-"""`(step, value)` to value: that of a lookup, or a derivative of it by weights, whose gradient by
-the table nobody can find any more. It says so: the step reaches it."""
+"""Maps `(step, value)` to value. Marks a lookup result, or its derivative by weights, whose table
+gradient can no longer be recovered, so that the tracer can report it: the step reaches the mark."""
 
 opened_p.def_impl(_opened)
 opened_p.def_abstract_eval(_opened)

@@ -1,7 +1,11 @@
-"""Gradients of a function in which tables are looked up: sparse for those tables, whatever else.
+"""Gradients of a function that looks rows up in tables: sparse for tables, dense for all else.
 
-Enters: a function of tables and other parameters. Leaves: a function of the same arguments that
-returns value and gradients, as `jax.value_and_grad`, with `IndexedSlices` for tables.
+`jax.grad` gives a dense gradient `[V, D]` for a table, although only the rows that were looked up
+have one. Here the lookups are found by tracing, and the gradient holds those rows alone.
+
+Input: a function of tables and other parameters.
+Output: a function of the same arguments that returns the value and the gradients, like
+`jax.value_and_grad`, with `IndexedSlices` for tables.
 """
 
 from __future__ import annotations
@@ -31,36 +35,37 @@ _BY_POSITION = "give what is differentiated by position, not by keyword"
 def sparse_value_and_grad(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
-    """Return a function that gives `fun`'s value and gradients, sparse for tables.
+    """Return a function that computes `fun`'s value and gradients, sparse for tables.
 
     The gradient of a leaf that `fun` uses only as the table of `embedding_lookup` is an
-    `IndexedSlices` with an entry for every id looked up, duplicates kept, lookups in program order.
-    So it costs what the ids cost, whatever V. Every other leaf's is as `jax.value_and_grad` gives
-    it. Lookups are found through jit, vmap, remat, scan and cond; one inside a `custom_jvp` or
-    `custom_vjp` function or a `shard_map` inside `fun` makes the gradient dense, with a warning, as
-    any other use of the table does.
+    `IndexedSlices`. It has one entry per id looked up, keeps duplicates, and is ordered by lookup
+    in program order. Its cost depends on the number of ids, not on V. The gradient of every other
+    leaf is that of `jax.value_and_grad`. Lookups are found through jit, vmap, remat, scan and cond.
+    A lookup inside a `custom_jvp` or `custom_vjp` function, or inside a `shard_map` within `fun`,
+    makes the gradient dense and gives a warning, as any other use of the table does.
 
-    Only uses from which a path of differentiable operations leads to the value count, as
-    `tpu_embed.training.gradients` defines it. A lookup behind `stop_gradient`, one whose result is
-    not used, is in aux alone, or only becomes integers or comparisons, has no entry, so that no
-    optimizer touches its rows; a lookup whose gradient happens to be zero has. A table of which no
-    lookup counts gets an `IndexedSlices` with N = 0 entries.
+    Only uses that are connected to the value by a path of differentiable operations count, as
+    `tpu_embed.training.gradients` defines it. A lookup has no entry if it stands behind
+    `stop_gradient`, if its result is not used or used in aux only, or if its result only becomes
+    integers or comparisons; no optimizer touches its rows. A lookup whose gradient happens to be
+    zero has entries. A table of which no lookup counts gets an `IndexedSlices` with N = 0 entries.
 
-    Inside a `shard_map` the slices are this device's own: nothing has summed them.
+    Inside a `shard_map` the slices are this device's own and not summed over devices.
 
     Args:
-      fun: returns a float scalar; with `has_aux` a pair of that and a pytree of arrays.
-      argnums: which positional arguments to differentiate by; pytrees of floats.
+      fun: a function that returns a float scalar; with `has_aux` a pair of a float scalar and a
+        pytree of arrays.
+      argnums: which positional arguments to differentiate by; these are pytrees of floats.
       has_aux: whether `fun` returns a pair.
 
     Returns:
-      a function that returns (value, gradients), or ((value, aux), gradients). Jit it: lookups are
-      found by tracing `fun` anew at every call.
+      a function that returns (value, gradients), or ((value, aux), gradients). Use it inside a jit:
+      lookups are found by tracing `fun` again at every call.
 
     Raises:
-      TypeError: as `jax.value_and_grad`: values and arguments that are no floats; with `has_aux`, a
-        `fun` that returns no pair.
-      ValueError: argnums that name no argument, or one twice.
+      TypeError: values or arguments that are not floats, as in `jax.value_and_grad`; with
+        `has_aux`, a `fun` that does not return a pair.
+      ValueError: a number in `argnums` is not that of an argument, or two are the same argument.
 
     Example:
       >>> from tpu_embed import embedding_lookup
@@ -93,7 +98,12 @@ def sparse_value_and_grad(
 def sparse_grad(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Return a function that gives `fun`'s gradients alone; see `sparse_value_and_grad`.
+    """Return a function that computes only the gradients of `sparse_value_and_grad`.
+
+    Args:
+      fun: as in `sparse_value_and_grad`, like the other arguments.
+      argnums: which positional arguments to differentiate by.
+      has_aux: whether `fun` returns a pair.
 
     Returns:
       a function that returns gradients, or (gradients, aux).
@@ -109,6 +119,7 @@ def sparse_grad(
 
 
 def _paths(args: Sequence[Any], which: Sequence[int]) -> list[tuple[Any, Any]]:
+    # Names for warnings: of a single argument ['w'], of several [0]['w'].
     chosen = [args[i] for i in which]
     return jax.tree_util.tree_flatten_with_path(chosen[0] if len(which) == 1 else chosen)[0]
 
@@ -116,7 +127,11 @@ def _paths(args: Sequence[Any], which: Sequence[int]) -> list[tuple[Any, Any]]:
 def _flat_gradients(
     flat: Callable[..., Any], leaves: list[Array], names: list[str]
 ) -> tuple[Any, Any, list[Any]]:
-    """Return value, aux and the gradient of every leaf."""
+    """Return the value, aux, and the gradient by every leaf.
+
+    A leaf is sparse if it is looked up and reaches the value in no other way than by lookups. The
+    program is then differentiated by the other leaves and by the taps of the lookups that count.
+    """
     closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
     structure = jax.tree.structure(shapes)
     program = tap_lookups(closed, leaves, differentiable(leaves))
@@ -140,7 +155,7 @@ def _flat_gradients(
 
 
 def _warn_dense(names: Sequence[str]) -> None:
-    """Warn of tables whose gradient is dense although they are looked up."""
+    """Warn about tables whose gradient is dense although they are looked up."""
     for name in names:
         warnings.warn(
             f"the gradient of table {name or 'argument'} is dense: beside embedding_lookup the "
@@ -155,14 +170,15 @@ def with_slices(
     asked: Mapping[int, Asked],
     rows: Mapping[int, Array],
 ) -> dict[int, Any]:
-    """Return gradients by input: dense ones, slices, and where an input has both, their sum.
+    """Return the gradients by input: an array, slices, or for an input with both, their sum.
 
     Args:
-      dense: gradients by number of the input.
-      program: what was differentiated.
-      asked: what some lookups were asked for, by number of the lookup.
-      rows: the gradient of each one's tap.
+      dense: dense gradients by the number of the input.
+      program: the program that was differentiated.
+      asked: the ids (and weights) of some lookups, by the number of the lookup.
+      rows: the gradients by the taps of these lookups.
     """
+    # Lookups 0 and 2 read input 5: its slices hold the ids of lookup 0, then those of lookup 2.
     result: dict[int, Any] = dict(dense)
     for i in sorted({program.lookups[k].table for k in rows}):
         mine = [k for k in sorted(rows) if program.lookups[k].table == i]
@@ -178,13 +194,15 @@ def _add_slices(dense: Array, slices: IndexedSlices) -> Array:
 
 
 def _slices(shape: tuple[int, ...], ids: Sequence[Array], rows: Sequence[Array]) -> IndexedSlices:
-    """Return the gradient of a table from those of its looked-up rows.
+    """Return the gradient by a table from the gradients by its looked-up rows.
 
     Args:
-      shape: of the table.
-      ids: of each lookup, one at least.
-      rows: the gradient of each lookup's tap.
+      shape: the shape of the table.
+      ids: the ids of each lookup; at least one lookup.
+      rows: the gradient by each lookup's tap.
     """
+    # Ids [2, 3] with rows [2, 3, D] and ids [4] with rows [4, D]: indices [10], values [10, D]. An
+    # id outside of the table (-1) becomes the index V, which is padding, with a zero row.
     wide = np.result_type(*(i.dtype for i in ids))
     joined = jnp.concatenate([i.reshape(-1).astype(wide) for i in ids])
     absent = (joined < 0) | (joined >= shape[0])
@@ -196,7 +214,7 @@ def _slices(shape: tuple[int, ...], ids: Sequence[Array], rows: Sequence[Array])
 
 
 def _no_slices(table: Array) -> IndexedSlices:
-    """Return the gradient, without an entry, of a table that no lookup connects to the value."""
+    """Return a gradient with no entry, for a table that no lookup connects to the value."""
     axes = varying_axes(table)
     values = as_varying(jnp.zeros((0, *table.shape[1:]), table.dtype), axes)
     return IndexedSlices(values, as_varying(jnp.zeros(0, jnp.int32), axes), table.shape)

@@ -1,11 +1,12 @@
-"""A gradient of some rows of a table: `IndexedSlices`, and what optimizers do with such gradients.
+"""A gradient that is zero outside of some rows, stored as these rows and their row ids.
 
-Enters and leaves: pytrees of gradients, some of them sparse. Made by `sparse_grad.py`; read by
-`training/`.
-
-Row numbers are leaves of the pytree, so a plain `jax.tree.map` would scale them too: norms, scaling
-and clipping go through the functions here, or through
+The gradient of a table `[V, D]` after looking up N ids is `values` `[N, D]` and `indices` `[N]`.
+The indices are leaves of the pytree, so a plain `jax.tree.map` would scale them too. Norms, scaling
+and clipping therefore go through the functions here, or through
 `jax.tree.map(f, tree, is_leaf=is_indexed_slices)`.
+
+Input: pytrees of gradients, some of which are `IndexedSlices`.
+Output: such pytrees again, or the norm over all gradients.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ __all__ = ["IndexedSlices", "clip_by_global_norm", "global_norm", "is_indexed_sl
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class IndexedSlices:
-    """Hold an array that is zero but for some rows: `values[i]`, added at row `indices[i]`.
+    """Hold an array that is zero outside of some rows: the sum of `values[i]` at row `indices[i]`.
 
-    A row may occur any number of times. An entry whose index is `dense_shape[0]` is padding: its
-    value counts as zero, whatever it is.
+    A row may occur any number of times; its values are summed. An entry whose index is
+    `dense_shape[0]` is padding: its value is ignored.
 
     Args:
       values: `[N, …]` numbers; `…` is `dense_shape[1:]`.
       indices: `[N]` integers in [0, `dense_shape[0]`].
-      dense_shape: the shape of the whole, static.
+      dense_shape: the shape of the whole array, a static field.
 
     Raises:
-      TypeError: indices that are no integers.
+      TypeError: the indices are not integers.
 
     Example:
       >>> slices = IndexedSlices(jnp.ones((3, 2)), jnp.array([4, 0, 4]), (5, 2))
@@ -52,11 +53,13 @@ class IndexedSlices:
     indices: Array
     dense_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
-    __array_ufunc__ = None  # a NumPy array on the left leaves the sum to us
+    # Makes `numpy_array + slices` call __radd__ instead of NumPy's own addition.
+    __array_ufunc__ = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dense_shape", tuple(int(n) for n in self.dense_shape))
-        dtype = getattr(self.indices, "dtype", None)  # transformations fill trees with anything
+        # JAX also builds this pytree from placeholders without a dtype, and from float0 tangents.
+        dtype = getattr(self.indices, "dtype", None)
         if dtype is not None and dtype != jax.dtypes.float0 and np.dtype(dtype).kind not in "iu":
             raise TypeError(message("IndexedSlices.indices", expected="integers", got=str(dtype)))
 
@@ -67,15 +70,15 @@ class IndexedSlices:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole."""
+        """The shape of the whole array."""
         return self.dense_shape
 
     def deduplicate(self) -> IndexedSlices:
-        """Return the same sum with every row once.
+        """Return an equal gradient in which every row occurs once.
 
         Returns:
-          N entries again: the rows in order of first appearance, the values of each summed in order
-          of position, in float32 at least, then padding.
+          N entries again: each row once, in the order of first appearance, then padding. The values
+          of a row are summed in the order of their positions, in float32 at least.
 
         Example:
           >>> slices = IndexedSlices(jnp.ones((3, 2)), jnp.array([4, 0, 4]), (5, 2))
@@ -85,10 +88,14 @@ class IndexedSlices:
         n, size = self.indices.shape[0], self.dense_shape[0]
         if n == 0:
             return self
+        # V = 5 and indices [4, 0, 4]. A stable sort gives runs of equal ids: order [1, 0, 2], run
+        # [0, 1, 1], run_row_ids [0, 4, 5 = padding]; sums[r] is the sum of run r.
         indices = self._judged()
         runs = find_runs(indices, size)
         ordered = dispatch.gather_rows(_widened(self.values), runs.order)
         sums = dispatch.segment_sum(ordered, runs.run, n).astype(self.values.dtype)
+        # The first position of each run, [1, 0, n]; sorting by it restores the order of first
+        # appearance: runs 1, 0, 2, so rows [4, 0, 5].
         firsts = jnp.full(n, n, jnp.int32).at[runs.run].min(runs.order)
         _, order = dispatch.sort_rows(jnp.where(runs.run_row_ids < size, firsts, n))
         rows = dispatch.gather_rows(runs.run_row_ids, order)
@@ -97,10 +104,12 @@ class IndexedSlices:
         return IndexedSlices(values, rows, self.dense_shape)
 
     def compact(self) -> IndexedSlices:
-        """Return the same sum without padding, outside a jit: how much there is, is data.
+        """Return an equal gradient without padding.
+
+        This works outside of a jit only: the number of entries depends on the values of indices.
 
         Raises:
-          ValueError: inside a jit.
+          ValueError: the indices are traced.
         """
         if isinstance(self.indices, Tracer):
             got, remedy = "traced ones", "call compact outside the jit; deduplicate keeps the shape"
@@ -111,22 +120,22 @@ class IndexedSlices:
         return IndexedSlices(self.values[kept], self.indices[kept], self.dense_shape)
 
     def to_dense(self) -> Array:
-        """Return the whole, an array of `dense_shape`: as large as the table."""
+        """Return the whole array, `dense_shape`, which is as large as the table."""
         values = _widened(self.values)
         zeros = jnp.zeros(self.dense_shape, values.dtype)
         return zeros.at[self._judged()].add(values, mode="drop").astype(self.values.dtype)
 
     def __add__(self, other: Any) -> Any:
-        """Return the sum: more entries, or with an array of the whole shape, an array.
+        """Return the sum with other slices (the entries of both), or with an array (an array).
 
         Args:
           other: `IndexedSlices` of the same `dense_shape`, an array of that shape, or 0.
 
         Raises:
-          ValueError: of another shape.
+          ValueError: `other` has another shape.
         """
         if isinstance(other, int) and other == 0:
-            return self  # where `sum` begins
+            return self  # the built-in `sum` starts with 0
         if isinstance(other, IndexedSlices):
             if other.dense_shape != self.dense_shape:
                 raise ValueError(
@@ -155,7 +164,7 @@ class IndexedSlices:
         """Return the product with a scalar.
 
         Raises:
-          ValueError: with anything else.
+          ValueError: the factor is not a scalar.
         """
         if np.ndim(factor):
             got = f"shape {np.shape(factor)}"
@@ -176,11 +185,12 @@ class IndexedSlices:
         return self * -1.0
 
     def _judged(self) -> Array:
-        """Return the indices, padding for all outside the table.
+        """Return the indices, with padding in place of those outside of the table.
 
         Raises:
           ValueError: values, indices and dense_shape do not fit together.
         """
+        # V = 5: [-1, 3, 7] -> [5, 3, 5]. int8 could not hold V = 1000, so narrow indices widen.
         indices, size = as_array(self.indices), self.dense_shape[0]
         if indices.dtype.itemsize < 4:
             indices = indices.astype(jnp.int32)
@@ -191,7 +201,7 @@ class IndexedSlices:
                     "IndexedSlices",
                     expected=f"indices [N], values [N, *{self.dense_shape[1:]}]",
                     got=f"shapes {indices.shape} and {self.values.shape}",
-                    remedy="under vmap, its methods are for inside of it",
+                    remedy="under vmap, call its methods inside the mapped function",
                 )
             )
         absent = (indices < 0) | (indices >= size)
@@ -199,12 +209,12 @@ class IndexedSlices:
 
 
 def is_indexed_slices(tree: Any) -> bool:
-    """Tell whether `tree` is an `IndexedSlices`; the `is_leaf` of a tree of gradients."""
+    """Return whether `tree` is an `IndexedSlices`; pass it as `is_leaf` for a tree of gradients."""
     return isinstance(tree, IndexedSlices)
 
 
 def scale(gradients: PyTree, factor: ArrayLike) -> PyTree:
-    """Return gradients times a scalar; None stays None.
+    """Return gradients multiplied by a scalar; None stays None.
 
     Args:
       gradients: a pytree of arrays and `IndexedSlices`.
@@ -222,7 +232,7 @@ def global_norm(gradients: PyTree) -> Array:
       gradients: a pytree of float arrays and `IndexedSlices`.
 
     Raises:
-      TypeError: an array of integers.
+      TypeError: a gradient is an array of integers.
     """
     squares = [_squares(g) for g in jax.tree.leaves(gradients, is_leaf=is_indexed_slices)]
     wide = any(square.dtype == jnp.float64 for square in squares)
@@ -233,6 +243,7 @@ def global_norm(gradients: PyTree) -> Array:
 def _squares(gradient: Any) -> Array:
     """Return Σ g² of one gradient, in float32 at least."""
     if is_indexed_slices(gradient):
+        # Widen first: the sums of a row must not be rounded to bfloat16 before they are squared.
         wide = dataclasses.replace(gradient, values=_widened(gradient.values))
         numbers = wide.deduplicate().values
     else:
@@ -245,7 +256,7 @@ def _checked_floats(gradient: Any) -> Array:
     """Return a gradient as an array.
 
     Raises:
-      TypeError: it is of integers.
+      TypeError: the gradient has an integer dtype.
     """
     numbers = as_array(gradient)
     if not jnp.issubdtype(numbers.dtype, jnp.inexact):
@@ -256,7 +267,7 @@ def _checked_floats(gradient: Any) -> Array:
 
 
 def _widened(numbers: Array) -> Array:
-    """Return numbers in a dtype to add and multiply in: float32 at least."""
+    """Return numbers in a dtype for sums and products: float32 at least."""
     numbers = as_array(numbers)
     small = jnp.issubdtype(numbers.dtype, jnp.floating) and numbers.dtype.itemsize < 4
     return numbers.astype(jnp.float32) if small else numbers
@@ -272,7 +283,7 @@ def _times(gradient: Any, factor: ArrayLike) -> Any:
 
 
 def clip_by_global_norm(gradients: PyTree, max_norm: ArrayLike) -> PyTree:
-    """Return gradients times min(1, max_norm / `global_norm`).
+    """Return gradients multiplied by min(1, max_norm / `global_norm`).
 
     Args:
       gradients: a pytree of arrays and `IndexedSlices`.
@@ -283,5 +294,6 @@ def clip_by_global_norm(gradients: PyTree, max_norm: ArrayLike) -> PyTree:
     """
     norm = global_norm(gradients)
     limit = jnp.asarray(snapshot(max_norm), norm.dtype)
+    # Both branches of a where are evaluated: the inner one keeps a norm of 0 out of the division.
     factor = jnp.where(norm > limit, limit / jnp.where(norm > 0, norm, 1), jnp.ones_like(norm))
     return scale(gradients, factor)

@@ -1,8 +1,10 @@
-"""The dense ids of several lookups of one feature as one batch of an engine.
+"""Joins the dense ids of several lookups of one feature into one batch.
 
-Enters: ids and weights of any leading axes. Leaves: features and weights `[B, H]`, the narrower
-bags filled with padding, with empty bags at the end until the devices get equally many. Called by
-`engine_lookup.py`.
+Lookups `[3, 5, H=2]` and `[4, H=3]` become 15 + 4 bags of width 3: narrower bags are filled with
+padding, and empty bags are appended until every replica gets equally many.
+
+Input: ids and weights with any leading axes.
+Output: ids and weights `[B, H]`, or `[B]` if no lookup has bags.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ class DenseIds(NamedTuple):
     """The ids of one lookup, or of all iterations of a loop around it.
 
     Attributes:
-      ids: int32 or int64 `[…, H]`, or `[…]`, an id a bag.
-      weights: floats of their shape, or None.
-      bags: the last axis is the bag.
+      ids: int32 or int64 `[…, H]`, or `[…]` for one id per bag.
+      weights: floats in the shape of the ids, or None.
+      bags: whether the last axis is the bag.
     """
 
     ids: Array
@@ -35,7 +37,8 @@ class DenseIds(NamedTuple):
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """The axes of bags."""
+        """The sizes of the axes before the bag."""
+        # bags is 0 or 1: [3, 5, H] with bags -> (3, 5); [3, 5] without -> (3, 5).
         return self.ids.shape[: self.ids.ndim - self.bags]
 
     def columns(self, width: int) -> Array:
@@ -43,7 +46,7 @@ class DenseIds(NamedTuple):
         return self._columns(self.ids, width, PADDING_ID)
 
     def scales(self, width: int, dtype: np.dtype) -> Array:
-        """Return the weights as `[B, width]`, ones where there are none."""
+        """Return the weights as `[B, width]`; ones if the lookup has none."""
         given = jnp.ones(self.ids.shape, dtype) if self.weights is None else self.weights
         return self._columns(given.astype(dtype), width, 0)
 
@@ -53,19 +56,21 @@ class DenseIds(NamedTuple):
 
 
 def join(lookups: Sequence[DenseIds], replicas: int) -> tuple[Array, Array | None]:
-    """Return the ids, and the weights if any has them, of all lookups one after the other.
+    """Return the ids of all lookups one after the other, and the weights if any lookup has them.
 
     Args:
-      lookups: of one feature.
-      replicas: parts that the bags must divide into.
+      lookups: lookups of one feature.
+      replicas: the number of parts that the bags must divide into.
 
     Returns:
-      `[B]` where no lookup has bags, else `[B, H]` with the widest H; weights of its shape.
+      ids `[B]` if no lookup has bags, otherwise `[B, H]` with the widest H; weights in the shape of
+      the ids, or None.
     """
     bags = any(lookup.bags for lookup in lookups)
     width = max([lookup.ids.shape[-1] for lookup in lookups if lookup.bags], default=1)
     wide = np.result_type(*(lookup.ids.dtype for lookup in lookups))
     ids = jnp.concatenate([lookup.columns(width).astype(wide) for lookup in lookups])
+    # Round up to a multiple of the replicas, at least one bag each: 19 bags on 4 -> 20; 0 -> 4.
     count = -(-max(1, ids.shape[0]) // replicas) * replicas
     ids = padded(ids if bags else ids[:, 0], count, PADDING_ID)
     given = [lookup.weights.dtype for lookup in lookups if lookup.weights is not None]
@@ -77,13 +82,15 @@ def join(lookups: Sequence[DenseIds], replicas: int) -> tuple[Array, Array | Non
 
 
 def signed(ids: Any) -> Array:
-    """Return integers as int32, or as int64 where they need it and x64 is on.
+    """Return integers as int32, or as int64 if their dtype needs it and x64 is on.
 
-    A number too large for that becomes its largest, which is no row.
+    A number too large for the result's dtype becomes the largest one, which is not a row of any
+    table.
 
     Args:
-      ids: integers of any dtype; NumPy's are judged before jax would wrap them.
+      ids: integers of any dtype. NumPy arrays are clipped before JAX could wrap them around.
     """
+    # Bits without the sign: int32 has 31 and fits; uint32 has 32 and needs int64, as int64 does.
     wide = ids.dtype.itemsize * 8 - (np.dtype(ids.dtype).kind == "i") > 31
     dtype = jax.dtypes.canonicalize_dtype(np.int64) if wide else np.dtype(np.int32)
     most = np.iinfo(dtype)
@@ -95,11 +102,11 @@ def signed(ids: Any) -> Array:
 
 
 def flat(array: Array, lead: int) -> Array:
-    """Return the array with its first `lead` axes made one."""
+    """Return the array with its first `lead` axes merged into one: `[3, 5, H]` -> `[15, H]`."""
     return array.reshape(math.prod(array.shape[:lead]), *array.shape[lead:])
 
 
 def padded(array: Array, count: int, fill: int) -> Array:
-    """Return the array with `fill` at the end of its first axis, until that is `count` long."""
+    """Return the array with its first axis filled up to the length `count`."""
     missing = ((0, count - array.shape[0]), *((0, 0) for _ in array.shape[1:]))
     return jnp.pad(array, missing, constant_values=fill) if count > array.shape[0] else array

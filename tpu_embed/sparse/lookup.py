@@ -1,9 +1,11 @@
-"""Lookup in a table that the user holds as a plain array, so that its gradient can be sparse.
+"""A lookup in a table that the user holds as a plain array: `table[ids]`, with bags and weights.
 
-Enters: a table and ids, inside or outside a jit. Leaves: activations. What a lookup reads is a
-primitive of its own, which `sparse_grad.py` finds in a traced function.
+The gather is a primitive of its own. That lets `sparse_value_and_grad` find the lookups in a traced
+function and return a sparse gradient. Under plain `jax.grad` the table's gradient is dense, as for
+`table[ids]`.
 
-Under plain `jax.grad` the table's gradient is dense, as for `table[ids]`.
+Input: a table and ids, inside or outside a jit.
+Output: activations.
 """
 
 from __future__ import annotations
@@ -36,24 +38,25 @@ def embedding_lookup(
 ) -> Array:
     """Look ids up in a table: `table[ids]`, or a combination of the rows of every bag.
 
-    With weights c (1 without) and the rows w of a bag: Σ c w (sum), Σ c w / Σ c (mean),
-    Σ c w / √Σ c² (sqrtn); a zero row where the denominator is zero.
+    With the rows w of a bag and their weights c (ones if not given): Σ c w (sum), Σ c w / Σ c
+    (mean), Σ c w / √Σ c² (sqrtn); a zero row if the denominator is zero.
 
     Args:
       table: float `[V, …]`.
       ids: integers of any shape; with a combiner `[…, H]`, whose last axis is the bag. -1 is
-        padding: a zero row, or nothing in a bag.
-      weights: floats or integers, shaped like the ids, or None: all ones. Without a combiner a
-        weight scales its row.
-      combiner: "sum", "mean", "sqrtn", or None: a row an id.
+        padding, which gives a zero row, or adds nothing to a bag.
+      weights: floats or integers in the shape of the ids; None means ones. Without a combiner a
+        weight multiplies its row.
+      combiner: "sum", "mean", "sqrtn", or None for one row per id.
 
     Returns:
-      `[*ids.shape, …]` in the table's dtype, or `[*ids.shape[:-1], …]`, float32 at least.
+      `[*ids.shape, …]` in the table's dtype; with a combiner `[*ids.shape[:-1], …]`, float32 at
+      least.
 
     Raises:
-      TypeError: a table that is not float, or ids that are not integers.
-      ValueError: shapes, a combiner's name, or ids outside [-1, V) where their values are known;
-        inside a jit such ids count as padding.
+      TypeError: the table is not float, or the ids are not integers.
+      ValueError: shapes that do not fit, an unknown combiner, or ids outside [-1, V) whose values
+        are known. Inside a jit such ids count as padding.
 
     Example:
       >>> table = jnp.arange(10.0).reshape(5, 2)
@@ -104,6 +107,7 @@ def _checked_table(table: ArrayLike) -> Array:
 
 
 def _checked_ids(ids: ArrayLike, size: int) -> Array:
+    # Check NumPy arrays and lists as given: JAX without x64 would wrap an int64 into int32 first.
     dtype = np.dtype(getattr(ids, "dtype", None) or np.asarray(ids).dtype)
     if dtype.kind not in "iu":
         raise TypeError(message("embedding_lookup: ids", expected="integers", got=str(dtype)))
@@ -121,6 +125,7 @@ def _checked_ids(ids: ArrayLike, size: int) -> Array:
     array = as_array(ids)
     if array.dtype in (jnp.int32, jnp.int64):
         return array
+    # A traced uint32 of 2**31 or more must stay outside of the table, not become negative.
     if np.dtype(array.dtype).kind == "u" and array.dtype.itemsize >= 4:
         array = jnp.minimum(array, jnp.asarray(np.iinfo(np.int32).max, array.dtype))
     return array.astype(jnp.int32)
@@ -145,12 +150,13 @@ def _checked_weights(weights: ArrayLike | None, ids: Array) -> Array | None:
 
 
 def _gather(table: Array, ids: Array) -> Array:
+    # ids [3, 5] of a table [V, D]: gather [15, D], then [3, 5, D].
     rows = dispatch.gather_rows(table, ids.reshape(-1))
     return rows.reshape(*ids.shape, *table.shape[1:])
 
 
 def _abstract(table: Any, ids: Any) -> Any:
-    """Return what is known of the rows: not sharded by themselves, differing as the table does."""
+    """Return the type of the rows: unsharded, varying over the same axes as the table."""
     shape = (*ids.shape, *table.shape[1:])
     sharding = table.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
     return table.update(shape=shape, weak_type=False, sharding=sharding)
@@ -158,6 +164,8 @@ def _abstract(table: Any, ids: Any) -> Any:
 
 def _batched(arrays: tuple, dims: tuple) -> tuple[Array, int]:
     (table, ids), (table_dim, ids_dim) = arrays, dims
+    # Batched ids of one table are just more ids. A batch of tables has no row of a table `[V, …]`
+    # to look up, so it becomes a plain gather.
     if table_dim is None:
         return lookup_p.bind(table, jnp.moveaxis(ids, ids_dim, 0)), 0
     in_axes = (table_dim, ids_dim)
@@ -175,6 +183,8 @@ def _tangent(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
 def _transposed(cotangent: Any, table: Any, ids: Array) -> tuple[Any, None]:
     if type(cotangent) is ad.Zero:
         return ad.Zero(table.aval), None
+    # The dense gradient: scatter-add of [N, D] into zeros [V, D]. `at` would count a negative id
+    # from the end, so -1 becomes V, which is dropped.
     aval = table.aval
     flat = cotangent.reshape(math.prod(ids.shape), *aval.shape[1:])
     rows = ids.reshape(-1)
@@ -183,7 +193,7 @@ def _transposed(cotangent: Any, table: Any, ids: Array) -> tuple[Any, None]:
 
 
 lookup_p = Primitive("embedding_lookup")
-"""`(table [V, …], ids […])` to rows `[…, …]`: linear in the table."""
+"""Maps `(table [V, …], ids […])` to rows `[…, …]`; linear in the table."""
 
 lookup_p.def_impl(jax.jit(_gather))
 lookup_p.def_abstract_eval(_abstract)

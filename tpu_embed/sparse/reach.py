@@ -1,13 +1,15 @@
 """Which inputs of a jaxpr reach which of its outputs along differentiable equations.
 
-Enters: a jaxpr, and the sources that each of its inputs stands for. Leaves: the sources of each
-output. A gradient may be nonzero only where this finds a path: without one, an argument has no
-gradient, and a lookup touches no row.
+A gradient can only be nonzero where there is such a path. Without a path to the result an argument
+has no gradient, and a lookup touches no row.
 
-An equation carries its float and complex operands to its float and complex results.
-`stop_gradient`, floor, ceil and round cut. Calls, conds, scans and whiles are followed inside; any
-other equation with a program inside, a custom rule first of all, is opaque: each operand reaches
-each result.
+An equation leads from its float and complex operands to its float and complex results.
+`stop_gradient`, floor, ceil and round cut the path. Paths are followed into calls, conds, scans and
+whiles. Any other equation with a program inside, such as a custom rule, is opaque: each of its
+operands reaches each of its results.
+
+Input: a jaxpr, and for each of its inputs the sources that it stands for.
+Output: the sources that reach each output.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ __all__ = ["NOTHING", "Sources", "propagate"]
 
 
 class Sources(NamedTuple):
-    """Sets of sources, a bit for each.
+    """Two sets of sources, each an integer with one bit per source.
 
     Attributes:
-      reached: those that reach a value.
-      looped: of them, those with a path through a `while`, whose trip count is not known.
+      reached: the sources that reach a value.
+      looped: those of them with a path through a `while`, whose trip count is not known.
     """
 
     reached: int = 0
@@ -47,12 +49,12 @@ NOTHING = Sources()
 def propagate(
     jaxpr: Any, sources: Sequence[Sources], *, cut: frozenset[str] = frozenset()
 ) -> list[Sources]:
-    """Return the sources of every output.
+    """Return the sources that reach each output.
 
     Args:
       jaxpr: an open jaxpr.
-      sources: of every input; those of integers go nowhere.
-      cut: names of primitives that carry nothing, beside those that never do.
+      sources: the sources of each input; those of integer inputs reach nothing.
+      cut: names of further primitives that cut paths, beside `stop_gradient` and its like.
     """
     walk = functools.partial(propagate, cut=cut)
     env: dict[Any, Sources] = {}
@@ -71,7 +73,8 @@ def propagate(
         if all(one == NOTHING for one in operands):
             continue
         references = [atom for atom in eqn.invars if _is_reference(atom)]
-        if references:  # what is written into one may be read from it later
+        if references:
+            # What is written into a reference may be read from it later, so it counts as a result.
             together = [_union(operands)] * (len(references) + len(eqn.outvars))
             add([*references, *eqn.outvars], together)
         else:
@@ -94,10 +97,10 @@ def _union(sources: Iterable[Sources]) -> Sources:
     return functools.reduce(operator.or_, sources, NOTHING)
 
 
-# -- a rule an equation: the sources of its operands to those of its results -----------------------
+# -- one rule per primitive: from the sources of its operands to those of its results --------------
 
 Walk = Callable[[Any, Sequence[Sources]], list[Sources]]
-"""`propagate`, for a program inside an equation."""
+"""`propagate`, applied to a program inside an equation."""
 Rule = Callable[[Walk, Any, list[Sources]], Sequence[Sources]]
 
 
@@ -114,7 +117,7 @@ def _one_to_one(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
 
 
 def _tapped(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
-    """A tap's source is the tag's own; a stop lets nothing else through."""
+    """Return the tap's source, and that of the value unless the tap stops it."""
     value, tap = operands
     return [tap if eqn.params["stop"] else value | tap]
 
@@ -133,8 +136,11 @@ def _loop(
 ) -> tuple[list[Sources], list[Sources]]:
     """Return the sources of a loop's carry at a fixed point, and those of its other results.
 
-    The initial carry is among them: for no iteration at all, it is the result.
+    The sources of the first carry are included, since it is the result of a loop that runs zero
+    times.
     """
+    # body (a, b) -> (b, x) with the sources a: {}, b: {}, x: {1}: after one walk b has {1}, after
+    # two a has it as well, and the third changes nothing. Sets only grow, so this ends.
     while True:
         results = walk(body, [*before, *carry, *after])
         grown = [a | b for a, b in zip(carry, results, strict=False)]
@@ -151,6 +157,8 @@ def _scan(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
 
 
 def _while(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
+    # Operands are [constants of cond, constants of body, first carry]. The condition is a boolean,
+    # so nothing is differentiated through it.
     start = eqn.params["cond_nconsts"]
     first = start + eqn.params["body_nconsts"]
     body = eqn.params["body_jaxpr"].jaxpr

@@ -1,9 +1,11 @@
 """A program with a tap at each lookup of its tables, and what reaches its results.
 
-Input: a program whose inputs are known, and which of them are tables. Output: the same program with
-more inputs. A lookup then reads its table from an input of its own, and its tap is an input whose
-gradient is that of the rows looked up. So what reaches a result is asked of inputs alone: whether a
-lookup does, of its tap, and whether a table is used otherwise than by its lookups, of the table.
+Each lookup gets a tap, an input whose gradient is that of the rows looked up, and reads its table
+from a separate input. Every question about what reaches a result is then about inputs: a lookup
+does if its tap does, and a table is used in another way than by lookups if its original input does.
+
+Input: a program, the values of its inputs, and which of them are tables.
+Output: `TappedProgram`, the same program with more inputs.
 """
 
 from __future__ import annotations
@@ -26,9 +28,10 @@ class Reached(NamedTuple):
     """What reaches some results of a program along differentiable equations.
 
     Attributes:
-      inputs: numbers of inputs, by another way than through a lookup that has a tap.
-      lookups: numbers of lookups, in program order.
-      looped: of the inputs and of the lookups' tables, those with a path through a `while`.
+      inputs: the numbers of inputs that reach them, other than through a lookup that has a tap.
+      lookups: the numbers of lookups that reach them, in program order.
+      looped: the numbers of those inputs, and of those lookups' tables, that have a path through a
+        `while`.
     """
 
     inputs: frozenset[int] = frozenset()
@@ -44,16 +47,16 @@ class Reached(NamedTuple):
 
 
 class TappedProgram(NamedTuple):
-    """A program, and how to run it with other inputs and taps.
+    """A program that can be run with other inputs and taps.
 
     Attributes:
-      closed: from inputs, tables as the lookups read them, and taps, to results and then what each
-        lookup was asked for.
-      inputs: values of the program's inputs.
-      tables: number of an input that is looked up -> its value.
-      lookups: in program order.
-      num_results: how many results the program has.
-      asked: structure of what the lookups were asked for.
+      closed: maps [inputs, tables as the lookups read them, taps] to [results, ids and weights of
+        each lookup].
+      inputs: the values of the program's inputs.
+      tables: the value of each input that is looked up, by the number of the input.
+      lookups: the lookups in program order.
+      num_results: the number of results of the program.
+      asked: the structure of the ids and weights of all lookups.
     """
 
     closed: ClosedJaxpr
@@ -67,8 +70,9 @@ class TappedProgram(NamedTuple):
         """Return what reaches each result.
 
         Args:
-          inputs: the numbers of those that are asked for; lookups all are.
+          inputs: the numbers of the inputs to follow. All lookups are followed.
         """
+        # n inputs and K lookups: bits 0 to n - 1 are inputs, bits n to n + K - 1 are taps.
         n, wanted = len(self.inputs), frozenset(inputs)
         sources = [Sources(1 << i) if i in wanted else NOTHING for i in range(n)]
         taps = [Sources(1 << (n + k)) for k in range(len(self.lookups))]
@@ -77,7 +81,9 @@ class TappedProgram(NamedTuple):
 
     def _reached(self, sources: Sources) -> Reached:
         n, tables = len(self.inputs), [lookup.table for lookup in self.lookups]
-        places = [*range(n), *tables]  # a tap stands for its table
+        # n = 3 and lookups of the tables 1 and 1: places [0, 1, 2, 1, 1] by bit. The bits 10010
+        # (bits 1 and 4) are input 1 and lookup 1.
+        places = [*range(n), *tables]
         by_bit = [sources.reached >> i & 1 for i in range(len(places))]
         inputs = frozenset(i for i in range(n) if by_bit[i])
         lookups = frozenset(k for k in range(len(tables)) if by_bit[n + k])
@@ -91,11 +97,11 @@ class TappedProgram(NamedTuple):
     def run(
         self, inputs: Mapping[int, Any], taps: Mapping[int, Array]
     ) -> tuple[list[Any], dict[int, Asked]]:
-        """Return the results, and what each of some lookups was asked for.
+        """Return the results, and the ids and weights of the lookups whose taps are given.
 
         Args:
-          inputs: values in place of the program's own, by number.
-          taps: of those lookups, by number.
+          inputs: values that replace the program's own inputs, by number.
+          taps: the taps of some lookups, by number.
         """
         values = [inputs.get(i, value) for i, value in enumerate(self.inputs)]
         tables = [self.tables[i] for i in sorted(self.tables)]
@@ -103,8 +109,8 @@ class TappedProgram(NamedTuple):
         flat = jaxpr_as_fun(self.closed)(*values, *tables, *every)
         asked = self.asked.unflatten(flat[self.num_results :])
         wanted = {k: asked[k] for k in taps}
-        # A table is updated by all its wanted lookups at once: if one of them comes after those
-        # that are left out, so does the update.
+        # One update of a table uses all its wanted lookups. It must come after every lookup of the
+        # table, so one of the wanted is made to depend on those that are left out.
         one_of = {self.lookups[k].table: k for k in taps}
         for k, lookup in enumerate(self.lookups):
             if k not in taps and lookup.table in one_of:
@@ -120,8 +126,8 @@ def tap_lookups(
 
     Args:
       closed: the program.
-      inputs: values of its inputs.
-      tables: the numbers of those that may be tables.
+      inputs: the values of its inputs.
+      tables: the numbers of the inputs that may be tables.
     """
     jaxpr, inputs = closed.jaxpr, list(inputs)
     numbers = {jaxpr.invars[i]: i for i in tables}
@@ -140,5 +146,5 @@ def tap_lookups(
 
 
 def differentiable(arrays: Sequence[Array]) -> list[int]:
-    """Return the numbers of the arrays that have gradients: floats and complex numbers."""
+    """Return the numbers of the arrays that have gradients: those of floats or complex numbers."""
     return [i for i, x in enumerate(arrays) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]

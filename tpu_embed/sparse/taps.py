@@ -1,11 +1,12 @@
 """Find the lookups of a traced function, and run it again with a tap at each of them.
 
-Enters: a jaxpr, and which of its inputs are tables. `find_lookups` lists their lookups in program
-order; `run_with_taps` evaluates the jaxpr with one more input for each lookup, whose gradient is
-that of what was looked up, and returns what each was asked for beside the results.
+A tap is a further input in the shape of a lookup's result, whose gradient is that of the rows that
+were looked up. A lookup inside a scan has one tap for all iterations, stacked. A lookup in a branch
+of a cond returns padding for ids when another branch is taken.
 
-A lookup inside a scan stands for one in every iteration, stacked; one in a branch of a cond has
-padding for ids where another branch is taken.
+Input: a jaxpr, and which of its inputs are tables.
+Output: their lookups in program order (`find_lookups`); the results of the jaxpr and the ids and
+weights of each lookup (`run_with_taps`).
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ from tpu_embed.sparse.engine_lookup import engine_lookup_p, opened_p
 from tpu_embed.sparse.lookup import lookup_p
 
 Tables = dict[Any, int]
-"""Variables of a jaxpr that hold a table -> its number."""
+"""Variable of a jaxpr that holds a table -> the number of the table."""
 Asked = tuple[Array, ...]
-"""What a lookup was asked for: ids, and weights where it has any."""
+"""The operands of a lookup that say what to look up: ids, and weights if it has any."""
 
 LOOKUPS: Mapping[Any, Callable[[Any], int]] = {
     lookup_p: lambda eqn: 1,
     engine_lookup_p: lambda eqn: 1 + eqn.params["call"].weighted,
 }
-"""Primitives that look up -> how many operands say what."""
+"""Primitive of a lookup -> how many of its operands are ids and weights."""
 
 
 class Lookup(NamedTuple):
-    """Where a table is looked up.
+    """One lookup of a table.
 
     Attributes:
-      table: its number.
-      eqn: the equation; its second operand is the ids, a third may be weights.
-      lead: iterations of the scans around it, outermost first.
+      table: the number of the table.
+      eqn: the equation; its second operand is the ids, the third may be weights.
+      lead: the numbers of iterations of the scans around it, outermost first.
     """
 
     table: int
@@ -51,7 +52,7 @@ class Lookup(NamedTuple):
     lead: tuple[int, ...]
 
     def tap(self) -> Array:
-        """Return zeros for the lookup's tap: like its result."""
+        """Return the lookup's tap: zeros like its result."""
         return self._full(self.eqn.outvars[0].aval, 0)
 
     def nothing(self) -> Asked:
@@ -65,7 +66,9 @@ class Lookup(NamedTuple):
 
 
 def asked(eqn: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
-    """Return those operands of a lookup that say what is looked up: ids, then weights if any."""
+    """Return the operands of a lookup that are its ids and, if it has any, weights."""
+    # lookup_p: (table, ids) -> (ids,). engine_lookup_p: (step, ids, weights, tables…) -> (ids,
+    # weights).
     return tuple(operands[1 : 1 + LOOKUPS[eqn.primitive](eqn)])
 
 
@@ -73,8 +76,8 @@ class FoundLookups(NamedTuple):
     """The lookups of some tables in program order.
 
     Attributes:
-      lookups: of them.
-      passed: place -> table that is the program's result there.
+      lookups: the lookups.
+      passed: position of a result of the program that is a table itself -> number of the table.
     """
 
     lookups: list[Lookup]
@@ -86,7 +89,7 @@ def find_lookups(jaxpr: Any, tables: Tables) -> FoundLookups:
 
     Args:
       jaxpr: an open jaxpr.
-      tables: which variables of it are tables.
+      tables: the variables of the jaxpr that are tables.
     """
     tables, lookups = dict(tables), []
     for eqn in jaxpr.eqns:
@@ -99,6 +102,7 @@ def find_lookups(jaxpr: Any, tables: Tables) -> FoundLookups:
         elif eqn.primitive.name in _STEPS:
             inside = _STEPS[eqn.primitive.name].find(eqn, tables)
             lookups += inside.lookups
+            # A jit may return its table: the variable outside is then a table as well.
             tables |= {eqn.outvars[i]: number for i, number in inside.passed.items()}
         elif eqn.primitive.name in _SAME:
             tables[eqn.outvars[0]] = tables[eqn.invars[0]]
@@ -106,17 +110,20 @@ def find_lookups(jaxpr: Any, tables: Tables) -> FoundLookups:
 
 
 def count_lookups(jaxpr: Any, tables: Tables) -> collections.Counter[int]:
-    """Count for each table the lookups in it and in what is computed from it, wherever they stand.
+    """Count, per table, the lookups reachable from it.
+
+    These are the lookups in the table and in whatever is computed from it, also inside of equations
+    that `find_lookups` does not enter.
 
     Args:
       jaxpr: an open jaxpr.
-      tables: which variables of it are tables.
+      tables: the variables of the jaxpr that are tables.
     """
     return _count(jaxpr, {var: frozenset([number]) for var, number in tables.items()})
 
 
 def _count(jaxpr: Any, sources: dict[Any, frozenset[int]]) -> collections.Counter[int]:
-    """Count for each source the lookups in what it flows into, given those of some variables."""
+    """Count, per table, the lookups reachable from it; `sources` are the tables of a variable."""
     sources, counts = dict(sources), collections.Counter()
     for eqn in jaxpr.eqns:
         operands = [
@@ -129,7 +136,10 @@ def _count(jaxpr: Any, sources: dict[Any, frozenset[int]]) -> collections.Counte
         if eqn.primitive in LOOKUPS or eqn.primitive is opened_p:
             counts.update(operands[0])
         for inner in subjaxprs(eqn):
-            n = len(inner.invars)  # operands of a cond or while that are not passed in come first
+            # A cond's index, and a while's constants of the other jaxpr, come before the operands
+            # that are passed in: the last n belong to the n inputs. With fewer operands than
+            # inputs, any operand may be any input.
+            n = len(inner.invars)
             given = operands[len(operands) - n :] if n <= len(operands) else [together] * n
             counts += _count(inner, dict(zip(inner.invars, given, strict=True)))
         sources |= dict.fromkeys(eqn.outvars, together)
@@ -137,12 +147,12 @@ def _count(jaxpr: Any, sources: dict[Any, frozenset[int]]) -> collections.Counte
 
 
 class Taps(NamedTuple):
-    """What a program is run with beside its inputs.
+    """Further inputs that a program is run with.
 
     Attributes:
-      taps: `Lookup.tap` of every lookup, in program order.
-      arrays: the table of each number, in place of the program's at its lookups: where other uses
-        of a table are differentiated, their derivative alone is then the program's.
+      taps: one tap per lookup, in program order, as `Lookup.tap` makes them.
+      arrays: the tables that the lookups read, by number. They are separate from the program's own
+        inputs, so that the derivative by such an input covers only the table's other uses.
     """
 
     taps: list[Array]
@@ -152,17 +162,17 @@ class Taps(NamedTuple):
 def run_with_taps(
     jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], tables: Tables, given: Taps
 ) -> tuple[list[Any], list[Asked]]:
-    """Evaluate a jaxpr.
+    """Evaluate a jaxpr with a tap at each lookup.
 
     Args:
       jaxpr: an open jaxpr.
-      consts: values of its constants.
-      args: of its inputs.
-      tables: which variables are tables.
-      given: taps and tables.
+      consts: the values of its constants.
+      args: the values of its inputs.
+      tables: the variables of the jaxpr that are tables.
+      given: the taps, and the tables that the lookups read.
 
     Returns:
-      its results; what every lookup was asked for.
+      the results; the ids and weights of every lookup.
     """
     tables, taps = dict(tables), list(given.taps)
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
@@ -194,29 +204,32 @@ def run_with_taps(
 
 
 def _known_after(found: Array, operands: Asked) -> Asked:
-    """Return what a lookup was asked for, its ids known only when its result is.
+    """Return the ids and weights of a lookup, with ids that depend on the lookup's result.
 
-    What updates the table by them comes after what reads it, then; where nothing said so, XLA would
-    copy the table. Each bag's ids get a zero added that XLA does not know to be one: a barrier is
-    gone before it decides about copies.
+    This makes the update, which uses the ids, depend on the lookup; otherwise XLA copies the table.
+    Each bag's ids get a zero added that XLA cannot recognise as a zero. An optimization barrier
+    does not help, since XLA removes it before it decides about copies.
     """
+    # result [B, …, D] -> first number of each bag, [B, …] -> as int32 bits -> zeros, one per entry
+    # of the first axis of ids.
     ids, *weights = operands
     if not isinstance(ids, Tracer) or not ids.ndim or 0 in found.shape or _is_explicit(found):
         return operands
     first = jax.lax.stop_gradient(found)[(..., *[0] * (found.ndim - 1))].astype(jnp.float32)
     zeros = _zeros(jax.lax.bitcast_convert_type(first, jnp.int32), ids.dtype)
-    parts = zeros.reshape(ids.shape[0], -1)[:, 0]  # a placed batch has a line a device
+    # The packed ids of a placed batch are [devices, words]: one zero per device.
+    parts = zeros.reshape(ids.shape[0], -1)[:, 0]
     return (ids + parts.reshape(-1, *[1] * (ids.ndim - 1)), *weights)
 
 
 def known_after(operands: Asked, other: Asked) -> Asked:
-    """Return what a lookup was asked for, its ids known only when those of another are.
+    """Return the ids and weights of a lookup, with ids that depend on those of another lookup.
 
-    An update by this lookup alone comes after the other one too, which reads the same table.
+    An update that uses only this lookup then also comes after the other lookup of the same table.
 
     Args:
-      operands: of the lookup.
-      other: of another, as `run_with_taps` returns them.
+      operands: the ids and weights of the lookup.
+      other: those of the other lookup, as `run_with_taps` returns them.
     """
     (ids, *weights), later = operands, other[0]
     traced = isinstance(later, Tracer) and later.size
@@ -226,19 +239,20 @@ def known_after(operands: Asked, other: Asked) -> Asked:
 
 
 def _zeros(bits: Array, dtype: Any) -> Array:
-    """Return zeros computed from integers, in a way that XLA does not know to give zeros."""
+    """Return zeros that are computed from integers, so that XLA cannot recognise them as zeros."""
+    # Without the sign bit a number is never negative, so its minimum with 0 is 0.
     return jnp.minimum(bits & 0x7FFFFFFF, 0).astype(dtype)
 
 
 def _is_explicit(array: Array) -> bool:
-    """Tell whether axes of the mesh that splits an array are explicit: shapes are not free then."""
+    """Return whether the array's mesh has explicit axes, which do not allow the reshapes here."""
     kinds = jax.typeof(array).sharding.mesh.axis_types
     return any(kind == AxisType.Explicit for kind in kinds)
 
 
 @jax.custom_jvp
 def tapped(value: Array, tap: Array) -> Array:
-    """Return the value, bit for bit; the tap, of its shape and dtype, gets its gradient too."""
+    """Return the value unchanged; its gradient goes to the tap too, which has the same type."""
     return value
 
 
@@ -248,7 +262,7 @@ def _tapped_tangent(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
 
 
 def _among(variables: Sequence[Any], tables: Tables) -> dict[int, int]:
-    """Return place -> number of the table there."""
+    """Return the number of the table at each position that holds one."""
     return {
         i: tables[var]
         for i, var in enumerate(variables)
@@ -264,14 +278,14 @@ def _held(eqn: Any, tables: Tables) -> dict[int, int]:
 
 
 class _Step(NamedTuple):
-    """How lookups inside an equation are found, and how it runs with taps."""
+    """How to find the lookups inside an equation, and how to run it with taps."""
 
     find: Callable[[Any, Tables], FoundLookups]
     run: Callable[[Any, list[Any], Tables, Taps], tuple[list[Any], list[Asked]]]
 
 
 def _inside(variables: Sequence[Any], operands: Sequence[Any], tables: Tables) -> Tables:
-    """Return which variables of an inner jaxpr are tables, given what it is called with."""
+    """Return the variables of an inner jaxpr that are tables, from the operands of its call."""
     return {variables[i]: number for i, number in _among(operands, tables).items()}
 
 
@@ -294,7 +308,7 @@ def _run_remat(eqn: Any, values: list[Any], tables: Tables, given: Taps) -> tupl
 
 
 def _find_scan(eqn: Any, tables: Tables) -> FoundLookups:
-    """A table must be the same in every iteration: among the constants."""
+    """Find lookups of tables among the scan's constants, which are the same in every iteration."""
     jaxpr, (fixed, _) = eqn.params["jaxpr"].jaxpr, scan_counts(eqn)
     found = find_lookups(jaxpr, _inside(jaxpr.invars[:fixed], eqn.invars[:fixed], tables))
     return FoundLookups(
@@ -303,6 +317,8 @@ def _find_scan(eqn: Any, tables: Tables) -> FoundLookups:
 
 
 def _run_scan(eqn: Any, values: list[Any], tables: Tables, given: Taps) -> tuple:
+    # The operands are [constants, first carry, xs]. Taps [length, …] join the xs, and the ids of
+    # every iteration join the ys.
     params, closed = eqn.params, eqn.params["jaxpr"]
     fixed, carried = scan_counts(eqn)
     inside = _inside(closed.jaxpr.invars[:fixed], eqn.invars[:fixed], tables)
@@ -334,6 +350,8 @@ def _run_cond(eqn: Any, values: list[Any], tables: Tables, given: Taps) -> tuple
     branches = _branches(eqn, tables)
     lookups = [find_lookups(closed.jaxpr, inside).lookups for closed, inside in branches]
 
+    # Branches with 2 and 1 lookups: branch 0 takes taps[0:2] and returns its own ids and padding
+    # for the third; branch 1 takes taps[2:3] and returns padding for the first two.
     def branch(k: int) -> Callable[..., tuple]:
         closed, inside = branches[k]
         start = sum(len(some) for some in lookups[:k])
@@ -352,7 +370,7 @@ def _run_cond(eqn: Any, values: list[Any], tables: Tables, given: Taps) -> tuple
 
 
 _SAME = frozenset({"pvary", "pcast", "copy"})
-"""Primitives whose result is the table itself."""
+"""Names of primitives whose result is still the table."""
 
 _STEPS: Mapping[str, _Step] = {
     **dict.fromkeys(CALLS, _Step(_find_call, _run_call)),

@@ -1,4 +1,4 @@
-"""Neighbours of the embedding engine: gradients that are sparse, and optimizers of whole models."""
+"""Training of whole models: sparse gradients of a user's own function, and optimizers of a tree."""
 
 from tpu_embed.sparse import (
     IndexedSlices,

@@ -1,6 +1,10 @@
-"""The leaves of a parameter tree by their paths.
+"""A parameter tree as a flat list of leaves, each of which can be found by its path.
 
-Users name a parameter by its `jax.tree_util` key path, or by the `keystr` of that.
+Users name a parameter by its `jax.tree_util` key path, or by the `keystr` of that path. The tree
+`{"w": [a, b]}` has the leaves `['w'][0]` and `['w'][1]`, with the numbers 0 and 1.
+
+Input: a pytree of parameters, and paths that a user gives.
+Output: `Leaves`, which maps paths to numbers, and trees that hold some of the leaves.
 """
 
 from __future__ import annotations
@@ -22,16 +26,16 @@ Path = KeyPath | str
 
 
 NOTHING = optax.MaskedNode()
-"""Stands for a leaf that is not there: a tree without leaves, which optax transforms pass over."""
+"""Stands for an absent leaf. It is a tree without leaves, so optax transforms skip it."""
 
 
 class Leaves(NamedTuple):
-    """A tree taken apart.
+    """A flattened tree: lists with one entry per leaf, in flattening order.
 
     Attributes:
-      structure: of the tree.
-      paths: of each leaf.
-      labels: their `keystr`.
+      structure: the structure of the tree.
+      paths: the key path of each leaf.
+      labels: the `keystr` of each path.
       values: the leaves.
     """
 
@@ -44,7 +48,7 @@ class Leaves(NamedTuple):
         """Return the number of the leaf at a path.
 
         Raises:
-          ValueError: there is none.
+          ValueError: no leaf has this path.
         """
         label = _label(path)
         if label not in self.labels:
@@ -54,10 +58,10 @@ class Leaves(NamedTuple):
         return self.labels.index(label)
 
     def find_all(self, paths: Iterable[Any], *, what: str) -> list[int]:
-        """Return the numbers of the leaves at some paths.
+        """Return the numbers of the leaves at some paths, in the order of the paths.
 
         Raises:
-          ValueError: there is no such leaf, or a path occurs twice.
+          ValueError: no leaf has one of the paths, or a path occurs twice.
         """
         found: list[int] = []
         for path in paths:
@@ -72,26 +76,28 @@ class Leaves(NamedTuple):
         return found
 
     def only(self, keep: Mapping[int, Any]) -> PyTree:
-        """Return a tree of the values in `keep`, by number; `NOTHING` stands for other leaves."""
+        """Return a tree with `NOTHING` at every leaf whose number is not in `keep`."""
+        # Leaves a, b, c and keep = {1: x}: the tree of [NOTHING, x, NOTHING].
         return self.structure.unflatten([keep.get(i, NOTHING) for i in range(len(self.labels))])
 
     def among(self, tree: PyTree) -> Iterator[tuple[int, Any]]:
-        """Yield number and value of what `only` kept."""
+        """Yield the number and the value of each leaf that is not `NOTHING`."""
+        # flatten_up_to stops at this tree's leaves, so that NOTHING is still seen as an entry.
         for i, value in enumerate(self.structure.flatten_up_to(tree)):
             if not is_nothing(value):
                 yield i, value
 
 
 def is_nothing(tree: Any) -> bool:
-    """Tell whether a tree is `NOTHING`."""
+    """Return whether a tree is `NOTHING`."""
     return isinstance(tree, optax.MaskedNode)
 
 
 def leaves_of(params: PyTree) -> Leaves:
-    """Take a tree apart.
+    """Return the leaves of a tree with their paths.
 
     Raises:
-      ValueError: it has no leaves.
+      ValueError: the tree has no leaves.
 
     Example:
       >>> leaves_of({"w": 1.0, "b": [2.0]}).labels
@@ -106,7 +112,8 @@ def leaves_of(params: PyTree) -> Leaves:
 
 
 def listed(labels: Iterable[str]) -> str:
-    """Return paths for a message."""
+    """Return paths as text for a message."""
+    # A tree that is a single array has one leaf, whose keystr is the empty string.
     return ", ".join(label or "the parameter" for label in labels)
 
 

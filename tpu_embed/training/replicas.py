@@ -1,8 +1,10 @@
-"""Over which mesh axes the gradients of replicas are summed, and how.
+"""Data parallelism: each replica computes gradients of its part of the batch; these are summed.
 
-Enters: gradients of this replica, inside a `shard_map` or any other program that binds the axes.
-Leaves: their sum over all replicas, or over those of this replica's group. Called by
-`TreeOptimizer` and `cross_shard`.
+`Replicas` holds the mesh axes over which gradients are summed, whether the loss is a mean or a sum
+over the replicas, and the groups of replicas that are summed with each other.
+
+Input: the gradients of this replica, inside a `shard_map` or another program that binds the axes.
+Output: their sum over all replicas, or over the replicas of this replica's group.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from tpu_embed.sparse import IndexedSlices, is_indexed_slices
 __all__ = ["AxisName", "Reduction", "Replicas", "make_replicas"]
 
 AxisName = str | Sequence[str]
-"""A mesh axis, or several, which count as one."""
+"""The name of a mesh axis, or several names, which count as one axis."""
 
 Reduction = Literal["mean", "sum"]
-"""What the loss of all replicas is of theirs."""
+"""Whether the global loss is the mean or the sum of the replicas' losses."""
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -37,14 +39,14 @@ Groups = tuple[tuple[int, ...], ...]
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class Replicas:
-    """Sum gradients over mesh axes; no axes: one replica.
+    """Sum gradients over mesh axes. Without axes there is one replica.
 
     Args:
-      what: who asks, for messages.
-      names: the axes, which count as one.
+      what: the name of the optimizer, for messages.
+      names: the axes, which count as one axis.
       mean: whether losses are divided by the number of replicas that are summed.
-      groups: replicas that are summed with each other, by their row-major index over the axes; one
-        group or none: all.
+      groups: for each group its replicas, by their row-major index over the axes. Replicas of a
+        group are summed with each other; with one group or none, all are.
     """
 
     what: str
@@ -54,38 +56,43 @@ class Replicas:
     _said: list[str] = dataclasses.field(default_factory=list, repr=False)
 
     def count(self) -> int:
-        """Return how many replicas are summed: those of a group, or all.
+        """Return how many replicas are summed: the size of a group, or the number of all replicas.
 
         Raises:
-          ValueError: only some of the axes are bound, or the groups do not fit their size.
+          ValueError: only some of the axes are bound, or the groups do not hold each replica once.
         """
+        # 8 replicas in 2 groups: sums are over 4. Groups have equal lengths.
         size = self._size()
         return size // max(len(self.groups), 1)
 
     def scaled(self, x: Any) -> Any:
-        """Return a loss or a gradient divided by `count` under mean, otherwise as it is."""
+        """Return a loss or a gradient, divided by `count` if the global loss is a mean."""
         count = self.count() if self.mean else 1
         return x if count == 1 else x / count
 
     def local(self, tree: PyTree) -> PyTree:
-        """Return arrays that count as different on each replica.
+        """Return the same arrays, marked as different on each replica.
 
-        `jax.grad` by such parameters gives this replica's own gradients; by others, their sum.
+        `jax.grad` by such parameters gives this replica's own gradients. By parameters that are
+        marked as equal on all replicas it gives the sum over the replicas.
 
         Raises:
           ValueError: see `count`.
         """
-        self._size()
+        self._size()  # checks that all axes are bound, or none
         if not self._tracked():
             return tree
+        # The backward pass of the mark is a psum, which then stands outside of what is
+        # differentiated: gradients can still be clipped before they are summed.
         return jax.tree.map(lambda x: as_varying(x, frozenset(self.names)), tree)
 
     def summed(self, gradients: dict[str, Any]) -> dict[str, Any]:
-        """Return the sum over replicas of every gradient, by its variable.
+        """Return the sum of every gradient over the replicas.
 
         Args:
-          gradients: arrays and `IndexedSlices`, not None. The entries of the latter are put
-            together, in the order of the replicas; equal rows are left to the consumer.
+          gradients: arrays and `IndexedSlices` by the label of their variable. The entries of
+            `IndexedSlices` are concatenated in the order of the replicas; entries of the same row
+            are not summed here.
 
         Raises:
           ValueError: a gradient is the same on all replicas already, or see `count`.
@@ -98,6 +105,7 @@ class Replicas:
             return {label: self._sum(g) for label, g in gradients.items()}
 
     def _sum(self, gradient: Any) -> Any:
+        # values [n, D] and indices [n] on each of S replicas -> [S·n, D] and [S·n].
         if is_indexed_slices(gradient):
             values, indices = self._gathered(gradient.values), self._gathered(gradient.indices)
             return IndexedSlices(values, indices, gradient.dense_shape)
@@ -106,20 +114,25 @@ class Replicas:
         return jnp.sum(self._of_my_group(gradient), axis=0)
 
     def _gathered(self, x: Array) -> Array:
-        """Return arrays `[N, …]` of all replicas, or of this group's, joined in their order."""
+        """Return the arrays `[n, …]` of all summed replicas, concatenated in their order."""
         x = self.local(x)
         if len(self.groups) > 1:
-            every = self._of_my_group(x)
+            every = self._of_my_group(x)  # [group size, n, …]
             return every.reshape(-1, *x.shape[1:])
+        # All replicas now hold the same array. Where the program tracks what varies, its type must
+        # say so, or the updated parameters could not be replicated outputs.
         to = "invarying" if self._tracked() else "varying"
         return jax.lax.all_gather(x, self.names, tiled=True, to=to)
 
     def _of_my_group(self, x: Array) -> Array:
-        """Return `[group size, …]`: this group's arrays, in the order of its replicas.
+        """Return `[group size, …]`: the arrays of this replica's group, in the order of replicas.
 
-        Collectives with `axis_index_groups` do not work in a `shard_map` that keeps count of what
-        varies; gathering all and selecting does.
+        Collectives with `axis_index_groups` do not work in a `shard_map` that tracks which arrays
+        vary over the axes, so this gathers the arrays of all replicas and selects.
         """
+        # groups ((2, 0), (1, 3)): members [[0, 2], [1, 3]], group_of [0, 1, 0, 1]. Replica 2 has
+        # me = 0 and takes entries 0 and 2. Sorted, because a sum must not depend on how the user
+        # ordered a group.
         members = np.sort(np.asarray(self.groups, np.int32), axis=1)
         group_of = np.zeros(members.size, np.int32)
         group_of[members] = np.arange(len(members), dtype=np.int32)[:, None]
@@ -127,7 +140,8 @@ class Replicas:
         return jax.lax.all_gather(x, self.names)[jnp.asarray(members)[me]]
 
     def _size(self) -> int:
-        """Return S, 1 where no axis is bound."""
+        """Return the number of replicas, 1 where no axis is bound."""
+        # names ("data", "model") of sizes [2, 4]: 8 replicas. None is the size of an unbound axis.
         sizes = [_axis_size(name) for name in self.names]
         unbound = [name for name, size in zip(self.names, sizes, strict=True) if size is None]
         if unbound and len(unbound) < len(self.names):
@@ -154,6 +168,7 @@ class Replicas:
             raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
 
     def _say_unbound(self) -> None:
+        # One warning per optimizer, not per trace: the list is the only mutable part of this class.
         if not self._said:
             self._said.append("unbound")
             warnings.warn(
@@ -163,15 +178,18 @@ class Replicas:
             )
 
     def _tracked(self) -> bool:
-        """Tell whether the program keeps count of what differs between the replicas."""
+        """Return whether the program tracks which arrays differ between replicas (`check_vma`)."""
+        # The index of a replica differs on all of them; if its type does not say so, none does.
         return self._bound() and bool(varying_axes(jax.lax.axis_index(self.names[0])))
 
     def _bound(self) -> bool:
+        # One axis is enough: _size has refused programs that bind only some of them.
         return bool(self.names) and _axis_size(self.names[0]) is not None
 
     def _refuse_summed(self, gradients: dict[str, Any]) -> None:
+        """Raise a `ValueError` for a gradient that is already summed over the replicas."""
         if not self._tracked():
-            return
+            return  # nothing in the program says whether a gradient is summed
         for label, gradient in gradients.items():
             numbers = gradient.values if is_indexed_slices(gradient) else gradient
             missing = [name for name in self.names if name not in varying_axes(numbers)]
@@ -194,23 +212,25 @@ def make_replicas(
     reduction: Reduction,
     group_assignment: Iterable[Iterable[int]] | None = None,
 ) -> Replicas:
-    """Return the shards that a user describes.
+    """Return the replicas that a user describes.
 
     Args:
-      what: who asks, for messages.
-      axis_name: an axis, several that count as one, or None.
+      what: the name of the optimizer, for messages.
+      axis_name: the name of a mesh axis, several names that count as one axis, or None.
       reduction: "mean" or "sum".
-      group_assignment: lists of equal length that hold every replica's index once; None, []: one
-        group.
+      group_assignment: lists of equal length that together hold the index of every replica once.
+        With None or [] all replicas are one group.
 
     Raises:
-      ValueError: another reduction, names that are none, or groups that are not such lists.
+      ValueError: an unknown reduction, a name that is not a non-empty string, a repeated name, or
+        groups that are not such lists.
 
     Example:
       >>> make_replicas("opt", "replicas", "mean", [[0, 2], [1, 3]]).groups
       ((0, 2), (1, 3))
     """
     check_choice(f"{what}: reduction", reduction, get_args(Reduction))
+    # None -> (), "x" -> ("x",), ["x", "y"] -> ("x", "y").
     given: Any = () if axis_name is None else axis_name
     names = tuple(given) if isinstance(given, (tuple, list)) else (given,)
     good = all(isinstance(name, str) and name for name in names) and len(set(names)) == len(names)
@@ -224,7 +244,7 @@ def make_replicas(
 
 
 def _axis_size(name: str) -> int | None:
-    """Return the size of an axis, None if it is not bound."""
+    """Return the size of a mesh axis, or None if it is not bound."""
     try:
         return int(jax.lax.axis_size(name))
     except (NameError, KeyError):
@@ -237,7 +257,7 @@ def _checked_groups(what: str, given: Any) -> Groups:
     try:
         groups = tuple(tuple(group) for group in given)
     except TypeError:
-        groups = ((given,),)
+        groups = ((given,),)  # not a list of lists: _fault names it as ids that are no integers
     fault = _fault(groups)
     if fault:
         expected = "lists of equal length with each replica's index once"
@@ -248,7 +268,8 @@ def _checked_groups(what: str, given: Any) -> Groups:
 
 
 def _fault(groups: tuple[tuple[Any, ...], ...]) -> str:
-    """Return what is wrong with groups, or nothing."""
+    """Return what is wrong with the groups, or an empty string."""
+    # [[0, 1], [1, 4]]: repeated [1]; absent [2, 3], since four ids must be 0 to 3.
     ids = [i for group in groups for i in group]
     if not all(is_int(i) for i in ids):
         return "ids that are no integers"

@@ -1,4 +1,4 @@
-"""Gradients of what a user chooses: arguments, tagged values, activations."""
+"""Gradients by whatever a user chooses: arguments, tagged values inside a function, activations."""
 
 from tpu_embed.training.autodiff.collect import Collected, collect_gradients
 from tpu_embed.training.autodiff.gradients import (

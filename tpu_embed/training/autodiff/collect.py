@@ -1,8 +1,9 @@
-"""Gradients of a loss by some leaves of a parameter tree.
+"""Gradients of a loss by some leaves of a parameter tree; the other leaves count as constants.
 
-Enters: a loss of the parameters, and which of them are variables. Leaves: this replica's gradients,
-sparse for tables that are only looked up, None where the loss does not depend on a leaf. Called by
-`TreeOptimizer.compute_gradients`.
+Input: a loss, which is a function of the parameters, and the numbers of the leaves to differentiate
+by.
+Output: this replica's gradients. They are sparse for tables that are only looked up, and None where
+the loss does not depend on a leaf.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["Collected", "collect_gradients"]
 
 
 class Collected(NamedTuple):
-    """A loss as its function returned it, and a gradient or None for each variable."""
+    """A loss as its function returned it, and for each variable its gradient or None."""
 
     loss: Array
     gradients: list[Any]
@@ -38,33 +39,40 @@ def collect_gradients(
     grad_loss: ArrayLike | None,
     **words: Any,
 ) -> Collected:
-    """Differentiate a loss, scaled as the shards say.
+    """Differentiate a loss, divided by the number of replicas if the global loss is their mean.
 
     Args:
-      loss: of the whole tree.
+      loss: a function of the whole parameter tree that returns floats.
       leaves: the parameters.
-      variables: the numbers of those to differentiate by.
+      variables: the numbers of the leaves to differentiate by.
       shards: the replicas.
-      grad_loss: the loss' cotangent, of its shape, or None: ones.
+      grad_loss: the cotangent of the loss, in its shape; None means ones.
       words: `aggregation_method` and `gate_gradients`, as `gradients` takes them.
 
+    Returns:
+      the unscaled loss, and one gradient per variable: an array, an `IndexedSlices` or None.
+
     Raises:
-      TypeError: a loss that is no function.
-      ValueError: a loss that is not float, or a cotangent that is not like it.
+      TypeError: `loss` is not a function.
+      ValueError: a loss that is not float, or a cotangent of another shape or not float.
     """
     if not callable(loss):
         expected, remedy = "a function of the parameters", "write lambda params: ..."
         raise TypeError(message("loss", expected=expected, got=repr(loss), remedy=remedy))
+    # Leaves w, ids, b and variables [0, 1]: only w is differentiated by. Integers have no gradient
+    # (None in the result), and b is a constant like all leaves outside of `variables`.
     floats = [i for i in variables if _is_inexact(leaves.values[i])]
 
     def objective(*chosen: Array) -> tuple[Array, Array]:
         values = dict(enumerate(leaves.values)) | dict(zip(floats, chosen, strict=True))
         found = checked_loss(loss(leaves.only(values)))
+        # The gradient of Σ c·l is the pull-back of c: one scalar to differentiate, whatever shape
+        # the loss has.
         return jnp.sum(shards.scaled(found) * _cotangent(found, grad_loss)), found
 
     arrays = shards.local([as_array(leaves.values[i]) for i in floats])
     (_, found), gradients = value_and_gradients(objective, arrays, **words)
-    if not floats:
+    if not floats:  # value_and_gradients does not run a function without arguments
         found = objective()[1]
     by_number = dict(zip(floats, gradients, strict=True))
     return Collected(found, [by_number.get(i) for i in variables])
@@ -80,6 +88,7 @@ def checked_loss(loss: Any) -> Array:
     Raises:
       ValueError: it is not an array of floats.
     """
+    # A pair (loss, aux) would become an array of two numbers where both are scalars: refuse it.
     if not hasattr(loss, "dtype") and not is_number(loss):
         expected, got = "a float array", type(loss).__name__
         remedy = "return the loss alone: there is no aux"

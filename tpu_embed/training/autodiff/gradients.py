@@ -1,8 +1,12 @@
-"""Gradients of a function by its arguments and by values inside it, None where nothing connects.
+"""Gradients of a function by its arguments and inner values, None where no path connects the two.
 
-Enters: a function of arrays and pytrees. Leaves: a gradient each, an `IndexedSlices` for an
-argument that is only looked up in. `program.py` makes the function one jaxpr, `TappedProgram` says
-what is connected, `jax.vjp` gives the numbers.
+`jax.grad` gives zeros both for an argument that does not matter and for one whose gradient happens
+to be zero. Here the function is first traced into one jaxpr (`program.py`), in which
+`TappedProgram` finds what is connected with what; `jax.vjp` then computes the numbers.
+
+Input: a function of arrays and pytrees, and what to differentiate it by.
+Output: one gradient per argument or named value; an `IndexedSlices` for an argument that is only
+looked up in.
 """
 
 from __future__ import annotations
@@ -37,8 +41,8 @@ __all__ = [
 class AggregationMethod(enum.StrEnum):
     """How the gradients of several ys are added up.
 
-    DEFAULT and ADD_N: one pull-back of all cotangents. TREE and ACCUMULATE_N: one pull-back a y,
-    summed in the order of ys.
+    DEFAULT and ADD_N: one pull-back of all cotangents. TREE and ACCUMULATE_N: one pull-back per y;
+    their results are summed in the order of ys.
     """
 
     DEFAULT = "default"
@@ -48,7 +52,7 @@ class AggregationMethod(enum.StrEnum):
 
 
 class UnconnectedGradients(enum.StrEnum):
-    """What stands for the gradient of an x that reaches no y: NONE, or ZERO for zeros like x."""
+    """What is returned for an x that no path connects to a y: NONE, or ZERO for zeros like x."""
 
     NONE = "none"
     ZERO = "zero"
@@ -66,6 +70,7 @@ def _gate_each(found: list[Any]) -> list[Any]:
 _GATES: Mapping[Gate, Callable[[list[Any]], list[Any]]] = {
     "none": list,
     "op": _gate_each,
+    # The barrier takes the whole nested list: no gradient is used before all are computed.
     "graph": jax.lax.optimization_barrier,
 }
 _ONE_BY_ONE = (AggregationMethod.TREE, AggregationMethod.ACCUMULATE_N)
@@ -84,40 +89,46 @@ def gradients(
     """Return Σ over ys of dy/dx for every x.
 
     With ys = fn(*xs) and their cotangents c: Σ_y c_y ∂y/∂x. An x is connected to a y if a path
-    leads from it to y along operations on floats (or complex numbers), into jit, remat, scan and
-    any branch of a cond. Integers, booleans, `stop_gradient`, floor, ceil and round cut; `sign` and
-    a product with zero don't: their gradient is zeros. A function with a custom rule connects each
-    of its arguments with each of its results.
+    leads from it to y along operations on floats (or complex numbers). Paths go through jit, remat,
+    scan and every branch of a cond. Integers, booleans, `stop_gradient`, floor, ceil and round cut
+    a path; `sign` and a product with zero do not: their gradient is zeros. A function with a custom
+    rule connects each of its arguments with each of its results.
 
     Args:
-      fn: of as many arguments as xs has, `Tag`s left out; returns ys, an array or a pytree.
-      xs: a list or tuple of arrays and pytrees; after them a `Tag` for every value inside fn whose
-        gradient is wanted too: its total derivative, whatever other x it depends on. A single array
-        is a list of one.
-      grad_ys: c, shaped and nested as ys; None there is ones, and None as a whole. A complex y
-        needs one. The numbers for an integer y are ignored: nothing reaches it.
-      stop_gradients: names or `Tag`s of values inside fn through which nothing is differentiated;
-        their own gradient stays.
-      unconnected_gradients: of an x that no path connects: "none" gives None, "zero" zeros like x.
+      fn: a function with one argument for each x that is not a `Tag`. It returns ys, an array or a
+        pytree.
+      xs: a list or tuple of arrays and pytrees, followed by a `Tag` for every value inside fn whose
+        gradient is wanted too. The gradient by a `Tag` is the total derivative by that value, also
+        where the value itself depends on another x. A single array counts as a list of one.
+      grad_ys: the cotangents c, in the shapes and the nesting of ys. None, for one y or as a whole,
+        means ones. A complex y needs a cotangent. The numbers for an integer y are ignored, since
+        no path leads to it.
+      stop_gradients: names or `Tag`s of values inside fn. Nothing is differentiated through these
+        values; the gradient by such a value itself can still be asked for.
+      unconnected_gradients: what an x without a path to any y gets: "none" gives None, "zero" zeros
+        like x.
       aggregation_method: None or a word of `AggregationMethod`.
-      gate_gradients: "none", "op" (a barrier to optimization at each gradient) or "graph" (one at
-        all of them together): when they are computed, never what they are.
+      gate_gradients: "none", "op" (an optimization barrier at each gradient) or "graph" (one
+        barrier for all gradients together). It decides when gradients are computed and never
+        changes their values.
 
     Returns:
-      one gradient an x, in order, nested as x, of its leaves' shapes and dtypes. For a leaf that fn
-      uses only as the table of `embedding_lookup`, an `IndexedSlices`: duplicates kept, ordered by
-      y where each is pulled back by itself, then lookup in program order, then position. It has the
-      lookups that are connected to a y (where each y is pulled back by itself: to that one), zero
-      gradients included; uses of the table that are not connected don't count. Complex gradients
-      follow `jax.grad`'s convention.
+      one gradient per x, in the order and nesting of xs, with the shapes and dtypes of the leaves.
+      A leaf that fn uses only as the table of `embedding_lookup` gets an `IndexedSlices`. It keeps
+      duplicates and is ordered by lookup in program order, then by position; where each y is pulled
+      back by itself, first by y. It holds the lookups that are connected to a y (where each y is
+      pulled back by itself: to that y), also where their gradient is zero. Other uses of the table
+      only count if they are connected to a y. Complex gradients follow the convention of
+      `jax.grad`.
 
     Raises:
-      TypeError: xs of no such kind; a cotangent of another kind than its y (for a float one a
-        float, for a complex one a complex, for an integer one either of float and integer), or none
-        for a complex y.
-      ValueError: an unknown word; cotangents nested or shaped otherwise than ys; a tag that fn
-        doesn't have, has twice or has where it can't be differentiated by: an x in a scan, while
-        or cond, any in a custom rule; an x that a `while` of unknown trip count connects to a y.
+      TypeError: xs that is neither a list, a tuple nor an array; a cotangent of another kind than
+        its y (a float y takes floats, a complex y complex numbers, an integer y integers or
+        floats); no cotangent for a complex y.
+      ValueError: an unknown word; cotangents of another nesting or shape than ys; a tag that is not
+        in fn, is in it twice, or is where fn cannot be differentiated by it (an x in a scan, while
+        or cond; any tag in a custom rule); an x that a `while` of unknown trip count connects to a
+        y.
 
     Example:
       >>> def fn(w, b):
@@ -147,14 +158,14 @@ def value_and_gradients(
     aggregation_method: Aggregation | None = None,
     gate_gradients: Gate = "none",
 ) -> tuple[tuple[PyTree, PyTree], list[Any]]:
-    """Return what fn returns, and the gradients of the first part of it.
+    """Return the results of fn, and the gradients of the first of them.
 
     Args:
-      fn: returns ys and a pytree of arrays that are not differentiated.
-      xs: as in `gradients`, and so is all else.
+      fn: a function that returns (ys, aux); aux is a pytree of arrays that are not differentiated.
+      xs: as in `gradients`, like all other arguments.
 
     Returns:
-      (ys, aux), then the gradients; without any x, nothing is computed and they are (None, None).
+      (ys, aux), and one gradient per x. With no xs fn is not run: (None, None) and [].
     """
     words, methods = tuple(map(str, UnconnectedGradients)), tuple(map(str, AggregationMethod))
     check_choice("gradients: unconnected_gradients", unconnected_gradients, words)
@@ -165,6 +176,7 @@ def value_and_gradients(
         return (None, None), []
     program = trace(fn, xs, stop_gradients)
     results, total = _aggregate(program, _cotangents(program, grad_ys), aggregation_method)
+    # The program returns one flat list: [leaves of ys, leaves of aux].
     n = program.ys.num_leaves
     values = program.ys.unflatten(results[:n]), program.aux.unflatten(results[n:])
     zero = unconnected_gradients == UnconnectedGradients.ZERO
@@ -176,18 +188,21 @@ def value_and_gradients(
 
 
 def _gradient(target: Target, total: Mapping[int, Any], zero: bool) -> Any:
+    # An absent key means "not connected"; a connected x with zero gradient has zeros in `total`.
     if target.place is not None and target.place in total:
         return total[target.place]
     return full(target.aval, 0) if zero else None
 
 
 def _cotangents(program: Program, grad_ys: PyTree) -> list[Array | None]:
-    """Return the cotangent of every y; None for an integer one.
+    """Return the cotangent of every y, None for an integer y.
 
     Raises:
-      TypeError: of another kind than its y.
-      ValueError: nested or shaped otherwise.
+      TypeError: a cotangent is of another kind than its y.
+      ValueError: `grad_ys` has another nesting or other shapes than ys.
     """
+    # ys {"n": int, "y": float} with grad_ys {"n": None, "y": c} -> given [None, c]: flatten_up_to
+    # stops at the leaves of ys, so that a None stays an entry of its own.
     avals = program.closed.out_avals[: program.ys.num_leaves]
     given = [None] * len(avals)
     if grad_ys is not None:
@@ -222,6 +237,7 @@ def _cotangent(what: str, aval: Any, given: Any) -> Array | None:
         raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
     if kind == "integer":
         return None
+    # In a shard_map a cotangent must vary over the same mesh axes as its y.
     return as_varying(given.astype(aval.dtype), axes_of(aval))
 
 
@@ -234,7 +250,10 @@ def _kind(dtype: Any) -> str:
 def _aggregate(
     program: Program, cotangents: Sequence[Array | None], method: Aggregation | None
 ) -> tuple[list[Any], dict[int, Any]]:
-    """Return the program's results, and the gradient of each input that reaches one of the ys."""
+    """Return the results of the program, and the gradients by place of the input.
+
+    Only inputs that reach at least one of the ys are among the gradients.
+    """
     tables = differentiable(program.inputs[: program.arguments])
     tapped = tap_lookups(program.closed, program.inputs, tables)
     reached = _connected(program, tapped)
@@ -243,20 +262,22 @@ def _aggregate(
         return jaxpr_as_fun(program.closed)(*program.inputs), {}
     results: list[Any] = []
     total: dict[int, Any] = {}
-    for group in [[i] for i in ys] if method in _ONE_BY_ONE else [ys]:
-        wanted = Reached.any_of(reached[i] for i in group)
-        seeds = {i: cotangents[i] for i in group}
+    # ys 0 and 2 are connected: one pull-back of [0, 2], or two, of [0] and of [2].
+    for part in [[i] for i in ys] if method in _ONE_BY_ONE else [ys]:
+        wanted = Reached.any_of(reached[i] for i in part)
+        seeds = {i: cotangents[i] for i in part}
         results, found = _pull_back(program, tapped, wanted, seeds)
         for place, gradient in found.items():
+            # IndexedSlices + IndexedSlices concatenates their entries.
             total[place] = total[place] + gradient if place in total else gradient
     return results, total
 
 
 def _connected(program: Program, tapped: TappedProgram) -> list[Reached]:
-    """Return for every y what reaches it: inputs that are xs, and lookups.
+    """Return what reaches each y: inputs that are xs, and lookups.
 
-    A table that is used otherwise too, for any of the ys, is among the inputs for each y that its
-    lookups reach: its gradient is dense.
+    A table that some y reads in another way than by lookups gets a dense gradient. It then counts
+    as an input of each y that its lookups reach.
 
     Raises:
       ValueError: an x reaches a y through a `while`.
@@ -274,6 +295,8 @@ def _connected(program: Program, tapped: TappedProgram) -> list[Reached]:
                     remedy="use jax.lax.scan, or a fori_loop with bounds known when tracing",
                 )
             )
+    # y0 = lookup(w), y1 = w.sum(): found inputs are [{}, {w}]; w is dense, so both are {w}. A
+    # gradient that is sparse for y0 and dense for y1 could not be added up.
     dense = Reached.any_of(found).inputs
     looked_up = [{tapped.lookups[k].table for k in one.lookups} for one in found]
     both = zip(found, looked_up, strict=True)
@@ -286,20 +309,22 @@ def _pull_back(
     wanted: Reached,
     cotangents: Mapping[int, Array | None],
 ) -> tuple[list[Any], dict[int, Any]]:
-    """Return the program's results, and gradients.
+    """Return the results of the program, and the gradients by place of the input.
 
     Args:
-      program: the function.
-      tapped: the same, its lookups tapped.
-      wanted: by which inputs and lookups.
-      cotangents: of some of the results, by place.
+      program: the traced function.
+      tapped: the same program with taps at its lookups.
+      wanted: the inputs and lookups to differentiate by.
+      cotangents: the cotangents of some of the results, by place of the result.
     """
 
     def run(inputs: dict[int, Array], taps: dict[int, Array]) -> tuple[list[Any], tuple]:
         results, asked = tapped.run(inputs, taps)
         return [results[i] for i in cotangents], (results, asked)
 
-    stops = range(program.arguments, len(program.inputs))  # a stop acts where its tap is perturbed
+    # A stop is the derivative rule of a tap, which JAX applies only if the tap is differentiated
+    # by: the inputs that are taps are always among the arguments of vjp.
+    stops = range(program.arguments, len(program.inputs))
     inputs = {i: program.inputs[i] for i in sorted(wanted.inputs.union(stops))}
     _, back, (results, asked) = jax.vjp(run, inputs, tapped.taps(wanted.lookups), has_aux=True)
     by_input, by_lookup = back(list(cotangents.values()))

@@ -1,8 +1,10 @@
-"""Gradients by activations, for a model that a loss function hides.
+"""Gradients by the activations of a lookup, when all that is known of the model is its loss.
 
-Enters: activations as a lookup gave them, and a loss of them. Leaves: the gradient of every
-feature's activations, as `EmbeddingEngine.update` takes them. Zeros are added to the activations on
-their way into the loss, one dummy a feature; the gradient by a dummy is that by the activations.
+A dummy of zeros per feature is attached to the activations on their way into the loss. The gradient
+of the loss by a dummy then equals its gradient by the activations.
+
+Input: activations as a lookup returned them, and a function that computes a loss from them.
+Output: the gradient by each feature's activations, in the form that `EmbeddingEngine.update` takes.
 """
 
 from __future__ import annotations
@@ -31,13 +33,13 @@ __all__ = [
 ]
 
 Dummies = dict[str, dict[str, Array]]
-"""Table name -> feature path -> zeros, shaped as the activations."""
+"""Table name -> feature path -> zeros in the shape of the activations."""
 
 _REMAKE = "make dummies of these activations with create_dummy_table_variables"
 
 
 class ScalesLoss(Protocol):
-    """What is asked of an optimizer here."""
+    """The two methods of an optimizer that this module needs."""
 
     def scale_loss(self, loss: Array) -> Array:
         """Return the loss as the optimizer differentiates it."""
@@ -49,20 +51,20 @@ class ScalesLoss(Protocol):
 
 
 def create_dummy_table_variables(activations: PyTree, feature_config: Any = None) -> Dummies:
-    """Return zeros like each activation, grouped by table.
+    """Return zeros like each activation, by table and feature.
 
     Args:
-      activations: `[B, …, D]` a feature, nested as `feature_config`.
-      feature_config: any nesting of `FeatureConfig`s, which say what features share a table. None:
-        each activation counts as the only one of a table, called by its path.
+      activations: `[B, …, D]` per feature, nested as `feature_config`.
+      feature_config: any nesting of `FeatureConfig`s, which say which features share a table. With
+        None each activation counts as a table of its own, named by its path.
 
     Returns:
       table name -> feature path (`user/history`) -> zeros of the activation's shape and dtype.
-      Tables by first appearance, features in flattening order.
+      Tables are in the order of their first feature, features in flattening order.
 
     Raises:
-      TypeError: activations in a container of another type.
-      ValueError: other keys or another size; two activations of one path.
+      TypeError: the activations are in a container of another type than `feature_config`.
+      ValueError: other keys or another size than `feature_config`; two activations with one path.
 
     Example:
       >>> from tpu_embed import FeatureConfig, TableConfig
@@ -79,14 +81,15 @@ def create_dummy_table_variables(activations: PyTree, feature_config: Any = None
 
 
 def hook(activations: PyTree, dummies: Mapping[str, Mapping[str, Array]]) -> PyTree:
-    """Return the activations, bit for bit; the cotangent of each goes to its dummy too.
+    """Return the activations unchanged, and let the cotangent of each flow to its dummy too.
 
     Args:
       activations: as given to `create_dummy_table_variables`.
-      dummies: as it returned them. Their values are not read.
+      dummies: as `create_dummy_table_variables` returned them. Their values are not read.
 
     Raises:
-      ValueError: other features than the dummies', or of another shape or dtype; two of one path.
+      ValueError: the activations have other features, shapes or dtypes than the dummies; two
+        activations have one path.
 
     Example:
       >>> dummies = {"item": {"seen": jnp.zeros(2)}}
@@ -95,6 +98,7 @@ def hook(activations: PyTree, dummies: Mapping[str, Mapping[str, Array]]) -> PyT
       >>> jax.grad(loss)(dummies)["item"]["seen"].tolist()
       [2.0, 4.0]
     """
+    # {"item": {"seen": z}} -> {"seen": z}: a feature path occurs in one table only.
     by_path = {path: dummy for table in dummies.values() for path, dummy in table.items()}
     leaves = _by_path(activations)
     if by_path.keys() != leaves.keys():
@@ -121,25 +125,27 @@ def get_gradients_through_dummy_table_variables(
 ) -> tuple[Array, PyTree]:
     """Return a loss, and its gradient by each feature's activations.
 
-    A feature without a path to the loss gets zeros, unless its whole table goes unused.
+    A feature without a path to the loss gets zeros and a warning. A table none of whose features
+    has a path to the loss is an error.
 
     Args:
-      loss: `loss(activations, *args)`, a float array; gradients are those of its sum.
-      activations: `[B, …, D]` a feature, nested as `feature_config`.
-      *args: for the loss, not differentiated.
+      loss: `loss(activations, *args)`, which returns a float array; it is summed to be
+        differentiated.
+      activations: `[B, …, D]` per feature, nested as `feature_config`.
+      *args: further arguments of the loss, which are not differentiated.
       feature_config: as in `create_dummy_table_variables`; with None every activation must be used.
-      optimizer: scales the loss before it is differentiated, as its `compute_gradients` does. Use
-        it in a data-parallel step whose loss is a mean over replicas, when the gradients go to
-        `EmbeddingEngine.update`, which sums.
+      optimizer: an optimizer that scales the loss before it is differentiated, as in its
+        `compute_gradients`. Give it in a data-parallel step whose loss is a mean over replicas:
+        `EmbeddingEngine.update`, which takes the gradients, sums over replicas and does not divide.
 
     Returns:
-      (the loss, unscaled; gradients of the activations' shapes, nested as `feature_config`, or as
-      they are).
+      (the loss, unscaled; gradients in the shapes of the activations, nested as `feature_config`,
+      or as the activations if that is None).
 
     Raises:
-      TypeError: activations in a container of another type.
-      ValueError: other keys or another size; a loss that is not float; a table none of whose
-        features the loss depends on.
+      TypeError: the activations are in a container of another type than `feature_config`.
+      ValueError: other keys or another size than `feature_config`; a loss that is not float; a
+        table none of whose features the loss depends on.
 
     Example:
       >>> from tpu_embed import FeatureConfig, TableConfig
@@ -151,6 +157,8 @@ def get_gradients_through_dummy_table_variables(
       (2.0, [[2.0, 2.0]])
     """
     nest = activations if feature_config is None else feature_config
+    # The lookup's activations may be equal on all replicas (tables are shared): gradients must stay
+    # this replica's own, since `update` sums them.
     if optimizer is not None:
         activations = optimizer.local(activations)
     dummies = create_dummy_table_variables(activations, feature_config)
@@ -159,6 +167,7 @@ def get_gradients_through_dummy_table_variables(
         value = checked_loss(loss(hook(activations, dummies), *args))
         return (value if optimizer is None else optimizer.scale_loss(value)), value
 
+    # The dummies are one x, a nested dictionary: `found` has the same keys, None if not connected.
     (_, value), (found,) = value_and_gradients(hooked, [dummies])
     for i, name in enumerate(dummies):
         _check_used(f"table {name!r} (index {i})", found[name])
@@ -171,19 +180,19 @@ def get_gradients_through_dummy_table_variables(
 def get_gradients_through_compute_gradients(
     optimizer: ScalesLoss, loss: Callable[[PyTree], Array], activations: PyTree
 ) -> PyTree:
-    """Return the gradients of a loss, as scaled by an optimizer, by each feature's activations.
+    """Return the gradients of a loss by each feature's activations, scaled as an optimizer does.
 
     Args:
-      optimizer: scales the loss, as its `compute_gradients` does: by 1/S where it takes a mean over
-        S devices.
-      loss: `loss(activations)`, a float array; gradients are those of its sum.
-      activations: `[B, …, D]` a feature, in any nesting that a feature configuration may have.
+      optimizer: an optimizer that scales the loss, as in its `compute_gradients`: by 1/S where it
+        takes the mean over S replicas.
+      loss: `loss(activations)`, which returns a float array; it is summed to be differentiated.
+      activations: `[B, …, D]` per feature, in any nesting that a feature configuration may have.
 
     Returns:
-      gradients nested as the activations, None for one without a path to the loss.
+      gradients nested as the activations, None for a feature without a path to the loss.
 
     Raises:
-      ValueError: a loss that is not float.
+      ValueError: the loss is not float.
     """
 
     def scaled(*leaves: Array) -> Array:
@@ -196,8 +205,8 @@ def get_gradients_through_compute_gradients(
 
 
 def _features(activations: PyTree, feature_config: Any) -> Iterator[tuple[str, str, Any]]:
-    """Yield table, path and activation of each feature, in flattening order."""
-    if feature_config is None:
+    """Yield the table's name, the path and the activation of each feature, in flattening order."""
+    if feature_config is None:  # the path of a feature is also the name of its table
         yield from ((path, path, leaf) for path, leaf in _by_path(activations).items())
         return
     structure = structures.flatten(feature_config)
@@ -210,8 +219,9 @@ def _by_path(activations: PyTree) -> dict[str, Any]:
     """Return the activations by path.
 
     Raises:
-      ValueError: two have one path.
+      ValueError: two activations have one path.
     """
+    # {"a": {"b": x}, "a/b": y} has the path a/b twice.
     leaves: dict[str, Any] = {}
     for path, leaf in _leaves(activations):
         if path in leaves:
@@ -237,7 +247,7 @@ def _check_used(what: str, found: Mapping[str, Array | None]) -> None:
 def _filled(
     table: str, found: Mapping[str, Array | None], dummies: Mapping[str, Array]
 ) -> dict[str, Array]:
-    """Return a table's gradients, its dummies (zeros) for those that are None."""
+    """Return a table's gradients, with the dummy (zeros) in place of each that is None."""
     absent = [path for path, gradient in found.items() if gradient is None]
     if absent:
         warnings.warn(
@@ -248,7 +258,8 @@ def _filled(
 
 
 def _leaves(nest: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the path of each leaf, as a `Structure` has it, and the leaf."""
+    """Yield each leaf with its path, in the spelling of a `Structure`."""
+    # {"user": {"seen": x, "age": y}} -> ("user/age", y), ("user/seen", x); x alone -> "feature".
     inner = structures.children(nest)
     if inner is None:
         yield path or "feature", nest
@@ -258,6 +269,7 @@ def _leaves(nest: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _rebuilt(nest: Any, leaves: Iterator[Any]) -> Any:
+    # Walks the nest in the order of `_leaves` and takes the next leaf at each place.
     inner = structures.children(nest)
     if inner is None:
         return next(leaves)

@@ -1,8 +1,10 @@
-"""The function given to `gradients` as one flat jaxpr.
+"""A user's function as one flat jaxpr whose inputs are everything it is differentiated by.
 
-Enters: the function, its xs, and the names at which differentiation stops. Leaves: a `Program`,
-whose inputs are all that it may be differentiated by: the leaves of arguments, and taps at tagged
-values. Called by `gradients.py`.
+Each leaf of an argument is an input. To differentiate by a value inside the function, or to stop at
+it, the value gets a *tap*: a further input whose derivative is that of the value.
+
+Input: the function, its xs (arguments and `Tag`s), and the names at which differentiation stops.
+Output: a `Program`: the jaxpr, the values of its inputs, and which inputs belong to which x.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ __all__ = ["Program", "Target", "as_list", "trace"]
 
 
 class Target(NamedTuple):
-    """A leaf of an x.
+    """A leaf of an x, and the input of the program that stands for it.
 
     Attributes:
-      name: for messages.
-      aval: of the leaf.
-      place: among the program's inputs; None for an integer tag.
+      name: the leaf's name, for messages.
+      aval: the leaf's shape and dtype.
+      place: its position among the program's inputs; None for an integer in a tagged value.
     """
 
     name: str
@@ -38,15 +40,15 @@ class Target(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A function traced.
+    """A traced function.
 
     Attributes:
-      closed: from `inputs` to the leaves of ys, then of aux.
-      inputs: values.
+      closed: maps `inputs` to the leaves of ys, followed by those of aux.
+      inputs: the values of the inputs.
       arguments: how many of the inputs are leaves of arguments; the rest are taps.
-      xs: of each x, its structure and leaves.
-      ys: structure.
-      aux: structure.
+      xs: for each x its structure and its leaves.
+      ys: the structure of ys.
+      aux: the structure of aux.
     """
 
     closed: ClosedJaxpr
@@ -58,11 +60,11 @@ class Program(NamedTuple):
 
 
 def as_list(xs: Any) -> list[Any]:
-    """Return the xs one by one; a single array is a list of one.
+    """Return xs as a list; a single array or `Tag` becomes a list of one.
 
     Raises:
-      TypeError: neither a list nor a tuple nor an array.
-      ValueError: an argument after a `Tag`.
+      TypeError: `xs` is neither a list, a tuple nor an array.
+      ValueError: an argument stands after a `Tag`.
     """
     if isinstance(xs, Tag) or hasattr(xs, "dtype") or isinstance(xs, (int, float, complex)):
         xs = [xs]
@@ -71,6 +73,7 @@ def as_list(xs: Any) -> list[Any]:
         raise TypeError(
             message("gradients: xs", expected=expected, got=got, remedy="give one pytree as [tree]")
         )
+    # False < True, so the list is sorted exactly if all Tags stand after the arguments.
     are_tags = [isinstance(x, Tag) for x in xs]
     if are_tags != sorted(are_tags):
         expected, got = "Tags after the arguments", f"an argument after {xs[are_tags.index(True)]}"
@@ -80,16 +83,19 @@ def as_list(xs: Any) -> list[Any]:
 
 
 def trace(fn: Callable[..., Any], xs: Sequence[Any], stops: Iterable[Any]) -> Program:
-    """Trace a function.
+    """Trace a function into a `Program`.
+
+    The inputs are the leaves of the arguments, then the taps in the order of the names: with
+    xs = [{"a": u, "b": v}, w, Tag("h")] they are u, v, w and the tap of h, at the places 0 to 3.
 
     Args:
-      fn: of the xs that are no Tags; returns (ys, aux).
+      fn: a function of the xs that are not Tags; it returns (ys, aux).
       xs: as `as_list` returns them.
-      stops: names or Tags.
+      stops: the names or Tags at which differentiation stops.
 
     Raises:
-      TypeError: a leaf of an argument that is no array, or a stop that is neither name nor Tag.
-      ValueError: a name that is not there, there twice, or where it can't be tapped.
+      TypeError: a leaf of an argument is not an array, or a stop is neither a name nor a Tag.
+      ValueError: a name is not in the function, is in it twice, or is where it cannot be tapped.
     """
     arguments = [x for x in xs if not isinstance(x, Tag)]
     wanted = [x.name for x in xs if isinstance(x, Tag)]
@@ -100,6 +106,7 @@ def trace(fn: Callable[..., Any], xs: Sequence[Any], stops: Iterable[Any]) -> Pr
     def flat(*leaves: Any) -> Any:
         return fn(*structure.unflatten(leaves))
 
+    # Trace twice: names are only known once the function is traced; then the taps are added.
     closed, (ys, aux) = jax.make_jaxpr(flat, return_shape=True)(*leaves)
     found = _find(closed.jaxpr, wanted, _stop_names(stops))
     taps = {name: _tap(one, name in wanted, stop) for name, (one, stop) in found.items()}
@@ -111,6 +118,7 @@ def trace(fn: Callable[..., Any], xs: Sequence[Any], stops: Iterable[Any]) -> Pr
     ]
     of_tags = _tag_targets(found, taps, len(leaves))
     inputs = [*leaves, *(array for tap in taps.values() for array in tap.arrays)]
+    # Deal the targets out to the arguments: {"a": u, "b": v} takes two, w takes one.
     places, result = iter(targets), []
     for x in xs:
         if isinstance(x, Tag):
@@ -153,7 +161,7 @@ def _stop_names(stops: Any) -> list[str]:
 def _find(
     jaxpr: Any, wanted: Sequence[str], stops: Sequence[str]
 ) -> dict[str, tuple[TagFound, bool]]:
-    """Return of each name in xs or stops where it was given, and whether it is a stop."""
+    """Return for each name in xs or stops where it was given, and whether it is a stop."""
     by_name: dict[str, list[TagFound]] = collections.defaultdict(list)
     for name, one in find_tags(jaxpr):
         by_name[name].append(one)
@@ -171,6 +179,8 @@ def _find(
 
 
 def _check_places(what: str, places: frozenset[str], is_x: bool) -> None:
+    # In a scan or while a name has one value per iteration and in a cond perhaps none, so there is
+    # no one value to differentiate by; to stop at all of them is possible.
     loops = {"scan", "while", "cond"}
     expected = "one value" if is_x else "it outside of custom rules"
     bad = sorted(places if is_x else places - loops)
@@ -185,13 +195,15 @@ def _inexact(found: TagFound) -> list[Any]:
 
 
 def _tap(found: TagFound, own: bool, stop: bool) -> Tap:
+    # The derivative of a tap of its own has the shape of the value. A tap that only stops is a
+    # scalar: it is an input so that JAX applies the derivative rule, and costs no memory.
     avals = _inexact(found)
     arrays = [full(a, 0) if own else jnp.zeros((), a.dtype) for a in avals]
     return Tap(arrays, own, stop)
 
 
 def _with_taps(closed: ClosedJaxpr, leaves: list[Array], taps: Mapping[str, Tap]) -> ClosedJaxpr:
-    """Return the program with the taps' arrays as inputs after its own."""
+    """Return the program with the arrays of the taps as further inputs after its own."""
     if not taps:
         return closed
 
@@ -199,6 +211,8 @@ def _with_taps(closed: ClosedJaxpr, leaves: list[Array], taps: Mapping[str, Tap]
         given = {name: tap._replace(arrays=arrays[name]) for name, tap in taps.items()}
         return run_with_tag_taps(closed.jaxpr, closed.consts, leaves, given)
 
+    # make_jaxpr sorts the keys of a plain dict; an OrderedDict keeps the order of `taps`, in which
+    # `trace` appends the same arrays to the inputs.
     order = collections.OrderedDict((name, tap.arrays) for name, tap in taps.items())
     return jax.make_jaxpr(run)(leaves, order)
 
@@ -206,7 +220,8 @@ def _with_taps(closed: ClosedJaxpr, leaves: list[Array], taps: Mapping[str, Tap]
 def _tag_targets(
     found: Mapping[str, tuple[TagFound, bool]], taps: Mapping[str, Tap], place: int
 ) -> dict[str, list[Target]]:
-    """Return the leaves of every tag, whose taps follow each other from `place`."""
+    """Return the leaves of every tagged value; `place` is the position of the first tap."""
+    # h = (float, int) and k = float from place 3: h has the places [3, None] and k has [4].
     result = {}
     for name, (one, _) in found.items():
         places = iter(range(place, place + len(taps[name].arrays)))

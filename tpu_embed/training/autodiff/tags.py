@@ -1,8 +1,10 @@
-"""Names for intermediate values, and the function run again with a tap at some of them.
+"""Names for intermediate values of a function, so that it can be differentiated by them.
 
-Enters: values to name; later a jaxpr in which they are named. Leaves: the same values; the jaxpr's
-results, with an input more a named value, whose gradient is that of the value. Called by users and
-by `gradients.py`.
+`tag` is the identity and leaves a mark in the jaxpr. The jaxpr can then be run again with a *tap*
+at some of the marks: an extra input that does not change the value, but has its derivative.
+
+Input: values to name; later a jaxpr in which they are named, and taps by name.
+Output: the same values; later the results of the jaxpr, differentiable by the taps.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ __all__ = ["Tag", "TagFound", "Tap", "find_tags", "full", "run_with_tag_taps", "
 
 @dataclasses.dataclass(frozen=True)
 class Tag:
-    """Stand for the value that `tag` gave this name, among the xs of `gradients`.
+    """Stand for a named value among the xs of `gradients`.
 
     Args:
-      name: as given to `tag`.
+      name: the name that `tag` gave the value.
 
     Raises:
       ValueError: the name is not a non-empty string.
@@ -48,14 +50,14 @@ class Tag:
 
 
 def tag(value: PyTree, name: str) -> PyTree:
-    """Name an intermediate value, and return it.
+    """Name an intermediate value, and return it unchanged.
 
-    The identity, whatever transformation it stands in. Under `vmap` the named value is the whole
+    This is the identity under every transformation. Under `vmap` the named value is the whole
     batch.
 
     Args:
-      value: an array or a pytree of them.
-      name: once in a function.
+      value: an array or a pytree of arrays.
+      name: the name, which may be given once in a function.
 
     Raises:
       ValueError: the name is not a non-empty string.
@@ -73,12 +75,12 @@ def tag(value: PyTree, name: str) -> PyTree:
 
 
 class TagFound(NamedTuple):
-    """Where a name was given.
+    """A place in a jaxpr where a name was given.
 
     Attributes:
-      structure: of the value.
-      avals: of its leaves.
-      places: the primitives it stands in, calls excepted.
+      structure: the structure of the value.
+      avals: the shapes and dtypes of its leaves.
+      places: the names of the primitives around it (scan, cond, …), without calls such as jit.
     """
 
     structure: Any
@@ -87,12 +89,13 @@ class TagFound(NamedTuple):
 
 
 class Tap(NamedTuple):
-    """What is put at a named value.
+    """Extra inputs that are attached to a named value.
 
     Attributes:
-      arrays: one for each inexact leaf: zeros of its shape where `own`, otherwise scalars.
-      own: whether the gradient of `arrays` is that of the value.
-      stop: whether the value is constant otherwise.
+      arrays: one array per inexact leaf of the value: zeros of the leaf's shape if `own`, otherwise
+        scalars.
+      own: whether the gradient by `arrays` is the gradient by the value.
+      stop: whether the value counts as a constant in all other gradients.
     """
 
     arrays: Sequence[Array]
@@ -101,11 +104,11 @@ class Tap(NamedTuple):
 
 
 def find_tags(jaxpr: Any, places: frozenset[str] = frozenset()) -> Iterator[tuple[str, TagFound]]:
-    """Yield the names given in a jaxpr, in program order.
+    """Yield the names given in a jaxpr and where, in program order.
 
     Args:
       jaxpr: an open jaxpr.
-      places: the primitives around it.
+      places: the names of the primitives around it.
     """
     for eqn in jaxpr.eqns:
         if eqn.primitive is tag_p:
@@ -115,8 +118,10 @@ def find_tags(jaxpr: Any, places: frozenset[str] = frozenset()) -> Iterator[tupl
 
 
 def _tags_inside(eqn: Any, places: frozenset[str]) -> Iterator[tuple[str, TagFound]]:
+    # A jit or remat runs its jaxpr once per call, so it does not count as a place; a scan does.
     name = eqn.primitive.name
     around = places if name in _CALLS else places | {name}
+    # A parameter is one jaxpr (scan), a tuple of them (the branches of a cond) or something else.
     for value in eqn.params.values():
         for one in value if isinstance(value, (tuple, list)) else (value,):
             inner = getattr(one, "jaxpr", one)
@@ -125,28 +130,31 @@ def _tags_inside(eqn: Any, places: frozenset[str]) -> Iterator[tuple[str, TagFou
 
 
 def full(aval: Any, number: float) -> Array:
-    """Return an array of one number, of an aval's shape, dtype and, in a `shard_map`, variance."""
+    """Return an array filled with a number, in an aval's shape, dtype and varying mesh axes."""
     return as_varying(jnp.full(aval.shape, number, aval.dtype), axes_of(aval))
 
 
 def run_with_tag_taps(
     jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], taps: Mapping[str, Tap]
 ) -> list[Any]:
-    """Return the results of a jaxpr.
+    """Run a jaxpr with taps at some of the values named in it.
 
     Args:
       jaxpr: an open jaxpr.
-      consts: values of its constants.
-      args: of its inputs.
-      taps: by name; a name with an own tap stands in calls only, any in calls, scans, whiles and
-        conds only.
+      consts: the values of its constants.
+      args: the values of its inputs.
+      taps: the taps by name. A name whose tap has `own` may stand inside of calls only; other names
+        may stand inside of calls, scans, whiles and conds.
     """
+    # The value of each variable so far; literals carry their own.
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else env[atom]
 
     run = functools.partial(run_with_tag_taps, taps=taps)
+    # Equations with a tapped name inside are rebuilt around the rerun of their own jaxpr. All
+    # others are evaluated as they are, which keeps their custom derivatives.
     for eqn in jaxpr.eqns:
         values = [read(atom) for atom in eqn.invars]
         if eqn.primitive is tag_p and eqn.params["name"] in taps:
@@ -161,6 +169,7 @@ def run_with_tag_taps(
 
 
 def _tapped(values: Sequence[Array], tap: Tap) -> list[Array]:
+    # values (float, int, float) with the tap's arrays (a, b): a goes to the first, b to the third.
     arrays = iter(tap.arrays)
     return [
         tapped_p.bind(value, next(arrays), own=tap.own, stop=tap.stop)
@@ -185,6 +194,8 @@ def _remat(run: Run, eqn: Any, values: list[Any]) -> list[Any]:
 
 
 def _scan(run: Run, eqn: Any, values: list[Any]) -> list[Any]:
+    # The operands of a scan are [constants, first carry, xs]; its body maps [constants, carry, x]
+    # to [carry, y].
     params, closed = eqn.params, eqn.params["jaxpr"]
     fixed, carried = scan_counts(eqn)
 
@@ -199,6 +210,7 @@ def _scan(run: Run, eqn: Any, values: list[Any]) -> list[Any]:
 
 
 def _while(run: Run, eqn: Any, values: list[Any]) -> list[Any]:
+    # The operands of a while are [constants of cond, constants of body, first carry].
     params, body, cond = eqn.params, eqn.params["body_jaxpr"], eqn.params["cond_jaxpr"]
     start = params["cond_nconsts"]
     first = start + params["body_nconsts"]
@@ -213,6 +225,7 @@ def _while(run: Run, eqn: Any, values: list[Any]) -> list[Any]:
 
 
 def _cond(run: Run, eqn: Any, values: list[Any]) -> list[Any]:
+    # cond and switch are one primitive, whose first operand is the number of the branch.
     index, *operands = values
     closed = eqn.params["branches"]
     branches = [functools.partial(run, branch.jaxpr, branch.consts) for branch in closed]
@@ -234,15 +247,17 @@ def _tag_tangent(primals: Sequence[Any], tangents: Sequence[Any], **params: Any)
 
 
 def _tag_batched(values: Sequence[Any], dims: Sequence[int | None], **params: Any) -> tuple:
-    """Tag the whole batch, its axis first."""
+    """Name the whole batch, with the batch axis moved to the front."""
+    # dim is the batch axis of a value, None if the value is not batched.
     pairs = zip(values, dims, strict=True)
     moved = [value if dim is None else jnp.moveaxis(value, dim, 0) for value, dim in pairs]
     return tag_p.bind(*moved, **params), [None if dim is None else 0 for dim in dims]
 
 
 tag_p = Primitive("tag")
-"""Any number of arrays to themselves; `name` and `structure` say what they are."""
+"""The identity of the leaves of a value; the parameters `name` and `structure` describe it."""
 
+# The identity must survive jit, lowering, vmap and both modes of differentiation.
 tag_p.multiple_results = True
 tag_p.def_impl(lambda *values, **_: list(values))
 tag_p.def_abstract_eval(lambda *avals, **_: list(avals))
@@ -255,10 +270,12 @@ ad.primitive_transposes[tag_p] = lambda cotangents, *_, **__: list(cotangents)
 def _tapped_tangent(
     primals: Sequence[Any], tangents: Sequence[Any], *, own: bool, stop: bool
 ) -> tuple[Any, Any]:
-    """Add the tap's tangent, drop the value's.
+    """Return the value, and the sum of those tangents that pass.
 
-    The value itself is returned, not bound again: a differentiation around this one sees the
-    identity, since the tap is an input of this one alone.
+    The tangent of the value passes unless `stop`; the tangent of the tap passes if `own`.
+
+    The value is returned as it is, without binding the primitive again: the tap is an input of this
+    differentiation only, so a differentiation around it must see the identity.
     """
     value, passed = primals[0], [*([] if stop else tangents[:1]), *(tangents[1:] if own else [])]
     passed = [tangent for tangent in passed if type(tangent) is not ad.Zero]
@@ -274,7 +291,7 @@ def _tapped_batched(
 
 
 tapped_p = Primitive("tapped")
-"""A value and its tap to the value; the tap is read by derivatives only."""
+"""Maps a value and its tap to the value; only derivatives read the tap."""
 
 tapped_p.def_impl(lambda value, tap, **_: value)
 tapped_p.def_abstract_eval(lambda value, tap, **_: value)

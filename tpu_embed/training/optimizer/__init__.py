@@ -1,4 +1,4 @@
-"""The classic optimizer over a whole model: minimize, compute and apply, also over replicas."""
+"""Optimizers of a whole parameter tree: compute gradients, sum them over replicas, apply them."""
 
 from tpu_embed.training.optimizer.cross_shard import CrossShardOptimizer, cross_shard
 from tpu_embed.training.optimizer.optimizer import Optimizer

@@ -1,4 +1,8 @@
-"""What a user gives to `TreeOptimizer.apply_gradients`, checked before anything is computed."""
+"""Checks that gradients and constraints fit the parameters, before anything is computed.
+
+Input: pairs of a gradient and a path, and constraints by path, as a user gives them.
+Output: `CheckedGradients`, both by the number of the parameter.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +22,16 @@ __all__ = ["CheckedGradients", "check_gradients"]
 
 
 class CheckedGradients(NamedTuple):
-    """By number of the parameter: gradients that are not None, and constraints."""
+    """Gradients that are not None, and constraints, both by the number of the parameter."""
 
     gradients: dict[int, Any]
     constraints: dict[int, Callable[[Array], Any]]
 
     def constrained(self, i: int, parameter: Array) -> Array:
-        """Return a parameter after its constraint, if it has one.
+        """Return a parameter after applying its constraint, if it has one.
 
         Raises:
-          ValueError: the constraint changes the shape.
+          ValueError: the constraint changes the shape of the parameter.
         """
         if i not in self.constraints:
             return parameter
@@ -45,7 +49,7 @@ def check_gradients(
     leaves: Leaves,
     constraints: Mapping[Any, Callable[[Array], Any]],
 ) -> CheckedGradients:
-    """Check pairs and constraints against the parameters.
+    """Check gradients and constraints against the parameters.
 
     Args:
       what: the optimizer's name, for messages.
@@ -54,10 +58,12 @@ def check_gradients(
       constraints: functions by path.
 
     Raises:
-      TypeError: an entry that is no pair, a gradient that cannot become an array.
-      ValueError: an unknown or repeated path, a shape, an integer parameter, or no gradient.
-      RuntimeError: a constraint for a parameter whose gradient is `IndexedSlices`.
+      TypeError: an entry is not a pair, or a gradient cannot become an array.
+      ValueError: a path is unknown or repeated, a gradient does not have its parameter's shape or
+        belongs to an integer parameter, or there is no gradient at all.
+      RuntimeError: a constraint is given for a parameter whose gradient is `IndexedSlices`.
     """
+    # Leaves a, b, c and pairs [(g, "c"), (None, "a")]: numbers [2, 0], gradients {2: g}.
     pairs = [_pair(what, entry) for entry in grads_and_vars]
     numbers = leaves.find_all([path for _, path in pairs], what=f"{what}: grads_and_vars")
     gradients = {
@@ -71,6 +77,7 @@ def check_gradients(
         got, remedy = f"none for {names}", "use one of them in the loss, or leave the step out"
         place = f"{what}: grads_and_vars"
         raise ValueError(message(place, expected=expected, got=got, remedy=remedy))
+    # A constraint maps a whole parameter, a sparse gradient must not touch rows it does not name.
     places = leaves.find_all(constraints, what=f"{what}: constraints")
     for i in places:
         if is_indexed_slices(gradients.get(i)):
@@ -94,7 +101,7 @@ def _pair(what: str, entry: Any) -> tuple[Any, Any]:
 
 
 def _gradient(what: str, gradient: Any, parameter: Any) -> Any:
-    """Return a gradient as an array or `IndexedSlices`."""
+    """Return a checked gradient, as an array or `IndexedSlices`."""
     if not jnp.issubdtype(jnp.result_type(parameter), jnp.inexact):
         expected, got = "None, for a parameter of integers", type(gradient).__name__
         remedy = "leave it out: integers are not trained"
@@ -116,11 +123,13 @@ def _gradient(what: str, gradient: Any, parameter: Any) -> Any:
         raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
     inexact = jnp.issubdtype(array.dtype, jnp.inexact)
     _check_kind(what, array.dtype, parameter)
+    # A float gradient keeps its own precision; integers become the parameter's floats.
     return array if inexact else array.astype(jnp.result_type(parameter))
 
 
 def _check_kind(what: str, dtype: Any, parameter: Any) -> None:
-    """Refuse a complex gradient of a real parameter: half of it would be lost."""
+    """Refuse a complex gradient of a real parameter, whose imaginary part would be lost."""
+    # True > False: the gradient is complex and the parameter is not.
     kind = jnp.result_type(parameter)
     if jnp.issubdtype(dtype, jnp.complexfloating) > jnp.issubdtype(kind, jnp.complexfloating):
         remedy = "take its real part, if that is what is meant"
@@ -130,6 +139,7 @@ def _check_kind(what: str, dtype: Any, parameter: Any) -> None:
 
 
 def _check_slices(what: str, gradient: Any, shape: tuple[int, ...]) -> None:
+    # Parameter [V, …, D]: indices [N], values [N, …, D].
     values, indices = np.shape(gradient.values), np.shape(gradient.indices)
     fits = len(indices) == 1 and values == (*indices, *gradient.dense_shape[1:])
     if gradient.dense_shape != shape or not fits:

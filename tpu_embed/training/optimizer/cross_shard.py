@@ -1,7 +1,10 @@
-"""Training on replicas: their gradients are summed, then applied.
+"""Data-parallel optimizers: gradients are summed over all replicas, then applied on each.
 
-Enters and leaves: what `Optimizer` takes and returns, inside a `shard_map`; or, as an optax
-transform, local gradients and updates.
+Every replica starts from the same parameters and applies the same sum, so the replicas stay equal.
+
+Input: another optimizer, and the mesh axes of the replicas.
+Output: an optimizer with the same methods (`CrossShardOptimizer`), or an optax transform
+(`cross_shard`), for use inside a `shard_map`.
 """
 
 from __future__ import annotations
@@ -31,27 +34,28 @@ Groups = Iterable[Iterable[int]]
 class CrossShardOptimizer(TreeOptimizer):
     """Sum the gradients of all replicas, then let another optimizer apply them.
 
-    Its verbs are those of `TreeOptimizer`. Of S replicas with losses l: the optimizer sees the
-    gradient of Σ l / S (mean) or of Σ l (sum). `compute_gradients` divides the loss and returns
-    this replica's own gradients, so that they can be clipped before `apply_gradients` sums them. A
-    loss that is a mean over the replica's batch wants "mean", a sum wants "sum".
+    Its methods are those of `TreeOptimizer`. With S replicas and their losses l, the optimizer sees
+    the gradient of Σ l / S (mean) or of Σ l (sum). `compute_gradients` divides the loss and returns
+    this replica's own gradients, so that they can be clipped before `apply_gradients` sums them.
+    Use "mean" for a loss that is a mean over the replica's batch, "sum" for one that is a sum.
 
-    A `shard_map` that checks what varies (`check_vma=True`) must have parameters and state as
-    replicated outputs; with several groups they vary from group to group.
+    In a `shard_map` that tracks what varies (`check_vma=True`), declare parameters and state as
+    replicated outputs; with several groups, as outputs that vary from group to group.
 
     Args:
       opt: an `Optimizer` without an axis, or an optax transform.
       reduction: "mean" or "sum".
-      axis_name: the mesh axes of the replicas; several count as one. Where none is bound there is
-        one replica, and one warning.
-      group_assignment: lists of equal length that hold every replica's index (row-major over the
-        axes) once: sums are within a list, and the mean divides by its length. None or []: one
-        group of all.
-      name: of the optimizer.
+      axis_name: the mesh axes of the replicas; several count as one. Where none of them is bound
+        there is one replica, and one warning is given.
+      group_assignment: lists of equal length that together hold the index of every replica
+        (row-major over the axes) once. Gradients are summed within a list, and the mean divides by
+        its length. With None or [] all replicas are one group.
+      name: the name of the optimizer.
 
     Raises:
-      TypeError: `opt` is neither.
-      ValueError: it has an axis of its own; another reduction; groups that are no such lists.
+      TypeError: `opt` is neither an `Optimizer` nor an optax transform.
+      ValueError: `opt` has an axis of its own; an unknown reduction; groups that are not such
+        lists.
 
     Example:
       >>> import jax.numpy as jnp
@@ -93,12 +97,14 @@ def cross_shard(
 ) -> optax.GradientTransformationExtraArgs:
     """Return a transform that sums local gradients over replicas, then calls another.
 
-    `update` divides by the number of replicas (mean), sums, and calls `tx`. It wants gradients of
-    the unscaled loss, this replica's own: in a `shard_map` with `check_vma=True`, by parameters
-    that `jax.lax.pcast(…, axis_name, to="varying")` has made local.
+    `update` divides the gradients by the number of replicas (mean), sums them, and calls `tx`. It
+    takes this replica's own gradients of the unscaled loss. In a `shard_map` with `check_vma=True`
+    these are the gradients by parameters that `jax.lax.pcast(…, axis_name, to="varying")` has made
+    local.
 
-    A limit c on the norm of gradients in a chain before it is a limit on the unscaled ones: it
-    equals c / S between `compute_gradients` and `apply_gradients` of `CrossShardOptimizer`.
+    A clip of the norm at c that stands before `cross_shard` in a chain clips unscaled gradients. It
+    equals a clip at c / S between `compute_gradients` and `apply_gradients` of
+    `CrossShardOptimizer`, whose gradients are scaled already.
 
     Args:
       tx: an optax transform.
@@ -107,8 +113,9 @@ def cross_shard(
       group_assignment: as in `CrossShardOptimizer`.
 
     Raises:
-      TypeError: `tx` is no optax transform; at an update, an `IndexedSlices` among the gradients.
-      ValueError: another reduction, groups, or a gradient that is the same on all replicas.
+      TypeError: `tx` is not an optax transform; at an update, a gradient is an `IndexedSlices`.
+      ValueError: an unknown reduction, groups that are not as described, or a gradient that is the
+        same on all replicas.
 
     Example:
       >>> import jax.numpy as jnp
@@ -121,6 +128,7 @@ def cross_shard(
       optax: a transform is a pair of pure functions, init and update.
     """
     _check_transform("cross_shard", tx)
+    # An axis is required here: without one the transform would be `tx` itself.
     names = _checked_axis("cross_shard", axis_name)
     shards = make_replicas("cross_shard", names, reduction, group_assignment)
     inner = optax.with_extra_args_support(tx)
@@ -128,6 +136,7 @@ def cross_shard(
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, Any]:
+        # IndexedSlices are pytrees: without is_leaf their values and indices would be two leaves.
         pairs, structure = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_indexed_slices)
         gradients = {keystr(path): shards.scaled(g) for path, g in _dense_only(pairs)}
         summed = shards.summed(gradients)
@@ -180,6 +189,7 @@ def _check_transform(what: str, tx: Any) -> None:
         Optimizer: "CrossShardOptimizer takes an Optimizer",
         CrossShardOptimizer: "one is enough: give it the optimizer that this one wraps",
     }
+    # Here `tx` is something else: name the remedy for what users most likely meant.
     made = "make one: optax.sgd(0.1)"
     remedy = next((words for kind, words in remedies.items() if isinstance(tx, kind)), made)
     expected = "an Optimizer or an optax transform"

@@ -1,7 +1,10 @@
-"""What a user passed as an optimizer, in the two forms in which it is applied.
+"""One optimizer, applied in two ways: to whole parameters, and to single rows of a table.
 
-Leaves: an optax transform for dense parameters, and a rule over rows for tables whose gradient is
-sparse. Called by the verbs of `TreeOptimizer`.
+A dense parameter is updated by an optax transform. A table with a sparse gradient is updated by a
+rule over rows, which reads and writes only the rows that the gradient names.
+
+Input: one of `tpu_embed.optimizers`, or an optax transform.
+Output: `DeclaredOptimizer`, which has both: `dense`, the transform, and `rows`, the rule.
 """
 
 from __future__ import annotations
@@ -25,21 +28,22 @@ __all__ = ["DeclaredOptimizer"]
 
 @final
 class SumsItself(optax.GradientTransformationExtraArgs):
-    """What `cross_shard` makes: known again, so that gradients are not summed twice."""
+    """Marker type of the transforms of `cross_shard`, so that gradients are not summed twice."""
 
 
 @final
 class DeclaredOptimizer:
-    """Hold an optimizer as a transform of trees, and make it one of rows when that is asked.
+    """Hold an optimizer as a transform of trees, and make a rule over rows of it on first use.
 
     Args:
       given: one of `tpu_embed.optimizers`, or an optax transform.
 
     Raises:
-      ValueError: it is neither.
+      ValueError: `given` is neither.
     """
 
     def __init__(self, given: Any) -> None:
+        # Both are wrappers around an optax transform, and handled as that transform.
         if isinstance(given, OptaxOptimizer):
             given = given.transform
         if isinstance(given, optax.MultiSteps):
@@ -61,7 +65,7 @@ class DeclaredOptimizer:
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle what was given: the transform made of a rule is functions without a name."""
+        """Pickle what was given; the transform made from a rule has functions that cannot be."""
         return DeclaredOptimizer, (self._given,)
 
     @functools.cached_property
@@ -71,6 +75,8 @@ class DeclaredOptimizer:
         Raises:
           ValueError: the transform is not row-separable.
         """
+        # A property and not made in __init__: a transform that is not row-separable is still an
+        # optimizer of dense parameters.
         if self.rule is not None:
             return self.rule
         try:
@@ -87,16 +93,16 @@ class DeclaredOptimizer:
 
     @property
     def every_row(self) -> bool:
-        """Whether a sparse gradient changes rows that it does not name."""
+        """Whether the rule changes rows that a sparse gradient does not name."""
         return self.rule is not None and self.rule.updates_every_row
 
     def update(
         self, gradients: PyTree, state: PyTree, params: PyTree, learning_rate: ArrayLike | None
     ) -> tuple[PyTree, PyTree]:
-        """Return the transform's updates and next state.
+        """Return the updates and the next state of the transform.
 
         Raises:
-          ValueError: it is one that reads the loss.
+          ValueError: the transform needs the loss (as `optax.polyak_sgd` does).
         """
         extra = {} if learning_rate is None else {"learning_rate": learning_rate}
         try:
@@ -114,8 +120,9 @@ class DeclaredOptimizer:
             ) from error
 
     def _reads_the_loss(self, gradients: PyTree, state: PyTree, params: PyTree) -> bool:
-        """Tell whether an update that fails would do with the loss."""
+        """Return whether an update that failed would succeed if it were given the loss."""
 
+        # The names under which optax passes the loss: its value, its gradient, and its function.
         def update() -> PyTree:
             value = jnp.zeros(())
             loss = {"value": value, "grad": gradients, "value_fn": lambda _: value}
@@ -124,18 +131,18 @@ class DeclaredOptimizer:
         try:
             jax.eval_shape(update)
         except Exception:
-            return False  # the transform's own code: the error that it gave first says more
+            return False  # a user's own transform may raise anything; its first error says more
         return True
 
     def learning_rate(self, step: ArrayLike, given: ArrayLike | None) -> ArrayLike | None:
-        """Return the rate of an update, None where the transform holds its own.
+        """Return the learning rate of an update, None if the transform holds its own.
 
         Args:
           step: int32 scalar t, 1 at the first update.
-          given: what the user gives instead, or None.
+          given: the rate that a user gives instead of the rule's, or None.
 
         Raises:
-          ValueError: one is given to a transform, or is missing inside a jit.
+          ValueError: a rate is given to an optax transform, or is missing inside a jit.
         """
         if self.rule is None:
             if given is not None:
@@ -151,6 +158,8 @@ class DeclaredOptimizer:
         rate: Any = self.rule.learning_rate
         if learning_rate_kind(rate) is not LearningRateKind.HOST:
             return self.rule.resolve_learning_rate(step, None)
+        # A callable without arguments is called on the host. In a jit it would be called once, when
+        # tracing, and its value would be part of the program for good.
         if isinstance(step, Tracer):
             raise ValueError(
                 message(

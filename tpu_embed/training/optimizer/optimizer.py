@@ -1,6 +1,7 @@
-"""The classic optimizer over a whole model, made of a rule or an optax transform.
+"""The classic optimizer of a whole parameter tree, made from a table's rule or an optax transform.
 
-Its verbs are those of `TreeOptimizer`; `CrossShardOptimizer` takes one and adds the replicas.
+Input: one of `tpu_embed.optimizers` or an optax transform, and optionally the replicas' mesh axes.
+Output: `Optimizer`, with the methods of `TreeOptimizer`.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ __all__ = ["Optimizer"]
 class Optimizer(TreeOptimizer):
     """Minimise a loss of a tree of parameters.
 
-    Its verbs are those of `TreeOptimizer`. It pickles when `tx_or_rule` does.
+    Its methods are those of `TreeOptimizer`. It can be pickled if `tx_or_rule` can.
 
     Args:
-      tx_or_rule: one of `tpu_embed.optimizers`, whose rule is applied to the rows of dense
-        parameters too (`as_optax`), or an optax transform.
-      name: of the optimizer.
-      axis_name: mesh axes over which gradients are summed, as in `CrossShardOptimizer`; None:
-        nothing is scaled or summed.
-      reduction: over these axes, "mean" or "sum" of the losses.
+      tx_or_rule: one of `tpu_embed.optimizers`, whose rule is also applied to dense parameters
+        (`as_optax`), or an optax transform.
+      name: the name of the optimizer.
+      axis_name: the mesh axes over which gradients are summed, as in `CrossShardOptimizer`. With
+        None nothing is scaled or summed.
+      reduction: whether the global loss is the "mean" or the "sum" over these axes.
 
     Raises:
-      ValueError: an empty name, another optimizer or reduction.
+      ValueError: an empty name, something that is not an optimizer, or an unknown reduction.
 
     Example:
       >>> import jax.numpy as jnp
@@ -64,17 +65,18 @@ class Optimizer(TreeOptimizer):
         self._name = checked_name("Optimizer", name)
         self._declared = DeclaredOptimizer(tx_or_rule)
         self._shards = make_replicas(name, axis_name, reduction)
+        # cross_shard sums the gradients itself; without an axis here it may do so.
         if axis_name is not None and self._declared.sums_itself:
             raise _summed_twice(name, "cross_shard(...)")
 
     def lifts_for(self, what: str) -> DeclaredOptimizer:
-        """Return what it applies, for another that sums gradients before.
+        """Return the optimizer inside this one, for a wrapper that sums gradients itself.
 
         Args:
-          what: the other, for messages.
+          what: the name of the wrapper, for messages.
 
         Raises:
-          ValueError: this one sums them too.
+          ValueError: this optimizer sums gradients too.
         """
         what = f"{what}: optimizer {self._name}"
         if self._shards.names:

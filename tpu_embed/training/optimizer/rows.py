@@ -1,7 +1,10 @@
-"""A rule on the rows of a parameter that its gradient names, and on nothing else of it.
+"""A sparse update: an optimizer's rule on just the rows of a parameter that its gradient names.
 
-Enters: a parameter, its slots and a sparse gradient. Leaves: parameter and slots, those rows set.
-Called by `TreeOptimizer.apply_gradients`; under a jit that donates them they are updated in place.
+The rows and their slots are gathered, updated by the rule, and written back. Under a jit that
+donates the arrays this happens in place.
+
+Input: a parameter, its slots, and a sparse gradient.
+Output: the parameter and the slots, with those rows set.
 """
 
 from __future__ import annotations
@@ -33,18 +36,18 @@ def update_touched(
 ) -> tuple[Array, dict[str, Array]]:
     """Update the rows that a gradient names, each once, with the sum of its values.
 
-    Table and slots are such as `check_rows` lets through.
+    `check_rows` must have accepted the table and the slots.
 
     Args:
-      rule: of rows.
-      table: `[V, …, D]`; its rows are all `[D]` of a touched entry of the first axis.
-      slots: `[V, …, D]`, `[V, …]` for one number a row, or shared by all rows.
-      gradient: of the table.
+      rule: the rule over rows.
+      table: `[V, …, D]`. All vectors `[D]` of an entry of the first axis are updated together.
+      slots: `[V, …, D]`, or `[V, …]` for one number per row, or an array shared by all rows.
+      gradient: the gradient by the table.
       step: int32 scalar t, 1 at the first update.
       learning_rate: scalar.
 
     Returns:
-      table and slots, in their shapes and dtypes.
+      the table and the slots, in their shapes and dtypes.
 
     Example:
       >>> from tpu_embed.optimizers import SGD
@@ -55,10 +58,14 @@ def update_touched(
       >>> done.tolist()
       [[1.0], [1.0], [0.0]]
     """
+    # Row ids [2, 2, 0] of a table [V, D] with values a, b, c become [2, 0, V] with a + b, c and
+    # zeros. The id V is padding: it is never written. Sums are made in the rule's dtype.
     dtype = _working_dtype(table)
     shapes = rule.slot_shapes(table.shape[-1], dtype)
     unique = dataclasses.replace(gradient, values=gradient.values.astype(dtype)).deduplicate()
 
+    # The rule sees a matrix of rows. Table [V, M, D] and U unique row ids: read gives [U·M, D],
+    # write reshapes back to [U, M, D]. A slot with one number per row is [V, M] and [U·M].
     def read(array: Array, part: tuple[int, ...]) -> Array:
         return dispatch.gather_rows(array, unique.indices).reshape(-1, *part)
 
@@ -87,13 +94,14 @@ def check_rows(
     """Refuse a parameter that a rule cannot update row by row.
 
     Args:
-      what: the gradient, for messages.
-      rule: of rows.
+      what: the name of the gradient, for messages.
+      rule: the rule over rows.
       table: the parameter.
-      slots: its own and the shared ones, by name.
+      slots: the parameter's slots and the shared ones, by name.
 
     Raises:
-      ValueError: a table without a last axis, or slots that are not by row.
+      ValueError: the table has less than two axes, or a slot does not have the shape that the rule
+        expects per row.
     """
     shape = jnp.shape(table)
     if len(shape) < 2:
@@ -105,6 +113,7 @@ def check_rows(
                 remedy="give the table a last axis of one: table[:, None]",
             )
         )
+    # Table [V, M, D]: a slot of shape [D] per row is [V, M, D], one of shape [] is [V, M].
     for name, slot in rule.slot_shapes(shape[-1], _working_dtype(table)).items():
         expected = (*shape[:-1], *slot.shape) if slot.per_row else slot.shape
         got = jnp.shape(slots[name]) if name in slots else None
@@ -120,6 +129,6 @@ def check_rows(
 
 
 def _working_dtype(table: ArrayLike) -> np.dtype:
-    """Return the dtype of a rule's arithmetic."""
+    """Return the dtype of the rule's arithmetic: float64 for such a table, otherwise float32."""
     wide = jnp.result_type(table) == jnp.float64
     return np.dtype(np.float64 if wide else np.float32)

@@ -1,7 +1,10 @@
-"""An optax state taken apart: what belongs to which parameter, and what to none.
+"""Which leaf of an optax state belongs to which parameter, and which to none.
 
-Enters: the state of a transform over a parameter tree. Leaves: the slots of a parameter by name,
-and states in which some parameters do not occur. Called by `TreeOptimizer`.
+optax keeps one state for the whole tree. For `adam` over {b, w} its leaves are count, mu of b, mu
+of w, nu of b, nu of w: the slots mu and nu per parameter, and a shared count.
+
+Input: the state of a transform over a parameter tree.
+Output: `State`: the slots of a parameter by name, and states without the slots of some parameters.
 """
 
 from __future__ import annotations
@@ -20,17 +23,18 @@ from tpu_embed.training.paths import NOTHING, Leaves, is_nothing
 __all__ = ["State", "take_apart"]
 
 _NOBODY = -1
+"""The owner of a leaf that belongs to no parameter."""
 
 
 class State(NamedTuple):
-    """The leaves of a state.
+    """The leaves of a state, as lists with one entry per leaf.
 
     Attributes:
-      structure: of the state.
-      names: of each leaf; the slots of one kind have one name.
-      owners: the number of the parameter that each belongs to; -1: to none.
+      structure: the structure of the state.
+      names: the name of each leaf; the same slot of several parameters has one name.
+      owners: the number of the parameter that each leaf belongs to, -1 for none.
       values: the leaves.
-      divisible: whether it is known which leaf belongs to whom.
+      divisible: whether the owners are known. If not, they are all -1.
     """
 
     structure: Any
@@ -44,7 +48,7 @@ class State(NamedTuple):
         return {name: self.values[place] for name, place in self._places(parameter)}
 
     def shared(self) -> dict[str, Array]:
-        """Return what belongs to no parameter, by name."""
+        """Return the leaves that belong to no parameter, by name."""
         return {name: self.values[place] for name, place in self._places(_NOBODY)}
 
     def _places(self, owner: int) -> Iterator[tuple[str, int]]:
@@ -53,10 +57,10 @@ class State(NamedTuple):
                 yield name, place
 
     def check_divisible(self) -> None:
-        """Refuse a state of which no part can be left out.
+        """Refuse a state whose slots cannot be left out for some parameters.
 
         Raises:
-          ValueError: it is not known which leaf belongs to whom.
+          ValueError: it is not known which leaf belongs to which parameter.
         """
         if not self.divisible:
             raise ValueError(
@@ -69,36 +73,43 @@ class State(NamedTuple):
             )
 
     def only(self, parameters: Collection[int]) -> PyTree:
-        """Return the state, known to be divisible, without the slots of all but some parameters."""
+        """Return the state without the slots of parameters other than these.
+
+        The state must be divisible. What belongs to no parameter stays.
+        """
+        # parameters [1] of {b, w}: [count, mu b, mu w] -> the tree of [count, NOTHING, mu w].
         kept = (_NOBODY, *parameters)
         pairs = zip(self.values, self.owners, strict=True)
         return self.structure.unflatten([x if owner in kept else NOTHING for x, owner in pairs])
 
     def updated(self, state: PyTree) -> State:
-        """Return this state with the values of one that `only` made."""
+        """Return this state with new values from a state that `only` made.
+
+        Where the given state has `NOTHING`, the old value stays.
+        """
         new = self.structure.flatten_up_to(state)
         pairs = zip(new, self.values, strict=True)
         return self._replace(values=[old if is_nothing(x) else x for x, old in pairs])
 
     def with_slots(self, parameter: int, slots: Mapping[str, Array]) -> State:
-        """Return this state with other slots of a parameter; what it shares is left as it is."""
+        """Return this state with new slots of one parameter; shared leaves keep their values."""
         values = list(self.values)
         for name, place in self._places(parameter):
             values[place] = slots.get(name, values[place])
         return self._replace(values=values)
 
     def tree(self) -> PyTree:
-        """Return the state put together."""
+        """Return the state as the tree that the transform knows."""
         return self.structure.unflatten(self.values)
 
 
 def take_apart(transform: optax.GradientTransformation, state: PyTree, params: Leaves) -> State:
-    """Take the state of a transform apart.
+    """Return the leaves of a transform's state with their names and owners.
 
     Args:
-      transform: that made it.
-      state: as `transform.init` gave it.
-      params: the parameters it is for; their values are not read.
+      transform: the transform that made the state.
+      state: a state as `transform.init` returns it.
+      params: the parameters that the state is for; their values are not read.
 
     Example:
       >>> from tpu_embed.training.paths import leaves_of
@@ -113,6 +124,8 @@ def take_apart(transform: optax.GradientTransformation, state: PyTree, params: L
     owners = _owners(transform, state, params)
     divisible = owners is not None
     owners = owners or [_NOBODY] * len(values)
+    # The path of a slot ends with its parameter's path, which is not part of the slot's name:
+    # path (0, mu, w) with the owner w, of depth 1, is of the kind (0, mu).
     depths = [len(params.paths[owner]) if owner >= 0 else 0 for owner in owners]
     kinds = [path[: len(path) - depth] for path, depth in zip(paths, depths, strict=True)]
     distinct = list(dict.fromkeys(kinds))
@@ -123,10 +136,12 @@ def take_apart(transform: optax.GradientTransformation, state: PyTree, params: L
 def _owners(
     transform: optax.GradientTransformation, state: PyTree, params: Leaves
 ) -> list[int] | None:
-    """Return the owner of each leaf, None if the transform does not tell.
+    """Return the owner of each leaf of the state, None if that cannot be found out.
 
-    It tells by making a state for parameters of no known structure.
+    optax finds out by running `transform.init` on a placeholder and looking where it reappears.
     """
+    # Replace each slot by the number of its parameter and every other leaf by -1:
+    # [count, mu b, mu w] -> [-1, 0, 1].
     numbers = params.structure.unflatten(range(len(params.labels)))
 
     def own(leaf: Any, number: int) -> Any:
@@ -141,6 +156,6 @@ def _owners(
                 transform, own, state, numbers, transform_non_params=nobody, is_leaf=is_nothing
             )
     except (AttributeError, LookupError, TypeError, ValueError):
-        return None  # the transform's own code, given no arrays: how it fails is up to it
+        return None  # init got a placeholder in place of arrays; a transform may fail in many ways
     found = jax.tree.leaves(owners)
     return found if len(found) == len(jax.tree.leaves(state)) else None

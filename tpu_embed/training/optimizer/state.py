@@ -1,6 +1,7 @@
-"""The explicit state of an optimizer of a tree.
+"""The explicit state of an optimizer of a tree: what one step passes on to the next.
 
-Leaves `init`, enters and leaves `apply_gradients`, and is read by `get_slot` and its like.
+Input: none; `TreeOptimizer.init` makes the first state.
+Output: `OptState`, a pytree that a user keeps beside the parameters.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ __all__ = ["OptState", "check_state"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class OptState:
-    """State of an `Optimizer`.
+    """State of a `TreeOptimizer`.
 
     Args:
-      step: int32 `[]`, updates done.
+      step: int32 `[]`, the number of updates done.
       inner: the state of the optax transform over all parameters.
-      structure: of the tree of parameters, static.
+      structure: the structure of the parameter tree, a static field.
     """
 
     step: Array
@@ -33,14 +34,14 @@ class OptState:
 
 
 def check_state(what: str, state: Any) -> None:
-    """Refuse what is no `OptState`.
+    """Check that a user gives an `OptState`.
 
     Args:
       what: the optimizer's name, for messages.
-      state: as the user gives it.
+      state: the state that the user gives.
 
     Raises:
-      TypeError: it is something else.
+      TypeError: `state` is something else.
     """
     if not isinstance(state, OptState):
         got, remedy = type(state).__name__, "init(params) makes one, apply_gradients the next"

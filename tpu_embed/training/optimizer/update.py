@@ -1,11 +1,11 @@
-"""Parameters and the state of a transform after one step.
+"""One step of an optimizer over a tree: dense parameters as a whole, tables by their touched rows.
 
-Enters: checked gradients, summed over the replicas. Leaves: the values of all parameters and the
-state. Called by `TreeOptimizer.apply_gradients`.
+Parameters without a gradient are taken out of the trees that the transform sees, together with
+their slots, so they cannot change. A transform that couples parameters, such as a clip by the
+global norm, therefore sees only the parameters that have a dense gradient.
 
-Parameters without a gradient are taken out of the trees that the transform sees, with their slots,
-so that nothing of them can change. A transform that couples parameters, as a clip by the global
-norm, then sees those that have one.
+Input: checked gradients, summed over the replicas; parameters and state.
+Output: the new values of all parameters, and the new state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["check_update", "update_parameters"]
 def check_update(
     what: str, declared: DeclaredOptimizer, leaves: Leaves, old: State, given: CheckedGradients
 ) -> None:
-    """Refuse what `update_parameters` could not do, before anything is computed.
+    """Refuse gradients that `update_parameters` cannot apply, before anything is computed.
 
     Args:
       what: the optimizer's name, for messages.
@@ -40,19 +40,21 @@ def check_update(
       given: gradients and constraints.
 
     Raises:
-      ValueError: a sparse gradient of a parameter without rows, or for a transform that is not
-        row-separable; a state that mixes parameters, some of which have no dense gradient.
+      ValueError: a sparse gradient belongs to a parameter without rows, or the transform is not
+        row-separable; the state mixes parameters and some of them have no dense gradient.
     """
     sparse = _sparse(declared, given)
     for i in sparse:
         gradient = f"{what}: gradient of {listed([leaves.labels[i]])}"
         check_rows(gradient, declared.rows, leaves.values[i], old.shared() | old.slots(i))
+    # Fewer dense gradients than parameters: the slots of the others have to be taken out.
     if len(given.gradients) - len(sparse) < len(leaves.labels):
         old.check_divisible()
 
 
 def _sparse(declared: DeclaredOptimizer, given: CheckedGradients) -> dict[int, IndexedSlices]:
-    """Return the gradients that are applied to rows, by number of the parameter."""
+    """Return the gradients that are applied row by row, by number of the parameter."""
+    # A rule that changes every row needs the whole gradient, zeros included.
     if declared.every_row:
         return {}
     return {i: g for i, g in given.gradients.items() if is_indexed_slices(g)}
@@ -67,7 +69,7 @@ def update_parameters(
     step: ArrayLike,
     learning_rate: ArrayLike | None,
 ) -> tuple[PyTree, PyTree]:
-    """Return parameters and state after one step, of what `check_update` lets through.
+    """Return parameters and state after one step. `check_update` must have accepted the arguments.
 
     Args:
       declared: the optimizer.
@@ -77,6 +79,7 @@ def update_parameters(
       step: int32 scalar t, 1 at the first update.
       learning_rate: scalar, or None where the transform holds its own.
     """
+    # Duplicates are summed before scattering: a scatter-add leaves the order of its sums open.
     sparse = _sparse(declared, given)
     dense = {
         i: g.deduplicate().to_dense() if is_indexed_slices(g) else g
@@ -87,6 +90,8 @@ def update_parameters(
     with jax.named_scope("update_dense"):
         changed, new = _update_dense(declared, leaves, old, dense, values, learning_rate)
     values |= {i: given.constrained(i, value) for i, value in changed.items()}
+    # The dense update has already advanced what is shared (such as a count). The rows are updated
+    # with the old shared values, and only their own slots are written.
     for i, gradient in sparse.items():
         slots = old.shared() | old.slots(i)
         rate = 0.0 if learning_rate is None else learning_rate
@@ -105,7 +110,11 @@ def _update_dense(
     values: dict[int, Array],
     learning_rate: ArrayLike | None,
 ) -> tuple[dict[int, Array], State]:
-    """Return the parameters that have dense gradients, and the state, its shared part included."""
+    """Return the new values of parameters with a dense gradient, and the new state.
+
+    Shared leaves of the state are updated here, also if no gradient is dense.
+    """
+    # Gradients for all parameters: the state goes to the transform as it is, divisible or not.
     params = leaves.only({i: values[i] for i in gradients})
     whole = len(gradients) == len(values)
     state = old.tree() if whole else old.only(gradients)

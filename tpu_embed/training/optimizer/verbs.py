@@ -1,8 +1,10 @@
-"""The verbs of an optimizer of a tree of parameters, over explicit state.
+"""The methods of an optimizer of a parameter tree: compute gradients of a loss, and apply them.
 
-Enters: a loss, a tree of parameters, and a state. Leaves: a new tree and a new state. Dense
-parameters go through an optax transform; tables whose gradient is sparse, through the rule over
-rows, touched rows only. `Optimizer` and `CrossShardOptimizer` say how they are made.
+Dense parameters are updated by an optax transform. Tables whose gradient is sparse are updated by a
+rule over rows, and only in the rows that the gradient names.
+
+Input: a loss, a tree of parameters, and the optimizer's state.
+Output: a new tree and a new state.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ GradientsAndVariables = list[tuple[Any, KeyPath]]
 class TreeOptimizer(abc.ABC):
     """Compute gradients of a loss by a tree of parameters, and apply them.
 
-    What an `Optimizer` and a `CrossShardOptimizer` do. The object holds no state: `init` makes it,
-    and `apply_gradients` returns a new one.
+    `Optimizer` and `CrossShardOptimizer` share these methods. The object holds no state: `init`
+    returns the first state, and `apply_gradients` the next.
     """
 
     GATE_NONE: ClassVar[Literal["none"]] = "none"
@@ -57,33 +59,35 @@ class TreeOptimizer(abc.ABC):
         return self._name
 
     def init(self, params: PyTree) -> OptState:
-        """Return the first state, all slots included.
+        """Return the first state, including all slots.
 
         Args:
           params: a pytree of arrays.
 
         Raises:
-          ValueError: it has no leaves.
+          ValueError: `params` has no leaves.
         """
         structure = leaves_of(params).structure
         inner = init_state(self._declared.dense, jax.tree.map(as_array, params))
         return OptState(jnp.zeros((), jnp.int32), inner, structure)
 
     def local(self, tree: PyTree) -> PyTree:
-        """Return arrays whose gradients stay this replica's own.
+        """Return the same arrays, marked so that gradients by them stay this replica's own.
 
-        In a `shard_map` that checks what varies, gradients by replicated arrays are summed over the
-        replicas; by these they are not. Without an axis: the arrays as they are.
+        In a `shard_map` that tracks what varies, gradients by replicated arrays are summed over the
+        replicas; gradients by the arrays returned here are not. Without an axis the arrays are
+        returned as they are.
 
         Args:
-          tree: of arrays.
+          tree: a pytree of arrays.
         """
         return self._shards.local(tree) if self._shards.names else tree
 
     def scale_loss(self, loss: ArrayLike) -> Any:
         """Return the loss that `compute_gradients` differentiates.
 
-        That is the loss over the number of replicas under mean, where an axis is given and bound.
+        With the reduction "mean" and a bound axis this is the loss divided by the number of
+        replicas, otherwise the loss as it is.
         """
         return self._shards.scaled(loss)
 
@@ -102,14 +106,17 @@ class TreeOptimizer(abc.ABC):
     ) -> tuple[PyTree, OptState, Array]:
         """Compute gradients and apply them.
 
-        Args are those of `compute_gradients` and `apply_gradients`.
+        The arguments are those of `compute_gradients` and `apply_gradients`.
 
         Returns:
-          parameters, state, and the loss of the old parameters: this replica's, unscaled.
+          the new parameters, the new state, and the loss at the old parameters (this replica's own
+          loss, unscaled).
 
         Raises:
-          ValueError: no variable has a gradient, or see both.
+          ValueError: no variable has a gradient; otherwise as `compute_gradients` and
+            `apply_gradients`.
         """
+        # Refuse a wrong state before the gradients, which may take long to trace.
         check_state(self._name, state)
         options = (var_list, gate_gradients, aggregation_method, grad_loss)
         collected, pairs = self._compute(loss, params, *options)
@@ -139,24 +146,25 @@ class TreeOptimizer(abc.ABC):
         """Return this replica's gradients of the loss, scaled by `scale_loss`.
 
         Args:
-          loss: a function of the parameters that returns floats; more than one are summed.
+          loss: a function of the parameters that returns a float array, which is summed.
           params: a pytree of arrays.
-          var_list: paths of the variables, the rest being constants; None: all.
-          gate_gradients: `GATE_NONE`, `GATE_OP`: a barrier for each gradient, `GATE_GRAPH`: one
-            for all. They never change numbers.
-          aggregation_method: how gradients of several losses would be added; there is one.
-          grad_loss: the loss' cotangent, of its shape, or None: ones.
+          var_list: paths of the variables; other parameters are constants. None means all.
+          gate_gradients: `GATE_NONE`, `GATE_OP` (an optimization barrier for each gradient) or
+            `GATE_GRAPH` (one barrier for all). Barriers never change numbers.
+          aggregation_method: how gradients of several losses are added. There is only one loss, so
+            it changes nothing.
+          grad_loss: the cotangent of the loss, in its shape; None means ones.
 
         Returns:
           pairs of a gradient and a path, in the order of `var_list` or of the leaves. The gradient
-          of a parameter that is only looked up (`embedding_lookup`) is an `IndexedSlices`, which
-          names the rows of the lookups that are connected to the loss, as `gradients` defines it;
-          None is that of an integer parameter or of one that is not connected to the loss.
+          of a parameter that is only looked up (`embedding_lookup`) is an `IndexedSlices`. It names
+          the rows of those lookups that are connected to the loss, as `gradients` defines it. The
+          gradient of an integer parameter, and of one that is not connected to the loss, is None.
 
         Raises:
-          TypeError: a loss that is no function.
-          ValueError: a loss or `grad_loss` that is not float, no parameters, an unknown path, gate
-            or method.
+          TypeError: `loss` is not a function.
+          ValueError: the loss or `grad_loss` is not float; there are no parameters; a path, gate or
+            method is unknown.
         """
         options = (var_list, gate_gradients, aggregation_method, grad_loss)
         return self._compute(loss, params, *options)[1]
@@ -184,35 +192,39 @@ class TreeOptimizer(abc.ABC):
         constraints: Mapping[Path, Callable[[Array], ArrayLike]] | None = None,
         learning_rate: ArrayLike | None = None,
     ) -> tuple[PyTree, OptState]:
-        """Update parameters and state, with gradients summed over the replicas if there are any.
+        """Update parameters and state, with gradients that are first summed over the replicas.
 
-        A parameter without a gradient, or with None, keeps its bits and those of its slots; step
-        and whatever else belongs to no parameter go on. A transform that couples parameters, as a
-        clip by the global norm does, sees those that have a gradient.
+        A parameter without a gradient, or with None, keeps its bits and those of its slots. The
+        step and whatever else belongs to no parameter are updated nevertheless. A transform that
+        couples parameters, such as a clip by the global norm, sees only parameters with a dense
+        gradient.
 
-        Of a table with `IndexedSlices` only the rows that they name are updated, each once: the
-        rule's `use_gradient_accumulation` means nothing here. A rule that changes every row at
-        every step still does.
+        In a table whose gradient is an `IndexedSlices`, only the rows that it names are updated,
+        each of them once; the rule's `use_gradient_accumulation` has no effect here. A rule that
+        changes every row at every step still does so.
 
         Args:
-          grads_and_vars: pairs as `compute_gradients` gives them, in any order: this replica's own.
+          grads_and_vars: pairs as `compute_gradients` returns them, in any order. They are this
+            replica's own gradients.
           params: a pytree of arrays.
-          state: of the optimizer.
-          skip_gradients_aggregation: the gradients are summed over the replicas already, as those
-            of `jax.grad` by a replicated parameter are in a `shard_map` that checks what varies.
-          constraints: by path a function that the parameter goes through after a dense update.
-          learning_rate: `[]`, instead of the rule's; inside a jit the value of a callable without
-            arguments, called outside.
+          state: the state of the optimizer.
+          skip_gradients_aggregation: True if the gradients are already summed over the replicas. In
+            a `shard_map` that tracks what varies, those of `jax.grad` by a replicated parameter
+            are.
+          constraints: functions by path, each applied to its parameter after a dense update.
+          learning_rate: `[]`, used instead of the rule's own. A rule whose rate is a callable
+            without arguments needs it inside a jit: call it outside and pass its value.
 
         Returns:
-          parameters and state.
+          the new parameters and the new state.
 
         Raises:
-          TypeError: a gradient that cannot become an array; a state that is no `OptState`.
-          ValueError: an unknown or repeated path, a shape, no gradient at all, one that is the same
-            on all replicas, `IndexedSlices` for a parameter `[V]` or a transform that is not
-            row-separable, a transform that reads the loss, or a learning rate that is missing.
-          RuntimeError: a constraint on a parameter whose gradient is `IndexedSlices`.
+          TypeError: a gradient cannot become an array; the state is not an `OptState`.
+          ValueError: a path is unknown or repeated; a gradient has another shape than its parameter
+            or is the same on all replicas; there is no gradient at all; an `IndexedSlices` belongs
+            to a parameter `[V]` or the transform is not row-separable; the transform reads the
+            loss; the learning rate is missing.
+          RuntimeError: a parameter whose gradient is an `IndexedSlices` has a constraint.
         """
         check_state(self._name, state)
         leaves = leaves_of(params)
@@ -221,6 +233,7 @@ class TreeOptimizer(abc.ABC):
             got, remedy = str(leaves.structure), "init(params) makes a state for another tree"
             what = f"{self._name}: params"
             raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        # All checks come before any arithmetic: an error leaves nothing half-applied.
         given = check_gradients(self._name, grads_and_vars, leaves, constraints or {})
         old = take_apart(self._declared.dense, jax.tree.map(snapshot, state.inner), leaves)
         check_update(self._name, self._declared, leaves, old, given)
@@ -234,15 +247,16 @@ class TreeOptimizer(abc.ABC):
         return params, OptState(step, inner, state.structure)
 
     def _summed(self, gradients: dict[int, Any], leaves: Leaves) -> dict[int, Any]:
+        # By label and not by number, so that the errors of `summed` can name the parameter.
         labelled = {leaves.labels[i]: gradient for i, gradient in gradients.items()}
         summed = self._shards.summed(labelled)
         return {leaves.labels.index(label): gradient for label, gradient in summed.items()}
 
     def get_slot(self, state: OptState, path: Path, name: str) -> Array | None:
-        """Return a parameter's slot, None if it has none of that name.
+        """Return a slot of a parameter, None if the parameter has no slot of that name.
 
-        Of a transform that mixes parameters (`optax.flatten`) it is not known which part of the
-        state is whose: all of it is in `get_non_slot`.
+        A transform that mixes parameters (`optax.flatten`) has no slots, since it is not known
+        which part of its state belongs to which parameter; `get_non_slot` returns all of it.
 
         Raises:
           ValueError: no parameter has this path.
@@ -253,8 +267,8 @@ class TreeOptimizer(abc.ABC):
     def get_slot_names(self, state: OptState) -> list[str]:
         """Return the names of the slots, sorted.
 
-        For an optax transform they are the fields of its state, with their position in the chain
-        before them where two have one name.
+        For an optax transform they are the names of the fields of its state. Where two fields have
+        the same name, their position in the chain is put before it.
         """
         leaves, parts = self._parts(state)
         return sorted({name for i in range(len(leaves.labels)) for name in parts.slots(i)})
@@ -262,18 +276,19 @@ class TreeOptimizer(abc.ABC):
     def get_non_slot(self, state: OptState) -> dict[str, Array]:
         """Return what belongs to no parameter, by name: `step`, and counts of the transform.
 
-        A `step` of the transform's own is `inner_step`.
+        If the transform itself has a leaf named `step`, it is returned as `inner_step`.
         """
         _, parts = self._parts(state)
         shared = {_beside_step(name): leaf for name, leaf in parts.shared().items()}
         return shared | {"step": state.step}
 
     def variables(self, state: OptState) -> list[tuple[str, Array]]:
-        """Return slots and all of `get_non_slot`, sorted by name.
+        """Return all slots and everything in `get_non_slot`, as pairs sorted by name.
 
-        A slot is `path/name`; where the whole tree is one array, `name`.
+        The name of a slot is `path/name`, or just `name` if the whole tree is one array.
         """
         leaves, parts = self._parts(state)
+        # Leaves ['b'] and ['w'] with the slot mu: ['b']/mu, ['w']/mu. An empty label: mu.
         slots = {
             f"{label}/{name}" if label else _beside_step(name): leaf
             for i, label in enumerate(leaves.labels)
@@ -282,7 +297,10 @@ class TreeOptimizer(abc.ABC):
         return sorted((slots | self.get_non_slot(state)).items(), key=lambda pair: pair[0])
 
     def _parts(self, state: OptState) -> tuple[Leaves, State]:
-        """Return the leaves of the parameters, numbers in place of values, and the state's."""
+        """Return the leaves of the parameters and those of the state.
+
+        The state holds only the structure of the parameters, so numbers stand for their values.
+        """
         check_state(self._name, state)
         numbers = state.structure.unflatten(range(state.structure.num_leaves))
         leaves = leaves_of(numbers)
@@ -290,21 +308,22 @@ class TreeOptimizer(abc.ABC):
 
 
 def checked_name(kind: str, name: Any) -> str:
-    """Return an optimizer's name.
+    """Return an optimizer's name after checking it.
 
     Args:
       kind: the optimizer's class, for messages.
-      name: as the user gives it.
+      name: the name that the user gives.
 
     Raises:
-      ValueError: it is no word.
+      ValueError: the name is not a non-empty string.
     """
     if not isinstance(name, str) or not name:
+        # The name also tells optimizers apart in the messages of a model that has several.
         remedy = "messages begin with it: 'adagrad'"
         raise ValueError(message(f"{kind}: name", expected="a word", got=repr(name), remedy=remedy))
     return name
 
 
 def _beside_step(name: str) -> str:
-    """Return the name of a leaf of `OptState.inner` that stands beside `OptState.step`."""
+    """Return the name of a leaf of `OptState.inner`, changed if it would clash with `step`."""
     return "inner_step" if name == "step" else name
