@@ -82,7 +82,7 @@ LINES = {
     "v5p mean": Line(combiner="mean"),
     "DLRM-v2 per chip, v5p": Line(tables=26, batch=4 * 4096, hot=8),
 }
-"""Names and steps; the last has about the ids per chip of DLRM-v2 as rivals ran it (214 a sample)."""
+"""Names and steps; the last has about as many ids per chip as DLRM-v2 (214 per sample)."""
 
 
 def measure(name):
