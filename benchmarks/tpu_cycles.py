@@ -1,0 +1,155 @@
+"""TensorCore cycles of a training step on TPUs that are not there, by operation and per id.
+
+    PYTHONPATH=build/libtpu JAX_PLATFORMS=cpu python benchmarks/tpu_cycles.py [--only NAME]
+
+libtpu's compiler estimates the cycles (`tpu_embed.planning.profile`): the work of the TensorCores,
+without waits for memory, other chips or SparseCores. Beside them stand the bytes that the step
+moves in memory, and how many cycles these take at the chip's bandwidth. libtpu may abort after it
+has written its profile, so each line compiles in a process of its own, and once more without the
+profile, for the names of the stages.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+import jax
+import numpy as np
+
+from tpu_embed import FeatureConfig, TableConfig, optimizers
+from tpu_embed.planning import profile
+from tpu_embed.planning.compiled import compile_for
+
+GIGAHERTZ = {"v5p": 1.75, "v6e": 1.75}
+"""TensorCore clocks that the cycles are turned into milliseconds with."""
+BYTES_PER_SECOND = {"v5p": 2.765e12, "v6e": 1.638e12}
+RULES = {
+    "Adagrad": optimizers.Adagrad(0.1),
+    "Adam": optimizers.Adam(0.1),
+    "FTRL": optimizers.FTRL(0.1),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One step: tables of 1e6 rows, a bag of each per example."""
+
+    target: str = "v5p:2x2x1"
+    devices: int = 4
+    tables: int = 8
+    rows: int = 1_000_000
+    dim: int = 128
+    batch: int = 1024
+    hot: int = 10
+    rule: str = "Adagrad"
+    combiner: str = "sum"
+
+    @property
+    def ids(self) -> int:
+        """Ids of one device."""
+        return self.tables * self.batch * self.hot // self.devices
+
+    @property
+    def chip(self) -> str:
+        """The kind of chip."""
+        return self.target.split(":")[0]
+
+    def compile(self):
+        """Return the compiled step."""
+        tables = [
+            TableConfig(self.rows, self.dim, combiner=self.combiner, name=f"t{i}")
+            for i in range(self.tables)
+        ]
+        features = {table.name: FeatureConfig(table) for table in tables}
+        shape = jax.ShapeDtypeStruct((self.batch, self.hot), np.int32)
+        shapes = dict.fromkeys(features, shape)
+        return compile_for(self.target, features, RULES[self.rule], shapes)
+
+
+LINES = {
+    "v5p": Line(),
+    "v6e": Line(target="v6e:2x2"),
+    "v5p large": Line(batch=4096, hot=20),
+    "v5p D 16": Line(dim=16),
+    "v5p Adam": Line(rule="Adam"),
+    "v5p FTRL": Line(rule="FTRL"),
+    "v5p mean": Line(combiner="mean"),
+    "DLRM-v2 per chip, v5p": Line(tables=26, batch=4 * 4096, hot=8),
+}
+"""Names and steps; the last has about as many ids per chip as DLRM-v2 (214 per sample)."""
+
+
+def measure(name):
+    """Return the operations of a line's step, and the bytes that it moves."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = {"LIBTPU_INIT_ARGS": f"{profile.FLAG}={folder}"}
+        run_child(name, flags)  # it may abort once the profile is written
+        plain = run_child(name, {})
+        if plain.returncode:
+            raise RuntimeError(f"{name}: libtpu did not compile it:\n{plain.stderr[-2000:]}")
+        told = json.loads(plain.stdout.splitlines()[-1])
+        return profile.read_profile(folder, told["text"]), told["moved"]
+
+
+def run_child(name, more):
+    """Compile a line in a process of its own."""
+    environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false", **more}
+    command = [sys.executable, __file__, "--child", name]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def stage(scope):
+    """Return the part of a named scope that says which stage of the step it is."""
+    known = re.search(r"(lookup|update)/[^/]+(/(route|combine|dedup|merge|rule|psum))?", scope)
+    return known[0] if known else ""
+
+
+def show(name, line, operations, moved, most):
+    """Print a line's total and its most expensive operations."""
+    total = sum(one.total for one in operations)
+    in_memory = moved / BYTES_PER_SECOND[line.chip] * GIGAHERTZ[line.chip] * 1e9
+    print(
+        f"\n{name}: {line.tables} tables of {line.rows:,} × {line.dim}, batch {line.batch} of ",
+        end="",
+    )
+    print(
+        f"{line.hot} ids, {line.rule}, {line.combiner}; {line.target}, {line.ids:,} ids per device"
+    )
+    print(f"  {total:,} cycles, {total / line.ids:.1f} per id, about ", end="")
+    print(
+        f"{total / GIGAHERTZ[line.chip] / 1e6:.2f} ms; {moved / 1e6:.1f} MB moved in memory: ",
+        end="",
+    )
+    print(f"{in_memory / line.ids:.1f} cycles per id")
+    print("  | cycles | per id | times | operation | stage |\n  |---|---|---|---|---|")
+    for one in operations[:most]:
+        cells = [f"{one.total:,}", f"{one.total / line.ids:.2f}", one.count, one.name]
+        print("  | " + " | ".join(map(str, [*cells, stage(one.scope)])) + " |")
+
+
+def main():
+    """Measure all lines, or one."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=LINES, help="one line")
+    parser.add_argument("--most", type=int, default=12, help="operations to show of each")
+    parser.add_argument("--child", choices=LINES, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        compiled = LINES[args.child].compile()
+        moved = sum(compiled.moved.values())
+        print(json.dumps({"text": compiled.text, "moved": moved}))
+        return
+    versions = [f"{one} {importlib.metadata.version(one)}" for one in ("jax", "libtpu")]
+    print(f"{', '.join(versions)}: cycles that libtpu estimates; no TPU was there")
+    for name in [args.only] if args.only else LINES:
+        show(name, LINES[name], *measure(name), args.most)
+
+
+if __name__ == "__main__":
+    main()
