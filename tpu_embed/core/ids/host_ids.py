@@ -113,12 +113,14 @@ def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weight
         remedy = "place outside the jitted function, or give the ids to lookup and update inside it"
         raise feature.error(expected="ids whose values are known", got="a tracer", remedy=remedy)
     refuse_masked(path, ids)
+    # Of a global array, this process can read only its own part.
     if not getattr(ids, "is_fully_addressable", True):
         raise feature.error(
             expected="this process's part of the batch, on the host",
             got="an array that is spread over several processes",
             remedy="give NumPy arrays; global arrays go to lookup and update inside a jit",
         )
+    # The class np.ndarray itself has `__array__`, too, but it is not an array.
     if hasattr(ids, "__array__") and not isinstance(ids, type):
         return _dense(feature, np.asarray(ids), weights)
     raise feature.error(

@@ -109,6 +109,7 @@ def _beside_flat(
         expected = f"None, an array or {kind.__name__}"
         raise _error(path, expected=expected, got=type(weights).__name__)
     refuse_masked(f"weights of {path}", weights)
+    # Now `weights` are those given beside the ids; the container may have others inside.
     if ids.weights is not None:
         if weights is not None:
             expected = f"weights in one place, inside {kind.__name__} or in weights="

@@ -53,6 +53,7 @@ def _table(
     rate = None if optimizer is None else optimizer.learning_rate
     return {
         "vocabulary_size": table.vocabulary_size,
+        # Every shard has the same number of rows: V = 5 on 2 shards is stored as 6 rows.
         "padded_vocabulary_size": table.rows_per_shard * stack.num_shards,
         "dim": stack.dim,
         "dtype": stack.dtype,

@@ -55,7 +55,8 @@ class Layout:
     @functools.cached_property
     def row_numbers(self) -> int:
         """A checksum of what the row ids in a batch mean; equal if they mean the same."""
-        # A stack's name fixes its tables, their order and their rows (`stack_names.py`).
+        # A stack's name fixes its tables, their order and their rows (`stack_names.py`). A CRC,
+        # because Python's `hash` of a string differs from process to process.
         features = [(f.path, self.stacks[f.stack].name, f.table.name) for f in self.features]
         return zlib.crc32(repr(features).encode())
 

@@ -30,6 +30,7 @@ def rate_callables(layout: Layout) -> list[Any]:
     found: list[Any] = []
     for kind in (LearningRateKind.HOST, LearningRateKind.SCHEDULE):
         for rate in rates:
+            # `not in` compares by equality: a bound method is a new, equal object at each access.
             if learning_rate_kind(rate) is kind and rate not in found:
                 found.append(rate)
     return found
@@ -85,6 +86,7 @@ class HostRates:
                     remedy="pass update(..., learning_rates=engine.learning_rates())",
                 )
             )
+        # dtype `float` means float64 if x64 is on, otherwise float32.
         return {g: jnp.asarray(snapshot(given[tag]), float) for g, tag in self._tags.items()}
 
 

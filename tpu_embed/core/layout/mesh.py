@@ -78,6 +78,7 @@ class MeshAxes:
         kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
         if all(kind == AxisType.Auto for kind in kinds.values()):
             return tree
+        # Of a mesh with both kinds, a sharding may name only the explicit axes.
         sharding = self.sharding([name for name in names if kinds[name] == AxisType.Explicit])
         return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, sharding), tree)
 
@@ -146,6 +147,7 @@ def _in_mesh_order(what: str, names: str | Sequence[Any], mesh: Mesh) -> tuple[s
         raise ValueError(
             message(what, expected=f"different axes of the mesh {mesh.axis_names}", got=f"{chosen}")
         )
+    # In mesh order, so that the parts are numbered in the same way wherever they are numbered.
     return tuple(name for name in mesh.axis_names if name in chosen)
 
 

@@ -47,6 +47,7 @@ def stack_name(
       >>> stack_name([("items", 2000)], placement="mod", shards=8, rows=250, kind=(64, "float32"))
       'items@mod8x250#a49d2e99fd13'
     """
+    # Replace what could be confused with a separator (@, #, +) or a part of a file path.
     label = re.sub(r"[^\w-]", "_", tables[0][0], flags=re.ASCII)[:_LABEL_LENGTH]
     if len(tables) > 1:
         label += f"+{len(tables) - 1}"

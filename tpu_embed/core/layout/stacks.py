@@ -169,7 +169,7 @@ class ResolvedTable:
 
     @property
     def rows_per_shard(self) -> int:
-        """Local rows on one shard, ceil(V / S)."""
+        """The number of local rows on each shard, ceil(V / S)."""
         return -(-self.config.vocabulary_size // self.shards)
 
     @property
@@ -210,6 +210,7 @@ def make_stacks(
 
 
 def _too_many_rows(members: Sequence[ResolvedTable], packing: Packing) -> bool:
+    """Tell whether a stack of these tables would have more physical rows than int32 can number."""
     return _rows(members, packing) * members[0].shards > INT32_ROWS
 
 
@@ -231,6 +232,7 @@ def _make_stack(members: Sequence[ResolvedTable], packing: Packing) -> Stack:
         size, own = table.config.vocabulary_size, table.rows_per_shard
         slices.append(TableSlice(table.name, size, offset, own, table.initializer))
         offset += own
+    # The tables agree in everything but name, vocabulary and initializer; the first stands for all.
     first, rows = members[0], _rows(members, packing)
     return Stack(
         name=stack_name(
