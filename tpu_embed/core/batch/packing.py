@@ -33,9 +33,10 @@ INT32 = np.dtype(np.int32)
 
 
 class Part(NamedTuple):
-    """Where the numbers of one stack begin in a packed line; -1 if the line has none of a kind.
+    """Where the row ids, bags and weights of one stack begin in a packed line.
 
-    Offsets count int32 numbers; `end` is where the next stack begins.
+    Offsets count int32 numbers. -1 means that the line has no bags, or no weights, of the stack;
+    `end` is where the next stack begins.
     """
 
     row_ids: int
@@ -104,7 +105,7 @@ def pack(hosts: Sequence[HostIds], spec: BatchSpec, layout: Layout) -> np.ndarra
 
     Args:
       hosts: the ids of every feature; they fit the spec.
-      spec: the features' shapes and the numbers of ids.
+      spec: the static shape to pack them in; its exchange capacities are not used.
       layout: the engine's layout.
     """
     places = parts(spec, layout)
@@ -243,7 +244,8 @@ def _shifts(examples: Sequence[np.ndarray], replicas: int, batch: int) -> np.nda
       replicas: the number of lines.
       batch: B, the examples of all lines.
     """
-    # counts [B, features] -> starts: the ids before it on the same line, by example, then feature.
+    # How many ids each example has of each feature, and how many ids precede these on their line;
+    # both [B, features].
     counts = np.stack([np.bincount(example, minlength=batch) for example in examples], axis=1)
     by_device = counts.reshape(replicas, -1)
     starts = (np.cumsum(by_device, axis=1) - by_device).reshape(counts.shape)

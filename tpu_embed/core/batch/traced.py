@@ -104,8 +104,8 @@ class TracedIds:
         weights = given.astype(dtype)
         if not self.spec.feature_shapes[f].combines or config.table.combiner == "sum":
             return weights
-        # The weights of padding and of dropped ids must not count in the mean. With "clip", a bad
-        # id becomes a valid one, so only padding is left out.
+        # The weights of padding and of dropped ids must not decide how a bag is rescaled. With
+        # "clip", a bad id becomes a valid one, so only padding is left out.
         kept = ids != PADDING_ID
         if config.on_bad_id != "clip":
             kept = (ids >= 0) & (ids < config.table.vocabulary_size)

@@ -81,7 +81,7 @@ def make_route(rows: Array, stack: Stack, capacity: int, parts: Array | None = N
         row_ids  [[4, 7], [3, -1]]
 
     Args:
-      rows: physical rows `[N]`, `PADDING_ID` for none.
+      rows: physical rows `[N]`, `PADDING_ID` for absent ids.
       stack: the stack.
       capacity: C, the number of runs that each destination has room for.
       parts: integer `[N]`: ids of one row but of different parts are sent separately. None: each
@@ -110,7 +110,7 @@ def fetch(table: Array, rows: Array, stack: Stack, capacity: int) -> tuple[Fetch
 
     Args:
       table: this device's shard, R rows in the stack's row format.
-      rows: physical rows `[N]`, `PADDING_ID` for none.
+      rows: physical rows `[N]`, `PADDING_ID` for absent ids.
       stack: the stack.
       capacity: C, the number of distinct rows that each destination has room for.
 

@@ -179,7 +179,7 @@ def _dense(feature: FeatureRules, ids: np.ndarray, weights: Any) -> HostIds:
     feature_shape = dense_shape(feature.path, feature.config, ids.shape, weighted=weighted)
     numbers = weights_of.beside_dense(feature.path, feature.config.table.dtype, ids, weights)
     ids, padded = resolve_dense(feature, ids, functools.partial(_dense_position, ids.shape))
-    # A weight at a padded position may be any number; it must not count in Σ w.
+    # A weight at a padded position may be any number; it must not decide how its bag is rescaled.
     if numbers is not None and padded:
         numbers = np.where(ids == PADDING_ID, numbers.dtype.type(0), numbers)
     if feature.length:

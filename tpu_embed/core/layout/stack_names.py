@@ -68,7 +68,7 @@ def differences(expected: str, got: str) -> str:
         return "a name that is not the name of a stack"
     if ours["digest"] == theirs["digest"]:
         return f"the same tables in {_shards(theirs)}, not in {_shards(ours)}"
-    return "other tables, or tables of another vocabulary size, dim or dtype, or in another order"
+    return "other tables, or tables of another vocabulary size, dim or dtype, or packed differently"
 
 
 def _shards(name: re.Match[str]) -> str:
