@@ -1,7 +1,11 @@
-"""Calls of compiled programs from outside a jit: what they raise, and that nothing of them is lost.
+"""Call compiled programs from outside a jit, so that no result is lost and errors are clear.
 
-Input: a jitted function and its operands. Output: its results, or a `JaxRuntimeError` if the device
-failed.
+A call that updates tables in place donates them: the old tables are gone once the program starts.
+If an interrupt then came before the new ones are stored, both would be lost. And a device error
+must look the same whichever way JAX calls the program.
+
+Input: a jitted function and its operands. Output: its results, or a `JaxRuntimeError` if the
+device failed.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import jax
 _T = TypeVar("_T")
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
 _STATUSES = ("INTERNAL: ", "INVALID_ARGUMENT: ", "RESOURCE_EXHAUSTED: ", "UNKNOWN: ", "ABORTED: ")
-"""How messages of XLA's runtime begin."""
+"""The first words of error messages of XLA's runtime."""
 
 
 def call(program: Callable[..., _T], *operands: Any) -> _T:
@@ -38,41 +42,45 @@ def call(program: Callable[..., _T], *operands: Any) -> _T:
 
 
 def call_into(results: list[_T], program: Callable[..., _T], *operands: Any) -> None:
-    """Append `program(*operands)` to the results, with no bytecode between the two.
+    """Append `program(*operands)` to `results`, without a point at which it can be interrupted.
 
-    The interpreter raises KeyboardInterrupt, and what other threads raise in this one, between
-    bytecodes. So a program that JAX calls without Python, as it does from the second call on,
-    either has not started or has left its result.
+    The interpreter raises KeyboardInterrupt, and exceptions sent by other threads, only between
+    two bytecodes. Here one bytecode calls the program and stores its result. From the second call
+    on, JAX runs no Python either, so an interrupted program has not started or has left its
+    result.
 
     Args:
-      results: grows by one.
+      results: the list to which the result is appended.
       program: a jitted function.
       operands: its arguments.
 
     Raises:
       JaxRuntimeError, Exception: as for `call`.
     """
+    # starmap calls program(*operands) once, inside `extend`: both are written in C.
     try:
         results.extend(itertools.starmap(program, [operands]))
     except ValueError as error:
-        # JAX's call without Python makes a device error a ValueError that begins with a status.
+        # JAX's fast path, without Python, raises device errors as ValueError("INTERNAL: …").
         if str(error).startswith(_STATUSES) and _was_called(error):
             raise jax.errors.JaxRuntimeError(str(error)) from error
         raise
 
 
 def is_device_error(error: Exception) -> bool:
-    """Tell whether the device raised this in a call of a program.
+    """Tell whether this error was raised by the device while a program ran.
 
-    Where it was raised decides, not what it says: what a learning rate raises is no device error.
+    The place where it was raised decides, not its text: a Python function of the user, such as a
+    learning rate, may raise the same class with any text.
     """
     return isinstance(error, jax.errors.JaxRuntimeError) and _was_called(error)
 
 
 def _was_called(error: Exception) -> bool:
-    """Tell whether this was raised by a program that was called, and not while it was traced.
+    """Tell whether this error was raised by a compiled program, not while it was traced.
 
-    What is traced is Python of this package, whose frames then stand below this file's.
+    Tracing runs Python code of this package, whose frames are then below this file's frame in the
+    traceback.
     """
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     below = list(itertools.dropwhile(lambda file: file != __file__, files))

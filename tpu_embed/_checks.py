@@ -1,6 +1,9 @@
 """Validation helpers: small predicates, and one wording for every error.
 
-An error names the argument or feature path, what was expected, what was got, and the remedy.
+An error says which argument or feature is wrong, what was expected, what was got, and what to do
+about it, always in this order. So users learn once how to read all of them.
+
+Input: values to check. Output: the values, or an error.
 """
 
 from __future__ import annotations
@@ -14,22 +17,33 @@ import jax
 from tpu_embed._types import Tracer
 
 _MOST_LINES = 20
-"""Of a message of many."""
+"""How many messages `message_of_many` shows at most."""
 
 
 def message(what: str, *, expected: str, got: Any, remedy: str = "") -> str:
-    """Return `what: expected …, got …; remedy`, the wording of every error of this package."""
+    """Return `what: expected …, got …; remedy`, the wording of every error of this package.
+
+    Args:
+      what: the argument, feature or table that is wrong.
+      expected: what would have been right.
+      got: what was given.
+      remedy: what to do about it; empty if that is obvious.
+
+    Example:
+      >>> message("batch size", expected="a multiple of 8", got=13, remedy="use pad_batch")
+      'batch size: expected a multiple of 8, got 13; use pad_batch'
+    """
     text = f"{what}: expected {expected}, got {got}"
     return f"{text}; {remedy}" if remedy else text
 
 
 def message_of_many(what: str, messages: Sequence[str], *, remedy: str) -> str:
-    """Return several messages about one thing as one: a line for each, and one for the remedy.
+    """Join several messages about one thing: one line for each, and one line for the remedy.
 
     Args:
-      what: what they are about.
-      messages: at least one; of more than `_MOST_LINES` the first ones are shown.
-      remedy: what helps.
+      what: what the messages are about.
+      messages: at least one; if there are more than `_MOST_LINES`, only the first are shown.
+      remedy: what to do about all of them.
 
     Example:
       >>> print(message_of_many("f", ["a: expected 1, got 2", "b: expected 3, got 4"], remedy="x"))
@@ -78,17 +92,17 @@ def check_choice(what: str, value: Any, choices: tuple[Any, ...]) -> Any:
 
 
 def check_live(what: str, arrays: Iterable[Any]) -> None:
-    """Check that no array was donated or deleted: a compiled program may crash on one.
+    """Check that no array was donated or deleted; a compiled program may crash on such an array.
 
     Args:
-      what: what they are, for messages.
-      arrays: anything; only arrays on devices can have been donated.
+      what: what the arrays are, for messages.
+      arrays: any values; those that are not arrays on devices are ignored.
 
     Raises:
-      ValueError: one was.
+      ValueError: an array was donated or deleted.
     """
     for array in arrays:
         if isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.is_deleted():
-            remedy = "go on with what that call returned; donate_argnums says what a jit donates"
+            remedy = "use what that call returned; donate_argnums says what a jit donates"
             got = "one that was donated to an earlier call, or deleted"
             raise ValueError(message(what, expected="arrays that exist", got=got, remedy=remedy))

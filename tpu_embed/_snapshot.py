@@ -1,12 +1,15 @@
-"""What JAX is given of the caller's memory: a copy, since JAX reads it later than the call.
+"""Copy the caller's NumPy arrays before JAX gets them, because JAX reads them after the call.
 
-A jitted function returns before it has run. Until then it reads a NumPy argument where it lies: JAX
-copies large ones in the background, and on CPU uses memory that begins at a multiple of 64 bytes as
-its own, for good. `jnp.array` and `device_put(…, may_alias=False)` wait no longer. A caller who
-fills the same buffer for the next batch would change this one.
+A jitted function returns before it has run, and until then it reads its NumPy arguments from the
+caller's memory. JAX copies large arrays in the background; on CPU it even uses memory that begins
+at a multiple of 64 bytes as its own, for as long as the array lives. `jnp.array` and
+`device_put(…, may_alias=False)` do not wait for the copy either. So a caller who fills the same
+buffer with the next batch would change the current one.
 
-Every function of the package that takes arrays of the host passes them through `snapshot` or
-`as_array` before JAX sees them, unless it has made arrays of its own out of them.
+Every function of the package that takes host arrays passes them through `snapshot` or `as_array`
+before JAX sees them, unless it has made new arrays from them.
+
+Input: values that the caller may change later. Output: values that nobody else can change.
 """
 
 from __future__ import annotations
@@ -21,11 +24,12 @@ from tpu_embed._types import Array
 
 
 def snapshot(value: Any) -> Any:
-    """Return `value` as JAX may keep it: an array of the host copied, anything else as it is.
+    """Return a copy of a host array; return any other value as it is.
 
     Args:
-      value: NumPy's array or another that has `__array__`, such as torch's; arrays of JAX, numbers,
-        lists and None, whose values cannot change or are copied when they become an array.
+      value: a NumPy array or another object with `__array__`, such as a torch tensor, which is
+        copied. JAX arrays cannot change, and numbers and lists are copied when they become an
+        array.
 
     Example:
       >>> buffer = np.zeros(3)
@@ -40,15 +44,16 @@ def snapshot(value: Any) -> Any:
 
 
 def as_array(value: Any) -> Array:
-    """Return `value` as an array of JAX that holds the numbers of now; as `jnp.asarray` else.
+    """Return `jnp.asarray(value)`, which later changes of `value` do not affect.
 
     Args:
-      value: what becomes an array.
+      value: anything that `jnp.asarray` takes.
 
     Raises:
-      TypeError, ValueError: as `jnp.asarray`: it does not become one.
+      TypeError, ValueError: `jnp.asarray` does not take it.
     """
     if isinstance(value, jax.Array):
         return value
     own = snapshot(value)
-    return jnp.asarray(value) if own is value else jax.device_put(own)  # one copy, not two
+    # `device_put` may use the copy's memory, so that a host array is copied once, not twice.
+    return jnp.asarray(value) if own is value else jax.device_put(own)

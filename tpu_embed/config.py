@@ -1,8 +1,10 @@
-"""Declarations: tables, the features that look them up, and row quantization.
+"""Declarations: which tables there are, which features look them up, and how rows are quantized.
 
-What the user writes enters here; frozen, validated objects leave. Nothing in the package ever
-writes to them: what is derived from them (names, layout, slots) is computed by the engine and kept
-there.
+A table is an array of vectors; a feature is one column of the training data whose ids name rows of
+a table. Several features may share a table.
+
+Input: what the user writes. Output: frozen, validated objects. Nothing in the package changes
+them; what is derived from them (names, layout, slots) is computed by the engine and kept there.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class QuantizationConfig:
 
     With n = num_buckets, x is clipped to [lower, upper] and becomes
     x' = ⌊(x - lower)(n - 1)/(upper - lower) + ½⌋ (upper - lower)/(n - 1) + lower. The gradient
-    passes unchanged.
+    passes through unchanged.
 
     Args:
       num_buckets: n, at least 2.
@@ -78,25 +80,26 @@ class QuantizationConfig:
 class TableConfig:
     """Declare an embedding table of shape [V, D].
 
-    Compared and hashed by identity: features that name one object share one table, and two
-    equal-looking objects are two tables.
+    Configs are compared and hashed by identity: features that name the same object share one
+    table, while two objects with equal fields are two tables.
 
     Args:
-      vocabulary_size: V, number of rows.
-      dim: D, numbers in a row.
-      initializer: `(key, shape, dtype) -> array`, called for one row at a time with shape (1, D);
-        with a `shard_info` argument, once a shard. None: truncated normal, mean 0, standard
-        deviation 1/√D. One that looks at the fan-in is refused.
+      vocabulary_size: V, the number of rows.
+      dim: D, the number of columns.
+      initializer: `(key, shape, dtype) -> array`, called for one row at a time with shape (1, D),
+        or once per shard if it has a `shard_info` argument. None: truncated normal with mean 0 and
+        standard deviation 1/√D. An initializer that depends on the fan-in is refused.
       optimizer: one of `tpu_embed.optimizers` or a row-separable optax transform. None: the
-        engine's.
-      combiner: how the rows of a bag become one: "mean", "sum" or "sqrtn".
-      name: None: `table_{i}`, numbered by first appearance among the features.
-      dtype: of the stored rows: float32, bfloat16, or float64 where x64 is on. Kept as that string.
+        engine's optimizer.
+      combiner: how the rows of a bag become one vector: "mean", "sum" or "sqrtn".
+      name: the table's name. None: `table_{i}`, numbered by first appearance among the features.
+      dtype: the dtype of the stored rows: float32, bfloat16, or float64 if x64 is on. The config
+        keeps its name, a string.
       placement: where rows live: "mod" (row r on shard r mod S), "div" (contiguous blocks),
-        "replicated", or "auto", to be resolved by the planner before an engine is made.
-      shard_axes: mesh axes over which rows are split. None: all of them.
-      trainable: False: looked up, never updated, no slots, no optimizer.
-      quantization_config: applied to each looked-up row. None: no quantization.
+        "replicated", or "auto", which the planner must resolve before an engine is made.
+      shard_axes: the mesh axes over which rows are split. None: all axes.
+      trainable: False: the table is looked up but never updated; it has no optimizer and no slots.
+      quantization_config: how each looked-up row is quantized. None: not at all.
 
     Raises:
       ValueError: an argument is outside its range.
@@ -120,6 +123,7 @@ class TableConfig:
     quantization_config: QuantizationConfig | None = None
 
     def __post_init__(self) -> None:
+        # A frozen dataclass has no assignment; object.__setattr__ stores the normalized values.
         what = _described("TableConfig", self.name)
         for field in ("vocabulary_size", "dim"):
             size = _checks.check_int(f"{what}.{field}", getattr(self, field), minimum=1)
@@ -136,19 +140,19 @@ class TableConfig:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FeatureConfig:
-    """Declare a feature: which table its ids look up, and the form of its activation.
+    """Declare a feature: which table its ids look up, and the shape of its activation.
 
-    Compared and hashed by identity.
+    Configs are compared and hashed by identity.
 
     Args:
-      table: the `TableConfig` looked up.
-      max_sequence_length: L. 0: the ids of a bag are combined; L > 0: the feature is a sequence,
-        its activation [B, L, D].
-      output_shape: the activation's shape without D, first entry B. None: it follows from the
-        input.
+      table: the `TableConfig` of the table that is looked up.
+      max_sequence_length: L. 0: the ids of a bag are combined. L > 0: the feature is a sequence
+        with the activation [B, L, D].
+      output_shape: the activation's shape without D; its first entry is B. None: the shape follows
+        from the input.
       on_bad_id: what happens to an id outside [0, V): "error" raises, "drop" leaves it out of its
-        bag, "clip" moves it to the nearest valid row.
-      name: used in messages beside the feature's path.
+        bag, "clip" replaces it by the nearest valid id.
+      name: a name that messages show beside the feature's path.
 
     Raises:
       ValueError: an argument is outside its range.
@@ -195,6 +199,7 @@ def _check_type(what: str, value: Any, kind: type) -> None:
 
 
 def _described(kind: str, name: Any) -> str:
+    """Return how messages name a config, such as `TableConfig 'user'`, after checking its name."""
     if name is None:
         return kind
     if not (isinstance(name, str) and name and _is_text(name)):
@@ -204,7 +209,7 @@ def _described(kind: str, name: Any) -> str:
 
 
 def _is_text(name: str) -> bool:
-    """Tell whether a string can be encoded: one with half of a surrogate pair cannot."""
+    """Tell whether a string can be encoded; one that holds half of a surrogate pair cannot."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -213,6 +218,8 @@ def _is_text(name: str) -> bool:
 
 
 def _dtype_name(what: str, dtype: Any) -> str:
+    """Return the name of an allowed dtype."""
+    # jnp.dtype(None) is float64, so None is passed on, to be refused by name.
     try:
         name = dtype if dtype is None else str(jnp.dtype(dtype).name)
     except TypeError:
@@ -231,6 +238,7 @@ def _dtype_name(what: str, dtype: Any) -> str:
 
 
 def _axes(what: str, axes: Any) -> tuple[str, ...] | None:
+    """Return names of mesh axes as a tuple; None stays None."""
     if axes is None:
         return None
     names = (axes,) if isinstance(axes, str) else axes
@@ -246,6 +254,7 @@ def _axes(what: str, axes: Any) -> tuple[str, ...] | None:
 
 
 def _output_shape(what: str, shape: Any) -> tuple[int, ...]:
+    """Return an output shape as a tuple of positive ints."""
     if not isinstance(shape, (tuple, list)) or not shape:
         raise ValueError(
             _checks.message(what, expected="None or a shape (B, ...)", got=repr(shape))

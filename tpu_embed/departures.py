@@ -1,12 +1,13 @@
-"""How the processes of one run hear that one of them has left.
+"""Tell the processes of one run when one of them has ended, so that the others end too.
 
-A process whose Python ends with an exception is not dead: at its exit JAX waits until all processes
-have come to theirs, for minutes, while the others wait for its part of a batch, or on a device. JAX
-ends them when one dies, but this one lives. So a process that leaves says so, and why, in the
-key-value store of `jax.distributed`; a thread in each process listens.
+When Python ends with an exception in one process, the process does not die at once: at its exit JAX
+waits, for minutes, until all processes have reached their exits. The others meanwhile wait for its
+part of a batch, or for a device. (JAX ends them when a process dies, but this one is still alive.)
+So a process that leaves writes that, and why, to the key-value store of `jax.distributed`, and a
+thread in each process waits for such a message.
 
-Input: nothing; `listen` is called once there is something to wait for. Output: the reason why there
-is nothing to wait for any more.
+Input: the exception with which this process ends, if any. Output: in the other processes, the
+reason why a process has left; after a grace period, their end.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ GRACE_SECONDS = 10
 """How long a process may take to end by itself when another one has left with an exception."""
 
 _TOLD, _ENDED = "tpu_embed/left/told", "tpu_embed/left/ended"
-"""Keys by process: what it is told by one that left; that it has come to its own exit."""
+"""Keys of the store, one per process: why another process left; that this one has ended."""
 _ALL_DAY = 24 * 3600 * 1000
+"""Milliseconds."""
 
 _lock = threading.Lock()
 _listener: Listener | None = None
@@ -50,19 +52,20 @@ def client() -> Any:
 
 
 def listen() -> Listener:
-    """Listen from now on; return the one that does, the same at every call."""
+    """Return the listener of this process; the first call starts it."""
     global _listener
     with _lock:
+        # After a new `jax.distributed.initialize` there is a new client, which needs a listener.
         if _listener is None or _listener.client is not client():
             _listener = Listener(client())
         return _listener
 
 
 class Listener:
-    """Hears that another process has left, and says at the exit of this one that it does.
+    """Learns that another process has left, and tells the others when this one leaves.
 
     Args:
-      client: of the key-value store.
+      client: the client of the key-value store.
     """
 
     def __init__(self, client: Any) -> None:
@@ -72,13 +75,14 @@ class Listener:
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._listen, name="departures", daemon=True)
         self._thread.start()
-        atexit.register(self._leave)  # runs before JAX's own, which waits for the others
+        # Exit handlers run in reverse order: this one before JAX's, which waits for the others.
+        atexit.register(self._leave)
 
     def left(self, *, ask: bool) -> str | None:
-        """Return who has left, and why; None if nobody is known to.
+        """Return which process has left, and why; None if none is known to have left.
 
         Args:
-          ask: ask the store too, which also knows those that ended without an exception.
+          ask: whether to ask the store, which also knows processes that ended without an exception.
         """
         if self._heard is None and ask:
             ended = self.client.key_value_dir_get(f"{_ENDED}/")
@@ -86,28 +90,33 @@ class Listener:
         return self._heard
 
     def _listen(self) -> None:
-        """Wait to be told; then let the program end, and end it if it does not.
+        """Wait for the message that a process has left; then end this process.
 
-        It may be on a device that waits for the one that left: nothing else ends that.
+        The program gets `GRACE_SECONDS` to end by itself. It may be waiting for a device that waits
+        for the process that left, and then only the end of the process stops the wait.
         """
         try:
             heard = self._wait_to_be_told()
         except jax.errors.JaxRuntimeError:
-            return  # the store is closed: JAX ends this process, or it is at its end
+            return  # the store is closed: JAX is ending this process, or it ends anyway
+        # `_leave` of this process sends an empty text, only to end this thread.
         if not heard:
             return
         self._heard = heard
         print(f"tpu_embed: {heard}; process {self._here} ends with it", file=sys.stderr, flush=True)
         time.sleep(GRACE_SECONDS)
+        # The shutdown below may hang, too; the timer ends the process in any case.
         last = threading.Timer(GRACE_SECONDS, os._exit, [1])
         last.daemon = True
         last.start()
         try:
-            self.client.shutdown()  # those that are at their exit need not wait for this one
+            # Processes that have reached their exits then need not wait for this one.
+            self.client.shutdown()
         finally:
             os._exit(1)
 
     def _wait_to_be_told(self) -> str:
+        """Return the message for this process, however long it takes to come."""
         while True:
             try:
                 return self.client.blocking_key_value_get(f"{_TOLD}/{self._here}", _ALL_DAY)
@@ -116,9 +125,15 @@ class Listener:
                     raise
 
     def _leave(self) -> None:
-        """Say that this process leaves: to all if with an exception, else to those who ask."""
+        """Say that this process leaves.
+
+        All other processes are told if it leaves with an exception; otherwise the store only keeps
+        a note for those that ask.
+        """
         if os.getpid() != self._pid:
-            return  # a fork is another process
+            return  # this is a fork, whose end is not the end of the process
+        # Python keeps the exception that ended the program as `sys.last_value`. In an interactive
+        # session (`sys.ps1`) it is an old exception that ended nothing.
         error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
         reason = "it has ended"
         if error is not None:
@@ -126,6 +141,7 @@ class Listener:
         text = f"process {self._here} left: {reason}"
         try:
             self.client.key_value_set(f"{_ENDED}/{self._here}", text, allow_overwrite=True)
+            # If this process was told to end, the others were told as well.
             if self._heard is None:
                 others = set(range(self._processes)) - {self._here}
                 for other in others if error is not None else ():
@@ -137,5 +153,5 @@ class Listener:
 
 
 def is_timeout(error: Exception) -> bool:
-    """Tell whether a call of the store raised this because its time was over."""
+    """Tell whether a call of the store raised this error because of its time limit."""
     return "DEADLINE_EXCEEDED" in f"{error}"

@@ -1,8 +1,11 @@
-"""Hash open vocabularies, strings or 64-bit integers, into the rows of a table.
+"""Map keys of any kind, strings or large integers, to the rows of a table by hashing.
 
-NumPy on the host, before the features are enqueued. The result depends on nothing but the key, the
-vocabulary size and the seed: it is the same in every process, on every platform and under every
+If the set of keys is not known beforehand, there is no dictionary from keys to rows. A hash
+function gives every key a row; different keys may share one. The result depends only on the key,
+the vocabulary size and the seed. It is the same in every process, on every platform and in every
 Python version, so that a checkpoint and a server agree on it.
+
+Input: arrays or lists of keys, on the host. Output: NumPy arrays of ids.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ from tpu_embed import _checks
 
 __all__ = ["hash_ids"]
 
+# Added to the seed, so that seed 0 gives a state other than mix(0) = 0.
 _GAMMA = 0x9E3779B97F4A7C15
+# Bytes of a word: strings are hashed eight bytes at a time.
 _WORD = 8
 _INT32_MAX = np.iinfo(np.int32).max
 
@@ -35,18 +40,18 @@ def hash_ids(keys: Any, vocabulary_size: int, *, seed: int = 0) -> np.ndarray:
     - a string: its n bytes (a str: its UTF-8), padded with zeros to ⌈n/8⌉ little-endian words
       w₀, w₁, …; h = mix(n ^ s), then h = mix(h ^ wⱼ) for each word in order.
 
-    The id is h mod vocabulary_size. A key is a key: hash -1 and "" give ids like any other, so put
-    the padding id back where it belongs, `np.where(keys == -1, -1, hash_ids(keys, V))`.
+    The id is h mod vocabulary_size. The keys -1 and "" are hashed like any other key, so padding
+    has to be restored afterwards: `np.where(keys == -1, -1, hash_ids(keys, V))`.
 
     Args:
       keys: array of any integer dtype, of NumPy strings (str or bytes), or of str and bytes
-        objects; or (nested) lists of them. NumPy's fixed-width strings know no trailing NUL: lists
-        and object arrays keep it.
-      vocabulary_size: V, number of ids.
+        objects; or (nested) lists of them. NumPy's fixed-width strings drop trailing NUL
+        characters; lists and object arrays keep them.
+      vocabulary_size: V, the number of ids.
       seed: another seed gives another, independent mapping.
 
     Returns:
-      ids of the keys' shape, int32 when V <= 2³¹ - 1, int64 otherwise.
+      The ids, in the shape of the keys; int32 if V <= 2³¹ - 1, otherwise int64.
 
     Raises:
       TypeError: a key is neither a string nor an integer (a float or bool is refused).
@@ -68,6 +73,7 @@ def hash_ids(keys: Any, vocabulary_size: int, *, seed: int = 0) -> np.ndarray:
     array = _as_array(keys)
     state = _mix(np.array([(seed + _GAMMA) % 2**64], np.uint64))
     if array.dtype.kind in "iu":
+        # Sign-extend first, so that int8 -1 and int64 -1 are the same key.
         bits = array.ravel().astype(np.uint64 if array.dtype.kind == "u" else np.int64)
         hashes = _mix(bits.view(np.uint64) ^ state)
     else:
@@ -77,6 +83,7 @@ def hash_ids(keys: Any, vocabulary_size: int, *, seed: int = 0) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
+    """Return `mix(x)` of uint64, see `hash_ids`; NumPy's products wrap around modulo 2⁶⁴."""
     x = x ^ (x >> np.uint64(30))
     x *= np.uint64(0xBF58476D1CE4E5B9)
     x ^= x >> np.uint64(27)
@@ -88,9 +95,10 @@ def _mix(x: np.ndarray) -> np.ndarray:
 def _hash_strings(
     words: np.ndarray, starts: np.ndarray, lengths: np.ndarray, state: np.ndarray
 ) -> np.ndarray:
-    """Hash string i, `lengths[i]` bytes long, its words at `words[starts[i]:]`."""
+    """Return the hashes of strings: string i has `lengths[i]` bytes, its words at `starts[i]`."""
     hashes = _mix(lengths.astype(np.uint64) ^ state)
     counts = (lengths + _WORD - 1) // _WORD
+    # Word j of all strings at once, for j = 0, 1, …; `active` are the strings that have a word j.
     active = np.flatnonzero(counts)
     column = 0
     while active.size:
@@ -105,7 +113,8 @@ def _as_array(keys: Any) -> np.ndarray:
     array = np.asarray(keys)
     listed = isinstance(keys, (list, tuple, str, bytes))
     if array.dtype.kind == "T" or (listed and array.dtype.kind not in "iu"):
-        # Fixed width would drop trailing NULs, and large integers would have become floats.
+        # Fixed-width strings would drop trailing NULs, and np.asarray turns a list of integers
+        # into floats if one of them exceeds int64.
         array = np.array(keys, dtype=object)
     if array.dtype.kind == "O":
         array = _checked_objects(array)
@@ -118,11 +127,18 @@ _EXPECTED = "strings or integers"
 
 
 def _checked_objects(array: np.ndarray) -> np.ndarray:
+    """Return an object array of strings as it is, and one of integers as uint64.
+
+    Raises:
+      TypeError: the objects are neither all strings nor all integers.
+      ValueError: an integer has more than 64 bits.
+    """
     kinds = set(map(type, array.flat))
     if all(issubclass(kind, (str, bytes)) for kind in kinds):
         return array
     if all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in kinds):
         if all(-(2**63) <= key < 2**64 for key in array.flat):
+            # Modulo 2**64, a negative integer becomes its two's complement.
             return np.array([int(key) % 2**64 for key in array.flat], np.uint64).reshape(
                 array.shape
             )
@@ -137,11 +153,18 @@ def _checked_objects(array: np.ndarray) -> np.ndarray:
 
 
 def _words(strings: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (words [W] uint64, starts [n], lengths [n] in bytes) of `strings` [n]."""
+    """Return the words of strings `[n]`, each padded with zeros to whole words of 8 bytes.
+
+    Returns:
+      words: uint64 `[W]`, of all strings, one after another.
+      starts: `[n]`, where the words of each string begin.
+      lengths: `[n]`, in bytes, without padding.
+    """
     if strings.dtype.kind == "U":
         strings = _utf8(strings)
     if strings.dtype.kind == "O":
         return _words_of_objects(strings)
+    # Fixed-width strings all take the same number of words: "S12" takes 2, so starts are 0 2 4 ….
     width = max(1, -(-strings.dtype.itemsize // _WORD))
     lengths = np.strings.str_len(strings)
     padded = np.ascontiguousarray(strings.astype(f"S{width * _WORD}"))
@@ -149,16 +172,21 @@ def _words(strings: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _words_of_objects(strings: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return what `_words` returns, for an object array of str and bytes."""
     encoded = [
         key.encode("utf-8", "surrogatepass") if isinstance(key, str) else key for key in strings
     ]
     lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+    # -len % 8 zero bytes fill the last word: 12 bytes get 4. Words 2 0 1 start at 0 2 2.
     padded = b"".join([key + bytes(-len(key) % _WORD) for key in encoded])
     counts = (lengths + _WORD - 1) // _WORD
     return np.frombuffer(padded, "<u8").astype(np.uint64), np.cumsum(counts) - counts, lengths
 
 
 def _utf8(strings: np.ndarray) -> np.ndarray:
+    """Return the UTF-8 bytes of fixed-width str."""
+    # NumPy stores str as UTF-32. If all code points are ASCII, dropping three of every four bytes
+    # gives UTF-8, much faster than encoding.
     width = strings.dtype.itemsize // 4
     if width == 0 or len(strings) == 0:
         return strings.astype("S1")

@@ -1,10 +1,11 @@
-"""Initial values of table rows.
+"""Initial values of table rows, independent of how a table is split over devices.
 
-An initializer is `(key, shape, dtype) -> array`, as those of `jax.nn.initializers`. A table calls
-it for one row at a time, shape (1, D), with a key of that row, so that values depend on no layout.
-One with a `shard_info` argument is called once a shard instead, shape (n, D), and is told which
-rows these are. `TableConfig` calls `check`; the code that makes tables calls `resolve` and
-`wants_shard_info`.
+An initializer is a function `(key, shape, dtype) -> array`, like those of `jax.nn.initializers`.
+It is called for one row at a time, with shape (1, D) and a key of that row, so that a row has the
+same values however many shards there are. An initializer with a `shard_info` argument is called
+once per shard instead, with shape (n, D), and is told which rows these are.
+
+Input: a random key, a shape and a dtype. Output: the rows.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ Mode = Literal["fan_in", "fan_out", "fan_avg"]
 Distribution = Literal["truncated_normal", "normal", "uniform"]
 
 _TRUNCATED_STDDEV = 0.87962566103423978
-"""Standard deviation of a standard normal cut at ±2."""
+"""The standard deviation of a standard normal distribution that is cut at ±2."""
+
+# The functions of `jax.nn.initializers` that look at the fan-in, which one row does not show.
 
 _FAN_IN_FACTORIES = frozenset(
     [
@@ -51,11 +54,11 @@ _FAN_IN_FACTORIES = frozenset(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardInfo:
-    """Say which rows of which table an initializer with a `shard_info` argument is to make.
+    """Tells an initializer with a `shard_info` argument which rows of a table to make.
 
     Args:
-      table_shape: (V, D) of the whole logical table.
-      rows: [n] int32, the logical row that each line of the result is for; within [0, V).
+      table_shape: (V, D), the shape of the whole logical table.
+      rows: int32 [n], the logical row ids, in [0, V), of the rows of the result.
     """
 
     table_shape: tuple[int, int]
@@ -64,9 +67,9 @@ class ShardInfo:
 
 @dataclasses.dataclass(frozen=True)
 class TruncatedNormal:
-    """Draw from a normal distribution of mean 0, cut at two standard deviations.
+    """Draw from a normal distribution with mean 0, cut at two standard deviations.
 
-    Equal and hashable by value.
+    Two of these are equal if their arguments are.
 
     Args:
       stddev: σ of the distribution before the cut, at least 0.
@@ -91,10 +94,10 @@ class TruncatedNormal:
 
 @dataclasses.dataclass(frozen=True)
 class RowIdInitializer:
-    """Fill row i with i + offset, so that a test or a debugger sees which row it holds.
+    """Fill row i with i + offset, so that a test or a debugger can see which row it has.
 
     Args:
-      offset: integer added to every row's number.
+      offset: integer that is added to every row id.
 
     Raises:
       ValueError: `offset` is not an integer.
@@ -116,7 +119,7 @@ class RowIdInitializer:
     def __call__(
         self, key: Array, shape: tuple[int, ...], dtype: Any, shard_info: ShardInfo
     ) -> Array:
-        """Return `[n, D]` of `dtype`, its lines all equal to `shard_info.rows + offset`."""
+        """Return `[n, D]` of `dtype`: row j is filled with `shard_info.rows[j] + offset`."""
         del key
         values = (shard_info.rows + int(self.offset)).astype(dtype)
         return jax.numpy.broadcast_to(values[:, None], shape)
@@ -124,16 +127,16 @@ class RowIdInitializer:
 
 @dataclasses.dataclass(frozen=True)
 class VarianceScaling:
-    """Draw with variance scale / fan, the fan being that of the whole table [V, D].
+    """Draw with variance scale / fan, where the fan is that of the whole table [V, D].
 
-    fan_in is V, fan_out is D, fan_avg (V + D)/2. "truncated_normal" is cut at two standard
-    deviations and widened so that the variance is right after the cut; "uniform" lies within
-    ±√(3 scale/fan). Equal and hashable by value.
+    "fan_in" is V, "fan_out" is D, and "fan_avg" is (V + D)/2. "truncated_normal" is cut at two
+    standard deviations, and widened so that the variance is right after the cut; "uniform" is
+    within ±√(3 scale/fan). Two of these are equal if their arguments are.
 
     Args:
-      scale: positive factor of the variance.
-      mode: which fan.
-      distribution: which distribution.
+      scale: the factor of the variance, at least 0.
+      mode: "fan_in", "fan_out" or "fan_avg".
+      distribution: "truncated_normal", "normal" or "uniform".
       table_shape: (V, D).
 
     Raises:
@@ -183,6 +186,7 @@ class VarianceScaling:
         if self.distribution == "normal":
             return jax.random.normal(key, shape, dtype) * self.stddev
         if self.distribution == "uniform":
+            # Uniform on [-a, a] has the standard deviation a / √3.
             return jax.random.uniform(key, shape, dtype, -1.0, 1.0) * (math.sqrt(3) * self.stddev)
         return TruncatedNormal(self.stddev / _TRUNCATED_STDDEV)(key, shape, dtype)
 
@@ -194,14 +198,14 @@ def variance_scaling(
     *,
     table_shape: tuple[int, int],
 ) -> VarianceScaling:
-    """Return the initializer of variance scale / fan for a table of `table_shape`.
+    """Return an initializer with variance scale / fan for a table of `table_shape`.
 
-    It takes the place of `jax.nn.initializers.variance_scaling`, which reads the fan from the shape
-    it is called with: one row.
+    It replaces `jax.nn.initializers.variance_scaling`, which takes the fan from the shape that it
+    is called with. Here that would be the shape of one row.
 
     Args:
-      scale: positive factor of the variance.
-      mode: "fan_in" (V), "fan_out" (D) or "fan_avg".
+      scale: the factor of the variance, at least 0.
+      mode: "fan_in" (V), "fan_out" (D) or "fan_avg", their mean.
       distribution: "truncated_normal", "normal" or "uniform".
       table_shape: (V, D).
 
@@ -219,11 +223,11 @@ def variance_scaling(
 
 
 def resolve(initializer: Initializer | None, dim: int) -> Initializer:
-    """Return `initializer`, or the default of a table whose rows have `dim` numbers.
+    """Return `initializer`, or the default initializer if it is None.
 
     Args:
-      initializer: as declared.
-      dim: D.
+      initializer: the initializer that the table declares, or None.
+      dim: D, the number of columns of the table.
 
     Returns:
       `initializer`; for None, `TruncatedNormal(1/√D)`.
@@ -249,20 +253,21 @@ def wants_shard_info(initializer: Initializer) -> bool:
 
 
 def check(what: str, initializer: Any) -> None:
-    """Refuse what can't make one row of a table at a time.
+    """Refuse initializers that can't make one row of a table at a time.
 
     Args:
       what: the argument's name, for the message.
       initializer: None or a callable.
 
     Raises:
-      ValueError: not callable, or it looks at the fan-in, which for one row is always 1.
+      ValueError: it is not callable, or it looks at the fan-in, which is always 1 for one row.
     """
     if initializer is None:
         return
     if not callable(initializer):
         expected = "None or a callable (key, shape, dtype) -> array"
         raise ValueError(_checks.message(what, expected=expected, got=repr(initializer)))
+    # The initializers of JAX are closures: `he_normal()` is "variance_scaling.<locals>.init".
     factory = getattr(_innermost(initializer), "__qualname__", "").split(".")[0]
     if factory in _FAN_IN_FACTORIES:
         raise ValueError(
@@ -277,6 +282,7 @@ def check(what: str, initializer: Any) -> None:
 
 
 def _innermost(function: Any) -> Any:
+    """Return the function inside any number of partials and decorators."""
     while True:
         if isinstance(function, functools.partial):
             function = function.func

@@ -1,8 +1,12 @@
-"""Code that no signal interrupts: the handlers of signals wait until it is done.
+"""Protect a piece of code from signals: their handlers wait until the code is done.
 
-Python runs the handler of a signal between any two bytecodes of the main thread. Ctrl-C raises
-KeyboardInterrupt there; other handlers raise what they like. Where memory has been given away and
-its replacement is not stored yet, nothing may be raised.
+Python runs signal handlers in the main thread, between any two bytecodes. Ctrl-C raises
+KeyboardInterrupt at such a point, and other handlers may raise other exceptions. While arrays are
+donated and their replacements are not stored yet, an exception would lose both, so handlers have
+to wait.
+
+Input: a `with` block. Output: the block runs to its end; then the handlers of the signals that
+arrived meanwhile run.
 """
 
 from __future__ import annotations
@@ -18,10 +22,10 @@ _NUMBERS = tuple(sorted(map(int, signal.valid_signals())))
 
 
 class SignalsDeferred:
-    """A context in which no handler runs; those of the signals that came run at its end.
+    """A context in which no signal handler runs; the handlers run at its end.
 
-    What a handler raises is raised there. Only the main thread runs handlers, so in another thread
-    this does nothing. Handlers that are not Python's are left alone.
+    What a handler raises is raised at the end of the context. Only the main thread runs handlers,
+    so in other threads this does nothing. Only handlers written in Python are deferred.
 
     Example:
       >>> done = []
@@ -35,6 +39,7 @@ class SignalsDeferred:
     """
 
     def __init__(self) -> None:
+        # The frame with the `with` block: a signal is deferred only while it is on the call stack.
         self._frame = sys._getframe(1)
         self._handlers: dict[int, Any] = {}
         self._came: list[tuple[int, FrameType | None]] = []
@@ -53,20 +58,24 @@ class SignalsDeferred:
             raise
 
     def _defer(self, number: int, frame: FrameType | None) -> None:
+        """Remember a signal, in place of the handler that would run now."""
         running = frame
         while running not in (self._frame, None):
             running = running.f_back
         if running is not None:
             self._came.append((number, frame))
-        else:  # something that is no signal has cut the context off before its end
+        else:
+            # An exception ended the context before `__exit__` could run: the block is over.
             self._restore()
             self._handlers[number](number, frame)
 
     def _restore(self) -> None:
+        """Install the original handlers again."""
         try:
             for number, handler in self._handlers.items():
                 _signal.signal(number, handler)
-        except BaseException:  # of a handler that was back already
+        except BaseException:
+            # A handler that is installed again may run, and raise, before the loop is done.
             self._restore()
             raise
 
@@ -77,6 +86,7 @@ class SignalsDeferred:
             self._run_handlers()
 
     def _run_handlers(self) -> None:
+        """Run the handlers of the deferred signals; run the rest even if one of them raises."""
         try:
             while self._came:
                 number, frame = self._came.pop(0)

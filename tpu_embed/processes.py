@@ -1,9 +1,12 @@
-"""What the processes of one run tell each other, beside the devices: shapes, and what went wrong.
+"""Messages between the processes of one run: agree on values, and raise errors together.
 
-Enters: a text of this process, or None where it has nothing new to say. Leaves: what all of them
-said in the same round. Called by `place.py` for every batch, and by `io/` where files are written
-and read. The texts go through the key-value store of `jax.distributed`, so that nothing waits for
-the devices.
+When one process raises an error and the others do not, the others wait for it forever. So at each
+point where that could happen, all processes exchange a short message: "all is well", a value, or
+the error. The messages go through the key-value store of `jax.distributed`, not through the
+devices, so the exchange does not wait for running programs.
+
+Input: a text of this process, or None if it has nothing to say. Output: the texts of all processes
+of the same round.
 """
 
 from __future__ import annotations
@@ -28,16 +31,17 @@ FILES_SECONDS = 3600
 """How long a process waits for the others to write or read their files."""
 
 SLICE_MS = 1000
-"""How long a wait is, in milliseconds, that nothing can interrupt."""
+"""How long one wait for the store takes, in milliseconds; nothing can interrupt it."""
 
 _WITH_NEWS = 2**15
-"""What a process that has news adds to the count, an int32, of those that have come."""
+"""A process that has news adds this to the count of arrivals (an int32), besides 1 for itself."""
 
 _T = TypeVar("_T")
 _ERRORS = {
     error.__name__: error
     for error in (ValueError, TypeError, OSError, FileNotFoundError, FileExistsError)
 }
+# By name of the exchange: how many rounds were begun; which names have a round that did not end.
 _rounds: collections.Counter[str] = collections.Counter()
 _unfinished: set[str] = set()
 
@@ -47,16 +51,19 @@ class _AloneError(Exception):
 
 
 def raise_on_all(what: str, path: Path, function: Callable[[], _T]) -> _T:
-    """Return `function()`, or raise in every process if it raises in one; all must call this.
+    """Return `function()`; if it raises in one process, raise in every process.
+
+    All processes must call this.
 
     Args:
       what: what is done, for messages.
-      path: the same in every process; calls of one name at one path must have one order.
-      function: waits for no other process.
+      path: the same in every process. Calls with the same `what` and `path` must come in the same
+        order in every process.
+      function: must not wait for another process.
 
     Raises:
-      Exception: what the function raised; where another process's did, the same class of error, if
-        it is a usual one, else RuntimeError.
+      Exception: what the function raised. If it raised in another process: an error of the same
+        class if that is one of the common classes, otherwise RuntimeError.
       RuntimeError: a process did not come within `FILES_SECONDS`, or ended.
     """
     if jax.process_count() == 1:
@@ -72,11 +79,11 @@ def raise_on_all(what: str, path: Path, function: Callable[[], _T]) -> _T:
 
 
 def gather_from_all(what: str, value: Any) -> list[Any]:
-    """Return what every process says, in their order; all must call this, in one thread.
+    """Return the values of all processes, by process index; all must call this, in one thread.
 
     Args:
       what: what is done, for messages.
-      value: this process's, a JSON value.
+      value: this process's value; JSON must be able to hold it.
 
     Raises:
       RuntimeError: as for `raise_on_all`.
@@ -92,7 +99,7 @@ def check_same(what: str, value: str) -> None:
 
     Args:
       what: what is done, for messages.
-      value: this process's.
+      value: this process's value.
 
     Raises:
       ValueError: another process has another value; raised by every process.
@@ -106,12 +113,18 @@ def check_same(what: str, value: str) -> None:
 
 
 def refusal_of(error: Exception) -> str:
-    """Return the news that this process raises an error."""
+    """Return the message which says that this process raises an error."""
     return json.dumps({"error": f"{error}", "kind": type(error).__name__})
 
 
 def raise_refusals(what: str, did: str, said: dict[int, Any]) -> None:
-    """Raise the first error that another process has told of."""
+    """Raise the first error that a process has reported, if there is one.
+
+    Args:
+      what: what was being done, for the message.
+      did: what the process did, for the message: "failed", for example.
+      said: the messages, by process.
+    """
     for process, one in sorted(said.items()):
         if "error" in one:
             text = f"{what}: process {process} {did}: {one['error']}"
@@ -119,11 +132,17 @@ def raise_refusals(what: str, did: str, said: dict[int, Any]) -> None:
 
 
 def exchange(what: str, name: str, news: str | None, seconds: int) -> dict[int, Any]:
-    """Wait for all processes; return the news of those that have some, by process.
+    """Wait for all processes, and return the news of those that have some, by process.
+
+    Args:
+      what: what is done, for messages.
+      name: the name of the exchange, the same in all processes.
+      news: JSON, or None if this process has nothing to say.
+      seconds: how long to wait for the other processes.
 
     Raises:
-      RuntimeError: another process has left or did not come in time, or this one's last exchange of
-        this name was cut off.
+      RuntimeError: another process has left or did not come in time, or this process's last
+        exchange of this name was interrupted.
     """
     listener, number = departures.listen(), _rounds[name]
     if name in _unfinished:
@@ -135,7 +154,8 @@ def exchange(what: str, name: str, news: str | None, seconds: int) -> dict[int, 
     _rounds[name] += 1
     try:
         said = _meet(listener, f"{name}/{number}", news, seconds)
-        if number and not jax.process_index():  # all have read the round before this one
+        # Everyone has arrived at this round, so everyone has read the previous one.
+        if number and not jax.process_index():
             listener.client.key_value_delete(f"{name}/{number - 1}/")
     except (jax.errors.JaxRuntimeError, _AloneError) as error:
         expected = f"call {number} of all {jax.process_count()} processes within {seconds} s"
@@ -151,16 +171,19 @@ def exchange(what: str, name: str, news: str | None, seconds: int) -> dict[int, 
 def _meet(
     listener: departures.Listener, round_: str, news: str | None, seconds: int
 ) -> dict[str, str]:
-    """Wait until all processes have come to this round; return their news by process.
+    """Wait until all processes have arrived at this round; return their news by process.
 
-    The last one to come sees from the count that it is, gathers the news, and lets all go on. They
-    wait in slices, between which Python can be interrupted, and which find that one has left.
+    The last process to arrive sees from the count that it is the last. It gathers the news and
+    publishes them, which lets the others go on. The others wait in short slices; between two
+    slices Python can be interrupted, and they check whether a process has left.
     """
     client, arrival = listener.client, 1
     _check_nobody_left(listener, ask=False)
     if news is not None:
         client.key_value_set(f"{round_}/news/{jax.process_index()}", news)
         arrival += _WITH_NEWS
+    # The low bits of the count are arrivals, the high bits those with news. With 3 processes, one
+    # of which has news, the last to arrive reads 2**15 + 3.
     count = client.key_value_increment(f"{round_}/count", arrival)
     if count % _WITH_NEWS == jax.process_count():
         told = client.key_value_dir_get(f"{round_}/news/") if count >= _WITH_NEWS else []
@@ -178,7 +201,7 @@ def _meet(
 
 
 def _check_nobody_left(listener: departures.Listener, *, ask: bool) -> None:
-    """Raise `_AloneError` if another process is known to have left; `ask` the store for it."""
+    """Raise `_AloneError` if another process has left; `ask`: ask the store as well."""
     left = listener.left(ask=ask)
     if left is not None:
         raise _AloneError(left)

@@ -1,4 +1,4 @@
-"""Ids of all features as one array of static shape, and its way to the devices."""
+"""Pack the ids of all features into one array of static shape, and send it to the devices."""
 
 from tpu_embed.core.batch import capacity
 from tpu_embed.core.batch.batch import Batch

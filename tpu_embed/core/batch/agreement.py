@@ -1,9 +1,11 @@
-"""What the processes of one run tell each other, beside the devices: shapes, and what went wrong.
+"""Agree between processes on the static shape of each batch.
 
-Enters: a text of this process, or None where it has nothing new to say. Leaves: what all of them
-said in the same round. Called by `place.py` for every batch, and by `io/` where files are written
-and read. The texts go through the key-value store of `jax.distributed`, so that nothing waits for
-the devices.
+With several processes, each one sees only its own part of a batch, but all must run the same
+program. So before a batch is sent, the processes exchange the specs that their parts need, and all
+use the union. If one process refuses its part, for example because of a bad id, all of them raise.
+
+Input: the spec that this process's part needs, or the error it raises. Output: the spec that all
+processes use.
 """
 
 from __future__ import annotations
@@ -23,39 +25,43 @@ from tpu_embed.processes import WAIT_SECONDS, exchange, raise_refusals, refusal_
 
 
 class Agreement:
-    """One spec for every batch on all processes, and one process's refusal on all of them.
+    """Gives all processes the same spec for a batch, or an error on all of them.
 
-    A round in which every process finds that its part fits what was agreed last costs one wait for
-    all of them and one question to the store; only a process whose part does not fit says more.
+    Usually every part fits the spec that was agreed last. Then no process has news to send, and
+    the round costs one wait for all processes and one request to the key-value store.
 
     Args:
-      layout: the engine's; engines that are alike on all processes talk to each other.
+      layout: the engine's layout. Engines with the same tables and features on all processes form
+        one conversation.
     """
 
     def __init__(self, layout: Layout) -> None:
         tables = [(t.name, t.vocabulary_size) for stack in layout.stacks for t in stack.tables]
         known = repr((tables, [feature.path for feature in layout.features]))
+        # The name must be the same on all processes, so it is made of what they declare alike.
         self._name = f"tpu_embed/{zlib.crc32(known.encode()):08x}"
         self._last: BatchSpec | None = None
         departures.listen()
 
     def agree(self, wanted: BatchSpec, *, exact: bool) -> BatchSpec:
-        """Return the union of what all processes want; the same on each.
+        """Return the union of the specs that all processes want; the same on each process.
 
         Args:
-          wanted: what this process's part fits, of the global batch.
-          exact: refuse what is not wanted by all.
+          wanted: the spec of the global batch that this process's part fits.
+          exact: whether all processes must want the same spec.
 
         Raises:
-          ValueError, TypeError, RuntimeError: another process refused its part, or wants what does
-            not go with this; raised by every process.
+          ValueError, TypeError, RuntimeError: another process refused its part, or the wanted
+            specs have no union; raised by every process.
           RuntimeError: a process did not come within `WAIT_SECONDS`, or ended.
         """
+        # Silence means "what was agreed last is enough for me".
         new = exact or wanted != self._last
         news = json.dumps({"spec": _encode(wanted), "exact": exact}) if new else None
         said = exchange("place", self._name, news, WAIT_SECONDS)
         raise_refusals("place", "refused its part of the batch", said)
         specs = {process: _decode(one["spec"]) for process, one in said.items()}
+        # Key -1 holds the last agreed spec, for the processes that sent nothing.
         if self._last is not None and len(specs) < jax.process_count():
             specs[-1] = self._last
         agreed = _union(specs, exact=any(one["exact"] for one in said.values()))
@@ -63,15 +69,19 @@ class Agreement:
         return agreed
 
     def refuse(self, error: Exception) -> None:
-        """Tell the other processes that this one raises an error instead of placing its part."""
+        """Tell the other processes that this one raises an error and does not place its part."""
         exchange("place", self._name, refusal_of(error), WAIT_SECONDS)
 
 
 def _union(specs: dict[int, BatchSpec], *, exact: bool) -> BatchSpec:
-    """Return the union of specs by process; -1 stands for the others.
+    """Return the union of the specs of all processes.
+
+    Args:
+      specs: by process; key -1 holds the last agreed spec, for processes that sent nothing.
+      exact: whether the specs must be equal.
 
     Raises:
-      ValueError: they are of batches that do not go together, or differ where they must not.
+      ValueError: the specs have no union, or differ although they must be equal.
     """
     first = next(iter(specs.values()))
     try:
@@ -90,15 +100,17 @@ def _union(specs: dict[int, BatchSpec], *, exact: bool) -> BatchSpec:
 
 
 def _encode(spec: BatchSpec) -> Any:
-    forms = [[f.batch, f.inner, f.combines, f.width, f.weighted] for f in spec.feature_shapes]
+    """Return a spec as nested lists, which JSON can hold."""
+    shapes = [[f.batch, f.inner, f.combines, f.width, f.weighted] for f in spec.feature_shapes]
     stacks = [[g.features, g.ids, g.row_capacity, g.partials] for g in spec.stacks]
-    return [spec.replicas, forms, stacks]
+    return [spec.replicas, shapes, stacks]
 
 
 def _decode(encoded: Any) -> BatchSpec:
-    replicas, forms, stacks = encoded
+    """Return the spec that `_encode` was given; JSON has made lists of its tuples."""
+    replicas, shapes, stacks = encoded
     return BatchSpec(
         replicas,
-        tuple(FeatureShape(batch, tuple(inner), *rest) for batch, inner, *rest in forms),
+        tuple(FeatureShape(batch, tuple(inner), *rest) for batch, inner, *rest in shapes),
         tuple(StackSpec(tuple(features), *rest) for features, *rest in stacks),
     )

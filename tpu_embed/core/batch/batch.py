@@ -1,12 +1,11 @@
-"""The ids of all features packed into one array a batch, with NumPy on the host.
+"""A placed batch: one packed array of ids on the devices, and its static shape.
 
-Enters: `HostIds` a feature, validated. Leaves: one int32 array `[replicas, L]`, which `place.py`
-makes a `Batch`, sent in one transfer. Called by `place.py`; `Batch.locate` is the inverse, inside a
-compiled program.
+The ids of all features travel in a single array, because one large transfer is faster than many
+small ones. The static shape (`BatchSpec`) says how to take the array apart again; it is part of
+the pytree's structure, so a program that has seen it once is not compiled again.
 
-A device's line holds, stack after stack: the physical rows of its ids in batch order, then, where
-the features are not all dense, the bag of each id, then, where any feature has weights, the
-weights.
+Input: the packed array, sharded over the batch axes. Output: inside a compiled program, the ids of
+every stack (`Batch.locate`).
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from tpu_embed.core.layout import Layout
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """A batch of ids on the devices: a pytree of one array, with its static shape.
+    """A batch of ids on the devices: a pytree with one array and a static shape.
 
     Attributes:
       packed: int32 `[replicas, L]`, sharded over the batch axes.
-      spec: the static shape; programs are compiled once a spec.
-      row_numbers: the layout's checksum of what its rows mean.
+      spec: the static shape; programs are compiled once per spec.
+      row_numbers: the layout's checksum of what the row ids mean (`Layout.row_numbers`).
     """
 
     packed: Array
@@ -41,15 +40,16 @@ class Batch:
 
     @property
     def checked(self) -> bool:
-        """Whether the ids are known to fit the capacities: the host has counted them."""
+        """Whether the ids are known to fit the capacities; True, as the host has counted them."""
         return True
 
     def check(self, layout: Layout) -> None:
-        """Check that an engine of this layout made the batch.
+        """Check that the batch was made by an engine with this layout.
 
         Raises:
-          ValueError: another engine did, or the array was reshaped.
+          ValueError: it was made by another engine, or its array was reshaped or donated.
         """
+        # A spec may only be used with `parts` once its stacks are known to be those of the layout.
         owned = [layout.features_of(g) for g in range(len(layout.stacks))]
         same = [stack.features for stack in self.spec.stacks] == owned
         same = same and self.spec.replicas == layout.axes.replicas
@@ -68,11 +68,12 @@ class Batch:
 
     def locate(self, layout: Layout) -> Located:
         """Return the ids of every stack, inside `shard_map`; the inverse of `pack`."""
+        # Inside shard_map, `packed` is this device's line [1, L].
         none_bad = jnp.zeros(len(layout.features), jnp.int32)
         return Located(unpack(self.packed[0], self.spec, layout), none_bad)
 
     def report(self, bad_ids: Array, layout: Layout) -> None:
-        """Report nothing: the host has judged the ids.
+        """Report nothing, because the host has validated the ids.
 
-        A check that can never fail would keep JAX from its fast way of calling the program.
+        A check that can never fail would only keep JAX from its fast path for calling programs.
         """

@@ -1,7 +1,11 @@
-"""Exact exchange capacities of a batch: nothing is ever dropped, and shapes stay static.
+"""Count how much a batch exchanges between devices, so that buffers are large enough.
 
-Enters: the packed rows of one batch. Leaves: how many distinct rows, and how many partial sums, the
-fullest (device, shard) pair exchanges. Called by `place.py`.
+Buffers have static sizes, and a row that does not fit would be lost. The host knows all ids of its
+part of the batch, so it counts exactly: for each pair of a device and a shard, the distinct rows
+that the device asks the shard for and the partial sums of gradients that it sends back. The
+capacity is the largest count of all pairs.
+
+Input: the packed rows of one batch. Output: its spec, with these capacities.
 """
 
 from __future__ import annotations
@@ -22,16 +26,17 @@ def with_capacities(
     layout: Layout,
     replicas: np.ndarray,
 ) -> BatchSpec:
-    """Return the exact spec of a batch: its own forms and ids, and the exchange capacities counted.
+    """Return the spec that fits a batch exactly: its own spec, with exchange capacities counted.
 
     Args:
       packed: the batch, int32 `[replicas, L]`.
-      natural: its own forms and numbers of ids.
-      packed_as: the spec it was packed in.
-      layout: the engine's.
-      replicas: the number of every line's replica in the global batch.
+      natural: the batch's own spec, without exchange capacities.
+      packed_as: the spec with which it was packed.
+      layout: the engine's layout.
+      replicas: int `[replicas]`, the index in the global batch of the replica of each line.
     """
     counted = []
+    # With one shard and one replica nothing is exchanged, and both capacities are 0.
     for g, (stack, one) in enumerate(zip(layout.stacks, natural.stacks, strict=True)):
         rows = partials = 0
         if stack.num_shards > 1 or layout.axes.replicas > 1:
@@ -43,25 +48,43 @@ def with_capacities(
 def _count(
     packed: np.ndarray, spec: BatchSpec, layout: Layout, g: int, replicas: np.ndarray
 ) -> tuple[int, int]:
-    """Return the largest number of distinct rows, and of partial sums, over (device, shard)."""
+    """Return the largest number of distinct rows, and of partial sums, over (device, shard).
+
+    A partial sum is the summed gradient of one row over one block of the batch. So the number of
+    partial sums is the number of distinct (row, block) pairs.
+    """
     rows, examples = packed_rows(packed, spec, layout, g)
     stack, batch = layout.stacks[g], spec.local_batch * layout.axes.replicas
+    # Without accumulation nothing is summed: the gradient of every id is sent by itself.
     if stack.optimizer is not None and not stack.optimizer.use_gradient_accumulation:
         distinct = _runs_per_shard(np.sort(rows, axis=1), stack)
         return distinct, _ids_per_shard(rows, stack)
+    # If a device's examples are in one block, each distinct row has one partial sum.
     if layout.blocks_per_device(batch) == 1:
         distinct = _runs_per_shard(np.sort(rows, axis=1), stack)
         return distinct, distinct
+    # Number of an example in the global batch -> its block; see `Layout.blocks`. The examples of
+    # padding may lie beyond the last block, so the number of blocks is counted.
     numbers = replicas[:, None].astype(np.int64) * spec.local_batch + examples
     block = numbers * layout.blocks(batch) // batch
-    blocks = int(block.max()) + 1  # padding lies after the last
+    blocks = int(block.max()) + 1
+    # One key for (row, block), which sorts by row, then block: row 3, block 1 of 4 is 13. Divided
+    # by `blocks` it is the row again. Padding (row -1) has negative keys.
     both = np.sort(rows.astype(np.int64) * blocks + block, axis=1)
     partials = _runs_per_shard(both, stack, blocks)
     return _runs_per_shard(both // blocks, stack), partials
 
 
 def _runs_per_shard(ordered: np.ndarray, stack: Stack, scale: int = 1) -> int:
-    """Return the most runs that fall to one shard, of sorted `[replicas, N]` rows times `scale`."""
+    """Return the largest number of distinct values of one line that belong to one shard.
+
+    Args:
+      ordered: `[replicas, N]`, each line sorted: physical rows, or row · scale + block.
+      stack: the stack.
+      scale: the factor of the rows.
+    """
+    # With R = 10, S = 2: the line -1 4 7 7 13 has the distinct values -1 4 7 13. The bounds
+    # 0 10 20 stand at 1 3 4 among them, so 2 and 1 values belong to the shards; -1 to none.
     bounds = np.arange(stack.num_shards + 1, dtype=np.int64) * (stack.num_rows * scale)
     most = 0
     for line in ordered:
@@ -72,7 +95,7 @@ def _runs_per_shard(ordered: np.ndarray, stack: Stack, scale: int = 1) -> int:
 
 
 def _ids_per_shard(rows: np.ndarray, stack: Stack) -> int:
-    """Return the most ids, duplicates counted, of one device that fall to one shard."""
+    """Return the largest number of ids of one line that belong to one shard, with duplicates."""
     most = 0
     for line in rows:
         shard = line[line >= 0] // stack.num_rows

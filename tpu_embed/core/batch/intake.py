@@ -1,7 +1,11 @@
-"""Whatever a user gives as a batch becomes ids that a program can read.
+"""Take whatever a user gives as a batch, and turn it into ids that a compiled program can read.
 
-Input: features and weights in the user's nesting: host arrays, ids traced inside a jit, or a batch
-that was placed before. Output: host ids, checked; or a `Batch` or `TracedIds`.
+There are three cases. Arrays on the host are validated, packed and sent to the devices. Ids traced
+inside a user's jit have no values yet; only their shapes are checked here. A `Batch` that was
+placed before is used as it is.
+
+Input: features and weights in the user's nesting, or a `Batch`. Output: validated host ids; or a
+`Batch` or `TracedIds`, which a program can read.
 """
 
 from __future__ import annotations
@@ -19,11 +23,11 @@ __all__ = ["Intake"]
 
 
 class Intake:
-    """Takes the batches of one engine.
+    """The entrance for the batches of one engine.
 
     Args:
       declared: the feature configuration.
-      layout: the engine's.
+      layout: the engine's layout.
     """
 
     def __init__(self, declared: Structure, layout: Layout) -> None:
@@ -31,11 +35,12 @@ class Intake:
         self._placer = Placer(layout)
 
     def place(self, features: PyTree, weights: PyTree | None, spec: BatchSpec | None) -> Batch:
-        """Check a batch on the host and send it; see `EmbeddingEngine.place`."""
+        """Validate a batch on the host and send it; see `EmbeddingEngine.place`."""
+        # The placer calls the function itself, so that it can tell other processes of an error.
         return self._placer.place(lambda: self.host_ids(features, weights), spec)
 
     def host_ids(self, features: PyTree, weights: PyTree | None) -> list[HostIds]:
-        """Return this process's checked ids of every feature, without sending them."""
+        """Return the validated ids of every feature, of this process's part of the batch."""
         given, scales = self._declared.match_weighted(features, weights)
         here = zip(self._layout.features, self._placer.configs, given, scales, strict=True)
         return [
@@ -49,13 +54,13 @@ class Intake:
         """Return ids that a program can read.
 
         Args:
-          batch: a `Batch`, or features: traced arrays, or ids of the host, which are placed now.
-          weights: beside features only.
-          spec: beside features only.
+          batch: a `Batch`; or features, which are either traced arrays or host ids to be placed.
+          weights: only with features.
+          spec: only with features.
 
         Raises:
-          ValueError: weights or a spec beside a `Batch`; what `place` refuses.
-          TypeError: what `place` refuses.
+          ValueError: weights or a spec are given with a `Batch`, or `place` refuses the batch.
+          TypeError: `place` refuses the batch.
         """
         refuse_manual_axes()
         if isinstance(batch, Batch):
@@ -66,6 +71,7 @@ class Intake:
             batch.check(self._layout)
             return batch
         given, scales = self._declared.match_weighted(batch, weights)
+        # One traced leaf is enough: then the values of the batch are not known here.
         if not any(isinstance(leaf, Tracer) for leaf in (*given, *scales)):
             return self.place(batch, weights, spec)
         return make_traced(given, scales, spec, self._layout)

@@ -1,12 +1,16 @@
-"""The ids of all features packed into one array a batch, with NumPy on the host.
+"""Pack the ids of all features into one int32 array, and unpack it on the devices.
 
-Enters: `HostIds` a feature, validated. Leaves: one int32 array `[replicas, L]`, which `place.py`
-makes a `Batch`, sent in one transfer. Called by `place.py`; `Batch.locate` is the inverse, inside a
-compiled program.
+The array has one line per device. A line holds, for one stack after another,
 
-A device's line holds, stack after stack: the physical rows of its ids in batch order, then, where
-the features are not all dense, the bag of each id, then, where any feature has weights, the
-weights.
+    the physical rows of the device's ids, in batch order        [N]
+    the bag of each id, unless all features are dense            [N]
+    the weight of each id, if any feature of the stack has them  [N]
+
+In a dense stack every example has the same number of id columns, so the bag of an id follows from
+its position. Numbers of 64 bits take two places.
+
+Input: one validated `HostIds` per feature. Output: an int32 array `[replicas, L]`, sent to the
+devices in one transfer; there, `unpack` returns the ids of every stack.
 """
 
 from __future__ import annotations
@@ -29,7 +33,11 @@ INT32 = np.dtype(np.int32)
 
 
 class Part(NamedTuple):
-    """Where one stack's ids stand in a packed line: offsets in int32 numbers, -1 for none."""
+    """Where the row ids, bags and weights of one stack begin in a packed line.
+
+    Offsets count int32 numbers. -1 means that the line has no bags, or no weights, of the stack;
+    `end` is where the next stack begins.
+    """
 
     row_ids: int
     bags: int
@@ -38,10 +46,11 @@ class Part(NamedTuple):
 
 
 def parts(spec: BatchSpec, layout: Layout) -> tuple[Part, ...]:
-    """Return where every stack's ids stand in a packed line."""
+    """Return where every stack's numbers are in a packed line."""
     found, end = [], 0
     for g, stack in enumerate(layout.stacks):
         n = spec.ids(g)
+        # 100 flat ids with weights, int32 and float32: rows at 0, bags at 100, weights at 200.
         rows, end = end, end + n * (stack.index_dtype.itemsize // 4)
         bags = weights = -1
         if not spec.is_dense(g):
@@ -53,21 +62,19 @@ def parts(spec: BatchSpec, layout: Layout) -> tuple[Part, ...]:
 
 
 def natural_spec(hosts: Sequence[HostIds], layout: Layout, replicas: int) -> BatchSpec:
-    """Return the spec of the features' own forms and exact numbers of ids.
-
-    The exchange capacities are not counted yet.
+    """Return the spec that fits these ids exactly, before its exchange capacities are counted.
 
     Args:
       hosts: the ids of every feature.
-      layout: the engine's.
-      replicas: parts that the ids are split into; of many processes, those of this one.
+      layout: the engine's layout.
+      replicas: how many parts the ids are split into: the replicas of this process.
 
     Raises:
       ValueError: the features' batch sizes differ, or do not divide over the replicas.
     """
-    forms = tuple(host.shape for host in hosts)
+    shapes = tuple(host.shape for host in hosts)
     bare = [StackSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.stacks))]
-    spec = BatchSpec(replicas, forms, tuple(bare))
+    spec = BatchSpec(replicas, shapes, tuple(bare))
     spec.check_batch([feature.path for feature in layout.features])
     sized = tuple(
         dataclasses.replace(one, ids=_ids_per_device(hosts, spec, g)) for g, one in enumerate(bare)
@@ -76,12 +83,15 @@ def natural_spec(hosts: Sequence[HostIds], layout: Layout, replicas: int) -> Bat
 
 
 def _ids_per_device(hosts: Sequence[HostIds], spec: BatchSpec, stack: int) -> int:
+    """Return the number of ids of a stack on the device that has the most."""
     if spec.is_dense(stack):
         return spec.ids(stack)
     per_device = np.zeros(spec.replicas, np.int64)
     for f in spec.stacks[stack].features:
         host = hosts[f]
         bags = spec.local_batch * host.shape.bags
+        # A dense feature of a flat stack is packed without its padding. In a flat feature, device
+        # d holds the bags from d * bags to (d + 1) * bags; they are sorted, so bisect.
         if host.bags is None:
             per_device += np.count_nonzero(host.ids.reshape(spec.replicas, -1) >= 0, axis=1)
         else:
@@ -95,13 +105,14 @@ def pack(hosts: Sequence[HostIds], spec: BatchSpec, layout: Layout) -> np.ndarra
 
     Args:
       hosts: the ids of every feature; they fit the spec.
-      spec: forms and numbers of ids.
-      layout: the engine's.
+      spec: the static shape to pack them in; its exchange capacities are not used.
+      layout: the engine's layout.
     """
     places = parts(spec, layout)
     packed = np.empty((spec.replicas, places[-1].end), np.int32)
     for g, (stack, place) in enumerate(zip(layout.stacks, places, strict=True)):
         n = spec.ids(g)
+        # Views [replicas, N] into the packed array: what is written to them needs no copy.
         rows = _view(packed, place.row_ids, n, stack.index_dtype)
         weights = None
         if spec.is_weighted(g):
@@ -117,7 +128,10 @@ def pack(hosts: Sequence[HostIds], spec: BatchSpec, layout: Layout) -> np.ndarra
 def packed_rows(
     packed: np.ndarray, spec: BatchSpec, layout: Layout, stack: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the physical rows of a packed stack `[replicas, N]`, and their examples likewise."""
+    """Return the physical rows of a packed stack, and the local example of each; `[replicas, N]`.
+
+    In a flat stack the example of padding is one past the last.
+    """
     place, n = parts(spec, layout)[stack], spec.ids(stack)
     rows = _view(packed, place.row_ids, n, layout.stacks[stack].index_dtype)
     if not spec.is_dense(stack):
@@ -128,7 +142,7 @@ def packed_rows(
 
 
 def _view(packed: np.ndarray, start: int, n: int, dtype: np.dtype) -> np.ndarray:
-    """Return n numbers of `dtype` a line of the packed array, as a view."""
+    """Return n numbers of `dtype` per line of the packed array as a view, `[replicas, n]`."""
     return packed[:, start : start + n * (dtype.itemsize // 4)].view(dtype)
 
 
@@ -140,6 +154,10 @@ def _pack_dense(
     rows: np.ndarray,
     weights: np.ndarray | None,
 ) -> None:
+    """Write the ids of a dense stack: per example, the id columns of one feature after another.
+
+    With features of 2 and 3 columns, a line is a0 a0 b0 b0 b0 | a1 a1 b1 b1 b1 | … by example.
+    """
     columns = spec.columns(g)
     if not sum(columns):
         rows.fill(PADDING_ID)
@@ -148,8 +166,9 @@ def _pack_dense(
     for f, count in zip(spec.stacks[g].features, columns, strict=True):
         if not count:
             continue
-        form, host = spec.feature_shapes[f], hosts[f]
-        place = (spec.replicas, spec.local_batch, form.bags, form.width or 0)
+        shape, host = spec.feature_shapes[f], hosts[f]
+        place = (spec.replicas, spec.local_batch, shape.bags, shape.width or 0)
+        # The spec may be wider than this batch: the last positions of each bag become padding.
         ids = host.ids.reshape(*place[:3], -1)
         given = np.s_[..., : ids.shape[-1]]
         here = _columns(rows, spec, g, start, count).reshape(place)
@@ -171,7 +190,7 @@ def _columns(line: np.ndarray, spec: BatchSpec, g: int, start: int, count: int) 
 
 
 def _physical(ids: np.ndarray, layout: Layout, f: int) -> np.ndarray:
-    """Return the physical rows of ids of feature f; meaningless ones of padding."""
+    """Return the physical rows of feature f's ids; for padding the result is meaningless."""
     feature = layout.features[f]
     stack: Stack = layout.stacks[feature.stack]
     return stack.physical(ids.astype(stack.index_dtype, copy=False), feature.table)
@@ -186,9 +205,15 @@ def _pack_flat(
     bags: np.ndarray,
     weights: np.ndarray | None,
 ) -> None:
-    """Merge the features' ids into batch order: by example, then feature, then position."""
+    """Write the ids of a flat stack in batch order: by example, then feature, then position.
+
+    For example, one device with 2 examples: feature a has the ids 5 | 6 7, feature b has 8 | 9. The
+    line is 5 8 6 7 9. The ids of feature a move from the positions 0 | 1 2 to 0 | 2 3, so its
+    shifts are 0 and 1; those of feature b move from 0 | 1 to 1 | 4, so its shifts are 1 and 3.
+    """
     offsets, per_example = bag_offsets(spec, g)
     features = spec.stacks[g].features
+    # What no id overwrites is padding: absent rows, in a bag after the last one.
     rows.fill(PADDING_ID)
     bags.fill(spec.local_batch * per_example)
     if weights is not None:
@@ -197,26 +222,42 @@ def _pack_flat(
     examples = [
         bag // spec.feature_shapes[f].bags for f, (_, bag, _) in zip(features, flat, strict=True)
     ]
-    batch = spec.feature_shapes[features[0]].batch
-    counts = np.stack([np.bincount(example, minlength=batch) for example in examples], axis=1)
-    by_device = counts.reshape(spec.replicas, -1)
-    starts = (np.cumsum(by_device, axis=1) - by_device).reshape(counts.shape)
+    shifts = _shifts(examples, spec.replicas, spec.feature_shapes[features[0]].batch)
     for column, (f, (ids, bag, weight)) in enumerate(zip(features, flat, strict=True)):
         example = examples[column]
-        shift = starts[:, column] - (np.cumsum(counts[:, column]) - counts[:, column])
         device = example // spec.local_batch
-        position = np.arange(ids.size) + shift[example]
+        position = np.arange(ids.size) + shifts[example, column]
         rows[device, position] = _physical(ids, layout, f)
+        # Global bag -> bag on the device: the example's first bag, the feature's offset within an
+        # example, and the bag's number within the feature.
         local = (example - device * spec.local_batch) * per_example + offsets[column]
         bags[device, position] = local + (bag - example * spec.feature_shapes[f].bags)
         if weights is not None:
             weights[device, position] = 1.0 if weight is None else weight
 
 
+def _shifts(examples: Sequence[np.ndarray], replicas: int, batch: int) -> np.ndarray:
+    """Return how far the ids of each example and feature move in a line, int64 `[B, features]`.
+
+    Args:
+      examples: the global example of each id `[N]`, non-decreasing, of every feature.
+      replicas: the number of lines.
+      batch: B, the examples of all lines.
+    """
+    # How many ids each example has of each feature, and how many ids precede these on their line;
+    # both [B, features].
+    counts = np.stack([np.bincount(example, minlength=batch) for example in examples], axis=1)
+    by_device = counts.reshape(replicas, -1)
+    starts = (np.cumsum(by_device, axis=1) - by_device).reshape(counts.shape)
+    # Among the feature's own ids, those of an example begin after the ids of earlier examples.
+    return starts - (np.cumsum(counts, axis=0) - counts)
+
+
 def _flatten(host: HostIds) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Return ids, global bags and weights of one feature, in batch order without padding."""
     if host.bags is not None:
         return host.ids, host.bags, host.weights
+    # Dense ids [B, bags, width]: the flat index of an id, divided by the width, is its bag.
     index = np.flatnonzero(host.ids >= 0)
     weights = None if host.weights is None else host.weights.reshape(-1)[index]
     return host.ids.reshape(-1)[index], index // max(1, host.ids.shape[-1]), weights
@@ -227,8 +268,8 @@ def unpack(line: Array, spec: BatchSpec, layout: Layout) -> tuple[LocalIds, ...]
 
     Args:
       line: int32 `[L]`.
-      spec: the batch's.
-      layout: the engine's.
+      spec: the batch's spec.
+      layout: the engine's layout.
     """
     unpacked = []
     for g, (stack, place) in enumerate(zip(layout.stacks, parts(spec, layout), strict=True)):
@@ -243,7 +284,8 @@ def unpack(line: Array, spec: BatchSpec, layout: Layout) -> tuple[LocalIds, ...]
 
 
 def _numbers(line: Array, start: int, n: int, dtype: np.dtype) -> Array:
-    """Return n numbers of `dtype` from a packed line."""
+    """Return n numbers of `dtype` from a packed line, `[n]`."""
+    # A 64-bit number is made of two int32 numbers: [2n] -> [n, 2], then bitcast to [n].
     words = dtype.itemsize // 4
     piece = line[start : start + n * words]
     if words > 1:

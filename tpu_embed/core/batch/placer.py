@@ -1,7 +1,10 @@
-"""From judged ids to a `Batch` on the devices, in as few shapes as a stream of batches needs.
+"""Pack validated ids and send them to the devices, in as few different shapes as possible.
 
-Enters: `HostIds` of all features, of this process's part of the batch. Leaves: a `Batch`. Called by
-`EmbeddingEngine.place`.
+Every new shape means a new compilation. So the placer remembers the union of all specs that it has
+seen: a batch that fits the union is packed in it, and only a batch that does not fit makes the
+union grow. After a few batches the union rarely changes.
+
+Input: `HostIds` of all features, of this process's part of the batch. Output: a `Batch`.
 """
 
 from __future__ import annotations
@@ -26,7 +29,14 @@ from tpu_embed.core.layout import Layout
 
 
 class _Fitted(NamedTuple):
-    """A part of a batch: its ids, packed as a spec of the global batch says; what it wants."""
+    """This process's part of a batch, packed, with the spec that it needs.
+
+    Attributes:
+      hosts: the ids of every feature.
+      packed: int32 `[local replicas, L]`, packed in the spec `packed_as`.
+      packed_as: a spec of the global batch.
+      wanted: the spec of the global batch that this part needs.
+    """
 
     hosts: Sequence[HostIds]
     packed: np.ndarray
@@ -35,25 +45,26 @@ class _Fitted(NamedTuple):
 
 
 class Placer:
-    """Pack batches and send them; remember the union of their specs, so that programs are few.
+    """Packs batches and sends them, and remembers the union of their specs.
 
-    Batches of another size, or whose activations have other shapes, have a union of their own. Many
+    Batches of another size, or with other activation shapes, have a union of their own. Several
     processes place their parts together, and agree on the union.
 
     Args:
-      layout: the engine's.
+      layout: the engine's layout.
     """
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._replicas = layout.axes.local_parts(layout.axes.batch_axes)
+        # `_kind_of` a spec -> the union of all specs of that kind so far.
         self._unions: dict[Any, BatchSpec] = {}
         self._lock = threading.Lock()
         self._agreement = Agreement(layout) if jax.process_count() > 1 else None
 
     @functools.cached_property
     def configs(self) -> list[FeatureConfig]:
-        """The features' configs, for the part of the batch that this process gives."""
+        """The features' configs, changed to describe only this process's part of the batch."""
         axes = self._layout.axes
         here = len(self._replicas)
         return [part_of_feature(f.config, here, axes.replicas) for f in self._layout.features]
@@ -62,11 +73,12 @@ class Placer:
         """Return the batch in the given spec, or in the running union of all specs.
 
         Args:
-          judge: returns the ids of every feature; what it raises, every process raises.
-          given: the spec; None: the union, grown if it must.
+          judge: validates and returns the ids of every feature. If it raises, every process
+            raises.
+          given: the spec to use. None: the running union, which grows if the batch does not fit.
 
         Raises:
-          ValueError: the batch does not fit the given spec; the message has the one that does.
+          ValueError: the batch does not fit the given spec; the message says which spec it fits.
         """
         if self._agreement is None:
             fitted = self._fit(judge(), given)
@@ -80,16 +92,18 @@ class Placer:
         return self._send(fitted, given or self._grown(agreed))
 
     def _fit(self, hosts: Sequence[HostIds], given: BatchSpec | None) -> _Fitted:
-        """Pack this process's part in a spec that it fits.
+        """Pack this process's part in a spec that it fits, and count its exchange capacities.
 
         Raises:
-          ValueError: it has none, or does not fit the given spec.
+          ValueError: this process has no device of the mesh, or its part does not fit `given`.
         """
         if not self._replicas.size:
             expected, remedy = "a mesh with devices of this process", "make it of jax.devices()"
             raise ValueError(message("place", expected=expected, got="none", remedy=remedy))
         natural = natural_spec(hosts, self._layout, len(self._replicas))
         least = natural.over(self._layout.axes.replicas)
+        # Pack first, in a spec with room for the ids, then count capacities from the packed rows.
+        # The packed array does not depend on the capacities, so it need not be packed again.
         room = self._roomy(least) if given is None else BatchSpec.union(given, least)
         packed = self._pack(hosts, room)
         counted = capacity.with_capacities(
@@ -106,22 +120,28 @@ class Placer:
         return _Fitted(hosts, packed, given, given)
 
     def _local(self, spec: BatchSpec) -> BatchSpec:
+        """Return the spec of this process's part of a batch."""
         return spec.over(len(self._replicas))
 
     def _pack(self, hosts: Sequence[HostIds], spec: BatchSpec) -> np.ndarray:
+        """Pack this process's part in a spec of the global batch."""
         return pack(hosts, self._local(spec), self._layout)
 
     def _roomy(self, needed: BatchSpec) -> BatchSpec:
-        """Return the running union if it has room for what is needed; else one that has."""
+        """Return the running union if `needed` fits it, otherwise a larger spec that it fits.
+
+        The remembered union does not change here.
+        """
         known = self._unions.get(_kind_of(needed))
         if known is None:
             return needed.bucketed()
+        # A batch that fits leaves the union as it is. If it does not, it gets some room to spare.
         if BatchSpec.union(known, needed) != known:
             return BatchSpec.union(known, needed.bucketed())
         return known
 
     def _grown(self, spec: BatchSpec) -> BatchSpec:
-        """Return the running union, first grown by a spec."""
+        """Add a spec to the running union, and return the union."""
         kind = _kind_of(spec)
         with self._lock:
             known = self._unions.setdefault(kind, spec)
@@ -130,7 +150,7 @@ class Placer:
             return self._unions[kind]
 
     def _send(self, fitted: _Fitted, spec: BatchSpec) -> Batch:
-        """Send what is packed, packed anew if another process, or thread, needs more room."""
+        """Send the packed array; pack it again if another process or thread needed more room."""
         packed = fitted.packed
         if _line_of(spec) != _line_of(fitted.packed_as):
             packed = self._pack(fitted.hosts, spec)
@@ -142,9 +162,10 @@ class Placer:
 
 
 def _kind_of(spec: BatchSpec) -> Any:
-    return tuple((form.batch, form.inner, form.combines) for form in spec.feature_shapes)
+    """Return what specs must have in common to have a union."""
+    return tuple((shape.batch, shape.inner, shape.combines) for shape in spec.feature_shapes)
 
 
 def _line_of(spec: BatchSpec) -> tuple[Any, ...]:
-    """Return what the packed array depends on: forms and numbers of ids, no exchange capacities."""
+    """Return what the packed array depends on: everything but the exchange capacities."""
     return spec.feature_shapes, [stack.ids for stack in spec.stacks]

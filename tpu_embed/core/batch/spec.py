@@ -1,8 +1,10 @@
-"""The static shape of a batch: forms of the features, capacities of the stacks.
+"""The static shape of a batch: the shapes of its features, and the capacities of its stacks.
 
-A `BatchSpec` is frozen and hashable: it is the part of a batch that a compiled program depends on.
-Made by `batch.py` and `capacity.py` from the ids, or by a user with `BatchSpec.union`; read by
-`lookup.py` and `update.py`.
+A compiled program needs to know every array size beforehand. A `BatchSpec` holds all sizes of a
+batch; it is frozen and hashable, and batches with equal specs run the same program.
+
+Input: counts of the ids in a batch; or several specs, for a spec that fits all of their batches.
+Output: a `BatchSpec`, and the array sizes that follow from it.
 """
 
 from __future__ import annotations
@@ -18,13 +20,15 @@ from tpu_embed.core.layout import Layout, roomy
 
 @dataclasses.dataclass(frozen=True)
 class StackSpec:
-    """Capacities of one stack on one device.
+    """The capacities of one stack on one device.
 
     Attributes:
-      features: numbers of its features.
-      ids: N, ids a device has room for when they are packed flat.
-      row_capacity: C, distinct rows a device may ask one shard for; 0 where nothing is exchanged.
-      partials: partial sums a device may send one shard; 0 where nothing is exchanged.
+      features: the indices of the features that look up the stack.
+      ids: N, the number of ids that a device has room for if they are packed flat.
+      row_capacity: C, the number of distinct rows that a device may ask one shard for; 0 if
+        nothing is exchanged.
+      partials: the number of partial sums that a device may send to one shard; 0 if nothing is
+        exchanged.
     """
 
     features: tuple[int, ...]
@@ -38,7 +42,7 @@ class BatchSpec:
     """What a compiled program knows of a batch.
 
     Attributes:
-      replicas: parts the batch is split into.
+      replicas: the number of parts into which the batch is split.
       feature_shapes: the shape of every feature, in flattening order.
       stacks: the capacities of every stack.
 
@@ -55,17 +59,21 @@ class BatchSpec:
 
     @staticmethod
     def union(*specs: BatchSpec) -> BatchSpec:
-        """Return the least spec that every batch of the given specs fits.
+        """Return the smallest spec that every batch of the given specs fits.
 
         Raises:
-          ValueError: none given, or specs of different engines, batch sizes or activation shapes.
+          ValueError: no spec is given, or the specs are of different engines, batch sizes or
+            activation shapes.
         """
         if not specs:
             raise ValueError(message("BatchSpec.union", expected="at least one spec", got="none"))
         return functools.reduce(_union, specs)
 
     def bucketed(self) -> BatchSpec:
-        """Return capacities with room for chance, rounded up: like batches share one program."""
+        """Return a spec with larger capacities, so that similar batches share one program.
+
+        The capacities are padded for random variation and rounded up to buckets.
+        """
         stacks = tuple(
             StackSpec(g.features, roomy(g.ids), roomy(g.row_capacity), roomy(g.partials))
             for g in self.stacks
@@ -73,28 +81,29 @@ class BatchSpec:
         return dataclasses.replace(self, stacks=stacks)
 
     def over(self, replicas: int) -> BatchSpec:
-        """Return the spec of as large parts of a batch, in another number of them."""
+        """Return the same per-device shape for another number of replicas."""
         if replicas == self.replicas:
             return self
-        sizes = [form.batch // self.replicas * replicas for form in self.feature_shapes]
-        forms = zip(self.feature_shapes, sizes, strict=True)
-        resized = tuple(dataclasses.replace(form, batch=size) for form, size in forms)
+        # 64 examples on 8 replicas are 8 per device, so 16 on 2 replicas.
+        sizes = [shape.batch // self.replicas * replicas for shape in self.feature_shapes]
+        pairs = zip(self.feature_shapes, sizes, strict=True)
+        resized = tuple(dataclasses.replace(shape, batch=size) for shape, size in pairs)
         return dataclasses.replace(self, replicas=replicas, feature_shapes=resized)
 
     def check_batch(self, paths: Sequence[str]) -> None:
-        """Check that all features have one batch size, and that it divides over the replicas.
+        """Check that all features have the same batch size, a multiple of the replicas.
 
         Args:
           paths: the features' paths, in flattening order.
 
         Raises:
-          ValueError: they differ, or it does not divide.
+          ValueError: the batch sizes differ, or are not a positive multiple of the replicas.
         """
         size = self.feature_shapes[0].batch
-        for path, form in zip(paths, self.feature_shapes, strict=True):
-            if form.batch != size:
+        for path, shape in zip(paths, self.feature_shapes, strict=True):
+            if shape.batch != size:
                 what, first = f"feature {path!r}", f"batch size {size}, as feature {paths[0]!r} has"
-                raise ValueError(message(what, expected=first, got=f"{form.batch}"))
+                raise ValueError(message(what, expected=first, got=f"{shape.batch}"))
         if size % self.replicas or not size:
             raise ValueError(
                 message(
@@ -107,12 +116,12 @@ class BatchSpec:
 
     @property
     def batch(self) -> int:
-        """B, examples of the global batch."""
+        """B, the number of examples of the global batch."""
         return self.feature_shapes[0].batch
 
     @property
     def local_batch(self) -> int:
-        """Examples a device holds; 0 without features."""
+        """The number of examples on each device; 0 without features."""
         return self.feature_shapes[0].batch // self.replicas if self.feature_shapes else 0
 
     def is_dense(self, stack: int) -> bool:
@@ -130,20 +139,26 @@ class BatchSpec:
 
     @functools.cached_property
     def _columns(self) -> tuple[tuple[int, ...], ...]:
-        widths = [form.bags * (form.width or 0) for form in self.feature_shapes]
+        # A feature with 3 bags of at most 4 ids per example has 12 columns; a flat one has 0.
+        widths = [shape.bags * (shape.width or 0) for shape in self.feature_shapes]
         return tuple(tuple(widths[f] for f in stack.features) for stack in self.stacks)
 
     def ids(self, stack: int) -> int:
-        """Return N, the length of the packed ids of a stack on one device; at least 1."""
+        """Return N, the length of the packed ids of a stack on one device.
+
+        It is at least 1, so that no array of a compiled program is empty.
+        """
         if self.is_dense(stack):
             return max(1, self.local_batch * sum(self.columns(stack)))
         return max(1, self.stacks[stack].ids)
 
 
 def worst_case(spec: BatchSpec, layout: Layout) -> BatchSpec:
-    """Return the spec whose exchange capacities suffice for any ids."""
+    """Return the spec with exchange capacities that suffice for any ids."""
     stacks = []
     for g, stack in enumerate(layout.stacks):
+        # All N ids of a device may belong to one shard. There are no more distinct rows than the
+        # shard has, and no more partial sums than rows times blocks.
         n = spec.ids(g)
         blocks = layout.blocks_per_device(spec.feature_shapes[0].batch)
         accumulates = stack.optimizer is None or stack.optimizer.use_gradient_accumulation
@@ -156,6 +171,7 @@ def worst_case(spec: BatchSpec, layout: Layout) -> BatchSpec:
 
 
 def _union(a: BatchSpec, b: BatchSpec) -> BatchSpec:
+    """Return the smallest spec that the batches of both specs fit: the maximum of every size."""
     if a == b:
         return a
     same_engine = a.replicas == b.replicas and [g.features for g in a.stacks] == [
@@ -184,6 +200,7 @@ def _union(a: BatchSpec, b: BatchSpec) -> BatchSpec:
 
 
 def _union_shape(i: int, a: FeatureShape, b: FeatureShape) -> FeatureShape:
+    """Return the smallest shape of feature i that fits both shapes."""
     if a == b:
         return a
     if (a.batch, a.inner, a.combines) != (b.batch, b.inner, b.combines):
@@ -192,9 +209,11 @@ def _union_shape(i: int, a: FeatureShape, b: FeatureShape) -> FeatureShape:
                 f"BatchSpec: feature {i}",
                 expected=f"batch {a.batch}, activation shape {a.inner}, combined {a.combines}",
                 got=f"batch {b.batch}, activation shape {b.inner}, combined {b.combines}",
-                remedy="use a spec a kind of batch",
+                remedy="use one spec per kind of batch",
             )
         )
+    # A dense batch can be packed flat, but not the other way round. Of two dense ones, the
+    # narrower gets padding.
     flat = a.width is None or b.width is None
     width = None if flat else max(a.width or 0, b.width or 0)
     return dataclasses.replace(a, width=width, weighted=a.weighted or b.weighted)

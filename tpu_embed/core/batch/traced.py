@@ -1,9 +1,12 @@
-"""Ids given inside a user's jit: dense arrays, whose values nobody knows before the program runs.
+"""Ids given inside a user's jit: dense arrays whose values are known only when the program runs.
 
-Enters: traced arrays of ids. Leaves: the ids of every stack, located as those of a placed batch,
-with the ids that no policy allows counted per feature. Called by the engine. A stack's ids are
-judged and located together, so that programs grow with stacks. Exchange capacities are the worst
-case unless the user gives a `BatchSpec`.
+The host cannot validate such ids or count them. So the program itself resolves bad ids and computes
+the physical rows. The exchange capacities are the worst case, unless the user gives a `BatchSpec`.
+All features of a stack are treated in one array, so that the size of the program grows with the
+number of stacks, not of features.
+
+Input: traced arrays of ids. Output: the located ids of every stack, like those of a placed batch,
+and the number of bad ids per feature.
 """
 
 from __future__ import annotations
@@ -30,13 +33,13 @@ from tpu_embed.kernels import dispatch
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TracedIds:
-    """Dense ids of every feature, inside a jit.
+    """The dense ids of every feature, inside a jit.
 
     Attributes:
-      ids: integers `[B, …]` a feature, in flattening order.
-      weights: floats or integers of the same shapes, or None.
-      spec: forms and capacities.
-      checked: the capacities suffice for any ids.
+      ids: one integer array `[B, …]` per feature, in flattening order.
+      weights: one array of floats or integers per feature, of the ids' shape; or None.
+      spec: the static shape of the batch.
+      checked: whether the capacities suffice for any ids.
     """
 
     ids: tuple[Array, ...]
@@ -48,6 +51,8 @@ class TracedIds:
         """Return the ids of every stack, inside `shard_map`; see `Batch.locate`."""
         located, bad = [], jnp.zeros(len(layout.features), jnp.int32)
         for g, stack in enumerate(layout.stacks):
+            # The ids of all features side by side, [examples, columns]; bad ids are counted per
+            # column, then added up per feature.
             given = [_signed(self.ids[f], stack.index_dtype) for f in layout.features_of(g)]
             tables = _ColumnTables.of(layout, g, self.spec.columns(g))
             valid, counts = _resolve(self._joined(given, g, PADDING_ID), tables)
@@ -62,7 +67,7 @@ class TracedIds:
         return Located(tuple(located), bad)
 
     def report(self, bad_ids: Array, layout: Layout) -> None:
-        """Report bad ids, int32 `[F]` by feature, where that can be done: under `checkify`."""
+        """Report the numbers of bad ids, int32 `[F]`; this has an effect only under `checkify`."""
         for f, feature in enumerate(layout.features):
             size = feature.table.vocabulary_size
             what = f"feature {feature.path!r}: {{count}} id(s) outside [0, {size})"
@@ -70,7 +75,10 @@ class TracedIds:
             checkify.debug_check(bad_ids[f] == 0, f"{what} {where}", count=bad_ids[f])
 
     def _joined(self, values: Sequence[Array], g: int, fill: int) -> Array:
-        """Return a stack's `[examples, columns]`, from an array a feature, in the widest dtype."""
+        """Return a stack's array `[examples, columns]`, from one array per feature.
+
+        Its dtype is the widest of the arrays' dtypes.
+        """
         dtype = np.result_type(*(array.dtype for array in values))
         columns = [
             self._columns(array.astype(dtype), f, fill)
@@ -79,22 +87,25 @@ class TracedIds:
         return jnp.concatenate(columns, axis=1)
 
     def _columns(self, values: Array, f: int, fill: int) -> Array:
-        """Return a feature's `[examples, columns]`, a sequence cut or padded to L bags."""
-        form = self.spec.feature_shapes[f]
-        if not form.combines and values.ndim > 1:
-            kept = values[:, : form.bags]
-            missing = ((0, 0), (0, form.bags - kept.shape[1]))
+        """Return a feature's array `[examples, columns]`; a sequence is cut or padded to L bags."""
+        shape = self.spec.feature_shapes[f]
+        # Ids of rank 2 that are not combined are a sequence: [examples, H] -> [examples, L].
+        if not shape.combines and values.ndim > 1:
+            kept = values[:, : shape.bags]
+            missing = ((0, 0), (0, shape.bags - kept.shape[1]))
             values = jnp.pad(kept, missing, constant_values=fill)
-        return values.reshape(self.spec.local_batch, form.bags * (form.width or 0))
+        return values.reshape(self.spec.local_batch, shape.bags * (shape.width or 0))
 
     def _scale(self, f: int, ids: Array, layout: Layout, dtype: np.dtype) -> Array:
-        """Return the weights of a feature's ids, in their shape."""
+        """Return the weights of a feature's ids, in the shape of the ids."""
         given, config = self.weights[f], layout.features[f].config
         if given is None:
             return jnp.ones(ids.shape, dtype)
         weights = given.astype(dtype)
         if not self.spec.feature_shapes[f].combines or config.table.combiner == "sum":
             return weights
+        # The weights of padding and of dropped ids must not decide how a bag is rescaled. With
+        # "clip", a bad id becomes a valid one, so only padding is left out.
         kept = ids != PADDING_ID
         if config.on_bad_id != "clip":
             kept = (ids >= 0) & (ids < config.table.vocabulary_size)
@@ -102,17 +113,18 @@ class TracedIds:
 
 
 class _ColumnTables(NamedTuple):
-    """The tables that the columns of a stack's ids are rows of: a number a column.
+    """What is needed of the table of each column of a stack's ids: one number per column.
 
-    One number for all columns where they have the same, so that XLA knows it.
+    If all columns have the same number, it is stored once, as an array `[]`: XLA can optimize
+    arithmetic with one constant better than with an array of them.
 
     Attributes:
-      feature: the column's feature; always one a column.
-      last: the last row.
-      clips: whether a bad id is clipped.
-      counts: whether it is counted.
-      offset: the table's, in its stack.
-      rows_per_shard: likewise.
+      feature: the index of the column's feature; `[columns]`, even if all are equal.
+      last: the last logical row of the column's table.
+      clips: whether bad ids are clipped.
+      counts: whether bad ids are counted, that is, are errors.
+      offset: the offset of the column's table in its stack.
+      rows_per_shard: the rows per shard of the column's table.
     """
 
     feature: np.ndarray
@@ -124,11 +136,18 @@ class _ColumnTables(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout, g: int, columns: tuple[int, ...]) -> _ColumnTables:
-        """Return those of stack g, whose features have so many columns."""
+        """Return the numbers of stack g.
+
+        Args:
+          layout: the engine's layout.
+          g: the index of the stack.
+          columns: the number of columns of each feature of the stack.
+        """
         numbers, dtype = layout.features_of(g), layout.stacks[g].index_dtype
         features = [layout.features[f] for f in numbers]
 
         def by_column(values: Sequence[int], dtype: Any = dtype) -> np.ndarray:
+            # One value per feature -> one per column: values 5 9, columns 2 3 -> 5 5 9 9 9.
             if len(set(values)) == 1:
                 return np.asarray(values[0], dtype)
             return np.repeat(np.asarray(values, dtype), columns)
@@ -146,32 +165,34 @@ class _ColumnTables(NamedTuple):
 def make_traced(
     ids: Sequence[Any], weights: Sequence[Any], spec: BatchSpec | None, layout: Layout
 ) -> TracedIds:
-    """Check the shapes of traced ids, and choose their capacities.
+    """Check the shapes of traced ids, and choose their exchange capacities.
 
     Args:
-      ids: a leaf a feature; dense integer arrays.
-      weights: a leaf a feature, or None.
-      spec: the user's capacities, or None: the worst case.
-      layout: the engine's.
+      ids: one dense integer array per feature.
+      weights: one array or None per feature.
+      spec: the user's spec, whose capacities are used. None: capacities for the worst case.
+      layout: the engine's layout.
 
     Raises:
-      ValueError: a leaf that is no array, shapes that do not fit, weights that are no real numbers,
-        a spec of another batch.
-      TypeError: ids that are no integers.
+      ValueError: a leaf is not an array, shapes do not fit, weights are not real numbers, or the
+        spec is of another batch.
+      TypeError: ids are not integers.
     """
     paths = [f"feature {feature.path!r}" for feature in layout.features]
     arrays = tuple(_ids(*leaf) for leaf in zip(paths, ids, strict=True))
     scales = tuple(_weights(*leaf) for leaf in zip(paths, weights, strict=True))
-    forms = [
+    shapes = [
         _form(feature.path, feature.config, array, scale)
         for feature, array, scale in zip(layout.features, arrays, scales, strict=True)
     ]
     stacks = tuple(StackSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.stacks)))
-    own = BatchSpec(layout.axes.replicas, tuple(forms), stacks)
+    own = BatchSpec(layout.axes.replicas, tuple(shapes), stacks)
     own.check_batch([feature.path for feature in layout.features])
     enough = worst_case(own, layout)
     if spec is None:
         return TracedIds(arrays, scales, enough, checked=True)
+    # Take the user's capacities, but never more than the worst case. `union` checks that the spec
+    # is of a batch like this one.
     stacks = tuple(
         dataclasses.replace(
             one,
@@ -184,9 +205,10 @@ def make_traced(
 
 
 def _form(path: str, config: Any, ids: Array, weights: Array | None) -> FeatureShape:
+    """Return the static shape of a feature, after comparing the weights' shape with the ids'."""
     if weights is not None and ids.ndim == 1:
         what = f"weights of feature {path!r}"
-        raise ValueError(message(what, expected="None for one id an example", got="an array"))
+        raise ValueError(message(what, expected="None for one id per example", got="an array"))
     if weights is not None and weights.shape != ids.shape:
         raise ValueError(
             message(
@@ -227,9 +249,10 @@ def _array(what: str, value: Any) -> Array:
 
 
 def _signed(ids: Array, dtype: np.dtype) -> Array:
-    """Return ids in a signed dtype that holds -1 and every row: `dtype`, or a wider one of theirs.
+    """Return ids in a signed dtype that can hold -1 and every row.
 
-    An unsigned id beyond `dtype` becomes its largest number, which is no row.
+    The dtype is `dtype`, or the ids' own if that is signed and no narrower. An unsigned id that is
+    too large for `dtype` becomes the largest number of `dtype`, which is not a row.
     """
     if ids.dtype.itemsize < dtype.itemsize:
         return ids.astype(dtype)
@@ -239,7 +262,12 @@ def _signed(ids: Array, dtype: np.dtype) -> Array:
 
 
 def _resolve(ids: Array, tables: _ColumnTables) -> tuple[Array, Array]:
-    """Return ids `[examples, columns]`, bad ones clipped or made padding; counts `[columns]`."""
+    """Resolve bad ids: clip them, or turn them into padding.
+
+    Returns:
+      The ids `[examples, columns]`; and int32 `[columns]`, the number of bad ids that are errors.
+    """
+    # An error cannot be raised inside a program: such an id becomes padding, and is counted.
     last = tables.last.astype(ids.dtype)
     bad = (ids < PADDING_ID) | (ids > last)
     instead = jnp.where(tables.clips, jnp.clip(ids, 0, last), PADDING_ID)
@@ -254,5 +282,5 @@ def _physical(ids: Array, tables: _ColumnTables, stack: Stack) -> Array:
 
 
 def _in_batch_order(columns: Array, padding: int) -> Array:
-    """Return `[N]` from a stack's `[examples, columns]`; N is at least 1."""
+    """Return `[N]` from a stack's array `[examples, columns]`; one `padding` if it is empty."""
     return columns.reshape(-1) if columns.size else jnp.full((1,), padding, columns.dtype)

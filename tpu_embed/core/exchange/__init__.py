@@ -1,4 +1,4 @@
-"""Rows between devices: collectives, duplicates found by sorting, and routes to the owners."""
+"""Exchange rows between devices: collectives, removal of duplicates, routes to the owner shards."""
 
 from tpu_embed.core.exchange import collectives, dedup, route
 from tpu_embed.core.exchange.collectives import axis_index, psum

@@ -1,7 +1,10 @@
-"""The mesh, what its axes do (split the batch, split a table's rows), and the collectives.
+"""Collectives over any number of mesh axes, including none.
 
-Enters: a mesh and names of axes; inside `shard_map`, arrays local to one device. Leaves: the axes'
-roles; the arrays, exchanged. Called by all that knows of several devices, `route.py` above all.
+A collective exchanges or combines the arrays of several devices, inside `shard_map`. JAX's
+collectives need at least one axis. These also accept none: then there is only one device in the
+exchange, and nothing has to be sent.
+
+Input: arrays local to one device, and names of mesh axes. Output: the exchanged arrays.
 """
 
 from __future__ import annotations
@@ -16,24 +19,26 @@ from tpu_embed._types import Array
 
 
 def axis_index(names: Sequence[str]) -> Array:
-    """Return this device's row-major index over the named axes, int32 `[]`."""
+    """Return this device's row-major index over the named axes, int32 `[]`; 0 without axes."""
     return jnp.int32(jax.lax.axis_index(tuple(names))) if names else jnp.int32(0)
 
 
 def all_to_all(x: Array, names: Sequence[str]) -> Array:
-    """Send `x[d]` to device d of the named axes; return what came, `[S, …]` by source.
+    """Send `x[d]` to device d of the named axes; return what was received, `[S, …]` by source.
 
     Args:
-      x: `[S, …]`, a part a destination.
-      names: the axes; () when there is one device.
+      x: `[S, …]`, one part per destination.
+      names: the axes; () if there is one device.
     """
     if not names:
         return x
+    # On 2 devices: device 0 has [a0, a1], device 1 has [b0, b1]; afterwards device 0 has [a0, b0]
+    # and device 1 has [a1, b1].
     return jax.lax.all_to_all(x, tuple(names), split_axis=0, concat_axis=0, tiled=True)
 
 
 def all_gather(x: Array, names: Sequence[str]) -> Array:
-    """Return `[n, …]`: `x` of every device of the named axes, row-major."""
+    """Return `[n, …]`: the `x` of all n devices of the named axes, in row-major order."""
     if not names:
         return x[None]
     return jax.lax.all_gather(x, tuple(names), axis=0, tiled=False)
@@ -46,4 +51,5 @@ def psum(x: Array, names: Sequence[str]) -> Array:
 
 def any_device(flag: Array, mesh: Mesh) -> Array:
     """Tell whether `flag` (bool `[]`) is set on any device of the mesh."""
+    # There is no collective "or": the maximum of 0 and 1 does the same.
     return jax.lax.pmax(flag.astype(jnp.int32), mesh.axis_names) > 0

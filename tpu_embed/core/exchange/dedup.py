@@ -1,8 +1,15 @@
-"""Duplicate rows become one: runs of equal rows in sorted order.
+"""Find duplicate row ids by sorting: equal ids become neighbours, a "run".
 
-Enters: rows `[N]`, absent ones numbered `absent`, the largest number. Leaves: the runs. Called by
-`route.py` for the ids of one device, and again for the partial sums that reach an owner; by
-`occurrences.py` to number the occurrences of a row.
+A row that occurs many times in a batch should cross the network once. With the row ids 7 3 7 9,
+where 9 stands for "absent":
+
+    order        1 0 2 3     positions in sorted order
+    row_ids      3 7 7 9     the sorted row ids
+    run          0 1 1 2     the run of each sorted entry
+    run_row_ids  3 7 9 9     the row id of each run, then `absent`
+
+Input: row ids `[N]`; an absent row has the id `absent`, which is larger than every other. Output:
+`Runs`.
 """
 
 from __future__ import annotations
@@ -16,14 +23,14 @@ from tpu_embed.kernels import dispatch
 
 
 class Runs(NamedTuple):
-    """Runs of equal rows.
+    """Runs of equal row ids.
 
     Attributes:
-      order: int32 `[N]`, the position of every entry in row order; equal rows in their order of
-        appearance.
-      row_ids: `[N]`, the rows in that order.
-      run: int32 `[N]`, the run of every entry, from 0.
-      run_row_ids: `[N]`, the row of every run, `absent` after the last one.
+      order: int32 `[N]`, the positions of the entries, sorted by row id; equal ids stay in their
+        order of appearance.
+      row_ids: `[N]`, the row ids in that order.
+      run: int32 `[N]`, the number of the run of each sorted entry, from 0.
+      run_row_ids: `[N]`, the row id of each run; `absent` after the last run.
     """
 
     order: Array
@@ -33,23 +40,27 @@ class Runs(NamedTuple):
 
 
 def find_runs(rows: Array, absent: int, parts: Array | None = None) -> Runs:
-    """Sort rows and number their runs.
+    """Sort row ids and number their runs.
 
     Args:
-      rows: integer `[N]` in [0, absent].
-      absent: the number of absent rows; they come last.
-      parts: integer `[N]`, or None: entries of one row but of different parts are different runs.
+      rows: row ids, integer `[N]` in [0, absent].
+      absent: the id of absent rows; they come last.
+      parts: integer `[N]`, or None. Entries with the same row id but different parts belong to
+        different runs. Entries of the same part must be neighbours among those of a row.
     """
+    # The sort is stable, so parts that are in order in the batch are in order within each row.
     ordered, order = dispatch.sort_rows(rows)
     return _number_runs(ordered, order, absent, None if parts is None else parts[order])
 
 
 def runs_of_sorted(rows: Array, absent: int) -> Runs:
-    """Number the runs of rows that are in ascending order already."""
+    """Number the runs of row ids that are in ascending order already."""
     return _number_runs(rows, jnp.arange(rows.shape[0], dtype=jnp.int32), absent, None)
 
 
 def _number_runs(ordered: Array, order: Array, absent: int, parts: Array | None) -> Runs:
+    # ordered 3 7 7 9: first 1 1 0 1, run 0 1 1 2, run_rows 3 7 9 9. Entries of one run write the
+    # same row id to the same place.
     first = _changes(ordered) if parts is None else _changes(ordered) | _changes(parts)
     run = jnp.cumsum(first.astype(jnp.int32)) - 1
     run_rows = jnp.full_like(ordered, absent).at[run].set(ordered, indices_are_sorted=True)
@@ -57,4 +68,5 @@ def _number_runs(ordered: Array, order: Array, absent: int, parts: Array | None)
 
 
 def _changes(x: Array) -> Array:
+    """Tell, bool `[N]`, where an entry differs from the one before it; True for the first."""
     return jnp.concatenate([jnp.ones((1,), bool), x[1:] != x[:-1]])

@@ -1,4 +1,4 @@
-"""What users give as ids, checked on the host: containers, structure, weights, bad ids."""
+"""Read what users give as ids and check it on the host: containers, structure, weights, bad ids."""
 
 from tpu_embed.core.ids import bad_ids, structure, weights
 from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype

@@ -1,8 +1,10 @@
-"""Apply a feature's `on_bad_id` to its ids: raise, leave out or clip; then cast.
+"""Treat bad ids as the feature's `on_bad_id` says: raise an error, leave them out, or clip them.
 
-Called by `ids`, which knows what the forms mean. An id is bad when it is outside [0, V); in a dense
-array -1 is padding. The common case, no bad id, costs one pass for the smallest and one for the
-largest id.
+An id is bad if it is outside [0, V); in a dense array, -1 is not bad but padding. The common case,
+in which no id is bad, is kept cheap: one pass over the ids, or three if there is padding.
+
+Input: dense or flat ids of any integer dtype. Output: ids in [0, V), or -1 in dense arrays, as
+int32 or int64.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _INT32_MAX = int(np.iinfo(np.int32).max)
 
 @dataclasses.dataclass(frozen=True)
 class FeatureRules:
-    """Carry what every step here asks about the feature, and what its messages name."""
+    """A feature's config, with its path and its table's name for messages."""
 
     path: str
     config: FeatureConfig
@@ -33,20 +35,20 @@ class FeatureRules:
 
     @property
     def length(self) -> int:
-        """L of a sequence, 0 otherwise."""
+        """L of a sequence; 0 for any other feature."""
         return self.config.max_sequence_length
 
     @property
     def vocabulary_size(self) -> int:
-        """V of the table."""
+        """V of the feature's table."""
         return self.config.table.vocabulary_size
 
     def error(self, *, expected: str, got: Any, remedy: str = "") -> ValueError:
-        """Return an error about this feature."""
+        """Return an error whose message names this feature."""
         return ValueError(_checks.message(self.path, expected=expected, got=got, remedy=remedy))
 
     def check_output_shape(self, shape: tuple[int, ...]) -> None:
-        """Raise `ValueError` unless ids that give `shape` are what the feature declares."""
+        """Raise `ValueError` unless the feature declares this output shape, or declares none."""
         wanted = self.config.output_shape
         if wanted is not None and wanted != shape:
             got = f"ids that give {shape}"
@@ -74,9 +76,9 @@ def resolve_dense(
     """Return dense ids with every bad one resolved.
 
     Args:
-      feature: whose.
-      ids: integers of any shape, -1 = padding.
-      where: says in words where the entry of a flat index stands.
+      feature: the feature.
+      ids: integers of any shape; -1 is padding.
+      where: returns in words where the entry with a given flat index is.
 
     Returns:
       The ids, int32 or int64, and whether -1 is among them.
@@ -85,6 +87,7 @@ def resolve_dense(
       ValueError: a bad id under `on_bad_id="error"`.
     """
     size = feature.vocabulary_size
+    # From cheap to expensive: no padding and nothing bad; padding only; bad ids.
     if _all_below(ids, size):
         return _cast(feature, ids), False
     lowest, highest = _extent(ids)
@@ -94,6 +97,7 @@ def resolve_dense(
     bad = ((ids < 0) | (ids >= size)) & ~padding
     if feature.config.on_bad_id == "error":
         _raise_bad_id(feature, ids, bad, where)
+    # Clip before the cast: an id of 2**40 would wrap around in int32.
     absent = padding | bad if feature.config.on_bad_id == "drop" else padding
     valid = _cast(feature, _clip(ids, size))
     return np.where(absent, valid.dtype.type(PADDING_ID), valid), bool(absent.any())
@@ -102,15 +106,15 @@ def resolve_dense(
 def resolve_flat(
     feature: FeatureRules, ids: np.ndarray, where: Callable[[int], str]
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return flat ids with every bad one resolved, all of them still in place.
+    """Return flat ids with every bad one resolved; no id is removed yet.
 
     Args:
-      feature: whose.
+      feature: the feature.
       ids: [N] integers.
-      where: says in words where entry i stands.
+      where: returns in words where entry i is.
 
     Returns:
-      The ids, int32 or int64, and a bool [N] of those to keep; None: all.
+      The ids, int32 or int64, and a bool [N] that says which to keep; None to keep all.
 
     Raises:
       ValueError: a bad id under `on_bad_id="error"`.
@@ -118,6 +122,7 @@ def resolve_flat(
     size = feature.vocabulary_size
     if _all_below(ids, size):
         return _cast(feature, ids), None
+    # Unlike in a dense array, -1 is a bad id here: flat ids have no padding.
     bad = (ids < 0) | (ids >= size)
     if feature.config.on_bad_id == "error":
         _raise_bad_id(feature, ids, bad, where)
@@ -126,22 +131,26 @@ def resolve_flat(
 
 
 def _all_below(ids: np.ndarray, size: int) -> bool:
-    """Tell whether all ids are in [0, size), in one pass: as unsigned, negative ones are large."""
-    unsigned = ids.view(ids.dtype.str.replace("i", "u"))  # of the same byte order
+    """Tell whether all ids are in [0, size), in one pass over them."""
+    # Viewed as unsigned, negative ids are large: int32 -1 is 2**32 - 1. "<i4" becomes "<u4", so
+    # the byte order stays. The limit excludes negative ids even if `size` exceeds the dtype.
+    unsigned = ids.view(ids.dtype.str.replace("i", "u"))
     limit = min(size, int(np.iinfo(ids.dtype).max) + 1)
     return bool(np.maximum.reduce(unsigned, axis=None, initial=0) < limit)
 
 
 def _extent(ids: np.ndarray) -> tuple[int, int]:
+    """Return the smallest and the largest id; (0, 0) if there are none."""
     return (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
 
 
 def _clip(ids: np.ndarray, size: int) -> np.ndarray:
+    """Return ids clipped to [0, size), or to the part of it that their dtype can hold."""
     return np.clip(ids, 0, min(size - 1, int(np.iinfo(ids.dtype).max)))
 
 
 def _cast(feature: FeatureRules, ids: np.ndarray) -> np.ndarray:
-    """Return valid ids as int32, or int64 where the vocabulary asks for it."""
+    """Return valid ids as int32, or as int64 if the vocabulary needs it."""
     if feature.vocabulary_size <= _INT32_MAX:
         return ids.astype(np.int32, copy=False)
     if not jax.config.read("jax_enable_x64"):
@@ -156,6 +165,7 @@ def _cast(feature: FeatureRules, ids: np.ndarray) -> np.ndarray:
 def _raise_bad_id(
     feature: FeatureRules, ids: np.ndarray, bad: np.ndarray, where: Callable[[int], str]
 ) -> NoReturn:
+    """Raise an error that names the first bad id and counts the others."""
     at = int(np.argmax(bad.reshape(-1)))
     count = int(np.count_nonzero(bad))
     more = f" (and {count - 1} more)" if count > 1 else ""

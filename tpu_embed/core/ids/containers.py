@@ -1,8 +1,11 @@
-"""Containers for the ids of a feature whose bags differ in length: COO and ragged rows.
+"""Two ways to write down bags of different lengths: coordinates (COO) and ragged rows.
 
-They only hold host arrays; `ids.host_ids` judges them, where the feature's path and table are
-known. Arrays pass from Python lists, scipy, JAX and Arrow through the constructors, which import
-their library when called.
+The bags [7, 3], [] and [5] are, as coordinates, the ids 7, 3, 5 at (0, 0), (0, 1), (2, 0); as
+ragged rows, the ids 7, 3, 5 with the row splits 0, 2, 2, 3. The containers only hold the arrays.
+`host_ids.py` validates them, because it knows the feature's path and table for the messages.
+
+Input: arrays, or what the constructors convert: Python lists, scipy, BCOO and Arrow. (Each
+constructor imports its library when it is called.) Output: NumPy arrays inside a container.
 """
 
 from __future__ import annotations
@@ -21,13 +24,15 @@ __all__ = ["RaggedIds", "SparseIds", "refuse_masked", "to_array"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SparseIds:
-    """Hold ids as coordinates, entry i the id `values[i]` at `indices[i]`; the last dim is the bag.
+    """Hold ids by coordinates: entry i says that `values[i]` stands at `indices[i]`.
+
+    The last coordinate is the position in a bag; those before it say which bag.
 
     Args:
-      indices: [N, 2] integers (example, position), sorted by example, then position, none twice;
-        [N, rank] for many bags an example.
-      values: [N] ids; floats when the container stands in `weights=`.
-      dense_shape: (B, H), or (B, K, …, H) for many bags an example.
+      indices: [N, 2] integers (example, position), sorted by example, then by position, without
+        duplicates; [N, rank] for many bags per example.
+      values: [N] ids; floats when the container is given as `weights=`.
+      dense_shape: (B, H), or (B, K, …, H) for many bags per example.
       weights: [N], or None for all ones.
 
     Example:
@@ -46,6 +51,7 @@ class SparseIds:
         if shape.ndim != 1:
             expected, got = "(B, H), or (B, K, ..., H)", repr(self.dense_shape)
             raise ValueError(_checks.message("SparseIds.dense_shape", expected=expected, got=got))
+        # No entries at all: an empty list has shape [0], but `indices` must be [0, rank].
         if not indices.size and indices.ndim < 2:
             indices = indices.reshape(0, len(shape))
         object.__setattr__(self, "indices", indices)
@@ -66,21 +72,23 @@ class SparseIds:
         width: int | None = None,
         weights: Sequence[Sequence[float]] | None = None,
     ) -> SparseIds:
-        """Return the ids of one list an example, the position in the list as column.
+        """Return the ids of one list per example; an id's column is its position in the list.
 
         Args:
           bags: B lists of ids.
-          width: H of `dense_shape`. None: the longest list's length, at least 1.
+          width: H of `dense_shape`. None: the length of the longest list, at least 1.
           weights: B lists of the same lengths, or None.
 
         Raises:
-          ValueError: a list of weights has another length than its bag.
+          ValueError: a list of weights is not as long as its bag.
 
         Example:
           >>> SparseIds.from_lists([[7, 3], [], [5]]).indices.tolist()
           [[0, 0], [0, 1], [2, 0]]
         """
         ragged = RaggedIds.from_lists(bags, weights=weights)
+        # Bags of lengths 2, 0, 1: examples 0 0 2; columns 0 1 2 - 0 0 2 = 0 1 0, because the
+        # column is the entry's number minus the number of its bag's first entry.
         lengths = np.diff(ragged.row_splits)
         rows = np.repeat(np.arange(len(lengths)), lengths)
         columns = np.arange(len(rows)) - np.repeat(ragged.row_splits[:-1], lengths)
@@ -92,15 +100,15 @@ class SparseIds:
     def from_scipy(cls, ids: Any, *, weights: Any = None) -> SparseIds:
         """Return the stored entries of a scipy sparse [B, H] matrix, whose data are the ids.
 
-        An id 0 must be a stored entry: scipy drops zeros when it makes a matrix from a dense one.
-        For a multi-hot matrix [B, V], whose columns are the ids, see `RaggedIds.from_multi_hot`.
+        The id 0 must be a stored entry: scipy drops zeros when it converts a dense matrix. For a
+        multi-hot matrix [B, V], whose columns are the ids, see `RaggedIds.from_multi_hot`.
 
         Args:
           ids: scipy sparse matrix or array of rank 2, any format, integer data.
-          weights: the same with weights as data, its entries at the same places; or None.
+          weights: a sparse matrix of the weights, with entries at the same places; or None.
 
         Raises:
-          ValueError: `weights` has entries elsewhere.
+          ValueError: the entries of `weights` are at other places than those of `ids`.
 
         Example:
           >>> import scipy.sparse
@@ -111,6 +119,7 @@ class SparseIds:
         indices, values = _scipy_entries(ids)
         if weights is None:
             return cls(indices, values, tuple(ids.shape))
+        # Both lists of entries are sorted, so equal places stand at equal positions.
         places, data = _scipy_entries(weights)
         if weights.shape != ids.shape or not np.array_equal(places, indices):
             raise ValueError(
@@ -127,8 +136,8 @@ class SparseIds:
         """Return the entries of a `jax.experimental.sparse.BCOO` [B, …, H], whose data are the ids.
 
         Args:
-          ids: BCOO without batch or dense dims; its padding (indices outside the shape) is left
-            out.
+          ids: BCOO without batch or dense dims. Its padding (entries whose indices are outside
+            the shape) is left out.
 
         Raises:
           ValueError: `ids` has batch or dense dims.
@@ -144,6 +153,7 @@ class SparseIds:
             expected = "a BCOO without batch and dense dims"
             raise ValueError(_checks.message("SparseIds.from_bcoo", expected=expected, got=got))
         indices, values = np.asarray(ids.indices), np.asarray(ids.data)
+        # BCOO fills unused entries with indices equal to the shape: (3, 2) in a matrix [3, 2].
         inside = (indices < np.asarray(ids.shape)).all(axis=1)
         return cls(*_sorted(indices[inside], values[inside]), tuple(ids.shape))
 
@@ -153,8 +163,8 @@ class RaggedIds:
     """Hold bags of any length: bag i is `values[row_splits[i] : row_splits[i + 1]]`.
 
     Args:
-      values: [N] ids; floats when the container stands in `weights=`.
-      row_splits: [B + 1] integers, from 0 to N, never falling.
+      values: [N] ids; floats when the container is given as `weights=`.
+      row_splits: [B + 1] integers, from 0 to N, non-decreasing.
       weights: [N], or None for all ones.
 
     Example:
@@ -176,19 +186,20 @@ class RaggedIds:
     def from_lists(
         cls, bags: Sequence[Sequence[int]], *, weights: Sequence[Sequence[float]] | None = None
     ) -> RaggedIds:
-        """Return the ids of one list an example.
+        """Return the ids of one list per example.
 
         Args:
           bags: B lists of ids.
           weights: B lists of the same lengths, or None.
 
         Raises:
-          ValueError: a list of weights has another length than its bag.
+          ValueError: a list of weights is not as long as its bag.
 
         Example:
           >>> RaggedIds.from_lists([[7, 3], [], [5]]).row_splits.tolist()
           [0, 2, 2, 3]
         """
+        # Lengths [B] become row splits [B + 1]: 2 0 1 -> 0 2 2 3.
         values, lengths = _chained("RaggedIds.from_lists", bags)
         splits = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         if weights is None:
@@ -199,7 +210,7 @@ class RaggedIds:
 
     @classmethod
     def from_multi_hot(cls, matrix: Any) -> RaggedIds:
-        """Return the bags of a scipy sparse [B, V] matrix: columns are ids, data their weights.
+        """Return the bags of a scipy sparse [B, V] matrix: columns are ids, data are their weights.
 
         Args:
           matrix: scipy sparse matrix or array of rank 2, any format.
@@ -210,6 +221,7 @@ class RaggedIds:
           >>> bags.values.tolist(), bags.row_splits.tolist(), bags.weights.tolist()
           ([1, 2], [0, 2, 2], [2.0, 1.0])
         """
+        # The entries are sorted by row, so the number of entries per row gives the row splits.
         indices, data = _scipy_entries(matrix)
         counts = np.bincount(indices[:, 0], minlength=matrix.shape[0])
         return cls(indices[:, 1], np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), data)
@@ -221,11 +233,11 @@ class RaggedIds:
         Args:
           bags: ListArray, LargeListArray, FixedSizeListArray, or a ChunkedArray of them, of
             integers; may be a slice.
-          weights: the same of numbers, with lists of the same lengths; or None.
+          weights: such an array of numbers, with lists of the same lengths; or None.
 
         Raises:
-          TypeError: not a list array.
-          ValueError: an id is null, or a list of weights has another length than its bag.
+          TypeError: `bags` or `weights` is not a list array.
+          ValueError: an id is null, or a list of weights is not as long as its bag.
 
         Example:
           >>> import pyarrow
@@ -242,29 +254,30 @@ class RaggedIds:
 
 
 def to_array(what: str, value: Any) -> np.ndarray:
-    """Return `value` as a NumPy array; an empty list as integers.
+    """Return `value` as a NumPy array; an empty list becomes an array of integers.
 
     Raises:
-      TypeError: a masked array.
-      ValueError: lists of different lengths.
+      TypeError: `value` is a masked array.
+      ValueError: `value` is nested lists of different lengths.
     """
     refuse_masked(what, value)
     try:
         array = np.asarray(value)
     except ValueError as error:
-        remedy = "from_lists takes a flat list an example"
+        remedy = "from_lists takes one flat list per example"
         expected, got = "an array", "lists of different lengths"
         raise ValueError(
             _checks.message(what, expected=expected, got=got, remedy=remedy)
         ) from error
+    # np.asarray([]) is float64, but an empty list of ids has to count as integers.
     return array if array.size or hasattr(value, "dtype") else array.astype(np.int64)
 
 
 def refuse_masked(what: str, value: Any) -> None:
-    """Refuse a NumPy masked array, whose mask would be lost.
+    """Refuse a NumPy masked array, because its mask would be lost.
 
     Raises:
-      TypeError: it is one.
+      TypeError: `value` is a masked array.
     """
     if isinstance(value, np.ma.MaskedArray):
         got, remedy = "a masked array", "fill it: ids with -1, weights with 0"
@@ -272,9 +285,11 @@ def refuse_masked(what: str, value: Any) -> None:
 
 
 def _chained(what: str, lists: Sequence[Sequence[Any]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the items of all lists in one array `[N]`, and the lists' lengths `[B]`."""
     try:
         lengths = np.fromiter(map(len, lists), np.int64, len(lists))
     except TypeError as error:
+        # Name the item that has no length; an iterator as a whole has none either.
         items = lists if hasattr(lists, "__len__") else [lists]
         got = next(item for item in items if not hasattr(item, "__len__"))
         expected = "a list of lists"
@@ -283,6 +298,7 @@ def _chained(what: str, lists: Sequence[Sequence[Any]]) -> tuple[np.ndarray, np.
 
 
 def _check_lengths(what: str, counts: np.ndarray, lengths: np.ndarray) -> None:
+    """Check that the lists of weights, `counts` long, are as long as the bags (`lengths`)."""
     if np.array_equal(counts, lengths):
         return
     if len(counts) != len(lengths):
@@ -294,16 +310,20 @@ def _check_lengths(what: str, counts: np.ndarray, lengths: np.ndarray) -> None:
 
 
 def _scipy_entries(matrix: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sorted indices `[N, 2]` and the data `[N]` of a scipy sparse matrix."""
     entries = matrix.tocoo()
     return _sorted(np.stack([entries.row, entries.col], axis=1).astype(np.int64), entries.data)
 
 
 def _sorted(indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    # lexsort sorts by its last key first. The columns go in reverse, so that the example is the
+    # first key and the position in the bag decides between entries of one example.
     order = np.lexsort(indices.T[::-1])
     return indices[order], values[order]
 
 
 def _arrow_lists(lists: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return the items `[N]` of a pyarrow list array, and the lists' lengths `[B]`."""
     import pyarrow
     import pyarrow.compute
 
@@ -314,7 +334,8 @@ def _arrow_lists(lists: Any) -> tuple[np.ndarray, np.ndarray]:
         got = str(getattr(lists, "type", type(lists).__name__))
         expected = "a pyarrow array of lists"
         raise TypeError(_checks.message("RaggedIds.from_arrow", expected=expected, got=got))
-    values = lists.flatten()  # of the slice only, without what lies under null lists
+    # `flatten` respects slices and skips the items under null lists; `lists.values` does neither.
+    values = lists.flatten()
     if values.null_count:
         raise ValueError(
             _checks.message(

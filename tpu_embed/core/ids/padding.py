@@ -1,6 +1,9 @@
-"""Fill a batch up with empty bags, so that it divides over the replicas.
+"""Pad a batch with empty bags, so that it divides evenly over the replicas.
 
-Called by the user, before the batch is enqueued. It sees features without their configuration.
+The last batch of an epoch is often smaller than the others. Examples with empty bags make up the
+difference: their activations are zero.
+
+Input: features in any nesting, without their configuration. Output: the same nesting, padded.
 """
 
 from __future__ import annotations
@@ -22,20 +25,20 @@ def pad_batch(features: Any, multiple: int) -> Any:
 
     Arrays of ids get rows of -1, `SparseIds` a larger first dim, `RaggedIds` empty rows; arrays of
     floats (weights, labels) get zeros. The activations of the added examples are zero rows.
-    `RaggedIds` that hold m rows an example (see `FeatureConfig.output_shape`) get m empty rows for
-    each added example.
+    `RaggedIds` that hold m rows per example (see `FeatureConfig.output_shape`) get m empty rows
+    for each added example.
 
     Args:
-      features: any nesting of arrays [B, …], `SparseIds`, `RaggedIds` and None, all of one batch
-        size B; the `weights=` of a batch are padded in a call of their own.
-      multiple: what the batch size must divide by.
+      features: any nesting of arrays [B, …], `SparseIds`, `RaggedIds` and None, all with the same
+        batch size B. Pad the `weights=` of a batch in a second call.
+      multiple: the batch size becomes a multiple of this.
 
     Returns:
-      The same nesting; unsigned ids come back signed. Where B divides already: `features` itself.
+      The same nesting; unsigned ids become signed. If B is a multiple already, `features` itself.
 
     Raises:
-      ValueError: features of different batch sizes, a leaf of another kind, or `multiple` not an
-        integer of at least 1.
+      ValueError: features have different batch sizes, a leaf is of another kind, or `multiple` is
+        not an integer of at least 1.
 
     Example:
       >>> pad_batch({"user": np.array([[4, 7], [2, -1], [1, 1]])}, 2)["user"].tolist()
@@ -45,11 +48,12 @@ def pad_batch(features: Any, multiple: int) -> Any:
     leaves: list[tuple[str, Any]] = []
     _collect(features, "", leaves)
     batch = _batch_size(leaves)
-    added = -batch % multiple
+    added = -batch % multiple  # batch 13, multiple 8: 3
     return _padded(features, batch, added) if added else features
 
 
 def _collect(nest: Any, path: str, leaves: list[tuple[str, Any]]) -> None:
+    """Append the (path, leaf) pairs below `nest` to `leaves`, without those that are None."""
     inner = structure.children(nest)
     if inner is None:
         if nest is not None:
@@ -60,6 +64,7 @@ def _collect(nest: Any, path: str, leaves: list[tuple[str, Any]]) -> None:
 
 
 def _rows(path: str, leaf: Any) -> int:
+    """Return the size of a leaf's first dimension: the rows of an array or container."""
     if isinstance(leaf, SparseIds):
         return leaf.dense_shape[0]
     if isinstance(leaf, RaggedIds):
@@ -71,7 +76,12 @@ def _rows(path: str, leaf: Any) -> int:
 
 
 def _batch_size(leaves: list[tuple[str, Any]]) -> int:
-    """Return B: the rows of every array and of the shortest ragged leaf."""
+    """Return B: the rows of every array or `SparseIds`; without these, of the shortest ragged leaf.
+
+    Raises:
+      ValueError: the leaves do not agree on B.
+    """
+    # Ragged leaves may hold m·B rows, so they decide only if there is nothing else.
     rows = {path: _rows(path, leaf) for path, leaf in leaves}
     plain = [path for path, leaf in leaves if not isinstance(leaf, RaggedIds)]
     first = plain[0] if plain else min(rows, key=rows.__getitem__, default=None)
@@ -89,6 +99,7 @@ def _batch_size(leaves: list[tuple[str, Any]]) -> int:
 
 
 def _padded(nest: Any, batch: int, added: int) -> Any:
+    """Return `nest` with `added` empty examples appended to the `batch` examples of every leaf."""
     inner = structure.children(nest)
     if inner is not None:
         return structure.rebuild(nest, {key: _padded(child, batch, added) for key, child in inner})
@@ -98,6 +109,7 @@ def _padded(nest: Any, batch: int, added: int) -> Any:
         shape = (batch + added, *nest.dense_shape[1:])
         return SparseIds(nest.indices, nest.values, shape, nest.weights)
     if isinstance(nest, RaggedIds):
+        # m·B rows: m empty rows per added example. Splits 0 2 2 3 and 2 empty rows: 0 2 2 3 3 3.
         empty = np.full(added * (len(nest.row_splits) - 1) // batch, nest.row_splits[-1])
         splits = np.concatenate([nest.row_splits, empty]).astype(nest.row_splits.dtype)
         return RaggedIds(nest.values, splits, nest.weights)
@@ -105,7 +117,9 @@ def _padded(nest: Any, batch: int, added: int) -> Any:
 
 
 def _padded_array(array: np.ndarray, added: int) -> np.ndarray:
-    if array.dtype.kind == "u":  # it has no -1
+    """Return `[B + added, …]`: integers are padded with -1, all other numbers with 0."""
+    # Unsigned dtypes have no -1. Ids too large for int64 become its largest number, a bad id too.
+    if array.dtype.kind == "u":
         array = np.minimum(array.astype(np.uint64), np.iinfo(np.int64).max).astype(np.int64)
     fill = PADDING_ID if array.dtype.kind == "i" else 0
     empty = np.full((added, *array.shape[1:]), fill, array.dtype)

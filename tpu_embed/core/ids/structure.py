@@ -1,8 +1,11 @@
-"""The nesting of a feature configuration: paths, leaves, table names, and matching against it.
+"""The nesting of a feature configuration, and how batches are matched against it.
 
-A feature configuration enters once; features, weights and gradients are then taken apart in its
-order, and activations put together in its nesting. Mappings go by sorted key, lists and tuples by
-position, namedtuples and dataclasses by field.
+Users nest their features as they like: dicts, lists, namedtuples, dataclasses. Inside, the package
+works on flat lists with one entry per feature. `Structure` remembers the nesting and the order:
+mappings go by sorted key, lists and tuples by position, namedtuples and dataclasses by field.
+
+Input: a feature configuration, once; then features, weights or gradients of the same nesting.
+Output: their leaves in one flat order; and, the other way round, leaves put back into the nesting.
 """
 
 from __future__ import annotations
@@ -26,14 +29,14 @@ _LEAVES = (FeatureConfig, TableConfig, SparseIds, RaggedIds, np.ndarray, jax.Arr
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Structure:
-    """Keep a feature configuration taken apart.
+    """A feature configuration as flat lists, with what is needed to restore its nesting.
 
     Args:
       nest: the configuration as given.
       paths: [F] `user/history`, `0/x`: keys, positions and fields from the top, joined by a slash.
-      features: [F] in the same order.
-      tables: each table once, by first appearance.
-      table_names: theirs, in the same order.
+      features: [F] the configs, in the same order.
+      tables: each table once, by first appearance among the features.
+      table_names: the names of the tables, in the same order.
     """
 
     nest: Any
@@ -44,7 +47,7 @@ class Structure:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """[F] paths for messages, with the feature's name if there is one: `user/x (clicks)`."""
+        """[F] paths for messages, each with the feature's name if it has one: `user/x (clicks)`."""
         pairs = zip(self.paths, self.features, strict=True)
         return tuple(f"{path} ({f.name})" if f.name else path for path, f in pairs)
 
@@ -53,22 +56,24 @@ class Structure:
         return next(i for i, table in enumerate(self.tables) if table is feature.table)
 
     def match(self, values: Any, *, what: str) -> list[Any]:
-        """Return the [F] leaves of `values`, whose nesting must be the configuration's.
+        """Return the [F] leaves of `values`, which must be nested like the configuration.
 
         Args:
           values: features, weights or gradients; None is a leaf.
           what: their name, for messages.
 
         Raises:
-          TypeError: a container of another type.
-          ValueError: other keys or another size.
+          TypeError: a container in `values` has another type than in the configuration.
+          ValueError: a container has other keys or another size.
         """
         leaves: list[Any] = []
         _match(self.nest, values, "", what, leaves)
         return leaves
 
     def match_weighted(self, features: Any, weights: Any | None) -> tuple[list[Any], list[Any]]:
-        """Return the [F] leaves of features and of their weights; without weights, each is None.
+        """Return the [F] leaves of the features and the [F] leaves of their weights.
+
+        Without weights, each weight is None.
 
         Raises:
           TypeError, ValueError: as for `match`.
@@ -85,18 +90,18 @@ class Structure:
 
 
 def flatten(feature_config: Any) -> Structure:
-    """Take a feature configuration apart, and name its tables.
+    """Flatten a feature configuration, and name its tables.
 
     Args:
-      feature_config: any nesting of mapping, list, tuple, namedtuple and dataclass over
-        `FeatureConfig`s.
+      feature_config: `FeatureConfig`s in any nesting of mappings, lists, tuples, namedtuples and
+        dataclasses.
 
     Returns:
-      Its `Structure`.
+      The `Structure`.
 
     Raises:
-      ValueError: a leaf is not a `FeatureConfig`, there is none, two have one path, a mapping's
-        keys can't be sorted, or two tables have one name.
+      ValueError: a leaf is not a `FeatureConfig`, there is no leaf, two features have the same
+        path, a mapping's keys can't be sorted, or two tables have the same name.
 
     Example:
       >>> table = TableConfig(10, 4)
@@ -113,11 +118,13 @@ def flatten(feature_config: Any) -> Structure:
         expected = "at least one FeatureConfig"
         raise ValueError(_checks.message("feature_config", expected=expected, got=feature_config))
     paths, features = zip(*found, strict=True)
+    # Paths may collide although the nesting differs: {"a/b": x, "a": {"b": y}}.
     for path, count in collections.Counter(paths).items():
         if count > 1:
             expected = "a path of its own for each feature"
             got = f"{count} features at {path!r}"
             raise ValueError(_checks.message("feature_config", expected=expected, got=got))
+    # Tables compare by identity: features that name one object share one table.
     tables = tuple({id(feature.table): feature.table for feature in features}.values())
     return Structure(feature_config, paths, features, tables, _name_tables(tables))
 
@@ -139,12 +146,14 @@ def children(nest: Any) -> list[tuple[Any, Any]] | None:
 
 
 def rebuild(nest: Any, values: Mapping[Any, Any]) -> Any:
-    """Return a container like `nest` with `values` by key: those that `children` names."""
+    """Return a container like `nest` that holds `values`, keyed as by `children`."""
+    # Mappings keep the key order of `nest`; `children` lists them in sorted order.
     if isinstance(nest, collections.defaultdict):
         return collections.defaultdict(nest.default_factory, {key: values[key] for key in nest})
     make: Callable[..., Any] = type(nest)
     if isinstance(nest, Mapping):
-        if jax.tree_util.all_leaves([nest]):  # JAX could not carry it into or out of a jit
+        # A mapping type that JAX does not know as a pytree could not leave a jit: use a dict.
+        if jax.tree_util.all_leaves([nest]):
             make = dict
         return make({key: values[key] for key in nest})
     if _field_names(nest) is not None:
@@ -157,6 +166,7 @@ def _field_names(nest: Any) -> tuple[str, ...] | None:
     if isinstance(nest, tuple):
         return getattr(nest, "_fields", None)
     if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
+        # Fields with init=False are derived by __post_init__ and can't be passed to rebuild it.
         return tuple(field.name for field in dataclasses.fields(nest) if field.init)
     return None
 
@@ -175,6 +185,7 @@ def _join(path: str, key: Any) -> str:
 
 
 def _collect(nest: Any, path: str, found: list[tuple[str, Any]]) -> None:
+    """Append the (path, config) pairs below `nest` to `found`, depth first."""
     inner = children(nest)
     if inner is not None:
         for key, child in inner:
@@ -187,6 +198,11 @@ def _collect(nest: Any, path: str, found: list[tuple[str, Any]]) -> None:
 
 
 def _name_tables(tables: tuple[TableConfig, ...]) -> tuple[str, ...]:
+    """Return each table's own name, or `table_{i}` by first appearance.
+
+    Raises:
+      ValueError: two tables have the same name.
+    """
     names = tuple(table.name or f"table_{i}" for i, table in enumerate(tables))
     for name, count in collections.Counter(names).items():
         if count > 1:
@@ -203,6 +219,7 @@ def _name_tables(tables: tuple[TableConfig, ...]) -> tuple[str, ...]:
 
 
 def _unflatten(nest: Any, leaves: Any) -> Any:
+    # `children` visits keys in flattening order, so the iterator yields the right leaf each time.
     inner = children(nest)
     if inner is None:
         return next(leaves)
@@ -210,7 +227,10 @@ def _unflatten(nest: Any, leaves: Any) -> Any:
 
 
 def _kind(nest: Any) -> str | type:
-    """Return what must agree: any mapping is as good as any other, a list is no tuple."""
+    """Return what must agree between two containers.
+
+    Any mapping matches any other mapping, but a list does not match a tuple.
+    """
     if isinstance(nest, Mapping):
         return "mapping"
     if isinstance(nest, (list, tuple)) and _field_names(nest) is None:
@@ -219,10 +239,12 @@ def _kind(nest: Any) -> str | type:
 
 
 def _match(nest: Any, values: Any, path: str, what: str, leaves: list[Any]) -> None:
+    """Append the leaves of `values` to `leaves`, following `nest`; raise where they differ."""
     inner = children(nest)
     where = f"{what}: {path or 'the top'}"
     given = None if isinstance(values, _LEAVES) else _given(values)
     if inner is None:
+        # The configuration has a feature here, so `values` must have a leaf, not a container.
         if given is not None:
             sequence = isinstance(values, (list, tuple))
             raise TypeError(
@@ -243,6 +265,11 @@ def _match(nest: Any, values: Any, path: str, what: str, leaves: list[Any]) -> N
 
 
 def _given(values: Any) -> Mapping[Any, Any] | None:
+    """Return the children of `values` by key; None for a leaf.
+
+    A mapping is returned as it is: its keys are checked against the configuration's, so they need
+    not be sortable among themselves.
+    """
     if isinstance(values, Mapping):
         return values
     inner = children(values)

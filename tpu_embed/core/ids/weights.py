@@ -1,8 +1,10 @@
-"""Judge the weights of one feature's ids, wherever they stand.
+"""Validate the weights of one feature's ids: one weight per id, a finite real number.
 
-They may stand inside the container of the ids or in the `weights=` leaf beside it, not in both.
-Called by `ids`; returns them aligned with the ids, in the table's arithmetic dtype, finite, or None
-for all ones.
+Users give weights either inside the container of the ids or as a `weights=` leaf beside it, but
+not in both places.
+
+Input: the ids, and the weights beside them or None. Output: weights aligned with the ids, in the
+table's arithmetic dtype (float32, or float64 for a float64 table); None for all ones.
 """
 
 from __future__ import annotations
@@ -19,21 +21,22 @@ __all__ = ["beside_dense", "beside_ragged", "beside_sparse", "is_real"]
 
 
 def is_real(dtype: Any) -> bool:
-    """Tell whether weights may have a dtype: that of floats or integers, not bool."""
+    """Tell whether weights may have this dtype: floats and integers may be weights, bools not."""
     return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
 
 
 def beside_dense(path: str, dtype: str, ids: np.ndarray, weights: Any) -> np.ndarray | None:
-    """Return the weights of dense ids [B, …, H], of the same shape.
+    """Return the weights of dense ids, in the shape [B, …, H] of the ids.
 
     Args:
-      path: the feature's, for messages.
-      dtype: the table's.
+      path: the feature's path, for messages.
+      dtype: the table's dtype.
       ids: the ids.
       weights: None or an array of the ids' shape.
 
     Raises:
-      ValueError: weights for ids [B], of another kind or shape, or not finite.
+      ValueError: the ids are [B], which has no weights, or the weights are not an array of real
+        numbers, have another shape, or are not finite.
       TypeError: a masked array.
     """
     if weights is None:
@@ -50,13 +53,14 @@ def beside_sparse(path: str, dtype: str, ids: SparseIds, weights: Any) -> np.nda
     """Return the weights [N] of `SparseIds`.
 
     Args:
-      path: the feature's, for messages.
-      dtype: the table's.
+      path: the feature's path, for messages.
+      dtype: the table's dtype.
       ids: the ids, perhaps with weights inside.
-      weights: None, an array [N], or `SparseIds` of the same indices holding floats.
+      weights: None, an array [N], or `SparseIds` with the same indices that hold floats.
 
     Raises:
-      ValueError: weights in both places, of other indices, kind or shape, or not finite.
+      ValueError: weights in both places; weights with other indices or another shape; weights that
+        are not finite real numbers.
       TypeError: a masked array.
     """
     if isinstance(weights, SparseIds):
@@ -72,13 +76,14 @@ def beside_ragged(path: str, dtype: str, ids: RaggedIds, weights: Any) -> np.nda
     """Return the weights [N] of `RaggedIds`.
 
     Args:
-      path: the feature's, for messages.
-      dtype: the table's.
+      path: the feature's path, for messages.
+      dtype: the table's dtype.
       ids: the ids, perhaps with weights inside.
-      weights: None, an array [N], or `RaggedIds` of the same splits holding floats.
+      weights: None, an array [N], or `RaggedIds` with the same splits that hold floats.
 
     Raises:
-      ValueError: weights in both places, of other splits, kind or shape, or not finite.
+      ValueError: weights in both places; weights with other splits or another shape; weights that
+        are not finite real numbers.
       TypeError: a masked array.
     """
     if isinstance(weights, RaggedIds) and not np.array_equal(weights.row_splits, ids.row_splits):
@@ -89,8 +94,10 @@ def beside_ragged(path: str, dtype: str, ids: RaggedIds, weights: Any) -> np.nda
 def _beside_flat(
     path: str, dtype: str, ids: SparseIds | RaggedIds, weights: Any
 ) -> np.ndarray | None:
+    """Return the weights [N] of a container, after checking that they are given in one place."""
     kind = type(ids)
     if isinstance(weights, kind):
+        # A container in `weights=` holds floats as its values, so it must not have weights too.
         if weights.weights is not None:
             raise _error(
                 path, expected=f"floats as {kind.__name__}.values", got="weights inside too"
@@ -102,6 +109,7 @@ def _beside_flat(
         expected = f"None, an array or {kind.__name__}"
         raise _error(path, expected=expected, got=type(weights).__name__)
     refuse_masked(f"weights of {path}", weights)
+    # Now `weights` are those given beside the ids; the container may have others inside.
     if ids.weights is not None:
         if weights is not None:
             expected = f"weights in one place, inside {kind.__name__} or in weights="
@@ -111,14 +119,18 @@ def _beside_flat(
 
 
 def _numbers(path: str, dtype: str, weights: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return weights in the table's arithmetic dtype; check shape, dtype and finiteness."""
     if weights.shape != shape:
         raise _error(path, expected=f"shape {shape}, as the ids", got=f"shape {weights.shape}")
     if not is_real(weights.dtype):
         raise _error(path, expected="real numbers", got=str(weights.dtype))
+    # A float64 weight beyond float32 becomes infinite here and is reported below, without
+    # NumPy's warning.
     with np.errstate(over="ignore"):
         numbers = weights.astype(np.float64 if dtype == "float64" else np.float32, copy=False)
     finite = np.isfinite(numbers)
     if not finite.all():
+        # argmin of bools is the flat index of the first False.
         at = tuple(int(i) for i in np.unravel_index(np.argmin(finite), shape))
         expected = f"numbers finite in {numbers.dtype}"
         raise _error(path, expected=expected, got=f"{weights[at]} at {list(at)}")

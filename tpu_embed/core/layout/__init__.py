@@ -1,4 +1,4 @@
-"""Where each row lives, decided once and static: the mesh, its axes, and stacks of tables."""
+"""Decide once, statically, where each row lives: the mesh, its axes, and stacks of tables."""
 
 from tpu_embed.core.layout.describe import describe
 from tpu_embed.core.layout.layout import FeatureLayout, Layout

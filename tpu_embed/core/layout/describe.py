@@ -1,7 +1,6 @@
-"""The resolved configuration as a plain object: what users print, log and compare.
+"""Describe the resolved configuration as a plain object that users can print, log and compare.
 
-Enters: a layout. Leaves: dicts, lists, numbers and strings only. Called by
-`EmbeddingEngine.describe`.
+Input: a layout. Output: a dict of dicts, lists, numbers, strings, booleans and None.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from tpu_embed.core.layout.stacks import Stack, TableSlice
 def describe(layout: Layout) -> dict[str, Any]:
     """Return tables, their stacks and optimizers, and the devices, as plain objects.
 
-    A learning rate is a number, or `{"tag": i}`, the index of a callable in `"learning_rates"`;
-    those read on the host stand first, in the order of `EmbeddingEngine.learning_rates`.
+    A learning rate is a number, or `{"tag": i}` with the index of a callable in
+    `"learning_rates"`. The callables that are read on the host come first, in the order of
+    `EmbeddingEngine.learning_rates`.
 
     Args:
-      layout: the engine's.
+      layout: the engine's layout.
     """
     mesh, callables = layout.axes.mesh, rate_callables(layout)
     return {
@@ -47,11 +47,13 @@ def describe(layout: Layout) -> dict[str, Any]:
 def _table(
     layout: Layout, stack: Stack, table: TableSlice, callables: Sequence[Any]
 ) -> dict[str, Any]:
+    """Return what is known of one table, as plain objects."""
     features = [feature for feature in layout.features if feature.table == table]
     optimizer = stack.optimizer
     rate = None if optimizer is None else optimizer.learning_rate
     return {
         "vocabulary_size": table.vocabulary_size,
+        # Every shard has the same number of rows: V = 5 on 2 shards is stored as 6 rows.
         "padded_vocabulary_size": table.rows_per_shard * stack.num_shards,
         "dim": stack.dim,
         "dtype": stack.dtype,
@@ -60,6 +62,7 @@ def _table(
         "shards": stack.num_shards,
         "stack": stack.name,
         "offset": table.offset,
+        # A sequence counts as L features: it has one activation per position.
         "num_features": sum(max(1, feature.config.max_sequence_length) for feature in features),
         "optimizer": None if optimizer is None else optimizer.describe(),
         "learning_rate": {"tag": callables.index(rate)} if callable(rate) else rate,

@@ -1,17 +1,10 @@
-"""Where every logical row lives: stacks of tables, MOD / DIV / replicated placement, padding.
+"""The layout of an engine: everything static about it, computed once and only read afterwards.
 
-Enters: the resolved tables, in table order. Leaves: one `Stack` a stack, computed once and never
-written back into the configs. Called by `resolve.py` when an engine is made; everything after it
-only reads the `Layout`.
+It says which devices there are and what their axes split, which stacks hold the tables, which
+stack each feature looks up, and into how many blocks a batch is divided when gradients are summed.
 
-A stack is one physical array `[S * R, D]`, sharded over its first axis in S contiguous blocks of R
-rows; for a TPU its rows are packed (`kernels/formats.py`). Row r of a table whose
-first local row is `offset`, and which owns rows_per_shard = ceil(V / S) local rows, lives at
-
-    MOD:  (r mod S) * R + offset + r div S
-    DIV:  (r div rows_per_shard) * R + offset + r mod rows_per_shard
-
-A replicated table is a MOD table with S = 1.
+Input: the mesh axes, the stacks and the features. Output: a `Layout`; nothing of it is written
+back into the configs.
 """
 
 from __future__ import annotations
@@ -28,13 +21,13 @@ from tpu_embed.core.layout.stacks import Stack, TableSlice
 
 @dataclasses.dataclass(frozen=True)
 class FeatureLayout:
-    """One feature and where its table lives.
+    """One feature, and where its table lives.
 
     Attributes:
-      path: its place in the feature structure, for messages.
-      config: its declaration.
+      path: the feature's path in the configuration, for messages.
+      config: the feature's config.
       table: its table's slice of the stack.
-      stack: number of the stack.
+      stack: the index of the stack in `Layout.stacks`.
     """
 
     path: str
@@ -48,10 +41,10 @@ class Layout:
     """Everything static about an engine: mesh, stacks, features.
 
     Attributes:
-      axes: the mesh and its roles.
-      stacks: the stacks.
+      axes: the mesh, and which of its axes split the batch.
+      stacks: the stacks, in order of their first table.
       features: the features, in flattening order.
-      sum_blocks: G, the number of blocks a global batch is summed in.
+      sum_blocks: G, the number of blocks into which a global batch is divided to sum gradients.
     """
 
     axes: MeshAxes
@@ -61,30 +54,36 @@ class Layout:
 
     @functools.cached_property
     def row_numbers(self) -> int:
-        """A checksum of what the row numbers in a batch mean: alike where they mean the same."""
+        """A checksum of what the row ids in a batch mean; equal if they mean the same."""
+        # A stack's name fixes its tables, their order and their rows (`stack_names.py`). A CRC,
+        # because Python's `hash` of a string differs from process to process.
         features = [(f.path, self.stacks[f.stack].name, f.table.name) for f in self.features]
         return zlib.crc32(repr(features).encode())
 
     def features_of(self, stack: int) -> tuple[int, ...]:
-        """Return the numbers of the features that look up tables of a stack, ascending."""
+        """Return the indices of the features that look up tables of a stack, ascending."""
         return tuple(i for i, feature in enumerate(self.features) if feature.stack == stack)
 
     def blocks(self, batch: int) -> int:
-        """Return G of a batch; example e is in block e · G // B.
+        """Return G of a batch of B examples; example e is in block e · G // B.
 
-        No fewer than the replicas, no more than the examples. A device's examples are whole blocks
-        wherever the number of replicas divides G, also where G does not divide B.
+        G is at least the number of replicas and at most B. If the number of replicas divides G,
+        each device holds whole blocks, even if G does not divide B.
         """
         return min(max(self.sum_blocks, self.axes.replicas), batch)
 
     def blocks_per_device(self, batch: int) -> int:
         """Return the largest number of blocks that one device's examples fall into."""
+        # The device whose first example is e holds the blocks of e to e + local - 1. With B = 12,
+        # 4 replicas (local = 3) and G = 8, the examples fall into the blocks
+        #   0 0 1 | 2 2 3 | 4 4 5 | 6 6 7
+        # so 2 blocks per device.
         local, blocks = batch // self.axes.replicas, self.blocks(batch)
         firsts = range(0, batch, local)
         return max((e + local - 1) * blocks // batch - e * blocks // batch + 1 for e in firsts)
 
     def table(self, name: str) -> tuple[Stack, TableSlice]:
-        """Return the stack and the slice of a table.
+        """Return the stack and the slice of the table with a name.
 
         Raises:
           ValueError: no table has this name.

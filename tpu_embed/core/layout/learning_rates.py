@@ -1,8 +1,10 @@
-"""What the declarations leave open is settled once: optimizers, initializers, layout, rates.
+"""Learning rates that are Python functions, and which stacks they belong to.
 
-Enters: the flattened feature configuration and the engine's defaults. Leaves: a `Layout`, and the
-learning rates that must be read on the host. Called by the engine at construction; the configs are
-never written to.
+A learning rate is a number, a schedule (a function of the step, computed inside the program) or a
+function without arguments. The last kind can only be called on the host, so its value is read
+before every update and passed into the compiled program as an argument.
+
+Input: a layout. Output: the callables, each once; their values; the value of every stack.
 """
 
 from __future__ import annotations
@@ -23,23 +25,24 @@ from tpu_embed.optimizers import (
 
 
 def rate_callables(layout: Layout) -> list[Any]:
-    """Return the learning rates that are callables, equal ones once, the schedules last."""
+    """Return the learning rates that are callables: each once, schedules after host callables."""
     rates = [stack.optimizer.learning_rate for stack in layout.stacks if stack.optimizer]
     found: list[Any] = []
     for kind in (LearningRateKind.HOST, LearningRateKind.SCHEDULE):
         for rate in rates:
+            # `not in` compares by equality: a bound method is a new, equal object at each access.
             if learning_rate_kind(rate) is kind and rate not in found:
                 found.append(rate)
     return found
 
 
 class HostRates:
-    """Learning rates that are callables without arguments: read on the host, once an update.
+    """Learning rates that are callables without arguments: read on the host, once per update.
 
-    Equal callables share one tag, an index into what `read` returns.
+    Equal callables share one tag: their index in what `read` returns.
 
     Args:
-      layout: the engine's.
+      layout: the engine's layout.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -48,6 +51,7 @@ class HostRates:
             for rate in rate_callables(layout)
             if learning_rate_kind(rate) is LearningRateKind.HOST
         ]
+        # stack -> tag; many stacks may share one callable, which is then called once per update.
         self._tags: dict[int, int] = {}
         for g, stack in enumerate(layout.stacks):
             rate = None if stack.optimizer is None else stack.optimizer.learning_rate
@@ -55,18 +59,21 @@ class HostRates:
                 self._tags[g] = self._callables.index(rate)
 
     def read(self) -> tuple[Array, ...]:
-        """Call each callable once; return scalars `[]` by tag.
+        """Call each callable once, and return their values: scalars `[]`, indexed by tag.
 
         Raises:
-          ValueError: one does not return a number.
+          ValueError: a callable does not return a number.
         """
         return tuple(_scalar(rate(), rate) for rate in self._callables)
 
     def by_stack(self, values: Sequence[ArrayLike] | None) -> dict[int, Array]:
-        """Return the value of every stack that has such a rate.
+        """Return the learning rate of every stack whose rate is read on the host, by stack.
+
+        Args:
+          values: what `read` returned; None if there is nothing to read.
 
         Raises:
-          ValueError: another number of values than of such rates.
+          ValueError: the number of values is not the number of callables.
         """
         given = () if values is None else values
         if not isinstance(given, (tuple, list)) or len(given) != len(self._callables):
@@ -79,10 +86,12 @@ class HostRates:
                     remedy="pass update(..., learning_rates=engine.learning_rates())",
                 )
             )
+        # dtype `float` means float64 if x64 is on, otherwise float32.
         return {g: jnp.asarray(snapshot(given[tag]), float) for g, tag in self._tags.items()}
 
 
 def _scalar(value: Any, rate: Any) -> Array:
+    """Return what the callable `rate` returned as a scalar `[]`."""
     try:
         scalar = jnp.asarray(snapshot(value), float)
     except (TypeError, ValueError):

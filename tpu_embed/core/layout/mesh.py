@@ -1,7 +1,11 @@
-"""The mesh, what its axes do (split the batch, split a table's rows), and the collectives.
+"""The mesh of devices, and what each of its axes splits: the batch, a table's rows, or both.
 
-Enters: a mesh and names of axes; inside `shard_map`, arrays local to one device. Leaves: the axes'
-roles; the arrays, exchanged. Called by all that knows of several devices, `route.py` above all.
+The parts of the batch are called replicas, the parts of a table's rows shards. On a mesh with the
+axes ("data", "model") a user may split the batch over "data" and the rows over both: then every
+device is one shard, and the devices along "model" work on the same examples.
+
+Input: a mesh and names of axes. Output: `MeshAxes`, which gives sizes, shardings, and the order in
+which contributions from other devices have to be read.
 """
 
 from __future__ import annotations
@@ -22,11 +26,11 @@ from tpu_embed.config import TableConfig
 
 @dataclasses.dataclass(frozen=True)
 class MeshAxes:
-    """A mesh, and the axes that split the batch.
+    """A mesh, and those of its axes that split the batch.
 
     Attributes:
       mesh: the devices.
-      batch_axes: axes that split the batch dimension, in mesh order.
+      batch_axes: the axes that split the batch dimension, in mesh order.
     """
 
     mesh: Mesh
@@ -38,7 +42,7 @@ class MeshAxes:
 
     @property
     def device(self) -> Any:
-        """What the devices are, with a `device_kind`; None where nobody knows."""
+        """The kind of the devices, an object with a `device_kind`; None if it is not known."""
         return self.mesh.abstract_mesh.abstract_device
 
     @property
@@ -47,11 +51,13 @@ class MeshAxes:
         return self.size(self.batch_axes)
 
     def local_parts(self, names: Sequence[str]) -> np.ndarray:
-        """Return the numbers of the parts that devices of this process hold, int64 ascending.
+        """Return the indices of the parts that this process's devices hold, int64, ascending.
 
         Args:
-          names: the axes that split something into these parts.
+          names: the axes that split an array into these parts.
         """
+        # Ask JAX which slice of an array [number of parts] each device of this process holds. The
+        # slice starts at the part's index, or at None if there is only one part.
         parts = self.sharding(names).addressable_devices_indices_map((self.size(names),))
         return np.unique(np.asarray([i[0].start or 0 for i in parts.values() if i], np.int64))
 
@@ -60,17 +66,19 @@ class MeshAxes:
         return NamedSharding(self.mesh, self.spec(names))
 
     def spec(self, names: Sequence[str]) -> PartitionSpec:
-        """Return the partition of a first dimension over the named axes."""
+        """Return the `PartitionSpec` that splits the first dimension over the named axes."""
         return PartitionSpec(tuple(names)) if names else PartitionSpec()
 
     def reshard(self, tree: PyTree, names: Sequence[str]) -> PyTree:
         """Split the first dimension of every leaf over the named axes.
 
-        Only a mesh of explicit axes asks for it; on automatic axes the compiler does so itself.
+        This is needed only on a mesh with explicit axes. For automatic axes the compiler chooses
+        the sharding itself.
         """
         kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
         if all(kind == AxisType.Auto for kind in kinds.values()):
             return tree
+        # Of a mesh with both kinds, a sharding may name only the explicit axes.
         sharding = self.sharding([name for name in names if kinds[name] == AxisType.Explicit])
         return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, sharding), tree)
 
@@ -78,7 +86,7 @@ class MeshAxes:
         """Return the axes that split the rows of a table, in mesh order.
 
         Raises:
-          ValueError: the table names an axis the mesh lacks.
+          ValueError: the table names an axis that the mesh does not have.
         """
         if config.placement == "replicated":
             return ()
@@ -86,15 +94,17 @@ class MeshAxes:
         return _in_mesh_order(f"table {name!r}: shard_axes", wanted, self.mesh)
 
     def batch_order(self, shard_axes: Sequence[str]) -> np.ndarray:
-        """Return the order in which gathered contributions must be read to be in batch order.
+        """Return the order in which received contributions must be read to be in batch order.
 
-        The contributions to a shard arrive as `[rest, S]`: S sources along `shard_axes` (the
-        all-to-all), gathered over the other batch axes (the all-gather). The batch is split over
-        `batch_axes`, in mesh order.
+        The contributions to a shard arrive as `[rest, S]`: from S sources along `shard_axes` (the
+        all-to-all), gathered over the other batch axes (the all-gather). The batch, however, is
+        split over `batch_axes` in mesh order.
 
         Returns:
           int `[rest * S]`, a permutation of the sources.
         """
+        # Mesh ("a": 2, "b": 2), rows split over "a": contributions arrive by ("b", "a"). Number
+        # them [[0, 1], [2, 3]] and transpose to mesh order ("a", "b"): read 0 2 1 3.
         rest = self.other_batch_axes(shard_axes)
         arrival = (*rest, *shard_axes)
         sources = np.arange(self.size(arrival)).reshape([self.mesh.shape[a] for a in arrival])
@@ -102,15 +112,23 @@ class MeshAxes:
         return sources.transpose(by_mesh).reshape(-1)
 
     def other_batch_axes(self, shard_axes: Sequence[str]) -> tuple[str, ...]:
-        """Return the batch axes that do not split the rows: an all-gather joins gradients there."""
+        """Return the batch axes that do not split the rows.
+
+        Devices along these axes hold copies of the same shard, so the gradients of all of them
+        must be gathered.
+        """
         return tuple(a for a in self.batch_axes if a not in shard_axes)
 
 
 def make_axes(mesh: Mesh | None, batch_axes: str | Sequence[str] | None) -> MeshAxes:
-    """Return the mesh (one axis over all devices if None), and its batch axes.
+    """Return the `MeshAxes` of a mesh, with defaults for what is None.
+
+    Args:
+      mesh: None: one axis, "devices", over all devices.
+      batch_axes: None: all axes of the mesh.
 
     Raises:
-      ValueError: a batch axis that the mesh lacks.
+      ValueError: `mesh` is not a mesh, or it does not have one of the batch axes.
     """
     if mesh is None:
         mesh = Mesh(np.asarray(jax.devices()), ("devices",))
@@ -123,11 +141,13 @@ def make_axes(mesh: Mesh | None, batch_axes: str | Sequence[str] | None) -> Mesh
 
 
 def _in_mesh_order(what: str, names: str | Sequence[Any], mesh: Mesh) -> tuple[str, ...]:
+    """Return the named axes in mesh order; `what` names the argument in messages."""
     chosen = (names,) if isinstance(names, str) else tuple(names if np.iterable(names) else [names])
     if len(set(chosen)) != len(chosen) or any(name not in mesh.axis_names for name in chosen):
         raise ValueError(
             message(what, expected=f"different axes of the mesh {mesh.axis_names}", got=f"{chosen}")
         )
+    # In mesh order, so that the parts are numbered in the same way wherever they are numbered.
     return tuple(name for name in mesh.axis_names if name in chosen)
 
 
@@ -135,7 +155,7 @@ def refuse_manual_axes() -> None:
     """Refuse a call inside a user's own `shard_map`.
 
     Raises:
-      ValueError: always there.
+      ValueError: the call is inside a `shard_map`.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if manual:

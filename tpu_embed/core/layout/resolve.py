@@ -1,8 +1,10 @@
-"""What the declarations leave open is settled once: optimizers, initializers, layout, rates.
+"""Fill in what the declarations leave open, and compute the layout from the result.
 
-Enters: the flattened feature configuration and the engine's defaults. Leaves: a `Layout`, and the
-learning rates that must be read on the host. Called by the engine at construction; the configs are
-never written to.
+A table may be declared without an optimizer, an initializer or shard axes; it then gets the
+engine's optimizer, the default initializer and all axes of the mesh.
+
+Input: the flattened feature configuration and the engine's defaults. Output: a `Layout`. The
+configs themselves are never changed.
 """
 
 from __future__ import annotations
@@ -29,13 +31,14 @@ def make_layout(
 
     Args:
       declared: the feature configuration.
-      optimizer: for tables without one of their own, or None.
-      axes: the mesh and its roles.
-      sum_blocks: G.
-      stack_tables: whether tables that can share an array do.
+      optimizer: the optimizer of tables that declare none, or None.
+      axes: the mesh, and which of its axes split the batch.
+      sum_blocks: G, see `Layout`.
+      stack_tables: whether tables that can share one physical array do so.
 
     Raises:
-      ValueError: an unresolved placement, or an optimizer that is none or does not fit its table.
+      ValueError: a placement is still "auto", an optimizer is not one, or it does not fit its
+        table.
     """
     for name, config in zip(declared.table_names, declared.tables, strict=True):
         if config.placement == "auto":
@@ -53,6 +56,7 @@ def make_layout(
         tables.append(ResolvedTable(name, config, rule, initializer, shard_axes, shards))
     packing = packing_of(axes.device)
     stacks = make_stacks(tables, stack_tables=stack_tables, packing=packing)
+    # table name -> (index of its stack, its slice of the stack)
     home = {table.name: (g, table) for g, stack in enumerate(stacks) for table in stack.tables}
     features = []
     for label, feature in zip(declared.labels, declared.features, strict=True):
@@ -62,9 +66,10 @@ def make_layout(
 
 
 def _table_optimizers(declared: Structure, default: Any) -> list[TableOptimizer | None]:
-    """Return the optimizer of every table, None where it is never updated.
+    """Return the optimizer of every table; None for a table that is never updated.
 
-    One object given for several tables is resolved once: they may share a stack.
+    An object that is given for several tables is resolved once, so that these tables have equal
+    optimizers and may share a stack.
     """
     known: dict[int, TableOptimizer | None] = {}
 
@@ -83,6 +88,7 @@ def _table_optimizers(declared: Structure, default: Any) -> list[TableOptimizer 
         if config.optimizer is not None:
             own = resolved(f"table {name!r}", config.optimizer)
         own = own if config.trainable else None
+        # Every replica must apply the same update, which takes the gradients summed over all.
         if (
             own is not None
             and not own.use_gradient_accumulation

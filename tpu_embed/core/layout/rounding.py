@@ -1,17 +1,10 @@
-"""Where every logical row lives: stacks of tables, MOD / DIV / replicated placement, padding.
+"""Round sizes up, so that arrays of similar sizes have the same static shape.
 
-Enters: the resolved tables, in table order. Leaves: one `Stack` a stack, computed once and never
-written back into the configs. Called by `resolve.py` when an engine is made; everything after it
-only reads the `Layout`.
+A compiled program depends on the shapes of its arrays. If the number of ids in a batch were used
+as it is, nearly every batch would need a program of its own; rounded up to one of a few sizes
+("buckets"), batches share programs, at the cost of some padding.
 
-A stack is one physical array `[S * R, D]`, sharded over its first axis in S contiguous blocks of R
-rows; for a TPU its rows are packed (`kernels/formats.py`). Row r of a table whose
-first local row is `offset`, and which owns rows_per_shard = ceil(V / S) local rows, lives at
-
-    MOD:  (r mod S) * R + offset + r div S
-    DIV:  (r div rows_per_shard) * R + offset + r mod rows_per_shard
-
-A replicated table is a MOD table with S = 1.
+Input: a number of rows or ids. Output: the size of the array that holds them.
 """
 
 from __future__ import annotations
@@ -19,19 +12,22 @@ from __future__ import annotations
 import math
 
 ROW_MULTIPLE = 64
-"""Rows that an initializer or an optimizer's rule makes are padded to a multiple of this.
+"""The number of rows in one call of an initializer or an optimizer's rule is a multiple of this.
 
-Vectorised loops then have no remainder, whose rounding could differ from the body's.
+Vectorised loops then have no remainder, in which rounding could differ from the loop's body.
 """
 
 
 def round_up(n: int, multiple: int) -> int:
-    """Return the least multiple of `multiple` that is at least `n`, and at least `multiple`."""
+    """Return the least positive multiple of `multiple` that is at least `n`."""
+    # -(-n // m) is n / m rounded up.
     return max(1, -(-n // multiple)) * multiple
 
 
 def bucket(n: int) -> int:
-    """Round up so that at most one part in eight is padding: eight sizes an octave.
+    """Return `n` rounded up so that about one part in eight is padding at most.
+
+    There are eight sizes between each power of two and the next: 64, 72, 80, …, 120, 128.
 
     Example:
       >>> [bucket(n) for n in (0, 7, 9, 100, 1000)]
@@ -39,14 +35,15 @@ def bucket(n: int) -> int:
     """
     if n == 0:
         return 0
+    # 100 has 7 bits, so 64 <= n < 128, and the step is 2**(7 - 4) = 64 / 8 = 8.
     step = max(1, 2 ** max(0, n.bit_length() - 4))
     return max(8, -(-n // step) * step)
 
 
 def roomy(n: int) -> int:
-    """Return a bucket with room for the next batches.
+    """Return a bucket that has room for the next batches too.
 
-    A count of n independent draws varies by about √n from batch to batch; twice that is added.
+    A count that is n in one batch varies by about √n from batch to batch, so 2√n is added.
 
     Example:
       >>> [roomy(n) for n in (0, 20, 1000, 100_000)]

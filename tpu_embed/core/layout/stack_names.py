@@ -1,16 +1,17 @@
-"""A stack's name says what its rows are, so that rows of another layout are never taken for them.
+"""Names of stacks: a name says what the stack's rows are, so that layouts can't be confused.
 
 The name is the key of the stack's arrays in a `TableState`. Keys survive pickle, orbax and
 `jax.tree`; static fields of a pytree do not, because orbax takes the template's. For example
 
     items+2@mod8x250#0f3a9c1e55d2
 
-is the stack of "items" and two more tables, by MOD on 8 shards of 250 rows each. What follows "#"
-is a digest of the tables in order (names and vocabulary sizes), their dim and dtype, and of how
-rows are packed. Optimizers are not in it: their numbers may change between runs.
+is the stack of "items" and two more tables, placed by MOD on 8 shards of 250 rows each. After "#"
+comes a digest of the tables in order (names and vocabulary sizes), of their dim and dtype, and of
+how rows are packed. Optimizers are not part of it, because their hyperparameters may change
+between runs.
 
-Input: the tables of a stack and how they are laid out. Output: the name; or, given another name,
-what differs.
+Input: the tables of a stack and how they are laid out. Output: the name; or, for two names, what
+differs between their stacks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import Any
 __all__ = ["differences", "stack_name"]
 
 _LABEL_LENGTH = 32
-"""Characters of the first table's name that a stack's name shows."""
+"""How many characters of the first table's name a stack's name shows."""
+# Example: items+2@mod8x250#0f3a9c1e55d2
 _FORM = re.compile(
     r"(?P<label>[^@]*)@(?P<placement>[a-z]+)(?P<shards>\d+)x(?P<rows>\d+)#(?P<digest>\w+)"
 )
@@ -39,12 +41,13 @@ def stack_name(
       placement: "mod", "div" or "replicated".
       shards: S.
       rows: R, the rows of one shard.
-      kind: what else decides how the rows are stored; its `repr` says all of it.
+      kind: whatever else decides how the rows are stored; its `repr` goes into the digest.
 
     Example:
       >>> stack_name([("items", 2000)], placement="mod", shards=8, rows=250, kind=(64, "float32"))
       'items@mod8x250#a49d2e99fd13'
     """
+    # Replace what could be confused with a separator (@, #, +) or a part of a file path.
     label = re.sub(r"[^\w-]", "_", tables[0][0], flags=re.ASCII)[:_LABEL_LENGTH]
     if len(tables) > 1:
         label += f"+{len(tables) - 1}"
@@ -54,7 +57,7 @@ def stack_name(
 
 
 def differences(expected: str, got: str) -> str:
-    """Return in words what differs between the stacks of two names.
+    """Return in words how the stack named `got` differs from the stack named `expected`.
 
     Example:
       >>> differences("items@mod8x250#0f3a", "items@mod1x2000#0f3a")
@@ -62,10 +65,10 @@ def differences(expected: str, got: str) -> str:
     """
     ours, theirs = _FORM.fullmatch(expected), _FORM.fullmatch(got)
     if ours is None or theirs is None:
-        return "a name that no engine gives to a stack"
+        return "a name that is not the name of a stack"
     if ours["digest"] == theirs["digest"]:
         return f"the same tables in {_shards(theirs)}, not in {_shards(ours)}"
-    return "other tables, or tables of another vocabulary size, dim or dtype, or stacked otherwise"
+    return "other tables, or tables of another vocabulary size, dim or dtype, or packed differently"
 
 
 def _shards(name: re.Match[str]) -> str:

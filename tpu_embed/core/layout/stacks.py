@@ -1,17 +1,22 @@
-"""Where every logical row lives: stacks of tables, MOD / DIV / replicated placement, padding.
+"""Stacks: tables that are alike share one physical array, which is split over the devices.
 
-Enters: the resolved tables, in table order. Leaves: one `Stack` a stack, computed once and never
-written back into the configs. Called by `resolve.py` when an engine is made; everything after it
-only reads the `Layout`.
-
-A stack is one physical array `[S * R, D]`, sharded over its first axis in S contiguous blocks of R
-rows; for a TPU its rows are packed (`kernels/formats.py`). Row r of a table whose
-first local row is `offset`, and which owns rows_per_shard = ceil(V / S) local rows, lives at
+Tables with the same dim, dtype, optimizer and placement are stacked, so that a compiled program
+has one set of operations per stack, not per table. A stack is an array `[S * R, D]`: S shards of R
+local rows each. (For a TPU the rows are packed, see `kernels/formats.py`.) A table with V logical
+rows has ceil(V / S) local rows on every shard, from the local row `offset` on. Its logical row r
+is the physical row
 
     MOD:  (r mod S) * R + offset + r div S
     DIV:  (r div rows_per_shard) * R + offset + r mod rows_per_shard
 
+For example, a table of V = 5 rows on S = 2 shards with R = 3 and offset 0:
+
+    MOD:  shard 0 holds rows 0 2 4, shard 1 holds rows 1 3 and one row of padding
+    DIV:  shard 0 holds rows 0 1 2, shard 1 holds rows 3 4 and one row of padding
+
 A replicated table is a MOD table with S = 1.
+
+Input: the resolved tables, in table order. Output: the stacks.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ from tpu_embed.kernels.formats import PACKED_ROWS, Packing, RowFormat
 from tpu_embed.optimizers import TableOptimizer
 
 INT32_ROWS = 2**31 - 1
-"""Physical rows a stack may have before its row numbers need 64 bits."""
+"""The largest number of physical rows of a stack whose row ids are int32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +49,7 @@ class TableSlice:
       vocabulary_size: V, logical rows.
       offset: the table's first local row, the same on every shard.
       rows_per_shard: ceil(V / S) local rows.
-      initializer: what fills the rows, resolved (never None).
+      initializer: the initializer of the rows (never None).
     """
 
     name: str
@@ -59,17 +64,17 @@ class Stack:
     """One stack: tables of one dim, dtype, optimizer and placement in one array `[S * R, D]`.
 
     Attributes:
-      name: key of the stack in `TableState`; it says what the rows are (`stack_names.py`).
+      name: the stack's key in `TableState`; it says what the rows are (`stack_names.py`).
       tables: its tables, in table order.
       dim: D.
       dtype: the logical dtype of the stored rows.
-      optimizer: the update rule; None when the tables are looked up only.
+      optimizer: the update rule; None if the tables are only looked up.
       placement: "mod", "div" or "replicated".
-      shard_axes: mesh axes that split the rows, in mesh order; () when replicated.
+      shard_axes: mesh axes that split the rows, in mesh order; () if replicated.
       num_shards: S.
-      num_rows: R, local rows of one shard.
+      num_rows: R, the local rows of one shard.
       quantization: how looked-up rows are quantized, or None.
-      packing: what its rows are packed for.
+      packing: which unit of the device its rows are packed for, or "none".
     """
 
     name: str
@@ -86,22 +91,22 @@ class Stack:
 
     @property
     def label(self) -> str:
-        """The first part of its name, for profiles: XLA cuts names of operations at an @."""
+        """The part of the name before the @, for profiles: XLA cuts names of operations there."""
         return self.name.partition("@")[0]
 
     @property
     def row_format(self) -> RowFormat:
-        """How its rows lie in its array."""
+        """The format of the rows in the stack's array."""
         return RowFormat((self.dim,), jnp.dtype(self.dtype), self.packing)
 
     @property
     def sums_format(self) -> RowFormat:
-        """How sums of gradients of its rows lie when they are sent."""
+        """The format in which sums of the rows' gradients are sent between devices."""
         return RowFormat((self.dim,), self.compute_dtype, self.packing)
 
     @property
     def physical_rows(self) -> int:
-        """S * R."""
+        """S * R, the number of rows on all shards."""
         return self.num_shards * self.num_rows
 
     @property
@@ -118,39 +123,41 @@ class Stack:
         """Return the physical rows of valid logical ids (NumPy or jax integers of any shape).
 
         Args:
-          ids: integers in [0, V); a value outside gives a meaningless row that the caller masks.
-          table: the table.
+          ids: integers in [0, V). For an id outside, the result is meaningless and must be masked.
+          table: the table's slice of this stack.
         """
         return self.physical_in(ids, table.offset, table.rows_per_shard)
 
     def physical_in(self, ids: Any, offset: Any, rows_per_shard: Any) -> Any:
-        """Return `physical(ids, table)` of tables that may differ from id to id.
+        """Return the physical rows of logical ids that may belong to different tables.
 
         Args:
           ids: as for `physical`.
-          offset: of the table; or of each id's, integers that broadcast to the ids' shape.
-          rows_per_shard: likewise.
+          offset: the offset of the table, or of each id's table; broadcasts to the ids' shape.
+          rows_per_shard: the rows per shard of the table, or of each id's table; likewise.
         """
         if self.num_shards == 1:
             return ids + offset
+        # Remainders are computed from the quotient, which saves a second division.
         if self.placement == "div":
             shard = ids // rows_per_shard
             return shard * self.num_rows + offset + (ids - shard * rows_per_shard)
+        # MOD: local = r div S, so r - local * S = r mod S is the shard.
         local = ids // self.num_shards
         return (ids - local * self.num_shards) * self.num_rows + offset + local
 
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedTable:
-    """A declared table with nothing left open.
+    """A declared table in which every default is filled in.
 
     Attributes:
-      name: unique.
-      config: its declaration.
-      optimizer: its update rule, None for a table that is never updated.
-      initializer: what fills its rows.
+      name: its unique name.
+      config: its config.
+      optimizer: its update rule; None for a table that is never updated.
+      initializer: the initializer of its rows.
       shard_axes: mesh axes that split its rows, in mesh order.
-      shards: S, the product of their sizes.
+      shards: S, the product of the sizes of these axes.
     """
 
     name: str
@@ -162,38 +169,40 @@ class ResolvedTable:
 
     @property
     def rows_per_shard(self) -> int:
-        """Local rows on one shard, ceil(V / S)."""
+        """The number of local rows on each shard, ceil(V / S)."""
         return -(-self.config.vocabulary_size // self.shards)
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What tables of one stack have in common."""
+        """Everything that tables must have in common to share a stack."""
         config, optimizer = self.config, self.optimizer
         rule = None if optimizer is None else (type(optimizer), optimizer)
-        form = (config.dim, config.dtype, config.placement, config.quantization_config)
-        return (*form, self.shard_axes, rule)
+        declared = (config.dim, config.dtype, config.placement, config.quantization_config)
+        return (*declared, self.shard_axes, rule)
 
 
 def make_stacks(
     tables: Sequence[ResolvedTable], *, stack_tables: bool = True, packing: Packing = "none"
 ) -> tuple[Stack, ...]:
-    """Stack the tables and lay every stack out over the mesh.
+    """Divide the tables into stacks, and lay out every stack over the mesh.
 
     Args:
-      tables: in table order.
+      tables: the tables, in table order.
       stack_tables: False gives every table a stack of its own.
-      packing: what their rows are packed for.
+      packing: which unit of the device the rows are packed for, or "none".
 
     Returns:
-      The stacks, in order of their first table; none has more rows than int32 can number, unless
-      a single table has.
+      The stacks, in order of their first table. A stack has at most `INT32_ROWS` rows, unless a
+      single table has more.
 
     Raises:
-      ValueError: a table has more, and x64 is off.
+      ValueError: a table has more than `INT32_ROWS` rows, and x64 is off.
     """
     stacks: dict[Any, list[ResolvedTable]] = {}
     for table in tables:
         key: Any = (table.kind, None if stack_tables else table.name)
+        # If the stack would become too large, try the next stack of this kind: the keys are
+        # key, (key, "next"), ((key, "next"), "next"), …
         while key in stacks and _too_many_rows([*stacks[key], table], packing):
             key = (key, "next")
         stacks.setdefault(key, []).append(table)
@@ -201,11 +210,12 @@ def make_stacks(
 
 
 def _too_many_rows(members: Sequence[ResolvedTable], packing: Packing) -> bool:
+    """Tell whether a stack of these tables would have more physical rows than int32 can number."""
     return _rows(members, packing) * members[0].shards > INT32_ROWS
 
 
 def _rows(members: Sequence[ResolvedTable], packing: Packing) -> int:
-    """Return R of a stack."""
+    """Return R, the local rows of a stack of these tables, rounded up if rows are packed."""
     rows = sum(table.rows_per_shard for table in members)
     return rows if packing == "none" else round_up(rows, PACKED_ROWS)
 
@@ -216,11 +226,13 @@ def _make_stack(members: Sequence[ResolvedTable], packing: Packing) -> Stack:
         expected = f"at most {INT32_ROWS} rows, padding included, while x64 is off"
         got = f"{members[0].config.vocabulary_size}"
         raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+    # The tables lie one after another on every shard: rows per shard 3 2 4 give offsets 0 3 5.
     slices, offset = [], 0
     for table in members:
         size, own = table.config.vocabulary_size, table.rows_per_shard
         slices.append(TableSlice(table.name, size, offset, own, table.initializer))
         offset += own
+    # The tables agree in everything but name, vocabulary and initializer; the first stands for all.
     first, rows = members[0], _rows(members, packing)
     return Stack(
         name=stack_name(
