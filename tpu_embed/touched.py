@@ -172,7 +172,7 @@ class TouchedRows:
         if step > through:
             expected = f"every update from {self._start + 1} to {step} recorded"
             remedy = "record each batch with the step that state.step is after it"
-            got = f"none of {through + 1}"
+            got = f"none for step {through + 1}"
             raise ValueError(message("TouchedRows", expected=expected, got=got, remedy=remedy))
         return Version(self._run, step, edits)
 

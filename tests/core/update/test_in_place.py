@@ -166,7 +166,7 @@ COPIES = {
     updated_twice: "because it is updated twice; give the second update the state that the first",
     returned: "because its old rows are returned; return the new state alone",
     nested: "in a nested jit, and XLA does not know that this comes first; call the function that",
-    used: "a copy of table 't0', because its old rows are used by something else than lookups",
+    used: "a copy of table 't0', because its old rows are used by something other than lookups",
     scanned: "because it is looked up again after its update",
 }
 

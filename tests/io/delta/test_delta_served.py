@@ -205,7 +205,7 @@ def test_an_export_is_whole_or_refused(tmp_path, monkeypatch):
 
     with pytest.raises(ValueError, match="since: expected at most 1, the state's step, got 2"):
         export(since=2)
-    with pytest.raises(ValueError, match="every update from 1 to 1 recorded, got none of 1"):
+    with pytest.raises(ValueError, match="every update from 1 to 1 recorded, got none for step 1"):
         export(record=TouchedRows(engine))
     with pytest.raises(ValueError, match="a step from 1 on, where recording began, got 0; publish"):
         export(record=TouchedRows(engine, step=1))

@@ -98,7 +98,7 @@ def _field_of_rows(layout: Layout, name: str, slot: str | None) -> Field:
     """
     f = field(layout, name, slot)
     if not f.shape.per_row:
-        expected, got = "a slot with a part for each row", "one array that the whole stack shares"
+        expected, got = "a slot with values per row", "one array that the whole stack shares"
         remedy = f"use load_arrays(state, {{}}, {{{name!r}: {{{slot!r}: array}}}})"
         raise ValueError(message(f.label, expected=expected, got=got, remedy=remedy))
     return f

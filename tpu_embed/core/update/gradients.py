@@ -57,7 +57,7 @@ def checked_gradients(
         dim = layout.stacks[feature.stack].dim
         expected = (form.batch, *form.inner, dim)
         if gradient is None:
-            text = f"{what}: None is taken as zeros of shape {expected}; rows may move all the same"
+            text = f"{what}: None is taken as zeros of shape {expected}; its rows may still change"
             # Rows move with a zero gradient if the rule has momentum or weight decay.
             warnings.warn(text, stacklevel=_callers_level())
             checked.append(None)

@@ -45,7 +45,7 @@ _WHY = {
     UPDATE: "it is updated twice",
     "nested": "it is looked up in a nested jit, and XLA does not know that this comes first",
     "returned": "its old rows are returned",
-    "used": "its old rows are used by something else than lookups",
+    "used": "its old rows are used by something other than lookups",
 }
 
 
