@@ -3,9 +3,10 @@
 from tpu_embed.core.batch import capacity
 from tpu_embed.core.batch.batch import Batch
 from tpu_embed.core.batch.intake import Intake
-from tpu_embed.core.batch.located import BagLayout, LocalIds, bag_layout, bag_offsets
+from tpu_embed.core.batch.located import LocalIds
 from tpu_embed.core.batch.packing import natural_spec, pack, packed_rows, parts
 from tpu_embed.core.batch.spec import BatchSpec, StackSpec, worst_case
+from tpu_embed.core.batch.stack_view import BagLayout, StackView, view_stacks
 from tpu_embed.core.batch.traced import TracedIds, make_traced
 
 __all__ = [
@@ -15,14 +16,14 @@ __all__ = [
     "Intake",
     "LocalIds",
     "StackSpec",
+    "StackView",
     "TracedIds",
-    "bag_layout",
-    "bag_offsets",
     "capacity",
     "make_traced",
     "natural_spec",
     "pack",
     "packed_rows",
     "parts",
+    "view_stacks",
     "worst_case",
 ]

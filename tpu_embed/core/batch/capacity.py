@@ -16,6 +16,7 @@ import numpy as np
 
 from tpu_embed.core.batch.packing import packed_rows
 from tpu_embed.core.batch.spec import BatchSpec
+from tpu_embed.core.batch.stack_view import StackView, view_stacks
 from tpu_embed.core.layout import Layout, Stack
 
 
@@ -37,24 +38,23 @@ def with_capacities(
     """
     counted = []
     # With one shard and one replica nothing is exchanged, and both capacities are 0.
-    for g, (stack, one) in enumerate(zip(layout.stacks, natural.stacks, strict=True)):
+    for view, one in zip(view_stacks(packed_as, layout), natural.stacks, strict=True):
         rows = partials = 0
-        if stack.num_shards > 1 or layout.axes.replicas > 1:
-            rows, partials = _count(packed, packed_as, layout, g, replicas)
+        if view.stack.num_shards > 1 or layout.axes.replicas > 1:
+            rows, partials = _count(packed, view, replicas)
         counted.append(dataclasses.replace(one, row_capacity=rows, partials=partials))
     return dataclasses.replace(natural, stacks=tuple(counted))
 
 
-def _count(
-    packed: np.ndarray, spec: BatchSpec, layout: Layout, g: int, replicas: np.ndarray
-) -> tuple[int, int]:
+def _count(packed: np.ndarray, view: StackView, replicas: np.ndarray) -> tuple[int, int]:
     """Return the largest number of distinct rows, and of partial sums, over (device, shard).
 
     A partial sum is the summed gradient of one row over one block of the batch. So the number of
     partial sums is the number of distinct (row, block) pairs.
     """
-    rows, examples = packed_rows(packed, spec, layout, g)
-    stack, batch = layout.stacks[g], spec.local_batch * layout.axes.replicas
+    rows, examples = packed_rows(packed, view)
+    stack, layout, spec = view.stack, view.layout, view.spec
+    batch = spec.local_batch * layout.axes.replicas
     # Without accumulation nothing is summed: the gradient of every id is sent by itself.
     if stack.optimizer is not None and not stack.optimizer.use_gradient_accumulation:
         distinct = _runs_per_shard(np.sort(rows, axis=1), stack)

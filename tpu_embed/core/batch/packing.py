@@ -24,8 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.core.batch.located import LocalIds, bag_offsets, dense_bags
+from tpu_embed.core.batch.located import LocalIds
 from tpu_embed.core.batch.spec import BatchSpec, StackSpec
+from tpu_embed.core.batch.stack_view import StackView, view_stacks
 from tpu_embed.core.ids import HostIds
 from tpu_embed.core.layout import Layout, Stack
 
@@ -48,14 +49,14 @@ class Part(NamedTuple):
 def parts(spec: BatchSpec, layout: Layout) -> tuple[Part, ...]:
     """Return where every stack's numbers are in a packed line."""
     found, end = [], 0
-    for g, stack in enumerate(layout.stacks):
-        n = spec.ids(g)
+    for view in view_stacks(spec, layout):
+        n, stack = view.num_ids, view.stack
         # 100 flat ids with weights, int32 and float32: rows at 0, bags at 100, weights at 200.
         rows, end = end, end + n * (stack.index_dtype.itemsize // 4)
         bags = weights = -1
-        if not spec.is_dense(g):
+        if not view.is_dense:
             bags, end = end, end + n
-        if spec.is_weighted(g):
+        if view.is_weighted:
             weights, end = end, end + n * (stack.compute_dtype.itemsize // 4)
         found.append(Part(rows, bags, weights, end))
     return tuple(found)
@@ -77,17 +78,19 @@ def natural_spec(hosts: Sequence[HostIds], layout: Layout, replicas: int) -> Bat
     spec = BatchSpec(replicas, shapes, tuple(bare))
     spec.check_batch([feature.path for feature in layout.features])
     sized = tuple(
-        dataclasses.replace(one, ids=_ids_per_device(hosts, spec, g)) for g, one in enumerate(bare)
+        dataclasses.replace(view.room, ids=_ids_per_device(hosts, view))
+        for view in view_stacks(spec, layout)
     )
     return dataclasses.replace(spec, stacks=sized)
 
 
-def _ids_per_device(hosts: Sequence[HostIds], spec: BatchSpec, stack: int) -> int:
+def _ids_per_device(hosts: Sequence[HostIds], view: StackView) -> int:
     """Return the number of ids of a stack on the device that has the most."""
-    if spec.is_dense(stack):
-        return spec.ids(stack)
+    if view.is_dense:
+        return view.num_ids
+    spec = view.spec
     per_device = np.zeros(spec.replicas, np.int64)
-    for f in spec.stacks[stack].features:
+    for f in view.features:
         host = hosts[f]
         bags = spec.local_batch * host.shape.bags
         # A dense feature of a flat stack is packed without its padding. In a flat feature, device
@@ -110,34 +113,31 @@ def pack(hosts: Sequence[HostIds], spec: BatchSpec, layout: Layout) -> np.ndarra
     """
     places = parts(spec, layout)
     packed = np.empty((spec.replicas, places[-1].end), np.int32)
-    for g, (stack, place) in enumerate(zip(layout.stacks, places, strict=True)):
-        n = spec.ids(g)
+    for view, place in zip(view_stacks(spec, layout), places, strict=True):
+        n, stack = view.num_ids, view.stack
         # Views [replicas, N] into the packed array: what is written to them needs no copy.
         rows = _view(packed, place.row_ids, n, stack.index_dtype)
         weights = None
-        if spec.is_weighted(g):
+        if view.is_weighted:
             weights = _view(packed, place.weights, n, stack.compute_dtype)
-        if spec.is_dense(g):
-            _pack_dense(hosts, spec, layout, g, rows, weights)
+        if view.is_dense:
+            _pack_dense(hosts, view, rows, weights)
         else:
             bags = _view(packed, place.bags, n, INT32)
-            _pack_flat(hosts, spec, layout, g, rows, bags, weights)
+            _pack_flat(hosts, view, rows, bags, weights)
     return packed
 
 
-def packed_rows(
-    packed: np.ndarray, spec: BatchSpec, layout: Layout, stack: int
-) -> tuple[np.ndarray, np.ndarray]:
+def packed_rows(packed: np.ndarray, view: StackView) -> tuple[np.ndarray, np.ndarray]:
     """Return the physical rows of a packed stack, and the local example of each; `[replicas, N]`.
 
     In a flat stack the example of padding is one past the last.
     """
-    place, n = parts(spec, layout)[stack], spec.ids(stack)
-    rows = _view(packed, place.row_ids, n, layout.stacks[stack].index_dtype)
-    if not spec.is_dense(stack):
-        _, bags = bag_offsets(spec, stack)
-        return rows, _view(packed, place.bags, n, INT32) // bags
-    examples = np.arange(n, dtype=np.int32) // max(1, sum(spec.columns(stack)))
+    place, n = parts(view.spec, view.layout)[view.number], view.num_ids
+    rows = _view(packed, place.row_ids, n, view.stack.index_dtype)
+    if not view.is_dense:
+        return rows, _view(packed, place.bags, n, INT32) // view.bags_per_example
+    examples = np.arange(n, dtype=np.int32) // max(1, sum(view.columns))
     return rows, np.broadcast_to(examples, rows.shape)
 
 
@@ -147,45 +147,40 @@ def _view(packed: np.ndarray, start: int, n: int, dtype: np.dtype) -> np.ndarray
 
 
 def _pack_dense(
-    hosts: Sequence[HostIds],
-    spec: BatchSpec,
-    layout: Layout,
-    g: int,
-    rows: np.ndarray,
-    weights: np.ndarray | None,
+    hosts: Sequence[HostIds], view: StackView, rows: np.ndarray, weights: np.ndarray | None
 ) -> None:
     """Write the ids of a dense stack: per example, the id columns of one feature after another.
 
     With features of 2 and 3 columns, a line is a0 a0 b0 b0 b0 | a1 a1 b1 b1 b1 | … by example.
     """
-    columns = spec.columns(g)
-    if not sum(columns):
+    spec, start = view.spec, 0
+    if not sum(view.columns):
         rows.fill(PADDING_ID)
         return
-    start = 0
-    for f, count in zip(spec.stacks[g].features, columns, strict=True):
+    for f, shape, count in zip(view.features, view.shapes, view.columns, strict=True):
         if not count:
             continue
-        shape, host = spec.feature_shapes[f], hosts[f]
+        host = hosts[f]
         place = (spec.replicas, spec.local_batch, shape.bags, shape.width or 0)
         # The spec may be wider than this batch: the last positions of each bag become padding.
         ids = host.ids.reshape(*place[:3], -1)
         given = np.s_[..., : ids.shape[-1]]
-        here = _columns(rows, spec, g, start, count).reshape(place)
+        here = _columns(rows, view, start, count).reshape(place)
         here[..., ids.shape[-1] :] = PADDING_ID
-        here[given] = _physical(ids, layout, f)
+        here[given] = _physical(ids, view.layout, f)
         if host.padded:
             here[given][ids < 0] = PADDING_ID
         if weights is not None:
-            scale = _columns(weights, spec, g, start, count).reshape(place)
+            scale = _columns(weights, view, start, count).reshape(place)
             scale[..., ids.shape[-1] :] = 0
             scale[given] = 1 if host.weights is None else host.weights.reshape(ids.shape)
         start += count
 
 
-def _columns(line: np.ndarray, spec: BatchSpec, g: int, start: int, count: int) -> np.ndarray:
+def _columns(line: np.ndarray, view: StackView, start: int, count: int) -> np.ndarray:
     """Return a feature's columns of a dense stack as a view `[replicas, examples, count]`."""
-    by_example = line.reshape(spec.replicas, spec.local_batch, sum(spec.columns(g)))
+    spec = view.spec
+    by_example = line.reshape(spec.replicas, spec.local_batch, sum(view.columns))
     return by_example[:, :, start : start + count]
 
 
@@ -198,9 +193,7 @@ def _physical(ids: np.ndarray, layout: Layout, f: int) -> np.ndarray:
 
 def _pack_flat(
     hosts: Sequence[HostIds],
-    spec: BatchSpec,
-    layout: Layout,
-    g: int,
+    view: StackView,
     rows: np.ndarray,
     bags: np.ndarray,
     weights: np.ndarray | None,
@@ -211,27 +204,25 @@ def _pack_flat(
     line is 5 8 6 7 9. The ids of feature a move from the positions 0 | 1 2 to 0 | 2 3, so its
     shifts are 0 and 1; those of feature b move from 0 | 1 to 1 | 4, so its shifts are 1 and 3.
     """
-    offsets, per_example = bag_offsets(spec, g)
-    features = spec.stacks[g].features
+    spec, offsets, per_example = view.spec, view.bag_offsets, view.bags_per_example
+    features, shapes = view.features, view.shapes
     # What no id overwrites is padding: absent rows, in a bag after the last one.
     rows.fill(PADDING_ID)
     bags.fill(spec.local_batch * per_example)
     if weights is not None:
         weights.fill(0)
     flat = [_flatten(hosts[f]) for f in features]
-    examples = [
-        bag // spec.feature_shapes[f].bags for f, (_, bag, _) in zip(features, flat, strict=True)
-    ]
-    shifts = _shifts(examples, spec.replicas, spec.feature_shapes[features[0]].batch)
+    examples = [bag // shape.bags for shape, (_, bag, _) in zip(shapes, flat, strict=True)]
+    shifts = _shifts(examples, spec.replicas, spec.batch)
     for column, (f, (ids, bag, weight)) in enumerate(zip(features, flat, strict=True)):
         example = examples[column]
         device = example // spec.local_batch
         position = np.arange(ids.size) + shifts[example, column]
-        rows[device, position] = _physical(ids, layout, f)
+        rows[device, position] = _physical(ids, view.layout, f)
         # Global bag -> bag on the device: the example's first bag, the feature's offset within an
         # example, and the bag's number within the feature.
         local = (example - device * spec.local_batch) * per_example + offsets[column]
-        bags[device, position] = local + (bag - example * spec.feature_shapes[f].bags)
+        bags[device, position] = local + (bag - example * shapes[column].bags)
         if weights is not None:
             weights[device, position] = 1.0 if weight is None else weight
 
@@ -272,10 +263,10 @@ def unpack(line: Array, spec: BatchSpec, layout: Layout) -> tuple[LocalIds, ...]
       layout: the engine's layout.
     """
     unpacked = []
-    for g, (stack, place) in enumerate(zip(layout.stacks, parts(spec, layout), strict=True)):
-        n = spec.ids(g)
+    for view, place in zip(view_stacks(spec, layout), parts(spec, layout), strict=True):
+        n, stack = view.num_ids, view.stack
         rows = _numbers(line, place.row_ids, n, stack.index_dtype)
-        bags = _numbers(line, place.bags, n, INT32) if place.bags >= 0 else dense_bags(spec, g)
+        bags = _numbers(line, place.bags, n, INT32) if place.bags >= 0 else view.dense_bags()
         weights = None
         if place.weights >= 0:
             weights = _numbers(line, place.weights, n, stack.compute_dtype)

@@ -69,55 +69,58 @@ class Placer:
         here = len(self._replicas)
         return [part_of_feature(f.config, here, axes.replicas) for f in self._layout.features]
 
-    def place(self, judge: Callable[[], Sequence[HostIds]], given: BatchSpec | None) -> Batch:
-        """Return the batch in the given spec, or in the running union of all specs.
+    def place(
+        self, validate: Callable[[], Sequence[HostIds]], requested: BatchSpec | None
+    ) -> Batch:
+        """Return the batch in the requested spec, or in the running union of all specs.
 
         Args:
-          judge: validates and returns the ids of every feature. If it raises, every process
+          validate: validates and returns the ids of every feature. If it raises, every process
             raises.
-          given: the spec to use. None: the running union, which grows if the batch does not fit.
+          requested: the spec to use. None: the running union, which grows if the batch does not
+            fit.
 
         Raises:
-          ValueError: the batch does not fit the given spec; the message says which spec it fits.
+          ValueError: the batch does not fit the requested spec; the message says which it fits.
         """
         if self._agreement is None:
-            fitted = self._fit(judge(), given)
-            return self._send(fitted, given or self._grown(fitted.wanted))
+            fitted = self._fit(validate(), requested)
+            return self._send(fitted, requested or self._grown(fitted.wanted))
         try:
-            fitted = self._fit(judge(), given)
+            fitted = self._fit(validate(), requested)
         except Exception as error:
             self._agreement.refuse(error)
             raise
-        agreed = self._agreement.agree(fitted.wanted, exact=given is not None)
-        return self._send(fitted, given or self._grown(agreed))
+        agreed = self._agreement.agree(fitted.wanted, exact=requested is not None)
+        return self._send(fitted, requested or self._grown(agreed))
 
-    def _fit(self, hosts: Sequence[HostIds], given: BatchSpec | None) -> _Fitted:
+    def _fit(self, hosts: Sequence[HostIds], requested: BatchSpec | None) -> _Fitted:
         """Pack this process's part in a spec that it fits, and count its exchange capacities.
 
         Raises:
-          ValueError: this process has no device of the mesh, or its part does not fit `given`.
+          ValueError: this process has no device of the mesh, or its part does not fit `requested`.
         """
         if not self._replicas.size:
             expected, remedy = "a mesh with devices of this process", "make it of jax.devices()"
             raise ValueError(message("place", expected=expected, got="none", remedy=remedy))
-        natural = natural_spec(hosts, self._layout, len(self._replicas))
-        least = natural.over(self._layout.axes.replicas)
+        # `exact` is what the ids need, of this process's part, and of a batch of such parts.
+        here = natural_spec(hosts, self._layout, len(self._replicas))
+        exact = here.over(self._layout.axes.replicas)
         # Pack first, in a spec with room for the ids, then count capacities from the packed rows.
         # The packed array does not depend on the capacities, so it need not be packed again.
-        room = self._roomy(least) if given is None else BatchSpec.union(given, least)
-        packed = self._pack(hosts, room)
-        counted = capacity.with_capacities(
-            packed, natural, self._local(room), self._layout, self._replicas
-        ).over(least.replicas)
-        if given is None:
-            return _Fitted(hosts, packed, room, self._roomy(counted))
-        fitting = BatchSpec.union(room, counted)
-        if fitting != given:
+        rounded = self._rounded(exact) if requested is None else BatchSpec.union(requested, exact)
+        packed = self._pack(hosts, rounded)
+        exact = capacity.with_capacities(
+            packed, here, self._local(rounded), self._layout, self._replicas
+        ).over(exact.replicas)
+        if requested is None:
+            return _Fitted(hosts, packed, rounded, self._rounded(exact))
+        fitting = BatchSpec.union(rounded, exact)
+        if fitting != requested:
+            expected, got = "one that the batch fits", f"{requested}"
             remedy = f"use {fitting}, or BatchSpec.union of the specs of all batches"
-            raise ValueError(
-                message("spec", expected="one that the batch fits", got=f"{given}", remedy=remedy)
-            )
-        return _Fitted(hosts, packed, given, given)
+            raise ValueError(message("spec", expected=expected, got=got, remedy=remedy))
+        return _Fitted(hosts, packed, requested, requested)
 
     def _local(self, spec: BatchSpec) -> BatchSpec:
         """Return the spec of this process's part of a batch."""
@@ -127,17 +130,17 @@ class Placer:
         """Pack this process's part in a spec of the global batch."""
         return pack(hosts, self._local(spec), self._layout)
 
-    def _roomy(self, needed: BatchSpec) -> BatchSpec:
-        """Return the running union if `needed` fits it, otherwise a larger spec that it fits.
+    def _rounded(self, exact: BatchSpec) -> BatchSpec:
+        """Return the running union if `exact` fits it, otherwise a larger spec that it fits.
 
         The remembered union does not change here.
         """
-        known = self._unions.get(_kind_of(needed))
+        known = self._unions.get(_kind_of(exact))
         if known is None:
-            return needed.bucketed()
+            return exact.bucketed()
         # A batch that fits leaves the union as it is. If it does not, it gets some room to spare.
-        if BatchSpec.union(known, needed) != known:
-            return BatchSpec.union(known, needed.bucketed())
+        if BatchSpec.union(known, exact) != known:
+            return BatchSpec.union(known, exact.bucketed())
         return known
 
     def _grown(self, spec: BatchSpec) -> BatchSpec:

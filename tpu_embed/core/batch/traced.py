@@ -23,8 +23,9 @@ from jax.experimental import checkify
 from tpu_embed._checks import message
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.core.batch.located import LocalIds, Located, dense_bags
+from tpu_embed.core.batch.located import LocalIds, Located
 from tpu_embed.core.batch.spec import BatchSpec, StackSpec, worst_case
+from tpu_embed.core.batch.stack_view import view_stacks
 from tpu_embed.core.ids import FeatureShape, dense_shape, is_real, rescale_bags
 from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.kernels import dispatch
@@ -50,20 +51,21 @@ class TracedIds:
     def locate(self, layout: Layout) -> Located:
         """Return the ids of every stack, inside `shard_map`; see `Batch.locate`."""
         located, bad = [], jnp.zeros(len(layout.features), jnp.int32)
-        for g, stack in enumerate(layout.stacks):
+        for view in view_stacks(self.spec, layout):
+            g, stack = view.number, view.stack
             # The ids of all features side by side, [examples, columns]; bad ids are counted per
             # column, then added up per feature.
             given = [_signed(self.ids[f], stack.index_dtype) for f in layout.features_of(g)]
-            tables = _ColumnTables.of(layout, g, self.spec.columns(g))
+            tables = _ColumnTables.of(layout, g, view.columns)
             valid, counts = _resolve(self._joined(given, g, PADDING_ID), tables)
             bad += dispatch.segment_sum(counts, jnp.asarray(tables.feature), len(layout.features))
             rows, weights = _physical(valid, tables, stack), None
-            if self.spec.is_weighted(g):
+            if view.is_weighted:
                 numbers = zip(layout.features_of(g), given, strict=True)
                 scales = [self._scale(f, ids, layout, stack.compute_dtype) for f, ids in numbers]
                 weights = _in_batch_order(self._joined(scales, g, 0), 1)
             rows = _in_batch_order(rows, PADDING_ID)
-            located.append(LocalIds(rows, dense_bags(self.spec, g), weights))
+            located.append(LocalIds(rows, view.dense_bags(), weights))
         return Located(tuple(located), bad)
 
     def report(self, bad_ids: Array, layout: Layout) -> None:

@@ -8,10 +8,11 @@ from tpu_embed.core.lookup.combine import (
     sum_gradients,
 )
 from tpu_embed.core.lookup.reads import activations_read, record_lookup, zero_after
-from tpu_embed.core.lookup.sharded import lookup, not_differentiable
+from tpu_embed.core.lookup.sharded import by_feature, lookup, not_differentiable
 
 __all__ = [
     "activations_read",
+    "by_feature",
     "combine",
     "factors",
     "lookup",

@@ -9,12 +9,14 @@ with the batch dimension sharded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 from jax.sharding import PartitionSpec
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array
-from tpu_embed.core.batch import Batch, LocalIds, TracedIds, bag_layout, worst_case
+from tpu_embed.core.batch import Batch, LocalIds, StackView, TracedIds, view_stacks
 from tpu_embed.core.exchange import FetchedRows, collectives, route
 from tpu_embed.core.layout import Layout
 from tpu_embed.core.lookup.combine import combine
@@ -59,18 +61,15 @@ def lookup(
       one array `[B, …, D]` per feature in flattening order, float32 (float64 for a float64 table);
       the number of bad ids per feature, int32 `[F]`.
     """
-    axes, spec = layout.axes, source.spec
+    axes = layout.axes
 
     def device(tables: dict[str, Array], source: Batch | TracedIds) -> tuple[list[Array], Array]:
         located = source.locate(layout)
         found: dict[int, Array] = {}
-        for g, (stack, ids) in enumerate(zip(layout.stacks, located.ids, strict=True)):
-            activations = _lookup_stack(tables[stack.name], ids, source, layout, g)
-            # [examples * bags, D] -> [examples, …, D], where … is the feature's own shape: () for
-            # one bag per example, (length,) for a sequence.
-            for f, activation in zip(spec.stacks[g].features, activations, strict=True):
-                shape = (spec.local_batch, *spec.feature_shapes[f].inner, stack.dim)
-                found[f] = activation.reshape(shape)
+        for view, ids in zip(view_stacks(source.spec, layout), located.ids, strict=True):
+            table = tables[view.stack.name]
+            activations = _lookup_stack(table, ids, view, fits=source.checked)
+            found |= by_feature(activations, view)
         bad_ids = collectives.psum(located.bad_ids, axes.batch_axes)
         return [found[f] for f in range(len(layout.features))], bad_ids
 
@@ -85,29 +84,41 @@ def lookup(
     )(tables, axes.reshard(source, axes.batch_axes))
 
 
-def _lookup_stack(
-    table: Array, ids: LocalIds, source: Batch | TracedIds, layout: Layout, g: int
-) -> tuple[Array, ...]:
+def by_feature(activations: Sequence[Array], view: StackView) -> dict[int, Array]:
+    """Return the activations of one stack in their features' shapes, by the feature's number.
+
+    Args:
+      activations: `[examples * bags, D]` per feature of the stack.
+      view: the stack.
+    """
+    # [examples * bags, D] -> [examples, …, D], where … is the feature's own shape: () for one bag
+    # per example, (length,) for a sequence.
+    shapes = [(view.spec.local_batch, *shape.inner, view.stack.dim) for shape in view.shapes]
+    each = zip(view.features, activations, shapes, strict=True)
+    return {f: activation.reshape(shape) for f, activation, shape in each}
+
+
+def _lookup_stack(table: Array, ids: LocalIds, view: StackView, *, fits: bool) -> tuple[Array, ...]:
     """Return the activations of one stack on one device, `[examples * bags, D]` per feature.
 
     If the given capacity is too small for the ids, the worst-case branch computes them.
     """
-    stack, form = layout.stacks[g], bag_layout(source.spec, layout, g)
+    stack, bags = view.stack, view.bag_layout
 
     def combined(found: FetchedRows) -> tuple[Array, ...]:
         with jax.named_scope("combine"):
-            return combine(found, ids, form, stack)
+            return combine(found, ids, bags, stack)
 
     with jax.named_scope(f"lookup/{stack.label}"):
-        capacity = max(1, source.spec.stacks[g].row_capacity)
+        capacity = max(1, view.room.row_capacity)
         found, overflow = route.fetch(table, ids.row_ids, stack, capacity)
         # The host has counted the ids of a placed batch, so they fit. Ids traced inside a user's
         # jit may not; then all devices must take the same branch, because both branches exchange.
-        if source.checked or stack.num_shards == 1:
+        if fits or stack.num_shards == 1:
             return combined(found)
-        enough = worst_case(source.spec, layout).stacks[g].row_capacity
+        enough = view.worst_room.row_capacity
         return jax.lax.cond(
-            collectives.any_device(overflow, layout.axes.mesh),
+            collectives.any_device(overflow, view.layout.axes.mesh),
             lambda: combined(route.fetch(table, ids.row_ids, stack, enough)[0]),
             lambda: combined(found),
         )

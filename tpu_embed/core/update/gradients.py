@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from tpu_embed._checks import check_live, message
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array
-from tpu_embed.core.batch import BatchSpec
+from tpu_embed.core.batch import BatchSpec, StackView
 from tpu_embed.core.layout import Layout
 
 
@@ -85,21 +85,17 @@ def _callers_level() -> int:
     return level
 
 
-def stack_gradients(
-    gradients: Sequence[Array | None], spec: BatchSpec, layout: Layout, g: int
-) -> tuple[Array, ...]:
+def stack_gradients(gradients: Sequence[Array | None], view: StackView) -> tuple[Array, ...]:
     """Return one device's gradients of one stack, `[examples * bags, D]` per feature.
 
     Args:
       gradients: one leaf per feature, of this device's examples; None is zero.
-      spec: the batch's static shape.
-      layout: the engine's layout.
-      g: the number of the stack.
+      view: the stack.
     """
-    stack, arrays = layout.stacks[g], []
+    stack, arrays = view.stack, []
     # [examples, …, D] -> [examples * bags, D]: a sequence of 5 positions has 5 bags per example.
-    for f in spec.stacks[g].features:
-        shape, given = (spec.local_batch * spec.feature_shapes[f].bags, stack.dim), gradients[f]
+    for f, own in zip(view.features, view.shapes, strict=True):
+        shape, given = (view.spec.local_batch * own.bags, stack.dim), gradients[f]
         if given is None:
             arrays.append(jnp.zeros(shape, stack.compute_dtype))
         else:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from tpu_embed._types import PADDING_ID, Array, ArrayLike
-from tpu_embed.core.batch import Batch, TracedIds, worst_case
+from tpu_embed.core.batch import Batch, TracedIds, view_stacks
 from tpu_embed.core.exchange import RowSums, collectives
 from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.core.lookup import zero_after
@@ -105,15 +105,17 @@ def update(
     """
     axes = layout.axes
     # Tables without an optimizer do not enter the `shard_map`; they are returned as they came.
-    trained = {g: stack for g, stack in enumerate(layout.stacks) if stack.optimizer is not None}
+    views = view_stacks(source.spec, layout)
+    trained = [view for view in views if view.stack.optimizer is not None]
 
     def device(tables: dict, slots: dict, source: Batch | TracedIds, operands: Operands) -> Updated:
         located, overflowed = source.locate(layout), jnp.int32(0)
         new_tables, new_slots = {}, {}
-        for g, stack in trained.items():
+        for view in trained:
+            stack = view.stack
             held = StackShard(tables[stack.name], slots[stack.name])
-            gradients = stack_gradients(operands.gradients, source.spec, layout, g)
-            task = Task(located.ids[g], gradients, source, layout, g)
+            gradients = stack_gradients(operands.gradients, view)
+            task = Task(located.ids[view.number], gradients, view, fits=source.checked)
             with jax.named_scope(f"update/{stack.label}"):
                 held, overflow = _update_stack(held, task, operands)
                 held = _shared_slots_kept(held, slots[stack.name], stack, operands.skip)
@@ -122,7 +124,7 @@ def update(
         bad_ids = collectives.psum(located.bad_ids, axes.batch_axes)
         return Updated(new_tables, new_slots, bad_ids, overflowed)
 
-    table_specs, slot_specs = state_specs(tuple(trained.values()), axes)
+    table_specs, slot_specs = state_specs(tuple(view.stack for view in trained), axes)
     whole, batch = PartitionSpec(), axes.spec(axes.batch_axes)
     mine = axes.reshard((source, operands.gradients, operands.reads), axes.batch_axes)
     step = jax.shard_map(
@@ -147,14 +149,13 @@ def _update_stack(held: StackShard, task: Task, operands: Operands) -> tuple[Sta
     def with_capacity(held: StackShard, capacity: int) -> StackShard:
         return _apply(held, task, capacity, operands)
 
-    capacity = task.spec.stacks[task.g].partials
-    enough = worst_case(task.spec, task.layout).stacks[task.g].partials
+    capacity, enough = task.view.room.partials, task.view.worst_room.partials
     if task.alone:
         return with_capacity(held, enough), jnp.asarray(False)
     capacity = max(1, capacity)
     # The host has counted the ids of a placed batch, so its capacity is enough. If ids traced
     # inside a user's jit overflow on any device, all devices take the worst case together.
-    if task.source.checked or capacity >= enough:
+    if task.fits or capacity >= enough:
         return with_capacity(held, capacity), jnp.asarray(False)
     overflow = collectives.any_device(overflows(task, capacity), task.layout.axes.mesh)
     held = _run_if(~overflow, lambda held: with_capacity(held, capacity), held)
@@ -217,7 +218,7 @@ class _StackRule(NamedTuple):
     @classmethod
     def of(cls, task: Task, operands: Operands) -> _StackRule:
         """Return the rule of a task's stack at this step."""
-        optimizer, given = task.stack.optimizer, operands.learning_rates.get(task.g)
+        optimizer, given = task.stack.optimizer, operands.learning_rates.get(task.view.number)
         assert optimizer is not None, "only stacks with an optimizer are updated"
         rate = optimizer.resolve_learning_rate(operands.step, given)
         return cls(task, operands, rate, compiled_rule(task.stack, operands.step, rate))

@@ -19,12 +19,9 @@ import jax.numpy as jnp
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.batch import (
     BagLayout,
-    Batch,
     BatchSpec,
     LocalIds,
-    TracedIds,
-    bag_layout,
-    bag_offsets,
+    StackView,
 )
 from tpu_embed.core.exchange import RowSums, collectives, route
 from tpu_embed.core.layout import Layout, Stack
@@ -39,26 +36,29 @@ class Task(NamedTuple):
     Attributes:
       ids: this device's ids of the stack.
       gradients: their bags' gradients, `[examples * bags, D]` per feature of the stack.
-      source: the batch that the ids are from.
-      layout: the engine's layout.
-      g: the number of the stack.
+      view: the stack, in the batch that the ids are from.
+      fits: whether the batch's capacities are known to suffice for the ids.
     """
 
     ids: LocalIds
     gradients: tuple[Array, ...]
-    source: Batch | TracedIds
-    layout: Layout
-    g: int
+    view: StackView
+    fits: bool
 
     @property
     def stack(self) -> Stack:
         """The stack."""
-        return self.layout.stacks[self.g]
+        return self.view.stack
+
+    @property
+    def layout(self) -> Layout:
+        """The engine's layout."""
+        return self.view.layout
 
     @property
     def spec(self) -> BatchSpec:
         """The batch's static shape and capacities."""
-        return self.source.spec
+        return self.view.spec
 
     @property
     def accumulates(self) -> bool:
@@ -69,7 +69,7 @@ class Task(NamedTuple):
     @property
     def bag_layout(self) -> BagLayout:
         """How its ids were combined."""
-        return bag_layout(self.spec, self.layout, self.g)
+        return self.view.bag_layout
 
     @property
     def blocks(self) -> int:
@@ -203,7 +203,7 @@ def _parts(task: Task) -> Array | None:
 def _blocks(task: Task) -> Array:
     """Return the block of the global batch that contains each id's example, int32 `[N]`."""
     # bag // (bags per example) is the example on this device; `first` makes it global.
-    _, per_example = bag_offsets(task.spec, task.g)
+    per_example = task.view.bags_per_example
     first = collectives.axis_index(task.layout.axes.batch_axes) * task.spec.local_batch
     examples, batch, blocks = first + task.ids.bags // per_example, task.spec.batch, task.blocks
     if batch % blocks == 0:
@@ -220,7 +220,7 @@ def _fits_psum(task: Task) -> bool:
     replicas = task.layout.axes.replicas
     if task.stack.num_shards > 1 or replicas == 1 or not task.accumulates:
         return False
-    return task.blocks * task.stack.num_rows <= task.spec.ids(task.g) * replicas
+    return task.blocks * task.stack.num_rows <= task.view.num_ids * replicas
 
 
 def _summed_by_psum(task: Task) -> RowSums:

@@ -27,15 +27,15 @@ from tpu_embed.core.batch import (
     Batch,
     BatchSpec,
     TracedIds,
-    bag_layout,
     make_traced,
     natural_spec,
     pack,
     packed_rows,
+    view_stacks,
 )
 from tpu_embed.core.ids import RaggedIds, SparseIds, Structure, host_ids, structure
 from tpu_embed.core.layout import FeatureLayout, Layout, MeshAxes, ResolvedTable, make_stacks
-from tpu_embed.core.lookup import combine, not_differentiable
+from tpu_embed.core.lookup import by_feature, combine, not_differentiable
 from tpu_embed.io.serving.stored import Stored, stored_tables
 
 __all__ = ["serving_lookup"]
@@ -157,8 +157,8 @@ class Server:
         spec = _rounded(natural_spec(hosts, layout, layout.axes.replicas))
         packed = pack(hosts, spec, layout)
         operands = []
-        for g, table in enumerate(tables):
-            rows = packed_rows(packed, spec, layout, g)[0][0]
+        for view, table in zip(view_stacks(spec, layout), tables, strict=True):
+            rows = packed_rows(packed, view)[0][0]
             operands.append(table.pick(rows) if table.on_host else jax.tree.map(snapshot, table))
         array: Any = packed
         return self._program(tuple(operands), Batch(array, spec, layout.row_numbers))
@@ -195,16 +195,15 @@ class Server:
           tables: in table order.
           source: the ids.
         """
-        layout, spec = self.layout, source.spec
+        layout = self.layout
         located = source.locate(layout)
         pairs = zip(layout.stacks, jax.tree.map(jnp.asarray, tables), strict=True)
         fixed: dict[str, Any] = not_differentiable({stack.name: table for stack, table in pairs})
         found: dict[int, Array] = {}
-        for g, (stack, ids) in enumerate(zip(layout.stacks, located.ids, strict=True)):
+        for view, ids in zip(view_stacks(source.spec, layout), located.ids, strict=True):
+            stack = view.stack
             with jax.named_scope(f"lookup/{stack.tables[0].name}"):
                 rows = fixed[stack.name].found(ids.row_ids, stack)
-                combined = combine(rows, ids, bag_layout(spec, layout, g), stack)
-            for f, activation in zip(spec.stacks[g].features, combined, strict=True):
-                shape = (spec.local_batch, *spec.feature_shapes[f].inner, stack.dim)
-                found[f] = activation.reshape(shape)
+                combined = combine(rows, ids, view.bag_layout, stack)
+            found |= by_feature(combined, view)
         return [found[f] for f in range(len(layout.features))], located.bad_ids
