@@ -270,8 +270,8 @@ class EmbeddingEngine:
     ) -> TableState:
         """Return the state after one step of every table's optimizer.
 
-        It copies every trainable table, unless a jit around it donates the state
-        (`donate_argnums`). Outside a jit, `update_in_place` copies none.
+        Trainable tables are copied, unless a jit around it donates the state (`donate_argnums`);
+        the others are shared. Outside a jit, `update_in_place` copies none.
 
         Args:
           state: the tables.
