@@ -1,7 +1,7 @@
 """Random optimizers: every class with any of its options, optax transforms, and learning rates.
 
-`draw(rng)` returns one. Ranges are such that a rule's numbers stay moderate over two steps, and
-that a wrong rule shows.
+`draw(rng)` returns one. The ranges keep numbers moderate over two steps, and large enough for a
+wrong rule to show.
 """
 
 import jax
@@ -12,7 +12,7 @@ from tpu_embed import optimizers as o
 
 
 class HostRate:
-    """A learning rate that the host reads once an update; whoever trains sets `step`."""
+    """A learning rate that the host reads once per update; the test sets `step`."""
 
     step = 0
 
@@ -77,7 +77,7 @@ CLASSES = (*OPTIONS, "optax")
 
 
 def choose(rng, levels):
-    """Return one of the levels as it is, which `rng.choice` would make an array's element."""
+    """Return one of the levels unchanged; `rng.choice` would convert it to an array element."""
     return levels[rng.integers(len(levels))]
 
 
@@ -93,7 +93,7 @@ def draw(rng):
 
 
 def _allowed(name, options, rng):
-    """Return options that go together, with a learning rate and some slots' first values."""
+    """Return a valid set of options, with a learning rate and the initial values of some slots."""
     if not options["use_gradient_accumulation"]:
         options["clipvalue"] = None
         if name == "Adam":

@@ -1,7 +1,7 @@
-"""Losses of two lookups of one table, of which one is cut from the value in some way, somewhere.
+"""Losses with two lookups of one table, one of which is cut from the value in some way.
 
-`look(ids)` is whatever looks up: a plain table by `embedding_lookup`, or a layer. Every case looks
-up `KEPT`, which reaches the value by the sum of squares, and `CUT`, which does not.
+`look(ids)` is any lookup: `embedding_lookup` of a plain table, or a layer. Every case looks up
+`KEPT`, which reaches the value by the sum of squares, and `CUT`, which does not.
 """
 
 import jax
@@ -44,7 +44,7 @@ def _in_scan(step, kept, cut):
 
 
 def _in_dropped_carry(step, kept, cut):
-    """What the cut rows give is carried along, and the last of it is dropped."""
+    """Carry the result of the cut rows through a scan, and drop its last value."""
 
     def body(carry, ids):
         value, aux = step(ids[0], ids[1])
@@ -86,7 +86,7 @@ PAIRS = list(dict.fromkeys([*PAIRS, ("argmax", "scan"), ("aux", "cond"), ("unuse
 
 
 def loss_of(form, place="plain"):
-    """Return a loss `(look) -> (value, aux)`; `form` is a word, or a function of the cut rows."""
+    """Return a loss `(look) -> (value, aux)`; `form` is a name, or a function of the cut rows."""
     use = FORMS.get(form, form)
 
     def loss(look):

@@ -1,4 +1,4 @@
-"""Features of every form over tables of every kind, and their ids, for tests of serving."""
+"""Features with every kind of input over every kind of table, with ids, for tests of serving."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def bags(count, longest=4):
 
 
 def weights_of(lists):
-    """Return weights with zeros and negative ones among them."""
+    """Return weights, with zeros and negative ones among them."""
     return [[float(w) for w in RNG.choice([-1.5, 0.0, 0.5, 2.0], len(bag))] for bag in lists]
 
 
@@ -63,7 +63,7 @@ HOST = {
 
 
 def declared(forms):
-    """Return features by path, ids and weights alike, for each combiner, plain and quantized."""
+    """Return features, ids and weights by path, for each combiner, plain and quantized."""
     features, ids, weights = {}, {}, {}
     for combiner in ("sum", "mean", "sqrtn"):
         for quantization in (None, QuantizationConfig(9, -0.5, 0.5)):
@@ -85,7 +85,7 @@ def declared(forms):
 
 
 def as_numpy(tables):
-    """Return tables as NumPy arrays, aligned for nobody."""
+    """Return tables as NumPy arrays that are not aligned in memory."""
     found = {}
     for name, table in tables.items():
         table = np.asarray(table)
