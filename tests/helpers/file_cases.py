@@ -34,7 +34,7 @@ def rewrite(path, change):
 
 
 OTHERS = [None, True, False, -1, 0, 1.5, 2**70, "x", "4t,", "../../x", [], {}, [[[]]], [None]]
-"""What stands in the place of a value."""
+"""The values that replace a part."""
 
 
 def mutations(value):

@@ -11,7 +11,7 @@ import numpy as np
 from tpu_embed.kernels import reference
 
 DIMS = [1, 3, 4, 5, 8, 16, 20, 33, 64, 100, 130]
-"""Whole vectors of every width, and all that can be left over."""
+"""Whole vectors of every width, and every possible remainder."""
 
 
 def assert_same_bits(found, expected):
@@ -49,7 +49,7 @@ def row_numbers(rng, rows, n, dtype=np.int32):
     outside = [-1, rows, rows + 1, -rows, limits.min, limits.max]
     outside += [2**32, 2**32 + 1, -(2**32)] * (
         dtype == np.int64
-    )  # present, were they cut to 32 bits
+    )  # in range if they were truncated to 32 bits
     numbers = rng.integers(0, rows, n)
     return np.where(rng.random(n) < 0.2, rng.choice(outside, n), numbers).astype(dtype)
 

@@ -23,14 +23,14 @@ import oracle_rules
 UNIT = 2.0**-24
 """Half a unit in the last place of float32: the relative error of one operation."""
 ROUNDINGS = 8
-"""Roundings, of one operation each, that a nudge stands for."""
+"""How many roundings of one operation a nudge stands for."""
 SAFETY = 4
-"""Nudges try few combinations of signs; a rule may have its roundings add up in another."""
+"""Nudges try few combinations of signs; in others the roundings of a rule may add up."""
 TINY = 1e-35
-"""Below it float32 loses digits, then flushes to zero."""
+"""Below this, float32 loses digits, and then flushes to zero."""
 
 OF_OPTAX = UNIT / (1 - 0.999)
-"""optax takes 1 - 0.999ᵗ in float32, where it has lost three digits."""
+"""optax computes 1 - 0.999ᵗ in float32, which loses three digits."""
 
 
 @dataclasses.dataclass
@@ -46,7 +46,7 @@ class Interval:
         return cls(center - width, center + width)
 
     def rounded(self, dtype):
-        """Return the interval after storing in a dtype; rounding is monotone, so the ends suffice."""
+        """Return the interval after storing in a dtype: rounding is monotone, so the ends do."""
         return Interval(stored(self.low, dtype), stored(self.high, dtype))
 
 
@@ -111,7 +111,7 @@ def updates(config, hyper, occurrences) -> dict[int, Updates]:
         sums = [each] if accumulates else [[gradient] for gradient in each]
         found[row] = Updates(
             [np.sum(terms, axis=0) + np.zeros(config.dim) for terms in sums],
-            # A gain has a division or two, and a sum of at most a few dozen weights.
+            # A gain takes one or two divisions, and a sum of at most a few dozen weights.
             [UNIT * (len(terms) + 64) * np.sum(np.abs(terms), axis=0) + TINY for terms in sums],
         )
     return found

@@ -73,7 +73,7 @@ SLOTS = {
 
 
 number = float
-"""What elementwise rules compute with; `oracle_bounds` puts numbers in its place that round."""
+"""What elementwise rules compute with; `oracle_bounds` replaces it by a version that rounds."""
 
 
 def _complete(name, hyper):

@@ -23,7 +23,7 @@ WIDTHS = (0, 1, 2, 2, 3, 3, 4, 4, 5, 5, 13)
 DTYPES = ("int8", "int16", "int32", "int64", "int64", "uint8", "uint16", "uint32", "uint64")
 EXTREMES = (1e-30, 1e-21, 1e-3, 1.0, 5e19, 1e30)
 EXTREME_WEIGHTS = False
-"""Whether means and sqrtn have weights whose squares, or quotients, are not finite in float32."""
+"""Whether mean and sqrtn may get weights whose squares or quotients overflow in float32."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -79,7 +79,7 @@ def filled(nest, values):
         return next(values)
     new = {key: filled(child, values) for key, child in inner}
     if isinstance(nest, dict):
-        return {key: new[key] for key in nest}  # in the dict's own order, which means nothing
+        return {key: new[key] for key in nest}  # in the order of the dict, which must not matter
     return type(nest)(**new) if isinstance(nest, (Pair, Trio)) else type(nest)(new.values())
 
 
@@ -222,7 +222,7 @@ def draw_case(seed: int) -> Case:
     policy = choose(rng, ("allow", "allow", "skip", "error"))
     axes = choose(rng, (None, None, ("p",), ("q",), ("p", "q"))) if two_axes else None
     blocks = choose(rng, (8, 8, 8, 8, 16, 24, 4, 1))
-    without = {"stateful"} if blocks != 8 else set()  # it has no option for them
+    without = {"stateful"} if blocks != 8 else set()  # no option for sum_blocks
     ways = (INSIDE,) if inside else [w for w in WAYS if w not in without and (dense or w != INSIDE)]
     batches, bad = part(4), BadIds(inside, wide=INSIDE not in ways)
     steps = tuple(draw_step(batches, pairs, bad, policy == "skip") for _ in range(STEPS))

@@ -57,7 +57,7 @@ OPTIONS = {
     "LAMB": {**ADAM_BETAS, "epsilon": (1e-6, 1e-3, 0.1)},
     "Lion": ADAM_BETAS,
     "RMSProp": RMS,
-    "CenteredRMSProp": RMS | {"rho": (0.5, 0.9)},  # at 0 the variance is 0, but for rounding
+    "CenteredRMSProp": RMS | {"rho": (0.5, 0.9)},  # at ρ = 0 the variance is 0, up to rounding
     "Adadelta": {"rho": (0.0, 0.5, 0.95), **EPSILON},
     "ProximalAdagrad": {**ACCUMULATOR, "l1": (0.0, 0.05, 0.5), "l2": (0.0, 0.3)},
     "Yogi": {**ADAM_BETAS, "epsilon": (1e-3, 0.1)},
@@ -107,6 +107,6 @@ def _allowed(name, options, rng):
         options["slot_initializers"] = {slot: choose(rng, values)}
     if name == "CustomOptimizer":
         options["slots"] = TRAIL
-    elif name == "FTRL" and rng.random() < 0.2:  # β, so that nothing is divided by a zero root
+    elif name == "FTRL" and rng.random() < 0.2:  # β > 0, so that no root to divide by is zero
         options |= {"initial_accumulator_value": 0.0, "allow_zero_accumulator": True, "beta": 0.3}
     return options

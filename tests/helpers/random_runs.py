@@ -90,7 +90,7 @@ def eager_step(engine, spec):
     def step(state, ids, weights, gradients):
         batch = engine.place(ids, weights, spec)
         found = engine.lookup(state, batch)
-        if spec is None:  # the other way in
+        if spec is None:  # `update` also takes ids instead of a Batch
             return found, engine.update(state, ids, gradients, weights)
         return found, engine.update_in_place(state, batch, gradients)
 

@@ -24,7 +24,7 @@ FORMS = {
     "rounded": lambda rows: (jnp.floor(rows) + jnp.ceil(rows) * jnp.round(rows)).sum(),
     "aux": _drop,
 }
-"""What becomes of the rows that are looked up in vain; those of "aux" are returned beside it."""
+"""What happens to the rows of the cut lookup; those of "aux" are returned beside the value."""
 
 CONNECTED = {
     "times zero": lambda rows: 0 * rows.sum(),
@@ -32,7 +32,7 @@ CONNECTED = {
     "sign": lambda rows: jnp.sign(rows).sum(),
     "relu of negative numbers": lambda rows: jax.nn.relu(rows - 99).sum(),
 }
-"""Uses whose gradient is zero, and which are uses all the same."""
+"""Uses whose gradient is zero; they count as uses nevertheless."""
 
 
 def _in_scan(step, kept, cut):
@@ -78,11 +78,11 @@ PLACES = {
         lambda kept, cut: _in_scan(jax.checkpoint(step), kept, cut)
     )(kept, cut),
 }
-"""Where both lookups are made: called with a step of both ids that returns a value and the rows."""
+"""Where both lookups are made. Each is called with a step from both ids to a value and the rows."""
 
 PAIRS = [(form, "plain") for form in FORMS] + [("stop_gradient", place) for place in PLACES]
 PAIRS = list(dict.fromkeys([*PAIRS, ("argmax", "scan"), ("aux", "cond"), ("unused", "jit")]))
-"""Each form and each place once at least, for what is slow to compile."""
+"""Every form and every place at least once, for tests that are slow to compile."""
 
 
 def loss_of(form, place="plain"):

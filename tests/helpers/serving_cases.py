@@ -42,7 +42,7 @@ DENSE = {
     "no columns": (np.zeros((BATCH, 0), np.int32), None, {}),
     "no bags": (np.zeros((BATCH, 0, 3), np.int32), None, {}),
 }
-"""Form -> ids, weights, options of its `FeatureConfig`."""
+"""Kind of input -> ids, weights, options of its `FeatureConfig`."""
 
 HOST = {
     "sparse": (SparseIds.from_lists(SEVEN, weights=weights_of(SEVEN)), None, {}),
@@ -59,7 +59,7 @@ HOST = {
     "ragged, dropped": (RaggedIds.from_lists([[ROWS, 1], [-1]] * 4), None, {"on_bad_id": "drop"}),
     "no ids": (RaggedIds.from_lists([[]] * BATCH), None, {}),
 }
-"""The same of forms that only the host takes."""
+"""The same for kinds of input that only the host accepts."""
 
 
 def declared(forms):

@@ -69,6 +69,9 @@ def _fullest_stage(layout: Layout, spec: BatchSpec, g: int, size: Size) -> int:
     """
     stack = layout.stacks[g]
     asked, partials, received, touched = _moving_rows(layout, spec, g)
+    # `held`: the rows to update and their full-width slots. `repacked`: on a TPU, rows that do not
+    # fill whole lines are copied to packed ones. Sending needs partial sums and those received,
+    # then those received and their merged sums.
     rows = functools.partial(_row_bytes, stack, size=size)
     wide = [slot for slot in slot_shapes(stack).values() if slot.per_row and slot.shape]
     held = (1 + len(wide)) * rows(touched)
@@ -87,6 +90,7 @@ def _moving_rows(layout: Layout, spec: BatchSpec, g: int) -> tuple[int, int, int
     sources = layout.axes.size(layout.axes.other_batch_axes(stack.shard_axes))
     asked = stack.num_shards * capacity.row_capacity if stack.num_shards > 1 else 0
     partials = stack.num_shards * capacity.partials
+    # Every source sends up to `partials` sums; without an exchange one device sums its own ids.
     received = sources * partials if partials else spec.ids(g)
     return asked, partials, received, min(received, stack.num_rows)
 
@@ -110,6 +114,8 @@ def sent(layout: Layout, spec: BatchSpec) -> dict[str, int]:
         total["gradients"] += others * capacity.partials * one_sum
         if others:
             total["gradients"] += copies * stack.num_shards * capacity.partials * one_sum
+        # A replicated table: a psum of the block sums of all rows, or partial sums sent to all
+        # replicas, whichever is smaller.
         if not others and layout.axes.replicas > 1:
             blocks = max(layout.sum_blocks, layout.axes.replicas)
             total["gradients"] += (

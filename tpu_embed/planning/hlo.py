@@ -105,6 +105,8 @@ def _read(text: str) -> Iterator[Instruction]:
             head = _COMPUTATION.match(line)
             computation = head["name"] if head else computation
             continue
+        # `%gather_rows.3 = … custom-call(…), custom_call_target="tpu_custom_call"` is a Pallas
+        # kernel: its opcode here is gather_rows.
         kernel = 'custom_call_target="tpu_custom_call"' in line
         arguments, rest = match["rest"].split(")", 1)
         calls = _CALLS.search(rest) if match["opcode"] == "fusion" else None

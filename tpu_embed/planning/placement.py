@@ -101,6 +101,7 @@ def with_tables(declared: Structure, changes: Mapping[str, Mapping[str, Any]]) -
       declared: the features.
       changes: table -> field of `TableConfig` -> value.
     """
+    # By identity: features that share a table object share its changed copy.
     new = {
         id(table): dataclasses.replace(table, name=name, **changes[name])
         for name, table in zip(declared.table_names, declared.tables, strict=True)

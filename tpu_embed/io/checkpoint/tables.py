@@ -213,6 +213,7 @@ def _lines(
     Local row i of shard s is logical row i * S + s (MOD) or s * size + i (DIV).
     """
     array, stack, size = reader.array, f.stack, f.table.rows_per_shard
+    # A block of n rows per shard has about BLOCK bytes over all S shards.
     width = int(np.prod(array.row, dtype=np.int64)) * array.dtype.itemsize * stack.num_shards
     n, dtype = max(1, min(size, BLOCK // max(1, width))), np.dtype(f.shape.dtype)
     for first in range(0, size, n):
@@ -250,6 +251,8 @@ def _put(
     stack, table = f.stack, f.table
 
     def shard(physical: Array, values: Array, first: Array, limit: Array) -> Array:
+        # `inside` are local rows of the table, `rows` the logical ones, and `places` the local rows
+        # of the stack, in which this table begins at its offset.
         inside = first + jnp.arange(values.shape[0], dtype=first.dtype)
         number = collectives.axis_index(stack.shard_axes).astype(first.dtype)
         if stack.placement == "div":
