@@ -1,16 +1,16 @@
-"""Checkpoints: time beside a NumPy write of the same bytes, and memory beyond the state.
+"""Time of a checkpoint, compared with a NumPy write of the same bytes, and its extra memory.
 
     python benchmarks/checkpoint.py --mib 512 --devices 1
 
-One table of float32 rows under Adagrad, which has a slot of the same size. Each figure comes from a
-process of its own. Memory is the peak of resident memory beyond what the process held before the
-call, less the restored state itself for `restore`; in parts of the table. Time is that of the call,
-and of `wait` after a save in the background; NumPy's is a file for each array, with fsync, in the
-same process, in turns, each on an emptied directory.
+There is one float32 table, trained by Adagrad, which has a slot of the same size. Each figure comes
+from its own process. Memory is the peak of resident memory minus what the process held before the
+call (for `restore` also minus the restored state), as a multiple of the table. Time is that of the
+call, and for a save in the background also that of `wait`. NumPy writes one file per array, with
+fsync, in the same process; both take turns, each on an emptied directory.
 
-A virtual machine may give memory that the system has not used for seconds back to its host, and
-take ten times as long for the next first touch as for the copy itself. Memory for four tables is
-touched and freed before each call, so that none of them pays for that; --cold leaves it out.
+A virtual machine may return memory that was unused for some seconds to its host. Touching it again
+then takes ten times as long as the copy itself. So memory for four tables is touched and freed
+before each call; --cold leaves this out.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ KINDS = ("save", "save in the background", "restore")
 
 
 def resident(field: str) -> int:
-    """Return bytes of this process: "VmRSS", those of now, "VmHWM", the most since the reset."""
+    """Return bytes of this process: "VmRSS" now, or "VmHWM", the peak since the reset."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(re.findall(rf"{field}:\s+(\d+) kB", status)[0])
 
 
 def reset_peak() -> int:
-    """Forget the peak; return the bytes of now."""
+    """Reset the peak; return the bytes now."""
     Path("/proc/self/clear_refs").write_text("5")
     return resident("VmRSS")
 
 
 def empty(root: Path) -> None:
-    """Remove what was written: its pages are then free again, for whoever writes next."""
+    """Remove what was written, so that its pages are free for the next write."""
     for path in root.iterdir():
         shutil.rmtree(path)
     os.sync()
 
 
 def warm(args: argparse.Namespace) -> None:
-    """Touch as much memory as a call needs, in large pages as NumPy's arrays are, and free it."""
+    """Touch and free as much memory as a call needs, in large pages as NumPy arrays have."""
     if not args.cold:
         np.ones(4 * args.mib * 2**20, np.uint8)
 
 
 def numpy_write(root: Path, arrays: list[Any]) -> None:
-    """Write a file for each array, and wait until it is on the disk."""
+    """Write one file per array, and wait until it is on disk."""
     root.mkdir()
     for i, array in enumerate(arrays):
         with (root / f"{i}").open("wb") as file:
@@ -80,7 +80,7 @@ def engine_of(args: argparse.Namespace) -> Any:
 
 
 def measure_restore(args: argparse.Namespace) -> dict[str, float]:
-    """Return the figures of `restore`, made in this process."""
+    """Return the figures of `restore`, measured in this process."""
     engine = engine_of(args)
     import jax
 
@@ -99,7 +99,7 @@ def measure_restore(args: argparse.Namespace) -> dict[str, float]:
 
 
 def measure_save(args: argparse.Namespace) -> dict[str, float]:
-    """Return the figures of one kind of save, made in this process."""
+    """Return the figures of one kind of save, measured in this process."""
     engine, root = engine_of(args), Path(args.directory)
     import jax
 
@@ -131,7 +131,7 @@ def measure_save(args: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print a line a kind of call."""
+    """Print one line per kind of call."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mib", type=int, default=512, help="of the table; its slot has as many")
     parser.add_argument("--dim", type=int, default=64)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine's line, and timing that interleaves what it compares."""
+"""Shared by the benchmarks: a line about the machine, and timing of cases in turns."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ DLRM_ROWS = [
 """Rows of the 26 tables of MLPerf's DLRM-DCNv2 (MLPerf training, recommendation_v2)."""
 
 DLRM_HOTS = [3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1]
-"""Ids a sample of each of them; 214 in all."""
+"""Ids per sample in each of them; 214 in all."""
 
 
 def emulate(devices: int) -> None:
-    """Ask for emulated CPU devices; to be called before JAX is imported."""
+    """Ask for emulated CPU devices; call this before JAX is imported."""
     assert "jax" not in sys.modules, "emulate before importing jax"
     flag = f"--xla_force_host_platform_device_count={devices}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
@@ -30,7 +30,7 @@ def emulate(devices: int) -> None:
 
 
 def machine() -> str:
-    """Return one line: processor, cores, versions."""
+    """Return one line about processor, cores and versions."""
     import jax
     import numpy as np
 
@@ -45,7 +45,7 @@ def machine() -> str:
 
 
 def interleaved(cases: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Return the median milliseconds of each case, one call of each a round, after one warm-up."""
+    """Return the median milliseconds of each case: one call per round, after a warm-up round."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     for one_round in range(rounds + 1):
         for name, run in cases.items():

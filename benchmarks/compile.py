@@ -1,10 +1,11 @@
-"""Seconds that libtpu takes to compile a training step: 260 tables of three widths beside 26.
+"""Seconds that libtpu takes to compile a training step: 260 tables of three widths against 26.
 
     pip install ".[tpu]"
     JAX_PLATFORMS=cpu python benchmarks/compile.py
 
-Needs no TPU. The time grows with the ids of a device more than with tables (sorts, above all), so
-that 26 tables are compiled with as many ids in all, and with as many an example and table.
+No TPU is needed. The time grows more with the ids per device (because of sorts) than with the
+number of tables. So 26 tables are compiled twice: with as many ids in all, and with as many ids per
+example and table.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import common
 
 
 def main() -> None:
-    """Print the seconds of every program, in turns, and their ratios to the first."""
+    """Print the seconds of every program, measured in turns, and their ratios to the first."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--topology", default="v5p:2x2x1")
     parser.add_argument("--batch", type=int, default=1024)

@@ -1,8 +1,8 @@
-"""What `embedding.py` compares: one class a library, all with the same tables, ids and targets.
+"""The libraries that `embedding.py` compares, one class each, with equal tables, ids and targets.
 
 A contestant has `forward(i)` (the activations of batch i), `step(i)` (lookup, gradient, update) and
-`rows(t)` (table t as NumPy). The loss is half the squared distance to a target, so that the
-gradient is the activation less the target: as little as a model can add.
+`rows(t)` (table t as NumPy array). The loss is half the squared distance to a target, so the
+gradient is the activation minus the target, the least work that a model can add.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ BATCHES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One line of the table.
+    """One line of the results.
 
     Args:
       rows: V of every table.
       dim: D.
-      hot: ids a sample of every table.
-      tables: their number.
+      hot: ids per sample and table.
+      tables: the number of tables.
       ids: "uniform" or "zipf" (exponent 1.2).
       optimizer: "sgd", "adagrad" or "adam".
     """
@@ -41,12 +41,12 @@ class Cell:
 
     @property
     def slots(self) -> int:
-        """Slots of a row, each as long as the row."""
+        """The number of slots per row, each as long as the row."""
         return {"sgd": 0, "adagrad": 1, "adam": 2}[self.optimizer]
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of all tables, without slots."""
+        """The bytes of all tables, without slots."""
         return self.rows * self.dim * self.tables * 4
 
 
@@ -107,7 +107,7 @@ class Ours:
 
         features = {n: tpu_embed.FeatureConfig(table(t)) for t, n in enumerate(self.names)}
         self.engine = engine = tpu_embed.EmbeddingEngine(features, optimizer)
-        # Ready before anything else runs: a callback needs the GIL, which a dispatch may hold.
+        # Wait for the state: its callbacks need the GIL, which another dispatch might hold.
         self.state = jax.block_until_ready(engine.init(jax.random.key(0)))
         batches = [dict(zip(self.names, ids, strict=True)) for ids in data.ids]
         spec = tpu_embed.BatchSpec.union(*(engine.place(ids).spec for ids in batches))
@@ -128,7 +128,7 @@ class Ours:
             gradients = jax.tree.map(jax.numpy.subtract, activations, targets)
             return engine.update(state, batch, gradients)
 
-        # Which kernels run is decided when a function is traced: at its first call.
+        # A function chooses its kernels when it is traced, which is at its first call.
         self._lookup, self._step = jax.jit(engine.lookup), step
         before = os.environ.get("TPU_EMBED_KERNELS")
         os.environ["TPU_EMBED_KERNELS"] = kernels
@@ -154,7 +154,7 @@ class Ours:
 
 
 class Flax:
-    """A plain user of flax `nnx.Embed` and optax: dense gradients."""
+    """flax `nnx.Embed` and optax as most people use them, with dense gradients."""
 
     def __init__(self, data: Data) -> None:
         import jax
@@ -180,8 +180,8 @@ class Flax:
         rule = {
             "sgd": optax.sgd(LEARNING_RATE),
             "adagrad": optax.adagrad(LEARNING_RATE, FIRST_ACCUMULATOR, 1e-12),
-            # optax adds epsilon to the corrected root: the same number at the first step, which is
-            # the one that is compared.
+            # optax adds epsilon after the bias correction of the root, so it is scaled here. Both
+            # are equal at the first step, the one that is compared.
             "adam": optax.adam(LEARNING_RATE, eps=1e-3 / 0.001**0.5),
         }[cell.optimizer]
         graph, self.params = nnx.split(Model(), nnx.Param)
@@ -217,7 +217,7 @@ class Flax:
 
 
 class Torch:
-    """torch `EmbeddingBag(sparse=True)` and torch's optimizers."""
+    """torch `EmbeddingBag(sparse=True)` with the optimizers of torch."""
 
     def __init__(self, data: Data) -> None:
         import torch
@@ -259,7 +259,7 @@ class Torch:
 
 
 class Fbgemm:
-    """FBGEMM's table-batched embedding on CPU, whose update is fused into the backward pass."""
+    """FBGEMM's table-batched embedding on CPU, which fuses the update into the backward pass."""
 
     def __init__(self, data: Data) -> None:
         import fbgemm_gpu  # noqa: F401  (registers the operators)

@@ -1,8 +1,8 @@
-"""Time and bytes of a delta beside those of a full export; time to bring a model up to date.
+"""Time and bytes of a delta against those of a full export, and the time to apply a delta.
 
     python benchmarks/delta.py --rows 1000000 --dim 64 --touched 100000
 
-Files go to a temporary directory; a full export is the table alone, with a model that returns its
+Files go to a temporary directory. The full export is of one table, with a model that returns its
 activations.
 """
 
@@ -64,7 +64,7 @@ def main() -> None:
         def load(*, check: bool) -> None:
             io.load_model(Path(root, "full-0"), check=check)
 
-        in_place()  # the first time copies
+        in_place()  # the first call copies the tables
         cases = {
             "export_model": full,
             "export_delta": delta,

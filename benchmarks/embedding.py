@@ -1,15 +1,17 @@
-"""tpu_embed beside torch, FBGEMM, flax + optax and its own jnp path, on CPU: one run, one table.
+"""Compare tpu_embed on CPU with torch, FBGEMM, flax + optax and its own jnp path, in one run.
 
     make bench                                        # everything, in its own environment
     python benchmarks/embedding.py --cells 3          # a few lines only
 
-Every cell starts all contestants from the same tables, checks that one step gives them the same
-rows, then times them in turns. Forward is the lookup alone; a step is lookup, gradient (activation
-less target) and update. Writes `benchmarks/results/embedding.md` and `docs/images/embedding.png`.
+In every cell all contestants start from the same tables. After one step their rows must agree; then
+they are timed in turns. Forward is the lookup alone; a step is lookup, gradient (activation minus
+target) and update. The results go to `benchmarks/results/embedding.md` and
+`docs/images/embedding.png`.
 
-Roofline: the bytes that must move, by the bandwidth of a two-threaded copy of 512 MB (read +
-written) measured beside every cell. Forward: ids, each distinct row once, the activations written.
-A step: that, the activations' gradients read, and each distinct row and its slots read and written.
+The roofline is the bytes that must move, divided by the bandwidth of a two-threaded copy of 512 MB
+(bytes read + written), which is measured in every cell. Forward must read the ids and each distinct
+row once, and write the activations. A step must in addition read the gradients of the activations,
+and read and write each distinct row with its slots.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ DENSE_LIMIT = 600_000_000
 
 
 def make(name: str, data: Data) -> Any:
-    """Return a contestant, or None where it cannot do the cell."""
+    """Return a contestant, or None if it cannot do the cell."""
     cell = data.cell
     if name == "tpu_embed":
         return contestants.Ours(data, "native")
@@ -78,7 +80,7 @@ def make(name: str, data: Data) -> Any:
 
 
 def check_equal(running: dict[str, Any], data: Data) -> None:
-    """Take one step each, and compare the rows it touched."""
+    """Take one step with each contestant, and compare the rows that it touched."""
     for one in running.values():
         one.step(0)
     for t in range(data.cell.tables):
@@ -91,14 +93,14 @@ def check_equal(running: dict[str, Any], data: Data) -> None:
 
 
 def timed(calls: dict[Any, Any], budget: float) -> dict[Any, float]:
-    """Return the median milliseconds of every call, made in turns until the budget is spent."""
+    """Return the median milliseconds of every call; calls take turns until the budget is spent."""
     spent: dict[Any, list[float]] = {name: [] for name in calls}
     start = time.perf_counter()
     for turn in range(40):
         for name, call in calls.items():
-            time.sleep(0.01)  # the last one's threads stop spinning
+            time.sleep(0.01)  # let the threads of the previous call stop spinning
             begin = time.perf_counter()
-            for repeat in range(3):  # fast calls more than once, so that turns are alike in length
+            for repeat in range(3):  # repeat fast calls, so that all turns take about as long
                 before = time.perf_counter()
                 call((turn + repeat) % BATCHES)
                 if turn:
@@ -123,7 +125,7 @@ class Copy:
 
     @property
     def bytes(self) -> int:
-        """Read and written."""
+        """The bytes that are read and written."""
         return 2 * self.source.nbytes
 
 
@@ -168,7 +170,7 @@ def geometric_mean(values: list[float]) -> float:
 
 
 def line(figures: dict[str, Any]) -> str:
-    """Return a line of the Markdown table."""
+    """Return one line of the Markdown table."""
     cell = figures["cell"]
     parts = [f"{cell.rows:,}", cell.dim, cell.hot, cell.tables, cell.ids, cell.optimizer]
     for verb in ("forward", "step"):
@@ -180,7 +182,7 @@ def line(figures: dict[str, Any]) -> str:
 
 
 def report(done: list[dict[str, Any]], args: argparse.Namespace, versions: str) -> str:
-    """Return the Markdown of the whole run."""
+    """Return the results of the whole run in Markdown."""
     columns = ["rows", "D", "ids", "tables", "drawn", "optimizer"]
     for verb in ("forward", "step"):
         columns += [f"{verb} ms", *RIVALS, "jnp path", "best rival ÷ ours", "of roofline"]
@@ -212,7 +214,7 @@ def report(done: list[dict[str, Any]], args: argparse.Namespace, versions: str) 
 
 
 def chart(done: list[dict[str, Any]], path: Path) -> None:
-    """Draw, for every line, how many times as long as ours each rival's step takes."""
+    """Plot, for every line, the time of each rival's step divided by ours."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -242,7 +244,7 @@ def chart(done: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Run the grid, print as it goes, write the results."""
+    """Run the grid, print each line as it is done, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, default=4096)
     parser.add_argument("--budget", type=float, default=3.0, help="seconds of timing a cell")

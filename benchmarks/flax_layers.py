@@ -1,9 +1,10 @@
-"""A step of a flax model with our layer beside the same with `nnx.Embed` and dense optax.
+"""A step of a flax model with our layer, against the same model with `nnx.Embed` and dense optax.
 
     python benchmarks/flax_layers.py
 
-B examples of 20 ids, Adagrad on the table, SGD on a linear layer; both steps are jitted by nnx and
-donate. A line a vocabulary, interleaved; both tables are compared after the first step.
+There are B examples of 20 ids, Adagrad on the table and SGD on a linear layer. Both steps are
+jitted by nnx with donation. For each vocabulary size they are timed in turns, and their tables are
+compared after the first step.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import common
 
 
 def main() -> None:
-    """Print the medians and their ratio, a line a vocabulary."""
+    """Print the medians and their ratio, one line per vocabulary size."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--dim", type=int, default=64)
@@ -35,7 +36,7 @@ def main() -> None:
     import tpu_embed.nn
 
     class Model(nnx.Module):
-        """The sum of an example's rows, through a linear layer."""
+        """The sum of the rows of an example, then a linear layer."""
 
         def __init__(self, embed: Any) -> None:
             self.embed = embed
@@ -45,7 +46,7 @@ def main() -> None:
             return self.linear(self.embed(ids).sum(1))[:, 0]
 
     def label(params: Any) -> Any:
-        """Name the part of the model that each parameter belongs to."""
+        """Return, for each parameter, the name of the part of the model that has it."""
         return jax.tree.map_with_path(lambda path, _: path[0].key, params)
 
     def trainer(model: Model, tx: Any, value_and_grad: Any) -> Any:
@@ -80,7 +81,7 @@ def main() -> None:
         given = [rng.integers(0, rows, shape).astype(np.int32) for _ in range(8)]
         for step in steps.values():
             step(given[0])
-        # Sums of the rows' gradients are rounded in another order.
+        # The two sum the gradients of a row in different orders, so roundings differ.
         np.testing.assert_allclose(
             ours.embed.embedding, theirs.embed.embedding[...], rtol=1e-4, atol=1e-5
         )

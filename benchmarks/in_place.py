@@ -1,11 +1,11 @@
-"""Steps whose gradients do not depend on the activations, beside one whose do: all in place.
+"""Steps update in place even if their gradients do not depend on the activations.
 
     python benchmarks/in_place.py
 
-The documented step has a loss whose gradients depend on the activations. In the others XLA learns
-from the library alone that the lookup comes first; where it does not know, it copies the table.
-Prints the milliseconds of each, their ratio to the documented step, and, to compare with, a step
-that does copy: one whose state is not donated.
+In the documented step the gradients depend on the activations, so XLA knows that the lookup comes
+before the update. In the other steps only the library tells XLA so; if it did not, XLA would copy
+the table. Prints the milliseconds of each step, and the ratio to the documented one. For
+comparison, one step is made to copy: its state is not donated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import common
 
 
 def main() -> None:
-    """Print a line for each step."""
+    """Print one line per step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--rows", type=int, default=1_000_000)
@@ -58,7 +58,7 @@ def main() -> None:
         return state, (loss, number)
 
     class Run:
-        """One step with a state of its own."""
+        """One step with its own state."""
 
         def __init__(self, step, donate: bool = True) -> None:
             self.step = jax.jit(step, donate_argnums=0 if donate else ())

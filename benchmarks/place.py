@@ -1,9 +1,10 @@
-"""Time of `EmbeddingEngine.place`: 26 features, 214 ids a sample (DLRM-DCNv2's multi-hot sizes).
+"""Time of `EmbeddingEngine.place`: 26 features, 214 ids per sample (the sizes of DLRM-DCNv2).
 
     python benchmarks/place.py --devices 8 --batch 4096
 
 Ids are uniform (the hardest case for dedup) or Zipf 1.2, as dense arrays and as `RaggedIds`. The
-time ends when the packed batch is on the devices. The tables have their real sizes: none is made.
+time includes the transfer of the packed batch to the devices. The tables are declared with their
+real sizes, but never allocated.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def main() -> None:
     }
 
     def placer(batch: dict) -> Callable[[], object]:
-        """Return a call that places the batch, by an engine of its own: forms do not mix."""
+        """Return a call that places the batch; its engine is not shared, so specs do not mix."""
         engine = tpu_embed.EmbeddingEngine(features, tpu_embed.optimizers.Adagrad(0.005))
         return lambda: jax.block_until_ready(engine.place(batch).packed)
 

@@ -1,8 +1,8 @@
-"""One thread against two, and one device against eight, for the same global batch.
+"""Compare one thread with two, and one device with eight, for the same global batch.
 
     python benchmarks/scaling.py
 
-Every setting needs a process of its own: each is started anew, several times in turns, and the best
+Every setting needs its own process. The processes are started several times in turns, and the best
 median of a step (lookup, gradient, update) is printed with its ratio.
 """
 
@@ -25,11 +25,11 @@ CELLS = [
     Cell(1_000_000, 64, 20, 1, "zipf", "adagrad"),
 ]
 SETTINGS = {"1 thread": (1, 1), "2 threads": (2, 1), "8 devices": (2, 8)}
-"""Threads and emulated devices."""
+"""(threads, emulated devices)"""
 
 
 def measure(cell: Cell, batch: int, threads: int, devices: int) -> float:
-    """Return the median milliseconds of a step in this process, which has not met JAX yet."""
+    """Return the median milliseconds of a step; this process must not have imported JAX yet."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
     common.emulate(devices)
     from contestants import Ours
@@ -43,7 +43,7 @@ def measure(cell: Cell, batch: int, threads: int, devices: int) -> float:
 
 
 def main() -> None:
-    """Print a line a cell; or, as a child, one number."""
+    """Print one line per cell; a child process prints one number."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=3)

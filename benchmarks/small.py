@@ -1,4 +1,4 @@
-"""What Python and dispatch cost: 32 samples of 26 features, D 16, where the kernels have no work.
+"""The cost of Python and dispatch: 32 samples of 26 features, D 16, so kernels have little work.
 
     python benchmarks/small.py
 

@@ -1,9 +1,9 @@
-"""A step on a table that is a plain array: its rows alone, beside jax.grad and dense optax.
+"""A sparse step on a table that is a plain array, against jax.grad and dense optax.
 
     python benchmarks/sparse_grad.py
 
-Both steps look up B ids, take half the mean squared activation as loss and apply Adagrad; they
-start from the same table, and their tables are compared after the first step. Interleaved.
+Both steps look up B ids, take half the mean squared activation as loss, and apply Adagrad. They
+start from the same table, are compared after the first step, and are timed in turns.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Cost follows the batch: the same step on a small and on a large vocabulary, interleaved.
+"""The cost follows the batch: time the same step on a small and on a large vocabulary, in turns.
 
     python benchmarks/vocabulary.py --devices 1
 
-Prints, for float32 and bfloat16 tables, the step's milliseconds and the compiled program's
-temporaries for both, and the ratio of the times. Each vocabulary gets ids from its own range, and
-again ids from the small range only: what remains of the ratio then is not the caches'.
+Prints for float32 and bfloat16 tables the milliseconds of both steps, the temporary memory of both
+compiled programs, and the ratio of the times. Each vocabulary gets ids from its own range, and then
+from the small range only, to separate the effect of the caches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import common
 
 
 def main() -> None:
-    """Print a line a dtype and range of ids."""
+    """Print one line per dtype and range of ids."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--batch", type=int, default=1024)
@@ -33,7 +33,7 @@ def main() -> None:
     import tpu_embed
 
     class Run:
-        """One engine with its state, and batches to cycle through."""
+        """An engine with its state, and batches to cycle through."""
 
         def __init__(self, rows: int, highest: int, dtype: str) -> None:
             table = tpu_embed.TableConfig(rows, args.dim, combiner="sum", dtype=dtype)

@@ -2,8 +2,8 @@
 
 Command:   python examples/dlrm.py --devices 8    (1/10,000 of the rows, planted clicks)
 Hardware:  2 cores AMD EPYC, Python 3.11, JAX 0.10.2; 1.9 to 2.4 minutes with compilation
-Expected:  test AUC 0.866 after 2,457,600 examples; the true probabilities reach 0.871. Of what
-           they have above 0.5 that is 98.6 %; the test is 32,768 examples
+Expected:  test AUC 0.866 after 2,457,600 examples; the true probabilities reach 0.871. The
+           model reaches 98.6 % of their distance to 0.5, on 32,768 test examples
 
 The whole workload was not run:
 
@@ -12,7 +12,7 @@ Command:   python examples/dlrm.py --scale 1 --dim 128 --most-hot 100 --network 
 Hardware:  tables of 104.5 GB, and as much again for Adagrad's accumulators
 Expected:  MLPerf's target, AUC 0.80275 within one epoch of 4,195,197,692 examples
 
-What it takes on machines that are not here:
+What the plan says for TPUs:
 
 Command:   python -m tpu_embed plan configs/dlrm_dcnv2.py --topology v5p:4x4x4
 Expected:  3.5 GiB on each of 64 devices; refused on v5e:2x2
@@ -25,7 +25,7 @@ import numpy as np
 
 import tpu_embed
 
-LEAST_ROWS = 4  # of a table that `scaled` has shrunk
+LEAST_ROWS = 4  # a table that `scaled` shrinks keeps as many
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,21 +34,21 @@ class DlrmConfig:
 
     Args:
       rows: V of each table.
-      hots: H of each table, ids of a bag.
-      dim: D of every table, and what the bottom network ends with.
-      dense_features: numbers of an example.
-      bottom: outputs of the layers over the dense features.
-      cross_layers: low-rank cross layers.
-      cross_rank: rank of each.
-      top: outputs of the layers after them.
+      hots: H of each table, the number of ids in a bag.
+      dim: D of every table, and the last output size of the bottom network.
+      dense_features: the number of dense features per example.
+      bottom: output sizes of the layers over the dense features.
+      cross_layers: the number of low-rank cross layers.
+      cross_rank: the rank of each cross layer.
+      top: output sizes of the layers after the crosses.
       batch_size: B.
-      learning_rate: of Adagrad, on tables and network alike; no decay, no warm-up.
+      learning_rate: that of Adagrad, for tables and network; no decay, no warm-up.
       epsilon: ε of Adagrad.
-      initial_accumulator: of Adagrad.
-      seed: of the initial values and of the order of the examples.
+      initial_accumulator: the initial accumulator of Adagrad.
+      seed: the seed of the initial values and of the order of examples.
 
     Raises:
-      ValueError: `rows` and `hots` of different lengths, or `bottom` that does not end with `dim`.
+      ValueError: `rows` and `hots` have different lengths, or `bottom` does not end with `dim`.
     """
 
     rows: tuple[int, ...]
@@ -79,16 +79,16 @@ class DlrmConfig:
         most_hot: int | None = None,
         network: float = 1.0,
     ):
-        """Return the workload with fewer rows; with smaller vectors, bags and layers if asked.
+        """Return the workload with fewer rows, optionally with smaller vectors, bags and layers.
 
         Args:
-          scale: factor of the rows, in (0, 1]; a table keeps 4 rows at least, or all it has.
-          dim: D instead; the bottom network then ends with it.
+          scale: the factor of the rows, in (0, 1]; a table keeps at least 4 rows, or all it has.
+          dim: another D, which is also the last output size of the bottom network.
           most_hot: longer bags are cut to this length.
-          network: factor of the hidden layers' outputs and of the crosses' rank, in (0, 1].
+          network: the factor of hidden layer sizes and of the cross rank, in (0, 1].
 
         Raises:
-          ValueError: a factor outside (0, 1], or a size below 1.
+          ValueError: a factor is outside of (0, 1], or a size is below 1.
         """
         for name, factor in {"scale": scale, "network": network}.items():
             if not 0 < factor <= 1:
@@ -125,7 +125,7 @@ CONFIG = DlrmConfig(
 
 
 def workload(config=CONFIG):
-    """Return feature configs, optimizer and the shapes of a batch, for the planner."""
+    """Return feature configs, the optimizer and the shapes of a batch, for the planner."""
     features, batch = {}, {}
     for number, (rows, hot) in enumerate(zip(config.rows, config.hots, strict=True)):
         name = f"t{number:02d}"

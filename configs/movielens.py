@@ -16,5 +16,5 @@ init_scale = 0.05
 
 learning_rate = 0.1  # Adagrad on the tables; falls to 0 along a cosine
 dense_learning_rate = 0.002  # Adam on the tower
-vector_decay = 0.11  # L2 on the looked-up vectors, an example
+vector_decay = 0.11  # L2 per example on the looked-up vectors
 bias_decay = 0.005

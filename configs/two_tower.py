@@ -2,13 +2,13 @@
 
 Command:   python examples/two_tower.py --devices 1    (or 8)
 Hardware:  2 cores of an x86-64 CPU; 9 s on 1 device, 27 s on 8, compilation included
-Expected:  recall@50 0.544 after 8 epochs, of popularity 0.301; 0.540 to 0.548 with --seed 0 to 2;
-           losses alike on 1 and 8 devices to 1e-4, recall to 0.001 (sums over the batch differ)
+Expected:  recall@50 0.544 after 8 epochs, by popularity 0.301; 0.540 to 0.548 with --seed 0 to 2;
+           losses on 1 and 8 devices agree to 1e-4, recall to 0.001 (sums are rounded differently)
 """
 
 seed = 0  # of the 80/20 split, the initial values and the order of the batches
 epochs = 8
-batch_size = 1600  # divides the 80,000 training ratings, and by 8
+batch_size = 1600  # divides the 80,000 training ratings; a multiple of 8
 
 dim = 32  # of the user and item vectors
 side_dim = 8  # of age, gender, occupation, genres and decade

@@ -1,7 +1,7 @@
-"""Criteo click logs: read the text files, write them in the form that `dlrm_data.Stored` maps.
+"""Criteo click logs: convert the text files to binary files that `dlrm_data.Stored` can map.
 
 A line is a label, 13 integers and 26 hexadecimal ids, separated by tabs; any of the last 39 may be
-empty. One process reads some ten thousand lines a second. To convert two days:
+empty. One process reads some ten thousand lines per second. To convert two days:
 
     python examples/criteo.py --out criteo_bin day_0.gz day_1.gz
 """
@@ -35,15 +35,15 @@ KINDS = {
 
 
 def read(path: Path, rows: Sequence[int], *, lines: int = 16_384) -> Iterator[Examples]:
-    """Yield the examples of one file, plain or gzip, `lines` at a time.
+    """Yield the examples of one file (plain or gzip), `lines` examples at a time.
 
     - label: float32, 0 or 1.
-    - dense: log(x + 1); a missing or negative x counts as 0.
-    - ids: the hexadecimal number mod V of its table; a missing one is 0.
+    - dense: log(x + 1), where a missing or negative x counts as 0.
+    - ids: the hexadecimal number mod V of its table; a missing number counts as 0.
 
     Raises:
-      ValueError: a line is malformed, the file ends inside its compression, or it is empty; the
-        message has file and line.
+      ValueError: a line is malformed, the gzip data is cut short, or the file is empty; the message
+        names file and line.
     """
     start, modulus = 0, np.array(rows, np.uint64)
     with _opened(path) as file:
@@ -75,6 +75,7 @@ def _parsed(path: Path, block: list[bytes], start: int, modulus: np.ndarray) -> 
     for number, line in enumerate(block, start + 1):
         if not LINE.fullmatch(line):
             raise ValueError(f"{path}:{number}: {_fault(line)}")
+    # B lines of 40 fields -> 40 columns of B fields: the label, 13 integers, 26 ids
     columns = list(zip(*(line.split(b"\t") for line in block), strict=True))
     label = np.array(columns[0], dtype=np.float32)
     integers = [[int(x or 0) for x in column] for column in columns[1 : 1 + DENSE]]
@@ -95,13 +96,14 @@ def _fault(line: bytes) -> str:
 
 
 def convert(paths: Iterable[Path], directory: Path, rows: Sequence[int]) -> int:
-    """Write the examples of these files, one after the other, and return how many they are.
+    """Write the examples of these files, one after the other, and return their number.
 
-    `label.bin` uint8, `dense.bin` float32 and `ids.bin` int32, little-endian, and last `meta.json`,
-    without which nobody reads the others. A block of lines is held in memory at a time.
+    The files are `label.bin` (uint8), `dense.bin` (float32) and `ids.bin` (int32), little-endian.
+    `meta.json` is written last; without it `Stored.open` refuses the others, so an interrupted
+    conversion is never read. One block of lines is held in memory at a time.
 
     Raises:
-      ValueError: no files, one that is not there or would be written over, or what `read` refuses.
+      ValueError: there are no files, one is missing or would be overwritten, or `read` refuses one.
     """
     paths = list(paths)
     _check(paths, directory)
@@ -119,7 +121,7 @@ def convert(paths: Iterable[Path], directory: Path, rows: Sequence[int]) -> int:
 
 
 def _check(paths: list[Path], directory: Path) -> None:
-    """Refuse before anything is written."""
+    """Check the files before anything is written."""
     if not paths:
         raise ValueError(f"{directory}: expected files to convert, got none")
     for path in paths:

@@ -1,7 +1,7 @@
-"""Write your own loop: a flax network under optax, tables under their own optimizers, one jit.
+"""Write your own training loop: flax network, optax, tables with their own optimizers, one jit.
 
-Clicks are made up from hidden tastes: the loss falls from ln 2 = 0.693 towards 0.326, the entropy
-of the coin that decides each click.
+The clicks are drawn from made-up preferences. The loss falls from ln 2 = 0.693 towards 0.326, the
+entropy of the click probabilities, which no model can beat.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def feature_config() -> dict[str, FeatureConfig]:
     return {
         "user": FeatureConfig(users),
         "item": FeatureConfig(items),
-        "history": FeatureConfig(items),  # the same table, a bag an example
+        "history": FeatureConfig(items),  # the same table, one bag per example
     }
 
 
 def clicks(batch_size: int, seed: int) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
-    """Yield batches for ever: features, and labels float32 [B]."""
+    """Yield batches without end: features, and labels float32 [B]."""
     rng = np.random.default_rng(seed)
     taste, style = rng.normal(size=(USERS, 4)), rng.normal(size=(ITEMS, 4))
     popular = 1.0 / np.arange(1, ITEMS + 1)
@@ -53,7 +53,7 @@ def clicks(batch_size: int, seed: int) -> Iterator[tuple[dict[str, np.ndarray], 
 
 
 class Network(nnx.Module):
-    """Turn the activations of an example into one logit."""
+    """Map the activations of each example to one logit."""
 
     def __init__(self, *, rngs: nnx.Rngs):
         self.first = nnx.Linear(4 * DIM, 64, rngs=rngs)
@@ -79,7 +79,7 @@ def main() -> None:
     state = engine.init(jax.random.key(0))
     graph, params = nnx.split(Network(rngs=nnx.Rngs(0)))
     dense = optax.adamw(1e-3)
-    everywhere = state.step.sharding  # where a step leaves them: it is compiled once, not twice
+    everywhere = state.step.sharding  # as a step returns them, so that it is compiled only once
     params, opt_state = jax.device_put((params, dense.init(params)), everywhere)
 
     def loss_fn(params, acts, label):

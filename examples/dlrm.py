@@ -1,7 +1,7 @@
-"""Train DLRM-DCNv2, MLPerf's workload, at a scale that fits, and print the area under the curve.
+"""Train DLRM-DCNv2, MLPerf's workload, at a scale that fits this machine, and print its AUC.
 
-Clicks are planted, so that the best area is known; or Criteo's, which `criteo.py` has converted
-into the directories `train` and `test` of --criteo. Tables and network are trained by Adagrad.
+The clicks are made up, so that the best possible AUC is known; or they are Criteo's, converted by
+`criteo.py` into `train` and `test` of --criteo. Adagrad trains tables and network.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def arguments() -> argparse.Namespace:
 
 
 def make_steps(engine, dense, graph):
-    """Return the jitted training step, and the one that adds a batch to the metric."""
+    """Return the jitted training step, and the jitted step that adds a batch to the metric."""
 
     def loss_fn(params, activations, numbers, label):
         return model.loss(nnx.merge(graph, params)(numbers, activations), label)
@@ -76,11 +76,11 @@ def make_steps(engine, dense, graph):
 
 
 def fit(args, config, engine, dense, source, test) -> Iterator[tuple[int, float, str]]:
-    """Train; yield, some ten times, the examples seen, the test's area, and a line to print."""
+    """Train; yield about ten times: the examples seen, the AUC on the test, and a line to print."""
     state = engine.init(jax.random.key(config.seed))
     graph, params = nnx.split(model.Dlrm(config, rngs=nnx.Rngs(config.seed)))
     start = params, jax.jit(dense.init)(params), model.Auc.empty()
-    *network, empty = jax.device_put(start, state.step.sharding)  # as a step leaves them
+    *network, empty = jax.device_put(start, state.step.sharding)  # as a step returns them
     trained, (train, score) = (state, *network), make_steps(engine, dense, graph)
     expand = multi_hot.bags(config, args.matrices)
     spread = jax.NamedSharding(engine.layout.axes.mesh, jax.P(engine.layout.axes.mesh.axis_names))
@@ -134,7 +134,7 @@ def main() -> None:
     engine = tpu_embed.EmbeddingEngine(model.feature_config(config), adagrad)
     curve, best = [(0, 0.5)], None
     print(f"{count} device(s), {len(config.rows)} tables of {sum(config.rows)} rows")
-    draw(curve, best, args.plot)  # what cannot be written is found out before the training
+    draw(curve, best, args.plot)  # finds out before the training whether it can be written
     for seen, area, text in fit(args, config, engine, adagrad.as_optax(), *streams):
         tqdm.write(f"{seen} examples  {text}")
         curve.append((seen, area))

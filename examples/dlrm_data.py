@@ -1,7 +1,7 @@
-"""Examples of click data: batches of them, from files in memory-mapped form, placed ahead of time.
+"""Click data: batches from memory-mapped files, and a thread that prepares the next ones.
 
-`criteo.py` writes the files, `Stored` reads them; `planted.py` makes examples up. Ids are single,
-one a table; `multi_hot.py` turns them into bags.
+`criteo.py` writes the files and `Stored` reads them; `planted.py` makes examples up. There is one
+id per table and example; `multi_hot.py` turns the ids into bags.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 DENSE, TABLES = 13, 26
-META = "meta.json"  # written last: files without it are not whole
+META = "meta.json"  # written last: without it the files are incomplete
 COLUMNS = {"label": ("u1", ()), "dense": ("<f4", (DENSE,)), "ids": ("<i4", (TABLES,))}
 
 Item = TypeVar("Item")
@@ -25,14 +25,14 @@ Made = TypeVar("Made")
 
 
 class Examples(NamedTuple):
-    """A batch; a padded example has label -1 and ids -1, and no part in loss or metric."""
+    """A batch. A padding example has label -1 and ids -1; loss and metric ignore it."""
 
     label: np.ndarray  # float32 [B]: 1 a click, 0 none
     dense: np.ndarray  # float32 [B, 13]
     ids: np.ndarray  # int32 [B, tables]
 
     def padded(self, size: int) -> Examples:
-        """Return the batch filled up to `size` examples."""
+        """Return the batch padded to `size` examples."""
         more = size - len(self.label)
         return Examples(
             np.pad(self.label, (0, more), constant_values=-1),
@@ -51,7 +51,7 @@ class Stored:
 
     @classmethod
     def open(cls, directory: Path, rows: Iterable[int]) -> Stored:
-        """Map the files of `directory`, made for tables of `rows` rows.
+        """Map the files of `directory`, which must be made for tables of `rows` rows.
 
         Raises:
           ValueError: the files are missing, cut short, or made for tables of other sizes.
@@ -80,14 +80,14 @@ class Stored:
     def shuffled(
         self, batch_size: int, *, seed: int, epoch: int, block: int = 64
     ) -> Iterator[Examples]:
-        """Yield an epoch to train on; the last batch, if it is not full, is dropped.
+        """Yield one epoch to train on; a last batch that is not full is dropped.
 
-        What is shuffled is blocks of neighbours, so that a batch is read in few pieces, and the
-        order costs 8 bytes a block; `block=1` shuffles single examples. The order depends on seed
-        and epoch alone, so the examples dropped differ between epochs.
+        Blocks of neighbours are shuffled, so that a batch is read in few pieces and the order needs
+        8 bytes per block; `block=1` shuffles single examples. The order depends only on seed and
+        epoch, so every epoch drops other examples.
 
         Raises:
-          ValueError: there are fewer examples than a batch takes.
+          ValueError: there are fewer examples than one batch.
         """
         if (size := len(self)) < batch_size:
             raise ValueError(f"batch size: expected at most {size}, the examples, got {batch_size}")
@@ -96,13 +96,13 @@ class Stored:
             yield self.at(_rows(np.arange(start, start + batch_size), order, len(self), block))
 
     def in_order(self, batch_size: int) -> Iterator[Examples]:
-        """Yield every example once, to evaluate; the last batch is padded to full size."""
+        """Yield every example once, for evaluation; the last batch is padded to full size."""
         for start in range(0, len(self), batch_size):
             yield self.at(slice(start, start + batch_size)).padded(batch_size)
 
 
 def _rows(positions: np.ndarray, order: np.ndarray, size: int, block: int) -> np.ndarray:
-    """Return the rows at these positions of the order of blocks, of which the last may be short."""
+    """Return the rows at positions of a shuffled order; the block of the last rows may be short."""
     lacking = len(order) * block - size
     end_of_short = (int(np.argmax(order)) + 1) * block - lacking
     positions = positions + np.where(positions >= end_of_short, lacking, 0)
@@ -112,11 +112,11 @@ def _rows(positions: np.ndarray, order: np.ndarray, size: int, block: int) -> np
 def prefetch(
     make: Callable[[Item], Made], source: Iterable[Item], *, depth: int = 2
 ) -> Generator[Made, None, None]:
-    """Yield `make(item)` for each item, made ahead by a thread.
+    """Yield `make(item)` for each item, computed ahead by a thread.
 
-    At most `depth` are ready and one is in the making. An exception of `source` or `make` is
-    raised here, after what came before it. The thread ends with the iterator: at its end, at an
-    exception, or when it is closed (`contextlib.closing`) or collected.
+    At most `depth` results wait while one is computed. An exception in `source` or `make` is raised
+    here, after the results before it. The thread ends with the iterator: at its end, at an
+    exception, or when it is closed (`contextlib.closing`) or garbage-collected.
     """
     ready: queue.Queue[tuple[list[Made], BaseException | None]] = queue.Queue(depth)
     stop = threading.Event()
@@ -145,6 +145,6 @@ def prefetch(
             raise got[1]
     finally:
         stop.set()
-        while not ready.empty():  # a `put` that waits may go on, and sees `stop` next
+        while not ready.empty():  # unblocks a waiting `put`; the thread then sees `stop`
             ready.get_nowait()
         thread.join()

@@ -1,7 +1,7 @@
-"""The DLRM-DCNv2 model: tables of bags, a network with low-rank crosses, its loss and its metric.
+"""The DLRM-DCNv2 model: tables looked up by bags, a network with low-rank crosses, loss and AUC.
 
-`feature_config` declares the tables; `Dlrm` reads their activations and the dense features, and
-returns a logit an example. `Auc` gathers logits over batches, inside the jitted step if wished.
+`feature_config` declares the tables. `Dlrm` maps their activations and the dense features to one
+logit per example. `Auc` collects logits over batches, also inside a jitted step.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from flax import nnx
 
 from tpu_embed import FeatureConfig, TableConfig
 
-BINS, LIMIT = 2**16, 16.0  # of the metric: logits in [-16, 16], a bin is 1/2048 wide
+BINS, LIMIT = 2**16, 16.0  # of `Auc`: logits in [-16, 16], each bin 1/2048 wide
 
 
 def table_names(count: int) -> list[str]:
-    """Return names whose sorted order is the tables' order."""
+    """Return names whose sorted order is the order of the tables."""
     return [f"t{number:02d}" for number in range(count)]
 
 
 def feature_config(config) -> dict[str, FeatureConfig]:
-    """Return one feature a table: a bag of ids, summed; rows start uniform in ±1/√V."""
+    """Return one feature per table: a bag of ids, summed; rows start uniform in ±1/√V."""
 
     def feature(name: str, rows: int) -> FeatureConfig:
         limit = rows**-0.5
@@ -44,7 +44,7 @@ def _linear(inputs: int, outputs: int, rngs: nnx.Rngs, *, use_bias: bool = True)
 
 
 def _layers(inputs: int, outputs: tuple[int, ...], rngs: nnx.Rngs) -> list:
-    """Return linear layers, a ReLU after each."""
+    """Return linear layers with a ReLU after each."""
     sizes = zip((inputs, *outputs[:-1]), outputs, strict=True)
     return [layer for size in sizes for layer in (_linear(*size, rngs), nnx.relu)]
 
@@ -66,7 +66,7 @@ class Cross(nnx.Module):
 
 
 class Dlrm(nnx.Module):
-    """Map the dense features and the tables' activations of an example to one logit."""
+    """Map the dense features and the activations of each example to one logit."""
 
     def __init__(self, config, *, rngs: nnx.Rngs):
         width = config.dim * (1 + len(config.rows))
@@ -89,18 +89,18 @@ def parameter_count(module: nnx.Module) -> int:
 
 
 def loss(logits: jax.Array, label: jax.Array) -> jax.Array:
-    """Return the mean sigmoid cross entropy of the examples whose label is not padding (-1)."""
+    """Return the mean sigmoid cross entropy over examples whose label is not padding (-1)."""
     real = label >= 0
     each = jnp.where(real, optax.sigmoid_binary_cross_entropy(logits, label), 0.0)
     return each.sum() / jnp.maximum(real.sum(), 1).astype(each.dtype)
 
 
 class Auc(NamedTuple):
-    """Histograms of the logits seen so far; a count is exact up to 2³² - 1.
+    """Histograms of the logits seen so far, from which the AUC is computed; counts go to 2³² - 1.
 
-    The area under the ROC curve is the share of pairs (a click, no click) that the logits order
-    rightly. Pairs in different bins count exactly; those in one bin count half, so that the value
-    is off by at most half their share, which `value` returns beside it.
+    The area under the ROC curve (AUC) is the fraction of pairs (a click, no click) that the logits
+    order correctly. Pairs in different bins count exactly. Pairs in the same bin count half, so the
+    value is off by at most half of their fraction, which `value` also returns.
     """
 
     clicks: jax.Array  # uint32 [bins]
@@ -109,12 +109,12 @@ class Auc(NamedTuple):
 
     @classmethod
     def empty(cls, bins: int = BINS) -> Auc:
-        """Return histograms of nothing."""
+        """Return empty histograms."""
         counts = jnp.zeros(bins, jnp.uint32)
         return cls(counts, counts.copy(), jnp.zeros((), jnp.uint32))
 
     def add(self, logits: jax.Array, label: jax.Array) -> Auc:
-        """Return the histograms with a batch more: logits and labels [B], -1 is padding."""
+        """Return the histograms with one more batch: logits and labels [B]; label -1 is padding."""
         nan, bins = jnp.isnan(logits), self.clicks.size
         logits = jnp.where(nan, 0.0, jnp.clip(logits, -LIMIT, LIMIT))
         place = jnp.floor((logits + LIMIT) * (bins / (2 * LIMIT))).astype(jnp.int32)
@@ -130,7 +130,7 @@ class Auc(NamedTuple):
         )
 
     def value(self) -> tuple[float, float]:
-        """Return the area, and the most it can be off by.
+        """Return the AUC, and the most that it can be off by.
 
         Raises:
           ValueError: logits were NaN, or all labels are alike.
@@ -141,5 +141,6 @@ class Auc(NamedTuple):
             seen = f"{clicks.sum():.0f} clicks, {others.sum():.0f} others, {self.nans} NaN logits"
             raise ValueError(f"AUC: expected numbers, and labels of both kinds, got {seen}")
         in_one_bin = (clicks * others).sum() / 2
+        # a click orders correctly all non-clicks in lower bins: cumsum without its own bin
         in_order = (clicks * (np.cumsum(others) - others)).sum()
         return float((in_order + in_one_bin) / pairs), float(in_one_bin / pairs)

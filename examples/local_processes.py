@@ -1,7 +1,7 @@
-"""Run a program several times on this machine, as the processes of one run.
+"""Run a program several times on this machine, as the processes of one distributed run.
 
-None of them outlives the one that started them, however that ends: the standard input of each is a
-pipe that only the starter holds open, so that the system closes it with the starter.
+None of them outlives the process that started them, however that ends: the standard input of each
+is a pipe that only the starter holds open, so the system closes it when the starter ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 
 
 def run_all(count: int) -> int:
-    """Run this program so many times; return the first exit status that is not 0, or 0."""
+    """Run this program `count` times; return the first exit status that is not 0, else 0."""
     with socket.socket() as probe:  # the system picks a free port
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -27,7 +27,7 @@ def run_all(count: int) -> int:
 
 
 def end_with_input() -> None:
-    """End this process when its standard input ends: the one that started it has gone."""
+    """End this process when its standard input closes, because its starter has ended."""
 
     def watch() -> None:
         while os.read(0, 1024):

@@ -1,7 +1,7 @@
-"""Train on MovieLens-100K and print the test error an epoch beside the published ones.
+"""Train on MovieLens-100K; print the test error after every epoch, and the published errors.
 
-Nine tables, one of them read through ragged bags, are trained with Adagrad on the rows of each
-batch; a small network is trained by optax beside them; all in one jitted step.
+Adagrad trains nine tables (one of them looked up by ragged bags) on the rows of each batch, and
+optax trains a small network; all in one jitted step.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def main() -> None:
     mean = float(data.rating[train_rows].mean())
     steps = config.epochs * (len(train_rows) // config.batch_size)
 
-    # The tables: a schedule counts the engine's own steps.
+    # The tables: the schedule counts the steps of the engine.
     schedule = optax.cosine_decay_schedule(config.learning_rate, steps)
     adagrad = tpu_embed.optimizers.Adagrad(schedule, initial_accumulator_value=1e-6)
     engine = tpu_embed.EmbeddingEngine(model.feature_config(config, data), adagrad)
@@ -98,7 +98,7 @@ def main() -> None:
     side = len(model.SIDE) * config.side_dim
     graph, params = nnx.split(model.Tower(side, config.hidden, rngs=nnx.Rngs(config.seed)))
     dense = optax.adam(optax.cosine_decay_schedule(config.dense_learning_rate, steps))
-    everywhere = state.step.sharding  # where a step leaves them: it is compiled once, not twice
+    everywhere = state.step.sharding  # as a step returns them, so that it is compiled only once
     params, opt_state = jax.device_put((params, dense.init(params)), everywhere)
     train, rate = make_steps(engine, dense, graph, config, mean)
 
@@ -107,7 +107,7 @@ def main() -> None:
             chunk = rows[start : start + config.batch_size]
             yield engine.place(model.inputs(data, chunk)), data.rating[chunk]
 
-    # The engine sees the shapes to come: one compilation, not several.
+    # Place all batches once: the engine learns all shapes, so the step is compiled only once.
     (last,) = collections.deque(itertools.chain(batches(test_rows), batches(train_rows)), maxlen=1)
     engine.check_in_place(train, state, params, opt_state, *last)
     print(f"{jax.device_count()} device(s), {len(train_rows)} ratings to train on")

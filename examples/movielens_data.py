@@ -1,7 +1,7 @@
 """MovieLens-100K as NumPy arrays: 100,000 ratings of 1,682 movies by 943 users.
 
-The files come with the wheel of the recommender library recbole, which pip fetches once from the
-package registry you already use. `load(directory)` reads a copy of your own instead:
+The files are part of the wheel of the recommender library recbole, which pip fetches once from the
+package registry that you already use. `load(directory)` reads your own copy instead:
 `ml-100k.inter`, `.item` and `.user`, or the original `u.data`, `u.item` and `u.user`.
 """
 
@@ -25,13 +25,13 @@ GENRES: Sequence[str] = (
     "unknown Action Adventure Animation Children's Comedy Crime Documentary Drama Fantasy "
     "Film-Noir Horror Musical Mystery Romance Sci-Fi Thriller War Western"
 ).split()
-AGES = (18, 25, 35, 45, 50, 56)  # bucket k holds ages below AGES[k], the last one all others
+AGES = (18, 25, 35, 45, 50, 56)  # bucket k holds ages below AGES[k], the last bucket the rest
 FIRST_DECADE, DECADES = 1920, 8
 
 
 @dataclasses.dataclass(frozen=True)
 class MovieLens:
-    """Ratings, N of them, and what is known of users and items; ids count from 0."""
+    """N ratings, and attributes of users and items; ids count from 0."""
 
     user: np.ndarray  # int32 [N]
     item: np.ndarray  # int32 [N]
@@ -57,7 +57,7 @@ def default_directory() -> Path:
 
 
 def fetch(directory: Path) -> None:
-    """Let pip download the wheel and unpack the three files into `directory`, all or nothing."""
+    """Let pip download the wheel, and unpack all three files into `directory` at once."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent) as work:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", work, WHEEL]
@@ -81,7 +81,7 @@ def fetch(directory: Path) -> None:
 
 
 def load(directory: str | Path | None = None) -> MovieLens:
-    """Read a directory of MovieLens-100K files; None: the cache, filled at the first call."""
+    """Read a directory of MovieLens-100K files; None takes the cache, which is filled once."""
     path = Path(directory or default_directory())
     if directory is None and not (path / FILES[0]).exists():
         fetch(path)

@@ -1,7 +1,7 @@
 """The MovieLens model: rating ≈ mean + user bias + item bias + user · item + tower(side).
 
 `feature_config` declares the tables, `inputs` makes one batch for them, and `predict` and `loss`
-read the activations that come back. Trained by `movielens.py`.
+work on the activations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SIDE = ("age", "decade", "gender", "genres", "occupation")
 
 
 def feature_config(config: SimpleNamespace, data: movielens_data.MovieLens) -> dict:
-    """Declare a vector and a bias for each user and item, a small vector for each side value."""
+    """Declare a vector and a bias per user and item, and a small vector per side value."""
     normal = jax.nn.initializers.normal(config.init_scale)
     users, items = len(data.age), len(data.decade)
 
@@ -41,10 +41,11 @@ def feature_config(config: SimpleNamespace, data: movielens_data.MovieLens) -> d
 
 
 def inputs(data: movielens_data.MovieLens, rows: np.ndarray) -> dict:
-    """Return the features of the ratings at `rows`: one id an example, and a bag of genres."""
+    """Return the features of the ratings at `rows`: one id per example, and a bag of genres."""
     user, item = data.user[rows], data.item[rows]
     genres = data.genres[item]
     there = genres >= 0
+    # padded genres [[3, 5], [2, -1]] -> values [3, 5, 2] with row splits [0, 2, 3]
     splits = np.concatenate([[0], np.cumsum(there.sum(axis=1))])
     return {
         "user": user,
@@ -60,7 +61,7 @@ def inputs(data: movielens_data.MovieLens, rows: np.ndarray) -> dict:
 
 
 class Tower(nnx.Module):
-    """Map the side vectors of an example, [B, inputs], to one number, [B, 1]."""
+    """Map the side vectors of each example [B, inputs] to one number [B, 1]."""
 
     def __init__(self, inputs: int, hidden: int, *, rngs: nnx.Rngs):
         self.first = nnx.Linear(inputs, hidden, rngs=rngs)
@@ -80,7 +81,7 @@ def predict(tower: Tower, activations: dict, mean: float) -> jax.Array:
 
 
 def loss(tower: Tower, activations: dict, mean: float, rating, config) -> jax.Array:
-    """Return the mean squared error, plus an L2 term on what each example looked up."""
+    """Return the mean squared error, plus an L2 term on the rows that each example looked up."""
 
     def square(name: str) -> jax.Array:
         return jnp.sum(activations[name] ** 2, axis=-1)

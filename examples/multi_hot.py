@@ -1,13 +1,13 @@
-"""Bags from single ids: id i of a table stands for row i of a fixed matrix [V, H] of ids.
+"""Turn single ids into bags, as MLPerf does: id i stands for row i of a fixed matrix [V, H] of ids.
 
-Column 0 is the id itself, the others are ids of the table drawn uniformly, once. Two ways to have
-these matrices, both `Expand`, ids [B, F] to a bag [B, H] a table:
+Column 0 is the id itself; the other columns are ids of the table, drawn uniformly once. There are
+two sources of these matrices. Both are an `Expand`, from ids [B, F] to one bag [B, H] per table:
 
-- `hashed_bags`: an entry is a hash of table, row and column. Nothing is stored, and nothing needs
-  memory. The same distribution as MLPerf's matrices, other numbers.
-- `stored_bags`: MLPerf's matrices number by number, as NumPy's old generator draws them from seed
-  0, table after table. `write_matrices` draws them once, a block at a time, into files that are
-  mapped into memory: at full size 23.1 GB of disk.
+- `hashed_bags`: every entry is a hash of table, row and column, so nothing is stored. The numbers
+  have the same distribution as MLPerf's, but are others.
+- `stored_bags`: exactly MLPerf's matrices, as NumPy's old generator draws them from seed 0, table
+  after table. `write_matrices` draws them once, block by block, into files that are then
+  memory-mapped: 23.1 GB at full size.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tpu_embed import hash_ids
 
 Expand = Callable[[np.ndarray], dict[str, np.ndarray]]
 DONE = "matrices.json"  # written last
-DRAWN = 2**22  # numbers at a time
+DRAWN = 2**22  # numbers per block
 
 
 def bags(config, directory: Path | None) -> Expand:
-    """Return MLPerf's bags, drawn into `directory` if they are not there; None: hashed ones."""
+    """Return MLPerf's bags, drawn into `directory` if it lacks them; without it, hashed bags."""
     if directory is None:
         return hashed_bags(config)
     write_matrices(config, directory)
@@ -38,6 +38,7 @@ def hashed_bags(config) -> Expand:
     """Return bags whose ids are hashed: int32 [B, H] by table name, -1 where the id is -1."""
     names = dlrm_model.table_names(len(config.rows))
 
+    # Entry (i, column) of a matrix [V, H] is the hash of its flat index i * H + column.
     def bag(table: int, ids: np.ndarray) -> np.ndarray:
         columns = np.arange(config.hots[table])
         keys = ids[:, None].astype(np.int64) * len(columns) + columns
@@ -49,11 +50,11 @@ def hashed_bags(config) -> Expand:
 
 
 def write_matrices(config, directory: Path) -> None:
-    """Draw MLPerf's matrices into `directory`, unless they are there already.
+    """Draw MLPerf's matrices into `directory`, unless it has them already.
 
-    A file a table, int32 [V, H - 1]: column 0 is not stored. The numbers are those of
-    `np.random.seed(0)`, then `np.random.randint(0, V, (V, H - 1))` for each table in order: that
-    generator takes its numbers one after the other, so blocks of rows continue each other.
+    There is one file per table, int32 [V, H - 1]; column 0 is not stored. The numbers are those of
+    `np.random.seed(0)`, then `np.random.randint(0, V, (V, H - 1))` for each table in order. That
+    generator draws one number after the other, so drawing block by block gives the same numbers.
     """
     if _done(config, directory):
         return
@@ -71,7 +72,7 @@ def write_matrices(config, directory: Path) -> None:
 
 
 def stored_bags(config, directory: Path) -> Expand:
-    """Return bags of MLPerf's matrices: int32 [B, H] by table name, -1 where the id is -1.
+    """Return bags from MLPerf's matrices: int32 [B, H] by table name, -1 where the id is -1.
 
     Raises:
       ValueError: `directory` does not hold the matrices of this workload.

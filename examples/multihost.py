@@ -1,11 +1,11 @@
-"""Train on one process or on many: each reads, and places, its own part of every global batch.
+"""Train on one process or on many; each reads and places its own part of every global batch.
 
     python examples/multihost.py                          # one process, all of its devices
     python examples/multihost.py --local 2 --devices 4    # two here, with 4 CPU devices each
     python examples/multihost.py --distributed            # on every worker of a TPU slice
 
-With --directory everything is saved every 50 steps, in the background. If a process ends, so do the
-others, with an error; started again, all go on from the last checkpoint, to the same bits.
+With --directory everything is saved every 50 steps, in the background. If one process ends, the
+others end with an error; started again, all continue from the last checkpoint, with the same bits.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ def start(args: argparse.Namespace) -> None:
     if args.devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", args.devices)
-    if args.distributed:  # what is None is read from the environment: a TPU slice, Slurm, MPI
+    if args.distributed:  # JAX finds out what is None: on a TPU slice, Slurm or MPI
         who = (args.coordinator, args.processes, args.process)
         jax.distributed.initialize(*who, heartbeat_timeout_seconds=20)
 
 
 def read(numbers: range) -> tuple[dict, np.ndarray]:
-    """Return features of examples by number, as a reader of files does, and labels `[n]`: made up.
+    """Return made-up features and labels `[n]` of the examples with these numbers.
 
-    Histories have 0 to 5 items.
+    This stands for a reader of files. Histories have 0 to 5 items.
     """
     likes = np.random.default_rng(0).normal(size=USERS + ITEMS)
     draws = np.stack([np.random.default_rng(n).random(3 + HISTORY) for n in numbers])
@@ -75,7 +75,7 @@ def loss_fn(params, acts, label):
 
 
 def make_step(engine, dense):
-    """Return the jitted training step; all that it trains is donated."""
+    """Return the jitted training step; the state and the network are donated."""
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(state, network, batch, label):
@@ -90,7 +90,7 @@ def make_step(engine, dense):
 
 
 def digest(engine, state, network) -> str:
-    """Return a checksum of all that is trained; every process must ask for it."""
+    """Return a checksum of tables, slots and network; every process must call this."""
     leaves = jax.tree.leaves((engine.tables(state), engine.slots(state), network))
     return f"{zlib.crc32(b''.join(np.asarray(leaf).tobytes() for leaf in leaves)):08x}"
 

@@ -1,8 +1,8 @@
-"""Made-up clicks with a known best answer, in the form of the Criteo data.
+"""Made-up clicks in the format of the Criteo data, for which the best possible AUC is known.
 
-Ids follow Zipf's law. A label is drawn from a logistic model over a hidden score of every row and
-hidden weights of the dense features; so the area under the ROC curve that the true probabilities
-reach is known, and no model beats it but by chance.
+Ids follow Zipf's law. Labels are drawn from a logistic model with a hidden score per row and hidden
+weights of the dense features. So the area under the ROC curve (AUC) of the true probabilities can
+be computed, and a model can exceed it only by chance.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from dlrm_data import DENSE, Examples, Stored
 from tpu_embed import hash_ids
 
 EXPONENT = 1.05  # of Zipf's law
-TABLE_STRENGTH, DENSE_STRENGTH, BIAS = 2.0, 0.5, -1.0  # of the logit: deviations, and a constant
-MEAN_COUNT = 10.0  # of what a dense feature is the logarithm of
-LEVELS = 2**24  # of a score
-HELD_OUT = 2**30  # batches from here on are to test with
-AUC_BATCHES = 2**40  # batches from here on are those of `best_auc`
-WEIGHTS = 2**41  # the stream of the hidden weights
+TABLE_STRENGTH, DENSE_STRENGTH, BIAS = 2.0, 0.5, -1.0  # of the logit: deviations, a constant
+MEAN_COUNT = 10.0  # the mean of x, where a dense feature is log(x + 1)
+LEVELS = 2**24  # number of different scores
+HELD_OUT = 2**30  # test batches count from here
+AUC_BATCHES = 2**40  # the batches of `best_auc` count from here
+WEIGHTS = 2**41  # the random stream of the hidden weights
 
 
 @dataclasses.dataclass(frozen=True)
 class Planted:
-    """Clicks for tables of V rows and bags of H ids; batch k depends on seed, k and its size.
+    """Clicks for tables of V rows and bags of H ids; batch k depends only on seed, k and its size.
 
     Args:
       rows: V of each table.
       hots: H of each table.
-      seed: of scores, weights and examples.
+      seed: the seed of scores, weights and examples.
     """
 
     rows: tuple[int, ...]
@@ -42,7 +42,7 @@ class Planted:
     seed: int = 0
 
     def batch(self, index: int, size: int) -> Examples:
-        """Return batch `index`, `size` examples."""
+        """Return batch `index`, which has `size` examples."""
         return self.batch_and_logits(index, size)[0]
 
     def batch_and_logits(self, index: int, size: int) -> tuple[Examples, np.ndarray]:
@@ -67,15 +67,15 @@ class Planted:
         return total
 
     def scores(self, table: int, ids: np.ndarray) -> np.ndarray:
-        """Return the hidden scores of rows: uniform, mean 0, deviation 1."""
+        """Return the hidden scores of rows: uniform, with mean 0 and standard deviation 1."""
         drawn = hash_ids(ids, LEVELS, seed=1_000 * (self.seed + 1) + table)
         return ((drawn + 0.5) / LEVELS - 0.5) * 12**0.5
 
 
 def zipf(uniform: np.ndarray, rows: int) -> np.ndarray:
-    """Return ids int32 in [0, rows), id i as often as the integral of x^-s from i + 1 to i + 2.
+    """Return int32 ids in [0, rows); the probability of id i is ∝ ∫ x^-s dx from i + 1 to i + 2.
 
-    The integral has an inverse, so that `uniform` numbers in [0, 1) become ids without a table.
+    The inverse of the integral maps `uniform` numbers in [0, 1) to ids, so no table is needed.
     """
     power = 1.0 - EXPONENT
     x = (1.0 + uniform * ((rows + 1.0) ** power - 1.0)) ** (1.0 / power)
@@ -87,9 +87,9 @@ def sigmoid(logits: np.ndarray) -> np.ndarray:
 
 
 def expected_auc(probability: np.ndarray) -> float:
-    """Return the area under the ROC curve of the probabilities themselves, labels averaged out.
+    """Return the AUC of the probabilities themselves, in expectation over the labels.
 
-    Σ p_i (1 - p_j) [p_i > p_j] / Σ p_i (1 - p_j) over pairs i ≠ j; equal ones count half.
+    It is Σ p_i (1 - p_j) [p_i > p_j] / Σ p_i (1 - p_j) over pairs i ≠ j; equal p count half.
     """
     values, which = np.unique(probability, return_inverse=True)
     click = np.bincount(which, probability, len(values))
@@ -101,9 +101,9 @@ def expected_auc(probability: np.ndarray) -> float:
 
 
 def best_auc(planted: Planted, *, batches: int = 16, size: int = 16_384) -> tuple[float, float]:
-    """Return the area that the true probabilities reach, and its standard error.
+    """Return the AUC of the true probabilities, and its standard error.
 
-    The mean of `expected_auc` over independent batches, and their deviation over √batches.
+    These are the mean of `expected_auc` over independent batches, and its deviation / √batches.
     """
     areas = [
         expected_auc(sigmoid(planted.batch_and_logits(AUC_BATCHES + k, size)[1]))
@@ -115,13 +115,13 @@ def best_auc(planted: Planted, *, batches: int = 16, size: int = 16_384) -> tupl
 def sources(
     config, criteo: Path | None, size: int, *, tests: int
 ) -> tuple[Iterator[Examples], Iterator[Examples]]:
-    """Return batches to train on, without end, and `tests` batches to test with.
+    """Return endless training batches, and `tests` test batches.
 
     Args:
       config: the workload.
-      criteo: holds directories `train` and `test` that `criteo.py` wrote; None: planted clicks.
+      criteo: a directory with `train` and `test` from `criteo.py`; None makes clicks up.
       size: B.
-      tests: how many batches; Criteo's may be fewer.
+      tests: how many test batches; the Criteo data may have fewer.
     """
     if criteo is None:
         clicks = Planted(config.rows, config.hots, config.seed)

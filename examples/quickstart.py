@@ -1,4 +1,4 @@
-"""Two tables, three features, both APIs: pure functions in your jit, or enqueue and dequeue."""
+"""Two tables, three features, and both APIs: functions in your own jit, or enqueue and dequeue."""
 
 import functools
 
@@ -29,7 +29,7 @@ def step(state, batch):
 
 engine = EmbeddingEngine(features, Adagrad(0.1))
 state, batch = engine.init(jax.random.key(0)), engine.place(inputs)
-engine.check_in_place(step, state, batch)  # an error here if the step copied a table
+engine.check_in_place(step, state, batch)  # raises an error if the step would copy a table
 embedding = TPUEmbedding(features, Adagrad(0.1))  # the stateful API
 for _ in range(5):
     state, loss = step(state, batch)

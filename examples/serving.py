@@ -1,9 +1,9 @@
-"""Train a small ranker, export it, and call it in a second process that has JAX and NumPy only.
+"""Train a small ranker, export it, and call it in a second process with only JAX and NumPy.
 
     python examples/serving.py --directory build/ranker
 
-The second process is this file with `--serve`: it must not import tpu_embed, so the first one's
-imports are inside functions.
+The second process runs this file with `--serve`. It must not import tpu_embed, so the imports of
+the first process are inside functions.
 """
 
 import argparse
@@ -21,7 +21,10 @@ KINDS = ("float32", "int8")
 
 
 def draw(rng):
-    """Return ids of one batch, and whether each user liked the film: more so in the same genre."""
+    """Return the ids of one batch, and whether each user liked the film.
+
+    Users like films of the genre (id mod 4) that they have seen more often.
+    """
     user, film = rng.integers(0, USERS, BATCH), rng.integers(0, FILMS, BATCH)
     seen = rng.integers(0, FILMS, (BATCH, BAG))
     seen[rng.random((BATCH, BAG)) < 0.3] = -1  # padding
@@ -31,13 +34,13 @@ def draw(rng):
 
 
 def score(parameters, activations):
-    """Return how likely each user likes the film, `[B]` before the sigmoid."""
+    """Return the logit `[B]` of the probability that each user likes the film."""
     user, film, seen = activations["user"], activations["film"], activations["seen"]
     return ((user + seen) * film) @ parameters["kernel"] + parameters["bias"]
 
 
 def train(steps):
-    """Return the declared features, the engine, its state and the model's parameters."""
+    """Train; return the feature configs, the engine, its state and the model's parameters."""
     from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
     from tpu_embed.optimizers import Adagrad
 
@@ -68,7 +71,7 @@ def train(steps):
 
 
 def export(root, features, engine, state, parameters):
-    """Write the model twice: with its tables as they are, and with quantized ones."""
+    """Export the model twice: with its tables as they are, and with quantized tables."""
     from tpu_embed.io import export_model, quantize_rows
 
     def model(activations):
@@ -82,7 +85,7 @@ def export(root, features, engine, state, parameters):
 
 
 def serve(root):
-    """Call an exported model as any process can; print what it says of three examples."""
+    """Call an exported model with JAX and NumPy alone; print its outputs for three examples."""
     from jax import export as jax_export
 
     metadata = json.loads((root / "metadata.json").read_text())

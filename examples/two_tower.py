@@ -1,7 +1,7 @@
 """Retrieve items for users of MovieLens-100K: two towers, in-batch softmax, recall@50.
 
-Tables stand in an engine and are trained by the rows of each batch. The towers are replicated:
-every device works on its part of the batch, and `cross_shard` sums their gradients before Adam.
+An engine holds the tables and updates the rows of each batch. The towers are replicated: every
+device works on its part of the batch, and `cross_shard` averages their gradients before Adam.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def arguments() -> argparse.Namespace:
 
 
 def make_step(engine, dense, graph, config):
-    """Return the jitted training step: state, params and opt_state are updated in place."""
+    """Return the jitted training step, which updates state, params and opt_state in place."""
 
     def on_each_device(params, opt_state, activations, item, log_share):
         def loss_fn(params, activations):
@@ -60,7 +60,7 @@ def make_step(engine, dense, graph, config):
         mesh=engine.layout.axes.mesh,
         in_specs=(P(), P(), P("devices"), P("devices"), P("devices")),
         out_specs=(P(), P(), P("devices"), P()),
-        check_vma=False,  # gradients stay the device's own until `cross_shard` sums them
+        check_vma=False,  # gradients differ per device until `cross_shard` averages them
     )
 
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
@@ -73,7 +73,7 @@ def make_step(engine, dense, graph, config):
 
 
 def recall(scores, train_pairs, test_pairs) -> float:
-    """Return the mean, over users with test items, of the share of them among the top 50."""
+    """Return the mean share of a user's test items that are in the top 50, over users with any."""
     scores = np.array(scores)
     scores[train_pairs] = -np.inf
     relevant = np.zeros(scores.shape, bool)
@@ -116,7 +116,7 @@ def main() -> None:
     def vectors(state, params, batch):
         return nnx.merge(graph, params)(engine.lookup(state, batch))
 
-    every = np.arange(max(users, items), dtype=np.int32)  # a line for every user and every item
+    every = np.arange(max(users, items), dtype=np.int32)  # one line per user and item
     everything = model.inputs(data, np.minimum(every, users - 1), np.minimum(every, items - 1))
     everything = engine.place(tpu_embed.pad_batch(everything, jax.device_count()))
 

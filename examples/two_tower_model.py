@@ -1,7 +1,7 @@
-"""The two-tower model: tables of users and items, a tower a side, softmax over the batch's items.
+"""The two-tower model: user and item tables, one tower each, softmax over the items of a batch.
 
-`feature_config` declares the tables, `inputs` makes one batch for them; `Towers` and
-`in_batch_loss` read the activations that come back. Trained by `two_tower.py`.
+`feature_config` declares the tables, and `inputs` makes one batch for them. `Towers` and
+`in_batch_loss` work on the activations.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def feature_config(config, data) -> dict:
 
 
 def inputs(data, user, item) -> dict:
-    """Return one id an example, and a bag of genres, -1 where it ends."""
+    """Return one id per example, and a bag of genres padded with -1."""
     about_user = {"age": data.age, "gender": data.gender, "occupation": data.occupation}
     about_item = {"decade": data.decade, "genres": data.genres}
     return {
@@ -49,7 +49,7 @@ def inputs(data, user, item) -> dict:
 
 
 class Towers(nnx.Module):
-    """Map the activations of a user, and of an item, to vectors of length one."""
+    """Map the activations of users and of items to vectors of length one."""
 
     def __init__(self, config, rngs: nnx.Rngs):
         def tower(inputs: int) -> nnx.Sequential:
@@ -70,15 +70,16 @@ class Towers(nnx.Module):
 
 
 def in_batch_loss(towers, activations, item, log_share, temperature) -> jax.Array:
-    """Return this device's mean of -log softmax, over the items of the whole batch.
+    """Return this device's mean of -log softmax over the items of the global batch.
 
-    A popular item stands in more batches, so the log of its share of the ratings is taken off
-    (Yi et al., "Sampling-bias-corrected neural modeling for large corpus item recommendations",
-    2019); the item itself, where it stands in the batch again, is no negative.
+    Popular items are in more batches, so the log of an item's share of the ratings is subtracted
+    from its logit (Yi et al., "Sampling-bias-corrected neural modeling for large corpus item
+    recommendations", 2019). Other places of the same item in the batch are not negatives.
     """
     users, items = towers(activations)
     everyone = functools.partial(jax.lax.all_gather, axis_name="devices", tiled=True)
     logits = users @ everyone(items).T / temperature - everyone(log_share)
+    # Logits are [B / S, B], and example i of device d belongs to column d B / S + i.
     own = jax.lax.axis_index("devices") * len(item) + jnp.arange(len(item))
     again = (everyone(item) == item[:, None]) & (jnp.arange(logits.shape[1]) != own[:, None])
     logits = jnp.where(again, -jnp.inf, logits)

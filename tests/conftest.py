@@ -1,7 +1,7 @@
-"""Set the stage before JAX starts: 8 emulated CPU devices, strict dtype promotion.
+"""Configure JAX before it starts: 8 emulated CPU devices, strict dtype promotion.
 
-Programs that take a tenth of a second to compile are kept in build/xla, a directory a worker: many
-tests make engines that are alike. `JAX_ENABLE_COMPILATION_CACHE=false` does without.
+Many tests make similar engines, so programs that take at least a tenth of a second to compile are
+cached in build/xla, one directory per worker. `JAX_ENABLE_COMPILATION_CACHE=false` turns this off.
 """
 
 import os

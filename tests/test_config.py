@@ -1,4 +1,4 @@
-"""Declarations: what is accepted, how it is kept, and what each refusal says."""
+"""Configs: what is accepted, how it is stored, and the text of each refusal."""
 
 import copy
 import dataclasses

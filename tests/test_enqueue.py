@@ -1,4 +1,4 @@
-"""What the stateful API holds: one record, which a call replaces as a whole or not at all."""
+"""The stateful API holds one record, which a call replaces completely or not at all."""
 
 import threading
 from typing import Any

@@ -1,4 +1,4 @@
-"""Run the examples as a user would, small: a process each, on 1 and on 8 emulated devices."""
+"""Run the examples at small size, each in its own process, on 1 and on 8 emulated devices."""
 
 import dataclasses
 import importlib.util

@@ -1,4 +1,4 @@
-"""Hashing of open vocabularies: the formula, its stability, and that it spreads keys evenly."""
+"""Hashing of open vocabularies: the formula, its stability, and that keys spread evenly."""
 
 import subprocess
 import sys

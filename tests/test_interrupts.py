@@ -1,4 +1,4 @@
-"""Ctrl-C anywhere in the training loop: the loop goes on afterwards, to the same bits."""
+"""Ctrl-C anywhere in the training loop: the loop can continue, and gives the same bits."""
 
 import contextlib
 import itertools

@@ -1,4 +1,4 @@
-"""Numbers of batches, tables and counters, against float64 NumPy; TensorBoard's files read back."""
+"""Statistics and counters against float64 NumPy; TensorBoard files are read back."""
 
 import json
 import math

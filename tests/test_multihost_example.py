@@ -1,4 +1,4 @@
-"""The example of many hosts: processes on this machine train as one does, and survive a kill."""
+"""The multihost example: processes on this machine train as one does, and survive a kill."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""The oracle itself, against numbers worked out by hand."""
+"""The oracle itself, against numbers computed by hand."""
 
 from types import SimpleNamespace
 

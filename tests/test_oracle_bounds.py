@@ -1,4 +1,4 @@
-"""The intervals of the oracle: float32 is inside, and little else."""
+"""The intervals of the oracle contain float32 results, and little else."""
 
 import functools
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The all-pairs generator: every pair is there, and the rows are few."""
+"""The all-pairs generator: every pair occurs, in few rows."""
 
 import itertools
 

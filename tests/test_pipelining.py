@@ -1,10 +1,10 @@
-"""Which updates a batch sees, written down by hand for every kind of loop.
+"""Which updates a batch sees, written by hand for every kind of loop.
 
-The table starts at zero, under SGD of rate 1; the gradient of batch k is 2^k. So an activation is
-minus the sum of 2^k over the updates it has seen: exact, and no two sets of updates look alike.
+The table starts at zero and is trained by SGD of rate 1; the gradient of batch k is 2^k. So an
+activation is minus the sum of 2^k over the updates it has seen, which identifies them exactly.
 
-A trace is a word a call: `e` enqueues the next training batch, `i` the next inference batch, `d`
-dequeues, `a` applies. What is expected is written as the updates that each dequeued batch sees.
+A trace has one word per call: `e` enqueues the next training batch, `i` the next inference batch,
+`d` dequeues, `a` applies. The expectation lists the updates that each dequeued batch sees.
 """
 
 import functools

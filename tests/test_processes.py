@@ -1,4 +1,4 @@
-"""Several processes train, refuse, save and restore as one process does, to the bit."""
+"""Several processes train, refuse, save and restore exactly as one process does."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""A buffer of the host may be filled anew as soon as a call has returned, whatever took it."""
+"""A host buffer may be overwritten as soon as any call that took it has returned."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The stateful API called from several threads: nothing is refused, torn, or waits for ever."""
+"""The stateful API called from several threads: no call is refused, torn or blocked."""
 
 import threading
 

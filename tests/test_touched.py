@@ -1,4 +1,4 @@
-"""Touched rows: those of a plain model of the batches, in any order; never a silent gap."""
+"""Touched rows agree with a plain model of the batches, in any order; a gap is an error."""
 
 import dataclasses
 import functools

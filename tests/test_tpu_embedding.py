@@ -1,4 +1,4 @@
-"""The stateful API: order of calls, batch sizes, loading, and what it says of itself."""
+"""The stateful API: order of calls, batch sizes, loading, and its description."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The stateful API when something raises: what is left, and how it comes back."""
+"""The stateful API after an error: what is left, and how it can continue."""
 
 import warnings
 

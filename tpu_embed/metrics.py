@@ -1,8 +1,9 @@
-"""Numbers to watch while training: of a batch, of the tables, of what was counted.
+"""Statistics to watch during training: of the ids in a batch, of the tables, and event counters.
 
-Enters: an engine, with a batch of ids or a state. Leaves: nested dicts of plain Python numbers,
-which `write_scalars` writes for TensorBoard. Called by users, outside a jit; what is not asked for
-costs nothing.
+They are computed on request, outside of a jit; training itself does not pay for them.
+
+Input: an engine, with a batch of ids or a state. Output: nested dicts of plain Python numbers,
+which `write_scalars` writes for TensorBoard.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["batch_statistics", "counters", "table_statistics", "write_scalars"]
 
 
 class ScalarWriter(Protocol):
-    """What writes scalars: the `SummaryWriter` of tensorboardX or torch, or anything like it."""
+    """An object that writes scalars, such as the `SummaryWriter` of tensorboardX or torch."""
 
     def add_scalar(self, tag: str, value: float, step: int, /) -> Any:
         """Write one number."""
@@ -33,22 +34,24 @@ class ScalarWriter(Protocol):
 def batch_statistics(
     engine: EmbeddingEngine, features: PyTree, *, hottest: int = 10
 ) -> dict[str, dict[str, Any]]:
-    """Count the ids of a batch, table by table, on the host.
+    """Count the ids of a batch on the host, table by table.
 
     Args:
-      engine: whose tables they are of.
-      features: what `place` takes; of many processes, this one's part, and the numbers are its.
+      engine: the engine of the tables.
+      features: as for `place`. When there are several processes, this is one process's part of the
+        batch, and the numbers are about this part.
       hottest: how many of the most frequent ids to list.
 
     Returns:
-      By table: `ids`, those that are looked up; `unique`, the rows they touch; `unique_ratio`,
-      unique / ids (0 without ids); `bad`, ids outside the table that `on_bad_id` dropped or
-      clipped; `hottest`, pairs of an id and how often it occurs, the most frequent first, of equal
-      ones the smallest; `hottest_share`, the part of the ids that is the first of them.
+      One dict per table: `ids`, the number of ids that are looked up; `unique`, the number of rows
+      that they touch; `unique_ratio`, unique / ids (0 without ids); `bad`, the number of ids that
+      are outside of the table and that `on_bad_id` dropped or clipped; `hottest`, pairs (id,
+      count), the most frequent first and the smaller id first among equals; `hottest_share`, the
+      fraction of all ids that are the most frequent one.
 
     Raises:
-      ValueError: what `place` refuses; `hottest` is no integer of at least 1.
-      TypeError: what `place` refuses.
+      ValueError: whatever `place` refuses; `hottest` is not an integer of at least 1.
+      TypeError: whatever `place` refuses.
 
     Example:
       >>> import numpy as np, tpu_embed
@@ -60,16 +63,16 @@ def batch_statistics(
     top = _checks.check_int("hottest", hottest, minimum=1)
     ids: dict[str, list[np.ndarray]] = {name: [] for name in engine.table_configs}
     bad = dict.fromkeys(ids, 0)
-    judged = engine.host_ids(features)
+    hosts = engine.host_ids(features)
     given = engine._structure.match(features, what="features")
-    for feature, leaf, host in zip(engine.layout.features, given, judged, strict=True):
+    for feature, leaf, host in zip(engine.layout.features, given, hosts, strict=True):
         ids[feature.table.name].append(host.ids[host.ids >= 0])
         bad[feature.table.name] += _bad(leaf, feature.table.vocabulary_size)
     return {name: _counts(np.concatenate(ids[name]), bad[name], top) for name in ids}
 
 
 def _bad(leaf: Any, vocabulary_size: int) -> int:
-    """Return how many ids are outside [0, V); -1 pads dense arrays."""
+    """Return how many ids are outside [0, V); in dense arrays -1 is padding and not counted."""
     if isinstance(leaf, (SparseIds, RaggedIds)):
         return int(np.count_nonzero((leaf.values < 0) | (leaf.values >= vocabulary_size)))
     ids = np.asarray(leaf)
@@ -78,6 +81,7 @@ def _bad(leaf: Any, vocabulary_size: int) -> int:
 
 def _counts(ids: np.ndarray, bad: int, top: int) -> dict[str, Any]:
     rows, counts = np.unique(ids, return_counts=True)
+    # `rows` ascends and the sort is stable: among equal counts, smaller ids come first.
     first = np.argsort(-counts, kind="stable")[:top]
     total = max(1, ids.size)
     return {
@@ -91,22 +95,22 @@ def _counts(ids: np.ndarray, bad: int, top: int) -> dict[str, Any]:
 
 
 def table_statistics(engine: EmbeddingEngine, state: TableState) -> dict[str, dict[str, Any]]:
-    """Measure every table and every slot that has a part a row, in one pass over them.
+    """Measure every table, and every slot with one entry per row, in one pass over them.
 
-    Each device reads the rows it has, a few thousand at a time, in float32 (float64 for a float64
-    table); every process gets the same numbers, and all of them must call it.
+    Each device reads its own rows, a few thousand at a time, in float32 (float64 for a float64
+    table). All processes must call this, and all get the same numbers.
 
     Args:
-      engine: the engine.
-      state: its state; it stays as it is.
+      engine: the engine that made the state.
+      state: the state, which is not changed.
 
     Returns:
-      By table: `norm`, the Euclidean norm of all its numbers; `max_row_norm`, that of its longest
-      row; `mean` of its numbers; `non_finite_rows`, rows with NaN or infinity in them, which the
-      others leave out; `slots`, the same by slot.
+      One dict per table: `norm`, the Euclidean norm of the table; `max_row_norm`, the largest norm
+      of a row; `mean`, the mean of its elements; `non_finite_rows`, the number of rows with NaN or
+      infinity, which the other figures leave out; `slots`, the same figures by slot.
 
     Raises:
-      ValueError: it is no state of this engine.
+      ValueError: the state is not this engine's.
 
     Example:
       >>> import jax, tpu_embed
@@ -142,19 +146,20 @@ def _numbers(sums: norms.RowNorms, f: Field) -> dict[str, Any]:
 
 
 def counters(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
-    """Return the step, and what training has counted so far.
+    """Return the step, and the counters of training so far.
 
     Args:
-      engine: the engine.
-      state: its state.
+      engine: the engine that made the state.
+      state: the state.
 
     Returns:
-      `step`, updates applied; `overflows`, exchanges that took the worst-case branch; by feature
-      path `bad_ids`, those met inside a jit that no policy allows, and, where `on_bad_gradient` is
-      not "allow", `bad_gradients`, steps left out in which its gradient was not finite.
+      `step`, the number of updates applied; `overflows`, how many exchanges took the worst-case
+      branch; `bad_ids` by feature path, the ids in traced batches that no policy allows; and,
+      unless `on_bad_gradient` is "allow", `bad_gradients` by feature path, the number of skipped
+      steps in which the gradient of the feature was not finite.
 
     Raises:
-      ValueError: it is no state of this engine.
+      ValueError: the state is not this engine's.
     """
     check_state(state, engine.layout)
     paths = [feature.path for feature in engine.layout.features]
@@ -166,13 +171,14 @@ def counters(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
 
 
 def write_scalars(writer: ScalarWriter, step: int, statistics: Mapping[str, Any]) -> None:
-    """Write every number of nested statistics, tagged by its names: `tables/films/norm`.
+    """Write every number in nested statistics, tagged by its path such as `tables/films/norm`.
 
-    What is no number, such as a list of ids, is left out. Of many processes, let one write.
+    Other values, such as lists of ids, are skipped. When there are several processes, only one
+    should write.
 
     Args:
-      writer: anything with `add_scalar(tag, value, step)`.
-      step: the step they belong to.
+      writer: any object with `add_scalar(tag, value, step)`.
+      step: the step that the statistics belong to.
       statistics: nested mappings of numbers.
 
     Example:

@@ -1,4 +1,4 @@
-"""The functional API: learning rates, gradients, counters, and what it refuses."""
+"""The functional API: learning rates, gradients, counters, and refusals."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The functional API inside programs of users: meshes of both kinds, dense parameters, scans."""
+"""The functional API inside user programs: both kinds of mesh, dense parameters, scans."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Fixtures of the DLRM-DCNv2 example: lines of Criteo's form, in files and converted."""
+"""Fixtures of the DLRM-DCNv2 example: lines in Criteo's format, as files and converted."""
 
 import gzip
 

@@ -1,4 +1,4 @@
-"""Import the modules of the DLRM-DCNv2 example, and make small workloads, lines and metrics."""
+"""Import the modules of the DLRM-DCNv2 example; make small workloads, lines and metrics."""
 
 import dataclasses
 import importlib

@@ -1,4 +1,4 @@
-"""Test the area under the ROC curve that the DLRM-DCNv2 example gathers in histograms."""
+"""The area under the ROC curve that the DLRM-DCNv2 example computes from histograms."""
 
 import jax
 import numpy as np

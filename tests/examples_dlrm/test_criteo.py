@@ -1,4 +1,4 @@
-"""Test the reader of Criteo's text files: every form of a field, and every fault named."""
+"""The reader of Criteo's text files: every kind of field, and an error for every fault."""
 
 import gzip
 import re

@@ -1,4 +1,4 @@
-"""Test the DLRM-DCNv2 example as a whole: its sources of examples, and what it learns."""
+"""The DLRM-DCNv2 example as a whole: its sources of examples, and what it learns."""
 
 import itertools
 import re

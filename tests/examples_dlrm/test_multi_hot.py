@@ -1,4 +1,4 @@
-"""Test bags from single ids: MLPerf's matrices, and hashed ones."""
+"""Bags made from single ids: MLPerf's matrices, and hashed bags."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Test planted clicks: reproducible, Zipf's ids, and a best area that is the best."""
+"""Made-up clicks: reproducible, ids by Zipf's law, and the best AUC is the best."""
 
 import dataclasses
 

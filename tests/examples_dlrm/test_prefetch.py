@@ -1,4 +1,4 @@
-"""Test `prefetch`: order, exceptions, bounds, and a thread that ends with its iterator."""
+"""`prefetch`: order, exceptions, bounds, and a thread that ends with its iterator."""
 
 import itertools
 import time

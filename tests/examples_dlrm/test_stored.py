@@ -1,4 +1,4 @@
-"""Test examples mapped into memory: whole, shuffled by blocks, in order and padded."""
+"""Memory-mapped examples: all of them, shuffled by blocks, in order and padded."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Test the workload of the DLRM-DCNv2 example: its sizes, scaled ones, and its tables."""
+"""The workload of the DLRM-DCNv2 example: its sizes, scaled sizes, and tables."""
 
 import dataclasses
 

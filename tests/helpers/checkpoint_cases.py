@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: tables of many kinds, an engine a layout, a training run."""
+"""Shared by tests of checkpoints: tables of many kinds, one engine per layout, a training run."""
 
 import functools
 
@@ -29,12 +29,15 @@ PLACEMENTS = ("mod", "div", "replicated")
 
 
 def placement_of(table, turn):
-    """Return a placement; among turns 0, 3 and 4 any two are those of some table, in this order."""
+    """Return the placement of a table at a turn.
+
+    Between turns 0, 3 and 4, some table changes from each placement to each other one.
+    """
     return PLACEMENTS[(table * (1 + turn // 3) + turn) % 3]
 
 
 def features(turn=0, **changes):
-    """Return the features, one a table; each turn places every table otherwise."""
+    """Return one feature per table; each turn gives every table another placement."""
     found = {}
     for i, (name, (rows, dim, dtype, optimizer)) in enumerate(TABLES.items()):
         placement = placement_of(i % 5, turn)
@@ -45,7 +48,7 @@ def features(turn=0, **changes):
 
 @functools.cache
 def engine(devices, turn=0):
-    """Return the engine of a layout; on 8 devices nothing is stacked."""
+    """Return the engine of a layout; on 8 devices no tables are stacked."""
     return EmbeddingEngine(features(turn), mesh=mesh(devices), stack_tables=devices < 8)
 
 
@@ -55,7 +58,7 @@ def ids(step):
 
 
 def gradients(step):
-    """Return activation gradients that depend on nothing but the step."""
+    """Return activation gradients that depend only on the step."""
     rng = np.random.default_rng([1, step])
     shapes = {name: (BATCH, dim) for name, (_, dim, *_) in TABLES.items()}
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
@@ -68,7 +71,7 @@ def spec(devices, turn):
 
 
 def trained(layout, state, first, last):
-    """Return the state after steps [first, last); the one that is given is gone."""
+    """Return the state after steps [first, last); the given state is donated."""
     for step in range(first, last):
         batch = engine(*layout).place(ids(step), spec=spec(*layout))
         state = engine(*layout).update_in_place(state, batch, gradients(step))
@@ -81,7 +84,7 @@ def initial(layout):
 
 @functools.cache
 def saved_state(layout):
-    """Return the state at the step at which it is saved; do not donate it."""
+    """Return the state at the step at which it is saved; callers must not donate it."""
     return trained(layout, initial(layout), 0, BEFORE)
 
 
@@ -92,7 +95,7 @@ def contents(engine, state):
 
 @functools.cache
 def never_stopped():
-    """Return the contents after BEFORE and after AFTER steps of a run that nothing stopped."""
+    """Return the contents after BEFORE and after AFTER steps of an uninterrupted run."""
     layout = (1, 0)
     state = trained(layout, initial(layout), 0, BEFORE)
     before = contents(engine(*layout), state)
@@ -100,7 +103,7 @@ def never_stopped():
 
 
 def check_moved(path, source, target):
-    """Save on one layout, restore on another, go on; all is as if nothing had happened."""
+    """Save on one layout, restore on another and train on; compare with an uninterrupted run."""
     before, after = never_stopped()
     save(path, engine(*source), saved_state(source))
     state = restore(path, engine(*target)).state
@@ -110,7 +113,7 @@ def check_moved(path, source, target):
 
 
 def small(rows=5, dim=2, *, name="item", optimizer=None, devices=1, **options):
-    """Return an engine of one table, with Adagrad if nothing else is said."""
+    """Return an engine of one table, by default with Adagrad."""
     table = TableConfig(rows, dim, name=name, **options)
     rule = o.Adagrad(0.5) if optimizer is None else optimizer
     return EmbeddingEngine({"x": FeatureConfig(table)}, rule or None, mesh=mesh(devices))

@@ -1,6 +1,6 @@
-"""A model on 8 replicas, and what one device makes of the whole batch, in float64 loops.
+"""A model on 8 replicas, and float64 loops of one device with the whole batch to compare with.
 
-The loss of an example is Σ tanh(row · kernel + x); few rows, so that replicas share them.
+The loss of an example is Σ tanh(row · kernel + x). There are few rows, so replicas share them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def train(optimizer, reduction, tree, ids, x, *, steps=1):
 
 
 def expected(rule, reduction, examples=slice(None), *, steps=1):
-    """Return the same of one device with some examples, by float64 loops."""
+    """Return the parameters and slots of one device with some examples, by float64 loops."""
     name, hyper = type(rule).__name__, optimizer_cases.hyper(rule)
     rows = [row.astype(np.float64) for row in (PARAMS["kernel"], *PARAMS["table"])]
     slots = [oracle_rules.initial_slots(name, hyper, D) for _ in rows]
@@ -93,7 +93,7 @@ def expected(rule, reduction, examples=slice(None), *, steps=1):
 
 
 def row_gradients(rows, reduction, examples, seeds=None):
-    """Return the gradients of the kernel, 0, and of row i of the table, i + 1.
+    """Return {0: the gradient of the kernel, i + 1: that of row i of the table}.
 
     `seeds` are the cotangents of the examples' losses, ones by default.
     """
@@ -109,12 +109,12 @@ def row_gradients(rows, reduction, examples, seeds=None):
 
 
 def part(group):
-    """Return the examples of a group's replicas."""
+    """Return the examples of the replicas in a group."""
     return np.arange(B).reshape(S, -1)[sorted(group)].reshape(-1)
 
 
 def assert_close(got, wanted):
-    """float32 against float64."""
+    """Compare float32 with float64 numbers."""
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=5e-6)

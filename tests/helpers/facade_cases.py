@@ -1,4 +1,4 @@
-"""What the tests of the stateful API share: a small configuration, batches, exact comparison."""
+"""Shared by tests of the stateful API: a small configuration, batches, exact comparison."""
 
 import functools
 
@@ -34,7 +34,7 @@ def make_embedding_of(feature_config, optimizer, devices: int = 2, **options):
 def make_embedding(**options) -> tpu_embed.TPUEmbedding:
     """Return a fresh embedding of `FEATURES` on two devices.
 
-    All have one engine, so that its programs are compiled once.
+    All of them share one engine, so that its programs compile once.
     """
     embedding = make_embedding_of(FEATURES, o.Adagrad(0.5), **options)
     embedding.engine = _engine()
@@ -42,7 +42,7 @@ def make_embedding(**options) -> tpu_embed.TPUEmbedding:
 
 
 def batch(number: int, size: int = 4):
-    """Return the features of a batch; different numbers, different ids."""
+    """Return the features of a batch; another number gives other ids."""
     rng = np.random.default_rng(number)
     return {
         "clicks": rng.integers(-1, 6, (size, 3)).astype(np.int32),
@@ -63,7 +63,7 @@ def train(embedding, numbers) -> None:
 
 
 def snapshot(embedding):
-    """Return all that an exception must leave as it was, on the host."""
+    """Return, on the host, everything that an exception must leave unchanged."""
     return embedding.retrieve(), int(embedding.state.step), embedding.waiting
 
 

@@ -1,4 +1,4 @@
-"""What the tests of files share: chunks of a checkpoint, JSON files changed and signed anew."""
+"""Shared by tests of files: chunks of a checkpoint, JSON files changed with valid checksums."""
 
 import copy
 import json
@@ -8,7 +8,7 @@ DEEP = '{"a":' * 100_000
 
 
 def chunks(directory):
-    """Return the files of an array's chunks, in the order of their names."""
+    """Return the files of an array's chunks, sorted by name."""
     found = [path for path in directory.rglob("*") if path.is_file()]
     return sorted(path for path in found if path.name != "zarr.json")
 
@@ -21,24 +21,24 @@ def swap(first, second):
 
 
 def resigned(value):
-    """Return a JSON object with the checksum that it would have been written with."""
+    """Return a JSON object with the checksum that `signed.write` would give it."""
     said = {key: part for key, part in value.items() if key != "crc32"}
     return said | {"crc32": zlib.crc32(json.dumps(said, sort_keys=True).encode())}
 
 
 def rewrite(path, change):
-    """Change the object of a JSON file in place, and sign it anew."""
+    """Change the object of a JSON file in place, and give it a valid checksum."""
     value = json.loads(path.read_text())
     change(value)
     path.write_text(json.dumps(resigned(value)))
 
 
 OTHERS = [None, True, False, -1, 0, 1.5, 2**70, "x", "4t,", "../../x", [], {}, [[[]]], [None]]
-"""What stands in the place of a value."""
+"""The values that replace a part."""
 
 
 def mutations(value):
-    """Yield (place, object): each part replaced by values of other types, or not there at all."""
+    """Yield (place, object): each part removed, or replaced by values of other types."""
     for place in _places({key: part for key, part in value.items() if key != "crc32"}):
         *to, last = place
         for other in OTHERS:

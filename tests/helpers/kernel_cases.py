@@ -11,11 +11,11 @@ import numpy as np
 from tpu_embed.kernels import reference
 
 DIMS = [1, 3, 4, 5, 8, 16, 20, 33, 64, 100, 130]
-"""Whole vectors of every width, and all that can be left over."""
+"""Whole vectors of every width, and every possible remainder."""
 
 
 def assert_same_bits(found, expected):
-    """Assert that arrays, or tuples of them, have the same bits, but for those of NaNs."""
+    """Assert that arrays, or tuples of them, have the same bits; any NaN equals any other."""
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         x, y = np.asarray(x), np.asarray(y)
         assert (x.dtype, x.shape) == (y.dtype, y.shape)
@@ -27,29 +27,29 @@ def assert_same_bits(found, expected):
 
 
 def magnitudes(rng, shape, *, tiny=False):
-    """Return numbers whose sums have other bits in another order; zeros of both signs too."""
+    """Return numbers whose sum depends on the order, with zeros of both signs among them."""
     numbers = (rng.normal(size=shape) * 10.0 ** rng.integers(-3, 4, shape)).astype(np.float32)
     special = rng.choice(np.float32([0.0, -0.0] + [1e-40, -3e-39, 2e-38] * tiny), shape)
     return np.where(rng.random(shape) < 0.1, special, numbers)
 
 
 def stored(rows, dtype):
-    """Return float32 rows as a table of this dtype holds them."""
+    """Return float32 rows as a table of this dtype stores them."""
     return rows if dtype == "float32" else rows.astype(ml_dtypes.bfloat16).view(np.uint16)
 
 
 def widened(table):
-    """Return a table's rows as float32."""
+    """Return the rows of a table as float32."""
     return table if table.dtype == np.float32 else table.view(ml_dtypes.bfloat16).astype(np.float32)
 
 
 def row_numbers(rng, rows, n, dtype=np.int32):
-    """Return n row numbers, some of which are outside the table, some of them by far."""
+    """Return n row ids, some of them outside of the table, a few far outside."""
     limits = np.iinfo(dtype)
     outside = [-1, rows, rows + 1, -rows, limits.min, limits.max]
     outside += [2**32, 2**32 + 1, -(2**32)] * (
         dtype == np.int64
-    )  # present, were they cut to 32 bits
+    )  # in range if they were truncated to 32 bits
     numbers = rng.integers(0, rows, n)
     return np.where(rng.random(n) < 0.2, rng.choice(outside, n), numbers).astype(dtype)
 
@@ -59,7 +59,7 @@ SEGMENTS = EXAMPLES * sum(BAGS)
 
 
 def draw_sums(rng, dim, dtype, *, rows=90, n=4000, index_type=np.int32, tiny=True):
-    """Return source, index, segments (some past the last), weights and factors with zeros."""
+    """Return source, index, segments (some past the last), weights, and factors with zeros."""
     weights, factors = magnitudes(rng, n), magnitudes(rng, SEGMENTS)
     segments = np.sort(rng.choice(SEGMENTS + SEGMENTS // 20, n)).astype(np.int32)
     source = stored(magnitudes(rng, (rows, dim), tiny=tiny), dtype)
@@ -67,7 +67,7 @@ def draw_sums(rng, dim, dtype, *, rows=90, n=4000, index_type=np.int32, tiny=Tru
 
 
 def every_sum(kernel, source, index, segments, weights, factors):
-    """Return sums with and without weights, with and without factors."""
+    """Return sums with and without weights, and with and without factors."""
     return [
         kernel(source, index, segments, w, f, bags=BAGS, examples=EXAMPLES)
         for w in (weights, None)

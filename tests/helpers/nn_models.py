@@ -1,4 +1,4 @@
-"""Models for the tests of `tpu_embed.nn`: the same one with our layer, and with `nnx.Embed`."""
+"""Models for tests of `tpu_embed.nn`: the same model with our layer and with `nnx.Embed`."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def ids_of(step: int, shape=(B, H), size: int = V, lowest: int = -1) -> np.ndarr
 
 
 class OurModel(nnx.Module):
-    """A bag's activation, normed, through a linear layer."""
+    """The activation of a bag, normalised, then a linear layer."""
 
     def __init__(self, bag: nn.EmbeddingBag, rngs: nnx.Rngs):
         self.bag = bag
@@ -40,7 +40,7 @@ class OurModel(nnx.Module):
 
 
 class TheirModel(nnx.Module):
-    """The same with `nnx.Embed`, its rows summed by hand."""
+    """The same with `nnx.Embed`, summing rows by hand."""
 
     def __init__(self, rows, rngs: nnx.Rngs):
         self.embed = nnx.Embed(*rows.shape, rngs=rngs)
@@ -54,7 +54,7 @@ class TheirModel(nnx.Module):
 
 
 def dense_optimizer(table, rest):
-    """Return an optax transform with an optimizer for the table of `TheirModel`."""
+    """Return an optax transform that has another optimizer for the table of `TheirModel`."""
 
     def labels(params):
         return jax.tree.map_with_path(
@@ -65,7 +65,7 @@ def dense_optimizer(table, rest):
 
 
 def train(model, tx, value_and_grad, steps: int):
-    """Return the losses of a few steps, with the model's optimizer for what is no table."""
+    """Train a few steps with the optimizer `tx`; return the losses."""
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
     @nnx.jit(donate_argnums=(0, 1))

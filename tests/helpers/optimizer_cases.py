@@ -1,7 +1,8 @@
 """The one table of optimizers that drives every test.
 
-`CASES`: class name -> instances, the first near its defaults, the others with options; rates are
-large enough for a wrong rule to show. `OPTAX_CASES`: name -> (transform, its per-row slots).
+`CASES` maps a class name to instances: the first has nearly the defaults, the others have options.
+Rates are large enough for a wrong rule to show. `OPTAX_CASES` maps a name to (transform, its
+per-row slots).
 """
 
 import dataclasses
@@ -21,19 +22,19 @@ ALL = {**DECAY_BY_RATE, **CLIPS}
 
 
 def leaky_rule(gradient, row, slots, learning_rate, step):
-    """Follow a decaying trail of gradients, each over its step; `oracle_rules` knows this rule."""
+    """Follow a decaying trail of gradients, each divided by its step; also in `oracle_rules`."""
     trail = 0.5 * slots["trail"] + gradient / step.astype(gradient.dtype)
     return row - learning_rate * trail, {"trail": trail, "seen": slots["seen"] + 1}
 
 
 def centred_rule(gradient, row, slots, learning_rate, step):
-    """Follow a decaying trail of gradients less their mean over the row; likewise known."""
+    """Follow a decaying trail of gradients minus their row mean; also in `oracle_rules`."""
     centred = gradient - o.row_mean(gradient)
     return leaky_rule(centred, row, slots, learning_rate, step)
 
 
 def halving(count):
-    """Return a schedule's rate: 0.2, 0.1, 0.0666…"""
+    """Return the rate of a schedule: 0.2, 0.1, 0.0666…"""
     return 0.2 / (1 + jnp.asarray(count).astype(jnp.float32))
 
 
@@ -134,10 +135,10 @@ OPTAX_CASES = {
 
 
 def flat():
-    """Return `(id, optimizer)` of every case of ours."""
+    """Return `(id, optimizer)` for every case of our own optimizers."""
     return [(f"{name}-{i}", case) for name, cases in CASES.items() for i, case in enumerate(cases)]
 
 
 def hyper(optimizer):
-    """Return an optimizer's options, as `oracle_rules` takes them."""
+    """Return the options of an optimizer for `oracle_rules`."""
     return {field.name: getattr(optimizer, field.name) for field in dataclasses.fields(optimizer)}

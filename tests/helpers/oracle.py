@@ -1,9 +1,9 @@
-"""The meaning of a training step in plain loops and float64, sharing no code with the library.
+"""The oracle: a training step in plain float64 loops, sharing no code with the library.
 
-Features are described by anything with the attributes of a `FeatureConfig` (and its `table` of a
-`TableConfig`); ids by arrays, or anything with the attributes of `SparseIds` or `RaggedIds`.
-Everything is built on one reading of the inputs, `read`: which rows stand in which bag, in which
-order, with which weight.
+Features may be any objects with the attributes of a `FeatureConfig` (and its `table` those of a
+`TableConfig`); ids are arrays, or objects with the attributes of `SparseIds` or `RaggedIds`.
+Everything starts from one interpretation of the inputs, `read`: which rows are in which bag, in
+which order, with which weight.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 @dataclasses.dataclass
 class Entry:
-    """One id that is kept: a row of the table, and the weight it has (c of the combiner)."""
+    """One id that is kept: a row of the table, and its weight in the combiner."""
 
     row: int
     weight: float
@@ -34,7 +34,7 @@ class Reading:
 
 @dataclasses.dataclass
 class Occurrence:
-    """One lookup of one row: its gradient [D], and the example that made it."""
+    """One lookup of one row: its gradient [D], and the example that it belongs to."""
 
     table: object
     row: int
@@ -137,7 +137,7 @@ def _read_ragged(feature, ids, weights: list[float]) -> Reading:
 
 
 def gains(combiner: str, combines: bool, weights: list[float]) -> list[float]:
-    """Return what each row of a bag is multiplied by."""
+    """Return the factor of each row in a bag."""
     if not combines or combiner == "sum":
         return weights
     if combiner == "mean":
@@ -174,9 +174,9 @@ def lookup(table: np.ndarray, feature, ids, weights=None) -> np.ndarray:
 def row_gradients(features, gradients) -> list[Occurrence]:
     """Return every lookup of every row with its gradient, in batch order.
 
-    That is by example, then feature, then inner bag, then position. `features` lists (feature, ids)
-    or (feature, ids, weights); `gradients` the activations' gradients in the same order, None for
-    zeros. Untrainable tables are left out.
+    The order is by example, then feature, then inner bag, then position. `features` lists (feature,
+    ids) or (feature, ids, weights). `gradients` has the gradients of the activations in the same
+    order, None for zeros. Untrainable tables are left out.
     """
     found: list[tuple[tuple[int, int], Occurrence]] = []
     for f, (item, gradient) in enumerate(zip(features, gradients, strict=True)):
@@ -200,7 +200,7 @@ def row_gradients(features, gradients) -> list[Occurrence]:
 
 
 def summed(occurrences: list[Occurrence], table) -> dict[int, np.ndarray]:
-    """Return touched row -> sum of its gradients, for one table, by first appearance."""
+    """Return touched row -> sum of its gradients, for one table, in order of first appearance."""
     sums: dict[int, np.ndarray] = {}
     for o in occurrences:
         if o.table is table:
@@ -217,9 +217,9 @@ def train_step(tables, slots, features, gradients, *, optimizers, step, apply=No
       features: as for `row_gradients`.
       gradients: as for `row_gradients`.
       optimizers: table config -> (rule name, hyperparameters, learning rate).
-      step: t, 1 for the first update.
-      apply: `(name, hyper, row, slots, gradient, t, lr) -> (row, slots)`; None: that of
-        `oracle_rules`.
+      step: t, which is 1 for the first update.
+      apply: `(name, hyper, row, slots, gradient, t, lr) -> (row, slots)`; None takes
+        `oracle_rules.apply`.
     """
     if apply is None:
         from oracle_rules import apply

@@ -1,10 +1,10 @@
-"""How far a float32 step may be from the oracle's: intervals around the float64 numbers.
+"""How far a float32 step may be from the oracle: intervals around the float64 numbers.
 
-A sum of n float32 terms is within n · 2⁻²⁴ · Σ|term| of the exact one, whatever cancels. What a
-rule makes of its rounded inputs, and of its own roundings, is found by running the oracle's rule
-again, with inputs and every operation nudged in their last bits: where the rule is steep, at the
-sign of Lion or at Adam's first step with a gradient that cancels, the interval is wide, and
-elsewhere it is a few units in the last place. Nothing here calls the library.
+A sum of n float32 terms is within n · 2⁻²⁴ · Σ|term| of the exact sum, however much cancels. The
+error of a rule, from rounded inputs and its own roundings, is found by running the oracle's rule
+again with the inputs and every operation nudged in their last bits. Where the rule is steep (at the
+sign in Lion, or at Adam's first step with a gradient that cancels) the interval is wide; elsewhere
+it is a few units in the last place. Nothing here calls the library.
 """
 
 from __future__ import annotations
@@ -23,44 +23,47 @@ import oracle_rules
 UNIT = 2.0**-24
 """Half a unit in the last place of float32: the relative error of one operation."""
 ROUNDINGS = 8
-"""Roundings, of one operation each, that a nudge stands for."""
+"""How many roundings of one operation a nudge stands for."""
 SAFETY = 4
-"""Nudges try few combinations of signs; a rule may have its roundings add up in another."""
+"""Nudges try few combinations of signs; in others the roundings of a rule may add up."""
 TINY = 1e-35
-"""Below it float32 loses digits, then flushes to zero."""
+"""Below this, float32 loses digits, and then flushes to zero."""
 
 OF_OPTAX = UNIT / (1 - 0.999)
-"""optax takes 1 - 0.999ᵗ in float32, where it has lost three digits."""
+"""optax computes 1 - 0.999ᵗ in float32, which loses three digits."""
 
 
 @dataclasses.dataclass
 class Interval:
-    """Numbers `low <= x <= high`, arrays of one shape; NumPy scalars for one number."""
+    """Numbers `low <= x <= high`: arrays of one shape, or NumPy scalars for one number."""
 
     low: np.ndarray
     high: np.ndarray
 
     @classmethod
     def around(cls, center, width):
-        """Return center ± width."""
+        """Return the interval center ± width."""
         return cls(center - width, center + width)
 
     def rounded(self, dtype):
-        """Return where the numbers can be once they are stored in a dtype; rounding is monotone."""
+        """Return the interval after storing in a dtype: rounding is monotone, so the ends do."""
         return Interval(stored(self.low, dtype), stored(self.high, dtype))
 
 
 def stored(values, dtype):
-    """Return values as a table of this dtype holds them, as float64; float32 is left to bounds."""
+    """Return values as a table of this dtype stores them, in float64.
+
+    float32 is not rounded here, because the bounds include that rounding.
+    """
     if dtype == "float32":
         return values
     return np.asarray(values, np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
 
 
 def activation(table, feature, ids, weights=None) -> Interval:
-    """Return where the activation of one feature may be, [B, …, D].
+    """Return the interval of the activation of one feature, [B, …, D].
 
-    `table` [V, D] holds exactly what the library's does.
+    `table` [V, D] holds exactly the numbers of the library's table.
     """
     table, config = np.asarray(table, np.float64), feature.table
     reading = oracle.read(feature, ids, weights)
@@ -69,14 +72,14 @@ def activation(table, feature, ids, weights=None) -> Interval:
         gains = oracle.gains(config.combiner, reading.combines, [e.weight for e in bag])
         for entry, gain in zip(bag, gains, strict=True):
             size, jump = _looked_up(table[entry.row], config.quantization_config)
-            # The term, the sum of the rows and that of the weights are rounded once a term.
+            # Each term rounds three times: the term, the sum of rows, and the sum of weights.
             width[b] += abs(gain) * (UNIT * (2 * len(bag) + 8) * size + jump)
     center = oracle.lookup(table, feature, ids, weights)
     return Interval.around(center, width.reshape(center.shape) + TINY)
 
 
 def _looked_up(row, quantization):
-    """Return the size of a looked-up row's numbers, and the bucket where it may be another one."""
+    """Return the magnitudes of a row, and how far rounding may move it to another bucket."""
     if quantization is None:
         return np.abs(row), 0.0
     low, high = quantization.lower, quantization.upper
@@ -87,7 +90,7 @@ def _looked_up(row, quantization):
 
 @dataclasses.dataclass
 class Updates:
-    """What one row is updated with, in order: gradients [D], each within its error [D]."""
+    """The updates of one row in order: gradients [D], each with its error bound [D]."""
 
     gradients: list[np.ndarray]
     errors: list[np.ndarray]
@@ -108,7 +111,7 @@ def updates(config, hyper, occurrences) -> dict[int, Updates]:
         sums = [each] if accumulates else [[gradient] for gradient in each]
         found[row] = Updates(
             [np.sum(terms, axis=0) + np.zeros(config.dim) for terms in sums],
-            # A gain has a division or two, and a sum of at most a few dozen weights.
+            # A gain takes one or two divisions, and a sum of at most a few dozen weights.
             [UNIT * (len(terms) + 64) * np.sum(np.abs(terms), axis=0) + TINY for terms in sums],
         )
     return found
@@ -118,13 +121,13 @@ def updated_row(name, hyper, dtype, row, slots, given: Updates, t, lr):
     """Return the intervals of a row as it is stored, and of its slots by name.
 
     Args:
-      name: of the rule in `oracle_rules`.
+      name: the name of the rule in `oracle_rules`.
       hyper: its options.
-      dtype: of the table.
-      row: [D], exactly what the library's table holds; `slots` likewise.
-      slots: arrays [D], or numbers.
-      given: the row's updates.
-      t: the step, 1 at the first.
+      dtype: the dtype of the table.
+      row: [D], exactly the numbers in the library's table.
+      slots: arrays [D] or numbers, exactly those of the library.
+      given: the updates of the row.
+      t: the step, which is 1 for the first update.
       lr: the learning rate.
     """
 
@@ -145,14 +148,15 @@ def updated_row(name, hyper, dtype, row, slots, given: Updates, t, lr):
 def updated_by_optax(transform, dtype, rows, slots, given: list[Updates]):
     """Return the intervals of rows [U, D] as they are stored, and of the transform's leaves.
 
-    The transform itself runs, in float64, on all rows at once: it treats their numbers one by one.
+    The transform itself runs in float64 on all rows at once, because it treats every number by
+    itself.
 
     Args:
       transform: the optax transform.
-      dtype: of the table.
-      rows: exactly what the library's table holds; `slots` likewise.
-      slots: a leaf of the transform's state each, in their order: [U, D], or one number for all.
-      given: a single update a row.
+      dtype: the dtype of the table.
+      rows: exactly the rows in the library's table.
+      slots: one array per leaf of the transform's state, in order: [U, D], or one number for all.
+      given: one update per row.
     """
     gradients = np.stack([one.gradients[0] for one in given])
     errors = np.stack([one.errors[0] for one in given])
@@ -174,7 +178,7 @@ def updated_by_optax(transform, dtype, rows, slots, given: list[Updates]):
 
 
 class _Nudge:
-    """Move numbers by a few units in the last place: not, all up, all down, or at random."""
+    """Move numbers by a few units in the last place: none, all up, all down, or at random."""
 
     def __init__(self, run: int) -> None:
         self._run, self._rng = run, np.random.default_rng(run)
@@ -210,7 +214,7 @@ for _name in ("add", "sub", "mul", "truediv", "pow"):
 
 
 def _bounds(follow):
-    """Return the intervals of what `follow(nudge)` returns by name, from some nudges."""
+    """Return the intervals of what `follow(nudge)` returns by name, over several nudges."""
     center = follow(_Nudge(0))
     spread = {name: np.zeros(np.shape(value)) for name, value in center.items()}
     with mock.patch.object(oracle_rules, "number", _Rounded):
@@ -223,6 +227,6 @@ def _bounds(follow):
 
 
 def outside(values, bounds: Interval) -> np.ndarray:
-    """Return the indices [n, rank] of the values that are not in their intervals; NaN is not."""
+    """Return the indices [n, rank] of the values outside of their intervals; NaN is outside."""
     values = np.asarray(values).astype(np.float64)
     return np.argwhere(~((values >= bounds.low) & (values <= bounds.high)))

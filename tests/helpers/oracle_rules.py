@@ -1,7 +1,7 @@
 """Float64 NumPy loops of every optimizer rule, one row and one number at a time.
 
-Shares no code with the library. `apply` does one whole update: gradient clip, decay, rule, weight
-clip. `hyper` holds the options that differ from the defaults (all of them may be given).
+They share no code with the library. `apply` does one whole update: gradient clipping, decay, the
+rule, weight clipping. `hyper` holds the options that differ from the defaults, or all of them.
 """
 
 import math
@@ -73,7 +73,7 @@ SLOTS = {
 
 
 number = float
-"""What elementwise rules compute with; `oracle_bounds` puts numbers in its place that round."""
+"""What elementwise rules compute with; `oracle_bounds` replaces it by a version that rounds."""
 
 
 def _complete(name, hyper):
@@ -81,7 +81,7 @@ def _complete(name, hyper):
 
 
 def initial_slots(name, hyper, D):
-    """Return the slots of a fresh row of D numbers; initializers that are functions are refused."""
+    """Return the slots of a new row of D numbers; function initializers are refused."""
     hyper = _complete(name, hyper)
     declared = dict(hyper["slots"]) if name == "CustomOptimizer" else SLOTS[name]
     given = dict(hyper["slot_initializers"])

@@ -1,8 +1,8 @@
-"""All-pairs designs: few rows in which any two levels of any two factors meet at least once.
+"""All-pairs designs: few rows in which any two levels of any two factors occur together.
 
-A bug in a product of factors is most often one of two factors together; a design of all pairs finds
-it in tens of rows where the whole product has thousands. Nothing is random: the same factors give
-the same rows, in the same order.
+Most bugs in a product of factors are caused by two factors together. A design of all pairs finds
+them in tens of rows where the whole product has thousands. Nothing is random: the same factors give
+the same rows in the same order.
 """
 
 import collections
@@ -10,13 +10,14 @@ import itertools
 
 
 def all_pairs(**factors):
-    """Return rows `{factor: level}` such that every pair of levels of two factors is in a row.
+    """Return rows `{factor: level}` that contain every pair of levels of two factors.
 
-    Factors are added one at a time, the largest first: each row takes the level that makes the most
-    new pairs (of equal ones, that whose pairs are rarest so far), and rows are added for the rest.
+    Factors are added one at a time, the largest first. Each row takes the level that adds the most
+    new pairs (among equals, the level whose pairs are rarest so far); then rows are added for the
+    pairs that remain.
 
     Args:
-      factors: a sequence of levels each; two factors at least.
+      factors: factor -> its levels; at least two factors.
     """
     sizes = {name: len(levels) for name, levels in factors.items()}
     names = sorted(sizes, key=lambda name: -sizes[name])
@@ -52,7 +53,7 @@ def _grown(rows, old, new, sizes):
 
 
 def _new_row(counts, old, fixed, level, sizes):
-    """Return a row of old factors: one fixed, the others those that meet the new level least."""
+    """Return a row of the old factors: one is fixed, the others met the new level least often."""
     name, i = fixed
     row = {other: min(range(sizes[other]), key=lambda j: counts[other, j, level]) for other in old}
     return row | {name: i}

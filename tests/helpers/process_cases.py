@@ -1,7 +1,7 @@
-"""What several processes do together: one of them is `python process_cases.py PROCESSES NUMBER …`.
+"""What the tests run in several processes, each `python process_cases.py PROCESSES NUMBER …`.
 
-With one process it is what the others are compared with. Every function returns plain values, or
-NumPy arrays, and does the same in every process.
+A run with one process gives the results to compare with. Every function does the same in every
+process, and returns plain values or NumPy arrays.
 """
 
 import functools
@@ -41,20 +41,23 @@ def features(placement):
 
 
 def mesh(devices):
-    """Return a mesh that has as many devices of every process."""
+    """Return a mesh with equally many devices of every process."""
     each = devices // jax.process_count()
     chosen = [jax.local_devices(process)[:each] for process in range(jax.process_count())]
     return Mesh(np.array(chosen).reshape(-1), ("d",))
 
 
 def part(array):
-    """Return this process's part of something that has a first entry an example."""
+    """Return this process's part of an array with one entry per example."""
     size = len(array) // jax.process_count()
     return array[jax.process_index() * size : (jax.process_index() + 1) * size]
 
 
 def draw(step):
-    """Return this process's part of a batch, whose shape all agree on; after 0, bags are longer."""
+    """Return this process's part of a batch; from the second batch on, bags are longer.
+
+    All processes agree on its shape.
+    """
     rng = np.random.default_rng(step)
     film = [list(rng.integers(0, 19, rng.integers(0, 9 if step else 2))) for _ in range(BATCH)]
     seen = rng.integers(-1, 19, (BATCH, 3))
@@ -76,7 +79,7 @@ def gradients(activations):
 
 @functools.cache
 def make_engine(devices, placement):
-    """Return the one engine of its kind, so that its programs are compiled once."""
+    """Return the one engine of its kind, so that its programs compile once."""
     return tpu_embed.EmbeddingEngine(features(placement), o.Adagrad(0.5), mesh=mesh(devices))
 
 
@@ -86,7 +89,7 @@ def arrays(engine, state):
 
 
 def train(devices):
-    """Train through the functional API; return tables, slots, step, and the number of programs."""
+    """Train by the functional API; return tables, slots, step and the number of programs."""
     engine = make_engine(devices, "mod")
     state = engine.init(jax.random.key(0))
     for step in range(STEPS):
@@ -97,7 +100,7 @@ def train(devices):
 
 
 def train_embedding(devices):
-    """Train through the stateful API, pipelined; return tables, slots and step."""
+    """Train by the stateful API, pipelined; return tables, slots and step."""
     embedding = tpu_embed.TPUEmbedding(features("mod"), o.Adagrad(0.5), True, mesh=mesh(devices))
     embedding.engine = make_engine(devices, "mod")
     embedding.enqueue(draw(0))
@@ -109,7 +112,7 @@ def train_embedding(devices):
 
 
 def refusals(devices):
-    """Return what every process sees when the last one gives what cannot be placed."""
+    """Return what every process raises when the last one gives a batch that cannot be placed."""
     engine = make_engine(devices, "mod")
     last = jax.process_index() == jax.process_count() - 1
     good = draw(0)
@@ -138,7 +141,7 @@ def refusals(devices):
 
 
 def leave(leaver, waits_on, *, silently=False):
-    """End one process while the others wait for it, to place a batch or on a device."""
+    """End one process while the others wait for it, in `place` or on a device."""
     engine = make_engine(8, "mod")
     engine.place(draw(0))
     if jax.process_index() == leaver:
@@ -155,7 +158,7 @@ def leave_silently(leaver):
 
 
 def interrupt():
-    """Interrupt process 0 while it waits for the other one's part, which comes later."""
+    """Interrupt process 0 while it waits for the part of the other process, which comes later."""
     engine, store = make_engine(8, "mod"), departures.client()
     engine.place(draw(0))
     if jax.process_index() == 0:
@@ -171,7 +174,10 @@ def interrupt():
 
 
 def guarded(devices):
-    """Leave out a step with a NaN in the last example, take one without; return what was kept."""
+    """Skip a step with a NaN in the last example, then apply one without.
+
+    Returns tables and slots after each of the two, and the counters.
+    """
     engine = tpu_embed.EmbeddingEngine(
         features("mod"), o.Adagrad(0.5), mesh=mesh(devices), on_bad_gradient="skip"
     )
@@ -186,7 +192,7 @@ def guarded(devices):
 
 
 def save_all(directory, devices, placements):
-    """Save a state, three steps old, for every number of devices and placement."""
+    """Save a state after three steps, for every number of devices and placement."""
     from tpu_embed.io.checkpoint import save
 
     for n in devices:
@@ -197,7 +203,7 @@ def save_all(directory, devices, placements):
 
 
 def trained(engine, state, *, steps):
-    """Return the state after steps whose batches and gradients depend on their number alone."""
+    """Return the state after steps whose batches and gradients depend only on their number."""
     for _ in range(steps):
         batch = engine.place(draw(int(state.step) % 3))
         shapes = jax.eval_shape(engine.lookup, state, batch)
@@ -206,7 +212,7 @@ def trained(engine, state, *, steps):
 
 
 def fixed(engine, shapes, step):
-    """Return activation gradients that depend on the step alone, as global arrays."""
+    """Return activation gradients that depend only on the step, as global arrays."""
     rng = np.random.default_rng(step)
     axes = engine.layout.axes
 
@@ -218,7 +224,7 @@ def fixed(engine, shapes, step):
 
 
 def faults(directory):
-    """Return what every process sees when files fail the last one; a save and a restore after."""
+    """Return what every process raises when files fail in the last one; then save and restore."""
     from tpu_embed.io import CheckpointManager, save
     from tpu_embed.io.checkpoint import tables, trees
 
@@ -266,7 +272,10 @@ def faults(directory):
 
 
 def unequal(directory):
-    """Save where the last process has fewer shards; return what 8 devices restore, and it."""
+    """Save where the last process has fewer shards.
+
+    Returns what 8 devices restore, and the original.
+    """
     from tpu_embed.io import restore, save
 
     config = {"x": FeatureConfig(TableConfig(19, 4, name="films"))}
@@ -280,7 +289,7 @@ def unequal(directory):
 
 
 def restore_all(directory, names, devices, placements, steps=10):
-    """Restore every checkpoint on every number of devices and placement; go on for some steps."""
+    """Restore every checkpoint on every number of devices and placement, and train some steps."""
     from tpu_embed.io.checkpoint import restore
 
     found = {}

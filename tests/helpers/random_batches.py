@@ -1,7 +1,7 @@
-"""Random batches: ids in every input form, weights, and the gradients of the activations.
+"""Random batches: ids in every input container, weights, and gradients of the activations.
 
-`draw_form` chooses what stays the same over the steps of a case, `draw_step` one step's numbers:
-lists of leaves in the features' flattening order.
+`draw_form` chooses what stays the same over the steps of a case. `draw_step` draws the numbers of
+one step: lists of leaves in the flattening order of the features.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WIDTHS = (0, 1, 2, 2, 3, 3, 4, 4, 5, 5, 13)
 DTYPES = ("int8", "int16", "int32", "int64", "int64", "uint8", "uint16", "uint32", "uint64")
 EXTREMES = (1e-30, 1e-21, 1e-3, 1.0, 5e19, 1e30)
 EXTREME_WEIGHTS = False
-"""Whether means and sqrtn have weights whose squares, or quotients, are not finite in float32."""
+"""Whether mean and sqrtn may get weights whose squares or quotients overflow in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,14 +32,14 @@ class Form:
 
     Attributes:
       kind: one of `KINDS`.
-      rows: bags as they are given: B, or B · K of ragged rows that fill `output_shape`.
-      inner: of dense and sparse bags, the dims between B and H.
-      width: H; of ragged ids, the longest row.
-      shape: the activation's, without D.
+      rows: the number of bags: B, or B · K ragged rows that fill `output_shape`.
+      inner: for dense and sparse bags, the dimensions between B and H.
+      width: H; for ragged ids, the length of the longest row.
+      shape: the shape of the activation without D.
       length: L of a sequence, else 0.
-      output_shape: as it is declared, or None.
-      weights: "none", "inside", "array" or "container" (beside).
-      values: what numbers they are; see `_draw_weights`.
+      output_shape: the declared one, or None.
+      weights: "none", "inside", "array" or "container" (the last two beside the ids).
+      values: which weights there are; see `_draw_weights`.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class Form:
 class Step:
     """One batch: leaves in flattening order.
 
-    `weights` is None where no feature has weights beside its ids; a gradient is None for zeros.
+    `weights` is None if no feature has weights beside its ids; a gradient is None for zeros.
     """
 
     forms: list[Form]
@@ -94,7 +94,7 @@ def draw_form(rng, batch: int, dense: bool) -> Form:
 
 
 class BadIds(NamedTuple):
-    """Which ids outside [0, V) there may be."""
+    """Which ids outside of [0, V) may occur."""
 
     under_error: bool
     """Also where `on_bad_id="error"`: inside a jit they are dropped and counted."""
@@ -108,8 +108,8 @@ def draw_step(rng, features, bad: BadIds, may_skip: bool) -> Step:
     Args:
       rng: a NumPy Generator.
       features: pairs of `FeatureConfig` and `Form`, in flattening order.
-      bad: which ids there may be outside the vocabulary.
-      may_skip: a gradient may be NaN, or infinite.
+      bad: which ids outside of the vocabulary may occur.
+      may_skip: whether a gradient may be NaN or infinite.
     """
     drawn = [_draw_ids(rng, feature, form, bad) for feature, form in features]
     gradients = [_draw_gradient(rng, form.shape, feature.table.dim) for feature, form in features]
@@ -148,7 +148,7 @@ def _draw_gradient(rng, shape, dim):
 
 
 def _draw_ids(rng, feature, form, bad):
-    """Return a feature's ids, and the weights beside them."""
+    """Return the ids of a feature, and the weights beside them."""
     if form.kind in DENSE:
         return _draw_dense(rng, feature, form, bad)
     if form.kind.startswith("sparse"):
@@ -157,7 +157,7 @@ def _draw_ids(rng, feature, form, bad):
 
 
 def _draw_numbers(rng, feature, count, bad, *, padding):
-    """Return `count` ids in a random dtype: few different ones, so that duplicates are common."""
+    """Return `count` ids in a random dtype, from few values, so that duplicates are common."""
     size = feature.table.vocabulary_size
     pool = min(size, int(choose(rng, (1, 3, 10, size, size))))
     first = int(rng.integers(0, size - pool + 1))
@@ -174,7 +174,7 @@ def _draw_numbers(rng, feature, count, bad, *, padding):
 
 
 def _draw_weights(rng, feature, form, shape):
-    """Return weights: in a mean their sum is zero, or far from it, in float32 as in float64."""
+    """Return weights; in a mean their sum is either zero or far from it, in any precision."""
     if form.values == "quarters":  # of either sign; they add exactly
         weights = rng.integers(-8, 9, shape) / 4
     elif form.values == "positive":
@@ -228,7 +228,7 @@ def _draw_ragged(rng, feature, form, bad):
 
 
 def _weighted(form, ids, values, weights):
-    """Return the ids with their weights where the form says, and what stands beside them."""
+    """Return the ids, with their weights if the form says so, and the weights beside them."""
     if form.weights == "inside":
         return ids(values, weights), None
     return ids(values), {"none": None, "array": weights, "container": ids(weights)}[form.weights]

@@ -1,10 +1,10 @@
 """Random cases of training: what is declared, where it lives, and how the steps are run.
 
-`draw_case(seed)` is a function of its seed alone. A case has tables and features in a random
-nesting, batches of ids, weights and activation gradients (`random_batches`), and several
-arrangements: meshes and ways of running the same steps, which must not change a bit.
+`draw_case(seed)` depends on its seed alone. A case has tables and features in a random nesting,
+batches of ids, weights and activation gradients (`random_batches`), and several arrangements:
+meshes and ways of running the same steps, which must not change a bit.
 
-Each part has a generator of its own, so that a new choice in one leaves the others as they are.
+Each part has its own generator, so that a new choice in one part does not change the others.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WAYS = ("eager", "in jit", INSIDE, "stateful")
 
 
 class Pair(NamedTuple):
-    """Two branches of a nesting."""
+    """A nesting of two branches."""
 
     left: Any
     right: Any
@@ -48,7 +48,7 @@ class Pair(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Trio:
-    """Three branches of a nesting; the fields' order is not that of their names."""
+    """A nesting of three branches; the fields are not in the order of their names."""
 
     second: Any
     third: Any
@@ -73,13 +73,13 @@ def leaves(nest):
 
 
 def filled(nest, values):
-    """Return a nesting like `nest`, whose leaves are the next of the iterator `values`."""
+    """Return a nesting like `nest`, with the next values of the iterator `values` as leaves."""
     inner = children(nest)
     if inner is None:
         return next(values)
     new = {key: filled(child, values) for key, child in inner}
     if isinstance(nest, dict):
-        return {key: new[key] for key in nest}  # in the dict's own order, which means nothing
+        return {key: new[key] for key in nest}  # in the order of the dict, which must not matter
     return type(nest)(**new) if isinstance(nest, (Pair, Trio)) else type(nest)(new.values())
 
 
@@ -103,12 +103,12 @@ def _nested(rng, items):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Known:
-    """An initializer whose values the oracle knows: those of a NumPy generator."""
+    """An initializer whose values the oracle knows, because NumPy draws them."""
 
     seed: int
 
     def values(self, size, dim):
-        """Return a whole table, float32 [V, D]; some rows are zeros."""
+        """Return a whole table, float32 [V, D], in which some rows are zeros."""
         rng = np.random.default_rng(self.seed)
         rows = rng.normal(size=(size, dim)).astype(np.float32)
         return np.where(rng.random((size, 1)) < 0.05, np.float32(0), rows)
@@ -122,13 +122,13 @@ class Arrangement:
     """Devices, and a way of running the steps on them.
 
     Attributes:
-      mesh_shape: of one axis or two.
+      mesh_shape: the sizes of one axis or two.
       way: one of `WAYS`.
-      explicit: of each axis, whether arrays' types tell how it splits them.
-      stack_tables: as for the engine; `TPUEmbedding` always does.
-      ahead: batches are placed, or enqueued, before the first step.
-      pipelined: of `TPUEmbedding`.
-      kernels: `TPU_EMBED_KERNELS`.
+      explicit: for each axis, whether it is an explicit axis, which the types of arrays show.
+      stack_tables: as for the engine; `TPUEmbedding` always stacks.
+      ahead: whether batches are placed or enqueued before the first step.
+      pipelined: the option of `TPUEmbedding`.
+      kernels: the value of `TPU_EMBED_KERNELS`.
     """
 
     mesh_shape: tuple[int, ...]
@@ -153,13 +153,14 @@ class Arrangement:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Case:
-    """What is trained, and the arrangements of it, the first on one device.
+    """What is trained, and its arrangements, of which the first is on one device.
 
     Attributes:
       nest: the features, nested.
-      optimizer: the engine's.
+      optimizer: the optimizer of the engine.
       batch: B.
-      inside: all arrangements give ids inside a jit, where bad ones are dropped under "error" too.
+      inside: whether all arrangements give ids inside a jit, where bad ids are dropped even under
+        "error".
     """
 
     seed: int
@@ -184,23 +185,23 @@ class Case:
         return {config.name or f"table_{i}": config for i, config in enumerate(configs)}
 
     def optimizer_of(self, table):
-        """Return what updates a table; None if nothing does."""
+        """Return the optimizer of a table, or None if it is not trained."""
         if not table.trainable:
             return None
         return self.optimizer if table.optimizer is None else table.optimizer
 
     def skips(self, step):
-        """Tell whether a step is left out: a gradient of a table that is trained is not finite."""
+        """Return whether a step is skipped: a gradient of a trained table is not finite."""
         return step.spoilt is not None and self.features[step.spoilt].table.trainable
 
     def replicas(self, arrangement):
-        """Return the parts of the batch."""
+        """Return into how many parts the batch is split."""
         sizes = dict(zip(("p", "q"), arrangement.mesh_shape, strict=False))
         axes = self.batch_axes or tuple(sizes)
         return math.prod(sizes[axis] for axis in axes)
 
     def keeps_bits(self, arrangement):
-        """Tell whether all bits are promised to be those of one device."""
+        """Return whether all bits must be those of one device."""
         return self.sum_blocks % self.replicas(arrangement) == 0
 
 
@@ -221,7 +222,7 @@ def draw_case(seed: int) -> Case:
     policy = choose(rng, ("allow", "allow", "skip", "error"))
     axes = choose(rng, (None, None, ("p",), ("q",), ("p", "q"))) if two_axes else None
     blocks = choose(rng, (8, 8, 8, 8, 16, 24, 4, 1))
-    without = {"stateful"} if blocks != 8 else set()  # it has no option for them
+    without = {"stateful"} if blocks != 8 else set()  # no option for sum_blocks
     ways = (INSIDE,) if inside else [w for w in WAYS if w not in without and (dense or w != INSIDE)]
     batches, bad = part(4), BadIds(inside, wide=INSIDE not in ways)
     steps = tuple(draw_step(batches, pairs, bad, policy == "skip") for _ in range(STEPS))
@@ -230,7 +231,7 @@ def draw_case(seed: int) -> Case:
 
 
 def _arrangements(rng, case, two_axes, ways):
-    """Return arrangements on one device, and on up to three of the other counts that B allows."""
+    """Return arrangements on one device, and on up to three other counts that B allows."""
     found, turn = [], int(rng.integers(len(ways)))
     for devices in _device_counts(rng, two_axes):
         rows = int(choose(rng, [n for n in range(1, devices + 1) if devices % n == 0]))
@@ -249,13 +250,13 @@ def _arrangements(rng, case, two_axes, ways):
 
 
 def _device_counts(rng, two_axes):
-    """Return 1, then the others in random order: in most cases those that divide 8."""
+    """Return 1, then others in random order; in most cases they divide 8."""
     some = [2, 4, 8] if two_axes or rng.random() < 0.7 else list(range(2, 9))
     return [1, *rng.permutation(some).tolist()]
 
 
 def _draw_tables(rng, two_axes):
-    """Return the engine's optimizer, and one to four tables; some are alike, and may be stacked."""
+    """Return the engine's optimizer and one to four tables; some are alike and may be stacked."""
     default, kinds, tables = random_optimizers.draw(rng), [], []
     for i in range(rng.integers(1, 5)):
         if not kinds or rng.random() < 0.7:
@@ -276,7 +277,7 @@ def _draw_tables(rng, two_axes):
 
 
 def _draw_initializer(rng):
-    """Return an initializer: most often one that the oracle knows, as the default compiles long."""
+    """Return an initializer, most often one that the oracle knows: the default compiles slowly."""
     chance, seed = rng.random(), int(rng.integers(2**31))
     if chance < 0.1:
         return None
@@ -285,7 +286,7 @@ def _draw_initializer(rng):
 
 
 def _draw_kind(rng, default, two_axes):
-    """Return what stacked tables have in common."""
+    """Return the options that stacked tables have in common."""
     optimizer = random_optimizers.draw(rng) if rng.random() < 0.7 else None
     used = default if optimizer is None else optimizer
     accumulates = getattr(used, "use_gradient_accumulation", True)
@@ -301,7 +302,7 @@ def _draw_kind(rng, default, two_axes):
 
 
 def _draw_features(rng, tables, batch, dense):
-    """Return one to five features, each with the form of its ids; every table has one at least."""
+    """Return one to five features, each with the form of its ids; every table has at least one."""
     count = int(rng.integers(len(tables), 6))
     numbers = [*range(len(tables)), *rng.integers(0, len(tables), count - len(tables)).tolist()]
     forms = {}

@@ -1,7 +1,7 @@
 """Random optimizers: every class with any of its options, optax transforms, and learning rates.
 
-`draw(rng)` returns one. Ranges are such that a rule's numbers stay moderate over two steps, and
-that a wrong rule shows.
+`draw(rng)` returns one. The ranges keep numbers moderate over two steps, and large enough for a
+wrong rule to show.
 """
 
 import jax
@@ -12,7 +12,7 @@ from tpu_embed import optimizers as o
 
 
 class HostRate:
-    """A learning rate that the host reads once an update; whoever trains sets `step`."""
+    """A learning rate that the host reads once per update; the test sets `step`."""
 
     step = 0
 
@@ -57,7 +57,7 @@ OPTIONS = {
     "LAMB": {**ADAM_BETAS, "epsilon": (1e-6, 1e-3, 0.1)},
     "Lion": ADAM_BETAS,
     "RMSProp": RMS,
-    "CenteredRMSProp": RMS | {"rho": (0.5, 0.9)},  # at 0 the variance is 0, but for rounding
+    "CenteredRMSProp": RMS | {"rho": (0.5, 0.9)},  # at ρ = 0 the variance is 0, up to rounding
     "Adadelta": {"rho": (0.0, 0.5, 0.95), **EPSILON},
     "ProximalAdagrad": {**ACCUMULATOR, "l1": (0.0, 0.05, 0.5), "l2": (0.0, 0.3)},
     "Yogi": {**ADAM_BETAS, "epsilon": (1e-3, 0.1)},
@@ -77,7 +77,7 @@ CLASSES = (*OPTIONS, "optax")
 
 
 def choose(rng, levels):
-    """Return one of the levels as it is, which `rng.choice` would make an array's element."""
+    """Return one of the levels unchanged; `rng.choice` would convert it to an array element."""
     return levels[rng.integers(len(levels))]
 
 
@@ -93,7 +93,7 @@ def draw(rng):
 
 
 def _allowed(name, options, rng):
-    """Return options that go together, with a learning rate and some slots' first values."""
+    """Return a valid set of options, with a learning rate and the initial values of some slots."""
     if not options["use_gradient_accumulation"]:
         options["clipvalue"] = None
         if name == "Adam":
@@ -107,6 +107,6 @@ def _allowed(name, options, rng):
         options["slot_initializers"] = {slot: choose(rng, values)}
     if name == "CustomOptimizer":
         options["slots"] = TRAIL
-    elif name == "FTRL" and rng.random() < 0.2:  # β, so that nothing is divided by a zero root
+    elif name == "FTRL" and rng.random() < 0.2:  # β > 0, so that no root to divide by is zero
         options |= {"initial_accumulator_value": 0.0, "allow_zero_accumulator": True, "beta": 0.3}
     return options

@@ -1,7 +1,7 @@
-"""What the library makes of a random case: its steps, run in one arrangement.
+"""Run the steps of a random case in one arrangement, and collect the results.
 
-`run` returns the numbers on the host: tables and slots before each step and after the last, and the
-activations of each.
+`run` returns numbers on the host: tables and slots before each step and after the last, and the
+activations of each step.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class Held:
 
 @dataclasses.dataclass
 class Run:
-    """What the library made of a case: states before each step and after the last."""
+    """The results of a case: states before each step and after the last, and activations."""
 
     states: list[Held]
     activations: list[list[np.ndarray]]
@@ -38,7 +38,7 @@ class Run:
 
 
 def run(case, arrangement) -> Run:
-    """Run the case's steps in an arrangement."""
+    """Run the steps of a case in an arrangement."""
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         patch.setenv(dispatch.VARIABLE, arrangement.kernels)
         warnings.filterwarnings("ignore", "activation gradient of .*: None is taken as zeros")
@@ -48,7 +48,7 @@ def run(case, arrangement) -> Run:
 
 
 def batches_of(case):
-    """Return (features, weights, gradients) of every step in the features' nesting."""
+    """Return (features, weights, gradients) of every step in the nesting of the features."""
 
     def nested(values):
         return None if values is None else filled(case.nest, iter(values))
@@ -90,7 +90,7 @@ def eager_step(engine, spec):
     def step(state, ids, weights, gradients):
         batch = engine.place(ids, weights, spec)
         found = engine.lookup(state, batch)
-        if spec is None:  # the other way in
+        if spec is None:  # `update` also takes ids instead of a Batch
             return found, engine.update(state, ids, gradients, weights)
         return found, engine.update_in_place(state, batch, gradients)
 
@@ -98,7 +98,7 @@ def eager_step(engine, spec):
 
 
 def placed_step(engine, spec):
-    """Run lookup and update in one user's jit, the state donated."""
+    """Run lookup and update in one user's jit, with the state donated."""
 
     def both(state, batch, gradients, rates):
         found = engine.lookup(state, batch)
@@ -114,7 +114,7 @@ def placed_step(engine, spec):
 
 
 def traced_step(engine, spec):
-    """Give ids and weights inside the jit; a spec's capacities may be too small for them."""
+    """Give ids and weights inside the jit; the capacities of a spec may be too small for them."""
 
     def both(state, ids, weights, gradients, rates):
         found = engine.lookup(state, ids, weights, spec=spec)
@@ -162,7 +162,7 @@ def run_stateful(case, arrangement):
 
 
 def check_nesting(case, activations):
-    """Return the leaves of activations, on the host, that have the features' nesting."""
+    """Return the leaves of activations on the host, after checking that they are nested right."""
     found = [np.array(leaf) for leaf in leaves(activations)]
     again = filled(case.nest, iter(range(len(found))))
     assert jax.tree.structure(activations) == jax.tree.structure(again)

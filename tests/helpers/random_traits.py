@@ -1,6 +1,6 @@
-"""What random cases meet, so that the few that `make test` runs meet all of it.
+"""The traits of random cases, used to choose few seeds that together have all traits.
 
-`python tests/helpers/random_traits.py` chooses seeds again, when the generator has changed.
+`python tests/helpers/random_traits.py` chooses new seeds after the generator has changed.
 """
 
 import collections
@@ -28,7 +28,7 @@ EVERY = {
 
 
 def traits(case):
-    """Return what a case meets on its first and its last arrangement."""
+    """Return the traits of a case on its first and its last arrangement."""
     runs = (case.arrangements[0], case.arrangements[-1])
     met = {
         f"guard {case.on_bad_gradient}": True,
@@ -48,7 +48,7 @@ def traits(case):
 
 
 def _of_table(case, table, run):
-    """Return trait -> whether a table has it; none where nothing in it moves."""
+    """Return trait -> whether a table has it; nothing if no row of it changes."""
     rule = case.optimizer_of(table)
     if rule is None or not _moves(case, table):
         return {"not trained": rule is None}
@@ -76,7 +76,7 @@ def _of_table(case, table, run):
 
 
 def _moves(case, table):
-    """Tell whether a table is looked up, with a gradient that is not zero, in every step."""
+    """Return whether a table is looked up with a gradient other than zero in every step."""
     return all(
         any(
             feature.table is table and np.any(_numbers(ids) >= 0) and np.any(gradient)
@@ -88,7 +88,7 @@ def _moves(case, table):
 
 
 def _most_duplicates(case, table):
-    """Return how often the commonest id of a table, a bad one perhaps, occurs in one step."""
+    """Return the count of the most frequent id of a table (bad ids included) in any one step."""
     most = 0
     for step in case.steps:
         pairs = zip(case.features, step.ids, strict=True)
@@ -99,12 +99,12 @@ def _most_duplicates(case, table):
 
 
 def _numbers(ids):
-    """Return the ids of any form, int64 [N]."""
+    """Return the ids of any container, int64 [N]."""
     return np.ravel(getattr(ids, "values", ids)).astype(np.int64)
 
 
 def _kind_of_rule(rule):
-    """Return which of `RULES` it is."""
+    """Return the element of `RULES` that fits."""
     name = type(rule).__name__
     if name == "LAMB" or getattr(rule, "rule", None) is optimizer_cases.centred_rule:
         return RULES[2]
@@ -114,7 +114,7 @@ def _kind_of_rule(rule):
 
 
 def _kind(case, table):
-    """Return what tables of one stack have in common."""
+    """Return the options that tables of one stack have in common."""
     rule = case.optimizer_of(table)
     stored = (table.dim, table.dtype, table.quantization_config)
     return (*stored, table.placement, table.shard_axes, None if rule is None else id(rule))
@@ -137,7 +137,7 @@ def _of_run(case, run):
 
 
 def _of_leaf(case, step, f):
-    """Return trait -> whether a feature's part of a batch has it."""
+    """Return trait -> whether the ids of a feature in a batch have it."""
     feature, form, ids = case.features[f], step.forms[f], _numbers(step.ids[f])
     lowest = -1 if form.kind in random_batches.DENSE else 0
     return {
@@ -152,10 +152,11 @@ def _of_leaf(case, step, f):
 
 
 def choose_seeds(count=8000, tries=3000):
-    """Return seeds below `count` whose cases meet every trait, and compile little.
+    """Return seeds below `count` whose cases have every trait together and compile quickly.
 
-    Of many tries the cheapest: each takes, of some hundred seeds drawn at random, the one with the
-    most new traits for its cost, until none is missing. Cases for one device alone are left out.
+    The cheapest of many tries is taken. Each try draws some hundred seeds at random and takes the
+    one with the most new traits per cost, until no trait is missing. Cases for one device alone
+    are left out.
     """
     cases = {seed: draw_case(seed) for seed in range(count)}
     cases = {seed: case for seed, case in cases.items() if len(case.arrangements) > 1}
@@ -176,7 +177,7 @@ def choose_seeds(count=8000, tries=3000):
 
 
 def _cost(case):
-    """Return about the seconds that a case's programs take to compile, on an idle core."""
+    """Return roughly the seconds that the programs of a case take to compile on an idle core."""
     trained = sum(case.optimizer_of(table) is not None for table in case.tables.values())
     drawn = any(table.initializer is None for table in case.tables.values())
     runs = len({case.arrangements[0], case.arrangements[-1]})

@@ -1,7 +1,7 @@
-"""Losses of two lookups of one table, of which one is cut from the value in some way, somewhere.
+"""Losses with two lookups of one table, one of which is cut from the value in some way.
 
-`look(ids)` is whatever looks up: a plain table by `embedding_lookup`, or a layer. Every case looks
-up `KEPT`, which reaches the value by the sum of squares, and `CUT`, which does not.
+`look(ids)` is any lookup: `embedding_lookup` of a plain table, or a layer. Every case looks up
+`KEPT`, which reaches the value by the sum of squares, and `CUT`, which does not.
 """
 
 import jax
@@ -24,7 +24,7 @@ FORMS = {
     "rounded": lambda rows: (jnp.floor(rows) + jnp.ceil(rows) * jnp.round(rows)).sum(),
     "aux": _drop,
 }
-"""What becomes of the rows that are looked up in vain; those of "aux" are returned beside it."""
+"""What happens to the rows of the cut lookup; those of "aux" are returned beside the value."""
 
 CONNECTED = {
     "times zero": lambda rows: 0 * rows.sum(),
@@ -32,7 +32,7 @@ CONNECTED = {
     "sign": lambda rows: jnp.sign(rows).sum(),
     "relu of negative numbers": lambda rows: jax.nn.relu(rows - 99).sum(),
 }
-"""Uses whose gradient is zero, and which are uses all the same."""
+"""Uses whose gradient is zero; they count as uses nevertheless."""
 
 
 def _in_scan(step, kept, cut):
@@ -44,7 +44,7 @@ def _in_scan(step, kept, cut):
 
 
 def _in_dropped_carry(step, kept, cut):
-    """What the cut rows give is carried along, and the last of it is dropped."""
+    """Carry the result of the cut rows through a scan, and drop its last value."""
 
     def body(carry, ids):
         value, aux = step(ids[0], ids[1])
@@ -78,15 +78,15 @@ PLACES = {
         lambda kept, cut: _in_scan(jax.checkpoint(step), kept, cut)
     )(kept, cut),
 }
-"""Where both lookups are made: called with a step of both ids that returns a value and the rows."""
+"""Where both lookups are made. Each is called with a step from both ids to a value and the rows."""
 
 PAIRS = [(form, "plain") for form in FORMS] + [("stop_gradient", place) for place in PLACES]
 PAIRS = list(dict.fromkeys([*PAIRS, ("argmax", "scan"), ("aux", "cond"), ("unused", "jit")]))
-"""Each form and each place once at least, for what is slow to compile."""
+"""Every form and every place at least once, for tests that are slow to compile."""
 
 
 def loss_of(form, place="plain"):
-    """Return a loss `(look) -> (value, aux)`; `form` is a word, or a function of the cut rows."""
+    """Return a loss `(look) -> (value, aux)`; `form` is a name, or a function of the cut rows."""
     use = FORMS.get(form, form)
 
     def loss(look):

@@ -1,4 +1,4 @@
-"""Features of every form over tables of every kind, and their ids, for tests of serving."""
+"""Features with every kind of input over every kind of table, with ids, for tests of serving."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def bags(count, longest=4):
 
 
 def weights_of(lists):
-    """Return weights with zeros and negative ones among them."""
+    """Return weights, with zeros and negative ones among them."""
     return [[float(w) for w in RNG.choice([-1.5, 0.0, 0.5, 2.0], len(bag))] for bag in lists]
 
 
@@ -42,7 +42,7 @@ DENSE = {
     "no columns": (np.zeros((BATCH, 0), np.int32), None, {}),
     "no bags": (np.zeros((BATCH, 0, 3), np.int32), None, {}),
 }
-"""Form -> ids, weights, options of its `FeatureConfig`."""
+"""Kind of input -> ids, weights, options of its `FeatureConfig`."""
 
 HOST = {
     "sparse": (SparseIds.from_lists(SEVEN, weights=weights_of(SEVEN)), None, {}),
@@ -59,11 +59,11 @@ HOST = {
     "ragged, dropped": (RaggedIds.from_lists([[ROWS, 1], [-1]] * 4), None, {"on_bad_id": "drop"}),
     "no ids": (RaggedIds.from_lists([[]] * BATCH), None, {}),
 }
-"""The same of forms that only the host takes."""
+"""The same for kinds of input that only the host accepts."""
 
 
 def declared(forms):
-    """Return features by path, ids and weights alike, for each combiner, plain and quantized."""
+    """Return features, ids and weights by path, for each combiner, plain and quantized."""
     features, ids, weights = {}, {}, {}
     for combiner in ("sum", "mean", "sqrtn"):
         for quantization in (None, QuantizationConfig(9, -0.5, 0.5)):
@@ -85,7 +85,7 @@ def declared(forms):
 
 
 def as_numpy(tables):
-    """Return tables as NumPy arrays, aligned for nobody."""
+    """Return tables as NumPy arrays that are not aligned in memory."""
     found = {}
     for name, table in tables.items():
         table = np.asarray(table)

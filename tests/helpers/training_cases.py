@@ -1,7 +1,7 @@
-"""One training run for every test of whole steps: features, batches, gradients, and two runners.
+"""One training run for all tests of whole steps: features, batches, gradients, and two runners.
 
-`run` is the library's, in a layout; `expected` and `expected_by_optax` are the oracle's, which has
-none. Batches and activation gradients are fixed, so that layouts can be compared bit by bit.
+`run` runs the library in a layout. `expected` and `expected_by_optax` run the oracle, which has no
+layout. Batches and activation gradients are fixed, so that layouts can be compared bit by bit.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ WHOLE = [LayoutCase(*levels) for levels in itertools.product(*LEVELS.values())]
 
 
 def all_optimizers():
-    """Return every case by its id: ours, then the optax transforms."""
+    """Return every case by its id: our optimizers, then the optax transforms."""
     optax_cases = {f"optax {name}": tx for name, (tx, _) in optimizer_cases.OPTAX_CASES.items()}
     return dict(optimizer_cases.flat()) | optax_cases
 
@@ -59,7 +59,7 @@ def mesh_of(devices):
 
 
 def make_features(placement="mod", dtype="float32", **options):
-    """Return feature configs of every input form over two tables, one shared by three features."""
+    """Return features with every kind of input over two tables, one shared by three features."""
     item, shop = (
         TableConfig(
             size,
@@ -90,7 +90,7 @@ def start(name):
 
 
 def _initial(key, shape, dtype, shard_info, *, name):
-    """Fill rows from `start`: nothing to compile, and the oracle knows them."""
+    """Fill rows from `start`, which needs no compilation and is known to the oracle."""
     return jnp.asarray(start(name))[shard_info.rows].astype(dtype)
 
 
@@ -116,7 +116,7 @@ def _batch(rng):
 
 @functools.cache
 def gradients():
-    """Return the activation gradients of all steps, float32 [STEPS, B, ..., D] a feature."""
+    """Return the activation gradients of all steps, one float32 [STEPS, B, …, D] per feature."""
     rng = np.random.default_rng(6)
     shapes = {name: (B, 2) if name == "history" else (B,) for name in batches()[0]}
     return {
@@ -135,14 +135,14 @@ def make_engine(optimizer, case, **options):
 
 
 def place_all(engine, steps):
-    """Return Batches of one spec, stacked along a new first axis."""
+    """Return batches of one spec, stacked along a new first axis."""
     spec = tpu_embed.BatchSpec.union(*(engine.place(ids).spec for ids in steps))
     placed = [engine.place(ids, spec=spec) for ids in steps]
     return jax.tree.map(lambda *arrays: np.stack(arrays), *placed)
 
 
 def run(optimizer, case):
-    """Return (tables, slots) after all steps, by name: one program, scanned over the steps."""
+    """Return (tables, slots) by name after all steps, which one program scans over."""
     engine = make_engine(optimizer, case)
 
     @jax.jit
@@ -159,7 +159,7 @@ def run(optimizer, case):
 
 
 def rounded(dtype):
-    """Return the function that rounds a row as a table of this dtype stores it, to float64."""
+    """Return a function that rounds a row as a table of this dtype stores it, to float64."""
     if dtype == "float32":
         return lambda row: row
     return lambda row: np.asarray(row, np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
@@ -167,7 +167,7 @@ def rounded(dtype):
 
 @functools.cache
 def occurrences():
-    """Return per step the oracle's lookups, in order, by table name."""
+    """Return for each step the oracle's lookups in order, by table name."""
     features = make_features()
     found = []
     for t, ids in enumerate(batches()):
@@ -181,7 +181,7 @@ def occurrences():
 
 
 def expected(optimizer, dtype):
-    """Return (tables, slots) of the oracle after all steps, float64, rows rounded as stored."""
+    """Return the oracle's (tables, slots) after all steps: float64, rows rounded as stored."""
     name, hyper = type(optimizer).__name__, optimizer_cases.hyper(optimizer)
     stored = rounded(dtype)
     tables, slots = {}, {}
@@ -201,12 +201,12 @@ def expected(optimizer, dtype):
 
 
 def rate_at(rate, t):
-    """Return a learning rate, or a schedule's value, at step t, counted from 0."""
+    """Return the learning rate at step t, counted from 0, also of a schedule."""
     return float(rate(t)) if callable(rate) else rate
 
 
 def updates_of(t, table, hyper):
-    """Return (row, gradient) of every update of a table at step t, in their order."""
+    """Return (row, gradient) of every update of a table at step t, in order."""
     one_by_one = [(o.row, o.gradient) for o in occurrences()[t][table]]
     if not hyper["use_gradient_accumulation"]:
         return one_by_one
@@ -219,7 +219,7 @@ def updates_of(t, table, hyper):
 def expected_by_optax(transform, dtype):
     """Return (tables, leaves of the state) of the transform on dense float64 tables.
 
-    Untouched rows, and their lines of the state, are put back after each update.
+    After each update, untouched rows and their state are restored.
     """
     tables, leaves = {}, {}
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):

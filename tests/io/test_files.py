@@ -1,4 +1,4 @@
-"""Names of any kind become file names; what is written is on the disk before it appears."""
+"""Any name becomes a file name; files are on disk before they appear."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Rows quantized to int8: the stated bound, the exact cases, what is refused."""
+"""Rows quantized to int8: the error bound, the exact cases, and refusals."""
 
 from __future__ import annotations
 

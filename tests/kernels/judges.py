@@ -1,4 +1,4 @@
-"""What `sanitized_calls.py` holds results against."""
+"""Checks that `sanitized_calls.py` makes on results."""
 
 import jax
 import jax.numpy as jnp

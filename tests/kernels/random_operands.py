@@ -1,4 +1,4 @@
-"""Operands for `sanitized_calls.py`, valid and invalid ones."""
+"""Valid and invalid operands for `sanitized_calls.py`."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -2,11 +2,12 @@
 
     python tests/kernels/sanitize.py [--seeds N] [--keep FOLDER]
 
-Compiles `tpu_embed/kernels/native` with the flags of setup.py and the sanitizers (GCC; minutes,
-once where `--keep` names a folder for the library), then calls every kernel in a child process a
-set of instructions that this machine has. Ids are absent, out of range and extreme, bags out of
-range, segments unsorted, numbers infinite and NaN; eight emulated devices call at once. Where the
-operands are valid, results are compared with `reference`. Exits with 1 on any finding.
+This compiles `tpu_embed/kernels/native` with the flags of setup.py and the sanitizers. It needs
+GCC and takes minutes, but only once if `--keep` names a folder for the library. Then a child
+process for each instruction set of this machine calls every kernel. Ids are absent, out of range
+and extreme; bags are out of range, segments unsorted, numbers infinite and NaN; eight emulated
+devices call at once. Where the operands are valid, results are compared with `reference`. The exit
+status is 1 if anything is found.
 """
 
 import argparse

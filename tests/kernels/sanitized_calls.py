@@ -1,6 +1,6 @@
 """The calls of `sanitize.py`: every kernel on random operands, some of them invalid.
 
-Enters: the library and the number of seeds. Leaves: the number of calls, or an error.
+Input: the library and the number of seeds. Output: the number of calls, or an error.
 """
 
 import functools

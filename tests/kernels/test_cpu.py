@@ -1,4 +1,4 @@
-"""The compiled CPU kernels have the bits of the reference, and touch nothing outside their rows."""
+"""The compiled CPU kernels give the bits of the reference, and touch only their own rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled update: against a loop in float32 NumPy, in the documented order of its sums."""
+"""The compiled update against a float32 NumPy loop, in the documented order of its sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How rows lie in their array: shapes, and what is packed comes back as it was."""
+"""How rows are stored in an array: shapes, and unpacking returns what was packed."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""Rows that share lines, beside the reference on the same rows one below the other."""
+"""Rows that share lines, compared with the reference on one row per line."""
 
 import jax
 import jax.numpy as jnp

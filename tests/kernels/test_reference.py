@@ -1,4 +1,4 @@
-"""What the kernels mean, and how rows are stored."""
+"""The reference kernels define the results of all kernels, and how rows are stored."""
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,6 @@
-"""The SparseCores' kernels, as far as a CPU runs them: all but the indirect DMA, which is replaced.
+"""The SparseCore kernels as far as a CPU can run them; the indirect DMA is replaced.
 
-`tests/tpu` compiles them as they are.
+`tests/tpu` compiles them unchanged.
 """
 
 import functools

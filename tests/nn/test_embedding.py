@@ -1,4 +1,4 @@
-"""What the layers return for every form of ids, what they hold, and their errors."""
+"""The layers: what they return for every kind of ids, what they hold, and their errors."""
 
 import copy
 

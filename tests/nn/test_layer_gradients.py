@@ -1,4 +1,4 @@
-"""Where lookups are found, what is left alone, and every error of `tpu_embed.nn.gradients`."""
+"""Which lookups are found and which are ignored, and every error of `nn.gradients`."""
 
 import jax
 import jax.numpy as jnp

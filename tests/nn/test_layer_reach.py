@@ -1,4 +1,4 @@
-"""Layers: rows that no gradient reaches are left out of a step, whatever looked them up."""
+"""Rows that no gradient reaches are not updated, whichever layer looked them up."""
 
 import functools
 import warnings

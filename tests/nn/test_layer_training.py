@@ -1,4 +1,4 @@
-"""A model with our layer against the same with `nnx.Embed`, and against the functional API."""
+"""A model with our layer against one with `nnx.Embed`, and against the functional API."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A table that nobody trains is named, once for each layer."""
+"""A table that nothing trains is named in an error, once per layer."""
 
 import warnings
 

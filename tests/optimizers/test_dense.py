@@ -1,4 +1,4 @@
-"""`as_optax`: the same rule over dense trees."""
+"""`as_optax`: the same rule, applied to dense trees."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Constants, schedules and host callables."""
+"""Learning rates: constants, schedules and host callables."""
 
 import functools
 

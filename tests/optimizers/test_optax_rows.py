@@ -1,4 +1,4 @@
-"""Optax transforms as optimizers of tables: what is accepted, what it does, what is refused."""
+"""Optax transforms as table optimizers: what is accepted, what they do, what is refused."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Errors of every option, equality and hash by value, slot initializers, describe."""
+"""Options of optimizers: errors, equality and hash by value, slot initializers, describe."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Sums over a row: the same bits however many rows there are, in every program, on all devices."""
+"""Sums over a row have the same bits for any number of rows, program and device."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Every rule, with every option, against the float64 oracle; and the golden values."""
+"""Every rule with every option, against the float64 oracle, and the golden values."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""`python -m tpu_embed plan`: what it prints, and how it refuses."""
+"""`python -m tpu_embed plan`: its output and its refusals."""
 
 import json
 import os

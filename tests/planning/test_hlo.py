@@ -1,4 +1,4 @@
-"""The reader of compiled programs, on lines as compilers write them and on a program of our own."""
+"""The reader of compiled programs, on lines written by compilers and on our own program."""
 
 import jax
 import jax.numpy as jnp

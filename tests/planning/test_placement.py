@@ -1,4 +1,4 @@
-"""`placement="auto"`: what is replicated, why, and that nothing else changes."""
+"""`placement="auto"`: what is replicated and why, and that nothing else changes."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Plans against engines: what arrays really take, what batches really exchange; every error."""
+"""Plans against engines: the real bytes of arrays, the real exchange of batches, every error."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""List what in a source file's AST breaks the architecture's rules; `test_floors.py` decides."""
+"""Find what in the AST of a source file breaks the rules of the architecture."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Run every Python snippet of README.md and docs/, file by file, as a reader would type them.
 
 The snippets of one file share one namespace and run in order. `<!-- no-run: reason -->` on the
-line before a snippet leaves it out; the reason names the hardware or data it needs.
+line before a snippet excludes it; the reason names the hardware or data that it needs.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Hold the package to its architecture: floors, nothing at import, sizes, docstrings."""
+"""Check the rules of the architecture: floors, no work at import, sizes, docstrings."""
 
 import ast
 from pathlib import Path, PurePosixPath

@@ -1,4 +1,4 @@
-"""Every error says what is wrong, what was expected, what was got: one wording for all."""
+"""Every error has one wording: what is wrong, what was expected, and what was got."""
 
 import ast
 from pathlib import Path

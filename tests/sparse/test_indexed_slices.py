@@ -1,4 +1,4 @@
-"""IndexedSlices: the same sum in every form, and norms that see through duplicates."""
+"""IndexedSlices: every form has the same sum, and norms add duplicates first."""
 
 from __future__ import annotations
 

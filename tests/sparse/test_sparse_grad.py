@@ -1,4 +1,4 @@
-"""sparse_value_and_grad: the numbers of jax.value_and_grad, sparse where it can be."""
+"""sparse_value_and_grad gives the numbers of jax.value_and_grad, sparse where possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""sparse_grad names the rows that a gradient reaches, and no others."""
+"""sparse_grad returns the rows that a gradient reaches, and no others."""
 
 from __future__ import annotations
 

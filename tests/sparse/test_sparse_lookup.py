@@ -1,4 +1,4 @@
-"""embedding_lookup: rows and their combinations, against loops in float64."""
+"""embedding_lookup: rows and their combinations, against float64 loops."""
 
 from __future__ import annotations
 

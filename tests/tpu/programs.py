@@ -1,4 +1,4 @@
-"""Workloads, and steps of both APIs compiled for TPUs that are not there."""
+"""Workloads, and steps of both APIs, compiled for TPUs that need not exist."""
 
 import dataclasses
 import importlib.util

@@ -1,4 +1,4 @@
-"""Steps compiled by libtpu for chips that are not there: do they fit, and what do they move."""
+"""Steps compiled by libtpu for chips that need not exist: memory, and bytes moved."""
 
 import importlib.util
 import re

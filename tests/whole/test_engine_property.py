@@ -1,4 +1,4 @@
-"""Any ids, in any form, on any mesh: one meaning, and the same bits."""
+"""Any ids, in any container, on any mesh, give the oracle's result and the same bits."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Whole steps have the same bits whichever kernels run: compiled ones, or XLA's operations."""
+"""Whole steps have the same bits with compiled kernels and with plain XLA operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the compiled step does, read in its HLO: in place, no full-table pass, kernels a stack."""
+"""The compiled step, read in its HLO: in place, no full-table pass, one kernel per stack."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Random cases of two steps: the oracle's numbers, and the same bits in every arrangement.
 
-Each step starts from the numbers that the library itself holds, read to the last bit, so that the
-oracle's intervals (`oracle_bounds`) are those of one step. `make test` runs a few cases that
-between them meet every trait (`random_traits`), each on one device and on the most that it has;
-the marked test runs many, each in all of its arrangements.
+Each step starts from the exact numbers that the library holds, so that the oracle's intervals
+(`oracle_bounds`) cover only one step. `make test` runs a few cases that together have every trait
+(`random_traits`), each on one device and on its largest device count. The marked test runs many
+cases, each in all of its arrangements.
 
     RANDOM_SEEDS=1000:1100 python -m pytest tests/whole/test_random.py -k many
 """

@@ -1,8 +1,8 @@
-"""Twenty steps of training, every optimizer: the oracle's numbers, and the same bits in any layout.
+"""Twenty steps with every optimizer: the oracle's numbers, and the same bits in any layout.
 
-Each case draws every input form, duplicates, empty bags, weights of both signs, a table shared by
-three features and a sequence (`training_cases`). `make test` takes an all-pairs design of optimizer
-and layout; the whole product is marked.
+Each case has every kind of input, duplicates, empty bags, weights of both signs, a table shared by
+three features, and a sequence (`training_cases`). `make test` runs an all-pairs design of optimizer
+and layout; the full product is marked.
 """
 
 import collections

@@ -1,6 +1,7 @@
-"""One training run through every API: `TPUEmbedding`, the engine in a user's jit, the engine
-eagerly, and dense ids inside the jit. Tables, slots and step have the same bits, on one device and
-on eight.
+"""One training run by every API gives the same bits in tables, slots and step.
+
+The APIs are `TPUEmbedding`, the engine in a user's jit, the engine called eagerly, and dense ids
+inside the jit; each runs on one device and on eight.
 """
 
 import functools

@@ -1,6 +1,6 @@
-"""What leaves a training process, and what comes back: checkpoints; lookups and models that serve.
+"""Files of a training run: checkpoints to resume from, models to serve, and deltas between them.
 
-Checkpoints are imported when they are first asked for: who serves needs no orbax.
+The names of checkpoints are imported on first use, because a server needs no orbax.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _LATER = (
     "save",
     "save_modules",
 )
-"""Names of `io.checkpoint`, which is imported when one of them is first asked for."""
+"""Names of `io.checkpoint`, which is imported when one of them is first used."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,11 +1,11 @@
-"""A directory of arrays with a `metadata.json` that knows each of its files: exports and deltas.
+"""A directory of arrays with a `metadata.json` that describes every file: an export or a delta.
 
-It appears whole or not at all, and on the disk. The metadata has size and checksum of every file. A
-file is where its table's name puts it, and nowhere else: what the metadata says of its place is
-checked, never followed.
+The directory is either complete and on disk, or absent. The metadata has the size and checksum of
+every file. The place of a file follows from the name of its table: the path in the metadata is
+checked but never followed, so that damaged metadata cannot lead to another file.
 
-Input: arrays by table and part, and what else the metadata says. Output: files, or the arrays
-again, memory-mapped and checked.
+Input: arrays by table and part, and further metadata. Output: files, or the arrays read back,
+memory-mapped and checked.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ __all__ = [
 ]
 
 FORMAT = 3
-"""The version of the directory's format."""
+"""The version of the directory format."""
 
 METADATA = "metadata.json"
 
 _SUM = {"bytes": schema.integer(), "crc32": schema.integer()}
 
 FILE = schema.record(file=schema.text, **_SUM)
-"""The form of what the metadata says of a file."""
+"""The schema of the description of a file."""
 
 _ARRAY = schema.record(
     file=schema.text, shape=schema.sequence(schema.integer()), dtype=schema.dtype, **_SUM
@@ -58,17 +58,17 @@ TABLE = schema.record(
     dtype=schema.choice("float32", "bfloat16", "float64"),
     files=schema.mapping(_ARRAY),
 )
-"""The form of what it says of a table, whose files are named by part."""
+"""The schema of the description of a table; its files are listed by part, such as "values"."""
 
 VERSION = schema.record(run=schema.text, step=schema.integer(), edits=schema.integer())
-"""The form of a `Version`."""
+"""The schema of a `Version`."""
 
 
 def check_free(root: Path) -> None:
-    """Refuse a path where something is.
+    """Check that nothing exists at a path.
 
     Raises:
-      FileExistsError: something is.
+      FileExistsError: something does.
     """
     if root.exists() or root.is_symlink():
         remedy = "remove it, or give each version a directory of its own"
@@ -77,10 +77,10 @@ def check_free(root: Path) -> None:
 
 @contextlib.contextmanager
 def written(root: Path) -> Iterator[Path]:
-    """Give a new directory beside `root`; rename it to `root` at the end, or remove it.
+    """Yield a new temporary directory beside `root`; rename it to `root` at the end.
 
-    All that it holds is on the disk before it is renamed, and its name is when this ends; each file
-    was synced when it was written.
+    After an error the temporary directory is removed instead. Files are synced when they are
+    written, and directories before the renaming, so that everything is on disk when this ends.
     """
     parent = root.absolute().parent
     files.make_directory(parent)
@@ -101,11 +101,11 @@ def written(root: Path) -> Iterator[Path]:
 
 
 def describe_file(root: Path, file: str) -> dict[str, Any]:
-    """Return what the metadata says of a file.
+    """Return the description of a file for the metadata.
 
     Args:
       root: the directory.
-      file: its path there.
+      file: the path of the file, relative to it.
     """
     path = root / file
     return {"file": file, "bytes": path.stat().st_size, "crc32": files.checksum(path, "")}
@@ -114,18 +114,18 @@ def describe_file(root: Path, file: str) -> dict[str, Any]:
 def check_file(
     root: Path, file: str, described: Mapping[str, Any], remedy: str, *, whole: bool = True
 ) -> Path:
-    """Return the path of a file that is as the metadata says.
+    """Check that a file is as the metadata describes it, and return its path.
 
     Args:
       root: the directory.
-      file: its path there.
-      described: what the metadata says of it.
-      remedy: for a file that is missing or damaged.
-      whole: whether every byte is read, for the checksum; otherwise the size alone is compared.
+      file: the path of the file, relative to it.
+      described: its description in the metadata.
+      remedy: the remedy for messages about a missing or damaged file.
+      whole: whether to read every byte for the checksum; otherwise only the size is compared.
 
     Raises:
-      FileNotFoundError: it is missing.
-      ValueError: its place, size or checksum is another; it is a link to outside of the directory.
+      FileNotFoundError: the file is missing.
+      ValueError: its place, size or checksum differs; it is a link that leads out of the directory.
     """
     path = _inside(root, file, remedy)
     if described["file"] != file:
@@ -144,7 +144,7 @@ def check_file(
 
 
 def _inside(root: Path, file: str, remedy: str) -> Path:
-    """Return the path of a file, which is no link to outside of the directory."""
+    """Return the path of a file, after checking that no link leads out of the directory."""
     path = root / file
     found = os.path.realpath(path)
     if not Path(found).is_relative_to(os.path.realpath(root)):
@@ -157,22 +157,22 @@ def _inside(root: Path, file: str, remedy: str) -> Path:
 
 
 def write_metadata(root: Path, kind: str, value: Mapping[str, Any]) -> None:
-    """Write what the metadata says, of a kind of directory."""
+    """Write the metadata of a kind of directory."""
     signed.write(root / METADATA, kind, FORMAT, value, indent=1)
 
 
 def read_metadata(root: Path, kind: str, form: schema.Form, remedy: str) -> dict[str, Any]:
-    """Return what the metadata says.
+    """Return the metadata of a directory.
 
     Args:
       root: the directory.
-      kind: of directory that it must be.
-      form: of what it must say.
-      remedy: for metadata that is missing or damaged.
+      kind: the kind of directory that it must be.
+      form: the schema that the metadata must match.
+      remedy: the remedy for messages about missing or damaged metadata.
 
     Raises:
-      FileNotFoundError: there is none.
-      ValueError: it is damaged, or of another format, kind or form.
+      FileNotFoundError: the metadata is missing.
+      ValueError: it is damaged, of another format or kind, or does not match the schema.
     """
     return signed.read(_inside(root, METADATA, remedy), kind, FORMAT, form, remedy)
 
@@ -185,12 +185,12 @@ def _array_file(name: str, part: str) -> str:
 
 
 def write_arrays(root: Path, name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Write the arrays of one table; return what the metadata says of them.
+    """Write the arrays of one table; return their descriptions for the metadata.
 
     Args:
-      root: has a directory `tables`.
-      name: of the table.
-      arrays: by part.
+      root: the directory, which has a subdirectory `tables`.
+      name: the name of the table.
+      arrays: the arrays by part.
     """
     described = {}
     for part, array in arrays.items():
@@ -215,15 +215,15 @@ def read_arrays(
 
     Args:
       root: the directory.
-      name: of the table.
-      described: what the metadata says of them.
+      name: the name of the table.
+      described: their descriptions in the metadata.
       forms: the dtype and shape that each part must have.
-      remedy: for a file that is missing or damaged.
+      remedy: the remedy for messages about a missing or damaged file.
       whole: as for `check_file`.
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: a part, or the form of one, is another; what `check_file` refuses.
+      ValueError: the parts, or the shape or dtype of one, differ; whatever `check_file` refuses.
     """
     said = {part: (one["dtype"], tuple(one["shape"])) for part, one in described.items()}
     if said != forms:

@@ -1,7 +1,7 @@
-"""What is asked of a file system: a file name for every table, bytes on the disk, clear errors.
+"""File-system helpers: safe file names, writes that survive a crash, errors that name the file.
 
-A file that was written is in the memory of the system at first. It is on the disk once the file is
-synced (`fsync`), and its name is there once its directory is synced too.
+The system first keeps a written file in memory. Its bytes are on disk once the file is synced
+(`fsync`), and its name is on disk once its directory is synced too.
 
 Input: names of tables and slots, paths. Output: file names; files; their bytes and checksums, or an
 error that names the file.
@@ -32,21 +32,21 @@ __all__ = [
 ]
 
 _PLAIN = re.compile("[a-z0-9_][a-z0-9_-]{0,63}")
-"""Names that are file names as they are, on every file system."""
+"""Names that can be used unchanged as file names on every file system."""
 
 _READABLE = 40
-"""Characters of another name that its file name begins with."""
+"""How many characters of any other name its file name begins with."""
 
 _BLOCK = 2**20
-"""Bytes of a file that are held at a time."""
+"""Bytes of a file that are held in memory at a time."""
 
 
 def file_name(name: str) -> str:
-    """Return the file name of a table or slot: short, without "/" and ".", another for each name.
+    """Return the file name of a table or slot: short, unique, without "/" and ".".
 
-    Of a name that has anything but lower-case letters, digits, "_" and "-", or more than 64
-    characters, it is the readable beginning and 16 digits of the SHA-256. So names that differ in
-    case alone differ on file systems that ignore case, too.
+    A name of at most 64 lower-case letters, digits, "_" and "-" is its own file name. For any other
+    name it is a readable beginning and 16 digits of the SHA-256, so that names which differ only in
+    case also differ on file systems that ignore case.
 
     Example:
       >>> file_name("films"), file_name("users.v1/eu")
@@ -63,7 +63,7 @@ def file_name(name: str) -> str:
 
 @contextlib.contextmanager
 def create(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file for writing; at the end its bytes are on the disk."""
+    """Open a new file for writing; when the block ends, its bytes are on disk."""
     with path.open("xb") as file:
         yield file
         file.flush()
@@ -71,7 +71,7 @@ def create(path: Path) -> Iterator[BinaryIO]:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory, and those above it, where there are none; their names are on the disk."""
+    """Make a directory and its missing parents, and sync their names to disk."""
     if not path.is_dir():
         make_directory(path.parent)
         path.mkdir(exist_ok=True)
@@ -79,7 +79,7 @@ def make_directory(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Put a file's bytes, or the names in a directory, on the disk."""
+    """Sync to disk the bytes of a file, or the names in a directory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -88,7 +88,7 @@ def sync(path: Path) -> None:
 
 
 def sync_directories(root: Path) -> None:
-    """Put the names in a directory, and in all directories inside it, on the disk."""
+    """Sync to disk the names in a directory and in all directories below it."""
     for directory, _, _ in os.walk(root):
         sync(Path(directory))
 
@@ -98,11 +98,11 @@ def sync_directories(root: Path) -> None:
 
 @contextlib.contextmanager
 def name_errors(path: Path, remedy: str) -> Iterator[None]:
-    """Raise what the system says of a file as an error that names it, and says what to do.
+    """Turn system errors about a file into errors that name the file and a remedy.
 
     Raises:
-      FileNotFoundError: it is missing.
-      ValueError: it cannot be read: it is a directory, for example.
+      FileNotFoundError: the file is missing.
+      ValueError: the file cannot be read, for example because it is a directory.
     """
     try:
         yield
@@ -119,8 +119,8 @@ def read(path: Path, remedy: str) -> bytes:
     """Return the bytes of a file.
 
     Raises:
-      FileNotFoundError: it is missing.
-      ValueError: it cannot be read.
+      FileNotFoundError: the file is missing.
+      ValueError: the file cannot be read.
     """
     with name_errors(path, remedy):
         return path.read_bytes()
@@ -130,8 +130,8 @@ def checksum(path: Path, remedy: str) -> int:
     """Return the CRC-32 of a file's bytes.
 
     Raises:
-      FileNotFoundError: it is missing.
-      ValueError: it cannot be read.
+      FileNotFoundError: the file is missing.
+      ValueError: the file cannot be read.
     """
     found = 0
     with name_errors(path, remedy), path.open("rb") as file:

@@ -1,9 +1,10 @@
-"""Tables in a quarter of their bytes: int8 rows, each with a scale and an offset of its own.
+"""Quantize tables for serving to about a quarter of their bytes: int8 rows with scale and offset.
 
-Enters: a table `[V, D]`. Leaves: a `QuantizedTable`, which `serving_lookup` and `export_model` take
-wherever they take a table. Called by users, and by `delta_files.py` for rows. Not to be confused
-with `QuantizationConfig`, which rounds looked-up rows to one grid for a whole table and stores them
-as they were.
+Every row has its own scale and offset. This is different from `QuantizationConfig`, which rounds
+looked-up rows to one grid per table and leaves the stored table unchanged.
+
+Input: a table `[V, D]`. Output: a `QuantizedTable`, which `serving_lookup` and `export_model`
+accept in place of a table.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ _BLOCK = 2**22  # numbers quantized at a time: bounds the temporaries
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class QuantizedTable:
-    """Hold a table as integers: w' = (values + 128) scale + offset.
+    """A table stored as integers: w' = (values + 128) scale + offset.
 
     A pytree of three arrays, NumPy or JAX; `jax.device_put` moves it.
 
     Args:
       values: int8 `[V, D]`.
       scale: float32 `[V]`, at least 0.
-      offset: float32 `[V]`, the smallest number of each row, rounded to float32.
+      offset: float32 `[V]`, the smallest number in each row, rounded to float32.
     """
 
     values: Any
@@ -55,22 +56,22 @@ def quantize_rows(table: Any) -> QuantizedTable:
     """Quantize each row of a table to 256 evenly spaced values between its extremes.
 
     With scale = (max w - min w) / 255 and offset = min w, values = round((w - offset) / scale) -
-    128. The error |w - w'| is at most scale / 2 + 2⁻²² max |w|; a constant row of a float32 or
-    bfloat16 table has none.
+    128. The error |w - w'| is at most scale / 2 + 2⁻²² max |w|; it is 0 for a constant row of a
+    float32 or bfloat16 table.
 
-    The scale is rounded up to 16 significant bits: its product with 8 more is exact in float32, so
-    that w' has the same bits in every program, whether a compiler fuses product and sum or not. It
-    is at least the least normal number.
+    The scale is rounded up to 16 significant bits. Its product with an 8-bit integer is then exact
+    in float32, so w' has the same bits in every program, whether or not the compiler fuses product
+    and sum. The scale of a row that is not constant is at least the smallest normal float32.
 
     Args:
       table: floats `[V, D]`, NumPy or JAX; read block by block.
 
     Returns:
-      NumPy arrays: D + 8 bytes a row.
+      A table of NumPy arrays, D + 8 bytes per row.
 
     Raises:
-      TypeError: not floats.
-      ValueError: another rank, or a row with NaN, infinity, or a range above 2¹²⁷.
+      TypeError: the table is not an array of floats.
+      ValueError: the table does not have rank 2; a row has NaN, infinity, or a range above 2¹²⁷.
 
     Example:
       >>> small = quantize_rows(np.array([[0.0, 0.5, 255.0], [7.0, 7.0, 7.0]], np.float32))
@@ -99,9 +100,10 @@ def quantize_rows(table: Any) -> QuantizedTable:
 
 
 def _scale(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Return the scale of each row, float32; 0 where the row is constant."""
+    """Return the scale of each row, float32; 0 for a constant row."""
     least = np.finfo(np.float32).smallest_normal
     mantissa, exponent = np.frexp(np.maximum((high - low) / _LEVELS, least))
+    # w = mantissa 2^exponent with 1/2 <= mantissa < 1: round the mantissa up to 16 bits
     scale = np.ldexp(np.ceil(np.ldexp(mantissa, _SCALE_BITS)), exponent - _SCALE_BITS)
     return np.where(high == low, 0, scale).astype(np.float32)
 
@@ -117,7 +119,10 @@ def _check_table(table: Any) -> None:
 
 
 def _check_rows(low: np.ndarray, high: np.ndarray, start: int) -> None:
-    """Raise unless every row's numbers, and their range, are finite; rows count from `start`."""
+    """Check that every row has finite numbers and a range that is not too large.
+
+    `start` is the number of the first row, for the message.
+    """
     most = float(np.finfo(np.float32).max)
     with np.errstate(invalid="ignore"):
         fits = (high - low <= _MOST_RANGE) & (np.abs(low) <= most) & (np.abs(high) <= most)

@@ -1,10 +1,10 @@
-"""What a JSON value from a file must be, so that a wrong one is an error that says where it stands.
+"""Schemas of JSON files, so that a wrong value is an error that says where in the file it is.
 
-A form is a function of a value: None where the value has the form, otherwise where inside it the
-problem is, what was expected there and what was got. The functions here make forms, and forms of
-forms.
+A schema (`Form`) is a function of a value. It returns None if the value matches, and otherwise
+where inside the value the problem is, what was expected there and what was got. The functions here
+are schemas, or build larger ones from smaller ones.
 
-Input: a JSON value, a form. Output: nothing, or an error.
+Input: a JSON value, a schema. Output: nothing, or an error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 Problem = tuple[str, str, str]
-"""Where inside the value, what was expected, what was got."""
+"""(where inside the value, what was expected, what was got)"""
 
 Form = Callable[[Any], Problem | None]
 
@@ -44,16 +44,16 @@ INT64_MAX = 2**63 - 1
 
 
 def check(file: Path, value: Any, form: Form, remedy: str) -> None:
-    """Check that a value has a form.
+    """Check that a value matches a schema.
 
     Args:
-      file: where it was read, for the message.
+      file: the file that it was read from, for the message.
       value: any JSON value.
-      form: what it must be.
-      remedy: for the message.
+      form: the schema.
+      remedy: the remedy for the message.
 
     Raises:
-      ValueError: it has not.
+      ValueError: the value does not match.
     """
     problem = form(value)
     if problem is not None:
@@ -71,13 +71,13 @@ def text(value: Any) -> Problem | None:
 
 
 def flag(value: Any) -> Problem | None:
-    """Accept true and false."""
+    """Accept true or false."""
     return None if isinstance(value, bool) else _problem("true or false", value)
 
 
 def dtype(value: Any) -> Problem | None:
     """Accept the name of a dtype."""
-    try:  # a word: NumPy makes records of other strings
+    try:  # only plain words, because NumPy reads "i4, f8" and the like as record dtypes
         word = isinstance(value, str) and re.fullmatch("[a-z][a-z0-9_]*", value)
         known = word and np.dtype(value).name == value
     except TypeError:
@@ -86,7 +86,7 @@ def dtype(value: Any) -> Problem | None:
 
 
 def integer(least: int = 0, most: int = INT64_MAX) -> Form:
-    """Return the form of an integer in a range, ends included."""
+    """Return the schema of an integer in a range, both ends included."""
 
     def form(value: Any) -> Problem | None:
         fits = is_int(value) and least <= value <= most
@@ -96,7 +96,7 @@ def integer(least: int = 0, most: int = INT64_MAX) -> Form:
 
 
 def choice(*values: Any) -> Form:
-    """Return the form of one of some strings or numbers."""
+    """Return the schema of a value that is one of these strings or numbers."""
 
     def form(value: Any) -> Problem | None:
         fits = any(type(value) is type(one) and value == one for one in values)
@@ -106,12 +106,12 @@ def choice(*values: Any) -> Form:
 
 
 def optional(form: Form) -> Form:
-    """Return the form of null, or of a value that has a form."""
+    """Return the schema of a value that is null or matches a schema."""
     return lambda value: None if value is None else form(value)
 
 
 def either(*forms: Form) -> Form:
-    """Return the form of what has one of several forms; the last one's problem is told."""
+    """Return the schema of a value that matches one of several; errors report the last one."""
 
     def form(value: Any) -> Problem | None:
         problems = [one(value) for one in forms]
@@ -121,7 +121,7 @@ def either(*forms: Form) -> Form:
 
 
 def sequence(form: Form) -> Form:
-    """Return the form of a list of values that have a form."""
+    """Return the schema of a list whose values all match a schema."""
 
     def whole(value: Any) -> Problem | None:
         if not isinstance(value, list):
@@ -132,7 +132,7 @@ def sequence(form: Form) -> Form:
 
 
 def mapping(form: Form) -> Form:
-    """Return the form of an object of any keys, whose values have a form."""
+    """Return the schema of an object with any keys, whose values all match a schema."""
 
     def whole(value: Any) -> Problem | None:
         if not isinstance(value, dict):
@@ -143,7 +143,7 @@ def mapping(form: Form) -> Form:
 
 
 def record(**forms: Form) -> Form:
-    """Return the form of an object of exactly these keys, whose values have these forms."""
+    """Return the schema of an object with exactly these keys and a schema for each value."""
 
     def whole(value: Any) -> Problem | None:
         if not isinstance(value, dict):
@@ -156,7 +156,7 @@ def record(**forms: Form) -> Form:
 
 
 def _first(parts: Any) -> Problem | None:
-    """Return the first problem of parts: each where it stands, its form, its value."""
+    """Return the first problem in parts: an iterable of (where it is, its schema, its value)."""
     for where, form, value in parts:
         problem = form(value)
         if problem is not None:

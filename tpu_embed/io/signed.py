@@ -1,9 +1,9 @@
-"""JSON files that say what they are: each names its kind and format, and has a checksum.
+"""JSON files that identify themselves: each names its kind and format, and carries a checksum.
 
-The checksum is of the value, not of its bytes: white space and the order of keys may change. A file
-in the place of another is refused by its kind, whatever it holds.
+The checksum is of the value, not of the bytes, so white space and the order of keys may change. A
+file that was put in the place of another kind of file is refused, whatever it holds.
 
-Input: a JSON object. Output: a file, or the object again, checked.
+Input: a JSON object. Output: a file, or the object read back and checked.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _ENVELOPE = {"kind", "format", "crc32"}
 def write(
     path: Path, kind: str, version: int, value: Mapping[str, Any], *, indent: int | None = None
 ) -> None:
-    """Write a JSON object; it is on the disk when this returns.
+    """Write a JSON object; it is on disk when this returns.
 
     Args:
-      path: of the file; nothing is there.
-      kind: what it is.
-      version: of its format.
-      value: has none of the keys "kind", "format" and "crc32", which are added.
-      indent: of the lines of a file that people read.
+      path: where to write the file, which must not exist.
+      kind: the kind of file.
+      version: the version of its format.
+      value: the object, without the keys "kind", "format" and "crc32", which are added.
+      indent: the indentation of a file that people read; None writes one line.
     """
     whole = {"kind": kind, "format": version, **value}
     with files.create(path) as file:
@@ -42,18 +42,18 @@ def write(
 
 
 def read(path: Path, kind: str, version: int, form: schema.Form, remedy: str) -> dict[str, Any]:
-    """Return the object that `write` has written, without what it added.
+    """Return the object that `write` has written, without the keys that it added.
 
     Args:
-      path: of the file.
-      kind: what it must be.
-      version: the format that is read.
-      form: what the object must be.
-      remedy: for a file that is damaged.
+      path: the file.
+      kind: the kind of file that it must be.
+      version: the version of the format that it must have.
+      form: the schema that the object must match.
+      remedy: the remedy for messages about a damaged file.
 
     Raises:
-      FileNotFoundError: it is missing.
-      ValueError: it is damaged, of another kind or format, or of another form.
+      FileNotFoundError: the file is missing.
+      ValueError: it is damaged, of another kind or format, or does not match the schema.
     """
     content = files.read(path, remedy)
     try:
@@ -78,7 +78,7 @@ def read(path: Path, kind: str, version: int, form: schema.Form, remedy: str) ->
 
 
 def _checksum(whole: Any) -> int:
-    """Return the CRC-32 of a JSON value but for its own "crc32", whatever the order of its keys."""
+    """Return the CRC-32 of a JSON value without its "crc32", independent of the order of keys."""
     if isinstance(whole, dict):
         whole = {key: value for key, value in whole.items() if key != "crc32"}
     return zlib.crc32(json.dumps(whole, sort_keys=True).encode())

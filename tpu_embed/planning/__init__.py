@@ -1,6 +1,6 @@
-"""Will it fit, and what does it move: answered before a device is there.
+"""Plan before you rent: memory and traffic per device, and placements, without any device.
 
-Enters: feature configs and a mesh or a TPU topology. Leaves: a plan, or configs whose placements
+Input: feature configs, and a mesh or a TPU topology. Output: a plan, or configs whose placements
 are chosen.
 """
 

@@ -1,7 +1,8 @@
-"""TPU chips and topologies: how many devices, and how much memory each has.
+"""TPU chips and topologies: how many devices a slice has, and how much memory each device has.
 
-Enters: a name such as `v5p:4x4x4`. Leaves: a `Topology`. Called by `plan.py` and the command line;
-needs neither a TPU nor libtpu.
+The figures are constants, so neither a TPU nor libtpu is needed.
+
+Input: a name such as `v5p:4x4x4`. Output: a `Topology`.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ class Chip:
     """One generation of TPU.
 
     Attributes:
-      memory: GiB of HBM that a JAX device has for programs.
-      pod: chips of a whole pod; no slice has more.
-      devices: JAX devices a chip.
-      axes: sizes that a topology's name has.
-      device_kind: its devices' name in JAX.
+      memory: GiB of HBM per JAX device that programs can use.
+      pod: chips in a whole pod, the largest slice.
+      devices: JAX devices per chip.
+      axes: how many sizes the name of a topology has; 3 for `v5p:4x4x4`.
+      device_kind: the name that JAX gives to its devices.
     """
 
     memory: float
@@ -45,8 +46,11 @@ CHIPS = {
     "v6e": Chip(31.25, 256, devices=1, axes=2, device_kind="TPU v6 lite"),
     "tpu7x": Chip(94.75, 9216, devices=2, axes=3, device_kind="TPU7x"),
 }
-"""By name. Memory: what libtpu 0.0.42 says is available when a program needs more. Pods: Cloud TPU
-documentation, "System architecture". The two cores of a v4 or v5p chip are one device ("megacore").
+"""Chips by name.
+
+The memory is what libtpu 0.0.42 reports as available when a program needs more. The pod sizes are
+from the Cloud TPU documentation, "System architecture". The two cores of a v4 or v5p chip are one
+device ("megacore").
 """
 
 
@@ -58,7 +62,7 @@ class Topology:
       name: `chip:sizes`.
 
     Raises:
-      ValueError: another name, or more chips than a pod has.
+      ValueError: the name is not of this form, or it has more chips than a pod.
 
     Example:
       >>> topology = Topology("v5p:4x4x4")
@@ -86,20 +90,20 @@ class Topology:
 
     @property
     def chip(self) -> Chip:
-        """What its chips are."""
+        """The generation of its chips."""
         return CHIPS[self.name.partition(":")[0]]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its sizes in chips."""
+        """The number of chips along each axis."""
         return tuple(int(size) for size in self.name.partition(":")[2].split("x"))
 
     @property
     def devices(self) -> int:
-        """JAX devices in all."""
+        """The number of JAX devices in the slice."""
         return math.prod(self.shape) * self.chip.devices
 
     @property
     def memory_per_device(self) -> int:
-        """Bytes of HBM of one JAX device."""
+        """Bytes of HBM per JAX device."""
         return int(self.chip.memory * GIB)

@@ -1,7 +1,10 @@
-"""Compile the training step for a TPU that is not there, and read what the compiler says of it.
+"""Compile a training step for a TPU without having one, and compare the result with the plan.
 
-Enters: feature configs, an optimizer, a topology, a batch or its shapes. Leaves: a `Compiled`
-beside its `Plan`. Called by users and the command line; needs libtpu (`pip install "…[tpu]"`).
+The TPU compiler in libtpu (`pip install "…[tpu]"`) runs on any machine. It tells how much memory
+the step needs and which operations it has.
+
+Input: feature configs, an optimizer, a topology, a batch or its shapes. Output: a `Compiled`, which
+holds the `Plan` too.
 """
 
 from __future__ import annotations
@@ -38,22 +41,22 @@ _ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v5p-8",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""What libtpu asks for where there is no TPU; the topology compiled for is another matter."""
+"""What libtpu needs on a machine without a TPU. It does not choose the topology to compile for."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of a step, beside what was planned.
+    """The compiler's figures for a step, with its plan.
 
     Attributes:
-      plan: of the same step.
-      seconds: of compiling.
-      arguments: bytes of a device's tables, slots and ids.
-      temporaries: bytes of a device beside them.
-      aliased: bytes of arguments that results are written into.
-      operations: count by name, of those that move rows or talk to other devices; the SparseCores'
-        kernels are `gather_rows` and `set_rows`.
-      moved: bytes by name of what they move, to be compared with `plan.moved`; see `hlo.moved`.
+      plan: the plan of the same step.
+      seconds: how long compiling took.
+      arguments: bytes per device of tables, slots and ids.
+      temporaries: bytes per device of everything else.
+      aliased: bytes per device of arguments that are updated in place.
+      operations: how many operations of each name move rows or communicate; `gather_rows` and
+        `set_rows` are the SparseCore kernels.
+      moved: bytes that they move by name, to be compared with `plan.moved`; see `hlo.moved`.
       text: the optimised program.
     """
 
@@ -67,7 +70,7 @@ class Compiled:
     text: str = dataclasses.field(repr=False)
 
     def explain(self) -> str:
-        """Return what the compiler says beside the plan's figures, to be printed."""
+        """Return the compiler's figures next to those of the plan, as text to print."""
         held = sum(self.plan.held.values()) + self.plan.passing["ids"]
         passing = sum(self.plan.passing.values()) - self.plan.passing["ids"]
         moved, must = sum(self.moved.values()), sum(self.plan.moved.values())
@@ -93,20 +96,20 @@ def compile_for(
     *,
     loss: Callable[[PyTree], Array] | None = None,
 ) -> Compiled:
-    """Compile a training step for a TPU topology: lookup, gradient of a loss, update in place.
+    """Compile a training step (lookup, gradient, update in place) for a TPU topology; nothing runs.
 
     Args:
       topology: for example `"v5p:2x2x1"`.
       feature_config: as for `EmbeddingEngine`; `placement="auto"` is resolved.
       optimizer: as for `EmbeddingEngine`.
       batch: as for `plan`.
-      loss: of the activations; None: half the sum of their squares.
+      loss: a function of the activations; None takes half the sum of their squares.
 
     Returns:
-      what the compiler says; nothing runs.
+      The compiler's figures and the plan.
 
     Raises:
-      ValueError: what `plan` refuses.
+      ValueError: whatever `plan` refuses.
       RuntimeError: libtpu is not installed, or does not know the topology.
     """
     target = topology if isinstance(topology, Topology) else Topology(topology)
@@ -151,15 +154,15 @@ def _lowered(engine: EmbeddingEngine, planned: Plan, loss: Callable[[PyTree], Ar
 
 
 def describe_topology(topology: Topology) -> list[Any]:
-    """Return the devices of a topology, none of which need exist.
+    """Return abstract devices of a topology; none of them need exist.
 
-    While it runs, environment variables that libtpu asks for are set, where they were not.
+    During this call, environment variables that libtpu needs are set unless they are set already.
 
     Args:
-      topology: which.
+      topology: the topology.
 
     Raises:
-      RuntimeError: libtpu is not installed, or does not know it.
+      RuntimeError: libtpu is not installed, or does not know the topology.
     """
     from jax.experimental import topologies
 
@@ -189,10 +192,10 @@ def _squares(activations: PyTree) -> Array:
 
 
 def abstract_state(engine: EmbeddingEngine) -> TableState:
-    """Return the shapes of an engine's state, sharded: to lower a step of your own.
+    """Return the shapes and shardings of an engine's state, to lower a step of your own.
 
     Args:
-      engine: on a mesh of devices that need not exist.
+      engine: an engine on a mesh whose devices need not exist.
     """
     shapes = jax.eval_shape(engine.init, jax.random.key(0))
     tables, slots = state_specs(engine.layout.stacks, engine.layout.axes)
@@ -208,13 +211,14 @@ def abstract_state(engine: EmbeddingEngine) -> TableState:
 
 
 def abstract_batch(engine: EmbeddingEngine, spec: BatchSpec) -> Batch:
-    """Return the shape of a placed batch, sharded: to lower a step of your own.
+    """Return the shape and sharding of a placed batch, to lower a step of your own.
 
     Args:
-      engine: on a mesh of devices that need not exist.
-      spec: for example `plan(…).spec`.
+      engine: an engine on a mesh whose devices need not exist.
+      spec: the shape of the batch, for example `plan(…).spec`.
     """
     axes = engine.layout.axes
+    # A placed batch is one int32 array [replicas, words]; the last part ends where a row ends.
     shape = (axes.replicas, parts(spec, engine.layout)[-1].end)
     sharding = axes.sharding(axes.batch_axes)
     packed = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)

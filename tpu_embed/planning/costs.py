@@ -1,6 +1,8 @@
-"""What a step takes on one device: bytes that it needs for a while, moves, and sends.
+"""The cost of a training step per device: temporary memory, bytes moved in memory, bytes sent.
 
-Enters: a layout and the shape of a batch. Leaves: bytes by what they are. Called by `plan.py`.
+All three follow from the layout and the shape of a batch, before anything is compiled.
+
+Input: a layout and a `BatchSpec`. Output: bytes by purpose.
 """
 
 from __future__ import annotations
@@ -20,23 +22,27 @@ from tpu_embed.planning.sizes import untiled_bytes
 __all__ = ["Size", "array_bytes", "moved", "passing", "sent", "slot_bytes"]
 
 Size = Callable[[tuple[int, ...], np.dtype], int]
-"""Bytes of an array of a shape and a dtype on a device."""
+"""A function of shape and dtype that returns the bytes of an array on a device."""
 
 
 def array_bytes(form: RowFormat, rows: int, size: Size) -> int:
-    """Return the bytes of the array of so many rows; bfloat16 has the tiles of uint16."""
+    """Return the bytes of an array of `rows` stored rows."""
     array = form.array(rows)
     return size(array.shape, np.dtype(array.dtype))
 
 
 def slot_bytes(stack: Stack, rows: int, size: Size) -> int:
-    """Return the bytes of the slots of so many rows."""
+    """Return the bytes of the slots of `rows` rows."""
     slots = [slot for slot in slot_shapes(stack).values() if slot.per_row]
     return sum(array_bytes(slot_format(stack, slot), rows, size) for slot in slots)
 
 
 def passing(layout: Layout, spec: BatchSpec, size: Size) -> dict[str, int]:
-    """Estimate what a step needs beside the tables; the fullest stage of the fullest stack."""
+    """Estimate the temporary memory of a step: ids, activations with their gradients, and exchange.
+
+    Stacks are processed one after the other, so the exchange counts only the largest stage of the
+    largest stack.
+    """
     activations = 0
     for form, feature in zip(spec.feature_shapes, layout.features, strict=True):
         stack = layout.stacks[feature.stack]
@@ -50,18 +56,22 @@ def passing(layout: Layout, spec: BatchSpec, size: Size) -> dict[str, int]:
 
 
 def _row_bytes(stack: Stack, rows: int, size: Size) -> int:
-    """Return the bytes of rows to calculate with; on a TPU each takes whole lines."""
+    """Return the bytes of rows in the compute dtype; on a TPU each row takes whole lines."""
     line = 1 if stack.packing == "none" else LINE
     return size((rows, -(-stack.dim // line) * line), stack.compute_dtype)
 
 
 def _fullest_stage(layout: Layout, spec: BatchSpec, g: int, size: Size) -> int:
-    """Return the bytes of the fullest stage of one stack: fetching rows, sending, applying sums.
+    """Return the bytes of the largest stage of one stack: fetching rows, sending, or applying sums.
 
-    SparseCores fetch the rows to update as soon as their numbers are known.
+    SparseCores fetch the rows to update as soon as their row ids are known, so these are held
+    while sums are still being sent.
     """
     stack = layout.stacks[g]
     asked, partials, received, touched = _moving_rows(layout, spec, g)
+    # `held`: the rows to update and their full-width slots. `repacked`: on a TPU, rows that do not
+    # fill whole lines are copied to packed ones. Sending needs partial sums and those received,
+    # then those received and their merged sums.
     rows = functools.partial(_row_bytes, stack, size=size)
     wide = [slot for slot in slot_shapes(stack).values() if slot.per_row and slot.shape]
     held = (1 + len(wide)) * rows(touched)
@@ -75,24 +85,27 @@ def _fullest_stage(layout: Layout, spec: BatchSpec, g: int, size: Size) -> int:
 
 
 def _moving_rows(layout: Layout, spec: BatchSpec, g: int) -> tuple[int, int, int, int]:
-    """Return the rows of a stack that a device asks for, sends sums of, receives, and updates."""
+    """Return how many rows of a stack a device asks for, sends sums of, receives, and updates."""
     stack, capacity = layout.stacks[g], spec.stacks[g]
     sources = layout.axes.size(layout.axes.other_batch_axes(stack.shard_axes))
     asked = stack.num_shards * capacity.row_capacity if stack.num_shards > 1 else 0
     partials = stack.num_shards * capacity.partials
+    # Every source sends up to `partials` sums; without an exchange one device sums its own ids.
     received = sources * partials if partials else spec.ids(g)
     return asked, partials, received, min(received, stack.num_rows)
 
 
 def sent(layout: Layout, spec: BatchSpec) -> dict[str, int]:
-    """Return the bytes that a device sends in a step: an exchange keeps one part in S at home.
+    """Return the bytes that a device sends in a step.
 
-    Sums that reach one shard's copies, on axes that do not split the rows, go on to all of them.
+    Of the S parts of an exchange, one stays on the device, so S - 1 are sent. Where a shard has
+    copies (on batch axes that do not split the rows), sums are sent on to all copies.
     """
     total = {"ids": 0, "rows": 0, "gradients": 0}
     for stack, capacity in zip(layout.stacks, spec.stacks, strict=True):
         others, index = stack.num_shards - 1, stack.index_dtype.itemsize
         width = stack.dim * stack.compute_dtype.itemsize
+        # The exact bytes per row, also where several rows share a line: those of many, divided.
         row = array_bytes(stack.row_format, PACKED_ROWS, untiled_bytes) // PACKED_ROWS
         one_sum = array_bytes(stack.sums_format, PACKED_ROWS, untiled_bytes) // PACKED_ROWS + index
         copies = layout.axes.size(layout.axes.other_batch_axes(stack.shard_axes)) - 1
@@ -101,6 +114,8 @@ def sent(layout: Layout, spec: BatchSpec) -> dict[str, int]:
         total["gradients"] += others * capacity.partials * one_sum
         if others:
             total["gradients"] += copies * stack.num_shards * capacity.partials * one_sum
+        # A replicated table: a psum of the block sums of all rows, or partial sums sent to all
+        # replicas, whichever is smaller.
         if not others and layout.axes.replicas > 1:
             blocks = max(layout.sum_blocks, layout.axes.replicas)
             total["gradients"] += (
@@ -110,12 +125,12 @@ def sent(layout: Layout, spec: BatchSpec) -> dict[str, int]:
 
 
 def moved(layout: Layout, spec: BatchSpec) -> dict[str, int]:
-    """Return the bytes that a step must move in a device's memory, every row once a pass.
+    """Return the bytes that a step must read and write in a device's memory, at the least.
 
-    A row that is looked up elsewhere is read and written there, exchanged (read and written), and
-    read for the sum of its bag. A gradient is read for every id and written for every partial sum;
-    sums are exchanged, read and written as whole ones; a row to update, and its slots, are read and
-    written, and its sum read.
+    Lookup: the owner of a row reads it and writes it to the exchange; the row is read for every id,
+    and one activation is written per bag. Exchange: rows and partial sums are read and written.
+    Update: a gradient is read for every id; partial sums are written and read; sums, rows and slots
+    of the touched rows are read and written.
     """
     total = {"lookup": 0, "update": 0, "exchange": 0}
     for g, stack in enumerate(layout.stacks):

@@ -1,6 +1,6 @@
-"""What a batch asks of the exchange: exact for ids that are known, expected for shapes alone.
+"""How many rows a batch exchanges: counted if the ids are given, expected if only shapes are.
 
-Enters: a batch, or the shapes of one. Leaves: a `BatchSpec`. Called by `plan.py` and `compile.py`.
+Input: a batch, or its shapes. Output: a `BatchSpec`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ __all__ = ["spec_of"]
 
 
 def spec_of(declared: Structure, layout: Layout, batch: PyTree) -> BatchSpec:
-    """Return the shape of a program for batches like the given one.
+    """Return the spec of a program for batches like the given one.
 
     Args:
       declared: the features.
-      layout: where their tables live.
-      batch: in the structure of the features: all ids, or all `jax.ShapeDtypeStruct` of dense ids,
-        of the global batch. Of shapes, ids are taken to be uniform: the most distinct ones.
+      layout: where the rows of their tables live.
+      batch: the global batch in the structure of the features: either ids, or a
+        `jax.ShapeDtypeStruct` of dense ids for every feature. For shapes, ids are assumed to be
+        uniform, which gives the most distinct rows.
 
     Returns:
-      a spec in buckets with room for chance, as `EmbeddingEngine.place` makes them.
+      A spec whose capacities are padded for random variation and rounded to buckets, as those of
+      `EmbeddingEngine.place` are.
 
     Raises:
-      TypeError: another kind of container, or ids that are not integers.
-      ValueError: ids beside shapes, another structure, a batch size that does not divide.
+      TypeError: the containers have another type, or the ids are not integers.
+      ValueError: ids and shapes are mixed; the structure differs; the batch size does not divide.
     """
     leaves = declared.match(batch, what="batch")
     shapes = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
@@ -72,6 +74,7 @@ def _expected(layout: Layout, shapes: list[jax.ShapeDtypeStruct]) -> BatchSpec:
         dataclasses.replace(one, **_capacities(spec, layout, g, stack))
         for g, (one, stack) in enumerate(zip(bare, layout.stacks, strict=True))
     )
+    # Padding must not exceed the worst case of this many ids.
     most = worst_case(spec, layout).stacks
     fitted = [
         dataclasses.replace(
@@ -85,7 +88,12 @@ def _expected(layout: Layout, shapes: list[jax.ShapeDtypeStruct]) -> BatchSpec:
 
 
 def _capacities(spec: BatchSpec, layout: Layout, g: int, stack: Stack) -> dict[str, int]:
-    """Return the expected numbers of rows and partial sums between a device and a shard."""
+    """Return the expected numbers of rows and partial sums between a device and a shard.
+
+    Of n uniform ids of a table, `_distinct(n, V)` differ, and a shard owns `share` of them. Sums
+    are made per block of the batch: with gradient accumulation a device sends one sum per distinct
+    row and block, otherwise one per id.
+    """
     if stack.num_shards == 1 and layout.axes.replicas == 1:
         return {"row_capacity": 0, "partials": 0}
     blocks = layout.blocks_per_device(spec.batch)
@@ -104,5 +112,5 @@ def _capacities(spec: BatchSpec, layout: Layout, g: int, stack: Stack) -> dict[s
 
 
 def _distinct(draws: float, size: int) -> float:
-    """Return the expected number of different ones of uniform draws: V (1 - (1 - 1/V)ⁿ)."""
+    """Return how many of n uniform draws from V values are distinct: V (1 - (1 - 1/V)ⁿ)."""
     return -size * np.expm1(draws * np.log1p(-1 / size)) if size > 1 else min(1.0, draws)

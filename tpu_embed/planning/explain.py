@@ -1,6 +1,6 @@
-"""A plan as people like to read it: a table of tables, and what a device holds as bars.
+"""Print a plan for people: a list of tables, costs per device, and bars of memory use.
 
-Enters: a `Plan`. Leaves: text. Called by `Plan.explain`.
+Input: a `Plan`. Output: text.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def explained(plan: Any) -> str:
 
 
 def _console() -> Console:
-    """Return one that writes plain text, in a notebook too; brackets in a name are no markup."""
+    """Return a console that writes plain text, also in a notebook, and takes no name for markup."""
     return Console(
         file=io.StringIO(),
         width=_WIDTH,
@@ -82,6 +82,7 @@ def _print_bars(plan: Any, console: Console) -> None:
     whole = plan.memory or plan.bytes_per_device or 1
     held = min(_BAR, round(_BAR * sum(plan.held.values()) / whole))
     more = min(_BAR, round(_BAR * plan.bytes_per_device / whole)) - held
+    # 40 characters stand for the memory of a device: used all the time, during a step, free.
     bar = "█" * held + "▒" * more + "·" * (_BAR - held - more)
     console.print("\n█ tables and slots  ▒ during a step  · free")
     for device in range(min(plan.devices, _DEVICES)):

@@ -1,10 +1,10 @@
-"""Read a compiled program's text: which operations it has, and how many bytes they move.
+"""Read the text of a compiled program: which operations it has, and how many bytes they move.
 
-Enters: optimised HLO text. Leaves: counts and bytes by operation. Called by `compiled.py`.
+Bytes are counted for the rows that an operation touches, not for its whole table. (The compiler's
+own "bytes accessed" counts the whole table every time something indexes it.) Values passed between
+operations inside a fusion are never in memory, so they are not counted.
 
-What is moved follows the rows that an operation touches, never its whole table: the compiler's own
-"bytes accessed" counts a table as often as something indexes it. What passes from one operation to
-the next inside a fusion never is in memory, and is not counted.
+Input: optimised HLO text. Output: counts and bytes by operation.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Instruction(NamedTuple):
     """One instruction.
 
     Attributes:
-      name: unique in the program.
-      opcode: `gather`, `all-to-all-start`, …; of a Pallas kernel, its name.
+      name: its name, unique in the program.
+      opcode: `gather`, `all-to-all-start`, …; for a Pallas kernel, the name of the kernel.
       size: bytes of its result.
-      operands: names of instructions.
-      computation: the one it is in.
-      root: whether its result is that of its computation.
+      operands: the names of the instructions that it reads.
+      computation: the computation that contains it.
+      root: whether its result is the result of that computation.
       fusion: the computation that it calls as a fusion, or "".
-      number: of a parameter.
+      number: the number of a parameter; -1 for other instructions.
       on_chip: whether its result is in a core's own memory.
     """
 
@@ -59,7 +59,7 @@ class Instruction(NamedTuple):
 
 
 class Program:
-    """A program's instructions, those inside fusions too.
+    """The instructions of a program, including those inside fusions.
 
     Args:
       text: `compiled.as_text()`.
@@ -80,7 +80,10 @@ class Program:
         self._callers = {one.fusion: one for one in self.instructions.values() if one.fusion}
 
     def in_memory(self, one: Instruction) -> bool:
-        """Tell whether the result of an instruction is ever in memory."""
+        """Return whether the result of an instruction is ever in memory.
+
+        Inside a fusion only the root is, and a parameter whose argument is.
+        """
         caller = self._callers.get(one.computation)
         if caller is None:
             return True
@@ -89,7 +92,7 @@ class Program:
         return one.root and self.in_memory(caller)
 
     def loaded(self, one: Instruction, operands: slice) -> int:
-        """Return the bytes of some operands that come from memory."""
+        """Return the bytes of those of some operands that are read from memory."""
         known = [self.instructions.get(name) for name in one.operands[operands]]
         return sum(operand.size for operand in known if operand and self.in_memory(operand))
 
@@ -102,6 +105,8 @@ def _read(text: str) -> Iterator[Instruction]:
             head = _COMPUTATION.match(line)
             computation = head["name"] if head else computation
             continue
+        # `%gather_rows.3 = … custom-call(…), custom_call_target="tpu_custom_call"` is a Pallas
+        # kernel: its opcode here is gather_rows.
         kernel = 'custom_call_target="tpu_custom_call"' in line
         arguments, rest = match["rest"].split(")", 1)
         calls = _CALLS.search(rest) if match["opcode"] == "fusion" else None
@@ -121,10 +126,10 @@ def _read(text: str) -> Iterator[Instruction]:
 def moved(program: Program) -> dict[str, int]:
     """Return the bytes that a program moves in memory and between devices, by operation.
 
-    A gather reads and writes its result; a scatter or a slice written in place reads the update and
-    writes it; a sort, a copy and a collective read and write what they are given; a copy into a
-    core's own memory only reads. `gather_rows` and `set_rows`, the SparseCores' kernels, are a
-    gather and a scatter. What is in a loop counts once.
+    A gather reads and writes as many bytes as its result has. A scatter or an in-place slice reads
+    and writes its update. A sort, a copy and a collective read and write their operands; a copy
+    into a core's own memory only reads. The SparseCore kernels `gather_rows` and `set_rows` count
+    as a gather and a scatter. The body of a loop counts once.
 
     Args:
       program: the program.
@@ -145,9 +150,10 @@ def moved(program: Program) -> dict[str, int]:
 
 
 def _bytes(kind: str) -> int:
-    """Return the bytes of a type, all parts of a tuple together."""
+    """Return the bytes of a type such as `f32[5,8]{1,0}`; of a tuple, those of all its parts."""
     total = 0
     for match in _SHAPE.finditer(kind):
+        # The digits of a dtype are its bits: f32, s8; f8e4m3 only up to the "e".
         bits = _BITS.get(match["dtype"]) or int(
             re.sub(r"\D", "", match["dtype"].split("e")[0]) or 0
         )

@@ -1,7 +1,7 @@
 """Choose where tables with `placement="auto"` live: tiny ones on every device, the rest sharded.
 
-Enters: feature configs, an optimizer, the mesh. Leaves: the same configs without "auto", and why.
-Called by users before they make an engine, by `TPUEmbedding`, and by `plan.py`.
+Input: feature configs, an optimizer, the mesh. Output: the same configs without "auto", with the
+reason for each choice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tpu_embed.planning.sizes import readable
 __all__ = ["REPLICATED_BYTES", "placements", "resolve", "with_placements", "with_tables"]
 
 REPLICATED_BYTES = 2**16
-"""A table of at most so many bytes is replicated, all of them together up to 1,024 times as many.
+"""A table of at most this many bytes is replicated, up to 1,024 times as many bytes in all.
 
 Its lookups need no exchange then, and its block sums are a psum of at most half a MiB."""
 
@@ -32,21 +32,21 @@ _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float64": 8}
 def resolve(feature_config: PyTree, optimizer: Any = None, *, mesh: Mesh | None = None) -> PyTree:
     """Return feature configs whose tables have no `placement="auto"`.
 
-    A table of at most `REPLICATED_BYTES` is replicated, any other is "mod"; all are "mod" on one
-    device, with `shard_axes`, or with an optimizer that does not accumulate gradients. `plan`
-    explains each.
+    A table of at most `REPLICATED_BYTES` becomes "replicated", any other "mod". A tiny table is
+    "mod", too, on one device, if it has `shard_axes`, if its optimizer does not accumulate
+    gradients, or once `1024 * REPLICATED_BYTES` are replicated. `plan` gives the reason for each.
 
     Args:
       feature_config: as for `EmbeddingEngine`.
       optimizer: as for `EmbeddingEngine`.
-      mesh: the devices; None: all of them.
+      mesh: the devices; None takes all of them.
 
     Returns:
-      the same nesting. Features that shared a table share the new one; tables that were not "auto"
+      The same nesting. Features that shared a table share the new one; tables that were not "auto"
       are the same objects.
 
     Raises:
-      ValueError: what `EmbeddingEngine` refuses about feature configs.
+      ValueError: whatever `EmbeddingEngine` refuses about feature configs.
 
     Example:
       >>> import tpu_embed
@@ -63,16 +63,17 @@ def resolve(feature_config: PyTree, optimizer: Any = None, *, mesh: Mesh | None 
 
 
 def placements(declared: Structure, optimizer: Any, *, devices: int) -> dict[str, tuple[str, str]]:
-    """Return table -> placement and why, of those that are "auto".
+    """Return table -> (placement, reason) for the tables that are "auto".
 
     Args:
       declared: the features.
-      optimizer: for tables without one of their own.
-      devices: how many.
+      optimizer: the optimizer of tables without one of their own.
+      devices: the number of devices.
     """
     named = zip(declared.table_names, declared.tables, strict=True)
     auto = {name: table for name, table in named if table.placement == "auto"}
     chosen, left = {}, 1024 * REPLICATED_BYTES
+    # The smallest tables first, until the bytes for replicated tables are used up.
     for name, table in sorted(auto.items(), key=lambda item: _bytes(item[1])):
         against = _against_replication(table, optimizer, devices, left)
         if against:
@@ -84,7 +85,7 @@ def placements(declared: Structure, optimizer: Any, *, devices: int) -> dict[str
 
 
 def with_placements(declared: Structure, chosen: dict[str, str]) -> PyTree:
-    """Return the feature configs with some tables placed.
+    """Return the feature configs with new placements for some tables.
 
     Args:
       declared: the features.
@@ -100,6 +101,7 @@ def with_tables(declared: Structure, changes: Mapping[str, Mapping[str, Any]]) -
       declared: the features.
       changes: table -> field of `TableConfig` -> value.
     """
+    # By identity: features that share a table object share its changed copy.
     new = {
         id(table): dataclasses.replace(table, name=name, **changes[name])
         for name, table in zip(declared.table_names, declared.tables, strict=True)
@@ -114,7 +116,7 @@ def with_tables(declared: Structure, changes: Mapping[str, Mapping[str, Any]]) -
 
 
 def _against_replication(table: TableConfig, optimizer: Any, devices: int, left: int) -> str:
-    """Return why a table is not replicated; "" where nothing speaks against it."""
+    """Return the reason why a table must not be replicated, or "" if there is none."""
     if devices == 1:
         return "one device"
     if table.shard_axes is not None:

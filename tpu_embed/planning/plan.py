@@ -1,7 +1,8 @@
-"""What a configuration takes on a mesh that need not exist: memory of a device, bytes of a step.
+"""Plan a configuration on a mesh that need not exist: memory per device, and traffic per step.
 
-Enters: feature configs, an optimizer, a mesh or a topology, a batch or its shapes. Leaves: a
-`Plan`. Called by users before they rent machines, by `placement.py`, and by the command line.
+If it does not fit, the plan says which changes would help.
+
+Input: feature configs, an optimizer, a mesh or a topology, a batch or its shapes. Output: a `Plan`.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ Target = Mesh | AbstractMesh | Topology | str | int
 
 @dataclasses.dataclass(frozen=True)
 class TablePlan:
-    """One table on every device.
+    """The share of one table that every device holds.
 
     Attributes:
-      name: the table's.
+      name: the name of the table.
       vocabulary_size: V.
       dim: D.
-      dtype: of the stored rows.
+      dtype: the dtype of the stored rows.
       placement: "mod", "div" or "replicated".
-      why: the reason of a placement that was chosen, or "as declared".
-      rows: rows a device holds, padding included.
-      padding: of all devices' rows, those that are no row of the table.
-      table_bytes: of a device.
-      slot_bytes: of a device, of those slots that have its rows.
+      why: the reason for a placement that was chosen, or "as declared".
+      rows: rows per device, including padding.
+      padding: padding rows on all devices together.
+      table_bytes: bytes of the table per device.
+      slot_bytes: bytes per device of its slots that have rows.
     """
 
     name: str
@@ -66,24 +67,24 @@ class TablePlan:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What every device holds, and sends in a step. All devices are alike.
+    """What every device holds, and what it moves and sends in a step. All devices are alike.
 
     Attributes:
-      target: what it is for.
-      devices: how many.
-      memory: bytes a device has, or None: not known.
-      batch: B, of all devices.
-      tables: in table order.
-      stacks: arrays they are stacked into.
-      held: bytes a device holds all the time, by what: tables, slots.
-      passing: bytes a device needs during a step beside them, by what: ids, activations and their
-        gradients, exchange and sums. An estimate; those of one stage are not all there in another.
-      sent: bytes a device sends to others in a step, by what: ids, rows, gradients.
-      moved: bytes a device's memory must read and write in a step for the rows that are touched, by
-        what: lookup, update, exchange. What a compiled step moves is compared with it.
-      spec: the shape of the step's program.
-      remedies: where it does not fit, what would, or comes nearest, each planned: more devices,
-        fewer bytes a row.
+      target: the name of the mesh or topology.
+      devices: the number of devices.
+      memory: bytes of memory per device, or None if unknown.
+      batch: B, the size of the global batch.
+      tables: the tables in order.
+      stacks: the number of arrays that they are stacked into.
+      held: bytes per device that are always held: tables, slots.
+      passing: bytes per device that a step needs in addition: ids, activations with their
+        gradients, exchange. This is an estimate.
+      sent: bytes that a device sends to others per step: ids, rows, gradients.
+      moved: bytes that a device must read and write in its memory per step for the touched rows:
+        lookup, update, exchange. What a compiled step moves can be compared with it.
+      spec: the shape of the batch, for which a step is compiled.
+      remedies: if it does not fit, changes that make it fit or come nearest (more devices, fewer
+        bytes per row), with the bytes that each would need.
     """
 
     target: str
@@ -101,32 +102,32 @@ class Plan:
 
     @property
     def bytes_per_device(self) -> int:
-        """All that a device must have room for."""
+        """All bytes that a device must have room for."""
         return sum(self.held.values()) + sum(self.passing.values())
 
     @property
     def fits(self) -> bool:
-        """Whether that is no more than it has; True where nobody knows."""
+        """Whether a device has room for that; True if its memory is unknown."""
         return self.memory is None or self.bytes_per_device <= self.memory
 
     def to_json(self) -> str:
-        """Return the plan as a JSON object, the program's shape left out."""
+        """Return the plan as a JSON object, without `spec`."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         del fields["spec"]
         fields["tables"] = [dataclasses.asdict(table) for table in self.tables]
         return json.dumps(fields | {"bytes_per_device": self.bytes_per_device, "fits": self.fits})
 
     def explain(self) -> str:
-        """Return the plan as tables and bars of text, to be printed."""
+        """Return the plan as text to print, with tables and bars."""
         from tpu_embed.planning.explain import explained  # rich is slow to import
 
         return explained(self)
 
     def check(self) -> None:
-        """Check that it fits.
+        """Check that the plan fits.
 
         Raises:
-          ValueError: it does not; the message has by how much, and what would.
+          ValueError: it does not fit; the message says by how much, and lists the remedies.
         """
         if not self.fits:
             assert self.memory is not None, "without a memory everything fits"
@@ -156,16 +157,16 @@ def plan(
       optimizer: as for `EmbeddingEngine`.
       target: a mesh, or an abstract one; a TPU topology such as `"v5p:4x4x4"`; or a number of
         devices.
-      batch: the global batch, in the structure of the features: ids, from which the exchange is
-        counted, or `jax.ShapeDtypeStruct`s of dense ids, which are taken to be uniform.
-      memory: bytes of a device; None: a topology's, else not known.
+      batch: the global batch in the structure of the features: ids, from which the exchange is
+        counted, or `jax.ShapeDtypeStruct`s of dense ids, which are assumed to be uniform.
+      memory: bytes per device; None takes that of the topology, and is unknown for a mesh.
 
     Returns:
-      the plan, whether it fits or not: `check` it.
+      The plan, whether or not it fits; `Plan.check` raises if it does not.
 
     Raises:
-      TypeError: a batch in other containers, or of ids that are not integers.
-      ValueError: configs, batch or target that no engine would take.
+      TypeError: the batch has other containers, or its ids are not integers.
+      ValueError: an engine would refuse the configs, the batch or the target.
 
     Example:
       >>> import jax, tpu_embed
@@ -189,12 +190,12 @@ def plan(
 
 
 def read_target(target: Target) -> tuple[str, MeshAxes, int | None, int | None]:
-    """Return a target's name, its axes, the bytes of a device, and how many devices there can be.
+    """Return name, axes, bytes per device, and the largest number of devices of a target.
 
-    The last two are None where nobody knows.
+    The last two are None if unknown.
 
     Raises:
-      ValueError: what is no mesh, topology, or number of devices.
+      ValueError: the target is not a mesh, a topology or a number of devices.
     """
     if isinstance(target, (Mesh, AbstractMesh)) and target.axis_names:
         kind = getattr(target.abstract_mesh.abstract_device, "device_kind", "device")
@@ -214,7 +215,7 @@ def read_target(target: Target) -> tuple[str, MeshAxes, int | None, int | None]:
 
 
 def _abstract_axes(devices: int, device_kind: str | None = None, name: str = "devices") -> MeshAxes:
-    """Return one axis over devices that nobody has."""
+    """Return one axis over abstract devices."""
     device = device_kind and AbstractDevice(device_kind, num_cores=None, platform="tpu")
     mesh = AbstractMesh((devices,), (name,), abstract_device=device or None)
     return MeshAxes(mesh, mesh.axis_names)  # type: ignore[arg-type]
@@ -222,7 +223,10 @@ def _abstract_axes(devices: int, device_kind: str | None = None, name: str = "de
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Request:
-    """All that a plan is made from."""
+    """The arguments of `plan`, and what is computed from them on demand.
+
+    Each remedy is another request, so that its plan is computed in the same way.
+    """
 
     target: str
     axes: MeshAxes
@@ -234,7 +238,7 @@ class _Request:
 
     @functools.cached_property
     def placed(self) -> tuple[Structure, dict[str, str]]:
-        """The features without "auto", and why their tables are where they are."""
+        """The features without "auto", and table -> reason for each chosen placement."""
         chosen = placements(self.declared, self.optimizer, devices=self.axes.mesh.size)
         where = {table: placement for table, (placement, _) in chosen.items()}
         why = {table: reason for table, (_, reason) in chosen.items()}
@@ -242,18 +246,18 @@ class _Request:
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """Where the rows are."""
+        """Where each row lives."""
         declared, _ = self.placed
         return make_layout(declared, self.optimizer, self.axes, sum_blocks=8, stack_tables=True)
 
     @property
     def size(self) -> costs.Size:
-        """The bytes of an array on such a device."""
+        """The function that returns the bytes of an array on such a device."""
         return untiled_bytes if packing_of(self.axes.device) == "none" else tiled_bytes
 
     @functools.cached_property
     def held(self) -> dict[str, int]:
-        """What a device holds, whatever the batch."""
+        """Bytes that a device always holds, independent of the batch."""
         stacks = self.layout.stacks
         return {
             "tables": sum(costs.array_bytes(g.row_format, g.num_rows, self.size) for g in stacks),
@@ -262,13 +266,13 @@ class _Request:
 
     @functools.cached_property
     def spec(self) -> BatchSpec:
-        """The shape of the step's program."""
+        """The shape of the batch, for which a step is compiled."""
         declared, _ = self.placed
         return spec_of(declared, self.layout, self.batch)
 
     @functools.cached_property
     def passing(self) -> dict[str, int]:
-        """What a device needs during a step."""
+        """Bytes that a device needs during a step."""
         return costs.passing(self.layout, self.spec, self.size)
 
     def plan(self) -> Plan:
@@ -296,7 +300,7 @@ class _Request:
 
 
 def _slots(stack: Stack, size: costs.Size) -> int:
-    """Return the bytes of a stack's slots, those that have no rows too."""
+    """Return the bytes of all slots of a stack, with and without rows."""
     whole = [slot for slot in slot_shapes(stack).values() if not slot.per_row]
     return costs.slot_bytes(stack, stack.num_rows, size) + sum(
         size(slot.shape, np.dtype(slot.dtype)) for slot in whole
@@ -304,7 +308,7 @@ def _slots(stack: Stack, size: costs.Size) -> int:
 
 
 def _remedies(request: _Request, batch: int) -> tuple[str, ...]:
-    """Return what would make it fit, or come nearest; each is planned."""
+    """Return changes that would make it fit, or come nearest, in words; each is planned."""
     tables = dict(zip(request.declared.table_names, request.declared.tables, strict=True))
     replicated = [name for name, table in tables.items() if table.placement == "replicated"]
     wider = [name for name, table in tables.items() if table.dtype != "bfloat16"]
@@ -326,14 +330,15 @@ def _remedies(request: _Request, batch: int) -> tuple[str, ...]:
 
 
 def _has_wide_slots(stack: Stack) -> bool:
-    """Tell whether an optimizer keeps more than one number a row."""
+    """Return whether the optimizer of a stack keeps more than one number per row."""
     return any(slot.per_row and slot.shape for slot in slot_shapes(stack).values())
 
 
 def _more_devices(request: _Request, batch: int) -> str:
-    """Return the fewest devices that hold it, doubled as long as they divide the batch, in words.
+    """Return how many devices would hold it, in words.
 
-    A mesh of several axes could grow along any of them: "" then.
+    The number is doubled until it fits, as long as it divides the batch. A mesh of several axes
+    could grow along any of them, so the answer is "" then.
     """
     names, devices = request.axes.mesh.axis_names, request.axes.mesh.size
     kind = getattr(request.axes.device, "device_kind", None)
@@ -347,11 +352,11 @@ def _more_devices(request: _Request, batch: int) -> str:
 
 
 def _judged(what: str, request: _Request) -> tuple[str, bool]:
-    """Return how much a remedy leaves, in words, and whether it fits; "" where it is refused."""
+    """Return the bytes that a remedy needs, in words, and whether it fits; "" if impossible."""
     assert request.memory is not None, "without a memory everything fits"
     try:
         held = sum(request.held.values())
-        if held > request.memory:  # the batch, which takes longer, need not be planned
+        if held > request.memory:  # planning the batch takes longer, and is not needed
             return f"{what}: {readable(held)} of tables and slots alone, still too much", False
         needed = held + sum(request.passing.values())
     except ValueError:  # for example more padded rows than int32 can number

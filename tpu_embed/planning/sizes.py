@@ -1,7 +1,6 @@
-"""How many bytes an array takes in a device's memory, and how to write that down.
+"""How many bytes an array takes on a device. A TPU stores arrays in tiles, which adds padding.
 
-Enters: a shape and a dtype. Leaves: bytes, with the padding that a TPU's tiled layouts add. Called
-by `plan.py` and `explain.py`.
+Input: a shape and a dtype. Output: bytes, or bytes as text.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def untiled_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
-    """Return the bytes of an array without padding: on CPU and GPU.
+    """Return the bytes of an array without padding, as on CPU and GPU.
 
     Args:
-      shape: of the array.
-      dtype: of its elements.
+      shape: the shape of the array.
+      dtype: the dtype of its elements.
     """
     return math.prod(shape) * np.dtype(dtype).itemsize
 
@@ -29,12 +28,12 @@ def untiled_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
 def tiled_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
     """Return the bytes of an array on a TPU.
 
-    The last two axes are stored in tiles of 8 × 128 elements, in whichever order of the two wastes
-    less; a single axis in tiles of 1,024.
+    The last two axes are padded to tiles of 8 × 128 elements, in the order of the two axes that
+    needs less padding; a single axis is padded to a multiple of 1,024 elements.
 
     Args:
-      shape: of the array.
-      dtype: of its elements.
+      shape: the shape of the array.
+      dtype: the dtype of its elements.
 
     Example:
       >>> tiled_bytes((1000, 16), np.dtype(np.float32)) // 4, 1024 * 16
@@ -44,6 +43,7 @@ def tiled_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
     if len(shape) < 2:
         return _up(math.prod(shape), _LANES * _SUBLANES) * itemsize
     *lead, rows, columns = shape
+    # [1000, 16]: row-major [1000, 128] are 128,000 elements, column-major [16, 1024] are 16,384
     elements = min(
         _up(rows, _SUBLANES) * _up(columns, _LANES), _up(columns, _SUBLANES) * _up(rows, _LANES)
     )

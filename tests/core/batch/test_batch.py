@@ -1,4 +1,4 @@
-"""Ids packed into one array, and unpacked on each device as they were."""
+"""Ids are packed into one array, and each device unpacks the same ids."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Exchange capacities counted on the host, against counts by sets."""
+"""Capacities that the host counts, compared with counts by Python sets."""
 
 import dataclasses
 

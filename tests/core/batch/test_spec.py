@@ -1,4 +1,4 @@
-"""Static shapes of batches: buckets, unions, given specs, and how many programs a stream needs."""
+"""Specs of batches: buckets, unions, given specs, and how many programs a stream needs."""
 
 import concurrent.futures
 import dataclasses

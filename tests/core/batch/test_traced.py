@@ -1,4 +1,4 @@
-"""Dense ids inside a jit: the same as placed, their bad ids counted or reported."""
+"""Dense ids inside a jit give what placed ids give; bad ids are counted or reported."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Runs of equal rows: order, numbers, and their rows."""
+"""Runs of equal row ids: their order, their numbers, and their rows."""
 
 import jax
 import numpy as np

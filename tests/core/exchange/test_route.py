@@ -1,4 +1,4 @@
-"""Rows fetched from their owners, and partial sums sent to them, on several devices."""
+"""Fetching rows from their owners, and sending partial sums to them, on several devices."""
 
 import jax
 import numpy as np

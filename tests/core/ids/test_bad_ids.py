@@ -1,4 +1,4 @@
-"""Bad ids: the three policies, and the words of the error."""
+"""Bad ids: the three policies, and the text of the error."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Containers of ids: what the constructors make of lists, scipy, BCOO and Arrow."""
+"""Containers of ids: construction from lists, scipy, BCOO and Arrow."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""Weights of any size that float32 holds combine as in float64, by every way to a lookup."""
+"""Weights of any size in float32 combine as in float64, by every kind of lookup."""
 
 import functools
 

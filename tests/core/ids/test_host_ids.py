@@ -1,4 +1,4 @@
-"""Every input form becomes the bags that the oracle reads; other input is refused."""
+"""Every kind of input becomes the bags that the oracle reads; other input is refused."""
 
 import dataclasses
 

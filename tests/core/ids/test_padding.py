@@ -1,4 +1,4 @@
-"""`pad_batch`: empty bags for every form, in any nesting."""
+"""`pad_batch` adds empty bags to every kind of input, in any nesting."""
 
 import collections
 

@@ -1,4 +1,4 @@
-"""Weights brought near 1 by powers of two, a bag at a time."""
+"""Weights are scaled near 1 by powers of two, one power per bag."""
 
 import jax
 import jax.numpy as jnp

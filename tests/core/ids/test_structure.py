@@ -1,4 +1,4 @@
-"""Nestings of features: order, paths, names, and the errors of values that don't match."""
+"""Nestings of features: order, paths, names, and errors for values that do not match."""
 
 import collections
 import dataclasses

@@ -1,4 +1,4 @@
-"""Weights: where they may stand, how they are kept, and what is refused."""
+"""Weights: where they may be given, how they are stored, and which are refused."""
 
 import jax
 import jax.numpy as jnp

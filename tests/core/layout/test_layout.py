@@ -1,4 +1,4 @@
-"""Where rows live: every logical row at one place of its own; which tables share a stack."""
+"""Where rows live: every logical row has its own place; which tables share a stack."""
 
 import jax
 import numpy as np

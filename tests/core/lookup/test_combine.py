@@ -1,4 +1,4 @@
-"""Rows of bags to activations, and gradients back: against plain loops."""
+"""Rows of bags to activations, and gradients back, compared with plain loops."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Activations of every input form against the float64 loops of `oracle.py`, on 1 and 8 devices."""
+"""Activations of every kind of input, compared with float64 loops, on 1 and 8 devices."""
 
 from __future__ import annotations
 

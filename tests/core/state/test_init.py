@@ -1,4 +1,4 @@
-"""Initial values: a row's depend on the key, its table's name and its number alone."""
+"""Initial values of a row depend only on the key, the table's name and the row id."""
 
 import zlib
 

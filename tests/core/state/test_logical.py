@@ -1,4 +1,4 @@
-"""Rows, tables and slots from outside: set, loaded and read, on every placement and dtype."""
+"""Rows, tables and slots are set, loaded and read, for every placement and dtype."""
 
 import dataclasses
 import functools

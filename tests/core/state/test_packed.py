@@ -1,4 +1,4 @@
-"""Packed tables, as TPUs have them, on the CPU: an engine's results are those of plain ones."""
+"""Packed tables, as on TPUs, run on the CPU: an engine's results are those of plain tables."""
 
 import dataclasses
 

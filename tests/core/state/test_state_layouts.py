@@ -1,7 +1,7 @@
-"""A state says what its rows are: one of another layout is refused, however it was kept.
+"""A state knows its layout: one of another layout is refused, however it was stored.
 
-What is in the keys of its dictionaries survives pickle, orbax and `jax.tree`. Each way is tried
-from every device count to every other one, where the arrays have the same shapes.
+The layout is in the keys of the state's dictionaries, which survive pickle, orbax and `jax.tree`.
+Each way is tried from every device count to every other one where the arrays have the same shapes.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Where it moves less, the bags' gradients travel instead of the rows' sums: with the same bits."""
+"""If it sends less, gradients of bags are exchanged instead of row sums, with the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that are not finite: a step is applied whole or not at all, on all devices."""
+"""Gradients that are not finite: a step is applied completely or not at all, on all devices."""
 
 import jax
 import jax.numpy as jnp

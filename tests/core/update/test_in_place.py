@@ -1,4 +1,4 @@
-"""Steps that update tables in their own memory, whatever the loss; and those that cannot, named."""
+"""Steps that update tables in place, whatever the loss; those that cannot are named."""
 
 import functools
 import gc

@@ -1,4 +1,4 @@
-"""One update an occurrence: rounds of distinct rows, in batch order."""
+"""One update per occurrence of a row: rounds of distinct rows, in batch order."""
 
 import functools
 

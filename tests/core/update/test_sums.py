@@ -1,4 +1,4 @@
-"""The order of the sum of a row's gradients: within blocks of the global batch, then over them."""
+"""The order in which gradients of a row are summed: within blocks of the batch, then over them."""
 
 import jax
 import numpy as np

@@ -1,10 +1,10 @@
-"""Train a small model with checkpoints, from the last one that is there; the tests kill it.
+"""Train a small model from its latest checkpoint, saving as it goes; the tests kill it.
 
     python killed.py DIRECTORY STEPS CACHE
 
-Prints a line when it has resumed, one a step and one at the end; then `DIRECTORY/last.npz` has all
-that was trained. Two emulated devices, tables on both, a network beside them, and a position: the
-state of the generator that the batches are drawn from.
+Prints one line after resuming, one per step and one at the end; then `DIRECTORY/last.npz` has
+everything that was trained. There are two emulated devices with tables on both, a network, and a
+position: the state of the generator that draws the batches.
 """
 
 import functools

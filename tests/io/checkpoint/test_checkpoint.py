@@ -1,4 +1,4 @@
-"""Checkpoints from both APIs: tables, network and position in one step; odd input; refusals."""
+"""Checkpoints from both APIs: tables, network and position together; odd input; refusals."""
 
 import functools
 import subprocess

@@ -1,4 +1,4 @@
-"""A file of another checkpoint, table, slot or place is refused by name."""
+"""Files of another checkpoint, table, slot or place are refused, and the error names them."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""Files of a checkpoint that were cut, lost or changed: a clear error, or the same bits."""
+"""Files that were cut, lost or changed give a clear error, or the same bits."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""What a checkpoint may be restored into when tables have changed, and what is refused."""
+"""Restoring into tables that have changed: what is accepted, and what is refused."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""JSON files of a checkpoint that hold something else: a clear error, or the same bits."""
+"""JSON files with other contents give a clear error, or the same bits."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Kill a training process, again and again, while it saves in the background; nothing is lost."""
+"""Kill a training process repeatedly while it saves in the background; nothing is lost."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A checkpoint of one layout is restored on any other, and training goes on with the same bits."""
+"""A checkpoint of any layout is restored on any other; training continues with the same bits."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Numbered checkpoints: which are saved, which stay, what happens when a save goes wrong."""
+"""Numbered checkpoints: which are saved and kept, and what happens when a save fails."""
 
 import shutil
 import threading

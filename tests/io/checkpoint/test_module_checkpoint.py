@@ -1,4 +1,4 @@
-"""Checkpoints of flax modules: a model with its optimizer, onto other devices and placements."""
+"""Checkpoints of flax modules, restored on other devices and placements."""
 
 import functools
 import json

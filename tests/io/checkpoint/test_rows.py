@@ -1,4 +1,4 @@
-"""Rows on disk: logical order whatever the shards, in blocks, from the host or from devices."""
+"""Rows on disk: in logical order for any shards, in blocks, from the host or from devices."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Deltas: a full export and all of them are the live tables, bit for bit, or there is an error."""
+"""A full export with all deltas gives the live tables, bit for bit, or raises an error."""
 
 from __future__ import annotations
 

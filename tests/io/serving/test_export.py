@@ -1,4 +1,4 @@
-"""Exported models: the bits of training in another process; all of a directory, or an error."""
+"""Exported models give the bits of training in another process, from a whole directory only."""
 
 from __future__ import annotations
 

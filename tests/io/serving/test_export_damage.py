@@ -1,4 +1,4 @@
-"""Exports and deltas: every byte and every place is checked; nothing outside is ever read."""
+"""Exports and deltas: every byte and place is checked; no file outside is ever read."""
 
 import json
 import re

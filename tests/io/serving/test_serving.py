@@ -1,4 +1,4 @@
-"""Lookups in plain arrays have the bits of the engine's, and are what the oracle says."""
+"""Lookups in plain arrays give the bits of the engine, and agree with the oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run the example of serving as a user would: it trains, exports and calls in other processes."""
+"""Run the serving example as a user would: train, export, and call in other processes."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Optimizer.compute_gradients, and minimize, which applies what it finds."""
+"""Optimizer.compute_gradients, and minimize, which applies its result."""
 
 from __future__ import annotations
 

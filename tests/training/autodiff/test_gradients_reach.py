@@ -1,4 +1,4 @@
-"""gradients() and Optimizer: a row that no gradient reaches is not touched, by any method."""
+"""gradients() and Optimizer: rows that no gradient reaches are never touched."""
 
 from __future__ import annotations
 

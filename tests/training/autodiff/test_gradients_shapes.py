@@ -1,8 +1,8 @@
-"""What gradients() calls connected, shape by shape of control flow, against perturbed inputs.
+"""What gradients() treats as connected, for each kind of control flow, against perturbed inputs.
 
-Each shape is a function of three vectors. Brute force moves an input a little, to and fro, and sees
-whether an output moves: then its gradient must be there, and be `jax.grad`'s. Where none moves it
-must be None. The few shapes where connection is a matter of structure say what it is, and why.
+Each case is a function of three vectors. Brute force moves an input a little in both directions. If
+an output moves, the gradient must exist and be that of `jax.grad`; if none moves, it must be None.
+In a few cases connection is decided by structure; each says what is expected, and why.
 """
 
 from __future__ import annotations

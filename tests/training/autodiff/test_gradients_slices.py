@@ -1,4 +1,4 @@
-"""gradients() by tables: IndexedSlices where a table is only looked up, in a promised order."""
+"""gradients() by tables: IndexedSlices, in a promised order, if a table is only looked up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interception: a loss' gradients by activations, and what happens to those it does not use."""
+"""Interception: gradients of a loss by activations, also by those that it does not use."""
 
 from __future__ import annotations
 

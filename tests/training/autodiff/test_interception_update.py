@@ -1,4 +1,4 @@
-"""Interception in a data-parallel step: scaled gradients of activations go to `update`."""
+"""Interception in a data-parallel step: `update` gets scaled activation gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every error of `training` says what to do instead."""
+"""Every error of `training` names a remedy."""
 
 import ast
 from pathlib import Path

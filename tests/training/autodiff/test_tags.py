@@ -1,4 +1,4 @@
-"""tag and Tag: gradients by values inside a function, and stops at them, against closed forms."""
+"""tag and Tag: gradients by values inside a function, and stopping at them, in closed form."""
 
 from __future__ import annotations
 

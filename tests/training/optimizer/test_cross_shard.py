@@ -1,4 +1,4 @@
-"""CrossShardOptimizer and cross_shard: on 8 replicas what one device does with the whole batch."""
+"""CrossShardOptimizer on 8 replicas does what one device does with the whole batch."""
 
 from __future__ import annotations
 

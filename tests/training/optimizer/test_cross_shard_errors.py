@@ -1,4 +1,4 @@
-"""CrossShardOptimizer and cross_shard: unbound axes, and what they refuse."""
+"""CrossShardOptimizer and cross_shard: unbound axes, and refusals."""
 
 from __future__ import annotations
 

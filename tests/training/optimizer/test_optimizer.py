@@ -1,4 +1,4 @@
-"""Optimizer: the ancestor's verbs against float64 loops; its state and errors elsewhere."""
+"""Optimizer: the methods of its TensorFlow ancestor, against float64 loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer: what it refuses, and what it says."""
+"""Optimizer: refusals, and their texts."""
 
 from __future__ import annotations
 

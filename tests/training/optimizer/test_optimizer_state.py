@@ -1,4 +1,4 @@
-"""Optimizer: what its state holds, by which names, and optimizers that are pickled."""
+"""Optimizer: the contents and names of its state, and pickling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables, slots, networks and flax models on disk, and back onto any device count and placement."""
+"""Save tables, slots, networks and flax models; restore them on any device count and placement."""
 
 from tpu_embed.io.checkpoint.engine_checkpoint import Restored, restore, save
 from tpu_embed.io.checkpoint.manager import CheckpointManager, ModuleCheckpointManager

@@ -1,6 +1,7 @@
-"""JSON files of a checkpoint, each of which says which checkpoint it belongs to.
+"""JSON files of a checkpoint. Each holds the checkpoint's name, so that no file of another passes.
 
-Input: JSON values, and what orbax asks of a handler. Output: files, or what was in them.
+Input: JSON values, and the arguments that orbax passes to a handler. Output: files, or the values
+read back.
 """
 
 from __future__ import annotations
@@ -30,37 +31,37 @@ __all__ = [
 _VALUE = "value.json"
 
 FORMAT = 2
-"""The version of a checkpoint's format."""
+"""The version of the checkpoint format."""
 
 REMEDY = "restore another step; this one is damaged"
-"""What helps against any damage."""
+"""The remedy that every message about a damaged file gives."""
 
 _DEEPEST = 100
-"""Values of a position inside each other."""
+"""The deepest nesting that a position may have."""
 
 
 def write_signed(path: Path, checkpoint: str, value: Any) -> None:
-    """Write a JSON file of a checkpoint: its kind is its file name.
+    """Write a JSON file of a checkpoint; the kind that it declares is its file name.
 
     Args:
-      path: of the file.
-      checkpoint: the name of the checkpoint, which no other has.
+      path: where to write the file.
+      checkpoint: the unique name of the checkpoint.
       value: any JSON value.
     """
     signed.write(path, path.name, FORMAT, {"checkpoint": checkpoint, "value": value})
 
 
 def read_signed(path: Path, form: schema.Form, checkpoint: str | None = None) -> tuple[str, Any]:
-    """Return the name of the checkpoint that a file belongs to, and the value that it holds.
+    """Return the name of the checkpoint that a file belongs to, and its value.
 
     Args:
-      path: of the file.
-      form: what the value must be.
-      checkpoint: which one it must belong to; None: to any.
+      path: the file.
+      form: what the value must look like.
+      checkpoint: the name of the checkpoint that the file must belong to; None allows any.
 
     Raises:
-      FileNotFoundError: it is missing.
-      ValueError: it is damaged, or belongs to another checkpoint or in another place.
+      FileNotFoundError: the file is missing.
+      ValueError: the file is damaged, or belongs to another checkpoint or another place.
     """
     whole = schema.record(checkpoint=schema.text, value=form)
     found = signed.read(path, path.name, FORMAT, whole, REMEDY)
@@ -72,17 +73,22 @@ def read_signed(path: Path, form: schema.Form, checkpoint: str | None = None) ->
 
 @dataclasses.dataclass
 class JsonArgs(ocp.args.CheckpointArgs):
-    """The checkpoint, and a JSON value to save."""
+    """A JSON value to save or restore.
+
+    Attributes:
+      checkpoint: the name of the checkpoint.
+      value: the JSON value; not used by a restore.
+    """
 
     checkpoint: str
     value: Any = None
 
 
 class JsonHandler(ocp.CheckpointHandler):
-    """Saves and restores a JSON value."""
+    """Orbax's handler of one JSON value; the first process writes it."""
 
     def save(self, directory: Any, args: JsonArgs) -> None:
-        """Write the value."""
+        """Write the value in the first process."""
 
         def written() -> None:
             if jax.process_index() == 0:
@@ -91,7 +97,7 @@ class JsonHandler(ocp.CheckpointHandler):
         raise_on_all("save", Path(directory), written)
 
     def restore(self, directory: Any, args: JsonArgs) -> Any:
-        """Return the value."""
+        """Return the value, read from the file."""
         path = Path(directory)
 
         def read() -> Any:
@@ -100,21 +106,21 @@ class JsonHandler(ocp.CheckpointHandler):
         return raise_on_all("restore", path, read)
 
     def finalize(self, directory: Any) -> None:
-        """Do nothing: all is written."""
+        """Do nothing: the value has been written."""
 
     def metadata(self, directory: Any) -> Any:
-        """Return nothing: the value says it all."""
+        """Return None: there is nothing to describe beside the value."""
         return None
 
     def close(self) -> None:
-        """Do nothing: nothing is open."""
+        """Do nothing: no file or thread is open."""
 
 
 def as_json(position: Any) -> Any:
-    """Return a copy of a JSON value: the iterator that it came from goes on.
+    """Return a copy of a JSON value, since the data iterator may change its own later.
 
     Raises:
-      ValueError: it is no JSON value.
+      ValueError: the value is not JSON.
     """
     _check_nested(position, 0)
     try:
@@ -124,9 +130,10 @@ def as_json(position: Any) -> Any:
 
 
 def _check_nested(value: Any, depth: int) -> None:
-    """Check that keys are strings, others would come back as such, and that nesting is bounded.
+    """Check that all keys are strings and that the nesting is not too deep.
 
-    Who restores may have less room on its stack than who saves.
+    JSON would turn other keys into strings. The process that restores may have a smaller call stack
+    than the one that saves, so the depth is limited.
     """
     if depth > _DEEPEST:
         expected, got = f"at most {_DEEPEST} values inside each other", "more"

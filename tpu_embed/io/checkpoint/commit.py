@@ -1,9 +1,9 @@
-"""A directory that is a checkpoint: it appears whole or not at all, and is removed likewise.
+"""Write, read and remove a checkpoint directory, which is either complete or absent.
 
-Orbax fills a directory of another name and renames it when all is written. Of several processes,
-all make these calls, and what goes wrong in one is raised in all.
+Orbax fills a directory under a temporary name and renames it once everything is written. When there
+are several processes, all of them make these calls, and an error in one is raised in all.
 
-Input: a path, and what to write to it or to read. Output: a directory, or what was in it.
+Input: a path, and what to write or read. Output: a directory, or the contents of one.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ __all__ = [
 ]
 
 _SAVING = threading.Lock()
-"""One save at a time: another one to the same path must find it there."""
+"""Held during a save, so that a second save to the same path sees the first one's directory."""
 
 _UNFINISHED = ".orbax-checkpoint-tmp"
-"""How the name of a directory goes on while orbax fills it."""
+"""What orbax appends to the name of a directory while it fills it."""
 
 
 def local_path(path: str | Path) -> Path:
-    """Return an absolute path; refuse an address, which `Path` would take for a directory here."""
+    """Return an absolute path; refuse a URL, which `Path` would take for a local directory."""
     if re.match(r"\w\w+:/", str(path)):
         remedy = "mount the bucket, or copy the checkpoint"
         got = repr(str(path))
@@ -53,7 +53,10 @@ def local_path(path: str | Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; if that is interrupted, what is left of it is no checkpoint."""
+    """Remove a checkpoint.
+
+    It is renamed first, so that an interrupted removal never leaves half a checkpoint.
+    """
     if jax.process_index() == 0:
         remove_unfinished(path.parent, path.name)
         left = path.with_name(f"{path.name}{_UNFINISHED}-removed")
@@ -63,7 +66,7 @@ def remove(path: Path) -> None:
 
 
 def remove_unfinished(directory: Path, name: str | None = None) -> None:
-    """Remove what saves have left that did not end: of one directory, or of all."""
+    """Remove the temporary directories of unfinished saves: those of one checkpoint, or all."""
     if jax.process_index() == 0:
         start = "*" if name is None else glob.escape(name)
         for left in directory.glob(f"{start}{_UNFINISHED}*"):
@@ -71,25 +74,26 @@ def remove_unfinished(directory: Path, name: str | None = None) -> None:
 
 
 def new_checkpoint(path: Path) -> str:
-    """Return a name for a checkpoint that no other has; all processes call this, and get the same.
+    """Return a unique name for a checkpoint; all processes call this and get the same one.
 
     Args:
-      path: where it will be.
+      path: where the checkpoint will be.
     """
+    # One key per path, so that saves to different paths do not mix up their exchanges.
     what = f"checkpoint/{zlib.crc32(str(path).encode()):08x}"
     return gather_from_all(what, uuid.uuid4().hex)[0]
 
 
 def write_checkpoint(path: str | Path, args_of: Callable[[str], ocp.args.Composite]) -> None:
-    """Write a checkpoint; it is on the disk when this returns, and nothing of it is there before.
+    """Write a checkpoint; it appears complete, and is on disk when this returns.
 
     Args:
-      path: a directory that does not exist.
-      args_of: returns what to write, given the name of the checkpoint; checks it, too.
+      path: a directory that does not exist yet.
+      args_of: checks and returns what to write, given the name of the checkpoint.
 
     Raises:
-      ValueError: the path exists, or is no file's.
-      Exception: what `args_of` raises; nothing was written then.
+      ValueError: the path exists, or is a URL.
+      Exception: whatever `args_of` raises; nothing has been written then.
     """
     path = local_path(path)
 
@@ -121,17 +125,17 @@ def read_checkpoint(
     *,
     writer: str,
 ) -> Any:
-    """Return what is in a checkpoint, by item.
+    """Return the contents of a checkpoint, by item.
 
     Args:
-      path: of the checkpoint.
-      items: those that must be there.
-      args_of: returns what to read, given the path; checks what can be checked before.
-      writer: the function that writes such checkpoints, for messages.
+      path: the checkpoint.
+      items: the items that it must have.
+      args_of: checks what can be checked before reading, and returns what to read, given the path.
+      writer: the name of the function that writes such checkpoints, for messages.
 
     Raises:
-      FileNotFoundError: there is no checkpoint, or an item is not in it.
-      Exception: what `args_of` raises, and what goes wrong while files are read.
+      FileNotFoundError: there is no checkpoint, or it lacks an item.
+      Exception: whatever `args_of` raises, and errors in reading files.
     """
     path = local_path(path)
 

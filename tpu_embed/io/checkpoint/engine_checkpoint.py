@@ -1,7 +1,10 @@
-"""Checkpoints of an engine: tables and slots by name, a network and a position beside them.
+"""Checkpoints of an engine: its tables and slots by name, with a network and a data position.
 
-Input: an engine and its state, a pytree, a position in the data. Output: a directory, or all that
-again, for any mesh, placement and stacking. A `TPUEmbedding` has `engine` and `state` to give.
+A checkpoint is logical, so it can be restored with any mesh, placement and stacking. For a
+`TPUEmbedding`, pass its `engine` and `state`.
+
+Input: an engine and its state, a pytree, a position in the data. Output: a directory, or the same
+three read back.
 """
 
 from __future__ import annotations
@@ -29,12 +32,12 @@ __all__ = ["Restored", "check_engine", "restore", "save", "save_args"]
 
 
 class Restored(NamedTuple):
-    """What was in a checkpoint.
+    """The contents of a checkpoint.
 
     Attributes:
-      state: tables and slots, as the engine has them.
-      model: the pytree beside them, or None if none was asked for.
-      position: the JSON value beside them, or None.
+      state: tables and slots in the layout of the engine.
+      model: the pytree that was saved with them, or None if `restore` was given no `model`.
+      position: the JSON value that was saved with them, or None.
     """
 
     state: TableState
@@ -50,21 +53,21 @@ def save(
     model: PyTree = None,
     position: Any = None,
 ) -> None:
-    """Write a checkpoint; it is on the disk when this returns, and nothing of it is there before.
+    """Write a checkpoint; it appears complete, and is on disk when this returns.
 
-    Of several processes, all call this; what goes wrong in one is raised in all.
+    When there are several processes, all call this, and an error in one is raised in all.
 
     Args:
-      path: a directory that does not exist.
-      engine: whose state it is.
-      state: tables and slots; at most a few blocks of rows are held beside them.
-      model: a pytree, no single leaf, of arrays and Python numbers.
-      position: a JSON value, its keys strings, for example where the data iterator stands.
+      path: a directory that does not exist yet.
+      engine: the engine that made the state.
+      state: tables and slots. Only a few blocks of rows are copied at a time.
+      model: a container (not a single leaf) of arrays and Python numbers.
+      position: a JSON value with string keys, for example the state of the data iterator.
 
     Raises:
-      ValueError: the path exists, or is no file's; the state is another engine's; a model without
-        arrays, a position that is no JSON.
-      TypeError: no engine.
+      ValueError: the path exists, or is a URL; the state is not this engine's; the model has no
+        arrays; the position is not JSON.
+      TypeError: `engine` is not an `EmbeddingEngine`.
 
     Example:
       >>> import tempfile, jax, tpu_embed
@@ -96,27 +99,29 @@ def restore(
     convert: bool = False,
     leave_out: Sequence[str] = (),
 ) -> Restored:
-    """Return what is in a checkpoint, for an engine of any mesh, placement and stacking.
+    """Return the contents of a checkpoint, for an engine of any mesh, placement and stacking.
 
-    An engine without optimizers reads tables alone. Of several processes, all call this; what goes
-    wrong in one is raised in all.
+    An engine without optimizers reads only the tables. When there are several processes, all call
+    this, and an error in one is raised in all.
 
     Args:
       path: what `save` wrote, or one of the numbered directories of a `CheckpointManager`.
-      engine: whose state to make.
-      model: the pytree beside the tables, or its shapes. Each leaf gets the sharding that this one
-        has been given; where none was, it is on every device of the engine. None: it is not read.
-      key: makes what is not in the checkpoint as `engine.init` would: tables, rows by which a table
-        has grown, all slots of a table whose optimizer is of another class, or has other slots.
-        None: that something is not there is an error.
-      convert: whether floats may be of another dtype than they were; they are rounded then.
-      leave_out: tables of the checkpoint that are not read.
+      engine: the engine to make a state for.
+      model: the pytree that was saved with the tables, or its shapes. Each leaf is restored with
+        the sharding that the leaf given here has; without one, it goes to every device of the
+        engine. None: no model is read.
+      key: initializes what the checkpoint lacks, as `engine.init` would: new tables, the rows by
+        which a table has grown, and all slots of a table whose optimizer is of another class or has
+        other slots. None: anything that is lacking is an error.
+      convert: whether a float array may have another dtype than it was saved with; its values are
+        rounded then.
+      leave_out: names of tables in the checkpoint that are not read.
 
     Raises:
-      ValueError: a table, slot, leaf, shape or dtype is not as it was saved; a file is damaged, or
-        belongs to another checkpoint, table, slot or place.
-      FileNotFoundError: there is no checkpoint, or no model in it; a file of it is missing.
-      TypeError: no engine.
+      ValueError: a table, slot, leaf, shape or dtype differs from what was saved; a file is
+        damaged, or belongs to another checkpoint, table, slot or place.
+      FileNotFoundError: there is no checkpoint, it has no model, or one of its files is missing.
+      TypeError: `engine` is not an `EmbeddingEngine`.
     """
     check_engine(engine)
     wanted = Wanted(engine, key, convert, tuple(leave_out))
@@ -128,10 +133,10 @@ def restore(
 
 
 def check_engine(engine: Any) -> None:
-    """Check that something is an engine.
+    """Check that a value is an engine.
 
     Raises:
-      TypeError: it is not.
+      TypeError: it is something else.
     """
     if not isinstance(engine, EmbeddingEngine):
         remedy = "a TPUEmbedding has one: embedding.engine"
@@ -151,18 +156,19 @@ def save_args(
     checkpoint: str,
     copied: bool,
 ) -> ocp.args.Composite:
-    """Return what to save, as orbax takes it.
+    """Return orbax's arguments for saving.
 
     Args:
-      engine: whose state it is.
-      state: the state.
-      model: the pytree beside it, or None.
+      engine: the engine that made the state.
+      state: tables and slots.
+      model: a pytree to save with them, or None.
       position: a JSON value.
       checkpoint: the name of the checkpoint.
-      copied: whether to copy the state to the host now: it may be donated afterwards.
+      copied: whether to copy the state to the host now, so that it may be donated afterwards.
 
     Raises:
-      ValueError: the state of another engine, a model without arrays, a position that is no JSON.
+      ValueError: the state is another engine's, the model has no arrays, or the position is not
+        JSON.
     """
     prepared = tables.prepare(engine, state, checkpoint=checkpoint, copied=copied)
     items: dict[str, Any] = {
@@ -179,7 +185,7 @@ def save_args(
 
 
 def _restore_args(wanted: Wanted, model: PyTree, path: Path) -> ocp.args.Composite:
-    """Return what to restore, as orbax takes it."""
+    """Return orbax's arguments for restoring."""
     checkpoint = manifest.name_of(path / TABLES)
     items: dict[str, Any] = {
         TABLES: FilesArgs(read=lambda path: tables.read(path, wanted)),

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, as orbax handles it: one directory an item.
+"""The items of a checkpoint. Orbax gives each its own directory, and a handler that writes it.
 
     of an engine    tables, position, and model if one was given
     of modules      layers, variables, position
@@ -40,11 +40,11 @@ POSITION = "position"
 
 @dataclasses.dataclass
 class FilesArgs(ocp.args.CheckpointArgs):
-    """What writes this process's files into a directory, or what reads them.
+    """The function that writes this process's files into a directory, or the one that reads them.
 
     Attributes:
-      write: waits for no other process.
-      read: returns what was there; it may wait for the others.
+      write: given the directory; it must not wait for other processes.
+      read: given the directory, returns its contents; it may wait for other processes.
     """
 
     write: Callable[[Path], None] | None = None
@@ -52,7 +52,7 @@ class FilesArgs(ocp.args.CheckpointArgs):
 
 
 class _FilesHandler(ocp.AsyncCheckpointHandler):
-    """Writes and reads files of our own; orbax waits for them, now or later."""
+    """Orbax's handler of files that this package writes itself, at once or in the background."""
 
     def __init__(self) -> None:
         self._background = concurrent.futures.ThreadPoolExecutor(1, "tpu_embed_save")
@@ -62,7 +62,8 @@ class _FilesHandler(ocp.AsyncCheckpointHandler):
         assert write is not None, "this is a save"
 
         def written() -> None:
-            if not path.is_dir():  # the first process has made it
+            # The first process made it; another one that does not see it has another file system.
+            if not path.is_dir():
                 expected, remedy = "a directory", "give a path that every process can reach"
                 text = message(f"checkpoint {path}", expected=expected, got="none", remedy=remedy)
                 raise FileNotFoundError(text)
@@ -78,10 +79,10 @@ class _FilesHandler(ocp.AsyncCheckpointHandler):
         return args.read(Path(directory))
 
     def finalize(self, directory: Any) -> None:
-        """Do nothing: all is written."""
+        """Do nothing: the files have been written."""
 
     def metadata(self, directory: Any) -> Any:
-        """Return nothing: `tables.json` and `layers.json` are read by `restore`."""
+        """Return None: `restore` reads `tables.json` and `layers.json` itself."""
         return None
 
     def close(self) -> None:
@@ -89,7 +90,7 @@ class _FilesHandler(ocp.AsyncCheckpointHandler):
 
 
 def registry() -> Any:
-    """Return orbax's registry of handlers, one an item."""
+    """Return orbax's registry of handlers, one per item."""
     made = ocp.DefaultCheckpointHandlerRegistry()
     for files in (TABLES, LAYERS):
         made.add(files, FilesArgs, _FilesHandler())

@@ -1,13 +1,13 @@
-"""The tables of many engines in one directory: those of each layer of a model, by the layer's path.
+"""Save the tables of all layers of a model in one directory, each under the path of its layer.
 
     layers/layers.json             paths of the layers
-    layers/model-films-rows~…/     one directory for each, as `tables.py` writes it
+    layers/model-films-rows~…/     one directory per layer, as `tables.py` writes it
 
-Tables of different layers may have one name, or one layer object several places in a model. So a
-layer is known by its path alone, and so are its files: each says to which layer of which checkpoint
-it belongs.
+Tables of different layers may have the same name, and one layer object may appear at several places
+in a model. So a layer is identified by its path alone, and each of its files says which layer of
+which checkpoint it belongs to.
 
-Input: what each layer writes, or what is wanted of it. Output: files, or states by path.
+Input: layers with their states, or what to restore for each. Output: files, or states by path.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _LAYERS = "layers.json"
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """What one process writes.
+    """What one process will write.
 
     Attributes:
-      checkpoint: its name.
-      layers: what each layer writes, by path.
+      checkpoint: the name of the checkpoint.
+      layers: what to write for each layer, by path.
     """
 
     checkpoint: str
@@ -54,20 +54,21 @@ class Prepared:
 
 
 def name_of_layer(checkpoint: str, path: str) -> str:
-    """Return the name that the files of a layer have, in place of the checkpoint's own."""
+    """Return the name that the files of a layer carry in place of the checkpoint's own."""
     return f"{checkpoint}/{path}"
 
 
 def prepare(layers: Mapping[str, StateHolder], *, checkpoint: str, copied: bool) -> Prepared:
-    """Take what must be written out of the states of layers.
+    """Collect what must be written from the states of layers.
 
     Args:
-      layers: by path.
+      layers: the layers by path.
       checkpoint: the name of the checkpoint.
-      copied: whether to copy everything to the host now: the states may be donated afterwards.
+      copied: whether to copy everything to the host now, so that the states may be donated
+        afterwards.
 
     Raises:
-      ValueError: a state that is not that of its layer's engine, or that was donated.
+      ValueError: a state does not fit the engine of its layer, or was donated.
     """
     return Prepared(
         checkpoint,
@@ -89,12 +90,12 @@ def write(directory: Path, prepared: Prepared) -> None:
     """Write this process's part of all layers.
 
     Args:
-      directory: exists.
+      directory: an existing directory.
       prepared: what to write.
     """
     for path, layer in prepared.layers.items():
         place = directory / file_name(path)
-        place.mkdir(exist_ok=True)  # every process does
+        place.mkdir(exist_ok=True)  # every process makes it
         tables.write(place, layer)
     if jax.process_index() == 0:
         write_signed(directory / _LAYERS, prepared.checkpoint, sorted(prepared.layers))
@@ -104,23 +105,23 @@ def read_paths(directory: Path) -> tuple[str, list[str]]:
     """Return the name of the checkpoint, and the paths of its layers.
 
     Raises:
-      FileNotFoundError: the file that has them is missing.
-      ValueError: it is damaged.
+      FileNotFoundError: `layers.json` is missing.
+      ValueError: `layers.json` is damaged.
     """
     return read_signed(directory / _LAYERS, schema.sequence(schema.text))
 
 
 def differences(directory: Path, found: Collection[str], wanted: Mapping[str, Wanted]) -> list[str]:
-    """Return a message for each layer that is not as it was saved.
+    """Return one message per layer that differs from what was saved.
 
     Args:
-      directory: of the layers.
-      found: paths of those on disk, but for what is left out.
-      wanted: what is to be made of each.
+      directory: the directory of all layers.
+      found: paths of the layers on disk, without those that are left out.
+      wanted: what to restore for each layer, by path.
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: one is damaged, or belongs to another layer.
+      ValueError: a file is damaged, or belongs to another layer.
     """
     messages = []
     for path in sorted({*found, *wanted}):
@@ -139,12 +140,12 @@ def read(directory: Path, wanted: Mapping[str, Wanted]) -> dict[str, TableState]
     """Return the states of layers by path.
 
     Args:
-      directory: of the layers.
-      wanted: what to make of each.
+      directory: the directory of all layers.
+      wanted: what to restore for each layer, by path.
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: a table, a field, a shape or a dtype that is not as wanted; a damaged file, or one
-        of another layer.
+      ValueError: a table, field, shape or dtype is not what is wanted; a file is damaged, or
+        belongs to another layer.
     """
     return {path: tables.read(directory / file_name(path), wanted[path]) for path in sorted(wanted)}

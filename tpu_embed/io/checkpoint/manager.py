@@ -1,6 +1,8 @@
-"""The managers of a run's checkpoints: of an engine's states, or of flax modules.
+"""Checkpoint managers: save every so many steps of a run, keep the last few, restore any of them.
 
-Input: states or modules, step after step. Output: numbered directories, or what is in one of them.
+One class is for the states of an engine, the other for flax modules.
+
+Input: states or modules, step after step. Output: numbered directories, or the contents of one.
 """
 
 from __future__ import annotations
@@ -23,22 +25,21 @@ __all__ = ["CheckpointManager", "ModuleCheckpointManager"]
 
 @final
 class CheckpointManager(NumberedCheckpoints):
-    """Numbered checkpoints in one directory: every so many steps, in the background, the last few.
+    """Save numbered checkpoints of an engine in one directory, and keep the last few.
 
-    A save copies the state to the host and returns; files are written by a thread. One manager at a
-    time writes to a directory; others may read from it.
+    A save copies the state to the host and returns; a thread writes the files. One manager at a
+    time may write to a directory; others may read from it.
 
     Args:
-      directory: of all checkpoints; made if it is not there.
-      engine: whose states they are.
-      every: `save` saves at multiples of this step alone, and where a preemption was announced.
-      keep: how many of the last ones stay; None: all.
+      directory: the directory of all checkpoints; it is made if it does not exist.
+      engine: the engine that makes the states.
+      every: save at multiples of this step only, and when a preemption has been announced.
+      keep: how many of the latest checkpoints to keep; None keeps all.
       in_background: whether `save` returns before the files are written.
 
     Raises:
-      ValueError: a number below 1, a directory that is no file's, or is another one in another
-        process.
-      TypeError: no engine.
+      ValueError: a number is below 1; the directory is a URL, or differs between processes.
+      TypeError: `engine` is not an `EmbeddingEngine`.
     """
 
     def __init__(
@@ -63,20 +64,20 @@ class CheckpointManager(NumberedCheckpoints):
         position: Any = None,
         force: bool = False,
     ) -> bool:
-        """Save, if a save is due at this step and not there yet; tell whether it was.
+        """Save if a save is due at this step and not yet done; return whether it saved.
 
-        It waits for the save before it.
+        This waits for the previous save to finish.
 
         Args:
-          step: the number.
+          step: the number of the checkpoint.
           state: as for `save`; it may be donated as soon as this returns.
           model: as for `save`.
           position: as for `save`.
-          force: whether it is due whatever the step, for example at the end.
+          force: whether to save whatever the step is, for example at the end of a run.
 
         Raises:
-          ValueError: what `save` refuses; a step before the last one that is there.
-          Exception: what went wrong while the save before it was written; nothing was saved.
+          ValueError: whatever `save` refuses; a step before the latest checkpoint.
+          Exception: an error in writing the previous save; nothing is saved now.
         """
         return self._save_numbered(step, (state, model), position, force=force)
 
@@ -94,17 +95,19 @@ class CheckpointManager(NumberedCheckpoints):
         convert: bool = False,
         leave_out: Sequence[str] = (),
     ) -> Restored:
-        """Return what is in a checkpoint; see `restore`. It waits for a save that is under way.
+        """Return the contents of a checkpoint; see `restore`.
+
+        This waits for a save that is under way.
 
         Args:
-          step: its number; None: the last one.
+          step: the number of the checkpoint; None takes the latest one.
           model: as for `restore`.
           key: as for `restore`.
           convert: as for `restore`.
           leave_out: as for `restore`.
 
         Raises:
-          ValueError: what `restore` refuses; a note names the steps that are there.
+          ValueError: whatever `restore` refuses; a note lists the steps that exist.
           FileNotFoundError: there is no such checkpoint.
         """
         wishes: dict[str, Any] = {"key": key, "convert": convert, "leave_out": leave_out}
@@ -115,20 +118,19 @@ class CheckpointManager(NumberedCheckpoints):
 
 @final
 class ModuleCheckpointManager(NumberedCheckpoints):
-    """Numbered checkpoints of flax modules: every so many steps, in the background, the last few.
+    """Save numbered checkpoints of flax modules in one directory, and keep the last few.
 
-    A save copies all arrays to the host and returns; files are written by a thread. One manager at
-    a time writes to a directory; others may read from it.
+    A save copies all arrays to the host and returns; a thread writes the files. One manager at a
+    time may write to a directory; others may read from it.
 
     Args:
-      directory: of all checkpoints; made if it is not there.
-      every: `save` saves at multiples of this step alone, and where a preemption was announced.
-      keep: how many of the last ones stay; None: all.
+      directory: the directory of all checkpoints; it is made if it does not exist.
+      every: save at multiples of this step only, and when a preemption has been announced.
+      keep: how many of the latest checkpoints to keep; None keeps all.
       in_background: whether `save` returns before the files are written.
 
     Raises:
-      ValueError: a number below 1, a directory that is no file's, or is another one in another
-        process.
+      ValueError: a number is below 1; the directory is a URL, or differs between processes.
     """
 
     def __init__(
@@ -149,20 +151,20 @@ class ModuleCheckpointManager(NumberedCheckpoints):
         position: Any = None,
         force: bool = False,
     ) -> bool:
-        """Save, if a save is due at this step and not there yet; tell whether it was.
+        """Save if a save is due at this step and not yet done; return whether it saved.
 
-        It waits for the save before it.
+        This waits for the previous save to finish.
 
         Args:
-          step: the number.
-          modules: as for `save_modules`; they may be trained on as soon as this returns.
+          step: the number of the checkpoint.
+          modules: as for `save_modules`; training may continue as soon as this returns.
           position: as for `save_modules`.
-          force: whether it is due whatever the step, for example at the end.
+          force: whether to save whatever the step is, for example at the end of a run.
 
         Raises:
-          ValueError: what `save_modules` refuses; a step before the last one that is there.
-          TypeError: what `save_modules` refuses.
-          Exception: what went wrong while the save before it was written; nothing was saved.
+          ValueError: whatever `save_modules` refuses; a step before the latest checkpoint.
+          TypeError: whatever `save_modules` refuses.
+          Exception: an error in writing the previous save; nothing is saved now.
         """
         return self._save_numbered(step, modules, position, force=force)
 
@@ -179,23 +181,23 @@ class ModuleCheckpointManager(NumberedCheckpoints):
         convert: bool = False,
         leave_out: Sequence[str] = (),
     ) -> Any:
-        """Fill modules with what is in a checkpoint; see `restore_modules`.
+        """Fill modules from a checkpoint; see `restore_modules`.
 
-        It waits for a save that is under way.
+        This waits for a save that is under way.
 
         Args:
           modules: as for `restore_modules`.
-          step: its number; None: the last one.
+          step: the number of the checkpoint; None takes the latest one.
           key: as for `restore_modules`.
           convert: as for `restore_modules`.
           leave_out: as for `restore_modules`.
 
         Returns:
-          the position, or None.
+          The position, or None.
 
         Raises:
-          ValueError: what `restore_modules` refuses; a note names the steps that are there.
-          TypeError: what `restore_modules` refuses.
+          ValueError: whatever `restore_modules` refuses; a note lists the steps that exist.
+          TypeError: whatever `restore_modules` refuses.
           FileNotFoundError: there is no such checkpoint.
         """
         wishes: dict[str, Any] = {"key": key, "convert": convert, "leave_out": leave_out}

@@ -1,6 +1,9 @@
-"""What tables on disk say of themselves, and whether that is what an engine has.
+"""The manifest of saved tables: names, shapes, dtypes and checksums, compared with an engine's.
 
-Input: an engine and its state, or a directory. Output: the manifest `tables.json`, checked.
+Everything is compared before the first row is read, so that a mismatch is one clear error.
+
+Input: an engine and its state, or a directory. Output: the manifest `tables.json`, written or
+checked.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ _FORM = schema.record(
     counters=schema.mapping(schema.either(_INT32, schema.sequence(_INT32))),
     tables=schema.mapping(_TABLE),
 )
-"""Of the manifest: what `describe` returns."""
+"""The schema of the manifest, which is what `describe` returns."""
 
 
 def describe(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
@@ -89,27 +92,27 @@ def describe(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
 
 
 def _rule(f: Field) -> str | None:
-    """Return the class of the optimizer of a field's table."""
+    """Return the class name of the optimizer of a field's table, or None."""
     return None if f.stack.optimizer is None else f.stack.optimizer.describe()["class"]
 
 
 def form_of(f: Field) -> dict[str, Any]:
-    """Return what one element of a field is: a row, or the whole of it."""
+    """Return shape and dtype of one row of a field, or of the whole field if it has no rows."""
     dtype = np.dtype(f.shape.dtype).name
     return {"shape": list(f.shape.shape), "dtype": dtype, "per_row": f.shape.per_row}
 
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What to make of tables on disk.
+    """What to restore from tables on disk.
 
     Attributes:
-      engine: whose state to make.
-      key: for rows, tables and slots that are not on disk; None: that is an error.
-      convert: whether dtypes may be others.
+      engine: the engine to make a state for.
+      key: initializes rows, tables and slots that are not on disk; None: lacking ones are an error.
+      convert: whether float dtypes may differ.
       leave_out: tables on disk that are not read.
       layer: the path of the layer that has the engine, for messages; "" for an engine by itself.
-      checkpoint: the name that the files must have; None: any, but all of them the same.
+      checkpoint: the checkpoint name that the files must carry; None: any, but all the same one.
     """
 
     engine: EmbeddingEngine
@@ -120,23 +123,23 @@ class Wanted:
     checkpoint: str | None = None
 
     def label(self, directory: Path) -> str:
-        """Return what messages call the tables in a directory."""
+        """Return how messages name the tables in a directory."""
         return f"checkpoint {directory}" + (f": layer {self.layer!r}" if self.layer else "")
 
 
 class MismatchError(ValueError):
-    """What is on disk is whole, and not what is wanted."""
+    """The files are undamaged, but do not hold what is wanted."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedTables:
-    """What is on disk, checked against what is wanted.
+    """The description of saved tables, checked against what is wanted.
 
     Attributes:
-      manifest: all of it.
-      tables: the entries of those to read.
-      checksums: of every file of a field, by its name, by the directory of the field.
-      complete: whether all rows that are wanted are there.
+      manifest: the whole manifest.
+      tables: its entries for the tables that are to be read.
+      checksums: the checksum of every file: directory of the field -> file name -> checksum.
+      complete: whether every wanted row is on disk.
     """
 
     manifest: dict[str, Any]
@@ -145,17 +148,24 @@ class SavedTables:
     complete: bool
 
     def form(self, f: Field) -> dict[str, Any] | None:
-        """Return the form of a field; None if it is not there, or another optimizer's slot."""
+        """Return the saved shape and dtype of a field.
+
+        None if it was not saved, or if it is a slot of another optimizer.
+        """
         return _on_disk(self.tables, f)
 
     def counters(self, engine: EmbeddingEngine) -> dict[str, np.ndarray]:
-        """Return the engine's counters: by feature path, or whole; 0 where there was none."""
+        """Return the saved values of the engine's counters, 0 where none was saved.
+
+        A counter with one number per feature is matched by feature path.
+        """
         forms = jax.eval_shape(engine.init, jax.random.key(0)).counters
         paths, counters = [feature.path for feature in engine.layout.features], {}
         for name, form in forms.items():
             counters[name] = np.zeros(form.shape, form.dtype)
             count = self.manifest["counters"].get(name, 0)
             features = self.manifest["features"]
+            # saved [F], in the order of `features`; wanted [F'], in the order of `paths`
             if np.shape(count) == (len(features),) and form.shape == (len(paths),):
                 by_path = dict(zip(features, count, strict=True))
                 counters[name][:] = [by_path.get(path, 0) for path in paths]
@@ -165,7 +175,7 @@ class SavedTables:
 
 
 def write(directory: Path, checkpoint: str, manifest: dict[str, Any]) -> None:
-    """Write what `describe` returned."""
+    """Write the manifest that `describe` returned."""
     write_signed(directory / _MANIFEST, checkpoint, manifest)
 
 
@@ -173,9 +183,9 @@ def write_checksums(directory: Path, checkpoint: str, checksums: dict[str, dict[
     """Write the checksums of the files that this process has written.
 
     Args:
-      directory: of the tables.
-      checkpoint: its name.
-      checksums: by the name of the file, by the directory of the field.
+      directory: the directory of the tables.
+      checkpoint: the name of the checkpoint.
+      checksums: directory of the field -> file name -> checksum.
     """
     path = directory / _CHECKSUMS.format(jax.process_index())
     write_signed(path, checkpoint, checksums)
@@ -186,18 +196,18 @@ def name_of(directory: Path) -> str:
 
     Raises:
       FileNotFoundError: the manifest is missing.
-      ValueError: it is damaged.
+      ValueError: the manifest is damaged.
     """
     return read_signed(directory / _MANIFEST, _FORM)[0]
 
 
 def read(directory: Path, wanted: Wanted) -> SavedTables:
-    """Return what is in a directory, after a check of every field.
+    """Return the description of the tables in a directory, after a check of every field.
 
     Raises:
       FileNotFoundError: a file is missing.
-      MismatchError: a table, a field, a shape or a dtype that is not as wanted.
-      ValueError: a damaged file.
+      MismatchError: a table, field, shape or dtype is not what is wanted.
+      ValueError: a file is damaged.
     """
     checkpoint, manifest = read_signed(directory / _MANIFEST, _FORM, wanted.checkpoint)
     checksums = _read_checksums(directory, checkpoint, manifest["processes"])
@@ -208,7 +218,10 @@ def read(directory: Path, wanted: Wanted) -> SavedTables:
 
 
 def _read_checksums(directory: Path, checkpoint: str, processes: int) -> dict[str, dict[str, int]]:
-    """Return the checksums that all processes have written."""
+    """Return the checksums that all processes have written, merged.
+
+    Processes write different files of the same field.
+    """
     found: dict[str, dict[str, int]] = {}
     form = schema.mapping(schema.mapping(schema.integer()))
     for process in range(processes):
@@ -219,7 +232,7 @@ def _read_checksums(directory: Path, checkpoint: str, processes: int) -> dict[st
 
 
 def _chosen(directory: Path, found: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
-    """Return the tables on disk that are to be read."""
+    """Return the entries of the tables on disk that are to be read."""
     for name in wanted.leave_out:
         if name not in found:
             what, expected = f"{wanted.label(directory)}: leave_out", f"some of {sorted(found)}"
@@ -238,18 +251,19 @@ def _check_names(directory: Path, found: dict[str, Any], wanted: Wanted) -> None
 
 
 def _on_disk(found: dict[str, Any], f: Field) -> dict[str, Any] | None:
-    """Return the form of a field on disk; see `SavedTables.form`."""
+    """Return the saved shape and dtype of a field; see `SavedTables.form`."""
     table = found.get(f.table.name)
     if table is None:
         return None
     if f.slot is None:
         return table["table"]
+    # Slots of another optimizer may have the same names, so its class is compared too.
     same = table["optimizer"] == _rule(f) and table["slots"].keys() == slot_shapes(f.stack).keys()
     return table["slots"][f.slot] if same else None
 
 
 def _lacks_rows(directory: Path, f: Field, found: dict[str, Any], wanted: Wanted) -> bool:
-    """Check one field; tell whether some of its rows are not on disk."""
+    """Check one field; return whether some of its rows are not on disk."""
     form, expected, size = _on_disk(found, f), form_of(f), f.table.vocabulary_size
     label = wanted.label(directory)
     if form is None:
@@ -273,7 +287,7 @@ def _lacks_rows(directory: Path, f: Field, found: dict[str, Any], wanted: Wanted
 
 
 def _absent(f: Field, found: dict[str, Any]) -> tuple[str, str]:
-    """Return what was expected, and what was got, where a field is not on disk."""
+    """Return (expected, got) of the message about a field that is not on disk."""
     table = found.get(f.table.name)
     if table is None:
         return "it in the checkpoint", f"tables {sorted(found)}"

@@ -1,10 +1,10 @@
-"""Checkpoints of flax modules: a model with all its layers, its optimizer, and what else trains.
+"""Checkpoints of flax modules: a model with all its layers, its optimizer, its metrics.
 
-The tables of layers are saved as those of an engine are: rows in their order, so that they fit any
-mesh, placement and packing. All other arrays are saved as they are, by path.
+The tables of layers are saved as those of an engine are: rows in logical order, so that they fit
+any mesh, placement and packing. All other arrays are saved as they are, by path.
 
-Input: modules by name, a position in the data. Output: a directory; or the same modules, with what
-was in it.
+Input: modules by name, a position in the data. Output: a directory; or the same modules, filled
+from one.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ __all__ = ["restore_modules", "save_modules", "save_modules_args"]
 
 
 def save_modules(path: str | Path, modules: Mapping[str, Any], *, position: Any = None) -> None:
-    """Write a checkpoint of flax modules; it is on the disk when this returns.
+    """Write a checkpoint of flax modules; it is on disk when this returns.
 
-    All of them are saved: parameters, statistics, random keys, metrics, states of optimizers;
-    tables, slots and counters of the layers of `tpu_embed.nn`. A layer or variable that stands at
-    several places is saved once. Python attributes are not. Of several processes, all call this;
-    what goes wrong in one is raised in all.
+    All arrays are saved: parameters, statistics, random keys, metrics, optimizer states, and the
+    tables, slots and counters of the layers of `tpu_embed.nn`. A layer or variable that appears at
+    several places is saved once. Python attributes are not saved. When there are several processes,
+    all call this, and an error in one is raised in all.
 
     Args:
-      path: a directory that does not exist.
-      modules: by name: nnx modules, optimizers, metrics, `Rngs`, states or variables.
-      position: a JSON value, its keys strings, for example where the data iterator stands.
+      path: a directory that does not exist yet.
+      modules: nnx modules, optimizers, metrics, `Rngs`, states or variables, by name.
+      position: a JSON value with string keys, for example the state of the data iterator.
 
     Raises:
-      ValueError: the path exists, or is no file's; an array that was donated, or that could not be
-        replaced; two of one path; a position that is no JSON.
-      TypeError: modules that are no mapping of names to flax objects.
+      ValueError: the path exists, or is a URL; an array was donated, or could not be replaced by a
+        restore; two arrays have the same path; the position is not JSON.
+      TypeError: `modules` is not a mapping of names to flax objects.
 
     Example:
       >>> import tempfile, jax, tpu_embed.nn
@@ -84,34 +84,35 @@ def restore_modules(
     convert: bool = False,
     leave_out: Sequence[str] = (),
 ) -> Any:
-    """Fill flax modules with what is in a checkpoint; return the position beside them.
+    """Fill flax modules from a checkpoint; return the position that was saved with them.
 
-    The modules are made as those that were saved. Layers may have another mesh, another number of
-    devices and another placement; a layer without an optimizer reads its table alone. When this
-    raises, the modules are as they were. Of several processes, all call this; what goes wrong in
-    one is raised in all.
+    Make the modules with the same structure as those that were saved. Layers may have another mesh,
+    number of devices and placement; a layer without an optimizer reads only its table. When this
+    raises, the modules are unchanged. When there are several processes, all call this, and an error
+    in one is raised in all.
 
     Args:
       path: what `save_modules` wrote, or one of the numbered directories of a
         `ModuleCheckpointManager`.
-      modules: by name, as they were saved; or what `nnx.eval_shape` made of them, so that no array
-        is held twice. Each array gets the sharding that stands in the module; where nothing has
-        placed it, it is on every device of the first layer.
-      key: makes what is not in the checkpoint as the engine of a layer would: rows by which a table
-        has grown, all slots of a table whose optimizer is of another class, or has other slots.
-        None: that something is not there is an error.
-      convert: whether floats may be of another dtype than they were; they are rounded then.
-      leave_out: paths such as `optimizer` or `model/films`: what is there and below is neither read
-        nor changed.
+      modules: the modules by name; or what `nnx.eval_shape` returned for them, so that no array is
+        held twice. Each array is restored with the sharding that it has in the module; an array
+        that was never placed goes to every device of the first layer.
+      key: initializes what the checkpoint lacks, as the engine of a layer would: the rows by which
+        a table has grown, and all slots of a table whose optimizer is of another class or has other
+        slots. None: anything that is lacking is an error.
+      convert: whether a float array may have another dtype than it was saved with; its values are
+        rounded then.
+      leave_out: paths such as `optimizer` or `model/films`. Whatever is at or below them is neither
+        read nor changed.
 
     Returns:
-      the position, or None.
+      The position, or None.
 
     Raises:
-      ValueError: a layer, table, slot, array, shape or dtype is not as it was saved; a file is
+      ValueError: a layer, table, slot, array, shape or dtype differs from what was saved; a file is
         damaged, or belongs to another checkpoint, layer, table, slot or place.
-      FileNotFoundError: there is no checkpoint; a file of it is missing.
-      TypeError: modules that are no mapping of names to flax objects.
+      FileNotFoundError: there is no checkpoint, or one of its files is missing.
+      TypeError: `modules` is not a mapping of names to flax objects.
     """
     wish = _Wish(key, convert, tuple(leave_out))
     chosen: Modules | None = None
@@ -132,17 +133,17 @@ def restore_modules(
 def save_modules_args(
     modules: Mapping[str, Any], position: Any, *, checkpoint: str, copied: bool
 ) -> ocp.args.Composite:
-    """Return what to save, as orbax takes it.
+    """Return orbax's arguments for saving.
 
     Args:
-      modules: by name.
+      modules: the modules by name.
       position: a JSON value.
       checkpoint: the name of the checkpoint.
-      copied: whether to copy tables to the host now: they may be donated afterwards.
+      copied: whether to copy tables to the host now, so that they may be donated afterwards.
 
     Raises:
-      ValueError: what `save_modules` refuses.
-      TypeError: the same.
+      ValueError: whatever `save_modules` refuses.
+      TypeError: whatever `save_modules` refuses.
     """
     parts = take_apart(modules)
     arrays = parts.arrays()
@@ -159,31 +160,32 @@ def save_modules_args(
 
 @dataclasses.dataclass(frozen=True)
 class _Wish:
-    """What a caller of `restore_modules` asks for; see there."""
+    """The options of `restore_modules`; see there."""
 
     key: Array | None
     convert: bool
     leave_out: tuple[str, ...]
 
     def of_layer(self, path: str, layer: StateHolder, checkpoint: str) -> Wanted:
-        """Return what is wanted of a layer."""
-        # Tables of different layers may have one name, by which their rows are made.
+        """Return what to restore for one layer."""
+        # New rows are made from the key and the name of their table. Tables of different layers
+        # may have the same name, so each layer gets a key of its own.
         key = None if self.key is None else jax.random.fold_in(self.key, zlib.crc32(path.encode()))
         name = layers.name_of_layer(checkpoint, path)
         return Wanted(layer.engine, key, self.convert, layer=path, checkpoint=name)
 
 
 def _restore_args(path: Path, whole: Modules, chosen: Modules, wish: _Wish) -> ocp.args.Composite:
-    """Return what to restore, as orbax takes it, after a check of what there is.
+    """Return orbax's arguments for restoring, after comparing the modules with the checkpoint.
 
     Args:
-      path: of the checkpoint.
-      whole: all that is given.
-      chosen: that without what is left out.
-      wish: what is asked for.
+      path: the checkpoint.
+      whole: all modules that were given.
+      chosen: the same without what is left out.
+      wish: the options of the restore.
 
     Raises:
-      ValueError: a layer or an array is not as it was saved; it names all of them.
+      ValueError: layers or arrays differ from what was saved; the message names all of them.
     """
     checkpoint, on_disk = layers.read_paths(path / LAYERS)
     leaves = read_leaves(path / VARIABLES, checkpoint)
@@ -212,10 +214,10 @@ def _restore_args(path: Path, whole: Modules, chosen: Modules, wish: _Wish) -> o
 
 
 def _check_left_out(path: Path, leave_out: Sequence[str], known: Collection[str]) -> None:
-    """Check that something is at every path that is left out.
+    """Check that every path in `leave_out` names something.
 
     Raises:
-      ValueError: nothing is, in the checkpoint or in the modules.
+      ValueError: neither the checkpoint nor the modules have anything at or below a path.
     """
     for one in leave_out:
         if not any(is_left_out(name, [one]) for name in known):

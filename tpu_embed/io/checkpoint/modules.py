@@ -1,11 +1,11 @@
-"""Flax modules taken apart, and filled again: layers that have an engine, and all other arrays.
+"""Split flax modules into layers that have an engine and all other arrays, and fill them again.
 
-A model, its optimizer and its metrics are graphs of objects, in which some object or variable may
-stand at several places. Everything here goes by path, such as `model/films/rows` or
-`optimizer/step`: the keys from the name that the caller has given to the module, joined by
-slashes. What stands at several places has the first of its paths, and is there once.
+A model, its optimizer and its metrics are graphs of objects, in which an object or variable may
+appear at several places. Here everything is identified by its path, such as `model/films/rows` or
+`optimizer/step`: the keys from the name that the caller gave the module, joined by slashes. An
+object that appears at several places is listed once, under the first of its paths.
 
-Input: modules by name. Output: their layers and arrays by path; or the modules, with new ones.
+Input: modules by name. Output: their layers and arrays by path; or the modules, with new arrays.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Keys = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """A variable, or an array that stands in a module without one.
+    """A variable, or an array that a module holds without one.
 
     Attributes:
-      keys: to it.
-      holder: the variable, or the array.
+      keys: the keys from the modules to it.
+      holder: the variable, or the array itself.
     """
 
     keys: Keys
@@ -45,34 +45,34 @@ class _Leaf:
 
     @property
     def value(self) -> Any:
-        """What it holds: an array, or any pytree of arrays."""
+        """The value of the variable: an array, or any pytree of arrays."""
         return self.holder.get_raw_value() if self.in_variable else self.holder
 
     @property
     def in_variable(self) -> bool:
-        """Whether it is a variable."""
+        """Whether the holder is a variable."""
         return isinstance(self.holder, nnx.Variable)
 
     def arrays(self) -> dict[str, Any]:
-        """Return the arrays of its value, by path."""
+        """Return the arrays in the value, by path."""
         pairs, _ = jax.tree_util.tree_flatten_with_path(self.value)
         return {_path((*self.keys, *map(_key, inside))): array for inside, array in pairs}
 
     def with_arrays(self, by_path: Mapping[str, Any]) -> Any:
-        """Return its value with other arrays; those that are not given stay."""
+        """Return the value with new arrays; arrays that are not given stay."""
         arrays = [by_path.get(path, array) for path, array in self.arrays().items()]
         return jax.tree.unflatten(jax.tree.structure(self.value), arrays)
 
 
 @dataclasses.dataclass(frozen=True)
 class Modules:
-    """Modules taken apart.
+    """Modules split into layers and other arrays.
 
     Attributes:
       by_name: the modules.
-      layers: the objects that have the state of an engine, by path.
-      leaves: everything else that is no Python attribute.
-      leave_out: paths; arrays there and below are left out.
+      layers: the objects that hold the state of an engine, by path.
+      leaves: all other variables and arrays.
+      leave_out: paths; arrays at or below them are left out.
     """
 
     by_name: dict[str, Any]
@@ -81,7 +81,7 @@ class Modules:
     leave_out: tuple[str, ...] = ()
 
     def arrays(self) -> dict[str, Any]:
-        """Return all arrays but those of layers, by path: numbers as the arrays a jit makes."""
+        """Return all arrays except those of layers, by path; Python numbers become arrays."""
         found: dict[str, Any] = {}
         for leaf in self.leaves:
             found |= leaf.arrays()
@@ -94,14 +94,14 @@ class Modules:
     def abstract_arrays(self) -> dict[str, Any]:
         """Return shapes and shardings of what `arrays` returns.
 
-        Where nothing has placed an array, it is to be on every device of the first layer.
+        An array that was never placed gets a sharding over every device of the first layer.
         """
         meshes = [layer.engine.layout.axes for layer in self.layers.values()]
         everywhere = (meshes[0] if meshes else make_axes(None, None)).sharding(())
         return {path: abstract_leaf(one, everywhere) for path, one in self.arrays().items()}
 
     def without(self, leave_out: tuple[str, ...]) -> Modules:
-        """Return the modules without the layers and arrays at some paths, or below them."""
+        """Return the modules without the layers and arrays at or below some paths."""
         layers = {p: layer for p, layer in self.layers.items() if not is_left_out(p, leave_out)}
         return dataclasses.replace(self, layers=layers, leave_out=leave_out)
 
@@ -109,9 +109,10 @@ class Modules:
         """Set the states of layers, and all arrays, in place.
 
         Args:
-          states: by the path of the layer.
-          arrays: by path.
+          states: states of layers, by path.
+          arrays: all other arrays, by path.
         """
+        # All values are made before the first is set, so that an error changes nothing.
         values = [(leaf, leaf.with_arrays(arrays)) for leaf in self.leaves]
         for leaf, value in values:
             if leaf.in_variable:
@@ -129,12 +130,13 @@ def take_apart(modules: Mapping[str, Any]) -> Modules:
       modules: models, optimizers, metrics, `Rngs`, states and variables by name.
 
     Raises:
-      TypeError: no mapping, or something in it is no flax object.
-      ValueError: an array that could not be replaced; two of one path.
+      TypeError: `modules` is not a mapping, or has a value that is not a flax object.
+      ValueError: an array could not be replaced by a restore; two arrays have the same path.
     """
     by_name = _checked(modules)
     objects = dict(nnx.iter_graph(by_name))
     layers = {_path(k): one for k, one in objects.items() if isinstance(one, StateHolder)}
+    # The variables of layers are saved as tables: only the others become leaves.
     own = {id(variable) for layer in layers.values() for variable in layer.state_variables}
     flat = nnx.to_flat_state(nnx.state(by_name))
     leaves = [_Leaf(keys, holder) for keys, holder in flat if id(holder) not in own]
@@ -152,7 +154,7 @@ def _checked(modules: Any) -> dict[str, Any]:
     """Return modules as a dictionary.
 
     Raises:
-      TypeError: it is no mapping of names to flax objects.
+      TypeError: `modules` is not a mapping of names to flax objects.
     """
     if not isinstance(modules, Mapping) or isinstance(modules, nnx.Pytree):
         remedy, got = 'give {"model": model}', type(modules).__name__
@@ -170,7 +172,7 @@ def _checked(modules: Any) -> dict[str, Any]:
 
 
 def _is_mutable(node: Any) -> bool:
-    """Tell whether what a node holds can be replaced."""
+    """Return whether the values in a node can be replaced; those in a tuple cannot."""
     return isinstance(node, nnx.Pytree | nnx.State | dict | list)
 
 
@@ -188,12 +190,12 @@ def _path(keys: Keys) -> str:
 
 
 def _key(key: Any) -> str:
-    """Return a key of JAX's."""
+    """Return a key of a JAX key path as a string."""
     return jax.tree_util.keystr((key,), simple=True)
 
 
 def _number(leaf: Any) -> Any:
-    """Return a number of Python as the array that a jit would make of it; others as they are."""
+    """Return a Python number as the array that a jit would make of it; other leaves unchanged."""
     if not isinstance(leaf, bool | int | float) or isinstance(leaf, np.generic):
         return leaf
     try:

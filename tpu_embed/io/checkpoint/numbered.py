@@ -1,9 +1,9 @@
-"""Numbered checkpoints of a run, on orbax: every so many steps, in the background, the last few.
+"""Numbered checkpoints of a run: save every so many steps in the background, keep the last few.
 
-Numbering, retention and atomicity are orbax's. What a checkpoint holds is the business of whoever
-saves and restores: the managers of `manager.py`.
+Orbax numbers them, deletes old ones and makes each appear at once. What a checkpoint holds is
+defined by the subclasses in `manager.py`.
 
-Input: steps, and functions that say what to write or that read. Output: numbered directories.
+Input: steps, and functions that return what to write or that read. Output: numbered directories.
 """
 
 from __future__ import annotations
@@ -30,20 +30,19 @@ _T = TypeVar("_T")
 
 
 class NumberedCheckpoints(abc.ABC):
-    """Numbered checkpoints in one directory: every so many steps, in the background, the last few.
+    """Save numbered checkpoints in one directory, and keep the last few.
 
-    One manager at a time writes to a directory; others may read from it. A subclass says what a
-    checkpoint holds: its `save` calls `_save_numbered`, its `restore` calls `_restore_numbered`.
+    One manager at a time may write to a directory; others may read from it. A subclass defines what
+    a checkpoint holds: its `save` calls `_save_numbered`, its `restore` calls `_restore_numbered`.
 
     Args:
-      directory: of all checkpoints; made if it is not there.
-      every: a save is due at multiples of this step alone, and where a preemption was announced.
-      keep: how many of the last ones stay; None: all.
+      directory: the directory of all checkpoints; it is made if it does not exist.
+      every: save at multiples of this step only, and when a preemption has been announced.
+      keep: how many of the latest checkpoints to keep; None keeps all.
       in_background: whether a save returns before the files are written.
 
     Raises:
-      ValueError: a number below 1, a directory that is no file's, or is another one in another
-        process.
+      ValueError: a number is below 1; the directory is a URL, or differs between processes.
     """
 
     def __init__(
@@ -71,7 +70,10 @@ class NumberedCheckpoints(abc.ABC):
         )
 
     def _open(self) -> None:
-        """Make the directory, and check that all processes see the same one."""
+        """Make the directory, and check that all processes see the same one.
+
+        Two directories of the same path are told apart by the steps in them.
+        """
         what, seen = "CheckpointManager", ""
 
         def made() -> None:
@@ -80,7 +82,8 @@ class NumberedCheckpoints(abc.ABC):
 
         check_same(what, f"{self._directory}")
         raise_on_all(what, self._directory, made)
-        for _ in range(3):  # another run may save between two looks
+        # Another run may save while the processes look one after the other: try three times.
+        for _ in range(3):
             seen = f"steps {self.all_steps()}" if self._directory.is_dir() else "no directory"
             if len(set(gather_from_all(what, seen))) == 1:
                 return
@@ -88,38 +91,39 @@ class NumberedCheckpoints(abc.ABC):
 
     @abc.abstractmethod
     def _save_args(self, content: Any, position: Any, checkpoint: str) -> ocp.args.Composite:
-        """Return what to write, as orbax takes it.
+        """Return orbax's arguments for saving.
 
         Args:
-          content: what the subclass's `save` was given.
+          content: what the `save` of the subclass was given.
           position: a JSON value.
           checkpoint: the name of the checkpoint.
         """
 
     def _save_numbered(self, step: int, content: Any, position: Any, *, force: bool) -> bool:
-        """Save if a save is due at this step and not there yet; tell whether it was.
+        """Save if a save is due at this step and not yet done; return whether it saved.
 
         Args:
-          step: the number.
+          step: the number of the checkpoint.
           content: as for `_save_args`.
           position: as for `_save_args`.
-          force: whether it is due whatever the step.
+          force: whether to save whatever the step is.
 
         Raises:
-          ValueError: a step before the last one that is there.
-          Exception: what `_save_args` raised; what went wrong while the save before was written.
+          ValueError: the step is before the latest checkpoint.
+          Exception: whatever `_save_args` raises; an error in writing the previous save.
         """
         step = check_int("step", step, minimum=0)
         with self._lock:
             return self._save_locked(step, content, position, force=force)
 
     def _save_locked(self, step: int, content: Any, position: Any, *, force: bool) -> bool:
-        last = self._manager.latest_step()  # it counts while it is written
-        due = force or self._manager.should_save(step)  # False of a step that is not after the last
+        last = self._manager.latest_step()  # counts a save that is still being written
+        due = force or self._manager.should_save(step)  # orbax: False unless step > last
         if not due and (last is None or step > last):
             return False
         self.wait()
-        # Orbax counts a save, and drops what it makes old, before it has ended: it may not have.
+        # Orbax counts a save, and forgets the ones that it replaces, as soon as it starts. The save
+        # may have failed since, so read again from disk which steps exist.
         self._manager.reload()
         last = self._manager.latest_step()
         if last is not None and step < last:
@@ -139,15 +143,16 @@ class NumberedCheckpoints(abc.ABC):
         """Return what a function reads from a checkpoint; wait for a save that is under way.
 
         Args:
-          step: its number; None: the last one.
-          read: given the directory.
+          step: the number of the checkpoint; None takes the latest one.
+          read: the function, given the directory of the checkpoint.
 
         Raises:
-          ValueError: what `read` refuses; a note names the steps that are there.
-          FileNotFoundError: there is no such checkpoint; or the same.
+          ValueError: whatever `read` refuses; a note lists the steps that exist.
+          FileNotFoundError: there is no such checkpoint, or `read` misses a file of it.
         """
         self.wait()
-        steps = gather_from_all("restore", self.all_steps())[0]  # another run may save now
+        # Another run may save now: all processes use the list that the first one sees.
+        steps = gather_from_all("restore", self.all_steps())[0]
         if not steps or step not in (None, *steps):
             what, expected = f"step {step} in {self._directory}", f"one of {steps}"
             raise FileNotFoundError(message(what, expected=expected, got="none"))
@@ -165,9 +170,8 @@ class NumberedCheckpoints(abc.ABC):
           FileNotFoundError: there is no such checkpoint.
         """
         self.wait()
-        steps = gather_from_all("remove", self.all_steps())[
-            0
-        ]  # before the first process removes it
+        # Agree on the list first: the first process may remove the step before another one looks.
+        steps = gather_from_all("remove", self.all_steps())[0]
         if step not in steps:
             what, expected = f"step {step} in {self._directory}", f"one of {steps}"
             raise FileNotFoundError(message(what, expected=expected, got="none"))
@@ -177,26 +181,26 @@ class NumberedCheckpoints(abc.ABC):
             self._manager.reload()
 
     def latest_step(self) -> int | None:
-        """Return the number of the last checkpoint that is there, or None."""
+        """Return the number of the latest finished checkpoint, or None."""
         return max(self.all_steps(), default=None)
 
     def all_steps(self) -> list[int]:
-        """Return the numbers of all that are there, ascending; not one that is being written."""
+        """Return the numbers of all finished checkpoints, ascending."""
         return steps_in(self._directory)
 
     def wait(self) -> None:
-        """Wait until what is being saved is there.
+        """Wait until the save that is under way has finished.
 
         Raises:
-          Exception: what went wrong while it was written.
+          Exception: an error in writing it.
         """
         self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Wait, and end the threads.
+        """Wait for the save that is under way, and end the threads.
 
         Raises:
-          Exception: what went wrong while the last save was written.
+          Exception: an error in writing it.
         """
         try:
             self.wait()

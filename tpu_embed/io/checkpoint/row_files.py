@@ -1,12 +1,14 @@
-"""One zarr array of rows on disk, whose every file is known by its checksum.
+"""Rows of a table on disk, as one zarr array whose files are all verified by checksum.
 
 A table in S shards is an array `[⌈V/S⌉, S, …]` if its rows alternate between shards (MOD), or
-`[S, ⌈V/S⌉, …]` if each shard has its rows in one piece (DIV): flattened, both are the rows in
-logical order, padding last.
+`[S, ⌈V/S⌉, …]` if each shard has a contiguous range of rows (DIV). Flattened, both are the rows in
+logical order, padding last. For V = 5 and S = 2, where . is padding:
 
-Every chunk is a file that ends with the CRC-32C of its bytes, which tensorstore checks. That shows
-a damaged chunk, not one that is whole and stands in the place of another. So whoever writes a chunk
-keeps its checksum, and whoever reads it compares the two before its bytes are read.
+    MOD  [[0, 1], [2, 3], [4, .]]        DIV  [[0, 1, 2], [3, 4, .]]
+
+Every chunk is a file that ends with the CRC-32C of its bytes, which tensorstore checks. That finds
+a damaged chunk, but not an undamaged one that was put in the place of another. So the writer of a
+chunk records its checksum, and the reader compares it with the file before using the bytes.
 
 Input: blocks of rows and their places, or checksums by file name. Output: files and their
 checksums, or rows.
@@ -30,32 +32,33 @@ from tpu_embed.io import files
 __all__ = ["BLOCK", "RowArray", "RowReader", "RowWriter"]
 
 BLOCK = 2**22
-"""Bytes that are written or read at a time."""
+"""Bytes per block, the unit of writing and reading."""
 
 AT_ONCE = 4
-"""Blocks that are on their way to the disk at a time."""
+"""The number of blocks that may be waiting to be written."""
 
 Place = tuple[slice, slice]
-"""A part of an array: of its two first dimensions, those of shards and of rows."""
+"""A part of an array: slices of its first two dimensions (shards and rows, in either order)."""
 
 _METADATA = "zarr.json"
 _CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 _SUM_BYTES = 4
 _KEYS = {"name": "default", "configuration": {"separator": "."}}
-"""Of chunks: all of them are files of one directory, `c.0.0.0` and so on."""
+"""How zarr names chunks: all are files in one directory, `c.0.0.0` and so on."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RowArray:
-    """One zarr array of rows.
+    """Where a zarr array of rows is, and its shape.
 
     Attributes:
       path: its directory.
       shards: S.
       rows_per_shard: ⌈V/S⌉.
-      alternate: whether rows alternate between the shards (MOD), or lie in pieces (DIV).
-      row: shape of a row.
-      dtype: logical.
+      alternate: whether rows alternate between the shards (MOD); otherwise each shard has a
+        contiguous range (DIV).
+      row: the shape of a row.
+      dtype: the logical dtype, for example bfloat16.
     """
 
     path: Path
@@ -67,13 +70,13 @@ class RowArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array."""
+        """The shape of the array."""
         size = (self.shards, self.rows_per_shard)
         return (*(size[::-1] if self.alternate else size), *self.row)
 
     @property
     def block(self) -> int:
-        """Rows of a shard that are written or read at a time."""
+        """Rows of a shard that are written or read at a time; at most `BLOCK` bytes in all."""
         return max(1, min(self.rows_per_shard, self._rows_of_block()))
 
     def _rows_of_block(self) -> int:
@@ -81,11 +84,12 @@ class RowArray:
         return BLOCK // max(1, width * (self.shards if self.alternate else 1))
 
     def create(self, shards_together: int) -> ts.TensorStore:
-        """Make the array; every process may call it.
+        """Make the array; every process may call this.
 
         Args:
-          shards_together: shards whose rows one process writes, side by side.
+          shards_together: how many neighbouring shards one process writes.
         """
+        # A chunk is what one process writes at a time, so that no two write to the same file.
         chunk = (self.block, shards_together) if self.alternate else (1, self.block)
         grid = {"name": "regular", "configuration": {"chunk_shape": (*chunk, *self.row)}}
         metadata = self._metadata() | {"chunk_grid": grid, "chunk_key_encoding": _KEYS}
@@ -96,7 +100,7 @@ class RowArray:
         """Open the array for reading.
 
         Raises:
-          ValueError: it is not there, or of another form.
+          ValueError: the array does not exist, or has another shape or dtype.
         """
         options = {"metadata": self._metadata(), "fill_missing_data_reads": False}
         return ts.open(self._spec() | options).result()
@@ -110,11 +114,11 @@ class RowArray:
 
 
 class RowWriter:
-    """Chunks of an array on their way to the disk, a few at a time.
+    """Write chunks of an array, a few at a time, and record their checksums.
 
     Args:
-      array: the array; every process may make it.
-      shards_together: shards whose rows one process writes, side by side.
+      array: the array to make; every process may do so.
+      shards_together: how many neighbouring shards one process writes.
     """
 
     def __init__(self, array: RowArray, shards_together: int) -> None:
@@ -124,11 +128,11 @@ class RowWriter:
         self._checksums = {_METADATA: metadata}
 
     def write(self, place: Place, rows: np.ndarray) -> None:
-        """Write a chunk; wait for an earlier one if there are enough on their way.
+        """Start to write a chunk; wait for an earlier one first if `AT_ONCE` are under way.
 
         Args:
-          place: of the rows, in the two first dimensions; no other process writes to its chunk.
-          rows: nothing writes to them before `finish` has returned.
+          place: the place of the rows; no other process may write to the same chunk.
+          rows: the rows, which must not change before `finish` has returned.
         """
         if len(self._writing) == AT_ONCE:
             self._finish_one()
@@ -137,7 +141,7 @@ class RowWriter:
         self._writing.append((name, future))
 
     def finish(self) -> dict[str, int]:
-        """Wait for all chunks; return the checksum of every file by its name."""
+        """Wait for all chunks; return the checksum of every file by file name."""
         while self._writing:
             self._finish_one()
         return self._checksums
@@ -150,20 +154,20 @@ class RowWriter:
 
 
 class RowReader:
-    """Rows of an array on disk, out of files that are known to be its own.
+    """Read rows of an array on disk, from files whose checksums are compared.
 
-    Each file is checked when the first row of it is read.
+    Each file is checked when its first row is read.
 
     Args:
       array: the array.
-      checksums: of its files, by name.
+      checksums: the checksums of its files, by file name.
 
     Attributes:
       array: the array.
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: a file is another one; the array is of another form.
+      ValueError: a file is not the one that was written; the array has another shape or dtype.
     """
 
     def __init__(self, array: RowArray, checksums: dict[str, int]) -> None:
@@ -176,10 +180,13 @@ class RowReader:
         """Return logical rows `[first, last)`."""
         array = self.array
         if array.alternate:
+            # Read whole lines of S rows, then cut off what is too much: rows 3 to 6 of S = 2
+            # shards are in lines [2 3] [4 5] [6 7], of which the first and the last row go.
             begin = first // array.shards
             lines = self._read((slice(begin, -(-last // array.shards)), slice(0, array.shards)))
             flat = lines.reshape(-1, *array.row)
             return flat[first - begin * array.shards : last - begin * array.shards]
+        # Row r is row r % size of shard r // size: one piece per shard that the range touches.
         pieces, size = [], array.rows_per_shard
         while first < last:
             shard, inside = divmod(first, size)
@@ -189,24 +196,25 @@ class RowReader:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def read_lines(self, first: int, last: int, shards: list[int]) -> np.ndarray:
-        """Return local rows `[first, last)` of some shards, of rows that alternate: `[n, k, …]`.
+        """Return local rows `[first, last)` of k shards of an alternating array: `[n, k, …]`.
 
-        Fewer than last - first where the array ends.
+        n is smaller than last - first at the end of the array.
         """
+        # Read the shards from the first to the last one at once, then keep the chosen ones.
         chosen = slice(shards[0], shards[-1] + 1) if shards else slice(0, 0)
         first, last = (min(row, self.array.rows_per_shard) for row in (first, last))
         lines = self._read((slice(first, last), chosen))
         return lines[:, np.asarray(shards, np.int64) - chosen.start]
 
     def _read(self, place: Place) -> np.ndarray:
-        """Return a part of the array, after a check of the chunks that hold it."""
+        """Return a part of the array, after checking the chunks that hold it."""
         for name in _chunk_names(self._store, place):
             if name not in self._checked:
                 self._check(name, _stored_sum(self.array.path / name, _chunk_bytes(self._store)))
         return np.asarray(self._store[place].read().result())
 
     def _check(self, name: str, found: int) -> None:
-        """Check that a file has the checksum of the array's own one."""
+        """Check that the checksum of a file is the recorded one."""
         expected = self._checksums.get(name)
         if found != expected:
             what, got = f"{self.array.path / name}", f"that of checksum {found}"
@@ -219,7 +227,7 @@ def _chunk_names(store: ts.TensorStore, place: Place) -> list[str]:
     """Return the file names of the chunks that a place touches.
 
     With chunks of 4 rows and 2 shards, rows 3 to 8 of shards 0 and 1 are in c.0.0.0, c.1.0.0 and
-    c.2.0.0; the last 0 is the number of the chunk in the row's only dimension.
+    c.2.0.0. The last 0 is the number of the chunk along the columns, which are never split.
     """
     sizes = _chunk_shape(store)
     touched = [
@@ -231,7 +239,7 @@ def _chunk_names(store: ts.TensorStore, place: Place) -> list[str]:
 
 
 def _chunk_bytes(store: ts.TensorStore) -> int:
-    """Return the size of every chunk's file; those at the edges are as large as the others."""
+    """Return the size in bytes of a chunk's file; zarr pads chunks at the edges to full size."""
     size = int(np.prod(_chunk_shape(store), dtype=np.int64))
     return size * store.dtype.numpy_dtype.itemsize + _SUM_BYTES
 
@@ -242,11 +250,11 @@ def _chunk_shape(store: ts.TensorStore) -> tuple[int, ...]:
 
 
 def _stored_sum(path: Path, size: int) -> int:
-    """Return the CRC-32C that a chunk's file ends with.
+    """Return the CRC-32C at the end of a chunk's file.
 
     Raises:
-      FileNotFoundError: it is missing.
-      ValueError: it is not of this size.
+      FileNotFoundError: the file is missing.
+      ValueError: the file does not have this size.
     """
     with files.name_errors(path, ""), path.open("rb") as file:
         found = os.fstat(file.fileno()).st_size

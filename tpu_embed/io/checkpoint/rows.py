@@ -1,6 +1,7 @@
-"""The rows of one table or slot that this process has, on their way to the disk, shard by shard.
+"""Write the rows of a table or slot to disk: each process writes the shards that it holds.
 
-No process writes a chunk that another one writes.
+Rows are read from the devices and written block by block, so that little memory is needed. No two
+processes write to the same chunk.
 
 Input: a physical array. Output: blocks of logical rows, written to a `RowArray`.
 """
@@ -25,16 +26,17 @@ class LocalShards:
 
     Args:
       field: the field.
-      physical: its array, each shard in one piece.
-      copied: whether to copy now what may change later.
+      physical: its array, in which every shard is contiguous.
+      copied: whether to copy the rows to the host now, because the array may be donated later.
 
     Attributes:
-      side_by_side: neighbouring shards that every process writes together; 1 where processes have
-        unequal numbers of them, or others between.
+      side_by_side: how many neighbouring shards every process writes together; 1 if processes have
+        different numbers of shards, or shards that are not neighbours.
     """
 
     def __init__(self, field: Field, physical: jax.Array, *, copied: bool) -> None:
         self.field = field
+        # `size` lines of the array hold one shard of the stack; a device may hold several shards.
         size = field.row_format.array(field.stack.num_rows).shape[0]
         self.side_by_side = _side_by_side(physical, size)
         self._pieces: dict[int, tuple[Any, int]] = {}
@@ -51,18 +53,18 @@ class LocalShards:
 
     @property
     def numbers(self) -> list[int]:
-        """The shards' numbers, ascending."""
+        """The numbers of this process's shards, ascending."""
         return sorted(self._pieces or self._copies)
 
     def block(self, shard: int, first: int, last: int) -> np.ndarray:
-        """Return local rows of a shard, in their logical dtype."""
+        """Return local rows `[first, last)` of a shard, in their logical dtype."""
         if shard in self._copies:
             return self._copies[shard][first:last]
         stored = self.field.row_format.unpack(self._stored(shard, first, last))
         return np.ascontiguousarray(stored).view(np.dtype(self.field.shape.dtype))
 
     def _copy(self, shard: int) -> np.ndarray:
-        """Return all rows of a shard, on the host; a device gives a block at a time."""
+        """Return all rows of a shard on the host, copied from the device block by block."""
         array = row_array(Path(), self.field)
         rows = np.empty((array.rows_per_shard, *array.row), array.dtype)
         for first in range(0, len(rows), array.block):
@@ -71,33 +73,36 @@ class LocalShards:
         return rows
 
     def _stored(self, shard: int, first: int, last: int) -> np.ndarray:
-        """Return rows of the field's table, out of a shard of its stack, as they are packed."""
-        (lines, start), form = self._pieces[shard], self.field.row_format
+        """Return local rows of the field's table as they are stored: packed ones `[n, words]`."""
+        (lines, start), row_format = self._pieces[shard], self.field.row_format
+        # The tables of a stack follow each other in its rows; this one begins at its offset.
         first, last = self.field.table.offset + first, self.field.table.offset + last
-        if not form.packed:
+        if not row_format.packed:
             return _on_host(lines, start + first, last - first)
+        # With rows of 48 words in lines of 128, rows 3 and 4 are words 144 to 239, in line 1:
+        # take the lines that hold any of the words, then cut off those before and after.
         width = lines.shape[1]
-        begin, end = first * form.words // width, -(-last * form.words // width)
+        begin, end = first * row_format.words // width, -(-last * row_format.words // width)
         words = _on_host(lines, start + begin, end - begin).reshape(-1)
-        words = words[first * form.words - begin * width :]
-        return words[: (last - first) * form.words].reshape(-1, form.words)
+        words = words[first * row_format.words - begin * width :]
+        return words[: (last - first) * row_format.words].reshape(-1, row_format.words)
 
 
 def _seen_from_host(data: jax.Array) -> Any:
-    """Return an array of one device as it is, or as NumPy's where that takes no copy."""
+    """Return an array of one device as a NumPy array if that needs no copy, otherwise unchanged."""
     (device,) = data.devices()
     return np.asarray(data) if device.platform == "cpu" else data
 
 
 def _on_host(array: Any, first: int, n: int) -> np.ndarray:
-    """Return lines of a piece on the host; of one on a device, a copy of no more than these."""
+    """Return n lines of an array on the host; from a device, only these are copied."""
     if isinstance(array, np.ndarray):
         return array[first : first + n]
     return np.asarray(jax.lax.dynamic_slice_in_dim(array, first, n))
 
 
 def row_array(path: Path, field: Field) -> RowArray:
-    """Return the array of a field as its layout has it."""
+    """Return where and in which shape a field is saved; the layout decides."""
     stack, table = field.stack, field.table
     return RowArray(
         path=path,
@@ -110,10 +115,10 @@ def row_array(path: Path, field: Field) -> RowArray:
 
 
 def write_rows(array: RowArray, shards: LocalShards) -> dict[str, int]:
-    """Write this process's shards of a field; return the checksums of the files, by name.
+    """Write this process's shards of a field; return the checksums of the files by file name.
 
     Args:
-      array: where to.
+      array: where to write.
       shards: the rows.
     """
     numbers = shards.numbers
@@ -127,7 +132,11 @@ def write_rows(array: RowArray, shards: LocalShards) -> dict[str, int]:
 
 
 def _side_by_side(physical: jax.Array, size: int) -> int:
-    """Return how many neighbouring shards, `size` lines each, a chunk holds; equal everywhere."""
+    """Return how many neighbouring shards of `size` lines a chunk holds, on every process.
+
+    With 4 shards on processes 0 0 1 1 this is 2: process 0 writes shards 0 and 1, process 1 writes
+    2 and 3. With processes 0 1 0 1 it is 1, because chunks of 2 shards would have two writers.
+    """
     owned: dict[int, list[int]] = {}
     for piece in physical.global_shards:
         if piece.replica_id == 0:
@@ -145,14 +154,15 @@ def _side_by_side(physical: jax.Array, size: int) -> int:
 def _blocks(
     array: RowArray, shards: LocalShards, numbers: list[int], together: int
 ) -> Iterator[tuple[Place, np.ndarray]]:
-    """Yield places in the array, and the rows that go there."""
+    """Yield the place of each block in the array, and its rows."""
     for first in range(0, array.rows_per_shard, array.block):
         last = min(first + array.block, array.rows_per_shard)
-        if not array.alternate:
+        if not array.alternate:  # DIV, [S, ⌈V/S⌉, …]: blocks [1, n, …] of one shard
             for shard in numbers:
                 rows = shards.block(shard, first, last)[None]
                 yield (slice(shard, shard + 1), slice(first, last)), rows
             continue
+        # MOD, [⌈V/S⌉, S, …]: blocks [n, together, …] of neighbouring shards
         for begin in range(0, len(numbers), together):
             chosen = numbers[begin : begin + together]
             pieces = [shards.block(shard, first, last) for shard in chosen]

@@ -1,10 +1,9 @@
-"""All tables and slots of an engine in a directory, and back into any engine that has such tables.
+"""Write all tables and slots of an engine to a directory, and read them into any matching engine.
 
-Enters: an engine and its state. Leaves: files by table and slot name, with a manifest; or a state.
-Called by `items.py`, and `prepare` by `checkpoint.py` and `manager.py`.
+The files are logical: rows in order, under the names of tables and slots. So placement, stacking,
+packing, devices and processes may differ when they are read.
 
-What is on disk is logical: names, rows in order. Placement, stacking, packing, devices and
-processes may be others when it is read.
+Input: an engine and its state. Output: files by table and slot name, with a manifest; or a state.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ __all__ = ["Prepared", "prepare", "read", "write"]
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """What one process writes.
+    """What one process will write.
 
     Attributes:
-      checkpoint: its name; no other has it, and every process has the same.
-      manifest: what the directory holds.
-      parts: its shards of every field, and where they go.
+      checkpoint: the unique name of the checkpoint, the same in every process.
+      manifest: the description of the tables.
+      parts: every field with this process's shards of it, or with its value if it has no rows.
     """
 
     checkpoint: str
@@ -55,23 +54,24 @@ class Prepared:
 def prepare(
     engine: EmbeddingEngine, state: TableState, *, checkpoint: str, copied: bool
 ) -> Prepared:
-    """Take what must be written out of a state.
+    """Collect what must be written from a state.
 
     Args:
-      engine: whose state it is.
-      state: the state.
+      engine: the engine that made the state.
+      state: tables and slots.
       checkpoint: the name of the checkpoint.
-      copied: whether to copy everything to the host now: the state may be donated afterwards.
+      copied: whether to copy everything to the host now, so that the state may be donated
+        afterwards.
 
     Raises:
-      ValueError: the state is that of another engine.
+      ValueError: the state is another engine's.
     """
     check_state(state, engine.layout)
     parts: list[tuple[Field, LocalShards | np.ndarray]] = []
     for f in fields(engine.layout):
         if f.shape.per_row:
             sharding = engine.layout.axes.sharding(f.stack.shard_axes)
-            physical = jax.device_put(f.read(state), sharding)  # moves what lies otherwise
+            physical = jax.device_put(f.read(state), sharding)  # moves it if sharded otherwise
             parts.append((f, LocalShards(f, physical, copied=copied)))
         elif jax.process_index() == 0:
             parts.append((f, np.array(f.read(state)).view(np.dtype(f.shape.dtype))))
@@ -82,7 +82,7 @@ def write(directory: Path, prepared: Prepared) -> None:
     """Write this process's part of the tables.
 
     Args:
-      directory: exists.
+      directory: an existing directory.
       prepared: what `prepare` returned.
     """
     checksums = {}
@@ -100,13 +100,13 @@ def write(directory: Path, prepared: Prepared) -> None:
 
 
 def _place(f: Field) -> str:
-    """Return the directory of a field."""
+    """Return the directory of a field, relative to that of the tables."""
     table = file_name(f.table.name)
     return f"{table}/table" if f.slot is None else f"{table}/slots/{file_name(f.slot)}"
 
 
 def _whole(path: Path, form: dict[str, Any]) -> RowArray:
-    """Return the array of what a whole stack shares: one row."""
+    """Return the array of a field without rows, such as a step count: one row `[1, 1, …]`."""
     return RowArray(path, 1, 1, True, tuple(form["shape"]), np.dtype(form["dtype"]))
 
 
@@ -114,11 +114,12 @@ def read(directory: Path, wanted: Wanted) -> TableState:
     """Return a state with the tables and slots of a directory.
 
     Raises:
-      ValueError: a table, a field, a shape or a dtype that is not as wanted; a damaged file.
+      FileNotFoundError: a file is missing.
+      ValueError: a table, field, shape or dtype is not what is wanted; a file is damaged.
     """
     engine = wanted.engine
     found = raise_on_all("restore", directory, lambda: manifest.read(directory, wanted))
-    base = _base(wanted, fresh=not found.complete)  # by all processes raise_on_all
+    base = _base(wanted, fresh=not found.complete)  # runs on all processes: one program
 
     def filled() -> TableState:
         state = base
@@ -134,7 +135,7 @@ def read(directory: Path, wanted: Wanted) -> TableState:
 
 
 def _everywhere(values: PyTree, engine: EmbeddingEngine) -> PyTree:
-    """Return NumPy arrays that all processes have on every device; nobody is waited for."""
+    """Put NumPy arrays, equal in all processes, on every device; no process waits for another."""
     sharding = engine.layout.axes.sharding(())
     return jax.tree.map(
         lambda x: jax.make_array_from_callback(x.shape, sharding, x.__getitem__), values
@@ -142,7 +143,7 @@ def _everywhere(values: PyTree, engine: EmbeddingEngine) -> PyTree:
 
 
 def _base(wanted: Wanted, *, fresh: bool) -> TableState:
-    """Return a state to be filled: made by the key where not all of it will be."""
+    """Return a state to read into: initialized by the key if rows are lacking, else blank."""
     engine = wanted.engine
     if fresh:
         assert wanted.key is not None, "checked"
@@ -155,7 +156,7 @@ def _base(wanted: Wanted, *, fresh: bool) -> TableState:
 def _read_field(
     state: TableState, directory: Path, f: Field, found: SavedTables, wanted: Wanted
 ) -> TableState:
-    """Return the state with one field read from disk, in place.
+    """Return the state with one field read from disk, updated in place.
 
     Raises:
       FileNotFoundError: a file is missing.
@@ -173,7 +174,7 @@ def _read_field(
 def _filled(
     state: TableState, directory: Path, f: Field, found: SavedTables, engine: EmbeddingEngine
 ) -> TableState:
-    """Return the state with one field read from disk, in place."""
+    """Return the state with one field read from disk, updated in place."""
     path, form, table = directory / _place(f), manifest.form_of(f), found.tables[f.table.name]
     on_disk, checksums = found.form(f), found.checksums.get(_place(f), {})
     assert on_disk is not None, "checked"
@@ -206,25 +207,29 @@ def _filled(
 def _lines(
     reader: RowReader, f: Field, limit: int, mine: list[int]
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield first local rows, and as many rows of every shard from there on: `[S * n, …]`.
+    """Yield the number of a first local row, and n rows of every shard from there on: `[S * n, …]`.
 
-    Only rows of the shards `mine`, those of this process, are sure to be read.
+    Rows of other processes' shards may be zeros: only the shards in `mine` are filled for certain.
+    Local row i of shard s is logical row i * S + s (MOD) or s * size + i (DIV).
     """
     array, stack, size = reader.array, f.stack, f.table.rows_per_shard
+    # A block of n rows per shard has about BLOCK bytes over all S shards.
     width = int(np.prod(array.row, dtype=np.int64)) * array.dtype.itemsize * stack.num_shards
     n, dtype = max(1, min(size, BLOCK // max(1, width))), np.dtype(f.shape.dtype)
     for first in range(0, size, n):
         rows = np.zeros((stack.num_shards, n, *array.row), dtype)
         if stack.placement != "div" and array.alternate and array.shards == len(rows):
+            # MOD on disk with the same S: lines [n, k, …] of this process's k shards
             lines = reader.read_lines(first, first + n, mine)
             rows[mine, : len(lines)] = np.swapaxes(lines, 0, 1)
         elif stack.placement != "div":
+            # Logical rows in order are the lines of MOD: [n * S, …] -> [n, S, …] -> [S, n, …].
             begin, end = first * stack.num_shards, min((first + n) * stack.num_shards, limit)
             if begin < end:
                 flat = np.zeros((n * stack.num_shards, *array.row), dtype)
                 flat[: end - begin] = reader.read(begin, end)
                 rows = np.swapaxes(flat.reshape(n, stack.num_shards, *array.row), 0, 1)
-        else:
+        else:  # DIV: one contiguous range per shard
             for shard in mine:
                 begin = shard * size + first
                 end = min(shard * size + min(first + n, size), limit)
@@ -238,10 +243,16 @@ def _lines(
 def _put(
     physical: Array, values: Array, first: Array, limit: Array, f: Field, axes: MeshAxes
 ) -> Array:
-    """Return the physical array with local rows of every shard set, from `first` on."""
+    """Return the physical array with local rows of every shard set, from local row `first` on.
+
+    `values` is `[S * n, …]`, n rows per shard. Rows at or after the logical row `limit` are not on
+    disk and stay as they are.
+    """
     stack, table = f.stack, f.table
 
     def shard(physical: Array, values: Array, first: Array, limit: Array) -> Array:
+        # `inside` are local rows of the table, `rows` the logical ones, and `places` the local rows
+        # of the stack, in which this table begins at its offset.
         inside = first + jnp.arange(values.shape[0], dtype=first.dtype)
         number = collectives.axis_index(stack.shard_axes).astype(first.dtype)
         if stack.placement == "div":

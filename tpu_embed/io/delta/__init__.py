@@ -1,4 +1,4 @@
-"""Rows that changed since a step, as files: what a running server reads between full exports."""
+"""Deltas: files of the rows that changed since a step, for servers between full exports."""
 
 from tpu_embed.io.delta import delta_files
 from tpu_embed.io.delta.delta import apply_delta, export_delta

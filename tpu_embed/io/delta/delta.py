@@ -1,8 +1,7 @@
-"""Publish the rows that changed: tables by a full export once, then by deltas every few minutes.
+"""Publish changed rows: export all tables once, then every few minutes only the rows that changed.
 
-Enters: an engine's state and its `TouchedRows`. Leaves: a directory of ids and rows
-(`delta_files.py`), or plain arrays with those rows set. Called by users; a `ServedModel` applies
-deltas by itself.
+Input: an engine's state and its `TouchedRows`. Output: a directory of ids and rows
+(`delta_files.py`), or NumPy arrays with those rows set. A `ServedModel` applies deltas itself.
 """
 
 from __future__ import annotations
@@ -44,25 +43,27 @@ def export_delta(
     touched: TouchedRows,
     since: int,
 ) -> Version:
-    """Write the rows that were touched after a step, as they are now.
+    """Write the current values of the rows that were touched after a step.
 
-    Only these rows are read from the devices; they are held on the host once. The directory appears
-    whole or not at all. Of several processes, all call this with one path; the first writes.
+    Only these rows are read from the devices; the host holds one copy of them. The directory is
+    either complete or absent. When there are several processes, all call this with the same path,
+    and the first one writes.
 
     Args:
-      path: of the directory; nothing may be there yet.
-      engine: whose state it is.
-      state: tables as of a step to which `touched` has recorded every update.
-      touched: the record of them.
-      since: the step of the full export, or of the last delta.
+      path: the directory to write; it must not exist yet.
+      engine: the engine that made the state.
+      state: tables and slots; `touched` must have recorded every update up to its step.
+      touched: the record of touched rows.
+      since: the step of the full export, or of the previous delta.
 
     Returns:
-      What the tables are once it is applied; its step is the next delta's `since`.
+      The version of tables after applying this delta. Its step is the `since` of the next delta.
 
     Raises:
-      FileExistsError: something is at `path`.
-      ValueError: an update is not recorded, a step before recording began, or after the state's.
-      Exception: what went wrong in another process, too.
+      FileExistsError: something exists at `path`.
+      ValueError: an update was not recorded; `since` is before recording began, or after the step
+        of the state.
+      Exception: an error in another process.
 
     Example:
       >>> import tempfile, tpu_embed
@@ -117,9 +118,10 @@ def export_delta(
 def _read_tables(
     engine: EmbeddingEngine, state: TableState, ids: dict[str, np.ndarray]
 ) -> tuple[dict[str, ChangedRows], list[Exception]]:
-    """Return the rows of `ids` of any process, kept by the first one, and what went wrong here.
+    """Return the rows with the ids of all processes, and the errors of this process.
 
-    A process in which something did goes on reading: the devices of the others wait for its own.
+    Only the first process keeps rows. A process with an error continues to read, because the
+    devices of the other processes wait for its own.
     """
     tables: dict[str, ChangedRows] = {}
     failed: list[Exception] = []
@@ -144,9 +146,10 @@ def _read_on(blocks: Iterator[tuple[slice, Array]]) -> None:
 
 
 def _of_all_processes(ids: np.ndarray, size: int) -> np.ndarray:
-    """Return the ids below `size` that any process has, each once, ascending."""
+    """Return the ids (all below `size`) that any process has, unique and ascending."""
     if jax.process_count() == 1:
         return ids
+    # Pad to the longest list, so that all processes gather arrays of the same shape.
     most = int(np.max(multihost_utils.process_allgather(np.int32(ids.size))))
     if most == size:
         return np.arange(size, dtype=ids.dtype)
@@ -158,7 +161,7 @@ def _of_all_processes(ids: np.ndarray, size: int) -> np.ndarray:
 def _blocks(
     physical: Array, ids: np.ndarray, f: Field, axes: MeshAxes
 ) -> Iterator[tuple[slice, Array]]:
-    """Yield where in `ids` a block is, and the bits of its rows, padded to one size."""
+    """Yield the slice of `ids` of each block, and the bits of its rows, padded to one size."""
     size = block_size(f.table.vocabulary_size, f.stack.dim)
     for first in range(0, ids.size, size):
         here = slice(first, first + size)
@@ -167,10 +170,11 @@ def _blocks(
 
 
 def _kept(ids: np.ndarray, blocks: Iterator[tuple[slice, Array]], f: Field) -> ChangedRows:
-    """Return the rows of blocks on the host, in the stored dtype."""
+    """Return the rows of all blocks on the host, in the stored dtype."""
     size, dim, dtype = f.table.vocabulary_size, f.stack.dim, storage.stored_dtype(f.stack.dtype)
     values = np.empty((ids.size, dim), dtype)
     for here, bits in blocks:
+        # Drop the padding of the last block; uint32 -> uint16 for bfloat16 -> the stored dtype.
         rows = np.asarray(bits)[: ids[here].size]
         values[here] = rows.astype(f"u{dtype.itemsize}", copy=False).view(dtype)
     kept = ids.astype(delta_files.kept_dtype(size))
@@ -184,6 +188,8 @@ def _read(physical: Array, ids: Array, f: Field, axes: MeshAxes) -> Array:
     places = jnp.where(ids < 0, jnp.asarray(PADDING_ID, ids.dtype), stack.physical(ids, f.table))
 
     def shard(physical: Array, places: Array) -> Array:
+        # Physical rows [first, first + num_rows) are this shard's: with 10 rows per shard, shard 2
+        # reads place 23 as its local row 3, and gives zeros for places outside of [20, 30).
         first = collectives.axis_index(stack.shard_axes).astype(places.dtype) * stack.num_rows
         local = places - first
         mine = (local >= 0) & (local < stack.num_rows)
@@ -193,7 +199,8 @@ def _read(physical: Array, ids: Array, f: Field, axes: MeshAxes) -> Array:
         bits = jax.lax.bitcast_convert_type(rows, unsigned)
         bits = bits.astype(jnp.uint64 if unsigned == jnp.uint64 else jnp.uint32)
         bits = jnp.where(mine[:, None], bits, jnp.zeros_like(bits))
-        return collectives.psum(bits, stack.shard_axes)  # one shard has the row, the others 0
+        # Bits are summed, not floats, so that NaN and -0.0 arrive as they are.
+        return collectives.psum(bits, stack.shard_axes)
 
     return jax.shard_map(
         shard,
@@ -210,24 +217,24 @@ def _read(physical: Array, ids: Array, f: Field, axes: MeshAxes) -> Array:
 def apply_delta(
     tables: Mapping[str, Any], path: str | os.PathLike[str], version: Version
 ) -> Version:
-    """Set the rows of a delta in NumPy arrays, in place; tables that are newer stay as they are.
+    """Set the rows of a delta in NumPy arrays, in place; newer tables are not changed.
 
     Everything is checked before the first row is set. A reader in another thread may see some rows
-    set and others not: a server's way is `ServedModel.apply`.
+    set and others not; a server should use `ServedModel.apply`.
 
     Args:
-      tables: writable `[V, D]` in the table's dtype (bfloat16 also as its bits in uint16), or
-        `QuantizedTable`s of such arrays, by name; any of the engine's tables.
+      tables: any of the engine's tables by name: writable arrays `[V, D]` in the table's dtype
+        (bfloat16 also as its bits in uint16), or `QuantizedTable`s of writable arrays.
       path: what `export_delta` wrote.
-      version: what the tables are now.
+      version: the version of the tables now.
 
     Returns:
-      What they are then.
+      The version of the tables afterwards.
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: a file is damaged, the delta is of another run or begins after the version's step;
-        a table that the delta does not have, or of another shape or dtype.
+      ValueError: a file is damaged; the delta is of another run, or begins after the step of the
+        version; the delta lacks a table, or has it with another shape or dtype.
     """
     root = Path(path)
     delta = delta_files.read(root)
@@ -238,6 +245,7 @@ def apply_delta(
         raise ValueError(message("tables", expected=expected, got=got))
     if not delta_files.follows(delta, root, version):
         return version
+    # Two loops, so that nothing has changed if any table is refused.
     parts = {name: delta.tables[name].parts(arrays) for name, arrays in given.items()}
     for name, arrays in given.items():
         for part, rows in parts[name].items():
@@ -255,7 +263,7 @@ def _arrays(table: Any) -> dict[str, Any]:
 
 
 def _check(what: str, array: Any, rows: np.ndarray, changed: ChangedRows) -> None:
-    """Check that an array is one whose rows can be set."""
+    """Check that an array has the right shape and dtype, and that its rows can be set."""
     shape = (changed.vocabulary_size, *rows.shape[1:])
     names = {rows.dtype.name}
     if rows.dtype == np.uint16:

@@ -1,11 +1,11 @@
-"""The directory of a delta: rows of tables as they were after one step, by what changed since one.
+"""The files of a delta, and the rule for which versions of a table it can be applied to.
 
-Enters: a `Delta`. Leaves: files, or the same read back and judged; whether it continues what a
-server has. Called by `delta.py` and `served.py`.
-
-    metadata.json         first step, and version; form and CRC-32 of every file, and of itself
+    metadata.json         first step and version; shape, dtype and CRC-32 of every file, and its own
     tables/*.ids.npy      int32 or int64 [n], ascending
     tables/*.values.npy   [n, D] in the table's dtype, bfloat16 as its bits in uint16
+
+Input: a `Delta`, or a directory. Output: files, or the delta read back and checked; whether it can
+be applied to tables of some version.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _FORM = schema.record(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ChangedRows:
-    """Rows of one table.
+    """The changed rows of one table.
 
     Attributes:
       vocabulary_size: V of the table.
       dim: D.
-      dtype: the table's.
+      dtype: the dtype of the table.
       ids: int32 or int64 `[n]`, ascending.
       values: `[n, D]`, bfloat16 as its bits in uint16.
     """
@@ -54,14 +54,17 @@ class ChangedRows:
 
     @property
     def rows(self) -> np.ndarray:
-        """The values in the table's dtype."""
+        """The values as an array of the table's dtype."""
         return self.values.view(jnp.dtype(self.dtype))
 
     def parts(self, names: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Return the rows as a served table with parts of these names stores them.
+        """Return the rows in the parts of a served table: its values, or also scales and offsets.
+
+        Args:
+          names: the names of the parts that the served table has.
 
         Raises:
-          ValueError: the table is quantized, and the rows cannot be.
+          ValueError: the table is quantized, but the rows cannot be.
         """
         if "scale" not in names:
             return {"values": self.values}
@@ -71,12 +74,12 @@ class ChangedRows:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Delta:
-    """All rows that were touched after one step, as they were after a later one.
+    """All rows that were touched after one step, with their values after a later step.
 
     Attributes:
-      since: a table as of this step of the run, or a later one, is by these rows
-      version: what tables are then.
-      tables: by name; every table of the engine.
+      since: the first step of the run whose tables this delta can be applied to.
+      version: the version of tables after applying it.
+      tables: the changed rows of every table of the engine, by name.
     """
 
     since: int
@@ -85,15 +88,18 @@ class Delta:
 
 
 def follows(delta: Delta, path: Path, version: Version | None) -> bool:
-    """Tell whether a delta has something for tables of a version; not if they are newer.
+    """Return whether a delta must be applied to tables of a version; False if they are newer.
+
+    A delta with `since` 100 and step 120 fits tables of steps 100 to 120. Versions of the same step
+    are ordered by their number of `edits`.
 
     Args:
       delta: the delta.
-      path: its own, for messages.
-      version: of the tables, None where nobody knows.
+      path: the path of the delta, for messages.
+      version: the version of the tables, or None if it is unknown.
 
     Raises:
-      ValueError: the version is unknown, of another run, or before the delta's first step.
+      ValueError: the version is unknown, of another run, or before the first step of the delta.
     """
     if version is None:
         expected, got = "a model of a known version", "none"
@@ -114,15 +120,15 @@ def follows(delta: Delta, path: Path, version: Version | None) -> bool:
 
 
 def check_declared(delta: Delta, path: Path, declared: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check that tables are in a delta, with the same form.
+    """Check that a delta has some tables, with the declared shapes and dtypes.
 
     Args:
       delta: the delta.
-      path: its own, for messages.
-      declared: vocabulary_size, dim and dtype by table name.
+      path: the path of the delta, for messages.
+      declared: table name -> vocabulary_size, dim and dtype.
 
     Raises:
-      ValueError: one is missing, or has another form.
+      ValueError: a table is missing, or has another shape or dtype.
     """
     for name, form in declared.items():
         expected, got = _form(form["vocabulary_size"], form["dim"], form["dtype"]), "none"
@@ -168,11 +174,11 @@ def write(root: Path, delta: Delta) -> None:
 
 
 def read(root: Path) -> Delta:
-    """Return a delta whose every byte was checked.
+    """Return the delta of a directory, after checking every byte.
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: one is damaged, of another format, or no delta's.
+      ValueError: a file is damaged, of another format, or not part of a delta.
     """
     described = directory.read_metadata(root, KIND, _FORM, _REMEDY)
     tables = {name: _read_rows(root, name, table) for name, table in described["tables"].items()}
@@ -180,7 +186,7 @@ def read(root: Path) -> Delta:
 
 
 def _read_rows(root: Path, name: str, table: Mapping[str, Any]) -> ChangedRows:
-    """Return the rows of one table."""
+    """Return the changed rows of one table."""
     size, dim, dtype, described = (
         table[key] for key in ("vocabulary_size", "dim", "dtype", "files")
     )
@@ -196,6 +202,6 @@ def _read_rows(root: Path, name: str, table: Mapping[str, Any]) -> ChangedRows:
 
 
 def kept_dtype(vocabulary_size: int) -> np.dtype:
-    """Return the dtype in which the ids of a table are kept."""
+    """Return the dtype in which the ids of a table are saved."""
     small = vocabulary_size <= np.iinfo(np.int32).max
     return np.dtype(np.int32 if small else np.int64)

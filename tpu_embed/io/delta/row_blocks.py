@@ -1,7 +1,8 @@
-"""Rows of one array on one device set, block by block: a served table takes a delta.
+"""Set rows of an array on one device, in blocks of constant size, to apply a delta to a table.
 
-Enters: an array, ids and rows. Leaves: the array with these rows. Called by `served.py`; `delta.py`
-reads in the same blocks.
+The block size depends on the table alone, so that deltas of any length use one compiled program.
+
+Input: an array, ids and rows. Output: the array with these rows set.
 """
 
 from __future__ import annotations
@@ -19,17 +20,20 @@ from tpu_embed.kernels import dispatch
 __all__ = ["block_size", "check_numbered", "padded_to", "set_rows", "set_rows_in_place"]
 
 _NUMBERS = 2**20
-"""Numbers of a block."""
+"""The most numbers in a block, except that a block has at least 64 rows."""
 
 
 def block_size(vocabulary_size: int, dim: int) -> int:
-    """Return the rows that are read or set at a time: one number a table, so one program."""
+    """Return the rows per block: constant per table, so only one program compiles.
+
+    It is V rounded up to a power of two, at most `_NUMBERS / D`, and at least 64.
+    """
     whole = 1 << (vocabulary_size - 1).bit_length()
     return min(max(64, whole), max(64, _NUMBERS // dim))
 
 
 def padded_to(size: int, ids: np.ndarray) -> np.ndarray:
-    """Return ids `[n]` as `[size]`, absent ones last."""
+    """Return ids `[n]` as `[size]`, padded with `PADDING_ID` at the end."""
     return np.pad(ids, (0, size - ids.size), constant_values=PADDING_ID)
 
 
@@ -38,10 +42,10 @@ _in_place = jax.jit(dispatch.set_rows, donate_argnums=0)
 
 
 def check_numbered(array: Array) -> None:
-    """Check that the rows of an array can be numbered.
+    """Check that the index dtype can number all rows of an array.
 
     Raises:
-      ValueError: there are more than int32 can number, and x64 is off.
+      ValueError: there are more rows than int32 can number, and x64 is off.
     """
     if array.shape[0] > INT32_ROWS and not jax.config.read("jax_enable_x64"):
         expected, got = f"at most {INT32_ROWS} rows while x64 is off", f"{array.shape[0]}"
@@ -54,17 +58,17 @@ def set_rows(array: Array, ids: np.ndarray, rows: np.ndarray) -> Array:
 
     Args:
       array: `[V, D]` or `[V]`.
-      ids: `[n]`, different from each other.
+      ids: `[n]`, unique.
       rows: `[n, …]`, in the array's dtype.
 
     Raises:
-      ValueError: what `check_numbered` refuses.
+      ValueError: whatever `check_numbered` refuses.
     """
     return _set(_copied, array, ids, rows)
 
 
 def set_rows_in_place(array: Array, ids: np.ndarray, rows: np.ndarray) -> Array:
-    """Do what `set_rows` does in the memory of the array, which is gone afterwards."""
+    """Set rows as `set_rows` does, but in the memory of the array, which is deleted by this."""
     return _set(_in_place, array, ids, rows)
 
 
@@ -77,5 +81,5 @@ def _set(
         block = ids[first : first + size]
         missing = [(0, size - block.size)] + [(0, 0)] * (rows.ndim - 1)
         array = write(array, padded_to(size, block), np.pad(rows[first : first + size], missing))
-        write = _in_place
+        write = _in_place  # from the second block on, the array is already a copy of our own
     return array

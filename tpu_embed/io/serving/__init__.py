@@ -1,4 +1,4 @@
-"""Lookups where nothing is trained: exported models, their files, and models that call them."""
+"""Serving: lookups in plain arrays, exported models, and loading them to answer requests."""
 
 from tpu_embed.io.serving.export import export_model
 from tpu_embed.io.serving.lookup import serving_lookup

@@ -1,10 +1,12 @@
-"""Write a trained model as a directory that serves: a StableHLO program, its tables beside it.
+"""Export a trained model as a directory for serving: a StableHLO program with its tables.
 
-Enters: a model, its tables and example features. Leaves: a directory, which `load_model`
-(`served.py`) calls, and which JAX and NumPy alone can call too. Called by users.
+The tables are arguments of the program, not constants in it, so that a server can memory-map them
+and replace rows. `load_model` loads the directory; JAX and NumPy alone can do so, too.
+
+Input: a model, its tables and example features. Output: a directory of these files:
 
     model.stablehlo   jax.export's program: (tables, features, weights, *inputs) → outputs
-    metadata.json     what it takes and returns, which JAX wrote it, size and CRC-32 of each file
+    metadata.json     inputs, outputs and JAX version of the program; size and CRC-32 of each file
     tables/*.npy      memory-mappable arrays, arguments of the program
 """
 
@@ -51,31 +53,31 @@ def export_model(
     platforms: str | Sequence[str] = ("cpu", "cuda", "tpu"),
     version: Version | None = None,
 ) -> None:
-    """Write a directory that computes `model(activations, *inputs)` from ids.
+    """Export a program that computes `model(activations, *inputs)` from ids.
 
-    The directory appears whole or not at all, and is on the disk when this returns. The program's
-    lookups are plain XLA operations, whose bits on CPU are those of training.
+    The directory is either complete or absent, and is on disk when this returns. The lookups of the
+    program are plain XLA operations; on CPU they give the same bits as in training.
 
     Args:
-      path: of the directory; nothing may be there yet.
+      path: the directory to write; it must not exist yet.
       model: called with the activations in the structure of the features, and the inputs. Arrays
-        that it closes over, its parameters, become constants of the program.
+        that it closes over, such as its parameters, become constants of the program.
       tables: as for `serving_lookup`.
-      feature_config: as for `serving_lookup`. A feature with an `output_shape` fixes the batch.
-      features: examples of dense ids, or `jax.ShapeDtypeStruct`s: only shapes are read.
-      weights: examples of weights in the same structure, None for a feature without.
+      feature_config: as for `serving_lookup`. An `output_shape` fixes the batch size.
+      features: examples of dense ids, or `jax.ShapeDtypeStruct`s; only their shapes are read.
+      weights: examples of weights in the same structure, None for a feature without weights.
       inputs: examples of the model's other arguments: pytrees of arrays whose first dimension is
-        the batch's, or scalars.
-      batch: the one batch size that the program takes; None: any, if the model does.
-      platforms: "cpu", "cuda", "rocm", "tpu": one, or several.
+        the batch size, or scalars.
+      batch: the only batch size that the program accepts; None: any size, if the model allows it.
+      platforms: one or several of "cpu", "cuda", "rocm", "tpu".
       version: `touched.version(state)` of the tables, so that deltas may follow (`export_delta`).
 
     Raises:
       ImportError: flatbuffers is missing.
-      FileExistsError: something is at `path`.
-      ValueError: ids that are not dense, a first dimension that is not the batch's, a model of
-        several devices, results that are not in dicts, lists and tuples, an unknown platform, and
-        what `serving_lookup` refuses of tables.
+      FileExistsError: something exists at `path`.
+      ValueError: ids are not dense; a first dimension is not the batch size; the model needs
+        several devices; the results are not in dicts, lists and tuples; a platform is unknown;
+        whatever `serving_lookup` refuses about tables.
     """
     _check_flatbuffers()
     chosen = (platforms,) if isinstance(platforms, str) else tuple(platforms)
@@ -108,7 +110,7 @@ def _check_flatbuffers() -> None:
 
 
 def _as_written(table: Stored) -> Stored:
-    """Return a table as NumPy arrays in the form of its files: bfloat16 as its bits in uint16."""
+    """Return a table as the NumPy arrays of its files: bfloat16 as its bits in uint16."""
     arrays = {name: np.asarray(array) for name, array in table.arrays.items()}
     values = arrays["values"]
     bits = {"values": values.view(np.uint16)} if values.dtype == jnp.bfloat16 else {}
@@ -120,13 +122,13 @@ def _as_written(table: Stored) -> Stored:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Arguments:
-    """The shapes of the program's arguments; the first dimension of each is `size`.
+    """The shapes of the program's arguments, whose first dimension is the batch size.
 
     Attributes:
-      batch: the only batch size, or None for any.
-      features: int32 or int64 by path.
-      weights: floats by path, of the weighted features.
-      inputs: the model's own.
+      batch: the only batch size, or None for any; the first dimension is a symbol then.
+      features: ids of each feature by path, int32 or int64.
+      weights: weights of each weighted feature by path, floats.
+      inputs: the other arguments of the model.
     """
 
     batch: int | None
@@ -135,7 +137,7 @@ class _Arguments:
     inputs: tuple[PyTree, ...]
 
     def described(self, declared: Structure) -> dict[str, Any]:
-        """Return what `metadata.json` says of the features."""
+        """Return the description of the features for `metadata.json`."""
         found = {}
         for path, feature in zip(declared.paths, declared.features, strict=True):
             ids = self.features[path]
@@ -197,7 +199,7 @@ def _dense(label: str, ids: Any) -> tuple[int, ...]:
 
 
 def _fixed(declared: Structure, size: int, batch: int | None) -> int | None:
-    """Return the only batch size, or None for any."""
+    """Return the only batch size, or None if any size is allowed."""
     if batch is not None:
         _checks.check_int("batch", batch, minimum=1)
     shapes = [feature.output_shape for feature in declared.features]
@@ -233,13 +235,15 @@ def _exported(
     arguments: _Arguments,
     platforms: tuple[str, ...],
 ) -> jax_export.Exported:
-    """Return the program of lookups and model."""
+    """Return the exported program of the lookups followed by the model."""
+    # A program for any batch size looks up one example at a time, which has no output_shape.
     plain = [dataclasses.replace(feature, output_shape=None) for feature in declared.features]
     server = server_of(dataclasses.replace(declared, features=tuple(plain)))
 
     def served(tables: dict, features: dict, weights: dict, *inputs: PyTree) -> PyTree:
         given = tuple(Stored(tables[name]) for name in declared.table_names)
         activations = _by_example(server, given, declared.paths, features, weights)
+        # Without the barrier XLA could fuse lookups with the model, and change their last bits.
         activations = jax.lax.optimization_barrier(activations)
         return model(declared.unflatten(activations), *inputs)
 
@@ -248,7 +252,7 @@ def _exported(
         for name, table in zip(declared.table_names, stored, strict=True)
     }
     try:
-        with dispatch.reference_only():  # an exported program holds XLA's operations alone
+        with dispatch.reference_only():  # plain XLA operations, no kernels of our own
             exported = jax_export.export(jax.jit(served), platforms=platforms)(
                 shapes, arguments.features, arguments.weights, *arguments.inputs
             )
@@ -270,9 +274,10 @@ def _by_example(
     features: dict[str, Array],
     weights: dict[str, Array],
 ) -> list[Array]:
-    """Look up one example, mapped over the batch: the batch size may then be left open."""
+    """Look up one example, vmapped over the batch, so that the batch size can stay symbolic."""
 
     def one(ids: dict[str, Array], scales: dict[str, Array]) -> list[Array]:
+        # [H] -> [1, H]: a batch of one example; its activations [1, …, D] -> […, D]
         given = [ids[path][None] for path in paths]
         found = [scales[path][None] if path in scales else None for path in paths]
         activations, _ = server.activations(tables, server.traced(given, found))

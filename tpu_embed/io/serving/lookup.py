@@ -1,11 +1,10 @@
-"""Look tables up where nothing is trained: plain arrays, no mesh, no optimizer, any number of CPUs.
+"""Look up rows for serving, in plain arrays: no mesh, no optimizer, no training state.
 
-Enters: tables by `TableConfig` or name, and features. Leaves: the activations that
-`EmbeddingEngine.lookup` returns for the same tables, to the bit on CPU. Called by users, outside or
-inside their own jit, and by `export.py`.
+Ids are checked, packed and combined by the same code as in training; only the place that rows are
+read from differs (`stored.py`). Every table is its own stack on one shard, so no table is copied.
 
-The ids are judged, packed and combined by the engine's own parts; only where rows come from differs
-(`stored.py`). Every table is a stack by itself, on one shard: nothing is copied to stack it.
+Input: tables by `TableConfig` or name, and features. Output: the activations that
+`EmbeddingEngine.lookup` returns for the same tables, with the same bits on CPU.
 """
 
 from __future__ import annotations
@@ -46,26 +45,27 @@ def serving_lookup(
 ) -> PyTree:
     """Return the activations of features, looked up in plain arrays.
 
-    On the host, only the rows that the ids name are read of NumPy tables (memory-mapped ones too).
-    Inside a jit, give tables as its arguments: an array that it closes over becomes a constant of
-    the program.
+    Outside of a jit, only the rows that the ids name are read from NumPy tables, also from
+    memory-mapped ones. Inside a jit, pass the tables as its arguments: an array that a jit closes
+    over becomes a constant of the program.
 
     Args:
-      tables: arrays `[V, D]` in the table's dtype, NumPy or JAX, or `QuantizedTable`s; by
-        `TableConfig` or by name; a table each and no others.
+      tables: one array `[V, D]` in the table's dtype (NumPy or JAX) or `QuantizedTable` per table,
+        by `TableConfig` or by name, and no others.
       features: arrays, `SparseIds` or `RaggedIds` in the structure of the features; inside a jit,
         dense arrays.
-      feature_config: as for `EmbeddingEngine`; optimizers and placements are not looked at.
-      weights: a weight an id in the same structure, None where all are one.
+      feature_config: as for `EmbeddingEngine`; optimizers and placements are ignored.
+      weights: one weight per id in the same structure, None for a feature without weights.
 
     Returns:
-      `[B, …, D]` a feature in the structure of the features, float32 (float64 for a float64 table).
+      One array `[B, …, D]` per feature in the structure of the features, float32 (float64 for a
+      float64 table).
 
     Raises:
-      ValueError: a missing, extra or misshapen table; bad ids, weights, structure or batch size, as
-        `EmbeddingEngine.place` refuses them.
-      TypeError: ids that are no integers, another container type; differentiation with respect to
-        the tables.
+      ValueError: a table is missing, not declared, or has another shape or dtype; ids, weights,
+        structure or batch size are bad, as for `EmbeddingEngine.place`.
+      TypeError: ids are not integers; a container has another type; the lookup is differentiated
+        with respect to the tables.
 
     Example:
       >>> import numpy as np
@@ -92,7 +92,7 @@ def serving_lookup(
 
 
 def server_of(declared: Structure) -> Server:
-    """Return the server of a feature configuration, the same for the same `FeatureConfig`s."""
+    """Return the server of a feature configuration; equal configurations share one."""
     return _server(declared.labels, declared.features, declared.tables, declared.table_names)
 
 
@@ -118,7 +118,7 @@ def _server(
 
 
 def _rounded(spec: BatchSpec) -> BatchSpec:
-    """Return room for a power of two of ids: a batch size has few programs, in any order."""
+    """Return the spec with id counts rounded up to powers of two, so that few programs compile."""
     stacks = tuple(
         dataclasses.replace(stack, ids=1 << max(0, stack.ids - 1).bit_length())
         for stack in spec.stacks
@@ -127,10 +127,10 @@ def _rounded(spec: BatchSpec) -> BatchSpec:
 
 
 class Server:
-    """The lookup of one feature configuration, compiled once for each form of batch.
+    """The lookup of one feature configuration, compiled once per `BatchSpec`.
 
     Args:
-      layout: every table a stack of one shard, in table order.
+      layout: one stack of one shard per table, in table order.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -138,16 +138,16 @@ class Server:
         self._program = jax.jit(lambda *operands: self.activations(*operands)[0])
 
     def placed(self, tables: Sequence[Stored], ids: Sequence[Any], weights: Sequence[Any]) -> Any:
-        """Return an activation a feature, of ids on the host.
+        """Return one activation per feature, for ids on the host.
 
         Args:
-          tables: in table order.
-          ids: a leaf a feature.
-          weights: a leaf a feature, or None.
+          tables: the tables in order.
+          ids: one leaf per feature.
+          weights: one leaf per feature; None for a feature without weights.
 
         Raises:
-          ValueError: what `host_ids` refuses.
-          TypeError: what `host_ids` refuses.
+          ValueError: whatever `host_ids` refuses.
+          TypeError: whatever `host_ids` refuses.
         """
         layout = self.layout
         hosts = [
@@ -158,21 +158,22 @@ class Server:
         packed = pack(hosts, spec, layout)
         operands = []
         for view, table in zip(view_stacks(spec, layout), tables, strict=True):
+            # NumPy tables: pick the rows of the ids here, so that only these go to the program.
             rows = packed_rows(packed, view)[0][0]
             operands.append(table.pick(rows) if table.on_host else jax.tree.map(snapshot, table))
         array: Any = packed
         return self._program(tuple(operands), Batch(array, spec, layout.row_numbers))
 
     def traced(self, ids: Sequence[Any], weights: Sequence[Any]) -> TracedIds:
-        """Return dense ids inside a jit as `activations` takes them.
+        """Return dense ids inside a jit in the form that `activations` takes.
 
         Args:
-          ids: a leaf a feature.
-          weights: a leaf a feature, or None.
+          ids: one leaf per feature.
+          weights: one leaf per feature; None for a feature without weights.
 
         Raises:
-          ValueError: a leaf that is no array, or what `make_traced` refuses.
-          TypeError: what `make_traced` refuses.
+          ValueError: a leaf is not an array; whatever `make_traced` refuses.
+          TypeError: whatever `make_traced` refuses.
         """
         for feature, *leaves in zip(self.layout.features, ids, weights, strict=True):
             if any(isinstance(leaf, (SparseIds, RaggedIds)) for leaf in leaves):
@@ -189,10 +190,10 @@ class Server:
     def activations(
         self, tables: Sequence[Stored], source: Batch | TracedIds
     ) -> tuple[list[Array], Array]:
-        """Return an activation a feature, and the bad ids of each, int32 `[F]`; inside a jit.
+        """Return one activation per feature, and the counts of bad ids, int32 `[F]`; runs in a jit.
 
         Args:
-          tables: in table order.
+          tables: the tables in order.
           source: the ids.
         """
         layout = self.layout

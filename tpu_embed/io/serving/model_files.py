@@ -1,13 +1,13 @@
-"""The directory of an exported model: its program, its tables, and what they take and return.
+"""The files of an exported model: its program, its tables, and a description of both.
 
-    metadata.json         what the program takes and returns, which JAX wrote it; size, form and
-                          CRC-32 of every file, and of itself
+    metadata.json         inputs, outputs and JAX version of the program; size, shape, dtype and
+                          CRC-32 of every file, and its own CRC-32
     model.stablehlo       jax.export's program
     tables/*.values.npy   [V, D] in the table's dtype, bfloat16 as its bits in uint16; or int8, and
                           *.scale.npy and *.offset.npy, float32 [V], of a `QuantizedTable`
 
-Input: a program, tables, and what the metadata says. Output: files, or the same read back and
-checked.
+Input: a program, tables and their description; or a directory. Output: files, or the same three
+read back and checked.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ _FORM = schema.record(
 
 
 def shape(leaf: Any) -> list[int | None]:
-    """Return a shape as the metadata says it: with None where the program takes any size."""
+    """Return a shape for the metadata, with None for a dimension of any size."""
     return [n if isinstance(n, int) else None for n in leaf.shape]
 
 
 def describe_leaves(tree: PyTree) -> list[dict[str, Any]]:
-    """Return what the metadata says of inputs or outputs: place, shape and dtype of each leaf."""
+    """Return path, shape and dtype of each leaf of the inputs or outputs, for the metadata."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [
         {"path": jax.tree_util.keystr(key), "shape": shape(leaf), "dtype": str(leaf.dtype)}
@@ -86,10 +86,10 @@ def write(
 
     Args:
       root: an empty directory.
-      program: the serialized one.
-      tables: by name, as NumPy arrays.
+      program: the serialized program.
+      tables: the tables by name, as NumPy arrays.
       declared: the feature configuration.
-      described: what else `metadata.json` says.
+      described: further entries of `metadata.json`.
     """
     with files.create(root / PROGRAM) as file:
         file.write(program)
@@ -113,11 +113,11 @@ def write(
 
 
 def read_metadata(root: Path) -> dict[str, Any]:
-    """Return what `metadata.json` of a model says.
+    """Return the `metadata.json` of a model.
 
     Raises:
-      FileNotFoundError: there is none.
-      ValueError: it is damaged, of another format, or no model's.
+      FileNotFoundError: it is missing.
+      ValueError: it is damaged, of another format, or not that of a model.
     """
     return directory.read_metadata(root, KIND, _FORM, _REMEDY)
 
@@ -127,7 +127,7 @@ def read_program(root: Path, metadata: Mapping[str, Any]) -> bytes:
 
     Raises:
       FileNotFoundError: it is missing.
-      ValueError: its size or checksum is another.
+      ValueError: its size or checksum differs.
     """
     path = directory.check_file(root, PROGRAM, metadata["program"], _REMEDY)
     return files.read(path, _REMEDY)
@@ -141,7 +141,8 @@ def read_tables(
     Args:
       root: the directory.
       metadata: what `read_metadata` returned.
-      check: whether to read every byte for the checksums; otherwise sizes and forms are compared.
+      check: whether to read every byte for the checksums; otherwise only sizes, shapes and dtypes
+        are compared.
 
     Raises:
       FileNotFoundError: a file is missing.
@@ -154,7 +155,7 @@ def read_tables(
 
 
 def _forms(table: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the dtype and shape that each part of a table has."""
+    """Return the dtype and shape that each part of a table must have."""
     size, dim, dtype = table["vocabulary_size"], table["dim"], table["dtype"]
     if "scale" in table["files"]:
         one = ("float32", (size,))

@@ -1,8 +1,10 @@
-"""Call an exported model: no training code, no mesh, no optimizer.
+"""Load an exported model, call it, and apply deltas to its tables while it serves.
 
-Enters: the directory that `export_model` wrote, then batches of ids on the host, and deltas between
-them. Leaves: what the model returns. Called by users. Ids and weights are judged as the engine
-judges them, by what `metadata.json` says of each feature.
+A server needs no training code, mesh or optimizer. Ids and weights are checked by the same rules as
+in training, from the description of each feature in `metadata.json`.
+
+Input: the directory that `export_model` wrote; then batches of ids on the host, and deltas. Output:
+what the model returns.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ __all__ = ["ServedModel", "load_model"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ServedModel:
-    """Hold a loaded model; call it with `(features, *inputs, weights=None)`.
+    """A loaded model; call it with `(features, *inputs, weights=None)`.
 
     Attributes:
-      metadata: what `metadata.json` says, with the version of the last delta.
-      tables: by name, then part: the program's first argument.
+      metadata: the contents of `metadata.json`, with the version after the last delta.
+      tables: the first argument of the program: table name -> part -> array.
       exported: the program, for use inside a jit: `exported.call(tables, features, weights,
-        *inputs)`, ids and weights in dicts by path.
+        *inputs)`, with ids and weights in dicts by path.
     """
 
     metadata: Mapping[str, Any]
@@ -47,42 +49,44 @@ class ServedModel:
     exported: jax_export.Exported
     _program: Callable[..., PyTree] = dataclasses.field(repr=False)
     _features: Mapping[str, valid_ids.FeatureRules] = dataclasses.field(repr=False)
-    _own: frozenset[str] = dataclasses.field(default=frozenset(), repr=False)  # tables not in files
+    _own: frozenset[str] = dataclasses.field(default=frozenset(), repr=False)  # copied from files
 
     @property
     def version(self) -> Version | None:
-        """Which moment of training the tables are from, if the model was exported with one."""
+        """The version of the tables; None if the model was exported without one."""
         known = self.metadata.get("version")
         return None if known is None else Version(**known)
 
     def apply(self, path: str | os.PathLike[str]) -> ServedModel:
-        """Return the model with the rows of a delta; this one stays as it is, and may be called.
+        """Return a model with the rows of a delta set; this one is unchanged and stays callable.
 
-        Tables in which rows change are copied first; the others, the program and all that is
-        compiled are shared. Of a quantized table, the rows are quantized. A delta that is older
-        than the tables changes nothing.
+        Tables whose rows change are copied first; other tables, the program and everything compiled
+        are shared. Rows for a quantized table are quantized. A delta that is older than the tables
+        changes nothing.
 
         Args:
           path: what `export_delta` wrote.
 
         Raises:
           FileNotFoundError: a file is missing.
-          ValueError: a file is damaged; the model's version is unknown, of another run, or before
-            the delta's first step; a table is not in the delta, or has another form there.
+          ValueError: a file is damaged; the version of the model is unknown, of another run, or
+            before the first step of the delta; the delta lacks a table, or has it with another
+            shape or dtype.
         """
         return self._with(path, frozenset())
 
     def apply_in_place(self, path: str | os.PathLike[str]) -> ServedModel:
-        """Do what `apply` does in the memory of this model's tables, which are gone afterwards.
+        """Apply a delta in the memory of this model's tables, and return a model to use instead.
 
-        No other thread may call this model then, nor one that `apply` made this one of. Tables that
-        are still in their files are copied: the first time costs as much as `apply`. What `apply`
-        refuses, and a copy that fails, leave the model as it was.
+        This model cannot be called afterwards. Meanwhile no other thread may call it, nor a model
+        from which `apply` made this one, because they share tables. Tables that are still
+        memory-mapped files are copied, so the first call costs as much as `apply`. If `apply` would
+        raise, or a copy fails, the model is unchanged.
         """
         return self._with(path, self._own)
 
     def _with(self, path: str | os.PathLike[str], own: frozenset[str]) -> ServedModel:
-        """Return the model with the rows of a delta, set in place in the tables of `own`."""
+        """Return the model with the rows of a delta; tables named in `own` are updated in place."""
         self._check_there()
         root, described = Path(path), self.metadata["tables"]
         delta = delta_files.read(root)
@@ -92,7 +96,8 @@ class ServedModel:
         changed = {name: delta.tables[name] for name in described if delta.tables[name].ids.size}
         parts = {name: rows.parts(self.tables[name]) for name, rows in changed.items()}
 
-        for name in changed:  # all of them before anything is gone
+        # Check every table before the first is updated in place: an error must change nothing.
+        for name in changed:
             for array in self.tables[name].values():
                 check_numbered(array)
 
@@ -102,6 +107,7 @@ class ServedModel:
                 for part, array in self.tables[name].items()
             }
 
+        # Copies first, because they may fail for lack of memory; then the updates in place.
         copies = {name: written(name, set_rows) for name in changed if name not in own}
         jax.block_until_ready(copies)
         new = copies | {name: written(name, set_rows_in_place) for name in changed if name in own}
@@ -122,17 +128,17 @@ class ServedModel:
             raise ValueError(message("model", expected=expected, got=got, remedy=remedy))
 
     def __call__(self, features: PyTree, *inputs: PyTree, weights: PyTree | None = None) -> PyTree:
-        """Return what the model returns.
+        """Return the outputs of the model.
 
         Args:
           features: arrays of ids in the structure of the features, or in a dict by path.
-          inputs: the model's other arguments.
+          inputs: the other arguments of the model.
           weights: in the same structure, for the features that were exported with weights.
 
         Raises:
-          ValueError: other features, inputs, shapes or batch sizes than exported; bad ids and
-            weights as `serving_lookup` refuses them; `apply_in_place` has taken the tables.
-          TypeError: ids that are no integers; a call inside a jit.
+          ValueError: features, inputs, shapes or batch sizes differ from the exported ones; ids or
+            weights are bad, as for `serving_lookup`; `apply_in_place` has taken the tables.
+          TypeError: ids are not integers; the call is inside a jit.
         """
         self._check_there()
         given = _by_path(features)
@@ -157,20 +163,21 @@ class ServedModel:
 
 
 def load_model(path: str | os.PathLike[str], *, check: bool = True) -> ServedModel:
-    """Load a model that `export_model` wrote; of one that you trust: its program runs here.
+    """Load a model that `export_model` wrote. Its program runs here, so load only what you trust.
 
-    Tables are memory-mapped: on CPU, rows are read from the file as they are asked for, and
-    processes on one machine share them; elsewhere they are copied to the default device.
+    Tables are memory-mapped. On CPU, rows are read from the files as they are needed, and processes
+    on one machine share the memory; on other platforms tables are copied to the default device.
 
     Args:
-      path: of the directory.
-      check: whether every byte of the tables is read once, for their checksums. With False only
-        sizes and forms are compared, and a table with a damaged byte, or one in the place of
-        another of its form, is served as it is. All other files are always checked.
+      path: the directory.
+      check: whether to read every byte of the tables once, for their checksums. With False only
+        sizes, shapes and dtypes are compared: a table with a damaged byte, or one that was put in
+        the place of another of the same shape, is served as it is. All other files are always
+        checked.
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: one is damaged, in the place of another, or of another format.
+      ValueError: a file is damaged, in the place of another, or of another format.
       ImportError: flatbuffers is missing.
     """
     root = Path(path)
@@ -200,10 +207,10 @@ def _deserialized(root: Path, program: bytes, metadata: Mapping[str, Any]) -> ja
 
 
 def _check_program(root: Path, exported: jax_export.Exported, metadata: Mapping[str, Any]) -> None:
-    """Check that a program takes what the metadata says.
+    """Check that a program takes the arguments that the metadata describes.
 
     Raises:
-      ValueError: it takes something else.
+      ValueError: it takes other arguments.
     """
     features = metadata["features"].items()
     unknown = [one["table"] for _, one in features if one["table"] not in metadata["tables"]]
@@ -225,12 +232,12 @@ def _check_program(root: Path, exported: jax_export.Exported, metadata: Mapping[
 
 
 def _forms(described: Mapping[str, Any]) -> dict[str, tuple[str, list[int | None]]]:
-    """Return dtype and shape of arrays that the metadata describes."""
+    """Return dtype and shape of the arrays that the metadata describes, by name."""
     return {name: (one["dtype"], one["shape"]) for name, one in described.items()}
 
 
 def _feature(path: str, described: Mapping[str, Any], metadata: Mapping[str, Any]) -> Any:
-    """Return what the judges of ids ask about a feature."""
+    """Return the rules by which the ids of a feature are validated."""
     name = described["table"]
     table = metadata["tables"][name]
     config = FeatureConfig(
@@ -260,7 +267,7 @@ def _check_paths(what: str, given: Mapping[str, Any], described: Mapping[str, An
 
 
 def _check_batch(sizes: Mapping[str, int]) -> int:
-    """Return the batch size of all features."""
+    """Return the batch size, which must be the same for all features."""
     path, first = next(iter(sizes.items()))
     for other, size in sizes.items():
         if size != first or not size:
@@ -272,7 +279,7 @@ def _check_batch(sizes: Mapping[str, int]) -> int:
 def _check_inputs(
     inputs: tuple[PyTree, ...], described: Sequence[Mapping[str, Any]], size: int
 ) -> None:
-    """Check the model's own inputs against those that it was exported with."""
+    """Check the other arguments of the model against those it was exported with."""
     leaves = jax.tree_util.tree_leaves_with_path(inputs)
     given = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
     exported = {one["path"]: one for one in described}
@@ -287,13 +294,13 @@ def _check_inputs(
 
 
 def _dtype(leaf: Any) -> str:
-    """Return the dtype that JAX gives a leaf, or its own where it has none for it."""
+    """Return the dtype that JAX gives a leaf, or its NumPy dtype if JAX has none for it."""
     dtype = np.asarray(leaf).dtype if not isinstance(leaf, jax.Array) else leaf.dtype
     return str(dtype if dtype.kind in "OSUMm" else jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _ids(feature: valid_ids.FeatureRules, described: Mapping[str, Any], given: Any) -> np.ndarray:
-    """Return judged ids in the program's dtype."""
+    """Return validated ids in the dtype of the program."""
     if isinstance(given, Tracer):
         expected, remedy = "ids whose values are known", "inside a jit, call .exported"
         raise TypeError(message(feature.path, expected=expected, got="a tracer", remedy=remedy))
@@ -312,5 +319,5 @@ def _ids(feature: valid_ids.FeatureRules, described: Mapping[str, Any], given: A
     def where(at: int) -> str:
         return f"index {[int(i) for i in np.unravel_index(at, ids.shape)]}"
 
-    judged = valid_ids.resolve_dense(feature, ids, where)[0]
-    return judged.astype(described["dtype"])  # a copy, as `snapshot` makes
+    checked = valid_ids.resolve_dense(feature, ids, where)[0]
+    return checked.astype(described["dtype"])  # a copy, as `snapshot` makes

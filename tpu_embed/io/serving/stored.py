@@ -1,7 +1,7 @@
-"""What a server reads rows from: whole tables, quantized ones, or rows the host has picked.
+"""Tables that a server reads rows from: whole, quantized, or only the rows the host has picked.
 
-Enters: tables as the user gave them. Leaves: one `Stored` a table, checked, and in a compiled
-program the rows of its ids. Called by `serving.py` and `export.py`.
+Input: tables as the user gave them. Output: one checked `Stored` per table; in a compiled program,
+the rows of its ids.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Stored:
     """One table as it is served.
 
     Attributes:
-      arrays: `"values"` `[V, D]`, in the table's dtype, bfloat16 as it is or as its bits in uint16,
-        or int8; then also `"scale"` and `"offset"`, float32 `[V]`. NumPy or JAX.
-      picked: the arrays have one row an id instead, in the order of the ids.
+      arrays: NumPy or JAX arrays by part. `"values"` is `[V, D]` in the table's dtype (bfloat16
+        also as its bits in uint16); or int8, with `"scale"` and `"offset"`, float32 `[V]`.
+      picked: whether the arrays have one row per id instead, in the order of the ids.
     """
 
     arrays: dict[str, Any]
@@ -42,21 +42,22 @@ class Stored:
 
     @property
     def on_host(self) -> bool:
-        """Whether all arrays are NumPy's."""
+        """Whether all arrays are NumPy arrays."""
         return all(isinstance(array, np.ndarray) for array in self.arrays.values())
 
     def pick(self, rows: np.ndarray) -> Stored:
-        """Return the rows `[N]` of NumPy arrays; any for an absent one."""
+        """Return the rows with numbers `[N]` of NumPy arrays; any row for an absent id."""
         valid = np.maximum(rows, 0)
         return Stored({name: array[valid] for name, array in self.arrays.items()}, picked=True)
 
     def found(self, rows: Array, stack: Stack) -> FetchedRows:
-        """Return where the row of every id is, in a compiled program.
+        """Return rows in the compute dtype, and the position of each id's row; runs in a jit.
 
         Args:
-          rows: `[N]`, `PADDING_ID` for none.
-          stack: the table's own.
+          rows: row ids `[N]`, `PADDING_ID` for an absent id.
+          stack: the stack of this table.
         """
+        # A plain table needs no gather: the row ids themselves are positions in its values.
         values = self.arrays["values"]
         if not self.picked and values.dtype in (stack.compute_dtype, jnp.uint16):
             return FetchedRows(values, rows)
@@ -75,7 +76,7 @@ class Stored:
 
 
 def stored_tables(tables: Any, declared: Structure) -> tuple[Stored, ...]:
-    """Return the tables in the order of the declared ones, each of its declared form.
+    """Return one `Stored` per declared table, in order, after checking shapes and dtypes.
 
     Args:
       tables: arrays `[V, D]` in the table's dtype, or `QuantizedTable`s, by `TableConfig` or name.
@@ -83,7 +84,7 @@ def stored_tables(tables: Any, declared: Structure) -> tuple[Stored, ...]:
 
     Raises:
       ValueError: a table is missing, given twice or not declared, or has another shape or dtype.
-      TypeError: no mapping.
+      TypeError: `tables` is not a mapping.
     """
     names = declared.table_names
     given = _by_name(tables, declared)
