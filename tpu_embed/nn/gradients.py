@@ -250,7 +250,7 @@ def _keys_of(name: str, paths: Sequence[Path]) -> Path:
         if path_of(keys) == name:
             return keys
     known = [path_of(keys) for keys in paths]
-    remedy = "apply them to the model they were taken of"
+    remedy = "apply them to the model that they were computed for"
     raise ValueError(
         message("gradients", expected=f"layers among {known}", got=repr(name), remedy=remedy)
     )

@@ -268,6 +268,6 @@ def _warn_of_other_uses(program: _Program) -> None:
         if read >> number & 1:
             warnings.warn(
                 f"layer {path_of(program.rows[number][1:])!r}: its table is a constant where the "
-                "function reads it otherwise than by a lookup, and gets no gradient from there",
+                "function reads it in another way than by a lookup, and gets no gradient there",
                 stacklevel=level_of_caller(str(FilePath(__file__).parent)),
             )

@@ -84,7 +84,9 @@ def checked_learning_rate(what: str, learning_rate: Any) -> LearningRate:
     keyword_only = any(p.kind is inspect.Parameter.KEYWORD_ONLY for p in required)
     if len(required) > 1 or keyword_only:
         got = f"one that needs {', '.join(p.name for p in required)}"
-        raise ValueError(message(what, expected="a callable of the step, or of nothing", got=got))
+        raise ValueError(
+            message(what, expected="a callable of the step or without arguments", got=got)
+        )
     try:
         hash(learning_rate)
     except TypeError:

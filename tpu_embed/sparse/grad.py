@@ -158,8 +158,8 @@ def _warn_dense(names: Sequence[str]) -> None:
     """Warn about tables whose gradient is dense although they are looked up."""
     for name in names:
         warnings.warn(
-            f"the gradient of table {name or 'argument'} is dense: beside embedding_lookup the "
-            "function uses it otherwise, or looks it up where lookups are not found",
+            f"the gradient of table {name or 'argument'} is dense: the function also uses it "
+            "outside of embedding_lookup, or looks it up where lookups are not found",
             stacklevel=level_of_caller(__file__),
         )
 

@@ -236,7 +236,7 @@ def make_replicas(
     good = all(isinstance(name, str) and name for name in names) and len(set(names)) == len(names)
     if not good or (axis_name is not None and not names):
         expected = "the name of a mesh axis, or different ones"
-        remedy = "Mesh(devices, names) has them"
+        remedy = "give the names that are in Mesh(devices, names)"
         raise ValueError(
             message(f"{what}: axis_name", expected=expected, got=repr(axis_name), remedy=remedy)
         )

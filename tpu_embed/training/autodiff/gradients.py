@@ -233,7 +233,7 @@ def _cotangent(what: str, aval: Any, given: Any) -> Array | None:
         raise TypeError(message(what, expected=expected, got=got, remedy=remedy))
     if given.shape != aval.shape:
         expected, got = f"y's shape {aval.shape}", f"{given.shape}"
-        remedy = "jnp.broadcast_to spreads one number"
+        remedy = "jnp.broadcast_to makes this shape of one number"
         raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
     if kind == "integer":
         return None

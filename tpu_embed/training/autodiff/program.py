@@ -136,13 +136,13 @@ def _leaves_of(tree: Any) -> list[tuple[Any, Any]]:
 
 def _as_array(name: str, leaf: Any) -> Array:
     if isinstance(leaf, Tag):
-        remedy = "a Tag stands in xs by itself"
+        remedy = "put the Tag into xs directly, not inside a pytree"
         raise TypeError(message(f"gradients: {name}", expected="an array", got=leaf, remedy=remedy))
     try:
         return as_array(leaf)
     except (TypeError, ValueError) as error:
         what, got = f"gradients: {name}", type(leaf).__name__
-        remedy = "close over it: xs are what is differentiated by"
+        remedy = "close over it: xs holds only what to differentiate by"
         raise TypeError(message(what, expected="an array", got=got, remedy=remedy)) from error
 
 

@@ -37,7 +37,7 @@ class CheckedGradients(NamedTuple):
             return parameter
         new = as_array(self.constraints[i](parameter))
         if new.shape != parameter.shape:
-            what, remedy = "a constraint's result", "let it map a parameter to one of its shape"
+            what, remedy = "a constraint's result", "return an array in the parameter's shape"
             expected, got = f"shape {parameter.shape}", f"shape {new.shape}"
             raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
         return new.astype(parameter.dtype)
@@ -74,7 +74,7 @@ def check_gradients(
     if not gradients:
         names = listed(leaves.labels[i] for i in numbers or range(len(leaves.labels)))
         expected = "a gradient for at least one variable"
-        got, remedy = f"none for {names}", "use one of them in the loss, or leave the step out"
+        got, remedy = f"none for {names}", "use one of them in the loss, or skip this update"
         place = f"{what}: grads_and_vars"
         raise ValueError(message(place, expected=expected, got=got, remedy=remedy))
     # A constraint maps a whole parameter, a sparse gradient must not touch rows it does not name.

@@ -151,7 +151,7 @@ def _dense_only(pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
             raise TypeError(
                 message(
                     f"cross_shard: gradient of {keystr(path) or 'the parameter'}",
-                    expected="an array: optax transforms know no rows",
+                    expected="an array, since optax transforms do not take IndexedSlices",
                     got="IndexedSlices",
                     remedy="CrossShardOptimizer(Optimizer(tx, name), axis_name=...) takes them",
                 )
@@ -162,7 +162,7 @@ def _dense_only(pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 def _checked_axis(what: str, axis_name: AxisName | None) -> AxisName:
     if axis_name is None:
         expected = "the name of a mesh axis, or different ones"
-        remedy = "without an axis an Optimizer alone will do"
+        remedy = "without an axis use the Optimizer alone"
         raise ValueError(
             message(f"{what}: axis_name", expected=expected, got="None", remedy=remedy)
         )

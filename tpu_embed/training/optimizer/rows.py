@@ -123,7 +123,7 @@ def check_rows(
                     f"{what}: slot {name}",
                     expected=f"shape {expected}",
                     got="none" if got is None else f"shape {got}",
-                    remedy="a transform that keeps other slots updates whole parameters only",
+                    remedy="a transform that keeps such slots needs dense gradients",
                 )
             )
 

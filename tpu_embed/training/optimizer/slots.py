@@ -67,7 +67,7 @@ class State(NamedTuple):
                 message(
                     "optimizer",
                     expected="a transform whose state has a part for each parameter",
-                    got="one that mixes them, and parameters without a gradient",
+                    got="one that mixes the parameters, of which some have no gradient",
                     remedy="give a gradient for every parameter, zeros if need be",
                 )
             )

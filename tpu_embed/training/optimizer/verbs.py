@@ -319,7 +319,7 @@ def checked_name(kind: str, name: Any) -> str:
     """
     if not isinstance(name, str) or not name:
         # The name also tells optimizers apart in the messages of a model that has several.
-        remedy = "messages begin with it: 'adagrad'"
+        remedy = "give one such as 'adagrad': messages begin with it"
         raise ValueError(message(f"{kind}: name", expected="a word", got=repr(name), remedy=remedy))
     return name
 
