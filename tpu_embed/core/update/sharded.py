@@ -105,8 +105,7 @@ def update(
     """
     axes = layout.axes
     # Tables without an optimizer do not enter the `shard_map`; they are returned as they came.
-    views = view_stacks(source.spec, layout)
-    trained = [view for view in views if view.stack.optimizer is not None]
+    trained = [v for v in view_stacks(source.spec, layout) if v.stack.optimizer is not None]
 
     def device(tables: dict, slots: dict, source: Batch | TracedIds, operands: Operands) -> Updated:
         located, overflowed = source.locate(layout), jnp.int32(0)
@@ -134,8 +133,8 @@ def update(
         out_specs=Updated(table_specs, slot_specs, whole, whole),  # type: ignore
         check_vma=False,
     )
-    held = [{name: arrays[name] for name in table_specs} for arrays in (tables, slots)]
-    new = step(held[0], held[1], mine[0], operands._replace(gradients=mine[1], reads=mine[2]))
+    old = ({name: arrays[name] for name in table_specs} for arrays in (tables, slots))
+    new = step(*old, mine[0], operands._replace(gradients=mine[1], reads=mine[2]))
     return new._replace(tables={**tables, **new.tables}, slots={**slots, **new.slots})
 
 
