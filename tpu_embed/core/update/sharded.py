@@ -133,8 +133,8 @@ def update(
         out_specs=Updated(table_specs, slot_specs, whole, whole),  # type: ignore
         check_vma=False,
     )
-    old = ({name: arrays[name] for name in table_specs} for arrays in (tables, slots))
-    new = step(*old, mine[0], operands._replace(gradients=mine[1], reads=mine[2]))
+    old = [{name: arrays[name] for name in table_specs} for arrays in (tables, slots)]
+    new = step(old[0], old[1], mine[0], operands._replace(gradients=mine[1], reads=mine[2]))
     return new._replace(tables={**tables, **new.tables}, slots={**slots, **new.slots})
 
 
