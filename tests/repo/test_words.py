@@ -27,8 +27,9 @@ REFUSED = {
     r"\bCalled by\b": "who calls goes stale; say what it is for",
     r"^(Enters|Leaves):": "say Input and Output",
     (
-        r"\b(a|an|one) (activation|array|bag|gradient|id|key|leaf|line|lookup|number|part|row"
-        r"|weight) an? (bag|block|column|device|feature|id|layer|leaf|lookup|row|shard|slot|stack|table)\b"
+        r"\b(a|an|one) "
+        r"(activation|array|bag|gradient|id|key|leaf|line|lookup|number|part|row|weight) "
+        r"an? (bag|block|column|device|feature|id|layer|leaf|lookup|row|shard|slot|stack|table)\b"
     ): "say one … per …",
 }
 """Patterns that code and docs do not have, and what is said instead."""

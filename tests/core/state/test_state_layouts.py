@@ -175,4 +175,4 @@ def test_names_show_the_layout_and_no_optimizer():
 
 
 def test_a_foreign_key_is_named_too():
-    assert "no engine" in differences("items@mod8x250#0f3a", "stack_0")
+    assert "not the name of a stack" in differences("items@mod8x250#0f3a", "stack_0")
