@@ -45,7 +45,16 @@ SIBLINGS = 5
 
 ORDERS = {
     "core": ["ids", "layout", "exchange", "batch", "state", "lookup", "update", "engine"],
-    "io": ["files", "schema", "signed", "directory", "quantize", "checkpoint", "delta", "serving"],
+    "io": [
+        "files",
+        "schema",
+        "crc_json",
+        "directory",
+        "quantize",
+        "checkpoint",
+        "delta",
+        "serving",
+    ],
     "training": ["paths", "replicas", "autodiff", "optimizer"],
 }
 """The rooms of a package in order: each imports only those before it."""

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed.io import files, schema, signed
+from tpu_embed.io import crc_json, files, schema
 
 __all__ = [
     "FILE",
@@ -158,7 +158,7 @@ def _inside(root: Path, file: str, remedy: str) -> Path:
 
 def write_metadata(root: Path, kind: str, value: Mapping[str, Any]) -> None:
     """Write the metadata of a kind of directory."""
-    signed.write(root / METADATA, kind, FORMAT, value, indent=1)
+    crc_json.write_with_crc(root / METADATA, kind, FORMAT, value, indent=1)
 
 
 def read_metadata(root: Path, kind: str, form: schema.Form, remedy: str) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def read_metadata(root: Path, kind: str, form: schema.Form, remedy: str) -> dict
       FileNotFoundError: the metadata is missing.
       ValueError: it is damaged, of another format or kind, or does not match the schema.
     """
-    return signed.read(_inside(root, METADATA, remedy), kind, FORMAT, form, remedy)
+    return crc_json.read_with_crc(_inside(root, METADATA, remedy), kind, FORMAT, form, remedy)
 
 
 # -- arrays ----------------------------------------------------------------------------------------

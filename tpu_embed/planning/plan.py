@@ -325,7 +325,7 @@ def _remedies(request: _Request, batch: int) -> tuple[str, ...]:
             name: {field: value for part in parts for field, value in part.get(name, {}).items()}
             for name in tables
         }
-    found = [_judged(what, request.changed(new))[0] for what, new in changes.items()]
+    found = [_describe_change(what, request.changed(new))[0] for what, new in changes.items()]
     return tuple(text for text in (_more_devices(request, batch), *found) if text)
 
 
@@ -347,11 +347,11 @@ def _more_devices(request: _Request, batch: int) -> str:
     while not fits and 2 * devices <= most and batch % (2 * devices) == 0:
         devices *= 2
         larger = dataclasses.replace(request, axes=_abstract_axes(devices, kind, names[0]))
-        text, fits = _judged(f"{devices} devices, the same global batch", larger)
+        text, fits = _describe_change(f"{devices} devices, the same global batch", larger)
     return text
 
 
-def _judged(what: str, request: _Request) -> tuple[str, bool]:
+def _describe_change(what: str, request: _Request) -> tuple[str, bool]:
     """Return the bytes that a remedy needs, in words, and whether it fits; "" if impossible."""
     assert request.memory is not None, "without a memory everything fits"
     try:

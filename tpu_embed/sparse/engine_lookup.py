@@ -27,7 +27,7 @@ from tpu_embed.core.batch import Batch, BatchSpec
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.ids import is_real
 from tpu_embed.core.state import TableState, check_layout, check_tables_not_donated
-from tpu_embed.sparse.joined import DenseIds, flat, join, padded, signed
+from tpu_embed.sparse.joined import DenseIds, as_signed, flat, join, padded
 
 __all__ = [
     "FEATURE",
@@ -130,7 +130,7 @@ def engine_lookup(
     _check_dense(ids, weights)
     scales = [] if weights is None else [_as_floats(weights, engine)]
     call = Call(engine, None, ids.ndim > 1, weights is not None)
-    return _bind(call, state.step, signed(ids), *scales, *arrays)
+    return _bind(call, state.step, as_signed(ids), *scales, *arrays)
 
 
 def engine_update(

@@ -90,7 +90,7 @@ class IndexedSlices:
             return self
         # V = 5 and indices [4, 0, 4]. A stable sort gives runs of equal ids: order [1, 0, 2], run
         # [0, 1, 1], run_row_ids [0, 4, 5 = padding]; sums[r] is the sum of run r.
-        indices = self._judged()
+        indices = self._valid_indices()
         runs = find_runs(indices, size)
         ordered = dispatch.gather_rows(_widened(self.values), runs.order)
         sums = dispatch.segment_sum(ordered, runs.run, n).astype(self.values.dtype)
@@ -116,14 +116,14 @@ class IndexedSlices:
             raise ValueError(
                 message("IndexedSlices.compact", expected="known values", got=got, remedy=remedy)
             )
-        kept = np.flatnonzero(np.asarray(self._judged()) < self.dense_shape[0])
+        kept = np.flatnonzero(np.asarray(self._valid_indices()) < self.dense_shape[0])
         return IndexedSlices(self.values[kept], self.indices[kept], self.dense_shape)
 
     def to_dense(self) -> Array:
         """Return the whole array, `dense_shape`, which is as large as the table."""
         values = _widened(self.values)
         zeros = jnp.zeros(self.dense_shape, values.dtype)
-        return zeros.at[self._judged()].add(values, mode="drop").astype(self.values.dtype)
+        return zeros.at[self._valid_indices()].add(values, mode="drop").astype(self.values.dtype)
 
     def __add__(self, other: Any) -> Any:
         """Return the sum with other slices (the entries of both), or with an array (an array).
@@ -156,7 +156,7 @@ class IndexedSlices:
         dtype = jnp.promote_types(array.dtype, self.values.dtype)
         whole = _widened(array.astype(dtype))
         values = as_array(self.values).astype(whole.dtype)
-        return whole.at[self._judged()].add(values, mode="drop").astype(dtype)
+        return whole.at[self._valid_indices()].add(values, mode="drop").astype(dtype)
 
     __radd__ = __add__
 
@@ -184,7 +184,7 @@ class IndexedSlices:
         """Return the product with -1."""
         return self * -1.0
 
-    def _judged(self) -> Array:
+    def _valid_indices(self) -> Array:
         """Return the indices, with padding in place of those outside of the table.
 
         Raises:

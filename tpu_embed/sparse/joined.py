@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._types import PADDING_ID, Array
+from tpu_embed.core.ids import narrow_ids
 
-__all__ = ["DenseIds", "flat", "join", "padded", "signed"]
+__all__ = ["DenseIds", "flat", "join", "padded", "as_signed"]
 
 
 class DenseIds(NamedTuple):
@@ -81,7 +82,7 @@ def join(lookups: Sequence[DenseIds], replicas: int) -> tuple[Array, Array | Non
     return ids, padded(weights if bags else weights[:, 0], count, 0)
 
 
-def signed(ids: Any) -> Array:
+def as_signed(ids: Any) -> Array:
     """Return integers as int32, or as int64 if their dtype needs it and x64 is on.
 
     A number too large for the result's dtype becomes the largest one, which is not a row of any
@@ -92,13 +93,7 @@ def signed(ids: Any) -> Array:
     """
     # Bits without the sign: int32 has 31 and fits; uint32 has 32 and needs int64, as int64 does.
     wide = ids.dtype.itemsize * 8 - (np.dtype(ids.dtype).kind == "i") > 31
-    dtype = jax.dtypes.canonicalize_dtype(np.int64) if wide else np.dtype(np.int32)
-    most = np.iinfo(dtype)
-    if isinstance(ids, np.ndarray):
-        return jnp.asarray(np.clip(ids, max(most.min, np.iinfo(ids.dtype).min), most.max), dtype)
-    if np.iinfo(ids.dtype).max > most.max:
-        ids = jnp.minimum(ids, jnp.asarray(most.max, ids.dtype))
-    return ids.astype(dtype)
+    return narrow_ids(ids, jax.dtypes.canonicalize_dtype(np.int64) if wide else np.int32)
 
 
 def flat(array: Array, lead: int) -> Array:

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from tpu_embed._checks import check_choice, message
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import PADDING_ID, Array, ArrayLike, Tracer
-from tpu_embed.core.ids import is_real, rescale_bags
+from tpu_embed.core.ids import is_real, narrow_ids, rescale_bags
 from tpu_embed.kernels import dispatch
 from tpu_embed.kernels.varying import as_varying, varying_axes
 
@@ -125,10 +125,7 @@ def _checked_ids(ids: ArrayLike, size: int) -> Array:
     array = as_array(ids)
     if array.dtype in (jnp.int32, jnp.int64):
         return array
-    # A traced uint32 of 2**31 or more must stay outside of the table, not become negative.
-    if np.dtype(array.dtype).kind == "u" and array.dtype.itemsize >= 4:
-        array = jnp.minimum(array, jnp.asarray(np.iinfo(np.int32).max, array.dtype))
-    return array.astype(jnp.int32)
+    return narrow_ids(array, np.int32)
 
 
 def _first(bad: np.ndarray) -> list[int]:

@@ -26,7 +26,7 @@ from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.batch.located import LocalIds, Located
 from tpu_embed.core.batch.spec import BatchSpec, StackSpec, worst_case
 from tpu_embed.core.batch.stack_view import view_stacks
-from tpu_embed.core.ids import FeatureShape, dense_shape, is_real, rescale_bags
+from tpu_embed.core.ids import FeatureShape, dense_shape, is_real, narrow_ids, rescale_bags
 from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.kernels import dispatch
 
@@ -256,11 +256,9 @@ def _signed(ids: Array, dtype: np.dtype) -> Array:
     The dtype is `dtype`, or the ids' own if that is signed and no narrower. An unsigned id that is
     too large for `dtype` becomes the largest number of `dtype`, which is not a row.
     """
-    if ids.dtype.itemsize < dtype.itemsize:
-        return ids.astype(dtype)
-    if jnp.issubdtype(ids.dtype, jnp.unsignedinteger):
-        return jnp.minimum(ids, jnp.asarray(np.iinfo(dtype).max, ids.dtype)).astype(dtype)
-    return ids
+    if jnp.issubdtype(ids.dtype, jnp.signedinteger) and ids.dtype.itemsize >= dtype.itemsize:
+        return ids
+    return narrow_ids(ids, dtype)
 
 
 def _resolve(ids: Array, tables: _ColumnTables) -> tuple[Array, Array]:

@@ -10,6 +10,7 @@ from tpu_embed.core.ids.host_ids import (
     host_ids,
     part_of_feature,
 )
+from tpu_embed.core.ids.narrow import narrow_ids
 from tpu_embed.core.ids.padding import pad_batch
 from tpu_embed.core.ids.rescale import rescale_bags, rescale_dense_bags, rescale_flat_bags
 from tpu_embed.core.ids.structure import Structure, children, flatten
@@ -29,6 +30,7 @@ __all__ = [
     "flatten",
     "host_ids",
     "is_real",
+    "narrow_ids",
     "pad_batch",
     "part_of_feature",
     "refuse_masked",

@@ -15,7 +15,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from tpu_embed._checks import message
-from tpu_embed.io import schema, signed
+from tpu_embed.io import crc_json, schema
 from tpu_embed.processes import raise_on_all
 
 __all__ = [
@@ -24,8 +24,8 @@ __all__ = [
     "JsonArgs",
     "JsonHandler",
     "as_json",
-    "read_signed",
-    "write_signed",
+    "read_bound",
+    "write_bound",
 ]
 
 _VALUE = "value.json"
@@ -40,7 +40,7 @@ _DEEPEST = 100
 """The deepest nesting that a position may have."""
 
 
-def write_signed(path: Path, checkpoint: str, value: Any) -> None:
+def write_bound(path: Path, checkpoint: str, value: Any) -> None:
     """Write a JSON file of a checkpoint; the kind that it declares is its file name.
 
     Args:
@@ -48,10 +48,10 @@ def write_signed(path: Path, checkpoint: str, value: Any) -> None:
       checkpoint: the unique name of the checkpoint.
       value: any JSON value.
     """
-    signed.write(path, path.name, FORMAT, {"checkpoint": checkpoint, "value": value})
+    crc_json.write_with_crc(path, path.name, FORMAT, {"checkpoint": checkpoint, "value": value})
 
 
-def read_signed(path: Path, form: schema.Form, checkpoint: str | None = None) -> tuple[str, Any]:
+def read_bound(path: Path, form: schema.Form, checkpoint: str | None = None) -> tuple[str, Any]:
     """Return the name of the checkpoint that a file belongs to, and its value.
 
     Args:
@@ -64,7 +64,7 @@ def read_signed(path: Path, form: schema.Form, checkpoint: str | None = None) ->
       ValueError: the file is damaged, or belongs to another checkpoint or another place.
     """
     whole = schema.record(checkpoint=schema.text, value=form)
-    found = signed.read(path, path.name, FORMAT, whole, REMEDY)
+    found = crc_json.read_with_crc(path, path.name, FORMAT, whole, REMEDY)
     if checkpoint not in (None, found["checkpoint"]):
         expected, got = f"a file of checkpoint {checkpoint}", f"one of {found['checkpoint']}"
         raise ValueError(message(f"{path}", expected=expected, got=got, remedy=REMEDY))
@@ -92,7 +92,7 @@ class JsonHandler(ocp.CheckpointHandler):
 
         def written() -> None:
             if jax.process_index() == 0:
-                write_signed(Path(directory) / _VALUE, args.checkpoint, args.value)
+                write_bound(Path(directory) / _VALUE, args.checkpoint, args.value)
 
         raise_on_all("save", Path(directory), written)
 
@@ -101,7 +101,7 @@ class JsonHandler(ocp.CheckpointHandler):
         path = Path(directory)
 
         def read() -> Any:
-            return read_signed(path / _VALUE, schema.anything, args.checkpoint)[1]
+            return read_bound(path / _VALUE, schema.anything, args.checkpoint)[1]
 
         return raise_on_all("restore", path, read)
 

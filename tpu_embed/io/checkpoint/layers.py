@@ -22,7 +22,7 @@ from tpu_embed._checks import message
 from tpu_embed.core.state import TableState
 from tpu_embed.io import schema
 from tpu_embed.io.checkpoint import manifest, tables
-from tpu_embed.io.checkpoint.checked import read_signed, write_signed
+from tpu_embed.io.checkpoint.checked import read_bound, write_bound
 from tpu_embed.io.checkpoint.manifest import Wanted
 from tpu_embed.io.files import file_name
 from tpu_embed.state_holder import StateHolder
@@ -98,7 +98,7 @@ def write(directory: Path, prepared: Prepared) -> None:
         place.mkdir(exist_ok=True)  # every process makes it
         tables.write(place, layer)
     if jax.process_index() == 0:
-        write_signed(directory / _LAYERS, prepared.checkpoint, sorted(prepared.layers))
+        write_bound(directory / _LAYERS, prepared.checkpoint, sorted(prepared.layers))
 
 
 def read_paths(directory: Path) -> tuple[str, list[str]]:
@@ -108,7 +108,7 @@ def read_paths(directory: Path) -> tuple[str, list[str]]:
       FileNotFoundError: `layers.json` is missing.
       ValueError: `layers.json` is damaged.
     """
-    return read_signed(directory / _LAYERS, schema.sequence(schema.text))
+    return read_bound(directory / _LAYERS, schema.sequence(schema.text))
 
 
 def differences(directory: Path, found: Collection[str], wanted: Mapping[str, Wanted]) -> list[str]:

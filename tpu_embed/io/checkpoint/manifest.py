@@ -20,7 +20,7 @@ from tpu_embed._types import Array
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import Field, TableState, fields, slot_shapes
 from tpu_embed.io import schema
-from tpu_embed.io.checkpoint.checked import read_signed, write_signed
+from tpu_embed.io.checkpoint.checked import read_bound, write_bound
 from tpu_embed.io.checkpoint.rows import row_array
 from tpu_embed.io.checkpoint.trees import is_float
 
@@ -176,7 +176,7 @@ class SavedTables:
 
 def write(directory: Path, checkpoint: str, manifest: dict[str, Any]) -> None:
     """Write the manifest that `describe` returned."""
-    write_signed(directory / _MANIFEST, checkpoint, manifest)
+    write_bound(directory / _MANIFEST, checkpoint, manifest)
 
 
 def write_checksums(directory: Path, checkpoint: str, checksums: dict[str, dict[str, int]]) -> None:
@@ -188,7 +188,7 @@ def write_checksums(directory: Path, checkpoint: str, checksums: dict[str, dict[
       checksums: directory of the field -> file name -> checksum.
     """
     path = directory / _CHECKSUMS.format(jax.process_index())
-    write_signed(path, checkpoint, checksums)
+    write_bound(path, checkpoint, checksums)
 
 
 def name_of(directory: Path) -> str:
@@ -198,7 +198,7 @@ def name_of(directory: Path) -> str:
       FileNotFoundError: the manifest is missing.
       ValueError: the manifest is damaged.
     """
-    return read_signed(directory / _MANIFEST, _FORM)[0]
+    return read_bound(directory / _MANIFEST, _FORM)[0]
 
 
 def read(directory: Path, wanted: Wanted) -> SavedTables:
@@ -209,7 +209,7 @@ def read(directory: Path, wanted: Wanted) -> SavedTables:
       MismatchError: a table, field, shape or dtype is not what is wanted.
       ValueError: a file is damaged.
     """
-    checkpoint, manifest = read_signed(directory / _MANIFEST, _FORM, wanted.checkpoint)
+    checkpoint, manifest = read_bound(directory / _MANIFEST, _FORM, wanted.checkpoint)
     checksums = _read_checksums(directory, checkpoint, manifest["processes"])
     tables = _chosen(directory, manifest["tables"], wanted)
     _check_names(directory, tables, wanted)
@@ -225,7 +225,7 @@ def _read_checksums(directory: Path, checkpoint: str, processes: int) -> dict[st
     found: dict[str, dict[str, int]] = {}
     form = schema.mapping(schema.mapping(schema.integer()))
     for process in range(processes):
-        _, theirs = read_signed(directory / _CHECKSUMS.format(process), form, checkpoint)
+        _, theirs = read_bound(directory / _CHECKSUMS.format(process), form, checkpoint)
         for place, checksums in theirs.items():
             found.setdefault(place, {}).update(checksums)
     return found

@@ -25,7 +25,7 @@ import orbax.checkpoint as ocp
 from tpu_embed._checks import message, message_of_many
 from tpu_embed._types import PyTree
 from tpu_embed.io import files, schema
-from tpu_embed.io.checkpoint.checked import REMEDY, read_signed, write_signed
+from tpu_embed.io.checkpoint.checked import REMEDY, read_bound, write_bound
 from tpu_embed.processes import raise_on_all
 
 __all__ = [
@@ -118,10 +118,10 @@ class PyTreeHandler(ocp.AsyncCheckpointHandler):
         self._handler.finalize(directory)
         if jax.process_index() == 0:
             root = Path(directory)
-            checkpoint, _ = read_signed(root / _LEAVES, schema.anything)
+            checkpoint, _ = read_bound(root / _LEAVES, schema.anything)
             for file in _files(root):
                 files.sync(file)
-            write_signed(root / _SUMS, checkpoint, _sums(root))
+            write_bound(root / _SUMS, checkpoint, _sums(root))
 
     def metadata(self, directory: Any) -> Any:
         """Return what orbax says of the tree."""
@@ -153,7 +153,7 @@ def _check_sums(directory: Path, checkpoint: str) -> None:
       ValueError: one is damaged, missing, or of another checkpoint.
     """
     form = schema.mapping(schema.integer())
-    _, sums = read_signed(directory / _SUMS, form, checkpoint)
+    _, sums = read_bound(directory / _SUMS, form, checkpoint)
     found = _sums(directory)
     wrong = sorted(name for name in sums if found.get(name) != sums[name])
     if wrong:  # files beside them: orbax adds a mark of its own later
@@ -246,7 +246,7 @@ def _leaves(tree: PyTree) -> dict[str, dict[str, Any]]:
 
 def _write_leaves(directory: Path, args: PyTreeArgs) -> None:
     if jax.process_index() == 0:
-        write_signed(directory / _LEAVES, args.checkpoint, _leaves(args.tree))
+        write_bound(directory / _LEAVES, args.checkpoint, _leaves(args.tree))
 
 
 def read_leaves(directory: Path, checkpoint: str) -> dict[str, Any]:
@@ -257,7 +257,7 @@ def read_leaves(directory: Path, checkpoint: str) -> dict[str, Any]:
       ValueError: it is damaged, or of another checkpoint.
     """
     leaf = schema.record(shape=schema.sequence(schema.integer()), dtype=schema.text)
-    return read_signed(directory / _LEAVES, schema.mapping(leaf), checkpoint)[1]
+    return read_bound(directory / _LEAVES, schema.mapping(leaf), checkpoint)[1]
 
 
 def is_left_out(name: str, leave_out: Sequence[str]) -> bool:

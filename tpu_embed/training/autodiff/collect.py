@@ -34,7 +34,7 @@ def collect_gradients(
     loss: Callable[[PyTree], ArrayLike],
     leaves: Leaves,
     variables: Sequence[int],
-    shards: Replicas,
+    replicas: Replicas,
     *,
     grad_loss: ArrayLike | None,
     **words: Any,
@@ -45,7 +45,7 @@ def collect_gradients(
       loss: a function of the whole parameter tree that returns floats.
       leaves: the parameters.
       variables: the numbers of the leaves to differentiate by.
-      shards: the replicas.
+      replicas: the replicas.
       grad_loss: the cotangent of the loss, in its shape; None means ones.
       words: `aggregation_method` and `gate_gradients`, as `gradients` takes them.
 
@@ -68,9 +68,9 @@ def collect_gradients(
         found = checked_loss(loss(leaves.only(values)))
         # The gradient of Σ c·l is the pull-back of c: one scalar to differentiate, whatever shape
         # the loss has.
-        return jnp.sum(shards.scaled(found) * _cotangent(found, grad_loss)), found
+        return jnp.sum(replicas.scaled(found) * _cotangent(found, grad_loss)), found
 
-    arrays = shards.local([as_array(leaves.values[i]) for i in floats])
+    arrays = replicas.local([as_array(leaves.values[i]) for i in floats])
     (_, found), gradients = value_and_gradients(objective, arrays, **words)
     if not floats:  # value_and_gradients does not run a function without arguments
         found = objective()[1]

@@ -85,7 +85,7 @@ class CrossShardOptimizer(TreeOptimizer):
     ) -> None:
         self._name = checked_name("CrossShardOptimizer", name)
         axes = _checked_axis(name, axis_name)
-        self._shards = make_replicas(name, axes, reduction, group_assignment)
+        self._replicas = make_replicas(name, axes, reduction, group_assignment)
         self._declared = _declared_of(name, opt)
 
 
@@ -171,7 +171,7 @@ def _checked_axis(what: str, axis_name: AxisName | None) -> AxisName:
 
 def _declared_of(what: str, opt: Any) -> DeclaredOptimizer:
     if isinstance(opt, Optimizer):
-        return opt.lifts_for(what)
+        return opt.declared_for(what)
     _check_transform(what, opt)
     return DeclaredOptimizer(opt)
 

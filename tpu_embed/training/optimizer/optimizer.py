@@ -64,12 +64,12 @@ class Optimizer(TreeOptimizer):
     ) -> None:
         self._name = checked_name("Optimizer", name)
         self._declared = DeclaredOptimizer(tx_or_rule)
-        self._shards = make_replicas(name, axis_name, reduction)
+        self._replicas = make_replicas(name, axis_name, reduction)
         # cross_shard sums the gradients itself; without an axis here it may do so.
         if axis_name is not None and self._declared.sums_itself:
             raise _summed_twice(name, "cross_shard(...)")
 
-    def lifts_for(self, what: str) -> DeclaredOptimizer:
+    def declared_for(self, what: str) -> DeclaredOptimizer:
         """Return the optimizer inside this one, for a wrapper that sums gradients itself.
 
         Args:
@@ -79,8 +79,8 @@ class Optimizer(TreeOptimizer):
           ValueError: this optimizer sums gradients too.
         """
         what = f"{what}: optimizer {self._name}"
-        if self._shards.names:
-            raise _summed_twice(what, f"axis_name {self._shards.names}")
+        if self._replicas.names:
+            raise _summed_twice(what, f"axis_name {self._replicas.names}")
         if self._declared.sums_itself:
             raise _summed_twice(what, "cross_shard(...)")
         return self._declared

@@ -49,7 +49,7 @@ class TreeOptimizer(abc.ABC):
 
     _name: str
     _declared: DeclaredOptimizer
-    _shards: Replicas
+    _replicas: Replicas
 
     @abc.abstractmethod
     def __init__(self) -> None: ...
@@ -81,7 +81,7 @@ class TreeOptimizer(abc.ABC):
         Args:
           tree: a pytree of arrays.
         """
-        return self._shards.local(tree) if self._shards.names else tree
+        return self._replicas.local(tree) if self._replicas.names else tree
 
     def scale_loss(self, loss: ArrayLike) -> Any:
         """Return the loss that `compute_gradients` differentiates.
@@ -89,7 +89,7 @@ class TreeOptimizer(abc.ABC):
         With the reduction "mean" and a bound axis this is the loss divided by the number of
         replicas, otherwise the loss as it is.
         """
-        return self._shards.scaled(loss)
+        return self._replicas.scaled(loss)
 
     def minimize(
         self,
@@ -177,7 +177,7 @@ class TreeOptimizer(abc.ABC):
         variables = leaves.find_all(wanted, what=f"{self._name}: var_list")
         words = {"gate_gradients": gate, "aggregation_method": method}
         collected = collect_gradients(
-            loss, leaves, variables, self._shards, grad_loss=grad_loss, **words
+            loss, leaves, variables, self._replicas, grad_loss=grad_loss, **words
         )
         paths = [leaves.paths[i] for i in variables]
         return collected, list(zip(collected.gradients, paths, strict=True))
@@ -249,7 +249,7 @@ class TreeOptimizer(abc.ABC):
     def _summed(self, gradients: dict[int, Any], leaves: Leaves) -> dict[int, Any]:
         # By label and not by number, so that the errors of `summed` can name the parameter.
         labelled = {leaves.labels[i]: gradient for i, gradient in gradients.items()}
-        summed = self._shards.summed(labelled)
+        summed = self._replicas.summed(labelled)
         return {leaves.labels.index(label): gradient for label, gradient in summed.items()}
 
     def get_slot(self, state: OptState, path: Path, name: str) -> Array | None:

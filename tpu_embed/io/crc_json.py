@@ -18,12 +18,12 @@ from typing import Any
 from tpu_embed._checks import message
 from tpu_embed.io import files, schema
 
-__all__ = ["read", "write"]
+__all__ = ["read_with_crc", "write_with_crc"]
 
 _ENVELOPE = {"kind", "format", "crc32"}
 
 
-def write(
+def write_with_crc(
     path: Path, kind: str, version: int, value: Mapping[str, Any], *, indent: int | None = None
 ) -> None:
     """Write a JSON object; it is on disk when this returns.
@@ -41,8 +41,10 @@ def write(
         file.write(text.encode())
 
 
-def read(path: Path, kind: str, version: int, form: schema.Form, remedy: str) -> dict[str, Any]:
-    """Return the object that `write` has written, without the keys that it added.
+def read_with_crc(
+    path: Path, kind: str, version: int, form: schema.Form, remedy: str
+) -> dict[str, Any]:
+    """Return the object that `write_with_crc` has written, without the keys that it added.
 
     Args:
       path: the file.
