@@ -4,7 +4,7 @@ This is the path of a batch; the names are packages and files:
 
     on the host
       your ids ─▶ core/ids/             checked: shapes, weights, bad ids
-               ─▶ core/batch/           packed into one array of static shape, sent to the devices
+               ─▶ core/batch/           physical rows of core/layout/, packed into one array, sent
     on the devices
                ─▶ core/exchange/        each id goes to the shard that owns its row, rows come back
                ─▶ core/lookup/          the rows of each bag are combined

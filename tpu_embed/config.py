@@ -95,7 +95,7 @@ class TableConfig:
       name: the table's name. None: `table_{i}`, numbered by first appearance among the features.
       dtype: the dtype of the stored rows: float32, bfloat16, or float64 if x64 is on. The config
         keeps its name, a string.
-      placement: where rows live: "mod" (row r on shard r mod S), "div" (contiguous blocks),
+      placement: where rows live: "mod" (row r on shard r mod S), "div" (a range per shard),
         "replicated", or "auto", which the planner must resolve before an engine is made.
       shard_axes: the mesh axes over which rows are split. None: all axes.
       trainable: False: the table is looked up but never updated; it has no optimizer and no slots.
@@ -123,7 +123,7 @@ class TableConfig:
     quantization_config: QuantizationConfig | None = None
 
     def __post_init__(self) -> None:
-        # A frozen dataclass has no assignment; object.__setattr__ stores the normalized values.
+        # The fields of a frozen dataclass cannot be assigned; object.__setattr__ can set them.
         what = _described("TableConfig", self.name)
         for field in ("vocabulary_size", "dim"):
             size = _checks.check_int(f"{what}.{field}", getattr(self, field), minimum=1)
@@ -219,7 +219,7 @@ def _is_text(name: str) -> bool:
 
 def _dtype_name(what: str, dtype: Any) -> str:
     """Return the name of an allowed dtype."""
-    # jnp.dtype(None) is float64, so None is passed on, to be refused by name.
+    # jnp.dtype(None) is float64, so None skips it; `check_choice` then refuses None.
     try:
         name = dtype if dtype is None else str(jnp.dtype(dtype).name)
     except TypeError:

@@ -1,4 +1,4 @@
-"""The three kinds of learning rate: a constant, a schedule of the step, a host callable.
+"""The kinds of learning rate: a constant, a schedule of the step, a host callable, optax's own.
 
 A number is a constant. A callable with a required positional argument is a schedule, as in optax:
 it is called with the number of updates done so far (0 at the first). Any other callable is called
@@ -103,10 +103,11 @@ def resolve(learning_rate: LearningRate | None, step: Any, operand: Any) -> Arra
     Args:
       learning_rate: a constant, a schedule, a host callable, or None.
       step: int32 scalar t, 1 at the first update; a schedule is called with t - 1.
-      operand: scalar, the value of a host callable, which was called outside the compiled program.
+      operand: scalar, what a host callable returned before the compiled program ran; None for
+        other kinds.
 
     Returns:
-      a scalar; 0.0 for None, which nothing reads.
+      a scalar; 0.0 if the rate is None, because an optax transform ignores it.
 
     Raises:
       ValueError: the rate is a host callable and there is no operand, or the rate is a schedule

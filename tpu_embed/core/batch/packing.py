@@ -1,4 +1,4 @@
-"""Pack the ids of all features into one int32 array, and unpack it on the devices.
+"""Ids become physical rows, packed into one int32 array, and unpacked again on the devices.
 
 The array has one line per device. A line holds, for one stack after another,
 

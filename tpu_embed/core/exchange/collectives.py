@@ -24,7 +24,7 @@ def axis_index(names: Sequence[str]) -> Array:
 
 
 def all_to_all(x: Array, names: Sequence[str]) -> Array:
-    """Send `x[d]` to device d of the named axes; return what was received, `[S, …]` by source.
+    """Send `x[d]` to device d of the named axes; return `[S, …]`, entry s sent by device s.
 
     Args:
       x: `[S, …]`, one part per destination.

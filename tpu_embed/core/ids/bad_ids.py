@@ -78,7 +78,7 @@ def resolve_dense(
     Args:
       feature: the feature.
       ids: integers of any shape; -1 is padding.
-      where: returns in words where the entry with a given flat index is.
+      where: maps a flat index to words, for messages.
 
     Returns:
       The ids, int32 or int64, and whether -1 is among them.
@@ -106,7 +106,7 @@ def resolve_dense(
 def resolve_flat(
     feature: FeatureRules, ids: np.ndarray, where: Callable[[int], str]
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return flat ids with every bad one resolved; no id is removed yet.
+    """Return flat ids with every bad one resolved; ids to drop are marked, not removed.
 
     Args:
       feature: the feature.
@@ -133,7 +133,7 @@ def resolve_flat(
 def _all_below(ids: np.ndarray, size: int) -> bool:
     """Tell whether all ids are in [0, size), in one pass over them."""
     # Viewed as unsigned, negative ids are large: int32 -1 is 2**32 - 1. "<i4" becomes "<u4", so
-    # the byte order stays. The limit excludes negative ids even if `size` exceeds the dtype.
+    # the byte order stays. The limit is at most the largest signed number + 1: negatives fail.
     unsigned = ids.view(ids.dtype.str.replace("i", "u"))
     limit = min(size, int(np.iinfo(ids.dtype).max) + 1)
     return bool(np.maximum.reduce(unsigned, axis=None, initial=0) < limit)
@@ -145,7 +145,7 @@ def _extent(ids: np.ndarray) -> tuple[int, int]:
 
 
 def _clip(ids: np.ndarray, size: int) -> np.ndarray:
-    """Return ids clipped to [0, size), or to the part of it that their dtype can hold."""
+    """Return ids clipped to [0, size), or to their dtype's maximum if that is lower."""
     return np.clip(ids, 0, min(size - 1, int(np.iinfo(ids.dtype).max)))
 
 

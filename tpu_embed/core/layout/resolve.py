@@ -37,8 +37,8 @@ def make_layout(
       stack_tables: whether tables that can share one physical array do so.
 
     Raises:
-      ValueError: a placement is still "auto", an optimizer is not one, or it does not fit its
-        table.
+      ValueError: a placement is still "auto"; an optimizer is neither ours nor an optax transform,
+        or does not fit its table.
     """
     for name, config in zip(declared.table_names, declared.tables, strict=True):
         if config.placement == "auto":
@@ -88,7 +88,8 @@ def _table_optimizers(declared: Structure, default: Any) -> list[TableOptimizer 
         if config.optimizer is not None:
             own = resolved(f"table {name!r}", config.optimizer)
         own = own if config.trainable else None
-        # Every replica must apply the same update, which takes the gradients summed over all.
+        # Every device has a replicated table whole and must apply the same update to it, so its
+        # gradients are first summed over all devices.
         if (
             own is not None
             and not own.use_gradient_accumulation

@@ -1,11 +1,12 @@
 """Create tables and slots shard by shard, so that no device or host holds more than its own rows.
 
-Each row is drawn with a random key of its own:
+Each row is drawn in the compute dtype with a random key of its own:
 
     initializer(fold_in(fold_in(key, crc32(table name)), row number), (1, D), dtype)
 
 So its value depends on the key, the table's name and the row's number only, and is the same for
-every layout and every number of devices.
+every layout and every number of devices. An initializer that takes `shard_info` is called once per
+shard instead, with the table's key.
 
 Input: a random key and the stacks. Output: physical tables and slots.
 """
@@ -42,7 +43,7 @@ class NewRows(NamedTuple):
       places: local rows of the shard, `[n]`.
       keys: the random key of each, `[n]`.
       rows: the logical row id of each, in its own table, `[n]`.
-      exists: bool `[n]`, false for the padding at the end of a table, which belongs to no row.
+      exists: bool `[n]`, false for the padding at the end of a table.
     """
 
     places: Array
@@ -148,7 +149,7 @@ def _whole_shard(
     """Call the initializer once for the whole shard; return a function that picks rows of it."""
     places = jnp.arange(table.rows_per_shard, dtype=stack.index_dtype) + table.offset
     lines = _lines(key, stack, [table], places)
-    # The padding after the last row has numbers of V or more. The initializer sees valid row ids
+    # Padding after the last row would get row ids of V or more. The initializer sees valid row ids
     # only, so padding repeats the last row here; `_fill` sets it to zero.
     rows = jnp.minimum(lines.rows, table.vocabulary_size - 1).astype(jnp.int32)
     # One call makes [rows_per_shard, D], with the key of the table instead of one key per row.
@@ -197,7 +198,7 @@ def _fill(
       rows_of: returns the values `[n, D]` of `NewRows`.
     """
     first, last = tables[0].offset, tables[-1].offset + tables[-1].rows_per_shard
-    # Packed rows are padded to lines of 128 words, so fewer of them fill a chunk.
+    # Count a packed row as whole lines of 128 words: an upper bound of what it takes.
     width = stack.dim if stack.packing == "none" else round_up(stack.dim, LINE)
     chunk = min(last - first, max(ROW_MULTIPLE, CHUNK // width))
     numbers = jnp.arange(round_up(chunk, ROW_MULTIPLE), dtype=stack.index_dtype)
@@ -206,8 +207,8 @@ def _fill(
         # The last chunk starts earlier, so that it ends at `last`. With rows 0 … 9 and chunk 4:
         # 0-3, 4-7, 6-9. Rows 6 and 7 are created twice, with equal values.
         start = jnp.minimum(first + i * chunk, last - chunk).astype(stack.index_dtype)
-        # Beyond the run, the last row is repeated up to a multiple of ROW_MULTIPLE; [:chunk] below
-        # drops these copies again.
+        # Up to a multiple of ROW_MULTIPLE, more rows follow (repeats of the last one at the end);
+        # [:chunk] below drops them again.
         lines = _lines(key, stack, tables, jnp.minimum(start + numbers, last - 1))
         rows = rows_of(jax.lax.optimization_barrier(lines)).astype(stack.compute_dtype)
         rows = jax.lax.optimization_barrier(jnp.where(lines.exists[:, None], rows, 0))

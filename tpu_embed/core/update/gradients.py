@@ -1,10 +1,10 @@
 """Check activation gradients against the activations, and collect them by stack.
 
 A user gives one gradient per feature, in the shape of its activations. An update works stack by
-stack, on one row per bag.
+stack, on one gradient vector per bag.
 
 Input: one gradient per feature. Output: checked arrays; then, for one stack on one device, one
-array per feature with one row per bag.
+`[bags, D]` array per feature.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def checked_gradients(
 
 def _callers_level() -> int:
     """Return the `stacklevel` of the first caller outside the package, for `warnings.warn`."""
-    # Level 1 is the function that calls `warn`, which is the caller of this one too. Go up until
-    # the frame's module is not part of tpu_embed.
+    # Level 1 is our caller, the function that calls `warn`. Go up until a frame's module is not
+    # part of tpu_embed.
     package = __name__.partition(".")[0]
     level, frame = 1, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == package:

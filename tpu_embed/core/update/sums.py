@@ -1,9 +1,13 @@
-"""Sum the gradients of each touched row on the device that owns the row.
+"""Sum gradients by row: per block on the examples' device, then over the blocks on the owner.
 
 Floating-point sums depend on their order, and the result must not depend on the number of devices.
 So the global batch is split into G contiguous blocks. A row's gradients are summed in batch order
 within each block, on the device that has the block's examples; these partial sums are sent to the
 row's owner, which adds them in the order of the blocks.
+
+There are four ways to the same sums, and `sharded.py` chooses: partial sums sent by an all-to-all;
+gradients sent by an all-gather where that is less; dense sums of a small replicated stack; and a
+single device, where a compiled kernel sums and applies the rule at once.
 
 Input: one device's ids of a stack, and the gradients of its activations. Output: local rows with
 partial sums (`all_to_all_sums`), then distinct rows with whole sums (`merge_blocks`).

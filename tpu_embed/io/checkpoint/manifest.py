@@ -1,6 +1,7 @@
-"""The manifest of saved tables: names, shapes, dtypes and checksums, compared with an engine's.
+"""The manifest of saved tables: their names, shapes and dtypes, compared with an engine's.
 
-Everything is compared before the first row is read, so that a mismatch is one clear error.
+Everything is compared before the first row is read, so that a mismatch is one clear error. The
+manifest also lists the checksums of the row files, which `row_files.py` checks.
 
 Input: an engine and its state, or a directory. Output: the manifest `tables.json`, written or
 checked.
