@@ -176,3 +176,17 @@ def test_names_show_the_layout_and_no_optimizer():
 
 def test_a_foreign_key_is_named_too():
     assert "not the name of a stack" in differences("items@mod8x250#0f3a", "stack_0")
+
+
+def test_slots_of_another_optimizer_are_named():
+    table = TableConfig(10, 2, name="items")
+    engines = [EmbeddingEngine(FeatureConfig(table), rule) for rule in (o.Adagrad(0.1), o.SGD(0.1))]
+    state, ids = engines[0].init(jax.random.key(0)), np.zeros(8, np.int32)
+    more = r"state: stack 'items@.*': expected slots \[\], got also \['accumulators'\]; save"
+    with pytest.raises(ValueError, match=more):
+        engines[1].update(state, engines[1].place(ids), np.zeros((8, 2), np.float32))
+    with pytest.raises(ValueError, match=more):
+        engines[1].slots(state)
+    state = engines[1].init(jax.random.key(0))
+    with pytest.raises(ValueError, match=r"table 'items', slot 'accumulators': .* got none"):
+        engines[0].slots(state)

@@ -14,6 +14,7 @@ from nn_models import bag_of
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, nn
 from tpu_embed import optimizers as o
 from tpu_embed.core.lookup import reads
+from tpu_embed.core.update import in_place
 from tpu_embed.kernels import cpu, dispatch
 from tpu_embed.planning.compiled import abstract_batch, abstract_state
 
@@ -180,6 +181,13 @@ def test_what_would_be_copied_is_named(step):
     with pytest.raises(ValueError, match="step: expected updates in place") as error:
         engine.check_in_place(jitted, state, batch, batch)
     assert COPIES[step] in str(error.value)
+
+
+def test_copies_that_are_started_and_awaited_are_found():
+    """Accelerators copy so: the result is a tuple, and the copy is its first part."""
+    started = "%c = (f32[1000,64]{1,0}, f32[1000,64]{1,0}, u32[]) copy-start(%p)"
+    assert in_place._copied_forms(started) == {"f32[1000,64]"}
+    assert in_place._copied_forms("%c = f32[8,4]{1,0} copy(%p)") == {"f32[8,4]"}
 
 
 def test_a_state_that_is_not_donated_is_named():

@@ -43,6 +43,10 @@ class Model(nnx.Module):
         return self.linear(self.dropout(self.norm(features)))
 
 
+def embed_of(seed):
+    return nn.Embed(8, 2, rngs=nnx.Rngs(seed))
+
+
 def modules_of(*args, **options):
     model = Model(*args, **options)
     return {"model": model, "optimizer": nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)}
@@ -357,3 +361,23 @@ def test_a_save_in_the_background_has_the_bits_of_its_step(tmp_path):
         restored = copy_of(template(LAYOUTS[0]))
         manager.restore(restored, 1)
     assert_same(contents(restored), wanted)
+
+
+@pytest.mark.parametrize("make", [lambda i: nnx.Param(jnp.full(2, float(i))), embed_of])
+def test_what_places_share_is_part_of_the_structure(make, tmp_path):
+    """The number of objects is the same, and their paths are: only who shares them differs."""
+    saved = nnx.Dict(x=make(0), y=make(1))
+    saved.z = saved.x
+    save_modules(tmp_path / "saved", {"model": saved})
+    other = nnx.Dict(x=make(2), y=make(3))
+    other.z = other.y
+    before = jax.tree.map(np.array, nnx.state(other))
+    with pytest.raises(ValueError, match=r"of several paths: expected \[\['model/x.*model/z"):
+        restore_modules(tmp_path / "saved", {"model": other})
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.state(other))
+    alike = nnx.Dict(x=make(2), y=make(3))
+    alike.z = alike.x
+    restore_modules(tmp_path / "saved", {"model": alike})
+    pairs = zip(*(jax.tree.leaves(nnx.state(model)) for model in (saved, alike)), strict=True)
+    for one, another in pairs:
+        np.testing.assert_array_equal(one, another)

@@ -19,7 +19,7 @@ import jax
 from tpu_embed._checks import check_live, message
 from tpu_embed.core.layout import Layout, differences
 from tpu_embed.core.state.fields import Field, fields
-from tpu_embed.core.state.table_state import TableState
+from tpu_embed.core.state.table_state import TableState, slot_shapes
 from tpu_embed.kernels import storage
 
 __all__ = [
@@ -141,6 +141,18 @@ def check_forms(state: TableState, layout: Layout, *, slots: bool) -> None:
     for f in fields(layout):
         if slots or f.slot is None:
             _check_form(f, _array_of(state, f), "")
+    if slots:
+        _check_no_more_slots(state, layout)
+
+
+def _check_no_more_slots(state: TableState, layout: Layout) -> None:
+    """Raise `ValueError` if a stack has slots that the optimizer of this engine does not have."""
+    for stack in layout.stacks:
+        more = sorted(state.slots[stack.name].keys() - slot_shapes(stack).keys())
+        if more:
+            what, expected = f"state: stack {stack.name!r}", f"slots {sorted(slot_shapes(stack))}"
+            text = message(what, expected=expected, got=f"also {more}", remedy=_RESTORE)
+            raise ValueError(text)
 
 
 def _array_of(state: TableState, f: Field) -> Any:

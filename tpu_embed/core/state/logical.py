@@ -23,7 +23,7 @@ from tpu_embed._snapshot import as_array, snapshot
 from tpu_embed._types import Array, ArrayLike, Tracer
 from tpu_embed.core.ids import refuse_masked
 from tpu_embed.core.layout import Layout, MeshAxes, bucket
-from tpu_embed.core.state.checks import check_own
+from tpu_embed.core.state.checks import check_forms, check_own
 from tpu_embed.core.state.fields import Field, field, fields
 from tpu_embed.core.state.table_state import TableState, logical_rows, set_physical_rows
 from tpu_embed.kernels import storage
@@ -46,6 +46,7 @@ def _tables(state: TableState, layout: Layout) -> dict[str, Array]:
 def slots(state: TableState, layout: Layout) -> dict[str, dict[str, Array]]:
     """Return the logical slots by table name, then slot name."""
     check_own(state, layout)
+    check_forms(state, layout, slots=True)
     return _slots(state, layout)
 
 

@@ -163,7 +163,8 @@ _HLO_NAMES = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "uint16": 
 
 def _copied_forms(hlo: str) -> set[str]:
     """Return dtype and shape of every array that an HLO text copies, such as "f32[1000,64]"."""
-    return {match[1] for match in _COPY.finditer(hlo)}
+    # The second is that of a copy-start, whose result is a tuple that begins with the copy.
+    return {match[1] or match[2] for match in _COPY.finditer(hlo)}
 
 
 def _local_format(field: Field) -> str:

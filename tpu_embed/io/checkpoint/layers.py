@@ -1,6 +1,7 @@
 """Save the tables of all layers of a model in one directory, each under the path of its layer.
 
     layers/layers.json             paths of the layers
+    layers/shared.json             paths of what several places share
     layers/model-films-rows~…/     one directory per layer, as `tables.py` writes it
 
 Tables of different layers may have the same name, and one layer object may appear at several places
@@ -13,7 +14,7 @@ Input: layers with their states, or what to restore for each. Output: files, or 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 _LAYERS = "layers.json"
+_SHARED = "shared.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +88,13 @@ def _prepared(path: str, layer: StateHolder, name: str, copied: bool) -> tables.
         raise ValueError(f"layer {path!r}: {error}") from error
 
 
-def write(directory: Path, prepared: Prepared) -> None:
+def write(directory: Path, prepared: Prepared, shared: Sequence[Sequence[str]]) -> None:
     """Write this process's part of all layers.
 
     Args:
       directory: an existing directory.
       prepared: what to write.
+      shared: the paths of each layer or variable that has several; it is saved under one of them.
     """
     for path, layer in prepared.layers.items():
         place = directory / file_name(path)
@@ -99,6 +102,7 @@ def write(directory: Path, prepared: Prepared) -> None:
         tables.write(place, layer)
     if jax.process_index() == 0:
         write_bound(directory / _LAYERS, prepared.checkpoint, sorted(prepared.layers))
+        write_bound(directory / _SHARED, prepared.checkpoint, shared)
 
 
 def read_paths(directory: Path) -> tuple[str, list[str]]:
@@ -109,6 +113,21 @@ def read_paths(directory: Path) -> tuple[str, list[str]]:
       ValueError: `layers.json` is damaged.
     """
     return read_bound(directory / _LAYERS, schema.sequence(schema.text))
+
+
+def read_shared(directory: Path, checkpoint: str) -> list[list[str]]:
+    """Return the paths of each layer or variable that had several.
+
+    Args:
+      directory: the directory of all layers.
+      checkpoint: the name of the checkpoint.
+
+    Raises:
+      FileNotFoundError: `shared.json` is missing.
+      ValueError: it is damaged, or belongs to another checkpoint.
+    """
+    form = schema.sequence(schema.sequence(schema.text))
+    return read_bound(directory / _SHARED, form, checkpoint)[1]
 
 
 def differences(directory: Path, found: Collection[str], wanted: Mapping[str, Wanted]) -> list[str]:

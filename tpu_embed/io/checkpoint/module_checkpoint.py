@@ -151,7 +151,7 @@ def save_modules_args(
     prepared = layers.prepare(parts.layers, checkpoint=checkpoint, copied=copied)
     return ocp.args.Composite(
         **{
-            LAYERS: FilesArgs(write=lambda path: layers.write(path, prepared)),
+            LAYERS: FilesArgs(write=lambda path: layers.write(path, prepared, parts.shared)),
             VARIABLES: PyTreeArgs(checkpoint, arrays),
             POSITION: JsonArgs(checkpoint, as_json(position)),
         }
@@ -201,6 +201,10 @@ def _restore_args(path: Path, whole: Modules, chosen: Modules, wish: _Wish) -> o
         *layers.differences(path / LAYERS, here, wanted),
         *leaf_differences(leaves, tree),
     ]
+    saved = chosen.shared_of(layers.read_shared(path / LAYERS, checkpoint))
+    if saved != (shared := chosen.shared_of(whole.shared)):
+        what = "layers and variables of several paths"
+        differences.append(message(what, expected=f"{saved}, as saved", got=f"{shared}"))
     if differences:
         remedy = "give the modules as they were saved; leave_out= takes paths, or those above them"
         text = message_of_many(f"checkpoint {path}", differences, remedy=remedy)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -72,12 +72,14 @@ class Modules:
       by_name: the modules.
       layers: the objects that hold the state of an engine, by path.
       leaves: all other variables and arrays.
+      shared: the paths of each layer or variable that has several, sorted.
       leave_out: paths; arrays at or below them are left out.
     """
 
     by_name: dict[str, Any]
     layers: dict[str, StateHolder]
     leaves: list[_Leaf]
+    shared: list[list[str]]
     leave_out: tuple[str, ...] = ()
 
     def arrays(self) -> dict[str, Any]:
@@ -99,6 +101,11 @@ class Modules:
         meshes = [layer.engine.layout.axes for layer in self.layers.values()]
         everywhere = (meshes[0] if meshes else make_axes(None, None)).sharding(())
         return {path: abstract_leaf(one, everywhere) for path, one in self.arrays().items()}
+
+    def shared_of(self, shared: Sequence[Sequence[str]]) -> list[list[str]]:
+        """Return lists of paths without those that are left out, where several remain."""
+        kept = [[p for p in paths if not is_left_out(p, self.leave_out)] for paths in shared]
+        return sorted(paths for paths in kept if len(paths) > 1)
 
     def without(self, leave_out: tuple[str, ...]) -> Modules:
         """Return the modules without the layers and arrays at or below some paths."""
@@ -147,7 +154,34 @@ def take_apart(modules: Mapping[str, Any]) -> Modules:
             what = f"modules: {_path(leaf.keys)!r}"
             raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
     _check_different([*layers, *(path for leaf in leaves for path in leaf.arrays())])
-    return Modules(by_name, layers, leaves)
+    return Modules(by_name, layers, leaves, _shared(by_name))
+
+
+def _shared(by_name: Mapping[str, Any]) -> list[list[str]]:
+    """Return the paths of every layer and variable that has several, each list sorted."""
+    paths: dict[int, set[str]] = collections.defaultdict(set)
+    for keys, holder in _holders(by_name, (), frozenset()):
+        paths[id(holder)].add(_path(keys))
+    return sorted(sorted(found) for found in paths.values() if len(found) > 1)
+
+
+def _holders(node: Any, keys: Keys, above: frozenset[int]) -> Iterator[tuple[Keys, Any]]:
+    """Yield every layer and variable at every place that it has, with its keys."""
+    if isinstance(node, StateHolder | nnx.Variable):
+        yield keys, node
+        return
+    if isinstance(node, Mapping):
+        children = dict(node)
+    elif isinstance(node, list | tuple | nnx.List):
+        children = dict(enumerate(node))
+    elif isinstance(node, nnx.Pytree):
+        children = vars(node)
+    else:
+        return
+    # A module may hold one that holds it: what is above is not entered again.
+    for key, child in children.items():
+        if id(child) not in above:
+            yield from _holders(child, (*keys, key), above | {id(node)})
 
 
 def _checked(modules: Any) -> dict[str, Any]:
