@@ -9,12 +9,20 @@ Input: values to check. Output: the values, or an error.
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable, Sequence
-from typing import Any
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 import jax
 
 from tpu_embed._types import Tracer
+
+_T = TypeVar("_T")
+_NOT_THE_USERS = tuple(f"{Path(one).parent}{os.sep}" for one in (__file__, jax.__file__))
+"""Folders whose files are not the user's: ours, and those of JAX, which calls us while tracing."""
 
 _MOST_LINES = 20
 """How many messages `message_of_many` shows at most."""
@@ -106,3 +114,36 @@ def check_live(what: str, arrays: Iterable[Any]) -> None:
             remedy = "use what that call returned; donate_argnums says what a jit donates"
             got = "one that was donated to an earlier call, or deleted"
             raise ValueError(message(what, expected="arrays that exist", got=got, remedy=remedy))
+
+
+def warn_user(text: str) -> None:
+    """Warn with the line of the user's code that led here, whatever of ours and JAX's is between.
+
+    Args:
+      text: the warning.
+    """
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
+
+
+def refuse_derivatives(what: str, *, expected: str, got: str, remedy: str) -> Callable[[_T], _T]:
+    """Return an identity of pytrees that raises `TypeError` where it is differentiated.
+
+    Args:
+      what: as for `message`.
+      expected: as for `message`.
+      got: as for `message`.
+      remedy: as for `message`.
+    """
+
+    @jax.custom_jvp
+    def identity(tree: _T) -> _T:
+        return tree
+
+    @identity.defjvp
+    def refuse(primals: tuple, tangents: tuple) -> tuple:
+        raise TypeError(message(what, expected=expected, got=got, remedy=remedy))
+
+    return identity

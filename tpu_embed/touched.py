@@ -17,7 +17,7 @@ import numpy as np
 
 from tpu_embed._checks import check_int, message
 from tpu_embed._types import ArrayLike, PyTree, Tracer
-from tpu_embed.core.batch import Batch, packed_rows, view_stacks
+from tpu_embed.core.batch import Batch, packed_rows, parts, view_stacks
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.layout import Stack, TableSlice
 from tpu_embed.core.state import TableState, check_own
@@ -187,7 +187,8 @@ class TouchedRows:
         if isinstance(batch, Batch):
             batch.check(layout)
             lines = _lines(batch)
-            return [packed_rows(lines, view)[0] for view in view_stacks(batch.spec, layout)]
+            views = zip(view_stacks(batch.spec, layout), parts(batch.spec, layout), strict=True)
+            return [packed_rows(lines, view, part)[0] for view, part in views]
         # Features that were not placed: find the physical rows here, several features per stack.
         # The empty array is for a stack without features, since nothing cannot be concatenated.
         found: list[list[np.ndarray]] = [[np.zeros(0, np.int32)] for _ in layout.stacks]

@@ -22,8 +22,7 @@ KINDS += ("ragged", "ragged", "ragged rows", "ragged first", "ragged sequence")
 WIDTHS = (0, 1, 2, 2, 3, 3, 4, 4, 5, 5, 13)
 DTYPES = ("int8", "int16", "int32", "int64", "int64", "uint8", "uint16", "uint32", "uint64")
 EXTREMES = (1e-30, 1e-21, 1e-3, 1.0, 5e19, 1e30)
-EXTREME_WEIGHTS = False
-"""Whether mean and sqrtn may get weights whose squares or quotients overflow in float32."""
+"""Weights for mean and sqrtn whose squares or quotients overflow in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +183,7 @@ def _draw_weights(rng, feature, form, shape):
     else:
         weights = rng.integers(0, 2, shape).astype(float)
     combines = form.kind.endswith(("bag", "bags", "rows")) or form.kind in ("sparse", "ragged")
-    if EXTREME_WEIGHTS and combines and feature.table.combiner != "sum" and rng.random() < 0.5:
+    if combines and feature.table.combiner != "sum" and rng.random() < 0.5:
         weights = rng.choice(EXTREMES, shape)
     return weights.astype(choose(rng, ("float32", "float32", "float64")))
 

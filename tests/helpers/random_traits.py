@@ -24,6 +24,7 @@ EVERY = {
     *("gradient clip", "weight clip", "decay", "schedule", "host rate", "fewer rows than shards"),
     *("stacked", "alike but not stacked", "two axes", "batch axes", "shard axes", "explicit axes"),
     *("8 devices", "uneven blocks", "pipelined", "no ids", "no gradient", "left out"),
+    "extreme weights",
 }
 
 
@@ -148,7 +149,15 @@ def _of_leaf(case, step, f):
         ),
         "no ids": not np.any(ids >= 0),
         "no gradient": step.gradients[f] is None and feature.table.trainable,
+        "extreme weights": np.any(_weights(step, f) > 1e18),
     }
+
+
+def _weights(step, f):
+    """Return the weights of a feature, in whatever they are given, float64 [N]."""
+    given = step.weights[f] if step.weights else None
+    given = getattr(step.ids[f], "weights", None) if given is None else given
+    return np.ravel(getattr(given, "values", [] if given is None else given)).astype(np.float64)
 
 
 def choose_seeds(count=8000, tries=3000):

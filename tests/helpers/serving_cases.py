@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from bag_cases import draw_bags, draw_weights
 
 from tpu_embed import FeatureConfig, QuantizationConfig, RaggedIds, SparseIds, TableConfig
 
@@ -10,13 +11,12 @@ BATCH, ROWS, DIM = 8, 13, 5
 RNG = np.random.default_rng(11)
 
 
-def bags(count, longest=4):
-    return [RNG.integers(0, ROWS, RNG.integers(0, longest + 1)).tolist() for _ in range(count)]
+def bags(count):
+    return draw_bags(RNG, count, ROWS)
 
 
 def weights_of(lists):
-    """Return weights, with zeros and negative ones among them."""
-    return [[float(w) for w in RNG.choice([-1.5, 0.0, 0.5, 2.0], len(bag))] for bag in lists]
+    return draw_weights(RNG, lists)
 
 
 SEVEN, MANY = bags(BATCH), bags(BATCH)

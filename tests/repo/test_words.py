@@ -34,9 +34,6 @@ REFUSED = {
 }
 """Patterns that code and docs do not have, and what is said instead."""
 
-GROUPS_OF_REPLICAS = ("replicas.py", "cross_shard.py", "training.md", "gradients.py")
-"""Where a group is a group of replicas, as in `group_assignment`."""
-
 
 def found(pattern, paths=PROSE):
     """Return path:line of every line that has the pattern."""

@@ -15,15 +15,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path as FilePath
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
-from tpu_embed._checks import message
+from tpu_embed._checks import message, warn_user
 from tpu_embed._types import Array
 from tpu_embed.nn.variables import TOKEN, Counter, Table
 from tpu_embed.sparse import (
@@ -33,7 +31,6 @@ from tpu_embed.sparse import (
     Sources,
     count_lookups,
     engine_lookup_p,
-    level_of_caller,
     propagate,
     tap_lookups,
 )
@@ -266,8 +263,7 @@ def _warn_of_other_uses(program: _Program) -> None:
     read = functools.reduce(operator.or_, (one.reached for one in found), 0)
     for number in sorted(program.rows):
         if read >> number & 1:
-            warnings.warn(
+            warn_user(
                 f"layer {path_of(program.rows[number][1:])!r}: its table is a constant where the "
-                "function reads it in another way than by a lookup, and gets no gradient there",
-                stacklevel=level_of_caller(str(FilePath(__file__).parent)),
+                "function reads it in another way than by a lookup, and gets no gradient there"
             )

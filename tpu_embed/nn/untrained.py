@@ -6,15 +6,13 @@ Output: a warning, the first time that it happens to the layer.
 
 from __future__ import annotations
 
-import warnings
 import weakref
-from pathlib import Path
 
 from jax._src import core  # which trace is current, and of which kind, has no public name
 from jax._src.interpreters.ad import JVPTrace, LinearizeTrace
 
+from tpu_embed._checks import warn_user
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.sparse import level_of_caller
 
 __all__ = ["warn_if_differentiated", "warn_without_optimizer"]
 
@@ -65,5 +63,4 @@ def _warn(engine: EmbeddingEngine, what: str) -> None:
     _WARNED.add(engine)
     ((name, table),) = engine.table_configs.items()
     size = f"[{table.vocabulary_size}, {table.dim}]"
-    level = level_of_caller(str(Path(__file__).parent))
-    warnings.warn(f"table {name!r} {size} of a layer {what}", stacklevel=level)
+    warn_user(f"table {name!r} {size} of a layer {what}")

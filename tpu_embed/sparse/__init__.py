@@ -1,6 +1,6 @@
 """Sparse gradients: find the lookups in a user's traced function, differentiate by their rows."""
 
-from tpu_embed.sparse.arguments import level_of_caller, positions, value_and_aux
+from tpu_embed.sparse.arguments import positions, value_and_aux
 from tpu_embed.sparse.engine_lookup import (
     FEATURE,
     Call,
@@ -40,7 +40,6 @@ __all__ = [
     "engine_update",
     "global_norm",
     "is_indexed_slices",
-    "level_of_caller",
     "positions",
     "propagate",
     "scale",

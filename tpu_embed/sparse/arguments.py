@@ -1,21 +1,17 @@
 """The conventions of `jax.grad`, for our functions that differentiate a user's function.
 
 Input: `argnums` and `has_aux` as a user gives them, and the result of the user's function.
-Output: positions of arguments, a pair of value and aux, and the stack level of the user's line.
+Output: positions of arguments, and a pair of value and aux.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-
-import jax
 
 from tpu_embed._checks import is_int, message
 
-__all__ = ["level_of_caller", "positions", "value_and_aux"]
+__all__ = ["positions", "value_and_aux"]
 
 
 def positions(argnums: Any, count: int, *, remedy: str) -> tuple[int, ...]:
@@ -67,17 +63,3 @@ def value_and_aux(result: Any, *, has_aux: bool) -> tuple[Any, Any]:
             )
         )
     return result
-
-
-def level_of_caller(inside: str) -> int:
-    """Return the `stacklevel` with which the caller's warning names a line of the user's.
-
-    Args:
-      inside: the prefix of paths of our own files. Files of JAX are not the user's either.
-    """
-    # Walk outwards over the frames of ours and of JAX, which calls us back while tracing.
-    level, frame = 1, sys._getframe(1)
-    ours = (inside, str(Path(jax.__file__).parent))
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
-        level, frame = level + 1, frame.f_back
-    return level

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from tpu_embed._checks import message
+from tpu_embed._checks import message, refuse_derivatives
 from tpu_embed._types import Array
 from tpu_embed.core.batch import Batch, BatchSpec
 from tpu_embed.core.engine import EmbeddingEngine
@@ -174,21 +174,12 @@ def engine_update(
     return engine.update(state, features, {FEATURE: together}, weights)
 
 
-@jax.custom_jvp
-def _not_differentiable(gradients: list[Array]) -> list[Array]:
-    return gradients
-
-
-@_not_differentiable.defjvp
-def _refuse_gradient(primals: tuple, tangents: tuple) -> tuple:
-    raise TypeError(
-        message(
-            "update of a layer's table",
-            expected="a step that is not differentiated",
-            got="a gradient through it",
-            remedy="differentiate sparse_value_and_grad, and apply the tables' gradients after it",
-        )
-    )
+_not_differentiable = refuse_derivatives(
+    "update of a layer's table",
+    expected="a step that is not differentiated",
+    got="a gradient through it",
+    remedy="differentiate sparse_value_and_grad, and apply the tables' gradients after it",
+)
 
 
 def _check_no_weights(weights: Any) -> None:

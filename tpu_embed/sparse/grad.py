@@ -11,7 +11,6 @@ Output: a function of the same arguments that returns the value and the gradient
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,10 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tpu_embed._checks import warn_user
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array
 from tpu_embed.kernels.varying import as_varying, varying_axes
-from tpu_embed.sparse.arguments import level_of_caller, positions, value_and_aux
+from tpu_embed.sparse.arguments import positions, value_and_aux
 from tpu_embed.sparse.indexed_slices import IndexedSlices
 from tpu_embed.sparse.tapped_program import Reached, TappedProgram, differentiable, tap_lookups
 from tpu_embed.sparse.taps import Asked, count_lookups
@@ -157,10 +157,9 @@ def _flat_gradients(
 def _warn_dense(names: Sequence[str]) -> None:
     """Warn about tables whose gradient is dense although they are looked up."""
     for name in names:
-        warnings.warn(
+        warn_user(
             f"the gradient of table {name or 'argument'} is dense: the function also uses it "
-            "outside of embedding_lookup, or looks it up where lookups are not found",
-            stacklevel=level_of_caller(__file__),
+            "outside of embedding_lookup, or looks it up where lookups are not found"
         )
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, final, get_args
 
@@ -20,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import check_choice, is_int, message
+from tpu_embed._checks import check_choice, is_int, message, warn_user
 from tpu_embed._types import Array, PyTree
 from tpu_embed.kernels.varying import as_varying, varying_axes
 from tpu_embed.sparse import IndexedSlices, is_indexed_slices
@@ -171,10 +170,9 @@ class Replicas:
         # One warning per optimizer, not per trace: the list is the only mutable part of this class.
         if not self._said:
             self._said.append("unbound")
-            warnings.warn(
+            warn_user(
                 f"{self.what}: no axis named {', '.join(self.names)} is bound here, so nothing is "
-                "scaled or summed; run it inside a shard_map over it",
-                stacklevel=4,
+                "scaled or summed; run it inside a shard_map over it"
             )
 
     def _tracked(self) -> bool:

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import oracle
 import pytest
+from bag_cases import draw_bags, draw_weights
 from jax.sharding import Mesh
 
 from tpu_embed import (
@@ -22,13 +23,12 @@ BATCH, ROWS, DIM = 8, 13, 5
 RNG = np.random.default_rng(7)
 
 
-def bags(count, longest=4):
-    return [RNG.integers(0, ROWS, RNG.integers(0, longest + 1)).tolist() for _ in range(count)]
+def bags(count):
+    return draw_bags(RNG, count, ROWS)
 
 
 def weights_of(lists):
-    """Return weights with zeros and negative ones among them."""
-    return [[float(w) for w in RNG.choice([-1.5, 0.0, 0.5, 2.0], len(bag))] for bag in lists]
+    return draw_weights(RNG, lists)
 
 
 SEVEN, MANY, PAIRS = bags(BATCH), bags(BATCH), bags(BATCH * 3)

@@ -8,25 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gradient_cases import W, X, same, square
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from tpu_embed.sparse import embedding_lookup
 from tpu_embed.training.autodiff import AggregationMethod, Tag, UnconnectedGradients, gradients, tag
 
-X = jnp.array([0.5, -1.0, 2.0])
-W = jnp.array([3.0, 0.25, -2.0])
 METHODS = [None, *AggregationMethod]
-
-
-def square(x):
-    return x**2
-
-
-def same(found, expected):
-    assert len(found) == len(expected)
-    for g, e in zip(found, expected, strict=True):
-        np.testing.assert_allclose(g, e, rtol=1e-6)
 
 
 # -- xs --------------------------------------------------------------------------------------------

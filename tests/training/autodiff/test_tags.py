@@ -6,22 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gradient_cases import W, X, same, square
 from jax import lax
 
 from tpu_embed.training.autodiff import Tag, gradients, tag
-
-X = jnp.array([0.5, -1.0, 2.0])
-W = jnp.array([3.0, 0.25, -2.0])
-
-
-def square(x):
-    return x**2
-
-
-def same(found, expected):
-    assert len(found) == len(expected)
-    for g, e in zip(found, expected, strict=True):
-        np.testing.assert_allclose(g, e, rtol=1e-6)
 
 
 def test_the_gradient_of_a_tag_is_total_and_cuts_no_path():

@@ -14,7 +14,7 @@ import dataclasses
 
 import numpy as np
 
-from tpu_embed.core.batch.packing import packed_rows
+from tpu_embed.core.batch.packing import Part, packed_rows, parts
 from tpu_embed.core.batch.spec import BatchSpec
 from tpu_embed.core.batch.stack_view import StackView, view_stacks
 from tpu_embed.core.layout import Layout, Stack
@@ -38,21 +38,24 @@ def with_capacities(
     """
     counted = []
     # With one shard and one replica nothing is exchanged, and both capacities are 0.
-    for view, one in zip(view_stacks(packed_as, layout), natural.stacks, strict=True):
+    views, places = view_stacks(packed_as, layout), parts(packed_as, layout)
+    for view, part, one in zip(views, places, natural.stacks, strict=True):
         rows = partials = 0
         if view.stack.num_shards > 1 or layout.axes.replicas > 1:
-            rows, partials = _count(packed, view, replicas)
+            rows, partials = _count(packed, view, part, replicas)
         counted.append(dataclasses.replace(one, row_capacity=rows, partials=partials))
     return dataclasses.replace(natural, stacks=tuple(counted))
 
 
-def _count(packed: np.ndarray, view: StackView, replicas: np.ndarray) -> tuple[int, int]:
+def _count(
+    packed: np.ndarray, view: StackView, part: Part, replicas: np.ndarray
+) -> tuple[int, int]:
     """Return the largest number of distinct rows, and of partial sums, over (device, shard).
 
     A partial sum is the summed gradient of one row over one block of the batch. So the number of
     partial sums is the number of distinct (row, block) pairs.
     """
-    rows, examples = packed_rows(packed, view)
+    rows, examples = packed_rows(packed, view, part)
     stack, layout, spec = view.stack, view.layout, view.spec
     batch = spec.local_batch * layout.axes.replicas
     # Without accumulation nothing is summed: the gradient of every id is sent by itself.

@@ -128,15 +128,15 @@ def pack(hosts: Sequence[HostIds], spec: BatchSpec, layout: Layout) -> np.ndarra
     return packed
 
 
-def packed_rows(packed: np.ndarray, view: StackView) -> tuple[np.ndarray, np.ndarray]:
+def packed_rows(packed: np.ndarray, view: StackView, part: Part) -> tuple[np.ndarray, np.ndarray]:
     """Return the physical rows of a packed stack, and the local example of each; `[replicas, N]`.
 
     In a flat stack the example of padding is one past the last.
     """
-    place, n = parts(view.spec, view.layout)[view.number], view.num_ids
-    rows = _view(packed, place.row_ids, n, view.stack.index_dtype)
+    n = view.num_ids
+    rows = _view(packed, part.row_ids, n, view.stack.index_dtype)
     if not view.is_dense:
-        return rows, _view(packed, place.bags, n, INT32) // view.bags_per_example
+        return rows, _view(packed, part.bags, n, INT32) // view.bags_per_example
     examples = np.arange(n, dtype=np.int32) // max(1, sum(view.columns))
     return rows, np.broadcast_to(examples, rows.shape)
 

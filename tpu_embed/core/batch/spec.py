@@ -155,19 +155,21 @@ class BatchSpec:
 
 def worst_case(spec: BatchSpec, layout: Layout) -> BatchSpec:
     """Return the spec with exchange capacities that suffice for any ids."""
-    stacks = []
-    for g, stack in enumerate(layout.stacks):
-        # All N ids of a device may belong to one shard. There are no more distinct rows than the
-        # shard has, and no more partial sums than rows times blocks.
-        n = spec.ids(g)
-        blocks = layout.blocks_per_device(spec.feature_shapes[0].batch)
-        accumulates = stack.optimizer is None or stack.optimizer.use_gradient_accumulation
-        partials = min(n, stack.num_rows * blocks) if accumulates else n
-        exact = dataclasses.replace(
-            spec.stacks[g], row_capacity=min(n, stack.num_rows), partials=partials
-        )
-        stacks.append(exact)
-    return dataclasses.replace(spec, stacks=tuple(stacks))
+    stacks = tuple(worst_room(spec, layout, g) for g in range(len(layout.stacks)))
+    return dataclasses.replace(spec, stacks=stacks)
+
+
+def worst_room(spec: BatchSpec, layout: Layout, g: int) -> StackSpec:
+    """Return the capacities of stack g that suffice for any ids."""
+    # All N ids of a device may belong to one shard. There are no more distinct rows than the shard
+    # has, and no more partial sums than rows times blocks.
+    stack, n = layout.stacks[g], spec.ids(g)
+    blocks = layout.blocks_per_device(spec.batch)
+    accumulates = stack.optimizer is None or stack.optimizer.use_gradient_accumulation
+    partials = min(n, stack.num_rows * blocks) if accumulates else n
+    return dataclasses.replace(
+        spec.stacks[g], row_capacity=min(n, stack.num_rows), partials=partials
+    )
 
 
 def _union(a: BatchSpec, b: BatchSpec) -> BatchSpec:

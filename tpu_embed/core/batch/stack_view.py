@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._types import Array
-from tpu_embed.core.batch.spec import BatchSpec, StackSpec, worst_case
+from tpu_embed.core.batch.spec import BatchSpec, StackSpec, worst_room
 from tpu_embed.core.ids import FeatureShape
 from tpu_embed.core.layout import Layout, Stack
 
@@ -71,7 +71,7 @@ class StackView:
     @property
     def worst_room(self) -> StackSpec:
         """What suffices for any ids."""
-        return worst_case(self.spec, self.layout).stacks[self.number]
+        return worst_room(self.spec, self.layout, self.number)
 
     @property
     def features(self) -> tuple[int, ...]:

@@ -14,37 +14,21 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import PartitionSpec
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse_derivatives
 from tpu_embed._types import Array
 from tpu_embed.core.batch import Batch, LocalIds, StackView, TracedIds, view_stacks
 from tpu_embed.core.exchange import FetchedRows, collectives, route
 from tpu_embed.core.layout import Layout
 from tpu_embed.core.lookup.combine import combine
 
-
-@jax.custom_jvp
-def not_differentiable(tables: dict[str, Array]) -> dict[str, Array]:
-    """Return the tables unchanged, but refuse to differentiate with respect to them.
-
-    Their gradient would be a dense array of the whole table.
-
-    Raises:
-      TypeError: under differentiation with respect to the tables.
-    """
-    return tables
-
-
-@not_differentiable.defjvp
-def _refuse_gradient(primals: tuple, tangents: tuple) -> tuple:
-    raise TypeError(
-        message(
-            "lookup",
-            expected="differentiation with respect to the activations or the weights",
-            got="the tables of the state",
-            remedy="give the activations' gradients to EmbeddingEngine.update; for tables that are "
-            "plain arrays there is sparse_value_and_grad",
-        )
-    )
+not_differentiable = refuse_derivatives(
+    "lookup",
+    expected="differentiation with respect to the activations or the weights",
+    got="the tables of the state",
+    remedy="give the activations' gradients to EmbeddingEngine.update; for tables that are plain "
+    "arrays there is sparse_value_and_grad",
+)
+"""The tables unchanged, but no derivative of them: it would be a dense array of a whole table."""
 
 
 def lookup(

@@ -9,14 +9,12 @@ Input: one gradient per feature. Output: checked arrays; then, for one stack on 
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from tpu_embed._checks import check_live, message
+from tpu_embed._checks import check_live, message, warn_user
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array
 from tpu_embed.core.batch import BatchSpec, StackView
@@ -59,7 +57,7 @@ def checked_gradients(
         if gradient is None:
             text = f"{what}: None is taken as zeros of shape {expected}; its rows may still change"
             # Rows move with a zero gradient if the rule has momentum or weight decay.
-            warnings.warn(text, stacklevel=_callers_level())
+            warn_user(text)
             checked.append(None)
             continue
         if not hasattr(gradient, "shape") or not hasattr(gradient, "dtype"):
@@ -72,17 +70,6 @@ def checked_gradients(
         check_live(what, [gradient])
         checked.append(as_array(gradient))
     return checked
-
-
-def _callers_level() -> int:
-    """Return the `stacklevel` of the first caller outside the package, for `warnings.warn`."""
-    # Level 1 is our caller, the function that calls `warn`. Go up until a frame's module is not
-    # part of tpu_embed.
-    package = __name__.partition(".")[0]
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == package:
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def stack_gradients(gradients: Sequence[Array | None], view: StackView) -> tuple[Array, ...]:

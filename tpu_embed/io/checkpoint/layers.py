@@ -35,6 +35,7 @@ __all__ = [
     "prepare",
     "read",
     "read_paths",
+    "read_shared",
     "write",
 ]
 

@@ -30,6 +30,7 @@ from tpu_embed.core.batch import (
     natural_spec,
     pack,
     packed_rows,
+    parts,
     view_stacks,
 )
 from tpu_embed.core.ids import RaggedIds, SparseIds, Structure, host_ids, structure
@@ -157,9 +158,10 @@ class Server:
         spec = _rounded(natural_spec(hosts, layout, layout.axes.replicas))
         packed = pack(hosts, spec, layout)
         operands = []
-        for view, table in zip(view_stacks(spec, layout), tables, strict=True):
+        views = zip(view_stacks(spec, layout), parts(spec, layout), tables, strict=True)
+        for view, part, table in views:
             # NumPy tables: pick the rows of the ids here, so that only these go to the program.
-            rows = packed_rows(packed, view)[0][0]
+            rows = packed_rows(packed, view, part)[0][0]
             operands.append(table.pick(rows) if table.on_host else jax.tree.map(snapshot, table))
         array: Any = packed
         return self._program(tuple(operands), Batch(array, spec, layout.row_numbers))

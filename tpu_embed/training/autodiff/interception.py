@@ -9,14 +9,13 @@ Output: the gradient by each feature's activations, in the form that `EmbeddingE
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from tpu_embed._checks import message
+from tpu_embed._checks import message, warn_user
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.ids import structure as structures
@@ -250,10 +249,8 @@ def _filled(
     """Return a table's gradients, with the dummy (zeros) in place of each that is None."""
     absent = [path for path, gradient in found.items() if gradient is None]
     if absent:
-        warnings.warn(
-            f"table {table!r}: the loss does not depend on {', '.join(absent)}: zero gradients",
-            stacklevel=3,
-        )
+        unused = ", ".join(absent)
+        warn_user(f"table {table!r}: the loss does not depend on {unused}: zero gradients")
     return {path: dummies[path] if g is None else g for path, g in found.items()}
 
 
