@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tpu_embed._checks import check_int, message
-from tpu_embed._types import ArrayLike, PyTree, Tracer
-from tpu_embed.core.batch import Batch, packed_rows, parts, view_stacks
+from tpu_embed._types import PADDING_ID, ArrayLike, PyTree, Tracer
+from tpu_embed.core.batch import Batch, StackView, fields_of, line_of, view_stacks
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.layout import Stack, TableSlice
 from tpu_embed.core.state import TableState, check_own
@@ -186,9 +186,11 @@ class TouchedRows:
         layout = self.layout
         if isinstance(batch, Batch):
             batch.check(layout)
-            lines = _lines(batch)
-            views = zip(view_stacks(batch.spec, layout), parts(batch.spec, layout), strict=True)
-            return [packed_rows(lines, view, part)[0] for view, part in views]
+            lines, numbers = _lines(batch)
+            views = zip(view_stacks(batch.spec, layout), line_of(batch.spec, layout), strict=True)
+            return [
+                _rows_of(fields_of(lines, fields), view, numbers) for view, fields in views
+            ]
         # Features that were not placed: find the physical rows here, several features per stack.
         # The empty array is for a stack without features, since nothing cannot be concatenated.
         found: list[list[np.ndarray]] = [[np.zeros(0, np.int32)] for _ in layout.stacks]
@@ -246,14 +248,36 @@ class TouchedRows:
         return np.flatnonzero(mine if stack.placement == "div" else mine.T)
 
 
-def _lines(batch: Batch) -> np.ndarray:
-    """Return the packed lines of a batch that are on this process's devices, each of them once."""
+def _lines(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Return the packed lines on this process's devices, and the devices' numbers in the mesh."""
     if isinstance(batch.packed, Tracer):
         remedy = "record outside the jitted function"
         raise ValueError(message("batch", expected="a Batch", got="a tracer", remedy=remedy))
-    # By first line, because several devices may hold copies of the same piece.
+    # By first line; without a split of the lines all devices hold the same.
     pieces = {s.index[0].start or 0: s.data for s in batch.packed.addressable_shards}
-    return np.concatenate([np.asarray(piece) for piece in pieces.values()])
+    numbers = [first + np.arange(len(piece)) for first, piece in pieces.items()]
+    return np.concatenate([np.asarray(p) for p in pieces.values()]), np.concatenate(numbers)
+
+
+def _rows_of(fields: dict[str, np.ndarray], view: StackView, devices: np.ndarray) -> np.ndarray:
+    """Return the physical rows of one stack in packed lines, with duplicates; absent ones are -1.
+
+    Args:
+      fields: the stack's fields, `[devices, …]`.
+      view: the stack.
+      devices: the number of each line's device in the mesh.
+    """
+    stack, axes = view.stack, view.layout.axes
+    if "row_ids" in fields:
+        return fields["row_ids"]
+    if stack.num_shards == 1:
+        return fields["index"]
+    # Local rows that are asked for: of this owner, where one host knows all; else of each shard.
+    asked = fields["asked"]
+    owner = np.arange(stack.num_shards)[:, None]
+    if axes.one_process:
+        owner = axes.parts_of_devices(stack.shard_axes)[devices][:, None, None]
+    return np.where(asked < 0, PADDING_ID, owner * stack.num_rows + asked)
 
 
 def _checked(table: TableSlice, rows: np.ndarray, stack: Stack) -> np.ndarray:

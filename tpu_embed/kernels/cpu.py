@@ -127,6 +127,8 @@ def update_rows(
     weights: Array | None,
     factors: Array | None,
     gradients: Sequence[Array],
+    sums: Array | None = None,
+    merged: Array | None = None,
     *,
     rule: CompiledRule,
     columns: tuple[int, ...],
@@ -135,15 +137,21 @@ def update_rows(
 ) -> tuple[Array, ...]:
     """Sort ids by row, sum the gradients of each row, and apply the rule.
 
+    Ids that were routed are sorted already: entry i belongs to the partial sum `sums[i]`, and that
+    to the whole sum `merged[sums[i]]`, whose row is in `rows`.
+
     Args:
       table: `[R, D]` float32, or bfloat16 stored as uint16.
       slots: float32 `[R, D]`, or `[R]` for one number per row, in the order of `rule.slots`.
-      rows: int32 or int64 `[N]`, the row of each id; ids outside the table are left out.
+      rows: int32 or int64 `[N]`, the row of each id; ids outside the table are left out. With
+        `sums`: `[U]`, the row of each whole sum.
       bags: int32 `[N]`, the bag of each id; None: position i has bag i.
       weights: float32 `[N]`, the weight of each id; None: all ones.
       factors: float32 `[bags]`, what the gradient of each bag is multiplied with; None: all ones.
       gradients: the gradients of the bags, `[examples * columns[f], D]` for feature f. Bags are
         numbered by example, then by column.
+      sums: int32 `[N]`, non-decreasing; None: the ids are not routed.
+      merged: int32 `[P]`, non-decreasing; None: every partial sum is a whole sum.
       rule: the optimizer's rule.
       columns: for each feature, its bags per example.
       examples: the number of examples in the gradients.
@@ -161,6 +169,8 @@ def update_rows(
         _or_empty(bags, jnp.int32),
         _or_empty(weights),
         _or_empty(factors),
+        _or_empty(sums, jnp.int32),
+        _or_empty(merged, jnp.int32),
         rule.operand(),
         *gradients,
     )

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array, PyTree
-from tpu_embed.core.batch import Batch, BatchSpec, parts
+from tpu_embed.core.batch import Batch, BatchSpec, line_length
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState, state_specs
 from tpu_embed.planning import hlo
@@ -218,8 +218,7 @@ def abstract_batch(engine: EmbeddingEngine, spec: BatchSpec) -> Batch:
       spec: the shape of the batch, for example `plan(…).spec`.
     """
     axes = engine.layout.axes
-    # A placed batch is one int32 array [replicas, words]; the last part ends where a row ends.
-    shape = (axes.replicas, parts(spec, engine.layout)[-1].end)
-    sharding = axes.sharding(axes.batch_axes)
+    shape = (axes.size(axes.names), line_length(spec, engine.layout))
+    sharding = axes.sharding(axes.names)
     packed = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
     return Batch(packed, spec, engine.layout.row_numbers)  # type: ignore[arg-type]

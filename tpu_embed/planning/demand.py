@@ -14,9 +14,20 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed._types import PyTree
-from tpu_embed.core.batch import BatchSpec, StackSpec, capacity, natural_spec, pack, worst_case
+from tpu_embed.core.batch import (
+    BatchSpec,
+    StackSpec,
+    StackView,
+    natural_spec,
+    pack_all,
+    routed_for,
+    sort_stack,
+    view_stacks,
+    with_capacities,
+    worst_case,
+)
 from tpu_embed.core.ids import FeatureRules, Structure, check_dtype, dense_shape, host_ids
-from tpu_embed.core.layout import Layout, Stack, roomy
+from tpu_embed.core.layout import Layout, roomy
 
 __all__ = ["spec_of"]
 
@@ -56,9 +67,10 @@ def _exact(layout: Layout, leaves: list[Any]) -> BatchSpec:
         for feature, ids in zip(layout.features, leaves, strict=True)
     ]
     replicas = layout.axes.replicas
-    natural = natural_spec(hosts, layout, replicas)
-    packed = pack(hosts, natural, layout)
-    return capacity.with_capacities(packed, natural, natural, layout, np.arange(replicas))
+    natural = natural_spec(hosts, layout, replicas, routed_for(layout))
+    ids = zip(pack_all(hosts, natural, layout), view_stacks(natural, layout), strict=True)
+    stacks = [sort_stack(packed, view, np.arange(replicas)) for packed, view in ids]
+    return with_capacities(stacks, natural, natural, layout)
 
 
 def _expected(layout: Layout, shapes: list[jax.ShapeDtypeStruct]) -> BatchSpec:
@@ -68,47 +80,51 @@ def _expected(layout: Layout, shapes: list[jax.ShapeDtypeStruct]) -> BatchSpec:
         check_dtype(FeatureRules(path, feature.config, feature.table.name), leaf)  # type: ignore[arg-type]
         forms.append(dense_shape(path, feature.config, leaf.shape, weighted=False))
     bare = tuple(StackSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.stacks)))
-    spec = BatchSpec(layout.axes.replicas, tuple(forms), bare)
+    spec = BatchSpec(layout.axes.replicas, tuple(forms), bare, routed_for(layout))
     spec.check_batch([feature.path for feature in layout.features])
     stacks = tuple(
-        dataclasses.replace(one, **_capacities(spec, layout, g, stack))
-        for g, (one, stack) in enumerate(zip(bare, layout.stacks, strict=True))
+        dataclasses.replace(one, **_capacities(view))
+        for one, view in zip(bare, view_stacks(spec, layout), strict=True)
     )
     # Padding must not exceed the worst case of this many ids.
     most = worst_case(spec, layout).stacks
     fitted = [
-        dataclasses.replace(
-            one,
-            row_capacity=min(one.row_capacity, least.row_capacity),
-            partials=min(one.partials, least.partials),
-        )
-        for one, least in zip(stacks, most, strict=True)
+        StackSpec(one.features, one.ids, *map(min, one.sizes[1:], worst.sizes[1:]))
+        for one, worst in zip(stacks, most, strict=True)
     ]
     return dataclasses.replace(spec, stacks=tuple(fitted))
 
 
-def _capacities(spec: BatchSpec, layout: Layout, g: int, stack: Stack) -> dict[str, int]:
-    """Return the expected numbers of rows and partial sums between a device and a shard.
+def _capacities(view: StackView) -> dict[str, int]:
+    """Return the expected room for a stack's exchange.
 
     Of n uniform ids of a table, `_distinct(n, V)` differ, and a shard owns `share` of them. Sums
     are made per block of the batch: with gradient accumulation a device sends one sum per distinct
     row and block, otherwise one per id.
     """
-    if stack.num_shards == 1 and layout.axes.replicas == 1:
+    stack, spec, layout = view.stack, view.spec, view.layout
+    replicas = layout.axes.replicas
+    if stack.num_shards == 1 and replicas == 1 and not view.is_routed:
         return {"row_capacity": 0, "partials": 0}
     blocks = layout.blocks_per_device(spec.batch)
-    accumulates = stack.optimizer is None or stack.optimizer.use_gradient_accumulation
-    rows = partials = 0.0
+    rows = partials = merged = entries = 0.0
     for table in stack.tables:
-        mine = [f for f in spec.stacks[g].features if layout.features[f].table == table]
+        mine = [f for f in view.features if layout.features[f].table == table]
         ids = spec.local_batch * sum(
             spec.feature_shapes[f].bags * (spec.feature_shapes[f].width or 0) for f in mine
         )
         share = min(1.0, table.rows_per_shard / table.vocabulary_size)
         rows += share * _distinct(ids, table.vocabulary_size)
         summed = blocks * _distinct(ids / blocks, table.vocabulary_size)
-        partials += share * (summed if accumulates else ids)
-    return {"row_capacity": roomy(math.ceil(rows)), "partials": roomy(math.ceil(partials))}
+        partials += share * (summed if view.accumulates else ids)
+        merged += share * _distinct(ids * replicas, table.vocabulary_size)
+        entries += share * ids * replicas
+    room = {"row_capacity": rows, "partials": partials}
+    if view.merges_on_host:
+        room["merged"] = merged
+    if view.may_gather:
+        room["entries"] = entries
+    return {name: roomy(math.ceil(size)) for name, size in room.items()}
 
 
 def _distinct(draws: float, size: int) -> float:

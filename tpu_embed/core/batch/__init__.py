@@ -1,10 +1,12 @@
 """Pack the ids of all features into one array of static shape, and send it to the devices."""
 
-from tpu_embed.core.batch import capacity
 from tpu_embed.core.batch.batch import Batch
 from tpu_embed.core.batch.intake import Intake
-from tpu_embed.core.batch.located import LocalIds
-from tpu_embed.core.batch.packing import natural_spec, pack, packed_rows, parts
+from tpu_embed.core.batch.line import fields_of, line_length, line_of
+from tpu_embed.core.batch.located import LocalIds, RoutedIds
+from tpu_embed.core.batch.packing import StackIds, natural_spec, pack, pack_all
+from tpu_embed.core.batch.placer import routed_for
+from tpu_embed.core.batch.routing import sort_stack, with_capacities, write_lines
 from tpu_embed.core.batch.spec import BatchSpec, StackSpec, worst_case
 from tpu_embed.core.batch.stack_view import BagLayout, StackView, view_stacks
 from tpu_embed.core.batch.traced import TracedIds, make_traced
@@ -15,15 +17,22 @@ __all__ = [
     "BatchSpec",
     "Intake",
     "LocalIds",
+    "RoutedIds",
+    "StackIds",
     "StackSpec",
     "StackView",
     "TracedIds",
-    "capacity",
+    "fields_of",
+    "line_length",
+    "line_of",
     "make_traced",
     "natural_spec",
     "pack",
-    "packed_rows",
-    "parts",
+    "pack_all",
+    "routed_for",
+    "sort_stack",
+    "with_capacities",
+    "write_lines",
     "view_stacks",
     "worst_case",
 ]

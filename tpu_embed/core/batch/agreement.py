@@ -102,15 +102,16 @@ def _union(specs: dict[int, BatchSpec], *, exact: bool) -> BatchSpec:
 def _encode(spec: BatchSpec) -> Any:
     """Return a spec as nested lists, which JSON can hold."""
     shapes = [[f.batch, f.inner, f.combines, f.width, f.weighted] for f in spec.feature_shapes]
-    stacks = [[g.features, g.ids, g.row_capacity, g.partials] for g in spec.stacks]
-    return [spec.replicas, shapes, stacks]
+    stacks = [[g.features, *g.sizes] for g in spec.stacks]
+    return [spec.replicas, shapes, stacks, spec.routed]
 
 
 def _decode(encoded: Any) -> BatchSpec:
     """Return the spec that `_encode` was given; JSON has made lists of its tuples."""
-    replicas, shapes, stacks = encoded
+    replicas, shapes, stacks, routed = encoded
     return BatchSpec(
         replicas,
         tuple(FeatureShape(batch, tuple(inner), *rest) for batch, inner, *rest in shapes),
         tuple(StackSpec(tuple(features), *rest) for features, *rest in stacks),
+        routed,
     )

@@ -4,8 +4,8 @@ The ids of all features travel in a single array, because one large transfer is 
 small ones. The static shape (`BatchSpec`) says how to take the array apart again; it is part of
 the pytree's structure, so a program that has seen it once is not compiled again.
 
-Input: the packed array, sharded over the batch axes. Output: inside a compiled program, the ids of
-every stack (`Batch.locate`).
+Input: the packed array, one line per device. Output: inside a compiled program, the ids of every
+stack or their routes (`Batch.locate`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import jax.numpy as jnp
 
 from tpu_embed._checks import check_live, message
 from tpu_embed._types import Array
-from tpu_embed.core.batch.located import Located
-from tpu_embed.core.batch.packing import parts, unpack
+from tpu_embed.core.batch.line import line_length, line_of, take
+from tpu_embed.core.batch.located import LocalIds, Located, RoutedIds
 from tpu_embed.core.batch.spec import BatchSpec
+from tpu_embed.core.batch.stack_view import StackView, view_stacks
+from tpu_embed.core.exchange import MergeRoute, RowRoute, SumRoute, collectives
 from tpu_embed.core.layout import Layout
 
 
@@ -29,7 +31,8 @@ class Batch:
     """A batch of ids on the devices: a pytree with one array and a static shape.
 
     Attributes:
-      packed: int32 `[replicas, L]`, sharded over the batch axes.
+      packed: int32 `[devices, L]`, sharded over all axes of the mesh; `line.py` says what a line
+        holds.
       spec: the static shape; programs are compiled once per spec.
       row_numbers: the layout's checksum of what the row ids mean (`Layout.row_numbers`).
     """
@@ -49,12 +52,13 @@ class Batch:
         Raises:
           ValueError: it was made by another engine, or its array was reshaped or donated.
         """
-        # A spec may only be used with `parts` once its stacks are known to be those of the layout.
+        # `line_length` takes only a spec whose stacks are known to be those of the layout.
         owned = [layout.features_of(g) for g in range(len(layout.stacks))]
         same = [stack.features for stack in self.spec.stacks] == owned
         same = same and self.spec.replicas == layout.axes.replicas
         same = same and self.row_numbers == layout.row_numbers
-        expected = (self.spec.replicas, parts(self.spec, layout)[-1].end) if same else None
+        devices = layout.axes.size(layout.axes.names)
+        expected = (devices, line_length(self.spec, layout)) if same else None
         if self.packed.shape != expected:
             raise ValueError(
                 message(
@@ -66,14 +70,40 @@ class Batch:
             )
         check_live("batch", [self.packed])
 
+    def axes(self, layout: Layout) -> tuple[str, ...]:
+        """The mesh axes that the first dimension of its array is split over."""
+        return layout.axes.names
+
     def locate(self, layout: Layout) -> Located:
-        """Return the ids of every stack, inside `shard_map`; the inverse of `pack`."""
+        """Return the ids of every stack, inside `shard_map`."""
         # Inside shard_map, `packed` is this device's line [1, L].
-        none_bad = jnp.zeros(len(layout.features), jnp.int32)
-        return Located(unpack(self.packed[0], self.spec, layout), none_bad)
+        stacks = zip(view_stacks(self.spec, layout), line_of(self.spec, layout), strict=True)
+        ids = [_located(take(self.packed[0], fields), view) for view, fields in stacks]
+        return Located(tuple(ids), jnp.zeros(len(layout.features), jnp.int32))
 
     def report(self, bad_ids: Array, layout: Layout) -> None:
         """Report nothing, because the host has validated the ids.
 
         A check that can never fail would only keep JAX from its fast path for calling programs.
         """
+
+
+def _located(fields: dict[str, Array], view: StackView) -> LocalIds | RoutedIds:
+    """Return the ids of one stack from the fields of a line."""
+    bags = view.dense_bags() if view.is_dense else fields["bags"]
+    if not view.is_routed:
+        return LocalIds(fields["row_ids"], bags, fields.get("weights"))
+    asked = fields.get("asked")
+    # A host that does not know the other processes' ids tells what this device asks for.
+    if asked is not None and not view.layout.axes.one_process:
+        asked = collectives.all_to_all(asked, view.stack.shard_axes)
+    sums = merge = None
+    if view.routes_update:
+        order = fields["sum_index"], fields.get("sum_weights")
+        sums = SumRoute(*order, fields["sum_segments"])
+    if view.merges_on_host:
+        segments = fields.get("merge_segments")
+        merge = MergeRoute(fields.get("merge_index"), segments, fields["merged"])
+    rows = RowRoute(asked, fields["index"])
+    weights, factors = fields.get("weights"), fields.get("factors")
+    return RoutedIds(rows, bags, weights, factors, sums, merge, fields.get("sent"))

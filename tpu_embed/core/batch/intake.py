@@ -34,10 +34,21 @@ class Intake:
         self._declared, self._layout = declared, layout
         self._placer = Placer(layout)
 
-    def place(self, features: PyTree, weights: PyTree | None, spec: BatchSpec | None) -> Batch:
-        """Validate a batch on the host and send it; see `EmbeddingEngine.place`."""
+    def place(
+        self,
+        features: PyTree,
+        weights: PyTree | None,
+        spec: BatchSpec | None,
+        *,
+        for_update: bool = True,
+    ) -> Batch:
+        """Validate a batch on the host, route it and send it; see `EmbeddingEngine.place`."""
+
         # The placer calls the function itself, so that it can tell other processes of an error.
-        return self._placer.place(lambda: self.host_ids(features, weights), spec)
+        def validate() -> list[HostIds]:
+            return self.host_ids(features, weights)
+
+        return self._placer.place(validate, spec, for_update=for_update)
 
     def host_ids(self, features: PyTree, weights: PyTree | None) -> list[HostIds]:
         """Return the validated ids of every feature, of this process's part of the batch."""

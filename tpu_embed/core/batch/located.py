@@ -1,7 +1,7 @@
-"""Located ids: for each id on a device, its physical row and the bag that it belongs to.
+"""The ids of one stack on one device: as physical rows, or as routes that the host has computed.
 
-Inside `shard_map`, a `Batch` and `TracedIds` both become located ids, and from there on it does not
-matter how the ids were given. How bags are numbered, `stack_view.py` says.
+Inside `shard_map`, a `Batch` and `TracedIds` both become one of these per stack. How bags are
+numbered, `stack_view.py` says.
 
 Input: the arrays of one device. Output: the types that they are passed on in.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tpu_embed._types import Array
+from tpu_embed.core.exchange import MergeRoute, RowRoute, SumRoute
 
 
 class LocalIds(NamedTuple):
@@ -27,6 +28,30 @@ class LocalIds(NamedTuple):
     weights: Array | None
 
 
+class RoutedIds(NamedTuple):
+    """The ids of one stack on one device, routed by the host.
+
+    Attributes:
+      rows: how each id gets its row.
+      bags: int32 `[N]`, the bag of each id, in batch order.
+      weights: float `[N]`, zero for absent ids; None for all ones.
+      factors: 1 / d of each bag, `[bags]`; None for all ones.
+      sums: how partial sums of gradients are made; None if the batch is not for an update.
+      merge: how the partial sums that arrive here are merged; None without an update, and where
+        the host does not know what arrives.
+      sent: `[S, C']`, the local row of each partial sum that is sent; only if `merge` is needed and
+        None.
+    """
+
+    rows: RowRoute
+    bags: Array
+    weights: Array | None
+    factors: Array | None
+    sums: SumRoute | None
+    merge: MergeRoute | None
+    sent: Array | None
+
+
 class Located(NamedTuple):
     """All ids of a batch on one device.
 
@@ -36,5 +61,5 @@ class Located(NamedTuple):
         features whose `on_bad_id` is "error".
     """
 
-    ids: tuple[LocalIds, ...]
+    ids: tuple[LocalIds | RoutedIds, ...]
     bad_ids: Array

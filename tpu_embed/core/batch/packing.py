@@ -1,16 +1,10 @@
-"""Ids become physical rows, packed into one int32 array, and unpacked again on the devices.
+"""Ids become physical rows, in batch order, one line per replica.
 
-The array has one line per device. A line holds, for one stack after another,
+The line of a replica holds the ids of one stack. In a dense stack every example has the same number
+of id columns, so the bag of an id follows from its position; otherwise every id has a bag.
 
-    the physical rows of the device's ids, in batch order        [N]
-    the bag of each id, unless all features are dense            [N]
-    the weight of each id, if any feature of the stack has them  [N]
-
-In a dense stack every example has the same number of id columns, so the bag of an id follows from
-its position. Numbers of 64 bits take two places.
-
-Input: one validated `HostIds` per feature. Output: an int32 array `[replicas, L]`, sent to the
-devices in one transfer; there, `unpack` returns the ids of every stack.
+Input: one validated `HostIds` per feature. Output: the rows, bags and weights of every stack,
+`[replicas, N]`, which are sent as they are (`line.py`) or routed first (`routing.py`).
 """
 
 from __future__ import annotations
@@ -19,63 +13,47 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.core.batch.located import LocalIds
-from tpu_embed.core.batch.spec import BatchSpec, StackSpec
+from tpu_embed._types import PADDING_ID
+from tpu_embed.core.batch.spec import BatchSpec, Routed, StackSpec
 from tpu_embed.core.batch.stack_view import StackView, view_stacks
 from tpu_embed.core.ids import HostIds
 from tpu_embed.core.layout import Layout, Stack
 
-INT32 = np.dtype(np.int32)
 
+class StackIds(NamedTuple):
+    """The ids of one stack on the replicas of this process, in batch order.
 
-class Part(NamedTuple):
-    """Where the row ids, bags and weights of one stack begin in a packed line.
-
-    Offsets count int32 numbers. -1 means that the line has no bags, or no weights, of the stack;
-    `end` is where the next stack begins.
+    Attributes:
+      row_ids: physical rows `[replicas, N]`, `PADDING_ID` for absent ids.
+      bags: int32 `[replicas, N]`, the bag of each id on its replica; None in a dense stack. The bag
+        of padding is one past the last.
+      weights: `[replicas, N]`, or None for all ones.
     """
 
-    row_ids: int
-    bags: int
-    weights: int
-    end: int
+    row_ids: np.ndarray
+    bags: np.ndarray | None
+    weights: np.ndarray | None
 
 
-def parts(spec: BatchSpec, layout: Layout) -> tuple[Part, ...]:
-    """Return where every stack's numbers are in a packed line."""
-    found, end = [], 0
-    for view in view_stacks(spec, layout):
-        n, stack = view.num_ids, view.stack
-        # 100 flat ids with weights, int32 and float32: rows at 0, bags at 100, weights at 200.
-        rows, end = end, end + n * (stack.index_dtype.itemsize // 4)
-        bags = weights = -1
-        if not view.is_dense:
-            bags, end = end, end + n
-        if view.is_weighted:
-            weights, end = end, end + n * (stack.compute_dtype.itemsize // 4)
-        found.append(Part(rows, bags, weights, end))
-    return tuple(found)
-
-
-def natural_spec(hosts: Sequence[HostIds], layout: Layout, replicas: int) -> BatchSpec:
+def natural_spec(
+    hosts: Sequence[HostIds], layout: Layout, replicas: int, routed: Routed = "nothing"
+) -> BatchSpec:
     """Return the spec that fits these ids exactly, before its exchange capacities are counted.
 
     Args:
       hosts: the ids of every feature.
       layout: the engine's layout.
       replicas: how many parts the ids are split into: the replicas of this process.
+      routed: what of the batch the host will route.
 
     Raises:
       ValueError: the features' batch sizes differ, or do not divide over the replicas.
     """
     shapes = tuple(host.shape for host in hosts)
     bare = [StackSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.stacks))]
-    spec = BatchSpec(replicas, shapes, tuple(bare))
+    spec = BatchSpec(replicas, shapes, tuple(bare), routed)
     spec.check_batch([feature.path for feature in layout.features])
     sized = tuple(
         dataclasses.replace(view.room, ids=_ids_per_device(hosts, view))
@@ -103,47 +81,33 @@ def _ids_per_device(hosts: Sequence[HostIds], view: StackView) -> int:
     return int(per_device.max())
 
 
-def pack(hosts: Sequence[HostIds], spec: BatchSpec, layout: Layout) -> np.ndarray:
-    """Write all ids into one array, int32 `[replicas, L]`.
+def pack(hosts: Sequence[HostIds], view: StackView, into: StackIds) -> None:
+    """Write the ids of one stack.
 
     Args:
-      hosts: the ids of every feature; they fit the spec.
-      spec: the static shape to pack them in; its exchange capacities are not used.
-      layout: the engine's layout.
+      hosts: the ids of every feature; they fit the view's spec.
+      view: the stack; the capacities of its exchange are not used.
+      into: the arrays to write to.
     """
-    places = parts(spec, layout)
-    packed = np.empty((spec.replicas, places[-1].end), np.int32)
-    for view, place in zip(view_stacks(spec, layout), places, strict=True):
-        n, stack = view.num_ids, view.stack
-        # Views [replicas, N] into the packed array: what is written to them needs no copy.
-        rows = _view(packed, place.row_ids, n, stack.index_dtype)
-        weights = None
-        if view.is_weighted:
-            weights = _view(packed, place.weights, n, stack.compute_dtype)
-        if view.is_dense:
-            _pack_dense(hosts, view, rows, weights)
-        else:
-            bags = _view(packed, place.bags, n, INT32)
-            _pack_flat(hosts, view, rows, bags, weights)
-    return packed
+    if into.bags is None:
+        _pack_dense(hosts, view, into.row_ids, into.weights)
+    else:
+        _pack_flat(hosts, view, into.row_ids, into.bags, into.weights)
 
 
-def packed_rows(packed: np.ndarray, view: StackView, part: Part) -> tuple[np.ndarray, np.ndarray]:
-    """Return the physical rows of a packed stack, and the local example of each; `[replicas, N]`.
-
-    In a flat stack the example of padding is one past the last.
-    """
-    n = view.num_ids
-    rows = _view(packed, part.row_ids, n, view.stack.index_dtype)
-    if not view.is_dense:
-        return rows, _view(packed, part.bags, n, INT32) // view.bags_per_example
-    examples = np.arange(n, dtype=np.int32) // max(1, sum(view.columns))
-    return rows, np.broadcast_to(examples, rows.shape)
-
-
-def _view(packed: np.ndarray, start: int, n: int, dtype: np.dtype) -> np.ndarray:
-    """Return n numbers of `dtype` per line of the packed array as a view, `[replicas, n]`."""
-    return packed[:, start : start + n * (dtype.itemsize // 4)].view(dtype)
+def pack_all(hosts: Sequence[HostIds], spec: BatchSpec, layout: Layout) -> list[StackIds]:
+    """Return the ids of every stack, in new arrays."""
+    found = []
+    for view in view_stacks(spec, layout):
+        shape, stack = (spec.replicas, view.num_ids), view.stack
+        ids = StackIds(
+            np.empty(shape, stack.index_dtype),
+            None if view.is_dense else np.empty(shape, np.int32),
+            np.empty(shape, stack.compute_dtype) if view.is_weighted else None,
+        )
+        pack(hosts, view, ids)
+        found.append(ids)
+    return found
 
 
 def _pack_dense(
@@ -252,33 +216,3 @@ def _flatten(host: HostIds) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     index = np.flatnonzero(host.ids >= 0)
     weights = None if host.weights is None else host.weights.reshape(-1)[index]
     return host.ids.reshape(-1)[index], index // max(1, host.ids.shape[-1]), weights
-
-
-def unpack(line: Array, spec: BatchSpec, layout: Layout) -> tuple[LocalIds, ...]:
-    """Return the ids of every stack from one device's packed line; the inverse of `pack`.
-
-    Args:
-      line: int32 `[L]`.
-      spec: the batch's spec.
-      layout: the engine's layout.
-    """
-    unpacked = []
-    for view, place in zip(view_stacks(spec, layout), parts(spec, layout), strict=True):
-        n, stack = view.num_ids, view.stack
-        rows = _numbers(line, place.row_ids, n, stack.index_dtype)
-        bags = _numbers(line, place.bags, n, INT32) if place.bags >= 0 else view.dense_bags()
-        weights = None
-        if place.weights >= 0:
-            weights = _numbers(line, place.weights, n, stack.compute_dtype)
-        unpacked.append(LocalIds(rows, bags, weights))
-    return tuple(unpacked)
-
-
-def _numbers(line: Array, start: int, n: int, dtype: np.dtype) -> Array:
-    """Return n numbers of `dtype` from a packed line, `[n]`."""
-    # A 64-bit number is made of two int32 numbers: [2n] -> [n, 2], then bitcast to [n].
-    words = dtype.itemsize // 4
-    piece = line[start : start + n * words]
-    if words > 1:
-        piece = piece.reshape(n, words)
-    return piece if dtype == np.int32 else jax.lax.bitcast_convert_type(piece, jnp.dtype(dtype))

@@ -1,4 +1,4 @@
-"""Pack validated ids and send them to the devices, in as few different shapes as possible.
+"""Route validated ids and send them to the devices, in as few different shapes as possible.
 
 Every new shape means a new compilation. So the placer remembers the union of all specs that it has
 seen: a batch that fits the union is packed in it, and only a batch that does not fit makes the
@@ -9,37 +9,39 @@ Input: `HostIds` of all features, of this process's part of the batch. Output: a
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed.config import FeatureConfig
-from tpu_embed.core.batch import capacity
 from tpu_embed.core.batch.agreement import Agreement
 from tpu_embed.core.batch.batch import Batch
-from tpu_embed.core.batch.packing import natural_spec, pack
-from tpu_embed.core.batch.spec import BatchSpec
+from tpu_embed.core.batch.packing import natural_spec, pack_all
+from tpu_embed.core.batch.routing import sort_stack, with_capacities, write_lines
+from tpu_embed.core.batch.spec import BatchSpec, Routed
+from tpu_embed.core.batch.stack_view import view_stacks
+from tpu_embed.core.batch.update_route import HostStack
 from tpu_embed.core.ids import HostIds, part_of_feature
 from tpu_embed.core.layout import Layout
 
 
 class _Fitted(NamedTuple):
-    """This process's part of a batch, packed, with the spec that it needs.
+    """This process's part of a batch, sorted, with the spec that it needs.
 
     Attributes:
       hosts: the ids of every feature.
-      packed: int32 `[local replicas, L]`, packed in the spec `packed_as`.
+      stacks: the ids of every stack, packed in the spec `packed_as` and sorted.
       packed_as: a spec of the global batch.
       wanted: the spec of the global batch that this part needs.
     """
 
     hosts: Sequence[HostIds]
-    packed: np.ndarray
+    stacks: Sequence[HostStack]
     packed_as: BatchSpec
     wanted: BatchSpec
 
@@ -70,7 +72,11 @@ class Placer:
         return [part_of_feature(f.config, here, axes.replicas) for f in self._layout.features]
 
     def place(
-        self, validate: Callable[[], Sequence[HostIds]], requested: BatchSpec | None
+        self,
+        validate: Callable[[], Sequence[HostIds]],
+        requested: BatchSpec | None,
+        *,
+        for_update: bool,
     ) -> Batch:
         """Return the batch in the requested spec, or in the running union of all specs.
 
@@ -79,23 +85,29 @@ class Placer:
             raises.
           requested: the spec to use. None: the running union, which grows if the batch does not
             fit.
+          for_update: whether to route the update too.
 
         Raises:
           ValueError: the batch does not fit the requested spec; the message says which it fits.
         """
+        routed = routed_for(self._layout, for_update=for_update)
+        if requested is not None:
+            requested = dataclasses.replace(requested, routed=routed)
         if self._agreement is None:
-            fitted = self._fit(validate(), requested)
+            fitted = self._fit(validate(), requested, routed)
             return self._send(fitted, requested or self._grown(fitted.wanted))
         try:
-            fitted = self._fit(validate(), requested)
+            fitted = self._fit(validate(), requested, routed)
         except Exception as error:
             self._agreement.refuse(error)
             raise
         agreed = self._agreement.agree(fitted.wanted, exact=requested is not None)
         return self._send(fitted, requested or self._grown(agreed))
 
-    def _fit(self, hosts: Sequence[HostIds], requested: BatchSpec | None) -> _Fitted:
-        """Pack this process's part in a spec that it fits, and count its exchange capacities.
+    def _fit(
+        self, hosts: Sequence[HostIds], requested: BatchSpec | None, routed: Routed
+    ) -> _Fitted:
+        """Sort this process's part in a spec that it fits, and count its exchange capacities.
 
         Raises:
           ValueError: this process has no device of the mesh, or its part does not fit `requested`.
@@ -104,31 +116,34 @@ class Placer:
             expected, remedy = "a mesh with devices of this process", "make it of jax.devices()"
             raise ValueError(message("place", expected=expected, got="none", remedy=remedy))
         # `exact` is what the ids need, of this process's part, and of a batch of such parts.
-        here = natural_spec(hosts, self._layout, len(self._replicas))
+        here = natural_spec(hosts, self._layout, len(self._replicas), routed)
         exact = here.over(self._layout.axes.replicas)
-        # Pack first, in a spec with room for the ids, then count capacities from the packed rows.
-        # The packed array does not depend on the capacities, so it need not be packed again.
+        # Pack and sort first, in a spec with room for the ids, then count capacities. The order
+        # does not depend on the capacities; the positions, which do, are written when all agree.
         rounded = self._rounded(exact) if requested is None else BatchSpec.union(requested, exact)
-        packed = self._pack(hosts, rounded)
-        exact = capacity.with_capacities(
-            packed, here, self._local(rounded), self._layout, self._replicas
-        ).over(exact.replicas)
+        stacks = self._sorted(hosts, rounded)
+        local = self._local(rounded)
+        exact = with_capacities(stacks, here, local, self._layout).over(exact.replicas)
         if requested is None:
-            return _Fitted(hosts, packed, rounded, self._rounded(exact))
+            return _Fitted(hosts, stacks, rounded, self._rounded(exact))
         fitting = BatchSpec.union(rounded, exact)
         if fitting != requested:
             expected, got = "one that the batch fits", f"{requested}"
             remedy = f"use {fitting}, or BatchSpec.union of the specs of all batches"
             raise ValueError(message("spec", expected=expected, got=got, remedy=remedy))
-        return _Fitted(hosts, packed, requested, requested)
+        return _Fitted(hosts, stacks, requested, requested)
 
     def _local(self, spec: BatchSpec) -> BatchSpec:
         """Return the spec of this process's part of a batch."""
         return spec.over(len(self._replicas))
 
-    def _pack(self, hosts: Sequence[HostIds], spec: BatchSpec) -> np.ndarray:
-        """Pack this process's part in a spec of the global batch."""
-        return pack(hosts, self._local(spec), self._layout)
+    def _sorted(self, hosts: Sequence[HostIds], spec: BatchSpec) -> list[HostStack]:
+        """Pack this process's part in a spec of the global batch, and sort it by row."""
+        local = self._local(spec)
+        packed = zip(
+            pack_all(hosts, local, self._layout), view_stacks(local, self._layout), strict=True
+        )
+        return [sort_stack(ids, view, self._replicas) for ids, view in packed]
 
     def _rounded(self, exact: BatchSpec) -> BatchSpec:
         """Return the running union if `exact` fits it, otherwise a larger spec that it fits.
@@ -153,22 +168,31 @@ class Placer:
             return self._unions[kind]
 
     def _send(self, fitted: _Fitted, spec: BatchSpec) -> Batch:
-        """Send the packed array; pack it again if another process or thread needed more room."""
-        packed = fitted.packed
-        if _line_of(spec) != _line_of(fitted.packed_as):
-            packed = self._pack(fitted.hosts, spec)
+        """Write the route and send it; sort again if another process or thread needed more ids."""
+        stacks = fitted.stacks
+        if _ids_of(spec) != _ids_of(fitted.packed_as):
+            stacks = self._sorted(fitted.hosts, spec)
+        packed = write_lines(stacks, self._local(spec), self._layout)
         axes = self._layout.axes
-        whole = (spec.replicas, packed.shape[1])
-        sharding = axes.sharding(axes.batch_axes)
+        whole = (axes.size(axes.names), packed.shape[1])
+        sharding = axes.sharding(axes.names)
         array = jax.make_array_from_process_local_data(sharding, packed, whole)
         return Batch(array, spec, self._layout.row_numbers)
 
 
+def routed_for(layout: Layout, *, for_update: bool = True) -> Routed:
+    """Return what the host routes of a batch of this layout."""
+    if not layout.routes_on_host:
+        return "nothing"
+    return "update" if for_update else "lookup"
+
+
 def _kind_of(spec: BatchSpec) -> Any:
     """Return what specs must have in common to have a union."""
-    return tuple((shape.batch, shape.inner, shape.combines) for shape in spec.feature_shapes)
+    shapes = ((shape.batch, shape.inner, shape.combines) for shape in spec.feature_shapes)
+    return spec.routed, tuple(shapes)
 
 
-def _line_of(spec: BatchSpec) -> tuple[Any, ...]:
-    """Return what the packed array depends on: everything but the exchange capacities."""
+def _ids_of(spec: BatchSpec) -> tuple[Any, ...]:
+    """Return what the packed ids depend on: everything but the exchange capacities."""
     return spec.feature_shapes, [stack.ids for stack in spec.stacks]

@@ -12,10 +12,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Literal
 
 from tpu_embed._checks import message
 from tpu_embed.core.ids import FeatureShape
 from tpu_embed.core.layout import Layout, roomy
+
+Routed = Literal["nothing", "lookup", "update"]
+"""What of a batch the host has routed: nothing, its lookup, or its lookup and its update."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +33,22 @@ class StackSpec:
         nothing is exchanged.
       partials: the number of partial sums that a device may send to one shard; 0 if nothing is
         exchanged.
+      merged: the number of distinct rows that one shard may update; 0 if the host does not know.
+      entries: the number of ids of the global batch whose rows one shard may own; 0 unless a shard
+        sums them itself.
     """
 
     features: tuple[int, ...]
     ids: int
     row_capacity: int
     partials: int
+    merged: int = 0
+    entries: int = 0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """All capacities."""
+        return self.ids, self.row_capacity, self.partials, self.merged, self.entries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +59,7 @@ class BatchSpec:
       replicas: the number of parts into which the batch is split.
       feature_shapes: the shape of every feature, in flattening order.
       stacks: the capacities of every stack.
+      routed: what of it the host has routed.
 
     Example:
       >>> a = BatchSpec(1, (), (StackSpec((), ids=8, row_capacity=0, partials=0),))
@@ -56,6 +71,7 @@ class BatchSpec:
     replicas: int
     feature_shapes: tuple[FeatureShape, ...]
     stacks: tuple[StackSpec, ...]
+    routed: Routed = "nothing"
 
     @staticmethod
     def union(*specs: BatchSpec) -> BatchSpec:
@@ -74,10 +90,7 @@ class BatchSpec:
 
         The capacities are padded for random variation and rounded up to buckets.
         """
-        stacks = tuple(
-            StackSpec(g.features, roomy(g.ids), roomy(g.row_capacity), roomy(g.partials))
-            for g in self.stacks
-        )
+        stacks = tuple(StackSpec(g.features, *map(roomy, g.sizes)) for g in self.stacks)
         return dataclasses.replace(self, stacks=stacks)
 
     def over(self, replicas: int) -> BatchSpec:
@@ -167,8 +180,13 @@ def worst_room(spec: BatchSpec, layout: Layout, g: int) -> StackSpec:
     blocks = layout.blocks_per_device(spec.batch)
     accumulates = stack.optimizer is None or stack.optimizer.use_gradient_accumulation
     partials = min(n, stack.num_rows * blocks) if accumulates else n
+    everywhere = n * layout.axes.replicas
     return dataclasses.replace(
-        spec.stacks[g], row_capacity=min(n, stack.num_rows), partials=partials
+        spec.stacks[g],
+        row_capacity=min(n, stack.num_rows),
+        partials=partials,
+        merged=min(everywhere, stack.num_rows),
+        entries=everywhere,
     )
 
 
@@ -176,10 +194,7 @@ def _union(a: BatchSpec, b: BatchSpec) -> BatchSpec:
     """Return the smallest spec that the batches of both specs fit: the maximum of every size."""
     if a == b:
         return a
-    same_engine = a.replicas == b.replicas and [g.features for g in a.stacks] == [
-        g.features for g in b.stacks
-    ]
-    if not same_engine or len(a.feature_shapes) != len(b.feature_shapes):
+    if _of_engine(a) != _of_engine(b):
         raise ValueError(
             message("BatchSpec.union", expected="specs of one engine", got=f"{a} and {b}")
         )
@@ -190,15 +205,17 @@ def _union(a: BatchSpec, b: BatchSpec) -> BatchSpec:
             for i, (f, g) in enumerate(zip(a.feature_shapes, b.feature_shapes, strict=True))
         ),
         tuple(
-            StackSpec(
-                g.features,
-                max(g.ids, h.ids),
-                max(g.row_capacity, h.row_capacity),
-                max(g.partials, h.partials),
-            )
+            StackSpec(g.features, *map(max, g.sizes, h.sizes))
             for g, h in zip(a.stacks, b.stacks, strict=True)
         ),
+        a.routed,
     )
+
+
+def _of_engine(spec: BatchSpec) -> tuple[object, ...]:
+    """Return what the specs of one engine's batches have in common."""
+    features = [stack.features for stack in spec.stacks]
+    return spec.replicas, features, len(spec.feature_shapes), spec.routed
 
 
 def _union_shape(i: int, a: FeatureShape, b: FeatureShape) -> FeatureShape:

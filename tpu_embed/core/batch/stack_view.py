@@ -14,14 +14,17 @@ Input: a spec, a layout, and the number of a stack. Output: everything static ab
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._types import Array
 from tpu_embed.core.batch.spec import BatchSpec, StackSpec, worst_room
 from tpu_embed.core.ids import FeatureShape
-from tpu_embed.core.layout import Layout, Stack
+from tpu_embed.core.layout import ROW_MULTIPLE, Layout, Stack, round_up
+
+Way = Literal["local", "psum", "gather", "exchange"]
+"""How gradients come to the shards that own their rows, see `StackView.way`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +119,93 @@ class StackView:
         return tuple(ends[:-1])
 
     @property
+    def accumulates(self) -> bool:
+        """Whether the gradients of a row are summed before one update."""
+        optimizer = self.stack.optimizer
+        return optimizer is None or optimizer.use_gradient_accumulation
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether the host has routed the ids; ids whose gradients are not summed are exempt."""
+        return self.spec.routed != "nothing" and self.accumulates
+
+    @property
+    def routes_update(self) -> bool:
+        """Whether the host has routed the update too."""
+        return self.is_routed and self.spec.routed == "update" and self.stack.optimizer is not None
+
+    @property
+    def merges_on_host(self) -> bool:
+        """Whether the host has routed what every owner receives: it knows the whole batch."""
+        return self.routes_update and self.layout.axes.one_process
+
+    @property
+    def global_batch(self) -> int:
+        """B of the global batch, also where the spec is of this process's part."""
+        return self.spec.local_batch * self.layout.axes.replicas
+
+    @property
+    def blocks(self) -> int:
+        """G, the number of blocks of the global batch."""
+        return self.layout.blocks(self.global_batch)
+
+    @property
+    def way(self) -> Way:
+        """How gradients come to the shards that own their rows.
+
+        - "local": one device has all ids and all rows;
+        - "psum": dense sums of a replicated stack that has no more rows than the batch has ids;
+        - "gather": every device gets the gradients of all bags, and sums those of its own rows;
+        - "exchange": every device sends each shard partial sums of the gradients of its rows.
+        """
+        stack, replicas = self.stack, self.layout.axes.replicas
+        if stack.num_shards == 1 and replicas == 1:
+            return "local"
+        if stack.num_shards == 1 and self.accumulates:
+            if self.blocks * stack.num_rows <= self.num_ids * replicas:
+                return "psum"
+        return "gather" if self._gather_is_less else "exchange"
+
+    @property
+    def may_gather(self) -> bool:
+        """Whether gathering gradients is possible: on CPUs, where the host knows all ids.
+
+        With fewer shards than replicas devices hold copies of rows, and the device of each copy
+        would sum the whole batch.
+        """
+        axes, stack = self.layout.axes, self.stack
+        several = stack.num_shards > 1 and stack.num_shards >= axes.replicas
+        return self.merges_on_host and axes.on_cpu and several
+
+    @property
+    def _gather_is_less(self) -> bool:
+        """Whether all bags' gradients are fewer bytes than the partial sums would be."""
+        if not self.may_gather or not self.room.entries:
+            return False
+        # Every device receives a gradient per bag of the batch; or C' partial sums from S devices.
+        gradients = self.layout.axes.replicas * self.bag_layout.bags
+        return gradients < self.stack.num_shards * self.room.partials
+
+    @property
+    def num_partials(self) -> int:
+        """P, the partial sums that one owner has room for, of all sources."""
+        parcel = max(1, self.room.partials)
+        if self.way == "local":
+            return parcel
+        if self.way == "gather":
+            return self.layout.axes.replicas * parcel
+        return self.layout.axes.batch_order(self.stack.shard_axes).size * parcel
+
+    @property
+    def num_merged(self) -> int:
+        """U, the distinct rows that one shard updates, a multiple of `ROW_MULTIPLE`."""
+        stack = self.stack
+        most = stack.num_rows if self.way == "psum" else self.num_partials
+        if self.merges_on_host and self.way != "psum":
+            most = min(most, max(1, self.room.merged))
+        return round_up(min(most, stack.num_rows), ROW_MULTIPLE)
+
+    @property
     def bag_layout(self) -> BagLayout:
         """The bags of one device, and how each combines its rows."""
         combiners: list[str] = []
@@ -126,13 +216,16 @@ class StackView:
         columns = tuple(shape.bags for shape in self.shapes)
         return BagLayout(self.spec.local_batch, tuple(combiners), columns)
 
-    def dense_bags(self) -> Array:
+    def dense_bags(self, xp: Any = jnp) -> Any:
         """Return the bag of every id of a dense stack on one device, int32 `[N]`.
 
         In a dense stack it follows from the id's position: N is examples · columns.
+
+        Args:
+          xp: `jnp` in a program, `np` on the host.
         """
         if not sum(self.columns):
-            return jnp.zeros(self.num_ids, jnp.int32)
+            return xp.zeros(self.num_ids, xp.int32)
         # The bag, within its example, of every column. Feature a with one bag of 2 ids and feature
         # b with two bags of 1 id: 0 0 1 2. Example e then adds 3 e.
         column = np.concatenate(
@@ -141,7 +234,7 @@ class StackView:
                 for shape, offset in zip(self.shapes, self.bag_offsets, strict=True)
             ]
         )
-        examples = jnp.arange(self.spec.local_batch, dtype=jnp.int32)
+        examples = xp.arange(self.spec.local_batch, dtype=xp.int32)
         return (examples[:, None] * self.bags_per_example + column.astype(np.int32)).reshape(-1)
 
 

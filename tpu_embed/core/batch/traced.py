@@ -48,6 +48,10 @@ class TracedIds:
     spec: BatchSpec = dataclasses.field(metadata={"static": True})
     checked: bool = dataclasses.field(metadata={"static": True})
 
+    def axes(self, layout: Layout) -> tuple[str, ...]:
+        """The mesh axes that the first dimension of its arrays is split over."""
+        return layout.axes.batch_axes
+
     def locate(self, layout: Layout) -> Located:
         """Return the ids of every stack, inside `shard_map`; see `Batch.locate`."""
         located, bad = [], jnp.zeros(len(layout.features), jnp.int32)
@@ -194,12 +198,15 @@ def make_traced(
     if spec is None:
         return TracedIds(arrays, scales, enough, checked=True)
     # Take the user's capacities, but never more than the worst case. `union` checks that the spec
-    # is of a batch like this one.
+    # is of a batch like this one. The program routes the ids, whoever made the spec.
+    spec = dataclasses.replace(spec, routed="nothing")
     stacks = tuple(
         dataclasses.replace(
             one,
             row_capacity=min(one.row_capacity, most.row_capacity),
             partials=min(one.partials, most.partials),
+            merged=0,
+            entries=0,
         )
         for one, most in zip(BatchSpec.union(spec, own).stacks, enough.stacks, strict=True)
     )

@@ -1,17 +1,29 @@
 """Exchange rows between devices: collectives, removal of duplicates, routes to the owner shards."""
 
-from tpu_embed.core.exchange import collectives, dedup, route
+from tpu_embed.core.exchange import collectives, dedup, device_route, host_route, route
 from tpu_embed.core.exchange.collectives import axis_index, psum
 from tpu_embed.core.exchange.dedup import find_runs
-from tpu_embed.core.exchange.route import FetchedRows, RowSums, padded
+from tpu_embed.core.exchange.route import (
+    FetchedRows,
+    MergeRoute,
+    RowRoute,
+    RowSums,
+    SumRoute,
+    padded,
+)
 
 __all__ = [
     "FetchedRows",
+    "MergeRoute",
+    "RowRoute",
     "RowSums",
+    "SumRoute",
     "axis_index",
     "collectives",
     "dedup",
+    "device_route",
     "find_runs",
+    "host_route",
     "padded",
     "psum",
     "route",

@@ -13,6 +13,8 @@ import dataclasses
 import functools
 import zlib
 
+from jax.sharding import Mesh
+
 from tpu_embed._checks import message
 from tpu_embed.config import FeatureConfig
 from tpu_embed.core.layout.mesh import MeshAxes
@@ -59,6 +61,16 @@ class Layout:
         # because Python's `hash` of a string differs from process to process.
         features = [(f.path, self.stacks[f.stack].name, f.table.name) for f in self.features]
         return zlib.crc32(repr(features).encode())
+
+    @functools.cached_property
+    def routes_on_host(self) -> bool:
+        """Whether a placed batch carries the route of its ids.
+
+        A single CPU is the exception: its kernel sorts the ids itself, since moving the sort from
+        one core to another gains nothing. A mesh without devices (serving) exchanges nothing.
+        """
+        mesh = self.axes.mesh
+        return isinstance(mesh, Mesh) and not (mesh.size == 1 and self.axes.on_cpu)
 
     def features_of(self, stack: int) -> tuple[int, ...]:
         """Return the indices of the features that look up tables of a stack, ascending."""

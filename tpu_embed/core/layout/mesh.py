@@ -11,6 +11,7 @@ which contributions from other devices have to be read.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -60,6 +61,36 @@ class MeshAxes:
         # slice starts at the part's index, or at None if there is only one part.
         parts = self.sharding(names).addressable_devices_indices_map((self.size(names),))
         return np.unique(np.asarray([i[0].start or 0 for i in parts.values() if i], np.int64))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All axes of the mesh, in mesh order."""
+        return tuple(self.mesh.axis_names)
+
+    def parts_of_devices(self, names: Sequence[str]) -> np.ndarray:
+        """Return which part each device holds of what is split over the named axes.
+
+        Returns:
+          int64 `[devices]`, the devices in mesh order.
+        """
+        # Mesh ("a": 2, "b": 3): device 4 is at (1, 1), so over "b" it holds part 1, over "a" and
+        # "b" part 4.
+        sizes = [self.mesh.shape[name] for name in self.names]
+        places = np.unravel_index(np.arange(math.prod(sizes)), sizes or [1])
+        part = np.zeros(math.prod(sizes), np.int64)
+        for name, place in zip(self.names, places, strict=False):
+            part = part * self.mesh.shape[name] + place if name in names else part
+        return part
+
+    @functools.cached_property
+    def one_process(self) -> bool:
+        """Whether all devices are this process's, so that its host knows the whole batch."""
+        return len({device.process_index for device in self.mesh.devices.flat}) == 1
+
+    @functools.cached_property
+    def on_cpu(self) -> bool:
+        """Whether the devices are CPUs."""
+        return all(device.platform == "cpu" for device in self.mesh.devices.flat)
 
     def sharding(self, names: Sequence[str]) -> NamedSharding:
         """Return the sharding that splits the first dimension over the named axes."""

@@ -1,25 +1,27 @@
 """Ids in, activations out: fetch rows from their shards and combine the rows of each bag."""
 
 from tpu_embed.core.lookup.combine import (
+    BagEntries,
+    bag_entries,
     combine,
-    factors,
-    optional_weights,
     quantize,
     sum_gradients,
+    sum_route,
 )
 from tpu_embed.core.lookup.reads import activations_read, record_lookup, zero_after
 from tpu_embed.core.lookup.sharded import by_feature, lookup, not_differentiable
 
 __all__ = [
+    "BagEntries",
     "activations_read",
+    "bag_entries",
     "by_feature",
     "combine",
-    "factors",
     "lookup",
     "not_differentiable",
-    "optional_weights",
     "quantize",
     "record_lookup",
     "sum_gradients",
+    "sum_route",
     "zero_after",
 ]

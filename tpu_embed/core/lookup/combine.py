@@ -15,14 +15,15 @@ activation per bag, or sums of the gradients of rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.core.batch import BagLayout, LocalIds
-from tpu_embed.core.exchange import FetchedRows
+from tpu_embed.core.batch import BagLayout, LocalIds, RoutedIds
+from tpu_embed.core.exchange import FetchedRows, SumRoute
 from tpu_embed.core.layout import Stack
 from tpu_embed.kernels import dispatch, reference, storage
 
@@ -38,28 +39,58 @@ def quantize(rows: Array, stack: Stack) -> Array:
     return jnp.floor((clipped - config.lower) / step + 0.5) * step + config.lower
 
 
-def combine(found: FetchedRows, ids: LocalIds, form: BagLayout, stack: Stack) -> tuple[Array, ...]:
+class BagEntries(NamedTuple):
+    """How the rows of a device's ids combine to bags.
+
+    Attributes:
+      bags: int32 `[N]`, the bag of each id, non-decreasing.
+      weights: `[N]`, what its row is multiplied with; None: all ones.
+      factors: `[bags]`, what the sum of each bag is multiplied with; None: all ones.
+    """
+
+    bags: Array
+    weights: Array | None
+    factors: Array | None
+
+
+def bag_entries(ids: LocalIds | RoutedIds, form: BagLayout, dtype: np.dtype) -> BagEntries:
+    """Return how the rows of a device's ids combine; of routed ids the host has computed it.
+
+    Args:
+      ids: the ids.
+      form: the bags.
+      dtype: the dtype of weights and factors.
+    """
+    if isinstance(ids, RoutedIds):
+        return BagEntries(ids.bags, ids.weights, ids.factors)
+    return BagEntries(ids.bags, optional_weights(ids, dtype), factors(ids, form, dtype))
+
+
+def combine(
+    found: FetchedRows, entries: BagEntries, form: BagLayout, stack: Stack
+) -> tuple[Array, ...]:
     """Return the activations of every feature's bags, `[examples * bags, D]` per feature.
 
     Args:
       found: the fetched rows.
-      ids: the bag and the weight of each id.
-      form: how the ids combine.
+      entries: the bag and the weight of each id.
+      form: the bags.
       stack: the stack.
     """
     # Rows are quantized before they are weighted and summed. There is one row per id then, so
-    # `found` becomes the N quantized rows with the index 0 … N - 1 (absent ids keep -1).
+    # `found` becomes the N quantized rows with the index 0 … N - 1 (absent ids get -1).
     if stack.quantization is not None:
         rows = storage.widened(dispatch.gather_rows(found.source, found.index))
         positions = jax.lax.iota(found.index.dtype, found.index.shape[0])
-        absent = jnp.asarray(PADDING_ID, positions.dtype)
-        found = FetchedRows(quantize(rows, stack), jnp.where(ids.row_ids < 0, absent, positions))
+        absent = (found.index < 0) | (found.index >= found.source.shape[0])
+        index = jnp.where(absent, jnp.asarray(PADDING_ID, positions.dtype), positions)
+        found = FetchedRows(quantize(rows, stack), index)
     return dispatch.gather_sum(
         found.source,
         found.index,
-        ids.bags,
-        weights=optional_weights(ids, stack.compute_dtype),
-        factors=factors(ids, form, stack.compute_dtype),
+        entries.bags,
+        weights=entries.weights,
+        factors=entries.factors,
         bags=form.columns,
         examples=form.examples,
     )
@@ -67,38 +98,49 @@ def combine(found: FetchedRows, ids: LocalIds, form: BagLayout, stack: Stack) ->
 
 def sum_gradients(
     gradients: Sequence[Array],
-    ids: LocalIds,
+    factors: Array | None,
     form: BagLayout,
-    order: Array,
-    segments: Array,
-    num_segments: int,
+    route: SumRoute,
+    num_sums: int,
 ) -> Array:
-    """Return sums of the gradients of rows, `[num_segments, D]`.
+    """Return sums of the gradients of rows, `[num_sums, D]`.
 
     Args:
       gradients: the activations' gradients, `[examples * bags, D]` per feature.
-      ids: the ids.
-      form: how they were combined.
-      order: int32 `[N]`, the ids' positions, sorted by the sum that they go to.
-      segments: int32 `[N]`, the sum that the id at `order[i]` goes to, non-decreasing;
-        `num_segments` for an id that goes to none.
-      num_segments: the number of sums.
+      factors: what the gradient of each bag is multiplied with, `[bags]`; None: all ones.
+      form: the bags of these gradients.
+      route: which gradients are added to which sum, in order.
+      num_sums: the number of sums.
     """
     dim = gradients[0].shape[-1]
     # Bags are numbered by example, then by feature. With 2 examples, and features of 1 and 2 bags,
     # gradients [2, D] and [4, D] become [2, 1, D] and [2, 2, D], joined [2, 3, D], then [6, D].
     by_example = [gradient.reshape(form.examples, -1, dim) for gradient in gradients]
     joined = jnp.concatenate(by_example, axis=1).reshape(-1, dim)
-    by_bag, weights = factors(ids, form, joined.dtype), optional_weights(ids, joined.dtype)
     return dispatch.gather_sum(
         # Scaled by bag, not by id: a bag has one factor 1 / d for all of its ids.
-        joined if by_bag is None else reference.scale(joined, by_bag),
-        dispatch.gather_rows(ids.bags, order),
-        segments,
-        weights=None if weights is None else dispatch.gather_rows(weights, order),
+        joined if factors is None else reference.scale(joined, factors),
+        route.index,
+        route.segments,
+        weights=route.weights,
         bags=(1,),
-        examples=num_segments,
+        examples=num_sums,
     )[0]
+
+
+def sum_route(ids: LocalIds, dtype: np.dtype, order: Array, segments: Array) -> SumRoute:
+    """Return the route of gradients that the device has sorted itself.
+
+    Args:
+      ids: the ids.
+      dtype: the dtype of the weights.
+      order: int32 `[N]`, the ids' positions, sorted by the sum that they go to.
+      segments: int32 `[N]`, the sum that the id at `order[i]` goes to, non-decreasing.
+    """
+    weights = optional_weights(ids, dtype)
+    if weights is not None:
+        weights = dispatch.gather_rows(weights, order)
+    return SumRoute(dispatch.gather_rows(ids.bags, order), weights, segments)
 
 
 def optional_weights(ids: LocalIds, dtype: np.dtype) -> Array | None:

@@ -16,10 +16,17 @@ from jax.sharding import PartitionSpec
 
 from tpu_embed._checks import refuse_derivatives
 from tpu_embed._types import Array
-from tpu_embed.core.batch import Batch, LocalIds, StackView, TracedIds, view_stacks
-from tpu_embed.core.exchange import FetchedRows, collectives, route
+from tpu_embed.core.batch import (
+    Batch,
+    LocalIds,
+    RoutedIds,
+    StackView,
+    TracedIds,
+    view_stacks,
+)
+from tpu_embed.core.exchange import RowRoute, collectives, device_route, route
 from tpu_embed.core.layout import Layout
-from tpu_embed.core.lookup.combine import combine
+from tpu_embed.core.lookup.combine import bag_entries, combine
 
 not_differentiable = refuse_derivatives(
     "lookup",
@@ -62,10 +69,10 @@ def lookup(
     return jax.shard_map(
         device,
         mesh=axes.mesh,
-        in_specs=(table_specs, batch),
+        in_specs=(table_specs, axes.spec(source.axes(layout))),
         out_specs=(batch, PartitionSpec()),
         check_vma=False,
-    )(tables, axes.reshard(source, axes.batch_axes))
+    )(tables, axes.reshard(source, source.axes(layout)))
 
 
 def by_feature(activations: Sequence[Array], view: StackView) -> dict[int, Array]:
@@ -82,27 +89,32 @@ def by_feature(activations: Sequence[Array], view: StackView) -> dict[int, Array
     return {f: activation.reshape(shape) for f, activation, shape in each}
 
 
-def _lookup_stack(table: Array, ids: LocalIds, view: StackView, *, fits: bool) -> tuple[Array, ...]:
+def _lookup_stack(
+    table: Array, ids: LocalIds | RoutedIds, view: StackView, *, fits: bool
+) -> tuple[Array, ...]:
     """Return the activations of one stack on one device, `[examples * bags, D]` per feature.
 
     If the given capacity is too small for the ids, the worst-case branch computes them.
     """
     stack, bags = view.stack, view.bag_layout
 
-    def combined(found: FetchedRows) -> tuple[Array, ...]:
+    def combined(rows: RowRoute) -> tuple[Array, ...]:
+        found = route.fetch(table, rows, stack)
         with jax.named_scope("combine"):
-            return combine(found, ids, bags, stack)
+            return combine(found, bag_entries(ids, bags, stack.compute_dtype), bags, stack)
 
     with jax.named_scope(f"lookup/{stack.label}"):
+        if isinstance(ids, RoutedIds):
+            return combined(ids.rows)
         capacity = max(1, view.room.row_capacity)
-        found, overflow = route.fetch(table, ids.row_ids, stack, capacity)
+        rows, overflow = device_route.route_rows(ids.row_ids, stack, capacity)
         # The host has counted the ids of a placed batch, so they fit. Ids traced inside a user's
         # jit may not; then all devices must take the same branch, because both branches exchange.
         if fits or stack.num_shards == 1:
-            return combined(found)
+            return combined(rows)
         enough = view.worst_room.row_capacity
         return jax.lax.cond(
             collectives.any_device(overflow, view.layout.axes.mesh),
-            lambda: combined(route.fetch(table, ids.row_ids, stack, enough)[0]),
-            lambda: combined(found),
+            lambda: combined(device_route.route_rows(ids.row_ids, stack, enough)[0]),
+            lambda: combined(rows),
         )

@@ -32,11 +32,13 @@ class RowGradients(NamedTuple):
     """The gradients of a device's ids, not yet summed by row; operands of `cpu.update_rows`.
 
     Attributes:
-      row_ids: local rows `[N]`, `PADDING_ID` for none.
+      row_ids: local rows `[N]`, `PADDING_ID` for none; with `sums` those of the whole sums, `[U]`.
       bags: int32 `[N]`, the bag of each id; None: position i has bag i.
       weights: the weight of each id, `[N]`; None: all ones.
       factors: the factor 1 / d of each bag, `[bags]`; None: all ones.
       gradients: the gradients of the bags, `[examples * bags, D]` per feature.
+      sums: int32 `[N]`, if the ids are sorted by row: the sum that each belongs to; None: not yet.
+      merged: int32 `[P]`, the whole sum of each of these sums; None: they are whole.
     """
 
     row_ids: Array
@@ -44,6 +46,8 @@ class RowGradients(NamedTuple):
     weights: Array | None
     factors: Array | None
     gradients: tuple[Array, ...]
+    sums: Array | None = None
+    merged: Array | None = None
 
 
 class Blocks(NamedTuple):

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from tpu_embed._types import PADDING_ID, Array, ArrayLike
-from tpu_embed.core.batch import Batch, TracedIds, view_stacks
-from tpu_embed.core.exchange import RowSums, collectives
+from tpu_embed.core.batch import Batch, LocalIds, RoutedIds, TracedIds, view_stacks
+from tpu_embed.core.exchange import RowSums, collectives, route
 from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.core.lookup import zero_after
 from tpu_embed.core.state import StackShard, slot_shapes, state_specs
@@ -34,14 +34,17 @@ from tpu_embed.core.update.apply import (
 )
 from tpu_embed.core.update.gradients import stack_gradients
 from tpu_embed.core.update.sums import (
+    Partials,
     Task,
-    all_gather_gradients,
-    all_to_all_sums,
-    as_row_gradients,
+    exchange_occurrences,
+    exchange_sums,
+    for_kernel,
+    gradients_at_owner,
     local_gradients,
-    merge_blocks,
     overflows,
-    prefers_all_gather,
+    partials_for_kernel,
+    psum_sums,
+    sums_at_owner,
 )
 from tpu_embed.kernels import dispatch
 from tpu_embed.kernels.rules import CompiledRule
@@ -125,16 +128,22 @@ def update(
 
     table_specs, slot_specs = state_specs(tuple(view.stack for view in trained), axes)
     whole, batch = PartitionSpec(), axes.spec(axes.batch_axes)
-    mine = axes.reshard((source, operands.gradients, operands.reads), axes.batch_axes)
+    source = axes.reshard(source, source.axes(layout))
+    gradients, reads = axes.reshard((operands.gradients, operands.reads), axes.batch_axes)
     step = jax.shard_map(
         device,
         mesh=axes.mesh,
-        in_specs=(table_specs, slot_specs, batch, Operands(batch, whole, whole, batch, whole)),  # type: ignore
+        in_specs=(
+            table_specs,
+            slot_specs,
+            axes.spec(source.axes(layout)),
+            Operands(batch, whole, whole, batch, whole),  # type: ignore
+        ),
         out_specs=Updated(table_specs, slot_specs, whole, whole),  # type: ignore
         check_vma=False,
     )
     old = [{name: arrays[name] for name in table_specs} for arrays in (tables, slots)]
-    new = step(old[0], old[1], mine[0], operands._replace(gradients=mine[1], reads=mine[2]))
+    new = step(*old, source, operands._replace(gradients=gradients, reads=reads))
     return new._replace(tables={**tables, **new.tables}, slots={**slots, **new.slots})
 
 
@@ -149,7 +158,7 @@ def _update_stack(held: StackShard, task: Task, operands: Operands) -> tuple[Sta
         return _apply(held, task, capacity, operands)
 
     capacity, enough = task.view.room.partials, task.view.worst_room.partials
-    if task.alone:
+    if isinstance(task.ids, LocalIds) and task.view.way == "local":
         return with_capacity(held, enough), jnp.asarray(False)
     capacity = max(1, capacity)
     # The host has counted the ids of a placed batch, so its capacity is enough. If ids traced
@@ -174,28 +183,32 @@ def _apply(held: StackShard, task: Task, capacity: int, operands: Operands) -> S
     compiled CPU kernel sums and applies in one pass, so it gets the gradients as early as possible.
     Which kernel runs is chosen when the program is lowered for a platform.
     """
-    rule = _StackRule.of(task, operands)
+    rule, way = _StackRule.of(task, operands), task.view.way
     # Without accumulation, occurrences must not be summed at all.
-    if not task.accumulates:
-        return rule.to_each_occurrence(held, all_to_all_sums(task, capacity))
-    # One device has all ids and rows: the kernel takes the bags' gradients as they are.
-    if task.alone:
+    if not task.view.accumulates:
+        return rule.to_each_occurrence(held, exchange_occurrences(task, capacity))
+    if way == "psum":
+        return rule.to_sums(held, psum_sums(task))
+    # The owner has the gradients of bags: its kernel takes them as they are.
+    if way == "gather" or (way == "local" and isinstance(task.ids, RoutedIds)):
+        given = gradients_at_owner(task)
         return dispatch.choose(
             held,
-            otherwise=lambda held: rule.in_xla(held, all_to_all_sums(task, capacity)),
+            given,
+            otherwise=lambda held, given: rule.in_xla(held, sums_at_owner(task, given)),
+            native=rule.compiled
+            and (lambda held, given: rule.in_kernel(held, *for_kernel(task, given))),
+        )
+    # A single CPU: its kernel sorts the ids, too.
+    if way == "local":
+        return dispatch.choose(
+            held,
+            otherwise=lambda held: rule.in_xla(held, exchange_sums(task, capacity)),
             native=rule.compiled and (lambda held: rule.in_kernel(held, *local_gradients(task))),
         )
-    # The bags' gradients are fewer bytes than partial sums per row: every device gets all of them,
-    # and its kernel uses those of the rows it owns.
-    if rule.compiled and prefers_all_gather(task, capacity):
-        return dispatch.choose(
-            held,
-            otherwise=lambda held: rule.in_xla(held, all_to_all_sums(task, capacity)),
-            native=lambda held: rule.in_kernel(held, *all_gather_gradients(task)),
-        )
     # Otherwise partial sums are exchanged on every platform, and the kernel adds up what arrived.
-    received = all_to_all_sums(task, capacity)
-    native = rule.compiled and (lambda held, sums: rule.in_kernel(held, *as_row_gradients(sums)))
+    native = rule.compiled and (lambda held, got: rule.in_kernel(held, *partials_for_kernel(got)))
+    received = exchange_sums(task, capacity)
     return dispatch.choose(held, received, otherwise=rule.in_xla, native=native)
 
 
@@ -230,9 +243,15 @@ class _StackRule(NamedTuple):
                 held, given, self.task.stack, self.operands.step, self.learning_rate
             )
 
-    def in_xla(self, held: StackShard, received: RowSums) -> StackShard:
+    def in_xla(self, held: StackShard, given: Partials) -> StackShard:
         """Sum the partial sums of each row, then apply the rule in XLA's operations."""
-        stack, sums = self.task.stack, merge_blocks(self.task, received)
+        with jax.named_scope("merge"):
+            sums = route.merge(given.sums, given.merge)
+        return self.to_sums(held, sums)
+
+    def to_sums(self, held: StackShard, sums: RowSums) -> StackShard:
+        """Apply the rule to distinct rows with their whole gradients, in XLA's operations."""
+        stack = self.task.stack
         with jax.named_scope("rule"):
             if stack.optimizer is not None and stack.optimizer.updates_every_row:
                 sums = every_row(sums, stack)

@@ -5,12 +5,12 @@ So the global batch is split into G contiguous blocks. A row's gradients are sum
 within each block, on the device that has the block's examples; these partial sums are sent to the
 row's owner, which adds them in the order of the blocks.
 
-There are four ways to the same sums, and `sharded.py` chooses: partial sums sent by an all-to-all;
-gradients sent by an all-gather where that is less; dense sums of a small replicated stack; and a
-single device, where a compiled kernel sums and applies the rule at once.
+`StackView.way` says how the gradients come to the owners. Both orders, that of the partial sums and
+that of the merge, are a route: the host has computed it for a placed batch; for ids that only the
+program knows it is computed here.
 
 Input: one device's ids of a stack, and the gradients of its activations. Output: local rows with
-partial sums (`all_to_all_sums`), then distinct rows with whole sums (`merge_blocks`).
+their whole gradients (`merged_sums`), or what a compiled kernel needs to make them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,10 @@ import jax
 import jax.numpy as jnp
 
 from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.core.batch import (
-    BagLayout,
-    BatchSpec,
-    LocalIds,
-    StackView,
-)
-from tpu_embed.core.exchange import RowSums, collectives, route
+from tpu_embed.core.batch import BagLayout, LocalIds, RoutedIds, StackView
+from tpu_embed.core.exchange import MergeRoute, RowSums, SumRoute, collectives, device_route, route
 from tpu_embed.core.layout import Layout, Stack
-from tpu_embed.core.lookup import factors, optional_weights, sum_gradients
+from tpu_embed.core.lookup import bag_entries, sum_gradients, sum_route
 from tpu_embed.core.update.apply import Blocks, RowGradients
 from tpu_embed.kernels import dispatch
 
@@ -44,7 +39,7 @@ class Task(NamedTuple):
       fits: whether the batch's capacities are known to suffice for the ids.
     """
 
-    ids: LocalIds
+    ids: LocalIds | RoutedIds
     gradients: tuple[Array, ...]
     view: StackView
     fits: bool
@@ -60,156 +55,242 @@ class Task(NamedTuple):
         return self.view.layout
 
     @property
-    def spec(self) -> BatchSpec:
-        """The batch's static shape and capacities."""
-        return self.view.spec
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether the gradients of a row are summed before one update."""
-        optimizer = self.stack.optimizer
-        return optimizer is None or optimizer.use_gradient_accumulation
-
-    @property
     def bag_layout(self) -> BagLayout:
         """How its ids were combined."""
         return self.view.bag_layout
 
     @property
-    def blocks(self) -> int:
-        """G, the number of blocks of the global batch."""
-        return self.layout.blocks(self.spec.batch)
-
-    @property
-    def alone(self) -> bool:
-        """Whether one device has all ids and all rows, so that nothing is exchanged."""
-        return self.stack.num_shards == 1 and self.layout.axes.replicas == 1
+    def factors(self) -> Array | None:
+        """1 / d of every bag of this device, `[bags]`; None for all ones."""
+        return bag_entries(self.ids, self.bag_layout, self.stack.compute_dtype).factors
 
 
-def all_to_all_sums(task: Task, capacity: int) -> RowSums:
-    """Return rows that this device must update, with partial sums of their gradients.
+class Partials(NamedTuple):
+    """Partial sums at the owner of their rows, and how they are merged.
 
-    The partial sums of a row come in the order in which they must be added, that of the blocks.
-    Without gradient accumulation there is one entry per occurrence, in batch order.
+    Attributes:
+      sums: `[P, D]`.
+      merge: their order, and the merged sum that each is added to.
+    """
+
+    sums: Array
+    merge: MergeRoute
+
+
+def exchange_sums(task: Task, capacity: int) -> Partials:
+    """Sum the gradients of this device by row and block, and send each sum to its row's owner.
 
     Args:
       task: the stack.
-      capacity: C, the partial sums that a destination has room for.
+      capacity: C', the partial sums that a destination has room for.
     """
-    if _fits_psum(task):
-        with jax.named_scope("psum"):
-            return _summed_by_psum(task)
+    stack, axes = task.stack, task.layout.axes
     with jax.named_scope("dedup"):
-        # The sums are made directly in the send buffer [S * C, D]: place s * C + i has the i-th
+        # The sums are made directly in the send buffer [S * C', D]: place s * C' + i has the i-th
         # partial sum for shard s.
-        way = route.make_route(task.ids.row_ids, task.stack, capacity, _parts(task))
-        room = task.stack.num_shards * capacity
-        sums = sum_gradients(task.gradients, task.ids, task.bag_layout, way.order, way.target, room)
+        order, sent = _order_of_sums(task, capacity)
+        sums = _summed(task, order, stack.num_shards * capacity)
     with jax.named_scope("route"):
-        return route.send(way, sums, task.stack, task.layout.axes)
+        received = route.send_sums(sums, stack, axes)
+        if isinstance(task.ids, RoutedIds) and task.ids.merge is not None:
+            return Partials(received, task.ids.merge)
+        assert sent is not None, "only the host's own route comes without the rows that are sent"
+        rows = route.send_rows(device_route.only_mine(sent, stack, axes), stack, axes)
+    with jax.named_scope("merge"):
+        return Partials(received, device_route.route_merge(rows, stack, axes))
 
 
-def merge_blocks(task: Task, received: RowSums) -> RowSums:
-    """Return distinct rows, padded to a multiple of `ROW_MULTIPLE`, with their whole gradients.
+def exchange_occurrences(task: Task, capacity: int) -> RowSums:
+    """Send the gradient of every id to its row's owner; return them in batch order, not summed.
 
     Args:
-      task: the stack.
-      received: what `all_to_all_sums` returned.
+      task: a stack without gradient accumulation.
+      capacity: the ids that a destination has room for.
     """
-    if _fits_psum(task):
-        return received
-    with jax.named_scope("merge"):
-        # What one device sends is sorted by row; only several senders must be sorted together.
-        one_source = task.layout.axes.batch_order(task.stack.shard_axes).size == 1
-        return route.merge(received, task.stack, in_order=one_source)
+    stack, axes = task.stack, task.layout.axes
+    order, sent = _order_of_sums(task, capacity)
+    assert sent is not None, "ids whose gradients are not summed are routed here"
+    sums = _summed(task, order, stack.num_shards * capacity)
+    received = route.send_sums(sums, stack, axes).reshape(-1, capacity, stack.dim)
+    rows = route.send_rows(device_route.only_mine(sent, stack, axes), stack, axes)
+    batch_order = axes.batch_order(stack.shard_axes)
+    return RowSums(rows[batch_order].reshape(-1), received[batch_order].reshape(-1, stack.dim))
+
+
+def psum_sums(task: Task) -> RowSums:
+    """Return all R rows of a small replicated stack with their whole gradients.
+
+    Every device makes sums for all blocks, `[G, R, D]`, and a psum adds them over the devices. That
+    is exact, because only the device that has a block's examples contributes numbers other than
+    zero. Then the blocks are added in order.
+    """
+    blocks, rows, axes = task.view.blocks, task.stack.num_rows, task.layout.axes.batch_axes
+    with jax.named_scope("psum"):
+        order, touched = _order_of_cells(task)
+        sums = _summed(task, order, blocks * rows)
+        sums = collectives.psum(sums, axes).reshape(blocks, rows, task.stack.dim)
+        zero = jnp.zeros_like(sums[0])
+        total = jax.lax.fori_loop(0, blocks, lambda b, total: total + sums[b], zero)
+        missing = ((0, touched.shape[0] - rows), (0, 0))
+        return RowSums(touched, jnp.pad(total, missing))
 
 
 def local_gradients(task: Task) -> tuple[RowGradients, Blocks]:
-    """Return this device's gradients unsummed, with the bag, weight and factor of each id."""
-    ids, form, dtype = task.ids, task.bag_layout, task.stack.compute_dtype
-    given = RowGradients(
-        ids.row_ids,
-        ids.bags,
-        optional_weights(ids, dtype),
-        factors(ids, form, dtype),
-        task.gradients,
-    )
-    return given, Blocks(form.columns, form.examples, task.blocks)
+    """Return this device's gradients unsummed, for a kernel that sorts and sums them itself."""
+    assert isinstance(task.ids, LocalIds), "routed ids are sorted already"
+    ids, form = task.ids, task.bag_layout
+    entries = bag_entries(ids, form, task.stack.compute_dtype)
+    given = RowGradients(ids.row_ids, ids.bags, entries.weights, entries.factors, task.gradients)
+    return given, Blocks(form.columns, form.examples, task.view.blocks)
 
 
-def prefers_all_gather(task: Task, capacity: int) -> bool:
-    """Return whether all-gathering ids and bags' gradients sends less than partial sums would.
+class RoutedGradients(NamedTuple):
+    """Gradients of bags at the owner of their rows, and the route to the rows' whole gradients.
 
-    Args:
-      task: the stack.
-      capacity: C, the partial sums that a destination has room for.
+    Attributes:
+      sums: which gradients are added to which partial sum.
+      merge: how the partial sums are merged.
+      factors: what the gradient of each bag is multiplied with, `[bags]`; None: all ones.
+      gradients: `[examples * bags, D]` per feature.
     """
-    stack, ids, replicas = task.stack, task.ids, task.layout.axes.replicas
-    # With fewer shards than replicas, devices hold copies of rows, and each copy's device would sum
-    # the whole batch.
-    if stack.num_shards < replicas or not task.accumulates:
-        return False
-    # Words that a device sends: a gradient per bag, and per id its weight (if any), row and bag.
-    # Against that, C partial sums to each of S shards: D numbers and a row id each.
-    floats = task.bag_layout.bags * stack.dim + (0 if ids.weights is None else ids.weights.shape[0])
-    numbers = floats + 2 * ids.row_ids.shape[0]
-    return replicas * numbers < stack.num_shards * capacity * (stack.dim + 1)
+
+    sums: SumRoute
+    merge: MergeRoute
+    factors: Array | None
+    gradients: tuple[Array, ...]
 
 
-def all_gather_gradients(task: Task) -> tuple[RowGradients, Blocks]:
-    """Return the unsummed gradients of the global batch; ids of rows on other shards are absent."""
-    stack, axes = task.stack, task.layout.axes
-    mine, blocks = local_gradients(task)
+def gradients_at_owner(task: Task) -> RoutedGradients:
+    """Return the gradients that this device needs for its own rows, all-gathered if need be."""
+    assert isinstance(task.ids, RoutedIds), "the host has routed the gradients"
+    sums, merge = task.ids.sums, task.ids.merge
+    assert sums is not None, "the batch was placed for an update"
+    assert merge is not None, "the host knows the whole batch"
+    given = RoutedGradients(sums, merge, task.factors, task.gradients)
+    if task.view.way == "local":
+        return given
 
     # [n, …] per device -> [replicas, n, …] -> [replicas * n, …], in batch order.
     def whole(x: Array) -> Array:
-        return collectives.all_gather(x, axes.batch_axes).reshape(-1, *x.shape[1:])
+        every = collectives.all_gather(x, task.layout.axes.batch_axes)
+        return every.reshape(-1, *x.shape[1:])
 
-    devices = collectives.axis_index(axes.batch_axes)
-    assert mine.bags is not None, "local_gradients numbers the bags"
-    # Bags become numbers of the global batch: bag 2 of device 3 is 3 * (bags per device) + 2. The
-    # bag of padding may be one past the last; the minimum keeps it on its own device.
-    bags = jnp.minimum(mine.bags, task.bag_layout.bags - 1) + devices * task.bag_layout.bags
-    given = jax.tree.map(whole, mine._replace(bags=bags))
-    # This device owns the physical rows [first, first + R).
-    first = collectives.axis_index(stack.shard_axes).astype(given.row_ids.dtype) * stack.num_rows
-    local = given.row_ids - first
-    owned = (given.row_ids >= first) & (local < stack.num_rows)
-    rows = jnp.where(owned, local, jnp.asarray(PADDING_ID, local.dtype))
-    return given._replace(row_ids=rows), blocks._replace(examples=blocks.examples * axes.replicas)
+    factors, gradients = jax.tree.map(whole, (given.factors, given.gradients))
+    return given._replace(factors=factors, gradients=gradients)
 
 
-def as_row_gradients(received: RowSums) -> tuple[RowGradients, Blocks]:
-    """Return the result of `all_to_all_sums` as gradients that a compiled kernel can sum."""
-    # M partial sums are M bags of one id each, so no bags, weights or factors are needed.
-    given = RowGradients(received.row_ids, None, None, None, (received.sums,))
-    return given, Blocks((1,), received.row_ids.shape[0], 0)
+def sums_at_owner(task: Task, given: RoutedGradients) -> Partials:
+    """Return the partial sums of gradients that are at the owner of their rows already."""
+    with jax.named_scope("dedup"):
+        num_sums = task.view.num_partials
+        form = owner_bags(task)
+        sums = sum_gradients(given.gradients, given.factors, form, given.sums, num_sums)
+    return Partials(sums, given.merge)
+
+
+def owner_bags(task: Task) -> BagLayout:
+    """Return the bags of `gradients_at_owner`: this device's, or those of the global batch."""
+    form = task.bag_layout
+    if task.view.way == "local":
+        return form
+    examples = form.examples * task.layout.axes.replicas
+    return BagLayout(examples, form.combiners, form.columns)
+
+
+def for_kernel(task: Task, given: RoutedGradients) -> tuple[RowGradients, Blocks]:
+    """Return gradients at the owner as a compiled kernel takes them, sorted by row."""
+    form, sums, merge = owner_bags(task), given.sums, given.merge
+    sorted_by_row = RowGradients(
+        merge.row_ids,
+        sums.index,
+        sums.weights,
+        given.factors,
+        given.gradients,
+        sums.segments,
+        merge.segments,
+    )
+    return sorted_by_row, Blocks(form.columns, form.examples, task.view.blocks)
+
+
+def partials_for_kernel(given: Partials) -> tuple[RowGradients, Blocks]:
+    """Return partial sums as a compiled kernel takes them: M sums are M bags of one id each."""
+    size, merge = given.sums.shape[0], given.merge
+    sorted_by_row = RowGradients(
+        merge.row_ids, merge.index, None, None, (given.sums,), merge.segments
+    )
+    return sorted_by_row, Blocks((1,), size, 0)
 
 
 def overflows(task: Task, capacity: int) -> Array:
     """Return whether some shard gets more than `capacity` partial sums from here, bool `[]`."""
-    return route.make_route(task.ids.row_ids, task.stack, capacity, _parts(task)).overflow
+    assert isinstance(task.ids, LocalIds), "the host has counted routed ids"
+    parts, stack = _parts(task, task.ids), task.stack
+    return device_route.find_destinations(task.ids.row_ids, stack, capacity, parts).overflow
 
 
-def _parts(task: Task) -> Array | None:
+def _order_of_sums(task: Task, capacity: int) -> tuple[SumRoute, Array | None]:
+    """Return how partial sums are made, and the rows `[S, C']` that they belong to.
+
+    The rows are None where the owners know them from the host.
+    """
+    ids = task.ids
+    if isinstance(ids, RoutedIds):
+        assert ids.sums is not None, "the batch was placed for an update"
+        return ids.sums, ids.sent
+    found = device_route.find_destinations(ids.row_ids, task.stack, capacity, _parts(task, ids))
+    dtype = task.stack.compute_dtype
+    return sum_route(ids, dtype, found.order, found.target), found.row_ids
+
+
+def _order_of_cells(task: Task) -> tuple[SumRoute, Array]:
+    """Return how the sums of a psum are made, and the touched rows `[U]`, `PADDING_ID` for others.
+
+    An id of row r in block b adds to cell b * R + r of `[G * R, D]`; an absent id to none.
+    """
+    ids, blocks, rows = task.ids, task.view.blocks, task.stack.num_rows
+    if isinstance(ids, RoutedIds):
+        assert ids.sums is not None, "the batch was placed for an update"
+        order = ids.sums
+    else:
+        cells = _blocks(task, ids) * rows + ids.row_ids.astype(jnp.int32)
+        ordered, positions = dispatch.sort_rows(jnp.where(ids.row_ids < 0, blocks * rows, cells))
+        order = sum_route(ids, task.stack.compute_dtype, positions, ordered)
+    if isinstance(ids, RoutedIds) and ids.merge is not None:
+        return order, ids.merge.row_ids
+    # A row without ids must stay absent: with a zero gradient it would still decay or move.
+    ones = jnp.ones_like(order.segments)
+    counts = dispatch.segment_sum(ones, order.segments, blocks * rows)
+    counts = collectives.psum(counts, task.layout.axes.batch_axes).reshape(blocks, rows)
+    numbers = jnp.arange(rows, dtype=task.stack.index_dtype)
+    touched = jnp.where(counts.sum(0) > 0, numbers, PADDING_ID)
+    missing = (0, task.view.num_merged - rows)
+    return order, jnp.pad(touched, missing, constant_values=PADDING_ID)
+
+
+def _summed(task: Task, order: SumRoute, num_sums: int) -> Array:
+    """Return sums of this device's gradients, `[num_sums, D]`."""
+    return sum_gradients(task.gradients, task.factors, task.bag_layout, order, num_sums)
+
+
+def _parts(task: Task, ids: LocalIds) -> Array | None:
     """Return a number per id, int32 `[N]`: ids of one row are summed here if their numbers agree.
 
     It is the id's block of the batch. Without accumulation every id has a number of its own. None,
     where a device holds a single block: all ids of a row are summed.
     """
-    if not task.accumulates:
-        return jnp.arange(task.ids.row_ids.shape[0], dtype=jnp.int32)
-    if task.layout.blocks_per_device(task.spec.batch) == 1:
+    if not task.view.accumulates:
+        return jnp.arange(ids.row_ids.shape[0], dtype=jnp.int32)
+    if task.layout.blocks_per_device(task.view.global_batch) == 1:
         return None
-    return _blocks(task)
+    return _blocks(task, ids)
 
 
-def _blocks(task: Task) -> Array:
+def _blocks(task: Task, ids: LocalIds) -> Array:
     """Return the block of the global batch that contains each id's example, int32 `[N]`."""
     # bag // (bags per example) is the example on this device; `first` makes it global.
-    per_example = task.view.bags_per_example
-    first = collectives.axis_index(task.layout.axes.batch_axes) * task.spec.local_batch
-    examples, batch, blocks = first + task.ids.bags // per_example, task.spec.batch, task.blocks
+    view, batch, blocks = task.view, task.view.global_batch, task.view.blocks
+    first = collectives.axis_index(task.layout.axes.batch_axes) * view.spec.local_batch
+    examples = first + ids.bags // view.bags_per_example
     if batch % blocks == 0:
         return examples // (batch // blocks)
     # Example e is in block floor(e * G / batch), but e * G may not fit in int32. So search among
@@ -217,33 +298,3 @@ def _blocks(task: Task) -> Array:
     # are 3, 5 and 8, and the blocks have 3, 2, 3 and 2 examples.
     starts = [-(-block * batch // blocks) for block in range(1, blocks)]
     return jnp.searchsorted(jnp.asarray(starts, jnp.int32), examples, side="right")
-
-
-def _fits_psum(task: Task) -> bool:
-    """Return whether dense sums of a replicated stack have no more rows than the batch has ids."""
-    replicas = task.layout.axes.replicas
-    if task.stack.num_shards > 1 or replicas == 1 or not task.accumulates:
-        return False
-    return task.blocks * task.stack.num_rows <= task.view.num_ids * replicas
-
-
-def _summed_by_psum(task: Task) -> RowSums:
-    """Return all R rows of a small replicated stack with their whole gradients.
-
-    Every device makes sums for all blocks, `[G, R, D]`, and a psum adds them over the devices. That
-    is exact, because only the device that has a block's examples contributes numbers other than
-    zero. Then the blocks are added in order.
-    """
-    blocks, rows, axes = task.blocks, task.stack.num_rows, task.layout.axes.batch_axes
-    # An id of row r in block b adds to cell b * R + r of [G * R, D]; an absent id to none.
-    cells = _blocks(task) * rows + task.ids.row_ids.astype(jnp.int32)
-    cells = jnp.where(task.ids.row_ids < 0, blocks * rows, cells)
-    ordered, order = dispatch.sort_rows(cells)
-    sums = sum_gradients(task.gradients, task.ids, task.bag_layout, order, ordered, blocks * rows)
-    # A row without ids must stay absent: with a zero gradient it would still decay or move.
-    counts = dispatch.segment_sum(jnp.ones_like(ordered), ordered, blocks * rows)
-    sums = collectives.psum(sums, axes).reshape(blocks, rows, task.stack.dim)
-    touched = collectives.psum(counts, axes).reshape(blocks, rows).sum(0) > 0
-    total = jax.lax.fori_loop(0, blocks, lambda b, total: total + sums[b], jnp.zeros_like(sums[0]))
-    numbers = jnp.arange(rows, dtype=task.ids.row_ids.dtype)
-    return route.padded(RowSums(jnp.where(touched, numbers, PADDING_ID), total))

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh
 
 from tpu_embed._checks import message
@@ -25,17 +26,19 @@ from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.core.batch import (
     Batch,
     BatchSpec,
+    StackIds,
     TracedIds,
+    fields_of,
+    line_length,
+    line_of,
     make_traced,
     natural_spec,
     pack,
-    packed_rows,
-    parts,
     view_stacks,
 )
 from tpu_embed.core.ids import RaggedIds, SparseIds, Structure, host_ids, structure
 from tpu_embed.core.layout import FeatureLayout, Layout, MeshAxes, ResolvedTable, make_stacks
-from tpu_embed.core.lookup import by_feature, combine, not_differentiable
+from tpu_embed.core.lookup import bag_entries, by_feature, combine, not_differentiable
 from tpu_embed.io.serving.stored import Stored, stored_tables
 
 __all__ = ["serving_lookup"]
@@ -156,12 +159,13 @@ class Server:
             for feature, *leaves in zip(layout.features, ids, weights, strict=True)
         ]
         spec = _rounded(natural_spec(hosts, layout, layout.axes.replicas))
-        packed = pack(hosts, spec, layout)
-        operands = []
-        views = zip(view_stacks(spec, layout), parts(spec, layout), tables, strict=True)
-        for view, part, table in views:
+        packed, operands = np.empty((1, line_length(spec, layout)), np.int32), []
+        stacks = zip(view_stacks(spec, layout), line_of(spec, layout), tables, strict=True)
+        for view, fields, table in stacks:
+            line = fields_of(packed, fields)
+            pack(hosts, view, StackIds(line["row_ids"], line.get("bags"), line.get("weights")))
             # NumPy tables: pick the rows of the ids here, so that only these go to the program.
-            rows = packed_rows(packed, view, part)[0][0]
+            rows = line["row_ids"][0]
             operands.append(table.pick(rows) if table.on_host else jax.tree.map(snapshot, table))
         array: Any = packed
         return self._program(tuple(operands), Batch(array, spec, layout.row_numbers))
@@ -207,6 +211,7 @@ class Server:
             stack = view.stack
             with jax.named_scope(f"lookup/{stack.tables[0].name}"):
                 rows = fixed[stack.name].found(ids.row_ids, stack)
-                combined = combine(rows, ids, view.bag_layout, stack)
+                form = view.bag_layout
+                combined = combine(rows, bag_entries(ids, form, stack.compute_dtype), form, stack)
             found |= by_feature(combined, view)
         return [found[f] for f in range(len(layout.features))], located.bad_ids

@@ -25,13 +25,24 @@ void run(const RowUpdate& job, const Contribution<uint64_t>* entries, int64_t n,
   loops().update_64(job, entries, n, scratch);
 }
 
-// The ids of a batch, by position.
+// The ids of a batch, by position; or, where the host has routed them, entries sorted by row.
 template <typename Row>
 struct Ids {
-  const Row* rows;
-  const int32_t* bags;   // null: position i has bag i
-  const float* weights;  // null: all ones
-  int64_t n, count;      // ids; bags
+  const Row* rows;           // of ids, or, with sums, of merged sums
+  const int32_t* bags;       // null: position i has bag i
+  const float* weights;      // null: all ones
+  const int32_t* sums;       // the partial sum of each entry, non-decreasing; null: not routed
+  const int32_t* merged;     // the merged sum of each partial sum; null: they are the same
+  int64_t n, count;          // ids; bags
+  int64_t partials, totals;  // lengths of merged and, with sums, of rows
+
+  // Returns the row of an id, or -1 if it has none.
+  int64_t row(int64_t i) const {
+    if (sums == nullptr) return rows[i];
+    int64_t sum = sums[i];
+    if (merged != nullptr) sum = sum < partials ? merged[sum] : totals;
+    return sum < totals ? int64_t{rows[sum]} : -1;
+  }
 };
 
 // Updates the rows of all ids; ids outside [0, table_rows) are left out.
@@ -41,7 +52,7 @@ void update_rows(Parallel parallel, const RowUpdate& job, const Ids<Row>& ids, i
   const int64_t n = ids.n;
   const auto bag_of = [&](int64_t i) { return ids.bags == nullptr ? i : int64_t{ids.bags[i]}; };
   const auto counts = [&](int64_t i) {
-    const int64_t row = ids.rows[i], bag = bag_of(i);
+    const int64_t row = ids.row(i), bag = bag_of(i);
     return row >= 0 && row < table_rows && bag >= 0 && bag < ids.count;
   };
   // Absent ids go first: on one of many devices, most of them.
@@ -58,10 +69,11 @@ void update_rows(Parallel parallel, const RowUpdate& job, const Ids<Row>& ids, i
     for (int64_t i = n * c / chunks; i < n * (c + 1) / chunks; ++i) {
       if (!counts(i)) continue;
       const float weight = ids.weights == nullptr ? 1.0f : ids.weights[i];
-      *entry++ = {static_cast<Key>(ids.rows[i]), static_cast<uint32_t>(bag_of(i)), weight};
+      *entry++ = {static_cast<Key>(ids.row(i)), static_cast<uint32_t>(bag_of(i)), weight};
     }
   });
-  const Contribution<Key>* entries = sort.sort();
+  // Routed entries are sorted already.
+  const Contribution<Key>* entries = ids.sums == nullptr ? sort.sort() : sort.entries();
   const int64_t tasks = parallel.tasks(present, kEntriesPerTask);
   // A task's share begins where a row begins: at the first entry of the row that stands there.
   const auto start = [&](int64_t task) {
@@ -86,18 +98,21 @@ Rule rule_of(int64_t kind, int64_t flags, const float* numbers) {
 }
 
 struct Operand {
-  ffi::AnyBuffer rows, bags, weights, factors, numbers;
+  ffi::AnyBuffer rows, bags, weights, factors, sums, merged, numbers;
 };
 
+constexpr size_t kOperands = 7;  // besides tables, slots and gradients
+
 // Operands: table [R, D] and its slots, each in place of the result of the same number; rows [N];
-// bags int32 [N] or []; weights float32 [N] or []; factors float32 [bags] or []; numbers float32;
-// gradients, one array a feature, float32 [examples * bags, D].
+// bags int32 [N] or []; weights float32 [N] or []; factors float32 [bags] or []; sums int32 [N] or
+// [], then rows are [U]; merged int32 [P] or []; numbers float32; gradients, one array a feature,
+// float32 [examples * bags, D].
 ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results,
                   ffi::Span<const int64_t> columns, int64_t examples, int64_t blocks, int64_t rule,
                   int64_t flags) {
   const size_t held = results.size();
   const size_t features = columns.size();
-  if (held < 1 || held > 3 || operands.size() != held + 5 + features) {
+  if (held < 1 || held > 3 || operands.size() != held + kOperands + features) {
     return refuse("update: another number of operands");
   }
   std::vector<ffi::AnyBuffer> given;
@@ -112,10 +127,11 @@ ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::Remain
     if ((**result).untyped_data() != given[i].untyped_data()) return refuse("update: not in place");
     if (length(given[i]) != length(given[0])) return refuse("update: slots of another length");
   }
-  const Operand operand{given[held], given[held + 1], given[held + 2], given[held + 3],
-                        given[held + 4]};
+  const Operand operand{given[held],     given[held + 1], given[held + 2], given[held + 3],
+                        given[held + 4], given[held + 5], given[held + 6]};
   const ffi::AnyBuffer& table = given[0];
-  const int64_t n = length(operand.rows), dim = table.dimensions()[1];
+  const bool routed = operand.sums.element_count() > 0;
+  const int64_t n = length(routed ? operand.sums : operand.rows), dim = table.dimensions()[1];
   const ColumnTable layout(columns, dim);
   const int64_t bags = examples * layout.columns();
   if (!optional_of_length(operand.bags, n) || !optional_of_length(operand.weights, n) ||
@@ -124,7 +140,7 @@ ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::Remain
   }
   std::vector<const float*> gradients;
   for (size_t f = 0; f < features; ++f) {
-    const ffi::AnyBuffer& gradient = given[held + 5 + f];
+    const ffi::AnyBuffer& gradient = given[held + kOperands + f];
     if (!layout.fits(gradient.element_count(), f, examples)) {
       return refuse("update: gradients of another size than their feature");
     }
@@ -143,7 +159,9 @@ ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::Remain
   return with_row_type(operand.rows, [&](auto* type) {
     using Row = std::remove_pointer_t<decltype(type)>;
     const Ids<Row> ids{data<Row>(operand.rows), optional<int32_t>(operand.bags),
-                       optional<float>(operand.weights), n, bags};
+                       optional<float>(operand.weights), optional<int32_t>(operand.sums),
+                       optional<int32_t>(operand.merged), n, bags,
+                       length(operand.merged), length(operand.rows)};
     update_rows(Parallel(pool), job, ids, length(table));
     return ffi::Error::Success();
   });

@@ -1,0 +1,156 @@
+"""What one device's line of a packed batch holds: the fields of every stack, one after another.
+
+All numbers that a step needs travel in a single int32 array `[devices, L]`, because one large
+transfer is faster than many small ones. A line holds, for one stack after another, either the ids,
+
+    row_ids         [N]      the physical rows of the device's ids, in batch order
+    bags            [N]      the bag of each id, unless all features are dense
+    weights         [N]      the weight of each id, if any feature of the stack has them
+
+or, where the host has routed them, instead of the rows:
+
+    index           [N]      where each id's row comes back: its place among the fetched rows
+    asked           [S, C]   the local rows that the devices ask this owner for, by source
+    bags, weights            as above
+    factors         [bags]   1 / d of each bag, if any combiner is mean or sqrtn
+    sum_index       [E]      the bag of each id, sorted by the sum that its gradient is added to
+    sum_segments    [E]      that sum
+    sum_weights     [E]      its weight, if any has one
+    merge_index     [P]      the partial sums that arrive, sorted by row
+    merge_segments  [P]      the merged sum that each is added to
+    merged          [U]      the local row of each merged sum
+
+`asked` and the merge are the owner's only where the host knows the whole batch. With several
+processes `asked` is what this device asks of each shard, and instead of the merge there is
+
+    sent            [S, C']  the local row of each partial sum that this device sends
+
+Numbers of 64 bits take two places.
+
+Input: a spec and a layout. Output: the fields, and views of them in a packed array.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embed._types import Array
+from tpu_embed.core.batch.spec import BatchSpec
+from tpu_embed.core.batch.stack_view import StackView, view_stacks
+from tpu_embed.core.layout import Layout
+
+INT32 = np.dtype(np.int32)
+
+
+class Field(NamedTuple):
+    """One array of one stack in a line.
+
+    Attributes:
+      name: its name, see above.
+      shape: its shape on one device.
+      dtype: its dtype.
+      start: where it begins in the line, in int32 numbers.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    start: int
+
+    @property
+    def words(self) -> int:
+        """How many int32 numbers it takes."""
+        return math.prod(self.shape) * (self.dtype.itemsize // 4)
+
+
+def line_of(spec: BatchSpec, layout: Layout) -> tuple[tuple[Field, ...], ...]:
+    """Return the fields of every stack."""
+    stacks, end = [], 0
+    for view in view_stacks(spec, layout):
+        fields = []
+        for name, shape, dtype in _routed(view) if view.is_routed else _ids(view):
+            fields.append(Field(name, shape, dtype, end))
+            end += fields[-1].words
+        stacks.append(tuple(fields))
+    return tuple(stacks)
+
+
+def line_length(spec: BatchSpec, layout: Layout) -> int:
+    """Return L, the length of a line in int32 numbers."""
+    return max(field.start + field.words for stack in line_of(spec, layout) for field in stack)
+
+
+def fields_of(packed: np.ndarray, fields: tuple[Field, ...]) -> dict[str, np.ndarray]:
+    """Return the fields of one stack as views `[devices, …]` into a packed array."""
+    return {
+        field.name: packed[:, field.start : field.start + field.words]
+        .view(field.dtype)
+        .reshape(packed.shape[0], *field.shape)
+        for field in fields
+    }
+
+
+def take(line: Array, fields: tuple[Field, ...]) -> dict[str, Array]:
+    """Return the fields of one stack from one device's line, inside a program."""
+    return {field.name: _take(line, field) for field in fields}
+
+
+def _take(line: Array, field: Field) -> Array:
+    words = field.dtype.itemsize // 4
+    piece = line[field.start : field.start + field.words]
+    if words > 1:
+        piece = piece.reshape(-1, words)
+    if field.dtype != INT32:
+        piece = jax.lax.bitcast_convert_type(piece, jnp.dtype(field.dtype))
+    return piece.reshape(field.shape)
+
+
+def _ids(view: StackView) -> list[tuple[str, tuple[int, ...], Any]]:
+    """Return name, shape and dtype of the fields of a stack whose ids are not routed."""
+    n, stack = view.num_ids, view.stack
+    return [("row_ids", (n,), stack.index_dtype), *_bags(view)]
+
+
+def _bags(view: StackView) -> list[tuple[str, tuple[int, ...], Any]]:
+    n, found = view.num_ids, []
+    if not view.is_dense:
+        found.append(("bags", (n,), INT32))
+    if view.is_weighted:
+        found.append(("weights", (n,), view.stack.compute_dtype))
+    return found
+
+
+def _routed(view: StackView) -> list[tuple[str, tuple[int, ...], Any]]:
+    """Return the same of a stack whose ids the host has routed."""
+    n, stack, room = view.num_ids, view.stack, view.room
+    shards, index = stack.num_shards, stack.index_dtype
+    found = [("index", (n,), index if shards == 1 else INT32)]
+    if shards > 1:
+        found.append(("asked", (shards, max(1, room.row_capacity)), index))
+    found += _bags(view)
+    if any(combiner != "sum" for combiner in view.bag_layout.combiners):
+        found.append(("factors", (view.bag_layout.bags,), stack.compute_dtype))
+    if not view.routes_update:
+        return found
+    entries = room.entries if view.way == "gather" else n
+    found += [("sum_index", (entries,), INT32), ("sum_segments", (entries,), INT32)]
+    if view.is_weighted:
+        found.append(("sum_weights", (entries,), stack.compute_dtype))
+    return found + _merge(view)
+
+
+def _merge(view: StackView) -> list[tuple[str, tuple[int, ...], Any]]:
+    stack, found = view.stack, []
+    if not view.merges_on_host:
+        sent = (stack.num_shards, max(1, view.room.partials))
+        return [] if view.way == "psum" else [("sent", sent, stack.index_dtype)]
+    if view.way == "exchange":
+        found.append(("merge_index", (view.num_partials,), INT32))
+    if view.way != "psum":
+        found.append(("merge_segments", (view.num_partials,), INT32))
+    return [*found, ("merged", (view.num_merged,), stack.index_dtype)]

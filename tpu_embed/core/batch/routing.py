@@ -1,0 +1,230 @@
+"""Route a batch on the host: sort its ids once, count the room they need, write the route.
+
+The static shape of a batch depends on its ids, and several processes must agree on it. So the work
+has two steps. First the ids of every stack are sorted, and the room for their exchange is counted:
+for each pair of a device and a shard the distinct rows that the device asks for and the partial
+sums that it sends, and for each shard the rows that it updates. Then, with the agreed shape, the
+positions are written into the packed array (`line.py` lists the fields).
+
+Input: the ids of every stack of this process's replicas. Output: their spec with its capacities,
+and the packed array.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from tpu_embed._types import PADDING_ID
+from tpu_embed.core.batch.line import fields_of, line_length, line_of
+from tpu_embed.core.batch.packing import StackIds
+from tpu_embed.core.batch.spec import BatchSpec
+from tpu_embed.core.batch.stack_view import BagLayout, StackView, view_stacks
+from tpu_embed.core.batch.update_route import HostStack, bags_of, blocks_of, write_update
+from tpu_embed.core.exchange import host_route
+from tpu_embed.core.exchange.host_route import SortedIds
+from tpu_embed.core.layout import Layout, Stack
+
+
+def sort_stack(ids: StackIds, view: StackView, replicas: np.ndarray) -> HostStack:
+    """Sort the ids of one stack by row, on every replica.
+
+    Args:
+      ids: the ids.
+      view: the stack.
+      replicas: the numbers of this process's replicas in the global batch.
+    """
+    blocks = blocks_of(ids, view, replicas)
+    pairs = [
+        host_route.sort_ids(line, None if blocks is None else blocks[i])
+        for i, line in enumerate(ids.row_ids)
+    ]
+    return HostStack(ids, tuple(pairs), replicas)
+
+
+def with_capacities(
+    stacks: Sequence[HostStack], natural: BatchSpec, packed_as: BatchSpec, layout: Layout
+) -> BatchSpec:
+    """Return the spec that a batch fits exactly: its own, with the room for its exchange counted.
+
+    Args:
+      stacks: the sorted ids of every stack.
+      natural: the batch's own spec, without capacities.
+      packed_as: the spec that its ids were packed in.
+      layout: the engine's layout.
+    """
+    views = view_stacks(packed_as, layout)
+    counted = [
+        dataclasses.replace(one, **_room(view, stack))
+        for view, one, stack in zip(views, natural.stacks, stacks, strict=True)
+    ]
+    return dataclasses.replace(natural, stacks=tuple(counted))
+
+
+def _room(view: StackView, host: HostStack) -> dict[str, int]:
+    """Return the capacities that a stack's ids need."""
+    stack, axes = view.stack, view.layout.axes
+    alone = stack.num_shards == 1 and axes.replicas == 1
+    if alone and not view.is_routed:
+        return {}
+    room = {
+        "row_capacity": _most([one.rows for one in host.replicas], stack),
+        "partials": _most([one.sum_rows for one in host.replicas], stack),
+    }
+    # Without accumulation nothing is summed: the gradient of every id is sent by itself.
+    if not view.accumulates:
+        room["partials"] = _most([one.rows[one.row] for one in host.replicas], stack)
+    if view.merges_on_host:
+        every = np.unique(np.concatenate([one.rows for one in host.replicas]))
+        room["merged"] = _most([every], stack)
+    if view.may_gather:
+        counts = [np.diff(_bounds_of_ids(one, stack)) for one in host.replicas]
+        room["entries"] = int(np.sum(counts, axis=0).max())
+    return room
+
+
+def _most(lines: Sequence[np.ndarray], stack: Stack) -> int:
+    """Return the largest number of rows of one line, ascending, that belong to one shard."""
+    return max(int(np.diff(host_route.bounds(line, stack)).max()) for line in lines)
+
+
+def _bounds_of_ids(one: SortedIds, stack: Stack) -> np.ndarray:
+    """Return where the ids of each shard begin among the sorted ids of a replica, `[S + 1]`."""
+    return np.searchsorted(one.row, host_route.bounds(one.rows, stack))
+
+
+def write_lines(stacks: Sequence[HostStack], spec: BatchSpec, layout: Layout) -> np.ndarray:
+    """Return the packed array of this process's devices, int32 `[devices, L]`.
+
+    Args:
+      stacks: the ids of every stack; they fit the spec.
+      spec: the agreed shape, of this process's replicas.
+      layout: the engine's layout.
+    """
+    devices = layout.axes.local_parts(layout.axes.names)
+    packed = np.empty((devices.size, line_length(spec, layout)), np.int32)
+    views, fields = view_stacks(spec, layout), line_of(spec, layout)
+    for view, host, mine in zip(views, stacks, fields, strict=True):
+        _Writer(view, host, devices).write(fields_of(packed, mine))
+    return packed
+
+
+class _Writer:
+    """Writes the fields of one stack.
+
+    Args:
+      view: the stack, in the agreed shape.
+      host: its ids.
+      devices: the numbers of this process's devices in the mesh.
+    """
+
+    def __init__(self, view: StackView, host: HostStack, devices: np.ndarray) -> None:
+        self.view, self.stack, self.host = view, view.stack, host
+        axes = view.layout.axes
+        local = axes.local_parts(axes.batch_axes)
+        # The replica whose ids each device holds, among those of this process; and its shard.
+        self.replica = np.searchsorted(local, axes.parts_of_devices(axes.batch_axes)[devices])
+        self.shard = axes.parts_of_devices(self.stack.shard_axes)[devices]
+
+    def write(self, out: dict[str, np.ndarray]) -> None:
+        """Write all fields, each `[devices, …]`."""
+        ids = self.host.ids
+        if "bags" in out:
+            assert ids.bags is not None, "flat stacks have bags"
+            out["bags"][:] = ids.bags[self.replica]
+        if "weights" in out:
+            out["weights"][:] = self._weights()[self.replica]
+        if "row_ids" in out:
+            out["row_ids"][:] = ids.row_ids[self.replica]
+            return
+        if "factors" in out:
+            out["factors"][:] = self._factors()[self.replica]
+        self._write_lookup(out)
+        if "sum_index" in out:
+            write_update(out, self.view, self.host, self.replica, self.shard)
+        if "sent" in out:
+            out["sent"][:] = self._buffers("sum_rows", out["sent"].shape[-1])[self.replica]
+
+    def _weights(self) -> np.ndarray:
+        """Return the weight of every id `[replicas, N]`, zero for absent ones."""
+        ids = self.host.ids
+        assert ids.weights is not None, "weighted stacks have weights"
+        return np.where(ids.row_ids < 0, np.zeros_like(ids.weights), ids.weights)
+
+    def _factors(self) -> np.ndarray:
+        """Return 1 / d of every bag, `[replicas, bags]`; see `lookup/combine.py`."""
+        ids, view = self.host.ids, self.view
+        present = ids.row_ids >= 0
+        weights = present.astype(view.stack.compute_dtype)
+        if ids.weights is not None:
+            weights = self._weights()
+        bags = np.broadcast_to(bags_of(ids, view), weights.shape)
+        lines = zip(weights, bags, strict=True)
+        return np.stack([host_factors(line, bag, view.bag_layout) for line, bag in lines])
+
+    def _write_lookup(self, out: dict[str, np.ndarray]) -> None:
+        """Write where each id's row comes back, and what is asked of whom."""
+        stack, ids = self.stack, self.host.ids
+        if stack.num_shards == 1:
+            out["index"][:] = ids.row_ids[self.replica]
+            return
+        capacity = out["asked"].shape[-1]
+        index = np.full(ids.row_ids.shape, stack.num_shards * capacity, np.int32)
+        for line, one in zip(index, self.host.replicas, strict=True):
+            line[one.order] = host_route.places(one.rows, stack, capacity)[one.row]
+        out["index"][:] = index[self.replica]
+        asked = self._buffers("rows", capacity)
+        if not self.view.layout.axes.one_process:
+            out["asked"][:] = asked[self.replica]
+            return
+        for d, sources in enumerate(self._sources()):
+            # What each source, along the shard axes, asks of this device's shard: [S, C].
+            out["asked"][d] = asked[self.replica[sources], self.shard[d]]
+
+    def _sources(self) -> np.ndarray:
+        """Return the devices that send to each device along the shard axes, `[devices, S]`."""
+        axes, shards = self.view.layout.axes, self.stack.num_shards
+        rest = tuple(name for name in axes.names if name not in self.stack.shard_axes)
+        # Devices with equal coordinates on all other axes exchange with each other; in mesh order
+        # they are the sources 0 … S - 1.
+        group = axes.parts_of_devices(rest)
+        by_group = np.argsort(group, kind="stable").reshape(-1, shards)
+        return by_group[group]
+
+    def _buffers(self, rows: str, capacity: int) -> np.ndarray:
+        """Return the local rows that each replica sends to every shard, `[replicas, S, C]`.
+
+        Args:
+          rows: "rows" for the distinct rows, "sum_rows" for those of the partial sums.
+          capacity: C.
+        """
+        stack = self.stack
+        shape = (len(self.host.replicas), stack.num_shards * capacity)
+        buffers = np.full(shape, PADDING_ID, stack.index_dtype)
+        for buffer, one in zip(buffers, self.host.replicas, strict=True):
+            mine = getattr(one, rows)
+            buffer[host_route.places(mine, stack, capacity)] = mine % stack.num_rows
+        return buffers.reshape(shape[0], stack.num_shards, capacity)
+
+
+def host_factors(weights: np.ndarray, bags: np.ndarray, form: BagLayout) -> np.ndarray:
+    """Return 1 / d of every bag, `[bags]`, zero where d is zero; the twin of `lookup.factors`.
+
+    Args:
+      weights: `[N]`, zero for absent ids.
+      bags: int32 `[N]`.
+      form: how the bags combine.
+    """
+    # `np.add.at` adds one number after the other, as the kernels do, in the weights' precision.
+    # The last sum is that of the padding, one past the last bag.
+    sums = np.zeros(form.bags + 1, weights.dtype)
+    np.add.at(sums, bags, weights)
+    squares = np.zeros_like(sums)
+    if "sqrtn" in form.combiners:
+        np.add.at(squares, bags, weights * weights)
+    kinds = np.tile(np.array(form.combiners), form.examples)
+    d = np.where(kinds == "sqrtn", np.sqrt(squares[:-1]), sums[:-1])
+    d[kinds == "sum"] = 1
+    return np.divide(1, d, out=np.zeros_like(d), where=d != 0)
