@@ -239,11 +239,8 @@ class TouchedRows:
             return np.arange(table.vocabulary_size)
         if stack.name not in self._last:
             return np.zeros(0, np.int64)
-        # [S, rows_per_shard], as in `logical_rows`: "div" has consecutive row ids on a shard, "mod"
-        # has row id local * S + shard, which the transpose puts in order. Padding is never touched.
-        by_shard = self._last[stack.name].reshape(stack.num_shards, stack.num_rows)
-        mine = by_shard[:, table.offset : table.offset + table.rows_per_shard] > step
-        return np.flatnonzero(mine if stack.placement == "div" else mine.T)
+        # The positions in the flattened view are logical row ids. Padding is never touched.
+        return np.flatnonzero(stack.logical_view(self._last[stack.name], table) > step)
 
 
 def _lines(batch: Batch) -> np.ndarray:

@@ -92,15 +92,9 @@ def logical_rows(physical: Array, form: RowFormat, stack: Stack, table: TableSli
       table: the table.
     """
     rows = form.by_row(physical)
-    trailing = rows.shape[1:]
-    # [S * R, …] -> [S, R, …] -> [S, rows_per_shard, …], the table's rows on each shard.
-    by_shard = rows.reshape(stack.num_shards, stack.num_rows, *trailing)
-    mine = by_shard[:, table.offset : table.offset + table.rows_per_shard]
-    # With "mod" on 2 shards, shard 0 has rows 0, 2, 4 and shard 1 has 1, 3, 5: after the swap the
-    # reshape reads 0, 1, 2, 3, …. The slice [:V] cuts the padding off.
-    if stack.placement != "div":
-        mine = jnp.swapaxes(mine, 0, 1)
-    return form.unpack(mine.reshape(-1, *trailing)[: table.vocabulary_size])
+    # The first two axes become one, [S * rows_per_shard, …]; the slice [:V] cuts the padding off.
+    logical = stack.logical_view(rows, table).reshape(-1, *rows.shape[1:])
+    return form.unpack(logical[: table.vocabulary_size])
 
 
 def set_physical_rows(
