@@ -98,23 +98,23 @@ def logical_rows(physical: Array, form: RowFormat, stack: Stack, table: TableSli
 
 
 def set_physical_rows(
-    physical: Array, rows: Array, values: Array, form: RowFormat, stack: Stack, axes: MeshAxes
+    physical: Array, row_ids: Array, values: Array, form: RowFormat, stack: Stack, axes: MeshAxes
 ) -> Array:
-    """Return the physical array with `values` at physical `rows`, each shard writing its own.
+    """Return the physical array with `values` at physical `row_ids`, each shard writing its own.
 
     Args:
       physical: the stack's array of `S * R` rows, sharded over its first axis.
-      rows: `[n]` physical rows, all different; numbers outside [0, S * R) are not written.
+      row_ids: `[n]` physical rows, all different; numbers outside [0, S * R) are not written.
       values: `[n, …]`, in the stored dtype.
       form: how the rows lie in the array.
       stack: the stack.
       axes: the mesh.
     """
 
-    def shard(physical: Array, rows: Array, values: Array) -> Array:
+    def shard(physical: Array, row_ids: Array, values: Array) -> Array:
         # Every device sees all n rows and writes those in its range [first, first + R).
-        first = collectives.axis_index(stack.shard_axes).astype(rows.dtype) * stack.num_rows
-        local = rows - first
+        first = collectives.axis_index(stack.shard_axes).astype(row_ids.dtype) * stack.num_rows
+        local = row_ids - first
         mine = (local >= 0) & (local < stack.num_rows)
         return dispatch.write_rows(physical, jnp.where(mine, local, PADDING_ID), values, form)
 
@@ -125,4 +125,4 @@ def set_physical_rows(
         in_specs=(spec, PartitionSpec(), PartitionSpec()),
         out_specs=spec,
         check_vma=False,
-    )(physical, rows, values)
+    )(physical, row_ids, values)
