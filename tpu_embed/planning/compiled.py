@@ -222,4 +222,4 @@ def abstract_batch(engine: EmbeddingEngine, spec: BatchSpec) -> Batch:
     shape = (axes.replicas, parts(spec, engine.layout)[-1].end)
     sharding = axes.sharding(axes.batch_axes)
     packed = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
-    return Batch(packed, spec, engine.layout.row_numbers)  # type: ignore[arg-type]
+    return Batch(packed, spec, engine.layout.row_ids_checksum)  # type: ignore[arg-type]

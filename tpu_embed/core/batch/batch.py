@@ -31,7 +31,7 @@ class Batch:
     Attributes:
       packed: int32 `[replicas, L]`, sharded over the batch axes.
       spec: the static shape; programs are compiled once per spec.
-      row_numbers: the layout's checksum of what the row ids mean (`Layout.row_numbers`).
+      row_numbers: the layout's checksum of what the row ids mean (`Layout.row_ids_checksum`).
     """
 
     packed: Array
@@ -53,7 +53,7 @@ class Batch:
         owned = [layout.features_of(g) for g in range(len(layout.stacks))]
         same = [stack.features for stack in self.spec.stacks] == owned
         same = same and self.spec.replicas == layout.axes.replicas
-        same = same and self.row_numbers == layout.row_numbers
+        same = same and self.row_numbers == layout.row_ids_checksum
         expected = (self.spec.replicas, parts(self.spec, layout)[-1].end) if same else None
         if self.packed.shape != expected:
             raise ValueError(

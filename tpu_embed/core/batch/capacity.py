@@ -14,7 +14,7 @@ import dataclasses
 
 import numpy as np
 
-from tpu_embed.core.batch.packing import Part, packed_rows, parts
+from tpu_embed.core.batch.packing import Part, packed_row_ids, parts
 from tpu_embed.core.batch.spec import BatchSpec
 from tpu_embed.core.batch.stack_view import StackView, view_stacks
 from tpu_embed.core.layout import Layout, Stack
@@ -40,10 +40,10 @@ def with_capacities(
     # With one shard and one replica nothing is exchanged, and both capacities are 0.
     views, places = view_stacks(packed_as, layout), parts(packed_as, layout)
     for view, part, one in zip(views, places, natural.stacks, strict=True):
-        rows = partials = 0
+        num_rows = partials = 0
         if view.stack.num_shards > 1 or layout.axes.replicas > 1:
-            rows, partials = _count(packed, view, part, replicas)
-        counted.append(dataclasses.replace(one, row_capacity=rows, partials=partials))
+            num_rows, partials = _count(packed, view, part, replicas)
+        counted.append(dataclasses.replace(one, row_capacity=num_rows, partials=partials))
     return dataclasses.replace(natural, stacks=tuple(counted))
 
 
@@ -55,16 +55,16 @@ def _count(
     A partial sum is the summed gradient of one row over one block of the batch. So the number of
     partial sums is the number of distinct (row, block) pairs.
     """
-    rows, examples = packed_rows(packed, view, part)
+    row_ids, examples = packed_row_ids(packed, view, part)
     stack, layout, spec = view.stack, view.layout, view.spec
     batch = spec.local_batch * layout.axes.replicas
     # Without accumulation nothing is summed: the gradient of every id is sent by itself.
     if stack.optimizer is not None and not stack.optimizer.use_gradient_accumulation:
-        distinct = _runs_per_shard(np.sort(rows, axis=1), stack)
-        return distinct, _ids_per_shard(rows, stack)
+        distinct = _runs_per_shard(np.sort(row_ids, axis=1), stack)
+        return distinct, _ids_per_shard(row_ids, stack)
     # If a device's examples are in one block, each distinct row has one partial sum.
     if layout.blocks_per_device(batch) == 1:
-        distinct = _runs_per_shard(np.sort(rows, axis=1), stack)
+        distinct = _runs_per_shard(np.sort(row_ids, axis=1), stack)
         return distinct, distinct
     # Number of an example in the global batch -> its block; see `Layout.blocks`. The examples of
     # padding may lie beyond the last block, so the number of blocks is counted.
@@ -73,7 +73,7 @@ def _count(
     blocks = int(block.max()) + 1
     # One key for (row, block), which sorts by row, then block: row 3, block 1 of 4 is 13. Divided
     # by `blocks` it is the row again. Padding (row -1) has negative keys.
-    both = np.sort(rows.astype(np.int64) * blocks + block, axis=1)
+    both = np.sort(row_ids.astype(np.int64) * blocks + block, axis=1)
     partials = _runs_per_shard(both, stack, blocks)
     return _runs_per_shard(both // blocks, stack), partials
 
@@ -97,10 +97,10 @@ def _runs_per_shard(ordered: np.ndarray, stack: Stack, scale: int = 1) -> int:
     return most
 
 
-def _ids_per_shard(rows: np.ndarray, stack: Stack) -> int:
+def _ids_per_shard(row_ids: np.ndarray, stack: Stack) -> int:
     """Return the largest number of ids of one line that belong to one shard, with duplicates."""
     most = 0
-    for line in rows:
+    for line in row_ids:
         shard = line[line >= 0] // stack.num_rows
         most = max(most, int(np.bincount(shard, minlength=1).max()))
     return most

@@ -52,13 +52,13 @@ def parts(spec: BatchSpec, layout: Layout) -> tuple[Part, ...]:
     for view in view_stacks(spec, layout):
         n, stack = view.num_ids, view.stack
         # 100 flat ids with weights, int32 and float32: rows at 0, bags at 100, weights at 200.
-        rows, end = end, end + n * (stack.index_dtype.itemsize // 4)
+        row_ids, end = end, end + n * (stack.index_dtype.itemsize // 4)
         bags = weights = -1
         if not view.is_dense:
             bags, end = end, end + n
         if view.is_weighted:
             weights, end = end, end + n * (stack.compute_dtype.itemsize // 4)
-        found.append(Part(rows, bags, weights, end))
+        found.append(Part(row_ids, bags, weights, end))
     return tuple(found)
 
 
@@ -116,29 +116,31 @@ def pack(hosts: Sequence[HostIds], spec: BatchSpec, layout: Layout) -> np.ndarra
     for view, place in zip(view_stacks(spec, layout), places, strict=True):
         n, stack = view.num_ids, view.stack
         # Views [replicas, N] into the packed array: what is written to them needs no copy.
-        rows = _view(packed, place.row_ids, n, stack.index_dtype)
+        row_ids = _view(packed, place.row_ids, n, stack.index_dtype)
         weights = None
         if view.is_weighted:
             weights = _view(packed, place.weights, n, stack.compute_dtype)
         if view.is_dense:
-            _pack_dense(hosts, view, rows, weights)
+            _pack_dense(hosts, view, row_ids, weights)
         else:
             bags = _view(packed, place.bags, n, INT32)
-            _pack_flat(hosts, view, rows, bags, weights)
+            _pack_flat(hosts, view, row_ids, bags, weights)
     return packed
 
 
-def packed_rows(packed: np.ndarray, view: StackView, part: Part) -> tuple[np.ndarray, np.ndarray]:
+def packed_row_ids(
+    packed: np.ndarray, view: StackView, part: Part
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the physical rows of a packed stack, and the local example of each; `[replicas, N]`.
 
     In a flat stack the example of padding is one past the last.
     """
     n = view.num_ids
-    rows = _view(packed, part.row_ids, n, view.stack.index_dtype)
+    row_ids = _view(packed, part.row_ids, n, view.stack.index_dtype)
     if not view.is_dense:
-        return rows, _view(packed, part.bags, n, INT32) // view.bags_per_example
+        return row_ids, _view(packed, part.bags, n, INT32) // view.bags_per_example
     examples = np.arange(n, dtype=np.int32) // max(1, sum(view.columns))
-    return rows, np.broadcast_to(examples, rows.shape)
+    return row_ids, np.broadcast_to(examples, row_ids.shape)
 
 
 def _view(packed: np.ndarray, start: int, n: int, dtype: np.dtype) -> np.ndarray:
@@ -147,7 +149,7 @@ def _view(packed: np.ndarray, start: int, n: int, dtype: np.dtype) -> np.ndarray
 
 
 def _pack_dense(
-    hosts: Sequence[HostIds], view: StackView, rows: np.ndarray, weights: np.ndarray | None
+    hosts: Sequence[HostIds], view: StackView, row_ids: np.ndarray, weights: np.ndarray | None
 ) -> None:
     """Write the ids of a dense stack: per example, the id columns of one feature after another.
 
@@ -155,7 +157,7 @@ def _pack_dense(
     """
     spec, start = view.spec, 0
     if not sum(view.columns):
-        rows.fill(PADDING_ID)
+        row_ids.fill(PADDING_ID)
         return
     for f, shape, count in zip(view.features, view.shapes, view.columns, strict=True):
         if not count:
@@ -165,7 +167,7 @@ def _pack_dense(
         # The spec may be wider than this batch: the last positions of each bag become padding.
         ids = host.ids.reshape(*place[:3], -1)
         given = np.s_[..., : ids.shape[-1]]
-        here = _columns(rows, view, start, count).reshape(place)
+        here = _columns(row_ids, view, start, count).reshape(place)
         here[..., ids.shape[-1] :] = PADDING_ID
         here[given] = _physical(ids, view.layout, f)
         if host.padded:
@@ -194,7 +196,7 @@ def _physical(ids: np.ndarray, layout: Layout, f: int) -> np.ndarray:
 def _pack_flat(
     hosts: Sequence[HostIds],
     view: StackView,
-    rows: np.ndarray,
+    row_ids: np.ndarray,
     bags: np.ndarray,
     weights: np.ndarray | None,
 ) -> None:
@@ -207,7 +209,7 @@ def _pack_flat(
     spec, offsets, per_example = view.spec, view.bag_offsets, view.bags_per_example
     features, shapes = view.features, view.shapes
     # What no id overwrites is padding: absent rows, in a bag after the last one.
-    rows.fill(PADDING_ID)
+    row_ids.fill(PADDING_ID)
     bags.fill(spec.local_batch * per_example)
     if weights is not None:
         weights.fill(0)
@@ -218,7 +220,7 @@ def _pack_flat(
         example = examples[column]
         device = example // spec.local_batch
         position = np.arange(ids.size) + shifts[example, column]
-        rows[device, position] = _physical(ids, view.layout, f)
+        row_ids[device, position] = _physical(ids, view.layout, f)
         # Global bag -> bag on the device: the example's first bag, the feature's offset within an
         # example, and the bag's number within the feature.
         local = (example - device * spec.local_batch) * per_example + offsets[column]
@@ -265,12 +267,12 @@ def unpack(line: Array, spec: BatchSpec, layout: Layout) -> tuple[LocalIds, ...]
     unpacked = []
     for view, place in zip(view_stacks(spec, layout), parts(spec, layout), strict=True):
         n, stack = view.num_ids, view.stack
-        rows = _numbers(line, place.row_ids, n, stack.index_dtype)
+        row_ids = _numbers(line, place.row_ids, n, stack.index_dtype)
         bags = _numbers(line, place.bags, n, INT32) if place.bags >= 0 else view.dense_bags()
         weights = None
         if place.weights >= 0:
             weights = _numbers(line, place.weights, n, stack.compute_dtype)
-        unpacked.append(LocalIds(rows, bags, weights))
+        unpacked.append(LocalIds(row_ids, bags, weights))
     return tuple(unpacked)
 
 

@@ -161,7 +161,7 @@ class Placer:
         whole = (spec.replicas, packed.shape[1])
         sharding = axes.sharding(axes.batch_axes)
         array = jax.make_array_from_process_local_data(sharding, packed, whole)
-        return Batch(array, spec, self._layout.row_numbers)
+        return Batch(array, spec, self._layout.row_ids_checksum)
 
 
 def _kind_of(spec: BatchSpec) -> Any:

@@ -70,7 +70,7 @@ class RowSums(NamedTuple):
     sums: Array
 
 
-def make_route(rows: Array, stack: Stack, capacity: int, parts: Array | None = None) -> Route:
+def make_route(row_ids: Array, stack: Stack, capacity: int, parts: Array | None = None) -> Route:
     """Sort ids by row, and give every run of equal rows a place in its destination's buffer.
 
     For example, S = 2 shards of R = 10 rows, C = 2 and the physical rows 13 4 13 7:
@@ -81,7 +81,7 @@ def make_route(rows: Array, stack: Stack, capacity: int, parts: Array | None = N
         row_ids  [[4, 7], [3, -1]]
 
     Args:
-      rows: physical rows `[N]`, `PADDING_ID` for absent ids.
+      row_ids: physical rows `[N]`, `PADDING_ID` for absent ids.
       stack: the stack.
       capacity: C, the number of runs that each destination has room for.
       parts: integer `[N]`: ids of one row but of different parts are sent separately. None: each
@@ -89,7 +89,7 @@ def make_route(rows: Array, stack: Stack, capacity: int, parts: Array | None = N
     """
     shards, absent = stack.num_shards, stack.physical_rows
     # Absent ids sort to the end if their row is the largest number.
-    runs = dedup.find_runs(jnp.where(rows < 0, absent, rows), absent, parts)
+    runs = dedup.find_runs(jnp.where(row_ids < 0, absent, row_ids), absent, parts)
     # Shard s owns the physical rows from s * R to (s + 1) * R; its runs are first[s]:first[s + 1].
     bounds = np.arange(shards + 1, dtype=stack.index_dtype) * stack.num_rows
     first = jnp.searchsorted(runs.run_row_ids, jnp.asarray(bounds)).astype(jnp.int32)
@@ -100,17 +100,17 @@ def make_route(rows: Array, stack: Stack, capacity: int, parts: Array | None = N
     # The send buffer [S, C]: run first[s] + c at [s, c], as long as it belongs to shard s.
     index = first[:-1, None] + jnp.arange(capacity, dtype=jnp.int32)
     asked = runs.run_row_ids.at[index].get(mode="fill", fill_value=absent)
-    local = (asked - bounds[:-1, None]).astype(rows.dtype)
+    local = (asked - bounds[:-1, None]).astype(row_ids.dtype)
     sent = jnp.where(index < first[1:, None], local, PADDING_ID)
     return Route(runs.order, target, sent, jnp.any(first[1:] - first[:-1] > capacity))
 
 
-def fetch(table: Array, rows: Array, stack: Stack, capacity: int) -> tuple[FetchedRows, Array]:
+def fetch(table: Array, row_ids: Array, stack: Stack, capacity: int) -> tuple[FetchedRows, Array]:
     """Fetch the row of each id from its owner shard.
 
     Args:
       table: this device's shard, R rows in the stack's row format.
-      rows: physical rows `[N]`, `PADDING_ID` for absent ids.
+      row_ids: physical rows `[N]`, `PADDING_ID` for absent ids.
       stack: the stack.
       capacity: C, the number of distinct rows that each destination has room for.
 
@@ -120,14 +120,14 @@ def fetch(table: Array, rows: Array, stack: Stack, capacity: int) -> tuple[Fetch
     """
     # One shard: every row is here, and the physical rows are positions in the table itself.
     if stack.num_shards == 1 and stack.packing == "none":
-        return FetchedRows(table, rows), jnp.asarray(False)
+        return FetchedRows(table, row_ids), jnp.asarray(False)
     # One shard of packed rows: read the row of each id, duplicates included, and unpack it.
     if stack.num_shards == 1:
-        index = jnp.where(rows < 0, PADDING_ID, jax.lax.iota(rows.dtype, rows.shape[0]))
-        found = dispatch.read_rows(table, rows, stack.row_format)
+        index = jnp.where(row_ids < 0, PADDING_ID, jax.lax.iota(row_ids.dtype, row_ids.shape[0]))
+        found = dispatch.read_rows(table, row_ids, stack.row_format)
         return FetchedRows(stack.row_format.unpack(found), index), jnp.asarray(False)
     with jax.named_scope("route"):
-        route = make_route(rows, stack, capacity)
+        route = make_route(row_ids, stack, capacity)
         # Row ids [S, C] go to the owners; each owner receives [S, C], one line per source, reads
         # [S * C] rows, and sends [S, C, D] back.
         asked = collectives.all_to_all(route.row_ids, stack.shard_axes)
@@ -151,20 +151,20 @@ def send(route: Route, sums: Array, stack: Stack, axes: MeshAxes) -> RowSums:
     Returns:
       The local rows and sums that this device received, ordered by the batch order of the sources.
     """
-    rows = jnp.where(_is_mine(stack, axes)[:, None], route.row_ids, PADDING_ID)
+    row_ids = jnp.where(_is_mine(stack, axes)[:, None], route.row_ids, PADDING_ID)
     rest, row_format = axes.other_batch_axes(stack.shard_axes), stack.sums_format
     sums = row_format.for_exchange(row_format.pack(sums), stack.num_shards)
     # The all-to-all gives [S, C] from the sources along the shard axes; devices along the other
     # batch axes own copies of the same shard, and the all-gather gives each [rest, S, C].
-    rows = collectives.all_gather(collectives.all_to_all(rows, stack.shard_axes), rest)
+    row_ids = collectives.all_gather(collectives.all_to_all(row_ids, stack.shard_axes), rest)
     sums = collectives.all_gather(collectives.all_to_all(sums, stack.shard_axes), rest)
     sums = row_format.unpack(row_format.by_row(sums))
     # Reorder the sources [rest * S] to batch order, so that sums do not depend on the mesh.
     order = axes.batch_order(stack.shard_axes)
-    rows, sums = rows.reshape(order.size, -1), sums.reshape(order.size, -1, stack.dim)
+    row_ids, sums = row_ids.reshape(order.size, -1), sums.reshape(order.size, -1, stack.dim)
     if np.any(order != np.arange(order.size)):
-        rows, sums = rows[order], sums[order]
-    return RowSums(rows.reshape(-1), sums.reshape(-1, stack.dim))
+        row_ids, sums = row_ids[order], sums[order]
+    return RowSums(row_ids.reshape(-1), sums.reshape(-1, stack.dim))
 
 
 def merge(received: RowSums, stack: Stack, *, in_order: bool) -> RowSums:
@@ -179,17 +179,19 @@ def merge(received: RowSums, stack: Stack, *, in_order: bool) -> RowSums:
       Distinct rows and their sums, padded to a multiple of `ROW_MULTIPLE`.
     """
     # Local rows are 0 to R - 1, so R stands for "absent" here and sorts last.
-    rows = jnp.where(received.row_ids < 0, stack.num_rows, received.row_ids)
+    row_ids = jnp.where(received.row_ids < 0, stack.num_rows, received.row_ids)
     find = dedup.runs_of_sorted if in_order else dedup.find_runs
-    runs = find(rows, stack.num_rows)
+    runs = find(row_ids, stack.num_rows)
     # There are at most as many distinct rows as entries, and as rows in the shard. Run i is
     # summed into segment i; segment `size` is out of range, so absent entries are left out.
-    size = round_up(min(rows.shape[0], stack.num_rows), ROW_MULTIPLE)
+    size = round_up(min(row_ids.shape[0], stack.num_rows), ROW_MULTIPLE)
     segments = jnp.where(runs.row_ids < stack.num_rows, runs.run, size)
     merged = dispatch.gather_sum(received.sums, runs.order, segments, bags=(1,), examples=size)[0]
-    run_rows = runs.run_row_ids[:size]
-    run_rows = jnp.pad(run_rows, (0, size - run_rows.shape[0]), constant_values=stack.num_rows)
-    return RowSums(jnp.where(run_rows < stack.num_rows, run_rows, PADDING_ID), merged)
+    run_row_ids = runs.run_row_ids[:size]
+    run_row_ids = jnp.pad(
+        run_row_ids, (0, size - run_row_ids.shape[0]), constant_values=stack.num_rows
+    )
+    return RowSums(jnp.where(run_row_ids < stack.num_rows, run_row_ids, PADDING_ID), merged)
 
 
 def padded(sums: RowSums) -> RowSums:

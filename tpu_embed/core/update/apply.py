@@ -137,9 +137,9 @@ def apply_rule(
     )
 
 
-def _read(array: Array, rows: Array, form: RowFormat) -> Array:
+def _read(array: Array, row_ids: Array, form: RowFormat) -> Array:
     """Return stored rows `[U, …]`; zeros where a row is absent."""
-    return form.unpack(dispatch.read_rows(array, rows, form))
+    return form.unpack(dispatch.read_rows(array, row_ids, form))
 
 
 def _alone(rule: Callable[..., tuple], *operands: Any) -> tuple:

@@ -175,8 +175,9 @@ def all_gather_gradients(task: Task) -> tuple[RowGradients, Blocks]:
     first = collectives.axis_index(stack.shard_axes).astype(given.row_ids.dtype) * stack.num_rows
     local = given.row_ids - first
     owned = (given.row_ids >= first) & (local < stack.num_rows)
-    rows = jnp.where(owned, local, jnp.asarray(PADDING_ID, local.dtype))
-    return given._replace(row_ids=rows), blocks._replace(examples=blocks.examples * axes.replicas)
+    row_ids = jnp.where(owned, local, jnp.asarray(PADDING_ID, local.dtype))
+    given = given._replace(row_ids=row_ids)
+    return given, blocks._replace(examples=blocks.examples * axes.replicas)
 
 
 def as_row_gradients(received: RowSums) -> tuple[RowGradients, Blocks]:
@@ -234,16 +235,18 @@ def _summed_by_psum(task: Task) -> RowSums:
     is exact, because only the device that has a block's examples contributes numbers other than
     zero. Then the blocks are added in order.
     """
-    blocks, rows, axes = task.blocks, task.stack.num_rows, task.layout.axes.batch_axes
+    blocks, num_rows, axes = task.blocks, task.stack.num_rows, task.layout.axes.batch_axes
     # An id of row r in block b adds to cell b * R + r of [G * R, D]; an absent id to none.
-    cells = _blocks(task) * rows + task.ids.row_ids.astype(jnp.int32)
-    cells = jnp.where(task.ids.row_ids < 0, blocks * rows, cells)
+    cells = _blocks(task) * num_rows + task.ids.row_ids.astype(jnp.int32)
+    cells = jnp.where(task.ids.row_ids < 0, blocks * num_rows, cells)
     ordered, order = dispatch.sort_rows(cells)
-    sums = sum_gradients(task.gradients, task.ids, task.bag_layout, order, ordered, blocks * rows)
+    sums = sum_gradients(
+        task.gradients, task.ids, task.bag_layout, order, ordered, blocks * num_rows
+    )
     # A row without ids must stay absent: with a zero gradient it would still decay or move.
-    counts = dispatch.segment_sum(jnp.ones_like(ordered), ordered, blocks * rows)
-    sums = collectives.psum(sums, axes).reshape(blocks, rows, task.stack.dim)
-    touched = collectives.psum(counts, axes).reshape(blocks, rows).sum(0) > 0
+    counts = dispatch.segment_sum(jnp.ones_like(ordered), ordered, blocks * num_rows)
+    sums = collectives.psum(sums, axes).reshape(blocks, num_rows, task.stack.dim)
+    touched = collectives.psum(counts, axes).reshape(blocks, num_rows).sum(0) > 0
     total = jax.lax.fori_loop(0, blocks, lambda b, total: total + sums[b], jnp.zeros_like(sums[0]))
-    numbers = jnp.arange(rows, dtype=task.ids.row_ids.dtype)
-    return route.padded(RowSums(jnp.where(touched, numbers, PADDING_ID), total))
+    row_ids = jnp.arange(num_rows, dtype=task.ids.row_ids.dtype)
+    return route.padded(RowSums(jnp.where(touched, row_ids, PADDING_ID), total))

@@ -29,7 +29,7 @@ from tpu_embed.core.batch import (
     make_traced,
     natural_spec,
     pack,
-    packed_rows,
+    packed_row_ids,
     parts,
     view_stacks,
 )
@@ -161,10 +161,10 @@ class Server:
         views = zip(view_stacks(spec, layout), parts(spec, layout), tables, strict=True)
         for view, part, table in views:
             # NumPy tables: pick the rows of the ids here, so that only these go to the program.
-            rows = packed_rows(packed, view, part)[0][0]
-            operands.append(table.pick(rows) if table.on_host else jax.tree.map(snapshot, table))
+            row_ids = packed_row_ids(packed, view, part)[0][0]
+            operands.append(table.pick(row_ids) if table.on_host else jax.tree.map(snapshot, table))
         array: Any = packed
-        return self._program(tuple(operands), Batch(array, spec, layout.row_numbers))
+        return self._program(tuple(operands), Batch(array, spec, layout.row_ids_checksum))
 
     def traced(self, ids: Sequence[Any], weights: Sequence[Any]) -> TracedIds:
         """Return dense ids inside a jit in the form that `activations` takes.
