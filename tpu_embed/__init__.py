@@ -8,7 +8,7 @@ This is the path of a batch; the names are packages and files:
     on the devices
                ─▶ core/exchange/        each id goes to the shard that owns its row, rows come back
                ─▶ core/lookup/          the rows of each bag are combined
-               ─▶ activations ─▶ your model ─▶ gradients of the activations
+               ─▶ activations ─▶ your model ─▶ gradients
                ─▶ core/update/sums.py   summed by row, with core/exchange/, on the row's owner
                ─▶ core/update/apply.py  the rule of optimizers/ gives new rows
                ─▶ core/state/           tables and slots, updated in place

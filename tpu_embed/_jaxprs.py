@@ -8,17 +8,33 @@ Input: equations of a jaxpr. Output: their parts, or their results.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-__all__ = ["CALLS", "REMATS", "evaluate", "inner_jaxpr", "scan_counts", "subjaxprs"]
+__all__ = [
+    "CALLS",
+    "REMATS",
+    "checkpoint_like",
+    "evaluate",
+    "inner_jaxpr",
+    "scan_counts",
+    "scan_like",
+    "subjaxprs",
+]
 
 CALLS = ("jit", "pjit", "closed_call", "core_call")
 """Primitives that call another jaxpr, by all names that they had in some release."""
 REMATS = ("checkpoint", "remat2")
 """Primitives that call another jaxpr, and call it again in the backward pass."""
+
+
+def checkpoint_like(eqn: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function under `jax.checkpoint`, with the options of a remat equation."""
+    keep = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
+    return jax.checkpoint(function, **keep)
 
 
 def evaluate(jaxpr: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
@@ -56,6 +72,21 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
     # Later releases of JAX keep the operands as trees: constants, carry, scanned arrays.
     fixed, carried, _ = eqn.params["ft_in"].unpack()
     return len(fixed), len(carried)
+
+
+def scan_like(
+    eqn: Any, body: Callable[[Any, Any], tuple[Any, Any]], first: Any, xs: Any
+) -> tuple[Any, Any]:
+    """Return the last carry and the ys of a body, scanned with the options of a scan equation.
+
+    Args:
+      eqn: an equation that is a scan.
+      body: maps (carry, x) to (carry, y).
+      first: the initial carry.
+      xs: what is scanned over.
+    """
+    keep = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    return jax.lax.scan(body, first, xs, **keep)
 
 
 def subjaxprs(eqn: Any) -> Iterator[Any]:

@@ -94,10 +94,10 @@ class TouchedRows:
           ValueError: what `place` refuses; a step before the last one that is known.
           TypeError: what `place` refuses.
         """
-        rows = self._physical_rows(batch)
+        row_ids = self._physical_row_ids(batch)
         with self._lock:
             step = self._checked_step(step)
-            for stack, mine in zip(self.layout.stacks, rows, strict=True):
+            for stack, mine in zip(self.layout.stacks, row_ids, strict=True):
                 if stack.optimizer is None:
                     continue
                 if stack.optimizer.updates_every_row:
@@ -178,7 +178,7 @@ class TouchedRows:
 
     # -- batches -------------------------------------------------------------------------------
 
-    def _physical_rows(self, batch: PyTree) -> list[np.ndarray]:
+    def _physical_row_ids(self, batch: PyTree) -> list[np.ndarray]:
         """Return the physical rows of this process's ids, one array per stack.
 
         Padding has `PADDING_ID`.
@@ -188,9 +188,7 @@ class TouchedRows:
             batch.check(layout)
             lines, numbers = _lines(batch)
             views = zip(view_stacks(batch.spec, layout), line_of(batch.spec, layout), strict=True)
-            return [
-                _rows_of(fields_of(lines, fields), view, numbers) for view, fields in views
-            ]
+            return [_rows_of(fields_of(lines, fields), view, numbers) for view, fields in views]
         # Features that were not placed: find the physical rows here, several features per stack.
         # The empty array is for a stack without features, since nothing cannot be concatenated.
         found: list[list[np.ndarray]] = [[np.zeros(0, np.int32)] for _ in layout.stacks]
@@ -224,13 +222,13 @@ class TouchedRows:
     def _tables(self) -> Iterator[tuple[Stack, TableSlice]]:
         return ((stack, table) for stack in self.layout.stacks for table in stack.tables)
 
-    def _mark(self, stack: Stack, rows: np.ndarray, step: int) -> None:
-        if rows.size and stack.name not in self._last:
+    def _mark(self, stack: Stack, row_ids: np.ndarray, step: int) -> None:
+        if row_ids.size and stack.name not in self._last:
             self._last[stack.name] = np.full(stack.physical_rows, _NEVER, np.int32)
-        if rows.size:
+        if row_ids.size:
             last = self._last[stack.name]
             # A maximum, because threads may record a later step first.
-            last[rows] = np.maximum(last[rows], step)
+            last[row_ids] = np.maximum(last[row_ids], step)
 
     def _mark_all(self, table: TableSlice, step: int) -> None:
         self._whole[table.name] = max(step, self._whole.get(table.name, _NEVER))
@@ -241,11 +239,8 @@ class TouchedRows:
             return np.arange(table.vocabulary_size)
         if stack.name not in self._last:
             return np.zeros(0, np.int64)
-        # [S, rows_per_shard], as in `logical_rows`: "div" has consecutive row ids on a shard, "mod"
-        # has row id local * S + shard, which the transpose puts in order. Padding is never touched.
-        by_shard = self._last[stack.name].reshape(stack.num_shards, stack.num_rows)
-        mine = by_shard[:, table.offset : table.offset + table.rows_per_shard] > step
-        return np.flatnonzero(mine if stack.placement == "div" else mine.T)
+        # The positions in the flattened view are logical row ids. Padding is never touched.
+        return np.flatnonzero(stack.logical_view(self._last[stack.name], table) > step)
 
 
 def _lines(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
@@ -280,17 +275,17 @@ def _rows_of(fields: dict[str, np.ndarray], view: StackView, devices: np.ndarray
     return np.where(asked < 0, PADDING_ID, owner * stack.num_rows + asked)
 
 
-def _checked(table: TableSlice, rows: np.ndarray, stack: Stack) -> np.ndarray:
+def _checked(table: TableSlice, row_ids: np.ndarray, stack: Stack) -> np.ndarray:
     """Return row ids in the stack's index dtype.
 
     Raises:
       ValueError: they are not integers `[n]` in [0, V).
     """
     what, size = f"table {table.name!r}: rows", table.vocabulary_size
-    if rows.ndim != 1 or (rows.dtype.kind not in "iu" and rows.size):
-        got = f"{rows.dtype} of shape {rows.shape}"
+    if row_ids.ndim != 1 or (row_ids.dtype.kind not in "iu" and row_ids.size):
+        got = f"{row_ids.dtype} of shape {row_ids.shape}"
         raise ValueError(message(what, expected="integers of shape (n,)", got=got))
-    outside = rows[(rows < 0) | (rows >= size)]
+    outside = row_ids[(row_ids < 0) | (row_ids >= size)]
     if outside.size:
         raise ValueError(message(what, expected=f"rows in [0, {size})", got=f"row {outside[0]}"))
-    return rows.astype(stack.index_dtype)
+    return row_ids.astype(stack.index_dtype)

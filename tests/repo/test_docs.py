@@ -5,6 +5,7 @@ line before a snippet excludes it; the reason names the hardware or data that it
 """
 
 import importlib
+import itertools
 import re
 from pathlib import Path
 
@@ -87,3 +88,35 @@ def test_runner_fails_at_the_pages_line():
     with pytest.raises(ZeroDivisionError) as error:
         run("page", PAGE.replace("y = x + 1", "1 / 0"))
     assert error.traceback[-1].lineno == PAGE.splitlines().index("y = x + 1")
+
+
+STAGES = [
+    "ids",
+    "batch",
+    "exchange",
+    "lookup",
+    "activations",
+    "your model",
+    "gradients",
+    "update",
+    "state",
+]
+
+
+def stages(text):
+    """Return the stages of the first diagram of a text, in the order of its arrows."""
+    arrow, back = r"─▶|-+>", r"<-+"
+    found = []
+    for line in text.splitlines():
+        # "a <-- b" goes from b to a; "core/ids/  what it does" and "update/sums" begin with stages.
+        fields = re.split(arrow, line) if re.search(arrow, line) else re.split(back, line)[::-1]
+        names = [re.match(r"[\s+|-]*(?:core/)?([a-z ]*[a-z])?", field)[1] for field in fields]
+        found += [name.strip() for name in names if name and len(fields) > 1]
+    return [name for name, _ in itertools.groupby(found)]
+
+
+@pytest.mark.parametrize("path", ["README.md", "docs/index.md", "tpu_embed/__init__.py"])
+def test_diagrams_name_the_same_stages(path):
+    text = (ROOT / path).read_text()
+    block = text.split('"""')[1] if path.endswith(".py") else text.split("```\n")[1]
+    assert [name for name in stages(block) if name != "your ids"] == STAGES

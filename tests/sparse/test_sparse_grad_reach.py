@@ -21,7 +21,7 @@ from tpu_embed.sparse import (
     sparse_grad,
     sparse_value_and_grad,
 )
-from tpu_embed.training.optimizer import Optimizer, update_touched
+from tpu_embed.training.optimizer import Optimizer, update_parameter_rows
 
 V, D = 6, 3
 TABLE = jnp.asarray(np.random.default_rng(2).normal(size=(V, D)).astype(np.float32))
@@ -208,7 +208,7 @@ def test_an_update_comes_after_lookups_that_it_does_not_name(loss):
 
         (value, aux), found = sparse_value_and_grad(fun, has_aux=True)(table)
         slots = {"accumulators": slot}
-        new = update_touched(o.Adagrad(0.1), table, slots, found, step=1, learning_rate=0.1)
+        new = update_parameter_rows(o.Adagrad(0.1), table, slots, found, step=1, learning_rate=0.1)
         return value, aux, new
 
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(table, slot, ids).compile()

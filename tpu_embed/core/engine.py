@@ -24,7 +24,7 @@ from tpu_embed.core.layout import HostRates, Layout, describe, make_axes, make_l
 from tpu_embed.core.lookup import activations_read, lookup, not_differentiable, record_lookup
 from tpu_embed.core.state import (
     TableState,
-    check_forms,
+    check_arrays,
     check_not_donated,
     check_tables_not_donated,
     init_tables,
@@ -253,7 +253,7 @@ class EmbeddingEngine:
 
     def _lookup(self, tables: dict[str, Array], source: Batch | TracedIds) -> list[Array]:
         self._traces["lookup"] += 1  # this line runs once per trace, not once per step
-        check_forms(TableState(tables, {}, jnp.int32(0), {}), self.layout, slots=False)
+        check_arrays(TableState(tables, {}, jnp.int32(0), {}), self.layout, slots=False)
         activations, bad_ids = lookup(not_differentiable(tables), source, self.layout)
         source.report(bad_ids, self.layout)
         return activations
@@ -341,7 +341,7 @@ class EmbeddingEngine:
         self, state: TableState, source: Batch | TracedIds, operands: Operands
     ) -> TableState:
         self._traces["update"] += 1
-        check_forms(state, self.layout, slots=True)
+        check_arrays(state, self.layout, slots=True)
         # One bad gradient skips the step for all tables, so that they stay at the same step.
         if (bad := self._guard.find(operands.gradients)) is not None:
             operands = operands._replace(skip=jnp.any(bad))

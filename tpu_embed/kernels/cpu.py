@@ -78,26 +78,26 @@ def zeros(shape: tuple[int, ...], dtype: np.dtype) -> Array:
     return _call("zeros", jax.ShapeDtypeStruct(shape, dtype))()
 
 
-def gather_rows(table: Array, rows: Array) -> Array:
+def gather_rows(table: Array, row_ids: Array) -> Array:
     """Return rows of a table; see `reference.gather_rows`."""
-    shape = jax.ShapeDtypeStruct((*rows.shape, *table.shape[1:]), table.dtype)
-    return _call("gather_rows", shape)(table, rows)
+    shape = jax.ShapeDtypeStruct((*row_ids.shape, *table.shape[1:]), table.dtype)
+    return _call("gather_rows", shape)(table, row_ids)
 
 
-def set_rows(table: Array, rows: Array, values: Array) -> Array:
+def set_rows(table: Array, row_ids: Array, values: Array) -> Array:
     """Return the table with rows set, in its memory; see `reference.set_rows`."""
     shape = jax.ShapeDtypeStruct(table.shape, table.dtype)
     # aliases: the result is in the memory of operand 0. XLA copies the operand if it is used later.
-    return _call("set_rows", shape, aliases={0: 0})(table, rows, values)
+    return _call("set_rows", shape, aliases={0: 0})(table, row_ids, values)
 
 
-def sort_rows(rows: Array) -> tuple[Array, Array]:
+def sort_rows(row_ids: Array) -> tuple[Array, Array]:
     """Return sorted rows and their positions; see `reference.sort_rows`."""
     shapes = (
-        jax.ShapeDtypeStruct(rows.shape, rows.dtype),
-        jax.ShapeDtypeStruct(rows.shape, jnp.int32),
+        jax.ShapeDtypeStruct(row_ids.shape, row_ids.dtype),
+        jax.ShapeDtypeStruct(row_ids.shape, jnp.int32),
     )
-    ordered, order = _call("sort_rows", shapes)(rows)
+    ordered, order = _call("sort_rows", shapes)(row_ids)
     return ordered, order
 
 
@@ -122,7 +122,7 @@ def gather_sum(
 def update_rows(
     table: Array,
     slots: Sequence[Array],
-    rows: Array,
+    row_ids: Array,
     bags: Array | None,
     weights: Array | None,
     factors: Array | None,
@@ -143,7 +143,7 @@ def update_rows(
     Args:
       table: `[R, D]` float32, or bfloat16 stored as uint16.
       slots: float32 `[R, D]`, or `[R]` for one number per row, in the order of `rule.slots`.
-      rows: int32 or int64 `[N]`, the row of each id; ids outside the table are left out. With
+      row_ids: int32 or int64 `[N]`, the row of each id; ids outside the table are left out. With
         `sums`: `[U]`, the row of each whole sum.
       bags: int32 `[N]`, the bag of each id; None: position i has bag i.
       weights: float32 `[N]`, the weight of each id; None: all ones.
@@ -165,7 +165,7 @@ def update_rows(
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in held]
     operands = (
         *held,
-        rows,
+        row_ids,
         _or_empty(bags, jnp.int32),
         _or_empty(weights),
         _or_empty(factors),

@@ -117,12 +117,12 @@ def zeros(shape: tuple[int, ...], dtype: np.dtype) -> Array:
     return choose(otherwise=filled, native=functools.partial(cpu.zeros, shape, dtype))
 
 
-def read_rows(array: Array, rows: Array, form: RowFormat) -> Array:
+def read_rows(array: Array, row_ids: Array, form: RowFormat) -> Array:
     """Return rows of a table or slot, zeros where one is absent.
 
     Args:
       array: the table or slot, in `form`.
-      rows: integer `[N]`.
+      row_ids: integer `[N]`.
       form: how the rows lie in the array.
 
     Returns:
@@ -130,70 +130,70 @@ def read_rows(array: Array, rows: Array, form: RowFormat) -> Array:
     """
     # Several rows share a line of 128 words: read whole lines, then pick the rows out of them.
     if form.in_lines:
-        return lanes.gather_rows(array, rows, form.words)
+        return lanes.gather_rows(array, row_ids, form.words)
     sparse = sparsecore.gather_rows if form.moved_by_sparse_cores else None
-    return choose(form.by_row(array), rows, otherwise=gather_rows, sparse=sparse)
+    return choose(form.by_row(array), row_ids, otherwise=gather_rows, sparse=sparse)
 
 
-def write_rows(array: Array, rows: Array, values: Array, form: RowFormat) -> Array:
-    """Return a table or slot with stored `values` at `rows`; absent rows are not written.
+def write_rows(array: Array, row_ids: Array, values: Array, form: RowFormat) -> Array:
+    """Return a table or slot with stored `values` at `row_ids`; absent rows are not written.
 
     Args:
       array: the table or slot, in `form`.
-      rows: integer `[U]`; present rows are all different.
+      row_ids: integer `[U]`; present rows are all different.
       values: `[U, …]`, in the stored dtype.
       form: how the rows lie in the array.
     """
     # Rows that share a line must be next to each other, to be written together.
     if form.in_lines:
-        rows, values = _ascending(rows, values)
-    return write_ascending_rows(array, rows, values, form)
+        row_ids, values = _ascending(row_ids, values)
+    return write_ascending_rows(array, row_ids, values, form)
 
 
-def _ascending(rows: Array, values: Array) -> tuple[Array, Array]:
+def _ascending(row_ids: Array, values: Array) -> tuple[Array, Array]:
     """Return rows in ascending order, absent ones last, and their values in the same order.
 
     Of a repeated row the first is kept, and the others become absent.
     """
     # Rows (7, 3, -1, 3) sort to (3, 3, 7, MAX) from positions (1, 3, 0, 2). The second 3 becomes
     # MAX, and the second sort moves it behind 7: (3, 7, MAX, MAX), values from (1, 0, 3, 2).
-    absent = jnp.iinfo(rows.dtype).max
-    ordered, first = sort_rows(jnp.where(rows < 0, absent, rows))
-    again = jnp.zeros(rows.shape, bool).at[1:].set(ordered[1:] == ordered[:-1])
+    absent = jnp.iinfo(row_ids.dtype).max
+    ordered, first = sort_rows(jnp.where(row_ids < 0, absent, row_ids))
+    again = jnp.zeros(row_ids.shape, bool).at[1:].set(ordered[1:] == ordered[:-1])
     ordered, then = sort_rows(jnp.where(again, absent, ordered))
     return ordered, values[first[then]]
 
 
-def write_ascending_rows(array: Array, rows: Array, values: Array, form: RowFormat) -> Array:
+def write_ascending_rows(array: Array, row_ids: Array, values: Array, form: RowFormat) -> Array:
     """Do what `write_rows` does, without its sorts, for present rows that ascend already.
 
-    If two present rows are k positions apart in `rows`, their numbers must differ by at least k:
+    If two present rows are k positions apart in `row_ids`, their numbers must differ by at least k:
     (3, absent, 5) is allowed, (3, absent, 4) is not.
     """
     if form.in_lines:
-        return lanes.set_rows(array, rows, form.pack(values))
+        return lanes.set_rows(array, row_ids, form.pack(values))
     sparse = sparsecore.set_rows if form.moved_by_sparse_cores else None
-    operands = form.by_row(array), rows, form.pack(values)
+    operands = form.by_row(array), row_ids, form.pack(values)
     return choose(*operands, otherwise=set_rows, sparse=sparse).reshape(array.shape)
 
 
-def gather_rows(table: Array, rows: Array) -> Array:
-    """Return `table[rows]`, zeros where a row is absent; see `reference.gather_rows`."""
-    native = cpu.gather_rows if cpu.takes_rows(table, rows) else None
+def gather_rows(table: Array, row_ids: Array) -> Array:
+    """Return `table[row_ids]`, zeros where a row is absent; see `reference.gather_rows`."""
+    native = cpu.gather_rows if cpu.takes_rows(table, row_ids) else None
     native = native and _with_tangents(native, reference.gather_rows)
-    return choose(table, rows, otherwise=reference.gather_rows, native=native)
+    return choose(table, row_ids, otherwise=reference.gather_rows, native=native)
 
 
-def set_rows(table: Array, rows: Array, values: Array) -> Array:
-    """Return `table` with `values` at `rows`; see `reference.set_rows`."""
-    native = cpu.set_rows if cpu.takes_rows(table, rows, values) else None
-    return choose(table, rows, values, otherwise=reference.set_rows, native=native)
+def set_rows(table: Array, row_ids: Array, values: Array) -> Array:
+    """Return `table` with `values` at `row_ids`; see `reference.set_rows`."""
+    native = cpu.set_rows if cpu.takes_rows(table, row_ids, values) else None
+    return choose(table, row_ids, values, otherwise=reference.set_rows, native=native)
 
 
-def sort_rows(rows: Array) -> tuple[Array, Array]:
+def sort_rows(row_ids: Array) -> tuple[Array, Array]:
     """Return sorted rows and the position each came from; see `reference.sort_rows`."""
-    native = cpu.sort_rows if cpu.takes_rows(rows) else None
-    return choose(rows, otherwise=reference.sort_rows, native=native)
+    native = cpu.sort_rows if cpu.takes_rows(row_ids) else None
+    return choose(row_ids, otherwise=reference.sort_rows, native=native)
 
 
 def segment_sum(values: Array, segments: Array, num_segments: int) -> Array:

@@ -16,12 +16,12 @@ from tpu_embed.kernels import reference
 from tpu_embed.kernels.formats import LINE
 
 
-def gather_rows(lines: Array, rows: Array, words: int) -> Array:
+def gather_rows(lines: Array, row_ids: Array, words: int) -> Array:
     """Return rows, zeros where one is absent.
 
     Args:
       lines: `[L, 128]`.
-      rows: integer `[N]`.
+      row_ids: integer `[N]`.
       words: the words of a row.
 
     Returns:
@@ -29,34 +29,34 @@ def gather_rows(lines: Array, rows: Array, words: int) -> Array:
     """
     # With rows of 32 words a line has 4: row 6 is in line 1, in place 2, that is words 64 to 95.
     a_line = LINE // words
-    found = reference.gather_rows(lines, _lines_of(rows, a_line, lines.shape[0]))
-    place = (rows % a_line)[:, None]
+    found = reference.gather_rows(lines, _lines_of(row_ids, a_line, lines.shape[0]))
+    place = (row_ids % a_line)[:, None]
     # Each of the (at most 4) places is a static slice [N, words]; every entry selects one of them.
-    chosen = jnp.zeros((rows.shape[0], words), lines.dtype)
+    chosen = jnp.zeros((row_ids.shape[0], words), lines.dtype)
     for i in range(a_line):
         chosen = jnp.where(place == i, found[:, i * words : (i + 1) * words], chosen)
     return chosen
 
 
-def set_rows(lines: Array, rows: Array, values: Array) -> Array:
-    """Return the lines with `values` at `rows`; absent rows are not written.
+def set_rows(lines: Array, row_ids: Array, values: Array) -> Array:
+    """Return the lines with `values` at `row_ids`; absent rows are not written.
 
     Args:
       lines: `[L, 128]`.
-      rows: integer `[U]`; present ones ascend, none occurs twice, and if two of them are k
+      row_ids: integer `[U]`; present ones ascend, none occurs twice, and if two of them are k
         positions apart, their numbers differ by at least k.
       values: `[U, words]`, in the dtype of the lines.
     """
     # Rows (5, 6, 9) of 32 words: lines (1, 1, 2), places (1, 2, 1). `wide` repeats each row's
     # values in all 4 places of a line, and `lane` is the place of each of the 128 words.
     words, a_line = values.shape[1], LINE // values.shape[1]
-    line, place = _lines_of(rows, a_line, lines.shape[0]), (rows % a_line)[:, None]
+    line, place = _lines_of(row_ids, a_line, lines.shape[0]), (row_ids % a_line)[:, None]
     wide = jnp.concatenate([values] * a_line, axis=1)
     lane = jnp.arange(LINE) // words
     new = reference.gather_rows(lines, line)
-    # Rows of one line are at most a_line - 1 positions apart, because of the condition on `rows`.
-    # So every entry looks that far to both sides, and takes over the values of its own line: after
-    # this, the entries of rows 5 and 6 are both the whole new line 1.
+    # Rows of one line are at most a_line - 1 positions apart, because of the condition on
+    # `row_ids`. So every entry looks that far to both sides, and takes over the values of its own
+    # line: after this, the entries of rows 5 and 6 are both the whole new line 1.
     for shift in range(1 - a_line, a_line):
         same = (_shifted(line, shift, -1) == line)[:, None]
         here = same & (_shifted(place, shift, -1) == lane) & (line >= 0)[:, None]
@@ -73,10 +73,10 @@ def _first(line: Array, a_line: int) -> Array:
     return first
 
 
-def _lines_of(rows: Array, a_line: int, lines: int) -> Array:
+def _lines_of(row_ids: Array, a_line: int, lines: int) -> Array:
     """Return the line of every row, `PADDING_ID` where a row is absent."""
-    absent = (rows < 0) | (rows >= lines * a_line)
-    return jnp.where(absent, jnp.asarray(PADDING_ID, rows.dtype), rows // a_line)
+    absent = (row_ids < 0) | (row_ids >= lines * a_line)
+    return jnp.where(absent, jnp.asarray(PADDING_ID, row_ids.dtype), row_ids // a_line)
 
 
 def _shifted(x: Array, by: int, outside: int) -> Array:

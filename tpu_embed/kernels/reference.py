@@ -20,50 +20,52 @@ from tpu_embed._types import Array
 from tpu_embed.kernels import storage
 
 
-def gather_rows(table: Array, rows: Array) -> Array:
-    """Return `table[rows]`, zeros where a row is absent.
+def gather_rows(table: Array, row_ids: Array) -> Array:
+    """Return `table[row_ids]`, zeros where a row is absent.
 
     Args:
       table: `[R, …]`, any dtype.
-      rows: integer `[N]`.
+      row_ids: integer `[N]`.
 
     Returns:
       `[N, …]`, the table's dtype.
     """
     # JAX refuses to index an axis of length 0, even with rows that are all absent.
     if not table.shape[0]:
-        return jnp.zeros((rows.shape[0], *table.shape[1:]), table.dtype)
-    rows = _in_32_bits(rows, table.shape[0])
-    return table.at[rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        return jnp.zeros((row_ids.shape[0], *table.shape[1:]), table.dtype)
+    row_ids = _in_32_bits(row_ids, table.shape[0])
+    return table.at[row_ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
-def set_rows(table: Array, rows: Array, values: Array) -> Array:
-    """Return `table` with `values` at `rows`; absent rows are not written.
+def set_rows(table: Array, row_ids: Array, values: Array) -> Array:
+    """Return `table` with `values` at `row_ids`; absent rows are not written.
 
     Args:
       table: `[R, …]`.
-      rows: integer `[U]`; present rows are all different.
+      row_ids: integer `[U]`; present rows are all different.
       values: `[U, …]`, the table's dtype.
     """
     # Without wrap_negative_indices=False, -1 would be the last row instead of an absent one.
-    rows = _in_32_bits(rows, table.shape[0])
-    return table.at[rows].set(values, mode="drop", wrap_negative_indices=False, unique_indices=True)
+    row_ids = _in_32_bits(row_ids, table.shape[0])
+    return table.at[row_ids].set(
+        values, mode="drop", wrap_negative_indices=False, unique_indices=True
+    )
 
 
-def sort_rows(rows: Array) -> tuple[Array, Array]:
-    """Return `rows` in ascending order, and the position that each came from.
+def sort_rows(row_ids: Array) -> tuple[Array, Array]:
+    """Return `row_ids` in ascending order, and the position that each came from.
 
     Equal rows keep their order.
 
     Args:
-      rows: integer `[N]`.
+      row_ids: integer `[N]`.
 
     Returns:
       sorted rows `[N]`; int32 positions `[N]`.
     """
     # (7, 3, 7) -> (3, 7, 7) from (1, 0, 2). The sort carries the positions along with the rows.
-    positions = jnp.arange(rows.shape[0], dtype=jnp.int32)
-    ordered, order = jax.lax.sort((rows, positions), num_keys=1, is_stable=True)
+    positions = jnp.arange(row_ids.shape[0], dtype=jnp.int32)
+    ordered, order = jax.lax.sort((row_ids, positions), num_keys=1, is_stable=True)
     return ordered, order
 
 
@@ -173,9 +175,9 @@ def scale(values: Array, factors: Array) -> Array:
     return jnp.where(zero, jnp.zeros_like(values), values * factors[:, None])
 
 
-def _in_32_bits(rows: Array, size: int) -> Array:
+def _in_32_bits(row_ids: Array, size: int) -> Array:
     """Return rows with every absent one clipped to -1 or `size`, so that they fit in 32 bits.
 
     JAX indexes an array of less than 2³¹ rows with the low 32 bits alone: 2³² would be row 0.
     """
-    return jnp.clip(rows, -1, size) if rows.dtype.itemsize > 4 else rows
+    return jnp.clip(row_ids, -1, size) if row_ids.dtype.itemsize > 4 else row_ids

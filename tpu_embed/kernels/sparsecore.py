@@ -48,19 +48,19 @@ def here() -> bool:
     return has_sparse_cores(jax.sharding.get_abstract_mesh().abstract_device)
 
 
-def gather_rows(table: Array, rows: Array) -> Array:
-    """Return `table[rows]`, zeros where a row is absent; see `reference.gather_rows`.
+def gather_rows(table: Array, row_ids: Array) -> Array:
+    """Return `table[row_ids]`, zeros where a row is absent; see `reference.gather_rows`.
 
     Args:
       table: `[R, W]`, W a multiple of `WORDS`, or `[R]`; of a 32-bit dtype.
-      rows: integer `[N]`.
+      row_ids: integer `[N]`.
 
     Returns:
       `[N, W]`, or `[N]`.
     """
     # Rows [R, W] are cut into k pieces each, [R * k, W / k], and row r is pieces r * k … r * k +
     # k - 1. k is 1 but for very long rows. The numbers are padded to whole chunks.
-    pieces, numbers = _pieces(table), _piece_numbers(table, rows)
+    pieces, numbers = _pieces(table), _piece_numbers(table, row_ids)
     chunk = _rows_at_a_time(numbers.shape[0], pieces.shape[1:])
     ids = _padded(numbers, chunk, PADDING_ID)
     if not ids.shape[0]:
@@ -76,19 +76,19 @@ def gather_rows(table: Array, rows: Array) -> Array:
     shape = jax.ShapeDtypeStruct((*ids.shape, *pieces.shape[1:]), table.dtype)
     found = _on_subcores(kernel, "gather_rows", shape, moves=shape)(pieces, ids)
     # The padding is cut off, and the pieces of a row are joined again: [N * k, W / k] -> [N, W].
-    return found[: numbers.shape[0]].reshape(*rows.shape, *table.shape[1:])
+    return found[: numbers.shape[0]].reshape(*row_ids.shape, *table.shape[1:])
 
 
-def set_rows(table: Array, rows: Array, values: Array) -> Array:
-    """Return `table` with `values` at `rows`, in its memory; see `reference.set_rows`.
+def set_rows(table: Array, row_ids: Array, values: Array) -> Array:
+    """Return `table` with `values` at `row_ids`, in its memory; see `reference.set_rows`.
 
     Args:
       table: `[R, W]`, W a multiple of `WORDS`, or `[R]`; of a 32-bit dtype.
-      rows: integer `[U]`; present rows are all different.
+      row_ids: integer `[U]`; present rows are all different.
       values: `[U, W]`, or `[U]`, the table's dtype.
     """
     # Pieces as in `gather_rows`; the values are cut and padded like the row numbers.
-    pieces, numbers = _pieces(table), _piece_numbers(table, rows)
+    pieces, numbers = _pieces(table), _piece_numbers(table, row_ids)
     chunk = _rows_at_a_time(numbers.shape[0], pieces.shape[1:])
     ids = _padded(numbers, chunk, PADDING_ID)
     if not ids.shape[0]:
@@ -143,11 +143,11 @@ def _cuts(table: Array) -> int:
     )  # fmt: skip
 
 
-def _piece_numbers(table: Array, rows: Array) -> Array:
+def _piece_numbers(table: Array, row_ids: Array) -> Array:
     """Return the piece numbers of all rows, int32 `[N * cuts]`; `PADDING_ID` for absent rows."""
     cuts = _cuts(table)
-    present = (rows >= 0) & (rows < table.shape[0])
-    ids = jnp.where(present, rows, PADDING_ID).astype(jnp.int32)
+    present = (row_ids >= 0) & (row_ids < table.shape[0])
+    ids = jnp.where(present, row_ids, PADDING_ID).astype(jnp.int32)
     if cuts == 1:
         return ids
     # Rows (4, absent) in 2 pieces: [[8, 9], [-1, -1]], then (8, 9, -1, -1).

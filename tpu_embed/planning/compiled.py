@@ -221,4 +221,4 @@ def abstract_batch(engine: EmbeddingEngine, spec: BatchSpec) -> Batch:
     shape = (axes.size(axes.names), line_length(spec, engine.layout))
     sharding = axes.sharding(axes.names)
     packed = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
-    return Batch(packed, spec, engine.layout.row_numbers)  # type: ignore[arg-type]
+    return Batch(packed, spec, engine.layout.row_ids_checksum)  # type: ignore[arg-type]

@@ -74,13 +74,13 @@ def _exact(layout: Layout, leaves: list[Any]) -> BatchSpec:
 
 
 def _expected(layout: Layout, shapes: list[jax.ShapeDtypeStruct]) -> BatchSpec:
-    forms = []
+    dense_shapes = []
     for feature, leaf in zip(layout.features, shapes, strict=True):
         path = f"feature {feature.path!r}"
         check_dtype(FeatureRules(path, feature.config, feature.table.name), leaf)  # type: ignore[arg-type]
-        forms.append(dense_shape(path, feature.config, leaf.shape, weighted=False))
+        dense_shapes.append(dense_shape(path, feature.config, leaf.shape, weighted=False))
     bare = tuple(StackSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.stacks)))
-    spec = BatchSpec(layout.axes.replicas, tuple(forms), bare, routed_for(layout))
+    spec = BatchSpec(layout.axes.replicas, tuple(dense_shapes), bare, routed_for(layout))
     spec.check_batch([feature.path for feature in layout.features])
     stacks = tuple(
         dataclasses.replace(one, **_capacities(view))

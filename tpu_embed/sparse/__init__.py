@@ -9,7 +9,7 @@ from tpu_embed.sparse.engine_lookup import (
     engine_lookup_p,
     engine_update,
 )
-from tpu_embed.sparse.grad import sparse_grad, sparse_value_and_grad, with_slices
+from tpu_embed.sparse.grad import sparse_grad, sparse_value_and_grad
 from tpu_embed.sparse.indexed_slices import (
     IndexedSlices,
     clip_by_global_norm,
@@ -18,6 +18,7 @@ from tpu_embed.sparse.indexed_slices import (
     scale,
 )
 from tpu_embed.sparse.lookup import embedding_lookup
+from tpu_embed.sparse.pull_back import pull_back
 from tpu_embed.sparse.reach import Sources, propagate
 from tpu_embed.sparse.tapped_program import Reached, TappedProgram, differentiable, tap_lookups
 from tpu_embed.sparse.taps import Lookup, count_lookups, tapped
@@ -42,11 +43,11 @@ __all__ = [
     "is_indexed_slices",
     "positions",
     "propagate",
+    "pull_back",
     "scale",
     "sparse_grad",
     "sparse_value_and_grad",
     "tap_lookups",
     "tapped",
     "value_and_aux",
-    "with_slices",
 ]

@@ -11,12 +11,11 @@ Output: a function of the same arguments that returns the value and the gradient
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tpu_embed._checks import warn_user
 from tpu_embed._snapshot import as_array
@@ -24,10 +23,11 @@ from tpu_embed._types import Array
 from tpu_embed.kernels.varying import as_varying, varying_axes
 from tpu_embed.sparse.arguments import positions, value_and_aux
 from tpu_embed.sparse.indexed_slices import IndexedSlices
-from tpu_embed.sparse.tapped_program import Reached, TappedProgram, differentiable, tap_lookups
-from tpu_embed.sparse.taps import Asked, count_lookups
+from tpu_embed.sparse.pull_back import pull_back
+from tpu_embed.sparse.tapped_program import Reached, differentiable, tap_lookups
+from tpu_embed.sparse.taps import count_lookups
 
-__all__ = ["sparse_grad", "sparse_value_and_grad", "with_slices"]
+__all__ = ["sparse_grad", "sparse_value_and_grad"]
 
 _BY_POSITION = "give what is differentiated by position, not by keyword"
 
@@ -140,18 +140,24 @@ def _flat_gradients(
     sparse = program.tables.keys() - reached.inputs
     numbers = {var: i for i, var in enumerate(closed.jaxpr.invars)}
     _warn_dense([names[i] for i in sorted(count_lookups(closed.jaxpr, numbers).keys() - sparse)])
-
-    def value_of(others: dict[int, Array], taps: dict[int, Array]) -> tuple[Any, Any]:
-        results, asked = program.run(others, taps)
-        value, aux = jax.tree.unflatten(structure, results)
-        return value, (aux, asked)
-
-    others = {i: leaf for i, leaf in enumerate(leaves) if i not in sparse}
-    both = jax.value_and_grad(value_of, argnums=(0, 1), has_aux=True)
-    (value, (aux, asked)), (dense, rows) = both(others, program.taps(reached.lookups))
-    without = {i: _no_slices(leaves[i]) for i in sparse}
-    gradients = without | with_slices(dense, program, asked, rows)
+    _check_floats(shapes[0], [leaf for i, leaf in enumerate(leaves) if i not in sparse])
+    wanted = reached._replace(inputs=frozenset(range(len(leaves))) - sparse)
+    results, found = pull_back(program, wanted, {0: None})
+    value, aux = jax.tree.unflatten(structure, results)
+    gradients = {i: _no_slices(leaves[i]) for i in sparse} | found
     return value, aux, [gradients[i] for i in range(len(leaves))]
+
+
+def _check_floats(value: Any, leaves: Sequence[Array]) -> None:
+    """Raise the errors of `jax.grad` for leaves that have no gradient, or a value that is no loss.
+
+    Args:
+      value: the shape and dtype of what the function returned.
+      leaves: what is differentiated by.
+    """
+    # The errors depend on shapes and dtypes alone, so zeros can stand for the value.
+    zeros = functools.partial(jax.tree.map, lambda one: jnp.zeros(one.shape, one.dtype))
+    jax.eval_shape(jax.grad(lambda _: zeros(value)), list(leaves))
 
 
 def _warn_dense(names: Sequence[str]) -> None:
@@ -161,55 +167,6 @@ def _warn_dense(names: Sequence[str]) -> None:
             f"the gradient of table {name or 'argument'} is dense: the function also uses it "
             "outside of embedding_lookup, or looks it up where lookups are not found"
         )
-
-
-def with_slices(
-    dense: Mapping[int, Array],
-    program: TappedProgram,
-    asked: Mapping[int, Asked],
-    rows: Mapping[int, Array],
-) -> dict[int, Any]:
-    """Return the gradients by input: an array, slices, or for an input with both, their sum.
-
-    Args:
-      dense: dense gradients by the number of the input.
-      program: the program that was differentiated.
-      asked: the ids (and weights) of some lookups, by the number of the lookup.
-      rows: the gradients by the taps of these lookups.
-    """
-    # Lookups 0 and 2 read input 5: its slices hold the ids of lookup 0, then those of lookup 2.
-    result: dict[int, Any] = dict(dense)
-    for i in sorted({program.lookups[k].table for k in rows}):
-        mine = [k for k in sorted(rows) if program.lookups[k].table == i]
-        ids = [asked[k][0] for k in mine]
-        slices = _slices(program.inputs[i].shape, ids, [rows[k] for k in mine])
-        result[i] = _add_slices(result[i], slices) if i in result else slices
-    return result
-
-
-def _add_slices(dense: Array, slices: IndexedSlices) -> Array:
-    """Return a dense gradient with slices added to it, in their order."""
-    return dense.at[slices.indices].add(slices.values, mode="drop")
-
-
-def _slices(shape: tuple[int, ...], ids: Sequence[Array], rows: Sequence[Array]) -> IndexedSlices:
-    """Return the gradient by a table from the gradients by its looked-up rows.
-
-    Args:
-      shape: the shape of the table.
-      ids: the ids of each lookup; at least one lookup.
-      rows: the gradient by each lookup's tap.
-    """
-    # Ids [2, 3] with rows [2, 3, D] and ids [4] with rows [4, D]: indices [10], values [10, D]. An
-    # id outside of the table (-1) becomes the index V, which is padding, with a zero row.
-    wide = np.result_type(*(i.dtype for i in ids))
-    joined = jnp.concatenate([i.reshape(-1).astype(wide) for i in ids])
-    absent = (joined < 0) | (joined >= shape[0])
-    joined = jnp.where(absent, jnp.asarray(shape[0], wide), joined)
-    values = [g.reshape(i.size, *shape[1:]) for g, i in zip(rows, ids, strict=True)]
-    together = jnp.concatenate(values)
-    outside = absent.reshape(-1, *[1] * (together.ndim - 1))
-    return IndexedSlices(jnp.where(outside, 0, together), joined, shape)
 
 
 def _no_slices(table: Array) -> IndexedSlices:

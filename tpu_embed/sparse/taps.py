@@ -20,7 +20,16 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 from jax.sharding import AxisType
 
-from tpu_embed._jaxprs import CALLS, REMATS, evaluate, inner_jaxpr, scan_counts, subjaxprs
+from tpu_embed._jaxprs import (
+    CALLS,
+    REMATS,
+    checkpoint_like,
+    evaluate,
+    inner_jaxpr,
+    scan_counts,
+    scan_like,
+    subjaxprs,
+)
 from tpu_embed._types import PADDING_ID, Array, Tracer
 from tpu_embed.kernels.varying import as_varying, axes_of, varying_axes
 from tpu_embed.sparse.engine_lookup import engine_lookup_p, opened_p
@@ -303,8 +312,7 @@ def _run_remat(eqn: Any, values: list[Any], tables: Tables, given: Taps) -> tupl
     def call(values: list[Any], taps: list[Array]) -> tuple:
         return _run_call(eqn, values, tables, given._replace(taps=taps))
 
-    keep = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
-    return jax.checkpoint(call, **keep)(values, given.taps)
+    return checkpoint_like(eqn, call)(values, given.taps)
 
 
 def _find_scan(eqn: Any, tables: Tables) -> FoundLookups:
@@ -319,7 +327,7 @@ def _find_scan(eqn: Any, tables: Tables) -> FoundLookups:
 def _run_scan(eqn: Any, values: list[Any], tables: Tables, given: Taps) -> tuple:
     # The operands are [constants, first carry, xs]. Taps [length, …] join the xs, and the ids of
     # every iteration join the ys.
-    params, closed = eqn.params, eqn.params["jaxpr"]
+    closed = eqn.params["jaxpr"]
     fixed, carried = scan_counts(eqn)
     inside = _inside(closed.jaxpr.invars[:fixed], eqn.invars[:fixed], tables)
 
@@ -331,8 +339,7 @@ def _run_scan(eqn: Any, values: list[Any], tables: Tables, given: Taps) -> tuple
         return results[:carried], (results[carried:], ids)
 
     first, rest = values[fixed : fixed + carried], values[fixed + carried :]
-    keep = {name: params[name] for name in ("length", "reverse", "unroll")}
-    carry, (ys, ids) = jax.lax.scan(body, first, (rest, given.taps), **keep)
+    carry, (ys, ids) = scan_like(eqn, body, first, (rest, given.taps))
     return [*carry, *ys], ids
 
 

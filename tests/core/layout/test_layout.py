@@ -46,6 +46,67 @@ def test_rows_are_on_the_shard_that_the_placement_says(sizes, shards, placement)
             np.testing.assert_array_equal(local - table.offset, rows % block)
 
 
+@given(SIZES, st.integers(1, 9), PLACEMENTS, st.sampled_from((np.int32, np.int64)))
+def test_logical_ids_come_back_from_their_places(sizes, shards, placement, dtype):
+    stack = make_stack(sizes, shards, placement)
+    # All tables at once: every id [sum of V] has the offset and the rows per shard of its table.
+    ids = np.concatenate([np.arange(size, dtype=dtype) for size in sizes])
+    offset, per_shard = (
+        np.repeat(np.array([getattr(t, name) for t in stack.tables], dtype), sizes)
+        for name in ("offset", "rows_per_shard")
+    )
+    shard, local = np.divmod(stack.physical_in(ids, offset, per_shard), dtype(stack.num_rows))
+    found = stack.logical_in(shard, local - offset, per_shard)
+    np.testing.assert_array_equal(found, ids, strict=True)
+
+
+@given(SIZES, st.integers(1, 9), PLACEMENTS)
+def test_padding_has_ids_after_the_last_row(sizes, shards, placement):
+    stack = make_stack(sizes, shards, placement)
+    for table in stack.tables:
+        # Every shard [S, 1] and every index [rows_per_shard]: each id occurs once.
+        every = np.arange(stack.num_shards)[:, None], np.arange(table.rows_per_shard)
+        ids = stack.logical_in(*every, table.rows_per_shard)
+        assert sorted(ids.flat) == list(range(stack.num_shards * table.rows_per_shard))
+
+
+@given(SIZES, st.integers(1, 9), PLACEMENTS)
+def test_the_rows_of_a_shard_are_a_slice(sizes, shards, placement):
+    stack = make_stack(sizes, shards, placement)
+    for table in stack.tables:
+        ids = np.arange(table.vocabulary_size)
+        owner, local = np.divmod(stack.physical(ids, table), stack.num_rows)
+        for shard in range(stack.num_shards):
+            mine = stack.logical_slice(shard, table)
+            np.testing.assert_array_equal(ids[mine], ids[owner == shard])
+            # In the order of the local rows, from the table's first one on.
+            np.testing.assert_array_equal(local[mine], table.offset + np.arange(ids[mine].size))
+
+
+@pytest.mark.parametrize("placement", ["mod", "div", "replicated"])
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_jax_places_and_ids_keep_their_dtype(placement, dtype):
+    stack = make_stack([5, 17], 3, placement)
+    table = stack.tables[1]
+    with jax.enable_x64(dtype == "int64"):
+        ids = jax.numpy.arange(17, dtype=dtype)
+        shard, local = jax.numpy.divmod(stack.physical(ids, table), stack.num_rows)
+        found = stack.logical_in(shard, local - table.offset, table.rows_per_shard)
+    np.testing.assert_array_equal(found, np.arange(17, dtype=dtype), strict=True)
+
+
+@given(SIZES, st.integers(1, 9), PLACEMENTS)
+def test_a_view_reads_the_rows_in_logical_order(sizes, shards, placement):
+    stack = make_stack(sizes, shards, placement)
+    stored = np.arange(stack.physical_rows * 2).reshape(-1, 2)
+    for table in stack.tables:
+        view = stack.logical_view(stored, table)
+        assert np.shares_memory(view, stored)
+        places = stack.physical(np.arange(table.vocabulary_size), table)
+        flat = view.reshape(-1, 2)[: table.vocabulary_size]
+        np.testing.assert_array_equal(flat, stored[places])
+
+
 @pytest.mark.parametrize("placement", ["mod", "div", "replicated"])
 @pytest.mark.parametrize("shards", [1, 3, 8])
 def test_logical_rows_are_the_physical_ones(shards, placement):

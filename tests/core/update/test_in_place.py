@@ -186,8 +186,8 @@ def test_what_would_be_copied_is_named(step):
 def test_copies_that_are_started_and_awaited_are_found():
     """Accelerators copy so: the result is a tuple, and the copy is its first part."""
     started = "%c = (f32[1000,64]{1,0}, f32[1000,64]{1,0}, u32[]) copy-start(%p)"
-    assert in_place._copied_forms(started) == {"f32[1000,64]"}
-    assert in_place._copied_forms("%c = f32[8,4]{1,0} copy(%p)") == {"f32[8,4]"}
+    assert in_place._copied_shapes(started) == {"f32[1000,64]"}
+    assert in_place._copied_shapes("%c = f32[8,4]{1,0} copy(%p)") == {"f32[8,4]"}
 
 
 def test_a_state_that_is_not_donated_is_named():

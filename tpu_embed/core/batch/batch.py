@@ -34,7 +34,7 @@ class Batch:
       packed: int32 `[devices, L]`, sharded over all axes of the mesh; `line.py` says what a line
         holds.
       spec: the static shape; programs are compiled once per spec.
-      row_numbers: the layout's checksum of what the row ids mean (`Layout.row_numbers`).
+      row_numbers: the layout's checksum of what the row ids mean (`Layout.row_ids_checksum`).
     """
 
     packed: Array
@@ -56,7 +56,7 @@ class Batch:
         owned = [layout.features_of(g) for g in range(len(layout.stacks))]
         same = [stack.features for stack in self.spec.stacks] == owned
         same = same and self.spec.replicas == layout.axes.replicas
-        same = same and self.row_numbers == layout.row_numbers
+        same = same and self.row_numbers == layout.row_ids_checksum
         devices = layout.axes.size(layout.axes.names)
         expected = (devices, line_length(self.spec, layout)) if same else None
         if self.packed.shape != expected:

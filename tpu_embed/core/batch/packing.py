@@ -111,7 +111,7 @@ def pack_all(hosts: Sequence[HostIds], spec: BatchSpec, layout: Layout) -> list[
 
 
 def _pack_dense(
-    hosts: Sequence[HostIds], view: StackView, rows: np.ndarray, weights: np.ndarray | None
+    hosts: Sequence[HostIds], view: StackView, row_ids: np.ndarray, weights: np.ndarray | None
 ) -> None:
     """Write the ids of a dense stack: per example, the id columns of one feature after another.
 
@@ -119,7 +119,7 @@ def _pack_dense(
     """
     spec, start = view.spec, 0
     if not sum(view.columns):
-        rows.fill(PADDING_ID)
+        row_ids.fill(PADDING_ID)
         return
     for f, shape, count in zip(view.features, view.shapes, view.columns, strict=True):
         if not count:
@@ -129,7 +129,7 @@ def _pack_dense(
         # The spec may be wider than this batch: the last positions of each bag become padding.
         ids = host.ids.reshape(*place[:3], -1)
         given = np.s_[..., : ids.shape[-1]]
-        here = _columns(rows, view, start, count).reshape(place)
+        here = _columns(row_ids, view, start, count).reshape(place)
         here[..., ids.shape[-1] :] = PADDING_ID
         here[given] = _physical(ids, view.layout, f)
         if host.padded:
@@ -158,7 +158,7 @@ def _physical(ids: np.ndarray, layout: Layout, f: int) -> np.ndarray:
 def _pack_flat(
     hosts: Sequence[HostIds],
     view: StackView,
-    rows: np.ndarray,
+    row_ids: np.ndarray,
     bags: np.ndarray,
     weights: np.ndarray | None,
 ) -> None:
@@ -171,7 +171,7 @@ def _pack_flat(
     spec, offsets, per_example = view.spec, view.bag_offsets, view.bags_per_example
     features, shapes = view.features, view.shapes
     # What no id overwrites is padding: absent rows, in a bag after the last one.
-    rows.fill(PADDING_ID)
+    row_ids.fill(PADDING_ID)
     bags.fill(spec.local_batch * per_example)
     if weights is not None:
         weights.fill(0)
@@ -182,7 +182,7 @@ def _pack_flat(
         example = examples[column]
         device = example // spec.local_batch
         position = np.arange(ids.size) + shifts[example, column]
-        rows[device, position] = _physical(ids, view.layout, f)
+        row_ids[device, position] = _physical(ids, view.layout, f)
         # Global bag -> bag on the device: the example's first bag, the feature's offset within an
         # example, and the bag's number within the feature.
         local = (example - device * spec.local_batch) * per_example + offsets[column]

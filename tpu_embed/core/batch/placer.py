@@ -177,7 +177,7 @@ class Placer:
         whole = (axes.size(axes.names), packed.shape[1])
         sharding = axes.sharding(axes.names)
         array = jax.make_array_from_process_local_data(sharding, packed, whole)
-        return Batch(array, spec, self._layout.row_numbers)
+        return Batch(array, spec, self._layout.row_ids_checksum)
 
 
 def routed_for(layout: Layout, *, for_update: bool = True) -> Routed:

@@ -63,13 +63,13 @@ class TracedIds:
             tables = _ColumnTables.of(layout, g, view.columns)
             valid, counts = _resolve(self._joined(given, g, PADDING_ID), tables)
             bad += dispatch.segment_sum(counts, jnp.asarray(tables.feature), len(layout.features))
-            rows, weights = _physical(valid, tables, stack), None
+            row_ids, weights = _physical(valid, tables, stack), None
             if view.is_weighted:
                 numbers = zip(layout.features_of(g), given, strict=True)
                 scales = [self._scale(f, ids, layout, stack.compute_dtype) for f, ids in numbers]
                 weights = _in_batch_order(self._joined(scales, g, 0), 1)
-            rows = _in_batch_order(rows, PADDING_ID)
-            located.append(LocalIds(rows, view.dense_bags(), weights))
+            row_ids = _in_batch_order(row_ids, PADDING_ID)
+            located.append(LocalIds(row_ids, view.dense_bags(), weights))
         return Located(tuple(located), bad)
 
     def report(self, bad_ids: Array, layout: Layout) -> None:
@@ -188,7 +188,7 @@ def make_traced(
     arrays = tuple(_ids(*leaf) for leaf in zip(paths, ids, strict=True))
     scales = tuple(_weights(*leaf) for leaf in zip(paths, weights, strict=True))
     shapes = [
-        _form(feature.path, feature.config, array, scale)
+        _feature_shape(feature.path, feature.config, array, scale)
         for feature, array, scale in zip(layout.features, arrays, scales, strict=True)
     ]
     stacks = tuple(StackSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.stacks)))
@@ -213,7 +213,7 @@ def make_traced(
     return TracedIds(arrays, scales, dataclasses.replace(own, stacks=stacks), checked=False)
 
 
-def _form(path: str, config: Any, ids: Array, weights: Array | None) -> FeatureShape:
+def _feature_shape(path: str, config: Any, ids: Array, weights: Array | None) -> FeatureShape:
     """Return the static shape of a feature, after comparing the weights' shape with the ids'."""
     if weights is not None and ids.ndim == 1:
         what = f"weights of feature {path!r}"

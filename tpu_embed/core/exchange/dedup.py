@@ -39,32 +39,32 @@ class Runs(NamedTuple):
     run_row_ids: Array
 
 
-def find_runs(rows: Array, absent: int, parts: Array | None = None) -> Runs:
+def find_runs(row_ids: Array, absent: int, parts: Array | None = None) -> Runs:
     """Sort row ids and number their runs.
 
     Args:
-      rows: row ids, integer `[N]` in [0, absent].
+      row_ids: integer `[N]` in [0, absent].
       absent: the id of absent rows; they come last.
       parts: integer `[N]`, or None. Entries with the same row id but different parts belong to
         different runs. Entries of the same part must be neighbours among those of a row.
     """
     # The sort is stable, so parts that are in order in the batch are in order within each row.
-    ordered, order = dispatch.sort_rows(rows)
+    ordered, order = dispatch.sort_rows(row_ids)
     return _number_runs(ordered, order, absent, None if parts is None else parts[order])
 
 
-def runs_of_sorted(rows: Array, absent: int) -> Runs:
+def runs_of_sorted(row_ids: Array, absent: int) -> Runs:
     """Number the runs of row ids that are in ascending order already."""
-    return _number_runs(rows, jnp.arange(rows.shape[0], dtype=jnp.int32), absent, None)
+    return _number_runs(row_ids, jnp.arange(row_ids.shape[0], dtype=jnp.int32), absent, None)
 
 
 def _number_runs(ordered: Array, order: Array, absent: int, parts: Array | None) -> Runs:
-    # ordered 3 7 7 9: first 1 1 0 1, run 0 1 1 2, run_rows 3 7 9 9. Entries of one run write the
-    # same row id to the same place.
+    # ordered 3 7 7 9: first 1 1 0 1, run 0 1 1 2, run_row_ids 3 7 9 9. Entries of one run write
+    # the same row id to the same place.
     first = _changes(ordered) if parts is None else _changes(ordered) | _changes(parts)
     run = jnp.cumsum(first.astype(jnp.int32)) - 1
-    run_rows = jnp.full_like(ordered, absent).at[run].set(ordered, indices_are_sorted=True)
-    return Runs(order, ordered, run, run_rows)
+    run_row_ids = jnp.full_like(ordered, absent).at[run].set(ordered, indices_are_sorted=True)
+    return Runs(order, ordered, run, run_row_ids)
 
 
 def _changes(x: Array) -> Array:

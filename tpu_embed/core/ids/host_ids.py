@@ -165,10 +165,10 @@ def dense_shape(
     combines = len(shape) > 1 and not length
     feature.check_output_shape(tuple(shape[: max(1, len(shape) - 1)]))
     inner = (length,) if length else tuple(shape[1:-1])
-    return _form(shape[0], inner, combines, shape[-1] if combines else 1, weighted)
+    return _shared_shape(shape[0], inner, combines, shape[-1] if combines else 1, weighted)
 
 
-_form = functools.lru_cache(4096)(FeatureShape)
+_shared_shape = functools.lru_cache(4096)(FeatureShape)
 """`FeatureShape`, but equal arguments give the same object, so that comparing batches is fast."""
 
 

@@ -55,7 +55,7 @@ class Layout:
     sum_blocks: int
 
     @functools.cached_property
-    def row_numbers(self) -> int:
+    def row_ids_checksum(self) -> int:
         """A checksum of what the row ids in a batch mean; equal if they mean the same."""
         # A stack's name fixes its tables, their order and their rows (`stack_names.py`). A CRC,
         # because Python's `hash` of a string differs from process to process.

@@ -146,6 +146,54 @@ class Stack:
         local = ids // self.num_shards
         return (ids - local * self.num_shards) * self.num_rows + offset + local
 
+    def logical_in(self, shard: Any, index: Any, rows_per_shard: Any) -> Any:
+        """Return the logical row ids of local rows; the inverse of `physical_in`.
+
+        Args:
+          shard: the shard of each local row; NumPy or jax integers.
+          index: the local row, counted from its table's first one (local row - offset); likewise.
+          rows_per_shard: the rows per shard of the table, or of each row's table.
+
+        Returns:
+          Row ids in the broadcast shape; V or more for the padding at the end of a table. For an
+          index outside [0, rows_per_shard) the result is meaningless and must be masked.
+        """
+        # With 2 shards of 3 rows, the indices 0, 1, 2 of shard 1 are the row ids 3, 4, 5 under DIV
+        # (consecutive) and 1, 3, 5 under MOD (every second one).
+        if self.placement == "div":
+            return shard * rows_per_shard + index
+        return index * self.num_shards + shard
+
+    def logical_slice(self, shard: int, table: TableSlice) -> slice:
+        """Return which logical rows of a table are on one shard, as a slice of `[V, …]`.
+
+        For example, a table of V = 5 rows on S = 2 shards:
+
+            MOD:  0:6:2 and 1:7:2     DIV:  0:3:1 and 3:6:1
+        """
+        size = table.rows_per_shard
+        # Indices 0 and 1 are a step apart; index `size` would be the first after the shard's rows.
+        first, second, end = (self.logical_in(shard, index, size) for index in (0, 1, size))
+        return slice(first, end, second - first)
+
+    def logical_view(self, physical: Any, table: TableSlice) -> Any:
+        """Return a table's part of a stack's array, with its rows in logical order.
+
+        Args:
+          physical: `[S * R, …]`, NumPy or jax.
+          table: the table's slice of this stack.
+
+        Returns:
+          A view `[rows_per_shard, S, …]` (MOD) or `[S, rows_per_shard, …]` (DIV). Flattened to
+          `[S * rows_per_shard, …]` its first V rows are the logical ones, the rest is padding.
+        """
+        # [S * R, …] -> [S, R, …] -> [S, rows_per_shard, …], the table's rows on each shard.
+        by_shard = physical.reshape(self.num_shards, self.num_rows, *physical.shape[1:])
+        mine = by_shard[:, table.offset : table.offset + table.rows_per_shard]
+        # With MOD on 2 shards, shard 0 has rows 0, 2, 4 and shard 1 has 1, 3, 5: after the swap
+        # they are read in the order 0, 1, 2, 3, ….
+        return mine if self.placement == "div" else mine.swapaxes(0, 1)
+
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedTable:

@@ -2,7 +2,7 @@
 
 from tpu_embed.core.state import logical, norms, retrieve
 from tpu_embed.core.state.checks import (
-    check_forms,
+    check_arrays,
     check_layout,
     check_not_donated,
     check_own,
@@ -26,7 +26,7 @@ __all__ = [
     "StackShard",
     "TableState",
     "blank_tables",
-    "check_forms",
+    "check_arrays",
     "check_layout",
     "check_not_donated",
     "check_own",

@@ -23,7 +23,7 @@ from tpu_embed.core.state.table_state import TableState, slot_shapes
 from tpu_embed.kernels import storage
 
 __all__ = [
-    "check_forms",
+    "check_arrays",
     "check_kind",
     "check_layout",
     "check_not_donated",
@@ -48,7 +48,7 @@ def check_state(state: Any, layout: Layout) -> None:
         array = _array_of(state, f)
         # A NumPy array of the right shape is refused too: it is not sharded over the devices.
         got = "" if array is None or isinstance(array, jax.Array) else f"a {type(array).__name__}"
-        _check_form(f, array, got)
+        _check_array(f, array, got)
 
 
 def check_own(state: Any, layout: Layout) -> None:
@@ -124,7 +124,7 @@ def check_layout(by_stack: Mapping[str, Any], layout: Layout) -> None:
     raise ValueError(message("state", expected=expected, got=got, remedy=_RESTORE))
 
 
-def check_forms(state: TableState, layout: Layout, *, slots: bool) -> None:
+def check_arrays(state: TableState, layout: Layout, *, slots: bool) -> None:
     """Check layout, shapes and dtypes; this runs at trace time, so it adds no cost per step.
 
     Args:
@@ -140,7 +140,7 @@ def check_forms(state: TableState, layout: Layout, *, slots: bool) -> None:
         check_layout(state.slots, layout)
     for f in fields(layout):
         if slots or f.slot is None:
-            _check_form(f, _array_of(state, f), "")
+            _check_array(f, _array_of(state, f), "")
     if slots:
         _check_no_more_slots(state, layout)
 
@@ -162,7 +162,7 @@ def _array_of(state: TableState, f: Field) -> Any:
         return None
 
 
-def _check_form(f: Field, array: Any, got: str) -> None:
+def _check_array(f: Field, array: Any, got: str) -> None:
     """Raise `ValueError` unless `array` has the expected shape and dtype.
 
     Args:

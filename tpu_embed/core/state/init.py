@@ -42,13 +42,13 @@ class NewRows(NamedTuple):
     Attributes:
       places: local rows of the shard, `[n]`.
       keys: the random key of each, `[n]`.
-      rows: the logical row id of each, in its own table, `[n]`.
+      row_ids: the logical row id of each, in its own table, `[n]`.
       exists: bool `[n]`, false for the padding at the end of a table.
     """
 
     places: Array
     keys: Array
-    rows: Array
+    row_ids: Array
     exists: Array
 
 
@@ -151,14 +151,14 @@ def _whole_shard(
     lines = _lines(key, stack, [table], places)
     # Padding after the last row would get row ids of V or more. The initializer sees valid row ids
     # only, so padding repeats the last row here; `_fill` sets it to zero.
-    rows = jnp.minimum(lines.rows, table.vocabulary_size - 1).astype(jnp.int32)
+    row_ids = jnp.minimum(lines.row_ids, table.vocabulary_size - 1).astype(jnp.int32)
     # One call makes [rows_per_shard, D], with the key of the table instead of one key per row.
     shape = (table.rows_per_shard, stack.dim)
     made = initializer(
         _table_keys(key, [table])[0],
         shape,
         stack.compute_dtype,
-        shard_info=initializers.ShardInfo((table.vocabulary_size, stack.dim), rows),
+        shard_info=initializers.ShardInfo((table.vocabulary_size, stack.dim), row_ids),
     )
     values = _of_shape(made, shape, f"table {table.name!r}: initializer")
     return lambda lines: values[lines.places - table.offset]
@@ -246,8 +246,8 @@ def _put(array: Array, stored: Array, start: Array, form: RowFormat) -> Array:
     if not form.packed:
         return jax.lax.dynamic_update_slice_in_dim(array, stored, start, axis=0)
     # Packed, several rows share a line of 128 words, and the chunk may start in the middle of one.
-    rows = start + jnp.arange(stored.shape[0], dtype=start.dtype)
-    return dispatch.write_ascending_rows(array, rows, stored, form)
+    local = start + jnp.arange(stored.shape[0], dtype=start.dtype)
+    return dispatch.write_ascending_rows(array, local, stored, form)
 
 
 def _table_keys(key: Array, tables: list[TableSlice]) -> Array:
@@ -274,12 +274,6 @@ def _lines(key: Array, stack: Stack, tables: list[TableSlice], local: Array) -> 
         return jnp.asarray(np.array([getattr(t, field) for t in tables], stack.index_dtype))[which]
 
     shard = collectives.axis_index(stack.shard_axes).astype(stack.index_dtype)
-    inside = local - column("offset")
-    # The inverse of `Stack.physical`. With 2 shards of 3 rows, shard 1 holds the row ids 3, 4, 5
-    # under "div" (consecutive) and 1, 3, 5 under "mod" (every second one).
-    if stack.placement == "div":
-        rows = shard * column("rows_per_shard") + inside
-    else:
-        rows = inside * stack.num_shards + shard
-    keys = jax.vmap(jax.random.fold_in)(_table_keys(key, tables)[which], rows)
-    return NewRows(local, keys, rows, rows < column("vocabulary_size"))
+    row_ids = stack.logical_in(shard, local - column("offset"), column("rows_per_shard"))
+    keys = jax.vmap(jax.random.fold_in)(_table_keys(key, tables)[which], row_ids)
+    return NewRows(local, keys, row_ids, row_ids < column("vocabulary_size"))

@@ -23,7 +23,7 @@ from tpu_embed._snapshot import as_array, snapshot
 from tpu_embed._types import Array, ArrayLike, Tracer
 from tpu_embed.core.ids import refuse_masked
 from tpu_embed.core.layout import Layout, MeshAxes, bucket
-from tpu_embed.core.state.checks import check_forms, check_own
+from tpu_embed.core.state.checks import check_arrays, check_own
 from tpu_embed.core.state.fields import Field, field, fields
 from tpu_embed.core.state.table_state import TableState, logical_rows, set_physical_rows
 from tpu_embed.kernels import storage
@@ -46,7 +46,7 @@ def _tables(state: TableState, layout: Layout) -> dict[str, Array]:
 def slots(state: TableState, layout: Layout) -> dict[str, dict[str, Array]]:
     """Return the logical slots by table name, then slot name."""
     check_own(state, layout)
-    check_forms(state, layout, slots=True)
+    check_arrays(state, layout, slots=True)
     return _slots(state, layout)
 
 
@@ -73,7 +73,7 @@ def set_rows(
     state: TableState,
     layout: Layout,
     name: str,
-    rows: ArrayLike,
+    row_ids: ArrayLike,
     values: ArrayLike,
     *,
     slot: str | None = None,
@@ -82,7 +82,7 @@ def set_rows(
     check_own(state, layout)
     f = _field_of_rows(layout, name, slot)
     refuse_masked(f.label, values)
-    chosen, given = _array(snapshot(rows)), _array(snapshot(values))
+    chosen, given = _array(snapshot(row_ids)), _array(snapshot(values))
     _check_rows(f, chosen, given)
     return f.write(state, _write_copy(f.read(state), chosen, given, f, layout.axes))
 
@@ -110,25 +110,25 @@ def _check_numbers(label: str, dtype: Any) -> None:
         raise ValueError(message(label, expected="real numbers", got=f"dtype {dtype}"))
 
 
-def _check_rows(f: Field, rows: Any, values: Any) -> None:
+def _check_rows(f: Field, row_ids: Any, values: Any) -> None:
     """Check the row ids `[n]` and the values `[n, …]` of `set_rows`.
 
     Raises:
       ValueError: a wrong shape or dtype, a row id outside [0, V), or one that occurs twice.
     """
-    if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
-        got = f"{rows.dtype} of shape {rows.shape}"
+    if row_ids.ndim != 1 or not jnp.issubdtype(row_ids.dtype, jnp.integer):
+        got = f"{row_ids.dtype} of shape {row_ids.shape}"
         raise ValueError(message(f"{f.label}: rows", expected="integers of shape (n,)", got=got))
-    expected = (*rows.shape, *f.shape.shape)
+    expected = (*row_ids.shape, *f.shape.shape)
     if values.shape != expected:
         got = f"{values.shape}"
         raise ValueError(message(f"{f.label}: values", expected=f"shape {expected}", got=got))
     _check_numbers(f"{f.label}: values", values.dtype)
-    if isinstance(rows, Tracer):
+    if isinstance(row_ids, Tracer):
         return
     # The values are known outside a jit only. Of a repeated row id, which values are written would
     # depend on the device's order of writes.
-    known, size = np.asarray(rows), f.table.vocabulary_size
+    known, size = np.asarray(row_ids), f.table.vocabulary_size
     outside = known[(known < 0) | (known >= size)]
     if outside.size:
         got = f"row {outside[0]}"
@@ -139,9 +139,9 @@ def _check_rows(f: Field, rows: Any, values: Any) -> None:
         raise ValueError(message(f"{f.label}: rows", expected="each row once", got=got))
 
 
-def _write(physical: Array, rows: Any, values: Any, f: Field, axes: MeshAxes) -> Array:
+def _write(physical: Array, row_ids: Any, values: Any, f: Field, axes: MeshAxes) -> Array:
     """Return the physical array with logical rows set; row ids outside [0, V) are not written."""
-    ids = jnp.asarray(rows).astype(f.stack.index_dtype)
+    ids = jnp.asarray(row_ids).astype(f.stack.index_dtype)
     # An invalid id must become -1 before it is written: `physical` would map it to a row of
     # another table of the stack.
     valid = (ids >= 0) & (ids < f.table.vocabulary_size)
@@ -202,15 +202,15 @@ def _write_block(
     piece = min(bucket(len(values)), size, max(64, BLOCK // f.stack.dim))
     for first in range(0, len(values), max(1, piece)):
         # 10 values in pieces of 4 have the row ids 0-3, 4-7, (8, 9, -1, -1): the last piece is
-        # padded to the same shape, and rows of -1 are not written.
+        # padded to the same shape, and row ids of -1 are not written.
         part = values[first : first + piece]
-        rows = np.arange(start + first, start + first + piece)
-        rows[len(part) :] = -1
+        row_ids = np.arange(start + first, start + first + piece)
+        row_ids[len(part) :] = -1
         missing = [(0, piece - len(part))] + [(0, 0)] * (values.ndim - 1)
         part = np.pad(part, missing)
         physical = _write_in_place(
             physical,
-            rows.astype(f.stack.index_dtype),
+            row_ids.astype(f.stack.index_dtype),
             part.astype(jnp.dtype(f.shape.dtype)),
             f,
             axes,

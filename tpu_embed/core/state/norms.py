@@ -108,11 +108,11 @@ def _of_block(physical: Array, first: Array, size: int, form: RowFormat, stack: 
     # The last block starts earlier so that it fits. Of 10 rows in blocks of 4, it reads 6-9 and
     # `fresh` leaves out rows 6 and 7, which the block before has counted.
     start = jnp.minimum(first, stack.num_rows - size)
-    rows = start + jnp.arange(size, dtype=first.dtype)
-    table, present = _tables_of(rows, stack)
+    local = start + jnp.arange(size, dtype=first.dtype)
+    table, present = _tables_of(local, stack)
     values = _read(physical, start, size, form)
     finite = jnp.isfinite(values).all(axis=1)
-    fresh = present & (rows >= first)
+    fresh = present & (local >= first)
     counted = fresh & finite
     # Selected, not multiplied with a mask: 0 * NaN would be NaN.
     kept = jnp.where(counted[:, None], values, 0)
@@ -127,7 +127,7 @@ def _of_block(physical: Array, first: Array, size: int, form: RowFormat, stack: 
     return RowNorms(sums, total, largest, whole.astype(jnp.int32), broken.astype(jnp.int32))
 
 
-def _tables_of(rows: Array, stack: Stack) -> tuple[Array, Array]:
+def _tables_of(local: Array, stack: Stack) -> tuple[Array, Array]:
     """Return the table number of each local row `[n]`, and whether it is a row and not padding."""
     names = ("offset", "rows_per_shard", "vocabulary_size")
     offset, per_shard, vocabulary = (
@@ -135,16 +135,12 @@ def _tables_of(rows: Array, stack: Stack) -> tuple[Array, Array]:
         for name in names
     )
     # Offsets 0 and 3 map the local rows 0 … 4 to the tables 0, 0, 0, 1, 1.
-    table = jnp.searchsorted(offset, rows, side="right") - 1
-    local = rows - jnp.asarray(offset)[table]
+    table = jnp.searchsorted(offset, local, side="right") - 1
+    index = local - jnp.asarray(offset)[table]
     per_shard = jnp.asarray(per_shard)[table]
-    shard = axis_index(stack.shard_axes).astype(rows.dtype)
-    # The inverse of `Stack.physical`: the logical row id, V or more for padding.
-    if stack.placement == "div":
-        numbers = shard * per_shard + local
-    else:
-        numbers = local * stack.num_shards + shard
-    return table, (local < per_shard) & (numbers < jnp.asarray(vocabulary)[table])
+    shard = axis_index(stack.shard_axes).astype(local.dtype)
+    row_ids = stack.logical_in(shard, index, per_shard)
+    return table, (index < per_shard) & (row_ids < jnp.asarray(vocabulary)[table])
 
 
 def _read(physical: Array, start: Array, size: int, form: RowFormat) -> Array:

@@ -50,14 +50,11 @@ def _host_array(stored: Array, f: Field, axes: MeshAxes) -> np.ndarray:
     # bfloat16 is stored as uint16; `view` only renames the dtype, the bits stay.
     if not f.shape.per_row:
         return np.array(stored).view(dtype)
-    table, shards = f.table, f.stack.num_shards
+    table = f.table
     logical = np.empty((table.vocabulary_size, *f.shape.shape), storage.stored_dtype(dtype))
     for shard, local in _all_shards(stored, f, axes):
-        # Where this shard's rows go: under "div" they are consecutive, under "mod" shard s of S
-        # has the row ids s, s + S, s + 2 S …. Both are views of `logical`, filled in place.
-        first = shard * table.rows_per_shard
-        div = f.stack.placement == "div"
-        mine = logical[first : first + table.rows_per_shard] if div else logical[shard::shards]
+        # The places of this shard's rows: a view of `logical`, without the padding past its end.
+        mine = logical[f.stack.logical_slice(shard, table)]
         rows = f.row_format.unpack(f.row_format.by_row(local))
         mine[...] = rows[table.offset : table.offset + len(mine)]
     return logical.view(dtype)

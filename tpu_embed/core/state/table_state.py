@@ -92,35 +92,29 @@ def logical_rows(physical: Array, form: RowFormat, stack: Stack, table: TableSli
       table: the table.
     """
     rows = form.by_row(physical)
-    trailing = rows.shape[1:]
-    # [S * R, …] -> [S, R, …] -> [S, rows_per_shard, …], the table's rows on each shard.
-    by_shard = rows.reshape(stack.num_shards, stack.num_rows, *trailing)
-    mine = by_shard[:, table.offset : table.offset + table.rows_per_shard]
-    # With "mod" on 2 shards, shard 0 has rows 0, 2, 4 and shard 1 has 1, 3, 5: after the swap the
-    # reshape reads 0, 1, 2, 3, …. The slice [:V] cuts the padding off.
-    if stack.placement != "div":
-        mine = jnp.swapaxes(mine, 0, 1)
-    return form.unpack(mine.reshape(-1, *trailing)[: table.vocabulary_size])
+    # The first two axes become one, [S * rows_per_shard, …]; the slice [:V] cuts the padding off.
+    logical = stack.logical_view(rows, table).reshape(-1, *rows.shape[1:])
+    return form.unpack(logical[: table.vocabulary_size])
 
 
 def set_physical_rows(
-    physical: Array, rows: Array, values: Array, form: RowFormat, stack: Stack, axes: MeshAxes
+    physical: Array, row_ids: Array, values: Array, form: RowFormat, stack: Stack, axes: MeshAxes
 ) -> Array:
-    """Return the physical array with `values` at physical `rows`, each shard writing its own.
+    """Return the physical array with `values` at physical `row_ids`, each shard writing its own.
 
     Args:
       physical: the stack's array of `S * R` rows, sharded over its first axis.
-      rows: `[n]` physical rows, all different; numbers outside [0, S * R) are not written.
+      row_ids: `[n]` physical rows, all different; numbers outside [0, S * R) are not written.
       values: `[n, …]`, in the stored dtype.
       form: how the rows lie in the array.
       stack: the stack.
       axes: the mesh.
     """
 
-    def shard(physical: Array, rows: Array, values: Array) -> Array:
+    def shard(physical: Array, row_ids: Array, values: Array) -> Array:
         # Every device sees all n rows and writes those in its range [first, first + R).
-        first = collectives.axis_index(stack.shard_axes).astype(rows.dtype) * stack.num_rows
-        local = rows - first
+        first = collectives.axis_index(stack.shard_axes).astype(row_ids.dtype) * stack.num_rows
+        local = row_ids - first
         mine = (local >= 0) & (local < stack.num_rows)
         return dispatch.write_rows(physical, jnp.where(mine, local, PADDING_ID), values, form)
 
@@ -131,4 +125,4 @@ def set_physical_rows(
         in_specs=(spec, PartitionSpec(), PartitionSpec()),
         out_specs=spec,
         check_vma=False,
-    )(physical, rows, values)
+    )(physical, row_ids, values)

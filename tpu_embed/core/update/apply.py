@@ -4,7 +4,9 @@ Only those rows and their slots are read, passed through the rule, and written: 
 grow with the vocabulary. There are two ways. On a CPU, a compiled kernel knows some optimizers by
 name; it sums gradients, applies the rule and writes in one pass. Everywhere else XLA reads, applies
 and writes; the rule is then compiled by itself, on a number of rows padded to a multiple of
-`ROW_MULTIPLE`, so that its bits are the same in every program.
+`ROW_MULTIPLE`, so that its bits are the same in every program. Tables that stand as plain arrays in
+a user's parameter tree have no stack; `update_parameter_rows` of `training/optimizer/rows.py`
+updates those.
 
 Input: this device's shard of a stack, and distinct local rows with summed gradients (for the
 compiled kernel: rows with gradients that are not summed yet). Output: the shard with those rows and
@@ -139,9 +141,9 @@ def apply_rule(
     )
 
 
-def _read(array: Array, rows: Array, form: RowFormat) -> Array:
+def _read(array: Array, row_ids: Array, form: RowFormat) -> Array:
     """Return stored rows `[U, …]`; zeros where a row is absent."""
-    return form.unpack(dispatch.read_rows(array, rows, form))
+    return form.unpack(dispatch.read_rows(array, row_ids, form))
 
 
 def _alone(rule: Callable[..., tuple], *operands: Any) -> tuple:

@@ -87,7 +87,7 @@ def check_in_place(
     if not held:
         expected, got = "a state of this engine among the arguments", "none"
         raise ValueError(message("step", expected=expected, got=got))
-    copied = _copied_forms(lowered.compile().as_text())
+    copied = _copied_shapes(lowered.compile().as_text())
     # Tables and slots with the shape of some copy, by the reasons for it (empty if none is found).
     suspects: dict[tuple[str, ...], list[_Held]] = {}
     for one in held:
@@ -161,7 +161,7 @@ _COPY = re.compile(
 _HLO_NAMES = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "uint16": "u16"}
 
 
-def _copied_forms(hlo: str) -> set[str]:
+def _copied_shapes(hlo: str) -> set[str]:
     """Return dtype and shape of every array that an HLO text copies, such as "f32[1000,64]"."""
     # The second is that of a copy-start, whose result is a tuple that begins with the copy.
     return {match[1] or match[2] for match in _COPY.finditer(hlo)}

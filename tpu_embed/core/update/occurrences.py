@@ -35,20 +35,20 @@ def apply_each(
       step: int32 `[]`, t, the same for all occurrences.
       learning_rate: scalar.
     """
-    rounds, rows, order = _by_round(
+    rounds, row_ids, order = _by_round(
         jnp.where(received.row_ids < 0, stack.num_rows, received.row_ids), stack
     )
-    count = jnp.sum(rows < stack.num_rows, dtype=jnp.int32)
+    count = jnp.sum(row_ids < stack.num_rows, dtype=jnp.int32)
     # Padded by one chunk, so that a slice that starts at the last occurrence stays inside. Round -1
     # belongs to no occurrence.
     rounds = jnp.pad(rounds, (0, CHUNK), constant_values=-1)
-    rows = jnp.pad(rows, (0, CHUNK), constant_values=stack.num_rows)
+    row_ids = jnp.pad(row_ids, (0, CHUNK), constant_values=stack.num_rows)
     order = jnp.pad(order, (0, CHUNK))
 
     def one_chunk(carry: tuple[Array, StackShard]) -> tuple[Array, StackShard]:
         start, held = carry
         here, there, sources = (
-            jax.lax.dynamic_slice_in_dim(x, start, CHUNK) for x in (rounds, rows, order)
+            jax.lax.dynamic_slice_in_dim(x, start, CHUNK) for x in (rounds, row_ids, order)
         )
         # Apply the entries of the first one's round, and start the next chunk after them: rounds
         # (0, 0, 0, 1, 1) in chunks of 4 are applied as (0, 0, 0), then (1, 1).
@@ -60,18 +60,18 @@ def apply_each(
     return jax.lax.while_loop(lambda carry: carry[0] < count, one_chunk, (jnp.int32(0), held))[1]
 
 
-def _by_round(rows: Array, stack: Stack) -> tuple[Array, Array, Array]:
+def _by_round(row_ids: Array, stack: Stack) -> tuple[Array, Array, Array]:
     """Return round, row and position of every occurrence, sorted by round, then by row.
 
     Args:
-      rows: local rows `[M]` in batch order; `stack.num_rows` for absent ones, which come last.
+      row_ids: local rows `[M]` in batch order; `stack.num_rows` for absent ones, which come last.
       stack: the stack.
     """
     # Rows (7, 3, 7, 7) sort to (3, 7, 7, 7) from positions (1, 0, 2, 3). Their runs start at 0 and
     # 1, so the rounds are position - start = (0, 0, 1, 2): each row's occurrences, counted.
-    runs = dedup.find_runs(rows, stack.num_rows)
-    positions = jnp.arange(rows.shape[0], dtype=jnp.int32)
-    size = rows.shape[0]
+    runs = dedup.find_runs(row_ids, stack.num_rows)
+    positions = jnp.arange(row_ids.shape[0], dtype=jnp.int32)
+    size = row_ids.shape[0]
     starts = jnp.full((size,), size, jnp.int32).at[runs.run].min(positions)
     rounds = jnp.where(runs.row_ids < stack.num_rows, positions - starts[runs.run], size)
     return jax.lax.sort((rounds, runs.row_ids, runs.order), num_keys=2, is_stable=True)  # type: ignore[return-value]

@@ -272,14 +272,14 @@ def _to_apply(given: Any, task: Task, operands: Operands) -> Any:
     If the step is skipped, all row ids become padding, so nothing is written. A branch around the
     update would make XLA copy tables and slots.
     """
-    rows = given.row_ids
+    row_ids = given.row_ids
     # Adds a zero that is computed from the activations (`lookup/reads.py`). An empty activation has
     # no number to compute it from, and nothing was read for it.
     if nonempty := [read for read in operands.reads[task.stack.name] if read.size]:
-        rows += zero_after(nonempty).astype(rows.dtype)
+        row_ids += zero_after(nonempty).astype(row_ids.dtype)
     if operands.skip is not None:
-        rows = jnp.where(operands.skip, jnp.asarray(PADDING_ID, rows.dtype), rows)
-    return given._replace(row_ids=rows)
+        row_ids = jnp.where(operands.skip, jnp.asarray(PADDING_ID, row_ids.dtype), row_ids)
+    return given._replace(row_ids=row_ids)
 
 
 def _shared_slots_kept(

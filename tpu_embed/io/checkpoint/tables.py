@@ -251,16 +251,13 @@ def _put(
     stack, table = f.stack, f.table
 
     def shard(physical: Array, values: Array, first: Array, limit: Array) -> Array:
-        # `inside` are local rows of the table, `rows` the logical ones, and `places` the local rows
-        # of the stack, in which this table begins at its offset.
-        inside = first + jnp.arange(values.shape[0], dtype=first.dtype)
+        # `index` counts the rows of the table on this shard, and `places` are the local rows of the
+        # stack, in which this table begins at its offset.
+        index = first + jnp.arange(values.shape[0], dtype=first.dtype)
         number = collectives.axis_index(stack.shard_axes).astype(first.dtype)
-        if stack.placement == "div":
-            rows = number * table.rows_per_shard + inside
-        else:
-            rows = inside * stack.num_shards + number
-        present = (inside < table.rows_per_shard) & (rows < limit)
-        places = jnp.where(present, table.offset + inside, PADDING_ID)
+        row_ids = stack.logical_in(number, index, table.rows_per_shard)
+        present = (index < table.rows_per_shard) & (row_ids < limit)
+        places = jnp.where(present, table.offset + index, PADDING_ID)
         return dispatch.write_ascending_rows(physical, places, values, f.row_format)
 
     spec, whole = axes.spec(stack.shard_axes), jax.sharding.PartitionSpec()

@@ -165,10 +165,10 @@ class Server:
             line = fields_of(packed, fields)
             pack(hosts, view, StackIds(line["row_ids"], line.get("bags"), line.get("weights")))
             # NumPy tables: pick the rows of the ids here, so that only these go to the program.
-            rows = line["row_ids"][0]
-            operands.append(table.pick(rows) if table.on_host else jax.tree.map(snapshot, table))
+            row_ids = line["row_ids"][0]
+            operands.append(table.pick(row_ids) if table.on_host else jax.tree.map(snapshot, table))
         array: Any = packed
-        return self._program(tuple(operands), Batch(array, spec, layout.row_numbers))
+        return self._program(tuple(operands), Batch(array, spec, layout.row_ids_checksum))
 
     def traced(self, ids: Sequence[Any], weights: Sequence[Any]) -> TracedIds:
         """Return dense ids inside a jit in the form that `activations` takes.

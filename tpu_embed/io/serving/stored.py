@@ -45,33 +45,33 @@ class Stored:
         """Whether all arrays are NumPy arrays."""
         return all(isinstance(array, np.ndarray) for array in self.arrays.values())
 
-    def pick(self, rows: np.ndarray) -> Stored:
-        """Return the rows with numbers `[N]` of NumPy arrays; any row for an absent id."""
-        valid = np.maximum(rows, 0)
+    def pick(self, row_ids: np.ndarray) -> Stored:
+        """Return the rows `row_ids`, `[N]`, of NumPy arrays; any row for an absent id."""
+        valid = np.maximum(row_ids, 0)
         return Stored({name: array[valid] for name, array in self.arrays.items()}, picked=True)
 
-    def found(self, rows: Array, stack: Stack) -> FetchedRows:
+    def found(self, row_ids: Array, stack: Stack) -> FetchedRows:
         """Return rows in the compute dtype, and the position of each id's row; runs in a jit.
 
         Args:
-          rows: row ids `[N]`, `PADDING_ID` for an absent id.
+          row_ids: row ids `[N]`, `PADDING_ID` for an absent id.
           stack: the stack of this table.
         """
         # A plain table needs no gather: the row ids themselves are positions in its values.
         values = self.arrays["values"]
         if not self.picked and values.dtype in (stack.compute_dtype, jnp.uint16):
-            return FetchedRows(values, rows)
+            return FetchedRows(values, row_ids)
         arrays = self.arrays
         if not self.picked:
-            arrays = {name: dispatch.gather_rows(a, rows) for name, a in arrays.items()}
+            arrays = {name: dispatch.gather_rows(a, row_ids) for name, a in arrays.items()}
         values = arrays["values"]
         if "scale" in arrays:
             values = QuantizedTable(**arrays).dequantized()
         if values.dtype != jnp.uint16:
             values = values.astype(stack.compute_dtype)
-        positions = jax.lax.iota(rows.dtype, rows.shape[0])
+        positions = jax.lax.iota(row_ids.dtype, row_ids.shape[0])
         return FetchedRows(
-            values, jnp.where(rows < 0, jnp.asarray(PADDING_ID, rows.dtype), positions)
+            values, jnp.where(row_ids < 0, jnp.asarray(PADDING_ID, row_ids.dtype), positions)
         )
 
 

@@ -2,7 +2,7 @@
 
 `jax.grad` gives zeros both for an argument that does not matter and for one whose gradient happens
 to be zero. Here the function is first traced into one jaxpr (`program.py`), in which
-`TappedProgram` finds what is connected with what; `jax.vjp` then computes the numbers.
+`TappedProgram` finds what is connected with what; `pull_back` then computes the numbers.
 
 Input: a function of arrays and pytrees, and what to differentiate it by.
 Output: one gradient per argument or named value; an `IndexedSlices` for an argument that is only
@@ -23,7 +23,7 @@ from tpu_embed._checks import check_choice, message
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, PyTree
 from tpu_embed.kernels.varying import as_varying, axes_of
-from tpu_embed.sparse import Reached, TappedProgram, differentiable, tap_lookups, with_slices
+from tpu_embed.sparse import Reached, TappedProgram, differentiable, pull_back, tap_lookups
 from tpu_embed.training.autodiff.program import Program, Target, as_list, trace
 from tpu_embed.training.autodiff.tags import full
 
@@ -260,13 +260,16 @@ def _aggregate(
     ys = [i for i, one in enumerate(reached) if one != Reached()]
     if not ys:
         return jaxpr_as_fun(program.closed)(*program.inputs), {}
+    # A stop is the derivative rule of a tap, which JAX applies only if it differentiates by the
+    # tap: so it always does, whether the gradient by the tap is wanted or not.
+    stops = range(program.arguments, len(program.inputs))
     results: list[Any] = []
     total: dict[int, Any] = {}
     # ys 0 and 2 are connected: one pull-back of [0, 2], or two, of [0] and of [2].
     for part in [[i] for i in ys] if method in _ONE_BY_ONE else [ys]:
         wanted = Reached.any_of(reached[i] for i in part)
         seeds = {i: cotangents[i] for i in part}
-        results, found = _pull_back(program, tapped, wanted, seeds)
+        results, found = pull_back(tapped, wanted, seeds, also=stops)
         for place, gradient in found.items():
             # IndexedSlices + IndexedSlices concatenates their entries.
             total[place] = total[place] + gradient if place in total else gradient
@@ -301,32 +304,3 @@ def _connected(program: Program, tapped: TappedProgram) -> list[Reached]:
     looked_up = [{tapped.lookups[k].table for k in one.lookups} for one in found]
     both = zip(found, looked_up, strict=True)
     return [one._replace(inputs=one.inputs | (dense & tables)) for one, tables in both]
-
-
-def _pull_back(
-    program: Program,
-    tapped: TappedProgram,
-    wanted: Reached,
-    cotangents: Mapping[int, Array | None],
-) -> tuple[list[Any], dict[int, Any]]:
-    """Return the results of the program, and the gradients by place of the input.
-
-    Args:
-      program: the traced function.
-      tapped: the same program with taps at its lookups.
-      wanted: the inputs and lookups to differentiate by.
-      cotangents: the cotangents of some of the results, by place of the result.
-    """
-
-    def run(inputs: dict[int, Array], taps: dict[int, Array]) -> tuple[list[Any], tuple]:
-        results, asked = tapped.run(inputs, taps)
-        return [results[i] for i in cotangents], (results, asked)
-
-    # A stop is the derivative rule of a tap, which JAX applies only if the tap is differentiated
-    # by: the inputs that are taps are always among the arguments of vjp.
-    stops = range(program.arguments, len(program.inputs))
-    inputs = {i: program.inputs[i] for i in sorted(wanted.inputs.union(stops))}
-    _, back, (results, asked) = jax.vjp(run, inputs, tapped.taps(wanted.lookups), has_aux=True)
-    by_input, by_lookup = back(list(cotangents.values()))
-    dense = {i: by_input[i] for i in wanted.inputs}
-    return results, with_slices(dense, tapped, asked, by_lookup)

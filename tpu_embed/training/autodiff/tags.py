@@ -20,7 +20,16 @@ from jax.extend.core import Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from tpu_embed._checks import message
-from tpu_embed._jaxprs import CALLS, REMATS, evaluate, inner_jaxpr, scan_counts
+from tpu_embed._jaxprs import (
+    CALLS,
+    REMATS,
+    checkpoint_like,
+    evaluate,
+    inner_jaxpr,
+    scan_counts,
+    scan_like,
+    subjaxprs,
+)
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, PyTree
 from tpu_embed.kernels.varying import as_varying, axes_of
@@ -121,12 +130,8 @@ def _tags_inside(eqn: Any, places: frozenset[str]) -> Iterator[tuple[str, TagFou
     # A jit or remat runs its jaxpr once per call, so it does not count as a place; a scan does.
     name = eqn.primitive.name
     around = places if name in _CALLS else places | {name}
-    # A parameter is one jaxpr (scan), a tuple of them (the branches of a cond) or something else.
-    for value in eqn.params.values():
-        for one in value if isinstance(value, (tuple, list)) else (value,):
-            inner = getattr(one, "jaxpr", one)
-            if hasattr(inner, "eqns"):
-                yield from find_tags(inner, around)
+    for inner in subjaxprs(eqn):
+        yield from find_tags(inner, around)
 
 
 def full(aval: Any, number: float) -> Array:
@@ -189,14 +194,13 @@ def _call(run: Run, eqn: Any, values: list[Any]) -> list[Any]:
 
 
 def _remat(run: Run, eqn: Any, values: list[Any]) -> list[Any]:
-    keep = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
-    return jax.checkpoint(functools.partial(run, *inner_jaxpr(eqn)), **keep)(values)
+    return checkpoint_like(eqn, functools.partial(run, *inner_jaxpr(eqn)))(values)
 
 
 def _scan(run: Run, eqn: Any, values: list[Any]) -> list[Any]:
     # The operands of a scan are [constants, first carry, xs]; its body maps [constants, carry, x]
     # to [carry, y].
-    params, closed = eqn.params, eqn.params["jaxpr"]
+    closed = eqn.params["jaxpr"]
     fixed, carried = scan_counts(eqn)
 
     def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -204,8 +208,7 @@ def _scan(run: Run, eqn: Any, values: list[Any]) -> list[Any]:
         return results[:carried], results[carried:]
 
     first, rest = values[fixed : fixed + carried], values[fixed + carried :]
-    keep = {name: params[name] for name in ("length", "reverse", "unroll")}
-    carry, ys = jax.lax.scan(body, first, rest, **keep)
+    carry, ys = scan_like(eqn, body, first, rest)
     return [*carry, *ys]
 
 

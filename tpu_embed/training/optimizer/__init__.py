@@ -2,7 +2,7 @@
 
 from tpu_embed.training.optimizer.cross_shard import CrossShardOptimizer, cross_shard
 from tpu_embed.training.optimizer.optimizer import Optimizer
-from tpu_embed.training.optimizer.rows import update_touched
+from tpu_embed.training.optimizer.rows import update_parameter_rows
 from tpu_embed.training.optimizer.state import OptState
 from tpu_embed.training.optimizer.verbs import TreeOptimizer
 
@@ -12,5 +12,5 @@ __all__ = [
     "Optimizer",
     "TreeOptimizer",
     "cross_shard",
-    "update_touched",
+    "update_parameter_rows",
 ]

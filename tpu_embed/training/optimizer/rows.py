@@ -1,7 +1,10 @@
 """A sparse update: an optimizer's rule on just the rows of a parameter that its gradient names.
 
 The rows and their slots are gathered, updated by the rule, and written back. Under a jit that
-donates the arrays this happens in place.
+donates the arrays this happens in place. An engine's tables have a function of their own,
+`apply_rule` of `core/update/apply.py`: it knows the row format of a stack and gives the same bits
+in every program, while here a parameter is an array `[V, …, D]` of the user's own tree, and the
+rule is compiled as part of the user's program.
 
 Input: a parameter, its slots, and a sparse gradient.
 Output: the parameter and the slots, with those rows set.
@@ -22,10 +25,10 @@ from tpu_embed.kernels import dispatch
 from tpu_embed.optimizers.base import TableOptimizer
 from tpu_embed.sparse import IndexedSlices
 
-__all__ = ["check_rows", "update_touched"]
+__all__ = ["check_rows", "update_parameter_rows"]
 
 
-def update_touched(
+def update_parameter_rows(
     rule: TableOptimizer,
     table: Array,
     slots: Mapping[str, Array],
@@ -52,7 +55,7 @@ def update_touched(
     Example:
       >>> from tpu_embed.optimizers import SGD
       >>> gradient = IndexedSlices(jnp.ones((2, 1)), jnp.array([2, 2]), (3, 1))
-      >>> done, _ = update_touched(
+      >>> done, _ = update_parameter_rows(
       ...     SGD(0.5), jnp.ones((3, 1)), {}, gradient, step=1, learning_rate=0.5
       ... )
       >>> done.tolist()

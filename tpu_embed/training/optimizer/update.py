@@ -20,7 +20,7 @@ from tpu_embed._types import Array, ArrayLike, PyTree
 from tpu_embed.sparse import IndexedSlices, is_indexed_slices
 from tpu_embed.training.optimizer.checked_gradients import CheckedGradients
 from tpu_embed.training.optimizer.declared import DeclaredOptimizer
-from tpu_embed.training.optimizer.rows import check_rows, update_touched
+from tpu_embed.training.optimizer.rows import check_rows, update_parameter_rows
 from tpu_embed.training.optimizer.slots import State
 from tpu_embed.training.paths import Leaves, listed
 
@@ -95,7 +95,7 @@ def update_parameters(
     for i, gradient in sparse.items():
         slots = old.shared() | old.slots(i)
         rate = 0.0 if learning_rate is None else learning_rate
-        values[i], written = update_touched(
+        values[i], written = update_parameter_rows(
             declared.rows, values[i], slots, gradient, step=step, learning_rate=rate
         )
         new = new.with_slots(i, written)

@@ -1,0 +1,68 @@
+"""The ids of a batch, counted by hand."""
+
+import json
+
+import numpy as np
+import pytest
+from facade_cases import mesh
+
+from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, SparseIds, TableConfig
+from tpu_embed.metrics import batch_statistics
+
+
+def test_ids_are_counted_by_table():
+    films, users = TableConfig(10, 2, name="films"), TableConfig(5, 2, name="users")
+    engine = EmbeddingEngine(
+        {
+            "bag": FeatureConfig(films, on_bad_id="drop"),
+            "ragged": FeatureConfig(films, on_bad_id="drop"),
+            "sequence": FeatureConfig(films, max_sequence_length=2),
+            "sparse": FeatureConfig(users, on_bad_id="clip"),
+        },
+        mesh=mesh(2),
+    )
+    statistics = batch_statistics(
+        engine,
+        {
+            "bag": np.array([[7, -1], [7, 3], [12, 3], [-1, -1]]),
+            "ragged": RaggedIds.from_lists([[7, 7], [-3], [1], []]),
+            "sequence": np.array([[2, -1, 9], [-1, -1, 9], [9, 7, 9], [2, 1, 9]]),
+            "sparse": SparseIds.from_lists([[9], [], [4, 1], []]),
+        },
+        hottest=3,
+    )
+    assert statistics == {
+        "films": {
+            "ids": 12,
+            "unique": 5,
+            "unique_ratio": 5 / 12,
+            "bad": 2,
+            "hottest": [(7, 5), (1, 2), (2, 2)],
+            "hottest_share": 5 / 12,
+        },
+        "users": {
+            "ids": 3,
+            "unique": 2,
+            "unique_ratio": 2 / 3,
+            "bad": 1,
+            "hottest": [(4, 2), (1, 1)],
+            "hottest_share": 2 / 3,
+        },
+    }
+    assert json.loads(json.dumps(statistics))["films"]["hottest"][0] == [7, 5]
+
+
+def test_a_batch_without_ids():
+    engine = EmbeddingEngine([FeatureConfig(TableConfig(4, 2, name="t"))], mesh=mesh(1))
+    empty = {"ids": 0, "unique": 0, "unique_ratio": 0.0, "bad": 0, "hottest": []}
+    assert batch_statistics(engine, [np.full((2, 3), -1)]) == {"t": {**empty, "hottest_share": 0.0}}
+
+
+def test_what_place_refuses_is_refused():
+    engine = EmbeddingEngine([FeatureConfig(TableConfig(4, 2, name="t"))], mesh=mesh(1))
+    with pytest.raises(ValueError, match=r"ids in \[0, 4\) of table 't', got id 4"):
+        batch_statistics(engine, [np.array([4])])
+    with pytest.raises(ValueError, match="features: "):
+        batch_statistics(engine, [np.array([1])] * 2)
+    with pytest.raises(ValueError, match="hottest: expected an integer >= 1, got 0"):
+        batch_statistics(engine, [np.array([1])], hottest=0)

@@ -1,0 +1,124 @@
+"""Tables and slots, measured in float64 NumPy."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from facade_cases import mesh
+
+from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
+from tpu_embed import optimizers as o
+from tpu_embed.core.layout import resolve
+from tpu_embed.core.state import norms, retrieve
+from tpu_embed.metrics import table_statistics
+
+SIZES = {"mod": 300, "small": 3, "div": 13, "replicated": 7, "half": 40}
+OPTIONS = {
+    "div": {"placement": "div", "trainable": False},
+    "replicated": {"placement": "replicated", "trainable": False},
+    "half": {"dtype": "bfloat16", "optimizer": optax.adam(0.1)},
+}
+
+
+def _partly_bad(key, shape, dtype, shard_info):
+    """Return numbers whose mean is not 0; rows 0 and 299 are not finite."""
+    values = 0.3 + jax.random.normal(key, shape, dtype)
+    values = values.at[:, 1].add(jnp.where(shard_info.rows == 299, -jnp.inf, 0))
+    return values.at[:, 0].add(jnp.where(shard_info.rows == 0, jnp.nan, 0))
+
+
+def _all_bad(key, shape, dtype):
+    return jnp.full(shape, jnp.inf, dtype)
+
+
+def _engine(devices, names=tuple(SIZES)):
+    initializers = {"mod": _partly_bad, "half": _partly_bad, "div": _all_bad}
+    tables = {
+        name: TableConfig(
+            SIZES[name], 5, initializers.get(name), name=name, **OPTIONS.get(name, {})
+        )
+        for name in names
+    }
+    features = {name: FeatureConfig(table) for name, table in tables.items()}
+    return EmbeddingEngine(features, o.Adagrad(0.1), mesh=mesh(devices))
+
+
+def _expected(values):
+    """Return the statistics of `[V, …]`, in float64."""
+    rows = np.asarray(values).astype(np.float64).reshape(len(values), -1)
+    finite = np.isfinite(rows).all(axis=1)
+    kept = rows[finite]
+    return {
+        "norm": math.sqrt((kept**2).sum()),
+        "max_row_norm": math.sqrt((kept**2).sum(axis=1).max(initial=0)),
+        "mean": kept.mean() if kept.size else 0.0,
+        "non_finite_rows": int((~finite).sum()),
+    }
+
+
+def _assert_close(found, expected):
+    for name, number in expected.items():
+        assert type(found[name]) in (int, float)
+        # sums of float32 numbers, in pairs
+        assert found[name] == pytest.approx(number, rel=1e-5, abs=1e-6), name
+
+
+def _check(engine):
+    state = engine.init(jax.random.key(0))
+    statistics = table_statistics(engine, state)
+    assert list(statistics) == list(engine.table_configs)
+    tables, slots = retrieve.host_arrays(state, engine.layout)
+    for name, found in statistics.items():
+        _assert_close(found, _expected(tables[name]))
+        by_row = {slot: x for slot, x in slots[name].items() if x.ndim}
+        assert set(found["slots"]) == set(by_row)
+        for slot, values in by_row.items():
+            _assert_close(found["slots"][slot], _expected(values))
+    return statistics
+
+
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.whole), 8])
+def test_tables_and_slots_are_measured(devices, monkeypatch):
+    monkeypatch.setattr(norms, "BLOCK_ROWS", 16)
+    statistics = _check(_engine(devices))
+    assert statistics["mod"]["non_finite_rows"] == 2
+    assert statistics["half"]["non_finite_rows"] == 1
+    assert statistics["div"]["norm"] == 0
+    assert set(statistics["half"]["slots"]) == {"mu", "nu"}
+
+
+@pytest.mark.parametrize(("packing", "name"), [("lanes", "mod"), ("words", "half")])
+def test_packed_rows_are_measured(packing, name, monkeypatch):
+    monkeypatch.setattr(norms, "BLOCK_ROWS", 128)
+    monkeypatch.setattr(resolve, "packing_of", lambda device: packing)
+    engine = _engine(2, (name,))
+    assert all(stack.packing == packing for stack in engine.layout.stacks)
+    _check(engine)
+
+
+def test_a_mesh_of_two_axes():
+    grid = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+    table = TableConfig(30, 3, name="t", shard_axes="model")
+    _check(EmbeddingEngine([FeatureConfig(table)], o.SGD(0.1), mesh=grid, batch_axes="data"))
+
+
+def test_a_long_sum_keeps_its_digits():
+    """Ones that float32 would stop to count one by one at 2^24."""
+    ones = jax.nn.initializers.ones
+    table = TableConfig(2**20 + 7, 17, initializer=ones, name="t", trainable=False)
+    engine = EmbeddingEngine([FeatureConfig(table)], mesh=mesh(1))
+    state = engine.init(jax.random.key(0))
+    found = table_statistics(engine, state)["t"]
+    assert found["norm"] == pytest.approx(math.sqrt((2**20 + 7) * 17), rel=1e-6)
+    assert found["mean"] == pytest.approx(1, rel=1e-6)
+    memory = norms.of_state.lower(state, engine.layout).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < next(iter(state.tables.values())).nbytes // 8
+
+
+def test_a_state_of_another_engine_is_refused():
+    engine, other = _engine(1, ("small",)), _engine(1, ("replicated",))
+    with pytest.raises(ValueError, match=r"state: expected stacks \['small@mod1x3#"):
+        table_statistics(engine, other.init(jax.random.key(0)))

@@ -1,0 +1,80 @@
+"""Which ids a batch looks up, and how often: the hot rows, the duplicates and the bad ids.
+
+Input: an engine and the ids of a batch. Output: one dict of numbers per table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tpu_embed import _checks
+from tpu_embed._types import PyTree
+from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.ids import RaggedIds, SparseIds
+
+__all__ = ["batch_statistics"]
+
+
+def batch_statistics(
+    engine: EmbeddingEngine, features: PyTree, *, hottest: int = 10
+) -> dict[str, dict[str, Any]]:
+    """Count the ids of a batch on the host, table by table.
+
+    Args:
+      engine: the engine of the tables.
+      features: as for `place`. When there are several processes, this is one process's part of the
+        batch, and the numbers are about this part.
+      hottest: how many of the most frequent ids to list.
+
+    Returns:
+      One dict per table: `ids`, the number of ids that are looked up; `unique`, the number of rows
+      that they touch; `unique_ratio`, unique / ids (0 without ids); `bad`, the number of ids that
+      are outside of the table and that `on_bad_id` dropped or clipped; `hottest`, pairs (id,
+      count), the most frequent first and the smaller id first among equals; `hottest_share`, the
+      fraction of all ids that are the most frequent one.
+
+    Raises:
+      ValueError: whatever `place` refuses; `hottest` is not an integer of at least 1.
+      TypeError: whatever `place` refuses.
+
+    Example:
+      >>> import numpy as np, tpu_embed
+      >>> films = tpu_embed.TableConfig(8, 2, name="films")
+      >>> engine = EmbeddingEngine({"film": tpu_embed.FeatureConfig(films)})
+      >>> batch_statistics(engine, {"film": np.array([5, 3, 5, -1])})["films"]["hottest"]
+      [(5, 2), (3, 1)]
+    """
+    top = _checks.check_int("hottest", hottest, minimum=1)
+    ids: dict[str, list[np.ndarray]] = {name: [] for name in engine.table_configs}
+    bad = dict.fromkeys(ids, 0)
+    hosts = engine.host_ids(features)
+    given = engine._structure.match(features, what="features")
+    for feature, leaf, host in zip(engine.layout.features, given, hosts, strict=True):
+        ids[feature.table.name].append(host.ids[host.ids >= 0])
+        bad[feature.table.name] += _bad(leaf, feature.table.vocabulary_size)
+    return {name: _counts(np.concatenate(ids[name]), bad[name], top) for name in ids}
+
+
+def _bad(leaf: Any, vocabulary_size: int) -> int:
+    """Return how many ids are outside [0, V); in dense arrays -1 is padding and not counted."""
+    if isinstance(leaf, (SparseIds, RaggedIds)):
+        return int(np.count_nonzero((leaf.values < 0) | (leaf.values >= vocabulary_size)))
+    ids = np.asarray(leaf)
+    return int(np.count_nonzero((ids < 0) & (ids != -1) | (ids >= vocabulary_size)))
+
+
+def _counts(ids: np.ndarray, bad: int, top: int) -> dict[str, Any]:
+    rows, counts = np.unique(ids, return_counts=True)
+    # `rows` ascends and the sort is stable: among equal counts, smaller ids come first.
+    first = np.argsort(-counts, kind="stable")[:top]
+    total = max(1, ids.size)
+    return {
+        "ids": int(ids.size),
+        "unique": int(rows.size),
+        "unique_ratio": rows.size / total,
+        "bad": bad,
+        "hottest": list(zip(rows[first].tolist(), counts[first].tolist(), strict=True)),
+        "hottest_share": int(counts.max(initial=0)) / total,
+    }

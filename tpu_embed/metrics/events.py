@@ -1,0 +1,41 @@
+"""What a state has counted since it was made: steps, and events such as ids that were not allowed.
+
+Input: an engine and its state. Output: the counters by name, and by feature where each has its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.state import TableState, check_state
+
+__all__ = ["counters"]
+
+
+def counters(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
+    """Return the step, and the counters of training so far.
+
+    Args:
+      engine: the engine that made the state.
+      state: the state.
+
+    Returns:
+      `step`, the number of updates applied; `overflows`, how many exchanges took the worst-case
+      branch; `bad_ids` by feature path, the ids in traced batches that no policy allows; and,
+      unless `on_bad_gradient` is "allow", `bad_gradients` by feature path, the number of skipped
+      steps in which the gradient of the feature was not finite.
+
+    Raises:
+      ValueError: the state is not this engine's.
+    """
+    check_state(state, engine.layout)
+    paths = [feature.path for feature in engine.layout.features]
+    counted: dict[str, Any] = {"step": int(state.step)}
+    for name, count in sorted(jax.device_get(state.counters).items()):
+        by_feature = np.ndim(count) > 0
+        counted[name] = dict(zip(paths, count.tolist(), strict=True)) if by_feature else int(count)
+    return counted
