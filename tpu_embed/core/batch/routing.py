@@ -36,12 +36,18 @@ def sort_stack(ids: StackIds, view: StackView, replicas: np.ndarray) -> HostStac
       view: the stack.
       replicas: the numbers of this process's replicas in the global batch.
     """
+    stack, axes = view.stack, view.layout.axes
+    # One device that sorts the ids itself: nothing is exchanged.
+    if stack.num_shards == 1 and axes.replicas == 1 and not view.is_routed:
+        return HostStack(ids, (), replicas, ())
     blocks = blocks_of(ids, view, replicas)
-    pairs = [
-        host_route.sort_ids(line, None if blocks is None else blocks[i])
-        for i, line in enumerate(ids.row_ids)
-    ]
-    return HostStack(ids, tuple(pairs), replicas)
+    each = [None] * len(ids.row_ids) if blocks is None else list(blocks)
+    pairs = zip(ids.row_ids, each, strict=True)
+    ordered = tuple(host_route.sort_ids(line, block) for line, block in pairs)
+    owners = range(stack.num_shards if view.merges_on_host else 0)
+    rows = [one.sum_rows for one in ordered]
+    merges = tuple(host_route.merge_sums(rows, stack, owner) for owner in owners)
+    return HostStack(ids, ordered, replicas, merges)
 
 
 def with_capacities(
@@ -65,9 +71,8 @@ def with_capacities(
 
 def _room(view: StackView, host: HostStack) -> dict[str, int]:
     """Return the capacities that a stack's ids need."""
-    stack, axes = view.stack, view.layout.axes
-    alone = stack.num_shards == 1 and axes.replicas == 1
-    if alone and not view.is_routed:
+    stack = view.stack
+    if not host.replicas:
         return {}
     room = {
         "row_capacity": _most([one.rows for one in host.replicas], stack),
@@ -77,8 +82,7 @@ def _room(view: StackView, host: HostStack) -> dict[str, int]:
     if not view.accumulates:
         room["partials"] = _most([one.rows[one.row] for one in host.replicas], stack)
     if view.merges_on_host:
-        every = np.unique(np.concatenate([one.rows for one in host.replicas]))
-        room["merged"] = _most([every], stack)
+        room["merged"] = max(one.row_ids.size for one in host.owners)
     if view.may_gather:
         counts = [np.diff(_bounds_of_ids(one, stack)) for one in host.replicas]
         room["entries"] = int(np.sum(counts, axis=0).max())
@@ -127,25 +131,31 @@ class _Writer:
         # The replica whose ids each device holds, among those of this process; and its shard.
         self.replica = np.searchsorted(local, axes.parts_of_devices(axes.batch_axes)[devices])
         self.shard = axes.parts_of_devices(self.stack.shard_axes)[devices]
+        self._one_each = np.array_equal(self.replica, np.arange(len(local)))
 
     def write(self, out: dict[str, np.ndarray]) -> None:
         """Write all fields, each `[devices, …]`."""
         ids = self.host.ids
         if "bags" in out:
             assert ids.bags is not None, "flat stacks have bags"
-            out["bags"][:] = ids.bags[self.replica]
+            out["bags"][:] = self._of_devices(ids.bags)
         if "weights" in out:
-            out["weights"][:] = self._weights()[self.replica]
+            out["weights"][:] = self._of_devices(self._weights())
         if "row_ids" in out:
-            out["row_ids"][:] = ids.row_ids[self.replica]
+            out["row_ids"][:] = self._of_devices(ids.row_ids)
             return
         if "factors" in out:
-            out["factors"][:] = self._factors()[self.replica]
+            out["factors"][:] = self._of_devices(self._factors())
         self._write_lookup(out)
         if "sum_index" in out:
             write_update(out, self.view, self.host, self.replica, self.shard)
         if "sent" in out:
-            out["sent"][:] = self._buffers("sum_rows", out["sent"].shape[-1])[self.replica]
+            sent = self._buffers("sum_rows", out["sent"].shape[-1])
+            out["sent"][:] = self._of_devices(sent)
+
+    def _of_devices(self, by_replica: np.ndarray) -> np.ndarray:
+        """Return `[devices, …]` from `[replicas, …]`; a view if every device is a replica."""
+        return by_replica if self._one_each else by_replica[self.replica]
 
     def _weights(self) -> np.ndarray:
         """Return the weight of every id `[replicas, N]`, zero for absent ones."""
@@ -168,16 +178,16 @@ class _Writer:
         """Write where each id's row comes back, and what is asked of whom."""
         stack, ids = self.stack, self.host.ids
         if stack.num_shards == 1:
-            out["index"][:] = ids.row_ids[self.replica]
+            out["index"][:] = self._of_devices(ids.row_ids)
             return
         capacity = out["asked"].shape[-1]
         index = np.full(ids.row_ids.shape, stack.num_shards * capacity, np.int32)
         for line, one in zip(index, self.host.replicas, strict=True):
             line[one.order] = host_route.places(one.rows, stack, capacity)[one.row]
-        out["index"][:] = index[self.replica]
+        out["index"][:] = self._of_devices(index)
         asked = self._buffers("rows", capacity)
         if not self.view.layout.axes.one_process:
-            out["asked"][:] = asked[self.replica]
+            out["asked"][:] = self._of_devices(asked)
             return
         for d, sources in enumerate(self._sources()):
             # What each source, along the shard axes, asks of this device's shard: [S, C].

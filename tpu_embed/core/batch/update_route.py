@@ -18,7 +18,7 @@ from tpu_embed._types import PADDING_ID
 from tpu_embed.core.batch.packing import StackIds
 from tpu_embed.core.batch.stack_view import StackView
 from tpu_embed.core.exchange import host_route
-from tpu_embed.core.exchange.host_route import SortedIds
+from tpu_embed.core.exchange.host_route import Merge, SortedIds
 
 
 class HostStack(NamedTuple):
@@ -28,11 +28,13 @@ class HostStack(NamedTuple):
       ids: the ids of this process's replicas.
       replicas: the sorted ids of each of these replicas.
       numbers: the numbers of these replicas in the global batch.
+      owners: how every shard merges what it gets; () if the host does not know the whole batch.
     """
 
     ids: StackIds
     replicas: tuple[SortedIds, ...]
     numbers: np.ndarray
+    owners: tuple[Merge, ...]
 
 
 def bags_of(ids: StackIds, view: StackView) -> np.ndarray:
@@ -140,8 +142,8 @@ def _write_cells(
     orders = [one.order for one in by_cell]
     _write_sums(out, host.ids, bags, orders, sums, view.blocks * rows, replica)
     if "merged" in out:
+        touched = host.owners[0].row_ids
         out["merged"].fill(PADDING_ID)
-        touched = np.unique(np.concatenate([one.rows for one in host.replicas]))
         out["merged"][:, touched] = touched
 
 
@@ -150,15 +152,14 @@ def _write_merge(
 ) -> None:
     """Write how every owner merges what it receives; devices with copies of a shard do the same."""
     stack, parcel = view.stack, max(1, view.room.partials)
-    rows = [one.sum_rows for one in host.replicas]
     for owner in np.unique(shard):
+        merge = host.owners[owner]
         places = host_route.parcels(view.layout.axes, stack, owner)
-        sources = list(zip(rows, places.tolist(), strict=True))
-        received = host_route.receive(sources, stack, int(owner), parcel)
+        index = (places * parcel).astype(np.int32)[merge.source] + merge.rank
         for d in np.flatnonzero(shard == owner):
-            _fill(out, d, "merge_index", received.index, 0)
-            _fill(out, d, "merge_segments", received.total, view.num_merged)
-            _fill(out, d, "merged", received.row_ids, PADDING_ID)
+            _fill(out, d, "merge_index", index, 0)
+            _fill(out, d, "merge_segments", merge.total, view.num_merged)
+            _fill(out, d, "merged", merge.row_ids, PADDING_ID)
 
 
 def _write_gathered(

@@ -106,39 +106,37 @@ def places(rows: np.ndarray, stack: Stack, capacity: int) -> np.ndarray:
     return (shard * capacity + number - first[shard]).astype(np.int32)
 
 
-class Received(NamedTuple):
-    """The partial sums that one owner shard gets from all replicas, sorted by row.
+class Merge(NamedTuple):
+    """How one owner shard merges the partial sums that it gets from all replicas.
 
     Attributes:
-      index: int32 `[p]`, where each lies among what arrives, in the order in which it is added.
+      source: int32 `[p]`, the replica that each is from, in the order in which they are added.
+      rank: int32 `[p]`, its number among those that this replica sends to the shard.
       total: int32 `[p]`, the merged sum that each is added to, ascending.
       row_ids: `[u]`, the local row of each merged sum, ascending.
     """
 
-    index: np.ndarray
+    source: np.ndarray
+    rank: np.ndarray
     total: np.ndarray
     row_ids: np.ndarray
 
 
-def receive(
-    sources: Sequence[tuple[np.ndarray, int]], stack: Stack, shard: int, capacity: int
-) -> Received:
+def merge_sums(sum_rows: Sequence[np.ndarray], stack: Stack, shard: int) -> Merge:
     """Merge what the replicas send to one shard.
 
     Args:
-      sources: by replica, in batch order: the rows of its partial sums, ascending; and the place
-        of its parcel of `capacity` sums among those that arrive.
+      sum_rows: by replica, in batch order: the physical rows of its partial sums, ascending.
       stack: the stack.
       shard: the owner.
-      capacity: C', the partial sums in a parcel.
     """
-    rows, index = [], []
-    for sum_rows, parcel in sources:
-        first, last = bounds(sum_rows, stack)[shard : shard + 2]
-        rows.append(sum_rows[first:last] - shard * stack.num_rows)
-        index.append(np.arange(last - first, dtype=np.int32) + parcel * capacity)
-    merged = sort_ids(np.concatenate(rows), None)
-    return Received(np.concatenate(index)[merged.order], merged.row, merged.rows)
+    pieces = [bounds(rows, stack)[shard : shard + 2] for rows in sum_rows]
+    mine = [rows[first:last] for rows, (first, last) in zip(sum_rows, pieces, strict=True)]
+    sizes = [last - first for first, last in pieces]
+    source = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+    rank = np.concatenate([np.arange(size, dtype=np.int32) for size in sizes])
+    merged = sort_ids(np.concatenate(mine) - shard * stack.num_rows, None)
+    return Merge(source[merged.order], rank[merged.order], merged.row, merged.rows)
 
 
 def parcels(axes: MeshAxes, stack: Stack, shard: int) -> np.ndarray:
