@@ -195,9 +195,14 @@ class EmbeddingEngine:
     # -- batches -------------------------------------------------------------------------------
 
     def place(
-        self, features: PyTree, weights: PyTree | None = None, spec: BatchSpec | None = None
+        self,
+        features: PyTree,
+        weights: PyTree | None = None,
+        spec: BatchSpec | None = None,
+        *,
+        for_update: bool = True,
     ) -> Batch:
-        """Check a batch of ids on the host, and send it to the devices in one transfer.
+        """Check a batch of ids on the host, route it, and send it to the devices in one transfer.
 
         Args:
           features: the global batch: arrays, `SparseIds` or `RaggedIds`, in the structure of the
@@ -205,6 +210,7 @@ class EmbeddingEngine:
             order of `batch_axes`; all make the same calls in the same order.
           weights: one weight per id, in the same structure; None where all are one.
           spec: the batch's exact shape; None: the union of all so far, so that programs are few.
+          for_update: False for a batch that is only looked up; it carries less.
 
         Raises:
           ValueError: bad ids, weights, structure or batch size, or a spec that the batch does not
@@ -212,7 +218,7 @@ class EmbeddingEngine:
           TypeError: ids that are not integers, or a wrong container type.
           RuntimeError: another process did not place its part, or has left.
         """
-        return self._intake.place(features, weights, spec)
+        return self._intake.place(features, weights, spec, for_update=for_update)
 
     def host_ids(self, features: PyTree, weights: PyTree | None = None) -> list[HostIds]:
         """Return this process's ids as `place` checks them, without sending them."""

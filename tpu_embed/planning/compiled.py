@@ -26,9 +26,11 @@ from tpu_embed._checks import message
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.batch import Batch, BatchSpec, line_length
 from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.ids import structure
 from tpu_embed.core.state import TableState, state_specs
 from tpu_embed.planning import hlo
 from tpu_embed.planning.chips import Topology
+from tpu_embed.planning.demand import spec_of
 from tpu_embed.planning.placement import resolve
 from tpu_embed.planning.plan import Plan, plan
 from tpu_embed.planning.sizes import readable
@@ -117,7 +119,9 @@ def compile_for(
     planned = plan(feature_config, optimizer, target, batch)
     placed = resolve(feature_config, optimizer, mesh=mesh)
     engine = EmbeddingEngine(placed, optimizer, mesh=mesh)
-    lowered = _lowered(engine, planned, loss or _squares)
+    # The plan's mesh has no processes; the devices of the topology belong to several.
+    spec = spec_of(structure.flatten(placed), engine.layout, batch)
+    lowered = _lowered(engine, spec, loss or _squares)
     start = time.perf_counter()
     compiled = lowered.compile()
     seconds, memory, text = (
@@ -144,12 +148,12 @@ def compile_for(
     )
 
 
-def _lowered(engine: EmbeddingEngine, planned: Plan, loss: Callable[[PyTree], Array]) -> Any:
+def _lowered(engine: EmbeddingEngine, spec: BatchSpec, loss: Callable[[PyTree], Array]) -> Any:
     def step(state: TableState, ids: Batch) -> TableState:
         activations = engine.lookup(state, ids)
         return engine.update(state, ids, jax.grad(loss)(activations))
 
-    state, ids = abstract_state(engine), abstract_batch(engine, planned.spec)
+    state, ids = abstract_state(engine), abstract_batch(engine, spec)
     return jax.jit(step, donate_argnums=0).lower(state, ids)
 
 

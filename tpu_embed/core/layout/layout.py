@@ -13,8 +13,6 @@ import dataclasses
 import functools
 import zlib
 
-from jax.sharding import Mesh
-
 from tpu_embed._checks import message
 from tpu_embed.config import FeatureConfig
 from tpu_embed.core.layout.mesh import MeshAxes
@@ -67,10 +65,9 @@ class Layout:
         """Whether a placed batch carries the route of its ids.
 
         A single CPU is the exception: its kernel sorts the ids itself, since moving the sort from
-        one core to another gains nothing. A mesh without devices (serving) exchanges nothing.
+        one core to another gains nothing. A mesh without axes (serving) has no devices at all.
         """
-        mesh = self.axes.mesh
-        return isinstance(mesh, Mesh) and not (mesh.size == 1 and self.axes.on_cpu)
+        return bool(self.axes.names) and not (self.axes.mesh.size == 1 and self.axes.on_cpu)
 
     def features_of(self, stack: int) -> tuple[int, ...]:
         """Return the indices of the features that look up tables of a stack, ascending."""

@@ -24,6 +24,9 @@ from tpu_embed._checks import message
 from tpu_embed._types import PyTree
 from tpu_embed.config import TableConfig
 
+CHIPS_PER_HOST = 4
+"""The chips of one TPU host, where a mesh is planned that does not exist yet."""
+
 
 @dataclasses.dataclass(frozen=True)
 class MeshAxes:
@@ -84,13 +87,18 @@ class MeshAxes:
 
     @functools.cached_property
     def one_process(self) -> bool:
-        """Whether all devices are this process's, so that its host knows the whole batch."""
-        return len({device.process_index for device in self.mesh.devices.flat}) == 1
+        """Whether one process has all devices, so that its host knows the whole batch."""
+        if isinstance(self.mesh, Mesh):
+            return len({device.process_index for device in self.mesh.devices.flat}) == 1
+        # A plan's mesh has no devices yet.
+        return self.mesh.size <= CHIPS_PER_HOST
 
     @functools.cached_property
     def on_cpu(self) -> bool:
         """Whether the devices are CPUs."""
-        return all(device.platform == "cpu" for device in self.mesh.devices.flat)
+        if isinstance(self.mesh, Mesh):
+            return all(device.platform == "cpu" for device in self.mesh.devices.flat)
+        return getattr(self.device, "device_kind", "") == "cpu"
 
     def sharding(self, names: Sequence[str]) -> NamedSharding:
         """Return the sharding that splits the first dimension over the named axes."""

@@ -45,8 +45,12 @@ def checked_gradients(
       layout: the engine's layout.
 
     Raises:
-      ValueError: a leaf is not an array of floats, or has another shape than the activation.
+      ValueError: a leaf is not an array of floats, or has another shape than the activation; the
+        batch was placed for a lookup only.
     """
+    if spec.routed == "lookup":
+        expected, remedy = "a batch placed for an update", "leave for_update=False out of place"
+        raise ValueError(message("batch", expected=expected, got="a lookup's", remedy=remedy))
     checked: list[Array | None] = []
     for feature, form, gradient in zip(
         layout.features, spec.feature_shapes, gradients, strict=True
