@@ -26,8 +26,32 @@ HloModule jit_step, is_scheduled=true
 %kernel (k.0: f32[1000,128], k.1: s32[64]) -> f32[64,128] {
   %k.0 = f32[1000,128]{1,0} parameter(0)
   %k.1 = s32[64]{0} parameter(1)
-  ROOT %gather_rows.7 = f32[64,128] custom-call(%k.0, %k.1), custom_call_target="tpu_custom_call"
+  ROOT %gather_rows.7 = f32[64,128] custom-call(%k.0, %k.1), custom_call_target="tpu_custom_call"@
 }, execution_thread="sparsecore"
+
+%silent (s.0: f32[64,128], s.1: s32[64]) -> f32[16,128] {
+  %s.0 = f32[64,128]{1,0} parameter(0)
+  %s.1 = s32[64]{0} parameter(1)
+  ROOT %sum_rows.1 = f32[16,128]{1,0} custom-call(%s.0, %s.1), custom_call_target="tpu_custom_call"
+}, execution_thread="sparsecore"
+
+%rule (r.0: f32[64,128], r.1: f32[64,128], r.2: f32[64,128]) -> (f32[64,128], f32[64,128]) {
+  %r.0 = f32[64,128]{1,0} parameter(0)
+  %r.1 = f32[64,128]{1,0} parameter(1)
+  %r.2 = f32[64,128]{1,0} parameter(2)
+  %square = f32[64,128]{1,0} multiply(%r.1, %r.1)
+  %sum = f32[64,128]{1,0} add(%square, %r.2)
+  %less = f32[64,128]{1,0} subtract(%r.0, %sum)
+  ROOT %both = (f32[64,128]{1,0}, f32[64,128]{1,0}) tuple(%less, %sum)
+}
+
+%first (f.0: f32[1000,128]) -> f32[64,128] {
+  %f.0 = f32[1000,128]{1,0} parameter(0)
+  %same = f32[1000,128]{1,0} bitcast(%f.0)
+  %head = f32[64,128]{1,0} slice(%same), slice={[0:64], [0:128]}
+  %turn = f32[64,128]{0,1} copy(%head)
+  ROOT %half = f32[64,128]{1,0} multiply(%turn, %turn)
+}
 
 ENTRY %main {
   %table = f32[1000,128]{1,0:T(8,128)} parameter(0)
@@ -40,11 +64,13 @@ ENTRY %main {
   %near = (f32[64,128]{1,0:T(8,128)S(1)}, f32[64,128]{1,0}, u32[]{:S(2)}) copy-start(%back)
   %turned = f32[64,128]{0,1:T(8,128)} copy(%back)
   %flags = pred[] constant(false)
+  %applied = (f32[64,128]{1,0}, f32[64,128]{1,0S(1)}) fusion(%back, %near, %turned), calls=%rule
+  %part = f32[64,128]{1,0} fusion(%table), kind=kLoop, calls=%first
   %sorted = (s32[64]{0}, s32[64]{0}) sort(%ids, %ids), dimensions={0}
   ROOT %new = f32[1000,128]{1,0:T(8,128)} scatter(%table, %ids, %back), to_apply=%add
 }
-"""
-ROWS, IDS = 64 * 128 * 4, 64 * 4
+""".replace("@", ', backend_config={"cost_estimate":{"flops":"0","bytes_accessed":"65536"}}')
+ROWS, IDS, SUMS = 64 * 128 * 4, 64 * 4, 16 * 128 * 4
 
 
 def test_instructions_are_read():
@@ -70,6 +96,10 @@ def test_what_is_moved_follows_rows_and_not_tables():
     assert moved(Program(TEXT)) == {
         "gather": 2 * ROWS + ROWS,
         "gather_rows": 2 * ROWS,
+        "sum_rows": ROWS + IDS + SUMS,
+        # Two read ids; the rule reads two operands, as the third is near, and writes one result;
+        # the last one reads and writes a slice.
+        "fusion": 2 * IDS + (2 * ROWS + ROWS) + (ROWS + ROWS),
         "scatter": (IDS + ROWS + IDS) + 2 * (IDS + ROWS),
         "all-to-all": 2 * ROWS,
         "copy": ROWS + 2 * ROWS,

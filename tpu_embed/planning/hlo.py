@@ -17,8 +17,11 @@ from typing import NamedTuple
 __all__ = ["COLLECTIVES", "Instruction", "Program", "moved"]
 
 COLLECTIVES = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute")
-READING = ("gather", "gather_rows")
-WRITING = ("scatter", "dynamic-update-slice", "set_rows")
+READING = ("gather",)
+WRITING = ("scatter", "dynamic-update-slice")
+SLICING = ("slice", "dynamic-slice")
+VIEWS = ("bitcast", "get-tuple-element")
+"""Operations that have no memory of their own."""
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "token": 0, "opaque": 0}
 
 _LINE = re.compile(
@@ -30,6 +33,7 @@ _SHAPE = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<sizes>[\d,]*)\]")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _CALLS = re.compile(r"\bcalls=%?([\w.\-]+)")
 _ON_CHIP = re.compile(r"S\([1-9]")
+_ACCESSED = re.compile(r'"bytes_accessed":"?(\d+)')
 
 
 class Instruction(NamedTuple):
@@ -44,7 +48,10 @@ class Instruction(NamedTuple):
       root: whether its result is the result of that computation.
       fusion: the computation that it calls as a fusion, or "".
       number: the number of a parameter; -1 for other instructions.
-      on_chip: whether its result is in a core's own memory.
+      on_chip: whether its result (of a tuple, some part) is in a core's own memory.
+      stored: bytes of its result that are in the device's memory, if it is not inside a fusion.
+      is_kernel: whether it is a Pallas kernel.
+      accessed: the bytes that the kernel says it reads and writes; None if it says nothing.
     """
 
     name: str
@@ -56,6 +63,9 @@ class Instruction(NamedTuple):
     fusion: str
     number: int
     on_chip: bool
+    stored: int
+    is_kernel: bool
+    accessed: int | None
 
 
 class Program:
@@ -78,6 +88,9 @@ class Program:
     def __init__(self, text: str) -> None:
         self.instructions = {one.name: one for one in _read(text)}
         self._callers = {one.fusion: one for one in self.instructions.values() if one.fusion}
+        self._inside: dict[str, list[Instruction]] = collections.defaultdict(list)
+        for one in self.instructions.values():
+            self._inside[one.computation].append(one)
 
     def in_memory(self, one: Instruction) -> bool:
         """Return whether the result of an instruction is ever in memory.
@@ -86,10 +99,67 @@ class Program:
         """
         caller = self._callers.get(one.computation)
         if caller is None:
-            return True
+            return not one.on_chip
         if one.opcode == "parameter":
             return self.in_memory(self.instructions[caller.operands[one.number]])
         return one.root and self.in_memory(caller)
+
+    def is_fused(self, one: Instruction) -> bool:
+        """Return whether an instruction is inside a fusion."""
+        return one.computation in self._callers
+
+    def passed(self, fusion: Instruction) -> int:
+        """Return the bytes that a fusion reads and writes besides its gathers and scatters.
+
+        An operand of which only slices are taken counts as much as the slices.
+        """
+        inside = self._inside[fusion.fusion]
+        total = sum(self._read_of(one) for one in inside if one.opcode == "parameter")
+        root = next(one for one in inside if one.root)
+        results = [self.instructions[name] for name in root.operands]
+        parts = results if root.opcode == "tuple" else [root]
+        # Rows that the fusion gathers or scatters are counted where these operations are.
+        indexed = sum(self._origin(one).opcode in (*READING, *WRITING) for one in parts)
+        return total + fusion.stored * (len(parts) - indexed) // len(parts)
+
+    def _read_of(self, value: Instruction) -> int:
+        """Return the bytes that a fusion reads of one of its parameters, or of a view of it."""
+        if value.opcode == "parameter" and not self.in_memory(value):
+            return 0
+        users = [one for one in self._inside[value.computation] if value.name in one.operands]
+        # What is passed on to a view, or to a fusion inside this one, is read there.
+        passed = [one for one in users if one.opcode in VIEWS] + [
+            self._parameter(one, number)
+            for one in users
+            if one.opcode == "fusion"
+            for number, name in enumerate(one.operands)
+            if name == value.name
+        ]
+        users = [one for one in users if one.opcode not in (*VIEWS, "fusion")]
+        if not passed and all(self._indexes(user, value) for user in users):
+            return 0
+        direct = value.size if users else 0
+        if all(user.opcode in SLICING for user in users):
+            direct = sum(user.size for user in users)
+        return min(value.size, direct + sum(self._read_of(one) for one in passed))
+
+    def _parameter(self, fusion: Instruction, number: int) -> Instruction:
+        """Return a parameter of the computation that a fusion calls."""
+        inside = self._inside[fusion.fusion]
+        return next(one for one in inside if one.number == number)
+
+    def _indexes(self, user: Instruction, operand: Instruction) -> bool:
+        """Return whether an operation only touches those rows of an operand that it counts."""
+        first = user.operands[0] == operand.name
+        return user.opcode in WRITING or (user.opcode in READING and first)
+
+    def _origin(self, one: Instruction) -> Instruction:
+        """Return the instruction of which a result is a view."""
+        while one.opcode in VIEWS or one.opcode == "fusion":
+            inside = self._inside[one.fusion]
+            roots = [part for part in inside if part.root]
+            one = roots[0] if roots else self.instructions[one.operands[0]]
+        return one
 
     def loaded(self, one: Instruction, operands: slice) -> int:
         """Return the bytes of those of some operands that are read from memory."""
@@ -120,7 +190,22 @@ def _read(text: str) -> Iterator[Instruction]:
             fusion=calls[1] if calls else "",
             number=int(arguments) if match["opcode"] == "parameter" else -1,
             on_chip=bool(_ON_CHIP.search(match["type"])),
+            stored=_stored(match["type"]),
+            is_kernel=kernel,
+            accessed=_accessed(line) if kernel else None,
         )
+
+
+def _stored(kind: str) -> int:
+    """Return the bytes of those parts of a type that are in the device's memory."""
+    parts = re.findall(r"[a-z]\w*\[[\d,]*\](?:\{[^}]*\})?", kind)
+    return sum(_bytes(part) for part in parts if not _ON_CHIP.search(part))
+
+
+def _accessed(line: str) -> int | None:
+    """Return the bytes that a Pallas kernel says it reads and writes, if it does."""
+    found = _ACCESSED.search(line)
+    return int(found[1]) if found else None
 
 
 def moved(program: Program) -> dict[str, int]:
@@ -128,8 +213,9 @@ def moved(program: Program) -> dict[str, int]:
 
     A gather reads and writes as many bytes as its result has. A scatter or an in-place slice reads
     and writes its update. A sort, a copy and a collective read and write their operands; a copy
-    into a core's own memory only reads. The SparseCore kernels `gather_rows` and `set_rows` count
-    as a gather and a scatter. The body of a loop counts once.
+    into a core's own memory only reads. A Pallas kernel reads and writes what it says in its cost
+    estimate; one that says nothing, its operands and results. A fusion reads its other operands
+    and writes its other results, as far as they are in memory. The body of a loop counts once.
 
     Args:
       program: the program.
@@ -137,16 +223,25 @@ def moved(program: Program) -> dict[str, int]:
     total: collections.Counter[str] = collections.Counter()
     for one in program.instructions.values():
         opcode = one.opcode.removesuffix("-start")
-        if opcode in READING:
+        if one.is_kernel:
+            total[opcode] += _all_of(program, one) if one.accessed is None else one.accessed
+        elif opcode in READING:
             total[opcode] += one.size * (1 + program.in_memory(one))
         elif opcode in WRITING:
             written = sum(program.instructions[name].size for name in one.operands[1:])
             total[opcode] += written + program.loaded(one, slice(1, None))
-        elif opcode == "copy":
+        elif opcode == "fusion" and not program.is_fused(one):
+            total[opcode] += program.passed(one)
+        elif opcode == "copy" and not program.is_fused(one):
             total[opcode] += program.loaded(one, slice(None)) * (1 if one.on_chip else 2)
         elif opcode in ("sort", *COLLECTIVES):
             total[opcode] += 2 * program.loaded(one, slice(None))
     return dict(total)
+
+
+def _all_of(program: Program, one: Instruction) -> int:
+    """Return the bytes of the operands and results of an instruction that are in memory."""
+    return program.loaded(one, slice(None)) + one.stored
 
 
 def _bytes(kind: str) -> int:
