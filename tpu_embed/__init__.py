@@ -4,9 +4,9 @@ This is the path of a batch; the names are packages and files:
 
     on the host
       your ids ─▶ core/ids/             checked: shapes, weights, bad ids
-               ─▶ core/batch/           physical rows of core/layout/, packed into one array, sent
+               ─▶ core/batch/           physical rows of core/layout/, routed, packed, sent
     on the devices
-               ─▶ core/exchange/        each id goes to the shard that owns its row, rows come back
+               ─▶ core/exchange/        rows come from the shards that own them
                ─▶ core/lookup/          the rows of each bag are combined
                ─▶ activations ─▶ your model ─▶ gradients
                ─▶ core/update/sums.py   summed by row, with core/exchange/, on the row's owner
