@@ -178,6 +178,46 @@ def test_gather_sum(dim, dtype):
     assert len({np.asarray(sums[0]).tobytes() for sums in found}) == 4
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sums_of_every_dim(dtype):
+    """Every number of vectors, and of numbers in the last one, in one program.
+
+    Column d of the sums does not depend on the other columns, so the reference runs once.
+    """
+    bags, examples, rng = (2, 1), 20, np.random.default_rng(7)
+    source, index, segments, weights, factors = draw_sums(rng, 150, dtype, n=600)
+    segments, factors = segments // 50, factors[: examples * 3]
+    assert segments[-1] >= examples * 3
+    options = {"bags": bags, "examples": examples}
+
+    @jax.jit
+    def summed(sources):
+        rest = index, segments, weights, factors
+        return [cpu.gather_sum(source, *rest, **options) for source in sources]
+
+    found = summed([np.ascontiguousarray(source[:, :dim]) for dim in range(1, 151)])
+    meaning = jax.jit(functools.partial(reference.gather_sum, **options))
+    expected = meaning(source, index, segments, weights, factors)
+    for dim, sums in enumerate(found, 1):
+        assert_same_bits(sums, [part[:, :dim] for part in expected])
+
+
+@pytest.mark.parametrize("dim", [5, 64, 130])
+@pytest.mark.parametrize("hot", [1, 3, 40])
+def test_sums_in_either_order(dim, hot):
+    """Short and long bags of several features: the latter are summed feature by feature."""
+    rng = np.random.default_rng(hot)
+    source, index, _, weights, _ = draw_sums(rng, dim, "float32", n=60 * 7 * hot)
+    segments = np.repeat(np.arange(60 * 7, dtype=np.int32), hot)
+    options = {"bags": (4, 0, 3), "examples": 60}
+    operands = source, index, segments, weights, None
+    found, expected = (
+        jax.jit(functools.partial(kernel.gather_sum, **options))(*operands)
+        for kernel in (cpu, reference)
+    )
+    assert_same_bits(found, expected)
+
+
 def test_gather_sum_of_64_bit_rows(x64):
     operands = draw_sums(np.random.default_rng(1), 20, "float32", index_type=np.int64)
     assert_same_bits(NATIVE_SUMS(*operands), REFERENCE_SUMS(*operands))

@@ -45,12 +45,17 @@ struct GatherSum {
   const void* source;  // [rows, dim]
   Storage storage;
   int64_t rows;
-  const Row* index;         // [n], rows outside the source are left out
-  const int32_t* segments;  // [n], non-decreasing
-  const float* weights;     // [n] or null
-  const float* factors;    // [segments] or null; a sum whose factor is zero is zero
+  const Row* index;       // [entries], rows outside the source are left out
+  const int64_t* starts;  // [segments + 1], the first entry of each segment, and the last one's end
+  const float* weights;   // [entries] or null
+  const float* factors;   // [segments] or null; a sum whose factor is zero is zero
   float* const* outputs;
   Columns columns;
+  int64_t segments;
+  int64_t stride;  // sums are made in the order 0, stride, 2 stride, …, 1, 1 + stride, …
+
+  // Returns whether the source has a row.
+  bool has(int64_t row) const { return static_cast<uint64_t>(row) < static_cast<uint64_t>(rows); }
 };
 
 enum class RuleKind { kSgd, kMomentum, kAdagrad, kRowWiseAdagrad, kAdam, kFtrl };
@@ -82,9 +87,9 @@ struct RowUpdate {
 // One instruction set's loops.
 struct Loops {
   const char* name;
-  // Write the sums of segments [begin, end).
-  void (*gather_sum_32)(const GatherSum<int32_t>&, int64_t begin, int64_t end, int64_t n);
-  void (*gather_sum_64)(const GatherSum<int64_t>&, int64_t begin, int64_t end, int64_t n);
+  // Write sums [begin, end), counted in the order that the job's stride gives.
+  void (*gather_sum_32)(const GatherSum<int32_t>&, int64_t begin, int64_t end);
+  void (*gather_sum_64)(const GatherSum<int64_t>&, int64_t begin, int64_t end);
   // Update the rows of sorted entries; a row's entries are all among them, absent rows are not.
   // `scratch` has room for 3 * dim numbers, for the rule that needs a whole gradient.
   void (*update_32)(const RowUpdate&, const Contribution<uint32_t>*, int64_t n, float* scratch);

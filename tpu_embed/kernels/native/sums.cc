@@ -1,5 +1,6 @@
 // Gather and sum: activations of bags out of a table, partial sums out of gradients.
 #include <algorithm>
+#include <memory>
 #include <type_traits>
 #include <vector>
 
@@ -12,13 +13,30 @@ namespace tpu_embed {
 namespace {
 
 constexpr int64_t kBytesPerTask = 1 << 16;
+constexpr int64_t kLongSegment = 256;  // bytes of rows from which on the order of sums pays
 
-void run(const Loops& loops, const GatherSum<int32_t>& job, int64_t begin, int64_t end, int64_t n) {
-  loops.gather_sum_32(job, begin, end, n);
+void run(const Loops& loops, const GatherSum<int32_t>& job, int64_t begin, int64_t end) {
+  loops.gather_sum_32(job, begin, end);
 }
 
-void run(const Loops& loops, const GatherSum<int64_t>& job, int64_t begin, int64_t end, int64_t n) {
-  loops.gather_sum_64(job, begin, end, n);
+void run(const Loops& loops, const GatherSum<int64_t>& job, int64_t begin, int64_t end) {
+  loops.gather_sum_64(job, begin, end);
+}
+
+// Returns the first entry of each of `count` segments, and the end of the last one.
+std::unique_ptr<int64_t[]> starts_of(Parallel& parallel, const int32_t* segments, int64_t n,
+                                     int64_t count) {
+  std::unique_ptr<int64_t[]> starts(new int64_t[count + 1]);
+  const int64_t tasks = parallel.tasks((n + count) * sizeof(int64_t), kBytesPerTask);
+  parallel.for_each(tasks, [&](int64_t task) {
+    const int64_t begin = (count + 1) * task / tasks, end = (count + 1) * (task + 1) / tasks;
+    int64_t i = std::lower_bound(segments, segments + n, static_cast<int32_t>(begin)) - segments;
+    for (int64_t segment = begin; segment < end; ++segment) {
+      starts[segment] = i;
+      while (i < n && segments[i] == segment) ++i;
+    }
+  });
+  return starts;
 }
 
 // Operands: source [R, D] float32, or bfloat16 as uint16; index [N]; segments int32 [N],
@@ -48,22 +66,30 @@ ffi::Error gather_sum(ffi::ThreadPool pool, ffi::AnyBuffer source, ffi::AnyBuffe
     }
     outputs.push_back(data<float>(**output));
   }
+  if (count == 0) return ffi::Error::Success();
   return with_row_type(index, [&](auto* type) {
     using Row = std::remove_pointer_t<decltype(type)>;
+    Parallel parallel(pool);
+    const int64_t read = n * dim * static_cast<int64_t>(sizeof(float));
+    const auto starts = starts_of(parallel, data<int32_t>(segments), n, count);
+    // A column's segments one after the other, as long as finding them costs little beside the sums:
+    // most rows that two segments share are of one column, and they stay in the cache.
+    const bool long_segments = read >= count * kLongSegment;
     GatherSum<Row> job{source.untyped_data(),
                        storage_of(source),
                        length(source),
                        data<Row>(index),
-                       data<int32_t>(segments),
+                       starts.get(),
                        optional<float>(weights),
                        optional<float>(factors),
                        outputs.data(),
-                       table.columns_of()};
-    Parallel parallel(pool);
-    const int64_t work = (n + count) * dim * static_cast<int64_t>(sizeof(float));
-    const int64_t tasks = parallel.tasks(work, kBytesPerTask);
+                       table.columns_of(),
+                       count,
+                       long_segments ? table.columns() : 1};
+    const int64_t written = count * dim * static_cast<int64_t>(sizeof(float));
+    const int64_t tasks = parallel.tasks(read + written, kBytesPerTask);
     parallel.for_each(tasks, [&](int64_t task) {
-      run(loops(), job, count * task / tasks, count * (task + 1) / tasks, n);
+      run(loops(), job, count * task / tasks, count * (task + 1) / tasks);
     });
     return ffi::Error::Success();
   });
