@@ -6,10 +6,12 @@ import jax
 import numpy as np
 import pytest
 from facade_cases import mesh
+from route_cases import located_by_device, physical_rows
 
 import tpu_embed
 from tpu_embed import FeatureConfig, RaggedIds, SparseIds, TableConfig
 from tpu_embed import optimizers as o
+from tpu_embed.core.batch import RoutedIds
 
 B = 8
 
@@ -66,12 +68,12 @@ def expected_line(engine, g, bags, weights, examples):
 
 def unpacked_lines(engine, batch, g):
     """Return the same, unpacked from the batch, a list a device."""
-    lines = []
-    for device in range(batch.spec.replicas):
-        line = dataclasses.replace(batch, packed=batch.packed[device : device + 1])
-        ids = line.locate(engine.layout).ids[g]
-        rows, bags = np.asarray(ids.row_ids).tolist(), np.asarray(ids.bags)
-        weights = [1.0] * len(rows) if ids.weights is None else np.asarray(ids.weights).tolist()
+    axes, stack = engine.layout.axes, engine.layout.stacks[g]
+    found, lines = located_by_device(engine, batch)[g], []
+    assert all(isinstance(ids, RoutedIds) == (axes.replicas > 1) for ids in found)
+    for device, ids in enumerate(found):
+        rows, bags = physical_rows(axes, stack, found, device).tolist(), ids.bags
+        weights = [1.0] * len(rows) if ids.weights is None else ids.weights.tolist()
         assert (np.diff(bags) >= 0).all()
         triples = zip(rows, bags.tolist(), weights, strict=True)
         lines.append([triple for triple in triples if triple[0] >= 0])

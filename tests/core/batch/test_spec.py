@@ -39,8 +39,9 @@ def form(width=3, **options):
     )
 
 
+CAPACITIES = ("ids", "row_capacity", "partials", "merged", "entries")
 WIDTHS = st.none() | st.integers(0, 5)
-STACKS = st.builds(StackSpec, st.just((0, 1)), *[st.integers(0, 50)] * 3)
+STACKS = st.builds(StackSpec, st.just((0, 1)), *[st.integers(0, 50)] * 5)
 SPECS = st.builds(
     lambda widths, weighted, stack: BatchSpec(
         2,
@@ -60,7 +61,7 @@ def test_union_is_a_least_upper_bound(a, b, c):
     assert union(a, b) == union(b, a)
     assert union(a, b, c) == union(union(a, b), c) == union(a, union(b, c))
     assert union(union(a, b), a) == union(a, b)
-    for field in ("ids", "row_capacity", "partials"):
+    for field in CAPACITIES:
         sizes = [getattr(spec.stacks[0], field) for spec in (a, b)]
         assert getattr(union(a, b).stacks[0], field) == max(sizes)
 
@@ -112,7 +113,7 @@ def test_a_given_spec_is_the_exact_shape():
     assert len(shapes) == 1
 
 
-@pytest.mark.parametrize("field", ["ids", "row_capacity", "partials"])
+@pytest.mark.parametrize("field", CAPACITIES)
 def test_a_batch_that_does_not_fit_says_which_spec_does(field):
     engine, rng = make_engine(), np.random.default_rng(0)
     ids = draw(rng)
@@ -196,3 +197,5 @@ def test_the_worst_case_holds_any_batch():
             n = spec.ids(g)
             assert enough.stacks[g].row_capacity == min(n, stack.num_rows)
             assert enough.stacks[g].partials >= min(n, stack.num_rows)
+            assert enough.stacks[g].merged == min(8 * n, stack.num_rows)
+            assert enough.stacks[g].entries == 8 * n

@@ -8,8 +8,8 @@ from jax.sharding import Mesh, PartitionSpec
 from layout_cases import make_stack
 
 from tpu_embed._types import PADDING_ID
-from tpu_embed.core.exchange import route
-from tpu_embed.core.layout import MeshAxes, Stack, make_axes
+from tpu_embed.core.exchange import device_route, route
+from tpu_embed.core.layout import ROW_MULTIPLE, MeshAxes, Stack, make_axes, round_up
 from tpu_embed.kernels import reference
 
 N, D = 12, 4
@@ -55,7 +55,8 @@ def fetched(stack, capacity):
     """Return the function that fetches the rows of a device's ids, `[N, D]`."""
 
     def fetch(table, rows):
-        found, overflow = route.fetch(table, rows, stack, capacity)
+        ways, overflow = device_route.route_rows(rows, stack, capacity)
+        found = route.fetch(table, ways, stack)
         return reference.gather_rows(found.source, found.index), overflow
 
     return fetch
@@ -98,10 +99,13 @@ def sums_by_row(stack, axes, rows, gradients, capacity):
     """Send each device's partial sums to the owners; return what they hold, a line a device."""
 
     def device(table, rows, gradients):
-        way = route.make_route(rows, stack, capacity)
-        slots = stack.num_shards * capacity
-        sums = reference.segment_sum(gradients[way.order], way.target, slots)
-        merged = route.merge(route.send(way, sums, stack, axes), stack, in_order=False)
+        way = device_route.find_destinations(rows, stack, capacity)
+        places = stack.num_shards * capacity
+        sums = reference.segment_sum(gradients[way.order], way.target, places)
+        received = route.send_sums(sums, stack, axes)
+        sent = device_route.only_mine(way.row_ids, stack, axes)
+        arrived = route.send_rows(sent, stack, axes)
+        merged = route.merge(received, device_route.route_merge(arrived, stack, axes))
         return merged.row_ids, merged.sums
 
     return on_devices(axes, stack, device, table_of(stack), rows, gradients)
@@ -123,7 +127,7 @@ def expected_sums(rows, gradients):
 def check_owners(stack, rows, sums, expected, shard_of):
     """Check that each device has the rows of its shard, distinct, padded, with the exact sums."""
     for device, (line, values) in enumerate(zip(np.asarray(rows), np.asarray(sums), strict=True)):
-        assert line.size % route.ROW_MULTIPLE == 0
+        assert line.size % ROW_MULTIPLE == 0
         local = line[line >= 0]
         assert len(set(local.tolist())) == local.size
         mine = (local + shard_of(device) * stack.num_rows).tolist()
@@ -161,7 +165,8 @@ def test_rows_and_batch_on_different_axes(names, batch_axes):
 def test_parts_of_a_row_travel_apart():
     stack = make_stack([8], 2)
     rows = np.array([3, 3, 5, 3, PADDING_ID, 5], np.int32)
-    way = route.make_route(rows, stack, 4, parts=np.array([0, 0, 0, 1, 1, 1], np.int32))
+    parts = np.array([0, 0, 0, 1, 1, 1], np.int32)
+    way = device_route.find_destinations(rows, stack, 4, parts)
     assert np.asarray(way.row_ids).tolist() == [[3, 3, -1, -1], [1, 1, -1, -1]]
     assert np.asarray(way.order).tolist() == [0, 1, 3, 2, 5, 4]
     assert np.asarray(way.target).tolist() == [0, 0, 1, 4, 5, 8]
@@ -170,4 +175,4 @@ def test_parts_of_a_row_travel_apart():
 
 @pytest.mark.parametrize(("n", "expected"), [(0, 64), (1, 64), (64, 64), (65, 128)])
 def test_rounding_up(n, expected):
-    assert route.round_up(n, 64) == expected
+    assert round_up(n, 64) == expected

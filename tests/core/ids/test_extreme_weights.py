@@ -192,3 +192,28 @@ def test_weights_below_the_least_normal_number():
     expected = np.array([oracle.gains("mean", True, bag) for bag in weights.tolist()])
     expected = np.einsum("bh,bhd->bd", expected, ROWS[IDS])
     np.testing.assert_allclose(found["mean"], expected, **TOLERANCE)
+
+
+# Bags that are not rescaled, because one weight is near 1: a divisor, or weights that add up to
+# one, below the least normal number; and one just above it.
+CANCELLED = [[1, -1, 1e-39, 0], [1, -1, 9e-39, 9e-39], [1, -1, 0, 1.3e-38], [1, 1e-39, -1e-39, 2]]
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_divisor_below_the_least_normal_number_is_zero_on_any_number_of_devices(devices):
+    """On several devices the host divides, on a single one the program."""
+    weights = np.array(CANCELLED, np.float32)
+    tables = [tpu_embed.TableConfig(V, D, combiner=c, name=c) for c in COMBINERS]
+    features = {table.name: tpu_embed.FeatureConfig(table) for table in tables}
+    found = []
+    for size in (1, devices):
+        engine = tpu_embed.EmbeddingEngine(features, mesh=mesh(size))
+        state = engine.load_arrays(
+            engine.init(jax.random.key(0)), dict.fromkeys(COMBINERS, np.abs(ROWS))
+        )
+        ids = dict.fromkeys(COMBINERS, np.arange(weights.size).reshape(weights.shape))
+        batch = engine.place(ids, dict.fromkeys(COMBINERS, weights))
+        found.append(jax.device_get(engine.lookup(state, batch)))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    assert not found[0]["mean"][:2].any()
+    assert found[0]["mean"][2:].all()

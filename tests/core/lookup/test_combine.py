@@ -14,7 +14,13 @@ from tpu_embed import QuantizationConfig
 from tpu_embed._types import PADDING_ID
 from tpu_embed.core.batch import BagLayout, LocalIds
 from tpu_embed.core.exchange import FetchedRows
-from tpu_embed.core.lookup import combine, quantize, sum_gradients
+from tpu_embed.core.lookup import (
+    bag_entries,
+    combine,
+    quantize,
+    sum_gradients,
+    sum_route,
+)
 from tpu_embed.kernels import dispatch, reference
 
 EXAMPLES, COMBINERS, D, N = 3, ("sum", "mean", "sqrtn"), 2, 10
@@ -74,8 +80,10 @@ def found_of(rows, ids):
 
 @jax.jit
 def both(found, ids, gradients, order, segments):
-    activations = combine(found, ids, FORM, STACK)
-    return activations, sum_gradients(gradients, ids, FORM, order, segments, N)
+    entries = bag_entries(ids, FORM, STACK.compute_dtype)
+    activations = combine(found, entries, FORM, STACK)
+    route = sum_route(ids, STACK.compute_dtype, order, segments)
+    return activations, sum_gradients(gradients, entries.factors, FORM, route, N)
 
 
 def run(entries, order, segments, rows=ROWS, **options):
@@ -117,7 +125,8 @@ def test_sums_are_given_runs_of_one_bag(monkeypatch):
     )
     entries = [(row, bag, 1.0) for bag in (1, 4) for row in (2, -1, 3, -1, 1)]
     ids = local(entries, weighted=False)
-    activations = by_bag(combine(found_of(ROWS, ids), ids, FORM, STACK))
+    combined = bag_entries(ids, FORM, STACK.compute_dtype)
+    activations = by_bag(combine(found_of(ROWS, ids), combined, FORM, STACK))
     expected = np.zeros((FORM.bags, D))
     for (row, bag, _), values in zip(entries, ROWS, strict=True):
         expected[bag] += values / 3 if row >= 0 else 0.0  # both bags are means of three

@@ -227,6 +227,12 @@ def host_factors(weights: np.ndarray, bags: np.ndarray, form: BagLayout) -> np.n
       bags: int32 `[N]`.
       form: how the bags combine.
     """
+    kinds = np.tile(np.array(form.combiners), form.examples)
+    # What the sums leave out: bags that have no d, because their weights may be so large that sums
+    # and squares overflow; and what XLA's CPU backend takes for zero, below the least normal number.
+    least = np.finfo(weights.dtype).tiny
+    counts = np.append(kinds != "sum", False)[bags] & (np.abs(weights) >= least)
+    weights = np.where(counts, weights, np.zeros_like(weights))
     # `np.add.at` adds one number after the other, as the kernels do, in the weights' precision.
     # The last sum is that of the padding, one past the last bag.
     sums = np.zeros(form.bags + 1, weights.dtype)
@@ -234,7 +240,7 @@ def host_factors(weights: np.ndarray, bags: np.ndarray, form: BagLayout) -> np.n
     squares = np.zeros_like(sums)
     if "sqrtn" in form.combiners:
         np.add.at(squares, bags, weights * weights)
-    kinds = np.tile(np.array(form.combiners), form.examples)
     d = np.where(kinds == "sqrtn", np.sqrt(squares[:-1]), sums[:-1])
+    d[np.abs(d) < least] = 0
     d[kinds == "sum"] = 1
     return np.divide(1, d, out=np.zeros_like(d), where=d != 0)

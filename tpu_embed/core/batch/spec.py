@@ -16,7 +16,7 @@ from typing import Literal
 
 from tpu_embed._checks import message
 from tpu_embed.core.ids import FeatureShape
-from tpu_embed.core.layout import Layout, roomy
+from tpu_embed.core.layout import ROW_MULTIPLE, Layout, roomy, round_up
 
 Routed = Literal["nothing", "lookup", "update"]
 """What of a batch the host has routed: nothing, its lookup, or its lookup and its update."""
@@ -49,6 +49,14 @@ class StackSpec:
     def sizes(self) -> tuple[int, ...]:
         """All capacities."""
         return self.ids, self.row_capacity, self.partials, self.merged, self.entries
+
+    def bucketed(self) -> StackSpec:
+        """Return larger capacities, padded for random variation and rounded up to buckets."""
+        *sent, merged, entries = map(roomy, self.sizes)
+        # Small buckets would be outgrown more often here, where counts of all devices add up. And
+        # merged sums are padded to a multiple of `ROW_MULTIPLE` anyway.
+        owned = [round_up(n, ROW_MULTIPLE) if n else 0 for n in (merged, entries)]
+        return StackSpec(self.features, *sent, *owned)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +94,8 @@ class BatchSpec:
         return functools.reduce(_union, specs)
 
     def bucketed(self) -> BatchSpec:
-        """Return a spec with larger capacities, so that similar batches share one program.
-
-        The capacities are padded for random variation and rounded up to buckets.
-        """
-        stacks = tuple(StackSpec(g.features, *map(roomy, g.sizes)) for g in self.stacks)
-        return dataclasses.replace(self, stacks=stacks)
+        """Return a spec with larger capacities, so that similar batches share one program."""
+        return dataclasses.replace(self, stacks=tuple(stack.bucketed() for stack in self.stacks))
 
     def over(self, replicas: int) -> BatchSpec:
         """Return the same per-device shape for another number of replicas."""
