@@ -285,3 +285,39 @@ def test_nothing_to_sum_is_no_kernel():
         np.testing.assert_array_equal(
             sparsecore_sums.gather_sum(packed, one, one, 2), np.zeros((2, 32))
         )
+
+
+def test_rows_of_any_width_sum_and_differentiate_through_the_dispatch():
+    """20 columns are padded, stored bfloat16 is packed, and factors and features come after."""
+    rng = np.random.default_rng(2)
+    bags, examples = (1, 3), SUMS // 4
+    source, weights = (x[:, :20] if x.ndim == 2 else x for x in numbers(2))
+    bits = source.astype(jnp.bfloat16).view(np.uint16)
+    factors = rng.normal(size=SUMS).astype(np.float32)
+    index = rng.integers(-3, ROWS + 3, ENTRIES)  # int64
+    segments = np.sort(rng.integers(0, SUMS + 3, ENTRIES)).astype(np.int32)
+    gains = [rng.normal(size=(examples * b, 20)).astype(np.float32) for b in bags]
+
+    def outcome(kernel, source, bits, index, segments, weights, factors):
+        options = {"bags": bags, "examples": examples}
+
+        def loss(source, weights, factors):
+            given = {"weights": weights, "factors": factors}
+            sums = kernel(source, index, segments, **given, **options)
+            return sum(jnp.vdot(x, gain) for x, gain in zip(sums, gains, strict=True)), sums
+
+        gradients, sums = jax.grad(loss, (0, 1, 2), has_aux=True)(source, weights, factors)
+        plain = kernel(bits, index, segments, weights=None, factors=None, **options)
+        return sums, gradients, plain
+
+    with jax.enable_x64(True):
+        operands = source, bits, index, segments, weights, factors
+        sparse = functools.partial(outcome, dispatch.gather_sum)
+        found = compiled(sparse, *operands, late=False)(*operands)
+        expected = jax.jit(functools.partial(outcome, reference.gather_sum))(*operands)
+    # The products may be joined with additions, as in `test_weighted_sums`.
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    assert [x.shape for x in found[0]] == [(examples, 20), (3 * examples, 20)]
+    for one, other in zip(found[2], expected[2], strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -179,6 +179,8 @@ def _sum_pieces(source: Array, bounds: Array, entries: list[Array], num_segments
       entries: row numbers, segments and, if wanted, weights, `[N]` each.
       num_segments: the number of sums.
     """
+    from jax.experimental import pallas as pl
+
     width = source.shape[1] * (2 if source.dtype == jnp.uint32 else 1)
     chunk = _entries_at_a_time(width)
     # Padded to whole chunks. No worker's bounds include the padding.
@@ -188,11 +190,11 @@ def _sum_pieces(source: Array, bounds: Array, entries: list[Array], num_segments
         *entries, out = refs
         sparsecore_worker.run(bounds, source, entries, out, chunk)
 
-    # A ref is memory that a kernel may write to. Sums of no entries stay zero.
-    out = jax.new_ref(jnp.zeros((num_segments, width), jnp.float32))
-    size = 4 * entries[0].shape[0] * source.shape[1]
-    _on_subcores(kernel, size)(source, bounds, *entries, out)
-    return jax.freeze(out)
+    # A ref is memory that a kernel may write to: sums of no entries stay zero. `run_state` keeps the
+    # ref inside, because rules for derivatives know none.
+    run = _on_subcores(kernel, size=4 * entries[0].shape[0] * source.shape[1])
+    zeros = jnp.zeros((num_segments, width), jnp.float32)
+    return pl.run_state(lambda out: run(source, bounds, *entries, out))(zeros)
 
 
 def _on_subcores(kernel: Callable[..., None], size: int) -> Callable[..., Any]:

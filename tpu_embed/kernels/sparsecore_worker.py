@@ -190,7 +190,7 @@ def _sum_range(work: _Work) -> None:
 
         @pl.loop(0, chunks)
         def _(k: Any) -> None:
-            slot = jax.lax.rem(k, 2)
+            slot = k & 1
 
             # Also before the next write: a segment that both chunks write to must end finished.
             @pl.when(k > 0)
@@ -205,7 +205,7 @@ def _sum_range(work: _Work) -> None:
             _sum_chunk(memory, slot)
             _write(work, slot).start()
 
-        _write(work, jax.lax.rem(chunks - 1, 2)).wait()
+        _write(work, (chunks - 1) & 1).wait()
 
 
 def _mark(work: _Work, offset: Any, slot: Any) -> None:
