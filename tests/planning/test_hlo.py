@@ -29,6 +29,15 @@ HloModule jit_step, is_scheduled=true
   ROOT %gather_rows.7 = f32[64,128] custom-call(%k.0, %k.1), custom_call_target="tpu_custom_call"
 }, execution_thread="sparsecore"
 
+%bags (b.0: f32[1000,128], b.1: s32[80], b.2: s32[64], b.3: s32[64], b.4: f32[9,128]) -> f32[9,128] {
+  %b.0 = f32[1000,128]{1,0} parameter(0)
+  %b.1 = s32[80]{0} parameter(1)
+  %b.2 = s32[64]{0} parameter(2)
+  %b.3 = s32[64]{0} parameter(3)
+  %b.4 = f32[9,128]{1,0} parameter(4)
+  ROOT %gather_sum.1 = f32[9,128] custom-call(%b.0, %b.1, %b.2, %b.3, %b.4), custom_call_target="tpu_custom_call"
+}, execution_thread="sparsecore"
+
 ENTRY %main {
   %table = f32[1000,128]{1,0:T(8,128)} parameter(0)
   %ids = s32[64,1]{0,1:T(1,128)} parameter(1)
@@ -56,6 +65,7 @@ def test_instructions_are_read():
     assert found["rows"].fusion == "fused"
     assert found["near"].on_chip
     assert not found["turned"].on_chip
+    assert (found["rows"].length, found["flags"].length, found["sent"].length) == (64, 1, 0)
     assert (found["flags"].size, found["sent"].size) == (1, 2 * ROWS)
 
 
@@ -70,6 +80,7 @@ def test_what_is_moved_follows_rows_and_not_tables():
     assert moved(Program(TEXT)) == {
         "gather": 2 * ROWS + ROWS,
         "gather_rows": 2 * ROWS,
+        "gather_sum": ROWS + 2 * IDS + 9 * 128 * 4,
         "scatter": (IDS + ROWS + IDS) + 2 * (IDS + ROWS),
         "all-to-all": 2 * ROWS,
         "copy": ROWS + 2 * ROWS,

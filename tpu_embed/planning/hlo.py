@@ -18,6 +18,7 @@ __all__ = ["COLLECTIVES", "Instruction", "Program", "moved"]
 
 COLLECTIVES = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute")
 READING = ("gather", "gather_rows")
+SUMMING = "gather_sum"
 WRITING = ("scatter", "dynamic-update-slice", "set_rows")
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "token": 0, "opaque": 0}
 
@@ -45,6 +46,7 @@ class Instruction(NamedTuple):
       fusion: the computation that it calls as a fusion, or "".
       number: the number of a parameter; -1 for other instructions.
       on_chip: whether its result is in a core's own memory.
+      length: the length of its result's first axis; 1 for a single number, 0 for a tuple.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Instruction(NamedTuple):
     fusion: str
     number: int
     on_chip: bool
+    length: int
 
 
 class Program:
@@ -120,6 +123,7 @@ def _read(text: str) -> Iterator[Instruction]:
             fusion=calls[1] if calls else "",
             number=int(arguments) if match["opcode"] == "parameter" else -1,
             on_chip=bool(_ON_CHIP.search(match["type"])),
+            length=_length(match["type"]),
         )
 
 
@@ -129,7 +133,8 @@ def moved(program: Program) -> dict[str, int]:
     A gather reads and writes as many bytes as its result has. A scatter or an in-place slice reads
     and writes its update. A sort, a copy and a collective read and write their operands; a copy
     into a core's own memory only reads. The SparseCore kernels `gather_rows` and `set_rows` count
-    as a gather and a scatter. The body of a loop counts once.
+    as a gather and a scatter; `gather_sum` reads a row per entry, the entries, and writes the sums.
+    The body of a loop counts once.
 
     Args:
       program: the program.
@@ -139,6 +144,11 @@ def moved(program: Program) -> dict[str, int]:
         opcode = one.opcode.removesuffix("-start")
         if opcode in READING:
             total[opcode] += one.size * (1 + program.in_memory(one))
+        elif opcode == SUMMING:
+            # Of the operands (source, bounds, row numbers, segments, …, sums) of the kernel.
+            source, _, numbers, *rest = (program.instructions[name] for name in one.operands)
+            entries = numbers.size + sum(operand.size for operand in rest[:-1])
+            total[opcode] += numbers.length * (source.size // source.length) + entries + one.size
         elif opcode in WRITING:
             written = sum(program.instructions[name].size for name in one.operands[1:])
             total[opcode] += written + program.loaded(one, slice(1, None))
@@ -147,6 +157,12 @@ def moved(program: Program) -> dict[str, int]:
         elif opcode in ("sort", *COLLECTIVES):
             total[opcode] += 2 * program.loaded(one, slice(None))
     return dict(total)
+
+
+def _length(kind: str) -> int:
+    """Return the length of the first axis of a type; 1 if it has none, 0 for a tuple."""
+    shape = None if kind.startswith("(") else _SHAPE.match(kind)
+    return 0 if shape is None else int(shape["sizes"].partition(",")[0] or 1)
 
 
 def _bytes(kind: str) -> int:
