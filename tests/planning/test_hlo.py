@@ -29,13 +29,13 @@ HloModule jit_step, is_scheduled=true
   ROOT %gather_rows.7 = f32[64,128] custom-call(%k.0, %k.1), custom_call_target="tpu_custom_call"
 }, execution_thread="sparsecore"
 
-%bags (b.0: f32[1000,128], b.1: s32[80], b.2: s32[64], b.3: s32[64], b.4: f32[9,128]) -> f32[9,128] {
+%bags (b.0: f32[1000,128], b.1: s32[80], b.2: s32[64], …, b.4: f32[9,128]) -> f32[9,128] {
   %b.0 = f32[1000,128]{1,0} parameter(0)
   %b.1 = s32[80]{0} parameter(1)
   %b.2 = s32[64]{0} parameter(2)
   %b.3 = s32[64]{0} parameter(3)
   %b.4 = f32[9,128]{1,0} parameter(4)
-  ROOT %gather_sum.1 = f32[9,128] custom-call(%b.0, %b.1, %b.2, %b.3, %b.4), custom_call_target="tpu_custom_call"
+  ROOT %gather_sum.1 = f32[9,128] custom-call(%b.0, %b.1, %b.2, %b.3, %b.4), KERNEL
 }, execution_thread="sparsecore"
 
 ENTRY %main {
@@ -53,6 +53,7 @@ ENTRY %main {
   ROOT %new = f32[1000,128]{1,0:T(8,128)} scatter(%table, %ids, %back), to_apply=%add
 }
 """
+TEXT = TEXT.replace("KERNEL", 'custom_call_target="tpu_custom_call"')
 ROWS, IDS = 64 * 128 * 4, 64 * 4
 
 

@@ -22,7 +22,7 @@ ENTRIES, SUMS, ROWS = 4096, 512, 1000
 
 
 def compiled_sums(chip, dim, dtype, weighted):
-    """Return the compiled program of sums of rows, per device."""
+    """Return the text of a compiled program that sums rows on every device."""
     mesh = Mesh(np.array(describe_topology(Topology(SMALL[chip]))), ("d",))
     by_device = PartitionSpec("d")
 
@@ -40,7 +40,10 @@ def compiled_sums(chip, dim, dtype, weighted):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, by_device))
 
     source, numbers = array((ROWS, dim), dtype), array((ENTRIES,), jnp.int32)
-    return sums.lower(source, numbers, numbers, array((ENTRIES,), jnp.float32)).compile()
+    lowered = sums.lower(source, numbers, numbers, array((ENTRIES,), jnp.float32))
+    text = lowered.compile().as_text()
+    assert text is not None
+    return text
 
 
 @pytest.mark.parametrize(
@@ -55,7 +58,7 @@ def compiled_sums(chip, dim, dtype, weighted):
     ],
 )
 def test_sums_are_one_kernel(chip, dim, dtype, weighted):
-    text = compiled_sums(chip, dim, dtype, weighted).as_text()
+    text = compiled_sums(chip, dim, dtype, weighted)
     kernels = re.findall(r"%gather_sum\S* = .*tpu_custom_call", text)
     assert len(kernels) == (2 if dim > 1024 else 1)
     assert 'async_execution_thread="sparsecore"' in text

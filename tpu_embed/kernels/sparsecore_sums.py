@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -41,8 +40,6 @@ _MOST_ENTRIES, _LEAST_ENTRIES = 128, 16
 _MOST_WORDS = 128 * 128
 """The most words of a chunk's sums, 64 KiB. A subcore's memory (256 KiB or more) holds two chunks,
 and of bfloat16 also the rows that they are summed from, half as many words."""
-_IN_REGISTERS = 128
-"""The columns whose running sums are held in registers at a time, at most 16 of 64 vectors."""
 
 
 def gather_sum(
@@ -83,14 +80,13 @@ def gather_sum(
     # rows. Every piece is summed by a kernel of its own.
     cuts = _cuts(source.shape[1], _MOST_WORDS // _LEAST_ENTRIES // halves)
     pieces = source.reshape(source.shape[0] * cuts, -1)
+    if cuts == 1:
+        return _sum_pieces(pieces, bounds, entries, num_segments)
     present = (index >= 0) & (index < source.shape[0])
     parts = []
     for piece in range(cuts):
-        if cuts > 1:
-            entries[0] = jnp.where(present, index * cuts + piece, PADDING_ID)
-        parts.append(_sum_pieces(pieces, bounds, entries, num_segments))
-    if cuts == 1:
-        return parts[0]
+        numbers = jnp.where(present, index * cuts + piece, PADDING_ID)
+        parts.append(_sum_pieces(pieces, bounds, [numbers, *entries[1:]], num_segments))
     # k sums [n, 2 W / k] of packed rows: [n, k, 2, W / k] -> [n, 2, k, W / k] -> [n, 2 W].
     joined = jnp.stack(parts, axis=1).reshape(num_segments, cuts, halves, -1)
     return jnp.swapaxes(joined, 1, 2).reshape(num_segments, width)
@@ -190,10 +186,11 @@ def _sum_pieces(source: Array, bounds: Array, entries: list[Array], num_segments
         *entries, out = refs
         sparsecore_worker.run(bounds, source, entries, out, chunk)
 
-    # A ref is memory that a kernel may write to: sums of no entries stay zero. `run_state` keeps the
-    # ref inside, because rules for derivatives know none.
+    # A ref is memory that a kernel may write to; sums of no entries keep its zeros. `run_state`
+    # hides the ref from the rules for derivatives, which know none. The zeros are made of bounds[0]
+    # (which is 0): kernels would share a constant, and XLA would copy it for each, very slowly.
     run = _on_subcores(kernel, size=4 * entries[0].shape[0] * source.shape[1])
-    zeros = jnp.zeros((num_segments, width), jnp.float32)
+    zeros = jnp.full((num_segments, width), bounds[0].astype(jnp.float32))
     return pl.run_state(lambda out: run(source, bounds, *entries, out))(zeros)
 
 
