@@ -97,8 +97,8 @@ def interpreted(late):
         patch.setattr(sparsecore_worker, "_on_each_worker", pl.loop(0, WORKERS))
         patch.setattr(
             sparsecore_worker,
-            "_over_groups",
-            lambda groups, carry, add: jax.lax.fori_loop(0, groups, add, carry),
+            "_over_vectors",
+            lambda vectors, carry, add: jax.lax.fori_loop(0, vectors, add, carry),
         )
         patch.setattr(sparsecore_worker, "_IN_REGISTERS", 32)  # two passes over the columns
         patch.setattr(sparsecore_sums, "_MOST_ENTRIES", CHUNK)

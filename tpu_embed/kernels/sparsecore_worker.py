@@ -172,22 +172,11 @@ def _sum_range(work: _Work) -> None:
     first = work.begin // chunk
     chunks = jnp.where(work.end > work.begin, (work.end + chunk - 1) // chunk - first, 0)
 
-    def prepare(k: Any, slot: Any) -> None:
-        for copy in _number_copies(work, first + k):
-            copy.wait()
-        _mark(work, (first + k) * chunk, slot)
-        _fetch(work, slot).start()
-
-        @pl.when(k + 1 < chunks)
-        def _() -> None:
-            for copy in _number_copies(work, first + k + 1):
-                copy.start()
-
     @pl.when(chunks > 0)
     def _() -> None:
         for copy in _number_copies(work, first):
             copy.start()
-        prepare(0, 0)
+        _prepare(work, first, 0, more=chunks > 1)
 
         @pl.loop(0, chunks)
         def _(k: Any) -> None:
@@ -200,13 +189,35 @@ def _sum_range(work: _Work) -> None:
 
             @pl.when(k + 1 < chunks)
             def _() -> None:
-                prepare(k + 1, 1 - slot)
+                _prepare(work, first + k + 1, 1 - slot, more=k + 2 < chunks)
 
             _fetch(work, slot).wait()
             _sum_chunk(memory, slot)
             _write(work, slot).start()
 
         _write(work, (chunks - 1) & 1).wait()
+
+
+def _prepare(work: _Work, number: Any, slot: Any, *, more: Any) -> None:
+    """Start to fetch the rows of a chunk, and then the numbers of the next chunk.
+
+    Args:
+      work: the work; the copies of the chunk's numbers were started.
+      number: the chunk's number.
+      slot: which half of the memory it uses.
+      more: whether there is a next chunk.
+    """
+    from jax.experimental import pallas as pl
+
+    for copy in _number_copies(work, number):
+        copy.wait()
+    _mark(work, number * work.memory.chunk, slot)
+    _fetch(work, slot).start()
+
+    @pl.when(more)
+    def _() -> None:
+        for copy in _number_copies(work, number + 1):
+            copy.start()
 
 
 def _mark(work: _Work, offset: Any, slot: Any) -> None:
@@ -259,15 +270,15 @@ def _zero_absent(memory: _Memory, slot: Any) -> None:
     lanes = memory.lanes
 
     @pl.loop(0, memory.chunk // lanes)
-    def _(group: Any) -> None:
-        absent = memory.absent[pl.ds(group * lanes, lanes)]
+    def _(vector: Any) -> None:
+        absent = memory.absent[pl.ds(vector * lanes, lanes)]
         for j in range(lanes):
 
             @pl.when(absent[j] != 0)
-            def _(i: Any = group * lanes + j) -> None:
+            def _(i: Any = vector * lanes + j) -> None:
                 @pl.loop(0, memory.rows.shape[2] // lanes)
-                def _(vector: Any) -> None:
-                    here = pl.ds(vector * lanes, lanes)
+                def _(part: Any) -> None:
+                    here = pl.ds(part * lanes, lanes)
                     memory.rows[slot, i, here] = jnp.zeros(lanes, memory.rows.dtype)
 
 
@@ -289,15 +300,15 @@ def _sum_columns(memory: _Memory, slot: Any, columns: range) -> None:
         pl.ds(half + c, lanes) for half in ((0, words) if memory.packed else (0,)) for c in columns
     ]
 
-    def add(group: Any, running: tuple[Any, ...]) -> tuple[Any, ...]:
-        here = pl.ds(group * lanes, lanes)
+    def add(vector: Any, running: tuple[Any, ...]) -> tuple[Any, ...]:
+        here = pl.ds(vector * lanes, lanes)
         starts = memory.starts[slot, here]
         factors = None if memory.factors is None else memory.factors[slot, here]
         # The next row is loaded before the sums of this one are stored: the compiler keeps that
         # order, and a load that waits for a store takes twice as long.
-        ahead = _load_row(memory, slot, group * lanes, columns)
+        ahead = _load_row(memory, slot, vector * lanes, columns)
         for j in range(lanes):
-            i, row = group * lanes + j, ahead
+            i, row = vector * lanes + j, ahead
             if j + 1 < lanes:
                 ahead = _load_row(memory, slot, i + 1, columns)
             if factors is not None:
@@ -312,7 +323,7 @@ def _sum_columns(memory: _Memory, slot: Any, columns: range) -> None:
         return running
 
     before = tuple(memory.running[place] for place in places)
-    after = _over_groups(memory.chunk // lanes, before, add)
+    after = _over_vectors(memory.chunk // lanes, before, add)
     for place, total in zip(places, after, strict=True):
         memory.running[place] = total
 
@@ -338,11 +349,11 @@ def _on_each_worker(run: Callable[[Any], None]) -> None:
     run(jax.lax.axis_index(("core", "subcore")))
 
 
-def _over_groups(groups: int, carry: Any, add: Callable[[Any, Any], Any]) -> Any:
-    """Return the last result of `carry = add(group, carry)`; groups touch no common memory."""
+def _over_vectors(vectors: int, carry: Any, add: Callable[[Any, Any], Any]) -> Any:
+    """Return the last result of `carry = add(vector, carry)`; vectors touch no common memory."""
     from jax.experimental.pallas import tpu_sc as plsc
 
-    return plsc.parallel_loop(0, groups, carry=carry)(add)
+    return plsc.parallel_loop(0, vectors, carry=carry)(add)
 
 
 def _copy_now(source: Any, target: Any) -> None:
