@@ -26,7 +26,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array
-from tpu_embed.kernels import cpu, lanes, reference, sparsecore
+from tpu_embed.kernels import cpu, lanes, reference, sparsecore, sparsecore_sums, storage
 from tpu_embed.kernels.formats import RowFormat
 
 VARIABLE = "TPU_EMBED_KERNELS"
@@ -241,8 +241,37 @@ def gather_sum(
     scan = functools.partial(reference.gather_sum, segment_sum=reference.segment_sum_scan)
     able = cpu.takes_rows(index) and cpu.takes_numbers(source, *given.values())
     native = _with_tangents(with_options(cpu.gather_sum), otherwise) if able else None
+    sums_rows = source.dtype in (jnp.float32, jnp.uint16) and source.shape[1] > 0
+    sparse = _with_tangents(with_options(_sum_on_sparse_cores), otherwise) if sums_rows else None
     operands = (source, index, segments, given)
-    return choose(*operands, otherwise=otherwise, native=native, gpu=with_options(scan))
+    options = {"native": native, "gpu": with_options(scan), "sparse": sparse}
+    return choose(*operands, otherwise=otherwise, **options)
+
+
+def _sum_on_sparse_cores(
+    source: Array,
+    index: Array,
+    segments: Array,
+    weights: Array | None,
+    factors: Array | None,
+    *,
+    bags: tuple[int, ...],
+    examples: int,
+) -> tuple[Array, ...]:
+    """Return what `reference.gather_sum` does, by the SparseCore kernel."""
+    dim = source.shape[1]
+    packed = RowFormat((dim,), storage.logical_dtype(source.dtype), "words").pack(source)
+    sums = sparsecore_sums.gather_sum(
+        packed,
+        # Numbers of 64 bits that are outside of the source stay outside of it in 32.
+        jnp.clip(index, -1, source.shape[0]).astype(jnp.int32),
+        segments.astype(jnp.int32),
+        examples * sum(bags),
+        weights=None if weights is None else weights.astype(jnp.float32),
+    )[:, :dim]
+    if factors is not None:
+        sums = reference.scale(sums, factors)
+    return reference.by_feature(sums, bags, examples)
 
 
 def _with_tangents(native: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:

@@ -153,15 +153,26 @@ def gather_sum(
         kept = jnp.where(present, weights, jnp.zeros_like(weights))
         # The barrier keeps XLA from turning products and sums into multiply-adds, which round once.
         rows = jax.lax.optimization_barrier(rows * kept[:, None])
-    columns = sum(bags)
-    sums = segment_sum(rows, segments, examples * columns)
+    sums = segment_sum(rows, segments, examples * sum(bags))
     if factors is not None:
         sums = scale(sums, factors)
+    return by_feature(sums, bags, examples)
+
+
+def by_feature(sums: Array, bags: tuple[int, ...], examples: int) -> tuple[Array, ...]:
+    """Return the sums of every feature's bags, `[e * bags[f], D]` each.
+
+    Args:
+      sums: `[e * sum(bags), D]`.
+      bags: for each feature, its bags per example.
+      examples: the number e of examples.
+    """
     if len(bags) == 1:
         return (sums,)
     # Two features of 1 and 2 bags: [e * 3, D] -> [e, 3, D] -> [e, 1, D] and [e, 2, D].
-    parts = jnp.split(sums.reshape(examples, columns, -1), np.cumsum(bags)[:-1].tolist(), axis=1)
-    return tuple(part.reshape(-1, source.shape[1]) for part in parts)
+    columns, dim = sum(bags), sums.shape[1]
+    parts = jnp.split(sums.reshape(examples, columns, dim), np.cumsum(bags)[:-1].tolist(), axis=1)
+    return tuple(part.reshape(-1, dim) for part in parts)
 
 
 def scale(values: Array, factors: Array) -> Array:

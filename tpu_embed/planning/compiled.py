@@ -56,8 +56,8 @@ class Compiled:
       arguments: bytes per device of tables, slots and ids.
       temporaries: bytes per device of everything else.
       aliased: bytes per device of arguments that are updated in place.
-      operations: how many operations of each name move rows or communicate; `gather_rows` and
-        `set_rows` are the SparseCore kernels.
+      operations: how many operations of each name move rows or communicate; `gather_rows`,
+        `gather_sum` and `set_rows` are the SparseCore kernels.
       moved: bytes that they move by name, to be compared with `plan.moved`; see `hlo.moved`.
       text: the optimised program.
     """

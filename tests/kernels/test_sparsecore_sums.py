@@ -1,0 +1,323 @@
+"""Sums on SparseCores, as far as a CPU can run them: all workers, one after the other.
+
+The indirect DMAs are replaced by plain copies. `tests/tpu` compiles the kernel unchanged.
+"""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from tpu_embed.kernels import dispatch, reference, sparsecore, sparsecore_sums, sparsecore_worker
+from tpu_embed.kernels.formats import RowFormat
+
+ENTRIES, SUMS, ROWS, COLUMNS = 200, 40, 30, 48
+WORKERS, CHUNK = 4, 16
+"""Of the small kernels here: a share of 50 entries is 3 or 4 chunks, and the last chunk is half."""
+
+
+def mesh_of(kind):
+    """Return a mesh of one TPU of a kind."""
+    return AbstractMesh(
+        (1,), ("d",), abstract_device=AbstractDevice(kind, num_cores=1, platform="tpu")
+    )
+
+
+class RowByRow:
+    """A copy of single rows that happens when it is started, or only when it is waited for."""
+
+    def __init__(self, copy, late):
+        self.copy, self.late = copy, late
+
+    def start(self):
+        if not self.late:
+            self.copy()
+
+    def wait(self):
+        if self.late:
+            self.copy()
+
+
+def interpret(kernel, size):
+    """Return what runs the kernel in Pallas' interpreter."""
+
+    def call(*operands):
+        *arrays, out = operands
+        result = pl.pallas_call(
+            lambda *refs: kernel(*refs[:-2], refs[-1]),
+            out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
+            input_output_aliases={len(arrays): 0},
+            interpret=True,
+        )(*arrays, out[...])
+        out[...] = result
+
+    return call
+
+
+@contextlib.contextmanager
+def interpreted(late):
+    """Trace small kernels for Pallas' interpreter; DMAs copy as early or as late as they may."""
+
+    def by_row(ids, copy):
+        def copies():
+            @pl.loop(0, ids.shape[0])
+            def _(i):
+                row = ids[i]
+                pl.when(row >= 0)(lambda: copy(row, i))
+
+        return RowByRow(copies, late)
+
+    def fetch(work, slot):
+        memory = work.memory
+
+        def copy(row, i):
+            pltpu.sync_copy(work.source.at[row], memory.rows.at[slot, i])
+
+        return by_row(memory.ids.at[slot], copy)
+
+    def write(work, slot):
+        memory = work.memory
+
+        def copy(row, i):
+            pltpu.sync_copy(memory.sums.at[slot, i], work.out.at[row])
+
+        return by_row(memory.targets.at[slot], copy)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sparsecore_worker, "_fetch", fetch)
+        patch.setattr(sparsecore_worker, "_write", write)
+        patch.setattr(sparsecore_worker, "_on_each_worker", pl.loop(0, WORKERS))
+        patch.setattr(
+            sparsecore_worker,
+            "_over_vectors",
+            lambda vectors, carry, add: jax.lax.fori_loop(0, vectors, add, carry),
+        )
+        patch.setattr(sparsecore_worker, "_IN_REGISTERS", 32)  # two passes over the columns
+        patch.setattr(sparsecore_sums, "_MOST_ENTRIES", CHUNK)
+        patch.setattr(sparsecore_sums, "_workers_here", lambda: WORKERS)
+        patch.setattr(sparsecore_sums, "_on_subcores", interpret)
+        yield
+
+
+def compiled(function, *operands, late):
+    """Return a function that was traced for SparseCores, compiled for a CPU."""
+    with interpreted(late), jax.sharding.use_abstract_mesh(mesh_of("TPU v6 lite")):
+        lowered = jax.jit(function).trace(*operands).lower(lowering_platforms=("cpu",))
+        return lowered.compile()
+
+
+def numbers(seed):
+    """Return rows and weights, negative zeros among them."""
+    rng = np.random.default_rng(seed)
+    source = rng.normal(size=(ROWS, COLUMNS)).astype(np.float32)
+    source[rng.random(source.shape) < 0.1] = -0.0
+    return source, rng.normal(size=ENTRIES).astype(np.float32)
+
+
+def loops(source, index, segments, weights):
+    """Return the sums in float64."""
+    sums = np.zeros((SUMS, source.shape[1]))
+    for row, segment, weight in zip(index, segments, weights, strict=True):
+        if segment < SUMS and 0 <= row < ROWS:
+            sums[segment] += float(weight) * source[row].astype(np.float64)
+    return sums
+
+
+def in_order(source, index, segments):
+    """Return the sums of the reference."""
+    rows, index, segments = (jnp.asarray(x) for x in (source, index, segments))
+    return reference.gather_sum(rows, index, segments, None, None, bags=(1,), examples=SUMS)[0]
+
+
+@st.composite
+def entries(draw):
+    """Return row numbers, absent ones among them, and segments: gaps, long runs, left out ones."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    absent = draw(st.sampled_from([0, 0.1, 0.9, 1]))
+    index = rng.integers(0, ROWS, ENTRIES)
+    outside = rng.choice([-1, -7, ROWS, 2**31 - 1], ENTRIES)
+    index = np.where(rng.random(ENTRIES) < absent, outside, index).astype(np.int32)
+    low, high = draw(st.sampled_from([(0, SUMS), (0, 2 * SUMS), (3, 6), (7, 8), (SUMS, SUMS + 2)]))
+    return index, np.sort(rng.integers(low, high, ENTRIES)).astype(np.int32)
+
+
+FILL = np.arange(ENTRIES, dtype=np.int32)
+CASES = {
+    "one segment has everything": (FILL % ROWS, 0 * FILL + 5),
+    "segments end with chunks": (FILL % ROWS, FILL // CHUNK),
+    "segments end with shares": (FILL % ROWS, FILL // (ENTRIES // WORKERS)),
+    "segments of one entry": (FILL % ROWS, FILL),
+    "a segment over three workers": (FILL % ROWS, np.digitize(FILL, [20, 170])),
+    "all absent": (0 * FILL - 1, FILL // 7),
+    "all left out": (FILL % ROWS, 0 * FILL + SUMS),
+}
+CASES = {
+    name: (index.astype(np.int32), segments.astype(np.int32))
+    for name, (index, segments) in CASES.items()
+}
+
+
+def with_cases(test):
+    """Run a property test with every named case too."""
+    for case in CASES.values():
+        test = example(case)(test)
+    return test
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+def test_unweighted_sums_have_the_bits_of_the_reference(late):
+    source, _ = numbers(0)
+    sums = compiled(
+        functools.partial(sparsecore_sums.gather_sum, num_segments=SUMS),
+        *(jnp.asarray(x) for x in (source, FILL, FILL)),
+        late=late,
+    )
+
+    @with_cases
+    @given(entries())
+    def test(case):
+        found = np.asarray(sums(source, *case))
+        expected = np.asarray(in_order(source, *case))
+        np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+
+    test()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weighted_sums(dtype):
+    """Of both kinds of rows, with bounds from the host, through the kernels' dispatch."""
+    source, weights = numbers(1)
+    stored = source.astype(jnp.dtype(dtype))
+    form = RowFormat((COLUMNS,), np.dtype(jnp.dtype(dtype)), "words")
+    bits = stored if dtype == "float32" else stored.view(np.uint16)
+    packed = np.asarray(form.pack(jnp.asarray(bits)))
+
+    def weighted(packed, index, segments, weights, bounds):
+        options = {"weights": weights, "bounds": bounds}
+        return sparsecore_sums.gather_sum(packed, index, segments, SUMS, **options)
+
+    def bounds_of(segments):
+        return sparsecore_sums.worker_bounds(segments, WORKERS, SUMS)
+
+    sums = compiled(weighted, packed, FILL, FILL, weights, bounds_of(FILL), late=True)
+
+    @with_cases
+    @given(entries())
+    def test(case):
+        index, segments = case
+        # An absent row's weight must not matter.
+        given = np.where((index >= 0) & (index < ROWS), weights, np.float32(np.nan))
+        found = np.asarray(sums(packed, index, segments, given, bounds_of(segments)))
+        expected = loops(stored.astype(np.float32), index, segments, weights)
+        # XLA's CPU compiler may join a multiplication and an addition, which then round once; up
+        # to 200 products of about 1 are added in float32.
+        np.testing.assert_allclose(found[:, :COLUMNS], expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(found[:, COLUMNS:], 0)
+
+    test()
+
+
+def test_long_rows_are_cut_and_joined(monkeypatch):
+    """Each piece is summed by itself, here by the reference."""
+
+    def sum_pieces(source, bounds, entries, num_segments):
+        index, segments = entries
+        upper = source >> 16 if source.dtype == jnp.uint32 else source[:, :0]
+        lower = source & 0xFFFF if source.dtype == jnp.uint32 else source
+        rows = jnp.concatenate([lower, upper], axis=1).astype(jnp.float32)
+        options = {"bags": (1,), "examples": num_segments}
+        return reference.gather_sum(rows, index, segments, None, None, **options)[0]
+
+    monkeypatch.setattr(sparsecore_sums, "_sum_pieces", sum_pieces)
+    monkeypatch.setattr(sparsecore_sums, "_workers_here", lambda: WORKERS)
+    monkeypatch.setattr(sparsecore_sums, "_MOST_WORDS", 32 * 16)
+    index, segments = (jnp.asarray(x) for x in CASES["segments end with chunks"])
+    index = index.at[::5].set(-1).at[1::5].set(ROWS)
+    for halves in (1, 2):
+        source = np.arange(ROWS * COLUMNS * halves).reshape(ROWS, -1)
+        packed = source[:, :COLUMNS] | source[:, COLUMNS:] << 16 if halves == 2 else source
+        rows = jnp.asarray(packed, jnp.uint32 if halves == 2 else jnp.float32)
+        found = sparsecore_sums.gather_sum(rows, index, segments, SUMS)
+        np.testing.assert_array_equal(found, in_order(source.astype(np.float32), index, segments))
+
+
+@with_cases
+@given(entries())
+def test_every_segment_has_the_worker_in_whose_share_it_starts(case):
+    _, segments = case
+    bounds = sparsecore_sums.worker_bounds(segments, WORKERS, SUMS)
+    assert bounds.dtype == np.int32
+    assert bounds.shape == (WORKERS + sparsecore.WORDS,)
+    on_device = sparsecore_sums._bounds_on_device(jnp.asarray(segments), WORKERS, SUMS)
+    np.testing.assert_array_equal(bounds, on_device)
+    kept = [s for s in segments if s < SUMS]
+    share = -(-len(kept) // WORKERS)
+    assert bounds[0] == 0
+    np.testing.assert_array_equal(bounds[WORKERS:], len(kept))
+    for worker in range(WORKERS):
+        for entry in range(bounds[worker], bounds[worker + 1]):
+            assert kept.index(kept[entry]) // share == worker
+
+
+@pytest.mark.parametrize("kind", sparsecore.KINDS)
+def test_the_workers_of_a_device(kind):
+    with jax.sharding.use_abstract_mesh(mesh_of(kind)):
+        assert sparsecore_sums._workers_here() == sparsecore_sums.WORKERS[kind]
+
+
+def test_nothing_to_sum_is_no_kernel():
+    rows, none = jnp.ones((4, 16)), jnp.zeros(0, jnp.int32)
+    one = jnp.zeros(1, jnp.int32)
+    with jax.sharding.use_abstract_mesh(mesh_of("TPU v6 lite")):
+        np.testing.assert_array_equal(
+            sparsecore_sums.gather_sum(rows, none, none, 3), np.zeros((3, 16))
+        )
+        assert sparsecore_sums.gather_sum(rows, one, one, 0).shape == (0, 16)
+        packed = jnp.zeros((0, 16), jnp.uint32)
+        np.testing.assert_array_equal(
+            sparsecore_sums.gather_sum(packed, one, one, 2), np.zeros((2, 32))
+        )
+
+
+def test_rows_of_any_width_sum_and_differentiate_through_the_dispatch():
+    """20 columns are padded, stored bfloat16 is packed, and factors and features come after."""
+    rng = np.random.default_rng(2)
+    bags, examples = (1, 3), SUMS // 4
+    source, weights = (x[:, :20] if x.ndim == 2 else x for x in numbers(2))
+    bits = source.astype(jnp.bfloat16).view(np.uint16)
+    factors = rng.normal(size=SUMS).astype(np.float32)
+    index = rng.integers(-3, ROWS + 3, ENTRIES)  # int64
+    segments = np.sort(rng.integers(0, SUMS + 3, ENTRIES)).astype(np.int32)
+    gains = [rng.normal(size=(examples * b, 20)).astype(np.float32) for b in bags]
+
+    def outcome(kernel, source, bits, index, segments, weights, factors):
+        options = {"bags": bags, "examples": examples}
+
+        def loss(source, weights, factors):
+            given = {"weights": weights, "factors": factors}
+            sums = kernel(source, index, segments, **given, **options)
+            return sum(jnp.vdot(x, gain) for x, gain in zip(sums, gains, strict=True)), sums
+
+        gradients, sums = jax.grad(loss, (0, 1, 2), has_aux=True)(source, weights, factors)
+        plain = kernel(bits, index, segments, weights=None, factors=None, **options)
+        return sums, gradients, plain
+
+    with jax.enable_x64(True):
+        operands = source, bits, index, segments, weights, factors
+        sparse = functools.partial(outcome, dispatch.gather_sum)
+        found = compiled(sparse, *operands, late=False)(*operands)
+        expected = jax.jit(functools.partial(outcome, reference.gather_sum))(*operands)
+    # The products may be joined with additions, as in `test_weighted_sums`.
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    assert [x.shape for x in found[0]] == [(examples, 20), (3 * examples, 20)]
+    for one, other in zip(found[2], expected[2], strict=True):
+        np.testing.assert_array_equal(one, other)

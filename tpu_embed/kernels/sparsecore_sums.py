@@ -1,0 +1,218 @@
+"""Sum rows with a TPU's SparseCores: one Pallas kernel that gathers, weights and adds.
+
+A sum is a segment: a run of entries that each name a row. Every vector subcore of the device (a
+worker) takes whole segments, so no two workers write the same sum, and each sum is added in the
+order of its entries. A worker goes through its entries in chunks:
+
+1. Copy the chunk's row numbers, segments and weights into the subcore's memory.
+2. Fetch its rows by one indirect DMA (a copy whose addresses come from a list).
+3. Add row by row. The running sum stays in vector registers and is stored after every row; where a
+   segment starts, it restarts at zero.
+4. Write the running sums of each segment's last entries to the result, by one indirect DMA.
+
+While one chunk is added, the next one is fetched. A segment that goes on in the next chunk is
+written at the end of both: the first time unfinished, then, after that copy has ended, finished.
+
+Pallas cannot interpret the indirect DMA on a CPU, so this kernel has been compiled for every chip
+in `sparsecore.KINDS` and interpreted with plain copies, but has not run on a TPU.
+
+Input: rows of 32-bit words, and for every entry a row number, a segment and, if wanted, a weight.
+Output: one float32 row per segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embed._types import PADDING_ID, Array
+from tpu_embed.kernels import sparsecore_worker
+from tpu_embed.kernels.sparsecore import WORDS
+
+WORKERS = {"TPU v5": 64, "TPU v5p": 64, "TPU v6 lite": 32, "TPU v6e": 32, "TPU7x": 32}
+"""The number of vector subcores that one mesh device has, by its `device_kind`."""
+
+_MOST_ENTRIES, _LEAST_ENTRIES = 128, 16
+"""The most and the fewest entries of a chunk; the fewest are one vector of the widest subcore."""
+_MOST_WORDS = 128 * 128
+"""The most words of a chunk's sums, 64 KiB. A subcore's memory (256 KiB or more) holds two chunks,
+and of bfloat16 also the rows that they are summed from, half as many words."""
+
+
+def gather_sum(
+    source: Array,
+    index: Array,
+    segments: Array,
+    num_segments: int,
+    *,
+    weights: Array | None = None,
+    bounds: Array | None = None,
+) -> Array:
+    """Return weighted sums of rows; see `reference.gather_sum`.
+
+    A sum starts at +0 and adds its entries in their order. Products and sums are rounded one by
+    one.
+
+    Args:
+      source: float32 `[R, W]`, W a multiple of `sparsecore.WORDS`; or uint32 `[R, W]`, rows of
+        bfloat16 packed by `RowFormat.pack`.
+      index: int32 `[N]`, rows of `source`; those outside of it are absent and add nothing.
+      segments: int32 `[N]`, the sum of each entry, non-decreasing; entries with `num_segments` or
+        more are left out.
+      num_segments: the number n of sums.
+      weights: float32 `[N]`; None: all ones.
+      bounds: what `worker_bounds` returns, if the host has computed it.
+
+    Returns:
+      float32 `[n, W]`; for packed rows `[n, 2 W]`, the columns of the lower halves first.
+    """
+    halves = 2 if source.dtype == jnp.uint32 else 1
+    width, workers = source.shape[1] * halves, _workers_here()
+    if not (num_segments and index.shape[0] and source.shape[0]):
+        return jnp.zeros((num_segments, width), jnp.float32)
+    if bounds is None:
+        bounds = _bounds_on_device(segments, workers, num_segments)
+    entries = [index, segments] if weights is None else [index, segments, weights]
+    # Row r of [R, W] is pieces r * k … r * k + k - 1 of [R * k, W / k]; k is 1 but for very long
+    # rows. Every piece is summed by a kernel of its own.
+    cuts = _cuts(source.shape[1], _MOST_WORDS // _LEAST_ENTRIES // halves)
+    pieces = source.reshape(source.shape[0] * cuts, -1)
+    if cuts == 1:
+        return _sum_pieces(pieces, bounds, entries, num_segments)
+    present = (index >= 0) & (index < source.shape[0])
+    parts = []
+    for piece in range(cuts):
+        numbers = jnp.where(present, index * cuts + piece, PADDING_ID)
+        parts.append(_sum_pieces(pieces, bounds, [numbers, *entries[1:]], num_segments))
+    # k sums [n, 2 W / k] of packed rows: [n, k, 2, W / k] -> [n, 2, k, W / k] -> [n, 2 W].
+    joined = jnp.stack(parts, axis=1).reshape(num_segments, cuts, halves, -1)
+    return jnp.swapaxes(joined, 1, 2).reshape(num_segments, width)
+
+
+def worker_bounds(segments: np.ndarray, workers: int, num_segments: int) -> np.ndarray:
+    """Return where the entries of each worker start and end, computed on the host.
+
+    The entries that are not left out are divided into equal shares, one per worker. A segment
+    belongs to the worker in whose share it starts: worker w sums the entries bounds[w] to
+    bounds[w + 1] - 1.
+
+    Args:
+      segments: integer `[N]`, non-decreasing, not negative.
+      workers: the device's number of workers, from `WORKERS`.
+      num_segments: the number of sums.
+
+    Returns:
+      int32 `[workers + WORDS]`, a whole number of DMA units. From `workers` on, all are the number
+      of entries that are not left out.
+
+    Example:
+      >>> worker_bounds(np.array([0, 0, 0, 1, 2, 2, 9, 9]), workers=2, num_segments=3)[:4]
+      array([0, 3, 6, 6], dtype=int32)
+    """
+    kept = int(np.searchsorted(segments, num_segments))
+    if not kept:
+        return np.zeros(workers + WORDS, np.int32)
+    last = segments[_ends_of_shares(np, kept, workers)]
+    last[0] = PADDING_ID
+    return np.searchsorted(segments, last, side="right").astype(np.int32)
+
+
+def _bounds_on_device(segments: Array, workers: int, num_segments: int) -> Array:
+    """Return what `worker_bounds` does, by one pass over all entries for every worker."""
+    # A TensorCore compares and counts 1024 numbers at a time, but searches and indexes one by one.
+    kept = jnp.sum(segments < num_segments, dtype=jnp.int32)
+    last = segments[_ends_of_shares(jnp, kept, workers)]
+    # Below worker 0's bound there is no segment. If nothing is kept, `last` is left out too.
+    first = jnp.arange(workers + WORDS) == 0
+    last = jnp.where(first, PADDING_ID, jnp.minimum(last, num_segments - 1))
+    return jnp.sum(segments <= last[:, None], axis=1, dtype=jnp.int32)
+
+
+def _ends_of_shares(xp: Any, kept: Any, workers: int) -> Any:
+    """Return the last entry before each worker's share, int32 `[workers + WORDS]`, at least 0."""
+    # 6 entries for 2 workers are shares of 3. The entries before them: (0, 2, 5, 5, 5, …).
+    share = (kept + workers - 1) // workers
+    ends = xp.minimum(xp.arange(workers + WORDS, dtype=np.int32) * share, kept)
+    return xp.maximum(ends - 1, 0)
+
+
+def _workers_here() -> int:
+    """Return the number of workers of the devices that are being traced for."""
+    from jax.experimental.pallas import tpu_sc as plsc
+
+    info = plsc.get_sparse_core_info()
+    return info.num_cores * info.num_subcores
+
+
+def _cuts(words: int, longest: int) -> int:
+    """Return the smallest number of equal pieces of a row, of whole vectors, that are short enough.
+
+    Example:
+      >>> _cuts(1536, longest=1024)
+      2
+    """
+    vectors = words // WORDS
+    return next(n for n in range(1, vectors + 1) if vectors % n == 0 and words // n <= longest)
+
+
+def _entries_at_a_time(width: int) -> int:
+    """Return the entries of a chunk whose sums are `width` words each, a power of two."""
+    chunk = _MOST_ENTRIES
+    while chunk > _LEAST_ENTRIES and chunk * width > _MOST_WORDS:
+        chunk //= 2
+    return chunk
+
+
+def _sum_pieces(source: Array, bounds: Array, entries: list[Array], num_segments: int) -> Array:
+    """Run the kernel on rows that are short enough.
+
+    Args:
+      source: `[R, W]`.
+      bounds: int32 `[workers + WORDS]`.
+      entries: row numbers, segments and, if wanted, weights, `[N]` each.
+      num_segments: the number of sums.
+    """
+    from jax.experimental import pallas as pl
+
+    width = source.shape[1] * (2 if source.dtype == jnp.uint32 else 1)
+    chunk = _entries_at_a_time(width)
+    # Padded to whole chunks. No worker's bounds include the padding.
+    entries = [jnp.pad(x, (0, -x.shape[0] % chunk)) if x.shape[0] % chunk else x for x in entries]
+
+    def kernel(source: Any, bounds: Any, *refs: Any) -> None:
+        *entries, out = refs
+        sparsecore_worker.run(bounds, source, entries, out, chunk)
+
+    # A ref is memory that a kernel may write to; sums of no entries keep its zeros. `run_state`
+    # hides the ref from the rules for derivatives, which know none. The zeros are made of bounds[0]
+    # (which is 0): kernels would share a constant, and XLA would copy it for each, very slowly.
+    fetched = entries[0].shape[0] * source.shape[1]
+    numbers = fetched + sum(x.shape[0] for x in entries) + num_segments * width
+    run = _on_subcores(kernel, size=4 * numbers)
+    zeros = jnp.full((num_segments, width), bounds[0].astype(jnp.float32))
+    return pl.run_state(lambda out: run(source, bounds, *entries, out))(zeros)
+
+
+def _on_subcores(kernel: Callable[..., None], size: int) -> Callable[..., Any]:
+    """Return a function of arrays that runs the kernel on all vector subcores of the device.
+
+    Args:
+      kernel: takes a ref for every operand.
+      size: the bytes that are read and written; the compiler schedules other work for that time.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+    from jax.experimental.pallas import tpu_sc as plsc
+
+    return pl.kernel(
+        kernel,
+        out_type=(),
+        mesh=plsc.VectorSubcoreMesh(core_axis_name="core", subcore_axis_name="subcore"),
+        name="gather_sum",
+        # Without these passes a loop may carry vectors: the running sums.
+        compiler_params=pltpu.CompilerParams(use_tc_tiling_on_sc=False, needs_layout_passes=False),
+        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=size),
+    )
