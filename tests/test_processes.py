@@ -78,6 +78,7 @@ def two(saved, tmp_path_factory):
     calls = [
         ("train", 8),
         ("train_embedding", 8),
+        ("train_weighted", 4),
         ("refusals", 8),
         ("save_all", str(directory), [8], ["mod"]),
         ("restore_all", str(directory), ["1-8-mod"], [8], ["mod"]),
@@ -94,16 +95,32 @@ def test_both_apis_have_the_bits_of_one_process(two):
         assert_same((trained, embedding), expected)
 
 
+def test_several_blocks_on_each_device_have_the_bits_of_one_process(two):
+    """Rows of weighted means, and copies of rows; one process even sends other things."""
+    expected, _ = process_cases.train_weighted(4)
+    for _, _, (found, _), *_ in two:
+        assert_same(found, expected)
+
+
+def test_placed_parts_touch_the_rows_of_their_own_features(two):
+    _, (_, everything) = process_cases.train_weighted(4)
+    parts = [rows for _, _, (_, rows), *_ in two]
+    assert all(placed == given for placed, given in parts)
+    union = {name: sorted({*parts[0][0][name], *parts[1][0][name]}) for name in everything}
+    assert union == everything
+    assert parts[0][0] != parts[1][0]
+
+
 def test_one_refuses_all_refuse(two):
     """Every process raises a refusal, which names the one whose part it was; nothing changes."""
     kinds = "ValueError TypeError TypeError ValueError ValueError TypeError".split()
     kinds += ["ValueError", "ValueError"]
-    for process, (_, _, seen, *_) in enumerate(two):
+    for process, (_, _, _, seen, *_) in enumerate(two):
         assert [one and one[0] for one in seen] == [*kinds, None, None]
         ours = [one[1] for one in seen if one and "process 1 refused its part" in one[1]]
         assert len(ours) == (0 if process else 6)
-    assert "got id 103" in two[0][2][0][1]
-    assert "id 103 at example 0" in two[1][2][0][1]
+    assert "got id 103" in two[0][3][0][1]
+    assert "id 103 at example 0" in two[1][3][0][1]
 
 
 def test_what_files_do_to_one_all_are_told(two):

@@ -21,12 +21,23 @@ SIZES = {"films": 19, "users": 7, "days": 5, "fixed": 6, "lone": 3}
 
 @functools.cache
 def engine(devices=8, placement="mod"):
-    films = TableConfig(SIZES["films"], 4, name="films", placement=placement)
-    users = TableConfig(SIZES["users"], 4, name="users", placement=placement)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("d",))
+    return EmbeddingEngine(features(placement), o.Adagrad(0.1), mesh=mesh)
+
+
+def engine_on_two_axes(shard_axes, batch_axes, placement):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("p", "d"))
+    split = features(placement, shard_axes=shard_axes)
+    return EmbeddingEngine(split, o.Adagrad(0.1), mesh=mesh, batch_axes=batch_axes)
+
+
+def features(placement, **options):
+    films = TableConfig(SIZES["films"], 4, name="films", placement=placement, **options)
+    users = TableConfig(SIZES["users"], 4, name="users", placement=placement, **options)
     days = TableConfig(SIZES["days"], 2, name="days", optimizer=o.Adam(0.1, lazy_adam=False))
     fixed = TableConfig(SIZES["fixed"], 4, name="fixed", trainable=False)
-    lone = TableConfig(SIZES["lone"], 3, name="lone", optimizer=optax.adam(0.1))
-    features = {
+    lone = TableConfig(SIZES["lone"], 3, name="lone", optimizer=optax.adam(0.1), **options)
+    return {
         "film": FeatureConfig(films, on_bad_id="drop"),
         "seen": FeatureConfig(films, max_sequence_length=2, on_bad_id="clip"),
         "tags": FeatureConfig(users, on_bad_id="clip"),
@@ -35,8 +46,6 @@ def engine(devices=8, placement="mod"):
         "fixed": FeatureConfig(fixed),
         "lone": FeatureConfig(lone, output_shape=(BATCH,)),
     }
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("d",))
-    return EmbeddingEngine(features, o.Adagrad(0.1), mesh=mesh)
 
 
 def draw(seed):
@@ -78,6 +87,24 @@ class Model:
     def since(self, step):
         later = [touched for at, touched in self.by_step if at > step]
         return {name: sorted(set().union(*(t[name] for t in later))) for name in SIZES}
+
+
+AXES = [("p",), ("d",), ("p", "d")]
+
+
+@pytest.mark.parametrize("placement", ["mod", "div", "replicated"])
+@pytest.mark.parametrize("batch_axes", AXES, ids=str)
+@pytest.mark.parametrize("shard_axes", AXES, ids=str)
+def test_placed_batches_on_two_axes_touch_the_same_rows(shard_axes, batch_axes, placement):
+    """Nothing is compiled: the rows are read from the routes that the host has sent."""
+    chosen = engine_on_two_axes(shard_axes, batch_axes, placement)
+    touched, model = TouchedRows(chosen), Model()
+    for step in (1, 2):
+        batch, rows = draw(step)
+        touched.record(chosen.place(batch), step)
+        model.by_step.append((step, rows))
+    assert as_lists(touched.since(0)) == model.since(0)
+    assert as_lists(touched.since(1)) == model.since(1)
 
 
 @hypothesis.settings(max_examples=25)

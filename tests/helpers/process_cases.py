@@ -24,6 +24,7 @@ import tpu_embed
 from tpu_embed import FeatureConfig, RaggedIds, SparseIds, TableConfig, departures
 from tpu_embed import optimizers as o
 from tpu_embed.core.state import retrieve
+from tpu_embed.touched import TouchedRows
 
 DEVICES, BATCH, STEPS = 8, 16, 3
 
@@ -97,6 +98,53 @@ def train(devices):
         activations = engine.lookup(state, batch)
         state = engine.update_in_place(state, batch, gradients(activations))
     return arrays(engine, state), engine.compilations["update"]
+
+
+@functools.cache
+def train_weighted(devices):
+    """Train weighted bags of every combiner, several blocks of the batch on each device.
+
+    Returns tables, slots and step; and by table the rows that this process's parts touched, as the
+    placed batches tell, and as their features do.
+    """
+    tables = {
+        "mean": TableConfig(19, 4, name="mean", combiner="mean"),
+        "sqrtn": TableConfig(23, 2, name="sqrtn", combiner="sqrtn", placement="div"),
+        "few": TableConfig(3, 3, name="few", combiner="mean", placement="replicated"),
+        "copied": TableConfig(97, 5, name="copied", combiner="sum", placement="replicated"),
+    }
+    config = {name: FeatureConfig(table) for name, table in tables.items()}
+    config |= {f"{name} once": FeatureConfig(table) for name, table in tables.items()}
+    engine = tpu_embed.EmbeddingEngine(config, o.Adagrad(0.5), mesh=mesh(devices))
+    assert engine.layout.blocks_per_device(BATCH) > 1
+    state, seen = engine.init(jax.random.key(0)), (TouchedRows(engine), TouchedRows(engine))
+    for step in range(1, STEPS + 1):
+        ids, weights = draw_weighted(tables, step)
+        batch = engine.place(ids, weights)
+        for touched, given in zip(seen, (batch, ids), strict=True):
+            touched.record(given, step)
+        activations = engine.lookup(state, batch)
+        state = engine.update_in_place(state, batch, gradients(activations))
+    rows = [{t: ids.tolist() for t, ids in touched.since(0).items()} for touched in seen]
+    return arrays(engine, state), rows
+
+
+def draw_weighted(tables, step):
+    """Return this process's part of a batch, and its weights; bags of one table are ragged."""
+    rng, ids, weights = np.random.default_rng(step), {}, {}
+    for name, table in tables.items():
+        size = table.vocabulary_size
+        bags, scales = rng.integers(-1, size, (BATCH, 5)), rng.normal(size=(BATCH, 5))
+        ids[name], weights[name] = part(bags), part(scales.astype(np.float32))
+        ids[f"{name} once"] = part(rng.integers(0, min(3, size), BATCH))
+        weights[f"{name} once"] = None
+    lengths = part(rng.integers(0, 6, BATCH))
+    lists, scales = (
+        [row[:n].tolist() for row, n in zip(rows, lengths, strict=True)]
+        for rows in (np.abs(ids["mean"]), weights["mean"])
+    )
+    ids["mean"], weights["mean"] = RaggedIds.from_lists(lists, weights=scales), None
+    return ids, weights
 
 
 def train_embedding(devices):

@@ -228,8 +228,8 @@ def host_factors(weights: np.ndarray, bags: np.ndarray, form: BagLayout) -> np.n
       form: how the bags combine.
     """
     kinds = np.tile(np.array(form.combiners), form.examples)
-    # What the sums leave out: bags that have no d, because their weights may be so large that sums
-    # and squares overflow; and what XLA's CPU backend takes for zero, below the least normal number.
+    # Weights of bags that need no d are left out, because their sums and squares may overflow; so is
+    # what lies below the least normal number, which XLA's CPU backend takes for zero.
     least = np.finfo(weights.dtype).tiny
     counts = np.append(kinds != "sum", False)[bags] & (np.abs(weights) >= least)
     weights = np.where(counts, weights, np.zeros_like(weights))

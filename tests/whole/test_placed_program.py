@@ -1,0 +1,140 @@
+"""The program of a placed batch moves rows alone: it sorts nothing, and indexes no list of ids."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from facade_cases import mesh
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.sharding import Mesh
+
+import tpu_embed
+from tpu_embed import FeatureConfig, RaggedIds, TableConfig
+from tpu_embed import optimizers as o
+from tpu_embed.core.batch import view_stacks
+from tpu_embed.kernels import cpu, dispatch
+
+B, D, LARGE = 32, 4, 1500
+MESHES = {
+    "2": lambda: mesh(2),
+    "4": lambda: mesh(4),
+    "8": lambda: mesh(8),
+    "2x4": lambda: Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y")),
+}
+KERNELS = ["native", "reference"] if cpu.load().path is not None else ["reference"]
+TABLES = {
+    # name: rows, placement, combiner, optimizer
+    "mod": (LARGE, "mod", "mean", o.Adagrad(0.1)),
+    "div": (LARGE, "div", "sqrtn", o.Adam(0.1)),
+    "many": (LARGE, "mod", "sum", o.SGD(0.1)),
+    "small": (3, "replicated", "mean", o.Adagrad(0.1)),
+    "large": (LARGE, "replicated", "sum", o.Lion(0.1)),
+}
+IDS_PER_BAG = {"mod": 1, "div": 1, "many": 12, "small": 3, "large": 2}
+
+
+def make_engine(on, batch_axes):
+    """Return an engine whose tables are stacks of their own; on two axes one splits the rows."""
+    features = {}
+    for name, (size, placement, combiner, optimizer) in TABLES.items():
+        split = "y" if len(on.axis_names) > 1 and placement != "replicated" else None
+        table = TableConfig(
+            size,
+            D,
+            name=name,
+            placement=placement,
+            combiner=combiner,
+            optimizer=optimizer,
+            shard_axes=split,
+        )
+        features |= {f"{name}/bag": FeatureConfig(table), f"{name}/row": FeatureConfig(table)}
+    return tpu_embed.EmbeddingEngine(features, mesh=on, batch_axes=batch_axes)
+
+
+def draw(*, ragged, weighted):
+    """Return ids, and weights of the bags."""
+    rng = np.random.default_rng(0)
+    ids, weights = {}, {}
+    for name, (size, *_) in TABLES.items():
+        hot = IDS_PER_BAG[name]
+        bags = rng.integers(0, size, (B, hot)).astype(np.int32)
+        scales = rng.random((B, hot)).astype(np.float32)
+        ids[f"{name}/row"], weights[f"{name}/row"] = bags[:, 0], None
+        ids[f"{name}/bag"], weights[f"{name}/bag"] = bags, scales if weighted else None
+        if ragged:
+            given = {"weights": scales.tolist()} if weighted else {}
+            ids[f"{name}/bag"] = RaggedIds.from_lists(bags.tolist(), **given)
+            weights[f"{name}/bag"] = None
+    return ids, weights
+
+
+def equations(jaxpr):
+    """Yield all equations of a program, of its branches, loops and calls too."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(
+            equation.params, is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
+        ):
+            if isinstance(value, ClosedJaxpr):
+                yield from equations(value.jaxpr)
+            elif isinstance(value, Jaxpr):
+                yield from equations(value)
+
+
+def of_ids(jaxpr):
+    """Return the operations that sort, or that read or write a one-dimensional array by index."""
+    found = []
+    for equation in equations(jaxpr):
+        name = str(equation.params.get("target_name", equation.primitive.name))
+        indexed = "gather" in name or "scatter" in name
+        collective = name in ("all_gather", "reduce_scatter")
+        shape = equation.invars[0].aval.shape if equation.invars else ()
+        if "sort" in name or (indexed and not collective and len(shape) < 2):
+            found.append((name, shape))
+    return found
+
+
+def step_of(engine, ids, weights=None):
+    """Return the program of a lookup and an update, whether the ids are placed or not."""
+    state = jax.eval_shape(engine.init, jax.random.key(0))
+
+    def step(state, ids, weights):
+        activations = engine.lookup(state, ids, weights)
+        return activations, engine.update(state, ids, activations, weights)
+
+    return jax.make_jaxpr(step)(state, ids, weights).jaxpr
+
+
+FORMATS = [(True, True), (True, False), (False, True)]
+ON = [("2", None), ("4", None), ("8", None), ("2x4", None), ("2x4", "x")]
+EXCHANGED = {"mod": "exchange", "div": "exchange", "small": "psum", "large": "exchange"}
+
+
+def in_ci(on, form, kernels):
+    """Return the case; CI has each mesh, and on one mesh each format and kind of kernels."""
+    usual = form == FORMATS[0], kernels == KERNELS[0]
+    kept = all(usual) or (on == ("8", None) and any(usual))
+    marks = [] if kept else [pytest.mark.whole]
+    return pytest.param(*on, *form, kernels, marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("name", "batch_axes", "ragged", "weighted", "kernels"),
+    [in_ci(*case) for case in itertools.product(ON, FORMATS, KERNELS)],
+)
+def test_only_rows_are_moved(name, batch_axes, ragged, weighted, kernels, monkeypatch):
+    monkeypatch.setenv(dispatch.VARIABLE, kernels)
+    engine = make_engine(MESHES[name](), batch_axes)
+    batch = engine.place(*draw(ragged=ragged, weighted=weighted))
+    assert of_ids(step_of(engine, batch)) == []
+    # Where shards are fewer than replicas, gradients of bags are never gathered.
+    many = "exchange" if (name, batch_axes) == ("2x4", None) else "gather"
+    ways = {v.stack.tables[0].name: v.way for v in view_stacks(batch.spec, engine.layout)}
+    assert ways == EXCHANGED | {"many": many}
+
+
+def test_a_sort_would_be_seen():
+    engine = make_engine(mesh(2), None)
+    found = {name for name, _ in of_ids(step_of(engine, *draw(ragged=False, weighted=True)))}
+    assert {"sort", "scatter"} <= found
