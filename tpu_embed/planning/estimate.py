@@ -34,6 +34,11 @@ class Estimate:
       cycles: of the TensorCore, by libtpu's profile; None if they are not known.
       clock: cycles per second; None if it is not known.
       missing: operations whose cycles the profile does not have.
+
+    Example:
+      >>> found = Estimate(moved=2_765_000, bandwidth=2.765e12, cycles=3_500, clock=1.75e9)
+      >>> found.bounds, found.seconds
+      ({'memory': 1e-06, 'TensorCore': 2e-06}, 2e-06)
     """
 
     moved: int
@@ -86,6 +91,9 @@ def estimate(compiled: Compiled, profile: Profile | None = None) -> Estimate:
     Args:
       compiled: the step, from `compile_for`.
       profile: its profile, from `profile_step`; None leaves the cycles of the TensorCore out.
+
+    Returns:
+      The bounds; without that of the TensorCore also where the clock of the chip is None.
     """
     chip = Topology(compiled.plan.target).chip
     moved, bandwidth = sum(compiled.moved.values()), chip.bandwidth * 1e9

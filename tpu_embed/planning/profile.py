@@ -120,6 +120,9 @@ def profile_step(command: Sequence[str], text: str) -> Profile:
         and what libtpu needs beside it. It may fail: libtpu may abort.
       text: the same step compiled without a profile; `Compiled.text`.
 
+    Returns:
+      The operations and kernels that libtpu wrote, and how many operations it did not come to.
+
     Raises:
       RuntimeError: libtpu wrote nothing; the message ends with the last line of the command.
     """
