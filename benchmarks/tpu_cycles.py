@@ -1,136 +1,178 @@
-"""TensorCore cycles of a training step on TPUs that are not there, by operation and per id.
+"""What a training step should cost on TPUs that are not there, per id: cycles and bytes.
 
-    PYTHONPATH=build/libtpu JAX_PLATFORMS=cpu python benchmarks/tpu_cycles.py [--only NAME]
+    PYTHONPATH=build/libtpu:. JAX_PLATFORMS=cpu python benchmarks/tpu_cycles.py [--only NAME]
 
-libtpu's compiler estimates the cycles (`tpu_embed.planning.profile`): the work of the TensorCores,
-without waits for memory, other chips or SparseCores. Beside them stand the bytes that the step
-moves in memory, and how many cycles these take at the chip's bandwidth. libtpu may abort after it
-has written its profile, so each line compiles in a process of its own, and once more without the
-profile, for the names of the stages.
+Each line compiles a step with libtpu. On v5p and v6e a second process compiles it again, for the
+TensorCore's cycles by operation and the SparseCores' programs (`tpu_embed.planning.profile`). On
+other chips libtpu aborts before that profile is whole, so only operations that move rows are shown,
+with the bytes that they move. At the end stands a table of all lines, in Markdown.
 """
 
 import argparse
 import dataclasses
 import importlib.metadata
-import json
-import os
 import re
-import subprocess
+import runpy
 import sys
-import tempfile
+from pathlib import Path
 
 import jax
 import numpy as np
 
-from tpu_embed import FeatureConfig, TableConfig, optimizers
-from tpu_embed.planning import profile
+from tpu_embed import FeatureConfig, RaggedIds, TableConfig, optimizers
+from tpu_embed.planning import Topology
 from tpu_embed.planning.compiled import compile_for
+from tpu_embed.planning.estimate import estimate
+from tpu_embed.planning.profile import profile_step
 
-GIGAHERTZ = {"v5p": 1.75, "v6e": 1.75}
-"""TensorCore clocks that the cycles are turned into milliseconds with."""
-BYTES_PER_SECOND = {"v5p": 2.765e12, "v6e": 1.638e12}
 RULES = {
     "Adagrad": optimizers.Adagrad(0.1),
     "Adam": optimizers.Adam(0.1),
     "FTRL": optimizers.FTRL(0.1),
 }
+DLRM = runpy.run_path(str(Path(__file__).parents[1] / "configs/dlrm_dcnv2.py"))["CONFIG"]
+PUBLISHED = "66 ms: jax-tpu-embedding on 16 v7x chips, measured (torchrec #4597)"
+HEADER = (
+    *("line", "ids per device", "cycles per id", "bytes per id", "cycles of these bytes"),
+    *("moved ÷ must", "SparseCore bundles", "estimate, ms"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One step: tables of 1e6 rows, a bag of each per example."""
+    """One step: tables of so many rows, and of so many ids per bag; a bag of each per example."""
 
     target: str = "v5p:2x2x1"
-    devices: int = 4
-    tables: int = 8
-    rows: int = 1_000_000
+    tables: tuple[tuple[int, int], ...] = ((1_000_000, 10),) * 8
     dim: int = 128
     batch: int = 1024
-    hot: int = 10
     rule: str = "Adagrad"
     combiner: str = "sum"
+    weighted_bags: bool = False
+    published: str = ""
 
     @property
     def ids(self) -> int:
         """Ids of one device."""
-        return self.tables * self.batch * self.hot // self.devices
-
-    @property
-    def chip(self) -> str:
-        """The kind of chip."""
-        return self.target.split(":")[0]
+        return self.batch * sum(hot for _, hot in self.tables) // Topology(self.target).devices
 
     def compile(self):
         """Return the compiled step."""
         tables = [
-            TableConfig(self.rows, self.dim, combiner=self.combiner, name=f"t{i}")
-            for i in range(self.tables)
+            TableConfig(rows, self.dim, combiner=self.combiner, name=f"t{i}", placement="auto")
+            for i, (rows, _) in enumerate(self.tables)
         ]
         features = {table.name: FeatureConfig(table) for table in tables}
-        shape = jax.ShapeDtypeStruct((self.batch, self.hot), np.int32)
-        shapes = dict.fromkeys(features, shape)
-        return compile_for(self.target, features, RULES[self.rule], shapes)
+        draw = np.random.default_rng(0)
+        batch = {f"t{i}": self.bags(rows, hot, draw) for i, (rows, hot) in enumerate(self.tables)}
+        return compile_for(self.target, features, RULES[self.rule], batch)
+
+    def bags(self, rows, hot, draw):
+        """Return a feature's batch: shapes, or weighted bags of 0 to 2·hot ids, hot on average."""
+        if not self.weighted_bags:
+            return jax.ShapeDtypeStruct((self.batch, hot), np.int32)
+        lengths = draw.integers(0, 2 * hot + 1, self.batch // 2)
+        splits = np.concatenate([[0], lengths, 2 * hot - lengths]).cumsum()
+        values = draw.integers(0, rows, splits[-1])
+        return RaggedIds(values, splits, draw.random(len(values), np.float32))
+
+
+def rival(target):
+    """Return DLRM-v2 with 4,096 samples of 214 ids per chip, its tables cut to 1e6 rows."""
+    rows = [min(rows, 1_000_000) for rows in DLRM.rows]
+    tables = tuple(zip(rows, DLRM.hots, strict=True))
+    return Line(target, tables, batch=16 * 4096, published=PUBLISHED)
 
 
 LINES = {
     "v5p": Line(),
-    "v6e": Line(target="v6e:2x2"),
-    "v5p large": Line(batch=4096, hot=20),
+    "v6e": Line("v6e:2x2"),
+    "v5p large": Line(tables=((1_000_000, 20),) * 8, batch=4096),
     "v5p D 16": Line(dim=16),
     "v5p Adam": Line(rule="Adam"),
     "v5p FTRL": Line(rule="FTRL"),
     "v5p mean": Line(combiner="mean"),
-    "DLRM-v2 per chip, v5p": Line(tables=26, batch=4 * 4096, hot=8),
+    "v5p ragged, weighted": Line(weighted_bags=True),
+    "v4": Line("v4:2x2x1"),
+    "v5e": Line("v5e:2x2"),
+    "tpu7x": Line("tpu7x:2x2x1"),
+    "DLRM-v2 as the rival ran it, tpu7x": rival("tpu7x:2x2x4"),
+    "DLRM-v2 as the rival ran it, v5p": rival("v5p:2x2x4"),
 }
-"""Names and steps; the last has about as many ids per chip as DLRM-v2 (214 per sample)."""
 
 
-def measure(name):
-    """Return the operations of a line's step, and the bytes that it moves."""
-    with tempfile.TemporaryDirectory() as folder:
-        flags = {"LIBTPU_INIT_ARGS": f"{profile.FLAG}={folder}"}
-        run_child(name, flags)  # it may abort once the profile is written
-        plain = run_child(name, {})
-        if plain.returncode:
-            raise RuntimeError(f"{name}: libtpu did not compile it:\n{plain.stderr[-2000:]}")
-        told = json.loads(plain.stdout.splitlines()[-1])
-        return profile.read_profile(folder, told["text"]), told["moved"]
+def measure(name, most):
+    """Print what a line costs, and return its row of the table."""
+    line = LINES[name]
+    clock = Topology(line.target).chip.clock
+    compiled = line.compile()
+    profile = None
+    if clock is not None:
+        profile = profile_step([sys.executable, __file__, "--child", name], compiled.text)
+    found = estimate(compiled, profile)
+    print(f"\n{name}: {describe(line)}\n{found.explain()}")
+    if line.published:
+        print(f"  published    {line.published}")
+    show_rows(compiled)
+    if profile is not None:
+        show_operations(profile, line, most)
+        show_kernels(profile)
+    return [name, f"{line.ids:,}", *figures(line, compiled, found, profile, clock)]
 
 
-def run_child(name, more):
-    """Compile a line in a process of its own."""
-    environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false", **more}
-    command = [sys.executable, __file__, "--child", name]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
+def describe(line):
+    """Return a line's step in words."""
+    ids = sum(hot for _, hot in line.tables)
+    bags = "weighted bags" if line.weighted_bags else "bags"
+    return (
+        f"{line.target}, {len(line.tables)} tables of up to {max(line.tables)[0]:,} × {line.dim}, "
+        f"batch {line.batch:,} of {ids} ids in {bags}, {line.rule}, {line.combiner}"
+    )
+
+
+def figures(line, compiled, found, profile, clock):
+    """Return the cells of the table that are figures per id."""
+    must = sum(compiled.plan.moved.values())
+    cells = [f"{found.moved / line.ids:,.0f}", "–", f"{found.moved / must:.2f}", "–"]
+    cycles = "–"
+    if profile is not None:
+        lost = f" + {profile.missing} op." if profile.missing else ""
+        cycles = f"{profile.cycles / line.ids:.1f}{lost}"
+        cells[1] = f"{found.bounds['memory'] * clock * 1e9 / line.ids:.1f}"
+        cells[3] = f"{sum(one.bundles for one in profile.kernels):,}"
+    return [cycles, *cells, f"{found.seconds * 1e3:.2f}"]
+
+
+def show_rows(compiled):
+    """Print the operations that move rows, and the bytes that they move."""
+    print("  | operation | times | MB moved |\n  |---|---|---|")
+    for name, moved in sorted(compiled.moved.items(), key=lambda item: -item[1]):
+        print(f"  | {name} | {compiled.operations[name]} | {moved / 1e6:.1f} |")
+
+
+def show_operations(profile, line, most):
+    """Print the most expensive operations of the TensorCore."""
+    print("\n  | cycles | per id | times | operation | stage |\n  |---|---|---|---|---|")
+    for one in profile.operations[:most]:
+        cells = [f"{one.total:,}", f"{one.total / line.ids:.2f}", one.count, one.name]
+        print("  | " + " | ".join(map(str, [*cells, stage(one.scope)])) + " |")
+
+
+def show_kernels(profile):
+    """Print the programs of the SparseCores."""
+    print(
+        "\n  | SparseCore kernel | stage | bundles | of its innermost loops |\n  |---|---|---|---|"
+    )
+    for one in profile.kernels:
+        kernel = one.scope.split("/")[-2] if "/" in one.scope else ""
+        loops = ", ".join(map(str, one.loops))
+        print(f"  | {kernel} | {stage(one.scope)} | {one.bundles} | {loops} |")
 
 
 def stage(scope):
     """Return the part of a named scope that says which stage of the step it is."""
     known = re.search(r"(lookup|update)/[^/]+(/(route|combine|dedup|merge|rule|psum))?", scope)
     return known[0] if known else ""
-
-
-def show(name, line, operations, moved, most):
-    """Print a line's total and its most expensive operations."""
-    total = sum(one.total for one in operations)
-    in_memory = moved / BYTES_PER_SECOND[line.chip] * GIGAHERTZ[line.chip] * 1e9
-    print(
-        f"\n{name}: {line.tables} tables of {line.rows:,} × {line.dim}, batch {line.batch} of ",
-        end="",
-    )
-    print(
-        f"{line.hot} ids, {line.rule}, {line.combiner}; {line.target}, {line.ids:,} ids per device"
-    )
-    print(f"  {total:,} cycles, {total / line.ids:.1f} per id, about ", end="")
-    print(
-        f"{total / GIGAHERTZ[line.chip] / 1e6:.2f} ms; {moved / 1e6:.1f} MB moved in memory: ",
-        end="",
-    )
-    print(f"{in_memory / line.ids:.1f} cycles per id")
-    print("  | cycles | per id | times | operation | stage |\n  |---|---|---|---|---|")
-    for one in operations[:most]:
-        cells = [f"{one.total:,}", f"{one.total / line.ids:.2f}", one.count, one.name]
-        print("  | " + " | ".join(map(str, [*cells, stage(one.scope)])) + " |")
 
 
 def main():
@@ -141,14 +183,14 @@ def main():
     parser.add_argument("--child", choices=LINES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        compiled = LINES[args.child].compile()
-        moved = sum(compiled.moved.values())
-        print(json.dumps({"text": compiled.text, "moved": moved}))
+        LINES[args.child].compile()
         return
     versions = [f"{one} {importlib.metadata.version(one)}" for one in ("jax", "libtpu")]
-    print(f"{', '.join(versions)}: cycles that libtpu estimates; no TPU was there")
-    for name in [args.only] if args.only else LINES:
-        show(name, LINES[name], *measure(name), args.most)
+    print(f"{', '.join(versions)}: estimates by libtpu's compiler; no TPU was there")
+    rows = [measure(name, args.most) for name in ([args.only] if args.only else LINES)]
+    print("\n| " + " | ".join(HEADER) + " |\n|" + "---|" * len(HEADER))
+    for row in rows:
+        print("| " + " | ".join(row) + " |", flush=True)
 
 
 if __name__ == "__main__":

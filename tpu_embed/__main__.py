@@ -21,6 +21,8 @@ from tpu_embed import planning
 from tpu_embed._checks import message
 from tpu_embed.kernels import cpu, dispatch
 from tpu_embed.planning.compiled import Compiled, compile_for
+from tpu_embed.planning.estimate import Estimate, estimate
+from tpu_embed.planning.profile import profile_step
 
 PACKAGES = ("tpu-embed", "jax", "jaxlib", "optax", "flax", "numpy")
 
@@ -52,12 +54,13 @@ def show_plan(args: argparse.Namespace) -> None:
 
     Args:
       args: `config`, a Python file that defines `workload() -> (feature_config, optimizer, batch)`;
-        `topology`; `json`; `compile`.
+        `topology`; `json`; `compile`; `cycles`, whether to compile a second time for the cycles of
+        the TensorCore.
 
     Raises:
       TypeError: the batch has other containers than the features, or ids that are not integers.
       ValueError: the config does not run, the topology is unknown, or the plan does not fit.
-      RuntimeError: `compile` was given, but libtpu is not installed.
+      RuntimeError: `compile` was given, but libtpu is not installed, or it wrote no cycles.
     """
     feature_config, optimizer, batch = _workload(Path(args.config))
     target = _target(args.topology)
@@ -75,7 +78,23 @@ def show_plan(args: argparse.Namespace) -> None:
         # libtpu compiles for a TPU without having one; JAX must not search for one here.
         jax.config.update("jax_platforms", "cpu")
         compiled = compile_for(args.topology, feature_config, optimizer, batch)
-        print(_as_json(plan, compiled) if args.json else compiled.explain())
+        if not args.json:
+            print(compiled.explain(), flush=True)
+        found = _estimate(args, compiled)
+        print(_as_json(plan, compiled, found) if args.json else found.explain())
+
+
+def _estimate(args: argparse.Namespace, compiled: Compiled) -> Estimate:
+    """Return the estimated time of the compiled step, with the TensorCore's cycles if wanted."""
+    if not args.cycles or planning.Topology(args.topology).chip.clock is None:
+        return estimate(compiled)
+    # The same command again, in a process that may abort.
+    again = ["plan", args.config, "--topology", args.topology, "--compile", "--no-cycles"]
+    try:
+        profile = profile_step([sys.executable, "-m", "tpu_embed", *again], compiled.text)
+    except RuntimeError as error:
+        raise RuntimeError(f"{error}; --no-cycles leaves them out") from error
+    return estimate(compiled, profile)
 
 
 def _workload(path: Path) -> tuple[Any, Any, Any]:
@@ -117,11 +136,12 @@ def _target(topology: str) -> str | int:
         return topology
 
 
-def _as_json(plan: planning.Plan, compiled: Compiled) -> str:
+def _as_json(plan: planning.Plan, compiled: Compiled, found: Estimate) -> str:
     """Return the plan as a JSON object, with the compiler's figures under "compiled"."""
     fields = {f.name: getattr(compiled, f.name) for f in dataclasses.fields(compiled)}
     said = {name: value for name, value in fields.items() if name not in ("plan", "text")}
-    return json.dumps(json.loads(plan.to_json()) | {"compiled": said})
+    more = {"compiled": said, "estimate": found.figures()}
+    return json.dumps(json.loads(plan.to_json()) | more)
 
 
 def main() -> None:
@@ -135,6 +155,12 @@ def main() -> None:
     command.add_argument("--topology", required=True, help="v5p:4x4x4, or a number of devices")
     command.add_argument(
         "--compile", action="store_true", help="compile for it, too (needs libtpu)"
+    )
+    command.add_argument(
+        "--no-cycles",
+        dest="cycles",
+        action="store_false",
+        help="with --compile: do not compile a second time for the cycles of the TensorCore",
     )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=show_plan)

@@ -8,7 +8,9 @@ import sys
 import pytest
 
 from tpu_embed import __main__ as command
+from tpu_embed import planning
 from tpu_embed.planning.compiled import Compiled
+from tpu_embed.planning.profile import Operation, Profile
 
 CONFIG = """
 import jax
@@ -127,15 +129,51 @@ def test_json_is_one_object_with_what_the_compiler_says(run, capsys, monkeypatch
     said = {"seconds": 1.5, "arguments": 2, "temporaries": 3, "aliased": 4}
     counts = {"operations": {"gather": 1}, "moved": {"gather": 8}}
 
-    def compile_for(topology, *args):
-        return Compiled(plan=None, text="HloModule", **said, **counts)  # type: ignore[arg-type]
+    def compile_for(topology, features, optimizer, batch):
+        planned = planning.plan(features, optimizer, topology, batch)
+        return Compiled(plan=planned, text="HloModule", **said, **counts)  # type: ignore[arg-type]
 
     monkeypatch.setattr(command, "compile_for", compile_for)
     monkeypatch.setattr(command.jax.config, "update", lambda name, value: None)
-    run("--topology", "v5p:2x2x1", "--json", "--compile")
+    run("--topology", "v5p:2x2x1", "--json", "--compile", "--no-cycles")
     read = json.loads(capsys.readouterr().out)
     assert read["compiled"] == said | counts
     assert read["devices"] == 4
+    assert read["estimate"]["bounds"] == {"memory": 8 / 2765e9}
     with pytest.raises(SystemExit, match="error: plan for v5e:1x1"):
         run("--topology", "v5e:1x1", "--json", "--compile")
     assert json.loads(capsys.readouterr().out)["fits"] is False
+
+
+def test_the_estimate_compiles_again_in_a_process_of_its_own(run, capsys, monkeypatch):
+    commands = []
+
+    def compile_for(topology, features, optimizer, batch):
+        planned = planning.plan(features, optimizer, topology, batch)
+        return Compiled(planned, 1.5, 2, 3, 4, {"gather": 1}, {"gather": 2765}, "HloModule")
+
+    def profile_step(argv, text):
+        commands.append(argv)
+        if len(commands) == 2:
+            raise RuntimeError("profile of the TensorCore: expected estimates by libtpu, got none")
+        return Profile([Operation("sort", 1750, 2, "")], [], 0)
+
+    monkeypatch.setattr(command, "compile_for", compile_for)
+    monkeypatch.setattr(command, "profile_step", profile_step)
+    monkeypatch.setattr(command.jax.config, "update", lambda name, value: None)
+    run("--topology", "v5p:2x2x1", "--json", "--compile")
+    read = json.loads(capsys.readouterr().out)["estimate"]
+    assert read["bounds"] == {"memory": 1e-9, "TensorCore": 2e-6}
+    assert (read["seconds"], read["cycles"]) == (2e-6, 3500)
+    assert commands[0][1:3] == ["-m", "tpu_embed"]
+    assert {"--compile", "--no-cycles", "v5p:2x2x1"} <= set(commands[0])
+    with pytest.raises(SystemExit, match=r"error: .*got none; --no-cycles leaves them out"):
+        run("--topology", "v5p:2x2x1", "--compile")
+    printed = capsys.readouterr().out
+    assert "compiled for v5p:2x2x1" in printed  # what is known is shown before the error
+    run("--topology", "v4:2x2x1", "--compile")
+    assert len(commands) == 2  # no profile for this chip
+    assert (
+        "estimated time of a step: at least 0.000 ms, the bound by the memory"
+        in capsys.readouterr().out
+    )

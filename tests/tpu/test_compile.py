@@ -1,11 +1,16 @@
 """Steps compiled by libtpu for chips that need not exist: memory, and bytes moved."""
 
 import importlib.util
+import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 from programs import (
     OPTIMIZERS,
+    ROOT,
     SMALL,
     dlrm,
     many,
@@ -64,6 +69,34 @@ def test_the_stateful_door_compiles_for_v6e():
     assert "set_rows" in update.as_text()
     memory = update.memory_analysis()
     assert memory.alias_size_in_bytes == pytest.approx(sum(plan.held.values()), 0.02)
+
+
+CONFIG = """
+from programs import OPTIMIZERS, quickstart
+
+def workload():
+    features, shapes = quickstart(dim=16)
+    return features, OPTIMIZERS["sgd"], shapes
+"""
+
+
+@whole
+def test_the_command_line_estimates_the_time_of_a_step(tmp_path):
+    """In two processes: JAX must not have been started, and libtpu may abort in the second."""
+    config = tmp_path / "config.py"
+    config.write_text(CONFIG)
+    command = [sys.executable, "-m", "tpu_embed", "plan", str(config), "--json", "--compile"]
+    search = [str(ROOT), str(ROOT / "tests/tpu"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(search)}
+    done = subprocess.run(
+        [*command, "--topology", "v5p:2x2x1"], env=environment, capture_output=True, check=True
+    )
+    read = json.loads(done.stdout)
+    found = read["estimate"]
+    assert found["moved"] == sum(read["compiled"]["moved"].values())
+    assert found["bounds"]["memory"] == found["moved"] / 2.765e12
+    assert found["bounds"]["TensorCore"] == found["cycles"] / 1.75e9 > 0
+    assert found["seconds"] == max(found["bounds"].values())
 
 
 @whole

@@ -1,4 +1,4 @@
-"""TPU chips and topologies: how many devices a slice has, and how much memory each device has.
+"""TPU chips and topologies: how many devices a slice has, and the memory and speed of each device.
 
 The figures are constants, so neither a TPU nor libtpu is needed.
 
@@ -28,6 +28,8 @@ class Chip:
       devices: JAX devices per chip.
       axes: how many sizes the name of a topology has; 3 for `v5p:4x4x4`.
       device_kind: the name that JAX gives to its devices.
+      bandwidth: GB (10⁹ bytes) per second between a JAX device and its HBM.
+      clock: GHz of a TensorCore; None where libtpu's profile of a step is not whole.
     """
 
     memory: float
@@ -35,22 +37,30 @@ class Chip:
     devices: int
     axes: int
     device_kind: str
+    bandwidth: float
+    clock: float | None = None
 
 
 CHIPS = {
-    "v2": Chip(7.48, 256, devices=2, axes=2, device_kind="TPU v2"),
-    "v3": Chip(15.48, 1024, devices=2, axes=2, device_kind="TPU v3"),
-    "v4": Chip(30.75, 4096, devices=1, axes=3, device_kind="TPU v4"),
-    "v5e": Chip(15.75, 256, devices=1, axes=2, device_kind="TPU v5 lite"),
-    "v5p": Chip(95.74, 8960, devices=1, axes=3, device_kind="TPU v5"),
-    "v6e": Chip(31.25, 256, devices=1, axes=2, device_kind="TPU v6 lite"),
-    "tpu7x": Chip(94.75, 9216, devices=2, axes=3, device_kind="TPU7x"),
+    "v2": Chip(7.48, 256, devices=2, axes=2, device_kind="TPU v2", bandwidth=700 / 2),
+    "v3": Chip(15.48, 1024, devices=2, axes=2, device_kind="TPU v3", bandwidth=900 / 2),
+    "v4": Chip(30.75, 4096, devices=1, axes=3, device_kind="TPU v4", bandwidth=1228),
+    "v5e": Chip(15.75, 256, devices=1, axes=2, device_kind="TPU v5 lite", bandwidth=819),
+    "v5p": Chip(95.74, 8960, devices=1, axes=3, device_kind="TPU v5", bandwidth=2765, clock=1.75),
+    "v6e": Chip(
+        31.25, 256, devices=1, axes=2, device_kind="TPU v6 lite", bandwidth=1638, clock=1.75
+    ),
+    "tpu7x": Chip(94.75, 9216, devices=2, axes=3, device_kind="TPU7x", bandwidth=7380 / 2),
 }
 """Chips by name.
 
 The memory is what libtpu 0.0.42 reports as available when a program needs more. The pod sizes are
 from the Cloud TPU documentation, "System architecture". The two cores of a v4 or v5p chip are one
 device ("megacore").
+
+The bandwidths are those that the Cloud TPU documentation gives for a chip on the page of its
+generation (v2's is from Norrie et al., "The Design Process for Google's Training Chips", 2021),
+divided by its devices. Google publishes no clocks: 1.75 GHz is assumed.
 """
 
 
