@@ -22,9 +22,10 @@ import tempfile
 import jax
 import numpy as np
 
-from tpu_embed import FeatureConfig, TableConfig, optimizers
-from tpu_embed.planning import profile
-from tpu_embed.planning.compiled import compile_for
+from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, optimizers
+from tpu_embed.planning import hlo, plan, profile
+from tpu_embed.planning.chips import Topology
+from tpu_embed.planning.compiled import abstract_state, compile_for, describe_topology
 
 GIGAHERTZ = {"v5p": 1.75, "v6e": 1.75}
 """TensorCore clocks that the cycles are turned into milliseconds with."""
@@ -49,6 +50,7 @@ class Line:
     hot: int = 10
     rule: str = "Adagrad"
     combiner: str = "sum"
+    traced: str = ""  # ids traced inside the jit: "worst" or "planned" capacities; "": placed ids
 
     @property
     def ids(self) -> int:
@@ -61,7 +63,7 @@ class Line:
         return self.target.split(":")[0]
 
     def compile(self):
-        """Return the compiled step."""
+        """Return the text of the compiled step, and the bytes that it moves."""
         tables = [
             TableConfig(self.rows, self.dim, combiner=self.combiner, name=f"t{i}")
             for i in range(self.tables)
@@ -69,12 +71,39 @@ class Line:
         features = {table.name: FeatureConfig(table) for table in tables}
         shape = jax.ShapeDtypeStruct((self.batch, self.hot), np.int32)
         shapes = dict.fromkeys(features, shape)
-        return compile_for(self.target, features, RULES[self.rule], shapes)
+        if self.traced:
+            text = self._compile_traced(features, shapes)
+            return text, sum(hlo.moved(hlo.Program(text)).values())
+        compiled = compile_for(self.target, features, RULES[self.rule], shapes)
+        return compiled.text, sum(compiled.moved.values())
+
+    def _compile_traced(self, features, shapes):
+        """Return the text of a step whose ids are traced: the program routes them itself."""
+        devices = describe_topology(Topology(self.target))
+        mesh = jax.sharding.Mesh(np.array(devices).reshape(-1), ("devices",))
+        engine = EmbeddingEngine(features, RULES[self.rule], mesh=mesh)
+        planned = plan(features, RULES[self.rule], self.target, shapes).spec
+        spec = planned if self.traced == "planned" else None
+
+        def step(state, ids):
+            activations = engine.lookup(state, ids, spec=spec)
+            # The gradient of half the sum of the activations' squares.
+            return engine.update(state, ids, activations, spec=spec)
+
+        batch = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices"))
+        ids = {
+            name: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=batch)
+            for name, one in shapes.items()
+        }
+        lowered = jax.jit(step, donate_argnums=0).lower(abstract_state(engine), ids)
+        return lowered.compile().as_text()
 
 
 LINES = {
     "v5p": Line(),
     "v6e": Line(target="v6e:2x2"),
+    "v5p traced": Line(traced="worst"),
+    "v5p traced, spec": Line(traced="planned"),
     "v5p large": Line(batch=4096, hot=20),
     "v5p D 16": Line(dim=16),
     "v5p Adam": Line(rule="Adam"),
@@ -141,9 +170,8 @@ def main():
     parser.add_argument("--child", choices=LINES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        compiled = LINES[args.child].compile()
-        moved = sum(compiled.moved.values())
-        print(json.dumps({"text": compiled.text, "moved": moved}))
+        text, moved = LINES[args.child].compile()
+        print(json.dumps({"text": text, "moved": moved}))
         return
     versions = [f"{one} {importlib.metadata.version(one)}" for one in ("jax", "libtpu")]
     print(f"{', '.join(versions)}: cycles that libtpu estimates; no TPU was there")
