@@ -115,7 +115,7 @@ LINES = {
 
 
 def measure(name):
-    """Return the operations of a line's step, and the bytes that it moves."""
+    """Return the operations of a line's step, the bytes that it moves, and its text."""
     with tempfile.TemporaryDirectory() as folder:
         flags = {"LIBTPU_INIT_ARGS": f"{profile.FLAG}={folder}"}
         run_child(name, flags)  # it may abort once the profile is written
@@ -123,7 +123,7 @@ def measure(name):
         if plain.returncode:
             raise RuntimeError(f"{name}: libtpu did not compile it:\n{plain.stderr[-2000:]}")
         told = json.loads(plain.stdout.splitlines()[-1])
-        return profile.read_profile(folder, told["text"]), told["moved"]
+        return profile.read_profile(folder, told["text"]), told["moved"], told["text"]
 
 
 def run_child(name, more):
@@ -139,8 +139,21 @@ def stage(scope):
     return known[0] if known else ""
 
 
-def show(name, line, operations, moved, most):
-    """Print a line's total and its most expensive operations."""
+def row_operations(text, dim):
+    """Return the names of the operations that make rows: floats whose last dimension is D."""
+    types = re.finditer(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) [\w\-]+\(", text, re.MULTILINE)
+    rows = re.compile(rf"\b(?:f32|bf16)\[[\d,]*\b{dim}\]")
+    return {name for name, type_ in (one.groups() for one in types) if rows.search(type_)}
+
+
+def show(name, line, operations, moved, text, most):
+    """Print a line's total and its most expensive operations.
+
+    What runs only if given capacities are too small is not counted.
+    """
+    operations = [one for one in operations if "/overflow/" not in one.scope]
+    rows = row_operations(text, line.dim)
+    numbers = sum(one.total for one in operations if one.name not in rows)
     total = sum(one.total for one in operations)
     in_memory = moved / BYTES_PER_SECOND[line.chip] * GIGAHERTZ[line.chip] * 1e9
     print(
@@ -156,6 +169,7 @@ def show(name, line, operations, moved, most):
         end="",
     )
     print(f"{in_memory / line.ids:.1f} cycles per id")
+    print(f"  {numbers / line.ids:.1f} cycles per id are of numbers, all others of rows")
     print("  | cycles | per id | times | operation | stage |\n  |---|---|---|---|---|")
     for one in operations[:most]:
         cells = [f"{one.total:,}", f"{one.total / line.ids:.2f}", one.count, one.name]

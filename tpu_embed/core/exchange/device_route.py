@@ -17,6 +17,7 @@ Input: inside `shard_map`, the physical row ids of one device. Output: routes.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -28,6 +29,9 @@ from tpu_embed.core.exchange import collectives, dedup
 from tpu_embed.core.exchange.route import MergeRoute, RowRoute
 from tpu_embed.core.layout import ROW_MULTIPLE, MeshAxes, Stack, round_up
 from tpu_embed.kernels import dispatch
+
+MAX_SLICES = 16
+"""Parts of a send buffer that are cut out in one operation; more of them, in a loop."""
 
 
 class SortedIds(NamedTuple):
@@ -104,7 +108,7 @@ def find_destinations(
     # The send buffer [S, C] has the runs from first[s] to first[s + 1] in line s. A line of C runs
     # may reach into the next shard's, or past the end.
     padded = jnp.pad(runs.run_row_ids, (0, capacity), constant_values=absent)
-    lines = jax.lax.map(lambda i: jax.lax.dynamic_slice(padded, (i,), (capacity,)), first[:-1])
+    lines = _slices(padded, first[:-1], capacity)
     local = (lines - bounds[:-1, None]).astype(row_ids.dtype)
     sent = jnp.where(lines < bounds[1:, None], local, jnp.asarray(PADDING_ID, local.dtype))
     return Destinations(target, sent, jnp.any(first[1:] - first[:-1] > capacity))
@@ -113,6 +117,17 @@ def find_destinations(
 def _count_below(rows: Array, bounds: Array) -> Array:
     """Return how many of the rows `[N]` are less than each of a few bounds, int32 `[n]`."""
     return jnp.sum(rows < bounds[:, None], axis=1, dtype=jnp.int32)
+
+
+def _slices(rows: Array, starts: Array, size: int) -> Array:
+    """Return `rows[i : i + size]` for each start i, `[S, size]`."""
+    # Side by side in one operation; but not more than 16 of them, so that programs stay small.
+    together = math.gcd(starts.shape[0], MAX_SLICES)
+
+    def some(starts: Array) -> Array:
+        return jnp.stack([jax.lax.dynamic_slice(rows, (i,), (size,)) for i in starts])
+
+    return jax.lax.map(some, starts.reshape(-1, together)).reshape(-1, size)
 
 
 def _pick(values: Array, index: Array) -> Array:
