@@ -31,7 +31,7 @@ from tpu_embed.core.layout import ROW_MULTIPLE, MeshAxes, Stack, round_up
 from tpu_embed.kernels import dispatch
 
 MAX_SLICES = 16
-"""Parts of a send buffer that are cut out in one operation; more of them, in a loop."""
+"""The most slices that are taken side by side; where there are more shards, in a loop."""
 
 
 class SortedIds(NamedTuple):
@@ -121,7 +121,7 @@ def _count_below(rows: Array, bounds: Array) -> Array:
 
 def _slices(rows: Array, starts: Array, size: int) -> Array:
     """Return `rows[i : i + size]` for each start i, `[S, size]`."""
-    # Side by side in one operation; but not more than 16 of them, so that programs stay small.
+    # A program of a slice per shard would grow with the mesh; a loop over all of them is slower.
     together = math.gcd(starts.shape[0], MAX_SLICES)
 
     def some(starts: Array) -> Array:

@@ -109,7 +109,7 @@ def outgoing_sums(task: Task, capacity: int) -> Outgoing:
         entries = ids.bags, optional_weights(ids, stack.compute_dtype)
         ordered = device_route.sort_ids(ids.row_ids, stack, entries)
         bags, weights = ordered.payload
-        parts = _parts(task, ordered)
+        parts = _parts(task, ordered.order, bags)
         found = device_route.find_destinations(ordered.row_ids, stack, capacity, parts)
     sums = SumRoute(bags, weights, found.target)
     return Outgoing(sums, found.row_ids, capacity, found.overflow)
@@ -283,17 +283,17 @@ def _summed(task: Task, order: SumRoute, num_sums: int) -> Array:
     return sum_gradients(task.gradients, task.factors, task.bag_layout, order, num_sums)
 
 
-def _parts(task: Task, ids: device_route.SortedIds) -> Array | None:
-    """Return a number per sorted id, `[N]`: ids of one row are summed here if their numbers agree.
+def _parts(task: Task, order: Array, bags: Array) -> Array | None:
+    """Return a number for each sorted id: ids of one row are summed here if their numbers agree.
 
-    It is the id's block of the batch. Without accumulation every id has a number of its own. None,
+    It is the block of its bag. Without accumulation every id has a number of its own. None,
     where a device holds a single block: all ids of a row are summed.
     """
     if not task.view.accumulates:
-        return ids.order
+        return order
     if task.layout.blocks_per_device(task.view.global_batch) == 1:
         return None
-    return _blocks(task, ids.payload[0])
+    return _blocks(task, bags)
 
 
 def _blocks(task: Task, bags: Array) -> Array:
