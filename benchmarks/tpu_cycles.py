@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from tpu_embed import FeatureConfig, RaggedIds, TableConfig, optimizers
-from tpu_embed.planning import Topology
+from tpu_embed.planning import Topology, plan
 from tpu_embed.planning.compiled import compile_for
 from tpu_embed.planning.estimate import estimate
 from tpu_embed.planning.profile import profile_step
@@ -49,6 +49,8 @@ class Line:
     rule: str = "Adagrad"
     combiner: str = "sum"
     weighted_bags: bool = False
+    placed: bool = True
+    spec: bool = False  # of traced ids: whether the capacities of the plan are given
     published: str = ""
 
     @property
@@ -65,7 +67,9 @@ class Line:
         features = {table.name: FeatureConfig(table) for table in tables}
         draw = np.random.default_rng(0)
         batch = {f"t{i}": self.bags(rows, hot, draw) for i, (rows, hot) in enumerate(self.tables)}
-        return compile_for(self.target, features, RULES[self.rule], batch)
+        rule = RULES[self.rule]
+        spec = plan(features, rule, self.target, batch).spec if self.spec else None
+        return compile_for(self.target, features, rule, batch, placed=self.placed, spec=spec)
 
     def bags(self, rows, hot, draw):
         """Return a feature's batch: shapes, or weighted bags of 0 to 2·hot ids, hot on average."""
@@ -93,6 +97,8 @@ LINES = {
     "v5p FTRL": Line(rule="FTRL"),
     "v5p mean": Line(combiner="mean"),
     "v5p ragged, weighted": Line(weighted_bags=True),
+    "v5p traced": Line(placed=False),
+    "v5p traced, spec": Line(placed=False, spec=True),
     "v4": Line("v4:2x2x1"),
     "v5e": Line("v5e:2x2"),
     "tpu7x": Line("tpu7x:2x2x1"),

@@ -25,7 +25,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from tpu_embed._checks import message
-from tpu_embed._types import Array
+from tpu_embed._types import Array, PyTree
 from tpu_embed.kernels import cpu, lanes, reference, sparsecore, sparsecore_sums, storage
 from tpu_embed.kernels.formats import RowFormat
 
@@ -192,8 +192,69 @@ def set_rows(table: Array, row_ids: Array, values: Array) -> Array:
 
 def sort_rows(row_ids: Array) -> tuple[Array, Array]:
     """Return sorted rows and the position each came from; see `reference.sort_rows`."""
-    native = cpu.sort_rows if cpu.takes_rows(row_ids) else None
-    return choose(row_ids, otherwise=reference.sort_rows, native=native)
+    ordered, positions, _ = sort_with(row_ids, ())
+    return ordered, positions
+
+
+def sort_with(row_ids: Array, payload: PyTree) -> tuple[Array, Array, PyTree]:
+    """Return sorted rows, their positions and the payload; see `reference.sort_with`."""
+    # TPUs carry the payload along. CPUs and GPUs sort pairs fastest, and gathers cost them little.
+    native = None
+    if cpu.takes_rows(row_ids):
+        native = _sort_then_gather(
+            cpu.sort_rows, _with_tangents(cpu.gather_rows, reference.gather_rows)
+        )
+    gpu = _sort_then_gather(reference.sort_rows, reference.gather_rows)
+    return choose(row_ids, payload, otherwise=reference.sort_with, native=native, gpu=gpu)
+
+
+def _sort_then_gather(sort: Callable[..., Any], gather: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `sort_with`, made of `sort_rows` and `gather_rows`."""
+
+    def run(row_ids: Array, payload: PyTree) -> tuple[Array, Array, PyTree]:
+        ordered, positions = sort(row_ids)
+        return ordered, positions, jax.tree.map(lambda array: gather(array, positions), payload)
+
+    return run
+
+
+def unsort(values: Array, positions: Array) -> Array:
+    """Return values put back at their positions; see `reference.unsort`."""
+
+    def indexed(set_rows: Callable[..., Array]) -> Callable[..., Array]:
+        return lambda values, positions: set_rows(jnp.zeros_like(values), positions, values)
+
+    native = indexed(cpu.set_rows) if cpu.takes_rows(values) else None
+    gpu = indexed(reference.set_rows)
+    return choose(values, positions, otherwise=reference.unsort, native=native, gpu=gpu)
+
+
+def compact(values: Array, kept: Array, fill: int) -> Array:
+    """Return the kept values, then `fill`; see `reference.compact`."""
+
+    def indexed(set_rows: Callable[..., Array]) -> Callable[..., Array]:
+        def run(values: Array, kept: Array) -> Array:
+            # Kept (1, 1, 0, 1) go to 0, 1 and 2; the one left out goes to N, which is outside.
+            rank = jnp.cumsum(kept.astype(jnp.int32)) - 1
+            places = jnp.where(kept, rank, values.shape[0])
+            return set_rows(jnp.full_like(values, fill), places, values)
+
+        return run
+
+    sorts = functools.partial(reference.compact, fill=fill)
+    native = indexed(cpu.set_rows) if cpu.takes_rows(values) else None
+    return choose(values, kept, otherwise=sorts, native=native, gpu=indexed(reference.set_rows))
+
+
+def occurs(row_ids: Array, size: int) -> Array:
+    """Tell of each row whether it is among `row_ids`; see `reference.occurs`."""
+
+    def marked(row_ids: Array) -> Array:
+        nowhere = jnp.zeros((size,), bool)
+        return nowhere.at[row_ids].set(True, mode="drop", wrap_negative_indices=False)
+
+    sorts = functools.partial(reference.occurs, size=size)
+    return choose(row_ids, otherwise=sorts, native=marked, gpu=marked)
 
 
 def segment_sum(values: Array, segments: Array, num_segments: int) -> Array:

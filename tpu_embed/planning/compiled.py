@@ -97,6 +97,8 @@ def compile_for(
     batch: PyTree,
     *,
     loss: Callable[[PyTree], Array] | None = None,
+    placed: bool = True,
+    spec: BatchSpec | None = None,
 ) -> Compiled:
     """Compile a training step (lookup, gradient, update in place) for a TPU topology; nothing runs.
 
@@ -106,6 +108,10 @@ def compile_for(
       optimizer: as for `EmbeddingEngine`.
       batch: as for `plan`.
       loss: a function of the activations; None takes half the sum of their squares.
+      placed: whether the step gets a placed batch; False: dense ids that are traced inside it,
+        which the devices route themselves. Then `batch` holds shapes.
+      spec: for traced ids: their exchange capacities, for example `plan(…).spec`; None: the worst
+        case.
 
     Returns:
       The compiler's figures and the plan.
@@ -117,11 +123,14 @@ def compile_for(
     target = topology if isinstance(topology, Topology) else Topology(topology)
     mesh = Mesh(np.array(describe_topology(target)).reshape(-1), ("devices",))
     planned = plan(feature_config, optimizer, target, batch)
-    placed = resolve(feature_config, optimizer, mesh=mesh)
-    engine = EmbeddingEngine(placed, optimizer, mesh=mesh)
-    # The plan's mesh has no processes; the devices of the topology belong to several.
-    spec = spec_of(structure.flatten(placed), engine.layout, batch)
-    lowered = _lowered(engine, spec, loss or _squares)
+    resolved = resolve(feature_config, optimizer, mesh=mesh)
+    engine = EmbeddingEngine(resolved, optimizer, mesh=mesh)
+    if placed:
+        # The plan's mesh has no processes; the devices of the topology belong to several.
+        own = spec_of(structure.flatten(resolved), engine.layout, batch)
+        lowered = _lowered(engine, abstract_batch(engine, own), None, loss or _squares)
+    else:
+        lowered = _lowered(engine, _sharded_shapes(engine, batch), spec, loss or _squares)
     start = time.perf_counter()
     compiled = lowered.compile()
     seconds, memory, text = (
@@ -148,13 +157,25 @@ def compile_for(
     )
 
 
-def _lowered(engine: EmbeddingEngine, spec: BatchSpec, loss: Callable[[PyTree], Array]) -> Any:
-    def step(state: TableState, ids: Batch) -> TableState:
-        activations = engine.lookup(state, ids)
-        return engine.update(state, ids, jax.grad(loss)(activations))
+def _lowered(
+    engine: EmbeddingEngine, batch: PyTree, spec: BatchSpec | None, loss: Callable[[PyTree], Array]
+) -> Any:
+    def step(state: TableState, ids: PyTree) -> TableState:
+        activations = engine.lookup(state, ids, spec=spec)
+        return engine.update(state, ids, jax.grad(loss)(activations), spec=spec)
 
-    state, ids = abstract_state(engine), abstract_batch(engine, spec)
-    return jax.jit(step, donate_argnums=0).lower(state, ids)
+    return jax.jit(step, donate_argnums=0).lower(abstract_state(engine), batch)
+
+
+def _sharded_shapes(engine: EmbeddingEngine, batch: PyTree) -> PyTree:
+    """Return the shapes of dense ids, split over the batch axes."""
+    axes = engine.layout.axes
+    sharding = axes.sharding(axes.batch_axes)
+
+    def sharded(shape: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+    return jax.tree.map(sharded, batch)
 
 
 def describe_topology(topology: Topology) -> list[Any]:

@@ -21,7 +21,7 @@ import numpy as np
 from tpu_embed._checks import message
 from tpu_embed._snapshot import as_array, snapshot
 from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
-from tpu_embed.core.exchange import find_runs
+from tpu_embed.core.exchange import number_runs
 from tpu_embed.kernels import dispatch
 
 __all__ = ["IndexedSlices", "clip_by_global_norm", "global_norm", "is_indexed_slices", "scale"]
@@ -88,15 +88,15 @@ class IndexedSlices:
         n, size = self.indices.shape[0], self.dense_shape[0]
         if n == 0:
             return self
-        # V = 5 and indices [4, 0, 4]. A stable sort gives runs of equal ids: order [1, 0, 2], run
-        # [0, 1, 1], run_row_ids [0, 4, 5 = padding]; sums[r] is the sum of run r.
-        indices = self._valid_indices()
-        runs = find_runs(indices, size)
-        ordered = dispatch.gather_rows(_widened(self.values), runs.order)
+        # V = 5 and indices [4, 0, 4]. A stable sort gives runs of equal ids: positions [1, 0, 2],
+        # run [0, 1, 1], run_row_ids [0, 4, 5 = padding]; sums[r] is the sum of run r.
+        sorted_ids, positions = dispatch.sort_rows(self._valid_indices())
+        runs = number_runs(sorted_ids, size)
+        ordered = dispatch.gather_rows(_widened(self.values), positions)
         sums = dispatch.segment_sum(ordered, runs.run, n).astype(self.values.dtype)
         # The first position of each run, [1, 0, n]; sorting by it restores the order of first
         # appearance: runs 1, 0, 2, so rows [4, 0, 5].
-        firsts = jnp.full(n, n, jnp.int32).at[runs.run].min(runs.order)
+        firsts = jnp.full(n, n, jnp.int32).at[runs.run].min(positions)
         _, order = dispatch.sort_rows(jnp.where(runs.run_row_ids < size, firsts, n))
         rows = dispatch.gather_rows(runs.run_row_ids, order)
         kept = (rows < size).reshape((n,) + (1,) * (sums.ndim - 1))

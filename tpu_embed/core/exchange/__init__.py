@@ -2,7 +2,7 @@
 
 from tpu_embed.core.exchange import collectives, dedup, device_route, host_route, route
 from tpu_embed.core.exchange.collectives import axis_index, psum
-from tpu_embed.core.exchange.dedup import find_runs
+from tpu_embed.core.exchange.dedup import number_runs
 from tpu_embed.core.exchange.route import (
     FetchedRows,
     MergeRoute,
@@ -22,8 +22,8 @@ __all__ = [
     "collectives",
     "dedup",
     "device_route",
-    "find_runs",
     "host_route",
+    "number_runs",
     "padded",
     "psum",
     "route",

@@ -4,6 +4,11 @@ Ids that are traced inside a user's jit are known only when the program runs; an
 processes no host knows what all of them send to an owner. Then the program sorts row ids itself.
 The numbers are those that `host_route.py` computes for a placed batch.
 
+On a TPU a gather or scatter of single numbers costs ten times as much as a sort of as many. So
+nothing is indexed here: what belongs to an id takes part in the sort (`dispatch.sort_with`), a sort
+by position restores the order of the batch (`dispatch.unsort`), and a sort of the distinct rows
+closes the gaps between them (`dispatch.compact`).
+
 The capacity is the worst case, or one that the user gave; `overflow` says that a given one was too
 small, so that nothing is dropped silently.
 
@@ -12,32 +17,61 @@ Input: inside `shard_map`, the physical row ids of one device. Output: routes.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._types import PADDING_ID, Array
+from tpu_embed._types import PADDING_ID, Array, PyTree
 from tpu_embed.core.exchange import collectives, dedup
 from tpu_embed.core.exchange.route import MergeRoute, RowRoute
 from tpu_embed.core.layout import ROW_MULTIPLE, MeshAxes, Stack, round_up
 from tpu_embed.kernels import dispatch
+
+MAX_SLICES = 16
+"""The most slices that are taken side by side; where there are more shards, in a loop."""
+
+
+class SortedIds(NamedTuple):
+    """The ids of one stack on one device, sorted by physical row.
+
+    Attributes:
+      row_ids: `[N]`, ascending; the number of physical rows, S * R, in place of absent ones.
+      order: int32 `[N]`, their positions in the batch; equal rows are in batch order.
+      payload: arrays `[N]` in the same order, as they were given.
+    """
+
+    row_ids: Array
+    order: Array
+    payload: PyTree
+
+
+def sort_ids(row_ids: Array, stack: Stack, payload: PyTree = ()) -> SortedIds:
+    """Sort the ids of one device by row, and what belongs to them with them.
+
+    Args:
+      row_ids: physical rows `[N]`, `PADDING_ID` for absent ids.
+      stack: the stack.
+      payload: a pytree of arrays `[N]`.
+    """
+    # Absent ids sort to the end if their row is the largest number.
+    absent = jnp.asarray(stack.physical_rows, row_ids.dtype)
+    return SortedIds(*dispatch.sort_with(jnp.where(row_ids < 0, absent, row_ids), payload))
 
 
 class Destinations(NamedTuple):
     """Which rows one device sends to or asks of each shard, and where each id is among them.
 
     Attributes:
-      order: int32 `[N]`, the positions of the ids, sorted by physical row.
-      target: int32 `[N]`, the place in the send buffer `[S * C]` of the id at `order[i]`, which is
+      target: int32 `[N]`, the place in the send buffer `[S * C]` of each sorted id, which is
         destination * C + the rank of its run there; S * C for an absent id.
       row_ids: `[S, C]`, the send buffer: local row ids at the destination, `PADDING_ID` where
         nothing is sent.
       overflow: bool `[]`, whether a destination has more than C runs.
     """
 
-    order: Array
     target: Array
     row_ids: Array
     overflow: Array
@@ -46,56 +80,74 @@ class Destinations(NamedTuple):
 def find_destinations(
     row_ids: Array, stack: Stack, capacity: int, parts: Array | None = None
 ) -> Destinations:
-    """Sort ids by row, and give every run of equal rows a place in its destination's buffer.
+    """Give every run of equal rows a place in its destination's buffer.
 
-    For example, S = 2 shards of R = 10 rows, C = 2 and the physical rows 13 4 13 7:
+    For example, S = 2 shards of R = 10 rows, C = 2 and the sorted rows 4 7 13 13:
 
-        runs.row_ids  4 7 13 13    runs.run  0 1 2 2    runs.run_row_ids  4 7 13 20
+        run  0 1 2 2    run_row_ids  4 7 13 20
         first  0 2 3               (runs 0 and 1 go to shard 0, run 2 to shard 1)
         destination  0 0 1 1       rank  0 1 0 0        target  0 1 2 2
         row_ids  [[4, 7], [3, -1]]
 
     Args:
-      row_ids: physical rows `[N]`, `PADDING_ID` for absent ids.
+      row_ids: the sorted rows `[N]` of `SortedIds`.
       stack: the stack.
       capacity: C, the number of runs that each destination has room for.
-      parts: integer `[N]`: ids of one row but of different parts are sent separately. None: each
-        row is sent once.
+      parts: integer `[N]`, in sorted order: ids of one row but of different parts are sent
+        separately. None: each row is sent once.
     """
     shards, absent = stack.num_shards, stack.physical_rows
-    # Absent ids sort to the end if their row is the largest number.
-    runs = dedup.find_runs(jnp.where(row_ids < 0, absent, row_ids), absent, parts)
+    runs = dedup.number_runs(row_ids, absent, parts)
     # Shard s owns the physical rows from s * R to (s + 1) * R; its runs are first[s]:first[s + 1].
-    bounds = np.arange(shards + 1, dtype=stack.index_dtype) * stack.num_rows
-    first = jnp.searchsorted(runs.run_row_ids, jnp.asarray(bounds)).astype(jnp.int32)
-    destination = jnp.minimum(runs.row_ids // stack.num_rows, shards).astype(jnp.int32)
-    rank = runs.run - first[destination]
-    goes = (runs.row_ids < absent) & (rank < capacity)
+    bounds = jnp.asarray(np.arange(shards + 1, dtype=stack.index_dtype) * stack.num_rows)
+    first = _count_below(runs.run_row_ids, bounds)
+    destination = jnp.minimum(row_ids // stack.num_rows, shards).astype(jnp.int32)
+    rank = runs.run - _pick(first, destination)
+    goes = (row_ids < absent) & (rank < capacity)
     target = jnp.where(goes, destination * capacity + rank, shards * capacity)
-    # The send buffer [S, C]: run first[s] + c at [s, c], as long as it belongs to shard s.
-    index = first[:-1, None] + jnp.arange(capacity, dtype=jnp.int32)
-    asked = runs.run_row_ids.at[index].get(mode="fill", fill_value=absent)
-    local = (asked - bounds[:-1, None]).astype(row_ids.dtype)
-    sent = jnp.where(index < first[1:, None], local, PADDING_ID)
-    return Destinations(runs.order, target, sent, jnp.any(first[1:] - first[:-1] > capacity))
+    # The send buffer [S, C] has the runs from first[s] to first[s + 1] in line s. A line of C runs
+    # may reach into the next shard's, or past the end.
+    padded = jnp.pad(runs.run_row_ids, (0, capacity), constant_values=absent)
+    lines = _slices(padded, first[:-1], capacity)
+    local = (lines - bounds[:-1, None]).astype(row_ids.dtype)
+    sent = jnp.where(lines < bounds[1:, None], local, jnp.asarray(PADDING_ID, local.dtype))
+    return Destinations(target, sent, jnp.any(first[1:] - first[:-1] > capacity))
 
 
-def route_rows(row_ids: Array, stack: Stack, capacity: int) -> tuple[RowRoute, Array]:
+def _count_below(rows: Array, bounds: Array) -> Array:
+    """Return how many of the rows `[N]` are less than each of a few bounds, int32 `[n]`."""
+    return jnp.sum(rows < bounds[:, None], axis=1, dtype=jnp.int32)
+
+
+def _slices(rows: Array, starts: Array, size: int) -> Array:
+    """Return `rows[i : i + size]` for each start i, `[S, size]`."""
+    # A program of a slice per shard would grow with the mesh; a loop over all of them is slower.
+    together = math.gcd(starts.shape[0], MAX_SLICES)
+
+    def some(starts: Array) -> Array:
+        return jnp.stack([jax.lax.dynamic_slice(rows, (i,), (size,)) for i in starts])
+
+    return jax.lax.map(some, starts.reshape(-1, together)).reshape(-1, size)
+
+
+def _pick(values: Array, index: Array) -> Array:
+    """Return `values[index]` of a few int32 values `[n]`; a gather would cost more on a TPU."""
+    # [n, N] is computed within one loop over N, never stored.
+    numbers = jnp.arange(values.shape[0], dtype=jnp.int32)
+    return jnp.sum(jnp.where(index == numbers[:, None], values[:, None], 0), axis=0)
+
+
+def route_rows(ids: SortedIds, stack: Stack, capacity: int) -> tuple[RowRoute, Array]:
     """Return how each id gets its row, and whether the capacity was too small, bool `[]`.
 
     Args:
-      row_ids: physical rows `[N]`, `PADDING_ID` for absent ids.
+      ids: the ids of this device.
       stack: the stack.
       capacity: C, the number of distinct rows that each owner can be asked for.
     """
-    if stack.num_shards == 1:
-        return RowRoute(None, row_ids), jnp.asarray(False)
-    with jax.named_scope("route"):
-        found = find_destinations(row_ids, stack, capacity)
-        asked = collectives.all_to_all(found.row_ids, stack.shard_axes)
-        # `target` is in sorted order; scatter it so that index[order[i]] = target[i].
-        index = dispatch.set_rows(jnp.zeros_like(found.target), found.order, found.target)
-        return RowRoute(asked, index), found.overflow
+    found = find_destinations(ids.row_ids, stack, capacity)
+    asked = collectives.all_to_all(found.row_ids, stack.shard_axes)
+    return RowRoute(asked, dispatch.unsort(found.target, ids.order)), found.overflow
 
 
 def route_merge(received: Array, stack: Stack, axes: MeshAxes) -> MergeRoute:
@@ -106,31 +158,30 @@ def route_merge(received: Array, stack: Stack, axes: MeshAxes) -> MergeRoute:
       stack: the stack.
       axes: the mesh, and which of its axes split the batch.
     """
-    # Read the parcels in batch order, so that sums do not depend on the mesh. `places` says where
-    # each partial sum really lies: parcels 0 2 1 of two rows lie at 0 1 4 5 2 3.
+    # Read the parcels in batch order, so that sums do not depend on the mesh. Where each
+    # partial sum really lies goes with it: parcels 0 2 1 of two rows lie at 0 1 4 5 2 3.
     order, size = axes.batch_order(stack.shard_axes), received.shape[-1]
-    places = (order[:, None] * size + np.arange(size)).astype(np.int32).reshape(-1)
-    rows = received if np.all(order == np.arange(order.size)) else received[order]
+    in_order = bool(np.all(order == np.arange(order.size)))
+    rows = received if in_order else received[order]
     # Local rows are 0 to R - 1, so R stands for "absent" here and sorts last.
     rows = jnp.where(rows < 0, stack.num_rows, rows).reshape(-1)
     # What one device sends is sorted by row; only several senders must be sorted together.
-    find = dedup.runs_of_sorted if order.size == 1 else dedup.find_runs
-    runs = find(rows, stack.num_rows)
+    index = None
+    if in_order and order.size > 1:
+        rows, index = dispatch.sort_rows(rows)
+    elif order.size > 1:
+        places = (order[:, None] * size + np.arange(size)).astype(np.int32).reshape(-1)
+        rows, _, index = dispatch.sort_with(rows, jnp.asarray(places))
+    runs = dedup.number_runs(rows, stack.num_rows)
     # There are at most as many distinct rows as partial sums, and as rows in the shard. Run i is
     # summed into segment i; segment `most` is out of range, so absent ones are left out.
     most = round_up(min(rows.shape[0], stack.num_rows), ROW_MULTIPLE)
-    segments = jnp.where(runs.row_ids < stack.num_rows, runs.run, most)
+    segments = jnp.where(rows < stack.num_rows, runs.run, most)
     run_rows = runs.run_row_ids[:most]
     missing = (0, most - run_rows.shape[0])
     run_rows = jnp.pad(run_rows, missing, constant_values=stack.num_rows)
     merged = jnp.where(run_rows < stack.num_rows, run_rows, PADDING_ID)
-    index = runs.order if np.all(order == np.arange(order.size)) else places_of(places, runs.order)
     return MergeRoute(index, segments, merged)
-
-
-def places_of(places: np.ndarray, order: Array) -> Array:
-    """Return `places[order]`, int32 `[P]`."""
-    return dispatch.gather_rows(jnp.asarray(places), order)
 
 
 def only_mine(row_ids: Array, stack: Stack, axes: MeshAxes) -> Array:

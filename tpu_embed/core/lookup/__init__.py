@@ -4,9 +4,9 @@ from tpu_embed.core.lookup.combine import (
     BagEntries,
     bag_entries,
     combine,
+    optional_weights,
     quantize,
     sum_gradients,
-    sum_route,
 )
 from tpu_embed.core.lookup.reads import activations_read, record_lookup, zero_after
 from tpu_embed.core.lookup.sharded import by_feature, lookup, not_differentiable
@@ -19,9 +19,9 @@ __all__ = [
     "combine",
     "lookup",
     "not_differentiable",
+    "optional_weights",
     "quantize",
     "record_lookup",
     "sum_gradients",
-    "sum_route",
     "zero_after",
 ]

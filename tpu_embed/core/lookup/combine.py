@@ -128,21 +128,6 @@ def sum_gradients(
     )[0]
 
 
-def sum_route(ids: LocalIds, dtype: np.dtype, order: Array, segments: Array) -> SumRoute:
-    """Return the route of gradients that the device has sorted itself.
-
-    Args:
-      ids: the ids.
-      dtype: the dtype of the weights.
-      order: int32 `[N]`, the ids' positions, sorted by the sum that they go to.
-      segments: int32 `[N]`, the sum that the id at `order[i]` goes to, non-decreasing.
-    """
-    weights = optional_weights(ids, dtype)
-    if weights is not None:
-        weights = dispatch.gather_rows(weights, order)
-    return SumRoute(dispatch.gather_rows(ids.bags, order), weights, segments)
-
-
 def optional_weights(ids: LocalIds, dtype: np.dtype) -> Array | None:
     """Return the weight of every id `[N]`, zero for absent ones; None where all are 1."""
     return None if ids.weights is None else _weights(ids, dtype)

@@ -106,15 +106,20 @@ def _lookup_stack(
     with jax.named_scope(f"lookup/{stack.label}"):
         if isinstance(ids, RoutedIds):
             return combined(ids.rows)
-        capacity = max(1, view.room.row_capacity)
-        rows, overflow = device_route.route_rows(ids.row_ids, stack, capacity)
+        if stack.num_shards == 1:
+            return combined(RowRoute(None, ids.row_ids))
+        capacity, enough = max(1, view.room.row_capacity), view.worst_room.row_capacity
+        with jax.named_scope("route"):
+            ordered = device_route.sort_ids(ids.row_ids, stack)
+            rows, overflow = device_route.route_rows(ordered, stack, capacity)
         # The host has counted the ids of a placed batch, so they fit. Ids traced inside a user's
         # jit may not; then all devices must take the same branch, because both branches exchange.
-        if fits or stack.num_shards == 1:
+        if fits or capacity >= enough:
             return combined(rows)
-        enough = view.worst_room.row_capacity
-        return jax.lax.cond(
-            collectives.any_device(overflow, view.layout.axes.mesh),
-            lambda: combined(device_route.route_rows(ids.row_ids, stack, enough)[0]),
-            lambda: combined(rows),
-        )
+
+        def with_enough() -> tuple[Array, ...]:
+            with jax.named_scope("overflow"):
+                return combined(device_route.route_rows(ordered, stack, enough)[0])
+
+        any_overflow = collectives.any_device(overflow, view.layout.axes.mesh)
+        return jax.lax.cond(any_overflow, with_enough, lambda: combined(rows))

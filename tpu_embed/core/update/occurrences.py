@@ -18,6 +18,7 @@ from tpu_embed.core.exchange import RowSums, dedup
 from tpu_embed.core.layout import ROW_MULTIPLE, Stack
 from tpu_embed.core.state import StackShard
 from tpu_embed.core.update.apply import apply_rule
+from tpu_embed.kernels import dispatch
 
 CHUNK = 4 * ROW_MULTIPLE
 """Rows that are updated at a time."""
@@ -69,9 +70,10 @@ def _by_round(row_ids: Array, stack: Stack) -> tuple[Array, Array, Array]:
     """
     # Rows (7, 3, 7, 7) sort to (3, 7, 7, 7) from positions (1, 0, 2, 3). Their runs start at 0 and
     # 1, so the rounds are position - start = (0, 0, 1, 2): each row's occurrences, counted.
-    runs = dedup.find_runs(row_ids, stack.num_rows)
+    ordered, order = dispatch.sort_rows(row_ids)
+    runs = dedup.number_runs(ordered, stack.num_rows)
     positions = jnp.arange(row_ids.shape[0], dtype=jnp.int32)
     size = row_ids.shape[0]
     starts = jnp.full((size,), size, jnp.int32).at[runs.run].min(positions)
-    rounds = jnp.where(runs.row_ids < stack.num_rows, positions - starts[runs.run], size)
-    return jax.lax.sort((rounds, runs.row_ids, runs.order), num_keys=2, is_stable=True)  # type: ignore[return-value]
+    rounds = jnp.where(ordered < stack.num_rows, positions - starts[runs.run], size)
+    return jax.lax.sort((rounds, ordered, order), num_keys=2, is_stable=True)  # type: ignore[return-value]

@@ -10,6 +10,7 @@ arrays, in the memory of the old ones if those are donated.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from tpu_embed.core.update.apply import (
 )
 from tpu_embed.core.update.gradients import stack_gradients
 from tpu_embed.core.update.sums import (
+    Outgoing,
     Partials,
     Task,
     exchange_occurrences,
@@ -41,7 +43,7 @@ from tpu_embed.core.update.sums import (
     for_kernel,
     gradients_at_owner,
     local_gradients,
-    overflows,
+    outgoing_sums,
     partials_for_kernel,
     psum_sums,
     sums_at_owner,
@@ -154,20 +156,23 @@ def _update_stack(held: StackShard, task: Task, operands: Operands) -> tuple[Sta
       the updated shard; bool `[]`, whether the worst-case branch was taken.
     """
 
-    def with_capacity(held: StackShard, capacity: int) -> StackShard:
-        return _apply(held, task, capacity, operands)
+    def with_capacity(capacity: int) -> Callable[[StackShard], StackShard]:
+        outgoing = functools.partial(outgoing_sums, task, capacity)
+        return lambda held: _apply(held, task, outgoing, operands)
 
-    capacity, enough = task.view.room.partials, task.view.worst_room.partials
-    if isinstance(task.ids, LocalIds) and task.view.way == "local":
-        return with_capacity(held, enough), jnp.asarray(False)
-    capacity = max(1, capacity)
+    capacity, enough = max(1, task.view.room.partials), task.view.worst_room.partials
+    # On one device all ids find room, and nothing is exchanged for the dense sums of a psum.
+    if isinstance(task.ids, LocalIds) and task.view.way in ("local", "psum"):
+        return with_capacity(enough)(held), jnp.asarray(False)
     # The host has counted the ids of a placed batch, so its capacity is enough. If ids traced
     # inside a user's jit overflow on any device, all devices take the worst case together.
     if task.fits or capacity >= enough:
-        return with_capacity(held, capacity), jnp.asarray(False)
-    overflow = collectives.any_device(overflows(task, capacity), task.layout.axes.mesh)
-    held = _run_if(~overflow, lambda held: with_capacity(held, capacity), held)
-    return _run_if(overflow, lambda held: with_capacity(held, enough), held), overflow
+        return with_capacity(capacity)(held), jnp.asarray(False)
+    given = outgoing_sums(task, capacity)
+    overflow = collectives.any_device(given.overflow, task.layout.axes.mesh)
+    held = _run_if(~overflow, lambda held: _apply(held, task, lambda: given, operands), held)
+    with jax.named_scope("overflow"):
+        return _run_if(overflow, with_capacity(enough), held), overflow
 
 
 def _run_if(flag: Array, run: Callable[[StackShard], StackShard], held: StackShard) -> StackShard:
@@ -176,8 +181,12 @@ def _run_if(flag: Array, run: Callable[[StackShard], StackShard], held: StackSha
     return jax.lax.fori_loop(0, flag.astype(jnp.int32), lambda _, held: run(held), held)
 
 
-def _apply(held: StackShard, task: Task, capacity: int, operands: Operands) -> StackShard:
+def _apply(
+    held: StackShard, task: Task, outgoing: Callable[[], Outgoing], operands: Operands
+) -> StackShard:
     """Apply the stack's optimizer to the rows that the batch touches.
+
+    Partial sums are routed (`outgoing`) only where they are made.
 
     XLA sums gradients within blocks, exchanges them, sums over blocks, and then applies the rule. A
     compiled CPU kernel sums and applies in one pass, so it gets the gradients as early as possible.
@@ -186,7 +195,7 @@ def _apply(held: StackShard, task: Task, capacity: int, operands: Operands) -> S
     rule, way = _StackRule.of(task, operands), task.view.way
     # Without accumulation, occurrences must not be summed at all.
     if not task.view.accumulates:
-        return rule.to_each_occurrence(held, exchange_occurrences(task, capacity))
+        return rule.to_each_occurrence(held, exchange_occurrences(task, outgoing()))
     if way == "psum":
         return rule.to_sums(held, psum_sums(task))
     # The owner has the gradients of bags: its kernel takes them as they are.
@@ -203,12 +212,12 @@ def _apply(held: StackShard, task: Task, capacity: int, operands: Operands) -> S
     if way == "local":
         return dispatch.choose(
             held,
-            otherwise=lambda held: rule.in_xla(held, exchange_sums(task, capacity)),
+            otherwise=lambda held: rule.in_xla(held, exchange_sums(task, outgoing())),
             native=rule.compiled and (lambda held: rule.in_kernel(held, *local_gradients(task))),
         )
     # Otherwise partial sums are exchanged on every platform, and the kernel adds up what arrived.
     native = rule.compiled and (lambda held, got: rule.in_kernel(held, *partials_for_kernel(got)))
-    received = exchange_sums(task, capacity)
+    received = exchange_sums(task, outgoing())
     return dispatch.choose(held, received, otherwise=rule.in_xla, native=native)
 
 

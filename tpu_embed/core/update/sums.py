@@ -24,7 +24,7 @@ from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.batch import BagLayout, LocalIds, RoutedIds, StackView
 from tpu_embed.core.exchange import MergeRoute, RowSums, SumRoute, collectives, device_route, route
 from tpu_embed.core.layout import Layout, Stack
-from tpu_embed.core.lookup import bag_entries, sum_gradients, sum_route
+from tpu_embed.core.lookup import bag_entries, optional_weights, sum_gradients
 from tpu_embed.core.update.apply import Blocks, RowGradients
 from tpu_embed.kernels import dispatch
 
@@ -65,6 +65,23 @@ class Task(NamedTuple):
         return bag_entries(self.ids, self.bag_layout, self.stack.compute_dtype).factors
 
 
+class Outgoing(NamedTuple):
+    """How a device makes its partial sums, and which row each of them is for.
+
+    Attributes:
+      sums: which gradients are added to which partial sum of the send buffer `[S * C', D]`: place
+        s * C' + i has the i-th partial sum for shard s.
+      row_ids: local rows at the owners `[S, C']`; None where the owners know them from the host.
+      capacity: C', the partial sums that a destination has room for.
+      overflow: bool `[]`, whether some destination gets more of them.
+    """
+
+    sums: SumRoute
+    row_ids: Array | None
+    capacity: int
+    overflow: Array
+
+
 class Partials(NamedTuple):
     """Partial sums at the owner of their rows, and how they are merged.
 
@@ -77,19 +94,32 @@ class Partials(NamedTuple):
     merge: MergeRoute
 
 
-def exchange_sums(task: Task, capacity: int) -> Partials:
-    """Sum the gradients of this device by row and block, and send each sum to its row's owner.
+def outgoing_sums(task: Task, capacity: int) -> Outgoing:
+    """Return how this device sums its gradients by row and block, for the rows' owners.
 
     Args:
       task: the stack.
       capacity: C', the partial sums that a destination has room for.
     """
-    stack, axes = task.stack, task.layout.axes
+    ids, stack = task.ids, task.stack
+    if isinstance(ids, RoutedIds):
+        assert ids.sums is not None, "the batch was placed for an update"
+        return Outgoing(ids.sums, ids.sent, capacity, jnp.asarray(False))
     with jax.named_scope("dedup"):
-        # The sums are made directly in the send buffer [S * C', D]: place s * C' + i has the i-th
-        # partial sum for shard s.
-        order, sent = _order_of_sums(task, capacity)
-        sums = _summed(task, order, stack.num_shards * capacity)
+        entries = ids.bags, optional_weights(ids, stack.compute_dtype)
+        ordered = device_route.sort_ids(ids.row_ids, stack, entries)
+        bags, weights = ordered.payload
+        parts = _parts(task, ordered.order, bags)
+        found = device_route.find_destinations(ordered.row_ids, stack, capacity, parts)
+    sums = SumRoute(bags, weights, found.target)
+    return Outgoing(sums, found.row_ids, capacity, found.overflow)
+
+
+def exchange_sums(task: Task, outgoing: Outgoing) -> Partials:
+    """Sum the gradients of this device by row and block, and send each sum to its row's owner."""
+    stack, axes, sent = task.stack, task.layout.axes, outgoing.row_ids
+    with jax.named_scope("dedup"):
+        sums = _summed(task, outgoing.sums, stack.num_shards * outgoing.capacity)
     with jax.named_scope("route"):
         received = route.send_sums(sums, stack, axes)
         if isinstance(task.ids, RoutedIds) and task.ids.merge is not None:
@@ -100,17 +130,17 @@ def exchange_sums(task: Task, capacity: int) -> Partials:
         return Partials(received, device_route.route_merge(rows, stack, axes))
 
 
-def exchange_occurrences(task: Task, capacity: int) -> RowSums:
+def exchange_occurrences(task: Task, outgoing: Outgoing) -> RowSums:
     """Send the gradient of every id to its row's owner; return them in batch order, not summed.
 
     Args:
       task: a stack without gradient accumulation.
-      capacity: the ids that a destination has room for.
+      outgoing: a partial sum for each id.
     """
-    stack, axes = task.stack, task.layout.axes
-    order, sent = _order_of_sums(task, capacity)
+    stack, axes, sent = task.stack, task.layout.axes, outgoing.row_ids
+    capacity = outgoing.capacity
     assert sent is not None, "ids whose gradients are not summed are routed here"
-    sums = _summed(task, order, stack.num_shards * capacity)
+    sums = _summed(task, outgoing.sums, stack.num_shards * capacity)
     received = route.send_sums(sums, stack, axes).reshape(-1, capacity, stack.dim)
     rows = route.send_rows(device_route.only_mine(sent, stack, axes), stack, axes)
     batch_order = axes.batch_order(stack.shard_axes)
@@ -221,27 +251,6 @@ def partials_for_kernel(given: Partials) -> tuple[RowGradients, Blocks]:
     return sorted_by_row, Blocks((1,), size, 0)
 
 
-def overflows(task: Task, capacity: int) -> Array:
-    """Return whether some shard gets more than `capacity` partial sums from here, bool `[]`."""
-    assert isinstance(task.ids, LocalIds), "the host has counted routed ids"
-    parts, stack = _parts(task, task.ids), task.stack
-    return device_route.find_destinations(task.ids.row_ids, stack, capacity, parts).overflow
-
-
-def _order_of_sums(task: Task, capacity: int) -> tuple[SumRoute, Array | None]:
-    """Return how partial sums are made, and the rows `[S, C']` that they belong to.
-
-    The rows are None where the owners know them from the host.
-    """
-    ids = task.ids
-    if isinstance(ids, RoutedIds):
-        assert ids.sums is not None, "the batch was placed for an update"
-        return ids.sums, ids.sent
-    found = device_route.find_destinations(ids.row_ids, task.stack, capacity, _parts(task, ids))
-    dtype = task.stack.compute_dtype
-    return sum_route(ids, dtype, found.order, found.target), found.row_ids
-
-
 def _order_of_cells(task: Task) -> tuple[SumRoute, Array]:
     """Return how the sums of a psum are made, and the touched rows `[U]`, `PADDING_ID` for others.
 
@@ -250,21 +259,23 @@ def _order_of_cells(task: Task) -> tuple[SumRoute, Array]:
     ids, blocks, rows = task.ids, task.view.blocks, task.stack.num_rows
     if isinstance(ids, RoutedIds):
         assert ids.sums is not None, "the batch was placed for an update"
-        order = ids.sums
+        sums = ids.sums
     else:
-        cells = _blocks(task, ids) * rows + ids.row_ids.astype(jnp.int32)
-        ordered, positions = dispatch.sort_rows(jnp.where(ids.row_ids < 0, blocks * rows, cells))
-        order = sum_route(ids, task.stack.compute_dtype, positions, ordered)
+        cells = _blocks(task, ids.bags) * rows + ids.row_ids.astype(jnp.int32)
+        cells = jnp.where(ids.row_ids < 0, blocks * rows, cells)
+        entries = ids.bags, optional_weights(ids, task.stack.compute_dtype)
+        ordered, _, (bags, weights) = dispatch.sort_with(cells, entries)
+        sums = SumRoute(bags, weights, ordered)
     if isinstance(ids, RoutedIds) and ids.merge is not None:
-        return order, ids.merge.row_ids
+        return sums, ids.merge.row_ids
     # A row without ids must stay absent: with a zero gradient it would still decay or move.
-    ones = jnp.ones_like(order.segments)
-    counts = dispatch.segment_sum(ones, order.segments, blocks * rows)
-    counts = collectives.psum(counts, task.layout.axes.batch_axes).reshape(blocks, rows)
+    cells = sums.segments
+    own = dispatch.occurs(jnp.where(cells < blocks * rows, cells % rows, PADDING_ID), rows)
+    counts = collectives.psum(own.astype(jnp.int32), task.layout.axes.batch_axes)
     numbers = jnp.arange(rows, dtype=task.stack.index_dtype)
-    touched = jnp.where(counts.sum(0) > 0, numbers, PADDING_ID)
+    touched = jnp.where(counts > 0, numbers, PADDING_ID)
     missing = (0, task.view.num_merged - rows)
-    return order, jnp.pad(touched, missing, constant_values=PADDING_ID)
+    return sums, jnp.pad(touched, missing, constant_values=PADDING_ID)
 
 
 def _summed(task: Task, order: SumRoute, num_sums: int) -> Array:
@@ -272,29 +283,29 @@ def _summed(task: Task, order: SumRoute, num_sums: int) -> Array:
     return sum_gradients(task.gradients, task.factors, task.bag_layout, order, num_sums)
 
 
-def _parts(task: Task, ids: LocalIds) -> Array | None:
-    """Return a number per id, int32 `[N]`: ids of one row are summed here if their numbers agree.
+def _parts(task: Task, order: Array, bags: Array) -> Array | None:
+    """Return a number for each sorted id: ids of one row are summed here if their numbers agree.
 
-    It is the id's block of the batch. Without accumulation every id has a number of its own. None,
+    It is the block of its bag. Without accumulation every id has a number of its own. None,
     where a device holds a single block: all ids of a row are summed.
     """
     if not task.view.accumulates:
-        return jnp.arange(ids.row_ids.shape[0], dtype=jnp.int32)
+        return order
     if task.layout.blocks_per_device(task.view.global_batch) == 1:
         return None
-    return _blocks(task, ids)
+    return _blocks(task, bags)
 
 
-def _blocks(task: Task, ids: LocalIds) -> Array:
-    """Return the block of the global batch that contains each id's example, int32 `[N]`."""
+def _blocks(task: Task, bags: Array) -> Array:
+    """Return the block of the global batch that contains the example of each bag, int32 `[N]`."""
     # bag // (bags per example) is the example on this device; `first` makes it global.
     view, batch, blocks = task.view, task.view.global_batch, task.view.blocks
     first = collectives.axis_index(task.layout.axes.batch_axes) * view.spec.local_batch
-    examples = first + ids.bags // view.bags_per_example
+    examples = first + bags // view.bags_per_example
     if batch % blocks == 0:
         return examples // (batch // blocks)
-    # Example e is in block floor(e * G / batch), but e * G may not fit in int32. So search among
-    # the first examples of the blocks, ceil(block * batch / G): for 10 examples and G = 4, those
-    # are 3, 5 and 8, and the blocks have 3, 2, 3 and 2 examples.
+    # Example e is in block floor(e * G / batch), but e * G may not fit in int32. So count
+    # the blocks after the first that begin at e or before. They begin at ceil(block * batch / G):
+    # for 10 examples and G = 4, those are 3, 5 and 8, and the blocks have 3, 2, 3 and 2 examples.
     starts = [-(-block * batch // blocks) for block in range(1, blocks)]
-    return jnp.searchsorted(jnp.asarray(starts, jnp.int32), examples, side="right")
+    return jnp.sum(examples >= jnp.asarray(starts, jnp.int32)[:, None], axis=0, dtype=jnp.int32)
