@@ -96,7 +96,7 @@ def test_both_apis_have_the_bits_of_one_process(two):
 
 
 def test_several_blocks_on_each_device_have_the_bits_of_one_process(two):
-    """Rows of weighted means, and copies of rows; one process even sends other things."""
+    """One process gathers the gradients of weighted bags where two exchange their sums."""
     expected, _ = process_cases.train_weighted(4)
     for _, _, (found, _), *_ in two:
         assert_same(found, expected)

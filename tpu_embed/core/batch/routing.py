@@ -228,8 +228,8 @@ def host_factors(weights: np.ndarray, bags: np.ndarray, form: BagLayout) -> np.n
       form: how the bags combine.
     """
     kinds = np.tile(np.array(form.combiners), form.examples)
-    # Weights of bags that need no d are left out, because their sums and squares may overflow; so
-    # is what lies below the least normal number, which XLA's CPU backend takes for zero.
+    # Weights of bags that need no d are left out, because their sums and squares may overflow. So
+    # are weights below the least normal number, which XLA's CPU backend takes for zero.
     least = np.finfo(weights.dtype).tiny
     counts = np.append(kinds != "sum", False)[bags] & (np.abs(weights) >= least)
     weights = np.where(counts, weights, np.zeros_like(weights))

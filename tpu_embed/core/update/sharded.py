@@ -11,7 +11,7 @@ arrays, in the memory of the old ones if those are donated.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from tpu_embed._types import PADDING_ID, Array, ArrayLike
-from tpu_embed.core.batch import Batch, LocalIds, RoutedIds, TracedIds, view_stacks
+from tpu_embed.core.batch import (
+    Batch,
+    LocalIds,
+    RoutedIds,
+    StackView,
+    TracedIds,
+    view_stacks,
+)
 from tpu_embed.core.exchange import RowSums, collectives, route
 from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.core.lookup import zero_after
@@ -112,28 +119,12 @@ def update(
     # Tables without an optimizer do not enter the `shard_map`; they are returned as they came.
     trained = [v for v in view_stacks(source.spec, layout) if v.stack.optimizer is not None]
 
-    def device(tables: dict, slots: dict, source: Batch | TracedIds, operands: Operands) -> Updated:
-        located, overflowed = source.locate(layout), jnp.int32(0)
-        new_tables, new_slots = {}, {}
-        for view in trained:
-            stack = view.stack
-            held = StackShard(tables[stack.name], slots[stack.name])
-            gradients = stack_gradients(operands.gradients, view)
-            task = Task(located.ids[view.number], gradients, view, fits=source.checked)
-            with jax.named_scope(f"update/{stack.label}"):
-                held, overflow = _update_stack(held, task, operands)
-                held = _shared_slots_kept(held, slots[stack.name], stack, operands.skip)
-            new_tables[stack.name], new_slots[stack.name] = held
-            overflowed += overflow.astype(jnp.int32)
-        bad_ids = collectives.psum(located.bad_ids, axes.batch_axes)
-        return Updated(new_tables, new_slots, bad_ids, overflowed)
-
     table_specs, slot_specs = state_specs(tuple(view.stack for view in trained), axes)
     whole, batch = PartitionSpec(), axes.spec(axes.batch_axes)
     source = axes.reshard(source, source.axes(layout))
     gradients, reads = axes.reshard((operands.gradients, operands.reads), axes.batch_axes)
     step = jax.shard_map(
-        device,
+        functools.partial(_update_device, trained, layout),
         mesh=axes.mesh,
         in_specs=(
             table_specs,
@@ -145,8 +136,34 @@ def update(
         check_vma=False,
     )
     old = [{name: arrays[name] for name in table_specs} for arrays in (tables, slots)]
-    new = step(*old, source, operands._replace(gradients=gradients, reads=reads))
+    operands = operands._replace(gradients=gradients, reads=reads)
+    new = step(old[0], old[1], source, operands)
     return new._replace(tables={**tables, **new.tables}, slots={**slots, **new.slots})
+
+
+def _update_device(
+    trained: Sequence[StackView],
+    layout: Layout,
+    tables: dict[str, Array],
+    slots: dict[str, dict[str, Array]],
+    source: Batch | TracedIds,
+    operands: Operands,
+) -> Updated:
+    """Do what `update` does on one device, with its shards and its part of the batch."""
+    located, overflowed = source.locate(layout), jnp.int32(0)
+    new_tables, new_slots = {}, {}
+    for view in trained:
+        stack = view.stack
+        held = StackShard(tables[stack.name], slots[stack.name])
+        gradients = stack_gradients(operands.gradients, view)
+        task = Task(located.ids[view.number], gradients, view, fits=source.checked)
+        with jax.named_scope(f"update/{stack.label}"):
+            held, overflow = _update_stack(held, task, operands)
+            held = _shared_slots_kept(held, slots[stack.name], stack, operands.skip)
+        new_tables[stack.name], new_slots[stack.name] = held
+        overflowed += overflow.astype(jnp.int32)
+    bad_ids = collectives.psum(located.bad_ids, layout.axes.batch_axes)
+    return Updated(new_tables, new_slots, bad_ids, overflowed)
 
 
 def _update_stack(held: StackShard, task: Task, operands: Operands) -> tuple[StackShard, Array]:
