@@ -1,5 +1,7 @@
 """The order in which gradients of a row are summed: within blocks of the batch, then over them."""
 
+import contextlib
+
 import jax
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from facade_cases import mesh
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
+from tpu_embed.kernels import dispatch
 
 V, D = 5, 2
 
@@ -88,3 +91,25 @@ def test_a_block_on_two_devices_is_summed_in_two_parts():
     size = in_blocks(ids, {n: np.abs(g) for n, g in gradients.items()}, 8)
     # 120 additions, each rounded by at most 2^-24 of a partial sum below Σ|g|.
     assert (np.abs(found - in_blocks(ids, gradients, 8)) <= 120 * 2.0**-24 * size).all()
+
+
+@pytest.mark.parametrize("kernels", [contextlib.nullcontext, dispatch.reference_only])
+@pytest.mark.parametrize("placement", ["mod", "replicated"])
+def test_ids_inside_a_jit_are_summed_like_placed_ones(placement, kernels):
+    """FTRL moves every row that it is given, so rows without ids must not be among them."""
+    table = TableConfig(V, D, combiner="sum", placement=placement)
+    features = {"a": FeatureConfig(table), "b": FeatureConfig(table)}
+    ids, gradients = draw(28)  # blocks of 3 and of 4 examples
+    ids = {name: np.where(one == 3, -1, one) for name, one in ids.items()}
+    weights = {name: magnitudes(one.shape, 7) for name, one in ids.items()}
+    with kernels():
+        engine = tpu_embed.EmbeddingEngine(features, o.FTRL(0.1), mesh=mesh(4))
+        state = engine.init(jax.random.key(0))
+        before = np.asarray(engine.tables(state)["table_0"])
+        placed = engine.update(state, engine.place(ids, weights), gradients)
+        state = engine.init(jax.random.key(0))
+        traced = jax.jit(engine.update)(state, ids, gradients, weights)
+        after, expected = (np.asarray(engine.tables(s)["table_0"]) for s in (traced, placed))
+    np.testing.assert_array_equal(after, expected)
+    assert (after[3] == before[3]).all()
+    assert (np.delete(after, 3, 0) != np.delete(before, 3, 0)).any()
