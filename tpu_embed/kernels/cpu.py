@@ -28,7 +28,7 @@ from tpu_embed.kernels.varying import as_varying, varying_axes
 TARGETS = ("zeros", "gather_rows", "set_rows", "sort_rows", "gather_sum", "update")
 """The custom calls, registered as `tpu_embed_<name>`."""
 
-HOST_FUNCTIONS = ("sort_ids", "take", "put")
+HOST_FUNCTIONS = ("interleave", "sort_ids", "take", "put")
 """What `host_native` calls, as `tpu_embed_host_<name>`."""
 
 

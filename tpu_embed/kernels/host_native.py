@@ -17,12 +17,49 @@ from typing import Any
 import numpy as np
 
 from tpu_embed.kernels import cpu
-from tpu_embed.kernels.host_reference import Put, SortedIds, Take
+from tpu_embed.kernels.host_reference import Column, Put, SortedIds, Take
 
 IDS_PER_THREAD = 20_000
 """Fewer ids are not worth the start of a thread."""
 
 _NOTHING = 0  # the address of an array that is not given
+
+
+def interleave(
+    columns: Sequence[Column],
+    row_ids: np.ndarray,
+    bags: np.ndarray,
+    weights: np.ndarray | None,
+    *,
+    examples: int,
+) -> None:
+    """Write the ids of all features in batch order; see `host_reference.interleave`."""
+    lines, size = row_ids.shape
+    ends = [np.arange(lines + 1) * examples * column.per_example for column in columns]
+    bounds = [np.searchsorted(c.bags, end) for c, end in zip(columns, ends, strict=True)]
+    assert (np.diff(bounds).sum(axis=0) <= size).all()
+    given = [_column(*pair, row_ids, weights) for pair in zip(columns, bounds, strict=True)]
+    table = np.array(given, np.int64)
+    per_example = sum(column.per_example for column in columns)
+    weight_bytes = 0 if weights is None else weights.itemsize
+    options = row_ids.itemsize, weight_bytes, table.ctypes.data, len(columns)
+    tasks = []
+    for line in range(lines):
+        outs = _address(row_ids[line]), _address(bags[line], np.int32, size)
+        scale = _NOTHING if weights is None else _address(weights[line], size=size)
+        tasks.append((*options, line, examples, per_example, *outs, scale, size))
+    _run("interleave", tasks, row_ids.size)
+
+
+def _column(
+    column: Column, bounds: np.ndarray, row_ids: np.ndarray, weights: np.ndarray | None
+) -> tuple[int, ...]:
+    """Return the fields of a column, whose numbers are of the dtypes of the results."""
+    n, scale = column.row_ids.size, _NOTHING
+    if weights is not None and column.weights is not None:
+        scale = _address(column.weights, weights.dtype, n)
+    rows, bags = _address(column.row_ids, row_ids.dtype), _address(column.bags, np.int32, n)
+    return rows, bags, scale, _address(bounds, np.int64), column.per_example, column.offset
 
 
 def sort_ids(

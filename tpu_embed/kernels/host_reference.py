@@ -1,7 +1,8 @@
-"""Work on a batch's ids before it is sent: sort them, and write numbers in the order that results.
+"""Work on a batch's ids before it is sent: put them in batch order, and sort them by row.
 
-Everything here runs on the host, in NumPy. `host_native` does the same in C++. Both work on several
-lines at once: one line of ids per replica or owner, one line of results per device.
+A route is numbers that are written in the order of the sorted ids (`take`, `put`). Everything here
+runs on the host, in NumPy; `host_native` does the same in C++. Both work on several lines at once:
+one line of ids per replica or owner, one line of results per device.
 
 For example, a line with the rows 13 4 -1 13 7 is sorted to
 
@@ -18,6 +19,27 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+from tpu_embed._types import PADDING_ID
+
+
+class Column(NamedTuple):
+    """The ids of one feature, of all lines, in batch order.
+
+    Attributes:
+      row_ids: `[n]`, none of them absent.
+      bags: int32 `[n]`, their bags, non-decreasing; example e has the bags from e · per_example to
+        (e + 1) · per_example.
+      weights: `[n]`, or None for all ones.
+      per_example: the number of bags of one example.
+      offset: the first of these bags among the bags of all features of an example.
+    """
+
+    row_ids: np.ndarray
+    bags: np.ndarray
+    weights: np.ndarray | None
+    per_example: int
+    offset: int
 
 
 class SortedIds(NamedTuple):
@@ -70,6 +92,63 @@ class Put(NamedTuple):
     place: np.ndarray
     run: np.ndarray
     rest: int
+
+
+def interleave(
+    columns: Sequence[Column],
+    row_ids: np.ndarray,
+    bags: np.ndarray,
+    weights: np.ndarray | None,
+    *,
+    examples: int,
+) -> None:
+    """Write the ids of all features in batch order: by example, then feature, then position.
+
+    For example, one line with 2 examples: feature a has the ids 5 | 6 7, feature b has 8 | 9. The
+    line is 5 8 6 7 9. The ids of feature a move from the positions 0 | 1 2 to 0 | 2 3, so its
+    shifts are 0 and 1; those of feature b move from 0 | 1 to 1 | 4, so its shifts are 1 and 3.
+
+    Args:
+      columns: the features.
+      row_ids: out: `[lines, N]`, absent rows where a line has no more ids.
+      bags: out: int32 `[lines, N]`, the bags of the line, by example and feature; that of padding
+        is one past the last.
+      weights: out: `[lines, N]`, zero for padding; or None.
+      examples: the number of examples of one line.
+    """
+    per_example = sum(column.per_example for column in columns)
+    row_ids.fill(PADDING_ID)
+    bags.fill(examples * per_example)
+    if weights is not None:
+        weights.fill(0)
+    numbers = [column.bags // column.per_example for column in columns]
+    shifts = _shifts(numbers, len(row_ids), len(row_ids) * examples)
+    for c, (column, example) in enumerate(zip(columns, numbers, strict=True)):
+        line = example // examples
+        position = np.arange(example.size) + shifts[example, c]
+        row_ids[line, position] = column.row_ids
+        # The example's first bag, the feature's offset in it, the bag's number in the feature.
+        within = column.bags - example * column.per_example
+        bags[line, position] = (example - line * examples) * per_example + column.offset + within
+        if weights is not None:
+            weights[line, position] = 1 if column.weights is None else column.weights
+
+
+def _shifts(examples: Sequence[np.ndarray], lines: int, batch: int) -> np.ndarray:
+    """Return how far the ids of each example and feature move in a line, int64 `[B, features]`.
+
+    Args:
+      examples: the example of each id `[n]`, non-decreasing, of every feature.
+      lines: the number of lines.
+      batch: B, the examples of all lines.
+    """
+    # How many ids each example has of each feature, and how many ids precede these on their line;
+    # both [B, features].
+    counts = np.stack([np.bincount(example, minlength=batch) for example in examples], axis=1)
+    by_line = counts.reshape(lines, -1)
+    starts = (np.cumsum(by_line, axis=1) - by_line).reshape(counts.shape)
+    # Among the feature's own ids, those of an example begin after the ids of earlier examples.
+    return starts - (np.cumsum(counts, axis=0) - counts)
 
 
 def sort_ids(

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include "entry.h"
 #include "sort.h"
@@ -92,21 +93,25 @@ void sort_as(Row base, uint64_t range, SortTask& task) {
 
 template <typename Row>
 void sort_ids(SortTask& task) {
+  using Unsigned = std::make_unsigned_t<Row>;
   const Row* row_ids = static_cast<const Row*>(task.row_ids);
-  Row least = std::numeric_limits<Row>::max(), largest = 0;
-  task.present = 0;
+  // As unsigned numbers absent rows are the largest: a loop without branches, for vector units.
+  int64_t present = 0;
+  Row largest = 0;
+  auto least = static_cast<Unsigned>(std::numeric_limits<Row>::max());
   for (int64_t i = 0; i < task.n; ++i) {
-    if (row_ids[i] < 0) continue;
-    ++task.present;
-    least = std::min(least, row_ids[i]);
+    present += row_ids[i] >= 0;
     largest = std::max(largest, row_ids[i]);
+    least = std::min(least, static_cast<Unsigned>(row_ids[i]));
   }
-  if (task.present == 0) least = 0;
-  const auto range = static_cast<uint64_t>(largest - least);
+  task.present = present;
+  if (present == 0) least = 0;
+  const auto base = static_cast<Row>(least);
+  const auto range = static_cast<uint64_t>(largest - base);
   if (range <= std::numeric_limits<uint32_t>::max()) {
-    sort_as<Row, uint32_t>(least, range, task);
+    sort_as<Row, uint32_t>(base, range, task);
   } else {
-    sort_as<Row, uint64_t>(least, range, task);
+    sort_as<Row, uint64_t>(base, range, task);
   }
 }
 

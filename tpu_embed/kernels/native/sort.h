@@ -26,7 +26,7 @@ class Scratch {
 };
 
 constexpr int64_t kSerialSort = 1 << 14;  // entries that are not worth a second thread
-constexpr int kDigitBits = 11;            // 2,048 counters a chunk stay in the first-level cache
+constexpr int kDigitBits = 12;            // 4,096 counters a chunk stay in the first-level cache
 
 // Returns the parts in which n entries are read at once.
 template <typename Pool>
