@@ -2,8 +2,10 @@
 
 import numpy as np
 
-from tpu_embed.kernels import host_reference
+from tpu_embed.kernels import host_native, host_reference
 from tpu_embed.kernels.host_reference import Column, Put, Take
+
+KERNELS = host_reference, host_native
 
 
 def draw_rows(rng, sizes, rows, dtype, *, absent=0.2):
@@ -91,3 +93,23 @@ def assert_twins(found, lines, blocks):
         for got, wanted in zip(one, two, strict=True):
             assert got.dtype == wanted.dtype
             np.testing.assert_array_equal(got, wanted)
+
+
+def check_host_kernels(rng, dtype, sizes):
+    """Compare the compiled kernels with the reference on random lines; return the calls made."""
+    rows = int(10 ** rng.uniform(0, 18 if dtype == np.int64 else 9))
+    lines = draw_rows(rng, sizes, rows, dtype, absent=rng.random())
+    blocks = draw_blocks(rng, lines, 3)
+    values = [rng.integers(0, 99, line.size) for line in lines]
+    for given in (None, blocks):
+        found = host_native.sort_ids(lines, given)
+        assert_twins(found, lines, given)
+        one, two = (written(kernels, found, values, max(sizes)) for kernels in KERNELS)
+        np.testing.assert_array_equal(one, two)
+    count, examples, weight = 3, int(rng.integers(1, 500)), rng.choice([None, "f4", "f8"])
+    columns = draw_columns(rng, count, examples, (1, 2), dtype, weight or "f4")
+    shape = count, longest_line(columns, count, examples) + int(rng.integers(0, 2))
+    options = columns, shape, dtype, weight, examples
+    for got, wanted in zip(*(interleaved(kernels, *options) for kernels in KERNELS), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    return 7

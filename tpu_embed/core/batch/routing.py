@@ -205,8 +205,10 @@ class _Writer:
             shards = np.broadcast_to(self.shard[:, None], out.shape[:2])
             senders = self.replica[self._sources()]
         for d, s in np.ndindex(*out.shape[:2]):
-            piece, shard = pieces[senders[d, s]][shards[d, s]], shards[d, s]
-            out[d, s, : piece.size] = piece - shard * stack.num_rows
+            shard = shards[d, s]
+            piece = pieces[senders[d, s]][shard]
+            first = piece.dtype.type(shard * stack.num_rows)
+            np.subtract(piece, first, out=out[d, s, : piece.size])
             out[d, s, piece.size :] = PADDING_ID
 
     def _sources(self) -> np.ndarray:

@@ -18,7 +18,6 @@ from tpu_embed._types import PADDING_ID
 from tpu_embed.core.batch.packing import StackIds
 from tpu_embed.core.batch.stack_view import StackView
 from tpu_embed.core.exchange import host_route
-from tpu_embed.core.exchange.host_route import Merge
 from tpu_embed.core.layout import Stack
 from tpu_embed.kernels.dispatch import host_kernels
 from tpu_embed.kernels.host_reference import SortedIds, Take
@@ -37,7 +36,7 @@ class HostStack(NamedTuple):
     ids: StackIds
     replicas: tuple[SortedIds, ...]
     numbers: np.ndarray
-    owners: tuple[Merge, ...]
+    owners: tuple[host_route.Merge, ...]
 
 
 def bags_of(ids: StackIds, view: StackView) -> np.ndarray:
@@ -199,10 +198,7 @@ def _merges(
         # Where the parcel of each replica arrives, and in it each of its partial sums.
         first = host_route.parcels(view.layout.axes, stack, owner) * parcel
         pieces = [np.arange(at, at + n, dtype=np.int32) for at, n in zip(first, sizes, strict=True)]
-        arrived, rows = (
-            np.concatenate(pieces),
-            sums.rows - sums.rows.dtype.type(owner * stack.num_rows),
-        )
+        arrived, rows = np.concatenate(pieces), _local(sums.rows, stack, owner)
         for d in np.flatnonzero(shard == owner):
             if "merge_index" in out:
                 lines.append(Take(out["merge_index"][d], arrived, sums.order, 0))
@@ -216,35 +212,46 @@ def _gathered(
     out: dict[str, np.ndarray], view: StackView, host: HostStack, shard: np.ndarray
 ) -> list[Take]:
     """Return, for every owner, the order of its entries of the global batch, and their rows."""
-    ids, stack, axes = host.ids, view.stack, view.layout.axes
+    ids, stack, replicas = host.ids, view.stack, view.layout.axes.replicas
     # Bags become numbers of the global batch: bag 2 of replica 3 is 3 · (bags per device) + 2.
-    first_bag = np.arange(axes.replicas, dtype=np.int32)[:, None] * view.bag_layout.bags
+    first_bag = np.arange(replicas, dtype=np.int32)[:, None] * np.int32(view.bag_layout.bags)
     bags = (bags_of(ids, view) + first_bag).reshape(-1)
-    blocks = blocks_of(ids, view, host.numbers)
-    if blocks is None:
-        blocks = np.arange(axes.replicas, dtype=np.int32)[:, None]
-    blocks = np.broadcast_to(blocks, ids.row_ids.shape).reshape(-1)
     weights = None if ids.weights is None else ids.weights.reshape(-1)
-    # The entries of each owner: each replica's, by row, so equal rows are in batch order.
-    entries = _entries_by_owner(host, stack)
-    rows = ids.row_ids.reshape(-1)
-    kernels, lines = host_kernels(), []
-    by_row = kernels.sort_ids([rows[mine] for mine in entries], [blocks[mine] for mine in entries])
-    by_sum = kernels.sort_ids([one.sum_rows for one in by_row])
+    entries = _sort_entries(view, host)
+    merges = host_kernels().sort_ids([one.sum_rows for one in entries])
+    lines = []
     for d, owner in enumerate(shard):
-        mine, one, merge = entries[owner], by_row[owner], by_sum[owner]
-        order = mine[one.order]
-        lines += _Sums(bags, weights, order, one.sum, None).lines(out, d, view.num_partials)
+        one, merge = entries[owner], merges[owner]
+        lines += _Sums(bags, weights, one.order, one.sum, None).lines(out, d, view.num_partials)
         lines.append(Take(out["merge_segments"][d], merge.row, None, view.num_merged))
-        local = merge.rows - merge.rows.dtype.type(owner * stack.num_rows)
-        lines.append(Take(out["merged"][d], local, None, PADDING_ID))
+        lines.append(Take(out["merged"][d], _local(merge.rows, stack, owner), None, PADDING_ID))
     return lines
 
 
-def _entries_by_owner(host: HostStack, stack: Stack) -> list[np.ndarray]:
-    """Return, by shard, the positions of its ids in the ids of all replicas `[replicas * N]`."""
-    pieces = []
-    for r, one in enumerate(host.replicas):
-        positions = one.order + np.int32(r * host.ids.row_ids.shape[1])
-        pieces.append(np.split(positions, bounds_of_ids(one, stack)[1:-1]))
-    return [np.concatenate(piece) for piece in zip(*pieces, strict=True)]
+def _sort_entries(view: StackView, host: HostStack) -> list[SortedIds]:
+    """Return, by owner, its ids of all replicas, sorted; `order` is a position in `[replicas * N]`.
+
+    The ids of each replica are sorted already. One replica's after another's, equal rows are in
+    batch order; what remains is a stable sort of each owner's.
+    """
+    stack, (replicas, n) = view.stack, host.ids.row_ids.shape
+    pieces = [
+        np.split(one.order + np.int32(r * n), bounds_of_ids(one, stack)[1:-1])
+        for r, one in enumerate(host.replicas)
+    ]
+    positions = [np.concatenate(piece) for piece in zip(*pieces, strict=True)]
+    blocks = blocks_of(host.ids, view, host.numbers)
+    if blocks is None:
+        blocks = np.arange(replicas, dtype=np.int32)[:, None]
+    blocks = np.broadcast_to(blocks, (replicas, n)).reshape(-1)
+    rows = host.ids.row_ids.reshape(-1)
+    by_row = host_kernels().sort_ids(
+        [rows[at] for at in positions], [blocks[at] for at in positions]
+    )
+    pairs = zip(positions, by_row, strict=True)
+    return [one._replace(order=at[one.order]) for at, one in pairs]
+
+
+def _local(rows: np.ndarray, stack: Stack, owner: int) -> np.ndarray:
+    """Return the local rows of physical rows on one shard."""
+    return rows - rows.dtype.type(owner * stack.num_rows)
