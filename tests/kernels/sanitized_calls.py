@@ -11,11 +11,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from host_cases import check_host_kernels
 from jax.sharding import PartitionSpec
 from judges import same_as, update_judge
 from random_operands import draw_bags, draw_ids, draw_numbers, draw_optimizer, draw_size, draw_table
 
-from tpu_embed.kernels import cpu, reference
+from tpu_embed.kernels import cpu, host_native, reference
 
 DEVICES = 8
 CONTENTS = 4  # drawn for every shape that is compiled
@@ -140,6 +141,13 @@ def update(rng, dtype):
     check(rng, "update", native, draw, update_judge(optimizer, options))
 
 
+def host(rng, dtype):
+    """The kernels of the host, on one to five threads."""
+    host_native.cores = lambda: int(rng.integers(1, 6))
+    host_native.IDS_PER_THREAD = int(rng.choice([10, 20_000]))
+    done["host"] += check_host_kernels(rng, dtype, [draw_size(rng) for _ in range(4)])
+
+
 def main(library, seeds):
     cpu.find = lambda: library
     assert cpu.load().path == library, cpu.load().why_not
@@ -148,7 +156,7 @@ def main(library, seeds):
         dtype = [np.int32, np.int64][seed % 2]
         print(f"seed {seed}", end="\r", flush=True)
         with jax.enable_x64(dtype is np.int64):
-            for kernel in (zeros, gather_and_set, sort, gather_sum, update):
+            for kernel in (zeros, gather_and_set, sort, gather_sum, update, host):
                 kernel(rng, dtype)
     print(f"{done.total()} calls:", ", ".join(f"{name} {n}" for name, n in sorted(done.items())))
 

@@ -28,6 +28,9 @@ from tpu_embed.kernels.varying import as_varying, varying_axes
 TARGETS = ("zeros", "gather_rows", "set_rows", "sort_rows", "gather_sum", "update")
 """The custom calls, registered as `tpu_embed_<name>`."""
 
+HOST_FUNCTIONS = ("interleave", "sort_ids", "take", "put")
+"""What `host_native` calls, as `tpu_embed_host_<name>`."""
+
 
 class Loaded(NamedTuple):
     """The library's path; or None, and the reason why it cannot be used."""
@@ -54,6 +57,8 @@ def load() -> Loaded:
         for target in TARGETS:
             handler = jax.ffi.pycapsule(getattr(library, f"tpu_embed_{target}"))
             jax.ffi.register_ffi_target(f"tpu_embed_{target}", handler, platform="cpu")
+        for name in HOST_FUNCTIONS:
+            getattr(library, f"tpu_embed_host_{name}")
     # The library may have been built for another jaxlib or another machine.
     except (OSError, AttributeError, RuntimeError) as error:
         return Loaded(None, f"{path.name} does not load: {error}")

@@ -17,6 +17,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -26,7 +27,16 @@ from jax.custom_derivatives import SymbolicZero
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array, PyTree
-from tpu_embed.kernels import cpu, lanes, reference, sparsecore, sparsecore_sums, storage
+from tpu_embed.kernels import (
+    cpu,
+    host_native,
+    host_reference,
+    lanes,
+    reference,
+    sparsecore,
+    sparsecore_sums,
+    storage,
+)
 from tpu_embed.kernels.formats import RowFormat
 
 VARIABLE = "TPU_EMBED_KERNELS"
@@ -74,6 +84,11 @@ def kernels_in_use() -> str:
         )
     _say_once(loaded.why_not)
     return "reference"
+
+
+def host_kernels() -> ModuleType:
+    """Return the module whose functions run on the host: `host_native` or `host_reference`."""
+    return host_native if kernels_in_use() == "native" else host_reference
 
 
 @functools.cache

@@ -20,6 +20,8 @@ from tpu_embed.core.batch.spec import BatchSpec, Routed, StackSpec
 from tpu_embed.core.batch.stack_view import StackView, view_stacks
 from tpu_embed.core.ids import HostIds
 from tpu_embed.core.layout import Layout, Stack
+from tpu_embed.kernels.dispatch import host_kernels
+from tpu_embed.kernels.host_reference import Column
 
 
 class StackIds(NamedTuple):
@@ -162,50 +164,13 @@ def _pack_flat(
     bags: np.ndarray,
     weights: np.ndarray | None,
 ) -> None:
-    """Write the ids of a flat stack in batch order: by example, then feature, then position.
-
-    For example, one device with 2 examples: feature a has the ids 5 | 6 7, feature b has 8 | 9. The
-    line is 5 8 6 7 9. The ids of feature a move from the positions 0 | 1 2 to 0 | 2 3, so its
-    shifts are 0 and 1; those of feature b move from 0 | 1 to 1 | 4, so its shifts are 1 and 3.
-    """
-    spec, offsets, per_example = view.spec, view.bag_offsets, view.bags_per_example
-    features, shapes = view.features, view.shapes
-    # What no id overwrites is padding: absent rows, in a bag after the last one.
-    row_ids.fill(PADDING_ID)
-    bags.fill(spec.local_batch * per_example)
-    if weights is not None:
-        weights.fill(0)
-    flat = [_flatten(hosts[f]) for f in features]
-    examples = [bag // shape.bags for shape, (_, bag, _) in zip(shapes, flat, strict=True)]
-    shifts = _shifts(examples, spec.replicas, spec.batch)
-    for column, (f, (ids, bag, weight)) in enumerate(zip(features, flat, strict=True)):
-        example = examples[column]
-        device = example // spec.local_batch
-        position = np.arange(ids.size) + shifts[example, column]
-        row_ids[device, position] = _physical(ids, view.layout, f)
-        # Global bag -> bag on the device: the example's first bag, the feature's offset within an
-        # example, and the bag's number within the feature.
-        local = (example - device * spec.local_batch) * per_example + offsets[column]
-        bags[device, position] = local + (bag - example * shapes[column].bags)
-        if weights is not None:
-            weights[device, position] = 1.0 if weight is None else weight
-
-
-def _shifts(examples: Sequence[np.ndarray], replicas: int, batch: int) -> np.ndarray:
-    """Return how far the ids of each example and feature move in a line, int64 `[B, features]`.
-
-    Args:
-      examples: the global example of each id `[N]`, non-decreasing, of every feature.
-      replicas: the number of lines.
-      batch: B, the examples of all lines.
-    """
-    # How many ids each example has of each feature, and how many ids precede these on their line;
-    # both [B, features].
-    counts = np.stack([np.bincount(example, minlength=batch) for example in examples], axis=1)
-    by_device = counts.reshape(replicas, -1)
-    starts = (np.cumsum(by_device, axis=1) - by_device).reshape(counts.shape)
-    # Among the feature's own ids, those of an example begin after the ids of earlier examples.
-    return starts - (np.cumsum(counts, axis=0) - counts)
+    """Write the ids of a flat stack: by example, then feature, then position."""
+    columns = []
+    for f, shape, offset in zip(view.features, view.shapes, view.bag_offsets, strict=True):
+        ids, bag, weight = _flatten(hosts[f])
+        columns.append(Column(_physical(ids, view.layout, f), bag, weight, shape.bags, offset))
+    examples = view.spec.local_batch
+    host_kernels().interleave(columns, row_ids, bags, weights, examples=examples)
 
 
 def _flatten(host: HostIds) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -215,4 +180,5 @@ def _flatten(host: HostIds) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     # Dense ids [B, bags, width]: the flat index of an id, divided by the width, is its bag.
     index = np.flatnonzero(host.ids >= 0)
     weights = None if host.weights is None else host.weights.reshape(-1)[index]
-    return host.ids.reshape(-1)[index], index // max(1, host.ids.shape[-1]), weights
+    bags = (index // max(1, host.ids.shape[-1])).astype(np.int32)
+    return host.ids.reshape(-1)[index], bags, weights

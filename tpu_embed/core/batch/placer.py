@@ -47,7 +47,7 @@ class _Fitted(NamedTuple):
 
 
 class Placer:
-    """Packs batches and sends them, and remembers the union of their specs.
+    """Routes batches and sends them, and remembers the union of their specs.
 
     Batches of another size, or with other activation shapes, have a union of their own. Several
     processes place their parts together, and agree on the union.

@@ -22,10 +22,17 @@ from tpu_embed.core.batch.line import fields_of, line_length, line_of
 from tpu_embed.core.batch.packing import StackIds
 from tpu_embed.core.batch.spec import BatchSpec
 from tpu_embed.core.batch.stack_view import BagLayout, StackView, view_stacks
-from tpu_embed.core.batch.update_route import HostStack, bags_of, blocks_of, write_update
+from tpu_embed.core.batch.update_route import (
+    HostStack,
+    bags_of,
+    blocks_of,
+    bounds_of_ids,
+    write_update,
+)
 from tpu_embed.core.exchange import host_route
-from tpu_embed.core.exchange.host_route import SortedIds
 from tpu_embed.core.layout import Layout, Stack
+from tpu_embed.kernels.dispatch import host_kernels
+from tpu_embed.kernels.host_reference import Put
 
 
 def sort_stack(ids: StackIds, view: StackView, replicas: np.ndarray) -> HostStack:
@@ -41,13 +48,11 @@ def sort_stack(ids: StackIds, view: StackView, replicas: np.ndarray) -> HostStac
     if stack.num_shards == 1 and axes.replicas == 1 and not view.is_routed:
         return HostStack(ids, (), replicas, ())
     blocks = blocks_of(ids, view, replicas)
-    each = [None] * len(ids.row_ids) if blocks is None else list(blocks)
-    pairs = zip(ids.row_ids, each, strict=True)
-    ordered = tuple(host_route.sort_ids(line, block) for line, block in pairs)
-    owners = range(stack.num_shards if view.merges_on_host else 0)
-    rows = [one.sum_rows for one in ordered]
-    merges = tuple(host_route.merge_sums(rows, stack, owner) for owner in owners)
-    return HostStack(ids, ordered, replicas, merges)
+    ordered = host_kernels().sort_ids(ids.row_ids, blocks)
+    if not view.merges_on_host:
+        return HostStack(ids, tuple(ordered), replicas, ())
+    merges = host_route.merge_sums([one.sum_rows for one in ordered], stack)
+    return HostStack(ids, tuple(ordered), replicas, tuple(merges))
 
 
 def with_capacities(
@@ -82,9 +87,9 @@ def _room(view: StackView, host: HostStack) -> dict[str, int]:
     if not view.accumulates:
         room["partials"] = _most([one.rows[one.row] for one in host.replicas], stack)
     if view.merges_on_host:
-        room["merged"] = max(one.row_ids.size for one in host.owners)
+        room["merged"] = max(one.sums.rows.size for one in host.owners)
     if view.may_gather:
-        counts = [np.diff(_bounds_of_ids(one, stack)) for one in host.replicas]
+        counts = [np.diff(bounds_of_ids(one, stack)) for one in host.replicas]
         room["entries"] = int(np.sum(counts, axis=0).max())
     return room
 
@@ -92,11 +97,6 @@ def _room(view: StackView, host: HostStack) -> dict[str, int]:
 def _most(lines: Sequence[np.ndarray], stack: Stack) -> int:
     """Return the largest number of rows of one line, ascending, that belong to one shard."""
     return max(int(np.diff(host_route.bounds(line, stack)).max()) for line in lines)
-
-
-def _bounds_of_ids(one: SortedIds, stack: Stack) -> np.ndarray:
-    """Return where the ids of each shard begin among the sorted ids of a replica, `[S + 1]`."""
-    return np.searchsorted(one.row, host_route.bounds(one.rows, stack))
 
 
 def write_lines(stacks: Sequence[HostStack], spec: BatchSpec, layout: Layout) -> np.ndarray:
@@ -150,8 +150,7 @@ class _Writer:
         if "sum_index" in out:
             write_update(out, self.view, self.host, self.replica, self.shard)
         if "sent" in out:
-            sent = self._buffers("sum_rows", out["sent"].shape[-1])
-            out["sent"][:] = self._of_devices(sent)
+            self._write_parcels(out["sent"], [one.sum_rows for one in self.host.replicas])
 
     def _of_devices(self, by_replica: np.ndarray) -> np.ndarray:
         """Return `[devices, …]` from `[replicas, …]`; a view if every device is a replica."""
@@ -181,17 +180,36 @@ class _Writer:
             out["index"][:] = self._of_devices(ids.row_ids)
             return
         capacity = out["asked"].shape[-1]
-        index = np.full(ids.row_ids.shape, stack.num_shards * capacity, np.int32)
-        for line, one in zip(index, self.host.replicas, strict=True):
-            line[one.order] = host_route.places(one.rows, stack, capacity)[one.row]
-        out["index"][:] = self._of_devices(index)
-        asked = self._buffers("rows", capacity)
-        if not self.view.layout.axes.one_process:
-            out["asked"][:] = self._of_devices(asked)
-            return
-        for d, sources in enumerate(self._sources()):
-            # What each source, along the shard axes, asks of this device's shard: [S, C].
-            out["asked"][d] = asked[self.replica[sources], self.shard[d]]
+        rows = [one.rows for one in self.host.replicas]
+        numbers = [host_route.places(mine, stack, capacity) for mine in rows]
+        lines = []
+        for line, r in zip(out["index"], self.replica, strict=True):
+            one, absent = self.host.replicas[r], stack.num_shards * capacity
+            lines.append(Put(line, one.order, numbers[r], one.row, absent))
+        host_kernels().put(lines)
+        self._write_parcels(out["asked"], rows)
+
+    def _write_parcels(self, out: np.ndarray, rows: Sequence[np.ndarray]) -> None:
+        """Write the local rows that devices send to shards.
+
+        Args:
+          out: `[devices, S, C]`. If this process knows all devices, what each gets as an owner,
+            from the S devices along the shard axes; otherwise what each sends to the S shards.
+          rows: by replica, the physical rows that it sends, ascending.
+        """
+        stack = self.stack
+        pieces = [np.split(mine, host_route.bounds(mine, stack)[1:-1]) for mine in rows]
+        shards = np.broadcast_to(np.arange(stack.num_shards), out.shape[:2])
+        senders = np.broadcast_to(self.replica[:, None], out.shape[:2])
+        if self.view.layout.axes.one_process:
+            shards = np.broadcast_to(self.shard[:, None], out.shape[:2])
+            senders = self.replica[self._sources()]
+        for d, s in np.ndindex(*out.shape[:2]):
+            shard = shards[d, s]
+            piece = pieces[senders[d, s]][shard]
+            first = piece.dtype.type(shard * stack.num_rows)
+            np.subtract(piece, first, out=out[d, s, : piece.size])
+            out[d, s, piece.size :] = PADDING_ID
 
     def _sources(self) -> np.ndarray:
         """Return the devices that send to each device along the shard axes, `[devices, S]`."""
@@ -202,21 +220,6 @@ class _Writer:
         group = axes.parts_of_devices(rest)
         by_group = np.argsort(group, kind="stable").reshape(-1, shards)
         return by_group[group]
-
-    def _buffers(self, rows: str, capacity: int) -> np.ndarray:
-        """Return the local rows that each replica sends to every shard, `[replicas, S, C]`.
-
-        Args:
-          rows: "rows" for the distinct rows, "sum_rows" for those of the partial sums.
-          capacity: C.
-        """
-        stack = self.stack
-        shape = (len(self.host.replicas), stack.num_shards * capacity)
-        buffers = np.full(shape, PADDING_ID, stack.index_dtype)
-        for buffer, one in zip(buffers, self.host.replicas, strict=True):
-            mine = getattr(one, rows)
-            buffer[host_route.places(mine, stack, capacity)] = mine % stack.num_rows
-        return buffers.reshape(shape[0], stack.num_shards, capacity)
 
 
 def host_factors(weights: np.ndarray, bags: np.ndarray, form: BagLayout) -> np.ndarray:

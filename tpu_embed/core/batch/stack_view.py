@@ -14,6 +14,7 @@ Input: a spec, a layout, and the number of a stack. Output: everything static ab
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -51,6 +52,8 @@ class BagLayout:
 class StackView:
     """One stack of a layout, in a batch of one static shape.
 
+    What takes a loop over the features is computed once.
+
     Attributes:
       spec: the batch's static shape.
       layout: the engine's layout.
@@ -81,22 +84,22 @@ class StackView:
         """The numbers of the features that look the stack up, ascending."""
         return self.room.features
 
-    @property
+    @functools.cached_property
     def shapes(self) -> tuple[FeatureShape, ...]:
         """The shapes of these features."""
         return tuple(self.spec.feature_shapes[f] for f in self.features)
 
-    @property
+    @functools.cached_property
     def num_ids(self) -> int:
         """N, the ids that one device has room for, padding included; at least 1."""
         return self.spec.ids(self.number)
 
-    @property
+    @functools.cached_property
     def is_dense(self) -> bool:
         """Whether the ids are packed as `[examples, columns]`, padding included."""
         return self.spec.is_dense(self.number)
 
-    @property
+    @functools.cached_property
     def is_weighted(self) -> bool:
         """Whether the ids have weights."""
         return self.spec.is_weighted(self.number)
@@ -106,7 +109,7 @@ class StackView:
         """The number of id columns of each feature; of a dense stack only."""
         return self.spec.columns(self.number)
 
-    @property
+    @functools.cached_property
     def bags_per_example(self) -> int:
         """The number of bags of one example, of all features."""
         return sum(shape.bags for shape in self.shapes)
@@ -124,7 +127,7 @@ class StackView:
         optimizer = self.stack.optimizer
         return optimizer is None or optimizer.use_gradient_accumulation
 
-    @property
+    @functools.cached_property
     def is_routed(self) -> bool:
         """Whether the host has routed the ids; ids whose gradients are not summed are exempt."""
         return self.spec.routed != "nothing" and self.accumulates
@@ -149,7 +152,7 @@ class StackView:
         """G, the number of blocks of the global batch."""
         return self.layout.blocks(self.global_batch)
 
-    @property
+    @functools.cached_property
     def way(self) -> Way:
         """How gradients come to the shards that own their rows.
 
@@ -205,7 +208,7 @@ class StackView:
             most = min(most, max(1, self.room.merged))
         return round_up(min(most, stack.num_rows), ROW_MULTIPLE)
 
-    @property
+    @functools.cached_property
     def bag_layout(self) -> BagLayout:
         """The bags of one device, and how each combines its rows."""
         combiners: list[str] = []

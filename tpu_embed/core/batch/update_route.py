@@ -18,7 +18,9 @@ from tpu_embed._types import PADDING_ID
 from tpu_embed.core.batch.packing import StackIds
 from tpu_embed.core.batch.stack_view import StackView
 from tpu_embed.core.exchange import host_route
-from tpu_embed.core.exchange.host_route import Merge, SortedIds
+from tpu_embed.core.layout import Stack
+from tpu_embed.kernels.dispatch import host_kernels
+from tpu_embed.kernels.host_reference import SortedIds, Take
 
 
 class HostStack(NamedTuple):
@@ -34,7 +36,7 @@ class HostStack(NamedTuple):
     ids: StackIds
     replicas: tuple[SortedIds, ...]
     numbers: np.ndarray
-    owners: tuple[Merge, ...]
+    owners: tuple[host_route.Merge, ...]
 
 
 def bags_of(ids: StackIds, view: StackView) -> np.ndarray:
@@ -63,6 +65,11 @@ def blocks_of(ids: StackIds, view: StackView, replicas: np.ndarray) -> np.ndarra
     return found[:, : view.num_ids]
 
 
+def bounds_of_ids(one: SortedIds, stack: Stack) -> np.ndarray:
+    """Return where the ids of each shard begin among the sorted ids of a replica, `[S + 1]`."""
+    return np.searchsorted(one.row, host_route.bounds(one.rows, stack).astype(np.int32))
+
+
 def write_update(
     out: dict[str, np.ndarray],
     view: StackView,
@@ -80,114 +87,171 @@ def write_update(
       shard: int `[devices]`, which shard each device owns.
     """
     if view.way == "gather":
-        _write_gathered(out, view, host, shard)
-        return
-    if view.way == "psum":
-        _write_cells(out, view, host, replica)
-        return
-    stack, parcel = view.stack, max(1, view.room.partials)
-    bags = np.broadcast_to(bags_of(host.ids, view), host.ids.row_ids.shape)
-    sums = [host_route.places(one.sum_rows, stack, parcel)[one.sum] for one in host.replicas]
-    orders = [one.order for one in host.replicas]
-    _write_sums(out, host.ids, bags, orders, sums, stack.num_shards * parcel, replica)
-    if "merged" in out:
-        _write_merge(out, view, host, shard)
+        lines = _gathered(out, view, host, shard)
+    elif view.way == "psum":
+        lines = _cells(out, view, host, replica)
+    else:
+        lines = _partials(out, view, host, replica)
+        if "merged" in out:
+            lines += _merges(out, view, host, shard)
+    host_kernels().take(lines)
 
 
-def _write_sums(
-    out: dict[str, np.ndarray],
-    ids: StackIds,
-    bags: np.ndarray,
-    orders: list[np.ndarray],
-    sums: list[np.ndarray],
-    absent: int,
-    replica: np.ndarray,
-) -> None:
-    """Write bag, sum and weight of every replica's ids, sorted by their sums.
+class _Sums(NamedTuple):
+    """The order in which one device sums gradients.
 
-    Args:
-      out: the fields of this process's devices.
-      ids: the ids.
-      bags: int32 `[replicas, N]`.
-      orders: by replica, the positions of its ids, sorted.
-      sums: by replica, the sum of each.
-      absent: the number of no sum.
-      replica: which replica each device has.
+    Attributes:
+      bags: int32, the bag of each id.
+      weights: the weight of each id, or None.
+      order: int32 `[n]`, the positions of the ids, sorted by the sum that each is added to.
+      numbers: int32 `[n]`, the run of equal sums of each.
+      places: int32, the number of each run's sum; None: that of the run.
     """
-    for name, fill in (("sum_index", 0), ("sum_segments", absent), ("sum_weights", 0)):
-        if name in out:
-            out[name].fill(fill)
-    for d, r in enumerate(replica):
-        order = orders[r]
-        out["sum_index"][d, : order.size] = bags[r][order]
-        out["sum_segments"][d, : order.size] = sums[r]
+
+    bags: np.ndarray
+    weights: np.ndarray | None
+    order: np.ndarray
+    numbers: np.ndarray
+    places: np.ndarray | None
+
+    def lines(self, out: dict[str, np.ndarray], d: int, absent: int) -> list[Take]:
+        """Return the lines `sum_index`, `sum_segments`, `sum_weights` of device d.
+
+        Args:
+          out: the fields.
+          d: the device.
+          absent: the number of no sum.
+        """
+        sums = Take(out["sum_segments"][d], self.numbers, None, absent)
+        if self.places is not None:
+            sums = Take(out["sum_segments"][d], self.places, self.numbers, absent)
+        lines = [Take(out["sum_index"][d], self.bags, self.order, 0), sums]
         if "sum_weights" in out:
-            assert ids.weights is not None, "weighted stacks have weights"
-            out["sum_weights"][d, : order.size] = ids.weights[r][order]
+            assert self.weights is not None, "weighted stacks have weights"
+            lines.append(Take(out["sum_weights"][d], self.weights, self.order, 0))
+        return lines
 
 
-def _write_cells(
+def _partials(
     out: dict[str, np.ndarray], view: StackView, host: HostStack, replica: np.ndarray
-) -> None:
-    """Write the route to the cells of a psum: row r in block b is cell b · R + r."""
+) -> list[Take]:
+    """Return the order in which every device makes its partial sums."""
+    stack, parcel = view.stack, max(1, view.room.partials)
+    places = [host_route.places(one.sum_rows, stack, parcel) for one in host.replicas]
+    ordered = [(one.order, one.sum, to) for one, to in zip(host.replicas, places, strict=True)]
+    return _lines(out, view, host, replica, ordered, stack.num_shards * parcel)
+
+
+def _cells(
+    out: dict[str, np.ndarray], view: StackView, host: HostStack, replica: np.ndarray
+) -> list[Take]:
+    """Return the order of the sums of a psum: row r in block b is added to cell b · R + r."""
     rows, numbers = view.stack.num_rows, host.ids.row_ids
     blocks = blocks_of(host.ids, view, host.numbers)
     if blocks is None:
         batch, local = view.global_batch, view.spec.local_batch
         blocks = (host.numbers * local * view.blocks // batch).astype(np.int32)[:, None]
     cells = np.where(numbers < 0, PADDING_ID, numbers + blocks * rows).astype(np.int32)
-    by_cell = [host_route.sort_ids(line, None) for line in cells]
-    bags = np.broadcast_to(bags_of(host.ids, view), numbers.shape)
-    sums = [one.rows[one.row] for one in by_cell]
-    orders = [one.order for one in by_cell]
-    _write_sums(out, host.ids, bags, orders, sums, view.blocks * rows, replica)
+    by_cell = host_kernels().sort_ids(cells)
     if "merged" in out:
-        touched = host.owners[0].row_ids
+        touched = host.owners[0].sums.rows
         out["merged"].fill(PADDING_ID)
         out["merged"][:, touched] = touched
+    ordered = [(one.order, one.row, one.rows) for one in by_cell]
+    return _lines(out, view, host, replica, ordered, view.blocks * rows)
 
 
-def _write_merge(
+def _lines(
+    out: dict[str, np.ndarray],
+    view: StackView,
+    host: HostStack,
+    replica: np.ndarray,
+    ordered: list[tuple[np.ndarray, np.ndarray, np.ndarray]],
+    absent: int,
+) -> list[Take]:
+    """Return the lines of all devices, which sum the ids of their replicas.
+
+    Args:
+      out: the fields.
+      view: the stack.
+      host: its ids.
+      replica: which replica each device has.
+      ordered: by replica, `order`, `numbers` and `places` of `_Sums`.
+      absent: the number of no sum.
+    """
+    ids = host.ids
+    bags = np.broadcast_to(bags_of(ids, view), ids.row_ids.shape)
+    lines = []
+    for d, r in enumerate(replica):
+        weights = None if ids.weights is None else ids.weights[r]
+        lines += _Sums(bags[r], weights, *ordered[r]).lines(out, d, absent)
+    return lines
+
+
+def _merges(
     out: dict[str, np.ndarray], view: StackView, host: HostStack, shard: np.ndarray
-) -> None:
-    """Write how every owner merges what it receives; devices with copies of a shard do the same."""
-    stack, parcel = view.stack, max(1, view.room.partials)
+) -> list[Take]:
+    """Return how every owner merges what it receives; owners of one shard all do the same."""
+    stack, parcel, lines = view.stack, max(1, view.room.partials), []
     for owner in np.unique(shard):
-        merge = host.owners[owner]
-        places = host_route.parcels(view.layout.axes, stack, owner)
-        index = (places * parcel).astype(np.int32)[merge.source] + merge.rank
+        sizes, sums = host.owners[owner]
+        # Where the parcel of each replica arrives, and in it each of its partial sums.
+        first = host_route.parcels(view.layout.axes, stack, owner) * parcel
+        pieces = [np.arange(at, at + n, dtype=np.int32) for at, n in zip(first, sizes, strict=True)]
+        arrived, rows = np.concatenate(pieces), _local(sums.rows, stack, owner)
         for d in np.flatnonzero(shard == owner):
-            _fill(out, d, "merge_index", index, 0)
-            _fill(out, d, "merge_segments", merge.total, view.num_merged)
-            _fill(out, d, "merged", merge.row_ids, PADDING_ID)
+            if "merge_index" in out:
+                lines.append(Take(out["merge_index"][d], arrived, sums.order, 0))
+            if "merge_segments" in out:
+                lines.append(Take(out["merge_segments"][d], sums.row, None, view.num_merged))
+            lines.append(Take(out["merged"][d], rows, None, PADDING_ID))
+    return lines
 
 
-def _write_gathered(
+def _gathered(
     out: dict[str, np.ndarray], view: StackView, host: HostStack, shard: np.ndarray
-) -> None:
-    """Write, for every owner, its entries of the global batch: their bags, sums and rows."""
-    ids, stack, axes = host.ids, view.stack, view.layout.axes
+) -> list[Take]:
+    """Return, for every owner, the order of its entries of the global batch, and their rows."""
+    ids, stack, replicas = host.ids, view.stack, view.layout.axes.replicas
     # Bags become numbers of the global batch: bag 2 of replica 3 is 3 · (bags per device) + 2.
-    bags = bags_of(ids, view) + (np.arange(axes.replicas) * view.bag_layout.bags)[:, None]
-    blocks = blocks_of(ids, view, host.numbers)
-    if blocks is None:
-        blocks = np.arange(axes.replicas)[:, None]
-    blocks = np.broadcast_to(blocks, ids.row_ids.shape)
+    first_bag = np.arange(replicas, dtype=np.int32)[:, None] * np.int32(view.bag_layout.bags)
+    bags = (bags_of(ids, view) + first_bag).reshape(-1)
+    weights = None if ids.weights is None else ids.weights.reshape(-1)
+    entries = _sort_entries(view, host)
+    merges = host_kernels().sort_ids([one.sum_rows for one in entries])
+    lines = []
     for d, owner in enumerate(shard):
-        mine = ids.row_ids // stack.num_rows == owner
-        one = host_route.sort_ids(ids.row_ids[mine], blocks[mine])
-        by_sum = host_route.sort_ids(one.sum_rows, None)
-        _fill(out, d, "sum_index", bags[mine][one.order], 0)
-        _fill(out, d, "sum_segments", one.sum, view.num_partials)
-        if "sum_weights" in out:
-            assert ids.weights is not None, "weighted stacks have weights"
-            _fill(out, d, "sum_weights", ids.weights[mine][one.order], 0)
-        _fill(out, d, "merge_segments", by_sum.row, view.num_merged)
-        _fill(out, d, "merged", by_sum.rows - owner * stack.num_rows, PADDING_ID)
+        one, merge = entries[owner], merges[owner]
+        lines += _Sums(bags, weights, one.order, one.sum, None).lines(out, d, view.num_partials)
+        lines.append(Take(out["merge_segments"][d], merge.row, None, view.num_merged))
+        lines.append(Take(out["merged"][d], _local(merge.rows, stack, owner), None, PADDING_ID))
+    return lines
 
 
-def _fill(out: dict[str, np.ndarray], d: int, name: str, values: np.ndarray, rest: int) -> None:
-    """Write the values of one device's field, and `rest` after them."""
-    if name in out:
-        out[name][d, : values.size] = values
-        out[name][d, values.size :] = rest
+def _sort_entries(view: StackView, host: HostStack) -> list[SortedIds]:
+    """Return, by owner, its ids of all replicas, sorted; `order` is a position in `[replicas * N]`.
+
+    The ids of each replica are sorted already. One replica's after another's, equal rows are in
+    batch order; what remains is a stable sort of each owner's.
+    """
+    stack, (replicas, n) = view.stack, host.ids.row_ids.shape
+    pieces = [
+        np.split(one.order + np.int32(r * n), bounds_of_ids(one, stack)[1:-1])
+        for r, one in enumerate(host.replicas)
+    ]
+    positions = [np.concatenate(piece) for piece in zip(*pieces, strict=True)]
+    blocks = blocks_of(host.ids, view, host.numbers)
+    if blocks is None:
+        blocks = np.arange(replicas, dtype=np.int32)[:, None]
+    blocks = np.broadcast_to(blocks, (replicas, n)).reshape(-1)
+    rows = host.ids.row_ids.reshape(-1)
+    by_row = host_kernels().sort_ids(
+        [rows[at] for at in positions], [blocks[at] for at in positions]
+    )
+    pairs = zip(positions, by_row, strict=True)
+    return [one._replace(order=at[one.order]) for at, one in pairs]
+
+
+def _local(rows: np.ndarray, stack: Stack, owner: int) -> np.ndarray:
+    """Return the local rows of physical rows on one shard."""
+    return rows - rows.dtype.type(owner * stack.num_rows)

@@ -28,69 +28,16 @@ from typing import NamedTuple
 import numpy as np
 
 from tpu_embed.core.layout import MeshAxes, Stack
-
-
-class SortedIds(NamedTuple):
-    """The present ids of one stack on one replica (or one owner), sorted by row.
-
-    Attributes:
-      order: int32 `[n]`, their positions in the batch; equal rows are in batch order.
-      row: int32 `[n]`, the place of each one's row in `rows`.
-      rows: `[u]`, the distinct physical rows, ascending.
-      sum: int32 `[n]`, the place of each one's partial sum in `sum_rows`.
-      sum_rows: `[p]`, the row of each partial sum, ascending; of one row, in order of the blocks.
-    """
-
-    order: np.ndarray
-    row: np.ndarray
-    rows: np.ndarray
-    sum: np.ndarray
-    sum_rows: np.ndarray
-
-
-def sort_ids(row_ids: np.ndarray, blocks: np.ndarray | None) -> SortedIds:
-    """Sort the ids of one replica by row.
-
-    Args:
-      row_ids: `[N]`, negative for absent ids.
-      blocks: integer `[N]`, the block of each id's example, non-decreasing among the present ids;
-        None: all are in one block.
-    """
-    order = _stable_order(row_ids)
-    order = order[np.count_nonzero(row_ids < 0) :]
-    ordered = row_ids[order]
-    new_row = _changes(ordered)
-    row, rows = _numbered(new_row), ordered[new_row]
-    if blocks is None:
-        return SortedIds(order, row, rows, row, rows)
-    new_sum = new_row | _changes(blocks[order])
-    return SortedIds(order, row, rows, _numbered(new_sum), ordered[new_sum])
-
-
-def _stable_order(keys: np.ndarray) -> np.ndarray:
-    """Return the positions of `keys` in ascending order, equal keys in order, int32 `[N]`."""
-    if keys.dtype.itemsize > 4:
-        return np.argsort(keys, kind="stable").astype(np.int32)
-    # NumPy sorts integers much faster than it sorts their positions: sort key · 2³² + position.
-    both = (keys.astype(np.int64) << 32) | np.arange(keys.size)
-    both.sort()
-    return both.astype(np.int32)
-
-
-def _changes(x: np.ndarray) -> np.ndarray:
-    """Tell, bool `[n]`, where an entry differs from the one before it; True for the first."""
-    return np.concatenate([np.ones(min(1, x.size), bool), x[1:] != x[:-1]])
-
-
-def _numbered(new: np.ndarray) -> np.ndarray:
-    """Return the number of the run of each entry, from 0, given where runs begin; int32 `[n]`."""
-    return np.cumsum(new, dtype=np.int32) - np.int32(1)
+from tpu_embed.kernels.dispatch import host_kernels
+from tpu_embed.kernels.host_reference import SortedIds
 
 
 def bounds(rows: np.ndarray, stack: Stack) -> np.ndarray:
     """Return where the rows of each shard begin among ascending rows, int `[S + 1]`."""
-    shards = np.arange(stack.num_shards + 1, dtype=np.int64) * stack.num_rows
-    return np.searchsorted(rows, shards)
+    # The first rows have the rows' dtype (the end of the last shard may not fit it): otherwise
+    # NumPy converts all rows to a common one before it searches.
+    firsts = np.arange(stack.num_shards, dtype=rows.dtype) * rows.dtype.type(stack.num_rows)
+    return np.append(np.searchsorted(rows, firsts), rows.size)
 
 
 def places(rows: np.ndarray, stack: Stack, capacity: int) -> np.ndarray:
@@ -101,42 +48,36 @@ def places(rows: np.ndarray, stack: Stack, capacity: int) -> np.ndarray:
       stack: the stack.
       capacity: C, the rows that the buffer has room for per shard.
     """
-    first, number = bounds(rows, stack)[:-1], np.arange(rows.size)
-    shard = rows // stack.num_rows
-    return (shard * capacity + number - first[shard]).astype(np.int32)
+    at = bounds(rows, stack)
+    # The rows of one shard are adjacent, so place - number is one constant for each shard.
+    shift = np.arange(stack.num_shards) * capacity - at[:-1]
+    return np.arange(rows.size, dtype=np.int32) + np.repeat(shift.astype(np.int32), np.diff(at))
 
 
 class Merge(NamedTuple):
     """How one owner shard merges the partial sums that it gets from all replicas.
 
     Attributes:
-      source: int32 `[p]`, the replica that each is from, in the order in which they are added.
-      rank: int32 `[p]`, its number among those that this replica sends to the shard.
-      total: int32 `[p]`, the merged sum that each is added to, ascending.
-      row_ids: `[u]`, the local row of each merged sum, ascending.
+      sizes: int `[replicas]`, how many each replica sends.
+      sums: these partial sums, of one replica after another, sorted by their physical row.
     """
 
-    source: np.ndarray
-    rank: np.ndarray
-    total: np.ndarray
-    row_ids: np.ndarray
+    sizes: np.ndarray
+    sums: SortedIds
 
 
-def merge_sums(sum_rows: Sequence[np.ndarray], stack: Stack, shard: int) -> Merge:
-    """Merge what the replicas send to one shard.
+def merge_sums(sum_rows: Sequence[np.ndarray], stack: Stack) -> list[Merge]:
+    """Merge what the replicas send to each shard.
 
     Args:
       sum_rows: by replica, in batch order: the physical rows of its partial sums, ascending.
       stack: the stack.
-      shard: the owner.
     """
-    pieces = [bounds(rows, stack)[shard : shard + 2] for rows in sum_rows]
-    mine = [rows[first:last] for rows, (first, last) in zip(sum_rows, pieces, strict=True)]
-    sizes = [last - first for first, last in pieces]
-    source = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
-    rank = np.concatenate([np.arange(size, dtype=np.int32) for size in sizes])
-    merged = sort_ids(np.concatenate(mine) - shard * stack.num_rows, None)
-    return Merge(source[merged.order], rank[merged.order], merged.row, merged.rows)
+    pieces = [np.split(rows, bounds(rows, stack)[1:-1]) for rows in sum_rows]
+    by_owner = list(zip(*pieces, strict=True))
+    merged = host_kernels().sort_ids([np.concatenate(piece) for piece in by_owner])
+    sizes = [np.array([part.size for part in piece]) for piece in by_owner]
+    return [Merge(*pair) for pair in zip(sizes, merged, strict=True)]
 
 
 def parcels(axes: MeshAxes, stack: Stack, shard: int) -> np.ndarray:

@@ -26,10 +26,11 @@ class Scratch {
 };
 
 constexpr int64_t kSerialSort = 1 << 14;  // entries that are not worth a second thread
-constexpr int kDigitBits = 11;            // 2,048 counters a chunk stay in the first-level cache
+constexpr int kDigitBits = 12;            // 4,096 counters a chunk stay in the first-level cache
 
 // Returns the parts in which n entries are read at once.
-inline int64_t sort_chunks(const Parallel& parallel, int64_t n) {
+template <typename Pool>
+int64_t sort_chunks(const Pool& parallel, int64_t n) {
   return n < kSerialSort ? 1 : parallel.threads();
 }
 
@@ -40,11 +41,11 @@ inline int bit_length(uint64_t x) {
 }
 
 // Sorts entries by key, least significant digit first, every pass over chunks in parallel.
-template <typename Entry>
+template <typename Entry, typename Pool = Parallel>
 class RadixSort {
  public:
   // Args: the pool; n entries; the largest key.
-  RadixSort(Parallel& parallel, int64_t n, uint64_t largest)
+  RadixSort(Pool& parallel, int64_t n, uint64_t largest)
       : parallel_(parallel),
         n_(n),
         bits_(std::max(1, bit_length(largest))),
@@ -92,7 +93,7 @@ class RadixSort {
     });
   }
 
-  Parallel& parallel_;
+  Pool& parallel_;
   const int64_t n_;
   const int bits_;
   const int64_t chunks_;

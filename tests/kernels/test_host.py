@@ -1,0 +1,162 @@
+"""The host's kernels: what they compute, and the same bits from C++ and NumPy."""
+
+import numpy as np
+import pytest
+from host_cases import (
+    assert_same_ids,
+    assert_twins,
+    draw_blocks,
+    draw_columns,
+    draw_rows,
+    interleaved,
+    longest_line,
+    written,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tpu_embed.kernels import cpu, dispatch, host_native, host_reference
+from tpu_embed.kernels.host_reference import Column, Put, Take
+
+KERNELS = [host_reference] if cpu.load().path is None else [host_reference, host_native]
+MANY = 2 * host_native.IDS_PER_THREAD
+"""Enough ids in a line for several threads."""
+
+both = pytest.mark.parametrize("kernels", KERNELS)
+needs_library = pytest.mark.skipif(len(KERNELS) == 1, reason=f"library: {cpu.load().why_not}")
+
+
+@pytest.fixture(params=[1, 2, 5])
+def threads(request, monkeypatch):
+    """Let the compiled kernels use this many threads, whatever the machine has."""
+    monkeypatch.setattr(host_native, "cores", lambda: request.param)
+
+
+def test_the_environment_chooses(monkeypatch):
+    monkeypatch.setenv(dispatch.VARIABLE, "reference")
+    assert dispatch.host_kernels() is host_reference
+    monkeypatch.delenv(dispatch.VARIABLE)
+    assert dispatch.host_kernels() is KERNELS[-1]
+
+
+# -- sort ------------------------------------------------------------------------------------------
+
+LINE = st.lists(st.integers(-2, 5) | st.integers(-(2**31), 2**31 - 1), max_size=12)
+
+
+@both
+@settings(max_examples=50)
+@given(lines=st.lists(LINE, min_size=1, max_size=3), seed=st.integers(0, 9))
+def test_sort_few_ids(kernels, lines, seed):
+    for dtype in (np.int32, np.int64):
+        rows = [np.array(line, dtype) for line in lines]
+        blocks = draw_blocks(np.random.default_rng(seed), rows, 3)
+        for given_blocks in (None, blocks):
+            found = kernels.sort_ids(rows, given_blocks)
+            for one, line, block in zip(found, rows, given_blocks or [None] * 3, strict=False):
+                assert_same_ids(one, line, block)
+
+
+@both
+def test_sort_rows_of_64_bits(kernels):
+    """Rows whose span takes more than 32 bits; rows that are equal in their lowest 32."""
+    line = np.array([2**62, 5, -1, 2**40, 5 + 2**32, 2**62, 5, np.iinfo(np.int64).min], np.int64)
+    blocks = np.array([0, 0, 1, 1, 2, 2, 2, 3], np.int32)
+    assert_same_ids(kernels.sort_ids([line], [blocks])[0], line, blocks)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("rows", [1, 100, 3_000_000, 2**31 - 1])
+@pytest.mark.parametrize("by_block", [False, True])
+def test_sort_many_ids(threads, dtype, rows, by_block):
+    rng = np.random.default_rng(rows % 7)
+    lines = draw_rows(rng, [MANY, 0, 17, MANY + 1], rows, dtype)
+    # As unequal as ids come: all absent, and all of one row.
+    lines += [np.full(1000, -1, dtype), np.full(MANY, rows - 1, dtype)]
+    blocks = draw_blocks(rng, lines, 4) if by_block else None
+    assert_twins(host_native.sort_ids(lines, blocks), lines, blocks)
+
+
+# -- take and put ----------------------------------------------------------------------------------
+
+
+@both
+def test_take_and_put(kernels):
+    out = np.zeros((3, 5), np.int32)
+    source, index = np.array([10, 20, 30], np.int32), np.array([2, 0, 2, 1], np.int32)
+    kernels.take([Take(out[0], source, index, -1), Take(out[1], source, None, 7)])
+    kernels.put([Put(out[2], np.array([4, 1], np.int32), source, np.array([0, 2], np.int32), 9)])
+    assert out.tolist() == [[30, 10, 30, 20, -1], [10, 20, 30, 7, 7], [9, 30, 9, 9, 10]]
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [np.int64, np.float64])
+def test_take_and_put_many(threads, dtype):
+    rng = np.random.default_rng(3)
+    lines = draw_rows(rng, [MANY, 5, 0, MANY - 1], 1000, np.int32)
+    values = [rng.integers(-(2**62), 2**62, line.size).astype(dtype) for line in lines]
+    ordered = host_reference.sort_ids(lines, None)
+    one, two = (written(kernels, ordered, values, MANY + 3) for kernels in KERNELS)
+    np.testing.assert_array_equal(one, two)
+
+
+@needs_library
+def test_lines_that_do_not_fit_are_refused():
+    """Before C++ reads or writes anything beyond their end."""
+    out, two = np.zeros(1, np.int32), np.arange(2, dtype=np.int32)
+    with pytest.raises(AssertionError):
+        host_native.take([Take(out, two, None, 0)])
+    with pytest.raises(AssertionError):
+        host_native.take([Take(out, np.zeros(2), two[:1], 0)])
+    with pytest.raises(AssertionError):
+        host_native.put([Put(out, two, two, two[:1], 0)])
+    with pytest.raises(AssertionError):
+        host_native.sort_ids([two], [two[:1]])
+    columns = [Column(two, np.zeros(2, np.int32), None, 1, 0)]
+    with pytest.raises(AssertionError):
+        host_native.interleave(columns, out[None], out[None], None, examples=1)
+    assert out.tolist() == [0]
+
+
+# -- interleave ------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("weight_dtype", [None, np.float32, np.float64])
+def test_interleave_few(kernels, dtype, weight_dtype):
+    lines, examples, per_examples = 3, 4, (1, 3, 2)
+    rng = np.random.default_rng(5)
+    columns = draw_columns(rng, lines, examples, per_examples, dtype, weight_dtype or np.float32)
+    size = longest_line(columns, lines, examples) + 2
+    found = interleaved(kernels, columns, (lines, size), dtype, weight_dtype, examples)
+    for line in range(lines):
+        expected = []
+        for example in range(line * examples, (line + 1) * examples):
+            for ids, bags, weights, per_example, offset in columns:
+                for i in np.flatnonzero(bags // per_example == example):
+                    bag = (example - line * examples) * 6 + offset + bags[i] % per_example
+                    expected.append((ids[i], bag, 1 if weights is None else weights[i]))
+        expected += [(-1, examples * 6, 0)] * (size - len(expected))
+        for got, wanted in zip(found, zip(*expected, strict=True), strict=True):
+            assert got is None or got[line].tolist() == list(wanted)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("weight_dtype", [None, np.float32, np.float64])
+def test_interleave_many(threads, dtype, weight_dtype):
+    lines, examples = 5, 700
+    rng = np.random.default_rng(6)
+    columns = draw_columns(
+        rng, lines, examples, (2, 1, 4), dtype, weight_dtype or np.float32, most=9
+    )
+    size = longest_line(columns, lines, examples)
+    assert lines * size > MANY
+    one, two = (
+        interleaved(kernels, columns, (lines, size), dtype, weight_dtype, examples)
+        for kernels in KERNELS
+    )
+    for got, wanted in zip(one, two, strict=True):
+        np.testing.assert_array_equal(got, wanted)

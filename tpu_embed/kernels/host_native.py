@@ -1,0 +1,146 @@
+"""The functions of `host_reference` in C++, on threads of their own, with the GIL released.
+
+They are in the library of the compiled CPU kernels, but no XLA program calls them: a task is one
+line, and its C struct is one line of an int64 array, with sizes and the addresses of its arrays.
+
+Input and output: those of `host_reference`, to the bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tpu_embed.kernels import cpu
+from tpu_embed.kernels.host_reference import Column, Put, SortedIds, Take
+
+IDS_PER_THREAD = 20_000
+"""Fewer ids are not worth the start of a thread."""
+
+_NOTHING = 0  # the address of an array that is not given
+
+
+def interleave(
+    columns: Sequence[Column],
+    row_ids: np.ndarray,
+    bags: np.ndarray,
+    weights: np.ndarray | None,
+    *,
+    examples: int,
+) -> None:
+    """Write the ids of all features in batch order; see `host_reference.interleave`."""
+    lines, size = row_ids.shape
+    ends = [np.arange(lines + 1) * examples * column.per_example for column in columns]
+    bounds = [np.searchsorted(c.bags, end) for c, end in zip(columns, ends, strict=True)]
+    assert (np.diff(bounds).sum(axis=0) <= size).all()
+    given = [_column(*pair, row_ids, weights) for pair in zip(columns, bounds, strict=True)]
+    table = np.array(given, np.int64)
+    per_example = sum(column.per_example for column in columns)
+    weight_bytes = 0 if weights is None else weights.itemsize
+    options = row_ids.itemsize, weight_bytes, table.ctypes.data, len(columns)
+    tasks = []
+    for line in range(lines):
+        outs = _address(row_ids[line]), _address(bags[line], np.int32, size)
+        scale = _NOTHING if weights is None else _address(weights[line], size=size)
+        tasks.append((*options, line, examples, per_example, *outs, scale, size))
+    _run("interleave", tasks, row_ids.size)
+
+
+def _column(
+    column: Column, bounds: np.ndarray, row_ids: np.ndarray, weights: np.ndarray | None
+) -> tuple[int, ...]:
+    """Return the fields of a column, whose numbers are of the dtypes of the results."""
+    n, scale = column.row_ids.size, _NOTHING
+    if weights is not None and column.weights is not None:
+        scale = _address(column.weights, weights.dtype, n)
+    rows, bags = _address(column.row_ids, row_ids.dtype), _address(column.bags, np.int32, n)
+    return rows, bags, scale, _address(bounds, np.int64), column.per_example, column.offset
+
+
+def sort_ids(
+    row_ids: Sequence[np.ndarray], blocks: Sequence[np.ndarray] | None = None
+) -> list[SortedIds]:
+    """Sort the ids of every line by row; see `host_reference.sort_ids`."""
+    found, tasks = [], []
+    for number, line in enumerate(row_ids):
+        sums = None if blocks is None else blocks[number]
+        found.append(_room(line, by_blocks=sums is not None))
+        order, row, rows, sum_, sum_rows = map(_address, found[-1])
+        inputs = _address(line), _NOTHING if sums is None else _address(sums, np.int32, line.size)
+        results = order, row, rows, sum_, sum_rows
+        tasks.append((line.itemsize, *inputs, line.size, *results, 0, 0, 0))
+    counts = _run("sort_ids", tasks, sum(line.size for line in row_ids))[:, -3:].tolist()
+    pairs = zip(found, counts, strict=True)
+    return [
+        SortedIds(one.order[:n], one.row[:n], one.rows[:u], one.sum[:n], one.sum_rows[:p])
+        for one, (n, u, p) in pairs
+    ]
+
+
+def _room(line: np.ndarray, *, by_blocks: bool) -> SortedIds:
+    """Return room for the result of a line; without blocks, the sums are the rows."""
+    order, row, sum_ = (np.empty(line.size, np.int32) for _ in range(3))
+    rows, sum_rows = np.empty_like(line), np.empty_like(line)
+    return SortedIds(order, row, rows, *((sum_, sum_rows) if by_blocks else (row, rows)))
+
+
+def take(lines: Sequence[Take]) -> None:
+    """Write lines of numbers that are taken from other arrays; see `host_reference.take`."""
+    tasks = []
+    for out, source, index, rest in lines:
+        n = source.size if index is None else index.size
+        assert out.dtype == source.dtype
+        assert n <= out.size
+        fill = np.array(rest, out.dtype).view(f"i{out.itemsize}").item()
+        at = _NOTHING if index is None else _address(index, np.int32)
+        tasks.append((out.itemsize, _address(out), out.size, _address(source), at, n, fill))
+    _run("take", tasks, sum(line.out.size for line in lines))
+
+
+def put(lines: Sequence[Put]) -> None:
+    """Write lines of numbers that are put to given positions; see `host_reference.put`."""
+    tasks = []
+    for out, order, place, run, rest in lines:
+        n = order.size
+        arrays = _address(order, np.int32), _address(run, np.int32, n), _address(place, np.int32)
+        tasks.append((_address(out, np.int32), out.size, *arrays, n, rest))
+    _run("put", tasks, sum(line.out.size for line in lines))
+
+
+def _address(array: np.ndarray, dtype: Any = None, size: int | None = None) -> int:
+    """Return where a line's numbers are; the C++ code takes only contiguous ones."""
+    assert array.ndim == 1
+    assert array.flags.c_contiguous
+    assert dtype is None or array.dtype == dtype
+    assert size is None or array.size == size
+    return array.ctypes.data
+
+
+def _run(name: str, tasks: list[tuple[int, ...]], ids: int) -> np.ndarray:
+    """Run tasks, and return them: some have fields for results."""
+    array = np.array(tasks, np.int64)
+    threads = max(1, min(cores(), len(tasks), ids // IDS_PER_THREAD))
+    if not _function(name)(array.ctypes.data, len(tasks), threads):
+        raise MemoryError(f"no memory to {name} {ids} ids")
+    return array
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@functools.cache
+def _function(name: str) -> Any:
+    """Return a function of the library; ctypes releases the GIL while it runs."""
+    function = getattr(ctypes.CDLL(str(cpu.load().path)), f"tpu_embed_host_{name}")
+    function.argtypes = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64
+    function.restype = ctypes.c_bool
+    return function

@@ -1,0 +1,213 @@
+"""Work on a batch's ids before it is sent: put them in batch order, and sort them by row.
+
+A route is numbers that are written in the order of the sorted ids (`take`, `put`). Everything here
+runs on the host, in NumPy; `host_native` does the same in C++. Both work on several lines at once:
+one line of ids per replica or owner, one line of results per device.
+
+For example, a line with the rows 13 4 -1 13 7 is sorted to
+
+    order      1 4 0 3       the ids that are present, by row; equal rows in batch order
+    rows       4 7 13        the distinct rows
+    row        0 1 2 2       the distinct row of each sorted id
+
+Input: NumPy arrays. Output: NumPy arrays, the same bits from both implementations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tpu_embed._types import PADDING_ID
+
+
+class Column(NamedTuple):
+    """The ids of one feature, of all lines, in batch order.
+
+    Attributes:
+      row_ids: `[n]`, none of them absent.
+      bags: int32 `[n]`, their bags, non-decreasing; example e has the bags from e · per_example to
+        (e + 1) · per_example.
+      weights: `[n]`, or None for all ones.
+      per_example: the number of bags of one example.
+      offset: the first of these bags among the bags of all features of an example.
+    """
+
+    row_ids: np.ndarray
+    bags: np.ndarray
+    weights: np.ndarray | None
+    per_example: int
+    offset: int
+
+
+class SortedIds(NamedTuple):
+    """The present ids of one line, sorted by row.
+
+    Attributes:
+      order: int32 `[n]`, their positions in the line; equal rows are in the order of the line.
+      row: int32 `[n]`, the place of each one's row in `rows`.
+      rows: `[u]`, the distinct rows, ascending.
+      sum: int32 `[n]`, the place of each one's partial sum in `sum_rows`.
+      sum_rows: `[p]`, the row of each partial sum, ascending; of one row, in order of the blocks.
+    """
+
+    order: np.ndarray
+    row: np.ndarray
+    rows: np.ndarray
+    sum: np.ndarray
+    sum_rows: np.ndarray
+
+
+class Take(NamedTuple):
+    """One line to write: `out[i] = source[index[i]]`, and the rest of it filled.
+
+    Attributes:
+      out: `[size]`, contiguous, of 4 or 8 bytes per number.
+      source: an array of the same dtype.
+      index: int32 `[n]`, n ≤ size, positions in `source`; None for 0, 1, 2, … to its end.
+      rest: the value of `out[n:]`.
+    """
+
+    out: np.ndarray
+    source: np.ndarray
+    index: np.ndarray | None
+    rest: int
+
+
+class Put(NamedTuple):
+    """One line to write: `out[order[i]] = place[run[i]]`, and the rest of it filled.
+
+    Attributes:
+      out: int32 `[size]`, contiguous.
+      order: int32 `[n]`, different positions in `out`.
+      place: int32 `[u]`.
+      run: int32 `[n]`, positions in `place`.
+      rest: the value of what `order` does not name.
+    """
+
+    out: np.ndarray
+    order: np.ndarray
+    place: np.ndarray
+    run: np.ndarray
+    rest: int
+
+
+def interleave(
+    columns: Sequence[Column],
+    row_ids: np.ndarray,
+    bags: np.ndarray,
+    weights: np.ndarray | None,
+    *,
+    examples: int,
+) -> None:
+    """Write the ids of all features in batch order: by example, then feature, then position.
+
+    For example, one line with 2 examples: feature a has the ids 5 | 6 7, feature b has 8 | 9. The
+    line is 5 8 6 7 9. The ids of feature a move from the positions 0 | 1 2 to 0 | 2 3, so its
+    shifts are 0 and 1; those of feature b move from 0 | 1 to 1 | 4, so its shifts are 1 and 3.
+
+    Args:
+      columns: the features.
+      row_ids: out: `[lines, N]`, absent rows where a line has no more ids.
+      bags: out: int32 `[lines, N]`, the bags of the line, by example and feature; that of padding
+        is one past the last.
+      weights: out: `[lines, N]`, zero for padding; or None.
+      examples: the number of examples of one line.
+    """
+    per_example = sum(column.per_example for column in columns)
+    row_ids.fill(PADDING_ID)
+    bags.fill(examples * per_example)
+    if weights is not None:
+        weights.fill(0)
+    numbers = [column.bags // column.per_example for column in columns]
+    shifts = _shifts(numbers, len(row_ids), len(row_ids) * examples)
+    for c, (column, example) in enumerate(zip(columns, numbers, strict=True)):
+        line = example // examples
+        position = np.arange(example.size) + shifts[example, c]
+        row_ids[line, position] = column.row_ids
+        # The example's first bag, the feature's offset in it, the bag's number in the feature.
+        within = column.bags - example * column.per_example
+        bags[line, position] = (example - line * examples) * per_example + column.offset + within
+        if weights is not None:
+            weights[line, position] = 1 if column.weights is None else column.weights
+
+
+def _shifts(examples: Sequence[np.ndarray], lines: int, batch: int) -> np.ndarray:
+    """Return how far the ids of each example and feature move in a line, int64 `[B, features]`.
+
+    Args:
+      examples: the example of each id `[n]`, non-decreasing, of every feature.
+      lines: the number of lines.
+      batch: B, the examples of all lines.
+    """
+    # How many ids each example has of each feature, and how many ids precede these on their line;
+    # both [B, features].
+    counts = np.stack([np.bincount(example, minlength=batch) for example in examples], axis=1)
+    by_line = counts.reshape(lines, -1)
+    starts = (np.cumsum(by_line, axis=1) - by_line).reshape(counts.shape)
+    # Among the feature's own ids, those of an example begin after the ids of earlier examples.
+    return starts - (np.cumsum(counts, axis=0) - counts)
+
+
+def sort_ids(
+    row_ids: Sequence[np.ndarray], blocks: Sequence[np.ndarray] | None = None
+) -> list[SortedIds]:
+    """Sort the ids of every line by row.
+
+    Args:
+      row_ids: by line, `[N]`, negative for absent ids; of one dtype, int32 or int64.
+      blocks: by line, int32 `[N]`, the block of each id's example; in one row, present ids have
+        non-decreasing blocks. None: the ids of a line are in one block.
+    """
+    if blocks is None:
+        return [_sort_line(line, None) for line in row_ids]
+    return [_sort_line(line, block) for line, block in zip(row_ids, blocks, strict=True)]
+
+
+def take(lines: Sequence[Take]) -> None:
+    """Write lines of numbers that are taken from other arrays."""
+    for out, source, index, rest in lines:
+        n = source.size if index is None else index.size
+        out[:n] = source if index is None else source[index]
+        out[n:] = rest
+
+
+def put(lines: Sequence[Put]) -> None:
+    """Write lines of numbers that are put to given positions."""
+    for out, order, place, run, rest in lines:
+        out.fill(rest)
+        out[order] = place[run]
+
+
+def _sort_line(row_ids: np.ndarray, blocks: np.ndarray | None) -> SortedIds:
+    order = _stable_order(row_ids)
+    order = order[np.count_nonzero(row_ids < 0) :]
+    ordered = row_ids[order]
+    new_row = _changes(ordered)
+    row, rows = _numbered(new_row), ordered[new_row]
+    if blocks is None:
+        return SortedIds(order, row, rows, row, rows)
+    new_sum = new_row | _changes(blocks[order])
+    return SortedIds(order, row, rows, _numbered(new_sum), ordered[new_sum])
+
+
+def _stable_order(keys: np.ndarray) -> np.ndarray:
+    """Return the positions of `keys` in ascending order, equal keys in order, int32 `[N]`."""
+    if keys.dtype.itemsize > 4:
+        return np.argsort(keys, kind="stable").astype(np.int32)
+    # NumPy sorts integers much faster than it sorts their positions: sort key · 2³² + position.
+    both = (keys.astype(np.int64) << 32) | np.arange(keys.size)
+    both.sort()
+    return both.astype(np.int32)
+
+
+def _changes(x: np.ndarray) -> np.ndarray:
+    """Tell, bool `[n]`, where an entry differs from the one before it; True for the first."""
+    return np.concatenate([np.ones(min(1, x.size), bool), x[1:] != x[:-1]])
+
+
+def _numbered(new: np.ndarray) -> np.ndarray:
+    """Return the number of the run of each entry, from 0, given where runs begin; int32 `[n]`."""
+    return np.cumsum(new, dtype=np.int32) - np.int32(1)

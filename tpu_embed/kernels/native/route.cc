@@ -1,0 +1,165 @@
+// Routes of a placed batch, computed on the host: ids sorted by row, and numbers put in their order.
+//
+// Plain C functions, which `host_native.py` calls through ctypes. The caller checks all sizes. A
+// task is one line of an int64 array, so every field has 8 bytes. Each function returns whether
+// there was enough memory.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#include "entry.h"
+#include "sort.h"
+#include "threads.h"
+
+namespace tpu_embed {
+namespace {
+
+// The ids of one line, sorted. With `blocks` null, the sums are the rows, and not written again.
+struct SortTask {
+  int64_t row_bytes;      // 4 or 8
+  const void* row_ids;    // [n], negative for absent ids
+  const int32_t* blocks;  // [n], or null
+  int64_t n;
+  int32_t* order;  // results, as `SortedIds` describes them; each has room for n numbers
+  int32_t* row;
+  void* rows;
+  int32_t* sum;
+  void* sum_rows;
+  int64_t present;  // the number of ids, rows and sums found
+  int64_t num_rows;
+  int64_t num_sums;
+};
+
+// out[i] = source[index[i]] for i < n, then `rest`; with `index` null, out[i] = source[i].
+struct TakeTask {
+  int64_t number_bytes;  // 4 or 8
+  void* out;  // [size]
+  int64_t size;
+  const void* source;
+  const int32_t* index;
+  int64_t n;
+  int64_t rest;  // the bytes of a number, the lowest first
+};
+
+// out[order[i]] = place[run[i]] for i < n; elsewhere `rest`.
+struct PutTask {
+  int32_t* out;  // [size]
+  int64_t size;
+  const int32_t* order;
+  const int32_t* run;
+  const int32_t* place;
+  int64_t n;
+  int64_t rest;
+};
+
+// Writes order and numbers of the sorted entries.
+template <typename Row, typename Key>
+void write_runs(const Position<Key>* entries, Row base, SortTask& task) {
+  Row *rows = static_cast<Row*>(task.rows), *sum_rows = static_cast<Row*>(task.sum_rows);
+  int32_t row = -1, sum = -1, last_block = 0;
+  Key last = 0;
+  for (int64_t i = 0; i < task.present; ++i) {
+    const auto [key, position] = entries[i];
+    const bool new_row = i == 0 || key != last;
+    rows[row += new_row] = static_cast<Row>(key + static_cast<Key>(base));
+    task.order[i] = static_cast<int32_t>(position);
+    task.row[i] = row;
+    last = key;
+    if (!task.blocks) continue;
+    const int32_t block = task.blocks[position];
+    sum_rows[sum += new_row || block != last_block] = rows[row];
+    task.sum[i] = sum;
+    last_block = block;
+  }
+  task.num_rows = row + 1;
+  task.num_sums = task.blocks ? sum + 1 : row + 1;
+}
+
+// Sorts rows in [base, base + range], as keys that hold the range.
+template <typename Row, typename Key>
+void sort_as(Row base, uint64_t range, SortTask& task) {
+  const Row* row_ids = static_cast<const Row*>(task.row_ids);
+  Serial serial;
+  RadixSort<Position<Key>, Serial> sort(serial, task.present, range);
+  Position<Key>* to = sort.entries();
+  for (int64_t i = 0; i < task.n; ++i) {
+    if (row_ids[i] < 0) continue;
+    *to++ = {static_cast<Key>(row_ids[i] - base), static_cast<uint32_t>(i)};
+  }
+  write_runs<Row, Key>(sort.sort(), base, task);
+}
+
+template <typename Row>
+void sort_ids(SortTask& task) {
+  using Unsigned = std::make_unsigned_t<Row>;
+  const Row* row_ids = static_cast<const Row*>(task.row_ids);
+  // As unsigned numbers absent rows are the largest: a loop without branches, for vector units.
+  int64_t present = 0;
+  Row largest = 0;
+  auto least = static_cast<Unsigned>(std::numeric_limits<Row>::max());
+  for (int64_t i = 0; i < task.n; ++i) {
+    present += row_ids[i] >= 0;
+    largest = std::max(largest, row_ids[i]);
+    least = std::min(least, static_cast<Unsigned>(row_ids[i]));
+  }
+  task.present = present;
+  if (present == 0) least = 0;
+  const auto base = static_cast<Row>(least);
+  const auto range = static_cast<uint64_t>(largest - base);
+  if (range <= std::numeric_limits<uint32_t>::max()) {
+    sort_as<Row, uint32_t>(base, range, task);
+  } else {
+    sort_as<Row, uint64_t>(base, range, task);
+  }
+}
+
+// A number of 8 bytes in a line of int32 numbers: its address is a multiple of 4.
+struct Wide {
+  uint32_t words[2];
+};
+
+template <typename Number>
+void take(const TakeTask& task) {
+  Number* out = static_cast<Number*>(task.out);
+  const Number* source = static_cast<const Number*>(task.source);
+  if (task.index) {
+    for (int64_t i = 0; i < task.n; ++i) out[i] = source[task.index[i]];
+  } else {
+    std::copy(source, source + task.n, out);
+  }
+  Number rest;
+  std::memcpy(&rest, &task.rest, sizeof rest);
+  std::fill(out + task.n, out + task.size, rest);
+}
+
+void put(const PutTask& task) {
+  std::fill(task.out, task.out + task.size, static_cast<int32_t>(task.rest));
+  for (int64_t i = 0; i < task.n; ++i) task.out[task.order[i]] = task.place[task.run[i]];
+}
+
+}  // namespace
+}  // namespace tpu_embed
+
+extern "C" bool tpu_embed_host_sort_ids(tpu_embed::SortTask* tasks, int64_t count,
+                                        int64_t threads) {
+  return tpu_embed::run_on_threads(count, threads, [=](int64_t i) {
+    tpu_embed::SortTask& task = tasks[i];
+    task.row_bytes == 4 ? tpu_embed::sort_ids<int32_t>(task) : tpu_embed::sort_ids<int64_t>(task);
+  });
+}
+
+extern "C" bool tpu_embed_host_take(const tpu_embed::TakeTask* tasks, int64_t count,
+                                    int64_t threads) {
+  return tpu_embed::run_on_threads(count, threads, [=](int64_t i) {
+    const tpu_embed::TakeTask& task = tasks[i];
+    task.number_bytes == 4 ? tpu_embed::take<uint32_t>(task)
+                           : tpu_embed::take<tpu_embed::Wide>(task);
+  });
+}
+
+extern "C" bool tpu_embed_host_put(const tpu_embed::PutTask* tasks, int64_t count,
+                                   int64_t threads) {
+  return tpu_embed::run_on_threads(count, threads, [=](int64_t i) { tpu_embed::put(tasks[i]); });
+}
