@@ -281,10 +281,8 @@ class EmbeddingEngine:
 
         Args:
           state: the tables.
-          batch: as for `lookup`.
+          batch, weights, spec: as for `lookup`.
           activation_gradients: in the structure and shapes of the activations; None is zero.
-          weights: as for `lookup`.
-          spec: as for `lookup`.
           learning_rates: what `learning_rates()` returned outside the jit; needed inside a jit if a
             learning rate is a callable without arguments.
 
@@ -380,11 +378,7 @@ class EmbeddingEngine:
         return self._rates.read()
 
     def check_trainable(self, what: str) -> None:
-        """Check that every trainable table has an optimizer.
-
-        Raises:
-          ValueError: some have none; the message names them.
-        """
+        """Raise `ValueError` unless every trainable table has an optimizer."""
         check_trainable(what, self.layout)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingEngine:

@@ -131,6 +131,11 @@ def compile_for(
         lowered = _lowered(engine, abstract_batch(engine, own), None, loss or _squares)
     else:
         lowered = _lowered(engine, _sharded_shapes(engine, batch), spec, loss or _squares)
+    return _compiled(lowered, planned)
+
+
+def _compiled(lowered: Any, planned: Plan) -> Compiled:
+    """Compile a lowered step, and read what the compiler says of it."""
     start = time.perf_counter()
     compiled = lowered.compile()
     seconds, memory, text = (

@@ -129,6 +129,7 @@ def _routed(view: StackView) -> list[tuple[str, tuple[int, ...], Any]]:
     """Return the same of a stack whose ids the host has routed."""
     n, stack, room = view.num_ids, view.stack, view.room
     shards, index = stack.num_shards, stack.index_dtype
+    found: list[tuple[str, tuple[int, ...], Any]]
     found = [("index", (n,), index if shards == 1 else INT32)]
     if shards > 1:
         found.append(("asked", (shards, max(1, room.row_capacity)), index))

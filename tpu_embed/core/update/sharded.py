@@ -135,9 +135,9 @@ def update(
         out_specs=Updated(table_specs, slot_specs, whole, whole),  # type: ignore
         check_vma=False,
     )
-    old = [{name: arrays[name] for name in table_specs} for arrays in (tables, slots)]
     operands = operands._replace(gradients=gradients, reads=reads)
-    new = step(old[0], old[1], source, operands)
+    held = {name: tables[name] for name in table_specs}, {name: slots[name] for name in table_specs}
+    new = step(*held, source, operands)
     return new._replace(tables={**tables, **new.tables}, slots={**slots, **new.slots})
 
 

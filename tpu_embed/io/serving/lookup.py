@@ -26,6 +26,7 @@ from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.core.batch import (
     Batch,
     BatchSpec,
+    LocalIds,
     StackIds,
     TracedIds,
     fields_of,
@@ -209,6 +210,7 @@ class Server:
         found: dict[int, Array] = {}
         for view, ids in zip(view_stacks(source.spec, layout), located.ids, strict=True):
             stack = view.stack
+            assert isinstance(ids, LocalIds), "nothing is routed without devices"
             with jax.named_scope(f"lookup/{stack.tables[0].name}"):
                 rows = fixed[stack.name].found(ids.row_ids, stack)
                 form = view.bag_layout
