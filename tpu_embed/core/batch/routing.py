@@ -217,9 +217,9 @@ class _Writer:
         rest = tuple(name for name in axes.names if name not in self.stack.shard_axes)
         # Devices with equal coordinates on all other axes exchange with each other; in mesh order
         # they are the sources 0 … S - 1.
-        group = axes.parts_of_devices(rest)
-        by_group = np.argsort(group, kind="stable").reshape(-1, shards)
-        return by_group[group]
+        exchange = axes.parts_of_devices(rest)
+        by_exchange = np.argsort(exchange, kind="stable").reshape(-1, shards)
+        return by_exchange[exchange]
 
 
 def host_factors(weights: np.ndarray, bags: np.ndarray, form: BagLayout) -> np.ndarray:
