@@ -127,7 +127,7 @@ class StackView:
         optimizer = self.stack.optimizer
         return optimizer is None or optimizer.use_gradient_accumulation
 
-    @functools.cached_property
+    @property
     def is_routed(self) -> bool:
         """Whether the host has routed the ids; ids whose gradients are not summed are exempt."""
         return self.spec.routed != "nothing" and self.accumulates
