@@ -149,7 +149,8 @@ def row_operations(text, dim):
 def show(name, line, operations, moved, text, most):
     """Print a line's total and its most expensive operations.
 
-    What runs only if given capacities are too small is not counted.
+    What runs only if given capacities are too small is not counted. libtpu lists equal operations
+    once, so operations with an equal one there may be missing as well.
     """
     operations = [one for one in operations if "/overflow/" not in one.scope]
     rows = row_operations(text, line.dim)
