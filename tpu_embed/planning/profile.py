@@ -110,7 +110,8 @@ class Profile(NamedTuple):
     def cycles(self) -> int:
         """The cycles of all operations that have an estimate.
 
-        Operations that run only if given capacities are too small are not among them.
+        Operations that run only if given capacities are too small are not among them, nor are those
+        that equal one of these: libtpu lists equal operations once.
         """
         usual = [one for one in self.operations if "/overflow/" not in one.scope]
         return sum(one.total for one in usual)
