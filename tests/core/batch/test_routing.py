@@ -4,6 +4,7 @@ import functools
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from facade_cases import mesh
@@ -15,7 +16,7 @@ from tpu_embed import FeatureConfig, RaggedIds, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed._types import PADDING_ID
 from tpu_embed.core.batch import LocalIds, pack_all, view_stacks
-from tpu_embed.core.exchange import device_route
+from tpu_embed.core.exchange import RowRoute, device_route
 from tpu_embed.core.update import sums as row_sums
 
 B, V, D = 96, 37, 2
@@ -87,7 +88,11 @@ def both_routes(engine, ids, weights):
 
 def own_routes(ids, view):
     """Return the routes that a device computes of its own ids: rows, sums, and the merge."""
-    rows, overflow = device_route.route_rows(ids.row_ids, view.stack, view.room.row_capacity)
+    if view.stack.num_shards == 1:  # every row is here
+        rows, overflow = RowRoute(None, ids.row_ids), jnp.asarray(False)
+    else:
+        ordered = device_route.sort_ids(ids.row_ids, view.stack)
+        rows, overflow = device_route.route_rows(ordered, view.stack, view.room.row_capacity)
     gradients = tuple(
         np.zeros((view.spec.local_batch * shape.bags, view.stack.dim), np.float32)
         for shape in view.shapes
@@ -96,9 +101,9 @@ def own_routes(ids, view):
     if view.way == "psum":
         order, touched = row_sums._order_of_cells(task)
         return rows, order, touched, overflow
-    order, _ = row_sums._order_of_sums(task, view.room.partials)
-    merge = row_sums.exchange_sums(task, view.room.partials).merge
-    return rows, order, merge, overflow
+    outgoing = row_sums.outgoing_sums(task, view.room.partials)
+    merge = row_sums.exchange_sums(task, outgoing).merge
+    return rows, outgoing.sums, merge, overflow | outgoing.overflow
 
 
 def check_sums(found, expected, num_sums):

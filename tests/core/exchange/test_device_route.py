@@ -43,6 +43,11 @@ def blocks_of(rows):
     return (np.arange(rows.size) * BLOCKS // rows.size).astype(np.int32)
 
 
+def sorted_on_host(rows, blocks=None):
+    """Return the ids of one device as the host sorts them."""
+    return dispatch.host_kernels().sort_ids([rows], None if blocks is None else [blocks])[0]
+
+
 def per_shard(sum_rows, stack):
     """Return the sent rows of each shard, as local rows."""
     return [
@@ -72,7 +77,7 @@ def test_every_id_has_the_place_that_the_host_gives_it(shards, in_blocks, kernel
     for kind in DRAWS:
         rows = draw(kind, stack)
         blocks = blocks_of(rows) if in_blocks else None
-        host = host_route.sort_ids(rows, blocks)
+        host = sorted_on_host(rows, blocks)
         sent = per_shard(host.sum_rows, stack)
         # Each capacity is a compilation: once no more room than must be, else the worst case.
         capacity = most_of(sent) if kind == "uniform" else N
@@ -94,7 +99,7 @@ def test_every_id_has_the_place_that_the_host_gives_it(shards, in_blocks, kernel
 def test_one_place_too_few_is_told(kernels):
     stack = make_stack([23, 5], 3)
     rows = draw("uniform", stack)
-    sent = per_shard(host_route.sort_ids(rows, None).rows, stack)
+    sent = per_shard(sorted_on_host(rows).rows, stack)
     with KERNELS[kernels]():
         _, found = find(rows, None, stack, most_of(sent) - 1, kernels)
     assert found.overflow
@@ -107,7 +112,7 @@ def test_fetched_rows_are_found_in_batch_order(kernels):
     stack, axes = make_stack([23, 5, 1], shards), make_axes(mesh(shards), None)
     kinds = ["uniform", "skewed", "absent", "one shard"]
     rows = np.stack([draw(kind, stack, seed) for seed, kind in enumerate(kinds)])
-    host = [host_route.sort_ids(line, None) for line in rows]
+    host = [sorted_on_host(line) for line in rows]
     sent = [per_shard(one.rows, stack) for one in host]
     capacity = max(most_of(one) for one in sent)
 

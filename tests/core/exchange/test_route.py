@@ -1,6 +1,7 @@
 """Fetching rows from their owners, and sending partial sums to them, on several devices."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from facade_cases import mesh
@@ -8,7 +9,7 @@ from jax.sharding import Mesh, PartitionSpec
 from layout_cases import make_stack
 
 from tpu_embed._types import PADDING_ID
-from tpu_embed.core.exchange import device_route, route
+from tpu_embed.core.exchange import RowRoute, device_route, route
 from tpu_embed.core.layout import ROW_MULTIPLE, MeshAxes, Stack, make_axes, round_up
 from tpu_embed.kernels import reference
 
@@ -55,8 +56,12 @@ def fetched(stack, capacity):
     """Return the function that fetches the rows of a device's ids, `[N, D]`."""
 
     def fetch(table, rows):
-        ways, overflow = device_route.route_rows(rows, stack, capacity)
-        found = route.fetch(table, ways, stack)
+        if stack.num_shards == 1:  # every row is here
+            way, overflow = RowRoute(None, rows), jnp.asarray(False)
+        else:
+            ids = device_route.sort_ids(rows, stack)
+            way, overflow = device_route.route_rows(ids, stack, capacity)
+        found = route.fetch(table, way, stack)
         return reference.gather_rows(found.source, found.index), overflow
 
     return fetch
@@ -99,9 +104,10 @@ def sums_by_row(stack, axes, rows, gradients, capacity):
     """Send each device's partial sums to the owners; return what they hold, a line a device."""
 
     def device(table, rows, gradients):
-        way = device_route.find_destinations(rows, stack, capacity)
+        ids = device_route.sort_ids(rows, stack)
+        way = device_route.find_destinations(ids.row_ids, stack, capacity)
         places = stack.num_shards * capacity
-        sums = reference.segment_sum(gradients[way.order], way.target, places)
+        sums = reference.segment_sum(gradients[ids.order], way.target, places)
         received = route.send_sums(sums, stack, axes)
         sent = device_route.only_mine(way.row_ids, stack, axes)
         arrived = route.send_rows(sent, stack, axes)
@@ -166,9 +172,10 @@ def test_parts_of_a_row_travel_apart():
     stack = make_stack([8], 2)
     rows = np.array([3, 3, 5, 3, PADDING_ID, 5], np.int32)
     parts = np.array([0, 0, 0, 1, 1, 1], np.int32)
-    way = device_route.find_destinations(rows, stack, 4, parts)
+    ids = device_route.sort_ids(rows, stack, parts)
+    way = device_route.find_destinations(ids.row_ids, stack, 4, ids.payload)
     assert np.asarray(way.row_ids).tolist() == [[3, 3, -1, -1], [1, 1, -1, -1]]
-    assert np.asarray(way.order).tolist() == [0, 1, 3, 2, 5, 4]
+    assert np.asarray(ids.order).tolist() == [0, 1, 3, 2, 5, 4]
     assert np.asarray(way.target).tolist() == [0, 0, 1, 4, 5, 8]
     assert not way.overflow
 

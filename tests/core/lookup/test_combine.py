@@ -13,13 +13,13 @@ from layout_cases import make_stack
 from tpu_embed import QuantizationConfig
 from tpu_embed._types import PADDING_ID
 from tpu_embed.core.batch import BagLayout, LocalIds
-from tpu_embed.core.exchange import FetchedRows
+from tpu_embed.core.exchange import FetchedRows, SumRoute
 from tpu_embed.core.lookup import (
     bag_entries,
     combine,
+    optional_weights,
     quantize,
     sum_gradients,
-    sum_route,
 )
 from tpu_embed.kernels import dispatch, reference
 
@@ -82,7 +82,8 @@ def found_of(rows, ids):
 def both(found, ids, gradients, order, segments):
     entries = bag_entries(ids, FORM, STACK.compute_dtype)
     activations = combine(found, entries, FORM, STACK)
-    route = sum_route(ids, STACK.compute_dtype, order, segments)
+    weights = optional_weights(ids, STACK.compute_dtype)
+    route = SumRoute(ids.bags[order], None if weights is None else weights[order], segments)
     return activations, sum_gradients(gradients, entries.factors, FORM, route, N)
 
 
