@@ -15,8 +15,10 @@ def draw_rows(rng, sizes, rows, dtype, *, absent=0.2):
 
 
 def draw_blocks(rng, lines, blocks):
-    """Return the blocks of the ids of these lines, ascending."""
-    return [np.sort(rng.integers(0, blocks, line.size)).astype(np.int32) for line in lines]
+    """Return the blocks of the ids of these lines: ascending, but 9 for absent ids."""
+    drawn = [np.sort(rng.integers(0, blocks, line.size)) for line in lines]
+    pairs = zip(lines, drawn, strict=True)
+    return [np.where(line < 0, 9, block).astype(np.int32) for line, block in pairs]
 
 
 def draw_columns(rng, lines, examples, per_examples, dtype, weight_dtype, *, most=4):
@@ -75,7 +77,9 @@ def written(kernels, sorted_lines, values, room):
 
 
 def assert_same_ids(found, line, blocks):
-    """Check sorted ids by loops over the line."""
+    """Check sorted ids by loops over the line, dtypes too."""
+    assert (found.rows.dtype, found.sum_rows.dtype) == (line.dtype, line.dtype)
+    assert {found.order.dtype, found.row.dtype, found.sum.dtype} == {np.dtype(np.int32)}
     order = [i for i in sorted(range(line.size), key=lambda i: line[i]) if line[i] >= 0]
     rows = sorted({int(line[i]) for i in order})
     sums = sorted({(int(line[i]), 0 if blocks is None else int(blocks[i])) for i in order})

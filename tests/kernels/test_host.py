@@ -1,5 +1,6 @@
 """The host's kernels: what they compute, and the same bits from C++ and NumPy."""
 
+import hypothesis
 import numpy as np
 import pytest
 from host_cases import (
@@ -41,28 +42,34 @@ def test_the_environment_chooses(monkeypatch):
 
 # -- sort ------------------------------------------------------------------------------------------
 
-LINE = st.lists(st.integers(-2, 5) | st.integers(-(2**31), 2**31 - 1), max_size=12)
+LINE = st.lists(st.integers(-2, 5) | st.integers(-(2**31), 2**31 - 1), max_size=24)
 
 
 @both
+@pytest.mark.parametrize(("dtype", "apart"), [(np.int32, 0), (np.int64, 0), (np.int64, 2**40)])
 @settings(max_examples=50)
 @given(lines=st.lists(LINE, min_size=1, max_size=3), seed=st.integers(0, 9))
-def test_sort_few_ids(kernels, lines, seed):
-    for dtype in (np.int32, np.int64):
-        rows = [np.array(line, dtype) for line in lines]
-        blocks = draw_blocks(np.random.default_rng(seed), rows, 3)
-        for given_blocks in (None, blocks):
-            found = kernels.sort_ids(rows, given_blocks)
-            for one, line, block in zip(found, rows, given_blocks or [None] * 3, strict=False):
-                assert_same_ids(one, line, block)
+@hypothesis.example(lines=[[], [-1] * 4], seed=0)
+def test_sort_few_ids(kernels, dtype, apart, lines, seed):
+    lines = [[row + apart * (row % 3) if row >= 0 else row for row in line] for line in lines]
+    rows = [np.array(line, dtype) for line in lines]
+    blocks = draw_blocks(np.random.default_rng(seed), rows, 3)
+    for given_blocks in (None, blocks):
+        found = kernels.sort_ids(rows, given_blocks)
+        of_lines = [None] * len(rows) if given_blocks is None else given_blocks
+        for one, line, block in zip(found, rows, of_lines, strict=True):
+            assert_same_ids(one, line, block)
 
 
 @both
 def test_sort_rows_of_64_bits(kernels):
-    """Rows whose span takes more than 32 bits; rows that are equal in their lowest 32."""
-    line = np.array([2**62, 5, -1, 2**40, 5 + 2**32, 2**62, 5, np.iinfo(np.int64).min], np.int64)
-    blocks = np.array([0, 0, 1, 1, 2, 2, 2, 3], np.int32)
-    assert_same_ids(kernels.sort_ids([line], [blocks])[0], line, blocks)
+    """Rows whose span takes more than 32 bits, and large ones whose span does not."""
+    wide = [2**62, 5, -1, 2**40, 5 + 2**32, 2**62, 5, np.iinfo(np.int64).min]
+    narrow = [2**40 + 7, 2**40 + 5, -1, 2**40 + 7, 2**40 + 2**32 - 1, 2**40 + 5, -1, 2**40]
+    block = np.array([0, 0, 1, 1, 2, 2, 2, 3], np.int32)
+    lines = [np.array(line, np.int64) for line in (wide, narrow)]
+    for found, line in zip(kernels.sort_ids(lines, [block] * 2), lines, strict=True):
+        assert_same_ids(found, line, block)
 
 
 @needs_library

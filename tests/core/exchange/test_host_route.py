@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 from layout_cases import make_stack
 
-from tpu_embed._types import PADDING_ID
 from tpu_embed.core.exchange import host_route
 from tpu_embed.core.layout import make_axes
 
@@ -19,29 +18,10 @@ N = 24
 SHARDS = (1, 2, 3, 8)
 
 
-def row_ids(stack, *, size=N, dtype=np.int32):
-    """Return a strategy of physical rows: any, few ones that are frequent, absent ones."""
-    rows = st.integers(0, stack.physical_rows - 1) | st.integers(0, 2) | st.just(PADDING_ID)
-    return st.lists(rows, min_size=0, max_size=size).map(lambda ids: np.array(ids, dtype))
-
-
-@st.composite
-def ids_in_blocks(draw, stack, dtype=np.int32):
-    """Draw rows, and the block of each; where a row is absent, any block at all."""
-    rows = draw(row_ids(stack, dtype=dtype))
-    first = draw(st.integers(0, 5))
-    steps = draw(st.lists(st.integers(0, 2), min_size=rows.size, max_size=rows.size))
-    blocks = np.where(rows < 0, 9, first + np.cumsum(steps, dtype=np.int32))
-    return rows, draw(st.none() | st.just(blocks.astype(np.int32)))
-
-
-def loop_sort(rows, blocks):
-    """Return (row, block, position) of every present id, in the order in which they are summed."""
-    found = []
-    for position, row in enumerate(rows.tolist()):
-        if row >= 0:
-            found.append((row, 0 if blocks is None else int(blocks[position]), position))
-    return sorted(found)
+def ascending_rows(stack):
+    """Return a strategy of ascending physical rows: any, and few ones that are frequent."""
+    rows = st.integers(0, stack.physical_rows - 1) | st.integers(0, 2)
+    return st.lists(rows, max_size=N).map(lambda ids: np.array(sorted(ids), np.int32))
 
 
 def distinct(entries):
@@ -49,40 +29,12 @@ def distinct(entries):
     return list(dict.fromkeys(entries))
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
-@settings(max_examples=100)
-@given(data=st.data())
-def test_ids_are_sorted_by_row_and_block(dtype, data):
-    stack = make_stack([23, 5, 1], 2)
-    rows, blocks = data.draw(ids_in_blocks(stack, dtype))
-    if dtype == np.int64:  # rows that 32 bits do not hold
-        rows = np.where(rows < 0, rows, rows + 2**40 * (rows % 3))
-    found, expected = host_route.sort_ids(rows, blocks), loop_sort(rows, blocks)
-    assert found.order.tolist() == [position for _, _, position in expected]
-    assert found.rows.tolist() == distinct(row for row, _, _ in expected)
-    assert found.rows[found.row].tolist() == [row for row, _, _ in expected]
-    pairs = distinct((row, block) for row, block, _ in expected)
-    assert found.sum_rows.tolist() == [row for row, _ in pairs]
-    assert [pairs[i] for i in found.sum] == [(row, block) for row, block, _ in expected]
-    assert (found.rows.dtype, found.sum_rows.dtype) == (dtype, dtype)
-    assert {found.order.dtype, found.row.dtype, found.sum.dtype} == {np.dtype(np.int32)}
-
-
-@pytest.mark.parametrize("blocks", [None, np.zeros(4, np.int32)], ids=["one block", "blocks"])
-@pytest.mark.parametrize("rows", [[], [PADDING_ID] * 4], ids=["no ids", "absent ids"])
-def test_nothing_is_sorted(rows, blocks):
-    given_blocks = None if blocks is None else blocks[: len(rows)]
-    assert all(
-        not part.size for part in host_route.sort_ids(np.array(rows, np.int32), given_blocks)
-    )
-
-
 @pytest.mark.parametrize("shards", SHARDS)
 @settings(max_examples=50)
 @given(data=st.data())
 def test_places_in_a_buffer(shards, data):
     stack = make_stack([23, 5, 1], shards)
-    rows = np.sort(data.draw(row_ids(stack).map(lambda ids: ids[ids >= 0])))
+    rows = data.draw(ascending_rows(stack))
     counts = [0] * shards
     expected = []
     for row in rows.tolist():  # one after the other, into the buffer of its shard
@@ -101,21 +53,23 @@ def test_places_in_a_buffer(shards, data):
 def test_partial_sums_of_all_replicas_are_merged_in_their_order(shards, data):
     """A replica sends a row several times, once for each of its blocks."""
     stack = make_stack([23, 5, 1], shards)
-    drawn = row_ids(stack).map(lambda ids: np.sort(ids[ids >= 0]))
-    replicas = data.draw(st.lists(drawn, min_size=1, max_size=4))
-    for shard in range(shards):
-        merge = host_route.merge_sums(replicas, stack, shard)
-        arriving = []
-        for source, rows in enumerate(replicas):
-            mine = [row for row in rows.tolist() if row // stack.num_rows == shard]
-            arriving += [(row, source, rank) for rank, row in enumerate(mine)]
-        arriving.sort()
-        local = distinct(row - shard * stack.num_rows for row, _, _ in arriving)
-        sent = list(zip(merge.source.tolist(), merge.rank.tolist(), strict=True))
-        assert sent == [(source, rank) for _, source, rank in arriving]
-        assert merge.row_ids.tolist() == local
-        totals = [local[total] + shard * stack.num_rows for total in merge.total]
-        assert totals == [row for row, _, _ in arriving]
+    replicas = data.draw(st.lists(ascending_rows(stack), min_size=1, max_size=4))
+    merges = host_route.merge_sums(replicas, stack)
+    assert len(merges) == shards
+    for shard, (sizes, sums) in enumerate(merges):
+        # The partial sums as they arrive, one replica's after another's; then as they are added.
+        arrived = [
+            (row, source)
+            for source, rows in enumerate(replicas)
+            for row in rows.tolist()
+            if row // stack.num_rows == shard
+        ]
+        sources = [source for _, source in arrived]
+        assert sizes.tolist() == [sources.count(source) for source in range(len(replicas))]
+        added = sorted((row, source, at) for at, (row, source) in enumerate(arrived))
+        assert sums.order.tolist() == [at for _, _, at in added]
+        assert sums.rows.tolist() == distinct(row for row, _, _ in added)
+        assert sums.rows[sums.row].tolist() == [row for row, _, _ in added]
 
 
 def subsets(names):

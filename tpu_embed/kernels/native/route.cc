@@ -63,7 +63,8 @@ void write_runs(const Position<Key>* entries, Row base, SortTask& task) {
   for (int64_t i = 0; i < task.present; ++i) {
     const auto [key, position] = entries[i];
     const bool new_row = i == 0 || key != last;
-    rows[row += new_row] = static_cast<Row>(key + static_cast<Key>(base));
+    // Added as rows: a key of 32 bits need not hold the base of rows of 64.
+    rows[row += new_row] = base + static_cast<Row>(key);
     task.order[i] = static_cast<int32_t>(position);
     task.row[i] = row;
     last = key;
