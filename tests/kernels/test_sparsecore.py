@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from tpu_embed.kernels import reference, sparsecore
 
-MESH = AbstractMesh(
-    (1,), ("d",), abstract_device=AbstractDevice("TPU v6 lite", num_cores=1, platform="tpu")
-)
+DEVICE = AbstractDevice("TPU v6 lite", num_cores=1, platform="tpu")
+MESH = AbstractMesh((1,), ("d",), (AxisType.Manual,), abstract_device=DEVICE)
+"""As a `shard_map` over one TPU has it."""
 
 
 def copy_one_by_one(copy):

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from tpu_embed.kernels import dispatch, reference, sparsecore, sparsecore_sums, sparsecore_worker
 from tpu_embed.kernels.formats import RowFormat
@@ -25,10 +25,9 @@ WORKERS, CHUNK = 4, 16
 
 
 def mesh_of(kind):
-    """Return a mesh of one TPU of a kind."""
-    return AbstractMesh(
-        (1,), ("d",), abstract_device=AbstractDevice(kind, num_cores=1, platform="tpu")
-    )
+    """Return a mesh of one TPU of a kind, as a `shard_map` over it has it."""
+    device = AbstractDevice(kind, num_cores=1, platform="tpu")
+    return AbstractMesh((1,), ("d",), (AxisType.Manual,), abstract_device=device)
 
 
 class RowByRow:
