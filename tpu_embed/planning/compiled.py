@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array, PyTree
-from tpu_embed.core.batch import Batch, BatchSpec, line_length
+from tpu_embed.core.batch import Batch, BatchSpec, line_length, line_of
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.ids import structure
 from tpu_embed.core.state import TableState, state_specs
@@ -248,7 +248,7 @@ def abstract_batch(engine: EmbeddingEngine, spec: BatchSpec) -> Batch:
       spec: the shape of the batch, for example `plan(…).spec`.
     """
     axes = engine.layout.axes
-    shape = (axes.size(axes.names), line_length(spec, engine.layout))
+    shape = (axes.size(axes.names), line_length(line_of(spec, engine.layout)))
     sharding = axes.sharding(axes.names)
     packed = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
     return Batch(packed, spec, engine.layout.row_ids_checksum)  # type: ignore[arg-type]

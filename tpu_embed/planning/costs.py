@@ -13,7 +13,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed.core.batch import BatchSpec, line_length
+from tpu_embed.core.batch import BatchSpec, line_length, line_of
 from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.core.state import slot_format, slot_shapes
 from tpu_embed.kernels.formats import LINE, PACKED_ROWS, RowFormat
@@ -49,7 +49,7 @@ def passing(layout: Layout, spec: BatchSpec, size: Size) -> dict[str, int]:
         activations += _row_bytes(stack, spec.local_batch * form.bags, size)
     stacks = range(len(layout.stacks))
     return {
-        "ids": size((line_length(spec, layout),), np.dtype(np.int32)),
+        "ids": size((line_length(line_of(spec, layout)),), np.dtype(np.int32)),
         "activations": 2 * activations,
         "exchange": max([_fullest_stage(layout, spec, g, size) for g in stacks], default=0),
     }

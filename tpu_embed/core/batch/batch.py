@@ -52,13 +52,13 @@ class Batch:
         Raises:
           ValueError: it was made by another engine, or its array was reshaped or donated.
         """
-        # `line_length` takes only a spec whose stacks are known to be those of the layout.
+        # `line_of` takes only a spec whose stacks are known to be those of the layout.
         owned = [layout.features_of(g) for g in range(len(layout.stacks))]
         same = [stack.features for stack in self.spec.stacks] == owned
         same = same and self.spec.replicas == layout.axes.replicas
         same = same and self.row_numbers == layout.row_ids_checksum
         devices = layout.axes.size(layout.axes.names)
-        expected = (devices, line_length(self.spec, layout)) if same else None
+        expected = (devices, line_length(line_of(self.spec, layout))) if same else None
         if self.packed.shape != expected:
             raise ValueError(
                 message(

@@ -80,9 +80,9 @@ def line_of(spec: BatchSpec, layout: Layout) -> tuple[tuple[Field, ...], ...]:
     return tuple(stacks)
 
 
-def line_length(spec: BatchSpec, layout: Layout) -> int:
-    """Return L, the length of a line in int32 numbers."""
-    return max(field.start + field.words for stack in line_of(spec, layout) for field in stack)
+def line_length(stacks: tuple[tuple[Field, ...], ...]) -> int:
+    """Return L, the length of a line with these fields in int32 numbers."""
+    return max(field.start + field.words for fields in stacks for field in fields)
 
 
 def fields_of(packed: np.ndarray, fields: tuple[Field, ...]) -> dict[str, np.ndarray]:

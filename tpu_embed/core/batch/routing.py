@@ -108,8 +108,8 @@ def write_lines(stacks: Sequence[HostStack], spec: BatchSpec, layout: Layout) ->
       layout: the engine's layout.
     """
     devices = layout.axes.local_parts(layout.axes.names)
-    packed = np.empty((devices.size, line_length(spec, layout)), np.int32)
     views, fields = view_stacks(spec, layout), line_of(spec, layout)
+    packed = np.empty((devices.size, line_length(fields)), np.int32)
     for view, host, mine in zip(views, stacks, fields, strict=True):
         _Writer(view, host, devices).write(fields_of(packed, mine))
     return packed

@@ -54,7 +54,8 @@ class MeshAxes:
         """The number of parts the batch is split into."""
         return self.size(self.batch_axes)
 
-    def local_parts(self, names: Sequence[str]) -> np.ndarray:
+    @functools.cache  # noqa: B019, a mesh is kept by JAX as well
+    def local_parts(self, names: tuple[str, ...]) -> np.ndarray:
         """Return the indices of the parts that this process's devices hold, int64, ascending.
 
         Args:
@@ -70,7 +71,8 @@ class MeshAxes:
         """All axes of the mesh, in mesh order."""
         return tuple(self.mesh.axis_names)
 
-    def parts_of_devices(self, names: Sequence[str]) -> np.ndarray:
+    @functools.cache  # noqa: B019
+    def parts_of_devices(self, names: tuple[str, ...]) -> np.ndarray:
         """Return which part each device holds of what is split over the named axes.
 
         Returns:

@@ -160,9 +160,9 @@ class Server:
             for feature, *leaves in zip(layout.features, ids, weights, strict=True)
         ]
         spec = _rounded(natural_spec(hosts, layout, layout.axes.replicas))
-        packed, operands = np.empty((1, line_length(spec, layout)), np.int32), []
-        stacks = zip(view_stacks(spec, layout), line_of(spec, layout), tables, strict=True)
-        for view, fields, table in stacks:
+        stacks, operands = line_of(spec, layout), []
+        packed = np.empty((1, line_length(stacks)), np.int32)
+        for view, fields, table in zip(view_stacks(spec, layout), stacks, tables, strict=True):
             line = fields_of(packed, fields)
             pack(hosts, view, StackIds(line["row_ids"], line.get("bags"), line.get("weights")))
             # NumPy tables: pick the rows of the ids here, so that only these go to the program.
