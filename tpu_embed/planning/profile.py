@@ -144,6 +144,7 @@ def profile_step(command: Sequence[str], text: str) -> Profile:
             "LIBTPU_INIT_ARGS": " ".join(flags).strip(),
             "JAX_PLATFORMS": "cpu",
             "JAX_ENABLE_COMPILATION_CACHE": "false",  # a step from the cache is not compiled
+            "TPU_LOG_DIR": "disabled",  # when libtpu aborts, it logs the program, gigabytes of it
         }
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         try:
