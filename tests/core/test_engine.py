@@ -30,6 +30,21 @@ def _ones(engine, state, batch):
     return jax.tree.map(jnp.ones_like, engine.lookup(state, batch))
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_batch_that_is_only_looked_up_has_the_same_activations_and_no_update(devices):
+    engine = _engine(o.SGD(0.1), devices)
+    state = engine.init(jax.random.key(0))
+    whole, lookup = engine.place({"x": IDS}), engine.place({"x": IDS}, for_update=False)
+    activations = engine.lookup(state, lookup)
+    assert_same(activations, engine.lookup(state, whole))
+    with pytest.raises(ValueError, match="batch: expected a batch placed for an update"):
+        engine.update(state, lookup, activations)
+    # One device sends the same ids for either; several leave out the order of the sums.
+    assert (lookup.packed.size < whole.packed.size) == (devices > 1)
+    with pytest.raises(ValueError, match=r"BatchSpec\.union: expected specs of one engine"):
+        tpu_embed.BatchSpec.union(whole.spec, lookup.spec)
+
+
 class Rates:
     """A learning rate that has another value at every call."""
 

@@ -20,7 +20,6 @@ from tpu_embed.core.batch import (
     StackView,
     natural_spec,
     pack_all,
-    routed_for,
     sort_stack,
     view_stacks,
     with_capacities,
@@ -67,7 +66,7 @@ def _exact(layout: Layout, leaves: list[Any]) -> BatchSpec:
         for feature, ids in zip(layout.features, leaves, strict=True)
     ]
     replicas = layout.axes.replicas
-    natural = natural_spec(hosts, layout, replicas, routed_for(layout))
+    natural = natural_spec(hosts, layout, replicas, "update")
     ids = zip(pack_all(hosts, natural, layout), view_stacks(natural, layout), strict=True)
     stacks = [sort_stack(packed, view, np.arange(replicas)) for packed, view in ids]
     return with_capacities(stacks, natural, natural, layout)
@@ -80,7 +79,7 @@ def _expected(layout: Layout, shapes: list[jax.ShapeDtypeStruct]) -> BatchSpec:
         check_dtype(FeatureRules(path, feature.config, feature.table.name), leaf)  # type: ignore[arg-type]
         dense_shapes.append(dense_shape(path, feature.config, leaf.shape, weighted=False))
     bare = tuple(StackSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.stacks)))
-    spec = BatchSpec(layout.axes.replicas, tuple(dense_shapes), bare, routed_for(layout))
+    spec = BatchSpec(layout.axes.replicas, tuple(dense_shapes), bare, "update")
     spec.check_batch([feature.path for feature in layout.features])
     stacks = tuple(
         dataclasses.replace(one, **_capacities(view))

@@ -5,7 +5,6 @@ from tpu_embed.core.batch.intake import Intake
 from tpu_embed.core.batch.line import fields_of, line_length, line_of
 from tpu_embed.core.batch.located import LocalIds, RoutedIds
 from tpu_embed.core.batch.packing import StackIds, natural_spec, pack, pack_all
-from tpu_embed.core.batch.placer import routed_for
 from tpu_embed.core.batch.routing import sort_stack, with_capacities, write_lines
 from tpu_embed.core.batch.spec import BatchSpec, StackSpec, worst_case
 from tpu_embed.core.batch.stack_view import BagLayout, StackView, view_stacks
@@ -29,7 +28,6 @@ __all__ = [
     "natural_spec",
     "pack",
     "pack_all",
-    "routed_for",
     "sort_stack",
     "with_capacities",
     "write_lines",

@@ -90,7 +90,7 @@ class Placer:
         Raises:
           ValueError: the batch does not fit the requested spec; the message says which it fits.
         """
-        routed = routed_for(self._layout, for_update=for_update)
+        routed: Routed = "update" if for_update else "lookup"
         if requested is not None:
             requested = dataclasses.replace(requested, routed=routed)
         if self._agreement is None:
@@ -178,13 +178,6 @@ class Placer:
         sharding = axes.sharding(axes.names)
         array = jax.make_array_from_process_local_data(sharding, packed, whole)
         return Batch(array, spec, self._layout.row_ids_checksum)
-
-
-def routed_for(layout: Layout, *, for_update: bool = True) -> Routed:
-    """Return what the host routes of a batch of this layout."""
-    if not layout.routes_on_host:
-        return "nothing"
-    return "update" if for_update else "lookup"
 
 
 def _kind_of(spec: BatchSpec) -> Any:

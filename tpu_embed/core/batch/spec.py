@@ -19,7 +19,10 @@ from tpu_embed.core.ids import FeatureShape
 from tpu_embed.core.layout import ROW_MULTIPLE, Layout, roomy, round_up
 
 Routed = Literal["nothing", "lookup", "update"]
-"""What of a batch the host has routed: nothing, its lookup, or its lookup and its update."""
+"""What of a batch the host routes: nothing (it was not placed), its lookup, or its update too.
+
+On a single CPU it leaves that to the kernels, see `Layout.routes_on_host`.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +70,7 @@ class BatchSpec:
       replicas: the number of parts into which the batch is split.
       feature_shapes: the shape of every feature, in flattening order.
       stacks: the capacities of every stack.
-      routed: what of it the host has routed.
+      routed: what of it the host routes.
 
     Example:
       >>> a = BatchSpec(1, (), (StackSpec((), ids=8, row_capacity=0, partials=0),))

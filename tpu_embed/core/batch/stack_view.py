@@ -130,7 +130,8 @@ class StackView:
     @property
     def is_routed(self) -> bool:
         """Whether the host has routed the ids; ids whose gradients are not summed are exempt."""
-        return self.spec.routed != "nothing" and self.accumulates
+        placed = self.spec.routed != "nothing"
+        return placed and self.layout.routes_on_host and self.accumulates
 
     @property
     def routes_update(self) -> bool:
