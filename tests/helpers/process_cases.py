@@ -210,7 +210,8 @@ def interrupt():
     engine, store = make_engine(8, "mod"), departures.client()
     engine.place(draw(0))
     if jax.process_index() == 0:
-        threading.Timer(1.5, os.kill, [os.getpid(), signal.SIGINT]).start()
+        # Late enough for it to wait, on a busy machine too: before that, nothing is cut off.
+        threading.Timer(4, os.kill, [os.getpid(), signal.SIGINT]).start()
         try:
             engine.place(draw(1))
         except KeyboardInterrupt:
