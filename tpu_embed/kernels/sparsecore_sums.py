@@ -26,14 +26,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.kernels import sparsecore_worker
 from tpu_embed.kernels.sparsecore import WORDS
-
-WORKERS = {"TPU v5": 64, "TPU v5p": 64, "TPU v6 lite": 32, "TPU v6e": 32, "TPU7x": 32}
-"""The number of vector subcores that one mesh device has, by its `device_kind`."""
 
 _MOST_ENTRIES, _LEAST_ENTRIES = 128, 16
 """The most and the fewest entries of a chunk; the fewest are one vector of the widest subcore."""
@@ -49,7 +45,6 @@ def gather_sum(
     num_segments: int,
     *,
     weights: Array | None = None,
-    bounds: Array | None = None,
 ) -> Array:
     """Return weighted sums of rows; see `reference.gather_sum`.
 
@@ -64,7 +59,6 @@ def gather_sum(
         more are left out.
       num_segments: the number n of sums.
       weights: float32 `[N]`; None: all ones.
-      bounds: what `worker_bounds` returns, if the host has computed it.
 
     Returns:
       float32 `[n, W]`; for packed rows `[n, 2 W]`, the columns of the lower halves first.
@@ -73,8 +67,7 @@ def gather_sum(
     width, workers = source.shape[1] * halves, _workers_here()
     if not (num_segments and index.shape[0] and source.shape[0]):
         return jnp.zeros((num_segments, width), jnp.float32)
-    if bounds is None:
-        bounds = _bounds_on_device(segments, workers, num_segments)
+    bounds = worker_bounds(segments, workers, num_segments)
     entries = [index, segments] if weights is None else [index, segments, weights]
     # Row r of [R, W] is pieces r * k … r * k + k - 1 of [R * k, W / k]; k is 1 but for very long
     # rows. Every piece is summed by a kernel of its own.
@@ -92,16 +85,16 @@ def gather_sum(
     return jnp.swapaxes(joined, 1, 2).reshape(num_segments, width)
 
 
-def worker_bounds(segments: np.ndarray, workers: int, num_segments: int) -> np.ndarray:
-    """Return where the entries of each worker start and end, computed on the host.
+def worker_bounds(segments: Array, workers: int, num_segments: int) -> Array:
+    """Return where the entries of each worker start and end.
 
     The entries that are not left out are divided into equal shares, one per worker. A segment
     belongs to the worker in whose share it starts: worker w sums the entries bounds[w] to
     bounds[w + 1] - 1.
 
     Args:
-      segments: integer `[N]`, non-decreasing, not negative.
-      workers: the device's number of workers, from `WORKERS`.
+      segments: int32 `[N]`, non-decreasing, not negative.
+      workers: the device's number of workers.
       num_segments: the number of sums.
 
     Returns:
@@ -109,34 +102,19 @@ def worker_bounds(segments: np.ndarray, workers: int, num_segments: int) -> np.n
       of entries that are not left out.
 
     Example:
-      >>> worker_bounds(np.array([0, 0, 0, 1, 2, 2, 9, 9]), workers=2, num_segments=3)[:4]
-      array([0, 3, 6, 6], dtype=int32)
+      >>> worker_bounds(jnp.array([0, 0, 0, 1, 2, 2, 9, 9]), workers=2, num_segments=3)[:4].tolist()
+      [0, 3, 6, 6]
     """
-    kept = int(np.searchsorted(segments, num_segments))
-    if not kept:
-        return np.zeros(workers + WORDS, np.int32)
-    last = segments[_ends_of_shares(np, kept, workers)]
-    last[0] = PADDING_ID
-    return np.searchsorted(segments, last, side="right").astype(np.int32)
-
-
-def _bounds_on_device(segments: Array, workers: int, num_segments: int) -> Array:
-    """Return what `worker_bounds` does, by one pass over all entries for every worker."""
     # A TensorCore compares and counts 1024 numbers at a time, but searches and indexes one by one.
+    # So it passes over all entries for every worker.
     kept = jnp.sum(segments < num_segments, dtype=jnp.int32)
-    last = segments[_ends_of_shares(jnp, kept, workers)]
-    # Below worker 0's bound there is no segment. If nothing is kept, `last` is left out too.
-    first = jnp.arange(workers + WORDS) == 0
-    last = jnp.where(first, PADDING_ID, jnp.minimum(last, num_segments - 1))
-    return jnp.sum(segments <= last[:, None], axis=1, dtype=jnp.int32)
-
-
-def _ends_of_shares(xp: Any, kept: Any, workers: int) -> Any:
-    """Return the last entry before each worker's share, int32 `[workers + WORDS]`, at least 0."""
-    # 6 entries for 2 workers are shares of 3. The entries before them: (0, 2, 5, 5, 5, …).
+    numbers = jnp.arange(workers + WORDS, dtype=jnp.int32)
+    # The last entry before each share. 6 entries for 2 workers are shares of 3: (-, 2, 5, 5, …).
     share = (kept + workers - 1) // workers
-    ends = xp.minimum(xp.arange(workers + WORDS, dtype=np.int32) * share, kept)
-    return xp.maximum(ends - 1, 0)
+    last = segments[jnp.maximum(jnp.minimum(numbers * share, kept) - 1, 0)]
+    # Below worker 0's bound there is no segment. If nothing is kept, `last` is left out too.
+    last = jnp.where(numbers == 0, PADDING_ID, jnp.minimum(last, num_segments - 1))
+    return jnp.sum(segments <= last[:, None], axis=1, dtype=jnp.int32)
 
 
 def _workers_here() -> int:

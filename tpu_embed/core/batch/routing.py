@@ -139,13 +139,14 @@ class _Writer:
         if "bags" in out:
             assert ids.bags is not None, "flat stacks have bags"
             out["bags"][:] = self._of_devices(ids.bags)
-        if "weights" in out:
-            out["weights"][:] = self._of_devices(self._weights())
+        weights = self._weights() if "weights" in out else None
+        if weights is not None:
+            out["weights"][:] = self._of_devices(weights)
         if "row_ids" in out:
             out["row_ids"][:] = self._of_devices(ids.row_ids)
             return
         if "factors" in out:
-            out["factors"][:] = self._of_devices(self._factors())
+            out["factors"][:] = self._of_devices(self._factors(weights))
         self._write_lookup(out)
         if "sum_index" in out:
             write_update(out, self.view, self.host, self.replica, self.shard)
@@ -162,16 +163,23 @@ class _Writer:
         assert ids.weights is not None, "weighted stacks have weights"
         return np.where(ids.row_ids < 0, np.zeros_like(ids.weights), ids.weights)
 
-    def _factors(self) -> np.ndarray:
-        """Return 1 / d of every bag, `[replicas, bags]`; see `lookup/combine.py`."""
-        ids, view = self.host.ids, self.view
-        present = ids.row_ids >= 0
-        weights = present.astype(view.stack.compute_dtype)
-        if ids.weights is not None:
-            weights = self._weights()
-        bags = np.broadcast_to(bags_of(ids, view), weights.shape)
-        lines = zip(weights, bags, strict=True)
-        return np.stack([host_factors(line, bag, view.bag_layout) for line, bag in lines])
+    def _factors(self, weights: np.ndarray | None) -> np.ndarray:
+        """Return 1 / d of every bag, `[replicas, bags]`.
+
+        Args:
+          weights: of every id `[replicas, N]`, zero for absent ones; None for all ones.
+        """
+        ids, form = self.host.ids, self.view.bag_layout
+        bags = np.broadcast_to(bags_of(ids, self.view), ids.row_ids.shape)
+        if weights is not None:
+            lines = zip(weights, bags, strict=True)
+            sums = [weight_sums(line, bag, form) for line, bag in lines]
+        else:
+            # All weights are 1: their sum, and that of their squares, is the number of ids.
+            pairs = zip(bags, ids.row_ids >= 0, strict=True)
+            counts = [np.bincount(bag[here], minlength=form.bags) for bag, here in pairs]
+            sums = [(n, n) for n in np.array(counts, self.stack.compute_dtype)]
+        return np.stack([host_factors(*line, form) for line in sums])
 
     def _write_lookup(self, out: dict[str, np.ndarray]) -> None:
         """Write where each id's row comes back, and what is asked of whom."""
@@ -222,28 +230,45 @@ class _Writer:
         return together[peers]
 
 
-def host_factors(weights: np.ndarray, bags: np.ndarray, form: BagLayout) -> np.ndarray:
-    """Return 1 / d of every bag, `[bags]`, zero where d is zero; the twin of `lookup.factors`.
+def weight_sums(
+    weights: np.ndarray, bags: np.ndarray, form: BagLayout
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sums of the weights of each bag and of their squares, `[bags]` both.
 
     Args:
       weights: `[N]`, zero for absent ids.
-      bags: int32 `[N]`.
+      bags: int32 `[N]`; that of padding is one past the last.
       form: how the bags combine.
     """
     kinds = np.tile(np.array(form.combiners), form.examples)
     # Weights of bags that need no d are left out, because their sums and squares may overflow. So
     # are weights below the least normal number, which XLA's CPU backend takes for zero.
-    least = np.finfo(weights.dtype).tiny
-    counts = np.append(kinds != "sum", False)[bags] & (np.abs(weights) >= least)
+    counts = np.append(kinds != "sum", False)[bags] & (np.abs(weights) >= _least(weights))
     weights = np.where(counts, weights, np.zeros_like(weights))
     # `np.add.at` adds one number after the other, as the kernels do, in the weights' precision.
-    # The last sum is that of the padding, one past the last bag.
     sums = np.zeros(form.bags + 1, weights.dtype)
     np.add.at(sums, bags, weights)
     squares = np.zeros_like(sums)
     if "sqrtn" in form.combiners:
         np.add.at(squares, bags, weights * weights)
-    d = np.where(kinds == "sqrtn", np.sqrt(squares[:-1]), sums[:-1])
-    d[np.abs(d) < least] = 0
+    return sums[:-1], squares[:-1]
+
+
+def host_factors(sums: np.ndarray, squares: np.ndarray, form: BagLayout) -> np.ndarray:
+    """Return 1 / d of every bag, `[bags]`, zero where d is zero; the twin of `lookup.factors`.
+
+    Args:
+      sums: the sum of each bag's weights, `[bags]`.
+      squares: the sum of their squares.
+      form: how the bags combine.
+    """
+    kinds = np.tile(np.array(form.combiners), form.examples)
+    d = np.where(kinds == "sqrtn", np.sqrt(squares), sums)
+    d[np.abs(d) < _least(d)] = 0
     d[kinds == "sum"] = 1
     return np.divide(1, d, out=np.zeros_like(d), where=d != 0)
+
+
+def _least(x: np.ndarray) -> np.ndarray:
+    """Return the least normal number of an array's dtype."""
+    return np.finfo(x.dtype).tiny

@@ -84,7 +84,7 @@ def sum_and_apply(
 
     Args:
       held: the shard.
-      given: one entry per occurrence of a row, in batch order.
+      given: one entry per occurrence of a row, in batch order; or, with sums, sorted by row.
       blocks: how the bags of the gradients are numbered.
       rule: the rule.
     """

@@ -9,8 +9,8 @@ row's owner, which adds them in the order of the blocks.
 that of the merge, are a route: the host has computed it for a placed batch; for ids that only the
 program knows it is computed here.
 
-Input: one device's ids of a stack, and the gradients of its activations. Output: local rows with
-their whole gradients (`merged_sums`), or what a compiled kernel needs to make them.
+Input: one device's ids of a stack, and the gradients of its activations. Output: partial sums at
+their rows' owners, with the order to merge them in; or what a compiled kernel needs to make them.
 """
 
 from __future__ import annotations
