@@ -218,6 +218,20 @@ def test_sums_in_either_order(dim, hot):
     assert_same_bits(found, expected)
 
 
+@pytest.mark.parametrize("widths", [(3, 1, 0, 5), (0, 2, 2, 0), (1, 1, 1, 1)])
+def test_bags_of_known_widths(widths):
+    """Where all examples are alike, the widths of their bags say what the segments say."""
+    rng, examples = np.random.default_rng(sum(widths)), 70
+    source, index, *_ = draw_sums(rng, 20, "float32", n=examples * sum(widths))
+    segments = np.repeat(np.arange(examples * 4, dtype=np.int32), widths * examples)
+    options = {"bags": (3, 1), "examples": examples}
+    operands = source, index, segments, None, magnitudes(rng, examples * 4)
+    summed = jax.jit(functools.partial(cpu.gather_sum, **options, widths=widths))
+    assert "s32[0]" in summed.lower(*operands).compile().as_text()
+    meaning = jax.jit(functools.partial(reference.gather_sum, **options))
+    assert_same_bits(summed(*operands), meaning(*operands))
+
+
 def test_gather_sum_of_64_bit_rows(x64):
     operands = draw_sums(np.random.default_rng(1), 20, "float32", index_type=np.int64)
     assert_same_bits(NATIVE_SUMS(*operands), REFERENCE_SUMS(*operands))

@@ -319,6 +319,9 @@ def test_operands_that_do_not_fit_are_refused():
         "gather_sum: one segment": lambda: cpu.gather_sum(
             source, index, segments[1:], weights, factors, **rest
         ),
+        "gather_sum: the widths": lambda: cpu.gather_sum(
+            source, index, segments, weights, factors, **rest, widths=(1,)
+        ),
         "gather_sum: one weight": lambda: cpu.gather_sum(
             source, index, segments, weights[1:], factors, **rest
         ),

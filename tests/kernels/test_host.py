@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tpu_embed.kernels import cpu, dispatch, host_native, host_reference
-from tpu_embed.kernels.host_reference import Column, Put, Take
+from tpu_embed.kernels.host_reference import Column, Pieces, Put, Take
 
 KERNELS = [host_reference] if cpu.load().path is None else [host_reference, host_native]
 MANY = 2 * host_native.IDS_PER_THREAD
@@ -108,6 +108,21 @@ def test_take_and_put_many(threads, dtype):
     np.testing.assert_array_equal(one, two)
 
 
+@both
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_put_pieces(kernels, dtype):
+    """Into places that are not aligned to 8 bytes, too."""
+    lines = [np.arange(100, 110, dtype=dtype), np.array([2**30, 5], dtype)]
+    room = np.zeros(2 * 3 * 4 * dtype().itemsize // 4 + 2, np.int32)
+    out = room[1:-1].view(dtype).reshape(2, 3, 4)[:, :2]
+    line, begin = np.array([[0, 1], [0, 0]]), np.array([[2, 0], [10, 0]])
+    end, minus = np.array([[5, 2], [10, 4]]), np.array([[100, 5], [7, 200]])
+    kernels.put_pieces(out, lines, Pieces(line, begin, end, minus), -1)
+    assert out[0].tolist() == [[2, 3, 4, -1], [2**30 - 5, 0, -1, -1]]
+    assert out[1].tolist() == [[-1, -1, -1, -1], [-100, -99, -98, -97]]
+    assert not room[[0, -1]].any()
+
+
 @needs_library
 def test_lines_that_do_not_fit_are_refused():
     """Before C++ reads or writes anything beyond their end."""
@@ -116,6 +131,10 @@ def test_lines_that_do_not_fit_are_refused():
         host_native.take([Take(out, two, None, 0)])
     with pytest.raises(AssertionError):
         host_native.take([Take(out, np.zeros(2), two[:1], 0)])
+    one = np.array([[1]])
+    for ends in (one + 1, one - 2):
+        with pytest.raises(AssertionError):
+            host_native.put_pieces(out[None, None], [two], Pieces(one - 1, one - 1, ends, one), 0)
     with pytest.raises(AssertionError):
         host_native.put([Put(out, two, two, two[:1], 0)])
     with pytest.raises(AssertionError):

@@ -115,13 +115,15 @@ def gather_sum(
     *,
     bags: tuple[int, ...],
     examples: int,
+    widths: tuple[int, ...] = (),
 ) -> tuple[Array, ...]:
     """Return weighted sums of rows in float32; see `reference.gather_sum`."""
     # One result per feature, so that no program has to cut one large array into pieces.
     shapes = [jax.ShapeDtypeStruct((examples * n, source.shape[1]), jnp.float32) for n in bags]
+    segments = _or_empty(None if widths else segments, jnp.int32)
     operands = (source, index, segments, _or_empty(weights), _or_empty(factors))
-    call = _call("gather_sum", shapes)
-    return tuple(call(*operands, bags=_int64(bags), examples=np.int64(examples)))
+    options = {"bags": _int64(bags), "widths": _int64(widths), "examples": np.int64(examples)}
+    return tuple(_call("gather_sum", shapes)(*operands, **options))
 
 
 def update_rows(

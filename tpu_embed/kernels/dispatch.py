@@ -300,6 +300,7 @@ def gather_sum(
     factors: Array | None = None,
     bags: tuple[int, ...],
     examples: int,
+    widths: tuple[int, ...] = (),
 ) -> tuple[Array, ...]:
     """Return weighted sums of rows of `source`; see `reference.gather_sum`."""
     # Arrays that are given must be operands of the chosen branch; those that are not stay None.
@@ -308,7 +309,7 @@ def gather_sum(
 
     def with_options(kernel: Callable[..., Any]) -> Callable[..., Any]:
         def run(source: Array, index: Array, segments: Array, given: dict[str, Array]) -> Any:
-            options = {"weights": None, "factors": None} | given
+            options = {"weights": None, "factors": None, "widths": widths} | given
             return kernel(source, index, segments, **options, bags=bags, examples=examples)
 
         return run
@@ -333,6 +334,7 @@ def _sum_on_sparse_cores(
     *,
     bags: tuple[int, ...],
     examples: int,
+    widths: tuple[int, ...],
 ) -> tuple[Array, ...]:
     """Return what `reference.gather_sum` does, by the SparseCore kernel."""
     dim = source.shape[1]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tpu_embed.kernels import cpu
-from tpu_embed.kernels.host_reference import Column, Put, SortedIds, Take
+from tpu_embed.kernels.host_reference import Column, Pieces, Put, SortedIds, Take
 
 IDS_PER_THREAD = 20_000
 """Fewer ids are not worth the start of a thread."""
@@ -98,7 +98,7 @@ def take(lines: Sequence[Take]) -> None:
         assert n <= out.size
         fill = np.array(rest, out.dtype).view(f"i{out.itemsize}").item()
         at = _NOTHING if index is None else _address(index, np.int32)
-        tasks.append((out.itemsize, _address(out), out.size, _address(source), at, n, fill))
+        tasks.append((out.itemsize, _address(out), out.size, _address(source), at, n, 0, fill))
     _run("take", tasks, sum(line.out.size for line in lines))
 
 
@@ -112,6 +112,24 @@ def put(lines: Sequence[Put]) -> None:
     _run("put", tasks, sum(line.out.size for line in lines))
 
 
+def put_pieces(out: np.ndarray, lines: Sequence[np.ndarray], pieces: Pieces, rest: int) -> None:
+    """Write pieces of lines next to each other; see `host_reference.put_pieces`."""
+    number, begin, end, minus = (numbers.reshape(-1) for numbers in pieces)
+    sizes = np.array([line.size for line in lines])[number]
+    assert out.strides[2] == out.itemsize
+    assert ((begin >= 0) & (begin <= end) & (end <= sizes) & (end - begin <= out.shape[2])).all()
+    # One task per piece, as `take` has them.
+    tasks = np.zeros((number.size, 8), np.int64)
+    device, place = np.divmod(np.arange(number.size), out.shape[1])
+    starts = np.array([_address(line, out.dtype) for line in lines])[number]
+    tasks[:, 0] = out.itemsize
+    tasks[:, 1] = out.ctypes.data + device * out.strides[0] + place * out.strides[1]
+    tasks[:, 2] = out.shape[2]
+    tasks[:, 3] = starts + begin * out.itemsize
+    tasks[:, 5], tasks[:, 6], tasks[:, 7] = end - begin, minus, rest
+    _run("take", tasks, out.size)
+
+
 def _address(array: np.ndarray, dtype: Any = None, size: int | None = None) -> int:
     """Return where a line's numbers are; the C++ code takes only contiguous ones."""
     assert array.ndim == 1
@@ -121,7 +139,7 @@ def _address(array: np.ndarray, dtype: Any = None, size: int | None = None) -> i
     return array.ctypes.data
 
 
-def _run(name: str, tasks: list[tuple[int, ...]], ids: int) -> np.ndarray:
+def _run(name: str, tasks: list[tuple[int, ...]] | np.ndarray, ids: int) -> np.ndarray:
     """Run tasks, and return them: some have fields for results."""
     array = np.array(tasks, np.int64)
     threads = max(1, min(cores(), len(tasks), ids // IDS_PER_THREAD))

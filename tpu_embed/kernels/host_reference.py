@@ -94,6 +94,22 @@ class Put(NamedTuple):
     rest: int
 
 
+class Pieces(NamedTuple):
+    """Pieces of lines, `[devices, S]` each: piece (d, s) is `lines[line][begin:end] - minus`.
+
+    Attributes:
+      line: the number of the line.
+      begin: where the piece begins.
+      end: where it ends.
+      minus: what is subtracted from its numbers.
+    """
+
+    line: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    minus: np.ndarray
+
+
 def interleave(
     columns: Sequence[Column],
     row_ids: np.ndarray,
@@ -179,6 +195,22 @@ def put(lines: Sequence[Put]) -> None:
     for out, order, place, run, rest in lines:
         out.fill(rest)
         out[order] = place[run]
+
+
+def put_pieces(out: np.ndarray, lines: Sequence[np.ndarray], pieces: Pieces, rest: int) -> None:
+    """Write pieces of lines next to each other.
+
+    Args:
+      out: `[devices, S, C]`, contiguous in its last axis; piece (d, s) is written to `out[d, s]`.
+      lines: the lines, of one dtype, which is that of `out`.
+      pieces: no longer than C.
+      rest: the value of what a piece leaves of its C numbers.
+    """
+    for place in np.ndindex(*out.shape[:2]):
+        line, begin, end, minus = (int(numbers[place]) for numbers in pieces)
+        piece = lines[line][begin:end]
+        np.subtract(piece, piece.dtype.type(minus), out=out[place][: piece.size])
+        out[place][piece.size :] = rest
 
 
 def _sort_line(row_ids: np.ndarray, blocks: np.ndarray | None) -> SortedIds:

@@ -190,6 +190,7 @@ def gather_sum(
     *,
     bags: tuple[int, ...],
     examples: int,
+    widths: tuple[int, ...] = (),
     segment_sum: Callable[[Array, Array, int], Array] = segment_sum,
 ) -> tuple[Array, ...]:
     """Sum rows of `source`, each times its weight, by bag, and multiply each sum with a factor.
@@ -206,6 +207,8 @@ def gather_sum(
       factors: the factor of each bag, `[e * sum(bags)]`; None: all ones.
       bags: for each feature, its bags per example.
       examples: the number e of examples.
+      widths: the entries of each bag of an example, if all examples are alike: what `segments` say,
+        for kernels that need not read them. (): only `segments` say it.
       segment_sum: the function that sums runs.
 
     Returns:

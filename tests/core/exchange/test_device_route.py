@@ -86,7 +86,8 @@ def test_every_id_has_the_place_that_the_host_gives_it(shards, in_blocks, kernel
         n = host.order.size
         np.testing.assert_array_equal(ids.order[:n], host.order)
         np.testing.assert_array_equal(ids.payload[0][:n], rows[host.order])
-        places = host_route.places(host.sum_rows, stack, capacity)[host.sum]
+        (at,) = host_route.bounds([host.sum_rows], stack)
+        places = host_route.places(at, capacity)[host.sum]
         outside = shards * capacity
         np.testing.assert_array_equal(found.target, [*places, *[outside] * (N - n)])
         lines = [line + [PADDING_ID] * (capacity - len(line)) for line in sent]
@@ -131,7 +132,8 @@ def test_fetched_rows_are_found_in_batch_order(kernels):
         assert asked[owner].tolist() == expected
     for line, one, found in zip(rows, host, np.asarray(index), strict=True):
         expected = np.full(N, shards * capacity)
-        expected[one.order] = host_route.places(one.rows, stack, capacity)[one.row]
+        (at,) = host_route.bounds([one.rows], stack)
+        expected[one.order] = host_route.places(at, capacity)[one.row]
         np.testing.assert_array_equal(found, expected)
         assert (line >= 0).sum() == one.order.size
 

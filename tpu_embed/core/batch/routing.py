@@ -26,13 +26,13 @@ from tpu_embed.core.batch.update_route import (
     HostStack,
     bags_of,
     blocks_of,
-    bounds_of_ids,
+    ids_at,
     write_update,
 )
 from tpu_embed.core.exchange import host_route
-from tpu_embed.core.layout import Layout, Stack
+from tpu_embed.core.layout import Layout
 from tpu_embed.kernels.dispatch import host_kernels
-from tpu_embed.kernels.host_reference import Put
+from tpu_embed.kernels.host_reference import Pieces, Put
 
 
 def sort_stack(ids: StackIds, view: StackView, replicas: np.ndarray) -> HostStack:
@@ -46,13 +46,17 @@ def sort_stack(ids: StackIds, view: StackView, replicas: np.ndarray) -> HostStac
     stack, axes = view.stack, view.layout.axes
     # One device that sorts the ids itself: nothing is exchanged.
     if stack.num_shards == 1 and axes.replicas == 1 and not view.is_routed:
-        return HostStack(ids, (), replicas, ())
+        nowhere = np.zeros((0, 2), np.int64)
+        return HostStack(ids, (), nowhere, nowhere, replicas, ())
     blocks = blocks_of(ids, view, replicas)
     ordered = host_kernels().sort_ids(ids.row_ids, blocks)
-    if not view.merges_on_host:
-        return HostStack(ids, tuple(ordered), replicas, ())
-    merges = host_route.merge_sums([one.sum_rows for one in ordered], stack)
-    return HostStack(ids, tuple(ordered), replicas, tuple(merges))
+    rows_at = sums_at = host_route.bounds([one.rows for one in ordered], stack)
+    if blocks is not None:
+        sums_at = host_route.bounds([one.sum_rows for one in ordered], stack)
+    merges = ()
+    if view.merges_on_host:
+        merges = tuple(host_route.merge_sums([one.sum_rows for one in ordered], sums_at))
+    return HostStack(ids, tuple(ordered), rows_at, sums_at, replicas, merges)
 
 
 def with_capacities(
@@ -76,27 +80,19 @@ def with_capacities(
 
 def _room(view: StackView, host: HostStack) -> dict[str, int]:
     """Return the capacities that a stack's ids need."""
-    stack = view.stack
     if not host.replicas:
         return {}
+    ids = np.diff(ids_at(host), axis=1)  # [replicas, S]
     room = {
-        "row_capacity": _most([one.rows for one in host.replicas], stack),
-        "partials": _most([one.sum_rows for one in host.replicas], stack),
+        "row_capacity": int(np.diff(host.rows_at, axis=1).max()),
+        # Without accumulation nothing is summed: the gradient of every id is sent by itself.
+        "partials": int((np.diff(host.sums_at, axis=1) if view.accumulates else ids).max()),
     }
-    # Without accumulation nothing is summed: the gradient of every id is sent by itself.
-    if not view.accumulates:
-        room["partials"] = _most([one.rows[one.row] for one in host.replicas], stack)
     if view.merges_on_host:
         room["merged"] = max(one.sums.rows.size for one in host.owners)
     if view.may_gather:
-        counts = [np.diff(bounds_of_ids(one, stack)) for one in host.replicas]
-        room["entries"] = int(np.sum(counts, axis=0).max())
+        room["entries"] = int(ids.sum(axis=0).max())
     return room
-
-
-def _most(lines: Sequence[np.ndarray], stack: Stack) -> int:
-    """Return the largest number of rows of one line, ascending, that belong to one shard."""
-    return max(int(np.diff(host_route.bounds(line, stack)).max()) for line in lines)
 
 
 def write_lines(stacks: Sequence[HostStack], spec: BatchSpec, layout: Layout) -> np.ndarray:
@@ -151,7 +147,8 @@ class _Writer:
         if "sum_index" in out:
             write_update(out, self.view, self.host, self.replica, self.shard)
         if "sent" in out:
-            self._write_parcels(out["sent"], [one.sum_rows for one in self.host.replicas])
+            sum_rows = [one.sum_rows for one in self.host.replicas]
+            self._write_parcels(out["sent"], sum_rows, self.host.sums_at)
 
     def _of_devices(self, by_replica: np.ndarray) -> np.ndarray:
         """Return `[devices, …]` from `[replicas, …]`; a view if every device is a replica."""
@@ -176,9 +173,8 @@ class _Writer:
             sums = [weight_sums(line, bag, form) for line, bag in lines]
         else:
             # All weights are 1: their sum, and that of their squares, is the number of ids.
-            pairs = zip(bags, ids.row_ids >= 0, strict=True)
-            counts = [np.bincount(bag[here], minlength=form.bags) for bag, here in pairs]
-            sums = [(n, n) for n in np.array(counts, self.stack.compute_dtype)]
+            counts = _ids_per_bag(self.host, self.view).astype(self.stack.compute_dtype)
+            return host_factors(counts, counts, form)
         return np.stack([host_factors(*line, form) for line in sums])
 
     def _write_lookup(self, out: dict[str, np.ndarray]) -> None:
@@ -188,36 +184,36 @@ class _Writer:
             out["index"][:] = self._of_devices(ids.row_ids)
             return
         capacity = out["asked"].shape[-1]
-        rows = [one.rows for one in self.host.replicas]
-        numbers = [host_route.places(mine, stack, capacity) for mine in rows]
+        numbers = [host_route.places(at, capacity) for at in self.host.rows_at]
         lines = []
         for line, r in zip(out["index"], self.replica, strict=True):
             one, absent = self.host.replicas[r], stack.num_shards * capacity
             lines.append(Put(line, one.order, numbers[r], one.row, absent))
         host_kernels().put(lines)
-        self._write_parcels(out["asked"], rows)
+        rows = [one.rows for one in self.host.replicas]
+        self._write_parcels(out["asked"], rows, self.host.rows_at)
 
-    def _write_parcels(self, out: np.ndarray, rows: Sequence[np.ndarray]) -> None:
+    def _write_parcels(self, out: np.ndarray, rows: list[np.ndarray], at: np.ndarray) -> None:
         """Write the local rows that devices send to shards.
 
         Args:
           out: `[devices, S, C]`. If this process knows all devices, what each gets as an owner,
             from the S devices along the shard axes; otherwise what each sends to the S shards.
           rows: by replica, the physical rows that it sends, ascending.
+          at: int `[replicas, S + 1]`, where those of each shard begin.
         """
         stack = self.stack
-        pieces = [np.split(mine, host_route.bounds(mine, stack)[1:-1]) for mine in rows]
         shards = np.broadcast_to(np.arange(stack.num_shards), out.shape[:2])
         senders = np.broadcast_to(self.replica[:, None], out.shape[:2])
         if self.view.layout.axes.one_process:
             shards = np.broadcast_to(self.shard[:, None], out.shape[:2])
             senders = self.replica[self._sources()]
-        for d, s in np.ndindex(*out.shape[:2]):
-            shard = shards[d, s]
-            piece = pieces[senders[d, s]][shard]
-            first = piece.dtype.type(shard * stack.num_rows)
-            np.subtract(piece, first, out=out[d, s, : piece.size])
-            out[d, s, piece.size :] = PADDING_ID
+        host_kernels().put_pieces(
+            out,
+            rows,
+            Pieces(senders, at[senders, shards], at[senders, shards + 1], shards * stack.num_rows),
+            PADDING_ID,
+        )
 
     def _sources(self) -> np.ndarray:
         """Return the devices that send to each device along the shard axes, `[devices, S]`."""
@@ -228,6 +224,19 @@ class _Writer:
         peers = axes.parts_of_devices(rest)
         together = np.argsort(peers, kind="stable").reshape(-1, shards)
         return together[peers]
+
+
+def _ids_per_bag(host: HostStack, view: StackView) -> np.ndarray:
+    """Return the number of present ids of every bag, int `[replicas, bags]`."""
+    ids, form = host.ids, view.bag_layout
+    replicas, bags = len(ids.row_ids), form.bags
+    # Dense ids without padding: every bag is as long as its feature is wide.
+    if form.widths and all(one.order.size == ids.row_ids.shape[1] for one in host.replicas):
+        return np.broadcast_to(np.tile(form.widths, form.examples), (replicas, bags))
+    # The bags of replica r are counted from r (bags + 1) on; the last one is that of padding.
+    numbers = bags_of(ids, view) + np.arange(replicas)[:, None] * (bags + 1)
+    counts = np.bincount(numbers[ids.row_ids >= 0], minlength=replicas * (bags + 1))
+    return counts.reshape(replicas, bags + 1)[:, :-1]
 
 
 def weight_sums(
@@ -255,17 +264,17 @@ def weight_sums(
 
 
 def host_factors(sums: np.ndarray, squares: np.ndarray, form: BagLayout) -> np.ndarray:
-    """Return 1 / d of every bag, `[bags]`, zero where d is zero; the twin of `lookup.factors`.
+    """Return 1 / d of every bag, `[…, bags]`, zero where d is zero; the twin of `lookup.factors`.
 
     Args:
-      sums: the sum of each bag's weights, `[bags]`.
+      sums: the sum of each bag's weights, `[…, bags]`.
       squares: the sum of their squares.
       form: how the bags combine.
     """
     kinds = np.tile(np.array(form.combiners), form.examples)
     d = np.where(kinds == "sqrtn", np.sqrt(squares), sums)
     d[np.abs(d) < _least(d)] = 0
-    d[kinds == "sum"] = 1
+    d[..., kinds == "sum"] = 1
     return np.divide(1, d, out=np.zeros_like(d), where=d != 0)
 
 

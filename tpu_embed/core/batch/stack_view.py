@@ -36,11 +36,13 @@ class BagLayout:
       examples: the number of examples on a device.
       combiners: how each bag of an example combines its rows: "sum", "mean" or "sqrtn".
       columns: the number of bags per example of each feature.
+      widths: the number of ids of each bag of an example, if all examples are alike; otherwise ().
     """
 
     examples: int
     combiners: tuple[str, ...]
     columns: tuple[int, ...]
+    widths: tuple[int, ...] = ()
 
     @property
     def bags(self) -> int:
@@ -218,7 +220,15 @@ class StackView:
             combiner = self.layout.features[f].config.table.combiner if shape.combines else "sum"
             combiners += [combiner] * shape.bags
         columns = tuple(shape.bags for shape in self.shapes)
-        return BagLayout(self.spec.local_batch, tuple(combiners), columns)
+        return BagLayout(self.spec.local_batch, tuple(combiners), columns, self._widths)
+
+    @property
+    def _widths(self) -> tuple[int, ...]:
+        """The number of ids of each bag of an example; () unless the stack is dense and has ids."""
+        if not self.is_dense or not sum(self.columns):
+            return ()
+        widths = [[shape.width or 0] * shape.bags for shape in self.shapes]
+        return tuple(width for of_feature in widths for width in of_feature)
 
     def dense_bags(self, xp: Any = jnp) -> Any:
         """Return the bag of every id of a dense stack on one device, int32 `[N]`.
@@ -232,12 +242,7 @@ class StackView:
             return xp.zeros(self.num_ids, xp.int32)
         # The bag, within its example, of every column. Feature a with one bag of 2 ids and feature
         # b with two bags of 1 id: 0 0 1 2. Example e then adds 3 e.
-        column = np.concatenate(
-            [
-                offset + np.repeat(np.arange(shape.bags), shape.width or 0)
-                for shape, offset in zip(self.shapes, self.bag_offsets, strict=True)
-            ]
-        )
+        column = np.repeat(np.arange(self.bags_per_example), self._widths)
         examples = xp.arange(self.spec.local_batch, dtype=xp.int32)
         return (examples[:, None] * self.bags_per_example + column.astype(np.int32)).reshape(-1)
 

@@ -29,12 +29,16 @@ class HostStack(NamedTuple):
     Attributes:
       ids: the ids of this process's replicas.
       replicas: the sorted ids of each of these replicas.
+      rows_at: int `[replicas, S + 1]`, where the distinct rows of each shard begin.
+      sums_at: int `[replicas, S + 1]`, where the partial sums of each shard begin.
       numbers: the numbers of these replicas in the global batch.
       owners: how every shard merges what it gets; () if the host does not know the whole batch.
     """
 
     ids: StackIds
     replicas: tuple[SortedIds, ...]
+    rows_at: np.ndarray
+    sums_at: np.ndarray
     numbers: np.ndarray
     owners: tuple[host_route.Merge, ...]
 
@@ -65,9 +69,10 @@ def blocks_of(ids: StackIds, view: StackView, replicas: np.ndarray) -> np.ndarra
     return found[:, : view.num_ids]
 
 
-def bounds_of_ids(one: SortedIds, stack: Stack) -> np.ndarray:
-    """Return where the ids of each shard begin among the sorted ids of a replica, `[S + 1]`."""
-    return np.searchsorted(one.row, host_route.bounds(one.rows, stack).astype(np.int32))
+def ids_at(host: HostStack) -> np.ndarray:
+    """Return where the ids of each shard begin among the sorted ids, int `[replicas, S + 1]`."""
+    pairs = zip(host.replicas, host.rows_at.astype(np.int32), strict=True)
+    return np.array([one.row.searchsorted(at) for one, at in pairs])
 
 
 def write_update(
@@ -137,7 +142,7 @@ def _partials(
 ) -> list[Take]:
     """Return the order in which every device makes its partial sums."""
     stack, parcel = view.stack, max(1, view.room.partials)
-    places = [host_route.places(one.sum_rows, stack, parcel) for one in host.replicas]
+    places = [host_route.places(at, parcel) for at in host.sums_at]
     ordered = [(one.order, one.sum, to) for one, to in zip(host.replicas, places, strict=True)]
     return _lines(out, view, host, replica, ordered, stack.num_shards * parcel)
 
@@ -193,12 +198,14 @@ def _merges(
 ) -> list[Take]:
     """Return how every owner merges what it receives; owners of one shard all do the same."""
     stack, parcel, lines = view.stack, max(1, view.room.partials), []
+    first = host_route.parcels(view.layout.axes, stack.shard_axes) * parcel
     for owner in np.unique(shard):
         sizes, sums = host.owners[owner]
-        # Where the parcel of each replica arrives, and in it each of its partial sums.
-        first = host_route.parcels(view.layout.axes, stack, owner) * parcel
-        pieces = [np.arange(at, at + n, dtype=np.int32) for at, n in zip(first, sizes, strict=True)]
-        arrived, rows = np.concatenate(pieces), _local(sums.rows, stack, owner)
+        # Where the parcel of each replica arrives, and in it each of its partial sums: parcels of
+        # 2 and 3 sums that begin at 0 and 8 have the places 0 1 8 9 10.
+        shift = first[owner] - (sizes.cumsum() - sizes)
+        arrived = np.arange(sizes.sum(), dtype=np.int32) + shift.astype(np.int32).repeat(sizes)
+        rows = _local(sums.rows, stack, owner)
         for d in np.flatnonzero(shard == owner):
             if "merge_index" in out:
                 lines.append(Take(out["merge_index"][d], arrived, sums.order, 0))
@@ -234,10 +241,10 @@ def _sort_entries(view: StackView, host: HostStack) -> list[SortedIds]:
     The ids of each replica are sorted already. One replica's after another's, equal rows are in
     batch order; what remains is a stable sort of each owner's.
     """
-    stack, (replicas, n) = view.stack, host.ids.row_ids.shape
+    replicas, n = host.ids.row_ids.shape
     pieces = [
-        np.split(one.order + np.int32(r * n), bounds_of_ids(one, stack)[1:-1])
-        for r, one in enumerate(host.replicas)
+        host_route.split(one.order + np.int32(r * n), at)
+        for r, (one, at) in enumerate(zip(host.replicas, ids_at(host), strict=True))
     ]
     positions = [np.concatenate(piece) for piece in zip(*pieces, strict=True)]
     blocks = blocks_of(host.ids, view, host.numbers)

@@ -22,6 +22,8 @@ Input: NumPy arrays of physical rows. Output: NumPy arrays of positions.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -32,26 +34,32 @@ from tpu_embed.kernels.dispatch import host_kernels
 from tpu_embed.kernels.host_reference import SortedIds
 
 
-def bounds(rows: np.ndarray, stack: Stack) -> np.ndarray:
-    """Return where the rows of each shard begin among ascending rows, int `[S + 1]`."""
-    # The first rows have the rows' dtype (the end of the last shard may not fit it): otherwise
-    # NumPy converts all rows to a common one before it searches.
-    firsts = np.arange(stack.num_shards, dtype=rows.dtype) * rows.dtype.type(stack.num_rows)
-    return np.append(np.searchsorted(rows, firsts), rows.size)
+def bounds(lines: Sequence[np.ndarray], stack: Stack) -> np.ndarray:
+    """Return where the rows of each shard begin on every line, int `[lines, S + 1]`.
+
+    Args:
+      lines: rows, ascending, all of one dtype.
+      stack: the stack.
+    """
+    found = np.empty((len(lines), stack.num_shards + 1), np.int64)
+    for at, rows in zip(found, lines, strict=True):
+        # The first rows have the rows' dtype (the end of the last shard may not fit it): otherwise
+        # NumPy converts all rows to a common one before it searches.
+        firsts = np.arange(stack.num_shards, dtype=rows.dtype) * rows.dtype.type(stack.num_rows)
+        at[:-1], at[-1] = rows.searchsorted(firsts), rows.size
+    return found
 
 
-def places(rows: np.ndarray, stack: Stack, capacity: int) -> np.ndarray:
+def places(at: np.ndarray, capacity: int) -> np.ndarray:
     """Return each row's place in a buffer `[S * C]`, int32: shard · C + its rank in the shard.
 
     Args:
-      rows: `[u]` physical rows, ascending.
-      stack: the stack.
+      at: int `[S + 1]`, where the rows of each shard begin among ascending rows.
       capacity: C, the rows that the buffer has room for per shard.
     """
-    at = bounds(rows, stack)
     # The rows of one shard are adjacent, so place - number is one constant for each shard.
-    shift = np.arange(stack.num_shards) * capacity - at[:-1]
-    return np.arange(rows.size, dtype=np.int32) + np.repeat(shift.astype(np.int32), np.diff(at))
+    shift = np.arange(at.size - 1) * capacity - at[:-1]
+    return np.arange(at[-1], dtype=np.int32) + shift.astype(np.int32).repeat(at[1:] - at[:-1])
 
 
 class Merge(NamedTuple):
@@ -66,38 +74,45 @@ class Merge(NamedTuple):
     sums: SortedIds
 
 
-def merge_sums(sum_rows: Sequence[np.ndarray], stack: Stack) -> list[Merge]:
+def merge_sums(sum_rows: Sequence[np.ndarray], at: np.ndarray) -> list[Merge]:
     """Merge what the replicas send to each shard.
 
     Args:
       sum_rows: by replica, in batch order: the physical rows of its partial sums, ascending.
-      stack: the stack.
+      at: int `[replicas, S + 1]`, where those of each shard begin.
     """
-    pieces = [np.split(rows, bounds(rows, stack)[1:-1]) for rows in sum_rows]
-    by_owner = list(zip(*pieces, strict=True))
-    merged = host_kernels().sort_ids([np.concatenate(piece) for piece in by_owner])
-    sizes = [np.array([part.size for part in piece]) for piece in by_owner]
-    return [Merge(*pair) for pair in zip(sizes, merged, strict=True)]
+    pieces = [split(*line) for line in zip(sum_rows, at, strict=True)]
+    received = [np.concatenate(piece) for piece in zip(*pieces, strict=True)]
+    sizes = (at[:, 1:] - at[:, :-1]).T
+    return [Merge(*pair) for pair in zip(sizes, host_kernels().sort_ids(received), strict=True)]
 
 
-def parcels(axes: MeshAxes, stack: Stack, shard: int) -> np.ndarray:
-    """Return the place of each replica's parcel among those that an owner receives, `[replicas]`.
+def split(line: np.ndarray, at: np.ndarray) -> list[np.ndarray]:
+    """Return the pieces of a line that begin at the positions `at`, whose last is its end."""
+    ends = at.tolist()
+    return [line[begin:end] for begin, end in itertools.pairwise(ends)]
+
+
+@functools.cache
+def parcels(axes: MeshAxes, shard_axes: tuple[str, ...]) -> np.ndarray:
+    """Return where each replica's parcel is among those that each owner receives, `[S, replicas]`.
 
     Parcels arrive as `[rest, S]`: from S devices along the shard axes (an all-to-all), gathered
     over the batch axes that do not split the rows (an all-gather). Along an axis that splits the
     rows but not the batch, all devices hold the same ids; only the one at the owner's coordinate
     counts.
     """
-    arrival = (*axes.other_batch_axes(stack.shard_axes), *stack.shard_axes)
+    arrival = (*axes.other_batch_axes(shard_axes), *shard_axes)
     sizes = [axes.mesh.shape[name] for name in arrival]
     batch = [axes.mesh.shape[name] for name in axes.batch_axes]
+    rows = [axes.mesh.shape[name] for name in shard_axes]
     of_replica = np.unravel_index(np.arange(axes.replicas), batch or [1])
-    of_owner = np.unravel_index(shard, [axes.mesh.shape[n] for n in stack.shard_axes] or [1])
-    part = np.zeros(axes.replicas, np.int64)
+    of_owner = np.unravel_index(np.arange(axes.size(shard_axes)), rows or [1])
+    part = np.zeros((axes.size(shard_axes), axes.replicas), np.int64)
     for name, size in zip(arrival, sizes, strict=True):
         if name in axes.batch_axes:
             coordinate = of_replica[axes.batch_axes.index(name)]
         else:
-            coordinate = of_owner[stack.shard_axes.index(name)]
+            coordinate = of_owner[shard_axes.index(name)][:, None]
         part = part * size + coordinate
     return part

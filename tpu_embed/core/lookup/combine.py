@@ -93,6 +93,7 @@ def combine(
         factors=entries.factors,
         bags=form.columns,
         examples=form.examples,
+        widths=form.widths,
     )
 
 

@@ -32,7 +32,7 @@ struct SortTask {
   int64_t num_sums;
 };
 
-// out[i] = source[index[i]] for i < n, then `rest`; with `index` null, out[i] = source[i].
+// out[i] = source[index[i]] - minus for i < n, then `rest`; with `index` null, source[i] - minus.
 struct TakeTask {
   int64_t number_bytes;  // 4 or 8
   void* out;  // [size]
@@ -40,7 +40,8 @@ struct TakeTask {
   const void* source;
   const int32_t* index;
   int64_t n;
-  int64_t rest;  // the bytes of a number, the lowest first
+  int64_t minus;  // zero unless the numbers are integers
+  int64_t rest;   // the bytes of a number, the lowest first
 };
 
 // out[order[i]] = place[run[i]] for i < n; elsewhere `rest`.
@@ -119,19 +120,30 @@ void sort_ids(SortTask& task) {
 // A number of 8 bytes in a line of int32 numbers: its address is a multiple of 4.
 struct Wide {
   uint32_t words[2];
+
+  Wide operator-(const Wide& other) const {
+    uint64_t mine, theirs;
+    std::memcpy(&mine, words, sizeof mine);
+    std::memcpy(&theirs, other.words, sizeof theirs);
+    mine -= theirs;
+    Wide difference;
+    std::memcpy(difference.words, &mine, sizeof mine);
+    return difference;
+  }
 };
 
 template <typename Number>
 void take(const TakeTask& task) {
   Number* out = static_cast<Number*>(task.out);
   const Number* source = static_cast<const Number*>(task.source);
-  if (task.index) {
-    for (int64_t i = 0; i < task.n; ++i) out[i] = source[task.index[i]];
-  } else {
-    std::copy(source, source + task.n, out);
-  }
-  Number rest;
+  Number minus, rest;
+  std::memcpy(&minus, &task.minus, sizeof minus);
   std::memcpy(&rest, &task.rest, sizeof rest);
+  if (task.index) {
+    for (int64_t i = 0; i < task.n; ++i) out[i] = source[task.index[i]] - minus;
+  } else {
+    for (int64_t i = 0; i < task.n; ++i) out[i] = source[i] - minus;
+  }
   std::fill(out + task.n, out + task.size, rest);
 }
 

@@ -1,6 +1,7 @@
 // Gather and sum: activations of bags out of a table, partial sums out of gradients.
 #include <algorithm>
 #include <memory>
+#include <numeric>
 #include <type_traits>
 #include <vector>
 
@@ -39,16 +40,41 @@ std::unique_ptr<int64_t[]> starts_of(Parallel& parallel, const int32_t* segments
   return starts;
 }
 
+// Returns the same where every example has `widths[c]` entries in its segment of column c: with widths
+// 1 and 2, the segments begin at 0 1 | 3 4 | 6 7.
+std::unique_ptr<int64_t[]> starts_of(ffi::Span<const int64_t> widths, int64_t examples) {
+  const int64_t columns = static_cast<int64_t>(widths.size());
+  std::unique_ptr<int64_t[]> starts(new int64_t[examples * columns + 1]);
+  int64_t* to = starts.get();
+  int64_t at = 0;
+  for (int64_t example = 0; example < examples; ++example) {
+    for (const int64_t width : widths) {
+      *to++ = at;
+      at += width;
+    }
+  }
+  *to = at;
+  return starts;
+}
+
 // Operands: source [R, D] float32, or bfloat16 as uint16; index [N]; segments int32 [N],
-// non-decreasing; weights float32 [N] or []; factors float32 [segments] or []. Results: one array
-// a feature, float32 [examples * bags, D].
+// non-decreasing, or [] if `widths` say where they begin; weights float32 [N] or []; factors float32
+// [segments] or []. Results: one array a feature, float32 [examples * bags, D].
 ffi::Error gather_sum(ffi::ThreadPool pool, ffi::AnyBuffer source, ffi::AnyBuffer index,
                       ffi::AnyBuffer segments, ffi::AnyBuffer weights, ffi::AnyBuffer factors,
                       ffi::RemainingRets results, ffi::Span<const int64_t> bags,
-                      int64_t examples) {
+                      ffi::Span<const int64_t> widths, int64_t examples) {
   const int64_t n = length(index), dim = source.dimensions()[1];
-  if (length(segments) != n) return refuse("gather_sum: one segment an index is needed");
   const ColumnTable table(bags, dim);
+  const bool dense = widths.size() > 0;
+  if (dense) {
+    const int64_t entries = std::accumulate(widths.begin(), widths.end(), int64_t{0});
+    if (static_cast<int64_t>(widths.size()) != table.columns() || entries * examples != n) {
+      return refuse("gather_sum: the widths of all columns and examples must add up to the indices");
+    }
+  } else if (length(segments) != n) {
+    return refuse("gather_sum: one segment an index is needed");
+  }
   const int64_t count = examples * table.columns();
   if (!optional_of_length(weights, n)) return refuse("gather_sum: one weight an index is needed");
   if (!optional_of_length(factors, count)) {
@@ -71,7 +97,8 @@ ffi::Error gather_sum(ffi::ThreadPool pool, ffi::AnyBuffer source, ffi::AnyBuffe
     using Row = std::remove_pointer_t<decltype(type)>;
     Parallel parallel(pool);
     const int64_t read = n * dim * static_cast<int64_t>(sizeof(float));
-    const auto starts = starts_of(parallel, data<int32_t>(segments), n, count);
+    const auto starts = dense ? starts_of(widths, examples)
+                              : starts_of(parallel, data<int32_t>(segments), n, count);
     // A column's segments one after the other, as long as finding them costs little beside the sums:
     // most rows that two segments share are of one column, and they stay in the cache.
     const bool long_segments = read >= count * kLongSegment;
@@ -108,4 +135,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(tpu_embed_gather_sum, tpu_embed::gather_sum,
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .RemainingRets()
                                   .Attr<xla::ffi::Span<const int64_t>>("bags")
+                                  .Attr<xla::ffi::Span<const int64_t>>("widths")
                                   .Attr<int64_t>("examples"));
