@@ -14,7 +14,7 @@ import numpy as np
 
 from tpu_embed import _checks
 from tpu_embed._types import PADDING_ID
-from tpu_embed.core.ids import structure
+from tpu_embed.core.ids import frames, structure
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds
 
 __all__ = ["pad_batch"]
@@ -69,9 +69,12 @@ def _rows(path: str, leaf: Any) -> int:
         return leaf.dense_shape[0]
     if isinstance(leaf, RaggedIds):
         return len(leaf.row_splits) - 1
+    expected = "an array [B, …], SparseIds, RaggedIds or None"
+    if frames.is_frame(leaf):
+        what, got, remedy = f"pad_batch: {path}", type(leaf).__name__, "give a dict of its columns"
+        raise ValueError(_checks.message(what, expected=expected, got=got, remedy=remedy))
     if getattr(leaf, "shape", ()):
         return leaf.shape[0]
-    expected = "an array [B, …], SparseIds, RaggedIds or None"
     raise ValueError(_checks.message(f"pad_batch: {path}", expected=expected, got=repr(leaf)))
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from tpu_embed import _checks
 from tpu_embed.config import FeatureConfig, TableConfig
+from tpu_embed.core.ids import frames
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds
 
 __all__ = ["Structure", "children", "flatten", "rebuild"]
@@ -59,7 +60,8 @@ class Structure:
         """Return the [F] leaves of `values`, which must be nested like the configuration.
 
         Args:
-          values: features, weights or gradients; None is a leaf.
+          values: features, weights or gradients; None is a leaf. A frame (`frames.py`) may stand
+            for a mapping, and may have columns that no feature is named after.
           what: their name, for messages.
 
         Raises:
@@ -242,6 +244,8 @@ def _match(nest: Any, values: Any, path: str, what: str, leaves: list[Any]) -> N
     """Append the leaves of `values` to `leaves`, following `nest`; raise where they differ."""
     inner = children(nest)
     where = f"{what}: {path or 'the top'}"
+    if isinstance(nest, Mapping) and frames.is_frame(values):
+        values = frames.columns(values, nest)
     given = None if isinstance(values, _LEAVES) else _given(values)
     if inner is None:
         # The configuration has a feature here, so `values` must have a leaf, not a container.

@@ -1,0 +1,65 @@
+"""`Turns`: whoever uses them, in whatever order, acts in the order in which they were drawn."""
+
+import threading
+
+import pytest
+
+from tpu_embed.core.batch.turns import Turns
+
+LONG = 60
+"""Seconds after which a thread that waits has a deadlock."""
+
+
+def test_turns_are_used_in_the_order_in_which_they_were_drawn():
+    turns, used = Turns(), []
+    numbers = [turns.draw() for _ in range(20)]
+
+    def use(number):
+        with turns.use(number):
+            used.append(number)
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in reversed(numbers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG)
+    assert used == numbers
+
+
+def test_turns_that_are_released_early_are_not_waited_for():
+    turns = Turns()
+    first, second, third, fourth = (turns.draw() for _ in range(4))
+    turns.release(third)
+    turns.release(second)
+    with turns.use(first):
+        pass
+    with turns.use(fourth):
+        pass
+
+
+def test_an_error_ends_a_turn():
+    turns = Turns()
+    first, second = turns.draw(), turns.draw()
+    with pytest.raises(OSError, match="mine"), turns.use(first):
+        raise OSError("mine")
+    with turns.use(second):
+        pass
+
+
+def test_after_an_interrupted_wait_the_processes_are_out_of_step(monkeypatch):
+    """The others place the batch that this one has left out: no later turn may go on silently."""
+    turns = Turns()
+    first, second, third = (turns.draw() for _ in range(3))
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(turns._changed, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt), turns.use(second):
+            pass
+    text = r"place: expected calls .*; the processes are out of step"
+    with pytest.raises(RuntimeError, match=text), turns.use(first):
+        pass
+    with pytest.raises(RuntimeError, match="out of step"), turns.use(third):
+        pass

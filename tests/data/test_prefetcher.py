@@ -1,0 +1,146 @@
+"""`Prefetcher`: what its loop gets, in which order, in one loop or several."""
+
+import itertools
+import threading
+
+import facade_cases
+import numpy as np
+import pytest
+from data_cases import LONG, SIZE, batch, engine, number_of, source
+
+import tpu_embed
+from tpu_embed import FeatureConfig, RaggedIds, TableConfig
+from tpu_embed.data import Prefetcher
+
+
+@pytest.mark.parametrize("depth", [1, 2, 7])
+def test_batches_come_in_order(depth):
+    with Prefetcher(engine(), source(20), depth) as batches:
+        seen = [(number_of(placed), number) for placed, number in batches]
+    assert seen == [(number, number) for number in range(20)]
+
+
+def test_what_surrounds_the_features_is_kept():
+    """A plain tuple begins with features; anything else is features."""
+    assert [number_of(placed) for placed in Prefetcher(engine(), map(batch, range(3)))] == [0, 1, 2]
+    label = object()
+    [(placed, first, second)] = Prefetcher(engine(), [(batch(5), label, None)])
+    assert (number_of(placed), first, second) == (5, label, None)
+    [(placed,)] = Prefetcher(engine(), [(batch(6),)])
+    assert number_of(placed) == 6
+
+
+def test_weights_beside_the_features():
+    config = {"x": FeatureConfig(TableConfig(9, 1, combiner="sum", name="t"))}
+    weighing = tpu_embed.EmbeddingEngine(config, mesh=engine().layout.axes.mesh)
+    ids, weights = {"x": np.ones((4, 2), np.int32)}, {"x": np.full((4, 2), 0.25, np.float32)}
+    [(placed, label)] = Prefetcher(weighing, [(ids, weights, "label")], weighted=True)
+    expected = weighing.place(ids, weights)
+    np.testing.assert_array_equal(placed.packed, expected.packed)
+    assert (placed.spec, label) == (expected.spec, "label")
+    for item in (ids, (ids,)):
+        with pytest.raises(TypeError, match=r"expected a tuple \(features, weights, …\), got "):
+            next(Prefetcher(weighing, [item], weighted=True))
+    with pytest.raises(TypeError, match=r"expected a tuple \(features, …\), got a tuple of 0"):
+        next(Prefetcher(weighing, [()]))
+
+
+def test_options_of_place():
+    [placed] = Prefetcher(engine(), [batch(0)], for_update=False)
+    assert placed.spec.routed == "lookup"
+    spec = engine().place(batch(0)).spec
+    longer = {"x": RaggedIds.from_lists([[1, 2, 3]] * SIZE)}
+    with pytest.raises(ValueError, match="feature 0: expected batch 4"):
+        next(Prefetcher(engine(), [longer], spec=spec))
+
+
+@pytest.mark.parametrize("depth", [0, -1, 1.5, True])
+def test_a_bad_depth(depth):
+    with pytest.raises(ValueError, match="depth: expected an integer >= 1"):
+        Prefetcher(engine(), [], depth)
+
+
+def test_no_iterable():
+    with pytest.raises(TypeError, match="batches: expected an iterable, got int"):
+        Prefetcher(engine(), 3)
+
+
+def test_a_loop_goes_on_where_the_last_one_stopped():
+    batches = Prefetcher(engine(), source(7))
+    assert next(batches)[1] == 0
+    assert [number for _, number in itertools.islice(batches, 2)] == [1, 2]
+    for _, number in batches:
+        assert number == 3
+        break
+    assert [number for _, number in batches] == [4, 5, 6]
+
+
+def test_a_second_loop_beside_the_first_is_refused():
+    batches = Prefetcher(engine(), source(7))
+    for _, number in batches:
+        assert number == 0
+        with pytest.raises(
+            RuntimeError, match="expected one loop at a time, got a second iterator"
+        ):
+            iter(batches)
+        break
+    with pytest.raises(RuntimeError, match="one loop at a time"):
+        zip(batches, batches, strict=True)
+    batches.close()
+
+
+@pytest.mark.parametrize("how", ["to its end", "closed"])
+def test_a_pass_is_over_once(how):
+    """A second epoch over the same prefetcher would have no batches, silently."""
+    batches = Prefetcher(engine(), [batch(0)] * 3)
+    if how == "closed":
+        batches.close()
+    else:
+        assert len(list(batches)) == 3
+    with pytest.raises(RuntimeError, match="make a new Prefetcher for each pass over the data"):
+        iter(batches)
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+def test_several_threads_share_the_batches():
+    batches, seen = Prefetcher(engine(), source(60)), []
+
+    def take():
+        while (item := next(batches, None)) is not None:
+            seen.append(item[1])
+
+    loops = [threading.Thread(target=take) for _ in range(4)]
+    for loop in loops:
+        loop.start()
+    for loop in loops:
+        loop.join(LONG)
+    assert sorted(seen) == list(range(60))
+
+
+def test_two_prefetchers_of_one_engine():
+    pairs = zip(Prefetcher(engine(), source(9)), Prefetcher(engine(), source(9)), strict=True)
+    assert all(first[1] == second[1] for first, second in pairs)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_the_stateful_api_takes_placed_batches(pipelined):
+    """The bits are those of `enqueue` alone."""
+    embedding, other = (
+        facade_cases.make_embedding(pipeline_execution_with_tensor_core=pipelined) for _ in "ab"
+    )
+    with Prefetcher(embedding.engine, map(facade_cases.batch, range(6))) as batches:
+        if pipelined:
+            embedding.enqueue(next(batches))
+            other.enqueue(facade_cases.batch(0))
+        for number, placed in enumerate(batches, int(pipelined)):
+            embedding.enqueue(placed)
+            other.enqueue(facade_cases.batch(number))
+            for one in (embedding, other):
+                one.apply_gradients(facade_cases.gradients(one.dequeue()))
+    facade_cases.assert_same(embedding.state, other.state)
+    with pytest.raises(ValueError, match="weights and spec: expected None with a Batch"):
+        embedding.enqueue(placed, weights=facade_cases.batch(0))
+    with pytest.raises(ValueError, match="Batch"):
+        embedding.enqueue(engine().place(batch(0)))
+    assert embedding.waiting == pipelined
