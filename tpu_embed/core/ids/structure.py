@@ -59,7 +59,8 @@ class Structure:
         """Return the [F] leaves of `values`, which must be nested like the configuration.
 
         Args:
-          values: features, weights or gradients; None is a leaf.
+          values: features, weights or gradients. None is a leaf, and so is a list that stands where
+            the configuration has a feature.
           what: their name, for messages.
 
         Raises:
@@ -244,17 +245,12 @@ def _match(nest: Any, values: Any, path: str, what: str, leaves: list[Any]) -> N
     where = f"{what}: {path or 'the top'}"
     given = None if isinstance(values, _LEAVES) else _given(values)
     if inner is None:
-        # The configuration has a feature here, so `values` must have a leaf, not a container.
-        if given is not None:
-            sequence = isinstance(values, (list, tuple))
-            raise TypeError(
-                _checks.message(
-                    where,
-                    expected="one feature's value",
-                    got=_named(values),
-                    remedy="np.asarray or RaggedIds.from_lists takes a list" if sequence else "",
-                )
-            )
+        # The configuration has a feature here, so `values` must have a leaf, not a container; a
+        # list is a leaf, too: a column of ids, or of lists of ids.
+        if given is not None and not isinstance(values, list):
+            remedy = "a list may stand here" if isinstance(values, tuple) else ""
+            expected, got = "one feature's value", _named(values)
+            raise TypeError(_checks.message(where, expected=expected, got=got, remedy=remedy))
         leaves.append(values)
         return
     if given is None or _kind(values) != _kind(nest):
