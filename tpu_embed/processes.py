@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import json
+import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -112,7 +113,7 @@ def check_same(what: str, value: str) -> None:
         raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
 
 
-def refusal_of(error: Exception) -> str:
+def refusal_of(error: BaseException) -> str:
     """Return the message which says that this process raises an error."""
     return json.dumps({"error": f"{error}", "kind": type(error).__name__})
 
@@ -201,7 +202,14 @@ def _meet(
 
 
 def _check_nobody_left(listener: departures.Listener, *, ask: bool) -> None:
-    """Raise `_AloneError` if another process has left; `ask`: ask the store as well."""
+    """Raise `_AloneError` if another process has left; `ask`: ask the store as well.
+
+    A thread also stops waiting when its own process is at its end: Python has begun to run exit
+    handlers, and the main thread counts as ended.
+    """
+    main = threading.main_thread()
+    if threading.current_thread() is not main and not main.is_alive():
+        raise _AloneError("the end of this process")
     left = listener.left(ask=ask)
     if left is not None:
         raise _AloneError(left)

@@ -18,7 +18,7 @@ from tpu_embed import _checks
 from tpu_embed._calls import call
 from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
 from tpu_embed.config import TableConfig
-from tpu_embed.core.batch import Batch, BatchSpec, Intake, TracedIds
+from tpu_embed.core.batch import Batch, BatchSpec, Intake, TracedIds, Turn
 from tpu_embed.core.ids import HostIds, structure
 from tpu_embed.core.layout import HostRates, Layout, describe, make_axes, make_layout
 from tpu_embed.core.lookup import activations_read, lookup, not_differentiable, record_lookup
@@ -207,7 +207,8 @@ class EmbeddingEngine:
         Args:
           features: the global batch: arrays, `SparseIds` or `RaggedIds`, in the structure of the
             features. With several processes, each gives the examples of its own devices, in the
-            order of `batch_axes`; all make the same calls in the same order.
+            order of `batch_axes`; all make the same calls in the same order. A `Batch` of this
+            engine is returned as it is.
           weights: one weight per id, in the same structure; None where all are one.
           spec: the batch's exact shape; None: the union of all so far, so that programs are few.
           for_update: False for a batch that is only looked up; it carries less.
@@ -219,6 +220,14 @@ class EmbeddingEngine:
           RuntimeError: another process did not place its part, or has left.
         """
         return self._intake.place(features, weights, spec, for_update=for_update)
+
+    def next_turn(self) -> Turn:
+        """Draw the turn to place the next batch, so that any thread can place it later.
+
+        With several processes, `place` draws and uses a turn at once. Batches are placed in the
+        order in which their turns were drawn, so this order must be the same in all processes.
+        """
+        return self._intake.next_turn()
 
     def host_ids(self, features: PyTree, weights: PyTree | None = None) -> list[HostIds]:
         """Return this process's ids as `place` checks them, without sending them."""

@@ -1,7 +1,7 @@
 """Pack the ids of all features into one array of static shape, and send it to the devices."""
 
 from tpu_embed.core.batch.batch import Batch
-from tpu_embed.core.batch.intake import Intake
+from tpu_embed.core.batch.intake import Intake, Turn
 from tpu_embed.core.batch.line import fields_of, line_length, line_of
 from tpu_embed.core.batch.located import LocalIds, RoutedIds
 from tpu_embed.core.batch.packing import StackIds, natural_spec, pack, pack_all
@@ -21,6 +21,7 @@ __all__ = [
     "StackSpec",
     "StackView",
     "TracedIds",
+    "Turn",
     "fields_of",
     "line_length",
     "line_of",

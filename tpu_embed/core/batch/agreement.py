@@ -10,6 +10,7 @@ processes use.
 
 from __future__ import annotations
 
+import functools
 import json
 import zlib
 from typing import Any
@@ -19,6 +20,7 @@ import jax
 from tpu_embed import departures
 from tpu_embed._checks import message
 from tpu_embed.core.batch.spec import BatchSpec, StackSpec
+from tpu_embed.core.batch.turns import Turns
 from tpu_embed.core.ids import FeatureShape
 from tpu_embed.core.layout import Layout
 from tpu_embed.processes import WAIT_SECONDS, exchange, raise_refusals, refusal_of
@@ -33,6 +35,10 @@ class Agreement:
     Args:
       layout: the engine's layout. Engines with the same tables and features on all processes form
         one conversation.
+
+    Attributes:
+      turns: the order of calls, which must be the same in all processes; of all engines of one
+        conversation.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -40,6 +46,7 @@ class Agreement:
         known = repr((tables, [feature.path for feature in layout.features]))
         # The name must be the same on all processes, so it is made of what they declare alike.
         self._name = f"tpu_embed/{zlib.crc32(known.encode()):08x}"
+        self.turns = _turns(self._name)
         self._last: BatchSpec | None = None
         departures.listen()
 
@@ -51,15 +58,15 @@ class Agreement:
           exact: whether all processes must want the same spec.
 
         Raises:
-          ValueError, TypeError, RuntimeError: another process refused its part, or the wanted
-            specs have no union; raised by every process.
+          ValueError, TypeError, RuntimeError: another process refused its part or has no more
+            batches, or the wanted specs have no union; raised by every process.
           RuntimeError: a process did not come within `WAIT_SECONDS`, or ended.
         """
         # Silence means "what was agreed last is enough for me".
         new = exact or wanted != self._last
         news = json.dumps({"spec": _encode(wanted), "exact": exact}) if new else None
         said = exchange("place", self._name, news, WAIT_SECONDS)
-        raise_refusals("place", "refused its part of the batch", said)
+        _check_all_have_a_batch(said)
         specs = {process: _decode(one["spec"]) for process, one in said.items()}
         # Key -1 holds the last agreed spec, for the processes that sent nothing.
         if self._last is not None and len(specs) < jax.process_count():
@@ -68,9 +75,37 @@ class Agreement:
         self._last = agreed
         return agreed
 
-    def refuse(self, error: Exception) -> None:
+    def refuse(self, error: BaseException) -> None:
         """Tell the other processes that this one raises an error and does not place its part."""
         exchange("place", self._name, refusal_of(error), WAIT_SECONDS)
+
+    def end(self) -> None:
+        """Tell the other processes that this one has no more batches.
+
+        Raises:
+          ValueError: another process has one; raised by every process.
+          ValueError, TypeError, RuntimeError: another process refused its part.
+        """
+        said = exchange("place", self._name, json.dumps({"end": True}), WAIT_SECONDS)
+        if not all(said.get(process, {}).get("end") for process in range(jax.process_count())):
+            _check_all_have_a_batch(said)
+
+
+@functools.cache
+def _turns(name: str) -> Turns:
+    """Return the turns of a conversation."""
+    return Turns()
+
+
+def _check_all_have_a_batch(said: dict[int, Any]) -> None:
+    """Raise the error of a process that refused its part, or that some have no more batches."""
+    raise_refusals("place", "refused its part of the batch", said)
+    ended = [process for process, one in sorted(said.items()) if "end" in one]
+    if ended:
+        which = f"process{'es' if len(ended) > 1 else ''} {', '.join(map(str, ended))}"
+        expected, got = "a batch in every process, or in none", f"no more batches in {which}"
+        remedy = "give every process equally many batches, and leave their loops at the same batch"
+        raise ValueError(message("place", expected=expected, got=got, remedy=remedy))
 
 
 def _union(specs: dict[int, BatchSpec], *, exact: bool) -> BatchSpec:

@@ -19,7 +19,7 @@ from tpu_embed.core.batch.traced import TracedIds, make_traced
 from tpu_embed.core.ids import HostIds, Structure, host_ids
 from tpu_embed.core.layout import Layout, refuse_manual_axes
 
-__all__ = ["Intake"]
+__all__ = ["Intake", "Turn"]
 
 
 class Intake:
@@ -43,12 +43,13 @@ class Intake:
         for_update: bool = True,
     ) -> Batch:
         """Validate a batch on the host, route it and send it; see `EmbeddingEngine.place`."""
+        if isinstance(features, Batch):
+            return self._own(features, weights, spec)
+        return self.next_turn().place(features, weights, spec, for_update=for_update)
 
-        # The placer calls the function itself, so that it can tell other processes of an error.
-        def validate() -> list[HostIds]:
-            return self.host_ids(features, weights)
-
-        return self._placer.place(validate, spec, for_update=for_update)
+    def next_turn(self) -> Turn:
+        """Return the turn to place the next batch; see `EmbeddingEngine.next_turn`."""
+        return Turn(self, self._placer)
 
     def host_ids(self, features: PyTree, weights: PyTree | None) -> list[HostIds]:
         """Return the validated ids of every feature, of this process's part of the batch."""
@@ -75,14 +76,66 @@ class Intake:
         """
         refuse_manual_axes()
         if isinstance(batch, Batch):
-            if weights is not None or spec is not None:
-                what, remedy = "weights and spec", "give them to place"
-                text = message(what, expected="None with a Batch", got="a value", remedy=remedy)
-                raise ValueError(text)
-            batch.check(self._layout)
-            return batch
+            return self._own(batch, weights, spec)
         given, scales = self._declared.match_weighted(batch, weights)
         # One traced leaf is enough: then the values of the batch are not known here.
         if not any(isinstance(leaf, Tracer) for leaf in (*given, *scales)):
             return self.place(batch, weights, spec)
         return make_traced(given, scales, spec, self._layout)
+
+    def _own(self, batch: Batch, weights: PyTree | None, spec: BatchSpec | None) -> Batch:
+        """Return a batch that was placed before, once it is known to be of this engine."""
+        if weights is not None or spec is not None:
+            what, remedy = "weights and spec", "give them to place"
+            text = message(what, expected="None with a Batch", got="a value", remedy=remedy)
+            raise ValueError(text)
+        batch.check(self._layout)
+        return batch
+
+
+class Turn:
+    """The right to place one batch, after all batches whose turns were drawn before.
+
+    With several processes, each turn must be used in the same way by all of them, once: `place`,
+    `refuse` or `end` talk to the other processes, `release` does not.
+
+    Args:
+      intake: draws the turn.
+      placer: of the intake.
+    """
+
+    def __init__(self, intake: Intake, placer: Placer) -> None:
+        self._intake, self._placer = intake, placer
+        self._number = placer.draw_turn()
+
+    def place(
+        self,
+        features: PyTree,
+        weights: PyTree | None = None,
+        spec: BatchSpec | None = None,
+        *,
+        for_update: bool = True,
+    ) -> Batch:
+        """Place a batch; see `EmbeddingEngine.place`."""
+
+        # The placer calls the function itself, so that it can tell other processes of an error.
+        def validate() -> list[HostIds]:
+            return self._intake.host_ids(features, weights)
+
+        return self._placer.place(self._number, validate, spec, for_update=for_update)
+
+    def refuse(self, error: BaseException) -> None:
+        """Place nothing because of an error; the other processes raise it."""
+        self._placer.place_none(self._number, error)
+
+    def end(self) -> None:
+        """Place nothing because there are no more batches.
+
+        Raises:
+          ValueError: another process has one.
+        """
+        self._placer.place_none(self._number, None)
+
+    def release(self) -> None:
+        """Place nothing, and tell the other processes nothing; they must release the turn too."""
+        self._placer.release(self._number)

@@ -71,8 +71,13 @@ class Placer:
         here = len(self._replicas)
         return [part_of_feature(f.config, here, axes.replicas) for f in self._layout.features]
 
+    def draw_turn(self) -> int | None:
+        """Return the turn to place the next batch; None in a single process, which needs none."""
+        return None if self._agreement is None else self._agreement.turns.draw()
+
     def place(
         self,
+        turn: int | None,
         validate: Callable[[], Sequence[HostIds]],
         requested: BatchSpec | None,
         *,
@@ -81,6 +86,7 @@ class Placer:
         """Return the batch in the requested spec, or in the running union of all specs.
 
         Args:
+          turn: what `draw_turn` returned.
           validate: validates and returns the ids of every feature. If it raises, every process
             raises.
           requested: the spec to use. None: the running union, which grows if the batch does not
@@ -93,16 +99,40 @@ class Placer:
         routed: Routed = "update" if for_update else "lookup"
         if requested is not None:
             requested = dataclasses.replace(requested, routed=routed)
-        if self._agreement is None:
+        if self._agreement is None or turn is None:
             fitted = self._fit(validate(), requested, routed)
             return self._send(fitted, requested or self._grown(fitted.wanted))
-        try:
-            fitted = self._fit(validate(), requested, routed)
-        except Exception as error:
-            self._agreement.refuse(error)
-            raise
-        agreed = self._agreement.agree(fitted.wanted, exact=requested is not None)
-        return self._send(fitted, requested or self._grown(agreed))
+        with self._agreement.turns.use(turn):
+            try:
+                fitted = self._fit(validate(), requested, routed)
+            except Exception as error:
+                self._agreement.refuse(error)
+                raise
+            agreed = self._agreement.agree(fitted.wanted, exact=requested is not None)
+            return self._send(fitted, requested or self._grown(agreed))
+
+    def place_none(self, turn: int | None, error: BaseException | None) -> None:
+        """Use a turn to tell the other processes that this one has no batch to place.
+
+        Args:
+          turn: what `draw_turn` returned.
+          error: why there is none; None: there are no more batches.
+
+        Raises:
+          ValueError: there is no error, and another process has a batch to place.
+        """
+        if self._agreement is None or turn is None:
+            return
+        with self._agreement.turns.use(turn):
+            if error is None:
+                self._agreement.end()
+            else:
+                self._agreement.refuse(error)
+
+    def release(self, turn: int | None) -> None:
+        """End a turn that will not be used; every process must do so."""
+        if self._agreement is not None and turn is not None:
+            self._agreement.turns.release(turn)
 
     def _fit(
         self, hosts: Sequence[HostIds], requested: BatchSpec | None, routed: Routed

@@ -17,7 +17,7 @@ import numpy as np
 
 from tpu_embed import _checks
 from tpu_embed._types import PADDING_ID
-from tpu_embed.core.ids import structure
+from tpu_embed.core.ids import frames, structure
 from tpu_embed.core.ids.columns import with_missing
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids
 
@@ -70,8 +70,12 @@ def _collect(nest: Any, path: str, leaves: list[tuple[str, Any]]) -> None:
     inner = _children(nest)
     if inner is None:
         if nest is not None:
-            what = path or "feature"
-            leaves.append((what, read_ids(f"pad_batch: {what}", nest)))
+            path = path or "feature"
+            if frames.is_frame(nest):
+                got, remedy = type(nest).__name__, "give a dict of its columns"
+                text = _checks.message(f"pad_batch: {path}", expected=_LEAF, got=got, remedy=remedy)
+                raise ValueError(text)
+            leaves.append((path, read_ids(f"pad_batch: {path}", nest)))
         return
     for key, child in inner:
         _collect(child, f"{path}/{key}" if path else str(key), leaves)
@@ -110,11 +114,13 @@ def _rows(path: str, leaf: Any) -> int:
         return leaf.dense_shape[0]
     if isinstance(leaf, RaggedIds):
         return len(leaf.row_splits) - 1
-    if getattr(leaf, "shape", ()):
+    if leaf.shape:
         return leaf.shape[0]
-    expected = "an array [B, …], SparseIds, RaggedIds or None"
     got = repr(leaf.tolist())  # a single value, as an array of rank 0
-    raise ValueError(_checks.message(f"pad_batch: {path}", expected=expected, got=got))
+    raise ValueError(_checks.message(f"pad_batch: {path}", expected=_LEAF, got=got))
+
+
+_LEAF = "an array [B, …], SparseIds, RaggedIds or None"
 
 
 def _batch_size(leaves: list[tuple[str, Any]]) -> int:

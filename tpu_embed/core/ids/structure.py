@@ -20,6 +20,7 @@ import numpy as np
 
 from tpu_embed import _checks
 from tpu_embed.config import FeatureConfig, TableConfig
+from tpu_embed.core.ids import frames
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds
 
 __all__ = ["Structure", "children", "flatten", "rebuild"]
@@ -60,7 +61,8 @@ class Structure:
 
         Args:
           values: features, weights or gradients. None is a leaf, and so is a list that stands where
-            the configuration has a feature.
+            the configuration has a feature. A frame (`frames.py`) may stand for a mapping, and may
+            have columns that no feature is named after.
           what: their name, for messages.
 
         Raises:
@@ -243,6 +245,8 @@ def _match(nest: Any, values: Any, path: str, what: str, leaves: list[Any]) -> N
     """Append the leaves of `values` to `leaves`, following `nest`; raise where they differ."""
     inner = children(nest)
     where = f"{what}: {path or 'the top'}"
+    if isinstance(nest, Mapping) and frames.is_frame(values):
+        values = frames.columns(values, nest)
     given = None if isinstance(values, _LEAVES) else _given(values)
     if inner is None:
         # The configuration has a feature here, so `values` must have a leaf, not a container; a

@@ -1,0 +1,83 @@
+"""pandas DataFrames, Arrow tables and record batches where a mapping of features is expected."""
+
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+from jax.sharding import Mesh
+
+import tpu_embed
+from tpu_embed import FeatureConfig, TableConfig
+
+COLUMNS = {"user": np.array([3, 1, 2, 0]), "item": np.array([5, 5, 0, 4], np.int32)}
+TABLE = TableConfig(8, 2, name="t")
+FEATURES = {"user": FeatureConfig(TABLE), "item": FeatureConfig(TABLE)}
+LABEL = {"label": np.array([0.5, 1.0, 0.0, 1.0]), "text": ["a", "b", "c", None]}
+MAKERS = {
+    "DataFrame": pd.DataFrame,
+    "Table": pa.table,
+    "RecordBatch": pa.RecordBatch.from_pydict,
+}
+
+
+class Frame(pd.DataFrame):
+    """A subclass, as geopandas has one."""
+
+
+@pytest.fixture(scope="module")
+def engine():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    return tpu_embed.EmbeddingEngine(FEATURES, mesh=mesh)
+
+
+@pytest.mark.parametrize("make", [*MAKERS.values(), Frame])
+@pytest.mark.parametrize("more", [{}, LABEL])
+def test_a_frame_is_placed_as_its_columns_are(engine, make, more):
+    """Whatever other columns it has, and whatever order they are in."""
+    placed, expected = engine.place(make(more | COLUMNS)), engine.place(COLUMNS)
+    assert placed.spec == expected.spec
+    np.testing.assert_array_equal(placed.packed, expected.packed)
+
+
+@pytest.mark.parametrize("make", MAKERS.values())
+def test_a_missing_column_is_named(engine, make):
+    with pytest.raises(ValueError, match=r"features: user is missing: expected 2 entries"):
+        engine.place(make({"item": COLUMNS["item"]} | LABEL))
+
+
+@pytest.mark.parametrize("make", MAKERS.values())
+@pytest.mark.parametrize("config", [list, tuple])
+def test_a_frame_is_no_list(make, config):
+    listed = tpu_embed.EmbeddingEngine(config(FEATURES.values()))
+    with pytest.raises(TypeError, match=f"features: the top: expected a {config.__name__}"):
+        listed.place(make(COLUMNS))
+
+
+def test_columns_of_two_levels_are_nested_features():
+    nested = {"click": dict(FEATURES), "view": {"user": FEATURES["user"]}}
+    engine = tpu_embed.EmbeddingEngine(nested, mesh=Mesh(np.array(jax.devices()[:2]), ("d",)))
+    pairs = [("click", "user"), ("click", "item"), ("view", "user"), ("view", "label")]
+    values = [*COLUMNS.values(), COLUMNS["user"], LABEL["label"]]
+    frame = pd.DataFrame(dict(zip(pairs, values, strict=True)))
+    frame.columns = pd.MultiIndex.from_tuples(pairs)
+    expected = engine.place({"click": COLUMNS, "view": {"user": COLUMNS["user"]}})
+    np.testing.assert_array_equal(engine.place(frame).packed, expected.packed)
+
+
+@pytest.mark.parametrize(("name", "make"), MAKERS.items())
+def test_pad_batch_says_what_to_give(name, make):
+    with pytest.raises(ValueError, match=f"got {name}; give a dict of its columns"):
+        tpu_embed.pad_batch(make(COLUMNS), 8)
+
+
+def test_neither_library_is_imported():
+    libraries = "{'pandas', 'pyarrow', 'grain'}"
+    script = f"import sys, tpu_embed, tpu_embed.data; print({libraries} & {{*sys.modules}})"
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert found.stdout.strip() == "set()", found

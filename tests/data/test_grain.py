@@ -1,0 +1,151 @@
+"""grain's loaders with `Place` as their last operation, and with `Prefetcher` around them."""
+
+import json
+import subprocess
+import sys
+
+import absl.flags
+import grain
+import jax
+import numpy as np
+import pytest
+from data_cases import SIZE, engine
+
+from tpu_embed.data import Place, Prefetcher
+from tpu_embed.io import CheckpointManager
+
+RECORDS = 10 * SIZE
+
+
+@pytest.fixture
+def flags():
+    """Let grain start worker processes: it reads its flags, which a program with absl parses."""
+    absl.flags.FLAGS.mark_as_parsed()
+
+
+class Source:
+    """Records of a user, an item and a label."""
+
+    def __len__(self):
+        return RECORDS
+
+    def __repr__(self):
+        return "Source()"  # grain compares it with that of the position
+
+    def __getitem__(self, index):
+        return {"x": np.int32(index % 64)}, np.float32(index)
+
+
+def loader(*operations, seed=3, **options):
+    sampler = grain.samplers.IndexSampler(
+        RECORDS, grain.sharding.NoSharding(), shuffle=True, num_epochs=1, seed=seed
+    )
+    batched = grain.transforms.Batch(SIZE, drop_remainder=True)
+    options = {"worker_count": 0} | options
+    return grain.DataLoader(
+        data_source=Source(), sampler=sampler, operations=[batched, *operations], **options
+    )
+
+
+def dataset():
+    """Return the same kind of pipeline by grain's other API."""
+    records = grain.MapDataset.source(Source()).shuffle(seed=5)
+    return records.batch(SIZE, drop_remainder=True).to_iter_dataset()
+
+
+def host(items):
+    """Return the bits of batches and what came with them."""
+    return [
+        (np.asarray(batch.packed).tobytes(), np.asarray(label).tobytes()) for batch, label in items
+    ]
+
+
+PIPELINES = {
+    "Place in a DataLoader": lambda: loader(Place(engine())),
+    "Prefetcher of a DataLoader": lambda: Prefetcher(engine(), loader()),
+    "Place in a dataset": lambda: dataset().map(Place(engine())),
+    "Prefetcher of a dataset": lambda: Prefetcher(engine(), dataset()),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_all_batches_in_order(name):
+    plain = dataset() if "dataset" in name else loader()
+    wanted = host((engine().place(features), label) for features, label in plain)
+    assert len(wanted) == 10
+    assert host(PIPELINES[name]()) == wanted
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("taken", [0, 1, 4, 10])
+def test_a_position_is_what_was_taken(name, taken, tmp_path):
+    """Through the JSON of a checkpoint; also where more was placed ahead."""
+    whole = host(PIPELINES[name]())
+    batches = PIPELINES[name]()
+    batches = batches if isinstance(batches, Prefetcher) else iter(batches)
+    for _ in range(taken):
+        next(batches)
+    position = batches.get_state()
+    if isinstance(batches, Prefetcher):
+        assert position["batches"] == taken
+        position = json.loads(json.dumps(position))
+        batches.close()
+    again = PIPELINES[name]()
+    again = again if isinstance(again, Prefetcher) else iter(again)
+    again.set_state(position)
+    assert host(again) == whole[taken:]
+
+
+def test_a_checkpoint_holds_the_position(tmp_path):
+    state = engine().init(jax.random.key(0))
+    with Prefetcher(engine(), loader()) as batches:
+        for _ in range(3):
+            next(batches)
+        with CheckpointManager(tmp_path / "run", engine()) as manager:
+            manager.save(3, state, position=batches.get_state())
+        rest = host(batches)
+    with CheckpointManager(tmp_path / "run", engine()) as manager:
+        position = manager.restore().position
+    resumed = Prefetcher(engine(), loader())
+    resumed.set_state(position)
+    assert host(resumed) == rest
+
+
+@pytest.mark.usefixtures("flags")
+def test_worker_processes_cannot_place():
+    with pytest.raises(Exception, match="run in the process that has the devices") as raised:
+        next(iter(loader(Place(engine()), worker_count=1)))
+    assert "use worker_count=0, or no Place and tpu_embed.data.Prefetcher" in str(raised.value)
+
+
+@pytest.mark.usefixtures("flags")
+def test_prefetcher_of_a_worker_process():
+    """It reads and batches; this process places."""
+    wanted = host((engine().place(features), label) for features, label in loader())
+    assert host(Prefetcher(engine(), loader(worker_count=1))) == wanted
+
+
+def test_errors_name_the_remedy():
+    with pytest.raises(ValueError, match="is missing: expected 1 entries"):
+        next(iter(dataset().map(lambda item: {"y": item[0]["x"]}).map(Place(engine()))))
+    with pytest.raises(TypeError, match=r"expected a tuple \(features, weights, …\)"):
+        next(iter(dataset().map(lambda item: item[0]).map(Place(engine(), weighted=True))))
+
+
+def test_without_grain():
+    """Everything else works, and `Place` says what to install."""
+    script = """
+import sys
+sys.modules["grain"] = None
+import tpu_embed.data
+assert tpu_embed.data.Prefetcher
+try:
+    tpu_embed.data.Place
+except ImportError as error:
+    print(error)
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert "expected grain, got " in found.stdout, found
+    assert 'pip install "tpu-embed[grain]"' in found.stdout

@@ -1,0 +1,78 @@
+"""The order in which several processes place the batches of one engine.
+
+To place a batch is a conversation between all processes, so all must place their batches in the
+same order. Threads that place ahead cannot promise that by themselves: which of two threads comes
+first differs from process to process. So a turn is drawn where the program runs in the same order
+everywhere, in the user's loop, and used later in any thread. A turn waits until all turns drawn
+before it have ended:
+
+    the user's loop      draws 0     draws 1     places an evaluation batch: draws 2, waits for 1
+    a prefetching thread        uses 0     uses 1
+
+Input: a call of `draw` per batch, in the order in which batches are to be placed. Output: numbers,
+and the permission to go on, in that order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from tpu_embed._checks import message
+
+__all__ = ["Turns"]
+
+
+class Turns:
+    """Gives out numbers, and lets their holders act in the order of the numbers."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._drawn = 0
+        self._current = 0
+        # Turns after the current one that ended early, because their batches will not come.
+        self._ended: set[int] = set()
+        self._interrupted = False
+
+    def draw(self) -> int:
+        """Return the number of the next turn, which must be used or released."""
+        with self._changed:
+            number, self._drawn = self._drawn, self._drawn + 1
+            return number
+
+    @contextlib.contextmanager
+    def use(self, number: int) -> Iterator[None]:
+        """Wait for this turn; it ends with the block.
+
+        Raises:
+          RuntimeError: the wait for an earlier turn was interrupted, so this process has left out a
+            batch that the others place.
+        """
+        try:
+            with self._changed:
+                self._wait(number)
+            yield
+        finally:
+            self.release(number)
+
+    def _wait(self, number: int) -> None:
+        """Wait until all earlier turns have ended; the caller holds `_changed`."""
+        try:
+            self._changed.wait_for(lambda: self._current == number)
+        except BaseException:
+            self._interrupted = True
+            raise
+        if self._interrupted:
+            expected, got = "calls one after the other, each to its end", "one that was interrupted"
+            remedy = "the processes are out of step: end all, and start again"
+            raise RuntimeError(message("place", expected=expected, got=got, remedy=remedy))
+
+    def release(self, number: int) -> None:
+        """End a turn, whether it was used or not."""
+        with self._changed:
+            self._ended.add(number)
+            while self._current in self._ended:
+                self._ended.remove(self._current)
+                self._current += 1
+            self._changed.notify_all()

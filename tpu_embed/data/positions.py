@@ -1,0 +1,64 @@
+"""A position in the data as a JSON value, which a checkpoint can hold.
+
+    {"batches": 12}                                              a source without states
+    {"batches": 12, "sources": [{"json": …}, {"bytes": "e30="}]}   one state per process
+
+The first process writes a checkpoint for all, so a position holds the states of all processes.
+
+Input: the number of batches, and the state of this process's source. Output: JSON; and back.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import jax
+
+from tpu_embed._checks import is_int, message
+from tpu_embed.processes import gather_from_all
+
+__all__ = ["decode", "encode"]
+
+
+def encode(batches: int, source: Any, *, stateful: bool) -> dict[str, Any]:
+    """Return a position.
+
+    Args:
+      batches: how many were taken.
+      source: the state of this process's source.
+      stateful: whether the source has states. If so, all processes must call this.
+    """
+    if not stateful:
+        return {"batches": batches}
+    if isinstance(source, bytes):
+        one = {"bytes": base64.b64encode(source).decode()}
+    else:
+        one = {"json": source}
+    return {"batches": batches, "sources": gather_from_all("Prefetcher.get_state", one)}
+
+
+def decode(position: Any, *, stateful: bool) -> tuple[int, Any]:
+    """Return the number of batches and the state of this process's source.
+
+    Raises:
+      ValueError: it is no position, or one of a source of another kind or of other processes.
+    """
+    what, remedy = "Prefetcher.set_state", "give what get_state returned"
+    known = isinstance(position, dict) and is_int(position.get("batches"))
+    if not known or position["batches"] < 0:
+        raise ValueError(message(what, expected="a position", got=repr(position), remedy=remedy))
+    if not stateful:
+        if "sources" in position:
+            got = "a source without get_state and set_state"
+            remedy = "give a source of the same kind as when the position was saved"
+            raise ValueError(message(what, expected="one with states", got=got, remedy=remedy))
+        return position["batches"], None
+    sources = position.get("sources")
+    if not isinstance(sources, list) or len(sources) != jax.process_count():
+        count = len(sources) if isinstance(sources, list) else "no"
+        expected, got = f"states of sources in {jax.process_count()} process(es)", f"{count} states"
+        remedy = "continue with as many processes, and a source of the same kind"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+    one = sources[jax.process_index()]
+    return position["batches"], base64.b64decode(one["bytes"]) if "bytes" in one else one["json"]

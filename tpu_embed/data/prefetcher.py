@@ -1,0 +1,227 @@
+"""Place the next batches in a thread, while the devices work on this one.
+
+A step reads ids that the host has checked, sorted and sent. Done in turn, this work adds to each
+step; done ahead, it hides behind the steps before. A `Prefetcher` does it ahead: wrap it around the
+source of batches, and the loop gets placed batches in the same order.
+
+Input: any iterable of batches. Output: an iterator of placed ones, and the position in the data.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from tpu_embed._checks import check_int, message
+from tpu_embed.core.batch import BatchSpec
+from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.data.feed import Feed, Placed, Stateful, state_of
+from tpu_embed.data.items import ItemRules
+from tpu_embed.data.positions import decode, encode
+from tpu_embed.data.worker import Worker
+
+__all__ = ["Prefetcher"]
+
+
+class Prefetcher:
+    """One pass over a source of batches, each placed ahead of its step by a thread.
+
+    The source yields features, and the loop gets a `Batch`; or plain tuples that begin with
+    features, such as `(features, label)`, and the loop gets `(batch, label)`. The thread also runs
+    the source, so what a generator does before it yields is done ahead, too.
+
+    What the source or `place` raises is raised by the `next` that would have given that batch; the
+    batches before it come first, and it ends the pass. The thread ends with the pass: at the end of
+    the source, at an error, at the end of the `with` block, by `close`, or when the prefetcher is
+    garbage-collected, as after a `break`.
+
+    Only one loop at a time goes over a prefetcher. A loop that was left by `break` is continued by
+    the next one. Another pass, such as the next epoch, needs another prefetcher.
+
+    Args:
+      engine: places the batches; `embedding.engine` for a `TPUEmbedding`, whose `enqueue` takes a
+        placed batch.
+      batches: any iterable. With several processes, each gives its own parts of the batches, and
+        equally many.
+      depth: how many batches are read and placed before the loop asks for them; at least 1. So many
+        wait in the devices' memory.
+      weighted: whether the items of the source are `(features, weights, …)`.
+      spec: the exact shape of every batch; None: the union of all so far.
+      for_update: False for batches that are only looked up.
+
+    Raises:
+      ValueError: `depth` is not an integer of at least 1.
+      TypeError: `batches` cannot be iterated over.
+
+    Example:
+      >>> import jax, numpy as np, tpu_embed
+      >>> table = tpu_embed.TableConfig(vocabulary_size=100, dim=2, name="item")
+      >>> engine = tpu_embed.EmbeddingEngine({"x": tpu_embed.FeatureConfig(table)})
+      >>> state = engine.init(jax.random.key(0))
+      >>> source = (({"x": np.full(8, number)}, f"label {number}") for number in range(3))
+      >>> with Prefetcher(engine, source) as batches:
+      ...     for batch, label in batches:
+      ...         print(engine.lookup(state, batch)["x"].shape, label)
+      (8, 2) label 0
+      (8, 2) label 1
+      (8, 2) label 2
+      >>> batches.get_state()
+      {'batches': 3}
+    """
+
+    def __init__(
+        self,
+        engine: EmbeddingEngine,
+        batches: Iterable[Any],
+        depth: int = 2,
+        *,
+        weighted: bool = False,
+        spec: BatchSpec | None = None,
+        for_update: bool = True,
+    ) -> None:
+        self._depth = check_int("Prefetcher: depth", depth, minimum=1)
+        if not isinstance(batches, Iterable):
+            got = type(batches).__name__
+            raise TypeError(message("Prefetcher: batches", expected="an iterable", got=got))
+        self._engine, self._rules = engine, ItemRules(weighted, spec, for_update)
+        # The iterator moves to the thread with the first batch: a prefetcher that is closed does
+        # not keep a generator alive.
+        self._source: Iterator[Any] | None = iter(batches)
+        self._stateful = isinstance(self._source, Stateful)
+        self._skipped = self._taken = 0
+        self._source_state = state_of(self._source)
+        self._worker: Worker | None = None
+        self._over = False
+        self._loop: weakref.ref[_Loop] | None = None
+        self._lock = threading.Lock()  # one `next` at a time
+
+    # -- batches -------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return an iterator over the batches that were not taken yet.
+
+        Raises:
+          RuntimeError: the pass is over, or another loop has not ended.
+        """
+        if self._over:
+            expected, got = "one that has batches left", "one whose pass is over, or that is closed"
+            remedy = "make a new Prefetcher for each pass over the data"
+            raise RuntimeError(message("Prefetcher", expected=expected, got=got, remedy=remedy))
+        if self._loop is not None and self._loop() is not None:
+            expected, got = "one loop at a time", "a second iterator beside one that is still used"
+            remedy = "make a Prefetcher for each, or share the iterator"
+            raise RuntimeError(message("Prefetcher", expected=expected, got=got, remedy=remedy))
+        loop = _Loop(self)
+        self._loop = weakref.ref(loop)
+        return loop
+
+    def __next__(self) -> Any:
+        """Return the next batch, as `place` or the source's tuple has it.
+
+        Raises:
+          StopIteration: there are no more, or the prefetcher was closed.
+          Exception: what the source or `place` raised instead of this batch.
+        """
+        with self._lock:
+            if self._over:
+                raise StopIteration
+            worker = self._started()
+            # Asked for again and again, as an interrupt may have come between any two lines here.
+            worker.request(self._taken + 1)
+            outcome = worker.first()
+            if outcome is not None and outcome.value is not None:
+                placed: Placed = outcome.value
+                self._taken, self._source_state = self._taken + 1, placed.source
+                worker.remove_first()
+                worker.request(self._taken + self._depth)
+                return placed.item
+        if outcome is None:  # closed meanwhile, by another thread
+            raise StopIteration
+        self.close()
+        if outcome.error is None:
+            raise StopIteration
+        raise outcome.error
+
+    def _started(self) -> Worker:
+        """Return the worker; the first call starts it."""
+        if self._worker is None:
+            assert self._source is not None
+            feed = Feed(self._source, self._rules, self._skipped)
+            self._worker = Worker(self._engine.next_turn, feed.place_next)
+            weakref.finalize(self, self._worker.stop).atexit = False  # `worker.py` sees to the exit
+            self._source = None
+            self._worker.request(self._depth)
+        return self._worker
+
+    # -- position ------------------------------------------------------------------------------
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the position in the data: what was taken, not what was placed ahead.
+
+        It is a JSON value, for `position=` of a checkpoint. If the source's iterator has
+        `get_state` and `set_state`, as grain's iterators do, its state after the last batch that
+        was taken is part of it. With several processes, all must call this then.
+        """
+        return encode(self._taken, self._source_state, stateful=self._stateful)
+
+    def set_state(self, position: dict[str, Any]) -> None:
+        """Continue after the batches that were taken at a position; call it before the first batch.
+
+        A source whose iterator has `set_state` is set. Otherwise as many batches are read from the
+        beginning and left out.
+
+        Args:
+          position: what `get_state` returned.
+
+        Raises:
+          RuntimeError: a batch was taken.
+          ValueError: it is not a position of such a source, or of as many processes.
+        """
+        if self._source is None or self._over:
+            expected, got = "a call before the first batch", "one after it"
+            remedy = "make a new Prefetcher"
+            raise RuntimeError(
+                message("Prefetcher.set_state", expected=expected, got=got, remedy=remedy)
+            )
+        taken, source = decode(position, stateful=self._stateful)
+        if isinstance(self._source, Stateful):
+            self._source.set_state(source)
+        self._skipped = 0 if self._stateful else taken
+        self._taken, self._source_state = taken, source
+
+    # -- end -----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the pass, and wait until the thread has ended; batches that wait are forgotten."""
+        self._over, self._source = True, None
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker.join()
+
+    def __enter__(self) -> Prefetcher:
+        """Return the prefetcher, which is closed at the end of the block."""
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Close; after an exception, let the thread end without waiting for it."""
+        if error is None:
+            self.close()
+            return
+        self._over, self._source = True, None
+        if self._worker is not None:
+            self._worker.stop(error)
+
+
+class _Loop:
+    """The iterator of one loop. It lives as long as the loop, which the prefetcher can see."""
+
+    def __init__(self, prefetcher: Prefetcher) -> None:
+        self._prefetcher = prefetcher
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._prefetcher)
