@@ -280,8 +280,9 @@ def test_without_a_vocabulary_size_ids_have_63_bits():
     assert len(np.unique(many)) == 10_000
 
 
-@pytest.mark.parametrize("missing", [-2, 10, 0.5, None])
+@pytest.mark.parametrize("missing", [-2, 2**31, 0.5, None])
 def test_missing_is_padding_or_a_row(missing):
+    assert hash_ids(["a", None], 10, missing=10)[1] == 10  # of a table of 11 rows
     with pytest.raises(ValueError, match="hash_ids: missing: expected "):
         hash_ids(["a"], 10, missing=missing)
 

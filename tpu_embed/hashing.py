@@ -78,7 +78,8 @@ def hash_ids(
       vocabulary_size: V, the number of ids. None: 2⁶³, so that different keys hardly ever share an
         id: among n keys, the odds that any two do are about n²/2⁶⁴.
       seed: another seed gives another, independent mapping.
-      missing: the id of a missing key: -1, which is padding, or a row in [0, V).
+      missing: the id of a missing key: -1, which is padding, or a row. The row V, in a table of
+        V + 1 rows, is no other key's.
 
     Returns:
       The ids, in the shape of the keys; int32 if V <= 2³¹ - 1, otherwise int64. For `RaggedIds` and
@@ -102,13 +103,13 @@ def hash_ids(
     """
     size, state = _checked_size(vocabulary_size), _mix(_first_state(seed))
     missing = _checks.check_int("hash_ids: missing", missing, minimum=PADDING_ID)
-    if missing >= size:
-        expected = f"-1 or an id in [0, {size})"
+    dtype = np.dtype(np.int32 if size <= _INT32_MAX else np.int64)
+    if missing > np.iinfo(dtype).max:
+        expected = f"-1 or a row, in {dtype}"
         raise ValueError(_checks.message("hash_ids: missing", expected=expected, got=missing))
 
     def ids_of(flat: Any, in_bags: bool) -> np.ndarray:
         hashes, absent = _hashes(flat, state)
-        dtype = np.int32 if size <= _INT32_MAX else np.int64
         ids = np.asarray(hashes % np.uint64(size), dtype)
         # -1 is padding in an array. In a bag it would be a bad id, so there the key is masked.
         if in_bags and missing == PADDING_ID:

@@ -118,6 +118,17 @@ def test_columns_of_a_data_set():
     assert padded["none"] == [None, None]
 
 
+def test_a_column_becomes_an_array_whether_or_not_rows_are_added():
+    for size in (3, 4):
+        column = pd.Series([7, None, 2, 5][:size], dtype="Int64")
+        labels = pa.array([0.5, 1.0, 2.0, 3.0][:size])
+        padded = pad_batch((column, labels, [[7]] * size, np.ones(size)), 4)
+        assert [type(leaf) for leaf in padded] == [np.ndarray, np.ndarray, RaggedIds, np.ndarray]
+        assert padded[0].tolist() == [7, -1, 2, 5 if size == 4 else -1]
+    assert pad_batch([[], None], 4) == [[], None]
+    assert pad_batch({"x": pa.array([], pa.list_(pa.int64()))}, 4)["x"].row_splits.tolist() == [0]
+
+
 def test_strings_are_padded_with_none():
     assert pad_batch(np.array(["a"]), 2).tolist() == ["a", None]
     assert pad_batch(["a", "b", "c"], 2).tolist() == ["a", "b", "c", None]

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
 from tpu_embed import _checks
@@ -44,7 +45,8 @@ def pad_batch(features: Any, multiple: int) -> Any:
       multiple: the batch size becomes a multiple of this.
 
     Returns:
-      The same nesting. If B is a multiple already, `features` itself.
+      The same nesting of arrays and containers. If B is a multiple already, `features` itself, but
+      for columns and lists.
 
     Raises:
       ValueError: features have different batch sizes, a leaf is of another kind, or `multiple` is
@@ -56,17 +58,22 @@ def pad_batch(features: Any, multiple: int) -> Any:
       [[4, 7], [2, -1], [1, 1], [-1, -1]]
     """
     multiple = _checks.check_int("pad_batch: multiple", multiple, minimum=1)
-    leaves: list[tuple[str, Any]] = []
-    _collect(features, "", leaves)
+    given: list[tuple[str, Any]] = []
+    _collect(features, "", given)
+    leaves = [(path, read_ids(f"pad_batch: {path}", leaf)) for path, leaf in given]
     batch = _batch_size(leaves)
     added = -batch % multiple  # batch 13, multiple 8: 3
-    if not added:
+    # Columns become arrays in any case, so that their type does not depend on the batch size.
+    if not added and all(isinstance(leaf, _ARRAYS) for _, leaf in given):
         return features
     return _rebuilt(features, iter([_padded(leaf, batch, added) for _, leaf in leaves]))
 
 
+_ARRAYS = (np.ndarray, jax.Array, SparseIds, RaggedIds)
+
+
 def _collect(nest: Any, path: str, leaves: list[tuple[str, Any]]) -> None:
-    """Append the (path, ids) pairs below `nest` to `leaves`, without leaves that are None."""
+    """Append the (path, leaf) pairs below `nest` to `leaves`, without leaves that are None."""
     inner = _children(nest)
     if inner is None:
         if nest is not None:
@@ -75,7 +82,7 @@ def _collect(nest: Any, path: str, leaves: list[tuple[str, Any]]) -> None:
                 got, remedy = type(nest).__name__, "give a dict of its columns"
                 text = _checks.message(f"pad_batch: {path}", expected=_LEAF, got=got, remedy=remedy)
                 raise ValueError(text)
-            leaves.append((path, read_ids(f"pad_batch: {path}", nest)))
+            leaves.append((path, nest))
         return
     for key, child in inner:
         _collect(child, f"{path}/{key}" if path else str(key), leaves)
@@ -150,12 +157,12 @@ def _padded(leaf: Any, batch: int, added: int) -> Any:
     """Return a leaf with `added` empty examples appended to its `batch` examples."""
     if isinstance(leaf, SparseIds):
         return dataclasses.replace(leaf, dense_shape=(batch + added, *leaf.dense_shape[1:]))
-    if isinstance(leaf, RaggedIds):
+    if isinstance(leaf, RaggedIds) and added:
         # m·B rows: m empty rows per added example. Splits 0 2 2 3 and 2 empty rows: 0 2 2 3 3 3.
         empty = np.full(added * (len(leaf.row_splits) - 1) // batch, leaf.row_splits[-1])
         splits = np.concatenate([leaf.row_splits, empty]).astype(leaf.row_splits.dtype)
         return dataclasses.replace(leaf, row_splits=splits)
-    return _padded_array(leaf, added)
+    return leaf if isinstance(leaf, RaggedIds) else _padded_array(leaf, added)
 
 
 def _padded_array(array: np.ndarray, added: int) -> np.ndarray:
