@@ -152,7 +152,12 @@ def test_match_takes_leaves_in_order():
 
 def test_a_list_is_a_leaf_where_a_feature_stands():
     values = {"a": Pair([[1], [2, 3]], [[4], [5]]), "b": Record([6, 7], ([],))}
-    assert flatten(NEST).match(values, what="features") == [[[1], [2, 3]], [4], [5], [6, 7], []]
+    found = flatten(NEST).match(values, what="features", columns=True)
+    assert found == [[[1], [2, 3]], [4], [5], [6, 7], []]
+    with pytest.raises(TypeError, match=r"gradients: a/right: expected one .*, got a list$"):
+        flatten(NEST).match(values, what="gradients")
+    with pytest.raises(TypeError, match=r"features: 0: .*got a tuple; a column may be a list"):
+        flatten([_feature()]).match_weighted([(1, 2)], None)
 
 
 def test_any_mapping_matches_any_other():
@@ -199,7 +204,7 @@ def test_any_mapping_matches_any_other():
         (
             {"a": Pair((1,), [2, 3]), "b": 0},
             TypeError,
-            r"features: a/right: expected one feature's value, got a tuple; a list may stand here",
+            r"features: a/right: expected one feature's value, got a tuple",
         ),
         (
             {"a": Pair(1, [2, 3]), "b": Record(4, (5,)).__dict__},

@@ -82,10 +82,7 @@ def serving_lookup(
     """
     declared = structure.flatten(feature_config)
     stored = stored_tables(tables, declared)
-    given = declared.match(features, what="features")
-    scales = [None] * len(given)
-    if weights is not None:
-        scales = declared.match(weights, what="weights")
+    given, scales = declared.match_weighted(features, weights)
     server = server_of(declared)
     if any(isinstance(leaf, Tracer) for leaf in (*given, *scales)):
         source = server.traced(given, scales)
