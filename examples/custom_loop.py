@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from tqdm import trange
+from tqdm import tqdm
 
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig
+from tpu_embed.data import Prefetcher
 from tpu_embed.optimizers import Adam, RowWiseAdagrad
 
 USERS, ITEMS, HISTORY, DIM = 500, 1_000, 8, 16
@@ -96,13 +97,12 @@ def main() -> None:
         return state, optax.apply_updates(params, updates), opt_state, loss
 
     source, losses = clicks(args.batch_size, seed=1), []
-    for features, label in itertools.islice(source, 20):
-        seen = engine.place(features), label  # shows the engine the shapes to come
+    *_, seen = Prefetcher(engine, itertools.islice(source, 20))  # shows the shapes to come
     engine.check_in_place(train, state, params, opt_state, *seen)
-    with trange(args.steps, unit="step") as progress:
-        for step in progress:
-            features, label = next(source)
-            batch = engine.place(features)
+    # A thread draws and places the next batches while the devices work on this one.
+    with Prefetcher(engine, itertools.islice(source, args.steps)) as batches:
+        progress = tqdm(batches, total=args.steps, unit="step")
+        for step, (batch, label) in enumerate(progress):
             state, params, opt_state, loss = train(state, params, opt_state, batch, label)
             losses.append(loss)
             if step % 50 == 49:

@@ -7,7 +7,6 @@ The clicks are made up, so that the best possible AUC is known; or they are Crit
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import itertools
 import runpy
@@ -21,12 +20,13 @@ import matplotlib.pyplot as plt
 import multi_hot
 import optax
 from criteo import CONFIG
-from dlrm_data import Examples, prefetch
+from dlrm_data import Examples
 from flax import nnx
 from planted import Planted, best_auc, sources
 from tqdm import tqdm
 
 import tpu_embed
+from tpu_embed.data import Prefetcher
 
 
 def arguments() -> argparse.Namespace:
@@ -85,14 +85,14 @@ def fit(args, config, engine, dense, source, test) -> Iterator[tuple[int, float,
     expand = multi_hot.bags(config, args.matrices)
     spread = jax.NamedSharding(engine.layout.axes.mesh, jax.P(engine.layout.axes.mesh.axis_names))
 
-    def place(examples: Examples):
-        numbers, label = jax.device_put((examples.dense, examples.label), spread)
-        return engine.place(expand(examples.ids)), numbers, label
+    def prepare(examples: Examples):
+        """Return the features, which are still to be placed, and the rest on the devices."""
+        return expand(examples.ids), *jax.device_put((examples.dense, examples.label), spread)
 
-    held_out = [place(examples) for examples in test]  # shows the engine the shapes to come
+    held_out = list(Prefetcher(engine, map(prepare, test)))  # shows the engine the shapes to come
     engine.check_in_place(train, trained, *held_out[0])
     every, before, begin = max(1, args.steps // 10), 0, time.perf_counter()
-    with contextlib.closing(prefetch(place, itertools.islice(source, args.steps))) as batches:
+    with Prefetcher(engine, map(prepare, itertools.islice(source, args.steps))) as batches:
         for step, batch in enumerate(tqdm(batches, total=args.steps, unit="step"), 1):
             trained, loss = train(trained, *batch)
             if step % every and step < args.steps:

@@ -1,4 +1,4 @@
-"""Click data: batches from memory-mapped files, and a thread that prepares the next ones.
+"""Click data: batches of examples from memory-mapped files.
 
 `criteo.py` writes the files and `Stored` reads them; `planted.py` makes examples up. There is one
 id per table and example; `multi_hot.py` turns the ids into bags.
@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import queue
-import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 DENSE, TABLES = 13, 26
 META = "meta.json"  # written last: without it the files are incomplete
 COLUMNS = {"label": ("u1", ()), "dense": ("<f4", (DENSE,)), "ids": ("<i4", (TABLES,))}
-
-Item = TypeVar("Item")
-Made = TypeVar("Made")
 
 
 class Examples(NamedTuple):
@@ -107,44 +102,3 @@ def _rows(positions: np.ndarray, order: np.ndarray, size: int, block: int) -> np
     end_of_short = (int(np.argmax(order)) + 1) * block - lacking
     positions = positions + np.where(positions >= end_of_short, lacking, 0)
     return order[positions // block] * block + positions % block
-
-
-def prefetch(
-    make: Callable[[Item], Made], source: Iterable[Item], *, depth: int = 2
-) -> Generator[Made, None, None]:
-    """Yield `make(item)` for each item, computed ahead by a thread.
-
-    At most `depth` results wait while one is computed. An exception in `source` or `make` is raised
-    here, after the results before it. The thread ends with the iterator: at its end, at an
-    exception, or when it is closed (`contextlib.closing`) or garbage-collected.
-    """
-    ready: queue.Queue[tuple[list[Made], BaseException | None]] = queue.Queue(depth)
-    stop = threading.Event()
-
-    def work() -> None:
-        last: tuple[list[Made], BaseException | None] = ([], None)
-        try:
-            for item in source:
-                if stop.is_set():
-                    return
-                made = make(item)
-                if stop.is_set():
-                    return
-                ready.put(([made], None))
-        except BaseException as error:
-            last = ([], error)
-        if not stop.is_set():
-            ready.put(last)
-
-    thread = threading.Thread(target=work, name="prefetch", daemon=True)
-    thread.start()
-    try:
-        while (got := ready.get())[0]:
-            yield got[0][0]
-        if got[1] is not None:
-            raise got[1]
-    finally:
-        stop.set()
-        while not ready.empty():  # unblocks a waiting `put`; the thread then sees `stop`
-            ready.get_nowait()
-        thread.join()

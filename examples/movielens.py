@@ -24,6 +24,7 @@ import optax
 from flax import nnx
 
 import tpu_embed
+from tpu_embed.data import Prefetcher
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "movielens.py"
 PUBLISHED = {"SVD": 0.934, "SVD++": 0.92}  # test RMSE, mean of 5 folds
@@ -102,10 +103,13 @@ def main() -> None:
     params, opt_state = jax.device_put((params, dense.init(params)), everywhere)
     train, rate = make_steps(engine, dense, graph, config, mean)
 
-    def batches(rows):
+    def chunks(rows):
         for start in range(0, len(rows) - config.batch_size + 1, config.batch_size):
             chunk = rows[start : start + config.batch_size]
-            yield engine.place(model.inputs(data, chunk)), data.rating[chunk]
+            yield model.inputs(data, chunk), data.rating[chunk]
+
+    def batches(rows):
+        return Prefetcher(engine, chunks(rows))  # a thread places the next ones during a step
 
     # Place all batches once: the engine learns all shapes, so the step is compiled only once.
     (last,) = collections.deque(itertools.chain(batches(test_rows), batches(train_rows)), maxlen=1)

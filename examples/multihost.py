@@ -14,6 +14,7 @@ import argparse
 import functools
 import sys
 import zlib
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import tpu_embed
 from tpu_embed import FeatureConfig, RaggedIds, TableConfig
+from tpu_embed.data import Prefetcher
 from tpu_embed.io import CheckpointManager
 
 USERS, ITEMS, HISTORY, DIM = 200, 1_000, 6, 16
@@ -67,6 +69,14 @@ def read(numbers: range) -> tuple[dict, np.ndarray]:
     score = 2.0 * (likes[user] + likes[USERS + shown[:, 0]])
     label = draws[:, 1] < 1.0 / (1.0 + np.exp(-score))
     return {"user": user, "item": shown[:, 0], "history": history}, label.astype(np.float32)
+
+
+def parts(first: int, args: argparse.Namespace) -> Iterator[tuple[dict, np.ndarray]]:
+    """Yield this process's parts of the batches from number `first` on."""
+    mine = args.batch_size // jax.process_count()  # examples of each batch that it reads
+    for number in range(first, args.steps):
+        start = number * args.batch_size + jax.process_index() * mine
+        yield read(range(start, start + mine))
 
 
 def loss_fn(params, acts, label):
@@ -119,13 +129,11 @@ def main() -> None:
         state, network, _ = manager.restore(model=network)
     step = make_step(engine, dense)
     split = NamedSharding(mesh, PartitionSpec("devices"))
-    mine = args.batch_size // processes  # examples of each batch that this process reads
     if process == 0:
         print(f"{processes} process(es), {mesh.size} {jax.devices()[0].device_kind} device(s)")
-    for number in range(int(state.step), args.steps):
-        first = number * args.batch_size + process * mine
-        features, label = read(range(first, first + mine))
-        batch = engine.place(features)  # all processes agree on its shape
+    # A thread places the next batches during a step; all processes agree on their shapes.
+    batches = Prefetcher(engine, parts(int(state.step), args))
+    for number, (batch, label) in enumerate(batches, int(state.step)):
         label = jax.make_array_from_process_local_data(split, label)
         state, network, loss = step(state, network, batch, label)
         if number % 10 == 9 and process == 0:  # every process has the loss; one prints it

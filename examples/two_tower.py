@@ -22,6 +22,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import tpu_embed
+from tpu_embed.data import Prefetcher
 from tpu_embed.training.optimizer import cross_shard
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "two_tower.py"
@@ -124,26 +125,24 @@ def main() -> None:
         user_vectors, item_vectors = vectors(state, params, everything)
         return recall(user_vectors[:users] @ item_vectors[:items].T, *pairs)
 
-    def batch_of(rows):
-        item = data.item[rows]
-        return engine.place(model.inputs(data, data.user[rows], item)), item, log_share[item]
+    def chunks(rows):
+        for start in range(0, len(rows) - config.batch_size + 1, config.batch_size):
+            chunk = rows[start : start + config.batch_size]
+            item = data.item[chunk]
+            yield model.inputs(data, data.user[chunk], item), item, log_share[item]
 
-    first = batch_of(train_rows[: config.batch_size])
+    first = next(Prefetcher(engine, chunks(train_rows)))
     engine.check_in_place(step, state, params, opt_state, *first)
     print(f"{jax.device_count()} device(s), {len(train_rows)} ratings to train on")
     print(f"popularity  recall@{TOP} {recall(np.tile(count, (users, 1)) * 1.0, *pairs):.4f}")
     rng = np.random.default_rng(config.seed)
     for epoch in range(1, config.epochs + 1):
         begin, losses = time.perf_counter(), []
-        order = rng.permutation(train_rows)
-        for start in range(0, len(order) - config.batch_size + 1, config.batch_size):
-            batch = batch_of(order[start : start + config.batch_size])
+        for batch in Prefetcher(engine, chunks(rng.permutation(train_rows))):
             state, params, opt_state, loss = step(state, params, opt_state, *batch)
             losses.append(loss)
-        print(
-            f"epoch {epoch:2d}  loss {np.mean(losses):.4f}  recall@{TOP} {evaluate():.4f}"
-            f"  {time.perf_counter() - begin:.1f} s"
-        )
+        found, seconds = f"recall@{TOP} {evaluate():.4f}", time.perf_counter() - begin
+        print(f"epoch {epoch:2d}  loss {np.mean(losses):.4f}  {found}  {seconds:.1f} s")
 
 
 if __name__ == "__main__":

@@ -2,60 +2,17 @@
 
 import itertools
 import json
-import os
-import pickle
 import shutil
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import process_cases
 import pytest
+from process_runs import run, start
 
 from tpu_embed.io import restore
 
-TESTS = Path(__file__).resolve().parent
 PLACEMENTS = ["mod", "div", "replicated"]
-
-
-def start(processes, directory, calls, timeout=540):
-    """Return the exit status and the errors of several processes, and where their results are.
-
-    None outlives this.
-    """
-    with socket.socket() as probe:  # the system picks a free port
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
-    environment.pop("XLA_FLAGS", None)
-    outputs = [directory / f"{processes}-{number}.pickle" for number in range(processes)]
-    script = [sys.executable, str(TESTS / "helpers" / "process_cases.py"), str(processes)]
-    started = [
-        subprocess.Popen(
-            [*script, str(number), str(port), str(output), json.dumps(calls)],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number, output in enumerate(outputs)
-    ]
-    try:
-        errors = [process.communicate(timeout=timeout)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [(p.returncode, error) for p, error in zip(started, errors, strict=True)], outputs
-
-
-def run(processes, directory, calls):
-    """Return what the calls return in each of several processes."""
-    ended, outputs = start(processes, directory, calls)
-    for status, error in ended:
-        assert status == 0, error
-    return [pickle.loads(output.read_bytes()) for output in outputs]
 
 
 def assert_same(found, expected):

@@ -133,7 +133,8 @@ class TPUEmbedding:
         """Append a batch to the queue, and start its transfer to the devices.
 
         Args:
-          features: the global batch, in the structure of the features.
+          features: the global batch, in the structure of the features; or a `Batch` that the
+            engine has placed, without `weights`.
           weights: one weight per id, in the same structure; None where all are one.
           training: whether gradients will be applied; all such batches have the same size.
           name: a label for profiles and errors.

@@ -1,45 +1,16 @@
-"""`Prefetcher`: order, errors, ends, positions; and a thread that never outlives its use."""
+"""`Prefetcher`: what its loop gets, in which order, in one loop or several."""
 
-import gc
 import itertools
-import os
-import signal
-import subprocess
-import sys
 import threading
-import time
-from pathlib import Path
 
-import jax
+import facade_cases
 import numpy as np
 import pytest
-from data_cases import ROWS, SIZE, batch, engine, number_of, source
+from data_cases import LONG, SIZE, batch, engine, number_of, source
 
 import tpu_embed
 from tpu_embed import FeatureConfig, RaggedIds, TableConfig
 from tpu_embed.data import Prefetcher
-
-LONG = 60
-"""Seconds after which a thread that waits has a deadlock."""
-
-
-def threads():
-    return [thread for thread in threading.enumerate() if "prefetch" in thread.name]
-
-
-def wait_for(condition):
-    until = time.monotonic() + LONG
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.002)
-    assert condition()
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    yield
-    if threads():
-        gc.collect()
-    wait_for(lambda: not threads())
 
 
 @pytest.mark.parametrize("depth", [1, 2, 7])
@@ -92,211 +63,6 @@ def test_a_bad_depth(depth):
 def test_no_iterable():
     with pytest.raises(TypeError, match="batches: expected an iterable, got int"):
         Prefetcher(engine(), 3)
-
-
-# -- errors and ends -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("depth", [1, 3])
-@pytest.mark.parametrize("where", ["source", "place"])
-def test_errors_come_where_their_batch_would(where, depth):
-    def failing():
-        yield from source(3)
-        if where == "source":
-            raise OSError("disk gone")
-        yield {"x": np.full(SIZE, ROWS)}, 3
-
-    expected = (OSError, "disk gone") if where == "source" else (ValueError, f"id {ROWS} at")
-    batches, seen = Prefetcher(engine(), failing(), depth), []
-    with pytest.raises(expected[0], match=expected[1]) as raised:
-        seen.extend(number for _, number in batches)
-    assert seen == [0, 1, 2]
-    assert getattr(raised.value, "__notes__", []) == (
-        ["This was batch 4 of the source."] if where == "place" else []
-    )
-    with pytest.raises(StopIteration):
-        next(batches)
-    assert not threads()
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, StopIteration])
-def test_no_exception_is_lost_or_ends_the_data_silently(error, monkeypatch):
-    def raising(*_, **__):
-        raise error("odd")
-
-    monkeypatch.setattr(engine()._intake, "host_ids", raising)
-    with pytest.raises(RuntimeError if error is StopIteration else error):
-        next(Prefetcher(engine(), source(3)))
-
-
-def test_only_so_many_are_placed_ahead():
-    read = []
-
-    def watched():
-        for item in source(None):
-            read.append(item[1])
-            yield item
-
-    batches = Prefetcher(engine(), watched(), depth=3)
-    assert not threads()  # it begins with the first batch that is taken
-    assert not read
-    for taken in range(1, 4):
-        assert next(batches)[1] == taken - 1
-        wait_for(lambda: len(read) == taken + 3)  # noqa: B023
-        time.sleep(0.02)
-        assert read == list(range(taken + 3))
-    batches.close()
-
-
-def test_a_slow_source_is_waited_for():
-    def slow():
-        for item in source(4):
-            time.sleep(0.05)
-            yield item
-
-    assert [number for _, number in Prefetcher(engine(), slow())] == [0, 1, 2, 3]
-
-
-def test_an_endless_source_is_left():
-    with Prefetcher(engine(), source(None)) as batches:
-        assert [number for _, number in itertools.islice(batches, 50)] == list(range(50))
-    assert not threads()
-
-
-@pytest.mark.parametrize("how", ["dropped", "closed", "left by break", "left by an exception"])
-@pytest.mark.parametrize("wait", [0.0, 0.05])
-@pytest.mark.parametrize("depth", [1, 2])
-def test_the_thread_ends_with_its_use(how, wait, depth):
-    closed = threading.Event()
-
-    def closing():
-        try:
-            yield from source(None)
-        finally:
-            closed.set()
-
-    batches = Prefetcher(engine(), closing(), depth)
-    if how == "left by an exception":
-        with pytest.raises(OSError, match="mine"), batches:  # noqa: PT012
-            next(batches)
-            raise OSError("mine")
-    elif how == "left by break":
-        for _ in batches:
-            time.sleep(wait)
-            break
-    else:
-        next(batches)
-        time.sleep(wait)
-    if how == "closed":
-        batches.close()
-        assert not threads()
-        batches.close()
-    del batches
-    wait_for(lambda: not threads())
-    assert closed.is_set()  # a generator that only the prefetcher held
-
-
-def test_dropped_in_a_cycle():
-    """The garbage collector may find a prefetcher in any thread, at any moment."""
-
-    class Loop:
-        pass
-
-    for _ in range(20):
-        loop = Loop()
-        loop.me, loop.batches = loop, Prefetcher(engine(), source(None))
-        next(loop.batches)
-        del loop
-    gc.collect()
-    wait_for(lambda: not threads())
-
-
-def test_close_wakes_a_loop_in_another_thread():
-    never, seen = threading.Event(), []
-
-    def stuck():
-        yield from source(1)
-        assert never.wait(LONG)
-
-    batches = Prefetcher(engine(), stuck())
-    loop = threading.Thread(target=lambda: seen.extend(n for _, n in batches), daemon=True)
-    loop.start()
-    wait_for(lambda: len(seen) == 1)
-    closing = threading.Thread(target=batches.close, daemon=True)
-    closing.start()
-    loop.join(LONG)
-    assert not loop.is_alive()
-    assert closing.is_alive()  # it waits for the source
-    never.set()
-    closing.join(LONG)
-    assert seen == [0]
-
-
-def test_ctrl_c_in_a_loop_that_waits():
-    """The interrupt comes at once, and the loop can go on with the next batch."""
-    begun, more = threading.Event(), threading.Event()
-
-    def slow():
-        yield from source(1)
-        begun.set()
-        assert more.wait(LONG)
-        yield batch(1), 1
-
-    batches, seen = Prefetcher(engine(), slow()), []
-
-    def interrupt():
-        assert begun.wait(LONG)
-        time.sleep(0.1)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        seen.extend(number for _, number in batches)
-    assert batches.get_state() == {"batches": 1}
-    more.set()
-    seen.extend(number for _, number in batches)
-    assert seen == [1] or seen == [0, 1]
-
-
-SCRIPT = """
-import itertools, sys, threading, time
-import numpy as np
-import tpu_embed
-from tpu_embed.data import Prefetcher
-
-config = {"x": tpu_embed.FeatureConfig(tpu_embed.TableConfig(9, 2))}
-engine = tpu_embed.EmbeddingEngine(config)
-
-def source():
-    yield {"x": np.zeros(8, np.int32)}
-    if sys.argv[1] == "busy":
-        while True:
-            yield {"x": np.zeros(8, np.int32)}
-    threading.Event().wait()
-
-batches = Prefetcher(engine, source(), depth=50)
-next(batches)
-if len(sys.argv) > 2:
-    raise KeyboardInterrupt
-"""
-
-
-@pytest.mark.parametrize("arguments", [["busy"], ["stuck"], ["busy", "interrupted"]])
-def test_the_program_ends(arguments):
-    """With a thread that works, and with one that its source keeps for ever."""
-    root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    command = [sys.executable, "-c", SCRIPT, *arguments]
-    ended = subprocess.run(
-        command, env=environment, stderr=subprocess.PIPE, text=True, timeout=LONG
-    )
-    status = -signal.SIGINT if len(arguments) > 1 else 0
-    assert ended.returncode == status, ended.stderr
-    assert ("KeyboardInterrupt" in ended.stderr) == bool(status)
-    assert "Fatal" not in ended.stderr
-
-
-# -- loops -----------------------------------------------------------------------------------------
 
 
 def test_a_loop_goes_on_where_the_last_one_stopped():
@@ -357,32 +123,24 @@ def test_two_prefetchers_of_one_engine():
     assert all(first[1] == second[1] for first, second in pairs)
 
 
-class Instant:
-    """Stands for an engine whose `place` takes no time: its batches are numpy arrays."""
-
-    def next_turn(self):
-        return self
-
-    def place(self, features, *_, **__):
-        return features["x"].copy()
-
-    def end(self):
-        pass
-
-
-@pytest.mark.parametrize(("make", "steps"), [(Instant, 2_500), (engine, 200)])
-def test_many_steps_keep_no_memory(make, steps):
-    """A leak would leave an object per step, in each part of the run. Caches fill up in the first.
-
-    With an instant `place`, these are 10,000 steps after the first part.
-    """
-    items, counts = [(batch(number), number) for number in range(4)], []
-    with Prefetcher(make(), itertools.cycle(items)) as batches:
-        for _ in range(5):
-            for _ in itertools.islice(batches, steps):
-                pass
-            gc.collect()
-            counts.append((sys.getallocatedblocks(), len(jax.live_arrays())))
-    blocks, arrays = zip(*counts, strict=True)
-    assert min(np.diff(blocks)) < steps / 10
-    assert arrays[-1] - arrays[0] <= 3  # as many as may wait
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_the_stateful_api_takes_placed_batches(pipelined):
+    """The bits are those of `enqueue` alone."""
+    embedding, other = (
+        facade_cases.make_embedding(pipeline_execution_with_tensor_core=pipelined) for _ in "ab"
+    )
+    with Prefetcher(embedding.engine, map(facade_cases.batch, range(6))) as batches:
+        if pipelined:
+            embedding.enqueue(next(batches))
+            other.enqueue(facade_cases.batch(0))
+        for number, placed in enumerate(batches, int(pipelined)):
+            embedding.enqueue(placed)
+            other.enqueue(facade_cases.batch(number))
+            for one in (embedding, other):
+                one.apply_gradients(facade_cases.gradients(one.dequeue()))
+    facade_cases.assert_same(embedding.state, other.state)
+    with pytest.raises(ValueError, match="weights and spec: expected None with a Batch"):
+        embedding.enqueue(placed, weights=facade_cases.batch(0))
+    with pytest.raises(ValueError, match="Batch"):
+        embedding.enqueue(engine().place(batch(0)))
+    assert embedding.waiting == pipelined

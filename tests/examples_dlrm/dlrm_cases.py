@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import runpy
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -48,8 +47,3 @@ def write(path: Path, text):
 def joined(batches):
     """Return one batch of them all."""
     return dlrm_data.Examples(*map(np.concatenate, zip(*batches, strict=True)))
-
-
-def threads():
-    """Return the threads of `prefetch` that live."""
-    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]

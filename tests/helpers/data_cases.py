@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import threading
+import time
 
 import jax
 import numpy as np
@@ -42,3 +44,18 @@ def source(count):
 def number_of(placed):
     """Return the number of a placed batch, which is what its ids are."""
     return int(engine().lookup(state(), placed)["x"][0, 0])
+
+
+LONG = 60
+"""Seconds after which a thread that waits has a deadlock."""
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if "prefetch" in thread.name]
+
+
+def wait_for(condition):
+    until = time.monotonic() + LONG
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.002)
+    assert condition()

@@ -5,6 +5,7 @@ process, and returns plain values or NumPy arrays.
 """
 
 import functools
+import importlib
 import json
 import os
 import pickle
@@ -353,6 +354,12 @@ def restore_all(directory, names, devices, placements, steps=10):
     return found
 
 
+def function_of(name):
+    """Return a function of this file, or by `file.function` one of another file beside it."""
+    file, _, function = name.rpartition(".")
+    return getattr(importlib.import_module(file), function) if file else globals()[function]
+
+
 def main():
     processes, number, port, output = (*map(int, sys.argv[1:4]), Path(sys.argv[4]))
     jax.config.update("jax_platforms", "cpu")
@@ -361,7 +368,7 @@ def main():
         address = f"127.0.0.1:{port}"
         jax.distributed.initialize(address, processes, number, heartbeat_timeout_seconds=20)
     calls = json.loads(sys.argv[5])
-    results = [globals()[name](*arguments) for name, *arguments in calls]
+    results = [function_of(name)(*arguments) for name, *arguments in calls]
     with tempfile.NamedTemporaryFile(dir=output.parent, delete=False) as file:
         pickle.dump(results, file)
     Path(file.name).replace(output)

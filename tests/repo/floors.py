@@ -33,6 +33,7 @@ FLOORS = {
     "planning": 5,
     "nn": 5,
     "metrics": 5,
+    "data": 5,
     "enqueue": 5,
     "tpu_embedding": 6,
     "__main__": 7,

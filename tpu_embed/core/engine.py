@@ -105,8 +105,6 @@ class EmbeddingEngine:
         # Tables and slots are donated; step and counters are not, so users can still read them.
         self._update_in_place_program = jax.jit(named(self._update_rows, UPDATE), donate_argnums=0)
 
-    # -- state ---------------------------------------------------------------------------------
-
     def init(self, key: Array) -> TableState:
         """Create all tables and slots; each device creates its own rows.
 
@@ -192,8 +190,6 @@ class EmbeddingEngine:
         """
         return logical.load_arrays(state, self.layout, tables, slots or {})
 
-    # -- batches -------------------------------------------------------------------------------
-
     def place(
         self,
         features: PyTree,
@@ -206,9 +202,8 @@ class EmbeddingEngine:
 
         Args:
           features: the global batch: arrays, `SparseIds` or `RaggedIds`, in the structure of the
-            features. With several processes, each gives the examples of its own devices, in the
-            order of `batch_axes`; all make the same calls in the same order. A `Batch` of this
-            engine is returned as it is.
+            features, or a `Batch` placed before. With several processes, each gives the examples of
+            its own devices, in the order of `batch_axes`; all make the same calls in one order.
           weights: one weight per id, in the same structure; None where all are one.
           spec: the batch's exact shape; None: the union of all so far, so that programs are few.
           for_update: False for a batch that is only looked up; it carries less.
@@ -222,18 +217,12 @@ class EmbeddingEngine:
         return self._intake.place(features, weights, spec, for_update=for_update)
 
     def next_turn(self) -> Turn:
-        """Draw the turn to place the next batch, so that any thread can place it later.
-
-        With several processes, `place` draws and uses a turn at once. Batches are placed in the
-        order in which their turns were drawn, so this order must be the same in all processes.
-        """
+        """Draw the turn to place the next batch, in any thread; `core/batch/turns.py` says why."""
         return self._intake.next_turn()
 
     def host_ids(self, features: PyTree, weights: PyTree | None = None) -> list[HostIds]:
         """Return this process's ids as `place` checks them, without sending them."""
         return self._intake.host_ids(features, weights)
-
-    # -- lookup and update ---------------------------------------------------------------------
 
     def lookup(
         self,

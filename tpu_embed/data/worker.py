@@ -22,7 +22,7 @@ from tpu_embed.core.batch import Turn
 
 __all__ = ["Outcome", "Worker"]
 
-EXIT_SECONDS = 5
+EXIT_SECONDS = 3
 """How long the end of the program waits for threads that are in the middle of a batch."""
 
 _running: weakref.WeakSet[Worker] = weakref.WeakSet()

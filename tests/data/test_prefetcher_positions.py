@@ -1,0 +1,103 @@
+"""`Prefetcher.get_state`: what was taken, as JSON, and the same batches after it."""
+
+import itertools
+import json
+import time
+
+import jax
+import numpy as np
+import pytest
+from data_cases import SIZE, batch, engine, source
+
+from tpu_embed.data import Prefetcher
+from tpu_embed.io import CheckpointManager
+
+
+class Counter:
+    """A source that changes the state which it has returned."""
+
+    def __init__(self):
+        self.state = {"next": 0}
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.state["next"] += 1
+        return batch(self.state["next"]), self.state["next"]
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize("make", [lambda: source(9), Counter, lambda: list(source(9))])
+@pytest.mark.parametrize("taken", [0, 1, 5])
+def test_a_position_goes_through_json(make, taken):
+    with Prefetcher(engine(), make(), depth=3) as batches:
+        for _ in range(taken):
+            next(batches)
+        time.sleep(0.02)  # more is placed ahead
+        position = json.loads(json.dumps(batches.get_state()))
+        expected = [number for _, number in itertools.islice(batches, 3)]
+    resumed = Prefetcher(engine(), make())
+    resumed.set_state(position)
+    assert resumed.get_state() == position
+    assert [number for _, number in itertools.islice(resumed, 3)] == expected
+    assert resumed.get_state()["batches"] == taken + 3
+
+
+def test_positions_that_are_refused():
+    plain, counter = Prefetcher(engine(), source(3)), Prefetcher(engine(), Counter())
+    for position in (None, {}, {"batches": -1}, {"batches": True}, [3]):
+        with pytest.raises(ValueError, match=r"set_state: expected a position, got .*; give what"):
+            plain.set_state(position)
+    with pytest.raises(ValueError, match="expected one with states, got a source without"):
+        plain.set_state(counter.get_state())
+    with pytest.raises(ValueError, match=r"expected states of sources in 1 process\(es\), got no"):
+        counter.set_state(plain.get_state())
+    two = {"batches": 1, "sources": [{"json": 1}, {"json": 2}]}
+    with pytest.raises(ValueError, match="got 2 states; continue with as many processes"):
+        counter.set_state(two)
+    plain.set_state({"batches": 4})
+    with pytest.raises(ValueError, match="expected 4 batches before the next one, got 3"):
+        next(plain)
+    next(counter)
+    with pytest.raises(RuntimeError, match="expected a call before the first batch"):
+        counter.set_state(counter.get_state())
+
+
+def test_bytes_are_a_state_too():
+    class Bytes(Counter):
+        def get_state(self):
+            return bytes([self.state["next"], 255])
+
+        def set_state(self, state):
+            self.state = {"next": state[0]}
+
+    batches = Prefetcher(engine(), Bytes())
+    next(batches), next(batches)
+    resumed = Prefetcher(engine(), Bytes())
+    resumed.set_state(json.loads(json.dumps(batches.get_state())))
+    assert next(resumed)[1] == 3
+
+
+def test_a_run_that_is_resumed_has_the_bits_of_one_that_never_stopped(tmp_path):
+    def learn(state, batches, steps):
+        for placed, number in itertools.islice(batches, steps):
+            gradients = {"x": np.full((SIZE, 2), number + 1, np.float32)}
+            state = engine().update(state, placed, gradients)
+        return state
+
+    initial = engine().init(jax.random.key(0))
+    whole = learn(initial, Prefetcher(engine(), source(9)), 9)
+    with CheckpointManager(tmp_path, engine()) as manager:
+        batches = Prefetcher(engine(), source(9), depth=3)
+        manager.save(4, learn(initial, batches, 4), position=batches.get_state())
+    with CheckpointManager(tmp_path, engine()) as manager:
+        found = manager.restore()
+    resumed = Prefetcher(engine(), source(9))
+    resumed.set_state(found.position)
+    jax.tree.map(np.testing.assert_array_equal, learn(found.state, resumed, 9), whole)
