@@ -1,14 +1,19 @@
-"""Hashing of open vocabularies: the formula, its stability, and that keys spread evenly."""
+"""Hashing: the formula, its stability, that keys spread evenly, and keys in columns and bags."""
 
 import subprocess
 import sys
 
 import jax.numpy as jnp
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tpu_embed import hashing
+from tpu_embed.config import FeatureConfig, TableConfig
+from tpu_embed.core.ids import RaggedIds, SparseIds, host_ids
 from tpu_embed.hashing import hash_ids
 
 MASK = 2**64 - 1
@@ -135,6 +140,160 @@ def test_seeds_are_independent():
     assert abs(same - 0.01) < 5 * np.sqrt(0.01 * 0.99 / keys.size)
 
 
+NOTHING = [None, float("nan"), pd.NA, pd.NaT, np.datetime64("NaT")]
+
+
+@pytest.mark.parametrize("nothing", NOTHING, ids=str)
+@pytest.mark.parametrize("present", [["a", "日本"], [b"a", b"b"], [7, -1], [2**63, -1]], ids=str)
+def test_a_missing_key_is_not_hashed(nothing, present):
+    first, last = (_formula(key, V) for key in present)
+    keys = [present[0], nothing, present[1]]
+    for column in (keys, np.array(keys, object), pd.Series(keys, dtype=object)):
+        assert hash_ids(column, V).tolist() == [first, -1, last]
+        assert hash_ids(column, V, missing=3).tolist() == [first, 3, last]
+    masked = np.ma.masked_array(np.array(present, object), [True, False])
+    assert hash_ids(masked, V).tolist() == [-1, last]
+    assert hash_ids([[present[0], nothing], present], V).tolist() == [[first, -1], [first, last]]
+
+
+STRINGS = ["a", None, "日本語テキスト", "", "x" * 17, "a"]
+COLUMNS = {
+    "string": pd.Series(STRINGS, dtype="string"),
+    "string in Arrow": pd.Series(STRINGS, dtype="string[pyarrow]"),
+    "string in Python": pd.Series(STRINGS, dtype="string[python]"),
+    "objects": pd.Series(STRINGS, dtype=object),
+    "inferred": pd.Series(STRINGS),
+    "ArrowDtype": pd.Series(STRINGS, dtype=pd.ArrowDtype(pa.large_string())),
+    "categories": pd.Series(STRINGS, dtype="category"),
+    "Arrow": pa.array(STRINGS),
+    "Arrow bytes": pa.array(STRINGS).cast(pa.binary()),
+    "Arrow views": pa.array(STRINGS, pa.string_view()),
+    "Arrow slice": pa.array(["before", *STRINGS, "after"])[1:-1],
+    "Arrow chunks": pa.chunked_array([STRINGS[:2], [], STRINGS[2:]]),
+    "Arrow dictionary": pa.array(STRINGS).dictionary_encode(),
+    "Arrow dictionary with null": pa.DictionaryArray.from_arrays(
+        pa.array([0, 1, 2, 3, 4, 0], pa.uint8()), pa.array(STRINGS[:5])
+    ),
+    "Arrow dictionaries": pa.chunked_array(
+        [pa.array(part).dictionary_encode() for part in (STRINGS[:3], STRINGS[3:])]
+    ),
+    "masked": np.ma.masked_array([key or "" for key in STRINGS], [key is None for key in STRINGS]),
+}
+
+
+@pytest.mark.parametrize("column", COLUMNS.values(), ids=list(COLUMNS))
+def test_columns_of_strings(column):
+    expected = [-1 if key is None else _formula(key, V, 5) for key in STRINGS]
+    ids = hash_ids(column, V, seed=5)
+    assert ids.dtype == np.int32
+    assert ids.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pd.Series([7, None, 9], dtype="UInt16"),
+        pd.Series([7, None, 9], dtype="int64[pyarrow]"),
+        pa.array([7, None, 9]),
+        pa.array([7, None, 9]).dictionary_encode(),
+        pd.Series(["7", None, "9"]).map(int, na_action="ignore").astype("Int64"),
+    ],
+)
+def test_columns_of_integers(column):
+    assert hash_ids(column, V).tolist() == [_formula(7, V), -1, _formula(9, V)]
+
+
+def test_columns_that_are_empty_or_all_missing():
+    assert hash_ids(pa.array([], pa.string()), V).shape == (0,)
+    assert hash_ids(pa.chunked_array([], pa.string()), V).shape == (0,)
+    assert hash_ids(pa.nulls(2), V).tolist() == [-1, -1]
+    assert hash_ids(pa.nulls(2, pa.string()), V).tolist() == [-1, -1]
+    assert hash_ids(pd.Series([], dtype="string"), V).shape == (0,)
+    assert hash_ids([None, None], V).tolist() == [-1, -1]
+
+
+def test_a_dictionary_is_hashed_once(monkeypatch):
+    hashed = []
+    monkeypatch.setattr(hashing, "_hash_strings", lambda strings, _: hashed.append(strings) or ones)
+    ones = np.ones(3, np.uint64)
+    column = pa.array(["a", "b", "c", None] * 100).dictionary_encode()
+    assert hash_ids(column, V).tolist() == [1, 1, 1, -1] * 100
+    assert [len(strings.lengths) for strings in hashed] == [3]
+
+
+BAGS = [["a", None], [], ["b", "c\0", "a"], [None]]
+FLAT = [key for bag in BAGS for key in bag]
+
+
+@pytest.mark.parametrize(
+    "bags",
+    [
+        BAGS,
+        np.array([*BAGS, None], object)[:-1],
+        pd.Series(BAGS),
+        pd.Series([np.array(bag, object) for bag in BAGS]),
+        pd.Series(BAGS, dtype=pd.ArrowDtype(pa.list_(pa.string()))),
+        pa.array(BAGS),
+        pa.array(BAGS, pa.large_list(pa.dictionary(pa.int8(), pa.string()))),
+        pa.chunked_array([BAGS[:1], BAGS[1:]]),
+        RaggedIds.from_lists(BAGS),
+        RaggedIds.from_arrow(pa.array(BAGS)),
+        RaggedIds(pa.array(FLAT), [0, 2, 2, 5, 6]),
+    ],
+)
+def test_bags_of_strings_are_bags_of_ids(bags):
+    ids = hash_ids(bags, V)
+    assert isinstance(ids, RaggedIds)
+    assert ids.row_splits.tolist() == [0, 2, 2, 5, 6]
+    # A key that is missing from a bag is masked: -1 would be a bad id there.
+    assert ids.values.tolist() == [None if key is None else _formula(key, V) for key in FLAT]
+    shared = hash_ids(bags, V, missing=0)
+    assert shared.values.tolist() == [0 if key is None else _formula(key, V) for key in FLAT]
+
+
+def test_containers_keep_their_weights_and_places():
+    ragged = hash_ids(RaggedIds(["a", "b"], [0, 0, 2], [0.5, 2.0]), V)
+    assert (ragged.row_splits.tolist(), ragged.weights.tolist()) == ([0, 0, 2], [0.5, 2.0])
+    sparse = hash_ids(SparseIds([[0, 1], [2, 0]], [7, None], (3, 2), [0.5, 2.0]), V)
+    assert (sparse.dense_shape, sparse.weights.tolist()) == ((3, 2), [0.5, 2.0])
+    assert sparse.indices.tolist() == [[0, 1], [2, 0]]
+    assert sparse.values.tolist() == [_formula(7, V), None]
+
+
+def test_a_missing_key_leaves_its_bag():
+    table, weights = TableConfig(V, 4, combiner="sum"), [0.5, 2.0, 3.0]
+    ids = hash_ids(RaggedIds(["a", None, "b"], [0, 3], weights), V)
+    host = host_ids("x", FeatureConfig(table), "items", ids, None)
+    assert host.ids.tolist() == [_formula("a", V), _formula("b", V)]
+    assert host.weights.tolist() == [0.5, 3.0]
+
+
+def test_without_a_vocabulary_size_ids_have_63_bits():
+    keys = ["a", None, "b"]
+    ids = hash_ids(keys, None)
+    assert ids.dtype == np.int64
+    assert ids.tolist() == [_formula("a", 2**63), -1, _formula("b", 2**63)]
+    assert hash_ids(keys, None, missing=2**63 - 1)[1] == 2**63 - 1
+    many = hash_ids(np.arange(10_000), None)
+    assert many.min() >= 0
+    assert many.max() > 2**62
+    assert len(np.unique(many)) == 10_000
+
+
+@pytest.mark.parametrize("missing", [-2, 2**31, 0.5, None])
+def test_missing_is_padding_or_a_row(missing):
+    assert hash_ids(["a", None], 10, missing=10)[1] == 10  # of a table of 11 rows
+    with pytest.raises(ValueError, match="hash_ids: missing: expected "):
+        hash_ids(["a"], 10, missing=missing)
+
+
+@pytest.mark.parametrize("column", [pd.Series([7, None]), pa.array([7.5]), np.array([np.nan])])
+def test_floats_are_refused_with_the_remedy(column):
+    says = r"expected strings or integers, got float64; .*astype\(\"Int64\"\)"
+    with pytest.raises(TypeError, match=says):
+        hash_ids(column, V)
+
+
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
@@ -142,7 +301,8 @@ def test_seeds_are_independent():
         (np.ones(3), "expected strings or integers, got float64"),
         (np.ones(3, bool), "expected strings or integers, got bool"),
         (["a", 1], "not both, got objects of int, str"),
-        (["a", None], "not both, got objects of NoneType, str"),
+        (["a", None, 1], "not both, got objects of int, str"),
+        (["a", None, 1.5], "not both, got objects of NoneType, float, str"),
         ([True], "got objects of bool"),
     ],
 )

@@ -4,6 +4,8 @@ The snippets of one file share one namespace and run in order. `<!-- no-run: rea
 line before a snippet excludes it; the reason names the hardware or data that it needs.
 """
 
+import ast
+import builtins
 import importlib
 import itertools
 import re
@@ -38,6 +40,21 @@ def run(name, text):
 def test_page(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run(str(page), page.read_text())
+
+
+def test_a_parquet_file_becomes_a_saved_model_in_35_lines():
+    """`test_page` runs them; here they must be a whole program, which uses no other snippet."""
+    page = (ROOT / "docs/from-your-data.md").read_text()
+    (program,) = [code for code in snippets(page) if "pq.ParquetFile(path)" in code]
+    assert len([line for line in program.splitlines() if line.strip()]) <= 35
+    assert all(step in program for step in ("hash_ids(", "weights", "seen", "update(", "save("))
+    nodes = list(ast.walk(ast.parse(program)))
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    made = {name.id for name in names if isinstance(name.ctx, ast.Store)} | set(dir(builtins))
+    made |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    made |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    made |= {(node.asname or node.name) for node in nodes if isinstance(node, ast.alias)}
+    assert {name.id for name in names} <= made
 
 
 MODULES = ("", ".initializers", ".io", ".metrics", ".nn", ".optimizers", ".planning", ".training")

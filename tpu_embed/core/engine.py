@@ -201,9 +201,10 @@ class EmbeddingEngine:
         """Check a batch of ids on the host, route it, and send it to the devices in one transfer.
 
         Args:
-          features: the global batch: arrays, `SparseIds` or `RaggedIds`, in the structure of the
-            features, or a `Batch` placed before. With several processes, each gives the examples of
-            its own devices, in the order of `batch_axes`; all make the same calls in one order.
+          features: the global batch: arrays, columns of a data set, `SparseIds` or `RaggedIds`, in
+            the structure of the features, or a `Batch` placed before. With several processes, each
+            gives the examples of its own devices, in the order of `batch_axes`; all make the same
+            calls in one order.
           weights: one weight per id, in the same structure; None where all are one.
           spec: the batch's exact shape; None: the union of all so far, so that programs are few.
           for_update: False for a batch that is only looked up; it carries less.

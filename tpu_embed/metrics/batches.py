@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from tpu_embed import _checks
-from tpu_embed._types import PyTree
+from tpu_embed._types import PADDING_ID, PyTree
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.ids import RaggedIds, SparseIds
+from tpu_embed.core.ids import RaggedIds, SparseIds, read_ids
 
 __all__ = ["batch_statistics"]
 
@@ -50,7 +50,7 @@ def batch_statistics(
     ids: dict[str, list[np.ndarray]] = {name: [] for name in engine.table_configs}
     bad = dict.fromkeys(ids, 0)
     hosts = engine.host_ids(features)
-    given = engine._structure.match(features, what="features")
+    given = engine._structure.match(features, what="features", columns=True)
     for feature, leaf, host in zip(engine.layout.features, given, hosts, strict=True):
         ids[feature.table.name].append(host.ids[host.ids >= 0])
         bad[feature.table.name] += _bad(leaf, feature.table.vocabulary_size)
@@ -59,10 +59,12 @@ def batch_statistics(
 
 def _bad(leaf: Any, vocabulary_size: int) -> int:
     """Return how many ids are outside [0, V); in dense arrays -1 is padding and not counted."""
-    if isinstance(leaf, (SparseIds, RaggedIds)):
-        return int(np.count_nonzero((leaf.values < 0) | (leaf.values >= vocabulary_size)))
-    ids = np.asarray(leaf)
-    return int(np.count_nonzero((ids < 0) & (ids != -1) | (ids >= vocabulary_size)))
+    column = read_ids("", leaf)
+    flat = isinstance(column, (SparseIds, RaggedIds))
+    # What is masked is missing, so it is not bad.
+    ids = np.ma.compressed(column.values if flat else column)
+    padding = 0 if flat else int(np.count_nonzero(ids == PADDING_ID))
+    return int(np.count_nonzero((ids < 0) | (ids >= vocabulary_size))) - padding
 
 
 def _counts(ids: np.ndarray, bad: int, top: int) -> dict[str, Any]:

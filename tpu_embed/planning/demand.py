@@ -49,7 +49,7 @@ def spec_of(declared: Structure, layout: Layout, batch: PyTree) -> BatchSpec:
       TypeError: the containers have another type, or the ids are not integers.
       ValueError: ids and shapes are mixed; the structure differs; the batch size does not divide.
     """
-    leaves = declared.match(batch, what="batch")
+    leaves = declared.match(batch, what="batch", columns=True)
     shapes = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
     if not shapes:
         return _exact(layout, leaves).bucketed()

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 import scipy.sparse
@@ -139,13 +140,25 @@ def test_arrow_fixed_size_lists():
     assert RaggedIds.from_arrow(array[2:]).values.tolist() == [3, 4]
 
 
+def test_what_is_missing_inside_lists_is_masked():
+    for ids in (
+        RaggedIds.from_arrow(pa.array([[1, None], [2]])),
+        RaggedIds.from_lists([[1, None], [2]]),
+        RaggedIds([1, None, 2], [0, 2, 3]),
+        RaggedIds(pd.Series([1, None, 2], dtype="Int64"), pa.array([0, 2, 3])),
+        SparseIds.from_lists([[1, None], [2]]),
+    ):
+        assert ids.values.dtype == np.int64
+        assert ids.values.tolist() == [1, None, 2]
+
+
 def test_arrow_refusals():
     with pytest.raises(TypeError, match="from_arrow: expected a pyarrow array of lists, got int64"):
         RaggedIds.from_arrow(pa.array([1, 2]))
     with pytest.raises(TypeError, match="got list"):
         RaggedIds.from_arrow([[1]])
-    with pytest.raises(ValueError, match=r"expected no null inside a list, got 1; .*on_bad_id"):
-        RaggedIds.from_arrow(pa.array([[1, None]]))
+    with pytest.raises(TypeError, match="expected a pyarrow array of lists, got Series"):
+        RaggedIds.from_arrow(pd.Series([[1]]))
 
 
 @pytest.mark.parametrize(

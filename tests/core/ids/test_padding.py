@@ -5,10 +5,13 @@ import collections
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import pandas as pd
+import pyarrow as pa
 import pytest
 
 from tpu_embed.config import FeatureConfig, TableConfig
-from tpu_embed.core.ids import RaggedIds, SparseIds, pad_batch
+from tpu_embed.core.ids import RaggedIds, SparseIds, host_ids, pad_batch
+from tpu_embed.hashing import hash_ids
 
 Pair = collections.namedtuple("Pair", ["left", "right"])
 
@@ -63,11 +66,77 @@ def test_inputs_are_not_written_to():
     assert ids.tolist() == [1, 2, 3]
 
 
-def test_floats_get_zeros_and_unsigned_ids_a_sign():
+def test_floats_get_zeros():
     assert pad_batch({"w": np.ones((1, 2), np.float32)}, 2)["w"].tolist() == [[1, 1], [0, 0]]
-    assert pad_batch(np.array([200], np.uint8), 2).tolist() == [200, -1]
-    largest = pad_batch(np.array([2**64 - 1], np.uint64), 2)
-    assert largest.tolist() == [2**63 - 1, -1]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.uint64])
+def test_unsigned_ids_stay_unsigned_in_a_masked_array(dtype):
+    largest = int(np.iinfo(dtype).max)
+    padded = pad_batch(np.array([[7, largest]], dtype), 2)
+    assert padded.dtype == dtype
+    assert padded.tolist() == [[7, largest], [None, None]]
+    assert pad_batch(padded, 4)[1:].mask.all()
+    with pytest.raises(ValueError, match="masked arrays are not supported"):
+        jnp.asarray(padded)
+
+
+def test_added_examples_of_unsigned_ids_have_zero_activations():
+    table, feature = np.arange(20.0).reshape(5, 4), FeatureConfig(TableConfig(5, 4))
+    for ids in (np.array([4, 0, 2], np.uint64), np.array([[4, 4], [0, 1], [2, 3]], np.uint8)):
+        host = host_ids("x", feature, "items", pad_batch(ids, 4), None)
+        assert host.padded
+        found = oracle.lookup(table, feature, host.ids.reshape(4, *ids.shape[1:]))
+        expected = oracle.lookup(table, feature, ids)
+        np.testing.assert_array_equal(found, np.concatenate([expected, np.zeros((1, 4))]))
+    with pytest.raises(ValueError, match=r"got id 18446744073709551615 at example 0;"):
+        host_ids("x", feature, "items", pad_batch(np.array([2**64 - 1], np.uint64), 2), None)
+
+
+def test_columns_of_a_data_set():
+    features = {
+        "int": pd.Series([3, None, 2], dtype="Int64"),
+        "unsigned": pd.Series([3, None, 2], dtype="UInt8"),
+        "arrow": pa.array([3, None, 2]),
+        "bags": pa.array([[1, 2], None, [3]]),
+        "list": [3, 1, 2],
+        "lists": [[], [1, 2], [3]],
+        "nest": [np.array([3, 1, 2]), [0.5, 1.0, 2.0]],
+        "names": pd.Series(["a", None, "b"]),
+        "none": [None, None],
+    }
+    padded = pad_batch(features, 4)
+    assert padded["int"].tolist() == padded["arrow"].tolist() == [3, -1, 2, -1]
+    assert padded["unsigned"].dtype == np.uint8
+    assert padded["unsigned"].tolist() == [3, None, 2, None]
+    assert padded["bags"].row_splits.tolist() == [0, 2, 2, 3, 3]
+    assert padded["list"].tolist() == [3, 1, 2, -1]
+    assert padded["lists"].row_splits.tolist() == [0, 0, 2, 3, 3]
+    assert [leaf.tolist() for leaf in padded["nest"]] == [[3, 1, 2, -1], [0.5, 1.0, 2.0, 0.0]]
+    assert padded["names"].tolist() == ["a", None, "b", None]
+    assert hash_ids(padded["names"], 1000).tolist()[1::2] == [-1, -1]
+    assert padded["none"] == [None, None]
+
+
+def test_a_column_becomes_an_array_whether_or_not_rows_are_added():
+    for size in (3, 4):
+        column = pd.Series([7, None, 2, 5][:size], dtype="Int64")
+        labels = pa.array([0.5, 1.0, 2.0, 3.0][:size])
+        padded = pad_batch((column, labels, [[7]] * size, np.ones(size)), 4)
+        assert [type(leaf) for leaf in padded] == [np.ndarray, np.ndarray, RaggedIds, np.ndarray]
+        assert padded[0].tolist() == [7, -1, 2, 5 if size == 4 else -1]
+    assert pad_batch([[], None], 4) == [[], None]
+    assert pad_batch({"x": pa.array([], pa.list_(pa.int64()))}, 4)["x"].row_splits.tolist() == [0]
+
+
+def test_strings_are_padded_with_none():
+    assert pad_batch(np.array(["a"]), 2).tolist() == ["a", None]
+    assert pad_batch(["a", "b", "c"], 2).tolist() == ["a", "b", "c", None]
+
+
+def test_masked_floats_keep_their_mask():
+    padded = pad_batch(np.ma.masked_array([0.5, 1.0, 2.0], [False, True, False]), 2)
+    assert padded.tolist() == [0.5, None, 2.0, 0.0]
 
 
 def test_many_ragged_rows_an_example():

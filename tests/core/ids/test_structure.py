@@ -150,6 +150,16 @@ def test_match_takes_leaves_in_order():
     assert flatten(NEST).match(values, what="features") == [sparse, ragged, "anything", None, array]
 
 
+def test_a_list_is_a_leaf_where_a_feature_stands():
+    values = {"a": Pair([[1], [2, 3]], [[4], [5]]), "b": Record([6, 7], ([],))}
+    found = flatten(NEST).match(values, what="features", columns=True)
+    assert found == [[[1], [2, 3]], [4], [5], [6, 7], []]
+    with pytest.raises(TypeError, match=r"gradients: a/right: expected one .*, got a list$"):
+        flatten(NEST).match(values, what="gradients")
+    with pytest.raises(TypeError, match=r"features: 0: .*got a tuple; a column may be a list"):
+        flatten([_feature()]).match_weighted([(1, 2)], None)
+
+
 def test_any_mapping_matches_any_other():
     structure = flatten({"a": _feature()})
     assert structure.match(collections.OrderedDict(a=1), what="features") == [1]
@@ -192,9 +202,9 @@ def test_any_mapping_matches_any_other():
         ({"a": None, "b": None}, TypeError, r"features: a: expected Pair, got NoneType"),
         ({"a": np.zeros(2), "b": 0}, TypeError, r"features: a: expected Pair, got ndarray"),
         (
-            {"a": Pair([1], [2, 3]), "b": 0},
+            {"a": Pair((1,), [2, 3]), "b": 0},
             TypeError,
-            r"features: a/right: expected one feature's value, got a list; np.asarray or RaggedIds",
+            r"features: a/right: expected one feature's value, got a tuple",
         ),
         (
             {"a": Pair(1, [2, 3]), "b": Record(4, (5,)).__dict__},

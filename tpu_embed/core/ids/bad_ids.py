@@ -23,6 +23,15 @@ from tpu_embed.config import FeatureConfig
 __all__ = ["FeatureRules", "check_dtype", "resolve_dense", "resolve_flat"]
 
 _INT32_MAX = int(np.iinfo(np.int32).max)
+_REMEDIES = {
+    **dict.fromkeys("SUO", "tpu_embed.hash_ids makes ids of strings"),
+    "f": (
+        "NaN in a pandas column turns its integers into floats: "
+        'column.astype("Int64") keeps what is missing as padding, '
+        "column.fillna(-1).astype(int) does, too"
+    ),
+}
+"""What to do about ids of another kind of dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +71,9 @@ def check_dtype(feature: FeatureRules, ids: np.ndarray) -> None:
       TypeError: floats, bools, strings or objects.
     """
     if ids.dtype.kind not in "iu":
-        strings = ids.dtype.kind in "SUTO"
-        remedy = "tpu_embed.hash_ids makes ids of strings" if strings else ""
-        message = _checks.message(
-            feature.path, expected="ids of an integer dtype", got=str(ids.dtype), remedy=remedy
-        )
-        raise TypeError(message)
+        expected, got = "ids of an integer dtype", str(ids.dtype)
+        remedy = _REMEDIES.get(ids.dtype.kind, "")
+        raise TypeError(_checks.message(feature.path, expected=expected, got=got, remedy=remedy))
 
 
 def resolve_dense(
@@ -77,7 +83,7 @@ def resolve_dense(
 
     Args:
       feature: the feature.
-      ids: integers of any shape; -1 is padding.
+      ids: integers of any shape; -1 is padding, and so is what is masked.
       where: maps a flat index to words, for messages.
 
     Returns:
@@ -86,6 +92,12 @@ def resolve_dense(
     Raises:
       ValueError: a bad id under `on_bad_id="error"`.
     """
+    if isinstance(ids, np.ma.MaskedArray):
+        missing = np.ma.getmaskarray(ids)
+        # Row 0 stands in for the missing ids: it is never bad.
+        valid, padded = resolve_dense(feature, np.where(missing, 0, ids.data), where)
+        ids = np.where(missing, valid.dtype.type(PADDING_ID), valid)
+        return ids, padded or bool(missing.any())
     size = feature.vocabulary_size
     # From cheap to expensive: no padding and nothing bad; padding only; bad ids.
     if _all_below(ids, size):
@@ -110,7 +122,7 @@ def resolve_flat(
 
     Args:
       feature: the feature.
-      ids: [N] integers.
+      ids: [N] integers; those that are masked are dropped, whatever `on_bad_id` says.
       where: returns in words where entry i is.
 
     Returns:
@@ -119,6 +131,10 @@ def resolve_flat(
     Raises:
       ValueError: a bad id under `on_bad_id="error"`.
     """
+    if isinstance(ids, np.ma.MaskedArray):
+        missing = np.ma.getmaskarray(ids)
+        valid, keep = resolve_flat(feature, np.where(missing, 0, ids.data), where)
+        return valid, ~missing if keep is None else keep & ~missing
     size = feature.vocabulary_size
     if _all_below(ids, size):
         return _cast(feature, ids), None

@@ -4,22 +4,22 @@ The bags [7, 3], [] and [5] are, as coordinates, the ids 7, 3, 5 at (0, 0), (0, 
 ragged rows, the ids 7, 3, 5 with the row splits 0, 2, 2, 3. The containers only hold the arrays.
 `host_ids.py` validates them, because it knows the feature's path and table for the messages.
 
-Input: arrays, or what the constructors convert: Python lists, scipy, BCOO and Arrow. (Each
-constructor imports its library when it is called.) Output: NumPy arrays inside a container.
+Input: arrays and columns, or what the constructors convert: Python lists, scipy, BCOO and Arrow.
+Output: NumPy arrays inside a container; ids that are missing are masked (see `columns.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from tpu_embed import _checks
+from tpu_embed.core.ids.columns import Bags, arrow_of, bags_of, chained, flat_column
 
-__all__ = ["RaggedIds", "SparseIds", "refuse_masked", "to_array"]
+__all__ = ["RaggedIds", "SparseIds", "read_ids", "refuse_masked"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,7 +31,9 @@ class SparseIds:
     Args:
       indices: [N, 2] integers (example, position), sorted by example, then by position, without
         duplicates; [N, rank] for many bags per example.
-      values: [N] ids; floats when the container is given as `weights=`.
+      values: [N] ids, or strings for `hash_ids`; floats when the container is given as `weights=`.
+        An array, a list, or a column of pandas or Arrow. What is missing among them, or masked,
+        leaves its bag like an id that `on_bad_id="drop"` drops.
       dense_shape: (B, H), or (B, K, …, H) for many bags per example.
       weights: [N], or None for all ones.
 
@@ -47,7 +49,7 @@ class SparseIds:
     weights: Any = None
 
     def __post_init__(self) -> None:
-        indices, shape = to_array("SparseIds.indices", self.indices), np.asarray(self.dense_shape)
+        indices, shape = _to_array("SparseIds.indices", self.indices), np.asarray(self.dense_shape)
         if shape.ndim != 1:
             expected, got = "(B, H), or (B, K, ..., H)", repr(self.dense_shape)
             raise ValueError(_checks.message("SparseIds.dense_shape", expected=expected, got=got))
@@ -55,19 +57,19 @@ class SparseIds:
         if not indices.size and indices.ndim < 2:
             indices = indices.reshape(0, len(shape))
         object.__setattr__(self, "indices", indices)
-        object.__setattr__(self, "values", to_array("SparseIds.values", self.values))
+        object.__setattr__(self, "values", flat_column("SparseIds.values", self.values))
         sizes = tuple(
             _checks.check_int(f"SparseIds.dense_shape[{i}]", n, minimum=0)
             for i, n in enumerate(shape.tolist())
         )
         object.__setattr__(self, "dense_shape", sizes)
         if self.weights is not None:
-            object.__setattr__(self, "weights", to_array("SparseIds.weights", self.weights))
+            object.__setattr__(self, "weights", _to_array("SparseIds.weights", self.weights))
 
     @classmethod
     def from_lists(
         cls,
-        bags: Sequence[Sequence[int]],
+        bags: Sequence[Sequence[Any]],
         *,
         width: int | None = None,
         weights: Sequence[Sequence[float]] | None = None,
@@ -75,7 +77,7 @@ class SparseIds:
         """Return the ids of one list per example; an id's column is its position in the list.
 
         Args:
-          bags: B lists of ids.
+          bags: B lists of ids, or of strings for `hash_ids`; None among them is missing.
           width: H of `dense_shape`. None: the length of the longest list, at least 1.
           weights: B lists of the same lengths, or None.
 
@@ -163,7 +165,9 @@ class RaggedIds:
     """Hold bags of any length: bag i is `values[row_splits[i] : row_splits[i + 1]]`.
 
     Args:
-      values: [N] ids; floats when the container is given as `weights=`.
+      values: [N] ids, or strings for `hash_ids`; floats when the container is given as `weights=`.
+        An array, a list, or a column of pandas or Arrow. What is missing among them, or masked,
+        leaves its bag like an id that `on_bad_id="drop"` drops.
       row_splits: [B + 1] integers, from 0 to N, non-decreasing.
       weights: [N], or None for all ones.
 
@@ -177,19 +181,19 @@ class RaggedIds:
     weights: Any = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "values", to_array("RaggedIds.values", self.values))
-        object.__setattr__(self, "row_splits", to_array("RaggedIds.row_splits", self.row_splits))
+        object.__setattr__(self, "values", flat_column("RaggedIds.values", self.values))
+        object.__setattr__(self, "row_splits", _to_array("RaggedIds.row_splits", self.row_splits))
         if self.weights is not None:
-            object.__setattr__(self, "weights", to_array("RaggedIds.weights", self.weights))
+            object.__setattr__(self, "weights", _to_array("RaggedIds.weights", self.weights))
 
     @classmethod
     def from_lists(
-        cls, bags: Sequence[Sequence[int]], *, weights: Sequence[Sequence[float]] | None = None
+        cls, bags: Sequence[Sequence[Any]], *, weights: Sequence[Sequence[float]] | None = None
     ) -> RaggedIds:
         """Return the ids of one list per example.
 
         Args:
-          bags: B lists of ids.
+          bags: B lists of ids, or of strings for `hash_ids`; None among them is missing.
           weights: B lists of the same lengths, or None.
 
         Raises:
@@ -199,14 +203,11 @@ class RaggedIds:
           >>> RaggedIds.from_lists([[7, 3], [], [5]]).row_splits.tolist()
           [0, 2, 2, 3]
         """
-        # Lengths [B] become row splits [B + 1]: 2 0 1 -> 0 2 2 3.
-        values, lengths = _chained("RaggedIds.from_lists", bags)
-        splits = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        if weights is None:
-            return cls(values, splits)
-        numbers, counts = _chained("RaggedIds.from_lists: weights", weights)
-        _check_lengths("RaggedIds.from_lists", counts, lengths)
-        return cls(values, splits, numbers)
+        found, scales = chained("RaggedIds.from_lists", bags), None
+        if weights is not None:
+            scales = chained("RaggedIds.from_lists: weights", weights)
+            _check_lengths("RaggedIds.from_lists", scales.lengths, found.lengths)
+        return cls(found.items, found.row_splits, None if scales is None else scales.items)
 
     @classmethod
     def from_multi_hot(cls, matrix: Any) -> RaggedIds:
@@ -232,28 +233,47 @@ class RaggedIds:
 
         Args:
           bags: ListArray, LargeListArray, FixedSizeListArray, or a ChunkedArray of them, of
-            integers; may be a slice.
+            integers, or of strings for `hash_ids`; may be a slice. A null in a list is missing.
           weights: such an array of numbers, with lists of the same lengths; or None.
 
         Raises:
           TypeError: `bags` or `weights` is not a list array.
-          ValueError: an id is null, or a list of weights is not as long as its bag.
+          ValueError: a list of weights is not as long as its bag.
 
         Example:
           >>> import pyarrow
           >>> RaggedIds.from_arrow(pyarrow.array([[7, 3], None, [5]])).row_splits.tolist()
           [0, 2, 2, 3]
         """
-        values, lengths = _arrow_lists(bags)
-        splits = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        if weights is None:
-            return cls(values, splits)
-        numbers, counts = _arrow_lists(weights)
-        _check_lengths("RaggedIds.from_arrow", counts, lengths)
-        return cls(values, splits, numbers)
+        found, scales = _arrow_bags(bags), None
+        if weights is not None:
+            scales = _arrow_bags(weights)
+            _check_lengths("RaggedIds.from_arrow", scales.lengths, found.lengths)
+        return cls(found.items, found.row_splits, None if scales is None else scales.items)
 
 
-def to_array(what: str, value: Any) -> np.ndarray:
+def read_ids(what: str, value: Any) -> np.ndarray | SparseIds | RaggedIds:
+    """Return one feature's ids as an array, masked where ids are missing, or as a container.
+
+    Args:
+      what: their name, for messages.
+      value: an array, a container, or a column of a data set: a list, a pandas Series, an Arrow
+        array. Columns of lists become `RaggedIds`.
+
+    Raises:
+      TypeError: some entries are lists and others are not.
+
+    Example:
+      >>> read_ids("x", [[7, 3], [], [5]]).row_splits.tolist()
+      [0, 2, 2, 3]
+    """
+    if isinstance(value, (SparseIds, RaggedIds)):
+        return value
+    bags = bags_of(what, value)
+    return flat_column(what, value) if bags is None else RaggedIds(bags.items, bags.row_splits)
+
+
+def _to_array(what: str, value: Any) -> np.ndarray:
     """Return `value` as a NumPy array; an empty list becomes an array of integers.
 
     Raises:
@@ -284,19 +304,6 @@ def refuse_masked(what: str, value: Any) -> None:
         raise TypeError(_checks.message(what, expected="an array", got=got, remedy=remedy))
 
 
-def _chained(what: str, lists: Sequence[Sequence[Any]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the items of all lists in one array `[N]`, and the lists' lengths `[B]`."""
-    try:
-        lengths = np.fromiter(map(len, lists), np.int64, len(lists))
-    except TypeError as error:
-        # Name the item that has no length; an iterator as a whole has none either.
-        items = lists if hasattr(lists, "__len__") else [lists]
-        got = next(item for item in items if not hasattr(item, "__len__"))
-        expected = "a list of lists"
-        raise TypeError(_checks.message(what, expected=expected, got=repr(got))) from error
-    return to_array(what, list(itertools.chain.from_iterable(lists))), lengths
-
-
 def _check_lengths(what: str, counts: np.ndarray, lengths: np.ndarray) -> None:
     """Check that the lists of weights, `counts` long, are as long as the bags (`lengths`)."""
     if np.array_equal(counts, lengths):
@@ -322,28 +329,15 @@ def _sorted(indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.nda
     return indices[order], values[order]
 
 
-def _arrow_lists(lists: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return the items `[N]` of a pyarrow list array, and the lists' lengths `[B]`."""
-    import pyarrow
-    import pyarrow.compute
+def _arrow_bags(lists: Any) -> Bags:
+    """Return the bags of a pyarrow list array.
 
-    if isinstance(lists, pyarrow.ChunkedArray):
-        lists = lists.combine_chunks()
-    kinds = (pyarrow.ListArray, pyarrow.LargeListArray, pyarrow.FixedSizeListArray)
-    if not isinstance(lists, kinds):
+    Raises:
+      TypeError: it is none.
+    """
+    bags = None if arrow_of(lists) is None else bags_of("", lists)
+    if bags is None:
         got = str(getattr(lists, "type", type(lists).__name__))
         expected = "a pyarrow array of lists"
         raise TypeError(_checks.message("RaggedIds.from_arrow", expected=expected, got=got))
-    # `flatten` respects slices and skips the items under null lists; `lists.values` does neither.
-    values = lists.flatten()
-    if values.null_count:
-        raise ValueError(
-            _checks.message(
-                "RaggedIds.from_arrow",
-                expected="no null inside a list",
-                got=f"{values.null_count}",
-                remedy='fill them with -1 and set on_bad_id="drop"',
-            )
-        )
-    lengths = pyarrow.compute.call_function("list_value_length", [lists]).fill_null(0)
-    return values.to_numpy(zero_copy_only=False), np.asarray(lengths.to_numpy(), np.int64)
+    return bags

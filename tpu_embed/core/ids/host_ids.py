@@ -7,7 +7,8 @@ beside an array that says which bag each id belongs to. The bags [7, 3], [] and 
     dense:  ids [[[7, 3]], [[-1, -1]], [[5, -1]]]
     flat:   ids [7, 3, 5], bags [0, 0, 2]
 
-Input: a dense array, `SparseIds` or `RaggedIds`, with weights inside the container or beside it.
+Input: a dense array, `SparseIds` or `RaggedIds`, or a column that is read as one of them; weights
+inside the container or beside it.
 Output: `HostIds`, in which every id is valid: bad ids were treated as the feature's `on_bad_id`
 says.
 """
@@ -26,7 +27,7 @@ from tpu_embed._types import PADDING_ID, Tracer
 from tpu_embed.config import FeatureConfig
 from tpu_embed.core.ids import weights as weights_of
 from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype, resolve_dense, resolve_flat
-from tpu_embed.core.ids.containers import RaggedIds, SparseIds, refuse_masked
+from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids
 from tpu_embed.core.ids.rescale import rescale_dense_bags, rescale_flat_bags
 
 __all__ = ["FeatureShape", "HostIds", "dense_shape", "host_ids", "part_of_feature"]
@@ -89,12 +90,14 @@ def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weight
       path: the feature's path, for messages.
       config: the feature's config.
       table_name: the name of its table, for messages.
-      ids: [B], [B, H] or [B, K, …, H] integers, `SparseIds` or `RaggedIds`.
+      ids: [B], [B, H] or [B, K, …, H] integers, `SparseIds` or `RaggedIds`; or a column of a data
+        set (see `columns.py`): one of integers is [B], one of lists of integers is `RaggedIds`.
+        What is masked, or missing from a column, is padding.
       weights: None (all ones, or the weights inside `ids`), an array shaped like the ids or like
         `ids.values`, or a container with the same indices that holds floats.
 
     Raises:
-      TypeError: ids that are not integers, or a masked array.
+      TypeError: ids that are not integers, or masked weights.
       ValueError: a bad id under `on_bad_id="error"`, or ids, weights or shapes that are not
         allowed for this kind of input.
 
@@ -105,14 +108,21 @@ def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weight
       [[[3, -1]], [[4, 5]]]
     """
     feature = FeatureRules(path, config, table_name)
+    _check_readable(feature, ids)
+    ids = read_ids(path, ids)
     if isinstance(ids, SparseIds):
         return _sparse(feature, ids, weights)
     if isinstance(ids, RaggedIds):
         return _ragged(feature, ids, weights)
-    if isinstance(ids, Tracer):
+    return _dense(feature, ids, weights)
+
+
+def _check_readable(feature: FeatureRules, ids: Any) -> None:
+    """Check that ids are of a kind whose values can be read on the host."""
+    first = next(iter(ids), None) if isinstance(ids, list) else ids
+    if isinstance(first, Tracer):
         remedy = "place outside the jitted function, or give the ids to lookup and update inside it"
         raise feature.error(expected="ids whose values are known", got="a tracer", remedy=remedy)
-    refuse_masked(path, ids)
     # Of a global array, this process can read only its own part.
     if not getattr(ids, "is_fully_addressable", True):
         raise feature.error(
@@ -121,13 +131,13 @@ def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weight
             remedy="give NumPy arrays; global arrays go to lookup and update inside a jit",
         )
     # The class np.ndarray itself has `__array__`, too, but it is not an array.
-    if hasattr(ids, "__array__") and not isinstance(ids, type):
-        return _dense(feature, np.asarray(ids), weights)
-    raise feature.error(
-        expected="an array of ids, SparseIds or RaggedIds",
-        got=type(ids).__name__,
-        remedy="SparseIds and RaggedIds have constructors for lists, scipy, BCOO and Arrow",
-    )
+    is_array = hasattr(ids, "__array__") and not isinstance(ids, type)
+    if not is_array and not isinstance(ids, (list, SparseIds, RaggedIds)):
+        raise feature.error(
+            expected="an array of ids, SparseIds or RaggedIds",
+            got=type(ids).__name__,
+            remedy="SparseIds and RaggedIds have constructors for lists, scipy, BCOO and Arrow",
+        )
 
 
 def part_of_feature(config: FeatureConfig, part: int, whole: int) -> FeatureConfig:

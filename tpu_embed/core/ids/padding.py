@@ -3,19 +3,24 @@
 The last batch of an epoch is often smaller than the others. Examples with empty bags make up the
 difference: their activations are zero.
 
-Input: features in any nesting, without their configuration. Output: the same nesting, padded.
+Input: features in any nesting, without their configuration. Output: the same nesting, padded; what
+no number can mark as padding is masked.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
 from tpu_embed import _checks
 from tpu_embed._types import PADDING_ID
 from tpu_embed.core.ids import frames, structure
-from tpu_embed.core.ids.containers import RaggedIds, SparseIds
+from tpu_embed.core.ids.columns import with_missing
+from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids
 
 __all__ = ["pad_batch"]
 
@@ -28,39 +33,86 @@ def pad_batch(features: Any, multiple: int) -> Any:
     `RaggedIds` that hold m rows per example (see `FeatureConfig.output_shape`) get m empty rows
     for each added example.
 
+    No unsigned number means padding: each may be an id. So unsigned ids stay unsigned in a masked
+    array, `numpy.ma`, whose added rows are masked; `place` takes what is masked for padding. JAX
+    itself refuses masked arrays: unsigned numbers that are not ids have to be converted before.
+    Strings become objects, with None in the added rows; `hash_ids` makes padding of None.
+
     Args:
-      features: any nesting of arrays [B, …], `SparseIds`, `RaggedIds` and None, all with the same
-        batch size B. Pad the `weights=` of a batch in a second call.
+      features: any nesting of arrays [B, …], columns of pandas or Arrow, lists of ids or of lists
+        of ids, `SparseIds`, `RaggedIds` and None, all with the same batch size B. Pad the
+        `weights=` of a batch in a second call.
       multiple: the batch size becomes a multiple of this.
 
     Returns:
-      The same nesting; unsigned ids become signed. If B is a multiple already, `features` itself.
+      The same nesting of arrays and containers. If B is a multiple already, `features` itself, but
+      for columns and lists.
 
     Raises:
       ValueError: features have different batch sizes, a leaf is of another kind, or `multiple` is
         not an integer of at least 1.
+      TypeError: some entries of a column are lists and others are not.
 
     Example:
       >>> pad_batch({"user": np.array([[4, 7], [2, -1], [1, 1]])}, 2)["user"].tolist()
       [[4, 7], [2, -1], [1, 1], [-1, -1]]
     """
     multiple = _checks.check_int("pad_batch: multiple", multiple, minimum=1)
-    leaves: list[tuple[str, Any]] = []
-    _collect(features, "", leaves)
+    given: list[tuple[str, Any]] = []
+    _collect(features, "", given)
+    leaves = [(path, read_ids(f"pad_batch: {path}", leaf)) for path, leaf in given]
     batch = _batch_size(leaves)
     added = -batch % multiple  # batch 13, multiple 8: 3
-    return _padded(features, batch, added) if added else features
+    # Columns become arrays in any case, so that their type does not depend on the batch size.
+    if not added and all(isinstance(leaf, _ARRAYS) for _, leaf in given):
+        return features
+    return _rebuilt(features, iter([_padded(leaf, batch, added) for _, leaf in leaves]))
+
+
+_ARRAYS = (np.ndarray, jax.Array, SparseIds, RaggedIds)
 
 
 def _collect(nest: Any, path: str, leaves: list[tuple[str, Any]]) -> None:
-    """Append the (path, leaf) pairs below `nest` to `leaves`, without those that are None."""
-    inner = structure.children(nest)
+    """Append the (path, leaf) pairs below `nest` to `leaves`, without leaves that are None."""
+    inner = _children(nest)
     if inner is None:
         if nest is not None:
-            leaves.append((path or "feature", nest))
+            path = path or "feature"
+            if frames.is_frame(nest):
+                got, remedy = type(nest).__name__, "give a dict of its columns"
+                text = _checks.message(f"pad_batch: {path}", expected=_LEAF, got=got, remedy=remedy)
+                raise ValueError(text)
+            leaves.append((path, nest))
         return
     for key, child in inner:
         _collect(child, f"{path}/{key}" if path else str(key), leaves)
+
+
+def _children(nest: Any) -> list[tuple[Any, Any]] | None:
+    """Return the (key, child) pairs of a container; None for a leaf, which a list may be, too.
+
+    The features' configuration is not known here. So a list of numbers or strings, or of such
+    lists, is taken for a column, and any other list for a container.
+    """
+    return None if _is_column(nest) else structure.children(nest)
+
+
+def _is_column(nest: Any) -> bool:
+    """Tell whether a list holds numbers or strings, or lists of them: its first item decides."""
+    if not isinstance(nest, list):
+        return False
+    # None and empty lists do not tell.
+    telling = (one for one in nest if one is not None and not (isinstance(one, list) and not one))
+    first = next(telling, None)
+    return _is_column(first) or isinstance(first, (int, float, str, bytes, np.generic))
+
+
+def _rebuilt(nest: Any, padded: Iterator[Any]) -> Any:
+    """Return `nest` with its leaves replaced, in flattening order; None stays None."""
+    inner = _children(nest)
+    if inner is None:
+        return None if nest is None else next(padded)
+    return structure.rebuild(nest, {key: _rebuilt(child, padded) for key, child in inner})
 
 
 def _rows(path: str, leaf: Any) -> int:
@@ -69,13 +121,13 @@ def _rows(path: str, leaf: Any) -> int:
         return leaf.dense_shape[0]
     if isinstance(leaf, RaggedIds):
         return len(leaf.row_splits) - 1
-    expected = "an array [B, …], SparseIds, RaggedIds or None"
-    if frames.is_frame(leaf):
-        what, got, remedy = f"pad_batch: {path}", type(leaf).__name__, "give a dict of its columns"
-        raise ValueError(_checks.message(what, expected=expected, got=got, remedy=remedy))
-    if getattr(leaf, "shape", ()):
+    if leaf.shape:
         return leaf.shape[0]
-    raise ValueError(_checks.message(f"pad_batch: {path}", expected=expected, got=repr(leaf)))
+    got = repr(leaf.tolist())  # a single value, as an array of rank 0
+    raise ValueError(_checks.message(f"pad_batch: {path}", expected=_LEAF, got=got))
+
+
+_LEAF = "an array [B, …], SparseIds, RaggedIds or None"
 
 
 def _batch_size(leaves: list[tuple[str, Any]]) -> int:
@@ -101,29 +153,30 @@ def _batch_size(leaves: list[tuple[str, Any]]) -> int:
     return batch
 
 
-def _padded(nest: Any, batch: int, added: int) -> Any:
-    """Return `nest` with `added` empty examples appended to the `batch` examples of every leaf."""
-    inner = structure.children(nest)
-    if inner is not None:
-        return structure.rebuild(nest, {key: _padded(child, batch, added) for key, child in inner})
-    if nest is None:
-        return None
-    if isinstance(nest, SparseIds):
-        shape = (batch + added, *nest.dense_shape[1:])
-        return SparseIds(nest.indices, nest.values, shape, nest.weights)
-    if isinstance(nest, RaggedIds):
+def _padded(leaf: Any, batch: int, added: int) -> Any:
+    """Return a leaf with `added` empty examples appended to its `batch` examples."""
+    if isinstance(leaf, SparseIds):
+        return dataclasses.replace(leaf, dense_shape=(batch + added, *leaf.dense_shape[1:]))
+    if isinstance(leaf, RaggedIds) and added:
         # m·B rows: m empty rows per added example. Splits 0 2 2 3 and 2 empty rows: 0 2 2 3 3 3.
-        empty = np.full(added * (len(nest.row_splits) - 1) // batch, nest.row_splits[-1])
-        splits = np.concatenate([nest.row_splits, empty]).astype(nest.row_splits.dtype)
-        return RaggedIds(nest.values, splits, nest.weights)
-    return _padded_array(np.asarray(nest), added)
+        empty = np.full(added * (len(leaf.row_splits) - 1) // batch, leaf.row_splits[-1])
+        splits = np.concatenate([leaf.row_splits, empty]).astype(leaf.row_splits.dtype)
+        return dataclasses.replace(leaf, row_splits=splits)
+    return leaf if isinstance(leaf, RaggedIds) else _padded_array(leaf, added)
 
 
 def _padded_array(array: np.ndarray, added: int) -> np.ndarray:
-    """Return `[B + added, …]`: integers are padded with -1, all other numbers with 0."""
-    # Unsigned dtypes have no -1. Ids too large for int64 become its largest number, a bad id too.
-    if array.dtype.kind == "u":
-        array = np.minimum(array.astype(np.uint64), np.iinfo(np.int64).max).astype(np.int64)
-    fill = PADDING_ID if array.dtype.kind == "i" else 0
-    empty = np.full((added, *array.shape[1:]), fill, array.dtype)
-    return np.concatenate([array, empty])
+    """Return `[B + added, …]`.
+
+    Integers are padded with -1, floats with 0, strings with None; unsigned integers are masked.
+    """
+    if array.dtype.kind in "SU":
+        array = array.astype(object)
+    missing, values = np.ma.getmaskarray(array), np.ma.getdata(array)
+    fill = {"i": PADDING_ID, "O": None}.get(values.dtype.kind, 0)
+    if values.dtype.kind in "iO":
+        values, missing = np.where(missing, fill, values), np.zeros_like(missing)
+    rows = (added, *values.shape[1:])
+    padded = np.concatenate([values, np.full(rows, fill, values.dtype)])
+    masked = np.concatenate([missing, np.full(rows, values.dtype.kind == "u")])
+    return with_missing(padded, masked)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -56,20 +56,22 @@ class Structure:
         """Return the position in `tables` of the feature's table."""
         return next(i for i, table in enumerate(self.tables) if table is feature.table)
 
-    def match(self, values: Any, *, what: str) -> list[Any]:
+    def match(self, values: Any, *, what: str, columns: bool = False) -> list[Any]:
         """Return the [F] leaves of `values`, which must be nested like the configuration.
 
         Args:
           values: features, weights or gradients; None is a leaf. A frame (`frames.py`) may stand
             for a mapping, and may have columns that no feature is named after.
           what: their name, for messages.
+          columns: whether a list that stands where the configuration has a feature is a leaf, too:
+            a column of ids.
 
         Raises:
           TypeError: a container in `values` has another type than in the configuration.
           ValueError: a container has other keys or another size.
         """
         leaves: list[Any] = []
-        _match(self.nest, values, "", what, leaves)
+        _match(self.nest, values, "", _Rules(what, columns), leaves)
         return leaves
 
     def match_weighted(self, features: Any, weights: Any | None) -> tuple[list[Any], list[Any]]:
@@ -80,10 +82,10 @@ class Structure:
         Raises:
           TypeError, ValueError: as for `match`.
         """
-        given = self.match(features, what="features")
+        given = self.match(features, what="features", columns=True)
         if weights is None:
             return given, [None] * len(given)
-        return given, self.match(weights, what="weights")
+        return given, self.match(weights, what="weights", columns=True)
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         """Return `leaves` [F] in the configuration's nesting."""
@@ -240,32 +242,34 @@ def _kind(nest: Any) -> str | type:
     return type(nest)
 
 
-def _match(nest: Any, values: Any, path: str, what: str, leaves: list[Any]) -> None:
+class _Rules(NamedTuple):
+    """What values are matched as, see `Structure.match`."""
+
+    what: str
+    columns: bool
+
+
+def _match(nest: Any, values: Any, path: str, rules: _Rules, leaves: list[Any]) -> None:
     """Append the leaves of `values` to `leaves`, following `nest`; raise where they differ."""
     inner = children(nest)
-    where = f"{what}: {path or 'the top'}"
+    where = f"{rules.what}: {path or 'the top'}"
     if isinstance(nest, Mapping) and frames.is_frame(values):
         values = frames.columns(values, nest)
     given = None if isinstance(values, _LEAVES) else _given(values)
     if inner is None:
         # The configuration has a feature here, so `values` must have a leaf, not a container.
-        if given is not None:
-            sequence = isinstance(values, (list, tuple))
-            raise TypeError(
-                _checks.message(
-                    where,
-                    expected="one feature's value",
-                    got=_named(values),
-                    remedy="np.asarray or RaggedIds.from_lists takes a list" if sequence else "",
-                )
-            )
+        if given is not None and not (rules.columns and isinstance(values, list)):
+            may = rules.columns and isinstance(values, tuple)
+            remedy = "a column may be a list, not a tuple" if may else ""
+            expected, got = "one feature's value", _named(values)
+            raise TypeError(_checks.message(where, expected=expected, got=got, remedy=remedy))
         leaves.append(values)
         return
     if given is None or _kind(values) != _kind(nest):
         raise TypeError(_checks.message(where, expected=_named(nest), got=_named(values)))
-    _check_keys([key for key, _ in inner], list(given), path, what)
+    _check_keys([key for key, _ in inner], list(given), path, rules.what)
     for key, child in inner:
-        _match(child, given[key], _join(path, key), what, leaves)
+        _match(child, given[key], _join(path, key), rules, leaves)
 
 
 def _given(values: Any) -> Mapping[Any, Any] | None:

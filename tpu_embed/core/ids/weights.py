@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed import _checks
+from tpu_embed.core.ids.columns import bags_of
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds, refuse_masked
 
 __all__ = ["beside_dense", "beside_ragged", "beside_sparse", "is_real"]
@@ -79,13 +80,17 @@ def beside_ragged(path: str, dtype: str, ids: RaggedIds, weights: Any) -> np.nda
       path: the feature's path, for messages.
       dtype: the table's dtype.
       ids: the ids, perhaps with weights inside.
-      weights: None, an array [N], or `RaggedIds` with the same splits that hold floats.
+      weights: None, an array [N], `RaggedIds` with the same splits that hold floats, or a column
+        of lists of floats.
 
     Raises:
       ValueError: weights in both places; weights with other splits or another shape; weights that
         are not finite real numbers.
       TypeError: a masked array.
     """
+    bags = bags_of(f"weights of {path}", weights)
+    if bags is not None:
+        weights = RaggedIds(np.asarray(bags.items), bags.row_splits)
     if isinstance(weights, RaggedIds) and not np.array_equal(weights.row_splits, ids.row_splits):
         raise _error(path, expected="the row_splits of the ids", got="others")
     return _beside_flat(path, dtype, ids, weights)

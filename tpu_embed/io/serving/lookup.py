@@ -57,8 +57,8 @@ def serving_lookup(
     Args:
       tables: one array `[V, D]` in the table's dtype (NumPy or JAX) or `QuantizedTable` per table,
         by `TableConfig` or by name, and no others.
-      features: arrays, `SparseIds` or `RaggedIds` in the structure of the features; inside a jit,
-        dense arrays.
+      features: arrays, columns of a data set, `SparseIds` or `RaggedIds` in the structure of the
+        features; inside a jit, dense arrays.
       feature_config: as for `EmbeddingEngine`; optimizers and placements are ignored.
       weights: one weight per id in the same structure, None for a feature without weights.
 
@@ -82,10 +82,7 @@ def serving_lookup(
     """
     declared = structure.flatten(feature_config)
     stored = stored_tables(tables, declared)
-    given = declared.match(features, what="features")
-    scales = [None] * len(given)
-    if weights is not None:
-        scales = declared.match(weights, what="weights")
+    given, scales = declared.match_weighted(features, weights)
     server = server_of(declared)
     if any(isinstance(leaf, Tracer) for leaf in (*given, *scales)):
         source = server.traced(given, scales)

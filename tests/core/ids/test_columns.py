@@ -1,0 +1,248 @@
+"""Columns of pandas and Arrow, and lists with missing values, as ids and weights of a feature."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+import tpu_embed
+from tpu_embed.config import FeatureConfig, TableConfig
+from tpu_embed.core.ids import RaggedIds, SparseIds, dictionary_of, host_ids
+from tpu_embed.io import serving_lookup
+from tpu_embed.metrics import batch_statistics
+
+NAN = float("nan")
+
+
+def _host(ids, weights=None, *, size=300, **options):
+    feature = FeatureConfig(TableConfig(size, 4), **options)
+    return host_ids("user/x", feature, "items", ids, weights)
+
+
+ONE_ID_EACH = {
+    "list": [7, None, 5],
+    "list with NaN": [7, NAN, 5],
+    "objects": np.array([7, None, 5], object),
+    "objects of pandas": np.array([7, pd.NA, np.int64(5)], object),
+    "not a time": np.array([7, pd.NaT, 5], object),
+    "masked": np.ma.masked_array([7, 299, 5], [False, True, False]),
+    "masked unsigned": np.ma.masked_array(np.array([7, 9, 5], np.uint8), [False, True, False]),
+    "with -1": pd.Series([7, -1, 5]),
+    "Int64": pd.Series([7, None, 5], dtype="Int64"),
+    "UInt8": pd.Series([7, None, 5], dtype="UInt8"),
+    "UInt64": pd.Series([7, None, 5], dtype="UInt64"),
+    "array of pandas": pd.array([7, None, 5], dtype="Int32"),
+    "index": pd.Index([7, -1, 5]),
+    "objects in a series": pd.Series([7, None, 5], dtype=object),
+    "pandas in Arrow": pd.Series([7, None, 5], dtype="int32[pyarrow]"),
+    "Arrow": pa.array([7, None, 5], pa.int16()),
+    "Arrow unsigned": pa.array([7, None, 5], pa.uint64()),
+    "Arrow slice": pa.array([1, 7, None, 5, 2])[1:4],
+    "Arrow chunks": pa.chunked_array([[7, None], [5]]),
+    "Arrow dictionary": pa.array([7, None, 5]).dictionary_encode(),
+}
+
+
+@pytest.mark.parametrize("column", ONE_ID_EACH.values(), ids=list(ONE_ID_EACH))
+def test_what_is_missing_from_a_column_is_padding(column):
+    host = _host(column)
+    assert host.padded
+    assert host.ids.tolist() == [[[7]], [[-1]], [[5]]]
+    assert host.shape == _host(np.array([7, -1, 5])).shape  # so it runs the same program
+
+
+@pytest.mark.parametrize(
+    "column",
+    [[7, 0, 5], pd.Series([7, 0, 5]), pd.Series([7, 0, 5], dtype="Int64"), pa.array([7, 0, 5])],
+)
+def test_a_column_without_gaps(column):
+    host = _host(column)
+    assert not host.padded
+    assert host.ids.ravel().tolist() == [7, 0, 5]
+
+
+def test_empty_and_all_missing():
+    assert _host(pa.nulls(2)).ids.ravel().tolist() == [-1, -1]
+    assert _host([None, None]).ids.ravel().tolist() == [-1, -1]
+    assert _host(pa.chunked_array([], pa.int64())).shape.batch == 0
+    assert _host(pd.Series([], dtype="Int64")).shape.batch == 0
+
+
+def test_a_frame_of_columns_is_an_array_of_bags():
+    frame = pd.DataFrame({"a": pd.array([7, None], dtype="Int64"), "b": [3, 4]})
+    assert _host(frame).ids.tolist() == [[[7, 3]], [[-1, 4]]]
+
+
+BAGS = {
+    "lists": [[7, 3], [], [5]],
+    "no list": [[7, 3], None, [5]],
+    "tuples": [(7, 3), (), (5,)],
+    "arrays": [np.array([7, 3]), np.array([], int), np.array([5])],
+    "objects": np.array([[7, 3], [], [5]], object),
+    "series": pd.Series([[7, 3], None, [5]]),
+    "series of arrays": pd.Series([np.array([7, 3]), np.array([], int), np.array([5])]),
+    "pandas in Arrow": pd.Series([[7, 3], None, [5]], dtype=pd.ArrowDtype(pa.list_(pa.int64()))),
+    "Arrow": pa.array([[7, 3], None, [5]]),
+    "Arrow chunks": pa.chunked_array([[[7, 3]], [[], [5]]], pa.large_list(pa.int32())),
+}
+
+
+@pytest.mark.parametrize("column", BAGS.values(), ids=list(BAGS))
+def test_a_column_of_lists_is_ragged(column):
+    host = _host(column)
+    assert host.shape == _host(RaggedIds([7, 3, 5], [0, 2, 2, 3])).shape
+    assert (host.ids.tolist(), host.bags.tolist()) == ([7, 3, 5], [0, 0, 2])
+
+
+def test_lists_of_equal_lengths_are_ragged_too():
+    host = _host([[7, 3], [5, 1]])
+    assert (host.ids.tolist(), host.bags.tolist()) == ([7, 3, 5, 1], [0, 0, 1, 1])
+
+
+@pytest.mark.parametrize("policy", ["error", "drop", "clip"])
+@pytest.mark.parametrize(
+    "column",
+    [
+        [[7, None, 3], [None]],
+        [[7, NAN, 3], [None]],
+        pd.Series([[7, None, 3], [None]]),
+        pa.array([[7, None, 3], [None]], pa.list_(pa.uint8())),
+        SparseIds([[0, 0], [0, 1], [0, 2], [1, 0]], [7, None, 3, None], (2, 3)),
+    ],
+)
+def test_an_id_that_is_missing_leaves_its_bag_with_its_weight(column, policy):
+    host = _host(column, np.array([0.5, 2.0, 3.0, 4.0]), on_bad_id=policy)
+    assert (host.ids.tolist(), host.bags.tolist()) == ([7, 3], [0, 0])
+    # Weights of means are scaled by a number per bag, so only their ratio says something.
+    assert host.weights[1] / host.weights[0] == 6.0
+    assert host.shape.batch == 2
+
+
+def test_an_id_that_is_missing_leaves_a_gap_in_a_sequence():
+    host = _host([[7, None, 3, 4], [None]], max_sequence_length=3)
+    assert (host.ids.tolist(), host.bags.tolist()) == ([7, 3], [0, 2])
+
+
+def test_bad_ids_beside_missing_ones_are_named():
+    with pytest.raises(ValueError, match="got id 300 at example 1, position 1;"):
+        _host([[7], [None, 300]])
+    with pytest.raises(ValueError, match="got id -2 at example 2;"):
+        _host(pd.Series([7, None, -2], dtype="Int64"))
+    assert _host(pd.Series([7, None, 900], dtype="Int64"), on_bad_id="clip").ids[2] == 299
+
+
+WEIGHTS = {
+    "lists": [[0.5, 1.0], [], [2.0]],
+    "series": pd.Series([[0.5, 1.0], None, [2.0]]),
+    "series of arrays": pd.Series([np.array([0.5, 1.0]), np.array([]), np.array([2.0])]),
+    "Arrow": pa.array([[0.5, 1.0], None, [2.0]], pa.list_(pa.float32())),
+    "flat series": pd.Series([0.5, 1.0, 2.0]),
+    "flat Arrow": pa.array([0.5, 1.0, 2.0]),
+}
+
+
+@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=list(WEIGHTS))
+def test_columns_of_weights(weights):
+    feature = FeatureConfig(TableConfig(300, 4, combiner="sum"))
+    host = host_ids("x", feature, "items", pd.Series([[7, 3], None, [5]]), weights)
+    assert host.weights.dtype == np.float32
+    assert host.weights.tolist() == [0.5, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("ids", "weights", "kind", "says"),
+    [
+        ([[7, 3]], [[1.0]], ValueError, "the row_splits of the ids, got others"),
+        ([[7, 3]], [[1.0, None]], ValueError, "expected real numbers, got object"),
+        ([[7, 3]], [[1.0, NAN]], ValueError, r"finite in float32, got nan at \[1\]"),
+        ([[7, 3]], pa.array([[1.0, None]]), ValueError, r"finite in float32, got nan at \[1\]"),
+        (np.array([[7, 3]]), [[1.0, 2.0]], ValueError, "expected an array, as the ids, got list"),
+        ([7, 3], [1.0, 2.0], ValueError, r"expected no weights for ids \[B\]"),
+    ],
+)
+def test_weights_that_are_refused(ids, weights, kind, says):
+    with pytest.raises(kind, match="weights of user/x: .*" + says):
+        _host(ids, weights)
+
+
+FLOATS = r"integer dtype, got float64; NaN in a pandas column .*astype\(\"Int64\"\).*fillna\(-1\)"
+
+
+@pytest.mark.parametrize(
+    ("column", "says"),
+    [
+        (pd.Series([7, None]), FLOATS),
+        (pd.Series([[1.5], [2.0]]), FLOATS),
+        (np.array([7, NAN]), FLOATS),
+        ([7, 1.5], FLOATS),
+        (pd.Series([7, None], dtype="Float64"), "got Float64|got float64"),
+        (pa.array([1.5]), FLOATS),
+        ([[1.5], [2]], FLOATS),
+        (pd.Series(["a", None]), "got object; tpu_embed.hash_ids"),
+        (pa.array([["a"]]), "got object; tpu_embed.hash_ids"),
+        (pa.array(["a"]).dictionary_encode(), "got object; tpu_embed.hash_ids"),
+        (["a"], "got object; tpu_embed.hash_ids"),
+        (pd.Series([True]), "got bool"),
+        ([True, False], "got bool"),
+        (pd.Series(pd.to_datetime(["2020-01-01"])), "got datetime64"),
+        ([[1], 2], "expected a list of lists, got 2"),
+        ([2**64], "got object"),
+    ],
+)
+def test_columns_that_are_not_ids(column, says):
+    with pytest.raises(TypeError, match="user/x: .*" + says):
+        _host(column)
+
+
+def test_lists_in_lists_are_no_bags():
+    with pytest.raises(ValueError, match="lists of different lengths; from_lists takes one flat"):
+        _host([[[1], [2, 3]]])
+
+
+def test_a_list_of_tracers_is_refused():
+    with pytest.raises(ValueError, match="expected ids whose values are known, got a tracer"):
+        jax.jit(lambda ids: _host([ids, ids]).ids)(np.ones(2, int))
+
+
+def test_dictionaries_longer_than_the_column_are_decoded():
+    whole = pa.array([f"key {i}" for i in range(100)]).dictionary_encode()
+    assert dictionary_of(whole[:3]) is None
+    assert dictionary_of(whole) is not None
+    assert dictionary_of(pa.array(["a"])) is None
+
+
+def test_columns_through_an_engine():
+    """Lookup of columns, with what is missing, is that of arrays padded with -1."""
+    table = TableConfig(10, 4, combiner="mean", name="items")
+    features = {"one": FeatureConfig(table), "bag": FeatureConfig(table)}
+    engine = tpu_embed.EmbeddingEngine(features, mesh=jax.make_mesh((1,), ("d",)))
+    state = engine.init(jax.random.key(0))
+    columns = {"one": pd.Series([3, None], dtype="UInt8"), "bag": pa.array([[1, None, 2], None])}
+    arrays = {"one": np.array([3, -1]), "bag": np.array([[1, -1, 2], [-1, -1, -1]])}
+    found, expected = (engine.lookup(state, engine.place(given)) for given in (columns, arrays))
+    for path in features:
+        np.testing.assert_array_equal(found[path], expected[path])
+    assert not jnp.any(found["one"][1])
+    counted = batch_statistics(engine, columns)["items"]
+    assert (counted["ids"], counted["unique"], counted["bad"]) == (3, 3, 0)
+    served = serving_lookup(engine.tables(state), columns, features)
+    np.testing.assert_array_equal(served["one"], expected["one"])
+
+
+def test_neither_pandas_nor_arrow_is_imported():
+    code = (
+        "import sys, numpy as np, jax, tpu_embed\n"
+        "from tpu_embed import FeatureConfig, TableConfig\n"
+        "engine = tpu_embed.EmbeddingEngine(FeatureConfig(TableConfig(9, 2)))\n"
+        "engine.place([[1, None]]), tpu_embed.hash_ids(['a', None], 9)\n"
+        "tpu_embed.pad_batch(np.zeros(3, np.uint8), 2)\n"
+        "print([name for name in ('pandas', 'pyarrow') if name in sys.modules])"
+    )
+    environment = {"PYTHONPATH": ":".join(sys.path), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert done.stdout.decode().strip() == "[]", done.stderr.decode()

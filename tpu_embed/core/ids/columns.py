@@ -1,0 +1,298 @@
+"""Read columns as people have them: of pandas, of Arrow, or lists with missing values.
+
+NumPy has no integer that means "missing". pandas and Arrow mark such entries beside the values, and
+Python lists hold None or NaN among them. Here a column with missing entries becomes a masked array:
+`[7, None, 5]` is the array `[7, …, 5]` with the mask `[False, True, False]`. What is masked among
+ids is looked up by nobody: it is padding in a dense array, and left out of a bag.
+
+pandas and pyarrow are never imported here; objects of theirs come from users who have them.
+
+Input: arrays, lists, and columns of pandas and Arrow. Output: NumPy arrays, masked where entries
+are missing; lists of values as one list with the lists' lengths; dictionaries with their codes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tpu_embed import _checks
+
+__all__ = ["Bags", "arrow_of", "bags_of", "chained", "dictionary_of", "flat_column", "with_missing"]
+
+
+class Bags(NamedTuple):
+    """A column of lists: the items of all lists one after another, and the lists' lengths.
+
+    Attributes:
+      items: [N], a Python list or an Arrow array, not converted yet.
+      lengths: int64 [B].
+    """
+
+    items: Any
+    lengths: np.ndarray
+
+    @property
+    def row_splits(self) -> np.ndarray:
+        """int64 [B + 1], where each list begins and ends: lengths 2 0 1 are the splits 0 2 2 3."""
+        return np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
+
+
+def flat_column(what: str, value: Any) -> np.ndarray:
+    """Return a column of numbers or strings as an array, masked where entries are missing.
+
+    Args:
+      what: its name, for messages.
+      value: an array, a column of pandas or Arrow, or (nested) lists. None, NaN beside other
+        values, pandas.NA and NaT are missing.
+
+    Returns:
+      The array. Strings of lists, pandas and Arrow are objects; an empty list holds integers.
+
+    Raises:
+      ValueError: `value` is nested lists of different lengths.
+
+    Example:
+      >>> flat_column("x", [7, None, 5]).tolist()
+      [7, None, 5]
+    """
+    if isinstance(value, np.ndarray):
+        return _of_array(value)
+    arrow = arrow_of(value)
+    if arrow is not None:
+        return _of_arrow(arrow)
+    if _is_of("pandas", value):
+        return _of_pandas(value)
+    if isinstance(value, (list, tuple, str, bytes)):
+        return _of_lists(what, value)
+    return np.asarray(value)
+
+
+def bags_of(what: str, value: Any) -> Bags | None:
+    """Return a column of lists as `Bags`; None if it is a column of anything else.
+
+    Args:
+      what: its name, for messages.
+      value: a list of lists, an array of objects or a pandas column that hold lists or arrays, or a
+        column of Arrow lists. A list that is missing is empty.
+
+    Raises:
+      TypeError: some entries are lists and others are not.
+
+    Example:
+      >>> bags_of("x", [[7, 3], None, [5]]).row_splits.tolist()
+      [0, 2, 2, 3]
+    """
+    arrow = arrow_of(value)
+    if arrow is not None:
+        return _of_arrow_lists(arrow)
+    if not isinstance(value, (list, tuple)):
+        # Only objects can be lists; a DataFrame has no dtype of its own.
+        if getattr(value, "dtype", None) != np.dtype(object):
+            return None
+        value = np.asarray(value)
+        if value.ndim != 1:
+            return None
+    first = next((item for item in value if not _is_missing(item)), None)
+    if not isinstance(first, (list, tuple)) and getattr(first, "ndim", 0) < 1:
+        return None
+    return chained(what, [() if _is_missing(item) else item for item in value])
+
+
+def chained(what: str, lists: Sequence[Sequence[Any]]) -> Bags:
+    """Return the items of all lists in one list `[N]`, and the lists' lengths `[B]`.
+
+    Raises:
+      TypeError: an item has no length, or `lists` has none.
+    """
+    try:
+        lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+    except TypeError as error:
+        # Name the item that has no length; an iterator as a whole has none either.
+        items = lists if hasattr(lists, "__len__") else [lists]
+        got = next(item for item in items if not hasattr(item, "__len__"))
+        expected = "a list of lists"
+        raise TypeError(_checks.message(what, expected=expected, got=repr(got))) from error
+    return Bags(list(itertools.chain.from_iterable(lists)), lengths)
+
+
+def dictionary_of(value: Any) -> tuple[Any, np.ndarray] | None:
+    """Return a dictionary-encoded column as its dictionary and codes; None for any other column.
+
+    Args:
+      value: anything; Arrow dictionary arrays and categories of pandas are dictionary-encoded.
+
+    Returns:
+      (dictionary, codes): entry i is `dictionary[codes[i]]`, or missing if `codes[i]` is -1. None
+      too if the dictionary is longer than the column: then decoding is less work.
+    """
+    arrow = arrow_of(value)
+    if arrow is not None and hasattr(arrow.type, "index_type"):
+        array = _one_chunk(arrow)
+        # The indices may be unsigned, so they are widened before -1 stands in for null.
+        codes = array.indices.cast("int64").fill_null(-1)
+        found = array.dictionary, codes.to_numpy(zero_copy_only=False)
+    elif _is_of("pandas", value) and hasattr(getattr(value, "dtype", None), "categories"):
+        array = getattr(value, "array", value)
+        found = array.categories, np.asarray(array.codes, np.int64)
+    else:
+        return None
+    return found if len(found[0]) <= len(found[1]) else None
+
+
+def with_missing(values: np.ndarray, missing: np.ndarray) -> np.ndarray:
+    """Return values with the missing ones masked, or as they are if none is missing.
+
+    Args:
+      values: an array of any dtype.
+      missing: bool, in its shape.
+    """
+    if not missing.any():
+        return values
+    if values.dtype.kind not in "iu":
+        return np.ma.masked_array(values, missing)
+    # Should the mask get lost on the user's way, the largest integer is likely to be a bad id.
+    most = int(np.iinfo(values.dtype).max)
+    return np.ma.masked_array(np.where(missing, most, values), missing, fill_value=most)
+
+
+def arrow_of(value: Any) -> Any | None:
+    """Return the Arrow array that a column is, or that pandas keeps it in; None for any other."""
+    if _is_of("pyarrow", value) and hasattr(value, "type") and hasattr(value, "to_numpy"):
+        return value
+    dtype = getattr(value, "dtype", None)
+    in_arrow = hasattr(dtype, "pyarrow_dtype") or getattr(dtype, "storage", None) == "pyarrow"
+    if in_arrow and _is_of("pandas", value):
+        return getattr(value, "array", value).__arrow_array__()
+    return None
+
+
+def _is_of(package: str, value: Any) -> bool:
+    """Tell whether a value's class, or a class that it inherits from, is defined in a package."""
+    return any(kind.__module__.partition(".")[0] == package for kind in type(value).__mro__)
+
+
+def _is_missing(value: Any) -> bool:
+    """Tell whether a Python object stands for a missing value; NaN is unequal to itself."""
+    if value is None:
+        return True
+    if isinstance(value, (float, np.floating, np.datetime64)):
+        return bool(value != value)
+    return type(value).__name__ in ("NAType", "NaTType")
+
+
+def _of_array(array: np.ndarray) -> np.ndarray:
+    """Return an array as it is; one of objects as integers, where that is what they are."""
+    return _of_objects(array.astype(object)) if array.dtype.kind in "OT" else array
+
+
+def _of_objects(array: np.ndarray) -> np.ndarray:
+    """Return objects that are all integers as integers, with the missing ones masked.
+
+    Other objects stay objects: strings are for hashing, the rest for an error.
+    """
+    missing, values = np.ma.getmaskarray(array).copy(), np.ma.getdata(array)
+    kinds = set(map(type, values.flat))
+    odd = {kind for kind in kinds if kind is bool or not issubclass(kind, _STRINGS + _INTEGERS)}
+    if odd:
+        # Only objects of these types are looked at one by one.
+        among = np.fromiter(map(odd.__contains__, map(type, values.flat)), bool, values.size)
+        places = [at for at in np.flatnonzero(among) if _is_missing(values.flat[at])]
+        missing.flat[places] = True
+        if len(places) < np.count_nonzero(among):
+            return array
+    present = values[~missing]
+    if any(issubclass(kind, _STRINGS) for kind in kinds):
+        return with_missing(values, missing)
+    return _placed(_of_integers(present), values, missing)
+
+
+def _placed(present: np.ndarray, values: np.ndarray, missing: np.ndarray) -> np.ndarray:
+    """Return integers `[n]` at their places among objects: 7 and 5 at 0 and 2 of [7, None, 5]."""
+    if present.dtype == object:
+        return with_missing(values, missing)
+    filled = np.zeros(values.shape, present.dtype)
+    filled[~missing] = present
+    return with_missing(filled, missing)
+
+
+def _of_integers(objects: np.ndarray) -> np.ndarray:
+    """Return integers `[n]` as int64 or uint64; as objects, as they are, if neither holds all."""
+    lowest, highest = min(objects, default=0), max(objects, default=0)
+    for dtype in (np.int64, np.uint64):
+        if lowest >= np.iinfo(dtype).min and highest <= np.iinfo(dtype).max:
+            return objects.astype(dtype)
+    return objects
+
+
+_STRINGS, _INTEGERS = (str, bytes), (int, np.integer)
+
+
+def _of_lists(what: str, value: Any) -> np.ndarray:
+    """Return (nested) lists as an array; see `flat_column`."""
+    # NumPy's strings would drop trailing NULs.
+    if isinstance(next((one for one in value if not _is_missing(one)), None), (str, bytes)):
+        return _of_objects(np.array(value, dtype=object))
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        expected, got = "an array", "lists of different lengths"
+        remedy = "from_lists takes one flat list per example"
+        text = _checks.message(what, expected=expected, got=got, remedy=remedy)
+        raise ValueError(text) from error
+    if not array.size:
+        return array.astype(np.int64)  # np.asarray([]) is float64
+    if array.dtype.kind in "iu":
+        return array
+    # NaN, and integers beyond int64, make floats of the integers beside them.
+    objects = _of_objects(np.array(value, dtype=object))
+    numbers = array.dtype.kind in "fb" and objects.dtype == object
+    return array if numbers and not np.ma.is_masked(objects) else objects
+
+
+def _of_pandas(value: Any) -> np.ndarray:
+    """Return a Series, Index, extension array or DataFrame as an array; see `flat_column`."""
+    # Int64 and its kin hold NumPy values beside a mask.
+    array = getattr(value, "array", value)
+    own = getattr(getattr(array, "dtype", None), "numpy_dtype", None)
+    if own is not None and own.kind in "iufb":
+        return with_missing(array.to_numpy(dtype=own, na_value=0), np.asarray(array.isna()))
+    return _of_array(np.asarray(value))
+
+
+def _one_chunk(value: Any) -> Any:
+    """Return an Arrow array: a chunked one in one piece."""
+    return value.combine_chunks() if hasattr(value, "combine_chunks") else value
+
+
+def _of_arrow(value: Any) -> np.ndarray:
+    """Return an Arrow array of numbers or strings as an array; see `flat_column`."""
+    import pyarrow.types as kinds
+
+    array = _one_chunk(value)
+    if kinds.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if kinds.is_null(array.type):
+        array = array.cast("int64")
+    missing = array.is_null().to_numpy(zero_copy_only=False)
+    # NumPy would make floats of integers with nulls.
+    if kinds.is_integer(array.type):
+        array = array.fill_null(0)
+    return with_missing(_of_array(array.to_numpy(zero_copy_only=False)), missing)
+
+
+def _of_arrow_lists(value: Any) -> Bags | None:
+    """Return Arrow lists as `Bags`; None for an Arrow array of anything else."""
+    import pyarrow.compute
+    import pyarrow.types as kinds
+
+    is_list = (kinds.is_list, kinds.is_large_list, kinds.is_fixed_size_list)
+    if not any(is_one(value.type) for is_one in is_list):
+        return None
+    array = _one_chunk(value)
+    # `flatten` respects slices and skips the items under null lists; `array.values` does neither.
+    lengths = pyarrow.compute.call_function("list_value_length", [array]).fill_null(0)
+    return Bags(array.flatten(), np.asarray(lengths.to_numpy(), np.int64))
