@@ -140,7 +140,8 @@ def test_a_wider_bag_does_not_fit():
         engine.place(ids, {"x": np.ones((B, 2), np.float32), "y": None}, spec=spec)
 
 
-def test_without_a_spec_the_union_grows_and_never_shrinks():
+def test_without_a_spec_the_union_of_small_batches_grows_and_never_shrinks():
+    """`test_unions.py` has the large ones."""
     engine, rng = make_engine(), np.random.default_rng(0)
     seen = []
     for longest in (2, 6, 3, 9, 1, 9):
