@@ -23,6 +23,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import operator
 import threading
 from typing import Any
 
@@ -83,7 +84,9 @@ class Unions:
     def likely(self, needed: BatchSpec) -> BatchSpec:
         """Return a spec that holds the batch, most likely the one it will get; change nothing."""
         with self._lock:
-            return self._smallest(self._tiers[_kind_of(needed)], needed)
+            tiers = self._tiers[_kind_of(needed)]
+            holding = _first_that_holds(tiers, needed)
+            return self._grown(tiers, needed) if holding is None else holding.spec
 
     def want(self, needed: BatchSpec) -> BatchSpec:
         """Return the spec that this process asks for: a tier, one that grew, or a reviewed one.
@@ -93,14 +96,16 @@ class Unions:
         """
         with self._lock:
             tiers = self._tiers[_kind_of(needed)]
-            holding = next((tier for tier in tiers if _holds(tier.spec, needed)), None)
+            holding = _first_that_holds(tiers, needed)
             if holding is None:
-                return self._smallest(tiers, needed)
-            known = [holding.needed] if holding.needed else []
-            holding.needed = BatchSpec.union(needed, *known)
+                return self._grown(tiers, needed)
+            if holding.needed is None:
+                holding.needed = needed
+            elif not holds(holding.needed, needed):
+                holding.needed = BatchSpec.union(holding.needed, needed)
             reviewed = _reviewed(tiers)
-            if reviewed is None or not _holds(reviewed.spec, needed):
-                return self._smallest(tiers, needed)
+            if reviewed is None or not holds(reviewed.spec, needed):
+                return holding.spec
             # All processes review the same tier for the same batch: each asks for what its batches
             # needed of it, with room to spare, and for the tier before.
             below = [tier.spec for tier in tiers[: tiers.index(reviewed)]][-1:]
@@ -117,32 +122,31 @@ class Unions:
         with self._lock:
             tiers = self._tiers[_kind_of(agreed)]
             reviewed = _reviewed(tiers)
-            if reviewed is not None and _holds(reviewed.spec, agreed):
+            if reviewed is not None and holds(reviewed.spec, agreed):
                 reviewed.uses, reviewed.needed = 0, None
-            tier = self._join(tiers, agreed)
+            same = (tier for tier in tiers if tier.spec is agreed or tier.spec == agreed)
+            tier = next(same, None) or self._join(tiers, agreed)
             tier.uses += 1
             return tier.spec
 
-    def _smallest(self, tiers: list[_Tier], needed: BatchSpec) -> BatchSpec:
-        """Return the smallest tier that holds the batch; if none does, the first one that is near.
+    def _grown(self, tiers: list[_Tier], needed: BatchSpec) -> BatchSpec:
+        """Return the first tier that holds the batch after growing a little, or a new one.
 
-        A batch that fits leaves the tier as it is. If it does not, it gets room to spare.
+        The batch gets room to spare, so that the next ones fit, too.
         """
-        for tier in tiers:
-            if _holds(tier.spec, needed):
-                return tier.spec
-        grown = [BatchSpec.union(tier.spec, needed.bucketed()) for tier in tiers]
+        roomy = needed.bucketed()
+        grown = [BatchSpec.union(tier.spec, roomy) for tier in tiers]
         for tier, spec in zip(tiers, grown, strict=True):
             if self._is_near(spec, tier.spec):
                 return spec
-        return grown[-1] if grown else needed.bucketed()
+        return grown[-1] if grown else roomy
 
     def _join(self, tiers: list[_Tier], agreed: BatchSpec) -> _Tier:
         """Return the tier of a spec; it may be a new one, or a larger one that is near enough."""
-        holding = next((tier for tier in tiers if _holds(tier.spec, agreed)), None)
+        holding = _first_that_holds(tiers, agreed)
         if holding is not None and self._is_near(holding.spec, agreed):
             return holding
-        below = [tier for tier in tiers if _holds(agreed, tier.spec)]
+        below = [tier for tier in tiers if holds(agreed, tier.spec)]
         above = tiers[len(below) :]
         for tier in above:
             tier.spec = BatchSpec.union(tier.spec, agreed)
@@ -188,9 +192,28 @@ def _reviewed(tiers: list[_Tier]) -> _Tier | None:
     return next((tier for tier in tiers if tier.uses >= REVIEW_AFTER), None)
 
 
-def _holds(spec: BatchSpec, needed: BatchSpec) -> bool:
-    """Tell whether every batch of `needed` fits `spec`."""
-    return BatchSpec.union(spec, needed) == spec
+def _first_that_holds(tiers: list[_Tier], needed: BatchSpec) -> _Tier | None:
+    """Return the smallest tier that batches of a spec fit, if there is one."""
+    return next((tier for tier in tiers if holds(tier.spec, needed)), None)
+
+
+def holds(spec: BatchSpec, needed: BatchSpec) -> bool:
+    """Tell whether every batch of `needed` fits `spec`, which is of the same kind.
+
+    It is `BatchSpec.union(spec, needed) == spec`, but makes no spec: `place` asks it several times.
+    """
+    if spec is needed:
+        return True
+    for stack, other in zip(spec.stacks, needed.stacks, strict=True):
+        if any(map(operator.lt, stack.sizes, other.sizes)):
+            return False
+    for shape, other in zip(spec.feature_shapes, needed.feature_shapes, strict=True):
+        if other.weighted and not shape.weighted:
+            return False
+        # Flat ids have no width. They hold dense ones, but not the other way round.
+        if shape.width is not None and (other.width is None or other.width > shape.width):
+            return False
+    return True
 
 
 def _within(spec: BatchSpec, bound: BatchSpec) -> BatchSpec:
