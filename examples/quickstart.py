@@ -27,10 +27,11 @@ def step(state, batch):
     return engine.update(state, batch, gradients), loss
 
 
-engine = EmbeddingEngine(features, Adagrad(0.1))
+adagrad = Adagrad(0.1, initial_accumulator_value=1e-6)  # the gradients of a mean are small
+engine = EmbeddingEngine(features, adagrad)
 state, batch = engine.init(jax.random.key(0)), engine.place(inputs)
 engine.check_in_place(step, state, batch)  # raises an error if the step would copy a table
-embedding = TPUEmbedding(features, Adagrad(0.1))  # the stateful API
+embedding = TPUEmbedding(features, adagrad)  # the stateful API
 for _ in range(5):
     state, loss = step(state, batch)
     embedding.enqueue(inputs)

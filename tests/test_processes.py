@@ -37,6 +37,7 @@ def two(saved, tmp_path_factory):
         ("train_embedding", 8),
         ("train_weighted", 4),
         ("refusals", 8),
+        ("outliers",),
         ("save_all", str(directory), [8], ["mod"]),
         ("restore_all", str(directory), ["1-8-mod"], [8], ["mod"]),
         ("restore_all", str(directory), ["1-8-mod", "2-8-mod"], [2], ["div"], 0),
@@ -78,6 +79,17 @@ def test_one_refuses_all_refuse(two):
         assert len(ours) == (0 if process else 6)
     assert "got id 103" in two[0][3][0][1]
     assert "id 103 at example 0" in two[1][3][0][1]
+
+
+def test_processes_leave_the_spec_of_an_outlier_together(two):
+    """Each process sees its own outlier alone; what the others need is known by agreement."""
+    rooms, others = (found[4] for found in two)
+    assert rooms == others
+    ids = [sizes[0] for sizes in rooms]
+    assert ids[0] > 20_000
+    assert ids[140] > 25_000
+    assert max(ids[128:140] + ids[141:]) < 100
+    assert len(set(rooms)) <= 4
 
 
 def test_what_files_do_to_one_all_are_told(two):

@@ -9,16 +9,18 @@ import io
 import json
 import os
 import platform
+import re
 import runpy
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from tpu_embed import planning
-from tpu_embed._checks import message
+from tpu_embed._checks import did_you_mean, message
 from tpu_embed.kernels import cpu, dispatch
 from tpu_embed.planning.compiled import Compiled, compile_for
 from tpu_embed.planning.estimate import Estimate, estimate
@@ -64,6 +66,8 @@ def show_plan(args: argparse.Namespace) -> None:
     """
     feature_config, optimizer, batch = _workload(Path(args.config))
     target = _target(args.topology)
+    if isinstance(target, str):
+        args.topology = planning.Topology(target).name  # v5p-8 is v5p:2x2x1
     if args.compile and isinstance(target, int):
         remedy = "for example --topology v5p:2x2x1"
         got = f"{target} device(s)"
@@ -144,6 +148,28 @@ def _as_json(plan: planning.Plan, compiled: Compiled, found: Estimate) -> str:
     return json.dumps(json.loads(plan.to_json()) | more)
 
 
+def _check_spelling(arguments: list[str], commands: Mapping[str, argparse.ArgumentParser]) -> None:
+    """Check that the command and its options exist, and name what was probably meant.
+
+    Raises:
+      ValueError: there is no such command or option.
+    """
+    command = next(iter(arguments), "-")
+    if command.startswith("-"):
+        return
+    if command not in commands:
+        remedy, expected = did_you_mean(command, commands), f"one of {', '.join(commands)}"
+        raise ValueError(message("command", expected=expected, got=command, remedy=remedy))
+    options = set(re.findall(r"--[a-z][a-z-]*", commands[command].format_help()))
+    for argument in arguments[1:]:
+        name = argument.partition("=")[0]
+        if name.startswith("--") and not any(one.startswith(name) for one in options):
+            expected = f"one of {', '.join(sorted(options))}"
+            remedy = did_you_mean(name, options)
+            text = message(f"option of {command}", expected=expected, got=name, remedy=remedy)
+            raise ValueError(text)
+
+
 def main() -> None:
     """Run the subcommand that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m tpu_embed", description=__doc__)
@@ -152,7 +178,9 @@ def main() -> None:
     command.set_defaults(run=lambda args: print(info()))
     command = commands.add_parser("plan", help="memory and traffic of a config on a topology")
     command.add_argument("config", help="a Python file that defines workload()")
-    command.add_argument("--topology", required=True, help="v5p:4x4x4, or a number of devices")
+    command.add_argument(
+        "--topology", required=True, help="v5p:4x4x4, v5p-128, or a number of devices"
+    )
     command.add_argument(
         "--compile", action="store_true", help="compile for it, too (needs libtpu)"
     )
@@ -164,10 +192,11 @@ def main() -> None:
     )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=show_plan)
-    args = parser.parse_args()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack the bars' characters
     try:
+        _check_spelling(sys.argv[1:], commands.choices)
+        args = parser.parse_args()
         args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:

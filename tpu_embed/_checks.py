@@ -8,6 +8,7 @@ Input: values to check. Output: the values, or an error.
 
 from __future__ import annotations
 
+import difflib
 import numbers
 import os
 import sys
@@ -64,6 +65,21 @@ def message_of_many(what: str, messages: Sequence[str], *, remedy: str) -> str:
     shown, left = messages[:_MOST_LINES], len(messages) - _MOST_LINES
     more = [f"and {left} more"] if left > 0 else []
     return f"{what}: " + "\n  ".join([*shown, *more, remedy])
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a remedy for a misspelt word: "did you mean …?", or "" if none is similar.
+
+    Args:
+      word: what was given.
+      known: what could have been meant.
+
+    Example:
+      >>> did_you_mean("--topolgy", ["--json", "--topology"])
+      'did you mean --topology?'
+    """
+    similar = difflib.get_close_matches(word, list(known), n=1)
+    return f"did you mean {similar[0]}?" if similar else ""
 
 
 def is_int(value: Any) -> bool:

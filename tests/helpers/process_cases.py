@@ -189,6 +189,28 @@ def refusals(devices):
     return seen
 
 
+def outliers():
+    """Return the room for ids in batches that are alike but for two, which one process has alone.
+
+    Batch 0 has many ids in the first process; batch 140 has more of them in the last one. Some
+    batches in between ask for different tiers in both. The last one is given the first one's spec
+    by one process alone.
+    """
+    films = TableConfig(1_000_000, 1, name="outliers", combiner="sum")
+    engine = tpu_embed.EmbeddingEngine(FeatureConfig(films), o.SGD(), mesh=mesh(8))
+    first, last = jax.process_index() == 0, jax.process_index() == jax.process_count() - 1
+    rooms, size = [], BATCH // jax.process_count()
+    for step in range(150):
+        length = 20_000 if step == 0 and first else 25_000 if step == 140 and last else 4
+        rng = np.random.default_rng(step)
+        bags = [rng.integers(0, 1_000_000, length).tolist()] + [[1, 2, 3]] * (size - 1)
+        spec = engine.place(RaggedIds.from_lists(bags)).spec
+        rooms.append(spec.stacks[0].sizes)
+    again = engine.place(RaggedIds.from_lists(bags), spec=spec if first else None)
+    assert again.spec == spec
+    return rooms
+
+
 def leave(leaver, waits_on, *, silently=False):
     """End one process while the others wait for it, in `place` or on a device."""
     engine = make_engine(8, "mod")

@@ -47,6 +47,36 @@ def test_devices_are_a_target_too(run, capsys):
     assert json.loads(capsys.readouterr().out)["devices"] == 8
 
 
+def test_an_accelerator_type_is_a_target_too(run, capsys):
+    run("--topology", "v5p-128")
+    assert "v5p:4x4x4: 64 device(s)" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"error: accelerator type v5p-100: expected a number of"):
+        run("--topology", "v5p-100")
+
+
+def test_what_is_misspelt_is_named(run, monkeypatch, capsys):
+    for wrong, right in {
+        "--topolgy": "--topology",
+        "--jsn": "--json",
+        "--cmpile": "--compile",
+    }.items():
+        with pytest.raises(
+            SystemExit, match=f"error: option of plan: .* got {wrong}; did you mean {right}?"
+        ):
+            run(wrong, "v5p:2x2x1")
+    with pytest.raises(SystemExit, match=r"got --topolgy; did you mean --topology\?$"):
+        run("--topolgy=v5p:2x2x1")
+    with pytest.raises(SystemExit, match=r"error: topology: .*; did you mean v5p\?"):
+        run("--topology", "vp5:2x2x1")
+    run("--topo", "v5p:2x2x1")  # argparse completes what is not ambiguous
+    monkeypatch.setattr(sys, "argv", ["tpu_embed", "pln", "config.py"])
+    with pytest.raises(SystemExit, match=r"error: command: .* got pln; did you mean plan\?"):
+        command.main()
+    monkeypatch.setattr(sys, "argv", ["tpu_embed", "info", "--verbose"])
+    with pytest.raises(SystemExit, match=r"error: option of info: .* got --verbose$"):
+        command.main()
+
+
 def test_what_does_not_fit_is_shown_and_refused(run, capsys):
     with pytest.raises(SystemExit, match=r"error: plan for v5e:1x1: expected at most 15\.8 GiB"):
         run("--topology", "v5e:1x1")

@@ -169,7 +169,8 @@ def test_remedies_are_only_those_there_are():
     found = planning.plan(features, o.SGD(), "v5e:2x2", batch, memory=2**27)
     first, second = found.remedies
     assert first == (
-        "16 devices, the same global batch: 256.0 MiB of tables and slots alone, still too much"
+        "v5e:4x4 (16 devices), the same global batch: 256.0 MiB of tables and slots alone, "
+        "still too much"
     )
     assert second.startswith("no replicated tables")
     assert second.endswith("would fit")
@@ -223,8 +224,91 @@ def test_explained():
     assert line == "t05 float32 replicated tiny, 1.5 KiB 3 128 3 0 4.0 KiB 4.0 KiB".split()
     assert text.count("█") > 8
     assert "… and 56 more like them" in text
-    assert text.rstrip().endswith("of 95.7 GiB a device")
+    assert text.splitlines()[2].endswith("of 95.7 GiB a device")
     assert max(len(line) for line in text.splitlines()) <= 120
+
+
+def test_explained_has_totals_first_and_then_what_takes_most():
+    tables = {"a": (1000, 8), "b": (90_000, 128), "c": (50_000, 16)}
+    features = {n: FeatureConfig(TableConfig(*sizes, name=n)) for n, sizes in tables.items()}
+    batch = {n: jax.ShapeDtypeStruct((64, 2), np.int32) for n in features}
+    for target in ("v5e:2x2", 4):
+        found = planning.plan(features, o.Adagrad(0.1), target, batch)
+        lines = [line.split() for line in found.explain().splitlines()]
+        first = [line[0] for line in lines if line]
+        begin = first.index("table")
+        assert first[begin:] == ["table", "all", "b", "c", "a"]
+        assert first[first.index("a") + 1] == "all"
+        assert " ".join(lines[2]).startswith(("fits: ", readable(found.bytes_per_device)))
+        assert ("tile padding" in found.explain()) == (target == "v5e:2x2")
+
+
+@pytest.mark.parametrize(("topology", "words"), [("v5p:2x2x1", 16), ("v5e:2x2", 32)])
+def test_narrow_rows_waste_words_on_a_tpu(topology, words):
+    """A row of 8 numbers takes 16 words for SparseCores, 32 in a TensorCore's line."""
+    rows = 4 * 128 * 1000
+    features = {"x": FeatureConfig(TableConfig(rows, 8, name="x"))}
+    batch = {"x": jax.ShapeDtypeStruct((64,), np.int32)}
+    found = planning.plan(features, o.Adagrad(0.1), topology, batch)
+    assert found.wasted["tables"] == found.wasted["slots"] == rows // 4 * (words - 8) * 4
+    assert found.tables[0].wasted_bytes == 2 * found.wasted["tables"]
+    # Two arrays of 16 activations, each of 128 words instead of 8.
+    assert found.wasted["activations"] == 2 * 16 * (128 - 8) * 4
+    assert not any(planning.plan(features, o.Adagrad(0.1), 4, batch).wasted.values())
+
+
+TYPES = {
+    "v2-8": "v2:2x2", "v3-32": "v3:4x4", "v4-8": "v4:2x2x1", "v4-16": "v4:2x2x2",
+    "v5litepod-1": "v5e:1x1", "v5litepod-16": "v5e:4x4", "v5e-8": "v5e:2x4",
+    "v5p-8": "v5p:2x2x1", "v5p-128": "v5p:4x4x4", "v5p-12288": "v5p:16x16x24",
+    "v6e-8": "v6e:2x4", "v6e-256": "v6e:16x16", "tpu7x-128": "tpu7x:4x4x4",
+}  # fmt: skip
+"""Accelerator types of Google Cloud, and the topologies that its pages give them."""
+
+
+def test_accelerator_types_are_topologies():
+    for name, topology in TYPES.items():
+        assert planning.Topology(name) == planning.Topology(topology)
+    chips = {"v2": 2, "v3": 2, "v4": 2, "v5litepod": 1, "v5p": 2, "v6e": 1, "tpu7x": 2}
+    for kind, counted in chips.items():
+        for count in (8, 128):
+            slice_ = planning.Topology(f"{kind}-{count}")
+            assert np.prod(slice_.shape) * counted == count
+    with pytest.raises(
+        ValueError, match=r"accelerator type v5p-4: expected a number of TensorCores, .* 8, 16, "
+    ):
+        planning.Topology("v5p-4")
+    with pytest.raises(ValueError, match=r"v6e-512: expected a number of chips, among 1, 4, 8, "):
+        planning.Topology("v6e-512")
+    for misspelt in ("vp5:2x2x1", "v5pp-8", "v5P:2x2x1"):
+        with pytest.raises(ValueError, match=r"topology: .*; did you mean v5p\?"):
+            planning.Topology(misspelt)
+
+
+@pytest.mark.parametrize("kind", planning.CHIPS)
+def test_larger_slices_are_topologies_in_order(kind):
+    chip = planning.CHIPS[kind]
+    first = planning.Topology(f"{kind}:" + {2: "2x2", 3: "2x2x1"}[chip.axes])
+    chips = [int(np.prod(one.shape)) for one in first.larger()]
+    assert chips[:2] == [8, 16]
+    assert chips == sorted(set(chips))
+    assert chip.pod / 2 <= chips[-1] <= chip.pod
+
+
+def test_a_remedy_names_a_topology_that_can_be_rented():
+    """The next slice of v5e after 1x1 has 4 chips."""
+    features = {"x": FeatureConfig(TableConfig(40_000_000, 128, name="x"))}
+    batch = {"x": jax.ShapeDtypeStruct((1024, 2), np.int32)}
+    found = planning.plan(features, o.SGD(0.1), "v5litepod-1", batch)
+    assert found.target == "v5e:1x1"
+    assert found.remedies[0].startswith("v5e:2x2 (4 devices), the same global batch: ")
+    assert found.remedies[0].endswith(", would fit")
+    # 12 examples are not shared by 8 devices or 16, and a mesh has no topology.
+    batch = {"x": jax.ShapeDtypeStruct((12, 2), np.int32)}
+    found = planning.plan(features, o.SGD(0.1), "v5e:2x2", batch, memory=2**30)
+    assert not any("devices" in one for one in found.remedies)
+    found = planning.plan(features, o.SGD(0.1), 2, batch, memory=2**33)
+    assert found.remedies[0].startswith("4 devices, the same global batch: ")
 
 
 def test_explained_names_are_whole_and_no_markup(monkeypatch):
@@ -254,7 +338,7 @@ def test_as_json():
     assert read["tables"][3] == {
         "name": "mod", "vocabulary_size": 1001, "dim": 8, "dtype": "float32", "placement": "mod",
         "why": "as declared", "rows": 501, "padding": 1, "table_bytes": 501 * 32,
-        "slot_bytes": 501 * 32,
+        "slot_bytes": 501 * 32, "wasted_bytes": 0,
     }  # fmt: skip
     assert read["fits"] is True
 

@@ -206,7 +206,7 @@ class EmbeddingEngine:
             gives the examples of its own devices, in the order of `batch_axes`; all make the same
             calls in one order.
           weights: one weight per id, in the same structure; None where all are one.
-          spec: the batch's exact shape; None: the union of all so far, so that programs are few.
+          spec: the batch's exact shape; None: a shape of earlier batches if it fits one of them.
           for_update: False for a batch that is only looked up; it carries less.
 
         Raises:

@@ -28,7 +28,9 @@ class Adagrad(RowOptimizer):
 
     Args:
       learning_rate: lr, a number, a schedule of the step, or a callable without arguments.
-      initial_accumulator_value: the initial value of a, > 0.
+      initial_accumulator_value: the initial value of a, > 0. The gradients of a mean over a batch
+        of B examples are about 1/B in size: for such a loss take about 1/B², such as 1e-6. With
+        the default the table would barely learn.
       epsilon: ε, >= 0.
 
     The other options are those of `RowOptimizer`. Slots: `accumulators` a `[V, D]`.

@@ -48,7 +48,8 @@ class FTRL(RowOptimizer):
       l1_regularization_strength: l1, >= 0.
       l2_regularization_strength: l2, >= 0.
       beta: β, >= 0, added to the root of the accumulator.
-      initial_accumulator_value: the initial value of a, > 0.
+      initial_accumulator_value: the initial value of a, > 0; take a small one, such as 1e-6, if the
+        loss is a mean over the batch, see `Adagrad`.
       multiply_linear_by_learning_rate: store z multiplied by lr.
       allow_zero_accumulator: allow 0 as the initial value of a.
 

@@ -31,7 +31,8 @@ class ProximalAdagrad(RowOptimizer):
       learning_rate: lr, a number, a schedule of the step, or a callable without arguments.
       l1: strength of the l1 regularisation, >= 0.
       l2: strength of the l2 regularisation, >= 0.
-      initial_accumulator_value: the initial value of a, > 0.
+      initial_accumulator_value: the initial value of a, > 0; take a small one, such as 1e-6, if the
+        loss is a mean over the batch, see `Adagrad`.
 
     The other options are those of `RowOptimizer`. Slots: `accumulators` a `[V, D]`.
 

@@ -29,7 +29,8 @@ class RowWiseAdagrad(RowOptimizer):
 
     Args:
       learning_rate: lr, a number, a schedule of the step, or a callable without arguments.
-      initial_accumulator_value: the initial value of a, > 0.
+      initial_accumulator_value: the initial value of a, > 0; take a small one, such as 1e-6, if the
+        loss is a mean over the batch, see `Adagrad`.
       epsilon: ε, >= 0.
 
     The other options are those of `RowOptimizer`. Slots: `accumulators` a `[V]`, which take D times

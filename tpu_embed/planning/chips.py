@@ -2,7 +2,7 @@
 
 The figures are constants, so neither a TPU nor libtpu is needed.
 
-Input: a name such as `v5p:4x4x4`. Output: a `Topology`.
+Input: a name such as `v5p:4x4x4` or `v5p-128`. Output: a `Topology`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Iterator
 
-from tpu_embed._checks import message
+from tpu_embed._checks import did_you_mean, message
 
 __all__ = ["CHIPS", "Chip", "Topology"]
 
@@ -30,6 +31,9 @@ class Chip:
       device_kind: the name that JAX gives to its devices.
       bandwidth: GB (10⁹ bytes) per second between a JAX device and its HBM.
       clock: GHz of a TensorCore; None where libtpu's profile of a step is not whole.
+      counted: what an accelerator type counts per chip: its two TensorCores in `v5p-8`, which has 4
+        chips, or the chip itself in `v6e-8`.
+      least: chips of the smallest slice.
     """
 
     memory: float
@@ -39,16 +43,28 @@ class Chip:
     device_kind: str
     bandwidth: float
     clock: float | None = None
+    counted: int = 2
+    least: int = 4
 
 
 CHIPS = {
     "v2": Chip(7.48, 256, devices=2, axes=2, device_kind="TPU v2", bandwidth=700 / 2),
     "v3": Chip(15.48, 1024, devices=2, axes=2, device_kind="TPU v3", bandwidth=900 / 2),
     "v4": Chip(30.75, 4096, devices=1, axes=3, device_kind="TPU v4", bandwidth=1228),
-    "v5e": Chip(15.75, 256, devices=1, axes=2, device_kind="TPU v5 lite", bandwidth=819),
+    "v5e": Chip(
+        15.75, 256, devices=1, axes=2, device_kind="TPU v5 lite", bandwidth=819, counted=1, least=1
+    ),
     "v5p": Chip(95.74, 8960, devices=1, axes=3, device_kind="TPU v5", bandwidth=2765, clock=1.75),
     "v6e": Chip(
-        31.25, 256, devices=1, axes=2, device_kind="TPU v6 lite", bandwidth=1638, clock=1.75
+        31.25,
+        256,
+        devices=1,
+        axes=2,
+        device_kind="TPU v6 lite",
+        bandwidth=1638,
+        clock=1.75,
+        counted=1,
+        least=1,
     ),
     "tpu7x": Chip(94.75, 9216, devices=2, axes=3, device_kind="TPU7x", bandwidth=7380 / 2),
 }
@@ -63,32 +79,49 @@ generation (v2's is from Norrie et al., "The Design Process for Google's Trainin
 divided by its devices. Google publishes no clocks: 1.75 GHz is assumed.
 """
 
+_SLICES = {
+    2: "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16 16x32 32x32",
+    3: "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16 16x16x16 16x16x24",
+}
+"""The sizes that slices usually have, by their number, in the pages of the chips' generations."""
+
+_TYPES = {**{name: name for name in CHIPS}, "v5litepod": "v5e"}
+"""How accelerator types begin -> the chip."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
     """A slice of TPU chips.
 
     Attributes:
-      name: `chip:sizes`.
+      name: `chip:sizes`. An accelerator type of Google Cloud, such as `v5p-128` or `v5litepod-16`,
+        becomes the topology that it usually has.
 
     Raises:
-      ValueError: the name is not of this form, or it has more chips than a pod.
+      ValueError: the name is not of this form, there is no such accelerator type, or it has more
+        chips than a pod.
 
     Example:
       >>> topology = Topology("v5p:4x4x4")
       >>> topology.devices, topology.memory_per_device // 2**30
       (64, 95)
+      >>> Topology("v5p-128")
+      Topology(name='v5p:4x4x4')
     """
 
     name: str
 
     def __post_init__(self) -> None:
-        kind, _, sizes = str(self.name).partition(":")
+        object.__setattr__(self, "name", _without_type(str(self.name)))
+        kind, _, sizes = self.name.partition(":")
         known = CHIPS.get(kind)
         if known is None or not re.fullmatch(r"[1-9][0-9]{0,8}(x[1-9][0-9]{0,8})*", sizes):
-            got, remedy = repr(self.name), "for example v5p:4x4x4 or v6e:16x16"
+            got, remedy = repr(self.name), "for example v5p:4x4x4, v6e:16x16 or v5p-128"
+            similar = "" if known else did_you_mean(re.split("[:-]", self.name)[0], _TYPES)
             expected = f"a chip among {', '.join(CHIPS)}, a colon, and its sizes from 1"
-            raise ValueError(message("topology", expected=expected, got=got, remedy=remedy))
+            raise ValueError(
+                message("topology", expected=expected, got=got, remedy=similar or remedy)
+            )
         if len(self.shape) != known.axes:
             expected = f"{known.axes} sizes for {kind}"
             remedy = f"for example {kind}:" + "x".join("2" for _ in range(known.axes))
@@ -117,3 +150,42 @@ class Topology:
     def memory_per_device(self) -> int:
         """Bytes of HBM per JAX device."""
         return int(self.chip.memory * GIB)
+
+    def larger(self) -> Iterator[Topology]:
+        """Yield the usual topologies of the same chip that have more chips, the smallest first."""
+        kind = self.name.partition(":")[0]
+        for chips, sizes in _slices(self.chip).items():
+            if chips > math.prod(self.shape):
+                yield Topology(f"{kind}:{sizes}")
+
+
+def _slices(chip: Chip) -> dict[int, str]:
+    """Return number of chips -> sizes of the usual slices of a chip, the smallest first."""
+    found = {math.prod(map(int, one.split("x"))): one for one in _SLICES[chip.axes].split()}
+    return {chips: one for chips, one in found.items() if chip.least <= chips <= chip.pod}
+
+
+def _without_type(name: str) -> str:
+    """Return the topology of an accelerator type; any other name is returned as it is.
+
+    Raises:
+      ValueError: no slice of the chip has the number of the type.
+    """
+    given = re.fullmatch(r"(?P<kind>[a-z0-9]+)-(?P<count>[0-9]{1,9})", name)
+    if given is None or given["kind"] not in _TYPES:
+        return name
+    kind = _TYPES[given["kind"]]
+    chip = CHIPS[kind]
+    types = {chips * chip.counted: sizes for chips, sizes in _slices(chip).items()}
+    if int(given["count"]) not in types:
+        counts = "TensorCores, two per chip" if chip.counted == 2 else "chips"
+        expected = f"a number of {counts}, among {', '.join(map(str, types))}"
+        remedy = (
+            f"for another shape give the topology, for example {kind}:{next(iter(types.values()))}"
+        )
+        raise ValueError(
+            message(
+                f"accelerator type {name}", expected=expected, got=given["count"], remedy=remedy
+            )
+        )
+    return f"{kind}:{types[int(given['count'])]}"

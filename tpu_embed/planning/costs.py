@@ -8,6 +8,7 @@ Input: a layout and a `BatchSpec`. Output: bytes by purpose.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -17,9 +18,9 @@ from tpu_embed.core.batch import BatchSpec, line_length, line_of
 from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.core.state import slot_format, slot_shapes
 from tpu_embed.kernels.formats import LINE, PACKED_ROWS, RowFormat
-from tpu_embed.planning.sizes import untiled_bytes
+from tpu_embed.planning.sizes import tiled_bytes, untiled_bytes
 
-__all__ = ["Size", "array_bytes", "moved", "passing", "sent", "slot_bytes"]
+__all__ = ["Size", "array_bytes", "moved", "passing", "sent", "slot_bytes", "used_bytes"]
 
 Size = Callable[[tuple[int, ...], np.dtype], int]
 """A function of shape and dtype that returns the bytes of an array on a device."""
@@ -35,6 +36,13 @@ def slot_bytes(stack: Stack, rows: int, size: Size) -> int:
     """Return the bytes of the slots of `rows` rows."""
     slots = [slot for slot in slot_shapes(stack).values() if slot.per_row]
     return sum(array_bytes(slot_format(stack, slot), rows, size) for slot in slots)
+
+
+def used_bytes(stack: Stack, rows: int) -> tuple[int, int]:
+    """Return the bytes of the numbers in `rows` rows, and in their slots, without any padding."""
+    slots = [slot for slot in slot_shapes(stack).values() if slot.per_row]
+    per_row = sum(math.prod(slot.shape) * np.dtype(slot.dtype).itemsize for slot in slots)
+    return rows * stack.dim * _stored(stack).itemsize, rows * per_row
 
 
 def passing(layout: Layout, spec: BatchSpec, size: Size) -> dict[str, int]:
@@ -56,8 +64,8 @@ def passing(layout: Layout, spec: BatchSpec, size: Size) -> dict[str, int]:
 
 
 def _row_bytes(stack: Stack, rows: int, size: Size) -> int:
-    """Return the bytes of rows in the compute dtype; on a TPU each row takes whole lines."""
-    line = 1 if stack.packing == "none" else LINE
+    """Return the bytes of rows in the compute dtype; with tiles, each row takes whole lines."""
+    line = LINE if size is tiled_bytes else 1
     return size((rows, -(-stack.dim // line) * line), stack.compute_dtype)
 
 

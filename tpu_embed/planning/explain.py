@@ -6,6 +6,7 @@ Input: a `Plan`. Output: text.
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -17,7 +18,10 @@ __all__ = ["explained"]
 
 _WIDTH, _BAR, _DEVICES = 120, 40, 8
 _WORDS = ("table", "dtype", "placement", "why")
-_FIGURES = ("rows", "dim", "rows/device", "padding", "table", "slots")
+_FIGURES = ("rows", "dim", "rows/device", "padding")
+_SIZES = (("table", "table_bytes"), ("slots", "slot_bytes"))
+_WASTED = (("tile padding", "wasted_bytes"),)
+"""Columns of bytes, and the fields of `TablePlan` that they show."""
 
 
 def explained(plan: Any) -> str:
@@ -31,10 +35,10 @@ def explained(plan: Any) -> str:
         f"{plan.target}: {plan.devices} device(s), global batch {plan.batch:,}, "
         f"{len(plan.tables)} table(s) in {plan.stacks} stack(s)\n"
     )
-    console.print(_tables(plan))
-    console.print(_parts(plan))
-    _print_bars(plan, console)
     console.print(_verdict(plan))
+    _print_bars(plan, console)
+    console.print(_parts(plan))
+    console.print(_tables(plan))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -53,28 +57,47 @@ def _console() -> Console:
 
 
 def _tables(plan: Any) -> Table:
+    """Return all tables together, then each, those of most bytes first."""
     table = Table(box=None, pad_edge=False)
     for name in _WORDS:
-        table.add_column(name, overflow="fold")
-    for name in _FIGURES:
-        table.add_column(name, justify="right", no_wrap=True)
-    for one in plan.tables:
+        table.add_column(f"\n{name}", overflow="fold")
+    sizes = (*_SIZES, *_WASTED) if any(plan.wasted.values()) else _SIZES
+    for name in (*_FIGURES, *(name for name, _ in sizes)):
+        table.add_column(f"\n{name}", justify="right", no_wrap=True)
+    rows = sum(one.vocabulary_size for one in plan.tables)
+    everywhere, padding = (
+        sum(getattr(t, name) for t in plan.tables) for name in ("rows", "padding")
+    )
+    counts = f"{rows:,}", "", f"{everywhere:,}", f"{padding:,}"
+    table.add_row("all", "", "", "", *counts, *_sizes(sizes, *plan.tables))
+    for one in sorted(plan.tables, key=lambda one: -one.table_bytes - one.slot_bytes):
         words = (one.name, one.dtype, one.placement, one.why)
         counts = (one.vocabulary_size, one.dim, one.rows, one.padding)
-        sizes = (one.table_bytes, one.slot_bytes)
-        table.add_row(*words, *(f"{n:,}" for n in counts), *map(readable, sizes))
+        table.add_row(*words, *(f"{n:,}" for n in counts), *_sizes(sizes, one))
     return table
 
 
+def _sizes(columns: Sequence[tuple[str, str]], *tables: Any) -> list[str]:
+    """Return the bytes of tables by column, readable."""
+    return [readable(sum(getattr(one, field) for one in tables)) for _, field in columns]
+
+
 def _parts(plan: Any) -> Table:
+    """Return the costs of a device, in all and by what they are for, those of most bytes first."""
     table = Table(box=None, pad_edge=False)
-    for name in ("\na device", "\nholds or needs", "\nsends a step", "\nmoves a step"):
-        table.add_column(name, justify="left" if "device" in name else "right")
-    columns = (plan.held | plan.passing, plan.sent, plan.moved)
-    for name in dict.fromkeys(name for column in columns for name in column):
+    costs = {"holds or needs": plan.held | plan.passing, "tile padding": plan.wasted}
+    costs |= {"sends a step": plan.sent, "moves a step": plan.moved}
+    if not any(plan.wasted.values()):
+        del costs["tile padding"]
+    table.add_column("\na device")
+    for name in costs:
+        table.add_column(f"\n{name}", justify="right")
+    columns = list(costs.values())
+    most = {name: max(column.get(name, 0) for column in columns) for c in columns for name in c}
+    table.add_row("all", *(readable(sum(column.values())) for column in columns))
+    for name in sorted(most, key=lambda name: -most[name]):
         figures = [readable(column[name]) if name in column else "" for column in columns]
         table.add_row(name, *figures)
-    table.add_row("all", *(readable(sum(column.values())) for column in columns))
     return table
 
 
@@ -84,7 +107,7 @@ def _print_bars(plan: Any, console: Console) -> None:
     more = min(_BAR, round(_BAR * plan.bytes_per_device / whole)) - held
     # 40 characters stand for the memory of a device: used all the time, during a step, free.
     bar = "█" * held + "▒" * more + "·" * (_BAR - held - more)
-    console.print("\n█ tables and slots  ▒ during a step  · free")
+    console.print("█ tables and slots  ▒ during a step  · free")
     for device in range(min(plan.devices, _DEVICES)):
         console.print(f"device {device:<4d} {bar} {readable(plan.bytes_per_device)}")
     if plan.devices > _DEVICES:
@@ -93,6 +116,6 @@ def _print_bars(plan: Any, console: Console) -> None:
 
 def _verdict(plan: Any) -> str:
     if plan.memory is None:
-        return "\nmemory of a device: not known"
+        return f"{readable(plan.bytes_per_device)} a device, whose memory is not known"
     word = "fits" if plan.fits else "does NOT fit"
-    return f"\n{word}: {readable(plan.bytes_per_device)} of {readable(plan.memory)} a device"
+    return f"{word}: {readable(plan.bytes_per_device)} of {readable(plan.memory)} a device"

@@ -14,26 +14,22 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
-from tpu_embed._checks import check_int, is_int, message
+from tpu_embed._checks import check_int, message
 from tpu_embed._types import PyTree
 from tpu_embed.core.batch import BatchSpec
 from tpu_embed.core.ids import Structure, structure
 from tpu_embed.core.layout import Layout, MeshAxes, Stack, make_layout
 from tpu_embed.core.state import slot_shapes
 from tpu_embed.kernels.formats import packing_of
-from tpu_embed.optimizers import RowWiseAdagrad
 from tpu_embed.planning import costs
-from tpu_embed.planning.chips import Topology
 from tpu_embed.planning.demand import spec_of
 from tpu_embed.planning.placement import placements, with_placements, with_tables
+from tpu_embed.planning.remedies import find_remedies
 from tpu_embed.planning.sizes import readable, tiled_bytes, untiled_bytes
+from tpu_embed.planning.target import GivenTarget, Target, read_target
 
 __all__ = ["Plan", "TablePlan", "plan"]
-
-Target = Mesh | AbstractMesh | Topology | str | int
-"""A mesh, a topology or its name, or a number of devices."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +47,8 @@ class TablePlan:
       padding: padding rows on all devices together.
       table_bytes: bytes of the table per device.
       slot_bytes: bytes per device of its slots that have rows.
+      wasted_bytes: how many of both are padding: on a TPU, rows are padded to fill lines of 128
+        words.
     """
 
     name: str
@@ -63,6 +61,7 @@ class TablePlan:
     padding: int
     table_bytes: int
     slot_bytes: int
+    wasted_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +78,8 @@ class Plan:
       held: bytes per device that are always held: tables, slots.
       passing: bytes per device that a step needs in addition: ids, activations with their
         gradients, exchange. This is an estimate.
+      wasted: how many bytes of `held` and `passing` are padding of a TPU's tiles of 8 × 128 words;
+        all are 0 elsewhere.
       sent: bytes that a device sends to others per step: ids, rows, gradients.
       moved: bytes that a device must read and write in its memory per step for the touched rows:
         lookup, update, exchange. What a compiled step moves can be compared with it.
@@ -95,6 +96,7 @@ class Plan:
     stacks: int
     held: dict[str, int]
     passing: dict[str, int]
+    wasted: dict[str, int]
     sent: dict[str, int]
     moved: dict[str, int]
     spec: BatchSpec = dataclasses.field(repr=False)
@@ -145,7 +147,7 @@ class Plan:
 def plan(
     feature_config: PyTree,
     optimizer: Any,
-    target: Target,
+    target: GivenTarget,
     batch: PyTree,
     *,
     memory: int | None = None,
@@ -179,62 +181,31 @@ def plan(
     """
     if memory is not None:
         memory = check_int("memory, bytes of a device", memory, minimum=1)
-    name, axes, known, most = read_target(target)
-    declared = structure.flatten(feature_config)
-    known = known if memory is None else memory
-    request = _Request(name, axes, known, most, declared, optimizer, batch)
+    known = read_target(target)
+    known = known if memory is None else known._replace(memory=memory)
+    request = Request(known, structure.flatten(feature_config), optimizer, batch)
     found = request.plan()
     if found.fits:
         return found
-    return dataclasses.replace(found, remedies=_remedies(request, found.batch))
-
-
-def read_target(target: Target) -> tuple[str, MeshAxes, int | None, int | None]:
-    """Return name, axes, bytes per device, and the largest number of devices of a target.
-
-    The last two are None if unknown.
-
-    Raises:
-      ValueError: the target is not a mesh, a topology or a number of devices.
-    """
-    if isinstance(target, (Mesh, AbstractMesh)) and target.axis_names:
-        kind = getattr(target.abstract_mesh.abstract_device, "device_kind", "device")
-        axes = MeshAxes(target, target.axis_names)  # type: ignore[arg-type]
-        return f"{target.size} × {kind}", axes, None, None
-    if isinstance(target, (str, Topology)):
-        topology = target if isinstance(target, Topology) else Topology(target)
-        chip = topology.chip
-        axes = _abstract_axes(topology.devices, chip.device_kind)
-        return topology.name, axes, topology.memory_per_device, chip.pod * chip.devices
-    if not is_int(target) or target < 1:  # type: ignore[operator]
-        expected = "a mesh, a topology or a number of devices"
-        remedy = "for example v5p:4x4x4, or 8"
-        raise ValueError(message("target", expected=expected, got=repr(target), remedy=remedy))
-    devices = int(target)  # type: ignore[arg-type]
-    return f"{devices} device{'s' * (devices > 1)}", _abstract_axes(devices), None, None
-
-
-def _abstract_axes(devices: int, device_kind: str | None = None, name: str = "devices") -> MeshAxes:
-    """Return one axis over abstract devices."""
-    device = device_kind and AbstractDevice(device_kind, num_cores=None, platform="tpu")
-    mesh = AbstractMesh((devices,), (name,), abstract_device=device or None)
-    return MeshAxes(mesh, mesh.axis_names)  # type: ignore[arg-type]
+    return dataclasses.replace(found, remedies=find_remedies(request, found.batch))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Request:
+class Request:
     """The arguments of `plan`, and what is computed from them on demand.
 
     Each remedy is another request, so that its plan is computed in the same way.
     """
 
-    target: str
-    axes: MeshAxes
-    memory: int | None
-    most: int | None
+    target: Target
     declared: Structure
     optimizer: Any
     batch: PyTree
+
+    @property
+    def axes(self) -> MeshAxes:
+        """The mesh."""
+        return self.target.axes
 
     @functools.cached_property
     def placed(self) -> tuple[Structure, dict[str, str]]:
@@ -275,25 +246,38 @@ class _Request:
         """Bytes that a device needs during a step."""
         return costs.passing(self.layout, self.spec, self.size)
 
+    @property
+    def wasted(self) -> dict[str, int]:
+        """How many bytes of `held` and `passing` are padding of a TPU's tiles."""
+        held = {"tables": 0, "slots": 0}
+        for stack in self.layout.stacks:
+            table, slots = _stack_bytes(stack, stack.num_rows, self.size)
+            used_by_table, used_by_slots = costs.used_bytes(stack, stack.num_rows)
+            held["tables"] += table - used_by_table
+            held["slots"] += slots - used_by_slots
+        used = costs.passing(self.layout, self.spec, untiled_bytes)
+        return held | {name: size - used[name] for name, size in self.passing.items()}
+
     def plan(self) -> Plan:
         """Return the plan, without remedies."""
         declared, why = self.placed
         layout, size, spec = self.layout, self.size, self.spec
         return Plan(
-            target=self.target,
+            target=self.target.name,
             devices=self.axes.mesh.size,
-            memory=self.memory,
+            memory=self.target.memory,
             batch=spec.batch,
             tables=tuple(_table(layout, name, why, size) for name in declared.table_names),
             stacks=len(layout.stacks),
             held=self.held,
             passing=self.passing,
+            wasted=self.wasted,
             sent=costs.sent(layout, spec),
             moved=costs.moved(layout, spec),
             spec=spec,
         )
 
-    def changed(self, changes: Mapping[str, Mapping[str, Any]]) -> _Request:
+    def changed(self, changes: Mapping[str, Mapping[str, Any]]) -> Request:
         """Return the request with some fields of some tables changed."""
         feature_config = with_tables(self.declared, changes)
         return dataclasses.replace(self, declared=structure.flatten(feature_config))
@@ -307,67 +291,15 @@ def _slots(stack: Stack, size: costs.Size) -> int:
     )
 
 
-def _remedies(request: _Request, batch: int) -> tuple[str, ...]:
-    """Return changes that would make it fit, or come nearest, in words; each is planned."""
-    tables = dict(zip(request.declared.table_names, request.declared.tables, strict=True))
-    replicated = [name for name, table in tables.items() if table.placement == "replicated"]
-    wider = [name for name, table in tables.items() if table.dtype != "bfloat16"]
-    slotted = [t.name for g in request.layout.stacks if _has_wide_slots(g) for t in g.tables]
-    changes: dict[str, dict[str, dict[str, Any]]] = {
-        'no replicated tables (placement="mod")': {n: {"placement": "mod"} for n in replicated},
-        "bfloat16 tables": {name: {"dtype": "bfloat16"} for name in wider},
-        "row-wise slots (RowWiseAdagrad)": {n: {"optimizer": RowWiseAdagrad()} for n in slotted},
-    }
-    changes = {what: new for what, new in changes.items() if new}
-    if len(changes) > 1:
-        parts = list(changes.values())
-        changes["all changes of tables"] = {
-            name: {field: value for part in parts for field, value in part.get(name, {}).items()}
-            for name in tables
-        }
-    found = [_describe_change(what, request.changed(new))[0] for what, new in changes.items()]
-    return tuple(text for text in (_more_devices(request, batch), *found) if text)
-
-
-def _has_wide_slots(stack: Stack) -> bool:
-    """Return whether the optimizer of a stack keeps more than one number per row."""
-    return any(slot.per_row and slot.shape for slot in slot_shapes(stack).values())
-
-
-def _more_devices(request: _Request, batch: int) -> str:
-    """Return how many devices would hold it, in words.
-
-    The number is doubled until it fits, as long as it divides the batch. A mesh of several axes
-    could grow along any of them, so the answer is "" then.
-    """
-    names, devices = request.axes.mesh.axis_names, request.axes.mesh.size
-    kind = getattr(request.axes.device, "device_kind", None)
-    most = batch if request.most is None else min(batch, request.most)
-    text, fits = "", len(names) != 1
-    while not fits and 2 * devices <= most and batch % (2 * devices) == 0:
-        devices *= 2
-        larger = dataclasses.replace(request, axes=_abstract_axes(devices, kind, names[0]))
-        text, fits = _describe_change(f"{devices} devices, the same global batch", larger)
-    return text
-
-
-def _describe_change(what: str, request: _Request) -> tuple[str, bool]:
-    """Return the bytes that a remedy needs, in words, and whether it fits; "" if impossible."""
-    assert request.memory is not None, "without a memory everything fits"
-    try:
-        held = sum(request.held.values())
-        if held > request.memory:  # planning the batch takes longer, and is not needed
-            return f"{what}: {readable(held)} of tables and slots alone, still too much", False
-        needed = held + sum(request.passing.values())
-    except ValueError:  # for example more padded rows than int32 can number
-        return "", False
-    fits = needed <= request.memory
-    return f"{what}: {readable(needed)}, {'would fit' if fits else 'still too much'}", fits
+def _stack_bytes(stack: Stack, rows: int, size: costs.Size) -> tuple[int, int]:
+    """Return the bytes of `rows` rows of a stack, and of their slots."""
+    return costs.array_bytes(stack.row_format, rows, size), costs.slot_bytes(stack, rows, size)
 
 
 def _table(layout: Layout, name: str, why: Mapping[str, str], size: costs.Size) -> TablePlan:
     stack, table = layout.table(name)
     copies = stack.num_shards if stack.shard_axes else 1
+    held = _stack_bytes(stack, table.rows_per_shard, size)
     return TablePlan(
         name=name,
         vocabulary_size=table.vocabulary_size,
@@ -377,6 +309,7 @@ def _table(layout: Layout, name: str, why: Mapping[str, str], size: costs.Size) 
         why=why.get(name, "as declared"),
         rows=table.rows_per_shard,
         padding=table.rows_per_shard * copies - table.vocabulary_size,
-        table_bytes=costs.array_bytes(stack.row_format, table.rows_per_shard, size),
-        slot_bytes=costs.slot_bytes(stack, table.rows_per_shard, size),
+        table_bytes=held[0],
+        slot_bytes=held[1],
+        wasted_bytes=sum(held) - sum(costs.used_bytes(stack, table.rows_per_shard)),
     )

@@ -14,6 +14,7 @@ import tpu_embed
 from tpu_embed import BatchSpec, FeatureConfig, RaggedIds, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.core.batch import StackSpec, worst_case
+from tpu_embed.core.batch.unions import holds
 from tpu_embed.core.ids import FeatureShape
 from tpu_embed.core.layout import bucket
 
@@ -64,6 +65,12 @@ def test_union_is_a_least_upper_bound(a, b, c):
     for field in CAPACITIES:
         sizes = [getattr(spec.stacks[0], field) for spec in (a, b)]
         assert getattr(union(a, b).stacks[0], field) == max(sizes)
+
+
+@given(SPECS, SPECS)
+def test_a_spec_holds_what_adds_nothing_to_it(a, b):
+    assert holds(a, b) == (BatchSpec.union(a, b) == a)
+    assert holds(BatchSpec.union(a, b), b)
 
 
 BASE = BatchSpec(2, (form(),), (StackSpec((0,), 4, 2, 2),))
@@ -140,7 +147,8 @@ def test_a_wider_bag_does_not_fit():
         engine.place(ids, {"x": np.ones((B, 2), np.float32), "y": None}, spec=spec)
 
 
-def test_without_a_spec_the_union_grows_and_never_shrinks():
+def test_without_a_spec_the_union_of_small_batches_grows_and_never_shrinks():
+    """`test_unions.py` has the large ones."""
     engine, rng = make_engine(), np.random.default_rng(0)
     seen = []
     for longest in (2, 6, 3, 9, 1, 9):

@@ -50,8 +50,10 @@ class Agreement:
         self._last: BatchSpec | None = None
         departures.listen()
 
-    def agree(self, wanted: BatchSpec, *, exact: bool) -> BatchSpec:
-        """Return the union of the specs that all processes want; the same on each process.
+    def agree(self, wanted: BatchSpec, *, exact: bool) -> tuple[BatchSpec, bool]:
+        """Return the union of the specs that all processes want, and whether it must be exact.
+
+        Both are the same on each process.
 
         Args:
           wanted: the spec of the global batch that this process's part fits.
@@ -71,9 +73,9 @@ class Agreement:
         # Key -1 holds the last agreed spec, for the processes that sent nothing.
         if self._last is not None and len(specs) < jax.process_count():
             specs[-1] = self._last
-        agreed = _union(specs, exact=any(one["exact"] for one in said.values()))
-        self._last = agreed
-        return agreed
+        exact = any(one["exact"] for one in said.values())
+        self._last = _union(specs, exact=exact)
+        return self._last, exact
 
     def refuse(self, error: BaseException) -> None:
         """Tell the other processes that this one raises an error and does not place its part."""

@@ -1,8 +1,7 @@
 """Route validated ids and send them to the devices, in as few different shapes as possible.
 
-Every new shape means a new compilation. So the placer remembers the union of all specs that it has
-seen: a batch that fits the union is packed in it, and only a batch that does not fit makes the
-union grow. After a few batches the union rarely changes.
+Every new shape means a new compilation. So `unions.py` remembers the shapes of earlier batches: a
+batch that fits one of them is packed in it. After a few batches they rarely change.
 
 Input: `HostIds` of all features, of this process's part of the batch. Output: a `Batch`.
 """
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +23,7 @@ from tpu_embed.core.batch.packing import natural_spec, pack_all
 from tpu_embed.core.batch.routing import sort_stack, with_capacities, write_lines
 from tpu_embed.core.batch.spec import BatchSpec, Routed
 from tpu_embed.core.batch.stack_view import view_stacks
+from tpu_embed.core.batch.unions import Unions
 from tpu_embed.core.batch.update_route import HostStack
 from tpu_embed.core.ids import HostIds, part_of_feature
 from tpu_embed.core.layout import Layout
@@ -37,20 +36,19 @@ class _Fitted(NamedTuple):
       hosts: the ids of every feature.
       stacks: the ids of every stack, packed in the spec `packed_as` and sorted.
       packed_as: a spec of the global batch.
-      wanted: the spec of the global batch that this part needs.
+      needed: the spec of the global batch that this part needs exactly.
     """
 
     hosts: Sequence[HostIds]
     stacks: Sequence[HostStack]
     packed_as: BatchSpec
-    wanted: BatchSpec
+    needed: BatchSpec
 
 
 class Placer:
-    """Routes batches and sends them, and remembers the union of their specs.
+    """Routes batches and sends them, in specs of earlier batches where they fit.
 
-    Batches of another size, or with other activation shapes, have a union of their own. Several
-    processes place their parts together, and agree on the union.
+    Several processes place their parts together, and agree on the spec of each batch.
 
     Args:
       layout: the engine's layout.
@@ -59,9 +57,7 @@ class Placer:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._replicas = layout.axes.local_parts(layout.axes.batch_axes)
-        # `_kind_of` a spec -> the union of all specs of that kind so far.
-        self._unions: dict[Any, BatchSpec] = {}
-        self._lock = threading.Lock()
+        self._unions = Unions(layout)
         self._agreement = Agreement(layout) if jax.process_count() > 1 else None
 
     @functools.cached_property
@@ -83,14 +79,14 @@ class Placer:
         *,
         for_update: bool,
     ) -> Batch:
-        """Return the batch in the requested spec, or in the running union of all specs.
+        """Return the batch in the requested spec, or in one of earlier batches.
 
         Args:
           turn: what `draw_turn` returned.
           validate: validates and returns the ids of every feature. If it raises, every process
             raises.
-          requested: the spec to use. None: the running union, which grows if the batch does not
-            fit.
+          requested: the spec to use. None: the smallest spec of earlier batches that it fits; one
+            of them grows if it fits none.
           for_update: whether to route the update too.
 
         Raises:
@@ -101,15 +97,16 @@ class Placer:
             requested = dataclasses.replace(requested, routed=routed)
         if self._agreement is None or turn is None:
             fitted = self._fit(validate(), requested, routed)
-            return self._send(fitted, requested or self._grown(fitted.wanted))
+            return self._send(fitted, requested or self._unions.settle(fitted.needed))
         with self._agreement.turns.use(turn):
             try:
                 fitted = self._fit(validate(), requested, routed)
             except Exception as error:
                 self._agreement.refuse(error)
                 raise
-            agreed = self._agreement.agree(fitted.wanted, exact=requested is not None)
-            return self._send(fitted, requested or self._grown(agreed))
+            wanted = requested or self._unions.want(fitted.needed)
+            agreed, exact = self._agreement.agree(wanted, exact=requested is not None)
+            return self._send(fitted, agreed if exact else self._unions.adopt(agreed))
 
     def place_none(self, turn: int | None, error: BaseException | None) -> None:
         """Use a turn to tell the other processes that this one has no batch to place.
@@ -150,12 +147,13 @@ class Placer:
         exact = here.over(self._layout.axes.replicas)
         # Pack and sort first, in a spec with room for the ids, then count capacities. The order
         # does not depend on the capacities; the positions, which do, are written when all agree.
-        rounded = self._rounded(exact) if requested is None else BatchSpec.union(requested, exact)
+        likely = self._unions.likely(exact) if requested is None else requested
+        rounded = BatchSpec.union(likely, exact)
         stacks = self._sorted(hosts, rounded)
         local = self._local(rounded)
         exact = with_capacities(stacks, here, local, self._layout).over(exact.replicas)
         if requested is None:
-            return _Fitted(hosts, stacks, rounded, self._rounded(exact))
+            return _Fitted(hosts, stacks, rounded, exact)
         fitting = BatchSpec.union(rounded, exact)
         if fitting != requested:
             expected, got = "one that the batch fits", f"{requested}"
@@ -175,28 +173,6 @@ class Placer:
         )
         return [sort_stack(ids, view, self._replicas) for ids, view in packed]
 
-    def _rounded(self, exact: BatchSpec) -> BatchSpec:
-        """Return the running union if `exact` fits it, otherwise a larger spec that it fits.
-
-        The remembered union does not change here.
-        """
-        known = self._unions.get(_kind_of(exact))
-        if known is None:
-            return exact.bucketed()
-        # A batch that fits leaves the union as it is. If it does not, it gets some room to spare.
-        if BatchSpec.union(known, exact) != known:
-            return BatchSpec.union(known, exact.bucketed())
-        return known
-
-    def _grown(self, spec: BatchSpec) -> BatchSpec:
-        """Add a spec to the running union, and return the union."""
-        kind = _kind_of(spec)
-        with self._lock:
-            known = self._unions.setdefault(kind, spec)
-            if known is not spec and known != spec:
-                self._unions[kind] = BatchSpec.union(known, spec)
-            return self._unions[kind]
-
     def _send(self, fitted: _Fitted, spec: BatchSpec) -> Batch:
         """Write the route and send it; sort again if another process or thread needed more ids."""
         stacks = fitted.stacks
@@ -208,12 +184,6 @@ class Placer:
         sharding = axes.sharding(axes.names)
         array = jax.make_array_from_process_local_data(sharding, packed, whole)
         return Batch(array, spec, self._layout.row_ids_checksum)
-
-
-def _kind_of(spec: BatchSpec) -> Any:
-    """Return what specs must have in common to have a union."""
-    shapes = ((shape.batch, shape.inner, shape.combines) for shape in spec.feature_shapes)
-    return spec.routed, tuple(shapes)
 
 
 def _ids_of(spec: BatchSpec) -> tuple[Any, ...]:

@@ -1,0 +1,195 @@
+"""Which specs batches get: few of them, no larger than needed for long, alike in all processes."""
+
+import concurrent.futures
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from facade_cases import mesh
+
+import tpu_embed
+from tpu_embed import BatchSpec, FeatureConfig, RaggedIds, TableConfig
+from tpu_embed import optimizers as o
+from tpu_embed.core.batch import StackSpec
+from tpu_embed.core.batch.unions import REVIEW_AFTER, Unions
+from tpu_embed.core.ids import FeatureShape
+
+B, V = 8, 100_000
+
+
+def make_engine(devices=1):
+    feature = FeatureConfig(TableConfig(V, 2, name="film", combiner="sum"))
+    return tpu_embed.EmbeddingEngine(feature, o.SGD(0.5), mesh=mesh(devices))
+
+
+def draw(rng, ids):
+    """Return a ragged batch with this many ids in all, about as many in each bag."""
+    splits = np.linspace(0, ids, B + 1).astype(np.int64)
+    return RaggedIds(rng.integers(0, V, ids).astype(np.int32), splits)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_after_an_outlier_the_spec_is_what_it_was_before(devices):
+    engine, rng = make_engine(devices), np.random.default_rng(0)
+    usual = engine.place(draw(rng, 1000)).spec
+    outlier = engine.place(draw(rng, 300_000)).spec
+    assert outlier.stacks[0].ids > 100 * usual.stacks[0].ids / devices
+    for _ in range(3):
+        assert engine.place(draw(rng, 900)).spec == usual
+        assert engine.place(draw(rng, 290_000)).spec == outlier
+
+
+def test_going_back_and_forth_compiles_nothing_and_changes_no_bit():
+    engine, rng = make_engine(), np.random.default_rng(0)
+    state = engine.init(jax.random.key(0))
+    expected = np.array(engine.tables(state)["film"])
+    for step in range(5):
+        batch = draw(rng, 50_000 if step % 2 else 100)
+        placed = engine.place(batch)
+        gradients = np.full((B, 2), 0.25, np.float32)
+        state = engine.update(state, placed, gradients)
+        # SGD(0.5) of 0.25 per id. The engine subtracts the sum of a row's ids at once: other
+        # roundings, each below 1e-7.
+        np.subtract.at(expected, batch.values, np.float32(0.125))
+    np.testing.assert_allclose(engine.tables(state)["film"], expected, rtol=0, atol=1e-6)
+    assert engine.compilations == {"lookup": 0, "update": 2}
+
+
+def test_an_outlier_that_comes_first_is_left_after_a_while():
+    engine, rng = make_engine(), np.random.default_rng(0)
+    first = engine.place(draw(rng, 300_000)).spec
+    specs = [engine.place(draw(rng, 1000 + step)).spec for step in range(2 * REVIEW_AFTER)]
+    assert specs[0] == first
+    assert specs[-1].stacks[0].ids < 1500
+    assert len(set(specs)) == 2
+    assert engine.place(draw(rng, 300_000)).spec == first
+    assert engine.place(draw(rng, 1000)).spec == specs[-1]
+
+
+def test_a_given_spec_is_not_remembered():
+    engine, rng = make_engine(), np.random.default_rng(0)
+    usual, large = (engine.place(draw(rng, n)).spec for n in (1000, 300_000))
+    fresh = make_engine()
+    fresh.place(draw(rng, 1000))
+    assert fresh.place(draw(rng, 1000), spec=large).spec == large
+    assert fresh.place(draw(rng, 1000)).spec == usual
+
+
+def test_small_batches_share_one_spec_however_they_differ():
+    engine, rng = make_engine(), np.random.default_rng(0)
+    engine.place(draw(rng, 10))
+    spec = engine.place(draw(rng, 10_000)).spec
+    assert engine.place(draw(rng, 10)).spec == spec
+
+
+def test_it_is_told(caplog):
+    engine, rng = make_engine(), np.random.default_rng(0)
+    for n in (1000, 1100, 1200, 300_000, 1000, 300_000):
+        engine.place(draw(rng, n))
+    (record,) = caplog.records
+    assert "far from that of earlier batches (1,280)" in record.getMessage()
+
+
+# -- long streams, without ids ---------------------------------------------------------------------
+
+FORM = FeatureShape(batch=B, inner=(), combines=True, weighted=False, width=None)
+DEVICES = 8
+
+
+def make_unions():
+    feature = {f"f{g}": FeatureConfig(TableConfig(V, 2 + g, name=f"t{g}")) for g in range(3)}
+    return Unions(tpu_embed.EmbeddingEngine(feature, o.SGD(), mesh=mesh(DEVICES)).layout)
+
+
+def needs(rng, scale=1.0, weighted=False):
+    """Return what a batch needs of three stacks, about 40,000 ids each times the scales."""
+    scales = np.broadcast_to(scale, 3)
+    stacks = []
+    for g, one in enumerate(scales):
+        ids = int(rng.poisson(40_000 * one))
+        stacks.append(StackSpec((g,), ids, ids // 10, ids // 8, ids, ids))
+    form = FeatureShape(**{**vars(FORM), "weighted": weighted})
+    return BatchSpec(DEVICES, (form,) * 3, tuple(stacks), "update")
+
+
+def fits(spec, needed):
+    return BatchSpec.union(spec, needed) == spec
+
+
+def test_a_stream_with_rare_outliers_has_few_specs():
+    """Outliers differ in size and in the stacks that they are outliers of."""
+    unions, rng = make_unions(), np.random.default_rng(0)
+    specs, usual = [], 0
+    for _ in range(3000):
+        rare = rng.random() < 0.01
+        scale = 1 + rare * rng.exponential(20, 3) * (rng.random(3) < 0.5)
+        needed = needs(rng, scale)
+        specs.append(unions.settle(needed))
+        assert fits(specs[-1], needed)
+        usual += specs[-1].stacks[0].ids < 2 * 40_000
+    assert len(set(specs)) <= 12
+    assert len(set(specs[1500:]) - set(specs[:1500])) <= 2
+    assert usual > 0.97 * 3000
+
+
+def test_a_stream_whose_sizes_are_spread_has_few_specs():
+    unions, rng = make_unions(), np.random.default_rng(0)
+    specs = [unions.settle(needs(rng, 10 ** rng.uniform(-1, 1))) for _ in range(2000)]
+    assert len(set(specs)) <= 12
+    assert len(set(specs[1000:]) - set(specs[:1000])) <= 1
+
+
+def test_a_stream_that_changes_for_good_leaves_the_larger_spec_once():
+    unions, rng = make_unions(), np.random.default_rng(0)
+    large = [unions.settle(needs(rng, 10)) for _ in range(200)]
+    small = [unions.settle(needs(rng)) for _ in range(200)]
+    again = [unions.settle(needs(rng, 10)) for _ in range(200)]
+    assert len(set(small[2 * REVIEW_AFTER :])) == 1
+    assert fits(large[-1], small[-1])
+    assert not fits(small[-1], large[-1])
+    assert set(again) == {large[-1]}
+
+
+def test_weights_of_usual_batches_leave_the_outliers_alone():
+    unions, rng = make_unions(), np.random.default_rng(0)
+    usual = unions.settle(needs(rng))
+    unions.settle(needs(rng, 20))
+    weighted = unions.settle(needs(rng, weighted=True))
+    assert weighted.stacks[0].ids < 1.2 * usual.stacks[0].ids
+    outlier = unions.settle(needs(rng, 19))
+    assert fits(outlier, weighted)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_processes_that_see_different_parts_have_the_same_specs(seed):
+    """What `Agreement` does: all adopt the union of what each wants."""
+    processes, rng = [make_unions() for _ in range(3)], np.random.default_rng(seed)
+    specs = []
+    for _ in range(1000):
+        scales = 1 + (rng.random((3, 3)) < 0.005) * rng.exponential(20, (3, 3))
+        needed = [needs(rng, scale, weighted=rng.random() < 0.001) for scale in scales]
+        agreed = BatchSpec.union(*map(Unions.want, processes, needed))
+        (spec,) = {one.adopt(agreed) for one in processes}
+        assert all(fits(spec, one) for one in needed)
+        specs.append(spec)
+    assert len(set(specs)) <= 20
+
+
+def test_tiers_hold_one_another():
+    unions, rng = make_unions(), np.random.default_rng(0)
+    for _ in range(2000):
+        scale = 1 + (rng.random(3) < 0.05) * rng.exponential(10, 3)
+        unions.settle(needs(rng, scale, weighted=rng.random() < 0.01))
+        (tiers,) = unions._tiers.values()
+        for smaller, larger in itertools.pairwise(tiers):
+            assert fits(larger.spec, smaller.spec)
+            assert larger.spec != smaller.spec
+
+
+def test_threads_that_place_outliers():
+    engine, rng = make_engine(), np.random.default_rng(0)
+    batches = [draw(rng, 40_000 if n % 4 == 1 else 1000 + n) for n in range(80)]
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        for batch in threads.map(engine.place, batches):
+            batch.check(engine.layout)
