@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,7 +74,7 @@ class Plan:
       target: the name of the mesh or topology.
       devices: the number of devices.
       memory: bytes of memory per device, or None if unknown.
-      batch: B, the size of the global batch.
+      batch: B, the size of the global batch; of features that differ, the largest.
       tables: the tables in order.
       stacks: the number of arrays that they are stacked into.
       held: bytes per device that are always held: tables, slots.
@@ -186,7 +187,7 @@ def plan(
     found = request.plan()
     if found.fits:
         return found
-    return dataclasses.replace(found, remedies=_remedies(request, found.batch))
+    return dataclasses.replace(found, remedies=_remedies(request, math.gcd(*found.spec.sizes)))
 
 
 def read_target(target: Target) -> tuple[str, MeshAxes, int | None, int | None]:
@@ -283,7 +284,7 @@ class _Request:
             target=self.target,
             devices=self.axes.mesh.size,
             memory=self.memory,
-            batch=spec.batch,
+            batch=max(spec.sizes),
             tables=tuple(_table(layout, name, why, size) for name in declared.table_names),
             stacks=len(layout.stacks),
             held=self.held,
@@ -337,8 +338,8 @@ def _has_wide_slots(stack: Stack) -> bool:
 def _more_devices(request: _Request, batch: int) -> str:
     """Return how many devices would hold it, in words.
 
-    The number is doubled until it fits, as long as it divides the batch. A mesh of several axes
-    could grow along any of them, so the answer is "" then.
+    The number is doubled until it fits, as long as it divides all batch sizes. A mesh of several
+    axes could grow along any of them, so the answer is "" then.
     """
     names, devices = request.axes.mesh.axis_names, request.axes.mesh.size
     kind = getattr(request.axes.device, "device_kind", None)
