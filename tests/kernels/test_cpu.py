@@ -232,6 +232,21 @@ def test_bags_of_known_widths(widths):
     assert_same_bits(summed(*operands), meaning(*operands))
 
 
+@pytest.mark.parametrize("order", [(5, 0, 3, 1, 4, 2), (1, 0, 2, 3, 4, 5)], ids=str)
+def test_columns_in_another_order(order):
+    """The bags of a period in any order: each feature still gets its own, in their order."""
+    operands = draw_sums(np.random.default_rng(8), 20, "float32")
+    options = {"bags": BAGS, "periods": PERIODS}
+    sums = jax.jit(functools.partial(reference.gather_sum, bags=(6,), periods=PERIODS))(*operands)
+    by_period = np.asarray(sums[0]).reshape(PERIODS, 6, 20)
+    ends = np.cumsum((0, *BAGS))
+    for kernel in (cpu, reference):
+        found = jax.jit(functools.partial(kernel.gather_sum, **options, order=order))(*operands)
+        for feature, sums_of in enumerate(found):
+            mine = [order.index(column) for column in range(*ends[feature : feature + 2])]
+            assert_same_bits([sums_of], [by_period[:, mine].reshape(-1, 20)])
+
+
 def test_gather_sum_of_64_bit_rows(x64):
     operands = draw_sums(np.random.default_rng(1), 20, "float32", index_type=np.int64)
     assert_same_bits(NATIVE_SUMS(*operands), REFERENCE_SUMS(*operands))

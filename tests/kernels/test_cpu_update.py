@@ -24,7 +24,7 @@ from kernel_cases import (
 )
 
 from tpu_embed import optimizers as o
-from tpu_embed.kernels import cpu
+from tpu_embed.kernels import cpu, reference
 
 if cpu.load().path is None:
     pytest.skip(f"compiled library: {cpu.load().why_not}", allow_module_level=True)
@@ -56,6 +56,7 @@ RULES = {
 R = 60
 COLUMNS, UPDATE_PERIODS = (2, 1), 50
 UPDATE_BAGS = UPDATE_PERIODS * sum(COLUMNS)
+STARTS = tuple(range(7, UPDATE_BAGS, 7))
 
 
 def sgd(w, g, lr):
@@ -186,8 +187,8 @@ def test_every_rule(name, dtype):
     for dim in (1, 5, 20, 130):
         rng = np.random.default_rng(dim)
         table, slots, given = draw_update(rng, RULES[name], dim, dtype)
-        found = updated(table, slots, given, rule, 21)
-        assert_same_bits(found, expected_update(table, slots, given, rule, 21))
+        found = updated(table, slots, given, rule, STARTS)
+        assert_same_bits(found, expected_update(table, slots, given, rule, STARTS))
         assert np.any(np.asarray(found[0]) != table) or rule.kind == "ftrl"
 
 
@@ -196,8 +197,8 @@ def test_every_rule(name, dtype):
 def test_every_dimension(name, dim):
     table, slots, given = draw_update(np.random.default_rng(dim), RULES[name], dim, "float32")
     rule = compiled(RULES[name])
-    found = updated(table, slots, given, rule, 21)
-    assert_same_bits(found, expected_update(table, slots, given, rule, 21))
+    found = updated(table, slots, given, rule, STARTS)
+    assert_same_bits(found, expected_update(table, slots, given, rule, STARTS))
 
 
 @pytest.mark.parametrize("missing", ["weights", "factors", "both", "bags", "64 bits"])
@@ -213,6 +214,19 @@ def test_what_may_be_missing(missing, blocks):
     with jax.enable_x64(missing == "64 bits"):
         found = updated(table, slots, given, rule, blocks)
     assert_same_bits(found, expected_update(table, slots, given, rule, blocks))
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2), (2, 1, 0), (0, 2, 1)], ids=str)
+def test_columns_in_another_order(order):
+    """The bags of a period in any order: gradients given so give what reordered ones give."""
+    rng = np.random.default_rng(9)
+    table, slots, (*given, gradients) = draw_update(rng, RULES["adam"], 20, "float32")
+    options = {"columns": COLUMNS, "periods": UPDATE_PERIODS, "blocks": STARTS}
+    run = functools.partial(cpu.update_rows, rule=compiled(RULES["adam"]), **options)
+    joined = reference.join_features(gradients, UPDATE_PERIODS, order)
+    in_order = reference.by_feature(joined, COLUMNS, UPDATE_PERIODS)
+    found = jax.jit(functools.partial(run, order=order))(table, slots, *given, gradients)
+    assert_same_bits(found, jax.jit(run)(table, slots, *given, in_order))
 
 
 def test_blocks_matter():
@@ -236,8 +250,8 @@ def test_gradients_and_rows_that_are_not_finite(name, dtype):
     for gradient in given[-1]:
         gradient[::5, 0], gradient[1::5, 1], gradient[2::5, 2] = np.nan, np.inf, -np.inf
     with np.errstate(all="ignore"):
-        expected = expected_update(table, slots, given, rule, 21)
-    found = updated(table, slots, given, rule, 21)
+        expected = expected_update(table, slots, given, rule, STARTS)
+    found = updated(table, slots, given, rule, STARTS)
     assert_same_bits(
         [widened(np.asarray(found[0])), *found[1:]], [widened(expected[0]), *expected[1:]]
     )
@@ -262,10 +276,10 @@ def test_no_ids_change_nothing():
     rng = np.random.default_rng(10)
     table, slots, given = draw_update(rng, RULES["adam"], 5, "float32")
     rows = np.full_like(given[0], -1)
-    found = updated(table, slots, (rows, *given[1:]), compiled(RULES["adam"]), 21)
+    found = updated(table, slots, (rows, *given[1:]), compiled(RULES["adam"]), STARTS)
     assert_same_bits(found, (table, *slots))
     none = [array[:0] for array in given[:3]]
-    found = updated(table, slots, (*none, *given[3:]), compiled(RULES["adam"]), 21)
+    found = updated(table, slots, (*none, *given[3:]), compiled(RULES["adam"]), STARTS)
     assert_same_bits(found, (table, *slots))
 
 
@@ -303,7 +317,7 @@ def test_eight_devices_call_at_once():
         assert_same_bits(run(*stacked), first)
     for d, (table, slots, given) in enumerate(drawn):
         new, ordered, summed = jax.tree.map(lambda x, d=d: x[d], first)
-        assert_same_bits(new, expected_update(table, slots, given, rule, 21))
+        assert_same_bits(new, expected_update(table, slots, given, rule, STARTS))
         assert_same_bits(ordered[1], np.argsort(given[0], kind="stable").astype(np.int32))
         assert_same_bits(summed, REFERENCE_SUMS(*sums[d])[0])
 
