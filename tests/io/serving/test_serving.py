@@ -253,7 +253,7 @@ def test_one_user_and_many_items_in_one_call():
     with pytest.raises(ValueError, match="tables: users missing"):
         serving_lookup({"items": TABLE}, ids, features)
     with pytest.raises(
-        ValueError, match=r"features: context is missing: .* got 1 entries \(other\)"
+        ValueError, match=r"context is missing: .* got 1 entries \(other\)"
     ):
         serving_lookup(tables, {"other": ids["items"]}, features)
     with pytest.raises(ValueError, match="tables: more not declared"):
