@@ -88,9 +88,7 @@ def test_features_of_their_own_size_are_summed_in_batch_order(sizes, devices, pl
     ids, gradients = draw(*sizes)
     expected = in_blocks(ids, gradients, 8)
     np.testing.assert_array_equal(train(ids, gradients, devices, placement), expected)
-    bags = {
-        name: [[i for i in row if i >= 0] for row in rows.tolist()] for name, rows in ids.items()
-    }
+    lists = {n: [[i for i in row if i >= 0] for row in rows.tolist()] for n, rows in ids.items()}
     ragged = {name: RaggedIds.from_lists(bags) for name, bags in lists.items()}
     np.testing.assert_array_equal(train(ragged, gradients, devices, placement), expected)
     alone = [in_blocks({name: rows}, gradients, 8) for name, rows in ids.items()]

@@ -252,9 +252,7 @@ def test_one_user_and_many_items_in_one_call():
     np.testing.assert_array_equal(inside["items"], TABLE[::-1][ids["items"]])
     with pytest.raises(ValueError, match="tables: users missing"):
         serving_lookup({"items": TABLE}, ids, features)
-    with pytest.raises(
-        ValueError, match=r"context is missing: .* got 1 entries \(other\)"
-    ):
+    with pytest.raises(ValueError, match=r"context is missing: .* got 1 entries \(other\)"):
         serving_lookup(tables, {"other": ids["items"]}, features)
     with pytest.raises(ValueError, match="tables: more not declared"):
         serving_lookup({**tables, "more": TABLE}, ids, features)
