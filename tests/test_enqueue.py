@@ -54,11 +54,11 @@ def test_changes_of_several_threads_are_all_kept():
 
 
 def test_a_size_is_set_once():
-    held = Held().with_size(2, "build", "no")
-    assert held.per_replica == 2
-    assert held.with_size(2, "build", "no") == held.with_size(None, "build", "no") == held
+    held = Held().with_size((2, 2), "build", "no")
+    assert held.per_replica == (2, 2)
+    assert held.with_size((2, 2), "build", "no") == held.with_size(None, "build", "no") == held
     with pytest.raises(ValueError, match=r"build: batch size per replica: expected 2, .* got 3; n"):
-        held.with_size(3, "build", "no")
+        held.with_size((3, 2), "build", "no")
 
 
 def test_an_update_has_left_a_state_or_none():

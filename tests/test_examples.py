@@ -49,6 +49,15 @@ def test_custom_loop(tmp_path):
     assert last < first
 
 
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.whole), 8])
+def test_candidates(devices, tmp_path):
+    """A user once, many candidates: what is served is what the last step of training knew."""
+    out = run("candidates.py", "--steps", 150, "--devices", devices, cwd=tmp_path)
+    learned, best = numbers(r"(?:first:|preferences) (\S+?),?\s", out)
+    assert 0.2 < learned < best  # 1 / 32 by chance
+    assert re.search(r"user \d+ gets( \d+){5}$", out.strip())
+
+
 def table(path, header, rows, separator):
     lines = [header] if header else []
     path.write_text("\n".join(lines + [separator.join(map(str, row)) for row in rows]) + "\n")

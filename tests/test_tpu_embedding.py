@@ -15,6 +15,7 @@ from facade_cases import (
     gradients,
     make_embedding,
     make_embedding_of,
+    mesh,
     snapshot,
     train,
 )
@@ -48,6 +49,30 @@ def test_building_again():
     for bad in (0, True, 2.0):
         with pytest.raises(ValueError, match="per_replica_batch_size: expected an integer >= 1"):
             embedding.build(bad)
+
+
+def test_features_of_their_own_size():
+    """One user and three items per replica: built so, refused otherwise, described by path."""
+    table = tpu_embed.TableConfig(20, 2, name="item")
+    features = {name: tpu_embed.FeatureConfig(table) for name in ("items", "user")}
+    embedding = tpu_embed.TPUEmbedding(features, tpu_embed.optimizers.SGD(1.0), mesh=mesh(2))
+    embedding.build({"user": 1, "items": 3})
+    assert embedding.describe()["per_replica_batch_size"] == {"items": 3, "user": 1}
+    ids = {"user": np.array([3, 4]), "items": np.arange(6)}
+    before = np.asarray(embedding.retrieve()[0]["item"])
+    embedding.enqueue(ids)
+    activations = embedding.dequeue()
+    np.testing.assert_array_equal(activations["items"], before[:6])
+    np.testing.assert_array_equal(activations["user"], before[3:5])
+    embedding.apply_gradients(jax.tree.map(np.ones_like, jax.device_get(activations)))
+    counts = np.array([1, 1, 1, 2, 2, 1] + [0] * 14)[:, None]
+    np.testing.assert_allclose(embedding.retrieve()[0]["item"], before - counts, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"expected \(3, 1\), the size .* got 3; pad it"):
+        embedding.enqueue({"user": np.arange(6), "items": np.arange(6)})
+    with pytest.raises(ValueError, match=r"feature 'user': batch size: expected a positive mult"):
+        embedding.enqueue({"user": np.arange(3), "items": np.arange(6)})
+    with pytest.raises(ValueError, match="per_replica_batch_size: user is missing"):
+        embedding.build({"items": 3})
 
 
 def test_the_first_training_batch_sets_the_size():

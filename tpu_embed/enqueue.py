@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from tpu_embed._checks import message
+from tpu_embed._checks import check_int, message
 from tpu_embed._types import PyTree
 from tpu_embed.core.batch import Batch
+from tpu_embed.core.ids import Structure, structure
 from tpu_embed.core.state import TableState
 
 
@@ -60,7 +61,7 @@ class Held(NamedTuple):
 
     Attributes:
       state: the state of the tables; None before they are built.
-      per_replica: examples of a training batch on one device; None: not set yet.
+      per_replica: examples of every feature of a training batch on one device; None: not set yet.
       waiting: the enqueued batches, oldest first.
       dequeued: the batch dequeued last, until its gradients are applied.
       failure: why the state is invalid, or None.
@@ -69,7 +70,7 @@ class Held(NamedTuple):
     """
 
     state: TableState | None = None
-    per_replica: int | None = None
+    per_replica: tuple[int, ...] | None = None
     waiting: tuple[Enqueued, ...] = ()
     dequeued: Enqueued | None = None
     failure: str | None = None
@@ -90,11 +91,11 @@ class Held(NamedTuple):
             failure = "one whose arrays were taken by an update that did not finish"
         return self._replace(failure=failure, update=None)
 
-    def with_size(self, size: int | None, what: str, remedy: str) -> Held:
+    def with_size(self, size: tuple[int, ...] | None, what: str, remedy: str) -> Held:
         """Return the record with the size of training batches set.
 
         Args:
-          size: examples per replica; None for a batch that is not for training.
+          size: examples of every feature per replica; None for a batch that is not for training.
           what: the call, for the message.
           remedy: the remedy, for the message.
 
@@ -105,8 +106,9 @@ class Held(NamedTuple):
             return self
         if self.per_replica not in (None, size):
             what = f"{what}: batch size per replica"
-            expected = f"{self.per_replica}, the size it was built with"
-            raise ValueError(message(what, expected=expected, got=f"{size}", remedy=remedy))
+            assert self.per_replica is not None
+            expected = f"{shown(self.per_replica)}, the size it was built with"
+            raise ValueError(message(what, expected=expected, got=shown(size), remedy=remedy))
         return self._replace(per_replica=size)
 
     def waiting_for_gradients(self, what: str) -> tuple[TableState, Enqueued]:
@@ -146,6 +148,36 @@ class Held(NamedTuple):
             if not _any_deleted(leaves):
                 raise
         return "one whose arrays were donated to another function, or deleted"
+
+
+def shown(sizes: tuple[int, ...]) -> str:
+    """Return batch sizes for a message: one number if they are equal."""
+    return f"{sizes[0]}" if len({*sizes}) == 1 else f"{sizes}"
+
+
+def batch_sizes(declared: Structure, given: PyTree | None) -> tuple[int, ...] | None:
+    """Return one batch size per feature.
+
+    Args:
+      declared: the features.
+      given: one number for all features, or one per feature in their structure; None: no sizes.
+
+    Raises:
+      ValueError: a size is not an integer of at least 1, or the structure differs.
+      TypeError: a container has another type than in the configuration.
+    """
+    if given is None:
+        return None
+    what, nested = "per_replica_batch_size", structure.children(given) is not None
+    sizes = declared.match(given, what=what) if nested else [given] * len(declared.paths)
+    return tuple(check_int(what, size, minimum=1) for size in sizes)
+
+
+def described_sizes(declared: Structure, sizes: tuple[int, ...] | None) -> Any:
+    """Return batch sizes as a plain object: one number if they are equal, or one per path."""
+    if sizes is None or len({*sizes}) == 1:
+        return sizes and sizes[0]
+    return dict(zip(declared.paths, sizes, strict=True))
 
 
 def _any_deleted(leaves: list[Any]) -> bool:

@@ -18,7 +18,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tpu_embed import _checks
 from tpu_embed._calls import call_into, is_device_error
 from tpu_embed._checks import message
 from tpu_embed._types import Array, PyTree
@@ -27,7 +26,14 @@ from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.ids import structure
 from tpu_embed.core.state import TableState, check_state, retrieve
 from tpu_embed.core.update import OnBadGradient
-from tpu_embed.enqueue import Enqueued, Held, Holder, after_a_device_error
+from tpu_embed.enqueue import (
+    Enqueued,
+    Held,
+    Holder,
+    after_a_device_error,
+    batch_sizes,
+    described_sizes,
+)
 from tpu_embed.interrupts import SignalsDeferred
 from tpu_embed.planning.placement import resolve
 
@@ -97,20 +103,22 @@ class TPUEmbedding:
         self._tables = threading.RLock()
         """Held by every call while it reads the tables or changes them."""
 
-    def build(self, per_replica_batch_size: int | None = None) -> None:
+    def build(self, per_replica_batch_size: PyTree | None = None) -> None:
         """Create tables and slots.
 
         Args:
-          per_replica_batch_size: examples of a training batch on one device; None: the first
-            training `enqueue` sets it.
+          per_replica_batch_size: examples of a training batch on one device, one number for all
+            features or one per feature in their structure; None: the first training `enqueue`
+            sets it.
 
         Raises:
-          ValueError: another size is set already, or the size is not an integer of at least 1.
+          ValueError: another size is set already, a size is not an integer of at least 1, or the
+            structure differs.
+          TypeError: a container has another type than in the configuration.
           RuntimeError: the state is invalid.
         """
-        size, remedy = per_replica_batch_size, "make another TPUEmbedding"
-        if size is not None:
-            size = _checks.check_int("per_replica_batch_size", size, minimum=1)
+        size = batch_sizes(self.engine.structure, per_replica_batch_size)
+        remedy = "make another TPUEmbedding"
         with self._tables:
             self._settled("build").with_size(size, "build", remedy)
             self._built()
@@ -151,10 +159,10 @@ class TPUEmbedding:
             if training:
                 self.engine.check_trainable(f"{what} with training=True")
             batch = self.engine.place(features, weights)
-            size = batch.spec.local_batch if training else None
+            size = batch.spec.local_sizes if training else None
             self._push(what, Enqueued(batch, training, name), size)
 
-    def _push(self, what: str, item: Enqueued, size: int | None) -> None:
+    def _push(self, what: str, item: Enqueued, size: tuple[int, ...] | None) -> None:
         """Append a placed batch; wait for other calls only if the tables are needed."""
         remedy = "pad it with tpu_embed.pad_batch, or enqueue it with training=False"
 
@@ -335,7 +343,9 @@ class TPUEmbedding:
         """Return the resolved configuration, batch size and pipelining as plain objects."""
         return {
             **self.engine.describe(),
-            "per_replica_batch_size": self._holder.now.per_replica,
+            "per_replica_batch_size": described_sizes(
+                self.engine.structure, self._holder.now.per_replica
+            ),
             "pipelined": self._pipelined,
         }
 

@@ -21,35 +21,34 @@ def draw_blocks(rng, lines, blocks):
     return [np.where(line < 0, 9, block).astype(np.int32) for line, block in pairs]
 
 
-def draw_columns(rng, lines, examples, per_examples, dtype, weight_dtype, *, most=4):
+def draw_columns(rng, lines, periods, order, dtype, weight_dtype, *, most=4):
     """Return features of up to `most` ids a bag; every second one has weights of its own."""
-    columns, offset = [], 0
-    for number, per_example in enumerate(per_examples):
+    columns = []
+    for number, per_period in enumerate(np.bincount(order)):
         bags = np.repeat(
-            np.arange(lines * examples * per_example, dtype=np.int32),
-            rng.integers(0, most + 1, lines * examples * per_example),
+            np.arange(lines * periods * per_period, dtype=np.int32),
+            rng.integers(0, most + 1, lines * periods * per_period),
         )
         ids = rng.integers(0, 1000, bags.size).astype(dtype)
         weights = rng.random(bags.size).astype(weight_dtype) if number % 2 else None
-        columns.append(Column(ids, bags, weights, per_example, offset))
-        offset += per_example
+        columns.append(Column(ids, bags, weights))
     return columns
 
 
-def longest_line(columns, lines, examples):
+def longest_line(columns, lines, periods, order):
     """Return the number of ids of the line that has the most."""
     counts = np.zeros(lines, int)
-    for column in columns:
-        line = column.bags // (examples * column.per_example)
+    for column, per_period in zip(columns, np.bincount(order), strict=True):
+        line = column.bags // (periods * per_period)
         counts += np.bincount(line, minlength=lines)
     return int(counts.max())
 
 
-def interleaved(kernels, columns, shape, dtype, weight_dtype, examples):
+def interleaved(kernels, columns, shape, dtype, weight_dtype, periods, order):
     """Return rows, bags and weights of all lines, in arrays that held something else."""
     row_ids, bags = np.full(shape, 77, dtype), np.full(shape, 77, np.int32)
     weights = None if weight_dtype is None else np.full(shape, 77, weight_dtype)
-    kernels.interleave(columns, row_ids, bags, weights, examples=examples)
+    kernels.interleave(columns, row_ids, bags, weights, periods=periods, order=order)
     return row_ids, bags, weights
 
 
@@ -110,10 +109,11 @@ def check_host_kernels(rng, dtype, sizes):
         assert_twins(found, lines, given)
         one, two = (written(kernels, found, values, max(sizes)) for kernels in KERNELS)
         np.testing.assert_array_equal(one, two)
-    count, examples, weight = 3, int(rng.integers(1, 500)), rng.choice([None, "f4", "f8"])
-    columns = draw_columns(rng, count, examples, (1, 2), dtype, weight or "f4")
-    shape = count, longest_line(columns, count, examples) + int(rng.integers(0, 2))
-    options = columns, shape, dtype, weight, examples
+    count, periods, weight = 3, int(rng.integers(1, 500)), rng.choice([None, "f4", "f8"])
+    order = rng.permutation([0, 1, 1]).tolist()
+    columns = draw_columns(rng, count, periods, order, dtype, weight or "f4")
+    shape = count, longest_line(columns, count, periods, order) + int(rng.integers(0, 2))
+    options = columns, shape, dtype, weight, periods, order
     for got, wanted in zip(*(interleaved(kernels, *options) for kernels in KERNELS), strict=True):
         np.testing.assert_array_equal(got, wanted)
     return 7

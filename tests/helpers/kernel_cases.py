@@ -54,8 +54,8 @@ def row_numbers(rng, rows, n, dtype=np.int32):
     return np.where(rng.random(n) < 0.2, rng.choice(outside, n), numbers).astype(dtype)
 
 
-BAGS, EXAMPLES = (2, 1, 3), 500
-SEGMENTS = EXAMPLES * sum(BAGS)
+BAGS, PERIODS = (2, 1, 3), 500
+SEGMENTS = PERIODS * sum(BAGS)
 
 
 def draw_sums(rng, dim, dtype, *, rows=90, n=4000, index_type=np.int32, tiny=True):
@@ -69,7 +69,7 @@ def draw_sums(rng, dim, dtype, *, rows=90, n=4000, index_type=np.int32, tiny=Tru
 def every_sum(kernel, source, index, segments, weights, factors):
     """Return sums with and without weights, and with and without factors."""
     return [
-        kernel(source, index, segments, w, f, bags=BAGS, examples=EXAMPLES)
+        kernel(source, index, segments, w, f, bags=BAGS, periods=PERIODS)
         for w in (weights, None)
         for f in (factors, None)
     ]

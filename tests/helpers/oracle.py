@@ -9,6 +9,7 @@ which order, with which weight.
 from __future__ import annotations
 
 import dataclasses
+import fractions
 import itertools
 import math
 
@@ -174,11 +175,12 @@ def lookup(table: np.ndarray, feature, ids, weights=None) -> np.ndarray:
 def row_gradients(features, gradients) -> list[Occurrence]:
     """Return every lookup of every row with its gradient, in batch order.
 
-    The order is by example, then feature, then inner bag, then position. `features` lists (feature,
+    The order is by e / B for example e of a feature of B examples, then feature, then inner bag,
+    then position. `features` lists (feature,
     ids) or (feature, ids, weights). `gradients` has the gradients of the activations in the same
     order, None for zeros. Untrainable tables are left out.
     """
-    found: list[tuple[tuple[int, int], Occurrence]] = []
+    found: list[tuple[tuple[fractions.Fraction, int], Occurrence]] = []
     for f, (item, gradient) in enumerate(zip(features, gradients, strict=True)):
         feature, ids, weights = (*item, None)[:3]
         if not feature.table.trainable:
@@ -194,7 +196,8 @@ def row_gradients(features, gradients) -> list[Occurrence]:
             for entry, gain in zip(bag, factors, strict=True):
                 example = b // per_example
                 occurrence = Occurrence(feature.table, entry.row, gain * flat[b], example)
-                found.append(((example, f), occurrence))
+                place = fractions.Fraction(example, reading.shape[0])
+                found.append(((place, f), occurrence))
     found.sort(key=lambda pair: pair[0])  # stable: bags and positions keep their order
     return [occurrence for _, occurrence in found]
 

@@ -117,7 +117,7 @@ def train_weighted(devices):
     config = {name: FeatureConfig(table) for name, table in tables.items()}
     config |= {f"{name} once": FeatureConfig(table) for name, table in tables.items()}
     engine = tpu_embed.EmbeddingEngine(config, o.Adagrad(0.5), mesh=mesh(devices))
-    assert engine.layout.blocks_per_device(BATCH) > 1
+    assert engine.layout.blocks_per_device([BATCH // engine.layout.axes.replicas]) > 1
     state, seen = engine.init(jax.random.key(0)), (TouchedRows(engine), TouchedRows(engine))
     for step in range(1, STEPS + 1):
         ids, weights = draw_weighted(tables, step)

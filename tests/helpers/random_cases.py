@@ -27,6 +27,8 @@ from tpu_embed import FeatureConfig, QuantizationConfig, TableConfig
 
 STEPS = 2
 BATCHES = (1, 2, 4, 6, 8, 8, 8, 10, 12, 15, 16, 16, 16, 20, 24, 24, 28, 72)
+FACTORS = (1, 1, 2, 3, 5)
+"""By what the batch sizes of features may differ."""
 VOCABULARIES = (1, 2, 3, 5, 7, 8, 9, 20, 64, 100, 300)
 DIMS = (1, 1, 2, 2, 3, 3, 5, 5, 8, 8, 16, 16, 17, 17, 128)
 QUANTIZATIONS = (
@@ -158,7 +160,7 @@ class Case:
     Attributes:
       nest: the features, nested.
       optimizer: the optimizer of the engine.
-      batch: B.
+      batch: B; of features of their own size, what divides all sizes.
       inside: whether all arrangements give ids inside a jit, where bad ids are dropped even under
         "error".
     """
@@ -216,7 +218,9 @@ def draw_case(seed: int) -> Case:
     inside = dense and rng.random() < 0.3
     batch = choose(rng, BATCHES)
     optimizer, tables = _draw_tables(part(1), two_axes)
-    forms = _draw_features(part(2), tables, batch, dense)
+    factors = FACTORS if part(6).random() < 0.3 else (1,)
+    sizes = [batch * choose(part(7 + f), factors) for f in range(5)]
+    forms = _draw_features(part(2), tables, sizes, dense)
     nest = _nested(part(3), list(forms))
     pairs = [(feature, forms[feature]) for feature in leaves(nest)]
     policy = choose(rng, ("allow", "allow", "skip", "error"))
@@ -301,13 +305,13 @@ def _draw_kind(rng, default, two_axes):
     }
 
 
-def _draw_features(rng, tables, batch, dense):
+def _draw_features(rng, tables, sizes, dense):
     """Return one to five features, each with the form of its ids; every table has at least one."""
     count = int(rng.integers(len(tables), 6))
     numbers = [*range(len(tables)), *rng.integers(0, len(tables), count - len(tables)).tolist()]
     forms = {}
     for number in rng.permutation(numbers).tolist():
-        form = draw_form(rng, batch, dense)
+        form = draw_form(rng, sizes[len(forms)], dense)
         feature = FeatureConfig(
             tables[number],
             max_sequence_length=form.length,

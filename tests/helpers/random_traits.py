@@ -23,7 +23,7 @@ EVERY = {
     *("quantized", "not trained", "each by itself", "every row", "one column", "shared table"),
     *("gradient clip", "weight clip", "decay", "schedule", "host rate", "fewer rows than shards"),
     *("stacked", "alike but not stacked", "two axes", "batch axes", "shard axes", "explicit axes"),
-    *("8 devices", "uneven blocks", "pipelined", "no ids", "no gradient", "left out"),
+    *("8 devices", "own sizes", "uneven blocks", "pipelined", "no ids", "no gradient", "left out"),
     "extreme weights",
 }
 
@@ -39,6 +39,8 @@ def traits(case):
         and case.replicas(runs[1]) > 1
         and case.keeps_bits(runs[1]),
         "shared table": len(case.features) > len(case.tables),
+        "own sizes": len({form.shape[0] for form in case.steps[0].forms}) > 1
+        and case.replicas(runs[1]) > 1,
         "left out": any(map(case.skips, case.steps)),
     }
     parts = [met]

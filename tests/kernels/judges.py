@@ -21,9 +21,10 @@ def same_as(meaning):
 
 def gradient_sums(rows, ids, bags, weights, factors, gradients, options):
     """Return the sums `[rows, D]`, by blocks of bags in ascending order, and which are touched."""
-    examples, columns, block = options.values()
-    flat = [g.reshape(examples, c, g.shape[1]) for g, c in zip(gradients, columns, strict=True)]
-    flat = np.concatenate(flat, axis=1).reshape(-1, gradients[0].shape[1])
+    periods, columns, order, starts = options.values()
+    flat = [g.reshape(periods, c, g.shape[1]) for g, c in zip(gradients, columns, strict=True)]
+    flat = np.concatenate(flat, axis=1)[:, order or range(sum(columns))]
+    flat = flat.reshape(-1, gradients[0].shape[1])
     factors = np.ones(len(flat), np.float32) if factors is None else factors
     totals, parts = np.zeros((2, rows, flat.shape[1]), np.float32)
     touched, last = np.zeros(rows, bool), np.zeros(rows, int)
@@ -31,8 +32,9 @@ def gradient_sums(rows, ids, bags, weights, factors, gradients, options):
         bag = i if bags is None else int(bags[i])
         if not (0 <= row < rows and 0 <= bag < len(flat)):
             continue
-        if block and bag // block != last[row]:
-            totals[row], parts[row], last[row] = totals[row] + parts[row], 0, bag // block
+        block = sum(bag >= start for start in starts)
+        if block != last[row]:
+            totals[row], parts[row], last[row] = totals[row] + parts[row], 0, block
         weight = np.float32(1) if weights is None else weights[i]
         parts[row] += flat[bag] * factors[bag] * weight
         touched[row] = True

@@ -93,16 +93,17 @@ def sort(rng, dtype):
 
 
 def gather_sum(rng, dtype):
-    n, rows, examples = draw_size(rng), int(rng.integers(1, 300)), int(rng.integers(1, 40))
+    n, rows, periods = draw_size(rng), int(rng.integers(1, 300)), int(rng.integers(1, 40))
     dim = int(rng.integers(1, 141 if n < 16_384 else 9))
     bags = COLUMNS[rng.integers(len(COLUMNS))]
     stored, has_weights, has_factors = rng.choice(["float32", "bfloat16"]), *(rng.random(2) < 0.5)
-    options = {"bags": bags, "examples": examples}
+    order = tuple(rng.permutation(sum(bags)).tolist()) if rng.random() < 0.5 else ()
+    options = {"bags": bags, "periods": periods, "order": order}
 
     def draw(tame):
-        segments = draw_bags(rng, n, examples * sum(bags), tame=tame)
+        segments = draw_bags(rng, n, periods * sum(bags), tame=tame)
         weights = draw_numbers(rng, n, tame=tame, zeros=0.1) if has_weights else None
-        factors = draw_numbers(rng, examples * sum(bags), tame=tame, zeros=0.3)
+        factors = draw_numbers(rng, periods * sum(bags), tame=tame, zeros=0.3)
         source = draw_table(rng, rows, dim, stored, tame=tame)
         operands = source, draw_ids(rng, n, rows, dtype), segments, weights
         return (*operands, factors if has_factors else None), bool((np.diff(segments) >= 0).all())
@@ -112,16 +113,17 @@ def gather_sum(rng, dtype):
 
 
 def update(rng, dtype):
-    rows, examples = int(rng.integers(1, 300)), int(rng.integers(0, 40))
+    rows, periods = int(rng.integers(1, 300)), int(rng.integers(0, 40))
     columns = COLUMNS[rng.integers(len(COLUMNS))]
-    bags, stored = examples * sum(columns), rng.choice(["float32", "bfloat16"])
+    bags, stored = periods * sum(columns), rng.choice(["float32", "bfloat16"])
     has_bags, has_weights, has_factors = rng.random(3) < 0.6
     n = draw_size(rng) if has_bags else int(rng.integers(0, bags + 1))
     dim = int(rng.integers(1, 141 if n < 16_384 else 9))
     optimizer = draw_optimizer(rng)
     slots = optimizer.slot_shapes(dim, np.float32)
-    blocks = int(rng.integers(0, examples + 1))
-    options = {"examples": examples, "columns": columns, "blocks": blocks}
+    blocks = tuple(np.sort(rng.integers(0, bags + 2, rng.integers(0, 5))).tolist())
+    order = tuple(rng.permutation(sum(columns)).tolist()) if rng.random() < 0.5 else ()
+    options = {"periods": periods, "columns": columns, "order": order, "blocks": blocks}
 
     def native(table, slots, *given):
         rule = optimizer.compiled_rule(jnp.int32(3), jnp.float32(0.1))
@@ -135,7 +137,7 @@ def update(rng, dtype):
         own = draw_bags(rng, n, bags, tame=tame) if has_bags else None
         weights = numbers(n, zeros=0.1) if has_weights else None
         factors = numbers(bags, zeros=0.3) if has_factors else None
-        gradients = [numbers((examples * c, dim)) for c in columns]
+        gradients = [numbers((periods * c, dim)) for c in columns]
         return (table, held, ids, own, weights, factors, gradients), tame
 
     check(rng, "update", native, draw, update_judge(optimizer, options))

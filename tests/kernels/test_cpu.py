@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kernel_cases import (
     BAGS,
     DIMS,
-    EXAMPLES,
+    PERIODS,
     REFERENCE_SUMS,
     SEGMENTS,
     assert_same_bits,
@@ -174,7 +174,7 @@ def test_gather_sum(dim, dtype):
     operands = draw_sums(np.random.default_rng(dim), dim, dtype)
     found = NATIVE_SUMS(*operands)
     assert_same_bits(found, REFERENCE_SUMS(*operands))
-    assert [part.shape for part in found[0]] == [(EXAMPLES * n, dim) for n in BAGS]
+    assert [part.shape for part in found[0]] == [(PERIODS * n, dim) for n in BAGS]
     assert len({np.asarray(sums[0]).tobytes() for sums in found}) == 4
 
 
@@ -184,11 +184,11 @@ def test_sums_of_every_dim(dtype):
 
     Column d of the sums does not depend on the other columns, so the reference runs once.
     """
-    bags, examples, rng = (2, 1), 20, np.random.default_rng(7)
+    bags, periods, rng = (2, 1), 20, np.random.default_rng(7)
     source, index, segments, weights, factors = draw_sums(rng, 150, dtype, n=600)
-    segments, factors = segments // 50, factors[: examples * 3]
-    assert segments[-1] >= examples * 3
-    options = {"bags": bags, "examples": examples}
+    segments, factors = segments // 50, factors[: periods * 3]
+    assert segments[-1] >= periods * 3
+    options = {"bags": bags, "periods": periods}
 
     @jax.jit
     def summed(sources):
@@ -209,7 +209,7 @@ def test_sums_in_either_order(dim, hot):
     rng = np.random.default_rng(hot)
     source, index, _, weights, _ = draw_sums(rng, dim, "float32", n=60 * 7 * hot)
     segments = np.repeat(np.arange(60 * 7, dtype=np.int32), hot)
-    options = {"bags": (4, 0, 3), "examples": 60}
+    options = {"bags": (4, 0, 3), "periods": 60}
     operands = source, index, segments, weights, None
     found, expected = (
         jax.jit(functools.partial(kernel.gather_sum, **options))(*operands)
@@ -220,16 +220,31 @@ def test_sums_in_either_order(dim, hot):
 
 @pytest.mark.parametrize("widths", [(3, 1, 0, 5), (0, 2, 2, 0), (1, 1, 1, 1)])
 def test_bags_of_known_widths(widths):
-    """Where all examples are alike, the widths of their bags say what the segments say."""
-    rng, examples = np.random.default_rng(sum(widths)), 70
-    source, index, *_ = draw_sums(rng, 20, "float32", n=examples * sum(widths))
-    segments = np.repeat(np.arange(examples * 4, dtype=np.int32), widths * examples)
-    options = {"bags": (3, 1), "examples": examples}
-    operands = source, index, segments, None, magnitudes(rng, examples * 4)
+    """Where all periods are alike, the widths of their bags say what the segments say."""
+    rng, periods = np.random.default_rng(sum(widths)), 70
+    source, index, *_ = draw_sums(rng, 20, "float32", n=periods * sum(widths))
+    segments = np.repeat(np.arange(periods * 4, dtype=np.int32), widths * periods)
+    options = {"bags": (3, 1), "periods": periods}
+    operands = source, index, segments, None, magnitudes(rng, periods * 4)
     summed = jax.jit(functools.partial(cpu.gather_sum, **options, widths=widths))
     assert "s32[0]" in summed.lower(*operands).compile().as_text()
     meaning = jax.jit(functools.partial(reference.gather_sum, **options))
     assert_same_bits(summed(*operands), meaning(*operands))
+
+
+@pytest.mark.parametrize("order", [(5, 0, 3, 1, 4, 2), (1, 0, 2, 3, 4, 5)], ids=str)
+def test_columns_in_another_order(order):
+    """The bags of a period in any order: each feature still gets its own, in their order."""
+    operands = draw_sums(np.random.default_rng(8), 20, "float32")
+    options = {"bags": BAGS, "periods": PERIODS}
+    sums = jax.jit(functools.partial(reference.gather_sum, bags=(6,), periods=PERIODS))(*operands)
+    by_period = np.asarray(sums[0]).reshape(PERIODS, 6, 20)
+    ends = np.cumsum((0, *BAGS))
+    for kernel in (cpu, reference):
+        found = jax.jit(functools.partial(kernel.gather_sum, **options, order=order))(*operands)
+        for feature, sums_of in enumerate(found):
+            mine = [order.index(column) for column in range(*ends[feature : feature + 2])]
+            assert_same_bits([sums_of], [by_period[:, mine].reshape(-1, 20)])
 
 
 def test_gather_sum_of_64_bit_rows(x64):
@@ -246,7 +261,7 @@ def test_the_order_of_a_sum():
             sums[segment] = sums[segment] + source[row] * weight
     sums = np.where(factors[:, None] == 0, np.float32(0), sums * factors[:, None])
     (found,) = cpu.gather_sum(
-        source, index, segments, weights, factors, bags=(1,), examples=SEGMENTS
+        source, index, segments, weights, factors, bags=(1,), periods=SEGMENTS
     )
     assert_same_bits(found, sums)
 
@@ -263,9 +278,9 @@ def test_sums_of_rows_that_are_not_finite(dim, dtype):
     assert_same_bits(found, REFERENCE_SUMS(*operands))
     assert np.isnan(found[0][0]).any()
     assert np.isinf(found[0][0]).any()
-    zero = rest[-1].reshape(EXAMPLES, -1)[:, 0] == 0  # factors of the first column
+    zero = rest[-1].reshape(PERIODS, -1)[:, 0] == 0  # factors of the first column
     assert zero.any()
-    assert not np.asarray(found[0][0]).reshape(EXAMPLES, 2, dim)[zero, 0].any()
+    assert not np.asarray(found[0][0]).reshape(PERIODS, 2, dim)[zero, 0].any()
 
 
 def test_segment_sum(monkeypatch):
@@ -292,13 +307,13 @@ def test_derivatives_are_the_references(monkeypatch, moved):
     source, index, segments, weights, factors = draw_sums(rng, 5, "float32", n=200, tiny=False)
     operands = {"source": source, "weights": weights, "factors": factors}
     moving = operands if moved == "all" else {moved: operands[moved]}
-    seeds = [magnitudes(rng, (EXAMPLES * n, 5)) for n in BAGS]
+    seeds = [magnitudes(rng, (PERIODS * n, 5)) for n in BAGS]
 
     def loss(moving):
         now = operands | moving
         options = {"weights": now["weights"], "factors": now["factors"]}
         sums = dispatch.gather_sum(
-            now["source"], index, segments, **options, bags=BAGS, examples=EXAMPLES
+            now["source"], index, segments, **options, bags=BAGS, periods=PERIODS
         )
         return sum(jnp.vdot(part, seed) for part, seed in zip(sums, seeds, strict=True))
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from kernel_cases import (
     BAGS,
     DIMS,
-    EXAMPLES,
+    PERIODS,
     REFERENCE_SUMS,
     assert_same_bits,
     draw_sums,
@@ -24,7 +24,7 @@ from kernel_cases import (
 )
 
 from tpu_embed import optimizers as o
-from tpu_embed.kernels import cpu
+from tpu_embed.kernels import cpu, reference
 
 if cpu.load().path is None:
     pytest.skip(f"compiled library: {cpu.load().why_not}", allow_module_level=True)
@@ -54,8 +54,9 @@ RULES = {
     "ftrl, no rate": o.FTRL(0.0, **ALL),
 }
 R = 60
-COLUMNS, UPDATE_EXAMPLES = (2, 1), 50
-UPDATE_BAGS = UPDATE_EXAMPLES * sum(COLUMNS)
+COLUMNS, UPDATE_PERIODS = (2, 1), 50
+UPDATE_BAGS = UPDATE_PERIODS * sum(COLUMNS)
+STARTS = tuple(range(7, UPDATE_BAGS, 7))
 
 
 def sgd(w, g, lr):
@@ -99,15 +100,14 @@ STEPS = {f.__name__: f for f in (sgd, momentum, adagrad, rowwise_adagrad, adam, 
 
 
 def sums_in_order(given, blocks):
-    """Return row -> gradient: within a block of examples in the order of ids, then over blocks."""
+    """Return row -> gradient: within a block of bags in the order of ids, then over blocks."""
     rows, bags, weights, factors, gradients = given
     dim = gradients[0].shape[1]
-    by_example = [
+    by_period = [
         g.reshape(-1, n, dim) for g, n in zip(gradients, given_columns(given), strict=True)
     ]
-    joined = np.concatenate(by_example, axis=1).reshape(-1, dim)
-    columns, found = sum(given_columns(given)), {}
-    examples = len(joined) // columns
+    joined = np.concatenate(by_period, axis=1).reshape(-1, dim)
+    found = {}
     for i in range(len(rows)):
         if not 0 <= rows[i] < R:
             continue
@@ -118,7 +118,7 @@ def sums_in_order(given, blocks):
         if weights is not None:
             gradient = gradient * weights[i]
         of_row = found.setdefault(int(rows[i]), {})
-        block = bag // columns * blocks // examples
+        block = sum(bag >= start for start in blocks)
         of_row[block] = of_row.get(block, zero) + gradient
     return {row: functools.reduce(np.add, of.values(), zero) for row, of in found.items()}
 
@@ -159,18 +159,18 @@ def draw_update(rng, optimizer, dim, dtype, *, n=2000, alone=False, row_type=np.
         return table, slots, (rows, None, None, None, (magnitudes(rng, (n, dim)),))
     bags = np.sort(rng.integers(0, UPDATE_BAGS, n)).astype(np.int32)
     weights, factors = magnitudes(rng, n), magnitudes(rng, UPDATE_BAGS)
-    gradients = tuple(magnitudes(rng, (UPDATE_EXAMPLES * c, dim)) for c in COLUMNS)
+    gradients = tuple(magnitudes(rng, (UPDATE_PERIODS * c, dim)) for c in COLUMNS)
     return table, slots, (rows, bags, weights, factors, gradients)
 
 
 def updated(table, slots, given, rule, blocks):
     """Return table and slots after the compiled kernel, which works in place."""
     columns = given_columns(given)
-    examples = given[-1][0].shape[0] // columns[0]
+    periods = given[-1][0].shape[0] // columns[0]
 
     @functools.partial(jax.jit, donate_argnums=0)
     def run(held, given):
-        options = {"columns": columns, "examples": examples, "blocks": blocks}
+        options = {"columns": columns, "periods": periods, "blocks": blocks}
         return cpu.update_rows(held[0], held[1:], *given, rule=rule, **options)
 
     held = tuple(jnp.array(array) for array in (table, *slots))
@@ -187,8 +187,8 @@ def test_every_rule(name, dtype):
     for dim in (1, 5, 20, 130):
         rng = np.random.default_rng(dim)
         table, slots, given = draw_update(rng, RULES[name], dim, dtype)
-        found = updated(table, slots, given, rule, 21)
-        assert_same_bits(found, expected_update(table, slots, given, rule, 21))
+        found = updated(table, slots, given, rule, STARTS)
+        assert_same_bits(found, expected_update(table, slots, given, rule, STARTS))
         assert np.any(np.asarray(found[0]) != table) or rule.kind == "ftrl"
 
 
@@ -197,12 +197,12 @@ def test_every_rule(name, dtype):
 def test_every_dimension(name, dim):
     table, slots, given = draw_update(np.random.default_rng(dim), RULES[name], dim, "float32")
     rule = compiled(RULES[name])
-    found = updated(table, slots, given, rule, 21)
-    assert_same_bits(found, expected_update(table, slots, given, rule, 21))
+    found = updated(table, slots, given, rule, STARTS)
+    assert_same_bits(found, expected_update(table, slots, given, rule, STARTS))
 
 
 @pytest.mark.parametrize("missing", ["weights", "factors", "both", "bags", "64 bits"])
-@pytest.mark.parametrize("blocks", [0, 1, 7, 8, UPDATE_EXAMPLES])
+@pytest.mark.parametrize("blocks", [(), (1,), (20, 21, 77), tuple(range(3, UPDATE_BAGS, 3))])
 def test_what_may_be_missing(missing, blocks):
     rng, row_type = np.random.default_rng(8), np.int64 if missing == "64 bits" else np.int32
     optimizer, alone = RULES["adagrad"], missing == "bags"
@@ -216,11 +216,25 @@ def test_what_may_be_missing(missing, blocks):
     assert_same_bits(found, expected_update(table, slots, given, rule, blocks))
 
 
+@pytest.mark.parametrize("order", [(1, 0, 2), (2, 1, 0), (0, 2, 1)], ids=str)
+def test_columns_in_another_order(order):
+    """The bags of a period in any order: gradients given so give what reordered ones give."""
+    rng = np.random.default_rng(9)
+    table, slots, (*given, gradients) = draw_update(rng, RULES["adam"], 20, "float32")
+    options = {"columns": COLUMNS, "periods": UPDATE_PERIODS, "blocks": STARTS}
+    run = functools.partial(cpu.update_rows, rule=compiled(RULES["adam"]), **options)
+    joined = reference.join_features(gradients, UPDATE_PERIODS, order)
+    in_order = reference.by_feature(joined, COLUMNS, UPDATE_PERIODS)
+    found = jax.jit(functools.partial(run, order=order))(table, slots, *given, gradients)
+    assert_same_bits(found, jax.jit(run)(table, slots, *given, in_order))
+
+
 def test_blocks_matter():
     """The order of the sums shows in their bits, or the tests above would show nothing."""
     drawn = draw_update(np.random.default_rng(8), RULES["sgd"], 20, "float32")
     sums = {
-        np.stack(list(sums_in_order(drawn[2], blocks).values())).tobytes() for blocks in (0, 21)
+        np.stack(list(sums_in_order(drawn[2], blocks).values())).tobytes()
+        for blocks in ((), (70, 71))
     }
     assert len(sums) == 2
 
@@ -236,8 +250,8 @@ def test_gradients_and_rows_that_are_not_finite(name, dtype):
     for gradient in given[-1]:
         gradient[::5, 0], gradient[1::5, 1], gradient[2::5, 2] = np.nan, np.inf, -np.inf
     with np.errstate(all="ignore"):
-        expected = expected_update(table, slots, given, rule, 21)
-    found = updated(table, slots, given, rule, 21)
+        expected = expected_update(table, slots, given, rule, STARTS)
+    found = updated(table, slots, given, rule, STARTS)
     assert_same_bits(
         [widened(np.asarray(found[0])), *found[1:]], [widened(expected[0]), *expected[1:]]
     )
@@ -262,10 +276,10 @@ def test_no_ids_change_nothing():
     rng = np.random.default_rng(10)
     table, slots, given = draw_update(rng, RULES["adam"], 5, "float32")
     rows = np.full_like(given[0], -1)
-    found = updated(table, slots, (rows, *given[1:]), compiled(RULES["adam"]), 21)
+    found = updated(table, slots, (rows, *given[1:]), compiled(RULES["adam"]), STARTS)
     assert_same_bits(found, (table, *slots))
     none = [array[:0] for array in given[:3]]
-    found = updated(table, slots, (*none, *given[3:]), compiled(RULES["adam"]), 21)
+    found = updated(table, slots, (*none, *given[3:]), compiled(RULES["adam"]), STARTS)
     assert_same_bits(found, (table, *slots))
 
 
@@ -281,10 +295,10 @@ def test_eight_devices_call_at_once():
 
     def device(held, given, sums):
         held, given, sums = jax.tree.map(lambda x: x[0], (held, given, sums))
-        options = {"columns": COLUMNS, "examples": UPDATE_EXAMPLES, "blocks": 21}
+        options = {"columns": COLUMNS, "periods": UPDATE_PERIODS, "blocks": (7, 50, 51, 140)}
         new = cpu.update_rows(held[0], held[1], *given, rule=rule, **options)
         ordered = cpu.sort_rows(given[0])
-        summed = cpu.gather_sum(*sums, bags=BAGS, examples=EXAMPLES)
+        summed = cpu.gather_sum(*sums, bags=BAGS, periods=PERIODS)
         return jax.tree.map(lambda x: x[None], (new, ordered, summed))
 
     run = jax.jit(
@@ -303,7 +317,7 @@ def test_eight_devices_call_at_once():
         assert_same_bits(run(*stacked), first)
     for d, (table, slots, given) in enumerate(drawn):
         new, ordered, summed = jax.tree.map(lambda x, d=d: x[d], first)
-        assert_same_bits(new, expected_update(table, slots, given, rule, 21))
+        assert_same_bits(new, expected_update(table, slots, given, rule, STARTS))
         assert_same_bits(ordered[1], np.argsort(given[0], kind="stable").astype(np.int32))
         assert_same_bits(summed, REFERENCE_SUMS(*sums[d])[0])
 
@@ -311,9 +325,9 @@ def test_eight_devices_call_at_once():
 def test_operands_that_do_not_fit_are_refused():
     """By the kernel itself, before it touches memory."""
     source, index, segments, weights, factors = draw_sums(np.random.default_rng(0), 5, "float32")
-    rest = {"bags": BAGS, "examples": EXAMPLES}
+    rest = {"bags": BAGS, "periods": PERIODS}
     table, slots, given = draw_update(np.random.default_rng(0), RULES["adagrad"], 5, "float32")
-    blocks = {"columns": COLUMNS, "examples": UPDATE_EXAMPLES, "blocks": 0}
+    blocks = {"columns": COLUMNS, "periods": UPDATE_PERIODS, "blocks": ()}
     rule = compiled(RULES["adagrad"])
     calls = {
         "gather_sum: one segment": lambda: cpu.gather_sum(

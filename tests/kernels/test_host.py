@@ -139,9 +139,9 @@ def test_lines_that_do_not_fit_are_refused():
         host_native.put([Put(out, two, two, two[:1], 0)])
     with pytest.raises(AssertionError):
         host_native.sort_ids([two], [two[:1]])
-    columns = [Column(two, np.zeros(2, np.int32), None, 1, 0)]
+    columns = [Column(two, np.zeros(2, np.int32), None)]
     with pytest.raises(AssertionError):
-        host_native.interleave(columns, out[None], out[None], None, examples=1)
+        host_native.interleave(columns, out[None], out[None], None, periods=1, order=[0])
     assert out.tolist() == [0]
 
 
@@ -151,20 +151,22 @@ def test_lines_that_do_not_fit_are_refused():
 @both
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 @pytest.mark.parametrize("weight_dtype", [None, np.float32, np.float64])
-def test_interleave_few(kernels, dtype, weight_dtype):
-    lines, examples, per_examples = 3, 4, (1, 3, 2)
+@pytest.mark.parametrize("order", [(0, 1, 1, 1, 2, 2), (1, 0, 1, 2, 1, 2)], ids=str)
+def test_interleave_few(kernels, dtype, weight_dtype, order):
+    lines, periods = 3, 4
     rng = np.random.default_rng(5)
-    columns = draw_columns(rng, lines, examples, per_examples, dtype, weight_dtype or np.float32)
-    size = longest_line(columns, lines, examples) + 2
-    found = interleaved(kernels, columns, (lines, size), dtype, weight_dtype, examples)
+    columns = draw_columns(rng, lines, periods, order, dtype, weight_dtype or np.float32)
+    size = longest_line(columns, lines, periods, order) + 2
+    found = interleaved(kernels, columns, (lines, size), dtype, weight_dtype, periods, order)
+    next_bag = [0] * len(columns)  # as each feature numbers its own
     for line in range(lines):
         expected = []
-        for example in range(line * examples, (line + 1) * examples):
-            for ids, bags, weights, per_example, offset in columns:
-                for i in np.flatnonzero(bags // per_example == example):
-                    bag = (example - line * examples) * 6 + offset + bags[i] % per_example
-                    expected.append((ids[i], bag, 1 if weights is None else weights[i]))
-        expected += [(-1, examples * 6, 0)] * (size - len(expected))
+        for bag, feature in enumerate(order * periods):
+            ids, bags, weights = columns[feature]
+            for i in np.flatnonzero(bags == next_bag[feature]):
+                expected.append((ids[i], bag, 1 if weights is None else weights[i]))
+            next_bag[feature] += 1
+        expected += [(-1, periods * 6, 0)] * (size - len(expected))
         for got, wanted in zip(found, zip(*expected, strict=True), strict=True):
             assert got is None or got[line].tolist() == list(wanted)
 
@@ -173,15 +175,13 @@ def test_interleave_few(kernels, dtype, weight_dtype):
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 @pytest.mark.parametrize("weight_dtype", [None, np.float32, np.float64])
 def test_interleave_many(threads, dtype, weight_dtype):
-    lines, examples = 5, 700
+    lines, periods, order = 5, 700, (0, 0, 2, 1, 2, 2, 2)
     rng = np.random.default_rng(6)
-    columns = draw_columns(
-        rng, lines, examples, (2, 1, 4), dtype, weight_dtype or np.float32, most=9
-    )
-    size = longest_line(columns, lines, examples)
+    columns = draw_columns(rng, lines, periods, order, dtype, weight_dtype or np.float32, most=9)
+    size = longest_line(columns, lines, periods, order)
     assert lines * size > MANY
     one, two = (
-        interleaved(kernels, columns, (lines, size), dtype, weight_dtype, examples)
+        interleaved(kernels, columns, (lines, size), dtype, weight_dtype, periods, order)
         for kernels in KERNELS
     )
     for got, wanted in zip(one, two, strict=True):

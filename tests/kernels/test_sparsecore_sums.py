@@ -133,7 +133,7 @@ def loops(source, index, segments, weights):
 def in_order(source, index, segments):
     """Return the sums of the reference."""
     rows, index, segments = (jnp.asarray(x) for x in (source, index, segments))
-    return reference.gather_sum(rows, index, segments, None, None, bags=(1,), examples=SUMS)[0]
+    return reference.gather_sum(rows, index, segments, None, None, bags=(1,), periods=SUMS)[0]
 
 
 @st.composite
@@ -228,7 +228,7 @@ def test_long_rows_are_cut_and_joined(monkeypatch):
         upper = source >> 16 if source.dtype == jnp.uint32 else source[:, :0]
         lower = source & 0xFFFF if source.dtype == jnp.uint32 else source
         rows = jnp.concatenate([lower, upper], axis=1).astype(jnp.float32)
-        options = {"bags": (1,), "examples": num_segments}
+        options = {"bags": (1,), "periods": num_segments}
         return reference.gather_sum(rows, index, segments, None, None, **options)[0]
 
     monkeypatch.setattr(sparsecore_sums, "_sum_pieces", sum_pieces)
@@ -292,7 +292,7 @@ def test_rows_of_any_width_sum_and_differentiate_through_the_dispatch():
     gains = [rng.normal(size=(examples * b, 20)).astype(np.float32) for b in bags]
 
     def outcome(kernel, source, bits, index, segments, weights, factors):
-        options = {"bags": bags, "examples": examples}
+        options = {"bags": bags, "periods": examples}
 
         def loss(source, weights, factors):
             given = {"weights": weights, "factors": factors}

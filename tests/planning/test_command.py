@@ -92,7 +92,7 @@ def test_errors(run, monkeypatch, tmp_path):
     for target in ("", "1e3", "²", "9" * 5000):
         with pytest.raises(SystemExit, match="error: topology: expected a chip among"):
             run("--topology", target)
-    with pytest.raises(SystemExit, match="error: batch size: expected a positive multiple of 3"):
+    with pytest.raises(SystemExit, match="batch size: expected a positive multiple of 3"):
         run("--topology", "3")
 
 

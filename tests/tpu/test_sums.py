@@ -32,7 +32,7 @@ def compiled_sums(chip, dim, dtype, weighted):
     )
     def sums(source, index, segments, weights):
         weights = weights if weighted else None
-        options = {"weights": weights, "bags": (1,), "examples": SUMS}
+        options = {"weights": weights, "bags": (1,), "periods": SUMS}
         return dispatch.gather_sum(source, index, segments, **options)[0]
 
     def array(shape, dtype):

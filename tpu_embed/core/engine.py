@@ -88,15 +88,15 @@ class EmbeddingEngine:
         on_bad_gradient: OnBadGradient = "allow",
     ) -> None:
         blocks = _checks.check_int("sum_blocks", sum_blocks, minimum=1)
-        self._structure = structure.flatten(feature_config)
+        self.structure = structure.flatten(feature_config)
         # All that is static is decided here; it is in no state, and no config is changed.
         axes = make_axes(mesh, batch_axes)
         self.layout: Layout = make_layout(
-            self._structure, optimizer, axes, sum_blocks=blocks, stack_tables=stack_tables
+            self.structure, optimizer, axes, sum_blocks=blocks, stack_tables=stack_tables
         )
         self._guard = Guard(on_bad_gradient, self.layout)
         self._rates = HostRates(self.layout)
-        self._intake = Intake(self._structure, self.layout)
+        self._intake = Intake(self.structure, self.layout)
         self._traces: collections.Counter[str] = collections.Counter()
         self._init_program = jax.jit(self._init)
         # `check_in_place` finds these programs in a user's jaxpr by their names.
@@ -254,7 +254,7 @@ class EmbeddingEngine:
         activations = call(self._lookup_program, state.tables, source)
         # An update later in the same trace must wait for this lookup.
         record_lookup(state.tables, activations, self.layout)
-        return self._structure.unflatten(activations)
+        return self.structure.unflatten(activations)
 
     def _lookup(self, tables: dict[str, Array], source: Batch | TracedIds) -> list[Array]:
         self._traces["lookup"] += 1  # this line runs once per trace, not once per step
@@ -330,7 +330,7 @@ class EmbeddingEngine:
     ) -> Operands:
         self.check_trainable("update")
         check_not_donated(state)
-        given = self._structure.match(gradients, what="activation_gradients")
+        given = self.structure.match(gradients, what="activation_gradients")
         checked = checked_gradients(given, source.spec, self.layout)
         leaves = jax.tree.leaves((state, source, checked))
         # Outside a jit, values can be checked now, and callable learning rates be read.
@@ -387,7 +387,7 @@ class EmbeddingEngine:
     @property
     def table_configs(self) -> dict[str, TableConfig]:
         """The declared tables, by name."""
-        return dict(zip(self._structure.table_names, self._structure.tables, strict=True))
+        return dict(zip(self.structure.table_names, self.structure.tables, strict=True))
 
     @property
     def compilations(self) -> dict[str, int]:

@@ -45,8 +45,8 @@ class Place(Map):
       >>> engine = tpu_embed.EmbeddingEngine({"x": tpu_embed.FeatureConfig(table)})
       >>> dataset = grain.MapDataset.range(32).map(lambda number: {"x": np.int32(number)})
       >>> dataset = dataset.batch(8).to_iter_dataset().map(Place(engine))
-      >>> [batch.spec.batch for batch in dataset]
-      [8, 8, 8, 8]
+      >>> [batch.spec.sizes for batch in dataset]
+      [(8,), (8,), (8,), (8,)]
     """
 
     def __init__(

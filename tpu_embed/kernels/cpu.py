@@ -114,16 +114,17 @@ def gather_sum(
     factors: Array | None,
     *,
     bags: tuple[int, ...],
-    examples: int,
+    periods: int,
+    order: tuple[int, ...] = (),
     widths: tuple[int, ...] = (),
 ) -> tuple[Array, ...]:
     """Return weighted sums of rows in float32; see `reference.gather_sum`."""
     # One result per feature, so that no program has to cut one large array into pieces.
-    shapes = [jax.ShapeDtypeStruct((examples * n, source.shape[1]), jnp.float32) for n in bags]
+    shapes = [jax.ShapeDtypeStruct((periods * n, source.shape[1]), jnp.float32) for n in bags]
     segments = _or_empty(None if widths else segments, jnp.int32)
     operands = (source, index, segments, _or_empty(weights), _or_empty(factors))
-    options = {"bags": _int64(bags), "widths": _int64(widths), "examples": np.int64(examples)}
-    return tuple(_call("gather_sum", shapes)(*operands, **options))
+    lists = {"bags": _int64(bags), "order": _int64(order), "widths": _int64(widths)}
+    return tuple(_call("gather_sum", shapes)(*operands, **lists, periods=np.int64(periods)))
 
 
 def update_rows(
@@ -139,8 +140,9 @@ def update_rows(
     *,
     rule: CompiledRule,
     columns: tuple[int, ...],
-    examples: int,
-    blocks: int,
+    periods: int,
+    order: tuple[int, ...] = (),
+    blocks: tuple[int, ...] = (),
 ) -> tuple[Array, ...]:
     """Sort ids by row, sum the gradients of each row, and apply the rule.
 
@@ -155,15 +157,16 @@ def update_rows(
       bags: int32 `[N]`, the bag of each id; None: position i has bag i.
       weights: float32 `[N]`, the weight of each id; None: all ones.
       factors: float32 `[bags]`, what the gradient of each bag is multiplied with; None: all ones.
-      gradients: the gradients of the bags, `[examples * columns[f], D]` for feature f. Bags are
-        numbered by example, then by column.
+      gradients: the gradients of the bags, `[periods * columns[f], D]` for feature f. Bags are
+        numbered by period, then by column.
       sums: int32 `[N]`, non-decreasing; None: the ids are not routed.
       merged: int32 `[P]`, non-decreasing; None: every partial sum is a whole sum.
       rule: the optimizer's rule.
-      columns: for each feature, its bags per example.
-      examples: the number of examples in the gradients.
-      blocks: G. Example e is in block e · G // examples; a row's gradients are summed within each
-        block first, then over the blocks. 0: they are summed in one go.
+      columns: for each feature, its bags per period.
+      periods: the number of periods in the gradients.
+      order: of each column, its number if columns are counted feature by feature; (): they are.
+      blocks: the first bags of the second block of the batch and of all later ones. A row's
+        gradients are summed within each block first, then over the blocks.
 
     Returns:
       the table and the slots, in the memory of the operands.
@@ -186,8 +189,9 @@ def update_rows(
     updated = call(
         *operands,
         columns=_int64(columns),
-        examples=np.int64(examples),
-        blocks=np.int64(blocks),
+        order=_int64(order),
+        blocks=_int64(blocks),
+        periods=np.int64(periods),
         rule=np.int64(KINDS.index(rule.kind)),
         flags=np.int64(rule.flag),
     )

@@ -282,7 +282,7 @@ def segment_sum(values: Array, segments: Array, num_segments: int) -> Array:
     def one_by_one(values: Array, segments: Array) -> Array:
         positions = jax.lax.iota(segments.dtype, segments.shape[0])
         rows = values.reshape(values.shape[0], -1)
-        options = {"weights": None, "factors": None, "bags": (1,), "examples": num_segments}
+        options = {"weights": None, "factors": None, "bags": (1,), "periods": num_segments}
         sums = cpu.gather_sum(rows, positions, segments, **options)[0]
         return sums.reshape(num_segments, *values.shape[1:])
 
@@ -299,7 +299,8 @@ def gather_sum(
     weights: Array | None = None,
     factors: Array | None = None,
     bags: tuple[int, ...],
-    examples: int,
+    periods: int,
+    order: tuple[int, ...] = (),
     widths: tuple[int, ...] = (),
 ) -> tuple[Array, ...]:
     """Return weighted sums of rows of `source`; see `reference.gather_sum`."""
@@ -309,8 +310,9 @@ def gather_sum(
 
     def with_options(kernel: Callable[..., Any]) -> Callable[..., Any]:
         def run(source: Array, index: Array, segments: Array, given: dict[str, Array]) -> Any:
-            options = {"weights": None, "factors": None, "widths": widths} | given
-            return kernel(source, index, segments, **options, bags=bags, examples=examples)
+            options = {"weights": None, "factors": None} | given
+            sizes = {"bags": bags, "periods": periods, "order": order, "widths": widths}
+            return kernel(source, index, segments, **options, **sizes)
 
         return run
 
@@ -333,7 +335,8 @@ def _sum_on_sparse_cores(
     factors: Array | None,
     *,
     bags: tuple[int, ...],
-    examples: int,
+    periods: int,
+    order: tuple[int, ...],
     widths: tuple[int, ...],
 ) -> tuple[Array, ...]:
     """Return what `reference.gather_sum` does, by the SparseCore kernel."""
@@ -344,12 +347,12 @@ def _sum_on_sparse_cores(
         # Numbers of 64 bits that are outside of the source stay outside of it in 32.
         jnp.clip(index, -1, source.shape[0]).astype(jnp.int32),
         segments.astype(jnp.int32),
-        examples * sum(bags),
+        periods * sum(bags),
         weights=None if weights is None else weights.astype(jnp.float32),
     )[:, :dim]
     if factors is not None:
         sums = reference.scale(sums, factors)
-    return reference.by_feature(sums, bags, examples)
+    return reference.by_feature(sums, bags, periods, order)
 
 
 def _with_tangents(native: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:

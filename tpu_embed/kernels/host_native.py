@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -31,35 +32,44 @@ def interleave(
     bags: np.ndarray,
     weights: np.ndarray | None,
     *,
-    examples: int,
+    periods: int,
+    order: Sequence[int],
 ) -> None:
     """Write the ids of all features in batch order; see `host_reference.interleave`."""
     lines, size = row_ids.shape
-    ends = [np.arange(lines + 1) * examples * column.per_example for column in columns]
+    per_period = np.bincount(order, minlength=len(columns)).tolist()
+    ends = [np.arange(lines + 1) * periods * bags for bags in per_period]
     bounds = [np.searchsorted(c.bags, end) for c, end in zip(columns, ends, strict=True)]
     assert (np.diff(bounds).sum(axis=0) <= size).all()
-    given = [_column(*pair, row_ids, weights) for pair in zip(columns, bounds, strict=True)]
-    table = np.array(given, np.int64)
-    per_example = sum(column.per_example for column in columns)
+    each = zip(columns, bounds, per_period, strict=True)
+    table = np.array([_column(*one, row_ids, weights) for one in each], np.int64)
+    # Order 0 0 1 0: runs of 2, 1 and 1 bags, of the features 0, 1 and 0.
+    runs = [(feature, len(list(same))) for feature, same in itertools.groupby(order)]
+    all_runs = np.array(runs, np.int64).reshape(-1, 2)
     weight_bytes = 0 if weights is None else weights.itemsize
     options = row_ids.itemsize, weight_bytes, table.ctypes.data, len(columns)
+    options = (*options, all_runs.ctypes.data, len(runs))
     tasks = []
     for line in range(lines):
         outs = _address(row_ids[line]), _address(bags[line], np.int32, size)
         scale = _NOTHING if weights is None else _address(weights[line], size=size)
-        tasks.append((*options, line, examples, per_example, *outs, scale, size))
+        tasks.append((*options, line, periods, len(order), *outs, scale, size))
     _run("interleave", tasks, row_ids.size)
 
 
 def _column(
-    column: Column, bounds: np.ndarray, row_ids: np.ndarray, weights: np.ndarray | None
+    column: Column,
+    bounds: np.ndarray,
+    per_period: int,
+    row_ids: np.ndarray,
+    weights: np.ndarray | None,
 ) -> tuple[int, ...]:
     """Return the fields of a column, whose numbers are of the dtypes of the results."""
     n, scale = column.row_ids.size, _NOTHING
     if weights is not None and column.weights is not None:
         scale = _address(column.weights, weights.dtype, n)
     rows, bags = _address(column.row_ids, row_ids.dtype), _address(column.bags, np.int32, n)
-    return rows, bags, scale, _address(bounds, np.int64), column.per_example, column.offset
+    return rows, bags, scale, _address(bounds, np.int64), per_period
 
 
 def sort_ids(

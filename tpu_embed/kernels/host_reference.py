@@ -28,18 +28,13 @@ class Column(NamedTuple):
 
     Attributes:
       row_ids: `[n]`, none of them absent.
-      bags: int32 `[n]`, their bags, non-decreasing; example e has the bags from e · per_example to
-        (e + 1) · per_example.
+      bags: int32 `[n]`, their bags, non-decreasing.
       weights: `[n]`, or None for all ones.
-      per_example: the number of bags of one example.
-      offset: the first of these bags among the bags of all features of an example.
     """
 
     row_ids: np.ndarray
     bags: np.ndarray
     weights: np.ndarray | None
-    per_example: int
-    offset: int
 
 
 class SortedIds(NamedTuple):
@@ -116,55 +111,50 @@ def interleave(
     bags: np.ndarray,
     weights: np.ndarray | None,
     *,
-    examples: int,
+    periods: int,
+    order: Sequence[int],
 ) -> None:
-    """Write the ids of all features in batch order: by example, then feature, then position.
+    """Write the ids of all features in batch order: by period, then bag, then position.
 
-    For example, one line with 2 examples: feature a has the ids 5 | 6 7, feature b has 8 | 9. The
-    line is 5 8 6 7 9. The ids of feature a move from the positions 0 | 1 2 to 0 | 2 3, so its
-    shifts are 0 and 1; those of feature b move from 0 | 1 to 1 | 4, so its shifts are 1 and 3.
+    For example, one line with 2 periods, of one bag of feature a and one of feature b each: feature
+    a has the ids 5 | 6 7, feature b has 8 | 9. The line is 5 8 6 7 9.
 
     Args:
       columns: the features.
       row_ids: out: `[lines, N]`, absent rows where a line has no more ids.
-      bags: out: int32 `[lines, N]`, the bags of the line, by example and feature; that of padding
-        is one past the last.
+      bags: out: int32 `[lines, N]`, the bags of the line, by period and place in it; that of
+        padding is one past the last.
       weights: out: `[lines, N]`, zero for padding; or None.
-      examples: the number of examples of one line.
+      periods: the number of periods of one line.
+      order: the feature of each bag of a period.
     """
-    per_example = sum(column.per_example for column in columns)
+    lines, line_bags = len(row_ids), periods * len(order)
     row_ids.fill(PADDING_ID)
-    bags.fill(examples * per_example)
+    bags.fill(line_bags)
     if weights is not None:
         weights.fill(0)
-    numbers = [column.bags // column.per_example for column in columns]
-    shifts = _shifts(numbers, len(row_ids), len(row_ids) * examples)
-    for c, (column, example) in enumerate(zip(columns, numbers, strict=True)):
-        line = example // examples
-        position = np.arange(example.size) + shifts[example, c]
+    numbers = [_bag_numbers(c, column.bags, order) for c, column in enumerate(columns)]
+    # How many ids each bag has, of all lines; and where the first of them stands on its line.
+    counts = sum(np.bincount(number, minlength=lines * line_bags) for number in numbers)
+    by_line = np.reshape(counts, (lines, line_bags))
+    starts = (np.cumsum(by_line, axis=1) - by_line).reshape(-1)
+    for column, number in zip(columns, numbers, strict=True):
+        # The ids of a bag are adjacent: the rank of each is its distance from the first of them.
+        rank = np.arange(number.size) - np.searchsorted(number, number)
+        line, position = number // line_bags, starts[number] + rank
         row_ids[line, position] = column.row_ids
-        # The example's first bag, the feature's offset in it, the bag's number in the feature.
-        within = column.bags - example * column.per_example
-        bags[line, position] = (example - line * examples) * per_example + column.offset + within
+        bags[line, position] = number - line * line_bags
         if weights is not None:
             weights[line, position] = 1 if column.weights is None else column.weights
 
 
-def _shifts(examples: Sequence[np.ndarray], lines: int, batch: int) -> np.ndarray:
-    """Return how far the ids of each example and feature move in a line, int64 `[B, features]`.
-
-    Args:
-      examples: the example of each id `[n]`, non-decreasing, of every feature.
-      lines: the number of lines.
-      batch: B, the examples of all lines.
-    """
-    # How many ids each example has of each feature, and how many ids precede these on their line;
-    # both [B, features].
-    counts = np.stack([np.bincount(example, minlength=batch) for example in examples], axis=1)
-    by_line = counts.reshape(lines, -1)
-    starts = (np.cumsum(by_line, axis=1) - by_line).reshape(counts.shape)
-    # Among the feature's own ids, those of an example begin after the ids of earlier examples.
-    return starts - (np.cumsum(counts, axis=0) - counts)
+def _bag_numbers(feature: int, bags: np.ndarray, order: Sequence[int]) -> np.ndarray:
+    """Return the numbers that bags of one feature have among the bags of all features."""
+    # Order 0 1 1: feature 1 has the bags 1 and 2 of each period, so its bags are 1 2 4 5 7 8 ….
+    places = np.flatnonzero(np.asarray(order) == feature)
+    if not places.size:
+        return bags.astype(np.int64)
+    return bags // places.size * len(order) + places[bags % places.size]
 
 
 def sort_ids(

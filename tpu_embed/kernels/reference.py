@@ -10,7 +10,7 @@ Input: tables, row numbers and values. Output: rows, tables with rows set, or su
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -189,14 +189,15 @@ def gather_sum(
     factors: Array | None,
     *,
     bags: tuple[int, ...],
-    examples: int,
+    periods: int,
+    order: tuple[int, ...] = (),
     widths: tuple[int, ...] = (),
     segment_sum: Callable[[Array, Array, int], Array] = segment_sum,
 ) -> tuple[Array, ...]:
     """Sum rows of `source`, each times its weight, by bag, and multiply each sum with a factor.
 
-    A segment is a bag. An example has the bags of all features, one per column, and segments are
-    numbered by example, then by column. Products and sums are rounded one by one, in the order of
+    A segment is a bag. A period has bags of all features, one per column, and segments are
+    numbered by period, then by column. Products and sums are rounded one by one, in the order of
     the entries.
 
     Args:
@@ -204,15 +205,16 @@ def gather_sum(
       index: integer `[N]`, rows of `source`; absent ones are left out.
       segments: int32 `[N]`, the bag of each, non-decreasing; those past the last bag are left out.
       weights: the weight of each, `[N]`; None: all ones.
-      factors: the factor of each bag, `[e * sum(bags)]`; None: all ones.
-      bags: for each feature, its bags per example.
-      examples: the number e of examples.
-      widths: the entries of each bag of an example, if all examples are alike: what `segments` say,
+      factors: the factor of each bag, `[n * sum(bags)]`; None: all ones.
+      bags: for each feature, its bags per period.
+      periods: the number n of periods.
+      order: of each column, its number if columns are counted feature by feature; (): they are.
+      widths: the entries of each bag of a period, if all periods are alike: what `segments` say,
         for kernels that need not read them. (): only `segments` say it.
       segment_sum: the function that sums runs.
 
     Returns:
-      one array `[e * bags[f], D]` per feature f.
+      one array `[n * bags[f], D]` per feature f.
     """
     present = (index >= 0) & (index < source.shape[0])
     rows = storage.widened(gather_rows(source, index))
@@ -220,26 +222,49 @@ def gather_sum(
         kept = jnp.where(present, weights, jnp.zeros_like(weights))
         # The barrier keeps XLA from turning products and sums into multiply-adds, which round once.
         rows = jax.lax.optimization_barrier(rows * kept[:, None])
-    sums = segment_sum(rows, segments, examples * sum(bags))
+    sums = segment_sum(rows, segments, periods * sum(bags))
     if factors is not None:
         sums = scale(sums, factors)
-    return by_feature(sums, bags, examples)
+    return by_feature(sums, bags, periods, order)
 
 
-def by_feature(sums: Array, bags: tuple[int, ...], examples: int) -> tuple[Array, ...]:
-    """Return the sums of every feature's bags, `[e * bags[f], D]` each.
+def by_feature(
+    sums: Array, bags: tuple[int, ...], periods: int, order: tuple[int, ...] = ()
+) -> tuple[Array, ...]:
+    """Return the sums of every feature's bags, `[n * bags[f], D]` each.
 
     Args:
-      sums: `[e * sum(bags), D]`.
-      bags: for each feature, its bags per example.
-      examples: the number e of examples.
+      sums: `[n * sum(bags), D]`.
+      bags: for each feature, its bags per period.
+      periods: the number n of periods.
+      order: see `gather_sum`.
     """
     if len(bags) == 1:
         return (sums,)
-    # Two features of 1 and 2 bags: [e * 3, D] -> [e, 3, D] -> [e, 1, D] and [e, 2, D].
+    # Two features of 1 and 2 bags: [n * 3, D] -> [n, 3, D] -> [n, 1, D] and [n, 2, D].
     columns, dim = sum(bags), sums.shape[1]
-    parts = jnp.split(sums.reshape(examples, columns, dim), np.cumsum(bags)[:-1].tolist(), axis=1)
+    by_period = sums.reshape(periods, columns, dim)
+    if order:
+        by_period = by_period[:, np.argsort(order)]  # feature by feature
+    parts = jnp.split(by_period, np.cumsum(bags)[:-1].tolist(), axis=1)
     return tuple(part.reshape(-1, dim) for part in parts)
+
+
+def join_features(parts: Sequence[Array], periods: int, order: tuple[int, ...] = ()) -> Array:
+    """Return `[n * sum(bags), D]` of `[n * bags[f], D]` per feature: the inverse of `by_feature`.
+
+    Args:
+      parts: one array per feature.
+      periods: the number n of periods.
+      order: see `gather_sum`.
+    """
+    # With 2 periods, and features of 1 and 2 bags: [2, D] and [4, D] become [2, 1, D] and
+    # [2, 2, D], joined [2, 3, D], then [6, D].
+    dim = parts[0].shape[-1]
+    by_period = jnp.concatenate([part.reshape(periods, -1, dim) for part in parts], axis=1)
+    if order:
+        by_period = by_period[:, np.array(order)]
+    return by_period.reshape(-1, dim)
 
 
 def scale(values: Array, factors: Array) -> Array:

@@ -52,9 +52,10 @@ def passing(layout: Layout, spec: BatchSpec, size: Size) -> dict[str, int]:
     largest stack.
     """
     activations = 0
-    for form, feature in zip(spec.feature_shapes, layout.features, strict=True):
+    each = zip(layout.features, spec.local_sizes, spec.feature_shapes, strict=True)
+    for feature, examples, shape in each:
         stack = layout.stacks[feature.stack]
-        activations += _row_bytes(stack, spec.local_batch * form.bags, size)
+        activations += _row_bytes(stack, examples * shape.bags, size)
     stacks = range(len(layout.stacks))
     return {
         "ids": size((line_length(line_of(spec, layout)),), np.dtype(np.int32)),
@@ -145,7 +146,8 @@ def moved(layout: Layout, spec: BatchSpec) -> dict[str, int]:
         asked, partials, _, touched = _moving_rows(layout, spec, g)
         row = stack.dim * stack.compute_dtype.itemsize
         stored = stack.dim * _stored(stack).itemsize
-        bags = sum(spec.local_batch * spec.feature_shapes[f].bags for f in spec.stacks[g].features)
+        features = spec.stacks[g].features
+        bags = sum(spec.local_sizes[f] * spec.feature_shapes[f].bags for f in features)
         total["lookup"] += 2 * asked * stored + spec.ids(g) * stored + bags * row
         total["exchange"] += 2 * asked * stored + 2 * partials * row
         if stack.optimizer is not None:

@@ -105,13 +105,12 @@ def _capacities(view: StackView) -> dict[str, int]:
     replicas = layout.axes.replicas
     if stack.num_shards == 1 and replicas == 1 and not view.is_routed:
         return {"row_capacity": 0, "partials": 0}
-    blocks = layout.blocks_per_device(spec.batch)
+    blocks = view.blocks_per_device
     rows = partials = merged = entries = 0.0
     for table in stack.tables:
         mine = [f for f in view.features if layout.features[f].table == table]
-        ids = spec.local_batch * sum(
-            spec.feature_shapes[f].bags * (spec.feature_shapes[f].width or 0) for f in mine
-        )
+        shapes = [(spec.local_sizes[f], spec.feature_shapes[f]) for f in mine]
+        ids = sum(size * shape.bags * (shape.width or 0) for size, shape in shapes)
         share = min(1.0, table.rows_per_shard / table.vocabulary_size)
         rows += share * _distinct(ids, table.vocabulary_size)
         summed = blocks * _distinct(ids / blocks, table.vocabulary_size)

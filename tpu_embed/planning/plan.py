@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,7 +73,7 @@ class Plan:
       target: the name of the mesh or topology.
       devices: the number of devices.
       memory: bytes of memory per device, or None if unknown.
-      batch: B, the size of the global batch.
+      batch: B, the size of the global batch; of features that differ, the largest.
       tables: the tables in order.
       stacks: the number of arrays that they are stacked into.
       held: bytes per device that are always held: tables, slots.
@@ -187,7 +188,7 @@ def plan(
     found = request.plan()
     if found.fits:
         return found
-    return dataclasses.replace(found, remedies=find_remedies(request, found.batch))
+    return dataclasses.replace(found, remedies=find_remedies(request, math.gcd(*found.spec.sizes)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -266,7 +267,7 @@ class Request:
             target=self.target.name,
             devices=self.axes.mesh.size,
             memory=self.target.memory,
-            batch=spec.batch,
+            batch=max(spec.sizes),
             tables=tuple(_table(layout, name, why, size) for name in declared.table_names),
             stacks=len(layout.stacks),
             held=self.held,

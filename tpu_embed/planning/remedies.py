@@ -25,7 +25,7 @@ def find_remedies(request: Request, batch: int) -> tuple[str, ...]:
 
     Args:
       request: what does not fit.
-      batch: B, the size of the global batch.
+      batch: what divides the batch sizes of all features.
     """
     changes = _changes_of_tables(request)
     found = [_describe_change(what, request.changed(new))[0] for what, new in changes.items()]

@@ -94,8 +94,8 @@ def own_routes(ids, view):
         ordered = device_route.sort_ids(ids.row_ids, view.stack)
         rows, overflow = device_route.route_rows(ordered, view.stack, view.room.row_capacity)
     gradients = tuple(
-        np.zeros((view.spec.local_batch * shape.bags, view.stack.dim), np.float32)
-        for shape in view.shapes
+        np.zeros((size * shape.bags, view.stack.dim), np.float32)
+        for size, shape in zip(view.sizes, view.shapes, strict=True)
     )
     task = row_sums.Task(ids, gradients, view, fits=True)
     if view.way == "psum":
@@ -177,12 +177,12 @@ def test_routes_on_two_axes_are_those_that_the_devices_compute(batch_axes, shard
 
 def entries_of_owner(packed, view, owner):
     """Return (row, block, bag, weight) of the ids of one shard, in the order of their sums."""
-    found, local = [], view.spec.local_batch
+    found, (local, *_) = [], view.sizes
     for replica, rows in enumerate(packed.row_ids):
         bags = view.dense_bags(np) if packed.bags is None else packed.bags[replica]
         for n, (row, bag) in enumerate(zip(rows.tolist(), bags.tolist(), strict=True)):
             if row >= 0 and row // view.stack.num_rows == owner:
-                example = replica * local + bag // view.bags_per_example
+                example = replica * local + bag // len(view.columns.feature)
                 weight = float(packed.weights[replica, n])
                 bag += replica * view.bag_layout.bags
                 found.append((row, example * view.blocks // B, bag, weight))

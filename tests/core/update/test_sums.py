@@ -1,6 +1,7 @@
 """The order in which gradients of a row are summed: within blocks of the batch, then over them."""
 
 import contextlib
+from fractions import Fraction
 
 import jax
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from facade_cases import mesh
 
 import tpu_embed
-from tpu_embed import FeatureConfig, TableConfig
+from tpu_embed import FeatureConfig, RaggedIds, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.kernels import dispatch
 
@@ -23,12 +24,13 @@ def magnitudes(shape, seed=0):
 
 def in_blocks(ids, gradients, blocks):
     """Return [V, D] float32 sums of the features' gradients in the promised order."""
-    batch = len(ids["a"])
+    sizes = {name: len(rows) for name, rows in ids.items()}
+    examples = [(Fraction(e, n), name, e) for name, n in sizes.items() for e in range(n)]
     total = np.zeros((V, D), np.float32)
     for b in range(blocks):
         block = np.zeros((V, D), np.float32)
-        for example in [e for e in range(batch) if e * blocks // batch == b]:
-            for name in ("a", "b"):
+        for place, name, example in sorted(examples):
+            if place * blocks // 1 == b:
                 for row in ids[name][example]:
                     if row >= 0:
                         block[row] = block[row] + gradients[name][example]
@@ -46,10 +48,10 @@ def train(ids, gradients, devices, placement="mod", **options):
     return -np.asarray(engine.tables(state)["table_0"])
 
 
-def draw(batch):
-    rng = np.random.default_rng(batch)
-    ids = {"a": rng.integers(-1, V, (batch, 3)), "b": rng.integers(-1, V, (batch, 2))}
-    return ids, {name: magnitudes((batch, D), seed) for seed, name in enumerate(ids)}
+def draw(batch, other=None):
+    rng, other = np.random.default_rng(batch), other or batch
+    ids = {"a": rng.integers(-1, V, (batch, 3)), "b": rng.integers(-1, V, (other, 2))}
+    return ids, {name: magnitudes((len(ids[name]), D), seed) for seed, name in enumerate(ids)}
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
@@ -76,6 +78,21 @@ def test_blocks_may_differ_in_size_or_be_empty(batch, devices, placement):
     ids, gradients = draw(batch)
     found = train(ids, gradients, devices, placement)
     np.testing.assert_array_equal(found, in_blocks(ids, gradients, 8))
+
+
+@pytest.mark.parametrize("sizes", [(8, 24), (24, 16), (4, 20), (12, 28)], ids=str)
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("placement", ["mod", "replicated"])
+def test_features_of_their_own_size_are_summed_in_batch_order(sizes, devices, placement):
+    """Example e of B comes at e / B of the batch, also where no example ends with a block."""
+    ids, gradients = draw(*sizes)
+    expected = in_blocks(ids, gradients, 8)
+    np.testing.assert_array_equal(train(ids, gradients, devices, placement), expected)
+    lists = {n: [[i for i in row if i >= 0] for row in rows.tolist()] for n, rows in ids.items()}
+    ragged = {name: RaggedIds.from_lists(bags) for name, bags in lists.items()}
+    np.testing.assert_array_equal(train(ragged, gradients, devices, placement), expected)
+    alone = [in_blocks({name: rows}, gradients, 8) for name, rows in ids.items()]
+    assert not np.array_equal(alone[0] + alone[1], expected)
 
 
 def test_more_devices_than_blocks_are_the_blocks():

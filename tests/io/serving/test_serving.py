@@ -230,3 +230,29 @@ def test_error_names_table_expected_got_and_remedy(case):
 def test_tables_that_are_no_mapping_are_refused():
     with pytest.raises(TypeError, match="expected a mapping from TableConfig or table name"):
         serving_lookup([TABLE], BAGS, FeatureConfig(FILMS))
+
+
+def test_one_user_and_many_items_in_one_call():
+    """Each feature has its own batch size; features and tables that are left out do not matter."""
+    users, items = TableConfig(ROWS, DIM, name="users"), TableConfig(ROWS, DIM, name="items")
+    features = {
+        "user": FeatureConfig(users),
+        "items": FeatureConfig(items),
+        "context": {"seen": FeatureConfig(items), "page": FeatureConfig(users)},
+    }
+    tables = {"users": TABLE, "items": TABLE[::-1]}
+    ids = {"user": np.array([[4, 5]]), "items": np.arange(500) % ROWS}
+    found = serving_lookup(tables, ids, features)
+    assert set(found) == {"user", "items"}
+    np.testing.assert_array_equal(found["items"], TABLE[::-1][ids["items"]])
+    np.testing.assert_array_equal(found["user"][0], (TABLE[4] + TABLE[5]) / 2)
+    found = serving_lookup({"items": TABLE}, {"context": {"seen": ids["items"]}}, features)
+    np.testing.assert_array_equal(found["context"]["seen"], TABLE[ids["items"]])
+    inside = jax.jit(lambda ids: serving_lookup(tables, ids, features))(ids)
+    np.testing.assert_array_equal(inside["items"], TABLE[::-1][ids["items"]])
+    with pytest.raises(ValueError, match="tables: users missing"):
+        serving_lookup({"items": TABLE}, ids, features)
+    with pytest.raises(ValueError, match=r"context is missing: .* got 1 entries \(other\)"):
+        serving_lookup(tables, {"other": ids["items"]}, features)
+    with pytest.raises(ValueError, match="tables: more not declared"):
+        serving_lookup({**tables, "more": TABLE}, ids, features)

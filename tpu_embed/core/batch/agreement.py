@@ -124,9 +124,11 @@ def _union(specs: dict[int, BatchSpec], *, exact: bool) -> BatchSpec:
     try:
         agreed = BatchSpec.union(*specs.values())
     except ValueError as error:
-        sizes = {one.batch for one in specs.values()}
+        # The first feature whose parts differ in size speaks for all.
+        by_feature = zip(*(one.sizes for one in specs.values()), strict=True)
+        different = next((sorted({*sizes}) for sizes in by_feature if len({*sizes}) > 1), None)
         expected = "parts of one batch, as large on every device and of like shapes"
-        got = f"batches of {sorted(sizes)} in all" if len(sizes) > 1 else f"{error}"
+        got = f"batches of {different} in all" if different else f"{error}"
         remedy = "pad the shorter parts with tpu_embed.pad_batch"
         raise ValueError(message("place", expected=expected, got=got, remedy=remedy)) from error
     if exact and any(one != first for one in specs.values()):

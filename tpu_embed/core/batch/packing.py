@@ -1,7 +1,8 @@
 """Ids become physical rows, in batch order, one line per replica.
 
-The line of a replica holds the ids of one stack. In a dense stack every example has the same number
-of id columns, so the bag of an id follows from its position; otherwise every id has a bag.
+The line of a replica holds the ids of one stack. In a dense stack every period
+(`stack_view.py`) has as many ids, so the bag of an id follows from its position; otherwise every id
+has a bag.
 
 Input: one validated `HostIds` per feature. Output: the rows, bags and weights of every stack,
 `[replicas, N]`, which are sent as they are (`line.py`) or routed first (`routing.py`).
@@ -9,8 +10,9 @@ Input: one validated `HostIds` per feature. Output: the rows, bags and weights o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -51,7 +53,7 @@ def natural_spec(
       routed: what of the batch the host will route.
 
     Raises:
-      ValueError: the features' batch sizes differ, or do not divide over the replicas.
+      ValueError: a feature's batch size does not divide over the replicas.
     """
     shapes = tuple(host.shape for host in hosts)
     bare = [StackSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.stacks))]
@@ -72,7 +74,7 @@ def _ids_per_device(hosts: Sequence[HostIds], view: StackView) -> int:
     per_device = np.zeros(spec.replicas, np.int64)
     for f in view.features:
         host = hosts[f]
-        bags = spec.local_batch * host.shape.bags
+        bags = spec.local_sizes[f] * host.shape.bags
         # A dense feature of a flat stack is packed without its padding. In a flat feature, device
         # d holds the bags from d * bags to (d + 1) * bags; they are sorted, so bisect.
         if host.bags is None:
@@ -115,39 +117,51 @@ def pack_all(hosts: Sequence[HostIds], spec: BatchSpec, layout: Layout) -> list[
 def _pack_dense(
     hosts: Sequence[HostIds], view: StackView, row_ids: np.ndarray, weights: np.ndarray | None
 ) -> None:
-    """Write the ids of a dense stack: per example, the id columns of one feature after another.
+    """Write the ids of a dense stack, the bags in batch order.
 
-    With features of 2 and 3 columns, a line is a0 a0 b0 b0 b0 | a1 a1 b1 b1 b1 | … by example.
+    With features of 2 and 3 ids per example, a line is a0 a0 b0 b0 b0 | a1 a1 b1 b1 b1 | … by
+    period.
     """
-    spec, start = view.spec, 0
-    if not sum(view.columns):
+    if not view.bag_layout.widths:
         row_ids.fill(PADDING_ID)
         return
-    for f, shape, count in zip(view.features, view.shapes, view.columns, strict=True):
-        if not count:
+    for number, f in enumerate(view.features):
+        host, columns = hosts[f], view.id_columns(number)
+        if not columns.size:
             continue
-        host = hosts[f]
-        place = (spec.replicas, spec.local_batch, shape.bags, shape.width or 0)
+        bags = view.columns.counts[number]
+        place = (view.spec.replicas, view.periods, bags, columns.size // bags)
         # The spec may be wider than this batch: the last positions of each bag become padding.
         ids = host.ids.reshape(*place[:3], -1)
         given = np.s_[..., : ids.shape[-1]]
-        here = _columns(row_ids, view, start, count).reshape(place)
-        here[..., ids.shape[-1] :] = PADDING_ID
-        here[given] = _physical(ids, view.layout, f)
-        if host.padded:
-            here[given][ids < 0] = PADDING_ID
+        with _columns(row_ids, columns, place) as here:
+            here[..., ids.shape[-1] :] = PADDING_ID
+            here[given] = _physical(ids, view.layout, f)
+            if host.padded:
+                here[given][ids < 0] = PADDING_ID
         if weights is not None:
-            scale = _columns(weights, view, start, count).reshape(place)
-            scale[..., ids.shape[-1] :] = 0
-            scale[given] = 1 if host.weights is None else host.weights.reshape(ids.shape)
-        start += count
+            with _columns(weights, columns, place) as scale:
+                scale[..., ids.shape[-1] :] = 0
+                scale[given] = 1 if host.weights is None else host.weights.reshape(ids.shape)
 
 
-def _columns(line: np.ndarray, view: StackView, start: int, count: int) -> np.ndarray:
-    """Return a feature's columns of a dense stack as a view `[replicas, examples, count]`."""
-    spec = view.spec
-    by_example = line.reshape(spec.replicas, spec.local_batch, sum(view.columns))
-    return by_example[:, :, start : start + count]
+@contextlib.contextmanager
+def _columns(line: np.ndarray, columns: np.ndarray, place: tuple[int, ...]) -> Iterator[np.ndarray]:
+    """Give one feature's columns of a dense stack, to be written in the shape `place`.
+
+    Args:
+      line: the stack's ids or weights `[replicas, N]`.
+      columns: the feature's places in a period, ascending.
+      place: `[replicas, periods, bags, width]`.
+    """
+    by_period, first = line.reshape(*place[:2], -1), columns[0]
+    # Features of equal batch size have adjacent columns: a view of the line.
+    if columns[-1] - first + 1 == columns.size:
+        yield by_period[:, :, first : first + columns.size].reshape(place)
+        return
+    here = np.empty(place, line.dtype)
+    yield here
+    by_period[:, :, columns] = here.reshape(*place[:2], -1)
 
 
 def _physical(ids: np.ndarray, layout: Layout, f: int) -> np.ndarray:
@@ -164,13 +178,13 @@ def _pack_flat(
     bags: np.ndarray,
     weights: np.ndarray | None,
 ) -> None:
-    """Write the ids of a flat stack: by example, then feature, then position."""
+    """Write the ids of a flat stack in batch order."""
     columns = []
-    for f, shape, offset in zip(view.features, view.shapes, view.bag_offsets, strict=True):
+    for f in view.features:
         ids, bag, weight = _flatten(hosts[f])
-        columns.append(Column(_physical(ids, view.layout, f), bag, weight, shape.bags, offset))
-    examples = view.spec.local_batch
-    host_kernels().interleave(columns, row_ids, bags, weights, examples=examples)
+        columns.append(Column(_physical(ids, view.layout, f), bag, weight))
+    sizes = {"periods": view.periods, "order": view.columns.feature}
+    host_kernels().interleave(columns, row_ids, bags, weights, **sizes)
 
 
 def _flatten(host: HostIds) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

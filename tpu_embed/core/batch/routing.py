@@ -232,7 +232,7 @@ def _ids_per_bag(host: HostStack, view: StackView) -> np.ndarray:
     replicas, bags = len(ids.row_ids), form.bags
     # Dense ids without padding: every bag is as long as its feature is wide.
     if form.widths and all(one.order.size == ids.row_ids.shape[1] for one in host.replicas):
-        return np.broadcast_to(np.tile(form.widths, form.examples), (replicas, bags))
+        return np.broadcast_to(np.tile(form.widths, form.periods), (replicas, bags))
     # The bags of replica r are counted from r (bags + 1) on; the last one is that of padding.
     numbers = bags_of(ids, view) + np.arange(replicas)[:, None] * (bags + 1)
     counts = np.bincount(numbers[ids.row_ids >= 0], minlength=replicas * (bags + 1))
@@ -249,7 +249,7 @@ def weight_sums(
       bags: int32 `[N]`; that of padding is one past the last.
       form: how the bags combine.
     """
-    kinds = np.tile(np.array(form.combiners), form.examples)
+    kinds = np.tile(np.array(form.combiners), form.periods)
     # Weights of bags that need no d are left out, because their sums and squares may overflow. So
     # are weights below the least normal number, which XLA's CPU backend takes for zero.
     counts = np.append(kinds != "sum", False)[bags] & (np.abs(weights) >= _least(weights))
@@ -271,7 +271,7 @@ def host_factors(sums: np.ndarray, squares: np.ndarray, form: BagLayout) -> np.n
       squares: the sum of their squares.
       form: how the bags combine.
     """
-    kinds = np.tile(np.array(form.combiners), form.examples)
+    kinds = np.tile(np.array(form.combiners), form.periods)
     d = np.where(kinds == "sqrtn", np.sqrt(squares), sums)
     d[np.abs(d) < _least(d)] = 0
     d[..., kinds == "sum"] = 1

@@ -105,44 +105,36 @@ class BatchSpec:
         if replicas == self.replicas:
             return self
         # 64 examples on 8 replicas are 8 per device, so 16 on 2 replicas.
-        sizes = [shape.batch // self.replicas * replicas for shape in self.feature_shapes]
+        sizes = [size * replicas for size in self.local_sizes]
         pairs = zip(self.feature_shapes, sizes, strict=True)
         resized = tuple(dataclasses.replace(shape, batch=size) for shape, size in pairs)
         return dataclasses.replace(self, replicas=replicas, feature_shapes=resized)
 
     def check_batch(self, paths: Sequence[str]) -> None:
-        """Check that all features have the same batch size, a multiple of the replicas.
+        """Check that the batch size of every feature is a positive multiple of the replicas.
 
         Args:
           paths: the features' paths, in flattening order.
 
         Raises:
-          ValueError: the batch sizes differ, or are not a positive multiple of the replicas.
+          ValueError: a batch size is not.
         """
-        size = self.feature_shapes[0].batch
-        for path, shape in zip(paths, self.feature_shapes, strict=True):
-            if shape.batch != size:
-                what, first = f"feature {path!r}", f"batch size {size}, as feature {paths[0]!r} has"
-                raise ValueError(message(what, expected=first, got=f"{shape.batch}"))
-        if size % self.replicas or not size:
-            raise ValueError(
-                message(
-                    "batch size",
-                    expected=f"a positive multiple of {self.replicas}, the devices that share it",
-                    got=f"{size}",
-                    remedy=f"use tpu_embed.pad_batch(features, {self.replicas})",
-                )
-            )
+        for path, size in zip(paths, self.sizes, strict=True):
+            if size % self.replicas or not size:
+                expected = f"a positive multiple of {self.replicas}, the devices that share it"
+                what = f"feature {path!r}: batch size"
+                remedy = f"use tpu_embed.pad_batch(features, {self.replicas})"
+                raise ValueError(message(what, expected=expected, got=f"{size}", remedy=remedy))
 
     @property
-    def batch(self) -> int:
-        """B, the number of examples of the global batch."""
-        return self.feature_shapes[0].batch
+    def sizes(self) -> tuple[int, ...]:
+        """B of every feature: its examples in the global batch, in flattening order."""
+        return tuple(shape.batch for shape in self.feature_shapes)
 
     @property
-    def local_batch(self) -> int:
-        """The number of examples on each device; 0 without features."""
-        return self.feature_shapes[0].batch // self.replicas if self.feature_shapes else 0
+    def local_sizes(self) -> tuple[int, ...]:
+        """The examples of every feature on one device."""
+        return tuple(size // self.replicas for size in self.sizes)
 
     def is_dense(self, stack: int) -> bool:
         """Tell whether the ids of a stack are packed as `[examples, columns]`, padding included."""
@@ -153,24 +145,15 @@ class BatchSpec:
         """Tell whether the ids of a stack have weights."""
         return any(self.feature_shapes[f].weighted for f in self.stacks[stack].features)
 
-    def columns(self, stack: int) -> tuple[int, ...]:
-        """Return the number of id columns of every feature of a dense stack."""
-        return self._columns[stack]
-
-    @functools.cached_property
-    def _columns(self) -> tuple[tuple[int, ...], ...]:
-        # A feature with 3 bags of at most 4 ids per example has 12 columns; a flat one has 0.
-        widths = [shape.bags * (shape.width or 0) for shape in self.feature_shapes]
-        return tuple(tuple(widths[f] for f in stack.features) for stack in self.stacks)
-
     def ids(self, stack: int) -> int:
         """Return N, the length of the packed ids of a stack on one device.
 
         It is at least 1, so that no array of a compiled program is empty.
         """
-        if self.is_dense(stack):
-            return max(1, self.local_batch * sum(self.columns(stack)))
-        return max(1, self.stacks[stack].ids)
+        if not self.is_dense(stack):
+            return max(1, self.stacks[stack].ids)
+        shapes = [self.feature_shapes[f] for f in self.stacks[stack].features]
+        return max(1, sum(s.batch // self.replicas * s.bags * (s.width or 0) for s in shapes))
 
 
 def worst_case(spec: BatchSpec, layout: Layout) -> BatchSpec:
@@ -184,7 +167,7 @@ def worst_room(spec: BatchSpec, layout: Layout, g: int) -> StackSpec:
     # All N ids of a device may belong to one shard. There are no more distinct rows than the shard
     # has, and no more partial sums than rows times blocks.
     stack, n = layout.stacks[g], spec.ids(g)
-    blocks = layout.blocks_per_device(spec.batch)
+    blocks = layout.blocks_per_device(spec.local_sizes[f] for f in spec.stacks[g].features)
     accumulates = stack.optimizer is None or stack.optimizer.use_gradient_accumulation
     partials = min(n, stack.num_rows * blocks) if accumulates else n
     everywhere = n * layout.axes.replicas

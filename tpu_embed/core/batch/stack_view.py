@@ -4,9 +4,12 @@ A batch has one static shape (`BatchSpec`), and an engine has one layout. Whatev
 stack needs a part of both: the features that look it up, their bags, the room for ids and rows.
 A `StackView` is that part, so that functions take one argument instead of three.
 
-The bags of a stack are numbered in batch order: by example, then by feature, then by inner dims.
-With one bag of feature a and two of feature b per example, example 0 has the bags 0 (a) and
-1 2 (b), and example 1 has the bags 3 (a) and 4 5 (b).
+The bags of a stack are numbered in batch order: example e of a feature with B examples comes at
+e / B of the batch; then by feature, then by inner dims. The order of the bags repeats: a period is
+the smallest part of a device's batch after which it does. Features of equal batch size have one
+example each in a period. With one bag of feature a and two of feature b per example, period 0 has
+the bags 0 (a) and 1 2 (b), and period 1 has the bags 3 (a) and 4 5 (b). If instead a has 2 examples
+of one bag per device and b has 6, there are 2 periods, of one example of a and 3 of b.
 
 Input: a spec, a layout, and the number of a stack. Output: everything static about the stack.
 """
@@ -15,7 +18,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal
+import math
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,21 +37,70 @@ class BagLayout:
     """The bags of one stack on one device; static.
 
     Attributes:
-      examples: the number of examples on a device.
-      combiners: how each bag of an example combines its rows: "sum", "mean" or "sqrtn".
-      columns: the number of bags per example of each feature.
-      widths: the number of ids of each bag of an example, if all examples are alike; otherwise ().
+      periods: the number of periods on a device.
+      combiners: how each bag of a period combines its rows: "sum", "mean" or "sqrtn".
+      columns: the number of bags per period of each feature.
+      widths: the number of ids of each bag of a period, if all periods are alike; otherwise ().
+      order: of each bag of a period, its number if the bags were counted feature by feature; () if
+        they are.
     """
 
-    examples: int
+    periods: int
     combiners: tuple[str, ...]
     columns: tuple[int, ...]
     widths: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
 
     @property
     def bags(self) -> int:
         """The number of bags on a device."""
-        return self.examples * len(self.combiners)
+        return self.periods * len(self.combiners)
+
+
+class PeriodColumns(NamedTuple):
+    """The bags of one period, in batch order: one column each.
+
+    Attributes:
+      feature: the number of each column's feature, among those of the stack.
+      example: the example of each column, among those of its feature in the period.
+      counts: the columns of each feature.
+      order: see `BagLayout.order`.
+    """
+
+    feature: tuple[int, ...]
+    example: tuple[int, ...]
+    counts: tuple[int, ...]
+    order: tuple[int, ...]
+
+
+@functools.lru_cache(1024)
+def period_columns(examples: tuple[int, ...], bags: tuple[int, ...]) -> PeriodColumns:
+    """Return the bags of one period in batch order.
+
+    Args:
+      examples: the examples of each feature in a period.
+      bags: the bags of each example of each feature.
+
+    Example:
+      >>> columns = period_columns((2, 3), (1, 1))  # at 0, 1/2 of the period; at 0, 1/3, 2/3
+      >>> columns.feature, columns.example
+      ((0, 1, 1, 0, 1), (0, 0, 1, 1, 2))
+      >>> columns.order
+      (0, 2, 3, 1, 4)
+    """
+    # Feature by feature. A stable sort by e / n, in integers, keeps features and inner dims in
+    # order.
+    pairs = [(f, e) for f, n in enumerate(examples) for e in range(n) for _ in range(bags[f])]
+    whole = math.lcm(*examples)
+    places = [(e * (whole // examples[f]), f) for f, e in pairs]
+    ordered = sorted(range(len(pairs)), key=places.__getitem__)
+    columns = [pairs[i] for i in ordered]
+    return PeriodColumns(
+        tuple(f for f, _ in columns),
+        tuple(e for _, e in columns),
+        tuple(n * b for n, b in zip(examples, bags, strict=True)),
+        () if ordered == sorted(ordered) else tuple(ordered),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,22 +159,21 @@ class StackView:
         """Whether the ids have weights."""
         return self.spec.is_weighted(self.number)
 
-    @property
-    def columns(self) -> tuple[int, ...]:
-        """The number of id columns of each feature; of a dense stack only."""
-        return self.spec.columns(self.number)
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The examples of each feature on one device."""
+        return tuple(shape.batch // self.spec.replicas for shape in self.shapes)
 
     @functools.cached_property
-    def bags_per_example(self) -> int:
-        """The number of bags of one example, of all features."""
-        return sum(shape.bags for shape in self.shapes)
+    def periods(self) -> int:
+        """The number of periods on one device; 0 without features."""
+        return math.gcd(*self.sizes)
 
-    @property
-    def bag_offsets(self) -> tuple[int, ...]:
-        """The first bag, within an example, of each feature."""
-        # Features with 1, 3 and 2 bags per example have the offsets 0, 1 and 4.
-        ends = np.cumsum([0, *(shape.bags for shape in self.shapes)]).tolist()
-        return tuple(ends[:-1])
+    @functools.cached_property
+    def columns(self) -> PeriodColumns:
+        """The bags of one period."""
+        examples = [size // self.periods for size in self.sizes]
+        return period_columns(tuple(examples), tuple(shape.bags for shape in self.shapes))
 
     @property
     def accumulates(self) -> bool:
@@ -146,14 +198,35 @@ class StackView:
         return self.routes_update and self.layout.axes.one_process
 
     @property
-    def global_batch(self) -> int:
-        """B of the global batch, also where the spec is of this process's part."""
-        return self.spec.local_batch * self.layout.axes.replicas
-
-    @property
     def blocks(self) -> int:
         """G, the number of blocks of the global batch."""
-        return self.layout.blocks(self.global_batch)
+        return self.layout.blocks
+
+    @functools.cached_property
+    def blocks_per_device(self) -> int:
+        """The largest number of blocks that one device's examples fall into."""
+        return self.layout.blocks_per_device(self.sizes)
+
+    @functools.cached_property
+    def block_starts(self) -> np.ndarray:
+        """The first bag of every block, and the end of the last one, int64 `[G + 1]`.
+
+        Bags are numbered here through all replicas, one after the other.
+        """
+        # Block k begins at k / G of the batch. In periods that is k · periods · replicas / G: a
+        # whole number q, and a rest / G. In period q, the first bag at the rest or after it is
+        # that of the first column whose example e of n has e / n >= rest / G.
+        blocks, all_periods = self.blocks, self.periods * self.layout.axes.replicas
+        examples = np.array([size // self.periods for size in self.sizes])
+        columns = self.columns
+        places = np.array(columns.example) * blocks
+        counts = examples[list(columns.feature)]
+        starts = []
+        for block in range(blocks + 1):
+            period, rest = divmod(block * all_periods, blocks)
+            before = int(np.count_nonzero(places < rest * counts))
+            starts.append(period * len(columns.feature) + before)
+        return np.array(starts, np.int64)
 
     @functools.cached_property
     def way(self) -> Way:
@@ -214,37 +287,53 @@ class StackView:
     @functools.cached_property
     def bag_layout(self) -> BagLayout:
         """The bags of one device, and how each combines its rows."""
-        combiners: list[str] = []
+        kinds: list[str] = []
         for f, shape in zip(self.features, self.shapes, strict=True):
             # The sum of a bag with one id is its row, times its weight: no combiner at all.
-            combiner = self.layout.features[f].config.table.combiner if shape.combines else "sum"
-            combiners += [combiner] * shape.bags
-        columns = tuple(shape.bags for shape in self.shapes)
-        return BagLayout(self.spec.local_batch, tuple(combiners), columns, self._widths)
+            combiner = self.layout.features[f].config.table.combiner
+            kinds.append(combiner if shape.combines else "sum")
+        columns, widths = self.columns, [shape.width or 0 for shape in self.shapes]
+        alike = self.is_dense and any(widths[f] for f in columns.feature)
+        return BagLayout(
+            self.periods,
+            tuple(kinds[f] for f in columns.feature),
+            columns.counts,
+            tuple(widths[f] for f in columns.feature) if alike else (),
+            columns.order,
+        )
 
-    @property
-    def _widths(self) -> tuple[int, ...]:
-        """The number of ids of each bag of an example; () unless the stack is dense and has ids."""
-        if not self.is_dense or not sum(self.columns):
-            return ()
-        widths = [[shape.width or 0] * shape.bags for shape in self.shapes]
-        return tuple(width for of_feature in widths for width in of_feature)
+    def id_columns(self, number: int) -> np.ndarray:
+        """Return the places in a period of a feature's ids, ascending; of a dense stack.
+
+        Args:
+          number: the feature's number among those of the stack.
+        """
+        return np.flatnonzero(self.id_features == number)
+
+    @functools.cached_property
+    def id_features(self) -> np.ndarray:
+        """The feature of each id of a period, among those of the stack; of a dense stack."""
+        # Widths 2 1 1 of the features 0 1 0: the ids of a period are of the features 0 0 1 0.
+        widths = [shape.width or 0 for shape in self.shapes]
+        features = np.array(self.columns.feature, np.int32)
+        return features.repeat(np.array(widths, np.int64)[features])
 
     def dense_bags(self, xp: Any = jnp) -> Any:
         """Return the bag of every id of a dense stack on one device, int32 `[N]`.
 
-        In a dense stack it follows from the id's position: N is examples · columns.
+        In a dense stack it follows from the id's position: every period has as many ids.
 
         Args:
           xp: `jnp` in a program, `np` on the host.
         """
-        if not sum(self.columns):
+        widths = self.bag_layout.widths
+        if not widths:
             return xp.zeros(self.num_ids, xp.int32)
-        # The bag, within its example, of every column. Feature a with one bag of 2 ids and feature
-        # b with two bags of 1 id: 0 0 1 2. Example e then adds 3 e.
-        column = np.repeat(np.arange(self.bags_per_example), self._widths)
-        examples = xp.arange(self.spec.local_batch, dtype=xp.int32)
-        return (examples[:, None] * self.bags_per_example + column.astype(np.int32)).reshape(-1)
+        # The bag, within its period, of every id. Feature a with one bag of 2 ids and feature b
+        # with two bags of 1 id: 0 0 1 2. Period k then adds 3 k.
+        within = np.repeat(np.arange(len(widths)), widths).astype(np.int32)
+        periods = xp.arange(self.periods, dtype=xp.int32)
+        return (periods[:, None] * len(widths) + within).reshape(-1)
 
 
 def view_stacks(spec: BatchSpec, layout: Layout) -> tuple[StackView, ...]:

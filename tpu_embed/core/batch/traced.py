@@ -25,7 +25,7 @@ from tpu_embed._snapshot import as_array
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.batch.located import LocalIds, Located
 from tpu_embed.core.batch.spec import BatchSpec, StackSpec, worst_case
-from tpu_embed.core.batch.stack_view import view_stacks
+from tpu_embed.core.batch.stack_view import StackView, view_stacks
 from tpu_embed.core.ids import FeatureShape, dense_shape, is_real, narrow_ids, rescale_bags
 from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.kernels import dispatch
@@ -57,17 +57,17 @@ class TracedIds:
         located, bad = [], jnp.zeros(len(layout.features), jnp.int32)
         for view in view_stacks(self.spec, layout):
             g, stack = view.number, view.stack
-            # The ids of all features side by side, [examples, columns]; bad ids are counted per
+            # The ids of all features side by side, [periods, columns]; bad ids are counted per
             # column, then added up per feature.
             given = [_signed(self.ids[f], stack.index_dtype) for f in layout.features_of(g)]
-            tables = _ColumnTables.of(layout, g, view.columns)
-            valid, counts = _resolve(self._joined(given, g, PADDING_ID), tables)
+            tables = _ColumnTables.of(view)
+            valid, counts = _resolve(self._joined(given, view, PADDING_ID), tables)
             bad += dispatch.segment_sum(counts, jnp.asarray(tables.feature), len(layout.features))
             row_ids, weights = _physical(valid, tables, stack), None
             if view.is_weighted:
                 numbers = zip(layout.features_of(g), given, strict=True)
                 scales = [self._scale(f, ids, layout, stack.compute_dtype) for f, ids in numbers]
-                weights = _in_batch_order(self._joined(scales, g, 0), 1)
+                weights = _in_batch_order(self._joined(scales, view, 0), 1)
             row_ids = _in_batch_order(row_ids, PADDING_ID)
             located.append(LocalIds(row_ids, view.dense_bags(), weights))
         return Located(tuple(located), bad)
@@ -80,27 +80,27 @@ class TracedIds:
             where = f"of table {feature.table.name!r}"
             checkify.debug_check(bad_ids[f] == 0, f"{what} {where}", count=bad_ids[f])
 
-    def _joined(self, values: Sequence[Array], g: int, fill: int) -> Array:
-        """Return a stack's array `[examples, columns]`, from one array per feature.
+    def _joined(self, values: Sequence[Array], view: StackView, fill: int) -> Array:
+        """Return a stack's array `[periods, columns]`, from one array per feature.
 
         Its dtype is the widest of the arrays' dtypes.
         """
         dtype = np.result_type(*(array.dtype for array in values))
         columns = [
-            self._columns(array.astype(dtype), f, fill)
-            for f, array in zip(self.spec.stacks[g].features, values, strict=True)
+            self._columns(array.astype(dtype), shape, fill).reshape(view.periods, -1)
+            for shape, array in zip(view.shapes, values, strict=True)
         ]
-        return jnp.concatenate(columns, axis=1)
+        joined = jnp.concatenate(columns, axis=1)
+        return joined[:, _id_order(view)] if view.columns.order else joined
 
-    def _columns(self, values: Array, f: int, fill: int) -> Array:
-        """Return a feature's array `[examples, columns]`; a sequence is cut or padded to L bags."""
-        shape = self.spec.feature_shapes[f]
+    def _columns(self, values: Array, shape: FeatureShape, fill: int) -> Array:
+        """Return a feature's array `[examples, …]`; a sequence is cut or padded to L bags."""
         # Ids of rank 2 that are not combined are a sequence: [examples, H] -> [examples, L].
         if not shape.combines and values.ndim > 1:
             kept = values[:, : shape.bags]
             missing = ((0, 0), (0, shape.bags - kept.shape[1]))
             values = jnp.pad(kept, missing, constant_values=fill)
-        return values.reshape(self.spec.local_batch, shape.bags * (shape.width or 0))
+        return values
 
     def _scale(self, f: int, ids: Array, layout: Layout, dtype: np.dtype) -> Array:
         """Return the weights of a feature's ids, in the shape of the ids."""
@@ -141,25 +141,19 @@ class _ColumnTables(NamedTuple):
     rows_per_shard: np.ndarray
 
     @classmethod
-    def of(cls, layout: Layout, g: int, columns: tuple[int, ...]) -> _ColumnTables:
-        """Return the numbers of stack g.
-
-        Args:
-          layout: the engine's layout.
-          g: the index of the stack.
-          columns: the number of columns of each feature of the stack.
-        """
-        numbers, dtype = layout.features_of(g), layout.stacks[g].index_dtype
-        features = [layout.features[f] for f in numbers]
+    def of(cls, view: StackView) -> _ColumnTables:
+        """Return the numbers of a stack."""
+        layout, dtype, columns = view.layout, view.stack.index_dtype, view.id_features
+        features = [layout.features[f] for f in view.features]
 
         def by_column(values: Sequence[int], dtype: Any = dtype) -> np.ndarray:
-            # One value per feature -> one per column: values 5 9, columns 2 3 -> 5 5 9 9 9.
+            # One value per feature -> one per column: values 5 9, features 0 0 1 -> 5 5 9.
             if len(set(values)) == 1:
                 return np.asarray(values[0], dtype)
-            return np.repeat(np.asarray(values, dtype), columns)
+            return np.asarray(values, dtype)[columns]
 
         return cls(
-            np.repeat(np.asarray(numbers, np.int32), columns),
+            np.asarray(view.features, np.int32)[columns],
             by_column([feature.table.vocabulary_size - 1 for feature in features]),
             by_column([feature.config.on_bad_id == "clip" for feature in features], bool),
             by_column([feature.config.on_bad_id == "error" for feature in features], bool),
@@ -272,7 +266,7 @@ def _resolve(ids: Array, tables: _ColumnTables) -> tuple[Array, Array]:
     """Resolve bad ids: clip them, or turn them into padding.
 
     Returns:
-      The ids `[examples, columns]`; and int32 `[columns]`, the number of bad ids that are errors.
+      The ids `[periods, columns]`; and int32 `[columns]`, the number of bad ids that are errors.
     """
     # An error cannot be raised inside a program: such an id becomes padding, and is counted.
     last = tables.last.astype(ids.dtype)
@@ -282,12 +276,17 @@ def _resolve(ids: Array, tables: _ColumnTables) -> tuple[Array, Array]:
 
 
 def _physical(ids: Array, tables: _ColumnTables, stack: Stack) -> Array:
-    """Return the physical rows of valid ids `[examples, columns]`; padding stays padding."""
+    """Return the physical rows of valid ids `[periods, columns]`; padding stays padding."""
     ids = ids.astype(stack.index_dtype)
     physical = stack.physical_in(ids, tables.offset, tables.rows_per_shard)
     return jnp.where(ids < 0, jnp.asarray(PADDING_ID, ids.dtype), physical)
 
 
+def _id_order(view: StackView) -> np.ndarray:
+    """Return of each id of a period its number if ids were counted feature by feature."""
+    return np.argsort(np.argsort(view.id_features, kind="stable"))
+
+
 def _in_batch_order(columns: Array, padding: int) -> Array:
-    """Return `[N]` from a stack's array `[examples, columns]`; one `padding` if it is empty."""
+    """Return `[N]` from a stack's array `[periods, columns]`; one `padding` if it is empty."""
     return columns.reshape(-1) if columns.size else jnp.full((1,), padding, columns.dtype)

@@ -53,20 +53,19 @@ def blocks_of(ids: StackIds, view: StackView, replicas: np.ndarray) -> np.ndarra
 
     None, where the examples of a device are in one block.
     """
-    layout, spec = view.layout, view.spec
-    batch = spec.local_batch * layout.axes.replicas
-    if layout.blocks_per_device(batch) == 1:
+    if view.blocks_per_device == 1:
         return None
-    # Number of an example in the global batch -> its block, see `Layout.blocks`. The examples of
-    # padding, one past the last, may lie beyond the last block; nobody reads their blocks.
-    examples = np.arange(spec.local_batch + 1)
-    numbers = replicas[:, None] * spec.local_batch + examples
-    block = (numbers * layout.blocks(batch) // batch).astype(np.int32)
+    # [replicas, G + 1]: where each block begins and ends, among the bags of each replica.
+    bags = view.bag_layout.bags
+    starts = np.clip(view.block_starts - replicas[:, None] * bags, 0, bags)
+    numbers, lengths = np.arange(view.blocks, dtype=np.int32), np.diff(starts, axis=1)
+    # The block of every bag, and of padding, whose block nobody reads.
+    block = np.zeros((len(replicas), bags + 1), np.int32)
+    for line, counts in zip(block, lengths, strict=True):
+        line[:-1] = numbers.repeat(counts)
     if ids.bags is not None:
-        return np.take_along_axis(block, ids.bags // view.bags_per_example, axis=1)
-    # Dense: [replicas, examples] -> every example as often as it has columns.
-    found = np.repeat(block[:, :-1], max(1, sum(view.columns)), axis=1)
-    return found[:, : view.num_ids]
+        return np.take_along_axis(block, ids.bags, axis=1)
+    return np.take(block, view.dense_bags(np), axis=1)
 
 
 def ids_at(host: HostStack) -> np.ndarray:
@@ -154,8 +153,8 @@ def _cells(
     rows, numbers = view.stack.num_rows, host.ids.row_ids
     blocks = blocks_of(host.ids, view, host.numbers)
     if blocks is None:
-        batch, local = view.global_batch, view.spec.local_batch
-        blocks = (host.numbers * local * view.blocks // batch).astype(np.int32)[:, None]
+        replicas = view.layout.axes.replicas
+        blocks = (host.numbers * view.blocks // replicas).astype(np.int32)[:, None]
     cells = np.where(numbers < 0, PADDING_ID, numbers + blocks * rows).astype(np.int32)
     by_cell = host_kernels().sort_ids(cells)
     if "merged" in out:

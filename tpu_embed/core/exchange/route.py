@@ -172,7 +172,7 @@ def merge(sums: Array, route: MergeRoute) -> RowSums:
     if index is None:
         index = jax.lax.iota(jnp.int32, sums.shape[0])
     size = route.row_ids.shape[0]
-    merged = dispatch.gather_sum(sums, index, route.segments, bags=(1,), examples=size)[0]
+    merged = dispatch.gather_sum(sums, index, route.segments, bags=(1,), periods=size)[0]
     return RowSums(route.row_ids, merged)
 
 

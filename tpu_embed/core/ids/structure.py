@@ -87,6 +87,22 @@ class Structure:
             return given, [None] * len(given)
         return given, self.match(weights, what="weights", columns=True)
 
+    def part(self, values: Any) -> Structure:
+        """Return the structure of only those features that `values` has.
+
+        Mappings in `values` may leave out keys of the configuration's. Names of tables stay.
+        """
+        nest = _part(self.nest, values)
+        kept: list[tuple[str, Any]] = []
+        _collect(nest, "", kept)
+        if len(kept) == len(self.paths) or not kept:
+            return self  # whatever else differs, `match` says
+        paths, features = zip(*kept, strict=True)
+        used = {id(feature.table) for feature in features}
+        pairs = zip(self.tables, self.table_names, strict=True)
+        tables, names = zip(*(pair for pair in pairs if id(pair[0]) in used), strict=True)
+        return Structure(nest, paths, features, tables, names)
+
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         """Return `leaves` [F] in the configuration's nesting."""
         remaining = iter(leaves)
@@ -199,6 +215,20 @@ def _collect(nest: Any, path: str, found: list[tuple[str, Any]]) -> None:
     else:
         what = f"feature_config: {path}" if path else "feature_config"
         raise ValueError(_checks.message(what, expected="a FeatureConfig", got=repr(nest)))
+
+
+def _part(nest: Any, values: Any) -> Any:
+    """Return the part of a configuration whose keys the mappings in `values` have."""
+    inner, given = children(nest), None if isinstance(values, _LEAVES) else _given(values)
+    if inner is None or given is None:
+        return nest
+    known = dict(inner)
+    if any(key not in known for key in given) or _kind(nest) != _kind(values):
+        return nest
+    if not isinstance(nest, Mapping) and len(given) < len(known):
+        return nest
+    found = {key: _part(child, given[key]) for key, child in inner if key in given}
+    return found if isinstance(nest, Mapping) else rebuild(nest, found)
 
 
 def _name_tables(tables: tuple[TableConfig, ...]) -> tuple[str, ...]:

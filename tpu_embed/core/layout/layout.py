@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import zlib
+from collections.abc import Iterable
 
 from tpu_embed._checks import message
 from tpu_embed.config import FeatureConfig
@@ -73,23 +74,32 @@ class Layout:
         """Return the indices of the features that look up tables of a stack, ascending."""
         return tuple(i for i, feature in enumerate(self.features) if feature.stack == stack)
 
-    def blocks(self, batch: int) -> int:
-        """Return G of a batch of B examples; example e is in block e · G // B.
+    @property
+    def blocks(self) -> int:
+        """G: example e of a feature with B examples is in block e · G // B of the batch.
 
-        G is at least the number of replicas and at most B. If the number of replicas divides G,
-        each device holds whole blocks, even if G does not divide B.
+        It is at least the number of replicas. If the number of replicas divides it, each device
+        holds whole blocks, whatever the features' batch sizes are.
         """
-        return min(max(self.sum_blocks, self.axes.replicas), batch)
+        return max(self.sum_blocks, self.axes.replicas)
 
-    def blocks_per_device(self, batch: int) -> int:
-        """Return the largest number of blocks that one device's examples fall into."""
-        # The device whose first example is e holds the blocks of e to e + local - 1. With B = 12,
-        # 4 replicas (local = 3) and G = 8, the examples fall into the blocks
-        #   0 0 1 | 2 2 3 | 4 4 5 | 6 6 7
-        # so 2 blocks per device.
-        local, blocks = batch // self.axes.replicas, self.blocks(batch)
-        firsts = range(0, batch, local)
-        return max((e + local - 1) * blocks // batch - e * blocks // batch + 1 for e in firsts)
+    def blocks_per_device(self, sizes: Iterable[int]) -> int:
+        """Return the largest number of blocks that one device's examples fall into.
+
+        Args:
+          sizes: the features' batch sizes on one device, at least 1 each.
+        """
+        # With 4 replicas, G = 8, and features of 1 and 3 examples per device, the examples fall
+        # into the blocks
+        #   0 | 2 | 4 | 6        and        0 0 1 | 2 2 3 | 4 4 5 | 6 6 7
+        # so 2 blocks per device. The first example of a device is in block r · G // replicas.
+        replicas, blocks = self.axes.replicas, self.blocks
+        return max(
+            ((r + 1) * size - 1) * blocks // (replicas * size) - r * blocks // replicas + 1
+            for r in range(replicas)
+            for size in {*sizes}
+            if size
+        )
 
     def table(self, name: str) -> tuple[Stack, TableSlice]:
         """Return the stack and the slice of the table with a name.

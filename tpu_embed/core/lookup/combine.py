@@ -69,7 +69,7 @@ def bag_entries(ids: LocalIds | RoutedIds, form: BagLayout, dtype: np.dtype) -> 
 def combine(
     found: FetchedRows, entries: BagEntries, form: BagLayout, stack: Stack
 ) -> tuple[Array, ...]:
-    """Return the activations of every feature's bags, `[examples * bags, D]` per feature.
+    """Return the activations of every feature's bags, `[periods * bags, D]` per feature.
 
     Args:
       found: the fetched rows.
@@ -92,7 +92,8 @@ def combine(
         weights=entries.weights,
         factors=entries.factors,
         bags=form.columns,
-        examples=form.examples,
+        periods=form.periods,
+        order=form.order,
         widths=form.widths,
     )
 
@@ -107,17 +108,13 @@ def sum_gradients(
     """Return sums of the gradients of rows, `[num_sums, D]`.
 
     Args:
-      gradients: the activations' gradients, `[examples * bags, D]` per feature.
+      gradients: the activations' gradients, `[periods * bags, D]` per feature.
       factors: what the gradient of each bag is multiplied with, `[bags]`; None: all ones.
       form: the bags of these gradients.
       route: which gradients are added to which sum, in order.
       num_sums: the number of sums.
     """
-    dim = gradients[0].shape[-1]
-    # Bags are numbered by example, then by feature. With 2 examples, and features of 1 and 2 bags,
-    # gradients [2, D] and [4, D] become [2, 1, D] and [2, 2, D], joined [2, 3, D], then [6, D].
-    by_example = [gradient.reshape(form.examples, -1, dim) for gradient in gradients]
-    joined = jnp.concatenate(by_example, axis=1).reshape(-1, dim)
+    joined = reference.join_features(gradients, form.periods, form.order)
     return dispatch.gather_sum(
         # Scaled by bag, not by id: a bag has one factor 1 / d for all of its ids.
         joined if factors is None else reference.scale(joined, factors),
@@ -125,7 +122,7 @@ def sum_gradients(
         route.segments,
         weights=route.weights,
         bags=(1,),
-        examples=num_sums,
+        periods=num_sums,
     )[0]
 
 
@@ -172,7 +169,7 @@ def _denominators(ids: LocalIds, form: BagLayout, dtype: np.dtype) -> Array:
 
 def _where_combiner(combiner: str, form: BagLayout, chosen: Array, other: Array) -> Array:
     """Return `chosen` at the bags of a combiner, `other` elsewhere, `[bags]`."""
-    # combiners ("sum", "mean") and 3 examples: the mask [2] broadcasts over [3, 2], then [6].
+    # combiners ("sum", "mean") and 3 periods: the mask [2] broadcasts over [3, 2], then [6].
     mask = np.array([c == combiner for c in form.combiners])
-    shape = (form.examples, len(form.combiners))
+    shape = (form.periods, len(form.combiners))
     return jnp.where(mask, chosen.reshape(shape), other.reshape(shape)).reshape(-1)

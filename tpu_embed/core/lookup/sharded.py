@@ -79,12 +79,13 @@ def by_feature(activations: Sequence[Array], view: StackView) -> dict[int, Array
     """Return the activations of one stack in their features' shapes, by the feature's number.
 
     Args:
-      activations: `[examples * bags, D]` per feature of the stack.
+      activations: `[periods * bags, D]` per feature of the stack.
       view: the stack.
     """
-    # [examples * bags, D] -> [examples, …, D], where … is the feature's own shape: () for one bag
+    # [periods * bags, D] -> [examples, …, D], where … is the feature's own shape: () for one bag
     # per example, (length,) for a sequence.
-    shapes = [(view.spec.local_batch, *shape.inner, view.stack.dim) for shape in view.shapes]
+    pairs = zip(view.sizes, view.shapes, strict=True)
+    shapes = [(size, *shape.inner, view.stack.dim) for size, shape in pairs]
     each = zip(view.features, activations, shapes, strict=True)
     return {f: activation.reshape(shape) for f, activation, shape in each}
 
@@ -92,7 +93,7 @@ def by_feature(activations: Sequence[Array], view: StackView) -> dict[int, Array
 def _lookup_stack(
     table: Array, ids: LocalIds | RoutedIds, view: StackView, *, fits: bool
 ) -> tuple[Array, ...]:
-    """Return the activations of one stack on one device, `[examples * bags, D]` per feature.
+    """Return the activations of one stack on one device, `[periods * bags, D]` per feature.
 
     If the given capacity is too small for the ids, the worst-case branch computes them.
     """

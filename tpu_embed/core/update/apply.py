@@ -38,7 +38,7 @@ class RowGradients(NamedTuple):
       bags: int32 `[N]`, the bag of each id; None: position i has bag i.
       weights: the weight of each id, `[N]`; None: all ones.
       factors: the factor 1 / d of each bag, `[bags]`; None: all ones.
-      gradients: the gradients of the bags, `[examples * bags, D]` per feature.
+      gradients: the gradients of the bags, `[periods * bags, D]` per feature.
       sums: int32 `[N]`, if the ids are sorted by row: the sum that each belongs to; None: not yet.
       merged: int32 `[P]`, the whole sum of each of these sums; None: they are whole.
     """
@@ -56,14 +56,16 @@ class Blocks(NamedTuple):
     """How bags are numbered, and into how many blocks the batch is split for the sums.
 
     Attributes:
-      columns: bags per example, for each feature.
-      examples: examples in the gradients.
-      blocks: G, contiguous blocks of examples whose sums are added last; 0: no blocks.
+      columns: bags per period, for each feature.
+      periods: periods in the gradients.
+      order: see `BagLayout.order`.
+      blocks: the first bags of the second block of the batch and of all later ones.
     """
 
     columns: tuple[int, ...]
-    examples: int
-    blocks: int
+    periods: int
+    order: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()
 
 
 def compiled_rule(stack: Stack, step: Array, learning_rate: ArrayLike) -> CompiledRule | None:

@@ -77,7 +77,7 @@ def checked_gradients(
 
 
 def stack_gradients(gradients: Sequence[Array | None], view: StackView) -> tuple[Array, ...]:
-    """Return one device's gradients of one stack, `[examples * bags, D]` per feature.
+    """Return one device's gradients of one stack, `[periods * bags, D]` per feature.
 
     Args:
       gradients: one leaf per feature, of this device's examples; None is zero.
@@ -85,8 +85,8 @@ def stack_gradients(gradients: Sequence[Array | None], view: StackView) -> tuple
     """
     stack, arrays = view.stack, []
     # [examples, …, D] -> [examples * bags, D]: a sequence of 5 positions has 5 bags per example.
-    for f, own in zip(view.features, view.shapes, strict=True):
-        shape, given = (view.spec.local_batch * own.bags, stack.dim), gradients[f]
+    for f, size, own in zip(view.features, view.sizes, view.shapes, strict=True):
+        shape, given = (size * own.bags, stack.dim), gradients[f]
         if given is None:
             arrays.append(jnp.zeros(shape, stack.compute_dtype))
         else:

@@ -15,10 +15,12 @@ their rows' owners, with the order to merge them in; or what a compiled kernel n
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.batch import BagLayout, LocalIds, RoutedIds, StackView
@@ -34,7 +36,7 @@ class Task(NamedTuple):
 
     Attributes:
       ids: this device's ids of the stack.
-      gradients: their bags' gradients, `[examples * bags, D]` per feature of the stack.
+      gradients: their bags' gradients, `[periods * bags, D]` per feature of the stack.
       view: the stack, in the batch that the ids are from.
       fits: whether the batch's capacities are known to suffice for the ids.
     """
@@ -171,7 +173,7 @@ def local_gradients(task: Task) -> tuple[RowGradients, Blocks]:
     ids, form = task.ids, task.bag_layout
     entries = bag_entries(ids, form, task.stack.compute_dtype)
     given = RowGradients(ids.row_ids, ids.bags, entries.weights, entries.factors, task.gradients)
-    return given, Blocks(form.columns, form.examples, task.view.blocks)
+    return given, _numbered(form, task.view)
 
 
 class RoutedGradients(NamedTuple):
@@ -181,7 +183,7 @@ class RoutedGradients(NamedTuple):
       sums: which gradients are added to which partial sum.
       merge: how the partial sums are merged.
       factors: what the gradient of each bag is multiplied with, `[bags]`; None: all ones.
-      gradients: `[examples * bags, D]` per feature.
+      gradients: `[periods * bags, D]` per feature.
     """
 
     sums: SumRoute
@@ -223,8 +225,14 @@ def owner_bags(task: Task) -> BagLayout:
     form = task.bag_layout
     if task.view.way == "local":
         return form
-    examples = form.examples * task.layout.axes.replicas
-    return BagLayout(examples, form.combiners, form.columns)
+    periods = form.periods * task.layout.axes.replicas
+    return dataclasses.replace(form, periods=periods)
+
+
+def _numbered(form: BagLayout, view: StackView) -> Blocks:
+    """Return how bags are numbered on the device that sums their gradients: one knows all bags."""
+    blocks = tuple(view.block_starts[1:-1].tolist())
+    return Blocks(form.columns, form.periods, form.order, blocks)
 
 
 def for_kernel(task: Task, given: RoutedGradients) -> tuple[RowGradients, Blocks]:
@@ -239,7 +247,7 @@ def for_kernel(task: Task, given: RoutedGradients) -> tuple[RowGradients, Blocks
         sums.segments,
         merge.segments,
     )
-    return sorted_by_row, Blocks(form.columns, form.examples, task.view.blocks)
+    return sorted_by_row, _numbered(form, task.view)
 
 
 def partials_for_kernel(given: Partials) -> tuple[RowGradients, Blocks]:
@@ -248,7 +256,7 @@ def partials_for_kernel(given: Partials) -> tuple[RowGradients, Blocks]:
     sorted_by_row = RowGradients(
         merge.row_ids, merge.index, None, None, (given.sums,), merge.segments
     )
-    return sorted_by_row, Blocks((1,), size, 0)
+    return sorted_by_row, Blocks((1,), size)
 
 
 def _order_of_cells(task: Task) -> tuple[SumRoute, Array]:
@@ -291,21 +299,21 @@ def _parts(task: Task, order: Array, bags: Array) -> Array | None:
     """
     if not task.view.accumulates:
         return order
-    if task.layout.blocks_per_device(task.view.global_batch) == 1:
+    if task.view.blocks_per_device == 1:
         return None
     return _blocks(task, bags)
 
 
 def _blocks(task: Task, bags: Array) -> Array:
     """Return the block of the global batch that contains the example of each bag, int32 `[N]`."""
-    # bag // (bags per example) is the example on this device; `first` makes it global.
-    view, batch, blocks = task.view, task.view.global_batch, task.view.blocks
-    first = collectives.axis_index(task.layout.axes.batch_axes) * view.spec.local_batch
-    examples = first + bags // view.bags_per_example
-    if batch % blocks == 0:
-        return examples // (batch // blocks)
-    # Example e is in block floor(e * G / batch), but e * G may not fit in int32. So count
-    # the blocks after the first that begin at e or before. They begin at ceil(block * batch / G):
-    # for 10 examples and G = 4, those are 3, 5 and 8, and the blocks have 3, 2, 3 and 2 examples.
-    starts = [-(-block * batch // blocks) for block in range(1, blocks)]
-    return jnp.sum(examples >= jnp.asarray(starts, jnp.int32)[:, None], axis=0, dtype=jnp.int32)
+    view, axes = task.view, task.layout.axes
+    replica = collectives.axis_index(axes.batch_axes)
+    first = replica * view.blocks // axes.replicas
+    # Where the later blocks of each replica begin among its bags, [replicas, K]; those past its
+    # last one begin at its end. With 10 bags in 4 blocks on one device: 3 5 8.
+    numbers = np.arange(axes.replicas)
+    later = numbers[:, None] * view.blocks // axes.replicas + np.arange(1, view.blocks_per_device)
+    starts = view.block_starts[np.minimum(later, view.blocks)]
+    local = starts - numbers[:, None] * view.bag_layout.bags
+    mine = jnp.asarray(local, jnp.int32)[replica]
+    return first + jnp.sum(bags >= mine[:, None], axis=0, dtype=jnp.int32)

@@ -56,15 +56,16 @@ def serving_lookup(
 
     Args:
       tables: one array `[V, D]` in the table's dtype (NumPy or JAX) or `QuantizedTable` per table,
-        by `TableConfig` or by name, and no others.
+        by `TableConfig` or by name; declared tables that the features do not use may be missing.
       features: arrays, columns of a data set, `SparseIds` or `RaggedIds` in the structure of the
-        features; inside a jit, dense arrays.
+        features, of which mappings may leave out some; inside a jit, dense arrays. Each has a batch
+        size of its own.
       feature_config: as for `EmbeddingEngine`; optimizers and placements are ignored.
       weights: one weight per id in the same structure, None for a feature without weights.
 
     Returns:
-      One array `[B, …, D]` per feature in the structure of the features, float32 (float64 for a
-      float64 table).
+      One array `[B, …, D]` per given feature in the structure of the features, float32 (float64
+      for a float64 table).
 
     Raises:
       ValueError: a table is missing, not declared, or has another shape or dtype; ids, weights,
@@ -80,8 +81,9 @@ def serving_lookup(
       >>> serving_lookup({films: table}, np.array([[0, 2], [1, -1]]), FeatureConfig(films)).tolist()
       [[6.0, 8.0], [3.0, 4.0]]
     """
-    declared = structure.flatten(feature_config)
-    stored = stored_tables(tables, declared)
+    whole = structure.flatten(feature_config)
+    declared = whole.part(features)
+    stored = stored_tables(tables, whole, declared)
     given, scales = declared.match_weighted(features, weights)
     server = server_of(declared)
     if any(isinstance(leaf, Tracer) for leaf in (*given, *scales)):

@@ -75,20 +75,24 @@ class Stored:
         )
 
 
-def stored_tables(tables: Any, declared: Structure) -> tuple[Stored, ...]:
-    """Return one `Stored` per declared table, in order, after checking shapes and dtypes.
+def stored_tables(
+    tables: Any, declared: Structure, used: Structure | None = None
+) -> tuple[Stored, ...]:
+    """Return one `Stored` per table that is used, in order, after checking shapes and dtypes.
 
     Args:
       tables: arrays `[V, D]` in the table's dtype, or `QuantizedTable`s, by `TableConfig` or name.
       declared: the feature configuration.
+      used: the part of it that is looked up; other declared tables may be missing. None: all.
 
     Raises:
       ValueError: a table is missing, given twice or not declared, or has another shape or dtype.
       TypeError: `tables` is not a mapping.
     """
-    names = declared.table_names
+    used = declared if used is None else used
+    names = used.table_names
     given = _by_name(tables, declared)
-    absent, surplus = set(names) - set(given), set(given) - set(names)
+    absent, surplus = set(names) - set(given), set(given) - set(declared.table_names)
     if absent or surplus:
         problem = "missing" if absent else "not declared"
         raise ValueError(
@@ -101,7 +105,7 @@ def stored_tables(tables: Any, declared: Structure) -> tuple[Stored, ...]:
         )
     return tuple(
         _stored(f"table {name!r}", given[name], config)
-        for name, config in zip(names, declared.tables, strict=True)
+        for name, config in zip(names, used.tables, strict=True)
     )
 
 

@@ -2,6 +2,7 @@
 #ifndef TPU_EMBED_COLUMNS_H_
 #define TPU_EMBED_COLUMNS_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -18,8 +19,9 @@ inline Storage storage_of(const xla::ffi::AnyBuffer& table) {
 // Owns what `Columns` points to.
 class ColumnTable {
  public:
-  // Args: bags an example has of each feature; numbers a row.
-  ColumnTable(xla::ffi::Span<const int64_t> bags, int64_t dim)
+  // Args: bags a period has of each feature; of each column, its number if columns are counted
+  // feature by feature, or [] if they are; numbers a row.
+  ColumnTable(xla::ffi::Span<const int64_t> bags, xla::ffi::Span<const int64_t> order, int64_t dim)
       : bags_(bags.begin(), bags.end()), dim_(dim) {
     for (size_t f = 0; f < bags_.size(); ++f) {
       for (int64_t column = 0; column < bags_[f]; ++column) {
@@ -27,14 +29,21 @@ class ColumnTable {
         offset_.push_back(column);
       }
     }
+    if (order.size() != feature_.size()) return;
+    const std::vector<int64_t> feature = feature_, offset = offset_;
+    for (size_t column = 0; column < order.size(); ++column) {
+      const size_t from = std::min<size_t>(order[column], order.size() - 1);
+      feature_[column] = feature[from];
+      offset_[column] = offset[from];
+    }
   }
 
   int64_t features() const { return static_cast<int64_t>(bags_.size()); }
   int64_t columns() const { return static_cast<int64_t>(feature_.size()); }
 
-  // Returns whether a feature's array has the size of `examples` examples.
-  bool fits(int64_t elements, int64_t feature, int64_t examples) const {
-    return elements == examples * bags_[feature] * dim_;
+  // Returns whether a feature's array has the size of `periods` periods.
+  bool fits(int64_t elements, int64_t feature, int64_t periods) const {
+    return elements == periods * bags_[feature] * dim_;
   }
 
   Columns columns_of() const {

@@ -1,4 +1,4 @@
-// The ids of several features, of one example after another: how a line of a batch begins.
+// The ids of several features, in batch order: how a line of a batch begins.
 //
 // A plain C function, which `host_native.py` calls through ctypes, as those of route.cc.
 #include <algorithm>
@@ -16,8 +16,13 @@ struct Column {
   const int32_t* bags;    // [n], non-decreasing
   const void* weights;    // [n], or null for ones
   const int64_t* bounds;  // [lines + 1], where the ids of each line begin
-  int64_t per_example;    // bags of one example
-  int64_t offset;         // first bag within the example, after those of the features before
+  int64_t per_period;     // bags of one period
+};
+
+// Bags of one feature that follow each other in a period.
+struct Run {
+  int64_t column;
+  int64_t bags;
 };
 
 struct InterleaveTask {
@@ -25,10 +30,12 @@ struct InterleaveTask {
   int64_t weight_bytes;  // 4 or 8
   const Column* columns;
   int64_t num_columns;
+  const Run* runs;  // of one period, in batch order
+  int64_t num_runs;
   int64_t line;
-  int64_t examples;          // of one line
-  int64_t bags_per_example;  // of all features
-  void* row_ids;             // results, [size]
+  int64_t periods;          // of one line
+  int64_t bags_per_period;  // of all features
+  void* row_ids;            // results, [size]
   int32_t* bags;
   void* weights;  // or null
   int64_t size;
@@ -38,16 +45,18 @@ template <typename Row, typename Weight>
 void interleave(const InterleaveTask& task) {
   Row* row_ids = static_cast<Row*>(task.row_ids);
   Weight* weights = static_cast<Weight*>(task.weights);
-  std::vector<int64_t> next(task.num_columns);
-  for (int64_t c = 0; c < task.num_columns; ++c) next[c] = task.columns[c].bounds[task.line];
-  int64_t to = 0;
-  for (int64_t example = 0; example < task.examples; ++example) {
-    for (int64_t c = 0; c < task.num_columns; ++c) {
+  // Of each feature: its next id, and the next bag, as the feature numbers them.
+  std::vector<int64_t> next(task.num_columns), bag(task.num_columns);
+  for (int64_t c = 0; c < task.num_columns; ++c) {
+    next[c] = task.columns[c].bounds[task.line];
+    bag[c] = task.line * task.periods * task.columns[c].per_period;
+  }
+  int64_t to = 0, first = 0;  // the line's next id, and its next bag
+  for (int64_t period = 0; period < task.periods; ++period) {
+    for (int64_t r = 0; r < task.num_runs; ++r) {
+      const int64_t c = task.runs[r].column, count = task.runs[r].bags;
       const Column& column = task.columns[c];
-      // The example's bags, as the feature numbers them; and what makes them bags of the line.
-      const int64_t first = (task.line * task.examples + example) * column.per_example;
-      const int64_t end = first + column.per_example;
-      const int64_t shift = example * task.bags_per_example + column.offset - first;
+      const int64_t shift = first - bag[c], end = bag[c] + count;
       int64_t i = next[c];
       for (; i < column.bounds[task.line + 1] && column.bags[i] < end; ++i, ++to) {
         row_ids[to] = static_cast<const Row*>(column.row_ids)[i];
@@ -56,12 +65,14 @@ void interleave(const InterleaveTask& task) {
         weights[to] = column.weights ? static_cast<const Weight*>(column.weights)[i] : Weight{1};
       }
       next[c] = i;
+      bag[c] = end;
+      first += count;
     }
   }
   // The rest is padding: absent rows, in a bag after the last one.
   std::fill(row_ids + to, row_ids + task.size, Row{-1});
   std::fill(task.bags + to, task.bags + task.size,
-            static_cast<int32_t>(task.examples * task.bags_per_example));
+            static_cast<int32_t>(task.periods * task.bags_per_period));
   if (weights) std::fill(weights + to, weights + task.size, Weight{0});
 }
 

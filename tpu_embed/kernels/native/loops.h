@@ -14,8 +14,8 @@ namespace tpu_embed {
 // How rows are stored; arithmetic is in float32.
 enum class Storage { kFloat32, kBfloat16 };
 
-// Where the numbers of segments or bags lie that are numbered by example, then by column of the
-// features: `[examples * bags, dim]` a feature.
+// Where the numbers of segments or bags lie that are numbered by period, then by column: those of a
+// feature are `[periods * bags, dim]`.
 struct Columns {
   const int64_t* feature;  // [columns], the feature of each column
   const int64_t* offset;   // [columns], the column's place within its feature
@@ -32,10 +32,10 @@ struct Columns {
     // Exact for every segment below 2^32 (Lemire, Kaser and Kurz, "Faster remainder by direct
     // computation", 2019).
     const auto product = static_cast<unsigned __int128>(reciprocal) * static_cast<uint64_t>(segment);
-    const int64_t example = static_cast<int64_t>(product >> 64);
-    const int64_t column = segment - example * columns;
+    const int64_t period = static_cast<int64_t>(product >> 64);
+    const int64_t column = segment - period * columns;
     const int64_t f = feature[column];
-    return arrays[f] + (example * bags[f] + offset[column]) * dim;
+    return arrays[f] + (period * bags[f] + offset[column]) * dim;
   }
 };
 
@@ -79,8 +79,8 @@ struct RowUpdate {
   const float* factors;  // by bag, or null; a gradient whose factor is zero is zero
   const float* const* gradients;
   Columns columns;
-  int64_t examples;
-  int64_t blocks;  // example e is in block e * blocks / examples; 0: sums have one level
+  const int64_t* block_starts;  // [blocks], the first bags of the second and all later blocks
+  int64_t blocks;
   Rule rule;
 };
 

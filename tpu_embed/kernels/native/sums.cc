@@ -40,14 +40,14 @@ std::unique_ptr<int64_t[]> starts_of(Parallel& parallel, const int32_t* segments
   return starts;
 }
 
-// Returns the same where every example has `widths[c]` entries in its segment of column c: with widths
+// Returns the same where every period has `widths[c]` entries in its segment of column c: with widths
 // 1 and 2, the segments begin at 0 1 | 3 4 | 6 7.
-std::unique_ptr<int64_t[]> starts_of(ffi::Span<const int64_t> widths, int64_t examples) {
+std::unique_ptr<int64_t[]> starts_of(ffi::Span<const int64_t> widths, int64_t periods) {
   const int64_t columns = static_cast<int64_t>(widths.size());
-  std::unique_ptr<int64_t[]> starts(new int64_t[examples * columns + 1]);
+  std::unique_ptr<int64_t[]> starts(new int64_t[periods * columns + 1]);
   int64_t* to = starts.get();
   int64_t at = 0;
-  for (int64_t example = 0; example < examples; ++example) {
+  for (int64_t period = 0; period < periods; ++period) {
     for (const int64_t width : widths) {
       *to++ = at;
       at += width;
@@ -59,23 +59,24 @@ std::unique_ptr<int64_t[]> starts_of(ffi::Span<const int64_t> widths, int64_t ex
 
 // Operands: source [R, D] float32, or bfloat16 as uint16; index [N]; segments int32 [N],
 // non-decreasing, or [] if `widths` say where they begin; weights float32 [N] or []; factors float32
-// [segments] or []. Results: one array a feature, float32 [examples * bags, D].
+// [segments] or []. Results: one array a feature, float32 [periods * bags, D].
 ffi::Error gather_sum(ffi::ThreadPool pool, ffi::AnyBuffer source, ffi::AnyBuffer index,
                       ffi::AnyBuffer segments, ffi::AnyBuffer weights, ffi::AnyBuffer factors,
                       ffi::RemainingRets results, ffi::Span<const int64_t> bags,
-                      ffi::Span<const int64_t> widths, int64_t examples) {
+                      ffi::Span<const int64_t> order, ffi::Span<const int64_t> widths,
+                      int64_t periods) {
   const int64_t n = length(index), dim = source.dimensions()[1];
-  const ColumnTable table(bags, dim);
+  const ColumnTable table(bags, order, dim);
   const bool dense = widths.size() > 0;
   if (dense) {
     const int64_t entries = std::accumulate(widths.begin(), widths.end(), int64_t{0});
-    if (static_cast<int64_t>(widths.size()) != table.columns() || entries * examples != n) {
-      return refuse("gather_sum: the widths of all columns and examples must add up to the indices");
+    if (static_cast<int64_t>(widths.size()) != table.columns() || entries * periods != n) {
+      return refuse("gather_sum: the widths of all columns and periods must add up to the indices");
     }
   } else if (length(segments) != n) {
     return refuse("gather_sum: one segment an index is needed");
   }
-  const int64_t count = examples * table.columns();
+  const int64_t count = periods * table.columns();
   if (!optional_of_length(weights, n)) return refuse("gather_sum: one weight an index is needed");
   if (!optional_of_length(factors, count)) {
     return refuse("gather_sum: one factor a segment is needed");
@@ -87,7 +88,7 @@ ffi::Error gather_sum(ffi::ThreadPool pool, ffi::AnyBuffer source, ffi::AnyBuffe
   for (size_t f = 0; f < results.size(); ++f) {
     auto output = results.get<ffi::AnyBuffer>(f);
     if (!output.has_value()) return output.error();
-    if (!table.fits((**output).element_count(), f, examples)) {
+    if (!table.fits((**output).element_count(), f, periods)) {
       return refuse("gather_sum: a result has another size than its feature");
     }
     outputs.push_back(data<float>(**output));
@@ -97,7 +98,7 @@ ffi::Error gather_sum(ffi::ThreadPool pool, ffi::AnyBuffer source, ffi::AnyBuffe
     using Row = std::remove_pointer_t<decltype(type)>;
     Parallel parallel(pool);
     const int64_t read = n * dim * static_cast<int64_t>(sizeof(float));
-    const auto starts = dense ? starts_of(widths, examples)
+    const auto starts = dense ? starts_of(widths, periods)
                               : starts_of(parallel, data<int32_t>(segments), n, count);
     // A column's segments one after the other, as long as finding them costs little beside the sums:
     // most rows that two segments share are of one column, and they stay in the cache.
@@ -135,5 +136,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(tpu_embed_gather_sum, tpu_embed::gather_sum,
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .RemainingRets()
                                   .Attr<xla::ffi::Span<const int64_t>>("bags")
+                                  .Attr<xla::ffi::Span<const int64_t>>("order")
                                   .Attr<xla::ffi::Span<const int64_t>>("widths")
-                                  .Attr<int64_t>("examples"));
+                                  .Attr<int64_t>("periods"));

@@ -106,10 +106,11 @@ constexpr size_t kOperands = 7;  // besides tables, slots and gradients
 // Operands: table [R, D] and its slots, each in place of the result of the same number; rows [N];
 // bags int32 [N] or []; weights float32 [N] or []; factors float32 [bags] or []; sums int32 [N] or
 // [], then rows are [U]; merged int32 [P] or []; numbers float32; gradients, one array a feature,
-// float32 [examples * bags, D].
+// float32 [periods * bags, D]. Blocks: the first bags of the second block of the batch and of all
+// later ones.
 ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                  ffi::Span<const int64_t> columns, int64_t examples, int64_t blocks, int64_t rule,
-                  int64_t flags) {
+                  ffi::Span<const int64_t> columns, ffi::Span<const int64_t> order,
+                  ffi::Span<const int64_t> blocks, int64_t periods, int64_t rule, int64_t flags) {
   const size_t held = results.size();
   const size_t features = columns.size();
   if (held < 1 || held > 3 || operands.size() != held + kOperands + features) {
@@ -132,8 +133,8 @@ ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::Remain
   const ffi::AnyBuffer& table = given[0];
   const bool routed = operand.sums.element_count() > 0;
   const int64_t n = length(routed ? operand.sums : operand.rows), dim = table.dimensions()[1];
-  const ColumnTable layout(columns, dim);
-  const int64_t bags = examples * layout.columns();
+  const ColumnTable layout(columns, order, dim);
+  const int64_t bags = periods * layout.columns();
   if (!optional_of_length(operand.bags, n) || !optional_of_length(operand.weights, n) ||
       !optional_of_length(operand.factors, bags) || (operand.bags.element_count() == 0 && n > bags)) {
     return refuse("update: ids, bags, weights or factors of another length");
@@ -141,7 +142,7 @@ ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::Remain
   std::vector<const float*> gradients;
   for (size_t f = 0; f < features; ++f) {
     const ffi::AnyBuffer& gradient = given[held + kOperands + f];
-    if (!layout.fits(gradient.element_count(), f, examples)) {
+    if (!layout.fits(gradient.element_count(), f, periods)) {
       return refuse("update: gradients of another size than their feature");
     }
     gradients.push_back(data<float>(gradient));
@@ -153,8 +154,8 @@ ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::Remain
   job.factors = optional<float>(operand.factors);
   job.gradients = gradients.data();
   job.columns = layout.columns_of();
-  job.examples = examples;
-  job.blocks = blocks;
+  job.block_starts = blocks.begin();
+  job.blocks = static_cast<int64_t>(blocks.size());
   job.rule = rule_of(rule, flags, data<float>(operand.numbers));
   return with_row_type(operand.rows, [&](auto* type) {
     using Row = std::remove_pointer_t<decltype(type)>;
@@ -176,7 +177,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(tpu_embed_update, tpu_embed::update,
                                   .RemainingArgs()
                                   .RemainingRets()
                                   .Attr<xla::ffi::Span<const int64_t>>("columns")
-                                  .Attr<int64_t>("examples")
-                                  .Attr<int64_t>("blocks")
+                                  .Attr<xla::ffi::Span<const int64_t>>("order")
+                                  .Attr<xla::ffi::Span<const int64_t>>("blocks")
+                                  .Attr<int64_t>("periods")
                                   .Attr<int64_t>("rule")
                                   .Attr<int64_t>("flags"));
