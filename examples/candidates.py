@@ -141,7 +141,7 @@ def main() -> None:
     request = {"user": features["user"][:1], "history": features["history"][:1]}
     request["item"] = np.arange(500)
     acts = serving_lookup(tables, request, feature_config())
-    order = np.argsort(-logits(jax.device_get(params), acts, np.zeros(500, np.int32)))
+    order = jnp.argsort(-logits(params, acts, jnp.zeros(500, jnp.int32)))
     print("user", features["user"][0], "gets", *order[:5])
 
 

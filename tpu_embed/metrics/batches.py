@@ -50,7 +50,7 @@ def batch_statistics(
     ids: dict[str, list[np.ndarray]] = {name: [] for name in engine.table_configs}
     bad = dict.fromkeys(ids, 0)
     hosts = engine.host_ids(features)
-    given = engine._structure.match(features, what="features", columns=True)
+    given = engine.structure.match(features, what="features", columns=True)
     for feature, leaf, host in zip(engine.layout.features, given, hosts, strict=True):
         ids[feature.table.name].append(host.ids[host.ids >= 0])
         bad[feature.table.name] += _bad(leaf, feature.table.vocabulary_size)
