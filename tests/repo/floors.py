@@ -35,6 +35,7 @@ FLOORS = {
     "metrics": 5,
     "enqueue": 5,
     "tpu_embedding": 6,
+    "check": 7,
     "__main__": 7,
     "__init__": 7,
 }
