@@ -1,4 +1,4 @@
-"""The command line: `info` shows versions, devices and kernels; `plan` sizes a configuration."""
+"""The command line: `info` shows the machine, `check` tests it, `plan` sizes a configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import re
 import runpy
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import jax
 
 from tpu_embed import planning
 from tpu_embed._checks import did_you_mean, message
+from tpu_embed.check import PARTS, run_parts
 from tpu_embed.kernels import cpu, dispatch
 from tpu_embed.planning.compiled import Compiled, compile_for
 from tpu_embed.planning.estimate import Estimate, estimate
@@ -36,19 +37,70 @@ def info() -> str:
       >>> "kernels on CPU" in info()
       True
     """
-    lines = [f"{name:10} {importlib.metadata.version(name)}" for name in PACKAGES]
-    devices = [f"{device.platform} {device.device_kind}" for device in jax.devices()]
-    # ["cpu", "cpu", "gpu"] -> ["2 × cpu", "1 × gpu"]; dict.fromkeys keeps the order.
-    counted = [f"{devices.count(kind)} × {kind}" for kind in dict.fromkeys(devices)]
+    lines = [f"{name:10} {version}" for name, version in _versions().items()]
     loaded = cpu.load()
     where = "not there: " + loaded.why_not if loaded.path is None else str(loaded.path)
     lines += [
         f"{'Python':10} {platform.python_version()}, {platform.machine()}",
-        f"{'devices':10} {', '.join(counted)}",
+        f"{'devices':10} {_counted(jax.devices())}",
         f"kernels on CPU: {dispatch.kernels_in_use()} ({dispatch.VARIABLE} chooses)",
         f"compiled kernels: {where}",
     ]
     return "\n".join(lines)
+
+
+def _versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
+def _counted(devices: Sequence[Any]) -> str:
+    """Return how many devices there are of each kind, as text."""
+    # ["cpu", "cpu", "gpu"] -> ["2 × cpu", "1 × gpu"]; dict.fromkeys keeps the order.
+    kinds = [f"{device.platform} {device.device_kind}" for device in devices]
+    return ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds))
+
+
+def check_machine(args: argparse.Namespace) -> None:
+    """Check that the library computes right on this process's devices, and print how fast.
+
+    Args:
+      args: `only`, the parts to run, or None for all; `speed`, whether to measure; `json`;
+        `verbose`, whether to show tracebacks; `distributed`, whether there are several hosts.
+
+    Raises:
+      SystemExit: a part failed; the exit status is 1.
+      ValueError: no part is left to run.
+    """
+    if args.distributed:
+        jax.distributed.initialize()
+    devices, chosen = jax.local_devices(), args.only or PARTS
+    names = [name for name in PARTS if name in chosen and (args.speed or name != "speed")]
+    if not names:
+        raise ValueError(message("check", expected="a part to run", got="--only speed --no-speed"))
+    if not args.json:
+        print(info(), end="\n\n", flush=True)
+    parts = []
+    for part in run_parts(names, devices):
+        parts.append(part)
+        if not args.json:
+            print(part.explain(verbose=args.verbose), flush=True)
+    failed = [part.name for part in parts if not part.ok]
+    if args.json:
+        print(json.dumps({
+            "ok": not failed,
+            "failed": failed,
+            "versions": _versions(),
+            "devices": [str(device) for device in devices],
+            "device_kind": devices[0].device_kind,
+            "kernels_on_cpu": dispatch.kernels_in_use(),
+            "parts": [part.to_dict() for part in parts],
+        }))  # fmt: skip
+    else:
+        seconds = sum(part.seconds for part in parts)
+        passed = f"passed on {_counted(devices)} in {seconds:.0f} s"
+        print(f"\nFAILED: {', '.join(failed)}" if failed else f"\n{passed}")
+    if failed:
+        sys.exit(1)
 
 
 def show_plan(args: argparse.Namespace) -> None:
@@ -148,6 +200,21 @@ def _as_json(plan: planning.Plan, compiled: Compiled, found: Estimate) -> str:
     return json.dumps(json.loads(plan.to_json()) | more)
 
 
+def _add_check(commands: Any) -> None:
+    """Add the subcommand `check` to the command line."""
+    command = commands.add_parser("check", help="test the library on the devices of this machine")
+    command.add_argument("--only", action="append", choices=PARTS, help="run this part alone")
+    command.add_argument(
+        "--no-speed", dest="speed", action="store_false", help="do not measure the speed"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON, at the end")
+    command.add_argument("--verbose", action="store_true", help="show tracebacks")
+    command.add_argument(
+        "--distributed", action="store_true", help="on several hosts: start jax.distributed"
+    )
+    command.set_defaults(run=check_machine)
+
+
 def _check_spelling(arguments: list[str], commands: Mapping[str, argparse.ArgumentParser]) -> None:
     """Check that the command and its options exist, and name what was probably meant.
 
@@ -176,6 +243,7 @@ def main() -> None:
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("info", help="versions, devices, and the kernels in use")
     command.set_defaults(run=lambda args: print(info()))
+    _add_check(commands)
     command = commands.add_parser("plan", help="memory and traffic of a config on a topology")
     command.add_argument("config", help="a Python file that defines workload()")
     command.add_argument(

@@ -36,6 +36,7 @@ FLOORS = {
     "data": 5,
     "enqueue": 5,
     "tpu_embedding": 6,
+    "check": 7,
     "__main__": 7,
     "__init__": 7,
 }

@@ -11,6 +11,7 @@ NAMES = {
         "embedding_lookup hash_ids initializers optimizers pad_batch sparse_grad "
         "sparse_value_and_grad training"
     ),
+    "tpu_embed.check": "PARTS PartReport run_parts",
     "tpu_embed.data": "Place Prefetcher",
     "tpu_embed.io": (
         "CheckpointManager ModuleCheckpointManager QuantizedTable Restored ServedModel "

@@ -27,6 +27,10 @@ KINDS = ("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x")
 WORDS = 16
 """Rows are padded to a multiple of so many words: 64 bytes, the widest vector of a subcore."""
 
+MOST_BYTES = 2**34
+"""The most bytes of an array on one device, 16 GiB: others have found that SparseCores address no
+more than that (torchrec #4630). This has not been tried with these kernels."""
+
 _MOST_ROWS, _LEAST_ROWS = 128, 16
 """The most and the fewest rows that one indirect DMA moves."""
 _MOST_WORDS = 128 * 128

@@ -177,6 +177,45 @@ def test_a_stack_ends_where_int32_does():
     assert names(on_one) == [["0", "1", "2"], ["3", "4", "5"], ["6"]]
 
 
+GIB = 2**30 // (128 * 4)
+"""Rows of 128 float32 numbers in a GiB."""
+
+
+def test_a_stack_ends_where_sparse_cores_address_no_more():
+    tables = [resolved(str(i), 6 * GIB, 1, dim=128) for i in range(5)]
+    stacks = make_stacks(tables, packing="words")
+    assert names(stacks) == [["0", "1"], ["2", "3"], ["4"]]  # 12 GiB; three would be 18
+    assert len(make_stacks(tables, packing="lanes")) == len(make_stacks(tables)) == 1
+    halves = [resolved(str(i), 6 * GIB, 2, dim=128) for i in range(5)]
+    assert names(make_stacks(halves, packing="words")) == [["0", "1", "2", "3", "4"]]
+    # Exactly 16 GiB is allowed. Rows are padded to 16 words, so D = 1 takes as much as D = 16.
+    assert len(make_stacks([resolved("a", 16 * GIB, 1, dim=128)], packing="words")) == 1
+    padded = [resolved(str(i), 8 * 8 * GIB, 1, dim=1) for i in range(3)]
+    assert names(make_stacks(padded, packing="words")) == [["0", "1"], ["2"]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "optimizer", "gib", "shards"),
+    [
+        ("float32", o.SGD(0.1), 40, 3),
+        ("float32", None, 40, 3),
+        ("bfloat16", o.SGD(0.1), 40, 2),  # 20 GiB
+        ("bfloat16", o.Adagrad(0.1), 40, 3),  # the accumulators are float32
+        ("bfloat16", o.RowWiseAdagrad(0.1), 40, 2),
+        ("bfloat16", o.RowWiseAdagrad(0.1), 30, 1),
+    ],
+)
+def test_a_table_beyond_what_sparse_cores_address_is_refused(dtype, optimizer, gib, shards):
+    def make(shards):
+        table = resolved("big", gib * GIB, shards, dim=128, dtype=dtype, optimizer=optimizer)
+        return make_stacks([table], packing="words")
+
+    assert len(make(shards)) == 1
+    if shards > 1:
+        with pytest.raises(ValueError, match=rf"table 'big': .*16 GiB.* over {shards} shards"):
+            make(1)
+
+
 def test_a_table_beyond_int32_needs_x64():
     large = resolved("large", 2**31 + 10, 2)
     with pytest.raises(ValueError, match=r"table 'large': .*2147483647 rows.*got 2147483658.*x64"):

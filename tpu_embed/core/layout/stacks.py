@@ -22,6 +22,7 @@ Input: the resolved tables, in table order. Output: the stacks.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ from tpu_embed.config import QuantizationConfig, TableConfig
 from tpu_embed.core.layout.rounding import round_up
 from tpu_embed.core.layout.stack_names import stack_name
 from tpu_embed.kernels.formats import PACKED_ROWS, Packing, RowFormat
+from tpu_embed.kernels.sparsecore import MOST_BYTES
 from tpu_embed.optimizers import TableOptimizer
 
 INT32_ROWS = 2**31 - 1
@@ -117,7 +119,7 @@ class Stack:
     @property
     def compute_dtype(self) -> np.dtype:
         """The dtype of activations, gradients, slots and rule arithmetic."""
-        return np.dtype(np.float64 if self.dtype == "float64" else np.float32)
+        return _compute_dtype(self.dtype)
 
     def physical(self, ids: Any, table: TableSlice) -> Any:
         """Return the physical rows of valid logical ids (NumPy or jax integers of any shape).
@@ -241,20 +243,48 @@ def make_stacks(
 
     Returns:
       The stacks, in order of their first table. A stack has at most `INT32_ROWS` rows, unless a
-      single table has more.
+      single table has more. For SparseCores, its table and each of its slots have at most
+      `sparsecore.MOST_BYTES` on a device.
 
     Raises:
-      ValueError: a table has more than `INT32_ROWS` rows, and x64 is off.
+      ValueError: a table has more than `INT32_ROWS` rows, and x64 is off; it, or one of its slots,
+        has more bytes on a device than SparseCores address.
     """
     stacks: dict[Any, list[ResolvedTable]] = {}
     for table in tables:
         key: Any = (table.kind, None if stack_tables else table.name)
         # If the stack would become too large, try the next stack of this kind: the keys are
         # key, (key, "next"), ((key, "next"), "next"), …
-        while key in stacks and _too_many_rows([*stacks[key], table], packing):
+        while key in stacks and _too_large([*stacks[key], table], packing):
             key = (key, "next")
         stacks.setdefault(key, []).append(table)
     return tuple(_make_stack(members, packing) for members in stacks.values())
+
+
+def _too_large(members: Sequence[ResolvedTable], packing: Packing) -> bool:
+    """Tell whether these tables must not share a stack, because there are too many of them."""
+    return _too_many_rows(members, packing) or _array_bytes(members, packing) > MOST_BYTES
+
+
+def _array_bytes(members: Sequence[ResolvedTable], packing: Packing) -> int:
+    """Return the bytes on a device of the largest array of a stack that SparseCores would read.
+
+    That is the array of the tables or of a slot; 0 on other devices.
+    """
+    if packing != "words":
+        return 0
+    config, optimizer = members[0].config, members[0].optimizer
+    parts = [((config.dim,), config.dtype)]
+    if optimizer is not None:
+        slots = optimizer.slot_shapes(config.dim, _compute_dtype(config.dtype)).values()
+        parts += [(slot.shape, slot.dtype) for slot in slots if slot.per_row]
+    rows = _rows(members, packing)
+    arrays = [RowFormat(shape, jnp.dtype(dtype), packing).array(rows) for shape, dtype in parts]
+    return max(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
+
+
+def _compute_dtype(dtype: str) -> np.dtype:
+    return np.dtype(np.float64 if dtype == "float64" else np.float32)
 
 
 def _too_many_rows(members: Sequence[ResolvedTable], packing: Packing) -> bool:
@@ -268,12 +298,30 @@ def _rows(members: Sequence[ResolvedTable], packing: Packing) -> int:
     return rows if packing == "none" else round_up(rows, PACKED_ROWS)
 
 
+def _check_addressable(members: Sequence[ResolvedTable], packing: Packing) -> None:
+    """Refuse a stack with more bytes on a device than SparseCores address: it is a single table."""
+    size, table = _array_bytes(members, packing), members[0]
+    if size <= MOST_BYTES:
+        return
+    most, shards = MOST_BYTES / 2**30, table.shards * -(-size // MOST_BYTES)
+    raise ValueError(
+        message(
+            f"table {table.name!r}",
+            expected=f"at most {most:.0f} GiB on a device, in the table and in each of its slots",
+            got=f"{size / 2**30:.1f} GiB, more than SparseCores address",
+            remedy=f"split its rows over {shards} shards or more, or take fewer bytes per row "
+            '(dtype="bfloat16", RowWiseAdagrad)',
+        )
+    )
+
+
 def _make_stack(members: Sequence[ResolvedTable], packing: Packing) -> Stack:
     if _too_many_rows(members, packing) and not jax.config.read("jax_enable_x64"):
         what, remedy = f"table {members[0].name!r}", "set jax_enable_x64, or split the table"
         expected = f"at most {INT32_ROWS} rows, padding included, while x64 is off"
         got = f"{members[0].config.vocabulary_size}"
         raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+    _check_addressable(members, packing)
     # The tables lie one after another on every shard: rows per shard 3 2 4 give offsets 0 3 5.
     slices, offset = [], 0
     for table in members:

@@ -1,0 +1,242 @@
+"""The check passes on 1 and 8 devices, and names what was made wrong on purpose."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from tpu_embed import __main__ as command
+from tpu_embed import optimizers
+from tpu_embed.check import PARTS, oracle, rules, run_parts, speed
+from tpu_embed.check.findings import Findings
+from tpu_embed.core.layout import Layout, stacks
+from tpu_embed.kernels import dispatch
+
+
+def part(name, devices=1):
+    """Return the report of one part on so many devices."""
+    (found,) = run_parts([name], jax.devices()[:devices])
+    return found
+
+
+DEVICES = {
+    "kernels": 8,
+    "inputs": 8,
+    "placements": 1,
+    "mesh": 8,
+    "traced": 2,
+    "rules": 1,
+    "bits": 2,
+    "limits": 1,
+    "speed": 1,
+}
+"""On how many devices `make test` runs each part; `test_the_command_passes` runs all on 1 and 8."""
+
+
+@pytest.mark.parametrize(("name", "devices"), DEVICES.items())
+def test_a_part_finds_nothing(name, devices, monkeypatch):
+    monkeypatch.setattr(speed, "_CPU_BYTES", 2**22)
+    monkeypatch.setattr(speed, "_SECONDS", 0.1)
+    found = part(name, devices)
+    assert found.ok, found.explain(verbose=True)
+    assert found.what
+    assert bool(found.figures) == (name == "speed")
+
+
+def test_every_rule_and_every_part_is_there():
+    known = {name for name in optimizers.__all__ if name[0].isupper()}
+    interfaces = {"LearningRateKind", "OptaxOptimizer", "RowOptimizer", "SlotShape"}
+    tried = {type(pair.optimizer).__name__ for pair in rules.pairs().values()}
+    assert tried >= known - interfaces - {"TableOptimizer"}
+    assert list(DEVICES) == list(PARTS)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("devices", [1, 3, 8])
+def test_the_command_passes(devices):
+    environment = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_PLATFORMS": "cpu",
+    }
+    python = [sys.executable, "-m", "tpu_embed", "check", "--json"]
+    done = subprocess.run(python, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["ok"]
+    assert [one["name"] for one in found["parts"]] == list(PARTS)
+    assert len(found["devices"]) == devices
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def run(*args):
+        """Return the exit status of the command, and what it printed."""
+        monkeypatch.setattr(sys, "argv", ["tpu_embed", "check", *args])
+        try:
+            command.main()
+        except SystemExit as stop:
+            return stop.code, capsys.readouterr().out
+        return 0, capsys.readouterr().out
+
+    return run
+
+
+def test_json_has_every_figure(run):
+    status, out = run("--only", "limits", "--json")
+    found = json.loads(out)
+    assert (status, found["ok"], found["failed"]) == (0, True, [])
+    assert len(found["devices"]) == jax.device_count()
+    assert [(one["name"], one["ok"], one["faults"]) for one in found["parts"]] == [
+        ("limits", True, [])
+    ]
+
+
+def test_no_speed_leaves_it_out(run, monkeypatch):
+    ran = []
+    for name in PARTS:
+        monkeypatch.setitem(
+            PARTS, name, lambda devices, findings, name=name: ran.append(name) or ""
+        )
+    assert run("--no-speed")[0] == 0
+    assert ran == [name for name in PARTS if name != "speed"]
+    assert run("--no-speed", "--only", "speed") == (
+        "error: check: expected a part to run, got --only speed --no-speed",
+        "",
+    )
+
+
+def test_hosts_find_each_other_first(run, monkeypatch):
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda: calls.append("start"))
+    monkeypatch.setitem(PARTS, "limits", lambda devices, findings: calls.append("part") or "")
+    assert run("--only", "limits", "--distributed")[0] == 0
+    assert run("--only", "limits")[0] == 0
+    assert calls == ["start", "part", "part"]
+
+
+def test_a_wrong_kernel_is_named(run, monkeypatch):
+    right = dispatch.gather_sum
+
+    def wrong(source, *args, **kwargs):
+        return tuple(sums * 1.001 for sums in right(source, *args, **kwargs))
+
+    monkeypatch.setattr(dispatch, "gather_sum", wrong)
+    status, out = run("--only", "kernels")
+    assert status == 1
+    assert out.endswith("FAILED: kernels\n")
+    assert "kernel gather_sum, D = 7, float32, weights" in out
+    assert "kernel set_rows" not in out
+
+
+def test_rows_of_one_number_are_tried(monkeypatch):
+    right = dispatch.gather_rows
+
+    def wrong(table, row_ids):
+        found = right(table, row_ids)
+        return found * 0 if table.ndim == 2 and table.shape[1] == 1 else found
+
+    monkeypatch.setattr(dispatch, "gather_rows", wrong)
+    found = part("kernels")
+    assert {fault.where.split(", ")[1] for fault in found.faults} == {"D = 1"}
+
+
+def test_one_wrong_device_is_found(monkeypatch):
+    right = dispatch.sort_rows
+
+    def wrong(row_ids):
+        ordered, positions = right(row_ids)
+        here = jax.lax.axis_index("devices") == 3
+        return ordered + here.astype(ordered.dtype), positions
+
+    monkeypatch.setattr(dispatch, "sort_rows", wrong)
+    (fault,) = part("kernels", 4).faults
+    assert fault.where == (
+        "kernel sort_rows, rows, by device: 300 of 1200 numbers differ, first at (3, 0)"
+    )
+
+
+def test_a_wrong_rule_is_named(monkeypatch):
+    two = {name: pair for name, pair in rules.pairs().items() if name in ("Lion", "SGD")}
+    monkeypatch.setattr(rules, "pairs", lambda: two)
+    right = optimizers.Lion.apply_rule
+
+    def wrong(self, w, slots, g, *, t, lr):
+        rows, _ = right(self, w, slots, g, t=t, lr=lr)
+        return rows, slots
+
+    monkeypatch.setattr(optimizers.Lion, "apply_rule", wrong)
+    found = part("rules")
+    assert found.faults
+    assert all("table 'Lion'" in fault.where for fault in found.faults)
+    assert "apply_gradients, table 'Lion', Lion, slot 'momenta'" in found.explain()
+
+
+def test_sums_in_another_order_are_found(monkeypatch):
+    # As many blocks as devices, whatever `sum_blocks` says.
+    monkeypatch.setattr(Layout, "blocks", lambda self, batch: self.axes.replicas)
+    found = part("bits", 2)
+    assert found.faults
+    assert all(" on 2 device(s)" in fault.where for fault in found.faults)
+
+
+def test_arrays_that_are_too_large_are_found(monkeypatch):
+    monkeypatch.setattr(stacks, "MOST_BYTES", 2**40)
+    found = part("limits")
+    assert [fault.where for fault in found.faults] == [
+        "plan of two tables of 12 GiB on v5p:1x1x1",
+        "plan of a table of 24 GiB on v5p:1x1x1",
+    ]
+
+
+def test_an_exception_is_a_fault_of_its_part(run, monkeypatch):
+    def fails(devices, findings):
+        raise KeyError("lost")
+
+    monkeypatch.setitem(PARTS, "inputs", fails)
+    status, out = run("--only", "inputs", "--only", "limits")
+    assert status == 1
+    assert "KeyError: 'lost'" in out
+    assert "Traceback" not in out
+    assert out.index("inputs      FAILED") < out.index("limits      ok")
+    assert "Traceback" in run("--only", "inputs", "--verbose")[1]
+    status, out = run("--only", "inputs", "--json")
+    found = json.loads(out)
+    assert (status, found["ok"], found["failed"]) == (1, False, ["inputs"])
+    (fault,) = found["parts"][0]["faults"]
+    assert fault["where"] == "part 'inputs'"
+    assert fault["trace"].startswith("Traceback")
+
+
+def test_what_compare_finds():
+    findings, right = Findings(), np.array([[1.0, -0.0], [np.nan, 100.0]])
+    for tolerance in (0, 1e-4):
+        findings.compare("same", right[:1], right[:1].copy(), tolerance=tolerance)
+    findings.compare("same bits", right, right.copy(), tolerance=0)
+    assert not findings.faults
+    findings.compare("sign of zero", right[:1], np.array([[1.0, 0.0]]), tolerance=0)
+    findings.compare("NaN", np.ones(2), np.array([1.0, np.nan]))
+    findings.compare("shape", np.ones(2), np.ones(3))
+    findings.compare("one", np.ones(3), np.array([1.0, 1.1, 1.0]))
+    assert [fault.where for fault in findings.faults] == [
+        "sign of zero: 1 of 2 numbers differ, first at (0, 1)",
+        "NaN: 1 of 2 numbers differ, first at (1,)",
+        "shape, shape",
+        "one: 1 of 3 numbers differ, first at (1,)",
+    ]
+
+
+def test_the_loops_on_numbers_worked_by_hand():
+    table = np.array([[1.0, 2.0], [3.0, 4.0]])
+    bags = [[(0, 1.0), (1, 3.0)], []]
+    mean = oracle.Bags(bags, "mean", (2,))
+    assert oracle.lookup(table, mean).tolist() == [[2.5, 3.5], [0.0, 0.0]]
+    assert oracle.lookup(table, oracle.Bags(bags, "sum", (2,))).tolist()[0] == [10.0, 14.0]
+    root = oracle.lookup(table, oracle.Bags(bags, "sqrtn", (2,)))
+    np.testing.assert_allclose(root[0], np.array([10.0, 14.0]) / np.sqrt(10))
+    gradient = np.array([[4.0, 8.0], [1.0, 1.0]])
+    found = oracle.occurrences(mean, gradient)
+    assert [(row, g.tolist()) for row, g in found] == [(0, [1.0, 2.0]), (1, [3.0, 6.0])]
