@@ -24,7 +24,7 @@ import jax
 from tpu_embed._checks import message
 from tpu_embed._types import PyTree
 from tpu_embed.core.batch import Batch
-from tpu_embed.core.state import TableState
+from tpu_embed.core.state import TableState, describe_leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +74,12 @@ class Held(NamedTuple):
     dequeued: Enqueued | None = None
     failure: str | None = None
     update: list[TableState] | None = None
+
+    @property
+    def progress(self) -> str:
+        """How far the training is, in words: `step 3, 2 batches waiting`."""
+        step = "not built" if self.state is None else f"step {describe_leaf(self.state.step)}"
+        return f"{step}, {len(self.waiting)} batches waiting"
 
     def settled(self) -> Held:
         """Return the record after the end of its update, however that ended.
