@@ -239,7 +239,8 @@ class StackView:
             ]
         )
         examples = xp.arange(self.spec.local_batch, dtype=xp.int32)
-        return (examples[:, None] * self.bags_per_example + column.astype(np.int32)).reshape(-1)
+        column = column.astype(np.int32)[None]
+        return (examples[:, None] * self.bags_per_example + column).reshape(-1)
 
 
 def view_stacks(spec: BatchSpec, layout: Layout) -> tuple[StackView, ...]:

@@ -121,7 +121,7 @@ class TracedIds:
 class _ColumnTables(NamedTuple):
     """What is needed of the table of each column of a stack's ids: one number per column.
 
-    If all columns have the same number, it is stored once, as an array `[]`: XLA can optimize
+    The arrays are `[1, columns]`, to stand beside ids `[examples, columns]`. If all columns have the same number, it is stored once, as an array `[]`: XLA can optimize
     arithmetic with one constant better than with an array of them.
 
     Attributes:
@@ -156,7 +156,7 @@ class _ColumnTables(NamedTuple):
             # One value per feature -> one per column: values 5 9, columns 2 3 -> 5 5 9 9 9.
             if len(set(values)) == 1:
                 return np.asarray(values[0], dtype)
-            return np.repeat(np.asarray(values, dtype), columns)
+            return np.repeat(np.asarray(values, dtype), columns)[None]
 
         return cls(
             np.repeat(np.asarray(numbers, np.int32), columns),
