@@ -308,4 +308,6 @@ def _blocks(task: Task, bags: Array) -> Array:
     # the blocks after the first that begin at e or before. They begin at ceil(block * batch / G):
     # for 10 examples and G = 4, those are 3, 5 and 8, and the blocks have 3, 2, 3 and 2 examples.
     starts = [-(-block * batch // blocks) for block in range(1, blocks)]
-    return jnp.sum(examples >= jnp.asarray(starts, jnp.int32)[:, None], axis=0, dtype=jnp.int32)
+    return jnp.sum(
+        examples[None] >= jnp.asarray(starts, jnp.int32)[:, None], axis=0, dtype=jnp.int32
+    )
