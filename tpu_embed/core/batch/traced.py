@@ -122,8 +122,8 @@ class _ColumnTables(NamedTuple):
     """What is needed of the table of each column of a stack's ids: one number per column.
 
     The arrays are `[1, columns]`, to stand beside ids `[examples, columns]`. If all columns have
-    the same number, it is stored once, as an array `[]`: XLA can optimize arithmetic with one constant
-    better than with an array of them.
+    the same number, it is stored once, as an array `[]`: XLA can optimize arithmetic with one
+    constant better than with an array of them.
 
     Attributes:
       feature: the index of the column's feature; `[columns]`, even if all are equal.
