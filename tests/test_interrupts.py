@@ -15,7 +15,7 @@ import tpu_embed
 from tpu_embed import optimizers as o
 from tpu_embed.interrupts import SignalsDeferred
 
-STEP = ("tpu_embed/tpu_embedding.py", "tpu_embed/enqueue.py", "core/calls.py", "core/engine.py")
+STEP = ("tpu_embed/tpu_embedding.py", "tpu_embed/enqueue.py", "core/calls.py", "engine/engine.py")
 UPDATE = {"_update", "call_into", "change", "derive", "_settle", "settled"}
 
 

@@ -15,10 +15,15 @@ This is the path of a batch; the names are packages and files:
 
 Which shard owns a row is decided in `core/layout/`; rows are moved and summed by `kernels/`.
 
-Two APIs lead to the same code. The functional API is `EmbeddingEngine` (`core/engine.py`): pure
+Two APIs lead to the same code. The functional API is `EmbeddingEngine` (`core/engine/`): pure
 functions for your own jit. The stateful API is `TPUEmbedding` (`tpu_embedding.py`), which holds the
 state and a queue of batches.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from tpu_embed import initializers, optimizers, training
 from tpu_embed.config import FeatureConfig, QuantizationConfig, TableConfig
@@ -30,6 +35,13 @@ from tpu_embed.hashing import hash_ids
 from tpu_embed.initializers import RowIdInitializer, ShardInfo
 from tpu_embed.sparse import IndexedSlices, embedding_lookup, sparse_grad, sparse_value_and_grad
 from tpu_embed.tpu_embedding import TPUEmbedding
+
+if TYPE_CHECKING:
+    from tpu_embed import data as data
+    from tpu_embed import io as io
+    from tpu_embed import metrics as metrics
+    from tpu_embed import nn as nn
+    from tpu_embed import planning as planning
 
 __all__ = [
     "Batch",
@@ -54,3 +66,16 @@ __all__ = [
     "sparse_value_and_grad",
     "training",
 ]
+
+_LATER = ("data", "io", "metrics", "nn", "planning")
+"""Packages that are imported when they are first used: they need flax, orbax or others."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

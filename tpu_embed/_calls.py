@@ -10,10 +10,11 @@ device failed.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -85,3 +86,30 @@ def _was_called(error: Exception) -> bool:
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     below = list(itertools.dropwhile(lambda file: file != __file__, files))
     return bool(below) and {file for file in below if file.startswith(_PACKAGE)} == {__file__}
+
+
+def label(what: str, name: str | None) -> str:
+    """Return how profiles and errors name a call.
+
+    Args:
+      what: the method.
+      name: the user's name for the call, or None.
+    """
+    return what if name is None else f"{what} {name!r}"
+
+
+@contextlib.contextmanager
+def labelled(what: str, name: str | None) -> Iterator[None]:
+    """Label the profile of a call, and the exceptions that it raises.
+
+    Args:
+      what: the label.
+      name: the user's name for the call, or None; only a name is added to exceptions.
+    """
+    try:
+        with jax.profiler.TraceAnnotation(what):
+            yield
+    except Exception as error:
+        if name is not None and what not in str(error):
+            error.add_note(f"raised by {what}")
+        raise

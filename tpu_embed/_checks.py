@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 
@@ -142,6 +142,20 @@ def warn_user(text: str) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)
+
+
+def refuse_pickle(what: str, *, remedy: str) -> NoReturn:
+    """Raise the error of an object that cannot be pickled.
+
+    Args:
+      what: the object's class.
+      remedy: how to keep what it stands for.
+
+    Raises:
+      TypeError: always, as `pickle` itself does.
+    """
+    got = "an object with devices and compiled programs"
+    raise TypeError(message(f"pickle of {what}", expected="plain data", got=got, remedy=remedy))
 
 
 def refuse_derivatives(what: str, *, expected: str, got: str, remedy: str) -> Callable[[_T], _T]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +25,7 @@ from tpu_embed._checks import check_int, message
 from tpu_embed._types import PyTree
 from tpu_embed.core.batch import Batch
 from tpu_embed.core.ids import Structure, structure
-from tpu_embed.core.state import TableState
+from tpu_embed.core.state import TableState, describe_leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +76,12 @@ class Held(NamedTuple):
     failure: str | None = None
     update: list[TableState] | None = None
 
+    @property
+    def progress(self) -> str:
+        """How far the training is, in words: `step 3, 2 batches waiting`."""
+        step = "not built" if self.state is None else f"step {describe_leaf(self.state.step)}"
+        return f"{step}, {len(self.waiting)} batches waiting"
+
     def settled(self) -> Held:
         """Return the record after the end of its update, however that ended.
 
@@ -110,6 +116,13 @@ class Held(NamedTuple):
             expected = f"{shown(self.per_replica)}, the size it was built with"
             raise ValueError(message(what, expected=expected, got=shown(size), remedy=remedy))
         return self._replace(per_replica=size)
+
+    def described_sizes(self, paths: Sequence[str]) -> Any:
+        """Return `per_replica` as a plain object: one number if all are equal, or one per path."""
+        sizes = self.per_replica
+        if sizes is None or len({*sizes}) == 1:
+            return sizes and sizes[0]
+        return dict(zip(paths, sizes, strict=True))
 
     def waiting_for_gradients(self, what: str) -> tuple[TableState, Enqueued]:
         """Return the state, and the dequeued training batch whose gradients are due.
@@ -171,13 +184,6 @@ def batch_sizes(declared: Structure, given: PyTree | None) -> tuple[int, ...] | 
     what, nested = "per_replica_batch_size", structure.children(given) is not None
     sizes = declared.match(given, what=what) if nested else [given] * len(declared.paths)
     return tuple(check_int(what, size, minimum=1) for size in sizes)
-
-
-def described_sizes(declared: Structure, sizes: tuple[int, ...] | None) -> Any:
-    """Return batch sizes as a plain object: one number if they are equal, or one per path."""
-    if sizes is None or len({*sizes}) == 1:
-        return sizes and sizes[0]
-    return dict(zip(declared.paths, sizes, strict=True))
 
 
 def _any_deleted(leaves: list[Any]) -> bool:

@@ -8,32 +8,26 @@ Input: batches of ids, then gradients. Output: activations; the tables change.
 
 from __future__ import annotations
 
-import contextlib
+import collections
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tpu_embed._calls import call_into, is_device_error
-from tpu_embed._checks import message
+from tpu_embed._calls import call_into, is_device_error, label, labelled
+from tpu_embed._checks import message, refuse_pickle
 from tpu_embed._types import Array, PyTree
 from tpu_embed.config import TableConfig
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.ids import structure
+from tpu_embed.core.layout import describe_devices, describe_tables
 from tpu_embed.core.state import TableState, check_state, retrieve
 from tpu_embed.core.update import OnBadGradient
-from tpu_embed.enqueue import (
-    Enqueued,
-    Held,
-    Holder,
-    after_a_device_error,
-    batch_sizes,
-    described_sizes,
-)
+from tpu_embed.enqueue import Enqueued, Held, Holder, after_a_device_error, batch_sizes
 from tpu_embed.interrupts import SignalsDeferred
 from tpu_embed.planning.placement import resolve
 
@@ -61,7 +55,7 @@ class TPUEmbedding:
       pipeline_execution_with_tensor_core: look up the next batch, if it is enqueued already, before
         this batch's update. Its activations are then one step old, and its exchange overlaps with
         the dense part of the step.
-      mesh: the devices; None: one axis over all of them.
+      mesh: the devices; None: the mesh of `jax.set_mesh`, or else one axis over all devices.
       batch_axes: mesh axes that split the batch; None: all.
       seed: the tables are those of `engine.init(jax.random.key(seed))`.
       on_bad_gradient: what to do with a step in which an activation gradient has NaN or infinity:
@@ -102,6 +96,20 @@ class TPUEmbedding:
         self._holder = Holder()
         self._tables = threading.RLock()
         """Held by every call while it reads the tables or changes them."""
+
+    def __repr__(self) -> str:
+        """Show how far the training is, and a line per table."""
+        first = f"TPUEmbedding on {describe_devices(self.engine.layout)}"
+        tables = describe_tables(self.engine.layout)
+        return "\n  ".join([f"{first}: {self._holder.now.progress}", *tables])
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied: the queue and the devices belong to this process."""
+        refuse_pickle(
+            "TPUEmbedding",
+            remedy="make another of the same configs, and give its load what retrieve returned; "
+            "tpu_embed.io.save writes its state to files",
+        )
 
     def build(self, per_replica_batch_size: PyTree | None = None) -> None:
         """Create tables and slots.
@@ -153,8 +161,8 @@ class TPUEmbedding:
           TypeError: ids that are not integers, or a wrong container type.
           RuntimeError: the state is invalid.
         """
-        what = _label("enqueue", name)
-        with _labelled(what, name):
+        what = label("enqueue", name)
+        with labelled(what, name):
             self._valid(what)
             if training:
                 self.engine.check_trainable(f"{what} with training=True")
@@ -191,8 +199,8 @@ class TPUEmbedding:
           RuntimeError: the queue is empty, the last training batch still waits for its gradients,
             or the state is invalid.
         """
-        what = _label("dequeue", name)
-        with _labelled(what, name), self._tables:
+        what = label("dequeue", name)
+        with labelled(what, name), self._tables:
             held = self._settled(what)
             if held.dequeued is not None and held.dequeued.training:
                 expected = "gradients of the training batch that was dequeued before"
@@ -227,8 +235,8 @@ class TPUEmbedding:
             wrong keys. Nothing changes then, and the batch still waits for its gradients.
           TypeError: a wrong container type.
         """
-        what = _label("apply_gradients", name)
-        with _labelled(what, name), self._tables:
+        what = label("apply_gradients", name)
+        with labelled(what, name), self._tables:
             state, item = self._settled(what).waiting_for_gradients(what)
             rates = self.engine.learning_rates()
             self._update(what, self.engine.prepare_update(state, item.batch, gradients, rates))
@@ -292,11 +300,13 @@ class TPUEmbedding:
     def embedding_tables(self) -> dict[TableConfig, Array]:
         """The logical tables `[V, D]` by `TableConfig`, copied anew at each access.
 
-        Every device gets all tables whole. `retrieve` needs only the host's memory for that.
+        Every device gets all tables whole. `retrieve` needs only the host's memory for that. The
+        dictionary is a pytree, whose leaves are in the order in which the features name the tables.
         """
         with self._tables:
             by_name = self.engine.tables(self._current("embedding_tables"))
-        return {config: by_name[name] for name, config in self._declared.items()}
+        # JAX sorts the keys of a plain dictionary, but configs have no order of their own.
+        return collections.OrderedDict((x, by_name[name]) for name, x in self._declared.items())
 
     def load(
         self, tables: Mapping[str, Any], slots: Mapping[str, Mapping[str, Any]] | None = None
@@ -343,9 +353,7 @@ class TPUEmbedding:
         """Return the resolved configuration, batch size and pipelining as plain objects."""
         return {
             **self.engine.describe(),
-            "per_replica_batch_size": described_sizes(
-                self.engine.structure, self._holder.now.per_replica
-            ),
+            "per_replica_batch_size": self._holder.now.described_sizes(self.engine.structure.paths),
             "pipelined": self._pipelined,
         }
 
@@ -391,19 +399,3 @@ class TPUEmbedding:
             expected, remedy = "a valid state", "load the tables, or set `state`"
             raise RuntimeError(message(what, expected=expected, got=problem, remedy=remedy))
         return held
-
-
-def _label(what: str, name: str | None) -> str:
-    return what if name is None else f"{what} {name!r}"
-
-
-@contextlib.contextmanager
-def _labelled(what: str, name: str | None) -> Iterator[None]:
-    """Label the profile of a call, and the exceptions that it raises."""
-    try:
-        with jax.profiler.TraceAnnotation(what):
-            yield
-    except Exception as error:
-        if name is not None and what not in str(error):
-            error.add_note(f"raised by {what}")
-        raise

@@ -246,7 +246,7 @@ def test_a_call_inside_shard_map_is_refused():
     spec = PartitionSpec("d")
     mapped = jax.shard_map(inside, mesh=mesh(2), in_specs=spec, out_specs=spec)
     with pytest.raises(
-        ValueError, match=r"lookup or update outside shard_map, got one inside.*'d'"
+        ValueError, match=r"calls outside shard_map, got one inside, over the axes .*'d'"
     ):
         mapped(jnp.zeros(2))
 

@@ -239,3 +239,40 @@ def test_the_mesh_shards_the_table():
     assert tpu_embed.nn.Embed(V, D, rngs=nnx.Rngs(0)).rows.engine.layout.axes.replicas == len(
         jax.devices()
     )
+
+
+class Summed(nnx.Module):
+    def __init__(self):
+        self.embed = nn.Embed(V, D, optimizer=o.Adagrad(0.5), rngs=nnx.Rngs(0))
+        self.bag = bag_of(o.SGD(0.5), devices=8)
+
+    def __call__(self, ids):
+        return self.embed(ids).sum(-2) + self.bag(ids)
+
+
+def test_a_model_with_layers_can_be_tabulated():
+    model, ids = Summed(), ids_of(0, (8, 3), lowest=0)
+    expected = np.asarray(model(ids))
+    table = nnx.tabulate(model, ids, console_kwargs={"width": 200, "force_terminal": False})
+    for name in ("embed/rows", "bag", "Table", "Slot", "Counter", f"float32[8,{D}]"):
+        assert name in table
+    np.testing.assert_array_equal(model(ids), expected)
+
+
+@pytest.mark.parametrize("make", [Summed, lambda: nn.Embed(V, D, rngs=nnx.Rngs(0))])
+def test_bad_ids_of_a_layer_without_a_name_name_its_policy(make):
+    ids = np.array([[V]])
+    with pytest.raises(ValueError, match=r'on_bad_id="drop" or "clip" of the feature or layer'):
+        make()(ids)
+
+
+def test_an_unknown_policy_is_that_of_the_layer():
+    table = tpu_embed.TableConfig(V, D)
+    for make in (
+        lambda **options: nn.Embed(V, D, **options),
+        lambda **options: nn.EmbeddingBag(table, **options),
+    ):
+        with pytest.raises(
+            ValueError, match=r"^on_bad_id: expected 'error' \| 'drop' \| 'clip', got"
+        ):
+            make(on_bad_id="keep", rngs=nnx.Rngs(0))

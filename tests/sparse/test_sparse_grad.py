@@ -340,3 +340,12 @@ def test_a_dense_use_comes_first_and_slices_in_their_order(order):
     assert found[3, 0] == expected
     (also,) = training.gradients(loss, [jnp.ones((5, 1))])
     assert also[3, 0] == expected
+
+
+def test_a_constant_value_is_an_array():
+    for value in (1.5, np.float32(1.5)):
+        found, gradient = sparse_value_and_grad(lambda _, value=value: value)(jnp.ones(2))
+        assert (found.shape, found.item()) == ((), 1.5)
+        np.testing.assert_array_equal(gradient, np.zeros(2))
+    (found, aux), _ = sparse_value_and_grad(lambda _: (1.5, 2), has_aux=True)(jnp.ones(2))
+    assert (found.item(), aux.item()) == (1.5, 2)

@@ -87,12 +87,12 @@ def stateful_programs(name, features, optimizer, shapes):
     engine, _ = engine_for(name, features, optimizer)
     plan = planning.plan(features, optimizer, name, shapes)
     state, batch = abstract_state(engine), abstract_batch(engine, plan.spec)
-    lookup = engine._lookup_program.lower(state.tables, batch)
+    lookup = engine._programs.lookup.lower(state.tables, batch)
     gradients = jax.tree.leaves(lookup.out_info)
     reads = {name: [] for name in state.tables}
     operands = Operands(gradients, state.step, {}, reads)  # type: ignore[arg-type]
     rows, rest = (state.tables, state.slots), (state.step, state.counters)
-    update = engine._update_in_place_program.lower(rows, rest, batch, operands)
+    update = engine._programs.update_in_place.lower(rows, rest, batch, operands)
     return lookup.compile(), update.compile(), plan
 
 

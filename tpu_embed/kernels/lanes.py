@@ -52,7 +52,7 @@ def set_rows(lines: Array, row_ids: Array, values: Array) -> Array:
     words, a_line = values.shape[1], LINE // values.shape[1]
     line, place = _lines_of(row_ids, a_line, lines.shape[0]), (row_ids % a_line)[:, None]
     wide = jnp.concatenate([values] * a_line, axis=1)
-    lane = jnp.arange(LINE) // words
+    lane = jnp.arange(LINE)[None] // words
     new = reference.gather_rows(lines, line)
     # Rows of one line are at most a_line - 1 positions apart, because of the condition on
     # `row_ids`. So every entry looks that far to both sides, and takes over the values of its own

@@ -155,7 +155,7 @@ def _piece_numbers(table: Array, row_ids: Array) -> Array:
     if cuts == 1:
         return ids
     # Rows (4, absent) in 2 pieces: [[8, 9], [-1, -1]], then (8, 9, -1, -1).
-    pieces = ids[:, None] * cuts + jnp.arange(cuts, dtype=jnp.int32)
+    pieces = ids[:, None] * cuts + jnp.arange(cuts, dtype=jnp.int32)[None]
     return jnp.where(present[:, None], pieces, PADDING_ID).reshape(-1)
 
 

@@ -114,7 +114,7 @@ def worker_bounds(segments: Array, workers: int, num_segments: int) -> Array:
     last = segments[jnp.maximum(jnp.minimum(numbers * share, kept) - 1, 0)]
     # Below worker 0's bound there is no segment. If nothing is kept, `last` is left out too.
     last = jnp.where(numbers == 0, PADDING_ID, jnp.minimum(last, num_segments - 1))
-    return jnp.sum(segments <= last[:, None], axis=1, dtype=jnp.int32)
+    return jnp.sum(segments[None] <= last[:, None], axis=1, dtype=jnp.int32)
 
 
 def _workers_here() -> int:

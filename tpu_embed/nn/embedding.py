@@ -10,7 +10,7 @@ Output: activations.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, final
+from typing import Any, Literal, final, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from tpu_embed._checks import message
+from tpu_embed._checks import check_choice, message
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, ArrayLike, Tracer
-from tpu_embed.config import FeatureConfig, TableConfig
+from tpu_embed.config import FeatureConfig, OnBadId, TableConfig
 from tpu_embed.core.batch import Batch, BatchSpec
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.ids import RaggedIds, SparseIds
@@ -50,7 +50,7 @@ class EmbeddingBag(nnx.Module, StateHolder):
       max_sequence_length: L; if L > 0, a bag is a sequence, whose activation is its first L rows.
       on_bad_id: "error", "drop" or "clip". Inside a jit "error" drops the id, and a training step
         counts it in `bad_ids`.
-      mesh: the devices; None means one axis over all of them.
+      mesh: the devices; None means the mesh of `jax.set_mesh`, or else one axis over all devices.
       batch_axes: the mesh axes that split a batch; None means all.
       rngs: random streams; `params` initializes the rows.
 
@@ -78,11 +78,12 @@ class EmbeddingBag(nnx.Module, StateHolder):
         *,
         optimizer: Any = None,
         max_sequence_length: int = 0,
-        on_bad_id: Literal["error", "drop", "clip"] = "error",
+        on_bad_id: OnBadId = "error",
         mesh: Mesh | None = None,
         batch_axes: str | Sequence[str] | None = None,
         rngs: nnx.Rngs,
     ) -> None:
+        check_choice("on_bad_id", on_bad_id, get_args(OnBadId))
         feature = FeatureConfig(table, max_sequence_length=max_sequence_length, on_bad_id=on_bad_id)
         self.engine = EmbeddingEngine(
             {FEATURE: feature}, optimizer, mesh=mesh, batch_axes=batch_axes
@@ -207,7 +208,7 @@ class Embed(nnx.Module):
       name: the name of the table, for messages.
       on_bad_id: as in `EmbeddingBag`.
       placement: "mod", "div" or "replicated".
-      mesh: the devices; None means one axis over all of them.
+      mesh: the devices; None means the mesh of `jax.set_mesh`, or else one axis over all devices.
       batch_axes: the mesh axes that split a batch; None means all.
       rngs: random streams; `params` initializes the rows.
 
@@ -233,7 +234,7 @@ class Embed(nnx.Module):
         param_dtype: Any = jnp.float32,
         embedding_init: Callable[..., Array] | None = None,
         name: str | None = None,
-        on_bad_id: Literal["error", "drop", "clip"] = "error",
+        on_bad_id: OnBadId = "error",
         placement: Literal["mod", "div", "replicated"] = "mod",
         mesh: Mesh | None = None,
         batch_axes: str | Sequence[str] | None = None,
@@ -271,8 +272,9 @@ class Embed(nnx.Module):
           ValueError: ids outside the table whose values are known.
         """
         # One id per example is not combined: [3, 5] -> [15] -> [15, D] -> [3, 5, D].
-        ids = _array(inputs)
-        found = self.rows(ids.reshape(-1)).reshape(*ids.shape, self.features)
+        ids, axes = _array(inputs), self.rows.engine.layout.axes
+        one_axis = axes.reshape(ids, (ids.size,)) if isinstance(ids, jax.Array) else ids.reshape(-1)
+        found = axes.reshape(self.rows(one_axis), (*ids.shape, self.features))
         return found if self.dtype is None else found.astype(self.dtype)
 
     @property

@@ -60,12 +60,27 @@ def state_of(holder: Mapping[str, Any]) -> TableState:
     Args:
       holder: the attributes by name; attributes that are not part of the state are ignored.
     """
-    tables = {x.get_metadata().get("stack", name): x[...] for name, x in holder[_TABLES].items()}
+    named = _variables(holder[_TABLES])
+    tables = {x.get_metadata().get("stack", name): x[...] for name, x in named.items()}
     by_stack = holder.get(_SLOTS, {})  # a stack without slots may have no entry
     slots = {
-        stack: {name: slot[...] for name, slot in by_stack.get(stack, {}).items()}
+        stack: {name: slot[...] for name, slot in _variables(by_stack[stack]).items()}
+        if stack in by_stack
+        else {}
         for stack in tables
     }
     counted = {name: x[...] for name, x in holder.items() if isinstance(x, Counter)}
     step = counted.pop(TOKEN)
     return TableState(tables, slots, step, counted)
+
+
+def _variables(holder: Any) -> dict[str, nnx.Variable]:
+    """Return the variables of a dictionary by name.
+
+    `nnx.tabulate` replaces the public methods of an `nnx.Dict` while it calls a model, and adds a
+    number to it. So the dictionary is only iterated and indexed, and other values are left out.
+
+    Args:
+      holder: an `nnx.Dict`, a dict or a state.
+    """
+    return {name: holder[name] for name in holder if isinstance(holder[name], nnx.Variable)}

@@ -83,7 +83,7 @@ class Call:
         if count < found.shape[0]:
             # Replicate first: an explicit mesh axis can't split a count that it does not divide.
             found = self.engine.layout.axes.reshard(found, ())[:count]
-        return found.reshape(*dense.lead, *found.shape[1:])
+        return self.engine.layout.axes.reshape(found, (*dense.lead, *found.shape[1:]))
 
 
 class LookedUp(NamedTuple):
@@ -169,7 +169,9 @@ def engine_update(
     # row of zeros is for the empty bag that `join` appends to the ids.
     dense = [DenseIds(one.ids, one.weights, one.call.bags) for one in lookups]
     features, weights = _joined(engine, dense)
-    each = [flat(g, len(one.lead)) for g, one in zip(gradients, dense, strict=True)]
+    each = [
+        flat(g, len(one.lead), engine.layout.axes) for g, one in zip(gradients, dense, strict=True)
+    ]
     together = padded(jnp.concatenate(each), features[FEATURE].shape[0], 0)
     return engine.update(state, features, {FEATURE: together}, weights)
 
@@ -236,7 +238,7 @@ def _batch(engine: EmbeddingEngine, packed: Array, spec: BatchSpec) -> Batch:
 
 def _joined(engine: EmbeddingEngine, lookups: Sequence[DenseIds]) -> tuple[Any, Any]:
     """Return the ids and weights of several lookups as features and weights of the engine."""
-    ids, weights = join(lookups, engine.layout.axes.replicas)
+    ids, weights = join(lookups, engine.layout.axes)
     return {FEATURE: ids}, None if weights is None else {FEATURE: weights}
 
 

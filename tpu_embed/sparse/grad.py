@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from tpu_embed._checks import warn_user
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array
+from tpu_embed.core.state import TableState, refuse_gradient
 from tpu_embed.kernels.varying import as_varying, varying_axes
 from tpu_embed.sparse.arguments import positions, value_and_aux
 from tpu_embed.sparse.indexed_slices import IndexedSlices
@@ -63,8 +64,8 @@ def sparse_value_and_grad(
       lookups are found by tracing `fun` again at every call.
 
     Raises:
-      TypeError: values or arguments that are not floats, as in `jax.value_and_grad`; with
-        `has_aux`, a `fun` that does not return a pair.
+      TypeError: values or arguments that are not floats, as in `jax.value_and_grad`; the state of
+        an engine; with `has_aux`, a `fun` that does not return a pair.
       ValueError: a number in `argnums` is not that of an argument, or two are the same argument.
 
     Example:
@@ -79,7 +80,10 @@ def sparse_value_and_grad(
     @functools.wraps(fun)
     def value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         which = positions(argnums, len(args), remedy=_BY_POSITION)
-        leaves, structure = jax.tree.flatten(tuple(args[i] for i in which))
+        chosen = tuple(args[i] for i in which)
+        if any(map(_is_state, jax.tree.leaves(chosen, is_leaf=_is_state))):
+            refuse_gradient("sparse_value_and_grad")
+        leaves, structure = jax.tree.flatten(chosen)
 
         def flat(*leaves: Any) -> Any:
             given = dict(zip(which, jax.tree.unflatten(structure, leaves), strict=True))
@@ -116,6 +120,10 @@ def sparse_grad(
         return (found, result[1]) if has_aux else found
 
     return gradients
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, TableState)
 
 
 def _paths(args: Sequence[Any], which: Sequence[int]) -> list[tuple[Any, Any]]:

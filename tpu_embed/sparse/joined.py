@@ -19,6 +19,7 @@ import numpy as np
 
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.ids import narrow_ids
+from tpu_embed.core.layout import MeshAxes
 
 __all__ = ["DenseIds", "flat", "join", "padded", "as_signed"]
 
@@ -42,26 +43,26 @@ class DenseIds(NamedTuple):
         # bags is 0 or 1: [3, 5, H] with bags -> (3, 5); [3, 5] without -> (3, 5).
         return self.ids.shape[: self.ids.ndim - self.bags]
 
-    def columns(self, width: int) -> Array:
+    def columns(self, width: int, axes: MeshAxes) -> Array:
         """Return the ids as `[B, width]`."""
-        return self._columns(self.ids, width, PADDING_ID)
+        return self._columns(self.ids, width, PADDING_ID, axes)
 
-    def scales(self, width: int, dtype: np.dtype) -> Array:
+    def scales(self, width: int, dtype: np.dtype, axes: MeshAxes) -> Array:
         """Return the weights as `[B, width]`; ones if the lookup has none."""
         given = jnp.ones(self.ids.shape, dtype) if self.weights is None else self.weights
-        return self._columns(given.astype(dtype), width, 0)
+        return self._columns(given.astype(dtype), width, 0, axes)
 
-    def _columns(self, array: Array, width: int, fill: int) -> Array:
-        own = flat(array if self.bags else array[..., None], len(self.lead))
+    def _columns(self, array: Array, width: int, fill: int, axes: MeshAxes) -> Array:
+        own = flat(array if self.bags else array[..., None], len(self.lead), axes)
         return jnp.pad(own, ((0, 0), (0, width - own.shape[1])), constant_values=fill)
 
 
-def join(lookups: Sequence[DenseIds], replicas: int) -> tuple[Array, Array | None]:
+def join(lookups: Sequence[DenseIds], axes: MeshAxes) -> tuple[Array, Array | None]:
     """Return the ids of all lookups one after the other, and the weights if any lookup has them.
 
     Args:
       lookups: lookups of one feature.
-      replicas: the number of parts that the bags must divide into.
+      axes: the mesh, whose replicas the number of bags must divide into.
 
     Returns:
       ids `[B]` if no lookup has bags, otherwise `[B, H]` with the widest H; weights in the shape of
@@ -70,15 +71,15 @@ def join(lookups: Sequence[DenseIds], replicas: int) -> tuple[Array, Array | Non
     bags = any(lookup.bags for lookup in lookups)
     width = max([lookup.ids.shape[-1] for lookup in lookups if lookup.bags], default=1)
     wide = np.result_type(*(lookup.ids.dtype for lookup in lookups))
-    ids = jnp.concatenate([lookup.columns(width).astype(wide) for lookup in lookups])
+    ids = jnp.concatenate([lookup.columns(width, axes).astype(wide) for lookup in lookups])
     # Round up to a multiple of the replicas, at least one bag each: 19 bags on 4 -> 20; 0 -> 4.
-    count = -(-max(1, ids.shape[0]) // replicas) * replicas
+    count = -(-max(1, ids.shape[0]) // axes.replicas) * axes.replicas
     ids = padded(ids if bags else ids[:, 0], count, PADDING_ID)
     given = [lookup.weights.dtype for lookup in lookups if lookup.weights is not None]
     if not given:
         return ids, None
     dtype = jnp.result_type(*given)
-    weights = jnp.concatenate([lookup.scales(width, dtype) for lookup in lookups])
+    weights = jnp.concatenate([lookup.scales(width, dtype, axes) for lookup in lookups])
     return ids, padded(weights if bags else weights[:, 0], count, 0)
 
 
@@ -96,9 +97,9 @@ def as_signed(ids: Any) -> Array:
     return narrow_ids(ids, jax.dtypes.canonicalize_dtype(np.int64) if wide else np.int32)
 
 
-def flat(array: Array, lead: int) -> Array:
+def flat(array: Array, lead: int, axes: MeshAxes) -> Array:
     """Return the array with its first `lead` axes merged into one: `[3, 5, H]` -> `[15, H]`."""
-    return array.reshape(math.prod(array.shape[:lead]), *array.shape[lead:])
+    return axes.reshape(array, (math.prod(array.shape[:lead]), *array.shape[lead:]))
 
 
 def padded(array: Array, count: int, fill: int) -> Array:

@@ -106,7 +106,7 @@ class TappedProgram(NamedTuple):
         values = [inputs.get(i, value) for i, value in enumerate(self.inputs)]
         tables = [self.tables[i] for i in sorted(self.tables)]
         every = [taps[k] if k in taps else one.tap() for k, one in enumerate(self.lookups)]
-        flat = jaxpr_as_fun(self.closed)(*values, *tables, *every)
+        flat = list(map(_array, jaxpr_as_fun(self.closed)(*values, *tables, *every)))
         asked = self.asked.unflatten(flat[self.num_results :])
         wanted = {k: asked[k] for k in taps}
         # One update of a table uses all its wanted lookups. It must come after every lookup of the
@@ -117,6 +117,11 @@ class TappedProgram(NamedTuple):
                 one = one_of[lookup.table]
                 wanted[one] = known_after(wanted[one], asked[k])
         return flat[: self.num_results], wanted
+
+
+def _array(result: Any) -> Array:
+    """Return a result of a jaxpr as an array; one that is a literal there is a Python number."""
+    return result if isinstance(result, jax.Array) else jnp.asarray(result)
 
 
 def tap_lookups(

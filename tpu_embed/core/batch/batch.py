@@ -41,6 +41,15 @@ class Batch:
     spec: BatchSpec = dataclasses.field(metadata={"static": True})
     row_numbers: int = dataclasses.field(metadata={"static": True})
 
+    def __repr__(self) -> str:
+        """Show the size of the batch, and a line per stack of tables: what is looked up in it."""
+        spec = self.spec
+        low, high = min(spec.sizes, default=0), max(spec.sizes, default=0)
+        size = f"{high}" if low == high else f"{low} to {high}"
+        lines = [f"Batch of {size} examples for {spec.replicas} replicas"]
+        lines += [f"stack {i}: {stack}" for i, stack in enumerate(spec.stacks)]
+        return "\n  ".join(lines)
+
     @property
     def checked(self) -> bool:
         """Whether the ids are known to fit the capacities; True, as the host has counted them."""

@@ -17,7 +17,7 @@ from tpu_embed.core.batch.placer import Placer
 from tpu_embed.core.batch.spec import BatchSpec
 from tpu_embed.core.batch.traced import TracedIds, make_traced
 from tpu_embed.core.ids import HostIds, Structure, host_ids
-from tpu_embed.core.layout import Layout, refuse_manual_axes
+from tpu_embed.core.layout import Layout
 
 __all__ = ["Intake", "Turn"]
 
@@ -71,10 +71,11 @@ class Intake:
           spec: only with features.
 
         Raises:
-          ValueError: weights or a spec are given with a `Batch`, or `place` refuses the batch.
+          ValueError: weights or a spec are given with a `Batch`, `place` refuses the batch, or the
+            call is inside a `shard_map` or under another mesh.
           TypeError: `place` refuses the batch.
         """
-        refuse_manual_axes()
+        self._layout.axes.check_context()
         if isinstance(batch, Batch):
             return self._own(batch, weights, spec)
         given, scales = self._declared.match_weighted(batch, weights)

@@ -333,7 +333,7 @@ class StackView:
         # with two bags of 1 id: 0 0 1 2. Period k then adds 3 k.
         within = np.repeat(np.arange(len(widths)), widths).astype(np.int32)
         periods = xp.arange(self.periods, dtype=xp.int32)
-        return (periods[:, None] * len(widths) + within).reshape(-1)
+        return (periods[:, None] * len(widths) + within[None]).reshape(-1)
 
 
 def view_stacks(spec: BatchSpec, layout: Layout) -> tuple[StackView, ...]:

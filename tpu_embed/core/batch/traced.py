@@ -121,8 +121,9 @@ class TracedIds:
 class _ColumnTables(NamedTuple):
     """What is needed of the table of each column of a stack's ids: one number per column.
 
-    If all columns have the same number, it is stored once, as an array `[]`: XLA can optimize
-    arithmetic with one constant better than with an array of them.
+    The arrays are `[1, columns]`, to stand beside ids `[examples, columns]`. If all columns have
+    the same number, it is stored once, as an array `[]`: XLA can optimize arithmetic with one
+    constant better than with an array of them.
 
     Attributes:
       feature: the index of the column's feature; `[columns]`, even if all are equal.
@@ -150,7 +151,7 @@ class _ColumnTables(NamedTuple):
             # One value per feature -> one per column: values 5 9, features 0 0 1 -> 5 5 9.
             if len(set(values)) == 1:
                 return np.asarray(values[0], dtype)
-            return np.asarray(values, dtype)[columns]
+            return np.asarray(values, dtype)[columns][None]
 
         return cls(
             np.asarray(view.features, np.int32)[columns],

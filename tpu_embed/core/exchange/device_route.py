@@ -116,7 +116,7 @@ def find_destinations(
 
 def _count_below(rows: Array, bounds: Array) -> Array:
     """Return how many of the rows `[N]` are less than each of a few bounds, int32 `[n]`."""
-    return jnp.sum(rows < bounds[:, None], axis=1, dtype=jnp.int32)
+    return jnp.sum(rows[None] < bounds[:, None], axis=1, dtype=jnp.int32)
 
 
 def _slices(rows: Array, starts: Array, size: int) -> Array:
@@ -134,7 +134,7 @@ def _pick(values: Array, index: Array) -> Array:
     """Return `values[index]` of a few int32 values `[n]`; a gather would cost more on a TPU."""
     # [n, N] is computed within one loop over N, never stored.
     numbers = jnp.arange(values.shape[0], dtype=jnp.int32)
-    return jnp.sum(jnp.where(index == numbers[:, None], values[:, None], 0), axis=0)
+    return jnp.sum(jnp.where(index[None] == numbers[:, None], values[:, None], 0), axis=0)
 
 
 def route_rows(ids: SortedIds, stack: Stack, capacity: int) -> tuple[RowRoute, Array]:

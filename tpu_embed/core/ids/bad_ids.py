@@ -188,5 +188,5 @@ def _raise_bad_id(
     raise feature.error(
         expected=f"ids in [0, {feature.vocabulary_size}) of table {feature.table_name!r}",
         got=f"id {int(ids.reshape(-1)[at])} at {where(at)}{more}",
-        remedy='on_bad_id="drop" or "clip" on the FeatureConfig accepts it',
+        remedy='on_bad_id="drop" or "clip" of the feature or layer accepts it',
     )

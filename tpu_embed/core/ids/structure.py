@@ -33,7 +33,7 @@ class Structure:
     """A feature configuration as flat lists, with what is needed to restore its nesting.
 
     Args:
-      nest: the configuration as given.
+      nest: the configuration, in containers that nobody else changes.
       paths: [F] `user/history`, `0/x`: keys, positions and fields from the top, joined by a slash.
       features: [F] the configs, in the same order.
       tables: each table once, by first appearance among the features.
@@ -146,7 +146,9 @@ def flatten(feature_config: Any) -> Structure:
             raise ValueError(_checks.message("feature_config", expected=expected, got=got))
     # Tables compare by identity: features that name one object share one table.
     tables = tuple({id(feature.table): feature.table for feature in features}.values())
-    return Structure(feature_config, paths, features, tables, _name_tables(tables))
+    # The containers are copied, so that a caller may change theirs afterwards.
+    kept = _unflatten(feature_config, iter(features))
+    return Structure(kept, paths, features, tables, _name_tables(tables))
 
 
 def children(nest: Any) -> list[tuple[Any, Any]] | None:

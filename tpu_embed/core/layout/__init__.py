@@ -1,9 +1,9 @@
 """Decide once, statically, where each row lives: the mesh, its axes, and stacks of tables."""
 
-from tpu_embed.core.layout.describe import describe
+from tpu_embed.core.layout.describe import describe, describe_devices, describe_tables
 from tpu_embed.core.layout.layout import FeatureLayout, Layout
 from tpu_embed.core.layout.learning_rates import HostRates
-from tpu_embed.core.layout.mesh import MeshAxes, make_axes, refuse_manual_axes
+from tpu_embed.core.layout.mesh import MeshAxes, make_axes
 from tpu_embed.core.layout.resolve import make_layout
 from tpu_embed.core.layout.rounding import ROW_MULTIPLE, bucket, roomy, round_up
 from tpu_embed.core.layout.stack_names import differences, stack_name
@@ -21,11 +21,12 @@ __all__ = [
     "TableSlice",
     "bucket",
     "describe",
+    "describe_devices",
+    "describe_tables",
     "differences",
     "make_axes",
     "make_layout",
     "make_stacks",
-    "refuse_manual_axes",
     "roomy",
     "round_up",
     "stack_name",

@@ -1,6 +1,6 @@
-"""Describe the resolved configuration as a plain object that users can print, log and compare.
+"""Describe the resolved configuration: as a plain object, and as lines that an object's repr shows.
 
-Input: a layout. Output: a dict of dicts, lists, numbers, strings, booleans and None.
+Input: a layout. Output: a dict of dicts, lists, numbers, strings, booleans and None; or strings.
 """
 
 from __future__ import annotations
@@ -71,3 +71,34 @@ def _table(
 
 def _name(rate: Any) -> str:
     return getattr(rate, "__qualname__", type(rate).__name__)
+
+
+def describe_devices(layout: Layout) -> str:
+    """Return in words which devices there are: `8 cpu devices (x: 4, y: 2)`."""
+    mesh = layout.axes.mesh
+    platform = getattr(mesh.abstract_mesh.abstract_device, "platform", None) or "unknown"
+    axes = ", ".join(f"{name}: {size}" for name, size in mesh.shape.items())
+    return f"{mesh.size} {platform} device{'' if mesh.size == 1 else 's'} ({axes})"
+
+
+def describe_tables(layout: Layout) -> list[str]:
+    """Return a line per table, such as `films: [1000, 16] float32, mod over 8 shards, Adam(0.1)`.
+
+    Args:
+      layout: the engine's layout.
+    """
+    pairs = [(stack, table) for stack in layout.stacks for table in stack.tables]
+    return [_line(stack, table) for stack, table in pairs]
+
+
+def _line(stack: Stack, table: TableSlice) -> str:
+    shards = f" over {stack.num_shards} shards" if stack.num_shards > 1 else ""
+    optimizer, rule = stack.optimizer, "not trained"
+    if optimizer is not None:
+        rate = optimizer.learning_rate
+        described = optimizer.describe()
+        rule = described.get("transform", described["class"])
+        if rate is not None:
+            rule += f"({_name(rate) if callable(rate) else rate})"
+    size = f"[{table.vocabulary_size}, {stack.dim}] {stack.dtype}"
+    return f"{table.name}: {size}, {stack.placement}{shards}, {rule}"

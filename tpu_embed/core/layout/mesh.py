@@ -18,10 +18,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax._src.mesh import get_concrete_mesh  # jax.sharding.get_mesh cannot be called in a jit
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tpu_embed._checks import message
-from tpu_embed._types import PyTree
+from tpu_embed._types import Array, PyTree
 from tpu_embed.config import TableConfig
 
 CHIPS_PER_HOST = 4
@@ -123,6 +124,16 @@ class MeshAxes:
         sharding = self.sharding([name for name in names if kinds[name] == AxisType.Explicit])
         return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, sharding), tree)
 
+    def reshape(self, array: Array, shape: tuple[int, ...]) -> Array:
+        """Return a batch in another shape, with its first dimension split as long as it can be.
+
+        On a mesh with explicit axes JAX refuses to merge or part dimensions that are split. So the
+        batch axes split the first dimension alone, or nothing if they do not divide it.
+        """
+        # On 4 devices [8, 3] -> [24] stays split, and [2, 4] -> [8] is whole on every device.
+        even = all(size and size[0] % self.replicas == 0 for size in (array.shape, shape))
+        return self.reshard(array, self.batch_axes if even else ()).reshape(shape)
+
     def shard_axes_of(self, name: str, config: TableConfig) -> tuple[str, ...]:
         """Return the axes that split the rows of a table, in mesh order.
 
@@ -152,6 +163,29 @@ class MeshAxes:
         by_mesh = sorted(range(len(arrival)), key=lambda i: self.mesh.axis_names.index(arrival[i]))
         return sources.transpose(by_mesh).reshape(-1)
 
+    def check_context(self) -> None:
+        """Check that a call is outside a user's `shard_map`, and under no other mesh than this one.
+
+        JAX's own errors would name a `shard_map` of this package, which users do not know.
+
+        Raises:
+          ValueError: the call is inside a `shard_map`, or `jax.set_mesh` has set another mesh.
+        """
+        context = jax.sharding.get_abstract_mesh()
+        if context.empty or context == self.mesh.abstract_mesh:
+            return
+        if context.manual_axes:
+            expected, got = "outside shard_map", f"inside, over the axes {context.manual_axes}"
+            remedy = "call it outside: it shards over the engine's mesh by itself"
+        else:
+            expected = f"without jax.set_mesh or under the engine's mesh {_described(self.mesh)}"
+            got = f"under {_described(context)}"
+            remedy = "make the engine under the same jax.set_mesh, or give it that mesh (mesh=)"
+        what = "EmbeddingEngine"
+        raise ValueError(
+            message(what, expected=f"calls {expected}", got=f"one {got}", remedy=remedy)
+        )
+
     def other_batch_axes(self, shard_axes: Sequence[str]) -> tuple[str, ...]:
         """Return the batch axes that do not split the rows.
 
@@ -165,14 +199,15 @@ def make_axes(mesh: Mesh | None, batch_axes: str | Sequence[str] | None) -> Mesh
     """Return the `MeshAxes` of a mesh, with defaults for what is None.
 
     Args:
-      mesh: None: one axis, "devices", over all devices.
+      mesh: None: the mesh of `jax.set_mesh`; without one, one axis, "devices", over all devices.
       batch_axes: None: all axes of the mesh.
 
     Raises:
-      ValueError: `mesh` is not a mesh, or it does not have one of the batch axes.
+      ValueError: `mesh` is not a mesh, or it does not have one of the batch axes; it is None where
+        the mesh in use has no devices, as inside a `shard_map`.
     """
     if mesh is None:
-        mesh = Mesh(np.asarray(jax.devices()), ("devices",))
+        mesh = _mesh_in_use() or Mesh(np.asarray(jax.devices()), ("devices",))
     if not isinstance(mesh, Mesh):
         raise ValueError(
             message("mesh", expected="a jax.sharding.Mesh or None", got=type(mesh).__name__)
@@ -192,19 +227,31 @@ def _in_mesh_order(what: str, names: str | Sequence[Any], mesh: Mesh) -> tuple[s
     return tuple(name for name in mesh.axis_names if name in chosen)
 
 
-def refuse_manual_axes() -> None:
-    """Refuse a call inside a user's own `shard_map`.
+def _mesh_in_use() -> Mesh | None:
+    """Return the mesh that `jax.set_mesh` has set, inside a jit too; None if there is none.
 
     Raises:
-      ValueError: the call is inside a `shard_map`.
+      ValueError: the mesh in use is abstract, which only JAX's tracing knows.
     """
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    if manual:
-        raise ValueError(
-            message(
-                "EmbeddingEngine",
-                expected="a call of lookup or update outside shard_map",
-                got=f"one inside, over the axes {tuple(manual)}",
-                remedy="call it outside: it shards over the engine's mesh by itself",
-            )
+    context = jax.sharding.get_abstract_mesh()
+    if context.empty:
+        return None
+    mesh = get_concrete_mesh()
+    if mesh.abstract_mesh == context:
+        return mesh
+    manual = f", inside a shard_map over {context.manual_axes}" if context.manual_axes else ""
+    raise ValueError(
+        message(
+            "mesh",
+            expected="the devices of a mesh",
+            got=f"the abstract mesh {_described(context)}{manual}",
+            remedy="give a mesh (mesh=), or make the engine under jax.set_mesh alone",
         )
+    )
+
+
+def _described(mesh: Mesh | AbstractMesh) -> str:
+    """Return sizes and kinds of a mesh's axes: `('x': 4 Auto, 'y': 2 Explicit)`."""
+    kinds = [kind.name for kind in mesh.axis_types]
+    axes = zip(mesh.shape.items(), kinds, strict=True)
+    return "(" + ", ".join(f"{name!r}: {size} {kind}" for (name, size), kind in axes) + ")"

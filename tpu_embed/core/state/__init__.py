@@ -10,11 +10,13 @@ from tpu_embed.core.state.checks import (
     check_tables_not_donated,
 )
 from tpu_embed.core.state.fields import Field, field, fields
+from tpu_embed.core.state.gradients import refuse_gradient
 from tpu_embed.core.state.init import blank_tables, init_tables
 from tpu_embed.core.state.retrieve import host_arrays
 from tpu_embed.core.state.table_state import (
     StackShard,
     TableState,
+    describe_leaf,
     logical_rows,
     slot_format,
     slot_shapes,
@@ -32,6 +34,7 @@ __all__ = [
     "check_own",
     "check_state",
     "check_tables_not_donated",
+    "describe_leaf",
     "field",
     "fields",
     "host_arrays",
@@ -39,6 +42,7 @@ __all__ = [
     "logical",
     "logical_rows",
     "norms",
+    "refuse_gradient",
     "retrieve",
     "slot_format",
     "slot_shapes",

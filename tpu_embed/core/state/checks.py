@@ -57,8 +57,10 @@ def check_own(state: Any, layout: Layout) -> None:
     It reads only dictionary keys and flags, so it is cheap enough for every call.
 
     Raises:
-      ValueError: the object is not a state, belongs to another engine, or has a donated array.
+      ValueError: the object is not a state, belongs to another engine, or has a donated array; the
+        call is inside a `shard_map` or under another mesh.
     """
+    layout.axes.check_context()
     check_not_donated(state)
     check_layout(state.tables, layout)
     check_layout(state.slots, layout)

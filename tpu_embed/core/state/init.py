@@ -62,7 +62,11 @@ def init_tables(key: Array, stacks: tuple[Stack, ...], axes: MeshAxes) -> tuple[
 
     Returns:
       physical tables and slots, as in `TableState`.
+
+    Raises:
+      ValueError: the call is inside a `shard_map`, or under another mesh.
     """
+    axes.check_context()
 
     def shard(key: Array) -> tuple[dict, dict]:
         made = {stack.name: _init_stack(key, stack) for stack in stacks}
@@ -87,7 +91,11 @@ def blank_tables(stacks: tuple[Stack, ...], axes: MeshAxes) -> tuple[dict, dict]
 
     Returns:
       physical tables and slots, as in `TableState`.
+
+    Raises:
+      ValueError: the call is inside a `shard_map`, or under another mesh.
     """
+    axes.check_context()
 
     def shard() -> tuple[dict, dict]:
         made = {stack.name: _blank(stack) for stack in stacks}

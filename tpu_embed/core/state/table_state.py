@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jax.tree_util import GetAttrKey, keystr
 
-from tpu_embed._types import PADDING_ID, Array
+from tpu_embed._types import PADDING_ID, Array, Tracer
 from tpu_embed.core.exchange import collectives
 from tpu_embed.core.layout import MeshAxes, Stack, TableSlice
+from tpu_embed.core.state.gradients import refuse_jax_grad
 from tpu_embed.kernels import dispatch
 from tpu_embed.kernels.formats import RowFormat
 from tpu_embed.optimizers import SlotShape
@@ -32,7 +34,7 @@ class StackShard(NamedTuple):
     slots: dict[str, Array]
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class TableState:
     """Tables, slots, step and counters: everything training changes.
@@ -55,6 +57,50 @@ class TableState:
     slots: dict[str, dict[str, Array]]
     step: Array
     counters: dict[str, Array]
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
+        """Return the fields, for JAX; refuse `jax.grad` by a state."""
+        refuse_jax_grad()
+        return (self.tables, self.slots, self.step, self.counters), None
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], None]:
+        """Return the fields with their names, for JAX."""
+        return tuple((GetAttrKey(f.name), getattr(self, f.name)) for f in _FIELDS), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, fields: tuple[Any, ...]) -> TableState:
+        """Return the state of these fields, for JAX."""
+        return cls(*fields)
+
+    def __repr__(self) -> str:
+        """Show a line per stack of tables: the shape of its array, and its slots."""
+        # A tree of shardings, say, may have one for all tables where a state has a dictionary.
+        tables, slots = self.tables, self.slots if isinstance(self.slots, Mapping) else {}
+        lines = [f"TableState at step {describe_leaf(self.step)}"]
+        for stack, table in (tables if isinstance(tables, Mapping) else {"tables": tables}).items():
+            named = jax.tree_util.tree_leaves_with_path(slots.get(stack))
+            more = [f"{keystr(path, simple=True)} {describe_leaf(leaf)}" for path, leaf in named]
+            lines.append(", ".join([f"{stack}: {describe_leaf(table)}", *more]))
+        return "\n  ".join(lines)
+
+
+_FIELDS = dataclasses.fields(TableState)
+
+
+def describe_leaf(leaf: Any) -> str:
+    """Return a leaf of a state in a few words: a number, or dtype and shape, but no rows.
+
+    Args:
+      leaf: an array; or whatever else a tree that is mapped from a state holds.
+    """
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        return repr(leaf)
+    known = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    if known and leaf.is_deleted():
+        return "(donated)"
+    if known and leaf.shape == ():
+        return str(leaf)
+    return f"{leaf.dtype}{list(leaf.shape)}"
 
 
 def state_specs(stacks: tuple[Stack, ...], axes: MeshAxes) -> tuple[dict, dict]:

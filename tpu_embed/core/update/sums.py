@@ -316,4 +316,4 @@ def _blocks(task: Task, bags: Array) -> Array:
     starts = view.block_starts[np.minimum(later, view.blocks)]
     local = starts - numbers[:, None] * view.bag_layout.bags
     mine = jnp.asarray(local, jnp.int32)[replica]
-    return first + jnp.sum(bags >= mine[:, None], axis=0, dtype=jnp.int32)
+    return first + jnp.sum(bags[None] >= mine[:, None], axis=0, dtype=jnp.int32)

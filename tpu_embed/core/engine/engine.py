@@ -5,42 +5,44 @@ Input: feature configs, then states, batches and gradients. Output: activations 
 
 from __future__ import annotations
 
-import collections
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tpu_embed import _checks
 from tpu_embed._calls import call
+from tpu_embed._checks import refuse_pickle
 from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
 from tpu_embed.config import TableConfig
 from tpu_embed.core.batch import Batch, BatchSpec, Intake, TracedIds, Turn
+from tpu_embed.core.engine.programs import Programs
 from tpu_embed.core.ids import HostIds, structure
-from tpu_embed.core.layout import HostRates, Layout, describe, make_axes, make_layout
-from tpu_embed.core.lookup import activations_read, lookup, not_differentiable, record_lookup
+from tpu_embed.core.layout import (
+    HostRates,
+    Layout,
+    describe,
+    describe_devices,
+    describe_tables,
+    make_axes,
+    make_layout,
+)
+from tpu_embed.core.lookup import activations_read, record_lookup
 from tpu_embed.core.state import (
     TableState,
-    check_arrays,
     check_not_donated,
     check_tables_not_donated,
-    init_tables,
     logical,
 )
 from tpu_embed.core.update import (
-    LOOKUP,
-    UPDATE,
     Guard,
     OnBadGradient,
     Operands,
     check_in_place,
     check_trainable,
     checked_gradients,
-    named,
-    update,
 )
 
 
@@ -51,7 +53,7 @@ class EmbeddingEngine:
       feature_config: `FeatureConfig`s in any nesting of dict, list, tuple, namedtuple, dataclass.
       optimizer: used for tables that have none of their own: one of `tpu_embed.optimizers`, or a
         row-separable optax transform; None if no table is trained (serving).
-      mesh: the devices; None: one axis over all of them.
+      mesh: the devices; None: the mesh of `jax.set_mesh`, or else one axis over all devices.
       batch_axes: mesh axes that split the batch; None: all.
       sum_blocks: G, the number of contiguous blocks of the global batch in which a row's gradients
         are summed; on CPUs, all device counts that divide G give the same bits.
@@ -97,25 +99,18 @@ class EmbeddingEngine:
         self._guard = Guard(on_bad_gradient, self.layout)
         self._rates = HostRates(self.layout)
         self._intake = Intake(self.structure, self.layout)
-        self._traces: collections.Counter[str] = collections.Counter()
-        self._init_program = jax.jit(self._init)
-        # `check_in_place` finds these programs in a user's jaxpr by their names.
-        self._lookup_program = jax.jit(named(self._lookup, LOOKUP))
-        self._update_program = jax.jit(named(self._update, UPDATE))
-        # Tables and slots are donated; step and counters are not, so users can still read them.
-        self._update_in_place_program = jax.jit(named(self._update_rows, UPDATE), donate_argnums=0)
+        self._programs = Programs(self.layout, self._guard)
 
     def init(self, key: Array) -> TableState:
         """Create all tables and slots; each device creates its own rows.
 
         Args:
           key: a jax PRNG key; a row depends on the key, its table's name and its row id only.
-        """
-        return self._init_program(key)
 
-    def _init(self, key: Array) -> TableState:
-        tables, slots = init_tables(key, self.layout.stacks, self.layout.axes)
-        return TableState(tables, slots, jnp.int32(0), self._guard.new_counters())
+        Raises:
+          ValueError: a call inside `shard_map`, or under another mesh of `jax.set_mesh`.
+        """
+        return self._programs.init(key)
 
     def tables(self, state: TableState) -> dict[str, Array]:
         """Return the logical tables `[V, D]` by name, in their dtype; copies all of them."""
@@ -246,22 +241,16 @@ class EmbeddingEngine:
           `[B, …, D]` per feature, float32 (float64 for a float64 table), batch dimension sharded.
 
         Raises:
-          ValueError: what `place` refuses; a call inside `shard_map`.
+          ValueError: what `place` refuses; a call inside `shard_map`, or under another mesh of
+            `jax.set_mesh`.
           TypeError: what `place` refuses; differentiation with respect to the state.
         """
         check_tables_not_donated(state)
         source = self._intake.source(batch, weights, spec)
-        activations = call(self._lookup_program, state.tables, source)
+        activations = call(self._programs.lookup, state.tables, source)
         # An update later in the same trace must wait for this lookup.
         record_lookup(state.tables, activations, self.layout)
         return self.structure.unflatten(activations)
-
-    def _lookup(self, tables: dict[str, Array], source: Batch | TracedIds) -> list[Array]:
-        self._traces["lookup"] += 1  # this line runs once per trace, not once per step
-        check_arrays(TableState(tables, {}, jnp.int32(0), {}), self.layout, slots=False)
-        activations, bad_ids = lookup(not_differentiable(tables), source, self.layout)
-        source.report(bad_ids, self.layout)
-        return activations
 
     def update(
         self,
@@ -292,7 +281,7 @@ class EmbeddingEngine:
         """
         source = self._intake.source(batch, weights, spec)
         operands = self._operands(state, source, activation_gradients, learning_rates)
-        return call(self._update_program, state, source, operands)
+        return call(self._programs.update, state, source, operands)
 
     def update_in_place(
         self,
@@ -315,11 +304,7 @@ class EmbeddingEngine:
         source = self._intake.source(batch, None, None)
         operands = self._operands(state, source, gradients, learning_rates)
         rows, rest = (state.tables, state.slots), (state.step, state.counters)
-        return functools.partial(self._update_in_place_program, rows, rest, source, operands)
-
-    def _update_rows(self, rows: Any, rest: Any, source: Batch, operands: Operands) -> TableState:
-        # The arguments are split because a jit donates whole arguments: `rows` is, `rest` is not.
-        return self._update(TableState(*rows, *rest), source, operands)
+        return functools.partial(self._programs.update_in_place, rows, rest, source, operands)
 
     def _operands(
         self,
@@ -339,21 +324,6 @@ class EmbeddingEngine:
             learning_rates = self.learning_rates() if learning_rates is None else learning_rates
         rates = self._rates.by_stack(learning_rates)
         return Operands(checked, state.step + 1, rates, activations_read(state.tables))
-
-    def _update(
-        self, state: TableState, source: Batch | TracedIds, operands: Operands
-    ) -> TableState:
-        self._traces["update"] += 1
-        check_arrays(state, self.layout, slots=True)
-        # One bad gradient skips the step for all tables, so that they stay at the same step.
-        if (bad := self._guard.find(operands.gradients)) is not None:
-            operands = operands._replace(skip=jnp.any(bad))
-        new = update(state.tables, state.slots, source, operands, self.layout)
-        # Inside a jit nothing can raise: both reports reach a user through `checkify`.
-        source.report(new.bad_ids, self.layout)
-        self._guard.report(bad)
-        counters = self._guard.counted(state.counters, new.bad_ids, new.overflows, bad)
-        return TableState(new.tables, new.slots, operands.steps_done, counters)
 
     def check_in_place(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Check that a jitted training step updates tables and slots in their own memory.
@@ -380,9 +350,27 @@ class EmbeddingEngine:
         """Raise `ValueError` unless every trainable table has an optimizer."""
         check_trainable(what, self.layout)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingEngine:
+    def __repr__(self) -> str:
+        """Show a line per table: its size, placement and optimizer."""
+        return "\n  ".join(
+            [f"EmbeddingEngine on {describe_devices(self.layout)}", *describe_tables(self.layout)]
+        )
+
+    def __copy__(self) -> EmbeddingEngine:
         """Return the engine itself, because it never changes and holds no state."""
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingEngine:
+        """Return the engine itself, as a copy does."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled, alone or in a model: programs and devices belong to a process."""
+        refuse_pickle(
+            "EmbeddingEngine",
+            remedy="pickle its configs and make it again; tpu_embed.io.save and restore keep its "
+            "tables, save_modules and restore_modules a flax model",
+        )
 
     @property
     def table_configs(self) -> dict[str, TableConfig]:
@@ -392,7 +380,7 @@ class EmbeddingEngine:
     @property
     def compilations(self) -> dict[str, int]:
         """How often `lookup` and `update` were traced: once for each new `BatchSpec`."""
-        return {what: self._traces[what] for what in ("lookup", "update")}
+        return {what: self._programs.traces[what] for what in ("lookup", "update")}
 
     def describe(self) -> dict[str, Any]:
         """Return the resolved configuration of tables, stacks and devices as plain objects."""

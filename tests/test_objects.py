@@ -1,0 +1,173 @@
+"""What objects say of themselves, and what happens where they are copied, changed or pickled."""
+
+import copy
+import pickle
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from facade_cases import FEATURES, batch, make_embedding, mesh
+from flax import nnx
+
+import tpu_embed
+from tpu_embed import nn
+from tpu_embed import optimizers as o
+from tpu_embed.core.ids import structure
+
+
+def _schedule(step):
+    return 0.1 / (1 + step)
+
+
+def _engine(feature_config=FEATURES, optimizer=None):
+    return tpu_embed.EmbeddingEngine(feature_config, optimizer or o.Adagrad(0.5), mesh=mesh(2))
+
+
+def _check_lines(shown, lines):
+    """Check the lines of a repr, which must have neither addresses nor rows."""
+    assert not re.search(r"0x[0-9a-f]{4}|Array\(", shown)
+    found = shown.splitlines()
+    assert len(found) == len(lines)
+    for line, pattern in zip(found, lines, strict=True):
+        assert re.fullmatch(pattern, line)
+
+
+ITEM = r"  item: \[6, 2\] float32, mod over 2 shards, Adagrad\(0\.5\)"
+USER = r"  user: \[5, 2\] float32, div over 2 shards, Momentum\(0\.25\)"
+
+
+def test_an_engine_shows_a_line_per_table():
+    _check_lines(repr(_engine()), [r"EmbeddingEngine on 2 cpu devices \(d: 2\)", ITEM, USER])
+    large = tpu_embed.TableConfig(2**30, 8, placement="replicated", trainable=False)
+    lines = [r".*", r"  table_0: \[1073741824, 8\] float32, replicated, not trained"]
+    _check_lines(repr(_engine(tpu_embed.FeatureConfig(large))), lines)
+    table = tpu_embed.TableConfig(6, 2, optimizer=o.Adam(_schedule))
+    lines = [r".*", r"  table_0: .*, Adam\(_schedule\)"]
+    _check_lines(repr(_engine(tpu_embed.FeatureConfig(table))), lines)
+
+
+def test_a_state_shows_a_line_per_stack():
+    engine = _engine()
+    state = engine.init(jax.random.key(0))
+    names = [r"  item@mod2x\d+#\w+: ", r"  user@div2x\d+#\w+: "]
+    lines = [
+        f"{names[0]}float32\\[\\d+, 2\\], accumulators float32\\[\\d+, 2\\]",
+        f"{names[1]}float32\\[\\d+, 2\\], momenta float32\\[\\d+, 2\\]",
+    ]
+    _check_lines(repr(state), ["TableState at step 0", *lines])
+    shapes = jax.eval_shape(lambda: state)
+    _check_lines(repr(shapes), [r"TableState at step int32\[\]", *lines])
+    shown = []
+    jax.jit(lambda state: shown.append(repr(state)))(state)
+    _check_lines(shown[0], [r"TableState at step int32\[\]", *lines])
+    donated = jax.jit(lambda state: state, donate_argnums=0)
+    donated(state)
+    _check_lines(repr(state), [r"TableState at step \(donated\)"] + [r".*: \(donated\), .*"] * 2)
+    # Trees that are mapped from a state hold other leaves, and fewer of them.
+    assert "at step 7" in repr(jax.tree.map(lambda _: 7, shapes))
+    assert "tables: 1" in repr(tpu_embed.TableState(1, 2, 3, 4))  # type: ignore[arg-type]
+
+
+def test_a_batch_shows_its_size_and_a_line_per_stack():
+    placed = _engine().place(batch(0, 4))
+    lines = [
+        f"  stack {i}: StackSpec\\(features={f}, ids=.*\\)"
+        for i, f in ((0, r"\(0, 1\)"), (1, r"\(2,\)"))
+    ]
+    _check_lines(repr(placed), ["Batch of 4 examples for 2 replicas", *lines])
+
+
+def test_an_embedding_shows_how_far_it_is():
+    embedding = make_embedding()
+    first = r"TPUEmbedding on 2 cpu devices \(d: 2\): "
+    _check_lines(repr(embedding), [f"{first}not built, 0 batches waiting", ITEM, USER])
+    embedding.enqueue(batch(0))
+    _check_lines(repr(embedding), [f"{first}step 0, 1 batches waiting", ITEM, USER])
+
+
+# -- copies and pickles --------------------------------------------------------------------------
+
+
+def _model():
+    return nn.Embed(6, 2, optimizer=o.SGD(0.1), rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (_engine, r"EmbeddingEngine: .*pickle its configs and make it again; tpu_embed\.io\.save"),
+        (make_embedding, r"TPUEmbedding: .*retrieve returned; tpu_embed\.io\.save"),
+        (_model, r"EmbeddingEngine: .*save_modules and restore_modules a flax model"),
+    ],
+    ids=["engine", "embedding", "model"],
+)
+def test_a_pickle_says_what_to_do_instead(make, said):
+    with pytest.raises(TypeError, match=f"^pickle of {said}"):
+        pickle.dumps(make())
+
+
+def test_copies():
+    engine, model, embedding = _engine(), _model(), make_embedding()
+    assert copy.copy(engine) is copy.deepcopy(engine) is engine
+    assert np.array_equal(copy.deepcopy(model).embedding, model.embedding)
+    for copied in (copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="give its load what retrieve returned"):
+            copied(embedding)
+    state = engine.init(jax.random.key(0))
+    kept = pickle.loads(pickle.dumps(state))
+    jax.tree.map(np.testing.assert_array_equal, kept, state)
+
+
+def test_features_may_be_changed_after_they_were_declared():
+    item = tpu_embed.FeatureConfig(tpu_embed.TableConfig(6, 2, name="item"))
+    inner, features = [item], {}
+    features |= {"a": item, "b": inner}
+    engine = _engine(features)
+    features["c"] = item
+    inner.append(item)
+    ids = {"a": np.zeros(2, np.int32), "b": [np.ones(2, np.int32)]}
+    activations = engine.lookup(engine.init(jax.random.key(0)), engine.place(ids))
+    assert jax.tree.structure(activations) == jax.tree.structure(ids)
+    declared = structure.flatten(features)
+    features.clear()
+    assert declared.unflatten([1, 2, 3, 4]) == {"a": 1, "b": [2, 3], "c": 4}
+
+
+def test_embedding_tables_are_a_pytree_in_the_order_of_the_features():
+    # Neither by name nor by the order in which the configs were made.
+    last, first = (tpu_embed.TableConfig(5, 2, name=name) for name in ("last", "first"))
+    features = {"a": tpu_embed.FeatureConfig(first), "b": tpu_embed.FeatureConfig(last)}
+    for config in (features, [features["b"], features["a"]]):
+        embedding = tpu_embed.TPUEmbedding(config, o.SGD(0.1), mesh=mesh(2))
+        tables = embedding.embedding_tables
+        leaves, rows = jax.tree.leaves(tables), embedding.retrieve()[0]
+        names = ["first", "last"] if config is features else ["last", "first"]
+        assert [table.name for table in tables] == names
+        for leaf, name in zip(leaves, names, strict=True):
+            np.testing.assert_array_equal(leaf, rows[name])
+        doubled = jax.jit(lambda tables: jax.tree.map(lambda x: 2 * x, tables))(tables)
+        np.testing.assert_array_equal(doubled[first], 2 * rows["first"])
+
+
+# -- packages that are imported on first use -----------------------------------------------------
+
+
+def test_packages_are_imported_when_they_are_first_used():
+    program = """
+import sys, tpu_embed
+late = {"tpu_embed.io", "tpu_embed.metrics", "tpu_embed.nn", "flax", "orbax"}
+assert not late & sys.modules.keys(), late & sys.modules.keys()
+assert {"data", "io", "metrics", "nn", "planning", "TableConfig"} <= set(dir(tpu_embed))
+tpu_embed.io.save, tpu_embed.metrics.counters, tpu_embed.nn.Embed, tpu_embed.planning.plan
+assert late - {"orbax"} <= sys.modules.keys()
+try:
+    tpu_embed.nothing
+except AttributeError as error:
+    assert "module 'tpu_embed' has no attribute 'nothing'" in str(error)
+else:
+    raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)

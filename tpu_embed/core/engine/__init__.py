@@ -1,0 +1,5 @@
+"""The functional API: what users call, and the programs that run on the devices for it."""
+
+from tpu_embed.core.engine.engine import EmbeddingEngine
+
+__all__ = ["EmbeddingEngine"]

@@ -1,0 +1,91 @@
+"""What an engine runs on the devices: its functions of a state as compiled programs.
+
+`engine.py` checks what a user gives, outside of any program; the functions here are traced. They
+call the lookup and the update, and put the parts of a state together again.
+
+Input: a layout, and what to do with bad gradients. Output: programs of states, batches and
+operands.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tpu_embed._checks import refuse_derivatives
+from tpu_embed._types import Array
+from tpu_embed.core.batch import Batch, TracedIds
+from tpu_embed.core.layout import Layout
+from tpu_embed.core.lookup import lookup, not_differentiable
+from tpu_embed.core.state import TableState, check_arrays, init_tables
+from tpu_embed.core.update import LOOKUP, UPDATE, Guard, Operands, named, update
+
+__all__ = ["Programs"]
+
+_not_differentiable = refuse_derivatives(
+    "update",
+    expected="a step that is not differentiated",
+    got="a gradient through it",
+    remedy="differentiate the loss by the activations, then update with their gradients",
+)
+
+
+class Programs:
+    """The compiled programs of one engine.
+
+    Args:
+      layout: the engine's layout.
+      guard: what to do with activation gradients that are not finite.
+
+    Attributes:
+      traces: how often the lookup and the update were traced.
+      init: `(key) -> state`.
+      lookup: `(tables, source) -> [F] activations`.
+      update: `(state, source, operands) -> state`.
+      update_in_place: `((tables, slots), (step, counters), source, operands) -> state`. Tables and
+        slots are donated; step and counters are not, so users can still read them.
+    """
+
+    def __init__(self, layout: Layout, guard: Guard) -> None:
+        self._layout, self._guard = layout, guard
+        self.traces: collections.Counter[str] = collections.Counter()
+        self.init = jax.jit(self._init)
+        # `check_in_place` finds these programs in a user's jaxpr by their names.
+        self.lookup = jax.jit(named(self._lookup, LOOKUP))
+        self.update = jax.jit(named(self._update, UPDATE))
+        self.update_in_place = jax.jit(named(self._update_rows, UPDATE), donate_argnums=0)
+
+    def _init(self, key: Array) -> TableState:
+        tables, slots = init_tables(key, self._layout.stacks, self._layout.axes)
+        return TableState(tables, slots, jnp.int32(0), self._guard.new_counters())
+
+    def _lookup(self, tables: dict[str, Array], source: Batch | TracedIds) -> list[Array]:
+        self.traces["lookup"] += 1  # this line runs once per trace, not once per step
+        check_arrays(TableState(tables, {}, jnp.int32(0), {}), self._layout, slots=False)
+        activations, bad_ids = lookup(not_differentiable(tables), source, self._layout)
+        source.report(bad_ids, self._layout)
+        return activations
+
+    def _update_rows(self, rows: Any, rest: Any, source: Batch, operands: Operands) -> TableState:
+        # The arguments are split because a jit donates whole arguments: `rows` is, `rest` is not.
+        return self._update(TableState(*rows, *rest), source, operands)
+
+    def _update(
+        self, state: TableState, source: Batch | TracedIds, operands: Operands
+    ) -> TableState:
+        self.traces["update"] += 1
+        check_arrays(state, self._layout, slots=True)
+        # One bad gradient skips the step for all tables, so that they stay at the same step.
+        if (bad := self._guard.find(operands.gradients)) is not None:
+            operands = operands._replace(skip=jnp.any(bad))
+        rows, gradients = _not_differentiable(((state.tables, state.slots), operands.gradients))
+        operands = operands._replace(gradients=gradients)
+        new = update(*rows, source, operands, self._layout)
+        # Inside a jit nothing can raise: both reports reach a user through `checkify`.
+        source.report(new.bad_ids, self._layout)
+        self._guard.report(bad)
+        counters = self._guard.counted(state.counters, new.bad_ids, new.overflows, bad)
+        return TableState(new.tables, new.slots, operands.steps_done, counters)
