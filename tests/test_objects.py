@@ -162,6 +162,7 @@ late = {"tpu_embed.io", "tpu_embed.metrics", "tpu_embed.nn", "flax", "orbax"}
 assert not late & sys.modules.keys(), late & sys.modules.keys()
 assert {"data", "io", "metrics", "nn", "planning", "TableConfig"} <= set(dir(tpu_embed))
 tpu_embed.io.save, tpu_embed.metrics.counters, tpu_embed.nn.Embed, tpu_embed.planning.plan
+tpu_embed.data.Prefetcher
 assert late - {"orbax"} <= sys.modules.keys()
 try:
     tpu_embed.nothing

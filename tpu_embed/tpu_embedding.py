@@ -120,9 +120,8 @@ class TPUEmbedding:
             sets it.
 
         Raises:
-          ValueError: another size is set already, a size is not an integer of at least 1, or the
-            structure differs.
-          TypeError: a container has another type than in the configuration.
+          ValueError, TypeError: another size is set already, a size is not an integer of at least
+            1, or the structure differs.
           RuntimeError: the state is invalid.
         """
         size = batch_sizes(self.engine.structure, per_replica_batch_size)
