@@ -20,11 +20,11 @@ from tpu_embed._types import PADDING_ID
 from tpu_embed.core.ids import (
     RaggedIds,
     SparseIds,
-    arrow_of,
-    bags_of,
-    dictionary_of,
-    flat_column,
-    with_missing,
+    as_arrow,
+    mask_missing,
+    read_column,
+    read_dictionary,
+    read_lists,
 )
 
 __all__ = ["hash_ids"]
@@ -113,14 +113,14 @@ def hash_ids(
         ids = np.asarray(hashes % np.uint64(size), dtype)
         # -1 is padding in an array. In a bag it would be a bad id, so there the key is masked.
         if in_bags and missing == PADDING_ID:
-            return with_missing(ids, absent)
+            return mask_missing(ids, absent)
         if absent.any():
             ids[absent] = missing
         return ids
 
     if isinstance(keys, (RaggedIds, SparseIds)):
         return dataclasses.replace(keys, values=ids_of(keys.values, True))
-    bags = bags_of(_KEYS, keys)
+    bags = read_lists(_KEYS, keys)
     # Lists of equal lengths are an array [B, H].
     if bags is None or (isinstance(keys, (list, tuple)) and len(set(bags.lengths.tolist())) == 1):
         return ids_of(keys, False)
@@ -160,17 +160,17 @@ def _hashes(keys: Any, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     Returns:
       (uint64, bool), both in the shape of the keys; the hash of a missing key is any number.
     """
-    encoded = dictionary_of(keys)
+    encoded = read_dictionary(keys)
     if encoded is not None:
         # Each entry of the dictionary is hashed once. The code of a missing key is -1: it gets the
         # last entry.
         hashes, missing = _hashes(encoded[0], state)
         return np.append(hashes, np.uint64(0))[encoded[1]], np.append(missing, True)[encoded[1]]
-    arrow = arrow_of(keys)
+    arrow = as_arrow(keys)
     if arrow is not None and _holds_strings(arrow):
         strings, missing = _strings_of_arrow(arrow)
         return _hash_strings(strings, state), missing
-    array = flat_column(_KEYS, keys)
+    array = read_column(_KEYS, keys)
     missing, values = np.ma.getmaskarray(array), np.ma.getdata(array)
     some = bool(missing.any())
     present = _checked(keys, array, values[~missing] if some else values.ravel())

@@ -12,7 +12,7 @@ import pytest
 
 import tpu_embed
 from tpu_embed.config import FeatureConfig, TableConfig
-from tpu_embed.core.ids import RaggedIds, SparseIds, dictionary_of, host_ids
+from tpu_embed.core.ids import RaggedIds, SparseIds, host_ids, read_dictionary
 from tpu_embed.io import serving_lookup
 from tpu_embed.metrics import batch_statistics
 
@@ -211,9 +211,9 @@ def test_a_list_of_tracers_is_refused():
 
 def test_dictionaries_longer_than_the_column_are_decoded():
     whole = pa.array([f"key {i}" for i in range(100)]).dictionary_encode()
-    assert dictionary_of(whole[:3]) is None
-    assert dictionary_of(whole) is not None
-    assert dictionary_of(pa.array(["a"])) is None
+    assert read_dictionary(whole[:3]) is None
+    assert read_dictionary(whole) is not None
+    assert read_dictionary(pa.array(["a"])) is None
 
 
 def test_columns_through_an_engine():

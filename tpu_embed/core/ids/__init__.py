@@ -3,11 +3,11 @@
 from tpu_embed.core.ids import bad_ids, structure, weights
 from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype
 from tpu_embed.core.ids.columns import (
-    arrow_of,
-    bags_of,
-    dictionary_of,
-    flat_column,
-    with_missing,
+    as_arrow,
+    mask_missing,
+    read_column,
+    read_dictionary,
+    read_lists,
 )
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids, refuse_masked
 from tpu_embed.core.ids.host_ids import (
@@ -30,26 +30,26 @@ __all__ = [
     "RaggedIds",
     "SparseIds",
     "Structure",
-    "arrow_of",
+    "as_arrow",
     "bad_ids",
-    "bags_of",
     "check_dtype",
     "children",
     "dense_shape",
-    "dictionary_of",
-    "flat_column",
     "flatten",
     "host_ids",
     "is_real",
+    "mask_missing",
     "narrow_ids",
     "pad_batch",
     "part_of_feature",
+    "read_column",
+    "read_dictionary",
     "read_ids",
+    "read_lists",
     "refuse_masked",
     "rescale_bags",
     "rescale_dense_bags",
     "rescale_flat_bags",
     "structure",
     "weights",
-    "with_missing",
 ]

@@ -21,10 +21,18 @@ import numpy as np
 
 from tpu_embed import _checks
 
-__all__ = ["Bags", "arrow_of", "bags_of", "chained", "dictionary_of", "flat_column", "with_missing"]
+__all__ = [
+    "Lists",
+    "as_arrow",
+    "chain_lists",
+    "mask_missing",
+    "read_column",
+    "read_dictionary",
+    "read_lists",
+]
 
 
-class Bags(NamedTuple):
+class Lists(NamedTuple):
     """A column of lists: the items of all lists one after another, and the lists' lengths.
 
     Attributes:
@@ -41,7 +49,7 @@ class Bags(NamedTuple):
         return np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
 
 
-def flat_column(what: str, value: Any) -> np.ndarray:
+def read_column(what: str, value: Any) -> np.ndarray:
     """Return a column of numbers or strings as an array, masked where entries are missing.
 
     Args:
@@ -56,12 +64,12 @@ def flat_column(what: str, value: Any) -> np.ndarray:
       ValueError: `value` is nested lists of different lengths.
 
     Example:
-      >>> flat_column("x", [7, None, 5]).tolist()
+      >>> read_column("x", [7, None, 5]).tolist()
       [7, None, 5]
     """
     if isinstance(value, np.ndarray):
         return _of_array(value)
-    arrow = arrow_of(value)
+    arrow = as_arrow(value)
     if arrow is not None:
         return _of_arrow(arrow)
     if _is_of("pandas", value):
@@ -71,8 +79,8 @@ def flat_column(what: str, value: Any) -> np.ndarray:
     return np.asarray(value)
 
 
-def bags_of(what: str, value: Any) -> Bags | None:
-    """Return a column of lists as `Bags`; None if it is a column of anything else.
+def read_lists(what: str, value: Any) -> Lists | None:
+    """Return a column of lists as `Lists`; None if it is a column of anything else.
 
     Args:
       what: its name, for messages.
@@ -83,10 +91,10 @@ def bags_of(what: str, value: Any) -> Bags | None:
       TypeError: some entries are lists and others are not.
 
     Example:
-      >>> bags_of("x", [[7, 3], None, [5]]).row_splits.tolist()
+      >>> read_lists("x", [[7, 3], None, [5]]).row_splits.tolist()
       [0, 2, 2, 3]
     """
-    arrow = arrow_of(value)
+    arrow = as_arrow(value)
     if arrow is not None:
         return _of_arrow_lists(arrow)
     if not isinstance(value, (list, tuple)):
@@ -99,10 +107,10 @@ def bags_of(what: str, value: Any) -> Bags | None:
     first = next((item for item in value if not _is_missing(item)), None)
     if not isinstance(first, (list, tuple)) and getattr(first, "ndim", 0) < 1:
         return None
-    return chained(what, [() if _is_missing(item) else item for item in value])
+    return chain_lists(what, [() if _is_missing(item) else item for item in value])
 
 
-def chained(what: str, lists: Sequence[Sequence[Any]]) -> Bags:
+def chain_lists(what: str, lists: Sequence[Sequence[Any]]) -> Lists:
     """Return the items of all lists in one list `[N]`, and the lists' lengths `[B]`.
 
     Raises:
@@ -116,10 +124,10 @@ def chained(what: str, lists: Sequence[Sequence[Any]]) -> Bags:
         got = next(item for item in items if not hasattr(item, "__len__"))
         expected = "a list of lists"
         raise TypeError(_checks.message(what, expected=expected, got=repr(got))) from error
-    return Bags(list(itertools.chain.from_iterable(lists)), lengths)
+    return Lists(list(itertools.chain.from_iterable(lists)), lengths)
 
 
-def dictionary_of(value: Any) -> tuple[Any, np.ndarray] | None:
+def read_dictionary(value: Any) -> tuple[Any, np.ndarray] | None:
     """Return a dictionary-encoded column as its dictionary and codes; None for any other column.
 
     Args:
@@ -129,7 +137,7 @@ def dictionary_of(value: Any) -> tuple[Any, np.ndarray] | None:
       (dictionary, codes): entry i is `dictionary[codes[i]]`, or missing if `codes[i]` is -1. None
       too if the dictionary is longer than the column: then decoding is less work.
     """
-    arrow = arrow_of(value)
+    arrow = as_arrow(value)
     if arrow is not None and hasattr(arrow.type, "index_type"):
         array = _one_chunk(arrow)
         # The indices may be unsigned, so they are widened before -1 stands in for null.
@@ -143,7 +151,7 @@ def dictionary_of(value: Any) -> tuple[Any, np.ndarray] | None:
     return found if len(found[0]) <= len(found[1]) else None
 
 
-def with_missing(values: np.ndarray, missing: np.ndarray) -> np.ndarray:
+def mask_missing(values: np.ndarray, missing: np.ndarray) -> np.ndarray:
     """Return values with the missing ones masked, or as they are if none is missing.
 
     Args:
@@ -159,7 +167,7 @@ def with_missing(values: np.ndarray, missing: np.ndarray) -> np.ndarray:
     return np.ma.masked_array(np.where(missing, most, values), missing, fill_value=most)
 
 
-def arrow_of(value: Any) -> Any | None:
+def as_arrow(value: Any) -> Any | None:
     """Return the Arrow array that a column is, or that pandas keeps it in; None for any other."""
     if _is_of("pyarrow", value) and hasattr(value, "type") and hasattr(value, "to_numpy"):
         return value
@@ -206,17 +214,17 @@ def _of_objects(array: np.ndarray) -> np.ndarray:
             return array
     present = values[~missing]
     if any(issubclass(kind, _STRINGS) for kind in kinds):
-        return with_missing(values, missing)
+        return mask_missing(values, missing)
     return _placed(_of_integers(present), values, missing)
 
 
 def _placed(present: np.ndarray, values: np.ndarray, missing: np.ndarray) -> np.ndarray:
     """Return integers `[n]` at their places among objects: 7 and 5 at 0 and 2 of [7, None, 5]."""
     if present.dtype == object:
-        return with_missing(values, missing)
+        return mask_missing(values, missing)
     filled = np.zeros(values.shape, present.dtype)
     filled[~missing] = present
-    return with_missing(filled, missing)
+    return mask_missing(filled, missing)
 
 
 def _of_integers(objects: np.ndarray) -> np.ndarray:
@@ -232,7 +240,7 @@ _STRINGS, _INTEGERS = (str, bytes), (int, np.integer)
 
 
 def _of_lists(what: str, value: Any) -> np.ndarray:
-    """Return (nested) lists as an array; see `flat_column`."""
+    """Return (nested) lists as an array; see `read_column`."""
     # NumPy's strings would drop trailing NULs.
     if isinstance(next((one for one in value if not _is_missing(one)), None), (str, bytes)):
         return _of_objects(np.array(value, dtype=object))
@@ -254,12 +262,12 @@ def _of_lists(what: str, value: Any) -> np.ndarray:
 
 
 def _of_pandas(value: Any) -> np.ndarray:
-    """Return a Series, Index, extension array or DataFrame as an array; see `flat_column`."""
+    """Return a Series, Index, extension array or DataFrame as an array; see `read_column`."""
     # Int64 and its kin hold NumPy values beside a mask.
     array = getattr(value, "array", value)
     own = getattr(getattr(array, "dtype", None), "numpy_dtype", None)
     if own is not None and own.kind in "iufb":
-        return with_missing(array.to_numpy(dtype=own, na_value=0), np.asarray(array.isna()))
+        return mask_missing(array.to_numpy(dtype=own, na_value=0), np.asarray(array.isna()))
     return _of_array(np.asarray(value))
 
 
@@ -269,7 +277,7 @@ def _one_chunk(value: Any) -> Any:
 
 
 def _of_arrow(value: Any) -> np.ndarray:
-    """Return an Arrow array of numbers or strings as an array; see `flat_column`."""
+    """Return an Arrow array of numbers or strings as an array; see `read_column`."""
     import pyarrow.types as kinds
 
     array = _one_chunk(value)
@@ -281,11 +289,11 @@ def _of_arrow(value: Any) -> np.ndarray:
     # NumPy would make floats of integers with nulls.
     if kinds.is_integer(array.type):
         array = array.fill_null(0)
-    return with_missing(_of_array(array.to_numpy(zero_copy_only=False)), missing)
+    return mask_missing(_of_array(array.to_numpy(zero_copy_only=False)), missing)
 
 
-def _of_arrow_lists(value: Any) -> Bags | None:
-    """Return Arrow lists as `Bags`; None for an Arrow array of anything else."""
+def _of_arrow_lists(value: Any) -> Lists | None:
+    """Return Arrow lists as `Lists`; None for an Arrow array of anything else."""
     import pyarrow.compute
     import pyarrow.types as kinds
 
@@ -295,4 +303,4 @@ def _of_arrow_lists(value: Any) -> Bags | None:
     array = _one_chunk(value)
     # `flatten` respects slices and skips the items under null lists; `array.values` does neither.
     lengths = pyarrow.compute.call_function("list_value_length", [array]).fill_null(0)
-    return Bags(array.flatten(), np.asarray(lengths.to_numpy(), np.int64))
+    return Lists(array.flatten(), np.asarray(lengths.to_numpy(), np.int64))

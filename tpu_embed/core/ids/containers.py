@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tpu_embed import _checks
-from tpu_embed.core.ids.columns import Bags, arrow_of, bags_of, chained, flat_column
+from tpu_embed.core.ids.columns import Lists, as_arrow, chain_lists, read_column, read_lists
 
 __all__ = ["RaggedIds", "SparseIds", "read_ids", "refuse_masked"]
 
@@ -57,7 +57,7 @@ class SparseIds:
         if not indices.size and indices.ndim < 2:
             indices = indices.reshape(0, len(shape))
         object.__setattr__(self, "indices", indices)
-        object.__setattr__(self, "values", flat_column("SparseIds.values", self.values))
+        object.__setattr__(self, "values", read_column("SparseIds.values", self.values))
         sizes = tuple(
             _checks.check_int(f"SparseIds.dense_shape[{i}]", n, minimum=0)
             for i, n in enumerate(shape.tolist())
@@ -181,7 +181,7 @@ class RaggedIds:
     weights: Any = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "values", flat_column("RaggedIds.values", self.values))
+        object.__setattr__(self, "values", read_column("RaggedIds.values", self.values))
         object.__setattr__(self, "row_splits", _to_array("RaggedIds.row_splits", self.row_splits))
         if self.weights is not None:
             object.__setattr__(self, "weights", _to_array("RaggedIds.weights", self.weights))
@@ -203,9 +203,9 @@ class RaggedIds:
           >>> RaggedIds.from_lists([[7, 3], [], [5]]).row_splits.tolist()
           [0, 2, 2, 3]
         """
-        found, scales = chained("RaggedIds.from_lists", bags), None
+        found, scales = chain_lists("RaggedIds.from_lists", bags), None
         if weights is not None:
-            scales = chained("RaggedIds.from_lists: weights", weights)
+            scales = chain_lists("RaggedIds.from_lists: weights", weights)
             _check_lengths("RaggedIds.from_lists", scales.lengths, found.lengths)
         return cls(found.items, found.row_splits, None if scales is None else scales.items)
 
@@ -269,8 +269,8 @@ def read_ids(what: str, value: Any) -> np.ndarray | SparseIds | RaggedIds:
     """
     if isinstance(value, (SparseIds, RaggedIds)):
         return value
-    bags = bags_of(what, value)
-    return flat_column(what, value) if bags is None else RaggedIds(bags.items, bags.row_splits)
+    bags = read_lists(what, value)
+    return read_column(what, value) if bags is None else RaggedIds(bags.items, bags.row_splits)
 
 
 def _to_array(what: str, value: Any) -> np.ndarray:
@@ -329,13 +329,13 @@ def _sorted(indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.nda
     return indices[order], values[order]
 
 
-def _arrow_bags(lists: Any) -> Bags:
+def _arrow_bags(lists: Any) -> Lists:
     """Return the bags of a pyarrow list array.
 
     Raises:
       TypeError: it is none.
     """
-    bags = None if arrow_of(lists) is None else bags_of("", lists)
+    bags = None if as_arrow(lists) is None else read_lists("", lists)
     if bags is None:
         got = str(getattr(lists, "type", type(lists).__name__))
         expected = "a pyarrow array of lists"

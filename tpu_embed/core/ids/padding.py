@@ -19,7 +19,7 @@ import numpy as np
 from tpu_embed import _checks
 from tpu_embed._types import PADDING_ID
 from tpu_embed.core.ids import frames, structure
-from tpu_embed.core.ids.columns import with_missing
+from tpu_embed.core.ids.columns import mask_missing
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids
 
 __all__ = ["pad_batch"]
@@ -179,4 +179,4 @@ def _padded_array(array: np.ndarray, added: int) -> np.ndarray:
     rows = (added, *values.shape[1:])
     padded = np.concatenate([values, np.full(rows, fill, values.dtype)])
     masked = np.concatenate([missing, np.full(rows, values.dtype.kind == "u")])
-    return with_missing(padded, masked)
+    return mask_missing(padded, masked)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed import _checks
-from tpu_embed.core.ids.columns import bags_of
+from tpu_embed.core.ids.columns import read_lists
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds, refuse_masked
 
 __all__ = ["beside_dense", "beside_ragged", "beside_sparse", "is_real"]
@@ -88,7 +88,7 @@ def beside_ragged(path: str, dtype: str, ids: RaggedIds, weights: Any) -> np.nda
         are not finite real numbers.
       TypeError: a masked array.
     """
-    bags = bags_of(f"weights of {path}", weights)
+    bags = read_lists(f"weights of {path}", weights)
     if bags is not None:
         weights = RaggedIds(np.asarray(bags.items), bags.row_splits)
     if isinstance(weights, RaggedIds) and not np.array_equal(weights.row_splits, ids.row_splits):

@@ -24,7 +24,7 @@ from tpu_embed._snapshot import snapshot
 from tpu_embed._types import PyTree, Tracer
 from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.core.ids import bad_ids as valid_ids
-from tpu_embed.core.ids import flat_column, structure
+from tpu_embed.core.ids import read_column, structure
 from tpu_embed.core.ids import weights as weights_of
 from tpu_embed.io.delta import check_numbered, delta_files, set_rows, set_rows_in_place
 from tpu_embed.io.serving import model_files
@@ -307,7 +307,7 @@ def _ids(feature: valid_ids.FeatureRules, described: Mapping[str, Any], given: A
     if not hasattr(given, "__array__"):
         expected, got = "an array of ids", type(given).__name__
         raise feature.error(expected=expected, got=got, remedy="pad bags with -1")
-    ids = flat_column(feature.path, given)
+    ids = read_column(feature.path, given)
     valid_ids.check_dtype(feature, ids)
     shape = described["shape"]
     fits = ids.ndim == len(shape)
