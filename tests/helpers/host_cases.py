@@ -48,7 +48,7 @@ def interleaved(kernels, columns, shape, dtype, weight_dtype, periods, order):
     """Return rows, bags and weights of all lines, in arrays that held something else."""
     row_ids, bags = np.full(shape, 77, dtype), np.full(shape, 77, np.int32)
     weights = None if weight_dtype is None else np.full(shape, 77, weight_dtype)
-    kernels.interleave(columns, row_ids, bags, weights, periods=periods, order=order)
+    kernels.interleave(columns, row_ids, bags, weights, periods=periods, bag_features=order)
     return row_ids, bags, weights
 
 

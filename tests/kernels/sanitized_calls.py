@@ -123,7 +123,7 @@ def update(rng, dtype):
     slots = optimizer.slot_shapes(dim, np.float32)
     blocks = tuple(np.sort(rng.integers(0, bags + 2, rng.integers(0, 5))).tolist())
     order = tuple(rng.permutation(sum(columns)).tolist()) if rng.random() < 0.5 else ()
-    options = {"periods": periods, "columns": columns, "order": order, "blocks": blocks}
+    options = {"periods": periods, "bags_per_period": columns, "order": order, "blocks": blocks}
 
     def native(table, slots, *given):
         rule = optimizer.compiled_rule(jnp.int32(3), jnp.float32(0.1))

@@ -170,7 +170,7 @@ def updated(table, slots, given, rule, blocks):
 
     @functools.partial(jax.jit, donate_argnums=0)
     def run(held, given):
-        options = {"columns": columns, "periods": periods, "blocks": blocks}
+        options = {"bags_per_period": columns, "periods": periods, "blocks": blocks}
         return cpu.update_rows(held[0], held[1:], *given, rule=rule, **options)
 
     held = tuple(jnp.array(array) for array in (table, *slots))
@@ -221,7 +221,7 @@ def test_columns_in_another_order(order):
     """The bags of a period in any order: gradients given so give what reordered ones give."""
     rng = np.random.default_rng(9)
     table, slots, (*given, gradients) = draw_update(rng, RULES["adam"], 20, "float32")
-    options = {"columns": COLUMNS, "periods": UPDATE_PERIODS, "blocks": STARTS}
+    options = {"bags_per_period": COLUMNS, "periods": UPDATE_PERIODS, "blocks": STARTS}
     run = functools.partial(cpu.update_rows, rule=compiled(RULES["adam"]), **options)
     joined = reference.join_features(gradients, UPDATE_PERIODS, order)
     in_order = reference.by_feature(joined, COLUMNS, UPDATE_PERIODS)
@@ -295,7 +295,11 @@ def test_eight_devices_call_at_once():
 
     def device(held, given, sums):
         held, given, sums = jax.tree.map(lambda x: x[0], (held, given, sums))
-        options = {"columns": COLUMNS, "periods": UPDATE_PERIODS, "blocks": (7, 50, 51, 140)}
+        options = {
+            "bags_per_period": COLUMNS,
+            "periods": UPDATE_PERIODS,
+            "blocks": (7, 50, 51, 140),
+        }
         new = cpu.update_rows(held[0], held[1], *given, rule=rule, **options)
         ordered = cpu.sort_rows(given[0])
         summed = cpu.gather_sum(*sums, bags=BAGS, periods=PERIODS)
@@ -327,7 +331,7 @@ def test_operands_that_do_not_fit_are_refused():
     source, index, segments, weights, factors = draw_sums(np.random.default_rng(0), 5, "float32")
     rest = {"bags": BAGS, "periods": PERIODS}
     table, slots, given = draw_update(np.random.default_rng(0), RULES["adagrad"], 5, "float32")
-    blocks = {"columns": COLUMNS, "periods": UPDATE_PERIODS, "blocks": ()}
+    blocks = {"bags_per_period": COLUMNS, "periods": UPDATE_PERIODS, "blocks": ()}
     rule = compiled(RULES["adagrad"])
     calls = {
         "gather_sum: one segment": lambda: cpu.gather_sum(

@@ -141,7 +141,7 @@ def test_lines_that_do_not_fit_are_refused():
         host_native.sort_ids([two], [two[:1]])
     columns = [Column(two, np.zeros(2, np.int32), None)]
     with pytest.raises(AssertionError):
-        host_native.interleave(columns, out[None], out[None], None, periods=1, order=[0])
+        host_native.interleave(columns, out[None], out[None], None, periods=1, bag_features=[0])
     assert out.tolist() == [0]
 
 

@@ -139,7 +139,7 @@ def update_rows(
     merged: Array | None = None,
     *,
     rule: CompiledRule,
-    columns: tuple[int, ...],
+    bags_per_period: tuple[int, ...],
     periods: int,
     order: tuple[int, ...] = (),
     blocks: tuple[int, ...] = (),
@@ -157,14 +157,14 @@ def update_rows(
       bags: int32 `[N]`, the bag of each id; None: position i has bag i.
       weights: float32 `[N]`, the weight of each id; None: all ones.
       factors: float32 `[bags]`, what the gradient of each bag is multiplied with; None: all ones.
-      gradients: the gradients of the bags, `[periods * columns[f], D]` for feature f. Bags are
-        numbered by period, then by column.
+      gradients: the gradients of the bags, `[periods * bags_per_period[f], D]` for
+        feature f. Bags are numbered by period, then by their place in it.
       sums: int32 `[N]`, non-decreasing; None: the ids are not routed.
       merged: int32 `[P]`, non-decreasing; None: every partial sum is a whole sum.
       rule: the optimizer's rule.
-      columns: for each feature, its bags per period.
+      bags_per_period: for each feature, the number of its bags in a period.
       periods: the number of periods in the gradients.
-      order: of each column, its number if columns are counted feature by feature; (): they are.
+      order: see `BagLayout.order`.
       blocks: the first bags of the second block of the batch and of all later ones. A row's
         gradients are summed within each block first, then over the blocks.
 
@@ -186,16 +186,11 @@ def update_rows(
     )
     # Results 0, 1, … (table and slots) are in the memory of operands 0, 1, ….
     call = _call("update", shapes, aliases={i: i for i in range(len(held))})
-    updated = call(
-        *operands,
-        columns=_int64(columns),
-        order=_int64(order),
-        blocks=_int64(blocks),
-        periods=np.int64(periods),
-        rule=np.int64(KINDS.index(rule.kind)),
-        flags=np.int64(rule.flag),
-    )
-    return tuple(updated)
+    lists = {"columns": bags_per_period, "order": order, "blocks": blocks}
+    numbers = {"periods": periods, "rule": KINDS.index(rule.kind), "flags": rule.flag}
+    attributes = {name: _int64(value) for name, value in lists.items()}
+    attributes |= {name: np.int64(value) for name, value in numbers.items()}
+    return tuple(call(*operands, **attributes))
 
 
 def _call(name: str, shapes, aliases: dict[int, int] | None = None):

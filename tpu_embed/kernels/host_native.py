@@ -33,18 +33,18 @@ def interleave(
     weights: np.ndarray | None,
     *,
     periods: int,
-    order: Sequence[int],
+    bag_features: Sequence[int],
 ) -> None:
     """Write the ids of all features in batch order; see `host_reference.interleave`."""
     lines, size = row_ids.shape
-    per_period = np.bincount(order, minlength=len(columns)).tolist()
+    per_period = np.bincount(bag_features, minlength=len(columns)).tolist()
     ends = [np.arange(lines + 1) * periods * bags for bags in per_period]
     bounds = [np.searchsorted(c.bags, end) for c, end in zip(columns, ends, strict=True)]
     assert (np.diff(bounds).sum(axis=0) <= size).all()
     each = zip(columns, bounds, per_period, strict=True)
     table = np.array([_column(*one, row_ids, weights) for one in each], np.int64)
-    # Order 0 0 1 0: runs of 2, 1 and 1 bags, of the features 0, 1 and 0.
-    runs = [(feature, len(list(same))) for feature, same in itertools.groupby(order)]
+    # Bags of the features 0 0 1 0: runs of 2, 1 and 1 bags, of the features 0, 1 and 0.
+    runs = [(feature, len(list(same))) for feature, same in itertools.groupby(bag_features)]
     all_runs = np.array(runs, np.int64).reshape(-1, 2)
     weight_bytes = 0 if weights is None else weights.itemsize
     options = row_ids.itemsize, weight_bytes, table.ctypes.data, len(columns)
@@ -53,7 +53,7 @@ def interleave(
     for line in range(lines):
         outs = _address(row_ids[line]), _address(bags[line], np.int32, size)
         scale = _NOTHING if weights is None else _address(weights[line], size=size)
-        tasks.append((*options, line, periods, len(order), *outs, scale, size))
+        tasks.append((*options, line, periods, len(bag_features), *outs, scale, size))
     _run("interleave", tasks, row_ids.size)
 
 

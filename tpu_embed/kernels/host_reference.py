@@ -112,7 +112,7 @@ def interleave(
     weights: np.ndarray | None,
     *,
     periods: int,
-    order: Sequence[int],
+    bag_features: Sequence[int],
 ) -> None:
     """Write the ids of all features in batch order: by period, then bag, then position.
 
@@ -126,14 +126,14 @@ def interleave(
         padding is one past the last.
       weights: out: `[lines, N]`, zero for padding; or None.
       periods: the number of periods of one line.
-      order: the feature of each bag of a period.
+      bag_features: the feature of each bag of a period.
     """
-    lines, line_bags = len(row_ids), periods * len(order)
+    lines, line_bags = len(row_ids), periods * len(bag_features)
     row_ids.fill(PADDING_ID)
     bags.fill(line_bags)
     if weights is not None:
         weights.fill(0)
-    numbers = [_bag_numbers(c, column.bags, order) for c, column in enumerate(columns)]
+    numbers = [_bag_numbers(c, column.bags, bag_features) for c, column in enumerate(columns)]
     # How many ids each bag has, of all lines; and where the first of them stands on its line.
     counts = sum(np.bincount(number, minlength=lines * line_bags) for number in numbers)
     by_line = np.reshape(counts, (lines, line_bags))
@@ -148,13 +148,14 @@ def interleave(
             weights[line, position] = 1 if column.weights is None else column.weights
 
 
-def _bag_numbers(feature: int, bags: np.ndarray, order: Sequence[int]) -> np.ndarray:
+def _bag_numbers(feature: int, bags: np.ndarray, bag_features: Sequence[int]) -> np.ndarray:
     """Return the numbers that bags of one feature have among the bags of all features."""
-    # Order 0 1 1: feature 1 has the bags 1 and 2 of each period, so its bags are 1 2 4 5 7 8 ….
-    places = np.flatnonzero(np.asarray(order) == feature)
+    # Bags of the features 0 1 1: feature 1 has the bags 1 and 2 of each period, so its bags are
+    # 1 2 4 5 7 8 ….
+    places = np.flatnonzero(np.asarray(bag_features) == feature)
     if not places.size:
         return bags.astype(np.int64)
-    return bags // places.size * len(order) + places[bags % places.size]
+    return bags // places.size * len(bag_features) + places[bags % places.size]
 
 
 def sort_ids(

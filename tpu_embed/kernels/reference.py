@@ -196,8 +196,8 @@ def gather_sum(
 ) -> tuple[Array, ...]:
     """Sum rows of `source`, each times its weight, by bag, and multiply each sum with a factor.
 
-    A segment is a bag. A period has bags of all features, one per column, and segments are
-    numbered by period, then by column. Products and sums are rounded one by one, in the order of
+    A segment is a bag. A period has bags of all features, and segments are numbered by period,
+    then by their place in it. Products and sums are rounded one by one, in the order of
     the entries.
 
     Args:
@@ -208,7 +208,8 @@ def gather_sum(
       factors: the factor of each bag, `[n * sum(bags)]`; None: all ones.
       bags: for each feature, its bags per period.
       periods: the number n of periods.
-      order: of each column, its number if columns are counted feature by feature; (): they are.
+      order: of each bag of a period, its number if the bags were counted feature by feature; ():
+        they are.
       widths: the entries of each bag of a period, if all periods are alike: what `segments` say,
         for kernels that need not read them. (): only `segments` say it.
       segment_sum: the function that sums runs.
@@ -242,8 +243,8 @@ def by_feature(
     if len(bags) == 1:
         return (sums,)
     # Two features of 1 and 2 bags: [n * 3, D] -> [n, 3, D] -> [n, 1, D] and [n, 2, D].
-    columns, dim = sum(bags), sums.shape[1]
-    by_period = sums.reshape(periods, columns, dim)
+    dim = sums.shape[1]
+    by_period = sums.reshape(periods, sum(bags), dim)
     if order:
         by_period = by_period[:, np.argsort(order)]  # feature by feature
     parts = jnp.split(by_period, np.cumsum(bags)[:-1].tolist(), axis=1)

@@ -182,7 +182,7 @@ def entries_of_owner(packed, view, owner):
         bags = view.dense_bags(np) if packed.bags is None else packed.bags[replica]
         for n, (row, bag) in enumerate(zip(rows.tolist(), bags.tolist(), strict=True)):
             if row >= 0 and row // view.stack.num_rows == owner:
-                example = replica * local + bag // len(view.columns.feature)
+                example = replica * local + bag // len(view.period.feature)
                 weight = float(packed.weights[replica, n])
                 bag += replica * view.bag_layout.bags
                 found.append((row, example * view.blocks // B, bag, weight))

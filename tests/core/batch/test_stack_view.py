@@ -40,20 +40,18 @@ def test_bags_are_in_batch_order(features, devices, blocks):
         for e in range(size * devices)
         for bag in range(bags)
     )
-    columns = view.columns
+    bags = view.period
     found = [
-        (f, period * columns.counts[f] // features[f][1] + e)
+        (f, period * bags.counts[f] // features[f][1] + e)
         for period in range(view.periods * devices)
-        for f, e in zip(columns.feature, columns.example, strict=True)
+        for f, e in zip(bags.feature, bags.example, strict=True)
     ]
     assert found == [(f, e) for _, f, _, e in expected]
-    # Counted feature by feature, the columns of a period are those of its first, second, ….
-    order = columns.order or range(len(columns.feature))
-    starts = np.cumsum([0, *columns.counts])
-    assert [int(np.searchsorted(starts, n, side="right")) - 1 for n in order] == list(
-        columns.feature
-    )
-    assert sorted(order) == list(range(len(columns.feature)))
+    # Counted feature by feature, the bags of a period are those of its first, second, ….
+    order = bags.order or range(len(bags.feature))
+    starts = np.cumsum([0, *bags.counts])
+    assert [int(np.searchsorted(starts, n, side="right")) - 1 for n in order] == list(bags.feature)
+    assert sorted(order) == list(range(len(bags.feature)))
     blocks_of = [place * view.blocks // 1 for place, *_ in expected]
     assert view.block_starts.tolist() == [
         sum(block < number for block in blocks_of) for number in range(view.blocks + 1)
@@ -67,4 +65,4 @@ def test_bags_are_in_batch_order(features, devices, blocks):
 
 def test_features_of_one_size_have_one_example_in_a_period():
     view = view_of([(6, 1), (6, 2)], 2, 8)
-    assert (view.periods, view.columns.feature, view.columns.order) == (6, (0, 1, 1), ())
+    assert (view.periods, view.period.feature, view.period.order) == (6, (0, 1, 1), ())

@@ -126,42 +126,44 @@ def _pack_dense(
         row_ids.fill(PADDING_ID)
         return
     for number, f in enumerate(view.features):
-        host, columns = hosts[f], view.id_columns(number)
-        if not columns.size:
+        host, places = hosts[f], view.id_places(number)
+        if not places.size:
             continue
-        bags = view.columns.counts[number]
-        place = (view.spec.replicas, view.periods, bags, columns.size // bags)
+        bags = view.period.counts[number]
+        shape = (view.spec.replicas, view.periods, bags, places.size // bags)
         # The spec may be wider than this batch: the last positions of each bag become padding.
-        ids = host.ids.reshape(*place[:3], -1)
+        ids = host.ids.reshape(*shape[:3], -1)
         given = np.s_[..., : ids.shape[-1]]
-        with _columns(row_ids, columns, place) as here:
+        with _ids_of_feature(row_ids, places, shape) as here:
             here[..., ids.shape[-1] :] = PADDING_ID
             here[given] = _physical(ids, view.layout, f)
             if host.padded:
                 here[given][ids < 0] = PADDING_ID
         if weights is not None:
-            with _columns(weights, columns, place) as scale:
+            with _ids_of_feature(weights, places, shape) as scale:
                 scale[..., ids.shape[-1] :] = 0
                 scale[given] = 1 if host.weights is None else host.weights.reshape(ids.shape)
 
 
 @contextlib.contextmanager
-def _columns(line: np.ndarray, columns: np.ndarray, place: tuple[int, ...]) -> Iterator[np.ndarray]:
-    """Give one feature's columns of a dense stack, to be written in the shape `place`.
+def _ids_of_feature(
+    line: np.ndarray, places: np.ndarray, shape: tuple[int, ...]
+) -> Iterator[np.ndarray]:
+    """Give one feature's part of a dense stack, to be written in its own shape.
 
     Args:
       line: the stack's ids or weights `[replicas, N]`.
-      columns: the feature's places in a period, ascending.
-      place: `[replicas, periods, bags, width]`.
+      places: the places of the feature's ids in a period, ascending.
+      shape: `[replicas, periods, bags, width]`.
     """
-    by_period, first = line.reshape(*place[:2], -1), columns[0]
-    # Features of equal batch size have adjacent columns: a view of the line.
-    if columns[-1] - first + 1 == columns.size:
-        yield by_period[:, :, first : first + columns.size].reshape(place)
+    by_period, first = line.reshape(*shape[:2], -1), places[0]
+    # With features of equal batch size, the places are adjacent: a view of the line.
+    if places[-1] - first + 1 == places.size:
+        yield by_period[:, :, first : first + places.size].reshape(shape)
         return
-    here = np.empty(place, line.dtype)
+    here = np.empty(shape, line.dtype)
     yield here
-    by_period[:, :, columns] = here.reshape(*place[:2], -1)
+    by_period[:, :, places] = here.reshape(*shape[:2], -1)
 
 
 def _physical(ids: np.ndarray, layout: Layout, f: int) -> np.ndarray:
@@ -183,7 +185,7 @@ def _pack_flat(
     for f in view.features:
         ids, bag, weight = _flatten(hosts[f])
         columns.append(Column(_physical(ids, view.layout, f), bag, weight))
-    sizes = {"periods": view.periods, "order": view.columns.feature}
+    sizes = {"periods": view.periods, "bag_features": view.period.feature}
     host_kernels().interleave(columns, row_ids, bags, weights, **sizes)
 
 

@@ -137,7 +137,7 @@ class BatchSpec:
         return tuple(size // self.replicas for size in self.sizes)
 
     def is_dense(self, stack: int) -> bool:
-        """Tell whether the ids of a stack are packed as `[examples, columns]`, padding included."""
+        """Tell whether the ids of a stack are packed as `[periods, ids]`, padding included."""
         widths = [self.feature_shapes[f].width for f in self.stacks[stack].features]
         return bool(widths) and all(width is not None for width in widths)
 

@@ -39,7 +39,7 @@ class BagLayout:
     Attributes:
       periods: the number of periods on a device.
       combiners: how each bag of a period combines its rows: "sum", "mean" or "sqrtn".
-      columns: the number of bags per period of each feature.
+      bags_per_period: for each feature, the number of its bags in a period.
       widths: the number of ids of each bag of a period, if all periods are alike; otherwise ().
       order: of each bag of a period, its number if the bags were counted feature by feature; () if
         they are.
@@ -47,7 +47,7 @@ class BagLayout:
 
     periods: int
     combiners: tuple[str, ...]
-    columns: tuple[int, ...]
+    bags_per_period: tuple[int, ...]
     widths: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
 
@@ -57,13 +57,13 @@ class BagLayout:
         return self.periods * len(self.combiners)
 
 
-class PeriodColumns(NamedTuple):
-    """The bags of one period, in batch order: one column each.
+class Period(NamedTuple):
+    """The bags of one period, in batch order.
 
     Attributes:
-      feature: the number of each column's feature, among those of the stack.
-      example: the example of each column, among those of its feature in the period.
-      counts: the columns of each feature.
+      feature: the number of each bag's feature, among those of the stack.
+      example: the example of each bag, among those of its feature in the period.
+      counts: the number of bags of each feature.
       order: see `BagLayout.order`.
     """
 
@@ -74,7 +74,7 @@ class PeriodColumns(NamedTuple):
 
 
 @functools.lru_cache(1024)
-def period_columns(examples: tuple[int, ...], bags: tuple[int, ...]) -> PeriodColumns:
+def arrange_period(examples: tuple[int, ...], bags: tuple[int, ...]) -> Period:
     """Return the bags of one period in batch order.
 
     Args:
@@ -82,22 +82,23 @@ def period_columns(examples: tuple[int, ...], bags: tuple[int, ...]) -> PeriodCo
       bags: the bags of each example of each feature.
 
     Example:
-      >>> columns = period_columns((2, 3), (1, 1))  # at 0, 1/2 of the period; at 0, 1/3, 2/3
-      >>> columns.feature, columns.example
+      >>> period = arrange_period((2, 3), (1, 1))  # at 0, 1/2 of the period; at 0, 1/3, 2/3
+      >>> period.feature, period.example
       ((0, 1, 1, 0, 1), (0, 0, 1, 1, 2))
-      >>> columns.order
+      >>> period.order
       (0, 2, 3, 1, 4)
     """
-    # Feature by feature. A stable sort by e / n, in integers, keeps features and inner dims in
-    # order.
+    # (feature, example) of each bag, feature by feature: examples 2 3 and one bag each give
+    # (0, 0) (0, 1) (1, 0) (1, 1) (1, 2). A stable sort by e / n, in integers, puts them in batch
+    # order, and keeps the features, and the bags of one example, as they are.
     pairs = [(f, e) for f, n in enumerate(examples) for e in range(n) for _ in range(bags[f])]
     whole = math.lcm(*examples)
     places = [(e * (whole // examples[f]), f) for f, e in pairs]
     ordered = sorted(range(len(pairs)), key=places.__getitem__)
-    columns = [pairs[i] for i in ordered]
-    return PeriodColumns(
-        tuple(f for f, _ in columns),
-        tuple(e for _, e in columns),
+    arranged = [pairs[i] for i in ordered]
+    return Period(
+        tuple(f for f, _ in arranged),
+        tuple(e for _, e in arranged),
         tuple(n * b for n, b in zip(examples, bags, strict=True)),
         () if ordered == sorted(ordered) else tuple(ordered),
     )
@@ -151,7 +152,7 @@ class StackView:
 
     @functools.cached_property
     def is_dense(self) -> bool:
-        """Whether the ids are packed as `[examples, columns]`, padding included."""
+        """Whether the ids are packed as `[periods, ids]`, padding included."""
         return self.spec.is_dense(self.number)
 
     @functools.cached_property
@@ -170,10 +171,10 @@ class StackView:
         return math.gcd(*self.sizes)
 
     @functools.cached_property
-    def columns(self) -> PeriodColumns:
+    def period(self) -> Period:
         """The bags of one period."""
         examples = [size // self.periods for size in self.sizes]
-        return period_columns(tuple(examples), tuple(shape.bags for shape in self.shapes))
+        return arrange_period(tuple(examples), tuple(shape.bags for shape in self.shapes))
 
     @property
     def accumulates(self) -> bool:
@@ -215,17 +216,17 @@ class StackView:
         """
         # Block k begins at k / G of the batch. In periods that is k · periods · replicas / G: a
         # whole number q, and a rest / G. In period q, the first bag at the rest or after it is
-        # that of the first column whose example e of n has e / n >= rest / G.
+        # the first one whose example e of n has e / n >= rest / G.
         blocks, all_periods = self.blocks, self.periods * self.layout.axes.replicas
         examples = np.array([size // self.periods for size in self.sizes])
-        columns = self.columns
-        places = np.array(columns.example) * blocks
-        counts = examples[list(columns.feature)]
+        bags = self.period
+        places = np.array(bags.example) * blocks  # [bags]: e · G, to be compared with rest · n
+        counts = examples[list(bags.feature)]  # [bags]: n
         starts = []
         for block in range(blocks + 1):
             period, rest = divmod(block * all_periods, blocks)
             before = int(np.count_nonzero(places < rest * counts))
-            starts.append(period * len(columns.feature) + before)
+            starts.append(period * len(bags.feature) + before)
         return np.array(starts, np.int64)
 
     @functools.cached_property
@@ -292,17 +293,17 @@ class StackView:
             # The sum of a bag with one id is its row, times its weight: no combiner at all.
             combiner = self.layout.features[f].config.table.combiner
             kinds.append(combiner if shape.combines else "sum")
-        columns, widths = self.columns, [shape.width or 0 for shape in self.shapes]
-        alike = self.is_dense and any(widths[f] for f in columns.feature)
+        period, widths = self.period, [shape.width or 0 for shape in self.shapes]
+        alike = self.is_dense and any(widths[f] for f in period.feature)
         return BagLayout(
             self.periods,
-            tuple(kinds[f] for f in columns.feature),
-            columns.counts,
-            tuple(widths[f] for f in columns.feature) if alike else (),
-            columns.order,
+            tuple(kinds[f] for f in period.feature),
+            period.counts,
+            tuple(widths[f] for f in period.feature) if alike else (),
+            period.order,
         )
 
-    def id_columns(self, number: int) -> np.ndarray:
+    def id_places(self, number: int) -> np.ndarray:
         """Return the places in a period of a feature's ids, ascending; of a dense stack.
 
         Args:
@@ -315,7 +316,7 @@ class StackView:
         """The feature of each id of a period, among those of the stack; of a dense stack."""
         # Widths 2 1 1 of the features 0 1 0: the ids of a period are of the features 0 0 1 0.
         widths = [shape.width or 0 for shape in self.shapes]
-        features = np.array(self.columns.feature, np.int32)
+        features = np.array(self.period.feature, np.int32)
         return features.repeat(np.array(widths, np.int64)[features])
 
     def dense_bags(self, xp: Any = jnp) -> Any:

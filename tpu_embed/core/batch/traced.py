@@ -57,8 +57,8 @@ class TracedIds:
         located, bad = [], jnp.zeros(len(layout.features), jnp.int32)
         for view in view_stacks(self.spec, layout):
             g, stack = view.number, view.stack
-            # The ids of all features side by side, [periods, columns]; bad ids are counted per
-            # column, then added up per feature.
+            # The ids of all features side by side, [periods, columns]: a column is one place for an
+            # id in a period. Bad ids are counted per column, then added up per feature.
             given = [_signed(self.ids[f], stack.index_dtype) for f in layout.features_of(g)]
             tables = _ColumnTables.of(view)
             valid, counts = _resolve(self._joined(given, view, PADDING_ID), tables)
@@ -87,13 +87,13 @@ class TracedIds:
         """
         dtype = np.result_type(*(array.dtype for array in values))
         columns = [
-            self._columns(array.astype(dtype), shape, fill).reshape(view.periods, -1)
+            self._in_bags(array.astype(dtype), shape, fill).reshape(view.periods, -1)
             for shape, array in zip(view.shapes, values, strict=True)
         ]
         joined = jnp.concatenate(columns, axis=1)
-        return joined[:, _id_order(view)] if view.columns.order else joined
+        return joined[:, _id_order(view)] if view.period.order else joined
 
-    def _columns(self, values: Array, shape: FeatureShape, fill: int) -> Array:
+    def _in_bags(self, values: Array, shape: FeatureShape, fill: int) -> Array:
         """Return a feature's array `[examples, …]`; a sequence is cut or padded to L bags."""
         # Ids of rank 2 that are not combined are a sequence: [examples, H] -> [examples, L].
         if not shape.combines and values.ndim > 1:
@@ -121,7 +121,7 @@ class TracedIds:
 class _ColumnTables(NamedTuple):
     """What is needed of the table of each column of a stack's ids: one number per column.
 
-    The arrays are `[1, columns]`, to stand beside ids `[examples, columns]`. If all columns have
+    The arrays are `[1, columns]`, to stand beside ids `[periods, columns]`. If all columns have
     the same number, it is stored once, as an array `[]`: XLA can optimize arithmetic with one
     constant better than with an array of them.
 

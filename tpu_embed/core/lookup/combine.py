@@ -91,7 +91,7 @@ def combine(
         entries.bags,
         weights=entries.weights,
         factors=entries.factors,
-        bags=form.columns,
+        bags=form.bags_per_period,
         periods=form.periods,
         order=form.order,
         widths=form.widths,

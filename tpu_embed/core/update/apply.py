@@ -56,13 +56,13 @@ class Blocks(NamedTuple):
     """How bags are numbered, and into how many blocks the batch is split for the sums.
 
     Attributes:
-      columns: bags per period, for each feature.
+      bags_per_period: for each feature, the number of its bags in a period.
       periods: periods in the gradients.
       order: see `BagLayout.order`.
       blocks: the first bags of the second block of the batch and of all later ones.
     """
 
-    columns: tuple[int, ...]
+    bags_per_period: tuple[int, ...]
     periods: int
     order: tuple[int, ...] = ()
     blocks: tuple[int, ...] = ()

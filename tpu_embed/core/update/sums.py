@@ -232,7 +232,7 @@ def owner_bags(task: Task) -> BagLayout:
 def _numbered(form: BagLayout, view: StackView) -> Blocks:
     """Return how bags are numbered on the device that sums their gradients: one knows all bags."""
     blocks = tuple(view.block_starts[1:-1].tolist())
-    return Blocks(form.columns, form.periods, form.order, blocks)
+    return Blocks(form.bags_per_period, form.periods, form.order, blocks)
 
 
 def for_kernel(task: Task, given: RoutedGradients) -> tuple[RowGradients, Blocks]:
