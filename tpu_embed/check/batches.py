@@ -3,7 +3,7 @@
 Both are made from one array of ids and one of weights, so that every form of input is known to mean
 these bags.
 
-Input: a generator, a feature and the form of its ids. Output: a `Fed`.
+Input: a generator, a feature and the form of its ids. Output: a `FeatureInput`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tpu_embed.check.oracle import Bags
 from tpu_embed.config import FeatureConfig
 from tpu_embed.core.ids import RaggedIds, SparseIds
 
-__all__ = ["Fed", "Form", "draw"]
+__all__ = ["FeatureInput", "Form", "draw"]
 
 Form = Literal["one", "dense", "nested", "sparse", "ragged"]
 """`[B]`, `[B, H]`, `[B, K, H]`, `SparseIds`, `RaggedIds`."""
@@ -25,23 +25,23 @@ _HOT, _INNER = 4, 2
 """H and K."""
 
 
-class Fed(NamedTuple):
+class FeatureInput(NamedTuple):
     """What one feature gets in one batch.
 
     Attributes:
       ids: as `place` takes them.
       weights: likewise; None where all are one.
-      meaning: the bags.
+      bags: what these ids mean.
     """
 
     ids: Any
     weights: Any
-    meaning: Bags
+    bags: Bags
 
 
 def draw(
     rng: np.random.Generator, feature: FeatureConfig, form: Form, batch: int, *, weighted: bool
-) -> Fed:
+) -> FeatureInput:
     """Draw the ids of one feature.
 
     Args:
@@ -57,7 +57,9 @@ def draw(
     weights = np.ones(shape, np.float32)
     if weighted:
         weights = rng.uniform(0.5, 2, shape).astype(np.float32)
-    return Fed(*_given(form, ids, weights, weighted), _meaning(feature, form, ids, weights))
+    return FeatureInput(
+        *_given(form, ids, weights, weighted), _meaning(feature, form, ids, weights)
+    )
 
 
 def _given(form: Form, ids: np.ndarray, weights: np.ndarray, weighted: bool) -> tuple[Any, Any]:

@@ -17,7 +17,7 @@ from tpu_embed import optimizers
 from tpu_embed.check import rules
 from tpu_embed.check.findings import Findings
 from tpu_embed.check.rules import Pair
-from tpu_embed.check.workload import ROWS, Expected, Given, Workload, batch_size, table
+from tpu_embed.check.workload import ROWS, Declared, Expected, Workload, batch_size, table
 from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState, retrieve
@@ -35,7 +35,7 @@ __all__ = [
 Devices = Sequence[Any]
 
 
-def line(devices: Devices) -> Mesh:
+def make_mesh(devices: Devices) -> Mesh:
     """Return a mesh of one axis over the devices."""
     return Mesh(np.asarray(devices), ("devices",))
 
@@ -45,19 +45,19 @@ def check_inputs(devices: Devices, findings: Findings) -> str:
     tables = {c: table(c, 8, combiner=c) for c in ("mean", "sum", "sqrtn")}
     sequence = functools.partial(FeatureConfig, tables["sum"], max_sequence_length=3)
     declared = {
-        f"{form}, {combiner}{', weights' * weighted}": Given(FeatureConfig(one), form, weighted)
+        f"{form}, {combiner}{', weights' * weighted}": Declared(FeatureConfig(one), form, weighted)
         for combiner, one in tables.items()
         for form in ("dense", "nested", "sparse", "ragged")
         for weighted in (False, True)
     }
     declared |= {
-        "one id": Given(FeatureConfig(tables["mean"]), "one"),
-        "dense sequence": Given(sequence(), "dense", weighted=True),
-        "sparse sequence": Given(sequence(), "sparse"),
-        "ragged sequence": Given(sequence(), "ragged", weighted=True),
+        "one id": Declared(FeatureConfig(tables["mean"]), "one"),
+        "dense sequence": Declared(sequence(), "dense", weighted=True),
+        "sparse sequence": Declared(sequence(), "sparse"),
+        "ragged sequence": Declared(sequence(), "ragged", weighted=True),
     }
     workload = Workload(declared, batch_size(len(devices)))
-    engine = EmbeddingEngine(workload.features, mesh=line(devices))
+    engine = EmbeddingEngine(workload.features, mesh=make_mesh(devices))
     state = engine.init(jax.random.key(0))
     expected = _expected(engine, state, workload, {}, findings)
     batch = engine.place(workload.ids, workload.weights, for_update=False)
@@ -75,7 +75,7 @@ def check_placements(devices: Devices, findings: Findings) -> str:
     ]
     tables.append(table("bfloat16_20", 20, dtype="bfloat16"))
     workload = Workload(_two_features(tables), batch_size(len(devices)))
-    _train(workload, line(devices), findings)
+    _train(workload, make_mesh(devices), findings)
     return f"D = {', '.join(map(str, sorted({t.dim for t in tables})))}; mod, div, replicated"
 
 
@@ -101,7 +101,7 @@ def check_traced_ids(devices: Devices, findings: Findings) -> str:
         table(placement, 20, placement=placement) for placement in ("mod", "div", "replicated")
     ]
     workload = Workload(_two_features(tables, forms=("dense", "one")), batch_size(len(devices)))
-    _train(workload, line(devices), findings, placed=False)
+    _train(workload, make_mesh(devices), findings, placed=False)
     return "ids in a jit, routed by the devices"
 
 
@@ -109,11 +109,11 @@ def check_rules(devices: Devices, findings: Findings) -> str:
     """Train one table with every optimizer, with the stateful API."""
     pairs = rules.pairs()
     declared = {
-        name: Given(FeatureConfig(table(name, 5, optimizer=pair.optimizer)))
+        name: Declared(FeatureConfig(table(name, 5, optimizer=pair.optimizer)))
         for name, pair in pairs.items()
     }
     workload = Workload(declared, batch_size(len(devices)))
-    embedding = TPUEmbedding(workload.features, None, mesh=line(devices))
+    embedding = TPUEmbedding(workload.features, None, mesh=make_mesh(devices))
     embedding.build()
     expected = Expected(workload, *embedding.retrieve(), pairs, findings)
     for gradients in workload.gradients:
@@ -137,7 +137,7 @@ def check_bits(devices: Devices, findings: Findings) -> str:
     workload = Workload(_two_features(tables), batch_size(max(counts)))
     runs = {}
     for count in counts:
-        step, engine = _step(workload, line(devices[:count]), {})
+        step, engine = _step(workload, make_mesh(devices[:count]), {})
         runs[f"{count} device(s)"] = _run(step, engine, workload)
         if count == max(counts):
             runs[f"{count} device(s) again"] = _run(step, engine, workload)
@@ -151,13 +151,13 @@ def check_bits(devices: Devices, findings: Findings) -> str:
 
 def _two_features(
     tables: Sequence[TableConfig], forms: tuple[Any, Any] = ("ragged", "sparse")
-) -> dict[str, Given]:
+) -> dict[str, Declared]:
     """Return two features for each table, the first with weights if its form may have them."""
     first, second = forms
     found = {}
     for one in tables:
-        found[f"{one.name}, {first}"] = Given(FeatureConfig(one), first, first == "ragged")
-        found[f"{one.name}, {second}"] = Given(FeatureConfig(one), second)
+        found[f"{one.name}, {first}"] = Declared(FeatureConfig(one), first, first == "ragged")
+        found[f"{one.name}, {second}"] = Declared(FeatureConfig(one), second)
     return found
 
 

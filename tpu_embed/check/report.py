@@ -1,6 +1,6 @@
 """Run the parts of the check one after the other, and report each as it ends.
 
-Input: the devices, and which parts to run. Output: a `Report`.
+Input: the devices, and which parts to run. Output: a `PartReport` for each.
 """
 
 from __future__ import annotations

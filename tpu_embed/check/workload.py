@@ -16,13 +16,13 @@ import ml_dtypes
 import numpy as np
 
 from tpu_embed.check import oracle
-from tpu_embed.check.batches import Fed, Form, draw
+from tpu_embed.check.batches import FeatureInput, Form, draw
 from tpu_embed.check.findings import BFLOAT16, FLOAT32, Findings
 from tpu_embed.check.rules import Pair
 from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.initializers import ShardInfo
 
-__all__ = ["ROWS", "Expected", "Given", "Numbers", "Workload", "batch_size", "table"]
+__all__ = ["ROWS", "Declared", "Expected", "KnownNumbers", "Workload", "batch_size", "table"]
 
 STEPS = 2
 ROWS = 40
@@ -33,7 +33,7 @@ AllSlots = dict[str, dict[str, np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Numbers:
+class KnownNumbers:
     """An initializer whose numbers are known, exact in bfloat16, and different from row to row.
 
     Args:
@@ -55,11 +55,11 @@ class Numbers:
 def table(name: str, dim: int, **options: Any) -> TableConfig:
     """Return a table whose first numbers are known."""
     return TableConfig(
-        ROWS, dim, name=name, initializer=Numbers(zlib.crc32(name.encode()) % 97), **options
+        ROWS, dim, name=name, initializer=KnownNumbers(zlib.crc32(name.encode()) % 97), **options
     )
 
 
-class Given(NamedTuple):
+class Declared(NamedTuple):
     """A feature, and how its ids are given.
 
     Attributes:
@@ -86,10 +86,10 @@ class Workload:
       batch: B.
     """
 
-    def __init__(self, declared: Mapping[str, Given], batch: int) -> None:
+    def __init__(self, declared: Mapping[str, Declared], batch: int) -> None:
         rng = np.random.default_rng(0)
         self.features = {name: given.feature for name, given in declared.items()}
-        self.fed: dict[str, Fed] = {
+        self.inputs: dict[str, FeatureInput] = {
             name: draw(rng, given.feature, given.form, batch, weighted=given.weighted)
             for name, given in declared.items()
         }
@@ -98,18 +98,18 @@ class Workload:
         ]
 
     def _gradient(self, rng: np.random.Generator, name: str) -> np.ndarray:
-        shape = (*self.fed[name].meaning.shape, self.features[name].table.dim)
+        shape = (*self.inputs[name].bags.shape, self.features[name].table.dim)
         return rng.normal(size=shape).astype(np.float32)
 
     @property
     def ids(self) -> dict[str, Any]:
         """The ids, as `place` takes them."""
-        return {name: fed.ids for name, fed in self.fed.items()}
+        return {name: one.ids for name, one in self.inputs.items()}
 
     @property
     def weights(self) -> dict[str, Any] | None:
         """The weights, as `place` takes them."""
-        given = {name: fed.weights for name, fed in self.fed.items()}
+        given = {name: one.weights for name, one in self.inputs.items()}
         return None if all(one is None for one in given.values()) else given
 
     @property
@@ -137,7 +137,7 @@ class Expected:
         pairs: Mapping[str, Pair],
         findings: Findings,
     ) -> None:
-        self._workload, self._pairs, self._faults = workload, pairs, findings
+        self._workload, self._pairs, self._findings = workload, pairs, findings
         self._tables = {name: table.astype(np.float64) for name, table in tables.items()}
         self._slots, self._step = slots, 0
 
@@ -145,9 +145,9 @@ class Expected:
         """Compare the activations of the step that comes next."""
         for name, feature in self._workload.features.items():
             table = str(feature.table.name)
-            right = oracle.lookup(self._tables[table], self._workload.fed[name].meaning)
+            right = oracle.lookup(self._tables[table], self._workload.inputs[name].bags)
             where = f"{what}, step {self._step + 1}, table {table!r}, feature {name!r}"
-            self._faults.compare(where, right, got[name], tolerance=_tolerance(feature.table))
+            self._findings.compare(where, right, got[name], tolerance=_tolerance(feature.table))
 
     def advance(self) -> None:
         """Update the tables of the loops with the gradients of the next step."""
@@ -159,7 +159,7 @@ class Expected:
                 for feature, config in self._workload.features.items()
                 if config.table.name == name
                 for one in oracle.occurrences(
-                    self._workload.fed[feature].meaning, gradients[feature]
+                    self._workload.inputs[feature].bags, gradients[feature]
                 )
             ]
             found = oracle.summed(found) if pair.accumulates else found
@@ -178,9 +178,9 @@ class Expected:
             where = f"{what}, table {name!r}"
             if name in self._pairs:
                 where += f", {type(self._pairs[name].optimizer).__name__}"
-            self._faults.compare(where, self._tables[name], tables[name], tolerance=tolerance)
+            self._findings.compare(where, self._tables[name], tables[name], tolerance=tolerance)
             for slot, right in self._slots[name].items():
-                self._faults.compare(
+                self._findings.compare(
                     f"{where}, slot {slot!r}", right, slots[name][slot], tolerance=tolerance
                 )
 
