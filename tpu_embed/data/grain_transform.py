@@ -36,7 +36,7 @@ class Place(Map):
     Args:
       engine: places the batches.
       weighted: whether the elements are `(features, weights, …)`.
-      spec: the exact shape of every batch; None: the union of all so far.
+      spec: the exact shape of every batch; None: a shape of earlier batches if it fits one of them.
       for_update: False for batches that are only looked up.
 
     Example:

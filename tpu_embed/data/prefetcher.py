@@ -48,7 +48,7 @@ class Prefetcher:
       depth: how many batches are read and placed before the loop asks for them; at least 1. So many
         wait in the devices' memory.
       weighted: whether the items of the source are `(features, weights, …)`.
-      spec: the exact shape of every batch; None: the union of all so far.
+      spec: the exact shape of every batch; None: a shape of earlier batches if it fits one of them.
       for_update: False for batches that are only looked up.
 
     Raises:

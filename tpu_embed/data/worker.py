@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from tpu_embed._checks import message
 from tpu_embed.core.batch import Turn
 
 __all__ = ["Outcome", "Worker"]
@@ -125,7 +126,9 @@ class Worker:
         try:
             return Outcome(self._compute(turn), None)
         except StopIteration as error:  # it would end the loop as if the data had ended
-            wrapped = RuntimeError("a batch could not be placed: StopIteration was raised")
+            expected, got = "a batch, or another exception", "StopIteration"
+            remedy = "see the cause of this error for the call that raised it"
+            wrapped = RuntimeError(message("place", expected=expected, got=got, remedy=remedy))
             wrapped.__cause__ = error
             return Outcome(None, wrapped)
         except BaseException as error:  # the loop raises it, whatever it is

@@ -23,7 +23,7 @@ class Target(NamedTuple):
     """The devices of a plan.
 
     Attributes:
-      name: for people.
+      name: what messages and plans call it.
       axes: their mesh.
       memory: bytes per device; None if unknown.
       topology: None for a mesh, and for a number of devices.

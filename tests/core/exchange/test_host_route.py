@@ -116,4 +116,4 @@ def test_parcels_arrive_from_the_devices_that_send_them(shard_axes, batch_axes):
             )
             for replica in range(axes.replicas)
         ]
-        assert host_route.parcels(axes, shard_axes)[shard].tolist() == expected
+        assert host_route.parcel_places(axes, shard_axes)[shard].tolist() == expected

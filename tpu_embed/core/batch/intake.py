@@ -4,6 +4,9 @@ There are three cases. Arrays on the host are validated, packed and sent to the 
 inside a user's jit have no values yet; only their shapes are checked here. A `Batch` that was
 placed before is used as it is.
 
+A `Turn` is the right to place one batch. It is drawn where the order of batches is decided, and may
+be used later, in another thread (`turns.py`).
+
 Input: features and weights in the user's nesting, or a `Batch`. Output: validated host ids; or a
 `Batch` or `TracedIds`, which a program can read.
 """

@@ -269,12 +269,12 @@ class StackView:
     @property
     def num_partials(self) -> int:
         """P, the partial sums that one owner has room for, of all sources."""
-        parcel = max(1, self.room.partials)
+        parcel_size = max(1, self.room.partials)  # of one source, for one owner
         if self.way == "local":
-            return parcel
+            return parcel_size
         if self.way == "gather":
-            return self.layout.axes.replicas * parcel
-        return self.layout.axes.batch_order(self.stack.shard_axes).size * parcel
+            return self.layout.axes.replicas * parcel_size
+        return self.layout.axes.batch_order(self.stack.shard_axes).size * parcel_size
 
     @property
     def num_merged(self) -> int:

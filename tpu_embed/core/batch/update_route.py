@@ -108,8 +108,8 @@ class _Sums(NamedTuple):
       bags: int32, the bag of each id.
       weights: the weight of each id, or None.
       order: int32 `[n]`, the positions of the ids, sorted by the sum that each is added to.
-      numbers: int32 `[n]`, the run of equal sums of each.
-      places: int32, the number of each run's sum; None: that of the run.
+      numbers: int32 `[n]`, for each id the number of its run; ids of one sum are a run.
+      places: int32, for each run the number of its sum; None: the number of the run.
     """
 
     bags: np.ndarray
@@ -124,7 +124,7 @@ class _Sums(NamedTuple):
         Args:
           out: the fields.
           d: the device.
-          absent: the number of no sum.
+          absent: what fills the rest of `sum_segments`: a number past those of all sums.
         """
         sums = Take(out["sum_segments"][d], self.numbers, None, absent)
         if self.places is not None:
@@ -140,10 +140,10 @@ def _partials(
     out: dict[str, np.ndarray], view: StackView, host: HostStack, replica: np.ndarray
 ) -> list[Take]:
     """Return the order in which every device makes its partial sums."""
-    stack, parcel = view.stack, max(1, view.room.partials)
-    places = [host_route.places(at, parcel) for at in host.sums_at]
+    stack, parcel_size = view.stack, max(1, view.room.partials)
+    places = [host_route.places(at, parcel_size) for at in host.sums_at]
     ordered = [(one.order, one.sum, to) for one, to in zip(host.replicas, places, strict=True)]
-    return _lines(out, view, host, replica, ordered, stack.num_shards * parcel)
+    return _lines(out, view, host, replica, ordered, stack.num_shards * parcel_size)
 
 
 def _cells(
@@ -181,7 +181,7 @@ def _lines(
       host: its ids.
       replica: which replica each device has.
       ordered: by replica, `order`, `numbers` and `places` of `_Sums`.
-      absent: the number of no sum.
+      absent: a number past those of all sums.
     """
     ids = host.ids
     bags = np.broadcast_to(bags_of(ids, view), ids.row_ids.shape)
@@ -196,8 +196,9 @@ def _merges(
     out: dict[str, np.ndarray], view: StackView, host: HostStack, shard: np.ndarray
 ) -> list[Take]:
     """Return how every owner merges what it receives; owners of one shard all do the same."""
-    stack, parcel, lines = view.stack, max(1, view.room.partials), []
-    first = host_route.parcels(view.layout.axes, stack.shard_axes) * parcel
+    stack, parcel_size, lines = view.stack, max(1, view.room.partials), []
+    # [S, replicas]: where each replica's parcel begins in what each owner receives.
+    first = host_route.parcel_places(view.layout.axes, stack.shard_axes) * parcel_size
     for owner in np.unique(shard):
         sizes, sums = host.owners[owner]
         # Where the parcel of each replica arrives, and in it each of its partial sums: parcels of
@@ -241,11 +242,12 @@ def _sort_entries(view: StackView, host: HostStack) -> list[SortedIds]:
     batch order; what remains is a stable sort of each owner's.
     """
     replicas, n = host.ids.row_ids.shape
-    pieces = [
+    # [replicas][S] -> [S]: of every shard, the positions of its ids in the global batch.
+    by_replica = [
         host_route.split(one.order + np.int32(r * n), at)
         for r, (one, at) in enumerate(zip(host.replicas, ids_at(host), strict=True))
     ]
-    positions = [np.concatenate(piece) for piece in zip(*pieces, strict=True)]
+    positions = [np.concatenate(of_shard) for of_shard in zip(*by_replica, strict=True)]
     blocks = blocks_of(host.ids, view, host.numbers)
     if blocks is None:
         blocks = np.arange(replicas, dtype=np.int32)[:, None]

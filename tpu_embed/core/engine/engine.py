@@ -213,7 +213,7 @@ class EmbeddingEngine:
         return self._intake.place(features, weights, spec, for_update=for_update)
 
     def next_turn(self) -> Turn:
-        """Draw the turn to place the next batch, in any thread; `core/batch/turns.py` says why."""
+        """Return the right to place the next batch, which any thread may use (see `Prefetcher`)."""
         return self._intake.next_turn()
 
     def host_ids(self, features: PyTree, weights: PyTree | None = None) -> list[HostIds]:

@@ -81,9 +81,10 @@ def merge_sums(sum_rows: Sequence[np.ndarray], at: np.ndarray) -> list[Merge]:
       sum_rows: by replica, in batch order: the physical rows of its partial sums, ascending.
       at: int `[replicas, S + 1]`, where those of each shard begin.
     """
-    pieces = [split(*line) for line in zip(sum_rows, at, strict=True)]
-    received = [np.concatenate(piece) for piece in zip(*pieces, strict=True)]
-    sizes = (at[:, 1:] - at[:, :-1]).T
+    # A parcel is what one replica sends to one shard: [replicas][S] -> [S], joined by shard.
+    parcels = [split(*line) for line in zip(sum_rows, at, strict=True)]
+    received = [np.concatenate(of_shard) for of_shard in zip(*parcels, strict=True)]
+    sizes = (at[:, 1:] - at[:, :-1]).T  # [S, replicas]
     return [Merge(*pair) for pair in zip(sizes, host_kernels().sort_ids(received), strict=True)]
 
 
@@ -94,7 +95,7 @@ def split(line: np.ndarray, at: np.ndarray) -> list[np.ndarray]:
 
 
 @functools.cache
-def parcels(axes: MeshAxes, shard_axes: tuple[str, ...]) -> np.ndarray:
+def parcel_places(axes: MeshAxes, shard_axes: tuple[str, ...]) -> np.ndarray:
     """Return where each replica's parcel is among those that each owner receives, `[S, replicas]`.
 
     Parcels arrive as `[rest, S]`: from S devices along the shard axes (an all-to-all), gathered

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["columns", "is_frame"]
+__all__ = ["is_frame", "select_columns"]
 
 _FRAMES = {("pandas", "DataFrame"), ("pyarrow", "Table"), ("pyarrow", "RecordBatch")}
 """Package and class."""
@@ -33,7 +33,7 @@ def is_frame(values: Any) -> bool:
     return not _FRAMES.isdisjoint(classes)
 
 
-def columns(frame: Any, names: Iterable[Any]) -> dict[Any, Any]:
+def select_columns(frame: Any, names: Iterable[Any]) -> dict[Any, Any]:
     """Return the columns of a frame with these names, as far as it has them.
 
     A DataFrame whose columns have several levels gives a DataFrame for a name of the first level,

@@ -40,8 +40,8 @@ def pad_batch(features: Any, multiple: int) -> Any:
 
     Args:
       features: any nesting of arrays [B, …], columns of pandas or Arrow, lists of ids or of lists
-        of ids, `SparseIds`, `RaggedIds` and None, all with the same batch size B. Pad the
-        `weights=` of a batch in a second call.
+        of ids, `SparseIds`, `RaggedIds` and None, all with the same batch size B. Weights and
+        labels may be part of the nesting: `(features, weights, labels)`.
       multiple: the batch size becomes a multiple of this.
 
     Returns:

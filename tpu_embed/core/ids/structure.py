@@ -286,7 +286,7 @@ def _match(nest: Any, values: Any, path: str, rules: _Rules, leaves: list[Any]) 
     inner = children(nest)
     where = f"{rules.what}: {path or 'the top'}"
     if isinstance(nest, Mapping) and frames.is_frame(values):
-        values = frames.columns(values, nest)
+        values = frames.select_columns(values, nest)
     given = None if isinstance(values, _LEAVES) else _given(values)
     if inner is None:
         # The configuration has a feature here, so `values` must have a leaf, not a container.

@@ -1,4 +1,4 @@
-"""Refuse the gradient by a state in words that help, before JAX refuses it in others.
+"""Refuse a gradient with respect to a state, with a remedy, before JAX refuses it without one.
 
 `jax.grad(loss)(state)` first asks whether all leaves of the state are floats. The step is an
 integer, so JAX would say that integers have no gradients. But the gradient of a table is what
@@ -25,7 +25,7 @@ _ASKING = (inspect.unwrap(jax.value_and_grad).__code__.co_filename, "value_and_g
 
 
 def refuse_gradient(what: str) -> None:
-    """Raise the error of a function that is to differentiate by a state.
+    """Raise the error of a function that is asked for a gradient with respect to a state.
 
     Args:
       what: the function.
@@ -48,7 +48,7 @@ def refuse_jax_grad() -> None:
     """Refuse to take a state apart if `jax.grad` asks for its leaves.
 
     Raises:
-      TypeError: `jax.grad` or `jax.value_and_grad` is to differentiate by the state.
+      TypeError: `jax.grad` or `jax.value_and_grad` is asked for such a gradient.
     """
     # The stack: this function, the flattening of the state, JAX's functions of trees, who asks.
     # If a release of JAX changes them, its own error is back, and a test tells.
