@@ -151,7 +151,7 @@ class TPUEmbedding:
           features: the global batch, in the structure of the features; or a `Batch` that the
             engine has placed, without `weights`.
           weights: one weight per id, in the same structure; None where all are one.
-          training: whether gradients will be applied; all such batches have the same size.
+          training: whether gradients will be applied; all such batches have the same sizes.
           name: a label for profiles and errors.
 
         Raises:

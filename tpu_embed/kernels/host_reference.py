@@ -191,6 +191,9 @@ def put(lines: Sequence[Put]) -> None:
 def put_pieces(out: np.ndarray, lines: Sequence[np.ndarray], pieces: Pieces, rest: int) -> None:
     """Write pieces of lines next to each other.
 
+    For example, the line 4 7 13 has 4 and 7 in shard 0 and 13 in shard 1, whose first row is 10:
+    with the pieces [0:2] - 0 and [2:3] - 10, C = 3 and the rest -1, `out` is 4 7 -1 | 3 -1 -1.
+
     Args:
       out: `[devices, S, C]`, contiguous in its last axis; piece (d, s) is written to `out[d, s]`.
       lines: the lines, of one dtype, which is that of `out`.

@@ -39,7 +39,7 @@ def resolve(feature_config: PyTree, optimizer: Any = None, *, mesh: Mesh | None 
     Args:
       feature_config: as for `EmbeddingEngine`.
       optimizer: as for `EmbeddingEngine`.
-      mesh: the devices; None takes all of them.
+      mesh: the devices; None: the mesh of `jax.set_mesh`, or else one axis over all devices.
 
     Returns:
       The same nesting. Features that shared a table share the new one; tables that were not "auto"

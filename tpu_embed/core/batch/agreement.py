@@ -37,8 +37,8 @@ class Agreement:
         one conversation.
 
     Attributes:
-      turns: the order of calls, which must be the same in all processes; of all engines of one
-        conversation.
+      turns: the order of calls, the same in all processes; all engines of one conversation share
+        it.
     """
 
     def __init__(self, layout: Layout) -> None:

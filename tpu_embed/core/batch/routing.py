@@ -203,6 +203,9 @@ class _Writer:
           at: int `[replicas, S + 1]`, where those of each shard begin.
         """
         stack = self.stack
+        # Both are [devices, S]: for each parcel, the shard that owns its rows, and the replica that
+        # sends it. 2 devices that each send to 2 shards: shards 0 1 | 0 1, senders 0 0 | 1 1; what
+        # the same devices receive as owners: shards 0 0 | 1 1, senders 0 1 | 0 1.
         shards = np.broadcast_to(np.arange(stack.num_shards), out.shape[:2])
         senders = np.broadcast_to(self.replica[:, None], out.shape[:2])
         if self.view.layout.axes.one_process:

@@ -285,6 +285,7 @@ def _physical(ids: Array, tables: _ColumnTables, stack: Stack) -> Array:
 
 def _id_order(view: StackView) -> np.ndarray:
     """Return of each id of a period its number if ids were counted feature by feature."""
+    # Ids of the features 0 0 1 0 have the numbers 0 1 3 2.
     return np.argsort(np.argsort(view.id_features, kind="stable"))
 
 

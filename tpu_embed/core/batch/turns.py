@@ -1,6 +1,6 @@
 """The order in which several processes place the batches of one engine.
 
-To place a batch is a conversation between all processes, so all must place their batches in the
+Placing a batch is a conversation between all processes, so all must place their batches in the
 same order. Threads that place ahead cannot promise that by themselves: which of two threads comes
 first differs from process to process. So a turn is drawn where the program runs in the same order
 everywhere, in the user's loop, and used later in any thread. A turn waits until all turns drawn

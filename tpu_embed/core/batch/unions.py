@@ -57,7 +57,7 @@ class _Tier:
 
 
 class Unions:
-    """The running unions of the specs of all batches of one engine; threads may share them.
+    """The tiers of one engine: unions of the specs of its batches. Threads may share them.
 
     Batches of another size, or with other activation shapes, are of another kind and have tiers of
     their own.

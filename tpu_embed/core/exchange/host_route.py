@@ -103,6 +103,8 @@ def parcel_places(axes: MeshAxes, shard_axes: tuple[str, ...]) -> np.ndarray:
     rows but not the batch, all devices hold the same ids; only the one at the owner's coordinate
     counts.
     """
+    # On a mesh of x = 2 and y = 3 that both split the batch, with rows split over x, parcels arrive
+    # as [y, x]: that of replica (x, y) is at 2 y + x, for every owner.
     arrival = (*axes.other_batch_axes(shard_axes), *shard_axes)
     sizes = [axes.mesh.shape[name] for name in arrival]
     batch = [axes.mesh.shape[name] for name in axes.batch_axes]

@@ -59,7 +59,7 @@ class TableState:
     counters: dict[str, Array]
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
-        """Return the fields, for JAX; refuse `jax.grad` by a state."""
+        """Return the fields, for JAX; refuse `jax.grad` with respect to a state."""
         refuse_jax_grad()
         return (self.tables, self.slots, self.step, self.counters), None
 
