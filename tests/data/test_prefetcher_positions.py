@@ -54,9 +54,9 @@ def test_positions_that_are_refused():
     for position in (None, {}, {"batches": -1}, {"batches": True}, [3]):
         with pytest.raises(ValueError, match=r"set_state: expected a position, got .*; give what"):
             plain.set_state(position)
-    with pytest.raises(ValueError, match="expected one with states, got a source without"):
+    with pytest.raises(ValueError, match="expected a source with get_state and set_state"):
         plain.set_state(counter.get_state())
-    with pytest.raises(ValueError, match=r"expected states of sources in 1 process\(es\), got no"):
+    with pytest.raises(ValueError, match="expected one state per process, 1 in all, got no states"):
         counter.set_state(plain.get_state())
     two = {"batches": 1, "sources": [{"json": 1}, {"json": 2}]}
     with pytest.raises(ValueError, match="got 2 states; continue with as many processes"):

@@ -33,11 +33,11 @@ class Placed(NamedTuple):
 
     Attributes:
       item: what the loop gets.
-      source: the state of the source after the batch; None if it has no states.
+      source_state: the state of the source after the batch; None if it has no states.
     """
 
     item: Any
-    source: Any
+    source_state: Any
 
 
 class Feed:
@@ -63,7 +63,7 @@ class Feed:
         self._number += 1
         try:
             item = self._rules.take_apart(self._read())
-            source = state_of(self._source)
+            source_state = state_of(self._source)
         except StopIteration:
             turn.end()
             return None
@@ -77,7 +77,7 @@ class Feed:
         except Exception as error:
             error.add_note(f"This was batch {self._number} of the source.")
             raise
-        return Placed(item.around(batch), source)
+        return Placed(item.around(batch), source_state)
 
     def _read(self) -> Any:
         """Return the next item, after those that are left out."""

@@ -21,20 +21,20 @@ from tpu_embed.processes import gather_from_all
 __all__ = ["decode", "encode"]
 
 
-def encode(batches: int, source: Any, *, stateful: bool) -> dict[str, Any]:
+def encode(batches: int, source_state: Any, *, stateful: bool) -> dict[str, Any]:
     """Return a position.
 
     Args:
       batches: how many were taken.
-      source: the state of this process's source.
+      source_state: the state of this process's source; None if it has no states.
       stateful: whether the source has states. If so, all processes must call this.
     """
     if not stateful:
         return {"batches": batches}
-    if isinstance(source, bytes):
-        one = {"bytes": base64.b64encode(source).decode()}
+    if isinstance(source_state, bytes):
+        one = {"bytes": base64.b64encode(source_state).decode()}
     else:
-        one = {"json": source}
+        one = {"json": source_state}
     return {"batches": batches, "sources": gather_from_all("Prefetcher.get_state", one)}
 
 
@@ -50,14 +50,14 @@ def decode(position: Any, *, stateful: bool) -> tuple[int, Any]:
         raise ValueError(message(what, expected="a position", got=repr(position), remedy=remedy))
     if not stateful:
         if "sources" in position:
-            got = "a source without get_state and set_state"
+            expected, got = "a source with get_state and set_state", "one without them"
             remedy = "give a source of the same kind as when the position was saved"
-            raise ValueError(message(what, expected="one with states", got=got, remedy=remedy))
+            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
         return position["batches"], None
     sources = position.get("sources")
     if not isinstance(sources, list) or len(sources) != jax.process_count():
         count = len(sources) if isinstance(sources, list) else "no"
-        expected, got = f"states of sources in {jax.process_count()} process(es)", f"{count} states"
+        expected, got = f"one state per process, {jax.process_count()} in all", f"{count} states"
         remedy = "continue with as many processes, and a source of the same kind"
         raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
     one = sources[jax.process_index()]

@@ -133,7 +133,7 @@ class Prefetcher:
             outcome = worker.first()
             if outcome is not None and outcome.value is not None:
                 placed: Placed = outcome.value
-                self._taken, self._source_state = self._taken + 1, placed.source
+                self._taken, self._source_state = self._taken + 1, placed.source_state
                 worker.remove_first()
                 worker.request(self._taken + self._depth)
                 return placed.item
@@ -185,11 +185,11 @@ class Prefetcher:
             raise RuntimeError(
                 message("Prefetcher.set_state", expected=expected, got=got, remedy=remedy)
             )
-        taken, source = decode(position, stateful=self._stateful)
+        taken, source_state = decode(position, stateful=self._stateful)
         if isinstance(self._source, Stateful):
-            self._source.set_state(source)
+            self._source.set_state(source_state)
         self._skipped = 0 if self._stateful else taken
-        self._taken, self._source_state = taken, source
+        self._taken, self._source_state = taken, source_state
 
     # -- end -----------------------------------------------------------------------------------
 

@@ -208,8 +208,8 @@ def gather_sum(
       factors: the factor of each bag, `[n * sum(bags)]`; None: all ones.
       bags: for each feature, its bags per period.
       periods: the number n of periods.
-      order: of each bag of a period, its number if the bags were counted feature by feature; ():
-        they are.
+      order: of each bag of a period, its number if the bags were counted feature by feature; () if
+        that is their order already.
       widths: the entries of each bag of a period, if all periods are alike: what `segments` say,
         for kernels that need not read them. (): only `segments` say it.
       segment_sum: the function that sums runs.

@@ -42,7 +42,7 @@ class BagLayout:
       bags_per_period: for each feature, the number of its bags in a period.
       widths: the number of ids of each bag of a period, if all periods are alike; otherwise ().
       order: of each bag of a period, its number if the bags were counted feature by feature; () if
-        they are.
+        that is batch order already.
     """
 
     periods: int
