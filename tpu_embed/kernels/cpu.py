@@ -186,16 +186,9 @@ def update_rows(
     )
     # Results 0, 1, … (table and slots) are in the memory of operands 0, 1, ….
     call = _call("update", shapes, aliases={i: i for i in range(len(held))})
-    updated = call(
-        *operands,
-        columns=_int64(columns),
-        order=_int64(order),
-        blocks=_int64(blocks),
-        periods=np.int64(periods),
-        rule=np.int64(KINDS.index(rule.kind)),
-        flags=np.int64(rule.flag),
-    )
-    return tuple(updated)
+    lists = {"columns": _int64(columns), "order": _int64(order), "blocks": _int64(blocks)}
+    kind, flags = np.int64(KINDS.index(rule.kind)), np.int64(rule.flag)
+    return tuple(call(*operands, **lists, periods=np.int64(periods), rule=kind, flags=flags))
 
 
 def _call(name: str, shapes, aliases: dict[int, int] | None = None):
