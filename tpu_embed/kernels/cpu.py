@@ -186,11 +186,9 @@ def update_rows(
     )
     # Results 0, 1, … (table and slots) are in the memory of operands 0, 1, ….
     call = _call("update", shapes, aliases={i: i for i in range(len(held))})
-    lists = {"columns": bags_per_period, "order": order, "blocks": blocks}
-    numbers = {"periods": periods, "rule": KINDS.index(rule.kind), "flags": rule.flag}
-    attributes = {name: _int64(value) for name, value in lists.items()}
-    attributes |= {name: np.int64(value) for name, value in numbers.items()}
-    return tuple(call(*operands, **attributes))
+    lists = {"columns": _int64(bags_per_period), "order": _int64(order), "blocks": _int64(blocks)}
+    kind, flags = np.int64(KINDS.index(rule.kind)), np.int64(rule.flag)
+    return tuple(call(*operands, **lists, periods=np.int64(periods), rule=kind, flags=flags))
 
 
 def _call(name: str, shapes, aliases: dict[int, int] | None = None):
