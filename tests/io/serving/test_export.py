@@ -158,15 +158,16 @@ def test_metadata_says_what_goes_in_and_what_comes_out(served):
     assert said["features"]["films/0"] == {
         "table": "films",
         "shape": [None, 4],
+        "size": "b",
         "dtype": "int32",
         "weights": "float32",
         "max_sequence_length": 0,
         "on_bad_id": "error",
     }
-    assert said["inputs"] == [{"path": "[0]", "shape": [None, 7], "dtype": "float32"}]
+    assert said["inputs"] == [{"path": "[0]", "shape": [None, 7], "size": "b", "dtype": "float32"}]
     assert said["outputs"] == [
-        {"path": "['score']", "shape": [None], "dtype": "float32"},
-        {"path": "['sequence']", "shape": [None, 3, 8], "dtype": "float32"},
+        {"path": "['score']", "shape": [None], "size": "b", "dtype": "float32"},
+        {"path": "['sequence']", "shape": [None, 3, 8], "size": "b", "dtype": "float32"},
     ]
     users = said["tables"]["users.v1/eu"]
     assert users["dtype"] == "bfloat16"
@@ -237,3 +238,49 @@ def test_ids_of_another_kind_are_refused(served):
         served(IDS | {"user": np.ones(16)}, DENSE, weights=WEIGHTS)
     with pytest.raises(TypeError, match=r"'user': .* a tracer; inside a jit, call .exported"):
         jax.jit(lambda ids: served(IDS | {"user": ids}, DENSE, weights=WEIGHTS))(IDS["user"])
+
+
+def test_features_of_their_own_size(tmp_path):
+    """One program for any number of users, and any other number of items."""
+    users, items = TableConfig(7, 3, name="users"), TableConfig(9, 3, name="items")
+    features = {"user": FeatureConfig(users), "item": FeatureConfig(items)}
+    features["seen"] = FeatureConfig(items)
+    rng = np.random.default_rng(0)
+    shapes = {"users": (7, 3), "items": (9, 3)}
+    tables = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+    def model(acts, owner, bias):
+        taste = (acts["user"] + acts["seen"])[owner]
+        return {"score": (taste * acts["item"]).sum(-1) + bias, "user": acts["user"].sum(-1)}
+
+    def draw(requests, candidates):
+        ids = {
+            "user": rng.integers(0, 7, requests),
+            "seen": rng.integers(-1, 9, (requests, 4)),
+            "item": rng.integers(0, 9, candidates),
+        }
+        bias = rng.normal(size=candidates).astype(np.float32)
+        return ids, rng.integers(0, requests, candidates), bias
+
+    ids, *inputs = draw(2, 5)
+    export_model(tmp_path / "model", model, tables, features, ids, inputs=inputs, platforms="cpu")
+    served = load_model(tmp_path / "model")
+    for requests, candidates in ((1, 500), (3, 3), (4, 2)):
+        ids, *inputs = draw(requests, candidates)
+        found = served(ids, *inputs)
+        expected = model(serving_lookup(tables, ids, features), *inputs)
+        for name, values in expected.items():
+            np.testing.assert_allclose(found[name], values, rtol=1e-5, atol=1e-6)
+    ids, *inputs = draw(2, 5)
+    with pytest.raises(ValueError, match=r"feature 'user': .* 3 as of feature 'seen', got 2"):
+        served({**ids, "seen": np.zeros((3, 4), np.int32)}, *inputs)
+    with pytest.raises(ValueError, match=r"inputs.*: expected int32 of shape \[5\], got .*\[4\]"):
+        served(ids, inputs[0][:4], inputs[1])
+    no = tmp_path / "no"
+    for size in (2, 9):
+        with pytest.raises(ValueError, match="batch: expected None for features of the sizes 5, 2"):
+            export_model(no, model, tables, features, ids, inputs=inputs, batch=size)
+    short = inputs[0][:3], inputs[1]
+    with pytest.raises(ValueError, match=r"batch size 5 or 2 as first dimension, got shape \(3,\)"):
+        export_model(no, model, tables, features, ids, inputs=short)
+    assert not no.exists()

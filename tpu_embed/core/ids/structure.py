@@ -97,11 +97,19 @@ class Structure:
         _collect(nest, "", kept)
         if len(kept) == len(self.paths) or not kept:
             return self  # whatever else differs, `match` says
-        paths, features = zip(*kept, strict=True)
+        return dataclasses.replace(self.only([path for path, _ in kept]), nest=nest)
+
+    def only(self, paths: Sequence[str]) -> Structure:
+        """Return the flat lists of some features, and of the tables that they use.
+
+        Its nest is still the whole configuration.
+        """
+        pairs = zip(self.paths, self.features, strict=True)
+        features = tuple(feature for path, feature in pairs if path in paths)
         used = {id(feature.table) for feature in features}
-        pairs = zip(self.tables, self.table_names, strict=True)
-        tables, names = zip(*(pair for pair in pairs if id(pair[0]) in used), strict=True)
-        return Structure(nest, paths, features, tables, names)
+        named = zip(self.tables, self.table_names, strict=True)
+        tables, names = zip(*(pair for pair in named if id(pair[0]) in used), strict=True)
+        return Structure(self.nest, tuple(paths), features, tables, names)
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         """Return `leaves` [F] in the configuration's nesting."""

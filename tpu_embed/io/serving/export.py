@@ -13,9 +13,10 @@ Input: a model, its tables and example features. Output: a directory of these fi
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,9 @@ def export_model(
       features: examples of dense ids, or `jax.ShapeDtypeStruct`s; only their shapes are read.
       weights: examples of weights in the same structure, None for a feature without weights.
       inputs: examples of the model's other arguments: pytrees of arrays whose first dimension is
-        the batch size, or scalars.
+        the batch size of some feature, or scalars.
       batch: the only batch size that the program accepts; None: any size, if the model allows it.
+        Features whose examples have one size share it; those of another size have another.
       platforms: one or several of "cpu", "cuda", "rocm", "tpu".
       version: `touched.version(state)` of the tables, so that deltas may follow (`export_delta`).
 
@@ -122,10 +124,11 @@ def _as_written(table: Stored) -> Stored:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Arguments:
-    """The shapes of the program's arguments, whose first dimension is the batch size.
+    """The shapes of the program's arguments, whose first dimension is a batch size.
 
     Attributes:
-      batch: the only batch size, or None for any; the first dimension is a symbol then.
+      batch: the only batch size, or None for any; first dimensions are symbols then, one for all
+        features of one size.
       features: ids of each feature by path, int32 or int64.
       weights: weights of each weighted feature by path, floats.
       inputs: the other arguments of the model.
@@ -144,6 +147,7 @@ class _Arguments:
             found[path] = {
                 "table": declared.table_names[declared.table_index(feature)],
                 "shape": model_files.shape(ids),
+                "size": model_files.size(ids),
                 "dtype": str(ids.dtype),
                 "weights": str(self.weights[path].dtype) if path in self.weights else None,
                 "max_sequence_length": feature.max_sequence_length,
@@ -160,14 +164,13 @@ def _arguments(
     if weights is not None:
         scales = declared.match(weights, what="weights")
     shapes = [_dense(path, ids) for path, ids in zip(declared.labels, given, strict=True)]
-    size = shapes[0][0]
-    fixed = _fixed(declared, size, batch)
-    first: Any = jax_export.symbolic_shape("b")[0] if fixed is None else fixed
+    fixed = _fixed(declared, [shape[0] for shape in shapes], batch)
+    firsts = _first_dimensions([shape[0] for shape in shapes], fixed is not None)
     ids, numbers = {}, {}
     for f, feature in enumerate(declared.features):
         path, label, scale = declared.paths[f], f"feature {declared.labels[f]!r}", scales[f]
         dense_shape(label, feature, shapes[f], weighted=scale is not None)
-        shape = (first, *_rest(label, shapes[f], size))
+        shape = (firsts[shapes[f][0]], *shapes[f][1:])
         big = feature.table.vocabulary_size > _INT32_MAX
         ids[path] = jax.ShapeDtypeStruct(shape, np.dtype(np.int64 if big else np.int32))
         if scale is not None:
@@ -178,8 +181,9 @@ def _arguments(
     def as_input(key: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         if not np.shape(leaf):
             return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
-        rest = _rest(f"inputs{jax.tree_util.keystr(key)}", np.shape(leaf), size)
-        return jax.ShapeDtypeStruct((first, *rest), jax.dtypes.canonicalize_dtype(leaf.dtype))
+        first = _first(f"inputs{jax.tree_util.keystr(key)}", np.shape(leaf), firsts)
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        return jax.ShapeDtypeStruct((first, *np.shape(leaf)[1:]), dtype)
 
     leaves = jax.tree_util.tree_map_with_path(as_input, tuple(inputs))
     return _Arguments(fixed, ids, numbers, leaves)
@@ -198,24 +202,43 @@ def _dense(label: str, ids: Any) -> tuple[int, ...]:
     return tuple(ids.shape)
 
 
-def _fixed(declared: Structure, size: int, batch: int | None) -> int | None:
-    """Return the only batch size, or None if any size is allowed."""
+def _fixed(declared: Structure, sizes: Sequence[int], batch: int | None) -> int | None:
+    """Return the only batch size, the first of several, or None if any sizes are allowed."""
     if batch is not None:
         _checks.check_int("batch", batch, minimum=1)
-    shapes = [feature.output_shape for feature in declared.features]
-    fixed = size if batch is None and any(shapes) else batch
-    if fixed is not None and fixed != size:
-        expected, remedy = f"that of features, {size}", "give examples of the size that is served"
+    if batch is not None and {*sizes} != {batch}:
+        known = ", ".join(map(str, dict.fromkeys(sizes)))
+        expected, remedy = f"that of features, {known}", "give examples of the size that is served"
+        if len({*sizes}) > 1:
+            expected = f"None for features of the sizes {known}"
+            remedy = "leave it out, and pad what you serve to a few sizes"
         raise ValueError(message("batch", expected=expected, got=batch, remedy=remedy))
-    return fixed
+    shapes = [feature.output_shape for feature in declared.features]
+    return sizes[0] if batch is None and any(shapes) else batch
 
 
-def _rest(what: str, shape: Sequence[int], size: int) -> tuple[int, ...]:
-    if shape[0] != size:
+def _first_dimensions(sizes: Sequence[int], fixed: bool) -> dict[int, Any]:
+    """Return the first dimension of the arguments whose examples have each size.
+
+    Args:
+      sizes: of the features' examples.
+      fixed: whether the program has these sizes; otherwise each becomes a symbol.
+    """
+    different = list(dict.fromkeys(sizes))
+    if fixed:
+        return {size: size for size in different}
+    names = [f"b{i}" for i in range(len(different))] if len(different) > 1 else ["b"]
+    return dict(zip(different, jax_export.symbolic_shape(", ".join(names)), strict=True))
+
+
+def _first(what: str, shape: Sequence[int], firsts: dict[int, Any]) -> Any:
+    """Return the first dimension of an input, which must be the batch size of a feature."""
+    if shape[0] not in firsts:
         remedy = "what does not depend on the example belongs in the model"
-        expected, got = f"batch size {size} as first dimension", f"shape {tuple(shape)}"
+        sizes = " or ".join(map(str, firsts))
+        expected, got = f"batch size {sizes} as first dimension", f"shape {tuple(shape)}"
         raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
-    return tuple(shape[1:])
+    return firsts[shape[0]]
 
 
 def _check_weights(label: str, weights: Any, shape: tuple[int, ...]) -> None:
@@ -238,11 +261,11 @@ def _exported(
     """Return the exported program of the lookups followed by the model."""
     # A program for any batch size looks up one example at a time, which has no output_shape.
     plain = [dataclasses.replace(feature, output_shape=None) for feature in declared.features]
-    server = server_of(dataclasses.replace(declared, features=tuple(plain)))
+    flat = dataclasses.replace(declared, features=tuple(plain))
 
     def served(tables: dict, features: dict, weights: dict, *inputs: PyTree) -> PyTree:
-        given = tuple(Stored(tables[name]) for name in declared.table_names)
-        activations = _by_example(server, given, declared.paths, features, weights)
+        given = {name: Stored(arrays) for name, arrays in tables.items()}
+        activations = _by_example(flat, given, features, weights)
         # Without the barrier XLA could fuse lookups with the model, and change their last bits.
         activations = jax.lax.optimization_barrier(activations)
         return model(declared.unflatten(activations), *inputs)
@@ -268,22 +291,38 @@ def _exported(
 
 
 def _by_example(
-    server: Server,
-    tables: tuple[Stored, ...],
-    paths: Sequence[str],
+    declared: Structure,
+    tables: Mapping[str, Stored],
     features: dict[str, Array],
     weights: dict[str, Array],
 ) -> list[Array]:
     """Look up one example, vmapped over the batch, so that the batch size can stay symbolic."""
+    found: dict[str, Array] = {}
+    # Features of one batch size together: each size is a loop of its own.
+    for size in dict.fromkeys(array.shape[0] for array in features.values()):
+        mine = [path for path in declared.paths if features[path].shape[0] == size]
+        part = declared.only(mine)
+        stored = tuple(tables[name] for name in part.table_names)
+        scales = {path: weights[path] for path in mine if path in weights}
+        ids = {path: features[path] for path in mine}
+        one = functools.partial(_one_example, server_of(part), stored, mine)
+        found |= dict(zip(mine, jax.vmap(one)(ids, scales), strict=True))
+    return [found[path] for path in declared.paths]
 
-    def one(ids: dict[str, Array], scales: dict[str, Array]) -> list[Array]:
-        # [H] -> [1, H]: a batch of one example; its activations [1, …, D] -> […, D]
-        given = [ids[path][None] for path in paths]
-        found = [scales[path][None] if path in scales else None for path in paths]
-        activations, _ = server.activations(tables, server.traced(given, found))
-        return [activation[0] for activation in activations]
 
-    return jax.vmap(one)(features, weights)
+def _one_example(
+    server: Server,
+    tables: tuple[Stored, ...],
+    paths: Sequence[str],
+    ids: dict[str, Array],
+    scales: dict[str, Array],
+) -> list[Array]:
+    """Return the activations of one example, `[…, D]` per feature."""
+    # [H] -> [1, H]: a batch of one example; its activations [1, …, D] -> […, D]
+    given = [ids[path][None] for path in paths]
+    found = [scales[path][None] if path in scales else None for path in paths]
+    activations, _ = server.activations(tables, server.traced(given, found))
+    return [activation[0] for activation in activations]
 
 
 def _serialized(exported: jax_export.Exported) -> bytes:

@@ -31,6 +31,7 @@ __all__ = [
     "read_program",
     "read_tables",
     "shape",
+    "size",
     "write",
 ]
 
@@ -39,10 +40,12 @@ KIND, PROGRAM = "model", "model.stablehlo"
 _REMEDY = "export the model again, or copy the directory whole"
 
 _SHAPE = schema.sequence(schema.optional(schema.integer()))  # null: any size
-_LEAF = schema.record(path=schema.text, shape=_SHAPE, dtype=schema.text)
+_SIZE = schema.optional(schema.text)  # the name of a batch size that is open, else null
+_LEAF = schema.record(path=schema.text, shape=_SHAPE, size=_SIZE, dtype=schema.text)
 _FEATURE = schema.record(
     table=schema.text,
     shape=_SHAPE,
+    size=_SIZE,
     dtype=schema.choice("int32", "int64"),
     weights=schema.optional(schema.choice("float32", "float64")),
     max_sequence_length=schema.integer(),
@@ -66,12 +69,21 @@ def shape(leaf: Any) -> list[int | None]:
     return [n if isinstance(n, int) else None for n in leaf.shape]
 
 
+def size(leaf: Any) -> str | None:
+    """Return the name of a leaf's first dimension, if any size will do; else None."""
+    return next((str(n) for n in leaf.shape[:1] if not isinstance(n, int)), None)
+
+
 def describe_leaves(tree: PyTree) -> list[dict[str, Any]]:
     """Return path, shape and dtype of each leaf of the inputs or outputs, for the metadata."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [
-        {"path": jax.tree_util.keystr(key), "shape": shape(leaf), "dtype": str(leaf.dtype)}
-        for key, leaf in leaves
+        {
+            "path": jax.tree_util.keystr(key),
+            "shape": shape(leaf),
+            "size": size(leaf),
+            "dtype": str(leaf.dtype),
+        }
+        for key, leaf in jax.tree_util.tree_leaves_with_path(tree)
     ]
 
 

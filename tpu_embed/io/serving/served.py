@@ -148,8 +148,8 @@ class ServedModel:
         _check_paths("features", given, described)
         _check_paths("weights", scales, {p: d for p, d in described.items() if d["weights"]})
         ids = {path: _ids(self._features[path], d, given[path]) for path, d in described.items()}
-        size = _check_batch({path: array.shape[0] for path, array in ids.items()})
-        _check_inputs(inputs, self.metadata["inputs"], size)
+        sizes = _batch_sizes({p: a.shape[0] for p, a in ids.items()}, described)
+        _check_inputs(inputs, self.metadata["inputs"], sizes)
         numbers = {
             path: weights_of.beside_dense(
                 f"feature {path!r}",
@@ -266,18 +266,24 @@ def _check_paths(what: str, given: Mapping[str, Any], described: Mapping[str, An
         raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
 
 
-def _check_batch(sizes: Mapping[str, int]) -> int:
-    """Return the batch size, which must be the same for all features."""
-    path, first = next(iter(sizes.items()))
-    for other, size in sizes.items():
-        if size != first or not size:
-            expected = f"a positive batch size, {first} as of feature {path!r}"
-            raise ValueError(message(f"feature {other!r}", expected=expected, got=f"{size}"))
-    return first
+def _batch_sizes(
+    given: Mapping[str, int], described: Mapping[str, Mapping[str, Any]]
+) -> dict[str, int]:
+    """Return the batch sizes that are open, by name; features that share one must agree."""
+    found: dict[str, tuple[str, int]] = {}
+    for path, size in given.items():
+        name = described[path]["size"]
+        if name is None:  # the program has one size, which was checked with the shape
+            continue
+        first, expected = found.setdefault(name, (path, size))
+        if size != expected or not size:
+            expected = f"a positive batch size, {expected} as of feature {first!r}"
+            raise ValueError(message(f"feature {path!r}", expected=expected, got=f"{size}"))
+    return {name: size for name, (_, size) in found.items()}
 
 
 def _check_inputs(
-    inputs: tuple[PyTree, ...], described: Sequence[Mapping[str, Any]], size: int
+    inputs: tuple[PyTree, ...], described: Sequence[Mapping[str, Any]], sizes: Mapping[str, int]
 ) -> None:
     """Check the other arguments of the model against those it was exported with."""
     leaves = jax.tree_util.tree_leaves_with_path(inputs)
@@ -285,8 +291,9 @@ def _check_inputs(
     exported = {one["path"]: one for one in described}
     _check_paths("inputs", given, exported)
     for path, leaf in given.items():
-        shape = [size if n is None else n for n in exported[path]["shape"]]
-        expected = f"{exported[path]['dtype']} of shape {shape}"
+        one = exported[path]
+        shape = [sizes[one["size"]] if n is None else n for n in one["shape"]]
+        expected = f"{one['dtype']} of shape {shape}"
         got = f"{_dtype(leaf)} of shape {list(np.shape(leaf))}"
         if got != expected:
             remedy = "cast it; shapes are static but for the batch"
