@@ -59,7 +59,7 @@ REFUSED = {
     ),
     "input": (
         lambda: {"inputs": (np.ones(3, np.float32),)},
-        r"inputs\[0\]: expected batch size 4 as first dimension, got shape \(3,\)",
+        r"inputs\[0\]: expected batch size 4 as first dimension, got shape \(3,\); what does not",
     ),
     "batch": (lambda: {"batch": 5}, "batch: expected that of features, 4, got 5"),
     "tables": (lambda: {"tables": {}}, "small missing"),
@@ -76,6 +76,17 @@ def test_an_export_that_cannot_be_served_leaves_nothing(case, tmp_path):
     options, text = REFUSED[case]
     with pytest.raises(ValueError, match=text):
         export_one(tmp_path / "m", **options())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_features_of_two_sizes_are_refused(tmp_path):
+    features, ids = {"a": ONE, "b": ONE}, {"a": np.zeros(4, int), "b": np.zeros(20, int)}
+    tables = {"small": np.zeros((SMALL.vocabulary_size, SMALL.dim), np.float32)}
+    says = (
+        r"feature 'b': expected batch size 4 .* \(20,\); features of other sizes go into a model of"
+    )
+    with pytest.raises(ValueError, match=says):
+        export_model(tmp_path / "m", lambda a: a, tables, features, ids)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -63,7 +63,8 @@ def export_model(
       model: called with the activations in the structure of the features, and the inputs. Arrays
         that it closes over, such as its parameters, become constants of the program.
       tables: as for `serving_lookup`.
-      feature_config: as for `serving_lookup`. An `output_shape` fixes the batch size.
+      feature_config: as for `serving_lookup`, but all features have one batch size. An
+        `output_shape` fixes it.
       features: examples of dense ids, or `jax.ShapeDtypeStruct`s; only their shapes are read.
       weights: examples of weights in the same structure, None for a feature without weights.
       inputs: examples of the model's other arguments: pytrees of arrays whose first dimension is
@@ -167,7 +168,8 @@ def _arguments(
     for f, feature in enumerate(declared.features):
         path, label, scale = declared.paths[f], f"feature {declared.labels[f]!r}", scales[f]
         dense_shape(label, feature, shapes[f], weighted=scale is not None)
-        shape = (first, *_rest(label, shapes[f], size))
+        remedy = "features of other sizes go into a model of their own, or serving_lookup"
+        shape = (first, *_rest(label, shapes[f], size, remedy))
         big = feature.table.vocabulary_size > _INT32_MAX
         ids[path] = jax.ShapeDtypeStruct(shape, np.dtype(np.int64 if big else np.int32))
         if scale is not None:
@@ -178,7 +180,8 @@ def _arguments(
     def as_input(key: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         if not np.shape(leaf):
             return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
-        rest = _rest(f"inputs{jax.tree_util.keystr(key)}", np.shape(leaf), size)
+        remedy = "what does not depend on the example belongs in the model"
+        rest = _rest(f"inputs{jax.tree_util.keystr(key)}", np.shape(leaf), size, remedy)
         return jax.ShapeDtypeStruct((first, *rest), jax.dtypes.canonicalize_dtype(leaf.dtype))
 
     leaves = jax.tree_util.tree_map_with_path(as_input, tuple(inputs))
@@ -210,9 +213,8 @@ def _fixed(declared: Structure, size: int, batch: int | None) -> int | None:
     return fixed
 
 
-def _rest(what: str, shape: Sequence[int], size: int) -> tuple[int, ...]:
+def _rest(what: str, shape: Sequence[int], size: int, remedy: str) -> tuple[int, ...]:
     if shape[0] != size:
-        remedy = "what does not depend on the example belongs in the model"
         expected, got = f"batch size {size} as first dimension", f"shape {tuple(shape)}"
         raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
     return tuple(shape[1:])
