@@ -71,6 +71,10 @@ def test_features_of_their_own_size():
         embedding.enqueue({"user": np.arange(6), "items": np.arange(6)})
     with pytest.raises(ValueError, match=r"feature 'user': batch size: expected a positive mult"):
         embedding.enqueue({"user": np.arange(3), "items": np.arange(6)})
+    with pytest.raises(ValueError, match=r"got 0; examples whose bags are empty will do"):
+        embedding.enqueue({"user": np.arange(0), "items": np.arange(6)})
+    with pytest.raises(ValueError, match="per_replica_batch_size: items: expected an integer >= 1"):
+        embedding.build({"items": 0, "user": 1})
     with pytest.raises(ValueError, match="per_replica_batch_size: user is missing"):
         embedding.build({"items": 3})
 

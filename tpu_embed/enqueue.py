@@ -181,9 +181,11 @@ def batch_sizes(declared: Structure, given: PyTree | None) -> tuple[int, ...] | 
     """
     if given is None:
         return None
-    what, nested = "per_replica_batch_size", structure.children(given) is not None
-    sizes = declared.match(given, what=what) if nested else [given] * len(declared.paths)
-    return tuple(check_int(what, size, minimum=1) for size in sizes)
+    what = "per_replica_batch_size"
+    if structure.children(given) is None:
+        return (check_int(what, given, minimum=1),) * len(declared.paths)
+    pairs = zip(declared.labels, declared.match(given, what=what), strict=True)
+    return tuple(check_int(f"{what}: {label}", size, minimum=1) for label, size in pairs)
 
 
 def _any_deleted(leaves: list[Any]) -> bool:

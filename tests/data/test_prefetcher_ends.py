@@ -40,6 +40,11 @@ def test_errors_come_where_their_batch_would(where, depth):
     assert not threads()
 
 
+def test_placed_batches_need_no_prefetcher():
+    with pytest.raises(TypeError, match=r"got a Batch, .* a Batch needs no Prefetcher"):
+        next(Prefetcher(engine(), Prefetcher(engine(), source(3))))
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, StopIteration])
 def test_no_exception_is_lost_or_ends_the_data_silently(error, monkeypatch):
     def raising(*_, **__):

@@ -61,6 +61,9 @@ def test_positions_that_are_refused():
     two = {"batches": 1, "sources": [{"json": 1}, {"json": 2}]}
     with pytest.raises(ValueError, match="got 2 states; continue with as many processes"):
         counter.set_state(two)
+    for one in (None, 3, {}, {"bytes": "!"}, {"bytes": 3}, {"json": 1, "bytes": "e30="}):
+        with pytest.raises(ValueError, match=r"expected a source's state, got .*; give what"):
+            counter.set_state({"batches": 1, "sources": [one]})
     plain.set_state({"batches": 4})
     with pytest.raises(ValueError, match="expected 4 batches before the next one, got 3"):
         next(plain)

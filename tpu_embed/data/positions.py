@@ -11,6 +11,7 @@ Input: the number of batches, and the state of this process's source. Output: JS
 from __future__ import annotations
 
 import base64
+import re
 from typing import Any
 
 import jax
@@ -60,5 +61,18 @@ def decode(position: Any, *, stateful: bool) -> tuple[int, Any]:
         expected, got = f"one state per process, {jax.process_count()} in all", f"{count} states"
         remedy = "continue with as many processes, and a source of the same kind"
         raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
-    one = sources[jax.process_index()]
-    return position["batches"], base64.b64decode(one["bytes"]) if "bytes" in one else one["json"]
+    return position["batches"], _state(what, sources[jax.process_index()])
+
+
+def _state(what: str, one: Any) -> Any:
+    """Return the state of a source from its JSON value."""
+    match one:
+        case {"json": state, **rest} if not rest:
+            return state
+        case {"bytes": str(text), **rest} if not rest and _BASE64.fullmatch(text):
+            return base64.b64decode(text)
+    expected, remedy = "a source's state", "give what get_state returned"
+    raise ValueError(message(what, expected=expected, got=repr(one), remedy=remedy))
+
+
+_BASE64 = re.compile("(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?")

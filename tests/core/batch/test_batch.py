@@ -140,6 +140,37 @@ def test_sparse_and_ragged_pack_alike():
     np.testing.assert_array_equal(sparse.packed, ragged.packed)
 
 
+@pytest.mark.parametrize("odd", ["strided", "reversed", "broadcast", "in a record", "big-endian"])
+def test_ids_and_weights_may_lie_anywhere_in_memory(odd):
+    """The compiled loops read contiguous arrays, which a column of a matrix is not."""
+
+    def laid(array):
+        record = np.zeros(array.shape, [("odd", "i1"), ("one", array.dtype)])
+        record["one"] = array
+        return {
+            "strided": np.stack([array, array], axis=1)[:, 0],
+            "reversed": array[::-1].copy()[::-1],
+            "broadcast": np.broadcast_to(array[0], array.shape),
+            "in a record": record["one"],
+            "big-endian": array.astype(array.dtype.newbyteorder(">")),
+        }[odd]
+
+    engine = make_engine(2)
+    ids, _ = draw(ragged=True)
+    clicks = ids["clicks"]
+    values, splits = laid(clicks.values.astype(np.int32)), clicks.row_splits
+    weights = laid(np.arange(1, 1 + values.size, dtype=np.float32))
+    rows = np.repeat(np.arange(B), np.diff(splits))
+    indices = np.stack([rows, np.arange(rows.size) - splits[rows]], axis=1)
+    plain = RaggedIds(
+        np.array(values, np.int32, order="C"), splits, np.array(weights, np.float32, order="C")
+    )
+    expected = engine.place(ids | {"clicks": plain})
+    for one in (RaggedIds(values, splits, weights), SparseIds(indices, values, (B, 3), weights)):
+        placed = engine.place(ids | {"clicks": one})
+        np.testing.assert_array_equal(placed.packed, expected.packed)
+
+
 def test_a_dense_feature_packs_flat_beside_a_ragged_one():
     engine = make_engine(2)
     ids, bags = draw(ragged=True)

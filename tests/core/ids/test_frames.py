@@ -49,6 +49,16 @@ def test_a_missing_column_is_named(engine, make):
         engine.place(make({"item": COLUMNS["item"]} | LABEL))
 
 
+@pytest.mark.parametrize("kind", ["DataFrame", "Table"])
+def test_two_columns_of_one_name_are_refused(engine, kind):
+    """pandas would give both at once, which looks like a feature of two ids per bag."""
+    names, arrays = ["user", "item", "user"], [COLUMNS["user"], COLUMNS["item"], COLUMNS["user"]]
+    frame = pd.DataFrame(np.stack(arrays, axis=1), columns=names)
+    table = pa.Table.from_arrays([pa.array(one) for one in arrays], names=names)
+    with pytest.raises(ValueError, match=f"column 'user' of a {kind}: expected one .* got 2 of it"):
+        engine.place(frame if kind == "DataFrame" else table)
+
+
 @pytest.mark.parametrize("make", MAKERS.values())
 @pytest.mark.parametrize("config", [list, tuple])
 def test_a_frame_is_no_list(make, config):

@@ -146,20 +146,52 @@ def test_many_ragged_rows_an_example():
     assert ragged.row_splits.tolist() == [0, 0, 1, 1, 1, 2, 2, 2, 2]
 
 
+def test_each_leaf_is_padded_from_its_own_size():
+    features = {
+        "item": [np.arange(6), SparseIds([[2, 0]], [1], (3, 2))],
+        "tags": RaggedIds([1, 2], [0, 1, 1, 1, 2, 2]),
+        "none": (np.zeros(0, np.int32), SparseIds([], [], (0, 2)), RaggedIds([], [0])),
+        "full": jnp.ones((4, 2), jnp.int32),
+    }
+    padded = pad_batch(features, 4)
+    assert padded["item"][0].tolist() == [0, 1, 2, 3, 4, 5, -1, -1]
+    assert padded["item"][1].dense_shape == (4, 2)
+    assert padded["tags"].row_splits.tolist() == [0, 1, 1, 1, 2, 2, 2, 2, 2]
+    empty, sparse, ragged = padded["none"]
+    assert (len(empty), sparse.dense_shape, ragged.row_splits.tolist()) == (0, (0, 2), [0])
+    assert padded["full"].shape == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "ragged", "after"),
+    [
+        ((3,), 12, 16),  # 4 rows for each of 3 examples, which become 4
+        ((3, 4), 12, 12),  # 3 rows for each of 4 examples
+        ((3, 4), 15, 20),  # 5 rows for each of 3
+        ((3, 12), 12, 12),
+        ((3, 4), 5, 8),  # no size divides the rows: each is an example
+        ((3, 0), 3, 4),
+        ((0,), 5, 8),
+        ((1,), 5, 20),
+        ((), 5, 8),
+    ],
+)
+def test_ragged_rows_belong_to_the_largest_size_that_divides_them(arrays, ragged, after):
+    leaves = [np.zeros(size, np.int32) for size in arrays]
+    *_, padded = pad_batch([*leaves, RaggedIds([7], [0] + [1] * ragged)], 4)
+    assert padded.row_splits.tolist() == [0] + [1] * after
+
+
+@pytest.mark.parametrize("rows", [[3, 6, 9], [6, 3, 9], [3, 6, 0, 9]])
+def test_ragged_rows_alone_belong_to_the_fewest(rows):
+    padded = pad_batch([RaggedIds([], [0] * (n + 1)) for n in rows], 4)
+    assert [len(leaf.row_splits) - 1 for leaf in padded] == [n * 4 // 3 for n in rows]
+
+
 @pytest.mark.parametrize(
     ("features", "multiple", "says"),
     [
         ({"x": np.zeros(3, int)}, 0, "pad_batch: multiple: expected an integer >= 1, got 0"),
-        (
-            {"x": np.zeros(3, int), "y": [np.zeros(4, int)]},
-            2,
-            "pad_batch: y/0: expected the batch size of x, 3, got 4",
-        ),
-        (
-            [SparseIds([], [], (2, 2)), RaggedIds([], [0, 0, 0, 0])],
-            2,
-            "pad_batch: 1: expected the batch size of 0, 2, got 3",
-        ),
         ({"x": 3}, 2, r"pad_batch: x: expected an array \[B, …\], SparseIds.*got 3"),
         (np.int32(3), 2, r"pad_batch: feature: expected an array"),
         ({"x": "abc"}, 2, r"pad_batch: x: expected an array .*got 'abc'"),

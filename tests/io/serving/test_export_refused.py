@@ -59,7 +59,7 @@ REFUSED = {
     ),
     "input": (
         lambda: {"inputs": (np.ones(3, np.float32),)},
-        r"inputs\[0\]: expected batch size 4 as first dimension, got shape \(3,\)",
+        r"inputs\[0\]: expected batch size 4 as first dimension, got shape \(3,\); what does not",
     ),
     "batch": (lambda: {"batch": 5}, "batch: expected that of features, 4, got 5"),
     "tables": (lambda: {"tables": {}}, "small missing"),

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import pandas as pd
+import pyarrow as pa
 import pytest
 import serving_cases
 from jax.experimental import checkify
@@ -230,6 +232,19 @@ def test_error_names_table_expected_got_and_remedy(case):
 def test_tables_that_are_no_mapping_are_refused():
     with pytest.raises(TypeError, match="expected a mapping from TableConfig or table name"):
         serving_lookup([TABLE], BAGS, FeatureConfig(FILMS))
+
+
+@pytest.mark.parametrize("make", [pd.DataFrame, pa.table, pa.RecordBatch.from_pydict])
+def test_a_frame_may_leave_out_features(make):
+    """Columns of other names are no features: a frame has what its columns have."""
+    items = FeatureConfig(TableConfig(ROWS, DIM, name="items"))
+    features = {"user": FeatureConfig(TableConfig(ROWS, DIM, name="users")), "item": items}
+    ids = np.arange(3)
+    found = serving_lookup({"items": TABLE}, make({"item": ids, "label": ids * 0.5}), features)
+    assert set(found) == {"item"}
+    np.testing.assert_array_equal(found["item"], TABLE[:3])
+    with pytest.raises(ValueError, match="features: item is missing"):
+        serving_lookup({"users": TABLE, "items": TABLE}, make({"label": ids}), features)
 
 
 def test_one_user_and_many_items_in_one_call():

@@ -56,6 +56,10 @@ class Intake:
 
     def host_ids(self, features: PyTree, weights: PyTree | None) -> list[HostIds]:
         """Return the validated ids of every feature, of this process's part of the batch."""
+        if isinstance(features, Batch):
+            expected, got = "ids on the host", "a Batch, whose ids are on the devices"
+            remedy = "give the features themselves; a Batch needs no Prefetcher"
+            raise TypeError(message("features", expected=expected, got=got, remedy=remedy))
         given, scales = self._declared.match_weighted(features, weights)
         here = zip(self._layout.features, self._placer.configs, given, scales, strict=True)
         return [

@@ -184,9 +184,23 @@ def _pack_flat(
     columns = []
     for f in view.features:
         ids, bag, weight = _flatten(hosts[f])
-        columns.append(Column(_physical(ids, view.layout, f), bag, weight))
+        columns.append(
+            Column(
+                _in_one_piece(_physical(ids, view.layout, f)),
+                _in_one_piece(bag),
+                None if weight is None else _in_one_piece(weight),
+            )
+        )
     sizes = {"periods": view.periods, "bag_features": view.period.feature}
     host_kernels().interleave(columns, row_ids, bags, weights, **sizes)
+
+
+def _in_one_piece(line: np.ndarray) -> np.ndarray:
+    """Return a line as compiled loops read it: numbers side by side, at even addresses.
+
+    What users give may be strided, such as a column of a matrix, or a field of records.
+    """
+    return np.require(line, requirements=["C", "A"])
 
 
 def _flatten(host: HostIds) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

@@ -124,6 +124,8 @@ class BatchSpec:
                 expected = f"a positive multiple of {self.replicas}, the devices that share it"
                 what = f"feature {path!r}: batch size"
                 remedy = f"use tpu_embed.pad_batch(features, {self.replicas})"
+                if not size:  # nothing is padded to a multiple: it is one
+                    remedy = "examples whose bags are empty will do"
                 raise ValueError(message(what, expected=expected, got=f"{size}", remedy=remedy))
 
     @property

@@ -11,8 +11,11 @@ Input: anything. Output: whether it is a frame; and the columns that are asked f
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable
 from typing import Any
+
+from tpu_embed import _checks
 
 __all__ = ["is_frame", "select_columns"]
 
@@ -38,7 +41,16 @@ def select_columns(frame: Any, names: Iterable[Any]) -> dict[Any, Any]:
 
     A DataFrame whose columns have several levels gives a DataFrame for a name of the first level,
     which matches a nested mapping of features.
+
+    Raises:
+      ValueError: several columns have one of the names.
     """
-    # A DataFrame contains its columns' names. The Arrow classes list them in their schema.
-    there = frame.schema.names if hasattr(frame, "schema") else frame
-    return {name: frame[name] for name in names if name in there}
+    # A DataFrame lists the names of its columns in `columns`, the Arrow classes in their schema.
+    there = frame.schema.names if hasattr(frame, "schema") else frame.columns
+    counts = collections.Counter(there) if getattr(there, "nlevels", 1) == 1 else {}
+    found = [name for name in names if name in there]
+    for name in found:
+        if counts.get(name, 1) > 1:
+            what, got = f"column {name!r} of a {type(frame).__name__}", f"{counts[name]} of it"
+            raise ValueError(_checks.message(what, expected="one column of each name", got=got))
+    return {name: frame[name] for name in found}

@@ -1,7 +1,8 @@
 """Pad a batch with empty bags, so that it divides evenly over the replicas.
 
 The last batch of an epoch is often smaller than the others. Examples with empty bags make up the
-difference: their activations are zero.
+difference: their activations are zero. Each feature has a batch size of its own, so each is padded
+by itself.
 
 Input: features in any nesting, without their configuration. Output: the same nesting, padded; what
 no number can mark as padding is masked.
@@ -10,7 +11,7 @@ no number can mark as padding is masked.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,12 +27,17 @@ __all__ = ["pad_batch"]
 
 
 def pad_batch(features: Any, multiple: int) -> Any:
-    """Add empty bags to every feature until the batch size is a multiple of `multiple`.
+    """Add empty bags to every feature until its batch size is a multiple of `multiple`.
 
     Arrays of ids get rows of -1, `SparseIds` a larger first dim, `RaggedIds` empty rows; arrays of
     floats (weights, labels) get zeros. The activations of the added examples are zero rows.
-    `RaggedIds` that hold m rows per example (see `FeatureConfig.output_shape`) get m empty rows
-    for each added example.
+
+    Each leaf is padded by itself, from a batch size B of its own. `RaggedIds` may hold m rows per
+    example (see `FeatureConfig.output_shape`), which they do not tell. So their B is that of
+    another leaf: the largest number of rows of any array or `SparseIds` that divides theirs. Beside
+    an array of 3 examples, 12 rows are 4 per example; each added example gets 4 empty rows. If no
+    such number divides their rows, each row is an example. Without arrays and `SparseIds`, the
+    fewest rows of all `RaggedIds` are tried in their place.
 
     No unsigned number means padding: each may be an id. So unsigned ids stay unsigned in a masked
     array, `numpy.ma`, whose added rows are masked; `place` takes what is masked for padding. JAX
@@ -61,12 +67,16 @@ def pad_batch(features: Any, multiple: int) -> Any:
     given: list[tuple[str, Any]] = []
     _collect(features, "", given)
     leaves = [(path, read_ids(f"pad_batch: {path}", leaf)) for path, leaf in given]
-    batch = _batch_size(leaves)
-    added = -batch % multiple  # batch 13, multiple 8: 3
+    rows = [_rows(path, leaf) for path, leaf in leaves]
+    sizes = _batch_sizes(rows, [isinstance(leaf, RaggedIds) for _, leaf in leaves])
+    added = [-size % multiple for size in sizes]  # size 13, multiple 8: 3
+    # m rows per example: m for each added one.
+    missing = [n * extra // (size or 1) for n, extra, size in zip(rows, added, sizes, strict=True)]
     # Columns become arrays in any case, so that their type does not depend on the batch size.
-    if not added and all(isinstance(leaf, _ARRAYS) for _, leaf in given):
+    if not any(missing) and all(isinstance(leaf, _ARRAYS) for _, leaf in given):
         return features
-    return _rebuilt(features, iter([_padded(leaf, batch, added) for _, leaf in leaves]))
+    pairs = zip(leaves, missing, strict=True)
+    return _rebuilt(features, iter([_padded(leaf, extra) for (_, leaf), extra in pairs]))
 
 
 _ARRAYS = (np.ndarray, jax.Array, SparseIds, RaggedIds)
@@ -130,39 +140,31 @@ def _rows(path: str, leaf: Any) -> int:
 _LEAF = "an array [B, …], SparseIds, RaggedIds or None"
 
 
-def _batch_size(leaves: list[tuple[str, Any]]) -> int:
-    """Return B: the rows of every array or `SparseIds`; without these, of the shortest ragged leaf.
+def _batch_sizes(rows: Sequence[int], ragged: Sequence[bool]) -> list[int]:
+    """Return the batch size B of each leaf; see `pad_batch`.
 
-    Raises:
-      ValueError: the leaves do not agree on B.
+    Args:
+      rows: the rows of each leaf.
+      ragged: whether it is `RaggedIds`, which may hold m rows for each of B examples.
     """
-    # Ragged leaves may hold m·B rows, so they decide only if there is nothing else.
-    rows = {path: _rows(path, leaf) for path, leaf in leaves}
-    plain = [path for path, leaf in leaves if not isinstance(leaf, RaggedIds)]
-    first = plain[0] if plain else min(rows, key=rows.__getitem__, default=None)
-    if first is None:
-        return 0
-    batch = rows[first]
-    for path, leaf in leaves:
-        many = isinstance(leaf, RaggedIds) and batch and rows[path] % batch == 0
-        if rows[path] != batch and not many:
-            expected = f"the batch size of {first}, {batch}"
-            raise ValueError(
-                _checks.message(f"pad_batch: {path}", expected=expected, got=str(rows[path]))
-            )
-    return batch
+    pairs = list(zip(rows, ragged, strict=True))
+    known = {n for n, many in pairs if n and not many}
+    if not known:
+        known = {min(filter(None, rows), default=1)}
+    # 12 rows beside arrays of 3 and 4 examples: the largest divisor, 4, so 3 rows per example.
+    return [max((b for b in known if many and n % b == 0), default=n) for n, many in pairs]
 
 
-def _padded(leaf: Any, batch: int, added: int) -> Any:
-    """Return a leaf with `added` empty examples appended to its `batch` examples."""
+def _padded(leaf: Any, added: int) -> Any:
+    """Return a leaf with `added` empty rows appended."""
     if isinstance(leaf, SparseIds):
-        return dataclasses.replace(leaf, dense_shape=(batch + added, *leaf.dense_shape[1:]))
-    if isinstance(leaf, RaggedIds) and added:
-        # m·B rows: m empty rows per added example. Splits 0 2 2 3 and 2 empty rows: 0 2 2 3 3 3.
-        empty = np.full(added * (len(leaf.row_splits) - 1) // batch, leaf.row_splits[-1])
-        splits = np.concatenate([leaf.row_splits, empty]).astype(leaf.row_splits.dtype)
+        rows, *inner = leaf.dense_shape
+        return dataclasses.replace(leaf, dense_shape=(rows + added, *inner))
+    if isinstance(leaf, RaggedIds):
+        # Splits 0 2 2 3 and two empty rows: 0 2 2 3 3 3.
+        splits = np.pad(leaf.row_splits, (0, added), mode="edge")
         return dataclasses.replace(leaf, row_splits=splits)
-    return leaf if isinstance(leaf, RaggedIds) else _padded_array(leaf, added)
+    return _padded_array(leaf, added)
 
 
 def _padded_array(array: np.ndarray, added: int) -> np.ndarray:

@@ -90,7 +90,8 @@ class Structure:
     def part(self, values: Any) -> Structure:
         """Return the structure of only those features that `values` has.
 
-        Mappings in `values` may leave out keys of the configuration's. Names of tables stay.
+        Mappings in `values`, and frames in their place, may leave out keys of the configuration's.
+        Names of tables stay.
         """
         nest = _part(self.nest, values)
         kept: list[tuple[str, Any]] = []
@@ -229,6 +230,8 @@ def _collect(nest: Any, path: str, found: list[tuple[str, Any]]) -> None:
 
 def _part(nest: Any, values: Any) -> Any:
     """Return the part of a configuration whose keys the mappings in `values` have."""
+    if isinstance(nest, Mapping) and frames.is_frame(values):
+        values = frames.select_columns(values, nest)
     inner, given = children(nest), None if isinstance(values, _LEAVES) else _given(values)
     if inner is None or given is None:
         return nest

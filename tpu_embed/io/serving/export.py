@@ -64,7 +64,8 @@ def export_model(
       model: called with the activations in the structure of the features, and the inputs. Arrays
         that it closes over, such as its parameters, become constants of the program.
       tables: as for `serving_lookup`.
-      feature_config: as for `serving_lookup`. An `output_shape` fixes the batch size.
+      feature_config: as for `serving_lookup`, but all features have one batch size. An
+        `output_shape` fixes it.
       features: examples of dense ids, or `jax.ShapeDtypeStruct`s; only their shapes are read.
       weights: examples of weights in the same structure, None for a feature without weights.
       inputs: examples of the model's other arguments: pytrees of arrays whose first dimension is
