@@ -181,7 +181,7 @@ def _check_gather_sum(
     mesh: Mesh, sources: Sequence[Source], entries: Entries, findings: Findings
 ) -> None:
     def kernel(tables: list[Any], entries: Entries) -> list[Any]:
-        options = {"bags": (1,), "examples": _SUMS}
+        options = {"bags": (1,), "periods": _SUMS}
         sums = []
         for source, rows in zip(sources, tables, strict=True):
             weights = entries.weights if source.weighted else None
