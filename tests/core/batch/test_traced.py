@@ -136,7 +136,7 @@ ODD = {
     "a container": ({"bag": RaggedIds([1], [0, 1])}, ValueError, "feature 'bag': .*engine.place"),
     "floats": ({"bag": jnp.ones((B, 3))}, TypeError, "feature 'bag': expected ids of an integer"),
     "rank 0": ({"bag": jnp.int32(1)}, ValueError, "bag"),
-    "batches": ({"bag": jnp.ones((2 * B, 3), int)}, ValueError, "feature 'bags': expected batch"),
+    "batches": ({"bag": jnp.ones((B + 1, 3), int)}, ValueError, "feature .bag.: batch size"),
     "odd batch": (draw() | {}, ValueError, "a positive multiple of 2"),
 }
 
