@@ -32,7 +32,7 @@ def _dequeued(pipelined=False):
 WRONG_FEATURES = [
     ({"shown": np.full((4, 2), 6)}, ValueError, "feature 'shown': .*6"),
     ({"shown": np.zeros((4, 2))}, TypeError, "feature 'shown': .*float64"),
-    ({"shown": np.zeros((2, 2), np.int32)}, ValueError, "'shown'.*batch size"),
+    ({"shown": np.zeros((3, 2), np.int32)}, ValueError, "'shown'.*batch size"),
     ({"extra": np.zeros(4, np.int32)}, ValueError, "extra"),
 ]
 

@@ -177,7 +177,7 @@ def test_a_wrong_rule_is_named(monkeypatch):
 
 def test_sums_in_another_order_are_found(monkeypatch):
     # As many blocks as devices, whatever `sum_blocks` says.
-    monkeypatch.setattr(Layout, "blocks", lambda self, batch: self.axes.replicas)
+    monkeypatch.setattr(Layout, "blocks", property(lambda layout: layout.axes.replicas))
     found = part("bits", 2)
     assert found.faults
     assert all(" on 2 device(s)" in fault.where for fault in found.faults)

@@ -40,12 +40,11 @@ KIND, PROGRAM = "model", "model.stablehlo"
 _REMEDY = "export the model again, or copy the directory whole"
 
 _SHAPE = schema.sequence(schema.optional(schema.integer()))  # null: any size
-_SIZE = schema.optional(schema.text)  # the name of a batch size that is open, else null
-_LEAF = schema.record(path=schema.text, shape=_SHAPE, size=_SIZE, dtype=schema.text)
+_LEAF = schema.record(path=schema.text, shape=_SHAPE, size=schema.text, dtype=schema.text)
 _FEATURE = schema.record(
     table=schema.text,
     shape=_SHAPE,
-    size=_SIZE,
+    size=schema.text,  # of the batch: a number, or the name of one that is open
     dtype=schema.choice("int32", "int64"),
     weights=schema.optional(schema.choice("float32", "float64")),
     max_sequence_length=schema.integer(),
@@ -69,9 +68,9 @@ def shape(leaf: Any) -> list[int | None]:
     return [n if isinstance(n, int) else None for n in leaf.shape]
 
 
-def size(leaf: Any) -> str | None:
-    """Return the name of a leaf's first dimension, if any size will do; else None."""
-    return next((str(n) for n in leaf.shape[:1] if not isinstance(n, int)), None)
+def size(leaf: Any) -> str:
+    """Return the first dimension of a leaf: a number, or its name if any size will do."""
+    return "".join(map(str, leaf.shape[:1]))
 
 
 def describe_leaves(tree: PyTree) -> list[dict[str, Any]]:

@@ -269,13 +269,10 @@ def _check_paths(what: str, given: Mapping[str, Any], described: Mapping[str, An
 def _batch_sizes(
     given: Mapping[str, int], described: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, int]:
-    """Return the batch sizes that are open, by name; features that share one must agree."""
+    """Return the batch sizes by name; features that share one must agree."""
     found: dict[str, tuple[str, int]] = {}
     for path, size in given.items():
-        name = described[path]["size"]
-        if name is None:  # the program has one size, which was checked with the shape
-            continue
-        first, expected = found.setdefault(name, (path, size))
+        first, expected = found.setdefault(described[path]["size"], (path, size))
         if size != expected or not size:
             expected = f"a positive batch size, {expected} as of feature {first!r}"
             raise ValueError(message(f"feature {path!r}", expected=expected, got=f"{size}"))
