@@ -48,11 +48,10 @@ NEWEST_PYTHON = $(shell for each in python3.13 python3.12 $(foreach n,3.13 3.12,
   $$each -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2> /dev/null && echo $$each && break; done)
 NEWEST_TESTS := -m "not whole" --ignore tests/tpu
 # The corners that a new JAX breaks first: programs that are walked, shard_map, both APIs, layers,
-# compiled kernels, files, exports. Products of input forms are left out: they cost more than they tell.
+# compiled kernels, files. Products of input forms are left out: they cost more than they tell.
 NEWEST_QUICK := $(patsubst %,tests/%.py, core/test_engine core/update/test_in_place \
   sparse/test_sparse_grad training/autodiff/test_tags training/autodiff/test_compute_gradients \
-  nn/test_embedding kernels/test_dispatch io/checkpoint/test_checkpoint_forms io/serving/test_export \
-  whole/test_two_apis) -k "not every and not bad_ids and not may_be_integers and not 1-eager"
+  nn/test_embedding kernels/test_dispatch io/checkpoint/test_checkpoint_forms) -k "not every and not bad_ids and not may_be_integers and not 1-eager"
 
 test-newest:
 	@python="$(NEWEST_PYTHON)"; \

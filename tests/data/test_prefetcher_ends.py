@@ -236,7 +236,9 @@ class Instant:
         pass
 
 
-@pytest.mark.parametrize(("make", "steps"), [(Instant, 2_500), (engine, 200)])
+@pytest.mark.parametrize(
+    ("make", "steps"), [(Instant, 2_500), pytest.param(engine, 200, marks=pytest.mark.whole)]
+)
 def test_many_steps_keep_no_memory(make, steps):
     """A leak would leave an object per step, in each part of the run; caches fill up ever slower.
 

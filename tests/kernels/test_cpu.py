@@ -178,7 +178,7 @@ def test_gather_sum(dim, dtype):
     assert len({np.asarray(sums[0]).tobytes() for sums in found}) == 4
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.whole)])
 def test_sums_of_every_dim(dtype):
     """Every number of vectors, and of numbers in the last one, in one program.
 

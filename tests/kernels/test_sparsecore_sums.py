@@ -171,7 +171,9 @@ def with_cases(test):
     return test
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize(
+    "late", [False, pytest.param(True, marks=pytest.mark.whole)], ids=["early", "late"]
+)
 def test_unweighted_sums_have_the_bits_of_the_reference(late):
     source, _ = numbers(0)
     sums = compiled(

@@ -49,6 +49,7 @@ def test_the_optimizer_of_a_first_example_learns(page):
     assert loss_after(o.Adagrad(float(rate), **options)) < 0.2
 
 
+@pytest.mark.whole
 def test_the_default_barely_learns_and_others_have_the_same_remedy():
     """What the page on optimizers says."""
     assert loss_after(o.Adagrad(0.1)) > 0.65
