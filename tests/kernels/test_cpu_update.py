@@ -298,7 +298,7 @@ def test_eight_devices_call_at_once():
         options = {
             "bags_per_period": COLUMNS,
             "periods": UPDATE_PERIODS,
-            "blocks": (7, 50, 51, 140),
+            "blocks": STARTS,
         }
         new = cpu.update_rows(held[0], held[1], *given, rule=rule, **options)
         ordered = cpu.sort_rows(given[0])
