@@ -2,7 +2,10 @@
 
 import itertools
 import json
+import linecache
+import sys
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -104,3 +107,66 @@ def test_a_run_that_is_resumed_has_the_bits_of_one_that_never_stopped(tmp_path):
     resumed = Prefetcher(engine(), source(9))
     resumed.set_state(found.position)
     jax.tree.map(np.testing.assert_array_equal, learn(found.state, resumed, 9), whole)
+
+
+def test_no_more_is_placed_ahead_after_a_position():
+    """Not as many batches as were taken before it."""
+    read = []
+
+    def counted():
+        for number in range(1_000):
+            read.append(number)
+            yield batch(number)
+
+    with Prefetcher(engine(), counted(), depth=3) as batches:
+        batches.set_state({"batches": 50})
+        next(batches)
+        deadline = time.monotonic() + 20
+        while len(read) < 54 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)  # the thread has time for more
+        assert len(read) == 50 + 1 + 3
+
+
+def interrupt_at(line):
+    """Return a trace function that raises at the given line, of those that `next` runs.
+
+    Not at a `with`: a trace may raise between its end and the release of a lock, a signal may not.
+    """
+    seen = itertools.count()
+
+    def trace(frame, event, _):
+        path = frame.f_code.co_filename
+        if Path(path).name not in ("prefetcher.py", "worker.py"):
+            return None
+        code = linecache.getline(path, frame.f_lineno).strip()
+        if event == "line" and not code.startswith("with ") and next(seen) == line:
+            raise KeyboardInterrupt
+        return trace
+
+    return trace
+
+
+def test_no_batch_comes_twice_after_an_interrupt():
+    """Whichever line it hits, the position says which batch the loop took last."""
+    hit = 0
+    for line in range(60):
+        with Prefetcher(engine(), enumerate_from_one(4)) as batches:
+            given = [next(batches)[1]]
+            before = sys.gettrace()
+            sys.settrace(interrupt_at(line))
+            try:
+                given.append(next(batches)[1])
+            except KeyboardInterrupt:
+                hit += 1
+            finally:
+                sys.settrace(before)
+            taken = batches.get_state()["batches"]
+            rest = [number for _, number in batches]
+            assert rest == list(range(taken + 1, 5))
+            assert given[-1] <= taken
+    assert 10 < hit < 60, "all lines of a call were reached"
+
+
+def enumerate_from_one(count):
+    return ((batch(number), number) for number in range(1, count + 1))

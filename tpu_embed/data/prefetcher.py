@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from tpu_embed._checks import check_int, message
 from tpu_embed.core.batch import BatchSpec
@@ -23,6 +23,18 @@ from tpu_embed.data.positions import decode, encode
 from tpu_embed.data.worker import Worker
 
 __all__ = ["Prefetcher"]
+
+
+class _Taken(NamedTuple):
+    """The last batch that the loop took.
+
+    Attributes:
+      number: of the batch, counted from 1 in this pass; 0 before the first.
+      source_state: the state of the source after it; None if it has no states.
+    """
+
+    number: int
+    source_state: Any
 
 
 class Prefetcher:
@@ -90,8 +102,8 @@ class Prefetcher:
         # not keep a generator alive.
         self._source: Iterator[Any] | None = iter(batches)
         self._stateful = isinstance(self._source, Stateful)
-        self._skipped = self._taken = 0
-        self._source_state = state_of(self._source)
+        self._before = 0  # batches that were taken before this pass, see `set_state`
+        self._taken = _Taken(0, state_of(self._source))
         self._worker: Worker | None = None
         self._over = False
         self._loop: weakref.ref[_Loop] | None = None
@@ -127,15 +139,15 @@ class Prefetcher:
         with self._lock:
             if self._over:
                 raise StopIteration
-            worker = self._started()
-            # Asked for again and again, as an interrupt may have come between any two lines here.
-            worker.request(self._taken + 1)
-            outcome = worker.first()
+            # An interrupt may come between any two lines. Until the last one, the batch is not
+            # taken, and the next call gives it again.
+            worker, number = self._started(), self._taken.number + 1
+            worker.request(number)
+            outcome = worker.outcome(number)
             if outcome is not None and outcome.value is not None:
                 placed: Placed = outcome.value
-                self._taken, self._source_state = self._taken + 1, placed.source_state
-                worker.remove_first()
-                worker.request(self._taken + self._depth)
+                worker.request(number + self._depth)
+                self._taken = _Taken(number, placed.source_state)
                 return placed.item
         if outcome is None:  # closed meanwhile, by another thread
             raise StopIteration
@@ -148,7 +160,7 @@ class Prefetcher:
         """Return the worker; the first call starts it."""
         if self._worker is None:
             assert self._source is not None
-            feed = Feed(self._source, self._rules, self._skipped)
+            feed = Feed(self._source, self._rules, 0 if self._stateful else self._before)
             self._worker = Worker(self._engine.next_turn, feed.place_next)
             weakref.finalize(self, self._worker.stop).atexit = False  # `worker.py` sees to the exit
             self._source = None
@@ -164,7 +176,8 @@ class Prefetcher:
         `get_state` and `set_state`, as grain's iterators do, its state after the last batch that
         was taken is part of it. With several processes, all must call this then.
         """
-        return encode(self._taken, self._source_state, stateful=self._stateful)
+        batches = self._before + self._taken.number
+        return encode(batches, self._taken.source_state, stateful=self._stateful)
 
     def set_state(self, position: dict[str, Any]) -> None:
         """Continue after the batches that were taken at a position; call it before the first batch.
@@ -185,11 +198,10 @@ class Prefetcher:
             raise RuntimeError(
                 message("Prefetcher.set_state", expected=expected, got=got, remedy=remedy)
             )
-        taken, source_state = decode(position, stateful=self._stateful)
+        before, source_state = decode(position, stateful=self._stateful)
         if isinstance(self._source, Stateful):
             self._source.set_state(source_state)
-        self._skipped = 0 if self._stateful else taken
-        self._taken, self._source_state = taken, source_state
+        self._before, self._taken = before, _Taken(0, source_state)
 
     # -- end -----------------------------------------------------------------------------------
 

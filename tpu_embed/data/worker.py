@@ -59,7 +59,8 @@ class Worker:
         self._changed = threading.Condition()
         self._requested = 0
         self._turns: collections.deque[Turn] = collections.deque()
-        self._outcomes: collections.deque[Outcome] = collections.deque()
+        self._outcomes: dict[int, Outcome] = {}
+        self._delivered = 0
         # `_over`: the last outcome is there. `_stopped`: nobody will take those that are there.
         self._over = self._stopped = False
         self._reason: BaseException | None = None
@@ -78,17 +79,19 @@ class Worker:
                 self._requested += 1
             self._changed.notify_all()
 
-    def first(self) -> Outcome | None:
-        """Return the first outcome, waiting for it; None once the worker was stopped."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._outcomes or self._stopped)
-            return self._outcomes[0] if self._outcomes else None
+    def outcome(self, number: int) -> Outcome | None:
+        """Return an outcome, waiting for it, and forget those before it; None once stopped.
 
-    def remove_first(self) -> None:
-        """Forget the first outcome, which has been taken."""
+        An interrupted call may be made again.
+
+        Args:
+          number: of the request, counted from 1.
+        """
         with self._changed:
-            if self._outcomes:
-                self._outcomes.popleft()
+            for taken in [other for other in self._outcomes if other < number]:
+                self._outcomes.pop(taken, None)
+            self._changed.wait_for(lambda: number in self._outcomes or self._stopped)
+            return self._outcomes.get(number)
 
     def stop(self, reason: BaseException | None = None) -> None:
         """Let the thread end after what it is computing, and forget the outcomes that wait.
@@ -137,8 +140,9 @@ class Worker:
     def _deliver(self, outcome: Outcome) -> None:
         with self._changed:
             self._over = outcome.value is None
+            self._delivered += 1
             if not self._stopped:
-                self._outcomes.append(outcome)
+                self._outcomes[self._delivered] = outcome
             self._changed.notify_all()
 
     def _say_stopped(self) -> None:
