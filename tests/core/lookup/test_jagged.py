@@ -264,7 +264,7 @@ FAULTS = {
     "no shards": (lambda: Jagged.from_padded(ROWS, [1] * 4, 0), r"shards: expected an integer"),
     "float lengths": (
         lambda: Jagged.from_padded(ROWS, [1.0] * 4, 2),
-        r"lengths: expected integers, got float32",
+        r"lengths: expected integers, got float64",
     ),
     "fewer lengths": (
         lambda: Jagged.from_padded(ROWS, [1] * 3, 2),
@@ -273,6 +273,10 @@ FAULTS = {
     "a length past the row": (
         lambda: Jagged.from_padded(ROWS, [1, 2, 4, 1], 2),
         r"from_padded: expected lengths from 0 to 3, got 1 to 4",
+    ),
+    "a length of 33 bits": (
+        lambda: Jagged.from_padded(ROWS, np.array([1, 2, 2**32, 1]), 2),
+        r"from_padded: expected lengths from 0 to 3, got 1 to 4294967296",
     ),
     "no room": (
         lambda: Jagged.from_padded(ROWS, [1, 2, 2, 3], 2, capacity=4),

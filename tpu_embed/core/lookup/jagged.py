@@ -200,22 +200,19 @@ class Jagged:
           >>> Jagged.from_padded(padded, [2, 0, 1, 2], 2, capacity=3).values.tolist()
           [[5, 6, 0], [7, 8, 9]]
         """
-        padded, lengths = as_array(padded), as_array(lengths)
+        padded = as_array(padded)
+        lengths = lengths if isinstance(lengths, jax.Array) else np.array(lengths)
         _check_padded(padded, lengths, shards)
         examples, longest = padded.shape[0] // shards, padded.shape[1]
         room = examples * longest
         if capacity is not None:
             room = check_int("Jagged.from_padded: capacity", capacity, minimum=0)
-        # Nothing to check where the lengths can't be known to this process: see the docstring.
-        if not isinstance(lengths, Tracer) and lengths.is_fully_addressable:
-            _check_lengths(np.asarray(lengths).reshape(shards, examples), longest, room)
-        lengths = lengths.astype(jnp.int32).reshape(shards, examples)
-        fits = (lengths >= 0).all() & (lengths <= longest).all() & (lengths.sum(1) <= room).all()
-        checkify.debug_check(fits, f"Jagged.from_padded: lengths beyond {longest} or {room} in all")
+        lengths = lengths.reshape(shards, examples)
+        _check_lengths(lengths, longest, room)
         # [B, L, …] -> [S, B / S, L, …]: the first axis stays sharded as B was.
         parts = padded.reshape(shards, examples, *padded.shape[1:])
         unpad = functools.partial(segments.unpad, capacity=room)
-        splits, values = jax.vmap(unpad)(parts, lengths)
+        splits, values = jax.vmap(unpad)(parts, jnp.asarray(lengths, jnp.int32))
         return cls(values, splits)
 
     def sums(self) -> Array:
@@ -316,7 +313,7 @@ def _check_same_examples(what: str, first: Jagged, other: Jagged) -> None:
         raise ValueError(message(what, expected=expected, got=got))
 
 
-def _check_padded(padded: Array, lengths: Array, shards: int) -> None:
+def _check_padded(padded: Array, lengths: Any, shards: int) -> None:
     """Check shapes and dtypes of the arguments of `Jagged.from_padded`.
 
     Raises:
@@ -337,13 +334,19 @@ def _check_padded(padded: Array, lengths: Array, shards: int) -> None:
         raise ValueError(message(f"{where}: lengths", expected=expected, got=got))
 
 
-def _check_lengths(lengths: np.ndarray, longest: int, room: int) -> None:
-    """Check the known lengths `[S, B / S]` of padded rows.
+def _check_lengths(lengths: Any, longest: int, room: int) -> None:
+    """Check the lengths `[S, B / S]` of padded rows.
 
     Raises:
-      ValueError: one is outside of 0 … `longest`, or those of a replica sum to more than `room`.
+      ValueError: one is outside of 0 … `longest`, or those of a replica sum to more than `room`;
+        where they are not known to this process, only `checkify` learns of it.
     """
     where = "Jagged.from_padded"
+    if isinstance(lengths, Tracer) or not getattr(lengths, "is_fully_addressable", True):
+        right = ((lengths >= 0) & (lengths <= longest)).all() & (lengths.sum(1) <= room).all()
+        checkify.debug_check(right, f"{where}: lengths outside of 0 to {longest}, or above {room}")
+        return
+    lengths = np.asarray(lengths)
     if lengths.size and not 0 <= lengths.min() <= lengths.max() <= longest:
         expected, got = f"lengths from 0 to {longest}", f"{lengths.min()} to {lengths.max()}"
         raise ValueError(message(where, expected=expected, got=got))
