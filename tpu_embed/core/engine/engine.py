@@ -29,7 +29,7 @@ from tpu_embed.core.layout import (
     make_axes,
     make_layout,
 )
-from tpu_embed.core.lookup import activations_read, record_lookup
+from tpu_embed.core.lookup import activations_read, record_lookup, split_activations
 from tpu_embed.core.state import (
     TableState,
     check_not_donated,
@@ -238,7 +238,8 @@ class EmbeddingEngine:
             branch. None inside a jit: capacities for the worst case.
 
         Returns:
-          `[B, …, D]` per feature, float32 (float64 for a float64 table), batch dimension sharded.
+          `[B, …, D]` per feature, float32 (float64 for a float64 table), batch dimension sharded; a
+          `Jagged` of a jagged feature.
 
         Raises:
           ValueError: what `place` refuses; a call inside `shard_map`, or under another mesh of
@@ -249,7 +250,8 @@ class EmbeddingEngine:
         source = self._intake.source(batch, weights, spec)
         activations = call(self._programs.lookup, state.tables, source)
         # An update later in the same trace must wait for this lookup.
-        record_lookup(state.tables, activations, self.layout)
+        values, _ = split_activations(activations)  # weak references to the arrays
+        record_lookup(state.tables, values, self.layout)
         return self.structure.unflatten(activations)
 
     def update(
@@ -270,7 +272,8 @@ class EmbeddingEngine:
         Args:
           state: the tables.
           batch, weights, spec: as for `lookup`.
-          activation_gradients: in the structure and shapes of the activations; None is zero.
+          activation_gradients: in the structure and shapes of the activations; None is zero. Of a
+            jagged feature, an array `[S, C, D]` or a `Jagged`, whose row splits are not read.
           learning_rates: what `learning_rates()` returned outside the jit; needed inside a jit if a
             learning rate is a callable without arguments.
 
@@ -320,7 +323,7 @@ class EmbeddingEngine:
         leaves = jax.tree.leaves((state, source, checked))
         # Outside a jit, values can be checked now, and callable learning rates be read.
         if not any(isinstance(leaf, Tracer) for leaf in leaves):
-            self._guard.refuse(checked)
+            self._guard.refuse(checked, source)
             learning_rates = self.learning_rates() if learning_rates is None else learning_rates
         rates = self._rates.by_stack(learning_rates)
         return Operands(checked, state.step + 1, rates, activations_read(state.tables))

@@ -19,7 +19,7 @@ from tpu_embed._checks import refuse_derivatives
 from tpu_embed._types import Array
 from tpu_embed.core.batch import Batch, TracedIds
 from tpu_embed.core.layout import Layout
-from tpu_embed.core.lookup import lookup, not_differentiable
+from tpu_embed.core.lookup import Jagged, lookup, not_differentiable
 from tpu_embed.core.state import TableState, check_arrays, init_tables
 from tpu_embed.core.update import LOOKUP, UPDATE, Guard, Operands, named, update
 
@@ -62,7 +62,7 @@ class Programs:
         tables, slots = init_tables(key, self._layout.stacks, self._layout.axes)
         return TableState(tables, slots, jnp.int32(0), self._guard.new_counters())
 
-    def _lookup(self, tables: dict[str, Array], source: Batch | TracedIds) -> list[Array]:
+    def _lookup(self, tables: dict[str, Array], source: Batch | TracedIds) -> list[Array | Jagged]:
         self.traces["lookup"] += 1  # this line runs once per trace, not once per step
         check_arrays(TableState(tables, {}, jnp.int32(0), {}), self._layout, slots=False)
         activations, bad_ids = lookup(not_differentiable(tables), source, self._layout)
@@ -79,7 +79,7 @@ class Programs:
         self.traces["update"] += 1
         check_arrays(state, self._layout, slots=True)
         # One bad gradient skips the step for all tables, so that they stay at the same step.
-        if (bad := self._guard.find(operands.gradients)) is not None:
+        if (bad := self._guard.find(operands.gradients, source)) is not None:
             operands = operands._replace(skip=jnp.any(bad))
         rows, gradients = _not_differentiable(((state.tables, state.slots), operands.gradients))
         operands = operands._replace(gradients=gradients)

@@ -10,13 +10,14 @@ from tpu_embed.core.ids.columns import (
     read_lists,
 )
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids, refuse_masked
-from tpu_embed.core.ids.host_ids import (
+from tpu_embed.core.ids.feature_ids import (
     FeatureShape,
     HostIds,
+    JaggedRows,
     dense_shape,
-    host_ids,
     part_of_feature,
 )
+from tpu_embed.core.ids.host_ids import host_ids
 from tpu_embed.core.ids.narrow import narrow_ids
 from tpu_embed.core.ids.padding import pad_batch
 from tpu_embed.core.ids.rescale import rescale_bags, rescale_dense_bags, rescale_flat_bags
@@ -27,6 +28,7 @@ __all__ = [
     "FeatureRules",
     "FeatureShape",
     "HostIds",
+    "JaggedRows",
     "RaggedIds",
     "SparseIds",
     "Structure",
