@@ -24,8 +24,8 @@ __all__ = [
     "not_differentiable",
     "optional_weights",
     "quantize",
-    "split_activations",
     "record_lookup",
+    "split_activations",
     "sum_gradients",
     "zero_after",
 ]
