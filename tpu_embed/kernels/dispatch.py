@@ -36,6 +36,7 @@ from tpu_embed.kernels import (
     sparsecore,
     sparsecore_sums,
     storage,
+    vocabulary_native,
     vocabulary_reference,
 )
 from tpu_embed.kernels.formats import RowFormat
@@ -94,7 +95,7 @@ def host_kernels() -> ModuleType:
 
 def vocabulary_kernels() -> ModuleType:
     """Return the module whose `KeyMap` maps keys to rows."""
-    return vocabulary_reference
+    return vocabulary_native if kernels_in_use() == "native" else vocabulary_reference
 
 
 @functools.cache
