@@ -14,23 +14,18 @@ from vocabulary_cases import (
     NO_ROWS,
     ODD_KEYS,
     assert_same,
+    built_kernels,
+    check_random_map,
     check_state,
     check_step,
+    make_map,
     take,
 )
 
-from tpu_embed.kernels import cpu, dispatch
-from tpu_embed.vocabulary import DynamicVocabulary, VocabularyMap
+from tpu_embed.kernels import cpu
 
-KERNELS = ["reference"] if cpu.load().path is None else ["reference", "native"]
-both = pytest.mark.parametrize("kernels", KERNELS)
-
-
-def make_map(kernels, capacity, lookahead=0, **options):
-    """Return a map that runs on the given kernels."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(dispatch.VARIABLE, kernels)
-        return VocabularyMap(DynamicVocabulary(**options), capacity, lookahead)
+BUILT = built_kernels()
+both = pytest.mark.parametrize("kernels", BUILT)
 
 
 # -- Random batches --------------------------------------------------------------------------------
@@ -93,7 +88,7 @@ def test_a_loaded_state_goes_on_as_the_map_did(
     one = make_map(kernels, capacity, lookahead, **options)
     for batch in before:
         take(one, batch)
-    for other_kernels in KERNELS:
+    for other_kernels in BUILT:
         two = make_map(other_kernels, capacity, lookahead, **options)
         take(two, [99, 98])
         two.load_state(one.state())
@@ -104,6 +99,12 @@ def test_a_loaded_state_goes_on_as_the_map_did(
             assert_same(take(one, batch), take(two, batch))
         assert_same(one.state(), two.state())
         one.rewind(first)
+
+
+@pytest.mark.skipif(len(BUILT) == 1, reason=f"library: {cpu.load().why_not}")
+@pytest.mark.parametrize("seed", range(12))
+def test_streams_with_all_calls_are_the_same_natively(seed):
+    check_random_map(np.random.default_rng(seed))
 
 
 # -- Examples --------------------------------------------------------------------------------------
