@@ -1,6 +1,7 @@
 """The map from keys to rows: equal to plain Python, in C++ and in NumPy, also when undone."""
 
 import copy
+import functools
 import pickle
 import threading
 
@@ -23,6 +24,7 @@ from vocabulary_cases import (
 )
 
 from tpu_embed.kernels import cpu
+from tpu_embed.kernels.vocabulary_reference import MAX_STEP
 
 BUILT = built_kernels()
 both = pytest.mark.parametrize("kernels", BUILT)
@@ -264,6 +266,18 @@ def test_steps_that_the_log_does_not_reach_are_refused(kernels):
 
 
 @both
+def test_the_last_step_is_the_last(kernels):
+    found = make_map(kernels, 2, evict="lfu")
+    take(found, [7])
+    found.load_state(found.state()._replace(step=np.array(MAX_STEP - 1)))
+    assert take(found, [8, 9]).rows.tolist() == [1, 0]
+    assert found.state().last_seen.tolist() == [MAX_STEP] * 2
+    with pytest.raises(ValueError, match=r"^VocabularyMap.take: expected at most 4294967294 batc"):
+        take(found, [8])
+    assert found.step == MAX_STEP
+
+
+@both
 def test_other_dtypes_are_refused(kernels):
     found = make_map(kernels, 4)
     for keys in (np.arange(3), np.zeros((2, 2), np.uint64)):
@@ -282,6 +296,22 @@ def test_a_map_is_not_copied(kernels):
 
 
 # -- Threads ---------------------------------------------------------------------------------------
+
+
+@both
+def test_threads_may_take_batches(kernels):
+    """Of keys of their own: every key has a row of its own, whatever the order of the batches."""
+    found, threads = make_map(kernels, 4 * 600), []
+    for keys in np.arange(4 * 600, dtype=np.uint64).reshape(4, 20, 30):
+        run = functools.partial(lambda batches: [take(found, batch) for batch in batches], keys)
+        threads.append(threading.Thread(target=run))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found.step == 80
+    keys, rows = found.keys()
+    assert sorted(keys.tolist()) == rows.tolist() == list(range(4 * 600))
 
 
 @both
