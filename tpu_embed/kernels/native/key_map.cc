@@ -276,7 +276,7 @@ void KeyMap::end_step() {
   for (; waiting_.size() > options_.waiting; ++counters_[kForgotten]) waiting_.remove_first();
 }
 
-// Returns the step whose rows, and later ones, are not freed by their ttl in `step`.
+// Returns a step: rows that were last seen before it are freed by their ttl in `step`.
 uint32_t KeyMap::expires_before(int64_t step) const {
   if (options_.ttl < 0) return 0;
   const int64_t kept = std::max(options_.ttl, options_.lookahead);
