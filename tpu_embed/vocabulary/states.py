@@ -94,7 +94,9 @@ def fit(
     rows = state.rows[stay].copy()
     # Rows (0, 4, 5, 7) in a capacity of 5: 0 and 4 are kept, 5 and 7 become the free rows 1 and 2.
     beyond = rows >= options.num_rows
-    rows[beyond] = np.setdiff1d(np.arange(rows.size), rows)[: beyond.sum()]
+    is_free = np.ones(rows.size, bool)
+    is_free[rows[rows < rows.size]] = False
+    rows[beyond] = np.flatnonzero(is_free)[: beyond.sum()]
     order = np.argsort(rows)
     stay = stay[order]
     forgotten = max(0, state.waiting_keys.size - options.waiting)
