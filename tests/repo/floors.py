@@ -24,6 +24,7 @@ FLOORS = {
     "config": 2,
     "departures": 2,
     "processes": 2,
+    "vocabulary": 2,
     "core": 3,
     "sparse": 4,
     "touched": 4,
@@ -57,6 +58,7 @@ ORDERS = {
         "delta",
         "serving",
     ],
+    "vocabulary": ["config", "states", "map"],
     "training": ["paths", "replicas", "autodiff", "optimizer"],
 }
 """The rooms of a package in order: each imports only those before it."""

@@ -32,6 +32,13 @@ HOST_FUNCTIONS = ("interleave", "sort_ids", "take", "put")
 """What `host_native` calls, as `tpu_embed_host_<name>`."""
 
 
+VOCABULARY_FUNCTIONS = (
+    *("new", "delete", "find", "take", "taken"),
+    *("rewind", "forget", "numbers", "state", "load"),
+)
+"""What `vocabulary_native` calls, as `tpu_embed_vocabulary_<name>`."""
+
+
 class Loaded(NamedTuple):
     """The library's path; or None, and the reason why it cannot be used."""
 
@@ -59,6 +66,8 @@ def load() -> Loaded:
             jax.ffi.register_ffi_target(f"tpu_embed_{target}", handler, platform="cpu")
         for name in HOST_FUNCTIONS:
             getattr(library, f"tpu_embed_host_{name}")
+        for name in VOCABULARY_FUNCTIONS:
+            getattr(library, f"tpu_embed_vocabulary_{name}")
     # The library may have been built for another jaxlib or another machine.
     except (OSError, AttributeError, RuntimeError) as error:
         return Loaded(None, f"{path.name} does not load: {error}")

@@ -36,6 +36,8 @@ from tpu_embed.kernels import (
     sparsecore,
     sparsecore_sums,
     storage,
+    vocabulary_native,
+    vocabulary_reference,
 )
 from tpu_embed.kernels.formats import RowFormat
 
@@ -89,6 +91,11 @@ def kernels_in_use() -> str:
 def host_kernels() -> ModuleType:
     """Return the module whose functions run on the host: `host_native` or `host_reference`."""
     return host_native if kernels_in_use() == "native" else host_reference
+
+
+def vocabulary_kernels() -> ModuleType:
+    """Return the module whose `KeyMap` maps keys to rows."""
+    return vocabulary_native if kernels_in_use() == "native" else vocabulary_reference
 
 
 @functools.cache

@@ -3,11 +3,8 @@
 #include <cstring>
 #include <type_traits>
 
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
-
 #include "buffers.h"
+#include "memory.h"
 #include "parallel.h"
 #include "sort.h"
 
@@ -42,17 +39,6 @@ void visit(Parallel parallel, const Row* rows, int64_t n, char* table, int64_t t
       }
     }
   });
-}
-
-// Asks for pages of 2 MB where memory has not been touched: of pages of 4 KB, nearly every row of a
-// large table has one of its own, which the processor must look up first. No more than a wish.
-void ask_for_large_pages(char* begin, int64_t bytes) {
-#ifdef MADV_HUGEPAGE
-  constexpr uintptr_t kPage = uintptr_t{1} << 21;
-  const auto from = reinterpret_cast<uintptr_t>(begin);
-  const uintptr_t first = (from + kPage - 1) / kPage * kPage, last = (from + bytes) / kPage * kPage;
-  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-#endif
 }
 
 ffi::Error zeros(ffi::ThreadPool pool, ffi::Result<ffi::AnyBuffer> output) {

@@ -1,0 +1,340 @@
+"""The map from keys to rows: equal to plain Python, in C++ and in NumPy, also when undone."""
+
+import copy
+import functools
+import pickle
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle_vocabulary import HeapOracle, VocabularyOracle
+from vocabulary_cases import (
+    NO_KEYS,
+    NO_ROWS,
+    ODD_KEYS,
+    assert_same,
+    built_kernels,
+    check_random_map,
+    check_state,
+    check_step,
+    make_map,
+    take,
+)
+
+from tpu_embed.kernels import cpu
+from tpu_embed.kernels.vocabulary_reference import MAX_STEP
+
+BUILT = built_kernels()
+both = pytest.mark.parametrize("kernels", BUILT)
+
+
+# -- Random batches --------------------------------------------------------------------------------
+
+KEYS = st.integers(0, 11) | st.sampled_from(ODD_KEYS)
+BATCHES = st.lists(st.lists(KEYS, max_size=8), max_size=14)
+OPTIONS = st.fixed_dictionaries(
+    {
+        "admit_after": st.integers(1, 3),
+        "evict": st.sampled_from(["lru", "lfu", "none"]),
+        "ttl": st.none() | st.integers(1, 5),
+        "waiting": st.integers(1, 6),
+    }
+)
+
+
+@both
+@settings(max_examples=150)
+@given(BATCHES, OPTIONS, st.integers(1, 7), st.integers(0, 2), st.data())
+def test_every_step_is_the_oracles(kernels, batches, options, capacity, lookahead, data):
+    """Also after steps were undone, and states are those of the steps before."""
+    found = make_map(kernels, capacity, lookahead, **options)
+    oracle = VocabularyOracle(capacity, lookahead=lookahead, **options)
+    past, earliest = [copy.deepcopy(oracle)], 0
+    for batch in batches:
+        check_step(found, oracle, batch)
+        past.append(copy.deepcopy(oracle))
+        for step in {earliest, data.draw(st.integers(earliest, oracle.step))}:
+            check_state(found.state(step), past[step].state())
+        if data.draw(st.integers(0, 3)) == 0:
+            step = data.draw(st.integers(earliest, oracle.step))
+            found.rewind(step)
+            oracle = copy.deepcopy(past[step])
+            del past[step + 1 :]
+            check_state(found.state(), oracle.state())
+        if data.draw(st.integers(0, 3)) == 0:
+            earliest = data.draw(st.integers(earliest, oracle.step))
+            found.forget(earliest)
+            assert found.earliest == earliest
+    keys, rows = found.keys()
+    assert found.find(keys).tolist() == rows.tolist()
+
+
+@settings(max_examples=100)
+@given(BATCHES, OPTIONS, st.integers(1, 7), st.integers(0, 2))
+def test_the_oracle_of_long_streams_is_the_oracle(batches, options, capacity, lookahead):
+    slow = VocabularyOracle(capacity, lookahead=lookahead, **options)
+    fast = HeapOracle(capacity, lookahead=lookahead, **options)
+    for batch in batches:
+        assert slow.take(batch) == fast.take(batch)
+    assert slow.state() == fast.state()
+
+
+@both
+@given(BATCHES, BATCHES, OPTIONS, st.integers(1, 7), st.integers(0, 2))
+@settings(max_examples=50)
+def test_a_loaded_state_goes_on_as_the_map_did(
+    kernels, before, after, options, capacity, lookahead
+):
+    one = make_map(kernels, capacity, lookahead, **options)
+    for batch in before:
+        take(one, batch)
+    for other_kernels in BUILT:
+        two = make_map(other_kernels, capacity, lookahead, **options)
+        take(two, [99, 98])
+        two.load_state(one.state())
+        assert two.earliest == two.step == one.step
+        going_on = copy.copy(after)
+        first = one.step
+        for batch in going_on:
+            assert_same(take(one, batch), take(two, batch))
+        assert_same(one.state(), two.state())
+        one.rewind(first)
+
+
+@pytest.mark.skipif(len(BUILT) == 1, reason=f"library: {cpu.load().why_not}")
+@pytest.mark.parametrize("seed", range(12))
+def test_streams_with_all_calls_are_the_same_natively(seed):
+    check_random_map(np.random.default_rng(seed))
+
+
+# -- Examples --------------------------------------------------------------------------------------
+
+
+@both
+def test_lru_evicts_what_was_seen_longest_ago(kernels):
+    found = make_map(kernels, 3)
+    take(found, [7, 5, 3])
+    take(found, [5])
+    taken = take(found, [9, 9, 8])
+    assert taken.rows.tolist() == [0, 0, 2]  # 7 and 3 were seen in one step: the lower row first
+    assert taken.new_keys.tolist() == [9, 8]
+    assert taken.evicted_rows.tolist() == [0, 2]
+    assert found.find(np.array([7, 5, 3, 9, 8], np.uint64)).tolist() == [-1, 1, -1, 0, 2]
+
+
+@both
+def test_lfu_evicts_what_the_fewest_batches_had(kernels):
+    found = make_map(kernels, 3, evict="lfu")
+    for batch in ([1, 2, 3], [1, 2], [1], [3], [3]):
+        take(found, batch)
+    assert take(found, [4]).evicted_rows.tolist() == [1]
+    assert take(found, [5]).evicted_rows.tolist() == [1]  # 4 was seen once
+
+
+@both
+def test_keys_seen_in_enough_batches_are_admitted(kernels):
+    found = make_map(kernels, 4, admit_after=3, waiting=2)
+    take(found, [1, 1, 1])
+    take(found, [2])
+    taken = take(found, [1, 3])  # three wait, one too many: 1 was first counted longest ago
+    assert (taken.rows.tolist(), taken.unseen) == ([-1, -1], 2)
+    assert found.state().waiting_keys.tolist() == [2, 3]
+    take(found, [3, 2])
+    assert take(found, [3, 2]).new_keys.tolist() == [3, 2]
+    assert found.counters["forgotten"] == 1
+
+
+@both
+@pytest.mark.parametrize(("lookahead", "freed_at"), [(0, 4), (4, 6)])
+def test_a_row_whose_ttl_has_passed_is_free(kernels, lookahead, freed_at):
+    found = make_map(kernels, 4, lookahead, evict="none", ttl=2)
+    take(found, [8, 9])  # 9 is seen in step 1 only
+    for step in range(2, 9):
+        taken = take(found, [8])
+        assert taken.evicted_rows.tolist() == ([1] if step == freed_at else [])
+    assert found.counters["expired"] == 1
+    assert take(found, [4, 9]).new_rows.tolist() == [1, 2]
+
+
+@both
+def test_a_key_in_the_batch_is_rescued_from_its_ttl(kernels):
+    found = make_map(kernels, 2, ttl=1)
+    take(found, [3])
+    take(found, [])
+    assert take(found, [3]).evicted_rows.size == 0
+    assert found.find(np.array([3], np.uint64)).tolist() == [0]
+
+
+@both
+@pytest.mark.parametrize("evict", ["lru", "lfu"])
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_rows_of_batches_placed_ahead_are_protected(kernels, evict, lookahead):
+    found = make_map(kernels, 3, lookahead, evict=evict)
+    for key in (10, 11, 12):
+        take(found, [key])
+    assert (
+        take(found, [20, 21, 22]).rows.tolist() == [[0, 1, 2], [0, 1, -1], [0, -1, -1]][lookahead]
+    )
+
+
+@both
+def test_more_keys_than_rows_are_unseen(kernels):
+    found = make_map(kernels, 2)
+    taken = take(found, range(5))
+    assert taken.rows.tolist() == [0, 1, -1, -1, -1]
+    assert (taken.unseen, found.counters["unseen"]) == (3, 3)
+    assert found.state().waiting_keys.tolist() == [2, 3, 4]
+
+
+@both
+def test_the_shared_row_is_given_to_no_key(kernels):
+    found = make_map(kernels, 3, unseen="shared")
+    assert take(found, range(4)).rows.tolist() == [0, 1, -1, -1]
+
+
+@both
+def test_keys_are_any_64_bits(kernels):
+    found = make_map(kernels, len(ODD_KEYS))
+    assert found.find(np.array(ODD_KEYS, np.uint64)).tolist() == [-1] * len(ODD_KEYS)
+    taken = take(found, ODD_KEYS)
+    assert taken.new_keys.tolist() == ODD_KEYS
+    assert found.find(taken.new_keys).tolist() == list(range(len(ODD_KEYS)))
+    # As a caller has them who reads them as signed numbers.
+    signed = np.array([-1, -(2**63)]).view(np.uint64)
+    assert found.find(signed).tolist() == [ODD_KEYS.index(2**64 - 1), ODD_KEYS.index(2**63)]
+
+
+@both
+def test_an_empty_batch_is_a_step(kernels):
+    found = make_map(kernels, 2)
+    taken = found.take(NO_ROWS, NO_KEYS)
+    assert (taken.step, taken.unseen, taken.rows.size, taken.new_rows.size) == (1, 0, 0, 0)
+    assert found.find(NO_KEYS).dtype == np.int64
+    assert (found.step, len(found)) == (1, 0)
+
+
+@both
+def test_parts_of_arrays_are_taken(kernels):
+    found = make_map(kernels, 8)
+    keys = np.arange(8, dtype=np.uint64)
+    assert found.take(NO_ROWS, keys[::2]).new_keys.tolist() == [0, 2, 4, 6]
+    assert found.find(keys[::-2]).tolist() == [-1] * 4
+    assert found.find(keys[::2]).tolist() == [0, 1, 2, 3]
+
+
+# -- Refusals --------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize(
+    ("known", "unknown", "said"),
+    [
+        ([0, 2], [9], "^VocabularyMap.take: known: expected rows of known keys, got the row 2; "),
+        ([4], [9], "the row 4"),
+        ([-1], [9], "the row -1"),
+        ([2**40], [9], "the row 1099511627776"),
+        ([0], [9, 7], "^VocabularyMap.take: unknown: expected keys without a row, got the key 7; "),
+    ],
+)
+def test_a_batch_that_does_not_fit_changes_nothing(kernels, known, unknown, said):
+    found = make_map(kernels, 4)
+    take(found, [7, 8])
+    before = found.state()
+    with pytest.raises(ValueError, match=said):
+        found.take(np.array(known), np.array(unknown, np.uint64))
+    assert_same(found.state(), before)
+    assert take(found, [9]).rows.tolist() == [2]
+
+
+@both
+def test_steps_that_the_log_does_not_reach_are_refused(kernels):
+    found = make_map(kernels, 4)
+    for key in range(3):
+        take(found, [key])
+    found.forget(1)
+    found.forget(0)  # already forgotten
+    for call in (found.rewind, found.state):
+        for step in (0, 4, 1.0, True):
+            with pytest.raises(ValueError, match=r"expected a step in \[1, 3\], which the log "):
+                call(step)
+    with pytest.raises(ValueError, match=r"^VocabularyMap.forget: expected a step of at most 3"):
+        found.forget(4)
+    found.rewind(1)
+    assert found.find(np.arange(3, dtype=np.uint64)).tolist() == [0, -1, -1]
+
+
+@both
+def test_the_last_step_is_the_last(kernels):
+    found = make_map(kernels, 2, evict="lfu")
+    take(found, [7])
+    found.load_state(found.state()._replace(step=np.array(MAX_STEP - 1)))
+    assert take(found, [8, 9]).rows.tolist() == [1, 0]
+    assert found.state().last_seen.tolist() == [MAX_STEP] * 2
+    with pytest.raises(ValueError, match=r"^VocabularyMap.take: expected at most 4294967294 batc"):
+        take(found, [8])
+    assert found.step == MAX_STEP
+
+
+@both
+def test_other_dtypes_are_refused(kernels):
+    found = make_map(kernels, 4)
+    for keys in (np.arange(3), np.zeros((2, 2), np.uint64)):
+        with pytest.raises(AssertionError):
+            found.find(keys)
+    with pytest.raises(AssertionError):
+        found.take(NO_ROWS.astype(np.int32), NO_KEYS)
+
+
+@both
+def test_a_map_is_not_copied(kernels):
+    found = make_map(kernels, 4)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"^pickle of VocabularyMap: .*load_state"):
+            copied(found)
+
+
+# -- Threads ---------------------------------------------------------------------------------------
+
+
+@both
+def test_threads_may_take_batches(kernels):
+    """Of keys of their own: every key has a row of its own, whatever the order of the batches."""
+    found, threads = make_map(kernels, 4 * 600), []
+    for keys in np.arange(4 * 600, dtype=np.uint64).reshape(4, 20, 30):
+        run = functools.partial(lambda batches: [take(found, batch) for batch in batches], keys)
+        threads.append(threading.Thread(target=run))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found.step == 80
+    keys, rows = found.keys()
+    assert sorted(keys.tolist()) == rows.tolist() == list(range(4 * 600))
+
+
+@both
+def test_find_sees_a_map_between_two_batches(kernels):
+    """Whatever other threads take meanwhile: all keys of one batch have rows, or none has."""
+    keys = np.arange(40_000, dtype=np.uint64).reshape(20, -1)
+    found = make_map(kernels, keys.shape[1])
+    wrong, done = [], threading.Event()
+
+    def look():
+        while not done.is_set():
+            for batch in keys:
+                rows = found.find(batch)
+                if not ((rows == -1).all() or (rows == np.arange(batch.size)).all()):
+                    wrong.append(rows)
+
+    threads = [threading.Thread(target=look) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for batch in keys:
+        take(found, batch)
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert found.find(keys[-1]).tolist() == list(range(keys.shape[1]))

@@ -1,0 +1,108 @@
+"""Declaration of a living vocabulary: when a key gets a row, and which key loses its row for it.
+
+Input: what the user writes. Output: a frozen, validated object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from tpu_embed import _checks
+from tpu_embed.kernels.vocabulary_reference import Options
+
+Evict = Literal["lru", "lfu", "none"]
+Unseen = Literal["zero", "shared"]
+
+_EVICT = ("lru", "lfu", "none")
+_UNSEEN = ("zero", "shared")
+_WAITING_PER_ROW = 4
+_MAX_ROWS = 2**31 - 1
+_MAX_WAITING = 3 * 2**30  # with the room that their order needs, still numbers of 32 bits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamicVocabulary:
+    """Let the rows of a table belong to the keys that training batches have.
+
+    The ids of the table's features are keys of 64 bits. A map on the host gives them rows when a
+    training batch is placed. Each training batch is one step of the map: scores of known keys move,
+    rows whose `ttl` has passed become free, unknown keys are counted once each, and those that
+    `admit_after` batches have had are admitted in batch order, each into the lowest free row, else
+    into the row of the key with the lowest score, which is evicted.
+
+    Args:
+      admit_after: a key gets a row when this many training batches have had it. 1: at once. A
+        larger number keeps out keys that come once or twice.
+      evict: the key that is evicted when no row is free. "lru": the one that was seen longest ago;
+        "lfu": the one that the fewest training batches have had since its admission, and of those
+        the one that was seen longest ago; "none": no key is evicted, and new ones stay unseen while
+        no row is free. Of equals, the one in the lower row is evicted.
+      ttl: a row becomes free, and its key is forgotten, if none of the last `ttl` training batches
+        before the present one had the key, nor has the present one. None: never.
+      unseen: what a key without a row stands for. "zero": it is left out of its bag, and is a zero
+        row in a sequence; "shared": all such keys share the table's last row, which is trained and
+        belongs to no key.
+      waiting: how many keys may be counted before they have a row. If there are more, those first
+        counted longest ago are forgotten. None: 4 times the table's capacity.
+
+    Raises:
+      ValueError: an argument is outside its range.
+
+    Example:
+      >>> DynamicVocabulary(admit_after=3, evict="lfu").ttl is None
+      True
+    """
+
+    admit_after: int = 1
+    evict: Evict = "lru"
+    ttl: int | None = None
+    unseen: Unseen = "zero"
+    waiting: int | None = None
+
+    def __post_init__(self) -> None:
+        self._set_int("admit_after", minimum=1)
+        _checks.check_choice("DynamicVocabulary.evict", self.evict, _EVICT)
+        _checks.check_choice("DynamicVocabulary.unseen", self.unseen, _UNSEEN)
+        if self.ttl is not None:
+            self._set_int("ttl", minimum=1)
+        if self.waiting is not None:
+            # Without a place to wait in, no key could reach a count of more than 1.
+            self._set_int("waiting", minimum=min(self.admit_after - 1, 1))
+
+    def _set_int(self, field: str, *, minimum: int) -> None:
+        value = _checks.check_int(
+            f"DynamicVocabulary.{field}", getattr(self, field), minimum=minimum
+        )
+        object.__setattr__(self, field, value)
+
+    def options(self, capacity: int, lookahead: int) -> Options:
+        """Return the options of a map for a table.
+
+        Args:
+          capacity: V, the rows of the table; the last one is nobody's if `unseen` is "shared".
+          lookahead: the batches whose rows are protected, besides the present one.
+
+        Raises:
+          ValueError: an argument is outside its range, or leaves no row for a key.
+        """
+        shared = self.unseen == "shared"
+        rows = _checks.check_int("capacity", capacity, minimum=1 + shared)
+        waiting = _WAITING_PER_ROW * rows if self.waiting is None else self.waiting
+        for what, value, most in (
+            ("capacity", rows, _MAX_ROWS),
+            ("DynamicVocabulary.waiting", waiting, _MAX_WAITING),
+        ):
+            if value > most:
+                remedy = "give `waiting`" if self.waiting is None and what != "capacity" else ""
+                raise ValueError(
+                    _checks.message(what, expected=f"at most {most}", got=value, remedy=remedy)
+                )
+        return Options(
+            num_rows=rows - shared,
+            admit_after=self.admit_after,
+            evict=self.evict,
+            ttl=self.ttl,
+            waiting=waiting,
+            lookahead=_checks.check_int("lookahead", lookahead, minimum=0),
+        )
