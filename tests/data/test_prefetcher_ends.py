@@ -235,6 +235,9 @@ class Instant:
     def end(self):
         pass
 
+    def release(self):
+        pass
+
 
 @pytest.mark.parametrize(
     ("make", "steps"), [(Instant, 2_500), pytest.param(engine, 200, marks=pytest.mark.whole)]
