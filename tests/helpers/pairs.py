@@ -19,10 +19,14 @@ def parametrize_pairs(**factors):
     Args:
       factors: argument of the test -> its levels; at least two arguments.
     """
-    design = [tuple(row.values()) for row in all_pairs(**factors)]
+    # By the numbers of the levels: 0.0 and -0.0 are equal, and two levels.
+    numbers = {name: range(len(levels)) for name, levels in factors.items()}
+    design = {tuple(row.values()) for row in all_pairs(**numbers)}
     cases = [
-        pytest.param(*case, marks=[] if case in design else [pytest.mark.whole])
-        for case in itertools.product(*factors.values())
+        pytest.param(*case, marks=[] if number in design else [pytest.mark.whole])
+        for number, case in zip(
+            itertools.product(*numbers.values()), itertools.product(*factors.values()), strict=True
+        )
     ]
     return pytest.mark.parametrize(tuple(factors), cases, ids=str)
 

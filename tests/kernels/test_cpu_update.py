@@ -22,6 +22,7 @@ from kernel_cases import (
     stored,
     widened,
 )
+from pairs import parametrize_pairs
 
 from tpu_embed import optimizers as o
 from tpu_embed.kernels import cpu, reference
@@ -182,9 +183,12 @@ def updated(table, slots, given, rule, blocks):
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_rule(name, dtype):
+@pytest.mark.parametrize(
+    "dims", [(5, 130), pytest.param((1, 20), marks=pytest.mark.whole)], ids=str
+)
+def test_every_rule(name, dtype, dims):
     rule = compiled(RULES[name])
-    for dim in (1, 5, 20, 130):
+    for dim in dims:
         rng = np.random.default_rng(dim)
         table, slots, given = draw_update(rng, RULES[name], dim, dtype)
         found = updated(table, slots, given, rule, STARTS)
@@ -258,9 +262,7 @@ def test_gradients_and_rows_that_are_not_finite(name, dtype):
     assert np.isnan(widened(np.asarray(found[0]))).any()
 
 
-@pytest.mark.parametrize("dim", [1, 7, 64])
-@pytest.mark.parametrize("least", [None, 0.0, -0.0])
-@pytest.mark.parametrize("most", [None, 0.0, -0.0])
+@parametrize_pairs(dim=[1, 7, 64], least=[None, 0.0, -0.0], most=[None, 0.0, -0.0])
 def test_bounds_that_are_zero(dim, least, most):
     """Of zeros of different signs, the positive one is larger."""
     optimizer = o.SGD(0.1, clip_weight_min=least, clip_weight_max=most)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from facade_cases import assert_same, mesh
 from jax import export
+from pairs import parametrize_pairs
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, optimizers
 from tpu_embed.kernels import cpu, dispatch
@@ -35,9 +36,11 @@ def step_of(devices):
     return step, (state, {"x": jax.ShapeDtypeStruct((16, 3), jnp.int32)})
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("kernels", ["native", "reference"] if NATIVE else ["reference"])
+@parametrize_pairs(
+    kernels=["native", "reference"] if NATIVE else ["reference"],
+    platform=list(PLATFORMS),
+    devices=[8, 1],
+)
 def test_a_training_step_lowers_for(monkeypatch, kernels, platform, devices):
     monkeypatch.setenv(dispatch.VARIABLE, kernels)
     step, arguments = step_of(devices)

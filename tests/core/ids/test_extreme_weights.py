@@ -199,7 +199,7 @@ def test_weights_below_the_least_normal_number():
 CANCELLED = [[1, -1, 1e-39, 0], [1, -1, 9e-39, 9e-39], [1, -1, 0, 1.3e-38], [1, 1e-39, -1e-39, 2]]
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.whole)])
 def test_a_divisor_below_the_least_normal_number_is_zero_on_any_number_of_devices(devices):
     """On several devices the host divides, on a single one the program."""
     weights = np.array(CANCELLED, np.float32)
