@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import checkify
 
-from tpu_embed._checks import message
+from tpu_embed._checks import check_in_program, message
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.batch.located import LocalIds, Located
@@ -89,7 +88,7 @@ class TracedIds:
             size = feature.table.vocabulary_size
             what = f"feature {feature.path!r}: {{count}} id(s) outside [0, {size})"
             where = f"of table {feature.table.name!r}"
-            checkify.debug_check(bad_ids[f] == 0, f"{what} {where}", count=bad_ids[f])
+            check_in_program(bad_ids[f] == 0, f"{what} {where}", count=bad_ids[f])
 
     def _joined(self, values: Sequence[Array], view: StackView, fill: int) -> Array:
         """Return a stack's array `[periods, columns]`, from one array per feature.

@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import checkify
 
-from tpu_embed._checks import check_int, message
+from tpu_embed._checks import check_in_program, check_int, message
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, ArrayLike, Tracer
 from tpu_embed.core.lookup import segments
@@ -204,8 +204,10 @@ class Jagged:
         lengths = lengths if isinstance(lengths, jax.Array) else np.array(lengths)
         _check_padded(padded, lengths, shards)
         examples, longest = padded.shape[0] // shards, padded.shape[1]
-        room = examples * longest
-        if capacity is not None:
+        room: Any = examples * longest
+        if jax.export.is_symbolic_dim(capacity):  # of a program that is exported for any B
+            room = capacity
+        elif capacity is not None:
             room = check_int("Jagged.from_padded: capacity", capacity, minimum=0)
         lengths = lengths.reshape(shards, examples)
         _check_lengths(lengths, longest, room)
@@ -276,6 +278,15 @@ class Jagged:
         return self._by_replica(segments.sum_segments, self.values)
 
 
+# So that exported programs may take and return it.
+jax.export.register_pytree_node_serialization(
+    Jagged,
+    serialized_name="tpu_embed.Jagged",
+    serialize_auxdata=lambda _: b"",
+    deserialize_auxdata=lambda _: None,
+)
+
+
 def _check_arrays(values: Any, row_splits: Any) -> None:
     """Check a pair of arrays; anything else is a placeholder, and right.
 
@@ -344,7 +355,7 @@ def _check_lengths(lengths: Any, longest: int, room: int) -> None:
     where = "Jagged.from_padded"
     if isinstance(lengths, Tracer) or not getattr(lengths, "is_fully_addressable", True):
         right = ((lengths >= 0) & (lengths <= longest)).all() & (lengths.sum(1) <= room).all()
-        checkify.debug_check(right, f"{where}: lengths outside of 0 to {longest}, or above {room}")
+        check_in_program(right, f"{where}: lengths outside of 0 to {longest}, or above {room}")
         return
     lengths = np.asarray(lengths)
     if lengths.size and not 0 <= lengths.min() <= lengths.max() <= longest:
