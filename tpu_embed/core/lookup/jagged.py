@@ -204,11 +204,7 @@ class Jagged:
         lengths = lengths if isinstance(lengths, jax.Array) else np.array(lengths)
         _check_padded(padded, lengths, shards)
         examples, longest = padded.shape[0] // shards, padded.shape[1]
-        room: Any = examples * longest
-        if jax.export.is_symbolic_dim(capacity):  # of a program that is exported for any B
-            room = capacity
-        elif capacity is not None:
-            room = check_int("Jagged.from_padded: capacity", capacity, minimum=0)
+        room = examples * longest if capacity is None else _checked_room(capacity)
         lengths = lengths.reshape(shards, examples)
         _check_lengths(lengths, longest, room)
         # [B, L, …] -> [S, B / S, L, …]: the first axis stays sharded as B was.
@@ -343,6 +339,17 @@ def _check_padded(padded: Array, lengths: Any, shards: int) -> None:
     if lengths.shape != padded.shape[:1]:
         expected, got = f"one per row, {padded.shape[:1]}", f"{lengths.shape}"
         raise ValueError(message(f"{where}: lengths", expected=expected, got=got))
+
+
+def _checked_room(capacity: Any) -> Any:
+    """Return a capacity: an integer, or the symbol that it is in a program exported for any B.
+
+    Raises:
+      ValueError: it is neither.
+    """
+    if jax.export.is_symbolic_dim(capacity):
+        return capacity
+    return check_int("Jagged.from_padded: capacity", capacity, minimum=0)
 
 
 def _check_lengths(lengths: Any, longest: int, room: int) -> None:
