@@ -1,6 +1,7 @@
 """Jagged features outside of training: served as they are looked up, planned by their ids."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -44,6 +45,39 @@ def test_ids_inside_a_jit_are_served():
     assert np.asarray(served["history"].row_splits).tolist() == [[0, 3, 3]]
     np.testing.assert_array_equal(values[[0, 2]], tables["item"][[3, 4]])
     np.testing.assert_array_equal(values[[1, 3, 4, 5]], 0)
+
+
+def score(found):
+    """Score candidates by attention over the history of one user, `[items]`."""
+    rows, mask = (one[0] for one in found["history"].to_padded(5))  # [L, D], [L]
+    attention = jax.nn.softmax(jnp.where(mask, found["bag"] @ rows.T, -jnp.inf))
+    return jnp.sum(attention @ rows * found["bag"], axis=1)
+
+
+def test_one_users_history_beside_many_candidates_in_one_call(tmp_path):
+    """Neither array is repeated: one example of the history, 500 of the candidates."""
+    rng = np.random.default_rng(0)
+    tables = {"item": rng.normal(size=(30, 4)).astype(np.float32)}
+    seen, items = [4, 7, 4, 29], np.arange(500) % 30
+    ids = {"history": RaggedIds.from_lists([seen]), "bag": items}
+    found = serving_lookup(tables, ids, FEATURES)
+    history = found["history"]
+    assert history.row_splits.tolist() == [[0, 4]]
+    np.testing.assert_array_equal(history.values[0, :4], tables["item"][seen])
+    assert not np.asarray(history.values[0, 4:]).any()
+    np.testing.assert_array_equal(found["bag"], tables["item"][items])
+
+    rows = tables["item"].astype(np.float64)
+    logits = rows[items] @ rows[seen].T
+    weights = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    expected = (weights @ rows[seen] * rows[items]).sum(1)
+    scored = jax.jit(score)(found)
+    np.testing.assert_allclose(scored, expected, rtol=1e-4, atol=1e-5)  # 4 terms of size 1, float32
+    # The same model exported: the user and the candidates keep batch sizes of their own.
+    dense = {"history": np.array([[*seen, -1]]), "bag": items}
+    examples = dense | {"bag": items[:7]}
+    export_model(tmp_path / "m", score, tables, FEATURES, examples)
+    np.testing.assert_allclose(load_model(tmp_path / "m")(dense), expected, rtol=1e-4, atol=1e-5)
 
 
 def padded_ids(size, seed=0):
