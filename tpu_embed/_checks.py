@@ -8,18 +8,21 @@ Input: values to check. Output: the values, or an error.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import numbers
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import jax
+from jax.experimental import checkify
 
-from tpu_embed._types import Tracer
+from tpu_embed._types import Array, Tracer
 
 _T = TypeVar("_T")
 _NOT_THE_USERS = tuple(f"{Path(one).parent}{os.sep}" for one in (__file__, jax.__file__))
@@ -27,6 +30,8 @@ _NOT_THE_USERS = tuple(f"{Path(one).parent}{os.sep}" for one in (__file__, jax._
 
 _MOST_LINES = 20
 """How many messages `message_of_many` shows at most."""
+
+_unchecked: ContextVar[bool] = ContextVar("unchecked", default=False)
 
 
 def message(what: str, *, expected: str, got: Any, remedy: str = "") -> str:
@@ -177,3 +182,29 @@ def refuse_derivatives(what: str, *, expected: str, got: str, remedy: str) -> Ca
         raise TypeError(message(what, expected=expected, got=got, remedy=remedy))
 
     return identity
+
+
+def check_in_program(right: Array, text: str, **values: Array) -> None:
+    """Report values that are known only when a program runs to `jax.experimental.checkify`.
+
+    Args:
+      right: bool `[]`, whether they are right.
+      text: the message, in which `{name}` stands for one of the values.
+      values: arrays by name.
+    """
+    if not _unchecked.get():
+        checkify.debug_check(right, text, **values)
+
+
+@contextlib.contextmanager
+def unchecked_programs() -> Iterator[None]:
+    """Within this context, trace programs without such reports, in this thread only.
+
+    JAX cannot serialize a program that has them. A function that was jitted and traced before keeps
+    those of that trace.
+    """
+    token = _unchecked.set(True)
+    try:
+        yield
+    finally:
+        _unchecked.reset(token)

@@ -247,13 +247,57 @@ def test_no_padded_array_in_a_program():
 
 def test_what_is_refused():
     table = TableConfig(10, 4, name="t")
-    with pytest.raises(ValueError, match=r"output_shape: expected None for a sequence.*jagged"):
+    output_shape = r"output_shape: expected None for a sequence, got \(8, 3\) with jagged=True; .*"
+    with pytest.raises(ValueError, match=output_shape + "activation is a Jagged"):
         FeatureConfig(table, output_shape=(8, 3), jagged=True)
-    engine = EmbeddingEngine({"x": FeatureConfig(table, jagged=True)}, SGD(0.1))
-    with pytest.raises(ValueError, match=r"feature 'x'.*\[B, H\].*rank 1"):
-        engine.place({"x": np.zeros(8, np.int32)})
-    with pytest.raises(ValueError, match=r"feature 'x': batch size.*pad_batch"):
-        engine.place({"x": RaggedIds(np.zeros(3, np.int32), np.array([0, 1, 2, 3]))})
-    state, batch = engine.init(jax.random.key(0)), engine.place({"x": np.zeros((8, 2), np.int32)})
-    with pytest.raises(ValueError, match=r"activation gradient of feature 'x'.*shape"):
-        engine.update(state, batch, {"x": np.zeros((8, 2, 4), np.float32)})
+    engine = EmbeddingEngine({"user": [FeatureConfig(table, jagged=True)]}, SGD(0.1))
+    rank = r"feature 'user/0': expected .*\[B, H\], got rank 1; give each example one row"
+    with pytest.raises(ValueError, match=rank):
+        engine.place({"user": [np.zeros(8, np.int32)]})
+    state = engine.init(jax.random.key(0))
+    size = (
+        r"feature 'user/0': batch size: expected a positive multiple of 8.*got 3; use .*pad_batch"
+    )
+    with pytest.raises(ValueError, match=size):
+        engine.place({"user": [RaggedIds(np.zeros(3, np.int32), np.array([0, 1, 2, 3]))]})
+    with pytest.raises(ValueError, match=size):
+        jax.jit(engine.lookup)(state, {"user": [np.zeros((3, 2), np.int32)]})
+
+
+def test_gradients_of_another_batch_are_refused_and_change_nothing():
+    engine = EmbeddingEngine(
+        {"x": FeatureConfig(TableConfig(10, 4, name="t"), jagged=True)}, SGD(1)
+    )
+    state = engine.init(jax.random.key(0))
+    few, many = (
+        engine.place({"x": RaggedIds.from_lists([[1] * length] * 8)}) for length in (2, 50)
+    )
+    others = engine.lookup(state, many)["x"]
+    assert others.values.shape != engine.lookup(state, few)["x"].values.shape
+    before = np.array(engine.tables(state)["t"])
+    wanted = r"gradient of feature 'x': expected shape \(8, 8, 4\), got .*values that the lookup"
+    for gradient in (others, others.values, others.to_padded(2)[0], others.sums()):
+        with pytest.raises(ValueError, match=wanted):
+            engine.update(state, few, {"x": gradient})
+        with pytest.raises(ValueError, match=wanted):
+            engine.update_in_place(state, few, {"x": gradient})
+    np.testing.assert_array_equal(engine.tables(state)["t"], before)
+
+
+def test_splits_of_a_gradient_are_not_read():
+    """Those of another batch change nothing, where the capacities are the same."""
+    engine = EmbeddingEngine(
+        {"x": FeatureConfig(TableConfig(10, 4, name="t"), jagged=True)}, SGD(1)
+    )
+    state = engine.init(jax.random.key(0))
+    one, other = (
+        engine.place({"x": RaggedIds.from_lists([[1, 2][:length]] * 8)}) for length in (1, 2)
+    )
+    found, others = (engine.lookup(state, batch)["x"] for batch in (one, other))
+    assert found.values.shape == others.values.shape
+    assert found.row_splits.tolist() != others.row_splits.tolist()
+    states = [
+        engine.update(state, one, {"x": gradient})
+        for gradient in (found, others.with_values(found.values))
+    ]
+    assert_states_equal(*states, (engine, engine))

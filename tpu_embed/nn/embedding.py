@@ -48,6 +48,7 @@ class EmbeddingBag(nnx.Module, StateHolder):
       table: the table's vocabulary, dim, combiner, initializer, dtype, placement and optimizer.
       optimizer: the optimizer of a table that has none itself.
       max_sequence_length: L; if L > 0, a bag is a sequence, whose activation is its first L rows.
+      jagged: whether a bag is a sequence whose activation is a `Jagged`; L > 0 cuts it.
       on_bad_id: "error", "drop" or "clip". Inside a jit "error" drops the id, and a training step
         counts it in `bad_ids`.
       mesh: the devices; None means the mesh of `jax.set_mesh`, or else one axis over all devices.
@@ -78,13 +79,14 @@ class EmbeddingBag(nnx.Module, StateHolder):
         *,
         optimizer: Any = None,
         max_sequence_length: int = 0,
+        jagged: bool = False,
         on_bad_id: OnBadId = "error",
         mesh: Mesh | None = None,
         batch_axes: str | Sequence[str] | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         check_choice("on_bad_id", on_bad_id, get_args(OnBadId))
-        feature = FeatureConfig(table, max_sequence_length=max_sequence_length, on_bad_id=on_bad_id)
+        feature = FeatureConfig(table, max_sequence_length, on_bad_id=on_bad_id, jagged=jagged)
         self.engine = EmbeddingEngine(
             {FEATURE: feature}, optimizer, mesh=mesh, batch_axes=batch_axes
         )
@@ -92,7 +94,7 @@ class EmbeddingBag(nnx.Module, StateHolder):
         for name, value in attributes(self.engine.init(rngs.params())).items():
             setattr(self, name, _nested(value))
 
-    def __call__(self, ids: Ids, weights: ArrayLike | None = None) -> Array:
+    def __call__(self, ids: Ids, weights: ArrayLike | None = None) -> Any:
         """Return the activations of bags.
 
         Args:
@@ -101,7 +103,8 @@ class EmbeddingBag(nnx.Module, StateHolder):
           weights: floats or integers in the shape of the ids. They can be differentiated by.
 
         Returns:
-          `[…, D]`, float32 at least; `[…, L, D]` for sequences.
+          `[…, D]`, float32 at least; `[…, L, D]` for sequences; a `Jagged` for jagged ones, whose
+          dense ids are `[B, H]`.
 
         Raises:
           TypeError: the ids are not integers.

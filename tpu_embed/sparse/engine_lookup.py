@@ -26,7 +26,9 @@ from tpu_embed._types import Array
 from tpu_embed.core.batch import Batch, BatchSpec
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.ids import is_real
+from tpu_embed.core.lookup import Jagged
 from tpu_embed.core.state import TableState, check_layout, check_tables_not_donated
+from tpu_embed.sparse import sequences
 from tpu_embed.sparse.joined import DenseIds, as_signed, flat, join, padded
 
 __all__ = [
@@ -68,17 +70,20 @@ class Call:
           rest: weights in the shape of the ids, if there are any; then the arrays of the tables.
 
         Returns:
-          `[…, D]`, `[…, L, D]` for a sequence, or the activations of the placed batch.
+          `[…, D]`, `[…, L, D]` for a sequence, or the activations of the placed batch, of which a
+          `Jagged` is given by its values.
         """
         # rest is [weights, table 0, …] or [table 0, …]: a slice up to False is empty.
         weights, arrays = rest[: self.weighted], rest[self.weighted :]
         tables = dict(zip(_stacks(self.engine), arrays, strict=True))
         state = TableState(tables, {}, step, {})
         if self.spec is not None:
-            return self.engine.lookup(state, _batch(self.engine, ids, self.spec))[FEATURE]
+            found = self.engine.lookup(state, _batch(self.engine, ids, self.spec))[FEATURE]
+            return found.values if isinstance(found, Jagged) else found
         # Ids [3, 5, H] on 4 replicas: 15 bags, padded to 16 -> [16, D] -> [15, D] -> [3, 5, D].
         dense = DenseIds(ids, weights[0] if weights else None, self.bags)
         found = self.engine.lookup(state, *_joined(self.engine, [dense]))[FEATURE]
+        found = sequences.pad(found, ids.shape[-1], self.engine)
         count = math.prod(dense.lead)
         if count < found.shape[0]:
             # Replicate first: an explicit mesh axis can't split a count that it does not divide.
@@ -102,23 +107,25 @@ class LookedUp(NamedTuple):
 
 def engine_lookup(
     engine: EmbeddingEngine, state: TableState, ids: Any, *, weights: Array | None = None
-) -> Array:
+) -> Array | Jagged:
     """Return the activations of an engine's only feature.
 
     Args:
       engine: an engine of one feature.
       state: the state of the engine.
       ids: a batch that `engine.place` returned; or integers, `[…, H]` for bags of H ids, `[B]` for
-        one id per example. -1 is padding. The number of bags need not divide among the devices.
+        one id per example. -1 is padding. The number of bags need not divide among the devices,
+        but that of jagged sequences must.
       weights: floats or integers in the shape of integer ids; None with a batch.
 
     Returns:
-      `[…, D]`; `[…, L, D]` for a sequence.
+      `[…, D]`; `[…, L, D]` for a sequence; a `Jagged` if the feature is jagged.
 
     Raises:
       TypeError: the ids are not integers.
-      ValueError: ids without an axis; weights of another shape, that are not real numbers, or
-        beside a batch; a batch of another engine.
+      ValueError: ids without an axis; ids of a jagged feature that are not `[B, H]`, or whose B the
+        replicas do not divide; weights of another shape, that are not real numbers, or beside a
+        batch; a batch of another engine.
     """
     check_tables_not_donated(state)
     check_layout(state.tables, engine.layout)
@@ -126,11 +133,15 @@ def engine_lookup(
     if isinstance(ids, Batch):
         _check_no_weights(weights)
         ids.check(engine.layout)
-        return _bind(Call(engine, ids.spec, True, False), state.step, ids.packed, *arrays)
-    _check_dense(ids, weights)
-    scales = [] if weights is None else [_as_floats(weights, engine)]
-    call = Call(engine, None, ids.ndim > 1, weights is not None)
-    return _bind(call, state.step, as_signed(ids), *scales, *arrays)
+        found = _bind(Call(engine, ids.spec, True, False), state.step, ids.packed, *arrays)
+    else:
+        _check_dense(ids, weights)
+        if sequences.is_jagged(engine):
+            sequences.check_sequences(engine, FEATURE, ids)
+        scales = [] if weights is None else [_as_floats(weights, engine)]
+        call, ids = Call(engine, None, ids.ndim > 1, weights is not None), as_signed(ids)
+        found = _bind(call, state.step, ids, *scales, *arrays)
+    return sequences.as_jagged(found, ids, engine) if sequences.is_jagged(engine) else found
 
 
 def engine_update(
@@ -172,7 +183,12 @@ def engine_update(
     each = [
         flat(g, len(one.lead), engine.layout.axes) for g, one in zip(gradients, dense, strict=True)
     ]
-    together = padded(jnp.concatenate(each), features[FEATURE].shape[0], 0)
+    jagged, ids = sequences.is_jagged(engine), features[FEATURE]
+    if jagged:
+        each = sequences.fill_columns(each, ids.shape[1], engine)
+    together = padded(jnp.concatenate(each), ids.shape[0], 0)
+    if jagged:
+        features, weights, together = sequences.place_gradient(together, features, weights, engine)
     return engine.update(state, features, {FEATURE: together}, weights)
 
 

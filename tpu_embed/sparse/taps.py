@@ -226,8 +226,10 @@ def _known_after(found: Array, operands: Asked) -> Asked:
         return operands
     first = jax.lax.stop_gradient(found)[(..., *[0] * (found.ndim - 1))].astype(jnp.float32)
     zeros = _zeros(jax.lax.bitcast_convert_type(first, jnp.int32), ids.dtype)
-    # The packed ids of a placed batch are [devices, words]: one zero per device.
-    parts = zeros.reshape(ids.shape[0], -1)[:, 0]
+    # The packed ids of a placed batch are [devices, words]: one zero per device. A batch that only
+    # some mesh axes split may have fewer bags than there are devices.
+    even = zeros.size % ids.shape[0] == 0
+    parts = zeros.reshape(ids.shape[0], -1)[:, 0] if even else jnp.max(zeros)[None]
     return (ids + parts.reshape(-1, *[1] * (ids.ndim - 1)), *weights)
 
 

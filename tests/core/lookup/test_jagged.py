@@ -242,11 +242,23 @@ FAULTS = {
     "no axis of values": (lambda: Jagged(np.zeros(2), np.zeros((2, 3), int)), r"Jagged: expected"),
     "other values": (
         lambda: make(SOME).with_values(np.zeros((S, C + 1, D))),
-        r"Jagged\.with_values: expected first axes \(2, 13\), got shape \(2, 14, 2\); inside",
+        r"with_values: expected first axes \(2, 13\), got shape \(2, 14, 2\); .* same batch.*vmap",
+    ),
+    "a jagged in place of values": (
+        lambda: make(SOME).with_values(make(FULL)),
+        r"Jagged\.with_values: expected an array, got a Jagged; give its values; .* same batch",
     ),
     "other examples": (
         lambda: make(SOME).concatenate([make(SOME), make([1] * 3)]),
-        r"concatenate: others\[1\]: expected row_splits \(2, 4\), got \(1, 4\)",
+        r"concatenate: others\[1\]: expected row_splits \(2, 4\), got \(1, 4\); .* one batch",
+    ),
+    "one instead of others": (
+        lambda: make(SOME).concatenate(make(FULL)),
+        r"Jagged\.concatenate: expected others, got one Jagged; give them in a list",
+    ),
+    "an array instead of another": (
+        lambda: make(SOME).concatenate([make(FULL).values]),
+        r"others\[0\]: expected a Jagged, got ArrayImpl; with_values and from_padded",
     ),
     "another dim": (
         lambda: make(SOME).concatenate([make(SOME, shape=(3,))]),

@@ -31,10 +31,15 @@ def initial(key, shape, dtype, shard_info):
 
 
 TABLE = TableConfig(V, D, name="t", initializer=initial)
-FEATURES = {"bag": FeatureConfig(TABLE), "one": FeatureConfig(TABLE)}
+FEATURES = {
+    "bag": FeatureConfig(TABLE),
+    "one": FeatureConfig(TABLE),
+    "seen": FeatureConfig(TABLE, jagged=True),
+}
 IDS = {
     "bag": RNG.integers(-1, V, (B, 3)).astype(np.int32),
     "one": RNG.integers(0, V, B).astype(np.int32),
+    "seen": RNG.integers(-1, V, (B, 4)).astype(np.int32),
 }
 X = RNG.normal(size=(B, D)).astype(np.float32)
 KERNEL = RNG.normal(size=(D,)).astype(np.float32)
@@ -43,7 +48,8 @@ CROSSED = CrossShardOptimizer(optax.sgd(0.5), axis_name="r")
 
 def loss(kernel, activations, x):
     """Return the mean of the examples that are there: a replica's, or all."""
-    return jnp.tanh(activations["bag"] * kernel + activations["one"] * x).sum(-1).mean()
+    own = activations["bag"] * kernel + activations["one"] * x
+    return jnp.tanh(own + activations["seen"].means()).sum(-1).mean()
 
 
 @functools.cache
@@ -58,7 +64,9 @@ def engine_of(devices):
 def one_device():
     """Return table, accumulators and kernel after the whole batch, by plain jax.grad."""
     engine, state, batch = engine_of(1)
-    found = jax.grad(loss, (0, 1))(jnp.asarray(KERNEL), engine.lookup(state, batch), X)
+    values, rebuild = tpu_embed.split_activations(engine.lookup(state, batch))
+    by_values = jax.grad(lambda kernel, values: loss(kernel, rebuild(values), X), (0, 1))
+    found = by_values(jnp.asarray(KERNEL), values)
     return finished(engine, engine.update(state, batch, found[1]), KERNEL - 0.5 * found[0])
 
 

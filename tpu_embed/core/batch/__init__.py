@@ -8,7 +8,7 @@ from tpu_embed.core.batch.packing import StackIds, natural_spec, pack, pack_all,
 from tpu_embed.core.batch.routing import sort_stack, with_capacities, write_lines
 from tpu_embed.core.batch.spec import BatchSpec, StackSpec, worst_case
 from tpu_embed.core.batch.stack_view import BagLayout, StackView, view_stacks
-from tpu_embed.core.batch.traced import TracedIds, make_traced
+from tpu_embed.core.batch.traced import TracedIds, make_traced, row_lengths
 
 __all__ = [
     "BagLayout",
@@ -30,6 +30,7 @@ __all__ = [
     "pack",
     "pack_by_place",
     "pack_all",
+    "row_lengths",
     "sort_stack",
     "with_capacities",
     "write_lines",

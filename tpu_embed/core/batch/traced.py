@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import checkify
 
-from tpu_embed._checks import message
+from tpu_embed._checks import check_in_program, message
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.batch.located import LocalIds, Located
@@ -78,11 +77,8 @@ class TracedIds:
         for f, (ids, shape) in enumerate(zip(self.ids, self.spec.feature_shapes, strict=True)):
             if shape.capacity is None:
                 continue
-            # A row ends after its last id: [7, -1, 3, -1] has length 3.
             dtype = layout.stacks[layout.features[f].stack].index_dtype
-            present = _signed(ids[:, : shape.bags], dtype) != PADDING_ID
-            ends = jnp.arange(1, shape.bags + 1, dtype=jnp.int32)
-            lengths = jnp.max(jnp.where(present, ends, 0), axis=1, initial=0)
+            lengths = row_lengths(_signed(ids, dtype), shape.bags)
             found[f] = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths)])
         return found
 
@@ -92,7 +88,7 @@ class TracedIds:
             size = feature.table.vocabulary_size
             what = f"feature {feature.path!r}: {{count}} id(s) outside [0, {size})"
             where = f"of table {feature.table.name!r}"
-            checkify.debug_check(bad_ids[f] == 0, f"{what} {where}", count=bad_ids[f])
+            check_in_program(bad_ids[f] == 0, f"{what} {where}", count=bad_ids[f])
 
     def _joined(self, values: Sequence[Array], view: StackView, fill: int) -> Array:
         """Return a stack's array `[periods, columns]`, from one array per feature.
@@ -228,6 +224,20 @@ def make_traced(
         for one, most in zip(BatchSpec.union(spec, own).stacks, enough.stacks, strict=True)
     )
     return TracedIds(arrays, scales, dataclasses.replace(own, stacks=stacks), checked=False)
+
+
+def row_lengths(ids: Array, longest: int) -> Array:
+    """Return the lengths of padded rows of ids, int32 `[B]`.
+
+    A row ends after its last id that is not padding: [7, -1, 3, -1] has length 3.
+
+    Args:
+      ids: signed integers `[B, H]`.
+      longest: how many ids of a row count.
+    """
+    present = ids[:, :longest] != PADDING_ID
+    ends = jnp.arange(1, present.shape[1] + 1, dtype=jnp.int32)
+    return jnp.max(jnp.where(present, ends, 0), axis=1, initial=0)
 
 
 def _feature_shape(path: str, config: Any, ids: Array, weights: Array | None) -> FeatureShape:

@@ -130,7 +130,8 @@ def dense_shape(
         raise feature.error(expected="ids of rank 1 or more", got="rank 0")
     sequence = length or config.jagged
     if sequence and len(shape) != 2:
-        raise feature.error(expected="a sequence's ids as [B, H]", got=f"rank {len(shape)}")
+        expected, remedy = "a sequence's ids as [B, H]", "give each example one row of ids"
+        raise feature.error(expected=expected, got=f"rank {len(shape)}", remedy=remedy)
     # [B] has one bag per example that is not combined; [B, H] has inner (), [B, K, H] has (K,).
     # A sequence [B, H] is cut or padded to L bags of one id each: inner (L,), width 1.
     combines = len(shape) > 1 and not sequence

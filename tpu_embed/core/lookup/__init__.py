@@ -16,7 +16,13 @@ from tpu_embed.core.lookup.combine import (
 from tpu_embed.core.lookup.differentiable import split_activations
 from tpu_embed.core.lookup.jagged import Jagged
 from tpu_embed.core.lookup.reads import activations_read, record_lookup, zero_after
-from tpu_embed.core.lookup.sharded import as_jagged, by_feature, lookup, not_differentiable
+from tpu_embed.core.lookup.sharded import (
+    as_jagged,
+    by_feature,
+    lookup,
+    not_differentiable,
+    row_splits,
+)
 
 __all__ = [
     "BagEntries",
@@ -35,6 +41,7 @@ __all__ = [
     "optional_weights",
     "quantize",
     "record_lookup",
+    "row_splits",
     "segments",
     "split_activations",
     "sum_gradients",

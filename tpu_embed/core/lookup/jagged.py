@@ -18,16 +18,24 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import checkify
 
 from tpu_embed._checks import check_int, message
 from tpu_embed._snapshot import as_array
-from tpu_embed._types import Array, ArrayLike, Tracer
+from tpu_embed._types import Array, ArrayLike
 from tpu_embed.core.lookup import segments
+from tpu_embed.core.lookup.jagged_checks import (
+    check_arrays,
+    check_lengths,
+    check_padded,
+    checked_room,
+)
 
 __all__ = ["Jagged"]
+
+_WITH = "Jagged.with_values"
 
 
 @final
@@ -64,7 +72,7 @@ class Jagged:
     __slots__ = ("_row_splits", "_values")
 
     def __init__(self, values: Any, row_splits: Any) -> None:
-        _check_arrays(values, row_splits)
+        check_arrays(values, row_splits)
         self._values, self._row_splits = values, row_splits
 
     @property
@@ -108,17 +116,22 @@ class Jagged:
           new: `[S, C, …]`.
 
         Raises:
+          TypeError: `new` is a `Jagged`.
           ValueError: `new` is an array whose first axes are not `[S, C]`.
         """
+        if isinstance(new, Jagged):
+            remedy = "give its values; they must be of the same batch"
+            raise TypeError(message(_WITH, expected="an array", got="a Jagged", remedy=remedy))
         had, got = getattr(self.values, "shape", None), getattr(new, "shape", None)
         axes = getattr(self.row_splits, "ndim", None)
         if had is not None and got is not None and axes is not None and got[:axes] != had[:axes]:
             raise ValueError(
                 message(
-                    "Jagged.with_values",
+                    _WITH,
                     expected=f"first axes {had[:axes]}",
                     got=f"shape {got}",
-                    remedy="inside jax.vmap, the Jagged must be mapped with its values",
+                    remedy="values must be of the same batch; inside jax.vmap, the Jagged must be "
+                    "mapped with its values",
                 )
             )
         return Jagged(new, self.row_splits)
@@ -134,6 +147,7 @@ class Jagged:
           A `Jagged` whose capacity is the sum of all.
 
         Raises:
+          TypeError: what is given is not a sequence of `Jagged`.
           ValueError: another `Jagged` has another number of replicas or examples, or values of
             another dtype or shape.
 
@@ -144,6 +158,9 @@ class Jagged:
           >>> joined.values.tolist(), joined.row_splits.tolist()
           ([[1, 2, 7, 8, 3, 9, 0]], [[0, 3, 4, 6]])
         """
+        if isinstance(others, Jagged):
+            what, remedy = "Jagged.concatenate", "give them in a list"
+            raise TypeError(message(what, expected="others", got="one Jagged", remedy=remedy))
         parts = [self, *others]
         for number, part in enumerate(others):
             _check_same_examples(f"Jagged.concatenate: others[{number}]", self, part)
@@ -202,13 +219,11 @@ class Jagged:
         """
         padded = as_array(padded)
         lengths = lengths if isinstance(lengths, jax.Array) else np.array(lengths)
-        _check_padded(padded, lengths, shards)
+        check_padded(padded, lengths, shards)
         examples, longest = padded.shape[0] // shards, padded.shape[1]
-        room = examples * longest
-        if capacity is not None:
-            room = check_int("Jagged.from_padded: capacity", capacity, minimum=0)
+        room = examples * longest if capacity is None else checked_room(capacity)
         lengths = lengths.reshape(shards, examples)
-        _check_lengths(lengths, longest, room)
+        check_lengths(lengths, longest, room)
         # [B, L, …] -> [S, B / S, L, …]: the first axis stays sharded as B was.
         parts = padded.reshape(shards, examples, *padded.shape[1:])
         unpad = functools.partial(segments.unpad, capacity=room)
@@ -276,85 +291,35 @@ class Jagged:
         return self._by_replica(segments.sum_segments, self.values)
 
 
-def _check_arrays(values: Any, row_splits: Any) -> None:
-    """Check a pair of arrays; anything else is a placeholder, and right.
-
-    Raises:
-      TypeError, ValueError: see `Jagged`.
-    """
-    dtype = getattr(row_splits, "dtype", None)
-    if dtype is None or dtype == jax.dtypes.float0:
-        return
-    if not jnp.issubdtype(dtype, jnp.integer):
-        raise TypeError(message("Jagged.row_splits", expected="integers", got=str(dtype)))
-    shape, axes = getattr(values, "shape", None), row_splits.ndim
-    if shape is None:
-        return
-    if not axes or len(shape) < axes or shape[: axes - 1] != row_splits.shape[:-1]:
-        expected = "values [S, C, …] and row_splits [S, B / S + 1]"
-        got = f"shapes {shape} and {row_splits.shape}"
-        raise ValueError(message("Jagged", expected=expected, got=got))
+# So that exported programs may take and return it.
+jax.export.register_pytree_node_serialization(
+    Jagged,
+    serialized_name="tpu_embed.Jagged",
+    serialize_auxdata=lambda _: b"",
+    deserialize_auxdata=lambda _: None,
+)
 
 
 def _check_same_examples(what: str, first: Jagged, other: Jagged) -> None:
     """Check that two can be joined by example.
 
     Raises:
-      ValueError: see `Jagged.concatenate`.
+      TypeError, ValueError: see `Jagged.concatenate`.
     """
+    if not isinstance(other, Jagged):
+        remedy = "with_values and from_padded make one of an array"
+        got = type(other).__name__
+        raise TypeError(message(what, expected="a Jagged", got=got, remedy=remedy))
     splits, axes = first.row_splits.shape, first.row_splits.ndim
     dtype, inner = first.values.dtype, first.values.shape[axes:]
     if other.row_splits.shape != splits:
         expected, got = f"row_splits {splits}", f"{other.row_splits.shape}"
-        raise ValueError(message(what, expected=expected, got=got))
+        remedy = "join the sequences of one batch, on the same devices"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
     if (other.values.dtype, other.values.shape[axes:]) != (dtype, inner):
         expected = f"{dtype} values of shape {inner}"
         got = f"{other.values.dtype} values of shape {other.values.shape[axes:]}"
         raise ValueError(message(what, expected=expected, got=got))
-
-
-def _check_padded(padded: Array, lengths: Any, shards: int) -> None:
-    """Check shapes and dtypes of the arguments of `Jagged.from_padded`.
-
-    Raises:
-      TypeError, ValueError: see there.
-    """
-    where = "Jagged.from_padded"
-    check_int(f"{where}: shards", shards, minimum=1)
-    if padded.ndim < 2:
-        raise ValueError(message(f"{where}: padded", expected="[B, L, …]", got=str(padded.shape)))
-    if padded.shape[0] % shards:
-        expected, got = f"rows that {shards} shards divide", f"{padded.shape[0]}"
-        remedy = "tpu_embed.pad_batch adds empty examples"
-        raise ValueError(message(f"{where}: padded", expected=expected, got=got, remedy=remedy))
-    if not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise TypeError(message(f"{where}: lengths", expected="integers", got=str(lengths.dtype)))
-    if lengths.shape != padded.shape[:1]:
-        expected, got = f"one per row, {padded.shape[:1]}", f"{lengths.shape}"
-        raise ValueError(message(f"{where}: lengths", expected=expected, got=got))
-
-
-def _check_lengths(lengths: Any, longest: int, room: int) -> None:
-    """Check the lengths `[S, B / S]` of padded rows.
-
-    Raises:
-      ValueError: one is outside of 0 … `longest`, or those of a replica sum to more than `room`;
-        where they are not known to this process, only `checkify` learns of it.
-    """
-    where = "Jagged.from_padded"
-    if isinstance(lengths, Tracer) or not getattr(lengths, "is_fully_addressable", True):
-        right = ((lengths >= 0) & (lengths <= longest)).all() & (lengths.sum(1) <= room).all()
-        checkify.debug_check(right, f"{where}: lengths outside of 0 to {longest}, or above {room}")
-        return
-    lengths = np.asarray(lengths)
-    if lengths.size and not 0 <= lengths.min() <= lengths.max() <= longest:
-        expected, got = f"lengths from 0 to {longest}", f"{lengths.min()} to {lengths.max()}"
-        raise ValueError(message(where, expected=expected, got=got))
-    needed = int(lengths.sum(axis=1, dtype=np.int64).max(initial=0))
-    if needed > room:
-        expected, got = f"room for {needed} values on a replica", f"capacity {room}"
-        remedy = "a capacity of None is always enough"
-        raise ValueError(message(where, expected=expected, got=got, remedy=remedy))
 
 
 def _short(leaf: Any) -> str:

@@ -100,12 +100,12 @@ def sum_segments(row_splits: Array, values: Array) -> Array:
         values = values.astype(jnp.float32)
     ids, segments = segment_ids(row_splits, values.shape[0]), row_splits.shape[0] - 1
     # Not `dispatch.segment_sum`: a jit cannot split its compiled kernel over the devices.
-    return dispatch.choose(
-        values,
-        ids,
-        otherwise=functools.partial(reference.segment_sum, num_segments=segments),
-        gpu=functools.partial(reference.segment_sum_scan, num_segments=segments),
-    )
+    otherwise = functools.partial(reference.segment_sum, num_segments=segments)
+    if not isinstance(values.shape[0], int):
+        # A program for any batch size knows no number of places, without which there is no scan.
+        return otherwise(values, ids)
+    scan = functools.partial(reference.segment_sum_scan, num_segments=segments)
+    return dispatch.choose(values, ids, otherwise=otherwise, gpu=scan)
 
 
 def _take(values: Array, places: Array, wanted: Array) -> Array:

@@ -82,6 +82,31 @@ def lookup(
     )(tables, axes.reshard(source, source.axes(layout)))
 
 
+def row_splits(source: Batch | TracedIds, layout: Layout) -> dict[int, Array]:
+    """Return the row splits of every jagged feature, by its number.
+
+    They depend on the ids alone, so they have no gradient.
+
+    Args:
+      source: the ids.
+      layout: the engine's layout.
+
+    Returns:
+      int32 `[S, B / S + 1]`, as in the `Jagged` that `lookup` returns.
+    """
+    axes = layout.axes
+
+    def device(source: Batch | TracedIds) -> dict[int, Array]:
+        return {f: splits[None] for f, splits in source.row_splits(layout).items()}
+
+    ids = axes.spec(source.axes(layout))
+    out = axes.spec(axes.batch_axes)
+    by_device = jax.shard_map(
+        device, mesh=axes.mesh, in_specs=(ids,), out_specs=out, check_vma=False
+    )
+    return by_device(axes.reshard(source, source.axes(layout)))
+
+
 def as_jagged(values: Array, row_splits: Array, shape: FeatureShape) -> Jagged:
     """Return the activation of a jagged feature on one device, with a first axis of one replica.
 

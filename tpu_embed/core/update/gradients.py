@@ -58,9 +58,10 @@ def checked_gradients(
     ):
         what = f"activation gradient of feature {feature.path!r}"
         dim = layout.stacks[feature.stack].dim
-        expected = (form.batch, *form.inner, dim)
+        expected, remedy = (form.batch, *form.inner, dim), ""
         if form.capacity is not None:
             expected = (spec.replicas, form.capacity, dim)
+            remedy = "give the gradient of the values that the lookup of this batch returned"
             gradient = gradient.values if isinstance(gradient, Jagged) else gradient
         if gradient is None:
             text = f"{what}: None is taken as zeros of shape {expected}; its rows may still change"
@@ -72,7 +73,8 @@ def checked_gradients(
             got = type(gradient).__name__
             raise ValueError(message(what, expected=f"an array of shape {expected}", got=got))
         if gradient.shape != expected:
-            raise ValueError(message(what, expected=f"shape {expected}", got=f"{gradient.shape}"))
+            text = f"shape {expected}"
+            raise ValueError(message(what, expected=text, got=f"{gradient.shape}", remedy=remedy))
         if not jnp.issubdtype(gradient.dtype, jnp.floating):
             raise ValueError(message(what, expected="floats", got=f"dtype {gradient.dtype}"))
         check_live(what, [gradient])

@@ -29,6 +29,7 @@ from tpu_embed import _checks
 from tpu_embed._checks import check_choice, message
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.ids import Structure, dense_shape, structure
+from tpu_embed.core.lookup import Jagged
 from tpu_embed.io import directory
 from tpu_embed.io.serving import model_files
 from tpu_embed.io.serving.lookup import Server, server_of
@@ -66,7 +67,8 @@ def export_model(
       tables: as for `serving_lookup`.
       feature_config: as for `serving_lookup`, but all features have one batch size. An
         `output_shape` fixes it.
-      features: examples of dense ids, or `jax.ShapeDtypeStruct`s; only their shapes are read.
+      features: examples of dense ids, or `jax.ShapeDtypeStruct`s; only their shapes are read. A
+        jagged feature gives a `Jagged` of one replica, for which examples are padded with -1.
       weights: examples of weights in the same structure, None for a feature without weights.
       inputs: examples of the model's other arguments: pytrees of arrays whose first dimension is
         the batch size of some feature, or scalars.
@@ -78,7 +80,7 @@ def export_model(
     Raises:
       ImportError: flatbuffers is missing.
       FileExistsError: something exists at `path`.
-      ValueError: a feature is jagged; ids are not dense; a first dimension is not the batch size;
+      ValueError: ids are not dense; a first dimension is not the batch size;
         the model needs several devices; the results are not in dicts, lists and tuples; a platform
         is unknown; whatever `serving_lookup` refuses about tables.
     """
@@ -89,7 +91,6 @@ def export_model(
     root = Path(path)
     directory.check_free(root)
     declared = structure.flatten(feature_config)
-    _refuse_jagged(declared)
     stored = [_as_written(table) for table in stored_tables(tables, declared)]
     arguments = _arguments(declared, features, weights, inputs, batch)
     exported = _exported(model, declared, stored, arguments, chosen)
@@ -105,15 +106,6 @@ def export_model(
     named = dict(zip(declared.table_names, stored, strict=True))
     with directory.written(root) as temporary:
         model_files.write(temporary, _serialized(exported), named, declared, described)
-
-
-def _refuse_jagged(declared: Structure) -> None:
-    """Refuse jagged features, whose rows have no fixed place in a program for any batch size."""
-    for path, feature in zip(declared.paths, declared.features, strict=True):
-        if feature.jagged:
-            what, expected = f"export_model: feature {path!r}", "a padded sequence"
-            remedy = "export it with max_sequence_length alone, or serve it with serving_lookup"
-            raise ValueError(message(what, expected=expected, got="jagged=True", remedy=remedy))
 
 
 def _check_flatbuffers() -> None:
@@ -162,6 +154,7 @@ class _Arguments:
                 "dtype": str(ids.dtype),
                 "weights": str(self.weights[path].dtype) if path in self.weights else None,
                 "max_sequence_length": feature.max_sequence_length,
+                "jagged": feature.jagged,
                 "on_bad_id": feature.on_bad_id,
             }
         return found
@@ -286,7 +279,8 @@ def _exported(
         for name, table in zip(declared.table_names, stored, strict=True)
     }
     try:
-        with dispatch.reference_only():  # plain XLA operations, no kernels of our own
+        # Plain XLA operations, without kernels of our own and without what JAX cannot serialize.
+        with dispatch.reference_only(), _checks.unchecked_programs():
             exported = jax_export.export(jax.jit(served), platforms=platforms)(
                 shapes, arguments.features, arguments.weights, *arguments.inputs
             )
@@ -306,9 +300,9 @@ def _by_example(
     tables: Mapping[str, Stored],
     features: dict[str, Array],
     weights: dict[str, Array],
-) -> list[Array]:
+) -> list[Array | Jagged]:
     """Look up one example, vmapped over the batch, so that the batch size can stay symbolic."""
-    found: dict[str, Array] = {}
+    found: dict[str, Array | Jagged] = {}
     # Features of one batch size together: each size is a loop of its own.
     for size in dict.fromkeys(array.shape[0] for array in features.values()):
         mine = [path for path in declared.paths if features[path].shape[0] == size]
@@ -318,7 +312,7 @@ def _by_example(
         ids = {path: features[path] for path in mine}
         one = functools.partial(_one_example, server_of(part), stored, mine)
         found |= dict(zip(mine, jax.vmap(one)(ids, scales), strict=True))
-    return [found[path] for path in declared.paths]
+    return [_in_one_replica(found[path]) for path in declared.paths]
 
 
 def _one_example(
@@ -327,13 +321,22 @@ def _one_example(
     paths: Sequence[str],
     ids: dict[str, Array],
     scales: dict[str, Array],
-) -> list[Array]:
-    """Return the activations of one example, `[…, D]` per feature."""
-    # [H] -> [1, H]: a batch of one example; its activations [1, …, D] -> […, D]
+) -> list[Array | Jagged]:
+    """Return the activations of one example, `[…, D]` per feature, or a `Jagged` of `[L, D]`."""
+    # [H] -> [1, H]: a batch of one example; its activations [1, …, D] -> […, D]. A jagged one has
+    # room for the L ids that it can have: values [1, L, D] -> [L, D], splits [1, 2] -> [2].
     given = [ids[path][None] for path in paths]
     found = [scales[path][None] if path in scales else None for path in paths]
     activations, _ = server.activations(tables, server.traced(given, found))
-    return [activation[0] for activation in activations]
+    return jax.tree.map(lambda leaf: leaf[0], activations)
+
+
+def _in_one_replica(found: Array | Jagged) -> Array | Jagged:
+    """Return an activation whose examples are together, where a `Jagged` has a replica for each."""
+    if not isinstance(found, Jagged):
+        return found
+    # Each example begins at its place 0, so values [b, L, D] are padded rows of these lengths.
+    return Jagged.from_padded(found.values, found.row_splits[:, 1], 1)
 
 
 def _serialized(exported: jax_export.Exported) -> bytes:

@@ -72,7 +72,7 @@ def serving_lookup(
 
     Returns:
       One array `[B, …, D]` per given feature in the structure of the features, float32 (float64
-      for a float64 table).
+      for a float64 table); a `Jagged` of one replica for a jagged feature.
 
     Raises:
       ValueError: a table is missing, not declared, or has another shape or dtype; ids, weights,

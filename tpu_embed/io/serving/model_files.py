@@ -48,6 +48,7 @@ _FEATURE = schema.record(
     dtype=schema.choice("int32", "int64"),
     weights=schema.optional(schema.choice("float32", "float64")),
     max_sequence_length=schema.integer(),
+    jagged=schema.flag,
     on_bad_id=schema.choice("error", "drop", "clip"),
 )
 _FORM = schema.record(

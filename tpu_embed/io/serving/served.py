@@ -21,7 +21,7 @@ from jax import export as jax_export
 
 from tpu_embed._checks import message
 from tpu_embed._snapshot import snapshot
-from tpu_embed._types import PyTree, Tracer
+from tpu_embed._types import PADDING_ID, PyTree, Tracer
 from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.core.ids import bad_ids as valid_ids
 from tpu_embed.core.ids import read_column, structure
@@ -244,6 +244,7 @@ def _feature(path: str, described: Mapping[str, Any], metadata: Mapping[str, Any
         TableConfig(table["vocabulary_size"], table["dim"], dtype=table["dtype"]),
         max_sequence_length=described["max_sequence_length"],
         on_bad_id=described["on_bad_id"],
+        jagged=described["jagged"],
     )
     return valid_ids.FeatureRules(f"feature {path!r}", config, name)
 
@@ -324,4 +325,9 @@ def _ids(feature: valid_ids.FeatureRules, described: Mapping[str, Any], given: A
         return f"index {[int(i) for i in np.unravel_index(at, ids.shape)]}"
 
     checked = valid_ids.resolve_dense(feature, ids, where)[0]
+    if feature.config.jagged:
+        # An id that is dropped keeps its place: V is neither a row nor padding, so the program
+        # gives it a row of zeros. Here -1 would end the row before it.
+        given = (np.ma.getdata(ids) != PADDING_ID) & ~np.ma.getmaskarray(ids)
+        checked = np.where(given & (checked == PADDING_ID), feature.vocabulary_size, checked)
     return checked.astype(described["dtype"])  # a copy, as `snapshot` makes

@@ -19,6 +19,7 @@ from tpu_embed._checks import message, warn_user
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.ids import structure as structures
+from tpu_embed.core.lookup import Jagged
 from tpu_embed.sparse import tapped
 from tpu_embed.training.autodiff.collect import checked_loss
 from tpu_embed.training.autodiff.gradients import gradients, value_and_gradients
@@ -53,7 +54,8 @@ def create_dummy_table_variables(activations: PyTree, feature_config: Any = None
     """Return zeros like each activation, by table and feature.
 
     Args:
-      activations: `[B, …, D]` per feature, nested as `feature_config`.
+      activations: `[B, …, D]` per feature, nested as `feature_config`; a `Jagged` counts as its
+        values `[S, C, D]`.
       feature_config: any nesting of `FeatureConfig`s, which say which features share a table. With
         None each activation counts as a table of its own, named by its path.
 
@@ -75,7 +77,7 @@ def create_dummy_table_variables(activations: PyTree, feature_config: Any = None
     """
     dummies: Dummies = {}
     for table, path, leaf in _features(activations, feature_config):
-        dummies.setdefault(table, {})[path] = full(jax.typeof(jnp.asarray(leaf)), 0)
+        dummies.setdefault(table, {})[path] = full(jax.typeof(jnp.asarray(_values(leaf))), 0)
     return dummies
 
 
@@ -105,13 +107,13 @@ def hook(activations: PyTree, dummies: Mapping[str, Mapping[str, Array]]) -> PyT
         raise ValueError(message("hook: activations", expected=expected, got=got, remedy=_REMAKE))
     hooked = {}
     for path, leaf in leaves.items():
-        activation, dummy = (as_array(x) for x in (leaf, by_path[path]))
+        activation, dummy = (as_array(x) for x in (_values(leaf), by_path[path]))
         if (activation.shape, activation.dtype) != (dummy.shape, dummy.dtype):
             expected = f"{dummy.dtype} of shape {dummy.shape}, as its dummy"
             got = f"{activation.dtype} of shape {activation.shape}"
             what = f"hook: activations: {path}"
             raise ValueError(message(what, expected=expected, got=got, remedy=_REMAKE))
-        hooked[path] = tapped(activation, dummy)
+        hooked[path] = _with_values(leaf, tapped(activation, dummy))
     return _rebuilt(activations, iter(hooked.values()))
 
 
@@ -130,7 +132,7 @@ def get_gradients_through_dummy_table_variables(
     Args:
       loss: `loss(activations, *args)`, which returns a float array; it is summed to be
         differentiated.
-      activations: `[B, …, D]` per feature, nested as `feature_config`.
+      activations: `[B, …, D]` per feature, or a `Jagged`, nested as `feature_config`.
       *args: further arguments of the loss, which are not differentiated.
       feature_config: as in `create_dummy_table_variables`; with None every activation must be used.
       optimizer: an optimizer that scales the loss before it is differentiated, as in its
@@ -138,8 +140,8 @@ def get_gradients_through_dummy_table_variables(
         `EmbeddingEngine.update`, which takes the gradients, sums over replicas and does not divide.
 
     Returns:
-      (the loss, unscaled; gradients in the shapes of the activations, nested as `feature_config`,
-      or as the activations if that is None).
+      (the loss, unscaled; gradients in the shapes of the activations, `[S, C, D]` for a `Jagged`,
+      nested as `feature_config`, or as the activations if that is None).
 
     Raises:
       TypeError: the activations are in a container of another type than `feature_config`.
@@ -185,21 +187,24 @@ def get_gradients_through_compute_gradients(
       optimizer: an optimizer that scales the loss, as in its `compute_gradients`: by 1/S where it
         takes the mean over S replicas.
       loss: `loss(activations)`, which returns a float array; it is summed to be differentiated.
-      activations: `[B, …, D]` per feature, in any nesting that a feature configuration may have.
+      activations: `[B, …, D]` per feature, or a `Jagged`, in any nesting that a feature
+        configuration may have.
 
     Returns:
-      gradients nested as the activations, None for a feature without a path to the loss.
+      gradients nested as the activations, `[S, C, D]` for a `Jagged`, None for a feature without a
+      path to the loss.
 
     Raises:
       ValueError: the loss is not float.
     """
-
-    def scaled(*leaves: Array) -> Array:
-        value = checked_loss(loss(_rebuilt(activations, iter(leaves))))
-        return optimizer.scale_loss(value)
-
     activations = optimizer.local(activations)
-    found = gradients(scaled, [leaf for _, leaf in _leaves(activations)])
+    leaves = [leaf for _, leaf in _leaves(activations)]
+
+    def scaled(*values: Array) -> Array:
+        given = map(_with_values, leaves, values)
+        return optimizer.scale_loss(checked_loss(loss(_rebuilt(activations, given))))
+
+    found = gradients(scaled, [_values(leaf) for leaf in leaves])
     return _rebuilt(activations, iter(found))
 
 
@@ -263,6 +268,16 @@ def _leaves(nest: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         return
     for key, child in inner:
         yield from _leaves(child, f"{path}/{key}" if path else str(key))
+
+
+def _values(leaf: Any) -> Any:
+    """Return the floats of an activation, by which it is differentiated."""
+    return leaf.values if isinstance(leaf, Jagged) else leaf
+
+
+def _with_values(leaf: Any, values: Array) -> Any:
+    """Return an activation of other floats."""
+    return leaf.with_values(values) if isinstance(leaf, Jagged) else values
 
 
 def _rebuilt(nest: Any, leaves: Iterator[Any]) -> Any:

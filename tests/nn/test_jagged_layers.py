@@ -1,0 +1,201 @@
+"""Layers of jagged sequences: what they return, and training with the bits of the engine."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from nn_models import D, V, bag_of, mesh_of
+
+import tpu_embed
+from tpu_embed import Jagged, RaggedIds, nn
+from tpu_embed import optimizers as o
+
+HISTORIES = [[3, 5, 7, 3], [], [2], [5, 5], [1, 2, 3], [9], [], [22, 21, 20]]
+DENSE = np.array([row + [-1] * (5 - len(row)) for row in HISTORIES], np.int32)
+RAGGED = RaggedIds.from_lists(HISTORIES)
+
+
+def layer_of(optimizer=None, *, devices=1, **layer):
+    return bag_of(optimizer, devices=devices, layer={"jagged": True, **layer})
+
+
+def engine_of(optimizer, devices, **options):
+    """Return the engine of a layer's table and feature, and its state."""
+    table = tpu_embed.TableConfig(V, D, name="films", optimizer=optimizer)
+    feature = tpu_embed.FeatureConfig(table, jagged=True, **options)
+    engine = tpu_embed.EmbeddingEngine({"x": feature}, mesh=mesh_of(devices))
+    return engine, engine.init(nnx.Rngs(0).params())
+
+
+def assert_jagged_equal(one, other):
+    for mine, theirs in zip(one.to_padded(6), other.to_padded(6), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def loss_of(found):
+    """Return Σ (a² + a): its gradient 2a + 1 has the same bits in every program."""
+    return (found.values**2 + found.values).sum()
+
+
+def step_of_engine(engine, state, batch):
+    values, rebuild = tpu_embed.split_activations(engine.lookup(state, batch))
+    return engine.update(state, batch, jax.grad(lambda v: loss_of(rebuild(v)["x"]))(values))
+
+
+@nnx.jit
+def step(layer, ids):
+    return nn.fused_value_and_grad(lambda layer: loss_of(layer(ids)))(layer)[0]
+
+
+@pytest.mark.parametrize(
+    ("length", "devices"), [(0, 8), (2, 1), pytest.param(9, 8, marks=pytest.mark.whole)]
+)
+def test_a_layer_returns_what_the_engine_does(devices, length):
+    layer = layer_of(devices=devices, max_sequence_length=length)
+    engine, state = engine_of(None, devices, max_sequence_length=length)
+    expected = engine.lookup(state, engine.place({"x": RAGGED}))["x"]
+    call = nnx.jit(lambda layer, ids: layer(ids))
+    batch = layer.place(RAGGED)
+    found = [layer(RAGGED), layer(DENSE), layer(batch), call(layer, batch), call(layer, DENSE)]
+    for one in found:
+        assert isinstance(one, Jagged)
+        assert_jagged_equal(one, expected)
+        assert one.row_splits.shape == (devices, len(HISTORIES) // devices + 1)
+
+
+@pytest.mark.parametrize(
+    ("form", "devices"),
+    [
+        ("placed", 8),
+        ("traced", 8),
+        ("outside of a jit", 1),
+        pytest.param("placed", 1, marks=pytest.mark.whole),
+        pytest.param("traced", 1, marks=pytest.mark.whole),
+        pytest.param("outside of a jit", 8, marks=pytest.mark.whole),
+    ],
+)
+def test_a_step_has_the_bits_of_the_engines(devices, form):
+    layer = layer_of(o.Adam(0.1), devices=devices)
+    engine, state = engine_of(o.Adam(0.1), devices)
+    theirs = jax.jit(lambda state, batch: step_of_engine(engine, state, batch))
+    for rows in (HISTORIES, HISTORIES[::-1]):
+        ids = RaggedIds.from_lists(rows)
+        dense = DENSE if rows is HISTORIES else DENSE[::-1]
+        given = layer.place(ids) if form == "placed" else dense
+        if form == "outside of a jit":
+            nn.fused_value_and_grad(lambda layer, given=given: loss_of(layer(given)))(layer)
+        else:
+            step(layer, given)
+        state = theirs(state, engine.place({"x": ids}))
+    np.testing.assert_array_equal(layer.embedding, engine.tables(state)["films"])
+    for name, slot in layer.logical_slots.items():
+        np.testing.assert_array_equal(slot, engine.slots(state)["films"][name])
+
+
+def _twice(layer, values):
+    return values(layer(DENSE)), values(layer(DENSE[::-1, :3]))
+
+
+def _in_scan(layer, values):
+    both = jnp.stack([DENSE, DENSE[::-1]])
+    return jax.lax.scan(lambda c, ids: (c, values(layer(ids))), 0.0, both)[1]
+
+
+def _in_vmap(layer, values):
+    return jax.vmap(lambda ids: values(layer(ids)))(jnp.stack([DENSE, DENSE[::-1]]))
+
+
+@pytest.mark.parametrize(
+    ("looked_up", "devices"),
+    [
+        (_twice, 8),
+        (_in_scan, 2),
+        pytest.param(_in_vmap, 2, marks=pytest.mark.whole),
+    ],
+)
+def test_several_lookups_train_as_those_of_padded_sequences(looked_up, devices):
+    """The gradient of a place is that of its value, so both have one gradient per id."""
+    layers = (
+        layer_of(o.Adagrad(0.1), devices=devices),
+        bag_of(o.Adagrad(0.1), devices=devices, layer={"max_sequence_length": DENSE.shape[1]}),
+    )
+    for layer, values in zip(layers, (lambda found: found.values, lambda x: x), strict=True):
+
+        @nnx.jit
+        def step(layer, values=values):
+            def loss(layer):
+                return sum((a**2 + a).sum() for a in jax.tree.leaves(looked_up(layer, values)))
+
+            return nn.fused_value_and_grad(loss)(layer)[0]
+
+        step(layer)
+        assert int(layer.step[...]) == 1
+    np.testing.assert_array_equal(*(layer.embedding for layer in layers))
+    assert (np.array(layers[0].embedding) != np.array(layer_of().embedding)).any()
+
+
+def test_weights_are_differentiated_and_scale_rows():
+    layer = bag_of(None, devices=2, layer={"jagged": True}, trainable=False)
+    weights = np.random.default_rng(0).normal(size=DENSE.shape).astype(np.float32)
+    rows = np.array(layer.embedding)
+    # [8, 5, D]: Σ weight * row over the rows, whose gradient by a weight is the sum of its row.
+    sums, pull = jax.vjp(lambda w: layer(DENSE, w).sums(), weights)
+    padded = np.where((DENSE >= 0)[..., None], rows[DENSE], 0)
+    np.testing.assert_allclose(sums, (padded * weights[..., None]).sum(1), atol=1e-6)
+    np.testing.assert_allclose(pull(jnp.ones_like(sums))[0], padded.sum(2), atol=1e-6)
+    kept = weights[DENSE >= 0]
+    found = layer(RaggedIds(RAGGED.values, RAGGED.row_splits, kept))
+    assert_jagged_equal(found, layer(DENSE, weights))
+
+
+def test_gradients_of_a_placed_batch_are_those_of_its_values():
+    layer = layer_of(o.SGD(1.0), devices=2)
+    batch, before = layer.place(RAGGED), np.array(layer.embedding)
+    loss = lambda layer: layer(batch).sums().sum()  # noqa: E731
+    _, (_, gradients) = nn.sparse_value_and_grad(loss)(layer)
+    (one,) = gradients.lookups[""]
+    assert one.gradient.shape == layer(batch).values.shape
+    nn.apply_table_gradients(layer, gradients.map(lambda gradient: 2 * gradient))
+    counts = np.bincount(RAGGED.values, minlength=V)
+    np.testing.assert_allclose(layer.embedding, before - 2 * counts[:, None], atol=1e-5)
+
+
+EXPLICIT, AUTO = (AxisType.Explicit,) * 2, (AxisType.Auto,) * 2
+PAIR = RaggedIds.from_lists([[3, 5], [7]])
+MESHES = {
+    "explicit axes": (EXPLICIT, None, RAGGED, True),
+    "fewer replicas than devices": (AUTO, "x", RAGGED, True),
+    "bags, fewer than devices": (AUTO, "x", PAIR, False),
+}
+
+
+@pytest.mark.parametrize("case", MESHES)
+def test_placed_batches_are_trained_on_a_mesh_of_two_axes(case):
+    kinds, axes, ids, jagged = MESHES[case]
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=kinds)
+    table = tpu_embed.TableConfig(V, D, name="films", optimizer=o.SGD(0.5))
+    layer = nn.EmbeddingBag(table, jagged=jagged, mesh=mesh, batch_axes=axes, rngs=nnx.Rngs(0))
+    plain = layer_of(o.SGD(0.5), jagged=jagged)
+    loss = loss_of if jagged else lambda found: (found**2 + found).sum()
+
+    @nnx.jit
+    def step(layer, ids):
+        return nn.fused_value_and_grad(lambda layer: loss(layer(ids)))(layer)[0]
+
+    step(plain, plain.place(ids))
+    with jax.set_mesh(mesh):
+        step(layer, layer.place(ids))
+    np.testing.assert_array_equal(layer.embedding, plain.embedding)
+
+
+def test_errors():
+    layer = layer_of(devices=8)
+    for ids in (DENSE[:3], DENSE[0], DENSE[None]):
+        with pytest.raises(ValueError, match=r"ids: expected \[B, H\].*8 replicas.*pad_batch"):
+            layer(ids)
+        with pytest.raises(ValueError, match=r"ids: expected \[B, H\].*8 replicas.*pad_batch"):
+            nnx.jit(lambda layer, ids: layer(ids))(layer, ids)
+    with pytest.raises(ValueError, match="jagged: expected a bool, got 1"):
+        layer_of(jagged=1)

@@ -1,0 +1,197 @@
+"""Any jagged batch, in any form, gives the oracle's rows and update, with equal bits on 1 and 8."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import oracle
+import oracle_rules
+from facade_cases import assert_same, mesh
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tpu_embed
+from tpu_embed import FeatureConfig, RaggedIds, SparseIds, TableConfig
+from tpu_embed import optimizers as o
+
+V, D, WIDTH, CUT = 23, 4, 5, 3
+BAD = (-3, V, V + 5)
+WEIGHTS = (1.0, 0.5, 2.0, 0.0, -1.0)
+SIZES = [{"cut": 16, "whole": 8, "bag": 24}, {"cut": 8, "whole": 24, "bag": 8}]
+LONGEST = {"cut": CUT, "whole": WIDTH}
+
+
+def start():
+    return np.random.default_rng(0).normal(size=(V, D)).astype(np.float32)
+
+
+def initial(key, shape, dtype, shard_info):
+    return jax.numpy.asarray(start())[shard_info.rows]
+
+
+TABLE = TableConfig(V, D, name="t", initializer=initial)
+FEATURES = {
+    "cut": FeatureConfig(TABLE, CUT, jagged=True, on_bad_id="drop"),
+    "whole": FeatureConfig(TABLE, jagged=True, on_bad_id="clip"),
+    "bag": FeatureConfig(TABLE),
+}
+PADDED = {
+    "cut": FeatureConfig(TABLE, CUT, on_bad_id="drop"),
+    "whole": FeatureConfig(TABLE, WIDTH, on_bad_id="clip"),
+    "bag": FEATURES["bag"],
+}
+"""What the oracle reads: the same rows in the places of a padded sequence."""
+
+
+class Rows(NamedTuple):
+    """Sequences as an array: -1 stands for no id. A row ends after its last id, good or bad."""
+
+    ids: np.ndarray  # int [B, WIDTH]
+    weights: np.ndarray  # float32 [B, WIDTH]
+
+    @property
+    def lengths(self):
+        return [max((p + 1 for p in range(WIDTH) if row[p] != -1), default=0) for row in self.ids]
+
+    def given(self, form):
+        """Return the ids in a form, and the weights beside them."""
+        if form == "dense":
+            return self.ids, self.weights
+        there = self.ids != -1
+        ids, weights = self.ids[there], self.weights[there]
+        if form == "sparse":
+            return SparseIds(np.argwhere(there), ids, self.ids.shape, weights), None
+        return RaggedIds(ids, np.concatenate([[0], np.cumsum(self.lengths)]), weights), None
+
+
+@st.composite
+def sequences(draw, size, form):
+    """Draw rows: of few ids, some of them bad; some rows empty; gaps where the form has them."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    pool = draw(st.sampled_from((2, V)))
+    bad, empty, gaps = (draw(st.sampled_from((0.0, 0.3, 1.0))) for _ in range(3))
+    lengths = rng.integers(0, WIDTH + 1, size) * (rng.random(size) >= empty)
+    shape = (size, WIDTH)
+    ids = np.where(
+        rng.random(shape) < bad / 2, rng.choice(BAD, shape), rng.integers(0, pool, shape)
+    )
+    absent = np.arange(WIDTH) >= lengths[:, None]
+    if form != "ragged":
+        absent |= rng.random(shape) < gaps / 2
+    return Rows(np.where(absent, -1, ids), rng.choice(WEIGHTS, shape).astype(np.float32))
+
+
+@st.composite
+def batches(draw):
+    """Draw the sizes, and by jagged feature a form and rows of it."""
+    sizes = draw(st.sampled_from(SIZES))
+    forms = {name: draw(st.sampled_from(("ragged", "dense", "sparse"))) for name in LONGEST}
+    return sizes, forms, {n: draw(sequences(sizes[n], form)) for n, form in forms.items()}
+
+
+class Run(NamedTuple):
+    engine: tpu_embed.EmbeddingEngine
+    state: tpu_embed.TableState
+    step: object
+
+
+@functools.cache
+def run_of(devices):
+    engine = tpu_embed.EmbeddingEngine(FEATURES, o.Adagrad(0.1), mesh=mesh(devices))
+
+    def step(state, batch, gradients):
+        return engine.lookup(state, batch), engine.update(state, batch, gradients)
+
+    return Run(engine, engine.init(jax.random.key(0)), jax.jit(step))
+
+
+def placed(engine, ids, weights):
+    """Place a batch with room for any other of its sizes, so that each size is compiled once."""
+    spec = engine.place(ids, weights).spec
+    sizes = [shape.batch // spec.replicas for shape in spec.feature_shapes]
+    total = WIDTH * sum(sizes)
+    room = {"row_capacity": total, "partials": total, "merged": 8 * total, "entries": 8 * total}
+    shapes = [
+        shape.with_capacity(size * WIDTH)
+        for shape, size in zip(spec.feature_shapes, sizes, strict=True)
+    ]
+    stacks = [dataclasses.replace(one, ids=total, **room) for one in spec.stacks]
+    roomy = dataclasses.replace(spec, feature_shapes=tuple(shapes), stacks=tuple(stacks))
+    return engine.place(ids, weights, spec=roomy)
+
+
+def in_places(padded, lengths, like):
+    """Return padded gradients in the places of a `Jagged`, and NaN where no id is."""
+    values = np.full(like.values.shape, np.nan, np.float32)
+    examples = len(lengths) // len(values)
+    for e, length in enumerate(lengths):
+        begin = int(like.row_splits[e // examples, e % examples])
+        values[e // examples, begin : begin + length] = padded[e, :length]
+    return values
+
+
+def check_lookup(found, expected, lengths):
+    """Compare a `Jagged` with padded rows, row by row; what is left of its room holds zeros."""
+    values, splits = np.asarray(found.values), np.asarray(found.row_splits)
+    np.testing.assert_array_equal(np.diff(splits, axis=1).reshape(-1), lengths)
+    assert (splits[:, 0] == 0).all()
+    examples = splits.shape[1] - 1
+    for e, length in enumerate(lengths):
+        s, begin = e // examples, splits[e // examples, e % examples]
+        # One product of a weight and a row, rounded to float32.
+        np.testing.assert_allclose(
+            values[s, begin : begin + length], expected[e, :length], rtol=1e-6
+        )
+    for s, end in enumerate(splits[:, -1]):
+        assert not values[s, end:].any()
+
+
+def draw_gradients(rng, sizes):
+    """Return padded gradients of every feature, in the order of the features."""
+    shapes = {"bag": (sizes["bag"], D)}
+    shapes |= {name: (sizes[name], length, D) for name, length in LONGEST.items()}
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+@settings(max_examples=12)
+@given(drawn=batches(), seed=st.integers(0, 9))
+def test_any_jagged_batch_is_looked_up_and_trained_as_the_oracle_does(drawn, seed):
+    sizes, forms, rows = drawn
+    rng = np.random.default_rng(seed)
+    bags, gradients = rng.integers(-1, V, (sizes["bag"], 2)), draw_gradients(rng, sizes)
+    both = {name: rows[name].given(form) for name, form in forms.items()} | {"bag": (bags, None)}
+    ids, weights = ({name: pair[i] for name, pair in both.items()} for i in (0, 1))
+    lengths = {n: np.minimum(rows[n].lengths, length) for n, length in LONGEST.items()}
+    results = []
+    for devices in (1, 8):
+        engine, state, step = run_of(devices)
+        batch = placed(engine, ids, weights)
+        like = engine.lookup(state, batch)
+        moved = {n: in_places(gradients[n], lengths[n], like[n]) for n in LONGEST}
+        found, new = step(state, batch, gradients | moved)
+        for name in LONGEST:
+            expected = oracle.lookup(start(), PADDED[name], *rows[name])
+            check_lookup(found[name], expected, lengths[name])
+        results.append((engine.tables(new)["t"], engine.slots(new)["t"]))
+        assert max(engine.compilations.values()) <= len(SIZES)
+    assert_same(*results)
+    items = [(PADDED["bag"], bags), *((PADDED[name], *rows[name]) for name in LONGEST)]
+    check_update(results[0], items, list(gradients.values()))
+
+
+def check_update(found, features, gradients):
+    """Compare with the oracle: sums of at most 200 float32 terms of size 1, one Adagrad step."""
+    tables, slots = oracle.train_step(
+        {TABLE: start()},
+        {TABLE: {"accumulators": np.full((V, D), 0.1)}},
+        features,
+        gradients,
+        optimizers={TABLE: ("Adagrad", {}, 0.1)},
+        step=1,
+        apply=oracle_rules.apply,
+    )
+    np.testing.assert_allclose(found[0], tables[TABLE], rtol=1e-4, atol=1e-5)
+    expected = slots[TABLE]["accumulators"]
+    np.testing.assert_allclose(found[1]["accumulators"], expected, rtol=1e-4, atol=1e-4)
