@@ -9,7 +9,8 @@ longest. The activations stand in for the gradients, so nothing but lookup and u
 Both get the same `RaggedIds`; a third step gets them as a dense array padded with -1. Ids are
 uniform, which repeat least, or Zipf 1.2. After the first step all tables have the same bits, which
 is checked; then the steps are timed in turns. Prints milliseconds and temporary memory per device,
-and both relative to the padded form.
+and both relative to the padded form. With `--balance`, a fourth step gets the histories in the
+order of `tpu_embed.data.balance_replicas`. C is the room for events on a device.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--longest", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--balance", action="store_true", help="a balanced batch, too")
     args = parser.parse_args()
     common.emulate(args.devices)
 
@@ -46,11 +48,12 @@ def main() -> None:
     for kind, values in (("uniform", uniform), ("zipf", zipf)):
         runs = runs_of(args, lengths, values.astype(np.int32))
         spent = common.interleaved(runs, args.rounds)
-        whole, temporaries = spent["padded"], runs["padded"].temporaries
         for name, run in runs.items():
+            time, memory = spent[name], run.temporaries
+            ratios = time / spent["padded"], memory / runs["padded"].temporaries
             print(
-                f"  {kind} ids, {name:18s}{spent[name]:8.2f} ms, {spent[name] / whole:5.2f} of padded;"
-                f" temporaries {run.temporaries / 1e6:7.2f} MB, {run.temporaries / temporaries:5.2f}"
+                f"  {kind:8s}{name:18s}{time:8.2f} ms, {ratios[0]:5.2f} of padded;"
+                f" temporaries {memory / 1e6:7.2f} MB, {ratios[1]:5.2f}; C {run.capacity or '-'}"
             )
 
 
@@ -86,6 +89,7 @@ def runs_of(args: argparse.Namespace, lengths: Any, values: Any) -> dict[str, An
             lowered = jax.jit(step, donate_argnums=0).lower(self.state, self.batch)
             self.step, self.tables = lowered.compile(), engine.tables
             self.temporaries = self.step.memory_analysis().temp_size_in_bytes
+            self.capacity = self.batch.spec.feature_shapes[0].capacity
 
         def __call__(self) -> None:
             self.state = jax.block_until_ready(self.step(self.state, self.batch))
@@ -102,6 +106,10 @@ def runs_of(args: argparse.Namespace, lengths: Any, values: Any) -> dict[str, An
         run()
     first, *others = (np.asarray(run.tables(run.state)["items"]) for run in runs.values())
     assert all(np.array_equal(first, other) for other in others), "tables differ"
+    if args.balance:
+        # Another order of the examples is another order of the sums, so other last bits.
+        order = tpu_embed.data.balance_replicas(lengths, args.devices)
+        runs["jagged, balanced"] = Run(tpu_embed.data.reorder_batch(ragged, order), jagged=True)
     return runs
 
 
