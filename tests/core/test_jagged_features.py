@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import re
 
 import jax
@@ -227,22 +228,24 @@ def test_gradients_may_be_jagged_or_none():
         assert_states_equal(states[0], other, (engine, engine))
 
 
-def test_no_padded_array_in_a_program():
-    # 16 examples on 8 devices, of up to 64 ids, all but one of them short.
+@pytest.mark.parametrize("devices", [1, 8])
+def test_no_padded_array_in_a_program(devices):
+    # 16 examples of up to 128 ids, all but one of them short.
     lengths = np.full(16, 2)
-    lengths[3] = 64
-    ids = RaggedIds(np.arange(lengths.sum()) % 100, np.concatenate([[0], np.cumsum(lengths)]))
-    programs = []
+    lengths[3] = 128
+    ids = RaggedIds(np.arange(lengths.sum()) % 99, np.concatenate([[0], np.cumsum(lengths)]))
+    mesh, largest = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("x",)), []
     for jagged in (False, True):
-        feature = FeatureConfig(TableConfig(100, 7, name="t"), 64, jagged=jagged)
-        engine = EmbeddingEngine({"x": feature}, SGD(0.1))
+        feature = FeatureConfig(TableConfig(99, 7, name="t"), 128, jagged=jagged)
+        engine = EmbeddingEngine({"x": feature}, SGD(0.1), mesh=mesh)
         state, batch = engine.init(jax.random.key(0)), engine.place({"x": ids})
-        step = jax.jit(lambda s, b, e=engine: e.update(s, b, e.lookup(s, b)))
-        programs.append(str(jax.make_jaxpr(step)(state, batch)))
-    padded, jagged = (set(re.findall(r"f32\[(?:2,64|128),7\]", one)) for one in programs)
-    assert padded
-    assert not jagged
-    assert engine.lookup(state, batch)["x"].values.shape[1] < 100
+        step = jax.jit(lambda s, b, e=engine: e.update(s, b, e.lookup(s, b)), donate_argnums=0)
+        text = step.lower(state, batch).compile().as_text()
+        shapes = [shape.split(",") for shape in re.findall(r"f32\[(\d[\d,]*)\]", text)]
+        largest.append(max(math.prod(map(int, shape)) for shape in shapes))
+    examples = 16 // devices
+    assert largest[0] == examples * 128 * 7
+    assert largest[1] < max(2 * lengths.sum(), 99 + devices) * 7
 
 
 def test_what_is_refused():

@@ -233,6 +233,29 @@ def test_columns_in_another_order(order):
     assert_same_bits(found, jax.jit(run)(table, slots, *given, in_order))
 
 
+@pytest.mark.parametrize("name", ["adagrad", "rowwise"])
+def test_routed_entries_tell_their_partial_sums(name):
+    """Their blocks are the partial sums of their route, however the bags are numbered."""
+    rng, rule = np.random.default_rng(12), compiled(RULES[name])
+    table, slots, given = draw_update(rng, RULES[name], 20, "float32")
+    rows, bags, weights, factors, gradients = given
+    # By row, and then in batch order; a partial sum is a run of equal rows and blocks.
+    present = np.flatnonzero((rows >= 0) & (rows < R))
+    order = present[np.argsort(rows[present], kind="stable")]
+    runs = np.stack([rows[order], np.searchsorted(STARTS, bags[order], side="right")])
+    first = np.concatenate([[True], np.any(np.diff(runs), axis=0)])
+    whole, merged = np.unique(runs[0, first], return_inverse=True)
+    sums, merged = (first.cumsum() - 1).astype(np.int32), merged.astype(np.int32)
+    # Bag b gets the number anew[b].
+    anew = rng.permutation(UPDATE_BAGS).astype(np.int32)
+    joined = np.asarray(reference.join_features(gradients, UPDATE_PERIODS))
+    renumbered = factors[np.argsort(anew)], (joined[np.argsort(anew)],)
+    run = functools.partial(cpu.update_rows, rule=rule, bags_per_period=(1,), periods=UPDATE_BAGS)
+    routed = whole.astype(np.int32), anew[bags[order]], weights[order], *renumbered, sums, merged
+    found = jax.jit(run)(table, slots, *routed)
+    assert_same_bits(found, expected_update(table, slots, given, rule, STARTS))
+
+
 def test_blocks_matter():
     """The order of the sums shows in their bits, or the tests above would show nothing."""
     drawn = draw_update(np.random.default_rng(8), RULES["sgd"], 20, "float32")

@@ -12,7 +12,7 @@ NAMES = {
         "sparse_value_and_grad split_activations training"
     ),
     "tpu_embed.check": "PARTS PartReport run_parts",
-    "tpu_embed.data": "Place Prefetcher",
+    "tpu_embed.data": "Place Prefetcher balance_replicas reorder_batch",
     "tpu_embed.io": (
         "CheckpointManager ModuleCheckpointManager QuantizedTable Restored ServedModel "
         "TouchedRows Version apply_delta export_delta export_model load_model quantize_rows "

@@ -8,12 +8,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tpu_embed.data.balance import balance_replicas, reorder_batch
 from tpu_embed.data.prefetcher import Prefetcher
 
 if TYPE_CHECKING:
     from tpu_embed.data.grain_transform import Place
 
-__all__ = ["Place", "Prefetcher"]
+__all__ = ["Place", "Prefetcher", "balance_replicas", "reorder_batch"]
 
 
 def __getattr__(name: str) -> Any:

@@ -156,7 +156,8 @@ def update_rows(
     """Sort ids by row, sum the gradients of each row, and apply the rule.
 
     Ids that were routed are sorted already: entry i belongs to the partial sum `sums[i]`, and that
-    to the whole sum `merged[sums[i]]`, whose row is in `rows`.
+    to the whole sum `merged[sums[i]]`, whose row is in `row_ids`. A row's gradients are summed
+    within each partial sum first, then over the partial sums.
 
     Args:
       table: `[R, D]` float32, or bfloat16 stored as uint16.
@@ -174,8 +175,8 @@ def update_rows(
       bags_per_period: for each feature, the number of its bags in a period.
       periods: the number of periods in the gradients.
       order: see `BagLayout.order`.
-      blocks: the first bags of the second block of the batch and of all later ones. A row's
-        gradients are summed within each block first, then over the blocks.
+      blocks: the first bags of the second block of the batch and of all later ones, of ids that are
+        not routed. A row's gradients are summed within each block first, then over the blocks.
 
     Returns:
       the table and the slots, in the memory of the operands.

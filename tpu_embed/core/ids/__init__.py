@@ -17,7 +17,9 @@ from tpu_embed.core.ids.feature_ids import (
     dense_shape,
     part_of_feature,
 )
+from tpu_embed.core.ids.flat_ids import check_coordinates, row_lengths
 from tpu_embed.core.ids.host_ids import host_ids
+from tpu_embed.core.ids.leaves import collect_leaves, count_rows, rebuild_nest
 from tpu_embed.core.ids.narrow import narrow_ids
 from tpu_embed.core.ids.padding import pad_batch
 from tpu_embed.core.ids.rescale import rescale_bags, rescale_dense_bags, rescale_flat_bags
@@ -34,8 +36,11 @@ __all__ = [
     "Structure",
     "as_arrow",
     "bad_ids",
+    "check_coordinates",
     "check_dtype",
     "children",
+    "collect_leaves",
+    "count_rows",
     "dense_shape",
     "flatten",
     "host_ids",
@@ -48,10 +53,12 @@ __all__ = [
     "read_dictionary",
     "read_ids",
     "read_lists",
+    "rebuild_nest",
     "refuse_masked",
     "rescale_bags",
     "rescale_dense_bags",
     "rescale_flat_bags",
+    "row_lengths",
     "structure",
     "weights",
 ]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from tpu_embed._checks import message
 from tpu_embed.core.ids import weights as weights_of
 from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype, resolve_flat
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds
@@ -34,7 +35,7 @@ def sparse_ids(feature: FeatureRules, ids: SparseIds, weights: Any) -> HostIds:
     """Return the flat `HostIds` of coordinates."""
     check_dtype(feature, ids.values)
     shape, indices = ids.dense_shape, ids.indices
-    check_coordinates(feature, ids)
+    check_coordinates(feature.path, ids)
     if feature.length and len(shape) != 2:
         raise feature.error(expected="a sequence's dense_shape as (B, H)", got=f"{shape}")
     feature.check_output_shape(shape[:-1])
@@ -88,28 +89,30 @@ def check_order(
         )
 
 
-def check_coordinates(feature: FeatureRules, ids: SparseIds) -> None:
+def check_coordinates(path: str, ids: SparseIds) -> None:
     """Check the shapes and dtype of coordinates, and that they lie inside `dense_shape`."""
     shape, indices, n = ids.dense_shape, ids.indices, ids.values.size
     if len(shape) < 2:
-        raise feature.error(expected="SparseIds.dense_shape (B, H) or longer", got=f"{shape}")
+        expected = "SparseIds.dense_shape (B, H) or longer"
+        raise ValueError(message(path, expected=expected, got=f"{shape}"))
     if ids.values.ndim != 1:
-        raise feature.error(expected="SparseIds.values [N]", got=f"shape {ids.values.shape}")
+        got = f"shape {ids.values.shape}"
+        raise ValueError(message(path, expected="SparseIds.values [N]", got=got))
     if indices.shape != (n, len(shape)) or indices.dtype.kind not in "iu":
-        raise feature.error(
-            expected=f"SparseIds.indices [{n}, {len(shape)}] of integers",
-            got=f"{indices.dtype} of shape {indices.shape}",
-        )
+        expected = f"SparseIds.indices [{n}, {len(shape)}] of integers"
+        got = f"{indices.dtype} of shape {indices.shape}"
+        raise ValueError(message(path, expected=expected, got=got))
     outside = (indices < 0).any(axis=1) | (indices >= np.asarray(shape)).any(axis=1)
     if outside.any():
         got = f"{indices[np.argmax(outside)].tolist()}"
-        raise feature.error(expected=f"SparseIds.indices inside dense_shape {shape}", got=got)
+        expected = f"SparseIds.indices inside dense_shape {shape}"
+        raise ValueError(message(path, expected=expected, got=got))
 
 
 def ragged_ids(feature: FeatureRules, ids: RaggedIds, weights: Any) -> HostIds:
     """Return the flat `HostIds` of ragged rows."""
     check_dtype(feature, ids.values)
-    lengths = row_lengths(feature, ids)
+    lengths = row_lengths(feature.path, ids)
     rows, n = len(lengths), ids.values.size
     numbers = weights_of.beside_ragged(feature.path, feature.config.table.dtype, ids, weights)
     batch, inner, first = _ragged_shape(feature, rows)
@@ -130,20 +133,21 @@ def ragged_ids(feature: FeatureRules, ids: RaggedIds, weights: Any) -> HostIds:
     return flat_ids(feature, feature_shape, ids.values, bags, numbers, where, keep)
 
 
-def row_lengths(feature: FeatureRules, ids: RaggedIds) -> np.ndarray:
+def row_lengths(path: str, ids: RaggedIds) -> np.ndarray:
     """Check the row splits `[R + 1]`, and return the lengths `[R]` of the rows."""
     splits, n = ids.row_splits, ids.values.size
     if ids.values.ndim != 1:
-        raise feature.error(expected="RaggedIds.values [N]", got=f"shape {ids.values.shape}")
+        got = f"shape {ids.values.shape}"
+        raise ValueError(message(path, expected="RaggedIds.values [N]", got=got))
     if splits.ndim != 1 or not splits.size or splits.dtype.kind not in "iu":
         got = f"{splits.dtype} of shape {splits.shape}"
-        raise feature.error(expected="RaggedIds.row_splits [B + 1] of integers", got=got)
+        expected = "RaggedIds.row_splits [B + 1] of integers"
+        raise ValueError(message(path, expected=expected, got=got))
     lengths = np.diff(splits.astype(np.int64, copy=False))
     if splits[0] != 0 or splits[-1] != n or (lengths < 0).any():
-        raise feature.error(
-            expected=f"RaggedIds.row_splits that rise from 0 to {n}",
-            got=np.array2string(splits, threshold=8, edgeitems=3),
-        )
+        expected = f"RaggedIds.row_splits that rise from 0 to {n}"
+        got = np.array2string(splits, threshold=8, edgeitems=3)
+        raise ValueError(message(path, expected=expected, got=got))
     return lengths
 
 

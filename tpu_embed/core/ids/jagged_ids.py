@@ -109,7 +109,7 @@ def _of_dense(feature: FeatureRules, ids: np.ndarray, weights: Any) -> _Given:
 
 def _of_sparse(feature: FeatureRules, ids: SparseIds, weights: Any) -> _Given:
     """Return the ids of coordinates; a row ends after its last column."""
-    check_coordinates(feature, ids)
+    check_coordinates(feature.path, ids)
     if len(ids.dense_shape) != 2:
         got = f"{ids.dense_shape}"
         raise feature.error(expected="a sequence's dense_shape as (B, H)", got=got)
@@ -124,7 +124,7 @@ def _of_sparse(feature: FeatureRules, ids: SparseIds, weights: Any) -> _Given:
 
 def _of_ragged(feature: FeatureRules, ids: RaggedIds, weights: Any) -> _Given:
     """Return the ids of ragged rows."""
-    lengths = row_lengths(feature, ids)
+    lengths = row_lengths(feature.path, ids)
     numbers = weights_of.beside_ragged(feature.path, feature.config.table.dtype, ids, weights)
     examples = np.repeat(np.arange(lengths.size), lengths)
     positions = positions_in_rows(ids, lengths)

@@ -11,7 +11,7 @@ no number can mark as padding is masked.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,9 +19,9 @@ import numpy as np
 
 from tpu_embed import _checks
 from tpu_embed._types import PADDING_ID
-from tpu_embed.core.ids import frames, structure
 from tpu_embed.core.ids.columns import mask_missing
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids
+from tpu_embed.core.ids.leaves import collect_leaves, count_rows, rebuild_nest
 
 __all__ = ["pad_batch"]
 
@@ -64,10 +64,9 @@ def pad_batch(features: Any, multiple: int) -> Any:
       [[4, 7], [2, -1], [1, 1], [-1, -1]]
     """
     multiple = _checks.check_int("pad_batch: multiple", multiple, minimum=1)
-    given: list[tuple[str, Any]] = []
-    _collect(features, "", given)
-    leaves = [(path, read_ids(f"pad_batch: {path}", leaf)) for path, leaf in given]
-    rows = [_rows(path, leaf) for path, leaf in leaves]
+    given = collect_leaves("pad_batch", features)
+    leaves = [(path, read_ids(path, leaf)) for path, leaf in given]
+    rows = [count_rows(path, leaf) for path, leaf in leaves]
     sizes = _batch_sizes(rows, [isinstance(leaf, RaggedIds) for _, leaf in leaves])
     added = [-size % multiple for size in sizes]  # size 13, multiple 8: 3
     # m rows per example: m for each added one.
@@ -76,68 +75,10 @@ def pad_batch(features: Any, multiple: int) -> Any:
     if not any(missing) and all(isinstance(leaf, _ARRAYS) for _, leaf in given):
         return features
     pairs = zip(leaves, missing, strict=True)
-    return _rebuilt(features, iter([_padded(leaf, extra) for (_, leaf), extra in pairs]))
+    return rebuild_nest(features, iter([_padded(leaf, extra) for (_, leaf), extra in pairs]))
 
 
 _ARRAYS = (np.ndarray, jax.Array, SparseIds, RaggedIds)
-
-
-def _collect(nest: Any, path: str, leaves: list[tuple[str, Any]]) -> None:
-    """Append the (path, leaf) pairs below `nest` to `leaves`, without leaves that are None."""
-    inner = _children(nest)
-    if inner is None:
-        if nest is not None:
-            path = path or "feature"
-            if frames.is_frame(nest):
-                got, remedy = type(nest).__name__, "give a dict of its columns"
-                text = _checks.message(f"pad_batch: {path}", expected=_LEAF, got=got, remedy=remedy)
-                raise ValueError(text)
-            leaves.append((path, nest))
-        return
-    for key, child in inner:
-        _collect(child, f"{path}/{key}" if path else str(key), leaves)
-
-
-def _children(nest: Any) -> list[tuple[Any, Any]] | None:
-    """Return the (key, child) pairs of a container; None for a leaf, which a list may be, too.
-
-    The features' configuration is not known here. So a list of numbers or strings, or of such
-    lists, is taken for a column, and any other list for a container.
-    """
-    return None if _is_column(nest) else structure.children(nest)
-
-
-def _is_column(nest: Any) -> bool:
-    """Tell whether a list holds numbers or strings, or lists of them: its first item decides."""
-    if not isinstance(nest, list):
-        return False
-    # None and empty lists do not tell.
-    telling = (one for one in nest if one is not None and not (isinstance(one, list) and not one))
-    first = next(telling, None)
-    return _is_column(first) or isinstance(first, (int, float, str, bytes, np.generic))
-
-
-def _rebuilt(nest: Any, padded: Iterator[Any]) -> Any:
-    """Return `nest` with its leaves replaced, in flattening order; None stays None."""
-    inner = _children(nest)
-    if inner is None:
-        return None if nest is None else next(padded)
-    return structure.rebuild(nest, {key: _rebuilt(child, padded) for key, child in inner})
-
-
-def _rows(path: str, leaf: Any) -> int:
-    """Return the size of a leaf's first dimension: the rows of an array or container."""
-    if isinstance(leaf, SparseIds):
-        return leaf.dense_shape[0]
-    if isinstance(leaf, RaggedIds):
-        return len(leaf.row_splits) - 1
-    if leaf.shape:
-        return leaf.shape[0]
-    got = repr(leaf.tolist())  # a single value, as an array of rank 0
-    raise ValueError(_checks.message(f"pad_batch: {path}", expected=_LEAF, got=got))
-
-
-_LEAF = "an array [B, …], SparseIds, RaggedIds or None"
 
 
 def _batch_sizes(rows: Sequence[int], ragged: Sequence[bool]) -> list[int]:

@@ -59,7 +59,8 @@ class Blocks(NamedTuple):
       bags_per_period: for each feature, the number of its bags in a period.
       periods: periods in the gradients.
       order: see `BagLayout.order`.
-      blocks: the first bags of the second block of the batch and of all later ones.
+      blocks: the first bags of the second block of the batch and of all later ones; () where the
+        gradients come with the numbers of their sums.
     """
 
     bags_per_period: tuple[int, ...]

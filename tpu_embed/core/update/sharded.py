@@ -44,7 +44,6 @@ from tpu_embed.core.update.gradients import stack_gradients
 from tpu_embed.core.update.sums import (
     Outgoing,
     Partials,
-    RoutedGradients,
     Task,
     exchange_occurrences,
     exchange_sums,
@@ -225,7 +224,7 @@ def _apply(
             given,
             otherwise=lambda held, given: rule.in_xla(held, sums_at_owner(task, given)),
             native=rule.compiled
-            and (lambda held, given: rule.in_kernel(held, *_to_kernel(task, given))),
+            and (lambda held, given: rule.in_kernel(held, *for_kernel(task, given))),
         )
     # A single CPU: its kernel sorts the ids, too.
     if way == "local":
@@ -238,15 +237,6 @@ def _apply(
     native = rule.compiled and (lambda held, got: rule.in_kernel(held, *partials_for_kernel(got)))
     received = exchange_sums(task, outgoing())
     return dispatch.choose(held, received, otherwise=rule.in_xla, native=native)
-
-
-def _to_kernel(task: Task, given: RoutedGradients) -> tuple[RowGradients, Blocks]:
-    """Return gradients at the owner as its compiled kernel takes them."""
-    # The kernel finds the block of a gradient by its bag, and the places of jagged features have
-    # none: their partial sums are made first.
-    if task.view.jagged:
-        return partials_for_kernel(sums_at_owner(task, given))
-    return for_kernel(task, given)
 
 
 class _StackRule(NamedTuple):

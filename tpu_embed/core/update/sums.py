@@ -194,7 +194,9 @@ def local_gradients(task: Task) -> tuple[RowGradients, Blocks]:
     ids, form = task.ids, task.bag_layout
     entries = bag_entries(ids, form, task.stack.compute_dtype)
     given = RowGradients(ids.row_ids, ids.bags, entries.weights, entries.factors, task.gradients)
-    return given, _numbered(form, task.view)
+    # The first bags of all blocks but the first: the only device knows all bags.
+    blocks = tuple(task.view.block_starts[1:-1].tolist())
+    return given, Blocks(form.bags_per_period, form.periods, form.order, blocks)
 
 
 class RoutedGradients(NamedTuple):
@@ -250,12 +252,6 @@ def owner_bags(task: Task) -> BagLayout:
     return dataclasses.replace(form, periods=periods)
 
 
-def _numbered(form: BagLayout, view: StackView) -> Blocks:
-    """Return how bags are numbered on the device that sums their gradients: one knows all bags."""
-    blocks = tuple(view.block_starts[1:-1].tolist())
-    return Blocks(form.bags_per_period, form.periods, form.order, blocks)
-
-
 def for_kernel(task: Task, given: RoutedGradients) -> tuple[RowGradients, Blocks]:
     """Return gradients at the owner as a compiled kernel takes them, sorted by row."""
     form, sums, merge = owner_bags(task), given.sums, given.merge
@@ -268,7 +264,7 @@ def for_kernel(task: Task, given: RoutedGradients) -> tuple[RowGradients, Blocks
         sums.segments,
         merge.segments,
     )
-    return sorted_by_row, _numbered(form, task.view)
+    return sorted_by_row, Blocks(form.bags_per_period, form.periods, form.order)
 
 
 def partials_for_kernel(given: Partials) -> tuple[RowGradients, Blocks]:

@@ -72,6 +72,7 @@ struct Rule {
 };
 
 // Rows to update with the sums of their gradients: within a block of the batch, then over blocks.
+// Of routed entries the host has numbered the partial sums; of others the bags tell the blocks.
 struct RowUpdate {
   void* table;  // [rows, dim]
   Storage storage;
@@ -84,6 +85,19 @@ struct RowUpdate {
   Rule rule;
 };
 
+// Entries that are sorted by row.
+template <typename Key>
+struct Entries {
+  const Contribution<Key>* at;  // [count]
+  const int32_t* sums;          // [count], the partial sum of each, if they are routed; or null
+  int64_t count;
+
+  // Returns `count` entries from the first one on.
+  Entries part(int64_t first, int64_t count) const {
+    return {at + first, sums == nullptr ? nullptr : sums + first, count};
+  }
+};
+
 // One instruction set's loops.
 struct Loops {
   const char* name;
@@ -92,8 +106,8 @@ struct Loops {
   void (*gather_sum_64)(const GatherSum<int64_t>&, int64_t begin, int64_t end);
   // Update the rows of sorted entries; a row's entries are all among them, absent rows are not.
   // `scratch` has room for 3 * dim numbers, for the rule that needs a whole gradient.
-  void (*update_32)(const RowUpdate&, const Contribution<uint32_t>*, int64_t n, float* scratch);
-  void (*update_64)(const RowUpdate&, const Contribution<uint64_t>*, int64_t n, float* scratch);
+  void (*update_32)(const RowUpdate&, const Entries<uint32_t>&, float* scratch);
+  void (*update_64)(const RowUpdate&, const Entries<uint64_t>&, float* scratch);
 };
 
 extern const Loops kBaseline;

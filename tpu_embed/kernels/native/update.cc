@@ -17,12 +17,12 @@ namespace {
 constexpr int64_t kEntriesPerTask = 256;
 constexpr int64_t kCommonNumbers = 5;  // keep, and the bounds of gradients and weights
 
-void run(const RowUpdate& job, const Contribution<uint32_t>* entries, int64_t n, float* scratch) {
-  loops().update_32(job, entries, n, scratch);
+void run(const RowUpdate& job, const Entries<uint32_t>& entries, float* scratch) {
+  loops().update_32(job, entries, scratch);
 }
 
-void run(const RowUpdate& job, const Contribution<uint64_t>* entries, int64_t n, float* scratch) {
-  loops().update_64(job, entries, n, scratch);
+void run(const RowUpdate& job, const Entries<uint64_t>& entries, float* scratch) {
+  loops().update_64(job, entries, scratch);
 }
 
 // The ids of a batch, by position; or, where the host has routed them, entries sorted by row.
@@ -64,16 +64,20 @@ void update_rows(Parallel parallel, const RowUpdate& job, const Ids<Row>& ids, i
   std::partial_sum(kept.begin(), kept.end(), kept.begin());
   const int64_t present = kept[chunks];
   RadixSort<Contribution<Key>> sort(parallel, present, static_cast<uint64_t>(table_rows));
+  const bool routed = ids.sums != nullptr;
+  Scratch<int32_t> sums(routed ? present : 0);
   parallel.for_each(chunks, [&](int64_t c) {
-    Contribution<Key>* entry = sort.entries() + kept[c];
+    int64_t to = kept[c];
     for (int64_t i = n * c / chunks; i < n * (c + 1) / chunks; ++i) {
       if (!counts(i)) continue;
       const float weight = ids.weights == nullptr ? 1.0f : ids.weights[i];
-      *entry++ = {static_cast<Key>(ids.row(i)), static_cast<uint32_t>(bag_of(i)), weight};
+      if (routed) sums[to] = ids.sums[i];
+      sort.entries()[to++] = {static_cast<Key>(ids.row(i)), static_cast<uint32_t>(bag_of(i)), weight};
     }
   });
   // Routed entries are sorted already.
-  const Contribution<Key>* entries = ids.sums == nullptr ? sort.sort() : sort.entries();
+  const Contribution<Key>* entries = routed ? sort.entries() : sort.sort();
+  const Entries<Key> sorted{entries, routed ? sums.data() : nullptr, present};
   const int64_t tasks = parallel.tasks(present, kEntriesPerTask);
   // A task's share begins where a row begins: at the first entry of the row that stands there.
   const auto start = [&](int64_t task) {
@@ -85,7 +89,7 @@ void update_rows(Parallel parallel, const RowUpdate& job, const Ids<Row>& ids, i
     const int64_t begin = start(task), end = start(task + 1);
     if (begin == end) return;
     Scratch<float> scratch(3 * job.columns.dim);
-    run(job, entries + begin, end - begin, scratch.data());
+    run(job, sorted.part(begin, end - begin), scratch.data());
   });
 }
 
@@ -107,7 +111,7 @@ constexpr size_t kOperands = 7;  // besides tables, slots and gradients
 // bags int32 [N] or []; weights float32 [N] or []; factors float32 [bags] or []; sums int32 [N] or
 // [], then rows are [U]; merged int32 [P] or []; numbers float32; gradients, one array a feature,
 // float32 [periods * bags, D]. Blocks: the first bags of the second block of the batch and of all
-// later ones.
+// later ones, of ids that are not routed.
 ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results,
                   ffi::Span<const int64_t> columns, ffi::Span<const int64_t> order,
                   ffi::Span<const int64_t> blocks, int64_t periods, int64_t rule, int64_t flags) {

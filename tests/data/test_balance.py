@@ -1,0 +1,139 @@
+"""Batches in another order, in which all replicas have about as many events."""
+
+import jax
+import numpy as np
+import pytest
+from facade_cases import mesh
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, SparseIds, TableConfig
+from tpu_embed.data import balance_replicas, reorder_batch
+from tpu_embed.optimizers import SGD
+
+
+def by_replica(order, lengths, replicas):
+    """Return the events of each replica."""
+    return np.asarray(lengths)[order].reshape(replicas, -1).sum(axis=1)
+
+
+@st.composite
+def draw_lengths(draw):
+    """Return lengths, and replicas that divide their number."""
+    replicas, room = draw(st.integers(1, 5)), draw(st.integers(0, 8))
+    size = replicas * room
+    return draw(st.lists(st.integers(0, 50), min_size=size, max_size=size)), replicas
+
+
+@given(draw_lengths())
+def test_examples_go_where_the_fewest_events_are(drawn):
+    lengths, replicas = drawn
+    order = balance_replicas(lengths, replicas)
+    assert order.dtype == np.int64
+    # The same by a plain loop.
+    room, events = len(lengths) // replicas, [0] * replicas
+    placed = [[] for _ in range(replicas)]
+    for e in sorted(range(len(lengths)), key=lambda e: (-lengths[e], e)):
+        s = min((s for s in range(replicas) if len(placed[s]) < room), key=lambda s: events[s])
+        placed[s].append(e)
+        events[s] += lengths[e]
+    assert order.tolist() == [e for mine in placed for e in sorted(mine)]
+
+
+def test_lognormal_lengths_are_balanced():
+    lengths = np.ceil(50 * np.random.default_rng(0).lognormal(size=256)).astype(int)
+    before = by_replica(np.arange(256), lengths, 8)
+    after = by_replica(balance_replicas(lengths, 8), lengths, 8)
+    assert before.max() > 1.2 * before.mean()
+    assert after.max() < 1.01 * after.mean()
+
+
+NEST = {
+    "array": np.arange(8).reshape(4, 2),
+    "label": np.float32([0, 1, 2, 3]),
+    "list": [3, 1, 4, 1],
+    "masked": np.ma.array(np.arange(4, dtype=np.uint32), mask=[True, False, False, False]),
+    "none": None,
+    "negatives": np.arange(8),  # two per example
+    "ragged": RaggedIds([7, 3, 5, 9], [0, 2, 2, 3, 4], np.float32([0.5, 1, 2, 3])),
+    "sparse": (SparseIds([[0, 1], [2, 0], [2, 4]], [1, 2, 3], (4, 5), np.float32([1, 2, 3])),),
+}
+
+
+def test_every_leaf_is_reordered():
+    found = reorder_batch(NEST, [2, 0, 3, 1])
+    assert found["array"].tolist() == [[4, 5], [0, 1], [6, 7], [2, 3]]
+    assert found["label"].tolist() == [2, 0, 3, 1]
+    assert found["list"].tolist() == [4, 3, 1, 1]
+    assert found["masked"].tolist() == [2, None, 3, 1]
+    assert found["none"] is None
+    assert found["negatives"].tolist() == [4, 5, 0, 1, 6, 7, 2, 3]
+    ragged, (sparse,) = found["ragged"], found["sparse"]
+    assert (ragged.values.tolist(), ragged.row_splits.tolist()) == ([5, 7, 3, 9], [0, 1, 3, 4, 4])
+    assert ragged.weights.tolist() == [2, 0.5, 1, 3]
+    assert sparse.indices.tolist() == [[0, 0], [0, 4], [1, 1]]
+    assert (sparse.values.tolist(), sparse.weights.tolist()) == ([2, 3, 1], [2, 3, 1])
+    assert sparse.dense_shape == (4, 5)
+
+
+def test_the_way_back_restores_the_batch():
+    order = np.random.default_rng(0).permutation(4)
+    back = reorder_batch(reorder_batch(NEST, order), np.argsort(order))
+    for name in ("array", "label", "list", "masked", "negatives"):
+        assert back[name].tolist() == np.ma.array(NEST[name]).tolist()
+    for name in ("values", "row_splits", "weights"):
+        np.testing.assert_array_equal(getattr(back["ragged"], name), getattr(NEST["ragged"], name))
+    for name in ("indices", "values", "weights"):
+        was = getattr(NEST["sparse"][0], name)
+        np.testing.assert_array_equal(getattr(back["sparse"][0], name), was)
+
+
+def test_a_balanced_batch_needs_less_room():
+    lengths = np.array([30, 28, 1, 2, 1, 1, 2, 1] * 4)
+    splits = np.concatenate([[0], np.cumsum(lengths)])
+    ids = {"seen": RaggedIds(np.arange(splits[-1]) % 50, splits), "number": np.arange(32)}
+    moved = reorder_batch(ids, balance_replicas(lengths, 8))
+    feature, sums, room = FeatureConfig(TableConfig(50, 4), jagged=True), [], []
+    for batch in (ids, moved):
+        # An engine of its own: one keeps the room that its largest batch has needed.
+        engine = EmbeddingEngine({"seen": feature}, SGD(0.1), mesh=mesh(8))
+        placed = engine.place({"seen": batch["seen"]})
+        history = engine.lookup(engine.init(jax.random.key(0)), placed)["seen"]
+        sums.append(np.asarray(history.sums())[np.argsort(batch["number"])])
+        room.append(history.values.shape[1])
+    np.testing.assert_array_equal(*sums)
+    assert room[1] < 0.7 * room[0]
+
+
+REFUSED = {
+    "replicas: expected an integer": lambda: balance_replicas([1, 2], 0),
+    r"lengths: expected \[B\], B a multiple of 2": lambda: balance_replicas([1, 2, 3], 2),
+    r"lengths: expected \[B\]": lambda: balance_replicas([[1, 2]], 1),
+    "lengths: expected at least 0, got -3 at 1": lambda: balance_replicas([1, -3], 2),
+    "order: expected .* once": lambda: reorder_batch(NEST, [0, 1, 1, 3]),
+    r"order: expected .* got shape \(1, 4\)": lambda: reorder_batch(NEST, [[0, 1, 2, 3]]),
+    "reorder_batch: x/y: expected a multiple of 2 rows": lambda: reorder_batch(
+        {"x": {"y": [1, 2, 3]}}, [1, 0]
+    ),
+    "reorder_batch: feature: expected RaggedIds.row_splits that rise": lambda: reorder_batch(
+        RaggedIds([1, 2, 3], [0, 1, 2]), [1, 0]
+    ),
+    "reorder_batch: feature: expected SparseIds.indices inside": lambda: reorder_batch(
+        SparseIds([[2, 0]], [1], (2, 2)), [1, 0]
+    ),
+    "reorder_batch: feature: expected weights of shape": lambda: reorder_batch(
+        RaggedIds([1, 2], [0, 1, 2], [1.0]), [1, 0]
+    ),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_is_refused(said):
+    with pytest.raises(ValueError, match=said):
+        REFUSED[said]()
+
+
+@pytest.mark.parametrize("call", [balance_replicas, lambda x, _: reorder_batch(NEST, x)])
+def test_floats_are_refused(call):
+    with pytest.raises(TypeError, match="expected integers, got float64"):
+        call([0.0, 1.0, 2.0, 3.0], 2)
