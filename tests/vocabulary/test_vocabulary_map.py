@@ -307,3 +307,16 @@ def test_find_sees_a_map_between_two_batches(kernels):
         thread.join()
     assert not wrong
     assert found.find(keys[-1]).tolist() == list(range(keys.shape[1]))
+
+
+@both
+def test_evicted_keys_stand_beside_their_rows(kernels):
+    found, key_of = make_map(kernels, 4, ttl=1), {}
+    for batch in np.random.default_rng(0).integers(0, 9, (40, 3)):
+        taken = take(found, batch)
+        owners = [key_of.pop(row) for row in taken.evicted_rows.tolist()]
+        assert taken.evicted_keys.tolist() == owners
+        assert taken.evicted_keys.dtype == np.uint64
+        key_of |= dict(zip(taken.new_rows.tolist(), taken.new_keys.tolist(), strict=True))
+    assert found.counters["evicted"] > 5
+    assert found.counters["expired"] > 5

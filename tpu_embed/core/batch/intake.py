@@ -43,12 +43,12 @@ class Intake:
         weights: PyTree | None,
         spec: BatchSpec | None,
         *,
-        for_update: bool = True,
+        training: bool = True,
     ) -> Batch:
         """Validate a batch on the host, route it and send it; see `EmbeddingEngine.place`."""
         if isinstance(features, Batch):
             return self._own(features, weights, spec)
-        return self.next_turn().place(features, weights, spec, for_update=for_update)
+        return self.next_turn().place(features, weights, spec, training=training)
 
     def next_turn(self) -> Turn:
         """Return the turn to place the next batch; see `EmbeddingEngine.next_turn`."""
@@ -122,7 +122,7 @@ class Turn:
         weights: PyTree | None = None,
         spec: BatchSpec | None = None,
         *,
-        for_update: bool = True,
+        training: bool = True,
     ) -> Batch:
         """Place a batch; see `EmbeddingEngine.place`."""
 
@@ -130,7 +130,7 @@ class Turn:
         def validate() -> list[HostIds]:
             return self._intake.host_ids(features, weights)
 
-        return self._placer.place(self._number, validate, spec, for_update=for_update)
+        return self._placer.place(self._number, validate, spec, training=training)
 
     def refuse(self, error: BaseException) -> None:
         """Place nothing because of an error; the other processes raise it."""

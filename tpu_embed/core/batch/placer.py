@@ -77,7 +77,7 @@ class Placer:
         validate: Callable[[], Sequence[HostIds]],
         requested: BatchSpec | None,
         *,
-        for_update: bool,
+        training: bool,
     ) -> Batch:
         """Return the batch in the requested spec, or in one of earlier batches.
 
@@ -87,12 +87,12 @@ class Placer:
             raises.
           requested: the spec to use. None: the smallest spec of earlier batches that it fits; one
             of them grows if it fits none.
-          for_update: whether to route the update too.
+          training: whether to route the update too.
 
         Raises:
           ValueError: the batch does not fit the requested spec; the message says which it fits.
         """
-        routed: Routed = "update" if for_update else "lookup"
+        routed: Routed = "update" if training else "lookup"
         if requested is not None:
             requested = dataclasses.replace(requested, routed=routed)
         if self._agreement is None or turn is None:

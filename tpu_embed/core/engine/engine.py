@@ -191,7 +191,7 @@ class EmbeddingEngine:
         weights: PyTree | None = None,
         spec: BatchSpec | None = None,
         *,
-        for_update: bool = True,
+        training: bool = True,
     ) -> Batch:
         """Check a batch of ids on the host, route it, and send it to the devices in one transfer.
 
@@ -202,7 +202,7 @@ class EmbeddingEngine:
             calls in one order.
           weights: one weight per id, in the same structure; None where all are one.
           spec: the batch's exact shape; None: a shape of earlier batches if it fits one of them.
-          for_update: False for a batch that is only looked up; it carries less.
+          training: False for a batch that is only looked up; it carries less.
 
         Raises:
           ValueError: bad ids, weights, structure or batch size, or a spec that the batch does not
@@ -210,7 +210,7 @@ class EmbeddingEngine:
           TypeError: ids that are not integers, or a wrong container type.
           RuntimeError: another process did not place its part, or has left.
         """
-        return self._intake.place(features, weights, spec, for_update=for_update)
+        return self._intake.place(features, weights, spec, training=training)
 
     def next_turn(self) -> Turn:
         """Return the right to place the next batch, which any thread may use (see `Prefetcher`)."""
