@@ -15,12 +15,13 @@ from tpu_embed.core.ids.host_ids import (
     HostIds,
     dense_shape,
     host_ids,
-    part_of_feature,
+    is_mean,
 )
+from tpu_embed.core.ids.keys import batch_order, examples, give_rows, looked_up
 from tpu_embed.core.ids.narrow import narrow_ids
 from tpu_embed.core.ids.padding import pad_batch
 from tpu_embed.core.ids.rescale import rescale_bags, rescale_dense_bags, rescale_flat_bags
-from tpu_embed.core.ids.structure import Structure, children, flatten
+from tpu_embed.core.ids.structure import Structure, children, flatten, part_of_feature
 from tpu_embed.core.ids.weights import is_real
 
 __all__ = [
@@ -32,12 +33,17 @@ __all__ = [
     "Structure",
     "as_arrow",
     "bad_ids",
+    "batch_order",
     "check_dtype",
     "children",
     "dense_shape",
+    "examples",
     "flatten",
+    "give_rows",
     "host_ids",
+    "is_mean",
     "is_real",
+    "looked_up",
     "mask_missing",
     "narrow_ids",
     "pad_batch",

@@ -28,9 +28,10 @@ from tpu_embed.config import FeatureConfig
 from tpu_embed.core.ids import weights as weights_of
 from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype, resolve_dense, resolve_flat
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids
+from tpu_embed.core.ids.keys import number_keys
 from tpu_embed.core.ids.rescale import rescale_dense_bags, rescale_flat_bags
 
-__all__ = ["FeatureShape", "HostIds", "dense_shape", "host_ids", "part_of_feature"]
+__all__ = ["FeatureShape", "HostIds", "dense_shape", "host_ids", "is_mean"]
 
 _INT32_MAX = int(np.iinfo(np.int32).max)
 
@@ -74,6 +75,7 @@ class HostIds:
       weights: shaped like `ids`, float32 (float64 for a float64 table), 0 at dense padding; None
         for all ones. Weights of means are brought near 1 (`rescale.py`).
       padded: whether -1 may be among dense ids.
+      keys: for a living vocabulary, uint64 [n], until rows are known: `ids` are positions in it.
     """
 
     shape: FeatureShape
@@ -81,6 +83,7 @@ class HostIds:
     bags: np.ndarray | None
     weights: np.ndarray | None
     padded: bool
+    keys: np.ndarray | None = None
 
 
 def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weights: Any) -> HostIds:
@@ -109,12 +112,16 @@ def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weight
     """
     feature = FeatureRules(path, config, table_name)
     _check_readable(feature, ids)
-    ids = read_ids(path, ids)
+    ids, keys = read_ids(path, ids), None
+    if config.table.vocabulary is not None:
+        ids, keys = number_keys(feature, ids)
     if isinstance(ids, SparseIds):
-        return _sparse(feature, ids, weights)
-    if isinstance(ids, RaggedIds):
-        return _ragged(feature, ids, weights)
-    return _dense(feature, ids, weights)
+        host = _sparse(feature, ids, weights)
+    elif isinstance(ids, RaggedIds):
+        host = _ragged(feature, ids, weights)
+    else:
+        host = _dense(feature, ids, weights)
+    return host if keys is None else dataclasses.replace(host, keys=keys)
 
 
 def _check_readable(feature: FeatureRules, ids: Any) -> None:
@@ -138,17 +145,6 @@ def _check_readable(feature: FeatureRules, ids: Any) -> None:
             got=type(ids).__name__,
             remedy="SparseIds and RaggedIds have constructors for lists, scipy, BCOO and Arrow",
         )
-
-
-def part_of_feature(config: FeatureConfig, part: int, whole: int) -> FeatureConfig:
-    """Return the config of a feature for `part` of `whole` equal parts of the batch.
-
-    Only a declared output shape depends on the batch: (64, 3) becomes (16, 3) for 2 of 8 parts.
-    """
-    shape = config.output_shape
-    if shape is None or part == whole:
-        return config
-    return dataclasses.replace(config, output_shape=(shape[0] * part // whole, *shape[1:]))
 
 
 # -- dense ---------------------------------------------------------------------------------------
@@ -393,6 +389,12 @@ def _flat(
     return HostIds(feature_shape, ids, bags.astype(np.int32, copy=False), weights, padded=False)
 
 
-def _is_mean(feature: FeatureRules, feature_shape: FeatureShape) -> bool:
+def _is_mean(feature: FeatureRules, shape: FeatureShape) -> bool:
     """Tell whether bags are means, so that scaling all weights of a bag changes nothing."""
-    return feature_shape.combines and feature.config.table.combiner != "sum"
+    # The weights of keys are rescaled when it is known which keys have rows (`keys.py`).
+    return feature.config.table.vocabulary is None and is_mean(feature.config, shape)
+
+
+def is_mean(config: FeatureConfig, shape: FeatureShape) -> bool:
+    """Tell whether a feature's bags are means (mean, sqrtn) of their rows."""
+    return shape.combines and config.table.combiner != "sum"

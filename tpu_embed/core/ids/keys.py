@@ -1,0 +1,129 @@
+"""Keys of a living vocabulary: numbers of 64 bits instead of row numbers.
+
+A batch of keys is validated before anyone knows the keys' rows, because a batch that is refused
+must not change the map from keys to rows. So each key is first replaced by its position among the
+feature's keys, which is treated like a row id that is always valid. Once the rows are known, they
+take the places of the positions. The bags [k, m] and [k], whose keys k and m have the rows 8 and
+-1 (none), are
+
+    keys [k, m, k]     positions [[0, 1], [2, -1]]     rows [[8, -1], [8, -1]]
+
+Input: integers of any dtype; later the row of each key. Output: positions and keys; then `HostIds`
+as those of any other table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tpu_embed._types import PADDING_ID
+from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype
+from tpu_embed.core.ids.columns import mask_missing
+from tpu_embed.core.ids.containers import RaggedIds, SparseIds
+from tpu_embed.core.ids.rescale import rescale_dense_bags, rescale_flat_bags
+
+if TYPE_CHECKING:
+    from tpu_embed.core.ids.host_ids import HostIds
+
+__all__ = ["batch_order", "examples", "give_rows", "looked_up", "number_keys"]
+
+
+def number_keys(feature: FeatureRules, ids: Any) -> tuple[Any, np.ndarray]:
+    """Replace the keys of a feature by their positions.
+
+    Args:
+      feature: the feature.
+      ids: an array or a container of integers; -1 is padding in dense arrays of a signed dtype, and
+        a key like any other elsewhere.
+
+    Returns:
+      The same array or container with positions int32, those of padding masked; and the keys,
+      uint64 `[n]`.
+
+    Raises:
+      TypeError: the ids are not integers.
+    """
+    values = ids.values if isinstance(ids, (SparseIds, RaggedIds)) else ids
+    check_dtype(feature, values)
+    numbers, absent = np.ma.getdata(values), np.ma.getmaskarray(values)
+    if values is ids and numbers.dtype.kind == "i":
+        absent = absent | (numbers == PADDING_ID)
+    # A signed key is read as an unsigned one: -1 is 2⁶⁴ - 1.
+    signed = numbers.dtype.kind == "i"
+    keys = numbers.astype(np.int64).view(np.uint64) if signed else numbers.astype(np.uint64)
+    positions = np.arange(numbers.size, dtype=np.int32).reshape(numbers.shape)
+    numbered = mask_missing(positions, absent)
+    if values is not ids:
+        numbered = dataclasses.replace(ids, values=numbered)
+    return numbered, np.ascontiguousarray(keys.reshape(-1))
+
+
+def looked_up(host: HostIds) -> np.ndarray:
+    """Return the positions of the keys that a feature looks up, int32 `[m]`, in batch order."""
+    positions = host.ids.reshape(-1)
+    return positions[positions >= 0] if host.padded else positions
+
+
+def examples(host: HostIds, chosen: np.ndarray) -> np.ndarray:
+    """Return the examples of some of the keys that a feature looks up, int64.
+
+    Args:
+      host: the feature.
+      chosen: bool `[m]`, which of the keys of `looked_up`.
+    """
+    if host.bags is not None:
+        return host.bags[chosen].astype(np.int64) // host.shape.bags
+    # Dense positions [B, bags, width]: the flat index of an id, divided by bags · width.
+    index = np.flatnonzero(host.ids.reshape(-1) >= 0)[chosen]
+    return index // max(1, host.ids[0].size)
+
+
+def batch_order(features: Sequence[tuple[np.ndarray, int]]) -> np.ndarray:
+    """Return the order in which the keys of several features stand in the batch.
+
+    Args:
+      features: for each feature in flattening order, the example of each of its keys, int64
+        `[m]`, ascending, and the number of its examples in the global batch.
+
+    Returns:
+      int `[all m]`, the order of the keys, counted through all features.
+    """
+    # Example e of B comes at e / B of the batch. The fractions of batches of 2 and 3 examples
+    # become the integers 0 3 and 0 2 4. A stable sort keeps the features, and the keys of one
+    # example, in order. Python's integers are as large as need be.
+    sizes = [size for _, size in features]
+    whole = int(np.lcm.reduce(np.array(sizes, object))) if sizes else 1
+    dtype = np.int64 if whole < 2**63 else object
+    places = [index.astype(dtype) * (whole // size) for index, size in features]
+    return np.argsort(np.concatenate([np.zeros(0, dtype), *places]), kind="stable")
+
+
+def give_rows(host: HostIds, rows: np.ndarray, *, is_mean: bool) -> HostIds:
+    """Return a feature's ids with the rows of its keys; what has no row is as a dropped id.
+
+    Args:
+      host: the feature, with positions for ids.
+      rows: int32 `[n]`, the row of each key; -1: none.
+      is_mean: whether its bags are means, whose weights may be rescaled.
+    """
+    if host.bags is None:
+        # Padding, -1, reads the last entry.
+        ids = np.append(rows, np.int32(PADDING_ID))[host.ids]
+        absent, weights = ids < 0, host.weights
+        if weights is not None:
+            weights = np.where(absent, weights.dtype.type(0), weights)
+            weights = rescale_dense_bags(weights) if is_mean else weights
+        padded = bool(absent.any())
+        return dataclasses.replace(host, ids=ids, weights=weights, padded=padded, keys=None)
+    ids, bags, weights = rows[host.ids], host.bags, host.weights
+    if (ids < 0).any():
+        keep = ids >= 0
+        ids, bags = ids[keep], bags[keep]
+        weights = None if weights is None else weights[keep]
+    if weights is not None and is_mean:
+        weights = rescale_flat_bags(weights, bags)
+    return dataclasses.replace(host, ids=ids, bags=bags, weights=weights, keys=None)
