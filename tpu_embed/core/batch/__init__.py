@@ -8,20 +8,27 @@ from tpu_embed.core.batch.packing import StackIds, natural_spec, pack, pack_all
 from tpu_embed.core.batch.routing import sort_stack, with_capacities, write_lines
 from tpu_embed.core.batch.spec import BatchSpec, StackSpec, worst_case
 from tpu_embed.core.batch.stack_view import BagLayout, StackView, view_stacks
+from tpu_embed.core.batch.steps import Admission, KeyedRows, Steps, steps_of
 from tpu_embed.core.batch.traced import TracedIds, make_traced
+from tpu_embed.core.batch.vocabularies import MapStates, Vocabularies
 
 __all__ = [
+    "Admission",
     "BagLayout",
     "Batch",
     "BatchSpec",
     "Intake",
+    "KeyedRows",
     "LocalIds",
+    "MapStates",
     "RoutedIds",
     "StackIds",
     "StackSpec",
     "StackView",
+    "Steps",
     "TracedIds",
     "Turn",
+    "Vocabularies",
     "fields_of",
     "line_length",
     "line_of",
@@ -30,6 +37,7 @@ __all__ = [
     "pack",
     "pack_all",
     "sort_stack",
+    "steps_of",
     "with_capacities",
     "write_lines",
     "view_stacks",

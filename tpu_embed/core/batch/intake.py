@@ -19,6 +19,7 @@ from tpu_embed.core.batch.batch import Batch
 from tpu_embed.core.batch.placer import Placer
 from tpu_embed.core.batch.spec import BatchSpec
 from tpu_embed.core.batch.traced import TracedIds, make_traced
+from tpu_embed.core.batch.vocabularies import Vocabularies
 from tpu_embed.core.ids import HostIds, Structure, host_ids
 from tpu_embed.core.layout import Layout
 
@@ -31,11 +32,14 @@ class Intake:
     Args:
       declared: the feature configuration.
       layout: the engine's layout.
+      vocabularies: the maps of its living vocabularies; None without them.
     """
 
-    def __init__(self, declared: Structure, layout: Layout) -> None:
+    def __init__(
+        self, declared: Structure, layout: Layout, vocabularies: Vocabularies | None = None
+    ) -> None:
         self._declared, self._layout = declared, layout
-        self._placer = Placer(layout)
+        self._placer = Placer(layout, vocabularies)
 
     def place(
         self,
@@ -79,12 +83,19 @@ class Intake:
 
         Raises:
           ValueError: weights or a spec are given with a `Batch`, `place` refuses the batch, or the
-            call is inside a `shard_map` or under another mesh.
+            call is inside a `shard_map` or under another mesh; features hold keys of a living
+            vocabulary.
           TypeError: `place` refuses the batch.
         """
         self._layout.axes.check_context()
         if isinstance(batch, Batch):
             return self._own(batch, weights, spec)
+        if self._layout.living:
+            names = sorted(table.name for _, table in self._layout.living)
+            what, expected = f"keys of the tables {names}", "a Batch that was placed and admitted"
+            remedy = "outside the jit: batch = engine.place(features), then state, batch = "
+            remedy += "engine.admit(state, batch); the jit takes the batch as an argument"
+            raise ValueError(message(what, expected=expected, got="features", remedy=remedy))
         given, scales = self._declared.match_weighted(batch, weights)
         # One traced leaf is enough: then the values of the batch are not known here.
         if not any(isinstance(leaf, Tracer) for leaf in (*given, *scales)):
@@ -123,14 +134,15 @@ class Turn:
         spec: BatchSpec | None = None,
         *,
         training: bool = True,
+        queued: bool = False,
     ) -> Batch:
-        """Place a batch; see `EmbeddingEngine.place`."""
+        """Place a batch; see `EmbeddingEngine.place`, and `Placer.place` for `queued`."""
 
         # The placer calls the function itself, so that it can tell other processes of an error.
         def validate() -> list[HostIds]:
             return self._intake.host_ids(features, weights)
 
-        return self._placer.place(self._number, validate, spec, training=training)
+        return self._placer.place(self._number, validate, spec, training=training, queued=queued)
 
     def refuse(self, error: BaseException) -> None:
         """Place nothing because of an error; the other processes raise it."""
