@@ -1,6 +1,7 @@
 """Pack the ids of all features into one array of static shape, and send it to the devices."""
 
 from tpu_embed.core.batch.batch import Batch
+from tpu_embed.core.batch.choose import choose_vocabularies
 from tpu_embed.core.batch.intake import Intake, Turn
 from tpu_embed.core.batch.line import fields_of, line_length, line_of
 from tpu_embed.core.batch.located import LocalIds, RoutedIds
@@ -8,7 +9,7 @@ from tpu_embed.core.batch.packing import StackIds, natural_spec, pack, pack_all
 from tpu_embed.core.batch.routing import sort_stack, with_capacities, write_lines
 from tpu_embed.core.batch.spec import BatchSpec, StackSpec, worst_case
 from tpu_embed.core.batch.stack_view import BagLayout, StackView, view_stacks
-from tpu_embed.core.batch.steps import Admission, KeyedRows, Steps, steps_of
+from tpu_embed.core.batch.steps import Admission, KeyedRows, Steps, check_vocabulary, steps_of
 from tpu_embed.core.batch.traced import TracedIds, make_traced
 from tpu_embed.core.batch.vocabularies import MapStates, Vocabularies
 
@@ -29,6 +30,8 @@ __all__ = [
     "TracedIds",
     "Turn",
     "Vocabularies",
+    "check_vocabulary",
+    "choose_vocabularies",
     "fields_of",
     "line_length",
     "line_of",

@@ -13,6 +13,8 @@ Input: features and weights in the user's nesting, or a `Batch`. Output: validat
 
 from __future__ import annotations
 
+from typing import Any
+
 from tpu_embed._checks import message
 from tpu_embed._types import PyTree, Tracer
 from tpu_embed.core.batch.batch import Batch
@@ -51,7 +53,7 @@ class Intake:
     ) -> Batch:
         """Validate a batch on the host, route it and send it; see `EmbeddingEngine.place`."""
         if isinstance(features, Batch):
-            return self._own(features, weights, spec)
+            return self.own(features, weights, spec)
         return self.next_turn().place(features, weights, spec, training=training)
 
     def next_turn(self) -> Turn:
@@ -89,7 +91,7 @@ class Intake:
         """
         self._layout.axes.check_context()
         if isinstance(batch, Batch):
-            return self._own(batch, weights, spec)
+            return self.own(batch, weights, spec)
         if self._layout.living:
             names = sorted(table.name for _, table in self._layout.living)
             what, expected = f"keys of the tables {names}", "a Batch that was placed and admitted"
@@ -102,8 +104,11 @@ class Intake:
             return self.place(batch, weights, spec)
         return make_traced(given, scales, spec, self._layout)
 
-    def _own(self, batch: Batch, weights: PyTree | None, spec: BatchSpec | None) -> Batch:
+    def own(self, batch: Any, weights: PyTree | None = None, spec: Any = None) -> Batch:
         """Return a batch that was placed before, once it is known to be of this engine."""
+        if not isinstance(batch, Batch):
+            got, remedy = type(batch).__name__, "give what place returned"
+            raise ValueError(message("batch", expected="a Batch", got=got, remedy=remedy))
         if weights is not None or spec is not None:
             what, remedy = "weights and spec", "give them to place"
             text = message(what, expected="None with a Batch", got="a value", remedy=remedy)

@@ -14,7 +14,7 @@ import numpy as np
 from tpu_embed._checks import message
 from tpu_embed.vocabulary import Taken
 
-__all__ = ["Admission", "KeyedRows", "Steps", "steps_of", "undo"]
+__all__ = ["Admission", "KeyedRows", "Steps", "check_vocabulary", "steps_of", "undo"]
 
 
 class Steps(NamedTuple):
@@ -76,11 +76,20 @@ class Admission:
 
 def steps_of(state: Any) -> tuple[int, int]:
     """Return step and history of a state; waits until they are computed."""
-    if state.vocabulary is None:
+    step, history = np.asarray(check_vocabulary(state)["steps"]).tolist()
+    return step, history
+
+
+def check_vocabulary(state: Any) -> Any:
+    """Return the `vocabulary` of a state.
+
+    Raises:
+      ValueError: it has none.
+    """
+    if getattr(state, "vocabulary", None) is None:
         expected, got = "a state of an engine with living vocabularies", "another one"
         raise ValueError(message("state", expected=expected, got=got))
-    step, history = np.asarray(state.vocabulary["steps"]).tolist()
-    return step, history
+    return state.vocabulary
 
 
 def undo(rows: np.ndarray, keys: np.ndarray, taken: Taken) -> None:

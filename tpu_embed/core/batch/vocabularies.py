@@ -23,11 +23,11 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import message, refuse_pickle
 from tpu_embed.core.batch.steps import Admission, Steps, steps_of, undo
 from tpu_embed.core.batch.turns import Turns
 from tpu_embed.core.layout import TableSlice
-from tpu_embed.vocabulary import COUNTERS, MapState, Taken, VocabularyMap
+from tpu_embed.vocabulary import MapState, Taken, VocabularyMap
 
 __all__ = ["MapStates", "Vocabularies"]
 
@@ -59,6 +59,7 @@ class Vocabularies:
         the `lookahead` batches before a batch are not taken from their keys for it.
 
     Attributes:
+      tables: the tables, by name.
       lookahead: see above.
       turns: the order in which training batches are placed.
     """
@@ -66,17 +67,23 @@ class Vocabularies:
     def __init__(self, tables: Sequence[TableSlice], lookahead: int) -> None:
         self.lookahead = lookahead
         self.turns = Turns(with_others=jax.process_count() > 1)
-        self._tables = {table.name: table for table in tables}
-        self._maps: dict[str, VocabularyMap] = {}
+        self.tables = {table.name: table for table in tables}
+        self._maps = {table.name: self._new_map(table) for table in tables}
         # The step at which each row was last given to a key or taken from one, as of `admitted`.
-        self._changed: dict[str, np.ndarray] = {}
-        for name, table in self._tables.items():
-            assert table.vocabulary is not None
-            self._maps[name] = VocabularyMap(table.vocabulary, table.vocabulary_size, lookahead)
-            self._changed[name] = np.zeros(table.vocabulary_size, np.int32)
+        self._changed = {t.name: np.zeros(t.vocabulary_size, np.int32) for t in tables}
         self._placed: dict[int, dict[str, Taken]] = {}  # steps after `admitted`
         self._admitted = self._history = self._last_history = 0
         self._lock = threading.RLock()
+
+    def _new_map(self, table: TableSlice) -> VocabularyMap:
+        assert table.vocabulary is not None
+        return VocabularyMap(table.vocabulary, table.vocabulary_size, self.lookahead)
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied, alone or in a model: then there were two histories."""
+        remedy = "share the maps, EmbeddingEngine(…, vocabularies=engine.vocabularies), or give "
+        remedy += "load_state of another engine's vocabularies what state() returned"
+        refuse_pickle("Vocabularies", remedy=remedy)
 
     def __repr__(self) -> str:
         """Show a line per table: how many of its rows have keys."""
@@ -112,7 +119,7 @@ class Vocabularies:
 
     def capacity(self, name: str) -> int:
         """Return V, the rows of a table; the shared row of unseen keys is one of them."""
-        return self._tables[self._known(name)].vocabulary_size
+        return self.tables[self._known(name)].vocabulary_size
 
     def keys(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the keys of a table, as of the admitted batches, and their rows.
@@ -206,7 +213,7 @@ class Vocabularies:
           first: the step of the batch.
           training: whether it is one of the batches whose rows are protected.
         """
-        options = [table.vocabulary for table in self._tables.values()]
+        options = [table.vocabulary for table in self.tables.values()]
         keep = all(one is not None and one.evict == "none" and one.ttl is None for one in options)
         last = first + self.lookahead if training else first
         return Steps(first, FOREVER if keep else last, self._history)
@@ -280,7 +287,8 @@ class Vocabularies:
         step, history = steps_of(state)
         with self.turns.use(self.turns.draw()), self._lock:
             if step == 0 and self._admitted:
-                self._load(MapStates(history, {n: _no_keys() for n in self._maps}))
+                empty = {name: self._new_map(table).state() for name, table in self.tables.items()}
+                self._load(MapStates(history, empty))
                 return
             if history != self._history or step != self._admitted:
                 expected = f"the newest state, of step {self._admitted}"
@@ -370,13 +378,6 @@ class Vocabularies:
                 for name, one in admission.tables.items()
                 for rows in one.rows
             )
-
-
-def _no_keys() -> MapState:
-    """Return the state of a map that has taken no batch."""
-    keys, numbers = np.zeros(0, np.uint64), np.zeros(0, np.int64)
-    counters = np.zeros(len(COUNTERS), np.int64)
-    return MapState(keys, numbers, numbers, numbers, keys, numbers, np.array(0), counters)
 
 
 def _refuse(*, expected: str, got: str, remedy: str = "") -> NoReturn:
