@@ -85,7 +85,7 @@ def test_batches_are_admitted_once_each_in_placing_order():
     with pytest.raises(ValueError, match="got the one of step 2"):
         made.admit(state, second)
     state, admitted = made.admit(state, first)
-    with pytest.raises(ValueError, match="the batch of step 2, .*, got the one of step 1"):
+    with pytest.raises(ValueError, match=r"the batch of step 2, .*, got the one of step 1"):
         made.admit(state, first)
     assert made.admit(state, admitted)[0] is state  # only looked at: it has been admitted
     state, _ = made.admit(state, second)

@@ -49,7 +49,9 @@ class Admissions:
         steps, (now, history) = self._steps(batch), steps_of(state)
         if not batch.admission.is_training:
             self._vocabularies.check((now, history), steps, batch.admission)
-            return state, _stamped(batch, self._vocabularies.steps(now, training=False))
+            if batch.admission.tables is not None:
+                batch = _stamped(batch, self._vocabularies.steps(now, training=False))
+            return state, batch
         self._vocabularies.check_next((now, history), steps, batch.admission)
         new = {
             name: NewKeys(taken.new_keys, taken.new_rows)
