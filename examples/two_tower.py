@@ -17,6 +17,7 @@ import jax
 import movielens_data
 import numpy as np
 import optax
+import ranking
 import two_tower_model as model
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -26,7 +27,6 @@ from tpu_embed.data import Prefetcher
 from tpu_embed.training.optimizer import cross_shard
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "two_tower.py"
-TOP = 50
 
 
 def arguments() -> argparse.Namespace:
@@ -38,6 +38,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--devices", type=int, help="emulate this many CPU devices")
     parser.add_argument("--epochs", type=int, help="instead of the config's")
     parser.add_argument("--seed", type=int, help="instead of the config's")
+    last = "predict the last rating of each user, by recall@10, as sequences.py does"
+    parser.add_argument("--leave-one-out", action="store_true", help=last)
     return parser.parse_args()
 
 
@@ -73,19 +75,6 @@ def make_step(engine, dense, graph, config):
     return step
 
 
-def recall(scores, train_pairs, test_pairs) -> float:
-    """Return the mean share of a user's test items that are in the top 50, over users with any."""
-    scores = np.array(scores)
-    scores[train_pairs] = -np.inf
-    relevant = np.zeros(scores.shape, bool)
-    relevant[test_pairs] = True
-    top = min(TOP, scores.shape[1] - 1)
-    best = np.argpartition(-scores, top, axis=1)[:, :top]
-    hits = np.take_along_axis(relevant, best, axis=1).sum(axis=1)
-    there = relevant.any(axis=1)
-    return float((hits[there] / relevant.sum(axis=1)[there]).mean())
-
-
 def main() -> None:
     args = arguments()
     if args.devices:  # before anything asks JAX for its devices
@@ -95,7 +84,9 @@ def main() -> None:
     config = SimpleNamespace(**runpy.run_path(str(args.config)) | given)
 
     data = movielens_data.load(args.data)
-    train_rows, test_rows = data.split(config.seed)
+    top, (train_rows, test_rows) = 50, data.split(config.seed)
+    if args.leave_one_out:
+        top, (train_rows, test_rows) = 10, ranking.leave_one_out(data)
     users, items = len(data.age), len(data.decade)
     pairs = [(data.user[rows], data.item[rows]) for rows in (train_rows, test_rows)]
     count = np.bincount(pairs[0][1], minlength=items)
@@ -121,9 +112,13 @@ def main() -> None:
     everything = model.inputs(data, np.minimum(every, users - 1), np.minimum(every, items - 1))
     everything = engine.place(tpu_embed.pad_batch(everything, jax.device_count()))
 
-    def evaluate() -> float:
+    def measure(scores) -> str:
+        recall, ndcg = ranking.recall_and_ndcg(scores, *pairs, top)
+        return f"recall@{top} {recall:.4f}  NDCG@{top} {ndcg:.4f}"
+
+    def evaluate() -> str:
         user_vectors, item_vectors = vectors(state, params, everything)
-        return recall(user_vectors[:users] @ item_vectors[:items].T, *pairs)
+        return measure(user_vectors[:users] @ item_vectors[:items].T)
 
     def chunks(rows):
         for start in range(0, len(rows) - config.batch_size + 1, config.batch_size):
@@ -134,14 +129,14 @@ def main() -> None:
     first = next(Prefetcher(engine, chunks(train_rows)))
     engine.check_in_place(step, state, params, opt_state, *first)
     print(f"{jax.device_count()} device(s), {len(train_rows)} ratings to train on")
-    print(f"popularity  recall@{TOP} {recall(np.tile(count, (users, 1)) * 1.0, *pairs):.4f}")
+    print(f"popularity  {measure(np.tile(count, (users, 1)) * 1.0)}")
     rng = np.random.default_rng(config.seed)
     for epoch in range(1, config.epochs + 1):
         begin, losses = time.perf_counter(), []
         for batch in Prefetcher(engine, chunks(rng.permutation(train_rows))):
             state, params, opt_state, loss = step(state, params, opt_state, *batch)
             losses.append(loss)
-        found, seconds = f"recall@{TOP} {evaluate():.4f}", time.perf_counter() - begin
+        found, seconds = evaluate(), time.perf_counter() - begin
         print(f"epoch {epoch:2d}  loss {np.mean(losses):.4f}  {found}  {seconds:.1f} s")
 
 

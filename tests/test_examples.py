@@ -1,38 +1,17 @@
 """Run the examples at small size, each in its own process, on 1 and on 8 emulated devices."""
 
 import dataclasses
-import importlib.util
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
+import types
 
 import numpy as np
 import pytest
+from example_cases import EXAMPLES, ROOT, load, numbers, run, table
 
-ROOT = Path(__file__).resolve().parents[1]
-EXAMPLES = ROOT / "examples"
 USERS, ITEMS, RATINGS = 30, 50, 800
 GENRES = ("Action", "Comedy", "Drama")
 TOWERS = (ROOT / "configs" / "two_tower.py").read_text() + "\nbatch_size, epochs = 80, 3\n"
 CONFIG = (ROOT / "configs" / "movielens.py").read_text() + "\nbatch_size, epochs = 80, 3\n"
-
-
-def run(example, *arguments, cwd):
-    """Return what the example prints; without the tests' own 8 devices unless it asks for them."""
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    environment |= {"PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
-    command = [sys.executable, str(EXAMPLES / example), *map(str, arguments)]
-    done = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def numbers(pattern, text):
-    return np.array([float(x) for x in re.findall(pattern, text)])
 
 
 def test_quickstart(tmp_path):
@@ -56,11 +35,6 @@ def test_candidates(devices, tmp_path):
     learned, best = numbers(r"(?:first:|preferences) (\S+?),?\s", out)
     assert 0.2 < learned < best  # 1 / 32 by chance
     assert re.search(r"user \d+ gets( \d+){5}$", out.strip())
-
-
-def table(path, header, rows, separator):
-    lines = [header] if header else []
-    path.write_text("\n".join(lines + [separator.join(map(str, row)) for row in rows]) + "\n")
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +83,7 @@ def original(ratings, tmp_path_factory):
 
 
 def test_movielens_data_reads_both_forms(directory, original, monkeypatch):
-    spec = importlib.util.spec_from_file_location("ml_data", EXAMPLES / "movielens_data.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "ml_data", module)
-    spec.loader.exec_module(module)
+    module = load("movielens_data", monkeypatch)
     ours, theirs = (dataclasses.asdict(module.load(path)) for path in (directory, original))
     for name, column in ours.items():
         np.testing.assert_array_equal(column, theirs[name], err_msg=name)
@@ -162,3 +133,45 @@ def test_two_tower_learns_the_same_on_1_and_8_devices(directory, tmp_path):
     assert ((recalls[0] > 0) & (recalls[0] <= 1)).all()
     # Sums over the batch are in another order: Adam's steps differ in their last digits.
     np.testing.assert_allclose(losses[0], losses[1], atol=1e-3)
+
+
+@pytest.mark.whole
+def test_two_tower_predicts_the_last_rating(directory, tmp_path):
+    config = tmp_path / "small.py"
+    config.write_text(TOWERS)
+    arguments = ("--leave-one-out", "--devices", 1, "--data", directory, "--config", config)
+    out = run("two_tower.py", *arguments, cwd=tmp_path)
+    assert f"1 device(s), {RATINGS - USERS} ratings" in out
+    for name in ("recall", "NDCG"):
+        found = numbers(rf"{name}@10 (\S+)", out)
+        assert len(found) == 4  # of popularity, then of every epoch
+        assert ((found > 0) & (found <= 1)).all()
+
+
+def test_ranking_is_that_of_a_loop(monkeypatch):
+    ranking = load("ranking", monkeypatch)
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=(6, 9))
+    train = [rng.choice(9, 3, replace=False) for _ in range(6)]
+    test = [rng.permutation(np.setdiff1d(range(9), t))[: u % 4] for u, t in enumerate(train)]
+    recalls, ndcgs = [], []
+    for user in range(6):
+        left = [item for item in np.argsort(-scores[user]) if item not in train[user]][:2]
+        gains = [1 / np.log2(k + 2) for k, item in enumerate(left) if item in test[user]]
+        if len(test[user]):
+            recalls.append(len(gains) / len(test[user]))
+            best = sum(1 / np.log2(k + 2) for k in range(min(2, len(test[user]))))
+            ndcgs.append(sum(gains) / best)
+    pairs = [
+        (np.repeat(np.arange(6), [len(x) for x in items]), np.concatenate(items))
+        for items in (train, test)
+    ]
+    found = ranking.recall_and_ndcg(scores, *pairs, 2)
+    np.testing.assert_allclose(found, (np.mean(recalls), np.mean(ndcgs)), rtol=1e-12)
+
+
+def test_the_last_rating_of_each_user_is_left_out(monkeypatch):
+    user, timestamp = np.array([1, 0, 1, 0, 1, 2]), np.array([5, 9, 5, 3, 4, 1])
+    data = types.SimpleNamespace(user=user, timestamp=timestamp)
+    rest, last = load("ranking", monkeypatch).leave_one_out(data)
+    assert (rest.tolist(), last.tolist()) == ([3, 4, 0], [1, 2, 5])

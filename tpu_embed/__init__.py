@@ -30,6 +30,7 @@ from tpu_embed.config import FeatureConfig, QuantizationConfig, TableConfig
 from tpu_embed.core.batch import Batch, BatchSpec
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.ids import RaggedIds, SparseIds, pad_batch
+from tpu_embed.core.lookup import Jagged, split_activations
 from tpu_embed.core.state import TableState
 from tpu_embed.hashing import hash_ids
 from tpu_embed.initializers import RowIdInitializer, ShardInfo
@@ -49,6 +50,7 @@ __all__ = [
     "EmbeddingEngine",
     "FeatureConfig",
     "IndexedSlices",
+    "Jagged",
     "QuantizationConfig",
     "RaggedIds",
     "RowIdInitializer",
@@ -64,6 +66,7 @@ __all__ = [
     "pad_batch",
     "sparse_grad",
     "sparse_value_and_grad",
+    "split_activations",
     "training",
 ]
 

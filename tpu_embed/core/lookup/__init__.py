@@ -8,11 +8,14 @@ from tpu_embed.core.lookup.combine import (
     quantize,
     sum_gradients,
 )
+from tpu_embed.core.lookup.differentiable import split_activations
+from tpu_embed.core.lookup.jagged import Jagged
 from tpu_embed.core.lookup.reads import activations_read, record_lookup, zero_after
 from tpu_embed.core.lookup.sharded import by_feature, lookup, not_differentiable
 
 __all__ = [
     "BagEntries",
+    "Jagged",
     "activations_read",
     "bag_entries",
     "by_feature",
@@ -22,6 +25,7 @@ __all__ = [
     "optional_weights",
     "quantize",
     "record_lookup",
+    "split_activations",
     "sum_gradients",
     "zero_after",
 ]

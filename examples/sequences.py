@@ -1,0 +1,135 @@
+"""Predict the next film of each user of MovieLens-100K: HSTU layers over jagged histories.
+
+`Jagged` has the events of a device's histories one after the other, and `jax.vmap` runs the network
+on each device's part. All items are looked up, too, for the softmax over them. Held out is the last
+rating of each user.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import runpy
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import movielens_data
+import numpy as np
+import optax
+import ranking
+import sequences_model as model
+from flax import nnx
+
+import tpu_embed
+from tpu_embed import Jagged, RaggedIds
+from tpu_embed.data import Prefetcher
+
+CONFIG = Path(__file__).resolve().parent.parent / "configs" / "sequences.py"
+TOP = 10
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", default=CONFIG, help="hyperparameters")
+    parser.add_argument(
+        "--data", help="directory of MovieLens-100K; without it pip fetches it once"
+    )
+    parser.add_argument("--devices", type=int, help="emulate this many CPU devices")
+    parser.add_argument("--epochs", type=int, help="instead of the config's")
+    parser.add_argument("--seed", type=int, help="instead of the config's")
+    return parser.parse_args()
+
+
+def make_step(engine, dense, graph, items: int):
+    """Return the jitted training step, which updates state, params and opt_state in place."""
+    everywhere = jax.sharding.NamedSharding(engine.layout.axes.mesh, jax.sharding.PartitionSpec())
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
+    def step(state, params, opt_state, batch, lengths):
+        def loss_fn(params, activations):
+            network = nnx.merge(graph, params)
+            history = Jagged.from_padded(activations["history"], lengths, jax.device_count())
+            # Each device needs the vectors of all items; of the histories, only its own.
+            every = jax.lax.with_sharding_constraint(activations["item"], everywhere)[:items]
+            of_replica = functools.partial(model.next_item_losses, network, items=every)
+            losses, counts = jax.vmap(of_replica)(history)
+            return losses.sum() / counts.sum()
+
+        activations = engine.lookup(state, batch)
+        loss, (grads, value_grads) = jax.value_and_grad(loss_fn, (0, 1))(params, activations)
+        updates, opt_state = dense.update(grads, opt_state, params)
+        state = engine.update(state, batch, value_grads)
+        return state, optax.apply_updates(params, updates), opt_state, loss
+
+    return step
+
+
+def main() -> None:
+    args = arguments()
+    if args.devices:  # before anything asks JAX for its devices
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", args.devices)
+    given = {k: v for k, v in vars(args).items() if k in ("epochs", "seed") and v is not None}
+    config = SimpleNamespace(**runpy.run_path(str(args.config)) | given)
+
+    data = movielens_data.load(args.data)
+    users, items = len(data.age), len(data.decade)
+    pairs = [(data.user[rows], data.item[rows]) for rows in ranking.leave_one_out(data)]
+    histories = np.split(pairs[0][1], np.flatnonzero(np.diff(pairs[0][0])) + 1)
+    rng = np.random.default_rng(config.seed)
+    steps = config.epochs * (len(model.pieces(histories, config.longest, rng)) // config.batch_size)
+
+    schedule = optax.cosine_decay_schedule(config.learning_rate, steps)
+    adam = tpu_embed.optimizers.Adam(schedule, beta_2=config.beta_2)
+    engine = tpu_embed.EmbeddingEngine(model.feature_config(config, items), adam)
+    state = engine.init(jax.random.key(config.seed))
+    graph, params = nnx.split(model.Network(config, nnx.Rngs(config.seed)))
+    dense = optax.adam(schedule, b2=config.beta_2)
+    params, opt_state = jax.device_put((params, dense.init(params)), state.step.sharding)
+    step = make_step(engine, dense, graph, items)
+
+    def features(histories):
+        batch = {"history": RaggedIds.from_lists(histories), "item": np.arange(items)}
+        batch = tpu_embed.pad_batch(batch, jax.device_count())
+        return batch, np.diff(batch["history"].row_splits)
+
+    @jax.jit
+    def scores(state, params, batch, lengths):
+        activations = engine.lookup(state, batch)
+        history = Jagged.from_padded(activations["history"], lengths, jax.device_count())
+        of_replica = functools.partial(model.last_vectors, nnx.merge(graph, params))
+        vectors = jax.vmap(of_replica)(history)
+        return vectors.reshape(-1, config.dim) @ activations["item"].T
+
+    batch, lengths = features([history[-config.longest :] for history in histories])
+    everyone = engine.place(batch), lengths
+
+    def measure(scores) -> str:
+        recall, ndcg = ranking.recall_and_ndcg(scores, *pairs, TOP)
+        return f"recall@{TOP} {recall:.4f}  NDCG@{TOP} {ndcg:.4f}"
+
+    def batches():
+        cut = model.pieces(histories, config.longest, rng)
+        order = rng.permutation(len(cut))
+        for start in range(0, len(cut) - config.batch_size + 1, config.batch_size):
+            yield features([cut[i] for i in order[start : start + config.batch_size]])
+
+    first = next(Prefetcher(engine, batches()))
+    engine.check_in_place(step, state, params, opt_state, *first)
+    count = np.bincount(pairs[0][1], minlength=items)
+    print(f"{jax.device_count()} device(s), {len(pairs[0][0])} ratings to train on")
+    print(f"popularity  {measure(np.tile(count, (users, 1)) * 1.0)}")
+    for epoch in range(1, config.epochs + 1):
+        begin, losses = time.perf_counter(), []
+        for batch in Prefetcher(engine, batches()):
+            state, params, opt_state, loss = step(state, params, opt_state, *batch)
+            losses.append(loss)
+        found = measure(scores(state, params, *everyone)[:users, :items])
+        seconds = time.perf_counter() - begin
+        print(f"epoch {epoch:2d}  loss {np.mean(losses):.4f}  {found}  {seconds:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

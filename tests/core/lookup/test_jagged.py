@@ -1,0 +1,292 @@
+"""Sequences of different lengths, one after the other: compared with loops over the examples."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jagged_cases import FULL, LONGEST, SOME, B, C, D, N, S, make, rows_of
+from jax.experimental import checkify
+
+from tpu_embed import Jagged
+
+CUT = 3
+LENGTHS = st.lists(st.integers(0, LONGEST), min_size=B, max_size=B)
+QUOTIENT = 2e-7  # XLA may multiply by 1 / n, which rounds twice; all else is exact
+
+
+def joined(rows, capacity):
+    """Return the values `[S, capacity, D]` of rows that are one after the other."""
+    found = np.zeros((S, capacity, D), np.float32)
+    for s in range(S):
+        part = np.concatenate(rows[s * N : (s + 1) * N])
+        found[s, : len(part)] = part
+    return found
+
+
+def padded(rows, length):
+    """Return rows padded with zeros, or cut, and which places are filled."""
+    values, mask = np.zeros((B, length, D), np.float32), np.zeros((B, length), bool)
+    for e, row in enumerate(rows):
+        values[e, : len(row)], mask[e, : len(row)] = row[:length], True
+    return values, mask
+
+
+@jax.jit
+def numbers(jagged):
+    return jagged.lengths, jagged.segment_ids, jagged.positions, jagged.valid
+
+
+@jax.jit
+def results(jagged, other):
+    """Return what has a gradient, by name."""
+    full, _ = jagged.to_padded(LONGEST)
+    return {
+        "sums": jagged.sums(),
+        "means": jagged.means(),
+        "padded": jagged.to_padded(CUT)[0],
+        "joined": jagged.concatenate([other, jagged]).values,
+        "back": Jagged.from_padded(full, jagged.lengths.reshape(-1), S, C).values,
+    }
+
+
+@given(LENGTHS)
+@settings(max_examples=20)
+def test_numbers_are_those_of_a_loop(lengths):
+    counts, ids, positions, valid = numbers(make(lengths))
+    np.testing.assert_array_equal(counts, np.reshape(lengths, (S, N)))
+    for s in range(S):
+        pairs = [(e, p) for e in range(N) for p in range(lengths[s * N + e])]
+        free = C - len(pairs)
+        assert ids[s].tolist() == [e for e, _ in pairs] + [N] * free
+        assert positions[s].tolist() == [p for _, p in pairs] + [0] * free
+        assert valid[s].tolist() == [True] * len(pairs) + [False] * free
+
+
+@given(LENGTHS, LENGTHS)
+@settings(max_examples=20)
+def test_results_are_those_of_a_loop(lengths, others):
+    jagged, other = make(lengths), make(others, seed=1)
+    rows, more, found = rows_of(jagged), rows_of(other), results(jagged, other)
+    np.testing.assert_array_equal(found["sums"], [row.sum(0) for row in rows])
+    means = [row.sum(0) / np.float32(max(len(row), 1)) for row in rows]
+    np.testing.assert_allclose(found["means"], means, rtol=QUOTIENT)
+    np.testing.assert_array_equal(found["padded"], padded(rows, CUT)[0])
+    every = [np.concatenate(three) for three in zip(rows, more, rows, strict=True)]
+    np.testing.assert_array_equal(found["joined"], joined(every, 3 * C))
+    np.testing.assert_array_equal(found["back"], joined(rows, C))
+
+
+@given(LENGTHS, LENGTHS)
+@settings(max_examples=10)
+def test_gradients_are_those_of_a_loop(lengths, others):
+    """Each value's gradient is that of the places where it went; beyond the splits it is zero."""
+    jagged, other = make(lengths), make(others, seed=1)
+    pull, cotangents = pulled(jagged, other)
+    expected = {name: np.zeros((S, C, D), np.float32) for name in cotangents}
+    for s in range(S):
+        place, theirs = 0, 0  # how many values of `jagged` and of `other` came before
+        for e in range(s * N, (s + 1) * N):
+            own, then = lengths[e], others[e]
+            for p in range(own):
+                i = place + p
+                expected["sums"][s, i] = cotangents["sums"][e]
+                expected["means"][s, i] = cotangents["means"][e] / np.float32(own)
+                expected["padded"][s, i] = cotangents["padded"][e, p] if p < CUT else 0
+                first = 2 * place + theirs + p  # before it, each value of `jagged` stands twice
+                both = cotangents["joined"][s, [first, first + own + then]]
+                expected["joined"][s, i] = both.sum(0)
+                expected["back"][s, i] = cotangents["back"][s, i]
+            place, theirs = place + own, theirs + then
+    for name, gradient in pull.items():
+        np.testing.assert_allclose(gradient, expected[name], rtol=QUOTIENT, err_msg=name)
+
+
+@jax.jit
+def gradients_of_each(jagged, other, cotangents):
+    def with_values(values):
+        return results(jagged.with_values(values), other)
+
+    found, pull = jax.vjp(with_values, jagged.values)
+    zeros = jax.tree.map(jnp.zeros_like, found)
+    return {name: pull(zeros | {name: given})[0] for name, given in cotangents.items()}
+
+
+def pulled(jagged, other):
+    """Return the gradient of the values for a cotangent of each result, and the cotangents."""
+    rng = np.random.default_rng(2)
+    shapes = {name: x.shape for name, x in jax.eval_shape(results, jagged, other).items()}
+    cotangents = {n: rng.integers(1, 9, shape).astype(np.float32) for n, shape in shapes.items()}
+    return gradients_of_each(jagged, other, cotangents), cotangents
+
+
+def test_forward_derivatives_are_the_results_of_the_direction():
+    jagged, direction = make(SOME), make(SOME, seed=3)
+    other = make(FULL, seed=1)
+
+    @jax.jit
+    def moved(values, tangent):
+        return jax.jvp(lambda v: results(jagged.with_values(v), other), (values,), (tangent,))[1]
+
+    expected = results(direction, other.with_values(jnp.zeros_like(other.values)))
+    for name, tangent in moved(jagged.values, direction.values).items():
+        np.testing.assert_array_equal(tangent, expected[name], err_msg=name)
+
+
+def test_a_replica_under_vmap_gives_its_part():
+    def of_all(jagged, other):
+        joined, (values, mask) = jagged.concatenate([other]), jagged.to_padded(CUT)
+        each = joined.values, joined.positions, joined.segment_ids, joined.valid, joined.lengths
+        return *each, jagged.sums(), jagged.means(), values, mask
+
+    jagged, other = make(SOME), make(FULL, seed=1)
+    expected, mapped = jax.jit(lambda *both: (of_all(*both), jax.vmap(of_all)(*both)))(
+        jagged, other
+    )
+    for one, together in zip(mapped, expected, strict=True):
+        np.testing.assert_array_equal(one.reshape(together.shape), together)
+
+
+def test_sums_of_bfloat16_are_rounded_once():
+    """512 + 1 is 512 in bfloat16, so sums in bfloat16 would stay at 512."""
+    values = jnp.array([[512, 1, 1, 1, 1]], jnp.bfloat16)
+    jagged = Jagged(values, jnp.array([[0, 5]]))
+    assert jagged.sums().tolist() == [516]
+    assert jagged.means().tolist() == [103]  # 103.2
+    assert jagged.sums().dtype == jagged.means().dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.bool_, np.float16])
+@pytest.mark.parametrize("inner", [(), (2, 3)])
+def test_values_of_any_dtype_and_shape(dtype, inner):
+    rng = np.random.default_rng(0)
+    rows = rng.integers(0, 2, (B, LONGEST, *inner)).astype(dtype)
+    jagged = Jagged.from_padded(rows, SOME, S)
+    assert jagged.values.shape == (S, N * LONGEST, *inner)
+    again, mask = jagged.to_padded(LONGEST)
+    ones = [1] * len(inner)
+    assert again.dtype == dtype
+    there = np.arange(LONGEST) < np.array(SOME)[:, None]
+    np.testing.assert_array_equal(mask, there)
+    np.testing.assert_array_equal(
+        again, np.where(there.reshape(*there.shape, *[1] * len(inner)), rows, 0)
+    )
+    if dtype == np.int32:
+        sums = np.asarray(again).sum(1)
+        np.testing.assert_array_equal(jagged.sums(), sums)
+        counts = np.maximum(SOME, 1).reshape(-1, *ones)
+        np.testing.assert_array_equal(jagged.means(), (sums / counts).astype(np.float32))
+
+
+@pytest.mark.parametrize("lengths", [[0] * B, FULL])
+def test_no_room_and_no_length(lengths):
+    """Arrays with an axis of 0, which JAX cannot index, give empty results."""
+    nothing = Jagged(np.zeros((S, 0, D), np.float32), np.zeros((S, N + 1), np.int32))
+    assert nothing.to_padded(2)[0].tolist() == np.zeros((B, 2, D)).tolist()
+    assert nothing.sums().tolist() == np.zeros((B, D)).tolist()
+    assert nothing.positions.shape == (S, 0)
+    jagged = make(lengths)
+    assert jagged.to_padded(0)[0].shape == (B, 0, D)
+    both = nothing.concatenate([jagged])
+    np.testing.assert_array_equal(both.values, joined(rows_of(jagged), C))
+    assert Jagged.from_padded(np.zeros((B, 0, D)), [0] * B, S).values.shape == (S, 0, D)
+
+
+def test_no_array_is_larger_than_the_values():
+    """One long sequence among many empty ones: padded, it would be 32 times the values."""
+    n, capacity = 64, 128
+    jagged = Jagged(jnp.zeros((1, capacity, D)), jnp.array([[0] + [capacity] * n]))
+
+    def of_jagged(jagged):
+        found = jagged.concatenate([jagged])
+        return found.sums(), found.means(), found.values, found.positions, found.valid
+
+    def with_gradients(values):
+        found, pull = jax.vjp(lambda v: of_jagged(jagged.with_values(v))[:3], values)
+        return pull(found)
+
+    jaxprs = [jax.make_jaxpr(of_jagged)(jagged), jax.make_jaxpr(with_gradients)(jagged.values)]
+    found = re.findall(r"[a-z]+[0-9]+\[([0-9,]+)\]", " ".join(map(str, jaxprs)))
+    sizes = {np.prod([int(size) for size in shape.split(",")]) for shape in found}
+    assert max(sizes) == 2 * capacity * D
+
+
+def test_from_padded_cuts_what_does_not_fit_inside_a_jit():
+    rows = np.arange(1, 1 + B * LONGEST, dtype=np.float32).reshape(B, LONGEST)
+    pack = functools.partial(Jagged.from_padded, shards=S, capacity=6)
+    lengths = np.array([2, 9, 3, -1, 4, 1])  # counted as 2, 4, 3, 0, 4, 1
+    found = jax.jit(pack)(rows, lengths)
+    assert found.values.tolist() == [[1, 2, 5, 6, 7, 8], [17, 18, 19, 20, 21, 0]]
+    assert found.row_splits.tolist() == [[0, 2, 6, 6], [0, 0, 4, 5]]
+    checked = jax.jit(checkify.checkify(pack))
+    for lengths, fits in {(2, 0, 3, 0, 4, 1): True, (2, 2, 3, 0, 0, 1): False}.items():
+        error, _ = checked(rows, np.array(lengths))
+        assert (error.get() is None) == fits
+    assert "Jagged.from_padded" in error.get()
+
+
+ROWS = np.zeros((4, 3, D), np.float32)
+FAULTS = {
+    "splits of floats": (
+        lambda: Jagged(np.zeros((2, 3)), np.zeros((2, 3))),
+        r"Jagged\.row_splits: expected integers, got float64",
+    ),
+    "other replicas": (
+        lambda: Jagged(np.zeros((3, 4, 2)), np.zeros((2, 3), int)),
+        r"Jagged: expected values \[S, C, …\] and .* got shapes \(3, 4, 2\) and \(2, 3\)",
+    ),
+    "no axis of values": (lambda: Jagged(np.zeros(2), np.zeros((2, 3), int)), r"Jagged: expected"),
+    "other values": (
+        lambda: make(SOME).with_values(np.zeros((S, C + 1, D))),
+        r"Jagged\.with_values: expected first axes \(2, 13\), got shape \(2, 14, 2\); inside",
+    ),
+    "other examples": (
+        lambda: make(SOME).concatenate([make(SOME), make([1] * 3)]),
+        r"concatenate: others\[1\]: expected row_splits \(2, 4\), got \(1, 4\)",
+    ),
+    "another dim": (
+        lambda: make(SOME).concatenate([make(SOME, shape=(3,))]),
+        r"others\[0\]: expected float32 values of shape \(2,\), got float32 values of shape \(3,\)",
+    ),
+    "a negative length": (lambda: make(SOME).to_padded(-1), r"length: expected an integer >= 0"),
+    "no rows": (
+        lambda: Jagged.from_padded(np.zeros(4), [1] * 4, 2),
+        r"padded: expected \[B, L, …\], got \(4,\)",
+    ),
+    "replicas that do not divide": (
+        lambda: Jagged.from_padded(ROWS, [1] * 4, 3),
+        r"padded: expected rows that 3 shards divide, got 4; tpu_embed\.pad_batch",
+    ),
+    "no shards": (lambda: Jagged.from_padded(ROWS, [1] * 4, 0), r"shards: expected an integer"),
+    "float lengths": (
+        lambda: Jagged.from_padded(ROWS, [1.0] * 4, 2),
+        r"lengths: expected integers, got float64",
+    ),
+    "fewer lengths": (
+        lambda: Jagged.from_padded(ROWS, [1] * 3, 2),
+        r"lengths: expected one per row, \(4,\), got \(3,\)",
+    ),
+    "a length past the row": (
+        lambda: Jagged.from_padded(ROWS, [1, 2, 4, 1], 2),
+        r"from_padded: expected lengths from 0 to 3, got 1 to 4",
+    ),
+    "a length of 33 bits": (
+        lambda: Jagged.from_padded(ROWS, np.array([1, 2, 2**32, 1]), 2),
+        r"from_padded: expected lengths from 0 to 3, got 1 to 4294967296",
+    ),
+    "no room": (
+        lambda: Jagged.from_padded(ROWS, [1, 2, 2, 3], 2, capacity=4),
+        r"expected room for 5 values on a replica, got capacity 4; a capacity of None",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_faults_are_named(case):
+    call, wording = FAULTS[case]
+    with pytest.raises((TypeError, ValueError), match=wording):
+        call()

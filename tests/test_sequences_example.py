@@ -1,0 +1,133 @@
+"""The example of jagged histories: its network against loops, then a small run."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from example_cases import ROOT, load, numbers, run, table
+
+from tpu_embed import Jagged
+
+USERS, ITEMS = 32, 40
+CONFIG = (ROOT / "configs" / "sequences.py").read_text()
+SMALL = "\nbatch_size, epochs, longest, dim, layers, learning_rate = 16, 12, 16, 16, 1, 0.02\n"
+LENGTHS = [[4, 0, 1], [3, 4, 2]]  # of 3 histories on each of 2 replicas
+LONGEST, HEADS, D = 4, 2, 6
+
+
+def histories(capacity, seed=0):
+    rng = np.random.default_rng(seed)
+    splits = np.concatenate([np.zeros((2, 1)), np.cumsum(LENGTHS, 1)], 1).astype(np.int32)
+    return Jagged(rng.normal(size=(2, capacity, D)).astype(np.float32), splits)
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+@pytest.mark.parametrize("capacity", [9, 12, 18])
+def test_attention_is_that_of_a_loop(monkeypatch, capacity):
+    """Blocks of 4 events: histories lie in one block or in two, and the last block is not full."""
+    model = load("sequences_model", monkeypatch)
+    query, key, value = (histories(capacity, seed) for seed in range(3))
+    bias = np.random.default_rng(3).normal(size=(HEADS, LONGEST)).astype(np.float32)
+
+    def of_replica(query, key, value):
+        heads = [x.values.reshape(capacity, HEADS, -1) for x in (query, key, value)]
+        return model.attend(*heads, query.segment_ids, bias)
+
+    found = jax.jit(jax.vmap(of_replica))(query, key, value)
+    q, k, v = (
+        x.values.reshape(2, capacity, HEADS, -1).astype(np.float64) for x in (query, key, value)
+    )
+    for s in range(2):
+        for begin, end in zip(query.row_splits[s, :-1], query.row_splits[s, 1:], strict=True):
+            for i in range(begin, end):
+                for h in range(HEADS):
+                    scores = {
+                        j: q[s, i, h] @ k[s, j, h] + bias[h, i - j] for j in range(begin, i + 1)
+                    }
+                    mixed = sum(silu(x) * v[s, j, h] for j, x in scores.items()) / LONGEST
+                    # Sums of at most 4 products of 3, in float32.
+                    np.testing.assert_allclose(found[s, i, h], mixed, atol=2e-6)
+
+
+def test_losses_are_those_of_a_loop(monkeypatch):
+    """Each event but the last of a history predicts the next one among all items."""
+    model = load("sequences_model", monkeypatch)
+    history = histories(10)
+    items = np.random.default_rng(4).normal(size=(7, D)).astype(np.float32)
+
+    def network(history):  # of the events alone, so that it is easy to follow
+        return jnp.tanh(history.values)
+
+    losses = functools.partial(model.next_item_losses, network, items=items)
+    totals, counts = jax.jit(jax.vmap(losses))(history)
+    values = np.asarray(history.values, np.float64)
+    for s in range(2):
+        expected, count = 0.0, 0
+        for begin, end in zip(history.row_splits[s, :-1], history.row_splits[s, 1:], strict=True):
+            for i in range(begin, end - 1):
+                x = np.tanh(values[s, i])
+                expected += np.log(np.exp(items @ x).sum()) - x @ values[s, i + 1]
+                count += 1
+        np.testing.assert_allclose(totals[s], expected, rtol=1e-5)  # float32, at most 6 events
+        assert counts[s] == count
+
+
+def test_pieces_predict_each_event_once(monkeypatch):
+    """Long histories are cut, somewhere else each time; every event but the first is predicted."""
+    model = load("sequences_model", monkeypatch)
+    histories = [np.arange(100 * n, 101 * n) for n in range(1, 30)]
+    steps = [(a, b) for h in histories for a, b in itertools.pairwise(h)]
+    rng, lengths = np.random.default_rng(0), set()
+    for _ in range(20):
+        cut = model.pieces(histories, 5, rng)
+        assert sorted((a, b) for p in cut for a, b in itertools.pairwise(p)) == steps
+        assert all(2 <= len(piece) <= 5 for piece in cut)
+        lengths.add(tuple(len(piece) for piece in cut))
+    assert len(lengths) > 1
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """Return histories of 8 to 23 of 40 items, each the 7th after the one before, in a circle."""
+    path = tmp_path_factory.mktemp("ml")
+    rng = np.random.default_rng(0)
+    events = [
+        (user + 1, 1 + (start + 7 * k) % ITEMS, 3, 880_000_000 + k)
+        for user, start in enumerate(rng.integers(ITEMS, size=USERS))
+        for k in range(8 + user // 2)
+    ]
+    table(path / "ml-100k.inter", "user\titem\trating\ttimestamp", events, "\t")
+    items = [(i + 1, f"Title {i}", 1950, "Drama") for i in range(ITEMS)]
+    table(path / "ml-100k.item", "item\ttitle\tyear\tclass", items, "\t")
+    users = [(u + 1, 30, "F", "writer", 0) for u in range(USERS)]
+    table(path / "ml-100k.user", "user\tage\tgender\toccupation\tzip", users, "\t")
+    return path
+
+
+@pytest.mark.parametrize(
+    "numbers_of_devices",
+    [(8,), pytest.param((1, 8), marks=pytest.mark.whole)],
+    ids=["on 8 devices", "the same on 1 and 8"],
+)
+def test_sequences_learns(directory, tmp_path, numbers_of_devices):
+    config = tmp_path / "small.py"
+    config.write_text(CONFIG + SMALL)
+    curves = []
+    for devices in numbers_of_devices:
+        arguments = ("--devices", devices, "--data", directory, "--config", config)
+        out = run("sequences.py", *arguments, cwd=tmp_path)
+        assert f"{devices} device(s)" in out
+        curves.append((numbers(r"loss (\S+)", out), numbers(r"NDCG@10 (\S+)", out)))
+    losses, ndcgs = curves[0]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0]
+    assert len(ndcgs) == 13  # of popularity, then of every epoch
+    assert ndcgs[0] < 0.5 < 0.9 < ndcgs[-1]
+    # Sums over the batch are in another order: Adam's steps differ in their last digits.
+    np.testing.assert_allclose(losses, curves[-1][0], atol=1e-3)
