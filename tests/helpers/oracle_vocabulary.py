@@ -1,6 +1,7 @@
 """What a living vocabulary is to do, in plain Python: dictionaries and loops over keys."""
 
 import heapq
+import itertools
 from collections import defaultdict
 
 
@@ -46,7 +47,7 @@ class VocabularyOracle:
         rows = [self.row_of.get(key, -1) for key in distinct]
         self.counters["admitted"] += len(new)
         self.counters["unseen"] += rows.count(-1)
-        for key in list(self.waiting)[: max(0, len(self.waiting) - self.bound)]:
+        for key in list(itertools.islice(self.waiting, max(0, len(self.waiting) - self.bound))):
             del self.waiting[key]
             self.counters["forgotten"] += 1
         return dict(zip(distinct, rows, strict=True)), new, freed

@@ -1,10 +1,27 @@
 """Batches of keys for maps and their oracles, and comparisons of what they did."""
 
 import numpy as np
+import pytest
 
+from tpu_embed.kernels import cpu, dispatch
+from tpu_embed.vocabulary import DynamicVocabulary, VocabularyMap
+
+KERNELS = "reference", "native"
 NO_KEYS = np.zeros(0, np.uint64)
 NO_ROWS = np.zeros(0, np.int64)
 ODD_KEYS = [0, 1, 2**63 - 1, 2**63, 2**64 - 2, 2**64 - 1, 2**32, 0x9E3779B97F4A7C15]
+
+
+def built_kernels():
+    """Return the kernels that this machine has."""
+    return KERNELS if cpu.load().path is not None else KERNELS[:1]
+
+
+def make_map(kernels, capacity, lookahead=0, **options):
+    """Return a map that runs on the given kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(dispatch.VARIABLE, kernels)
+        return VocabularyMap(DynamicVocabulary(**options), capacity, lookahead)
 
 
 def take(vocabulary_map, keys):
@@ -46,3 +63,45 @@ def assert_same(one, two):
     for name, first, second in zip(one._fields, one, two, strict=True):
         assert np.asarray(first).dtype == np.asarray(second).dtype, name
         np.testing.assert_array_equal(first, second, err_msg=name)
+
+
+def check_random_map(rng, steps=60):
+    """Compare the maps of all kernels on a random stream with all kinds of calls; return them."""
+    options = {
+        "admit_after": int(rng.integers(1, 4)),
+        "evict": str(rng.choice(["lru", "lfu", "none"])),
+        "ttl": int(rng.integers(1, 9)) if rng.random() < 0.5 else None,
+        "waiting": int(rng.integers(1, 200)),
+    }
+    capacity, lookahead = int(rng.integers(1, 300)), int(rng.integers(0, 3))
+    maps = [make_map(name, capacity, lookahead, **options) for name in KERNELS]
+    spread = int(rng.choice([20, 500, 5000]))
+    for _ in range(steps):
+        first = maps[0].step * spread // 20  # the keys of a stream come and go
+        batch = rng.integers(first, first + spread, rng.integers(0, 200)).astype(np.uint64)
+        batch = np.append(
+            batch * np.uint64(2**63 + 2**31 + 1), rng.choice(np.array(ODD_KEYS, np.uint64), 2)
+        )
+        same([take(found, batch) for found in maps])
+        same([(found.find(batch), *found.counters.values(), len(found)) for found in maps])
+        step = int(rng.integers(maps[0].earliest, maps[0].step + 1))
+        kind = rng.choice(["nothing", "state", "rewind", "forget", "load"], p=[0.6, *[0.1] * 4])
+        state = maps[-1].state(step)
+        for found in maps:
+            if kind == "state":
+                assert_same(found.state(step), state)
+            elif kind == "rewind":
+                found.rewind(step)
+            elif kind == "forget":
+                found.forget(step)
+            elif kind == "load":
+                found.load_state(state)
+    same([found.state() for found in maps])
+    return maps
+
+
+def same(results):
+    """Check that all tuples of numbers and arrays are equal."""
+    for other in results[1:]:
+        for one, two in zip(results[0], other, strict=True):
+            np.testing.assert_array_equal(one, two)

@@ -15,6 +15,7 @@ from host_cases import check_host_kernels
 from jax.sharding import PartitionSpec
 from judges import same_as, update_judge
 from random_operands import draw_bags, draw_ids, draw_numbers, draw_optimizer, draw_size, draw_table
+from vocabulary_cases import check_random_map
 
 from tpu_embed.kernels import cpu, host_native, reference
 
@@ -150,6 +151,11 @@ def host(rng, dtype):
     done["host"] += check_host_kernels(rng, dtype, [draw_size(rng) for _ in range(4)])
 
 
+def vocabulary(rng, dtype):
+    """The map from keys to rows, on a stream with all kinds of calls."""
+    done["vocabulary"] += check_random_map(rng)[-1].step
+
+
 def main(library, seeds):
     cpu.find = lambda: library
     assert cpu.load().path == library, cpu.load().why_not
@@ -158,7 +164,7 @@ def main(library, seeds):
         dtype = [np.int32, np.int64][seed % 2]
         print(f"seed {seed}", end="\r", flush=True)
         with jax.enable_x64(dtype is np.int64):
-            for kernel in (zeros, gather_and_set, sort, gather_sum, update, host):
+            for kernel in (zeros, gather_and_set, sort, gather_sum, update, host, vocabulary):
                 kernel(rng, dtype)
     print(f"{done.total()} calls:", ", ".join(f"{name} {n}" for name, n in sorted(done.items())))
 

@@ -1,6 +1,7 @@
 """The map from keys to rows: equal to plain Python, in C++ and in NumPy, also when undone."""
 
 import copy
+import functools
 import pickle
 import threading
 
@@ -14,23 +15,19 @@ from vocabulary_cases import (
     NO_ROWS,
     ODD_KEYS,
     assert_same,
+    built_kernels,
+    check_random_map,
     check_state,
     check_step,
+    make_map,
     take,
 )
 
-from tpu_embed.kernels import cpu, dispatch
-from tpu_embed.vocabulary import DynamicVocabulary, VocabularyMap
+from tpu_embed.kernels import cpu
+from tpu_embed.kernels.vocabulary_reference import MAX_STEP
 
-KERNELS = ["reference"] if cpu.load().path is None else ["reference", "native"]
-both = pytest.mark.parametrize("kernels", KERNELS)
-
-
-def make_map(kernels, capacity, lookahead=0, **options):
-    """Return a map that runs on the given kernels."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(dispatch.VARIABLE, kernels)
-        return VocabularyMap(DynamicVocabulary(**options), capacity, lookahead)
+BUILT = built_kernels()
+both = pytest.mark.parametrize("kernels", BUILT)
 
 
 # -- Random batches --------------------------------------------------------------------------------
@@ -93,7 +90,7 @@ def test_a_loaded_state_goes_on_as_the_map_did(
     one = make_map(kernels, capacity, lookahead, **options)
     for batch in before:
         take(one, batch)
-    for other_kernels in KERNELS:
+    for other_kernels in BUILT:
         two = make_map(other_kernels, capacity, lookahead, **options)
         take(two, [99, 98])
         two.load_state(one.state())
@@ -104,6 +101,12 @@ def test_a_loaded_state_goes_on_as_the_map_did(
             assert_same(take(one, batch), take(two, batch))
         assert_same(one.state(), two.state())
         one.rewind(first)
+
+
+@pytest.mark.skipif(len(BUILT) == 1, reason=f"library: {cpu.load().why_not}")
+@pytest.mark.parametrize("seed", range(12))
+def test_streams_with_all_calls_are_the_same_natively(seed):
+    check_random_map(np.random.default_rng(seed))
 
 
 # -- Examples --------------------------------------------------------------------------------------
@@ -263,6 +266,18 @@ def test_steps_that_the_log_does_not_reach_are_refused(kernels):
 
 
 @both
+def test_the_last_step_is_the_last(kernels):
+    found = make_map(kernels, 2, evict="lfu")
+    take(found, [7])
+    found.load_state(found.state()._replace(step=np.array(MAX_STEP - 1)))
+    assert take(found, [8, 9]).rows.tolist() == [1, 0]
+    assert found.state().last_seen.tolist() == [MAX_STEP] * 2
+    with pytest.raises(ValueError, match=r"^VocabularyMap.take: expected at most 4294967294 batc"):
+        take(found, [8])
+    assert found.step == MAX_STEP
+
+
+@both
 def test_other_dtypes_are_refused(kernels):
     found = make_map(kernels, 4)
     for keys in (np.arange(3), np.zeros((2, 2), np.uint64)):
@@ -281,6 +296,22 @@ def test_a_map_is_not_copied(kernels):
 
 
 # -- Threads ---------------------------------------------------------------------------------------
+
+
+@both
+def test_threads_may_take_batches(kernels):
+    """Of keys of their own: every key has a row of its own, whatever the order of the batches."""
+    found, threads = make_map(kernels, 4 * 600), []
+    for keys in np.arange(4 * 600, dtype=np.uint64).reshape(4, 20, 30):
+        run = functools.partial(lambda batches: [take(found, batch) for batch in batches], keys)
+        threads.append(threading.Thread(target=run))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found.step == 80
+    keys, rows = found.keys()
+    assert sorted(keys.tolist()) == rows.tolist() == list(range(4 * 600))
 
 
 @both

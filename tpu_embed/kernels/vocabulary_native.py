@@ -104,8 +104,8 @@ class KeyMap:
         task = _StateTask(*map(_address, (*columns, *waiting)), step=step)
         self._native.call("state", ctypes.addressof(task))
         return MapState(
-            *(column[: task.n].copy() for column in columns),
-            *(column[: task.w].copy() for column in waiting),
+            *(column[: task.n] for column in columns),
+            *(column[: task.w] for column in waiting),
             step=np.array(step, np.int64),
             counters=np.array(task.counters, np.int64),
         )

@@ -48,8 +48,8 @@ struct StateArrays {
   int64_t* waiting_counts;
 };
 
-// Does what `vocabulary_reference.KeyMap` does, in time that follows the batch. `find` may be called
-// while another thread calls another function; of those, one at a time.
+// Does what `vocabulary_reference.KeyMap` does, in time that follows the batch. `find` may be
+// called while another thread calls another function; of those, one at a time.
 //
 // A function that changes the map first asks for all the memory it needs, which may throw
 // std::bad_alloc; from then on it cannot fail.

@@ -1,4 +1,4 @@
-// Keys that wait for a row: how many batches had each, in the order in which they were first counted.
+// Keys that wait for a row, in the order in which they were first counted.
 #ifndef TPU_EMBED_WAITING_KEYS_H_
 #define TPU_EMBED_WAITING_KEYS_H_
 
@@ -25,8 +25,8 @@ namespace tpu_embed {
 //     key        -  -  7  9  4  8  -  -      keys in order: 7 4 8; the next one goes to 6
 //     count      -  -  1  0  3  1  -  -
 //
-// What a step changes is logged, as the count there was before. A hole of which the log tells stays,
-// with its key, so that an undone step puts the key back into its place.
+// What a step changes is logged, as the count there was before. A hole of which the log tells
+// stays, with its key, so that an undone step puts the key back into its place.
 class WaitingKeys {
   auto key_at() const {
     return [this](int64_t position) { return keys_[position]; };
@@ -189,7 +189,8 @@ class WaitingKeys {
     first_ -= gone;
   }
 
-  // Writes the keys, and the holes that an undone step could fill, into a ring with room for n more.
+  // Writes the keys, and the holes that an undone step could fill, into a ring with room for n
+  // more.
   void write_anew(int64_t n) {
     std::vector<uint32_t> moved(size_of_ring(), kDropped);
     for (const Step& step : log_) {
