@@ -45,6 +45,12 @@ class Enqueued:
     name: str | None
     activations: PyTree | None = None
 
+    @property
+    def step(self) -> int | None:
+        """The step of living vocabularies that a training batch is; None without them."""
+        steps = self.batch.steps
+        return None if steps is None or not self.training else int(steps[0])
+
     def issued(self, lookup: Callable[[Batch], PyTree]) -> Enqueued:
         """Return the batch with its activations; look them up unless that was done before."""
         if self.activations is not None:
@@ -90,7 +96,9 @@ class Held(NamedTuple):
         """
         # `self.update` is None without an update, [] before a result, [state] after it.
         if self.update:
-            return self._replace(state=self.update[0], dequeued=None, update=None)
+            assert self.state is not None
+            new = dataclasses.replace(self.update[0], vocabulary=self.state.vocabulary)
+            return self._replace(state=new, dequeued=None, update=None)
         failure = self.failure
         taken = self.update is not None and _any_deleted(jax.tree.leaves(self.state))
         if failure is None and taken:
@@ -116,6 +124,37 @@ class Held(NamedTuple):
             expected = f"{shown(self.per_replica)}, the size it was built with"
             raise ValueError(message(what, expected=expected, got=shown(size), remedy=remedy))
         return self._replace(per_replica=size)
+
+    def last_step(self, admitted: int) -> int:
+        """Return the step of living vocabularies that the queue ends with.
+
+        Args:
+          admitted: the step that the state has.
+        """
+        return max((item.step for item in self.waiting if item.step is not None), default=admitted)
+
+    def check_next(self, item: Enqueued, what: str, admitted: int) -> None:
+        """Check that a training batch was placed after the last one of the queue.
+
+        Args:
+          item: the batch.
+          what: the call, for the message.
+          admitted: the step of living vocabularies that the state has.
+
+        Raises:
+          ValueError: it was not, or others between them are missing.
+        """
+        last = self.last_step(admitted)
+        if item.step not in (None, last + 1):
+            expected, got = f"the batch of step {last + 1}", f"that of step {item.step}"
+            remedy = "enqueue training batches in the order in which they were placed; after some "
+            remedy += "were thrown away, call engine.vocabularies.rewind(embedding.state)"
+            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+
+    def with_admitted(self, old: Enqueued, new: Enqueued, state: TableState) -> Held:
+        """Return the record after a batch of its queue was admitted into its state."""
+        waiting = tuple(new if item is old else item for item in self.waiting)
+        return self._replace(state=state, waiting=waiting, update=None)
 
     def described_sizes(self, paths: Sequence[str]) -> Any:
         """Return `per_replica` as a plain object: one number if all are equal, or one per path."""

@@ -29,6 +29,7 @@ FLOORS = {
     "sparse": 4,
     "touched": 4,
     "state_holder": 4,
+    "state_keeper": 6,
     "training": 5,
     "io": 5,
     "planning": 5,

@@ -139,15 +139,15 @@ class Turn:
         spec: BatchSpec | None = None,
         *,
         training: bool = True,
-        queued: bool = False,
+        step: int | None = None,
     ) -> Batch:
-        """Place a batch; see `EmbeddingEngine.place`, and `Placer.place` for `queued`."""
+        """Place a batch; see `EmbeddingEngine.place`, and `Placer.place` for `step`."""
 
         # The placer calls the function itself, so that it can tell other processes of an error.
         def validate() -> list[HostIds]:
             return self._intake.host_ids(features, weights)
 
-        return self._placer.place(self._number, validate, spec, training=training, queued=queued)
+        return self._placer.place(self._number, validate, spec, training=training, step=step)
 
     def refuse(self, error: BaseException) -> None:
         """Place nothing because of an error; the other processes raise it."""

@@ -109,18 +109,18 @@ class KeyedBatches:
             vocabularies.undo(before)
             raise
 
-    def find(self, validate: Validate, step: int | None) -> Keyed:
+    def find(self, validate: Validate, step: int) -> Keyed:
         """Return a batch that is only looked up, with the rows of its keys; no map changes.
 
         Args:
           validate: see `Validate`.
-          step: whose rows they are; None: the step of the batches that were placed.
+          step: whose rows they are; if it was admitted, those of the admitted step.
 
         Raises:
           ValueError: the processes are at different steps.
         """
         vocabularies = self._vocabularies
-        wanted = vocabularies.placed if step is None else max(step, vocabularies.admitted)
+        wanted = max(step, vocabularies.admitted)
         with self._refusals():
             hosts = self._checked(validate())
         if self._agreement is not None:

@@ -107,7 +107,7 @@ class Placer:
         requested: BatchSpec | None,
         *,
         training: bool,
-        queued: bool = False,
+        step: int | None = None,
     ) -> Batch:
         """Return the batch in the requested spec, or in one of earlier batches.
 
@@ -118,8 +118,8 @@ class Placer:
           requested: the spec to use. None: the smallest spec of earlier batches that it fits; one
             of them grows if it fits none.
           training: whether to route the update too, and to let living vocabularies learn.
-          queued: whether a batch that is only looked up will be so after all batches that were
-            placed before; otherwise it is for the tables as they are admitted now.
+          step: of living vocabularies, whose rows a batch that is only looked up gets: the training
+            batches up to this one are admitted when it is looked up. None: the admitted step.
 
         Raises:
           ValueError: the batch does not fit the requested spec; the message says which it fits.
@@ -134,8 +134,8 @@ class Placer:
                 with self._keyed.take(validate) as keyed:
                     batch = self._place(lambda: keyed.hosts, requested, routed)
             else:
-                step = None if queued or turn is None else turn.step
-                keyed = self._keyed.find(validate, step)
+                assert turn is not None, "living vocabularies have turns"
+                keyed = self._keyed.find(validate, turn.step if step is None else step)
                 batch = self._place(lambda: keyed.hosts, requested, routed)
             return _stamped(batch, keyed)
 

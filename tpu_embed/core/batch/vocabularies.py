@@ -87,10 +87,10 @@ class Vocabularies:
 
     def __repr__(self) -> str:
         """Show a line per table: how many of its rows have keys."""
-        return "\n  ".join(
-            [f"Vocabularies, {self.placed} batches placed, {self._admitted} admitted"]
-            + [f"{n}: {len(m)} of {self.capacity(n)} rows" for n, m in self._maps.items()]
-        )
+        lines = [f"Vocabularies, {self.placed} batches placed, {self._admitted} admitted"]
+        for name, table in self.tables.items():
+            lines.append(f"{name}: {len(self._maps[name])} of {table.vocabulary_size} rows")
+        return "\n  ".join(lines)
 
     def __len__(self) -> int:
         """Return how many keys have a row, in all tables."""
@@ -103,11 +103,6 @@ class Vocabularies:
     # -- what a user asks ----------------------------------------------------------------------
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the tables."""
-        return tuple(self._maps)
-
-    @property
     def placed(self) -> int:
         """The number of training batches that were placed."""
         return max(map_.step for map_ in self._maps.values())
@@ -117,9 +112,10 @@ class Vocabularies:
         """The number of training batches that were admitted into a state."""
         return self._admitted
 
-    def capacity(self, name: str) -> int:
-        """Return V, the rows of a table; the shared row of unseen keys is one of them."""
-        return self.tables[self._known(name)].vocabulary_size
+    @property
+    def now(self) -> tuple[int, int]:
+        """Step and history of the newest state."""
+        return self._admitted, self._history
 
     def keys(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the keys of a table, as of the admitted batches, and their rows.
@@ -266,6 +262,28 @@ class Vocabularies:
         if history != steps.history or not self._holds(steps.first, admission):
             _refuse(expected="one placed since the maps were rewound or loaded", got="one before")
 
+    def check_newest(self, state: Any) -> None:
+        """Check that a state has the step and the history of the maps.
+
+        Raises:
+          ValueError: it has another one.
+        """
+        if steps_of(state) != self.now:
+            expected = f"the newest state, of step {self._admitted}"
+            remedy = "restore a checkpoint, which has maps and tables of one step"
+            got = f"one of step {steps_of(state)[0]}, or from before the maps were loaded"
+            raise ValueError(message("state", expected=expected, got=got, remedy=remedy))
+
+    def is_current(self, batch: Any) -> bool:
+        """Tell whether a placed batch belongs to what the maps are now."""
+        steps, admission = Steps(*batch.steps.tolist()), batch.admission
+        known = steps.history == self._history
+        return known and (not admission.is_training or self._holds(steps.first, admission))
+
+    def holds_last(self, batch: Any) -> bool:
+        """Tell whether a training batch is the last one that was placed."""
+        return batch.steps[0] == self.placed and self.is_current(batch)
+
     def note_admitted(self, step: int) -> None:
         """Note that a state has the rows of a step; what came before cannot be undone any more."""
         with self._lock:
@@ -290,13 +308,7 @@ class Vocabularies:
                 empty = {name: self._new_map(table).state() for name, table in self.tables.items()}
                 self._load(MapStates(history, empty))
                 return
-            if history != self._history or step != self._admitted:
-                expected = f"the newest state, of step {self._admitted}"
-                remedy = "restore a checkpoint, which has maps and tables of one step"
-                what = "vocabularies.rewind"
-                raise ValueError(
-                    message(what, expected=expected, got=f"one of step {step}", remedy=remedy)
-                )
+            self.check_newest(state)
             self.undo(step)
 
     # -- kept ----------------------------------------------------------------------------------

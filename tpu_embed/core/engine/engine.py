@@ -374,7 +374,8 @@ class EmbeddingEngine:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingEngine:
         """Return the engine itself; refuse to copy living vocabularies with a model."""
-        return self if self.vocabularies is None else copy.deepcopy(self.vocabularies)
+        copy.deepcopy(self.vocabularies)  # None, or what refuses
+        return self
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled, alone or in a model: programs and devices belong to a process."""

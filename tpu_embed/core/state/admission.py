@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from tpu_embed._calls import call
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.layout import ROW_MULTIPLE, Layout, MeshAxes, Stack
 from tpu_embed.core.state.init import NewRows, fresh_slots, row_by_row, table_keys
@@ -127,7 +128,7 @@ class NewRowWriter:
         assert state.vocabulary is not None
         held = tuple({name: part[name] for name in parcels} for part in (state.tables, state.slots))
         key = {name: data for name, data in state.vocabulary.items() if name != STEPS}
-        tables, slots = self._program(held, key, parcels)
+        tables, slots = call(self._program, held, key, parcels)
         return dataclasses.replace(
             state, tables={**state.tables, **tables}, slots={**state.slots, **slots}
         )
