@@ -1,8 +1,8 @@
 """Predict the next film of each user of MovieLens-100K: HSTU layers over jagged histories.
 
-`Jagged` has the events of a device's histories one after the other, and `jax.vmap` runs the network
-on each device's part. All items are looked up, too, for the softmax over them. Held out is the last
-rating of each user.
+The engine looks up each history as it is: `Jagged` has the events of a device's histories one after
+the other, and `jax.vmap` runs the network on each device's part. All items are looked up, too, for
+the softmax over them. Held out is the last rating of each user.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sequences_model as model
 from flax import nnx
 
 import tpu_embed
-from tpu_embed import Jagged, RaggedIds
+from tpu_embed import RaggedIds
 from tpu_embed.data import Prefetcher
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "sequences.py"
@@ -47,18 +47,18 @@ def make_step(engine, dense, graph, items: int):
     everywhere = jax.sharding.NamedSharding(engine.layout.axes.mesh, jax.sharding.PartitionSpec())
 
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
-    def step(state, params, opt_state, batch, lengths):
-        def loss_fn(params, activations):
-            network = nnx.merge(graph, params)
-            history = Jagged.from_padded(activations["history"], lengths, jax.device_count())
+    def step(state, params, opt_state, batch):
+        values, rebuild = tpu_embed.split_activations(engine.lookup(state, batch))
+
+        def loss_fn(params, values):
+            network, activations = nnx.merge(graph, params), rebuild(values)
             # Each device needs the vectors of all items; of the histories, only its own.
             every = jax.lax.with_sharding_constraint(activations["item"], everywhere)[:items]
             of_replica = functools.partial(model.next_item_losses, network, items=every)
-            losses, counts = jax.vmap(of_replica)(history)
+            losses, counts = jax.vmap(of_replica)(activations["history"])
             return losses.sum() / counts.sum()
 
-        activations = engine.lookup(state, batch)
-        loss, (grads, value_grads) = jax.value_and_grad(loss_fn, (0, 1))(params, activations)
+        loss, (grads, value_grads) = jax.value_and_grad(loss_fn, (0, 1))(params, values)
         updates, opt_state = dense.update(grads, opt_state, params)
         state = engine.update(state, batch, value_grads)
         return state, optax.apply_updates(params, updates), opt_state, loss
@@ -92,19 +92,16 @@ def main() -> None:
 
     def features(histories):
         batch = {"history": RaggedIds.from_lists(histories), "item": np.arange(items)}
-        batch = tpu_embed.pad_batch(batch, jax.device_count())
-        return batch, np.diff(batch["history"].row_splits)
+        return tpu_embed.pad_batch(batch, jax.device_count())
 
     @jax.jit
-    def scores(state, params, batch, lengths):
+    def scores(state, params, batch):
         activations = engine.lookup(state, batch)
-        history = Jagged.from_padded(activations["history"], lengths, jax.device_count())
         of_replica = functools.partial(model.last_vectors, nnx.merge(graph, params))
-        vectors = jax.vmap(of_replica)(history)
+        vectors = jax.vmap(of_replica)(activations["history"])
         return vectors.reshape(-1, config.dim) @ activations["item"].T
 
-    batch, lengths = features([history[-config.longest :] for history in histories])
-    everyone = engine.place(batch), lengths
+    everyone = engine.place(features([history[-config.longest :] for history in histories]))
 
     def measure(scores) -> str:
         recall, ndcg = ranking.recall_and_ndcg(scores, *pairs, TOP)
@@ -116,17 +113,16 @@ def main() -> None:
         for start in range(0, len(cut) - config.batch_size + 1, config.batch_size):
             yield features([cut[i] for i in order[start : start + config.batch_size]])
 
-    first = next(Prefetcher(engine, batches()))
-    engine.check_in_place(step, state, params, opt_state, *first)
+    engine.check_in_place(step, state, params, opt_state, next(Prefetcher(engine, batches())))
     count = np.bincount(pairs[0][1], minlength=items)
     print(f"{jax.device_count()} device(s), {len(pairs[0][0])} ratings to train on")
     print(f"popularity  {measure(np.tile(count, (users, 1)) * 1.0)}")
     for epoch in range(1, config.epochs + 1):
         begin, losses = time.perf_counter(), []
         for batch in Prefetcher(engine, batches()):
-            state, params, opt_state, loss = step(state, params, opt_state, *batch)
+            state, params, opt_state, loss = step(state, params, opt_state, batch)
             losses.append(loss)
-        found = measure(scores(state, params, *everyone)[:users, :items])
+        found = measure(scores(state, params, everyone)[:users, :items])
         seconds = time.perf_counter() - begin
         print(f"epoch {epoch:2d}  loss {np.mean(losses):.4f}  {found}  {seconds:.1f} s")
 

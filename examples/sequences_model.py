@@ -20,8 +20,7 @@ from tpu_embed import FeatureConfig, TableConfig
 def feature_config(config, items: int) -> dict:
     normal = jax.nn.initializers.normal(config.init_scale)
     table = TableConfig(items, config.dim, initializer=normal, name="items")
-    history = FeatureConfig(table, max_sequence_length=config.longest)
-    return {"history": history, "item": FeatureConfig(table)}
+    return {"history": FeatureConfig(table, jagged=True), "item": FeatureConfig(table)}
 
 
 def pieces(histories: list[np.ndarray], longest: int, rng) -> list[np.ndarray]:

@@ -180,6 +180,8 @@ class FeatureConfig:
         bag, "clip" replaces it by the nearest valid id. It does not apply to the keys of a living
         vocabulary, which are all valid.
       name: a name that messages show beside the feature's path.
+      jagged: the feature is a sequence whose activation is a `Jagged`: the rows of all examples one
+        after the other, without padding between them. `max_sequence_length` then only cuts rows.
 
     Raises:
       ValueError: an argument is outside its range.
@@ -195,6 +197,7 @@ class FeatureConfig:
     output_shape: tuple[int, ...] | None = None
     on_bad_id: OnBadId = "error"
     name: str | None = None
+    jagged: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         what = _described("FeatureConfig", self.name)
@@ -204,15 +207,18 @@ class FeatureConfig:
         )
         object.__setattr__(self, "max_sequence_length", length)
         _checks.check_choice(f"{what}.on_bad_id", self.on_bad_id, _BAD_ID_POLICIES)
+        _check_type(f"{what}.jagged", self.jagged, bool)
         if self.output_shape is None:
             return
-        if length:
+        if length or self.jagged:
+            kind = "jagged=True" if self.jagged else f"max_sequence_length={length}"
+            shape = "a Jagged" if self.jagged else "[B, max_sequence_length, D]"
             raise ValueError(
                 _checks.message(
                     f"{what}.output_shape",
                     expected="None for a sequence",
-                    got=f"{self.output_shape!r} with max_sequence_length={length}",
-                    remedy="a sequence's activation is [B, max_sequence_length, D]",
+                    got=f"{self.output_shape!r} with {kind}",
+                    remedy=f"a sequence's activation is {shape}",
                 )
             )
         object.__setattr__(

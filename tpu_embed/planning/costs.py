@@ -52,10 +52,9 @@ def passing(layout: Layout, spec: BatchSpec, size: Size) -> dict[str, int]:
     largest stack.
     """
     activations = 0
-    each = zip(layout.features, spec.local_sizes, spec.feature_shapes, strict=True)
-    for feature, examples, shape in each:
+    for f, feature in enumerate(layout.features):
         stack = layout.stacks[feature.stack]
-        activations += _row_bytes(stack, examples * shape.bags, size)
+        activations += _row_bytes(stack, spec.activation_rows(f), size)
     stacks = range(len(layout.stacks))
     return {
         "ids": size((line_length(line_of(spec, layout)),), np.dtype(np.int32)),
@@ -147,7 +146,7 @@ def moved(layout: Layout, spec: BatchSpec) -> dict[str, int]:
         row = stack.dim * stack.compute_dtype.itemsize
         stored = stack.dim * _stored(stack).itemsize
         features = spec.stacks[g].features
-        bags = sum(spec.local_sizes[f] * spec.feature_shapes[f].bags for f in features)
+        bags = sum(map(spec.activation_rows, features))
         total["lookup"] += 2 * asked * stored + spec.ids(g) * stored + bags * row
         total["exchange"] += 2 * asked * stored + 2 * partials * row
         if stack.optimizer is not None:

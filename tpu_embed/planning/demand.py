@@ -77,7 +77,12 @@ def _expected(layout: Layout, shapes: list[jax.ShapeDtypeStruct]) -> BatchSpec:
     for feature, leaf in zip(layout.features, shapes, strict=True):
         path = f"feature {feature.path!r}"
         check_dtype(FeatureRules(path, feature.config, feature.table.name), leaf)  # type: ignore[arg-type]
-        dense_shapes.append(dense_shape(path, feature.config, leaf.shape, weighted=False))
+        shape = dense_shape(path, feature.config, leaf.shape, weighted=False)
+        if shape.capacity is not None:
+            # A placed batch has a place per id, here for rows that are all full.
+            places = shape.batch * shape.bags // layout.axes.replicas
+            shape = dataclasses.replace(shape, inner=(), width=None, capacity=max(1, places))
+        dense_shapes.append(shape)
     bare = tuple(StackSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.stacks)))
     spec = BatchSpec(layout.axes.replicas, tuple(dense_shapes), bare, "update")
     spec.check_batch([feature.path for feature in layout.features])
@@ -110,7 +115,10 @@ def _capacities(view: StackView) -> dict[str, int]:
     for table in stack.tables:
         mine = [f for f in view.features if layout.features[f].table == table]
         shapes = [(spec.local_sizes[f], spec.feature_shapes[f]) for f in mine]
-        ids = sum(size * shape.bags * (shape.width or 0) for size, shape in shapes)
+        ids = sum(
+            (shape.capacity or 0) if shape.has_places else size * shape.bags * (shape.width or 0)
+            for size, shape in shapes
+        )
         share = min(1.0, table.rows_per_shard / table.vocabulary_size)
         rows += share * _distinct(ids, table.vocabulary_size)
         summed = blocks * _distinct(ids / blocks, table.vocabulary_size)

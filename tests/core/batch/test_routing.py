@@ -75,7 +75,7 @@ def both_routes(engine, ids, weights):
         found = []
         pairs = zip(view_stacks(spec, layout), batch.locate(layout).ids, packed, strict=True)
         for view, placed, given in pairs:
-            rows, bags, scales = (None if part is None else part[0] for part in given)
+            rows, bags, scales = (None if part is None else part[0] for part in given[:3])
             bags = view.dense_bags() if bags is None else bags
             found.append((placed, own_routes(LocalIds(rows, bags, scales), view)))
         return jax.tree.map(lambda x: x[None], found)

@@ -5,7 +5,7 @@ from tpu_embed.core.batch.choose import choose_vocabularies
 from tpu_embed.core.batch.intake import Intake, Turn
 from tpu_embed.core.batch.line import fields_of, line_length, line_of
 from tpu_embed.core.batch.located import LocalIds, RoutedIds
-from tpu_embed.core.batch.packing import StackIds, natural_spec, pack, pack_all
+from tpu_embed.core.batch.packing import StackIds, natural_spec, pack, pack_all, pack_by_place
 from tpu_embed.core.batch.routing import sort_stack, with_capacities, write_lines
 from tpu_embed.core.batch.spec import BatchSpec, StackSpec, worst_case
 from tpu_embed.core.batch.stack_view import BagLayout, StackView, view_stacks
@@ -38,6 +38,7 @@ __all__ = [
     "make_traced",
     "natural_spec",
     "pack",
+    "pack_by_place",
     "pack_all",
     "sort_stack",
     "steps_of",

@@ -165,7 +165,9 @@ def _union(specs: dict[int, BatchSpec], *, exact: bool) -> BatchSpec:
 
 def _encode(spec: BatchSpec) -> Any:
     """Return a spec as nested lists, which JSON can hold."""
-    shapes = [[f.batch, f.inner, f.combines, f.width, f.weighted] for f in spec.feature_shapes]
+    shapes = [
+        [f.batch, f.inner, f.combines, f.width, f.weighted, f.capacity] for f in spec.feature_shapes
+    ]
     stacks = [[g.features, *g.sizes] for g in spec.stacks]
     return [spec.replicas, shapes, stacks, spec.routed]
 

@@ -97,6 +97,18 @@ class Batch:
         ids = [_located(take(self.packed[0], fields), view) for view, fields in stacks]
         return Located(tuple(ids), jnp.zeros(len(layout.features), jnp.int32))
 
+    def row_splits(self, layout: Layout) -> dict[int, Array]:
+        """Return the row splits `[B/S + 1]` of every jagged feature, inside `shard_map`."""
+        found = {}
+        for view, fields in zip(
+            view_stacks(self.spec, layout), line_of(self.spec, layout), strict=True
+        ):
+            line = take(self.packed[0], fields) if view.jagged else {}
+            for number in view.jagged:
+                f = view.features[number]
+                found[f] = line[f"row_splits/{f}"]
+        return found
+
     def report(self, bad_ids: Array, layout: Layout) -> None:
         """Report nothing, because the host has validated the ids.
 
@@ -106,9 +118,11 @@ class Batch:
 
 def _located(fields: dict[str, Array], view: StackView) -> LocalIds | RoutedIds:
     """Return the ids of one stack from the fields of a line."""
-    bags = view.dense_bags() if view.is_dense else fields["bags"]
+    bags = view.dense_bags() if view.is_dense else fields.get("bags")
     if not view.is_routed:
-        return LocalIds(fields["row_ids"], bags, fields.get("weights"))
+        assert bags is not None, "ids that are not routed have bags or targets"
+        weights, positions = fields.get("weights"), fields.get("positions")
+        return LocalIds(fields["row_ids"], bags, weights, positions)
     asked = fields.get("asked")
     # A host that does not know the other processes' ids tells what this device asks for.
     if asked is not None and not view.layout.axes.one_process:

@@ -22,7 +22,7 @@ from tpu_embed.core.batch.agreement import Agreement
 from tpu_embed.core.batch.spec import BatchSpec
 from tpu_embed.core.batch.steps import Admission, KeyedRows, Steps
 from tpu_embed.core.batch.vocabularies import Vocabularies
-from tpu_embed.core.ids import HostIds, batch_order, examples, give_rows, is_mean, looked_up
+from tpu_embed.core.ids import HostIds, batch_order, examples, give_rows, has_means, looked_up
 from tpu_embed.core.layout import Layout
 from tpu_embed.vocabulary import Taken
 
@@ -215,7 +215,7 @@ class KeyedBatches:
             assert vocabulary is not None
             if vocabulary.unseen == "shared":
                 rows[rows < 0] = feature.table.vocabulary_size - 1
-            mean = is_mean(feature.config, hosts[f].shape)
+            mean = has_means(feature.config, hosts[f].shape)
             given[f] = give_rows(hosts[f], rows, is_mean=mean)
         tables = {
             name: KeyedRows(tuple(found[f] for f in features), taken.get(name))

@@ -6,12 +6,14 @@ transfer is faster than many small ones. A line holds, for one stack after anoth
     row_ids         [N]      the physical rows of the device's ids, in batch order
     bags            [N]      the bag of each id, unless all features are dense
     weights         [N]      the weight of each id, if any feature of the stack has them
+    positions       [N]      with jagged features: where each place's id stands in the line
 
 or, where the host has routed them, instead of the rows:
 
     index           [N]      where each id's row comes back: its place among the fetched rows
     asked           [S, C]   the local rows that the devices ask this owner for, by source
-    bags, weights            as above
+    bags            [n]      the bag of each id that is in one
+    weights         [N]      as above
     factors         [bags]   1 / d of each bag, if any combiner is mean or sqrtn
     sum_index       [E]      the bag of each id, sorted by the sum that its gradient is added to
     sum_segments    [E]      that sum
@@ -19,6 +21,12 @@ or, where the host has routed them, instead of the rows:
     merge_index     [P]      the partial sums that arrive, sorted by row
     merge_segments  [P]      the merged sum that each is added to
     merged          [U]      the local row of each merged sum
+
+With jagged features, `index` and `weights` have the n ids in bags first and the places of each
+jagged feature after them, `sum_index` (or `bags`, where the ids are not routed) is a target
+(`stack_view.py`), and for every jagged feature, by its number, there is
+
+    row_splits/f    [B/S + 1]  where each example's row begins among the feature's places
 
 `asked` and the merge are the owner's only where the host knows the whole batch. With several
 processes `asked` is what this device asks of each shard, and instead of the merge there is
@@ -73,7 +81,11 @@ def line_of(spec: BatchSpec, layout: Layout) -> tuple[tuple[Field, ...], ...]:
     stacks, end = [], 0
     for view in view_stacks(spec, layout):
         fields = []
-        for name, shape, dtype in _routed(view) if view.is_routed else _ids(view):
+        found = _routed(view) if view.is_routed else _ids(view)
+        found += [
+            (f"row_splits/{view.features[i]}", (view.sizes[i] + 1,), INT32) for i in view.jagged
+        ]
+        for name, shape, dtype in found:
             fields.append(Field(name, shape, dtype, end))
             end += fields[-1].words
         stacks.append(tuple(fields))
@@ -113,15 +125,16 @@ def _take(line: Array, field: Field) -> Array:
 def _ids(view: StackView) -> list[tuple[str, tuple[int, ...], Any]]:
     """Return name, shape and dtype of the fields of a stack whose ids are not routed."""
     n, stack = view.num_ids, view.stack
-    return [("row_ids", (n,), stack.index_dtype), *_bags(view)]
+    found = [("row_ids", (n,), stack.index_dtype), *_bags(view, n)]
+    return [*found, ("positions", (n,), INT32)] if view.jagged else found
 
 
-def _bags(view: StackView) -> list[tuple[str, tuple[int, ...], Any]]:
-    n, found = view.num_ids, []
-    if not view.is_dense:
-        found.append(("bags", (n,), INT32))
+def _bags(view: StackView, ids: int) -> list[tuple[str, tuple[int, ...], Any]]:
+    found = []
+    if not view.is_dense and ids:
+        found.append(("bags", (ids,), INT32))
     if view.is_weighted:
-        found.append(("weights", (n,), view.stack.compute_dtype))
+        found.append(("weights", (view.num_ids,), view.stack.compute_dtype))
     return found
 
 
@@ -133,7 +146,7 @@ def _routed(view: StackView) -> list[tuple[str, tuple[int, ...], Any]]:
     found = [("index", (n,), index if shards == 1 else INT32)]
     if shards > 1:
         found.append(("asked", (shards, max(1, room.row_capacity)), index))
-    found += _bags(view)
+    found += _bags(view, view.num_bag_ids)
     if any(combiner != "sum" for combiner in view.bag_layout.combiners):
         found.append(("factors", (view.bag_layout.bags,), stack.compute_dtype))
     if not view.routes_update:

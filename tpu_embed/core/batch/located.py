@@ -19,13 +19,17 @@ class LocalIds(NamedTuple):
 
     Attributes:
       row_ids: physical rows `[N]`, `PADDING_ID` for absent ids.
-      bags: int32 `[N]`, the bag of each id, numbered on this device, non-decreasing.
+      bags: int32 `[N]`, the bag of each id, numbered on this device, non-decreasing; with jagged
+        features, its target.
       weights: float `[N]`, or None for all ones.
+      positions: with jagged features, int32 `[N]`: the position in these arrays of the id of each
+        place, -1 of a place without one.
     """
 
     row_ids: Array
     bags: Array
     weights: Array | None
+    positions: Array | None = None
 
 
 class RoutedIds(NamedTuple):
@@ -33,8 +37,8 @@ class RoutedIds(NamedTuple):
 
     Attributes:
       rows: how each id gets its row.
-      bags: int32 `[N]`, the bag of each id, in batch order.
-      weights: float `[N]`, zero for absent ids; None for all ones.
+      bags: int32 `[n]`, the bag of each id that is in one, in batch order; None without bags.
+      weights: float `[N]`, zero for absent ids, in the order of `rows`; None for all ones.
       factors: 1 / d of each bag, `[bags]`; None for all ones.
       sums: how partial sums of gradients are made; None if the batch is not for an update.
       merge: how the partial sums that arrive here are merged; None without an update, and where
@@ -44,7 +48,7 @@ class RoutedIds(NamedTuple):
     """
 
     rows: RowRoute
-    bags: Array
+    bags: Array | None
     weights: Array | None
     factors: Array | None
     sums: SumRoute | None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from tpu_embed._types import PADDING_ID
 from tpu_embed.core.batch.spec import BatchSpec, Routed, StackSpec
 from tpu_embed.core.batch.stack_view import StackView, view_stacks
-from tpu_embed.core.ids import HostIds
+from tpu_embed.core.ids import FeatureShape, HostIds
 from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.kernels.dispatch import host_kernels
 from tpu_embed.kernels.host_reference import Column
@@ -34,11 +34,29 @@ class StackIds(NamedTuple):
       bags: int32 `[replicas, N]`, the bag of each id on its replica; None in a dense stack. The bag
         of padding is one past the last.
       weights: `[replicas, N]`, or None for all ones.
+      jagged: what is known besides of a stack with jagged features, whose examples count as bags
+        in `bags`; otherwise None.
     """
 
     row_ids: np.ndarray
     bags: np.ndarray | None
     weights: np.ndarray | None
+    jagged: JaggedIds | None = None
+
+
+class JaggedIds(NamedTuple):
+    """Where the ids of a stack with jagged features are looked up, on each replica.
+
+    Attributes:
+      places: int32 `[replicas, N]`, each id's place among those that are looked up: first the ids
+        in bags, one after the other, then the places of each jagged feature; -1 for padding.
+      targets: int32 `[replicas, N]`, the target of each id (`stack_view.py`); T for padding.
+      row_splits: by feature, int32 `[replicas, B/S + 1]`.
+    """
+
+    places: np.ndarray
+    targets: np.ndarray
+    row_splits: dict[int, np.ndarray]
 
 
 def natural_spec(
@@ -59,6 +77,9 @@ def natural_spec(
     bare = [StackSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.stacks))]
     spec = BatchSpec(replicas, shapes, tuple(bare), routed)
     spec.check_batch([feature.path for feature in layout.features])
+    pairs = zip(hosts, spec.local_sizes, strict=True)
+    shapes = tuple(_with_capacity(host, size) for host, size in pairs)
+    spec = dataclasses.replace(spec, feature_shapes=shapes)
     sized = tuple(
         dataclasses.replace(view.room, ids=_ids_per_device(hosts, view))
         for view in view_stacks(spec, layout)
@@ -66,14 +87,25 @@ def natural_spec(
     return dataclasses.replace(spec, stacks=sized)
 
 
+def _with_capacity(host: HostIds, size: int) -> FeatureShape:
+    """Return the shape of a feature, with C if it is jagged: the places of the fullest device."""
+    if host.rows is None:
+        return host.shape
+    # At least 1, so that no array of a compiled program is empty.
+    places = np.diff(host.rows.row_splits[::size])
+    return dataclasses.replace(host.shape, capacity=max(1, int(places.max())))
+
+
 def _ids_per_device(hosts: Sequence[HostIds], view: StackView) -> int:
-    """Return the number of ids of a stack on the device that has the most."""
+    """Return the number of ids in bags of a stack on the device that has the most."""
     if view.is_dense:
         return view.num_ids
     spec = view.spec
     per_device = np.zeros(spec.replicas, np.int64)
     for f in view.features:
         host = hosts[f]
+        if host.rows is not None:
+            continue
         bags = spec.local_sizes[f] * host.shape.bags
         # A dense feature of a flat stack is packed without its padding. In a flat feature, device
         # d holds the bags from d * bags to (d + 1) * bags; they are sorted, so bisect.
@@ -90,7 +122,7 @@ def pack(hosts: Sequence[HostIds], view: StackView, into: StackIds) -> None:
 
     Args:
       hosts: the ids of every feature; they fit the view's spec.
-      view: the stack; the capacities of its exchange are not used.
+      view: the stack without jagged features; the capacities of its exchange are not used.
       into: the arrays to write to.
     """
     if into.bags is None:
@@ -110,8 +142,92 @@ def pack_all(hosts: Sequence[HostIds], spec: BatchSpec, layout: Layout) -> list[
             np.empty(shape, stack.compute_dtype) if view.is_weighted else None,
         )
         pack(hosts, view, ids)
-        found.append(ids)
+        found.append(ids._replace(jagged=pack_jagged(hosts, view, ids)) if view.jagged else ids)
     return found
+
+
+def by_place(ids: StackIds, values: np.ndarray, rest: int) -> np.ndarray:
+    """Return numbers of ids in the order of their places; without jagged features, as they are.
+
+    Args:
+      ids: the ids.
+      values: `[replicas, N]`, in batch order.
+      rest: the number of a place without an id.
+    """
+    if ids.jagged is None:
+        return values
+    places, found = ids.jagged.places, np.full_like(values, rest)
+    replica, position = np.nonzero(places >= 0)
+    found[replica, places[replica, position]] = values[replica, position]
+    return found
+
+
+def pack_by_place(
+    hosts: Sequence[HostIds], view: StackView, fields: Mapping[str, np.ndarray]
+) -> None:
+    """Write the fields of a stack with jagged features for a lookup alone: in order of the places.
+
+    Args:
+      hosts: the ids of every feature.
+      view: the stack; its ids are not routed.
+      fields: the fields of its line (`line.py`).
+    """
+    ids = StackIds(fields["row_ids"], fields["bags"], fields.get("weights"))
+    pack(hosts, view, ids)
+    ids = ids._replace(jagged=pack_jagged(hosts, view, ids))
+    assert ids.jagged is not None
+    row_ids = by_place(ids, ids.row_ids, PADDING_ID)
+    if ids.weights is not None:
+        ids.weights[:] = by_place(ids, ids.weights, 0)
+    fields["bags"][:] = by_place(ids, ids.jagged.targets, view.num_targets)
+    fields["row_ids"][:] = row_ids
+    positions = np.arange(row_ids.shape[1], dtype=np.int32)
+    fields["positions"][:] = np.where(row_ids < 0, PADDING_ID, positions)
+    for f, splits in ids.jagged.row_splits.items():
+        fields[f"row_splits/{f}"][:] = splits
+
+
+def pack_jagged(hosts: Sequence[HostIds], view: StackView, ids: StackIds) -> JaggedIds:
+    """Return where the ids of a stack with jagged features are looked up.
+
+    Args:
+      hosts: the ids of every feature.
+      view: the stack.
+      ids: its ids, in batch order.
+    """
+    assert ids.bags is not None, "stacks with jagged features are flat"
+    # Put the places in batch order in the same way as the ids. Ids in bags get theirs afterwards.
+    columns, splits, in_bags = [], {}, -2  # -2 stands for "in a bag"
+    for number, f in enumerate(view.features):
+        host, size = hosts[f], view.sizes[number]
+        _, bags, _ = _flatten(host)
+        if host.rows is None:
+            columns.append(Column(np.full(bags.size, in_bags, np.int32), _in_one_piece(bags), None))
+            continue
+        # Places of all replicas become those of one: splits 0 2 | 5 9 of two replicas with one
+        # example each are 0 2 and 0 4. `firsts` are 0 and 5 here.
+        firsts = host.rows.row_splits[:-1:size]
+        rows = np.arange(len(firsts))[:, None] * size + np.arange(size + 1)
+        splits[f] = (host.rows.row_splits[rows] - firsts[:, None]).astype(np.int32)
+        shift = view.num_bag_ids + view.jagged_starts[number] - firsts
+        places = host.rows.places + shift[bags // size].astype(np.int32)
+        columns.append(Column(places, _in_one_piece(bags), None))
+    places, bags = (np.empty(ids.row_ids.shape, np.int32) for _ in range(2))
+    sizes = {"periods": view.periods, "bag_features": view.period.feature}
+    host_kernels().interleave(columns, places, bags, None, **sizes)
+    # The bags of a period without the examples of jagged features: 0 1 - 2 of a b j b.
+    feature = np.array(view.period.feature)
+    is_bag = ~np.isin(feature, view.jagged)
+    rank = np.cumsum(is_bag) - 1
+    period, bag = np.divmod(ids.bags, max(1, feature.size))
+    targets = (period * np.count_nonzero(is_bag) + rank[bag]).astype(np.int32)
+    targets = np.where(
+        places >= 0, places + np.int32(view.bag_layout.bags - view.num_bag_ids), targets
+    )
+    targets[places == PADDING_ID] = view.num_targets
+    counted = np.cumsum(places == in_bags, axis=1, dtype=np.int32) - np.int32(1)
+    places = np.where(places == in_bags, counted, places)
+    return JaggedIds(places, targets, splits)
 
 
 def _pack_dense(

@@ -19,7 +19,7 @@ import numpy as np
 
 from tpu_embed._types import PADDING_ID
 from tpu_embed.core.batch.line import fields_of, line_length, line_of
-from tpu_embed.core.batch.packing import StackIds
+from tpu_embed.core.batch.packing import StackIds, by_place
 from tpu_embed.core.batch.spec import BatchSpec
 from tpu_embed.core.batch.stack_view import BagLayout, StackView, view_stacks
 from tpu_embed.core.batch.update_route import (
@@ -27,6 +27,7 @@ from tpu_embed.core.batch.update_route import (
     bags_of,
     blocks_of,
     ids_at,
+    targets_of,
     write_update,
 )
 from tpu_embed.core.exchange import host_route
@@ -132,15 +133,16 @@ class _Writer:
     def write(self, out: dict[str, np.ndarray]) -> None:
         """Write all fields, each `[devices, …]`."""
         ids = self.host.ids
-        if "bags" in out:
-            assert ids.bags is not None, "flat stacks have bags"
-            out["bags"][:] = self._of_devices(ids.bags)
+        for f, splits in ids.jagged.row_splits.items() if ids.jagged else ():
+            out[f"row_splits/{f}"][:] = self._of_devices(splits)
         weights = self._weights() if "weights" in out else None
-        if weights is not None:
-            out["weights"][:] = self._of_devices(weights)
         if "row_ids" in out:
-            out["row_ids"][:] = self._of_devices(ids.row_ids)
+            self._write_ids(out, weights)
             return
+        if "bags" in out:
+            out["bags"][:] = self._of_devices(self._bags())
+        if weights is not None:
+            out["weights"][:] = self._of_devices(by_place(ids, weights, 0))
         if "factors" in out:
             out["factors"][:] = self._of_devices(self._factors(weights))
         self._write_lookup(out)
@@ -149,6 +151,28 @@ class _Writer:
         if "sent" in out:
             sum_rows = [one.sum_rows for one in self.host.replicas]
             self._write_parcels(out["sent"], sum_rows, self.host.sums_at)
+
+    def _write_ids(self, out: dict[str, np.ndarray], weights: np.ndarray | None) -> None:
+        """Write ids that are not routed, in batch order."""
+        ids = self.host.ids
+        out["row_ids"][:] = self._of_devices(ids.row_ids)
+        if "bags" in out:
+            targets = np.broadcast_to(targets_of(ids, self.view), ids.row_ids.shape)
+            out["bags"][:] = self._of_devices(targets)
+        if weights is not None:
+            out["weights"][:] = self._of_devices(weights)
+        if "positions" in out:
+            at = np.broadcast_to(np.arange(ids.row_ids.shape[1], dtype=np.int32), ids.row_ids.shape)
+            out["positions"][:] = self._of_devices(by_place(ids, at, PADDING_ID))
+
+    def _bags(self) -> np.ndarray:
+        """Return the bag of every id that is in one, int32 `[replicas, n]`."""
+        ids, view = self.host.ids, self.view
+        assert ids.bags is not None, "flat stacks have bags"
+        if ids.jagged is None:
+            return ids.bags
+        bags = bags_of(ids, view)
+        return by_place(ids, bags, view.bag_layout.bags)[:, : view.num_bag_ids]
 
     def _of_devices(self, by_replica: np.ndarray) -> np.ndarray:
         """Return `[devices, …]` from `[replicas, …]`; a view if every device is a replica."""
@@ -181,14 +205,15 @@ class _Writer:
         """Write where each id's row comes back, and what is asked of whom."""
         stack, ids = self.stack, self.host.ids
         if stack.num_shards == 1:
-            out["index"][:] = self._of_devices(ids.row_ids)
+            out["index"][:] = self._of_devices(by_place(ids, ids.row_ids, PADDING_ID))
             return
         capacity = out["asked"].shape[-1]
         numbers = [host_route.places(at, capacity) for at in self.host.rows_at]
         lines = []
         for line, r in zip(out["index"], self.replica, strict=True):
             one, absent = self.host.replicas[r], stack.num_shards * capacity
-            lines.append(Put(line, one.order, numbers[r], one.row, absent))
+            places = one.order if ids.jagged is None else ids.jagged.places[r][one.order]
+            lines.append(Put(line, places, numbers[r], one.row, absent))
         host_kernels().put(lines)
         rows = [one.rows for one in self.host.replicas]
         self._write_parcels(out["asked"], rows, self.host.rows_at)

@@ -31,7 +31,7 @@ class StackSpec:
 
     Attributes:
       features: the indices of the features that look up the stack.
-      ids: N, the number of ids that a device has room for if they are packed flat.
+      ids: the number of ids in bags that a device has room for if they are packed flat.
       row_capacity: C, the number of distinct rows that a device may ask one shard for; 0 if
         nothing is exchanged.
       partials: the number of partial sums that a device may send to one shard; 0 if nothing is
@@ -98,7 +98,13 @@ class BatchSpec:
 
     def bucketed(self) -> BatchSpec:
         """Return a spec with larger capacities, so that similar batches share one program."""
-        return dataclasses.replace(self, stacks=tuple(stack.bucketed() for stack in self.stacks))
+        shapes = tuple(
+            # It depends on lengths alone, so features of equal lengths keep equal capacities.
+            dataclasses.replace(shape, capacity=roomy(shape.capacity)) if shape.capacity else shape
+            for shape in self.feature_shapes
+        )
+        stacks = tuple(stack.bucketed() for stack in self.stacks)
+        return dataclasses.replace(self, feature_shapes=shapes, stacks=stacks)
 
     def over(self, replicas: int) -> BatchSpec:
         """Return the same per-device shape for another number of replicas."""
@@ -138,6 +144,13 @@ class BatchSpec:
         """The examples of every feature on one device."""
         return tuple(size // self.replicas for size in self.sizes)
 
+    def activation_rows(self, f: int) -> int:
+        """Return the rows of feature f's activation on one device."""
+        shape = self.feature_shapes[f]
+        if shape.capacity is not None:
+            return shape.capacity
+        return self.local_sizes[f] * shape.bags
+
     def is_dense(self, stack: int) -> bool:
         """Tell whether the ids of a stack are packed as `[periods, ids]`, padding included."""
         widths = [self.feature_shapes[f].width for f in self.stacks[stack].features]
@@ -148,13 +161,23 @@ class BatchSpec:
         return any(self.feature_shapes[f].weighted for f in self.stacks[stack].features)
 
     def ids(self, stack: int) -> int:
-        """Return N, the length of the packed ids of a stack on one device.
+        """Return N, the places for ids of a stack on one device: those in bags, and jagged ones.
 
         It is at least 1, so that no array of a compiled program is empty.
         """
+        shapes = [self.feature_shapes[f] for f in self.stacks[stack].features]
+        return max(1, self.bag_ids(stack) + sum(s.capacity or 0 for s in shapes if s.has_places))
+
+    def bag_ids(self, stack: int) -> int:
+        """Return the places for ids in bags of a stack on one device.
+
+        There is at least 1 if any feature of the stack has bags.
+        """
+        shapes = [self.feature_shapes[f] for f in self.stacks[stack].features]
+        if shapes and all(shape.has_places for shape in shapes):
+            return 0
         if not self.is_dense(stack):
             return max(1, self.stacks[stack].ids)
-        shapes = [self.feature_shapes[f] for f in self.stacks[stack].features]
         return max(1, sum(s.batch // self.replicas * s.bags * (s.width or 0) for s in shapes))
 
 
@@ -214,7 +237,8 @@ def _union_shape(i: int, a: FeatureShape, b: FeatureShape) -> FeatureShape:
     """Return the smallest shape of feature i that fits both shapes."""
     if a == b:
         return a
-    if (a.batch, a.inner, a.combines) != (b.batch, b.inner, b.combines):
+    jagged = a.capacity is not None, b.capacity is not None
+    if (a.batch, a.inner, a.combines) != (b.batch, b.inner, b.combines) or len({*jagged}) > 1:
         raise ValueError(
             message(
                 f"BatchSpec: feature {i}",
@@ -227,4 +251,6 @@ def _union_shape(i: int, a: FeatureShape, b: FeatureShape) -> FeatureShape:
     # narrower gets padding.
     flat = a.width is None or b.width is None
     width = None if flat else max(a.width or 0, b.width or 0)
-    return dataclasses.replace(a, width=width, weighted=a.weighted or b.weighted)
+    capacity = max(a.capacity or 0, b.capacity or 0) if all(jagged) else None
+    weighted = a.weighted or b.weighted
+    return dataclasses.replace(a, width=width, weighted=weighted, capacity=capacity)

@@ -11,6 +11,10 @@ example each in a period. With one bag of feature a and two of feature b per exa
 the bags 0 (a) and 1 2 (b), and period 1 has the bags 3 (a) and 4 5 (b). If instead a has 2 examples
 of one bag per device and b has 6, there are 2 periods, of one example of a and 3 of b.
 
+An example of a jagged feature counts as one bag in this order, but its ids are not combined: each
+has a target of its own. The targets of a stack are its activations' rows, which is where its
+gradients come from: first its bags, in their order, then the places of each jagged feature.
+
 Input: a spec, a layout, and the number of a stack. Output: everything static about the stack.
 """
 
@@ -150,6 +154,31 @@ class StackView:
         """N, the ids that one device has room for, padding included; at least 1."""
         return self.spec.ids(self.number)
 
+    @property
+    def num_bag_ids(self) -> int:
+        """How many of them are for ids in bags; they come first, those of jagged features after."""
+        return self.spec.bag_ids(self.number)
+
+    @functools.cached_property
+    def jagged(self) -> tuple[int, ...]:
+        """The numbers, among those of the stack, of its features whose ids have places."""
+        return tuple(number for number, shape in enumerate(self.shapes) if shape.has_places)
+
+    @functools.cached_property
+    def jagged_starts(self) -> dict[int, int]:
+        """Where the places of each jagged feature begin among those of all of them."""
+        starts, end = {}, 0
+        for number in self.jagged:
+            starts[number] = end
+            end += self.shapes[number].capacity or 0
+        return starts
+
+    @functools.cached_property
+    def num_targets(self) -> int:
+        """T, the rows of the stack's activations on one device: bags, then jagged places."""
+        places = sum(self.shapes[number].capacity or 0 for number in self.jagged)
+        return self.bag_layout.bags + places
+
     @functools.cached_property
     def is_dense(self) -> bool:
         """Whether the ids are packed as `[periods, ids]`, padding included."""
@@ -177,6 +206,11 @@ class StackView:
         return arrange_period(tuple(examples), tuple(shape.bags for shape in self.shapes))
 
     @property
+    def bags_in_order(self) -> int:
+        """The bags on one device, examples of jagged features among them."""
+        return self.periods * len(self.period.feature)
+
+    @property
     def accumulates(self) -> bool:
         """Whether the gradients of a row are summed before one update."""
         optimizer = self.stack.optimizer
@@ -186,7 +220,9 @@ class StackView:
     def is_routed(self) -> bool:
         """Whether the host has routed the ids; ids whose gradients are not summed are exempt."""
         placed = self.spec.routed != "nothing"
-        return placed and self.layout.routes_on_host and self.accumulates
+        # A single CPU's kernel, which sorts ids itself, knows bags but no places.
+        routes = self.layout.routes_on_host or bool(self.jagged)
+        return placed and routes and self.accumulates
 
     @property
     def routes_update(self) -> bool:
@@ -212,7 +248,8 @@ class StackView:
     def block_starts(self) -> np.ndarray:
         """The first bag of every block, and the end of the last one, int64 `[G + 1]`.
 
-        Bags are numbered here through all replicas, one after the other.
+        Bags are numbered here through all replicas, one after the other; examples of jagged
+        features are among them.
         """
         # Block k begins at k / G of the batch. In periods that is k · periods · replicas / G: a
         # whole number q, and a rest / G. In period q, the first bag at the rest or after it is
@@ -262,8 +299,8 @@ class StackView:
         """Whether all bags' gradients are fewer bytes than the partial sums would be."""
         if not self.may_gather or not self.room.entries:
             return False
-        # Every device receives a gradient per bag of the batch; or C' partial sums from S devices.
-        gradients = self.layout.axes.replicas * self.bag_layout.bags
+        # Every device receives all gradients of the batch; or C' partial sums from S devices.
+        gradients = self.layout.axes.replicas * self.num_targets
         return gradients < self.stack.num_shards * self.room.partials
 
     @property
@@ -287,13 +324,18 @@ class StackView:
 
     @functools.cached_property
     def bag_layout(self) -> BagLayout:
-        """The bags of one device, and how each combines its rows."""
-        kinds: list[str] = []
-        for f, shape in zip(self.features, self.shapes, strict=True):
+        """The bags of one device without those of jagged features; how each combines its rows."""
+        kinds, sizes, shapes = [], [], []
+        for f, shape, size in zip(self.features, self.shapes, self.sizes, strict=True):
+            if shape.has_places:
+                continue
             # The sum of a bag with one id is its row, times its weight: no combiner at all.
             combiner = self.layout.features[f].config.table.combiner
             kinds.append(combiner if shape.combines else "sum")
-        period, widths = self.period, [shape.width or 0 for shape in self.shapes]
+            sizes.append(size // self.periods)
+            shapes.append(shape)
+        period = arrange_period(tuple(sizes), tuple(shape.bags for shape in shapes))
+        widths = [shape.width or 0 for shape in shapes]
         alike = self.is_dense and any(widths[f] for f in period.feature)
         return BagLayout(
             self.periods,
@@ -302,6 +344,17 @@ class StackView:
             tuple(widths[f] for f in period.feature) if alike else (),
             period.order,
         )
+
+    @functools.cached_property
+    def gradient_layout(self) -> BagLayout:
+        """The bags of the gradients that are summed by row.
+
+        With jagged features, the gradients of all targets are one array `[T, D]`, scaled already,
+        as if it were the gradients of T bags of one feature.
+        """
+        if not self.jagged:
+            return self.bag_layout
+        return BagLayout(self.num_targets, ("sum",), (1,))
 
     def id_places(self, number: int) -> np.ndarray:
         """Return the places in a period of a feature's ids, ascending; of a dense stack.

@@ -72,6 +72,20 @@ class TracedIds:
             located.append(LocalIds(row_ids, view.dense_bags(), weights))
         return Located(tuple(located), bad)
 
+    def row_splits(self, layout: Layout) -> dict[int, Array]:
+        """Return the row splits `[B/S + 1]` of every jagged feature, inside `shard_map`."""
+        found = {}
+        for f, (ids, shape) in enumerate(zip(self.ids, self.spec.feature_shapes, strict=True)):
+            if shape.capacity is None:
+                continue
+            # A row ends after its last id: [7, -1, 3, -1] has length 3.
+            dtype = layout.stacks[layout.features[f].stack].index_dtype
+            present = _signed(ids[:, : shape.bags], dtype) != PADDING_ID
+            ends = jnp.arange(1, shape.bags + 1, dtype=jnp.int32)
+            lengths = jnp.max(jnp.where(present, ends, 0), axis=1, initial=0)
+            found[f] = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths)])
+        return found
+
     def report(self, bad_ids: Array, layout: Layout) -> None:
         """Report the numbers of bad ids, int32 `[F]`; this has an effect only under `checkify`."""
         for f, feature in enumerate(layout.features):
@@ -189,12 +203,20 @@ def make_traced(
     stacks = tuple(StackSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.stacks)))
     own = BatchSpec(layout.axes.replicas, tuple(shapes), stacks)
     own.check_batch([feature.path for feature in layout.features])
+    # Of a jagged feature any example may have all its ids: C = H · B/S.
+    shapes = [
+        shape if shape.capacity is None else dataclasses.replace(shape, capacity=size * shape.bags)
+        for shape, size in zip(shapes, own.local_sizes, strict=True)
+    ]
+    own = dataclasses.replace(own, feature_shapes=tuple(shapes))
     enough = worst_case(own, layout)
     if spec is None:
         return TracedIds(arrays, scales, enough, checked=True)
     # Take the user's capacities, but never more than the worst case. `union` checks that the spec
     # is of a batch like this one. The program routes the ids, whoever made the spec.
-    spec = dataclasses.replace(spec, routed="nothing")
+    pairs = zip(spec.feature_shapes, shapes, strict=True)
+    kept = tuple(own if own.capacity is not None else given for given, own in pairs)
+    spec = dataclasses.replace(spec, feature_shapes=kept, routed="nothing")
     stacks = tuple(
         dataclasses.replace(
             one,

@@ -183,7 +183,10 @@ class Unions:
 
 def _kind_of(spec: BatchSpec) -> Any:
     """Return what specs must have in common to have a union."""
-    shapes = ((shape.batch, shape.inner, shape.combines) for shape in spec.feature_shapes)
+    shapes = (
+        (shape.batch, shape.inner, shape.combines, shape.capacity is None)
+        for shape in spec.feature_shapes
+    )
     return spec.routed, tuple(shapes)
 
 
@@ -208,7 +211,7 @@ def holds(spec: BatchSpec, needed: BatchSpec) -> bool:
         if any(map(operator.lt, stack.sizes, other.sizes)):
             return False
     for shape, other in zip(spec.feature_shapes, needed.feature_shapes, strict=True):
-        if other.weighted and not shape.weighted:
+        if (other.weighted and not shape.weighted) or (other.capacity or 0) > (shape.capacity or 0):
             return False
         # Flat ids have no width. They hold dense ones, but not the other way round.
         if shape.width is not None and (other.width is None or other.width > shape.width):
@@ -220,4 +223,8 @@ def _within(spec: BatchSpec, bound: BatchSpec) -> BatchSpec:
     """Return a spec with no capacity above that of the bound."""
     pairs = zip(spec.stacks, bound.stacks, strict=True)
     stacks = tuple(StackSpec(a.features, *map(min, a.sizes, b.sizes)) for a, b in pairs)
-    return dataclasses.replace(spec, stacks=stacks)
+    shapes = tuple(
+        dataclasses.replace(a, capacity=min(a.capacity, b.capacity or 0)) if a.capacity else a
+        for a, b in zip(spec.feature_shapes, bound.feature_shapes, strict=True)
+    )
+    return dataclasses.replace(spec, feature_shapes=shapes, stacks=stacks)

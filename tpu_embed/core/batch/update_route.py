@@ -44,8 +44,18 @@ class HostStack(NamedTuple):
 
 
 def bags_of(ids: StackIds, view: StackView) -> np.ndarray:
-    """Return the bag of every id, int32 `[replicas, N]`, or `[N]` in a dense stack."""
+    """Return the bag of every id, int32 `[replicas, N]`, or `[N]` in a dense stack.
+
+    Padding, and the ids of jagged features, have a bag one past the last.
+    """
+    if ids.jagged is not None:
+        return np.minimum(ids.jagged.targets, np.int32(view.bag_layout.bags))
     return view.dense_bags(np) if ids.bags is None else ids.bags
+
+
+def targets_of(ids: StackIds, view: StackView) -> np.ndarray:
+    """Return which gradient every id gets: its target, int32 `[replicas, N]` or `[N]`."""
+    return bags_of(ids, view) if ids.jagged is None else ids.jagged.targets
 
 
 def blocks_of(ids: StackIds, view: StackView, replicas: np.ndarray) -> np.ndarray | None:
@@ -56,7 +66,7 @@ def blocks_of(ids: StackIds, view: StackView, replicas: np.ndarray) -> np.ndarra
     if view.blocks_per_device == 1:
         return None
     # [replicas, G + 1]: where each block begins and ends, among the bags of each replica.
-    bags = view.bag_layout.bags
+    bags = view.bags_in_order
     starts = np.clip(view.block_starts - replicas[:, None] * bags, 0, bags)
     numbers, lengths = np.arange(view.blocks, dtype=np.int32), np.diff(starts, axis=1)
     # The block of every bag, and of padding, whose block nobody reads.
@@ -105,14 +115,14 @@ class _Sums(NamedTuple):
     """The order in which one device sums gradients.
 
     Attributes:
-      bags: int32, the bag of each id.
+      targets: int32, the target of each id.
       weights: the weight of each id, or None.
       order: int32 `[n]`, the positions of the ids, sorted by the sum that each is added to.
       numbers: int32 `[n]`, for each id the number of its run; ids of one sum are a run.
       places: int32, for each run the number of its sum; None: the number of the run.
     """
 
-    bags: np.ndarray
+    targets: np.ndarray
     weights: np.ndarray | None
     order: np.ndarray
     numbers: np.ndarray
@@ -129,7 +139,7 @@ class _Sums(NamedTuple):
         sums = Take(out["sum_segments"][d], self.numbers, None, absent)
         if self.places is not None:
             sums = Take(out["sum_segments"][d], self.places, self.numbers, absent)
-        lines = [Take(out["sum_index"][d], self.bags, self.order, 0), sums]
+        lines = [Take(out["sum_index"][d], self.targets, self.order, 0), sums]
         if "sum_weights" in out:
             assert self.weights is not None, "weighted stacks have weights"
             lines.append(Take(out["sum_weights"][d], self.weights, self.order, 0))
@@ -184,11 +194,11 @@ def _lines(
       absent: a number past those of all sums.
     """
     ids = host.ids
-    bags = np.broadcast_to(bags_of(ids, view), ids.row_ids.shape)
+    targets = np.broadcast_to(targets_of(ids, view), ids.row_ids.shape)
     lines = []
     for d, r in enumerate(replica):
         weights = None if ids.weights is None else ids.weights[r]
-        lines += _Sums(bags[r], weights, *ordered[r]).lines(out, d, absent)
+        lines += _Sums(targets[r], weights, *ordered[r]).lines(out, d, absent)
     return lines
 
 
@@ -220,16 +230,16 @@ def _gathered(
 ) -> list[Take]:
     """Return, for every owner, the order of its entries of the global batch, and their rows."""
     ids, stack, replicas = host.ids, view.stack, view.layout.axes.replicas
-    # Bags become numbers of the global batch: bag 2 of replica 3 is 3 · (bags per device) + 2.
-    first_bag = np.arange(replicas, dtype=np.int32)[:, None] * np.int32(view.bag_layout.bags)
-    bags = (bags_of(ids, view) + first_bag).reshape(-1)
+    # Targets become numbers of the global batch: target 2 of replica 3 is 3 · T + 2.
+    first = np.arange(replicas, dtype=np.int32)[:, None] * np.int32(view.num_targets)
+    targets = (targets_of(ids, view) + first).reshape(-1)
     weights = None if ids.weights is None else ids.weights.reshape(-1)
     entries = _sort_entries(view, host)
     merges = host_kernels().sort_ids([one.sum_rows for one in entries])
     lines = []
     for d, owner in enumerate(shard):
         one, merge = entries[owner], merges[owner]
-        lines += _Sums(bags, weights, one.order, one.sum, None).lines(out, d, view.num_partials)
+        lines += _Sums(targets, weights, one.order, one.sum, None).lines(out, d, view.num_partials)
         lines.append(Take(out["merge_segments"][d], merge.row, None, view.num_merged))
         lines.append(Take(out["merged"][d], _local(merge.rows, stack, owner), None, PADDING_ID))
     return lines

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed._types import Array, Tracer
+from tpu_embed._types import Array, PyTree, Tracer
 from tpu_embed.core.batch import (
     Admission,
     Batch,
@@ -23,6 +23,7 @@ from tpu_embed.core.batch import (
     steps_of,
 )
 from tpu_embed.core.layout import Layout
+from tpu_embed.core.lookup import split_activations
 from tpu_embed.core.state import STEPS, NewKeys, NewRowWriter, TableState, check_own, new_steps
 
 __all__ = ["Admissions"]
@@ -107,8 +108,10 @@ def _stamped(batch: Batch, steps: Steps) -> Batch:
     return dataclasses.replace(batch, steps=np.array(steps, np.int32), admission=Admission())
 
 
-def zero_if(refused: Array | None, activations: list[Array]) -> list[Array]:
+def zero_if(refused: Array | None, activations: PyTree) -> PyTree:
     """Return the activations, or zeros if their batch is refused."""
     if refused is None:
         return activations
-    return [jnp.where(refused, jnp.zeros_like(one), one) for one in activations]
+    values, rebuild = split_activations(activations)
+    zeros = (jnp.where(refused, jnp.zeros_like(one), one) for one in values)
+    return rebuild(list(zeros))

@@ -39,7 +39,7 @@ from tpu_embed.core.layout import (
     make_axes,
     make_layout,
 )
-from tpu_embed.core.lookup import record_lookup
+from tpu_embed.core.lookup import record_lookup, split_activations
 from tpu_embed.core.state import TableState, check_tables_not_donated, logical
 from tpu_embed.core.update import Guard, OnBadGradient, check_in_place, check_trainable
 
@@ -61,10 +61,8 @@ class EmbeddingEngine:
         raises `ValueError` outside a jit, for which it has to wait for the gradients.
       lookahead: with living vocabularies, how many training batches may be admitted before the
         update of an earlier one; keys of so many batches before a batch are not evicted for it.
-      vocabularies: those of another engine, to share its maps. None: own ones.
-
-    Attributes:
-      vocabularies: the maps from keys to rows; None if no vocabulary lives.
+      vocabularies: those of another engine, to share its maps. None: its own; the attribute of
+        this name is None if no vocabulary lives.
 
     Raises:
       ValueError: configs do not fit each other, the mesh or the optimizer; `placement="auto"`.
@@ -234,8 +232,6 @@ class EmbeddingEngine:
           ValueError: the batch is not the next one; or it is only looked up, and a row of its
             belongs to another key by now. The state stays valid.
         """
-        if self.vocabularies is None:
-            return state, batch
         return self._admissions.admit(state, self._intake.own(batch))
 
     def next_turn(self) -> Turn:
@@ -264,7 +260,8 @@ class EmbeddingEngine:
             branch. None inside a jit: capacities for the worst case.
 
         Returns:
-          `[B, …, D]` per feature, float32 (float64 for a float64 table), batch dimension sharded.
+          `[B, …, D]` per feature, float32 (float64 for a float64 table), batch dimension sharded; a
+          `Jagged` of a jagged feature.
 
         Raises:
           ValueError: what `place` refuses; a call inside `shard_map`, or under another mesh of
@@ -275,7 +272,8 @@ class EmbeddingEngine:
         source, refused = self._admissions.check(state, self._intake.source(batch, weights, spec))
         activations = zero_if(refused, call(self._programs.lookup, state.tables, source))
         # An update later in the same trace must wait for this lookup.
-        record_lookup(state.tables, activations, self.layout)
+        values, _ = split_activations(activations)  # weak references to the arrays
+        record_lookup(state.tables, values, self.layout)
         return self.structure.unflatten(activations)
 
     def update(
@@ -296,7 +294,8 @@ class EmbeddingEngine:
         Args:
           state: the tables.
           batch, weights, spec: as for `lookup`.
-          activation_gradients: in the structure and shapes of the activations; None is zero.
+          activation_gradients: in the structure and shapes of the activations; None is zero. Of a
+            jagged feature, an array `[S, C, D]` or a `Jagged`, whose row splits are not read.
           learning_rates: what `learning_rates()` returned outside the jit; needed inside a jit if a
             learning rate is a callable without arguments.
 
@@ -374,7 +373,7 @@ class EmbeddingEngine:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingEngine:
         """Return the engine itself; refuse to copy living vocabularies with a model."""
-        copy.deepcopy(self.vocabularies)  # None, or what refuses
+        copy.deepcopy(self.vocabularies)  # None, or maps, which refuse
         return self
 
     def __reduce__(self) -> NoReturn:

@@ -59,7 +59,7 @@ class OperandMaker:
         leaves = jax.tree.leaves((state, source, checked))
         # Outside a jit, values can be checked now, and callable learning rates be read.
         if not any(isinstance(leaf, Tracer) for leaf in leaves):
-            self._guard.refuse(checked)
+            self._guard.refuse(checked, source)
             learning_rates = self._rates.read() if learning_rates is None else learning_rates
         rates = self._rates.by_stack(learning_rates)
         return Operands(checked, state.step + 1, rates, activations_read(state.tables))

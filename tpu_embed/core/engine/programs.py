@@ -20,7 +20,7 @@ from tpu_embed._checks import refuse_derivatives
 from tpu_embed._types import Array
 from tpu_embed.core.batch import Batch, TracedIds
 from tpu_embed.core.layout import Layout
-from tpu_embed.core.lookup import lookup, not_differentiable
+from tpu_embed.core.lookup import Jagged, lookup, not_differentiable
 from tpu_embed.core.state import TableState, check_arrays, init_tables, new_vocabulary
 from tpu_embed.core.update import LOOKUP, UPDATE, Guard, Operands, named, update
 
@@ -67,7 +67,7 @@ class Programs:
             state = dataclasses.replace(state, vocabulary=vocabulary)
         return state
 
-    def _lookup(self, tables: dict[str, Array], source: Batch | TracedIds) -> list[Array]:
+    def _lookup(self, tables: dict[str, Array], source: Batch | TracedIds) -> list[Array | Jagged]:
         self.traces["lookup"] += 1  # this line runs once per trace, not once per step
         check_arrays(TableState(tables, {}, jnp.int32(0), {}), self._layout, slots=False)
         activations, bad_ids = lookup(not_differentiable(tables), source, self._layout)
@@ -85,7 +85,7 @@ class Programs:
         check_arrays(state, self._layout, slots=True)
         # One bad gradient skips the step for all tables, so that they stay at the same step.
         refused = operands.skip
-        if (bad := self._guard.find(operands.gradients)) is not None:
+        if (bad := self._guard.find(operands.gradients, source)) is not None:
             bad = bad if refused is None else bad & ~refused
             skip = jnp.any(bad)
             operands = operands._replace(skip=skip if refused is None else skip | refused)

@@ -10,24 +10,27 @@ from tpu_embed.core.ids.columns import (
     read_lists,
 )
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids, refuse_masked
-from tpu_embed.core.ids.host_ids import (
+from tpu_embed.core.ids.feature_ids import (
     FeatureShape,
     HostIds,
+    JaggedRows,
     dense_shape,
-    host_ids,
-    is_mean,
+    has_means,
+    part_of_feature,
 )
+from tpu_embed.core.ids.host_ids import host_ids
 from tpu_embed.core.ids.keys import batch_order, examples, give_rows, looked_up
 from tpu_embed.core.ids.narrow import narrow_ids
 from tpu_embed.core.ids.padding import pad_batch
 from tpu_embed.core.ids.rescale import rescale_bags, rescale_dense_bags, rescale_flat_bags
-from tpu_embed.core.ids.structure import Structure, children, flatten, part_of_feature
+from tpu_embed.core.ids.structure import Structure, children, flatten
 from tpu_embed.core.ids.weights import is_real
 
 __all__ = [
     "FeatureRules",
     "FeatureShape",
     "HostIds",
+    "JaggedRows",
     "RaggedIds",
     "SparseIds",
     "Structure",
@@ -40,10 +43,10 @@ __all__ = [
     "examples",
     "flatten",
     "give_rows",
+    "has_means",
     "host_ids",
-    "is_mean",
-    "is_real",
     "looked_up",
+    "is_real",
     "mask_missing",
     "narrow_ids",
     "pad_batch",

@@ -20,7 +20,7 @@ from tpu_embed import _checks
 from tpu_embed._types import PADDING_ID
 from tpu_embed.config import FeatureConfig
 
-__all__ = ["FeatureRules", "check_dtype", "resolve_dense", "resolve_flat"]
+__all__ = ["FeatureRules", "check_dtype", "dense_position", "resolve_dense", "resolve_flat"]
 
 _INT32_MAX = int(np.iinfo(np.int32).max)
 _REMEDIES = {
@@ -64,6 +64,17 @@ class FeatureRules:
         if wanted is not None and wanted != shape:
             got = f"ids that give {shape}"
             raise self.error(expected=f"ids that give output_shape {wanted}", got=got)
+
+
+def dense_position(shape: tuple[int, ...], at: int) -> str:
+    """Return in words where flat index `at` of a dense array is, such as "example 2, bag 1, …"."""
+    place = [int(i) for i in np.unravel_index(at, shape)]
+    words = [f"example {place[0]}"]
+    if len(place) > 2:
+        words.append(f"bag {place[1] if len(place) == 3 else tuple(place[1:-1])}")
+    if len(place) > 1:
+        words.append(f"position {place[-1]}")
+    return ", ".join(words)
 
 
 def check_dtype(feature: FeatureRules, ids: np.ndarray) -> None:

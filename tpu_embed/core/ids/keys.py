@@ -27,7 +27,7 @@ from tpu_embed.core.ids.containers import RaggedIds, SparseIds
 from tpu_embed.core.ids.rescale import rescale_dense_bags, rescale_flat_bags
 
 if TYPE_CHECKING:
-    from tpu_embed.core.ids.host_ids import HostIds
+    from tpu_embed.core.ids.feature_ids import HostIds
 
 __all__ = ["batch_order", "examples", "give_rows", "looked_up", "number_keys"]
 
@@ -119,11 +119,12 @@ def give_rows(host: HostIds, rows: np.ndarray, *, is_mean: bool) -> HostIds:
             weights = rescale_dense_bags(weights) if is_mean else weights
         padded = bool(absent.any())
         return dataclasses.replace(host, ids=ids, weights=weights, padded=padded, keys=None)
-    ids, bags, weights = rows[host.ids], host.bags, host.weights
+    ids, bags, weights, places = rows[host.ids], host.bags, host.weights, host.rows
     if (ids < 0).any():
         keep = ids >= 0
         ids, bags = ids[keep], bags[keep]
         weights = None if weights is None else weights[keep]
+        places = places and places._replace(places=places.places[keep])
     if weights is not None and is_mean:
         weights = rescale_flat_bags(weights, bags)
-    return dataclasses.replace(host, ids=ids, bags=bags, weights=weights, keys=None)
+    return dataclasses.replace(host, ids=ids, bags=bags, weights=weights, rows=places, keys=None)

@@ -23,7 +23,7 @@ from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.core.ids import frames
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds
 
-__all__ = ["Structure", "children", "flatten", "part_of_feature", "rebuild"]
+__all__ = ["Structure", "children", "flatten", "rebuild"]
 
 _LEAVES = (FeatureConfig, TableConfig, SparseIds, RaggedIds, np.ndarray, jax.Array)
 
@@ -158,17 +158,6 @@ def flatten(feature_config: Any) -> Structure:
     # The containers are copied, so that a caller may change theirs afterwards.
     kept = _unflatten(feature_config, iter(features))
     return Structure(kept, paths, features, tables, _name_tables(tables))
-
-
-def part_of_feature(config: FeatureConfig, part: int, whole: int) -> FeatureConfig:
-    """Return the config of a feature for `part` of `whole` equal parts of the batch.
-
-    Only a declared output shape depends on the batch: (64, 3) becomes (16, 3) for 2 of 8 parts.
-    """
-    shape = config.output_shape
-    if shape is None or part == whole:
-        return config
-    return dataclasses.replace(config, output_shape=(shape[0] * part // whole, *shape[1:]))
 
 
 def children(nest: Any) -> list[tuple[Any, Any]] | None:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.core.batch import BagLayout, LocalIds, RoutedIds
+from tpu_embed.core.batch import BagLayout, LocalIds, RoutedIds, StackView
 from tpu_embed.core.exchange import FetchedRows, SumRoute
 from tpu_embed.core.layout import Stack
 from tpu_embed.kernels import dispatch, reference, storage
@@ -43,12 +43,12 @@ class BagEntries(NamedTuple):
     """How the rows of a device's ids combine to bags.
 
     Attributes:
-      bags: int32 `[N]`, the bag of each id, non-decreasing.
-      weights: `[N]`, what its row is multiplied with; None: all ones.
+      bags: int32 `[n]`, the bag of each id, non-decreasing; None without bags.
+      weights: `[n]`, what its row is multiplied with; None: all ones.
       factors: `[bags]`, what the sum of each bag is multiplied with; None: all ones.
     """
 
-    bags: Array
+    bags: Array | None
     weights: Array | None
     factors: Array | None
 
@@ -66,17 +66,82 @@ def bag_entries(ids: LocalIds | RoutedIds, form: BagLayout, dtype: np.dtype) -> 
     return BagEntries(ids.bags, optional_weights(ids, dtype), factors(ids, form, dtype))
 
 
+def activations_of(
+    found: FetchedRows, ids: LocalIds | RoutedIds, view: StackView
+) -> tuple[Array, ...]:
+    """Return the activations of a stack's features: bags `[periods * bags, D]`, or jagged `[C, D]`.
+
+    Args:
+      found: the fetched rows, of ids in bags first, then of the places of each jagged feature.
+      ids: the ids.
+      view: the stack.
+    """
+    form, stack, n = view.bag_layout, view.stack, view.num_bag_ids
+    combined = iter(())
+    if n or not view.jagged:
+        entries = bag_entries(in_bags(ids, view), form, stack.compute_dtype)
+        of_bags = found._replace(index=found.index[:n]) if view.jagged else found
+        combined = iter(combine(of_bags, entries, form, stack))
+    return tuple(
+        _rows_of_places(found, ids.weights, view, number)
+        if number in view.jagged_starts
+        else next(combined)
+        for number in range(len(view.features))
+    )
+
+
+def _rows_of_places(
+    found: FetchedRows, weights: Array | None, view: StackView, number: int
+) -> Array:
+    """Return the activation `[C, D]` of a jagged feature, by its number in the stack."""
+    begin, stack = view.num_bag_ids + view.jagged_starts[number], view.stack
+    places = slice(begin, begin + (view.shapes[number].capacity or 0))
+    index = found.index[places]
+    rows = storage.widened(dispatch.gather_rows(found.source, index))
+    if stack.quantization is not None:
+        # Empty places stay zero.
+        absent = (index < 0) | (index >= found.source.shape[0])
+        rows = jnp.where(absent[:, None], jnp.zeros_like(rows), quantize(rows, stack))
+    rows = rows.astype(stack.compute_dtype)
+    return rows if weights is None else reference.scale(rows, weights[places].astype(rows.dtype))
+
+
+def in_bags(ids: LocalIds | RoutedIds, view: StackView) -> LocalIds | RoutedIds:
+    """Return the ids that are in bags: the first ones, if there are jagged features too."""
+    if not view.jagged:
+        return ids
+    n = view.num_bag_ids
+    weights = None if ids.weights is None else ids.weights[:n]
+    if isinstance(ids, RoutedIds):
+        return ids._replace(weights=weights)
+    return ids._replace(row_ids=ids.row_ids[:n], weights=weights)
+
+
+def by_place(ids: LocalIds | RoutedIds, view: StackView) -> LocalIds | RoutedIds:
+    """Return ids in the order of their places: those in bags, then those of jagged features.
+
+    Routed ids are in this order already. The bags of others are those of the ids in bags, `[n]`.
+    """
+    if isinstance(ids, RoutedIds) or ids.positions is None:
+        return ids
+    at, n, bags = ids.positions, view.num_bag_ids, view.bag_layout.bags
+    row_ids = jnp.where(at < 0, jnp.asarray(PADDING_ID, ids.row_ids.dtype), ids.row_ids[at])
+    weights = None if ids.weights is None else ids.weights[at]
+    return LocalIds(row_ids, jnp.where(at[:n] < 0, bags, ids.bags[at[:n]]), weights)
+
+
 def combine(
     found: FetchedRows, entries: BagEntries, form: BagLayout, stack: Stack
 ) -> tuple[Array, ...]:
     """Return the activations of every feature's bags, `[periods * bags, D]` per feature.
 
     Args:
-      found: the fetched rows.
+      found: the fetched rows of ids in bags.
       entries: the bag and the weight of each id.
       form: the bags.
       stack: the stack.
     """
+    assert entries.bags is not None, "there are bags to combine"
     # Rows are quantized before they are weighted and summed. There is one row per id then, so
     # `found` becomes the N quantized rows with the index 0 … N - 1 (absent ids get -1).
     if stack.quantization is not None:
@@ -96,6 +161,24 @@ def combine(
         order=form.order,
         widths=form.widths,
     )
+
+
+def join_gradients(gradients: Sequence[Array], factors: Array | None, view: StackView) -> Array:
+    """Return the gradients of all targets of a stack with jagged features, scaled, `[T, D]`.
+
+    Args:
+      gradients: per feature, those of its bags `[periods * bags, D]` or its places `[C, D]`.
+      factors: what the gradient of each bag is multiplied with, `[bags]`; None: all ones.
+      view: the stack.
+    """
+    form, pairs = view.bag_layout, list(enumerate(gradients))
+    of_bags = [gradient for number, gradient in pairs if number not in view.jagged_starts]
+    of_places = [gradient for number, gradient in pairs if number in view.jagged_starts]
+    if not of_bags:
+        return jnp.concatenate(of_places)
+    joined = reference.join_features(of_bags, form.periods, form.order)
+    joined = joined if factors is None else reference.scale(joined, factors)
+    return jnp.concatenate([joined, *of_places])
 
 
 def sum_gradients(

@@ -10,8 +10,10 @@ with the batch dimension sharded.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from tpu_embed._checks import refuse_derivatives
@@ -25,8 +27,11 @@ from tpu_embed.core.batch import (
     view_stacks,
 )
 from tpu_embed.core.exchange import RowRoute, collectives, device_route, route
+from tpu_embed.core.ids import FeatureShape
 from tpu_embed.core.layout import Layout
-from tpu_embed.core.lookup.combine import bag_entries, combine
+from tpu_embed.core.lookup import segments
+from tpu_embed.core.lookup.combine import activations_of, by_place
+from tpu_embed.core.lookup.jagged import Jagged
 
 not_differentiable = refuse_derivatives(
     "lookup",
@@ -40,7 +45,7 @@ not_differentiable = refuse_derivatives(
 
 def lookup(
     tables: dict[str, Array], source: Batch | TracedIds, layout: Layout
-) -> tuple[list[Array], Array]:
+) -> tuple[list[Array | Jagged], Array]:
     """Return the activations of every feature, and the number of its bad ids.
 
     Args:
@@ -49,18 +54,20 @@ def lookup(
       layout: the engine's layout.
 
     Returns:
-      one array `[B, …, D]` per feature in flattening order, float32 (float64 for a float64 table);
-      the number of bad ids per feature, int32 `[F]`.
+      one array `[B, …, D]` per feature in flattening order, float32 (float64 for a float64 table),
+      or a `Jagged`; the number of bad ids per feature, int32 `[F]`.
     """
     axes = layout.axes
 
-    def device(tables: dict[str, Array], source: Batch | TracedIds) -> tuple[list[Array], Array]:
+    def device(tables: dict[str, Array], source: Batch | TracedIds) -> tuple[list[Any], Array]:
         located = source.locate(layout)
-        found: dict[int, Array] = {}
+        found: dict[int, Any] = {}
         for view, ids in zip(view_stacks(source.spec, layout), located.ids, strict=True):
             table = tables[view.stack.name]
             activations = _lookup_stack(table, ids, view, fits=source.checked)
             found |= by_feature(activations, view)
+        for f, splits in source.row_splits(layout).items():
+            found[f] = as_jagged(found[f], splits, source.spec.feature_shapes[f])
         bad_ids = collectives.psum(located.bad_ids, axes.batch_axes)
         return [found[f] for f in range(len(layout.features))], bad_ids
 
@@ -75,17 +82,35 @@ def lookup(
     )(tables, axes.reshard(source, source.axes(layout)))
 
 
+def as_jagged(values: Array, row_splits: Array, shape: FeatureShape) -> Jagged:
+    """Return the activation of a jagged feature on one device, with a first axis of one replica.
+
+    Args:
+      values: `[C, D]`; or `[B/S, H, D]` of ids that were traced, and so padded.
+      row_splits: `[B/S + 1]`.
+      shape: the feature's shape.
+    """
+    if not shape.has_places:
+        _, values = segments.unpad(values, jnp.diff(row_splits), shape.capacity or 0)
+    return Jagged(values[None], row_splits[None])
+
+
 def by_feature(activations: Sequence[Array], view: StackView) -> dict[int, Array]:
     """Return the activations of one stack in their features' shapes, by the feature's number.
 
     Args:
-      activations: `[periods * bags, D]` per feature of the stack.
+      activations: `[periods * bags, D]`, or `[C, D]` if jagged, per feature of the stack.
       view: the stack.
     """
     # [periods * bags, D] -> [examples, …, D], where … is the feature's own shape: () for one bag
     # per example, (length,) for a sequence.
     pairs = zip(view.sizes, view.shapes, strict=True)
-    shapes = [(size, *shape.inner, view.stack.dim) for size, shape in pairs]
+    shapes = [
+        (shape.capacity or 0, view.stack.dim)
+        if shape.has_places
+        else (size, *shape.inner, view.stack.dim)
+        for size, shape in pairs
+    ]
     each = zip(view.features, activations, shapes, strict=True)
     return {f: activation.reshape(shape) for f, activation, shape in each}
 
@@ -93,16 +118,16 @@ def by_feature(activations: Sequence[Array], view: StackView) -> dict[int, Array
 def _lookup_stack(
     table: Array, ids: LocalIds | RoutedIds, view: StackView, *, fits: bool
 ) -> tuple[Array, ...]:
-    """Return the activations of one stack on one device, `[periods * bags, D]` per feature.
+    """Return the activations of one stack on one device; see `activations_of`.
 
     If the given capacity is too small for the ids, the worst-case branch computes them.
     """
-    stack, bags = view.stack, view.bag_layout
+    stack, ids = view.stack, by_place(ids, view)
 
     def combined(rows: RowRoute) -> tuple[Array, ...]:
         found = route.fetch(table, rows, stack)
         with jax.named_scope("combine"):
-            return combine(found, bag_entries(ids, bags, stack.compute_dtype), bags, stack)
+            return activations_of(found, ids, view)
 
     with jax.named_scope(f"lookup/{stack.label}"):
         if isinstance(ids, RoutedIds):

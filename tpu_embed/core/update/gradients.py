@@ -9,7 +9,7 @@ Input: one gradient per feature. Output: checked arrays; then, for one stack on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array
 from tpu_embed.core.batch import BatchSpec, StackView
 from tpu_embed.core.layout import Layout
+from tpu_embed.core.lookup import Jagged, segments
 
 
 def check_trainable(what: str, layout: Layout) -> None:
@@ -58,6 +59,9 @@ def checked_gradients(
         what = f"activation gradient of feature {feature.path!r}"
         dim = layout.stacks[feature.stack].dim
         expected = (form.batch, *form.inner, dim)
+        if form.capacity is not None:
+            expected = (spec.replicas, form.capacity, dim)
+            gradient = gradient.values if isinstance(gradient, Jagged) else gradient
         if gradient is None:
             text = f"{what}: None is taken as zeros of shape {expected}; its rows may still change"
             # Rows move with a zero gradient if the rule has momentum or weight decay.
@@ -76,19 +80,26 @@ def checked_gradients(
     return checked
 
 
-def stack_gradients(gradients: Sequence[Array | None], view: StackView) -> tuple[Array, ...]:
+def stack_gradients(
+    gradients: Sequence[Array | None], row_splits: Mapping[int, Array], view: StackView
+) -> tuple[Array, ...]:
     """Return one device's gradients of one stack, `[periods * bags, D]` per feature.
 
     Args:
       gradients: one leaf per feature, of this device's examples; None is zero.
+      row_splits: `[B/S + 1]` of every jagged feature.
       view: the stack.
     """
     stack, arrays = view.stack, []
     # [examples, …, D] -> [examples * bags, D]: a sequence of 5 positions has 5 bags per example.
     for f, size, own in zip(view.features, view.sizes, view.shapes, strict=True):
-        shape, given = (size * own.bags, stack.dim), gradients[f]
+        rows = (own.capacity or 0) if own.has_places else size * own.bags
+        shape, given = (rows, stack.dim), gradients[f]
         if given is None:
             arrays.append(jnp.zeros(shape, stack.compute_dtype))
-        else:
-            arrays.append(given.astype(stack.compute_dtype).reshape(shape))
+            continue
+        given = given.astype(stack.compute_dtype)
+        if own.capacity is not None and not own.has_places:
+            given, _ = segments.pad(row_splits[f], given[0], own.bags)
+        arrays.append(given.reshape(shape))
     return tuple(arrays)

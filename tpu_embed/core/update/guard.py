@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 from tpu_embed import _checks
 from tpu_embed._types import Array, Tracer
+from tpu_embed.core.batch import Batch, TracedIds
 from tpu_embed.core.exchange import collectives
 from tpu_embed.core.layout import Layout
 
@@ -87,26 +88,30 @@ class Guard:
         # starts at 0, and one that this policy does not use is kept.
         return {**counters, **{name: counters.get(name, 0) + n for name, n in step.items()}}
 
-    def find(self, gradients: Sequence[Array | None]) -> Array | None:
+    def find(self, gradients: Sequence[Array | None], source: Batch | TracedIds) -> Array | None:
         """Return which features' gradients are not finite, bool `[F]`; None under "allow".
 
         Args:
           gradients: one leaf per feature; None is zero.
+          source: the ids that they are for.
         """
-        return None if self.policy == "allow" else not_finite(gradients, self.layout)
+        if self.policy == "allow":
+            return None
+        return not_finite(gradients, _with_lengths(source), self.layout)
 
-    def refuse(self, gradients: Sequence[Array | None]) -> None:
+    def refuse(self, gradients: Sequence[Array | None], source: Batch | TracedIds) -> None:
         """Under "error" and outside a jit, wait for the gradients and refuse bad ones.
 
         Args:
           gradients: one leaf per feature; None is zero.
+          source: the ids that they are for.
 
         Raises:
           ValueError: some are not finite; the message names the features and their tables.
         """
         if self.policy != "error":
             return
-        found = _not_finite_program(list(gradients), self.layout)
+        found = _not_finite_program(list(gradients), _with_lengths(source), self.layout)
         # A tracer is not known yet: then the step is skipped, and `report` tells checkify.
         if isinstance(found, Tracer) or not np.any(found):
             return
@@ -134,26 +139,52 @@ class Guard:
         return f"feature {feature.path!r} of table {feature.table.name!r}"
 
 
-def not_finite(gradients: Sequence[Array | None], layout: Layout) -> Array:
+def _with_lengths(source: Batch | TracedIds) -> Batch | TracedIds | None:
+    """Return the ids if they say where gradients end; the program of others knows no ids."""
+    jagged = any(shape.capacity is not None for shape in source.spec.feature_shapes)
+    return source if jagged else None
+
+
+def not_finite(
+    gradients: Sequence[Array | None], source: Batch | TracedIds | None, layout: Layout
+) -> Array:
     """Return which features' gradients contain NaN or infinity on any device, bool `[F]`.
 
-    Gradients of tables without an optimizer do not count, because they are not applied.
+    Gradients of tables without an optimizer do not count, because they are not applied; nor does
+    what stands beyond the last row of a jagged feature.
 
     Args:
       gradients: one leaf per feature, with the batch dimension sharded; None is zero.
+      source: the ids, if a feature is jagged; otherwise None.
       layout: the engine's layout.
     """
     axes = layout.axes
     batch = axes.spec(axes.batch_axes)
+    of_source = axes.batch_axes if source is None else source.axes(layout)
 
-    def device(gradients: list[Array | None]) -> Array:
+    def device(gradients: list[Array | None], source: Batch | TracedIds | None) -> Array:
         with jax.named_scope("guard"):
-            bad = [_is_bad(gradient, layout, f) for f, gradient in enumerate(gradients)]
+            splits = {} if source is None else source.row_splits(layout)
+            given = [
+                gradient if gradient is None or f not in splits else _in_rows(gradient, splits[f])
+                for f, gradient in enumerate(gradients)
+            ]
+            bad = [_is_bad(gradient, layout, f) for f, gradient in enumerate(given)]
             return collectives.any_device(jnp.stack(bad), axes.mesh)
 
     return jax.shard_map(
-        device, mesh=axes.mesh, in_specs=(batch,), out_specs=PartitionSpec(), check_vma=False
-    )(axes.reshard(list(gradients), axes.batch_axes))
+        device,
+        mesh=axes.mesh,
+        in_specs=(batch, axes.spec(of_source)),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )(axes.reshard(list(gradients), axes.batch_axes), axes.reshard(source, of_source))
+
+
+def _in_rows(gradient: Array, row_splits: Array) -> Array:
+    """Return a jagged gradient `[1, C, D]` with zeros beyond the last row."""
+    places = jnp.arange(gradient.shape[1], dtype=row_splits.dtype)
+    return jnp.where((places < row_splits[-1])[:, None], gradient, jnp.zeros_like(gradient))
 
 
 _not_finite_program = partial(jax.jit, static_argnames="layout")(not_finite)

@@ -44,6 +44,7 @@ from tpu_embed.core.update.gradients import stack_gradients
 from tpu_embed.core.update.sums import (
     Outgoing,
     Partials,
+    RoutedGradients,
     Task,
     exchange_occurrences,
     exchange_sums,
@@ -151,11 +152,12 @@ def _update_device(
 ) -> Updated:
     """Do what `update` does on one device, with its shards and its part of the batch."""
     located, overflowed = source.locate(layout), jnp.int32(0)
+    row_splits = source.row_splits(layout)
     new_tables, new_slots = {}, {}
     for view in trained:
         stack = view.stack
         held = StackShard(tables[stack.name], slots[stack.name])
-        gradients = stack_gradients(operands.gradients, view)
+        gradients = stack_gradients(operands.gradients, row_splits, view)
         task = Task(located.ids[view.number], gradients, view, fits=source.checked)
         with jax.named_scope(f"update/{stack.label}"):
             held, overflow = _update_stack(held, task, operands)
@@ -223,7 +225,7 @@ def _apply(
             given,
             otherwise=lambda held, given: rule.in_xla(held, sums_at_owner(task, given)),
             native=rule.compiled
-            and (lambda held, given: rule.in_kernel(held, *for_kernel(task, given))),
+            and (lambda held, given: rule.in_kernel(held, *_to_kernel(task, given))),
         )
     # A single CPU: its kernel sorts the ids, too.
     if way == "local":
@@ -236,6 +238,15 @@ def _apply(
     native = rule.compiled and (lambda held, got: rule.in_kernel(held, *partials_for_kernel(got)))
     received = exchange_sums(task, outgoing())
     return dispatch.choose(held, received, otherwise=rule.in_xla, native=native)
+
+
+def _to_kernel(task: Task, given: RoutedGradients) -> tuple[RowGradients, Blocks]:
+    """Return gradients at the owner as its compiled kernel takes them."""
+    # The kernel finds the block of a gradient by its bag, and the places of jagged features have
+    # none: their partial sums are made first.
+    if task.view.jagged:
+        return partials_for_kernel(sums_at_owner(task, given))
+    return for_kernel(task, given)
 
 
 class _StackRule(NamedTuple):

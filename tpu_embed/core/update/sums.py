@@ -26,7 +26,14 @@ from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.batch import BagLayout, LocalIds, RoutedIds, StackView
 from tpu_embed.core.exchange import MergeRoute, RowSums, SumRoute, collectives, device_route, route
 from tpu_embed.core.layout import Layout, Stack
-from tpu_embed.core.lookup import bag_entries, optional_weights, sum_gradients
+from tpu_embed.core.lookup import (
+    bag_entries,
+    by_place,
+    in_bags,
+    join_gradients,
+    optional_weights,
+    sum_gradients,
+)
 from tpu_embed.core.update.apply import Blocks, RowGradients
 from tpu_embed.kernels import dispatch
 
@@ -36,13 +43,13 @@ class Task(NamedTuple):
 
     Attributes:
       ids: this device's ids of the stack.
-      gradients: their bags' gradients, `[periods * bags, D]` per feature of the stack.
+      given: the gradients of the stack's features, `[periods * bags, D]` or `[C, D]` each.
       view: the stack, in the batch that the ids are from.
       fits: whether the batch's capacities are known to suffice for the ids.
     """
 
     ids: LocalIds | RoutedIds
-    gradients: tuple[Array, ...]
+    given: tuple[Array, ...]
     view: StackView
     fits: bool
 
@@ -58,13 +65,27 @@ class Task(NamedTuple):
 
     @property
     def bag_layout(self) -> BagLayout:
-        """How its ids were combined."""
-        return self.view.bag_layout
+        """The bags of its gradients."""
+        return self.view.gradient_layout
+
+    @property
+    def gradients(self) -> tuple[Array, ...]:
+        """The gradients that are summed, `[periods * bags, D]` per feature of `bag_layout`."""
+        if not self.view.jagged:
+            return self.given
+        return (join_gradients(self.given, self._factors_of_bags, self.view),)
 
     @property
     def factors(self) -> Array | None:
-        """1 / d of every bag of this device, `[bags]`; None for all ones."""
-        return bag_entries(self.ids, self.bag_layout, self.stack.compute_dtype).factors
+        """What each of them is still to be multiplied with, `[bags]`; None for all ones."""
+        return None if self.view.jagged else self._factors_of_bags
+
+    @property
+    def _factors_of_bags(self) -> Array | None:
+        """1 / d of every bag of this device; None for all ones."""
+        form = self.view.bag_layout
+        ids = in_bags(by_place(self.ids, self.view), self.view)
+        return bag_entries(ids, form, self.stack.compute_dtype).factors
 
 
 class Outgoing(NamedTuple):

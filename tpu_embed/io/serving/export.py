@@ -78,8 +78,8 @@ def export_model(
     Raises:
       ImportError: flatbuffers is missing.
       FileExistsError: something exists at `path`.
-      ValueError: ids are not dense; a first dimension is not the batch size; the model needs
-        several devices; the results are not in dicts, lists and tuples; a platform is unknown;
+      ValueError: a feature is jagged; ids are not dense; a first dimension is not the batch size;
+        the model needs several devices; the results are not in dicts, lists and tuples; a platform is unknown;
         whatever `serving_lookup` refuses about tables.
     """
     _check_flatbuffers()
@@ -89,6 +89,7 @@ def export_model(
     root = Path(path)
     directory.check_free(root)
     declared = structure.flatten(feature_config)
+    _refuse_jagged(declared)
     stored = [_as_written(table) for table in stored_tables(tables, declared)]
     arguments = _arguments(declared, features, weights, inputs, batch)
     exported = _exported(model, declared, stored, arguments, chosen)
@@ -104,6 +105,15 @@ def export_model(
     named = dict(zip(declared.table_names, stored, strict=True))
     with directory.written(root) as temporary:
         model_files.write(temporary, _serialized(exported), named, declared, described)
+
+
+def _refuse_jagged(declared: Structure) -> None:
+    """Refuse jagged features, whose rows have no fixed place in a program for any batch size."""
+    for path, feature in zip(declared.paths, declared.features, strict=True):
+        if feature.jagged:
+            what, expected = f"export_model: feature {path!r}", "a padded sequence"
+            remedy = "export it with max_sequence_length alone, or serve it with serving_lookup"
+            raise ValueError(message(what, expected=expected, got="jagged=True", remedy=remedy))
 
 
 def _check_flatbuffers() -> None:

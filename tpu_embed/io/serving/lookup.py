@@ -35,11 +35,18 @@ from tpu_embed.core.batch import (
     make_traced,
     natural_spec,
     pack,
+    pack_by_place,
     view_stacks,
 )
 from tpu_embed.core.ids import RaggedIds, SparseIds, Structure, host_ids, structure
 from tpu_embed.core.layout import FeatureLayout, Layout, MeshAxes, ResolvedTable, make_stacks
-from tpu_embed.core.lookup import bag_entries, by_feature, combine, not_differentiable
+from tpu_embed.core.lookup import (
+    activations_of,
+    as_jagged,
+    by_feature,
+    by_place,
+    not_differentiable,
+)
 from tpu_embed.io.serving.stored import Stored, stored_tables
 
 __all__ = ["serving_lookup"]
@@ -127,7 +134,13 @@ def _rounded(spec: BatchSpec) -> BatchSpec:
         dataclasses.replace(stack, ids=1 << max(0, stack.ids - 1).bit_length())
         for stack in spec.stacks
     )
-    return dataclasses.replace(spec, stacks=stacks)
+    shapes = tuple(
+        dataclasses.replace(shape, capacity=1 << max(0, shape.capacity - 1).bit_length())
+        if shape.capacity
+        else shape
+        for shape in spec.feature_shapes
+    )
+    return dataclasses.replace(spec, feature_shapes=shapes, stacks=stacks)
 
 
 class Server:
@@ -163,7 +176,10 @@ class Server:
         packed = np.empty((1, line_length(stacks)), np.int32)
         for view, fields, table in zip(view_stacks(spec, layout), stacks, tables, strict=True):
             line = fields_of(packed, fields)
-            pack(hosts, view, StackIds(line["row_ids"], line.get("bags"), line.get("weights")))
+            if view.jagged:
+                pack_by_place(hosts, view, line)
+            else:
+                pack(hosts, view, StackIds(line["row_ids"], line.get("bags"), line.get("weights")))
             # NumPy tables: pick the rows of the ids here, so that only these go to the program.
             row_ids = line["row_ids"][0]
             operands.append(table.pick(row_ids) if table.on_host else jax.tree.map(snapshot, table))
@@ -206,13 +222,15 @@ class Server:
         located = source.locate(layout)
         pairs = zip(layout.stacks, jax.tree.map(jnp.asarray, tables), strict=True)
         fixed: dict[str, Any] = not_differentiable({stack.name: table for stack, table in pairs})
-        found: dict[int, Array] = {}
+        found: dict[int, Any] = {}
         for view, ids in zip(view_stacks(source.spec, layout), located.ids, strict=True):
             stack = view.stack
             assert isinstance(ids, LocalIds), "nothing is routed without devices"
             with jax.named_scope(f"lookup/{stack.tables[0].name}"):
-                rows = fixed[stack.name].found(ids.row_ids, stack)
-                form = view.bag_layout
-                combined = combine(rows, bag_entries(ids, form, stack.compute_dtype), form, stack)
-            found |= by_feature(combined, view)
+                in_places = by_place(ids, view)
+                assert isinstance(in_places, LocalIds), "nothing is routed without devices"
+                rows = fixed[stack.name].found(in_places.row_ids, stack)
+                found |= by_feature(activations_of(rows, in_places, view), view)
+        for f, splits in source.row_splits(layout).items():
+            found[f] = as_jagged(found[f], splits, source.spec.feature_shapes[f])
         return [found[f] for f in range(len(layout.features))], located.bad_ids

@@ -1,0 +1,239 @@
+"""Jagged features beside padded ones: the same rows, gradients and bits, without the padding."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tpu_embed
+from tpu_embed import EmbeddingEngine, FeatureConfig, Jagged, RaggedIds, SparseIds, TableConfig
+from tpu_embed.optimizers import SGD, Adagrad, Adam
+
+LENGTHS = {"history": 6, "pages": 4, "clicks": 5}  # `max_sequence_length` of each sequence
+SIZES = {"history": 24, "bag": 24, "pages": 8, "one": 16, "clicks": 24}
+OPTIMIZERS = {
+    "adagrad": Adagrad(0.1),
+    "adam": Adam(0.1),
+    "each occurrence": SGD(0.1, use_gradient_accumulation=False),
+}
+
+
+def engine_of(devices, optimizer, *, jagged, **options):
+    """Return an engine of two stacks: bags and sequences together, and a sequence alone."""
+    item = TableConfig(50, 8, name="item")
+    page = TableConfig(31, 8, name="page", combiner="sum")
+    sequence = functools.partial(FeatureConfig, jagged=jagged, on_bad_id="drop")
+    features = {
+        "history": sequence(item, LENGTHS["history"]),
+        "bag": FeatureConfig(item),
+        "pages": sequence(page, LENGTHS["pages"]),
+        "one": FeatureConfig(page),
+        "clicks": sequence(TableConfig(40, 4, name="click"), LENGTHS["clicks"]),
+    }
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("x",))
+    return EmbeddingEngine(features, optimizer, mesh=mesh, **options)
+
+
+def ragged(rng, examples, longest, size, *, weighted):
+    lengths = rng.integers(0, longest + 1, examples)
+    lengths[examples // 2 :: 3] = 0
+    splits = np.concatenate([[0], np.cumsum(lengths)])
+    weights = rng.normal(size=splits[-1]).astype(np.float32) if weighted else None
+    return RaggedIds(rng.integers(0, size, splits[-1]).astype(np.int32), splits, weights)
+
+
+def batch_of(rng, *, weighted=False):
+    # Ids of "pages" may be bad, and rows are longer than what is kept of them.
+    return {
+        "history": ragged(rng, SIZES["history"], 8, 50, weighted=weighted),
+        "bag": rng.integers(-1, 50, (SIZES["bag"], 3)).astype(np.int32),
+        "pages": ragged(rng, SIZES["pages"], 6, 35, weighted=False),
+        "one": rng.integers(0, 31, SIZES["one"]).astype(np.int32),
+        "clicks": ragged(rng, SIZES["clicks"], 9, 40, weighted=weighted),
+    }
+
+
+def padded_gradients(rng):
+    shapes = {name: (SIZES[name], length) for name, length in LENGTHS.items()}
+    shapes |= {"bag": (SIZES["bag"],), "one": (SIZES["one"],)}
+    dims = {"clicks": 4}
+    return {
+        name: rng.normal(size=(*shape, dims.get(name, 8))).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def padded(activations):
+    """Return activations with every `Jagged` as `[B, L, D]`."""
+    return {
+        name: np.asarray(one.to_padded(LENGTHS[name])[0] if name in LENGTHS else one)
+        for name, one in activations.items()
+    }
+
+
+def in_places(gradients, activations, beyond=np.nan):
+    """Return padded gradients as the activations have them, with `beyond` past the last row."""
+    given = dict(gradients)
+    for name in LENGTHS:
+        like = activations[name]
+        splits = np.asarray(like.row_splits)
+        values = np.full(like.values.shape, beyond, np.float32)
+        per_replica = gradients[name].reshape(len(splits), -1, *gradients[name].shape[1:])
+        for s, row in enumerate(splits):
+            for e, (begin, end) in enumerate(itertools.pairwise(row)):
+                values[s, begin:end] = per_replica[s, e, : end - begin]
+        given[name] = values
+    return given
+
+
+def assert_states_equal(one, other, engines):
+    first, second = engines
+    for name, table in first.tables(one).items():
+        np.testing.assert_array_equal(table, second.tables(other)[name], err_msg=name)
+    for name, slots in first.slots(one).items():
+        for slot, values in slots.items():
+            np.testing.assert_array_equal(values, second.slots(other)[name][slot])
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_jagged_has_the_bits_of_padded(name, devices):
+    weighted = name != "adam"
+    engines = [engine_of(devices, OPTIMIZERS[name], jagged=jagged) for jagged in (False, True)]
+    states = [engine.init(jax.random.key(0)) for engine in engines]
+    for step in range(2):
+        rng = np.random.default_rng(step)
+        features, gradients = batch_of(rng, weighted=weighted), padded_gradients(rng)
+        batches = [engine.place(features) for engine in engines]
+        found = [e.lookup(*pair) for e, *pair in zip(engines, states, batches, strict=True)]
+        for key, values in padded(found[1]).items():
+            np.testing.assert_array_equal(values, found[0][key], err_msg=key)
+        given = gradients, in_places(gradients, found[1])
+        states = [e.update(*args) for e, *args in zip(engines, states, batches, given, strict=True)]
+    assert_states_equal(*states, engines)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_ids_inside_a_jit_are_jagged_too(devices):
+    rng = np.random.default_rng(0)
+    engine = engine_of(devices, Adagrad(0.1), jagged=True)
+    ragged_ids = batch_of(rng)
+    dense = {name: ragged_ids[name] for name in ("bag", "one")}
+    for name in LENGTHS:
+        ids = ragged_ids[name]
+        width = int(np.diff(ids.row_splits).max()) + 1
+        dense[name] = np.full((SIZES[name], width), -1, np.int32)
+        for e, (begin, end) in enumerate(zip(ids.row_splits, ids.row_splits[1:], strict=False)):
+            dense[name][e, : end - begin] = ids.values[begin:end]
+    gradients = padded_gradients(rng)
+    state, batch = engine.init(jax.random.key(0)), engine.place(dense)
+    placed = engine.lookup(state, batch)
+    traced = jax.jit(engine.lookup)(state, dense)
+    for name, values in padded(traced).items():
+        np.testing.assert_array_equal(values, padded(placed)[name], err_msg=name)
+    updated = [
+        engine.update(state, batch, in_places(gradients, placed)),
+        jax.jit(engine.update)(state, dense, in_places(gradients, traced)),
+    ]
+    assert_states_equal(*updated, (engine, engine))
+
+
+def test_forms_of_one_sequence_agree():
+    table = TableConfig(10, 4, name="t")
+    engine = EmbeddingEngine({"x": FeatureConfig(table, jagged=True, on_bad_id="drop")}, SGD(0.1))
+    state = engine.init(jax.random.key(0))
+    dense = np.full((8, 5), -1, np.int32)
+    dense[0, :3], dense[1, 3], dense[7] = (4, 99, 5), 6, np.arange(5)
+    indices = np.argwhere(dense >= 0)
+    forms = {"dense": dense, "sparse": SparseIds(indices, dense[dense >= 0], (8, 5))}
+    found = {
+        name: engine.lookup(state, engine.place({"x": ids}))["x"] for name, ids in forms.items()
+    }
+    rows = np.asarray(engine.tables(state)["t"])
+    for jagged in found.values():
+        assert np.asarray(jagged.lengths).reshape(-1).tolist() == [3, 4, 0, 0, 0, 0, 0, 5]
+        values, mask = jagged.to_padded(5)
+        for e, p in np.ndindex(8, 5):
+            there = 0 <= dense[e, p] < 10
+            np.testing.assert_array_equal(values[e, p], rows[dense[e, p]] if there else np.zeros(4))
+        assert int(np.asarray(mask).sum()) == 12
+
+
+def test_the_guard_reads_rows_alone():
+    engine = engine_of(8, SGD(0.1), jagged=True, on_bad_gradient="error")
+    rng = np.random.default_rng(0)
+    state, batch = engine.init(jax.random.key(0)), engine.place(batch_of(rng))
+    found, gradients = engine.lookup(state, batch), padded_gradients(rng)
+    engine.update(state, batch, in_places(gradients, found))
+    gradients["clicks"][:] = np.inf
+    with pytest.raises(ValueError, match="activation gradient of feature 'clicks'"):
+        engine.update(state, batch, in_places(gradients, found))
+
+
+def test_values_are_differentiated_and_clipped():
+    engine = engine_of(8, SGD(1.0), jagged=True)
+    state, batch = engine.init(jax.random.key(0)), engine.place(batch_of(np.random.default_rng(0)))
+
+    @jax.jit
+    def step(state, batch):
+        values, rebuild = tpu_embed.split_activations(engine.lookup(state, batch))
+
+        def loss(values):
+            found = rebuild(values)
+            return sum(jnp.sum(found[name].means() ** 2) for name in LENGTHS)
+
+        gradients = jax.grad(loss)(values)
+        norm = optax.global_norm(gradients)
+        clipped, _ = optax.clip_by_global_norm(0.5).update(gradients, optax.EmptyState())
+        return norm, optax.global_norm(clipped), engine.update(state, batch, clipped)
+
+    norm, clipped, new = step(state, batch)
+    assert norm > 0.5
+    np.testing.assert_allclose(clipped, 0.5, rtol=1e-5)
+    assert not np.array_equal(engine.tables(new)["click"], engine.tables(state)["click"])
+
+
+def test_gradients_may_be_jagged_or_none():
+    engine = engine_of(8, SGD(1.0), jagged=True)
+    state, batch = engine.init(jax.random.key(0)), engine.place(batch_of(np.random.default_rng(0)))
+    found = engine.lookup(state, batch)
+    values, _ = tpu_embed.split_activations(found)
+    nothing = {
+        name: Jagged(one.values, None) if name in LENGTHS else one for name, one in found.items()
+    }
+    states = [engine.update(state, batch, given) for given in (values, found, nothing)]
+    for other in states[1:]:
+        assert_states_equal(states[0], other, (engine, engine))
+
+
+def test_no_padded_array_in_a_program():
+    # 16 examples of up to 64 ids, all but one of them short: C is far below 64 per example.
+    engine = EmbeddingEngine({"x": FeatureConfig(TableConfig(100, 7), jagged=True)}, SGD(0.1))
+    lengths = np.full(16, 2)
+    lengths[3] = 64
+    ids = RaggedIds(np.arange(lengths.sum()) % 100, np.concatenate([[0], np.cumsum(lengths)]))
+    state, batch = engine.init(jax.random.key(0)), engine.place({"x": ids})
+    found = engine.lookup(state, batch)["x"]
+    assert found.values.shape[1] < 64 + 2 + 32
+    step = jax.jit(lambda s, b: engine.update(s, b, engine.lookup(s, b)))
+    jaxpr = str(jax.make_jaxpr(step)(state, batch))
+    assert "[2,64,7]" not in jaxpr
+    assert "[128,7]" not in jaxpr
+
+
+def test_what_is_refused():
+    table = TableConfig(10, 4, name="t")
+    with pytest.raises(ValueError, match=r"output_shape: expected None for a sequence.*jagged"):
+        FeatureConfig(table, output_shape=(8, 3), jagged=True)
+    engine = EmbeddingEngine({"x": FeatureConfig(table, jagged=True)}, SGD(0.1))
+    with pytest.raises(ValueError, match=r"feature 'x'.*\[B, H\].*rank 1"):
+        engine.place({"x": np.zeros(8, np.int32)})
+    with pytest.raises(ValueError, match=r"feature 'x': batch size.*pad_batch"):
+        engine.place({"x": RaggedIds(np.zeros(3, np.int32), np.array([0, 1, 2, 3]))})
+    state, batch = engine.init(jax.random.key(0)), engine.place({"x": np.zeros((8, 2), np.int32)})
+    with pytest.raises(ValueError, match=r"activation gradient of feature 'x'.*shape"):
+        engine.update(state, batch, {"x": np.zeros((8, 2, 4), np.float32)})

@@ -1,0 +1,165 @@
+"""The checked ids of one feature: their static shape, and the two layouts that they come in.
+
+Users give ids in many ways; the rest of the package knows only two. Dense ids are an array
+`[B, bags, H]` in which -1 is padding. Flat ids are an array `[N]` in batch order without padding,
+beside an array that says which bag each id belongs to. The bags [7, 3], [] and [5] are
+
+    dense:  ids [[[7, 3]], [[-1, -1]], [[5, -1]]]
+    flat:   ids [7, 3, 5], bags [0, 0, 2]
+
+Input: a feature's config, and the shape of its ids. Output: `FeatureShape` and `HostIds`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tpu_embed.config import FeatureConfig
+from tpu_embed.core.ids.bad_ids import FeatureRules
+
+__all__ = [
+    "FeatureShape",
+    "HostIds",
+    "JaggedRows",
+    "dense_shape",
+    "has_means",
+    "is_mean",
+    "part_of_feature",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureShape:
+    """The static shape of one feature of a batch; hashable.
+
+    Args:
+      batch: B, number of examples.
+      inner: the activation's shape between B and D: () for one bag per example, (K, …) for many,
+        (L,) for a sequence.
+      combines: whether the ids of a bag are combined. False: every id has a bag of its own, and
+        its weight scales its row (rank-1 ids, sequences, ragged rows that keep their first k ids).
+      width: H, ids per bag of a dense feature; None for flat ids.
+      weighted: whether the ids have weights.
+      capacity: C of a jagged feature, the rows that its activation has room for on one device; 0
+        before they are counted. None for any other feature.
+    """
+
+    batch: int
+    inner: tuple[int, ...]
+    combines: bool
+    width: int | None
+    weighted: bool
+    capacity: int | None = None
+
+    @property
+    def bags(self) -> int:
+        """Bags per example, the product of `inner`."""
+        return math.prod(self.inner)
+
+    @property
+    def has_places(self) -> bool:
+        """Whether every id has a place in a `Jagged`; ids traced inside a jit are padded first."""
+        return self.capacity is not None and self.width is None
+
+
+class JaggedRows(NamedTuple):
+    """Where the ids of a jagged feature stand in its activation, of all examples.
+
+    Rows are cut at `max_sequence_length`, and have room for ids that are left out. The rows [7, 3],
+    [] and [5, bad, 8] have the splits 0 2 2 5, and the ids 7 3 5 8 have the places 0 1 2 4.
+
+    Attributes:
+      row_splits: int64 `[B + 1]`, where the row of each example begins; the last is their end.
+      places: int32 `[N]`, the place of each id, ascending.
+    """
+
+    row_splits: np.ndarray
+    places: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HostIds:
+    """The validated ids of one feature of one batch.
+
+    Args:
+      shape: the static shape.
+      ids: int32, or int64 if the vocabulary needs it. Dense: [B, bags, width], where -1 is
+        padding. Flat: [N] in batch order, none of them -1.
+      bags: for flat ids, int32 [N], the bag of each id, in [0, B · bags), non-decreasing; None for
+        dense ids.
+      weights: shaped like `ids`, float32 (float64 for a float64 table), 0 at dense padding; None
+        for all ones. Weights of means are brought near 1 (`rescale.py`).
+      padded: whether -1 may be among dense ids.
+      rows: of a jagged feature, whose ids are flat and whose bags are examples; otherwise None.
+      keys: for a living vocabulary, uint64 [n], until rows are known: `ids` are positions in it.
+    """
+
+    shape: FeatureShape
+    ids: np.ndarray
+    bags: np.ndarray | None
+    weights: np.ndarray | None
+    padded: bool
+    rows: JaggedRows | None = None
+    keys: np.ndarray | None = None
+
+
+def part_of_feature(config: FeatureConfig, part: int, whole: int) -> FeatureConfig:
+    """Return the config of a feature for `part` of `whole` equal parts of the batch.
+
+    Only a declared output shape depends on the batch: (64, 3) becomes (16, 3) for 2 of 8 parts.
+    """
+    shape = config.output_shape
+    if shape is None or part == whole:
+        return config
+    return dataclasses.replace(config, output_shape=(shape[0] * part // whole, *shape[1:]))
+
+
+def dense_shape(
+    path: str, config: FeatureConfig, shape: Sequence[int], *, weighted: bool
+) -> FeatureShape:
+    """Return the static shape of a feature whose ids are a dense array of shape `shape`.
+
+    The values of the ids are not needed, so this also works for ids traced inside a jit.
+
+    Raises:
+      ValueError: the rank is 0, a sequence's rank is not 2, or the shape does not agree with the
+        declared output_shape.
+    """
+    feature, length = FeatureRules(path, config, ""), config.max_sequence_length
+    if not shape:
+        raise feature.error(expected="ids of rank 1 or more", got="rank 0")
+    sequence = length or config.jagged
+    if sequence and len(shape) != 2:
+        raise feature.error(expected="a sequence's ids as [B, H]", got=f"rank {len(shape)}")
+    # [B] has one bag per example that is not combined; [B, H] has inner (), [B, K, H] has (K,).
+    # A sequence [B, H] is cut or padded to L bags of one id each: inner (L,), width 1.
+    combines = len(shape) > 1 and not sequence
+    feature.check_output_shape(tuple(shape[: max(1, len(shape) - 1)]))
+    inner = (length,) if length else tuple(shape[1:-1])
+    if config.jagged:
+        # Every example gets room for all H ids; what is left of it is taken out at the end.
+        inner = (min(length or shape[1], shape[1]),)
+        return _shared_shape(shape[0], inner, False, 1, weighted, 0)
+    return _shared_shape(shape[0], inner, combines, shape[-1] if combines else 1, weighted)
+
+
+_shared_shape = functools.lru_cache(4096)(FeatureShape)
+"""`FeatureShape`, but equal arguments give the same object, so that comparing batches is fast."""
+
+
+def is_mean(feature: FeatureRules, feature_shape: FeatureShape) -> bool:
+    """Tell whether bags are means, so that scaling all weights of a bag changes nothing."""
+    # The weights of keys are rescaled later, when it is known which keys have rows (`keys.py`).
+    living = feature.config.table.vocabulary is not None
+    return not living and has_means(feature.config, feature_shape)
+
+
+def has_means(config: FeatureConfig, feature_shape: FeatureShape) -> bool:
+    """Tell whether a feature's bags are means of their rows, by any of the combiners."""
+    return feature_shape.combines and config.table.combiner != "sum"
