@@ -59,7 +59,7 @@ ORDERS = {
         "delta",
         "serving",
     ],
-    "vocabulary": ["config", "states", "map"],
+    "vocabulary": ["config", "fixed", "states", "map"],
     "training": ["paths", "replicas", "autodiff", "optimizer"],
 }
 """The rooms of a package in order: each imports only those before it."""

@@ -3,6 +3,7 @@
 from tpu_embed.core.batch.batch import Batch
 from tpu_embed.core.batch.choose import choose_vocabularies
 from tpu_embed.core.batch.intake import Intake, Turn
+from tpu_embed.core.batch.keyed import give_rows_of
 from tpu_embed.core.batch.line import fields_of, line_length, line_of
 from tpu_embed.core.batch.located import LocalIds, RoutedIds
 from tpu_embed.core.batch.packing import StackIds, natural_spec, pack, pack_all, pack_by_place
@@ -33,6 +34,7 @@ __all__ = [
     "check_vocabulary",
     "choose_vocabularies",
     "fields_of",
+    "give_rows_of",
     "line_length",
     "line_of",
     "make_traced",

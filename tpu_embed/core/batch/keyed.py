@@ -23,10 +23,10 @@ from tpu_embed.core.batch.spec import BatchSpec
 from tpu_embed.core.batch.steps import Admission, KeyedRows, Steps
 from tpu_embed.core.batch.vocabularies import Vocabularies
 from tpu_embed.core.ids import HostIds, batch_order, examples, give_rows, has_means, looked_up
-from tpu_embed.core.layout import Layout
+from tpu_embed.core.layout import FeatureLayout, Layout
 from tpu_embed.vocabulary import Taken
 
-__all__ = ["Keyed", "KeyedBatches"]
+__all__ = ["Keyed", "KeyedBatches", "give_rows_of"]
 
 Validate = Callable[[], Sequence[HostIds]]
 """Validates and returns the ids of every feature, of this process's part of the batch."""
@@ -210,18 +210,27 @@ class KeyedBatches:
         """Return the batch with rows in the place of keys."""
         given = list(hosts)
         for f, rows in found.items():
-            feature = self._layout.features[f]
-            vocabulary = feature.table.vocabulary
-            assert vocabulary is not None
-            if vocabulary.unseen == "shared":
-                rows[rows < 0] = feature.table.vocabulary_size - 1
-            mean = has_means(feature.config, hosts[f].shape)
-            given[f] = give_rows(hosts[f], rows, is_mean=mean)
+            given[f] = give_rows_of(self._layout.features[f], hosts[f], rows)
         tables = {
             name: KeyedRows(tuple(found[f] for f in features), taken.get(name))
             for name, features in self._features.items()
         }
         return Keyed(given, steps, Admission(tables))
+
+
+def give_rows_of(feature: FeatureLayout, host: HostIds, rows: np.ndarray) -> HostIds:
+    """Return a feature's ids with the rows of its keys; unseen keys share one if they are to.
+
+    Args:
+      feature: the feature.
+      host: its ids, with positions in the place of keys.
+      rows: int32 `[n]`, the row of each key; -1 for unseen ones, which is changed if they share
+        the last row.
+    """
+    vocabulary = feature.table.vocabulary
+    if vocabulary is not None and vocabulary.unseen == "shared":
+        rows[rows < 0] = feature.table.vocabulary_size - 1
+    return give_rows(host, rows, is_mean=has_means(feature.config, host.shape))
 
 
 def _encode(part: _Part) -> bytes:

@@ -239,7 +239,7 @@ class EmbeddingEngine:
         return self._intake.next_turn()
 
     def host_ids(self, features: PyTree, weights: PyTree | None = None) -> list[HostIds]:
-        """Return this process's ids as `place` checks them, without sending them."""
+        """Return this process's ids as `place` checks them, keys as positions, without sending."""
         return self._intake.host_ids(features, weights)
 
     def lookup(
