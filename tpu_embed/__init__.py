@@ -4,6 +4,7 @@ This is the path of a batch; the names are packages and files:
 
     on the host
       your ids ─▶ core/ids/             checked: shapes, weights, bad ids
+               ─▶ vocabulary/           keys become rows, if a table's vocabulary lives
                ─▶ core/batch/           physical rows of core/layout/, routed, packed, sent
     on the devices
                ─▶ core/exchange/        rows come from the shards that own them
@@ -36,6 +37,7 @@ from tpu_embed.hashing import hash_ids
 from tpu_embed.initializers import RowIdInitializer, ShardInfo
 from tpu_embed.sparse import IndexedSlices, embedding_lookup, sparse_grad, sparse_value_and_grad
 from tpu_embed.tpu_embedding import TPUEmbedding
+from tpu_embed.vocabulary import DynamicVocabulary, FixedVocabulary
 
 if TYPE_CHECKING:
     from tpu_embed import data as data
@@ -47,8 +49,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Batch",
     "BatchSpec",
+    "DynamicVocabulary",
     "EmbeddingEngine",
     "FeatureConfig",
+    "FixedVocabulary",
     "IndexedSlices",
     "Jagged",
     "QuantizationConfig",

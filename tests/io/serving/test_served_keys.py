@@ -82,7 +82,7 @@ def test_what_knows_rows_by_number_only_refuses_keys(served, tmp_path):
     made, _, tables, batch, _ = served
     with pytest.raises(ValueError, match="serve it with serving_lookup"):
         io.export_model(tmp_path / "model", lambda a: a, tables, configs(), batch)
-    with pytest.raises(ValueError, match="a delta cannot say yet"):
+    with pytest.raises(ValueError, match="a delta cannot say yet whose row"):
         io.TouchedRows(made)
     table = TableConfig(4, 2, vocabulary=DynamicVocabulary())
     with pytest.raises(ValueError, match="use EmbeddingEngine or TPUEmbedding"):
