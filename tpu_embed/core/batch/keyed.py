@@ -170,7 +170,7 @@ class KeyedBatches:
             rows = found[f][positions]
             absent = rows < 0
             known.append(rows[~absent])
-            unknown.append(host.keys[positions[absent]])
+            unknown.append(host.keys[positions][absent])
             places.append(self._global_examples(host, examples(host, absent)))
         return _Part(np.concatenate(known), unknown, places)
 

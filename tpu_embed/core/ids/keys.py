@@ -54,18 +54,25 @@ def number_keys(feature: FeatureRules, ids: Any) -> tuple[Any, np.ndarray]:
         absent = absent | (numbers == PADDING_ID)
     # A signed key is read as an unsigned one: -1 is 2⁶⁴ - 1.
     signed = numbers.dtype.kind == "i"
-    keys = numbers.astype(np.int64).view(np.uint64) if signed else numbers.astype(np.uint64)
+    keys = numbers.astype(np.int64 if signed else np.uint64, copy=False).reshape(-1)
     positions = np.arange(numbers.size, dtype=np.int32).reshape(numbers.shape)
     numbered = mask_missing(positions, absent)
     if values is not ids:
         numbered = dataclasses.replace(ids, values=numbered)
-    return numbered, np.ascontiguousarray(keys.reshape(-1))
+    return numbered, np.ascontiguousarray(keys).view(np.uint64)
 
 
-def looked_up(host: HostIds) -> np.ndarray:
-    """Return the positions of the keys that a feature looks up, int32 `[m]`, in batch order."""
+def looked_up(host: HostIds) -> Any:
+    """Return the positions of the keys that a feature looks up, in batch order, as an index."""
+    if _looks_all_up(host):
+        return np.s_[:]
     positions = host.ids.reshape(-1)
     return positions[positions >= 0] if host.padded else positions
+
+
+def _looks_all_up(host: HostIds) -> bool:
+    """Tell whether no key is padding or cut off: then the positions are 0 … n - 1."""
+    return host.keys is not None and not host.padded and host.ids.size == host.keys.size
 
 
 def examples(host: HostIds, chosen: np.ndarray) -> np.ndarray:
@@ -73,12 +80,14 @@ def examples(host: HostIds, chosen: np.ndarray) -> np.ndarray:
 
     Args:
       host: the feature.
-      chosen: bool `[m]`, which of the keys of `looked_up`.
+      chosen: bool `[m]`, which of the keys that it looks up.
     """
     if host.bags is not None:
         return host.bags[chosen].astype(np.int64) // host.shape.bags
     # Dense positions [B, bags, width]: the flat index of an id, divided by bags · width.
-    index = np.flatnonzero(host.ids.reshape(-1) >= 0)[chosen]
+    all_up = _looks_all_up(host)
+    index = np.flatnonzero(chosen if all_up else host.ids.reshape(-1) >= 0)
+    index = index if all_up else index[chosen]
     return index // max(1, host.ids[0].size)
 
 
@@ -111,8 +120,10 @@ def give_rows(host: HostIds, rows: np.ndarray, *, is_mean: bool) -> HostIds:
       is_mean: whether its bags are means, whose weights may be rescaled.
     """
     if host.bags is None:
-        # Padding, -1, reads the last entry.
-        ids = np.append(rows, np.int32(PADDING_ID))[host.ids]
+        if _looks_all_up(host):
+            ids = rows.reshape(host.ids.shape)
+        else:  # padding, -1, reads the last entry
+            ids = np.append(rows, np.int32(PADDING_ID))[host.ids]
         absent, weights = ids < 0, host.weights
         if weights is not None:
             weights = np.where(absent, weights.dtype.type(0), weights)

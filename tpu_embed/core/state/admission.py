@@ -55,20 +55,20 @@ class NewKeys(NamedTuple):
     rows: np.ndarray
 
 
-class _Parcels(NamedTuple):
-    """The new rows of one stack, for the shards that own them; `[S, m]` each.
+class _Parcel(NamedTuple):
+    """The new rows that one device writes, `[m]` each.
 
     Attributes:
-      rows: local rows, `PADDING_ID` for none.
+      rows: local rows, ascending; `PADDING_ID` for none.
       tables: int32, the number of the table in its stack.
       low: uint32, the low 32 bits of the key.
       high: uint32, the high ones.
     """
 
-    rows: Any
-    tables: Any
-    low: Any
-    high: Any
+    rows: Array
+    tables: Array
+    low: Array
+    high: Array
 
 
 def new_vocabulary(key: Array) -> dict[str, Array]:
@@ -118,11 +118,8 @@ class NewRowWriter:
         size = _bucket(max(_most_per_shard(stack, chosen) for stack in layout.stacks))
         for stack in layout.stacks:
             if any(table.name in chosen for table in stack.tables):
-                made, sharding = (
-                    _parcels(stack, chosen, size),
-                    layout.axes.sharding(stack.shard_axes),
-                )
-                parcels[stack.name] = _Parcels(*(_put(array, sharding) for array in made))
+                sharding = layout.axes.sharding(stack.shard_axes)
+                parcels[stack.name] = _put(_parcels(stack, chosen, size), sharding)
         if not parcels:
             return state
         assert state.vocabulary is not None
@@ -134,19 +131,19 @@ class NewRowWriter:
         )
 
     def _write(
-        self, held: tuple[dict, dict], key: dict[str, Array], parcels: dict[str, _Parcels]
+        self, held: tuple[dict, dict], key: dict[str, Array], parcels: dict[str, Array]
     ) -> tuple[dict, dict]:
         axes = self._layout.axes
         ((kind, data),) = key.items()
         stacks = tuple(stack for stack in self._layout.stacks if stack.name in parcels)
         specs = state_specs(stacks, axes)
 
-        def device(held: Any, data: Array, parcels: dict[str, _Parcels]) -> tuple[dict, dict]:
+        def device(held: Any, data: Array, parcels: dict[str, Array]) -> tuple[dict, dict]:
             random_key, (tables, slots) = jax.random.wrap_key_data(data, impl=kind), held
             written = {}
             for stack in stacks:
                 shard = StackShard(tables[stack.name], slots[stack.name])
-                mine = _Parcels(*(array[0] for array in parcels[stack.name]))
+                mine = _opened(parcels[stack.name][0], stack)
                 written[stack.name] = _write_stack(shard, random_key, mine, stack)
             new_slots = {name: shard.slots for name, shard in written.items()}
             return {name: shard.table for name, shard in written.items()}, new_slots
@@ -168,10 +165,10 @@ def _put(array: np.ndarray, sharding: Any) -> Array:
 
 def _bucket(n: int) -> int:
     """Return a size that has room for n rows; few sizes, so that few programs are compiled."""
-    size = ROW_MULTIPLE
-    while size < n:
-        size *= 4
-    return size
+    # 1, 2, 3, 4, 6, 8, 12, … times `ROW_MULTIPLE`.
+    units = max(1, -(-n // ROW_MULTIPLE))
+    power = 1 << (units - 1).bit_length()
+    return ROW_MULTIPLE * (power * 3 // 4 if power >= 4 and units <= power * 3 // 4 else power)
 
 
 def _most_per_shard(stack: Stack, new: Mapping[str, NewKeys]) -> int:
@@ -184,33 +181,41 @@ def _most_per_shard(stack: Stack, new: Mapping[str, NewKeys]) -> int:
     return int(counts.max())
 
 
-def _parcels(stack: Stack, new: Mapping[str, NewKeys], size: int) -> _Parcels:
-    """Return the new rows of a stack by shard, in ascending order of local rows."""
+def _parcels(stack: Stack, new: Mapping[str, NewKeys], size: int) -> np.ndarray:
+    """Return the new rows of a stack for the shards that own them, in one array: one transfer.
+
+    Returns:
+      uint32 `[S, 5, m]`: the local rows, ascending, in two halves; tables; keys in two halves.
+    """
     chosen = [(i, t) for i, t in enumerate(stack.tables) if t.name in new]
     rows = np.concatenate([stack.physical(new[t.name].rows, t) for _, t in chosen])
     keys = np.concatenate([new[t.name].keys for _, t in chosen])
-    number = np.concatenate([np.full(new[t.name].rows.size, i, np.int32) for i, t in chosen])
+    number = np.concatenate([np.full(new[t.name].rows.size, i, np.uint64) for i, t in chosen])
     # Physical rows 1 6 4 of shards with 4 rows: shard 0 gets 1, shard 1 gets the local rows 0 2.
     order = np.argsort(rows)
     shards, local = np.divmod(rows[order], stack.num_rows)
     counts = np.bincount(shards, minlength=stack.num_shards)
     place = np.arange(rows.size) - np.repeat(np.cumsum(counts) - counts, counts)
-    shape = (stack.num_shards, size)
-
-    def parcel(values: np.ndarray, dtype: Any, fill: int = 0) -> np.ndarray:
-        array = np.full(shape, fill, dtype)
-        array[shards, place] = values
-        return array
-
-    return _Parcels(
-        parcel(local, stack.index_dtype, PADDING_ID),
-        parcel(number[order], np.int32),
-        parcel(keys[order] & np.uint64(2**32 - 1), np.uint32),
-        parcel(keys[order] >> np.uint64(32), np.uint32),
-    )
+    made = np.full((stack.num_shards, 5, size), PADDING_ID).astype(np.uint32)
+    local, keys, high = local.astype(np.uint64), keys[order], np.uint64(32)
+    for i, half in enumerate((local, local >> high, number[order], keys, keys >> high)):
+        made[shards, i, place] = half & np.uint64(2**32 - 1)
+    return made
 
 
-def _write_stack(held: StackShard, key: Array, new: _Parcels, stack: Stack) -> StackShard:
+def _opened(parcel: Array, stack: Stack) -> _Parcel:
+    """Return what one device writes from its part `[5, m]` of the array of `_parcels`."""
+    low, high, tables, *key = parcel
+    if stack.index_dtype == np.int32:
+        rows = jax.lax.bitcast_convert_type(low, jnp.int32)
+    else:
+        rows = jax.lax.bitcast_convert_type(jnp.stack([low, high], axis=-1), jnp.int64)
+    # The table of an absent row is any; the row is not written.
+    tables = jnp.minimum(tables, np.uint32(len(stack.tables) - 1)).astype(jnp.int32)
+    return _Parcel(rows, tables, *key)
+
+
+def _write_stack(held: StackShard, key: Array, new: _Parcel, stack: Stack) -> StackShard:
     """Return this device's shard of a stack with new rows, `[m]`, written."""
     of_tables = table_keys(key, list(stack.tables))[new.tables]
     keys = jax.vmap(lambda key, *bits: functools.reduce(jax.random.fold_in, bits, key))(
