@@ -104,7 +104,7 @@ def main() -> None:
     everyone = engine.place(features([history[-config.longest :] for history in histories]))
 
     def measure(scores) -> str:
-        recall, ndcg = ranking.recall_and_ndcg(scores, *pairs, TOP)
+        recall, ndcg = ranking.recall_and_ndcg(scores, pairs[0], pairs[1], TOP)
         return f"recall@{TOP} {recall:.4f}  NDCG@{TOP} {ndcg:.4f}"
 
     def batches():

@@ -113,7 +113,7 @@ def main() -> None:
     everything = engine.place(tpu_embed.pad_batch(everything, jax.device_count()))
 
     def measure(scores) -> str:
-        recall, ndcg = ranking.recall_and_ndcg(scores, *pairs, top)
+        recall, ndcg = ranking.recall_and_ndcg(scores, pairs[0], pairs[1], top)
         return f"recall@{top} {recall:.4f}  NDCG@{top} {ndcg:.4f}"
 
     def evaluate() -> str:

@@ -4,6 +4,7 @@ Many tests make similar engines, so programs that take at least a tenth of a sec
 cached in build/xla, one directory per worker. `JAX_ENABLE_COMPILATION_CACHE=false` turns this off.
 """
 
+import gc
 import os
 from pathlib import Path
 
@@ -19,6 +20,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -26,3 +28,14 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collector_skips_what_stays():
+    """Keep the garbage collector from scanning what earlier modules left in JAX's caches.
+
+    A worker ends with millions of such objects, and each full collection would visit all of them.
+    """
+    yield
+    gc.collect()
+    gc.freeze()

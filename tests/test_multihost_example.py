@@ -111,7 +111,7 @@ def test_no_process_outlives_the_one_that_started_them(number):
     environment.pop("XLA_FLAGS", None)
     command = [sys.executable, str(ROOT / "examples" / "multihost.py"), "--local", "2"]
     launcher = subprocess.Popen(
-        [*command, "--devices", "1", "--batch-size", str(BATCH), "--steps", "1000000"],
+        [*command, "--devices", "2", "--batch-size", str(BATCH), "--steps", "1000000"],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from pairs import all_pairs
+from pairs import all_pairs, parametrize_pairs
 
 
 def missing(rows, factors):
@@ -48,3 +48,14 @@ def test_checker_sees_a_missing_pair():
 def test_levels_may_be_anything():
     rows = all_pairs(a=[[1], {2: 3}], b=["x"], c=[print, len])
     assert {(row["b"], row["c"]) for row in rows} == {("x", print), ("x", len)}
+
+
+def test_the_whole_product_is_there_and_what_is_no_pair_is_marked():
+    factors = {"a": [1, 2, 3], "b": ["x", "y"], "c": [None, (0, 1)]}
+    names, cases = parametrize_pairs(**factors).args
+    assert names == ("a", "b", "c")
+    assert [case.values for case in cases] == list(itertools.product(*factors.values()))
+    rows = [dict(zip(names, case.values, strict=True)) for case in cases if not case.marks]
+    assert not missing(rows, factors)
+    assert 6 <= len(rows) < 12
+    assert {mark.name for case in cases for mark in case.marks} == {"whole"}

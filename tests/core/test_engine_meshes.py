@@ -99,7 +99,7 @@ def _replicated(devices):
     [
         ("explicit", True),
         ("mixed", False),
-        ("auto", True),
+        pytest.param("auto", True, marks=pytest.mark.whole),  # also in test_mesh_in_use
         pytest.param("explicit", False, marks=pytest.mark.whole),
     ],
 )

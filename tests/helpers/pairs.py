@@ -8,6 +8,24 @@ the same rows in the same order.
 import collections
 import itertools
 
+import pytest
+
+
+def parametrize_pairs(**factors):
+    """Return a decorator that runs a test on an all-pairs design of the factors.
+
+    The rest of the whole product is marked, so `make test-all` runs it.
+
+    Args:
+      factors: argument of the test -> its levels; at least two arguments.
+    """
+    design = [tuple(row.values()) for row in all_pairs(**factors)]
+    cases = [
+        pytest.param(*case, marks=[] if case in design else [pytest.mark.whole])
+        for case in itertools.product(*factors.values())
+    ]
+    return pytest.mark.parametrize(tuple(factors), cases, ids=str)
+
 
 def all_pairs(**factors):
     """Return rows `{factor: level}` that contain every pair of levels of two factors.

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pairs import parametrize_pairs
 
 from tpu_embed.kernels.formats import LINE, RowFormat, packing_of
 from tpu_embed.kernels.storage import stored_dtype
@@ -83,9 +84,11 @@ def test_sparse_cores_move_rows_of_words_and_numbers():
     assert moved == [True, True, False, False, False]
 
 
-@pytest.mark.parametrize("packing", ["words", "lanes", "none"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1,), (7,), (16,), (128,), (200,), (2, 3)])
+@parametrize_pairs(
+    packing=["words", "lanes", "none"],
+    dtype=DTYPES,
+    shape=[(1,), (7,), (16,), (128,), (200,), (2, 3)],
+)
 def test_packed_rows_come_back(packing, dtype, shape):
     form = RowFormat(shape, jnp.dtype(dtype), packing)
     bits = np.random.default_rng(0).integers(0, 2**16, (5, *shape))

@@ -7,10 +7,10 @@ import pytest
 NAMES = {
     "tpu_embed": (
         "Batch BatchSpec DynamicVocabulary EmbeddingEngine FeatureConfig FixedVocabulary "
-        "IndexedSlices QuantizationConfig RaggedIds "
-        "RowIdInitializer ShardInfo SparseIds TPUEmbedding TableConfig TableState "
+        "IndexedSlices Jagged QuantizationConfig "
+        "RaggedIds RowIdInitializer ShardInfo SparseIds TPUEmbedding TableConfig TableState "
         "embedding_lookup hash_ids initializers optimizers pad_batch sparse_grad "
-        "sparse_value_and_grad training"
+        "sparse_value_and_grad split_activations training"
     ),
     "tpu_embed.check": "PARTS PartReport run_parts",
     "tpu_embed.data": "Place Prefetcher",

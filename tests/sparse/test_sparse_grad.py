@@ -103,7 +103,7 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_equals_the_dense_gradient(name, params):
     loss, count = LOSSES[name]
-    expected, dense = jax.value_and_grad(loss)(params)
+    expected, dense = jax.jit(jax.value_and_grad(loss))(params)
     value, got = jax.jit(sparse_value_and_grad(loss))(params)
     assert isinstance(got["table"], IndexedSlices)
     assert got["table"].indices.shape == (count,)
@@ -184,7 +184,7 @@ def test_a_dense_use_makes_it_dense_and_says_so(name, params):
     with pytest.warns(UserWarning, match="dense") as warned:
         sparse_value_and_grad(DENSE[name])(params)
     assert [warning.filename for warning in warned] == [__file__]
-    expected = jax.grad(DENSE[name])(params)
+    expected = jax.jit(jax.grad(DENSE[name]))(params)
     np.testing.assert_allclose(got["table"], expected["table"], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(got["kernel"], expected["kernel"], rtol=1e-5, atol=1e-6)
 
@@ -220,8 +220,8 @@ def test_under_vmap_grad_and_itself(params):
 
         return norm
 
-    expected = jax.grad(squared(jax.grad))(params)
-    once = jax.grad(squared(sparse_grad))(params)
+    expected = jax.jit(jax.grad(squared(jax.grad)))(params)
+    once = jax.jit(jax.grad(squared(sparse_grad)))(params)
     twice = sparse_grad(squared(sparse_grad))(params)
     for got in (once["table"], twice["table"]):
         dense = got.to_dense() if isinstance(got, IndexedSlices) else got

@@ -332,7 +332,7 @@ ONE_AXIS = {
     4: ("mod", "replicated"),
     8: ("div", "mod"),
 }
-IN_CI = [(1, "reference"), (2, "default"), (4, "reference"), (8, "default")]
+IN_CI = [(1, "reference"), (4, "default")]  # one block a device: `test_chosen_meshes`
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,11 @@ def draw(low=-1, high=V, width=4):
 
 def placed_and_traced(engine, ids, weights=None):
     """Return activations, tables and counters of the same ids placed, and given inside a jit."""
+    return both_ways(engine)(jax.random.key(0), (engine.place(ids, weights), None), (ids, weights))
+
+
+def both_ways(engine):
+    """Return a program that takes a step from the initial state with each of its sources."""
 
     @jax.jit
     def steps(key, *sources):
@@ -46,7 +51,7 @@ def placed_and_traced(engine, ids, weights=None):
             results.append((activations, engine.tables(new), new.counters))
         return results
 
-    return steps(jax.random.key(0), (engine.place(ids, weights), None), (ids, weights))
+    return steps
 
 
 @pytest.mark.parametrize(("width", "weighted"), [(2, False), (5, True)])
@@ -91,12 +96,12 @@ def test_each_table_of_a_stack_keeps_its_rows_and_policy(placement):
         for f, (name, (_, _, dtype, low, high)) in enumerate(UNLIKE.items())
     }
     assert len(engine.layout.stacks) == 1
-    placed, traced = placed_and_traced(engine, ids)
+    steps, key, batch = both_ways(engine), jax.random.key(0), engine.place(ids)
+    placed, traced = steps(key, (batch, None), (ids, None))
     assert_same(traced, placed)
     ids["counted"][:2], ids["last"][1:3, 1:] = 3, -2
-    state = engine.init(jax.random.key(0))
-    new = jax.jit(engine.update)(state, ids, jax.jit(engine.lookup)(state, ids))
-    assert np.asarray(new.counters["bad_ids"]).tolist() == [0, 4, 0, 6]
+    (*_, counters) = steps(key, (batch, None), (ids, None))[1]
+    assert np.asarray(counters["bad_ids"]).tolist() == [0, 4, 0, 6]
 
 
 def bad(ids):

@@ -11,6 +11,7 @@ from facade_cases import mesh
 from jax.sharding import Mesh, PartitionSpec
 from jaxlib.mlir import ir
 from layout_cases import make_stack
+from pairs import parametrize_pairs
 
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig, optimizers
@@ -69,9 +70,7 @@ def find(rows, blocks, stack, capacity, kernels):
     return ids, device_route.find_destinations(ids.row_ids, stack, capacity, parts)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("in_blocks", [False, True])
-@pytest.mark.parametrize("shards", [1, 3])
+@parametrize_pairs(shards=[1, 3], in_blocks=[False, True], kernels=list(KERNELS))
 def test_every_id_has_the_place_that_the_host_gives_it(shards, in_blocks, kernels):
     stack = make_stack([23, 5, 1], shards)
     for kind in DRAWS:

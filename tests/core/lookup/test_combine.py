@@ -126,8 +126,12 @@ def test_sums_are_given_runs_of_one_bag(monkeypatch):
     )
     entries = [(row, bag, 1.0) for bag in (1, 4) for row in (2, -1, 3, -1, 1)]
     ids = local(entries, weighted=False)
-    combined = bag_entries(ids, FORM, STACK.compute_dtype)
-    activations = by_bag(combine(found_of(ROWS, ids), combined, FORM, STACK))
+
+    @jax.jit
+    def combined(found, ids):
+        return combine(found, bag_entries(ids, FORM, STACK.compute_dtype), FORM, STACK)
+
+    activations = by_bag(combined(found_of(ROWS, ids), ids))
     expected = np.zeros((FORM.bags, D))
     for (row, bag, _), values in zip(entries, ROWS, strict=True):
         expected[bag] += values / 3 if row >= 0 else 0.0  # both bags are means of three

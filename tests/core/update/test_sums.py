@@ -1,12 +1,14 @@
 """The order in which gradients of a row are summed: within blocks of the batch, then over them."""
 
 import contextlib
+import functools
 from fractions import Fraction
 
 import jax
 import numpy as np
 import pytest
 from facade_cases import mesh
+from pairs import parametrize_pairs
 
 import tpu_embed
 from tpu_embed import FeatureConfig, RaggedIds, TableConfig
@@ -38,12 +40,17 @@ def in_blocks(ids, gradients, blocks):
     return total
 
 
-def train(ids, gradients, devices, placement="mod", **options):
+@functools.cache
+def make_engine(devices, placement, **options):
     table = TableConfig(
         V, D, combiner="sum", placement=placement, initializer=jax.nn.initializers.zeros
     )
     features = {"a": FeatureConfig(table), "b": FeatureConfig(table)}
-    engine = tpu_embed.EmbeddingEngine(features, o.SGD(1.0), mesh=mesh(devices), **options)
+    return tpu_embed.EmbeddingEngine(features, o.SGD(1.0), mesh=mesh(devices), **options)
+
+
+def train(ids, gradients, devices, placement="mod", **options):
+    engine = make_engine(devices, placement, **options)
     state = engine.update(engine.init(jax.random.key(0)), engine.place(ids), gradients)
     return -np.asarray(engine.tables(state)["table_0"])
 
@@ -80,9 +87,11 @@ def test_blocks_may_differ_in_size_or_be_empty(batch, devices, placement):
     np.testing.assert_array_equal(found, in_blocks(ids, gradients, 8))
 
 
-@pytest.mark.parametrize("sizes", [(8, 24), (24, 16), (4, 20), (12, 28)], ids=str)
-@pytest.mark.parametrize("devices", [1, 2, 4])
-@pytest.mark.parametrize("placement", ["mod", "replicated"])
+@parametrize_pairs(
+    sizes=[(8, 24), (24, 16), (4, 20), (12, 28)],
+    devices=[1, 2, 4],
+    placement=["mod", "replicated"],
+)
 def test_features_of_their_own_size_are_summed_in_batch_order(sizes, devices, placement):
     """Example e of B comes at e / B of the batch, also where no example ends with a block."""
     ids, gradients = draw(*sizes)

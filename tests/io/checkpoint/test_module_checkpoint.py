@@ -120,7 +120,11 @@ def saved(tmp_path_factory):
     return path, contents(modules)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(x, marks=pytest.mark.whole if x[0] == 1 else ()) for x in LAYOUTS],
+    ids=str,
+)
 def test_a_run_goes_on_with_the_same_bits_in_any_layout(run, layout):
     """Gradients of activations are given, and the network sees whole batches on every device."""
     path, before, after = run

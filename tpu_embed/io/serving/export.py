@@ -79,8 +79,8 @@ def export_model(
       ImportError: flatbuffers is missing.
       FileExistsError: something exists at `path`.
       ValueError: a feature is jagged; ids are not dense; a first dimension is not the batch size;
-        the model needs several devices; the results are not in dicts, lists and tuples; a platform is unknown;
-        whatever `serving_lookup` refuses about tables.
+        the model needs several devices; the results are not in dicts, lists and tuples; a platform
+        is unknown; whatever `serving_lookup` refuses about tables.
     """
     _check_flatbuffers()
     chosen = (platforms,) if isinstance(platforms, str) else tuple(platforms)
