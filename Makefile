@@ -63,7 +63,7 @@ test-newest:
 test-newest-quick:
 	$(MAKE) test-newest NEWEST_TESTS='$(NEWEST_QUICK)'
 
-# Training steps of both doors for v4, v5e, v5p, v6e, tpu7x, and DLRM-DCNv2 whole: half an hour.
+# Training steps of both APIs for v4, v5e, v5p, v6e, tpu7x, and DLRM-DCNv2 whole: half an hour.
 test-tpu-compile: setup $(LIBTPU)/.installed
 	$(TPU_PYTEST) tests/tpu
 

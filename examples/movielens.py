@@ -6,14 +6,11 @@ optax trains a small network; all in one jitted step.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import functools
 import itertools
-import runpy
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import matplotlib.pyplot as plt
@@ -21,26 +18,13 @@ import movielens_data
 import movielens_model as model
 import numpy as np
 import optax
+import settings
 from flax import nnx
 
 import tpu_embed
 from tpu_embed.data import Prefetcher
 
-CONFIG = Path(__file__).resolve().parent.parent / "configs" / "movielens.py"
 PUBLISHED = {"SVD": 0.934, "SVD++": 0.92}  # test RMSE, mean of 5 folds
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", default=CONFIG, help="hyperparameters")
-    parser.add_argument(
-        "--data", help="directory of MovieLens-100K; without it pip fetches it once"
-    )
-    parser.add_argument("--devices", type=int, help="emulate this many CPU devices")
-    parser.add_argument("--epochs", type=int, help="instead of the config's")
-    parser.add_argument("--seed", type=int, help="instead of the config's")
-    parser.add_argument("--plot", default="build/movielens.png", help="where to draw the curve")
-    return parser.parse_args()
 
 
 def make_steps(engine, dense, graph, config, mean):
@@ -77,12 +61,9 @@ def draw(curve: list[float], path: Path) -> None:
 
 
 def main() -> None:
-    args = arguments()
-    if args.devices:  # before anything asks JAX for its devices
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", args.devices)
-    given = {k: v for k, v in vars(args).items() if k in ("epochs", "seed") and v is not None}
-    config = SimpleNamespace(**runpy.run_path(str(args.config)) | given)
+    options = settings.parser(__doc__, "movielens.py")
+    options.add_argument("--plot", default="build/movielens.png", help="where to draw the curve")
+    args, config = settings.read(options)
 
     data = movielens_data.load(args.data)
     train_rows, test_rows = data.split(config.seed)

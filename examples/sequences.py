@@ -7,12 +7,8 @@ the softmax over them. Held out is the last rating of each user.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import runpy
 import time
-from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import movielens_data
@@ -20,26 +16,14 @@ import numpy as np
 import optax
 import ranking
 import sequences_model as model
+import settings
 from flax import nnx
 
 import tpu_embed
 from tpu_embed import RaggedIds
 from tpu_embed.data import Prefetcher
 
-CONFIG = Path(__file__).resolve().parent.parent / "configs" / "sequences.py"
 TOP = 10
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", default=CONFIG, help="hyperparameters")
-    parser.add_argument(
-        "--data", help="directory of MovieLens-100K; without it pip fetches it once"
-    )
-    parser.add_argument("--devices", type=int, help="emulate this many CPU devices")
-    parser.add_argument("--epochs", type=int, help="instead of the config's")
-    parser.add_argument("--seed", type=int, help="instead of the config's")
-    return parser.parse_args()
 
 
 def make_step(engine, dense, graph, items: int):
@@ -67,12 +51,7 @@ def make_step(engine, dense, graph, items: int):
 
 
 def main() -> None:
-    args = arguments()
-    if args.devices:  # before anything asks JAX for its devices
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", args.devices)
-    given = {k: v for k, v in vars(args).items() if k in ("epochs", "seed") and v is not None}
-    config = SimpleNamespace(**runpy.run_path(str(args.config)) | given)
+    args, config = settings.read(settings.parser(__doc__, "sequences.py"))
 
     data = movielens_data.load(args.data)
     users, items = len(data.age), len(data.decade)
@@ -121,7 +100,8 @@ def main() -> None:
         begin, losses = time.perf_counter(), []
         for batch in Prefetcher(engine, batches()):
             state, params, opt_state, loss = step(state, params, opt_state, batch)
-            losses.append(loss)
+            # Wait for it: many unfinished steps on emulated devices can stop for good.
+            losses.append(float(loss))
         found = measure(scores(state, params, everyone)[:users, :items])
         seconds = time.perf_counter() - begin
         print(f"epoch {epoch:2d}  loss {np.mean(losses):.4f}  {found}  {seconds:.1f} s")

@@ -6,18 +6,15 @@ device works on its part of the batch, and `cross_shard` averages their gradient
 
 from __future__ import annotations
 
-import argparse
 import functools
-import runpy
 import time
-from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import movielens_data
 import numpy as np
 import optax
 import ranking
+import settings
 import two_tower_model as model
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -25,22 +22,6 @@ from jax.sharding import PartitionSpec as P
 import tpu_embed
 from tpu_embed.data import Prefetcher
 from tpu_embed.training.optimizer import cross_shard
-
-CONFIG = Path(__file__).resolve().parent.parent / "configs" / "two_tower.py"
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", default=CONFIG, help="hyperparameters")
-    parser.add_argument(
-        "--data", help="directory of MovieLens-100K; without it pip fetches it once"
-    )
-    parser.add_argument("--devices", type=int, help="emulate this many CPU devices")
-    parser.add_argument("--epochs", type=int, help="instead of the config's")
-    parser.add_argument("--seed", type=int, help="instead of the config's")
-    last = "predict the last rating of each user, by recall@10, as sequences.py does"
-    parser.add_argument("--leave-one-out", action="store_true", help=last)
-    return parser.parse_args()
 
 
 def make_step(engine, dense, graph, config):
@@ -76,12 +57,10 @@ def make_step(engine, dense, graph, config):
 
 
 def main() -> None:
-    args = arguments()
-    if args.devices:  # before anything asks JAX for its devices
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", args.devices)
-    given = {k: v for k, v in vars(args).items() if k in ("epochs", "seed") and v is not None}
-    config = SimpleNamespace(**runpy.run_path(str(args.config)) | given)
+    options = settings.parser(__doc__, "two_tower.py")
+    last = "predict the last rating of each user, by recall@10, as sequences.py does"
+    options.add_argument("--leave-one-out", action="store_true", help=last)
+    args, config = settings.read(options)
 
     data = movielens_data.load(args.data)
     top, (train_rows, test_rows) = 50, data.split(config.seed)

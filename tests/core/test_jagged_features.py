@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +23,17 @@ OPTIMIZERS = {
 }
 
 
-def engine_of(devices, optimizer, *, jagged, **options):
+def engine_of(devices, optimizer, *, jagged, placement="mod", **options):
     """Return an engine of two stacks: bags and sequences together, and a sequence alone."""
-    item = TableConfig(50, 8, name="item")
-    page = TableConfig(31, 8, name="page", combiner="sum")
+    table = functools.partial(TableConfig, placement=placement)
+    item, page = table(50, 8, name="item"), table(31, 8, name="page", combiner="sum")
     sequence = functools.partial(FeatureConfig, jagged=jagged, on_bad_id="drop")
     features = {
         "history": sequence(item, LENGTHS["history"]),
         "bag": FeatureConfig(item),
         "pages": sequence(page, LENGTHS["pages"]),
         "one": FeatureConfig(page),
-        "clicks": sequence(TableConfig(40, 4, name="click"), LENGTHS["clicks"]),
+        "clicks": sequence(table(40, 4, name="click"), LENGTHS["clicks"]),
     }
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("x",))
     return EmbeddingEngine(features, optimizer, mesh=mesh, **options)
@@ -99,20 +100,27 @@ def assert_states_equal(one, other, engines):
             np.testing.assert_array_equal(values, second.slots(other)[name][slot])
 
 
-PAIRS = [("adagrad", 8), ("adam", 1), ("each occurrence", 2)]
+IN_CI = [
+    ("adagrad", 8, "mod"),
+    ("adagrad", 8, "replicated"),
+    ("adam", 1, "div"),
+    ("each occurrence", 2, "mod"),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "devices"),
+    ("name", "devices", "placement"),
     [
-        pytest.param(name, devices, marks=() if (name, devices) in PAIRS else pytest.mark.whole)
-        for name in OPTIMIZERS
-        for devices in (1, 2, 8)
+        pytest.param(*case, marks=() if case in IN_CI else pytest.mark.whole)
+        for case in itertools.product(OPTIMIZERS, (1, 2, 8), ("mod", "div", "replicated"))
+        # Occurrences are not applied one by one to replicated tables.
+        if case[::2] != ("each occurrence", "replicated")
     ],
 )
-def test_jagged_has_the_bits_of_padded(name, devices):
+def test_jagged_has_the_bits_of_padded(name, devices, placement):
     weighted = name != "adam"
-    engines = [engine_of(devices, OPTIMIZERS[name], jagged=jagged) for jagged in (False, True)]
+    make = functools.partial(engine_of, devices, OPTIMIZERS[name], placement=placement)
+    engines = [make(jagged=jagged) for jagged in (False, True)]
     states = [engine.init(jax.random.key(0)) for engine in engines]
     for step in range(2):
         rng = np.random.default_rng(step)
@@ -220,18 +228,21 @@ def test_gradients_may_be_jagged_or_none():
 
 
 def test_no_padded_array_in_a_program():
-    # 16 examples of up to 64 ids, all but one of them short: C is far below 64 per example.
-    engine = EmbeddingEngine({"x": FeatureConfig(TableConfig(100, 7), jagged=True)}, SGD(0.1))
+    # 16 examples on 8 devices, of up to 64 ids, all but one of them short.
     lengths = np.full(16, 2)
     lengths[3] = 64
     ids = RaggedIds(np.arange(lengths.sum()) % 100, np.concatenate([[0], np.cumsum(lengths)]))
-    state, batch = engine.init(jax.random.key(0)), engine.place({"x": ids})
-    found = engine.lookup(state, batch)["x"]
-    assert found.values.shape[1] < 64 + 2 + 32
-    step = jax.jit(lambda s, b: engine.update(s, b, engine.lookup(s, b)))
-    jaxpr = str(jax.make_jaxpr(step)(state, batch))
-    assert "[2,64,7]" not in jaxpr
-    assert "[128,7]" not in jaxpr
+    programs = []
+    for jagged in (False, True):
+        feature = FeatureConfig(TableConfig(100, 7, name="t"), 64, jagged=jagged)
+        engine = EmbeddingEngine({"x": feature}, SGD(0.1))
+        state, batch = engine.init(jax.random.key(0)), engine.place({"x": ids})
+        step = jax.jit(lambda s, b, e=engine: e.update(s, b, e.lookup(s, b)))
+        programs.append(str(jax.make_jaxpr(step)(state, batch)))
+    padded, jagged = (set(re.findall(r"f32\[(?:2,64|128),7\]", one)) for one in programs)
+    assert padded
+    assert not jagged
+    assert engine.lookup(state, batch)["x"].values.shape[1] < 100
 
 
 def test_what_is_refused():

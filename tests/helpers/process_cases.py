@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import tpu_embed
-from tpu_embed import FeatureConfig, RaggedIds, SparseIds, TableConfig, departures
+from tpu_embed import FeatureConfig, Jagged, RaggedIds, SparseIds, TableConfig, departures
 from tpu_embed import optimizers as o
 from tpu_embed.core.state import retrieve
 from tpu_embed.touched import TouchedRows
@@ -39,6 +39,7 @@ def features(placement):
         "seen": FeatureConfig(films, max_sequence_length=2),
         "user": FeatureConfig(users),
         "genres": FeatureConfig(genres),
+        "path": FeatureConfig(films, jagged=True),
     }
 
 
@@ -71,7 +72,7 @@ def draw(step):
     indices = np.stack([rows[mine] - first, columns[mine]], axis=1)
     genres = SparseIds(indices, values[mine], (size, 4), weights[mine])
     batch = {"film": RaggedIds.from_lists(part(film)), "seen": part(seen), "user": part(user)}
-    return batch | {"genres": genres}
+    return batch | {"genres": genres, "path": RaggedIds.from_lists(part(film[::-1]))}
 
 
 @jax.jit
@@ -168,18 +169,15 @@ def refusals(devices):
     spec = engine.place(good).spec
     bad_id = good | ({"user": good["user"] + 100} if last else {})
     a_float = good | ({"user": good["user"] / 2} if last else {})
-    floats = np.full(len(good["user"]), 0.5)
-    short = {"film": floats, "seen": good["seen"], "user": good["user"]}
+    floats = good | {"film": np.full(len(good["user"]), 0.5)}
     other_size = tpu_embed.pad_batch(good, 16) if last else good
     missing = {k: v for k, v in good.items() if k != "user"} if last else good
     seen = []
-    cases = [(bad_id, None), (a_float, None), (other_size, None), (missing, None)]
-    cases += [(short | {"genres": good["genres"]}, None)]
+    cases = [(one, None) for one in (bad_id, a_float, other_size, missing, floats)]
     longer = good | {"film": RaggedIds.from_lists(part([[1] * 30] * BATCH))}
-    whole = NamedSharding(mesh(devices), PartitionSpec())
-    on_all = jax.device_put(np.zeros(BATCH, np.int32), whole)
-    cases += [(good | {"user": on_all}, None)]
-    cases += [(longer if last else good, spec), (good, spec), (good, None if last else spec)]
+    on_all = jax.device_put(np.zeros(BATCH, int), NamedSharding(mesh(devices), PartitionSpec()))
+    cases += [(good | {"user": on_all}, None), (longer if last else good, spec)]
+    cases += [(good, spec), (good, None if last else spec)]
     for given, wanted in cases:
         try:
             engine.place(given, spec=wanted)
@@ -285,14 +283,16 @@ def trained(engine, state, *, steps):
 
 def fixed(engine, shapes, step):
     """Return activation gradients that depend only on the step, as global arrays."""
-    rng = np.random.default_rng(step)
-    axes = engine.layout.axes
+    rng, axes = np.random.default_rng(step), engine.layout.axes
+    sharding = axes.sharding(axes.batch_axes)
 
     def one(shape):
-        whole = rng.normal(size=shape.shape).astype(np.float32)
-        return jax.make_array_from_process_local_data(axes.sharding(axes.batch_axes), part(whole))
+        jagged = isinstance(shape, Jagged)  # its C may differ: all places get one number
+        like = shape.values if jagged else shape
+        whole = np.broadcast_to(rng.normal(size=() if jagged else like.shape), like.shape)
+        return jax.make_array_from_process_local_data(sharding, np.float32(part(whole)))
 
-    return jax.tree.map(one, shapes)
+    return jax.tree.map(one, shapes, is_leaf=lambda x: isinstance(x, Jagged))
 
 
 def faults(directory):

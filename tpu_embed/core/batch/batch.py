@@ -99,14 +99,13 @@ class Batch:
 
     def row_splits(self, layout: Layout) -> dict[int, Array]:
         """Return the row splits `[B/S + 1]` of every jagged feature, inside `shard_map`."""
-        found = {}
-        for view, fields in zip(
-            view_stacks(self.spec, layout), line_of(self.spec, layout), strict=True
-        ):
-            line = take(self.packed[0], fields) if view.jagged else {}
-            for number in view.jagged:
-                f = view.features[number]
-                found[f] = line[f"row_splits/{f}"]
+        found: dict[int, Array] = {}
+        stacks = zip(view_stacks(self.spec, layout), line_of(self.spec, layout), strict=True)
+        for view, fields in stacks:
+            if view.jagged:
+                line = take(self.packed[0], fields)
+                features = [view.features[number] for number in view.jagged]
+                found |= {f: line[f"row_splits/{f}"] for f in features}
         return found
 
     def report(self, bad_ids: Array, layout: Layout) -> None:

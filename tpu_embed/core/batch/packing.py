@@ -93,7 +93,7 @@ def _with_capacity(host: HostIds, size: int) -> FeatureShape:
         return host.shape
     # At least 1, so that no array of a compiled program is empty.
     places = np.diff(host.rows.row_splits[::size])
-    return dataclasses.replace(host.shape, capacity=max(1, int(places.max())))
+    return host.shape.with_capacity(max(1, int(places.max())))
 
 
 def _ids_per_device(hosts: Sequence[HostIds], view: StackView) -> int:
@@ -122,7 +122,8 @@ def pack(hosts: Sequence[HostIds], view: StackView, into: StackIds) -> None:
 
     Args:
       hosts: the ids of every feature; they fit the view's spec.
-      view: the stack without jagged features; the capacities of its exchange are not used.
+      view: the stack, in which examples of jagged features count as bags; the capacities of its
+        exchange are not used.
       into: the arrays to write to.
     """
     if into.bags is None:
@@ -215,19 +216,22 @@ def pack_jagged(hosts: Sequence[HostIds], view: StackView, ids: StackIds) -> Jag
     places, bags = (np.empty(ids.row_ids.shape, np.int32) for _ in range(2))
     sizes = {"periods": view.periods, "bag_features": view.period.feature}
     host_kernels().interleave(columns, places, bags, None, **sizes)
-    # The bags of a period without the examples of jagged features: 0 1 - 2 of a b j b.
-    feature = np.array(view.period.feature)
-    is_bag = ~np.isin(feature, view.jagged)
-    rank = np.cumsum(is_bag) - 1
-    period, bag = np.divmod(ids.bags, max(1, feature.size))
-    targets = (period * np.count_nonzero(is_bag) + rank[bag]).astype(np.int32)
-    targets = np.where(
-        places >= 0, places + np.int32(view.bag_layout.bags - view.num_bag_ids), targets
-    )
+    # Places n, n + 1, … of jagged features are the targets after the bags.
+    targets = places + np.int32(view.bag_layout.bags - view.num_bag_ids)
+    targets = np.where(places == in_bags, _bags_alone(ids.bags, view), targets)
     targets[places == PADDING_ID] = view.num_targets
     counted = np.cumsum(places == in_bags, axis=1, dtype=np.int32) - np.int32(1)
-    places = np.where(places == in_bags, counted, places)
-    return JaggedIds(places, targets, splits)
+    return JaggedIds(np.where(places == in_bags, counted, places), targets, splits)
+
+
+def _bags_alone(bags: np.ndarray, view: StackView) -> np.ndarray:
+    """Return numbers of bags, int32, counted without the examples of jagged features."""
+    # The bags of a period are of the features a b j b, j jagged: bags 0 1 2 3 become 0 1 - 2.
+    feature = np.array(view.period.feature)
+    is_bag = ~np.isin(feature, view.jagged)
+    period, bag = np.divmod(bags, feature.size)
+    rank = np.cumsum(is_bag) - 1
+    return (period * np.count_nonzero(is_bag) + rank[bag]).astype(np.int32)
 
 
 def _pack_dense(

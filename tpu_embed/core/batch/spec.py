@@ -98,11 +98,8 @@ class BatchSpec:
 
     def bucketed(self) -> BatchSpec:
         """Return a spec with larger capacities, so that similar batches share one program."""
-        shapes = tuple(
-            # It depends on lengths alone, so features of equal lengths keep equal capacities.
-            dataclasses.replace(shape, capacity=roomy(shape.capacity)) if shape.capacity else shape
-            for shape in self.feature_shapes
-        )
+        # They depend on lengths alone, so features of equal lengths keep equal capacities.
+        shapes = tuple(one.with_capacity(roomy(one.capacity or 0)) for one in self.feature_shapes)
         stacks = tuple(stack.bucketed() for stack in self.stacks)
         return dataclasses.replace(self, feature_shapes=shapes, stacks=stacks)
 

@@ -205,7 +205,7 @@ def make_traced(
     own.check_batch([feature.path for feature in layout.features])
     # Of a jagged feature any example may have all its ids: C = H · B/S.
     shapes = [
-        shape if shape.capacity is None else dataclasses.replace(shape, capacity=size * shape.bags)
+        shape.with_capacity(size * shape.bags)
         for shape, size in zip(shapes, own.local_sizes, strict=True)
     ]
     own = dataclasses.replace(own, feature_shapes=tuple(shapes))

@@ -224,7 +224,7 @@ def _within(spec: BatchSpec, bound: BatchSpec) -> BatchSpec:
     pairs = zip(spec.stacks, bound.stacks, strict=True)
     stacks = tuple(StackSpec(a.features, *map(min, a.sizes, b.sizes)) for a, b in pairs)
     shapes = tuple(
-        dataclasses.replace(a, capacity=min(a.capacity, b.capacity or 0)) if a.capacity else a
+        a.with_capacity(min(a.capacity or 0, b.capacity or 0))
         for a, b in zip(spec.feature_shapes, bound.feature_shapes, strict=True)
     )
     return dataclasses.replace(spec, feature_shapes=shapes, stacks=stacks)

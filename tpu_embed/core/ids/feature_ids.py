@@ -62,6 +62,10 @@ class FeatureShape:
         """Bags per example, the product of `inner`."""
         return math.prod(self.inner)
 
+    def with_capacity(self, capacity: int) -> FeatureShape:
+        """Return the shape with another C; of a feature that is not jagged, the shape itself."""
+        return self if self.capacity is None else dataclasses.replace(self, capacity=capacity)
+
     @property
     def has_places(self) -> bool:
         """Whether every id has a place in a `Jagged`; ids traced inside a jit are padded first."""

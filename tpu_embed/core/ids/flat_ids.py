@@ -21,6 +21,7 @@ __all__ = [
     "check_coordinates",
     "check_order",
     "flat_ids",
+    "positions_in_rows",
     "ragged_ids",
     "row_lengths",
     "sparse_ids",
@@ -123,8 +124,7 @@ def ragged_ids(feature: FeatureRules, ids: RaggedIds, weights: Any) -> HostIds:
     if not first:
         return flat_ids(feature, feature_shape, ids.values, row, numbers, where, None)
     # Each of the first k = `first` ids of a row has bag row * k + position; later ids are cut off.
-    # Positions in the example above: 0 1 2 - 0 0 2 = 0 1 0.
-    position = np.arange(n) - np.repeat(ids.row_splits[:-1].astype(np.int64), lengths)
+    position = positions_in_rows(ids, lengths)
     keep = position < first if n and int(lengths.max()) > first else None
     bags = row * np.int64(first) + position
     return flat_ids(feature, feature_shape, ids.values, bags, numbers, where, keep)
@@ -145,6 +145,12 @@ def row_lengths(feature: FeatureRules, ids: RaggedIds) -> np.ndarray:
             got=np.array2string(splits, threshold=8, edgeitems=3),
         )
     return lengths
+
+
+def positions_in_rows(ids: RaggedIds, lengths: np.ndarray) -> np.ndarray:
+    """Return the position of every id in its row, int64 `[N]`; `lengths` are those of the rows."""
+    # Splits 0 2 2 3: positions 0 1 2 - 0 0 2 = 0 1 0.
+    return np.arange(ids.values.size) - np.repeat(ids.row_splits[:-1].astype(np.int64), lengths)
 
 
 def _ragged_shape(feature: FeatureRules, rows: int) -> tuple[int, tuple[int, ...], int]:

@@ -10,7 +10,6 @@ Input: the rules of a feature, and its ids as `[B, H]`, `SparseIds` or `RaggedId
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +25,12 @@ from tpu_embed.core.ids.bad_ids import (
 )
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds
 from tpu_embed.core.ids.feature_ids import FeatureShape, HostIds, JaggedRows, dense_shape
-from tpu_embed.core.ids.flat_ids import check_coordinates, check_order, row_lengths
+from tpu_embed.core.ids.flat_ids import (
+    check_coordinates,
+    check_order,
+    positions_in_rows,
+    row_lengths,
+)
 
 __all__ = ["jagged_ids"]
 
@@ -37,7 +41,7 @@ class _Given(NamedTuple):
     """Ids in batch order, before rows are cut.
 
     Attributes:
-      ids: int32 or int64 `[N]`, valid.
+      ids: integers `[N]`.
       examples: int64 `[N]`, the example of each.
       positions: int64 `[N]`, the position of each in its row.
       weights: `[N]`; None for all ones.
@@ -115,8 +119,7 @@ def _of_sparse(feature: FeatureRules, ids: SparseIds, weights: Any) -> _Given:
     lengths = np.zeros(ids.dense_shape[0], np.int64)
     # Columns ascend in a row, and of repeated numbers the last assignment counts.
     lengths[examples] = positions + 1
-    found = _Given(ids.values, examples, positions, numbers, lengths)
-    return _valid(feature, found, lambda at: f"example {examples[at]}, position {positions[at]}")
+    return _valid(feature, _Given(ids.values, examples, positions, numbers, lengths))
 
 
 def _of_ragged(feature: FeatureRules, ids: RaggedIds, weights: Any) -> _Given:
@@ -124,15 +127,16 @@ def _of_ragged(feature: FeatureRules, ids: RaggedIds, weights: Any) -> _Given:
     lengths = row_lengths(feature, ids)
     numbers = weights_of.beside_ragged(feature.path, feature.config.table.dtype, ids, weights)
     examples = np.repeat(np.arange(lengths.size), lengths)
-    # Splits 0 2 2 3: positions 0 1 2 - 0 0 2 = 0 1 0.
-    starts = ids.row_splits[:-1].astype(np.int64)
-    positions = np.arange(ids.values.size) - np.repeat(starts, lengths)
-    found = _Given(ids.values, examples, positions, numbers, lengths)
-    return _valid(feature, found, lambda at: f"example {examples[at]}, position {positions[at]}")
+    positions = positions_in_rows(ids, lengths)
+    return _valid(feature, _Given(ids.values, examples, positions, numbers, lengths))
 
 
-def _valid(feature: FeatureRules, given: _Given, where: Callable[[int], str]) -> _Given:
+def _valid(feature: FeatureRules, given: _Given) -> _Given:
     """Return flat ids without bad ones, whose places stay empty."""
+
+    def where(at: int) -> str:
+        return f"example {given.examples[at]}, position {given.positions[at]}"
+
     ids, valid = resolve_flat(feature, given.ids, where)
     kept: Any = np.s_[:] if valid is None else valid
     scale = None if given.weights is None else given.weights[kept]

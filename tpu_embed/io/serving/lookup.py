@@ -153,18 +153,19 @@ def _server(
 
 
 def _rounded(spec: BatchSpec) -> BatchSpec:
-    """Return the spec with id counts rounded up to powers of two, so that few programs compile."""
+    """Return the spec with sizes rounded up to powers of two, so that few programs compile."""
     stacks = tuple(
-        dataclasses.replace(stack, ids=1 << max(0, stack.ids - 1).bit_length())
-        for stack in spec.stacks
+        dataclasses.replace(stack, ids=_power_of_two(stack.ids)) for stack in spec.stacks
     )
     shapes = tuple(
-        dataclasses.replace(shape, capacity=1 << max(0, shape.capacity - 1).bit_length())
-        if shape.capacity
-        else shape
-        for shape in spec.feature_shapes
+        shape.with_capacity(_power_of_two(shape.capacity or 0)) for shape in spec.feature_shapes
     )
     return dataclasses.replace(spec, feature_shapes=shapes, stacks=stacks)
+
+
+def _power_of_two(n: int) -> int:
+    """Return the least power of two that is at least n, and at least 1."""
+    return 1 << max(0, n - 1).bit_length()
 
 
 class Server:
