@@ -4,7 +4,6 @@ This is the path of a batch; the names are packages and files:
 
     on the host
       your ids ─▶ core/ids/             checked: shapes, weights, bad ids
-               ─▶ vocabulary/           keys become rows, if a table's vocabulary lives
                ─▶ core/batch/           physical rows of core/layout/, routed, packed, sent
     on the devices
                ─▶ core/exchange/        rows come from the shards that own them
@@ -14,7 +13,8 @@ This is the path of a batch; the names are packages and files:
                ─▶ core/update/apply.py  the rule of optimizers/ gives new rows
                ─▶ core/state/           tables and slots, updated in place
 
-Which shard owns a row is decided in `core/layout/`; rows are moved and summed by `kernels/`.
+Which shard owns a row is decided in `core/layout/`; rows are moved and summed by `kernels/`. If a
+table's vocabulary lives, its ids are keys, which `vocabulary/` turns into rows in `core/batch/`.
 
 Two APIs lead to the same code. The functional API is `EmbeddingEngine` (`core/engine/`): pure
 functions for your own jit. The stateful API is `TPUEmbedding` (`tpu_embedding.py`), which holds the

@@ -117,10 +117,13 @@ def test_values_are_those_of_a_table_with_a_row_per_key(trained):
         state = twin.update_in_place(state, batch, gradients(expected, step))
     assert next_row["items"] > 30  # keys came back
     made, found, _ = trained
-    tables = twin.tables(state)
+    tables, slots = twin.tables(state), twin.slots(state)
     for name, of in known.items():
+        arrays = {f"table {name}": tables[name]}
+        arrays |= {f"slot {name}/{slot}": array for slot, array in slots[name].items()}
         for key, row in zip(*(x.tolist() for x in made.vocabularies.keys(name)), strict=True):
-            np.testing.assert_array_equal(found[f"table {name}"][row], tables[name][of[key]])
+            for what, array in arrays.items():
+                np.testing.assert_array_equal(found[what][row], array[of[key]], err_msg=what)
 
 
 @pytest.mark.parametrize("devices", [1, 8])

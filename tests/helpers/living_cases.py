@@ -49,21 +49,22 @@ def engine(devices=2, lookahead=0, features=None, **options):
     )
 
 
-def draw(step):
-    """Return a batch in every form of ids; its keys drift with the step."""
-    rng = np.random.default_rng(step)
-    lengths = rng.permutation(np.arange(SIZES["bags"]) % 3)  # always as many in all: one spec
+def draw(step, scale=1):
+    """Return a batch in every form of ids, `scale` times as large; its keys drift with the step."""
+    rng, spread = np.random.default_rng(step), 40 * scale
+    bags, one, seen = (scale * SIZES[name] for name in ("bags", "one", "seen"))
+    lengths = rng.permutation(np.arange(bags) % 3)  # always as many in all: one spec
     splits = np.concatenate([[0], np.cumsum(lengths)])
     weights = rng.choice([0.5, 1, 2], splits[-1]).astype(np.float32)
-    keys = (rng.integers(0, 40, splits[-1]) + step).astype(np.uint64) * np.uint64(2**61 + 3)
-    seen = (rng.integers(0, 40, (SIZES["seen"], 3)) + step).astype(np.uint64)
-    seen = (seen * np.uint64(2**61 + 3)).view(np.int64)
-    one = rng.integers(0, 12, SIZES["one"]) - 1
+    keys = (rng.integers(0, spread, splits[-1]) + step).astype(np.uint64) * np.uint64(2**61 + 3)
+    shown = (rng.integers(0, spread, (seen, 3)) + step).astype(np.uint64)
+    shown = (shown * np.uint64(2**61 + 3)).view(np.int64)
+    one = rng.integers(0, 12, one) - 1
     return {
         "bags": RaggedIds(keys, splits, weights),
         "one": one,
-        "seen": np.where(rng.random(seen.shape) < 0.2, -1, seen),
-        "user": rng.integers(0, 9, 8),
+        "seen": np.where(rng.random(shown.shape) < 0.2, -1, shown),
+        "user": rng.integers(0, 9, 8 * scale),
     }
 
 
@@ -100,14 +101,20 @@ def gradients(activations, step):
     return jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(np.float32), activations)
 
 
-def train(made, state, steps, first=0):
+def train_on(made, state, batch, step):
+    """Train on a placed batch; return the state and the activations."""
+    state, batch = made.admit(state, batch)
+    activations = made.lookup(state, batch)
+    state = made.update_in_place(state, batch, gradients(activations, step))
+    return state, jax.tree.map(np.asarray, activations)
+
+
+def train(made, state, steps, first=0, scale=1):
     """Train on the batches of some steps; return the state and the activations of each."""
     seen = []
     for step in range(first, first + steps):
-        state, batch = made.admit(state, made.place(draw(step)))
-        activations = made.lookup(state, batch)
-        state = made.update_in_place(state, batch, gradients(activations, step))
-        seen.append(jax.tree.map(np.asarray, activations))
+        state, activations = train_on(made, state, made.place(draw(step, scale)), step)
+        seen.append(activations)
     return state, seen
 
 

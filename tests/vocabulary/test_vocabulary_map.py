@@ -16,6 +16,7 @@ from vocabulary_cases import (
     ODD_KEYS,
     assert_same,
     built_kernels,
+    check_random_keys,
     check_random_map,
     check_state,
     check_step,
@@ -293,6 +294,15 @@ def test_a_map_is_not_copied(kernels):
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"^pickle of VocabularyMap: .*load_state"):
             copied(found)
+
+
+# -- Keys of a batch -------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(len(BUILT) == 1, reason="needs the compiled kernels")
+@pytest.mark.parametrize("seed", range(8))
+def test_keys_are_numbered_and_split_as_loops_do(seed):
+    check_random_keys(np.random.default_rng(seed))
 
 
 # -- Threads ---------------------------------------------------------------------------------------

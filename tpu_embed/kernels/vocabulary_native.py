@@ -80,12 +80,13 @@ class KeyMap:
         if task.conflict:
             kind = _CONFLICTS[task.conflict]
             raise ConflictError(kind, task.number % 2**64 if kind == "key" else task.number)
-        new, evicted = (
+        (new_keys, new_rows), (evicted_keys, evicted_rows) = (
             (np.empty(n, np.uint64), np.empty(n, np.int64))
             for n in (task.num_new, task.num_evicted)
         )
-        self._native.call("taken", *map(_address, (*new, *evicted[::-1])))
-        return Taken(self.step, rows, *new, *evicted[::-1], task.unseen)
+        reports = new_keys, new_rows, evicted_rows, evicted_keys
+        self._native.call("taken", *map(_address, reports))
+        return Taken(self.step, rows, *reports, task.unseen)
 
     def rewind(self, step: int) -> None:
         """Undo the batches after `step`, which the log must reach."""

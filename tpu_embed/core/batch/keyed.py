@@ -22,7 +22,7 @@ from tpu_embed.core.batch.agreement import Agreement
 from tpu_embed.core.batch.spec import BatchSpec
 from tpu_embed.core.batch.steps import Admission, KeyedRows, Steps
 from tpu_embed.core.batch.vocabularies import Vocabularies
-from tpu_embed.core.ids import HostIds, batch_order, examples, give_rows, has_means, looked_up
+from tpu_embed.core.ids import HostIds, batch_order, give_rows, has_means, split_keys
 from tpu_embed.core.layout import FeatureLayout, Layout
 from tpu_embed.vocabulary import Taken
 
@@ -152,7 +152,7 @@ class KeyedBatches:
         return hosts
 
     def _find(self, hosts: Sequence[HostIds], step: int | None) -> dict[int, np.ndarray]:
-        """Return the row of each key, int32 `[n]` by feature; -1 for keys without a row."""
+        """Return the row of each distinct key, int32 by feature; -1 for keys without a row."""
         found = {}
         for name, features in self._features.items():
             for f in features:
@@ -165,13 +165,10 @@ class KeyedBatches:
         """Return what this process's part of a batch has of one table."""
         known, unknown, places = [np.zeros(0, np.int32)], [], []
         for f in self._features[name]:
-            host, positions = hosts[f], looked_up(hosts[f])
-            assert host.keys is not None
-            rows = found[f][positions]
-            absent = rows < 0
-            known.append(rows[~absent])
-            unknown.append(host.keys[positions][absent])
-            places.append(self._global_examples(host, examples(host, absent)))
+            split = split_keys(hosts[f], found[f])
+            known.append(split.known)
+            unknown.append(split.keys)
+            places.append(self._global_examples(hosts[f], split.examples))
         return _Part(np.concatenate(known), unknown, places)
 
     def _global_examples(self, host: HostIds, local: np.ndarray) -> np.ndarray:

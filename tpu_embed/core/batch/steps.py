@@ -36,7 +36,7 @@ class KeyedRows:
     """The keys of one table that a batch has, and their rows.
 
     Attributes:
-      rows: int32 arrays, the rows that each feature looks up; -1 for none.
+      rows: int32 arrays, the rows of the distinct keys of each feature; -1 for none.
       taken: what the map did with the training batch; None if it is only looked up.
     """
 

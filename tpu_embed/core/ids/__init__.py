@@ -19,7 +19,7 @@ from tpu_embed.core.ids.feature_ids import (
     part_of_feature,
 )
 from tpu_embed.core.ids.host_ids import host_ids
-from tpu_embed.core.ids.keys import batch_order, examples, give_rows, looked_up
+from tpu_embed.core.ids.keys import batch_order, give_rows, looked_up, split_keys
 from tpu_embed.core.ids.narrow import narrow_ids
 from tpu_embed.core.ids.padding import pad_batch
 from tpu_embed.core.ids.rescale import rescale_bags, rescale_dense_bags, rescale_flat_bags
@@ -40,13 +40,12 @@ __all__ = [
     "check_dtype",
     "children",
     "dense_shape",
-    "examples",
     "flatten",
     "give_rows",
     "has_means",
     "host_ids",
-    "looked_up",
     "is_real",
+    "looked_up",
     "mask_missing",
     "narrow_ids",
     "pad_batch",
@@ -59,6 +58,7 @@ __all__ = [
     "rescale_bags",
     "rescale_dense_bags",
     "rescale_flat_bags",
+    "split_keys",
     "structure",
     "weights",
 ]

@@ -101,7 +101,8 @@ class HostIds:
         for all ones. Weights of means are brought near 1 (`rescale.py`).
       padded: whether -1 may be among dense ids.
       rows: of a jagged feature, whose ids are flat and whose bags are examples; otherwise None.
-      keys: for a living vocabulary, uint64 [n], until rows are known: `ids` are positions in it.
+      keys: for a living vocabulary, uint64 [n], all different, until rows are known: `ids` are
+        positions in it. Not all of them need be looked up.
     """
 
     shape: FeatureShape

@@ -2,11 +2,11 @@
 
 A batch of keys is validated before anyone knows the keys' rows, because a batch that is refused
 must not change the map from keys to rows. So each key is first replaced by its position among the
-feature's keys, which is treated like a row id that is always valid. Once the rows are known, they
-take the places of the positions. The bags [k, m] and [k], whose keys k and m have the rows 8 and
--1 (none), are
+feature's distinct keys, which is treated like a row id that is always valid. Once the rows are
+known, they take the places of the positions. The bags [k, m] and [k], whose keys k and m have the
+rows 8 and -1 (none), are
 
-    keys [k, m, k]     positions [[0, 1], [2, -1]]     rows [[8, -1], [8, -1]]
+    distinct keys [k, m]     positions [[0, 1], [0, -1]]     rows [[8, -1], [8, -1]]
 
 Input: integers of any dtype; later the row of each key. Output: positions and keys; then `HostIds`
 as those of any other table.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,15 +25,30 @@ from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype
 from tpu_embed.core.ids.columns import mask_missing
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds
 from tpu_embed.core.ids.rescale import rescale_dense_bags, rescale_flat_bags
+from tpu_embed.kernels import dispatch
 
 if TYPE_CHECKING:
     from tpu_embed.core.ids.feature_ids import HostIds
 
-__all__ = ["batch_order", "examples", "give_rows", "looked_up", "number_keys"]
+__all__ = ["Split", "batch_order", "give_rows", "looked_up", "number_keys", "split_keys"]
+
+
+class Split(NamedTuple):
+    """The keys that one feature of a batch looks up.
+
+    Attributes:
+      known: int32 `[k]`, the rows of keys that have one, each once.
+      keys: uint64 `[m]`, the keys without a row, in batch order, perhaps repeated.
+      examples: int64 `[m]`, the examples of these keys.
+    """
+
+    known: np.ndarray
+    keys: np.ndarray
+    examples: np.ndarray
 
 
 def number_keys(feature: FeatureRules, ids: Any) -> tuple[Any, np.ndarray]:
-    """Replace the keys of a feature by their positions.
+    """Replace the keys of a feature by their positions among the distinct ones.
 
     Args:
       feature: the feature.
@@ -41,8 +56,8 @@ def number_keys(feature: FeatureRules, ids: Any) -> tuple[Any, np.ndarray]:
         a key like any other elsewhere.
 
     Returns:
-      The same array or container with positions int32, those of padding masked; and the keys,
-      uint64 `[n]`.
+      The same array or container with positions int32, those of padding masked; and the distinct
+      keys, uint64 `[n]`, with what stands at padding among them.
 
     Raises:
       TypeError: the ids are not integers.
@@ -55,40 +70,35 @@ def number_keys(feature: FeatureRules, ids: Any) -> tuple[Any, np.ndarray]:
     # A signed key is read as an unsigned one: -1 is 2⁶⁴ - 1.
     signed = numbers.dtype.kind == "i"
     keys = numbers.astype(np.int64 if signed else np.uint64, copy=False).reshape(-1)
-    positions = np.arange(numbers.size, dtype=np.int32).reshape(numbers.shape)
-    numbered = mask_missing(positions, absent)
+    keys = np.ascontiguousarray(keys).view(np.uint64)
+    distinct, positions = dispatch.host_kernels().distinct_keys(keys)
+    numbered = mask_missing(positions.reshape(numbers.shape), absent)
     if values is not ids:
         numbered = dataclasses.replace(ids, values=numbered)
-    return numbered, np.ascontiguousarray(keys).view(np.uint64)
+    return numbered, distinct
 
 
-def looked_up(host: HostIds) -> Any:
-    """Return the positions of the keys that a feature looks up, in batch order, as an index."""
-    if _looks_all_up(host):
-        return np.s_[:]
+def looked_up(host: HostIds) -> np.ndarray:
+    """Return the positions of the keys that a feature looks up, `[m]` in batch order."""
     positions = host.ids.reshape(-1)
     return positions[positions >= 0] if host.padded else positions
 
 
-def _looks_all_up(host: HostIds) -> bool:
-    """Tell whether no key is padding or cut off: then the positions are 0 … n - 1."""
-    return host.keys is not None and not host.padded and host.ids.size == host.keys.size
-
-
-def examples(host: HostIds, chosen: np.ndarray) -> np.ndarray:
-    """Return the examples of some of the keys that a feature looks up, int64.
+def split_keys(host: HostIds, rows: np.ndarray) -> Split:
+    """Split the keys that a feature looks up into those with a row and those without.
 
     Args:
-      host: the feature.
-      chosen: bool `[m]`, which of the keys that it looks up.
+      host: the feature, with positions for ids.
+      rows: int32 `[n]`, the row of each key; -1: none.
     """
+    assert host.keys is not None, "positions are those of keys"
+    positions = np.ascontiguousarray(host.ids.reshape(-1), np.int32)
+    known, absent = dispatch.host_kernels().split_by_row(positions, rows)
     if host.bags is not None:
-        return host.bags[chosen].astype(np.int64) // host.shape.bags
-    # Dense positions [B, bags, width]: the flat index of an id, divided by bags · width.
-    all_up = _looks_all_up(host)
-    index = np.flatnonzero(chosen if all_up else host.ids.reshape(-1) >= 0)
-    index = index if all_up else index[chosen]
-    return index // max(1, host.ids[0].size)
+        examples = host.bags[absent].astype(np.int64) // host.shape.bags
+    else:  # positions [B, bags, width]: the index of an id, divided by bags · width
+        examples = absent // max(1, positions.size // host.shape.batch)
+    return Split(known, host.keys[positions[absent]], examples)
 
 
 def batch_order(features: Sequence[tuple[np.ndarray, int]]) -> np.ndarray:
@@ -120,17 +130,15 @@ def give_rows(host: HostIds, rows: np.ndarray, *, is_mean: bool) -> HostIds:
       is_mean: whether its bags are means, whose weights may be rescaled.
     """
     if host.bags is None:
-        if _looks_all_up(host):
-            ids = rows.reshape(host.ids.shape)
-        else:  # padding, -1, reads the last entry
-            ids = np.append(rows, np.int32(PADDING_ID))[host.ids]
+        # Padding, -1, reads the last entry.
+        ids = np.take(np.append(rows, np.int32(PADDING_ID)), host.ids)
         absent, weights = ids < 0, host.weights
         if weights is not None:
             weights = np.where(absent, weights.dtype.type(0), weights)
             weights = rescale_dense_bags(weights) if is_mean else weights
         padded = bool(absent.any())
         return dataclasses.replace(host, ids=ids, weights=weights, padded=padded, keys=None)
-    ids, bags, weights, places = rows[host.ids], host.bags, host.weights, host.rows
+    ids, bags, weights, places = np.take(rows, host.ids), host.bags, host.weights, host.rows
     if (ids < 0).any():
         keep = ids >= 0
         ids, bags = ids[keep], bags[keep]
