@@ -29,7 +29,7 @@ EVENTS = ("admitted", "evicted", "unseen")
 
 
 class Validation:
-    """The clicks, the true probabilities, and what each learner thought before it saw the clicks.
+    """The clicks, their true probabilities, and the scores of each learner before its training.
 
     Args:
       learners: by name.
