@@ -6,11 +6,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from living_cases import KEY, SIZES, assert_same, configs, draw, engine, gradients, mesh, whole
+from living_cases import (
+    KEY,
+    SIZES,
+    assert_same,
+    configs,
+    draw,
+    engine,
+    gradients,
+    initial_row,
+    mesh,
+    whole,
+)
+from oracle_vocabulary import VocabularyOracle
 
 import tpu_embed
+from tpu_embed import FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.data import Prefetcher
+from tpu_embed.vocabulary import DynamicVocabulary
 
 STEPS = 7
 
@@ -141,3 +155,93 @@ def test_another_state_must_be_of_the_step_of_the_maps():
     ordinary = tpu_embed.EmbeddingEngine({"u": configs()["user"]}, o.Adam(0.1), mesh=mesh(2))
     with pytest.raises(ValueError, match="state"):
         made.state = ordinary.init(jax.random.key(0))
+
+
+CAPACITY = 6
+SMALL = TableConfig(CAPACITY, 2, name="t", vocabulary=DynamicVocabulary())
+
+
+def small(**options):
+    """Return an embedding of a few rows on one device, with plain SGD."""
+    return tpu_embed.TPUEmbedding(FeatureConfig(SMALL), o.SGD(1.0), mesh=mesh(1), **options)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_an_update_reaches_the_rows_of_its_own_keys_only(pipelined):
+    """Batches of 4 keys in 6 rows: every row changes hands again and again, with updates due."""
+    made = small(seed=KEY, pipeline_execution_with_tensor_core=pipelined)
+    batches = np.random.default_rng(0).integers(0, 12, (40, 4))
+    oracle = VocabularyOracle(CAPACITY, waiting=4 * CAPACITY, lookahead=int(pipelined))
+    values, unseen = {}, 0
+    for batch in batches[:3]:
+        made.enqueue(batch)
+    for step, batch in enumerate(batches):
+        rows, new, _ = oracle.take(batch.tolist())
+        values |= {key: initial_row(SMALL, key) for key, _ in new}
+        unseen += sum(rows[key] < 0 for key in batch.tolist())
+        activations = np.asarray(made.dequeue())
+        for key, row in zip(batch.tolist(), activations, strict=True):
+            assert row.any() == (rows[key] >= 0)
+        made.apply_gradients(np.ones((4, 2), np.float32))
+        for key in batch.tolist():
+            if rows[key] >= 0:
+                values[key] = values[key] - np.float32(1)
+        for later in batches[step + 3 : step + 4]:
+            made.enqueue(later)
+    assert oracle.counters["evicted"] > 20
+    assert (unseen > 0) == pipelined  # rows of the batch before may not be taken then
+    table = np.asarray(made.embedding_tables[SMALL])
+    for key, row in zip(*made.engine.vocabularies.keys("t"), strict=True):
+        np.testing.assert_allclose(table[row], values[int(key)], rtol=1e-6)  # sums of duplicates
+
+
+def test_batches_in_the_queue_are_forgotten_when_the_maps_are_rewound():
+    made = small(pipeline_execution_with_tensor_core=True)
+    for keys in ([1, 2], [3, 4], [5, 6]):
+        made.enqueue(np.array(keys))
+    made.engine.vocabularies.rewind(made.state)  # the first batch is admitted: it was looked up
+    with pytest.warns(UserWarning, match="got 2 from before, now forgotten"):
+        made.enqueue(np.array([7, 8]))
+    for _ in range(2):
+        assert np.asarray(made.dequeue()).all()
+        made.apply_gradients(np.zeros((2, 2), np.float32))
+    assert made.engine.vocabularies.keys("t")[0].tolist() == [1, 2, 7, 8]
+    made.enqueue(np.array([9, 9]))
+    made.enqueue(np.array([9, 8]))
+    made.engine.vocabularies.rewind(made.state)
+    with pytest.warns(UserWarning, match="got 1 from before, now forgotten"):
+        made.dequeue()
+
+
+def test_a_lookup_whose_rows_will_be_other_keys_is_refused_before_it_is_enqueued():
+    made = small()
+    for keys in ([1, 2, 3], [4, 5, 6]):
+        made.enqueue(np.array(keys))
+        made.dequeue()
+        made.apply_gradients(np.zeros((3, 2), np.float32))
+    place = made.engine.place
+    early, late = (place(np.array([key] * 3), training=False) for key in (1, 4))
+    made.enqueue(np.array([7, 8, 9]))  # in the place of 1 2 3
+    with pytest.raises(ValueError, match="rows that may be other keys'"):
+        made.enqueue(early, training=False)
+    made.enqueue(late, training=False)
+    made.dequeue()
+    made.apply_gradients(np.zeros((3, 2), np.float32))
+    rows = np.asarray(made.dequeue())
+    np.testing.assert_array_equal(rows, [initial_row(SMALL, 4, seed=0)] * 3)
+
+
+def test_a_batch_is_used_as_it_was_placed():
+    made = small()
+    place = made.engine.place
+    with pytest.raises(ValueError, match="expected a batch to be admitted, got one placed with"):
+        made.enqueue(place(np.array([1, 2]), training=False))
+    made.enqueue(place(np.array([1, 2])), training=False)  # its keys are admitted all the same
+    made.enqueue(np.array([2, 3]))
+    rows = np.asarray(made.dequeue())
+    np.testing.assert_array_equal(rows, [initial_row(SMALL, key, seed=0) for key in (1, 2)])
+    with pytest.raises(RuntimeError, match="training=False"):
+        made.apply_gradients(rows)
+    made.dequeue()
+    made.apply_gradients(rows)
+    assert made.engine.vocabularies.admitted == 2

@@ -47,9 +47,9 @@ class Enqueued:
 
     @property
     def step(self) -> int | None:
-        """The step of living vocabularies that a training batch is; None without them."""
+        """The step of living vocabularies that the batch is, if it is to be admitted; else None."""
         steps = self.batch.steps
-        return None if steps is None or not self.training else int(steps[0])
+        return int(steps[0]) if steps is not None and self.batch.admission.is_training else None
 
     def issued(self, lookup: Callable[[Batch], PyTree]) -> Enqueued:
         """Return the batch with its activations; look them up unless that was done before."""
@@ -134,7 +134,7 @@ class Held(NamedTuple):
         return max((item.step for item in self.waiting if item.step is not None), default=admitted)
 
     def check_next(self, item: Enqueued, what: str, admitted: int) -> None:
-        """Check that a training batch was placed after the last one of the queue.
+        """Check that a batch of keys that is to be admitted was placed after those of the queue.
 
         Args:
           item: the batch.
@@ -142,14 +142,27 @@ class Held(NamedTuple):
           admitted: the step of living vocabularies that the state has.
 
         Raises:
-          ValueError: it was not, or others between them are missing.
+          ValueError: it was not, or others between them are missing; or a batch for training was
+            placed to be looked up only, or was admitted before.
         """
         last = self.last_step(admitted)
-        if item.step not in (None, last + 1):
+        if item.step is None and item.training:
+            expected, got = "a batch to be admitted", "one placed with training=False, or admitted"
+            remedy = "place it with training=True, or enqueue it with training=False"
+        elif item.step not in (None, last + 1):
             expected, got = f"the batch of step {last + 1}", f"that of step {item.step}"
             remedy = "enqueue training batches in the order in which they were placed; after some "
             remedy += "were thrown away, call engine.vocabularies.rewind(embedding.state)"
-            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        else:
+            return
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+
+    def without(self, lost: Sequence[Enqueued]) -> Held:
+        """Return the record without some batches."""
+        gone = {id(item) for item in lost}  # batches that are equal need not be the same
+        dequeued = None if id(self.dequeued) in gone else self.dequeued
+        waiting = tuple(item for item in self.waiting if id(item) not in gone)
+        return self._replace(waiting=waiting, dequeued=dequeued)
 
     def with_admitted(self, old: Enqueued, new: Enqueued, state: TableState) -> Held:
         """Return the record after a batch of its queue was admitted into its state."""

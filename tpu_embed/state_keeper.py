@@ -19,6 +19,7 @@ import jax
 
 from tpu_embed._calls import call_into, is_device_error
 from tpu_embed._checks import message
+from tpu_embed.core.batch import Steps
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState, new_steps
 from tpu_embed.enqueue import Enqueued, Held, Holder, after_a_device_error
@@ -58,21 +59,40 @@ class StateKeeper:
         vocabulary = new_steps(state.vocabulary, maps.now, self._engine.layout.axes)
         return dataclasses.replace(state, vocabulary=vocabulary)
 
-    def forget_placed_before(self, held: Held) -> Held:
+    def forget_lost(self) -> Held:
         """Forget batches of keys that the maps no longer know; return the record."""
-        maps = self._engine.vocabularies
+        if not self._lost():
+            return self.holder.now
+        with self.lock:  # what another thread was about to admit is not lost
+            lost, held = self._lost(), self.holder.now
+            if count := sum(item is not held.dequeued for item in lost):
+                expected = "batches placed since the maps were rewound or loaded"
+                got, remedy = f"{count} from before, now forgotten", "enqueue their data again"
+                text = message("queue", expected=expected, got=got, remedy=remedy)
+                warnings.warn(text, stacklevel=4)
+            self.holder.derive(lambda now: now.without(lost))
+            return self.holder.now
+
+    def _lost(self) -> list[Enqueued]:
+        maps, held = self._engine.vocabularies, self.holder.now
+        items = (*held.waiting, *([held.dequeued] if held.dequeued else []))
+        return [] if maps is None else [x for x in items if not maps.is_current(x.batch)]
+
+    def check_keys(self, what: str, item: Enqueued) -> None:
+        """Check that a batch of keys may be enqueued behind those that wait.
+
+        Raises:
+          ValueError: it is not the next one to be admitted; or it is only looked up, and then one
+            of its rows will be another key's.
+        """
+        maps, held = self._engine.vocabularies, self.holder.now
         if maps is None:
-            return held
-        lost = sum(not maps.is_current(item.batch) for item in held.waiting)
-        if lost:
-            what, expected = "TPUEmbedding.state", "batches placed since the maps were loaded"
-            got, remedy = f"{lost} in the queue from before", "enqueue their data again"
-            warnings.warn(message(what, expected=expected, got=got, remedy=remedy), stacklevel=4)
-            # Those from before came first; other threads may enqueue meanwhile.
-            self.holder.derive(lambda now: now._replace(waiting=now.waiting[lost:]))
-        if held.dequeued is not None and not maps.is_current(held.dequeued.batch):
-            self.holder.change(dequeued=None)
-        return self.holder.now
+            return
+        held.check_next(item, what, maps.admitted)
+        if item.step is None:
+            now = held.last_step(maps.admitted), maps.now[1]
+            assert item.batch.steps is not None, "every batch that this engine placed has steps"
+            maps.check(now, Steps(*item.batch.steps.tolist()), item.batch.admission)
 
     def settle(self) -> Held:
         """Return the record. The caller holds `lock`, so no update is running."""
@@ -131,8 +151,12 @@ class StateKeeper:
 
     def issue(
         self, what: str, state: TableState, items: tuple[Enqueued, ...]
-    ) -> tuple[Enqueued, ...]:
-        """Return the batches with their activations, looked up in `state` where missing."""
+    ) -> tuple[TableState, tuple[Enqueued, ...]]:
+        """Look up batches that were not yet; admit them before.
+
+        Returns:
+          The state, which is a new one if a batch was admitted, and the batches with activations.
+        """
         issued = []
         try:
             for item in items:
@@ -142,7 +166,7 @@ class StateKeeper:
         except Exception as error:
             self._note(what, error)
             raise
-        return tuple(issued)
+        return state, tuple(issued)
 
     def _admit(self, state: TableState, item: Enqueued) -> tuple[TableState, Enqueued]:
         """Admit a batch of keys, in the memory of the state; record the new state."""

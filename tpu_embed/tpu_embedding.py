@@ -180,15 +180,14 @@ class TPUEmbedding:
             if isinstance(features, Batch):
                 self._push(what, Enqueued(self.engine.place(features, weights), training, name))
                 return
-            before = self._keeper.holder.now.last_step(maps.admitted)
+            before = self._keeper.forget_lost().last_step(maps.admitted)
             turn = self.engine.next_turn()
             batch = turn.place(features, weights, training=training, step=before)
             try:
                 self._push(what, Enqueued(batch, training, name))
             except BaseException:
-                # Batches that others have placed since stay.
-                if training and maps.holds_last(batch):
-                    maps.undo(maps.placed - 1)
+                if training:
+                    maps.undo_last(batch)
                 raise
 
     def _push(self, what: str, item: Enqueued) -> None:
@@ -200,9 +199,7 @@ class TPUEmbedding:
             held = held.with_size(size, what, remedy)
             return held._replace(waiting=(*held.waiting, item))
 
-        maps = self.engine.vocabularies
-        if maps is not None:
-            self._keeper.holder.now.check_next(item, what, maps.admitted)
+        self._keeper.check_keys(what, item)
         if self._keeper.holder.now.state is not None and not self._pipelined:
             self._keeper.holder.derive(pushed)
             return
@@ -211,7 +208,7 @@ class TPUEmbedding:
             state = self._keeper.built()
             # The first batch in a pipelined queue is looked up at once (see `enqueue.py`).
             if self._pipelined and not held.waiting:
-                (item,) = self._keeper.issue(what, state, (item,))
+                _, (item,) = self._keeper.issue(what, state, (item,))
             self._keeper.holder.derive(pushed)
 
     def dequeue(self, name: str | None = None) -> PyTree:
@@ -226,7 +223,8 @@ class TPUEmbedding:
         """
         what = label("dequeue", name)
         with labelled(what, name), self._keeper.lock:
-            held = self._keeper.settled(what)
+            self._keeper.settled(what)
+            held = self._keeper.forget_lost()
             if held.dequeued is not None and held.dequeued.training:
                 expected = "gradients of the training batch that was dequeued before"
                 remedy = "call apply_gradients first"
@@ -236,7 +234,7 @@ class TPUEmbedding:
                 raise RuntimeError(message(what, expected="a batch", got=got, remedy=remedy))
             # Pipelined, the batch after this one is looked up too, before this one's update.
             heads = held.waiting[: 2 if self._pipelined else 1]
-            head, *following = self._keeper.issue(what, self._keeper.built(), heads)
+            _, (head, *following) = self._keeper.issue(what, self._keeper.built(), heads)
 
             # Other threads may have enqueued meanwhile: `now` has their batches behind `heads`.
             def popped(now: Held) -> Held:
@@ -341,10 +339,11 @@ class TPUEmbedding:
 
     def _replace(self, state: TableState) -> None:
         """Take a valid state, and look up waiting batches again."""
-        held = self._keeper.forget_placed_before(self._keeper.settle())
+        self._keeper.settle()
+        held = self._keeper.forget_lost()
         heads = tuple(item.withdrawn() for item in held.waiting[:1])
         if self._pipelined:
-            heads = self._keeper.issue("load", state, heads)
+            state, heads = self._keeper.issue("load", state, heads)
         dequeued = held.dequeued if held.problem() is None else None
 
         def replaced(now: Held) -> Held:

@@ -100,7 +100,7 @@ def test_an_embedding_forgets_what_was_enqueued_before_a_restore(saved):
         made.enqueue(draw(step))
     made.dequeue()
     restored = io.restore(saved[0], made.engine)
-    with pytest.warns(UserWarning, match="2 in the queue from before"):
+    with pytest.warns(UserWarning, match="got 2 from before, now forgotten"):
         made.state = restored.state
     assert (made.waiting, made.dequeued) == (0, None)
     for step in range(BEFORE, BEFORE + AFTER):

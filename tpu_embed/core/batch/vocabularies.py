@@ -202,6 +202,12 @@ class Vocabularies:
                 map_.rewind(step)
             self._placed = {at: taken for at, taken in self._placed.items() if at <= step}
 
+    def undo_last(self, batch: Any) -> None:
+        """Undo a training batch, unless others were placed since: they stay as they are."""
+        with self.turns.use(self.turns.draw()), self._lock:
+            if batch.steps[0] == self.placed and self.is_current(batch):
+                self.undo(self.placed - 1)
+
     def steps(self, first: int, *, training: bool) -> Steps:
         """Return the states that a batch may be looked up in.
 
@@ -220,7 +226,7 @@ class Vocabularies:
         """Check that a batch may be looked up in a state.
 
         Args:
-          now: the step and the history of the state.
+          now: the step and the history of the state; the step may have been placed only.
           steps: of the batch.
           admission: of the batch.
 
@@ -235,7 +241,7 @@ class Vocabularies:
             expected = f"one of a step up to {step}, which the state has admitted"
             remedy = "give every batch to admit first, in the order in which they were placed"
             _refuse(expected=expected, got=f"one of step {steps.first}", remedy=remedy)
-        if step > steps.last and not self._untouched(steps.first, admission):
+        if step > steps.last and not self._untouched(steps.first, step, admission):
             expected = f"one whose rows still belong to its keys at step {step}"
             got = f"one of step {steps.first}, which has rows that may be other keys' now"
             remedy = "place it again; training batches are updated at most `lookahead` admits later"
@@ -279,10 +285,6 @@ class Vocabularies:
         steps, admission = Steps(*batch.steps.tolist()), batch.admission
         known = steps.history == self._history
         return known and (not admission.is_training or self._holds(steps.first, admission))
-
-    def holds_last(self, batch: Any) -> bool:
-        """Tell whether a training batch is the last one that was placed."""
-        return batch.steps[0] == self.placed and self.is_current(batch)
 
     def note_admitted(self, step: int) -> None:
         """Note that a state has the rows of a step; what came before cannot be undone any more."""
@@ -380,13 +382,15 @@ class Vocabularies:
         taken = admission.taken
         return bool(taken) and all(placed.get(name) is one for name, one in taken.items())
 
-    def _untouched(self, first: int, admission: Admission) -> bool:
-        """Tell whether no row of a batch was given or taken since a step, if that is known."""
+    def _untouched(self, first: int, last: int, admission: Admission) -> bool:
+        """Tell whether no row of a batch was given or taken in (first, last], if that is known."""
         if admission.tables is None:
             return False
         with self._lock:
+            placed = [taken for step, taken in self._placed.items() if step <= last]
             return all(
                 not (self._changed[name][rows[rows >= 0]] > first).any()
+                and not any(np.isin(rows, taken[name].evicted_rows).any() for taken in placed)
                 for name, one in admission.tables.items()
                 for rows in one.rows
             )
