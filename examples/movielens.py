@@ -61,7 +61,7 @@ def draw(curve: list[float], path: Path) -> None:
 
 
 def main() -> None:
-    options = settings.parser(__doc__, "movielens.py")
+    options = settings.movielens_parser(__doc__, "movielens.py")
     options.add_argument("--plot", default="build/movielens.png", help="where to draw the curve")
     args, config = settings.read(options)
 

@@ -51,7 +51,7 @@ def make_step(engine, dense, graph, items: int):
 
 
 def main() -> None:
-    args, config = settings.read(settings.parser(__doc__, "sequences.py"))
+    args, config = settings.read(settings.movielens_parser(__doc__, "sequences.py"))
 
     data = movielens_data.load(args.data)
     users, items = len(data.age), len(data.decade)

@@ -57,7 +57,7 @@ def make_step(engine, dense, graph, config):
 
 
 def main() -> None:
-    options = settings.parser(__doc__, "two_tower.py")
+    options = settings.movielens_parser(__doc__, "two_tower.py")
     last = "predict the last rating of each user, by recall@10, as sequences.py does"
     options.add_argument("--leave-one-out", action="store_true", help=last)
     args, config = settings.read(options)

@@ -25,6 +25,7 @@ def test_table_defaults_are_those_of_the_semantics():
         "shard_axes": None,
         "trainable": True,
         "quantization_config": None,
+        "vocabulary": None,
     }
 
 

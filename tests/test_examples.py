@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import sys
 import types
 
 import numpy as np
@@ -146,6 +147,13 @@ def test_two_tower_predicts_the_last_rating(directory, tmp_path):
         found = numbers(rf"{name}@10 (\S+)", out)
         assert len(found) == 4  # of popularity, then of every epoch
         assert ((found > 0) & (found <= 1)).all()
+
+
+def test_an_argument_replaces_the_number_of_its_name(monkeypatch):
+    settings = load("settings", monkeypatch)
+    monkeypatch.setattr(sys, "argv", ["movielens.py", "--epochs", "3"])
+    args, config = settings.read(settings.movielens_parser(None, "movielens.py"))
+    assert (config.epochs, config.seed, config.batch_size, args.data) == (3, 0, 1000, None)
 
 
 def test_ranking_is_that_of_a_loop(monkeypatch):

@@ -13,7 +13,8 @@ This is the path of a batch; the names are packages and files:
                ─▶ core/update/apply.py  the rule of optimizers/ gives new rows
                ─▶ core/state/           tables and slots, updated in place
 
-Which shard owns a row is decided in `core/layout/`; rows are moved and summed by `kernels/`.
+Which shard owns a row is decided in `core/layout/`; rows are moved and summed by `kernels/`. If a
+table's vocabulary lives, its ids are keys, which `vocabulary/` turns into rows in `core/batch/`.
 
 Two APIs lead to the same code. The functional API is `EmbeddingEngine` (`core/engine/`): pure
 functions for your own jit. The stateful API is `TPUEmbedding` (`tpu_embedding.py`), which holds the
@@ -36,6 +37,7 @@ from tpu_embed.hashing import hash_ids
 from tpu_embed.initializers import RowIdInitializer, ShardInfo
 from tpu_embed.sparse import IndexedSlices, embedding_lookup, sparse_grad, sparse_value_and_grad
 from tpu_embed.tpu_embedding import TPUEmbedding
+from tpu_embed.vocabulary import DynamicVocabulary, FixedVocabulary
 
 if TYPE_CHECKING:
     from tpu_embed import data as data
@@ -47,8 +49,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Batch",
     "BatchSpec",
+    "DynamicVocabulary",
     "EmbeddingEngine",
     "FeatureConfig",
+    "FixedVocabulary",
     "IndexedSlices",
     "Jagged",
     "QuantizationConfig",

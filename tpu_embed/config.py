@@ -19,6 +19,7 @@ import numpy as np
 
 from tpu_embed import _checks, initializers
 from tpu_embed._types import Array
+from tpu_embed.vocabulary import DynamicVocabulary
 
 __all__ = ["Combiner", "FeatureConfig", "OnBadId", "Placement", "QuantizationConfig", "TableConfig"]
 
@@ -84,7 +85,8 @@ class TableConfig:
     table, while two objects with equal fields are two tables.
 
     Args:
-      vocabulary_size: V, the number of rows.
+      vocabulary_size: V, the number of rows; with `vocabulary`, the capacity: how many keys can
+        have a row at a time.
       dim: D, the number of columns.
       initializer: `(key, shape, dtype) -> array`, called for one row at a time with shape (1, D),
         or once per shard if it has a `shard_info` argument. None: truncated normal with mean 0 and
@@ -100,6 +102,8 @@ class TableConfig:
       shard_axes: the mesh axes over which rows are split. None: all axes.
       trainable: False: the table is looked up but never updated; it has no optimizer and no slots.
       quantization_config: how each looked-up row is quantized. None: not at all.
+      vocabulary: how keys of 64 bits get rows and lose them again: a living vocabulary. None: ids
+        are row numbers in [0, V).
 
     Raises:
       ValueError: an argument is outside its range.
@@ -121,6 +125,7 @@ class TableConfig:
     shard_axes: tuple[str, ...] | str | None = None
     trainable: bool = True
     quantization_config: QuantizationConfig | None = None
+    vocabulary: DynamicVocabulary | None = None
 
     def __post_init__(self) -> None:
         # The fields of a frozen dataclass cannot be assigned; object.__setattr__ can set them.
@@ -134,8 +139,29 @@ class TableConfig:
         initializers.check(f"{what}.initializer", self.initializer)
         if self.quantization_config is not None:
             _check_type(f"{what}.quantization_config", self.quantization_config, QuantizationConfig)
+        if self.vocabulary is not None:
+            self._check_vocabulary(what)
         object.__setattr__(self, "dtype", _dtype_name(f"{what}.dtype", self.dtype))
         object.__setattr__(self, "shard_axes", _axes(f"{what}.shard_axes", self.shard_axes))
+
+    def _check_vocabulary(self, what: str) -> None:
+        """Check that the capacity and the initializer suit a living vocabulary."""
+        _check_type(f"{what}.vocabulary", self.vocabulary, DynamicVocabulary)
+        assert self.vocabulary is not None
+        try:
+            self.vocabulary.options(self.vocabulary_size, lookahead=0)
+        except ValueError as error:
+            raise ValueError(f"{what}: {error}") from error
+        if self.initializer is not None and initializers.wants_shard_info(self.initializer):
+            raise ValueError(
+                _checks.message(
+                    f"{what}.initializer",
+                    expected="one that makes a row from its random key, for a living vocabulary",
+                    got=f"{self.initializer!r}, which looks at row numbers (shard_info)",
+                    remedy="a new key's row must not depend on the row number that it gets: give "
+                    "an initializer (key, shape, dtype)",
+                )
+            )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -151,7 +177,8 @@ class FeatureConfig:
       output_shape: the activation's shape without D; its first entry is B. None: the shape follows
         from the input.
       on_bad_id: what happens to an id outside [0, V): "error" raises, "drop" leaves it out of its
-        bag, "clip" replaces it by the nearest valid id.
+        bag, "clip" replaces it by the nearest valid id. It does not apply to the keys of a living
+        vocabulary, which are all valid.
       name: a name that messages show beside the feature's path.
       jagged: the feature is a sequence whose activation is a `Jagged`: the rows of all examples one
         after the other, without padding between them. `max_sequence_length` then only cuts rows.

@@ -45,6 +45,12 @@ class Enqueued:
     name: str | None
     activations: PyTree | None = None
 
+    @property
+    def step(self) -> int | None:
+        """The step of living vocabularies that the batch is, if it is to be admitted; else None."""
+        steps = self.batch.steps
+        return int(steps[0]) if steps is not None and self.batch.admission.is_training else None
+
     def issued(self, lookup: Callable[[Batch], PyTree]) -> Enqueued:
         """Return the batch with its activations; look them up unless that was done before."""
         if self.activations is not None:
@@ -90,7 +96,9 @@ class Held(NamedTuple):
         """
         # `self.update` is None without an update, [] before a result, [state] after it.
         if self.update:
-            return self._replace(state=self.update[0], dequeued=None, update=None)
+            assert self.state is not None
+            new = dataclasses.replace(self.update[0], vocabulary=self.state.vocabulary)
+            return self._replace(state=new, dequeued=None, update=None)
         failure = self.failure
         taken = self.update is not None and _any_deleted(jax.tree.leaves(self.state))
         if failure is None and taken:
@@ -116,6 +124,50 @@ class Held(NamedTuple):
             expected = f"{shown(self.per_replica)}, the size it was built with"
             raise ValueError(message(what, expected=expected, got=shown(size), remedy=remedy))
         return self._replace(per_replica=size)
+
+    def last_step(self, admitted: int) -> int:
+        """Return the step of living vocabularies that the queue ends with.
+
+        Args:
+          admitted: the step that the state has.
+        """
+        return max((item.step for item in self.waiting if item.step is not None), default=admitted)
+
+    def check_next(self, item: Enqueued, what: str, admitted: int) -> None:
+        """Check that a batch of keys that is to be admitted was placed after those of the queue.
+
+        Args:
+          item: the batch.
+          what: the call, for the message.
+          admitted: the step of living vocabularies that the state has.
+
+        Raises:
+          ValueError: it was not, or others between them are missing; or a batch for training was
+            placed to be looked up only, or was admitted before.
+        """
+        last = self.last_step(admitted)
+        if item.step is None and item.training:
+            expected, got = "a batch to be admitted", "one placed with training=False, or admitted"
+            remedy = "place it with training=True, or enqueue it with training=False"
+        elif item.step not in (None, last + 1):
+            expected, got = f"the batch of step {last + 1}", f"that of step {item.step}"
+            remedy = "enqueue training batches in the order in which they were placed; after some "
+            remedy += "were thrown away, call engine.vocabularies.rewind(embedding.state)"
+        else:
+            return
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+
+    def without(self, lost: Sequence[Enqueued]) -> Held:
+        """Return the record without some batches."""
+        gone = {id(item) for item in lost}  # batches that are equal need not be the same
+        dequeued = None if id(self.dequeued) in gone else self.dequeued
+        waiting = tuple(item for item in self.waiting if id(item) not in gone)
+        return self._replace(waiting=waiting, dequeued=dequeued)
+
+    def with_admitted(self, old: Enqueued, new: Enqueued, state: TableState) -> Held:
+        """Return the record after a batch of its queue was admitted into its state."""
+        waiting = tuple(new if item is old else item for item in self.waiting)
+        return self._replace(state=state, waiting=waiting, update=None)
 
     def described_sizes(self, paths: Sequence[str]) -> Any:
         """Return `per_replica` as a plain object: one number if all are equal, or one per path."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import json
+import struct
 import threading
 import time
 import zlib
@@ -142,6 +143,22 @@ def exchange(what: str, name: str, news: str | None, seconds: int) -> dict[int, 
       seconds: how long to wait for the other processes.
 
     Raises:
+      RuntimeError: as for `exchange_bytes`.
+    """
+    said = exchange_bytes(what, name, None if news is None else news.encode(), seconds)
+    return {process: json.loads(text) for process, text in said.items()}
+
+
+def exchange_bytes(what: str, name: str, news: bytes | None, seconds: int) -> dict[int, bytes]:
+    """Do what `exchange` does with news of any form.
+
+    Args:
+      what: what is done, for messages.
+      name: the name of the exchange, the same in all processes.
+      news: bytes, or None if this process has nothing to say.
+      seconds: how long to wait for the other processes.
+
+    Raises:
       RuntimeError: another process has left or did not come in time, or this process's last
         exchange of this name was interrupted.
     """
@@ -166,12 +183,12 @@ def exchange(what: str, name: str, news: str | None, seconds: int) -> dict[int, 
         text = message(what, expected=expected, got=f"{error}", remedy=remedy)
         raise RuntimeError(text) from error
     _unfinished.remove(name)
-    return {int(process): json.loads(text) for process, text in said.items()}
+    return said
 
 
 def _meet(
-    listener: departures.Listener, round_: str, news: str | None, seconds: int
-) -> dict[str, str]:
+    listener: departures.Listener, round_: str, news: bytes | None, seconds: int
+) -> dict[int, bytes]:
     """Wait until all processes have arrived at this round; return their news by process.
 
     The last process to arrive sees from the count that it is the last. It gathers the news and
@@ -181,24 +198,43 @@ def _meet(
     client, arrival = listener.client, 1
     _check_nobody_left(listener, ask=False)
     if news is not None:
-        client.key_value_set(f"{round_}/news/{jax.process_index()}", news)
+        client.key_value_set_bytes(f"{round_}/news/{jax.process_index()}", news)
         arrival += _WITH_NEWS
     # The low bits of the count are arrivals, the high bits those with news. With 3 processes, one
     # of which has news, the last to arrive reads 2**15 + 3.
     count = client.key_value_increment(f"{round_}/count", arrival)
     if count % _WITH_NEWS == jax.process_count():
-        told = client.key_value_dir_get(f"{round_}/news/") if count >= _WITH_NEWS else []
-        said = {key.rsplit("/", 1)[-1]: text for key, text in told}
-        client.key_value_set(f"{round_}/all", json.dumps(said))
+        told = client.key_value_dir_get_bytes(f"{round_}/news/") if count >= _WITH_NEWS else []
+        said = {int(key.rsplit("/", 1)[-1]): news for key, news in told}
+        client.key_value_set_bytes(f"{round_}/all", _joined(said))
         return said
     end = time.monotonic() + seconds
     while True:
         try:
-            return json.loads(client.blocking_key_value_get(f"{round_}/all", SLICE_MS))
+            return _parted(client.blocking_key_value_get_bytes(f"{round_}/all", SLICE_MS))
         except jax.errors.JaxRuntimeError as error:
             if not departures.is_timeout(error) or time.monotonic() > end:
                 raise
         _check_nobody_left(listener, ask=True)
+
+
+_HEADER = struct.Struct("<IQ")
+"""What stands before the news of a process: its number, and how many bytes follow."""
+
+
+def _joined(said: dict[int, bytes]) -> bytes:
+    """Return the news of all processes in one piece."""
+    return b"".join(_HEADER.pack(process, len(news)) + news for process, news in said.items())
+
+
+def _parted(joined: bytes) -> dict[int, bytes]:
+    """Return the news by process; the inverse of `_joined`."""
+    said, at = {}, 0
+    while at < len(joined):
+        process, size = _HEADER.unpack_from(joined, at)
+        at += _HEADER.size + size
+        said[process] = joined[at - size : at]
+    return said
 
 
 def _check_nobody_left(listener: departures.Listener, *, ask: bool) -> None:

@@ -69,6 +69,10 @@ class TouchedRows:
     """
 
     def __init__(self, engine: EmbeddingEngine, *, step: int = 0) -> None:
+        if engine.vocabularies is not None:
+            expected, got = "tables whose ids are row numbers", "keys of living vocabularies"
+            remedy = "save whole tables with io.save; a delta cannot say yet whose row a row is"
+            raise ValueError(message("TouchedRows", expected=expected, got=got, remedy=remedy))
         self._engine, self.layout = engine, engine.layout
         self._run = uuid.uuid4().hex
         self._start = self._through = check_int("step", step, minimum=0)

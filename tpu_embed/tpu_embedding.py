@@ -9,27 +9,26 @@ Input: batches of ids, then gradients. Output: activations; the tables change.
 from __future__ import annotations
 
 import collections
-import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tpu_embed._calls import call_into, is_device_error, label, labelled
-from tpu_embed._checks import message, refuse_pickle
+from tpu_embed._calls import label, labelled
+from tpu_embed._checks import check_int, message, refuse_pickle
 from tpu_embed._types import Array, PyTree
 from tpu_embed.config import TableConfig
+from tpu_embed.core.batch import Batch
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.ids import structure
 from tpu_embed.core.layout import describe_devices, describe_tables
 from tpu_embed.core.state import TableState, check_state, retrieve
 from tpu_embed.core.update import OnBadGradient
-from tpu_embed.enqueue import Enqueued, Held, Holder, after_a_device_error, batch_sizes
-from tpu_embed.interrupts import SignalsDeferred
+from tpu_embed.enqueue import Enqueued, Held, batch_sizes
 from tpu_embed.planning.placement import resolve
+from tpu_embed.state_keeper import StateKeeper
 
 
 class TPUEmbedding:
@@ -61,6 +60,7 @@ class TPUEmbedding:
       on_bad_gradient: what to do with a step in which an activation gradient has NaN or infinity:
         "allow" applies it without checking; "skip" skips and counts it; "error" makes
         `apply_gradients` raise, for which it has to wait for the gradients.
+      lookahead: as for `EmbeddingEngine`, with living vocabularies; at least 1 if pipelined.
 
     Raises:
       ValueError: what `EmbeddingEngine` refuses.
@@ -84,24 +84,30 @@ class TPUEmbedding:
         batch_axes: str | Sequence[str] | None = None,
         seed: int = 0,
         on_bad_gradient: OnBadGradient = "allow",
+        lookahead: int = 0,
     ) -> None:
         declared = structure.flatten(feature_config)
         self._declared = dict(zip(declared.table_names, declared.tables, strict=True))
         placed = resolve(feature_config, optimizer, mesh=mesh)
-        self.engine = EmbeddingEngine(
-            placed, optimizer, mesh=mesh, batch_axes=batch_axes, on_bad_gradient=on_bad_gradient
-        )
-        self._seed = seed
         self._pipelined = bool(pipeline_execution_with_tensor_core)
-        self._holder = Holder()
-        self._tables = threading.RLock()
-        """Held by every call while it reads the tables or changes them."""
+        # Pipelined, a batch is admitted before the update of the one before it.
+        self.engine = EmbeddingEngine(
+            placed,
+            optimizer,
+            mesh=mesh,
+            batch_axes=batch_axes,
+            on_bad_gradient=on_bad_gradient,
+            lookahead=max(check_int("lookahead", lookahead, minimum=0), int(self._pipelined)),
+        )
+        self._keeper = StateKeeper(self.engine, seed)
+        self._placing = threading.RLock()
+        """Held while a batch of keys is placed and enqueued, so that both orders are the same."""
 
     def __repr__(self) -> str:
         """Show how far the training is, and a line per table."""
         first = f"TPUEmbedding on {describe_devices(self.engine.layout)}"
         tables = describe_tables(self.engine.layout)
-        return "\n  ".join([f"{first}: {self._holder.now.progress}", *tables])
+        return "\n  ".join([f"{first}: {self._keeper.holder.now.progress}", *tables])
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied: the queue and the devices belong to this process."""
@@ -126,17 +132,10 @@ class TPUEmbedding:
         """
         size = batch_sizes(self.engine.structure, per_replica_batch_size)
         remedy = "make another TPUEmbedding"
-        with self._tables:
-            self._settled("build").with_size(size, "build", remedy)
-            self._built()
-            self._holder.derive(lambda held: held.with_size(size, "build", remedy))
-
-    def _built(self) -> TableState:
-        """Return the state; create it if there is none. The caller holds `_tables`."""
-        if self._holder.now.state is None:
-            self._holder.change(state=self.engine.init(jax.random.key(self._seed)))
-        assert self._holder.now.state is not None
-        return self._holder.now.state
+        with self._keeper.lock:
+            self._keeper.settled("build").with_size(size, "build", remedy)
+            self._keeper.built()
+            self._keeper.holder.derive(lambda held: held.with_size(size, "build", remedy))
 
     def enqueue(
         self,
@@ -162,31 +161,55 @@ class TPUEmbedding:
         """
         what = label("enqueue", name)
         with labelled(what, name):
-            self._valid(what)
+            self._keeper.valid(what)
             if training:
                 self.engine.check_trainable(f"{what} with training=True")
+            if self.engine.vocabularies is not None:
+                self._enqueue_keys(what, features, weights, training, name)
+                return
             batch = self.engine.place(features, weights)
-            size = batch.spec.local_sizes if training else None
-            self._push(what, Enqueued(batch, training, name), size)
+            self._push(what, Enqueued(batch, training, name))
 
-    def _push(self, what: str, item: Enqueued, size: tuple[int, ...] | None) -> None:
+    def _enqueue_keys(
+        self, what: str, features: PyTree, weights: PyTree | None, training: bool, name: str | None
+    ) -> None:
+        """Place and enqueue a batch of keys; if that fails, the maps are as before."""
+        maps = self.engine.vocabularies
+        assert maps is not None
+        with self._placing:
+            if isinstance(features, Batch):
+                self._push(what, Enqueued(self.engine.place(features, weights), training, name))
+                return
+            before = self._keeper.forget_lost().last_step(maps.admitted)
+            turn = self.engine.next_turn()
+            batch = turn.place(features, weights, training=training, step=before)
+            try:
+                self._push(what, Enqueued(batch, training, name))
+            except BaseException:
+                if training:
+                    maps.undo_last(batch)
+                raise
+
+    def _push(self, what: str, item: Enqueued) -> None:
         """Append a placed batch; wait for other calls only if the tables are needed."""
+        size = item.batch.spec.local_sizes if item.training else None
         remedy = "pad it with tpu_embed.pad_batch, or enqueue it with training=False"
 
         def pushed(held: Held) -> Held:
             held = held.with_size(size, what, remedy)
             return held._replace(waiting=(*held.waiting, item))
 
-        if self._holder.now.state is not None and not self._pipelined:
-            self._holder.derive(pushed)
+        self._keeper.check_keys(what, item)
+        if self._keeper.holder.now.state is not None and not self._pipelined:
+            self._keeper.holder.derive(pushed)
             return
-        with self._tables:
-            held = self._settled(what).with_size(size, what, remedy)
-            state = self._built()
+        with self._keeper.lock:
+            held = self._keeper.settled(what).with_size(size, what, remedy)
+            state = self._keeper.built()
             # The first batch in a pipelined queue is looked up at once (see `enqueue.py`).
             if self._pipelined and not held.waiting:
-                (item,) = self._issue(what, state, (item,))
-            self._holder.derive(pushed)
+                _, (item,) = self._keeper.issue(what, state, (item,))
+            self._keeper.holder.derive(pushed)
 
     def dequeue(self, name: str | None = None) -> PyTree:
         """Return the activations of the oldest batch, with the batch dimension sharded.
@@ -199,8 +222,9 @@ class TPUEmbedding:
             or the state is invalid.
         """
         what = label("dequeue", name)
-        with labelled(what, name), self._tables:
-            held = self._settled(what)
+        with labelled(what, name), self._keeper.lock:
+            self._keeper.settled(what)
+            held = self._keeper.forget_lost()
             if held.dequeued is not None and held.dequeued.training:
                 expected = "gradients of the training batch that was dequeued before"
                 remedy = "call apply_gradients first"
@@ -210,14 +234,14 @@ class TPUEmbedding:
                 raise RuntimeError(message(what, expected="a batch", got=got, remedy=remedy))
             # Pipelined, the batch after this one is looked up too, before this one's update.
             heads = held.waiting[: 2 if self._pipelined else 1]
-            head, *following = self._issue(what, self._built(), heads)
+            _, (head, *following) = self._keeper.issue(what, self._keeper.built(), heads)
 
             # Other threads may have enqueued meanwhile: `now` has their batches behind `heads`.
             def popped(now: Held) -> Held:
                 rest = now.waiting[len(heads) :]
                 return now._replace(waiting=(*following, *rest), dequeued=head)
 
-            self._holder.derive(popped)
+            self._keeper.holder.derive(popped)
             return head.activations
 
     def apply_gradients(self, gradients: PyTree, name: str | None = None) -> None:
@@ -235,44 +259,23 @@ class TPUEmbedding:
           TypeError: a wrong container type.
         """
         what = label("apply_gradients", name)
-        with labelled(what, name), self._tables:
-            state, item = self._settled(what).waiting_for_gradients(what)
+        with labelled(what, name), self._keeper.lock:
+            state, item = self._keeper.settled(what).waiting_for_gradients(what)
             rates = self.engine.learning_rates()
-            self._update(what, self.engine.prepare_update(state, item.batch, gradients, rates))
-
-    def _update(self, what: str, update: Callable[[], TableState]) -> None:
-        """Run an update in the memory of the state, and take its result as the new state.
-
-        The record holds the list `results` before the update begins, and the new state is appended
-        to that list. From its second call on, JAX runs the program without Python code, so nothing
-        can be raised between the two. The first call runs Python code, so signals are deferred.
-        """
-        results: list[TableState] = []
-        with SignalsDeferred():
-            self._holder.change(update=results)
-            try:
-                call_into(results, update)
-            except Exception as error:
-                self._note(what, error)
-                raise
-            finally:
-                self._settle()
-
-    def _note(self, what: str, error: Exception) -> None:
-        """Record that the state is invalid, if this is a device error."""
-        if is_device_error(error):
-            self._holder.change(failure=after_a_device_error(f"{what}: {error}"))
+            self._keeper.update(
+                what, self.engine.prepare_update(state, item.batch, gradients, rates)
+            )
 
     @property
     def waiting(self) -> int:
         """The number of batches in the queue."""
-        return len(self._holder.now.waiting)
+        return len(self._keeper.holder.now.waiting)
 
     @property
     def dequeued(self) -> PyTree | None:
         """The activations of the training batch whose gradients are due, or None."""
-        with self._tables:
-            item = self._settle().dequeued
+        with self._keeper.lock:
+            item = self._keeper.settle().dequeued
         return item.activations if item is not None and item.training else None
 
     @property
@@ -281,19 +284,24 @@ class TPUEmbedding:
 
         The next `apply_gradients` donates its tables and slots; step and counters stay readable.
         """
-        with self._tables:
+        with self._keeper.lock:
             return self._current("state")
 
     @state.setter
     def state(self, state: TableState) -> None:
-        """Replace the state by another of this engine; waiting batches are looked up again."""
-        with self._tables:
+        """Replace the state by another of this engine; waiting batches are looked up again.
+
+        After a restore, batches of keys that were placed before it are forgotten, with a warning.
+        """
+        with self._keeper.lock:
             check_state(state, self.engine.layout)
+            if self.engine.vocabularies is not None:
+                self.engine.vocabularies.check_newest(state)
             self._replace(state)
 
     def _current(self, what: str) -> TableState:
-        self._settled(what)
-        return self._built()
+        self._keeper.settled(what)
+        return self._keeper.built()
 
     @property
     def embedding_tables(self) -> dict[TableConfig, Array]:
@@ -302,7 +310,7 @@ class TPUEmbedding:
         Every device gets all tables whole. `retrieve` needs only the host's memory for that. The
         dictionary is a pytree, whose leaves are in the order in which the features name the tables.
         """
-        with self._tables:
+        with self._keeper.lock:
             by_name = self.engine.tables(self._current("embedding_tables"))
         # JAX sorts the keys of a plain dictionary, but configs have no order of their own.
         return collections.OrderedDict((x, by_name[name]) for name, x in self._declared.items())
@@ -322,79 +330,39 @@ class TPUEmbedding:
         Raises:
           ValueError: an unknown name, or a wrong shape; nothing changes then.
         """
-        with self._tables:
-            held = self._settle()
+        with self._keeper.lock:
+            held = self._keeper.settle()
             state = held.state
             if state is None or held.problem() is not None:
-                state = self.engine.init(jax.random.key(self._seed))
+                state = self._keeper.new_state()
             self._replace(self.engine.load_arrays(state, tables, slots))
 
     def _replace(self, state: TableState) -> None:
         """Take a valid state, and look up waiting batches again."""
-        held = self._settle()
+        self._keeper.settle()
+        held = self._keeper.forget_lost()
         heads = tuple(item.withdrawn() for item in held.waiting[:1])
         if self._pipelined:
-            heads = self._issue("load", state, heads)
+            state, heads = self._keeper.issue("load", state, heads)
         dequeued = held.dequeued if held.problem() is None else None
 
         def replaced(now: Held) -> Held:
             waiting = (*heads, *now.waiting[len(heads) :])
             return now._replace(state=state, waiting=waiting, dequeued=dequeued, failure=None)
 
-        self._holder.derive(replaced)
+        self._keeper.holder.derive(replaced)
 
     def retrieve(self) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
         """Return tables and slots as host arrays by name, copied shard by shard."""
-        with self._tables:
+        with self._keeper.lock:
             return retrieve.host_arrays(self._current("retrieve"), self.engine.layout)
 
     def describe(self) -> dict[str, Any]:
         """Return the resolved configuration, batch size and pipelining as plain objects."""
         return {
             **self.engine.describe(),
-            "per_replica_batch_size": self._holder.now.described_sizes(self.engine.structure.paths),
+            "per_replica_batch_size": self._keeper.holder.now.described_sizes(
+                self.engine.structure.paths
+            ),
             "pipelined": self._pipelined,
         }
-
-    def _issue(
-        self, what: str, state: TableState, items: tuple[Enqueued, ...]
-    ) -> tuple[Enqueued, ...]:
-        """Return the batches with their activations, looked up in `state` where missing."""
-        lookup = functools.partial(self.engine.lookup, state)
-        try:
-            return tuple([item.issued(lookup) for item in items])
-        except Exception as error:
-            self._note(what, error)
-            raise
-
-    def _settle(self) -> Held:
-        """Return the record. The caller holds `_tables`, so no update is running."""
-        if self._holder.now.update is not None:
-            self._holder.derive(Held.settled)
-        return self._holder.now
-
-    def _settled(self, what: str) -> Held:
-        """Return the record if the state is valid. The caller holds `_tables`.
-
-        Raises:
-          RuntimeError: the state is invalid.
-        """
-        self._settle()
-        return self._valid(what)
-
-    def _valid(self, what: str) -> Held:
-        """Return the record if the state is valid.
-
-        Raises:
-          RuntimeError: the state is invalid.
-        """
-        while True:
-            held = self._holder.now
-            problem, now = held.problem(), self._holder.now
-            # Try again if another thread's update has taken the arrays during the check.
-            if now.state is held.state and now.update is held.update:
-                break
-        if problem is not None:
-            expected, remedy = "a valid state", "load the tables, or set `state`"
-            raise RuntimeError(message(what, expected=expected, got=problem, remedy=remedy))
-        return held

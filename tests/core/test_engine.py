@@ -34,7 +34,7 @@ def _ones(engine, state, batch):
 def test_a_batch_that_is_only_looked_up_has_the_same_activations_and_no_update(devices):
     engine = _engine(o.SGD(0.1), devices)
     state = engine.init(jax.random.key(0))
-    whole, lookup = engine.place({"x": IDS}), engine.place({"x": IDS}, for_update=False)
+    whole, lookup = engine.place({"x": IDS}), engine.place({"x": IDS}, training=False)
     activations = engine.lookup(state, lookup)
     assert_same(activations, engine.lookup(state, whole))
     with pytest.raises(ValueError, match="batch: expected a batch placed for an update"):

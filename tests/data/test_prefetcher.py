@@ -46,7 +46,7 @@ def test_weights_beside_the_features():
 
 
 def test_options_of_place():
-    [placed] = Prefetcher(engine(), [batch(0)], for_update=False)
+    [placed] = Prefetcher(engine(), [batch(0)], training=False)
     assert placed.spec.routed == "lookup"
     spec = engine().place(batch(0)).spec
     longer = {"x": RaggedIds.from_lists([[1, 2, 3]] * SIZE)}

@@ -37,7 +37,7 @@ def make_embedding(**options) -> tpu_embed.TPUEmbedding:
     All of them share one engine, so that its programs compile once.
     """
     embedding = make_embedding_of(FEATURES, o.Adagrad(0.5), **options)
-    embedding.engine = _engine()
+    embedding.engine = embedding._keeper._engine = _engine()
     return embedding
 
 

@@ -100,6 +100,28 @@ def check_random_map(rng, steps=60):
     return maps
 
 
+def check_random_keys(rng):
+    """Number the keys of a batch and split them by their rows, in all kernels and by loops."""
+    some = np.append(rng.integers(0, 2**63, 40).astype(np.uint64), np.array(ODD_KEYS, np.uint64))
+    keys = rng.choice(some, rng.integers(0, 300))
+    number_of = {}
+    numbers = [number_of.setdefault(key, len(number_of)) for key in keys.tolist()]
+    rows = rng.permutation(len(number_of)).astype(np.int32)
+    rows[rng.random(rows.size) < 0.3] = -1
+    positions = np.array(numbers, np.int32)
+    positions[rng.random(positions.size) < 0.2] = -1
+    present = set(positions.tolist())
+    known = [row for at, row in enumerate(rows.tolist()) if at in present and row >= 0]
+    absent = [i for i, at in enumerate(positions.tolist()) if at >= 0 and rows[at] < 0]
+    for name in KERNELS:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(dispatch.VARIABLE, name)
+            kernels = dispatch.host_kernels()
+        arrays = (*kernels.distinct_keys(keys), *kernels.split_by_row(positions, rows))
+        assert [a.dtype for a in arrays] == [np.uint64, np.int32, np.int32, np.int64]
+        assert [a.tolist() for a in arrays] == [list(number_of), numbers, known, absent]
+
+
 def same(results):
     """Check that all tuples of numbers and arrays are equal."""
     for other in results[1:]:

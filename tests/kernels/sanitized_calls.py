@@ -15,7 +15,7 @@ from host_cases import check_host_kernels
 from jax.sharding import PartitionSpec
 from judges import same_as, update_judge
 from random_operands import draw_bags, draw_ids, draw_numbers, draw_optimizer, draw_size, draw_table
-from vocabulary_cases import check_random_map
+from vocabulary_cases import check_random_keys, check_random_map
 
 from tpu_embed.kernels import cpu, host_native, reference
 
@@ -152,7 +152,8 @@ def host(rng, dtype):
 
 
 def vocabulary(rng, dtype):
-    """The map from keys to rows, on a stream with all kinds of calls."""
+    """The map from keys to rows, on a stream with all kinds of calls, and the keys of batches."""
+    check_random_keys(rng)
     done["vocabulary"] += check_random_map(rng)[-1].step
 
 

@@ -29,6 +29,7 @@ FLOORS = {
     "sparse": 4,
     "touched": 4,
     "state_holder": 4,
+    "state_keeper": 6,
     "training": 5,
     "io": 5,
     "planning": 5,
@@ -58,7 +59,7 @@ ORDERS = {
         "delta",
         "serving",
     ],
-    "vocabulary": ["config", "states", "map"],
+    "vocabulary": ["config", "fixed", "states", "map"],
     "training": ["paths", "replicas", "autodiff", "optimizer"],
 }
 """The rooms of a package in order: each imports only those before it."""

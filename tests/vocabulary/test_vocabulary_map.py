@@ -16,6 +16,7 @@ from vocabulary_cases import (
     ODD_KEYS,
     assert_same,
     built_kernels,
+    check_random_keys,
     check_random_map,
     check_state,
     check_step,
@@ -295,6 +296,15 @@ def test_a_map_is_not_copied(kernels):
             copied(found)
 
 
+# -- Keys of a batch -------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(len(BUILT) == 1, reason="needs the compiled kernels")
+@pytest.mark.parametrize("seed", range(8))
+def test_keys_are_numbered_and_split_as_loops_do(seed):
+    check_random_keys(np.random.default_rng(seed))
+
+
 # -- Threads ---------------------------------------------------------------------------------------
 
 
@@ -338,3 +348,16 @@ def test_find_sees_a_map_between_two_batches(kernels):
         thread.join()
     assert not wrong
     assert found.find(keys[-1]).tolist() == list(range(keys.shape[1]))
+
+
+@both
+def test_evicted_keys_stand_beside_their_rows(kernels):
+    found, key_of = make_map(kernels, 4, ttl=1), {}
+    for batch in np.random.default_rng(0).integers(0, 9, (40, 3)):
+        taken = take(found, batch)
+        owners = [key_of.pop(row) for row in taken.evicted_rows.tolist()]
+        assert taken.evicted_keys.tolist() == owners
+        assert taken.evicted_keys.dtype == np.uint64
+        key_of |= dict(zip(taken.new_rows.tolist(), taken.new_keys.tolist(), strict=True))
+    assert found.counters["evicted"] > 5
+    assert found.counters["expired"] > 5

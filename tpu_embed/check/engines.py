@@ -60,7 +60,7 @@ def check_inputs(devices: Devices, findings: Findings) -> str:
     engine = EmbeddingEngine(workload.features, mesh=make_mesh(devices))
     state = engine.init(jax.random.key(0))
     expected = _expected(engine, state, workload, {}, findings)
-    batch = engine.place(workload.ids, workload.weights, for_update=False)
+    batch = engine.place(workload.ids, workload.weights, training=False)
     expected.compare_activations(jax.device_get(engine.lookup(state, batch)))
     return f"{len(declared)} forms of ids, weights and combiners"
 

@@ -72,7 +72,7 @@ class Feed:
             raise
         try:
             batch = turn.place(
-                item.features, item.weights, self._rules.spec, for_update=self._rules.for_update
+                item.features, item.weights, self._rules.spec, training=self._rules.training
             )
         except Exception as error:
             error.add_note(f"This was batch {self._number} of the source.")

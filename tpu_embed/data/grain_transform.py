@@ -37,7 +37,7 @@ class Place(Map):
       engine: places the batches.
       weighted: whether the elements are `(features, weights, …)`.
       spec: the exact shape of every batch; None: a shape of earlier batches if it fits one of them.
-      for_update: False for batches that are only looked up.
+      training: False for batches that are only looked up.
 
     Example:
       >>> import grain, numpy as np, tpu_embed
@@ -55,9 +55,9 @@ class Place(Map):
         *,
         weighted: bool = False,
         spec: BatchSpec | None = None,
-        for_update: bool = True,
+        training: bool = True,
     ) -> None:
-        self._engine, self._rules = engine, ItemRules(weighted, spec, for_update)
+        self._engine, self._rules = engine, ItemRules(weighted, spec, training)
 
     def map(self, element: Any) -> Any:
         """Return the element with a `Batch` in place of its features.
@@ -66,9 +66,7 @@ class Place(Map):
           ValueError, TypeError: as `EmbeddingEngine.place`.
         """
         item, rules = self._rules.take_apart(element), self._rules
-        batch = self._engine.place(
-            item.features, item.weights, rules.spec, for_update=rules.for_update
-        )
+        batch = self._engine.place(item.features, item.weights, rules.spec, training=rules.training)
         return item.around(batch)
 
     def __reduce__(self) -> NoReturn:

@@ -50,12 +50,12 @@ class ItemRules:
     Args:
       weighted: whether items are `(features, weights, …)`.
       spec: the exact shape of every batch, or None.
-      for_update: whether the batches are trained on.
+      training: whether the batches are trained on.
     """
 
     weighted: bool = False
     spec: BatchSpec | None = None
-    for_update: bool = True
+    training: bool = True
 
     def take_apart(self, item: Any) -> Item:
         """Return the parts of an item.

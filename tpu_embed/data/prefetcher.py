@@ -61,7 +61,7 @@ class Prefetcher:
         wait in the devices' memory.
       weighted: whether the items of the source are `(features, weights, …)`.
       spec: the exact shape of every batch; None: a shape of earlier batches if it fits one of them.
-      for_update: False for batches that are only looked up.
+      training: False for batches that are only looked up.
 
     Raises:
       ValueError: `depth` is not an integer of at least 1.
@@ -91,13 +91,13 @@ class Prefetcher:
         *,
         weighted: bool = False,
         spec: BatchSpec | None = None,
-        for_update: bool = True,
+        training: bool = True,
     ) -> None:
         self._depth = check_int("Prefetcher: depth", depth, minimum=1)
         if not isinstance(batches, Iterable):
             got = type(batches).__name__
             raise TypeError(message("Prefetcher: batches", expected="an iterable", got=got))
-        self._engine, self._rules = engine, ItemRules(weighted, spec, for_update)
+        self._engine, self._rules = engine, ItemRules(weighted, spec, training)
         # The iterator moves to the thread with the first batch: a prefetcher that is closed does
         # not keep a generator alive.
         self._source: Iterator[Any] | None = iter(batches)

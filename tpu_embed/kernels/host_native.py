@@ -140,6 +140,22 @@ def put_pieces(out: np.ndarray, lines: Sequence[np.ndarray], pieces: Pieces, res
     _run("take", tasks, out.size)
 
 
+def distinct_keys(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return each key once, and the position of each; see `host_reference.distinct_keys`."""
+    distinct, positions = np.empty(keys.size, np.uint64), np.empty(keys.size, np.int32)
+    task = _address(keys, np.uint64), keys.size, _address(distinct), _address(positions), 0
+    ((*_, size),) = _run("distinct_keys", [task], keys.size)
+    return distinct[:size], positions
+
+
+def split_by_row(positions: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Split what a feature looks up by its rows; see `host_reference.split_by_row`."""
+    used, absent = np.zeros(rows.size, bool), np.empty(positions.size, np.int64)
+    given = _address(positions, np.int32), positions.size, _address(rows, np.int32)
+    ((*_, size),) = _run("split_by_row", [(*given, _address(used), _address(absent), 0)], 0)
+    return rows[used], absent[:size]
+
+
 def _address(array: np.ndarray, dtype: Any = None, size: int | None = None) -> int:
     """Return where a line's numbers are; the C++ code takes only contiguous ones."""
     assert array.ndim == 1

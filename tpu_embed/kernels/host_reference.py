@@ -237,3 +237,40 @@ def _changes(x: np.ndarray) -> np.ndarray:
 def _numbered(new: np.ndarray) -> np.ndarray:
     """Return the number of the run of each entry, from 0, given where runs begin; int32 `[n]`."""
     return np.cumsum(new, dtype=np.int32) - np.int32(1)
+
+
+def distinct_keys(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return each key once, in order of first appearance, and where each given key is there.
+
+    Keys 7 5 7 give the distinct keys 7 5 and the positions 0 1 0.
+
+    Args:
+      keys: uint64 `[n]`.
+
+    Returns:
+      uint64 `[m]` and int32 `[n]`.
+    """
+    sorted_keys, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    position = np.empty(order.size, np.int32)
+    position[order] = np.arange(order.size)
+    return sorted_keys[order], position[inverse.reshape(-1)]
+
+
+def split_by_row(positions: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Split what a feature looks up: rows of keys that have one, and places of keys without.
+
+    With rows 8 -1 3, positions 0 1 -1 1 0 have the known row 8, and at 1 and 3 a key without a row.
+
+    Args:
+      positions: int32 `[n]`, positions in `rows`; -1 is padding.
+      rows: int32 `[m]`, -1 for keys without a row.
+
+    Returns:
+      int32 `[k]`, the rows of those positions that occur, each once, in the order of `rows`; int64
+      `[a]`, the indices in `positions` of keys without a row.
+    """
+    used = np.zeros(rows.size + 1, bool)
+    used[positions] = True  # padding, -1, sets the last entry
+    absent = np.append(rows < 0, False)[positions]
+    return rows[used[:-1] & (rows >= 0)], np.flatnonzero(absent)

@@ -80,10 +80,13 @@ class KeyMap:
         if task.conflict:
             kind = _CONFLICTS[task.conflict]
             raise ConflictError(kind, task.number % 2**64 if kind == "key" else task.number)
-        new_keys = np.empty(task.num_new, np.uint64)
-        new_rows, evicted_rows = (np.empty(n, np.int64) for n in (task.num_new, task.num_evicted))
-        self._native.call("taken", *map(_address, (new_keys, new_rows, evicted_rows)))
-        return Taken(self.step, rows, new_keys, new_rows, evicted_rows, task.unseen)
+        (new_keys, new_rows), (evicted_keys, evicted_rows) = (
+            (np.empty(n, np.uint64), np.empty(n, np.int64))
+            for n in (task.num_new, task.num_evicted)
+        )
+        reports = new_keys, new_rows, evicted_rows, evicted_keys
+        self._native.call("taken", *map(_address, reports))
+        return Taken(self.step, rows, *reports, task.unseen)
 
     def rewind(self, step: int) -> None:
         """Undo the batches after `step`, which the log must reach."""
@@ -183,7 +186,7 @@ _SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "delete": ((), None),
     "find": ((_AT, _INT, _AT), None),
     "take": ((_AT,), ctypes.c_bool),
-    "taken": ((_AT, _AT, _AT), None),
+    "taken": ((_AT, _AT, _AT, _AT), None),
     "rewind": ((_INT,), None),
     "forget": ((_INT,), None),
     "numbers": ((_AT,), None),

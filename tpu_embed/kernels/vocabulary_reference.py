@@ -65,6 +65,7 @@ class Taken(NamedTuple):
       new_rows: int64 `[a]`, their rows.
       evicted_rows: int64 `[e]`, the rows that were taken from their keys: those whose ttl had
         passed, then those of evicted keys. Most of them are among `new_rows`.
+      evicted_keys: uint64 `[e]`, the keys that they were taken from.
       unseen: the number of distinct keys of this batch that have no row.
     """
 
@@ -73,6 +74,7 @@ class Taken(NamedTuple):
     new_keys: np.ndarray
     new_rows: np.ndarray
     evicted_rows: np.ndarray
+    evicted_keys: np.ndarray
     unseen: int
 
 
@@ -185,10 +187,11 @@ class KeyMap:
             self._step += 1
             touched = np.unique(known)
             self._write(touched, self._keys[touched], self._step, self._batches_seen[touched] + 1)
-            expired = self._expired()
+            expired, keys_before = self._expired(), self._keys.copy()
             self._clear(expired)
             distinct = list(dict.fromkeys(unknown.tolist()))
             admitted, places, victims = self._admit(distinct)
+            evicted = np.concatenate([expired, victims])
             row_of = dict(zip(admitted, places.tolist(), strict=True))
             unseen = [key for key in distinct if key not in row_of]
             for key in unseen:
@@ -200,7 +203,8 @@ class KeyMap:
             rows=np.array([row_of.get(key, -1) for key in unknown.tolist()], np.int64),
             new_keys=np.array(admitted, np.uint64),
             new_rows=places,
-            evicted_rows=np.concatenate([expired, victims]),
+            evicted_rows=evicted,
+            evicted_keys=keys_before[evicted],
             unseen=len(unseen),
         )
 

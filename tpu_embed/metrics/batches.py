@@ -12,7 +12,7 @@ import numpy as np
 from tpu_embed import _checks
 from tpu_embed._types import PADDING_ID, PyTree
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.ids import RaggedIds, SparseIds, read_ids
+from tpu_embed.core.ids import RaggedIds, SparseIds, looked_up, read_ids
 
 __all__ = ["batch_statistics"]
 
@@ -33,7 +33,7 @@ def batch_statistics(
       that they touch; `unique_ratio`, unique / ids (0 without ids); `bad`, the number of ids that
       are outside of the table and that `on_bad_id` dropped or clipped; `hottest`, pairs (id,
       count), the most frequent first and the smaller id first among equals; `hottest_share`, the
-      fraction of all ids that are the most frequent one.
+      fraction of all ids that are the most frequent one. Keys of living vocabularies count as ids.
 
     Raises:
       ValueError: whatever `place` refuses; `hottest` is not an integer of at least 1.
@@ -52,6 +52,9 @@ def batch_statistics(
     hosts = engine.host_ids(features)
     given = engine.structure.match(features, what="features", columns=True)
     for feature, leaf, host in zip(engine.layout.features, given, hosts, strict=True):
+        if host.keys is not None:  # of a living vocabulary: none is bad
+            ids[feature.table.name].append(host.keys[looked_up(host)])
+            continue
         ids[feature.table.name].append(host.ids[host.ids >= 0])
         bad[feature.table.name] += _bad(leaf, feature.table.vocabulary_size)
     return {name: _counts(np.concatenate(ids[name]), bad[name], top) for name in ids}

@@ -27,7 +27,11 @@ def counters(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
       `step`, the number of updates applied; `overflows`, how many exchanges took the worst-case
       branch; `bad_ids` by feature path, the ids in traced batches that no policy allows; and,
       unless `on_bad_gradient` is "allow", `bad_gradients` by feature path, the number of skipped
-      steps in which the gradient of the feature was not finite.
+      steps in which the gradient of the feature was not finite. With living vocabularies also
+      `refused_batches`, the steps skipped inside a jit because the batch was not in order, and
+      `vocabularies` by table: `keys` that have a row, `occupancy`, their share of the rows, and
+      totals of keys "admitted", "evicted", "expired", "unseen" and "forgotten", of all batches that
+      were placed.
 
     Raises:
       ValueError: the state is not this engine's.
@@ -38,4 +42,10 @@ def counters(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
     for name, count in sorted(jax.device_get(state.counters).items()):
         by_feature = np.ndim(count) > 0
         counted[name] = dict(zip(paths, count.tolist(), strict=True)) if by_feature else int(count)
+    if engine.vocabularies is not None:
+        tables = engine.vocabularies.tables
+        counted["vocabularies"] = {
+            name: {"occupancy": one["keys"] / tables[name].vocabulary_size, **one}
+            for name, one in engine.vocabularies.counters.items()
+        }
     return counted

@@ -86,6 +86,7 @@ class EmbeddingBag(nnx.Module, StateHolder):
         rngs: nnx.Rngs,
     ) -> None:
         check_choice("on_bad_id", on_bad_id, get_args(OnBadId))
+        _refuse_keys(table)
         feature = FeatureConfig(table, max_sequence_length, on_bad_id=on_bad_id, jagged=jagged)
         self.engine = EmbeddingEngine(
             {FEATURE: feature}, optimizer, mesh=mesh, batch_axes=batch_axes
@@ -300,6 +301,18 @@ def _nested(value: Any) -> Any:
 def _array(ids: Any) -> Any:
     # NumPy arrays stay on the host, where their values can be checked.
     return ids if isinstance(ids, (Tracer, jax.Array)) else np.asarray(ids)
+
+
+def _refuse_keys(table: TableConfig) -> None:
+    """Refuse a living vocabulary: a layer inside a jit has no keys, and nobody admits its batches.
+
+    Raises:
+      ValueError: the table has one.
+    """
+    if isinstance(table, TableConfig) and table.vocabulary is not None:
+        expected, got = "a table whose ids are row numbers", "one with a living vocabulary"
+        remedy = "use EmbeddingEngine or TPUEmbedding, and give the layers their activations"
+        raise ValueError(message("layer", expected=expected, got=got, remedy=remedy))
 
 
 def _refuse_host_rate(engine: EmbeddingEngine) -> None:

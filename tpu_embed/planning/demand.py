@@ -18,6 +18,7 @@ from tpu_embed.core.batch import (
     BatchSpec,
     StackSpec,
     StackView,
+    give_rows_of,
     natural_spec,
     pack_all,
     sort_stack,
@@ -25,8 +26,15 @@ from tpu_embed.core.batch import (
     with_capacities,
     worst_case,
 )
-from tpu_embed.core.ids import FeatureRules, Structure, check_dtype, dense_shape, host_ids
-from tpu_embed.core.layout import Layout, roomy
+from tpu_embed.core.ids import (
+    FeatureRules,
+    HostIds,
+    Structure,
+    check_dtype,
+    dense_shape,
+    host_ids,
+)
+from tpu_embed.core.layout import FeatureLayout, Layout, roomy
 
 __all__ = ["spec_of"]
 
@@ -65,11 +73,22 @@ def _exact(layout: Layout, leaves: list[Any]) -> BatchSpec:
         host_ids(f"feature {feature.path!r}", feature.config, feature.table.name, ids, None)
         for feature, ids in zip(layout.features, leaves, strict=True)
     ]
+    hosts = [_with_some_rows(*pair) for pair in zip(layout.features, hosts, strict=True)]
     replicas = layout.axes.replicas
     natural = natural_spec(hosts, layout, replicas, "update")
     ids = zip(pack_all(hosts, natural, layout), view_stacks(natural, layout), strict=True)
     stacks = [sort_stack(packed, view, np.arange(replicas)) for packed, view in ids]
     return with_capacities(stacks, natural, natural, layout)
+
+
+def _with_some_rows(feature: FeatureLayout, host: HostIds) -> HostIds:
+    """Return the ids of a feature, with rows that keys of a living vocabulary might have."""
+    if host.keys is None:
+        return host
+    # The low bits of mixed keys, so that all features of a table give a key the same row.
+    mixed = (host.keys * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
+    rows = (mixed % np.uint64(feature.table.vocabulary_size)).astype(np.int32)
+    return give_rows_of(feature, host, rows)
 
 
 def _expected(layout: Layout, shapes: list[jax.ShapeDtypeStruct]) -> BatchSpec:

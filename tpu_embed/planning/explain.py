@@ -112,6 +112,8 @@ def _print_bars(plan: Any, console: Console) -> None:
         console.print(f"device {device:<4d} {bar} {readable(plan.bytes_per_device)}")
     if plan.devices > _DEVICES:
         console.print(f"… and {plan.devices - _DEVICES} more like them")
+    if plan.host_bytes:
+        console.print(f"{readable(plan.host_bytes)} on each host: maps of living vocabularies")
 
 
 def _verdict(plan: Any) -> str:

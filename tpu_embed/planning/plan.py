@@ -20,7 +20,7 @@ from tpu_embed._checks import check_int, message
 from tpu_embed._types import PyTree
 from tpu_embed.core.batch import BatchSpec
 from tpu_embed.core.ids import Structure, structure
-from tpu_embed.core.layout import Layout, MeshAxes, Stack, make_layout
+from tpu_embed.core.layout import Layout, MeshAxes, Stack, TableSlice, make_layout
 from tpu_embed.core.state import slot_shapes
 from tpu_embed.kernels.formats import packing_of
 from tpu_embed.planning import costs
@@ -31,6 +31,9 @@ from tpu_embed.planning.sizes import readable, tiled_bytes, untiled_bytes
 from tpu_embed.planning.target import GivenTarget, Target, read_target
 
 __all__ = ["Plan", "TablePlan", "plan"]
+
+ROW_BYTES, WAITING_BYTES = 52, 20
+"""What a row takes in a map and in the engine's record of it, and what a waiting key takes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +88,8 @@ class Plan:
       moved: bytes that a device must read and write in its memory per step for the touched rows:
         lookup, update, exchange. What a compiled step moves can be compared with it.
       spec: the shape of the batch, for which a step is compiled.
+      host_bytes: bytes of the memory of each host for the maps of living vocabularies when all
+        rows have keys and as many keys wait as may.
       remedies: if it does not fit, changes that make it fit or come nearest (more devices, fewer
         bytes per row), with the bytes that each would need.
     """
@@ -101,6 +106,7 @@ class Plan:
     sent: dict[str, int]
     moved: dict[str, int]
     spec: BatchSpec = dataclasses.field(repr=False)
+    host_bytes: int = 0
     remedies: tuple[str, ...] = ()
 
     @property
@@ -276,6 +282,7 @@ class Request:
             sent=costs.sent(layout, spec),
             moved=costs.moved(layout, spec),
             spec=spec,
+            host_bytes=sum(_map_bytes(table) for _, table in layout.living),
         )
 
     def changed(self, changes: Mapping[str, Mapping[str, Any]]) -> Request:
@@ -295,6 +302,13 @@ def _slots(stack: Stack, size: costs.Size) -> int:
 def _stack_bytes(stack: Stack, rows: int, size: costs.Size) -> tuple[int, int]:
     """Return the bytes of `rows` rows of a stack, and of their slots."""
     return costs.array_bytes(stack.row_format, rows, size), costs.slot_bytes(stack, rows, size)
+
+
+def _map_bytes(table: TableSlice) -> int:
+    """Return at most how many bytes of a host's memory the map of a table takes."""
+    assert table.vocabulary is not None
+    options = table.vocabulary.options(table.vocabulary_size, lookahead=0)
+    return ROW_BYTES * table.vocabulary_size + WAITING_BYTES * options.waiting
 
 
 def _table(layout: Layout, name: str, why: Mapping[str, str], size: costs.Size) -> TablePlan:

@@ -3,8 +3,9 @@
     python killed.py DIRECTORY STEPS CACHE
 
 Prints one line after resuming, one per step and one at the end; then `DIRECTORY/last.npz` has
-everything that was trained. There are two emulated devices with tables on both, a network, and a
-position: the state of the generator that draws the batches.
+everything that was trained. There are two emulated devices with tables on both, one of them with a
+living vocabulary whose keys come and go, a network, and a position: the state of the generator that
+draws the batches. A batch is always placed ahead, also while a save begins.
 """
 
 import functools
@@ -19,8 +20,9 @@ import optax
 import tpu_embed
 from tpu_embed import optimizers as o
 from tpu_embed.io import CheckpointManager
+from tpu_embed.vocabulary import COUNTERS
 
-ROWS, DIM, BATCH, EVERY = 3000, 8, 16, 2
+ROWS, KEYS, DIM, BATCH, EVERY = 3000, 400, 8, 16, 2
 DENSE = optax.adam(0.01)
 
 
@@ -29,14 +31,20 @@ def features():
     user = tpu_embed.TableConfig(
         ROWS // 2, DIM, name="user", optimizer=o.Adam(0.1), dtype="bfloat16", placement="div"
     )
-    return {"item": tpu_embed.FeatureConfig(item), "user": tpu_embed.FeatureConfig(user)}
+    living = tpu_embed.DynamicVocabulary(admit_after=2, ttl=2, waiting=150)
+    query = tpu_embed.TableConfig(
+        KEYS // 7, DIM, name="query", optimizer=o.Adagrad(0.5), vocabulary=living
+    )
+    tables = {"item": item, "user": user, "query": query}
+    return {name: tpu_embed.FeatureConfig(table) for name, table in tables.items()}
 
 
 def step_of(engine):
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(state, model, batch):
         def loss_fn(kernel, activations):
-            return jnp.mean(((activations["item"] * activations["user"]) @ kernel - 1.0) ** 2)
+            product = activations["item"] * activations["user"] + activations["query"]
+            return jnp.mean((product @ kernel - 1.0) ** 2)
 
         activations = engine.lookup(state, batch)
         dense, sparse = jax.grad(loss_fn, argnums=(0, 1))(model["kernel"], activations)
@@ -48,7 +56,7 @@ def step_of(engine):
 
 
 def draw(rng):
-    sizes = {"item": ROWS, "user": ROWS // 2}
+    sizes = {"item": ROWS, "user": ROWS // 2, "query": KEYS}
     return {name: rng.integers(0, rows, (BATCH, 3)) for name, rows in sizes.items()}
 
 
@@ -63,9 +71,6 @@ def main(directory, steps, cache):
         {"kernel": kernel, "optimizer": DENSE.init(kernel)}, engine.layout.axes.sharding(())
     )
     rng, train = np.random.default_rng(0), step_of(engine)
-    spec = tpu_embed.BatchSpec.union(
-        *(engine.place(draw(np.random.default_rng(seed))).spec for seed in range(5))
-    )
     with CheckpointManager(directory, engine, every=EVERY, keep=2) as manager:
         first = manager.latest_step()
         if first is None:
@@ -73,12 +78,18 @@ def main(directory, steps, cache):
         else:
             state, model, rng.bit_generator.state = manager.restore(model=model)
         print("resumed", first, flush=True)
+        batch = engine.place(draw(rng))
         for number in range(first + 1, steps + 1):
-            state, model = train(state, model, engine.place(draw(rng), spec=spec))
-            manager.save(number, state, model=model, position=rng.bit_generator.state)
+            state, batch = engine.admit(state, batch)
+            state, model = train(state, model, batch)
+            position = rng.bit_generator.state
+            batch = engine.place(draw(rng))
+            manager.save(number, state, model=model, position=position)
             print("step", number, flush=True)
-    tables, slots = engine.tables(state), engine.slots(state)
-    last = jax.tree.leaves((tables, slots, model, rng.random(3)))
+    maps = engine.vocabularies.state().maps
+    counters = dict(zip(COUNTERS, maps["query"].counters.tolist(), strict=True))
+    assert all(counters.values()), f"some of {counters} did not happen"
+    last = jax.tree.leaves((engine.tables(state), engine.slots(state), maps, model, rng.random(3)))
     np.savez(Path(directory) / "last.npz", *[np.asarray(x, np.float32) for x in last])
     print("done", flush=True)
 

@@ -23,7 +23,7 @@ from tpu_embed.core.batch.spec import BatchSpec, StackSpec
 from tpu_embed.core.batch.turns import Turns
 from tpu_embed.core.ids import FeatureShape
 from tpu_embed.core.layout import Layout
-from tpu_embed.processes import WAIT_SECONDS, exchange, raise_refusals, refusal_of
+from tpu_embed.processes import WAIT_SECONDS, exchange_bytes, raise_refusals, refusal_of
 
 
 class Agreement:
@@ -67,7 +67,7 @@ class Agreement:
         # Silence means "what was agreed last is enough for me".
         new = exact or wanted != self._last
         news = json.dumps({"spec": _encode(wanted), "exact": exact}) if new else None
-        said = exchange("place", self._name, news, WAIT_SECONDS)
+        said = self._exchange(news)
         _check_all_have_a_batch(said)
         specs = {process: _decode(one["spec"]) for process, one in said.items()}
         # Key -1 holds the last agreed spec, for the processes that sent nothing.
@@ -79,7 +79,7 @@ class Agreement:
 
     def refuse(self, error: BaseException) -> None:
         """Tell the other processes that this one raises an error and does not place its part."""
-        exchange("place", self._name, refusal_of(error), WAIT_SECONDS)
+        self._exchange(refusal_of(error))
 
     def end(self) -> None:
         """Tell the other processes that this one has no more batches.
@@ -88,9 +88,34 @@ class Agreement:
           ValueError: another process has one; raised by every process.
           ValueError, TypeError, RuntimeError: another process refused its part.
         """
-        said = exchange("place", self._name, json.dumps({"end": True}), WAIT_SECONDS)
+        said = self._exchange(json.dumps({"end": True}))
         if not all(said.get(process, {}).get("end") for process in range(jax.process_count())):
             _check_all_have_a_batch(said)
+
+    def share(self, part: bytes) -> list[bytes]:
+        """Return the parts that all processes give, by process.
+
+        A batch for which this is called is placed in two rounds: this one, then `agree`.
+
+        Raises:
+          ValueError, TypeError, RuntimeError: as for `agree`.
+        """
+        said = exchange_bytes("place", self._name, _PART + part, WAIT_SECONDS)
+        _check_all_have_a_batch(_read(said))
+        return [said[process][len(_PART) :] for process in sorted(said)]
+
+    def _exchange(self, news: str | None) -> dict[int, Any]:
+        text = None if news is None else news.encode()
+        return _read(exchange_bytes("place", self._name, text, WAIT_SECONDS))
+
+
+_PART = b"\0"
+"""What a part begins with; other messages are JSON, which never does."""
+
+
+def _read(said: dict[int, bytes]) -> dict[int, Any]:
+    """Return the messages of a round as JSON values; an empty one for a part."""
+    return {p: {} if one.startswith(_PART) else json.loads(one) for p, one in said.items()}
 
 
 @functools.cache

@@ -14,6 +14,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tpu_embed._checks import check_live, message
 from tpu_embed._types import Array
@@ -21,6 +22,7 @@ from tpu_embed.core.batch.line import line_length, line_of, take
 from tpu_embed.core.batch.located import LocalIds, Located, RoutedIds
 from tpu_embed.core.batch.spec import BatchSpec
 from tpu_embed.core.batch.stack_view import StackView, view_stacks
+from tpu_embed.core.batch.steps import Admission
 from tpu_embed.core.exchange import MergeRoute, RowRoute, SumRoute, collectives
 from tpu_embed.core.layout import Layout
 
@@ -35,11 +37,16 @@ class Batch:
         holds.
       spec: the static shape; programs are compiled once per spec.
       row_numbers: the layout's checksum of what the row ids mean (`Layout.row_ids_checksum`).
+      steps: for living vocabularies, int32 `[3]`: the states that it may be looked up in (`Steps`).
+        None without them.
+      admission: for living vocabularies, what the host knows of the batch until it is admitted.
     """
 
     packed: Array
     spec: BatchSpec = dataclasses.field(metadata={"static": True})
     row_numbers: int = dataclasses.field(metadata={"static": True})
+    steps: Array | np.ndarray | None = None
+    admission: Admission = dataclasses.field(default=Admission(), metadata={"static": True})
 
     def __repr__(self) -> str:
         """Show the size of the batch, and a line per stack of tables: what is looked up in it."""

@@ -13,12 +13,15 @@ Input: features and weights in the user's nesting, or a `Batch`. Output: validat
 
 from __future__ import annotations
 
+from typing import Any
+
 from tpu_embed._checks import message
 from tpu_embed._types import PyTree, Tracer
 from tpu_embed.core.batch.batch import Batch
 from tpu_embed.core.batch.placer import Placer
 from tpu_embed.core.batch.spec import BatchSpec
 from tpu_embed.core.batch.traced import TracedIds, make_traced
+from tpu_embed.core.batch.vocabularies import Vocabularies
 from tpu_embed.core.ids import HostIds, Structure, host_ids
 from tpu_embed.core.layout import Layout
 
@@ -31,11 +34,14 @@ class Intake:
     Args:
       declared: the feature configuration.
       layout: the engine's layout.
+      vocabularies: the maps of its living vocabularies; None without them.
     """
 
-    def __init__(self, declared: Structure, layout: Layout) -> None:
+    def __init__(
+        self, declared: Structure, layout: Layout, vocabularies: Vocabularies | None = None
+    ) -> None:
         self._declared, self._layout = declared, layout
-        self._placer = Placer(layout)
+        self._placer = Placer(layout, vocabularies)
 
     def place(
         self,
@@ -43,12 +49,12 @@ class Intake:
         weights: PyTree | None,
         spec: BatchSpec | None,
         *,
-        for_update: bool = True,
+        training: bool = True,
     ) -> Batch:
         """Validate a batch on the host, route it and send it; see `EmbeddingEngine.place`."""
         if isinstance(features, Batch):
-            return self._own(features, weights, spec)
-        return self.next_turn().place(features, weights, spec, for_update=for_update)
+            return self.own(features, weights, spec)
+        return self.next_turn().place(features, weights, spec, training=training)
 
     def next_turn(self) -> Turn:
         """Return the turn to place the next batch; see `EmbeddingEngine.next_turn`."""
@@ -79,20 +85,30 @@ class Intake:
 
         Raises:
           ValueError: weights or a spec are given with a `Batch`, `place` refuses the batch, or the
-            call is inside a `shard_map` or under another mesh.
+            call is inside a `shard_map` or under another mesh; features hold keys of a living
+            vocabulary.
           TypeError: `place` refuses the batch.
         """
         self._layout.axes.check_context()
         if isinstance(batch, Batch):
-            return self._own(batch, weights, spec)
+            return self.own(batch, weights, spec)
+        if self._layout.living:
+            names = sorted(table.name for _, table in self._layout.living)
+            what, expected = f"keys of the tables {names}", "a Batch that was placed and admitted"
+            remedy = "outside the jit: batch = engine.place(features), then state, batch = "
+            remedy += "engine.admit(state, batch); the jit takes the batch as an argument"
+            raise ValueError(message(what, expected=expected, got="features", remedy=remedy))
         given, scales = self._declared.match_weighted(batch, weights)
         # One traced leaf is enough: then the values of the batch are not known here.
         if not any(isinstance(leaf, Tracer) for leaf in (*given, *scales)):
             return self.place(batch, weights, spec)
         return make_traced(given, scales, spec, self._layout)
 
-    def _own(self, batch: Batch, weights: PyTree | None, spec: BatchSpec | None) -> Batch:
+    def own(self, batch: Any, weights: PyTree | None = None, spec: Any = None) -> Batch:
         """Return a batch that was placed before, once it is known to be of this engine."""
+        if not isinstance(batch, Batch):
+            got, remedy = type(batch).__name__, "give what place returned"
+            raise ValueError(message("batch", expected="a Batch", got=got, remedy=remedy))
         if weights is not None or spec is not None:
             what, remedy = "weights and spec", "give them to place"
             text = message(what, expected="None with a Batch", got="a value", remedy=remedy)
@@ -122,15 +138,16 @@ class Turn:
         weights: PyTree | None = None,
         spec: BatchSpec | None = None,
         *,
-        for_update: bool = True,
+        training: bool = True,
+        step: int | None = None,
     ) -> Batch:
-        """Place a batch; see `EmbeddingEngine.place`."""
+        """Place a batch; see `EmbeddingEngine.place`, and `Placer.place` for `step`."""
 
         # The placer calls the function itself, so that it can tell other processes of an error.
         def validate() -> list[HostIds]:
             return self._intake.host_ids(features, weights)
 
-        return self._placer.place(self._number, validate, spec, for_update=for_update)
+        return self._placer.place(self._number, validate, spec, training=training, step=step)
 
     def refuse(self, error: BaseException) -> None:
         """Place nothing because of an error; the other processes raise it."""

@@ -8,23 +8,28 @@ Input: `HostIds` of all features, of this process's part of the batch. Output: a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed.config import FeatureConfig
 from tpu_embed.core.batch.agreement import Agreement
 from tpu_embed.core.batch.batch import Batch
+from tpu_embed.core.batch.keyed import Keyed, KeyedBatches
 from tpu_embed.core.batch.packing import natural_spec, pack_all
 from tpu_embed.core.batch.routing import sort_stack, with_capacities, write_lines
 from tpu_embed.core.batch.spec import BatchSpec, Routed
 from tpu_embed.core.batch.stack_view import view_stacks
+from tpu_embed.core.batch.turns import Turns
 from tpu_embed.core.batch.unions import Unions
 from tpu_embed.core.batch.update_route import HostStack
+from tpu_embed.core.batch.vocabularies import Vocabularies
 from tpu_embed.core.ids import HostIds, part_of_feature
 from tpu_embed.core.layout import Layout
 
@@ -45,6 +50,18 @@ class _Fitted(NamedTuple):
     needed: BatchSpec
 
 
+class Ticket(NamedTuple):
+    """A turn to place a batch.
+
+    Attributes:
+      number: its number.
+      step: the step of living vocabularies that was admitted when the turn was drawn.
+    """
+
+    number: int
+    step: int
+
+
 class Placer:
     """Routes batches and sends them, in specs of earlier batches where they fit.
 
@@ -52,13 +69,17 @@ class Placer:
 
     Args:
       layout: the engine's layout.
+      vocabularies: the maps of its living vocabularies; None without them.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+    def __init__(self, layout: Layout, vocabularies: Vocabularies | None) -> None:
+        self._layout, self._vocabularies = layout, vocabularies
         self._replicas = layout.axes.local_parts(layout.axes.batch_axes)
         self._unions = Unions(layout)
         self._agreement = Agreement(layout) if jax.process_count() > 1 else None
+        self._keyed = None
+        if vocabularies is not None:
+            self._keyed = KeyedBatches(layout, vocabularies, self._agreement, self._replicas)
 
     @functools.cached_property
     def configs(self) -> list[FeatureConfig]:
@@ -67,17 +88,26 @@ class Placer:
         here = len(self._replicas)
         return [part_of_feature(f.config, here, axes.replicas) for f in self._layout.features]
 
-    def draw_turn(self) -> int | None:
-        """Return the turn to place the next batch; None in a single process, which needs none."""
-        return None if self._agreement is None else self._agreement.turns.draw()
+    @property
+    def _turns(self) -> Turns | None:
+        """The order of calls; None in a single process without maps that depend on it."""
+        if self._vocabularies is not None:
+            return self._vocabularies.turns
+        return None if self._agreement is None else self._agreement.turns
+
+    def draw_turn(self) -> Ticket | None:
+        """Return the turn to place the next batch; None if the order of batches does not matter."""
+        step = 0 if self._vocabularies is None else self._vocabularies.admitted
+        return None if self._turns is None else Ticket(self._turns.draw(), step)
 
     def place(
         self,
-        turn: int | None,
+        turn: Ticket | None,
         validate: Callable[[], Sequence[HostIds]],
         requested: BatchSpec | None,
         *,
-        for_update: bool,
+        training: bool,
+        step: int | None = None,
     ) -> Batch:
         """Return the batch in the requested spec, or in one of earlier batches.
 
@@ -87,28 +117,61 @@ class Placer:
             raises.
           requested: the spec to use. None: the smallest spec of earlier batches that it fits; one
             of them grows if it fits none.
-          for_update: whether to route the update too.
+          training: whether to route the update too, and to let living vocabularies learn.
+          step: of living vocabularies, whose rows a batch that is only looked up gets: the training
+            batches up to this one are admitted when it is looked up. None: the admitted step.
 
         Raises:
           ValueError: the batch does not fit the requested spec; the message says which it fits.
         """
-        routed: Routed = "update" if for_update else "lookup"
+        routed: Routed = "update" if training else "lookup"
         if requested is not None:
             requested = dataclasses.replace(requested, routed=routed)
-        if self._agreement is None or turn is None:
+        with self._used(turn, training=training):
+            if self._keyed is None:
+                return self._place(validate, requested, routed)
+            if training:
+                with self._keyed.take(validate) as keyed:
+                    batch = self._place(lambda: keyed.hosts, requested, routed)
+            else:
+                assert turn is not None, "living vocabularies have turns"
+                keyed = self._keyed.find(validate, turn.step if step is None else step)
+                batch = self._place(lambda: keyed.hosts, requested, routed)
+            return _stamped(batch, keyed)
+
+    @contextlib.contextmanager
+    def _used(self, turn: Ticket | None, *, training: bool) -> Iterator[None]:
+        """Wait for a turn, and end it with the block."""
+        if turn is None or self._turns is None:
+            yield
+        elif self._agreement is None and not training:
+            # No map changes, and no other process waits: any time will do.
+            self._turns.release(turn.number)
+            yield
+        else:
+            with self._turns.use(turn.number):
+                yield
+
+    def _place(
+        self,
+        validate: Callable[[], Sequence[HostIds]],
+        requested: BatchSpec | None,
+        routed: Routed,
+    ) -> Batch:
+        """Route a batch and send it, in a spec that all processes agree on."""
+        if self._agreement is None:
             fitted = self._fit(validate(), requested, routed)
             return self._send(fitted, requested or self._unions.settle(fitted.needed))
-        with self._agreement.turns.use(turn):
-            try:
-                fitted = self._fit(validate(), requested, routed)
-            except Exception as error:
-                self._agreement.refuse(error)
-                raise
-            wanted = requested or self._unions.want(fitted.needed)
-            agreed, exact = self._agreement.agree(wanted, exact=requested is not None)
-            return self._send(fitted, agreed if exact else self._unions.adopt(agreed))
+        try:
+            fitted = self._fit(validate(), requested, routed)
+        except Exception as error:
+            self._agreement.refuse(error)
+            raise
+        wanted = requested or self._unions.want(fitted.needed)
+        agreed, exact = self._agreement.agree(wanted, exact=requested is not None)
+        return self._send(fitted, agreed if exact else self._unions.adopt(agreed))
 
-    def place_none(self, turn: int | None, error: BaseException | None) -> None:
+    def place_none(self, turn: Ticket | None, error: BaseException | None) -> None:
         """Use a turn to tell the other processes that this one has no batch to place.
 
         Args:
@@ -118,18 +181,19 @@ class Placer:
         Raises:
           ValueError: there is no error, and another process has a batch to place.
         """
-        if self._agreement is None or turn is None:
+        if self._agreement is None:
+            self.release(turn)
             return
-        with self._agreement.turns.use(turn):
+        with self._used(turn, training=True):
             if error is None:
                 self._agreement.end()
             else:
                 self._agreement.refuse(error)
 
-    def release(self, turn: int | None) -> None:
+    def release(self, turn: Ticket | None) -> None:
         """End a turn that will not be used; every process must do so."""
-        if self._agreement is not None and turn is not None:
-            self._agreement.turns.release(turn)
+        if turn is not None and self._turns is not None:
+            self._turns.release(turn.number)
 
     def _fit(
         self, hosts: Sequence[HostIds], requested: BatchSpec | None, routed: Routed
@@ -184,6 +248,12 @@ class Placer:
         sharding = axes.sharding(axes.names)
         array = jax.make_array_from_process_local_data(sharding, packed, whole)
         return Batch(array, spec, self._layout.row_ids_checksum)
+
+
+def _stamped(batch: Batch, keyed: Keyed) -> Batch:
+    """Return a batch that says which states it may be looked up in."""
+    steps = np.array(keyed.steps, np.int32)
+    return dataclasses.replace(batch, steps=steps, admission=keyed.admission)
 
 
 def _ids_of(spec: BatchSpec) -> tuple[Any, ...]:

@@ -5,19 +5,29 @@ Input: feature configs, then states, batches and gradients. Output: activations 
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-import jax
 from jax.sharding import Mesh
 
 from tpu_embed import _checks
 from tpu_embed._calls import call
 from tpu_embed._checks import refuse_pickle
-from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
+from tpu_embed._types import Array, ArrayLike, PyTree
 from tpu_embed.config import TableConfig
-from tpu_embed.core.batch import Batch, BatchSpec, Intake, TracedIds, Turn
+from tpu_embed.core.batch import (
+    Batch,
+    BatchSpec,
+    Intake,
+    Turn,
+    Vocabularies,
+    choose_vocabularies,
+)
+from tpu_embed.core.engine.admissions import Admissions, zero_if
+from tpu_embed.core.engine.operands import OperandMaker
 from tpu_embed.core.engine.programs import Programs
 from tpu_embed.core.ids import HostIds, structure
 from tpu_embed.core.layout import (
@@ -29,21 +39,9 @@ from tpu_embed.core.layout import (
     make_axes,
     make_layout,
 )
-from tpu_embed.core.lookup import activations_read, record_lookup, split_activations
-from tpu_embed.core.state import (
-    TableState,
-    check_not_donated,
-    check_tables_not_donated,
-    logical,
-)
-from tpu_embed.core.update import (
-    Guard,
-    OnBadGradient,
-    Operands,
-    check_in_place,
-    check_trainable,
-    checked_gradients,
-)
+from tpu_embed.core.lookup import record_lookup, split_activations
+from tpu_embed.core.state import TableState, check_tables_not_donated, logical
+from tpu_embed.core.update import Guard, OnBadGradient, check_in_place, check_trainable
 
 
 class EmbeddingEngine:
@@ -61,6 +59,10 @@ class EmbeddingEngine:
       on_bad_gradient: what to do with a step in which an activation gradient has NaN or infinity:
         "allow" applies it without checking; "skip" skips and counts it; "error" does so too, and
         raises `ValueError` outside a jit, for which it has to wait for the gradients.
+      lookahead: with living vocabularies, how many training batches may be admitted before the
+        update of an earlier one; keys of so many batches before a batch are not evicted for it.
+      vocabularies: those of another engine, to share its maps. None: its own; the attribute of
+        this name is None if no vocabulary lives.
 
     Raises:
       ValueError: configs do not fit each other, the mesh or the optimizer; `placement="auto"`.
@@ -88,6 +90,8 @@ class EmbeddingEngine:
         sum_blocks: int = 8,
         stack_tables: bool = True,
         on_bad_gradient: OnBadGradient = "allow",
+        lookahead: int | None = None,
+        vocabularies: Vocabularies | None = None,
     ) -> None:
         blocks = _checks.check_int("sum_blocks", sum_blocks, minimum=1)
         self.structure = structure.flatten(feature_config)
@@ -96,10 +100,13 @@ class EmbeddingEngine:
         self.layout: Layout = make_layout(
             self.structure, optimizer, axes, sum_blocks=blocks, stack_tables=stack_tables
         )
-        self._guard = Guard(on_bad_gradient, self.layout)
-        self._rates = HostRates(self.layout)
-        self._intake = Intake(self.structure, self.layout)
-        self._programs = Programs(self.layout, self._guard)
+        guard, self._rates = Guard(on_bad_gradient, self.layout), HostRates(self.layout)
+        self._operand_maker = OperandMaker(self.structure, self.layout, guard, self._rates)
+        tables = [table for _, table in self.layout.living]
+        self.vocabularies = choose_vocabularies(tables, lookahead, vocabularies)
+        self._admissions = Admissions(self.layout, self.vocabularies)
+        self._intake = Intake(self.structure, self.layout, self.vocabularies)
+        self._programs = Programs(self.layout, guard)
 
     def init(self, key: Array) -> TableState:
         """Create all tables and slots; each device creates its own rows.
@@ -191,7 +198,7 @@ class EmbeddingEngine:
         weights: PyTree | None = None,
         spec: BatchSpec | None = None,
         *,
-        for_update: bool = True,
+        training: bool = True,
     ) -> Batch:
         """Check a batch of ids on the host, route it, and send it to the devices in one transfer.
 
@@ -202,7 +209,8 @@ class EmbeddingEngine:
             calls in one order.
           weights: one weight per id, in the same structure; None where all are one.
           spec: the batch's exact shape; None: a shape of earlier batches if it fits one of them.
-          for_update: False for a batch that is only looked up; it carries less.
+          training: False for a batch that is only looked up; it carries less, and living
+            vocabularies learn nothing from it.
 
         Raises:
           ValueError: bad ids, weights, structure or batch size, or a spec that the batch does not
@@ -210,14 +218,28 @@ class EmbeddingEngine:
           TypeError: ids that are not integers, or a wrong container type.
           RuntimeError: another process did not place its part, or has left.
         """
-        return self._intake.place(features, weights, spec, for_update=for_update)
+        return self._intake.place(features, weights, spec, training=training)
+
+    def admit(self, state: TableState, batch: Batch) -> tuple[TableState, Batch]:
+        """Bring the tables to the step of a batch: rows of its new keys get their initial values.
+
+        Call it outside a jit, for every training batch in the order in which they were placed, and
+        at most `lookahead` batches before their updates. Of a batch that is only looked up it
+        checks whether its rows still belong to its keys. Tables and slots of the given state are
+        gone then. Without living vocabularies it returns what it is given.
+
+        Raises:
+          ValueError: the batch is not the next one; or it is only looked up, and a row of its
+            belongs to another key by now. The state stays valid.
+        """
+        return self._admissions.admit(state, self._intake.own(batch))
 
     def next_turn(self) -> Turn:
         """Return the right to place the next batch, which any thread may use (see `Prefetcher`)."""
         return self._intake.next_turn()
 
     def host_ids(self, features: PyTree, weights: PyTree | None = None) -> list[HostIds]:
-        """Return this process's ids as `place` checks them, without sending them."""
+        """Return this process's ids as `place` checks them, keys as positions, without sending."""
         return self._intake.host_ids(features, weights)
 
     def lookup(
@@ -247,8 +269,8 @@ class EmbeddingEngine:
           TypeError: what `place` refuses; differentiation with respect to the state.
         """
         check_tables_not_donated(state)
-        source = self._intake.source(batch, weights, spec)
-        activations = call(self._programs.lookup, state.tables, source)
+        source, refused = self._admissions.check(state, self._intake.source(batch, weights, spec))
+        activations = zero_if(refused, call(self._programs.lookup, state.tables, source))
         # An update later in the same trace must wait for this lookup.
         values, _ = split_activations(activations)  # weak references to the arrays
         record_lookup(state.tables, values, self.layout)
@@ -282,9 +304,10 @@ class EmbeddingEngine:
             no optimizer, missing learning rates, and what `lookup` refuses.
           TypeError: what `lookup` refuses.
         """
-        source = self._intake.source(batch, weights, spec)
-        operands = self._operands(state, source, activation_gradients, learning_rates)
-        return call(self._programs.update, state, source, operands)
+        source, refused = self._admissions.check(state, self._intake.source(batch, weights, spec))
+        operands = self._operand_maker.make(state, source, activation_gradients, learning_rates)
+        new = call(self._programs.update, state, source, operands._replace(skip=refused))
+        return dataclasses.replace(new, vocabulary=state.vocabulary)
 
     def update_in_place(
         self,
@@ -298,35 +321,20 @@ class EmbeddingEngine:
 
         Use it outside a jit. If it refuses an argument, as `update` does, the state stays valid.
         """
-        return call(self.prepare_update(state, batch, activation_gradients, learning_rates))
+        new = call(self.prepare_update(state, batch, activation_gradients, learning_rates))
+        return dataclasses.replace(new, vocabulary=state.vocabulary)
 
     def prepare_update(
         self, state: TableState, batch: Batch, gradients: PyTree, learning_rates: Any = None
     ) -> Callable[[], TableState]:
-        """Check the arguments of `update_in_place`; return a function, to be called once."""
-        source = self._intake.source(batch, None, None)
-        operands = self._operands(state, source, gradients, learning_rates)
+        """Check the arguments of `update_in_place`; return a function, to be called once.
+
+        The state that it returns has no `vocabulary`, which the update leaves as it is.
+        """
+        source, _ = self._admissions.check(state, self._intake.source(batch, None, None))
+        operands = self._operand_maker.make(state, source, gradients, learning_rates)
         rows, rest = (state.tables, state.slots), (state.step, state.counters)
         return functools.partial(self._programs.update_in_place, rows, rest, source, operands)
-
-    def _operands(
-        self,
-        state: TableState,
-        source: Batch | TracedIds,
-        gradients: PyTree,
-        learning_rates: tuple[ArrayLike, ...] | None,
-    ) -> Operands:
-        self.check_trainable("update")
-        check_not_donated(state)
-        given = self.structure.match(gradients, what="activation_gradients")
-        checked = checked_gradients(given, source.spec, self.layout)
-        leaves = jax.tree.leaves((state, source, checked))
-        # Outside a jit, values can be checked now, and callable learning rates be read.
-        if not any(isinstance(leaf, Tracer) for leaf in leaves):
-            self._guard.refuse(checked, source)
-            learning_rates = self.learning_rates() if learning_rates is None else learning_rates
-        rates = self._rates.by_stack(learning_rates)
-        return Operands(checked, state.step + 1, rates, activations_read(state.tables))
 
     def check_in_place(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Check that a jitted training step updates tables and slots in their own memory.
@@ -364,7 +372,8 @@ class EmbeddingEngine:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingEngine:
-        """Return the engine itself, as a copy does."""
+        """Return the engine itself; refuse to copy living vocabularies with a model."""
+        copy.deepcopy(self.vocabularies)  # None, or maps, which refuse
         return self
 
     def __reduce__(self) -> NoReturn:

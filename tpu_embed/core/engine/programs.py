@@ -10,6 +10,7 @@ operands.
 from __future__ import annotations
 
 import collections
+import dataclasses
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from tpu_embed._types import Array
 from tpu_embed.core.batch import Batch, TracedIds
 from tpu_embed.core.layout import Layout
 from tpu_embed.core.lookup import Jagged, lookup, not_differentiable
-from tpu_embed.core.state import TableState, check_arrays, init_tables
+from tpu_embed.core.state import TableState, check_arrays, init_tables, new_vocabulary
 from tpu_embed.core.update import LOOKUP, UPDATE, Guard, Operands, named, update
 
 __all__ = ["Programs"]
@@ -60,7 +61,11 @@ class Programs:
 
     def _init(self, key: Array) -> TableState:
         tables, slots = init_tables(key, self._layout.stacks, self._layout.axes)
-        return TableState(tables, slots, jnp.int32(0), self._guard.new_counters())
+        state = TableState(tables, slots, jnp.int32(0), self._guard.new_counters())
+        if self._layout.living:
+            vocabulary = self._layout.axes.reshard(new_vocabulary(key), ())
+            state = dataclasses.replace(state, vocabulary=vocabulary)
+        return state
 
     def _lookup(self, tables: dict[str, Array], source: Batch | TracedIds) -> list[Array | Jagged]:
         self.traces["lookup"] += 1  # this line runs once per trace, not once per step
@@ -79,13 +84,16 @@ class Programs:
         self.traces["update"] += 1
         check_arrays(state, self._layout, slots=True)
         # One bad gradient skips the step for all tables, so that they stay at the same step.
+        refused = operands.skip
         if (bad := self._guard.find(operands.gradients, source)) is not None:
-            operands = operands._replace(skip=jnp.any(bad))
+            bad = bad if refused is None else bad & ~refused
+            skip = jnp.any(bad)
+            operands = operands._replace(skip=skip if refused is None else skip | refused)
         rows, gradients = _not_differentiable(((state.tables, state.slots), operands.gradients))
         operands = operands._replace(gradients=gradients)
         new = update(*rows, source, operands, self._layout)
         # Inside a jit nothing can raise: both reports reach a user through `checkify`.
         source.report(new.bad_ids, self._layout)
         self._guard.report(bad)
-        counters = self._guard.counted(state.counters, new.bad_ids, new.overflows, bad)
+        counters = self._guard.counted(state.counters, new.bad_ids, new.overflows, bad, refused)
         return TableState(new.tables, new.slots, operands.steps_done, counters)

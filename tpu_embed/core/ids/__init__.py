@@ -15,10 +15,12 @@ from tpu_embed.core.ids.feature_ids import (
     HostIds,
     JaggedRows,
     dense_shape,
+    has_means,
     part_of_feature,
 )
 from tpu_embed.core.ids.flat_ids import check_coordinates, row_lengths
 from tpu_embed.core.ids.host_ids import host_ids
+from tpu_embed.core.ids.keys import batch_order, give_rows, looked_up, split_keys
 from tpu_embed.core.ids.leaves import collect_leaves, count_rows, rebuild_nest
 from tpu_embed.core.ids.narrow import narrow_ids
 from tpu_embed.core.ids.padding import pad_batch
@@ -36,6 +38,7 @@ __all__ = [
     "Structure",
     "as_arrow",
     "bad_ids",
+    "batch_order",
     "check_coordinates",
     "check_dtype",
     "children",
@@ -43,8 +46,11 @@ __all__ = [
     "count_rows",
     "dense_shape",
     "flatten",
+    "give_rows",
+    "has_means",
     "host_ids",
     "is_real",
+    "looked_up",
     "mask_missing",
     "narrow_ids",
     "pad_batch",
@@ -59,6 +65,7 @@ __all__ = [
     "rescale_dense_bags",
     "rescale_flat_bags",
     "row_lengths",
+    "split_keys",
     "structure",
     "weights",
 ]

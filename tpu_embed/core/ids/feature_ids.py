@@ -23,7 +23,15 @@ import numpy as np
 from tpu_embed.config import FeatureConfig
 from tpu_embed.core.ids.bad_ids import FeatureRules
 
-__all__ = ["FeatureShape", "HostIds", "JaggedRows", "dense_shape", "part_of_feature"]
+__all__ = [
+    "FeatureShape",
+    "HostIds",
+    "JaggedRows",
+    "dense_shape",
+    "has_means",
+    "is_mean",
+    "part_of_feature",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +101,8 @@ class HostIds:
         for all ones. Weights of means are brought near 1 (`rescale.py`).
       padded: whether -1 may be among dense ids.
       rows: of a jagged feature, whose ids are flat and whose bags are examples; otherwise None.
+      keys: for a living vocabulary, uint64 [n], all different, until rows are known: `ids` are
+        positions in it. Not all of them need be looked up.
     """
 
     shape: FeatureShape
@@ -101,6 +111,7 @@ class HostIds:
     weights: np.ndarray | None
     padded: bool
     rows: JaggedRows | None = None
+    keys: np.ndarray | None = None
 
 
 def part_of_feature(config: FeatureConfig, part: int, whole: int) -> FeatureConfig:
@@ -150,4 +161,11 @@ _shared_shape = functools.lru_cache(4096)(FeatureShape)
 
 def is_mean(feature: FeatureRules, feature_shape: FeatureShape) -> bool:
     """Tell whether bags are means, so that scaling all weights of a bag changes nothing."""
-    return feature_shape.combines and feature.config.table.combiner != "sum"
+    # The weights of keys are rescaled later, when it is known which keys have rows (`keys.py`).
+    living = feature.config.table.vocabulary is not None
+    return not living and has_means(feature.config, feature_shape)
+
+
+def has_means(config: FeatureConfig, feature_shape: FeatureShape) -> bool:
+    """Tell whether a feature's bags are means of their rows, by any of the combiners."""
+    return feature_shape.combines and config.table.combiner != "sum"

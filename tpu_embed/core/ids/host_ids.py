@@ -11,6 +11,7 @@ says.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -24,6 +25,7 @@ from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids
 from tpu_embed.core.ids.feature_ids import HostIds, dense_shape, is_mean
 from tpu_embed.core.ids.flat_ids import ragged_ids, sparse_ids
 from tpu_embed.core.ids.jagged_ids import jagged_ids
+from tpu_embed.core.ids.keys import number_keys
 from tpu_embed.core.ids.rescale import rescale_dense_bags
 
 __all__ = ["host_ids"]
@@ -56,7 +58,15 @@ def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weight
     feature = FeatureRules(path, config, table_name)
     _check_readable(feature, ids)
     ids = read_ids(path, ids)
-    if config.jagged:
+    if config.table.vocabulary is None:
+        return _read(feature, ids, weights)
+    numbered, keys = number_keys(feature, ids)
+    return dataclasses.replace(_read(feature, numbered, weights), keys=keys)
+
+
+def _read(feature: FeatureRules, ids: Any, weights: Any) -> HostIds:
+    """Return the `HostIds` of an array or a container."""
+    if feature.config.jagged:
         return jagged_ids(feature, ids, weights)
     if isinstance(ids, SparseIds):
         return sparse_ids(feature, ids, weights)

@@ -5,6 +5,7 @@ Input: a layout. Output: a dict of dicts, lists, numbers, strings, booleans and 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,6 +67,7 @@ def _table(
         "num_features": sum(max(1, feature.config.max_sequence_length) for feature in features),
         "optimizer": None if optimizer is None else optimizer.describe(),
         "learning_rate": {"tag": callables.index(rate)} if callable(rate) else rate,
+        "vocabulary": None if table.vocabulary is None else dataclasses.asdict(table.vocabulary),
     }
 
 
@@ -84,6 +86,8 @@ def describe_devices(layout: Layout) -> str:
 def describe_tables(layout: Layout) -> list[str]:
     """Return a line per table, such as `films: [1000, 16] float32, mod over 8 shards, Adam(0.1)`.
 
+    A living vocabulary adds how its keys are evicted: `…, keys (lru)`.
+
     Args:
       layout: the engine's layout.
     """
@@ -101,4 +105,5 @@ def _line(stack: Stack, table: TableSlice) -> str:
         if rate is not None:
             rule += f"({_name(rate) if callable(rate) else rate})"
     size = f"[{table.vocabulary_size}, {stack.dim}] {stack.dtype}"
-    return f"{table.name}: {size}, {stack.placement}{shards}, {rule}"
+    keys = "" if table.vocabulary is None else f", keys ({table.vocabulary.evict})"
+    return f"{table.name}: {size}, {stack.placement}{shards}, {rule}{keys}"

@@ -70,6 +70,12 @@ class Layout:
         """
         return bool(self.axes.names) and not (self.axes.mesh.size == 1 and self.axes.on_cpu)
 
+    @functools.cached_property
+    def living(self) -> tuple[tuple[Stack, TableSlice], ...]:
+        """The tables whose vocabularies live, each with its stack."""
+        pairs = [(stack, table) for stack in self.stacks for table in stack.tables]
+        return tuple((stack, table) for stack, table in pairs if table.vocabulary is not None)
+
     def features_of(self, stack: int) -> tuple[int, ...]:
         """Return the indices of the features that look up tables of a stack, ascending."""
         return tuple(i for i, feature in enumerate(self.features) if feature.stack == stack)

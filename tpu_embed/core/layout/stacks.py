@@ -37,6 +37,7 @@ from tpu_embed.core.layout.stack_names import stack_name
 from tpu_embed.kernels.formats import PACKED_ROWS, Packing, RowFormat
 from tpu_embed.kernels.sparsecore import MOST_BYTES
 from tpu_embed.optimizers import TableOptimizer
+from tpu_embed.vocabulary import DynamicVocabulary
 
 INT32_ROWS = 2**31 - 1
 """The largest number of physical rows of a stack whose row ids are int32."""
@@ -52,6 +53,7 @@ class TableSlice:
       offset: the table's first local row, the same on every shard.
       rows_per_shard: ceil(V / S) local rows.
       initializer: the initializer of the rows (never None).
+      vocabulary: how keys get its rows; None if its ids are row numbers.
     """
 
     name: str
@@ -59,6 +61,7 @@ class TableSlice:
     offset: int
     rows_per_shard: int
     initializer: Any = dataclasses.field(compare=False)
+    vocabulary: DynamicVocabulary | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,17 +329,20 @@ def _make_stack(members: Sequence[ResolvedTable], packing: Packing) -> Stack:
     slices, offset = [], 0
     for table in members:
         size, own = table.config.vocabulary_size, table.rows_per_shard
-        slices.append(TableSlice(table.name, size, offset, own, table.initializer))
+        vocabulary = table.config.vocabulary
+        slices.append(TableSlice(table.name, size, offset, own, table.initializer, vocabulary))
         offset += own
     # The tables agree in everything but name, vocabulary and initializer; the first stands for all.
     first, rows = members[0], _rows(members, packing)
+    kind = (first.config.dim, first.config.dtype, packing)
+    living = [table.name for table in slices if table.vocabulary is not None]
     return Stack(
         name=stack_name(
             [(table.name, table.vocabulary_size) for table in slices],
             placement=first.config.placement,
             shards=first.shards,
             rows=rows,
-            kind=(first.config.dim, first.config.dtype, packing),
+            kind=(*kind, living) if living else kind,
         ),
         tables=tuple(slices),
         dim=first.config.dim,

@@ -1,6 +1,13 @@
 """The arrays that training changes: how they are stored, created, checked, read and replaced."""
 
 from tpu_embed.core.state import logical, norms, retrieve
+from tpu_embed.core.state.admission import (
+    STEPS,
+    NewKeys,
+    NewRowWriter,
+    new_steps,
+    new_vocabulary,
+)
 from tpu_embed.core.state.checks import (
     check_arrays,
     check_layout,
@@ -25,6 +32,9 @@ from tpu_embed.core.state.table_state import (
 
 __all__ = [
     "Field",
+    "NewKeys",
+    "NewRowWriter",
+    "STEPS",
     "StackShard",
     "TableState",
     "blank_tables",
@@ -41,6 +51,8 @@ __all__ = [
     "init_tables",
     "logical",
     "logical_rows",
+    "new_steps",
+    "new_vocabulary",
     "norms",
     "refuse_gradient",
     "retrieve",

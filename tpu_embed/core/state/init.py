@@ -132,7 +132,7 @@ def _init_stack(key: Array, stack: Stack) -> StackShard:
                     made, key, stack, [table], _whole_shard(initializer, stack, table, key)
                 )
         else:
-            made = _fill(made, key, stack, tables, _row_by_row(initializer, stack, what))
+            made = _fill(made, key, stack, tables, row_by_row(initializer, stack, what))
     return made
 
 
@@ -140,7 +140,7 @@ def _zeros(form: jax.ShapeDtypeStruct) -> Array:
     return dispatch.zeros(form.shape, form.dtype)
 
 
-def _row_by_row(initializer: Callable, stack: Stack, what: str) -> Callable[[NewRows], Array]:
+def row_by_row(initializer: Callable, stack: Stack, what: str) -> Callable[[NewRows], Array]:
     """Return a function that calls the initializer once per row, each with its own key."""
     shape = (1, stack.dim)
 
@@ -163,7 +163,7 @@ def _whole_shard(
     # One call makes [rows_per_shard, D], with the key of the table instead of one key per row.
     shape = (table.rows_per_shard, stack.dim)
     made = initializer(
-        _table_keys(key, [table])[0],
+        table_keys(key, [table])[0],
         shape,
         stack.compute_dtype,
         shard_info=initializers.ShardInfo((table.vocabulary_size, stack.dim), row_ids),
@@ -222,13 +222,13 @@ def _fill(
         rows = jax.lax.optimization_barrier(jnp.where(lines.exists[:, None], rows, 0))
         stored = storage.encode(rows, stack.dtype)[:chunk]
         table = _put(made.table, stored, start, stack.row_format)
-        slots = _fresh_slots(stack, rows, lines)
+        slots = fresh_slots(stack, rows, lines)
         return StackShard(table, _write_slots(made.slots, slots, stack, start, chunk))
 
     return jax.lax.fori_loop(0, -(-(last - first) // chunk), write, made)
 
 
-def _fresh_slots(stack: Stack, rows: Array, lines: NewRows) -> dict[str, Array]:
+def fresh_slots(stack: Stack, rows: Array, lines: NewRows) -> dict[str, Array]:
     """Return the initial slots of new rows `[n, D]`, by name."""
     if stack.optimizer is None:
         return {}
@@ -258,7 +258,7 @@ def _put(array: Array, stored: Array, start: Array, form: RowFormat) -> Array:
     return dispatch.write_ascending_rows(array, local, stored, form)
 
 
-def _table_keys(key: Array, tables: list[TableSlice]) -> Array:
+def table_keys(key: Array, tables: list[TableSlice]) -> Array:
     """Return one random key per table, `[T]`: `key` folded with the CRC-32 of the table's name."""
     crcs = np.array([zlib.crc32(table.name.encode()) for table in tables], np.uint32)
     return jax.vmap(lambda crc: jax.random.fold_in(key, crc))(jnp.asarray(crcs))
@@ -283,5 +283,5 @@ def _lines(key: Array, stack: Stack, tables: list[TableSlice], local: Array) -> 
 
     shard = collectives.axis_index(stack.shard_axes).astype(stack.index_dtype)
     row_ids = stack.logical_in(shard, local - column("offset"), column("rows_per_shard"))
-    keys = jax.vmap(jax.random.fold_in)(_table_keys(key, tables)[which], row_ids)
+    keys = jax.vmap(jax.random.fold_in)(table_keys(key, tables)[which], row_ids)
     return NewRows(local, keys, row_ids, row_ids < column("vocabulary_size"))

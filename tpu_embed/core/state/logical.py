@@ -218,6 +218,24 @@ def _write_block(
     return physical
 
 
+def write_rows_in_place(
+    physical: Array, row_ids: np.ndarray, values: np.ndarray, f: Field, axes: MeshAxes
+) -> Array:
+    """Write some rows of a table or slot; few shapes, so that few programs are compiled.
+
+    Args:
+      physical: the array of the stack; it is donated.
+      row_ids: `[n]`, different logical row ids.
+      values: `[n, …]`, in the field's dtype.
+      f: the table or slot.
+      axes: the mesh.
+    """
+    missing = (1 << max(6, (len(row_ids) - 1).bit_length())) - len(row_ids)
+    row_ids = np.pad(row_ids, (0, missing), constant_values=-1)
+    values = np.pad(values, [(0, missing)] + [(0, 0)] * (values.ndim - 1))
+    return _write_in_place(physical, row_ids.astype(f.stack.index_dtype), values, f, axes)
+
+
 def load_arrays(
     state: TableState,
     layout: Layout,

@@ -49,23 +49,35 @@ class TableState:
       counters: `"bad_ids"` int32 `[F]`, the invalid ids of each feature that were found inside a
         jit; `"overflows"` int32 `[]`, how often an exchange took the worst-case branch; unless
         `on_bad_gradient` is "allow", also `"bad_gradients"` int32 `[F]`, how many steps were
-        skipped because the feature's gradient was not finite. Only `update` counts, because a
+        skipped because the feature's gradient was not finite; with living vocabularies
+        `"refused_batches"` int32 `[]`, how many steps were skipped inside a jit because their batch
+        was not admitted, or its rows were other keys' by then. Only `update` counts, because a
         lookup returns no state.
+      vocabulary: with living vocabularies, `"steps"` int32 `[2]`, the step of the maps that the
+        rows belong to, and its history (see `Steps`); and the data of the random key that new rows
+        are drawn with, under the name of its kind. None without them.
     """
 
     tables: dict[str, Array]
     slots: dict[str, dict[str, Array]]
     step: Array
     counters: dict[str, Array]
+    vocabulary: dict[str, Array] | None = None
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
         """Return the fields, for JAX; refuse `jax.grad` with respect to a state."""
         refuse_jax_grad()
-        return (self.tables, self.slots, self.step, self.counters), None
+        return tuple(getattr(self, name) for name in self._children), None
 
     def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], None]:
         """Return the fields with their names, for JAX."""
-        return tuple((GetAttrKey(f.name), getattr(self, f.name)) for f in _FIELDS), None
+        return tuple((GetAttrKey(name), getattr(self, name)) for name in self._children), None
+
+    @property
+    def _children(self) -> tuple[str, ...]:
+        """The names of the fields that are children of the pytree node."""
+        every = ("tables", "slots", "step", "counters", "vocabulary")
+        return every if self.vocabulary is not None else every[:-1]
 
     @classmethod
     def tree_unflatten(cls, _: None, fields: tuple[Any, ...]) -> TableState:
@@ -82,9 +94,6 @@ class TableState:
             more = [f"{keystr(path, simple=True)} {describe_leaf(leaf)}" for path, leaf in named]
             lines.append(", ".join([f"{stack}: {describe_leaf(table)}", *more]))
         return "\n  ".join(lines)
-
-
-_FIELDS = dataclasses.fields(TableState)
 
 
 def describe_leaf(leaf: Any) -> str:

@@ -50,7 +50,7 @@ def checked_gradients(
         batch was placed for a lookup only.
     """
     if spec.routed == "lookup":
-        expected, remedy = "a batch placed for an update", "leave for_update=False out of place"
+        expected, remedy = "a batch placed for an update", "leave training=False out of place"
         raise ValueError(message("batch", expected=expected, got="a lookup's", remedy=remedy))
     checked: list[Array | None] = []
     for feature, form, gradient in zip(

@@ -28,6 +28,9 @@ from tpu_embed.core.layout import Layout
 
 OnBadGradient = Literal["allow", "skip", "error"]
 
+REFUSED = "refused_batches"
+"""The key in `TableState.counters` of the number of batches that were not in order, see `Steps`."""
+
 COUNTER = "bad_gradients"
 """The key in `TableState.counters` of the number of bad gradients."""
 
@@ -54,11 +57,18 @@ class Guard:
         """Return the `counters` of a new `TableState`, all zero."""
         by_feature = jnp.zeros(len(self.layout.features), jnp.int32)
         own = {} if self.policy == "allow" else {COUNTER: by_feature}
+        if self.layout.living:
+            own[REFUSED] = jnp.int32(0)
         counters = {"bad_ids": by_feature, "overflows": jnp.int32(0), **own}
         return self.layout.axes.reshard(counters, ())
 
     def counted(
-        self, counters: Mapping[str, Array], bad_ids: Array, overflows: Array, bad: Array | None
+        self,
+        counters: Mapping[str, Array],
+        bad_ids: Array,
+        overflows: Array,
+        bad: Array | None,
+        refused: Array | None,
     ) -> dict[str, Array]:
         """Return the counters with one step's numbers added.
 
@@ -67,10 +77,13 @@ class Guard:
           bad_ids: int32 `[F]`, the bad ids of this step.
           overflows: int32 `[]`, exchanges of this step that took the worst-case branch.
           bad: what `find` returned.
+          refused: bool `[]`, whether the batch was not in order; None: it was.
         """
         step = {"bad_ids": bad_ids, "overflows": overflows}
         if bad is not None:
             step[COUNTER] = bad.astype(jnp.int32)
+        if refused is not None:
+            step[REFUSED] = refused.astype(jnp.int32)
         # A restored state may come from an engine with another policy: a counter that it lacks
         # starts at 0, and one that this policy does not use is kept.
         return {**counters, **{name: counters.get(name, 0) + n for name, n in step.items()}}

@@ -101,8 +101,10 @@ def restore(
 ) -> Restored:
     """Return the contents of a checkpoint, for an engine of any mesh, placement and stacking.
 
-    An engine without optimizers reads only the tables. When there are several processes, all call
-    this, and an error in one is raised in all.
+    An engine without optimizers reads only the tables. Maps of living vocabularies are loaded into
+    `engine.vocabularies`; batches placed before are refused from then on. A table whose vocabulary
+    lives may have another capacity: the keys with the best scores stay. When there are several
+    processes, all call this, and an error in one is raised in all.
 
     Args:
       path: what `save` wrote, or one of the numbered directories of a `CheckpointManager`.
@@ -129,7 +131,11 @@ def restore(
     found = read_checkpoint(
         path, items, lambda path: _restore_args(wanted, model, path), writer="save"
     )
-    return Restored(found[TABLES], found.get(MODEL), found[POSITION])
+    state, maps = found[TABLES]
+    if maps is not None:  # everything has been read
+        assert engine.vocabularies is not None
+        engine.vocabularies.load_state(maps)
+    return Restored(state, found.get(MODEL), found[POSITION])
 
 
 def check_engine(engine: Any) -> None:

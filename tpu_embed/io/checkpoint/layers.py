@@ -168,4 +168,6 @@ def read(directory: Path, wanted: Mapping[str, Wanted]) -> dict[str, TableState]
       ValueError: a table, field, shape or dtype is not what is wanted; a file is damaged, or
         belongs to another layer.
     """
-    return {path: tables.read(directory / file_name(path), wanted[path]) for path in sorted(wanted)}
+    return {
+        path: tables.read(directory / file_name(path), wanted[path])[0] for path in sorted(wanted)
+    }

@@ -10,6 +10,7 @@ checked.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tpu_embed._types import Array
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import Field, TableState, fields, slot_shapes
 from tpu_embed.io import schema
+from tpu_embed.io.checkpoint import maps
 from tpu_embed.io.checkpoint.checked import read_bound, write_bound
 from tpu_embed.io.checkpoint.rows import row_array
 from tpu_embed.io.checkpoint.trees import is_float
@@ -141,12 +143,14 @@ class SavedTables:
       tables: its entries for the tables that are to be read.
       checksums: the checksum of every file: directory of the field -> file name -> checksum.
       complete: whether every wanted row is on disk.
+      maps: those of living vocabularies; None if the engine has none.
     """
 
     manifest: dict[str, Any]
     tables: dict[str, Any]
     checksums: dict[str, dict[str, int]]
     complete: bool
+    maps: maps.FoundMaps | None = None
 
     def form(self, f: Field) -> dict[str, Any] | None:
         """Return the saved shape and dtype of a field.
@@ -214,8 +218,10 @@ def read(directory: Path, wanted: Wanted) -> SavedTables:
     checksums = _read_checksums(directory, checkpoint, manifest["processes"])
     tables = _chosen(directory, manifest["tables"], wanted)
     _check_names(directory, tables, wanted)
+    label = functools.partial(_refusal, wanted.label(directory))
+    found = maps.read(directory, checkpoint, checksums, wanted.engine, label, saved_tables=tables)
     lacking = [_lacks_rows(directory, f, tables, wanted) for f in fields(wanted.engine.layout)]
-    return SavedTables(manifest, tables, checksums, complete=not any(lacking))
+    return SavedTables(manifest, tables, checksums, not any(lacking), found)
 
 
 def _read_checksums(directory: Path, checkpoint: str, processes: int) -> dict[str, dict[str, int]]:
@@ -278,6 +284,8 @@ def _lacks_rows(directory: Path, f: Field, found: dict[str, Any], wanted: Wanted
             got, wish = f"{what} {form[what]}", f"{what} {expected[what]}"
             raise _refusal(label, f.label, wish, got, remedy)
     rows = found[f.table.name]["vocabulary_size"]
+    if f.table.vocabulary is not None:
+        return False  # rows without keys need no values: `maps.py` finds room for those with keys
     if rows > size:
         remedy = "tables grow, and never shrink"
         raise _refusal(label, f.label, f"at most {size} rows", f"{rows}", remedy)

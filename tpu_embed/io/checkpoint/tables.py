@@ -20,11 +20,20 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed._types import PADDING_ID, Array, PyTree
+from tpu_embed.core.batch import MapStates
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.exchange import collectives
 from tpu_embed.core.layout import MeshAxes
-from tpu_embed.core.state import Field, TableState, blank_tables, check_state, fields
-from tpu_embed.io.checkpoint import manifest
+from tpu_embed.core.state import (
+    STEPS,
+    Field,
+    TableState,
+    blank_tables,
+    check_state,
+    fields,
+    logical,
+)
+from tpu_embed.io.checkpoint import manifest, maps
 from tpu_embed.io.checkpoint.checked import REMEDY
 from tpu_embed.io.checkpoint.manifest import SavedTables, Wanted
 from tpu_embed.io.checkpoint.row_files import BLOCK, RowArray, RowReader, RowWriter
@@ -44,11 +53,13 @@ class Prepared:
       checkpoint: the unique name of the checkpoint, the same in every process.
       manifest: the description of the tables.
       parts: every field with this process's shards of it, or with its value if it has no rows.
+      maps: those of living vocabularies, in the first process; None if there are none.
     """
 
     checkpoint: str
     manifest: dict[str, Any]
     parts: list[tuple[Field, LocalShards | np.ndarray]]
+    maps: maps.SavedMaps | None = None
 
 
 def prepare(
@@ -75,7 +86,8 @@ def prepare(
             parts.append((f, LocalShards(f, physical, copied=copied)))
         elif jax.process_index() == 0:
             parts.append((f, np.array(f.read(state)).view(np.dtype(f.shape.dtype))))
-    return Prepared(checkpoint, manifest.describe(engine, state), parts)
+    found = maps.prepare(engine, state) if jax.process_index() == 0 else None
+    return Prepared(checkpoint, manifest.describe(engine, state), parts, found)
 
 
 def write(directory: Path, prepared: Prepared) -> None:
@@ -94,6 +106,8 @@ def write(directory: Path, prepared: Prepared) -> None:
             writer = RowWriter(_whole(directory / place, manifest.form_of(f)), 1)
             writer.write((slice(0, 1), slice(0, 1)), part[None, None])
             checksums[place] = writer.finish()
+    if prepared.maps is not None:
+        checksums |= maps.write(directory, prepared.checkpoint, prepared.maps)
     manifest.write_checksums(directory, prepared.checkpoint, checksums)
     if jax.process_index() == 0:
         manifest.write(directory, prepared.checkpoint, prepared.manifest)
@@ -110,8 +124,8 @@ def _whole(path: Path, form: dict[str, Any]) -> RowArray:
     return RowArray(path, 1, 1, True, tuple(form["shape"]), np.dtype(form["dtype"]))
 
 
-def read(directory: Path, wanted: Wanted) -> TableState:
-    """Return a state with the tables and slots of a directory.
+def read(directory: Path, wanted: Wanted) -> tuple[TableState, MapStates | None]:
+    """Return a state with the tables and slots of a directory, and the maps that belong to it.
 
     Raises:
       FileNotFoundError: a file is missing.
@@ -131,7 +145,17 @@ def read(directory: Path, wanted: Wanted) -> TableState:
     state = raise_on_all("restore", directory, filled)
     scalars = np.asarray(found.manifest["step"], np.int32), found.counters(engine)
     step, counters = _everywhere(scalars, engine)
-    return dataclasses.replace(state, step=step, counters=counters)
+    state = dataclasses.replace(state, step=step, counters=counters)
+    if found.maps is None:
+        return state, None
+    states, key = found.maps.states, found.maps.key
+    if key is None:  # no map was saved, and all tables with one are new
+        assert state.vocabulary is not None, "made by the key"
+        key = {name: np.asarray(x) for name, x in state.vocabulary.items() if name != STEPS}
+    (step_of_maps,) = {int(one.step) for one in states.maps.values()}
+    steps = np.array([step_of_maps, states.history], np.int32)
+    vocabulary = _everywhere({**key, STEPS: steps}, engine)
+    return dataclasses.replace(state, vocabulary=vocabulary), states
 
 
 def _everywhere(values: PyTree, engine: EmbeddingEngine) -> PyTree:
@@ -195,13 +219,37 @@ def _filled(
     physical = f.read(state)
     sharding = engine.layout.axes.sharding(f.stack.shard_axes)
     mine = engine.layout.axes.local_parts(f.stack.shard_axes).tolist()
-    for first, rows in _lines(reader, f, table["vocabulary_size"], mine):
+    size = min(table["vocabulary_size"], f.table.vocabulary_size)
+    for first, rows in _lines(reader, f, size, mine):
         values = jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__)
-        limit = np.asarray(table["vocabulary_size"], f.stack.index_dtype)
+        limit = np.asarray(size, f.stack.index_dtype)
         start = np.asarray(first, f.stack.index_dtype)
         jax.block_until_ready(physical)  # no more than two blocks are held
         physical = _put(physical, values, start, limit, f, engine.layout.axes)
+    if found.maps is not None and f.table.name in found.maps.moves:
+        physical = _moved(physical, reader, f, found.maps.moves[f.table.name], engine)
     return f.write(state, physical)
+
+
+def _moved(
+    physical: Array, reader: RowReader, f: Field, moves: maps.Moves, engine: EmbeddingEngine
+) -> Array:
+    """Return the physical array with rows that have another place than on disk written there."""
+    array = reader.array
+    width = int(np.prod(array.row, dtype=np.int64)) * array.dtype.itemsize
+    block = max(1, BLOCK // max(1, width))
+    at = 0
+    while at < moves.before.size:
+        # Rows 7 8 40 in blocks of 10: [7, 17) has the first two, [40, 50) the third.
+        first = int(moves.before[at])
+        end = int(np.searchsorted(moves.before, first + block))
+        last = int(moves.before[end - 1]) + 1
+        rows = reader.read(first, last)[moves.before[at:end] - first]
+        physical = logical.write_rows_in_place(
+            physical, moves.now[at:end], rows.astype(np.dtype(f.shape.dtype)), f, engine.layout.axes
+        )
+        at = end
+    return physical
 
 
 def _lines(

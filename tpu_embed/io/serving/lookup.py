@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -47,13 +47,19 @@ from tpu_embed.core.lookup import (
     by_place,
     not_differentiable,
 )
+from tpu_embed.io.serving.keys import Find, finders, with_rows
 from tpu_embed.io.serving.stored import Stored, stored_tables
 
 __all__ = ["serving_lookup"]
 
 
 def serving_lookup(
-    tables: Any, features: PyTree, feature_config: PyTree, weights: PyTree | None = None
+    tables: Any,
+    features: PyTree,
+    feature_config: PyTree,
+    weights: PyTree | None = None,
+    *,
+    vocabularies: Any = None,
 ) -> PyTree:
     """Return the activations of features, looked up in plain arrays.
 
@@ -69,6 +75,9 @@ def serving_lookup(
         size of its own.
       feature_config: as for `EmbeddingEngine`; optimizers and placements are ignored.
       weights: one weight per id in the same structure, None for a feature without weights.
+      vocabularies: the rows of keys, for tables whose vocabularies live: `engine.vocabularies`, or
+        a `FixedVocabulary` by `TableConfig` or by name. Keys without a row have a zero row, or the
+        one that unseen keys share.
 
     Returns:
       One array `[B, …, D]` per given feature in the structure of the features, float32 (float64
@@ -94,12 +103,27 @@ def serving_lookup(
     given, scales = declared.match_weighted(features, weights)
     server = server_of(declared)
     if any(isinstance(leaf, Tracer) for leaf in (*given, *scales)):
+        _refuse_traced_keys(declared)
         source = server.traced(given, scales)
         found, bad_ids = server.activations(stored, source)
         source.report(bad_ids, server.layout)
     else:
-        found = server.placed(stored, given, scales)
+        find = finders(vocabularies, whole, declared)
+        found = server.placed(stored, given, scales, find)
     return declared.unflatten(found)
+
+
+def _refuse_traced_keys(declared: Structure) -> None:
+    """Refuse keys of living vocabularies inside a jit, where no map can be asked.
+
+    Raises:
+      ValueError: a table that is looked up has one.
+    """
+    for name, table in zip(declared.table_names, declared.tables, strict=True):
+        if table.vocabulary is not None:
+            expected, got = "keys on the host", "traced ones"
+            remedy = "look up outside the jit, and give it the activations"
+            raise ValueError(message(f"table {name!r}", expected=expected, got=got, remedy=remedy))
 
 
 def server_of(declared: Structure) -> Server:
@@ -155,13 +179,20 @@ class Server:
         self.layout = layout
         self._program = jax.jit(lambda *operands: self.activations(*operands)[0])
 
-    def placed(self, tables: Sequence[Stored], ids: Sequence[Any], weights: Sequence[Any]) -> Any:
+    def placed(
+        self,
+        tables: Sequence[Stored],
+        ids: Sequence[Any],
+        weights: Sequence[Any],
+        find: Mapping[str, Find],
+    ) -> Any:
         """Return one activation per feature, for ids on the host.
 
         Args:
           tables: the tables in order.
           ids: one leaf per feature.
           weights: one leaf per feature; None for a feature without weights.
+          find: finds the rows of keys, by table.
 
         Raises:
           ValueError: whatever `host_ids` refuses.
@@ -172,6 +203,7 @@ class Server:
             host_ids(f"feature {feature.path!r}", feature.config, feature.table.name, *leaves)
             for feature, *leaves in zip(layout.features, ids, weights, strict=True)
         ]
+        hosts = with_rows(hosts, layout, find)
         spec = _rounded(natural_spec(hosts, layout, layout.axes.replicas))
         stacks, operands = line_of(spec, layout), []
         packed = np.empty((1, line_length(stacks)), np.int32)

@@ -139,9 +139,11 @@ void KeyMap::begin_step() {
   new_keys_.clear();
   new_rows_.clear();
   evicted_rows_.clear();
+  evicted_keys_.clear();
   new_keys_.reserve(distinct);
   new_rows_.reserve(distinct);
   evicted_rows_.reserve(expired + distinct);
+  evicted_keys_.reserve(expired + distinct);
   batch_.rows.resize(distinct);
   batch_.new_rows.reserve(distinct);
   if (has_counts_) counts_.begin_step();
@@ -238,6 +240,7 @@ uint32_t KeyMap::find_room() {
 void KeyMap::release(uint32_t row) {
   log_.back().rows.push_back(numbers(row));
   evicted_rows_.push_back(row);
+  evicted_keys_.push_back(rows_[row].key);
   index_.erase(hash_of(rows_[row].key), row, key_at());
   if (has_ages_) ages_.remove(rows_, row);
   if (has_counts_) counts_.remove(rows_, row);
@@ -309,7 +312,8 @@ int64_t KeyMap::bytes() const {
   for (const Step& step : log_) bytes += bytes_of(step.rows);
   bytes += bytes_of(batch_.known) + bytes_of(batch_.keys) + bytes_of(batch_.hashes);
   bytes += bytes_of(batch_.rows) + bytes_of(batch_.number) + bytes_of(batch_.new_rows);
-  return bytes + bytes_of(new_keys_) + bytes_of(new_rows_) + bytes_of(evicted_rows_);
+  bytes += bytes_of(new_keys_) + bytes_of(new_rows_);
+  return bytes + bytes_of(evicted_rows_) + bytes_of(evicted_keys_);
 }
 
 }  // namespace tpu_embed

@@ -70,6 +70,7 @@ class KeyMap {
   const std::vector<uint64_t>& new_keys() const { return new_keys_; }
   const std::vector<int64_t>& new_rows() const { return new_rows_; }
   const std::vector<int64_t>& evicted_rows() const { return evicted_rows_; }
+  const std::vector<uint64_t>& evicted_keys() const { return evicted_keys_; }
   int64_t unseen() const { return counters_[kUnseen] - log_.back().counters[kUnseen]; }
 
   // Undoes the batches after a step that the log reaches.
@@ -167,7 +168,7 @@ class KeyMap {
   WaitingKeys waiting_;
   std::deque<Step> log_;
   Batch batch_;
-  std::vector<uint64_t> new_keys_;
+  std::vector<uint64_t> new_keys_, evicted_keys_;
   std::vector<int64_t> new_rows_, evicted_rows_;
   mutable std::mutex queue_;
   mutable std::shared_mutex mutex_;

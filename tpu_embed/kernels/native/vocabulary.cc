@@ -90,10 +90,12 @@ extern "C" bool tpu_embed_vocabulary_take(tpu_embed::KeyMap* map, tpu_embed::Tak
 
 // Writes what the last `take` did.
 extern "C" void tpu_embed_vocabulary_taken(const tpu_embed::KeyMap* map, uint64_t* new_keys,
-                                           int64_t* new_rows, int64_t* evicted_rows) {
+                                           int64_t* new_rows, int64_t* evicted_rows,
+                                           uint64_t* evicted_keys) {
   std::copy(map->new_keys().begin(), map->new_keys().end(), new_keys);
   std::copy(map->new_rows().begin(), map->new_rows().end(), new_rows);
   std::copy(map->evicted_rows().begin(), map->evicted_rows().end(), evicted_rows);
+  std::copy(map->evicted_keys().begin(), map->evicted_keys().end(), evicted_keys);
 }
 
 extern "C" void tpu_embed_vocabulary_rewind(tpu_embed::KeyMap* map, int64_t step) {

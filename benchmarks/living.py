@@ -1,0 +1,109 @@
+"""A training step with a living vocabulary beside the same step on a fixed table, in the same run.
+
+    python benchmarks/living.py [--capacities 500000 50000000] [--dim 2]
+
+Bags of Zipf keys, of which a share is new in every step. The fixed table, of as many rows, gets a
+row number for each key, frequent ones spread at random as in the living table. Both engines do a
+step in turns: place, admit (the living one) and lookup with update, and wait only at its end, so
+that a part of admit is in the last figure. Medians of milliseconds, and their ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import common
+import jax
+import numpy as np
+
+import tpu_embed
+from tpu_embed import optimizers
+
+
+class Contestant:
+    """An engine of one table, its state, and the milliseconds of the parts of each step."""
+
+    def __init__(self, capacity: int, dim: int, devices: int, vocabulary) -> None:
+        table = tpu_embed.TableConfig(
+            capacity, dim, combiner="sum", name="items", vocabulary=vocabulary
+        )
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("d",))
+        self.engine = tpu_embed.EmbeddingEngine(
+            {"x": tpu_embed.FeatureConfig(table)}, optimizers.Adagrad(0.1), mesh=mesh
+        )
+        self.state = self.engine.init(jax.random.key(0))
+        self.parts: dict[str, list[float]] = {"place": [], "admit": [], "step": []}
+
+    def train(self, keys: np.ndarray) -> None:
+        """Do one step on bags of keys, and note how long its parts take."""
+        marks = [time.perf_counter()]
+        batch = self.engine.place({"x": keys})
+        marks.append(time.perf_counter())
+        self.state, batch = self.engine.admit(self.state, batch)
+        marks.append(time.perf_counter())
+        activations = self.engine.lookup(self.state, batch)
+        self.state = self.engine.update_in_place(self.state, batch, activations)
+        jax.block_until_ready(self.state.tables)
+        marks.append(time.perf_counter())
+        for name, first, last in zip(self.parts, marks, marks[1:], strict=False):
+            self.parts[name].append(1e3 * (last - first))
+
+    def medians(self, steps: int) -> dict[str, float]:
+        """Return the median of each part of the last steps, and of whole steps."""
+        last = {name: times[-steps:] for name, times in self.parts.items()}
+        whole = [sum(parts) for parts in zip(*last.values(), strict=True)]
+        return {n: statistics.median(times) for n, times in (last | {"whole": whole}).items()}
+
+
+def draw(rng, step: int, size: tuple[int, int], items: int, new: float) -> np.ndarray:
+    """Return bags of Zipf keys, a share of which no step had before."""
+    ranks = np.minimum(rng.zipf(1.2, size) - 1, items - 1)
+    distinct = np.unique(ranks).size
+    fresh = int(new * distinct)
+    places = rng.choice(ranks.size, fresh, replace=False)
+    ranks.reshape(-1)[places] = items + step * ranks.size + np.arange(fresh)
+    return ranks
+
+
+def main() -> None:
+    """Print a line per capacity."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--capacities", type=int, nargs="+", default=[500_000])
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=4096)
+    parser.add_argument("--bag", type=int, default=20)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--new", type=float, default=0.05)
+    parser.add_argument("--steps", type=int, default=40)
+    given = parser.parse_args()
+    for capacity in given.capacities:
+        living = Contestant(
+            capacity, given.dim, given.devices, tpu_embed.DynamicVocabulary(evict="lru")
+        )
+        fixed = Contestant(capacity, given.dim, given.devices, None)
+        rng = np.random.default_rng(0)
+        items, row_of = min(capacity // 2, 250_000), rng.permutation(capacity)
+        for first in range(0, items, given.batch * given.bag):  # all items have rows
+            keys = np.arange(first, first + given.batch * given.bag) % items
+            keys = keys.reshape(given.batch, given.bag)
+            living.train(keys)
+            fixed.train(row_of[keys])
+        for step in range(10 + given.steps):
+            keys = draw(rng, step, (given.batch, given.bag), items, given.new)
+            living.train(keys)
+            fixed.train(row_of[keys % capacity])
+        ours, theirs = living.medians(given.steps), fixed.medians(given.steps)
+        counted = living.engine.vocabularies.counters["items"]
+        bytes_per_row = living.engine.vocabularies.nbytes / capacity
+        print(f"{capacity} rows of {given.dim}, {given.devices} devices, {counted['keys']} keys")
+        for name in ours:
+            print(f"  {name:6s} living {ours[name]:8.2f} ms   fixed {theirs[name]:8.2f} ms")
+        print(f"  ratio {ours['whole'] / theirs['whole']:.2f}, map {bytes_per_row:.1f} bytes a row")
+        del living, fixed
+
+
+if __name__ == "__main__":
+    print(common.machine())
+    main()

@@ -1,0 +1,207 @@
+"""Tables whose vocabularies live: rows follow plain Python, and values follow their keys."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from living_cases import (
+    KEY,
+    SIZES,
+    TAGS,
+    assert_same,
+    configs,
+    draw,
+    engine,
+    gradients,
+    initial_row,
+    keys_in_order,
+    mesh,
+    oracles,
+    train,
+    whole,
+)
+
+import tpu_embed
+from tpu_embed import FeatureConfig, RaggedIds, TableConfig
+from tpu_embed import optimizers as o
+from tpu_embed.vocabulary import DynamicVocabulary
+
+STEPS = 12
+NO_KEYS = RaggedIds(np.zeros(0, np.uint64), np.zeros(9, np.int32))
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Return an engine on two devices, its state after some steps, and all activations."""
+    made = engine()
+    state, seen = train(made, made.init(jax.random.key(KEY)), STEPS)
+    return made, whole(made, state), seen
+
+
+def test_rows_are_the_oracles_step_by_step():
+    made, maps = engine(), oracles()
+    state = made.init(jax.random.key(KEY))
+    for step in range(STEPS):
+        state, _ = made.admit(state, made.place(draw(step)))
+        for name, keys in keys_in_order(draw(step)).items():
+            maps[name].take(keys)
+            keys, rows = made.vocabularies.keys(name)
+            found = dict(zip(keys.tolist(), rows.tolist(), strict=True))
+            assert found == maps[name].row_of
+            assert made.vocabularies.counters[name] == {"keys": len(found), **maps[name].counters}
+    assert all(oracle.counters["evicted"] for oracle in maps.values())
+    assert maps["items"].counters["expired"]
+
+
+def row_per_key(step, rows):
+    """Return a batch in which each key is the number of a row of its own, and unseen ones none."""
+
+    def numbered(table, keys, unseen):
+        known = rows[table]
+        return np.array([known.get(int(k) % 2**64, unseen) for k in keys.reshape(-1)])
+
+    batch = draw(step)
+    bags, seen, one = batch["bags"], batch["seen"], batch["one"]
+    values = numbered("items", bags.values, -1)
+    kept = values >= 0
+    row = np.repeat(np.arange(SIZES["bags"]), np.diff(bags.row_splits))[kept]
+    counts = np.bincount(row, minlength=SIZES["bags"])
+    padded = np.where(seen == -1, -1, numbered("items", seen, -1).reshape(seen.shape))
+    return batch | {
+        "bags": RaggedIds(values[kept], np.append(0, np.cumsum(counts)), bags.weights[kept]),
+        "one": np.where(one == -1, -1, numbered("tags", one, TAGS - 1)),
+        "seen": padded,
+    }
+
+
+def test_values_are_those_of_a_table_with_a_row_per_key(trained):
+    """A key that comes back has its first value and slots, whichever row it gets."""
+    features = configs()
+    living = {f.table.name: f.table for f in features.values()}
+    sizes = {"items": 200, "tags": 50, "users": 9}
+    fixed = {
+        name: TableConfig(sizes[name], t.dim, name=name, combiner=t.combiner, optimizer=t.optimizer)
+        for name, t in living.items()
+    }
+    twin = engine(
+        features={
+            path: FeatureConfig(
+                fixed[f.table.name], max_sequence_length=f.max_sequence_length, on_bad_id="drop"
+            )
+            for path, f in features.items()
+        }
+    )
+    state, maps = twin.init(jax.random.key(KEY)), oracles()
+    # The shared row is drawn by its number in a table of that size, as `init` draws it.
+    shared = np.asarray(engine().tables(engine().init(jax.random.key(KEY)))["tags"])[TAGS - 1]
+    state = twin.set_rows(state, "tags", [TAGS - 1], shared[None])
+    numbers = {"items": {}, "tags": {}}
+    next_row = {"items": 0, "tags": TAGS}
+    for step, activations in enumerate(trained[2]):
+        for name, keys in keys_in_order(draw(step)).items():
+            _, new, _ = maps[name].take(keys)
+            for key, _ in new:
+                # Each admission gets a row that nobody had before.
+                numbers[name][key] = next_row[name]
+                value = initial_row(living[name], key)
+                state = twin.set_rows(state, name, [next_row[name]], value[None])
+                next_row[name] += 1
+        known = {
+            name: {k: r for k, r in of.items() if k in maps[name].row_of}
+            for name, of in numbers.items()
+        }
+        batch = twin.place(row_per_key(step, known))
+        expected = twin.lookup(state, batch)
+        jax.tree.map(np.testing.assert_array_equal, activations, expected)
+        state = twin.update_in_place(state, batch, gradients(expected, step))
+    assert next_row["items"] > 30  # keys came back
+    made, found, _ = trained
+    tables, slots = twin.tables(state), twin.slots(state)
+    for name, of in known.items():
+        arrays = {f"table {name}": tables[name]}
+        arrays |= {f"slot {name}/{slot}": array for slot, array in slots[name].items()}
+        for key, row in zip(*(x.tolist() for x in made.vocabularies.keys(name)), strict=True):
+            for what, array in arrays.items():
+                np.testing.assert_array_equal(found[what][row], array[of[key]], err_msg=what)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_bits_are_the_same_on_other_devices(trained, devices):
+    made = engine(devices)
+    state, seen = train(made, made.init(jax.random.key(KEY)), STEPS)
+    assert_same(whole(made, state), trained[1])
+    jax.tree.map(np.testing.assert_array_equal, seen, trained[2])
+
+
+def test_bits_are_the_same_in_other_placements(trained):
+    features, placements = configs(), {"items": "div", "tags": "replicated", "users": "mod"}
+    tables = {
+        f.table: dataclasses.replace(f.table, placement=placements[f.table.name])
+        for f in {f.table.name: f for f in features.values()}.values()
+    }
+    placed = {n: dataclasses.replace(f, table=tables[f.table]) for n, f in features.items()}
+    made = engine(4, features=placed, stack_tables=False)
+    state, _ = train(made, made.init(jax.random.key(KEY)), STEPS)
+    assert_same(whole(made, state), trained[1])
+
+
+def test_work_is_in_place_and_few_programs_are_compiled():
+    made = engine(1)
+    state, _ = train(made, made.init(jax.random.key(KEY)), 4)
+    before = made.compilations
+    held = {name: table.unsafe_buffer_pointer() for name, table in state.tables.items()}
+    old = state
+    state, _ = train(made, state, 4, first=4)
+    assert made.compilations == before
+    assert {name: table.unsafe_buffer_pointer() for name, table in state.tables.items()} == held
+    assert all(table.is_deleted() for table in old.tables.values())
+
+
+def simple(capacity=3, lookahead=0, **options):
+    """Return an engine of one living table on one device, with plain SGD."""
+    table = TableConfig(capacity, 2, name="t", vocabulary=DynamicVocabulary(**options))
+    return tpu_embed.EmbeddingEngine(
+        {"x": FeatureConfig(table)}, o.SGD(1.0), mesh=mesh(1), lookahead=lookahead
+    )
+
+
+def test_every_64_bit_number_is_a_key_where_there_is_no_padding():
+    odd = np.array([0, 2**63, 2**64 - 1, 2**64 - 1], np.uint64)
+    made = simple()
+    batch = made.place({"x": odd})
+    assert made.vocabularies.counters["t"]["admitted"] == 3
+    state, batch = made.admit(made.init(jax.random.key(KEY)), batch)
+    rows = made.lookup(state, batch)["x"]
+    table = made.structure.tables[0]
+    for row, key in zip(rows, odd.tolist(), strict=True):
+        np.testing.assert_array_equal(row, initial_row(table, key))
+    signed = made.place({"x": odd.view(np.int64)}, training=False)  # -1 is padding here
+    np.testing.assert_array_equal(made.lookup(state, signed)["x"][2:], np.zeros((2, 2)))
+    flat = RaggedIds(odd.view(np.int64), [0, 1, 2, 3, 4])
+    flat = made.place({"x": flat}, training=False)
+    np.testing.assert_array_equal(made.lookup(state, flat)["x"], rows)
+
+
+def test_more_keys_than_rows_are_unseen_and_nobody_elses_row_changes():
+    made = simple()
+    state = made.init(jax.random.key(KEY))
+    state, batch = made.admit(state, made.place({"x": np.arange(8)}))
+    rows = made.lookup(state, batch)["x"]
+    np.testing.assert_array_equal(rows[3:], np.zeros((5, 2)))
+    assert (np.abs(rows[:3]).sum(axis=1) > 0).all()
+    before = np.asarray(made.tables(state)["t"])
+    state = made.update(state, batch, {"x": np.ones((8, 2), np.float32)})
+    np.testing.assert_array_equal(made.tables(state)["t"], before - 1)
+    assert made.vocabularies.counters["t"] | {"evicted": 0} == {
+        "keys": 3, "admitted": 3, "evicted": 0, "expired": 0, "unseen": 5, "forgotten": 0,
+    }  # fmt: skip
+
+
+def test_an_empty_batch_is_a_step():
+    made = simple()
+    state = made.init(jax.random.key(KEY))
+    state, batch = made.admit(state, made.place({"x": NO_KEYS}))
+    made.lookup(state, batch)
+    state, _ = made.admit(state, made.place({"x": np.full(8, -1)}))
+    assert state.vocabulary["steps"].tolist() == [2, 0]

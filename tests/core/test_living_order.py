@@ -1,0 +1,343 @@
+"""Batches, states and maps that do not belong together are refused; thrown away ones undone."""
+
+import copy
+import dataclasses
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from living_cases import (
+    KEY,
+    assert_same,
+    configs,
+    draw,
+    engine,
+    initial_row,
+    mesh,
+    train,
+    whole,
+)
+
+import tpu_embed
+from tpu_embed import FeatureConfig, RaggedIds, TableConfig
+from tpu_embed import optimizers as o
+from tpu_embed.data import Prefetcher
+from tpu_embed.vocabulary import DynamicVocabulary
+
+
+def simple(capacity=3, lookahead=0, **options):
+    """Return an engine of one living table on one device, with plain SGD, and its first state."""
+    table = TableConfig(capacity, 2, name="t", vocabulary=DynamicVocabulary(**options))
+    made = tpu_embed.EmbeddingEngine(
+        {"x": FeatureConfig(table)}, o.SGD(1.0), mesh=mesh(1), lookahead=lookahead
+    )
+    return made, made.init(jax.random.key(KEY))
+
+
+def ids(*keys):
+    return {"x": np.array(keys)}
+
+
+ONES = {"x": np.ones((2, 2), np.float32)}
+
+
+@pytest.fixture(scope="module")
+def programs():
+    """Return a jitted step and a jitted lookup of an engine, to be used with any of `simple`."""
+    made, _ = simple(lookahead=1)
+
+    def step(state, batch):
+        return made.update(state, batch, ONES)
+
+    return jax.jit(step), jax.jit(made.lookup)
+
+
+def maps_of(made):
+    return {
+        f"{name} {field}": array
+        for name, one in made.vocabularies.state(made.vocabularies.placed).maps.items()
+        for field, array in one._asdict().items()
+    }
+
+
+def test_a_batch_that_is_not_admitted_is_refused(programs):
+    made, state = simple(lookahead=1)
+    batch = made.place(ids(5, 6))
+    with pytest.raises(ValueError, match="give every batch to admit first"):
+        made.lookup(state, batch)
+    with pytest.raises(ValueError, match="give every batch to admit first"):
+        made.update(state, batch, ONES)
+    step, lookup = programs
+    np.testing.assert_array_equal(lookup(state, batch)["x"], np.zeros((2, 2)))
+    new = step(state, batch)
+    assert (int(new.step), int(new.counters["refused_batches"])) == (0, 1)
+    np.testing.assert_array_equal(made.tables(new)["t"], made.tables(state)["t"])
+    state, batch = made.admit(state, batch)
+    assert np.abs(lookup(state, batch)["x"]).min() > 0
+    assert int(step(state, batch).counters["refused_batches"]) == 0
+
+
+def test_batches_are_admitted_once_each_in_placing_order():
+    made, state = simple()
+    first, second = made.place(ids(5, 6)), made.place(ids(6, 7))
+    with pytest.raises(ValueError, match="got the one of step 2"):
+        made.admit(state, second)
+    state, admitted = made.admit(state, first)
+    with pytest.raises(ValueError, match=r"the batch of step 2, .*, got the one of step 1"):
+        made.admit(state, first)
+    assert made.admit(state, admitted)[0] is state  # only looked at: it has been admitted
+    state, _ = made.admit(state, second)
+    assert state.vocabulary["steps"].tolist() == [2, 0]
+
+
+def test_an_older_state_is_refused():
+    made, state = simple()
+    older = jax.tree.map(jnp.copy, state)
+    state, _ = made.admit(state, made.place(ids(5, 6)))
+    with pytest.raises(ValueError, match="a state of step 0 while 1 was admitted before"):
+        made.admit(older, made.place(ids(7, 8)))
+
+
+def test_a_pipelined_batch_never_writes_into_another_keys_row():
+    """With lookahead 1, batch k is updated after batch k + 1 was admitted, and no later."""
+    made, state = simple(capacity=4, lookahead=1)
+    step, lookup = jax.jit(lambda *args: made.update(*args, ONES)), jax.jit(made.lookup)
+    batches = []
+    for keys in ((1, 2), (3, 4), (5, 6)):
+        state, batch = made.admit(state, made.place(ids(*keys)))
+        batches.append(batch)
+    # The third batch had to take the rows of the first, whose update is too late now.
+    assert made.vocabularies.keys("t")[0].tolist() == [5, 6, 3, 4]
+    with pytest.raises(ValueError, match="rows that may be other keys'"):
+        made.update(state, batches[0], ONES)
+    before = np.asarray(made.tables(state)["t"])
+    late = step(state, batches[0])
+    assert (int(late.step), int(late.counters["refused_batches"])) == (0, 1)
+    np.testing.assert_array_equal(made.tables(late)["t"], before)
+    np.testing.assert_array_equal(lookup(state, batches[0])["x"], np.zeros((2, 2)))
+    in_time = made.update(state, batches[1], ONES)
+    np.testing.assert_array_equal(made.tables(in_time)["t"] - before, [[0, 0]] * 2 + [[-1, -1]] * 2)
+
+
+def test_lookahead_protects_the_rows_of_batches_that_wait_for_updates():
+    made, state = simple(capacity=2, lookahead=1)
+    state, first = made.admit(state, made.place(ids(1, 2)))
+    state, second = made.admit(state, made.place(ids(3, 4)))
+    np.testing.assert_array_equal(made.lookup(state, second)["x"], np.zeros((2, 2)))
+    assert made.vocabularies.counters["t"]["unseen"] == 2
+    made.update(state, first, ONES)
+
+
+def test_a_lookup_sees_the_admitted_step_whatever_was_placed_ahead():
+    made, state = simple(capacity=2)
+    state, _ = made.admit(state, made.place(ids(1, 2)))
+    ahead = [made.place(ids(3, 1)), made.place(ids(4, 5))]
+    batch = made.place(ids(1, 2, 3, 4, 5), training=False)
+    rows = made.lookup(state, batch)["x"]
+    table = made.structure.tables[0]
+    for row, key in zip(rows, (1, 2), strict=False):
+        np.testing.assert_array_equal(row, initial_row(table, key))
+    np.testing.assert_array_equal(rows[2:], np.zeros((3, 2)))
+    state, _ = made.admit(state, ahead[0])  # 2 goes, 3 comes
+    with pytest.raises(ValueError, match="place it again"):
+        made.lookup(state, batch)
+    with pytest.raises(ValueError, match="place it again"):
+        made.admit(state, batch)
+    only_1 = made.place(ids(1, 1), training=False)
+    state, _ = made.admit(state, ahead[1])
+    with pytest.raises(ValueError, match="place it again"):
+        made.lookup(state, only_1)
+
+
+def test_a_lookup_whose_rows_were_not_touched_stays_valid_on_the_host(programs):
+    made, state = simple(capacity=3)
+    state, _ = made.admit(state, made.place(ids(1, 2)))
+    batch = made.place(ids(2, 9), training=False)
+    for keys in ((2, 3), (2, 4)):
+        state, _ = made.admit(state, made.place(ids(*keys)))
+    rows = made.lookup(state, batch)["x"]
+    lookup = programs[1]
+    np.testing.assert_array_equal(lookup(state, batch)["x"], np.zeros((2, 2)))  # not known there
+    state, fresh = made.admit(state, batch)
+    assert made.compilations["lookup"] == 1
+    np.testing.assert_array_equal(lookup(state, fresh)["x"], rows)
+
+
+def test_batches_that_were_thrown_away_are_undone():
+    made, state = engine(), None
+    state, _ = train(made, made.init(jax.random.key(KEY)), 4)
+    expected = whole(made, state)
+    old = [made.place(draw(step)) for step in (4, 5)]
+    made.vocabularies.rewind(state)
+    assert_same(whole(made, state), expected)
+    made.place(draw(4))
+    with pytest.raises(ValueError, match="placed since the maps were rewound"):
+        made.admit(state, old[0])
+    made.vocabularies.rewind(state)
+    other = engine()
+    there, _ = train(other, other.init(jax.random.key(KEY)), 6)
+    state, _ = train(made, state, 2, first=4)
+    assert_same(whole(made, state), whole(other, there))
+
+
+def test_rewind_takes_the_newest_state_or_a_first_one():
+    made, first = simple()
+    older = jax.tree.map(jnp.copy, first)
+    state, _ = made.admit(first, made.place(ids(1, 2)))
+    state, _ = made.admit(state, made.place(ids(2, 3)))
+    old = dataclasses.replace(older, vocabulary={**older.vocabulary, "steps": jnp.array([1, 0])})
+    with pytest.raises(ValueError, match="the newest state, of step 2"):
+        made.vocabularies.rewind(old)
+    made.vocabularies.rewind(older)
+    assert (len(made.vocabularies), made.vocabularies.placed) == (0, 0)
+    _, batch = made.admit(older, made.place(ids(9, 9)))
+    assert batch.steps.tolist() == [1, 1, 0]
+
+
+def bad_batches():
+    weights = {"x": RaggedIds(np.array([np.nan, 1.0]), [0, 1, 2])}
+    yield {"x": RaggedIds(np.array([7, 8]), [0, 1, 2])}, weights, None, ValueError
+    yield {"x": np.array([1.5, 2])}, None, None, TypeError
+    yield {"y": np.array([1, 2])}, None, None, ValueError
+    spec = simple()[0].place(ids(7, 8)).spec
+    yield ids(7, 8, 9), None, spec, ValueError
+
+
+@pytest.mark.parametrize("case", range(4))
+def test_a_batch_that_place_refuses_leaves_the_maps_as_they_were(case):
+    features, weights, spec, error = list(bad_batches())[case]
+    made, _ = simple(admit_after=2)
+    made.place(ids(7, 1))
+    before = maps_of(made)
+    with pytest.raises(error):
+        made.place(features, weights, spec)
+    assert_same(maps_of(made), before)
+    made.place(ids(7, 1))
+    assert made.vocabularies.placed == 2
+
+
+def test_a_batch_of_a_size_that_does_not_divide_leaves_the_maps_as_they_were():
+    made = engine(4)
+    with pytest.raises(ValueError, match="positive multiple of 4"):
+        made.place({**draw(0), "one": np.arange(6)})
+    assert (len(made.vocabularies), made.vocabularies.placed) == (0, 0)
+
+
+def test_batches_that_are_only_looked_up_teach_the_maps_nothing():
+    made, _ = simple()
+    made.place(ids(7, 1))
+    before = maps_of(made)
+    made.place(ids(1, 2), training=False)
+    assert_same(maps_of(made), before)
+
+
+def test_threads_that_place_leave_a_map_that_some_order_gives():
+    made, state = simple(capacity=64)
+    batches = []
+
+    def place(first):
+        for at in range(5):
+            batches.append(made.place(ids(10 * first + at, 99)))
+
+    threads = [threading.Thread(target=place, args=(n,)) for n in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    for batch in sorted(batches, key=lambda batch: batch.steps[0]):
+        state, _ = made.admit(state, batch)
+    assert state.vocabulary["steps"].tolist() == [20, 0]
+    assert len(made.vocabularies) == 21
+
+
+def test_a_prefetcher_places_in_the_order_in_which_the_loop_asks():
+    made, other = engine(), engine()
+    state = made.init(jax.random.key(KEY))
+    with Prefetcher(made, (draw(step) for step in range(6)), depth=3) as batches:
+        for batch in batches:
+            looked = made.place(draw(50), training=False)
+            state, batch = made.admit(state, batch)
+            state = made.update_in_place(state, batch, made.lookup(state, batch))
+            assert looked.steps[0] <= batch.steps[0]
+    there = other.init(jax.random.key(KEY))
+    for step in range(6):
+        there, batch = other.admit(there, other.place(draw(step)))
+        there = other.update_in_place(there, batch, other.lookup(there, batch))
+    assert_same(whole(made, state), whole(other, there))
+
+
+def test_a_prefetcher_that_is_closed_early_is_rewound():
+    made, state = simple(capacity=8)
+    with Prefetcher(made, (ids(n, n) for n in range(9)), depth=3) as batches:
+        for batch in batches:
+            state, _ = made.admit(state, batch)
+            if batch.steps[0] == 2:
+                break
+    assert made.vocabularies.placed > 2
+    made.vocabularies.rewind(state)
+    assert made.vocabularies.keys("t")[0].tolist() == [0, 1]
+    made.admit(state, made.place(ids(7, 7)))
+
+
+def test_engines_share_maps():
+    made, state = simple()
+    other = tpu_embed.EmbeddingEngine(
+        {"y": FeatureConfig(made.structure.tables[0])},
+        o.SGD(1.0),
+        mesh=mesh(1),
+        vocabularies=made.vocabularies,
+    )
+    state, _ = made.admit(state, made.place(ids(1, 2)))
+    looked = other.lookup(state, other.place({"y": np.array([2, 3])}, training=False))["y"]
+    np.testing.assert_array_equal(looked[0], initial_row(made.structure.tables[0], 2))
+    np.testing.assert_array_equal(looked[1], [0, 0])
+    with pytest.raises(ValueError, match="maps of the engine's tables"):
+        engine(vocabularies=made.vocabularies, lookahead=None)
+    with pytest.raises(ValueError, match="leave lookahead out"):
+        tpu_embed.EmbeddingEngine(
+            {"y": FeatureConfig(made.structure.tables[0])},
+            o.SGD(1.0),
+            lookahead=1,
+            vocabularies=made.vocabularies,
+        )
+
+
+def test_what_knows_no_keys_is_refused_with_the_remedy():
+    made, state = simple()
+    for call in (made.lookup, jax.jit(made.lookup)):
+        with pytest.raises(ValueError, match=r"batch = engine\.place\(features\)"):
+            call(state, ids(1, 2))
+    with pytest.raises(ValueError, match=r"batch = engine\.place\(features\)"):
+        made.update(state, ids(1, 2), ONES)
+    with pytest.raises(ValueError, match="admit the batch first"):
+        jax.jit(made.admit)(state, made.place(ids(1, 2)))
+    with pytest.raises(TypeError, match="share the maps"):
+        copy.deepcopy(made)
+    assert copy.copy(made) is made
+    with pytest.raises(ValueError, match="give what place returned"):
+        made.admit(state, ids(1, 2))
+    ordinary = engine(features={"user": configs()["user"]})
+    assert ordinary.vocabularies is None
+    state = ordinary.init(jax.random.key(0))
+    batch = ordinary.place({"user": draw(0)["user"]})
+    assert ordinary.admit(state, batch) == (state, batch)
+
+
+def test_states_keep_their_kind_of_random_key():
+    made, _ = simple()
+    for key in (jax.random.PRNGKey(KEY), jax.random.key(KEY, impl="rbg")):
+        state = made.init(key)
+        state, batch = made.admit(state, made.place(ids(3, 4)))
+        rows = made.lookup(state, batch)["x"]
+        assert np.abs(rows).min() > 0
+        if "threefry2x32" in state.vocabulary:
+            np.testing.assert_array_equal(rows[0], initial_row(made.structure.tables[0], 3))
+        made.vocabularies.rewind(made.init(key))
+
+
+@pytest.mark.parametrize("initializer", [tpu_embed.RowIdInitializer()])
+def test_initializers_that_look_at_row_numbers_are_refused(initializer):
+    with pytest.raises(ValueError, match="must not depend on the row number"):
+        TableConfig(4, 2, initializer=initializer, vocabulary=DynamicVocabulary())
+    with pytest.raises(ValueError, match="capacity"):
+        TableConfig(1, 2, vocabulary=DynamicVocabulary(unseen="shared"))

@@ -1,0 +1,144 @@
+"""Engines with living vocabularies, their batches, and what plain Python expects of them."""
+
+import zlib
+from fractions import Fraction
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from oracle_vocabulary import VocabularyOracle
+
+import tpu_embed
+from tpu_embed import FeatureConfig, RaggedIds, TableConfig
+from tpu_embed import optimizers as o
+from tpu_embed.vocabulary import DynamicVocabulary
+
+SIZES = {"bags": 16, "one": 8, "seen": 8}
+KEY = 7
+ITEMS, TAGS = 34, 6
+
+
+def configs(items=ITEMS, **options):
+    """Return features of two living tables, and of an ordinary one that shares a stack."""
+    living = DynamicVocabulary(**({"ttl": 2} | options))
+    tags = DynamicVocabulary(admit_after=2, evict="lfu", unseen="shared")
+    tables = {
+        "items": TableConfig(items, 4, name="items", vocabulary=living),
+        "tags": TableConfig(
+            TAGS, 2, name="tags", combiner="sum", optimizer=o.Adagrad(0.5), vocabulary=tags
+        ),
+        "users": TableConfig(9, 4, name="users", combiner="sum"),
+    }
+    return {
+        "bags": FeatureConfig(tables["items"]),
+        "one": FeatureConfig(tables["tags"]),
+        "seen": FeatureConfig(tables["items"], max_sequence_length=2),
+        "user": FeatureConfig(tables["users"]),
+    }
+
+
+def mesh(devices):
+    """Return a mesh of some of the devices."""
+    return Mesh(np.array(jax.devices()[:devices]), ("d",))
+
+
+def engine(devices=2, lookahead=0, features=None, **options):
+    """Return an engine of these features."""
+    return tpu_embed.EmbeddingEngine(
+        features or configs(), o.Adam(0.125), mesh=mesh(devices), lookahead=lookahead, **options
+    )
+
+
+def draw(step, scale=1):
+    """Return a batch in every form of ids, `scale` times as large; its keys drift with the step."""
+    rng, spread = np.random.default_rng(step), 40 * scale
+    bags, one, seen = (scale * SIZES[name] for name in ("bags", "one", "seen"))
+    lengths = rng.permutation(np.arange(bags) % 3)  # always as many in all: one spec
+    splits = np.concatenate([[0], np.cumsum(lengths)])
+    weights = rng.choice([0.5, 1, 2], splits[-1]).astype(np.float32)
+    keys = (rng.integers(0, spread, splits[-1]) + step).astype(np.uint64) * np.uint64(2**61 + 3)
+    shown = (rng.integers(0, spread, (seen, 3)) + step).astype(np.uint64)
+    shown = (shown * np.uint64(2**61 + 3)).view(np.int64)
+    one = rng.integers(0, 12, one) - 1
+    return {
+        "bags": RaggedIds(keys, splits, weights),
+        "one": one,
+        "seen": np.where(rng.random(shown.shape) < 0.2, -1, shown),
+        "user": rng.integers(0, 9, 8 * scale),
+    }
+
+
+def keys_in_order(batch):
+    """Return the keys of each living table in batch order, by loops."""
+    items, tags = [], []
+    bags = batch["bags"]
+    for e in range(SIZES["bags"]):
+        for at in range(bags.row_splits[e], bags.row_splits[e + 1]):
+            items.append((Fraction(e, SIZES["bags"]), 0, at, int(bags.values[at])))
+    for e, row in enumerate(batch["seen"]):
+        for at, key in enumerate(row[:2].tolist()):
+            if key != -1:
+                items.append((Fraction(e, SIZES["seen"]), 1, at, key % 2**64))
+    for e, key in enumerate(batch["one"].tolist()):
+        if key != -1:
+            tags.append((Fraction(e, SIZES["one"]), 0, 0, key))
+    return {"items": [x[-1] for x in sorted(items)], "tags": [x[-1] for x in sorted(tags)]}
+
+
+def oracles(lookahead=0, items=ITEMS):
+    """Return the plain Python maps of the two tables."""
+    return {
+        "items": VocabularyOracle(items, ttl=2, waiting=4 * items, lookahead=lookahead),
+        "tags": VocabularyOracle(
+            TAGS - 1, admit_after=2, evict="lfu", waiting=4 * TAGS, lookahead=lookahead
+        ),
+    }
+
+
+def gradients(activations, step):
+    """Return gradients that depend on the step, in the form of the activations."""
+    rng = np.random.default_rng(1000 + step)
+    return jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(np.float32), activations)
+
+
+def train_on(made, state, batch, step):
+    """Train on a placed batch; return the state and the activations."""
+    state, batch = made.admit(state, batch)
+    activations = made.lookup(state, batch)
+    state = made.update_in_place(state, batch, gradients(activations, step))
+    return state, jax.tree.map(np.asarray, activations)
+
+
+def train(made, state, steps, first=0, scale=1):
+    """Train on the batches of some steps; return the state and the activations of each."""
+    seen = []
+    for step in range(first, first + steps):
+        state, activations = train_on(made, state, made.place(draw(step, scale)), step)
+        seen.append(activations)
+    return state, seen
+
+
+def initial_row(table, key, seed=KEY):
+    """Return the first value of a key's row, drawn as the semantics say."""
+    base = jax.random.fold_in(jax.random.key(seed), zlib.crc32(table.name.encode()))
+    low, high = np.uint32(key % 2**32), np.uint32(key // 2**32)
+    folded = jax.random.fold_in(jax.random.fold_in(base, low), high)
+    draw = tpu_embed.initializers.resolve(table.initializer, table.dim)
+    return np.asarray(draw(folded, (1, table.dim), np.float32))[0]
+
+
+def whole(made, state):
+    """Return all that a state and its maps hold, as arrays by name."""
+    found = {f"table {n}": t for n, t in made.tables(state).items()}
+    for name, slots in made.slots(state).items():
+        found |= {f"slot {name}/{slot}": s for slot, s in slots.items()}
+    for name, one in made.vocabularies.state().maps.items():
+        found |= {f"map {name}/{field}": a for field, a in one._asdict().items()}
+    return {name: np.asarray(array) for name, array in found.items()}
+
+
+def assert_same(found, expected, names=None):
+    """Compare arrays by name, bit for bit."""
+    assert found.keys() == expected.keys()
+    for name in names or found:
+        np.testing.assert_array_equal(found[name], expected[name], err_msg=name, strict=True)

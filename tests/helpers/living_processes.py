@@ -1,0 +1,140 @@
+"""What tests of living vocabularies run in one process or in several; see `process_cases.py`."""
+
+import dataclasses
+
+import jax
+import numpy as np
+from living_cases import KEY, SIZES, configs, draw
+from process_cases import mesh, part
+
+import tpu_embed
+from tpu_embed import RaggedIds, io
+from tpu_embed import optimizers as o
+from tpu_embed.core.state import retrieve
+from tpu_embed.data import Prefetcher
+
+DEVICES, STEPS = 8, 6
+
+
+def engine(features=None):
+    return tpu_embed.EmbeddingEngine(features or configs(), o.Adam(0.125), mesh=mesh(DEVICES))
+
+
+def draw_part(step):
+    """Return this process's part of a batch; the numbers of its keys differ between processes."""
+    batch = draw(step)
+    bags = batch.pop("bags")
+    lists = part(np.split(bags.values, bags.row_splits[1:-1]))
+    weights = part(np.split(bags.weights, bags.row_splits[1:-1]))
+    ragged = RaggedIds.from_lists(list(lists), weights=list(weights))
+    return {"bags": ragged, **{name: part(array) for name, array in batch.items()}}
+
+
+def bits(made, state):
+    """Return all of a state and its maps, on this host."""
+    tables, slots = retrieve.host_arrays(state, made.layout)
+    maps = {n: one._asdict() for n, one in made.vocabularies.state().maps.items()}
+    steps = np.asarray(state.vocabulary["steps"]).tolist()
+    return tables, slots, maps, steps, made.vocabularies.counters
+
+
+@jax.jit
+def gradients(activations):
+    return jax.tree.map(lambda a: 2 * a + 1, activations)
+
+
+def train_step(made, state, batch):
+    state, batch = made.admit(state, batch)
+    return made.update_in_place(state, batch, gradients(made.lookup(state, batch)))
+
+
+def train(steps=STEPS):
+    """Train with batches placed ahead, with a lookup in between; return the bits."""
+    made = engine()
+    state = made.init(jax.random.key(KEY))
+    with Prefetcher(made, (draw_part(step) for step in range(steps)), depth=2) as batches:
+        for batch in batches:
+            state = train_step(made, state, batch)
+    looked = made.lookup(state, made.place(draw_part(50), training=False))
+    shares = [np.asarray(shard.data) for shard in looked["user"].addressable_shards]
+    return bits(made, state), len(shares)
+
+
+def train_embedding():
+    """Train by the stateful API, pipelined; return the bits."""
+    made = tpu_embed.TPUEmbedding(configs(), o.Adam(0.125), True, mesh=mesh(DEVICES), seed=KEY)
+    made.enqueue(draw_part(0))
+    made.enqueue(draw_part(1))
+    for step in range(STEPS):
+        made.apply_gradients(gradients(made.dequeue()))
+        if step + 2 < STEPS:
+            made.enqueue(draw_part(step + 2))
+    return bits(made.engine, made.state)
+
+
+def refusals():
+    """Return the errors of batches that one process or both refuse, and what the maps are then."""
+    made, errors = engine(), []
+    first = jax.process_index() == 0
+    state = train_step(made, made.init(jax.random.key(KEY)), made.place(draw_part(0)))
+    before = bits(made, state)
+    good = draw_part(1)
+    ragged = good["bags"]
+    bad = {
+        "keys": {**good, "one": good["one"] + 0.5},
+        "weights": {**good, "bags": dataclasses.replace(ragged, weights=ragged.weights * np.nan)},
+        "size": {**good, "one": np.arange(10)},
+        "unequal": {**good, "one": np.arange(SIZES["one"] if jax.process_count() > 1 else 10)},
+    }
+    for name, batch in bad.items():
+        # Only the first process has a bad part; the sizes of both must agree.
+        try:
+            made.place(batch if first else good)
+        except (ValueError, TypeError) as error:
+            errors.append((name, type(error).__name__, str(error)))
+    spec = made.place(draw_part(0), training=False).spec
+    more = RaggedIds(np.repeat(ragged.values, 3), 3 * ragged.row_splits)  # more than fit
+    try:
+        made.place({**good, "bags": more}, None, spec)
+    except ValueError as error:
+        errors.append(("spec", type(error).__name__, str(error)[:40]))
+    after = bits(made, state)
+    state = train_step(made, state, made.place(good))
+    return errors, before, after, bits(made, state)
+
+
+def unlike():
+    """Return the error of processes that have admitted different numbers of batches."""
+    made = engine()
+    state = made.init(jax.random.key(KEY))
+    batch = made.place(draw_part(0))
+    if jax.process_index() == 0:
+        made.vocabularies.note_admitted(1)
+    try:
+        made.place(draw_part(1), training=False)
+    except ValueError as error:
+        return str(error)
+    return state, batch
+
+
+def save(path):
+    """Train and save; return the bits at the save and some steps later."""
+    made = engine()
+    state = made.init(jax.random.key(KEY))
+    for step in range(3):
+        state = train_step(made, state, made.place(draw_part(step)))
+    ahead = made.place(draw_part(3))
+    io.save(path, made, state)
+    at_save = bits(made, state)
+    state = train_step(made, state, ahead)
+    return at_save, bits(made, train_step(made, state, made.place(draw_part(4))))
+
+
+def restore(path, items=None):
+    """Restore and train on; return the bits at once and some steps later."""
+    made = engine(configs(items) if items else None)
+    state = io.restore(path, made).state
+    at_once = bits(made, state)
+    for step in (3, 4):
+        state = train_step(made, state, made.place(draw_part(step)))
+    return at_once, bits(made, state)

@@ -1,0 +1,203 @@
+"""Maps in checkpoints: of the state's step, for any device count and any capacity."""
+
+import dataclasses
+import shutil
+import time
+
+import jax
+import numpy as np
+import pytest
+from living_cases import (
+    KEY,
+    TAGS,
+    assert_same,
+    configs,
+    draw,
+    engine,
+    gradients,
+    initial_row,
+    mesh,
+    train,
+    train_on,
+    whole,
+)
+
+import tpu_embed
+from tpu_embed import FeatureConfig, TableConfig, io
+from tpu_embed import optimizers as o
+from tpu_embed.data import Prefetcher
+from tpu_embed.vocabulary import DynamicVocabulary
+
+BEFORE, AFTER = 6, 8
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Return a checkpoint written on 8 devices with batches placed ahead, and what comes then."""
+    path = tmp_path_factory.mktemp("maps") / "step"
+    made = engine(8)
+    state = made.init(jax.random.key(KEY))
+    with Prefetcher(made, (draw(step) for step in range(BEFORE + AFTER)), depth=3) as batches:
+        for step, batch in enumerate(batches):
+            state, _ = train_on(made, state, batch, step)
+            if step == BEFORE - 1:
+                while made.vocabularies.placed == BEFORE:  # the thread places the next one
+                    time.sleep(0.01)
+                io.save(path, made, state, position=batches.get_state())
+                at_save = whole(made, state)
+    return path, at_save, whole(made, state)
+
+
+def test_training_goes_on_with_the_same_bits_on_one_device(saved):
+    path, at_save, at_end = saved
+    made = engine(1)
+    restored = io.restore(path, made)
+    assert restored.position == {"batches": BEFORE}
+    assert_same(whole(made, restored.state), at_save)
+    state, _ = train(made, restored.state, AFTER, first=BEFORE)
+    assert_same(whole(made, state), at_end)
+
+
+@pytest.mark.whole
+def test_a_save_on_8_devices_goes_on_for_50_steps_on_3(tmp_path):
+    """Batches are placed ahead at the time of the save; 8 and 3 devices divide 24 sum blocks."""
+    many, few = (engine(n, features=configs(100), sum_blocks=24) for n in (8, 3))
+    state, _ = train(many, many.init(jax.random.key(KEY)), BEFORE, scale=3)
+    ahead = [many.place(draw(BEFORE + n, scale=3)) for n in range(2)]
+    io.save(tmp_path / "step", many, state)
+    for step, batch in enumerate(ahead, BEFORE):
+        state, _ = train_on(many, state, batch, step)
+    state, _ = train(many, state, 48, first=BEFORE + 2, scale=3)
+    restored = io.restore(tmp_path / "step", few).state
+    there, _ = train(few, restored, 50, first=BEFORE, scale=3)
+    assert_same(whole(few, there), whole(many, state))
+    for counted in few.vocabularies.counters.values():  # keys came and went
+        assert counted["admitted"] > counted["keys"] + 20
+
+
+def test_batches_placed_before_a_restore_are_refused(saved):
+    made = engine(2)
+    early = made.place(draw(0))
+    restored = io.restore(saved[0], made).state
+    with pytest.raises(ValueError, match="admit each training batch once"):
+        made.admit(restored, early)
+    looked = made.place(draw(3), training=False)
+    made.lookup(restored, looked)
+    again = io.restore(saved[0], made).state
+    with pytest.raises(ValueError, match="placed since the maps were loaded"):
+        made.lookup(again, looked)
+    step = jax.jit(lambda state, batch: made.lookup(state, batch)["user"])
+    assert not np.asarray(step(again, looked)).any()
+    with pytest.raises(ValueError, match="from before the maps were loaded"):
+        made.vocabularies.rewind(restored)
+    with pytest.raises(ValueError, match="one from before they were loaded"):
+        io.save(saved[0].parent / "old", made, restored)
+
+
+def test_an_embedding_forgets_what_was_enqueued_before_a_restore(saved):
+    made = tpu_embed.TPUEmbedding(configs(), o.Adam(0.125), mesh=mesh(2), seed=KEY)
+    for step in range(3):
+        made.enqueue(draw(step))
+    made.dequeue()
+    restored = io.restore(saved[0], made.engine)
+    with pytest.warns(UserWarning, match="got 2 from before, now forgotten"):
+        made.state = restored.state
+    assert (made.waiting, made.dequeued) == (0, None)
+    for step in range(BEFORE, BEFORE + AFTER):
+        made.enqueue(draw(step))
+        made.apply_gradients(gradients(made.dequeue(), step))
+    assert_same(whole(made.engine, made.state), saved[2])
+
+
+@pytest.mark.parametrize("items", [21, 60])
+def test_another_capacity_keeps_the_keys_with_the_best_scores(saved, items):
+    path, at_save, _ = saved
+    made = engine(4, features=configs(items))
+    state = io.restore(path, made).state
+    found = whole(made, state)
+    for field in ("keys", "last_seen"):
+        assert len(found[f"map items/{field}"]) <= items
+    order = np.lexsort([at_save["map items/rows"], at_save["map items/last_seen"]])[-items:]
+    kept = set(at_save["map items/keys"][order].tolist())
+    assert set(found["map items/keys"].tolist()) == kept
+    row_before = dict(
+        zip(at_save["map items/keys"].tolist(), at_save["map items/rows"].tolist(), strict=True)
+    )
+    keys, rows = made.vocabularies.keys("items")
+    for key, row in zip(keys.tolist(), rows.tolist(), strict=True):
+        for name in ("table items", "slot items/momenta", "slot items/velocities"):
+            np.testing.assert_array_equal(found[name][row], at_save[name][row_before[key]])
+    assert_same(found, at_save, [name for name in found if "tags" in name or "users" in name])
+    train(made, state, 2, first=BEFORE)
+
+
+def test_the_shared_row_stays_the_last_one(saved):
+    features = configs()
+    table = features["one"].table
+    features["one"] = FeatureConfig(dataclasses.replace(table, vocabulary_size=TAGS + 5))
+    made = engine(2, features=features)
+    found = whole(made, io.restore(saved[0], made).state)
+    np.testing.assert_array_equal(found["table tags"][-1], saved[1]["table tags"][-1])
+    np.testing.assert_array_equal(
+        found["slot tags/accumulators"][-1], saved[1]["slot tags/accumulators"][-1]
+    )
+
+
+def test_new_keys_are_drawn_with_the_key_of_the_checkpoint(saved):
+    made = engine(2)
+    state = io.restore(saved[0], made).state
+    state, batch = made.admit(state, made.place({**draw(0), "seen": np.full((8, 3), 10**6)}))
+    rows = made.lookup(state, batch)["seen"]
+    table = made.table_configs["items"]
+    np.testing.assert_array_equal(rows[0, 0], initial_row(table, 10**6))
+
+
+def test_a_table_lives_on_both_sides_or_on_none(saved, tmp_path):
+    fixed = TableConfig(34, 4, name="items")
+    features = {**configs(), "bags": FeatureConfig(fixed), "seen": FeatureConfig(fixed)}
+    with pytest.raises(ValueError, match="'items': ids: expected row numbers, got keys"):
+        io.restore(saved[0], engine(2, features=features))
+    ordinary = engine(1, features={"bags": FeatureConfig(fixed)})
+    io.save(tmp_path / "fixed", ordinary, ordinary.init(jax.random.key(0)))
+    lone = engine(1, features={"bags": configs()["bags"]})
+    with pytest.raises(ValueError, match="'items': ids: expected keys of a living vocabulary, got"):
+        io.restore(tmp_path / "fixed", lone)
+
+
+def test_a_new_living_table_begins_without_keys(saved, tmp_path):
+    more = TableConfig(5, 4, name="more", vocabulary=DynamicVocabulary())
+    made = engine(2, features={**configs(), "more": FeatureConfig(more)})
+    state = io.restore(saved[0], made, key=jax.random.key(1)).state
+    assert len(made.vocabularies.keys("more")[0]) == 0
+    state, _ = made.admit(state, made.place({**draw(6), "more": np.arange(8)}))
+    assert state.vocabulary["steps"].tolist() == [BEFORE + 1, 1]
+    left = engine(2, features={"user": configs()["user"]})
+    io.restore(saved[0], left, leave_out=("items", "tags"))
+
+
+def test_an_empty_map_is_kept(tmp_path):
+    made = engine(1)
+    state = made.init(jax.random.key(KEY))
+    io.save(tmp_path / "empty", made, state)
+    assert io.restore(tmp_path / "empty", made).state.vocabulary["steps"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("damage", ["array", "missing", "other"])
+def test_a_damaged_map_is_refused_and_changes_nothing(saved, tmp_path, damage):
+    path = tmp_path / "copy"
+    shutil.copytree(saved[0], path)
+    directory = path / "tables" / "items" / "map"
+    if damage == "array":
+        chunk = directory / "rows" / "c.0.0"
+        chunk.write_bytes(chunk.read_bytes()[:-1] + b"\0")
+    elif damage == "missing":
+        (path / "tables" / "vocabularies.json").unlink()
+    else:
+        file = path / "tables" / "vocabularies.json"
+        file.write_text(file.read_text().replace('"step"', '"stop"'))
+    made = engine(2)
+    made.place(draw(0))
+    before = made.vocabularies.counters
+    with pytest.raises(ValueError, match=r"items|vocabularies\.json"):
+        io.restore(path, made)
+    assert made.vocabularies.counters == before

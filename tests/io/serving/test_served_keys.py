@@ -1,0 +1,124 @@
+"""Keys of living vocabularies while serving; what serves by row number refuses them."""
+
+import pickle
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from living_cases import KEY, configs, draw, engine, train
+
+import tpu_embed
+from tpu_embed import FeatureConfig, RaggedIds, TableConfig, io, metrics, nn, planning
+from tpu_embed import optimizers as o
+from tpu_embed.vocabulary import DynamicVocabulary, FixedVocabulary
+
+
+@pytest.fixture(scope="module")
+def served():
+    """Return an engine, its tables on the host, and activations that it looks up."""
+    made = engine()
+    state, _ = train(made, made.init(jax.random.key(KEY)), 5)
+    ahead = made.place(draw(6))  # what is placed ahead is served to nobody
+    batch = {**draw(7), "one": draw(3)["one"]}
+    looked = made.lookup(state, made.place(batch, training=False))
+    tables = {name: np.asarray(table) for name, table in made.tables(state).items()}
+    del ahead
+    return made, state, tables, batch, looked
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_keys_are_served_with_the_rows_that_they_have(served, fixed):
+    made, _, tables, batch, looked = served
+    maps = made.vocabularies
+    if fixed:
+        maps = {name: FixedVocabulary(*maps.keys(name)) for name in ("items", "tags")}
+        maps = pickle.loads(pickle.dumps(maps))
+    found = io.serving_lookup(tables, batch, configs(), vocabularies=maps)
+    jax.tree.map(np.testing.assert_array_equal, found, looked)
+    assert not np.asarray(found["bags"]).all(axis=1).all()  # some keys are unseen
+
+
+def test_configs_name_fixed_vocabularies_too(served):
+    made, _, tables, batch, looked = served
+    features = configs()
+    fixed = {features["one"].table: FixedVocabulary(*made.vocabularies.keys("tags"))}
+    found = io.serving_lookup(tables, {"one": batch["one"]}, features, vocabularies=fixed)
+    np.testing.assert_array_equal(found["one"], looked["one"])
+
+
+def test_fixed_vocabularies_find_every_kind_of_key():
+    keys = FixedVocabulary(np.array([-1, 5], np.int64), [3, 0])
+    odd = np.array([2**64 - 1, 5, 0], np.uint64)
+    assert keys.find(odd).tolist() == [3, 0, -1]
+    assert FixedVocabulary([], []).find(odd).tolist() == [-1] * 3
+    assert len(keys) == 2
+    for arrays, text in (
+        (([1, 1], [0, 1]), "key 1 twice"),
+        (([1, 2], [0]), "expected 2 rows, got 1"),
+        (([1.5], [0]), "integers of shape"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            FixedVocabulary(*arrays)
+
+
+def test_serving_without_the_vocabularies_is_refused(served):
+    _, _, tables, batch, _ = served
+    empty = FixedVocabulary([], [])
+    with pytest.raises(ValueError, match=r"give vocabularies=engine\.vocabularies"):
+        io.serving_lookup(tables, batch, configs())
+    with pytest.raises(ValueError, match="none of \\['tags'\\]"):
+        io.serving_lookup(tables, batch, configs(), vocabularies={"items": empty})
+    with pytest.raises(ValueError, match="tables whose vocabularies live, got users"):
+        io.serving_lookup(tables, batch, configs(), vocabularies={"users": empty})
+    for wrong in (3, {"items": [1]}):
+        with pytest.raises(TypeError, match="vocabularies"):
+            io.serving_lookup(tables, batch, configs(), vocabularies=wrong)
+    with pytest.raises(ValueError, match="look up outside the jit"):
+        jax.jit(lambda one: io.serving_lookup(tables, {"one": one}, configs()))(np.arange(4))
+
+
+def test_what_knows_rows_by_number_only_refuses_keys(served, tmp_path):
+    made, _, tables, batch, _ = served
+    with pytest.raises(ValueError, match="serve it with serving_lookup"):
+        io.export_model(tmp_path / "model", lambda a: a, tables, configs(), batch)
+    with pytest.raises(ValueError, match="a delta cannot say yet whose row"):
+        io.TouchedRows(made)
+    table = TableConfig(4, 2, vocabulary=DynamicVocabulary())
+    with pytest.raises(ValueError, match="use EmbeddingEngine or TPUEmbedding"):
+        nn.EmbeddingBag(table, optimizer=o.SGD(0.1), rngs=nnx.Rngs(0))
+
+
+def test_metrics_tell_of_keys(served):
+    made, state, _, batch, _ = served
+    counted = metrics.counters(made, state)
+    assert counted["refused_batches"] == 0
+    items = counted["vocabularies"]["items"]
+    assert items["keys"] == items["admitted"] - items["evicted"] - items["expired"]
+    assert items["occupancy"] == items["keys"] / 34
+    found = metrics.batch_statistics(made, {**batch, "one": np.array([2**40, -1] * 4)})
+    assert found["tags"]["hottest"] == [(2**40, 4)]
+    assert found["items"]["bad"] == 0
+    bags = RaggedIds([2**64 - 1, 5], [0, 1] + [2] * 15)
+    found = metrics.batch_statistics(made, {**batch, "bags": bags, "seen": np.full((8, 1), 5)})
+    assert found["items"]["hottest"] == [(5, 9), (2**64 - 1, 1)]
+
+
+def test_plans_and_descriptions_tell_of_keys(served):
+    made, _, _, batch, _ = served
+    described = made.describe()["tables"]
+    assert described["items"]["vocabulary"]["ttl"] == 2
+    assert described["users"]["vocabulary"] is None
+    assert "keys (lfu)" in repr(made)
+    plan = planning.plan(configs(), o.Adam(0.1), 4, batch)
+    assert plan.host_bytes == (34 + 6) * (52 + 4 * 20)
+    assert "maps of living vocabularies" in plan.explain()
+    shapes = {
+        name: jax.ShapeDtypeStruct((8, 2) if name == "seen" else (8,), np.int32)
+        for name in configs()
+    }
+    assert planning.plan(configs(), o.Adam(0.1), 4, shapes).stacks == 2
+    options = tpu_embed.planning.resolve(configs(), o.Adam(0.1))
+    assert options["bags"].table.vocabulary is not None
+    fixed = {"user": FeatureConfig(TableConfig(9, 4, name="users"))}
+    assert planning.plan(fixed, o.SGD(0.1), 4, {"user": np.arange(8)}).host_bytes == 0

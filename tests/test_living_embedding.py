@@ -1,0 +1,247 @@
+"""`TPUEmbedding` admits batches of keys by itself, in the order of its queue, pipelined or not."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from living_cases import (
+    KEY,
+    SIZES,
+    assert_same,
+    configs,
+    draw,
+    engine,
+    gradients,
+    initial_row,
+    mesh,
+    whole,
+)
+from oracle_vocabulary import VocabularyOracle
+
+import tpu_embed
+from tpu_embed import FeatureConfig, TableConfig
+from tpu_embed import optimizers as o
+from tpu_embed.data import Prefetcher
+from tpu_embed.vocabulary import DynamicVocabulary
+
+STEPS = 7
+
+
+def embedding(**options):
+    return tpu_embed.TPUEmbedding(configs(), o.Adam(0.125), mesh=mesh(2), seed=KEY, **options)
+
+
+def zeros(activations):
+    return jax.tree.map(lambda a: np.zeros(a.shape, np.float32), activations)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Return what a loop over an engine gives, with and without a batch of delay."""
+    found = {}
+    for ahead in (0, 1):
+        made = engine(lookahead=ahead)
+        state, waiting, seen = made.init(jax.random.key(KEY)), [], []
+
+        def update(state, made=made, waiting=waiting, seen=seen):
+            step, batch, activations = waiting.pop(0)
+            seen.append(jax.tree.map(np.asarray, activations))
+            return made.update_in_place(state, batch, gradients(activations, step))
+
+        for step in range(STEPS):
+            state, batch = made.admit(state, made.place(draw(step)))
+            waiting.append((step, batch, made.lookup(state, batch)))
+            if len(waiting) > ahead:
+                state = update(state)
+        while waiting:
+            state = update(state)
+        found[ahead] = whole(made, state), seen
+    return found
+
+
+@pytest.mark.parametrize("prefetched", [False, True])
+@pytest.mark.parametrize("pipelined", [0, 1])
+def test_a_queue_does_what_a_loop_does(expected, pipelined, prefetched):
+    made, seen = embedding(pipeline_execution_with_tensor_core=bool(pipelined)), []
+    batches = (draw(step) for step in range(STEPS))
+    batches = iter(Prefetcher(made.engine, batches, depth=2)) if prefetched else batches
+    for _ in range(2):
+        made.enqueue(next(batches))
+    for step in range(STEPS):
+        activations = made.dequeue()
+        seen.append(jax.tree.map(np.asarray, activations))
+        made.apply_gradients(gradients(activations, step))
+        for batch in (next(batches, None),) if made.waiting < 2 else ():
+            if batch is not None:
+                made.enqueue(batch)
+    tables, activations = expected[pipelined]
+    jax.tree.map(np.testing.assert_array_equal, seen, activations)
+    assert_same(whole(made.engine, made.state), tables)
+
+
+def test_a_batch_that_is_looked_up_in_the_queue_sees_those_before_it():
+    made, other = embedding(), engine()
+    for step in (0, 1):
+        made.enqueue(draw(step))
+    made.enqueue(draw(1), training=False)
+    made.enqueue(draw(2))
+    for step in (0, 1):
+        made.apply_gradients(gradients(made.dequeue(), step))
+    found = made.dequeue()
+    state = other.init(jax.random.key(KEY))
+    for step in (0, 1):
+        state, batch = other.admit(state, other.place(draw(step)))
+        state = other.update_in_place(state, batch, gradients(other.lookup(state, batch), step))
+    looked = other.lookup(state, other.place(draw(1), training=False))
+    jax.tree.map(np.testing.assert_array_equal, found, looked)
+
+
+def test_what_enqueue_refuses_leaves_the_maps_as_they_were():
+    made = embedding()
+    made.build({"bags": 8, "one": 4, "seen": 4, "user": 4})
+    made.enqueue(draw(0))
+    maps = made.engine.vocabularies
+    keys = len(maps)
+    with pytest.raises(ValueError, match="the size it was built with"):
+        made.enqueue({**draw(1), "one": np.arange(2 * SIZES["one"])})
+    assert (maps.placed, len(maps)) == (1, keys)
+    skipped, late = made.engine.place(draw(1)), made.engine.place(draw(2))
+    with pytest.raises(ValueError, match="the batch of step 2, got that of step 3"):
+        made.enqueue(late)
+    made.enqueue(skipped)
+    made.enqueue(late)
+    with pytest.raises(ValueError, match="the batch of step 4, got that of step 2"):
+        made.enqueue(skipped)
+    assert made.waiting == 3
+
+
+def test_threads_enqueue_in_the_order_in_which_they_place():
+    made = embedding()
+    threads = [threading.Thread(target=made.enqueue, args=(draw(n),)) for n in range(6)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    for _ in threads:
+        made.apply_gradients(zeros(made.dequeue()))
+    assert made.state.vocabulary["steps"].tolist() == [6, 0]
+
+
+def test_loading_keeps_the_maps_and_the_queue():
+    made = embedding()
+    made.enqueue(draw(0))
+    made.enqueue(draw(1))
+    made.apply_gradients(zeros(made.dequeue()))
+    tables, slots = made.retrieve()
+    made.load(tables, slots)
+    made.apply_gradients(zeros(made.dequeue()))
+    assert made.engine.vocabularies.admitted == 2
+    # Rows can be set by key: keys say which row each has.
+    keys, rows = made.engine.vocabularies.keys("items")
+    made.load({"items": np.zeros_like(tables["items"])})
+    made.state = made.engine.set_rows(made.state, "items", rows[:1], np.ones((1, 4)))
+    table = np.asarray(made.engine.tables(made.state)["items"])
+    assert np.flatnonzero(table.sum(axis=1)).tolist() == rows[:1].tolist()
+    assert len(keys) == len(rows)
+
+
+def test_another_state_must_be_of_the_step_of_the_maps():
+    made = embedding()
+    first = jax.tree.map(jnp.copy, made.state)
+    made.enqueue(draw(0))
+    made.apply_gradients(zeros(made.dequeue()))
+    with pytest.raises(ValueError, match="the newest state, of step 1"):
+        made.state = first
+    ordinary = tpu_embed.EmbeddingEngine({"u": configs()["user"]}, o.Adam(0.1), mesh=mesh(2))
+    with pytest.raises(ValueError, match="state"):
+        made.state = ordinary.init(jax.random.key(0))
+
+
+CAPACITY = 6
+SMALL = TableConfig(CAPACITY, 2, name="t", vocabulary=DynamicVocabulary())
+
+
+def small(**options):
+    """Return an embedding of a few rows on one device, with plain SGD."""
+    return tpu_embed.TPUEmbedding(FeatureConfig(SMALL), o.SGD(1.0), mesh=mesh(1), **options)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_an_update_reaches_the_rows_of_its_own_keys_only(pipelined):
+    """Batches of 4 keys in 6 rows: every row changes hands again and again, with updates due."""
+    made = small(seed=KEY, pipeline_execution_with_tensor_core=pipelined)
+    batches = np.random.default_rng(0).integers(0, 12, (40, 4))
+    oracle = VocabularyOracle(CAPACITY, waiting=4 * CAPACITY, lookahead=int(pipelined))
+    values, unseen = {}, 0
+    for batch in batches[:3]:
+        made.enqueue(batch)
+    for step, batch in enumerate(batches):
+        rows, new, _ = oracle.take(batch.tolist())
+        values |= {key: initial_row(SMALL, key) for key, _ in new}
+        unseen += sum(rows[key] < 0 for key in batch.tolist())
+        activations = np.asarray(made.dequeue())
+        for key, row in zip(batch.tolist(), activations, strict=True):
+            assert row.any() == (rows[key] >= 0)
+        made.apply_gradients(np.ones((4, 2), np.float32))
+        for key in batch.tolist():
+            if rows[key] >= 0:
+                values[key] = values[key] - np.float32(1)
+        for later in batches[step + 3 : step + 4]:
+            made.enqueue(later)
+    assert oracle.counters["evicted"] > 20
+    assert (unseen > 0) == pipelined  # rows of the batch before may not be taken then
+    table = np.asarray(made.embedding_tables[SMALL])
+    for key, row in zip(*made.engine.vocabularies.keys("t"), strict=True):
+        np.testing.assert_allclose(table[row], values[int(key)], rtol=1e-6)  # sums of duplicates
+
+
+def test_batches_in_the_queue_are_forgotten_when_the_maps_are_rewound():
+    made = small(pipeline_execution_with_tensor_core=True)
+    for keys in ([1, 2], [3, 4], [5, 6]):
+        made.enqueue(np.array(keys))
+    made.engine.vocabularies.rewind(made.state)  # the first batch is admitted: it was looked up
+    with pytest.warns(UserWarning, match="got 2 from before, now forgotten"):
+        made.enqueue(np.array([7, 8]))
+    for _ in range(2):
+        assert np.asarray(made.dequeue()).all()
+        made.apply_gradients(np.zeros((2, 2), np.float32))
+    assert made.engine.vocabularies.keys("t")[0].tolist() == [1, 2, 7, 8]
+    made.enqueue(np.array([9, 9]))
+    made.enqueue(np.array([9, 8]))
+    made.engine.vocabularies.rewind(made.state)
+    with pytest.warns(UserWarning, match="got 1 from before, now forgotten"):
+        made.dequeue()
+
+
+def test_a_lookup_whose_rows_will_be_other_keys_is_refused_before_it_is_enqueued():
+    made = small()
+    for keys in ([1, 2, 3], [4, 5, 6]):
+        made.enqueue(np.array(keys))
+        made.dequeue()
+        made.apply_gradients(np.zeros((3, 2), np.float32))
+    place = made.engine.place
+    early, late = (place(np.array([key] * 3), training=False) for key in (1, 4))
+    made.enqueue(np.array([7, 8, 9]))  # in the place of 1 2 3
+    with pytest.raises(ValueError, match="rows that may be other keys'"):
+        made.enqueue(early, training=False)
+    made.enqueue(late, training=False)
+    made.dequeue()
+    made.apply_gradients(np.zeros((3, 2), np.float32))
+    rows = np.asarray(made.dequeue())
+    np.testing.assert_array_equal(rows, [initial_row(SMALL, 4, seed=0)] * 3)
+
+
+def test_a_batch_is_used_as_it_was_placed():
+    made = small()
+    place = made.engine.place
+    with pytest.raises(ValueError, match="expected a batch to be admitted, got one placed with"):
+        made.enqueue(place(np.array([1, 2]), training=False))
+    made.enqueue(place(np.array([1, 2])), training=False)  # its keys are admitted all the same
+    made.enqueue(np.array([2, 3]))
+    rows = np.asarray(made.dequeue())
+    np.testing.assert_array_equal(rows, [initial_row(SMALL, key, seed=0) for key in (1, 2)])
+    with pytest.raises(RuntimeError, match="training=False"):
+        made.apply_gradients(rows)
+    made.dequeue()
+    made.apply_gradients(rows)
+    assert made.engine.vocabularies.admitted == 2

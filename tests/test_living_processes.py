@@ -1,0 +1,77 @@
+"""Several processes make the same maps, rows and bits as one, and refuse batches together."""
+
+import jax
+import living_processes
+import numpy as np
+import pytest
+from process_runs import run
+
+
+def assert_same(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """Return a checkpoint of this process, and the bits at once and later."""
+    path = tmp_path_factory.mktemp("one") / "step"
+    return path, living_processes.save(path)
+
+
+@pytest.fixture(scope="module")
+def two(one, tmp_path_factory):
+    """Return what two processes of 4 devices each find."""
+    directory = tmp_path_factory.mktemp("two")
+    calls = [
+        ("living_processes.train",),
+        ("living_processes.train_embedding",),
+        ("living_processes.refusals",),
+        ("living_processes.unlike",),
+        ("living_processes.save", str(directory / "step")),
+        ("living_processes.restore", str(one[0])),
+        ("living_processes.restore", str(one[0]), 25),
+    ]
+    return run(2, directory, calls), directory / "step"
+
+
+def test_two_processes_have_the_bits_of_one(two):
+    (expected, devices), embedding = living_processes.train(), living_processes.train_embedding()
+    for found in two[0]:
+        assert_same(found[0][0], expected)
+        assert found[0][1] == devices // 2
+        assert_same(found[1], embedding)
+
+
+def test_what_one_process_refuses_leaves_all_maps_as_they_were(two):
+    expected = living_processes.refusals()[3]
+    for process, found in enumerate(two[0]):
+        errors, before, after, later = found[2]
+        assert [name for name, *_ in errors] == ["keys", "weights", "size", "unequal", "spec"]
+        for _, _, text in errors[: 3 * process]:
+            assert "process 0 refused its part of the batch" in text
+        assert_same(after, before)
+        assert_same(later, expected)
+
+
+def test_processes_out_of_step_are_refused(two):
+    for found in two[0]:
+        assert "admit and place in the same order" in found[3]
+
+
+def test_checkpoints_pass_between_one_process_and_two(one, two):
+    at_save, later = one[1]
+    for found in two[0]:
+        assert_same(found[4], (at_save, later))
+        restored, after = found[5]
+        assert restored[3] == [3, 1]
+        assert_same(restored[:3], at_save[:3])
+        assert_same(after[:3], later[:3])
+    restored, after = living_processes.restore(two[1])
+    assert_same(restored[:3], at_save[:3])
+    assert_same(after[:3], later[:3])
+
+
+def test_another_capacity_is_the_same_in_two_processes(one, two):
+    expected = living_processes.restore(one[0], 25)
+    for found in two[0]:
+        assert_same(found[6], expected)

@@ -1,0 +1,101 @@
+"""The example of items that come and go: its stream, its measure, its scores, then a small run."""
+
+import types
+
+import jax
+import numpy as np
+import pytest
+from example_cases import ROOT, load, numbers, run
+
+from tpu_embed import DynamicVocabulary
+
+CONFIG = (ROOT / "configs" / "stream.py").read_text()
+SMALL = """
+batches, births, lifetime, window = 120, 20, 30, 40
+batch_size, users, rows = 512, 50, 300
+"""
+
+
+@pytest.fixture(scope="module")
+def config():
+    numbers_by_name = {}
+    exec(CONFIG + SMALL, numbers_by_name)
+    return types.SimpleNamespace(**numbers_by_name)
+
+
+def test_items_are_born_and_die_and_are_clicked_as_planted(config, monkeypatch):
+    stream = load("stream_data", monkeypatch).Stream(config)
+    first = config.births * config.lifetime  # so many items are there from the beginning
+    assert len(stream) == first + config.births * config.batches
+    seen, surplus, variance = {}, 0.0, 0.0
+    for number in range(config.batches):
+        batch = stream.batch(number)
+        for name in batch.item:
+            seen.setdefault(int(name.removeprefix("item-")), []).append(number)
+        assert 0 <= batch.user.min() <= batch.user.max() < config.users
+        surplus += (batch.click - batch.probability).sum()
+        variance += (batch.probability * (1 - batch.probability)).sum()
+    assert abs(surplus) < 4 * variance**0.5
+    assert all(min(times) >= (item - first) // config.births for item, times in seen.items())
+    # What was there at the beginning lives on as exponential lifetimes do: after 2 lifetimes, e^-2
+    # of the items are alive. Of 600, that is 81, and 8.4 the standard deviation.
+    alive = sum(max(times) >= 2 * config.lifetime for item, times in seen.items() if item < first)
+    assert 0.6 * np.exp(-2) * first < alive < 1.4 * np.exp(-2) * first
+    assert stream.batch(7).item == stream.batch(7).item
+
+
+def test_the_auc_is_that_of_a_loop(monkeypatch):
+    auc = load("stream_data", monkeypatch).auc
+    rng = np.random.default_rng(0)
+    score, click = rng.integers(5, size=30) / 4, rng.integers(2, size=30)
+    pairs = [(a, b) for a in score[click == 1] for b in score[click == 0]]
+    expected = np.mean([(a > b) + (a == b) / 2 for a, b in pairs])
+    np.testing.assert_allclose(auc(score, click), expected, rtol=1e-12)
+
+
+def test_scores_are_those_of_a_lookup_before_the_training(config, monkeypatch):
+    """An item without a row is a zero row, as is one that has just got its row."""
+    stream = load("stream_data", monkeypatch).Stream(config)
+    model = load("stream_model", monkeypatch)
+    learner = model.Learner(config, DynamicVocabulary(admit_after=config.admit_after))
+
+    @jax.jit
+    def score(state, batch):
+        return model.logits(learner.engine.lookup(state, batch))
+
+    learner.check(stream.batch(5))  # which is not learned, and gives no item a row
+    for number in range(4):
+        batch = stream.batch(number)
+        placed = learner.engine.place(learner.features(batch), training=False)
+        expected = np.asarray(score(learner.state, placed))
+        # Another program, in which sums of 16 products may be rounded differently.
+        np.testing.assert_allclose(learner.learn(batch), expected, atol=1e-6)
+    assert learner.engine.vocabularies.counters["items"]["admitted"] > 0
+    assert int(learner.state.step) == 4
+
+
+@pytest.mark.parametrize(
+    "numbers_of_devices",
+    [(8,), pytest.param((1, 8), marks=pytest.mark.whole)],
+    ids=["on 8 devices", "the same on 1 and 8"],
+)
+def test_a_living_vocabulary_learns_more_than_hashed_rows(tmp_path, numbers_of_devices):
+    config = tmp_path / "small.py"
+    config.write_text(CONFIG + SMALL)
+    printed = []
+    for devices in numbers_of_devices:
+        out = run("stream.py", "--devices", devices, "--config", config, cwd=tmp_path)
+        header, *lines, _, _ = out.splitlines()  # at last the seconds, and where the picture is
+        assert header == f"{devices} device(s), 3000 items, 300 rows"
+        printed.append(lines)
+    assert printed[0] == printed[-1]
+    text = "\n".join(printed[0])
+    living, hashed, best = (numbers(rf"(\S+) {n}", text) for n in ("living", "hashed", "true"))
+    assert len(living) == 4  # of three windows, then of all batches
+    assert (hashed > 0.5).all()
+    assert (hashed[2:] + 0.01 < living[2:]).all()  # after the first windows
+    assert (living < best).all()
+    admitted, evicted, unseen = (numbers(rf"(\d+) {n}", text) for n in ("adm", "evi", "uns"))
+    np.testing.assert_array_equal(admitted - evicted, 300)  # all rows are taken
+    assert (np.diff(unseen) > 0).all()
+    assert (tmp_path / "build" / "stream.png").stat().st_size > 1000

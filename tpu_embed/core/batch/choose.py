@@ -1,0 +1,49 @@
+"""Choose the maps of an engine: its own, or those of another engine that it shares.
+
+Input: tables with living vocabularies, and what the user gave. Output: `Vocabularies`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tpu_embed._checks import check_int, message
+from tpu_embed.core.batch.vocabularies import Vocabularies
+from tpu_embed.core.layout import TableSlice
+
+__all__ = ["choose_vocabularies"]
+
+
+def choose_vocabularies(
+    tables: Sequence[TableSlice], lookahead: int | None, shared: Any
+) -> Vocabularies | None:
+    """Return the maps of an engine: new ones, or those of another engine; None if it needs none.
+
+    Args:
+      tables: those with living vocabularies.
+      lookahead: as for `Vocabularies`; None: 0, or that of the other engine.
+      shared: the other engine's maps, or None.
+
+    Raises:
+      ValueError: the other engine's maps are for other tables, or another lookahead.
+    """
+    if lookahead is not None:
+        lookahead = check_int("lookahead", lookahead, minimum=0)
+    if shared is None:
+        return Vocabularies(tables, lookahead or 0) if tables else None
+    if not isinstance(shared, Vocabularies):
+        expected, got = "the vocabularies of another engine", type(shared).__name__
+        raise ValueError(message("vocabularies", expected=expected, got=got))
+    ours, theirs = (
+        {table.name: (table.vocabulary_size, table.vocabulary) for table in some}
+        for some in (tables, shared.tables.values())
+    )
+    if ours != theirs:
+        expected, got = f"maps of the engine's tables {ours}", f"{theirs}"
+        raise ValueError(message("vocabularies", expected=expected, got=got))
+    if lookahead not in (None, shared.lookahead):
+        expected, got = f"lookahead={lookahead}", f"{shared.lookahead}"
+        remedy = "leave lookahead out"
+        raise ValueError(message("vocabularies", expected=expected, got=got, remedy=remedy))
+    return shared

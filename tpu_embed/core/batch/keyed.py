@@ -1,0 +1,266 @@
+"""Turn the keys of a batch into rows, in all processes alike.
+
+A map must be told which of its rows a training batch has, in any order, and which unknown keys, in
+batch order. With several processes each knows its own examples only. So every process sends the
+row numbers of its known keys, and its unknown keys with their examples; then all of them take the
+same batch, and their maps stay equal.
+
+Input: the validated ids of every feature, keys among them. Output: the same with rows in the place
+of keys, and what the batch says of the maps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tpu_embed._checks import message
+from tpu_embed.core.batch.agreement import Agreement
+from tpu_embed.core.batch.spec import BatchSpec
+from tpu_embed.core.batch.steps import Admission, KeyedRows, Steps
+from tpu_embed.core.batch.vocabularies import Vocabularies
+from tpu_embed.core.ids import HostIds, batch_order, give_rows, has_means, split_keys
+from tpu_embed.core.layout import FeatureLayout, Layout
+from tpu_embed.vocabulary import Taken
+
+__all__ = ["Keyed", "KeyedBatches", "give_rows_of"]
+
+Validate = Callable[[], Sequence[HostIds]]
+"""Validates and returns the ids of every feature, of this process's part of the batch."""
+
+
+class Keyed(NamedTuple):
+    """A batch whose keys have become rows.
+
+    Attributes:
+      hosts: the ids of every feature.
+      steps: the states that it may be looked up in.
+      admission: its rows, and what the maps did with it.
+    """
+
+    hosts: list[HostIds]
+    steps: Steps
+    admission: Admission
+
+
+class _Part(NamedTuple):
+    """What one process's part of a batch has of one table.
+
+    Attributes:
+      known: int32 `[k]`, the rows of known keys, perhaps repeated.
+      keys: uint64, by feature of the table, the unknown keys in the order of their examples.
+      examples: int64, by feature, the examples of these keys in the global batch.
+    """
+
+    known: np.ndarray
+    keys: list[np.ndarray]
+    examples: list[np.ndarray]
+
+
+class KeyedBatches:
+    """Turns the keys of batches into rows, for one engine.
+
+    Args:
+      layout: the engine's layout.
+      vocabularies: the maps.
+      agreement: with the other processes; None if there are none.
+      replicas: the numbers of this process's replicas in the global batch.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        vocabularies: Vocabularies,
+        agreement: Agreement | None,
+        replicas: np.ndarray,
+    ) -> None:
+        self._layout, self._vocabularies = layout, vocabularies
+        self._agreement, self._replicas = agreement, replicas
+        self._tables = {table.name: table for _, table in layout.living}
+        self._features = {
+            name: [f for f, one in enumerate(layout.features) if one.table == table]
+            for name, table in self._tables.items()
+        }
+
+    @contextlib.contextmanager
+    def take(self, validate: Validate) -> Iterator[Keyed]:
+        """Take a training batch; undo that if the block raises, because nothing is placed then."""
+        with self._refusals():
+            hosts = self._checked(validate())
+            found = self._find(hosts, None)
+            mine = {name: self._part(name, hosts, found) for name in self._tables}
+        vocabularies = self._vocabularies
+        before = vocabularies.placed
+        parts = self._of_all(mine)
+        taken = vocabularies.take({n: self._merged(n, hosts, parts[n]) for n in self._tables})
+        try:
+            # Keys that were known have kept their rows; of the others some have one now.
+            for f, rows in found.items():
+                unknown = np.flatnonzero(rows < 0)
+                keys = hosts[f].keys
+                assert keys is not None
+                name = self._layout.features[f].table.name
+                rows[unknown] = vocabularies.find(name, keys[unknown])
+            yield self._keyed(hosts, found, vocabularies.steps(before + 1, training=True), taken)
+        except BaseException:
+            vocabularies.undo(before)
+            raise
+
+    def find(self, validate: Validate, step: int) -> Keyed:
+        """Return a batch that is only looked up, with the rows of its keys; no map changes.
+
+        Args:
+          validate: see `Validate`.
+          step: whose rows they are; if it was admitted, those of the admitted step.
+
+        Raises:
+          ValueError: the processes are at different steps.
+        """
+        vocabularies = self._vocabularies
+        wanted = max(step, vocabularies.admitted)
+        with self._refusals():
+            hosts = self._checked(validate())
+        if self._agreement is not None:
+            said = self._agreement.share(np.int64(wanted).tobytes())
+            steps = {int(np.frombuffer(one, np.int64)[0]) for one in said}
+            if len(steps) > 1:
+                expected = "as many batches admitted in every process"
+                remedy = "admit and place in the same order in every process"
+                got = f"steps {sorted(steps)}"
+                raise ValueError(message("place", expected=expected, got=got, remedy=remedy))
+        rows = self._find(hosts, wanted)
+        return self._keyed(hosts, rows, vocabularies.steps(wanted, training=False), {})
+
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Tell the other processes of an error in the block."""
+        try:
+            yield
+        except Exception as error:
+            if self._agreement is not None:
+                self._agreement.refuse(error)
+            raise
+
+    def _checked(self, hosts: Sequence[HostIds]) -> Sequence[HostIds]:
+        """Return the ids of a batch whose sizes divide over the replicas."""
+        shapes = tuple(host.shape for host in hosts)
+        spec = BatchSpec(len(self._replicas), shapes, ())
+        spec.check_batch([feature.path for feature in self._layout.features])
+        return hosts
+
+    def _find(self, hosts: Sequence[HostIds], step: int | None) -> dict[int, np.ndarray]:
+        """Return the row of each distinct key, int32 by feature; -1 for keys without a row."""
+        found = {}
+        for name, features in self._features.items():
+            for f in features:
+                keys = hosts[f].keys
+                assert keys is not None, "ids of living vocabularies are keys"
+                found[f] = self._vocabularies.find(name, keys, step)
+        return found
+
+    def _part(self, name: str, hosts: Sequence[HostIds], found: Mapping[int, np.ndarray]) -> _Part:
+        """Return what this process's part of a batch has of one table."""
+        known, unknown, places = [np.zeros(0, np.int32)], [], []
+        for f in self._features[name]:
+            split = split_keys(hosts[f], found[f])
+            known.append(split.known)
+            unknown.append(split.keys)
+            places.append(self._global_examples(hosts[f], split.examples))
+        return _Part(np.concatenate(known), unknown, places)
+
+    def _global_examples(self, host: HostIds, local: np.ndarray) -> np.ndarray:
+        """Return the numbers in the global batch of examples of this process."""
+        # With 2 examples per replica, and replicas 4 and 6 here: examples 0 1 2 3 are 8 9 12 13.
+        size = host.shape.batch // len(self._replicas)
+        return self._replicas[local // size] * size + local % size
+
+    def _of_all(self, mine: dict[str, _Part]) -> dict[str, list[_Part]]:
+        """Return what each process has of each table, by table; all processes call this."""
+        if self._agreement is None:
+            return {name: [part] for name, part in mine.items()}
+        said = self._agreement.share(b"".join(_encode(part) for part in mine.values()))
+        decoded = [_decode(one, [len(self._features[name]) for name in mine]) for one in said]
+        return {name: [parts[i] for parts in decoded] for i, name in enumerate(mine)}
+
+    def _merged(
+        self, name: str, hosts: Sequence[HostIds], parts: Sequence[_Part]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows of known keys, int64, and the unknown keys in batch order."""
+        keys, places = [np.zeros(0, np.uint64)], []
+        for i, f in enumerate(self._features[name]):
+            keys += [part.keys[i] for part in parts]
+            size = hosts[f].shape.batch // len(self._replicas) * self._layout.axes.replicas
+            places.append((np.concatenate([part.examples[i] for part in parts]), size))
+        known = np.concatenate([part.known for part in parts]).astype(np.int64)
+        return known, np.concatenate(keys)[batch_order(places)]
+
+    def _keyed(
+        self,
+        hosts: Sequence[HostIds],
+        found: Mapping[int, np.ndarray],
+        steps: Steps,
+        taken: Mapping[str, Taken],
+    ) -> Keyed:
+        """Return the batch with rows in the place of keys."""
+        given = list(hosts)
+        for f, rows in found.items():
+            given[f] = give_rows_of(self._layout.features[f], hosts[f], rows)
+        tables = {
+            name: KeyedRows(tuple(found[f] for f in features), taken.get(name))
+            for name, features in self._features.items()
+        }
+        return Keyed(given, steps, Admission(tables))
+
+
+def give_rows_of(feature: FeatureLayout, host: HostIds, rows: np.ndarray) -> HostIds:
+    """Return a feature's ids with the rows of its keys; unseen keys share one if they are to.
+
+    Args:
+      feature: the feature.
+      host: its ids, with positions in the place of keys.
+      rows: int32 `[n]`, the row of each key; -1 for unseen ones, which is changed if they share
+        the last row.
+    """
+    vocabulary = feature.table.vocabulary
+    if vocabulary is not None and vocabulary.unseen == "shared":
+        rows[rows < 0] = feature.table.vocabulary_size - 1
+    return give_rows(host, rows, is_mean=has_means(feature.config, host.shape))
+
+
+def _encode(part: _Part) -> bytes:
+    """Return what a process has of one table as bytes: each known row and unknown key once."""
+    known = np.unique(part.known)
+    pieces, sizes = [known.astype(np.int32)], [known.size]
+    for keys, places in zip(part.keys, part.examples, strict=True):
+        # The first place of each key; `np.unique` returns it.
+        _, first = np.unique(keys, return_index=True)
+        first.sort()
+        pieces += [keys[first], places[first].astype(np.int64)]
+        sizes.append(first.size)
+    return b"".join(array.tobytes() for array in [np.array(sizes, np.int64), *pieces])
+
+
+def _decode(said: bytes, features: Sequence[int]) -> list[_Part]:
+    """Return the parts that a process has sent, one per table.
+
+    Args:
+      said: the bytes of all tables, one after another.
+      features: the number of features of each table.
+    """
+    at, parts = 0, []
+
+    def read(dtype: type, n: int) -> np.ndarray:
+        nonlocal at
+        array = np.frombuffer(said, dtype, n, at)
+        at += array.nbytes
+        return array
+
+    for count in features:
+        num_known, *sizes = read(np.int64, 1 + count).tolist()
+        known = read(np.int32, num_known)
+        pairs = [(read(np.uint64, n), read(np.int64, n)) for n in sizes]
+        parts.append(_Part(known, [keys for keys, _ in pairs], [at for _, at in pairs]))
+    return parts

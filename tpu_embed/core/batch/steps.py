@@ -1,0 +1,103 @@
+"""What a placed batch says of the maps from keys to rows: its step, and what the host knows of it.
+
+Input: steps, and what maps did with a batch. Output: which states the batch belongs to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tpu_embed._checks import message
+from tpu_embed.vocabulary import Taken
+
+__all__ = ["Admission", "KeyedRows", "Steps", "check_vocabulary", "steps_of", "undo"]
+
+
+class Steps(NamedTuple):
+    """The states that a batch may be looked up in: those of steps in [first, last].
+
+    Attributes:
+      first: the step of the map that the batch was, or whose rows it has.
+      last: the last step in which no row of the batch belongs to another key for certain.
+      history: a number that changes when maps are loaded; a step means something in one history.
+    """
+
+    first: int
+    last: int
+    history: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KeyedRows:
+    """The keys of one table that a batch has, and their rows.
+
+    Attributes:
+      rows: int32 arrays, the rows of the distinct keys of each feature; -1 for none.
+      taken: what the map did with the training batch; None if it is only looked up.
+    """
+
+    rows: tuple[np.ndarray, ...]
+    taken: Taken | None
+
+
+class Admission:
+    """What only the host knows of a placed batch, until it is admitted.
+
+    It is a static field of a `Batch`. All of these are equal, because programs do not depend on it.
+
+    Args:
+      tables: by table with a living vocabulary; None: nothing is known any more.
+    """
+
+    def __init__(self, tables: Mapping[str, KeyedRows] | None = None) -> None:
+        self.tables = tables
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Admission)
+
+    def __hash__(self) -> int:
+        return 0
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the batch moves the maps, and was not admitted yet."""
+        return any(one.taken is not None for one in (self.tables or {}).values())
+
+    @property
+    def taken(self) -> dict[str, Taken]:
+        """What the maps did with the batch, by table."""
+        pairs = (self.tables or {}).items()
+        return {name: one.taken for name, one in pairs if one.taken is not None}
+
+
+def steps_of(state: Any) -> tuple[int, int]:
+    """Return step and history of a state; waits until they are computed."""
+    step, history = np.asarray(check_vocabulary(state)["steps"]).tolist()
+    return step, history
+
+
+def check_vocabulary(state: Any) -> Any:
+    """Return the `vocabulary` of a state.
+
+    Raises:
+      ValueError: it has none.
+    """
+    if getattr(state, "vocabulary", None) is None:
+        expected, got = "a state of an engine with living vocabularies", "another one"
+        raise ValueError(message("state", expected=expected, got=got))
+    return state.vocabulary
+
+
+def undo(rows: np.ndarray, keys: np.ndarray, taken: Taken) -> None:
+    """Change the rows of keys after a step to those before it."""
+    rows[np.isin(keys, taken.new_keys)] = -1
+    if taken.evicted_keys.size:
+        order = np.argsort(taken.evicted_keys)
+        evicted = taken.evicted_keys[order]
+        at = np.minimum(np.searchsorted(evicted, keys), evicted.size - 1)
+        lost = evicted[at] == keys
+        rows[lost] = taken.evicted_rows[order][at[lost]]

@@ -1,0 +1,117 @@
+"""Bring the tables of a state to the step of a batch, and check that the two belong together.
+
+Input: states, and batches that `place` returned. Output: the state in which the rows of the batch's
+new keys are new; or whether a lookup or update of the batch must be refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embed._checks import message
+from tpu_embed._types import Array, PyTree, Tracer
+from tpu_embed.core.batch import (
+    Admission,
+    Batch,
+    Steps,
+    TracedIds,
+    Vocabularies,
+    check_vocabulary,
+    steps_of,
+)
+from tpu_embed.core.layout import Layout
+from tpu_embed.core.lookup import split_activations
+from tpu_embed.core.state import STEPS, NewKeys, NewRowWriter, TableState, check_own, new_steps
+
+__all__ = ["Admissions"]
+
+
+class Admissions:
+    """What an engine with living vocabularies does between placing a batch and looking it up.
+
+    Args:
+      layout: the engine's layout.
+      vocabularies: the maps; None without living vocabularies: then every batch is fine.
+    """
+
+    def __init__(self, layout: Layout, vocabularies: Vocabularies | None) -> None:
+        self._layout, self._vocabularies = layout, vocabularies
+        self._writer = NewRowWriter(layout)
+
+    def admit(self, state: TableState, batch: Batch) -> tuple[TableState, Batch]:
+        """Make the rows of a batch's new keys new; see `EmbeddingEngine.admit`."""
+        if self._vocabularies is None:
+            return state, batch
+        self._refuse_traced(state, batch)
+        check_own(state, self._layout)
+        steps, (now, history) = self._steps(batch), steps_of(state)
+        if not batch.admission.is_training:
+            self._vocabularies.check((now, history), steps, batch.admission)
+            if batch.admission.tables is not None:
+                batch = _stamped(batch, self._vocabularies.steps(now, training=False))
+            return state, batch
+        self._vocabularies.check_next((now, history), steps, batch.admission)
+        new = {
+            name: NewKeys(taken.new_keys, taken.new_rows)
+            for name, taken in batch.admission.taken.items()
+        }
+        assert state.vocabulary is not None, "checked"
+        vocabulary = new_steps(state.vocabulary, (steps.first, history), self._layout.axes)
+        state = self._writer.write(state, new)
+        self._vocabularies.note_admitted(steps.first)
+        return dataclasses.replace(state, vocabulary=vocabulary), _stamped(batch, steps)
+
+    def check(
+        self, state: TableState, batch: Batch | TracedIds
+    ) -> tuple[Batch | TracedIds, Array | None]:
+        """Check that a batch may be looked up in a state, or updated in it.
+
+        Returns:
+          The batch for a program, without what only the host needs; and inside a jit whether it
+          must be refused, bool `[]`. None: it is fine.
+
+        Raises:
+          ValueError: outside a jit, it may not; or it has no steps.
+        """
+        if self._vocabularies is None:
+            return batch, None
+        assert isinstance(batch, Batch), "features with keys were refused"
+        steps = self._steps(batch)
+        plain = dataclasses.replace(batch, steps=None, admission=Admission())
+        now = check_vocabulary(state)[STEPS]
+        if not any(isinstance(leaf, Tracer) for leaf in (now, *steps)):
+            self._vocabularies.check(steps_of(state), steps, batch.admission)
+            return plain, None
+        in_order = (steps.first <= now[0]) & (now[0] <= steps.last) & (now[1] == steps.history)
+        return plain, ~jnp.asarray(in_order)
+
+    def _steps(self, batch: Batch) -> Steps:
+        if batch.steps is None:
+            expected, got = "a Batch of this engine's place", "one without steps of the maps"
+            raise ValueError(message("batch", expected=expected, got=got, remedy="place it again"))
+        known = not isinstance(batch.steps, Tracer)
+        return Steps(*(np.asarray(batch.steps).tolist() if known else batch.steps))
+
+    def _refuse_traced(self, state: TableState, batch: Batch) -> None:
+        leaves = [batch.packed, *state.tables.values()]
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
+            expected, got = "a call outside a jit", "tracers"
+            remedy = "admit the batch first, then give state and batch to the jitted function"
+            raise ValueError(message("admit", expected=expected, got=got, remedy=remedy))
+
+
+def _stamped(batch: Batch, steps: Steps) -> Batch:
+    """Return an admitted batch, of which the host keeps nothing more."""
+    return dataclasses.replace(batch, steps=np.array(steps, np.int32), admission=Admission())
+
+
+def zero_if(refused: Array | None, activations: PyTree) -> PyTree:
+    """Return the activations, or zeros if their batch is refused."""
+    if refused is None:
+        return activations
+    values, rebuild = split_activations(activations)
+    zeros = (jnp.where(refused, jnp.zeros_like(one), one) for one in values)
+    return rebuild(list(zeros))

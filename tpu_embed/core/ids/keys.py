@@ -1,0 +1,149 @@
+"""Keys of a living vocabulary: numbers of 64 bits instead of row numbers.
+
+A batch of keys is validated before anyone knows the keys' rows, because a batch that is refused
+must not change the map from keys to rows. So each key is first replaced by its position among the
+feature's distinct keys, which is treated like a row id that is always valid. Once the rows are
+known, they take the places of the positions. The bags [k, m] and [k], whose keys k and m have the
+rows 8 and -1 (none), are
+
+    distinct keys [k, m]     positions [[0, 1], [0, -1]]     rows [[8, -1], [8, -1]]
+
+Input: integers of any dtype; later the row of each key. Output: positions and keys; then `HostIds`
+as those of any other table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from tpu_embed._types import PADDING_ID
+from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype
+from tpu_embed.core.ids.columns import mask_missing
+from tpu_embed.core.ids.containers import RaggedIds, SparseIds
+from tpu_embed.core.ids.rescale import rescale_dense_bags, rescale_flat_bags
+from tpu_embed.kernels import dispatch
+
+if TYPE_CHECKING:
+    from tpu_embed.core.ids.feature_ids import HostIds
+
+__all__ = ["Split", "batch_order", "give_rows", "looked_up", "number_keys", "split_keys"]
+
+
+class Split(NamedTuple):
+    """The keys that one feature of a batch looks up.
+
+    Attributes:
+      known: int32 `[k]`, the rows of keys that have one, each once.
+      keys: uint64 `[m]`, the keys without a row, in batch order, perhaps repeated.
+      examples: int64 `[m]`, the examples of these keys.
+    """
+
+    known: np.ndarray
+    keys: np.ndarray
+    examples: np.ndarray
+
+
+def number_keys(feature: FeatureRules, ids: Any) -> tuple[Any, np.ndarray]:
+    """Replace the keys of a feature by their positions among the distinct ones.
+
+    Args:
+      feature: the feature.
+      ids: an array or a container of integers; -1 is padding in dense arrays of a signed dtype, and
+        a key like any other elsewhere.
+
+    Returns:
+      The same array or container with positions int32, those of padding masked; and the distinct
+      keys, uint64 `[n]`, with what stands at padding among them.
+
+    Raises:
+      TypeError: the ids are not integers.
+    """
+    values = ids.values if isinstance(ids, (SparseIds, RaggedIds)) else ids
+    check_dtype(feature, values)
+    numbers, absent = np.ma.getdata(values), np.ma.getmaskarray(values)
+    if values is ids and numbers.dtype.kind == "i":
+        absent = absent | (numbers == PADDING_ID)
+    # A signed key is read as an unsigned one: -1 is 2⁶⁴ - 1.
+    signed = numbers.dtype.kind == "i"
+    keys = numbers.astype(np.int64 if signed else np.uint64, copy=False).reshape(-1)
+    keys = np.ascontiguousarray(keys).view(np.uint64)
+    distinct, positions = dispatch.host_kernels().distinct_keys(keys)
+    numbered = mask_missing(positions.reshape(numbers.shape), absent)
+    if values is not ids:
+        numbered = dataclasses.replace(ids, values=numbered)
+    return numbered, distinct
+
+
+def looked_up(host: HostIds) -> np.ndarray:
+    """Return the positions of the keys that a feature looks up, `[m]` in batch order."""
+    positions = host.ids.reshape(-1)
+    return positions[positions >= 0] if host.padded else positions
+
+
+def split_keys(host: HostIds, rows: np.ndarray) -> Split:
+    """Split the keys that a feature looks up into those with a row and those without.
+
+    Args:
+      host: the feature, with positions for ids.
+      rows: int32 `[n]`, the row of each key; -1: none.
+    """
+    assert host.keys is not None, "positions are those of keys"
+    positions = np.ascontiguousarray(host.ids.reshape(-1), np.int32)
+    known, absent = dispatch.host_kernels().split_by_row(positions, rows)
+    if host.bags is not None:
+        examples = host.bags[absent].astype(np.int64) // host.shape.bags
+    else:  # positions [B, bags, width]: the index of an id, divided by bags · width
+        examples = absent // max(1, positions.size // host.shape.batch)
+    return Split(known, host.keys[positions[absent]], examples)
+
+
+def batch_order(features: Sequence[tuple[np.ndarray, int]]) -> np.ndarray:
+    """Return the order in which the keys of several features stand in the batch.
+
+    Args:
+      features: for each feature in flattening order, the example of each of its keys, int64
+        `[m]`, ascending, and the number of its examples in the global batch.
+
+    Returns:
+      int `[all m]`, the order of the keys, counted through all features.
+    """
+    # Example e of B comes at e / B of the batch. The fractions of batches of 2 and 3 examples
+    # become the integers 0 3 and 0 2 4. A stable sort keeps the features, and the keys of one
+    # example, in order. Python's integers are as large as need be.
+    sizes = [size for _, size in features]
+    whole = int(np.lcm.reduce(np.array(sizes, object))) if sizes else 1
+    dtype = np.int64 if whole < 2**63 else object
+    places = [index.astype(dtype) * (whole // size) for index, size in features]
+    return np.argsort(np.concatenate([np.zeros(0, dtype), *places]), kind="stable")
+
+
+def give_rows(host: HostIds, rows: np.ndarray, *, is_mean: bool) -> HostIds:
+    """Return a feature's ids with the rows of its keys; what has no row is as a dropped id.
+
+    Args:
+      host: the feature, with positions for ids.
+      rows: int32 `[n]`, the row of each key; -1: none.
+      is_mean: whether its bags are means, whose weights may be rescaled.
+    """
+    if host.bags is None:
+        # Padding, -1, reads the last entry.
+        ids = np.take(np.append(rows, np.int32(PADDING_ID)), host.ids)
+        absent, weights = ids < 0, host.weights
+        if weights is not None:
+            weights = np.where(absent, weights.dtype.type(0), weights)
+            weights = rescale_dense_bags(weights) if is_mean else weights
+        padded = bool(absent.any())
+        return dataclasses.replace(host, ids=ids, weights=weights, padded=padded, keys=None)
+    ids, bags, weights, places = np.take(rows, host.ids), host.bags, host.weights, host.rows
+    if (ids < 0).any():
+        keep = ids >= 0
+        ids, bags = ids[keep], bags[keep]
+        weights = None if weights is None else weights[keep]
+        places = places and places._replace(places=places.places[keep])
+    if weights is not None and is_mean:
+        weights = rescale_flat_bags(weights, bags)
+    return dataclasses.replace(host, ids=ids, bags=bags, weights=weights, rows=places, keys=None)

@@ -1,0 +1,243 @@
+"""Make the rows of new keys new: their values and slots are drawn as if the table were made now.
+
+A key's row depends on the key alone, not on the row that it gets, on who had it before, or on the
+devices: it is drawn with the random key
+
+    fold_in(fold_in(fold_in(key, crc32(table name)), low 32 bits of the id), high 32 bits)
+
+where `key` is what `init` was given, which the state holds.
+
+Input: a state, and the new keys of each table with their rows. Output: the tables and slots with
+these rows written, in their own memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from tpu_embed._calls import call
+from tpu_embed._types import PADDING_ID, Array
+from tpu_embed.core.layout import ROW_MULTIPLE, Layout, MeshAxes, Stack
+from tpu_embed.core.state.init import NewRows, fresh_slots, row_by_row, table_keys
+from tpu_embed.core.state.table_state import (
+    StackShard,
+    TableState,
+    slot_format,
+    slot_shapes,
+    state_specs,
+)
+from tpu_embed.kernels import dispatch, storage
+
+__all__ = ["STEPS", "NewKeys", "NewRowWriter", "new_steps", "new_vocabulary"]
+
+STEPS = "steps"
+"""The key of step and history in `TableState.vocabulary`."""
+
+
+class NewKeys(NamedTuple):
+    """The new keys of one table, in the order in which they were admitted.
+
+    Attributes:
+      keys: uint64 `[a]`.
+      rows: int64 `[a]`, their logical rows.
+    """
+
+    keys: np.ndarray
+    rows: np.ndarray
+
+
+class _Parcel(NamedTuple):
+    """The new rows that one device writes, `[m]` each.
+
+    Attributes:
+      rows: local rows, ascending; `PADDING_ID` for none.
+      tables: int32, the number of the table in its stack.
+      low: uint32, the low 32 bits of the key.
+      high: uint32, the high ones.
+    """
+
+    rows: Array
+    tables: Array
+    low: Array
+    high: Array
+
+
+def new_vocabulary(key: Array) -> dict[str, Array]:
+    """Return the `vocabulary` of a new state; runs in a program.
+
+    Args:
+      key: the random key that `init` was given.
+    """
+    data = key
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        data = jax.random.key_data(key)
+    else:
+        key = jax.random.wrap_key_data(key)
+    return {STEPS: jnp.zeros(2, jnp.int32), f"{jax.random.key_impl(key)}": data}
+
+
+def new_steps(vocabulary: Mapping[str, Array], steps: tuple[int, int], axes: MeshAxes) -> Any:
+    """Return the `vocabulary` of a state with another step and history.
+
+    They are on the devices at once: whoever reads them waits for no program.
+    """
+    return {**vocabulary, STEPS: _put(np.array(steps, np.int32), axes.sharding(()))}
+
+
+class NewRowWriter:
+    """Writes the rows of new keys, for one engine.
+
+    Args:
+      layout: the engine's layout.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._program = jax.jit(self._write, donate_argnums=0)
+
+    def write(self, state: TableState, new: Mapping[str, NewKeys]) -> TableState:
+        """Return the state with the rows of new keys made new; tables and slots are donated.
+
+        The work is in proportion to the new keys; stacks without any are not touched.
+
+        Args:
+          state: the state.
+          new: the new keys by table, the same in all processes.
+        """
+        layout, parcels = self._layout, {}
+        chosen = {name: one for name, one in new.items() if one.keys.size}
+        size = _bucket(max(_most_per_shard(stack, chosen) for stack in layout.stacks))
+        for stack in layout.stacks:
+            if any(table.name in chosen for table in stack.tables):
+                sharding = layout.axes.sharding(stack.shard_axes)
+                parcels[stack.name] = _put(_parcels(stack, chosen, size), sharding)
+        if not parcels:
+            return state
+        assert state.vocabulary is not None
+        held = tuple({name: part[name] for name in parcels} for part in (state.tables, state.slots))
+        key = {name: data for name, data in state.vocabulary.items() if name != STEPS}
+        tables, slots = call(self._program, held, key, parcels)
+        return dataclasses.replace(
+            state, tables={**state.tables, **tables}, slots={**state.slots, **slots}
+        )
+
+    def _write(
+        self, held: tuple[dict, dict], key: dict[str, Array], parcels: dict[str, Array]
+    ) -> tuple[dict, dict]:
+        axes = self._layout.axes
+        ((kind, data),) = key.items()
+        stacks = tuple(stack for stack in self._layout.stacks if stack.name in parcels)
+        specs = state_specs(stacks, axes)
+
+        def device(held: Any, data: Array, parcels: dict[str, Array]) -> tuple[dict, dict]:
+            random_key, (tables, slots) = jax.random.wrap_key_data(data, impl=kind), held
+            written = {}
+            for stack in stacks:
+                shard = StackShard(tables[stack.name], slots[stack.name])
+                mine = _opened(parcels[stack.name][0], stack)
+                written[stack.name] = _write_stack(shard, random_key, mine, stack)
+            new_slots = {name: shard.slots for name, shard in written.items()}
+            return {name: shard.table for name, shard in written.items()}, new_slots
+
+        by_shard = {stack.name: axes.spec(stack.shard_axes) for stack in stacks}
+        return jax.shard_map(
+            device,
+            mesh=axes.mesh,
+            in_specs=(specs, PartitionSpec(), by_shard),
+            out_specs=specs,
+            check_vma=False,
+        )(held, data, parcels)
+
+
+def _put(array: np.ndarray, sharding: Any) -> Array:
+    """Send an array that all processes have to the devices, each its part."""
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+
+
+def _bucket(n: int) -> int:
+    """Return a size that has room for n rows; few sizes, so that few programs are compiled."""
+    # 1, 2, 3, 4, 6, 8, 12, … times `ROW_MULTIPLE`.
+    units = max(1, -(-n // ROW_MULTIPLE))
+    power = 1 << (units - 1).bit_length()
+    return ROW_MULTIPLE * (power * 3 // 4 if power >= 4 and units <= power * 3 // 4 else power)
+
+
+def _most_per_shard(stack: Stack, new: Mapping[str, NewKeys]) -> int:
+    """Return the number of new rows of the shard that has the most."""
+    counts = np.zeros(stack.num_shards, np.int64)
+    for table in stack.tables:
+        if table.name in new:
+            shards = stack.physical(new[table.name].rows, table) // stack.num_rows
+            counts += np.bincount(shards, minlength=stack.num_shards)
+    return int(counts.max())
+
+
+def _parcels(stack: Stack, new: Mapping[str, NewKeys], size: int) -> np.ndarray:
+    """Return the new rows of a stack for the shards that own them, in one array: one transfer.
+
+    Returns:
+      uint32 `[S, 5, m]`: the local rows, ascending, in two halves; tables; keys in two halves.
+    """
+    chosen = [(i, t) for i, t in enumerate(stack.tables) if t.name in new]
+    rows = np.concatenate([stack.physical(new[t.name].rows, t) for _, t in chosen])
+    keys = np.concatenate([new[t.name].keys for _, t in chosen])
+    number = np.concatenate([np.full(new[t.name].rows.size, i, np.uint64) for i, t in chosen])
+    # Physical rows 1 6 4 of shards with 4 rows: shard 0 gets 1, shard 1 gets the local rows 0 2.
+    order = np.argsort(rows)
+    shards, local = np.divmod(rows[order], stack.num_rows)
+    counts = np.bincount(shards, minlength=stack.num_shards)
+    place = np.arange(rows.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    made = np.full((stack.num_shards, 5, size), PADDING_ID).astype(np.uint32)
+    local, keys, high = local.astype(np.uint64), keys[order], np.uint64(32)
+    for i, half in enumerate((local, local >> high, number[order], keys, keys >> high)):
+        made[shards, i, place] = half & np.uint64(2**32 - 1)
+    return made
+
+
+def _opened(parcel: Array, stack: Stack) -> _Parcel:
+    """Return what one device writes from its part `[5, m]` of the array of `_parcels`."""
+    low, high, tables, *key = parcel
+    if stack.index_dtype == np.int32:
+        rows = jax.lax.bitcast_convert_type(low, jnp.int32)
+    else:
+        rows = jax.lax.bitcast_convert_type(jnp.stack([low, high], axis=-1), jnp.int64)
+    # The table of an absent row is any; the row is not written.
+    tables = jnp.minimum(tables, np.uint32(len(stack.tables) - 1)).astype(jnp.int32)
+    return _Parcel(rows, tables, *key)
+
+
+def _write_stack(held: StackShard, key: Array, new: _Parcel, stack: Stack) -> StackShard:
+    """Return this device's shard of a stack with new rows, `[m]`, written."""
+    of_tables = table_keys(key, list(stack.tables))[new.tables]
+    keys = jax.vmap(lambda key, *bits: functools.reduce(jax.random.fold_in, bits, key))(
+        of_tables, new.low, new.high
+    )
+    # As in `init.py`, barriers around the drawing keep its bits independent of the program.
+    lines = NewRows(new.rows, keys, new.rows, new.rows >= 0)
+    lines = jax.lax.optimization_barrier(lines)
+    rows = jnp.zeros((new.rows.shape[0], stack.dim), stack.compute_dtype)
+    living = [(i, t) for i, t in enumerate(stack.tables) if t.vocabulary is not None]
+    for initializer, run in itertools.groupby(living, key=lambda one: one[1].initializer):
+        mine = list(run)
+        draw = row_by_row(initializer, stack, f"table {mine[0][1].name!r}: initializer")
+        here = jnp.isin(new.tables, jnp.asarray([i for i, _ in mine], jnp.int32))
+        rows = jnp.where(here[:, None], draw(lines).astype(stack.compute_dtype), rows)
+    rows = jax.lax.optimization_barrier(rows)
+    stored = storage.encode(rows, stack.dtype)
+    table = dispatch.write_ascending_rows(held.table, new.rows, stored, stack.row_format)
+    fresh, slots = fresh_slots(stack, rows, lines), dict(held.slots)
+    for name, slot in slot_shapes(stack).items():
+        # A slot that all rows share (a step counter, say) is no new row's.
+        if slot.per_row:
+            stored, form = storage.encode(fresh[name], slot.dtype), slot_format(stack, slot)
+            slots[name] = dispatch.write_ascending_rows(slots[name], new.rows, stored, form)
+    return StackShard(table, slots)

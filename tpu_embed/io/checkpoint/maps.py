@@ -1,0 +1,240 @@
+"""The maps of living vocabularies in a checkpoint: which key has which row, and what decides it.
+
+    vocabularies.json           the step, the random key of new rows, and the sizes of all maps
+    films/map/keys/ …           the arrays of a map (`MapState`), one directory each
+
+They stand beside the tables and are of the same step, so one commit holds both. A map may be read
+for a table of another capacity: then the keys with the best scores stay, and rows beyond the
+capacity move to free ones.
+
+Input: an engine and its state. Output: files; or the maps for another engine, and which rows moved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tpu_embed._checks import message
+from tpu_embed.core.batch import MapStates, steps_of
+from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.layout import TableSlice
+from tpu_embed.core.state import STEPS, TableState
+from tpu_embed.io import schema
+from tpu_embed.io.checkpoint.checked import read_bound, write_bound
+from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, RowWriter
+from tpu_embed.io.files import file_name
+from tpu_embed.vocabulary import COUNTERS, MapState, fit
+
+__all__ = ["FoundMaps", "Moves", "SavedMaps", "empty_state", "prepare", "read", "write"]
+
+_FILE = "vocabularies.json"
+_ARRAYS = ("keys", "rows", "last_seen", "batches_seen", "waiting_keys", "waiting_counts")
+_FORM = schema.record(
+    step=schema.integer(),
+    history=schema.integer(),
+    kind=schema.text,
+    key=schema.sequence(schema.integer(0, 2**32 - 1)),
+    tables=schema.mapping(
+        schema.record(
+            capacity=schema.integer(1),
+            keys=schema.integer(),
+            waiting=schema.integer(),
+            unseen=schema.choice("zero", "shared"),
+            counters=schema.sequence(schema.integer()),
+        )
+    ),
+)
+
+
+class SavedMaps(NamedTuple):
+    """What is written.
+
+    Attributes:
+      described: the contents of `vocabularies.json`.
+      maps: the state of each map, by table.
+    """
+
+    described: dict[str, Any]
+    maps: dict[str, MapState]
+
+
+class Moves(NamedTuple):
+    """Rows of a table that are read from other places than they are written to.
+
+    Attributes:
+      before: int64 `[n]`, the rows on disk, ascending.
+      now: int64 `[n]`, the rows of the table.
+    """
+
+    before: np.ndarray
+    now: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundMaps:
+    """The maps of a checkpoint, fitted to an engine.
+
+    Attributes:
+      states: for `Vocabularies.load_state`.
+      key: the data of the random key of new rows, by its kind; None if none was saved.
+      moves: by table, the rows that do not stay in their places.
+    """
+
+    states: MapStates
+    key: dict[str, np.ndarray] | None
+    moves: Mapping[str, Moves]
+
+
+def prepare(engine: EmbeddingEngine, state: TableState) -> SavedMaps | None:
+    """Return the maps as of a state; None for an engine without living vocabularies."""
+    vocabularies = engine.vocabularies
+    if vocabularies is None:
+        return None
+    step, history = steps_of(state)
+    if history != vocabularies.now[1]:
+        expected, got = "a state of the maps' history", "one from before they were loaded"
+        raise ValueError(message("state", expected=expected, got=got))
+    assert state.vocabulary is not None, "checked"
+    ((kind, data),) = ((name, x) for name, x in state.vocabulary.items() if name != STEPS)
+    maps = vocabularies.state(step).maps
+    tables = {}
+    for name, one in maps.items():
+        table = vocabularies.tables[name]
+        assert table.vocabulary is not None
+        tables[name] = {
+            "capacity": table.vocabulary_size,
+            "keys": one.keys.size,
+            "waiting": one.waiting_keys.size,
+            "unseen": table.vocabulary.unseen,
+            "counters": one.counters.tolist(),
+        }
+    key = np.asarray(data).tolist()
+    described = {"step": step, "history": history, "kind": kind, "key": key, "tables": tables}
+    return SavedMaps(described, maps)
+
+
+def write(directory: Path, checkpoint: str, saved: SavedMaps) -> dict[str, dict[str, int]]:
+    """Write the maps; one process does. Return the checksums of files, by directory.
+
+    Args:
+      directory: that of the tables.
+      checkpoint: the name of the checkpoint.
+      saved: what `prepare` returned.
+    """
+    checksums = {}
+    for name, state in saved.maps.items():
+        for field in _ARRAYS:
+            values, place = getattr(state, field), _place(name, field)
+            array = _array(directory, name, field, values.size)
+            writer = RowWriter(array, 1)
+            for first in range(0, values.size, array.block):
+                part = values[first : first + array.block]
+                writer.write((slice(first, first + part.size), slice(0, 1)), part[:, None])
+            checksums[place] = writer.finish()
+    write_bound(directory / _FILE, checkpoint, saved.described)
+    return checksums
+
+
+def read(
+    directory: Path,
+    checkpoint: str,
+    checksums: Mapping[str, dict[str, int]],
+    engine: EmbeddingEngine,
+    refuse: Callable[[str, str, str, str], Exception],
+    *,
+    saved_tables: Mapping[str, Any],
+) -> FoundMaps | None:
+    """Return the maps of a checkpoint for an engine; None if it has no living vocabularies.
+
+    Args:
+      directory: that of the tables.
+      checkpoint: the name that the file must carry.
+      checksums: of all files, by directory.
+      engine: the engine.
+      refuse: makes the error of a table that is not what is wanted: of what, expected, got, remedy.
+      saved_tables: the tables that are to be read, by name.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: a file is damaged; a table lives on disk or in the engine alone.
+    """
+    found = None
+    if (directory / _FILE).exists():
+        found = read_bound(directory / _FILE, _FORM, checkpoint)[1]
+    saved = {} if found is None else found["tables"]
+    wanted = {table.name: table for _, table in engine.layout.living}
+    for name in saved_tables:
+        if (name in saved) != (name in wanted):
+            forms = ["row numbers", "keys of a living vocabulary"]
+            expected, got = forms[name in wanted], forms[name in saved]
+            raise refuse(f"table {name!r}: ids", expected, got, "declare it as it was")
+    vocabularies = engine.vocabularies
+    if vocabularies is None:
+        return None
+    step = 0 if found is None else found["step"]
+    maps, moves = {}, {}
+    for name, table in wanted.items():
+        if name not in saved_tables:
+            maps[name] = empty_state(step)
+            continue
+        state = _read_state(directory, name, saved[name], step, checksums)
+        maps[name], moves[name] = _fitted(state, saved[name], table)
+    history = max(vocabularies.next_history, 1 if found is None else found["history"] + 1)
+    key = None
+    if found is not None:
+        key = {found["kind"]: np.array(found["key"], np.uint32)}
+    return FoundMaps(MapStates(history, maps), key, moves)
+
+
+def empty_state(step: int) -> MapState:
+    """Return the state of a map without keys, after a step."""
+    keys, numbers = np.zeros(0, np.uint64), np.zeros(0, np.int64)
+    counters = np.zeros(len(COUNTERS), np.int64)
+    return MapState(keys, numbers, numbers, numbers, keys, numbers, np.array(step), counters)
+
+
+def _read_state(
+    directory: Path,
+    name: str,
+    saved: Mapping[str, Any],
+    step: int,
+    checksums: Mapping[str, dict[str, int]],
+) -> MapState:
+    arrays = {}
+    for field in _ARRAYS:
+        size = saved["waiting" if field.startswith("waiting") else "keys"]
+        place = _place(name, field)
+        reader = RowReader(_array(directory, name, field, size), checksums.get(place, {}))
+        arrays[field] = np.ascontiguousarray(reader.read(0, size)).reshape(-1)
+    counters = np.array(saved["counters"], np.int64)
+    return MapState(**arrays, step=np.array(step, np.int64), counters=counters)
+
+
+def _fitted(state: MapState, saved: Mapping[str, Any], table: TableSlice) -> tuple[MapState, Moves]:
+    """Return a state for a table of another capacity, and the rows that move."""
+    assert table.vocabulary is not None
+    fitted, before = fit(state, table.vocabulary_size, table.vocabulary)
+    moved = fitted.rows != before
+    pairs = [(before[moved], fitted.rows[moved])]
+    # The shared row is the last one of any capacity.
+    last = saved["capacity"] - 1, table.vocabulary_size - 1
+    if saved["unseen"] == table.vocabulary.unseen == "shared" and last[0] != last[1]:
+        pairs.append((np.array([last[0]]), np.array([last[1]])))
+    old, new = (np.concatenate(part) for part in zip(*pairs, strict=True))
+    order = np.argsort(old)
+    return fitted, Moves(old[order], new[order])
+
+
+def _place(name: str, field: str) -> str:
+    """Return the directory of an array, relative to that of the tables."""
+    return f"{file_name(name)}/map/{field}"
+
+
+def _array(directory: Path, name: str, field: str, size: int) -> RowArray:
+    dtype = np.dtype(np.uint64 if field.endswith("keys") else np.int64)
+    return RowArray(directory / _place(name, field), 1, size, True, (), dtype)

@@ -1,0 +1,84 @@
+"""Rows for the keys of features that are served.
+
+Input: validated ids, keys among them, and the vocabularies of their tables. Output: the same with
+rows in the place of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tpu_embed._checks import message
+from tpu_embed.config import TableConfig
+from tpu_embed.core.batch import Vocabularies, give_rows_of
+from tpu_embed.core.ids import HostIds, Structure
+from tpu_embed.core.layout import Layout
+from tpu_embed.vocabulary import FixedVocabulary
+
+__all__ = ["Find", "finders", "with_rows"]
+
+Find = Callable[[np.ndarray], np.ndarray]
+"""Returns the rows of keys, uint64 `[n]`; -1 for keys without a row."""
+
+
+def finders(given: Any, whole: Structure, used: Structure) -> dict[str, Find]:
+    """Return how the keys of each table that is used are found, by the table's name.
+
+    Args:
+      given: `Vocabularies`; or a `FixedVocabulary` by `TableConfig` or by name; or None.
+      whole: the feature configuration.
+      used: the part of it that is looked up.
+
+    Raises:
+      ValueError: a vocabulary is missing, or of a table whose ids are row numbers.
+      TypeError: it is of another type.
+    """
+    named = dict(zip(used.table_names, used.tables, strict=True))
+    living = [name for name, table in named.items() if table.vocabulary is not None]
+    if isinstance(given, Vocabularies):
+        found: dict[str, Find] = {n: _find_now(given, n) for n in living if n in given.tables}
+    elif given is None or isinstance(given, Mapping):
+        found = _fixed(given or {}, whole)
+    else:
+        expected, got = "engine.vocabularies, or a mapping by table", type(given).__name__
+        raise TypeError(message("vocabularies", expected=expected, got=got))
+    missing = sorted(set(living) - set(found))
+    if missing:
+        expected, got = f"those of the tables {living}, whose ids are keys", f"none of {missing}"
+        remedy = "give vocabularies=engine.vocabularies, or FixedVocabulary(*vocabularies.keys(…))"
+        raise ValueError(message("vocabularies", expected=expected, got=got, remedy=remedy))
+    return {name: found[name] for name in living}
+
+
+def with_rows(hosts: Sequence[HostIds], layout: Layout, found: Mapping[str, Find]) -> list[HostIds]:
+    """Return the ids of every feature with rows in the place of keys."""
+    given = list(hosts)
+    for f, host in enumerate(hosts):
+        if host.keys is not None:
+            feature = layout.features[f]
+            rows = found[feature.table.name](host.keys).astype(np.int32)
+            given[f] = give_rows_of(feature, host, rows)
+    return given
+
+
+def _find_now(vocabularies: Vocabularies, name: str) -> Find:
+    return lambda keys: vocabularies.find(name, keys, vocabularies.admitted)
+
+
+def _fixed(given: Mapping[Any, Any], whole: Structure) -> dict[str, Find]:
+    tables = dict(zip(whole.table_names, whole.tables, strict=True))
+    names = {table: name for name, table in tables.items()}
+    found: dict[str, Find] = {}
+    for key, one in given.items():
+        name = names.get(key, f"{key!r}") if isinstance(key, TableConfig) else str(key)
+        if name not in tables or tables[name].vocabulary is None:
+            expected = "tables whose vocabularies live"
+            raise ValueError(message("vocabularies", expected=expected, got=name))
+        if not isinstance(one, FixedVocabulary):
+            expected, got = "a FixedVocabulary", type(one).__name__
+            raise TypeError(message(f"vocabularies: {name}", expected=expected, got=got))
+        found[name] = one.find
+    return found

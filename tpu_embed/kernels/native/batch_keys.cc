@@ -1,0 +1,74 @@
+// The keys of a batch: which are there, and which of them have no row.
+#include <cstdint>
+
+#include "key_index.h"
+#include "threads.h"
+
+namespace tpu_embed {
+namespace {
+
+constexpr int64_t kAhead = 8;  // keys whose slots are asked for in advance
+
+// As `host_reference.distinct_keys`.
+struct DistinctTask {
+  const uint64_t* keys;  // [n]
+  int64_t n;
+  uint64_t* distinct;  // result, [n], of which `size` are written
+  int32_t* positions;  // result, [n]
+  int64_t size;        // result
+};
+
+// As `host_reference.split_by_row`.
+struct SplitTask {
+  const int32_t* positions;  // [n]
+  int64_t n;
+  const int32_t* rows;
+  bool* used;       // result, false before: which of `rows` are looked up, and are there
+  int64_t* absent;  // result, [n], of which `size` are written
+  int64_t size;     // result
+};
+
+void number_keys(DistinctTask& task) {
+  KeyIndex index(2 * task.n + 1, task.n);
+  const auto key_at = [&](int64_t position) { return task.distinct[position]; };
+  task.size = 0;
+  for (int64_t i = 0; i < task.n; ++i) {
+    if (i + kAhead < task.n) index.prefetch(hash_of(task.keys[i + kAhead]));
+    const uint64_t hash = hash_of(task.keys[i]);
+    int64_t position = index.find(task.keys[i], hash, key_at);
+    if (position == KeyIndex::kNone) {
+      position = task.size++;
+      index.insert(hash, position);
+      task.distinct[position] = task.keys[i];
+    }
+    task.positions[i] = static_cast<int32_t>(position);
+  }
+}
+
+void split(SplitTask& task) {
+  task.size = 0;
+  for (int64_t i = 0; i < task.n; ++i) {
+    const int32_t position = task.positions[i];
+    if (position < 0) continue;  // padding
+    if (task.rows[position] < 0) {
+      task.absent[task.size++] = i;
+    } else {
+      task.used[position] = true;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tpu_embed
+
+extern "C" bool tpu_embed_host_distinct_keys(tpu_embed::DistinctTask* tasks, int64_t count,
+                                             int64_t threads) {
+  return tpu_embed::run_on_threads(count, threads,
+                                   [=](int64_t i) { tpu_embed::number_keys(tasks[i]); });
+}
+
+extern "C" bool tpu_embed_host_split_by_row(tpu_embed::SplitTask* tasks, int64_t count,
+                                            int64_t threads) {
+  return tpu_embed::run_on_threads(count, threads,
+                                   [=](int64_t i) { tpu_embed::split(tasks[i]); });
+}

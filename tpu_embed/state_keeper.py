@@ -1,0 +1,181 @@
+"""Keeps the state of a `TPUEmbedding`, and replaces it when a program has made a new one.
+
+A program that updates the state takes its memory. So the record (`enqueue.py`) first says that the
+state is being taken, and then gets the new one, in a way that no signal can interrupt. Calls that
+read the state or change it wait for each other.
+
+Input: functions of states. Output: records with valid states; errors about invalid ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+import warnings
+from collections.abc import Callable
+
+import jax
+
+from tpu_embed._calls import call_into, is_device_error
+from tpu_embed._checks import message
+from tpu_embed.core.batch import Steps
+from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.state import TableState, new_steps
+from tpu_embed.enqueue import Enqueued, Held, Holder, after_a_device_error
+from tpu_embed.interrupts import SignalsDeferred
+
+__all__ = ["StateKeeper"]
+
+
+class StateKeeper:
+    """The record of a `TPUEmbedding`, and how its state changes.
+
+    Args:
+      engine: the engine of the states.
+      seed: the first state is that of `engine.init(jax.random.key(seed))`.
+
+    Attributes:
+      holder: holds the record.
+      lock: held by every call while it reads the state or changes it.
+    """
+
+    def __init__(self, engine: EmbeddingEngine, seed: int) -> None:
+        self._engine, self._seed = engine, seed
+        self.holder, self.lock = Holder(), threading.RLock()
+
+    def built(self) -> TableState:
+        """Return the state; create it if there is none. The caller holds `lock`."""
+        if self.holder.now.state is None:
+            self.holder.change(state=self.new_state())
+        assert self.holder.now.state is not None
+        return self.holder.now.state
+
+    def new_state(self) -> TableState:
+        """Return a first state; with living vocabularies, of the step that their maps have."""
+        state, maps = self._engine.init(jax.random.key(self._seed)), self._engine.vocabularies
+        if maps is None or state.vocabulary is None:
+            return state
+        vocabulary = new_steps(state.vocabulary, maps.now, self._engine.layout.axes)
+        return dataclasses.replace(state, vocabulary=vocabulary)
+
+    def forget_lost(self) -> Held:
+        """Forget batches of keys that the maps no longer know; return the record."""
+        if not self._lost():
+            return self.holder.now
+        with self.lock:  # what another thread was about to admit is not lost
+            lost, held = self._lost(), self.holder.now
+            if count := sum(item is not held.dequeued for item in lost):
+                expected = "batches placed since the maps were rewound or loaded"
+                got, remedy = f"{count} from before, now forgotten", "enqueue their data again"
+                text = message("queue", expected=expected, got=got, remedy=remedy)
+                warnings.warn(text, stacklevel=4)
+            self.holder.derive(lambda now: now.without(lost))
+            return self.holder.now
+
+    def _lost(self) -> list[Enqueued]:
+        maps, held = self._engine.vocabularies, self.holder.now
+        items = (*held.waiting, *([held.dequeued] if held.dequeued else []))
+        return [] if maps is None else [x for x in items if not maps.is_current(x.batch)]
+
+    def check_keys(self, what: str, item: Enqueued) -> None:
+        """Check that a batch of keys may be enqueued behind those that wait.
+
+        Raises:
+          ValueError: it is not the next one to be admitted; or it is only looked up, and then one
+            of its rows will be another key's.
+        """
+        maps, held = self._engine.vocabularies, self.holder.now
+        if maps is None:
+            return
+        held.check_next(item, what, maps.admitted)
+        if item.step is None:
+            now = held.last_step(maps.admitted), maps.now[1]
+            assert item.batch.steps is not None, "every batch that this engine placed has steps"
+            maps.check(now, Steps(*item.batch.steps.tolist()), item.batch.admission)
+
+    def settle(self) -> Held:
+        """Return the record. The caller holds `lock`, so no update is running."""
+        if self.holder.now.update is not None:
+            self.holder.derive(Held.settled)
+        return self.holder.now
+
+    def settled(self, what: str) -> Held:
+        """Return the record if the state is valid. The caller holds `lock`.
+
+        Raises:
+          RuntimeError: the state is invalid.
+        """
+        self.settle()
+        return self.valid(what)
+
+    def valid(self, what: str) -> Held:
+        """Return the record if the state is valid.
+
+        Raises:
+          RuntimeError: the state is invalid.
+        """
+        while True:
+            held = self.holder.now
+            problem, now = held.problem(), self.holder.now
+            # Try again if another thread's update has taken the arrays during the check.
+            if now.state is held.state and now.update is held.update:
+                break
+        if problem is not None:
+            expected, remedy = "a valid state", "load the tables, or set `state`"
+            raise RuntimeError(message(what, expected=expected, got=problem, remedy=remedy))
+        return held
+
+    def update(self, what: str, update: Callable[[], TableState]) -> None:
+        """Run an update in the memory of the state, and take its result as the new state.
+
+        The record holds the list `results` before the update begins, and the new state is appended
+        to that list. From its second call on, JAX runs the program without Python code, so nothing
+        can be raised between the two. The first call runs Python code, so signals are deferred.
+        """
+        results: list[TableState] = []
+        with SignalsDeferred():
+            self.holder.change(update=results)
+            try:
+                call_into(results, update)
+            except Exception as error:
+                self._note(what, error)
+                raise
+            finally:
+                self.settle()
+
+    def _note(self, what: str, error: Exception) -> None:
+        """Record that the state is invalid, if this is a device error."""
+        if is_device_error(error):
+            self.holder.change(failure=after_a_device_error(f"{what}: {error}"))
+
+    def issue(
+        self, what: str, state: TableState, items: tuple[Enqueued, ...]
+    ) -> tuple[TableState, tuple[Enqueued, ...]]:
+        """Look up batches that were not yet; admit them before.
+
+        Returns:
+          The state, which is a new one if a batch was admitted, and the batches with activations.
+        """
+        issued = []
+        try:
+            for item in items:
+                if item.batch.admission.is_training:
+                    state, item = self._admit(state, item)
+                issued.append(item.issued(functools.partial(self._engine.lookup, state)))
+        except Exception as error:
+            self._note(what, error)
+            raise
+        return state, tuple(issued)
+
+    def _admit(self, state: TableState, item: Enqueued) -> tuple[TableState, Enqueued]:
+        """Admit a batch of keys, in the memory of the state; record the new state."""
+        with SignalsDeferred():
+            self.holder.change(update=[])
+            try:
+                state, batch = self._engine.admit(state, item.batch)
+                new = dataclasses.replace(item, batch=batch)
+                self.holder.derive(lambda held: held.with_admitted(item, new, state))
+            finally:
+                self.settle()
+        return state, new

@@ -1,0 +1,73 @@
+"""The keys of a table at one moment, for servers: no key comes or goes.
+
+Input: keys and their rows. Output: the rows of keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from tpu_embed import _checks
+
+__all__ = ["FixedVocabulary"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FixedVocabulary:
+    """Keys with rows, to be looked up with `serving_lookup`; it can be pickled and copied.
+
+    It is sorted by key, so a lookup of n keys among m takes time in proportion to n log m.
+
+    Args:
+      keys: integers `[m]` of 64 bits, all different; signed ones count by their bits.
+      rows: integers `[m]`, their rows.
+
+    Raises:
+      ValueError: another shape or dtype, or a key that occurs twice.
+
+    Example:
+      >>> FixedVocabulary([7, 5], [0, 3]).find(np.array([5, 6, 7], np.uint64))
+      array([ 3, -1,  0])
+    """
+
+    keys: Any
+    rows: Any
+
+    def __post_init__(self) -> None:
+        keys, rows = np.asarray(self.keys), np.asarray(self.rows)
+        for name, array in (("keys", keys), ("rows", rows)):
+            if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+                expected, got = "integers of shape (m,)", f"{array.dtype} of shape {array.shape}"
+                what = f"FixedVocabulary.{name}"
+                raise ValueError(_checks.message(what, expected=expected, got=got))
+        if keys.shape != rows.shape:
+            expected, got = f"{keys.size} rows", f"{rows.size}"
+            raise ValueError(_checks.message("FixedVocabulary", expected=expected, got=got))
+        signed = keys.dtype.kind == "i"
+        keys = keys.astype(np.int64).view(np.uint64) if signed else keys.astype(np.uint64)
+        order = np.argsort(keys)
+        keys = keys[order]
+        if (keys[1:] == keys[:-1]).any():
+            twice = int(keys[:-1][keys[1:] == keys[:-1]][0])
+            expected, got = "each key once", f"key {twice} twice"
+            raise ValueError(_checks.message("FixedVocabulary.keys", expected=expected, got=got))
+        object.__setattr__(self, "keys", keys)
+        object.__setattr__(self, "rows", rows[order].astype(np.int64))
+
+    def __len__(self) -> int:
+        """Return the number of keys."""
+        return self.keys.size
+
+    def find(self, keys: np.ndarray) -> np.ndarray:
+        """Return the row of each key, int64 `[n]`; -1 for keys without a row.
+
+        Args:
+          keys: uint64 `[n]`.
+        """
+        if not self.keys.size:
+            return np.full(keys.shape, -1, np.int64)
+        at = np.minimum(np.searchsorted(self.keys, keys), self.keys.size - 1)
+        return np.where(self.keys[at] == keys, self.rows[at], -1)
