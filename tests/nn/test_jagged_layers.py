@@ -136,6 +136,28 @@ def test_several_lookups_train_as_those_of_padded_sequences(looked_up, devices):
     assert (np.array(layers[0].embedding) != np.array(layer_of().embedding)).any()
 
 
+def test_the_rest_of_a_model_has_the_gradients_of_nnx():
+    """A layer that is not trained may stand under `nnx.value_and_grad`, placed and dense."""
+    frozen = bag_of(None, devices=8, layer={"jagged": True}, trainable=False)
+    trained = layer_of(o.SGD(0.1), devices=8)
+    linear = nnx.Linear(D, 1, rngs=nnx.Rngs(1))
+
+    def gradients_of(layer, value_and_grad, placed):
+        ids = layer.place(RAGGED) if placed else DENSE
+
+        def loss(model):
+            return (model.linear(model.layer(ids).sums()) ** 2).sum()
+
+        return value_and_grad(loss)(nnx.Dict(layer=layer, linear=linear))[1]["linear"]
+
+    for placed in (True, False):
+        expected = gradients_of(frozen, nnx.value_and_grad, placed)
+        found = gradients_of(nnx.clone(trained), nn.fused_value_and_grad, placed)
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert np.abs(other).max() > 0
+            np.testing.assert_allclose(one, other, rtol=1e-5)  # sums in another order
+
+
 def test_weights_are_differentiated_and_scale_rows():
     layer = bag_of(None, devices=2, layer={"jagged": True}, trainable=False)
     weights = np.random.default_rng(0).normal(size=DENSE.shape).astype(np.float32)
