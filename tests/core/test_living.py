@@ -23,7 +23,7 @@ from living_cases import (
 )
 
 import tpu_embed
-from tpu_embed import FeatureConfig, RaggedIds, TableConfig
+from tpu_embed import FeatureConfig, Jagged, RaggedIds, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.vocabulary import DynamicVocabulary
 
@@ -156,6 +156,40 @@ def test_work_is_in_place_and_few_programs_are_compiled():
     assert made.compilations == before
     assert {name: table.unsafe_buffer_pointer() for name, table in state.tables.items()} == held
     assert all(table.is_deleted() for table in old.tables.values())
+
+
+def train_on_sequences(**options):
+    """Train on sequences of keys; return the bits at the end, and the activations, padded."""
+    table = TableConfig(12, 4, name="t", vocabulary=DynamicVocabulary())
+    sequence = FeatureConfig(table, max_sequence_length=3, **options)
+    made = engine(2, features={"last": FeatureConfig(table), "seen": sequence})
+    state, lengths, found = made.init(jax.random.key(KEY)), np.array([4, 0, 2, 1, 3, 1, 0, 2]), []
+    splits = np.append(0, np.cumsum(lengths))
+    for step in range(6):
+        rng = np.random.default_rng(step)
+        keys = rng.integers(0, 16, splits[-1]).astype(np.uint64) * np.uint64(2**60 + 1)
+        weights = rng.choice([0.5, 1, 2], splits[-1]).astype(np.float32)
+        batch = {"seen": RaggedIds(keys, splits, weights), "last": rng.integers(0, 9, 8)}
+        state, batch = made.admit(state, made.place(batch))
+        rows = made.lookup(state, batch)
+        jagged = rows["seen"]
+        if isinstance(jagged, Jagged):
+            rows["seen"] = jagged.to_padded(3)[0]
+        given = gradients(rows, step)
+        if isinstance(jagged, Jagged):
+            cut, room = np.minimum(lengths, 3), jagged.values.shape[1]
+            given["seen"] = Jagged.from_padded(given["seen"], cut, 2, room)
+        state = made.update_in_place(state, batch, given)
+        found.append(rows)
+    assert made.vocabularies.counters["t"]["evicted"] > 10
+    return whole(made, state), found
+
+
+def test_a_jagged_feature_has_the_rows_of_a_padded_one():
+    bits, rows = train_on_sequences()
+    jagged_bits, jagged_rows = train_on_sequences(jagged=True)
+    jax.tree.map(np.testing.assert_array_equal, jagged_rows, rows)
+    assert_same(jagged_bits, bits)
 
 
 def simple(capacity=3, lookahead=0, **options):

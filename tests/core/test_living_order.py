@@ -279,6 +279,18 @@ def test_a_prefetcher_that_is_closed_early_is_rewound():
     made.admit(state, made.place(ids(7, 7)))
 
 
+def test_maps_are_loaded_from_states_of_maps_only():
+    made, _ = simple()
+    made.place(ids(5, 6))
+    kept, before = made.vocabularies.state(1), maps_of(made)
+    for wrong in (3, kept.maps, kept._replace(maps={}), kept._replace(maps={"u": kept.maps["t"]})):
+        with pytest.raises(ValueError, match=r"expected what state\(\) returned, with maps of"):
+            made.vocabularies.load_state(wrong)
+    assert_same(maps_of(made), before)
+    made.vocabularies.load_state(kept)
+    assert made.vocabularies.admitted == 1
+
+
 def test_engines_share_maps():
     made, state = simple()
     other = tpu_embed.EmbeddingEngine(

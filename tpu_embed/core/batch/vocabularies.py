@@ -259,10 +259,8 @@ class Vocabularies:
             got = f"the one of step {steps.first}"
             if step != self._admitted:
                 got += f", and a state of step {step} while {self._admitted} was admitted before"
-            remedy = (
-                "admit each training batch once, in the order in which they were placed; "
-                "engine.vocabularies.rewind(state) forgets batches that were thrown away"
-            )
+            remedy = "admit each training batch once, in the order in which they were placed; "
+            remedy += "engine.vocabularies.rewind(state) forgets batches that were thrown away"
             _refuse(expected=expected, got=got, remedy=remedy)
         # Another batch may have been placed at this step since.
         if history != steps.history or not self._holds(steps.first, admission):
@@ -349,8 +347,10 @@ class Vocabularies:
         return self._last_history + 1
 
     def _load(self, states: MapStates) -> None:
-        if states.maps.keys() != self._maps.keys():
-            expected, got = f"maps of {sorted(self._maps)}", f"{sorted(states.maps)}"
+        maps = states.maps if isinstance(states, MapStates) else {}
+        if maps.keys() != self._maps.keys():
+            expected = f"what state() returned, with maps of {sorted(self._maps)}"
+            got = f"maps of {sorted(maps)}" if maps else type(states).__name__
             raise ValueError(message("vocabularies.load_state", expected=expected, got=got))
         steps = {int(one.step) for one in states.maps.values()}
         if len(steps) > 1:
