@@ -44,10 +44,7 @@ def quickstart(placement="mod", dim=16, dtype="float32"):
 
 def dlrm(rows=None, batch=None):
     """Return features, optimizer and shapes of a batch of DLRM-DCNv2, its tables cut to `rows`."""
-    spec = importlib.util.spec_from_file_location("dlrm_dcnv2", ROOT / "configs/dlrm_dcnv2.py")
-    module = sys.modules["dlrm_dcnv2"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    features, optimizer, shapes = module.workload()
+    features, optimizer, shapes = config_of("dlrm_dcnv2").workload()
     if rows:
         features = {
             name: dataclasses.replace(feature, table=_at_most(feature.table, rows))
@@ -59,6 +56,21 @@ def dlrm(rows=None, batch=None):
             for name, shape in shapes.items()
         }
     return features, optimizer, shapes
+
+
+def dlrm_v4(most=None, **sizes):
+    """Return features, optimizer and shapes of a batch of DLRMv4, its tables cut to `most` rows."""
+    module = config_of("dlrm_v4")
+    rows = {name: min(most or size, size) for name, size in module.CONFIG.rows.items()}
+    return module.workload(dataclasses.replace(module.CONFIG, rows=rows, **sizes))
+
+
+def config_of(name):
+    """Return a file of `configs` as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"configs/{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _at_most(table, rows):

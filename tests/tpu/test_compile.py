@@ -13,6 +13,7 @@ from programs import (
     ROOT,
     SMALL,
     dlrm,
+    dlrm_v4,
     many,
     pipelined_step,
     quickstart,
@@ -141,6 +142,36 @@ def test_dlrm_at_full_scale_is_as_planned(topology):
     needed = compiled.arguments + compiled.temporaries
     assert needed == pytest.approx(plan.bytes_per_device, 0.1)
     assert sum(compiled.moved.values()) <= 2 * sum(plan.moved.values())
+
+
+def check_jagged(compiled, chip):
+    """Check that a step's memory is what jagged activations and their exchange need.
+
+    They need room for the activations and as much for their gradients, one row per place, and for
+    the fullest stage of the exchange: rows as they were sent and as they arrived, sums of gradients
+    likewise, or the rows to update with their slots and sums. Ids are arguments.
+    """
+    check(compiled, chip)
+    plan = compiled.plan
+    assert compiled.arguments == pytest.approx(sum(plan.held.values()) + plan.passing["ids"], 0.01)
+    needed = plan.passing["activations"] + plan.passing["exchange"]
+    assert compiled.temporaries <= 1.3 * needed
+
+
+def test_jagged_histories_need_no_more_than_their_events():
+    features, optimizer, shapes = dlrm_v4(1_000_000, batch_size=64, events=1024)
+    compiled = compile_for("tpu7x:2x2x1", features, optimizer, shapes)
+    check_jagged(compiled, "tpu7x")
+    # Each of 8 devices has 8 histories; padded, they would have 4,096 positions each.
+    assert not re.search(r"f32\[(8,4096|32768),512\]", compiled.text)
+
+
+@whole
+def test_dlrm_v4_at_full_scale_is_as_planned():
+    features, optimizer, shapes = dlrm_v4()
+    compiled = compile_for("tpu7x:4x4x4", features, optimizer, shapes)
+    check_jagged(compiled, "tpu7x")
+    compiled.plan.check()
 
 
 @whole

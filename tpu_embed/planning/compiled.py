@@ -27,6 +27,7 @@ from tpu_embed._types import Array, PyTree
 from tpu_embed.core.batch import Batch, BatchSpec, line_length, line_of
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.ids import structure
+from tpu_embed.core.lookup import split_activations
 from tpu_embed.core.state import TableState, state_specs
 from tpu_embed.planning import hlo
 from tpu_embed.planning.chips import Topology
@@ -166,8 +167,9 @@ def _lowered(
     engine: EmbeddingEngine, batch: PyTree, spec: BatchSpec | None, loss: Callable[[PyTree], Array]
 ) -> Any:
     def step(state: TableState, ids: PyTree) -> TableState:
-        activations = engine.lookup(state, ids, spec=spec)
-        return engine.update(state, ids, jax.grad(loss)(activations), spec=spec)
+        values, rebuild = split_activations(engine.lookup(state, ids, spec=spec))
+        gradients = jax.grad(lambda values: loss(rebuild(values)))(values)
+        return engine.update(state, ids, gradients, spec=spec)
 
     return jax.jit(step, donate_argnums=0).lower(abstract_state(engine), batch)
 
@@ -218,7 +220,8 @@ def describe_topology(topology: Topology) -> list[Any]:
 
 
 def _squares(activations: PyTree) -> Array:
-    return jnp.stack([(a * a).sum() for a in jax.tree.leaves(activations)]).sum() / 2
+    values, _ = split_activations(activations)
+    return jnp.stack([(a * a).sum() for a in jax.tree.leaves(values)]).sum() / 2
 
 
 def abstract_state(engine: EmbeddingEngine) -> TableState:

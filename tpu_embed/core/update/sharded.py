@@ -66,8 +66,8 @@ class Operands(NamedTuple):
       gradients: the activations' gradients, one leaf per feature; None is zero.
       step: int32 `[]`, the number t of this update, 1 for the first.
       learning_rates: scalars `[]` by stack number, for stacks whose rate is read on the host.
-      reads: by stack name, the activations that were looked up in its table before; the update must
-        wait for them.
+      reads: by stack name, the activations that were looked up in its table before, or a number of
+        each; the update must wait for them.
       skip: bool `[]`, whether to skip the step, so that no row or slot changes; None: never.
     """
 
@@ -157,7 +157,8 @@ def _update_device(
         stack = view.stack
         held = StackShard(tables[stack.name], slots[stack.name])
         gradients = stack_gradients(operands.gradients, row_splits, view)
-        task = Task(located.ids[view.number], gradients, view, fits=source.checked)
+        ids, operands = _reads_first(located.ids[view.number], operands, stack)
+        task = Task(ids, gradients, view, fits=source.checked)
         with jax.named_scope(f"update/{stack.label}"):
             held, overflow = _update_stack(held, task, operands)
             held = _shared_slots_kept(held, slots[stack.name], stack, operands.skip)
@@ -165,6 +166,21 @@ def _update_device(
         overflowed += overflow.astype(jnp.int32)
     bad_ids = collectives.psum(located.bad_ids, layout.axes.batch_axes)
     return Updated(new_tables, new_slots, bad_ids, overflowed)
+
+
+def _reads_first(
+    ids: LocalIds | RoutedIds, operands: Operands, stack: Stack
+) -> tuple[LocalIds | RoutedIds, Operands]:
+    """Return a stack's ids, which are there after the lookups of its table; and one number of each.
+
+    An update must wait for what was looked up (`_to_apply`), for which the first number of each
+    activation does. Whatever needs the ids waits for these numbers here. Otherwise a TPU's compiler
+    reads them when it writes the rows, and keeps whole activations until then.
+    """
+    # An empty activation has no number, and nothing was read for it.
+    firsts = [read.reshape(-1)[:1] for read in operands.reads[stack.name] if read.size]
+    ids, firsts = jax.lax.optimization_barrier((ids, firsts))
+    return ids, operands._replace(reads={**operands.reads, stack.name: firsts})
 
 
 def _update_stack(held: StackShard, task: Task, operands: Operands) -> tuple[StackShard, Array]:
@@ -300,10 +316,9 @@ def _to_apply(given: Any, task: Task, operands: Operands) -> Any:
     update would make XLA copy tables and slots.
     """
     row_ids = given.row_ids
-    # Adds a zero that is computed from the activations (`lookup/reads.py`). An empty activation has
-    # no number to compute it from, and nothing was read for it.
-    if nonempty := [read for read in operands.reads[task.stack.name] if read.size]:
-        row_ids += zero_after(nonempty).astype(row_ids.dtype)
+    # Adds a zero that is computed from the activations (`lookup/reads.py`).
+    if reads := operands.reads[task.stack.name]:
+        row_ids += zero_after(reads).astype(row_ids.dtype)
     if operands.skip is not None:
         row_ids = jnp.where(operands.skip, jnp.asarray(PADDING_ID, row_ids.dtype), row_ids)
     return given._replace(row_ids=row_ids)
