@@ -118,8 +118,10 @@ def check_random_keys(rng):
             patch.setenv(dispatch.VARIABLE, name)
             kernels = dispatch.host_kernels()
         arrays = (*kernels.distinct_keys(keys), *kernels.split_by_row(positions, rows))
-        assert [a.dtype for a in arrays] == [np.uint64, np.int32, np.int32, np.int64]
-        assert [a.tolist() for a in arrays] == [list(number_of), numbers, known, absent]
+        arrays = (*arrays, kernels.rows_at(rows, positions))
+        assert [a.dtype for a in arrays] == [np.uint64, np.int32, np.int32, np.int64, np.int32]
+        found = [-1 if at < 0 else rows[at] for at in positions]
+        assert [a.tolist() for a in arrays] == [list(number_of), numbers, known, absent, found]
 
 
 def same(results):

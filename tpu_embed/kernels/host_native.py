@@ -156,6 +156,14 @@ def split_by_row(positions: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, n
     return rows[used], absent[:size]
 
 
+def rows_at(rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return the rows at positions, -1 where the position is -1; see `host_reference.rows_at`."""
+    out = np.empty(positions.size, np.int32)
+    given = _address(rows, np.int32), _address(positions, np.int32), positions.size
+    _run("rows_at", [(*given, _address(out))], 0)
+    return out
+
+
 def _address(array: np.ndarray, dtype: Any = None, size: int | None = None) -> int:
     """Return where a line's numbers are; the C++ code takes only contiguous ones."""
     assert array.ndim == 1

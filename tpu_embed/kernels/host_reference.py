@@ -274,3 +274,8 @@ def split_by_row(positions: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, n
     used[positions] = True  # padding, -1, sets the last entry
     absent = np.append(rows < 0, False)[positions]
     return rows[used[:-1] & (rows >= 0)], np.flatnonzero(absent)
+
+
+def rows_at(rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return the rows at positions, -1 where the position is -1; int32 `[n]`, as both are."""
+    return np.append(rows, np.int32(PADDING_ID))[positions]

@@ -31,7 +31,7 @@ def counters(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
       `refused_batches`, the steps skipped inside a jit because the batch was not in order, and
       `vocabularies` by table: `keys` that have a row, `occupancy`, their share of the rows, and
       totals of keys "admitted", "evicted", "expired", "unseen" and "forgotten", of all batches that
-      were placed.
+      were admitted, whatever was placed ahead.
 
     Raises:
       ValueError: the state is not this engine's.
@@ -46,6 +46,6 @@ def counters(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
         tables = engine.vocabularies.tables
         counted["vocabularies"] = {
             name: {"occupancy": one["keys"] / tables[name].vocabulary_size, **one}
-            for name, one in engine.vocabularies.counters.items()
+            for name, one in engine.vocabularies.admitted_counters.items()
         }
     return counted

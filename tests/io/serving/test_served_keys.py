@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from living_cases import KEY, configs, draw, engine, train
+from living_cases import KEY, configs, draw, engine, keys_in_order, oracles, train
 
 import tpu_embed
 from tpu_embed import FeatureConfig, RaggedIds, TableConfig, io, metrics, nn, planning
@@ -94,6 +94,11 @@ def test_metrics_tell_of_keys(served):
     counted = metrics.counters(made, state)
     assert counted["refused_batches"] == 0
     items = counted["vocabularies"]["items"]
+    oracle = oracles()["items"]
+    for step in range(5):  # a sixth batch is placed
+        oracle.take(keys_in_order(draw(step))["items"])
+    assert made.vocabularies.counters["items"]["admitted"] > items["admitted"]
+    assert items.items() >= oracle.counters.items()
     assert items["keys"] == items["admitted"] - items["evicted"] - items["expired"]
     assert items["occupancy"] == items["keys"] / 34
     found = metrics.batch_statistics(made, {**batch, "one": np.array([2**40, -1] * 4)})

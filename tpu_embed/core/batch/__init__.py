@@ -10,9 +10,16 @@ from tpu_embed.core.batch.packing import StackIds, natural_spec, pack, pack_all,
 from tpu_embed.core.batch.routing import sort_stack, with_capacities, write_lines
 from tpu_embed.core.batch.spec import BatchSpec, StackSpec, worst_case
 from tpu_embed.core.batch.stack_view import BagLayout, StackView, view_stacks
-from tpu_embed.core.batch.steps import Admission, KeyedRows, Steps, check_vocabulary, steps_of
+from tpu_embed.core.batch.steps import (
+    Admission,
+    KeyedRows,
+    MapStates,
+    Steps,
+    check_vocabulary,
+    steps_of,
+)
 from tpu_embed.core.batch.traced import TracedIds, make_traced, row_lengths
-from tpu_embed.core.batch.vocabularies import MapStates, Vocabularies
+from tpu_embed.core.batch.vocabularies import Vocabularies
 
 __all__ = [
     "Admission",

@@ -232,7 +232,8 @@ def give_rows_of(feature: FeatureLayout, host: HostIds, rows: np.ndarray) -> Hos
 
 def _encode(part: _Part) -> bytes:
     """Return what a process has of one table as bytes: each known row and unknown key once."""
-    known = np.unique(part.known)
+    known = np.sort(part.known)
+    known = known[np.diff(known, prepend=-1) > 0]  # rows 3 3 5 have the differences 4 0 2
     pieces, sizes = [known.astype(np.int32)], [known.size]
     for keys, places in zip(part.keys, part.examples, strict=True):
         # The first place of each key; `np.unique` returns it.

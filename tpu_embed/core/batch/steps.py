@@ -12,9 +12,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed.vocabulary import Taken
+from tpu_embed.vocabulary import MapState, Taken
 
-__all__ = ["Admission", "KeyedRows", "Steps", "check_vocabulary", "steps_of", "undo"]
+__all__ = ["Admission", "KeyedRows", "MapStates", "Steps", "check_vocabulary", "steps_of", "undo"]
+
+
+class MapStates(NamedTuple):
+    """All maps after one step, as `Vocabularies.state` returns them.
+
+    Attributes:
+      history: the number of the history that the step belongs to, see `Steps`.
+      maps: the state of each map, by table.
+    """
+
+    history: int
+    maps: dict[str, MapState]
 
 
 class Steps(NamedTuple):

@@ -18,33 +18,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
 from tpu_embed._checks import message, refuse_pickle
-from tpu_embed.core.batch.steps import Admission, Steps, steps_of, undo
+from tpu_embed.core.batch.steps import Admission, MapStates, Steps, steps_of, undo
 from tpu_embed.core.batch.turns import Turns
 from tpu_embed.core.layout import TableSlice
-from tpu_embed.vocabulary import MapState, Taken, VocabularyMap
+from tpu_embed.vocabulary import Taken, VocabularyMap
 
-__all__ = ["MapStates", "Vocabularies"]
+__all__ = ["Vocabularies"]
 
 FOREVER = 2**31 - 1
 """The last step of a batch whose rows are never taken from their keys."""
-
-
-class MapStates(NamedTuple):
-    """All maps after one step, as `Vocabularies.state` returns them.
-
-    Attributes:
-      history: the number of the history that the step belongs to, see `Steps`.
-      maps: the state of each map, by table.
-    """
-
-    history: int
-    maps: dict[str, MapState]
 
 
 class Vocabularies:
@@ -72,6 +60,7 @@ class Vocabularies:
         # The step at which each row was last given to a key or taken from one, as of `admitted`.
         self._changed = {t.name: np.zeros(t.vocabulary_size, np.int32) for t in tables}
         self._placed: dict[int, dict[str, Taken]] = {}  # steps after `admitted`
+        self._counted = {0: self.counters}  # after `admitted` and each later step
         self._admitted = self._history = self._last_history = 0
         self._lock = threading.RLock()
 
@@ -144,6 +133,12 @@ class Vocabularies:
         return {name: {"keys": len(one), **one.counters} for name, one in self._maps.items()}
 
     @property
+    def admitted_counters(self) -> dict[str, dict[str, int]]:
+        """The same totals, of the batches that were admitted."""
+        with self._lock:
+            return self._counted[self._admitted]
+
+    @property
     def nbytes(self) -> int:
         """The bytes of the host's memory that the maps take."""
         with self._lock:
@@ -185,7 +180,7 @@ class Vocabularies:
                 for map_ in self._maps.values():
                     map_.rewind(step)
                 raise
-            self._placed[step + 1] = taken
+            self._placed[step + 1], self._counted[step + 1] = taken, self.counters
         return taken
 
     def undo(self, step: int) -> None:
@@ -201,6 +196,7 @@ class Vocabularies:
             for map_ in self._maps.values():
                 map_.rewind(step)
             self._placed = {at: taken for at, taken in self._placed.items() if at <= step}
+            self._counted = {at: counted for at, counted in self._counted.items() if at <= step}
 
     def undo_last(self, batch: Any) -> None:
         """Undo a training batch, unless others were placed since: they stay as they are."""
@@ -291,6 +287,7 @@ class Vocabularies:
                 self._changed[name][taken.evicted_rows] = step
                 self._changed[name][taken.new_rows] = step
                 self._maps[name].forget(step)
+            self._counted.pop(self._admitted)
             self._admitted = step
 
     def rewind(self, state: Any) -> None:
@@ -365,6 +362,7 @@ class Vocabularies:
                 map_.load_state(before[name])
             raise
         (self._admitted,), self._history, self._placed = steps, states.history, {}
+        self._counted = {self._admitted: self.counters}
         self._last_history = max(self._last_history, self._history)
         for changed in self._changed.values():
             changed.fill(self._admitted)

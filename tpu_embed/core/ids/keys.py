@@ -78,6 +78,10 @@ def number_keys(feature: FeatureRules, ids: Any) -> tuple[Any, np.ndarray]:
     return numbered, distinct
 
 
+def _positions(host: HostIds) -> np.ndarray:
+    return np.ascontiguousarray(host.ids.reshape(-1), np.int32)
+
+
 def looked_up(host: HostIds) -> np.ndarray:
     """Return the positions of the keys that a feature looks up, `[m]` in batch order."""
     positions = host.ids.reshape(-1)
@@ -92,7 +96,7 @@ def split_keys(host: HostIds, rows: np.ndarray) -> Split:
       rows: int32 `[n]`, the row of each key; -1: none.
     """
     assert host.keys is not None, "positions are those of keys"
-    positions = np.ascontiguousarray(host.ids.reshape(-1), np.int32)
+    positions = _positions(host)
     known, absent = dispatch.host_kernels().split_by_row(positions, rows)
     if host.bags is not None:
         examples = host.bags[absent].astype(np.int64) // host.shape.bags
@@ -130,15 +134,15 @@ def give_rows(host: HostIds, rows: np.ndarray, *, is_mean: bool) -> HostIds:
       is_mean: whether its bags are means, whose weights may be rescaled.
     """
     if host.bags is None:
-        # Padding, -1, reads the last entry.
-        ids = np.take(np.append(rows, np.int32(PADDING_ID)), host.ids)
+        ids = dispatch.host_kernels().rows_at(rows, _positions(host)).reshape(host.ids.shape)
         absent, weights = ids < 0, host.weights
         if weights is not None:
             weights = np.where(absent, weights.dtype.type(0), weights)
             weights = rescale_dense_bags(weights) if is_mean else weights
         padded = bool(absent.any())
         return dataclasses.replace(host, ids=ids, weights=weights, padded=padded, keys=None)
-    ids, bags, weights, places = np.take(rows, host.ids), host.bags, host.weights, host.rows
+    ids = dispatch.host_kernels().rows_at(rows, _positions(host))
+    bags, weights, places = host.bags, host.weights, host.rows
     if (ids < 0).any():
         keep = ids >= 0
         ids, bags = ids[keep], bags[keep]

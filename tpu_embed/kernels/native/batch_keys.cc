@@ -28,6 +28,14 @@ struct SplitTask {
   int64_t size;     // result
 };
 
+// As `host_reference.rows_at`.
+struct RowsTask {
+  const int32_t* rows;
+  const int32_t* positions;  // [n]
+  int64_t n;
+  int32_t* out;  // result, [n]
+};
+
 void number_keys(DistinctTask& task) {
   KeyIndex index(2 * task.n + 1, task.n);
   const auto key_at = [&](int64_t position) { return task.distinct[position]; };
@@ -58,6 +66,13 @@ void split(SplitTask& task) {
   }
 }
 
+void read_rows(const RowsTask& task) {
+  for (int64_t i = 0; i < task.n; ++i) {
+    const int32_t position = task.positions[i];
+    task.out[i] = position < 0 ? -1 : task.rows[position];
+  }
+}
+
 }  // namespace
 }  // namespace tpu_embed
 
@@ -71,4 +86,10 @@ extern "C" bool tpu_embed_host_split_by_row(tpu_embed::SplitTask* tasks, int64_t
                                             int64_t threads) {
   return tpu_embed::run_on_threads(count, threads,
                                    [=](int64_t i) { tpu_embed::split(tasks[i]); });
+}
+
+extern "C" bool tpu_embed_host_rows_at(const tpu_embed::RowsTask* tasks, int64_t count,
+                                       int64_t threads) {
+  return tpu_embed::run_on_threads(count, threads,
+                                   [=](int64_t i) { tpu_embed::read_rows(tasks[i]); });
 }
