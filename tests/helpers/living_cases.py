@@ -142,3 +142,27 @@ def assert_same(found, expected, names=None):
     assert found.keys() == expected.keys()
     for name in names or found:
         np.testing.assert_array_equal(found[name], expected[name], err_msg=name, strict=True)
+
+
+def simple(capacity=3, lookahead=0, **options):
+    """Return an engine of one living table on one device, with plain SGD, and its first state."""
+    table = TableConfig(capacity, 2, name="t", vocabulary=DynamicVocabulary(**options))
+    made = tpu_embed.EmbeddingEngine(
+        {"x": FeatureConfig(table)}, o.SGD(1.0), mesh=mesh(1), lookahead=lookahead
+    )
+    return made, made.init(jax.random.key(KEY))
+
+
+def ids(*keys):
+    return {"x": np.array(keys)}
+
+
+ONES = {"x": np.ones((2, 2), np.float32)}
+
+
+def maps_of(made):
+    return {
+        f"{name} {field}": array
+        for name, one in made.vocabularies.state(made.vocabularies.placed).maps.items()
+        for field, array in one._asdict().items()
+    }

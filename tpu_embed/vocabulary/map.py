@@ -186,6 +186,14 @@ class VocabularyMap:
             wanted = self._map.step if step is None else step
             return self._map.state(self._reached("VocabularyMap.state", wanted))
 
+    def check_state(self, state: MapState) -> None:
+        """Check that the map can have this state.
+
+        Raises:
+          ValueError: it cannot.
+        """
+        check_state(state, self._options)
+
     def load_state(self, state: MapState) -> None:
         """Replace everything that the map knows; its log is empty then.
 
@@ -195,7 +203,7 @@ class VocabularyMap:
         Raises:
           ValueError: the map cannot have this state. It is as it was.
         """
-        check_state(state, self._options)
+        self.check_state(state)
         with self._lock:
             self._map.load_state(state)
 

@@ -24,7 +24,6 @@ from tpu_embed.core.batch.steps import Admission, KeyedRows, Steps
 from tpu_embed.core.batch.vocabularies import Vocabularies
 from tpu_embed.core.ids import HostIds, batch_order, give_rows, has_means, split_keys
 from tpu_embed.core.layout import FeatureLayout, Layout
-from tpu_embed.vocabulary import Taken
 
 __all__ = ["Keyed", "KeyedBatches", "give_rows_of"]
 
@@ -90,7 +89,7 @@ class KeyedBatches:
         """Take a training batch; undo that if the block raises, because nothing is placed then."""
         with self._refusals():
             hosts = self._checked(validate())
-            found = self._find(hosts, None)
+            _, found = self._find(hosts, None)
             mine = {name: self._part(name, hosts, found) for name in self._tables}
         vocabularies = self._vocabularies
         before = vocabularies.placed
@@ -104,7 +103,11 @@ class KeyedBatches:
                 assert keys is not None
                 name = self._layout.features[f].table.name
                 rows[unknown] = vocabularies.find(name, keys[unknown])
-            yield self._keyed(hosts, found, vocabularies.steps(before + 1, training=True), taken)
+            steps = vocabularies.steps(before + 1, training=True)
+            tables = {n: KeyedRows(rows, taken[n]) for n, rows in self._by_table(found).items()}
+            # An empty range: nobody may look it up before it is admitted.
+            unusable = Steps(1, 0, steps.history)
+            yield Keyed(self._with_rows(hosts, found), unusable, Admission(tables, steps))
         except BaseException:
             vocabularies.undo(before)
             raise
@@ -114,25 +117,44 @@ class KeyedBatches:
 
         Args:
           validate: see `Validate`.
-          step: whose rows they are; if it was admitted, those of the admitted step.
+          step: whose rows they are.
 
         Raises:
           ValueError: the processes are at different steps.
         """
-        vocabularies = self._vocabularies
-        wanted = max(step, vocabularies.admitted)
         with self._refusals():
             hosts = self._checked(validate())
+            step, found = self._find(hosts, step)
+        rows = self._by_table(found)
         if self._agreement is not None:
-            said = self._agreement.share(np.int64(wanted).tobytes())
-            steps = {int(np.frombuffer(one, np.int64)[0]) for one in said}
-            if len(steps) > 1:
-                expected = "as many batches admitted in every process"
-                remedy = "admit and place in the same order in every process"
-                got = f"steps {sorted(steps)}"
-                raise ValueError(message("place", expected=expected, got=got, remedy=remedy))
-        rows = self._find(hosts, wanted)
-        return self._keyed(hosts, rows, vocabularies.steps(wanted, training=False), {})
+            rows = self._rows_of_all(self._agreement, step, rows)
+        tables = {name: KeyedRows(each, None) for name, each in rows.items()}
+        steps = self._vocabularies.steps(step, training=False)
+        return Keyed(self._with_rows(hosts, found), steps, Admission(tables))
+
+    def _rows_of_all(
+        self, agreement: Agreement, step: int, rows: Mapping[str, Sequence[np.ndarray]]
+    ) -> dict[str, tuple[np.ndarray, ...]]:
+        """Return the rows of each table that a batch has in any process, so that all agree later.
+
+        Raises:
+          ValueError: the processes are at different steps.
+        """
+        mine = [_distinct(np.concatenate(some)) for some in rows.values()]
+        sizes = np.array([step, *(some.size for some in mine)], np.int64)
+        said = agreement.share(b"".join(array.tobytes() for array in (sizes, *mine)))
+        heads = [np.frombuffer(one, np.int64, sizes.size).tolist() for one in said]
+        if len({head[0] for head in heads}) > 1:
+            expected = "as many batches admitted in every process"
+            remedy = "admit and place in the same order in every process"
+            got = f"steps {sorted({head[0] for head in heads})}"
+            raise ValueError(message("place", expected=expected, got=got, remedy=remedy))
+        # What a process says: [step, a, b] int64, then a and b rows int32 of the two tables.
+        parts = [
+            np.split(np.frombuffer(one, np.int32, offset=sizes.nbytes), np.cumsum(head[1:-1]))
+            for one, head in zip(said, heads, strict=True)
+        ]
+        return dict(zip(rows, zip(*parts, strict=True), strict=True))
 
     @contextlib.contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -151,15 +173,23 @@ class KeyedBatches:
         spec.check_batch([feature.path for feature in self._layout.features])
         return hosts
 
-    def _find(self, hosts: Sequence[HostIds], step: int | None) -> dict[int, np.ndarray]:
-        """Return the row of each distinct key, int32 by feature; -1 for keys without a row."""
-        found = {}
+    def _find(
+        self, hosts: Sequence[HostIds], step: int | None
+    ) -> tuple[int, dict[int, np.ndarray]]:
+        """Return the step, and the row of each distinct key, int32 by feature; -1 for none."""
+        keys = {}
         for name, features in self._features.items():
             for f in features:
-                keys = hosts[f].keys
-                assert keys is not None, "ids of living vocabularies are keys"
-                found[f] = self._vocabularies.find(name, keys, step)
-        return found
+                some = hosts[f].keys
+                assert some is not None, "ids of living vocabularies are keys"
+                keys[f] = name, some
+        return self._vocabularies.find_all(keys, step)
+
+    def _by_table(self, found: Mapping[int, np.ndarray]) -> dict[str, tuple[np.ndarray, ...]]:
+        """Return rows by table, given by feature."""
+        return {
+            name: tuple(found[f] for f in features) for name, features in self._features.items()
+        }
 
     def _part(self, name: str, hosts: Sequence[HostIds], found: Mapping[int, np.ndarray]) -> _Part:
         """Return what this process's part of a batch has of one table."""
@@ -197,22 +227,14 @@ class KeyedBatches:
         known = np.concatenate([part.known for part in parts]).astype(np.int64)
         return known, np.concatenate(keys)[batch_order(places)]
 
-    def _keyed(
-        self,
-        hosts: Sequence[HostIds],
-        found: Mapping[int, np.ndarray],
-        steps: Steps,
-        taken: Mapping[str, Taken],
-    ) -> Keyed:
-        """Return the batch with rows in the place of keys."""
+    def _with_rows(
+        self, hosts: Sequence[HostIds], found: Mapping[int, np.ndarray]
+    ) -> list[HostIds]:
+        """Return the ids of every feature with rows in the place of keys."""
         given = list(hosts)
         for f, rows in found.items():
             given[f] = give_rows_of(self._layout.features[f], hosts[f], rows)
-        tables = {
-            name: KeyedRows(tuple(found[f] for f in features), taken.get(name))
-            for name, features in self._features.items()
-        }
-        return Keyed(given, steps, Admission(tables))
+        return given
 
 
 def give_rows_of(feature: FeatureLayout, host: HostIds, rows: np.ndarray) -> HostIds:
@@ -232,9 +254,8 @@ def give_rows_of(feature: FeatureLayout, host: HostIds, rows: np.ndarray) -> Hos
 
 def _encode(part: _Part) -> bytes:
     """Return what a process has of one table as bytes: each known row and unknown key once."""
-    known = np.sort(part.known)
-    known = known[np.diff(known, prepend=-1) > 0]  # rows 3 3 5 have the differences 4 0 2
-    pieces, sizes = [known.astype(np.int32)], [known.size]
+    known = _distinct(part.known)
+    pieces, sizes = [known], [known.size]
     for keys, places in zip(part.keys, part.examples, strict=True):
         # The first place of each key; `np.unique` returns it.
         _, first = np.unique(keys, return_index=True)
@@ -242,6 +263,13 @@ def _encode(part: _Part) -> bytes:
         pieces += [keys[first], places[first].astype(np.int64)]
         sizes.append(first.size)
     return b"".join(array.tobytes() for array in [np.array(sizes, np.int64), *pieces])
+
+
+def _distinct(rows: np.ndarray) -> np.ndarray:
+    """Return each of the rows once, int32, without -1."""
+    ascending = np.sort(rows)
+    # Rows -1 3 3 5 have the differences 0 4 0 2.
+    return ascending[np.diff(ascending, prepend=-1) > 0].astype(np.int32)
 
 
 def _decode(said: bytes, features: Sequence[int]) -> list[_Part]:

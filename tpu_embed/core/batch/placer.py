@@ -55,7 +55,8 @@ class Ticket(NamedTuple):
 
     Attributes:
       number: its number.
-      step: the step of living vocabularies that was admitted when the turn was drawn.
+      step: the step of living vocabularies that was admitted when the turn was drawn; it is pinned
+        until the turn ends.
     """
 
     number: int
@@ -97,8 +98,10 @@ class Placer:
 
     def draw_turn(self) -> Ticket | None:
         """Return the turn to place the next batch; None if the order of batches does not matter."""
-        step = 0 if self._vocabularies is None else self._vocabularies.admitted
-        return None if self._turns is None else Ticket(self._turns.draw(), step)
+        if self._turns is None:
+            return None
+        number = self._turns.draw()
+        return Ticket(number, 0 if self._vocabularies is None else self._vocabularies.pin(number))
 
     def place(
         self,
@@ -119,7 +122,8 @@ class Placer:
             of them grows if it fits none.
           training: whether to route the update too, and to let living vocabularies learn.
           step: of living vocabularies, whose rows a batch that is only looked up gets: the training
-            batches up to this one are admitted when it is looked up. None: the admitted step.
+            batches up to this one are admitted when it is looked up. None: the step that was
+            admitted when the turn was drawn.
 
         Raises:
           ValueError: the batch does not fit the requested spec; the message says which it fits.
@@ -132,25 +136,27 @@ class Placer:
                 return self._place(validate, requested, routed)
             if training:
                 with self._keyed.take(validate) as keyed:
-                    batch = self._place(lambda: keyed.hosts, requested, routed)
-            else:
-                assert turn is not None, "living vocabularies have turns"
-                keyed = self._keyed.find(validate, turn.step if step is None else step)
-                batch = self._place(lambda: keyed.hosts, requested, routed)
-            return _stamped(batch, keyed)
+                    return _stamp_placed(self._place(lambda: keyed.hosts, requested, routed), keyed)
+            assert turn is not None, "living vocabularies have turns"
+            keyed = self._keyed.find(validate, max(turn.step, step or 0))
+            return _stamp_placed(self._place(lambda: keyed.hosts, requested, routed), keyed)
 
     @contextlib.contextmanager
     def _used(self, turn: Ticket | None, *, training: bool) -> Iterator[None]:
         """Wait for a turn, and end it with the block."""
         if turn is None or self._turns is None:
             yield
-        elif self._agreement is None and not training:
-            # No map changes, and no other process waits: any time will do.
-            self._turns.release(turn.number)
-            yield
-        else:
-            with self._turns.use(turn.number):
+            return
+        try:
+            if self._agreement is None and not training:
+                # No map changes, and no other process waits: any time will do.
+                self._turns.release(turn.number)
                 yield
+            else:
+                with self._turns.use(turn.number):
+                    yield
+        finally:
+            self._unpin(turn)
 
     def _place(
         self,
@@ -194,6 +200,11 @@ class Placer:
         """End a turn that will not be used; every process must do so."""
         if turn is not None and self._turns is not None:
             self._turns.release(turn.number)
+            self._unpin(turn)
+
+    def _unpin(self, turn: Ticket) -> None:
+        if self._vocabularies is not None:
+            self._vocabularies.unpin(turn.number)
 
     def _fit(
         self, hosts: Sequence[HostIds], requested: BatchSpec | None, routed: Routed
@@ -250,7 +261,7 @@ class Placer:
         return Batch(array, spec, self._layout.row_ids_checksum)
 
 
-def _stamped(batch: Batch, keyed: Keyed) -> Batch:
+def _stamp_placed(batch: Batch, keyed: Keyed) -> Batch:
     """Return a batch that says which states it may be looked up in."""
     steps = np.array(keyed.steps, np.int32)
     return dataclasses.replace(batch, steps=steps, admission=keyed.admission)

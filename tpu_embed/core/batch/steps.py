@@ -14,7 +14,15 @@ import numpy as np
 from tpu_embed._checks import message
 from tpu_embed.vocabulary import MapState, Taken
 
-__all__ = ["Admission", "KeyedRows", "MapStates", "Steps", "check_vocabulary", "steps_of", "undo"]
+__all__ = [
+    "Admission",
+    "KeyedRows",
+    "MapStates",
+    "Steps",
+    "check_vocabulary",
+    "steps_of",
+    "undo_rows",
+]
 
 
 class MapStates(NamedTuple):
@@ -34,7 +42,7 @@ class Steps(NamedTuple):
 
     Attributes:
       first: the step of the map that the batch was, or whose rows it has.
-      last: the last step in which no row of the batch belongs to another key for certain.
+      last: the last step at which every row of the batch is certain to belong to its key still.
       history: a number that changes when maps are loaded; a step means something in one history.
     """
 
@@ -48,7 +56,8 @@ class KeyedRows:
     """The keys of one table that a batch has, and their rows.
 
     Attributes:
-      rows: int32 arrays, the rows of the distinct keys of each feature; -1 for none.
+      rows: int32 arrays, the rows of the distinct keys of each feature, or of those of all
+        processes; -1 for none.
       taken: what the map did with the training batch; None if it is only looked up.
     """
 
@@ -63,10 +72,14 @@ class Admission:
 
     Args:
       tables: by table with a living vocabulary; None: nothing is known any more.
+      steps: of a training batch, the states that it may be looked up in once it is admitted. None:
+        it was admitted, or is only looked up.
     """
 
-    def __init__(self, tables: Mapping[str, KeyedRows] | None = None) -> None:
-        self.tables = tables
+    def __init__(
+        self, tables: Mapping[str, KeyedRows] | None = None, steps: Steps | None = None
+    ) -> None:
+        self.tables, self.steps = tables, steps
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Admission)
@@ -77,7 +90,7 @@ class Admission:
     @property
     def is_training(self) -> bool:
         """Whether the batch moves the maps, and was not admitted yet."""
-        return any(one.taken is not None for one in (self.tables or {}).values())
+        return self.steps is not None
 
     @property
     def taken(self) -> dict[str, Taken]:
@@ -104,7 +117,7 @@ def check_vocabulary(state: Any) -> Any:
     return state.vocabulary
 
 
-def undo(rows: np.ndarray, keys: np.ndarray, taken: Taken) -> None:
+def undo_rows(rows: np.ndarray, keys: np.ndarray, taken: Taken) -> None:
     """Change the rows of keys after a step to those before it."""
     rows[np.isin(keys, taken.new_keys)] = -1
     if taken.evicted_keys.size:

@@ -47,22 +47,23 @@ class Admissions:
             return state, batch
         self._refuse_traced(state, batch)
         check_own(state, self._layout)
-        steps, (now, history) = self._steps(batch), steps_of(state)
+        steps, now = self._steps(batch), steps_of(state)
         if not batch.admission.is_training:
-            self._vocabularies.check((now, history), steps, batch.admission)
+            self._vocabularies.check(now, steps, batch.admission)
             if batch.admission.tables is not None:
-                batch = _stamped(batch, self._vocabularies.steps(now, training=False))
+                fresh = self._vocabularies.steps(now[0], training=False)
+                batch = _stamp_admitted(batch, fresh)
             return state, batch
-        self._vocabularies.check_next((now, history), steps, batch.admission)
+        steps = self._vocabularies.check_next(now, batch.admission)
         new = {
             name: NewKeys(taken.new_keys, taken.new_rows)
             for name, taken in batch.admission.taken.items()
         }
         assert state.vocabulary is not None, "checked"
-        vocabulary = new_steps(state.vocabulary, (steps.first, history), self._layout.axes)
+        vocabulary = new_steps(state.vocabulary, (steps.first, steps.history), self._layout.axes)
         state = self._writer.write(state, new)
         self._vocabularies.note_admitted(steps.first)
-        return dataclasses.replace(state, vocabulary=vocabulary), _stamped(batch, steps)
+        return dataclasses.replace(state, vocabulary=vocabulary), _stamp_admitted(batch, steps)
 
     def check(
         self, state: TableState, batch: Batch | TracedIds
@@ -103,7 +104,7 @@ class Admissions:
             raise ValueError(message("admit", expected=expected, got=got, remedy=remedy))
 
 
-def _stamped(batch: Batch, steps: Steps) -> Batch:
+def _stamp_admitted(batch: Batch, steps: Steps) -> Batch:
     """Return an admitted batch, of which the host keeps nothing more."""
     return dataclasses.replace(batch, steps=np.array(steps, np.int32), admission=Admission())
 

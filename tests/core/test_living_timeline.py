@@ -1,0 +1,107 @@
+"""Which batches belong to which states when batches are thrown away and maps are loaded."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from living_cases import ONES, assert_same, ids, initial_row, maps_of, simple
+
+from tpu_embed.core.batch import Steps
+from tpu_embed.core.batch.timeline import FOREVER
+
+NOTHING = np.zeros((2, 2))
+
+
+def copied(state):
+    return jax.tree.map(jnp.copy, state)
+
+
+@pytest.mark.parametrize("evict", ["lru", "none"])
+def test_a_batch_that_was_thrown_away_reads_and_writes_nothing(evict):
+    made, state = simple(evict=evict, lookahead=1)
+    lookup, step = jax.jit(made.lookup), jax.jit(lambda *args: made.update(*args, ONES))
+    lost = made.place(ids(7, 7))
+    made.vocabularies.rewind(state)
+    for keys in ((9, 9), (9, 9)):
+        state, batch = made.admit(state, made.place(ids(*keys)))
+        for call in (made.lookup, lambda *args: made.update(*args, ONES)):
+            with pytest.raises(ValueError, match="expected an admitted batch"):
+                call(state, lost)
+        np.testing.assert_array_equal(lookup(state, lost)["x"], NOTHING)
+        late = step(state, lost)
+        assert int(late.counters["refused_batches"]) == 1
+        assert_same(late.tables, state.tables)
+    assert np.abs(lookup(state, batch)["x"]).min() > 0
+
+
+def test_batches_of_a_run_that_began_anew_are_refused():
+    made, state = simple()
+    first = copied(state)
+    state, old = made.admit(state, made.place(ids(7, 7)))
+    looked = made.place(ids(7, 7), training=False)
+    made.vocabularies.rewind(first)
+    state, new = made.admit(first, made.place(ids(9, 9)))
+    for batch in (old, looked):
+        with pytest.raises(ValueError, match="placed since the maps were loaded"):
+            made.lookup(state, batch)
+        np.testing.assert_array_equal(jax.jit(made.lookup)(state, batch)["x"], NOTHING)
+    made.lookup(state, new)
+
+
+def test_maps_that_are_loaded_again_end_what_was_placed_before():
+    made, state = simple()
+    state, _ = made.admit(state, made.place(ids(1, 2)))
+    kept, at_1 = made.vocabularies.state(), copied(state)
+    state, old = made.admit(state, made.place(ids(3, 4)))
+    made.vocabularies.load_state(kept)
+    state, new = made.admit(at_1, made.place(ids(5, 6)))
+    assert (state.vocabulary["steps"].tolist(), new.steps.tolist()) == ([2, 1], [2, 2, 1])
+    with pytest.raises(ValueError, match="placed since the maps were loaded"):
+        made.lookup(state, old)
+    np.testing.assert_array_equal(
+        made.lookup(state, new)["x"][0], initial_row(made.structure.tables[0], 5)
+    )
+
+
+def test_a_state_of_maps_that_is_refused_changes_nothing():
+    made, state = simple()
+    state, _ = made.admit(state, made.place(ids(5, 6)))
+    ahead = made.place(ids(6, 7))
+    kept, before = made.vocabularies.state(), maps_of(made)
+    wrong = kept.maps["t"]._replace(rows=kept.maps["t"].rows + 100)
+    with pytest.raises(ValueError, match=r"MapState\.rows"):
+        made.vocabularies.load_state(kept._replace(maps={"t": wrong}))
+    assert_same(maps_of(made), before)
+    made.vocabularies.rewind(copied(state))
+    with pytest.raises(ValueError, match="placed since the maps were rewound"):
+        made.admit(state, ahead)
+    made.admit(state, made.place(ids(6, 7)))
+
+
+@pytest.mark.parametrize("evict", ["lru", "lfu"])
+def test_a_lookup_has_the_rows_of_the_step_at_which_its_turn_was_drawn(evict):
+    """Its thread may be slow: then training batches are admitted before it is placed."""
+    made, state = simple(capacity=2, evict=evict)
+    state, _ = made.admit(state, made.place(ids(1, 2)))
+    ahead, turns = [made.place(ids(*keys)) for keys in ((2, 3), (3, 4))], [made.next_turn()]
+    for placed in ahead:
+        state, _ = made.admit(state, placed)
+        turns.append(made.next_turn())
+    # Of the keys 1, 2, 3, 4 at the steps 1, 2, 3: key 3 gets the row of 1, and key 4 that of 2.
+    expected = [[0, 1, -1, -1], [-1, 1, 0, -1], [-1, -1, 0, 1]]
+    for step, (turn, rows) in enumerate(zip(turns, expected, strict=True), start=1):
+        batch = turn.place(ids(1, 2, 3, 4), training=False)
+        assert batch.steps.tolist() == [step, step, 0]
+        assert batch.admission.tables["t"].rows[0].tolist() == rows
+    assert not made.vocabularies._timeline._past  # nothing is kept for turns that have ended
+
+
+def test_the_last_step_is_refused_before_a_map_moves(monkeypatch):
+    made, _ = simple(lookahead=1)
+    before = maps_of(made)
+    monkeypatch.setattr("tpu_embed.core.batch.vocabularies.FOREVER", 2)
+    with pytest.raises(ValueError, match="fewer than 2 training batches"):
+        made.place(ids(1, 2))
+    assert_same(maps_of(made), before)
+    assert made.vocabularies.steps(1, training=True) == Steps(1, 2, 0)
+    assert np.iinfo(np.int32).max == FOREVER

@@ -1,0 +1,222 @@
+"""Which batches and which states belong together, while maps from keys to rows move on.
+
+Steps count training batches. Steps are placed, then admitted; placed ones can be undone and placed
+anew. When maps are loaded, steps are counted on from another number, and the batches that follow
+belong to another history than those from before, whatever their steps. So the states of a training
+run, with one load in between, have for example
+
+    step       0  1  2  3     2  3  4
+    history    0  0  0  0     0  1  1      the maps of step 2 were loaded after step 3
+
+Input: what maps did with batches; steps of batches and states. Output: whether a batch may be
+looked up in a state; and the rows of keys as they were at a step. Nothing here locks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import numpy as np
+
+from tpu_embed._checks import message
+from tpu_embed.core.batch.steps import Admission, Steps, undo_rows
+from tpu_embed.core.layout import TableSlice
+from tpu_embed.vocabulary import Taken
+
+__all__ = ["FOREVER", "Timeline"]
+
+FOREVER = 2**31 - 1
+"""The last step of a batch whose rows are never taken from their keys."""
+
+
+class Timeline:
+    """The steps of all maps of an engine.
+
+    Args:
+      tables: those with living vocabularies.
+      lookahead: as for `Vocabularies`.
+
+    Attributes:
+      admitted: the step of the newest state.
+      history: the history of that state.
+      next_history: a number that no history has had.
+    """
+
+    def __init__(self, tables: Sequence[TableSlice], lookahead: int) -> None:
+        self._lookahead = lookahead
+        options = [table.vocabulary for table in tables]
+        self._keeps = all(x is not None and x.evict == "none" and x.ttl is None for x in options)
+        # The step at which each row was last given to a key or taken from one, as of `admitted`.
+        self._changed = {t.name: np.zeros(t.vocabulary_size, np.int32) for t in tables}
+        self._placed: dict[int, dict[str, Taken]] = {}  # after `admitted`
+        self._past: dict[int, dict[str, Taken]] = {}  # up to `admitted`, after the first pin
+        self._pins: dict[int, int] = {}  # steps by turn
+        self.admitted = self.history = self._following = 0
+        self.next_history = 1
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the host's memory that are in proportion to the rows."""
+        return sum(array.nbytes for array in self._changed.values())
+
+    # -- what happens --------------------------------------------------------------------------
+
+    def note_taken(self, step: int, taken: dict[str, Taken]) -> None:
+        """Note what the maps did with the training batch of a step."""
+        self._placed[step] = taken
+
+    def undo(self, step: int) -> None:
+        """Forget the batches placed after a step, none of which is admitted."""
+        self._placed = {at: taken for at, taken in self._placed.items() if at <= step}
+
+    def note_admitted(self, step: int) -> None:
+        """Note that the newest state has the rows of a step, the one after `admitted`."""
+        self._past[step] = self._placed.pop(step)
+        for name, taken in self._past[step].items():
+            self._changed[name][taken.evicted_rows] = step
+            self._changed[name][taken.new_rows] = step
+        self.admitted, self.history = step, self._following
+        self._forget_past()
+
+    def load(self, step: int, history: int) -> None:
+        """Go on from another step; batches that were placed before belong to nothing any more.
+
+        Args:
+          step: the step of the newest state now.
+          history: its history; what is placed from now on belongs to a new one.
+        """
+        self._following = max(self.next_history, history + 1)
+        self.next_history = self._following + 1
+        self.admitted, self.history = step, history
+        self._placed, self._past = {}, {}
+        for changed in self._changed.values():
+            changed.fill(step)
+
+    # -- rows at a step ------------------------------------------------------------------------
+
+    def pin(self, turn: int) -> int:
+        """Return `admitted`, and keep what is needed to find its rows later."""
+        self._pins[turn] = self.admitted
+        return self.admitted
+
+    def unpin(self, turn: int) -> None:
+        """Forget a pin, if there is one."""
+        self._pins.pop(turn, None)
+        self._forget_past()
+
+    def _forget_past(self) -> None:
+        first = min(self._pins.values(), default=self.admitted)
+        self._past = {step: taken for step, taken in self._past.items() if step > first}
+
+    def known(self, step: int) -> int:
+        """Return a step, or `admitted` if what was done after the step is not known any more."""
+        reached = all(at in self._past for at in range(step + 1, self.admitted + 1))
+        return min(step, self.admitted + len(self._placed)) if reached else self.admitted
+
+    def take_back(self, name: str, rows: np.ndarray, keys: np.ndarray, step: int) -> None:
+        """Change the present rows of keys of a table to those after a step."""
+        every = {**self._past, **self._placed}
+        for at in sorted(every, reverse=True):
+            if at > step:
+                undo_rows(rows, keys, every[at][name])
+
+    # -- batches and states --------------------------------------------------------------------
+
+    def history_of(self, step: int) -> int:
+        """Return the history of `admitted` or a later step."""
+        return self.history if step <= self.admitted else self._following
+
+    def steps(self, first: int, *, training: bool) -> Steps:
+        """Return the states that a batch may be looked up in.
+
+        Args:
+          first: the step of the batch.
+          training: whether it is one of the batches whose rows are protected.
+        """
+        last = first + self._lookahead if training else first
+        return Steps(first, FOREVER if self._keeps else last, self.history_of(first))
+
+    def check(self, now: tuple[int, int], steps: Steps, admission: Admission) -> None:
+        """Check that a batch may be looked up in a state.
+
+        Args:
+          now: the step and the history of the state; the step may have been placed only.
+          steps: of the batch.
+          admission: of the batch.
+
+        Raises:
+          ValueError: the batch is not admitted, or was placed before some of its rows were given to
+            other keys.
+        """
+        step, history = now
+        remedy = "give every batch to admit first, in the order in which they were placed"
+        if admission.is_training:
+            _refuse(expected="an admitted batch", got="one that was only placed", remedy=remedy)
+        if history != steps.history:
+            _refuse(expected="one placed since the maps were loaded", got="one placed before")
+        if step < steps.first:
+            expected = f"one of a step up to {step}, which the state has admitted"
+            _refuse(expected=expected, got=f"one of step {steps.first}", remedy=remedy)
+        if step > steps.last and not self._untouched(steps.first, step, admission):
+            expected = f"one whose rows still belong to its keys at step {step}"
+            got = f"one of step {steps.first}, which has rows that may be other keys' now"
+            remedy = "place it again; training batches are updated at most `lookahead` admits later"
+            _refuse(expected=expected, got=got, remedy=remedy)
+
+    def check_next(self, now: tuple[int, int], admission: Admission) -> Steps:
+        """Check that a training batch is the next one that a state admits.
+
+        Args:
+          now: the step and the history of the state.
+          admission: of the batch.
+
+        Returns:
+          The steps of the batch.
+
+        Raises:
+          ValueError: it is another one, or was placed before the maps were rewound or loaded; or
+            the state is not the newest one.
+        """
+        steps, (step, history) = admission.steps, now
+        assert steps is not None, "a training batch has them"
+        if steps.first != step + 1 or step != self.admitted:
+            expected = f"the batch of step {step + 1}, which the state comes to next"
+            got = f"the one of step {steps.first}"
+            if step != self.admitted:
+                got += f", and a state of step {step} while {self.admitted} was admitted before"
+            remedy = "admit each training batch once, in the order in which they were placed; "
+            remedy += "engine.vocabularies.rewind(state) forgets batches that were thrown away"
+            _refuse(expected=expected, got=got, remedy=remedy)
+        # Another batch may have been placed at this step since.
+        if history != self.history or not self._holds(admission):
+            _refuse(expected="one placed since the maps were rewound or loaded", got="one before")
+        return steps
+
+    def is_current(self, steps: Steps, admission: Admission) -> bool:
+        """Return whether a placed batch can still be admitted, or looked up."""
+        if admission.is_training:
+            return self._holds(admission)
+        return steps.history == self.history_of(steps.first)
+
+    def _holds(self, admission: Admission) -> bool:
+        """Return whether the maps have taken exactly this batch at a step that is not admitted."""
+        assert admission.steps is not None, "a training batch has them"
+        placed, taken = self._placed.get(admission.steps.first, {}), admission.taken
+        return all(placed.get(name) is one for name, one in taken.items())
+
+    def _untouched(self, first: int, last: int, admission: Admission) -> bool:
+        """Return whether no row of a batch was given or taken in (first, last], if it is known."""
+        if admission.tables is None:
+            return False
+        placed = [taken for step, taken in self._placed.items() if step <= last]
+        return all(
+            not (self._changed[name][rows[rows >= 0]] > first).any()
+            and not any(np.isin(rows, taken[name].evicted_rows).any() for taken in placed)
+            for name, one in admission.tables.items()
+            for rows in one.rows
+        )
+
+
+def _refuse(*, expected: str, got: str, remedy: str = "") -> NoReturn:
+    raise ValueError(message("batch", expected=expected, got=got, remedy=remedy))
