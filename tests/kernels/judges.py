@@ -21,11 +21,14 @@ def same_as(meaning):
 
 def gradient_sums(rows, ids, bags, weights, factors, gradients, options):
     """Return the sums `[rows, D]`, by blocks of bags in ascending order, and which are touched."""
-    periods, columns, order, starts = options.values()
-    flat = [g.reshape(periods, c, g.shape[1]) for g, c in zip(gradients, columns, strict=True)]
-    flat = np.concatenate(flat, axis=1)[:, order or range(sum(columns))]
-    flat = flat.reshape(-1, gradients[0].shape[1])
+    periods, columns, order, starts, places = options.values()
+    pairs, dim = list(zip(gradients, columns, strict=True)), gradients[0].shape[1]
+    flat = [g[: periods * c].reshape(periods, c, dim) for g, c in pairs]
+    flat = np.concatenate(flat, axis=1)[:, order or range(sum(columns))].reshape(-1, dim)
     factors = np.ones(len(flat), np.float32) if factors is None else factors
+    # Places come after the bags, and have no factors.
+    flat = np.concatenate([flat, *(g[periods * c :] for g, c in pairs)])
+    factors = np.concatenate([factors, np.ones(sum(places), np.float32)])
     totals, parts = np.zeros((2, rows, flat.shape[1]), np.float32)
     touched, last = np.zeros(rows, bool), np.zeros(rows, int)
     for i, row in enumerate(ids):

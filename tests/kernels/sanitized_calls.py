@@ -117,14 +117,18 @@ def update(rng, dtype):
     rows, periods = int(rng.integers(1, 300)), int(rng.integers(0, 40))
     columns = COLUMNS[rng.integers(len(COLUMNS))]
     bags, stored = periods * sum(columns), rng.choice(["float32", "bfloat16"])
+    jagged = rng.integers(0, 60, rng.integers(0, 3)).tolist()  # places of jagged features
+    places, targets = (*[0] * len(columns), *jagged), bags + sum(jagged)
     has_bags, has_weights, has_factors = rng.random(3) < 0.6
-    n = draw_size(rng) if has_bags else int(rng.integers(0, bags + 1))
+    n = draw_size(rng) if has_bags else int(rng.integers(0, targets + 1))
     dim = int(rng.integers(1, 141 if n < 16_384 else 9))
     optimizer = draw_optimizer(rng)
     slots = optimizer.slot_shapes(dim, np.float32)
     blocks = tuple(np.sort(rng.integers(0, bags + 2, rng.integers(0, 5))).tolist())
     order = tuple(rng.permutation(sum(columns)).tolist()) if rng.random() < 0.5 else ()
+    columns = (*columns, *[0] * len(jagged))
     options = {"periods": periods, "bags_per_period": columns, "order": order, "blocks": blocks}
+    options["places"] = places
 
     def native(table, slots, *given):
         rule = optimizer.compiled_rule(jnp.int32(3), jnp.float32(0.1))
@@ -135,10 +139,11 @@ def update(rng, dtype):
         numbers = functools.partial(draw_numbers, rng, tame=tame)
         held = {k: np.abs(numbers((rows, *s.shape))) + np.float32(0.1) for k, s in slots.items()}
         table, ids = draw_table(rng, rows, dim, stored, tame=tame), draw_ids(rng, n, rows, dtype)
-        own = draw_bags(rng, n, bags, tame=tame) if has_bags else None
+        own = draw_bags(rng, n, targets, tame=tame) if has_bags else None
         weights = numbers(n, zeros=0.1) if has_weights else None
         factors = numbers(bags, zeros=0.3) if has_factors else None
-        gradients = [numbers((periods * c, dim)) for c in columns]
+        sizes = zip(columns, places, strict=True)
+        gradients = [numbers((periods * c + p, dim)) for c, p in sizes]
         return (table, held, ids, own, weights, factors, gradients), tame
 
     check(rng, "update", native, draw, update_judge(optimizer, options))

@@ -148,8 +148,8 @@ def check_jagged(compiled, chip):
     """Check that a step's memory is what jagged activations and their exchange need.
 
     They need room for the activations and as much for their gradients, one row per place, and for
-    the fullest stage of the exchange: rows as they were sent and as they arrived, sums of gradients
-    likewise, or the rows to update with their slots and sums. Ids are arguments.
+    the fullest stage of the exchange (`costs.passing`): here the sums of gradients that are sent,
+    those that arrive, and the rows to update. Ids are arguments.
     """
     check(compiled, chip)
     plan = compiled.plan

@@ -138,15 +138,15 @@ def test_the_bits_are_the_same(monkeypatch, calls, devices):
 
 
 def test_jagged_gradients_are_summed_by_the_update_kernel(monkeypatch):
-    """On one device no partial sums are made before it, and no second array of gradients."""
+    """On one device no partial sums are made before it, and gradients are not put together."""
     monkeypatch.setenv(dispatch.VARIABLE, "native")
     feature = FeatureConfig(TableConfig(V, 8, name="item"), jagged=True)
-    engine = tpu_embed.EmbeddingEngine({"x": feature}, o.Adagrad(0.1), mesh=mesh(1))
-    ids = np.random.default_rng(0).integers(0, V, (B, 30)).astype(np.int32)
-    state, batch = engine.init(jax.random.key(0)), engine.place({"x": ids})
+    engine = tpu_embed.EmbeddingEngine([feature, feature], o.Adagrad(0.1), mesh=mesh(1))
+    ids = np.random.default_rng(0).integers(0, V, (2, B, 30)).astype(np.int32)
+    state, batch = engine.init(jax.random.key(0)), engine.place(list(ids))
     step = jax.jit(lambda s, b: engine.update(s, b, engine.lookup(s, b)), donate_argnums=0)
     compiled = step.lower(state, batch).compile()
     kernels = re.findall(r'custom_call_target="tpu_embed_(\w+)"', compiled.as_text())
-    assert sorted(kernels) == ["gather_rows", "update"]
-    values = batch.spec.feature_shapes[0].capacity * 8 * 4
+    assert sorted(kernels) == ["gather_rows", "gather_rows", "update"]
+    values = sum(shape.capacity for shape in batch.spec.feature_shapes) * 8 * 4
     assert values < compiled.memory_analysis().temp_size_in_bytes < 1.5 * values

@@ -152,6 +152,7 @@ def update_rows(
     periods: int,
     order: tuple[int, ...] = (),
     blocks: tuple[int, ...] = (),
+    places: tuple[int, ...] = (),
 ) -> tuple[Array, ...]:
     """Sort ids by row, sum the gradients of each row, and apply the rule.
 
@@ -164,11 +165,12 @@ def update_rows(
       slots: float32 `[R, D]`, or `[R]` for one number per row, in the order of `rule.slots`.
       row_ids: int32 or int64 `[N]`, the row of each id; ids outside the table are left out. With
         `sums`: `[U]`, the row of each whole sum.
-      bags: int32 `[N]`, the bag of each id; None: position i has bag i.
+      bags: int32 `[N]`, the bag or place of each id; None: position i has bag i.
       weights: float32 `[N]`, the weight of each id; None: all ones.
       factors: float32 `[bags]`, what the gradient of each bag is multiplied with; None: all ones.
-      gradients: the gradients of the bags, `[periods * bags_per_period[f], D]` for
-        feature f. Bags are numbered by period, then by their place in it.
+      gradients: the gradients of the bags, `[periods * bags_per_period[f], D]` for feature f, or of
+        its places, `[places[f], D]`. Bags are numbered by period, then by their place in it; the
+        numbers of the places of all features come after those of the bags.
       sums: int32 `[N]`, non-decreasing; None: the ids are not routed.
       merged: int32 `[P]`, non-decreasing; None: every partial sum is a whole sum.
       rule: the optimizer's rule.
@@ -177,6 +179,7 @@ def update_rows(
       order: see `BagLayout.order`.
       blocks: the first bags of the second block of the batch and of all later ones, of ids that are
         not routed. A row's gradients are summed within each block first, then over the blocks.
+      places: for each feature, its places if it is jagged, and 0 otherwise; (): none is jagged.
 
     Returns:
       the table and the slots, in the memory of the operands.
@@ -197,6 +200,7 @@ def update_rows(
     # Results 0, 1, … (table and slots) are in the memory of operands 0, 1, ….
     call = _call("update", shapes, aliases={i: i for i in range(len(held))})
     lists = {"columns": _int64(bags_per_period), "order": _int64(order), "blocks": _int64(blocks)}
+    lists["places"] = _int64(places)
     kind, flags = np.int64(KINDS.index(rule.kind)), np.int64(rule.flag)
     return tuple(call(*operands, **lists, periods=np.int64(periods), rule=kind, flags=flags))
 

@@ -35,10 +35,10 @@ class RowGradients(NamedTuple):
 
     Attributes:
       row_ids: local rows `[N]`, `PADDING_ID` for none; with `sums` those of the whole sums, `[U]`.
-      bags: int32 `[N]`, the bag of each id; None: position i has bag i.
+      bags: int32 `[N]`, the bag or place of each id; None: position i has bag i.
       weights: the weight of each id, `[N]`; None: all ones.
       factors: the factor 1 / d of each bag, `[bags]`; None: all ones.
-      gradients: the gradients of the bags, `[periods * bags, D]` per feature.
+      gradients: the gradients of the bags, `[periods * bags, D]` per feature, or of its places.
       sums: int32 `[N]`, if the ids are sorted by row: the sum that each belongs to; None: not yet.
       merged: int32 `[P]`, the whole sum of each of these sums; None: they are whole.
     """
@@ -61,12 +61,14 @@ class Blocks(NamedTuple):
       order: see `BagLayout.order`.
       blocks: the first bags of the second block of the batch and of all later ones; () where the
         gradients come with the numbers of their sums.
+      places: for each feature, its places if it is jagged, and 0 otherwise; (): none is jagged.
     """
 
     bags_per_period: tuple[int, ...]
     periods: int
     order: tuple[int, ...] = ()
     blocks: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
 
 
 def compiled_rule(stack: Stack, step: Array, learning_rate: ArrayLike) -> CompiledRule | None:

@@ -73,15 +73,15 @@ class Task(NamedTuple):
         """The gradients that are summed, `[periods * bags, D]` per feature of `bag_layout`."""
         if not self.view.jagged:
             return self.given
-        return (join_gradients(self.given, self._factors_of_bags, self.view),)
+        return (join_gradients(self.given, self.factors_of_bags, self.view),)
 
     @property
     def factors(self) -> Array | None:
         """What each of them is still to be multiplied with, `[bags]`; None for all ones."""
-        return None if self.view.jagged else self._factors_of_bags
+        return None if self.view.jagged else self.factors_of_bags
 
     @property
-    def _factors_of_bags(self) -> Array | None:
+    def factors_of_bags(self) -> Array | None:
         """1 / d of every bag of this device; None for all ones."""
         form = self.view.bag_layout
         ids = in_bags(by_place(self.ids, self.view), self.view)
@@ -206,7 +206,8 @@ class RoutedGradients(NamedTuple):
       sums: which gradients are added to which partial sum.
       merge: how the partial sums are merged.
       factors: what the gradient of each bag is multiplied with, `[bags]`; None: all ones.
-      gradients: `[periods * bags, D]` per feature.
+      gradients: `[periods * bags, D]` per feature, or `[C, D]` if it is jagged; if they were
+        gathered from several devices, those of stacks with jagged features are one array.
     """
 
     sums: SumRoute
@@ -221,40 +222,39 @@ def gradients_at_owner(task: Task) -> RoutedGradients:
     sums, merge = task.ids.sums, task.ids.merge
     assert sums is not None, "the batch was placed for an update"
     assert merge is not None, "the host knows the whole batch"
-    given = RoutedGradients(sums, merge, task.factors, task.gradients)
     if task.view.way == "local":
-        return given
+        return RoutedGradients(sums, merge, task.factors_of_bags, task.given)
 
     # [n, …] per device -> [replicas, n, …] -> [replicas * n, …], in batch order.
     def whole(x: Array) -> Array:
         every = collectives.all_gather(x, task.layout.axes.batch_axes)
         return every.reshape(-1, *x.shape[1:])
 
-    factors, gradients = jax.tree.map(whole, (given.factors, given.gradients))
-    return given._replace(factors=factors, gradients=gradients)
+    factors, gradients = jax.tree.map(whole, (task.factors, task.gradients))
+    return RoutedGradients(sums, merge, factors, gradients)
 
 
 def sums_at_owner(task: Task, given: RoutedGradients) -> Partials:
     """Return the partial sums of gradients that are at the owner of their rows already."""
+    view = task.view
     with jax.named_scope("dedup"):
-        num_sums = task.view.num_partials
-        form = owner_bags(task)
-        sums = sum_gradients(given.gradients, given.factors, form, given.sums, num_sums)
+        gradients, factors = given.gradients, given.factors
+        if view.way == "local" and view.jagged:
+            gradients, factors = (join_gradients(gradients, factors, view),), None
+        form = task.bag_layout if view.way == "local" else _global_bags(task)
+        sums = sum_gradients(gradients, factors, form, given.sums, view.num_partials)
     return Partials(sums, given.merge)
 
 
-def owner_bags(task: Task) -> BagLayout:
-    """Return the bags of `gradients_at_owner`: this device's, or those of the global batch."""
+def _global_bags(task: Task) -> BagLayout:
+    """Return the bags of the gradients of all replicas, one replica's after another's."""
     form = task.bag_layout
-    if task.view.way == "local":
-        return form
-    periods = form.periods * task.layout.axes.replicas
-    return dataclasses.replace(form, periods=periods)
+    return dataclasses.replace(form, periods=form.periods * task.layout.axes.replicas)
 
 
 def for_kernel(task: Task, given: RoutedGradients) -> tuple[RowGradients, Blocks]:
     """Return gradients at the owner as a compiled kernel takes them, sorted by row."""
-    form, sums, merge = owner_bags(task), given.sums, given.merge
+    sums, merge = given.sums, given.merge
     sorted_by_row = RowGradients(
         merge.row_ids,
         sums.index,
@@ -264,7 +264,23 @@ def for_kernel(task: Task, given: RoutedGradients) -> tuple[RowGradients, Blocks
         sums.segments,
         merge.segments,
     )
+    if task.view.way == "local":
+        return sorted_by_row, _local_targets(task.view)
+    form = _global_bags(task)
     return sorted_by_row, Blocks(form.bags_per_period, form.periods, form.order)
+
+
+def _local_targets(view: StackView) -> Blocks:
+    """Return how the bags and the places of one device are numbered."""
+    form = view.bag_layout
+    # Features with 2 bags in a period, with 7 places and with 1 bag: bags 2 0 1, places 0 7 0.
+    bags = iter(form.bags_per_period)
+    return Blocks(
+        tuple(0 if shape.has_places else next(bags) for shape in view.shapes),
+        form.periods,
+        form.order,
+        places=tuple((shape.capacity or 0) * shape.has_places for shape in view.shapes),
+    )
 
 
 def partials_for_kernel(given: Partials) -> tuple[RowGradients, Blocks]:

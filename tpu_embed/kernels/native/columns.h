@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 #include <vector>
 
 #include "loops.h"
@@ -20,9 +21,15 @@ inline Storage storage_of(const xla::ffi::AnyBuffer& table) {
 class ColumnTable {
  public:
   // Args: bags a period has of each feature; of each column, its number if columns are counted
-  // feature by feature, or [] if they are; numbers a row.
-  ColumnTable(xla::ffi::Span<const int64_t> bags, xla::ffi::Span<const int64_t> order, int64_t dim)
-      : bags_(bags.begin(), bags.end()), dim_(dim) {
+  // feature by feature, or [] if they are; numbers a row; periods; places of each feature, or [] if
+  // none has any.
+  ColumnTable(xla::ffi::Span<const int64_t> bags, xla::ffi::Span<const int64_t> order, int64_t dim,
+              int64_t periods, xla::ffi::Span<const int64_t> places = {})
+      : bags_(bags.begin(), bags.end()),
+        places_(places.begin(), places.end()),
+        dim_(dim),
+        periods_(periods) {
+    places_.resize(bags_.size());
     for (size_t f = 0; f < bags_.size(); ++f) {
       for (int64_t column = 0; column < bags_[f]; ++column) {
         feature_.push_back(static_cast<int64_t>(f));
@@ -41,19 +48,26 @@ class ColumnTable {
   int64_t features() const { return static_cast<int64_t>(bags_.size()); }
   int64_t columns() const { return static_cast<int64_t>(feature_.size()); }
 
-  // Returns whether a feature's array has the size of `periods` periods.
-  bool fits(int64_t elements, int64_t feature, int64_t periods) const {
-    return elements == periods * bags_[feature] * dim_;
+  // Segments in bags, and all of them.
+  int64_t in_bags() const { return periods_ * columns(); }
+  int64_t segments() const {
+    return std::accumulate(places_.begin(), places_.end(), in_bags());
+  }
+
+  // Returns whether a feature's array has the size of its segments.
+  bool fits(int64_t elements, int64_t feature) const {
+    return elements == (periods_ * bags_[feature] + places_[feature]) * dim_;
   }
 
   Columns columns_of() const {
     const uint64_t reciprocal = columns() > 1 ? UINT64_MAX / columns() + 1 : 0;
-    return {feature_.data(), offset_.data(), bags_.data(), columns(), dim_, reciprocal};
+    return {feature_.data(), offset_.data(), bags_.data(),   columns(),
+            dim_,            reciprocal,     places_.data(), in_bags()};
   }
 
  private:
-  std::vector<int64_t> bags_, feature_, offset_;
-  int64_t dim_;
+  std::vector<int64_t> bags_, places_, feature_, offset_;
+  int64_t dim_, periods_;
 };
 
 }  // namespace tpu_embed

@@ -15,7 +15,8 @@ namespace tpu_embed {
 enum class Storage { kFloat32, kBfloat16 };
 
 // Where the numbers of segments or bags lie that are numbered by period, then by column: those of a
-// feature are `[periods * bags, dim]`.
+// feature are `[periods * bags, dim]`. After them the places of jagged features are numbered, which
+// have no bags: feature after feature, `[places, dim]` each.
 struct Columns {
   const int64_t* feature;  // [columns], the feature of each column
   const int64_t* offset;   // [columns], the column's place within its feature
@@ -23,10 +24,13 @@ struct Columns {
   int64_t columns;         // of all features
   int64_t dim;
   uint64_t reciprocal;     // 2^64 / columns, rounded up: `at` divides by a product
+  const int64_t* places;   // [features], places of each
+  int64_t in_bags;         // segments that are not places: periods * columns
 
   // Returns the place of number `segment`, given one array a feature.
   template <typename Pointer>
   Pointer at(Pointer const* arrays, int64_t segment) const {
+    if (segment >= in_bags) return at_place(arrays, segment - in_bags);
     // The only column need not be the first feature's: others may have none.
     if (columns == 1) return arrays[feature[0]] + segment * dim;
     // Exact for every segment below 2^32 (Lemire, Kaser and Kurz, "Faster remainder by direct
@@ -36,6 +40,14 @@ struct Columns {
     const int64_t column = segment - period * columns;
     const int64_t f = feature[column];
     return arrays[f] + (period * bags[f] + offset[column]) * dim;
+  }
+
+  // Returns where a place lies; it is one of those that there are.
+  template <typename Pointer>
+  Pointer at_place(Pointer const* arrays, int64_t place) const {
+    int64_t f = 0;
+    for (; place >= places[f]; ++f) place -= places[f];
+    return arrays[f] + place * dim;
   }
 };
 
@@ -77,7 +89,7 @@ struct RowUpdate {
   void* table;  // [rows, dim]
   Storage storage;
   float* slots[2];        // [rows, dim]; [rows] for row-wise Adagrad's accumulators
-  const float* factors;  // by bag, or null; a gradient whose factor is zero is zero
+  const float* factors;  // by bag, or null; a gradient whose factor is zero is zero; places have none
   const float* const* gradients;
   Columns columns;
   const int64_t* block_starts;  // [blocks], the first bags of the second and all later blocks

@@ -66,7 +66,7 @@ ffi::Error gather_sum(ffi::ThreadPool pool, ffi::AnyBuffer source, ffi::AnyBuffe
                       ffi::Span<const int64_t> order, ffi::Span<const int64_t> widths,
                       int64_t periods) {
   const int64_t n = length(index), dim = source.dimensions()[1];
-  const ColumnTable table(bags, order, dim);
+  const ColumnTable table(bags, order, dim, periods);
   const bool dense = widths.size() > 0;
   if (dense) {
     const int64_t entries = std::accumulate(widths.begin(), widths.end(), int64_t{0});
@@ -88,7 +88,7 @@ ffi::Error gather_sum(ffi::ThreadPool pool, ffi::AnyBuffer source, ffi::AnyBuffe
   for (size_t f = 0; f < results.size(); ++f) {
     auto output = results.get<ffi::AnyBuffer>(f);
     if (!output.has_value()) return output.error();
-    if (!table.fits((**output).element_count(), f, periods)) {
+    if (!table.fits((**output).element_count(), f)) {
       return refuse("gather_sum: a result has another size than its feature");
     }
     outputs.push_back(data<float>(**output));

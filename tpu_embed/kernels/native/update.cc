@@ -33,7 +33,7 @@ struct Ids {
   const float* weights;      // null: all ones
   const int32_t* sums;       // the partial sum of each entry, non-decreasing; null: not routed
   const int32_t* merged;     // the merged sum of each partial sum; null: they are the same
-  int64_t n, count;          // ids; bags
+  int64_t n, count;          // ids; bags and places
   int64_t partials, totals;  // lengths of merged and, with sums, of rows
 
   // Returns the row of an id, or -1 if it has none.
@@ -110,15 +110,19 @@ constexpr size_t kOperands = 7;  // besides tables, slots and gradients
 // Operands: table [R, D] and its slots, each in place of the result of the same number; rows [N];
 // bags int32 [N] or []; weights float32 [N] or []; factors float32 [bags] or []; sums int32 [N] or
 // [], then rows are [U]; merged int32 [P] or []; numbers float32; gradients, one array a feature,
-// float32 [periods * bags, D]. Blocks: the first bags of the second block of the batch and of all
+// float32 [periods * bags, D], or [places, D] of a jagged one. Blocks: the first bags of the second block of the batch and of all
 // later ones, of ids that are not routed.
 ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results,
                   ffi::Span<const int64_t> columns, ffi::Span<const int64_t> order,
-                  ffi::Span<const int64_t> blocks, int64_t periods, int64_t rule, int64_t flags) {
+                  ffi::Span<const int64_t> blocks, ffi::Span<const int64_t> places, int64_t periods,
+                  int64_t rule, int64_t flags) {
   const size_t held = results.size();
   const size_t features = columns.size();
   if (held < 1 || held > 3 || operands.size() != held + kOperands + features) {
     return refuse("update: another number of operands");
+  }
+  if (places.size() != 0 && places.size() != features) {
+    return refuse("update: one number of places a feature is needed");
   }
   std::vector<ffi::AnyBuffer> given;
   for (size_t i = 0; i < operands.size(); ++i) {
@@ -137,16 +141,16 @@ ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::Remain
   const ffi::AnyBuffer& table = given[0];
   const bool routed = operand.sums.element_count() > 0;
   const int64_t n = length(routed ? operand.sums : operand.rows), dim = table.dimensions()[1];
-  const ColumnTable layout(columns, order, dim);
-  const int64_t bags = periods * layout.columns();
+  const ColumnTable layout(columns, order, dim, periods, places);
+  const int64_t bags = layout.in_bags(), count = layout.segments();
   if (!optional_of_length(operand.bags, n) || !optional_of_length(operand.weights, n) ||
-      !optional_of_length(operand.factors, bags) || (operand.bags.element_count() == 0 && n > bags)) {
+      !optional_of_length(operand.factors, bags) || (operand.bags.element_count() == 0 && n > count)) {
     return refuse("update: ids, bags, weights or factors of another length");
   }
   std::vector<const float*> gradients;
   for (size_t f = 0; f < features; ++f) {
     const ffi::AnyBuffer& gradient = given[held + kOperands + f];
-    if (!layout.fits(gradient.element_count(), f, periods)) {
+    if (!layout.fits(gradient.element_count(), f)) {
       return refuse("update: gradients of another size than their feature");
     }
     gradients.push_back(data<float>(gradient));
@@ -165,7 +169,7 @@ ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::Remain
     using Row = std::remove_pointer_t<decltype(type)>;
     const Ids<Row> ids{data<Row>(operand.rows), optional<int32_t>(operand.bags),
                        optional<float>(operand.weights), optional<int32_t>(operand.sums),
-                       optional<int32_t>(operand.merged), n, bags,
+                       optional<int32_t>(operand.merged), n, count,
                        length(operand.merged), length(operand.rows)};
     update_rows(Parallel(pool), job, ids, length(table));
     return ffi::Error::Success();
@@ -183,6 +187,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(tpu_embed_update, tpu_embed::update,
                                   .Attr<xla::ffi::Span<const int64_t>>("columns")
                                   .Attr<xla::ffi::Span<const int64_t>>("order")
                                   .Attr<xla::ffi::Span<const int64_t>>("blocks")
+                                  .Attr<xla::ffi::Span<const int64_t>>("places")
                                   .Attr<int64_t>("periods")
                                   .Attr<int64_t>("rule")
                                   .Attr<int64_t>("flags"));
