@@ -161,7 +161,8 @@ def read(
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: a file is damaged; a table lives on disk or in the engine alone.
+      ValueError: a file is damaged; a table lives on disk or in the engine alone; its unseen keys
+        share a row in the engine alone, so that nobody has trained this row.
     """
     found = None
     if (directory / _FILE).exists():
@@ -182,6 +183,10 @@ def read(
         if name not in saved_tables:
             maps[name] = empty_state(step)
             continue
+        assert table.vocabulary is not None
+        before, now = saved[name]["unseen"], table.vocabulary.unseen
+        if now == "shared" and before != now:
+            raise refuse(f"table {name!r}: unseen", repr(now), repr(before), "declare it as it was")
         state = _read_state(directory, name, saved[name], step, checksums)
         maps[name], moves[name] = _fitted(state, saved[name], table)
     history = max(vocabularies.next_history, 1 if found is None else found["history"] + 1)
