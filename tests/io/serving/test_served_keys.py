@@ -93,8 +93,8 @@ def test_a_vocabulary_of_other_tables_is_refused(served, on_host):
             io.serving_lookup(smaller, bags, features, vocabularies=given)
     # The last row of this table is no key's: unseen keys share it.
     one, shared = {"one": batch["one"]}, {"one": configs()["one"]}
+    given = {"tags": FixedVocabulary([3], [5])}
     with pytest.raises(ValueError, match="tags: expected rows below 5, got row 5"):
-        given = {"tags": FixedVocabulary([3], [5])}
         io.serving_lookup({"tags": arrays["tags"]}, one, shared, vocabularies=given)
 
 
