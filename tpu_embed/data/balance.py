@@ -170,9 +170,10 @@ def _reordered(path: str, leaf: Any, order: np.ndarray) -> Any:
 def _reordered_sparse(path: str, ids: SparseIds, order: np.ndarray) -> SparseIds:
     """Return coordinates whose rows are in another order, sorted by row again."""
     check_coordinates(path, ids)
-    rows = np.argsort(order)[ids.indices[:, 0]]  # the place that the row of each entry goes to
+    given = ids.indices.astype(np.int64)  # NumPy makes floats of uint64 beside int64
+    rows = np.argsort(order)[given[:, 0]]  # the place that the row of each entry goes to
     sort = np.argsort(rows, kind="stable")  # columns ascend in a row, and stay so
-    indices = np.concatenate([rows[sort, None], ids.indices[sort, 1:]], axis=1)
+    indices = np.concatenate([rows[sort, None], given[sort, 1:]], axis=1)
     weights = None if ids.weights is None else ids.weights[sort]
     return dataclasses.replace(ids, indices=indices, values=ids.values[sort], weights=weights)
 
@@ -183,6 +184,7 @@ def _reordered_ragged(path: str, ids: RaggedIds, order: np.ndarray) -> RaggedIds
     splits = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     # Rows of lengths 2 and 1 that begin at 5 and 3: the values 5 6 3, which are the places 0 1 2
     # moved by 5 - 0 and 3 - 2.
-    at = np.arange(splits[-1]) + np.repeat(ids.row_splits[order] - splits[:-1], lengths)
+    first = ids.row_splits.astype(np.int64)[order]
+    at = np.arange(splits[-1]) + np.repeat(first - splits[:-1], lengths)
     weights = None if ids.weights is None else ids.weights[at]
     return dataclasses.replace(ids, values=ids.values[at], row_splits=splits, weights=weights)
