@@ -150,13 +150,16 @@ def exchange(what: str, name: str, news: str | None, seconds: int) -> dict[int, 
 
 
 def exchange_bytes(what: str, name: str, news: bytes | None, seconds: int) -> dict[int, bytes]:
-    """Do what `exchange` does with news of any form.
+    """Give this process's bytes to all processes, and return the bytes of each.
 
     Args:
       what: what is done, for messages.
       name: the name of the exchange, the same in all processes.
       news: bytes, or None if this process has nothing to say.
       seconds: how long to wait for the other processes.
+
+    Returns:
+      The news by process; a process with nothing to say is missing.
 
     Raises:
       RuntimeError: another process has left or did not come in time, or this process's last

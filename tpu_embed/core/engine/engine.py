@@ -18,14 +18,7 @@ from tpu_embed._calls import call
 from tpu_embed._checks import refuse_pickle
 from tpu_embed._types import Array, ArrayLike, PyTree
 from tpu_embed.config import TableConfig
-from tpu_embed.core.batch import (
-    Batch,
-    BatchSpec,
-    Intake,
-    Turn,
-    Vocabularies,
-    choose_vocabularies,
-)
+from tpu_embed.core.batch import Batch, BatchSpec, Intake, Turn, Vocabularies, choose_vocabularies
 from tpu_embed.core.engine.admissions import Admissions, zero_if
 from tpu_embed.core.engine.operands import OperandMaker
 from tpu_embed.core.engine.programs import Programs

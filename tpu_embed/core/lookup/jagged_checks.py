@@ -19,7 +19,7 @@ __all__ = ["check_arrays", "check_lengths", "check_padded", "checked_room"]
 
 
 def check_arrays(values: Any, row_splits: Any) -> None:
-    """Check a pair of arrays; anything else is a placeholder, and right.
+    """Check a pair of arrays; anything else is a placeholder, which is accepted.
 
     Raises:
       TypeError, ValueError: see `Jagged`.

@@ -77,7 +77,9 @@ def serving_lookup(
       weights: one weight per id in the same structure, None for a feature without weights.
       vocabularies: the rows of keys, for tables whose vocabularies live: `engine.vocabularies`, or
         a `FixedVocabulary` by `TableConfig` or by name. Keys without a row have a zero row, or the
-        one that unseen keys share.
+        one that unseen keys share. Tables and vocabulary must be of the same step:
+        `engine.vocabularies` goes on with the training, so keep a `FixedVocabulary` beside tables
+        that you publish.
 
     Returns:
       One array `[B, …, D]` per given feature in the structure of the features, float32 (float64
