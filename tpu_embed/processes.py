@@ -209,12 +209,12 @@ def _meet(
     if count % _WITH_NEWS == jax.process_count():
         told = client.key_value_dir_get_bytes(f"{round_}/news/") if count >= _WITH_NEWS else []
         said = {int(key.rsplit("/", 1)[-1]): news for key, news in told}
-        client.key_value_set_bytes(f"{round_}/all", _joined(said))
+        client.key_value_set_bytes(f"{round_}/all", _join_news(said))
         return said
     end = time.monotonic() + seconds
     while True:
         try:
-            return _parted(client.blocking_key_value_get_bytes(f"{round_}/all", SLICE_MS))
+            return _part_news(client.blocking_key_value_get_bytes(f"{round_}/all", SLICE_MS))
         except jax.errors.JaxRuntimeError as error:
             if not departures.is_timeout(error) or time.monotonic() > end:
                 raise
@@ -225,13 +225,13 @@ _HEADER = struct.Struct("<IQ")
 """What stands before the news of a process: its number, and how many bytes follow."""
 
 
-def _joined(said: dict[int, bytes]) -> bytes:
+def _join_news(said: dict[int, bytes]) -> bytes:
     """Return the news of all processes in one piece."""
     return b"".join(_HEADER.pack(process, len(news)) + news for process, news in said.items())
 
 
-def _parted(joined: bytes) -> dict[int, bytes]:
-    """Return the news by process; the inverse of `_joined`."""
+def _part_news(joined: bytes) -> dict[int, bytes]:
+    """Return the news by process; the inverse of `_join_news`."""
     said, at = {}, 0
     while at < len(joined):
         process, size = _HEADER.unpack_from(joined, at)

@@ -86,7 +86,7 @@ class EmbeddingBag(nnx.Module, StateHolder):
         rngs: nnx.Rngs,
     ) -> None:
         check_choice("on_bad_id", on_bad_id, get_args(OnBadId))
-        _refuse_keys(table)
+        _refuse_vocabulary(table)
         feature = FeatureConfig(table, max_sequence_length, on_bad_id=on_bad_id, jagged=jagged)
         self.engine = EmbeddingEngine(
             {FEATURE: feature}, optimizer, mesh=mesh, batch_axes=batch_axes
@@ -303,7 +303,7 @@ def _array(ids: Any) -> Any:
     return ids if isinstance(ids, (Tracer, jax.Array)) else np.asarray(ids)
 
 
-def _refuse_keys(table: TableConfig) -> None:
+def _refuse_vocabulary(table: TableConfig) -> None:
     """Refuse a living vocabulary: a layer inside a jit has no keys, and nobody admits its batches.
 
     Raises:

@@ -188,7 +188,7 @@ def read(
         if now == "shared" and before != now:
             raise refuse(f"table {name!r}: unseen", repr(now), repr(before), "declare it as it was")
         state = _read_state(directory, name, saved[name], step, checksums)
-        maps[name], moves[name] = _fitted(state, saved[name], table)
+        maps[name], moves[name] = _fit_state(state, saved[name], table)
     history = max(vocabularies.next_history, 1 if found is None else found["history"] + 1)
     key = None
     if found is not None:
@@ -220,7 +220,9 @@ def _read_state(
     return MapState(**arrays, step=np.array(step, np.int64), counters=counters)
 
 
-def _fitted(state: MapState, saved: Mapping[str, Any], table: TableSlice) -> tuple[MapState, Moves]:
+def _fit_state(
+    state: MapState, saved: Mapping[str, Any], table: TableSlice
+) -> tuple[MapState, Moves]:
     """Return a state for a table of another capacity, and the rows that move."""
     assert table.vocabulary is not None
     fitted, before = fit(state, table.vocabulary_size, table.vocabulary)
