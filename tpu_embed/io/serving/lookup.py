@@ -105,7 +105,7 @@ def serving_lookup(
     given, scales = declared.match_weighted(features, weights)
     server = server_of(declared)
     if any(isinstance(leaf, Tracer) for leaf in (*given, *scales)):
-        _refuse_traced_keys(declared)
+        declared.refuse_keys("look up outside the jit, and give it the activations")
         source = server.traced(given, scales)
         found, bad_ids = server.activations(stored, source)
         source.report(bad_ids, server.layout)
@@ -113,19 +113,6 @@ def serving_lookup(
         find = finders(vocabularies, whole, declared)
         found = server.placed(stored, given, scales, find)
     return declared.unflatten(found)
-
-
-def _refuse_traced_keys(declared: Structure) -> None:
-    """Refuse keys of living vocabularies inside a jit, where no map can be asked.
-
-    Raises:
-      ValueError: a table that is looked up has one.
-    """
-    for name, table in zip(declared.table_names, declared.tables, strict=True):
-        if table.vocabulary is not None:
-            expected, got = "keys on the host", "traced ones"
-            remedy = "look up outside the jit, and give it the activations"
-            raise ValueError(message(f"table {name!r}", expected=expected, got=got, remedy=remedy))
 
 
 def server_of(declared: Structure) -> Server:
