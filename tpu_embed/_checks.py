@@ -185,10 +185,10 @@ def refuse_derivatives(what: str, *, expected: str, got: str, remedy: str) -> Ca
 
 
 def check_in_program(right: Array, text: str, **values: Array) -> None:
-    """Report values that are known only when a program runs to `jax.experimental.checkify`.
+    """Let `jax.experimental.checkify` report wrong values that only a running program knows.
 
     Args:
-      right: bool `[]`, whether they are right.
+      right: bool `[]`, whether the values are right.
       text: the message, in which `{name}` stands for one of the values.
       values: arrays by name.
     """

@@ -150,13 +150,16 @@ def exchange(what: str, name: str, news: str | None, seconds: int) -> dict[int, 
 
 
 def exchange_bytes(what: str, name: str, news: bytes | None, seconds: int) -> dict[int, bytes]:
-    """Do what `exchange` does with news of any form.
+    """Give this process's bytes to all processes, and return the bytes of each.
 
     Args:
       what: what is done, for messages.
       name: the name of the exchange, the same in all processes.
       news: bytes, or None if this process has nothing to say.
       seconds: how long to wait for the other processes.
+
+    Returns:
+      The news by process; a process with nothing to say is missing.
 
     Raises:
       RuntimeError: another process has left or did not come in time, or this process's last
@@ -206,12 +209,12 @@ def _meet(
     if count % _WITH_NEWS == jax.process_count():
         told = client.key_value_dir_get_bytes(f"{round_}/news/") if count >= _WITH_NEWS else []
         said = {int(key.rsplit("/", 1)[-1]): news for key, news in told}
-        client.key_value_set_bytes(f"{round_}/all", _joined(said))
+        client.key_value_set_bytes(f"{round_}/all", _join_news(said))
         return said
     end = time.monotonic() + seconds
     while True:
         try:
-            return _parted(client.blocking_key_value_get_bytes(f"{round_}/all", SLICE_MS))
+            return _part_news(client.blocking_key_value_get_bytes(f"{round_}/all", SLICE_MS))
         except jax.errors.JaxRuntimeError as error:
             if not departures.is_timeout(error) or time.monotonic() > end:
                 raise
@@ -222,13 +225,13 @@ _HEADER = struct.Struct("<IQ")
 """What stands before the news of a process: its number, and how many bytes follow."""
 
 
-def _joined(said: dict[int, bytes]) -> bytes:
+def _join_news(said: dict[int, bytes]) -> bytes:
     """Return the news of all processes in one piece."""
     return b"".join(_HEADER.pack(process, len(news)) + news for process, news in said.items())
 
 
-def _parted(joined: bytes) -> dict[int, bytes]:
-    """Return the news by process; the inverse of `_joined`."""
+def _part_news(joined: bytes) -> dict[int, bytes]:
+    """Return the news by process; the inverse of `_join_news`."""
     said, at = {}, 0
     while at < len(joined):
         process, size = _HEADER.unpack_from(joined, at)

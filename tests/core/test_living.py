@@ -1,6 +1,7 @@
 """Tables whose vocabularies live: rows follow plain Python, and values follow their keys."""
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
@@ -156,6 +157,27 @@ def test_work_is_in_place_and_few_programs_are_compiled():
     assert made.compilations == before
     assert {name: table.unsafe_buffer_pointer() for name, table in state.tables.items()} == held
     assert all(table.is_deleted() for table in old.tables.values())
+
+
+def test_admitting_compiles_a_program_per_stack_whichever_get_keys_together():
+    living = DynamicVocabulary()
+    names = {name: dim for dim, name in enumerate(("a", "b", "c"), 1)}
+    made = engine(1, features={
+        name: FeatureConfig(TableConfig(40, dim, name=name, vocabulary=living))
+        for name, dim in names.items()
+    })  # fmt: skip
+    state, key = made.init(jax.random.key(KEY)), itertools.count(100)
+    subsets = [s for n in range(4) for s in itertools.combinations(names, n)]
+    for subset in subsets:
+        given = {name: np.full(8, next(key) if name in subset else -1) for name in names}
+        before = state
+        state, batch = made.admit(state, made.place(given))
+        for name in subset:
+            row = initial_row(made.table_configs[name], int(given[name][0]))
+            np.testing.assert_array_equal(made.lookup(state, batch)[name][0], row)
+        gone = {made.layout.stacks[f.stack].name: f.path in subset for f in made.layout.features}
+        assert {n: table.is_deleted() for n, table in before.tables.items()} == gone
+    assert made.compilations["admit"] == 3
 
 
 def train_on_sequences(**options):

@@ -1,5 +1,7 @@
 """Batches in another order, in which all replicas have about as many events."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -74,6 +76,22 @@ def test_every_leaf_is_reordered():
     assert sparse.indices.tolist() == [[0, 0], [0, 4], [1, 1]]
     assert (sparse.values.tolist(), sparse.weights.tolist()) == ([2, 3, 1], [2, 3, 1])
     assert sparse.dense_shape == (4, 5)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.uint64])
+def test_positions_may_have_any_integer_dtype(dtype):
+    ragged, (sparse,) = NEST["ragged"], NEST["sparse"]
+    found = reorder_batch(
+        [
+            dataclasses.replace(ragged, row_splits=ragged.row_splits.astype(dtype)),
+            dataclasses.replace(sparse, indices=sparse.indices.astype(dtype)),
+        ],
+        np.array([2, 0, 3, 1], dtype),
+    )
+    assert found[0].row_splits.tolist() == [0, 1, 3, 4, 4]
+    assert found[0].values.tolist() == [5, 7, 3, 9]
+    assert found[1].indices.tolist() == [[0, 0], [0, 4], [1, 1]]
+    assert found[0].row_splits.dtype == found[1].indices.dtype == np.int64
 
 
 def test_the_way_back_restores_the_batch():

@@ -25,11 +25,11 @@ from tpu_embed.core.ids import (
     RaggedIds,
     SparseIds,
     check_coordinates,
+    check_row_splits,
     collect_leaves,
     count_rows,
     read_ids,
     rebuild_nest,
-    row_lengths,
 )
 
 __all__ = ["balance_replicas", "reorder_batch"]
@@ -73,10 +73,10 @@ def balance_replicas(lengths: ArrayLike | Sequence[int], replicas: int) -> np.nd
     if given.size and given.min() < 0:
         at = int(given.argmin())
         raise ValueError(_checks.message(what, expected="at least 0", got=f"{given[at]} at {at}"))
-    return _balanced(given.tolist(), replicas)
+    return _balance(given.tolist(), replicas)
 
 
-def _balanced(lengths: Sequence[int], replicas: int) -> np.ndarray:
+def _balance(lengths: Sequence[int], replicas: int) -> np.ndarray:
     """Return the order that `balance_replicas` describes."""
     room = len(lengths) // replicas
     chosen: list[list[int]] = [[] for _ in range(replicas)]
@@ -123,12 +123,12 @@ def reorder_batch(batch: Any, order: ArrayLike | Sequence[int]) -> Any:
       >>> moved["label"].tolist()
       [2, 0, 1]
     """
-    moves = _checked_order(order)
+    moves = _check_order(order)
     leaves = [(path, read_ids(path, leaf)) for path, leaf in collect_leaves("reorder_batch", batch)]
-    return rebuild_nest(batch, iter([_reordered(path, leaf, moves) for path, leaf in leaves]))
+    return rebuild_nest(batch, iter([_reorder_leaf(path, leaf, moves) for path, leaf in leaves]))
 
 
-def _checked_order(order: Any) -> np.ndarray:
+def _check_order(order: Any) -> np.ndarray:
     """Return an order of examples as int64 [B].
 
     Raises:
@@ -144,7 +144,7 @@ def _checked_order(order: Any) -> np.ndarray:
     return given.astype(np.int64)
 
 
-def _reordered(path: str, leaf: Any, order: np.ndarray) -> Any:
+def _reorder_leaf(path: str, leaf: Any, order: np.ndarray) -> Any:
     """Return a leaf with its examples in another order.
 
     Raises:
@@ -163,26 +163,28 @@ def _reordered(path: str, leaf: Any, order: np.ndarray) -> Any:
         expected, got = f"weights of shape {leaf.values.shape}", f"{leaf.weights.shape}"
         raise ValueError(_checks.message(path, expected=expected, got=got))
     if isinstance(leaf, SparseIds):
-        return _reordered_sparse(path, leaf, by_row)
-    return _reordered_ragged(path, leaf, by_row)
+        return _reorder_sparse(path, leaf, by_row)
+    return _reorder_ragged(path, leaf, by_row)
 
 
-def _reordered_sparse(path: str, ids: SparseIds, order: np.ndarray) -> SparseIds:
+def _reorder_sparse(path: str, ids: SparseIds, order: np.ndarray) -> SparseIds:
     """Return coordinates whose rows are in another order, sorted by row again."""
     check_coordinates(path, ids)
-    rows = np.argsort(order)[ids.indices[:, 0]]  # the place that the row of each entry goes to
+    given = ids.indices.astype(np.int64)  # NumPy makes floats of uint64 beside int64
+    rows = np.argsort(order)[given[:, 0]]  # the place that the row of each entry goes to
     sort = np.argsort(rows, kind="stable")  # columns ascend in a row, and stay so
-    indices = np.concatenate([rows[sort, None], ids.indices[sort, 1:]], axis=1)
+    indices = np.concatenate([rows[sort, None], given[sort, 1:]], axis=1)
     weights = None if ids.weights is None else ids.weights[sort]
     return dataclasses.replace(ids, indices=indices, values=ids.values[sort], weights=weights)
 
 
-def _reordered_ragged(path: str, ids: RaggedIds, order: np.ndarray) -> RaggedIds:
+def _reorder_ragged(path: str, ids: RaggedIds, order: np.ndarray) -> RaggedIds:
     """Return ragged rows in another order."""
-    lengths = row_lengths(path, ids)[order]
+    lengths = check_row_splits(path, ids)[order]
     splits = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     # Rows of lengths 2 and 1 that begin at 5 and 3: the values 5 6 3, which are the places 0 1 2
     # moved by 5 - 0 and 3 - 2.
-    at = np.arange(splits[-1]) + np.repeat(ids.row_splits[order] - splits[:-1], lengths)
+    first = ids.row_splits.astype(np.int64)[order]
+    at = np.arange(splits[-1]) + np.repeat(first - splits[:-1], lengths)
     weights = None if ids.weights is None else ids.weights[at]
     return dataclasses.replace(ids, values=ids.values[at], row_splits=splits, weights=weights)

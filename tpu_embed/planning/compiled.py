@@ -233,8 +233,9 @@ def abstract_state(engine: EmbeddingEngine) -> TableState:
     shapes = jax.eval_shape(engine.init, jax.random.key(0))
     tables, slots = state_specs(engine.layout.stacks, engine.layout.axes)
     whole = PartitionSpec()
-    counters = dict.fromkeys(shapes.counters, whole)
-    specs = TableState(tables, slots, whole, counters)  # type: ignore[arg-type]
+    counters: Any = dict.fromkeys(shapes.counters, whole)
+    vocabulary: Any = shapes.vocabulary and dict.fromkeys(shapes.vocabulary, whole)
+    specs = TableState(tables, slots, whole, counters, vocabulary)  # type: ignore[arg-type]
     mesh = engine.layout.axes.mesh
 
     def sharded(shape: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -254,4 +255,7 @@ def abstract_batch(engine: EmbeddingEngine, spec: BatchSpec) -> Batch:
     shape = (axes.size(axes.names), line_length(line_of(spec, engine.layout)))
     sharding = axes.sharding(axes.names)
     packed = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
-    return Batch(packed, spec, engine.layout.row_ids_checksum)  # type: ignore[arg-type]
+    steps = None
+    if engine.layout.living:
+        steps = jax.ShapeDtypeStruct((3,), np.int32, sharding=axes.sharding(()))
+    return Batch(packed, spec, engine.layout.row_ids_checksum, steps)  # type: ignore[arg-type]

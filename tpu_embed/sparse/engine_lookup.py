@@ -186,10 +186,10 @@ def engine_update(
     jagged, ids = sequences.is_jagged(engine), features[FEATURE]
     if jagged:
         each = sequences.fill_columns(each, ids.shape[1], engine)
-    together = padded(jnp.concatenate(each), ids.shape[0], 0)
+    joined = padded(jnp.concatenate(each), ids.shape[0], 0)
     if jagged:
-        features, weights, together = sequences.place_gradient(together, features, weights, engine)
-    return engine.update(state, features, {FEATURE: together}, weights)
+        features, weights, joined = sequences.place_gradient(joined, features, weights, engine)
+    return engine.update(state, features, {FEATURE: joined}, weights)
 
 
 _not_differentiable = refuse_derivatives(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array, Tracer
-from tpu_embed.core.batch import Batch, row_lengths
+from tpu_embed.core.batch import Batch, padded_lengths
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.lookup import Jagged, row_splits
 
@@ -58,7 +58,7 @@ def as_jagged(found: Array, ids: Any, engine: EmbeddingEngine) -> Jagged:
     """
     if isinstance(ids, Batch):
         return Jagged(found, row_splits(ids, engine.layout)[0])
-    lengths = row_lengths(ids, found.shape[1])
+    lengths = padded_lengths(ids, found.shape[1])
     return Jagged.from_padded(found, lengths, engine.layout.axes.replicas)
 
 
@@ -74,7 +74,7 @@ def place_gradient(
       engine: an engine whose only feature is jagged.
     """
     (ids,), capacity = features.values(), None
-    lengths = row_lengths(ids, padded.shape[1])
+    lengths = padded_lengths(ids, padded.shape[1])
     batch: Any = features
     if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((features, weights))):
         # Outside of a jit the engine counts the ids, and so chooses the capacity.

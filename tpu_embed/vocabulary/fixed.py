@@ -6,6 +6,7 @@ Input: keys and their rows. Output: the rows of keys.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ class FixedVocabulary:
       rows: integers `[m]`, their rows.
 
     Raises:
-      ValueError: another shape or dtype, or a key that occurs twice.
+      ValueError: another shape or dtype, a key that occurs twice, or a negative row.
 
     Example:
       >>> FixedVocabulary([7, 5], [0, 3]).find(np.array([5, 6, 7], np.uint64))
@@ -54,12 +55,21 @@ class FixedVocabulary:
             twice = int(keys[:-1][keys[1:] == keys[:-1]][0])
             expected, got = "each key once", f"key {twice} twice"
             raise ValueError(_checks.message("FixedVocabulary.keys", expected=expected, got=got))
+        rows = rows[order].astype(np.int64)
+        if (rows < 0).any():
+            expected, got = "at least 0", f"{rows.min()}"
+            raise ValueError(_checks.message("FixedVocabulary.rows", expected=expected, got=got))
         object.__setattr__(self, "keys", keys)
-        object.__setattr__(self, "rows", rows[order].astype(np.int64))
+        object.__setattr__(self, "rows", rows)
 
     def __len__(self) -> int:
         """Return the number of keys."""
         return self.keys.size
+
+    @functools.cached_property
+    def num_rows(self) -> int:
+        """The least number of rows that a table of these keys has."""
+        return int(self.rows.max(initial=-1)) + 1
 
     def find(self, keys: np.ndarray) -> np.ndarray:
         """Return the row of each key, int64 `[n]`; -1 for keys without a row.

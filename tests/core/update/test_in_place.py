@@ -17,6 +17,7 @@ from tpu_embed.core.lookup import reads
 from tpu_embed.core.update import in_place
 from tpu_embed.kernels import cpu, dispatch
 from tpu_embed.planning.compiled import abstract_batch, abstract_state
+from tpu_embed.vocabulary import DynamicVocabulary
 
 V, D, B, H = 200_000, 8, 64, 4
 IDS = np.zeros((B, H), np.int32)
@@ -99,6 +100,24 @@ def test_so_are_those_of_ids_inside_the_jit():
     engine.check_in_place(
         jax.jit(functools.partial(linear, engine), donate_argnums=0), state, ids, ids
     )
+
+
+def test_so_are_living_tables_in_a_step_that_is_compiled_from_shapes():
+    engine = EmbeddingEngine(
+        {"x": FeatureConfig(TableConfig(V, D, name="t", vocabulary=DynamicVocabulary()))},
+        o.Adagrad(0.1),
+        mesh=mesh(2),
+    )
+    placed = engine.place({"x": np.arange(B * H).reshape(B, H)})
+    shapes = abstract_state(engine), abstract_batch(engine, placed.spec)
+    step = jax.jit(
+        lambda state, batch: engine.update(state, batch, {"x": jnp.ones((B, D))}), donate_argnums=0
+    )
+    engine.check_in_place(step, *shapes)
+    compiled = step.lower(*shapes).compile()
+    # It runs on a state and a batch of these shapes.
+    state, batch = engine.admit(engine.init(jax.random.key(0)), placed)
+    assert int(compiled(state, batch).step) == 1
 
 
 def test_numbers_are_those_of_a_step_without_lookups():

@@ -143,6 +143,24 @@ def test_the_shared_row_stays_the_last_one(saved):
     )
 
 
+@pytest.mark.parametrize("more", [0, 5])
+def test_a_shared_row_that_nobody_has_trained_is_refused(saved, more):
+    features = configs(34 + more, unseen="shared")
+    with pytest.raises(ValueError, match="'items': unseen: expected 'shared', got 'zero'"):
+        io.restore(saved[0], engine(1, features=features))
+
+
+def test_a_shared_row_becomes_an_ordinary_one(saved):
+    features = configs()
+    living = dataclasses.replace(features["one"].table.vocabulary, unseen="zero")
+    features["one"] = FeatureConfig(dataclasses.replace(features["one"].table, vocabulary=living))
+    made = engine(2, features=features)
+    found = whole(made, io.restore(saved[0], made).state)
+    rows = found["map tags/rows"]
+    np.testing.assert_array_equal(found["map tags/keys"], saved[1]["map tags/keys"])
+    np.testing.assert_array_equal(found["table tags"][rows], saved[1]["table tags"][rows])
+
+
 def test_new_keys_are_drawn_with_the_key_of_the_checkpoint(saved):
     made = engine(2)
     state = io.restore(saved[0], made).state

@@ -57,6 +57,7 @@ def test_fixed_vocabularies_find_every_kind_of_key():
         (([1, 1], [0, 1]), "key 1 twice"),
         (([1, 2], [0]), "expected 2 rows, got 1"),
         (([1.5], [0]), "integers of shape"),
+        (([1, 2], [0, -1]), r"FixedVocabulary\.rows: expected at least 0, got -1"),
     ):
         with pytest.raises(ValueError, match=text):
             FixedVocabulary(*arrays)
@@ -76,6 +77,25 @@ def test_serving_without_the_vocabularies_is_refused(served):
             io.serving_lookup(tables, batch, configs(), vocabularies=wrong)
     with pytest.raises(ValueError, match="look up outside the jit"):
         jax.jit(lambda one: io.serving_lookup(tables, {"one": one}, configs()))(np.arange(4))
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_a_vocabulary_of_other_tables_is_refused(served, on_host):
+    made, _, tables, batch, _ = served
+    arrays = tables if on_host else jax.tree.map(jax.numpy.asarray, tables)
+    smaller, features = {"items": arrays["items"][:20]}, {"bags": configs(20)["bags"]}
+    bags, keys = {"bags": batch["bags"]}, FixedVocabulary(*made.vocabularies.keys("items"))
+    for given, text in (
+        (made.vocabularies, "vocabularies: items: expected 20 rows, got 34"),
+        ({"items": keys}, r"vocabularies: items: expected rows below 20, got row \d+"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            io.serving_lookup(smaller, bags, features, vocabularies=given)
+    # The last row of this table is no key's: unseen keys share it.
+    one, shared = {"one": batch["one"]}, {"one": configs()["one"]}
+    given = {"tags": FixedVocabulary([3], [5])}
+    with pytest.raises(ValueError, match="tags: expected rows below 5, got row 5"):
+        io.serving_lookup({"tags": arrays["tags"]}, one, shared, vocabularies=given)
 
 
 def test_what_knows_rows_by_number_only_refuses_keys(served, tmp_path):

@@ -18,7 +18,7 @@ from tpu_embed.core.batch.steps import (
     check_vocabulary,
     steps_of,
 )
-from tpu_embed.core.batch.traced import TracedIds, make_traced, row_lengths
+from tpu_embed.core.batch.traced import TracedIds, make_traced, padded_lengths
 from tpu_embed.core.batch.vocabularies import Vocabularies
 
 __all__ = [
@@ -49,7 +49,7 @@ __all__ = [
     "pack",
     "pack_by_place",
     "pack_all",
-    "row_lengths",
+    "padded_lengths",
     "sort_stack",
     "steps_of",
     "with_capacities",

@@ -78,7 +78,7 @@ class TracedIds:
             if shape.capacity is None:
                 continue
             dtype = layout.stacks[layout.features[f].stack].index_dtype
-            lengths = row_lengths(_signed(ids, dtype), shape.bags)
+            lengths = padded_lengths(_signed(ids, dtype), shape.bags)
             found[f] = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths)])
         return found
 
@@ -226,7 +226,7 @@ def make_traced(
     return TracedIds(arrays, scales, dataclasses.replace(own, stacks=stacks), checked=False)
 
 
-def row_lengths(ids: Array, longest: int) -> Array:
+def padded_lengths(ids: Array, longest: int) -> Array:
     """Return the lengths of padded rows of ids, int32 `[B]`.
 
     A row ends after its last id that is not padding: [7, -1, 3, -1] has length 3.

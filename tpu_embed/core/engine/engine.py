@@ -18,14 +18,7 @@ from tpu_embed._calls import call
 from tpu_embed._checks import refuse_pickle
 from tpu_embed._types import Array, ArrayLike, PyTree
 from tpu_embed.config import TableConfig
-from tpu_embed.core.batch import (
-    Batch,
-    BatchSpec,
-    Intake,
-    Turn,
-    Vocabularies,
-    choose_vocabularies,
-)
+from tpu_embed.core.batch import Batch, BatchSpec, Intake, Turn, Vocabularies, choose_vocabularies
 from tpu_embed.core.engine.admissions import Admissions, zero_if
 from tpu_embed.core.engine.operands import OperandMaker
 from tpu_embed.core.engine.programs import Programs
@@ -391,8 +384,15 @@ class EmbeddingEngine:
 
     @property
     def compilations(self) -> dict[str, int]:
-        """How often `lookup` and `update` were traced: once for each new `BatchSpec`."""
-        return {what: self._programs.traces[what] for what in ("lookup", "update")}
+        """How often programs were traced: those of `lookup` and `update` once per `BatchSpec`.
+
+        With living vocabularies also those of `admit`: once per stack for each size of its new
+        rows, of which there are few.
+        """
+        traces = {what: self._programs.traces[what] for what in ("lookup", "update")}
+        if self.vocabularies is not None:
+            traces["admit"] = self._admissions._writer.traces
+        return traces
 
     def describe(self) -> dict[str, Any]:
         """Return the resolved configuration of tables, stacks and devices as plain objects."""

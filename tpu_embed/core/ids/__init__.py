@@ -18,7 +18,7 @@ from tpu_embed.core.ids.feature_ids import (
     has_means,
     part_of_feature,
 )
-from tpu_embed.core.ids.flat_ids import check_coordinates, row_lengths
+from tpu_embed.core.ids.flat_ids import check_coordinates, check_row_splits
 from tpu_embed.core.ids.host_ids import host_ids
 from tpu_embed.core.ids.keys import batch_order, give_rows, looked_up, split_keys
 from tpu_embed.core.ids.leaves import collect_leaves, count_rows, rebuild_nest
@@ -64,7 +64,7 @@ __all__ = [
     "rescale_bags",
     "rescale_dense_bags",
     "rescale_flat_bags",
-    "row_lengths",
+    "check_row_splits",
     "split_keys",
     "structure",
     "weights",

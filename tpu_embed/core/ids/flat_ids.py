@@ -24,7 +24,7 @@ __all__ = [
     "flat_ids",
     "positions_in_rows",
     "ragged_ids",
-    "row_lengths",
+    "check_row_splits",
     "sparse_ids",
 ]
 
@@ -112,7 +112,7 @@ def check_coordinates(path: str, ids: SparseIds) -> None:
 def ragged_ids(feature: FeatureRules, ids: RaggedIds, weights: Any) -> HostIds:
     """Return the flat `HostIds` of ragged rows."""
     check_dtype(feature, ids.values)
-    lengths = row_lengths(feature.path, ids)
+    lengths = check_row_splits(feature.path, ids)
     rows, n = len(lengths), ids.values.size
     numbers = weights_of.beside_ragged(feature.path, feature.config.table.dtype, ids, weights)
     batch, inner, first = _ragged_shape(feature, rows)
@@ -133,7 +133,7 @@ def ragged_ids(feature: FeatureRules, ids: RaggedIds, weights: Any) -> HostIds:
     return flat_ids(feature, feature_shape, ids.values, bags, numbers, where, keep)
 
 
-def row_lengths(path: str, ids: RaggedIds) -> np.ndarray:
+def check_row_splits(path: str, ids: RaggedIds) -> np.ndarray:
     """Check the row splits `[R + 1]`, and return the lengths `[R]` of the rows."""
     splits, n = ids.row_splits, ids.values.size
     if ids.values.ndim != 1:

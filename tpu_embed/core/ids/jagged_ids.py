@@ -28,8 +28,8 @@ from tpu_embed.core.ids.feature_ids import FeatureShape, HostIds, JaggedRows, de
 from tpu_embed.core.ids.flat_ids import (
     check_coordinates,
     check_order,
+    check_row_splits,
     positions_in_rows,
-    row_lengths,
 )
 
 __all__ = ["jagged_ids"]
@@ -124,7 +124,7 @@ def _of_sparse(feature: FeatureRules, ids: SparseIds, weights: Any) -> _Given:
 
 def _of_ragged(feature: FeatureRules, ids: RaggedIds, weights: Any) -> _Given:
     """Return the ids of ragged rows."""
-    lengths = row_lengths(feature.path, ids)
+    lengths = check_row_splits(feature.path, ids)
     numbers = weights_of.beside_ragged(feature.path, feature.config.table.dtype, ids, weights)
     examples = np.repeat(np.arange(lengths.size), lengths)
     positions = positions_in_rows(ids, lengths)

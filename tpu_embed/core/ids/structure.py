@@ -56,6 +56,19 @@ class Structure:
         """Return the position in `tables` of the feature's table."""
         return next(i for i, table in enumerate(self.tables) if table is feature.table)
 
+    def refuse_keys(self, remedy: str) -> None:
+        """Refuse tables with living vocabularies, where only row numbers are understood.
+
+        Raises:
+          ValueError: there is one; the remedy is part of the message.
+        """
+        for name, table in zip(self.table_names, self.tables, strict=True):
+            if table.vocabulary is not None:
+                what, expected = f"table {name!r}", "ids that are row numbers"
+                got = "keys of a living vocabulary"
+                text = _checks.message(what, expected=expected, got=got, remedy=remedy)
+                raise ValueError(text)
+
     def match(self, values: Any, *, what: str, columns: bool = False) -> list[Any]:
         """Return the [F] leaves of `values`, which must be nested like the configuration.
 

@@ -30,7 +30,7 @@ from tpu_embed.core.lookup.jagged_checks import (
     check_arrays,
     check_lengths,
     check_padded,
-    checked_room,
+    check_room,
 )
 
 __all__ = ["Jagged"]
@@ -221,7 +221,7 @@ class Jagged:
         lengths = lengths if isinstance(lengths, jax.Array) else np.array(lengths)
         check_padded(padded, lengths, shards)
         examples, longest = padded.shape[0] // shards, padded.shape[1]
-        room = examples * longest if capacity is None else checked_room(capacity)
+        room = examples * longest if capacity is None else check_room(capacity)
         lengths = lengths.reshape(shards, examples)
         check_lengths(lengths, longest, room)
         # [B, L, …] -> [S, B / S, L, …]: the first axis stays sharded as B was.

@@ -15,11 +15,11 @@ import numpy as np
 from tpu_embed._checks import check_in_program, check_int, message
 from tpu_embed._types import Array, Tracer
 
-__all__ = ["check_arrays", "check_lengths", "check_padded", "checked_room"]
+__all__ = ["check_arrays", "check_lengths", "check_padded", "check_room"]
 
 
 def check_arrays(values: Any, row_splits: Any) -> None:
-    """Check a pair of arrays; anything else is a placeholder, and right.
+    """Check a pair of arrays; anything else is a placeholder, which is accepted.
 
     Raises:
       TypeError, ValueError: see `Jagged`.
@@ -59,7 +59,7 @@ def check_padded(padded: Array, lengths: Any, shards: int) -> None:
         raise ValueError(message(f"{where}: lengths", expected=expected, got=got))
 
 
-def checked_room(capacity: Any) -> Any:
+def check_room(capacity: Any) -> Any:
     """Return a capacity: an integer, or the symbol that it is in a program exported for any B.
 
     Raises:

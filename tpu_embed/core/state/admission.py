@@ -96,13 +96,21 @@ def new_steps(vocabulary: Mapping[str, Array], steps: tuple[int, int], axes: Mes
 class NewRowWriter:
     """Writes the rows of new keys, for one engine.
 
+    Each stack has a program of its own, so it does not matter which stacks get keys together.
+
     Args:
       layout: the engine's layout.
+
+    Attributes:
+      traces: how often a program was traced: once per stack for each size of its new rows.
     """
 
     def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self._program = jax.jit(self._write, donate_argnums=0)
+        self._layout, self.traces = layout, 0
+        self._programs = {
+            stack: jax.jit(functools.partial(self._write, stack), donate_argnums=0)
+            for stack in dict.fromkeys(stack for stack, _ in layout.living)
+        }
 
     def write(self, state: TableState, new: Mapping[str, NewKeys]) -> TableState:
         """Return the state with the rows of new keys made new; tables and slots are donated.
@@ -113,46 +121,35 @@ class NewRowWriter:
           state: the state.
           new: the new keys by table, the same in all processes.
         """
-        layout, parcels = self._layout, {}
-        chosen = {name: one for name, one in new.items() if one.keys.size}
-        size = _bucket(max(_most_per_shard(stack, chosen) for stack in layout.stacks))
-        for stack in layout.stacks:
-            if any(table.name in chosen for table in stack.tables):
-                sharding = layout.axes.sharding(stack.shard_axes)
-                parcels[stack.name] = _put(_parcels(stack, chosen, size), sharding)
-        if not parcels:
-            return state
         assert state.vocabulary is not None
-        held = tuple({name: part[name] for name in parcels} for part in (state.tables, state.slots))
+        tables, slots = dict(state.tables), dict(state.slots)
         key = {name: data for name, data in state.vocabulary.items() if name != STEPS}
-        tables, slots = call(self._program, held, key, parcels)
-        return dataclasses.replace(
-            state, tables={**state.tables, **tables}, slots={**state.slots, **slots}
-        )
+        chosen = {name: one for name, one in new.items() if one.keys.size}
+        for stack, program in self._programs.items():
+            if any(table.name in chosen for table in stack.tables):
+                sharding = self._layout.axes.sharding(stack.shard_axes)
+                parcels = _put(_parcels(stack, chosen), sharding)
+                held = StackShard(tables[stack.name], slots[stack.name])
+                tables[stack.name], slots[stack.name] = call(program, held, key, parcels)
+        return dataclasses.replace(state, tables=tables, slots=slots)
 
     def _write(
-        self, held: tuple[dict, dict], key: dict[str, Array], parcels: dict[str, Array]
-    ) -> tuple[dict, dict]:
+        self, stack: Stack, held: StackShard, key: dict[str, Array], parcels: Array
+    ) -> StackShard:
+        self.traces += 1  # this line runs once per trace, not once per step
         axes = self._layout.axes
         ((kind, data),) = key.items()
-        stacks = tuple(stack for stack in self._layout.stacks if stack.name in parcels)
-        specs = state_specs(stacks, axes)
+        tables, slots = state_specs((stack,), axes)
+        specs = StackShard(tables[stack.name], slots[stack.name])
 
-        def device(held: Any, data: Array, parcels: dict[str, Array]) -> tuple[dict, dict]:
-            random_key, (tables, slots) = jax.random.wrap_key_data(data, impl=kind), held
-            written = {}
-            for stack in stacks:
-                shard = StackShard(tables[stack.name], slots[stack.name])
-                mine = _opened(parcels[stack.name][0], stack)
-                written[stack.name] = _write_stack(shard, random_key, mine, stack)
-            new_slots = {name: shard.slots for name, shard in written.items()}
-            return {name: shard.table for name, shard in written.items()}, new_slots
+        def device(held: StackShard, data: Array, parcels: Array) -> StackShard:
+            random_key = jax.random.wrap_key_data(data, impl=kind)
+            return _write_stack(held, random_key, _open_parcel(parcels[0], stack), stack)
 
-        by_shard = {stack.name: axes.spec(stack.shard_axes) for stack in stacks}
         return jax.shard_map(
             device,
             mesh=axes.mesh,
-            in_specs=(specs, PartitionSpec(), by_shard),
+            in_specs=(specs, PartitionSpec(), axes.spec(stack.shard_axes)),
             out_specs=specs,
             check_vma=False,
         )(held, data, parcels)
@@ -171,17 +168,7 @@ def _bucket(n: int) -> int:
     return ROW_MULTIPLE * (power * 3 // 4 if power >= 4 and units <= power * 3 // 4 else power)
 
 
-def _most_per_shard(stack: Stack, new: Mapping[str, NewKeys]) -> int:
-    """Return the number of new rows of the shard that has the most."""
-    counts = np.zeros(stack.num_shards, np.int64)
-    for table in stack.tables:
-        if table.name in new:
-            shards = stack.physical(new[table.name].rows, table) // stack.num_rows
-            counts += np.bincount(shards, minlength=stack.num_shards)
-    return int(counts.max())
-
-
-def _parcels(stack: Stack, new: Mapping[str, NewKeys], size: int) -> np.ndarray:
+def _parcels(stack: Stack, new: Mapping[str, NewKeys]) -> np.ndarray:
     """Return the new rows of a stack for the shards that own them, in one array: one transfer.
 
     Returns:
@@ -196,6 +183,7 @@ def _parcels(stack: Stack, new: Mapping[str, NewKeys], size: int) -> np.ndarray:
     shards, local = np.divmod(rows[order], stack.num_rows)
     counts = np.bincount(shards, minlength=stack.num_shards)
     place = np.arange(rows.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    size = _bucket(int(counts.max()))
     made = np.full((stack.num_shards, 5, size), PADDING_ID).astype(np.uint32)
     local, keys, high = local.astype(np.uint64), keys[order], np.uint64(32)
     for i, half in enumerate((local, local >> high, number[order], keys, keys >> high)):
@@ -203,7 +191,7 @@ def _parcels(stack: Stack, new: Mapping[str, NewKeys], size: int) -> np.ndarray:
     return made
 
 
-def _opened(parcel: Array, stack: Stack) -> _Parcel:
+def _open_parcel(parcel: Array, stack: Stack) -> _Parcel:
     """Return what one device writes from its part `[5, m]` of the array of `_parcels`."""
     low, high, tables, *key = parcel
     if stack.index_dtype == np.int32:

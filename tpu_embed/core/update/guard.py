@@ -29,7 +29,8 @@ from tpu_embed.core.layout import Layout
 OnBadGradient = Literal["allow", "skip", "error"]
 
 REFUSED = "refused_batches"
-"""The key in `TableState.counters` of the number of batches that were not in order, see `Steps`."""
+"""The key in `TableState.counters` of the number of steps that were skipped, because the state was
+not one in which their batch may be looked up (`Steps`)."""
 
 COUNTER = "bad_gradients"
 """The key in `TableState.counters` of the number of bad gradients."""

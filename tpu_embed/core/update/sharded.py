@@ -171,7 +171,7 @@ def _update_device(
 def _reads_first(
     ids: LocalIds | RoutedIds, operands: Operands, stack: Stack
 ) -> tuple[LocalIds | RoutedIds, Operands]:
-    """Return a stack's ids, which are there after the lookups of its table; and one number of each.
+    """Make the ids of a stack wait for its lookups, and keep one number of each activation.
 
     An update must wait for what was looked up (`_to_apply`), for which the first number of each
     activation does. Whatever needs the ids waits for these numbers here. Otherwise a TPU's compiler

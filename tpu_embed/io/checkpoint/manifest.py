@@ -285,7 +285,8 @@ def _lacks_rows(directory: Path, f: Field, found: dict[str, Any], wanted: Wanted
             raise _refusal(label, f.label, wish, got, remedy)
     rows = found[f.table.name]["vocabulary_size"]
     if f.table.vocabulary is not None:
-        return False  # rows without keys need no values: `maps.py` finds room for those with keys
+        # `maps.py` finds room for rows with keys and for the shared one; others need no values.
+        return False
     if rows > size:
         remedy = "tables grow, and never shrink"
         raise _refusal(label, f.label, f"at most {size} rows", f"{rows}", remedy)

@@ -161,7 +161,8 @@ def read(
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: a file is damaged; a table lives on disk or in the engine alone.
+      ValueError: a file is damaged; a table lives on disk or in the engine alone; its unseen keys
+        share a row in the engine alone, so that nobody has trained this row.
     """
     found = None
     if (directory / _FILE).exists():
@@ -182,8 +183,12 @@ def read(
         if name not in saved_tables:
             maps[name] = empty_state(step)
             continue
+        assert table.vocabulary is not None
+        before, now = saved[name]["unseen"], table.vocabulary.unseen
+        if now == "shared" and before != now:
+            raise refuse(f"table {name!r}: unseen", repr(now), repr(before), "declare it as it was")
         state = _read_state(directory, name, saved[name], step, checksums)
-        maps[name], moves[name] = _fitted(state, saved[name], table)
+        maps[name], moves[name] = _fit_state(state, saved[name], table)
     history = max(vocabularies.next_history, 1 if found is None else found["history"] + 1)
     key = None
     if found is not None:
@@ -215,7 +220,9 @@ def _read_state(
     return MapState(**arrays, step=np.array(step, np.int64), counters=counters)
 
 
-def _fitted(state: MapState, saved: Mapping[str, Any], table: TableSlice) -> tuple[MapState, Moves]:
+def _fit_state(
+    state: MapState, saved: Mapping[str, Any], table: TableSlice
+) -> tuple[MapState, Moves]:
     """Return a state for a table of another capacity, and the rows that move."""
     assert table.vocabulary is not None
     fitted, before = fit(state, table.vocabulary_size, table.vocabulary)

@@ -227,11 +227,11 @@ def _filled(
         jax.block_until_ready(physical)  # no more than two blocks are held
         physical = _put(physical, values, start, limit, f, engine.layout.axes)
     if found.maps is not None and f.table.name in found.maps.moves:
-        physical = _moved(physical, reader, f, found.maps.moves[f.table.name], engine)
+        physical = _move_rows(physical, reader, f, found.maps.moves[f.table.name], engine)
     return f.write(state, physical)
 
 
-def _moved(
+def _move_rows(
     physical: Array, reader: RowReader, f: Field, moves: maps.Moves, engine: EmbeddingEngine
 ) -> Array:
     """Return the physical array with rows that have another place than on disk written there."""

@@ -91,7 +91,8 @@ def export_model(
     root = Path(path)
     directory.check_free(root)
     declared = structure.flatten(feature_config)
-    _refuse_keys(declared)
+    # A program takes row numbers; it has no map.
+    declared.refuse_keys("serve it with serving_lookup, which takes vocabularies=")
     stored = [_as_written(table) for table in stored_tables(tables, declared)]
     arguments = _arguments(declared, features, weights, inputs, batch)
     exported = _exported(model, declared, stored, arguments, chosen)
@@ -107,19 +108,6 @@ def export_model(
     named = dict(zip(declared.table_names, stored, strict=True))
     with directory.written(root) as temporary:
         model_files.write(temporary, _serialized(exported), named, declared, described)
-
-
-def _refuse_keys(declared: Structure) -> None:
-    """Refuse tables whose vocabularies live: a program takes row numbers, and no map.
-
-    Raises:
-      ValueError: there is one.
-    """
-    for name, table in zip(declared.table_names, declared.tables, strict=True):
-        if table.vocabulary is not None:
-            expected, got = "ids that are row numbers", "keys of a living vocabulary"
-            remedy = "serve it with serving_lookup, which takes vocabularies="
-            raise ValueError(message(f"table {name!r}", expected=expected, got=got, remedy=remedy))
 
 
 def _check_flatbuffers() -> None:

@@ -33,13 +33,14 @@ def finders(given: Any, whole: Structure, used: Structure) -> dict[str, Find]:
       used: the part of it that is looked up.
 
     Raises:
-      ValueError: a vocabulary is missing, or of a table whose ids are row numbers.
+      ValueError: a vocabulary is missing, does not fit its table, or is of a table whose ids
+        are row numbers.
       TypeError: it is of another type.
     """
     named = dict(zip(used.table_names, used.tables, strict=True))
     living = [name for name, table in named.items() if table.vocabulary is not None]
     if isinstance(given, Vocabularies):
-        found: dict[str, Find] = {n: _find_now(given, n) for n in living if n in given.tables}
+        found = {n: _find_now(given, n, named[n]) for n in living if n in given.tables}
     elif given is None or isinstance(given, Mapping):
         found = _fixed(given or {}, whole)
     else:
@@ -64,7 +65,10 @@ def with_rows(hosts: Sequence[HostIds], layout: Layout, found: Mapping[str, Find
     return given
 
 
-def _find_now(vocabularies: Vocabularies, name: str) -> Find:
+def _find_now(vocabularies: Vocabularies, name: str, config: TableConfig) -> Find:
+    capacity = vocabularies.tables[name].vocabulary_size
+    if capacity != config.vocabulary_size:
+        raise _not_its_own(name, f"{config.vocabulary_size} rows", f"{capacity}")
     return lambda keys: vocabularies.find(name, keys, vocabularies.admitted)
 
 
@@ -80,5 +84,22 @@ def _fixed(given: Mapping[Any, Any], whole: Structure) -> dict[str, Find]:
         if not isinstance(one, FixedVocabulary):
             expected, got = "a FixedVocabulary", type(one).__name__
             raise TypeError(message(f"vocabularies: {name}", expected=expected, got=got))
+        most = _rows_for_keys(tables[name])
+        if one.num_rows > most:
+            raise _not_its_own(name, f"rows below {most}", f"row {one.num_rows - 1}")
         found[name] = one.find
     return found
+
+
+def _rows_for_keys(config: TableConfig) -> int:
+    """Return how many rows of a table can belong to keys."""
+    assert config.vocabulary is not None
+    # The last row may be the one that unseen keys share.
+    return config.vocabulary_size - (config.vocabulary.unseen == "shared")
+
+
+def _not_its_own(name: str, expected: str, got: str) -> ValueError:
+    """Return the error about a vocabulary that does not fit its table."""
+    remedy = "give the vocabulary that belongs to these tables, and declare their capacity"
+    what = f"vocabularies: {name}"
+    return ValueError(message(what, expected=expected, got=got, remedy=remedy))

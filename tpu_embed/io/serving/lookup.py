@@ -77,7 +77,9 @@ def serving_lookup(
       weights: one weight per id in the same structure, None for a feature without weights.
       vocabularies: the rows of keys, for tables whose vocabularies live: `engine.vocabularies`, or
         a `FixedVocabulary` by `TableConfig` or by name. Keys without a row have a zero row, or the
-        one that unseen keys share.
+        one that unseen keys share. Tables and vocabulary must be of the same step:
+        `engine.vocabularies` goes on with the training, so keep a `FixedVocabulary` beside tables
+        that you publish.
 
     Returns:
       One array `[B, …, D]` per given feature in the structure of the features, float32 (float64
@@ -103,7 +105,7 @@ def serving_lookup(
     given, scales = declared.match_weighted(features, weights)
     server = server_of(declared)
     if any(isinstance(leaf, Tracer) for leaf in (*given, *scales)):
-        _refuse_traced_keys(declared)
+        declared.refuse_keys("look up outside the jit, and give it the activations")
         source = server.traced(given, scales)
         found, bad_ids = server.activations(stored, source)
         source.report(bad_ids, server.layout)
@@ -111,19 +113,6 @@ def serving_lookup(
         find = finders(vocabularies, whole, declared)
         found = server.placed(stored, given, scales, find)
     return declared.unflatten(found)
-
-
-def _refuse_traced_keys(declared: Structure) -> None:
-    """Refuse keys of living vocabularies inside a jit, where no map can be asked.
-
-    Raises:
-      ValueError: a table that is looked up has one.
-    """
-    for name, table in zip(declared.table_names, declared.tables, strict=True):
-        if table.vocabulary is not None:
-            expected, got = "keys on the host", "traced ones"
-            remedy = "look up outside the jit, and give it the activations"
-            raise ValueError(message(f"table {name!r}", expected=expected, got=got, remedy=remedy))
 
 
 def server_of(declared: Structure) -> Server:
