@@ -28,6 +28,14 @@ from tpu_embed.core.ids import Structure, structure
 from tpu_embed.core.state import TableState, describe_leaf
 
 
+def placed_step(batch: Batch) -> int:
+    """Return the step of living vocabularies that a placed batch is, or whose rows it has."""
+    steps = getattr(batch.admission, "steps", None)
+    steps = batch.steps if steps is None else steps
+    assert steps is not None, "batches of living vocabularies have steps"
+    return int(steps[0])
+
+
 @dataclasses.dataclass(frozen=True)
 class Enqueued:
     """A batch that waits in the queue, or was dequeued.
@@ -48,8 +56,7 @@ class Enqueued:
     @property
     def step(self) -> int | None:
         """The step of living vocabularies that the batch is, if it is to be admitted; else None."""
-        steps = self.batch.steps
-        return int(steps[0]) if steps is not None and self.batch.admission.is_training else None
+        return placed_step(self.batch) if self.batch.admission.is_training else None
 
     def issued(self, lookup: Callable[[Batch], PyTree]) -> Enqueued:
         """Return the batch with its activations; look them up unless that was done before."""

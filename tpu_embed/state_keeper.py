@@ -22,7 +22,7 @@ from tpu_embed._checks import message
 from tpu_embed.core.batch import Steps
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState, new_steps
-from tpu_embed.enqueue import Enqueued, Held, Holder, after_a_device_error
+from tpu_embed.enqueue import Enqueued, Held, Holder, after_a_device_error, placed_step
 from tpu_embed.interrupts import SignalsDeferred
 
 __all__ = ["StateKeeper"]
@@ -75,8 +75,20 @@ class StateKeeper:
 
     def _lost(self) -> list[Enqueued]:
         maps, held = self._engine.vocabularies, self.holder.now
-        items = (*held.waiting, *([held.dequeued] if held.dequeued else []))
-        return [] if maps is None else [x for x in items if not maps.is_current(x.batch)]
+        if maps is None:
+            return []
+        # A batch that is only looked up is lost with the training batches before it. Of the queue
+        #     step 3, a lookup at step 3, step 4, a lookup at step 4
+        # the last two are lost after a rewind that undoes step 4.
+        last, lost = maps.admitted, []
+        for item in (*([held.dequeued] if held.dequeued else []), *held.waiting):
+            if not maps.is_current(item.batch):
+                lost.append(item)
+            elif item.step is not None:
+                last = item.step
+            elif item.activations is None and placed_step(item.batch) > last:
+                lost.append(item)
+        return lost
 
     def check_keys(self, what: str, item: Enqueued) -> None:
         """Check that a batch of keys may be enqueued behind those that wait.

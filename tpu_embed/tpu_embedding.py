@@ -177,10 +177,10 @@ class TPUEmbedding:
         maps = self.engine.vocabularies
         assert maps is not None
         with self._placing:
+            before = self._keeper.forget_lost().last_step(maps.admitted)
             if isinstance(features, Batch):
                 self._push(what, Enqueued(self.engine.place(features, weights), training, name))
                 return
-            before = self._keeper.forget_lost().last_step(maps.admitted)
             turn = self.engine.next_turn()
             batch = turn.place(features, weights, training=training, step=before)
             try:
