@@ -176,6 +176,18 @@ class Held(NamedTuple):
         waiting = tuple(new if item is old else item for item in self.waiting)
         return self._replace(state=state, waiting=waiting, update=None)
 
+    def withdraw_first(self, item: Enqueued, before: Held) -> Held:
+        """Return the record with the queue and the size of an earlier one.
+
+        Args:
+          item: the batch that was enqueued since. An admitted batch is in the queue in its place,
+            and stays there, because admitting cannot be undone.
+          before: the earlier record.
+        """
+        if self.waiting[0] is not item:
+            return self
+        return self._replace(waiting=before.waiting, per_replica=before.per_replica)
+
     def described_sizes(self, paths: Sequence[str]) -> Any:
         """Return `per_replica` as a plain object: one number if all are equal, or one per path."""
         sizes = self.per_replica

@@ -180,6 +180,23 @@ class StateKeeper:
             raise
         return state, tuple(issued)
 
+    def issue_first(self, what: str, item: Enqueued, before: Held) -> None:
+        """Look up the only batch of the queue; if that fails, take it out of the queue again.
+
+        If it was admitted before the failure, it stays, and `dequeue` looks it up again.
+
+        Args:
+          what: the call, for the message.
+          item: the batch.
+          before: the record before the batch was put into the queue.
+        """
+        try:
+            _, (found,) = self.issue(what, self.built(), (item,))
+        except BaseException:
+            self.holder.derive(lambda now: now.withdraw_first(item, before))
+            raise
+        self.holder.derive(lambda now: now._replace(waiting=(found, *now.waiting[1:])))
+
     def _admit(self, state: TableState, item: Enqueued) -> tuple[TableState, Enqueued]:
         """Admit a batch of keys, in the memory of the state; record the new state."""
         with SignalsDeferred():

@@ -146,6 +146,10 @@ class TPUEmbedding:
     ) -> None:
         """Append a batch to the queue, and start its transfer to the devices.
 
+        If the lookup of a pipelined `enqueue` fails, nothing is enqueued, but with living
+        vocabularies the batch stays once its keys are admitted; `waiting` tells which. `dequeue`
+        looks it up again then.
+
         Args:
           features: the global batch, in the structure of the features; or a `Batch` that the
             engine has placed, without `weights`.
@@ -204,12 +208,13 @@ class TPUEmbedding:
             self._keeper.holder.derive(pushed)
             return
         with self._keeper.lock:
-            held = self._keeper.settled(what).with_size(size, what, remedy)
-            state = self._keeper.built()
-            # The first batch in a pipelined queue is looked up at once (see `enqueue.py`).
-            if self._pipelined and not held.waiting:
-                _, (item,) = self._keeper.issue(what, state, (item,))
+            before = self._keeper.settled(what)
+            before.with_size(size, what, remedy)
+            self._keeper.built()
             self._keeper.holder.derive(pushed)
+            # The first batch in a pipelined queue is looked up at once (see `enqueue.py`).
+            if self._pipelined and not before.waiting:
+                self._keeper.issue_first(what, item, before)
 
     def dequeue(self, name: str | None = None) -> PyTree:
         """Return the activations of the oldest batch, with the batch dimension sharded.
