@@ -106,6 +106,19 @@ class StateKeeper:
             assert item.batch.steps is not None, "every batch that this engine placed has steps"
             maps.check(now, Steps(*item.batch.steps.tolist()), item.batch.admission)
 
+    def undo_placed(self, step: int) -> None:
+        """Undo the training batch that was placed after a step, if the queue does not have it.
+
+        It stays if it was admitted, or if other batches were placed after it.
+        """
+        maps = self._engine.vocabularies
+        if maps is None or maps.placed == step:
+            return
+        with maps.turns.use(maps.turns.draw()):  # nobody places a batch meanwhile
+            enqueued = self.holder.now.last_step(maps.admitted)
+            if enqueued <= step and maps.placed == step + 1:
+                maps.undo(step)
+
     def settle(self) -> Held:
         """Return the record. The caller holds `lock`, so no update is running."""
         if self.holder.now.update is not None:

@@ -26,7 +26,7 @@ from tpu_embed.core.ids import structure
 from tpu_embed.core.layout import describe_devices, describe_tables
 from tpu_embed.core.state import TableState, check_state, retrieve
 from tpu_embed.core.update import OnBadGradient
-from tpu_embed.enqueue import Enqueued, Held, batch_sizes
+from tpu_embed.enqueue import Enqueued, Held, batch_sizes, placed_step
 from tpu_embed.planning.placement import resolve
 from tpu_embed.state_keeper import StateKeeper
 
@@ -185,13 +185,17 @@ class TPUEmbedding:
             if isinstance(features, Batch):
                 self._push(what, Enqueued(self.engine.place(features, weights), training, name))
                 return
+            placed = maps.placed
             turn = self.engine.next_turn()
-            batch = turn.place(features, weights, training=training, step=before)
             try:
+                batch = turn.place(features, weights, training=training, step=before)
+                # Another thread may have placed a batch of its own before this one.
+                placed = placed_step(batch) - 1
                 self._push(what, Enqueued(batch, training, name))
             except BaseException:
+                turn.release()  # if an interrupt came before it was used
                 if training:
-                    maps.undo_last(batch)
+                    self._keeper.undo_placed(placed)
                 raise
 
     def _push(self, what: str, item: Enqueued) -> None:
