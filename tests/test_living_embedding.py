@@ -157,6 +157,24 @@ def test_another_state_must_be_of_the_step_of_the_maps():
         made.state = ordinary.init(jax.random.key(0))
 
 
+@pytest.mark.parametrize("readable", [True, False])
+def test_new_keys_after_an_invalid_state_are_drawn_with_its_random_key(readable):
+    made = small()
+    made.state = made.engine.init(jax.random.key(5))
+    keys, zero = np.array([1, 2]), np.zeros((2, 2), np.float32)
+    made.enqueue(keys)
+    made.dequeue()
+    made.apply_gradients(zero)
+    lost = made.state.tables if readable else made.state
+    jax.tree.map(lambda array: array.delete(), lost)
+    made.load({"t": np.zeros((CAPACITY, 2), np.float32)})
+    made.enqueue(keys + 2)
+    # Otherwise only the seed of the embedding is known.
+    expected = [initial_row(SMALL, key, seed=5 if readable else 0) for key in (3, 4)]
+    np.testing.assert_array_equal(made.dequeue(), expected)
+    assert made.state.vocabulary["steps"].tolist() == [2, 0]
+
+
 CAPACITY = 6
 SMALL = TableConfig(CAPACITY, 2, name="t", vocabulary=DynamicVocabulary())
 

@@ -263,6 +263,15 @@ def _any_deleted(leaves: list[Any]) -> bool:
     return any(leaf.is_deleted() for leaf in leaves)
 
 
+def is_readable(arrays: PyTree) -> bool:
+    """Tell whether no array was deleted or computed by a program that failed; waits for them."""
+    try:
+        jax.block_until_ready(arrays)
+    except RuntimeError:  # jax.errors.JaxRuntimeError is one too
+        return False
+    return True
+
+
 def after_a_device_error(error: str) -> str:
     """Return the description of a state after a device error.
 

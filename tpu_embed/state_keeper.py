@@ -22,7 +22,14 @@ from tpu_embed._checks import message
 from tpu_embed.core.batch import Steps
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState, new_steps
-from tpu_embed.enqueue import Enqueued, Held, Holder, after_a_device_error, placed_step
+from tpu_embed.enqueue import (
+    Enqueued,
+    Held,
+    Holder,
+    after_a_device_error,
+    is_readable,
+    placed_step,
+)
 from tpu_embed.interrupts import SignalsDeferred
 
 __all__ = ["StateKeeper"]
@@ -52,11 +59,18 @@ class StateKeeper:
         return self.holder.now.state
 
     def new_state(self) -> TableState:
-        """Return a first state; with living vocabularies, of the step that their maps have."""
+        """Return a first state; with living vocabularies, of the step that their maps have.
+
+        The random key of their new rows stays that of the state before, which may have been
+        restored from a checkpoint; if that cannot be read any more, it is the seed's.
+        """
         state, maps = self._engine.init(jax.random.key(self._seed)), self._engine.vocabularies
-        if maps is None or state.vocabulary is None:
+        if maps is None:
             return state
-        vocabulary = new_steps(state.vocabulary, maps.now, self._engine.layout.axes)
+        before = self.holder.now.state
+        kept = state if before is None or not is_readable(before.vocabulary) else before
+        assert kept.vocabulary is not None, "states of engines with living vocabularies have one"
+        vocabulary = new_steps(kept.vocabulary, maps.now, self._engine.layout.axes)
         return dataclasses.replace(state, vocabulary=vocabulary)
 
     def forget_lost(self) -> Held:
