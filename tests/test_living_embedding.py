@@ -157,6 +157,24 @@ def test_another_state_must_be_of_the_step_of_the_maps():
         made.state = ordinary.init(jax.random.key(0))
 
 
+@pytest.mark.parametrize("readable", [True, False])
+def test_new_keys_after_an_invalid_state_are_drawn_with_its_random_key(readable):
+    made = small()
+    made.state = made.engine.init(jax.random.key(5))
+    keys, zero = np.array([1, 2]), np.zeros((2, 2), np.float32)
+    made.enqueue(keys)
+    made.dequeue()
+    made.apply_gradients(zero)
+    lost = made.state.tables if readable else made.state
+    jax.tree.map(lambda array: array.delete(), lost)
+    made.load({"t": np.zeros((CAPACITY, 2), np.float32)})
+    made.enqueue(keys + 2)
+    # Otherwise only the seed of the embedding is known.
+    expected = [initial_row(SMALL, key, seed=5 if readable else 0) for key in (3, 4)]
+    np.testing.assert_array_equal(made.dequeue(), expected)
+    assert made.state.vocabulary["steps"].tolist() == [2, 0]
+
+
 CAPACITY = 6
 SMALL = TableConfig(CAPACITY, 2, name="t", vocabulary=DynamicVocabulary())
 
@@ -211,6 +229,30 @@ def test_batches_in_the_queue_are_forgotten_when_the_maps_are_rewound():
     made.engine.vocabularies.rewind(made.state)
     with pytest.warns(UserWarning, match="got 1 from before, now forgotten"):
         made.dequeue()
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_a_lookup_in_the_queue_is_lost_with_the_batches_before_it(pipelined):
+    made = small(pipeline_execution_with_tensor_core=pipelined)
+    maps = made.engine.vocabularies
+    made.enqueue(np.array([1, 2]))
+    made.enqueue(np.array([2, 1]), training=False)  # of step 1
+    if pipelined:  # the first batch is admitted, and stays
+        made.enqueue(np.array([3, 4]))
+        made.enqueue(np.array([3, 4]), training=False)  # of step 2, which is undone
+    maps.rewind(made.state)
+    placed = made.engine.place(np.array([5, 6]))
+    with pytest.warns(UserWarning, match="got 2 from before, now forgotten"):
+        made.enqueue(placed)
+    found = []
+    while made.waiting:
+        found.append(np.asarray(made.dequeue()))
+        if made.dequeued is not None:
+            made.apply_gradients(np.zeros((2, 2), np.float32))
+    expected = [[1, 2], [2, 1], [5, 6]] if pipelined else [[5, 6]]
+    expected = [[initial_row(SMALL, key, seed=0) for key in keys] for keys in expected]
+    np.testing.assert_array_equal(found, expected)
+    assert maps.admitted == maps.placed == len(expected) - pipelined
 
 
 def test_a_lookup_whose_rows_will_be_other_keys_is_refused_before_it_is_enqueued():

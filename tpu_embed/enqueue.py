@@ -28,6 +28,14 @@ from tpu_embed.core.ids import Structure, structure
 from tpu_embed.core.state import TableState, describe_leaf
 
 
+def placed_step(batch: Batch) -> int:
+    """Return the step of living vocabularies that a placed batch is, or whose rows it has."""
+    steps = getattr(batch.admission, "steps", None)
+    steps = batch.steps if steps is None else steps
+    assert steps is not None, "batches of living vocabularies have steps"
+    return int(steps[0])
+
+
 @dataclasses.dataclass(frozen=True)
 class Enqueued:
     """A batch that waits in the queue, or was dequeued.
@@ -48,8 +56,7 @@ class Enqueued:
     @property
     def step(self) -> int | None:
         """The step of living vocabularies that the batch is, if it is to be admitted; else None."""
-        steps = self.batch.steps
-        return int(steps[0]) if steps is not None and self.batch.admission.is_training else None
+        return placed_step(self.batch) if self.batch.admission.is_training else None
 
     def issued(self, lookup: Callable[[Batch], PyTree]) -> Enqueued:
         """Return the batch with its activations; look them up unless that was done before."""
@@ -169,6 +176,18 @@ class Held(NamedTuple):
         waiting = tuple(new if item is old else item for item in self.waiting)
         return self._replace(state=state, waiting=waiting, update=None)
 
+    def withdraw_first(self, item: Enqueued, before: Held) -> Held:
+        """Return the record with the queue and the size of an earlier one.
+
+        Args:
+          item: the batch that was enqueued since. An admitted batch is in the queue in its place,
+            and stays there, because admitting cannot be undone.
+          before: the earlier record.
+        """
+        if self.waiting[0] is not item:
+            return self
+        return self._replace(waiting=before.waiting, per_replica=before.per_replica)
+
     def described_sizes(self, paths: Sequence[str]) -> Any:
         """Return `per_replica` as a plain object: one number if all are equal, or one per path."""
         sizes = self.per_replica
@@ -242,6 +261,15 @@ def batch_sizes(declared: Structure, given: PyTree | None) -> tuple[int, ...] | 
 
 def _any_deleted(leaves: list[Any]) -> bool:
     return any(leaf.is_deleted() for leaf in leaves)
+
+
+def is_readable(arrays: PyTree) -> bool:
+    """Tell whether no array was deleted or computed by a program that failed; waits for them."""
+    try:
+        jax.block_until_ready(arrays)
+    except RuntimeError:  # jax.errors.JaxRuntimeError is one too
+        return False
+    return True
 
 
 def after_a_device_error(error: str) -> str:

@@ -22,7 +22,14 @@ from tpu_embed._checks import message
 from tpu_embed.core.batch import Steps
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState, new_steps
-from tpu_embed.enqueue import Enqueued, Held, Holder, after_a_device_error
+from tpu_embed.enqueue import (
+    Enqueued,
+    Held,
+    Holder,
+    after_a_device_error,
+    is_readable,
+    placed_step,
+)
 from tpu_embed.interrupts import SignalsDeferred
 
 __all__ = ["StateKeeper"]
@@ -52,11 +59,18 @@ class StateKeeper:
         return self.holder.now.state
 
     def new_state(self) -> TableState:
-        """Return a first state; with living vocabularies, of the step that their maps have."""
+        """Return a first state; with living vocabularies, of the step that their maps have.
+
+        The random key of their new rows stays that of the state before, which may have been
+        restored from a checkpoint; if that cannot be read any more, it is the seed's.
+        """
         state, maps = self._engine.init(jax.random.key(self._seed)), self._engine.vocabularies
-        if maps is None or state.vocabulary is None:
+        if maps is None:
             return state
-        vocabulary = new_steps(state.vocabulary, maps.now, self._engine.layout.axes)
+        before = self.holder.now.state
+        kept = state if before is None or not is_readable(before.vocabulary) else before
+        assert kept.vocabulary is not None, "states of engines with living vocabularies have one"
+        vocabulary = new_steps(kept.vocabulary, maps.now, self._engine.layout.axes)
         return dataclasses.replace(state, vocabulary=vocabulary)
 
     def forget_lost(self) -> Held:
@@ -75,8 +89,20 @@ class StateKeeper:
 
     def _lost(self) -> list[Enqueued]:
         maps, held = self._engine.vocabularies, self.holder.now
-        items = (*held.waiting, *([held.dequeued] if held.dequeued else []))
-        return [] if maps is None else [x for x in items if not maps.is_current(x.batch)]
+        if maps is None:
+            return []
+        # A batch that is only looked up is lost with the training batches before it. Of the queue
+        #     step 3, a lookup at step 3, step 4, a lookup at step 4
+        # the last two are lost after a rewind that undoes step 4.
+        last, lost = maps.admitted, []
+        for item in (*([held.dequeued] if held.dequeued else []), *held.waiting):
+            if not maps.is_current(item.batch):
+                lost.append(item)
+            elif item.step is not None:
+                last = item.step
+            elif item.activations is None and placed_step(item.batch) > last:
+                lost.append(item)
+        return lost
 
     def check_keys(self, what: str, item: Enqueued) -> None:
         """Check that a batch of keys may be enqueued behind those that wait.
@@ -93,6 +119,19 @@ class StateKeeper:
             now = held.last_step(maps.admitted), maps.now[1]
             assert item.batch.steps is not None, "every batch that this engine placed has steps"
             maps.check(now, Steps(*item.batch.steps.tolist()), item.batch.admission)
+
+    def undo_placed(self, step: int) -> None:
+        """Undo the training batch that was placed after a step, if the queue does not have it.
+
+        It stays if it was admitted, or if other batches were placed after it.
+        """
+        maps = self._engine.vocabularies
+        if maps is None or maps.placed == step:
+            return
+        with maps.turns.use(maps.turns.draw()):  # nobody places a batch meanwhile
+            enqueued = self.holder.now.last_step(maps.admitted)
+            if enqueued <= step and maps.placed == step + 1:
+                maps.undo(step)
 
     def settle(self) -> Held:
         """Return the record. The caller holds `lock`, so no update is running."""
@@ -167,6 +206,23 @@ class StateKeeper:
             self._note(what, error)
             raise
         return state, tuple(issued)
+
+    def issue_first(self, what: str, item: Enqueued, before: Held) -> None:
+        """Look up the only batch of the queue; if that fails, take it out of the queue again.
+
+        If it was admitted before the failure, it stays, and `dequeue` looks it up again.
+
+        Args:
+          what: the call, for the message.
+          item: the batch.
+          before: the record before the batch was put into the queue.
+        """
+        try:
+            _, (found,) = self.issue(what, self.built(), (item,))
+        except BaseException:
+            self.holder.derive(lambda now: now.withdraw_first(item, before))
+            raise
+        self.holder.derive(lambda now: now._replace(waiting=(found, *now.waiting[1:])))
 
     def _admit(self, state: TableState, item: Enqueued) -> tuple[TableState, Enqueued]:
         """Admit a batch of keys, in the memory of the state; record the new state."""

@@ -26,7 +26,7 @@ from tpu_embed.core.ids import structure
 from tpu_embed.core.layout import describe_devices, describe_tables
 from tpu_embed.core.state import TableState, check_state, retrieve
 from tpu_embed.core.update import OnBadGradient
-from tpu_embed.enqueue import Enqueued, Held, batch_sizes
+from tpu_embed.enqueue import Enqueued, Held, batch_sizes, placed_step
 from tpu_embed.planning.placement import resolve
 from tpu_embed.state_keeper import StateKeeper
 
@@ -146,6 +146,10 @@ class TPUEmbedding:
     ) -> None:
         """Append a batch to the queue, and start its transfer to the devices.
 
+        If the lookup of a pipelined `enqueue` fails, nothing is enqueued, but with living
+        vocabularies the batch stays once its keys are admitted; `waiting` tells which. `dequeue`
+        looks it up again then.
+
         Args:
           features: the global batch, in the structure of the features; or a `Batch` that the
             engine has placed, without `weights`.
@@ -177,17 +181,21 @@ class TPUEmbedding:
         maps = self.engine.vocabularies
         assert maps is not None
         with self._placing:
+            before = self._keeper.forget_lost().last_step(maps.admitted)
             if isinstance(features, Batch):
                 self._push(what, Enqueued(self.engine.place(features, weights), training, name))
                 return
-            before = self._keeper.forget_lost().last_step(maps.admitted)
+            placed = maps.placed
             turn = self.engine.next_turn()
-            batch = turn.place(features, weights, training=training, step=before)
             try:
+                batch = turn.place(features, weights, training=training, step=before)
+                # Another thread may have placed a batch of its own before this one.
+                placed = placed_step(batch) - 1
                 self._push(what, Enqueued(batch, training, name))
             except BaseException:
+                turn.release()  # if an interrupt came before it was used
                 if training:
-                    maps.undo_last(batch)
+                    self._keeper.undo_placed(placed)
                 raise
 
     def _push(self, what: str, item: Enqueued) -> None:
@@ -204,12 +212,13 @@ class TPUEmbedding:
             self._keeper.holder.derive(pushed)
             return
         with self._keeper.lock:
-            held = self._keeper.settled(what).with_size(size, what, remedy)
-            state = self._keeper.built()
-            # The first batch in a pipelined queue is looked up at once (see `enqueue.py`).
-            if self._pipelined and not held.waiting:
-                _, (item,) = self._keeper.issue(what, state, (item,))
+            before = self._keeper.settled(what)
+            before.with_size(size, what, remedy)
+            self._keeper.built()
             self._keeper.holder.derive(pushed)
+            # The first batch in a pipelined queue is looked up at once (see `enqueue.py`).
+            if self._pipelined and not before.waiting:
+                self._keeper.issue_first(what, item, before)
 
     def dequeue(self, name: str | None = None) -> PyTree:
         """Return the activations of the oldest batch, with the batch dimension sharded.

@@ -1,0 +1,141 @@
+"""A call on living vocabularies that fails or is interrupted: maps, queue and state still agree."""
+
+import contextlib
+import threading
+
+import numpy as np
+import pytest
+from living_cases import initial_row, mesh
+
+import tpu_embed
+from tpu_embed import FeatureConfig, TableConfig
+from tpu_embed import optimizers as o
+from tpu_embed.core.batch import Turn
+from tpu_embed.vocabulary import DynamicVocabulary
+
+TABLE = TableConfig(8, 2, name="t", vocabulary=DynamicVocabulary())
+ERRORS = [ZeroDivisionError, KeyboardInterrupt]
+
+
+def embedding(**options):
+    return tpu_embed.TPUEmbedding(FeatureConfig(TABLE), o.SGD(1.0), mesh=mesh(1), **options)
+
+
+def steps(made):
+    """Return how many batches wait, were placed, and were admitted."""
+    return made.waiting, made.engine.vocabularies.placed, made.engine.vocabularies.admitted
+
+
+@contextlib.contextmanager
+def failing(monkeypatch, holder, name, error, *, after):
+    """Make a function raise in the block, before or after it has done its work."""
+    function = getattr(holder, name)
+
+    def fail(*args, **kwargs):
+        if after:
+            function(*args, **kwargs)
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(holder, name, fail)
+        yield
+
+
+def assert_trains_on(made, *batches):
+    """Dequeue these batches, whose keys are all new, and update by zero."""
+    for keys in batches:
+        expected = [initial_row(TABLE, key, seed=0) for key in keys]
+        np.testing.assert_array_equal(made.dequeue(), expected)
+        made.apply_gradients(np.zeros((len(keys), 2), np.float32))
+    assert made.waiting == 0
+    assert made.engine.vocabularies.placed == made.engine.vocabularies.admitted
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("after", [False, True])
+def test_a_batch_whose_first_lookup_fails_stays_if_it_was_admitted(error, after, monkeypatch):
+    made = embedding(pipeline_execution_with_tensor_core=True)
+    with failing(monkeypatch, made.engine, "lookup", error, after=after), pytest.raises(error):
+        made.enqueue(np.array([1, 2]))
+    assert steps(made) == (1, 1, 1)
+    made.enqueue(np.array([3, 4]))
+    assert_trains_on(made, [1, 2], [3, 4])
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_batch_that_cannot_be_admitted_is_not_enqueued(error, monkeypatch):
+    made = embedding(pipeline_execution_with_tensor_core=True)
+    with failing(monkeypatch, made.engine, "admit", error, after=False), pytest.raises(error):
+        made.enqueue(np.array([1, 2]))
+    assert steps(made) == (0, 0, 0)
+    assert made.describe()["per_replica_batch_size"] is None
+    made.enqueue(np.array([3, 4, 5]))
+    assert_trains_on(made, [3, 4, 5])
+    # A batch that the caller has placed is still the caller's.
+    placed = made.engine.place(np.array([1, 2, 1]))
+    with failing(monkeypatch, made.engine, "admit", error, after=False), pytest.raises(error):
+        made.enqueue(placed)
+    assert steps(made) == (0, 2, 1)
+    made.enqueue(placed)
+    assert_trains_on(made, [1, 2, 1])
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_admitted_batches_whose_lookup_fails_are_dequeued_later(error, pipelined, monkeypatch):
+    made = embedding(pipeline_execution_with_tensor_core=pipelined)
+    for keys in ([1, 2], [3, 4]):
+        made.enqueue(np.array(keys))
+    with failing(monkeypatch, made.engine, "lookup", error, after=True), pytest.raises(error):
+        made.dequeue()
+    assert steps(made) == (2, 2, 1 + pipelined)
+    assert_trains_on(made, [1, 2], [3, 4])
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_an_enqueue_that_is_interrupted_while_it_places_leaves_the_maps(
+    error, after, training, monkeypatch
+):
+    made = embedding()
+    made.enqueue(np.array([1, 2]))
+    with failing(monkeypatch, Turn, "place", error, after=after), pytest.raises(error):
+        made.enqueue(np.array([3, 4]), training=training)
+    assert steps(made) == (1, 1, 0)
+    # If the turn to place were still taken, this would wait for ever.
+    thread = threading.Thread(target=made.enqueue, args=(np.array([5, 6]),), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert_trains_on(made, [1, 2], [5, 6])
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_a_batch_that_is_in_the_queue_when_its_enqueue_is_interrupted_stays(pipelined, monkeypatch):
+    made = embedding(pipeline_execution_with_tensor_core=pipelined)
+    made.enqueue(np.array([1, 2]))
+    holder = made._keeper.holder
+    with (
+        failing(monkeypatch, holder, "derive", KeyboardInterrupt, after=True),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        made.enqueue(np.array([3, 4]))
+    assert steps(made) == (2, 2, int(pipelined))
+    assert_trains_on(made, [1, 2], [3, 4])
+
+
+def test_batches_that_others_have_placed_are_not_undone(monkeypatch):
+    made = embedding()
+    ahead = [made.engine.place(np.array(keys)) for keys in ([1, 2], [3, 4])]
+    with (
+        failing(monkeypatch, Turn, "place", KeyboardInterrupt, after=True),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        made.enqueue(np.array([5, 6]))
+    assert steps(made) == (0, 2, 0)
+    with pytest.raises(ValueError, match="the batch of step 1, got that of step 3"):
+        made.enqueue(np.array([5, 6]))
+    for batch in ahead:
+        made.enqueue(batch)
+    assert_trains_on(made, [1, 2], [3, 4])
