@@ -30,8 +30,7 @@ from tpu_embed.core.state import TableState, describe_leaf
 
 def placed_step(batch: Batch) -> int:
     """Return the step of living vocabularies that a placed batch is, or whose rows it has."""
-    steps = getattr(batch.admission, "steps", None)
-    steps = batch.steps if steps is None else steps
+    steps = batch.steps if batch.admission.steps is None else batch.admission.steps
     assert steps is not None, "batches of living vocabularies have steps"
     return int(steps[0])
 

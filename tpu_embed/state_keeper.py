@@ -116,7 +116,7 @@ class StateKeeper:
             return
         held.check_next(item, what, maps.admitted)
         if item.step is None:
-            now = held.last_step(maps.admitted), maps.now[1]
+            now = maps.at(held.last_step(maps.admitted))
             assert item.batch.steps is not None, "every batch that this engine placed has steps"
             maps.check(now, Steps(*item.batch.steps.tolist()), item.batch.admission)
 

@@ -188,7 +188,7 @@ def test_a_new_living_table_begins_without_keys(saved, tmp_path):
     state = io.restore(saved[0], made, key=jax.random.key(1)).state
     assert len(made.vocabularies.keys("more")[0]) == 0
     state, _ = made.admit(state, made.place({**draw(6), "more": np.arange(8)}))
-    assert state.vocabulary["steps"].tolist() == [BEFORE + 1, 1]
+    assert state.vocabulary["steps"].tolist() == [BEFORE + 1, 2]
     left = engine(2, features={"user": configs()["user"]})
     io.restore(saved[0], left, leave_out=("items", "tags"))
 

@@ -101,6 +101,11 @@ class Vocabularies:
         """Step and history of the newest state."""
         return self._timeline.admitted, self._timeline.history
 
+    def at(self, step: int) -> tuple[int, int]:
+        """Return step and history of a state that has, or will have, the rows of a step."""
+        with self._lock:
+            return step, self._timeline.history_of(step)
+
     def keys(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the keys of a table, as of the admitted batches, and their rows.
 
