@@ -122,15 +122,18 @@ class NewRowWriter:
           new: the new keys by table, the same in all processes.
         """
         assert state.vocabulary is not None
+        axes, parcels = self._layout.axes, {}
+        chosen = {name: one for name, one in new.items() if one.keys.size}
+        for stack in self._programs:
+            if any(table.name in chosen for table in stack.tables):
+                parcels[stack] = _put(_parcels(stack, chosen), axes.sharding(stack.shard_axes))
+        # The first program donates an array of the state: what can fail before has been done.
         tables, slots = dict(state.tables), dict(state.slots)
         key = {name: data for name, data in state.vocabulary.items() if name != STEPS}
-        chosen = {name: one for name, one in new.items() if one.keys.size}
-        for stack, program in self._programs.items():
-            if any(table.name in chosen for table in stack.tables):
-                sharding = self._layout.axes.sharding(stack.shard_axes)
-                parcels = _put(_parcels(stack, chosen), sharding)
-                held = StackShard(tables[stack.name], slots[stack.name])
-                tables[stack.name], slots[stack.name] = call(program, held, key, parcels)
+        for stack, parcel in parcels.items():
+            held = StackShard(tables[stack.name], slots[stack.name])
+            written = call(self._programs[stack], held, key, parcel)
+            tables[stack.name], slots[stack.name] = written
         return dataclasses.replace(state, tables=tables, slots=slots)
 
     def _write(
