@@ -16,8 +16,14 @@ import tpu_embed
 from tpu_embed import optimizers as o
 from tpu_embed.interrupts import SignalsDeferred
 
-STEP = ("tpu_embed/tpu_embedding.py", "tpu_embed/enqueue.py", "core/calls.py", "engine/engine.py")
-UPDATE = {"_update", "call_into", "change", "derive", "_settle", "settled"}
+STEP = (
+    "tpu_embed/tpu_embedding.py",
+    "tpu_embed/state_keeper.py",
+    "tpu_embed/enqueue.py",
+    "tpu_embed/_calls.py",
+    "engine/engine.py",
+)
+UPDATE = {"update", "call_into", "change", "derive", "settle", "settled"}
 
 
 def in_a_step(code):
