@@ -10,13 +10,20 @@ import jax
 import numpy as np
 import pytest
 from facade_cases import assert_same, batch, gradients, make_embedding, make_embedding_of
+from interrupt_cases import Interrupt, at_once, from_a_signal
 
 import tpu_embed
 from tpu_embed import optimizers as o
 from tpu_embed.interrupts import SignalsDeferred
 
-STEP = ("tpu_embed/tpu_embedding.py", "tpu_embed/enqueue.py", "core/calls.py", "engine/engine.py")
-UPDATE = {"_update", "call_into", "change", "derive", "_settle", "settled"}
+STEP = (
+    "tpu_embed/tpu_embedding.py",
+    "tpu_embed/state_keeper.py",
+    "tpu_embed/enqueue.py",
+    "tpu_embed/_calls.py",
+    "engine/engine.py",
+)
+UPDATE = {"update", "call_into", "change", "derive", "settle", "settled"}
 
 
 def in_a_step(code):
@@ -30,50 +37,6 @@ def in_an_update(code):
 def in_jax(code):
     pxla = code.co_filename.endswith("jax/_src/interpreters/pxla.py")
     return in_an_update(code) or (pxla and code.co_name in ("__call__", "_handle_token_bufs"))
-
-
-def from_a_signal():
-    signal.raise_signal(signal.SIGINT)
-
-
-def at_once():
-    raise KeyboardInterrupt
-
-
-class Interrupt:
-    """Interrupt what runs in a context once, before one of its bytecodes.
-
-    Attributes:
-      seen: the number of bytecodes that ran in code of this kind.
-    """
-
-    def __init__(self, kind, at, act):
-        self.kind, self.at, self.act, self.seen = kind, at, act, 0
-
-    def __enter__(self):
-        sys._getframe().f_trace_opcodes = True  # Python 3.12's settrace asks whether any frame does
-        sys.settrace(self._enter)
-        return self
-
-    def __exit__(self, kind, *_):
-        sys.settrace(None)
-        if self.act is at_once:  # which may have kept handlers from coming back
-            with contextlib.suppress(KeyboardInterrupt):
-                from_a_signal()
-        return kind is KeyboardInterrupt
-
-    def _enter(self, frame, _event, _):
-        if not self.kind(frame.f_code):
-            return None
-        frame.f_trace_lines, frame.f_trace_opcodes = False, True
-        return self._inside
-
-    def _inside(self, _frame, event, _):
-        if event == "opcode":
-            self.seen += 1
-            if self.seen == self.at:
-                self.act()
-        return self._inside
 
 
 def go_on(embedding, until, *, ahead=1):

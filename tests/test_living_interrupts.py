@@ -5,7 +5,8 @@ import threading
 
 import numpy as np
 import pytest
-from living_cases import initial_row, mesh
+from interrupt_cases import Interrupt, from_a_signal
+from living_cases import assert_same, initial_row, mesh, whole
 
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig
@@ -139,3 +140,48 @@ def test_batches_that_others_have_placed_are_not_undone(monkeypatch):
     for batch in ahead:
         made.enqueue(batch)
     assert_trains_on(made, [1, 2], [3, 4])
+
+
+def in_the_facade(code):
+    names = ("tpu_embed/tpu_embedding.py", "tpu_embed/state_keeper.py", "tpu_embed/enqueue.py")
+    return code.co_filename.endswith(names)
+
+
+def go_on(made, until):
+    """Train until so many updates were applied, on keys 2n and 2n + 1 in step n."""
+    maps = made.engine.vocabularies
+    while (done := int(made.state.step)) < until:
+        if made.dequeued is None:
+            while made.waiting < 2:
+                made.enqueue(2 * (done + made.waiting) + np.arange(2))
+            made.dequeue()
+        assert maps.placed == done + made.waiting + 1
+        made.apply_gradients(np.ones((2, 2), np.float32))
+
+
+def assert_a_sweep_has_the_bits_of_an_undisturbed_run(pipelined, stride):
+    options = {"pipeline_execution_with_tensor_core": pipelined}
+    made, other = embedding(**options), embedding(**options)
+    go_on(made, 1)
+    for step in range(2, 10_000):
+        at = 1 + (step - 2) * stride
+        with Interrupt(in_the_facade, at, from_a_signal) as interrupt:
+            go_on(made, step)
+        go_on(made, step)
+        if interrupt.seen < at:
+            break
+    assert step > 50
+    go_on(other, step)
+    assert steps(made) == steps(other)
+    assert_same(whole(made.engine, made.state), whole(other.engine, other.state))
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_interrupted_anywhere_a_loop_goes_on_to_the_same_bits(pipelined):
+    assert_a_sweep_has_the_bits_of_an_undisturbed_run(pipelined, stride=23)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_interrupted_at_every_bytecode(pipelined):
+    assert_a_sweep_has_the_bits_of_an_undisturbed_run(pipelined, stride=1)
