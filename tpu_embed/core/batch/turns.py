@@ -75,9 +75,10 @@ class Turns:
             raise RuntimeError(message("place", expected=expected, got=got, remedy=remedy))
 
     def release(self, number: int) -> None:
-        """End a turn, whether it was used or not."""
+        """End a turn, whether it was used or not; one that has ended is left alone."""
         with self._changed:
-            self._ended.add(number)
+            if number >= self._current:
+                self._ended.add(number)
             while self._current in self._ended:
                 self._ended.remove(self._current)
                 self._current += 1

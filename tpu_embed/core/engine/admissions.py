@@ -41,6 +41,11 @@ class Admissions:
         self._layout, self._vocabularies = layout, vocabularies
         self._writer = NewRowWriter(layout)
 
+    @property
+    def traces(self) -> int:
+        """How often programs that write new rows were traced."""
+        return self._writer.traces
+
     def admit(self, state: TableState, batch: Batch) -> tuple[TableState, Batch]:
         """Make the rows of a batch's new keys new; see `EmbeddingEngine.admit`."""
         if self._vocabularies is None:

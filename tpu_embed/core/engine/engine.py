@@ -391,7 +391,7 @@ class EmbeddingEngine:
         """
         traces = {what: self._programs.traces[what] for what in ("lookup", "update")}
         if self.vocabularies is not None:
-            traces["admit"] = self._admissions._writer.traces
+            traces["admit"] = self._admissions.traces
         return traces
 
     def describe(self) -> dict[str, Any]:
