@@ -222,12 +222,6 @@ class Vocabularies:
             self._timeline.undo(step)
             self._counted = {at: counted for at, counted in self._counted.items() if at <= step}
 
-    def undo_last(self, batch: Any) -> None:
-        """Undo a training batch, unless others were placed since: they stay as they are."""
-        with self.turns.use(self.turns.draw()), self._lock:
-            if self.is_current(batch) and batch.admission.steps.first == self.placed:
-                self.undo(self.placed - 1)
-
     def steps(self, first: int, *, training: bool) -> Steps:
         """Return the states that a batch may be looked up in; see `Timeline.steps`."""
         with self._lock:
