@@ -175,7 +175,11 @@ class KeyedBatches:
     def _find(
         self, hosts: Sequence[HostIds], step: int | None
     ) -> tuple[Steps, dict[int, np.ndarray]]:
-        """Return the states that have the rows, and the row of each distinct key, int32 by feature; -1 for none."""
+        """Return which states have the rows, and the row of each distinct key; -1 for none.
+
+        Returns:
+          The states that a batch with these rows may be looked up in, and int32 `[n]` by feature.
+        """
         keys = {}
         for name, features in self._features.items():
             for f in features:
