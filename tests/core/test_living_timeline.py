@@ -135,6 +135,15 @@ def test_a_batch_that_a_jit_returns_does_not_tell_of_the_one_it_was_traced_with(
             made.admit(state, batch)
 
 
+def test_a_first_state_forgets_all_keys_also_after_maps_of_step_0_were_loaded():
+    made, state = simple()
+    made.vocabularies.load_state(made.vocabularies.state()._replace(history=1))
+    made.place(ids(1, 2))
+    made.vocabularies.rewind(state)
+    assert (made.vocabularies.placed, made.vocabularies.now) == (0, (0, 0))
+    made.admit(state, made.place(ids(3, 4)))
+
+
 def test_a_state_of_maps_that_is_refused_changes_nothing():
     made, state = simple()
     state, _ = made.admit(state, made.place(ids(5, 6)))

@@ -283,7 +283,7 @@ class Vocabularies:
         """
         step, history = steps_of(state)
         with self.turns.use(self.turns.draw()), self._lock:
-            if step == 0 and self.admitted:
+            if step == 0 and self.now != (step, history):
                 empty = {name: self._new_map(table).state() for name, table in self.tables.items()}
                 self._load(MapStates(history, empty))
                 return
