@@ -255,6 +255,18 @@ def test_a_lookup_in_the_queue_is_lost_with_the_batches_before_it(pipelined):
     assert maps.admitted == maps.placed == len(expected) - pipelined
 
 
+def test_a_lookup_in_the_queue_is_lost_if_another_batch_is_admitted_in_place_of_its_own():
+    made = small()
+    maps, place = made.engine.vocabularies, made.engine.place
+    made.enqueue(np.array([1, 2]))
+    made.enqueue(np.array([1, 2]), training=False)  # of step 1, which is undone
+    maps.rewind(made.state)
+    state, _ = made.engine.admit(made.state, place(np.array([5, 6])))
+    with pytest.warns(UserWarning, match="got 2 from before, now forgotten"):
+        made.state = state
+    assert made.waiting == 0
+
+
 def test_a_lookup_whose_rows_will_be_other_keys_is_refused_before_it_is_enqueued():
     made = small()
     for keys in ([1, 2, 3], [4, 5, 6]):

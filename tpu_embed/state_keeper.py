@@ -93,14 +93,17 @@ class StateKeeper:
             return []
         # A batch that is only looked up is lost with the training batches before it. Of the queue
         #     step 3, a lookup at step 3, step 4, a lookup at step 4
-        # the last two are lost after a rewind that undoes step 4.
-        last, lost = maps.admitted, []
+        # the last two are lost after a rewind that undoes step 4, whether or not another batch has
+        # been admitted as step 4 since.
+        last, lost, undone = maps.admitted, [], float("inf")
         for item in (*([held.dequeued] if held.dequeued else []), *held.waiting):
             if not maps.is_current(item.batch):
                 lost.append(item)
+                if item.step is not None:
+                    undone = min(undone, item.step)
             elif item.step is not None:
                 last = item.step
-            elif item.activations is None and placed_step(item.batch) > last:
+            elif item.activations is None and placed_step(item.batch) > min(last, undone - 1):
                 lost.append(item)
         return lost
 

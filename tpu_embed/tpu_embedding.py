@@ -189,7 +189,7 @@ class TPUEmbedding:
             turn, placed = None, maps.placed
             try:
                 with SignalsDeferred():  # a turn that is drawn and lost would block all later ones
-                    turn = self.engine.next_turn()
+                    turn = self.engine.next_turn(training=training)
                 batch = turn.place(features, weights, training=training, step=before)
                 # Another thread may have placed a batch of its own before this one.
                 placed = placed_step(batch) - 1

@@ -1,5 +1,7 @@
 """Which batches belong to which states when batches are thrown away and maps are loaded."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,6 +63,85 @@ def test_maps_that_are_loaded_again_end_what_was_placed_before():
     np.testing.assert_array_equal(
         made.lookup(state, new)["x"][0], initial_row(made.structure.tables[0], 5)
     )
+
+
+def test_a_lookup_in_a_state_that_was_given_up_is_refused_if_its_rows_are_not_known():
+    made, state = simple(capacity=2)
+    state, _ = made.admit(state, made.place(ids(1, 2)))
+    kept, looked = made.vocabularies.state(), made.place(ids(1, 2), training=False)
+    state, _ = made.admit(state, made.place(ids(3, 4)))  # in the place of 1 and 2
+    made.vocabularies.load_state(kept)
+    with pytest.raises(ValueError, match="rows that may be other keys'"):
+        made.lookup(state, looked)
+
+
+def test_a_lookup_that_a_state_from_before_a_load_renews_is_of_that_state():
+    made, state = simple(capacity=2)
+    first = copied(state)
+    state, _ = made.admit(state, made.place(ids(1, 2)))
+    looked = made.place(ids(1, 2), training=False)
+    made.vocabularies.rewind(first)
+    new, _ = made.admit(first, made.place(ids(3, 4)))
+    state, fresh = made.admit(state, looked)
+    made.lookup(state, fresh)
+    with pytest.raises(ValueError, match="placed since the maps were loaded"):
+        made.lookup(new, fresh)
+
+
+def test_a_lookup_that_is_placed_while_maps_are_loaded_is_refused(monkeypatch):
+    made, state = simple(capacity=2)
+    kept, first = made.vocabularies.state(), copied(state)
+    made.admit(state, made.place(ids(1, 2)))
+    maps, loaded, found = made.vocabularies, threading.Event(), threading.Event()
+    find_all = maps.find_all
+
+    def find_slowly(*args):
+        rows = find_all(*args)
+        found.set()
+        assert loaded.wait(60)
+        return rows
+
+    monkeypatch.setattr(maps, "find_all", find_slowly)
+    batches = []
+    thread = threading.Thread(target=lambda: batches.append(made.place(ids(1, 2), training=False)))
+    thread.start()
+    assert found.wait(60)
+    maps.load_state(kept)
+    monkeypatch.undo()
+    loaded.set()
+    thread.join()
+    state, _ = made.admit(first, made.place(ids(3, 4)))  # step 1 again, of another history
+    with pytest.raises(ValueError, match="placed since the maps were loaded"):
+        made.lookup(state, batches[0])
+
+
+def test_a_batch_that_a_jit_returns_does_not_tell_of_the_one_it_was_traced_with():
+    """The structure of what a program returns is that of its first trace."""
+    made, state = simple(capacity=4)
+    same = jax.jit(lambda batch: batch)
+    for keys in ((1, 2), (3, 4)):
+        state, _ = made.admit(state, made.place(ids(*keys)))
+    same(made.place(ids(3, 4), training=False))
+    looked = same(made.place(ids(1, 2), training=False))
+    np.testing.assert_array_equal(
+        made.lookup(state, looked)["x"][0], initial_row(made.structure.tables[0], 1)
+    )
+    state, _ = made.admit(state, made.place(ids(5, 6)))  # in the place of 1 and 2
+    with pytest.raises(ValueError, match="place it again"):
+        made.lookup(state, looked)
+    ahead = [same(made.place(ids(*keys))) for keys in ((7, 8), (9, 10))]
+    for batch in reversed(ahead):
+        with pytest.raises(ValueError, match="place it again"):
+            made.admit(state, batch)
+
+
+def test_a_first_state_forgets_all_keys_also_after_maps_of_step_0_were_loaded():
+    made, state = simple()
+    made.vocabularies.load_state(made.vocabularies.state()._replace(history=1))
+    made.place(ids(1, 2))
+    made.vocabularies.rewind(state)
+    assert (made.vocabularies.placed, made.vocabularies.now) == (0, (0, 0))
+    made.admit(state, made.place(ids(3, 4)))
 
 
 def test_a_state_of_maps_that_is_refused_changes_nothing():

@@ -229,7 +229,7 @@ def test_the_program_ends(arguments):
 class Instant:
     """Stands for an engine whose `place` takes no time: its batches are numpy arrays."""
 
-    def next_turn(self):
+    def next_turn(self, **_):
         return self
 
     def place(self, features, *_, **__):

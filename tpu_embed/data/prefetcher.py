@@ -9,6 +9,7 @@ Input: any iterable of batches. Output: an iterator of placed ones, and the posi
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -161,7 +162,8 @@ class Prefetcher:
         if self._worker is None:
             assert self._source is not None
             feed = Feed(self._source, self._rules, 0 if self._stateful else self._before)
-            self._worker = Worker(self._engine.next_turn, feed.place_next)
+            draw = functools.partial(self._engine.next_turn, training=self._rules.training)
+            self._worker = Worker(draw, feed.place_next)
             weakref.finalize(self, self._worker.stop).atexit = False  # `worker.py` sees to the exit
             self._source = None
             self._worker.request(self._depth)

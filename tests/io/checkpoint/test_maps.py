@@ -94,6 +94,18 @@ def test_batches_placed_before_a_restore_are_refused(saved):
         io.save(saved[0].parent / "old", made, restored)
 
 
+def test_a_state_that_was_given_up_is_not_saved(tmp_path):
+    """The maps of its step may be those of batches that were placed since, of another history."""
+    made = engine(2)
+    state, _ = train(made, made.init(jax.random.key(KEY)), 1)
+    kept = made.vocabularies.state()
+    state, _ = train(made, state, 1, first=1)
+    made.vocabularies.load_state(kept)
+    made.place(draw(7))
+    with pytest.raises(ValueError, match="a state of the maps' history"):
+        io.save(tmp_path / "step", made, state)
+
+
 def test_an_embedding_forgets_what_was_enqueued_before_a_restore(saved):
     made = tpu_embed.TPUEmbedding(configs(), o.Adam(0.125), mesh=mesh(2), seed=KEY)
     for step in range(3):

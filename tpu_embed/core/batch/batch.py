@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import check_live, message
-from tpu_embed._types import Array
+from tpu_embed._types import Array, Tracer
 from tpu_embed.core.batch.line import line_length, line_of, take
 from tpu_embed.core.batch.located import LocalIds, Located, RoutedIds
 from tpu_embed.core.batch.spec import BatchSpec
@@ -47,6 +47,15 @@ class Batch:
     row_numbers: int = dataclasses.field(metadata={"static": True})
     steps: Array | np.ndarray | None = None
     admission: Admission = dataclasses.field(default=Admission(), metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        """Forget what only the host knows in a batch that is traced.
+
+        The structure of a program's results is that of its first trace, so a batch that a jit
+        returns would tell of the batch with which the jit was traced.
+        """
+        if isinstance(self.packed, Tracer) or isinstance(self.steps, Tracer):
+            object.__setattr__(self, "admission", Admission())
 
     def __repr__(self) -> str:
         """Show the size of the batch, and a line per stack of tables: what is looked up in it."""

@@ -54,11 +54,11 @@ class Intake:
         """Validate a batch on the host, route it and send it; see `EmbeddingEngine.place`."""
         if isinstance(features, Batch):
             return self.own(features, weights, spec)
-        return self.next_turn().place(features, weights, spec, training=training)
+        return self.next_turn(training=training).place(features, weights, spec, training=training)
 
-    def next_turn(self) -> Turn:
+    def next_turn(self, *, training: bool = True) -> Turn:
         """Return the turn to place the next batch; see `EmbeddingEngine.next_turn`."""
-        return Turn(self, self._placer)
+        return Turn(self, self._placer, training=training)
 
     def host_ids(self, features: PyTree, weights: PyTree | None) -> list[HostIds]:
         """Return the validated ids of every feature, of this process's part of the batch."""
@@ -126,11 +126,12 @@ class Turn:
     Args:
       intake: draws the turn.
       placer: of the intake.
+      training: False for a batch that will be placed with `training=False`.
     """
 
-    def __init__(self, intake: Intake, placer: Placer) -> None:
+    def __init__(self, intake: Intake, placer: Placer, *, training: bool = True) -> None:
         self._intake, self._placer = intake, placer
-        self._number = placer.draw_turn()
+        self._number = placer.draw_turn(training=training)
 
     def place(
         self,

@@ -124,12 +124,11 @@ class KeyedBatches:
         """
         with self._refusals():
             hosts = self._checked(validate())
-            step, found = self._find(hosts, step)
+            steps, found = self._find(hosts, step)
         rows = self._by_table(found)
         if self._agreement is not None:
-            rows = self._rows_of_all(self._agreement, step, rows)
+            rows = self._rows_of_all(self._agreement, steps.first, rows)
         tables = {name: KeyedRows(each, None) for name, each in rows.items()}
-        steps = self._vocabularies.steps(step, training=False)
         return Keyed(self._with_rows(hosts, found), steps, Admission(tables))
 
     def _rows_of_all(
@@ -175,8 +174,12 @@ class KeyedBatches:
 
     def _find(
         self, hosts: Sequence[HostIds], step: int | None
-    ) -> tuple[int, dict[int, np.ndarray]]:
-        """Return the step, and the row of each distinct key, int32 by feature; -1 for none."""
+    ) -> tuple[Steps, dict[int, np.ndarray]]:
+        """Return which states have the rows, and the row of each distinct key; -1 for none.
+
+        Returns:
+          The states that a batch with these rows may be looked up in, and int32 `[n]` by feature.
+        """
         keys = {}
         for name, features in self._features.items():
             for f in features:

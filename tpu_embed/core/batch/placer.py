@@ -96,12 +96,20 @@ class Placer:
             return self._vocabularies.turns
         return None if self._agreement is None else self._agreement.turns
 
-    def draw_turn(self) -> Ticket | None:
-        """Return the turn to place the next batch; None if the order of batches does not matter."""
+    def draw_turn(self, *, training: bool = True) -> Ticket | None:
+        """Return the turn to place the next batch; None if the order of batches does not matter.
+
+        Args:
+          training: False for a batch that will only be looked up. Where no other process waits for
+            it, no map changes by it and any time will do: nobody waits until it is placed.
+        """
         if self._turns is None:
             return None
         number = self._turns.draw()
-        return Ticket(number, 0 if self._vocabularies is None else self._vocabularies.pin(number))
+        pinned = 0 if self._vocabularies is None else self._vocabularies.pin(number)
+        if self._agreement is None and not training:
+            self._turns.release(number)
+        return Ticket(number, pinned)
 
     def place(
         self,

@@ -158,7 +158,9 @@ class Timeline:
         if step < steps.first:
             expected = f"one of a step up to {step}, which the state has admitted"
             _refuse(expected=expected, got=f"one of step {steps.first}", remedy=remedy)
-        if step > steps.last and not self._untouched(steps.first, step, admission):
+        if step > steps.last and not (
+            self._knows(now) and self._untouched(steps.first, step, admission)
+        ):
             expected = f"one whose rows still belong to its keys at step {step}"
             got = f"one of step {steps.first}, which has rows that may be other keys' now"
             remedy = "place it again; training batches are updated at most `lookahead` admits later"
@@ -204,6 +206,12 @@ class Timeline:
         assert admission.steps is not None, "a training batch has them"
         placed, taken = self._placed.get(admission.steps.first, {}), admission.taken
         return all(placed.get(name) is one for name, one in taken.items())
+
+    def _knows(self, now: tuple[int, int]) -> bool:
+        """Return whether a state is, was or will be one of these maps, as they are loaded now."""
+        step, history = now
+        reached = step <= self.admitted + len(self._placed)
+        return reached and history == self.history_of(step)
 
     def _untouched(self, first: int, last: int, admission: Admission) -> bool:
         """Return whether no row of a batch was given or taken in (first, last], if it is known."""

@@ -52,8 +52,8 @@ class Turns:
         """Wait for this turn; it ends with the block.
 
         Raises:
-          RuntimeError: the wait for an earlier turn was interrupted, so this process has left out a
-            batch that the others place.
+          RuntimeError: the turn has ended; or the wait for an earlier turn was interrupted, so this
+            process has left out a batch that the others place.
         """
         try:
             with self._changed:
@@ -64,6 +64,10 @@ class Turns:
 
     def _wait(self, number: int) -> None:
         """Wait until all earlier turns have ended; the caller holds `_changed`."""
+        if number < self._current or number in self._ended:
+            expected, got = "a turn for each batch", "one that was used or released before"
+            remedy = "call engine.next_turn() again"
+            raise RuntimeError(message("turn", expected=expected, got=got, remedy=remedy))
         try:
             self._changed.wait_for(lambda: self._current == number)
         except BaseException:

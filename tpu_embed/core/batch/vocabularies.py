@@ -152,7 +152,7 @@ class Vocabularies:
 
     def find_all(
         self, keys: Mapping[int, tuple[str, np.ndarray]], step: int | None = None
-    ) -> tuple[int, dict[int, np.ndarray]]:
+    ) -> tuple[Steps, dict[int, np.ndarray]]:
         """Return the rows of keys as they were after a step; no map changes.
 
         Args:
@@ -160,8 +160,9 @@ class Vocabularies:
           step: one that is not before `admitted`, or that is pinned. None: the present one.
 
         Returns:
-          The step, which is `admitted` if what came after the given one is not known any more; and
-          by number, int32 `[n]`; -1 for keys without a row.
+          The states that a batch with these rows may be looked up in; the first one is `admitted`
+          if what came after the given step is not known any more. And by number, int32 `[n]`; -1
+          for keys without a row.
         """
         with self._lock:
             step = self.placed if step is None else self._timeline.known(step)
@@ -169,7 +170,8 @@ class Vocabularies:
             for number, (name, some) in keys.items():
                 rows[number] = self._maps[name].find(some).astype(np.int32)
                 self._timeline.take_back(name, rows[number], some, step)
-        return step, rows
+            # Under the same lock: another thread may load maps at once, which begins a history.
+            return self._timeline.steps(step, training=False), rows
 
     def pin(self, turn: int) -> int:
         """Return the admitted step, whose rows can be found until the turn's pin is taken out."""
@@ -275,7 +277,7 @@ class Vocabularies:
         """
         step, history = steps_of(state)
         with self.turns.use(self.turns.draw()), self._lock:
-            if step == 0 and self.admitted:
+            if step == 0 and self.now != (step, history):
                 empty = {name: self._new_map(table).state() for name, table in self.tables.items()}
                 self._load(MapStates(history, empty))
                 return

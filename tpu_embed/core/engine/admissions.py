@@ -56,7 +56,8 @@ class Admissions:
         if not batch.admission.is_training:
             self._vocabularies.check(now, steps, batch.admission)
             if batch.admission.tables is not None:
-                fresh = self._vocabularies.steps(now[0], training=False)
+                # The maps may have been loaded since: then a state from before keeps its history.
+                fresh = self._vocabularies.steps(now[0], training=False)._replace(history=now[1])
                 batch = _stamp_admitted(batch, fresh)
             return state, batch
         steps = self._vocabularies.check_next(now, batch.admission)

@@ -227,9 +227,14 @@ class EmbeddingEngine:
         """
         return self._admissions.admit(state, self._intake.own(batch))
 
-    def next_turn(self) -> Turn:
-        """Return the right to place the next batch, which any thread may use (see `Prefetcher`)."""
-        return self._intake.next_turn()
+    def next_turn(self, *, training: bool = True) -> Turn:
+        """Return the right to place the next batch, which any thread may use (see `Prefetcher`).
+
+        Args:
+          training: False for a batch that will be placed with `training=False`: in a single
+            process, no other batch waits for it then.
+        """
+        return self._intake.next_turn(training=training)
 
     def host_ids(self, features: PyTree, weights: PyTree | None = None) -> list[HostIds]:
         """Return this process's ids as `place` checks them, keys as positions, without sending."""

@@ -96,7 +96,7 @@ def prepare(engine: EmbeddingEngine, state: TableState) -> SavedMaps | None:
     if vocabularies is None:
         return None
     step, history = steps_of(state)
-    if history != vocabularies.now[1]:
+    if (step, history) != vocabularies.at(step):
         expected, got = "a state of the maps' history", "one from before they were loaded"
         raise ValueError(message("state", expected=expected, got=got))
     assert state.vocabulary is not None, "checked"
