@@ -67,7 +67,7 @@ class TPUEmbedding:
       ValueError: what `EmbeddingEngine` refuses.
 
     Example:
-      >>> import tpu_embed
+      >>> import jax, numpy as np, tpu_embed
       >>> table = tpu_embed.TableConfig(vocabulary_size=8, dim=2, name="item")
       >>> embedding = TPUEmbedding(tpu_embed.FeatureConfig(table), tpu_embed.optimizers.SGD(0.1))
       >>> ids = np.zeros(jax.device_count(), np.int32)

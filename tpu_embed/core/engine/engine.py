@@ -61,7 +61,7 @@ class EmbeddingEngine:
       ValueError: configs do not fit each other, the mesh or the optimizer; `placement="auto"`.
 
     Example:
-      >>> import numpy as np, tpu_embed
+      >>> import jax, numpy as np, tpu_embed
       >>> table = tpu_embed.TableConfig(vocabulary_size=8, dim=2, name="item")
       >>> feature_config = {"x": tpu_embed.FeatureConfig(table)}
       >>> engine = EmbeddingEngine(feature_config, tpu_embed.optimizers.SGD(0.1))
