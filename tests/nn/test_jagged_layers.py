@@ -75,7 +75,7 @@ def test_a_layer_returns_what_the_engine_does(devices, length):
     [
         ("placed", 8),
         ("traced", 8),
-        ("outside of a jit", 1),
+        pytest.param("outside of a jit", 1, marks=pytest.mark.whole),
         pytest.param("placed", 1, marks=pytest.mark.whole),
         pytest.param("traced", 1, marks=pytest.mark.whole),
         pytest.param("outside of a jit", 8, marks=pytest.mark.whole),
