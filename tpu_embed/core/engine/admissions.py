@@ -42,9 +42,9 @@ class Admissions:
         self._writer = NewRowWriter(layout)
 
     @property
-    def traces(self) -> int:
-        """How often programs that write new rows were traced."""
-        return self._writer.traces
+    def traces(self) -> dict[str, int]:
+        """How often programs that write new rows were traced; nothing without vocabularies."""
+        return {} if self._vocabularies is None else {"admit": self._writer.traces}
 
     def admit(self, state: TableState, batch: Batch) -> tuple[TableState, Batch]:
         """Make the rows of a batch's new keys new; see `EmbeddingEngine.admit`."""

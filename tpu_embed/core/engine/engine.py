@@ -222,17 +222,15 @@ class EmbeddingEngine:
         gone then. Without living vocabularies it returns what it is given.
 
         Raises:
-          ValueError: the batch is not the next one; or it is only looked up, and a row of its
-            belongs to another key by now. The state stays valid.
+          ValueError: the batch is not the next one; or it is only looked up, and one of its
+            rows belongs to another key by now. The state stays valid.
         """
         return self._admissions.admit(state, self._intake.own(batch))
 
     def next_turn(self, *, training: bool = True) -> Turn:
         """Return the right to place the next batch, which any thread may use (see `Prefetcher`).
 
-        Args:
-          training: False for a batch that will be placed with `training=False`: in a single
-            process, no other batch waits for it then.
+        In a single process, no other batch waits for one that is placed with `training=False`.
         """
         return self._intake.next_turn(training=training)
 
@@ -395,9 +393,7 @@ class EmbeddingEngine:
         rows, of which there are few.
         """
         traces = {what: self._programs.traces[what] for what in ("lookup", "update")}
-        if self.vocabularies is not None:
-            traces["admit"] = self._admissions.traces
-        return traces
+        return traces | self._admissions.traces
 
     def describe(self) -> dict[str, Any]:
         """Return the resolved configuration of tables, stacks and devices as plain objects."""
