@@ -3,6 +3,7 @@
 import contextlib
 import threading
 
+import jax
 import numpy as np
 import pytest
 from interrupt_cases import Interrupt, from_a_signal
@@ -11,7 +12,7 @@ from living_cases import assert_same, initial_row, mesh, whole
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.core.batch import Turn
+from tpu_embed.core.batch.placer import Placer
 from tpu_embed.vocabulary import DynamicVocabulary
 
 TABLE = TableConfig(8, 2, name="t", vocabulary=DynamicVocabulary())
@@ -101,7 +102,7 @@ def test_an_enqueue_that_is_interrupted_while_it_places_leaves_the_maps(
 ):
     made = embedding()
     made.enqueue(np.array([1, 2]))
-    with failing(monkeypatch, Turn, "place", error, after=after), pytest.raises(error):
+    with failing(monkeypatch, Placer, "place", error, after=after), pytest.raises(error):
         made.enqueue(np.array([3, 4]), training=training)
     assert steps(made) == (1, 1, 0)
     # If the turn to place were still taken, this would wait for ever.
@@ -130,7 +131,7 @@ def test_batches_that_others_have_placed_are_not_undone(monkeypatch):
     made = embedding()
     ahead = [made.engine.place(np.array(keys)) for keys in ([1, 2], [3, 4])]
     with (
-        failing(monkeypatch, Turn, "place", KeyboardInterrupt, after=True),
+        failing(monkeypatch, Placer, "place", KeyboardInterrupt, after=True),
         pytest.raises(KeyboardInterrupt),
     ):
         made.enqueue(np.array([5, 6]))
@@ -140,6 +141,29 @@ def test_batches_that_others_have_placed_are_not_undone(monkeypatch):
     for batch in ahead:
         made.enqueue(batch)
     assert_trains_on(made, [1, 2], [3, 4])
+
+
+def in_placing(code):
+    names = ("intake", "placer", "turns", "keyed", "vocabularies", "timeline")
+    return code.co_filename.endswith(tuple(f"core/batch/{name}.py" for name in names))
+
+
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_place_that_is_interrupted_anywhere_can_be_repeated(training, stride):
+    """A turn that is lost would stop all later calls."""
+    made = embedding().engine
+    state = made.init(jax.random.key(0))
+    for at in range(1, 10_000, stride):
+        with Interrupt(in_placing, at, from_a_signal) as interrupt:
+            made.place(np.array([1, 2]), training=training)
+        made.vocabularies.rewind(state)
+        assert (made.vocabularies.placed, len(made.vocabularies)) == (0, 0)
+        if interrupt.seen < at:
+            break
+    assert at > 100
+    state, _ = made.admit(state, made.place(np.array([1, 2])))
+    assert not made.vocabularies._timeline._pins
 
 
 def in_the_facade(code):

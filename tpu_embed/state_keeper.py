@@ -12,13 +12,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-import warnings
 from collections.abc import Callable
 
 import jax
 
 from tpu_embed._calls import call_into, is_device_error
-from tpu_embed._checks import message
+from tpu_embed._checks import message, warn_user
 from tpu_embed.core.batch import Steps
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState, new_steps
@@ -83,7 +82,7 @@ class StateKeeper:
                 expected = "batches placed since the maps were rewound or loaded"
                 got, remedy = f"{count} from before, now forgotten", "enqueue their data again"
                 text = message("queue", expected=expected, got=got, remedy=remedy)
-                warnings.warn(text, stacklevel=4)
+                warn_user(text)
             self.holder.derive(lambda now: now.without(lost))
             return self.holder.now
 

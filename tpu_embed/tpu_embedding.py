@@ -27,7 +27,6 @@ from tpu_embed.core.layout import describe_devices, describe_tables
 from tpu_embed.core.state import TableState, check_state, retrieve
 from tpu_embed.core.update import OnBadGradient
 from tpu_embed.enqueue import Enqueued, Held, batch_sizes, placed_step
-from tpu_embed.interrupts import SignalsDeferred
 from tpu_embed.planning.placement import resolve
 from tpu_embed.state_keeper import StateKeeper
 
@@ -186,17 +185,14 @@ class TPUEmbedding:
             if isinstance(features, Batch):
                 self._push(what, Enqueued(self.engine.place(features, weights), training, name))
                 return
-            turn, placed = None, maps.placed
+            placed = maps.placed
             try:
-                with SignalsDeferred():  # a turn that is drawn and lost would block all later ones
-                    turn = self.engine.next_turn(training=training)
-                batch = turn.place(features, weights, training=training, step=before)
+                turn = self.engine.next_turn(training=training)
+                batch = turn.place(features, weights, step=before)
                 # Another thread may have placed a batch of its own before this one.
                 placed = placed_step(batch) - 1
                 self._push(what, Enqueued(batch, training, name))
             except BaseException:
-                if turn is not None:
-                    turn.release()  # an interrupt may have come before it was used
                 if training:
                     self._keeper.undo_placed(placed)
                 raise

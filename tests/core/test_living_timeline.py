@@ -164,14 +164,17 @@ def test_a_lookup_has_the_rows_of_the_step_at_which_its_turn_was_drawn(evict):
     """Its thread may be slow: then training batches are admitted before it is placed."""
     made, state = simple(capacity=2, evict=evict)
     state, _ = made.admit(state, made.place(ids(1, 2)))
-    ahead, turns = [made.place(ids(*keys)) for keys in ((2, 3), (3, 4))], [made.next_turn()]
+    ahead, turns = (
+        [made.place(ids(*keys)) for keys in ((2, 3), (3, 4))],
+        [made.next_turn(training=False)],
+    )
     for placed in ahead:
         state, _ = made.admit(state, placed)
-        turns.append(made.next_turn())
+        turns.append(made.next_turn(training=False))
     # Of the keys 1, 2, 3, 4 at the steps 1, 2, 3: key 3 gets the row of 1, and key 4 that of 2.
     expected = [[0, 1, -1, -1], [-1, 1, 0, -1], [-1, -1, 0, 1]]
     for step, (turn, rows) in enumerate(zip(turns, expected, strict=True), start=1):
-        batch = turn.place(ids(1, 2, 3, 4), training=False)
+        batch = turn.place(ids(1, 2, 3, 4))
         assert batch.steps.tolist() == [step, step, 0]
         assert batch.admission.tables["t"].rows[0].tolist() == rows
     assert not made.vocabularies._timeline._past  # nothing is kept for turns that have ended

@@ -71,9 +71,7 @@ class Feed:
             turn.refuse(error)
             raise
         try:
-            batch = turn.place(
-                item.features, item.weights, self._rules.spec, training=self._rules.training
-            )
+            batch = turn.place(item.features, item.weights, self._rules.spec)
         except Exception as error:
             error.add_note(f"This was batch {self._number} of the source.")
             raise

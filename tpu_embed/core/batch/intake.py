@@ -13,6 +13,7 @@ Input: features and weights in the user's nesting, or a `Batch`. Output: validat
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from tpu_embed._checks import message
@@ -24,6 +25,7 @@ from tpu_embed.core.batch.traced import TracedIds, make_traced
 from tpu_embed.core.batch.vocabularies import Vocabularies
 from tpu_embed.core.ids import HostIds, Structure, host_ids
 from tpu_embed.core.layout import Layout
+from tpu_embed.interrupts import SignalsDeferred
 
 __all__ = ["Intake", "Turn"]
 
@@ -54,7 +56,7 @@ class Intake:
         """Validate a batch on the host, route it and send it; see `EmbeddingEngine.place`."""
         if isinstance(features, Batch):
             return self.own(features, weights, spec)
-        return self.next_turn(training=training).place(features, weights, spec, training=training)
+        return self.next_turn(training=training).place(features, weights, spec)
 
     def next_turn(self, *, training: bool = True) -> Turn:
         """Return the turn to place the next batch; see `EmbeddingEngine.next_turn`."""
@@ -121,17 +123,21 @@ class Turn:
     """The right to place one batch, after all batches whose turns were drawn before.
 
     With several processes, each turn must be used in the same way by all of them, once: `place`,
-    `refuse` or `end` talk to the other processes, `release` does not.
+    `refuse` or `end` talk to the other processes, `release` does not. A turn that is lost, because
+    an interrupt came before it was used, is given up, so that later ones do not wait for it.
 
     Args:
       intake: draws the turn.
       placer: of the intake.
-      training: False for a batch that will be placed with `training=False`.
+      training: False for a batch that is only looked up.
     """
 
     def __init__(self, intake: Intake, placer: Placer, *, training: bool = True) -> None:
-        self._intake, self._placer = intake, placer
-        self._number = placer.draw_turn(training=training)
+        self._intake, self._placer, self._training = intake, placer, training
+        with SignalsDeferred():
+            self._number = placer.draw_turn(training=training)
+            self._if_lost = weakref.finalize(self, placer.give_up, self._number)
+            self._if_lost.atexit = False
 
     def place(
         self,
@@ -139,7 +145,6 @@ class Turn:
         weights: PyTree | None = None,
         spec: BatchSpec | None = None,
         *,
-        training: bool = True,
         step: int | None = None,
     ) -> Batch:
         """Place a batch; see `EmbeddingEngine.place`, and `Placer.place` for `step`."""
@@ -148,7 +153,15 @@ class Turn:
         def validate() -> list[HostIds]:
             return self._intake.host_ids(features, weights)
 
-        return self._placer.place(self._number, validate, spec, training=training, step=step)
+        try:
+            return self._placer.place(
+                self._number, validate, spec, training=self._training, step=step
+            )
+        except BaseException:
+            self._placer.give_up(self._number)  # it may not have come to be used
+            raise
+        finally:
+            self._if_lost.detach()  # Python would drop a Ctrl-C that comes while it finalizes
 
     def refuse(self, error: BaseException) -> None:
         """Place nothing because of an error; the other processes raise it."""

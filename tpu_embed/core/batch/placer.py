@@ -157,9 +157,7 @@ class Placer:
             return
         try:
             if self._agreement is None and not training:
-                # No map changes, and no other process waits: any time will do.
-                self._turns.release(turn.number)
-                yield
+                yield  # the turn ended when it was drawn
             else:
                 with self._turns.use(turn.number):
                     yield
@@ -208,6 +206,12 @@ class Placer:
         """End a turn that will not be used; every process must do so."""
         if turn is not None and self._turns is not None:
             self._turns.release(turn.number)
+            self._unpin(turn)
+
+    def give_up(self, turn: Ticket | None) -> None:
+        """End a turn that something has kept from being used; one that has ended is left alone."""
+        if turn is not None and self._turns is not None:
+            self._turns.give_up(turn.number)
             self._unpin(turn)
 
     def _unpin(self, turn: Ticket) -> None:

@@ -87,3 +87,11 @@ class Turns:
                 self._ended.remove(self._current)
                 self._current += 1
             self._changed.notify_all()
+
+    def give_up(self, number: int) -> None:
+        """End a turn, unless it has ended, that something has kept from being used."""
+        with self._changed:
+            if number >= self._current and number not in self._ended:
+                # The others wait for a batch that will not come.
+                self._interrupted = self._interrupted or self._with_others
+                self.release(number)

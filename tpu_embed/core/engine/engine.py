@@ -230,7 +230,7 @@ class EmbeddingEngine:
     def next_turn(self, *, training: bool = True) -> Turn:
         """Return the right to place the next batch, which any thread may use (see `Prefetcher`).
 
-        In a single process, no other batch waits for one that is placed with `training=False`.
+        In a single process, no other batch waits for one that is drawn with `training=False`.
         """
         return self._intake.next_turn(training=training)
 

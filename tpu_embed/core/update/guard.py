@@ -17,7 +17,6 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import checkify
 from jax.sharding import PartitionSpec
 
 from tpu_embed import _checks
@@ -133,7 +132,7 @@ class Guard:
         for f in range(len(self.layout.features)):
             # checkify formats the text with str.format, so braces in a feature's path are doubled.
             what = f"activation gradient of {self._name(f)}: NaN or infinity"
-            checkify.debug_check(~bad[f], what.replace("{", "{{").replace("}", "}}"))
+            _checks.check_in_program(~bad[f], what.replace("{", "{{").replace("}", "}}"))
 
     def _name(self, f: int) -> str:
         feature = self.layout.features[f]
