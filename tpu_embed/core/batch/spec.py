@@ -186,8 +186,12 @@ def worst_case(spec: BatchSpec, layout: Layout) -> BatchSpec:
 
 def worst_room(spec: BatchSpec, layout: Layout, g: int) -> StackSpec:
     """Return the capacities of stack g that suffice for any ids."""
-    # All N ids of a device may belong to one shard. There are no more distinct rows than the shard
-    # has, and no more partial sums than rows times blocks.
+    # All N ids of a device may belong to one shard, and each asks for one row and adds to one
+    # partial sum: both are at most N. Distinct rows of a shard are at most the rows that it has.
+    # There is one partial sum for each (row, block) that a device has ids of, so at most rows times
+    # the blocks of the device that has most of them (`blocks_per_device`), whichever features of
+    # the stack the ids are of. Without accumulation every id is a sum of its own. An owner merges
+    # at most the ids of all replicas, and at most its rows.
     stack, n = layout.stacks[g], spec.ids(g)
     blocks = layout.blocks_per_device(spec.local_sizes[f] for f in spec.stacks[g].features)
     accumulates = stack.optimizer is None or stack.optimizer.use_gradient_accumulation

@@ -93,17 +93,22 @@ class Layout:
         """Return the largest number of blocks that one device's examples fall into.
 
         Args:
-          sizes: the features' batch sizes on one device, at least 1 each.
+          sizes: the features' batch sizes on one device.
         """
         # With 4 replicas, G = 8, and features of 1 and 3 examples per device, the examples fall
         # into the blocks
         #   0 | 2 | 4 | 6        and        0 0 1 | 2 2 3 | 4 4 5 | 6 6 7
-        # so 2 blocks per device. The first example of a device is in block r · G // replicas.
-        replicas, blocks = self.axes.replicas, self.blocks
+        # so 2 blocks per device. Where the replicas do not divide G, devices differ: 3 replicas of 8
+        # examples each have the blocks 0 to 2, 2 to 5 and 5 to 7, so 4 blocks, one more than ⌈G/3⌉.
+        #
+        # This is a bound for all features together: the first example of replica r is in block
+        # r · G // replicas whatever the size, so the blocks of the feature that reaches furthest
+        # contain those of the others.
+        replicas, blocks, given = self.axes.replicas, self.blocks, {*sizes}
         return max(
             ((r + 1) * size - 1) * blocks // (replicas * size) - r * blocks // replicas + 1
             for r in range(replicas)
-            for size in {*sizes}
+            for size in given
             if size
         )
 
