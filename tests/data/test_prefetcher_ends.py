@@ -1,5 +1,6 @@
 """`Prefetcher`: errors, ends, and a thread that never outlives its use."""
 
+import contextlib
 import gc
 import itertools
 import os
@@ -15,7 +16,10 @@ import numpy as np
 import pytest
 from data_cases import LONG, ROWS, SIZE, batch, engine, source, threads, wait_for
 
+import tpu_embed
+from tpu_embed import FeatureConfig, TableConfig
 from tpu_embed.data import Prefetcher
+from tpu_embed.vocabulary import DynamicVocabulary
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -235,6 +239,9 @@ class Instant:
     def place(self, features, *_, **__):
         return features["x"].copy()
 
+    def hold(self):
+        return contextlib.nullcontext()
+
     def end(self):
         pass
 
@@ -260,3 +267,38 @@ def test_many_steps_keep_no_memory(make, steps):
     blocks, arrays = zip(*counts, strict=True)
     assert min(np.diff(blocks)) < steps / 2
     assert arrays[-1] - arrays[0] <= 3  # as many as may wait
+
+
+@pytest.mark.parametrize("what", ["place", "rewind", "load"])
+def test_a_source_that_waits_for_its_own_batch_is_refused(what):
+    """It would wait for ever, and so would whatever is placed later."""
+    table = TableConfig(8, 2, vocabulary=DynamicVocabulary())
+    living = tpu_embed.EmbeddingEngine({"x": FeatureConfig(table)})
+    state, keys = living.init(jax.random.key(0)), {"x": np.arange(8)}
+    maps = living.vocabularies
+    act = {
+        "place": lambda: living.place(keys),
+        "rewind": lambda: maps.rewind(state),
+        "load": lambda: maps.load_state(maps.state()),
+    }[what]
+
+    def acting():
+        yield keys
+        living.place(keys, training=False)  # it waits for nobody
+        act()
+
+    batches = Prefetcher(living, acting(), depth=1)
+    state, _ = living.admit(state, next(batches))
+    with pytest.raises(RuntimeError, match=r"wait for itself.*in the loop"):
+        next(batches)
+    state, _ = living.admit(state, living.place(keys))  # nobody waits for what was refused
+    assert maps.admitted == 2
+
+
+def test_a_source_cannot_ask_its_own_prefetcher():
+    def asking():
+        yield next(batches)
+
+    batches = Prefetcher(engine(), asking())
+    with pytest.raises(RuntimeError, match="its own source"):
+        next(batches)

@@ -60,6 +60,11 @@ class Feed:
           ValueError: there are more in another process.
           Exception: what the source or `place` raises.
         """
+        with turn.hold():
+            return self._place_next(turn)
+
+    def _place_next(self, turn: Turn) -> Placed | None:
+        """Do what `place_next` does, in a thread that holds the turn."""
         self._number += 1
         try:
             item = self._rules.take_apart(self._read())

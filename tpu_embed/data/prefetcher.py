@@ -135,8 +135,13 @@ class Prefetcher:
 
         Raises:
           StopIteration: there are no more, or the prefetcher was closed.
+          RuntimeError: the source itself asks for a batch, which it would have to yield first.
           Exception: what the source or `place` raised instead of this batch.
         """
+        if self._worker is not None and self._worker.is_here:
+            expected, got = "a call in the loop", "one in its own source"
+            remedy = "the source yields the features of the next batch"
+            raise RuntimeError(message("Prefetcher", expected=expected, got=got, remedy=remedy))
         with self._lock:
             if self._over:
                 raise StopIteration

@@ -69,6 +69,11 @@ class Worker:
         _stop_all_at_exit()
         self._thread.start()
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller is this thread."""
+        return threading.current_thread() is self._thread
+
     # -- the loop's side -----------------------------------------------------------------------
 
     def request(self, number: int) -> None:
@@ -106,7 +111,7 @@ class Worker:
 
     def join(self, seconds: float | None = None) -> None:
         """Wait until the thread has ended."""
-        if self._thread is not threading.current_thread():
+        if not self.is_here:
             self._thread.join(seconds)
 
     # -- the thread's side ---------------------------------------------------------------------

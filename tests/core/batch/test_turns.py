@@ -63,3 +63,34 @@ def test_after_an_interrupted_wait_the_processes_are_out_of_step(monkeypatch):
         pass
     with pytest.raises(RuntimeError, match="out of step"), turns.use(third):
         pass
+
+
+def test_a_thread_that_holds_a_turn_cannot_wait_for_a_later_one():
+    turns = Turns()
+    first, second, third = turns.draw(), turns.draw(), turns.draw()
+    with turns.hold(first):
+        with pytest.raises(RuntimeError, match=r"wait for itself.*in the loop"), turns.use(second):
+            pass
+        with turns.use(first):
+            pass
+        with turns.use(third):  # the first has ended, and so has the refused one
+            pass
+
+
+def test_another_thread_may_hold_an_earlier_turn():
+    turns, held, used = Turns(), threading.Event(), []
+    first, second = turns.draw(), turns.draw()
+
+    def use_the_first():
+        with turns.hold(first):
+            held.set()
+            with turns.use(first):
+                used.append(first)
+
+    thread = threading.Thread(target=use_the_first)
+    thread.start()
+    held.wait(LONG)
+    with turns.use(second):
+        used.append(second)
+    thread.join(LONG)
+    assert used == [first, second]

@@ -13,6 +13,7 @@ Input: features and weights in the user's nesting, or a `Batch`. Output: validat
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -162,6 +163,14 @@ class Turn:
             raise
         finally:
             self._if_lost.detach()  # Python would drop a Ctrl-C that comes while it finalizes
+
+    def hold(self) -> contextlib.AbstractContextManager[None]:
+        """Note that this thread will use the turn before the block ends.
+
+        In the block, whatever has to wait for a later turn raises `RuntimeError`: without that it
+        would wait for ever.
+        """
+        return self._placer.hold(self._number)
 
     def refuse(self, error: BaseException) -> None:
         """Place nothing because of an error; the other processes raise it."""

@@ -111,6 +111,12 @@ class Placer:
             self._turns.release(number)
         return Ticket(number, pinned)
 
+    def hold(self, turn: Ticket | None) -> contextlib.AbstractContextManager[None]:
+        """Note that this thread will use a turn before the block ends; see `Turns.hold`."""
+        if turn is None or self._turns is None:
+            return contextlib.nullcontext()
+        return self._turns.hold(turn.number)
+
     def place(
         self,
         turn: Ticket | None,

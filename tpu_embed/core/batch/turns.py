@@ -39,6 +39,8 @@ class Turns:
         self._current = 0
         # Turns after the current one that ended early, because their batches will not come.
         self._ended: set[int] = set()
+        # By turn, the thread that is about to use it.
+        self._held: dict[int, int] = {}
         self._interrupted = False
 
     def draw(self) -> int:
@@ -48,12 +50,27 @@ class Turns:
             return number
 
     @contextlib.contextmanager
+    def hold(self, number: int) -> Iterator[None]:
+        """Note that this thread will use a turn before the block ends.
+
+        Within the block it can wait for no later turn, which would come only after this one.
+        """
+        with self._changed:
+            self._held[number] = threading.get_ident()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held.pop(number, None)
+
+    @contextlib.contextmanager
     def use(self, number: int) -> Iterator[None]:
         """Wait for this turn; it ends with the block.
 
         Raises:
-          RuntimeError: the turn has ended; or the wait for an earlier turn was interrupted, so this
-            process has left out a batch that the others place.
+          RuntimeError: the turn has ended; or this thread holds an earlier one; or the wait for an
+            earlier turn was interrupted, so this process has left out a batch that the others
+            place.
         """
         try:
             with self._changed:
@@ -68,6 +85,12 @@ class Turns:
             expected, got = "a turn for each batch", "one that was used or released before"
             remedy = "call engine.next_turn() again"
             raise RuntimeError(message("turn", expected=expected, got=got, remedy=remedy))
+        if self._waits_for_itself(number):
+            expected = "a thread that is not in the middle of an earlier batch"
+            got = "one that holds an earlier turn: it would wait for itself"
+            remedy = "a source of a Prefetcher must not place training batches of the same engine, "
+            remedy += "nor rewind, load or restore its maps: do that in the loop"
+            raise RuntimeError(message("place", expected=expected, got=got, remedy=remedy))
         try:
             self._changed.wait_for(lambda: self._current == number)
         except BaseException:
@@ -77,6 +100,12 @@ class Turns:
             expected, got = "calls one after the other, each to its end", "one that was interrupted"
             remedy = "the processes are out of step: end all, and start again"
             raise RuntimeError(message("place", expected=expected, got=got, remedy=remedy))
+
+    def _waits_for_itself(self, number: int) -> bool:
+        """Tell whether this thread holds an earlier turn, which has not ended."""
+        me = threading.get_ident()
+        mine = (turn for turn, thread in self._held.items() if thread == me and turn < number)
+        return any(turn >= self._current and turn not in self._ended for turn in mine)
 
     def release(self, number: int) -> None:
         """End a turn, whether it was used or not; one that has ended is left alone."""

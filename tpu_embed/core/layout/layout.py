@@ -98,8 +98,8 @@ class Layout:
         # With 4 replicas, G = 8, and features of 1 and 3 examples per device, the examples fall
         # into the blocks
         #   0 | 2 | 4 | 6        and        0 0 1 | 2 2 3 | 4 4 5 | 6 6 7
-        # so 2 blocks per device. Where the replicas do not divide G, devices differ: 3 replicas of 8
-        # examples each have the blocks 0 to 2, 2 to 5 and 5 to 7, so 4 blocks, one more than ⌈G/3⌉.
+        # so 2 blocks per device. Where the replicas do not divide G, devices differ: 3 replicas of
+        # 8 examples each have the blocks 0 to 2, 2 to 5 and 5 to 7, at most one more than ⌈G/3⌉.
         #
         # This is a bound for all features together: the first example of replica r is in block
         # r · G // replicas whatever the size, so the blocks of the feature that reaches furthest
