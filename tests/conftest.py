@@ -6,7 +6,13 @@ cached in build/xla, one directory per worker. `JAX_ENABLE_COMPILATION_CACHE=fal
 
 import gc
 import os
+import signal
 from pathlib import Path
+
+# A shell ignores SIGINT in what it runs in the background; the tests of interrupts, and the programs
+# that they start, are to behave as in the foreground.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 DEVICES = "--xla_force_host_platform_device_count=8"
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):

@@ -93,3 +93,8 @@ extern "C" bool tpu_embed_host_rows_at(const tpu_embed::RowsTask* tasks, int64_t
   return tpu_embed::run_on_threads(count, threads,
                                    [=](int64_t i) { tpu_embed::read_rows(tasks[i]); });
 }
+
+// Writes the hash of each of n keys.
+extern "C" void tpu_embed_host_hashes(const uint64_t* keys, int64_t n, uint64_t* hashes) {
+  for (int64_t i = 0; i < n; ++i) hashes[i] = tpu_embed::hash_of(keys[i]);
+}

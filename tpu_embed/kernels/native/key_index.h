@@ -5,17 +5,21 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "hash_secret.h"
 #include "memory.h"
 
 namespace tpu_embed {
 
-// The numbers that open addressing needs of a key: every bit depends on every bit of the key.
+// The numbers that open addressing needs of a key: every bit depends on every bit of the key, and on
+// the secret of the process. Without it nobody can choose keys that stand in each other's way, which
+// would make a batch of n keys cost n * n. No result depends on where a key stands.
 inline uint64_t hash_of(uint64_t key) {
-  key ^= key >> 30;
-  key *= 0xBF58476D1CE4E5B9u;
-  key ^= key >> 27;
-  key *= 0x94D049BB133111EBu;
-  return key ^ (key >> 31);
+  // The halves of a product of 128 bits, added: a multiplication and a shift of 64 in one.
+  const unsigned __int128 product =
+      static_cast<unsigned __int128>(key ^ kHashSecret.added) * kHashSecret.factor;
+  const uint64_t folded = static_cast<uint64_t>(product >> 64) ^ static_cast<uint64_t>(product);
+  const uint64_t mixed = folded * 0x94D049BB133111EBu;
+  return mixed ^ (mixed >> 32);
 }
 
 // Finds the position of a key. The keys themselves stand in an array of the owner, which gives a
