@@ -9,8 +9,8 @@ import os
 import signal
 from pathlib import Path
 
-# A shell ignores SIGINT in what it runs in the background; the tests of interrupts, and the programs
-# that they start, are to behave as in the foreground.
+# A shell ignores SIGINT in what it runs in the background; the tests of interrupts, and what they
+# start, are to behave as in the foreground.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -35,6 +35,8 @@ from tpu_embed.core.ids.flat_ids import (
 __all__ = ["jagged_ids"]
 
 _INT32_MAX = int(np.iinfo(np.int32).max)
+_PLACES_PER_ID, _FEW_PLACES = 1000, 2**20
+"""Rows with more places than so many for each id, and than so many in all, are a mistake."""
 
 
 class _Given(NamedTuple):
@@ -80,6 +82,15 @@ def jagged_ids(feature: FeatureRules, ids: Any, weights: Any) -> HostIds:
     if splits[-1] > _INT32_MAX:
         expected = f"at most {_INT32_MAX} places in a batch"
         raise feature.error(expected=expected, got=f"{splits[-1]}")
+    if splits[-1] > max(_FEW_PLACES, _PLACES_PER_ID * given.ids.size):
+        longest = int(lengths.argmax())
+        raise feature.error(
+            expected=f"at most {_PLACES_PER_ID} places for each id, as every place takes memory",
+            got=f"{splits[-1]} places for {given.ids.size} ids: example {longest} has an id in "
+            f"column {lengths[longest] - 1}",
+            remedy="max_sequence_length=L of the FeatureConfig cuts rows; columns are positions in "
+            "a history, not other numbers such as times",
+        )
     kept: Any = np.s_[:] if (given.positions < limit).all() else given.positions < limit
     examples = given.examples[kept]
     places = (splits[examples] + given.positions[kept]).astype(np.int32)
