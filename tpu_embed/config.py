@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +21,21 @@ from tpu_embed import _checks, initializers
 from tpu_embed._types import Array
 from tpu_embed.vocabulary import DynamicVocabulary
 
-__all__ = ["Combiner", "FeatureConfig", "OnBadId", "Placement", "QuantizationConfig", "TableConfig"]
+__all__ = [
+    "Combiner",
+    "FeatureConfig",
+    "Keep",
+    "OnBadId",
+    "Placement",
+    "QuantizationConfig",
+    "TableConfig",
+]
 
 Combiner = Literal["mean", "sum", "sqrtn"]
 Placement = Literal["mod", "div", "replicated", "auto"]
 OnBadId = Literal["error", "drop", "clip"]
+Keep = Literal["first", "last"]
 
-_COMBINERS = ("mean", "sum", "sqrtn")
-_PLACEMENTS = ("mod", "div", "replicated", "auto")
-_BAD_ID_POLICIES = ("error", "drop", "clip")
 _DTYPES = ("float32", "bfloat16", "float64")
 
 
@@ -133,8 +139,8 @@ class TableConfig:
         for field in ("vocabulary_size", "dim"):
             size = _checks.check_int(f"{what}.{field}", getattr(self, field), minimum=1)
             object.__setattr__(self, field, size)
-        _checks.check_choice(f"{what}.combiner", self.combiner, _COMBINERS)
-        _checks.check_choice(f"{what}.placement", self.placement, _PLACEMENTS)
+        _checks.check_choice(f"{what}.combiner", self.combiner, get_args(Combiner))
+        _checks.check_choice(f"{what}.placement", self.placement, get_args(Placement))
         _check_type(f"{what}.trainable", self.trainable, bool)
         initializers.check(f"{what}.initializer", self.initializer)
         if self.quantization_config is not None:
@@ -182,6 +188,8 @@ class FeatureConfig:
       name: a name that messages show beside the feature's path.
       jagged: the feature is a sequence whose activation is a `Jagged`: the rows of all examples one
         after the other, without padding between them. `max_sequence_length` then only cuts rows.
+      keep: of a row longer than `max_sequence_length`, the "first" ids or the "last" ones are kept.
+        A dense row ends after its last id that is not padding, a sparse one after its last column.
 
     Raises:
       ValueError: an argument is outside its range.
@@ -198,6 +206,7 @@ class FeatureConfig:
     on_bad_id: OnBadId = "error"
     name: str | None = None
     jagged: bool = dataclasses.field(default=False, kw_only=True)
+    keep: Keep = dataclasses.field(default="first", kw_only=True)
 
     def __post_init__(self) -> None:
         what = _described("FeatureConfig", self.name)
@@ -206,8 +215,14 @@ class FeatureConfig:
             f"{what}.max_sequence_length", self.max_sequence_length, minimum=0
         )
         object.__setattr__(self, "max_sequence_length", length)
-        _checks.check_choice(f"{what}.on_bad_id", self.on_bad_id, _BAD_ID_POLICIES)
+        _checks.check_choice(f"{what}.on_bad_id", self.on_bad_id, get_args(OnBadId))
         _check_type(f"{what}.jagged", self.jagged, bool)
+        _checks.check_choice(f"{what}.keep", self.keep, get_args(Keep))
+        if self.keep == "last" and not length:
+            expected, remedy = '"first" where no row is cut', "give max_sequence_length=L, too"
+            got = '"last" with max_sequence_length=0'
+            text = _checks.message(f"{what}.keep", expected=expected, got=got, remedy=remedy)
+            raise ValueError(text)
         if self.output_shape is None:
             return
         if length or self.jagged:

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from tpu_embed._checks import check_choice, message
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, ArrayLike, Tracer
-from tpu_embed.config import FeatureConfig, OnBadId, TableConfig
+from tpu_embed.config import FeatureConfig, Keep, OnBadId, TableConfig
 from tpu_embed.core.batch import Batch, BatchSpec
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.ids import RaggedIds, SparseIds, structure
@@ -47,8 +47,9 @@ class EmbeddingBag(nnx.Module, StateHolder):
     Args:
       table: the table's vocabulary, dim, combiner, initializer, dtype, placement and optimizer.
       optimizer: the optimizer of a table that has none itself.
-      max_sequence_length: L; if L > 0, a bag is a sequence, whose activation is its first L rows.
+      max_sequence_length: L; if L > 0, a bag is a sequence, whose activation has L rows.
       jagged: whether a bag is a sequence whose activation is a `Jagged`; L > 0 cuts it.
+      keep: of a sequence longer than L, the "first" rows or the "last" ones are kept.
       on_bad_id: "error", "drop" or "clip". Inside a jit "error" drops the id, and a training step
         counts it in `bad_ids`.
       mesh: the devices; None means the mesh of `jax.set_mesh`, or else one axis over all devices.
@@ -80,13 +81,16 @@ class EmbeddingBag(nnx.Module, StateHolder):
         optimizer: Any = None,
         max_sequence_length: int = 0,
         jagged: bool = False,
+        keep: Keep = "first",
         on_bad_id: OnBadId = "error",
         mesh: Mesh | None = None,
         batch_axes: str | Sequence[str] | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         check_choice("on_bad_id", on_bad_id, get_args(OnBadId))
-        feature = FeatureConfig(table, max_sequence_length, on_bad_id=on_bad_id, jagged=jagged)
+        feature = FeatureConfig(
+            table, max_sequence_length, on_bad_id=on_bad_id, jagged=jagged, keep=keep
+        )
         # A layer inside a jit has no keys, and nobody admits its batches.
         remedy = "use EmbeddingEngine or TPUEmbedding, and give the layers their activations"
         structure.flatten(feature).refuse_keys(remedy)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tpu_embed import FeatureConfig, SparseIds, TableConfig
+from tpu_embed import FeatureConfig, RaggedIds, SparseIds, TableConfig
 from tpu_embed.core.ids import host_ids
 
 TABLE = TableConfig(10, 2)
@@ -29,3 +29,51 @@ def test_a_far_column_is_refused_before_it_takes_memory():
         6,
         6,
     ]
+
+
+def rows_of(ids, form):
+    """Return rows in a form of ids; a hole -1 is padding, or a column that is left out."""
+    if form == "dense":
+        width = max(len(row) for row in ids)
+        return np.array([row + [-1] * (width - len(row)) for row in ids])
+    entries = [(e, c, n) for e, row in enumerate(ids) for c, n in enumerate(row) if n >= 0]
+    examples, columns, numbers = np.array(entries).T
+    return SparseIds(np.stack([examples, columns], 1), numbers, (len(ids), 9))
+
+
+ROWS = [[1, 2, 3, 4, 5], [6], [-1, 7, -1, 8], [9, -1, 2, 3], [5, 4, 3]]
+LAST = [[3, 4, 5], [6], [7, -1, 8], [-1, 2, 3], [5, 4, 3]]
+FIRST = [[1, 2, 3], [6], [-1, 7, -1], [9, -1, 2], [5, 4, 3]]
+
+
+@pytest.mark.parametrize("form", ["dense", "sparse", "ragged"])
+@pytest.mark.parametrize("keep", ["first", "last"])
+@pytest.mark.parametrize("jagged", [False, True])
+def test_the_first_or_the_last_ids_are_kept(form, keep, jagged):
+    given, expected = ROWS, {"first": FIRST, "last": LAST}[keep]
+    if form == "ragged":
+        given = [[n for n in row if n >= 0] for row in ROWS]
+        expected = [row[:3] if keep == "first" else row[-3:] for row in given]
+    ids = RaggedIds.from_lists(given) if form == "ragged" else rows_of(given, form)
+    feature = FeatureConfig(TABLE, 3, jagged=jagged, keep=keep)
+    found = host_ids("feature 'x'", feature, "t", ids, None)
+    if jagged:
+        splits = found.rows.row_splits
+        assert np.diff(splits).tolist() == [len(row) for row in expected]
+        line = np.full(splits[-1], -1)
+        line[found.rows.places] = found.ids
+        assert line.tolist() == [n for row in expected for n in row]
+        return
+    line = np.full((5, 3), -1)
+    if found.bags is None:
+        line[:] = found.ids[..., 0]
+    else:
+        line.reshape(-1)[found.bags] = found.ids
+    assert line.tolist() == [row + [-1] * (3 - len(row)) for row in expected]
+
+
+def test_only_sequences_are_cut():
+    with pytest.raises(ValueError, match=r"keep: .*max_sequence_length"):
+        FeatureConfig(TABLE, keep="last")
+    with pytest.raises(ValueError, match=r"keep: .*first.*last"):
+        FeatureConfig(TABLE, 3, keep="both")

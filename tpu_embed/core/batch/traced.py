@@ -25,8 +25,15 @@ from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.batch.located import LocalIds, Located
 from tpu_embed.core.batch.spec import BatchSpec, StackSpec, worst_case
 from tpu_embed.core.batch.stack_view import StackView, view_stacks
-from tpu_embed.core.ids import FeatureShape, dense_shape, is_real, narrow_ids, rescale_bags
-from tpu_embed.core.layout import Layout, Stack
+from tpu_embed.core.ids import (
+    FeatureShape,
+    dense_shape,
+    is_real,
+    narrow_ids,
+    rescale_bags,
+    shift_rows,
+)
+from tpu_embed.core.layout import FeatureLayout, Layout, Stack
 from tpu_embed.kernels import dispatch
 
 
@@ -196,6 +203,8 @@ def make_traced(
         _feature_shape(feature.path, feature.config, array, scale)
         for feature, array, scale in zip(layout.features, arrays, scales, strict=True)
     ]
+    given = zip(layout.features, arrays, scales, strict=True)
+    arrays, scales = zip(*(_after_cut(f, *leaf, layout) for f, *leaf in given), strict=True)
     stacks = tuple(StackSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.stacks)))
     own = BatchSpec(layout.axes.replicas, tuple(shapes), stacks)
     own.check_batch([feature.path for feature in layout.features])
@@ -233,11 +242,22 @@ def padded_lengths(ids: Array, longest: int) -> Array:
 
     Args:
       ids: signed integers `[B, H]`.
-      longest: how many ids of a row count.
+      longest: L, to which longer rows are cut.
     """
-    present = ids[:, :longest] != PADDING_ID
-    ends = jnp.arange(1, present.shape[1] + 1, dtype=jnp.int32)
-    return jnp.max(jnp.where(present, ends, 0), axis=1, initial=0)
+    ends = jnp.arange(1, ids.shape[1] + 1, dtype=jnp.int32)
+    lengths = jnp.max(jnp.where(ids != PADDING_ID, ends, 0), axis=1, initial=0)
+    return jnp.minimum(lengths, longest)
+
+
+def _after_cut(
+    feature: FeatureLayout, ids: Array, weights: Array | None, layout: Layout
+) -> tuple[Array, Array | None]:
+    """Return ids and weights of a feature, cut at the beginning where it keeps the last ids."""
+    config = feature.config
+    if config.keep == "first" or ids.ndim != 2 or ids.shape[1] <= config.max_sequence_length:
+        return ids, weights
+    ids = _signed(ids, layout.stacks[feature.stack].index_dtype)
+    return shift_rows(ids, weights, config.max_sequence_length)
 
 
 def _feature_shape(path: str, config: Any, ids: Array, weights: Array | None) -> FeatureShape:

@@ -10,6 +10,7 @@ from tpu_embed.core.ids.columns import (
     read_lists,
 )
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids, refuse_masked
+from tpu_embed.core.ids.cut_rows import shift_rows
 from tpu_embed.core.ids.feature_ids import (
     FeatureShape,
     HostIds,
@@ -65,6 +66,7 @@ __all__ = [
     "rescale_dense_bags",
     "rescale_flat_bags",
     "check_row_splits",
+    "shift_rows",
     "split_keys",
     "structure",
     "weights",

@@ -15,6 +15,7 @@ from tpu_embed._checks import message
 from tpu_embed.core.ids import weights as weights_of
 from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype, resolve_flat
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds
+from tpu_embed.core.ids.cut_rows import ids_before
 from tpu_embed.core.ids.feature_ids import FeatureShape, HostIds, is_mean
 from tpu_embed.core.ids.rescale import rescale_flat_bags
 
@@ -54,9 +55,13 @@ def sparse_ids(feature: FeatureRules, ids: SparseIds, weights: Any) -> HostIds:
         return f"example {indices[at, 0]}{words}, position {indices[at, -1]}"
 
     if feature.length:
-        # Each position of a sequence is a bag of its own; positions from L on are cut off.
+        # Each position of a sequence is a bag of its own; positions outside of [0, L) are cut off.
         feature_shape = FeatureShape(shape[0], (feature.length,), False, None, numbers is not None)
-        keep = columns < feature.length
+        lengths = np.zeros(shape[0], np.int64)
+        # Columns ascend in a row, and of repeated numbers the last assignment counts.
+        lengths[bags] = columns + 1
+        columns = columns - ids_before(feature.config, lengths)[bags]
+        keep = (columns >= 0) & (columns < feature.length)
         return flat_ids(
             feature,
             feature_shape,
@@ -126,9 +131,10 @@ def ragged_ids(feature: FeatureRules, ids: RaggedIds, weights: Any) -> HostIds:
     feature_shape = FeatureShape(batch, inner, not first, None, numbers is not None)
     if not first:
         return flat_ids(feature, feature_shape, ids.values, row, numbers, where, None)
-    # Each of the first k = `first` ids of a row has bag row * k + position; later ids are cut off.
-    position = positions_in_rows(ids, lengths)
-    keep = position < first if n and int(lengths.max()) > first else None
+    # Each of k = `first` ids of a row has bag row * k + position; the others are cut off.
+    position = positions_in_rows(ids, lengths) - ids_before(feature.config, lengths)[row]
+    cuts = n and int(lengths.max()) > first
+    keep = (position >= 0) & (position < first) if cuts else None
     bags = row * np.int64(first) + position
     return flat_ids(feature, feature_shape, ids.values, bags, numbers, where, keep)
 

@@ -22,6 +22,7 @@ from tpu_embed.config import FeatureConfig
 from tpu_embed.core.ids import weights as weights_of
 from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype, dense_position, resolve_dense
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids
+from tpu_embed.core.ids.cut_rows import dense_lengths, ids_before
 from tpu_embed.core.ids.feature_ids import HostIds, dense_shape, is_mean
 from tpu_embed.core.ids.flat_ids import ragged_ids, sparse_ids
 from tpu_embed.core.ids.jagged_ids import jagged_ids
@@ -104,12 +105,18 @@ def _dense(feature: FeatureRules, ids: np.ndarray, weights: Any) -> HostIds:
     weighted = weights is not None
     feature_shape = dense_shape(feature.path, feature.config, ids.shape, weighted=weighted)
     numbers = weights_of.beside_dense(feature.path, feature.config.table.dtype, ids, weights)
+    given, config = ids, feature.config
     ids, padded = resolve_dense(feature, ids, functools.partial(dense_position, ids.shape))
     # A weight at a padded position may be any number; it must not decide how its bag is rescaled.
     if numbers is not None and padded:
         numbers = np.where(ids == PADDING_ID, numbers.dtype.type(0), numbers)
     if feature.length:
         padded = padded or ids.shape[1] < feature.length
+        if config.keep == "last" and ids.shape[1] > feature.length:
+            present = (np.ma.getdata(given) != PADDING_ID) & ~np.ma.getmaskarray(given)
+            before, padded = ids_before(config, dense_lengths(present)), True
+            ids = _columns_after(ids, before, feature.length)
+            numbers = None if numbers is None else _columns_after(numbers, before, feature.length)
         ids = _first_columns(ids, feature.length, PADDING_ID)
         numbers = None if numbers is None else _first_columns(numbers, feature.length, 0)
     # All inner dims become one: [B, K₁, K₂, H] -> [B, K₁ · K₂, H]; a sequence [B, L] -> [B, L, 1].
@@ -118,6 +125,11 @@ def _dense(feature: FeatureRules, ids: np.ndarray, weights: Any) -> HostIds:
     if scale is not None and is_mean(feature, feature_shape):
         scale = rescale_dense_bags(scale)
     return HostIds(feature_shape, ids.reshape(shape), None, scale, padded)
+
+
+def _columns_after(array: np.ndarray, before: np.ndarray, length: int) -> np.ndarray:
+    """Return `[B, L]`: of each row of `[B, H]` the L columns after those that are cut off."""
+    return np.take_along_axis(array, before[:, None] + np.arange(length), axis=1)
 
 
 def _first_columns(array: np.ndarray, length: int, fill: int) -> np.ndarray:

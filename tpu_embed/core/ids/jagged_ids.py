@@ -24,6 +24,7 @@ from tpu_embed.core.ids.bad_ids import (
     resolve_flat,
 )
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds
+from tpu_embed.core.ids.cut_rows import dense_lengths, ids_before
 from tpu_embed.core.ids.feature_ids import FeatureShape, HostIds, JaggedRows, dense_shape
 from tpu_embed.core.ids.flat_ids import (
     check_coordinates,
@@ -91,9 +92,11 @@ def jagged_ids(feature: FeatureRules, ids: Any, weights: Any) -> HostIds:
             remedy="max_sequence_length=L of the FeatureConfig cuts rows; columns are positions in "
             "a history, not other numbers such as times",
         )
-    kept: Any = np.s_[:] if (given.positions < limit).all() else given.positions < limit
+    positions = given.positions - ids_before(feature.config, given.lengths)[given.examples]
+    inside = (positions >= 0) & (positions < limit)
+    kept: Any = np.s_[:] if inside.all() else inside
     examples = given.examples[kept]
-    places = (splits[examples] + given.positions[kept]).astype(np.int32)
+    places = (splits[examples] + positions[kept]).astype(np.int32)
     scale = None if given.weights is None else given.weights[kept]
     # The number of places on a device is counted when the number of devices is known.
     shape = FeatureShape(lengths.size, (), False, None, scale is not None, capacity=0)
@@ -107,11 +110,7 @@ def _of_dense(feature: FeatureRules, ids: np.ndarray, weights: Any) -> _Given:
     dense_shape(feature.path, feature.config, ids.shape, weighted=False)  # checks the rank
     numbers = weights_of.beside_dense(feature.path, feature.config.table.dtype, ids, weights)
     present = (np.ma.getdata(ids) != PADDING_ID) & ~np.ma.getmaskarray(ids)
-    width = ids.shape[1]
-    # [0, 1, 1, 0]: reversed 0 1 1 0, whose first 1 is at 1, so the length is 4 - 1.
-    lengths = np.zeros(len(ids), np.int64)
-    if width:
-        lengths[:] = np.where(present.any(axis=1), width - present[:, ::-1].argmax(axis=1), 0)
+    lengths = dense_lengths(present)
     valid, _ = resolve_dense(feature, ids, lambda at: dense_position(ids.shape, at))
     examples, positions = np.nonzero(valid != PADDING_ID)
     scale = None if numbers is None else numbers[examples, positions]

@@ -13,6 +13,7 @@ example and position each value belongs to, and results per example.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -31,6 +32,8 @@ from tpu_embed.core.lookup.jagged_checks import (
     check_lengths,
     check_padded,
     check_room,
+    concrete,
+    refuse_arithmetic,
 )
 
 __all__ = ["Jagged"]
@@ -70,6 +73,12 @@ class Jagged:
     """
 
     __slots__ = ("_row_splits", "_values")
+
+    # NumPy and JAX ask for these before they compute with it, or take it for an array.
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = refuse_arithmetic
+    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = refuse_arithmetic
+    __neg__ = __abs__ = __array__ = __jax_array__ = refuse_arithmetic
+    __array_ufunc__ = None
 
     def __init__(self, values: Any, row_splits: Any) -> None:
         check_arrays(values, row_splits)
@@ -229,6 +238,38 @@ class Jagged:
         unpad = functools.partial(segments.unpad, capacity=room)
         splits, values = jax.vmap(unpad)(parts, jnp.asarray(lengths, jnp.int32))
         return cls(values, splits)
+
+    def first(self) -> Array:
+        """Return the first value of each sequence, `[B, …]`; zeros where it is empty."""
+        return self._join_replicas(self._by_replica(segments.first, self.values))
+
+    def last(self) -> Array:
+        """Return the last value of each sequence, `[B, …]`; zeros where it is empty."""
+        return self._join_replicas(self._by_replica(segments.last, self.values))
+
+    def attention_mask(self) -> Array:
+        """Return which values each value may attend to, bool `[S, C, C]`.
+
+        Value i attends to value j of the same sequence up to itself; values beyond the last split
+        attend to nothing. Its size is that of C² numbers, so it is for short sequences.
+        """
+        return self._by_replica(lambda splits: segments.causal(splits, self._capacity))
+
+    def to_list(self) -> list[np.ndarray]:
+        """Return the values of each of the B examples on the host, `[n, …]` each.
+
+        Raises:
+          TypeError: the values are traced.
+        """
+        what = "Jagged.to_list"
+        splits, values = (concrete(what, x) for x in (self.row_splits, self.values))
+        parts = splits.reshape(-1, splits.shape[-1])
+        rows = values.reshape(len(parts), -1, *values.shape[splits.ndim :])
+        return [
+            row[begin:end]
+            for row, part in zip(rows, parts, strict=True)
+            for begin, end in itertools.pairwise(part.tolist())
+        ]
 
     def sums(self) -> Array:
         """Return the sum of each sequence, `[B, …]`; zeros where it is empty.

@@ -15,7 +15,37 @@ import numpy as np
 from tpu_embed._checks import check_in_program, check_int, message
 from tpu_embed._types import Array, Tracer
 
-__all__ = ["check_arrays", "check_lengths", "check_padded", "check_room"]
+__all__ = [
+    "check_arrays",
+    "check_lengths",
+    "check_padded",
+    "check_room",
+    "concrete",
+    "refuse_arithmetic",
+]
+
+
+def refuse_arithmetic(self: Any, *_: Any, **__: Any) -> Any:
+    """Refuse to be computed with as if it were an array.
+
+    Raises:
+      TypeError: always.
+    """
+    remedy = "compute with jagged.values, and jagged.with_values(new) has the same sequences again"
+    raise TypeError(message("Jagged", expected="an array", got="a Jagged", remedy=remedy))
+
+
+def concrete(what: str, array: Any) -> np.ndarray:
+    """Return an array on the host.
+
+    Raises:
+      TypeError: it is traced.
+    """
+    if isinstance(array, Tracer):
+        expected, got = "arrays whose values are known", "a tracer"
+        remedy = "call it outside of the jit, or use to_padded"
+        raise TypeError(message(what, expected=expected, got=got, remedy=remedy))
+    return np.asarray(array)
 
 
 def check_arrays(values: Any, row_splits: Any) -> None:

@@ -18,7 +18,17 @@ import jax.numpy as jnp
 from tpu_embed._types import Array
 from tpu_embed.kernels import dispatch, reference
 
-__all__ = ["join", "pad", "positions", "segment_ids", "sum_segments", "unpad"]
+__all__ = [
+    "causal",
+    "first",
+    "join",
+    "last",
+    "pad",
+    "positions",
+    "segment_ids",
+    "sum_segments",
+    "unpad",
+]
 
 
 def segment_ids(row_splits: Array, capacity: int) -> Array:
@@ -53,6 +63,23 @@ def pad(row_splits: Array, values: Array, length: int) -> tuple[Array, Array]:
     wanted = jnp.arange(length, dtype=jnp.int32)
     mask = wanted < (row_splits[1:] - row_splits[:-1])[:, None]
     return _take(values, row_splits[:-1, None] + wanted, mask), mask
+
+
+def first(row_splits: Array, values: Array) -> Array:
+    """Return the first value of each segment, `[n, …]`; zeros where it is empty."""
+    return _take(values, row_splits[:-1], row_splits[:-1] < row_splits[1:])
+
+
+def last(row_splits: Array, values: Array) -> Array:
+    """Return the last value of each segment, `[n, …]`; zeros where it is empty."""
+    return _take(values, row_splits[1:] - 1, row_splits[:-1] < row_splits[1:])
+
+
+def causal(row_splits: Array, capacity: int) -> Array:
+    """Return whether place j is in the segment of place i and not after it, bool `[C, C]`."""
+    ids, places = segment_ids(row_splits, capacity), jnp.arange(capacity, dtype=jnp.int32)
+    used = ids < row_splits.shape[0] - 1
+    return (ids[:, None] == ids) & (places <= places[:, None]) & used[:, None]
 
 
 def unpad(padded: Array, lengths: Array, capacity: int) -> tuple[Array, Array]:

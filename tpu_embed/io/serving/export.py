@@ -157,6 +157,7 @@ class _Arguments:
                 "weights": str(self.weights[path].dtype) if path in self.weights else None,
                 "max_sequence_length": feature.max_sequence_length,
                 "jagged": feature.jagged,
+                "keep": feature.keep,
                 "on_bad_id": feature.on_bad_id,
             }
         return found

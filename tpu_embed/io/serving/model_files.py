@@ -49,6 +49,7 @@ _FEATURE = schema.record(
     weights=schema.optional(schema.choice("float32", "float64")),
     max_sequence_length=schema.integer(),
     jagged=schema.flag,
+    keep=schema.choice("first", "last"),
     on_bad_id=schema.choice("error", "drop", "clip"),
 )
 _FORM = schema.record(

@@ -245,6 +245,7 @@ def _feature(path: str, described: Mapping[str, Any], metadata: Mapping[str, Any
         max_sequence_length=described["max_sequence_length"],
         on_bad_id=described["on_bad_id"],
         jagged=described["jagged"],
+        keep=described["keep"],
     )
     return valid_ids.FeatureRules(f"feature {path!r}", config, name)
 

@@ -1,0 +1,88 @@
+"""First and last values, masks and lists of a `Jagged`; it is no array, and says so."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tpu_embed import Jagged
+
+VALUES = np.arange(1, 21, dtype=np.float32).reshape(2, 5, 2)
+SPLITS = np.array([[0, 2, 2, 3], [0, 0, 0, 5]], np.int32)
+LENGTHS = np.diff(SPLITS).reshape(-1)
+
+
+def sequences():
+    return [
+        VALUES[s, a:b] for s in range(2) for a, b in zip(SPLITS[s], SPLITS[s][1:], strict=False)
+    ]
+
+
+def jagged():
+    return Jagged(jnp.asarray(VALUES), jnp.asarray(SPLITS))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_an_empty_sequence_has_no_neighbours_value(wrap):
+    first, last = wrap(lambda x: (x.first(), x.last()))(jagged())
+    zeros = np.zeros(2, np.float32)
+    expected = [(rows[0], rows[-1]) if len(rows) else (zeros, zeros) for rows in sequences()]
+    np.testing.assert_array_equal(first, [one for one, _ in expected])
+    np.testing.assert_array_equal(last, [one for _, one in expected])
+
+
+def test_replicas_are_mapped():
+    firsts = jax.vmap(lambda part: part.first() + part.last())(jagged())
+    assert firsts.shape == (2, 3, 2)
+    np.testing.assert_array_equal(firsts.reshape(-1, 2), jagged().first() + jagged().last())
+
+
+def test_derivatives_are_those_of_the_values():
+    given = np.arange(12, dtype=np.float32).reshape(6, 2)
+    gradient = jax.grad(lambda v: (jagged().with_values(v).last() * given).sum())(jagged().values)
+    expected = np.zeros_like(VALUES)
+    for e in np.flatnonzero(LENGTHS):
+        expected[e // 3, SPLITS[e // 3, e % 3 + 1] - 1] = given[e]
+    np.testing.assert_array_equal(gradient, expected)
+
+
+def test_values_attend_to_those_before_them_in_their_sequence():
+    expected = np.zeros((2, 5, 5), bool)
+    for s, splits in enumerate(SPLITS):
+        for begin, end in zip(splits, splits[1:], strict=False):
+            for i in range(begin, end):
+                expected[s, i, begin : i + 1] = True
+    np.testing.assert_array_equal(jagged().attention_mask(), expected)
+
+
+def test_lists_have_the_values_of_each_example():
+    found = jagged().to_list()
+    assert len(found) == 6
+    for rows, expected in zip(found, sequences(), strict=True):
+        np.testing.assert_array_equal(rows, expected)
+    with pytest.raises(TypeError, match=r"to_list: .*got a tracer; .*to_padded"):
+        jax.jit(lambda x: x.to_list())(jagged())
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: x * 2,
+        lambda x: 2 + x,
+        lambda x: x - x,
+        lambda x: x / 2,
+        lambda x: -x,
+        lambda x: np.float32(2) * x,
+        lambda x: np.ones(2) + x,
+        lambda x: jnp.ones(2) * x,
+        jnp.tanh,
+        jnp.sum,
+        np.exp,
+        np.asarray,
+        jnp.asarray,
+    ],
+)
+def test_it_is_not_taken_for_an_array(compute):
+    with pytest.raises(TypeError) as raised:
+        compute(jagged())
+    assert "with_values" in str(raised.value) or compute is np.exp  # NumPy says it in its words
