@@ -122,4 +122,4 @@ def next_item_losses(network: Network, history, items: jax.Array) -> tuple[jax.A
 
 def last_vectors(network: Network, history) -> jax.Array:
     """Return what comes after the last event of each history, `[B / S, D]` of a replica."""
-    return network(history)[history.row_splits[1:] - 1]
+    return history.with_values(network(history)).last()

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpu_embed import hashing
 from tpu_embed.config import FeatureConfig, TableConfig
-from tpu_embed.core.ids import RaggedIds, SparseIds, host_ids
+from tpu_embed.core.ids import RaggedIds, SparseIds, hashing, host_ids
 from tpu_embed.hashing import hash_ids
 
 MASK = 2**64 - 1

@@ -30,10 +30,9 @@ from tpu_embed import initializers, optimizers, training
 from tpu_embed.config import FeatureConfig, QuantizationConfig, TableConfig
 from tpu_embed.core.batch import Batch, BatchSpec
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.ids import RaggedIds, SparseIds, pad_batch
+from tpu_embed.core.ids import RaggedIds, SparseIds, hash_ids, pad_batch
 from tpu_embed.core.lookup import Jagged, split_activations
 from tpu_embed.core.state import TableState
-from tpu_embed.hashing import hash_ids
 from tpu_embed.initializers import RowIdInitializer, ShardInfo
 from tpu_embed.sparse import IndexedSlices, embedding_lookup, sparse_grad, sparse_value_and_grad
 from tpu_embed.tpu_embedding import TPUEmbedding

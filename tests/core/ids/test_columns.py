@@ -12,9 +12,10 @@ import pytest
 
 import tpu_embed
 from tpu_embed.config import FeatureConfig, TableConfig
-from tpu_embed.core.ids import RaggedIds, SparseIds, host_ids, read_dictionary
+from tpu_embed.core.ids import RaggedIds, SparseIds, hash_ids, host_ids, read_dictionary
 from tpu_embed.io import serving_lookup
 from tpu_embed.metrics import batch_statistics
+from tpu_embed.vocabulary import DynamicVocabulary
 
 NAN = float("nan")
 
@@ -246,3 +247,49 @@ def test_neither_pandas_nor_arrow_is_imported():
     environment = {"PYTHONPATH": ":".join(sys.path), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
     assert done.stdout.decode().strip() == "[]", done.stderr.decode()
+
+
+def names_as(form):
+    names = ["anna", "bo", None, "anna", "cleo", "bo", "dora", "anna"]
+    present = [name or "" for name in names]
+    return {
+        "list": names,
+        "array": np.array(present),
+        "objects": np.array(names, object),
+        "pandas": pd.Series(names),
+        "category": pd.Series(names, dtype="category"),
+        "arrow": pa.array(names),
+        "dictionary": pa.array(names).dictionary_encode(),
+        "bags": [[name] if name else [] for name in names],
+    }[form]
+
+
+@pytest.mark.parametrize(
+    "form", ["list", "array", "objects", "pandas", "category", "arrow", "dictionary", "bags"]
+)
+def test_strings_are_the_keys_of_a_living_table(form):
+    feature = FeatureConfig(TableConfig(9, 2, vocabulary=DynamicVocabulary()))
+    given = names_as(form)
+    found = host_ids("feature 'x'", feature, "t", given, None)
+    expected = host_ids("feature 'x'", feature, "t", hash_ids(given, None), None)
+    np.testing.assert_array_equal(found.keys, expected.keys)
+    np.testing.assert_array_equal(found.ids, expected.ids)
+    with pytest.raises(TypeError, match=r"'x'.*hash_ids"):
+        host_ids("feature 'x'", FeatureConfig(TableConfig(9, 2)), "t", given, None)
+
+
+def test_neither_strings_nor_integers_are_no_keys():
+    feature = FeatureConfig(TableConfig(9, 2, vocabulary=DynamicVocabulary()))
+    with pytest.raises(TypeError, match=r"^feature 'x': .*float, str"):
+        host_ids("feature 'x'", feature, "t", np.array([1.5, "a"], object), None)
+
+
+@pytest.mark.parametrize("vocabulary", [None, DynamicVocabulary()])
+def test_floats_that_have_lost_digits_are_not_sent_to_int64(vocabulary):
+    feature = FeatureConfig(TableConfig(9, 2, vocabulary=vocabulary))
+    column = pd.Series([1, None, 2**53 + 1])
+    with pytest.raises(TypeError, match=r"last digits are gone; read the file again") as raised:
+        host_ids("feature 'x'", feature, "t", column, None)
+    assert "astype" not in str(raised.value)
+    with pytest.raises(TypeError, match=r'astype\("Int64"\)'):
+        host_ids("feature 'x'", feature, "t", column[:2], None)

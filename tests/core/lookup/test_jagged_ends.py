@@ -1,5 +1,7 @@
 """First and last values, masks and lists of a `Jagged`; it is no array, and says so."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,7 +51,7 @@ def test_derivatives_are_those_of_the_values():
 def test_values_attend_to_those_before_them_in_their_sequence():
     expected = np.zeros((2, 5, 5), bool)
     for s, splits in enumerate(SPLITS):
-        for begin, end in zip(splits, splits[1:], strict=False):
+        for begin, end in itertools.pairwise(splits):
             for i in range(begin, end):
                 expected[s, i, begin : i + 1] = True
     np.testing.assert_array_equal(jagged().attention_mask(), expected)

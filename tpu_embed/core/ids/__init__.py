@@ -20,6 +20,7 @@ from tpu_embed.core.ids.feature_ids import (
     part_of_feature,
 )
 from tpu_embed.core.ids.flat_ids import check_coordinates, check_row_splits
+from tpu_embed.core.ids.hashing import hash_ids
 from tpu_embed.core.ids.host_ids import host_ids
 from tpu_embed.core.ids.keys import batch_order, give_rows, looked_up, split_keys
 from tpu_embed.core.ids.leaves import collect_leaves, count_rows, rebuild_nest
@@ -49,6 +50,7 @@ __all__ = [
     "flatten",
     "give_rows",
     "has_means",
+    "hash_ids",
     "host_ids",
     "is_real",
     "looked_up",

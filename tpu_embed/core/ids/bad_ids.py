@@ -32,6 +32,11 @@ _REMEDIES = {
     ),
 }
 """What to do about ids of another kind of dtype."""
+_DIGITS = (
+    "read the file again without floats in between: "
+    'pandas.read_csv(…, dtype={"column": "Int64"}), '
+    'pandas.read_parquet(…, dtype_backend="numpy_nullable"), or pyarrow'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +91,9 @@ def check_dtype(feature: FeatureRules, ids: np.ndarray) -> None:
     if ids.dtype.kind not in "iu":
         expected, got = "ids of an integer dtype", str(ids.dtype)
         remedy = _REMEDIES.get(ids.dtype.kind, "")
+        # From 2**53 on, floats are further than 1 apart.
+        if ids.dtype.kind == "f" and (np.abs(np.nan_to_num(np.ma.getdata(ids))) >= 2.0**53).any():
+            got, remedy = f"{got} with numbers from 2**53 on, whose last digits are gone", _DIGITS
         raise TypeError(_checks.message(feature.path, expected=expected, got=got, remedy=remedy))
 
 

@@ -25,6 +25,7 @@ from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids
 from tpu_embed.core.ids.cut_rows import dense_lengths, ids_before
 from tpu_embed.core.ids.feature_ids import HostIds, dense_shape, is_mean
 from tpu_embed.core.ids.flat_ids import ragged_ids, sparse_ids
+from tpu_embed.core.ids.hashing import hash_ids
 from tpu_embed.core.ids.jagged_ids import jagged_ids
 from tpu_embed.core.ids.keys import number_keys
 from tpu_embed.core.ids.rescale import rescale_dense_bags
@@ -41,7 +42,8 @@ def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weight
       table_name: the name of its table, for messages.
       ids: [B], [B, H] or [B, K, …, H] integers, `SparseIds` or `RaggedIds`; or a column of a data
         set (see `columns.py`): one of integers is [B], one of lists of integers is `RaggedIds`.
-        What is masked, or missing from a column, is padding.
+        What is masked, or missing from a column, is padding. For a table with a living vocabulary
+        they may be strings, which are hashed as `hash_ids(ids, None)` does.
       weights: None (all ones, or the weights inside `ids`), an array shaped like the ids or like
         `ids.values`, or a container with the same indices that holds floats.
 
@@ -58,11 +60,31 @@ def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weight
     """
     feature = FeatureRules(path, config, table_name)
     _check_readable(feature, ids)
-    ids = read_ids(path, ids)
+    read = read_ids(path, ids)
     if config.table.vocabulary is None:
-        return _read(feature, ids, weights)
-    numbered, keys = number_keys(feature, ids)
+        return _read(feature, read, weights)
+    numbered, keys = number_keys(feature, _hashed(path, ids, read))
     return dataclasses.replace(_read(feature, numbered, weights), keys=keys)
+
+
+def _hashed(path: str, given: Any, read: Any) -> Any:
+    """Return ids, hashed if they are strings.
+
+    Args:
+      path: the feature's path.
+      given: the ids as they were given, of which `hash_ids` hashes equal ones once.
+      read: what `read_ids` made of them.
+
+    Raises:
+      TypeError: some of them are neither strings nor integers.
+    """
+    values = read.values if isinstance(read, (SparseIds, RaggedIds)) else read
+    if np.ma.getdata(values).dtype.kind not in "SUOT":
+        return read
+    try:
+        return read_ids(path, hash_ids(given, None))
+    except TypeError as error:
+        raise TypeError(f"{path}: {error}") from error
 
 
 def _read(feature: FeatureRules, ids: Any, weights: Any) -> HostIds:
