@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import jax
+import numpy as np
 from jax.experimental import checkify
 
 from tpu_embed._types import Array, Tracer
@@ -118,6 +119,21 @@ def check_choice(what: str, value: Any, choices: tuple[Any, ...]) -> Any:
         words = " | ".join(repr(choice) for choice in choices)
         raise ValueError(message(what, expected=words, got=repr(value)))
     return value
+
+
+def check_key(what: str, key: Any) -> None:
+    """Check that something is a jax PRNG key, or the data of one.
+
+    Raises:
+      TypeError: it is something else.
+    """
+    dtype = getattr(key, "dtype", None)
+    if dtype is None or not (
+        jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == np.uint32 and key.ndim)
+    ):
+        got = f"{type(key).__name__} {key!r}"
+        remedy = "jax.random.key(0) makes one"
+        raise TypeError(message(what, expected="a jax PRNG key", got=got, remedy=remedy))
 
 
 def check_live(what: str, arrays: Iterable[Any]) -> None:

@@ -12,6 +12,7 @@ of the same round.
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import struct
 import threading
@@ -94,6 +95,24 @@ def gather_from_all(what: str, value: Any) -> list[Any]:
         return [value]
     said = exchange(what, f"tpu_embed/said/{what}", json.dumps(value), FILES_SECONDS)
     return [said[process] for process in sorted(said)]
+
+
+def agree_on(what: str, value: str) -> str:
+    """Return the value of the process that calls this first; the same in every process.
+
+    No process waits for another one.
+
+    Args:
+      what: what the value is for; it is chosen once in a run.
+      value: this process's value.
+    """
+    if jax.process_count() == 1:
+        return value
+    client, key = departures.listen().client, f"tpu_embed/agreed/{what}"
+    # Only the first of these calls has an effect: a key is not overwritten.
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        client.key_value_set_bytes(key, value.encode())
+    return client.blocking_key_value_get_bytes(key, SLICE_MS).decode()
 
 
 def check_same(what: str, value: str) -> None:

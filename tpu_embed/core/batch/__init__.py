@@ -16,6 +16,7 @@ from tpu_embed.core.batch.steps import (
     MapStates,
     Steps,
     check_vocabulary,
+    new_history,
     steps_of,
 )
 from tpu_embed.core.batch.traced import TracedIds, make_traced, padded_lengths
@@ -46,6 +47,7 @@ __all__ = [
     "line_of",
     "make_traced",
     "natural_spec",
+    "new_history",
     "pack",
     "pack_by_place",
     "pack_all",

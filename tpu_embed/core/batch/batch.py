@@ -40,6 +40,8 @@ class Batch:
       steps: for living vocabularies, int32 `[3]`: the states that it may be looked up in (`Steps`).
         None without them.
       admission: for living vocabularies, what the host knows of the batch until it is admitted.
+      admitted: whether lookups and updates may use it, which they check while they are traced.
+        False of a training batch with keys until `admit` returns it.
     """
 
     packed: Array
@@ -47,6 +49,7 @@ class Batch:
     row_numbers: int = dataclasses.field(metadata={"static": True})
     steps: Array | np.ndarray | None = None
     admission: Admission = dataclasses.field(default=Admission(), metadata={"static": True})
+    admitted: bool = dataclasses.field(default=True, metadata={"static": True})
 
     def __post_init__(self) -> None:
         """Forget what only the host knows in a batch that is traced.

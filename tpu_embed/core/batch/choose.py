@@ -14,6 +14,9 @@ from tpu_embed.core.layout import TableSlice
 
 __all__ = ["choose_vocabularies"]
 
+_MOST = 2**16
+"""The largest lookahead; steps are numbers of 32 bits."""
+
 
 def choose_vocabularies(
     tables: Sequence[TableSlice], lookahead: int | None, shared: Any
@@ -26,10 +29,16 @@ def choose_vocabularies(
       shared: the other engine's maps, or None.
 
     Raises:
-      ValueError: the other engine's maps are for other tables, or another lookahead.
+      ValueError: a lookahead that is no number from 0 to 2¹⁶; or the other engine's maps are for
+        other tables, or another lookahead.
     """
     if lookahead is not None:
         lookahead = check_int("lookahead", lookahead, minimum=0)
+        if lookahead > _MOST:
+            remedy = "so many batches' rows are kept; pipelining needs 1"
+            got = f"{lookahead}"
+            text = message("lookahead", expected=f"at most {_MOST}", got=got, remedy=remedy)
+            raise ValueError(text)
     if shared is None:
         return Vocabularies(tables, lookahead or 0) if tables else None
     if not isinstance(shared, Vocabularies):

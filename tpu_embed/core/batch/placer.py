@@ -282,7 +282,8 @@ class Placer:
 def _stamp_placed(batch: Batch, keyed: Keyed) -> Batch:
     """Return a batch that says which states it may be looked up in."""
     steps = np.array(keyed.steps, np.int32)
-    return dataclasses.replace(batch, steps=steps, admission=keyed.admission)
+    admitted = not keyed.admission.is_training
+    return dataclasses.replace(batch, steps=steps, admission=keyed.admission, admitted=admitted)
 
 
 def _ids_of(spec: BatchSpec) -> tuple[Any, ...]:

@@ -6,12 +6,16 @@ Input: steps, and what maps did with a batch. Output: which states the batch bel
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+import secrets
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tpu_embed._checks import message
+from tpu_embed.processes import agree_on
 from tpu_embed.vocabulary import MapState, Taken
 
 __all__ = [
@@ -20,6 +24,7 @@ __all__ = [
     "MapStates",
     "Steps",
     "check_vocabulary",
+    "new_history",
     "steps_of",
     "undo_rows",
 ]
@@ -44,11 +49,29 @@ class Steps(NamedTuple):
       first: the step of the map that the batch was, or whose rows it has.
       last: the last step at which every row of the batch is certain to belong to its key still.
       history: a number that changes when maps are loaded; a step means something in one history.
+        No other maps have it (`new_history`), unless they were loaded from the state of these.
     """
 
     first: int
     last: int
     history: int
+
+
+_counted = itertools.count()
+
+
+def new_history() -> int:
+    """Return a number, below 2³¹, that no history of any maps has had, in this run or another.
+
+    All processes get the same numbers if they make and load their maps in the same order.
+    """
+    return _first_number() + next(_counted)
+
+
+@functools.cache
+def _first_number() -> int:
+    # Random, so that a state that was written by another run does not pass for one of these maps.
+    return int(agree_on("histories", str(1 + secrets.randbelow(2**30))))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,7 +124,7 @@ class Admission:
 
 def steps_of(state: Any) -> tuple[int, int]:
     """Return step and history of a state; waits until they are computed."""
-    step, history = np.asarray(check_vocabulary(state)["steps"]).tolist()
+    step, history, *_ = np.asarray(check_vocabulary(state)["steps"]).tolist()
     return step, history
 
 

@@ -6,7 +6,10 @@ belong to another history than those from before, whatever their steps. So the s
 run, with one load in between, have for example
 
     step       0  1  2  3     2  3  4
-    history    0  0  0  0     0  1  1      the maps of step 2 were loaded after step 3
+    history    7  7  7  7     7  9  9      the maps of step 2 were loaded after step 3
+
+The maps of another engine have other histories, so that its states and batches are not taken for
+those of these maps.
 
 Input: what maps did with batches; steps of batches and states. Output: whether a batch may be
 looked up in a state; and the rows of keys as they were at a step. Nothing here locks.
@@ -20,12 +23,16 @@ from typing import NoReturn
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed.core.batch.steps import Admission, Steps, undo_rows
+from tpu_embed.core.batch.steps import Admission, Steps, new_history, undo_rows
 from tpu_embed.core.layout import TableSlice
 from tpu_embed.vocabulary import Taken
 
-__all__ = ["FOREVER", "Timeline"]
+__all__ = ["FOREVER", "SHARE", "Timeline"]
 
+SHARE = (
+    "engines that use each other's states or batches share their maps: EmbeddingEngine(…, "
+    "vocabularies=other.vocabularies); a batch from before a load is placed again"
+)
 FOREVER = 2**31 - 1
 """The last step of a batch whose rows are never taken from their keys."""
 
@@ -40,7 +47,7 @@ class Timeline:
     Attributes:
       admitted: the step of the newest state.
       history: the history of that state.
-      next_history: a number that no history has had.
+      first_history: the history of states without keys, as `init` makes them.
     """
 
     def __init__(self, tables: Sequence[TableSlice], lookahead: int) -> None:
@@ -52,8 +59,8 @@ class Timeline:
         self._placed: dict[int, dict[str, Taken]] = {}  # after `admitted`
         self._past: dict[int, dict[str, Taken]] = {}  # up to `admitted`, after the first pin
         self._pins: dict[int, int] = {}  # steps by turn
-        self.admitted = self.history = self._following = 0
-        self.next_history = 1
+        self.admitted = 0
+        self.first_history = self.history = self._following = new_history()
 
     @property
     def nbytes(self) -> int:
@@ -86,8 +93,7 @@ class Timeline:
           step: the step of the newest state now.
           history: its history; what is placed from now on belongs to a new one.
         """
-        self._following = max(self.next_history, history + 1)
-        self.next_history = self._following + 1
+        self._following = new_history()
         self.admitted, self.history = step, history
         self._placed, self._past = {}, {}
         for changed in self._changed.values():
@@ -154,7 +160,8 @@ class Timeline:
         if admission.is_training:
             _refuse(expected="an admitted batch", got="one that was only placed", remedy=remedy)
         if history != steps.history:
-            _refuse(expected="one placed since the maps were loaded", got="one placed before")
+            expected = "one placed since the maps were loaded, by an engine that shares them"
+            _refuse(expected=expected, got="one placed before, or of other maps", remedy=SHARE)
         if step < steps.first:
             expected = f"one of a step up to {step}, which the state has admitted"
             _refuse(expected=expected, got=f"one of step {steps.first}", remedy=remedy)
@@ -182,17 +189,24 @@ class Timeline:
         """
         steps, (step, history) = admission.steps, now
         assert steps is not None, "a training batch has them"
+        if history not in (self.history, self._following):
+            expected = "a state of these maps, as they are loaded now"
+            _refuse(expected=expected, got="one of other maps, or from before", remedy=SHARE)
         if steps.first != step + 1 or step != self.admitted:
             expected = f"the batch of step {step + 1}, which the state comes to next"
             got = f"the one of step {steps.first}"
             if step != self.admitted:
                 got += f", and a state of step {step} while {self.admitted} was admitted before"
             remedy = "admit each training batch once, in the order in which they were placed; "
-            remedy += "engine.vocabularies.rewind(state) forgets batches that were thrown away"
+            remedy += "engine.vocabularies.rewind(state) forgets batches that were thrown away; "
+            remedy += "two Prefetchers of one engine place ahead of each other, so their batches "
+            remedy += "cannot be taken in turns: give one Prefetcher both sources, interleaved"
             _refuse(expected=expected, got=got, remedy=remedy)
         # Another batch may have been placed at this step since.
         if history != self.history or not self._holds(admission):
-            _refuse(expected="one placed since the maps were rewound or loaded", got="one before")
+            expected = "one placed since the maps were rewound or loaded, by an engine that shares "
+            expected += "them"
+            _refuse(expected=expected, got="one placed before, or of other maps", remedy=SHARE)
         return steps
 
     def is_current(self, steps: Steps, admission: Admission) -> bool:

@@ -120,7 +120,9 @@ class Turns:
     def give_up(self, number: int) -> None:
         """End a turn, unless it has ended, that something has kept from being used."""
         with self._changed:
-            if number >= self._current and number not in self._ended:
+            if number < self._current:
+                return
+            if number not in self._ended:
                 # The others wait for a batch that will not come.
                 self._interrupted = self._interrupted or self._with_others
-                self.release(number)
+            self.release(number)  # again, if an interrupt has come in the middle of it

@@ -25,7 +25,7 @@ import numpy as np
 
 from tpu_embed._checks import message, refuse_pickle
 from tpu_embed.core.batch.steps import Admission, MapStates, Steps, steps_of
-from tpu_embed.core.batch.timeline import FOREVER, Timeline
+from tpu_embed.core.batch.timeline import FOREVER, SHARE, Timeline
 from tpu_embed.core.batch.turns import Turns
 from tpu_embed.core.layout import TableSlice
 from tpu_embed.vocabulary import Taken, VocabularyMap
@@ -248,9 +248,9 @@ class Vocabularies:
           ValueError: it has another one.
         """
         if steps_of(state) != self.now:
-            expected = f"the newest state, of step {self.admitted}"
-            remedy = "restore a checkpoint, which has maps and tables of one step"
-            got = f"one of step {steps_of(state)[0]}, or from before the maps were loaded"
+            expected = f"the newest state, of step {self.admitted} of these maps"
+            remedy = f"restore a checkpoint, which has maps and tables of one step; {SHARE}"
+            got = f"one of step {steps_of(state)[0]}, of other maps, or from before a load"
             raise ValueError(message("state", expected=expected, got=got, remedy=remedy))
 
     def is_current(self, batch: Any) -> bool:
@@ -277,7 +277,8 @@ class Vocabularies:
         """
         step, history = steps_of(state)
         with self.turns.use(self.turns.draw()), self._lock:
-            if step == 0 and self.now != (step, history):
+            first = 0, self._timeline.first_history
+            if (step, history) == first and self.now != first:
                 empty = {name: self._new_map(table).state() for name, table in self.tables.items()}
                 self._load(MapStates(history, empty))
                 return
@@ -316,9 +317,9 @@ class Vocabularies:
             self._load(states)
 
     @property
-    def next_history(self) -> int:
-        """A number that no history has had."""
-        return self._timeline.next_history
+    def first_history(self) -> int:
+        """The history of states without keys, as `init` makes them."""
+        return self._timeline.first_history
 
     def _load(self, states: MapStates) -> None:
         maps = states.maps if isinstance(states, MapStates) else {}

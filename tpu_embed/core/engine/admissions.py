@@ -7,6 +7,7 @@ new keys are new; or whether a lookup or update of the batch must be refused.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -58,7 +59,7 @@ class Admissions:
             if batch.admission.tables is not None:
                 # The maps may have been loaded since: then a state from before keeps its history.
                 fresh = self._vocabularies.steps(now[0], training=False)._replace(history=now[1])
-                batch = _stamp_admitted(batch, fresh)
+                batch = dataclasses.replace(batch, steps=np.array(fresh, np.int32))
             return state, batch
         steps = self._vocabularies.check_next(now, batch.admission)
         new = {
@@ -66,7 +67,12 @@ class Admissions:
             for name, taken in batch.admission.taken.items()
         }
         assert state.vocabulary is not None, "checked"
-        vocabulary = new_steps(state.vocabulary, (steps.first, steps.history), self._layout.axes)
+        taken = np.asarray(state.vocabulary[STEPS])[2:].copy()
+        for i, (_, table) in enumerate(self._layout.living):
+            if batch.admission.taken[table.name].evicted_rows.size:
+                taken[i] = steps.first
+        reached = steps.first, steps.history
+        vocabulary = new_steps(state.vocabulary, reached, self._layout.axes, taken.tolist())
         state = self._writer.write(state, new)
         self._vocabularies.note_admitted(steps.first)
         return dataclasses.replace(state, vocabulary=vocabulary), _stamp_admitted(batch, steps)
@@ -87,13 +93,28 @@ class Admissions:
             return batch, None
         assert isinstance(batch, Batch), "features with keys were refused"
         steps = self._steps(batch)
+        if not batch.admitted:
+            expected, got = "an admitted batch", "one that was only placed"
+            remedy = "give every batch to admit first, in the order in which they were placed: "
+            remedy += "state, batch = engine.admit(state, batch), outside of the jit; lower and "
+            remedy += "check_in_place take an admitted batch, too"
+            raise ValueError(message("batch", expected=expected, got=got, remedy=remedy))
         plain = dataclasses.replace(batch, steps=None, admission=Admission())
-        now = check_vocabulary(state)[STEPS]
+        now = self._numbers(state)
         if not any(isinstance(leaf, Tracer) for leaf in (now, *steps)):
-            self._vocabularies.check(steps_of(state), steps, batch.admission)
+            if not _fits(steps, np.asarray(now)):  # then the host looks row by row
+                self._vocabularies.check(steps_of(state), steps, batch.admission)
             return plain, None
-        in_order = (steps.first <= now[0]) & (now[0] <= steps.last) & (now[1] == steps.history)
-        return plain, ~jnp.asarray(in_order)
+        return plain, ~jnp.asarray(_fits(steps, now))
+
+    def _numbers(self, state: TableState) -> Array:
+        """Return the step, the history and what else a state says of its maps, int32 `[2 + T]`."""
+        now, size = check_vocabulary(state)[STEPS], 2 + len(self._layout.living)
+        if now.shape != (size,):
+            expected, got = f"a vocabulary with {STEPS!r} of shape ({size},)", f"{now.shape}"
+            remedy = "restore the checkpoint with io.restore"
+            raise ValueError(message("state", expected=expected, got=got, remedy=remedy))
+        return now
 
     def _steps(self, batch: Batch) -> Steps:
         if batch.steps is None:
@@ -110,15 +131,28 @@ class Admissions:
             raise ValueError(message("admit", expected=expected, got=got, remedy=remedy))
 
 
+def _fits(steps: Steps, now: Array | np.ndarray) -> Any:
+    """Return whether a state has the rows that a batch was placed for, bool `[]`.
+
+    Args:
+      steps: of the batch.
+      now: of the state, see `new_steps`.
+    """
+    # Rows belong to the same keys up to the last step of the batch; and for as long as no table has
+    # taken a row from a key, because free rows are in no batch.
+    same = (steps.first <= now[0]) & (now[1] == steps.history)
+    return same & ((now[0] <= steps.last) | (now[2:] <= steps.first).all())
+
+
 def _stamp_admitted(batch: Batch, steps: Steps) -> Batch:
     """Return an admitted batch, of which the host keeps nothing more."""
-    return dataclasses.replace(batch, steps=np.array(steps, np.int32), admission=Admission())
+    numbers = np.array(steps, np.int32)
+    return dataclasses.replace(batch, steps=numbers, admission=Admission(), admitted=True)
 
 
-def zero_if(refused: Array | None, activations: PyTree) -> PyTree:
-    """Return the activations, or zeros if their batch is refused."""
+def nan_if(refused: Array | None, activations: PyTree) -> PyTree:
+    """Return the activations, or NaN if their batch is refused: zeros would look like an answer."""
     if refused is None:
         return activations
     values, rebuild = split_activations(activations)
-    zeros = (jnp.where(refused, jnp.zeros_like(one), one) for one in values)
-    return rebuild(list(zeros))
+    return rebuild([jnp.where(refused, jnp.nan, one) for one in values])

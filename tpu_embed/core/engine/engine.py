@@ -19,7 +19,7 @@ from tpu_embed._checks import refuse_pickle
 from tpu_embed._types import Array, ArrayLike, PyTree
 from tpu_embed.config import TableConfig
 from tpu_embed.core.batch import Batch, BatchSpec, Intake, Turn, Vocabularies, choose_vocabularies
-from tpu_embed.core.engine.admissions import Admissions, zero_if
+from tpu_embed.core.engine.admissions import Admissions, nan_if
 from tpu_embed.core.engine.operands import OperandMaker
 from tpu_embed.core.engine.programs import Programs
 from tpu_embed.core.ids import HostIds, structure
@@ -88,7 +88,6 @@ class EmbeddingEngine:
     ) -> None:
         blocks = _checks.check_int("sum_blocks", sum_blocks, minimum=1)
         self.structure = structure.flatten(feature_config)
-        # All that is static is decided here; it is in no state, and no config is changed.
         axes = make_axes(mesh, batch_axes)
         self.layout: Layout = make_layout(
             self.structure, optimizer, axes, sum_blocks=blocks, stack_tables=stack_tables
@@ -99,7 +98,7 @@ class EmbeddingEngine:
         self.vocabularies = choose_vocabularies(tables, lookahead, vocabularies)
         self._admissions = Admissions(self.layout, self.vocabularies)
         self._intake = Intake(self.structure, self.layout, self.vocabularies)
-        self._programs = Programs(self.layout, guard)
+        self._programs = Programs(self.layout, guard, self.vocabularies)
 
     def init(self, key: Array) -> TableState:
         """Create all tables and slots; each device creates its own rows.
@@ -109,6 +108,7 @@ class EmbeddingEngine:
 
         Raises:
           ValueError: a call inside `shard_map`, or under another mesh of `jax.set_mesh`.
+          TypeError: it is not a key.
         """
         return self._programs.init(key)
 
@@ -266,7 +266,7 @@ class EmbeddingEngine:
         """
         check_tables_not_donated(state)
         source, refused = self._admissions.check(state, self._intake.source(batch, weights, spec))
-        activations = zero_if(refused, call(self._programs.lookup, state.tables, source))
+        activations = nan_if(refused, call(self._programs.lookup, state.tables, source))
         # An update later in the same trace must wait for this lookup.
         values, _ = split_activations(activations)  # weak references to the arrays
         record_lookup(state.tables, values, self.layout)

@@ -15,10 +15,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from tpu_embed._checks import refuse_derivatives
+from tpu_embed._checks import check_key, refuse_derivatives
 from tpu_embed._types import Array
-from tpu_embed.core.batch import Batch, TracedIds
+from tpu_embed.core.batch import Batch, TracedIds, Vocabularies
 from tpu_embed.core.layout import Layout
 from tpu_embed.core.lookup import Jagged, lookup, not_differentiable
 from tpu_embed.core.state import TableState, check_arrays, init_tables, new_vocabulary
@@ -40,30 +41,38 @@ class Programs:
     Args:
       layout: the engine's layout.
       guard: what to do with activation gradients that are not finite.
+      vocabularies: the maps; None without living vocabularies.
 
     Attributes:
       traces: how often the lookup and the update were traced.
-      init: `(key) -> state`.
       lookup: `(tables, source) -> [F] activations`.
       update: `(state, source, operands) -> state`.
       update_in_place: `((tables, slots), (step, counters), source, operands) -> state`. Tables and
         slots are donated; step and counters are not, so users can still read them.
     """
 
-    def __init__(self, layout: Layout, guard: Guard) -> None:
+    def __init__(self, layout: Layout, guard: Guard, vocabularies: Vocabularies | None) -> None:
         self._layout, self._guard = layout, guard
+        # States without keys are of the first history of the maps.
+        self._history = np.int32(0 if vocabularies is None else vocabularies.first_history)
         self.traces: collections.Counter[str] = collections.Counter()
-        self.init = jax.jit(self._init)
+        self._made = jax.jit(self._init)
         # `check_in_place` finds these programs in a user's jaxpr by their names.
         self.lookup = jax.jit(named(self._lookup, LOOKUP))
         self.update = jax.jit(named(self._update, UPDATE))
         self.update_in_place = jax.jit(named(self._update_rows, UPDATE), donate_argnums=0)
 
-    def _init(self, key: Array) -> TableState:
+    def init(self, key: Array) -> TableState:
+        """Return a first state; see `EmbeddingEngine.init`."""
+        check_key("init", key)
+        return self._made(key, self._history)
+
+    def _init(self, key: Array, history: Array) -> TableState:
         tables, slots = init_tables(key, self._layout.stacks, self._layout.axes)
         state = TableState(tables, slots, jnp.int32(0), self._guard.new_counters())
         if self._layout.living:
-            vocabulary = self._layout.axes.reshard(new_vocabulary(key), ())
+            vocabulary = new_vocabulary(key, history, len(self._layout.living))
+            vocabulary = self._layout.axes.reshard(vocabulary, ())
             state = dataclasses.replace(state, vocabulary=vocabulary)
         return state
 

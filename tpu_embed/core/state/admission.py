@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +40,7 @@ from tpu_embed.kernels import dispatch, storage
 __all__ = ["STEPS", "NewKeys", "NewRowWriter", "new_steps", "new_vocabulary"]
 
 STEPS = "steps"
-"""The key of step and history in `TableState.vocabulary`."""
+"""The key of step and history in `TableState.vocabulary`; see `new_steps`."""
 
 
 class NewKeys(NamedTuple):
@@ -71,26 +71,43 @@ class _Parcel(NamedTuple):
     high: Array
 
 
-def new_vocabulary(key: Array) -> dict[str, Array]:
+def new_vocabulary(key: Array, history: Array, tables: int) -> dict[str, Array]:
     """Return the `vocabulary` of a new state; runs in a program.
 
     Args:
       key: the random key that `init` was given.
+      history: int32 `[]`, that of states without keys.
+      tables: how many tables have a living vocabulary.
     """
     data = key
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         data = jax.random.key_data(key)
     else:
         key = jax.random.wrap_key_data(key)
-    return {STEPS: jnp.zeros(2, jnp.int32), f"{jax.random.key_impl(key)}": data}
+    steps = jnp.zeros(2 + tables, jnp.int32).at[1].set(history)
+    return {STEPS: steps, f"{jax.random.key_impl(key)}": data}
 
 
-def new_steps(vocabulary: Mapping[str, Array], steps: tuple[int, int], axes: MeshAxes) -> Any:
+def new_steps(
+    vocabulary: Mapping[str, Array],
+    steps: tuple[int, int],
+    axes: MeshAxes,
+    taken: Sequence[int] | None = None,
+) -> Any:
     """Return the `vocabulary` of a state with another step and history.
 
     They are on the devices at once: whoever reads them waits for no program.
+
+    Args:
+      vocabulary: that of the state before.
+      steps: step and history.
+      axes: the mesh.
+      taken: for each living vocabulary, the last step at which a row was taken from a key. None: it
+        is not known, so it may have been the present step.
     """
-    return {**vocabulary, STEPS: _put(np.array(steps, np.int32), axes.sharding(()))}
+    tables = vocabulary[STEPS].shape[0] - 2
+    numbers = [*steps, *([steps[0]] * tables if taken is None else taken)]
+    return {**vocabulary, STEPS: _put(np.array(numbers, np.int32), axes.sharding(()))}
 
 
 class NewRowWriter:

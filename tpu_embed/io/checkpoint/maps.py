@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed.core.batch import MapStates, steps_of
+from tpu_embed.core.batch import MapStates, new_history, steps_of
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.layout import TableSlice
 from tpu_embed.core.state import STEPS, TableState
@@ -97,8 +97,10 @@ def prepare(engine: EmbeddingEngine, state: TableState) -> SavedMaps | None:
         return None
     step, history = steps_of(state)
     if (step, history) != vocabularies.at(step):
-        expected, got = "a state of the maps' history", "one from before they were loaded"
-        raise ValueError(message("state", expected=expected, got=got))
+        expected = "a state of the maps' history"
+        got = "one from before they were loaded, or of another engine's"
+        remedy = "share the maps: EmbeddingEngine(…, vocabularies=other.vocabularies)"
+        raise ValueError(message("state", expected=expected, got=got, remedy=remedy))
     assert state.vocabulary is not None, "checked"
     ((kind, data),) = ((name, x) for name, x in state.vocabulary.items() if name != STEPS)
     maps = vocabularies.state(step).maps
@@ -114,7 +116,8 @@ def prepare(engine: EmbeddingEngine, state: TableState) -> SavedMaps | None:
             "counters": one.counters.tolist(),
         }
     key = np.asarray(data).tolist()
-    described = {"step": step, "history": history, "kind": kind, "key": key, "tables": tables}
+    # A history is a number of this run alone: whoever restores this begins one of its own.
+    described = {"step": step, "history": 0, "kind": kind, "key": key, "tables": tables}
     return SavedMaps(described, maps)
 
 
@@ -189,11 +192,10 @@ def read(
             raise refuse(f"table {name!r}: unseen", repr(now), repr(before), "declare it as it was")
         state = _read_state(directory, name, saved[name], step, checksums)
         maps[name], moves[name] = _fit_state(state, saved[name], table)
-    history = max(vocabularies.next_history, 1 if found is None else found["history"] + 1)
     key = None
     if found is not None:
         key = {found["kind"]: np.array(found["key"], np.uint32)}
-    return FoundMaps(MapStates(history, maps), key, moves)
+    return FoundMaps(MapStates(new_history(), maps), key, moves)
 
 
 def empty_state(step: int) -> MapState:

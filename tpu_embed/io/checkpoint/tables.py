@@ -153,7 +153,9 @@ def read(directory: Path, wanted: Wanted) -> tuple[TableState, MapStates | None]
         assert state.vocabulary is not None, "made by the key"
         key = {name: np.asarray(x) for name, x in state.vocabulary.items() if name != STEPS}
     (step_of_maps,) = {int(one.step) for one in states.maps.values()}
-    steps = np.array([step_of_maps, states.history], np.int32)
+    # When a row was taken last is not kept; batches from before the restore are refused anyway.
+    taken = [step_of_maps] * len(engine.layout.living)
+    steps = np.array([step_of_maps, states.history, *taken], np.int32)
     vocabulary = _everywhere({**key, STEPS: steps}, engine)
     return dataclasses.replace(state, vocabulary=vocabulary), states
 
