@@ -193,6 +193,13 @@ def test_capacities_that_do_not_suffice_take_the_slower_branch():
     enough, new = update(state, features, gradients), update(state, features, gradients, spec=small)
     assert_same((new.tables, new.slots), (enough.tables, enough.slots))
     assert (int(enough.counters["overflows"]), int(new.counters["overflows"])) == (0, 1)
+    # Each device asks a shard for 8 rows, and has room for 7 there: the update counts its lookup.
+    for rows, times in ((7, 1), (8, 0)):
+        stack = dataclasses.replace(small.stacks[0], row_capacity=rows, partials=16)
+        room = dataclasses.replace(small, stacks=(stack,))
+        new = update(state, features, gradients, spec=room)
+        assert_same((new.tables, new.slots), (enough.tables, enough.slots))
+        assert int(new.counters["overflows"]) == times
     assert_same(
         jax.jit(engine.lookup, static_argnames="spec")(state, features, spec=small),
         engine.lookup(state, features),

@@ -24,14 +24,14 @@ def counters(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
       state: the state.
 
     Returns:
-      `step`, the number of updates applied; `overflows`, how many exchanges took the worst-case
-      branch; `bad_ids` by feature path, the ids in traced batches that no policy allows; and,
-      unless `on_bad_gradient` is "allow", `bad_gradients` by feature path, the number of skipped
-      steps in which the gradient of the feature was not finite. With living vocabularies also
-      `refused_batches`, the steps skipped inside a jit because the batch was not in order, and
-      `vocabularies` by table: `keys` that have a row, `occupancy`, their share of the rows, and
-      totals of keys "admitted", "evicted", "expired", "unseen" and "forgotten", of all batches that
-      were admitted, whatever was placed ahead.
+      `step`, the number of updates applied; `overflows`, how often a spec given inside a jit had
+      too little room for the ids of a stack; `bad_ids` by feature path, the ids in traced batches
+      that no policy allows; and, unless `on_bad_gradient` is "allow", `bad_gradients` by feature
+      path, the number of skipped steps in which the gradient of the feature was not finite. With
+      living vocabularies also `refused_batches`, the steps skipped inside a jit because the batch
+      was not in order, and `vocabularies` by table: `keys` that have a row, `occupancy`, their
+      share of the rows, and totals of keys "admitted", "evicted", "expired", "unseen" and
+      "forgotten", of all batches that were admitted, whatever was placed ahead.
 
     Raises:
       ValueError: the state is not this engine's.

@@ -13,6 +13,8 @@ from jax.sharding import Mesh
 import tpu_embed
 from tpu_embed import BatchSpec, FeatureConfig, RaggedIds, TableConfig
 from tpu_embed import optimizers as o
+from tpu_embed.core.batch import StackSpec, worst_case
+from tpu_embed.core.ids import FeatureShape
 
 V = 23
 
@@ -102,3 +104,28 @@ def test_nothing_is_exchanged_on_one_device():
     spec = make_engine(mesh(1)).place({"x": np.zeros((8, 2), int), "y": np.zeros((8, 2), int)}).spec
     assert (spec.stacks[0].row_capacity, spec.stacks[0].partials) == (0, 0)
     assert BatchSpec.union(spec, spec) == spec
+
+
+@pytest.mark.parametrize("replicas", range(1, 9))
+def test_the_worst_case_has_a_sum_for_each_block_of_every_device(replicas):
+    """One row, which all examples look up: a device sends as many sums as it has blocks."""
+    table = TableConfig(1, 2)
+    features = [FeatureConfig(table), FeatureConfig(table)]
+    for blocks in range(1, 25):
+        engine = tpu_embed.EmbeddingEngine(
+            features, o.SGD(0.1), mesh=mesh(replicas), sum_blocks=blocks
+        )
+        for sizes in ((1, 1), (2, 5), (8, 3), (30, 30)):
+            shapes = tuple(FeatureShape(b * replicas, (), True, 20, False) for b in sizes)
+            spec = BatchSpec(replicas, shapes, (StackSpec((0, 1), 0, 0, 0),))
+            (room,) = worst_case(spec, engine.layout).stacks
+            most = max(len(blocks_on(r, replicas, blocks, sizes)) for r in range(replicas))
+            assert most <= room.partials, (blocks, sizes)
+
+
+def blocks_on(replica, replicas, blocks, sizes):
+    """Return the blocks of the batch that the examples of a device are in, by the definition."""
+    count = max(blocks, replicas)
+    return {
+        (replica * size + e) * count // (replicas * size) for size in sizes for e in range(size)
+    }

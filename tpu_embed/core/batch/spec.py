@@ -186,12 +186,15 @@ def worst_case(spec: BatchSpec, layout: Layout) -> BatchSpec:
 
 def worst_room(spec: BatchSpec, layout: Layout, g: int) -> StackSpec:
     """Return the capacities of stack g that suffice for any ids."""
-    # All N ids of a device may belong to one shard, and each asks for one row and adds to one
-    # partial sum: both are at most N. Distinct rows of a shard are at most the rows that it has.
-    # There is one partial sum for each (row, block) that a device has ids of, so at most rows times
-    # the blocks of the device that has most of them (`blocks_per_device`), whichever features of
-    # the stack the ids are of. Without accumulation every id is a sum of its own. An owner merges
-    # at most the ids of all replicas, and at most its rows.
+    # N ids of a device (padding and bad ids among them, so never fewer than there are) may all be
+    # of one shard, which has R rows; R counts the rows of all tables of the stack, padded ones too.
+    # row_capacity: as each distinct row is asked for once, at most min(N, R).
+    # partials: a sum is of one row and one block of the batch. The ids of a row are sorted in batch
+    #   order, in which blocks ascend, so no pair occurs twice: at most min(N, R · K) sums for the K
+    #   blocks of the device that has most of them (`blocks_per_device`: of all features of the
+    #   stack). Without accumulation each id is a sum by itself: N.
+    # merged: an owner gets rows of its own from all replicas: at most min(N · replicas, R).
+    # entries: all ids of the global batch may be of one owner: N · replicas.
     stack, n = layout.stacks[g], spec.ids(g)
     blocks = layout.blocks_per_device(spec.local_sizes[f] for f in spec.stacks[g].features)
     accumulates = stack.optimizer is None or stack.optimizer.use_gradient_accumulation

@@ -208,7 +208,7 @@ def make_traced(
     stacks = tuple(StackSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.stacks)))
     own = BatchSpec(layout.axes.replicas, tuple(shapes), stacks)
     own.check_batch([feature.path for feature in layout.features])
-    # Of a jagged feature any example may have all its ids: C = H · B/S.
+    # Of a jagged feature any example may have all its ids, or its first L: C = min(H, L) · B/S.
     shapes = [
         shape.with_capacity(size * shape.bags)
         for shape, size in zip(shapes, own.local_sizes, strict=True)
@@ -218,7 +218,9 @@ def make_traced(
     if spec is None:
         return TracedIds(arrays, scales, enough, checked=True)
     # Take the user's capacities, but never more than the worst case. `union` checks that the spec
-    # is of a batch like this one. The program routes the ids, whoever made the spec.
+    # is of a batch like this one. The program routes the ids, whoever made the spec: if they need
+    # more, it takes the worst case, and the update counts that. `merged` and `entries` are not
+    # used: the owner has room for all sums that arrive (`device_route.route_merge`).
     pairs = zip(spec.feature_shapes, shapes, strict=True)
     kept = tuple(own if own.capacity is not None else given for given, own in pairs)
     spec = dataclasses.replace(spec, feature_shapes=kept, routed="nothing")

@@ -50,6 +50,6 @@ def psum(x: Array, names: Sequence[str]) -> Array:
 
 
 def any_device(flag: Array, mesh: Mesh) -> Array:
-    """Tell whether `flag` (bool `[]`) is set on any device of the mesh."""
+    """Tell whether `flag` is set on any device of the mesh; of each flag of an array."""
     # There is no collective "or": the maximum of 0 and 1 does the same.
     return jax.lax.pmax(flag.astype(jnp.int32), mesh.axis_names) > 0

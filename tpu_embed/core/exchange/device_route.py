@@ -114,6 +114,25 @@ def find_destinations(
     return Destinations(target, sent, jnp.any(first[1:] - first[:-1] > capacity))
 
 
+def has_more_rows(row_ids: Array, stack: Stack, capacity: int) -> Array:
+    """Tell, bool `[]`, whether a shard owns more distinct rows of these than it can be asked for.
+
+    This is the `overflow` of `route_rows`, without a route.
+
+    Args:
+      row_ids: the sorted rows `[N]` of `SortedIds`.
+      stack: the stack.
+      capacity: C, the number of distinct rows that each owner can be asked for.
+    """
+    # S = 2 shards of R = 10 rows, sorted rows 4 7 7 13: first 1 1 0 1, owners 0 0 0 1, counts 2 1.
+    # Absent ids have the owner S, which is not counted. [S, N] is computed in a loop, not stored.
+    first = jnp.concatenate([jnp.ones((1,), bool), row_ids[1:] != row_ids[:-1]])
+    shards = jnp.arange(stack.num_shards, dtype=row_ids.dtype)
+    owners = row_ids // stack.num_rows
+    mine = first[None] & (owners[None] == shards[:, None])
+    return jnp.any(jnp.sum(mine, axis=1, dtype=jnp.int32) > capacity)
+
+
 def _count_below(rows: Array, bounds: Array) -> Array:
     """Return how many of the rows `[N]` are less than each of a few bounds, int32 `[n]`."""
     return jnp.sum(rows[None] < bounds[:, None], axis=1, dtype=jnp.int32)
@@ -173,8 +192,9 @@ def route_merge(received: Array, stack: Stack, axes: MeshAxes) -> MergeRoute:
         places = (order[:, None] * size + np.arange(size)).astype(np.int32).reshape(-1)
         rows, _, index = dispatch.sort_with(rows, jnp.asarray(places))
     runs = dedup.number_runs(rows, stack.num_rows)
-    # There are at most as many distinct rows as partial sums, and as rows in the shard. Run i is
-    # summed into segment i; segment `most` is out of range, so absent ones are left out.
+    # There are at most as many distinct rows as partial sums, and as rows in the shard, so there is
+    # room for any that arrive. Run i is summed into segment i; segment `most` is out of range, so
+    # absent ones are left out.
     most = round_up(min(rows.shape[0], stack.num_rows), ROW_MULTIPLE)
     segments = jnp.where(rows < stack.num_rows, runs.run, most)
     run_rows = runs.run_row_ids[:most]

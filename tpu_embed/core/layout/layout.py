@@ -93,23 +93,23 @@ class Layout:
         """Return the largest number of blocks that one device's examples fall into.
 
         Args:
-          sizes: the features' batch sizes on one device.
+          sizes: the features' batch sizes on one device, at least 1 each.
         """
         # With 4 replicas, G = 8, and features of 1 and 3 examples per device, the examples fall
         # into the blocks
         #   0 | 2 | 4 | 6        and        0 0 1 | 2 2 3 | 4 4 5 | 6 6 7
-        # so 2 blocks per device. Where the replicas do not divide G, devices differ: 3 replicas of
-        # 8 examples each have the blocks 0 to 2, 2 to 5 and 5 to 7, at most one more than ⌈G/3⌉.
+        # so 2 blocks per device. With 3 replicas of 8 examples they fall into
+        #   0 0 0 1 1 1 2 2 | 2 3 3 3 4 4 4 5 | 5 5 6 6 6 7 7 7
+        # so device 1 has 4 blocks, the others 3: every device counts.
         #
-        # This is a bound for all features together: the first example of replica r is in block
-        # r · G // replicas whatever the size, so the blocks of the feature that reaches furthest
-        # contain those of the others.
-        replicas, blocks, given = self.axes.replicas, self.blocks, {*sizes}
+        # This bounds the blocks of all features together: on device r each of them begins in
+        # block r · G // replicas, so their blocks lie within those of the feature that ends last.
+        replicas, blocks = self.axes.replicas, self.blocks
+        distinct = {size for size in sizes if size}
         return max(
             ((r + 1) * size - 1) * blocks // (replicas * size) - r * blocks // replicas + 1
             for r in range(replicas)
-            for size in given
-            if size
+            for size in distinct
         )
 
     def table(self, name: str) -> tuple[Stack, TableSlice]:

@@ -75,7 +75,7 @@ class Guard:
         Args:
           counters: the counters of the state before the step.
           bad_ids: int32 `[F]`, the bad ids of this step.
-          overflows: int32 `[]`, exchanges of this step that took the worst-case branch.
+          overflows: int32 `[]`, stacks for whose ids a given capacity was too small.
           bad: what `find` returned.
           refused: bool `[]`, whether the batch was not in order; None: it was.
         """

@@ -90,7 +90,7 @@ class Updated(NamedTuple):
       tables: `TableState.tables` after the update.
       slots: `TableState.slots` after the update.
       bad_ids: int32 `[F]`, the bad ids of this step, per feature.
-      overflows: int32 `[]`, stacks whose exchange took the worst-case branch.
+      overflows: int32 `[]`, stacks for whose ids a given capacity was too small.
     """
 
     tables: dict[str, Array]
@@ -187,7 +187,8 @@ def _update_stack(held: StackShard, task: Task, operands: Operands) -> tuple[Sta
     """Update this device's shard of one stack.
 
     Returns:
-      the updated shard; bool `[]`, whether the worst-case branch was taken.
+      the updated shard; bool `[]`, whether the worst-case branch was taken, here or by a lookup of
+      the same ids with the same spec.
     """
 
     def with_capacity(capacity: int) -> Callable[[StackShard], StackShard]:
@@ -200,13 +201,17 @@ def _update_stack(held: StackShard, task: Task, operands: Operands) -> tuple[Sta
         return with_capacity(enough)(held), jnp.asarray(False)
     # The host has counted the ids of a placed batch, so its capacity is enough. If ids traced
     # inside a user's jit overflow on any device, all devices take the worst case together.
-    if task.fits or capacity >= enough:
+    if task.fits or (capacity >= enough and task.lookup_fits):
         return with_capacity(capacity)(held), jnp.asarray(False)
     given = outgoing_sums(task, capacity)
-    overflow = collectives.any_device(given.overflow, task.layout.axes.mesh)
+    # A lookup of the ids has a capacity of its own, and returns no state to count in.
+    flags = jnp.stack([given.overflow, given.overflow | given.lookup_overflow])
+    overflow, counted = collectives.any_device(flags, task.layout.axes.mesh)
+    if capacity >= enough:
+        return _apply(held, task, lambda: given, operands), counted
     held = _run_if(~overflow, lambda held: _apply(held, task, lambda: given, operands), held)
     with jax.named_scope("overflow"):
-        return _run_if(overflow, with_capacity(enough), held), overflow
+        return _run_if(overflow, with_capacity(enough), held), counted
 
 
 def _run_if(flag: Array, run: Callable[[StackShard], StackShard], held: StackShard) -> StackShard:

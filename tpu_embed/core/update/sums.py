@@ -54,6 +54,13 @@ class Task(NamedTuple):
     fits: bool
 
     @property
+    def lookup_fits(self) -> bool:
+        """Whether the room for the rows of a lookup is known to suffice for the ids."""
+        if self.fits or self.stack.num_shards == 1:
+            return True
+        return max(1, self.view.room.row_capacity) >= self.view.worst_room.row_capacity
+
+    @property
     def stack(self) -> Stack:
         """The stack."""
         return self.view.stack
@@ -97,12 +104,15 @@ class Outgoing(NamedTuple):
       row_ids: local rows at the owners `[S, C']`; None where the owners know them from the host.
       capacity: C', the partial sums that a destination has room for.
       overflow: bool `[]`, whether some destination gets more of them.
+      lookup_overflow: bool `[]`, whether a lookup of these ids, with the capacities of the batch,
+        asks some owner for more rows than it has room for.
     """
 
     sums: SumRoute
     row_ids: Array | None
     capacity: int
     overflow: Array
+    lookup_overflow: Array
 
 
 class Partials(NamedTuple):
@@ -127,15 +137,20 @@ def outgoing_sums(task: Task, capacity: int) -> Outgoing:
     ids, stack = task.ids, task.stack
     if isinstance(ids, RoutedIds):
         assert ids.sums is not None, "the batch was placed for an update"
-        return Outgoing(ids.sums, ids.sent, capacity, jnp.asarray(False))
+        never = jnp.asarray(False)
+        return Outgoing(ids.sums, ids.sent, capacity, never, never)
     with jax.named_scope("dedup"):
         entries = ids.bags, optional_weights(ids, stack.compute_dtype)
         ordered = device_route.sort_ids(ids.row_ids, stack, entries)
         bags, weights = ordered.payload
         parts = _parts(task, ordered.order, bags)
         found = device_route.find_destinations(ordered.row_ids, stack, capacity, parts)
+        crowded = jnp.asarray(False)
+        if not task.lookup_fits:
+            room = max(1, task.view.room.row_capacity)
+            crowded = device_route.has_more_rows(ordered.row_ids, stack, room)
     sums = SumRoute(bags, weights, found.target)
-    return Outgoing(sums, found.row_ids, capacity, found.overflow)
+    return Outgoing(sums, found.row_ids, capacity, found.overflow, crowded)
 
 
 def exchange_sums(task: Task, outgoing: Outgoing) -> Partials:
@@ -177,6 +192,8 @@ def psum_sums(task: Task) -> RowSums:
     is exact, because only the device that has a block's examples contributes numbers other than
     zero. Then the blocks are added in order.
     """
+    # A cell for every block and row: no batch needs more. If the devices do not divide G, a block
+    # may end on the next device, and a cell is the sum of two: still the same in any order.
     blocks, rows, axes = task.view.blocks, task.stack.num_rows, task.layout.axes.batch_axes
     with jax.named_scope("psum"):
         order, touched = _order_of_cells(task)
@@ -342,8 +359,9 @@ def _blocks(task: Task, bags: Array) -> Array:
     view, axes = task.view, task.layout.axes
     replica = collectives.axis_index(axes.batch_axes)
     first = replica * view.blocks // axes.replicas
-    # Where the later blocks of each replica begin among its bags, [replicas, K]; those past its
-    # last one begin at its end. With 10 bags in 4 blocks on one device: 3 5 8.
+    # Where the later blocks of each replica begin among its bags, [replicas, K - 1]; those past its
+    # last one begin at its end. With 10 bags in 4 blocks on one device: 3 5 8. No replica has more
+    # than K blocks (`Layout.blocks_per_device`), so no later one is left out.
     numbers = np.arange(axes.replicas)
     later = numbers[:, None] * view.blocks // axes.replicas + np.arange(1, view.blocks_per_device)
     starts = view.block_starts[np.minimum(later, view.blocks)]

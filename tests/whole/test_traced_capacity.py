@@ -1,0 +1,132 @@
+"""Ids inside a jit lose nothing, on any number of devices, with any number of blocks.
+
+Random cases (`traced_cases`) of small tables: the traced route with worst-case capacities, the same
+with capacities that a user gives, a placed batch, and the oracle's float64 loop. More of them:
+
+    RANDOM_SEEDS=1000:3000 python -m pytest tests/whole/test_traced_capacity.py -k many
+"""
+
+import dataclasses
+import os
+
+import jax
+import numpy as np
+import optimizer_cases
+import oracle
+import pytest
+from facade_cases import assert_same
+from traced_cases import draw_case, needs
+
+FEW = range(20)
+MANY = range(*map(int, os.environ.get("RANDOM_SEEDS", "20:2000").split(":")))
+NEAR = {"rtol": 1e-4, "atol": 2e-3}
+"""Float32 sums of a few hundred numbers below 10; a gradient that is lost makes more than 0.1."""
+
+
+def run(case, engine):
+    """Return activations, tables, slots and counters of each route, from one program."""
+    lists = [list(each) for each in (case.ids, case.weights, case.gradients)]
+    ids, weights, gradients = lists
+    batch = engine.place(ids, weights)
+
+    def step(state, given, weights, gradients, spec=None):
+        found = engine.lookup(state, given, weights, spec=spec)
+        new = engine.update(state, given, gradients, weights, spec=spec)
+        return found, engine.tables(new), engine.slots(new), new.counters
+
+    @jax.jit
+    def steps(key, batch, ids, weights, gradients):
+        state = engine.init(key)
+        found = {
+            "placed": step(state, batch, None, gradients),
+            "traced": step(state, ids, weights, gradients),
+        }
+        if case.room is not None:
+            found["given room"] = step(state, ids, weights, gradients, given_spec(case, batch.spec))
+        return engine.tables(state), found
+
+    return jax.device_get(steps(jax.random.key(0), batch, ids, weights, gradients))
+
+
+def given_spec(case, spec):
+    """Return a spec of the batch with the capacities that the case says."""
+    rows, sums = case.room
+    stacks = [dataclasses.replace(one, row_capacity=rows, partials=sums) for one in spec.stacks]
+    return dataclasses.replace(spec, stacks=tuple(stacks))
+
+
+def check_case(seed):
+    case = draw_case(seed)
+    engine = case.engine()
+    first, found = run(case, engine)
+    again = f"RANDOM_SEEDS={seed}:{seed + 1} python -m pytest {__file__} -k many"
+    try:
+        check_oracle(case, first, found["traced"])
+        for name, route in found.items():
+            check_route(case, route, found["placed"])
+            low, high = expected_overflows(case, engine) if name == "given room" else (0, 0)
+            assert low <= int(route[3]["overflows"]) <= high, name
+    except AssertionError as error:
+        error.add_note(f"{case}\nrun it alone: {again}")
+        raise
+
+
+def check_route(case, route, placed):
+    """Compare a route with that of the placed batch."""
+    activations, *new, _ = route
+    assert_same(activations, placed[0])
+    if case.keeps_bits:
+        assert_same(new, list(placed[1:3]))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **NEAR), new, list(placed[1:3]))
+
+
+def check_oracle(case, first, traced):
+    """Compare a route with the loop in float64."""
+    activations, tables, slots, _ = traced
+    configs = {feature.table.name: feature.table for feature in case.features}
+    features = list(zip(case.features, case.ids, case.weights, strict=True))
+    for (feature, *ids), found in zip(features, activations, strict=True):
+        expected = oracle.lookup(first[feature.table.name], feature, *ids)
+        np.testing.assert_allclose(found, expected, **NEAR)
+    hyper = optimizer_cases.hyper(case.optimizer)
+    rule = type(case.optimizer).__name__, hyper, case.optimizer.learning_rate
+    new, new_slots = oracle.train_step(
+        {config: first[name] for name, config in configs.items()},
+        {
+            config: {slot: np.full_like(first[name], 0.1) for slot in slots[name]}
+            for name, config in configs.items()
+        },
+        features,
+        case.gradients,
+        optimizers=dict.fromkeys(configs.values(), rule),
+        step=1,
+    )
+    for name, config in configs.items():
+        np.testing.assert_allclose(tables[name], new[config], **NEAR)
+        for slot, array in slots[name].items():
+            np.testing.assert_allclose(array, new_slots[config][slot], **NEAR)
+
+
+def expected_overflows(case, engine):
+    """Return the fewest and the most stacks that may count an overflow."""
+    room = [max(1, capacity) for capacity in case.room]
+    low = high = 0
+    for stack in engine.layout.stacks:
+        rows, sums = needs(case, engine)[stack.name]
+        if stack.num_shards > 1:
+            low += rows > room[0] or sums > room[1]
+            high += rows > room[0] or sums > room[1]
+        elif case.replicas > 1:  # a small replicated table has a route without capacities
+            high += sums > room[1]
+    return low, high
+
+
+@pytest.mark.parametrize("seed", FEW)
+def test_few(seed):
+    check_case(seed)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("seed", MANY)
+def test_many(seed):
+    check_case(seed)
