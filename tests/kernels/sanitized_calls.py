@@ -129,6 +129,8 @@ def update(rng, dtype):
     columns = (*columns, *[0] * len(jagged))
     options = {"periods": periods, "bags_per_period": columns, "order": order, "blocks": blocks}
     options["places"] = places
+    # Routed: the numbers of sums are positions in other operands, of other lengths.
+    is_routed, whole, partial = rng.random() < 0.5, draw_size(rng), draw_size(rng)
 
     def native(table, slots, *given):
         rule = optimizer.compiled_rule(jnp.int32(3), jnp.float32(0.1))
@@ -138,13 +140,17 @@ def update(rng, dtype):
     def draw(tame):
         numbers = functools.partial(draw_numbers, rng, tame=tame)
         held = {k: np.abs(numbers((rows, *s.shape))) + np.float32(0.1) for k, s in slots.items()}
-        table, ids = draw_table(rng, rows, dim, stored, tame=tame), draw_ids(rng, n, rows, dtype)
+        table = draw_table(rng, rows, dim, stored, tame=tame)
+        ids, routes = draw_ids(rng, whole if is_routed else n, rows, dtype), ()
+        if is_routed:
+            routes = (draw_bags(rng, n, partial, tame=False),)
+            routes += (draw_bags(rng, partial, whole, tame=False) if rng.random() < 0.5 else None,)
         own = draw_bags(rng, n, targets, tame=tame) if has_bags else None
         weights = numbers(n, zeros=0.1) if has_weights else None
         factors = numbers(bags, zeros=0.3) if has_factors else None
         sizes = zip(columns, places, strict=True)
         gradients = [numbers((periods * c + p, dim)) for c, p in sizes]
-        return (table, held, ids, own, weights, factors, gradients), tame
+        return (table, held, ids, own, weights, factors, gradients, *routes), tame and not routes
 
     check(rng, "update", native, draw, update_judge(optimizer, options))
 

@@ -36,12 +36,18 @@ struct Ids {
   int64_t n, count;          // ids; bags and places
   int64_t partials, totals;  // lengths of merged and, with sums, of rows
 
+  static bool below(int64_t position, int64_t length) {
+    return static_cast<uint64_t>(position) < static_cast<uint64_t>(length);
+  }
+
   // Returns the row of an id, or -1 if it has none.
   int64_t row(int64_t i) const {
     if (sums == nullptr) return rows[i];
+    // Numbers that are read are positions, and may be any: as unsigned ones, negative ones are too
+    // large, too.
     int64_t sum = sums[i];
-    if (merged != nullptr) sum = sum < partials ? merged[sum] : totals;
-    return sum < totals ? int64_t{rows[sum]} : -1;
+    if (merged != nullptr) sum = below(sum, partials) ? merged[sum] : totals;
+    return below(sum, totals) ? int64_t{rows[sum]} : -1;
   }
 };
 
