@@ -35,9 +35,8 @@ def damage(devices: int, seed: int) -> None:
     state = engine.init(jax.random.key(0))
 
     def bags():
-        return RaggedIds.from_lists(
-            [rng.integers(0, V, rng.integers(6)).tolist() for _ in range(B)]
-        )
+        lengths = rng.integers(6, size=B)
+        return RaggedIds.from_lists([rng.integers(0, V, n).tolist() for n in lengths])
 
     ids = {"bag": bags(), "history": bags(), "single": rng.integers(0, 1000, (B, 3))}
     weights = {**dict.fromkeys(ids), "single": rng.uniform(0.5, 2, (B, 3))}
