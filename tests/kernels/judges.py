@@ -50,6 +50,8 @@ def update_judge(optimizer, options):
 
     def judge(found, operands, valid):
         table, slots, *given = operands
+        if len(given) > 5:  # routed, by numbers without a meaning: only the sanitizers judge
+            return
         with np.errstate(all="ignore"):
             sums, touched = gradient_sums(len(table), *given, options)
         names = optimizer.compiled_rule(jnp.int32(3), jnp.float32(0.1)).slots

@@ -130,7 +130,7 @@ def update(rng, dtype):
     options = {"periods": periods, "bags_per_period": columns, "order": order, "blocks": blocks}
     options["places"] = places
     # Routed: the numbers of sums are positions in other operands, of other lengths.
-    is_routed, whole, partial = rng.random() < 0.5, draw_size(rng), draw_size(rng)
+    is_routed, whole, partial = n and rng.random() < 0.5, draw_size(rng), draw_size(rng)
 
     def native(table, slots, *given):
         rule = optimizer.compiled_rule(jnp.int32(3), jnp.float32(0.1))

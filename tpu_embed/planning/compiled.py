@@ -258,4 +258,4 @@ def abstract_batch(engine: EmbeddingEngine, spec: BatchSpec) -> Batch:
     steps = None
     if engine.layout.living:
         steps = jax.ShapeDtypeStruct((3,), np.int32, sharding=axes.sharding(()))
-    return Batch(packed, spec, engine.layout.row_ids_checksum, steps)  # type: ignore[arg-type]
+    return Batch.of(packed, spec, engine.layout, steps)

@@ -249,7 +249,7 @@ def _stacks(engine: EmbeddingEngine) -> list[str]:
 
 def _batch(engine: EmbeddingEngine, packed: Array, spec: BatchSpec) -> Batch:
     """Return the batch of packed ids that `engine_lookup` has checked."""
-    return Batch(packed, spec, engine.layout.row_ids_checksum)
+    return Batch.of(packed, spec, engine.layout)
 
 
 def _joined(engine: EmbeddingEngine, lookups: Sequence[DenseIds]) -> tuple[Any, Any]:

@@ -163,6 +163,7 @@ def test_metadata_says_what_goes_in_and_what_comes_out(served):
         "weights": "float32",
         "max_sequence_length": 0,
         "jagged": False,
+        "keep": "first",
         "on_bad_id": "error",
     }
     assert said["inputs"] == [{"path": "[0]", "shape": [None, 7], "size": "b", "dtype": "float32"}]

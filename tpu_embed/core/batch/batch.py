@@ -11,6 +11,7 @@ stack or their routes (`Batch.locate`).
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from tpu_embed.core.batch.spec import BatchSpec
 from tpu_embed.core.batch.stack_view import StackView, view_stacks
 from tpu_embed.core.batch.steps import Admission
 from tpu_embed.core.exchange import MergeRoute, RowRoute, SumRoute, collectives
-from tpu_embed.core.layout import Layout
+from tpu_embed.core.layout import Layout, PlacedFor
 
 
 @jax.tree_util.register_dataclass
@@ -36,7 +37,7 @@ class Batch:
       packed: int32 `[devices, L]`, sharded over all axes of the mesh; `line.py` says what a line
         holds.
       spec: the static shape; programs are compiled once per spec.
-      row_numbers: the layout's checksum of what the row ids mean (`Layout.row_ids_checksum`).
+      placed_for: what its numbers depend on (`layout/placed_for.py`).
       steps: for living vocabularies, int32 `[3]`: the states that it may be looked up in (`Steps`).
         None without them.
       admission: for living vocabularies, what the host knows of the batch until it is admitted.
@@ -46,7 +47,7 @@ class Batch:
 
     packed: Array
     spec: BatchSpec = dataclasses.field(metadata={"static": True})
-    row_numbers: int = dataclasses.field(metadata={"static": True})
+    placed_for: PlacedFor = dataclasses.field(metadata={"static": True})
     steps: Array | np.ndarray | None = None
     admission: Admission = dataclasses.field(default=Admission(), metadata={"static": True})
     admitted: bool = dataclasses.field(default=True, metadata={"static": True})
@@ -59,6 +60,18 @@ class Batch:
         """
         if isinstance(self.packed, Tracer) or isinstance(self.steps, Tracer):
             object.__setattr__(self, "admission", Admission())
+
+    @classmethod
+    def of(cls, packed: Any, spec: BatchSpec, layout: Layout, steps: Any = None) -> Batch:
+        """Return a batch of an engine with this layout.
+
+        Args:
+          packed: its array, or the shape of one.
+          spec: its static shape.
+          layout: the engine's layout.
+          steps: see `steps`.
+        """
+        return cls(packed, spec, _placed_for(spec, layout), steps)
 
     def __repr__(self) -> str:
         """Show the size of the batch, and a line per stack of tables: what is looked up in it."""
@@ -80,11 +93,16 @@ class Batch:
         Raises:
           ValueError: it was made by another engine, or its array was reshaped or donated.
         """
+        own = _placed_for(self.spec, layout)
+        if self.placed_for != own:
+            remedy = "place it with this engine, or declare both engines alike"
+            got = own.difference(self.placed_for)
+            expected = "a Batch of this engine's place"
+            raise ValueError(message("batch", expected=expected, got=got, remedy=remedy))
         # `line_of` takes only a spec whose stacks are known to be those of the layout.
         owned = [layout.features_of(g) for g in range(len(layout.stacks))]
         same = [stack.features for stack in self.spec.stacks] == owned
         same = same and self.spec.replicas == layout.axes.replicas
-        same = same and self.row_numbers == layout.row_ids_checksum
         devices = layout.axes.size(layout.axes.names)
         expected = (devices, line_length(line_of(self.spec, layout))) if same else None
         if self.packed.shape != expected:
@@ -125,6 +143,11 @@ class Batch:
 
         A check that can never fail would only keep JAX from its fast path for calling programs.
         """
+
+
+def _placed_for(spec: BatchSpec, layout: Layout) -> PlacedFor:
+    """Return what batches of a spec depend on."""
+    return layout.placed_for(updates=spec.routed != "lookup")
 
 
 def _located(fields: dict[str, Array], view: StackView) -> LocalIds | RoutedIds:

@@ -276,7 +276,7 @@ class Placer:
         whole = (axes.size(axes.names), packed.shape[1])
         sharding = axes.sharding(axes.names)
         array = jax.make_array_from_process_local_data(sharding, packed, whole)
-        return Batch(array, spec, self._layout.row_ids_checksum)
+        return Batch.of(array, spec, self._layout)
 
 
 def _stamp_placed(batch: Batch, keyed: Keyed) -> Batch:

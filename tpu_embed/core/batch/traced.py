@@ -203,8 +203,7 @@ def make_traced(
         _feature_shape(feature.path, feature.config, array, scale)
         for feature, array, scale in zip(layout.features, arrays, scales, strict=True)
     ]
-    given = zip(layout.features, arrays, scales, strict=True)
-    arrays, scales = zip(*(_after_cut(f, *leaf, layout) for f, *leaf in given), strict=True)
+    arrays, scales = _after_cuts(arrays, scales, layout)
     stacks = tuple(StackSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.stacks)))
     own = BatchSpec(layout.axes.replicas, tuple(shapes), stacks)
     own.check_batch([feature.path for feature in layout.features])
@@ -249,6 +248,12 @@ def padded_lengths(ids: Array, longest: int) -> Array:
     ends = jnp.arange(1, ids.shape[1] + 1, dtype=jnp.int32)
     lengths = jnp.max(jnp.where(ids != PADDING_ID, ends, 0), axis=1, initial=0)
     return jnp.minimum(lengths, longest)
+
+
+def _after_cuts(ids: Sequence[Array], weights: Sequence[Any], layout: Layout) -> tuple[Any, Any]:
+    """Return ids and weights of all features; see `_after_cut`."""
+    given = zip(layout.features, ids, weights, strict=True)
+    return tuple(zip(*(_after_cut(f, *leaf, layout) for f, *leaf in given), strict=True))
 
 
 def _after_cut(

@@ -92,9 +92,16 @@ def check_dtype(feature: FeatureRules, ids: np.ndarray) -> None:
         expected, got = "ids of an integer dtype", str(ids.dtype)
         remedy = _REMEDIES.get(ids.dtype.kind, "")
         # From 2**53 on, floats are further than 1 apart.
-        if ids.dtype.kind == "f" and (np.abs(np.nan_to_num(np.ma.getdata(ids))) >= 2.0**53).any():
+        if ids.dtype.kind == "f" and _has_lost_digits(ids):
             got, remedy = f"{got} with numbers from 2**53 on, whose last digits are gone", _DIGITS
         raise TypeError(_checks.message(feature.path, expected=expected, got=got, remedy=remedy))
+
+
+def _has_lost_digits(floats: Any) -> bool:
+    """Tell whether some of the numbers, where they are known, are too large for a float."""
+    if not isinstance(floats, np.ndarray):
+        return False
+    return bool((np.abs(np.nan_to_num(np.ma.getdata(floats))) >= 2.0**53).any())
 
 
 def resolve_dense(

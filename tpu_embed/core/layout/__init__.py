@@ -4,18 +4,28 @@ from tpu_embed.core.layout.describe import describe, describe_devices, describe_
 from tpu_embed.core.layout.layout import FeatureLayout, Layout
 from tpu_embed.core.layout.learning_rates import HostRates
 from tpu_embed.core.layout.mesh import MeshAxes, make_axes
+from tpu_embed.core.layout.placed_for import (
+    ENGINE_OPTIONS,
+    FEATURE_FIELDS,
+    TABLE_FIELDS,
+    PlacedFor,
+)
 from tpu_embed.core.layout.resolve import make_layout
 from tpu_embed.core.layout.rounding import ROW_MULTIPLE, bucket, roomy, round_up
 from tpu_embed.core.layout.stack_names import differences, stack_name
 from tpu_embed.core.layout.stacks import INT32_ROWS, ResolvedTable, Stack, TableSlice, make_stacks
 
 __all__ = [
+    "ENGINE_OPTIONS",
+    "FEATURE_FIELDS",
     "INT32_ROWS",
     "ROW_MULTIPLE",
+    "TABLE_FIELDS",
     "FeatureLayout",
     "HostRates",
     "Layout",
     "MeshAxes",
+    "PlacedFor",
     "ResolvedTable",
     "Stack",
     "TableSlice",

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import zlib
 from collections.abc import Iterable
 
 from tpu_embed._checks import message
 from tpu_embed.config import FeatureConfig
 from tpu_embed.core.layout.mesh import MeshAxes
+from tpu_embed.core.layout.placed_for import PlacedFor, placed_for
 from tpu_embed.core.layout.stacks import Stack, TableSlice
 
 
@@ -53,13 +53,13 @@ class Layout:
     features: tuple[FeatureLayout, ...]
     sum_blocks: int
 
+    def placed_for(self, *, updates: bool) -> PlacedFor:
+        """Return what its batches depend on; see `placed_for.placed_for`."""
+        return self._placed_for[updates]
+
     @functools.cached_property
-    def row_ids_checksum(self) -> int:
-        """A checksum of what the row ids in a batch mean; equal if they mean the same."""
-        # A stack's name fixes its tables, their order and their rows (`stack_names.py`). A CRC,
-        # because Python's `hash` of a string differs from process to process.
-        features = [(f.path, self.stacks[f.stack].name, f.table.name) for f in self.features]
-        return zlib.crc32(repr(features).encode())
+    def _placed_for(self) -> tuple[PlacedFor, PlacedFor]:
+        return placed_for(self, updates=False), placed_for(self, updates=True)
 
     @functools.cached_property
     def routes_on_host(self) -> bool:

@@ -206,7 +206,7 @@ class Server:
             row_ids = line["row_ids"][0]
             operands.append(table.pick(row_ids) if table.on_host else jax.tree.map(snapshot, table))
         array: Any = packed
-        return self._program(tuple(operands), Batch(array, spec, layout.row_ids_checksum))
+        return self._program(tuple(operands), Batch.of(array, spec, layout))
 
     def traced(self, ids: Sequence[Any], weights: Sequence[Any]) -> TracedIds:
         """Return dense ids inside a jit in the form that `activations` takes.

@@ -1,0 +1,161 @@
+"""A placed batch is refused by every engine that would read its numbers in another way."""
+
+import dataclasses
+import inspect
+
+import jax
+import numpy as np
+import pytest
+from facade_cases import mesh
+from jax.sharding import Mesh
+
+import tpu_embed
+from tpu_embed import (
+    DynamicVocabulary,
+    EmbeddingEngine,
+    FeatureConfig,
+    QuantizationConfig,
+    RaggedIds,
+    TableConfig,
+)
+from tpu_embed import optimizers as o
+from tpu_embed.core.layout import ENGINE_OPTIONS, FEATURE_FIELDS, TABLE_FIELDS
+
+B = 24
+TABLE = {"vocabulary_size": 30, "dim": 3, "name": "t", "combiner": "mean", "optimizer": o.SGD(0.5)}
+FEATURE = {"max_sequence_length": 0}
+SEQUENCE = {"max_sequence_length": 3}
+TABLE_CHANGES = {
+    "vocabulary_size": 31,
+    "dim": 4,
+    "name": "u",
+    "dtype": "bfloat16",
+    "placement": "div",
+    "shard_axes": "d",  # the same as None, on one axis
+    "combiner": "sqrtn",
+    "vocabulary": DynamicVocabulary(),
+    "optimizer": o.SGD(0.5, use_gradient_accumulation=False),
+    "trainable": False,
+    "initializer": jax.nn.initializers.ones,
+    "quantization_config": QuantizationConfig(8, -1.0, 1.0),
+}
+FEATURE_CHANGES = {
+    "max_sequence_length": 3,
+    "output_shape": (B,),
+    "on_bad_id": "drop",
+    "name": "other",
+    "jagged": True,
+}
+SEQUENCE_CHANGES = {"max_sequence_length": 2, "jagged": True, "keep": "last", "on_bad_id": "clip"}
+OPTIONS = {
+    "sum_blocks": 16,
+    "stack_tables": False,
+    "on_bad_gradient": "skip",
+    "optimizer": o.Adagrad(0.1),
+    "lookahead": 2,
+}
+CASES = [
+    *(("table", FEATURE, name, value) for name, value in TABLE_CHANGES.items()),
+    *(("feature", FEATURE, name, value) for name, value in FEATURE_CHANGES.items()),
+    *(("feature", SEQUENCE, name, value) for name, value in SEQUENCE_CHANGES.items()),
+    *(("engine", FEATURE, name, value) for name, value in OPTIONS.items()),
+]
+SAME_BYTES = {"shard_axes", "stack_tables", "optimizer of the engine"}
+"""Changes that leave everything as it is here."""
+
+
+def engine(devices, table=None, feature=FEATURE, **options):
+    config = TableConfig(**{**TABLE, **(table or {})})
+    features = {"a": FeatureConfig(config, **feature), "b": FeatureConfig(config)}
+    return EmbeddingEngine(features, mesh=mesh(devices), **options)
+
+
+def ids():
+    rng = np.random.default_rng(0)
+    bags = RaggedIds.from_lists([rng.integers(0, 30, n).tolist() for n in rng.integers(0, 6, B)])
+    return {"a": bags, "b": rng.integers(0, 30, (B, 2))}
+
+
+def test_every_field_has_a_decision_and_a_test():
+    fields = {f.name for f in dataclasses.fields(FeatureConfig)}
+    assert fields == set(FEATURE_FIELDS)
+    assert fields - {"table"} == set(FEATURE_CHANGES) | set(SEQUENCE_CHANGES)
+    assert {f.name for f in dataclasses.fields(TableConfig)} == set(TABLE_FIELDS)
+    assert set(TABLE_FIELDS) == set(TABLE_CHANGES)
+    parameters = set(inspect.signature(EmbeddingEngine).parameters)
+    assert parameters == set(ENGINE_OPTIONS)
+    # Features, meshes and axes are changed in tests of their own; maps have histories.
+    elsewhere = {"feature_config", "mesh", "batch_axes", "vocabularies"}
+    assert parameters - elsewhere == set(OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "devices", [1, 8, *(pytest.param(n, marks=pytest.mark.whole) for n in (2, 4))]
+)
+@pytest.mark.parametrize(
+    ("kind", "feature", "name", "value"), CASES, ids=[f"{c[0]}-{c[2]}" for c in CASES]
+)
+def test_whatever_place_reads_is_bound(kind, feature, name, value, devices):
+    given = {"engine": {name: value}}.get(kind, {})
+    table = {name: value} if kind == "table" else None
+    other_feature = {**feature, name: value} if kind == "feature" else feature
+    one = engine(devices, feature=feature)
+    other = engine(devices, table, other_feature, **given)
+    decided = {"table": TABLE_FIELDS, "feature": FEATURE_FIELDS, "engine": ENGINE_OPTIONS}[kind]
+    same = not decided[name] or name in SAME_BYTES or (kind, name) == ("engine", "optimizer")
+    batch = one.place(ids())
+    state = other.init(jax.random.key(0))
+    if same:
+        own = other.place(ids())
+        for mine, its in zip(
+            jax.tree.leaves(other.lookup(state, batch)),
+            jax.tree.leaves(other.lookup(state, own)),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(mine, its)
+        return
+    for call in (other.lookup, jax.jit(other.lookup)):
+        with pytest.raises(ValueError, match=r"batch: .*one placed for .*, not .*place it with"):
+            call(state, batch)
+
+
+def test_meshes_of_one_size_are_told_apart():
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+
+    def on(shard_axes, batch_axes=None):
+        config = TableConfig(**{**TABLE, "shard_axes": shard_axes})
+        features = {"a": FeatureConfig(config), "b": FeatureConfig(config)}
+        axes = Mesh(devices, ("p", "q"))
+        return EmbeddingEngine(features, mesh=axes, batch_axes=batch_axes)
+
+    batch, made = on("p").place(ids()), [on("q"), on("p", "q")]
+    for other, says in zip(made, ("shard_axes", "batch_axes"), strict=True):
+        with pytest.raises(ValueError, match=says):
+            other.lookup(other.init(jax.random.key(0)), batch)
+
+
+def test_a_batch_that_is_only_looked_up_needs_no_optimizer():
+    """An evaluation engine has none, and takes the batches of one that trains."""
+    one = engine(8)
+    other = engine(8, {"optimizer": None}, sum_blocks=16)
+    batch = one.place(ids(), training=False)
+    state = other.init(jax.random.key(0))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        other.lookup(state, batch),
+        other.lookup(state, other.place(ids(), training=False)),
+    )
+
+
+def test_the_stateful_api_refuses_them_too():
+    config = TableConfig(**TABLE)
+    one, other = (
+        tpu_embed.TPUEmbedding(
+            {"a": FeatureConfig(config), "b": FeatureConfig(config, on_bad_id=policy)},
+            None,
+            mesh=mesh(1),
+        )
+        for policy in ("error", "drop")
+    )
+    with pytest.raises(ValueError, match=r"on_bad_id 'error', not 'drop'"):
+        other.enqueue(one.engine.place(ids()))
