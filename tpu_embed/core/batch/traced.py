@@ -196,9 +196,7 @@ def make_traced(
         spec is of another batch.
       TypeError: ids are not integers.
     """
-    paths = [f"feature {feature.path!r}" for feature in layout.features]
-    arrays = tuple(_ids(*leaf) for leaf in zip(paths, ids, strict=True))
-    scales = tuple(_weights(*leaf) for leaf in zip(paths, weights, strict=True))
+    arrays, scales = _checked_arrays(ids, weights, layout)
     shapes = [
         _feature_shape(feature.path, feature.config, array, scale)
         for feature, array, scale in zip(layout.features, arrays, scales, strict=True)
@@ -248,6 +246,13 @@ def padded_lengths(ids: Array, longest: int) -> Array:
     ends = jnp.arange(1, ids.shape[1] + 1, dtype=jnp.int32)
     lengths = jnp.max(jnp.where(ids != PADDING_ID, ends, 0), axis=1, initial=0)
     return jnp.minimum(lengths, longest)
+
+
+def _checked_arrays(ids: Sequence[Any], weights: Sequence[Any], layout: Layout) -> tuple[Any, Any]:
+    """Return the arrays of all features, ids and weights; None where there are no weights."""
+    paths = [f"feature {feature.path!r}" for feature in layout.features]
+    arrays = tuple(_ids(*leaf) for leaf in zip(paths, ids, strict=True))
+    return arrays, tuple(_weights(*leaf) for leaf in zip(paths, weights, strict=True))
 
 
 def _after_cuts(ids: Sequence[Array], weights: Sequence[Any], layout: Layout) -> tuple[Any, Any]:

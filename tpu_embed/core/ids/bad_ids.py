@@ -101,7 +101,8 @@ def _has_lost_digits(floats: Any) -> bool:
     """Tell whether some of the numbers, where they are known, are too large for a float."""
     if not isinstance(floats, np.ndarray):
         return False
-    return bool((np.abs(np.nan_to_num(np.ma.getdata(floats))) >= 2.0**53).any())
+    numbers = np.nan_to_num(np.ma.getdata(floats).astype(np.float64))
+    return bool((np.abs(numbers) >= 2.0**53).any())
 
 
 def resolve_dense(
