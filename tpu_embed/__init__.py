@@ -24,6 +24,7 @@ state and a queue of batches.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from tpu_embed import initializers, optimizers, training
@@ -77,11 +78,32 @@ _LATER = ("data", "io", "metrics", "nn", "planning")
 """Packages that are imported when they are first used: they need flax, orbax or others."""
 
 
+_ANCESTORS = {
+    "TPUEmbeddingV0": "TPUEmbedding",
+    "TPUEmbeddingV2": "TPUEmbedding",
+    "TPUEmbeddingForServing": "io.serving_lookup",
+    "cpu_embedding_lookup": "io.serving_lookup",
+    "SGD": "optimizers.SGD",
+    "Adagrad": "optimizers.Adagrad",
+    "AdagradMomentum": "optimizers.AdagradMomentum",
+    "Adam": "optimizers.Adam",
+    "FTRL": "optimizers.FTRL",
+    "CrossShardOptimizer": "training.CrossShardOptimizer",
+    "RowIdInitializerV2": "RowIdInitializer",
+}
+"""Names of TensorFlow's API -> ours."""
+
+
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.metadata.version("tpu-embed")
     if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        text = f"module {__name__!r} has no attribute {name!r}"
+        if name in _ANCESTORS:
+            text += f"; here it is tpu_embed.{_ANCESTORS[name]}: see docs/migrating.md"
+        raise AttributeError(text)
     return importlib.import_module(f"{__name__}.{name}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted({*__all__, *_LATER, "__version__"})

@@ -124,7 +124,8 @@ def show_plan(args: argparse.Namespace) -> None:
         remedy = "for example --topology v5p:2x2x1"
         got = f"{target} device(s)"
         raise ValueError(message("--compile", expected="a topology", got=got, remedy=remedy))
-    plan = planning.plan(feature_config, optimizer, target, batch)
+    memory = None if args.memory is None else _bytes(args.memory)
+    plan = planning.plan(feature_config, optimizer, target, batch, memory=memory)
     if not args.json:
         print(plan.explain())
     elif not (args.compile and plan.fits):
@@ -167,7 +168,7 @@ def _workload(path: Path) -> tuple[Any, Any, Any]:
     try:
         workload = runpy.run_path(str(path)).get("workload")
         found = workload() if callable(workload) else None
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a config that ends the program is no config
         # The line of the user's file, not the line of the library function that raised.
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
         line = f" at line {frames[-1].lineno}" if frames else ""
@@ -182,6 +183,24 @@ def _workload(path: Path) -> tuple[Any, Any, Any]:
         raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
     feature_config, optimizer, batch = found
     return feature_config, optimizer, batch
+
+
+def _bytes(text: str) -> int:
+    """Return a number of bytes, such as "80GiB", "16 GB" or "8e9".
+
+    Raises:
+      ValueError: it is none.
+    """
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    try:
+        number, unit, binary = found.groups() if found else ("", "", "")
+        size = float(number) * (1024 if binary else 1000) ** " kmgt".index(unit or " ")
+    except ValueError:
+        size = 0
+    if not 1 <= size < 2**63:
+        expected, remedy = "bytes of memory per device", "for example --memory 80GiB"
+        raise ValueError(message("--memory", expected=expected, got=text, remedy=remedy))
+    return int(size)
 
 
 def _target(topology: str) -> str | int:
@@ -215,6 +234,27 @@ def _add_check(commands: Any) -> None:
     command.set_defaults(run=check_machine)
 
 
+def _add_plan(commands: Any) -> None:
+    """Add the subcommand `plan` to the command line."""
+    command = commands.add_parser("plan", help="memory and traffic of a config on a topology")
+    command.add_argument("config", help="a Python file that defines workload()")
+    command.add_argument(
+        "--topology", required=True, help="v5p:4x4x4, v5p-128, or a number of devices"
+    )
+    command.add_argument("--memory", help="of each device, such as 80GiB; a topology has its own")
+    command.add_argument(
+        "--compile", action="store_true", help="compile for it, too (needs libtpu)"
+    )
+    command.add_argument(
+        "--no-cycles",
+        dest="cycles",
+        action="store_false",
+        help="with --compile: do not compile a second time for the cycles of the TensorCore",
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(run=show_plan)
+
+
 def _check_spelling(arguments: list[str], commands: Mapping[str, argparse.ArgumentParser]) -> None:
     """Check that the command and its options exist, and name what was probably meant.
 
@@ -240,26 +280,16 @@ def _check_spelling(arguments: list[str], commands: Mapping[str, argparse.Argume
 def main() -> None:
     """Run the subcommand that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m tpu_embed", description=__doc__)
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"tpu_embed {importlib.metadata.version('tpu-embed')}",
+    )
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("info", help="versions, devices, and the kernels in use")
     command.set_defaults(run=lambda args: print(info()))
     _add_check(commands)
-    command = commands.add_parser("plan", help="memory and traffic of a config on a topology")
-    command.add_argument("config", help="a Python file that defines workload()")
-    command.add_argument(
-        "--topology", required=True, help="v5p:4x4x4, v5p-128, or a number of devices"
-    )
-    command.add_argument(
-        "--compile", action="store_true", help="compile for it, too (needs libtpu)"
-    )
-    command.add_argument(
-        "--no-cycles",
-        dest="cycles",
-        action="store_false",
-        help="with --compile: do not compile a second time for the cycles of the TensorCore",
-    )
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(run=show_plan)
+    _add_plan(commands)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack the bars' characters
     try:

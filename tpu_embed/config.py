@@ -150,6 +150,11 @@ class TableConfig:
         object.__setattr__(self, "dtype", _dtype_name(f"{what}.dtype", self.dtype))
         object.__setattr__(self, "shard_axes", _axes(f"{what}.shard_axes", self.shard_axes))
 
+    def __repr__(self) -> str:
+        """Show all fields; without a name also which object it is, as equal ones are two tables."""
+        shown = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
+        return f"TableConfig({shown}{'' if self.name else f', at {id(self):#x}'})"
+
     def _check_vocabulary(self, what: str) -> None:
         """Check that the capacity and the initializer suit a living vocabulary."""
         _check_type(f"{what}.vocabulary", self.vocabulary, DynamicVocabulary)

@@ -21,3 +21,7 @@ def __getattr__(name: str) -> Any:
     if name != "Place":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module("tpu_embed.data.grain_transform").Place
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -47,7 +47,7 @@ def decode(position: Any, *, stateful: bool) -> tuple[int, Any]:
     """
     what, remedy = "Prefetcher.set_state", "give what get_state returned"
     known = isinstance(position, dict) and is_int(position.get("batches"))
-    if not known or position["batches"] < 0:
+    if not known or not 0 <= position["batches"] < 2**63:
         raise ValueError(message(what, expected="a position", got=repr(position), remedy=remedy))
     if not stateful:
         if "sources" in position:

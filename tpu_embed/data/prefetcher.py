@@ -66,7 +66,7 @@ class Prefetcher:
 
     Raises:
       ValueError: `depth` is not an integer of at least 1.
-      TypeError: `batches` cannot be iterated over.
+      TypeError: `engine` is no engine, or `batches` cannot be iterated over.
 
     Example:
       >>> import jax, numpy as np, tpu_embed
@@ -95,6 +95,10 @@ class Prefetcher:
         training: bool = True,
     ) -> None:
         self._depth = check_int("Prefetcher: depth", depth, minimum=1)
+        if not hasattr(engine, "next_turn"):
+            got, remedy = type(engine).__name__, "a TPUEmbedding has one: Prefetcher(tpu.engine, …)"
+            expected = "an EmbeddingEngine"
+            raise TypeError(message("Prefetcher", expected=expected, got=got, remedy=remedy))
         if not isinstance(batches, Iterable):
             got = type(batches).__name__
             raise TypeError(message("Prefetcher: batches", expected="an iterable", got=got))

@@ -60,3 +60,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("tpu_embed.io.checkpoint"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -5,6 +5,7 @@ Input: a `Plan`. Output: text.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from tpu_embed.planning.sizes import readable
 
 __all__ = ["explained"]
 
-_WIDTH, _BAR, _DEVICES = 120, 40, 8
+_WIDTH, _BAR = 120, 40
 _WORDS = ("table", "dtype", "placement", "why")
 _FIGURES = ("rows", "dim", "rows/device", "padding")
 _SIZES = (("table", "table_bytes"), ("slots", "slot_bytes"))
@@ -70,11 +71,21 @@ def _tables(plan: Any) -> Table:
     )
     counts = f"{rows:,}", "", f"{everywhere:,}", f"{padding:,}"
     table.add_row("all", "", "", "", *counts, *_sizes(sizes, *plan.tables))
-    for one in sorted(plan.tables, key=lambda one: -one.table_bytes - one.slot_bytes):
-        words = (one.name, one.dtype, one.placement, one.why)
+    for alike in _alike(plan.tables):
+        one, others = alike[0], len(alike) - 1
+        name = f"{one.name} and {others} like it" if others else one.name
         counts = (one.vocabulary_size, one.dim, one.rows, one.padding)
-        table.add_row(*words, *(f"{n:,}" for n in counts), *_sizes(sizes, one))
+        words = (name, one.dtype, one.placement, one.why)
+        table.add_row(*words, *(f"{n:,}" for n in counts), *_sizes(sizes, *alike))
     return table
+
+
+def _alike(tables: Sequence[Any]) -> list[list[Any]]:
+    """Return tables that differ in nothing but their names together, those of most bytes first."""
+    found: dict[Any, list[Any]] = {}
+    for one in sorted(tables, key=lambda one: -one.table_bytes - one.slot_bytes):
+        found.setdefault(dataclasses.replace(one, name=""), []).append(one)
+    return list(found.values())
 
 
 def _sizes(columns: Sequence[tuple[str, str]], *tables: Any) -> list[str]:
@@ -108,10 +119,8 @@ def _print_bars(plan: Any, console: Console) -> None:
     # 40 characters stand for the memory of a device: used all the time, during a step, free.
     bar = "█" * held + "▒" * more + "·" * (_BAR - held - more)
     console.print("█ tables and slots  ▒ during a step  · free")
-    for device in range(min(plan.devices, _DEVICES)):
-        console.print(f"device {device:<4d} {bar} {readable(plan.bytes_per_device)}")
-    if plan.devices > _DEVICES:
-        console.print(f"… and {plan.devices - _DEVICES} more like them")
+    many = f"{plan.devices:,} devices, each" if plan.devices > 1 else "1 device"
+    console.print(f"{many} {bar} {readable(plan.bytes_per_device)}")
     if plan.host_bytes:
         console.print(f"{readable(plan.host_bytes)} on each host: maps of living vocabularies")
 
@@ -120,4 +129,5 @@ def _verdict(plan: Any) -> str:
     if plan.memory is None:
         return f"{readable(plan.bytes_per_device)} a device, whose memory is not known"
     word = "fits" if plan.fits else "does NOT fit"
-    return f"{word}: {readable(plan.bytes_per_device)} of {readable(plan.memory)} a device"
+    verdict = f"{word}: {readable(plan.bytes_per_device)} of {readable(plan.memory)} a device"
+    return "\n  ".join([verdict, *plan.remedies])

@@ -15,6 +15,8 @@ from tpu_embed.planning.chips import Topology
 
 __all__ = ["GivenTarget", "Target", "read_target"]
 
+_MOST_DEVICES = 2**20
+
 GivenTarget = Mesh | AbstractMesh | Topology | str | int
 """A mesh, a topology or its name, or a number of devices."""
 
@@ -73,6 +75,11 @@ def read_target(target: GivenTarget) -> Target:
         remedy = "for example v5p:4x4x4, or 8"
         raise ValueError(message("target", expected=expected, got=repr(target), remedy=remedy))
     devices = int(target)  # type: ignore[arg-type]
+    if devices > _MOST_DEVICES:
+        got, remedy = f"{devices}", "for example v5p:4x4x4, or 8"
+        raise ValueError(
+            message("target", expected=f"at most {_MOST_DEVICES} devices", got=got, remedy=remedy)
+        )
     return Target(f"{devices} device{'s' * (devices > 1)}", _abstract_axes(devices), None, None)
 
 

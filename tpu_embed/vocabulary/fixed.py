@@ -27,7 +27,7 @@ class FixedVocabulary:
       rows: integers `[m]`, their rows.
 
     Raises:
-      ValueError: another shape or dtype, a key that occurs twice, or a negative row.
+      ValueError: another shape or dtype, a key or a row that occurs twice, or a negative row.
 
     Example:
       >>> FixedVocabulary([7, 5], [0, 3]).find(np.array([5, 6, 7], np.uint64))
@@ -59,8 +59,17 @@ class FixedVocabulary:
         if (rows < 0).any():
             expected, got = "at least 0", f"{rows.min()}"
             raise ValueError(_checks.message("FixedVocabulary.rows", expected=expected, got=got))
+        again = np.sort(rows)
+        again = again[:-1][again[1:] == again[:-1]]
+        if again.size:
+            both = keys[rows == again[0]][:2].tolist()
+            expected, got = "each row once", f"row {again[0]} for the keys {both[0]} and {both[1]}"
+            raise ValueError(_checks.message("FixedVocabulary.rows", expected=expected, got=got))
         object.__setattr__(self, "keys", keys)
         object.__setattr__(self, "rows", rows)
+
+    def __repr__(self) -> str:
+        return f"FixedVocabulary({len(self)} keys, rows below {self.num_rows})"
 
     def __len__(self) -> int:
         """Return the number of keys."""

@@ -144,6 +144,9 @@ class Placer:
         """
         routed: Routed = "update" if training else "lookup"
         if requested is not None:
+            if not isinstance(requested, BatchSpec):
+                got, remedy = type(requested).__name__, "batch.spec of a placed batch is one"
+                raise ValueError(message("spec", expected="a BatchSpec", got=got, remedy=remedy))
             requested = dataclasses.replace(requested, routed=routed)
         with self._used(turn, training=training):
             if self._keyed is None:

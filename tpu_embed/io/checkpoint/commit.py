@@ -39,6 +39,8 @@ __all__ = [
 _SAVING = threading.Lock()
 """Held during a save, so that a second save to the same path sees the first one's directory."""
 
+_SHOWN = 3
+"""How many checkpoints of a directory a message names."""
 _UNFINISHED = ".orbax-checkpoint-tmp"
 """What orbax appends to the name of a directory while it fills it."""
 
@@ -118,6 +120,14 @@ def write_checkpoint(path: str | Path, args_of: Callable[[str], ocp.args.Composi
             raise
 
 
+def _numbered_inside(path: Path, items: Sequence[str]) -> str:
+    """Return some of the checkpoints in a manager's directory, the latest first; "" if none."""
+    found = path.iterdir() if path.is_dir() else ()
+    names = [one.name for one in found if all((one / item).is_dir() for item in items)]
+    shown = sorted(names, reverse=True)[:_SHOWN]
+    return ", ".join(str(path / name) for name in shown)
+
+
 def read_checkpoint(
     path: str | Path,
     items: Sequence[str],
@@ -144,6 +154,8 @@ def read_checkpoint(
         if missing:
             expected, got = f"a directory with {', '.join(items)}", f"none of {', '.join(missing)}"
             remedy = f"give the directory that {writer} wrote, which every process can reach"
+            if inside := _numbered_inside(path, items):
+                remedy = f"this one has the checkpoints of a manager: give one of {inside}"
             what = f"checkpoint {path}"
             raise FileNotFoundError(message(what, expected=expected, got=got, remedy=remedy))
         return args_of(path)

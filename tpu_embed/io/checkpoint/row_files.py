@@ -19,6 +19,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,14 @@ class RowArray:
           ValueError: the array does not exist, or has another shape or dtype.
         """
         options = {"metadata": self._metadata(), "fill_missing_data_reads": False}
-        return ts.open(self._spec() | options).result()
+        try:
+            return ts.open(self._spec() | options).result()
+        except ValueError as error:
+            expected = f"an array {self.dtype.name}{list(self.shape)}, as the manifest says"
+            got = _described(self.path / _METADATA)
+            remedy = "copy the checkpoint whole, or use another one"
+            text = message(f"{self.path}", expected=expected, got=got, remedy=remedy)
+            raise ValueError(text) from error
 
     def _metadata(self) -> dict[str, Any]:
         return {"shape": self.shape, "data_type": self.dtype.name, "codecs": _CODECS}
@@ -221,6 +229,15 @@ class RowReader:
             text = f"the file of this place and checkpoint, of checksum {expected}"
             raise ValueError(message(what, expected=text, got=got))
         self._checked.add(name)
+
+
+def _described(path: Path) -> str:
+    """Return what the metadata of an array say of it, in words."""
+    try:
+        said = json.loads(path.read_text())
+        return f"{said['data_type']}{said['shape']}"
+    except (OSError, ValueError, KeyError):
+        return "other metadata"
 
 
 def _chunk_names(store: ts.TensorStore, place: Place) -> list[str]:

@@ -84,7 +84,6 @@ def export_model(
         the model needs several devices; the results are not in dicts, lists and tuples; a platform
         is unknown; whatever `serving_lookup` refuses about tables.
     """
-    _check_flatbuffers()
     chosen = (platforms,) if isinstance(platforms, str) else tuple(platforms)
     for platform in chosen or (None,):
         check_choice("platforms: each", platform, ("cpu", "cuda", "rocm", "tpu"))
@@ -96,6 +95,7 @@ def export_model(
     stored = [_as_written(table) for table in stored_tables(tables, declared)]
     arguments = _arguments(declared, features, weights, inputs, batch)
     exported = _exported(model, declared, stored, arguments, chosen)
+    _check_flatbuffers()  # what is wrong with the arguments is said first
     outputs = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     described = {
         "platforms": list(exported.platforms),

@@ -1,0 +1,139 @@
+"""What people type by mistake is told to them: what was expected, what was got, what to do."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import tpu_embed
+from tpu_embed import FeatureConfig, FixedVocabulary, TableConfig, TPUEmbedding, data, io
+from tpu_embed import optimizers as o
+from tpu_embed.io.checkpoint.row_files import RowReader
+
+WORKLOAD = """
+import numpy as np
+from tpu_embed import FeatureConfig, TableConfig, optimizers
+def workload():
+    tables = [TableConfig(1_000_000, 64, name=f"t{i}") for i in range(3)]
+    features = [FeatureConfig(table) for table in tables]
+    return features, optimizers.Adagrad(0.1), [np.zeros(64, int)] * 3
+"""
+
+
+def small():
+    table = TableConfig(10, 2, name="t")
+    return tpu_embed.EmbeddingEngine({"x": FeatureConfig(table)}, o.SGD(0.1))
+
+
+def plan(tmp_path, text, *options):
+    path = tmp_path / "config.py"
+    path.write_text(text)
+    run = [sys.executable, "-m", "tpu_embed", "plan", str(path), *options]
+    return subprocess.run(run, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("ends", ["import sys; sys.exit(0)", "raise SystemExit('enough')"])
+def test_a_config_that_ends_the_program_is_an_error(tmp_path, ends):
+    done = plan(tmp_path, ends, "--topology", "8")
+    assert done.returncode == 1
+    assert "SystemExit" in done.stderr
+
+
+def test_the_plan_is_short_and_takes_a_memory(tmp_path):
+    done = plan(tmp_path, WORKLOAD, "--topology", "8", "--memory", "80GiB")
+    assert done.returncode == 0
+    assert "fits: " in done.stdout
+    assert "of 80" in done.stdout
+    assert "t0 and 2 like it" in done.stdout
+    assert done.stdout.count("8 devices, each") == 1
+    done = plan(tmp_path, WORKLOAD, "--topology", "8", "--memory", "30 MB")
+    assert done.returncode == 1
+    verdict = done.stdout.split("does NOT fit", 1)[1].splitlines()
+    assert sum(line.startswith("  ") and ": " in line for line in verdict[1:6]) >= 3
+    for option, says in (
+        (("--topology", "9" * 20), "at most 1048576 devices, got 9999"),
+        (("--topology", "8", "--memory", "many"), "for example --memory 80GiB"),
+    ):
+        done = plan(tmp_path, WORKLOAD, *option)
+        assert (done.returncode, says in done.stderr) == (1, True), done.stderr
+
+
+def test_the_version_is_told():
+    run = [sys.executable, "-m", "tpu_embed", "--version"]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"tpu_embed {tpu_embed.__version__}"
+
+
+def test_names_are_listed_and_those_of_tensorflow_lead_to_ours():
+    assert {"save", "restore", "serving_lookup"} <= set(dir(io))
+    assert dir(data) == sorted(data.__all__)
+    assert {*tpu_embed.__all__, "io", "__version__"} <= set(dir(tpu_embed))
+    with pytest.raises(AttributeError, match=r"here it is tpu_embed\.TPUEmbedding: see docs/migr"):
+        _ = tpu_embed.TPUEmbeddingV2
+    for ours in tpu_embed._ANCESTORS.values():
+        found = tpu_embed
+        for part in ours.split("."):
+            found = getattr(found, part)
+        assert callable(found)
+
+
+@pytest.mark.parametrize("key", [0, np.int64(0), np.float32([1, 2])])
+def test_a_key_is_a_key(key):
+    with pytest.raises(TypeError, match=r"init: expected a jax PRNG key.*jax\.random\.key\(0\)"):
+        small().init(key)
+
+
+def test_two_unnamed_tables_are_two():
+    first, second = TableConfig(10, 2), TableConfig(10, 2)
+    assert repr(first) != repr(second)
+    assert repr(TableConfig(10, 2, name="t")) == repr(TableConfig(10, 2, name="t"))
+
+
+def test_a_prefetcher_wants_an_engine():
+    embedding = TPUEmbedding(FeatureConfig(TableConfig(10, 2)), None)
+    with pytest.raises(TypeError, match=r"an EmbeddingEngine, got TPUEmbedding; .*\.engine"):
+        data.Prefetcher(embedding, [])
+
+
+def test_a_position_is_a_number_of_batches():
+    with pytest.raises(ValueError, match="a position"):
+        data.Prefetcher(small(), []).set_state({"batches": 2**70})
+
+
+def test_a_spec_is_a_spec():
+    with pytest.raises(ValueError, match=r"spec: expected a BatchSpec.*got str"):
+        small().place({"x": np.zeros(8, int)}, spec="x")
+
+
+def test_a_row_has_one_key():
+    with pytest.raises(ValueError, match="each row once, got row 3 for the keys 5 and 7"):
+        FixedVocabulary([7, 6, 5], [3, 1, 3])
+    many = FixedVocabulary(np.arange(10**6), np.arange(10**6))
+    assert repr(many) == "FixedVocabulary(1000000 keys, rows below 1000000)"
+
+
+def test_a_managers_directory_has_checkpoints(tmp_path):
+    engine = small()
+    state = engine.init(jax.random.key(0))
+    with io.CheckpointManager(tmp_path / "run", engine) as manager:
+        manager.save(3, state)
+    with pytest.raises(FileNotFoundError, match=r"of a manager: give one of .*run/.*3"):
+        io.restore(tmp_path / "run", engine)
+
+
+def test_an_array_of_another_size_is_told_in_a_line(tmp_path, monkeypatch):
+    engine = small()
+    io.save(tmp_path / "c", engine, engine.init(jax.random.key(0)))
+    # As if the manifest said another size than the array's own metadata, both with checksums.
+    monkeypatch.setattr(RowReader, "_check", lambda *_: None)
+    (metadata,) = (tmp_path / "c").rglob("zarr.json")
+    said = json.loads(metadata.read_text())
+    said["shape"][1] += 1
+    metadata.write_text(json.dumps(said))
+    says = r"an array float32\[.*\], as the manifest says, got float32\["
+    with pytest.raises(ValueError, match=says) as told:
+        io.restore(tmp_path / "c", engine)
+    assert "\n" not in str(told.value)
