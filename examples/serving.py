@@ -7,6 +7,7 @@ the first process are inside functions.
 """
 
 import argparse
+import functools
 import json
 import subprocess
 import sys
@@ -54,7 +55,7 @@ def train(steps):
         logit = score(parameters, activations)
         return jnp.mean(jnp.logaddexp(0.0, logit) - liked * logit)
 
-    @jax.jit
+    @functools.partial(jax.jit, donate_argnums=0)
     def step(state, parameters, batch, liked):
         activations = engine.lookup(state, batch)
         loss, gradients = jax.value_and_grad(loss_fn, (0, 1))(parameters, activations, liked)

@@ -138,3 +138,61 @@ def test_diagrams_name_the_same_stages(path):
     text = (ROOT / path).read_text()
     block = text.split('"""')[1] if path.endswith(".py") else text.split("```\n")[1]
     assert [name for name in stages(block) if name != "your ids"] == STAGES
+
+
+def undonated(code):
+    """Yield the lines of jitted functions that call `engine.update` without donating anything."""
+
+    def updates(function):
+        calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+        names = [ast.unparse(call.func) for call in calls]
+        return any(
+            name.endswith("engine.update") or "fused_value_and_grad" in name for name in names
+        )
+
+    def is_jit(node):
+        return isinstance(node, ast.Attribute) and node.attr == "jit"
+
+    def is_bare(node):
+        if not isinstance(node, ast.Call):
+            return is_jit(node)
+        donates = any((keyword.arg or "").startswith("donate") for keyword in node.keywords)
+        return any(map(is_jit, (node.func, *node.args))) and not donates
+
+    tree = ast.parse(code)
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    for function in functions.values():
+        if updates(function) and any(map(is_bare, function.decorator_list)):
+            yield function.decorator_list[0].lineno
+    for call in [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args]:
+        given = functions.get(getattr(call.args[0], "id", ""), call.args[0])
+        if is_jit(call.func) and is_bare(call) and updates(given):
+            yield call.lineno
+
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("page", [*PAGES, *EXAMPLES], ids=lambda p: str(p.relative_to(ROOT)))
+def test_jitted_updates_donate(page):
+    """Otherwise every step copies the tables."""
+    text = page.read_text()
+    codes = [match["code"] for match in FENCE.finditer(text)] if page.suffix == ".md" else [text]
+    for code in codes:
+        lines = [code.splitlines()[number - 1] for number in undonated(code)]
+        assert not [line for line in lines if "# not donated" not in line]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "@jax.jit\ndef step(s):\n    return engine.update(s)",
+        "@nnx.jit()\ndef step(s):\n    return nn.fused_value_and_grad(loss)(s)",
+        "@functools.partial(jax.jit, static_argnums=1)\ndef f(s):\n    return engine.update(s)",
+        "step = jax.jit(lambda s: engine.update(s))",
+        "def step(s):\n    return engine.update(s)\nrun = jax.jit(step)",
+    ],
+)
+def test_updates_that_do_not_donate_are_found(code):
+    assert len(list(undonated(code))) == 1
+    assert not list(undonated(code.replace("engine.update", "engine.lookup").replace("fused", "x")))

@@ -23,7 +23,7 @@ from tpu_embed.core.batch import Batch, TracedIds, Vocabularies
 from tpu_embed.core.layout import Layout
 from tpu_embed.core.lookup import Jagged, lookup, not_differentiable
 from tpu_embed.core.state import TableState, check_arrays, init_tables, new_vocabulary
-from tpu_embed.core.update import LOOKUP, UPDATE, Guard, Operands, named, update
+from tpu_embed.core.update import LOOKUP, UPDATE, Guard, Operands, named, note_copies, update
 
 __all__ = ["Programs"]
 
@@ -105,4 +105,7 @@ class Programs:
         source.report(new.bad_ids, self._layout)
         self._guard.report(bad)
         counters = self._guard.counted(state.counters, new.bad_ids, new.overflows, bad, refused)
-        return TableState(new.tables, new.slots, operands.steps_done, counters)
+        trained = [stack.name for stack in self._layout.stacks if stack.optimizer is not None]
+        held = jax.tree.leaves([(state.tables[name], state.slots[name]) for name in trained])
+        steps_done = note_copies(operands.steps_done, held)
+        return TableState(new.tables, new.slots, steps_done, counters)

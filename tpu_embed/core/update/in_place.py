@@ -25,6 +25,7 @@ from tpu_embed._checks import message
 from tpu_embed._jaxprs import CALLS, inner_jaxpr, scan_counts
 from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.core.state import Field, fields
+from tpu_embed.core.update.donation import unwarned
 
 __all__ = ["LOOKUP", "UPDATE", "check_in_place", "named"]
 
@@ -81,7 +82,8 @@ def check_in_place(
         got, remedy = getattr(step, "__name__", type(step).__name__), _REMEDIES["donated"]
         raise ValueError(message("step", expected="a jitted function", got=got, remedy=remedy))
     traced = step.trace(*args, **kwargs)
-    lowered = traced.lower()
+    with unwarned():
+        lowered = traced.lower()
     leaves = jax.tree_util.tree_flatten_with_path(lowered.args_info)[0]
     held = [h for f in fields(layout) if f.shape.per_row and (h := _held(f, leaves)).inputs]
     if not held:
