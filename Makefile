@@ -8,7 +8,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PYTEST := $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup setup-newest environments test test-all test-newest test-newest-quick test-tpu-compile sanitize lint docs bench example multihost clean
+.PHONY: setup setup-newest environments test test-all test-newest test-newest-quick test-tpu-compile sanitize lint docs wheel bench example multihost clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml setup.py $(wildcard tpu_embed/kernels/native/*)
@@ -87,13 +87,29 @@ test-newest-quick:
 test-tpu-compile: setup $(LIBTPU)/.installed
 	$(TPU_PYTEST) tests/tpu
 
+# The schemas come with the tool; nothing is fetched.
+SCHEMA := $(VENV)/bin/check-jsonschema --builtin-schema
 lint: setup
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright --pythonpath $(PY)
+	$(SCHEMA) vendor.github-workflows .github/workflows/*.yml
+	$(SCHEMA) vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
+	$(SCHEMA) vendor.citation-file-format CITATION.cff
 
 docs: setup
 	$(PY) -m mkdocs build --strict --quiet --site-dir build/site
+
+# The sdist, the wheel made from it, and both tried: installed where the source tree is not.
+WHEEL := build/wheel
+wheel: setup
+	rm -rf dist $(WHEEL)
+	$(PY) -m pip install --quiet --disable-pip-version-check --editable ".[wheel]"
+	$(PY) -m build --outdir dist
+	$(PYTHON) -m venv $(WHEEL)
+	PIP_COMPILE=0 $(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check dist/*.whl
+	cp examples/quickstart.py $(WHEEL)
+	cd $(WHEEL) && bin/python -m tpu_embed check --no-speed && bin/python quickstart.py
 
 bench: setup
 	$(PY) -m pip install --quiet --disable-pip-version-check --editable ".[bench,examples]"
@@ -112,4 +128,4 @@ multihost: setup
 	$(PY) examples/multihost.py --local 2 --devices 4
 
 clean:
-	rm -rf $(VENV) build *.egg-info tpu_embed/kernels/_native* .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info tpu_embed/kernels/_native* .pytest_cache .ruff_cache
