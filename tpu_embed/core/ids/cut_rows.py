@@ -14,7 +14,7 @@ import numpy as np
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.config import FeatureConfig
 
-__all__ = ["dense_lengths", "ids_before", "shift_rows"]
+__all__ = ["after_cut", "dense_lengths", "ids_before", "shift_rows"]
 
 
 def dense_lengths(present: np.ndarray) -> np.ndarray:
@@ -41,6 +41,24 @@ def ids_before(config: FeatureConfig, lengths: np.ndarray) -> np.ndarray:
     if config.keep == "first" or not config.max_sequence_length:
         return np.zeros_like(lengths)
     return np.maximum(lengths - config.max_sequence_length, 0)
+
+
+def after_cut(
+    config: FeatureConfig, positions: np.ndarray, lengths: np.ndarray, rows: np.ndarray, limit: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the positions of ids after their rows are cut, and which of them are kept, bool `[N]`.
+
+    Args:
+      config: of a sequence.
+      positions: int64 `[N]`, the position of each id in its row.
+      lengths: int64 `[B]`, of the rows.
+      rows: integers `[N]`, the row of each id.
+      limit: how many positions a row may have.
+    """
+    if config.keep == "first":
+        return positions, positions < limit
+    positions = positions - ids_before(config, lengths)[rows]
+    return positions, (positions >= 0) & (positions < limit)
 
 
 def shift_rows(ids: Array, weights: Array | None, length: int) -> tuple[Array, Array | None]:

@@ -15,7 +15,7 @@ from tpu_embed._checks import message
 from tpu_embed.core.ids import weights as weights_of
 from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype, resolve_flat
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds
-from tpu_embed.core.ids.cut_rows import ids_before
+from tpu_embed.core.ids.cut_rows import after_cut
 from tpu_embed.core.ids.feature_ids import FeatureShape, HostIds, is_mean
 from tpu_embed.core.ids.rescale import rescale_flat_bags
 
@@ -60,8 +60,7 @@ def sparse_ids(feature: FeatureRules, ids: SparseIds, weights: Any) -> HostIds:
         lengths = np.zeros(shape[0], np.int64)
         # Columns ascend in a row, and of repeated numbers the last assignment counts.
         lengths[bags] = columns + 1
-        columns = columns - ids_before(feature.config, lengths)[bags]
-        keep = (columns >= 0) & (columns < feature.length)
+        columns, keep = after_cut(feature.config, columns, lengths, bags, feature.length)
         return flat_ids(
             feature,
             feature_shape,
@@ -132,9 +131,9 @@ def ragged_ids(feature: FeatureRules, ids: RaggedIds, weights: Any) -> HostIds:
     if not first:
         return flat_ids(feature, feature_shape, ids.values, row, numbers, where, None)
     # Each of k = `first` ids of a row has bag row * k + position; the others are cut off.
-    position = positions_in_rows(ids, lengths) - ids_before(feature.config, lengths)[row]
-    cuts = n and int(lengths.max()) > first
-    keep = (position >= 0) & (position < first) if cuts else None
+    position, keep = positions_in_rows(ids, lengths), None
+    if n and int(lengths.max()) > first:
+        position, keep = after_cut(feature.config, position, lengths, row, first)
     bags = row * np.int64(first) + position
     return flat_ids(feature, feature_shape, ids.values, bags, numbers, where, keep)
 

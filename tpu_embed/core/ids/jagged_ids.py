@@ -24,7 +24,7 @@ from tpu_embed.core.ids.bad_ids import (
     resolve_flat,
 )
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds
-from tpu_embed.core.ids.cut_rows import dense_lengths, ids_before
+from tpu_embed.core.ids.cut_rows import after_cut, dense_lengths
 from tpu_embed.core.ids.feature_ids import FeatureShape, HostIds, JaggedRows, dense_shape
 from tpu_embed.core.ids.flat_ids import (
     check_coordinates,
@@ -92,8 +92,8 @@ def jagged_ids(feature: FeatureRules, ids: Any, weights: Any) -> HostIds:
             remedy="max_sequence_length=L of the FeatureConfig cuts rows; columns are positions in "
             "a history, not other numbers such as times",
         )
-    positions = given.positions - ids_before(feature.config, given.lengths)[given.examples]
-    inside = (positions >= 0) & (positions < limit)
+    at = given.positions, given.lengths, given.examples
+    positions, inside = after_cut(feature.config, *at, limit)
     kept: Any = np.s_[:] if inside.all() else inside
     examples = given.examples[kept]
     places = (splits[examples] + positions[kept]).astype(np.int32)
