@@ -29,12 +29,12 @@ from tpu_embed.core.state import TableState, check_state
 from tpu_embed.nn.untrained import warn_if_differentiated
 from tpu_embed.nn.variables import Counter, Slot, Table, attributes, state_of
 from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
-from tpu_embed.sparse import FEATURE, engine_lookup
+from tpu_embed.sparse import FEATURE, engine_lookup, engine_of_batch, engine_of_inputs
 from tpu_embed.state_holder import StateHolder
 
 __all__ = ["Embed", "EmbeddingBag"]
 
-Ids = Array | np.ndarray | Batch | SparseIds | RaggedIds
+Ids = Array | np.ndarray | Batch | SparseIds | RaggedIds | Mapping[str, Any]
 
 
 @final
@@ -106,12 +106,13 @@ class EmbeddingBag(nnx.Module, StateHolder):
 
         Args:
           ids: integers `[…, H]`, where -1 is padding; integers `[B]`, one id per example, which are
-            not combined; a batch that `place` returned; `SparseIds` or `RaggedIds` of NumPy arrays.
+            not combined; a batch that `place` returned; `SparseIds` or `RaggedIds` of NumPy arrays;
+            several of these by name.
           weights: floats or integers in the shape of the ids. They can be differentiated by.
 
         Returns:
           `[…, D]`, float32 at least; `[…, L, D]` for sequences; a `Jagged` for jagged ones, whose
-          dense ids are `[B, H]`.
+          dense ids are `[B, H]`; a dictionary of them for several inputs by name.
 
         Raises:
           TypeError: the ids are not integers.
@@ -119,21 +120,22 @@ class EmbeddingBag(nnx.Module, StateHolder):
             or ragged ids that are traced.
         """
         warn_if_differentiated(self.engine)
-        if isinstance(ids, (SparseIds, RaggedIds)):
-            return engine_lookup(self.engine, self.state, self.place(ids, weights))
+        if isinstance(ids, (SparseIds, RaggedIds, Mapping)):
+            return self(self.place(ids, weights))
+        if isinstance(ids, Batch):
+            engine = engine_of_batch(self.engine, ids)
+            return engine_lookup(engine, self.state, ids, weights=weights)
         scales = None if weights is None else as_array(weights)
-        given = ids if isinstance(ids, Batch) else _array(ids)
-        return engine_lookup(self.engine, self.state, given, weights=scales)
+        return engine_lookup(self.engine, self.state, _array(ids), weights=scales)
 
-    def place(
-        self, ids: Ids, weights: ArrayLike | None = None, *, spec: BatchSpec | None = None
-    ) -> Batch:
+    def place(self, ids: Ids, weights: Any = None, *, spec: BatchSpec | None = None) -> Batch:
         """Check ids on the host and send them to the devices; see `EmbeddingEngine.place`.
 
         Args:
           ids: integers `[B]` or `[B, …, H]`, `SparseIds` or `RaggedIds`; the number of devices
-            divides B.
-          weights: one weight per id, or None.
+            divides B. Or several of them by name, such as a history and its candidates, each with a
+            B of its own: then the layer returns its activations by name, from one lookup.
+          weights: one weight per id, or None; with names, by the same names.
           spec: the exact shape of the batch, or None.
 
         Returns:
@@ -143,6 +145,9 @@ class EmbeddingBag(nnx.Module, StateHolder):
           ValueError: as `EmbeddingEngine.place`.
           TypeError: as `EmbeddingEngine.place`.
         """
+        if isinstance(ids, Mapping):
+            given = None if weights is None else {n: weights.get(n) for n in ids}
+            return engine_of_inputs(self.engine, ids).place(dict(ids), given, spec)
         features = {FEATURE: ids}
         return self.engine.place(features, None if weights is None else {FEATURE: weights}, spec)
 

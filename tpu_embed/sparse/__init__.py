@@ -20,6 +20,7 @@ from tpu_embed.sparse.indexed_slices import (
 from tpu_embed.sparse.lookup import embedding_lookup
 from tpu_embed.sparse.pull_back import pull_back
 from tpu_embed.sparse.reach import Sources, propagate
+from tpu_embed.sparse.several import engine_of_batch, engine_of_inputs
 from tpu_embed.sparse.tapped_program import Reached, TappedProgram, differentiable, tap_lookups
 from tpu_embed.sparse.taps import Lookup, count_lookups, tapped
 
@@ -38,6 +39,8 @@ __all__ = [
     "embedding_lookup",
     "engine_lookup",
     "engine_lookup_p",
+    "engine_of_batch",
+    "engine_of_inputs",
     "engine_update",
     "global_norm",
     "is_indexed_slices",

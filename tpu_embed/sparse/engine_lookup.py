@@ -28,7 +28,7 @@ from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.ids import is_real
 from tpu_embed.core.lookup import Jagged
 from tpu_embed.core.state import TableState, check_layout, check_tables_not_donated
-from tpu_embed.sparse import sequences
+from tpu_embed.sparse import sequences, several
 from tpu_embed.sparse.joined import DenseIds, as_signed, flat, join, padded
 
 __all__ = [
@@ -78,7 +78,10 @@ class Call:
         tables = dict(zip(_stacks(self.engine), arrays, strict=True))
         state = TableState(tables, {}, step, {})
         if self.spec is not None:
-            found = self.engine.lookup(state, _batch(self.engine, ids, self.spec))[FEATURE]
+            every = self.engine.lookup(state, _batch(self.engine, ids, self.spec))
+            if several.is_several(self.engine):
+                return several.pack(every, self.engine)
+            found = every[FEATURE]
             return found.values if isinstance(found, Jagged) else found
         # Ids [3, 5, H] on 4 replicas: 15 bags, padded to 16 -> [16, D] -> [15, D] -> [3, 5, D].
         dense = DenseIds(ids, weights[0] if weights else None, self.bags)
@@ -107,11 +110,11 @@ class LookedUp(NamedTuple):
 
 def engine_lookup(
     engine: EmbeddingEngine, state: TableState, ids: Any, *, weights: Array | None = None
-) -> Array | Jagged:
-    """Return the activations of an engine's only feature.
+) -> Array | Jagged | dict[str, Any]:
+    """Return the activations of an engine's only feature, or of inputs by name.
 
     Args:
-      engine: an engine of one feature.
+      engine: an engine of one feature, or one for inputs by name (`several.py`).
       state: the state of the engine.
       ids: a batch that `engine.place` returned; or integers, `[…, H]` for bags of H ids, `[B]` for
         one id per example. -1 is padding. The number of bags need not divide among the devices,
@@ -134,6 +137,8 @@ def engine_lookup(
         _check_no_weights(weights)
         ids.check(engine.layout)
         found = _bind(Call(engine, ids.spec, True, False), state.step, ids.packed, *arrays)
+        if several.is_several(engine):
+            return several.name_activations(found, ids, engine)
     else:
         _check_dense(ids, weights)
         if sequences.is_jagged(engine):
@@ -173,9 +178,10 @@ def engine_update(
     specs = [lookup.call.spec for lookup in lookups if lookup.call.spec is not None]
     if specs:
         _check_alone(engine, lookups)
-        return engine.update(
-            state, _batch(engine, lookups[0].ids, specs[0]), {FEATURE: gradients[0]}
-        )
+        batch = _batch(engine, lookups[0].ids, specs[0])
+        if several.is_several(engine):
+            return several.update(engine, state, batch, gradients[0])
+        return engine.update(state, batch, {FEATURE: gradients[0]})
     # Gradients [3, 5, D] and [4, D] become [15, D] and [4, D], then [19, D], then [20, D]: the last
     # row of zeros is for the empty bag that `join` appends to the ids.
     dense = [DenseIds(one.ids, one.weights, one.call.bags) for one in lookups]
@@ -238,7 +244,8 @@ def _check_alone(engine: EmbeddingEngine, lookups: Sequence[LookedUp]) -> None:
                 f"table {next(iter(engine.table_configs))!r}",
                 expected="a placed batch as the only lookup of a step",
                 got="one in a loop" if alone else f"{len(lookups)} lookups",
-                remedy="join the ids in one batch, or look dense ids up",
+                remedy='place them together, layer.place({"history": …, "item": …}), join the ids '
+                "in one batch, or look dense ids up",
             )
         )
 

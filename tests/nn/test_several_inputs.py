@@ -1,0 +1,95 @@
+"""A history and its candidates, placed together by name: one lookup of one table."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from facade_cases import mesh
+from flax import nnx
+
+import tpu_embed
+from tpu_embed import FeatureConfig, Jagged, RaggedIds, TableConfig
+from tpu_embed import optimizers as o
+from tpu_embed.nn import EmbeddingBag, fused_value_and_grad
+
+V, D, B, N = 30, 4, 8, 16
+STEPS = 3
+
+
+def draw(step):
+    rng = np.random.default_rng(step)
+    rows = [rng.integers(0, V, n).tolist() for n in rng.permutation(B)]
+    return {"history": RaggedIds.from_lists(rows), "item": rng.integers(0, V, N)}
+
+
+def loss_of(found):
+    """A loss in which the gradient of each number depends on its place and value."""
+    history, item = found["history"], found["item"]
+    users = jnp.repeat(history.sums(), N // B, axis=0)  # [B, D] -> [N, D]
+    return ((users - item) ** 3 * jnp.arange(N, dtype=jnp.float32)[:, None]).mean()
+
+
+def layer_of(devices, **options):
+    table = TableConfig(V, D, name="t", combiner="sum", optimizer=o.Adagrad(0.3))
+    given = {"jagged": True, **options}
+    return EmbeddingBag(table, mesh=mesh(devices), rngs=nnx.Rngs(0), **given), table
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_the_bits_are_the_engines(devices):
+    layer, table = layer_of(devices)
+    features = {"history": FeatureConfig(table, jagged=True), "item": FeatureConfig(table)}
+    engine = tpu_embed.EmbeddingEngine(features, mesh=mesh(devices))
+    state = engine.init(jax.random.key(0))
+    state = engine.load(state, "t", [np.asarray(layer.embedding)])
+
+    @nnx.jit
+    def fit(layer, batch):
+        return fused_value_and_grad(lambda layer: loss_of(layer(batch)))(layer)[0]
+
+    @jax.jit
+    def step(state, batch):
+        values, rebuild = tpu_embed.split_activations(engine.lookup(state, batch))
+        loss, gradients = jax.value_and_grad(lambda values: loss_of(rebuild(values)))(values)
+        return engine.update(state, batch, gradients), loss
+
+    for number in range(STEPS):
+        ids = draw(number)
+        batch, own = layer.place(ids), engine.place(ids)
+        found, expected = layer(batch), engine.lookup(state, own)
+        assert isinstance(found["history"], Jagged)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        loss = fit(layer, batch)
+        state, reference = step(state, own)
+        np.testing.assert_allclose(loss, reference, rtol=1e-5)
+        np.testing.assert_array_equal(layer.embedding, engine.tables(state)["t"])
+        np.testing.assert_array_equal(
+            layer.logical_slots["accumulators"], engine.slots(state)["t"]["accumulators"]
+        )
+    assert int(layer.step[...]) == STEPS
+    assert layer.bad_ids[...].shape == (1,)
+    # Inputs of the layer's own kind are taken as ever, and names may be others.
+    assert isinstance(layer(RaggedIds.from_lists([[1], [2, 3]] * 4)), Jagged)
+    assert set(layer({"a": np.arange(8), "b": np.arange(16)})) == {"a", "b"}
+
+
+def test_padded_sequences_and_bags_have_names_too():
+    layer, _ = layer_of(2, jagged=False, max_sequence_length=3)
+    found = layer({"seen": np.arange(8).reshape(4, 2), "one": np.arange(4)})
+    assert {name: one.shape for name, one in found.items()} == {"seen": (4, 3, D), "one": (4, D)}
+    np.testing.assert_array_equal(found["one"], np.asarray(layer.embedding)[:4])
+    weights = {"seen": np.full((4, 2), 2.0)}
+    doubled = layer({"seen": np.arange(8).reshape(4, 2), "one": np.arange(4)}, weights)
+    np.testing.assert_array_equal(doubled["seen"], 2 * found["seen"])
+
+
+def test_what_is_refused():
+    layer, _ = layer_of(1)
+    for ids in ({}, {1: np.arange(4)}):
+        with pytest.raises(ValueError, match="ids: expected ids by name, a string"):
+            layer.place(ids)
+    first, second = (layer.place({"item": np.arange(n)}) for n in (4, 8))
+    with pytest.raises(ValueError, match=r"place them together, layer\.place"):
+        fused_value_and_grad(
+            lambda layer: layer(first)["item"].sum() + layer(second)["item"].sum()
+        )(layer)
