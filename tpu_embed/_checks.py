@@ -129,7 +129,7 @@ def check_key(what: str, key: Any) -> None:
     """
     dtype = getattr(key, "dtype", None)
     if dtype is None or not (
-        jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == np.uint32 and key.ndim)
+        jax.numpy.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == np.uint32 and key.ndim)
     ):
         got = f"{type(key).__name__} {key!r}"
         remedy = "jax.random.key(0) makes one"

@@ -122,10 +122,10 @@ class EmbeddingBag(nnx.Module, StateHolder):
         warn_if_differentiated(self.engine)
         if isinstance(ids, (SparseIds, RaggedIds, Mapping)):
             return self(self.place(ids, weights))
+        scales = None if weights is None else as_array(weights)
         if isinstance(ids, Batch):
             engine = engine_of_batch(self.engine, ids)
-            return engine_lookup(engine, self.state, ids, weights=weights)
-        scales = None if weights is None else as_array(weights)
+            return engine_lookup(engine, self.state, ids, weights=scales)
         return engine_lookup(self.engine, self.state, _array(ids), weights=scales)
 
     def place(self, ids: Ids, weights: Any = None, *, spec: BatchSpec | None = None) -> Batch:

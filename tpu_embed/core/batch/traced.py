@@ -258,7 +258,8 @@ def _checked_arrays(ids: Sequence[Any], weights: Sequence[Any], layout: Layout) 
 def _after_cuts(ids: Sequence[Array], weights: Sequence[Any], layout: Layout) -> tuple[Any, Any]:
     """Return ids and weights of all features; see `_after_cut`."""
     given = zip(layout.features, ids, weights, strict=True)
-    return tuple(zip(*(_after_cut(f, *leaf, layout) for f, *leaf in given), strict=True))
+    found = [_after_cut(feature, x, scale, layout) for feature, x, scale in given]
+    return tuple(x for x, _ in found), tuple(scale for _, scale in found)
 
 
 def _after_cut(
