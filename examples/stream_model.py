@@ -62,6 +62,7 @@ class Learner:
         adagrad = tpu_embed.optimizers.Adagrad(
             config.learning_rate, initial_accumulator_value=config.initial_accumulator
         )
+        self.config = config
         self.engine = tpu_embed.EmbeddingEngine(feature_config(config, vocabulary), adagrad)
         self.state = self.engine.init(jax.random.key(config.seed))
         self.step = make_step(self.engine)
@@ -74,10 +75,13 @@ class Learner:
 
     def check(self, batch: Impressions) -> None:
         """Raise an error if a step would copy a table; nothing is learned."""
+        key = jax.random.key(self.config.seed)
         placed = self.engine.place(self.features(batch))
-        self.engine.check_in_place(self.step, self.state, placed, batch.click)
+        state, placed = self.engine.admit(self.engine.init(key), placed)
+        self.engine.check_in_place(self.step, state, placed, batch.click)
         if self.engine.vocabularies is not None:
-            self.engine.vocabularies.rewind(self.state)  # as if the batch had not been placed
+            self.state = self.engine.init(key)
+            self.engine.vocabularies.rewind(self.state)  # as if there had been no batch
 
     def learn(self, batch: Impressions) -> np.ndarray:
         """Train on a batch; return its scores from before that, float32 [B]."""

@@ -93,12 +93,21 @@ def sort(rng, dtype):
     check(rng, "sort_rows", cpu.sort_rows, draw, same_as(reference.sort_rows))
 
 
+def draw_order(rng, bags):
+    """Return an order of a period's bags in which those of each feature are in their own order."""
+    features = rng.permutation(np.repeat(np.arange(len(bags)), bags))
+    # Features 1 0 1: the bags 1 0 2, counted feature by feature.
+    order = np.empty(features.size, int)
+    order[np.argsort(features, kind="stable")] = np.arange(features.size)
+    return tuple(order.tolist())
+
+
 def gather_sum(rng, dtype):
     n, rows, periods = draw_size(rng), int(rng.integers(1, 300)), int(rng.integers(1, 40))
     dim = int(rng.integers(1, 141 if n < 16_384 else 9))
     bags = COLUMNS[rng.integers(len(COLUMNS))]
     stored, has_weights, has_factors = rng.choice(["float32", "bfloat16"]), *(rng.random(2) < 0.5)
-    order = tuple(rng.permutation(sum(bags)).tolist()) if rng.random() < 0.5 else ()
+    order = draw_order(rng, bags) if rng.random() < 0.5 else ()
     options = {"bags": bags, "periods": periods, "order": order}
 
     def draw(tame):
@@ -125,7 +134,7 @@ def update(rng, dtype):
     optimizer = draw_optimizer(rng)
     slots = optimizer.slot_shapes(dim, np.float32)
     blocks = tuple(np.sort(rng.integers(0, bags + 2, rng.integers(0, 5))).tolist())
-    order = tuple(rng.permutation(sum(columns)).tolist()) if rng.random() < 0.5 else ()
+    order = draw_order(rng, columns) if rng.random() < 0.5 else ()
     columns = (*columns, *[0] * len(jagged))
     options = {"periods": periods, "bags_per_period": columns, "order": order, "blocks": blocks}
     options["places"] = places

@@ -65,7 +65,7 @@ def test_an_array_of_another_form_is_not_opened(tmp_path, other):
     reader, _, checksums = made(tmp_path / "rows", 2, True)
     form = {"shards": 2, "rows_per_shard": 6, "alternate": True, "row": (2,)} | other
     array = RowArray(reader.array.path, **({"dtype": reader.array.dtype} | form))
-    with pytest.raises(ValueError, match=r"zarr|mismatch|rank|Expected"):
+    with pytest.raises(ValueError, match="as the manifest says, got float32"):
         RowReader(array, checksums)
 
 
