@@ -20,7 +20,7 @@ import living
 import numpy as np
 
 import tpu_embed
-from tpu_embed.core.batch import agreement
+from tpu_embed.core.place import agreement
 
 PROCESSES = 2
 

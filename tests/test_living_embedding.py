@@ -124,7 +124,7 @@ def test_threads_enqueue_in_the_order_in_which_they_place():
     [thread.join() for thread in threads]
     for _ in threads:
         made.apply_gradients(zeros(made.dequeue()))
-    assert made.state.vocabulary["steps"][0] == 6
+    assert made.state.vocabulary["map_version"][0] == 6
 
 
 def test_loading_keeps_the_maps_and_the_queue():
@@ -172,7 +172,7 @@ def test_new_keys_after_an_invalid_state_are_drawn_with_its_random_key(readable)
     # Otherwise only the seed of the embedding is known.
     expected = [initial_row(SMALL, key, seed=5 if readable else 0) for key in (3, 4)]
     np.testing.assert_array_equal(made.dequeue(), expected)
-    assert made.state.vocabulary["steps"][0] == 2
+    assert made.state.vocabulary["map_version"][0] == 2
 
 
 CAPACITY = 6

@@ -12,7 +12,7 @@ from living_cases import assert_same, initial_row, mesh, whole
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.core.batch.placer import Placer
+from tpu_embed.core.place.placer import Placer
 from tpu_embed.vocabulary import DynamicVocabulary
 
 TABLE = TableConfig(8, 2, name="t", vocabulary=DynamicVocabulary())
@@ -102,7 +102,8 @@ def test_an_enqueue_that_is_interrupted_while_it_places_leaves_the_maps(
 ):
     made = embedding()
     made.enqueue(np.array([1, 2]))
-    with failing(monkeypatch, Placer, "place", error, after=after), pytest.raises(error):
+    place = "place" if training else "place_lookup"
+    with failing(monkeypatch, Placer, place, error, after=after), pytest.raises(error):
         made.enqueue(np.array([3, 4]), training=training)
     assert steps(made) == (1, 1, 0)
     # If the turn to place were still taken, this would wait for ever.
@@ -144,8 +145,9 @@ def test_batches_that_others_have_placed_are_not_undone(monkeypatch):
 
 
 def in_placing(code):
-    names = ("intake", "placer", "turns", "keyed", "vocabularies", "timeline")
-    return code.co_filename.endswith(tuple(f"core/batch/{name}.py" for name in names))
+    names = ("place/intake", "place/turn", "place/placer", "place/keys", "processes/turns")
+    names += ("vocabulary/vocabularies", "vocabulary/timeline")
+    return code.co_filename.endswith(tuple(f"{name}.py" for name in names))
 
 
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.whole)])

@@ -30,7 +30,7 @@ from tpu_embed.core.state import TableState, describe_leaf
 
 def placed_step(batch: Batch) -> int:
     """Return the step of living vocabularies that a placed batch is, or whose rows it has."""
-    steps = batch.steps if batch.admission.steps is None else batch.admission.steps
+    steps = batch.valid_steps if batch.keys.steps is None else batch.keys.steps
     assert steps is not None, "batches of living vocabularies have steps"
     return int(steps[0])
 
@@ -55,7 +55,7 @@ class Enqueued:
     @property
     def step(self) -> int | None:
         """The step of living vocabularies that the batch is, if it is to be admitted; else None."""
-        return placed_step(self.batch) if self.batch.admission.is_training else None
+        return placed_step(self.batch) if self.batch.keys.is_training else None
 
     def issued(self, lookup: Callable[[Batch], PyTree]) -> Enqueued:
         """Return the batch with its activations; look them up unless that was done before."""

@@ -18,9 +18,9 @@ import jax
 
 from tpu_embed._calls import call_into, is_device_error
 from tpu_embed._checks import message, warn_user
-from tpu_embed.core.batch import Steps
+from tpu_embed._signals import SignalsDeferred
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.state import TableState, new_steps
+from tpu_embed.core.state import TableState, new_version
 from tpu_embed.enqueue import (
     Enqueued,
     Held,
@@ -29,7 +29,7 @@ from tpu_embed.enqueue import (
     is_readable,
     placed_step,
 )
-from tpu_embed.interrupts import SignalsDeferred
+from tpu_embed.vocabulary import ValidSteps
 
 __all__ = ["StateKeeper"]
 
@@ -69,7 +69,7 @@ class StateKeeper:
         before = self.holder.now.state
         kept = state if before is None or not is_readable(before.vocabulary) else before
         assert kept.vocabulary is not None, "states of engines with living vocabularies have one"
-        vocabulary = new_steps(kept.vocabulary, maps.now, self._engine.layout.axes)
+        vocabulary = new_version(kept.vocabulary, maps.now, self._engine.layout.axes)
         return dataclasses.replace(state, vocabulary=vocabulary)
 
     def forget_lost(self) -> Held:
@@ -119,8 +119,10 @@ class StateKeeper:
         held.check_next(item, what, maps.admitted)
         if item.step is None:
             now = maps.at(held.last_step(maps.admitted))
-            assert item.batch.steps is not None, "every batch that this engine placed has steps"
-            maps.check(now, Steps(*item.batch.steps.tolist()), item.batch.admission)
+            assert item.batch.valid_steps is not None, (
+                "every batch that this engine placed has steps"
+            )
+            maps.check(now, ValidSteps(*item.batch.valid_steps.tolist()), item.batch.keys)
 
     def undo_placed(self, step: int) -> None:
         """Undo the training batch that was placed after a step, if the queue does not have it.
@@ -201,7 +203,7 @@ class StateKeeper:
         issued = []
         try:
             for item in items:
-                if item.batch.admission.is_training:
+                if item.batch.keys.is_training:
                     state, item = self._admit(state, item)
                 issued.append(item.issued(functools.partial(self._engine.lookup, state)))
         except Exception as error:

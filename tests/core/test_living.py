@@ -260,4 +260,4 @@ def test_an_empty_batch_is_a_step():
     state, batch = made.admit(state, made.place({"x": NO_KEYS}))
     made.lookup(state, batch)
     state, _ = made.admit(state, made.place({"x": np.full(8, -1)}))
-    assert state.vocabulary["steps"][0] == 2
+    assert state.vocabulary["map_version"][0] == 2

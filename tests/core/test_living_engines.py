@@ -90,7 +90,7 @@ class World:
         made, keys = self.engines[which][0], tuple(self.rng.integers(1, 9, 2).tolist())
         state, values = self.newest[maps]
         placed = made.place(ids(*keys))
-        taken = placed.admission.taken["t"]
+        taken = placed.keys.taken["t"]
         values = {k: v for k, v in values.items() if k not in taken.evicted_keys.tolist()}
         values |= {k: initial_row(self.table, k) for k in taken.new_keys.tolist()}
         if self.rng.integers(3) == 0:

@@ -69,7 +69,7 @@ def test_batches_are_admitted_once_each_in_placing_order():
         made.admit(state, first)
     assert made.admit(state, admitted)[0] is state  # only looked at: it has been admitted
     state, _ = made.admit(state, second)
-    assert state.vocabulary["steps"][0] == 2
+    assert state.vocabulary["map_version"][0] == 2
 
 
 def test_an_older_state_is_refused():
@@ -169,14 +169,14 @@ def test_rewind_takes_the_newest_state_or_a_first_one():
     older = jax.tree.map(jnp.copy, first)
     state, _ = made.admit(first, made.place(ids(1, 2)))
     state, _ = made.admit(state, made.place(ids(2, 3)))
-    steps = older.vocabulary["steps"].at[0].set(1)
-    old = dataclasses.replace(older, vocabulary={**older.vocabulary, "steps": steps})
+    steps = older.vocabulary["map_version"].at[0].set(1)
+    old = dataclasses.replace(older, vocabulary={**older.vocabulary, "map_version": steps})
     with pytest.raises(ValueError, match="the newest state, of step 2"):
         made.vocabularies.rewind(old)
     made.vocabularies.rewind(older)
     assert (len(made.vocabularies), made.vocabularies.placed) == (0, 0)
     _, batch = made.admit(older, made.place(ids(9, 9)))
-    assert batch.steps.tolist() == [1, 1, made.vocabularies.now[1]]
+    assert batch.valid_steps.tolist() == [1, 1, made.vocabularies.now[1]]
     assert made.vocabularies.now[1] != made.vocabularies.first_history
 
 
@@ -228,9 +228,9 @@ def test_threads_that_place_leave_a_map_that_some_order_gives():
     threads = [threading.Thread(target=place, args=(n,)) for n in range(4)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
-    for batch in sorted(batches, key=lambda batch: batch.steps[0]):
+    for batch in sorted(batches, key=lambda batch: batch.valid_steps[0]):
         state, _ = made.admit(state, batch)
-    assert state.vocabulary["steps"][0] == 20
+    assert state.vocabulary["map_version"][0] == 20
     assert len(made.vocabularies) == 21
 
 
@@ -242,7 +242,7 @@ def test_a_prefetcher_places_in_the_order_in_which_the_loop_asks():
             looked = made.place(draw(50), training=False)
             state, batch = made.admit(state, batch)
             state = made.update_in_place(state, batch, made.lookup(state, batch))
-            assert looked.steps[0] == batch.steps[0] - 1
+            assert looked.valid_steps[0] == batch.valid_steps[0] - 1
     there = other.init(jax.random.key(KEY))
     for step in range(6):
         there, batch = other.admit(there, other.place(draw(step)))
@@ -305,7 +305,7 @@ def test_a_prefetcher_that_is_closed_early_is_rewound():
     with Prefetcher(made, (ids(n, n) for n in range(9)), depth=3) as batches:
         for batch in batches:
             state, batch = made.admit(state, batch)
-            if batch.steps[0] == 2:
+            if batch.valid_steps[0] == 2:
                 break
     assert made.vocabularies.placed > 2
     made.vocabularies.rewind(state)

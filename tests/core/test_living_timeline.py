@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from living_cases import ONES, assert_same, ids, initial_row, maps_of, simple
 
-from tpu_embed.core.batch.timeline import FOREVER
+from tpu_embed.vocabulary.timeline import FOREVER
 
 NOTHING = np.full((2, 2), np.nan)
 
@@ -55,9 +55,9 @@ def test_maps_that_are_loaded_again_end_what_was_placed_before():
     state, old = made.admit(state, made.place(ids(3, 4)))
     made.vocabularies.load_state(kept)
     state, new = made.admit(at_1, made.place(ids(5, 6)))
-    step, history, _ = state.vocabulary["steps"].tolist()
-    assert (step, new.steps.tolist()) == (2, [2, 2, history])
-    assert history == made.vocabularies.now[1] != old.steps[2]
+    step, history, _ = state.vocabulary["map_version"].tolist()
+    assert (step, new.valid_steps.tolist()) == (2, [2, 2, history])
+    assert history == made.vocabularies.now[1] != old.valid_steps[2]
     with pytest.raises(ValueError, match="placed since the maps were loaded"):
         made.lookup(state, old)
     np.testing.assert_array_equal(
@@ -176,15 +176,15 @@ def test_a_lookup_has_the_rows_of_the_step_at_which_its_turn_was_drawn(evict):
     expected = [[0, 1, -1, -1], [-1, 1, 0, -1], [-1, -1, 0, 1]]
     for step, (turn, rows) in enumerate(zip(turns, expected, strict=True), start=1):
         batch = turn.place(ids(1, 2, 3, 4))
-        assert batch.steps.tolist() == [step, step, made.vocabularies.now[1]]
-        assert batch.admission.tables["t"].rows[0].tolist() == rows
+        assert batch.valid_steps.tolist() == [step, step, made.vocabularies.now[1]]
+        assert batch.keys.tables["t"].rows[0].tolist() == rows
     assert not made.vocabularies._timeline._past  # nothing is kept for turns that have ended
 
 
 def test_the_last_step_is_refused_before_a_map_moves(monkeypatch):
     made, _ = simple(lookahead=1)
     before = maps_of(made)
-    monkeypatch.setattr("tpu_embed.core.batch.vocabularies.FOREVER", 2)
+    monkeypatch.setattr("tpu_embed.vocabulary.vocabularies.FOREVER", 2)
     with pytest.raises(ValueError, match="fewer than 2 training batches"):
         made.place(ids(1, 2))
     assert_same(maps_of(made), before)

@@ -34,7 +34,7 @@ def bits(made, state):
     """Return all of a state and its maps, on this host."""
     tables, slots = retrieve.host_arrays(state, made.layout)
     maps = {n: one._asdict() for n, one in made.vocabularies.state().maps.items()}
-    step, history, *taken = np.asarray(state.vocabulary["steps"]).tolist()
+    step, history, *taken = np.asarray(state.vocabulary["map_version"]).tolist()
     assert history == made.vocabularies.at(step)[1]  # a number of this run
     steps = [step, *taken]
     return tables, slots, maps, steps, made.vocabularies.counters

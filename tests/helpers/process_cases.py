@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import tpu_embed
-from tpu_embed import FeatureConfig, Jagged, RaggedIds, SparseIds, TableConfig, departures
+from tpu_embed import FeatureConfig, Jagged, RaggedIds, SparseIds, TableConfig, processes
 from tpu_embed import optimizers as o
 from tpu_embed.core.state import retrieve
 from tpu_embed.touched import TouchedRows
@@ -228,7 +228,7 @@ def leave_silently(leaver):
 
 def interrupt():
     """Interrupt process 0 while it waits for the part of the other process, which comes later."""
-    engine, store = make_engine(8, "mod"), departures.client()
+    engine = make_engine(8, "mod")
     engine.place(draw(0))
     if jax.process_index() == 0:
         # Late enough for it to wait, on a busy machine too: before that, nothing is cut off.
@@ -239,7 +239,7 @@ def interrupt():
             print("interrupted", file=sys.stderr)
         engine.place(draw(1))
     else:
-        store.blocking_key_value_get("tpu_embed/left/told/1", 60_000)
+        processes.client().blocking_key_value_get("tpu_embed/left/told/1", 60_000)
         engine.place(draw(1))
 
 

@@ -16,14 +16,13 @@ FLOORS = {
     "_snapshot": 0,
     "_jaxprs": 0,
     "_calls": 0,
-    "interrupts": 0,
+    "_signals": 0,
     "kernels": 1,
     "optimizers": 1,
     "initializers": 1,
     "hashing": 4,
     "config": 2,
-    "departures": 2,
-    "processes": 2,
+    "processes": 1,
     "vocabulary": 2,
     "core": 3,
     "sparse": 4,
@@ -48,7 +47,7 @@ SIBLINGS = 5
 """The floor whose packages do not import each other."""
 
 ORDERS = {
-    "core": ["ids", "layout", "exchange", "batch", "state", "lookup", "update", "engine"],
+    "core": ["ids", "layout", "exchange", "batch", "place", "state", "lookup", "update", "engine"],
     "io": [
         "files",
         "schema",
@@ -59,7 +58,17 @@ ORDERS = {
         "delta",
         "serving",
     ],
-    "vocabulary": ["config", "fixed", "states", "map"],
+    "processes": ["departures", "messages", "turns"],
+    "vocabulary": [
+        "config",
+        "fixed",
+        "states",
+        "map",
+        "batch_keys",
+        "timeline",
+        "vocabularies",
+        "choose",
+    ],
     "training": ["paths", "replicas", "autodiff", "optimizer"],
 }
 """The rooms of a package in order: each imports only those before it."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from tpu_embed._checks import message
-from tpu_embed.core.batch import Turn
+from tpu_embed.core.place import Turn
 from tpu_embed.data.items import ItemRules
 
 __all__ = ["Feed", "Placed", "Stateful", "state_of"]

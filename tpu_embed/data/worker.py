@@ -1,7 +1,7 @@
 """A thread that computes results ahead of the loop that takes them.
 
 The loop asks for results ahead of time; the thread computes one for each request and keeps them in
-order. Requests carry the turns that several processes need (`core/batch/turns.py`), and are made by
+order. Requests carry the turns that several processes need (`processes/turns.py`), and are made by
 the loop. So what is computed ahead depends on the loop alone, not on the speed of the thread.
 
 Input: requests. Output: their results in order, the last of which may be an error or the end.
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tpu_embed._checks import message
-from tpu_embed.core.batch import Turn
+from tpu_embed.core.place import Turn
 
 __all__ = ["Outcome", "Worker"]
 

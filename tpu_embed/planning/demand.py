@@ -14,18 +14,7 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed._types import PyTree
-from tpu_embed.core.batch import (
-    BatchSpec,
-    StackSpec,
-    StackView,
-    give_rows_of,
-    natural_spec,
-    pack_all,
-    sort_stack,
-    view_stacks,
-    with_capacities,
-    worst_case,
-)
+from tpu_embed.core.batch import BatchSpec, StackSpec, StackView, view_stacks, worst_case
 from tpu_embed.core.ids import (
     FeatureRules,
     HostIds,
@@ -35,6 +24,7 @@ from tpu_embed.core.ids import (
     host_ids,
 )
 from tpu_embed.core.layout import FeatureLayout, Layout, roomy
+from tpu_embed.core.place import exact_spec, give_rows_of
 
 __all__ = ["spec_of"]
 
@@ -74,11 +64,7 @@ def _exact(layout: Layout, leaves: list[Any]) -> BatchSpec:
         for feature, ids in zip(layout.features, leaves, strict=True)
     ]
     hosts = [_with_some_rows(*pair) for pair in zip(layout.features, hosts, strict=True)]
-    replicas = layout.axes.replicas
-    natural = natural_spec(hosts, layout, replicas, "update")
-    ids = zip(pack_all(hosts, natural, layout), view_stacks(natural, layout), strict=True)
-    stacks = [sort_stack(packed, view, np.arange(replicas)) for packed, view in ids]
-    return with_capacities(stacks, natural, natural, layout)
+    return exact_spec(hosts, layout)
 
 
 def _with_some_rows(feature: FeatureLayout, host: HostIds) -> HostIds:

@@ -1,17 +1,38 @@
 """Living vocabularies: keys that nobody knew yesterday get rows of a table, and lose them again."""
 
 from tpu_embed.kernels.vocabulary_reference import COUNTERS, MapState, Taken
-from tpu_embed.vocabulary.config import DynamicVocabulary
+from tpu_embed.vocabulary.batch_keys import (
+    BatchKeys,
+    KeyedRows,
+    MapStates,
+    ValidSteps,
+    check_vocabulary,
+    map_version,
+    new_history,
+)
+from tpu_embed.vocabulary.choose import choose_vocabularies
+from tpu_embed.vocabulary.config import DynamicVocabulary, LivingTable
 from tpu_embed.vocabulary.fixed import FixedVocabulary
 from tpu_embed.vocabulary.map import VocabularyMap
 from tpu_embed.vocabulary.states import fit
+from tpu_embed.vocabulary.vocabularies import Vocabularies
 
 __all__ = [
+    "BatchKeys",
     "COUNTERS",
     "DynamicVocabulary",
     "FixedVocabulary",
+    "KeyedRows",
+    "LivingTable",
     "MapState",
+    "MapStates",
     "Taken",
+    "ValidSteps",
+    "Vocabularies",
     "VocabularyMap",
+    "check_vocabulary",
+    "choose_vocabularies",
     "fit",
+    "map_version",
+    "new_history",
 ]

@@ -6,7 +6,7 @@ Input: what the user writes. Output: a frozen, validated object.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, Protocol
 
 from tpu_embed import _checks
 from tpu_embed.kernels.vocabulary_reference import Options
@@ -106,3 +106,22 @@ class DynamicVocabulary:
             waiting=waiting,
             lookahead=_checks.check_int("lookahead", lookahead, minimum=0),
         )
+
+
+class LivingTable(Protocol):
+    """A table whose rows belong to keys: its name, its rows, and how keys get them."""
+
+    @property
+    def name(self) -> str:
+        """The table's name."""
+        ...
+
+    @property
+    def vocabulary_size(self) -> int:
+        """V, its logical rows."""
+        ...
+
+    @property
+    def vocabulary(self) -> DynamicVocabulary | None:
+        """How keys get rows; never None here, whatever the type says."""
+        ...

@@ -23,9 +23,9 @@ from tpu_embed.core.batch.line import line_length, line_of, take
 from tpu_embed.core.batch.located import LocalIds, Located, RoutedIds
 from tpu_embed.core.batch.spec import BatchSpec
 from tpu_embed.core.batch.stack_view import StackView, view_stacks
-from tpu_embed.core.batch.steps import Admission
 from tpu_embed.core.exchange import MergeRoute, RowRoute, SumRoute, collectives
 from tpu_embed.core.layout import Layout, PlacedFor
+from tpu_embed.vocabulary import BatchKeys
 
 
 @jax.tree_util.register_dataclass
@@ -38,9 +38,9 @@ class Batch:
         holds.
       spec: the static shape; programs are compiled once per spec.
       placed_for: what its numbers depend on (`layout/placed_for.py`).
-      steps: for living vocabularies, int32 `[3]`: the states that it may be looked up in (`Steps`).
-        None without them.
-      admission: for living vocabularies, what the host knows of the batch until it is admitted.
+      valid_steps: for living vocabularies, int32 `[3]`: the states that it may be looked up in
+        (`ValidSteps`). None without them.
+      keys: for living vocabularies, what the host knows of the batch until it is admitted.
       admitted: whether lookups and updates may use it, which they check while they are traced.
         False of a training batch with keys until `admit` returns it.
     """
@@ -48,8 +48,8 @@ class Batch:
     packed: Array
     spec: BatchSpec = dataclasses.field(metadata={"static": True})
     placed_for: PlacedFor = dataclasses.field(metadata={"static": True})
-    steps: Array | np.ndarray | None = None
-    admission: Admission = dataclasses.field(default=Admission(), metadata={"static": True})
+    valid_steps: Array | np.ndarray | None = None
+    keys: BatchKeys = dataclasses.field(default=BatchKeys(), metadata={"static": True})
     admitted: bool = dataclasses.field(default=True, metadata={"static": True})
 
     def __post_init__(self) -> None:
@@ -58,20 +58,20 @@ class Batch:
         The structure of a program's results is that of its first trace, so a batch that a jit
         returns would tell of the batch with which the jit was traced.
         """
-        if isinstance(self.packed, Tracer) or isinstance(self.steps, Tracer):
-            object.__setattr__(self, "admission", Admission())
+        if isinstance(self.packed, Tracer) or isinstance(self.valid_steps, Tracer):
+            object.__setattr__(self, "keys", BatchKeys())
 
     @classmethod
-    def of(cls, packed: Any, spec: BatchSpec, layout: Layout, steps: Any = None) -> Batch:
+    def of(cls, packed: Any, spec: BatchSpec, layout: Layout, valid_steps: Any = None) -> Batch:
         """Return a batch of an engine with this layout.
 
         Args:
           packed: its array, or the shape of one.
           spec: its static shape.
           layout: the engine's layout.
-          steps: see `steps`.
+          valid_steps: see `valid_steps`.
         """
-        return cls(packed, spec, _placed_for(spec, layout), steps)
+        return cls(packed, spec, _placed_for(spec, layout), valid_steps)
 
     def __repr__(self) -> str:
         """Show the size of the batch, and a line per stack of tables: what is looked up in it."""

@@ -13,13 +13,12 @@ from typing import Any, NoReturn
 
 from jax.sharding import Mesh
 
-from tpu_embed import _checks
 from tpu_embed._calls import call
-from tpu_embed._checks import refuse_pickle
+from tpu_embed._checks import check_int, refuse_pickle
 from tpu_embed._types import Array, ArrayLike, PyTree
 from tpu_embed.config import TableConfig
-from tpu_embed.core.batch import Batch, BatchSpec, Intake, Turn, Vocabularies, choose_vocabularies
-from tpu_embed.core.engine.admissions import Admissions, nan_if
+from tpu_embed.core.batch import Batch, BatchSpec
+from tpu_embed.core.engine.admitter import Admitter, nan_if
 from tpu_embed.core.engine.operands import OperandMaker
 from tpu_embed.core.engine.programs import Programs
 from tpu_embed.core.ids import HostIds, structure
@@ -33,8 +32,10 @@ from tpu_embed.core.layout import (
     make_layout,
 )
 from tpu_embed.core.lookup import record_lookup, split_activations
+from tpu_embed.core.place import Intake, Turn
 from tpu_embed.core.state import TableState, check_tables_not_donated, logical
 from tpu_embed.core.update import Guard, OnBadGradient, check_in_place, check_trainable
+from tpu_embed.vocabulary import Vocabularies, choose_vocabularies
 
 
 class EmbeddingEngine:
@@ -86,7 +87,7 @@ class EmbeddingEngine:
         lookahead: int | None = None,
         vocabularies: Vocabularies | None = None,
     ) -> None:
-        blocks = _checks.check_int("sum_blocks", sum_blocks, minimum=1)
+        blocks = check_int("sum_blocks", sum_blocks, minimum=1)
         self.structure = structure.flatten(feature_config)
         axes = make_axes(mesh, batch_axes)
         self.layout: Layout = make_layout(
@@ -94,9 +95,9 @@ class EmbeddingEngine:
         )
         guard, self._rates = Guard(on_bad_gradient, self.layout), HostRates(self.layout)
         self._operand_maker = OperandMaker(self.structure, self.layout, guard, self._rates)
-        tables = [table for _, table in self.layout.living]
-        self.vocabularies = choose_vocabularies(tables, lookahead, vocabularies)
-        self._admissions = Admissions(self.layout, self.vocabularies)
+        living = [table for _, table in self.layout.living]
+        self.vocabularies = choose_vocabularies(living, lookahead, vocabularies)
+        self._admitter = Admitter(self.layout, self.vocabularies)
         self._intake = Intake(self.structure, self.layout, self.vocabularies)
         self._programs = Programs(self.layout, guard, self.vocabularies)
 
@@ -225,7 +226,7 @@ class EmbeddingEngine:
           ValueError: the batch is not the next one; or it is only looked up, and one of its
             rows belongs to another key by now. The state stays valid.
         """
-        return self._admissions.admit(state, self._intake.own(batch))
+        return self._admitter.admit(state, self._intake.own(batch))
 
     def next_turn(self, *, training: bool = True) -> Turn:
         """Return the right to place the next batch, which any thread may use (see `Prefetcher`).
@@ -265,11 +266,10 @@ class EmbeddingEngine:
           TypeError: what `place` refuses; differentiation with respect to the state.
         """
         check_tables_not_donated(state)
-        source, refused = self._admissions.check(state, self._intake.source(batch, weights, spec))
+        source, refused = self._admitter.check(state, self._intake.source(batch, weights, spec))
         activations = nan_if(refused, call(self._programs.lookup, state.tables, source))
         # An update later in the same trace must wait for this lookup.
-        values, _ = split_activations(activations)  # weak references to the arrays
-        record_lookup(state.tables, values, self.layout)
+        record_lookup(state.tables, split_activations(activations)[0], self.layout)
         return self.structure.unflatten(activations)
 
     def update(
@@ -300,7 +300,7 @@ class EmbeddingEngine:
             no optimizer, missing learning rates, and what `lookup` refuses.
           TypeError: what `lookup` refuses.
         """
-        source, refused = self._admissions.check(state, self._intake.source(batch, weights, spec))
+        source, refused = self._admitter.check(state, self._intake.source(batch, weights, spec))
         operands = self._operand_maker.make(state, source, activation_gradients, learning_rates)
         new = call(self._programs.update, state, source, operands._replace(skip=refused))
         return dataclasses.replace(new, vocabulary=state.vocabulary)
@@ -327,7 +327,7 @@ class EmbeddingEngine:
 
         The state that it returns has no `vocabulary`, which the update leaves as it is.
         """
-        source, _ = self._admissions.check(state, self._intake.source(batch, None, None))
+        source, _ = self._admitter.check(state, self._intake.source(batch, None, None))
         operands = self._operand_maker.make(state, source, gradients, learning_rates)
         rows, rest = (state.tables, state.slots), (state.step, state.counters)
         return functools.partial(self._programs.update_in_place, rows, rest, source, operands)
@@ -393,7 +393,7 @@ class EmbeddingEngine:
         rows, of which there are few.
         """
         traces = {what: self._programs.traces[what] for what in ("lookup", "update")}
-        return traces | self._admissions.traces
+        return traces | self._admitter.traces
 
     def describe(self) -> dict[str, Any]:
         """Return the resolved configuration of tables, stacks and devices as plain objects."""

@@ -19,11 +19,12 @@ import numpy as np
 
 from tpu_embed._checks import check_key, refuse_derivatives
 from tpu_embed._types import Array
-from tpu_embed.core.batch import Batch, TracedIds, Vocabularies
+from tpu_embed.core.batch import Batch, TracedIds
 from tpu_embed.core.layout import Layout
 from tpu_embed.core.lookup import Jagged, lookup, not_differentiable
 from tpu_embed.core.state import TableState, check_arrays, init_tables, new_vocabulary
 from tpu_embed.core.update import LOOKUP, UPDATE, Guard, Operands, named, note_copies, update
+from tpu_embed.vocabulary import Vocabularies
 
 __all__ = ["Programs"]
 

@@ -1,8 +1,7 @@
 """Exchange rows between devices: collectives, removal of duplicates, routes to the owner shards."""
 
-from tpu_embed.core.exchange import collectives, dedup, device_route, host_route, route
+from tpu_embed.core.exchange import collectives, device_route, host_route, route
 from tpu_embed.core.exchange.collectives import axis_index, psum
-from tpu_embed.core.exchange.dedup import number_runs
 from tpu_embed.core.exchange.route import (
     FetchedRows,
     MergeRoute,
@@ -11,6 +10,7 @@ from tpu_embed.core.exchange.route import (
     SumRoute,
     padded,
 )
+from tpu_embed.core.exchange.runs import number_runs
 
 __all__ = [
     "FetchedRows",
@@ -20,7 +20,6 @@ __all__ = [
     "SumRoute",
     "axis_index",
     "collectives",
-    "dedup",
     "device_route",
     "host_route",
     "number_runs",

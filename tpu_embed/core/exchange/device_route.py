@@ -25,8 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._types import PADDING_ID, Array, PyTree
-from tpu_embed.core.exchange import collectives, dedup
+from tpu_embed.core.exchange import collectives
 from tpu_embed.core.exchange.route import MergeRoute, RowRoute
+from tpu_embed.core.exchange.runs import number_runs
 from tpu_embed.core.layout import ROW_MULTIPLE, MeshAxes, Stack, round_up
 from tpu_embed.kernels import dispatch
 
@@ -97,7 +98,7 @@ def find_destinations(
         separately. None: each row is sent once.
     """
     shards, absent = stack.num_shards, stack.physical_rows
-    runs = dedup.number_runs(row_ids, absent, parts)
+    runs = number_runs(row_ids, absent, parts)
     # Shard s owns the physical rows from s * R to (s + 1) * R; its runs are first[s]:first[s + 1].
     bounds = jnp.asarray(np.arange(shards + 1, dtype=stack.index_dtype) * stack.num_rows)
     first = _count_below(runs.run_row_ids, bounds)
@@ -191,7 +192,7 @@ def route_merge(received: Array, stack: Stack, axes: MeshAxes) -> MergeRoute:
     elif order.size > 1:
         places = (order[:, None] * size + np.arange(size)).astype(np.int32).reshape(-1)
         rows, _, index = dispatch.sort_with(rows, jnp.asarray(places))
-    runs = dedup.number_runs(rows, stack.num_rows)
+    runs = number_runs(rows, stack.num_rows)
     # There are at most as many distinct rows as partial sums, and as rows in the shard, so there is
     # room for any that arrive. Run i is summed into segment i; segment `most` is out of range, so
     # absent ones are left out.

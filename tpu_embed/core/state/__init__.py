@@ -1,13 +1,6 @@
 """The arrays that training changes: how they are stored, created, checked, read and replaced."""
 
 from tpu_embed.core.state import logical, norms, retrieve
-from tpu_embed.core.state.admission import (
-    STEPS,
-    NewKeys,
-    NewRowWriter,
-    new_steps,
-    new_vocabulary,
-)
 from tpu_embed.core.state.checks import (
     check_arrays,
     check_layout,
@@ -19,6 +12,13 @@ from tpu_embed.core.state.checks import (
 from tpu_embed.core.state.fields import Field, field, fields
 from tpu_embed.core.state.gradients import refuse_gradient
 from tpu_embed.core.state.init import blank_tables, init_tables
+from tpu_embed.core.state.new_rows import (
+    MAP_VERSION,
+    NewKeys,
+    NewRowWriter,
+    new_version,
+    new_vocabulary,
+)
 from tpu_embed.core.state.retrieve import host_arrays
 from tpu_embed.core.state.table_state import (
     StackShard,
@@ -34,7 +34,7 @@ __all__ = [
     "Field",
     "NewKeys",
     "NewRowWriter",
-    "STEPS",
+    "MAP_VERSION",
     "StackShard",
     "TableState",
     "blank_tables",
@@ -51,7 +51,7 @@ __all__ = [
     "init_tables",
     "logical",
     "logical_rows",
-    "new_steps",
+    "new_version",
     "new_vocabulary",
     "norms",
     "refuse_gradient",

@@ -54,9 +54,10 @@ class TableState:
         `"refused_batches"` int32 `[]`, how many steps were skipped inside a jit because their batch
         was not admitted, or its rows were other keys' by then. Only `update` counts, because a
         lookup returns no state.
-      vocabulary: with living vocabularies, `"steps"` int32 `[2 + T]`, the step of the maps that the
-        rows belong to, its history (see `Steps`), and for each of the T living tables the last step
-        at which a row was taken from a key; and the data of the random key that new rows are drawn
+      vocabulary: with living vocabularies, `"map_version"` int32 `[2 + T]`, the step of the maps
+        that the rows belong to, its history (see `ValidSteps`), and for each of the T living tables
+        the last step at which a row was taken from a key; and the data of the random key that new
+        rows are drawn
         with, under the name of its kind. None without them.
     """
 

@@ -29,7 +29,7 @@ OnBadGradient = Literal["allow", "skip", "error"]
 
 REFUSED = "refused_batches"
 """The key in `TableState.counters` of the number of steps that were skipped, because the state was
-not one in which their batch may be looked up (`Steps`)."""
+not one in which their batch may be looked up (`ValidSteps`)."""
 
 COUNTER = "bad_gradients"
 """The key in `TableState.counters` of the number of bad gradients."""

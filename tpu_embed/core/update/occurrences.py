@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from tpu_embed._types import PADDING_ID, Array, ArrayLike
-from tpu_embed.core.exchange import RowSums, dedup
+from tpu_embed.core.exchange import RowSums, number_runs
 from tpu_embed.core.layout import ROW_MULTIPLE, Stack
 from tpu_embed.core.state import StackShard
 from tpu_embed.core.update.apply import apply_rule
@@ -71,7 +71,7 @@ def _by_round(row_ids: Array, stack: Stack) -> tuple[Array, Array, Array]:
     # Rows (7, 3, 7, 7) sort to (3, 7, 7, 7) from positions (1, 0, 2, 3). Their runs start at 0 and
     # 1, so the rounds are position - start = (0, 0, 1, 2): each row's occurrences, counted.
     ordered, order = dispatch.sort_rows(row_ids)
-    runs = dedup.number_runs(ordered, stack.num_rows)
+    runs = number_runs(ordered, stack.num_rows)
     positions = jnp.arange(row_ids.shape[0], dtype=jnp.int32)
     size = row_ids.shape[0]
     starts = jnp.full((size,), size, jnp.int32).at[runs.run].min(positions)

@@ -20,15 +20,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed.core.batch import MapStates, new_history, steps_of
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.layout import TableSlice
-from tpu_embed.core.state import STEPS, TableState
+from tpu_embed.core.state import MAP_VERSION, TableState
 from tpu_embed.io import schema
 from tpu_embed.io.checkpoint.checked import read_bound, write_bound
 from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, RowWriter
 from tpu_embed.io.files import file_name
-from tpu_embed.vocabulary import COUNTERS, MapState, fit
+from tpu_embed.vocabulary import COUNTERS, MapState, MapStates, fit, map_version, new_history
 
 __all__ = ["FoundMaps", "Moves", "SavedMaps", "empty_state", "prepare", "read", "write"]
 
@@ -95,14 +94,14 @@ def prepare(engine: EmbeddingEngine, state: TableState) -> SavedMaps | None:
     vocabularies = engine.vocabularies
     if vocabularies is None:
         return None
-    step, history = steps_of(state)
+    step, history = map_version(state)
     if (step, history) != vocabularies.at(step):
         expected = "a state of the maps' history"
         got = "one from before they were loaded, or of another engine's"
         remedy = "share the maps: EmbeddingEngine(…, vocabularies=other.vocabularies)"
         raise ValueError(message("state", expected=expected, got=got, remedy=remedy))
     assert state.vocabulary is not None, "checked"
-    ((kind, data),) = ((name, x) for name, x in state.vocabulary.items() if name != STEPS)
+    ((kind, data),) = ((name, x) for name, x in state.vocabulary.items() if name != MAP_VERSION)
     maps = vocabularies.state(step).maps
     tables = {}
     for name, one in maps.items():

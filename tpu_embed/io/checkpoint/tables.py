@@ -20,12 +20,11 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed._types import PADDING_ID, Array, PyTree
-from tpu_embed.core.batch import MapStates
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.exchange import collectives
 from tpu_embed.core.layout import MeshAxes
 from tpu_embed.core.state import (
-    STEPS,
+    MAP_VERSION,
     Field,
     TableState,
     blank_tables,
@@ -41,6 +40,7 @@ from tpu_embed.io.checkpoint.rows import LocalShards, row_array, write_rows
 from tpu_embed.io.files import file_name
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.processes import raise_on_all
+from tpu_embed.vocabulary import MapStates
 
 __all__ = ["Prepared", "prepare", "read", "write"]
 
@@ -151,12 +151,12 @@ def read(directory: Path, wanted: Wanted) -> tuple[TableState, MapStates | None]
     states, key = found.maps.states, found.maps.key
     if key is None:  # no map was saved, and all tables with one are new
         assert state.vocabulary is not None, "made by the key"
-        key = {name: np.asarray(x) for name, x in state.vocabulary.items() if name != STEPS}
+        key = {name: np.asarray(x) for name, x in state.vocabulary.items() if name != MAP_VERSION}
     (step_of_maps,) = {int(one.step) for one in states.maps.values()}
     # When a row was taken last is not kept; batches from before the restore are refused anyway.
     taken = [step_of_maps] * len(engine.layout.living)
     steps = np.array([step_of_maps, states.history, *taken], np.int32)
-    vocabulary = _everywhere({**key, STEPS: steps}, engine)
+    vocabulary = _everywhere({**key, MAP_VERSION: steps}, engine)
     return dataclasses.replace(state, vocabulary=vocabulary), states
 
 

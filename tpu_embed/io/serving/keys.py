@@ -13,10 +13,10 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed.config import TableConfig
-from tpu_embed.core.batch import Vocabularies, give_rows_of
 from tpu_embed.core.ids import HostIds, Structure
 from tpu_embed.core.layout import Layout
-from tpu_embed.vocabulary import FixedVocabulary
+from tpu_embed.core.place import give_rows_of
+from tpu_embed.vocabulary import FixedVocabulary, Vocabularies
 
 __all__ = ["Find", "finders", "with_rows"]
 

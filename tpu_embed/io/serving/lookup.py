@@ -27,15 +27,11 @@ from tpu_embed.core.batch import (
     Batch,
     BatchSpec,
     LocalIds,
-    StackIds,
     TracedIds,
     fields_of,
     line_length,
     line_of,
     make_traced,
-    natural_spec,
-    pack,
-    pack_by_place,
     view_stacks,
 )
 from tpu_embed.core.ids import RaggedIds, SparseIds, Structure, host_ids, structure
@@ -47,6 +43,7 @@ from tpu_embed.core.lookup import (
     by_place,
     not_differentiable,
 )
+from tpu_embed.core.place import natural_spec, pack_line
 from tpu_embed.io.serving.keys import Find, finders, with_rows
 from tpu_embed.io.serving.stored import Stored, stored_tables
 
@@ -198,10 +195,7 @@ class Server:
         packed = np.empty((1, line_length(stacks)), np.int32)
         for view, fields, table in zip(view_stacks(spec, layout), stacks, tables, strict=True):
             line = fields_of(packed, fields)
-            if view.jagged:
-                pack_by_place(hosts, view, line)
-            else:
-                pack(hosts, view, StackIds(line["row_ids"], line.get("bags"), line.get("weights")))
+            pack_line(hosts, view, line)
             # NumPy tables: pick the rows of the ids here, so that only these go to the program.
             row_ids = line["row_ids"][0]
             operands.append(table.pick(row_ids) if table.on_host else jax.tree.map(snapshot, table))

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tpu_embed._checks import check_int, message
-from tpu_embed.core.batch.vocabularies import Vocabularies
-from tpu_embed.core.layout import TableSlice
+from tpu_embed.vocabulary.config import LivingTable
+from tpu_embed.vocabulary.vocabularies import Vocabularies
 
 __all__ = ["choose_vocabularies"]
 
@@ -19,7 +19,7 @@ _MOST = 2**16
 
 
 def choose_vocabularies(
-    tables: Sequence[TableSlice], lookahead: int | None, shared: Any
+    tables: Sequence[LivingTable], lookahead: int | None, shared: Any
 ) -> Vocabularies | None:
     """Return the maps of an engine: new ones, or those of another engine; None if it needs none.
 

@@ -12,8 +12,8 @@ import tpu_embed
 from tpu_embed import BatchSpec, FeatureConfig, RaggedIds, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.core.batch import StackSpec
-from tpu_embed.core.batch.unions import REVIEW_AFTER, Unions
 from tpu_embed.core.ids import FeatureShape
+from tpu_embed.core.place.tiers import REVIEW_AFTER, Tiers
 
 B, V = 8, 100_000
 
@@ -97,9 +97,9 @@ FORM = FeatureShape(batch=B, inner=(), combines=True, weighted=False, width=None
 DEVICES = 8
 
 
-def make_unions():
+def make_tiers():
     feature = {f"f{g}": FeatureConfig(TableConfig(V, 2 + g, name=f"t{g}")) for g in range(3)}
-    return Unions(tpu_embed.EmbeddingEngine(feature, o.SGD(), mesh=mesh(DEVICES)).layout)
+    return Tiers(tpu_embed.EmbeddingEngine(feature, o.SGD(), mesh=mesh(DEVICES)).layout)
 
 
 def needs(rng, scale=1.0, weighted=False):
@@ -119,13 +119,13 @@ def fits(spec, needed):
 
 def test_a_stream_with_rare_outliers_has_few_specs():
     """Outliers differ in size and in the stacks that they are outliers of."""
-    unions, rng = make_unions(), np.random.default_rng(0)
+    tiers, rng = make_tiers(), np.random.default_rng(0)
     specs, usual = [], 0
     for _ in range(3000):
         rare = rng.random() < 0.01
         scale = 1 + rare * rng.exponential(20, 3) * (rng.random(3) < 0.5)
         needed = needs(rng, scale)
-        specs.append(unions.settle(needed))
+        specs.append(tiers.settle(needed))
         assert fits(specs[-1], needed)
         usual += specs[-1].stacks[0].ids < 2 * 40_000
     assert len(set(specs)) <= 12
@@ -134,17 +134,17 @@ def test_a_stream_with_rare_outliers_has_few_specs():
 
 
 def test_a_stream_whose_sizes_are_spread_has_few_specs():
-    unions, rng = make_unions(), np.random.default_rng(0)
-    specs = [unions.settle(needs(rng, 10 ** rng.uniform(-1, 1))) for _ in range(2000)]
+    tiers, rng = make_tiers(), np.random.default_rng(0)
+    specs = [tiers.settle(needs(rng, 10 ** rng.uniform(-1, 1))) for _ in range(2000)]
     assert len(set(specs)) <= 12
     assert len(set(specs[1000:]) - set(specs[:1000])) <= 1
 
 
 def test_a_stream_that_changes_for_good_leaves_the_larger_spec_once():
-    unions, rng = make_unions(), np.random.default_rng(0)
-    large = [unions.settle(needs(rng, 10)) for _ in range(200)]
-    small = [unions.settle(needs(rng)) for _ in range(200)]
-    again = [unions.settle(needs(rng, 10)) for _ in range(200)]
+    tiers, rng = make_tiers(), np.random.default_rng(0)
+    large = [tiers.settle(needs(rng, 10)) for _ in range(200)]
+    small = [tiers.settle(needs(rng)) for _ in range(200)]
+    again = [tiers.settle(needs(rng, 10)) for _ in range(200)]
     assert len(set(small[2 * REVIEW_AFTER :])) == 1
     assert fits(large[-1], small[-1])
     assert not fits(small[-1], large[-1])
@@ -152,37 +152,37 @@ def test_a_stream_that_changes_for_good_leaves_the_larger_spec_once():
 
 
 def test_weights_of_usual_batches_leave_the_outliers_alone():
-    unions, rng = make_unions(), np.random.default_rng(0)
-    usual = unions.settle(needs(rng))
-    unions.settle(needs(rng, 20))
-    weighted = unions.settle(needs(rng, weighted=True))
+    tiers, rng = make_tiers(), np.random.default_rng(0)
+    usual = tiers.settle(needs(rng))
+    tiers.settle(needs(rng, 20))
+    weighted = tiers.settle(needs(rng, weighted=True))
     assert weighted.stacks[0].ids < 1.2 * usual.stacks[0].ids
-    outlier = unions.settle(needs(rng, 19))
+    outlier = tiers.settle(needs(rng, 19))
     assert fits(outlier, weighted)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_processes_that_see_different_parts_have_the_same_specs(seed):
-    """What `Agreement` does: all adopt the union of what each wants."""
-    processes, rng = [make_unions() for _ in range(3)], np.random.default_rng(seed)
+    """What `Agreement` does: all accept the union of what each proposes."""
+    processes, rng = [make_tiers() for _ in range(3)], np.random.default_rng(seed)
     specs = []
     for _ in range(1000):
         scales = 1 + (rng.random((3, 3)) < 0.005) * rng.exponential(20, (3, 3))
         needed = [needs(rng, scale, weighted=rng.random() < 0.001) for scale in scales]
-        agreed = BatchSpec.union(*map(Unions.want, processes, needed))
-        (spec,) = {one.adopt(agreed) for one in processes}
+        agreed = BatchSpec.union(*map(Tiers.propose, processes, needed))
+        (spec,) = {one.accept(agreed) for one in processes}
         assert all(fits(spec, one) for one in needed)
         specs.append(spec)
     assert len(set(specs)) <= 20
 
 
 def test_tiers_hold_one_another():
-    unions, rng = make_unions(), np.random.default_rng(0)
+    tiers, rng = make_tiers(), np.random.default_rng(0)
     for _ in range(2000):
         scale = 1 + (rng.random(3) < 0.05) * rng.exponential(10, 3)
-        unions.settle(needs(rng, scale, weighted=rng.random() < 0.01))
-        (tiers,) = unions._tiers.values()
-        for smaller, larger in itertools.pairwise(tiers):
+        tiers.settle(needs(rng, scale, weighted=rng.random() < 0.01))
+        (ordered,) = tiers._tiers.values()
+        for smaller, larger in itertools.pairwise(ordered):
             assert fits(larger.spec, smaller.spec)
             assert larger.spec != smaller.spec
 

@@ -23,9 +23,9 @@ from typing import NoReturn
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed.core.batch.steps import Admission, Steps, new_history, undo_rows
-from tpu_embed.core.layout import TableSlice
-from tpu_embed.vocabulary import Taken
+from tpu_embed.kernels.vocabulary_reference import Taken
+from tpu_embed.vocabulary.batch_keys import BatchKeys, ValidSteps, new_history, undo_rows
+from tpu_embed.vocabulary.config import LivingTable
 
 __all__ = ["FOREVER", "SHARE", "Timeline"]
 
@@ -50,7 +50,7 @@ class Timeline:
       first_history: the history of states without keys, as `init` makes them.
     """
 
-    def __init__(self, tables: Sequence[TableSlice], lookahead: int) -> None:
+    def __init__(self, tables: Sequence[LivingTable], lookahead: int) -> None:
         self._lookahead = lookahead
         options = [table.vocabulary for table in tables]
         self._keeps = all(x is not None and x.evict == "none" and x.ttl is None for x in options)
@@ -133,7 +133,7 @@ class Timeline:
         """Return the history of `admitted` or a later step."""
         return self.history if step <= self.admitted else self._following
 
-    def steps(self, first: int, *, training: bool) -> Steps:
+    def steps(self, first: int, *, training: bool) -> ValidSteps:
         """Return the states that a batch may be looked up in.
 
         Args:
@@ -141,15 +141,15 @@ class Timeline:
           training: whether it is one of the batches whose rows are protected.
         """
         last = first + self._lookahead if training else first
-        return Steps(first, FOREVER if self._keeps else last, self.history_of(first))
+        return ValidSteps(first, FOREVER if self._keeps else last, self.history_of(first))
 
-    def check(self, now: tuple[int, int], steps: Steps, admission: Admission) -> None:
+    def check(self, now: tuple[int, int], steps: ValidSteps, keys: BatchKeys) -> None:
         """Check that a batch may be looked up in a state.
 
         Args:
           now: the step and the history of the state; the step may have been placed only.
           steps: of the batch.
-          admission: of the batch.
+          keys: of the batch.
 
         Raises:
           ValueError: the batch is not admitted, or was placed before some of its rows were given to
@@ -157,7 +157,7 @@ class Timeline:
         """
         step, history = now
         remedy = "give every batch to admit first, in the order in which they were placed"
-        if admission.is_training:
+        if keys.is_training:
             _refuse(expected="an admitted batch", got="one that was only placed", remedy=remedy)
         if history != steps.history:
             expected = "one placed since the maps were loaded, by an engine that shares them"
@@ -166,19 +166,19 @@ class Timeline:
             expected = f"one of a step up to {step}, which the state has admitted"
             _refuse(expected=expected, got=f"one of step {steps.first}", remedy=remedy)
         if step > steps.last and not (
-            self._knows(now) and self._untouched(steps.first, step, admission)
+            self._knows(now) and self._untouched(steps.first, step, keys)
         ):
             expected = f"one whose rows still belong to its keys at step {step}"
             got = f"one of step {steps.first}, which has rows that may be other keys' now"
             remedy = "place it again; training batches are updated at most `lookahead` admits later"
             _refuse(expected=expected, got=got, remedy=remedy)
 
-    def check_next(self, now: tuple[int, int], admission: Admission) -> Steps:
+    def check_next(self, now: tuple[int, int], keys: BatchKeys) -> ValidSteps:
         """Check that a training batch is the next one that a state admits.
 
         Args:
           now: the step and the history of the state.
-          admission: of the batch.
+          keys: of the batch.
 
         Returns:
           The steps of the batch.
@@ -187,7 +187,7 @@ class Timeline:
           ValueError: it is another one, or was placed before the maps were rewound or loaded; or
             the state is not the newest one.
         """
-        steps, (step, history) = admission.steps, now
+        steps, (step, history) = keys.steps, now
         assert steps is not None, "a training batch has them"
         if history not in (self.history, self._following):
             expected = "a state of these maps, as they are loaded now"
@@ -203,22 +203,22 @@ class Timeline:
             remedy += "cannot be taken in turns: give one Prefetcher both sources, interleaved"
             _refuse(expected=expected, got=got, remedy=remedy)
         # Another batch may have been placed at this step since.
-        if history != self.history or not self._holds(admission):
+        if history != self.history or not self._holds(keys):
             expected = "one placed since the maps were rewound or loaded, by an engine that shares "
             expected += "them"
             _refuse(expected=expected, got="one placed before, or of other maps", remedy=SHARE)
         return steps
 
-    def is_current(self, steps: Steps, admission: Admission) -> bool:
+    def is_current(self, steps: ValidSteps, keys: BatchKeys) -> bool:
         """Return whether a placed batch can still be admitted, or looked up."""
-        if admission.is_training:
-            return self._holds(admission)
+        if keys.is_training:
+            return self._holds(keys)
         return steps.history == self.history_of(steps.first)
 
-    def _holds(self, admission: Admission) -> bool:
+    def _holds(self, keys: BatchKeys) -> bool:
         """Return whether the maps have taken exactly this batch at a step that is not admitted."""
-        assert admission.steps is not None, "a training batch has them"
-        placed, taken = self._placed.get(admission.steps.first, {}), admission.taken
+        assert keys.steps is not None, "a training batch has them"
+        placed, taken = self._placed.get(keys.steps.first, {}), keys.taken
         return all(placed.get(name) is one for name, one in taken.items())
 
     def _knows(self, now: tuple[int, int]) -> bool:
@@ -227,15 +227,15 @@ class Timeline:
         reached = step <= self.admitted + len(self._placed)
         return reached and history == self.history_of(step)
 
-    def _untouched(self, first: int, last: int, admission: Admission) -> bool:
+    def _untouched(self, first: int, last: int, keys: BatchKeys) -> bool:
         """Return whether no row of a batch was given or taken in (first, last], if it is known."""
-        if admission.tables is None:
+        if keys.tables is None:
             return False
         placed = [taken for step, taken in self._placed.items() if step <= last]
         return all(
             not (self._changed[name][rows[rows >= 0]] > first).any()
             and not any(np.isin(rows, taken[name].evicted_rows).any() for taken in placed)
-            for name, one in admission.tables.items()
+            for name, one in keys.tables.items()
             for rows in one.rows
         )
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tpu_embed.core.batch.turns import Turns
+from tpu_embed.processes.turns import Turns
 
 LONG = 60
 """Seconds after which a thread that waits has a deadlock."""

@@ -15,8 +15,9 @@ import tpu_embed
 from tpu_embed import FeatureConfig, RaggedIds, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed._types import PADDING_ID
-from tpu_embed.core.batch import LocalIds, pack_all, view_stacks
+from tpu_embed.core.batch import LocalIds, view_stacks
 from tpu_embed.core.exchange import RowRoute, device_route
+from tpu_embed.core.place.packing import pack_all
 from tpu_embed.core.update import sums as row_sums
 
 B, V, D = 96, 37, 2

@@ -1,124 +1,33 @@
-"""Route a batch on the host: sort its ids once, count the room they need, write the route.
+"""Write the route of a lookup: where each id's row comes back, and what is asked of whom.
 
-The static shape of a batch depends on its ids, and several processes must agree on it. So the work
-has two steps. First the ids of every stack are sorted, and the room for their exchange is counted:
-for each pair of a device and a shard the distinct rows that the device asks for and the partial
-sums that it sends, and for each shard the rows that it updates. Then, with the agreed shape, the
-positions are written into the packed array (`line.py` lists the fields).
-
-Input: the ids of every stack of this process's replicas. Output: their spec with its capacities,
-and the packed array.
+Input: the sorted ids of all replicas. Output: the fields of a line (`core/batch/line.py`) up to
+`factors`; the bags and weights of ids, where those are not routed.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-
 import numpy as np
 
 from tpu_embed._types import PADDING_ID
-from tpu_embed.core.batch.line import fields_of, line_length, line_of
-from tpu_embed.core.batch.packing import StackIds, by_place
-from tpu_embed.core.batch.spec import BatchSpec
-from tpu_embed.core.batch.stack_view import BagLayout, StackView, view_stacks
-from tpu_embed.core.batch.update_route import (
-    HostStack,
-    bags_of,
-    blocks_of,
-    ids_at,
-    targets_of,
-    write_update,
-)
+from tpu_embed.core.batch import BagLayout, StackView
 from tpu_embed.core.exchange import host_route
-from tpu_embed.core.layout import Layout
+from tpu_embed.core.place.host_stack import HostStack, bags_of, targets_of
+from tpu_embed.core.place.packing import by_place
 from tpu_embed.kernels.dispatch import host_kernels
 from tpu_embed.kernels.host_reference import Pieces, Put
 
 
-def sort_stack(ids: StackIds, view: StackView, replicas: np.ndarray) -> HostStack:
-    """Sort the ids of one stack by row, on every replica.
-
-    Args:
-      ids: the ids.
-      view: the stack.
-      replicas: the numbers of this process's replicas in the global batch.
-    """
-    stack, axes = view.stack, view.layout.axes
-    # One device that sorts the ids itself: nothing is exchanged.
-    if stack.num_shards == 1 and axes.replicas == 1 and not view.is_routed:
-        nowhere = np.zeros((0, 2), np.int64)
-        return HostStack(ids, (), nowhere, nowhere, replicas, ())
-    blocks = blocks_of(ids, view, replicas)
-    ordered = host_kernels().sort_ids(ids.row_ids, blocks)
-    rows_at = sums_at = host_route.bounds([one.rows for one in ordered], stack)
-    if blocks is not None:
-        sums_at = host_route.bounds([one.sum_rows for one in ordered], stack)
-    merges = ()
-    if view.merges_on_host:
-        merges = tuple(host_route.merge_sums([one.sum_rows for one in ordered], sums_at))
-    return HostStack(ids, tuple(ordered), rows_at, sums_at, replicas, merges)
-
-
-def with_capacities(
-    stacks: Sequence[HostStack], natural: BatchSpec, packed_as: BatchSpec, layout: Layout
-) -> BatchSpec:
-    """Return the spec that a batch fits exactly: its own, with the room for its exchange counted.
-
-    Args:
-      stacks: the sorted ids of every stack.
-      natural: the batch's own spec, without capacities.
-      packed_as: the spec that its ids were packed in.
-      layout: the engine's layout.
-    """
-    views = view_stacks(packed_as, layout)
-    counted = [
-        dataclasses.replace(one, **_room(view, stack))
-        for view, one, stack in zip(views, natural.stacks, stacks, strict=True)
-    ]
-    return dataclasses.replace(natural, stacks=tuple(counted))
-
-
-def _room(view: StackView, host: HostStack) -> dict[str, int]:
-    """Return the capacities that a stack's ids need."""
-    if not host.replicas:
-        return {}
-    ids = np.diff(ids_at(host), axis=1)  # [replicas, S]
-    room = {
-        "row_capacity": int(np.diff(host.rows_at, axis=1).max()),
-        # Without accumulation nothing is summed: the gradient of every id is sent by itself.
-        "partials": int((np.diff(host.sums_at, axis=1) if view.accumulates else ids).max()),
-    }
-    if view.merges_on_host:
-        room["merged"] = max(one.sums.rows.size for one in host.owners)
-    if view.may_gather:
-        room["entries"] = int(ids.sum(axis=0).max())
-    return room
-
-
-def write_lines(stacks: Sequence[HostStack], spec: BatchSpec, layout: Layout) -> np.ndarray:
-    """Return the packed array of this process's devices, int32 `[devices, L]`.
-
-    Args:
-      stacks: the ids of every stack; they fit the spec.
-      spec: the agreed shape, of this process's replicas.
-      layout: the engine's layout.
-    """
-    devices = layout.axes.local_parts(layout.axes.names)
-    views, fields = view_stacks(spec, layout), line_of(spec, layout)
-    packed = np.empty((devices.size, line_length(fields)), np.int32)
-    for view, host, mine in zip(views, stacks, fields, strict=True):
-        _Writer(view, host, devices).write(fields_of(packed, mine))
-    return packed
-
-
-class _Writer:
-    """Writes the fields of one stack.
+class LookupWriter:
+    """Writes the fields of one stack, those of its sums excepted.
 
     Args:
       view: the stack, in the agreed shape.
       host: its ids.
       devices: the numbers of this process's devices in the mesh.
+
+    Attributes:
+      replica: int `[devices]`, which of the replicas of `host` each device has.
+      shard: int `[devices]`, which shard each device owns.
     """
 
     def __init__(self, view: StackView, host: HostStack, devices: np.ndarray) -> None:
@@ -131,7 +40,7 @@ class _Writer:
         self._one_each = np.array_equal(self.replica, np.arange(len(local)))
 
     def write(self, out: dict[str, np.ndarray]) -> None:
-        """Write all fields, each `[devices, …]`."""
+        """Write the fields, each `[devices, …]`."""
         ids = self.host.ids
         for f, splits in ids.jagged.row_splits.items() if ids.jagged else ():
             out[f"row_splits/{f}"][:] = self._of_devices(splits)
@@ -146,8 +55,6 @@ class _Writer:
         if "factors" in out:
             out["factors"][:] = self._of_devices(self._factors(weights))
         self._write_lookup(out)
-        if "sum_index" in out:
-            write_update(out, self.view, self.host, self.replica, self.shard)
         if "sent" in out:
             sum_rows = [one.sum_rows for one in self.host.replicas]
             self._write_parcels(out["sent"], sum_rows, self.host.sums_at)

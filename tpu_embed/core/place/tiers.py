@@ -27,7 +27,7 @@ import operator
 import threading
 from typing import Any
 
-from tpu_embed.core.batch.spec import BatchSpec, StackSpec
+from tpu_embed.core.batch import BatchSpec, StackSpec
 from tpu_embed.core.layout import Layout
 
 REVIEW_AFTER = 64
@@ -56,8 +56,8 @@ class _Tier:
     needed: BatchSpec | None = None
 
 
-class Unions:
-    """The tiers of one engine: unions of the specs of its batches. Threads may share them.
+class Tiers:
+    """The specs that batches of one engine get, unions of what they needed. Threads may share them.
 
     Batches of another size, or with other activation shapes, are of another kind and have tiers of
     their own.
@@ -79,16 +79,16 @@ class Unions:
           needed: what the batch needs exactly.
         """
         with self._lock:
-            return self.adopt(self.want(needed))
+            return self.accept(self.propose(needed))
 
-    def likely(self, needed: BatchSpec) -> BatchSpec:
+    def guess(self, needed: BatchSpec) -> BatchSpec:
         """Return a spec that holds the batch, most likely the one it will get; change nothing."""
         with self._lock:
             tiers = self._tiers[_kind_of(needed)]
             holding = _first_that_holds(tiers, needed)
             return self._grown(tiers, needed) if holding is None else holding.spec
 
-    def want(self, needed: BatchSpec) -> BatchSpec:
+    def propose(self, needed: BatchSpec) -> BatchSpec:
         """Return the spec that this process asks for: a tier, one that grew, or a reviewed one.
 
         Args:
@@ -113,11 +113,11 @@ class Unions:
             roomy = [_within(one.bucketed(), reviewed.spec) for one in recent]
             return BatchSpec.union(*below, *roomy)
 
-    def adopt(self, agreed: BatchSpec) -> BatchSpec:
+    def accept(self, agreed: BatchSpec) -> BatchSpec:
         """Return the spec that a batch gets, after all processes have agreed on what they want.
 
         Args:
-          agreed: the union of what `want` returned in all processes.
+          agreed: the union of what `propose` returned in all processes.
         """
         with self._lock:
             tiers = self._tiers[_kind_of(agreed)]

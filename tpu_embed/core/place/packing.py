@@ -18,8 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tpu_embed._types import PADDING_ID
-from tpu_embed.core.batch.spec import BatchSpec, Routed, StackSpec
-from tpu_embed.core.batch.stack_view import StackView, view_stacks
+from tpu_embed.core.batch import BatchSpec, Routed, StackSpec, StackView, view_stacks
 from tpu_embed.core.ids import FeatureShape, HostIds
 from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.kernels.dispatch import host_kernels
@@ -163,18 +162,18 @@ def by_place(ids: StackIds, values: np.ndarray, rest: int) -> np.ndarray:
     return found
 
 
-def pack_by_place(
-    hosts: Sequence[HostIds], view: StackView, fields: Mapping[str, np.ndarray]
-) -> None:
-    """Write the fields of a stack with jagged features for a lookup alone: in order of the places.
+def pack_line(hosts: Sequence[HostIds], view: StackView, fields: Mapping[str, np.ndarray]) -> None:
+    """Write the fields of a stack for a lookup alone; with jagged features, in order of the places.
 
     Args:
       hosts: the ids of every feature.
       view: the stack; its ids are not routed.
       fields: the fields of its line (`line.py`).
     """
-    ids = StackIds(fields["row_ids"], fields["bags"], fields.get("weights"))
+    ids = StackIds(fields["row_ids"], fields.get("bags"), fields.get("weights"))
     pack(hosts, view, ids)
+    if not view.jagged:
+        return
     ids = ids._replace(jagged=pack_jagged(hosts, view, ids))
     assert ids.jagged is not None
     row_ids = by_place(ids, ids.row_ids, PADDING_ID)

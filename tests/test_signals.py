@@ -14,7 +14,7 @@ from interrupt_cases import Interrupt, at_once, from_a_signal
 
 import tpu_embed
 from tpu_embed import optimizers as o
-from tpu_embed.interrupts import SignalsDeferred
+from tpu_embed._signals import SignalsDeferred
 
 STEP = (
     "tpu_embed/tpu_embedding.py",
@@ -202,7 +202,7 @@ def test_interrupted_while_deferring_handlers_are_back(act):
     """
 
     def in_this(code):
-        return code.co_filename.endswith("tpu_embed/interrupts.py")
+        return code.co_filename.endswith("tpu_embed/_signals.py")
 
     def defer_a_signal():
         with SignalsDeferred():

@@ -14,23 +14,23 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array, PyTree, Tracer
-from tpu_embed.core.batch import (
-    Admission,
-    Batch,
-    Steps,
-    TracedIds,
-    Vocabularies,
-    check_vocabulary,
-    steps_of,
-)
+from tpu_embed.core.batch import Batch, TracedIds
 from tpu_embed.core.layout import Layout
 from tpu_embed.core.lookup import split_activations
-from tpu_embed.core.state import STEPS, NewKeys, NewRowWriter, TableState, check_own, new_steps
+from tpu_embed.core.state import (
+    MAP_VERSION,
+    NewKeys,
+    NewRowWriter,
+    TableState,
+    check_own,
+    new_version,
+)
+from tpu_embed.vocabulary import BatchKeys, ValidSteps, Vocabularies, check_vocabulary, map_version
 
-__all__ = ["Admissions"]
+__all__ = ["Admitter"]
 
 
-class Admissions:
+class Admitter:
     """What an engine with living vocabularies does between placing a batch and looking it up.
 
     Args:
@@ -53,26 +53,26 @@ class Admissions:
             return state, batch
         self._refuse_traced(state, batch)
         check_own(state, self._layout)
-        steps, now = self._steps(batch), steps_of(state)
-        if not batch.admission.is_training:
-            self._vocabularies.check(now, steps, batch.admission)
-            if batch.admission.tables is not None:
+        steps, now = self._steps(batch), map_version(state)
+        if not batch.keys.is_training:
+            self._vocabularies.check(now, steps, batch.keys)
+            if batch.keys.tables is not None:
                 # The maps may have been loaded since: then a state from before keeps its history.
                 fresh = self._vocabularies.steps(now[0], training=False)._replace(history=now[1])
-                batch = dataclasses.replace(batch, steps=np.array(fresh, np.int32))
+                batch = dataclasses.replace(batch, valid_steps=np.array(fresh, np.int32))
             return state, batch
-        steps = self._vocabularies.check_next(now, batch.admission)
+        steps = self._vocabularies.check_next(now, batch.keys)
         new = {
             name: NewKeys(taken.new_keys, taken.new_rows)
-            for name, taken in batch.admission.taken.items()
+            for name, taken in batch.keys.taken.items()
         }
         assert state.vocabulary is not None, "checked"
-        taken = np.asarray(state.vocabulary[STEPS])[2:].copy()
+        taken = np.asarray(state.vocabulary[MAP_VERSION])[2:].copy()
         for i, (_, table) in enumerate(self._layout.living):
-            if batch.admission.taken[table.name].evicted_rows.size:
+            if batch.keys.taken[table.name].evicted_rows.size:
                 taken[i] = steps.first
         reached = steps.first, steps.history
-        vocabulary = new_steps(state.vocabulary, reached, self._layout.axes, taken.tolist())
+        vocabulary = new_version(state.vocabulary, reached, self._layout.axes, taken.tolist())
         state = self._writer.write(state, new)
         self._vocabularies.note_admitted(steps.first)
         return dataclasses.replace(state, vocabulary=vocabulary), _stamp_admitted(batch, steps)
@@ -99,29 +99,29 @@ class Admissions:
             remedy += "state, batch = engine.admit(state, batch), outside of the jit; lower and "
             remedy += "check_in_place take an admitted batch, too"
             raise ValueError(message("batch", expected=expected, got=got, remedy=remedy))
-        plain = dataclasses.replace(batch, steps=None, admission=Admission())
+        plain = dataclasses.replace(batch, valid_steps=None, keys=BatchKeys())
         now = self._numbers(state)
         if not any(isinstance(leaf, Tracer) for leaf in (now, *steps)):
             if not _fits(steps, np.asarray(now)):  # then the host looks row by row
-                self._vocabularies.check(steps_of(state), steps, batch.admission)
+                self._vocabularies.check(map_version(state), steps, batch.keys)
             return plain, None
         return plain, ~jnp.asarray(_fits(steps, now))
 
     def _numbers(self, state: TableState) -> Array:
         """Return the step, the history and what else a state says of its maps, int32 `[2 + T]`."""
-        now, size = check_vocabulary(state)[STEPS], 2 + len(self._layout.living)
+        now, size = check_vocabulary(state)[MAP_VERSION], 2 + len(self._layout.living)
         if now.shape != (size,):
-            expected, got = f"a vocabulary with {STEPS!r} of shape ({size},)", f"{now.shape}"
+            expected, got = f"a vocabulary with {MAP_VERSION!r} of shape ({size},)", f"{now.shape}"
             remedy = "restore the checkpoint with io.restore"
             raise ValueError(message("state", expected=expected, got=got, remedy=remedy))
         return now
 
-    def _steps(self, batch: Batch) -> Steps:
-        if batch.steps is None:
+    def _steps(self, batch: Batch) -> ValidSteps:
+        if batch.valid_steps is None:
             expected, got = "a Batch of this engine's place", "one without steps of the maps"
             raise ValueError(message("batch", expected=expected, got=got, remedy="place it again"))
-        known = not isinstance(batch.steps, Tracer)
-        return Steps(*(np.asarray(batch.steps).tolist() if known else batch.steps))
+        known = not isinstance(batch.valid_steps, Tracer)
+        return ValidSteps(*(np.asarray(batch.valid_steps).tolist() if known else batch.valid_steps))
 
     def _refuse_traced(self, state: TableState, batch: Batch) -> None:
         leaves = [batch.packed, *state.tables.values()]
@@ -131,12 +131,12 @@ class Admissions:
             raise ValueError(message("admit", expected=expected, got=got, remedy=remedy))
 
 
-def _fits(steps: Steps, now: Array | np.ndarray) -> Any:
+def _fits(steps: ValidSteps, now: Array | np.ndarray) -> Any:
     """Return whether a state has the rows that a batch was placed for, bool `[]`.
 
     Args:
       steps: of the batch.
-      now: of the state, see `new_steps`.
+      now: of the state, see `new_version`.
     """
     # Rows belong to the same keys up to the last step of the batch; and for as long as no table has
     # taken a row from a key, because free rows are in no batch.
@@ -144,10 +144,10 @@ def _fits(steps: Steps, now: Array | np.ndarray) -> Any:
     return same & ((now[0] <= steps.last) | (now[2:] <= steps.first).all())
 
 
-def _stamp_admitted(batch: Batch, steps: Steps) -> Batch:
+def _stamp_admitted(batch: Batch, steps: ValidSteps) -> Batch:
     """Return an admitted batch, of which the host keeps nothing more."""
     numbers = np.array(steps, np.int32)
-    return dataclasses.replace(batch, steps=numbers, admission=Admission(), admitted=True)
+    return dataclasses.replace(batch, valid_steps=numbers, keys=BatchKeys(), admitted=True)
 
 
 def nan_if(refused: Array | None, activations: PyTree) -> PyTree:

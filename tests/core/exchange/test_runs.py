@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpu_embed.core.exchange import dedup
+from tpu_embed.core.exchange import number_runs
 
 ABSENT = 9
 N = 12
@@ -15,12 +15,12 @@ ROWS = st.lists(st.integers(0, ABSENT), min_size=N, max_size=N).map(sorted)
 
 @jax.jit
 def number(rows):
-    return dedup.number_runs(rows, ABSENT)
+    return number_runs(rows, ABSENT)
 
 
 @jax.jit
 def number_parts(rows, parts):
-    return dedup.number_runs(rows, ABSENT, parts)
+    return number_runs(rows, ABSENT, parts)
 
 
 def check(runs, keys):
@@ -51,4 +51,4 @@ def test_rows_of_different_parts_are_different_runs(rows, parts):
 
 @pytest.mark.parametrize("rows", [[ABSENT], [0], [ABSENT] * 3])
 def test_few(rows):
-    check(dedup.number_runs(jax.numpy.array(rows, np.int32), ABSENT), [(row, 0) for row in rows])
+    check(number_runs(jax.numpy.array(rows, np.int32), ABSENT), [(row, 0) for row in rows])

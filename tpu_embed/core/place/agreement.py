@@ -10,20 +10,58 @@ processes use.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
-from tpu_embed import departures
 from tpu_embed._checks import message
-from tpu_embed.core.batch.spec import BatchSpec, StackSpec
-from tpu_embed.core.batch.turns import Turns
+from tpu_embed.core.batch import BatchSpec, StackSpec
 from tpu_embed.core.ids import FeatureShape
 from tpu_embed.core.layout import Layout
-from tpu_embed.processes import WAIT_SECONDS, exchange_bytes, raise_refusals, refusal_of
+from tpu_embed.core.place.tiers import Tiers
+from tpu_embed.processes import (
+    WAIT_SECONDS,
+    Turns,
+    exchange_bytes,
+    listen,
+    raise_refusals,
+    refusal_of,
+)
+
+
+class Alone:
+    """What `Agreement` is where there is one process: everybody agrees.
+
+    Attributes:
+      alone: True.
+      turns: None; no other process waits.
+    """
+
+    alone = True
+    turns: None = None
+
+    def settle(self, needed: BatchSpec, requested: BatchSpec | None, tiers: Tiers) -> BatchSpec:
+        """Return the spec that a batch gets; see `Agreement.settle`."""
+        return requested or tiers.settle(needed)
+
+    def refusals(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return contextlib.nullcontext()
+
+    def refuse(self, error: BaseException) -> None:
+        """Tell nobody."""
+
+    def end(self) -> None:
+        """Tell nobody."""
+
+    def share(self, part: bytes) -> list[bytes]:
+        """Return the only part."""
+        return [part]
 
 
 class Agreement:
@@ -37,9 +75,12 @@ class Agreement:
         one conversation.
 
     Attributes:
+      alone: False.
       turns: the order of calls, the same in all processes; all engines of one conversation share
         it.
     """
+
+    alone = False
 
     def __init__(self, layout: Layout) -> None:
         tables = [(t.name, t.vocabulary_size) for stack in layout.stacks for t in stack.tables]
@@ -48,7 +89,22 @@ class Agreement:
         self._name = f"tpu_embed/{zlib.crc32(known.encode()):08x}"
         self.turns = _turns(self._name)
         self._last: BatchSpec | None = None
-        departures.listen()
+        listen()
+
+    def settle(self, needed: BatchSpec, requested: BatchSpec | None, tiers: Tiers) -> BatchSpec:
+        """Return the spec that a batch gets in all processes.
+
+        Args:
+          needed: what this process's part of the batch needs exactly.
+          requested: the spec that the user gave, the same in all processes; None without one.
+          tiers: the specs of earlier batches.
+
+        Raises:
+          ValueError, TypeError, RuntimeError: as for `agree`.
+        """
+        wanted = requested or tiers.propose(needed)
+        agreed, exact = self.agree(wanted, exact=requested is not None)
+        return agreed if exact else tiers.accept(agreed)
 
     def agree(self, wanted: BatchSpec, *, exact: bool) -> tuple[BatchSpec, bool]:
         """Return the union of the specs that all processes want, and whether it must be exact.
@@ -76,6 +132,15 @@ class Agreement:
         exact = any(one["exact"] for one in said.values())
         self._last = _union(specs, exact=exact)
         return self._last, exact
+
+    @contextlib.contextmanager
+    def refusals(self) -> Iterator[None]:
+        """Tell the other processes of an error in the block."""
+        try:
+            yield
+        except Exception as error:
+            self.refuse(error)
+            raise
 
     def refuse(self, error: BaseException) -> None:
         """Tell the other processes that this one raises an error and does not place its part."""

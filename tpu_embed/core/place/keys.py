@@ -12,23 +12,19 @@ of keys, and what the batch says of the maps.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed.core.batch.agreement import Agreement
-from tpu_embed.core.batch.spec import BatchSpec
-from tpu_embed.core.batch.steps import Admission, KeyedRows, Steps
-from tpu_embed.core.batch.vocabularies import Vocabularies
+from tpu_embed.core.batch import BatchSpec
 from tpu_embed.core.ids import HostIds, batch_order, give_rows, has_means, split_keys
 from tpu_embed.core.layout import FeatureLayout, Layout
+from tpu_embed.core.place.agreement import Agreement, Alone
+from tpu_embed.vocabulary import BatchKeys, KeyedRows, ValidSteps, Vocabularies
 
 __all__ = ["Keyed", "KeyedBatches", "give_rows_of"]
-
-Validate = Callable[[], Sequence[HostIds]]
-"""Validates and returns the ids of every feature, of this process's part of the batch."""
 
 
 class Keyed(NamedTuple):
@@ -37,12 +33,12 @@ class Keyed(NamedTuple):
     Attributes:
       hosts: the ids of every feature.
       steps: the states that it may be looked up in.
-      admission: its rows, and what the maps did with it.
+      keys: its rows, and what the maps did with it.
     """
 
     hosts: list[HostIds]
-    steps: Steps
-    admission: Admission
+    steps: ValidSteps
+    keys: BatchKeys
 
 
 class _Part(NamedTuple):
@@ -65,7 +61,7 @@ class KeyedBatches:
     Args:
       layout: the engine's layout.
       vocabularies: the maps.
-      agreement: with the other processes; None if there are none.
+      agreement: with the other processes.
       replicas: the numbers of this process's replicas in the global batch.
     """
 
@@ -73,7 +69,7 @@ class KeyedBatches:
         self,
         layout: Layout,
         vocabularies: Vocabularies,
-        agreement: Agreement | None,
+        agreement: Agreement | Alone,
         replicas: np.ndarray,
     ) -> None:
         self._layout, self._vocabularies = layout, vocabularies
@@ -85,10 +81,14 @@ class KeyedBatches:
         }
 
     @contextlib.contextmanager
-    def take(self, validate: Validate) -> Iterator[Keyed]:
-        """Take a training batch; undo that if the block raises, because nothing is placed then."""
-        with self._refusals():
-            hosts = self._checked(validate())
+    def take(self, hosts: Sequence[HostIds]) -> Iterator[Keyed]:
+        """Take a training batch; undo that if the block raises, because nothing is placed then.
+
+        Args:
+          hosts: the ids of every feature, of this process's part of the batch.
+        """
+        with self._agreement.refusals():
+            self._check_batch(hosts)
             _, found = self._find(hosts, None)
             mine = {name: self._part(name, hosts, found) for name in self._tables}
         vocabularies = self._vocabularies
@@ -106,42 +106,42 @@ class KeyedBatches:
             steps = vocabularies.steps(before + 1, training=True)
             tables = {n: KeyedRows(rows, taken[n]) for n, rows in self._by_table(found).items()}
             # An empty range: nobody may look it up before it is admitted.
-            unusable = Steps(1, 0, steps.history)
-            yield Keyed(self._with_rows(hosts, found), unusable, Admission(tables, steps))
+            unusable = ValidSteps(1, 0, steps.history)
+            yield Keyed(self._with_rows(hosts, found), unusable, BatchKeys(tables, steps))
         except BaseException:
             vocabularies.undo(before)
             raise
 
-    def find(self, validate: Validate, step: int) -> Keyed:
+    def find(self, hosts: Sequence[HostIds], step: int) -> Keyed:
         """Return a batch that is only looked up, with the rows of its keys; no map changes.
 
         Args:
-          validate: see `Validate`.
+          hosts: the ids of every feature, of this process's part of the batch.
           step: whose rows they are.
 
         Raises:
           ValueError: the processes are at different steps.
         """
-        with self._refusals():
-            hosts = self._checked(validate())
+        with self._agreement.refusals():
+            self._check_batch(hosts)
             steps, found = self._find(hosts, step)
-        rows = self._by_table(found)
-        if self._agreement is not None:
-            rows = self._rows_of_all(self._agreement, steps.first, rows)
+        rows = self._rows_of_all(steps.first, self._by_table(found))
         tables = {name: KeyedRows(each, None) for name, each in rows.items()}
-        return Keyed(self._with_rows(hosts, found), steps, Admission(tables))
+        return Keyed(self._with_rows(hosts, found), steps, BatchKeys(tables))
 
     def _rows_of_all(
-        self, agreement: Agreement, step: int, rows: Mapping[str, Sequence[np.ndarray]]
+        self, step: int, rows: dict[str, tuple[np.ndarray, ...]]
     ) -> dict[str, tuple[np.ndarray, ...]]:
         """Return the rows of each table that a batch has in any process, so that all agree later.
 
         Raises:
           ValueError: the processes are at different steps.
         """
+        if self._agreement.alone:
+            return rows
         mine = [_distinct(np.concatenate(some)) for some in rows.values()]
         sizes = np.array([step, *(some.size for some in mine)], np.int64)
-        said = agreement.share(b"".join(array.tobytes() for array in (sizes, *mine)))
+        said = self._agreement.share(b"".join(array.tobytes() for array in (sizes, *mine)))
         heads = [np.frombuffer(one, np.int64, sizes.size).tolist() for one in said]
         if len({head[0] for head in heads}) > 1:
             expected = "as many batches admitted in every process"
@@ -155,26 +155,15 @@ class KeyedBatches:
         ]
         return dict(zip(rows, zip(*parts, strict=True), strict=True))
 
-    @contextlib.contextmanager
-    def _refusals(self) -> Iterator[None]:
-        """Tell the other processes of an error in the block."""
-        try:
-            yield
-        except Exception as error:
-            if self._agreement is not None:
-                self._agreement.refuse(error)
-            raise
-
-    def _checked(self, hosts: Sequence[HostIds]) -> Sequence[HostIds]:
-        """Return the ids of a batch whose sizes divide over the replicas."""
+    def _check_batch(self, hosts: Sequence[HostIds]) -> None:
+        """Check that the batch sizes divide over the replicas."""
         shapes = tuple(host.shape for host in hosts)
         spec = BatchSpec(len(self._replicas), shapes, ())
         spec.check_batch([feature.path for feature in self._layout.features])
-        return hosts
 
     def _find(
         self, hosts: Sequence[HostIds], step: int | None
-    ) -> tuple[Steps, dict[int, np.ndarray]]:
+    ) -> tuple[ValidSteps, dict[int, np.ndarray]]:
         """Return which states have the rows, and the row of each distinct key; -1 for none.
 
         Returns:
@@ -212,7 +201,7 @@ class KeyedBatches:
 
     def _of_all(self, mine: dict[str, _Part]) -> dict[str, list[_Part]]:
         """Return what each process has of each table, by table; all processes call this."""
-        if self._agreement is None:
+        if self._agreement.alone:
             return {name: [part] for name, part in mine.items()}
         said = self._agreement.share(b"".join(_encode(part) for part in mine.values()))
         decoded = [_decode(one, [len(self._features[name]) for name in mine]) for one in said]

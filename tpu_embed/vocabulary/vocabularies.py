@@ -24,11 +24,12 @@ import jax
 import numpy as np
 
 from tpu_embed._checks import message, refuse_pickle
-from tpu_embed.core.batch.steps import Admission, MapStates, Steps, steps_of
-from tpu_embed.core.batch.timeline import FOREVER, SHARE, Timeline
-from tpu_embed.core.batch.turns import Turns
-from tpu_embed.core.layout import TableSlice
-from tpu_embed.vocabulary import Taken, VocabularyMap
+from tpu_embed.kernels.vocabulary_reference import Taken
+from tpu_embed.processes import Turns
+from tpu_embed.vocabulary.batch_keys import BatchKeys, MapStates, ValidSteps, map_version
+from tpu_embed.vocabulary.config import LivingTable
+from tpu_embed.vocabulary.map import VocabularyMap
+from tpu_embed.vocabulary.timeline import FOREVER, SHARE, Timeline
 
 __all__ = ["Vocabularies"]
 
@@ -50,7 +51,7 @@ class Vocabularies:
       turns: the order in which training batches are placed.
     """
 
-    def __init__(self, tables: Sequence[TableSlice], lookahead: int) -> None:
+    def __init__(self, tables: Sequence[LivingTable], lookahead: int) -> None:
         self.lookahead = lookahead
         self.turns = Turns(with_others=jax.process_count() > 1)
         self.tables = {table.name: table for table in tables}
@@ -59,7 +60,7 @@ class Vocabularies:
         self._counted = {0: self.counters}  # after the admitted step and each later one
         self._lock = threading.RLock()
 
-    def _new_map(self, table: TableSlice) -> VocabularyMap:
+    def _new_map(self, table: LivingTable) -> VocabularyMap:
         assert table.vocabulary is not None
         return VocabularyMap(table.vocabulary, table.vocabulary_size, self.lookahead)
 
@@ -152,7 +153,7 @@ class Vocabularies:
 
     def find_all(
         self, keys: Mapping[int, tuple[str, np.ndarray]], step: int | None = None
-    ) -> tuple[Steps, dict[int, np.ndarray]]:
+    ) -> tuple[ValidSteps, dict[int, np.ndarray]]:
         """Return the rows of keys as they were after a step; no map changes.
 
         Args:
@@ -224,22 +225,22 @@ class Vocabularies:
             self._timeline.undo(step)
             self._counted = {at: counted for at, counted in self._counted.items() if at <= step}
 
-    def steps(self, first: int, *, training: bool) -> Steps:
+    def steps(self, first: int, *, training: bool) -> ValidSteps:
         """Return the states that a batch may be looked up in; see `Timeline.steps`."""
         with self._lock:
             return self._timeline.steps(first, training=training)
 
     # -- states --------------------------------------------------------------------------------
 
-    def check(self, now: tuple[int, int], steps: Steps, admission: Admission) -> None:
+    def check(self, now: tuple[int, int], steps: ValidSteps, keys: BatchKeys) -> None:
         """Check that a batch may be looked up in a state; see `Timeline.check`."""
         with self._lock:
-            self._timeline.check(now, steps, admission)
+            self._timeline.check(now, steps, keys)
 
-    def check_next(self, now: tuple[int, int], admission: Admission) -> Steps:
+    def check_next(self, now: tuple[int, int], keys: BatchKeys) -> ValidSteps:
         """Check that a training batch is the next one that a state admits; return its steps."""
         with self._lock:
-            return self._timeline.check_next(now, admission)
+            return self._timeline.check_next(now, keys)
 
     def check_newest(self, state: Any) -> None:
         """Check that a state has the step and the history of the maps.
@@ -247,16 +248,16 @@ class Vocabularies:
         Raises:
           ValueError: it has another one.
         """
-        if steps_of(state) != self.now:
+        if map_version(state) != self.now:
             expected = f"the newest state, of step {self.admitted} of these maps"
             remedy = f"restore a checkpoint, which has maps and tables of one step; {SHARE}"
-            got = f"one of step {steps_of(state)[0]}, of other maps, or from before a load"
+            got = f"one of step {map_version(state)[0]}, of other maps, or from before a load"
             raise ValueError(message("state", expected=expected, got=got, remedy=remedy))
 
     def is_current(self, batch: Any) -> bool:
         """Return whether a placed batch can still be admitted, or looked up, with these maps."""
         with self._lock:
-            return self._timeline.is_current(Steps(*batch.steps.tolist()), batch.admission)
+            return self._timeline.is_current(ValidSteps(*batch.valid_steps.tolist()), batch.keys)
 
     def note_admitted(self, step: int) -> None:
         """Note that a state has the rows of a step; what came before cannot be undone any more."""
@@ -275,7 +276,7 @@ class Vocabularies:
         Raises:
           ValueError: later batches were admitted into another state.
         """
-        step, history = steps_of(state)
+        step, history = map_version(state)
         with self.turns.use(self.turns.draw()), self._lock:
             first = 0, self._timeline.first_history
             if (step, history) == first and self.now != first:

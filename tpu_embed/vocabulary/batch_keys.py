@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tpu_embed._checks import message
+from tpu_embed.kernels.vocabulary_reference import MapState, Taken
 from tpu_embed.processes import agree_on
-from tpu_embed.vocabulary import MapState, Taken
 
 __all__ = [
-    "Admission",
+    "BatchKeys",
     "KeyedRows",
     "MapStates",
-    "Steps",
+    "ValidSteps",
     "check_vocabulary",
     "new_history",
-    "steps_of",
+    "map_version",
     "undo_rows",
 ]
 
@@ -34,7 +34,7 @@ class MapStates(NamedTuple):
     """All maps after one step, as `Vocabularies.state` returns them.
 
     Attributes:
-      history: the number of the history that the step belongs to, see `Steps`.
+      history: the number of the history that the step belongs to, see `ValidSteps`.
       maps: the state of each map, by table.
     """
 
@@ -42,7 +42,7 @@ class MapStates(NamedTuple):
     maps: dict[str, MapState]
 
 
-class Steps(NamedTuple):
+class ValidSteps(NamedTuple):
     """The states that a batch may be looked up in: those of steps in [first, last].
 
     Attributes:
@@ -88,7 +88,7 @@ class KeyedRows:
     taken: Taken | None
 
 
-class Admission:
+class BatchKeys:
     """What only the host knows of a placed batch, until it is admitted.
 
     It is a static field of a `Batch`. All of these are equal, because programs do not depend on it.
@@ -100,12 +100,12 @@ class Admission:
     """
 
     def __init__(
-        self, tables: Mapping[str, KeyedRows] | None = None, steps: Steps | None = None
+        self, tables: Mapping[str, KeyedRows] | None = None, steps: ValidSteps | None = None
     ) -> None:
         self.tables, self.steps = tables, steps
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Admission)
+        return isinstance(other, BatchKeys)
 
     def __hash__(self) -> int:
         return 0
@@ -122,9 +122,9 @@ class Admission:
         return {name: one.taken for name, one in pairs if one.taken is not None}
 
 
-def steps_of(state: Any) -> tuple[int, int]:
+def map_version(state: Any) -> tuple[int, int]:
     """Return step and history of a state; waits until they are computed."""
-    step, history, *_ = np.asarray(check_vocabulary(state)["steps"]).tolist()
+    step, history, *_ = np.asarray(check_vocabulary(state)["map_version"]).tolist()
     return step, history
 
 

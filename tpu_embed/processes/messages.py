@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 
 import jax
 
-from tpu_embed import departures
 from tpu_embed._checks import message
+from tpu_embed.processes import departures
 
 WAIT_SECONDS = 600
 """How long a process waits for the others to place their parts of a batch."""

@@ -37,10 +37,10 @@ from tpu_embed.core.state.table_state import (
 )
 from tpu_embed.kernels import dispatch, storage
 
-__all__ = ["STEPS", "NewKeys", "NewRowWriter", "new_steps", "new_vocabulary"]
+__all__ = ["MAP_VERSION", "NewKeys", "NewRowWriter", "new_version", "new_vocabulary"]
 
-STEPS = "steps"
-"""The key of step and history in `TableState.vocabulary`; see `new_steps`."""
+MAP_VERSION = "map_version"
+"""The key of step and history in `TableState.vocabulary`; see `new_version`."""
 
 
 class NewKeys(NamedTuple):
@@ -85,10 +85,10 @@ def new_vocabulary(key: Array, history: Array, tables: int) -> dict[str, Array]:
     else:
         key = jax.random.wrap_key_data(key)
     steps = jnp.zeros(2 + tables, jnp.int32).at[1].set(history)
-    return {STEPS: steps, f"{jax.random.key_impl(key)}": data}
+    return {MAP_VERSION: steps, f"{jax.random.key_impl(key)}": data}
 
 
-def new_steps(
+def new_version(
     vocabulary: Mapping[str, Array],
     steps: tuple[int, int],
     axes: MeshAxes,
@@ -105,9 +105,9 @@ def new_steps(
       taken: for each living vocabulary, the last step at which a row was taken from a key. None: it
         is not known, so it may have been the present step.
     """
-    tables = vocabulary[STEPS].shape[0] - 2
+    tables = vocabulary[MAP_VERSION].shape[0] - 2
     numbers = [*steps, *([steps[0]] * tables if taken is None else taken)]
-    return {**vocabulary, STEPS: _put(np.array(numbers, np.int32), axes.sharding(()))}
+    return {**vocabulary, MAP_VERSION: _put(np.array(numbers, np.int32), axes.sharding(()))}
 
 
 class NewRowWriter:
@@ -146,7 +146,7 @@ class NewRowWriter:
                 parcels[stack] = _put(_parcels(stack, chosen), axes.sharding(stack.shard_axes))
         # The first program donates an array of the state: what can fail before has been done.
         tables, slots = dict(state.tables), dict(state.slots)
-        key = {name: data for name, data in state.vocabulary.items() if name != STEPS}
+        key = {name: data for name, data in state.vocabulary.items() if name != MAP_VERSION}
         for stack, parcel in parcels.items():
             held = StackShard(tables[stack.name], slots[stack.name])
             written = call(self._programs[stack], held, key, parcel)

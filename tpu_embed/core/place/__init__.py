@@ -1,0 +1,16 @@
+"""Make a placed batch on the host: validate ids, turn keys into rows, agree on a shape, route."""
+
+from tpu_embed.core.place.intake import Intake
+from tpu_embed.core.place.keys import give_rows_of
+from tpu_embed.core.place.packing import natural_spec, pack_line
+from tpu_embed.core.place.router import exact_spec
+from tpu_embed.core.place.turn import Turn
+
+__all__ = [
+    "Intake",
+    "Turn",
+    "exact_spec",
+    "give_rows_of",
+    "natural_spec",
+    "pack_line",
+]

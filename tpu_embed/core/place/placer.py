@@ -1,0 +1,124 @@
+"""Place batches: validate ids, turn keys into rows, route, and send to the devices.
+
+Several processes do this together for their parts of a batch: where one refuses its part, all raise
+its error.
+
+Input: features and weights in the user's nesting. Output: a `Batch`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from tpu_embed._checks import message
+from tpu_embed._types import PyTree
+from tpu_embed.core.batch import Batch, BatchSpec, Routed
+from tpu_embed.core.ids import HostIds, Structure, host_ids, part_of_feature
+from tpu_embed.core.layout import Layout
+from tpu_embed.core.place.agreement import Agreement, Alone
+from tpu_embed.core.place.keys import Keyed, KeyedBatches
+from tpu_embed.core.place.router import Router
+from tpu_embed.vocabulary import Vocabularies
+
+__all__ = ["Placer"]
+
+
+class Placer:
+    """Makes the batches of one engine, one after the other.
+
+    Args:
+      declared: the feature configuration.
+      layout: the engine's layout.
+      vocabularies: the maps of its living vocabularies; None without them.
+
+    Attributes:
+      agreement: with the other processes.
+    """
+
+    def __init__(
+        self, declared: Structure, layout: Layout, vocabularies: Vocabularies | None
+    ) -> None:
+        self._declared, self._layout = declared, layout
+        axes = layout.axes
+        replicas = axes.local_parts(axes.batch_axes)
+        # The features as they are in this process's part of a batch.
+        self._configs = [
+            part_of_feature(one.config, len(replicas), axes.replicas) for one in layout.features
+        ]
+        self.agreement = Agreement(layout) if jax.process_count() > 1 else Alone()
+        self._router = Router(layout, self.agreement, replicas)
+        self._keyed = None
+        if vocabularies is not None:
+            self._keyed = KeyedBatches(layout, vocabularies, self.agreement, replicas)
+
+    def host_ids(self, features: PyTree, weights: PyTree | None) -> list[HostIds]:
+        """Return the validated ids of every feature, of this process's part of the batch."""
+        if isinstance(features, Batch):
+            expected, got = "ids on the host", "a Batch, whose ids are on the devices"
+            remedy = "give the features themselves; a Batch needs no Prefetcher"
+            raise TypeError(message("features", expected=expected, got=got, remedy=remedy))
+        given, scales = self._declared.match_weighted(features, weights)
+        here = zip(self._layout.features, self._configs, given, scales, strict=True)
+        return [
+            host_ids(f"feature {feature.path!r}", config, feature.table.name, ids, scale)
+            for feature, config, ids, scale in here
+        ]
+
+    def place(self, features: PyTree, weights: PyTree | None, requested: BatchSpec | None) -> Batch:
+        """Return a training batch; living vocabularies learn from it.
+
+        Args:
+          features: the ids.
+          weights: their weights, or None.
+          requested: see `Router.route`.
+
+        Raises:
+          ValueError, TypeError: this process, or another one, refuses its part.
+        """
+        requested, hosts = self._read(features, weights, requested, "update")
+        if self._keyed is None:
+            return self._router.route(hosts, requested, "update")
+        with self._keyed.take(hosts) as keyed:
+            return _stamp_placed(self._router.route(keyed.hosts, requested, "update"), keyed)
+
+    def place_lookup(
+        self, features: PyTree, weights: PyTree | None, requested: BatchSpec | None, step: int
+    ) -> Batch:
+        """Return a batch that is only looked up; no map changes.
+
+        Args:
+          features: the ids.
+          weights: their weights, or None.
+          requested: see `Router.route`.
+          step: of living vocabularies: the step whose rows the batch gets.
+
+        Raises:
+          ValueError, TypeError: as for `place`.
+        """
+        requested, hosts = self._read(features, weights, requested, "lookup")
+        if self._keyed is None:
+            return self._router.route(hosts, requested, "lookup")
+        keyed = self._keyed.find(hosts, step)
+        return _stamp_placed(self._router.route(keyed.hosts, requested, "lookup"), keyed)
+
+    def _read(
+        self, features: PyTree, weights: PyTree | None, requested: BatchSpec | None, routed: Routed
+    ) -> tuple[BatchSpec | None, list[HostIds]]:
+        """Return the requested spec of a batch that is routed, and its validated ids."""
+        if requested is not None:
+            if not isinstance(requested, BatchSpec):
+                got, remedy = type(requested).__name__, "batch.spec of a placed batch is one"
+                raise ValueError(message("spec", expected="a BatchSpec", got=got, remedy=remedy))
+            requested = dataclasses.replace(requested, routed=routed)
+        with self.agreement.refusals():
+            return requested, self.host_ids(features, weights)
+
+
+def _stamp_placed(batch: Batch, keyed: Keyed) -> Batch:
+    """Return a batch that says which states it may be looked up in."""
+    steps = np.array(keyed.steps, np.int32)
+    admitted = not keyed.keys.is_training
+    return dataclasses.replace(batch, valid_steps=steps, keys=keyed.keys, admitted=admitted)
