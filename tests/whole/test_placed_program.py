@@ -8,6 +8,7 @@ import pytest
 from facade_cases import mesh
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import Mesh
+from route_cases import way_of
 
 import tpu_embed
 from tpu_embed import FeatureConfig, RaggedIds, TableConfig
@@ -130,7 +131,7 @@ def test_only_rows_are_moved(name, batch_axes, ragged, weighted, kernels, monkey
     assert of_ids(step_of(engine, batch)) == []
     # Where shards are fewer than replicas, gradients of bags are never gathered.
     many = "exchange" if (name, batch_axes) == ("2x4", None) else "gather"
-    ways = {v.stack.tables[0].name: v.way for v in view_stacks(batch.spec, engine.layout)}
+    ways = {v.stack.tables[0].name: way_of(v) for v in view_stacks(batch.spec, engine.layout)}
     assert ways == EXCHANGED | {"many": many}
 
 

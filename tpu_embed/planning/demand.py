@@ -14,7 +14,14 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed._types import PyTree
-from tpu_embed.core.batch import BatchSpec, StackSpec, StackView, view_stacks, worst_case
+from tpu_embed.core.batch import (
+    BatchSpec,
+    StackSpec,
+    StackView,
+    may_gather,
+    view_stacks,
+    worst_case,
+)
 from tpu_embed.core.ids import (
     FeatureRules,
     HostIds,
@@ -133,7 +140,7 @@ def _capacities(view: StackView) -> dict[str, int]:
     room = {"row_capacity": rows, "partials": partials}
     if view.merges_on_host:
         room["merged"] = merged
-    if view.may_gather:
+    if may_gather(view):
         room["entries"] = entries
     return {name: roomy(math.ceil(size)) for name, size in room.items()}
 

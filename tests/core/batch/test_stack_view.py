@@ -40,10 +40,10 @@ def test_bags_are_in_batch_order(features, devices, blocks):
         for e in range(size * devices)
         for bag in range(bags)
     )
-    bags = view.period
+    bags = view.bags.period
     found = [
         (f, period * bags.counts[f] // features[f][1] + e)
-        for period in range(view.periods * devices)
+        for period in range(view.bags.periods * devices)
         for f, e in zip(bags.feature, bags.example, strict=True)
     ]
     assert found == [(f, e) for _, f, _, e in expected]
@@ -52,12 +52,12 @@ def test_bags_are_in_batch_order(features, devices, blocks):
     starts = np.cumsum([0, *bags.counts])
     assert [int(np.searchsorted(starts, n, side="right")) - 1 for n in order] == list(bags.feature)
     assert sorted(order) == list(range(len(bags.feature)))
-    blocks_of = [place * view.blocks // 1 for place, *_ in expected]
+    blocks_of = [place * view.layout.blocks // 1 for place, *_ in expected]
     assert view.block_starts.tolist() == [
-        sum(block < number for block in blocks_of) for number in range(view.blocks + 1)
+        sum(block < number for block in blocks_of) for number in range(view.layout.blocks + 1)
     ]
     local = np.split(np.array(blocks_of), devices)
-    firsts = [r * view.blocks // devices for r in range(devices)]
+    firsts = [r * view.layout.blocks // devices for r in range(devices)]
     lasts = [int(numbers.max()) for numbers in local]
     spans = [last - first + 1 for first, last in zip(firsts, lasts, strict=True)]
     assert view.blocks_per_device == max(spans)
@@ -65,4 +65,8 @@ def test_bags_are_in_batch_order(features, devices, blocks):
 
 def test_features_of_one_size_have_one_example_in_a_period():
     view = view_of([(6, 1), (6, 2)], 2, 8)
-    assert (view.periods, view.period.feature, view.period.order) == (6, (0, 1, 1), ())
+    assert (view.bags.periods, view.bags.period.feature, view.bags.period.order) == (
+        6,
+        (0, 1, 1),
+        (),
+    )

@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 from facade_cases import mesh
 from jax.sharding import Mesh
+from route_cases import way_of
 
 import tpu_embed
 from tpu_embed import FeatureConfig, RaggedIds, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.core.batch.stack_view import view_stacks
+from tpu_embed.core.batch import view_stacks
 from tpu_embed.kernels import cpu, dispatch, host_native
 
 if cpu.load().path is None:
@@ -66,7 +67,7 @@ def place_all(where, dtype, kernels, monkeypatch):
     for ragged, weighted in [(False, False), (True, False), (False, True), (True, True)] * 2:
         batch = engine.place(*draw(rng, ragged=ragged, weighted=weighted))
         packed.append(np.asarray(batch.packed))
-        ways |= {view.way for view in view_stacks(batch.spec, engine.layout)}
+        ways |= {way_of(view) for view in view_stacks(batch.spec, engine.layout)}
     return packed, ways
 
 

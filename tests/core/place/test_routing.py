@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from facade_cases import mesh
 from jax.sharding import Mesh, PartitionSpec
-from route_cases import located_by_device
+from route_cases import located_by_device, way_of
 
 import tpu_embed
 from tpu_embed import FeatureConfig, RaggedIds, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed._types import PADDING_ID
-from tpu_embed.core.batch import LocalIds, view_stacks
+from tpu_embed.core.batch import LocalIds, transport_of, view_stacks
 from tpu_embed.core.exchange import RowRoute, device_route
 from tpu_embed.core.place.packing import pack_all
 from tpu_embed.core.update import sums as row_sums
@@ -77,7 +77,7 @@ def both_routes(engine, ids, weights):
         pairs = zip(view_stacks(spec, layout), batch.locate(layout).ids, packed, strict=True)
         for view, placed, given in pairs:
             rows, bags, scales = (None if part is None else part[0] for part in given[:3])
-            bags = view.dense_bags() if bags is None else bags
+            bags = view.bags.dense_bags() if bags is None else bags
             found.append((placed, own_routes(LocalIds(rows, bags, scales), view)))
         return jax.tree.map(lambda x: x[None], found)
 
@@ -96,10 +96,10 @@ def own_routes(ids, view):
         rows, overflow = device_route.route_rows(ordered, view.stack, view.room.row_capacity)
     gradients = tuple(
         np.zeros((size * shape.bags, view.stack.dim), np.float32)
-        for size, shape in zip(view.sizes, view.shapes, strict=True)
+        for size, shape in zip(view.bags.sizes, view.bags.shapes, strict=True)
     )
     task = row_sums.Task(ids, gradients, view, fits=True)
-    if view.way == "psum":
+    if way_of(view) == "psum":
         order, touched = row_sums._order_of_cells(task)
         return rows, order, touched, overflow
     outgoing = row_sums.outgoing_sums(task, view.room.partials)
@@ -138,13 +138,13 @@ def check_exchanged(engine, ids, weights):
         for placed, (rows, order, merge, overflow) in devices:
             assert not overflow
             jax.tree.map(np.testing.assert_array_equal, placed.rows, rows)
-            if view.way == "psum":
-                check_sums(placed.sums, order, view.blocks * view.stack.num_rows)
+            if way_of(view) == "psum":
+                check_sums(placed.sums, order, view.layout.blocks * view.stack.num_rows)
                 np.testing.assert_array_equal(placed.merge.row_ids, merge)
-            elif view.way == "exchange":
+            elif way_of(view) == "exchange":
                 check_sums(placed.sums, order, view.stack.num_shards * view.room.partials)
                 check_merge(placed.merge, merge)
-    return {view.stack.tables[0].name: view.way for view in views}
+    return {view.stack.tables[0].name: way_of(view) for view in views}
 
 
 @pytest.mark.parametrize(
@@ -178,15 +178,15 @@ def test_routes_on_two_axes_are_those_that_the_devices_compute(batch_axes, shard
 
 def entries_of_owner(packed, view, owner):
     """Return (row, block, bag, weight) of the ids of one shard, in the order of their sums."""
-    found, (local, *_) = [], view.sizes
+    found, (local, *_) = [], view.bags.sizes
     for replica, rows in enumerate(packed.row_ids):
-        bags = view.dense_bags(np) if packed.bags is None else packed.bags[replica]
+        bags = view.bags.dense_bags(np) if packed.bags is None else packed.bags[replica]
         for n, (row, bag) in enumerate(zip(rows.tolist(), bags.tolist(), strict=True)):
             if row >= 0 and row // view.stack.num_rows == owner:
-                example = replica * local + bag // len(view.period.feature)
+                example = replica * local + bag // len(view.bags.period.feature)
                 weight = float(packed.weights[replica, n])
-                bag += replica * view.bag_layout.bags
-                found.append((row, example * view.blocks // B, bag, weight))
+                bag += replica * view.bags.bag_layout.bags
+                found.append((row, example * view.layout.blocks // B, bag, weight))
     return sorted(found, key=lambda entry: entry[:2])
 
 
@@ -201,7 +201,7 @@ def test_an_owner_of_gathered_gradients_knows_their_order(devices, placement, ra
     (g,) = (i for i, s in enumerate(engine.layout.stacks) if s.tables[0].name == "item")
     view = view_stacks(batch.spec, engine.layout)[g]
     packed = pack_all(engine.host_ids(ids, weights), batch.spec, engine.layout)[g]
-    assert view.way == "gather"
+    assert way_of(view) == "gather"
     for owner, routed in enumerate(located_by_device(engine, batch)[g]):
         expected = entries_of_owner(packed, view, owner)
         sums = list(dict.fromkeys((row, block) for row, block, _, _ in expected))
@@ -210,9 +210,11 @@ def test_an_owner_of_gathered_gradients_knows_their_order(devices, placement, ra
         assert order.index[:n].tolist() == [bag for _, _, bag, _ in expected]
         assert order.weights[:n].tolist() == [weight for _, _, _, weight in expected]
         assert [sums[i] for i in order.segments[:n]] == [entry[:2] for entry in expected]
-        assert (order.segments[n:] >= view.num_partials).all()
+        assert (order.segments[n:] >= transport_of(view).num_partials).all()
         assert merge.index is None
         assert [rows[i] for i in merge.segments[: len(sums)]] == [row for row, _ in sums]
-        assert (merge.segments[len(sums) :] >= view.num_merged).all()
+        assert (merge.segments[len(sums) :] >= transport_of(view).num_merged).all()
         local = [row - owner * view.stack.num_rows for row in rows]
-        assert merge.row_ids.tolist() == local + [PADDING_ID] * (view.num_merged - len(rows))
+        assert merge.row_ids.tolist() == local + [PADDING_ID] * (
+            transport_of(view).num_merged - len(rows)
+        )

@@ -1,27 +1,45 @@
 """What a placed batch is: its static shape, how its bags are numbered, what the devices get."""
 
+from tpu_embed.core.batch.bags import BagLayout, Bags
 from tpu_embed.core.batch.batch import Batch
 from tpu_embed.core.batch.line import fields_of, line_length, line_of
 from tpu_embed.core.batch.located import LocalIds, RoutedIds
 from tpu_embed.core.batch.spec import BatchSpec, Routed, StackSpec, worst_case
-from tpu_embed.core.batch.stack_view import BagLayout, StackView, view_stacks
+from tpu_embed.core.batch.stack_view import StackView, view_stacks
 from tpu_embed.core.batch.traced import TracedIds, make_traced, padded_lengths
+from tpu_embed.core.batch.transport import (
+    Exchange,
+    Gather,
+    Local,
+    Psum,
+    Transport,
+    may_gather,
+    transport_of,
+)
 
 __all__ = [
     "BagLayout",
+    "Bags",
     "Batch",
     "BatchSpec",
+    "Exchange",
+    "Gather",
+    "Local",
     "LocalIds",
+    "Psum",
     "Routed",
     "RoutedIds",
     "StackSpec",
     "StackView",
     "TracedIds",
+    "Transport",
     "fields_of",
     "line_length",
     "line_of",
     "make_traced",
+    "may_gather",
     "padded_lengths",
+    "transport_of",
     "view_stacks",
     "worst_case",
 ]

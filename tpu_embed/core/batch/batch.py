@@ -132,9 +132,9 @@ class Batch:
         found: dict[int, Array] = {}
         stacks = zip(view_stacks(self.spec, layout), line_of(self.spec, layout), strict=True)
         for view, fields in stacks:
-            if view.jagged:
+            if view.bags.jagged:
                 line = take(self.packed[0], fields)
-                features = [view.features[number] for number in view.jagged]
+                features = [view.features[number] for number in view.bags.jagged]
                 found |= {f: line[f"row_splits/{f}"] for f in features}
         return found
 
@@ -152,7 +152,7 @@ def _placed_for(spec: BatchSpec, layout: Layout) -> PlacedFor:
 
 def _located(fields: dict[str, Array], view: StackView) -> LocalIds | RoutedIds:
     """Return the ids of one stack from the fields of a line."""
-    bags = view.dense_bags() if view.is_dense else fields.get("bags")
+    bags = view.bags.dense_bags() if view.bags.is_dense else fields.get("bags")
     if not view.is_routed:
         assert bags is not None, "ids that are not routed have bags or targets"
         weights, positions = fields.get("weights"), fields.get("positions")

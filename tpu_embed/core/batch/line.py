@@ -41,7 +41,7 @@ Input: a spec and a layout. Output: the fields, and views of them in a packed ar
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,9 +50,8 @@ import numpy as np
 from tpu_embed._types import Array
 from tpu_embed.core.batch.spec import BatchSpec
 from tpu_embed.core.batch.stack_view import StackView, view_stacks
+from tpu_embed.core.batch.transport import INT32, Shape, transport_of
 from tpu_embed.core.layout import Layout
-
-INT32 = np.dtype(np.int32)
 
 
 class Field(NamedTuple):
@@ -83,7 +82,8 @@ def line_of(spec: BatchSpec, layout: Layout) -> tuple[tuple[Field, ...], ...]:
         fields = []
         found = _routed(view) if view.is_routed else _ids(view)
         found += [
-            (f"row_splits/{view.features[i]}", (view.sizes[i] + 1,), INT32) for i in view.jagged
+            (f"row_splits/{view.features[i]}", (view.bags.sizes[i] + 1,), INT32)
+            for i in view.bags.jagged
         ]
         for name, shape, dtype in found:
             fields.append(Field(name, shape, dtype, end))
@@ -122,49 +122,38 @@ def _take(line: Array, field: Field) -> Array:
     return piece.reshape(field.shape)
 
 
-def _ids(view: StackView) -> list[tuple[str, tuple[int, ...], Any]]:
+def _ids(view: StackView) -> list[Shape]:
     """Return name, shape and dtype of the fields of a stack whose ids are not routed."""
     n, stack = view.num_ids, view.stack
     found = [("row_ids", (n,), stack.index_dtype), *_bags(view, n)]
-    return [*found, ("positions", (n,), INT32)] if view.jagged else found
+    return [*found, ("positions", (n,), INT32)] if view.bags.jagged else found
 
 
-def _bags(view: StackView, ids: int) -> list[tuple[str, tuple[int, ...], Any]]:
+def _bags(view: StackView, ids: int) -> list[Shape]:
     found = []
-    if not view.is_dense and ids:
+    if not view.bags.is_dense and ids:
         found.append(("bags", (ids,), INT32))
     if view.is_weighted:
         found.append(("weights", (view.num_ids,), view.stack.compute_dtype))
     return found
 
 
-def _routed(view: StackView) -> list[tuple[str, tuple[int, ...], Any]]:
+def _routed(view: StackView) -> list[Shape]:
     """Return the same of a stack whose ids the host has routed."""
     n, stack, room = view.num_ids, view.stack, view.room
     shards, index = stack.num_shards, stack.index_dtype
-    found: list[tuple[str, tuple[int, ...], Any]]
+    found: list[Shape]
     found = [("index", (n,), index if shards == 1 else INT32)]
     if shards > 1:
         found.append(("asked", (shards, max(1, room.row_capacity)), index))
     found += _bags(view, view.num_bag_ids)
-    if any(combiner != "sum" for combiner in view.bag_layout.combiners):
-        found.append(("factors", (view.bag_layout.bags,), stack.compute_dtype))
+    if any(combiner != "sum" for combiner in view.bags.bag_layout.combiners):
+        found.append(("factors", (view.bags.bag_layout.bags,), stack.compute_dtype))
     if not view.routes_update:
         return found
-    entries = room.entries if view.way == "gather" else n
-    found += [("sum_index", (entries,), INT32), ("sum_segments", (entries,), INT32)]
+    transport = transport_of(view)
+    order = (transport.entries,)
+    found += [("sum_index", order, INT32), ("sum_segments", order, INT32)]
     if view.is_weighted:
-        found.append(("sum_weights", (entries,), stack.compute_dtype))
-    return found + _merge(view)
-
-
-def _merge(view: StackView) -> list[tuple[str, tuple[int, ...], Any]]:
-    stack, found = view.stack, []
-    if not view.merges_on_host:
-        sent = (stack.num_shards, max(1, view.room.partials))
-        return [] if view.way == "psum" else [("sent", sent, stack.index_dtype)]
-    if view.way == "exchange":
-        found.append(("merge_index", (view.num_partials,), INT32))
-    if view.way != "psum":
-        found.append(("merge_segments", (view.num_partials,), INT32))
-    return [*found, ("merged", (view.num_merged,), stack.index_dtype)]
+        found.append(("sum_weights", order, stack.compute_dtype))
+    return found + transport.merge_arrays

@@ -75,7 +75,7 @@ class TracedIds:
                 scales = [self._scale(f, ids, layout, stack.compute_dtype) for f, ids in numbers]
                 weights = _in_batch_order(self._joined(scales, view, 0), 1)
             row_ids = _in_batch_order(row_ids, PADDING_ID)
-            located.append(LocalIds(row_ids, view.dense_bags(), weights))
+            located.append(LocalIds(row_ids, view.bags.dense_bags(), weights))
         return Located(tuple(located), bad)
 
     def row_splits(self, layout: Layout) -> dict[int, Array]:
@@ -104,11 +104,11 @@ class TracedIds:
         """
         dtype = np.result_type(*(array.dtype for array in values))
         columns = [
-            self._in_bags(array.astype(dtype), shape, fill).reshape(view.periods, -1)
-            for shape, array in zip(view.shapes, values, strict=True)
+            self._in_bags(array.astype(dtype), shape, fill).reshape(view.bags.periods, -1)
+            for shape, array in zip(view.bags.shapes, values, strict=True)
         ]
         joined = jnp.concatenate(columns, axis=1)
-        return joined[:, _id_order(view)] if view.period.order else joined
+        return joined[:, _id_order(view)] if view.bags.period.order else joined
 
     def _in_bags(self, values: Array, shape: FeatureShape, fill: int) -> Array:
         """Return a feature's array `[examples, …]`; a sequence is cut or padded to L bags."""
@@ -161,7 +161,7 @@ class _ColumnTables(NamedTuple):
     @classmethod
     def of(cls, view: StackView) -> _ColumnTables:
         """Return the numbers of a stack."""
-        layout, dtype, columns = view.layout, view.stack.index_dtype, view.id_features
+        layout, dtype, columns = view.layout, view.stack.index_dtype, view.bags.id_features
         features = [layout.features[f] for f in view.features]
 
         def by_column(values: Sequence[int], dtype: Any = dtype) -> np.ndarray:
@@ -351,7 +351,7 @@ def _physical(ids: Array, tables: _ColumnTables, stack: Stack) -> Array:
 def _id_order(view: StackView) -> np.ndarray:
     """Return of each id of a period its number if ids were counted feature by feature."""
     # Ids of the features 0 0 1 0 have the numbers 0 1 3 2.
-    return np.argsort(np.argsort(view.id_features, kind="stable"))
+    return np.argsort(np.argsort(view.bags.id_features, kind="stable"))
 
 
 def _in_batch_order(columns: Array, padding: int) -> Array:

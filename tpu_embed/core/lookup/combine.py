@@ -76,15 +76,15 @@ def activations_of(
       ids: the ids.
       view: the stack.
     """
-    form, stack, n = view.bag_layout, view.stack, view.num_bag_ids
+    form, stack, n = view.bags.bag_layout, view.stack, view.num_bag_ids
     combined = iter(())
-    if n or not view.jagged:
+    if n or not view.bags.jagged:
         entries = bag_entries(in_bags(ids, view), form, stack.compute_dtype)
-        of_bags = found._replace(index=found.index[:n]) if view.jagged else found
+        of_bags = found._replace(index=found.index[:n]) if view.bags.jagged else found
         combined = iter(combine(of_bags, entries, form, stack))
     return tuple(
         _rows_of_places(found, ids.weights, view, number)
-        if number in view.jagged_starts
+        if number in view.bags.jagged_starts
         else next(combined)
         for number in range(len(view.features))
     )
@@ -94,8 +94,8 @@ def _rows_of_places(
     found: FetchedRows, weights: Array | None, view: StackView, number: int
 ) -> Array:
     """Return the activation `[C, D]` of a jagged feature, by its number in the stack."""
-    begin, stack = view.num_bag_ids + view.jagged_starts[number], view.stack
-    places = slice(begin, begin + (view.shapes[number].capacity or 0))
+    begin, stack = view.num_bag_ids + view.bags.jagged_starts[number], view.stack
+    places = slice(begin, begin + (view.bags.shapes[number].capacity or 0))
     index = found.index[places]
     rows = storage.widened(dispatch.gather_rows(found.source, index))
     if stack.quantization is not None:
@@ -108,7 +108,7 @@ def _rows_of_places(
 
 def in_bags(ids: LocalIds | RoutedIds, view: StackView) -> LocalIds | RoutedIds:
     """Return the ids that are in bags: the first ones, if there are jagged features too."""
-    if not view.jagged:
+    if not view.bags.jagged:
         return ids
     n = view.num_bag_ids
     weights = None if ids.weights is None else ids.weights[:n]
@@ -124,7 +124,7 @@ def by_place(ids: LocalIds | RoutedIds, view: StackView) -> LocalIds | RoutedIds
     """
     if isinstance(ids, RoutedIds) or ids.positions is None:
         return ids
-    at, n, bags = ids.positions, view.num_bag_ids, view.bag_layout.bags
+    at, n, bags = ids.positions, view.num_bag_ids, view.bags.bag_layout.bags
     row_ids = jnp.where(at < 0, jnp.asarray(PADDING_ID, ids.row_ids.dtype), ids.row_ids[at])
     weights = None if ids.weights is None else ids.weights[at]
     return LocalIds(row_ids, jnp.where(at[:n] < 0, bags, ids.bags[at[:n]]), weights)
@@ -171,9 +171,9 @@ def join_gradients(gradients: Sequence[Array], factors: Array | None, view: Stac
       factors: what the gradient of each bag is multiplied with, `[bags]`; None: all ones.
       view: the stack.
     """
-    form, pairs = view.bag_layout, list(enumerate(gradients))
-    of_bags = [gradient for number, gradient in pairs if number not in view.jagged_starts]
-    of_places = [gradient for number, gradient in pairs if number in view.jagged_starts]
+    form, pairs = view.bags.bag_layout, list(enumerate(gradients))
+    of_bags = [gradient for number, gradient in pairs if number not in view.bags.jagged_starts]
+    of_places = [gradient for number, gradient in pairs if number in view.bags.jagged_starts]
     if not of_bags:
         return jnp.concatenate(of_places)
     joined = reference.join_features(of_bags, form.periods, form.order)

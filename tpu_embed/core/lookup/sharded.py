@@ -129,7 +129,7 @@ def by_feature(activations: Sequence[Array], view: StackView) -> dict[int, Array
     """
     # [periods * bags, D] -> [examples, …, D], where … is the feature's own shape: () for one bag
     # per example, (length,) for a sequence.
-    pairs = zip(view.sizes, view.shapes, strict=True)
+    pairs = zip(view.bags.sizes, view.bags.shapes, strict=True)
     shapes = [
         (shape.capacity or 0, view.stack.dim)
         if shape.has_places

@@ -40,6 +40,26 @@ class HostStack(NamedTuple):
     owners: tuple[host_route.Merge, ...]
 
 
+class Devices(NamedTuple):
+    """What this process's devices hold of a stack.
+
+    Attributes:
+      replica: int `[devices]`, whose ids each device has: a number among this process's replicas.
+      shard: int `[devices]`, which shard each device owns.
+    """
+
+    replica: np.ndarray
+    shard: np.ndarray
+
+    @classmethod
+    def of(cls, view: StackView) -> Devices:
+        """Return what the devices hold of a stack, in the order of the mesh."""
+        axes = view.layout.axes
+        mine, replicas = axes.local_parts(axes.names), axes.local_parts(axes.batch_axes)
+        replica = np.searchsorted(replicas, axes.parts_of_devices(axes.batch_axes)[mine])
+        return cls(replica, axes.parts_of_devices(view.stack.shard_axes)[mine])
+
+
 def sort_stack(ids: StackIds, view: StackView, replicas: np.ndarray) -> HostStack:
     """Sort the ids of one stack by row, on every replica.
 
@@ -70,8 +90,8 @@ def bags_of(ids: StackIds, view: StackView) -> np.ndarray:
     Padding, and the ids of jagged features, have a bag one past the last.
     """
     if ids.jagged is not None:
-        return np.minimum(ids.jagged.targets, np.int32(view.bag_layout.bags))
-    return view.dense_bags(np) if ids.bags is None else ids.bags
+        return np.minimum(ids.jagged.targets, np.int32(view.bags.bag_layout.bags))
+    return view.bags.dense_bags(np) if ids.bags is None else ids.bags
 
 
 def targets_of(ids: StackIds, view: StackView) -> np.ndarray:
@@ -87,16 +107,16 @@ def blocks_of(ids: StackIds, view: StackView, replicas: np.ndarray) -> np.ndarra
     if view.blocks_per_device == 1:
         return None
     # [replicas, G + 1]: where each block begins and ends, among the bags of each replica.
-    bags = view.bags_in_order
+    bags = view.bags.bags_in_order
     starts = np.clip(view.block_starts - replicas[:, None] * bags, 0, bags)
-    numbers, lengths = np.arange(view.blocks, dtype=np.int32), np.diff(starts, axis=1)
+    numbers, lengths = np.arange(view.layout.blocks, dtype=np.int32), np.diff(starts, axis=1)
     # The block of every bag, and of padding, whose block nobody reads.
     block = np.zeros((len(replicas), bags + 1), np.int32)
     for line, counts in zip(block, lengths, strict=True):
         line[:-1] = numbers.repeat(counts)
     if ids.bags is not None:
         return np.take_along_axis(block, ids.bags, axis=1)
-    return np.take(block, view.dense_bags(np), axis=1)
+    return np.take(block, view.bags.dense_bags(np), axis=1)
 
 
 def ids_at(host: HostStack) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 from tpu_embed._types import PADDING_ID
 from tpu_embed.core.batch import BagLayout, StackView
 from tpu_embed.core.exchange import host_route
-from tpu_embed.core.place.host_stack import HostStack, bags_of, targets_of
+from tpu_embed.core.place.host_stack import Devices, HostStack, bags_of, targets_of
 from tpu_embed.core.place.packing import by_place
 from tpu_embed.kernels.dispatch import host_kernels
 from tpu_embed.kernels.host_reference import Pieces, Put
@@ -23,21 +23,14 @@ class LookupWriter:
     Args:
       view: the stack, in the agreed shape.
       host: its ids.
-      devices: the numbers of this process's devices in the mesh.
-
-    Attributes:
-      replica: int `[devices]`, which of the replicas of `host` each device has.
-      shard: int `[devices]`, which shard each device owns.
+      devices: this process's devices.
     """
 
-    def __init__(self, view: StackView, host: HostStack, devices: np.ndarray) -> None:
+    def __init__(self, view: StackView, host: HostStack, devices: Devices) -> None:
         self.view, self.stack, self.host = view, view.stack, host
-        axes = view.layout.axes
-        local = axes.local_parts(axes.batch_axes)
-        # The replica whose ids each device holds, among those of this process; and its shard.
-        self.replica = np.searchsorted(local, axes.parts_of_devices(axes.batch_axes)[devices])
-        self.shard = axes.parts_of_devices(self.stack.shard_axes)[devices]
-        self._one_each = np.array_equal(self.replica, np.arange(len(local)))
+        self.replica, self.shard = devices
+        replicas = len(host.numbers)
+        self._one_each = np.array_equal(self.replica, np.arange(replicas))
 
     def write(self, out: dict[str, np.ndarray]) -> None:
         """Write the fields, each `[devices, …]`."""
@@ -79,7 +72,7 @@ class LookupWriter:
         if ids.jagged is None:
             return ids.bags
         bags = bags_of(ids, view)
-        return by_place(ids, bags, view.bag_layout.bags)[:, : view.num_bag_ids]
+        return by_place(ids, bags, view.bags.bag_layout.bags)[:, : view.num_bag_ids]
 
     def _of_devices(self, by_replica: np.ndarray) -> np.ndarray:
         """Return `[devices, …]` from `[replicas, …]`; a view if every device is a replica."""
@@ -97,7 +90,7 @@ class LookupWriter:
         Args:
           weights: of every id `[replicas, N]`, zero for absent ones; None for all ones.
         """
-        ids, form = self.host.ids, self.view.bag_layout
+        ids, form = self.host.ids, self.view.bags.bag_layout
         bags = np.broadcast_to(bags_of(ids, self.view), ids.row_ids.shape)
         if weights is not None:
             lines = zip(weights, bags, strict=True)
@@ -163,7 +156,7 @@ class LookupWriter:
 
 def _ids_per_bag(host: HostStack, view: StackView) -> np.ndarray:
     """Return the number of present ids of every bag, int `[replicas, bags]`."""
-    ids, form = host.ids, view.bag_layout
+    ids, form = host.ids, view.bags.bag_layout
     replicas, bags = len(ids.row_ids), form.bags
     # Dense ids without padding: every bag is as long as its feature is wide.
     if form.widths and all(one.order.size == ids.row_ids.shape[1] for one in host.replicas):

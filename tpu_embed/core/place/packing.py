@@ -97,7 +97,7 @@ def _with_capacity(host: HostIds, size: int) -> FeatureShape:
 
 def _ids_per_device(hosts: Sequence[HostIds], view: StackView) -> int:
     """Return the number of ids in bags of a stack on the device that has the most."""
-    if view.is_dense:
+    if view.bags.is_dense:
         return view.num_ids
     spec = view.spec
     per_device = np.zeros(spec.replicas, np.int64)
@@ -138,11 +138,13 @@ def pack_all(hosts: Sequence[HostIds], spec: BatchSpec, layout: Layout) -> list[
         shape, stack = (spec.replicas, view.num_ids), view.stack
         ids = StackIds(
             np.empty(shape, stack.index_dtype),
-            None if view.is_dense else np.empty(shape, np.int32),
+            None if view.bags.is_dense else np.empty(shape, np.int32),
             np.empty(shape, stack.compute_dtype) if view.is_weighted else None,
         )
         pack(hosts, view, ids)
-        found.append(ids._replace(jagged=pack_jagged(hosts, view, ids)) if view.jagged else ids)
+        found.append(
+            ids._replace(jagged=pack_jagged(hosts, view, ids)) if view.bags.jagged else ids
+        )
     return found
 
 
@@ -172,14 +174,14 @@ def pack_line(hosts: Sequence[HostIds], view: StackView, fields: Mapping[str, np
     """
     ids = StackIds(fields["row_ids"], fields.get("bags"), fields.get("weights"))
     pack(hosts, view, ids)
-    if not view.jagged:
+    if not view.bags.jagged:
         return
     ids = ids._replace(jagged=pack_jagged(hosts, view, ids))
     assert ids.jagged is not None
     row_ids = by_place(ids, ids.row_ids, PADDING_ID)
     if ids.weights is not None:
         ids.weights[:] = by_place(ids, ids.weights, 0)
-    fields["bags"][:] = by_place(ids, ids.jagged.targets, view.num_targets)
+    fields["bags"][:] = by_place(ids, ids.jagged.targets, view.bags.num_targets)
     fields["row_ids"][:] = row_ids
     positions = np.arange(row_ids.shape[1], dtype=np.int32)
     fields["positions"][:] = np.where(row_ids < 0, PADDING_ID, positions)
@@ -199,7 +201,7 @@ def pack_jagged(hosts: Sequence[HostIds], view: StackView, ids: StackIds) -> Jag
     # Put the places in batch order in the same way as the ids. Ids in bags get theirs afterwards.
     columns, splits, in_bags = [], {}, -2  # -2 stands for "in a bag"
     for number, f in enumerate(view.features):
-        host, size = hosts[f], view.sizes[number]
+        host, size = hosts[f], view.bags.sizes[number]
         _, bags, _ = _flatten(host)
         if host.rows is None:
             columns.append(Column(np.full(bags.size, in_bags, np.int32), _in_one_piece(bags), None))
@@ -209,16 +211,16 @@ def pack_jagged(hosts: Sequence[HostIds], view: StackView, ids: StackIds) -> Jag
         firsts = host.rows.row_splits[:-1:size]
         rows = np.arange(len(firsts))[:, None] * size + np.arange(size + 1)
         splits[f] = (host.rows.row_splits[rows] - firsts[:, None]).astype(np.int32)
-        shift = view.num_bag_ids + view.jagged_starts[number] - firsts
+        shift = view.num_bag_ids + view.bags.jagged_starts[number] - firsts
         places = host.rows.places + shift[bags // size].astype(np.int32)
         columns.append(Column(places, _in_one_piece(bags), None))
     places, bags = (np.empty(ids.row_ids.shape, np.int32) for _ in range(2))
-    sizes = {"periods": view.periods, "bag_features": view.period.feature}
+    sizes = {"periods": view.bags.periods, "bag_features": view.bags.period.feature}
     host_kernels().interleave(columns, places, bags, None, **sizes)
     # Places n, n + 1, … of jagged features are the targets after the bags.
-    targets = places + np.int32(view.bag_layout.bags - view.num_bag_ids)
+    targets = places + np.int32(view.bags.bag_layout.bags - view.num_bag_ids)
     targets = np.where(places == in_bags, _bags_alone(ids.bags, view), targets)
-    targets[places == PADDING_ID] = view.num_targets
+    targets[places == PADDING_ID] = view.bags.num_targets
     counted = np.cumsum(places == in_bags, axis=1, dtype=np.int32) - np.int32(1)
     return JaggedIds(np.where(places == in_bags, counted, places), targets, splits)
 
@@ -226,8 +228,8 @@ def pack_jagged(hosts: Sequence[HostIds], view: StackView, ids: StackIds) -> Jag
 def _bags_alone(bags: np.ndarray, view: StackView) -> np.ndarray:
     """Return numbers of bags, int32, counted without the examples of jagged features."""
     # The bags of a period are of the features a b j b, j jagged: bags 0 1 2 3 become 0 1 - 2.
-    feature = np.array(view.period.feature)
-    is_bag = ~np.isin(feature, view.jagged)
+    feature = np.array(view.bags.period.feature)
+    is_bag = ~np.isin(feature, view.bags.jagged)
     period, bag = np.divmod(bags, feature.size)
     rank = np.cumsum(is_bag) - 1
     return (period * np.count_nonzero(is_bag) + rank[bag]).astype(np.int32)
@@ -241,15 +243,15 @@ def _pack_dense(
     With features of 2 and 3 ids per example, a line is a0 a0 b0 b0 b0 | a1 a1 b1 b1 b1 | … by
     period.
     """
-    if not view.bag_layout.widths:
+    if not view.bags.bag_layout.widths:
         row_ids.fill(PADDING_ID)
         return
     for number, f in enumerate(view.features):
-        host, places = hosts[f], view.id_places(number)
+        host, places = hosts[f], view.bags.id_places(number)
         if not places.size:
             continue
-        bags = view.period.counts[number]
-        shape = (view.spec.replicas, view.periods, bags, places.size // bags)
+        bags = view.bags.period.counts[number]
+        shape = (view.spec.replicas, view.bags.periods, bags, places.size // bags)
         # The spec may be wider than this batch: the last positions of each bag become padding.
         ids = host.ids.reshape(*shape[:3], -1)
         given = np.s_[..., : ids.shape[-1]]
@@ -310,7 +312,7 @@ def _pack_flat(
                 None if weight is None else _in_one_piece(weight),
             )
         )
-    sizes = {"periods": view.periods, "bag_features": view.period.feature}
+    sizes = {"periods": view.bags.periods, "bag_features": view.bags.period.feature}
     host_kernels().interleave(columns, row_ids, bags, weights, **sizes)
 
 

@@ -17,9 +17,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tpu_embed.core.batch import BatchSpec, StackView, fields_of, line_length, line_of, view_stacks
+from tpu_embed.core.batch import (
+    BatchSpec,
+    StackView,
+    fields_of,
+    line_length,
+    line_of,
+    may_gather,
+    view_stacks,
+)
 from tpu_embed.core.layout import Layout
-from tpu_embed.core.place.host_stack import HostStack, ids_at
+from tpu_embed.core.place.host_stack import Devices, HostStack, ids_at
 from tpu_embed.core.place.lookup_route import LookupWriter
 from tpu_embed.core.place.update_route import write_update
 
@@ -55,7 +63,7 @@ def _room(view: StackView, host: HostStack) -> dict[str, int]:
     }
     if view.merges_on_host:
         room["merged"] = max(one.sums.rows.size for one in host.owners)
-    if view.may_gather:
+    if may_gather(view):
         room["entries"] = int(ids.sum(axis=0).max())
     return room
 
@@ -68,12 +76,12 @@ def write_lines(stacks: Sequence[HostStack], spec: BatchSpec, layout: Layout) ->
       spec: the agreed shape, of this process's replicas.
       layout: the engine's layout.
     """
-    devices = layout.axes.local_parts(layout.axes.names)
     views, fields = view_stacks(spec, layout), line_of(spec, layout)
-    packed = np.empty((devices.size, line_length(fields)), np.int32)
+    num_devices = layout.axes.local_parts(layout.axes.names).size
+    packed = np.empty((num_devices, line_length(fields)), np.int32)
     for view, host, mine in zip(views, stacks, fields, strict=True):
-        out, writer = fields_of(packed, mine), LookupWriter(view, host, devices)
-        writer.write(out)
+        out, devices = fields_of(packed, mine), Devices.of(view)
+        LookupWriter(view, host, devices).write(out)
         if "sum_index" in out:
-            write_update(out, view, host, writer.replica, writer.shard)
+            write_update(out, view, host, devices)
     return packed

@@ -15,39 +15,29 @@ from typing import NamedTuple
 import numpy as np
 
 from tpu_embed._types import PADDING_ID
-from tpu_embed.core.batch import StackView
+from tpu_embed.core.batch import Gather, Psum, StackView, Transport, transport_of
 from tpu_embed.core.exchange import host_route
 from tpu_embed.core.layout import Stack
-from tpu_embed.core.place.host_stack import HostStack, blocks_of, ids_at, targets_of
+from tpu_embed.core.place.host_stack import Devices, HostStack, blocks_of, ids_at, targets_of
 from tpu_embed.kernels.dispatch import host_kernels
 from tpu_embed.kernels.host_reference import SortedIds, Take
 
+Fields = dict[str, np.ndarray]
+"""The fields of a stack, each `[devices, …]`."""
 
-def write_update(
-    out: dict[str, np.ndarray],
-    view: StackView,
-    host: HostStack,
-    replica: np.ndarray,
-    shard: np.ndarray,
-) -> None:
+
+def write_update(out: Fields, view: StackView, host: HostStack, devices: Devices) -> None:
     """Write the fields of an update.
 
     Args:
-      out: the fields of this process's devices, each `[devices, …]`.
+      out: the fields of this process's devices.
       view: the stack.
       host: its ids.
-      replica: int `[devices]`, which of the replicas of `host` each device has.
-      shard: int `[devices]`, which shard each device owns.
+      devices: these devices.
     """
-    if view.way == "gather":
-        lines = _gathered(out, view, host, shard)
-    elif view.way == "psum":
-        lines = _cells(out, view, host, replica)
-    else:
-        lines = _partials(out, view, host, replica)
-        if "merged" in out:
-            lines += _merges(out, view, host, shard)
-    host_kernels().take(lines)
+    transport = transport_of(view)
+    sums = {Gather: _gathered, Psum: _cells}.get(type(transport), _partials)
+    host_kernels().take(sums(out, transport, host, devices))
 
 
 class _Sums(NamedTuple):
@@ -67,7 +57,7 @@ class _Sums(NamedTuple):
     numbers: np.ndarray
     places: np.ndarray | None
 
-    def lines(self, out: dict[str, np.ndarray], d: int, absent: int) -> list[Take]:
+    def lines(self, out: Fields, d: int, absent: int) -> list[Take]:
         """Return the lines `sum_index`, `sum_segments`, `sum_weights` of device d.
 
         Args:
@@ -85,25 +75,24 @@ class _Sums(NamedTuple):
         return lines
 
 
-def _partials(
-    out: dict[str, np.ndarray], view: StackView, host: HostStack, replica: np.ndarray
-) -> list[Take]:
-    """Return the order in which every device makes its partial sums."""
-    stack, parcel_size = view.stack, max(1, view.room.partials)
+def _partials(out: Fields, transport: Transport, host: HostStack, devices: Devices) -> list[Take]:
+    """Return the order in which every device makes its partial sums, and owners merge them."""
+    view, stack = transport.view, transport.view.stack
+    parcel_size = max(1, view.room.partials)
     places = [host_route.places(at, parcel_size) for at in host.sums_at]
     ordered = [(one.order, one.sum, to) for one, to in zip(host.replicas, places, strict=True)]
-    return _lines(out, view, host, replica, ordered, stack.num_shards * parcel_size)
+    lines = _lines(out, view, host, devices, ordered, stack.num_shards * parcel_size)
+    return lines + _merges(out, transport, host, devices) if "merged" in out else lines
 
 
-def _cells(
-    out: dict[str, np.ndarray], view: StackView, host: HostStack, replica: np.ndarray
-) -> list[Take]:
+def _cells(out: Fields, transport: Transport, host: HostStack, devices: Devices) -> list[Take]:
     """Return the order of the sums of a psum: row r in block b is added to cell b · R + r."""
-    rows, numbers = view.stack.num_rows, host.ids.row_ids
+    view, numbers = transport.view, host.ids.row_ids
+    rows = view.stack.num_rows
     blocks = blocks_of(host.ids, view, host.numbers)
     if blocks is None:
         replicas = view.layout.axes.replicas
-        blocks = (host.numbers * view.blocks // replicas).astype(np.int32)[:, None]
+        blocks = (host.numbers * view.layout.blocks // replicas).astype(np.int32)[:, None]
     cells = np.where(numbers < 0, PADDING_ID, numbers + blocks * rows).astype(np.int32)
     by_cell = host_kernels().sort_ids(cells)
     if "merged" in out:
@@ -111,14 +100,14 @@ def _cells(
         out["merged"].fill(PADDING_ID)
         out["merged"][:, touched] = touched
     ordered = [(one.order, one.row, one.rows) for one in by_cell]
-    return _lines(out, view, host, replica, ordered, view.blocks * rows)
+    return _lines(out, view, host, devices, ordered, transport.num_partials)
 
 
 def _lines(
-    out: dict[str, np.ndarray],
+    out: Fields,
     view: StackView,
     host: HostStack,
-    replica: np.ndarray,
+    devices: Devices,
     ordered: list[tuple[np.ndarray, np.ndarray, np.ndarray]],
     absent: int,
 ) -> list[Take]:
@@ -128,58 +117,56 @@ def _lines(
       out: the fields.
       view: the stack.
       host: its ids.
-      replica: which replica each device has.
+      devices: the devices.
       ordered: by replica, `order`, `numbers` and `places` of `_Sums`.
       absent: a number past those of all sums.
     """
     ids = host.ids
     targets = np.broadcast_to(targets_of(ids, view), ids.row_ids.shape)
     lines = []
-    for d, r in enumerate(replica):
+    for d, r in enumerate(devices.replica):
         weights = None if ids.weights is None else ids.weights[r]
         lines += _Sums(targets[r], weights, *ordered[r]).lines(out, d, absent)
     return lines
 
 
-def _merges(
-    out: dict[str, np.ndarray], view: StackView, host: HostStack, shard: np.ndarray
-) -> list[Take]:
+def _merges(out: Fields, transport: Transport, host: HostStack, devices: Devices) -> list[Take]:
     """Return how every owner merges what it receives; owners of one shard all do the same."""
+    view = transport.view
     stack, parcel_size, lines = view.stack, max(1, view.room.partials), []
     # [S, replicas]: where each replica's parcel begins in what each owner receives.
     first = host_route.parcel_places(view.layout.axes, stack.shard_axes) * parcel_size
-    for owner in np.unique(shard):
+    for owner in np.unique(devices.shard):
         sizes, sums = host.owners[owner]
         # Where the parcel of each replica arrives, and in it each of its partial sums: parcels of
         # 2 and 3 sums that begin at 0 and 8 have the places 0 1 8 9 10.
         shift = first[owner] - (sizes.cumsum() - sizes)
         arrived = np.arange(sizes.sum(), dtype=np.int32) + shift.astype(np.int32).repeat(sizes)
         rows = _local(sums.rows, stack, owner)
-        for d in np.flatnonzero(shard == owner):
+        for d in np.flatnonzero(devices.shard == owner):
             if "merge_index" in out:
                 lines.append(Take(out["merge_index"][d], arrived, sums.order, 0))
             if "merge_segments" in out:
-                lines.append(Take(out["merge_segments"][d], sums.row, None, view.num_merged))
+                lines.append(Take(out["merge_segments"][d], sums.row, None, transport.num_merged))
             lines.append(Take(out["merged"][d], rows, None, PADDING_ID))
     return lines
 
 
-def _gathered(
-    out: dict[str, np.ndarray], view: StackView, host: HostStack, shard: np.ndarray
-) -> list[Take]:
+def _gathered(out: Fields, transport: Transport, host: HostStack, devices: Devices) -> list[Take]:
     """Return, for every owner, the order of its entries of the global batch, and their rows."""
+    view, absent = transport.view, transport.num_partials
     ids, stack, replicas = host.ids, view.stack, view.layout.axes.replicas
     # Targets become numbers of the global batch: target 2 of replica 3 is 3 · T + 2.
-    first = np.arange(replicas, dtype=np.int32)[:, None] * np.int32(view.num_targets)
+    first = np.arange(replicas, dtype=np.int32)[:, None] * np.int32(view.bags.num_targets)
     targets = (targets_of(ids, view) + first).reshape(-1)
     weights = None if ids.weights is None else ids.weights.reshape(-1)
     entries = _sort_entries(view, host)
     merges = host_kernels().sort_ids([one.sum_rows for one in entries])
     lines = []
-    for d, owner in enumerate(shard):
+    for d, owner in enumerate(devices.shard):
         one, merge = entries[owner], merges[owner]
-        lines += _Sums(targets, weights, one.order, one.sum, None).lines(out, d, view.num_partials)
-        lines.append(Take(out["merge_segments"][d], merge.row, None, view.num_merged))
+        lines += _Sums(targets, weights, one.order, one.sum, None).lines(out, d, absent)
+        lines.append(Take(out["merge_segments"][d], merge.row, None, transport.num_merged))
         lines.append(Take(out["merged"][d], _local(merge.rows, stack, owner), None, PADDING_ID))
     return lines
 

@@ -94,7 +94,7 @@ def stack_gradients(
     """
     stack, arrays = view.stack, []
     # [examples, …, D] -> [examples * bags, D]: a sequence of 5 positions has 5 bags per example.
-    for f, size, own in zip(view.features, view.sizes, view.shapes, strict=True):
+    for f, size, own in zip(view.features, view.bags.sizes, view.bags.shapes, strict=True):
         rows = (own.capacity or 0) if own.has_places else size * own.bags
         shape, given = (rows, stack.dim), gradients[f]
         if given is None:

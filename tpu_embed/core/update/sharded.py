@@ -21,7 +21,10 @@ from jax.sharding import PartitionSpec
 from tpu_embed._types import PADDING_ID, Array, ArrayLike
 from tpu_embed.core.batch import (
     Batch,
+    Gather,
+    Local,
     LocalIds,
+    Psum,
     RoutedIds,
     StackView,
     TracedIds,
@@ -197,7 +200,7 @@ def _update_stack(held: StackShard, task: Task, operands: Operands) -> tuple[Sta
 
     capacity, enough = max(1, task.view.room.partials), task.view.worst_room.partials
     # On one device all ids find room, and nothing is exchanged for the dense sums of a psum.
-    if isinstance(task.ids, LocalIds) and task.view.way in ("local", "psum"):
+    if isinstance(task.ids, LocalIds) and isinstance(task.transport, Local | Psum):
         return with_capacity(enough)(held), jnp.asarray(False)
     # The host has counted the ids of a placed batch, so its capacity is enough. If ids traced
     # inside a user's jit overflow on any device, all devices take the worst case together.
@@ -231,14 +234,14 @@ def _apply(
     compiled CPU kernel sums and applies in one pass, so it gets the gradients as early as possible.
     Which kernel runs is chosen when the program is lowered for a platform.
     """
-    rule, way = _StackRule.of(task, operands), task.view.way
+    rule, transport = _StackRule.of(task, operands), task.transport
     # Without accumulation, occurrences must not be summed at all.
     if not task.view.accumulates:
         return rule.to_each_occurrence(held, exchange_occurrences(task, outgoing()))
-    if way == "psum":
+    if isinstance(transport, Psum):
         return rule.to_sums(held, psum_sums(task))
     # The owner has the gradients of bags: its kernel takes them as they are.
-    if way == "gather" or (way == "local" and isinstance(task.ids, RoutedIds)):
+    if isinstance(task.ids, RoutedIds) and isinstance(transport, Gather | Local):
         given = gradients_at_owner(task)
         return dispatch.choose(
             held,
@@ -248,7 +251,7 @@ def _apply(
             and (lambda held, given: rule.in_kernel(held, *for_kernel(task, given))),
         )
     # A single CPU: its kernel sorts the ids, too.
-    if way == "local":
+    if isinstance(transport, Local):
         return dispatch.choose(
             held,
             otherwise=lambda held: rule.in_xla(held, exchange_sums(task, outgoing())),

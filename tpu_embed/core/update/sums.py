@@ -5,9 +5,9 @@ So the global batch is split into G contiguous blocks. A row's gradients are sum
 within each block, on the device that has the block's examples; these partial sums are sent to the
 row's owner, which adds them in the order of the blocks.
 
-`StackView.way` says how the gradients come to the owners. Both orders, that of the partial sums and
-that of the merge, are a route: the host has computed it for a placed batch; for ids that only the
-program knows it is computed here.
+How the gradients come to the owners, `batch/transport.py` says. Both orders, that of the partial
+sums and that of the merge, are a route: the host has computed it for a placed batch; for ids that
+only the program knows it is computed here.
 
 Input: one device's ids of a stack, and the gradients of its activations. Output: partial sums at
 their rows' owners, with the order to merge them in; or what a compiled kernel needs to make them.
@@ -23,7 +23,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.core.batch import BagLayout, LocalIds, RoutedIds, StackView
+from tpu_embed.core.batch import (
+    BagLayout,
+    Gather,
+    LocalIds,
+    RoutedIds,
+    StackView,
+    Transport,
+    transport_of,
+)
 from tpu_embed.core.exchange import MergeRoute, RowSums, SumRoute, collectives, device_route, route
 from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.core.lookup import (
@@ -61,6 +69,11 @@ class Task(NamedTuple):
         return max(1, self.view.room.row_capacity) >= self.view.worst_room.row_capacity
 
     @property
+    def transport(self) -> Transport:
+        """How the gradients come to the rows' owners."""
+        return transport_of(self.view)
+
+    @property
     def stack(self) -> Stack:
         """The stack."""
         return self.view.stack
@@ -73,24 +86,24 @@ class Task(NamedTuple):
     @property
     def bag_layout(self) -> BagLayout:
         """The bags of its gradients."""
-        return self.view.gradient_layout
+        return self.view.bags.gradient_layout
 
     @property
     def gradients(self) -> tuple[Array, ...]:
         """The gradients that are summed, `[periods * bags, D]` per feature of `bag_layout`."""
-        if not self.view.jagged:
+        if not self.view.bags.jagged:
             return self.given
         return (join_gradients(self.given, self.factors_of_bags, self.view),)
 
     @property
     def factors(self) -> Array | None:
         """What each of them is still to be multiplied with, `[bags]`; None for all ones."""
-        return None if self.view.jagged else self.factors_of_bags
+        return None if self.view.bags.jagged else self.factors_of_bags
 
     @property
     def factors_of_bags(self) -> Array | None:
         """1 / d of every bag of this device; None for all ones."""
-        form = self.view.bag_layout
+        form = self.view.bags.bag_layout
         ids = in_bags(by_place(self.ids, self.view), self.view)
         return bag_entries(ids, form, self.stack.compute_dtype).factors
 
@@ -194,7 +207,7 @@ def psum_sums(task: Task) -> RowSums:
     """
     # A cell for every block and row: no batch needs more. If the devices do not divide G, a block
     # may end on the next device, and a cell is the sum of two: still the same in any order.
-    blocks, rows, axes = task.view.blocks, task.stack.num_rows, task.layout.axes.batch_axes
+    blocks, rows, axes = task.view.layout.blocks, task.stack.num_rows, task.layout.axes.batch_axes
     with jax.named_scope("psum"):
         order, touched = _order_of_cells(task)
         sums = _summed(task, order, blocks * rows)
@@ -239,7 +252,7 @@ def gradients_at_owner(task: Task) -> RoutedGradients:
     sums, merge = task.ids.sums, task.ids.merge
     assert sums is not None, "the batch was placed for an update"
     assert merge is not None, "the host knows the whole batch"
-    if task.view.way == "local":
+    if not isinstance(task.transport, Gather):
         return RoutedGradients(sums, merge, task.factors_of_bags, task.given)
 
     # [n, …] per device -> [replicas, n, …] -> [replicas * n, …], in batch order.
@@ -256,16 +269,18 @@ def sums_at_owner(task: Task, given: RoutedGradients) -> Partials:
     view = task.view
     with jax.named_scope("dedup"):
         gradients, factors = given.gradients, given.factors
-        if view.way == "local" and view.jagged:
+        if view.bags.jagged and not isinstance(task.transport, Gather):
             gradients, factors = (join_gradients(gradients, factors, view),), None
-        form = task.bag_layout if view.way == "local" else _global_bags(task)
-        sums = sum_gradients(gradients, factors, form, given.sums, view.num_partials)
+        size = task.transport.num_partials
+        sums = sum_gradients(gradients, factors, _bags_at_owner(task), given.sums, size)
     return Partials(sums, given.merge)
 
 
-def _global_bags(task: Task) -> BagLayout:
-    """Return the bags of the gradients of all replicas, one replica's after another's."""
+def _bags_at_owner(task: Task) -> BagLayout:
+    """Return the bags of the gradients; of all replicas, one after the other, if gathered."""
     form = task.bag_layout
+    if not isinstance(task.transport, Gather):
+        return form
     return dataclasses.replace(form, periods=form.periods * task.layout.axes.replicas)
 
 
@@ -281,22 +296,22 @@ def for_kernel(task: Task, given: RoutedGradients) -> tuple[RowGradients, Blocks
         sums.segments,
         merge.segments,
     )
-    if task.view.way == "local":
+    if not isinstance(task.transport, Gather):
         return sorted_by_row, _local_targets(task.view)
-    form = _global_bags(task)
+    form = _bags_at_owner(task)
     return sorted_by_row, Blocks(form.bags_per_period, form.periods, form.order)
 
 
 def _local_targets(view: StackView) -> Blocks:
     """Return how the bags and the places of one device are numbered."""
-    form = view.bag_layout
+    form = view.bags.bag_layout
     # Features with 2 bags in a period, with 7 places and with 1 bag: bags 2 0 1, places 0 7 0.
     bags = iter(form.bags_per_period)
     return Blocks(
-        tuple(0 if shape.has_places else next(bags) for shape in view.shapes),
+        tuple(0 if shape.has_places else next(bags) for shape in view.bags.shapes),
         form.periods,
         form.order,
-        places=tuple((shape.capacity or 0) * shape.has_places for shape in view.shapes),
+        places=tuple((shape.capacity or 0) * shape.has_places for shape in view.bags.shapes),
     )
 
 
@@ -314,7 +329,7 @@ def _order_of_cells(task: Task) -> tuple[SumRoute, Array]:
 
     An id of row r in block b adds to cell b * R + r of `[G * R, D]`; an absent id to none.
     """
-    ids, blocks, rows = task.ids, task.view.blocks, task.stack.num_rows
+    ids, blocks, rows = task.ids, task.view.layout.blocks, task.stack.num_rows
     if isinstance(ids, RoutedIds):
         assert ids.sums is not None, "the batch was placed for an update"
         sums = ids.sums
@@ -332,7 +347,7 @@ def _order_of_cells(task: Task) -> tuple[SumRoute, Array]:
     counts = collectives.psum(own.astype(jnp.int32), task.layout.axes.batch_axes)
     numbers = jnp.arange(rows, dtype=task.stack.index_dtype)
     touched = jnp.where(counts > 0, numbers, PADDING_ID)
-    missing = (0, task.view.num_merged - rows)
+    missing = (0, task.transport.num_merged - rows)
     return sums, jnp.pad(touched, missing, constant_values=PADDING_ID)
 
 
@@ -356,15 +371,17 @@ def _parts(task: Task, order: Array, bags: Array) -> Array | None:
 
 def _blocks(task: Task, bags: Array) -> Array:
     """Return the block of the global batch that contains the example of each bag, int32 `[N]`."""
-    view, axes = task.view, task.layout.axes
+    view, axes, num_blocks = task.view, task.layout.axes, task.layout.blocks
     replica = collectives.axis_index(axes.batch_axes)
-    first = replica * view.blocks // axes.replicas
+    first = replica * num_blocks // axes.replicas
     # Where the later blocks of each replica begin among its bags, [replicas, K - 1]; those past its
     # last one begin at its end. With 10 bags in 4 blocks on one device: 3 5 8. No replica has more
     # than K blocks (`Layout.blocks_per_device`), so no later one is left out.
     numbers = np.arange(axes.replicas)
-    later = numbers[:, None] * view.blocks // axes.replicas + np.arange(1, view.blocks_per_device)
-    starts = view.block_starts[np.minimum(later, view.blocks)]
-    local = starts - numbers[:, None] * view.bag_layout.bags
+    later = numbers[:, None] * view.layout.blocks // axes.replicas + np.arange(
+        1, view.blocks_per_device
+    )
+    starts = view.block_starts[np.minimum(later, view.layout.blocks)]
+    local = starts - numbers[:, None] * view.bags.bag_layout.bags
     mine = jnp.asarray(local, jnp.int32)[replica]
     return first + jnp.sum(bags[None] >= mine[:, None], axis=0, dtype=jnp.int32)
