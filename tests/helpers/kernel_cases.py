@@ -8,7 +8,8 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from tpu_embed.kernels import reference
+from tpu_embed.kernels import cpu, reference
+from tpu_embed.kernels.operands import GradientLayout, RowGradients, RowsToSum, SumLayout
 
 DIMS = [1, 3, 4, 5, 8, 16, 20, 33, 64, 100, 130]
 """Whole vectors of every width, and every possible remainder."""
@@ -66,10 +67,20 @@ def draw_sums(rng, dim, dtype, *, rows=90, n=4000, index_type=np.int32, tiny=Tru
     return source, row_numbers(rng, rows, n, index_type), segments, weights, factors
 
 
+def sums_of(kernel, source, index, segments, weights=None, factors=None, **layout):
+    """Return what a `gather_sum` makes of rows."""
+    return kernel(RowsToSum(source, index, segments, weights, factors), SumLayout(**layout))
+
+
+def update_of(table, slots, *given, rule, **layout):
+    """Return what the compiled update makes of the gradients of ids."""
+    return cpu.update_rows(table, slots, RowGradients(*given), GradientLayout(**layout), rule)
+
+
 def every_sum(kernel, source, index, segments, weights, factors):
     """Return sums with and without weights, and with and without factors."""
     return [
-        kernel(source, index, segments, w, f, bags=BAGS, periods=PERIODS)
+        sums_of(kernel, source, index, segments, w, f, bags=BAGS, periods=PERIODS)
         for w in (weights, None)
         for f in (factors, None)
     ]

@@ -7,10 +7,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kernel_cases import magnitudes, row_numbers, stored, widened
+from kernel_cases import magnitudes, row_numbers, stored, update_of, widened
 
 from tpu_embed import optimizers as o
-from tpu_embed.kernels import cpu
 
 ALL = {
     "weight_decay_factor": 0.3,
@@ -153,8 +152,8 @@ def updated(table, slots, given, rule, blocks):
 
     @functools.partial(jax.jit, donate_argnums=0)
     def run(held, given):
-        options = {"bags_per_period": columns, "periods": periods, "blocks": blocks}
-        return cpu.update_rows(held[0], held[1:], *given, rule=rule, **options)
+        options = {"bags": columns, "periods": periods, "blocks": blocks}
+        return update_of(held[0], held[1:], *given, rule=rule, **options)
 
     held = tuple(jnp.array(array) for array in (table, *slots))
     places = [array.unsafe_buffer_pointer() for array in held]

@@ -14,6 +14,7 @@ import numpy as np
 from host_cases import check_host_kernels
 from jax.sharding import PartitionSpec
 from judges import same_as, update_judge
+from kernel_cases import sums_of, update_of
 from random_operands import draw_bags, draw_ids, draw_numbers, draw_optimizer, draw_size, draw_table
 from vocabulary_cases import check_random_keys, check_random_map
 
@@ -118,8 +119,8 @@ def gather_sum(rng, dtype):
         operands = source, draw_ids(rng, n, rows, dtype), segments, weights
         return (*operands, factors if has_factors else None), bool((np.diff(segments) >= 0).all())
 
-    meaning = same_as(functools.partial(reference.gather_sum, **options))
-    check(rng, "gather_sum", functools.partial(cpu.gather_sum, **options), draw, meaning)
+    meaning = same_as(functools.partial(sums_of, reference.gather_sum, **options))
+    check(rng, "gather_sum", functools.partial(sums_of, cpu.gather_sum, **options), draw, meaning)
 
 
 def update(rng, dtype):
@@ -136,7 +137,7 @@ def update(rng, dtype):
     blocks = tuple(np.sort(rng.integers(0, bags + 2, rng.integers(0, 5))).tolist())
     order = draw_order(rng, columns) if rng.random() < 0.5 else ()
     columns = (*columns, *[0] * len(jagged))
-    options = {"periods": periods, "bags_per_period": columns, "order": order, "blocks": blocks}
+    options = {"periods": periods, "bags": columns, "order": order, "blocks": blocks}
     options["places"] = places
     # Routed: the numbers of sums are positions in other operands, of other lengths.
     is_routed, whole, partial = n and rng.random() < 0.5, draw_size(rng), draw_size(rng)
@@ -144,7 +145,7 @@ def update(rng, dtype):
     def native(table, slots, *given):
         rule = optimizer.compiled_rule(jnp.int32(3), jnp.float32(0.1))
         ordered = [slots[name] for name in rule.slots]
-        return cpu.update_rows(table, ordered, *given, rule=rule, **options)
+        return update_of(table, ordered, *given, rule=rule, **options)
 
     def draw(tame):
         numbers = functools.partial(draw_numbers, rng, tame=tame)

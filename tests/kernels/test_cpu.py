@@ -22,6 +22,7 @@ from kernel_cases import (
     magnitudes,
     row_numbers,
     stored,
+    sums_of,
     widened,
 )
 
@@ -198,10 +199,10 @@ def test_sums_of_every_dim(dtype):
     @jax.jit
     def summed(sources):
         rest = index, segments, weights, factors
-        return [cpu.gather_sum(source, *rest, **options) for source in sources]
+        return [sums_of(cpu.gather_sum, source, *rest, **options) for source in sources]
 
     found = summed([np.ascontiguousarray(source[:, :dim]) for dim in range(1, 151)])
-    meaning = jax.jit(functools.partial(reference.gather_sum, **options))
+    meaning = jax.jit(functools.partial(sums_of, reference.gather_sum, **options))
     expected = jax.device_get(meaning(source, index, segments, weights, factors))
     for dim, sums in enumerate(found, 1):
         assert_same_bits(sums, [part[:, :dim] for part in expected])
@@ -217,7 +218,7 @@ def test_sums_in_either_order(dim, hot):
     options = {"bags": (4, 0, 3), "periods": 60}
     operands = source, index, segments, weights, None
     found, expected = (
-        jax.jit(functools.partial(kernel.gather_sum, **options))(*operands)
+        jax.jit(functools.partial(sums_of, kernel.gather_sum, **options))(*operands)
         for kernel in (cpu, reference)
     )
     assert_same_bits(found, expected)
@@ -231,9 +232,9 @@ def test_bags_of_known_widths(widths):
     segments = np.repeat(np.arange(periods * 4, dtype=np.int32), widths * periods)
     options = {"bags": (3, 1), "periods": periods}
     operands = source, index, segments, None, magnitudes(rng, periods * 4)
-    summed = jax.jit(functools.partial(cpu.gather_sum, **options, widths=widths))
+    summed = jax.jit(functools.partial(sums_of, cpu.gather_sum, **options, widths=widths))
     assert "s32[0]" in summed.lower(*operands).compile().as_text()
-    meaning = jax.jit(functools.partial(reference.gather_sum, **options))
+    meaning = jax.jit(functools.partial(sums_of, reference.gather_sum, **options))
     assert_same_bits(summed(*operands), meaning(*operands))
 
 
@@ -242,14 +243,15 @@ def test_columns_in_another_order(order):
     """The bags of a period in any order: each feature still gets its own, in their order."""
     operands = draw_sums(np.random.default_rng(8), 20, "float32")
     options = {"bags": BAGS, "periods": PERIODS}
-    sums = jax.jit(functools.partial(reference.gather_sum, bags=(6,), periods=PERIODS))(*operands)
+    summed = functools.partial(sums_of, reference.gather_sum)
+    sums = jax.jit(functools.partial(summed, bags=(6,), periods=PERIODS))(*operands)
     by_period = np.asarray(sums[0]).reshape(PERIODS, 6, 20)
     ends = np.cumsum((0, *BAGS))
     for kernel in (cpu, reference):
-        found = jax.jit(functools.partial(kernel.gather_sum, **options, order=order))(*operands)
-        for feature, sums_of in enumerate(found):
+        summed = functools.partial(sums_of, kernel.gather_sum, **options, order=order)
+        for feature, of_feature in enumerate(jax.jit(summed)(*operands)):
             mine = [order.index(column) for column in range(*ends[feature : feature + 2])]
-            assert_same_bits([sums_of], [by_period[:, mine].reshape(-1, 20)])
+            assert_same_bits([of_feature], [by_period[:, mine].reshape(-1, 20)])
 
 
 def test_gather_sum_of_64_bit_rows(x64):
@@ -265,8 +267,8 @@ def test_the_order_of_a_sum():
         if 0 <= row < len(source) and segment < SEGMENTS:
             sums[segment] = sums[segment] + source[row] * weight
     sums = np.where(factors[:, None] == 0, np.float32(0), sums * factors[:, None])
-    (found,) = cpu.gather_sum(
-        source, index, segments, weights, factors, bags=(1,), periods=SEGMENTS
+    (found,) = sums_of(
+        cpu.gather_sum, source, index, segments, weights, factors, bags=(1,), periods=SEGMENTS
     )
     assert_same_bits(found, sums)
 
@@ -317,8 +319,14 @@ def test_derivatives_are_the_references(monkeypatch, moved):
     def loss(moving):
         now = operands | moving
         options = {"weights": now["weights"], "factors": now["factors"]}
-        sums = dispatch.gather_sum(
-            now["source"], index, segments, **options, bags=BAGS, periods=PERIODS
+        sums = sums_of(
+            dispatch.gather_sum,
+            now["source"],
+            index,
+            segments,
+            **options,
+            bags=BAGS,
+            periods=PERIODS,
         )
         return sum(jnp.vdot(part, seed) for part, seed in zip(sums, seeds, strict=True))
 

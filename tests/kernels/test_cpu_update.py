@@ -18,6 +18,8 @@ from kernel_cases import (
     assert_same_bits,
     draw_sums,
     stored,
+    sums_of,
+    update_of,
     widened,
 )
 from pairs import parametrize_pairs
@@ -37,6 +39,7 @@ from update_cases import (
 
 from tpu_embed import optimizers as o
 from tpu_embed.kernels import cpu, reference
+from tpu_embed.kernels.operands import SumLayout
 
 if cpu.load().path is None:
     pytest.skip(f"compiled library: {cpu.load().why_not}", allow_module_level=True)
@@ -86,10 +89,10 @@ def test_columns_in_another_order(order):
     """The bags of a period in any order: gradients given so give what reordered ones give."""
     rng = np.random.default_rng(9)
     table, slots, (*given, gradients) = draw_update(rng, RULES["adam"], 20, "float32")
-    options = {"bags_per_period": COLUMNS, "periods": UPDATE_PERIODS, "blocks": STARTS}
-    run = functools.partial(cpu.update_rows, rule=compiled(RULES["adam"]), **options)
+    options = {"bags": COLUMNS, "periods": UPDATE_PERIODS, "blocks": STARTS}
+    run = functools.partial(update_of, rule=compiled(RULES["adam"]), **options)
     joined = reference.join_features(gradients, UPDATE_PERIODS, order)
-    in_order = reference.by_feature(joined, COLUMNS, UPDATE_PERIODS)
+    in_order = reference.by_feature(joined, SumLayout(COLUMNS, UPDATE_PERIODS))
     found = jax.jit(functools.partial(run, order=order))(table, slots, *given, gradients)
     assert_same_bits(found, jax.jit(run)(table, slots, *given, in_order))
 
@@ -159,13 +162,13 @@ def test_eight_devices_call_at_once():
     def device(held, given, sums):
         held, given, sums = jax.tree.map(lambda x: x[0], (held, given, sums))
         options = {
-            "bags_per_period": COLUMNS,
+            "bags": COLUMNS,
             "periods": UPDATE_PERIODS,
             "blocks": STARTS,
         }
-        new = cpu.update_rows(held[0], held[1], *given, rule=rule, **options)
+        new = update_of(held[0], held[1], *given, rule=rule, **options)
         ordered = cpu.sort_rows(given[0])
-        summed = cpu.gather_sum(*sums, bags=BAGS, periods=PERIODS)
+        summed = sums_of(cpu.gather_sum, *sums, bags=BAGS, periods=PERIODS)
         return jax.tree.map(lambda x: x[None], (new, ordered, summed))
 
     run = jax.jit(
@@ -194,32 +197,32 @@ def test_operands_that_do_not_fit_are_refused():
     source, index, segments, weights, factors = draw_sums(np.random.default_rng(0), 5, "float32")
     rest = {"bags": BAGS, "periods": PERIODS}
     table, slots, given = draw_update(np.random.default_rng(0), RULES["adagrad"], 5, "float32")
-    blocks = {"bags_per_period": COLUMNS, "periods": UPDATE_PERIODS, "blocks": ()}
+    blocks = {"bags": COLUMNS, "periods": UPDATE_PERIODS, "blocks": ()}
     rule = compiled(RULES["adagrad"])
     calls = {
-        "gather_sum: one segment": lambda: cpu.gather_sum(
-            source, index, segments[1:], weights, factors, **rest
+        "gather_sum: one segment": lambda: sums_of(
+            cpu.gather_sum, source, index, segments[1:], weights, factors, **rest
         ),
-        "gather_sum: the widths": lambda: cpu.gather_sum(
-            source, index, segments, weights, factors, **rest, widths=(1,)
+        "gather_sum: the widths": lambda: sums_of(
+            cpu.gather_sum, source, index, segments, weights, factors, **rest, widths=(1,)
         ),
-        "gather_sum: one weight": lambda: cpu.gather_sum(
-            source, index, segments, weights[1:], factors, **rest
+        "gather_sum: one weight": lambda: sums_of(
+            cpu.gather_sum, source, index, segments, weights[1:], factors, **rest
         ),
-        "gather_sum: one factor": lambda: cpu.gather_sum(
-            source, index, segments, weights, factors[1:], **rest
+        "gather_sum: one factor": lambda: sums_of(
+            cpu.gather_sum, source, index, segments, weights, factors[1:], **rest
         ),
         "set: shapes differ": lambda: cpu.set_rows(source, index, source[: len(index) - 1]),
-        "update: slots of another length": lambda: cpu.update_rows(
+        "update: slots of another length": lambda: update_of(
             table, [slots[0][1:]], *given, rule=rule, **blocks
         ),
-        "update: ids, bags": lambda: cpu.update_rows(
+        "update: ids, bags": lambda: update_of(
             table, slots, given[0], given[1][1:], *given[2:], rule=rule, **blocks
         ),
-        "update: gradients of another size": lambda: cpu.update_rows(
+        "update: gradients of another size": lambda: update_of(
             table, slots, *given[:-1], given[-1][::-1], rule=rule, **blocks
         ),
-        "update: one number of places": lambda: cpu.update_rows(
+        "update: one number of places": lambda: update_of(
             table, slots, *given, rule=rule, **blocks, places=(1,)
         ),
         "row numbers must be int32": lambda: cpu.gather_rows(source, index.astype(np.int16)),

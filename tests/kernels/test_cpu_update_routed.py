@@ -7,7 +7,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from kernel_cases import assert_same_bits, magnitudes
+from kernel_cases import assert_same_bits, magnitudes, update_of
 from update_cases import (
     RULES,
     STARTS,
@@ -42,7 +42,7 @@ def test_routed_entries_tell_their_partial_sums(name):
     anew = rng.permutation(UPDATE_BAGS).astype(np.int32)
     joined = np.asarray(reference.join_features(gradients, UPDATE_PERIODS))
     renumbered = factors[np.argsort(anew)], (joined[np.argsort(anew)],)
-    run = functools.partial(cpu.update_rows, rule=rule, bags_per_period=(1,), periods=UPDATE_BAGS)
+    run = functools.partial(update_of, rule=rule, bags=(1,), periods=UPDATE_BAGS)
     routed = whole.astype(np.int32), anew[bags[order]], weights[order], *renumbered, sums, merged
     found = jax.jit(run)(table, slots, *routed)
     assert_same_bits(found, expected_update(table, slots, given, rule, STARTS))
@@ -61,8 +61,8 @@ def test_places_are_numbered_after_the_bags():
     joined = np.asarray(reference.join_features(gradients, UPDATE_PERIODS))
     joined = np.asarray(reference.scale(joined, factors))
     targets = np.sort(rng.integers(0, UPDATE_BAGS + 39, len(rows))).astype(np.int32)
-    options = {"bags_per_period": bags, "periods": UPDATE_PERIODS, "places": places}
-    run = functools.partial(cpu.update_rows, rule=rule, blocks=STARTS, **options)
+    options = {"bags": bags, "periods": UPDATE_PERIODS, "places": places}
+    run = functools.partial(update_of, rule=rule, blocks=STARTS, **options)
     found = jax.jit(run)(table, slots, rows, targets, weights, factors, apart)
     whole = rows, targets, weights, None, (np.concatenate([joined, *jagged]),)
     assert_same_bits(found, expected_update(table, slots, whole, rule, STARTS))

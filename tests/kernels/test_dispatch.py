@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from facade_cases import assert_same, mesh
 from jax import export
+from kernel_cases import sums_of
 from pairs import parametrize_pairs
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, optimizers
@@ -111,7 +112,7 @@ def test_a_gpu_sums_without_atomics(monkeypatch):
         return dispatch.segment_sum(values, segments, 8)
 
     def gather_sum(values, segments):
-        return dispatch.gather_sum(values, segments, segments, bags=(1, 1), periods=4)
+        return sums_of(dispatch.gather_sum, values, segments, segments, bags=(1, 1), periods=4)
 
     def adding_scatters(function, platform):
         traced = jax.jit(function).trace(values, segments)

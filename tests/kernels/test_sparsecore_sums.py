@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from kernel_cases import sums_of
 
 from tpu_embed.kernels import dispatch, reference, sparsecore, sparsecore_sums, sparsecore_worker
 from tpu_embed.kernels.formats import RowFormat
@@ -136,7 +137,7 @@ def in_order(source, index, segments):
     return REFERENCE(rows, index, segments, None, None)[0]
 
 
-REFERENCE = jax.jit(functools.partial(reference.gather_sum, bags=(1,), periods=SUMS))
+REFERENCE = jax.jit(functools.partial(sums_of, reference.gather_sum, bags=(1,), periods=SUMS))
 
 
 @st.composite
@@ -234,7 +235,7 @@ def test_long_rows_are_cut_and_joined(monkeypatch):
         lower = source & 0xFFFF if source.dtype == jnp.uint32 else source
         rows = jnp.concatenate([lower, upper], axis=1).astype(jnp.float32)
         options = {"bags": (1,), "periods": num_segments}
-        return reference.gather_sum(rows, index, segments, None, None, **options)[0]
+        return sums_of(reference.gather_sum, rows, index, segments, None, None, **options)[0]
 
     monkeypatch.setattr(sparsecore_sums, "_sum_pieces", sum_pieces)
     monkeypatch.setattr(sparsecore_sums, "_workers_here", lambda: WORKERS)

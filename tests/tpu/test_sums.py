@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from kernel_cases import sums_of
 from programs import SMALL
 
 from tpu_embed.kernels import dispatch
@@ -33,7 +34,7 @@ def compiled_sums(chip, dim, dtype, weighted):
     def sums(source, index, segments, weights):
         weights = weights if weighted else None
         options = {"weights": weights, "bags": (1,), "periods": SUMS}
-        return dispatch.gather_sum(source, index, segments, **options)[0]
+        return sums_of(dispatch.gather_sum, source, index, segments, **options)[0]
 
     def array(shape, dtype):
         shape = (mesh.size * shape[0], *shape[1:])

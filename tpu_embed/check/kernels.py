@@ -19,6 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from tpu_embed.check.findings import Findings
 from tpu_embed.kernels import dispatch
 from tpu_embed.kernels.formats import PACKED_ROWS, RowFormat, packing_of
+from tpu_embed.kernels.operands import RowsToSum, SumLayout
 
 __all__ = ["check_kernels"]
 
@@ -181,13 +182,11 @@ def _check_gather_sum(
     mesh: Mesh, sources: Sequence[Source], entries: Entries, findings: Findings
 ) -> None:
     def kernel(tables: list[Any], entries: Entries) -> list[Any]:
-        options = {"bags": (1,), "periods": _SUMS}
         sums = []
         for source, rows in zip(sources, tables, strict=True):
             weights = entries.weights if source.weighted else None
-            sums += dispatch.gather_sum(
-                rows, entries.index, entries.segments, weights=weights, **options
-            )
+            given = RowsToSum(rows, entries.index, entries.segments, weights)
+            sums += dispatch.gather_sum(given, SumLayout((1,), _SUMS))
         return sums
 
     right = []

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._types import Array
+from tpu_embed.kernels.operands import GradientLayout, RowGradients, RowsToSum, SumLayout
 from tpu_embed.kernels.rules import KINDS, CompiledRule
 from tpu_embed.kernels.varying import as_varying, varying_axes
 
@@ -115,71 +116,34 @@ def sort_rows(row_ids: Array) -> tuple[Array, Array]:
     return ordered, order
 
 
-def gather_sum(
-    source: Array,
-    index: Array,
-    segments: Array,
-    weights: Array | None,
-    factors: Array | None,
-    *,
-    bags: tuple[int, ...],
-    periods: int,
-    order: tuple[int, ...] = (),
-    widths: tuple[int, ...] = (),
-) -> tuple[Array, ...]:
+def gather_sum(rows: RowsToSum, layout: SumLayout) -> tuple[Array, ...]:
     """Return weighted sums of rows in float32; see `reference.gather_sum`."""
     # One result per feature, so that no program has to cut one large array into pieces.
-    shapes = [jax.ShapeDtypeStruct((periods * n, source.shape[1]), jnp.float32) for n in bags]
-    segments = _or_empty(None if widths else segments, jnp.int32)
-    operands = (source, index, segments, _or_empty(weights), _or_empty(factors))
-    lists = {"bags": _int64(bags), "order": _int64(order), "widths": _int64(widths)}
-    return tuple(_call("gather_sum", shapes)(*operands, **lists, periods=np.int64(periods)))
+    dim, periods = rows.source.shape[1], layout.periods
+    shapes = [jax.ShapeDtypeStruct((periods * n, dim), jnp.float32) for n in layout.bags]
+    segments = _or_empty(None if layout.widths else rows.segments, jnp.int32)
+    optional = _or_empty(rows.weights), _or_empty(rows.factors)
+    call = _call("gather_sum", shapes)
+    return tuple(call(rows.source, rows.index, segments, *optional, **_attributes(layout)))
 
 
 def update_rows(
     table: Array,
     slots: Sequence[Array],
-    row_ids: Array,
-    bags: Array | None,
-    weights: Array | None,
-    factors: Array | None,
-    gradients: Sequence[Array],
-    sums: Array | None = None,
-    merged: Array | None = None,
-    *,
+    given: RowGradients,
+    layout: GradientLayout,
     rule: CompiledRule,
-    bags_per_period: tuple[int, ...],
-    periods: int,
-    order: tuple[int, ...] = (),
-    blocks: tuple[int, ...] = (),
-    places: tuple[int, ...] = (),
 ) -> tuple[Array, ...]:
-    """Sort ids by row, sum the gradients of each row, and apply the rule.
+    """Sort ids by row unless they are routed, sum the gradients of each row, and apply the rule.
 
-    Ids that were routed are sorted already: entry i belongs to the partial sum `sums[i]`, and that
-    to the whole sum `merged[sums[i]]`, whose row is in `row_ids`. A row's gradients are summed
-    within each partial sum first, then over the partial sums.
+    A row's gradients are summed within each partial sum, or block, first, then over these.
 
     Args:
       table: `[R, D]` float32, or bfloat16 stored as uint16.
       slots: float32 `[R, D]`, or `[R]` for one number per row, in the order of `rule.slots`.
-      row_ids: int32 or int64 `[N]`, the row of each id; ids outside the table are left out. With
-        `sums`: `[U]`, the row of each whole sum.
-      bags: int32 `[N]`, the bag or place of each id; None: position i has bag i.
-      weights: float32 `[N]`, the weight of each id; None: all ones.
-      factors: float32 `[bags]`, what the gradient of each bag is multiplied with; None: all ones.
-      gradients: the gradients of the bags, `[periods * bags_per_period[f], D]` for feature f, or of
-        its places, `[places[f], D]`. Bags are numbered by period, then by their place in it; the
-        numbers of the places of all features come after those of the bags.
-      sums: int32 `[N]`, non-decreasing; None: the ids are not routed.
-      merged: int32 `[P]`, non-decreasing; None: every partial sum is a whole sum.
+      given: the gradients of the ids.
+      layout: how their bags are numbered.
       rule: the optimizer's rule.
-      bags_per_period: for each feature, the number of its bags in a period.
-      periods: the number of periods in the gradients.
-      order: see `BagLayout.order`.
-      blocks: the first bags of the second block of the batch and of all later ones, of ids that are
-        not routed. A row's gradients are summed within each block first, then over the blocks.
-      places: for each feature, its places if it is jagged, and 0 otherwise; (): none is jagged.
 
     Returns:
       the table and the slots, in the memory of the operands.
@@ -187,22 +151,18 @@ def update_rows(
     held = (table, *slots)
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in held]
     operands = (
-        *held,
-        row_ids,
-        _or_empty(bags, jnp.int32),
-        _or_empty(weights),
-        _or_empty(factors),
-        _or_empty(sums, jnp.int32),
-        _or_empty(merged, jnp.int32),
-        rule.operand(),
-        *gradients,
+        given.row_ids,
+        _or_empty(given.bags, jnp.int32),
+        _or_empty(given.weights),
+        _or_empty(given.factors),
+        _or_empty(given.sums, jnp.int32),
+        _or_empty(given.merged, jnp.int32),
     )
     # Results 0, 1, … (table and slots) are in the memory of operands 0, 1, ….
     call = _call("update", shapes, aliases={i: i for i in range(len(held))})
-    lists = {"columns": _int64(bags_per_period), "order": _int64(order), "blocks": _int64(blocks)}
-    lists["places"] = _int64(places)
-    kind, flags = np.int64(KINDS.index(rule.kind)), np.int64(rule.flag)
-    return tuple(call(*operands, **lists, periods=np.int64(periods), rule=kind, flags=flags))
+    attributes = {"rule": np.int64(KINDS.index(rule.kind)), "flags": np.int64(rule.flag)}
+    attributes |= _attributes(layout)
+    return tuple(call(*held, *operands, rule.operand(), *given.gradients, **attributes))
 
 
 def _call(name: str, shapes, aliases: dict[int, int] | None = None):
@@ -232,5 +192,6 @@ def _or_empty(array: Array | None, dtype=jnp.float32) -> Array:
     return jnp.zeros((0,), dtype) if array is None else array
 
 
-def _int64(numbers: Sequence[int]) -> np.ndarray:
-    return np.asarray(numbers, np.int64)
+def _attributes(layout: NamedTuple) -> dict[str, Any]:
+    """Return what is static as a custom call takes it: numbers and lists of 64 bits."""
+    return {name: np.asarray(one, np.int64)[()] for name, one in layout._asdict().items()}

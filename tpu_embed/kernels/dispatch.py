@@ -40,6 +40,7 @@ from tpu_embed.kernels import (
     vocabulary_reference,
 )
 from tpu_embed.kernels.formats import RowFormat
+from tpu_embed.kernels.operands import RowsToSum, SumLayout
 
 VARIABLE = "TPU_EMBED_KERNELS"
 """The environment variable that chooses the CPU kernels: `native` or `reference`."""
@@ -289,8 +290,8 @@ def segment_sum(values: Array, segments: Array, num_segments: int) -> Array:
     def one_by_one(values: Array, segments: Array) -> Array:
         positions = jax.lax.iota(segments.dtype, segments.shape[0])
         rows = values.reshape(values.shape[0], -1)
-        options = {"weights": None, "factors": None, "bags": (1,), "periods": num_segments}
-        sums = cpu.gather_sum(rows, positions, segments, **options)[0]
+        layout = SumLayout((1,), num_segments)
+        (sums,) = cpu.gather_sum(RowsToSum(rows, positions, segments), layout)
         return sums.reshape(num_segments, *values.shape[1:])
 
     able = values.dtype == jnp.float32 and cpu.takes_rows(values)
@@ -298,68 +299,45 @@ def segment_sum(values: Array, segments: Array, num_segments: int) -> Array:
     return choose(values, segments, otherwise=summed, native=native, gpu=scan)
 
 
-def gather_sum(
-    source: Array,
-    index: Array,
-    segments: Array,
-    *,
-    weights: Array | None = None,
-    factors: Array | None = None,
-    bags: tuple[int, ...],
-    periods: int,
-    order: tuple[int, ...] = (),
-    widths: tuple[int, ...] = (),
-) -> tuple[Array, ...]:
-    """Return weighted sums of rows of `source`; see `reference.gather_sum`."""
-    # Arrays that are given must be operands of the chosen branch; those that are not stay None.
-    optional = {"weights": weights, "factors": factors}
-    given = {name: array for name, array in optional.items() if array is not None}
-
-    def with_options(kernel: Callable[..., Any]) -> Callable[..., Any]:
-        def run(source: Array, index: Array, segments: Array, given: dict[str, Array]) -> Any:
-            options = {"weights": None, "factors": None} | given
-            sizes = {"bags": bags, "periods": periods, "order": order, "widths": widths}
-            return kernel(source, index, segments, **options, **sizes)
-
-        return run
-
-    otherwise = with_options(reference.gather_sum)
-    scan = functools.partial(reference.gather_sum, segment_sum=reference.segment_sum_scan)
-    able = cpu.takes_rows(index) and cpu.takes_numbers(source, *given.values())
-    native = _with_tangents(with_options(cpu.gather_sum), otherwise) if able else None
-    sums_rows = source.dtype in (jnp.float32, jnp.uint16) and source.shape[1] > 0
-    sparse = _with_tangents(with_options(_sum_on_sparse_cores), otherwise) if sums_rows else None
-    operands = (source, index, segments, given)
-    options = {"native": native, "gpu": with_options(scan), "sparse": sparse}
-    return choose(*operands, otherwise=otherwise, **options)
+def gather_sum(rows: RowsToSum, layout: SumLayout) -> tuple[Array, ...]:
+    """Return weighted sums of rows; see `reference.gather_sum`."""
+    otherwise, native, sparse, gpu = (
+        functools.partial(kernel, layout=layout)
+        for kernel in (
+            reference.gather_sum,
+            cpu.gather_sum,
+            _sum_on_sparse_cores,
+            functools.partial(reference.gather_sum, segment_sum=reference.segment_sum_scan),
+        )
+    )
+    # None where there are no weights or factors: these are no operands then.
+    numbers = jax.tree.leaves((rows.source, rows.weights, rows.factors))
+    able = cpu.takes_rows(rows.index) and cpu.takes_numbers(*numbers)
+    sums_rows = rows.source.dtype in (jnp.float32, jnp.uint16) and rows.source.shape[1] > 0
+    return choose(
+        rows,
+        otherwise=otherwise,
+        native=_with_tangents(native, otherwise) if able else None,
+        gpu=gpu,
+        sparse=_with_tangents(sparse, otherwise) if sums_rows else None,
+    )
 
 
-def _sum_on_sparse_cores(
-    source: Array,
-    index: Array,
-    segments: Array,
-    weights: Array | None,
-    factors: Array | None,
-    *,
-    bags: tuple[int, ...],
-    periods: int,
-    order: tuple[int, ...],
-    widths: tuple[int, ...],
-) -> tuple[Array, ...]:
+def _sum_on_sparse_cores(rows: RowsToSum, layout: SumLayout) -> tuple[Array, ...]:
     """Return what `reference.gather_sum` does, by the SparseCore kernel."""
-    dim = source.shape[1]
+    source, dim = rows.source, rows.source.shape[1]
     packed = RowFormat((dim,), storage.logical_dtype(source.dtype), "words").pack(source)
     sums = sparsecore_sums.gather_sum(
         packed,
         # Numbers of 64 bits that are outside of the source stay outside of it in 32.
-        jnp.clip(index, -1, source.shape[0]).astype(jnp.int32),
-        segments.astype(jnp.int32),
-        periods * sum(bags),
-        weights=None if weights is None else weights.astype(jnp.float32),
+        jnp.clip(rows.index, -1, source.shape[0]).astype(jnp.int32),
+        rows.segments.astype(jnp.int32),
+        layout.periods * sum(layout.bags),
+        weights=None if rows.weights is None else rows.weights.astype(jnp.float32),
     )[:, :dim]
-    if factors is not None:
-        sums = reference.scale(sums, factors)
-    return reference.by_feature(sums, bags, periods, order)
+    if rows.factors is not None:
+        sums = reference.scale(sums, rows.factors)
+    return reference.by_feature(sums, layout)
 
 
 def _with_tangents(native: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:

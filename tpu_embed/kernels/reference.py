@@ -18,6 +18,7 @@ import numpy as np
 
 from tpu_embed._types import Array, PyTree
 from tpu_embed.kernels import storage
+from tpu_embed.kernels.operands import RowsToSum, SumLayout
 
 
 def gather_rows(table: Array, row_ids: Array) -> Array:
@@ -182,72 +183,47 @@ def segment_sum_scan(values: Array, segments: Array, num_segments: int) -> Array
 
 
 def gather_sum(
-    source: Array,
-    index: Array,
-    segments: Array,
-    weights: Array | None,
-    factors: Array | None,
-    *,
-    bags: tuple[int, ...],
-    periods: int,
-    order: tuple[int, ...] = (),
-    widths: tuple[int, ...] = (),
+    rows: RowsToSum,
+    layout: SumLayout,
     segment_sum: Callable[[Array, Array, int], Array] = segment_sum,
 ) -> tuple[Array, ...]:
     """Sum rows of `source`, each times its weight, by bag, and multiply each sum with a factor.
 
-    A segment is a bag. A period has bags of all features, and segments are numbered by period,
-    then by their place in it. Products and sums are rounded one by one, in the order of
-    the entries.
+    Products and sums are rounded one by one, in the order of the entries.
 
     Args:
-      source: `[R, D]` float, or bfloat16 stored as uint16, which is summed in float32.
-      index: integer `[N]`, rows of `source`; absent ones are left out.
-      segments: int32 `[N]`, the bag of each, non-decreasing; those past the last bag are left out.
-      weights: the weight of each, `[N]`; None: all ones.
-      factors: the factor of each bag, `[n * sum(bags)]`; None: all ones.
-      bags: for each feature, its bags per period.
-      periods: the number n of periods.
-      order: of each bag of a period, its number if the bags were counted feature by feature; () if
-        that is their order already.
-      widths: the entries of each bag of a period, if all periods are alike: what `segments` say,
-        for kernels that need not read them. (): only `segments` say it.
+      rows: the rows, and the sum that each is added to.
+      layout: how the sums are numbered.
       segment_sum: the function that sums runs.
 
     Returns:
       one array `[n * bags[f], D]` per feature f.
     """
-    present = (index >= 0) & (index < source.shape[0])
-    rows = storage.widened(gather_rows(source, index))
-    if weights is not None:
-        kept = jnp.where(present, weights, jnp.zeros_like(weights))
+    present = (rows.index >= 0) & (rows.index < rows.source.shape[0])
+    values = storage.widened(gather_rows(rows.source, rows.index))
+    if rows.weights is not None:
+        kept = jnp.where(present, rows.weights, jnp.zeros_like(rows.weights))
         # The barrier keeps XLA from turning products and sums into multiply-adds, which round once.
-        rows = jax.lax.optimization_barrier(rows * kept[:, None])
-    sums = segment_sum(rows, segments, periods * sum(bags))
-    if factors is not None:
-        sums = scale(sums, factors)
-    return by_feature(sums, bags, periods, order)
+        values = jax.lax.optimization_barrier(values * kept[:, None])
+    sums = segment_sum(values, rows.segments, layout.periods * sum(layout.bags))
+    return by_feature(sums if rows.factors is None else scale(sums, rows.factors), layout)
 
 
-def by_feature(
-    sums: Array, bags: tuple[int, ...], periods: int, order: tuple[int, ...] = ()
-) -> tuple[Array, ...]:
+def by_feature(sums: Array, layout: SumLayout) -> tuple[Array, ...]:
     """Return the sums of every feature's bags, `[n * bags[f], D]` each.
 
     Args:
       sums: `[n * sum(bags), D]`.
-      bags: for each feature, its bags per period.
-      periods: the number n of periods.
-      order: see `gather_sum`.
+      layout: how they are numbered.
     """
-    if len(bags) == 1:
+    if len(layout.bags) == 1:
         return (sums,)
     # Two features of 1 and 2 bags: [n * 3, D] -> [n, 3, D] -> [n, 1, D] and [n, 2, D].
     dim = sums.shape[1]
-    by_period = sums.reshape(periods, sum(bags), dim)
-    if order:
-        by_period = by_period[:, np.argsort(order)]  # feature by feature
-    parts = jnp.split(by_period, np.cumsum(bags)[:-1].tolist(), axis=1)
+    by_period = sums.reshape(layout.periods, sum(layout.bags), dim)
+    if layout.order:
+        by_period = by_period[:, np.argsort(layout.order)]  # feature by feature
+    parts = jnp.split(by_period, np.cumsum(layout.bags)[:-1].tolist(), axis=1)
     return tuple(part.reshape(-1, dim) for part in parts)
 
 
@@ -257,7 +233,7 @@ def join_features(parts: Sequence[Array], periods: int, order: tuple[int, ...] =
     Args:
       parts: one array per feature.
       periods: the number n of periods.
-      order: see `gather_sum`.
+      order: see `SumLayout`.
     """
     # With 2 periods, and features of 1 and 2 bags: [2, D] and [4, D] become [2, 1, D] and
     # [2, 2, D], joined [2, 3, D], then [6, D].

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed.core.ids import FeatureShape
+from tpu_embed.kernels.operands import GradientLayout, SumLayout
 
 __all__ = ["BagLayout", "Bags", "Period", "arrange_period"]
 
@@ -52,6 +53,16 @@ class BagLayout:
     def bags(self) -> int:
         """The number of bags on a device."""
         return self.periods * len(self.combiners)
+
+    @property
+    def sums(self) -> SumLayout:
+        """The bags as a kernel takes them that sums the rows of each."""
+        return SumLayout(self.bags_per_period, self.periods, self.order, self.widths)
+
+    @property
+    def gradients(self) -> GradientLayout:
+        """The bags as a kernel takes them that sums their gradients by row."""
+        return GradientLayout(self.bags_per_period, self.periods, self.order)
 
 
 class Period(NamedTuple):

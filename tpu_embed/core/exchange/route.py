@@ -27,6 +27,7 @@ from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.exchange import collectives
 from tpu_embed.core.layout import ROW_MULTIPLE, MeshAxes, Stack
 from tpu_embed.kernels import dispatch
+from tpu_embed.kernels.operands import RowsToSum, SumLayout
 
 
 class RowRoute(NamedTuple):
@@ -172,7 +173,7 @@ def merge(sums: Array, route: MergeRoute) -> RowSums:
     if index is None:
         index = jax.lax.iota(jnp.int32, sums.shape[0])
     size = route.row_ids.shape[0]
-    merged = dispatch.gather_sum(sums, index, route.segments, bags=(1,), periods=size)[0]
+    (merged,) = dispatch.gather_sum(RowsToSum(sums, index, route.segments), SumLayout((1,), size))
     return RowSums(route.row_ids, merged)
 
 

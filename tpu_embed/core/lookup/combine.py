@@ -26,6 +26,7 @@ from tpu_embed.core.batch import BagLayout, LocalIds, RoutedIds, StackView
 from tpu_embed.core.exchange import FetchedRows, SumRoute
 from tpu_embed.core.layout import Stack
 from tpu_embed.kernels import dispatch, reference, storage
+from tpu_embed.kernels.operands import RowsToSum, SumLayout
 
 
 def quantize(rows: Array, stack: Stack) -> Array:
@@ -150,17 +151,8 @@ def combine(
         absent = (found.index < 0) | (found.index >= found.source.shape[0])
         index = jnp.where(absent, jnp.asarray(PADDING_ID, positions.dtype), positions)
         found = FetchedRows(quantize(rows, stack), index)
-    return dispatch.gather_sum(
-        found.source,
-        found.index,
-        entries.bags,
-        weights=entries.weights,
-        factors=entries.factors,
-        bags=form.bags_per_period,
-        periods=form.periods,
-        order=form.order,
-        widths=form.widths,
-    )
+    rows = RowsToSum(*found, entries.bags, entries.weights, entries.factors)
+    return dispatch.gather_sum(rows, form.sums)
 
 
 def join_gradients(gradients: Sequence[Array], factors: Array | None, view: StackView) -> Array:
@@ -198,15 +190,11 @@ def sum_gradients(
       num_sums: the number of sums.
     """
     joined = reference.join_features(gradients, form.periods, form.order)
-    return dispatch.gather_sum(
-        # Scaled by bag, not by id: a bag has one factor 1 / d for all of its ids.
-        joined if factors is None else reference.scale(joined, factors),
-        route.index,
-        route.segments,
-        weights=route.weights,
-        bags=(1,),
-        periods=num_sums,
-    )[0]
+    # Scaled by bag, not by id: a bag has one factor 1 / d for all of its ids.
+    scaled = joined if factors is None else reference.scale(joined, factors)
+    rows = RowsToSum(scaled, route.index, route.segments, route.weights)
+    (sums,) = dispatch.gather_sum(rows, SumLayout((1,), num_sums))
+    return sums
 
 
 def optional_weights(ids: LocalIds, dtype: np.dtype) -> Array | None:

@@ -16,7 +16,7 @@ their slots replaced.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,48 +27,8 @@ from tpu_embed.core.layout import Stack
 from tpu_embed.core.state import StackShard, slot_format, slot_shapes
 from tpu_embed.kernels import cpu, dispatch, storage
 from tpu_embed.kernels.formats import RowFormat
+from tpu_embed.kernels.operands import GradientLayout, RowGradients
 from tpu_embed.kernels.rules import CompiledRule
-
-
-class RowGradients(NamedTuple):
-    """The gradients of a device's ids, not yet summed by row; operands of `cpu.update_rows`.
-
-    Attributes:
-      row_ids: local rows `[N]`, `PADDING_ID` for none; with `sums` those of the whole sums, `[U]`.
-      bags: int32 `[N]`, the bag or place of each id; None: position i has bag i.
-      weights: the weight of each id, `[N]`; None: all ones.
-      factors: the factor 1 / d of each bag, `[bags]`; None: all ones.
-      gradients: the gradients of the bags, `[periods * bags, D]` per feature, or of its places.
-      sums: int32 `[N]`, if the ids are sorted by row: the sum that each belongs to; None: not yet.
-      merged: int32 `[P]`, the whole sum of each of these sums; None: they are whole.
-    """
-
-    row_ids: Array
-    bags: Array | None
-    weights: Array | None
-    factors: Array | None
-    gradients: tuple[Array, ...]
-    sums: Array | None = None
-    merged: Array | None = None
-
-
-class Blocks(NamedTuple):
-    """How bags are numbered, and into how many blocks the batch is split for the sums.
-
-    Attributes:
-      bags_per_period: for each feature, the number of its bags in a period.
-      periods: periods in the gradients.
-      order: see `BagLayout.order`.
-      blocks: the first bags of the second block of the batch and of all later ones; () where the
-        gradients come with the numbers of their sums.
-      places: for each feature, its places if it is jagged, and 0 otherwise; (): none is jagged.
-    """
-
-    bags_per_period: tuple[int, ...]
-    periods: int
-    order: tuple[int, ...] = ()
-    blocks: tuple[int, ...] = ()
-    places: tuple[int, ...] = ()
 
 
 def compiled_rule(stack: Stack, step: Array, learning_rate: ArrayLike) -> CompiledRule | None:
@@ -83,19 +43,19 @@ def compiled_rule(stack: Stack, step: Array, learning_rate: ArrayLike) -> Compil
 
 
 def sum_and_apply(
-    held: StackShard, given: RowGradients, blocks: Blocks, rule: CompiledRule
+    held: StackShard, given: RowGradients, layout: GradientLayout, rule: CompiledRule
 ) -> StackShard:
     """Sum the gradients of each row and update the row, in one compiled kernel, in place.
 
     Args:
       held: the shard.
       given: one entry per occurrence of a row, in batch order; or, with sums, sorted by row.
-      blocks: how the bags of the gradients are numbered.
+      layout: how the bags of the gradients are numbered.
       rule: the rule.
     """
     # The kernel takes and returns slots by position; `rule.slots` names them in its order.
     slots = [held.slots[name] for name in rule.slots]
-    table, *new = cpu.update_rows(held.table, slots, *given, rule=rule, **blocks._asdict())
+    table, *new = cpu.update_rows(held.table, slots, given, layout, rule)
     return StackShard(table, dict(zip(rule.slots, new, strict=True)))
 
 

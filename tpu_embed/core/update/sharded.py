@@ -36,8 +36,6 @@ from tpu_embed.core.lookup import zero_after
 from tpu_embed.core.state import StackShard, slot_shapes, state_specs
 from tpu_embed.core.update import occurrences
 from tpu_embed.core.update.apply import (
-    Blocks,
-    RowGradients,
     apply_rule,
     compiled_rule,
     every_row,
@@ -59,6 +57,7 @@ from tpu_embed.core.update.sums import (
     sums_at_owner,
 )
 from tpu_embed.kernels import dispatch
+from tpu_embed.kernels.operands import GradientLayout, RowGradients
 from tpu_embed.kernels.rules import CompiledRule
 
 
@@ -309,12 +308,13 @@ class _StackRule(NamedTuple):
             given = _to_apply(sums, self.task, self.operands)
             return apply_rule(held, given, stack, self.operands.step, self.learning_rate)
 
-    def in_kernel(self, held: StackShard, given: RowGradients, blocks: Blocks) -> StackShard:
+    def in_kernel(
+        self, held: StackShard, given: RowGradients, layout: GradientLayout
+    ) -> StackShard:
         """Sum gradients and apply the rule in one compiled kernel."""
         assert self.compiled is not None, "only stacks with a compiled rule come here"
-        return sum_and_apply(
-            held, _to_apply(given, self.task, self.operands), blocks, self.compiled
-        )
+        given = _to_apply(given, self.task, self.operands)
+        return sum_and_apply(held, given, layout, self.compiled)
 
 
 def _to_apply(given: Any, task: Task, operands: Operands) -> Any:

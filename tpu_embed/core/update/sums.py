@@ -42,8 +42,8 @@ from tpu_embed.core.lookup import (
     optional_weights,
     sum_gradients,
 )
-from tpu_embed.core.update.apply import Blocks, RowGradients
 from tpu_embed.kernels import dispatch
+from tpu_embed.kernels.operands import GradientLayout, RowGradients
 
 
 class Task(NamedTuple):
@@ -218,7 +218,7 @@ def psum_sums(task: Task) -> RowSums:
         return RowSums(touched, jnp.pad(total, missing))
 
 
-def local_gradients(task: Task) -> tuple[RowGradients, Blocks]:
+def local_gradients(task: Task) -> tuple[RowGradients, GradientLayout]:
     """Return this device's gradients unsummed, for a kernel that sorts and sums them itself."""
     assert isinstance(task.ids, LocalIds), "routed ids are sorted already"
     ids, form = task.ids, task.bag_layout
@@ -226,7 +226,7 @@ def local_gradients(task: Task) -> tuple[RowGradients, Blocks]:
     given = RowGradients(ids.row_ids, ids.bags, entries.weights, entries.factors, task.gradients)
     # The first bags of all blocks but the first: the only device knows all bags.
     blocks = tuple(task.view.block_starts[1:-1].tolist())
-    return given, Blocks(form.bags_per_period, form.periods, form.order, blocks)
+    return given, form.gradients._replace(blocks=blocks)
 
 
 class RoutedGradients(NamedTuple):
@@ -284,7 +284,7 @@ def _bags_at_owner(task: Task) -> BagLayout:
     return dataclasses.replace(form, periods=form.periods * task.layout.axes.replicas)
 
 
-def for_kernel(task: Task, given: RoutedGradients) -> tuple[RowGradients, Blocks]:
+def for_kernel(task: Task, given: RoutedGradients) -> tuple[RowGradients, GradientLayout]:
     """Return gradients at the owner as a compiled kernel takes them, sorted by row."""
     sums, merge = given.sums, given.merge
     sorted_by_row = RowGradients(
@@ -298,16 +298,15 @@ def for_kernel(task: Task, given: RoutedGradients) -> tuple[RowGradients, Blocks
     )
     if not isinstance(task.transport, Gather):
         return sorted_by_row, _local_targets(task.view)
-    form = _bags_at_owner(task)
-    return sorted_by_row, Blocks(form.bags_per_period, form.periods, form.order)
+    return sorted_by_row, _bags_at_owner(task).gradients
 
 
-def _local_targets(view: StackView) -> Blocks:
+def _local_targets(view: StackView) -> GradientLayout:
     """Return how the bags and the places of one device are numbered."""
     form = view.bags.bag_layout
     # Features with 2 bags in a period, with 7 places and with 1 bag: bags 2 0 1, places 0 7 0.
     bags = iter(form.bags_per_period)
-    return Blocks(
+    return GradientLayout(
         tuple(0 if shape.has_places else next(bags) for shape in view.bags.shapes),
         form.periods,
         form.order,
@@ -315,13 +314,13 @@ def _local_targets(view: StackView) -> Blocks:
     )
 
 
-def partials_for_kernel(given: Partials) -> tuple[RowGradients, Blocks]:
+def partials_for_kernel(given: Partials) -> tuple[RowGradients, GradientLayout]:
     """Return partial sums as a compiled kernel takes them: M sums are M bags of one id each."""
     size, merge = given.sums.shape[0], given.merge
     sorted_by_row = RowGradients(
         merge.row_ids, merge.index, None, None, (given.sums,), merge.segments
     )
-    return sorted_by_row, Blocks((1,), size)
+    return sorted_by_row, GradientLayout((1,), size)
 
 
 def _order_of_cells(task: Task) -> tuple[SumRoute, Array]:

@@ -190,7 +190,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(tpu_embed_update, tpu_embed::update,
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .RemainingArgs()
                                   .RemainingRets()
-                                  .Attr<xla::ffi::Span<const int64_t>>("columns")
+                                  .Attr<xla::ffi::Span<const int64_t>>("bags")
                                   .Attr<xla::ffi::Span<const int64_t>>("order")
                                   .Attr<xla::ffi::Span<const int64_t>>("blocks")
                                   .Attr<xla::ffi::Span<const int64_t>>("places")

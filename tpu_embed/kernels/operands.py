@@ -1,0 +1,98 @@
+"""What the kernels that sum rows take: arrays in one tuple, and what is static in another.
+
+Input: arrays of a device, and how bags are numbered. Output: operands of `gather_sum` and
+`cpu.update_rows`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tpu_embed._types import Array
+
+__all__ = ["GradientLayout", "RowGradients", "RowsToSum", "SumLayout"]
+
+
+class RowsToSum(NamedTuple):
+    """Rows, and the sum that each is added to.
+
+    Attributes:
+      source: `[R, D]` float, or bfloat16 stored as uint16, which is summed in float32.
+      index: integer `[N]`, rows of `source`; absent ones are left out.
+      segments: int32 `[N]`, the sum of each, non-decreasing; those past the last are left out.
+      weights: the weight of each, `[N]`; None: all ones.
+      factors: what each sum is multiplied with, `[n * sum(bags)]`; None: all ones.
+    """
+
+    source: Array
+    index: Array
+    segments: Array
+    weights: Array | None = None
+    factors: Array | None = None
+
+
+class SumLayout(NamedTuple):
+    """How sums are numbered: by period, then by their place in it. A sum is that of a bag.
+
+    Attributes:
+      bags: for each feature, its bags per period.
+      periods: the number n of periods.
+      order: of each bag of a period, its number if the bags were counted feature by feature; () if
+        that is their order already.
+      widths: the entries of each bag of a period, if all periods are alike: what `segments` say,
+        for kernels that need not read them. (): only `segments` say it.
+    """
+
+    bags: tuple[int, ...]
+    periods: int
+    order: tuple[int, ...] = ()
+    widths: tuple[int, ...] = ()
+
+
+class RowGradients(NamedTuple):
+    """The gradients of a device's ids, not yet summed by row.
+
+    Ids that were routed are sorted already: entry i belongs to the partial sum `sums[i]`, and that
+    to the whole sum `merged[sums[i]]`, whose row is in `row_ids`.
+
+    Attributes:
+      row_ids: int32 or int64 `[N]`, the local row of each id; ids outside of the table are left
+        out. With `sums`: `[U]`, the row of each whole sum.
+      bags: int32 `[N]`, the bag or place of each id; None: position i has bag i.
+      weights: float32 `[N]`, the weight of each id; None: all ones.
+      factors: float32 `[bags]`, what the gradient of each bag is multiplied with; None: all ones.
+      gradients: the gradients of the bags, `[periods * bags[f], D]` for feature f, or of its
+        places, `[places[f], D]`.
+      sums: int32 `[N]`, non-decreasing; None: the ids are not routed.
+      merged: int32 `[P]`, non-decreasing; None: every partial sum is a whole sum.
+    """
+
+    row_ids: Array
+    bags: Array | None
+    weights: Array | None
+    factors: Array | None
+    gradients: tuple[Array, ...]
+    sums: Array | None = None
+    merged: Array | None = None
+
+
+class GradientLayout(NamedTuple):
+    """How the bags of gradients are numbered, and the blocks in which a row's are summed.
+
+    Bags are numbered by period, then by their place in it; the places of all features come after
+    the bags.
+
+    Attributes:
+      bags: for each feature, the number of its bags in a period.
+      periods: the number of periods in the gradients.
+      order: see `SumLayout`.
+      blocks: the first bags of the second block of the batch and of all later ones, of ids that are
+        not routed. A row's gradients are summed within each block first, then over the blocks.
+      places: for each feature, its places if it is jagged, and 0 otherwise; (): none is jagged.
+    """
+
+    bags: tuple[int, ...]
+    periods: int
+    order: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
