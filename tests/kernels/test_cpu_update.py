@@ -132,7 +132,7 @@ def test_bounds_that_are_zero(dim, least, most):
     optimizer = o.SGD(0.1, clip_weight_min=least, clip_weight_max=most)
     table = np.random.default_rng(dim).choice(np.float32([-0.0, 0.0, 1, -1]), (R, dim))
     rows, gradients = np.arange(R, dtype=np.int32), np.zeros((R, dim), np.float32)
-    (found,) = updated(table, [], (rows, None, None, None, (gradients,)), compiled(optimizer), 0)
+    (found,) = updated(table, [], (rows, None, None, None, (gradients,)), compiled(optimizer), ())
     rate = jnp.float32(optimizer.learning_rate)
     expected = jax.jit(optimizer.update_rows)(table, {}, gradients, 1, rate)[0]
     assert_same_bits(found, expected)
