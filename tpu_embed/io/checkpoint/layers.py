@@ -21,12 +21,12 @@ import jax
 
 from tpu_embed._checks import message
 from tpu_embed.core.state import TableState
+from tpu_embed.engine_layer import EngineLayer
 from tpu_embed.io import schema
 from tpu_embed.io.checkpoint import manifest, tables
 from tpu_embed.io.checkpoint.checked import read_bound, write_bound
 from tpu_embed.io.checkpoint.manifest import Wanted
 from tpu_embed.io.files import file_name
-from tpu_embed.state_holder import StateHolder
 
 __all__ = [
     "Prepared",
@@ -61,7 +61,7 @@ def name_of_layer(checkpoint: str, path: str) -> str:
     return f"{checkpoint}/{path}"
 
 
-def prepare(layers: Mapping[str, StateHolder], *, checkpoint: str, copied: bool) -> Prepared:
+def prepare(layers: Mapping[str, EngineLayer], *, checkpoint: str, copied: bool) -> Prepared:
     """Collect what must be written from the states of layers.
 
     Args:
@@ -82,7 +82,7 @@ def prepare(layers: Mapping[str, StateHolder], *, checkpoint: str, copied: bool)
     )
 
 
-def _prepared(path: str, layer: StateHolder, name: str, copied: bool) -> tables.Prepared:
+def _prepared(path: str, layer: EngineLayer, name: str, copied: bool) -> tables.Prepared:
     try:
         return tables.prepare(layer.engine, layer.state, checkpoint=name, copied=copied)
     except ValueError as error:

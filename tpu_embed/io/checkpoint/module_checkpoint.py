@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 
 from tpu_embed._checks import message, message_of_many
 from tpu_embed._types import Array
+from tpu_embed.engine_layer import EngineLayer
 from tpu_embed.io.checkpoint import layers
 from tpu_embed.io.checkpoint.checked import JsonArgs, as_json
 from tpu_embed.io.checkpoint.commit import read_checkpoint, write_checkpoint
@@ -33,7 +34,6 @@ from tpu_embed.io.checkpoint.trees import (
     leaf_differences,
     read_leaves,
 )
-from tpu_embed.state_holder import StateHolder
 
 __all__ = ["restore_modules", "save_modules", "save_modules_args"]
 
@@ -166,7 +166,7 @@ class _Wish:
     convert: bool
     leave_out: tuple[str, ...]
 
-    def of_layer(self, path: str, layer: StateHolder, checkpoint: str) -> Wanted:
+    def of_layer(self, path: str, layer: EngineLayer, checkpoint: str) -> Wanted:
         """Return what to restore for one layer."""
         # New rows are made from the key and the name of their table. Tables of different layers
         # may have the same name, so each layer gets a key of its own.
