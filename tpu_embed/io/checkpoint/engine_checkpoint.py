@@ -9,6 +9,7 @@ three read back.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,12 +83,8 @@ def save(
       ({'epoch': 1}, True)
     """
     check_engine(engine)
-    write_checkpoint(
-        path,
-        lambda checkpoint: save_args(
-            engine, state, model, position, checkpoint=checkpoint, copied=False
-        ),
-    )
+    args_of = functools.partial(save_args, engine, state, model, position, copied=False)
+    write_checkpoint(path, args_of)
 
 
 def restore(

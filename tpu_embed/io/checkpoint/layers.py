@@ -13,7 +13,6 @@ Input: layers with their states, or what to restore for each. Output: files, or 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -42,18 +41,8 @@ __all__ = [
 _LAYERS = "layers.json"
 _SHARED = "shared.json"
 
-
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """What one process will write.
-
-    Attributes:
-      checkpoint: the name of the checkpoint.
-      layers: what to write for each layer, by path.
-    """
-
-    checkpoint: str
-    layers: Mapping[str, tables.Prepared]
+Prepared = dict[str, tables.Prepared]
+"""What one process will write for each layer, by path."""
 
 
 def name_of_layer(checkpoint: str, path: str) -> str:
@@ -62,7 +51,7 @@ def name_of_layer(checkpoint: str, path: str) -> str:
 
 
 def prepare(layers: Mapping[str, EngineLayer], *, checkpoint: str, copied: bool) -> Prepared:
-    """Collect what must be written from the states of layers.
+    """Return what must be written from the states of layers, by path.
 
     Args:
       layers: the layers by path.
@@ -73,13 +62,10 @@ def prepare(layers: Mapping[str, EngineLayer], *, checkpoint: str, copied: bool)
     Raises:
       ValueError: a state does not fit the engine of its layer, or was donated.
     """
-    return Prepared(
-        checkpoint,
-        {
-            path: _prepared(path, layer, name_of_layer(checkpoint, path), copied)
-            for path, layer in layers.items()
-        },
-    )
+    return {
+        path: _prepared(path, layer, name_of_layer(checkpoint, path), copied)
+        for path, layer in layers.items()
+    }
 
 
 def _prepared(path: str, layer: EngineLayer, name: str, copied: bool) -> tables.Prepared:
@@ -89,21 +75,24 @@ def _prepared(path: str, layer: EngineLayer, name: str, copied: bool) -> tables.
         raise ValueError(f"layer {path!r}: {error}") from error
 
 
-def write(directory: Path, prepared: Prepared, shared: Sequence[Sequence[str]]) -> None:
+def write(
+    directory: Path, checkpoint: str, prepared: Prepared, shared: Sequence[Sequence[str]]
+) -> None:
     """Write this process's part of all layers.
 
     Args:
       directory: an existing directory.
-      prepared: what to write.
+      checkpoint: the name of the checkpoint.
+      prepared: what `prepare` returned.
       shared: the paths of each layer or variable that has several; it is saved under one of them.
     """
-    for path, layer in prepared.layers.items():
+    for path, layer in prepared.items():
         place = directory / file_name(path)
         place.mkdir(exist_ok=True)  # every process makes it
         tables.write(place, layer)
     if jax.process_index() == 0:
-        write_bound(directory / _LAYERS, prepared.checkpoint, sorted(prepared.layers))
-        write_bound(directory / _SHARED, prepared.checkpoint, shared)
+        write_bound(directory / _LAYERS, checkpoint, sorted(prepared))
+        write_bound(directory / _SHARED, checkpoint, shared)
 
 
 def read_paths(directory: Path) -> tuple[str, list[str]]:

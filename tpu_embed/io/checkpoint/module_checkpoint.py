@@ -10,6 +10,7 @@ from one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -68,12 +69,8 @@ def save_modules(path: str | Path, modules: Mapping[str, Any], *, position: Any 
       >>> bool((other.films.embedding == model.films.embedding).all())
       True
     """
-    write_checkpoint(
-        path,
-        lambda checkpoint: save_modules_args(
-            modules, position, checkpoint=checkpoint, copied=False
-        ),
-    )
+    args_of = functools.partial(save_modules_args, modules, position, copied=False)
+    write_checkpoint(path, args_of)
 
 
 def restore_modules(
@@ -149,9 +146,13 @@ def save_modules_args(
     arrays = parts.arrays()
     check_leaves("modules", arrays)
     prepared = layers.prepare(parts.layers, checkpoint=checkpoint, copied=copied)
+
+    def write(path: Path) -> None:
+        layers.write(path, checkpoint, prepared, parts.shared)
+
     return ocp.args.Composite(
         **{
-            LAYERS: FilesArgs(write=lambda path: layers.write(path, prepared, parts.shared)),
+            LAYERS: FilesArgs(write=write),
             VARIABLES: PyTreeArgs(checkpoint, arrays),
             POSITION: JsonArgs(checkpoint, as_json(position)),
         }
