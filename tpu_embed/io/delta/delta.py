@@ -257,9 +257,7 @@ def apply_delta(
 
 
 def _arrays(table: Any) -> dict[str, Any]:
-    if isinstance(table, QuantizedTable):
-        return {"values": table.values, "scale": table.scale, "offset": table.offset}
-    return {"values": table}
+    return dict(vars(table)) if isinstance(table, QuantizedTable) else {"values": table}
 
 
 def _check(what: str, array: Any, rows: np.ndarray, changed: ChangedRows) -> None:
