@@ -16,8 +16,6 @@ from typing import Any
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState
 
-__all__ = ["EngineLayer"]
-
 
 class EngineLayer(abc.ABC):
     """A layer of a model that holds the state of one engine.

@@ -31,8 +31,6 @@ from tpu_embed.enqueue import (
 )
 from tpu_embed.interrupts import SignalsDeferred
 
-__all__ = ["StateKeeper"]
-
 
 class StateKeeper:
     """The record of a `TPUEmbedding`, and how its state changes.

@@ -16,8 +16,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["FORMULAS", "Formula", "Slots", "Updated", "update_row"]
-
 Slots = dict[str, Any]
 """The slots of one row: `[D]`, or one number."""
 Updated = tuple[np.ndarray, Slots]

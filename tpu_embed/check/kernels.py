@@ -20,8 +20,6 @@ from tpu_embed.check.findings import Findings
 from tpu_embed.kernels import dispatch
 from tpu_embed.kernels.formats import PACKED_ROWS, RowFormat, packing_of
 
-__all__ = ["check_kernels"]
-
 DIMS = (1, 7, 8, 16, 20, 128, 130)
 """One number, multiples of the 8 and 16 lanes of SparseCores and others, and more than a line."""
 _ROWS, _ENTRIES, _SUMS = PACKED_ROWS, 300, 40

@@ -15,8 +15,6 @@ from tpu_embed import optimizers
 from tpu_embed.check.formulas import FORMULAS, Slots, Updated, update_row
 from tpu_embed.check.oracle import Rule
 
-__all__ = ["ADAGRAD", "RATE", "Pair", "leaky_rule", "pairs"]
-
 RATE = 0.05
 """The learning rate of every rule."""
 

@@ -24,20 +24,6 @@ import numpy as np
 from tpu_embed._checks import message
 from tpu_embed.io import crc_json, files, schema
 
-__all__ = [
-    "FILE",
-    "TABLE",
-    "VERSION",
-    "check_file",
-    "check_free",
-    "describe_file",
-    "read_arrays",
-    "read_metadata",
-    "write_metadata",
-    "write_tables",
-    "written",
-]
-
 FORMAT = 3
 """The version of the directory format."""
 

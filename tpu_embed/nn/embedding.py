@@ -32,8 +32,6 @@ from tpu_embed.nn.variables import Counter, Slot, Table, attributes, state_of
 from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
 from tpu_embed.sparse import FEATURE, engine_lookup, engine_of_batch, engine_of_inputs
 
-__all__ = ["Embed", "EmbeddingBag"]
-
 Ids = Array | np.ndarray | Batch | SparseIds | RaggedIds | Mapping[str, Any]
 
 

@@ -20,17 +20,6 @@ from tpu_embed.kernels.formats import LINE, PACKED_ROWS, RowFormat
 from tpu_embed.optimizers import SlotShape
 from tpu_embed.planning.sizes import tiled_bytes, untiled_bytes
 
-__all__ = [
-    "Size",
-    "array_bytes",
-    "moved",
-    "passing",
-    "sent",
-    "slot_bytes",
-    "stack_bytes",
-    "used_bytes",
-]
-
 Size = Callable[[tuple[int, ...], np.dtype], int]
 """A function of shape and dtype that returns the bytes of an array on a device."""
 

@@ -24,8 +24,6 @@ from tpu_embed.planning.request import Request
 from tpu_embed.planning.sizes import readable
 from tpu_embed.planning.target import GivenTarget, read_target
 
-__all__ = ["Plan", "TablePlan", "plan"]
-
 ROW_BYTES, WAITING_BYTES = 52, 20
 """What a row takes in a map and in the engine's record of it, and what a waiting key takes."""
 

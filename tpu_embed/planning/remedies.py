@@ -15,8 +15,6 @@ from tpu_embed.optimizers import RowWiseAdagrad
 from tpu_embed.planning.request import Request
 from tpu_embed.planning.sizes import readable
 
-__all__ = ["find_remedies"]
-
 
 def find_remedies(request: Request, batch: int) -> tuple[str, ...]:
     """Return changes that would make a plan fit, or come nearest, in words.

@@ -24,8 +24,6 @@ from tpu_embed.planning.placement import placements, with_placements, with_table
 from tpu_embed.planning.sizes import tiled_bytes, untiled_bytes
 from tpu_embed.planning.target import Target
 
-__all__ = ["Request"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:

@@ -27,15 +27,6 @@ from tpu_embed.io.checkpoint.items import handler
 from tpu_embed.io.checkpoint.step_paths import SyncedPath
 from tpu_embed.processes import check_same, gather_from_all, raise_on_all
 
-__all__ = [
-    "local_path",
-    "new_checkpoint",
-    "read_checkpoint",
-    "remove",
-    "remove_unfinished",
-    "write_checkpoint",
-]
-
 _SAVING = threading.Lock()
 """Held during a save, so that a second save to the same path sees the first one's directory."""
 

@@ -29,8 +29,6 @@ from tpu_embed.io.checkpoint.items import MODEL, POSITION, TABLES, FilesArgs
 from tpu_embed.io.checkpoint.manifest import Wanted
 from tpu_embed.io.checkpoint.trees import PyTreeArgs, abstract_leaf, as_array, check_leaves
 
-__all__ = ["Restored", "check_engine", "restore", "save", "save_args"]
-
 
 class Restored(NamedTuple):
     """The contents of a checkpoint.

@@ -27,17 +27,6 @@ from tpu_embed.io.checkpoint.checked import read_bound, write_bound
 from tpu_embed.io.checkpoint.manifest import Wanted
 from tpu_embed.io.files import file_name
 
-__all__ = [
-    "Prepared",
-    "differences",
-    "name_of_layer",
-    "prepare",
-    "read",
-    "read_paths",
-    "read_shared",
-    "write",
-]
-
 _LAYERS = "layers.json"
 _SHARED = "shared.json"
 

@@ -19,8 +19,6 @@ from tpu_embed.io.checkpoint.engine_checkpoint import Restored, check_engine, re
 from tpu_embed.io.checkpoint.module_checkpoint import restore_modules, save_modules_args
 from tpu_embed.io.checkpoint.numbered import NumberedCheckpoints
 
-__all__ = ["CheckpointManager", "ModuleCheckpointManager"]
-
 
 @final
 class CheckpointManager(NumberedCheckpoints):

@@ -30,8 +30,6 @@ from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, write_column
 from tpu_embed.io.files import file_name
 from tpu_embed.vocabulary import COUNTERS, MapState, fit
 
-__all__ = ["FoundMaps", "Moves", "SavedMaps", "empty_state", "prepare", "read", "write"]
-
 _FILE = "vocabularies.json"
 _ARRAYS = ("keys", "rows", "last_seen", "batches_seen", "waiting_keys", "waiting_counts")
 _FORM = schema.record(

@@ -36,8 +36,6 @@ from tpu_embed.io.checkpoint.trees import (
     read_leaves,
 )
 
-__all__ = ["restore_modules", "save_modules", "save_modules_args"]
-
 
 def save_modules(path: str | Path, modules: Mapping[str, Any], *, position: Any = None) -> None:
     """Write a checkpoint of flax modules; it is on disk when this returns.

@@ -25,8 +25,6 @@ from tpu_embed.core.state import TableState
 from tpu_embed.engine_layer import EngineLayer
 from tpu_embed.io.checkpoint.trees import abstract_leaf, as_array, is_left_out
 
-__all__ = ["Modules", "take_apart"]
-
 Keys = tuple[Any, ...]
 """Keys from the modules to an object or a leaf."""
 

@@ -24,8 +24,6 @@ from tpu_embed.io.checkpoint.items import registry
 from tpu_embed.io.checkpoint.step_paths import StepNames, SyncedPath, steps_in
 from tpu_embed.processes import FILES_SECONDS, check_same, gather_from_all, raise_on_all
 
-__all__ = ["NumberedCheckpoints"]
-
 _T = TypeVar("_T")
 
 

@@ -30,8 +30,6 @@ import tensorstore as ts
 from tpu_embed._checks import message
 from tpu_embed.io import files
 
-__all__ = ["BLOCK", "RowArray", "RowReader", "RowWriter", "write_column"]
-
 BLOCK = 2**22
 """Bytes per block, the unit of writing and reading."""
 

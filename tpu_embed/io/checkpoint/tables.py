@@ -42,8 +42,6 @@ from tpu_embed.io.files import file_name
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.processes import raise_on_all
 
-__all__ = ["Prepared", "prepare", "read", "write"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:

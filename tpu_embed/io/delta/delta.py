@@ -33,8 +33,6 @@ from tpu_embed.kernels import dispatch, storage
 from tpu_embed.processes import check_same, raise_on_all
 from tpu_embed.touched import TouchedRows, Version
 
-__all__ = ["apply_delta", "export_delta"]
-
 
 def export_delta(
     path: str | os.PathLike[str],

@@ -23,8 +23,6 @@ from tpu_embed.io import directory, schema
 from tpu_embed.io.quantize import quantize_rows
 from tpu_embed.touched import Version
 
-__all__ = ["ChangedRows", "Delta", "check_declared", "follows", "read", "write"]
-
 KIND = "delta"
 
 _REMEDY = "copy the directory whole, or publish a full export"

@@ -19,8 +19,6 @@ from tpu_embed.core.layout import Layout
 from tpu_embed.io.serving.stored import name_of_table
 from tpu_embed.vocabulary import FixedVocabulary
 
-__all__ = ["Find", "finders", "with_rows"]
-
 Find = Callable[[np.ndarray], np.ndarray]
 """Returns the rows of keys, uint64 `[n]`; -1 for keys without a row."""
 

@@ -50,8 +50,6 @@ from tpu_embed.core.lookup import (
 from tpu_embed.io.serving.keys import Find, finders, with_rows
 from tpu_embed.io.serving.stored import Stored, stored_tables
 
-__all__ = ["serving_lookup"]
-
 
 def serving_lookup(
     tables: Any,

@@ -24,17 +24,6 @@ from tpu_embed.core.ids import Structure
 from tpu_embed.io import directory, files, schema
 from tpu_embed.io.serving.stored import Stored
 
-__all__ = [
-    "PROGRAM",
-    "describe_leaves",
-    "read_metadata",
-    "read_program",
-    "read_tables",
-    "shape",
-    "size",
-    "write",
-]
-
 KIND, PROGRAM = "model", "model.stablehlo"
 
 _REMEDY = "export the model again, or copy the directory whole"

@@ -23,8 +23,6 @@ from tpu_embed.core.layout import Stack
 from tpu_embed.io.quantize import QuantizedTable
 from tpu_embed.kernels import dispatch
 
-__all__ = ["Stored", "name_of_table", "stored_tables"]
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)

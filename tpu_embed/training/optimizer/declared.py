@@ -22,8 +22,6 @@ from tpu_embed.optimizers.base import TableOptimizer
 from tpu_embed.optimizers.dense import dense_transform, rate_of
 from tpu_embed.optimizers.optax_rows import OptaxOptimizer
 
-__all__ = ["DeclaredOptimizer"]
-
 
 @final
 class SumsItself(optax.GradientTransformationExtraArgs):

@@ -25,8 +25,6 @@ from tpu_embed.optimizers.base import TableOptimizer
 from tpu_embed.optimizers.dense import working_dtype
 from tpu_embed.sparse import IndexedSlices
 
-__all__ = ["check_rows", "update_parameter_rows"]
-
 
 def update_parameter_rows(
     rule: TableOptimizer,
