@@ -62,7 +62,7 @@ def _corrected_rate(o: Any, t: int, lr: float) -> float:
     return lr * math.sqrt(1 - o.beta_2**t) / (1 - o.beta_1**t)
 
 
-# The formulas have no types of their own: each is a `Formula`, and should read like mathematics.
+# Each of the following is a `Formula`; without types it reads like mathematics.
 
 
 def _sgd(o, w, s, g, t, lr):
@@ -103,7 +103,7 @@ def _ftrl(o, w, s, g, t, lr):
     multiplied = o.multiply_linear_by_learning_rate
     if lr == 0 and not multiplied:
         return w, s
-    # Without the flag, z and the denominator are those below divided by lr.
+    # With the flag, z, l1, l2 and the denominator are multiplied by lr.
     scale, unit = (lr, 1.0) if multiplied else (1.0, lr)
     l1, l2 = scale * o.l1_regularization_strength, scale * o.l2_regularization_strength
     power = -o.learning_rate_power

@@ -170,7 +170,7 @@ def plan(
       ValueError: an engine would refuse the configs, the batch or the target.
 
     Example:
-      >>> import jax, tpu_embed
+      >>> import jax, numpy as np, tpu_embed
       >>> films = tpu_embed.TableConfig(1_000_000, 64, name="films")
       >>> ids = jax.ShapeDtypeStruct((4096, 20), np.int32)
       >>> feature_config, batch = {"seen": tpu_embed.FeatureConfig(films)}, {"seen": ids}
