@@ -7,7 +7,8 @@ import jax
 import pytest
 from facade_cases import assert_same, batch, make_embedding
 
-from tpu_embed.enqueue import Enqueued, Held, Holder
+from tpu_embed.enqueue import Enqueued, Record
+from tpu_embed.state_keeper import StateKeeper
 
 
 def _item(number: Any) -> Enqueued:
@@ -25,55 +26,58 @@ def test_a_lookup_is_issued_once():
 
 
 def test_what_raises_leaves_the_record():
-    holder = Holder()
-    holder.change(waiting=(_item(0),))
-    before = holder.now
+    keeper = StateKeeper(make_embedding().engine, 0)
+    keeper.change(waiting=(_item(0),))
+    before = keeper.now
 
-    def fail(held):
-        held._replace(waiting=())
+    def fail(record):
+        record._replace(waiting=())
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        holder.derive(fail)
-    assert holder.now is before
+        keeper.derive(fail)
+    assert keeper.now is before
 
 
 def test_changes_of_several_threads_are_all_kept():
-    holder = Holder()
+    keeper = StateKeeper(make_embedding().engine, 0)
 
     def append():
         for _ in range(200):
-            holder.derive(lambda held: held._replace(waiting=(*held.waiting, _item(0))))
+            keeper.derive(lambda record: record._replace(waiting=(*record.waiting, _item(0))))
 
     threads = [threading.Thread(target=append) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(holder.now.waiting) == 800
+    assert len(keeper.now.waiting) == 800
 
 
 def test_a_size_is_set_once():
-    held = Held().with_size((2, 2), "build", "no")
-    assert held.per_replica == (2, 2)
-    assert held.with_size((2, 2), "build", "no") == held.with_size(None, "build", "no") == held
+    record = Record().with_size((2, 2), "build", "no")
+    assert record.per_replica == (2, 2)
+    assert (
+        record.with_size((2, 2), "build", "no") == record.with_size(None, "build", "no") == record
+    )
     with pytest.raises(ValueError, match=r"batch size per replica: expected 2, .* got \(3, 2\); n"):
-        held.with_size((3, 2), "build", "no")
+        record.with_size((3, 2), "build", "no")
 
 
 def test_an_update_has_left_a_state_or_none():
     embedding, item = make_embedding(), _item(0)
     state, other = embedding.state, embedding.engine.init(jax.random.key(1))
-    held = Held(state, dequeued=item)  # the batch waits for its gradients until the update is done
-    assert held.settled() == held
-    assert held._replace(update=[other]).settled() == Held(other)
-    assert held._replace(update=[]).settled() == held
+    # The batch waits for its gradients until the update is done.
+    record = Record(state, dequeued=item)
+    assert record.settled() == record
+    assert record._replace(update=[other]).settled() == Record(other)
+    assert record._replace(update=[]).settled() == record
     for table in state.tables.values():
         table.delete()
-    lost = held._replace(update=[]).settled()
+    lost = record._replace(update=[]).settled()
     assert lost.failure == "one whose arrays were taken by an update that did not finish"
-    assert lost._replace(failure=None) == held
-    assert held._replace(update=[other]).settled() == Held(other)
+    assert lost._replace(failure=None) == record
+    assert record._replace(update=[other]).settled() == Record(other)
 
 
 @pytest.mark.parametrize("pipelined", [False, True])

@@ -118,9 +118,9 @@ def test_an_enqueue_that_is_interrupted_while_it_places_leaves_the_maps(
 def test_a_batch_that_is_in_the_queue_when_its_enqueue_is_interrupted_stays(pipelined, monkeypatch):
     made = embedding(pipeline_execution_with_tensor_core=pipelined)
     made.enqueue(np.array([1, 2]))
-    holder = made._keeper.holder
+    keeper = made._keeper
     with (
-        failing(monkeypatch, holder, "derive", KeyboardInterrupt, after=True),
+        failing(monkeypatch, keeper, "derive", KeyboardInterrupt, after=True),
         pytest.raises(KeyboardInterrupt),
     ):
         made.enqueue(np.array([3, 4]))

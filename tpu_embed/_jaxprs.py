@@ -14,17 +14,6 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-__all__ = [
-    "CALLS",
-    "REMATS",
-    "checkpoint_like",
-    "evaluate",
-    "inner_jaxpr",
-    "scan_counts",
-    "scan_like",
-    "subjaxprs",
-]
-
 CALLS = ("jit", "pjit", "closed_call", "core_call")
 """Primitives that call another jaxpr, by all names that they had in some release."""
 REMATS = ("checkpoint", "remat2")

@@ -15,7 +15,6 @@ Input: batches, and states. Output: records.
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -68,7 +67,7 @@ class Enqueued:
         return dataclasses.replace(self, activations=None)
 
 
-class Held(NamedTuple):
+class Record(NamedTuple):
     """The immutable record.
 
     Attributes:
@@ -94,7 +93,7 @@ class Held(NamedTuple):
         step = "not built" if self.state is None else f"step {describe_leaf(self.state.step)}"
         return f"{step}, {len(self.waiting)} batches waiting"
 
-    def settled(self) -> Held:
+    def settled(self) -> Record:
         """Return the record after the end of its update, however that ended.
 
         If the update has put a new state into its list, that state is taken. Otherwise the old
@@ -111,7 +110,7 @@ class Held(NamedTuple):
             failure = "one whose arrays were taken by an update that did not finish"
         return self._replace(failure=failure, update=None)
 
-    def with_size(self, size: tuple[int, ...] | None, what: str, remedy: str) -> Held:
+    def with_size(self, size: tuple[int, ...] | None, what: str, remedy: str) -> Record:
         """Return the record with the size of training batches set.
 
         Args:
@@ -163,19 +162,19 @@ class Held(NamedTuple):
             return
         raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
 
-    def without(self, lost: Sequence[Enqueued]) -> Held:
+    def without(self, lost: Sequence[Enqueued]) -> Record:
         """Return the record without some batches."""
         gone = {id(item) for item in lost}  # batches that are equal need not be the same
         dequeued = None if id(self.dequeued) in gone else self.dequeued
         waiting = tuple(item for item in self.waiting if id(item) not in gone)
         return self._replace(waiting=waiting, dequeued=dequeued)
 
-    def with_admitted(self, old: Enqueued, new: Enqueued, state: TableState) -> Held:
+    def with_admitted(self, old: Enqueued, new: Enqueued, state: TableState) -> Record:
         """Return the record after a batch of its queue was admitted into its state."""
         waiting = tuple(new if item is old else item for item in self.waiting)
         return self._replace(state=state, waiting=waiting, update=None)
 
-    def withdraw_first(self, item: Enqueued, before: Held) -> Held:
+    def withdraw_first(self, item: Enqueued, before: Record) -> Record:
         """Return the record with the queue and the size of an earlier one.
 
         Args:
@@ -280,25 +279,3 @@ def after_a_device_error(error: str) -> str:
     lines = error.strip().splitlines()
     said = lines[0] if len(lines) == 1 else f"{lines[0]} … {lines[-1]}"
     return f"one after a device error ({said})"
-
-
-class Holder:
-    """The variable that holds the record.
-
-    Attributes:
-      now: the current record. Read it once per call, because other threads may replace it.
-    """
-
-    def __init__(self) -> None:
-        self.now = Held()
-        self._lock = threading.RLock()
-
-    def change(self, **fields: Any) -> None:
-        """Replace the record by one with other values for these fields."""
-        self.derive(lambda now: now._replace(**fields))
-
-    def derive(self, make: Callable[[Held], Held]) -> None:
-        """Replace the record by `make(now)`; if `make` raises, the record stays."""
-        # The lock keeps two threads from deriving two records from the same one.
-        with self._lock:
-            self.now = make(self.now)

@@ -1,4 +1,4 @@
-"""Keeps the state of a `TPUEmbedding`, and replaces it when a program has made a new one.
+"""Keeps the record of a `TPUEmbedding`, and replaces its state when a program has made a new one.
 
 A program that updates the state takes its memory. So the record (`enqueue.py`) first says that the
 state is being taken, and then gets the new one, in a way that no signal can interrupt. Calls that
@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -23,15 +24,12 @@ from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState, new_version
 from tpu_embed.enqueue import (
     Enqueued,
-    Held,
-    Holder,
+    Record,
     after_a_device_error,
     is_readable,
     placed_step,
 )
 from tpu_embed.vocabulary import ValidSteps
-
-__all__ = ["StateKeeper"]
 
 
 class StateKeeper:
@@ -42,20 +40,30 @@ class StateKeeper:
       seed: the first state is that of `engine.init(jax.random.key(seed))`.
 
     Attributes:
-      holder: holds the record.
+      now: the current record. Read it once per call, because other threads may replace it.
       lock: held by every call while it reads the state or changes it.
     """
 
     def __init__(self, engine: EmbeddingEngine, seed: int) -> None:
         self._engine, self._seed = engine, seed
-        self.holder, self.lock = Holder(), threading.RLock()
+        self.now, self.lock, self._replacing = Record(), threading.RLock(), threading.RLock()
+
+    def change(self, **fields: Any) -> None:
+        """Replace the record by one with other values for these fields."""
+        self.derive(lambda now: now._replace(**fields))
+
+    def derive(self, make: Callable[[Record], Record]) -> None:
+        """Replace the record by `make(now)`; if `make` raises, the record stays."""
+        # The lock keeps two threads from deriving two records from the same one.
+        with self._replacing:
+            self.now = make(self.now)
 
     def built(self) -> TableState:
         """Return the state; create it if there is none. The caller holds `lock`."""
-        if self.holder.now.state is None:
-            self.holder.change(state=self.new_state())
-        assert self.holder.now.state is not None
-        return self.holder.now.state
+        if self.now.state is None:
+            self.change(state=self.new_state())
+        assert self.now.state is not None
+        return self.now.state
 
     def new_state(self) -> TableState:
         """Return a first state; with living vocabularies, of the step that their maps have.
@@ -66,28 +74,28 @@ class StateKeeper:
         state, maps = self._engine.init(jax.random.key(self._seed)), self._engine.vocabularies
         if maps is None:
             return state
-        before = self.holder.now.state
+        before = self.now.state
         kept = state if before is None or not is_readable(before.vocabulary) else before
         assert kept.vocabulary is not None, "states of engines with living vocabularies have one"
         vocabulary = new_version(kept.vocabulary, maps.now, self._engine.layout.axes)
         return dataclasses.replace(state, vocabulary=vocabulary)
 
-    def forget_lost(self) -> Held:
+    def forget_lost(self) -> Record:
         """Forget batches of keys that the maps no longer know; return the record."""
         if not self._lost():
-            return self.holder.now
+            return self.now
         with self.lock:  # what another thread was about to admit is not lost
-            lost, held = self._lost(), self.holder.now
-            if count := sum(item is not held.dequeued for item in lost):
+            lost, record = self._lost(), self.now
+            if count := sum(item is not record.dequeued for item in lost):
                 expected = "batches placed since the maps were rewound or loaded"
                 got, remedy = f"{count} from before, now forgotten", "enqueue their data again"
                 text = message("queue", expected=expected, got=got, remedy=remedy)
                 warn_user(text)
-            self.holder.derive(lambda now: now.without(lost))
-            return self.holder.now
+            self.derive(lambda now: now.without(lost))
+            return self.now
 
     def _lost(self) -> list[Enqueued]:
-        maps, held = self._engine.vocabularies, self.holder.now
+        maps, record = self._engine.vocabularies, self.now
         if maps is None:
             return []
         # A batch that is only looked up is lost with the training batches before it. Of the queue
@@ -95,7 +103,7 @@ class StateKeeper:
         # the last two are lost after a rewind that undoes step 4, whether or not another batch has
         # been admitted as step 4 since.
         last, lost, undone = maps.admitted, [], float("inf")
-        for item in (*([held.dequeued] if held.dequeued else []), *held.waiting):
+        for item in (*([record.dequeued] if record.dequeued else []), *record.waiting):
             if not maps.is_current(item.batch):
                 lost.append(item)
                 if item.step is not None:
@@ -113,16 +121,14 @@ class StateKeeper:
           ValueError: it is not the next one to be admitted; or it is only looked up, and then one
             of its rows will be another key's.
         """
-        maps, held = self._engine.vocabularies, self.holder.now
+        maps, record = self._engine.vocabularies, self.now
         if maps is None:
             return
-        held.check_next(item, what, maps.admitted)
+        record.check_next(item, what, maps.admitted)
         if item.step is None:
-            now = maps.at(held.last_step(maps.admitted))
-            assert item.batch.valid_steps is not None, (
-                "every batch that this engine placed has steps"
-            )
-            maps.check(now, ValidSteps(*item.batch.valid_steps.tolist()), item.batch.keys)
+            now, valid = maps.at(record.last_step(maps.admitted)), item.batch.valid_steps
+            assert valid is not None, "every batch that this engine placed has steps"
+            maps.check(now, ValidSteps(*valid.tolist()), item.batch.keys)
 
     def undo_placed(self, step: int) -> None:
         """Undo the training batch that was placed after a step, if the queue does not have it.
@@ -133,17 +139,17 @@ class StateKeeper:
         if maps is None or maps.placed == step:
             return
         with maps.turns.use(maps.turns.draw()):  # nobody places a batch meanwhile
-            enqueued = self.holder.now.last_step(maps.admitted)
+            enqueued = self.now.last_step(maps.admitted)
             if enqueued <= step and maps.placed == step + 1:
                 maps.undo(step)
 
-    def settle(self) -> Held:
+    def settle(self) -> Record:
         """Return the record. The caller holds `lock`, so no update is running."""
-        if self.holder.now.update is not None:
-            self.holder.derive(Held.settled)
-        return self.holder.now
+        if self.now.update is not None:
+            self.derive(Record.settled)
+        return self.now
 
-    def settled(self, what: str) -> Held:
+    def settled(self, what: str) -> Record:
         """Return the record if the state is valid. The caller holds `lock`.
 
         Raises:
@@ -152,22 +158,22 @@ class StateKeeper:
         self.settle()
         return self.valid(what)
 
-    def valid(self, what: str) -> Held:
+    def valid(self, what: str) -> Record:
         """Return the record if the state is valid.
 
         Raises:
           RuntimeError: the state is invalid.
         """
         while True:
-            held = self.holder.now
-            problem, now = held.problem(), self.holder.now
+            record = self.now
+            problem, now = record.problem(), self.now
             # Try again if another thread's update has taken the arrays during the check.
-            if now.state is held.state and now.update is held.update:
+            if now.state is record.state and now.update is record.update:
                 break
         if problem is not None:
             expected, remedy = "a valid state", "load the tables, or set `state`"
             raise RuntimeError(message(what, expected=expected, got=problem, remedy=remedy))
-        return held
+        return record
 
     def update(self, what: str, update: Callable[[], TableState]) -> None:
         """Run an update in the memory of the state, and take its result as the new state.
@@ -178,7 +184,7 @@ class StateKeeper:
         """
         results: list[TableState] = []
         with SignalsDeferred():
-            self.holder.change(update=results)
+            self.change(update=results)
             try:
                 call_into(results, update)
             except Exception as error:
@@ -190,7 +196,7 @@ class StateKeeper:
     def _note(self, what: str, error: Exception) -> None:
         """Record that the state is invalid, if this is a device error."""
         if is_device_error(error):
-            self.holder.change(failure=after_a_device_error(f"{what}: {error}"))
+            self.change(failure=after_a_device_error(f"{what}: {error}"))
 
     def issue(
         self, what: str, state: TableState, items: tuple[Enqueued, ...]
@@ -211,7 +217,7 @@ class StateKeeper:
             raise
         return state, tuple(issued)
 
-    def issue_first(self, what: str, item: Enqueued, before: Held) -> None:
+    def issue_first(self, what: str, item: Enqueued, before: Record) -> None:
         """Look up the only batch of the queue; if that fails, take it out of the queue again.
 
         If it was admitted before the failure, it stays, and `dequeue` looks it up again.
@@ -224,18 +230,18 @@ class StateKeeper:
         try:
             _, (found,) = self.issue(what, self.built(), (item,))
         except BaseException:
-            self.holder.derive(lambda now: now.withdraw_first(item, before))
+            self.derive(lambda now: now.withdraw_first(item, before))
             raise
-        self.holder.derive(lambda now: now._replace(waiting=(found, *now.waiting[1:])))
+        self.derive(lambda now: now._replace(waiting=(found, *now.waiting[1:])))
 
     def _admit(self, state: TableState, item: Enqueued) -> tuple[TableState, Enqueued]:
         """Admit a batch of keys, in the memory of the state; record the new state."""
         with SignalsDeferred():
-            self.holder.change(update=[])
+            self.change(update=[])
             try:
                 state, batch = self._engine.admit(state, item.batch)
                 new = dataclasses.replace(item, batch=batch)
-                self.holder.derive(lambda held: held.with_admitted(item, new, state))
+                self.derive(lambda record: record.with_admitted(item, new, state))
             finally:
                 self.settle()
         return state, new

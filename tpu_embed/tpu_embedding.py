@@ -26,7 +26,7 @@ from tpu_embed.core.ids import structure
 from tpu_embed.core.layout import describe_devices, describe_tables
 from tpu_embed.core.state import TableState, check_state, retrieve
 from tpu_embed.core.update import OnBadGradient
-from tpu_embed.enqueue import Enqueued, Held, batch_sizes, placed_step
+from tpu_embed.enqueue import Enqueued, Record, batch_sizes, placed_step
 from tpu_embed.planning.placement import resolve
 from tpu_embed.state_keeper import StateKeeper
 
@@ -107,7 +107,7 @@ class TPUEmbedding:
         """Show how far the training is, and a line per table."""
         first = f"TPUEmbedding on {describe_devices(self.engine.layout)}"
         tables = describe_tables(self.engine.layout)
-        return "\n  ".join([f"{first}: {self._keeper.holder.now.progress}", *tables])
+        return "\n  ".join([f"{first}: {self._keeper.now.progress}", *tables])
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied: the queue and the devices belong to this process."""
@@ -135,7 +135,7 @@ class TPUEmbedding:
         with self._keeper.lock:
             self._keeper.settled("build").with_size(size, "build", remedy)
             self._keeper.built()
-            self._keeper.holder.derive(lambda held: held.with_size(size, "build", remedy))
+            self._keeper.derive(lambda record: record.with_size(size, "build", remedy))
 
     def enqueue(
         self,
@@ -202,19 +202,19 @@ class TPUEmbedding:
         size = item.batch.spec.local_sizes if item.training else None
         remedy = "pad it with tpu_embed.pad_batch, or enqueue it with training=False"
 
-        def pushed(held: Held) -> Held:
-            held = held.with_size(size, what, remedy)
-            return held._replace(waiting=(*held.waiting, item))
+        def pushed(record: Record) -> Record:
+            record = record.with_size(size, what, remedy)
+            return record._replace(waiting=(*record.waiting, item))
 
         self._keeper.check_keys(what, item)
-        if self._keeper.holder.now.state is not None and not self._pipelined:
-            self._keeper.holder.derive(pushed)
+        if self._keeper.now.state is not None and not self._pipelined:
+            self._keeper.derive(pushed)
             return
         with self._keeper.lock:
             before = self._keeper.settled(what)
             before.with_size(size, what, remedy)
             self._keeper.built()
-            self._keeper.holder.derive(pushed)
+            self._keeper.derive(pushed)
             # The first batch in a pipelined queue is looked up at once (see `enqueue.py`).
             if self._pipelined and not before.waiting:
                 self._keeper.issue_first(what, item, before)
@@ -232,24 +232,24 @@ class TPUEmbedding:
         what = label("dequeue", name)
         with labelled(what, name), self._keeper.lock:
             self._keeper.settled(what)
-            held = self._keeper.forget_lost()
-            if held.dequeued is not None and held.dequeued.training:
+            record = self._keeper.forget_lost()
+            if record.dequeued is not None and record.dequeued.training:
                 expected = "gradients of the training batch that was dequeued before"
                 remedy = "call apply_gradients first"
                 raise RuntimeError(message(what, expected=expected, got="none yet", remedy=remedy))
-            if not held.waiting:
+            if not record.waiting:
                 got, remedy = "an empty queue", "call enqueue first"
                 raise RuntimeError(message(what, expected="a batch", got=got, remedy=remedy))
             # Pipelined, the batch after this one is looked up too, before this one's update.
-            heads = held.waiting[: 2 if self._pipelined else 1]
+            heads = record.waiting[: 2 if self._pipelined else 1]
             _, (head, *following) = self._keeper.issue(what, self._keeper.built(), heads)
 
             # Other threads may have enqueued meanwhile: `now` has their batches behind `heads`.
-            def popped(now: Held) -> Held:
+            def popped(now: Record) -> Record:
                 rest = now.waiting[len(heads) :]
                 return now._replace(waiting=(*following, *rest), dequeued=head)
 
-            self._keeper.holder.derive(popped)
+            self._keeper.derive(popped)
             return head.activations
 
     def apply_gradients(self, gradients: PyTree, name: str | None = None) -> None:
@@ -277,7 +277,7 @@ class TPUEmbedding:
     @property
     def waiting(self) -> int:
         """The number of batches in the queue."""
-        return len(self._keeper.holder.now.waiting)
+        return len(self._keeper.now.waiting)
 
     @property
     def dequeued(self) -> PyTree | None:
@@ -339,26 +339,26 @@ class TPUEmbedding:
           ValueError: an unknown name, or a wrong shape; nothing changes then.
         """
         with self._keeper.lock:
-            held = self._keeper.settle()
-            state = held.state
-            if state is None or held.problem() is not None:
+            record = self._keeper.settle()
+            state = record.state
+            if state is None or record.problem() is not None:
                 state = self._keeper.new_state()
             self._replace(self.engine.load_arrays(state, tables, slots))
 
     def _replace(self, state: TableState) -> None:
         """Take a valid state, and look up waiting batches again."""
         self._keeper.settle()
-        held = self._keeper.forget_lost()
-        heads = tuple(item.withdrawn() for item in held.waiting[:1])
+        record = self._keeper.forget_lost()
+        heads = tuple(item.withdrawn() for item in record.waiting[:1])
         if self._pipelined:
             state, heads = self._keeper.issue("load", state, heads)
-        dequeued = held.dequeued if held.problem() is None else None
+        dequeued = record.dequeued if record.problem() is None else None
 
-        def replaced(now: Held) -> Held:
+        def replaced(now: Record) -> Record:
             waiting = (*heads, *now.waiting[len(heads) :])
             return now._replace(state=state, waiting=waiting, dequeued=dequeued, failure=None)
 
-        self._keeper.holder.derive(replaced)
+        self._keeper.derive(replaced)
 
     def retrieve(self) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
         """Return tables and slots as host arrays by name, copied shard by shard."""
@@ -369,8 +369,6 @@ class TPUEmbedding:
         """Return the resolved configuration, batch size and pipelining as plain objects."""
         return {
             **self.engine.describe(),
-            "per_replica_batch_size": self._keeper.holder.now.described_sizes(
-                self.engine.structure.paths
-            ),
+            "per_replica_batch_size": self._keeper.now.described_sizes(self.engine.structure.paths),
             "pipelined": self._pipelined,
         }

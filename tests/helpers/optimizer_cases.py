@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embed import optimizers as o
+from tpu_embed.check.rules import leaky_rule
 
 DECAY = {"weight_decay_factor": 0.03}
 DECAY_BY_RATE = {
@@ -19,12 +20,6 @@ DECAY_BY_RATE = {
 }
 CLIPS = {"clipvalue": 0.7, "clip_weight_min": -0.8, "clip_weight_max": 0.9}
 ALL = {**DECAY_BY_RATE, **CLIPS}
-
-
-def leaky_rule(gradient, row, slots, learning_rate, step):
-    """Follow a decaying trail of gradients, each divided by its step; also in `oracle_rules`."""
-    trail = 0.5 * slots["trail"] + gradient / step.astype(gradient.dtype)
-    return row - learning_rate * trail, {"trail": trail, "seen": slots["seen"] + 1}
 
 
 def centred_rule(gradient, row, slots, learning_rate, step):

@@ -211,7 +211,7 @@ def summed(occurrences: list[Occurrence], table) -> dict[int, np.ndarray]:
     return sums
 
 
-def train_step(tables, slots, features, gradients, *, optimizers, step, apply=None):
+def train_step(tables, slots, features, gradients, *, optimizers, step, apply):
     """Return (tables, slots) after one update.
 
     Args:
@@ -221,11 +221,9 @@ def train_step(tables, slots, features, gradients, *, optimizers, step, apply=No
       gradients: as for `row_gradients`.
       optimizers: table config -> (rule name, hyperparameters, learning rate).
       step: t, which is 1 for the first update.
-      apply: `(name, hyper, row, slots, gradient, t, lr) -> (row, slots)`; None takes
-        `oracle_rules.apply`.
+      apply: `(name, hyper, row, slots, gradient, t, lr) -> (row, slots)`, for
+        example `oracle_rules.apply`.
     """
-    if apply is None:
-        from oracle_rules import apply
     occurrences = row_gradients(features, gradients)
     new_tables = {config: np.array(table, np.float64) for config, table in tables.items()}
     new_slots = {

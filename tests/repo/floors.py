@@ -27,7 +27,7 @@ FLOORS = {
     "core": 3,
     "sparse": 4,
     "touched": 4,
-    "state_holder": 4,
+    "engine_layer": 4,
     "state_keeper": 6,
     "training": 5,
     "io": 5,

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.whole
 def test_kernels_of_the_check_compile(topology, monkeypatch):
     compiled = []
 
-    def compile_only(mesh, where, kernel, operands, right, findings, **options):
-        program = kernels.program(mesh, kernel).lower(*operands).compile()
+    def compile_only(mesh, where, trial, findings):
+        program = kernels.program(mesh, trial.kernel).lower(*trial.operands).compile()
         compiled.append((where, "sparsecore" in program.as_text()))
 
     monkeypatch.setattr(kernels, "_compare", compile_only)

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import optimizer_cases
 import oracle
+import oracle_rules
 import pytest
 from facade_cases import assert_same
 from traced_cases import draw_case, needs
@@ -100,6 +101,7 @@ def check_oracle(case, first, traced):
         case.gradients,
         optimizers=dict.fromkeys(configs.values(), rule),
         step=1,
+        apply=oracle_rules.apply,
     )
     for name, config in configs.items():
         np.testing.assert_allclose(tables[name], new[config], **NEAR)

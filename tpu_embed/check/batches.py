@@ -16,8 +16,6 @@ from tpu_embed.check.oracle import Bags
 from tpu_embed.config import FeatureConfig
 from tpu_embed.core.ids import RaggedIds, SparseIds
 
-__all__ = ["FeatureInput", "Form", "draw"]
-
 Form = Literal["one", "dense", "nested", "sparse", "ragged"]
 """`[B]`, `[B, H]`, `[B, K, H]`, `SparseIds`, `RaggedIds`."""
 

@@ -23,15 +23,6 @@ from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState, retrieve
 from tpu_embed.tpu_embedding import TPUEmbedding
 
-__all__ = [
-    "check_bits",
-    "check_inputs",
-    "check_mesh",
-    "check_placements",
-    "check_rules",
-    "check_traced_ids",
-]
-
 Devices = Sequence[Any]
 
 

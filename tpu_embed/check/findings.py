@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["BFLOAT16", "FLOAT32", "Fault", "Findings"]
-
 FLOAT32 = 2e-4
 """How far float32 may be from float64: the formulas round 0.999 and 1 - 0.999 to 24 bits, which
 alone moves a velocity by 5e-5. Wrong rows or rules differ by far more."""

@@ -16,12 +16,10 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from tpu_embed.check.findings import Findings
+from tpu_embed.check.findings import FLOAT32, Findings
 from tpu_embed.kernels import dispatch
 from tpu_embed.kernels.formats import PACKED_ROWS, RowFormat, packing_of
 from tpu_embed.kernels.operands import RowsToSum, SumLayout
-
-__all__ = ["check_kernels"]
 
 DIMS = (1, 7, 8, 16, 20, 128, 130)
 """One number, multiples of the 8 and 16 lanes of SparseCores and others, and more than a line."""
@@ -64,6 +62,22 @@ class Entries(NamedTuple):
     weights: Any
 
 
+class Trial(NamedTuple):
+    """A kernel, what it is given, and what must come out.
+
+    Attributes:
+      kernel: a function of the operands.
+      operands: arrays.
+      right: what each result is, and its right value.
+      tolerance: as for `Findings.compare`.
+    """
+
+    kernel: Callable[..., Any]
+    operands: Sequence[Any]
+    right: Sequence[tuple[str, np.ndarray]]
+    tolerance: float = 0
+
+
 def check_kernels(devices: Sequence[Any], findings: Findings) -> str:
     """Run the kernels for rows of several widths and dtypes on every device."""
     rng = np.random.default_rng(0)
@@ -75,15 +89,15 @@ def check_kernels(devices: Sequence[Any], findings: Findings) -> str:
     weights = rng.uniform(0.5, 2, _ENTRIES).astype(np.float32)
     entries = Entries(index, segments, weights)
     checks = {
-        "gather_rows": _check_gather_rows,
-        "set_rows": _check_set_rows,
-        "gather_sum": _check_gather_sum,
-        "sort_rows": _check_sort_rows,
+        "gather_rows": _try_gather_rows,
+        "set_rows": _try_set_rows,
+        "gather_sum": _try_gather_sum,
+        "sort_rows": _try_sort_rows,
     }
     mesh = Mesh(np.asarray(devices), ("devices",))
-    for name, check in checks.items():
+    for name, prepare in checks.items():
         with findings.during(f"kernel {name}"):
-            check(mesh, sources, entries, findings)
+            _compare(mesh, f"kernel {name}", prepare(sources, entries), findings)
     widths = f"D = {', '.join(map(str, DIMS))}"
     return f"{', '.join(checks)}; {widths}"
 
@@ -116,25 +130,15 @@ def program(mesh: Mesh, kernel: Callable[..., Any]) -> Any:
     )
 
 
-def _compare(
-    mesh: Mesh,
-    where: str,
-    kernel: Callable[..., Any],
-    operands: Sequence[Any],
-    right: Sequence[tuple[str, np.ndarray]],
-    findings: Findings,
-    **options: Any,
-) -> None:
+def _compare(mesh: Mesh, where: str, trial: Trial, findings: Findings) -> None:
     """Compare a kernel's results on every device, `[devices, …]`, with the right ones."""
-    results = jax.device_get(program(mesh, kernel)(*operands))
-    for (what, expected), got in zip(right, results, strict=True):
+    results = jax.device_get(program(mesh, trial.kernel)(*trial.operands))
+    for (what, expected), got in zip(trial.right, results, strict=True):
         on_each = np.broadcast_to(expected, (mesh.size, *expected.shape))
-        findings.compare(f"{where}, {what}, by device", on_each, got, **options)
+        findings.compare(f"{where}, {what}, by device", on_each, got, tolerance=trial.tolerance)
 
 
-def _check_gather_rows(
-    mesh: Mesh, sources: Sequence[Source], entries: Entries, findings: Findings
-) -> None:
+def _try_gather_rows(sources: Sequence[Source], entries: Entries) -> Trial:
     def kernel(tables: list[Any], index: Any) -> list[Any]:
         pairs = zip(sources, tables, strict=True)
         return [
@@ -148,13 +152,10 @@ def _check_gather_rows(
             if 0 <= row < _ROWS:
                 found[i] = source.rows[row]
         right.append((source.what, found))
-    operands = ([s.rows for s in sources], entries.index)
-    _compare(mesh, "kernel gather_rows", kernel, operands, right, findings, tolerance=0)
+    return Trial(kernel, ([s.rows for s in sources], entries.index), right)
 
 
-def _check_set_rows(
-    mesh: Mesh, sources: Sequence[Source], entries: Entries, findings: Findings
-) -> None:
+def _try_set_rows(sources: Sequence[Source], entries: Entries) -> Trial:
     # Every second row is written, in another order, between numbers that are no rows.
     places = np.full(_ROWS, -1, np.int32)
     places[::2] = np.arange(0, _ROWS, 2)[::-1]
@@ -174,13 +175,10 @@ def _check_set_rows(
             if row >= 0:
                 found[row] = new[i]
         right.append((source.what, found))
-    operands = ([s.rows for s in sources], values, places)
-    _compare(mesh, "kernel set_rows", kernel, operands, right, findings, tolerance=0)
+    return Trial(kernel, ([s.rows for s in sources], values, places), right)
 
 
-def _check_gather_sum(
-    mesh: Mesh, sources: Sequence[Source], entries: Entries, findings: Findings
-) -> None:
+def _try_gather_sum(sources: Sequence[Source], entries: Entries) -> Trial:
     def kernel(tables: list[Any], entries: Entries) -> list[Any]:
         sums = []
         for source, rows in zip(sources, tables, strict=True):
@@ -197,19 +195,14 @@ def _check_gather_sum(
             if 0 <= row < _ROWS:
                 found[segment] += weight * rows[row]
         right.append((source.what + ", weights" * source.weighted, found))
-    operands = ([s.rows for s in sources], entries)
-    _compare(mesh, "kernel gather_sum", kernel, operands, right, findings)
+    return Trial(kernel, ([s.rows for s in sources], entries), right, FLOAT32)
 
 
-def _check_sort_rows(
-    mesh: Mesh, sources: Sequence[Source], entries: Entries, findings: Findings
-) -> None:
+def _try_sort_rows(sources: Sequence[Source], entries: Entries) -> Trial:
     del sources
     order = sorted(range(_ENTRIES), key=lambda i: entries.index[i])  # stable
     right = [
         ("rows", entries.index[order]),
         ("positions", np.asarray(order, np.int32)),
     ]
-    _compare(
-        mesh, "kernel sort_rows", dispatch.sort_rows, (entries.index,), right, findings, tolerance=0
-    )
+    return Trial(dispatch.sort_rows, (entries.index,), right)

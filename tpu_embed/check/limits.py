@@ -17,8 +17,6 @@ from tpu_embed import optimizers, planning
 from tpu_embed.check.findings import Findings
 from tpu_embed.config import FeatureConfig, TableConfig
 
-__all__ = ["check_limits"]
-
 _CHIP, _CHIPS = "v5p:1x1x1", "v5p:2x1x1"
 """SparseCores, and 95 GiB a device."""
 

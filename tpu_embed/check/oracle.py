@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-Slots = dict[str, Any]
-"""The slots of one row: `[D]`, or one number."""
-Rule = Callable[[np.ndarray, Slots, np.ndarray, int], tuple[np.ndarray, Slots]]
+from tpu_embed.check.formulas import Slots, Updated
+
+Rule = Callable[[np.ndarray, Slots, np.ndarray, int], Updated]
 """(row [D], its slots, the row's gradient [D], t) -> (row, slots)."""
 
 

@@ -13,8 +13,6 @@ from typing import Any
 from tpu_embed.check import engines, kernels, limits, speed
 from tpu_embed.check.findings import Fault, Findings
 
-__all__ = ["PARTS", "PartReport", "run_parts"]
-
 PARTS: dict[str, Callable[[Sequence[Any], Findings], str]] = {
     "kernels": kernels.check_kernels,
     "inputs": engines.check_inputs,

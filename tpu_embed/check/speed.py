@@ -28,8 +28,6 @@ from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState
 from tpu_embed.planning import CHIPS, costs
 
-__all__ = ["Figures", "check_speed", "measure"]
-
 _ROWS = (
     *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956),
     *(405_282, 10, 2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152),

@@ -22,8 +22,6 @@ from tpu_embed.check.rules import Pair
 from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.initializers import ShardInfo
 
-__all__ = ["ROWS", "Declared", "Expected", "KnownNumbers", "Workload", "batch_size", "table"]
-
 STEPS = 2
 ROWS = 40
 """V of every table: few, so that most rows come several times in a batch."""

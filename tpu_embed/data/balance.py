@@ -32,8 +32,6 @@ from tpu_embed.core.ids import (
     rebuild_nest,
 )
 
-__all__ = ["balance_replicas", "reorder_batch"]
-
 
 def balance_replicas(lengths: ArrayLike | Sequence[int], replicas: int) -> np.ndarray:
     """Return an order of examples that gives all replicas about as many events.

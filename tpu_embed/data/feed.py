@@ -14,8 +14,6 @@ from tpu_embed._checks import message
 from tpu_embed.core.place import Turn
 from tpu_embed.data.items import ItemRules
 
-__all__ = ["Feed", "Placed", "Stateful", "state_of"]
-
 
 @runtime_checkable
 class Stateful(Protocol):

@@ -22,8 +22,6 @@ except ImportError as error:
     _text = message("tpu_embed.data.Place", expected="grain", got=f"{error}", remedy=_remedy)
     raise ImportError(_text) from error
 
-__all__ = ["Place"]
-
 
 class Place(Map):
     """A grain transform that places batches; the last operation of a pipeline.

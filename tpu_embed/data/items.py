@@ -22,8 +22,6 @@ from tpu_embed._checks import message
 from tpu_embed._types import PyTree
 from tpu_embed.core.batch import Batch, BatchSpec
 
-__all__ = ["Item", "ItemRules"]
-
 
 class Item(NamedTuple):
     """An item taken apart.

@@ -19,8 +19,6 @@ import jax
 from tpu_embed._checks import is_int, message
 from tpu_embed.processes import gather_from_all
 
-__all__ = ["decode", "encode"]
-
 
 def encode(batches: int, source_state: Any, *, stateful: bool) -> dict[str, Any]:
     """Return a position.

@@ -23,8 +23,6 @@ from tpu_embed.data.items import ItemRules
 from tpu_embed.data.positions import decode, encode
 from tpu_embed.data.worker import Worker
 
-__all__ = ["Prefetcher"]
-
 
 class _Taken(NamedTuple):
     """The last batch that the loop took.

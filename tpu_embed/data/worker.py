@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 from tpu_embed._checks import message
 from tpu_embed.core.place import Turn
 
-__all__ = ["Outcome", "Worker"]
-
 EXIT_SECONDS = 3
 """How long the end of the program waits for threads that are in the middle of a batch."""
 

@@ -44,20 +44,9 @@ __all__ = [
     "serving_lookup",
 ]
 
-_LATER = (
-    "CheckpointManager",
-    "ModuleCheckpointManager",
-    "Restored",
-    "restore",
-    "restore_modules",
-    "save",
-    "save_modules",
-)
-"""Names of `io.checkpoint`, which is imported when one of them is first used."""
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name not in __all__:  # the other names are in this module
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("tpu_embed.io.checkpoint"), name)
 

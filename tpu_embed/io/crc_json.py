@@ -18,8 +18,6 @@ from typing import Any
 from tpu_embed._checks import message
 from tpu_embed.io import files, schema
 
-__all__ = ["read_with_crc", "write_with_crc"]
-
 _ENVELOPE = {"kind", "format", "crc32"}
 
 

@@ -24,20 +24,6 @@ import numpy as np
 from tpu_embed._checks import message
 from tpu_embed.io import crc_json, files, schema
 
-__all__ = [
-    "FILE",
-    "TABLE",
-    "VERSION",
-    "check_file",
-    "check_free",
-    "describe_file",
-    "read_arrays",
-    "read_metadata",
-    "write_arrays",
-    "write_metadata",
-    "written",
-]
-
 FORMAT = 3
 """The version of the directory format."""
 
@@ -184,14 +170,29 @@ def _array_file(name: str, part: str) -> str:
     return f"tables/{files.file_name(name)}.{part}.npy"
 
 
-def write_arrays(root: Path, name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Write the arrays of one table; return their descriptions for the metadata.
+def write_tables(
+    root: Path, tables: Mapping[str, tuple[Any, Mapping[str, np.ndarray]]]
+) -> dict[str, Any]:
+    """Write the arrays of all tables; return the descriptions of the tables for the metadata.
 
     Args:
-      root: the directory, which has a subdirectory `tables`.
-      name: the name of the table.
-      arrays: the arrays by part.
+      root: an empty directory.
+      tables: by name, what has a table's vocabulary_size, dim and dtype, and its arrays by part.
     """
+    (root / "tables").mkdir()
+    return {
+        name: {
+            "vocabulary_size": one.vocabulary_size,
+            "dim": one.dim,
+            "dtype": one.dtype,
+            "files": _write_arrays(root, name, arrays),
+        }
+        for name, (one, arrays) in tables.items()
+    }
+
+
+def _write_arrays(root: Path, name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Write the arrays of one table; return their descriptions for the metadata."""
     described = {}
     for part, array in arrays.items():
         file = _array_file(name, part)

@@ -20,17 +20,6 @@ from typing import BinaryIO
 
 from tpu_embed._checks import message
 
-__all__ = [
-    "checksum",
-    "create",
-    "file_name",
-    "make_directory",
-    "name_errors",
-    "read",
-    "sync",
-    "sync_directories",
-]
-
 _PLAIN = re.compile("[a-z0-9_][a-z0-9_-]{0,63}")
 """Names that can be used unchanged as file names on every file system."""
 

@@ -20,8 +20,6 @@ from tpu_embed._checks import message
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array
 
-__all__ = ["QuantizedTable", "quantize_rows"]
-
 _LEVELS = 255
 _LOWEST = -128
 _SCALE_BITS = 16

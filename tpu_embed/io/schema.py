@@ -19,22 +19,6 @@ import numpy as np
 
 from tpu_embed._checks import is_int, message
 
-__all__ = [
-    "Form",
-    "anything",
-    "check",
-    "choice",
-    "dtype",
-    "either",
-    "flag",
-    "integer",
-    "mapping",
-    "optional",
-    "record",
-    "sequence",
-    "text",
-]
-
 Problem = tuple[str, str, str]
 """(where inside the value, what was expected, what was got)"""
 

@@ -26,8 +26,6 @@ from tpu_embed._types import Array
 from tpu_embed.kernels.sparsecore import WORDS, has_sparse_cores
 from tpu_embed.kernels.storage import stored_dtype
 
-__all__ = ["LINE", "PACKED_ROWS", "Packing", "RowFormat", "packing_of"]
-
 Packing = Literal["none", "lanes", "words"]
 
 LINE = 128

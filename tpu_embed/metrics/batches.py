@@ -14,8 +14,6 @@ from tpu_embed._types import PADDING_ID, PyTree
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.ids import RaggedIds, SparseIds, looked_up, read_ids
 
-__all__ = ["batch_statistics"]
-
 
 def batch_statistics(
     engine: EmbeddingEngine, features: PyTree, *, hottest: int = 10

@@ -13,8 +13,6 @@ import numpy as np
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState, check_state
 
-__all__ = ["counters"]
-
 
 def counters(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
     """Return the step, and the counters of training so far.

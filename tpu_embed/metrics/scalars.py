@@ -10,8 +10,6 @@ from typing import Any, Protocol
 
 from tpu_embed import _checks
 
-__all__ = ["ScalarWriter", "write_scalars"]
-
 
 class ScalarWriter(Protocol):
     """An object that writes scalars, such as the `SummaryWriter` of tensorboardX or torch."""

@@ -13,8 +13,6 @@ import jax
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import Field, TableState, check_state, fields, norms
 
-__all__ = ["table_statistics"]
-
 
 def table_statistics(engine: EmbeddingEngine, state: TableState) -> dict[str, dict[str, Any]]:
     """Measure every table, and every slot with one entry per row, in one pass over them.

@@ -26,19 +26,17 @@ from tpu_embed.core.batch import Batch, BatchSpec
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.ids import RaggedIds, SparseIds, structure
 from tpu_embed.core.state import TableState, check_state
+from tpu_embed.engine_layer import EngineLayer
 from tpu_embed.nn.untrained import warn_if_differentiated
 from tpu_embed.nn.variables import Counter, Slot, Table, attributes, state_of
 from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
 from tpu_embed.sparse import FEATURE, engine_lookup, engine_of_batch, engine_of_inputs
-from tpu_embed.state_holder import StateHolder
-
-__all__ = ["Embed", "EmbeddingBag"]
 
 Ids = Array | np.ndarray | Batch | SparseIds | RaggedIds | Mapping[str, Any]
 
 
 @final
-class EmbeddingBag(nnx.Module, StateHolder):
+class EmbeddingBag(nnx.Module, EngineLayer):
     """A table, sharded over a mesh, whose rows are looked up and combined bag by bag.
 
     Its variables are a `Table`, `Slot`s and `Counter`s. None of them is an `nnx.Param`:

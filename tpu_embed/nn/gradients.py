@@ -32,13 +32,6 @@ from tpu_embed.nn.untrained import warn_without_optimizer
 from tpu_embed.nn.variables import TOKEN, Counter, Slot, Table, attributes, state_of
 from tpu_embed.sparse import LookedUp, engine_update, positions, value_and_aux
 
-__all__ = [
-    "TableGradients",
-    "apply_table_gradients",
-    "fused_value_and_grad",
-    "sparse_value_and_grad",
-]
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

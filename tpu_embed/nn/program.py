@@ -35,8 +35,6 @@ from tpu_embed.sparse import (
     tap_lookups,
 )
 
-__all__ = ["ActivationGradient", "Gradients", "Path", "differentiate", "is_node", "path_of"]
-
 Path = tuple[Any, ...]
 """The keys that lead from a model to a layer."""
 

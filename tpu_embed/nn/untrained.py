@@ -14,8 +14,6 @@ from jax._src.interpreters.ad import JVPTrace, LinearizeTrace
 from tpu_embed._checks import warn_user
 from tpu_embed.core.engine import EmbeddingEngine
 
-__all__ = ["warn_if_differentiated", "warn_without_optimizer"]
-
 _WARNED: weakref.WeakSet[EmbeddingEngine] = weakref.WeakSet()
 """The engines of layers that have had their warning."""
 

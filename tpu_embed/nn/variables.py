@@ -16,8 +16,6 @@ from flax import nnx
 
 from tpu_embed.core.state import TableState
 
-__all__ = ["TOKEN", "Counter", "Slot", "Table", "attributes", "state_of"]
-
 TOKEN = "step"
 """The attribute whose value identifies the lookups of a layer in a program."""
 

@@ -14,14 +14,13 @@ import jax.numpy as jnp
 from tpu_embed._types import Array
 from tpu_embed.kernels.rules import CompiledRule
 from tpu_embed.optimizers._moments import average
-from tpu_embed.optimizers._options import FRACTION, LEARNING_RATE, POSITIVE
+from tpu_embed.optimizers._options import FRACTION, POSITIVE
 from tpu_embed.optimizers.base import Slot, Slots, Updated
-from tpu_embed.optimizers.learning_rate import LearningRate
-from tpu_embed.optimizers.row_optimizer import RowOptimizer
+from tpu_embed.optimizers.row_optimizer import RatedOptimizer
 
 
-@dataclasses.dataclass(frozen=True)
-class Adadelta(RowOptimizer):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adadelta(RatedOptimizer):
     """Scale the gradient by the ratio of the root mean squares of past steps and gradients.
 
         a = ρ a + (1 - ρ) g²;  d = g √(u + ε) / √(a + ε);  u = ρ u + (1 - ρ) d²;  w = w - lr d
@@ -49,8 +48,6 @@ class Adadelta(RowOptimizer):
       Zeiler, "ADADELTA: an adaptive learning rate method", 2012.
     """
 
-    learning_rate: LearningRate = field(default=0.001, metadata=LEARNING_RATE)
-    _: dataclasses.KW_ONLY
     rho: float = field(default=0.95, metadata=FRACTION)
     epsilon: float = field(default=1e-7, metadata=POSITIVE)
 

@@ -13,15 +13,14 @@ import jax.numpy as jnp
 
 from tpu_embed._types import Array
 from tpu_embed.kernels.rules import CompiledRule
-from tpu_embed.optimizers._options import LEARNING_RATE, NON_NEGATIVE, POSITIVE
+from tpu_embed.optimizers._options import NON_NEGATIVE, POSITIVE
 from tpu_embed.optimizers._rounding import round_now
 from tpu_embed.optimizers.base import Slot, Slots, Updated
-from tpu_embed.optimizers.learning_rate import LearningRate
-from tpu_embed.optimizers.row_optimizer import RowOptimizer
+from tpu_embed.optimizers.row_optimizer import RatedOptimizer
 
 
-@dataclasses.dataclass(frozen=True)
-class Adagrad(RowOptimizer):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adagrad(RatedOptimizer):
     """Divide each step by the root of the sum of squared gradients.
 
         a = a + g²;  w = w - lr g / (√a + ε)
@@ -52,8 +51,6 @@ class Adagrad(RowOptimizer):
       optimization", 2011.
     """
 
-    learning_rate: LearningRate = field(default=0.001, metadata=LEARNING_RATE)
-    _: dataclasses.KW_ONLY
     initial_accumulator_value: float = field(default=0.1, metadata=POSITIVE)
     epsilon: float = field(default=0.0, metadata=NON_NEGATIVE)
 

@@ -14,16 +14,15 @@ import jax.numpy as jnp
 from tpu_embed._types import Array
 from tpu_embed.kernels.rules import CompiledRule
 from tpu_embed.optimizers._moments import average
-from tpu_embed.optimizers._options import FRACTION, LEARNING_RATE, POSITIVE, accepts
+from tpu_embed.optimizers._options import FRACTION, POSITIVE, accepts
 from tpu_embed.optimizers.base import Slot, Slots, Updated
-from tpu_embed.optimizers.learning_rate import LearningRate
-from tpu_embed.optimizers.row_optimizer import RowOptimizer
+from tpu_embed.optimizers.row_optimizer import RatedOptimizer
 
 _BETA_2 = accepts("a number in (0, 1]", lambda value, _: 0 < value <= 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class AdagradMomentum(RowOptimizer):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdagradMomentum(RatedOptimizer):
     """Scale the gradient as Adagrad does, then apply momentum to it.
 
         a = a + g² if β₂ = 1 else β₂ a + (1 - β₂) g²
@@ -58,8 +57,6 @@ class AdagradMomentum(RowOptimizer):
       optimization", 2011; the options are those of TensorFlow's TPU embedding.
     """
 
-    learning_rate: LearningRate = field(default=0.001, metadata=LEARNING_RATE)
-    _: dataclasses.KW_ONLY
     momentum: float = field(default=0.0, metadata=FRACTION)
     use_nesterov: bool = False
     exponent: float = field(default=2.0, metadata=POSITIVE)

@@ -15,11 +15,10 @@ import jax.numpy as jnp
 from tpu_embed._types import Array
 from tpu_embed.kernels.rules import CompiledRule
 from tpu_embed.optimizers._moments import adam_rate, average
-from tpu_embed.optimizers._options import FRACTION, LEARNING_RATE, POSITIVE, accepts
+from tpu_embed.optimizers._options import FRACTION, POSITIVE, accepts
 from tpu_embed.optimizers._rounding import round_now
 from tpu_embed.optimizers.base import Slot, Slots, Updated
-from tpu_embed.optimizers.learning_rate import LearningRate
-from tpu_embed.optimizers.row_optimizer import RowOptimizer
+from tpu_embed.optimizers.row_optimizer import RatedOptimizer
 
 _LAZY = accepts(
     "True with use_gradient_accumulation=False",
@@ -27,8 +26,8 @@ _LAZY = accepts(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Adam(RowOptimizer):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adam(RatedOptimizer):
     """Divide the average gradient by the root of the average squared gradient.
 
         m = β₁ m + (1 - β₁) g;  v = β₂ v + (1 - β₂) g²
@@ -65,8 +64,6 @@ class Adam(RowOptimizer):
       Kingma and Ba, "Adam: a method for stochastic optimization", 2015.
     """
 
-    learning_rate: LearningRate = field(default=0.001, metadata=LEARNING_RATE)
-    _: dataclasses.KW_ONLY
     beta_1: float = field(default=0.9, metadata=FRACTION)
     beta_2: float = field(default=0.999, metadata=FRACTION)
     epsilon: float = field(default=1e-7, metadata=POSITIVE)

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.core import Tracer
 
 from tpu_embed._checks import message
 from tpu_embed._snapshot import as_array
-from tpu_embed._types import Array, PyTree
+from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
 from tpu_embed.optimizers.base import TableOptimizer
 from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
 
@@ -62,7 +62,8 @@ def dense_transform(
                 )
             )
         step = state.count + 1
-        rate = _learning_rate(optimizer, step, extra.get("learning_rate"))
+        remedy = "update(grads, state, params, learning_rate=value)"
+        rate = rate_of(optimizer, step, extra.get("learning_rate"), remedy=remedy)
         gradients, treedef = jax.tree.flatten(updates)
         leaves = treedef.flatten_up_to(params)
         slots = {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items()}
@@ -80,8 +81,12 @@ def _rows(leaf: Array) -> Array:
     """Return a leaf as rows `[n, D]` in the dtype of the rule's arithmetic."""
     # [3, 5, D] -> [15, D]; [D] -> [1, D]; a scalar -> [1, 1].
     dim = leaf.shape[-1] if leaf.ndim else 1
-    dtype = jnp.float64 if leaf.dtype == jnp.float64 else jnp.float32
-    return leaf.reshape(math.prod(leaf.shape[:-1]), dim).astype(dtype)
+    return leaf.reshape(math.prod(leaf.shape[:-1]), dim).astype(working_dtype(leaf))
+
+
+def working_dtype(array: ArrayLike) -> np.dtype:
+    """Return the dtype of the rule's arithmetic: float64 for such an array, otherwise float32."""
+    return np.dtype(np.float64 if jnp.result_type(array) == jnp.float64 else np.float32)
 
 
 def _init_leaf(optimizer: TableOptimizer, leaf: Array, seed: int, index: int) -> dict[str, Array]:
@@ -119,23 +124,24 @@ def _update_leaf(
     return difference, {name: new_slots[name].reshape(slots[name].shape) for name in shapes}
 
 
-def _learning_rate(optimizer: TableOptimizer, step: Array, given: Any) -> Any:
-    """Return the given rate, or else that of the optimizer.
+def rate_of(optimizer: TableOptimizer, step: ArrayLike, given: Any, *, remedy: str) -> ArrayLike:
+    """Return the given learning rate, or else that of the optimizer.
+
+    Args:
+      optimizer: the optimizer.
+      step: int32 scalar t, 1 at the first update.
+      given: the rate that a user gives instead of the optimizer's, or None.
+      remedy: how to give one, for the message.
 
     Raises:
       ValueError: the rate is a callable without arguments, which would be called in a trace.
     """
     if given is not None:
         return given
-    rate = optimizer.learning_rate
+    rate: Any = optimizer.learning_rate
     host = learning_rate_kind(rate) is LearningRateKind.HOST
+    # In a jit it would be called once, and its value would be part of the program for good.
     if host and isinstance(step, Tracer):
-        raise ValueError(
-            message(
-                "learning_rate",
-                expected="the value of a callable without arguments, called outside the jit",
-                got="none",
-                remedy="update(grads, state, params, learning_rate=value)",
-            )
-        )
-    return optimizer.resolve_learning_rate(step, rate() if host else None)  # type: ignore[misc]
+        expected = "the value of a callable without arguments, called outside the jit"
+        raise ValueError(message("learning_rate", expected=expected, got="none", remedy=remedy))
+    return optimizer.resolve_learning_rate(step, rate() if host else None)

@@ -13,11 +13,10 @@ import jax.numpy as jnp
 
 from tpu_embed._types import Array
 from tpu_embed.kernels.rules import CompiledRule
-from tpu_embed.optimizers._options import LEARNING_RATE, NON_NEGATIVE, accepts
+from tpu_embed.optimizers._options import NON_NEGATIVE, accepts
 from tpu_embed.optimizers._rounding import round_now
 from tpu_embed.optimizers.base import Slot, Slots, Updated
-from tpu_embed.optimizers.learning_rate import LearningRate
-from tpu_embed.optimizers.row_optimizer import RowOptimizer
+from tpu_embed.optimizers.row_optimizer import RatedOptimizer
 
 _POWER = accepts("a number <= 0", lambda value, _: value <= 0)
 _ACCUMULATOR = accepts(
@@ -26,8 +25,8 @@ _ACCUMULATOR = accepts(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class FTRL(RowOptimizer):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FTRL(RatedOptimizer):
     """Recompute a row from its linear term z and its accumulator a; l1 makes entries exactly 0.
 
         a' = a + g²;  p = learning_rate_power;  z = z + g - (a'^(-p) - a^(-p)) w / lr
@@ -71,8 +70,6 @@ class FTRL(RowOptimizer):
       McMahan et al., "Ad click prediction: a view from the trenches", 2013.
     """
 
-    learning_rate: LearningRate = field(default=0.001, metadata=LEARNING_RATE)
-    _: dataclasses.KW_ONLY
     learning_rate_power: float = field(default=-0.5, metadata=_POWER)
     l1_regularization_strength: float = field(default=0.0, metadata=NON_NEGATIVE)
     l2_regularization_strength: float = field(default=0.0, metadata=NON_NEGATIVE)

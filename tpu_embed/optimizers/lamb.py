@@ -15,16 +15,15 @@ import jax.numpy as jnp
 from tpu_embed._types import Array
 from tpu_embed.kernels.rules import CompiledRule
 from tpu_embed.optimizers._moments import average, one_minus_power
-from tpu_embed.optimizers._options import FRACTION, LEARNING_RATE, POSITIVE
+from tpu_embed.optimizers._options import FRACTION, POSITIVE
 from tpu_embed.optimizers._rounding import round_now
 from tpu_embed.optimizers.base import Slot, Slots, Updated
-from tpu_embed.optimizers.learning_rate import LearningRate
-from tpu_embed.optimizers.row_optimizer import RowOptimizer
+from tpu_embed.optimizers.row_optimizer import RatedOptimizer
 from tpu_embed.optimizers.row_sums import row_sum
 
 
-@dataclasses.dataclass(frozen=True)
-class LAMB(RowOptimizer):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LAMB(RatedOptimizer):
     """Scale Adam's direction to the norm of the row.
 
         m = β₁ m + (1 - β₁) g;  v = β₂ v + (1 - β₂) g²
@@ -57,8 +56,6 @@ class LAMB(RowOptimizer):
 
     decay_in_rule: ClassVar[bool] = True
 
-    learning_rate: LearningRate = field(default=0.001, metadata=LEARNING_RATE)
-    _: dataclasses.KW_ONLY
     beta_1: float = field(default=0.9, metadata=FRACTION)
     beta_2: float = field(default=0.999, metadata=FRACTION)
     epsilon: float = field(default=1e-6, metadata=POSITIVE)

@@ -11,15 +11,14 @@ from dataclasses import field
 
 from tpu_embed._types import Array
 from tpu_embed.kernels.rules import CompiledRule
-from tpu_embed.optimizers._options import FRACTION, LEARNING_RATE
+from tpu_embed.optimizers._options import FRACTION
 from tpu_embed.optimizers._rounding import round_now
 from tpu_embed.optimizers.base import Slot, Slots, Updated
-from tpu_embed.optimizers.learning_rate import LearningRate
-from tpu_embed.optimizers.row_optimizer import RowOptimizer
+from tpu_embed.optimizers.row_optimizer import RatedOptimizer
 
 
-@dataclasses.dataclass(frozen=True)
-class Momentum(RowOptimizer):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Momentum(RatedOptimizer):
     """Move a row along the decaying sum of its gradients.
 
         m = μ m + g;  w = w - lr m, or w - lr (g + μ m) with `use_nesterov`
@@ -46,8 +45,6 @@ class Momentum(RowOptimizer):
       Sutskever et al., "On the importance of initialization and momentum in deep learning", 2013.
     """
 
-    learning_rate: LearningRate = field(default=0.001, metadata=LEARNING_RATE)
-    _: dataclasses.KW_ONLY
     momentum: float = field(default=0.9, metadata=FRACTION)
     use_nesterov: bool = False
 

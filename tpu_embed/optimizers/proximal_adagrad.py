@@ -13,14 +13,13 @@ import jax.numpy as jnp
 
 from tpu_embed._types import Array
 from tpu_embed.kernels.rules import CompiledRule
-from tpu_embed.optimizers._options import LEARNING_RATE, NON_NEGATIVE, POSITIVE
+from tpu_embed.optimizers._options import NON_NEGATIVE, POSITIVE
 from tpu_embed.optimizers.base import Slot, Slots, Updated
-from tpu_embed.optimizers.learning_rate import LearningRate
-from tpu_embed.optimizers.row_optimizer import RowOptimizer
+from tpu_embed.optimizers.row_optimizer import RatedOptimizer
 
 
-@dataclasses.dataclass(frozen=True)
-class ProximalAdagrad(RowOptimizer):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProximalAdagrad(RatedOptimizer):
     """Take Adagrad's step, then shrink the row: l1 makes entries exactly 0, l2 scales them down.
 
         a = a + g²;  η = lr / √a;  y = w - η g;  w = sgn(y) max(|y| - η l1, 0) / (1 + η l2)
@@ -52,8 +51,6 @@ class ProximalAdagrad(RowOptimizer):
       2009.
     """
 
-    learning_rate: LearningRate = field(default=0.001, metadata=LEARNING_RATE)
-    _: dataclasses.KW_ONLY
     l1: float = field(default=0.0, metadata=NON_NEGATIVE)
     l2: float = field(default=0.0, metadata=NON_NEGATIVE)
     initial_accumulator_value: float = field(default=0.1, metadata=POSITIVE)

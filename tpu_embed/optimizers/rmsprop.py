@@ -14,14 +14,13 @@ import jax.numpy as jnp
 from tpu_embed._types import Array
 from tpu_embed.kernels.rules import CompiledRule
 from tpu_embed.optimizers._moments import average
-from tpu_embed.optimizers._options import FRACTION, LEARNING_RATE, POSITIVE
+from tpu_embed.optimizers._options import FRACTION, POSITIVE
 from tpu_embed.optimizers.base import Slot, Slots, Updated
-from tpu_embed.optimizers.learning_rate import LearningRate
-from tpu_embed.optimizers.row_optimizer import RowOptimizer
+from tpu_embed.optimizers.row_optimizer import RatedOptimizer
 
 
-@dataclasses.dataclass(frozen=True)
-class RMSProp(RowOptimizer):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RMSProp(RatedOptimizer):
     """Divide the gradient by the root of its mean square, with momentum.
 
         s = ρ s + (1 - ρ) g²;  b = μ b + lr g / √(s + ε);  w = w - b
@@ -50,8 +49,6 @@ class RMSProp(RowOptimizer):
       Tieleman and Hinton, lecture 6.5 of "Neural networks for machine learning", 2012.
     """
 
-    learning_rate: LearningRate = field(default=0.001, metadata=LEARNING_RATE)
-    _: dataclasses.KW_ONLY
     rho: float = field(default=0.9, metadata=FRACTION)
     momentum: float = field(default=0.0, metadata=FRACTION)
     epsilon: float = field(default=1e-7, metadata=POSITIVE)
@@ -68,8 +65,8 @@ class RMSProp(RowOptimizer):
         return None
 
 
-@dataclasses.dataclass(frozen=True)
-class CenteredRMSProp(RowOptimizer):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CenteredRMSProp(RatedOptimizer):
     """Divide the gradient by an estimate of its standard deviation, with momentum.
 
         s = ρ s + (1 - ρ) g²;  c = ρ c + (1 - ρ) g
@@ -100,8 +97,6 @@ class CenteredRMSProp(RowOptimizer):
       Graves, "Generating sequences with recurrent neural networks", 2013.
     """
 
-    learning_rate: LearningRate = field(default=0.001, metadata=LEARNING_RATE)
-    _: dataclasses.KW_ONLY
     rho: float = field(default=0.9, metadata=FRACTION)
     momentum: float = field(default=0.0, metadata=FRACTION)
     epsilon: float = field(default=1e-7, metadata=POSITIVE)

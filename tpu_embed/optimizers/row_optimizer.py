@@ -29,6 +29,7 @@ from tpu_embed.optimizers import _options
 from tpu_embed.optimizers._rounding import round_now
 from tpu_embed.optimizers.base import Slot, Slots, SlotShape, TableOptimizer, Updated
 from tpu_embed.optimizers.dense import dense_transform
+from tpu_embed.optimizers.learning_rate import LearningRate
 
 _OPTIONAL = _options.converted(_options.optional_number)
 _SLOT_VALUES = _options.converted(_options.slot_values)
@@ -210,6 +211,13 @@ class RowOptimizer(TableOptimizer):
         return {"class": type(self).__name__} | {
             name: _plain(value) for name, value in fields.items()
         }
+
+
+@dataclasses.dataclass(frozen=True)
+class RatedOptimizer(RowOptimizer):
+    """Take the learning rate as the first argument, and all other options by keyword."""
+
+    learning_rate: LearningRate = field(default=0.001, metadata=_options.LEARNING_RATE)
 
 
 def _initial_slot(slot: Slot, initial: Any, rows: Array, keys: Array) -> Array:

@@ -13,16 +13,15 @@ import jax.numpy as jnp
 
 from tpu_embed._types import Array
 from tpu_embed.kernels.rules import CompiledRule
-from tpu_embed.optimizers._options import LEARNING_RATE, NON_NEGATIVE, POSITIVE
+from tpu_embed.optimizers._options import NON_NEGATIVE, POSITIVE
 from tpu_embed.optimizers._rounding import round_now
 from tpu_embed.optimizers.base import Slot, Slots, Updated
-from tpu_embed.optimizers.learning_rate import LearningRate
-from tpu_embed.optimizers.row_optimizer import RowOptimizer
+from tpu_embed.optimizers.row_optimizer import RatedOptimizer
 from tpu_embed.optimizers.row_sums import row_mean
 
 
-@dataclasses.dataclass(frozen=True)
-class RowWiseAdagrad(RowOptimizer):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowWiseAdagrad(RatedOptimizer):
     """Divide each step by the root of the accumulated mean square of the row's gradients.
 
         a = a + mean_d g²;  w = w - lr g / (√a + ε)
@@ -52,8 +51,6 @@ class RowWiseAdagrad(RowOptimizer):
       recommendation models", 2022.
     """
 
-    learning_rate: LearningRate = field(default=0.001, metadata=LEARNING_RATE)
-    _: dataclasses.KW_ONLY
     initial_accumulator_value: float = field(default=0.1, metadata=POSITIVE)
     epsilon: float = field(default=1e-8, metadata=NON_NEGATIVE)
 

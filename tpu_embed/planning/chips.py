@@ -14,8 +14,6 @@ from collections.abc import Iterator
 
 from tpu_embed._checks import did_you_mean, message
 
-__all__ = ["CHIPS", "Chip", "Topology"]
-
 GIB = 2**30
 
 

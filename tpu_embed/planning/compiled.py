@@ -36,8 +36,6 @@ from tpu_embed.planning.placement import resolve
 from tpu_embed.planning.plan import Plan, plan
 from tpu_embed.planning.sizes import readable
 
-__all__ = ["Compiled", "abstract_batch", "abstract_state", "compile_for", "describe_topology"]
-
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",

@@ -8,7 +8,6 @@ Input: a layout and a `BatchSpec`. Output: bytes by purpose.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -18,9 +17,8 @@ from tpu_embed.core.batch import BatchSpec, line_length, line_of
 from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.core.state import slot_format, slot_shapes
 from tpu_embed.kernels.formats import LINE, PACKED_ROWS, RowFormat
+from tpu_embed.optimizers import SlotShape
 from tpu_embed.planning.sizes import tiled_bytes, untiled_bytes
-
-__all__ = ["Size", "array_bytes", "moved", "passing", "sent", "slot_bytes", "used_bytes"]
 
 Size = Callable[[tuple[int, ...], np.dtype], int]
 """A function of shape and dtype that returns the bytes of an array on a device."""
@@ -34,15 +32,23 @@ def array_bytes(form: RowFormat, rows: int, size: Size) -> int:
 
 def slot_bytes(stack: Stack, rows: int, size: Size) -> int:
     """Return the bytes of the slots of `rows` rows."""
-    slots = [slot for slot in slot_shapes(stack).values() if slot.per_row]
-    return sum(array_bytes(slot_format(stack, slot), rows, size) for slot in slots)
+    return sum(array_bytes(slot_format(stack, slot), rows, size) for slot in _row_slots(stack))
+
+
+def stack_bytes(stack: Stack, rows: int, size: Size) -> tuple[int, int]:
+    """Return the bytes of `rows` rows of a stack, and of their slots."""
+    return array_bytes(stack.row_format, rows, size), slot_bytes(stack, rows, size)
 
 
 def used_bytes(stack: Stack, rows: int) -> tuple[int, int]:
     """Return the bytes of the numbers in `rows` rows, and in their slots, without any padding."""
-    slots = [slot for slot in slot_shapes(stack).values() if slot.per_row]
-    per_row = sum(math.prod(slot.shape) * np.dtype(slot.dtype).itemsize for slot in slots)
+    per_row = sum(untiled_bytes(slot.shape, slot.dtype) for slot in _row_slots(stack))
     return rows * stack.dim * _stored(stack).itemsize, rows * per_row
+
+
+def _row_slots(stack: Stack) -> list[SlotShape]:
+    """Return the slots of a stack that have a part for each row."""
+    return [slot for slot in slot_shapes(stack).values() if slot.per_row]
 
 
 def passing(layout: Layout, spec: BatchSpec, size: Size) -> dict[str, int]:
@@ -81,10 +87,9 @@ def _fullest_stage(layout: Layout, spec: BatchSpec, g: int, size: Size) -> int:
     # fill whole lines are copied to packed ones. Sending needs partial sums and those received,
     # then those received and their merged sums.
     rows = functools.partial(_row_bytes, stack, size=size)
-    wide = [slot for slot in slot_shapes(stack).values() if slot.per_row and slot.shape]
+    wide = [slot for slot in _row_slots(stack) if slot.shape]
     held = (1 + len(wide)) * rows(touched)
-    contiguous = array_bytes(stack.row_format, touched, size) + slot_bytes(stack, touched, size)
-    repacked = 0 if stack.row_format.words % LINE == 0 else contiguous
+    repacked = 0 if stack.row_format.words % LINE == 0 else sum(stack_bytes(stack, touched, size))
     fetching = 2 * array_bytes(stack.row_format, asked, size)
     sending = max(rows(partials) + rows(received), rows(received) + rows(touched))
     if stack.packing == "words":

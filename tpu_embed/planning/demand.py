@@ -33,8 +33,6 @@ from tpu_embed.core.ids import (
 from tpu_embed.core.layout import FeatureLayout, Layout, roomy
 from tpu_embed.core.place import exact_spec, give_rows_of
 
-__all__ = ["spec_of"]
-
 
 def spec_of(declared: Structure, layout: Layout, batch: PyTree) -> BatchSpec:
     """Return the spec of a program for batches like the given one.

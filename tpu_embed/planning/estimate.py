@@ -18,8 +18,6 @@ from tpu_embed.planning.compiled import Compiled
 from tpu_embed.planning.profile import Profile
 from tpu_embed.planning.sizes import readable
 
-__all__ = ["Estimate", "estimate"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:

@@ -15,8 +15,6 @@ from rich.table import Table
 
 from tpu_embed.planning.sizes import readable
 
-__all__ = ["explained"]
-
 _WIDTH, _BAR = 120, 40
 _WORDS = ("table", "dtype", "placement", "why")
 _FIGURES = ("rows", "dim", "rows/device", "padding")

@@ -14,8 +14,6 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["COLLECTIVES", "Instruction", "Program", "moved"]
-
 COLLECTIVES = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute")
 READING = ("gather",)
 WRITING = ("scatter", "dynamic-update-slice")

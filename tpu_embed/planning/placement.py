@@ -19,8 +19,6 @@ from tpu_embed.core.layout import make_axes
 from tpu_embed.optimizers import TableOptimizer
 from tpu_embed.planning.sizes import readable
 
-__all__ = ["REPLICATED_BYTES", "placements", "resolve", "with_placements", "with_tables"]
-
 REPLICATED_BYTES = 2**16
 """A table of at most this many bytes is replicated, up to 1,024 times as many bytes in all.
 

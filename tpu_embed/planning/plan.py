@@ -8,29 +8,21 @@ Input: feature configs, an optimizer, a mesh or a topology, a batch or its shape
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from tpu_embed._checks import check_int, message
 from tpu_embed._types import PyTree
 from tpu_embed.core.batch import BatchSpec
-from tpu_embed.core.ids import Structure, structure
-from tpu_embed.core.layout import Layout, MeshAxes, Stack, TableSlice, make_layout
-from tpu_embed.core.state import slot_shapes
-from tpu_embed.kernels.formats import packing_of
+from tpu_embed.core.ids import structure
+from tpu_embed.core.layout import Layout, TableSlice
 from tpu_embed.planning import costs
-from tpu_embed.planning.demand import spec_of
-from tpu_embed.planning.placement import placements, with_placements, with_tables
 from tpu_embed.planning.remedies import find_remedies
-from tpu_embed.planning.sizes import readable, tiled_bytes, untiled_bytes
-from tpu_embed.planning.target import GivenTarget, Target, read_target
-
-__all__ = ["Plan", "TablePlan", "plan"]
+from tpu_embed.planning.request import Request
+from tpu_embed.planning.sizes import readable
+from tpu_embed.planning.target import GivenTarget, read_target
 
 ROW_BYTES, WAITING_BYTES = 52, 20
 """What a row takes in a map and in the engine's record of it, and what a waiting key takes."""
@@ -178,7 +170,7 @@ def plan(
       ValueError: an engine would refuse the configs, the batch or the target.
 
     Example:
-      >>> import jax, tpu_embed
+      >>> import jax, numpy as np, tpu_embed
       >>> films = tpu_embed.TableConfig(1_000_000, 64, name="films")
       >>> ids = jax.ShapeDtypeStruct((4096, 20), np.int32)
       >>> feature_config, batch = {"seen": tpu_embed.FeatureConfig(films)}, {"seen": ids}
@@ -191,117 +183,31 @@ def plan(
     known = read_target(target)
     known = known if memory is None else known._replace(memory=memory)
     request = Request(known, structure.flatten(feature_config), optimizer, batch)
-    found = request.plan()
+    found = _planned(request)
     if found.fits:
         return found
     return dataclasses.replace(found, remedies=find_remedies(request, math.gcd(*found.spec.sizes)))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Request:
-    """The arguments of `plan`, and what is computed from them on demand.
-
-    Each remedy is another request, so that its plan is computed in the same way.
-    """
-
-    target: Target
-    declared: Structure
-    optimizer: Any
-    batch: PyTree
-
-    @property
-    def axes(self) -> MeshAxes:
-        """The mesh."""
-        return self.target.axes
-
-    @functools.cached_property
-    def placed(self) -> tuple[Structure, dict[str, str]]:
-        """The features without "auto", and table -> reason for each chosen placement."""
-        chosen = placements(self.declared, self.optimizer, devices=self.axes.mesh.size)
-        where = {table: placement for table, (placement, _) in chosen.items()}
-        why = {table: reason for table, (_, reason) in chosen.items()}
-        return structure.flatten(with_placements(self.declared, where)), why
-
-    @functools.cached_property
-    def layout(self) -> Layout:
-        """Where each row lives."""
-        declared, _ = self.placed
-        return make_layout(declared, self.optimizer, self.axes, sum_blocks=8, stack_tables=True)
-
-    @property
-    def size(self) -> costs.Size:
-        """The function that returns the bytes of an array on such a device."""
-        return untiled_bytes if packing_of(self.axes.device) == "none" else tiled_bytes
-
-    @functools.cached_property
-    def held(self) -> dict[str, int]:
-        """Bytes that a device always holds, independent of the batch."""
-        stacks = self.layout.stacks
-        return {
-            "tables": sum(costs.array_bytes(g.row_format, g.num_rows, self.size) for g in stacks),
-            "slots": sum(_slots(g, self.size) for g in stacks),
-        }
-
-    @functools.cached_property
-    def spec(self) -> BatchSpec:
-        """The shape of the batch, for which a step is compiled."""
-        declared, _ = self.placed
-        return spec_of(declared, self.layout, self.batch)
-
-    @functools.cached_property
-    def passing(self) -> dict[str, int]:
-        """Bytes that a device needs during a step."""
-        return costs.passing(self.layout, self.spec, self.size)
-
-    @property
-    def wasted(self) -> dict[str, int]:
-        """How many bytes of `held` and `passing` are padding of a TPU's tiles."""
-        held = {"tables": 0, "slots": 0}
-        for stack in self.layout.stacks:
-            table, slots = _stack_bytes(stack, stack.num_rows, self.size)
-            used_by_table, used_by_slots = costs.used_bytes(stack, stack.num_rows)
-            held["tables"] += table - used_by_table
-            held["slots"] += slots - used_by_slots
-        used = costs.passing(self.layout, self.spec, untiled_bytes)
-        return held | {name: size - used[name] for name, size in self.passing.items()}
-
-    def plan(self) -> Plan:
-        """Return the plan, without remedies."""
-        declared, why = self.placed
-        layout, size, spec = self.layout, self.size, self.spec
-        return Plan(
-            target=self.target.name,
-            devices=self.axes.mesh.size,
-            memory=self.target.memory,
-            batch=max(spec.sizes),
-            tables=tuple(_table(layout, name, why, size) for name in declared.table_names),
-            stacks=len(layout.stacks),
-            held=self.held,
-            passing=self.passing,
-            wasted=self.wasted,
-            sent=costs.sent(layout, spec),
-            moved=costs.moved(layout, spec),
-            spec=spec,
-            host_bytes=sum(_map_bytes(table) for _, table in layout.living),
-        )
-
-    def changed(self, changes: Mapping[str, Mapping[str, Any]]) -> Request:
-        """Return the request with some fields of some tables changed."""
-        feature_config = with_tables(self.declared, changes)
-        return dataclasses.replace(self, declared=structure.flatten(feature_config))
-
-
-def _slots(stack: Stack, size: costs.Size) -> int:
-    """Return the bytes of all slots of a stack, with and without rows."""
-    whole = [slot for slot in slot_shapes(stack).values() if not slot.per_row]
-    return costs.slot_bytes(stack, stack.num_rows, size) + sum(
-        size(slot.shape, np.dtype(slot.dtype)) for slot in whole
+def _planned(request: Request) -> Plan:
+    """Return the plan, without remedies."""
+    declared, why = request.placed
+    layout, size, spec = request.layout, request.size, request.spec
+    return Plan(
+        target=request.target.name,
+        devices=request.axes.mesh.size,
+        memory=request.target.memory,
+        batch=max(spec.sizes),
+        tables=tuple(_table(layout, name, why, size) for name in declared.table_names),
+        stacks=len(layout.stacks),
+        held=request.held,
+        passing=request.passing,
+        wasted=request.wasted,
+        sent=costs.sent(layout, spec),
+        moved=costs.moved(layout, spec),
+        spec=spec,
+        host_bytes=sum(_map_bytes(table) for _, table in layout.living),
     )
-
-
-def _stack_bytes(stack: Stack, rows: int, size: costs.Size) -> tuple[int, int]:
-    """Return the bytes of `rows` rows of a stack, and of their slots."""
-    return costs.array_bytes(stack.row_format, rows, size), costs.slot_bytes(stack, rows, size)
 
 
 def _map_bytes(table: TableSlice) -> int:
@@ -314,7 +220,7 @@ def _map_bytes(table: TableSlice) -> int:
 def _table(layout: Layout, name: str, why: Mapping[str, str], size: costs.Size) -> TablePlan:
     stack, table = layout.table(name)
     copies = stack.num_shards if stack.shard_axes else 1
-    held = _stack_bytes(stack, table.rows_per_shard, size)
+    held = costs.stack_bytes(stack, table.rows_per_shard, size)
     return TablePlan(
         name=name,
         vocabulary_size=table.vocabulary_size,

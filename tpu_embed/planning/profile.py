@@ -24,16 +24,6 @@ from typing import NamedTuple
 from tpu_embed._checks import message
 from tpu_embed.planning import hlo
 
-__all__ = [
-    "FLAG",
-    "Kernel",
-    "Operation",
-    "Profile",
-    "profile_step",
-    "read_kernels",
-    "read_profile",
-]
-
 FLAG = "--xla_jf_dump_static_llo_profile_to"
 """What `LIBTPU_INIT_ARGS` must have, with `=DIRECTORY`, before JAX first uses libtpu."""
 

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tpu_embed.core.layout import Stack
 from tpu_embed.core.state import slot_shapes
 from tpu_embed.optimizers import RowWiseAdagrad
+from tpu_embed.planning.request import Request
 from tpu_embed.planning.sizes import readable
-
-if TYPE_CHECKING:
-    from tpu_embed.planning.plan import Request
-
-__all__ = ["find_remedies"]
 
 
 def find_remedies(request: Request, batch: int) -> tuple[str, ...]:

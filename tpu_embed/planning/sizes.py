@@ -9,8 +9,6 @@ import math
 
 import numpy as np
 
-__all__ = ["readable", "tiled_bytes", "untiled_bytes"]
-
 _LANES, _SUBLANES = 128, 8
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 

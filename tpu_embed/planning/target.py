@@ -13,8 +13,6 @@ from tpu_embed._checks import is_int, message
 from tpu_embed.core.layout import MeshAxes
 from tpu_embed.planning.chips import Topology
 
-__all__ = ["GivenTarget", "Target", "read_target"]
-
 _MOST_DEVICES = 2**20
 
 GivenTarget = Mesh | AbstractMesh | Topology | str | int

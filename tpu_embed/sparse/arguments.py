@@ -11,8 +11,6 @@ from typing import Any
 
 from tpu_embed._checks import is_int, message
 
-__all__ = ["positions", "value_and_aux"]
-
 
 def positions(argnums: Any, count: int, *, remedy: str) -> tuple[int, ...]:
     """Return the positions of the arguments to differentiate by, counted from the first.

@@ -31,16 +31,6 @@ from tpu_embed.core.state import TableState, check_layout, check_tables_not_dona
 from tpu_embed.sparse import sequences, several
 from tpu_embed.sparse.joined import DenseIds, as_signed, flat, join, padded
 
-__all__ = [
-    "FEATURE",
-    "Call",
-    "LookedUp",
-    "engine_lookup",
-    "engine_lookup_p",
-    "engine_update",
-    "opened_p",
-]
-
 FEATURE = "ids"
 """The name of the only feature of such an engine: `EmbeddingEngine({FEATURE: …})`."""
 

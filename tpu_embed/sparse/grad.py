@@ -28,8 +28,6 @@ from tpu_embed.sparse.pull_back import pull_back
 from tpu_embed.sparse.tapped_program import Reached, differentiable, tap_lookups
 from tpu_embed.sparse.taps import count_lookups
 
-__all__ = ["sparse_grad", "sparse_value_and_grad"]
-
 _BY_POSITION = "give what is differentiated by position, not by keyword"
 
 

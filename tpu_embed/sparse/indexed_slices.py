@@ -24,8 +24,6 @@ from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
 from tpu_embed.core.exchange import number_runs
 from tpu_embed.kernels import dispatch
 
-__all__ = ["IndexedSlices", "clip_by_global_norm", "global_norm", "is_indexed_slices", "scale"]
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)

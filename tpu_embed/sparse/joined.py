@@ -21,8 +21,6 @@ from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.ids import narrow_ids
 from tpu_embed.core.layout import MeshAxes
 
-__all__ = ["DenseIds", "flat", "join", "padded", "as_signed"]
-
 
 class DenseIds(NamedTuple):
     """The ids of one lookup, or of all iterations of a loop around it.

@@ -27,8 +27,6 @@ from tpu_embed.core.ids import is_real, narrow_ids, rescale_bags
 from tpu_embed.kernels import dispatch
 from tpu_embed.kernels.varying import as_varying, varying_axes
 
-__all__ = ["embedding_lookup", "lookup_p"]
-
 
 def embedding_lookup(
     table: ArrayLike,

@@ -21,8 +21,6 @@ from tpu_embed.sparse.indexed_slices import IndexedSlices
 from tpu_embed.sparse.tapped_program import Reached, TappedProgram
 from tpu_embed.sparse.taps import Asked
 
-__all__ = ["pull_back"]
-
 
 def pull_back(
     program: TappedProgram,

@@ -24,8 +24,6 @@ from jax.extend.core import Literal
 
 from tpu_embed._jaxprs import CALLS, REMATS, inner_jaxpr, scan_counts
 
-__all__ = ["NOTHING", "Sources", "propagate"]
-
 
 class Sources(NamedTuple):
     """Two sets of sources, each an integer with one bit per source.

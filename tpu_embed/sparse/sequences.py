@@ -21,8 +21,6 @@ from tpu_embed.core.batch import Batch, padded_lengths
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.lookup import Jagged, row_splits
 
-__all__ = ["as_jagged", "check_sequences", "fill_columns", "is_jagged", "pad", "place_gradient"]
-
 
 def is_jagged(engine: EmbeddingEngine) -> bool:
     """Return whether the only feature of an engine is jagged."""

@@ -29,16 +29,6 @@ from tpu_embed.core.ids import read_ids
 from tpu_embed.core.lookup import Jagged, row_splits
 from tpu_embed.core.state import TableState
 
-__all__ = [
-    "engine_of_batch",
-    "engine_of_inputs",
-    "is_several",
-    "name_activations",
-    "pack",
-    "unpack",
-    "update",
-]
-
 _Kinds = tuple[tuple[str, bool], ...]
 _engines: weakref.WeakKeyDictionary[EmbeddingEngine, dict[_Kinds, EmbeddingEngine]]
 _engines = weakref.WeakKeyDictionary()

@@ -21,8 +21,6 @@ from tpu_embed._types import Array
 from tpu_embed.sparse.reach import NOTHING, Sources, propagate
 from tpu_embed.sparse.taps import Asked, Lookup, Taps, find_lookups, known_after, run_with_taps
 
-__all__ = ["Reached", "TappedProgram", "differentiable", "tap_lookups"]
-
 
 class Reached(NamedTuple):
     """What reaches some results of a program along differentiable equations.

@@ -19,8 +19,6 @@ from jax.tree_util import KeyPath, keystr
 from tpu_embed._checks import message
 from tpu_embed._types import PyTree
 
-__all__ = ["NOTHING", "Leaves", "Path", "is_nothing", "leaves_of", "listed"]
-
 Path = KeyPath | str
 """A key path, or its `keystr`."""
 

@@ -24,8 +24,6 @@ from tpu_embed._types import Array, PyTree
 from tpu_embed.kernels.varying import as_varying, varying_axes
 from tpu_embed.sparse import IndexedSlices, is_indexed_slices
 
-__all__ = ["AxisName", "Reduction", "Replicas", "make_replicas"]
-
 AxisName = str | Sequence[str]
 """The name of a mesh axis, or several names, which count as one axis."""
 

@@ -18,16 +18,6 @@ from tpu_embed._checks import message
 from tpu_embed.io import crc_json, schema
 from tpu_embed.processes import raise_on_all
 
-__all__ = [
-    "FORMAT",
-    "REMEDY",
-    "JsonArgs",
-    "JsonHandler",
-    "as_json",
-    "read_bound",
-    "write_bound",
-]
-
 _VALUE = "value.json"
 
 FORMAT = 2

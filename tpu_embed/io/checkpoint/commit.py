@@ -27,15 +27,6 @@ from tpu_embed.io.checkpoint.items import handler
 from tpu_embed.io.checkpoint.step_paths import SyncedPath
 from tpu_embed.processes import check_same, gather_from_all, raise_on_all
 
-__all__ = [
-    "local_path",
-    "new_checkpoint",
-    "read_checkpoint",
-    "remove",
-    "remove_unfinished",
-    "write_checkpoint",
-]
-
 _SAVING = threading.Lock()
 """Held during a save, so that a second save to the same path sees the first one's directory."""
 
@@ -86,12 +77,12 @@ def new_checkpoint(path: Path) -> str:
     return gather_from_all(what, uuid.uuid4().hex)[0]
 
 
-def write_checkpoint(path: str | Path, args_of: Callable[[str], ocp.args.Composite]) -> None:
+def write_checkpoint(path: str | Path, args_of: Callable[..., ocp.args.Composite]) -> None:
     """Write a checkpoint; it appears complete, and is on disk when this returns.
 
     Args:
       path: a directory that does not exist yet.
-      args_of: checks and returns what to write, given the name of the checkpoint.
+      args_of: checks and returns what to write, given the name of the checkpoint as `checkpoint`.
 
     Raises:
       ValueError: the path exists, or is a URL.
@@ -103,7 +94,7 @@ def write_checkpoint(path: str | Path, args_of: Callable[[str], ocp.args.Composi
         if path.exists():
             remedy = "remove it, or save elsewhere; CheckpointManager numbers its directories"
             raise ValueError(message("path", expected="no file", got=f"{path}", remedy=remedy))
-        args = args_of(checkpoint)
+        args = args_of(checkpoint=checkpoint)
         if jax.process_index() == 0:
             files.make_directory(path.parent)
         return args

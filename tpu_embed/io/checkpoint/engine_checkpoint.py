@@ -9,6 +9,7 @@ three read back.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +28,6 @@ from tpu_embed.io.checkpoint.commit import read_checkpoint, write_checkpoint
 from tpu_embed.io.checkpoint.items import MODEL, POSITION, TABLES, FilesArgs
 from tpu_embed.io.checkpoint.manifest import Wanted
 from tpu_embed.io.checkpoint.trees import PyTreeArgs, abstract_leaf, as_array, check_leaves
-
-__all__ = ["Restored", "check_engine", "restore", "save", "save_args"]
 
 
 class Restored(NamedTuple):
@@ -82,12 +81,8 @@ def save(
       ({'epoch': 1}, True)
     """
     check_engine(engine)
-    write_checkpoint(
-        path,
-        lambda checkpoint: save_args(
-            engine, state, model, position, checkpoint=checkpoint, copied=False
-        ),
-    )
+    args_of = functools.partial(save_args, engine, state, model, position, copied=False)
+    write_checkpoint(path, args_of)
 
 
 def restore(

@@ -22,17 +22,6 @@ from tpu_embed.io.checkpoint.checked import JsonArgs, JsonHandler
 from tpu_embed.io.checkpoint.trees import PyTreeArgs, PyTreeHandler
 from tpu_embed.processes import raise_on_all
 
-__all__ = [
-    "LAYERS",
-    "MODEL",
-    "POSITION",
-    "TABLES",
-    "VARIABLES",
-    "FilesArgs",
-    "handler",
-    "registry",
-]
-
 TABLES, MODEL = "tables", "model"
 LAYERS, VARIABLES = "layers", "variables"
 POSITION = "position"

@@ -13,7 +13,6 @@ Input: layers with their states, or what to restore for each. Output: files, or 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -21,39 +20,18 @@ import jax
 
 from tpu_embed._checks import message
 from tpu_embed.core.state import TableState
+from tpu_embed.engine_layer import EngineLayer
 from tpu_embed.io import schema
 from tpu_embed.io.checkpoint import manifest, tables
 from tpu_embed.io.checkpoint.checked import read_bound, write_bound
 from tpu_embed.io.checkpoint.manifest import Wanted
 from tpu_embed.io.files import file_name
-from tpu_embed.state_holder import StateHolder
-
-__all__ = [
-    "Prepared",
-    "differences",
-    "name_of_layer",
-    "prepare",
-    "read",
-    "read_paths",
-    "read_shared",
-    "write",
-]
 
 _LAYERS = "layers.json"
 _SHARED = "shared.json"
 
-
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """What one process will write.
-
-    Attributes:
-      checkpoint: the name of the checkpoint.
-      layers: what to write for each layer, by path.
-    """
-
-    checkpoint: str
-    layers: Mapping[str, tables.Prepared]
+Prepared = dict[str, tables.Prepared]
+"""What one process will write for each layer, by path."""
 
 
 def name_of_layer(checkpoint: str, path: str) -> str:
@@ -61,8 +39,8 @@ def name_of_layer(checkpoint: str, path: str) -> str:
     return f"{checkpoint}/{path}"
 
 
-def prepare(layers: Mapping[str, StateHolder], *, checkpoint: str, copied: bool) -> Prepared:
-    """Collect what must be written from the states of layers.
+def prepare(layers: Mapping[str, EngineLayer], *, checkpoint: str, copied: bool) -> Prepared:
+    """Return what must be written from the states of layers, by path.
 
     Args:
       layers: the layers by path.
@@ -73,37 +51,37 @@ def prepare(layers: Mapping[str, StateHolder], *, checkpoint: str, copied: bool)
     Raises:
       ValueError: a state does not fit the engine of its layer, or was donated.
     """
-    return Prepared(
-        checkpoint,
-        {
-            path: _prepared(path, layer, name_of_layer(checkpoint, path), copied)
-            for path, layer in layers.items()
-        },
-    )
+    return {
+        path: _prepared(path, layer, name_of_layer(checkpoint, path), copied)
+        for path, layer in layers.items()
+    }
 
 
-def _prepared(path: str, layer: StateHolder, name: str, copied: bool) -> tables.Prepared:
+def _prepared(path: str, layer: EngineLayer, name: str, copied: bool) -> tables.Prepared:
     try:
         return tables.prepare(layer.engine, layer.state, checkpoint=name, copied=copied)
     except ValueError as error:
         raise ValueError(f"layer {path!r}: {error}") from error
 
 
-def write(directory: Path, prepared: Prepared, shared: Sequence[Sequence[str]]) -> None:
+def write(
+    directory: Path, checkpoint: str, prepared: Prepared, shared: Sequence[Sequence[str]]
+) -> None:
     """Write this process's part of all layers.
 
     Args:
       directory: an existing directory.
-      prepared: what to write.
+      checkpoint: the name of the checkpoint.
+      prepared: what `prepare` returned.
       shared: the paths of each layer or variable that has several; it is saved under one of them.
     """
-    for path, layer in prepared.layers.items():
+    for path, layer in prepared.items():
         place = directory / file_name(path)
         place.mkdir(exist_ok=True)  # every process makes it
         tables.write(place, layer)
     if jax.process_index() == 0:
-        write_bound(directory / _LAYERS, prepared.checkpoint, sorted(prepared.layers))
-        write_bound(directory / _SHARED, prepared.checkpoint, shared)
+        write_bound(directory / _LAYERS, checkpoint, sorted(prepared))
+        write_bound(directory / _SHARED, checkpoint, shared)
 
 
 def read_paths(directory: Path) -> tuple[str, list[str]]:

@@ -7,11 +7,10 @@ Input: states or modules, step after step. Output: numbered directories, or the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
-
-import orbax.checkpoint as ocp
 
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.engine import EmbeddingEngine
@@ -19,8 +18,6 @@ from tpu_embed.core.state import TableState
 from tpu_embed.io.checkpoint.engine_checkpoint import Restored, check_engine, restore, save_args
 from tpu_embed.io.checkpoint.module_checkpoint import restore_modules, save_modules_args
 from tpu_embed.io.checkpoint.numbered import NumberedCheckpoints
-
-__all__ = ["CheckpointManager", "ModuleCheckpointManager"]
 
 
 @final
@@ -79,12 +76,9 @@ class CheckpointManager(NumberedCheckpoints):
           ValueError: whatever `save` refuses; a step before the latest checkpoint.
           Exception: an error in writing the previous save; nothing is saved now.
         """
-        return self._save_numbered(step, (state, model), position, force=force)
-
-    def _save_args(self, content: Any, position: Any, checkpoint: str) -> ocp.args.Composite:
-        state, model = content
-        copied = self._in_background
-        return save_args(self._engine, state, model, position, checkpoint=checkpoint, copied=copied)
+        content = self._engine, state, model, position
+        args_of = functools.partial(save_args, *content, copied=self._in_background)
+        return self._save_numbered(step, args_of, force=force)
 
     def restore(
         self,
@@ -133,16 +127,6 @@ class ModuleCheckpointManager(NumberedCheckpoints):
       ValueError: a number is below 1; the directory is a URL, or differs between processes.
     """
 
-    def __init__(
-        self,
-        directory: str | Path,
-        *,
-        every: int = 1,
-        keep: int | None = 3,
-        in_background: bool = True,
-    ) -> None:
-        super().__init__(directory, every=every, keep=keep, in_background=in_background)
-
     def save(
         self,
         step: int,
@@ -166,11 +150,9 @@ class ModuleCheckpointManager(NumberedCheckpoints):
           TypeError: whatever `save_modules` refuses.
           Exception: an error in writing the previous save; nothing is saved now.
         """
-        return self._save_numbered(step, modules, position, force=force)
-
-    def _save_args(self, content: Any, position: Any, checkpoint: str) -> ocp.args.Composite:
         copied = self._in_background
-        return save_modules_args(content, position, checkpoint=checkpoint, copied=copied)
+        args_of = functools.partial(save_modules_args, modules, position, copied=copied)
+        return self._save_numbered(step, args_of, force=force)
 
     def restore(
         self,

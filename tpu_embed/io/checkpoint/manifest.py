@@ -27,18 +27,6 @@ from tpu_embed.io.checkpoint.checked import read_bound, write_bound
 from tpu_embed.io.checkpoint.rows import row_array
 from tpu_embed.io.checkpoint.trees import is_float
 
-__all__ = [
-    "MismatchError",
-    "SavedTables",
-    "Wanted",
-    "describe",
-    "form_of",
-    "name_of",
-    "read",
-    "write",
-    "write_checksums",
-]
-
 _MANIFEST, _CHECKSUMS = "tables.json", "checksums.{}.json"
 
 _INT32 = schema.integer(-(2**31), 2**31 - 1)

@@ -25,11 +25,9 @@ from tpu_embed.core.layout import TableSlice
 from tpu_embed.core.state import MAP_VERSION, TableState
 from tpu_embed.io import schema
 from tpu_embed.io.checkpoint.checked import read_bound, write_bound
-from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, RowWriter
+from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, write_column
 from tpu_embed.io.files import file_name
 from tpu_embed.vocabulary import COUNTERS, MapState, MapStates, fit, map_version, new_history
-
-__all__ = ["FoundMaps", "Moves", "SavedMaps", "empty_state", "prepare", "read", "write"]
 
 _FILE = "vocabularies.json"
 _ARRAYS = ("keys", "rows", "last_seen", "batches_seen", "waiting_keys", "waiting_counts")
@@ -133,11 +131,7 @@ def write(directory: Path, checkpoint: str, saved: SavedMaps) -> dict[str, dict[
         for field in _ARRAYS:
             values, place = getattr(state, field), _place(name, field)
             array = _array(directory, name, field, values.size)
-            writer = RowWriter(array, 1)
-            for first in range(0, values.size, array.block):
-                part = values[first : first + array.block]
-                writer.write((slice(first, first + part.size), slice(0, 1)), part[:, None])
-            checksums[place] = writer.finish()
+            checksums[place] = write_column(array, values)
     write_bound(directory / _FILE, checkpoint, saved.described)
     return checksums
 

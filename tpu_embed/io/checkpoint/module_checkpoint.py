@@ -10,6 +10,7 @@ from one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ import orbax.checkpoint as ocp
 
 from tpu_embed._checks import message, message_of_many
 from tpu_embed._types import Array
+from tpu_embed.engine_layer import EngineLayer
 from tpu_embed.io.checkpoint import layers
 from tpu_embed.io.checkpoint.checked import JsonArgs, as_json
 from tpu_embed.io.checkpoint.commit import read_checkpoint, write_checkpoint
@@ -33,9 +35,6 @@ from tpu_embed.io.checkpoint.trees import (
     leaf_differences,
     read_leaves,
 )
-from tpu_embed.state_holder import StateHolder
-
-__all__ = ["restore_modules", "save_modules", "save_modules_args"]
 
 
 def save_modules(path: str | Path, modules: Mapping[str, Any], *, position: Any = None) -> None:
@@ -68,12 +67,8 @@ def save_modules(path: str | Path, modules: Mapping[str, Any], *, position: Any 
       >>> bool((other.films.embedding == model.films.embedding).all())
       True
     """
-    write_checkpoint(
-        path,
-        lambda checkpoint: save_modules_args(
-            modules, position, checkpoint=checkpoint, copied=False
-        ),
-    )
+    args_of = functools.partial(save_modules_args, modules, position, copied=False)
+    write_checkpoint(path, args_of)
 
 
 def restore_modules(
@@ -149,9 +144,13 @@ def save_modules_args(
     arrays = parts.arrays()
     check_leaves("modules", arrays)
     prepared = layers.prepare(parts.layers, checkpoint=checkpoint, copied=copied)
+
+    def write(path: Path) -> None:
+        layers.write(path, checkpoint, prepared, parts.shared)
+
     return ocp.args.Composite(
         **{
-            LAYERS: FilesArgs(write=lambda path: layers.write(path, prepared, parts.shared)),
+            LAYERS: FilesArgs(write=write),
             VARIABLES: PyTreeArgs(checkpoint, arrays),
             POSITION: JsonArgs(checkpoint, as_json(position)),
         }
@@ -166,7 +165,7 @@ class _Wish:
     convert: bool
     leave_out: tuple[str, ...]
 
-    def of_layer(self, path: str, layer: StateHolder, checkpoint: str) -> Wanted:
+    def of_layer(self, path: str, layer: EngineLayer, checkpoint: str) -> Wanted:
         """Return what to restore for one layer."""
         # New rows are made from the key and the name of their table. Tables of different layers
         # may have the same name, so each layer gets a key of its own.

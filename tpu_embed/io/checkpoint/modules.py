@@ -22,10 +22,8 @@ from flax import nnx
 from tpu_embed._checks import message
 from tpu_embed.core.layout import make_axes
 from tpu_embed.core.state import TableState
+from tpu_embed.engine_layer import EngineLayer
 from tpu_embed.io.checkpoint.trees import abstract_leaf, as_array, is_left_out
-from tpu_embed.state_holder import StateHolder
-
-__all__ = ["Modules", "take_apart"]
 
 Keys = tuple[Any, ...]
 """Keys from the modules to an object or a leaf."""
@@ -77,7 +75,7 @@ class Modules:
     """
 
     by_name: dict[str, Any]
-    layers: dict[str, StateHolder]
+    layers: dict[str, EngineLayer]
     leaves: list[_Leaf]
     shared: list[list[str]]
     leave_out: tuple[str, ...] = ()
@@ -142,7 +140,7 @@ def take_apart(modules: Mapping[str, Any]) -> Modules:
     """
     by_name = _checked(modules)
     objects = dict(nnx.iter_graph(by_name))
-    layers = {_path(k): one for k, one in objects.items() if isinstance(one, StateHolder)}
+    layers = {_path(k): one for k, one in objects.items() if isinstance(one, EngineLayer)}
     # The variables of layers are saved as tables: only the others become leaves.
     own = {id(variable) for layer in layers.values() for variable in layer.state_variables}
     flat = nnx.to_flat_state(nnx.state(by_name))
@@ -167,7 +165,7 @@ def _shared(by_name: Mapping[str, Any]) -> list[list[str]]:
 
 def _holders(node: Any, keys: Keys, above: frozenset[int]) -> Iterator[tuple[Keys, Any]]:
     """Yield every layer and variable at every place that it has, with its keys."""
-    if isinstance(node, StateHolder | nnx.Variable):
+    if isinstance(node, EngineLayer | nnx.Variable):
         yield keys, node
         return
     if isinstance(node, Mapping):

@@ -24,8 +24,6 @@ from tpu_embed.io.checkpoint.items import registry
 from tpu_embed.io.checkpoint.step_paths import StepNames, SyncedPath, steps_in
 from tpu_embed.processes import FILES_SECONDS, check_same, gather_from_all, raise_on_all
 
-__all__ = ["NumberedCheckpoints"]
-
 _T = TypeVar("_T")
 
 
@@ -46,7 +44,12 @@ class NumberedCheckpoints(abc.ABC):
     """
 
     def __init__(
-        self, directory: str | Path, *, every: int, keep: int | None, in_background: bool
+        self,
+        directory: str | Path,
+        *,
+        every: int = 1,
+        keep: int | None = 3,
+        in_background: bool = True,
     ) -> None:
         self._directory, self._in_background = local_path(directory), in_background
         self._lock = threading.Lock()  # one save or removal at a time
@@ -90,54 +93,44 @@ class NumberedCheckpoints(abc.ABC):
         check_same(f"{what} {self._directory}", seen)
 
     @abc.abstractmethod
-    def _save_args(self, content: Any, position: Any, checkpoint: str) -> ocp.args.Composite:
-        """Return orbax's arguments for saving.
+    def save(self, step: int, *content: Any, force: bool = False) -> bool:
+        """Save if a save is due at this step and not yet done; return whether it saved."""
 
-        Args:
-          content: what the `save` of the subclass was given.
-          position: a JSON value.
-          checkpoint: the name of the checkpoint.
-        """
-
-    def _save_numbered(self, step: int, content: Any, position: Any, *, force: bool) -> bool:
+    def _save_numbered(
+        self, step: int, args_of: Callable[..., ocp.args.Composite], *, force: bool
+    ) -> bool:
         """Save if a save is due at this step and not yet done; return whether it saved.
 
         Args:
           step: the number of the checkpoint.
-          content: as for `_save_args`.
-          position: as for `_save_args`.
+          args_of: as for `write_checkpoint`.
           force: whether to save whatever the step is.
 
         Raises:
           ValueError: the step is before the latest checkpoint.
-          Exception: whatever `_save_args` raises; an error in writing the previous save.
+          Exception: whatever `args_of` raises; an error in writing the previous save.
         """
         step = check_int("step", step, minimum=0)
         with self._lock:
-            return self._save_locked(step, content, position, force=force)
-
-    def _save_locked(self, step: int, content: Any, position: Any, *, force: bool) -> bool:
-        last = self._manager.latest_step()  # counts a save that is still being written
-        due = force or self._manager.should_save(step)  # orbax: False unless step > last
-        if not due and (last is None or step > last):
-            return False
-        self.wait()
-        # Orbax counts a save, and forgets the ones that it replaces, as soon as it starts. The save
-        # may have failed since, so read again from disk which steps exist.
-        self._manager.reload()
-        last = self._manager.latest_step()
-        if last is not None and step < last:
-            remedy = "restore that one, or remove those after the one you go on from"
-            expected = f"at least {last}, the last one in {self._directory}"
-            raise ValueError(message("step", expected=expected, got=f"{step}", remedy=remedy))
-        if step == last or not (due or self._manager.should_save(step)):
-            return False
-        remove_unfinished(self._directory)
-        checkpoint = new_checkpoint(self._directory)
-        args = raise_on_all(
-            "save", self._directory, lambda: self._save_args(content, position, checkpoint)
-        )
-        return self._manager.save(step, args=args, force=True)
+            last = self._manager.latest_step()  # counts a save that is still being written
+            due = force or self._manager.should_save(step)  # orbax: False unless step > last
+            if not due and (last is None or step > last):
+                return False
+            self.wait()
+            # Orbax counts a save, and forgets the ones that it replaces, as soon as it starts. The
+            # save may have failed since, so read again from disk which steps exist.
+            self._manager.reload()
+            last = self._manager.latest_step()
+            if last is not None and step < last:
+                remedy = "restore that one, or remove those after the one you go on from"
+                expected = f"at least {last}, the last one in {self._directory}"
+                raise ValueError(message("step", expected=expected, got=f"{step}", remedy=remedy))
+            if step == last or not (due or self._manager.should_save(step)):
+                return False
+            remove_unfinished(self._directory)
+            checkpoint = new_checkpoint(self._directory)
+            args = raise_on_all("save", self._directory, lambda: args_of(checkpoint=checkpoint))
+            return self._manager.save(step, args=args, force=True)
 
     def _restore_numbered(self, step: int | None, read: Callable[[Path], _T]) -> _T:
         """Return what a function reads from a checkpoint; wait for a save that is under way.
@@ -153,10 +146,7 @@ class NumberedCheckpoints(abc.ABC):
         self.wait()
         # Another run may save now: all processes use the list that the first one sees.
         steps = gather_from_all("restore", self.all_steps())[0]
-        if not steps or step not in (None, *steps):
-            what, expected = f"step {step} in {self._directory}", f"one of {steps}"
-            raise FileNotFoundError(message(what, expected=expected, got="none"))
-        path = self._directory / f"{steps[-1] if step is None else step}"
+        path = self._path_of(steps[-1] if steps and step is None else step, steps)
         try:
             return read(path)
         except (ValueError, FileNotFoundError) as error:
@@ -171,14 +161,17 @@ class NumberedCheckpoints(abc.ABC):
         """
         self.wait()
         # Agree on the list first: the first process may remove the step before another one looks.
-        steps = gather_from_all("remove", self.all_steps())[0]
-        if step not in steps:
-            what, expected = f"step {step} in {self._directory}", f"one of {steps}"
-            raise FileNotFoundError(message(what, expected=expected, got="none"))
-        path = self._directory / f"{step}"
+        path = self._path_of(step, gather_from_all("remove", self.all_steps())[0])
         with self._lock:
             raise_on_all("remove", path, lambda: remove(path))
             self._manager.reload()
+
+    def _path_of(self, step: int | None, steps: list[int]) -> Path:
+        """Return the directory of a checkpoint, which must be among the steps that exist."""
+        if step not in steps:
+            what, expected = f"step {step} in {self._directory}", f"one of {steps}"
+            raise FileNotFoundError(message(what, expected=expected, got="none"))
+        return self._directory / f"{step}"
 
     def latest_step(self) -> int | None:
         """Return the number of the latest finished checkpoint, or None."""

@@ -30,8 +30,6 @@ import tensorstore as ts
 from tpu_embed._checks import message
 from tpu_embed.io import files
 
-__all__ = ["BLOCK", "RowArray", "RowReader", "RowWriter"]
-
 BLOCK = 2**22
 """Bytes per block, the unit of writing and reading."""
 
@@ -159,6 +157,20 @@ class RowWriter:
         future.result()
         path = self._array.path / name
         self._checksums[name] = _stored_sum(path, _chunk_bytes(self._store))
+
+
+def write_column(array: RowArray, rows: np.ndarray) -> dict[str, int]:
+    """Write all rows of an alternating array of one shard; return the checksums by file name.
+
+    Args:
+      array: the array to make.
+      rows: `[n, …]`.
+    """
+    writer = RowWriter(array, 1)
+    for first in range(0, len(rows), array.block):
+        part = rows[first : first + array.block]
+        writer.write((slice(first, first + len(part)), slice(0, 1)), part[:, None])
+    return writer.finish()
 
 
 class RowReader:

@@ -18,8 +18,6 @@ import numpy as np
 from tpu_embed.core.state import Field
 from tpu_embed.io.checkpoint.row_files import Place, RowArray, RowWriter
 
-__all__ = ["LocalShards", "row_array", "write_rows"]
-
 
 class LocalShards:
     """This process's shards of a field: stored rows by shard number, on the host or a device.

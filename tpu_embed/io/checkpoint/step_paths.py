@@ -17,8 +17,6 @@ import orbax.checkpoint as ocp
 
 from tpu_embed.io import files
 
-__all__ = ["StepNames", "SyncedPath", "steps_in"]
-
 _NUMBER = re.compile("0|[1-9][0-9]*")
 """Matches the names of finished checkpoints; those of unfinished ones have a suffix."""
 

@@ -35,14 +35,12 @@ from tpu_embed.core.state import (
 from tpu_embed.io.checkpoint import manifest, maps
 from tpu_embed.io.checkpoint.checked import REMEDY
 from tpu_embed.io.checkpoint.manifest import SavedTables, Wanted
-from tpu_embed.io.checkpoint.row_files import BLOCK, RowArray, RowReader, RowWriter
+from tpu_embed.io.checkpoint.row_files import BLOCK, RowArray, RowReader, write_column
 from tpu_embed.io.checkpoint.rows import LocalShards, row_array, write_rows
 from tpu_embed.io.files import file_name
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.processes import raise_on_all
 from tpu_embed.vocabulary import MapStates
-
-__all__ = ["Prepared", "prepare", "read", "write"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +101,8 @@ def write(directory: Path, prepared: Prepared) -> None:
         if isinstance(part, LocalShards):
             checksums[place] = write_rows(row_array(directory / place, f), part)
         else:
-            writer = RowWriter(_whole(directory / place, manifest.form_of(f)), 1)
-            writer.write((slice(0, 1), slice(0, 1)), part[None, None])
-            checksums[place] = writer.finish()
+            whole = _whole(directory / place, manifest.form_of(f))
+            checksums[place] = write_column(whole, part[None])
     if prepared.maps is not None:
         checksums |= maps.write(directory, prepared.checkpoint, prepared.maps)
     manifest.write_checksums(directory, prepared.checkpoint, checksums)

@@ -28,18 +28,6 @@ from tpu_embed.io import files, schema
 from tpu_embed.io.checkpoint.checked import REMEDY, read_bound, write_bound
 from tpu_embed.processes import raise_on_all
 
-__all__ = [
-    "PyTreeArgs",
-    "PyTreeHandler",
-    "abstract_leaf",
-    "as_array",
-    "check_leaves",
-    "is_float",
-    "is_left_out",
-    "leaf_differences",
-    "read_leaves",
-]
-
 _LEAVES, _SUMS = "leaves.json", "checksums.json"
 
 

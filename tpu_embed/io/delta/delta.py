@@ -33,8 +33,6 @@ from tpu_embed.kernels import dispatch, storage
 from tpu_embed.processes import check_same, raise_on_all
 from tpu_embed.touched import TouchedRows, Version
 
-__all__ = ["apply_delta", "export_delta"]
-
 
 def export_delta(
     path: str | os.PathLike[str],
@@ -257,9 +255,7 @@ def apply_delta(
 
 
 def _arrays(table: Any) -> dict[str, Any]:
-    if isinstance(table, QuantizedTable):
-        return {"values": table.values, "scale": table.scale, "offset": table.offset}
-    return {"values": table}
+    return dict(vars(table)) if isinstance(table, QuantizedTable) else {"values": table}
 
 
 def _check(what: str, array: Any, rows: np.ndarray, changed: ChangedRows) -> None:

@@ -23,8 +23,6 @@ from tpu_embed.io import directory, schema
 from tpu_embed.io.quantize import quantize_rows
 from tpu_embed.touched import Version
 
-__all__ = ["ChangedRows", "Delta", "check_declared", "follows", "read", "write"]
-
 KIND = "delta"
 
 _REMEDY = "copy the directory whole, or publish a full export"
@@ -68,8 +66,7 @@ class ChangedRows:
         """
         if "scale" not in names:
             return {"values": self.values}
-        small = quantize_rows(self.rows)
-        return {"values": small.values, "scale": small.scale, "offset": small.offset}
+        return dict(vars(quantize_rows(self.rows)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -154,21 +151,14 @@ def write(root: Path, delta: Delta) -> None:
       root: an empty directory.
       delta: what to write.
     """
-    (root / "tables").mkdir()
+    tables = {
+        name: (rows, {"ids": rows.ids, "values": rows.values})
+        for name, rows in delta.tables.items()
+    }
     described = {
         "since": delta.since,
         "version": delta.version._asdict(),
-        "tables": {
-            name: {
-                "vocabulary_size": rows.vocabulary_size,
-                "dim": rows.dim,
-                "dtype": rows.dtype,
-                "files": directory.write_arrays(
-                    root, name, {"ids": rows.ids, "values": rows.values}
-                ),
-            }
-            for name, rows in delta.tables.items()
-        },
+        "tables": directory.write_tables(root, tables),
     }
     directory.write_metadata(root, KIND, described)
 

@@ -17,8 +17,6 @@ from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.layout import INT32_ROWS
 from tpu_embed.kernels import dispatch
 
-__all__ = ["block_size", "check_numbered", "padded_to", "set_rows", "set_rows_in_place"]
-
 _NUMBERS = 2**20
 """The most numbers in a block, except that a block has at least 64 rows."""
 

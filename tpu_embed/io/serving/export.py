@@ -37,8 +37,6 @@ from tpu_embed.io.serving.stored import Stored, stored_tables
 from tpu_embed.kernels import dispatch
 from tpu_embed.touched import Version
 
-__all__ = ["export_model"]
-
 _INT32_MAX = int(np.iinfo(np.int32).max)
 
 

@@ -16,9 +16,8 @@ from tpu_embed.config import TableConfig
 from tpu_embed.core.ids import HostIds, Structure
 from tpu_embed.core.layout import Layout
 from tpu_embed.core.place import give_rows_of
+from tpu_embed.io.serving.stored import name_of_table
 from tpu_embed.vocabulary import FixedVocabulary, Vocabularies
-
-__all__ = ["Find", "finders", "with_rows"]
 
 Find = Callable[[np.ndarray], np.ndarray]
 """Returns the rows of keys, uint64 `[n]`; -1 for keys without a row."""
@@ -74,10 +73,9 @@ def _find_now(vocabularies: Vocabularies, name: str, config: TableConfig) -> Fin
 
 def _fixed(given: Mapping[Any, Any], whole: Structure) -> dict[str, Find]:
     tables = dict(zip(whole.table_names, whole.tables, strict=True))
-    names = {table: name for name, table in tables.items()}
     found: dict[str, Find] = {}
     for key, one in given.items():
-        name = names.get(key, f"{key!r}") if isinstance(key, TableConfig) else str(key)
+        name = name_of_table(key, whole)
         if name not in tables or tables[name].vocabulary is None:
             expected = "tables whose vocabularies live"
             raise ValueError(message("vocabularies", expected=expected, got=name))

@@ -47,8 +47,6 @@ from tpu_embed.core.place import natural_spec, pack_line
 from tpu_embed.io.serving.keys import Find, finders, with_rows
 from tpu_embed.io.serving.stored import Stored, stored_tables
 
-__all__ = ["serving_lookup"]
-
 
 def serving_lookup(
     tables: Any,

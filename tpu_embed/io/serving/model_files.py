@@ -24,17 +24,6 @@ from tpu_embed.core.ids import Structure
 from tpu_embed.io import directory, files, schema
 from tpu_embed.io.serving.stored import Stored
 
-__all__ = [
-    "PROGRAM",
-    "describe_leaves",
-    "read_metadata",
-    "read_program",
-    "read_tables",
-    "shape",
-    "size",
-    "write",
-]
-
 KIND, PROGRAM = "model", "model.stablehlo"
 
 _REMEDY = "export the model again, or copy the directory whole"
@@ -106,20 +95,12 @@ def write(
     """
     with files.create(root / PROGRAM) as file:
         file.write(program)
-    (root / "tables").mkdir()
     configs = dict(zip(declared.table_names, declared.tables, strict=True))
+    arrays = {name: (configs[name], table.arrays) for name, table in tables.items()}
     metadata = {
         "jax": jax.__version__,
         "program": directory.describe_file(root, PROGRAM),
-        "tables": {
-            name: {
-                "vocabulary_size": configs[name].vocabulary_size,
-                "dim": configs[name].dim,
-                "dtype": configs[name].dtype,
-                "files": directory.write_arrays(root, name, table.arrays),
-            }
-            for name, table in tables.items()
-        },
+        "tables": directory.write_tables(root, arrays),
         **described,
     }
     directory.write_metadata(root, KIND, metadata)

@@ -30,8 +30,6 @@ from tpu_embed.io.delta import check_numbered, delta_files, set_rows, set_rows_i
 from tpu_embed.io.serving import model_files
 from tpu_embed.touched import Version
 
-__all__ = ["ServedModel", "load_model"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ServedModel:

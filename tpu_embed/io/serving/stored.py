@@ -23,8 +23,6 @@ from tpu_embed.core.layout import Stack
 from tpu_embed.io.quantize import QuantizedTable
 from tpu_embed.kernels import dispatch
 
-__all__ = ["Stored", "stored_tables"]
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,15 +107,22 @@ def stored_tables(
     )
 
 
+def name_of_table(key: Any, declared: Structure) -> str:
+    """Return the name of a table that a user names, by `TableConfig` or by name."""
+    if not isinstance(key, TableConfig):
+        return str(key)
+    names = dict(zip(declared.tables, declared.table_names, strict=True))
+    return names.get(key, f"{key!r}")
+
+
 def _by_name(tables: Any, declared: Structure) -> dict[str, Any]:
     if not isinstance(tables, Mapping):
         got = type(tables).__name__
         expected = "a mapping from TableConfig or table name to its array"
         raise TypeError(message("tables", expected=expected, got=got))
-    names = dict(zip(declared.tables, declared.table_names, strict=True))
     found: dict[str, Any] = {}
     for key, table in tables.items():
-        name = names.get(key, f"{key!r}") if isinstance(key, TableConfig) else str(key)
+        name = name_of_table(key, declared)
         if name in found:
             expected, got = "each table once", "it by TableConfig and by name"
             raise ValueError(message(f"tables: {name}", expected=expected, got=got))
@@ -128,7 +133,7 @@ def _by_name(tables: Any, declared: Structure) -> dict[str, Any]:
 def _stored(what: str, table: Any, config: TableConfig) -> Stored:
     rows, dim = config.vocabulary_size, config.dim
     if isinstance(table, QuantizedTable):
-        arrays = {"values": table.values, "scale": table.scale, "offset": table.offset}
+        arrays = dict(vars(table))
         _check(f"{what}: values", table.values, "int8", (rows, dim))
         for part in ("scale", "offset"):
             _check(f"{what}: {part}", arrays[part], "float32", (rows,))

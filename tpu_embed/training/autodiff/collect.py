@@ -20,8 +20,6 @@ from tpu_embed.training.autodiff.gradients import value_and_gradients
 from tpu_embed.training.paths import Leaves
 from tpu_embed.training.replicas import Replicas
 
-__all__ = ["Collected", "collect_gradients"]
-
 
 class Collected(NamedTuple):
     """A loss as its function returned it, and for each variable its gradient or None."""

@@ -27,16 +27,6 @@ from tpu_embed.sparse import Reached, TappedProgram, differentiable, pull_back, 
 from tpu_embed.training.autodiff.program import Program, Target, as_list, trace
 from tpu_embed.training.autodiff.tags import full
 
-__all__ = [
-    "Aggregation",
-    "AggregationMethod",
-    "Gate",
-    "Unconnected",
-    "UnconnectedGradients",
-    "gradients",
-    "value_and_gradients",
-]
-
 
 class AggregationMethod(enum.StrEnum):
     """How the gradients of several ys are added up.

@@ -25,13 +25,6 @@ from tpu_embed.training.autodiff.collect import checked_loss
 from tpu_embed.training.autodiff.gradients import gradients, value_and_gradients
 from tpu_embed.training.autodiff.tags import full
 
-__all__ = [
-    "create_dummy_table_variables",
-    "get_gradients_through_compute_gradients",
-    "get_gradients_through_dummy_table_variables",
-    "hook",
-]
-
 Dummies = dict[str, dict[str, Array]]
 """Table name -> feature path -> zeros in the shape of the activations."""
 

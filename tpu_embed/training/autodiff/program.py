@@ -22,8 +22,6 @@ from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array
 from tpu_embed.training.autodiff.tags import Tag, TagFound, Tap, find_tags, full, run_with_tag_taps
 
-__all__ = ["Program", "Target", "as_list", "trace"]
-
 
 class Target(NamedTuple):
     """A leaf of an x, and the input of the program that stands for it.

@@ -34,8 +34,6 @@ from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, PyTree
 from tpu_embed.kernels.varying import as_varying, axes_of
 
-__all__ = ["Tag", "TagFound", "Tap", "find_tags", "full", "run_with_tag_taps", "tag"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Tag:

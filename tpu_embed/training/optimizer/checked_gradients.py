@@ -18,8 +18,6 @@ from tpu_embed._types import Array
 from tpu_embed.sparse import is_indexed_slices
 from tpu_embed.training.paths import Leaves, listed
 
-__all__ = ["CheckedGradients", "check_gradients"]
-
 
 class CheckedGradients(NamedTuple):
     """Gradients that are not None, and constraints, both by the number of the parameter."""

@@ -25,8 +25,6 @@ from tpu_embed.training.optimizer.optimizer import Optimizer
 from tpu_embed.training.optimizer.verbs import TreeOptimizer, checked_name
 from tpu_embed.training.replicas import AxisName, Reduction, make_replicas
 
-__all__ = ["CrossShardOptimizer", "cross_shard"]
-
 Groups = Iterable[Iterable[int]]
 
 

@@ -17,13 +17,10 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embed._checks import message
-from tpu_embed._types import ArrayLike, PyTree, Tracer
+from tpu_embed._types import ArrayLike, PyTree
 from tpu_embed.optimizers.base import TableOptimizer
-from tpu_embed.optimizers.dense import dense_transform
-from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
+from tpu_embed.optimizers.dense import dense_transform, rate_of
 from tpu_embed.optimizers.optax_rows import OptaxOptimizer
-
-__all__ = ["DeclaredOptimizer"]
 
 
 @final
@@ -153,20 +150,5 @@ class DeclaredOptimizer:
                     message("learning_rate", expected=expected, got=got, remedy=remedy)
                 )
             return None
-        if given is not None:
-            return given
-        rate: Any = self.rule.learning_rate
-        if learning_rate_kind(rate) is not LearningRateKind.HOST:
-            return self.rule.resolve_learning_rate(step, None)
-        # A callable without arguments is called on the host. In a jit it would be called once, when
-        # tracing, and its value would be part of the program for good.
-        if isinstance(step, Tracer):
-            raise ValueError(
-                message(
-                    "learning_rate",
-                    expected="the value of a callable without arguments, called outside the jit",
-                    got="none",
-                    remedy="apply_gradients(..., learning_rate=value)",
-                )
-            )
-        return rate()
+        remedy = "apply_gradients(..., learning_rate=value)"
+        return rate_of(self.rule, step, given, remedy=remedy)

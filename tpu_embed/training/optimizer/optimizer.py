@@ -16,8 +16,6 @@ from tpu_embed.training.optimizer.declared import DeclaredOptimizer
 from tpu_embed.training.optimizer.verbs import TreeOptimizer, checked_name
 from tpu_embed.training.replicas import AxisName, Reduction, make_replicas
 
-__all__ = ["Optimizer"]
-
 
 @final
 class Optimizer(TreeOptimizer):

@@ -17,15 +17,13 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array, ArrayLike
 from tpu_embed.kernels import dispatch
 from tpu_embed.optimizers.base import TableOptimizer
+from tpu_embed.optimizers.dense import working_dtype
 from tpu_embed.sparse import IndexedSlices
-
-__all__ = ["check_rows", "update_parameter_rows"]
 
 
 def update_parameter_rows(
@@ -63,7 +61,7 @@ def update_parameter_rows(
     """
     # Row ids [2, 2, 0] of a table [V, D] with values a, b, c become [2, 0, V] with a + b, c and
     # zeros. The id V is padding: it is never written. Sums are made in the rule's dtype.
-    dtype = _working_dtype(table)
+    dtype = working_dtype(table)
     shapes = rule.slot_shapes(table.shape[-1], dtype)
     unique = dataclasses.replace(gradient, values=gradient.values.astype(dtype)).deduplicate()
 
@@ -117,7 +115,7 @@ def check_rows(
             )
         )
     # Table [V, M, D]: a slot of shape [D] per row is [V, M, D], one of shape [] is [V, M].
-    for name, slot in rule.slot_shapes(shape[-1], _working_dtype(table)).items():
+    for name, slot in rule.slot_shapes(shape[-1], working_dtype(table)).items():
         expected = (*shape[:-1], *slot.shape) if slot.per_row else slot.shape
         got = jnp.shape(slots[name]) if name in slots else None
         if got != expected:
@@ -129,9 +127,3 @@ def check_rows(
                     remedy="a transform that keeps such slots needs dense gradients",
                 )
             )
-
-
-def _working_dtype(table: ArrayLike) -> np.dtype:
-    """Return the dtype of the rule's arithmetic: float64 for such a table, otherwise float32."""
-    wide = jnp.result_type(table) == jnp.float64
-    return np.dtype(np.float64 if wide else np.float32)

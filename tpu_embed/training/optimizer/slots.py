@@ -20,8 +20,6 @@ from tpu_embed._types import Array, PyTree
 from tpu_embed.optimizers._slot_names import name_slots
 from tpu_embed.training.paths import NOTHING, Leaves, is_nothing
 
-__all__ = ["State", "take_apart"]
-
 _NOBODY = -1
 """The owner of a leaf that belongs to no parameter."""
 

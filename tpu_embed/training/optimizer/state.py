@@ -14,8 +14,6 @@ import jax
 from tpu_embed._checks import message
 from tpu_embed._types import Array, PyTree
 
-__all__ = ["OptState", "check_state"]
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -24,8 +24,6 @@ from tpu_embed.training.optimizer.rows import check_rows, update_parameter_rows
 from tpu_embed.training.optimizer.slots import State
 from tpu_embed.training.paths import Leaves, listed
 
-__all__ = ["check_update", "update_parameters"]
-
 
 def check_update(
     what: str, declared: DeclaredOptimizer, leaves: Leaves, old: State, given: CheckedGradients

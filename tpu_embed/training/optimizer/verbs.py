@@ -30,8 +30,6 @@ from tpu_embed.training.optimizer.update import check_update, update_parameters
 from tpu_embed.training.paths import Leaves, Path, leaves_of, listed
 from tpu_embed.training.replicas import Replicas
 
-__all__ = ["GradientsAndVariables", "TreeOptimizer", "checked_name"]
-
 GradientsAndVariables = list[tuple[Any, KeyPath]]
 """Pairs of an array, an `IndexedSlices` or None, and the path of a parameter."""
 

@@ -1,10 +1,10 @@
-"""The base class of model parts that hold an engine's state in variables, such as a flax layer.
+"""The base class of layers that have an engine and its state in variables, such as a flax layer.
 
 Such variables contain physical rows, which fit one layout only, so code that saves or moves a whole
-model must not treat them like other variables. It finds the parts by this class, and asks each for
+model must not treat them like other variables. It finds the layers by this class, and asks each for
 its engine and its state.
 
-Input: a part of a model. Output: its engine, its state, and the variables that hold the state.
+Input: a layer of a model. Output: its engine, its state, and the variables that hold the state.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from typing import Any
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState
 
-__all__ = ["StateHolder"]
 
-
-class StateHolder(abc.ABC):
-    """An object that holds the state of one engine.
+class EngineLayer(abc.ABC):
+    """A layer of a model that holds the state of one engine.
 
     Attributes:
       engine: the engine that the state belongs to.

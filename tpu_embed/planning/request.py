@@ -1,0 +1,107 @@
+"""The arguments of `plan`, and the bytes that follow from them.
+
+Input: features, an optimizer, a target and a batch. Output: layout, spec and bytes per device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tpu_embed._types import PyTree
+from tpu_embed.core.batch import BatchSpec
+from tpu_embed.core.ids import Structure, structure
+from tpu_embed.core.layout import Layout, MeshAxes, Stack, make_layout
+from tpu_embed.core.state import slot_shapes
+from tpu_embed.kernels.formats import packing_of
+from tpu_embed.planning import costs
+from tpu_embed.planning.demand import spec_of
+from tpu_embed.planning.placement import placements, with_placements, with_tables
+from tpu_embed.planning.sizes import tiled_bytes, untiled_bytes
+from tpu_embed.planning.target import Target
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Request:
+    """The arguments of `plan`, and what is computed from them on demand.
+
+    Each remedy is another request, so that its plan is computed in the same way.
+    """
+
+    target: Target
+    declared: Structure
+    optimizer: Any
+    batch: PyTree
+
+    @property
+    def axes(self) -> MeshAxes:
+        """The mesh."""
+        return self.target.axes
+
+    @functools.cached_property
+    def placed(self) -> tuple[Structure, dict[str, str]]:
+        """The features without "auto", and table -> reason for each chosen placement."""
+        chosen = placements(self.declared, self.optimizer, devices=self.axes.mesh.size)
+        where = {table: placement for table, (placement, _) in chosen.items()}
+        why = {table: reason for table, (_, reason) in chosen.items()}
+        return structure.flatten(with_placements(self.declared, where)), why
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """Where each row lives."""
+        declared, _ = self.placed
+        return make_layout(declared, self.optimizer, self.axes, sum_blocks=8, stack_tables=True)
+
+    @property
+    def size(self) -> costs.Size:
+        """The function that returns the bytes of an array on such a device."""
+        return untiled_bytes if packing_of(self.axes.device) == "none" else tiled_bytes
+
+    @functools.cached_property
+    def held(self) -> dict[str, int]:
+        """Bytes that a device always holds, independent of the batch."""
+        stacks = self.layout.stacks
+        return {
+            "tables": sum(costs.array_bytes(g.row_format, g.num_rows, self.size) for g in stacks),
+            "slots": sum(_slots(g, self.size) for g in stacks),
+        }
+
+    @functools.cached_property
+    def spec(self) -> BatchSpec:
+        """The shape of the batch, for which a step is compiled."""
+        declared, _ = self.placed
+        return spec_of(declared, self.layout, self.batch)
+
+    @functools.cached_property
+    def passing(self) -> dict[str, int]:
+        """Bytes that a device needs during a step."""
+        return costs.passing(self.layout, self.spec, self.size)
+
+    @property
+    def wasted(self) -> dict[str, int]:
+        """How many bytes of `held` and `passing` are padding of a TPU's tiles."""
+        held = {"tables": 0, "slots": 0}
+        for stack in self.layout.stacks:
+            table, slots = costs.stack_bytes(stack, stack.num_rows, self.size)
+            used_by_table, used_by_slots = costs.used_bytes(stack, stack.num_rows)
+            held["tables"] += table - used_by_table
+            held["slots"] += slots - used_by_slots
+        used = costs.passing(self.layout, self.spec, untiled_bytes)
+        return held | {name: size - used[name] for name, size in self.passing.items()}
+
+    def changed(self, changes: Mapping[str, Mapping[str, Any]]) -> Request:
+        """Return the request with some fields of some tables changed."""
+        feature_config = with_tables(self.declared, changes)
+        return dataclasses.replace(self, declared=structure.flatten(feature_config))
+
+
+def _slots(stack: Stack, size: costs.Size) -> int:
+    """Return the bytes of all slots of a stack, with and without rows."""
+    whole = [slot for slot in slot_shapes(stack).values() if not slot.per_row]
+    return costs.slot_bytes(stack, stack.num_rows, size) + sum(
+        size(slot.shape, np.dtype(slot.dtype)) for slot in whole
+    )
