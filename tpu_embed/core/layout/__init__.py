@@ -1,7 +1,8 @@
 """Decide once, statically, where each row lives: the mesh, its axes, and stacks of tables."""
 
 from tpu_embed.core.layout.describe import describe, describe_devices, describe_tables
-from tpu_embed.core.layout.layout import FeatureLayout, Layout
+from tpu_embed.core.layout.features import FeatureLayout
+from tpu_embed.core.layout.layout import Layout
 from tpu_embed.core.layout.learning_rates import HostRates
 from tpu_embed.core.layout.mesh import MeshAxes, make_axes
 from tpu_embed.core.layout.placed_for import (

@@ -14,27 +14,10 @@ import functools
 from collections.abc import Iterable
 
 from tpu_embed._checks import message
-from tpu_embed.config import FeatureConfig
+from tpu_embed.core.layout.features import FeatureLayout
 from tpu_embed.core.layout.mesh import MeshAxes
 from tpu_embed.core.layout.placed_for import PlacedFor, placed_for
-from tpu_embed.core.layout.stacks import Stack, TableSlice
-
-
-@dataclasses.dataclass(frozen=True)
-class FeatureLayout:
-    """One feature, and where its table lives.
-
-    Attributes:
-      path: the feature's path in the configuration, for messages.
-      config: the feature's config.
-      table: its table's slice of the stack.
-      stack: the index of the stack in `Layout.stacks`.
-    """
-
-    path: str
-    config: FeatureConfig
-    table: TableSlice
-    stack: int
+from tpu_embed.core.layout.stacks import Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +42,8 @@ class Layout:
 
     @functools.cached_property
     def _placed_for(self) -> tuple[PlacedFor, PlacedFor]:
-        return placed_for(self, updates=False), placed_for(self, updates=True)
+        own = self.axes, self.stacks, self.features
+        return placed_for(*own, blocks=None), placed_for(*own, blocks=self.blocks)
 
     @functools.cached_property
     def routes_on_host(self) -> bool:

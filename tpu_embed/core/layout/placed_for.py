@@ -16,10 +16,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import zlib
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-if TYPE_CHECKING:
-    from tpu_embed.core.layout.layout import Layout
+from tpu_embed.core.layout.features import FeatureLayout
+from tpu_embed.core.layout.mesh import MeshAxes
+from tpu_embed.core.layout.stacks import Stack
 
 __all__ = ["ENGINE_OPTIONS", "FEATURE_FIELDS", "TABLE_FIELDS", "PlacedFor", "placed_for"]
 
@@ -103,20 +104,27 @@ class PlacedFor:
         return "the same"
 
 
-def placed_for(layout: Layout, *, updates: bool) -> PlacedFor:
+def placed_for(
+    axes: MeshAxes,
+    stacks: Sequence[Stack],
+    features: Sequence[FeatureLayout],
+    *,
+    blocks: int | None,
+) -> PlacedFor:
     """Return what the batches of an engine are placed for.
 
     Args:
-      layout: the engine's layout.
-      updates: whether the batches are routed for updates, too; those that are only looked up do not
-        depend on whether tables are trained, nor on the blocks of sums.
+      axes: the engine's mesh.
+      stacks: its stacks.
+      features: its features.
+      blocks: G, of batches that are routed for updates, too. None: they are only looked up, and
+        depend neither on G nor on whether tables are trained.
     """
-    axes = layout.axes
     facts = [("mesh", f"{[(name, axes.size((name,))) for name in axes.names]}")]
     facts.append(("batch_axes", f"{axes.batch_axes}"))
-    if updates:
-        facts.append(("sum_blocks", f"{layout.blocks}"))
-    for feature in layout.features:
+    if blocks is not None:
+        facts.append(("sum_blocks", f"{blocks}"))
+    for feature in features:
         what, config = f"feature {feature.path!r}", feature.config
         facts.append((f"{what}: table", f"{feature.table.name!r}"))
         read = [
@@ -128,12 +136,12 @@ def placed_for(layout: Layout, *, updates: bool) -> PlacedFor:
         table = f"table {feature.table.name!r}"
         facts.append((f"{table}: combiner", f"{config.table.combiner!r}"))
         facts.append((f"{table}: vocabulary", f"{config.table.vocabulary!r}"))
-    for stack in layout.stacks:
+    for stack in stacks:
         what, optimizer = f"stack {stack.label!r}", stack.optimizer
         facts.append((f"{what}: layout", stack.name))
         facts.append((f"{what}: shard_axes", f"{stack.shard_axes}"))
         accumulates = optimizer is None or optimizer.use_gradient_accumulation
         facts.append((f"{what}: use_gradient_accumulation", f"{accumulates}"))
-        if updates:
+        if blocks is not None:
             facts.append((f"{what}: trained", f"{optimizer is not None}"))
     return PlacedFor(tuple(facts))

@@ -14,7 +14,8 @@ from typing import Any
 from tpu_embed import initializers
 from tpu_embed._checks import message
 from tpu_embed.core.ids import Structure
-from tpu_embed.core.layout.layout import FeatureLayout, Layout
+from tpu_embed.core.layout.features import FeatureLayout
+from tpu_embed.core.layout.layout import Layout
 from tpu_embed.core.layout.mesh import MeshAxes
 from tpu_embed.core.layout.stacks import ResolvedTable, make_stacks
 from tpu_embed.kernels.formats import packing_of
