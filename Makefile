@@ -8,7 +8,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PYTEST := $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup setup-newest environments test test-all test-newest test-newest-quick test-tpu-compile sanitize lint docs wheel bench example multihost clean
+.PHONY: setup setup-newest environments test test-all test-shard test-newest test-newest-quick test-tpu-compile sanitize lint docs wheel bench example multihost clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml setup.py $(wildcard tpu_embed/kernels/native/*)
@@ -42,6 +42,13 @@ test: setup $(LIBTPU)/.installed
 test-all: setup test-tpu-compile
 	$(PYTEST) --ignore tests/tpu
 	TPU_EMBED_KERNELS=reference $(PYTEST) --ignore tests/tpu
+
+# What `make test` leaves to `make test-all`, in parts: `make test-shard SHARD=3/40`. CI runs one,
+# chosen by the commit, so that all of it runs every few dozen commits.
+SHARDS := 40
+SHARD = $(shell expr $$(printf %d 0x$$(git rev-parse --short=6 HEAD)) % $(SHARDS))/$(SHARDS)
+test-shard: setup
+	$(PYTEST) -m whole --ignore tests/tpu --shard $(SHARD)
 
 # The newest JAX of the index asks for a newer Python than the oldest JAX that works, so it has an
 # environment of its own. Where no such Python is found, that is said, and nothing is tested.

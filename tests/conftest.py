@@ -7,6 +7,7 @@ cached in build/xla, one directory per worker. `JAX_ENABLE_COMPILATION_CACHE=fal
 import gc
 import os
 import signal
+import zlib
 from pathlib import Path
 
 # A shell ignores SIGINT in what it runs in the background; the tests of interrupts, and what they
@@ -27,6 +28,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
+import quick_rows  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -45,3 +47,36 @@ def collector_skips_what_stays():
     yield
     gc.collect()
     gc.freeze()
+
+
+RESOLVE = "tpu_embed.core.layout.resolve.initializer_of"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_first_values(request):
+    """Tables without an initializer get rows that are quick to compile (`quick_rows.py`)."""
+    with pytest.MonkeyPatch.context() as patched:
+        if request.node.get_closest_marker("default_rows") is None:
+            patched.setattr(RESOLVE, quick_rows.initializer_of)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def default_first_values(request, monkeypatch):
+    """Tests marked `default_rows` have the default initializer."""
+    if request.node.get_closest_marker("default_rows") is not None:
+        monkeypatch.setattr(RESOLVE, quick_rows.default_initializer_of)
+
+
+def pytest_addoption(parser):
+    """Add `--shard K/N`: run the K-th of N parts of the tests that are chosen otherwise."""
+    parser.addoption("--shard", default="0/1", help="K/N: run tests whose name falls into part K")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Keep the tests of the chosen shard; a test stays in its shard as long as it has its name."""
+    chosen, count = map(int, config.getoption("shard").split("/"))
+    parts = [zlib.crc32(item.nodeid.encode()) % count for item in items]
+    left_out = [item for item, part in zip(items, parts, strict=True) if part != chosen]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item, part in zip(items, parts, strict=True) if part == chosen]

@@ -25,6 +25,7 @@ from tpu_embed import optimizers as o
 from tpu_embed.core.state import TableState
 
 
+@pytest.mark.default_rows
 def test_build_makes_the_state_of_the_seed():
     embedding = make_embedding(seed=3)
     embedding.build(2)

@@ -302,11 +302,11 @@ def test_rows_of_any_width_sum_and_differentiate_through_the_dispatch():
 
         def loss(source, weights, factors):
             given = {"weights": weights, "factors": factors}
-            sums = kernel(source, index, segments, **given, **options)
+            sums = sums_of(kernel, source, index, segments, **given, **options)
             return sum(jnp.vdot(x, gain) for x, gain in zip(sums, gains, strict=True)), sums
 
         gradients, sums = jax.grad(loss, (0, 1, 2), has_aux=True)(source, weights, factors)
-        plain = kernel(bits, index, segments, weights=None, factors=None, **options)
+        plain = sums_of(kernel, bits, index, segments, **options)
         return sums, gradients, plain
 
     with jax.enable_x64(True):

@@ -16,6 +16,9 @@ from tpu_embed import optimizers as o
 from tpu_embed.io import CheckpointManager, restore, save
 from tpu_embed.io.checkpoint import row_files
 
+# Tables of different seeds are to differ.
+pytestmark = pytest.mark.default_rows
+
 MODEL = {"w": jnp.arange(6.0), "v": jnp.arange(6.0) + 1}
 
 

@@ -200,7 +200,7 @@ def test_a_new_living_table_begins_without_keys(saved, tmp_path):
     state = io.restore(saved[0], made, key=jax.random.key(1)).state
     assert len(made.vocabularies.keys("more")[0]) == 0
     state, _ = made.admit(state, made.place({**draw(6), "more": np.arange(8)}))
-    assert state.vocabulary["steps"][:2].tolist() == list(made.vocabularies.now)
+    assert state.vocabulary["map_version"][:2].tolist() == list(made.vocabularies.now)
     assert made.vocabularies.admitted == BEFORE + 1
     left = engine(2, features={"user": configs()["user"]})
     io.restore(saved[0], left, leave_out=("items", "tags"))
@@ -211,7 +211,7 @@ def test_an_empty_map_is_kept(tmp_path):
     state = made.init(jax.random.key(KEY))
     io.save(tmp_path / "empty", made, state)
     state = io.restore(tmp_path / "empty", made).state
-    assert state.vocabulary["steps"].tolist() == [*made.vocabularies.now, 0, 0]
+    assert state.vocabulary["map_version"].tolist() == [*made.vocabularies.now, 0, 0]
     assert made.vocabularies.admitted == 0
 
 

@@ -25,6 +25,9 @@ from tpu_embed.io import (
 from tpu_embed.io.delta import delta_files
 from tpu_embed.io.serving import model_files
 
+# Tables of different seeds are to differ.
+pytestmark = pytest.mark.default_rows
+
 TABLES = {name: TableConfig(9, 4, name=name) for name in ("films", "users", "days")}
 FEATURES = {name: FeatureConfig(table) for name, table in TABLES.items()}
 REQUEST = {name: np.array([[1, 2], [8, -1]]) for name in TABLES}

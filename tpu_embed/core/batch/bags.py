@@ -121,7 +121,7 @@ class Bags:
     Attributes:
       shapes: the shapes of the features that look the stack up.
       combiners: how the table of each combines rows.
-      replicas: the number of parts into which the batch is split.
+      replicas: the number of parts into which the batch is split: those of this process, perhaps.
     """
 
     shapes: tuple[FeatureShape, ...]
@@ -174,7 +174,7 @@ class Bags:
         """The bags on one device, examples of jagged features among them."""
         return self.periods * len(self.period.feature)
 
-    def block_starts(self, blocks: int) -> np.ndarray:
+    def block_starts(self, blocks: int, replicas: int) -> np.ndarray:
         """Return the first bag of each block of the batch, and the last one's end, int64 `[G + 1]`.
 
         Bags are numbered here through all replicas, one after the other; examples of jagged
@@ -182,11 +182,12 @@ class Bags:
 
         Args:
           blocks: G.
+          replicas: those of the global batch, of which these bags may be a process's part.
         """
         # Block k begins at k / G of the batch. In periods that is k · periods · replicas / G: a
         # whole number q, and a rest / G. In period q, the first bag at the rest or after it is
         # the first one whose example e of n has e / n >= rest / G.
-        all_periods = self.periods * self.replicas
+        all_periods = self.periods * replicas
         examples = np.array([size // self.periods for size in self.sizes])
         bags = self.period
         places = np.array(bags.example) * blocks  # [bags]: e · G, to be compared with rest · n

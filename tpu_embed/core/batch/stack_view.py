@@ -111,7 +111,7 @@ class StackView:
     @functools.cached_property
     def block_starts(self) -> np.ndarray:
         """The first bag of each block of the batch, int64 `[G + 1]`; see `Bags.block_starts`."""
-        return self.bags.block_starts(self.layout.blocks)
+        return self.bags.block_starts(self.layout.blocks, self.layout.axes.replicas)
 
 
 def view_stacks(spec: BatchSpec, layout: Layout) -> tuple[StackView, ...]:

@@ -17,7 +17,7 @@ from tpu_embed._checks import message
 from tpu_embed.core.layout.features import FeatureLayout
 from tpu_embed.core.layout.mesh import MeshAxes
 from tpu_embed.core.layout.placed_for import PlacedFor, placed_for
-from tpu_embed.core.layout.stacks import Stack
+from tpu_embed.core.layout.stacks import Stack, TableSlice
 
 
 @dataclasses.dataclass(frozen=True)

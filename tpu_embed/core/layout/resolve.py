@@ -9,10 +9,13 @@ configs themselves are never changed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tpu_embed import initializers
 from tpu_embed._checks import message
+from tpu_embed._types import Array
+from tpu_embed.config import TableConfig
 from tpu_embed.core.ids import Structure
 from tpu_embed.core.layout.features import FeatureLayout
 from tpu_embed.core.layout.layout import Layout
@@ -51,7 +54,7 @@ def make_layout(
     optimizers = _table_optimizers(declared, optimizer)
     tables = []
     for name, config, rule in zip(declared.table_names, declared.tables, optimizers, strict=True):
-        initializer = initializers.resolve(config.initializer, config.dim)
+        initializer = initializer_of(config)
         shard_axes = axes.shard_axes_of(name, config)
         shards = axes.size(shard_axes)
         tables.append(ResolvedTable(name, config, rule, initializer, shard_axes, shards))
@@ -64,6 +67,11 @@ def make_layout(
         g, table = home[declared.table_names[declared.table_index(feature)]]
         features.append(FeatureLayout(label, feature, table, g))
     return Layout(axes, stacks, tuple(features), sum_blocks)
+
+
+def initializer_of(config: TableConfig) -> Callable[..., Array]:
+    """Return the initializer of a table: its own, or the default one."""
+    return initializers.resolve(config.initializer, config.dim)
 
 
 def _table_optimizers(declared: Structure, default: Any) -> list[TableOptimizer | None]:
