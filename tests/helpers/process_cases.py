@@ -7,9 +7,7 @@ process, and returns plain values or NumPy arrays.
 import functools
 import importlib
 import json
-import os
 import pickle
-import signal
 import sys
 import tempfile
 import threading
@@ -19,6 +17,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from interrupt_cases import interrupt_the_wait
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import tpu_embed
@@ -231,8 +230,7 @@ def interrupt():
     engine = make_engine(8, "mod")
     engine.place(draw(0))
     if jax.process_index() == 0:
-        # Late enough for it to wait, on a busy machine too: before that, nothing is cut off.
-        threading.Timer(4, os.kill, [os.getpid(), signal.SIGINT]).start()
+        threading.Thread(target=interrupt_the_wait, daemon=True).start()
         try:
             engine.place(draw(1))
         except KeyboardInterrupt:

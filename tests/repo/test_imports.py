@@ -65,11 +65,11 @@ HELPERS = sorted(p.stem for p in (ROOT / "tests" / "helpers").rglob("*.py"))
 def test_every_helper_is_imported_by_a_test(helper):
     """Directly, or by a helper that a test imports; or it is run as a program of its own."""
     files = [p for p in (ROOT / "tests").rglob("*.py") if p.stem != helper]
-    reached, texts = {helper}, {p.stem: p for p in files}
+    reached = {helper}
     while more := {
-        stem
-        for stem, path in texts.items()
-        if stem not in reached and (imported(path) & reached or _runs(path, reached))
+        path.stem
+        for path in files
+        if path.stem not in reached and (imported(path) & reached or _runs(path, reached))
     }:
         reached |= more
     assert any(stem.startswith("test_") or stem == "conftest" for stem in reached)
