@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tpu_embed import key_hashes
 from tpu_embed.config import FeatureConfig, TableConfig
-from tpu_embed.core.ids import RaggedIds, SparseIds, hashing, host_ids
+from tpu_embed.core.ids import RaggedIds, SparseIds, host_ids
 from tpu_embed.hashing import hash_ids
 
 MASK = 2**64 - 1
@@ -213,7 +214,9 @@ def test_columns_that_are_empty_or_all_missing():
 
 def test_a_dictionary_is_hashed_once(monkeypatch):
     hashed = []
-    monkeypatch.setattr(hashing, "_hash_strings", lambda strings, _: hashed.append(strings) or ones)
+    monkeypatch.setattr(
+        key_hashes, "_hash_strings", lambda strings, _: hashed.append(strings) or ones
+    )
     ones = np.ones(3, np.uint64)
     column = pa.array(["a", "b", "c", None] * 100).dictionary_encode()
     assert hash_ids(column, V).tolist() == [1, 1, 1, -1] * 100

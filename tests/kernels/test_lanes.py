@@ -18,8 +18,8 @@ TABLES = {
     for words in WORDS
 }
 gather = jax.jit(lanes.gather_rows, static_argnums=2)
-write = jax.jit(dispatch.write_rows, static_argnames="form")
-write_ascending = jax.jit(dispatch.write_ascending_rows, static_argnames="form")
+write = jax.jit(dispatch.write_rows, static_argnames="row_format")
+write_ascending = jax.jit(dispatch.write_ascending_rows, static_argnames="row_format")
 
 
 def lines(words):
@@ -36,7 +36,7 @@ def test_rows_are_read(words, rows):
 def check_written(write, words, rows):
     rows = np.asarray(rows, np.int32)
     values = np.arange(12 * words, dtype=np.float32).reshape(12, words)
-    found = write(lines(words), jnp.asarray(rows), jnp.asarray(values), form=FORMS[words])
+    found = write(lines(words), jnp.asarray(rows), jnp.asarray(values), row_format=FORMS[words])
     wanted = TABLES[words].copy()
     for row, value in zip(rows, values, strict=True):
         if 0 <= row < ROWS:
@@ -52,7 +52,7 @@ def test_rows_are_written_in_any_order(words, rows):
 def test_a_repeated_row_costs_no_other_row():
     rows = jnp.array([4] * 20 + [5], jnp.int32)
     values = jnp.ones((21, 32)).at[20].set(7)
-    found = np.asarray(write(lines(32), rows, values, form=FORMS[32])).reshape(ROWS, 32)
+    found = np.asarray(write(lines(32), rows, values, row_format=FORMS[32])).reshape(ROWS, 32)
     assert (found[4] == 1).all()
     assert (found[5] == 7).all()
 

@@ -21,6 +21,8 @@ FLOORS = {
     "optimizers": 1,
     "initializers": 1,
     "hashing": 4,
+    "columns": 1,
+    "key_hashes": 1,
     "config": 2,
     "processes": 1,
     "vocabulary": 2,
@@ -173,6 +175,19 @@ def arrows(paths: dict[PurePosixPath, ast.Module], modules: set[str], package: s
             if room(me)[0] == room(other)[0] == package and room(me)[1] != room(other)[1]:
                 found.add((me.split(".")[2], other.split(".")[2]))
     return found
+
+
+def circles(paths: dict[PurePosixPath, ast.Module], modules: set[str]) -> list[str]:
+    """Return the modules that import themselves by way of others; packages' `__init__` aside."""
+    found = {
+        module_name(path): {name for _, name, _ in imports(path, tree, modules)}
+        for path, tree in paths.items()
+        if path.name != "__init__.py"
+    }
+    # What imports none of the rest is on no circle. What remains is on one, or leads to one.
+    while ends := [name for name, others in found.items() if not others & found.keys()]:
+        found = {name: others for name, others in found.items() if name not in ends}
+    return sorted(found)
 
 
 def _is_inside(module: str) -> bool:

@@ -1,6 +1,7 @@
 """Check the rules of the architecture: floors, no work at import, sizes, docstrings."""
 
 import ast
+import collections
 from pathlib import Path, PurePosixPath
 
 import floors
@@ -43,6 +44,20 @@ def test_core_has_few_rooms_and_arrows():
     rooms = {room for arrow in found for room in arrow}
     assert len(rooms) <= 9
     assert len(found) <= 28
+    lines = collections.Counter()
+    for path in FILES:
+        if path.parts[1:2] == ("core",) and len(path.parts) > 3:
+            lines[path.parts[2]] += (ROOT / path).read_text().count("\n")
+    assert max(lines.values()) <= 2800, lines
+
+
+def test_nothing_is_imported_in_a_circle():
+    trees = {PurePosixPath(p): ast.parse((ROOT / p).read_text()) for p in FILES}
+    assert not floors.circles(trees, MODULES)
+    trees[PurePosixPath("tpu_embed/config.py")] = ast.parse("import tpu_embed.core.ids.leaves")
+    leaves = PurePosixPath("tpu_embed/core/ids/leaves.py")
+    trees[leaves] = ast.parse("import tpu_embed.config")
+    assert {"tpu_embed.config", "tpu_embed.core.ids.leaves"} <= {*floors.circles(trees, MODULES)}
 
 
 HOST = "core/ids/host_ids.py"

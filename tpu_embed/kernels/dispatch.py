@@ -140,37 +140,37 @@ def zeros(shape: tuple[int, ...], dtype: np.dtype) -> Array:
     return choose(otherwise=filled, native=functools.partial(cpu.zeros, shape, dtype))
 
 
-def read_rows(array: Array, row_ids: Array, form: RowFormat) -> Array:
+def read_rows(array: Array, row_ids: Array, row_format: RowFormat) -> Array:
     """Return rows of a table or slot, zeros where one is absent.
 
     Args:
-      array: the table or slot, in `form`.
+      array: the table or slot, in `row_format`.
       row_ids: integer `[N]`.
-      form: how the rows lie in the array.
+      row_format: how the rows lie in the array.
 
     Returns:
-      `[N, …]`; if `form` is packed, packed rows `[N, words]`, which `form.unpack` converts.
+      `[N, …]`; of a packed array, packed rows `[N, words]`, which `row_format.unpack` converts.
     """
     # Several rows share a line of 128 words: read whole lines, then pick the rows out of them.
-    if form.in_lines:
-        return lanes.gather_rows(array, row_ids, form.words)
-    sparse = sparsecore.gather_rows if form.moved_by_sparse_cores else None
-    return choose(form.by_row(array), row_ids, otherwise=gather_rows, sparse=sparse)
+    if row_format.in_lines:
+        return lanes.gather_rows(array, row_ids, row_format.words)
+    sparse = sparsecore.gather_rows if row_format.moved_by_sparse_cores else None
+    return choose(row_format.by_row(array), row_ids, otherwise=gather_rows, sparse=sparse)
 
 
-def write_rows(array: Array, row_ids: Array, values: Array, form: RowFormat) -> Array:
+def write_rows(array: Array, row_ids: Array, values: Array, row_format: RowFormat) -> Array:
     """Return a table or slot with stored `values` at `row_ids`; absent rows are not written.
 
     Args:
-      array: the table or slot, in `form`.
+      array: the table or slot, in `row_format`.
       row_ids: integer `[U]`; present rows are all different.
       values: `[U, …]`, in the stored dtype.
-      form: how the rows lie in the array.
+      row_format: how the rows lie in the array.
     """
     # Rows that share a line must be next to each other, to be written together.
-    if form.in_lines:
+    if row_format.in_lines:
         row_ids, values = _ascending(row_ids, values)
-    return write_ascending_rows(array, row_ids, values, form)
+    return write_ascending_rows(array, row_ids, values, row_format)
 
 
 def _ascending(row_ids: Array, values: Array) -> tuple[Array, Array]:
@@ -187,16 +187,18 @@ def _ascending(row_ids: Array, values: Array) -> tuple[Array, Array]:
     return ordered, values[first[then]]
 
 
-def write_ascending_rows(array: Array, row_ids: Array, values: Array, form: RowFormat) -> Array:
+def write_ascending_rows(
+    array: Array, row_ids: Array, values: Array, row_format: RowFormat
+) -> Array:
     """Do what `write_rows` does, without its sorts, for present rows that ascend already.
 
     If two present rows are k positions apart in `row_ids`, their numbers must differ by at least k:
     (3, absent, 5) is allowed, (3, absent, 4) is not.
     """
-    if form.in_lines:
-        return lanes.set_rows(array, row_ids, form.pack(values))
-    sparse = sparsecore.set_rows if form.moved_by_sparse_cores else None
-    operands = form.by_row(array), row_ids, form.pack(values)
+    if row_format.in_lines:
+        return lanes.set_rows(array, row_ids, row_format.pack(values))
+    sparse = sparsecore.set_rows if row_format.moved_by_sparse_cores else None
+    operands = row_format.by_row(array), row_ids, row_format.pack(values)
     return choose(*operands, otherwise=set_rows, sparse=sparse).reshape(array.shape)
 
 

@@ -24,9 +24,9 @@ Size = Callable[[tuple[int, ...], np.dtype], int]
 """A function of shape and dtype that returns the bytes of an array on a device."""
 
 
-def array_bytes(form: RowFormat, rows: int, size: Size) -> int:
+def array_bytes(row_format: RowFormat, rows: int, size: Size) -> int:
     """Return the bytes of an array of `rows` stored rows."""
-    array = form.array(rows)
+    array = row_format.array(rows)
     return size(array.shape, np.dtype(array.dtype))
 
 

@@ -11,8 +11,9 @@ import pyarrow as pa
 import pytest
 
 import tpu_embed
+from tpu_embed.columns import read_dictionary
 from tpu_embed.config import FeatureConfig, TableConfig
-from tpu_embed.core.ids import RaggedIds, SparseIds, hash_ids, host_ids, read_dictionary
+from tpu_embed.core.ids import RaggedIds, SparseIds, hash_ids, host_ids
 from tpu_embed.io import serving_lookup
 from tpu_embed.metrics import batch_statistics
 from tpu_embed.vocabulary import DynamicVocabulary

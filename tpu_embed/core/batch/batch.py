@@ -19,7 +19,7 @@ import numpy as np
 
 from tpu_embed._checks import check_live, message
 from tpu_embed._types import Array, Tracer
-from tpu_embed.core.batch.line import line_length, line_of, take
+from tpu_embed.core.batch.line import line_length, line_of, read_line
 from tpu_embed.core.batch.located import LocalIds, Located, RoutedIds
 from tpu_embed.core.batch.spec import BatchSpec
 from tpu_embed.core.batch.stack_view import StackView, view_stacks
@@ -124,7 +124,7 @@ class Batch:
         """Return the ids of every stack, inside `shard_map`."""
         # Inside shard_map, `packed` is this device's line [1, L].
         stacks = zip(view_stacks(self.spec, layout), line_of(self.spec, layout), strict=True)
-        ids = [_located(take(self.packed[0], fields), view) for view, fields in stacks]
+        ids = [_located(read_line(self.packed[0], fields), view) for view, fields in stacks]
         return Located(tuple(ids), jnp.zeros(len(layout.features), jnp.int32))
 
     def row_splits(self, layout: Layout) -> dict[int, Array]:
@@ -133,7 +133,7 @@ class Batch:
         stacks = zip(view_stacks(self.spec, layout), line_of(self.spec, layout), strict=True)
         for view, fields in stacks:
             if view.bags.jagged:
-                line = take(self.packed[0], fields)
+                line = read_line(self.packed[0], fields)
                 features = [view.features[number] for number in view.bags.jagged]
                 found |= {f: line[f"row_splits/{f}"] for f in features}
         return found

@@ -54,7 +54,7 @@ from tpu_embed.core.batch.transport import INT32, Shape, transport_of
 from tpu_embed.core.layout import Layout
 
 
-class Field(NamedTuple):
+class LineField(NamedTuple):
     """One array of one stack in a line.
 
     Attributes:
@@ -75,7 +75,7 @@ class Field(NamedTuple):
         return math.prod(self.shape) * (self.dtype.itemsize // 4)
 
 
-def line_of(spec: BatchSpec, layout: Layout) -> tuple[tuple[Field, ...], ...]:
+def line_of(spec: BatchSpec, layout: Layout) -> tuple[tuple[LineField, ...], ...]:
     """Return the fields of every stack."""
     stacks, end = [], 0
     for view in view_stacks(spec, layout):
@@ -86,18 +86,18 @@ def line_of(spec: BatchSpec, layout: Layout) -> tuple[tuple[Field, ...], ...]:
             for i in view.bags.jagged
         ]
         for name, shape, dtype in found:
-            fields.append(Field(name, shape, dtype, end))
+            fields.append(LineField(name, shape, dtype, end))
             end += fields[-1].words
         stacks.append(tuple(fields))
     return tuple(stacks)
 
 
-def line_length(stacks: tuple[tuple[Field, ...], ...]) -> int:
+def line_length(stacks: tuple[tuple[LineField, ...], ...]) -> int:
     """Return L, the length of a line with these fields in int32 numbers."""
     return max(field.start + field.words for fields in stacks for field in fields)
 
 
-def fields_of(packed: np.ndarray, fields: tuple[Field, ...]) -> dict[str, np.ndarray]:
+def fields_of(packed: np.ndarray, fields: tuple[LineField, ...]) -> dict[str, np.ndarray]:
     """Return the fields of one stack as views `[devices, …]` into a packed array."""
     return {
         field.name: packed[:, field.start : field.start + field.words]
@@ -107,12 +107,12 @@ def fields_of(packed: np.ndarray, fields: tuple[Field, ...]) -> dict[str, np.nda
     }
 
 
-def take(line: Array, fields: tuple[Field, ...]) -> dict[str, Array]:
+def read_line(line: Array, fields: tuple[LineField, ...]) -> dict[str, Array]:
     """Return the fields of one stack from one device's line, inside a program."""
-    return {field.name: _take(line, field) for field in fields}
+    return {field.name: _read_field(line, field) for field in fields}
 
 
-def _take(line: Array, field: Field) -> Array:
+def _read_field(line: Array, field: LineField) -> Array:
     words = field.dtype.itemsize // 4
     piece = line[field.start : field.start + field.words]
     if words > 1:

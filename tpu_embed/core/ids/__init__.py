@@ -2,13 +2,6 @@
 
 from tpu_embed.core.ids import bad_ids, structure, weights
 from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype
-from tpu_embed.core.ids.columns import (
-    as_arrow,
-    mask_missing,
-    read_column,
-    read_dictionary,
-    read_lists,
-)
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids, refuse_masked
 from tpu_embed.core.ids.cut_rows import shift_rows
 from tpu_embed.core.ids.feature_ids import (
@@ -38,7 +31,6 @@ __all__ = [
     "RaggedIds",
     "SparseIds",
     "Structure",
-    "as_arrow",
     "bad_ids",
     "batch_order",
     "check_coordinates",
@@ -54,14 +46,10 @@ __all__ = [
     "host_ids",
     "is_real",
     "looked_up",
-    "mask_missing",
     "narrow_ids",
     "pad_batch",
     "part_of_feature",
-    "read_column",
-    "read_dictionary",
     "read_ids",
-    "read_lists",
     "rebuild_nest",
     "refuse_masked",
     "rescale_bags",

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tpu_embed import _checks
-from tpu_embed.core.ids.columns import Lists, as_arrow, chain_lists, read_column, read_lists
+from tpu_embed.columns import Lists, as_arrow, chain_lists, read_column, read_lists
 
 __all__ = ["RaggedIds", "SparseIds", "read_ids", "refuse_masked"]
 

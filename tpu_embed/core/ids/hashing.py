@@ -11,27 +11,18 @@ Input: arrays, columns, lists or bags of keys, on the host. Output: ids in the s
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import numpy as np
 
 from tpu_embed import _checks
 from tpu_embed._types import PADDING_ID
-from tpu_embed.core.ids.columns import (
-    as_arrow,
-    mask_missing,
-    read_column,
-    read_dictionary,
-    read_lists,
-)
+from tpu_embed.columns import mask_missing, read_lists
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds
+from tpu_embed.key_hashes import hash_keys
 
 __all__ = ["hash_ids"]
 
-# Added to the seed, so that seed 0 gives a state other than mix(0) = 0.
-_GAMMA = 0x9E3779B97F4A7C15
-# Bytes of a word: strings are hashed eight bytes at a time.
-_WORD = 8
 _INT32_MAX = np.iinfo(np.int32).max
 
 
@@ -100,7 +91,10 @@ def hash_ids(
       Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014 (the constants
       of mix: D. Stafford's "variant 13").
     """
-    size, state = _checked_size(vocabulary_size), _mix(_first_state(seed))
+    size = _checked_size(vocabulary_size)
+    seed = _checks.check_int("hash_ids: seed", seed, minimum=0)
+    if seed >> 64:
+        raise ValueError(_checks.message("hash_ids", expected="seed < 2**64", got=seed))
     missing = _checks.check_int("hash_ids: missing", missing, minimum=PADDING_ID)
     dtype = np.dtype(np.int32 if size <= _INT32_MAX else np.int64)
     if missing > np.iinfo(dtype).max:
@@ -108,7 +102,7 @@ def hash_ids(
         raise ValueError(_checks.message("hash_ids: missing", expected=expected, got=missing))
 
     def ids_of(flat: Any, in_bags: bool) -> np.ndarray:
-        hashes, absent = _hashes(flat, state)
+        hashes, absent = hash_keys(flat, seed)
         ids = np.asarray(hashes % np.uint64(size), dtype)
         # -1 is padding in an array. In a bag it would be a bad id, so there the key is masked.
         if in_bags and missing == PADDING_ID:
@@ -119,7 +113,7 @@ def hash_ids(
 
     if isinstance(keys, (RaggedIds, SparseIds)):
         return dataclasses.replace(keys, values=ids_of(keys.values, True))
-    bags = read_lists(_KEYS, keys)
+    bags = read_lists("hash_ids: keys", keys)
     # Lists of equal lengths are an array [B, H].
     if bags is None or (isinstance(keys, (list, tuple)) and len(set(bags.lengths.tolist())) == 1):
         return ids_of(keys, False)
@@ -139,206 +133,3 @@ def _checked_size(vocabulary_size: int | None) -> int:
         expected = "vocabulary_size < 2**63"
         raise ValueError(_checks.message("hash_ids", expected=expected, got=size))
     return size
-
-
-def _first_state(seed: int) -> np.ndarray:
-    """Return seed + 0x9E37…, uint64 [1].
-
-    Raises:
-      ValueError: the seed is not an integer in [0, 2⁶⁴).
-    """
-    seed = _checks.check_int("hash_ids: seed", seed, minimum=0)
-    if seed >> 64:
-        raise ValueError(_checks.message("hash_ids", expected="seed < 2**64", got=seed))
-    return np.array([(seed + _GAMMA) % 2**64], np.uint64)
-
-
-def _hashes(keys: Any, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the hashes of an array or a flat column of keys, and which keys are missing.
-
-    Returns:
-      (uint64, bool), both in the shape of the keys; the hash of a missing key is any number.
-    """
-    encoded = read_dictionary(keys)
-    if encoded is not None:
-        # Each entry of the dictionary is hashed once. The code of a missing key is -1: it gets the
-        # last entry.
-        hashes, missing = _hashes(encoded[0], state)
-        return np.append(hashes, np.uint64(0))[encoded[1]], np.append(missing, True)[encoded[1]]
-    arrow = as_arrow(keys)
-    if arrow is not None and _holds_strings(arrow):
-        strings, missing = _strings_of_arrow(arrow)
-        return _hash_strings(strings, state), missing
-    array = read_column(_KEYS, keys)
-    missing, values = np.ma.getmaskarray(array), np.ma.getdata(array)
-    some = bool(missing.any())
-    present = _checked(keys, array, values[~missing] if some else values.ravel())
-    if present.dtype.kind in "iu":
-        # Sign-extend first, so that int8 -1 and int64 -1 are the same key.
-        bits = present.astype(np.uint64 if present.dtype.kind == "u" else np.int64)
-        found = _mix(bits.view(np.uint64) ^ state)
-    else:
-        found = _hash_strings(_strings_of(present), state)
-    if not some:
-        return found.reshape(array.shape), missing
-    hashes = np.zeros(array.shape, np.uint64)
-    hashes[~missing] = found
-    return hashes, missing
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """Return `mix(x)` of uint64, see `hash_ids`; NumPy's products wrap around modulo 2⁶⁴."""
-    x = x ^ (x >> np.uint64(30))
-    x *= np.uint64(0xBF58476D1CE4E5B9)
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
-    return x
-
-
-class _Strings(NamedTuple):
-    """The bytes of many strings.
-
-    Attributes:
-      data: uint8, at least 8 bytes longer than the last string reaches.
-      starts: int64 [n], where in `data` each string begins.
-      lengths: int64 [n], in bytes.
-    """
-
-    data: np.ndarray
-    starts: np.ndarray
-    lengths: np.ndarray
-
-
-def _hash_strings(strings: _Strings, state: np.ndarray) -> np.ndarray:
-    """Return the hashes [n] of strings."""
-    data, starts, lengths = strings
-    # A word may begin at any byte: words[k] is made of data[k], …, data[k + 7].
-    words = np.ndarray((data.size - _WORD + 1,), "<u8", data, strides=(1,))
-    hashes = _mix(lengths.astype(np.uint64) ^ state)
-    # Word j of all strings at once, for j = 0, 1, …; first the words that all strings have whole.
-    column = int(lengths.min()) // _WORD if lengths.size else 0
-    for at in range(0, column * _WORD, _WORD):
-        hashes = _mix(hashes ^ words[starts + at].astype(np.uint64))
-    # `active` are the strings that have a word j.
-    active = np.flatnonzero(lengths > column * _WORD)
-    while active.size:
-        left = lengths[active] - column * _WORD
-        # The last word of a string of 13 bytes has 5: the 3 after them are shifted out.
-        shift = (np.maximum(_WORD - left, 0) * 8).astype(np.uint64)
-        word = words[starts[active] + column * _WORD].astype(np.uint64)
-        hashes[active] = _mix(hashes[active] ^ ((word << shift) >> shift))
-        active, column = active[left > _WORD], column + 1
-    return hashes
-
-
-_EXPECTED = "strings or integers"
-_KEYS = "hash_ids: keys"
-
-
-def _checked(keys: Any, array: np.ndarray, present: np.ndarray) -> np.ndarray:
-    """Return keys `[n]` that are not missing: integers, fixed-width strings, or objects of strings.
-
-    Args:
-      keys: all keys, as the user gave them.
-      array: the same keys as an array.
-      present: those of the array that are not missing.
-
-    Raises:
-      TypeError: the keys are neither all strings nor all integers.
-      ValueError: an integer has more than 64 bits.
-    """
-    if present.dtype.kind in "iuSU":
-        return present
-    objects = present
-    if isinstance(keys, (list, tuple)) and present.dtype != object:
-        objects = np.array(keys, dtype=object).ravel()
-    if objects.dtype != object:
-        nan = 'NaN makes floats of integers: column.astype("Int64") keeps what is missing'
-        remedy = nan if array.dtype.kind == "f" else ""
-        text = _checks.message(_KEYS, expected=_EXPECTED, got=array.dtype, remedy=remedy)
-        raise TypeError(text)
-    kinds = set(map(type, objects))
-    if all(issubclass(kind, (str, bytes)) for kind in kinds):
-        return objects
-    if all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in kinds):
-        return _in_64_bits(objects)
-    names = ", ".join(sorted(kind.__name__ for kind in kinds))
-    expected, got = f"{_EXPECTED}, not both", f"objects of {names}"
-    raise TypeError(_checks.message(_KEYS, expected=expected, got=got))
-
-
-def _in_64_bits(integers: np.ndarray) -> np.ndarray:
-    """Return integers `[n]`, some negative and others beyond int64, as uint64: modulo 2⁶⁴.
-
-    Raises:
-      ValueError: an integer has more than 64 bits.
-    """
-    if not all(-(2**63) <= key < 2**64 for key in integers):
-        expected = "integers of 64 bits"
-        raise ValueError(_checks.message(_KEYS, expected=expected, got="a larger one"))
-    return np.array([int(key) % 2**64 for key in integers], np.uint64)
-
-
-def _strings_of(keys: np.ndarray) -> _Strings:
-    """Return the bytes of NumPy strings, or of str and bytes objects `[n]`."""
-    if keys.dtype.kind == "U":
-        keys = _utf8(keys)
-    if keys.dtype.kind == "O":
-        joined, strings = _joined(keys.tolist())
-        lengths = np.fromiter(map(len, strings), np.int64, len(strings))
-        data = np.frombuffer(joined + bytes(_WORD), np.uint8)
-        return _Strings(data, np.cumsum(lengths) - lengths, lengths)
-    # Fixed-width strings begin at every multiple of their width.
-    data = np.frombuffer(keys.tobytes() + bytes(_WORD), np.uint8)
-    return _Strings(data, np.arange(len(keys)) * keys.dtype.itemsize, np.strings.str_len(keys))
-
-
-def _joined(strings: list[Any]) -> tuple[bytes, list[Any]]:
-    """Return the UTF-8 bytes of all strings, and the strings with as many characters as bytes."""
-    if all(issubclass(kind, str) for kind in set(map(type, strings))):
-        # To encode one long string is much faster than to encode many short ones.
-        text = "".join(strings)
-        if text.isascii():
-            return text.encode(), strings
-    encoded = [
-        key.encode("utf-8", "surrogatepass") if isinstance(key, str) else key for key in strings
-    ]
-    return b"".join(encoded), encoded
-
-
-def _utf8(strings: np.ndarray) -> np.ndarray:
-    """Return the UTF-8 bytes of fixed-width str."""
-    # NumPy stores str as UTF-32. If all code points are ASCII, dropping three of every four bytes
-    # gives UTF-8, much faster than encoding.
-    width = strings.dtype.itemsize // 4
-    if width == 0 or len(strings) == 0:
-        return strings.astype("S1")
-    points = np.ascontiguousarray(strings.astype(f"=U{width}")).view(np.uint32)
-    if points.max() < 128:
-        return points.astype(np.uint8).view(f"S{width}")
-    return np.strings.encode(strings, "utf-8", "surrogatepass")
-
-
-def _holds_strings(arrow: Any) -> bool:
-    """Tell whether an Arrow array holds strings or bytes of any length."""
-    import pyarrow.types as kinds
-
-    strings = kinds.is_string(arrow.type) or kinds.is_large_string(arrow.type)
-    return strings or kinds.is_binary(arrow.type) or kinds.is_large_binary(arrow.type)
-
-
-def _strings_of_arrow(arrow: Any) -> tuple[_Strings, np.ndarray]:
-    """Return the bytes of an Arrow array of strings `[n]`, and which are missing, bool `[n]`."""
-    # Arrow has all bytes in one buffer and the offsets [n + 1] in another, so there is no need for
-    # Python strings. Large offsets are int64: then all chunks fit into one array.
-    array = arrow.cast("large_binary")
-    array = array.combine_chunks() if hasattr(array, "combine_chunks") else array
-    missing = array.is_null().to_numpy(zero_copy_only=False)
-    _, offsets, data = array.buffers()
-    ends = np.zeros(1, np.int64)
-    if len(array):
-        ends = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
-    used = np.frombuffer(data or b"", np.uint8)[ends[0] : ends[-1]]
-    padded = np.concatenate([used, np.zeros(_WORD, np.uint8)])
-    return _Strings(padded, ends[:-1] - ends[0], np.diff(ends)), missing

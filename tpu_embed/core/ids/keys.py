@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tpu_embed._types import PADDING_ID
+from tpu_embed.columns import mask_missing
 from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype
-from tpu_embed.core.ids.columns import mask_missing
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds
 from tpu_embed.core.ids.rescale import rescale_dense_bags, rescale_flat_bags
 from tpu_embed.kernels import dispatch

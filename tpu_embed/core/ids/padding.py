@@ -19,7 +19,7 @@ import numpy as np
 
 from tpu_embed import _checks
 from tpu_embed._types import PADDING_ID
-from tpu_embed.core.ids.columns import mask_missing
+from tpu_embed.columns import mask_missing
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids
 from tpu_embed.core.ids.leaves import collect_leaves, count_rows, rebuild_nest
 

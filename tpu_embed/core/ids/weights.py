@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed import _checks
-from tpu_embed.core.ids.columns import read_lists
+from tpu_embed.columns import read_lists
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds, refuse_masked
 
 __all__ = ["beside_dense", "beside_ragged", "beside_sparse", "is_real"]

@@ -54,17 +54,17 @@ class BagEntries(NamedTuple):
     factors: Array | None
 
 
-def bag_entries(ids: LocalIds | RoutedIds, form: BagLayout, dtype: np.dtype) -> BagEntries:
+def bag_entries(ids: LocalIds | RoutedIds, bag_layout: BagLayout, dtype: np.dtype) -> BagEntries:
     """Return how the rows of a device's ids combine; of routed ids the host has computed it.
 
     Args:
       ids: the ids.
-      form: the bags.
+      bag_layout: the bags.
       dtype: the dtype of weights and factors.
     """
     if isinstance(ids, RoutedIds):
         return BagEntries(ids.bags, ids.weights, ids.factors)
-    return BagEntries(ids.bags, optional_weights(ids, dtype), factors(ids, form, dtype))
+    return BagEntries(ids.bags, optional_weights(ids, dtype), factors(ids, bag_layout, dtype))
 
 
 def activations_of(
@@ -77,12 +77,12 @@ def activations_of(
       ids: the ids.
       view: the stack.
     """
-    form, stack, n = view.bags.bag_layout, view.stack, view.num_bag_ids
+    bag_layout, stack, n = view.bags.bag_layout, view.stack, view.num_bag_ids
     combined = iter(())
     if n or not view.bags.jagged:
-        entries = bag_entries(in_bags(ids, view), form, stack.compute_dtype)
+        entries = bag_entries(in_bags(ids, view), bag_layout, stack.compute_dtype)
         of_bags = found._replace(index=found.index[:n]) if view.bags.jagged else found
-        combined = iter(combine(of_bags, entries, form, stack))
+        combined = iter(combine(of_bags, entries, bag_layout, stack))
     return tuple(
         _rows_of_places(found, ids.weights, view, number)
         if number in view.bags.jagged_starts
@@ -132,14 +132,14 @@ def by_place(ids: LocalIds | RoutedIds, view: StackView) -> LocalIds | RoutedIds
 
 
 def combine(
-    found: FetchedRows, entries: BagEntries, form: BagLayout, stack: Stack
+    found: FetchedRows, entries: BagEntries, bag_layout: BagLayout, stack: Stack
 ) -> tuple[Array, ...]:
     """Return the activations of every feature's bags, `[periods * bags, D]` per feature.
 
     Args:
       found: the fetched rows of ids in bags.
       entries: the bag and the weight of each id.
-      form: the bags.
+      bag_layout: the bags.
       stack: the stack.
     """
     assert entries.bags is not None, "there are bags to combine"
@@ -152,7 +152,7 @@ def combine(
         index = jnp.where(absent, jnp.asarray(PADDING_ID, positions.dtype), positions)
         found = FetchedRows(quantize(rows, stack), index)
     rows = RowsToSum(*found, entries.bags, entries.weights, entries.factors)
-    return dispatch.gather_sum(rows, form.sums)
+    return dispatch.gather_sum(rows, bag_layout.sums)
 
 
 def join_gradients(gradients: Sequence[Array], factors: Array | None, view: StackView) -> Array:
@@ -163,12 +163,12 @@ def join_gradients(gradients: Sequence[Array], factors: Array | None, view: Stac
       factors: what the gradient of each bag is multiplied with, `[bags]`; None: all ones.
       view: the stack.
     """
-    form, pairs = view.bags.bag_layout, list(enumerate(gradients))
+    bag_layout, pairs = view.bags.bag_layout, list(enumerate(gradients))
     of_bags = [gradient for number, gradient in pairs if number not in view.bags.jagged_starts]
     of_places = [gradient for number, gradient in pairs if number in view.bags.jagged_starts]
     if not of_bags:
         return jnp.concatenate(of_places)
-    joined = reference.join_features(of_bags, form.periods, form.order)
+    joined = reference.join_features(of_bags, bag_layout.periods, bag_layout.order)
     joined = joined if factors is None else reference.scale(joined, factors)
     return jnp.concatenate([joined, *of_places])
 
@@ -176,7 +176,7 @@ def join_gradients(gradients: Sequence[Array], factors: Array | None, view: Stac
 def sum_gradients(
     gradients: Sequence[Array],
     factors: Array | None,
-    form: BagLayout,
+    bag_layout: BagLayout,
     route: SumRoute,
     num_sums: int,
 ) -> Array:
@@ -185,11 +185,11 @@ def sum_gradients(
     Args:
       gradients: the activations' gradients, `[periods * bags, D]` per feature.
       factors: what the gradient of each bag is multiplied with, `[bags]`; None: all ones.
-      form: the bags of these gradients.
+      bag_layout: the bags of these gradients.
       route: which gradients are added to which sum, in order.
       num_sums: the number of sums.
     """
-    joined = reference.join_features(gradients, form.periods, form.order)
+    joined = reference.join_features(gradients, bag_layout.periods, bag_layout.order)
     # Scaled by bag, not by id: a bag has one factor 1 / d for all of its ids.
     scaled = joined if factors is None else reference.scale(joined, factors)
     rows = RowsToSum(scaled, route.index, route.segments, route.weights)
@@ -210,37 +210,37 @@ def _weights(ids: LocalIds, dtype: np.dtype) -> Array:
     return jnp.where(ids.row_ids < 0, jnp.zeros_like(weights), weights)
 
 
-def factors(ids: LocalIds, form: BagLayout, dtype: np.dtype) -> Array | None:
+def factors(ids: LocalIds, bag_layout: BagLayout, dtype: np.dtype) -> Array | None:
     """Return 1 / d of every bag, `[bags]`, zero where d is zero; None where all are 1."""
-    if all(combiner == "sum" for combiner in form.combiners):
+    if all(combiner == "sum" for combiner in bag_layout.combiners):
         return None
-    d = _denominators(ids, form, dtype)
+    d = _denominators(ids, bag_layout, dtype)
     # The inner `where` keeps 1 / 0 out of the program: its derivative would be NaN even where the
     # outer `where` does not choose it.
     zero = d == 0
     return jnp.where(zero, jnp.zeros_like(d), 1.0 / jnp.where(zero, jnp.ones_like(d), d))
 
 
-def _denominators(ids: LocalIds, form: BagLayout, dtype: np.dtype) -> Array:
+def _denominators(ids: LocalIds, bag_layout: BagLayout, dtype: np.dtype) -> Array:
     """Return d of every bag, `[bags]`."""
     weights = _weights(ids, dtype)
-    if "sqrtn" not in form.combiners:
-        sums = dispatch.segment_sum(weights, ids.bags, form.bags)
-        return _where_combiner("sum", form, jnp.ones_like(sums), sums)
-    squares = dispatch.segment_sum(weights * weights, ids.bags, form.bags)
+    if "sqrtn" not in bag_layout.combiners:
+        sums = dispatch.segment_sum(weights, ids.bags, bag_layout.bags)
+        return _where_combiner("sum", bag_layout, jnp.ones_like(sums), sums)
+    squares = dispatch.segment_sum(weights * weights, ids.bags, bag_layout.bags)
     # Guarded twice for the same reason: the derivative of the square root at 0 is infinite.
     positive = squares > 0
     roots = jnp.where(positive, jnp.sqrt(jnp.where(positive, squares, 1)), 0)
-    if set(form.combiners) == {"sqrtn"}:
+    if set(bag_layout.combiners) == {"sqrtn"}:
         return roots
-    sums = dispatch.segment_sum(weights, ids.bags, form.bags)
-    rest = _where_combiner("sum", form, jnp.ones_like(sums), sums)
-    return _where_combiner("sqrtn", form, roots, rest)
+    sums = dispatch.segment_sum(weights, ids.bags, bag_layout.bags)
+    rest = _where_combiner("sum", bag_layout, jnp.ones_like(sums), sums)
+    return _where_combiner("sqrtn", bag_layout, roots, rest)
 
 
-def _where_combiner(combiner: str, form: BagLayout, chosen: Array, other: Array) -> Array:
+def _where_combiner(combiner: str, bag_layout: BagLayout, chosen: Array, other: Array) -> Array:
     """Return `chosen` at the bags of a combiner, `other` elsewhere, `[bags]`."""
     # combiners ("sum", "mean") and 3 periods: the mask [2] broadcasts over [3, 2], then [6].
-    mask = np.array([c == combiner for c in form.combiners])
-    shape = (form.periods, len(form.combiners))
+    mask = np.array([c == combiner for c in bag_layout.combiners])
+    shape = (bag_layout.periods, len(bag_layout.combiners))
     return jnp.where(mask, chosen.reshape(shape), other.reshape(shape)).reshape(-1)

@@ -81,8 +81,10 @@ class KeyedBatches:
         }
 
     @contextlib.contextmanager
-    def take(self, hosts: Sequence[HostIds]) -> Iterator[Keyed]:
-        """Take a training batch; undo that if the block raises, because nothing is placed then.
+    def learn(self, hosts: Sequence[HostIds]) -> Iterator[Keyed]:
+        """Let the maps learn a training batch.
+
+        That is undone if the block raises, because nothing is placed then.
 
         Args:
           hosts: the ids of every feature, of this process's part of the batch.

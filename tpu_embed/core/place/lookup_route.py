@@ -90,16 +90,16 @@ class LookupWriter:
         Args:
           weights: of every id `[replicas, N]`, zero for absent ones; None for all ones.
         """
-        ids, form = self.host.ids, self.view.bags.bag_layout
+        ids, bag_layout = self.host.ids, self.view.bags.bag_layout
         bags = np.broadcast_to(bags_of(ids, self.view), ids.row_ids.shape)
         if weights is not None:
             lines = zip(weights, bags, strict=True)
-            sums = [weight_sums(line, bag, form) for line, bag in lines]
+            sums = [weight_sums(line, bag, bag_layout) for line, bag in lines]
         else:
             # All weights are 1: their sum, and that of their squares, is the number of ids.
             counts = _ids_per_bag(self.host, self.view).astype(self.stack.compute_dtype)
-            return host_factors(counts, counts, form)
-        return np.stack([host_factors(*line, form) for line in sums])
+            return host_factors(counts, counts, bag_layout)
+        return np.stack([host_factors(*line, bag_layout) for line in sums])
 
     def _write_lookup(self, out: dict[str, np.ndarray]) -> None:
         """Write where each id's row comes back, and what is asked of whom."""
@@ -156,11 +156,11 @@ class LookupWriter:
 
 def _ids_per_bag(host: HostStack, view: StackView) -> np.ndarray:
     """Return the number of present ids of every bag, int `[replicas, bags]`."""
-    ids, form = host.ids, view.bags.bag_layout
-    replicas, bags = len(ids.row_ids), form.bags
+    ids, bag_layout = host.ids, view.bags.bag_layout
+    replicas, bags = len(ids.row_ids), bag_layout.bags
     # Dense ids without padding: every bag is as long as its feature is wide.
-    if form.widths and all(one.order.size == ids.row_ids.shape[1] for one in host.replicas):
-        return np.broadcast_to(np.tile(form.widths, form.periods), (replicas, bags))
+    if bag_layout.widths and all(one.order.size == ids.row_ids.shape[1] for one in host.replicas):
+        return np.broadcast_to(np.tile(bag_layout.widths, bag_layout.periods), (replicas, bags))
     # The bags of replica r are counted from r (bags + 1) on; the last one is that of padding.
     numbers = bags_of(ids, view) + np.arange(replicas)[:, None] * (bags + 1)
     counts = np.bincount(numbers[ids.row_ids >= 0], minlength=replicas * (bags + 1))
@@ -168,38 +168,38 @@ def _ids_per_bag(host: HostStack, view: StackView) -> np.ndarray:
 
 
 def weight_sums(
-    weights: np.ndarray, bags: np.ndarray, form: BagLayout
+    weights: np.ndarray, bags: np.ndarray, bag_layout: BagLayout
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the sums of the weights of each bag and of their squares, `[bags]` both.
 
     Args:
       weights: `[N]`, zero for absent ids.
       bags: int32 `[N]`; that of padding is one past the last.
-      form: how the bags combine.
+      bag_layout: how the bags combine.
     """
-    kinds = np.tile(np.array(form.combiners), form.periods)
+    kinds = np.tile(np.array(bag_layout.combiners), bag_layout.periods)
     # Weights of bags that need no d are left out, because their sums and squares may overflow. So
     # are weights below the least normal number, which XLA's CPU backend takes for zero.
     counts = np.append(kinds != "sum", False)[bags] & (np.abs(weights) >= _least(weights))
     weights = np.where(counts, weights, np.zeros_like(weights))
     # `np.add.at` adds one number after the other, as the kernels do, in the weights' precision.
-    sums = np.zeros(form.bags + 1, weights.dtype)
+    sums = np.zeros(bag_layout.bags + 1, weights.dtype)
     np.add.at(sums, bags, weights)
     squares = np.zeros_like(sums)
-    if "sqrtn" in form.combiners:
+    if "sqrtn" in bag_layout.combiners:
         np.add.at(squares, bags, weights * weights)
     return sums[:-1], squares[:-1]
 
 
-def host_factors(sums: np.ndarray, squares: np.ndarray, form: BagLayout) -> np.ndarray:
+def host_factors(sums: np.ndarray, squares: np.ndarray, bag_layout: BagLayout) -> np.ndarray:
     """Return 1 / d of every bag, `[…, bags]`, zero where d is zero; the twin of `lookup.factors`.
 
     Args:
       sums: the sum of each bag's weights, `[…, bags]`.
       squares: the sum of their squares.
-      form: how the bags combine.
+      bag_layout: how the bags combine.
     """
-    kinds = np.tile(np.array(form.combiners), form.periods)
+    kinds = np.tile(np.array(bag_layout.combiners), bag_layout.periods)
     d = np.where(kinds == "sqrtn", np.sqrt(squares), sums)
     d[np.abs(d) < _least(d)] = 0
     d[..., kinds == "sum"] = 1

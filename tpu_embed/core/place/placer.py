@@ -81,7 +81,7 @@ class Placer:
         requested, hosts = self._read(features, weights, requested, "update")
         if self._keyed is None:
             return self._router.route(hosts, requested, "update")
-        with self._keyed.take(hosts) as keyed:
+        with self._keyed.learn(hosts) as keyed:
             return _stamp_placed(self._router.route(keyed.hosts, requested, "update"), keyed)
 
     def place_lookup(

@@ -172,11 +172,11 @@ def _check_array(f: Field, array: Any, got: str) -> None:
       array: what the state has for it; None if it has nothing.
       got: a description of `array` where it is not an array, else "".
     """
-    form = f.row_format.array(f.stack.physical_rows)
+    wanted = f.row_format.array(f.stack.physical_rows)
     # A slot that the whole stack shares has no rows: it is stored in its own shape, never packed.
     if not f.shape.per_row:
-        form = jax.ShapeDtypeStruct(f.shape.shape, storage.stored_dtype(f.shape.dtype))
-    expected = f"{form.dtype} of shape {form.shape}"
+        wanted = jax.ShapeDtypeStruct(f.shape.shape, storage.stored_dtype(f.shape.dtype))
+    expected = f"{wanted.dtype} of shape {wanted.shape}"
     if not got:
         got = "none" if array is None else f"{array.dtype} of shape {array.shape}"
     if got != expected:

@@ -136,8 +136,8 @@ def _init_stack(key: Array, stack: Stack) -> StackShard:
     return made
 
 
-def _zeros(form: jax.ShapeDtypeStruct) -> Array:
-    return dispatch.zeros(form.shape, form.dtype)
+def _zeros(array: jax.ShapeDtypeStruct) -> Array:
+    return dispatch.zeros(array.shape, array.dtype)
 
 
 def row_by_row(initializer: Callable, stack: Stack, what: str) -> Callable[[NewRows], Array]:
@@ -249,13 +249,13 @@ def _write_slots(
     return written
 
 
-def _put(array: Array, stored: Array, start: Array, form: RowFormat) -> Array:
+def _put(array: Array, stored: Array, start: Array, row_format: RowFormat) -> Array:
     """Return the array with consecutive stored rows written from row `start` on."""
-    if not form.packed:
+    if not row_format.packed:
         return jax.lax.dynamic_update_slice_in_dim(array, stored, start, axis=0)
     # Packed, several rows share a line of 128 words, and the chunk may start in the middle of one.
     local = start + jnp.arange(stored.shape[0], dtype=start.dtype)
-    return dispatch.write_ascending_rows(array, local, stored, form)
+    return dispatch.write_ascending_rows(array, local, stored, row_format)
 
 
 def table_keys(key: Array, tables: list[TableSlice]) -> Array:

@@ -174,8 +174,8 @@ def load(
         values = np.asarray(block)
         one = values.ndim and values.shape[1:] == f.shape.shape
         if not one or start + len(values) > size:
-            form = ", ".join(map(str, ("n", *f.shape.shape)))
-            expected = f"blocks of shape ({form}) that have {size} rows in all"
+            shape = ", ".join(map(str, ("n", *f.shape.shape)))
+            expected = f"blocks of shape ({shape}) that have {size} rows in all"
             got = f"shape {values.shape} from row {start} on"
             raise ValueError(message(f.label, expected=expected, got=got))
         _check_numbers(f.label, values.dtype)

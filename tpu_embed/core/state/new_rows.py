@@ -246,6 +246,6 @@ def _write_stack(held: StackShard, key: Array, new: _Parcel, stack: Stack) -> St
     for name, slot in slot_shapes(stack).items():
         # A slot that all rows share (a step counter, say) is no new row's.
         if slot.per_row:
-            stored, form = storage.encode(fresh[name], slot.dtype), slot_format(stack, slot)
-            slots[name] = dispatch.write_ascending_rows(slots[name], new.rows, stored, form)
+            stored, row_format = storage.encode(fresh[name], slot.dtype), slot_format(stack, slot)
+            slots[name] = dispatch.write_ascending_rows(slots[name], new.rows, stored, row_format)
     return StackShard(table, slots)

@@ -71,7 +71,7 @@ def of_state(state: TableState, layout: Layout) -> dict[str, dict[str, RowNorms]
     return found
 
 
-def _of_field(physical: Array, form: RowFormat, stack: Stack, axes: MeshAxes) -> RowNorms:
+def _of_field(physical: Array, row_format: RowFormat, stack: Stack, axes: MeshAxes) -> RowNorms:
     """Return the statistics of one physical array."""
     size = min(BLOCK_ROWS, stack.num_rows)
     numbers = np.arange(-(-stack.num_rows // size), dtype=stack.index_dtype)
@@ -79,7 +79,7 @@ def _of_field(physical: Array, form: RowFormat, stack: Stack, axes: MeshAxes) ->
     def shard(physical: Array) -> RowNorms:
         # parts: arrays [blocks, T]. `lax.map` runs the blocks one after the other.
         parts = jax.lax.map(
-            lambda number: _of_block(physical, number * size, size, form, stack), numbers
+            lambda number: _of_block(physical, number * size, size, row_format, stack), numbers
         )
         mine = RowNorms(
             _in_pairs(parts.sums),
@@ -103,14 +103,16 @@ def _of_field(physical: Array, form: RowFormat, stack: Stack, axes: MeshAxes) ->
     )(physical)
 
 
-def _of_block(physical: Array, first: Array, size: int, form: RowFormat, stack: Stack) -> RowNorms:
+def _of_block(
+    physical: Array, first: Array, size: int, row_format: RowFormat, stack: Stack
+) -> RowNorms:
     """Return the statistics of `size` local rows from `first` on, without those past the end."""
     # The last block starts earlier so that it fits. Of 10 rows in blocks of 4, it reads 6-9 and
     # `fresh` leaves out rows 6 and 7, which the block before has counted.
     start = jnp.minimum(first, stack.num_rows - size)
     local = start + jnp.arange(size, dtype=first.dtype)
     table, present = _tables_of(local, stack)
-    values = _read(physical, start, size, form)
+    values = _read(physical, start, size, row_format)
     finite = jnp.isfinite(values).all(axis=1)
     fresh = present & (local >= first)
     counted = fresh & finite
@@ -143,14 +145,16 @@ def _tables_of(local: Array, stack: Stack) -> tuple[Array, Array]:
     return table, (index < per_shard) & (row_ids < jnp.asarray(vocabulary)[table])
 
 
-def _read(physical: Array, start: Array, size: int, form: RowFormat) -> Array:
+def _read(physical: Array, start: Array, size: int, row_format: RowFormat) -> Array:
     """Return local rows start … start + size - 1 as floats `[size, n]`."""
     # Packed rows share lines of 128 words: PACKED_ROWS rows fill a whole number of lines, and
     # `start` and `size` are multiples of PACKED_ROWS then. Not packed, a row is its own line.
-    unit = PACKED_ROWS if form.packed else 1
-    lines = form.array(unit).shape[0]
+    unit = PACKED_ROWS if row_format.packed else 1
+    lines = row_format.array(unit).shape[0]
     stored = jax.lax.dynamic_slice_in_dim(physical, start // unit * lines, size // unit * lines)
-    values = storage.decode(form.unpack(form.by_row(stored)), form.dtype).reshape(size, -1)
+    values = storage.decode(row_format.unpack(row_format.by_row(stored)), row_format.dtype).reshape(
+        size, -1
+    )
     wide = values.dtype == jnp.float64
     return values.astype(jnp.float64 if wide else jnp.float32)
 

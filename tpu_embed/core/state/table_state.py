@@ -140,23 +140,28 @@ def slot_format(stack: Stack, slot: SlotShape) -> RowFormat:
     return RowFormat(slot.shape, jnp.dtype(slot.dtype), stack.packing)
 
 
-def logical_rows(physical: Array, form: RowFormat, stack: Stack, table: TableSlice) -> Array:
+def logical_rows(physical: Array, row_format: RowFormat, stack: Stack, table: TableSlice) -> Array:
     """Return a copy of the stored rows of one logical table, `[V, …]`.
 
     Args:
       physical: the stack's array of `S * R` rows.
-      form: how the rows lie in it.
+      row_format: how the rows lie in it.
       stack: the stack.
       table: the table.
     """
-    rows = form.by_row(physical)
+    rows = row_format.by_row(physical)
     # The first two axes become one, [S * rows_per_shard, …]; the slice [:V] cuts the padding off.
     logical = stack.logical_view(rows, table).reshape(-1, *rows.shape[1:])
-    return form.unpack(logical[: table.vocabulary_size])
+    return row_format.unpack(logical[: table.vocabulary_size])
 
 
 def set_physical_rows(
-    physical: Array, row_ids: Array, values: Array, form: RowFormat, stack: Stack, axes: MeshAxes
+    physical: Array,
+    row_ids: Array,
+    values: Array,
+    row_format: RowFormat,
+    stack: Stack,
+    axes: MeshAxes,
 ) -> Array:
     """Return the physical array with `values` at physical `row_ids`, each shard writing its own.
 
@@ -164,7 +169,7 @@ def set_physical_rows(
       physical: the stack's array of `S * R` rows, sharded over its first axis.
       row_ids: `[n]` physical rows, all different; numbers outside [0, S * R) are not written.
       values: `[n, …]`, in the stored dtype.
-      form: how the rows lie in the array.
+      row_format: how the rows lie in the array.
       stack: the stack.
       axes: the mesh.
     """
@@ -174,7 +179,7 @@ def set_physical_rows(
         first = collectives.axis_index(stack.shard_axes).astype(row_ids.dtype) * stack.num_rows
         local = row_ids - first
         mine = (local >= 0) & (local < stack.num_rows)
-        return dispatch.write_rows(physical, jnp.where(mine, local, PADDING_ID), values, form)
+        return dispatch.write_rows(physical, jnp.where(mine, local, PADDING_ID), values, row_format)
 
     spec = axes.spec(stack.shard_axes)
     return jax.shard_map(

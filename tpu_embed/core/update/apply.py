@@ -106,9 +106,9 @@ def apply_rule(
     )
 
 
-def _read(array: Array, row_ids: Array, form: RowFormat) -> Array:
+def _read(array: Array, row_ids: Array, row_format: RowFormat) -> Array:
     """Return stored rows `[U, …]`; zeros where a row is absent."""
-    return form.unpack(dispatch.read_rows(array, row_ids, form))
+    return row_format.unpack(dispatch.read_rows(array, row_ids, row_format))
 
 
 def _alone(rule: Callable[..., tuple], *operands: Any) -> tuple:

@@ -53,14 +53,14 @@ def checked_gradients(
         expected, remedy = "a batch placed for an update", "leave training=False out of place"
         raise ValueError(message("batch", expected=expected, got="a lookup's", remedy=remedy))
     checked: list[Array | None] = []
-    for feature, form, gradient in zip(
+    for feature, shape, gradient in zip(
         layout.features, spec.feature_shapes, gradients, strict=True
     ):
         what = f"activation gradient of feature {feature.path!r}"
         dim = layout.stacks[feature.stack].dim
-        expected, remedy = (form.batch, *form.inner, dim), ""
-        if form.capacity is not None:
-            expected = (spec.replicas, form.capacity, dim)
+        expected, remedy = (shape.batch, *shape.inner, dim), ""
+        if shape.capacity is not None:
+            expected = (spec.replicas, shape.capacity, dim)
             remedy = "give the gradient of the values that the lookup of this batch returned"
             gradient = gradient.values if isinstance(gradient, Jagged) else gradient
         if gradient is None:

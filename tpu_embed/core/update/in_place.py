@@ -133,11 +133,11 @@ def _held(field: Field, leaves: Sequence[tuple[Any, Any]]) -> _Held:
       field: the table or slot.
       leaves: path and abstract value of every flattened argument.
     """
-    form = field.row_format.array(field.stack.physical_rows)
+    array = field.row_format.array(field.stack.physical_rows)
     alike = [
         i
         for i, (_, leaf) in enumerate(leaves)
-        if (leaf.shape, leaf.dtype) == (form.shape, form.dtype)
+        if (leaf.shape, leaf.dtype) == (array.shape, array.dtype)
     ]
     named = [i for i in alike if _is_at(leaves[i][0], field.stack, field.slot)]
     anywhere = any(_is_at(path, field.stack, None) for path, _ in leaves)
@@ -171,9 +171,9 @@ def _copied_shapes(hlo: str) -> set[str]:
 
 def _local_format(field: Field) -> str:
     """Return dtype and shape of one device's part of a table or slot, as HLO text writes them."""
-    form = field.row_format.array(field.stack.num_rows)
-    dtype = np.dtype(form.dtype).name
-    return f"{_HLO_NAMES.get(dtype, dtype)}[{','.join(map(str, form.shape))}]"
+    array = field.row_format.array(field.stack.num_rows)
+    dtype = np.dtype(array.dtype).name
+    return f"{_HLO_NAMES.get(dtype, dtype)}[{','.join(map(str, array.shape))}]"
 
 
 # -- the traced program ----------------------------------------------------------------------------

@@ -103,9 +103,9 @@ class Task(NamedTuple):
     @property
     def factors_of_bags(self) -> Array | None:
         """1 / d of every bag of this device; None for all ones."""
-        form = self.view.bags.bag_layout
+        bag_layout = self.view.bags.bag_layout
         ids = in_bags(by_place(self.ids, self.view), self.view)
-        return bag_entries(ids, form, self.stack.compute_dtype).factors
+        return bag_entries(ids, bag_layout, self.stack.compute_dtype).factors
 
 
 class Outgoing(NamedTuple):
@@ -221,12 +221,12 @@ def psum_sums(task: Task) -> RowSums:
 def local_gradients(task: Task) -> tuple[RowGradients, GradientLayout]:
     """Return this device's gradients unsummed, for a kernel that sorts and sums them itself."""
     assert isinstance(task.ids, LocalIds), "routed ids are sorted already"
-    ids, form = task.ids, task.bag_layout
-    entries = bag_entries(ids, form, task.stack.compute_dtype)
+    ids, bag_layout = task.ids, task.bag_layout
+    entries = bag_entries(ids, bag_layout, task.stack.compute_dtype)
     given = RowGradients(ids.row_ids, ids.bags, entries.weights, entries.factors, task.gradients)
     # The first bags of all blocks but the first: the only device knows all bags.
     blocks = tuple(task.view.block_starts[1:-1].tolist())
-    return given, form.gradients._replace(blocks=blocks)
+    return given, bag_layout.gradients._replace(blocks=blocks)
 
 
 class RoutedGradients(NamedTuple):
@@ -278,10 +278,10 @@ def sums_at_owner(task: Task, given: RoutedGradients) -> Partials:
 
 def _bags_at_owner(task: Task) -> BagLayout:
     """Return the bags of the gradients; of all replicas, one after the other, if gathered."""
-    form = task.bag_layout
+    bag_layout = task.bag_layout
     if not isinstance(task.transport, Gather):
-        return form
-    return dataclasses.replace(form, periods=form.periods * task.layout.axes.replicas)
+        return bag_layout
+    return dataclasses.replace(bag_layout, periods=bag_layout.periods * task.layout.axes.replicas)
 
 
 def for_kernel(task: Task, given: RoutedGradients) -> tuple[RowGradients, GradientLayout]:
@@ -303,13 +303,13 @@ def for_kernel(task: Task, given: RoutedGradients) -> tuple[RowGradients, Gradie
 
 def _local_targets(view: StackView) -> GradientLayout:
     """Return how the bags and the places of one device are numbered."""
-    form = view.bags.bag_layout
+    bag_layout = view.bags.bag_layout
     # Features with 2 bags in a period, with 7 places and with 1 bag: bags 2 0 1, places 0 7 0.
-    bags = iter(form.bags_per_period)
+    bags = iter(bag_layout.bags_per_period)
     return GradientLayout(
         tuple(0 if shape.has_places else next(bags) for shape in view.bags.shapes),
-        form.periods,
-        form.order,
+        bag_layout.periods,
+        bag_layout.order,
         places=tuple((shape.capacity or 0) * shape.has_places for shape in view.bags.shapes),
     )
 

@@ -22,9 +22,10 @@ from jax import export as jax_export
 from tpu_embed._checks import message
 from tpu_embed._snapshot import snapshot
 from tpu_embed._types import PADDING_ID, PyTree, Tracer
+from tpu_embed.columns import read_column
 from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.core.ids import bad_ids as valid_ids
-from tpu_embed.core.ids import read_column, structure
+from tpu_embed.core.ids import structure
 from tpu_embed.core.ids import weights as weights_of
 from tpu_embed.io.delta import check_numbered, delta_files, set_rows, set_rows_in_place
 from tpu_embed.io.serving import model_files
