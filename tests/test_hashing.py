@@ -214,10 +214,8 @@ def test_columns_that_are_empty_or_all_missing():
 
 def test_a_dictionary_is_hashed_once(monkeypatch):
     hashed = []
-    monkeypatch.setattr(
-        key_hashes, "_hash_strings", lambda strings, _: hashed.append(strings) or ones
-    )
     ones = np.ones(3, np.uint64)
+    monkeypatch.setattr(key_hashes, "_hash_strings", lambda x, _: hashed.append(x) or ones)
     column = pa.array(["a", "b", "c", None] * 100).dictionary_encode()
     assert hash_ids(column, V).tolist() == [1, 1, 1, -1] * 100
     assert [len(strings.lengths) for strings in hashed] == [3]

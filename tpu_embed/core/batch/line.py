@@ -24,7 +24,7 @@ or, where the host has routed them, instead of the rows:
 
 With jagged features, `index` and `weights` have the n ids in bags first and the places of each
 jagged feature after them, `sum_index` (or `bags`, where the ids are not routed) is a target
-(`stack_view.py`), and for every jagged feature, by its number, there is
+(`bags.py`), and for every jagged feature, by its number, there is
 
     row_splits/f    [B/S + 1]  where each example's row begins among the feature's places
 

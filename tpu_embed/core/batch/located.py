@@ -1,7 +1,7 @@
 """The ids of one stack on one device: as physical rows, or as routes that the host has computed.
 
 Inside `shard_map`, a `Batch` and `TracedIds` both become one of these per stack. How bags are
-numbered, `stack_view.py` says.
+numbered, `bags.py` says.
 
 Input: the arrays of one device. Output: the types that they are passed on in.
 """

@@ -1,8 +1,8 @@
 """Ids become physical rows, in batch order, one line per replica.
 
 The line of a replica holds the ids of one stack. In a dense stack every period
-(`stack_view.py`) has as many ids, so the bag of an id follows from its position; otherwise every id
-has a bag.
+(`core/batch/bags.py`) has as many ids, so the bag of an id follows from its position. Otherwise
+every id has a bag.
 
 Input: one validated `HostIds` per feature. Output: the rows, bags and weights of every stack,
 `[replicas, N]`, which are sent as they are (`line.py`) or routed first (`routing.py`).
@@ -49,7 +49,7 @@ class JaggedIds(NamedTuple):
     Attributes:
       places: int32 `[replicas, N]`, each id's place among those that are looked up: first the ids
         in bags, one after the other, then the places of each jagged feature; -1 for padding.
-      targets: int32 `[replicas, N]`, the target of each id (`stack_view.py`); T for padding.
+      targets: int32 `[replicas, N]`, the target of each id (`core/batch/bags.py`); T for padding.
       row_splits: by feature, int32 `[replicas, B/S + 1]`.
     """
 
