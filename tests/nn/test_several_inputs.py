@@ -35,7 +35,7 @@ def layer_of(devices, **options):
     return EmbeddingBag(table, mesh=mesh(devices), rngs=nnx.Rngs(0), **given), table
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.whole), 8])
 def test_the_bits_are_the_engines(devices):
     layer, table = layer_of(devices)
     features = {"history": FeatureConfig(table, jagged=True), "item": FeatureConfig(table)}

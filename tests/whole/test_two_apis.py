@@ -98,7 +98,7 @@ def _trained(devices):
 
 
 @pytest.mark.parametrize("API", ["eager", "in jit", "dense ids in jit"])
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.whole), 8])
 def test_apis_agree(devices, API):
     trained = _trained(devices)
     assert_same(trained[API], trained["stateful"])

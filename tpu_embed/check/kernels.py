@@ -31,13 +31,13 @@ class Source(NamedTuple):
 
     Attributes:
       what: its dim and dtype, for findings.
-      form: how its rows are stored.
+      row_format: how its rows are stored.
       rows: the stored rows `[R, D]`, bfloat16 as uint16.
       weighted: whether sums of its rows have weights.
     """
 
     what: str
-    form: RowFormat
+    row_format: RowFormat
     rows: np.ndarray
     weighted: bool
 
@@ -112,7 +112,7 @@ def _source(rng: np.random.Generator, dim: int, dtype: str, device: Any) -> Sour
 
 def _array(source: Source, rows: Any) -> Any:
     """Return stored rows `[R, D]` as the array that holds them on the device."""
-    return source.form.pack(rows).reshape(source.form.array(_ROWS).shape)
+    return source.row_format.pack(rows).reshape(source.row_format.array(_ROWS).shape)
 
 
 def program(mesh: Mesh, kernel: Callable[..., Any]) -> Any:
@@ -142,7 +142,8 @@ def _try_gather_rows(sources: Sequence[Source], entries: Entries) -> Trial:
     def kernel(tables: list[Any], index: Any) -> list[Any]:
         pairs = zip(sources, tables, strict=True)
         return [
-            s.form.unpack(dispatch.read_rows(_array(s, rows), index, s.form)) for s, rows in pairs
+            s.row_format.unpack(dispatch.read_rows(_array(s, rows), index, s.row_format))
+            for s, rows in pairs
         ]
 
     right = []
@@ -163,8 +164,8 @@ def _try_set_rows(sources: Sequence[Source], entries: Entries) -> Trial:
     def kernel(tables: list[Any], values: list[Any], places: Any) -> list[Any]:
         found = []
         for s, rows, new in zip(sources, tables, values, strict=True):
-            array = dispatch.write_rows(_array(s, rows), places, new, s.form)
-            found.append(s.form.unpack(s.form.by_row(array))[:_ROWS])
+            array = dispatch.write_rows(_array(s, rows), places, new, s.row_format)
+            found.append(s.row_format.unpack(s.row_format.by_row(array))[:_ROWS])
         return found
 
     values = [source.rows[::-1].copy() for source in sources]

@@ -119,8 +119,15 @@ def test_a_block_on_two_devices_is_summed_in_two_parts():
     assert (np.abs(found - in_blocks(ids, gradients, 8)) <= 120 * 2.0**-24 * size).all()
 
 
-@pytest.mark.parametrize("kernels", [contextlib.nullcontext, dispatch.reference_only])
-@pytest.mark.parametrize("placement", ["mod", "replicated"])
+@pytest.mark.parametrize(
+    ("placement", "kernels"),
+    [
+        ("mod", contextlib.nullcontext),
+        ("replicated", dispatch.reference_only),
+        pytest.param("mod", dispatch.reference_only, marks=pytest.mark.whole),
+        pytest.param("replicated", contextlib.nullcontext, marks=pytest.mark.whole),
+    ],
+)
 def test_ids_inside_a_jit_are_summed_like_placed_ones(placement, kernels):
     """FTRL moves every row that it is given, so rows without ids must not be among them."""
     table = TableConfig(V, D, combiner="sum", placement=placement)

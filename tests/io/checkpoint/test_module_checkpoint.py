@@ -122,7 +122,7 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(x, marks=pytest.mark.whole if x[0] == 1 else ()) for x in LAYOUTS],
+    [pytest.param(x, marks=pytest.mark.whole if x[0] in (1, 4) else ()) for x in LAYOUTS],
     ids=str,
 )
 def test_a_run_goes_on_with_the_same_bits_in_any_layout(run, layout):
