@@ -26,13 +26,13 @@ def two(one, tmp_path_factory):
     """Return what two processes of 4 devices each find."""
     directory = tmp_path_factory.mktemp("two")
     calls = [
-        ("living_processes.train",),
-        ("living_processes.train_embedding",),
-        ("living_processes.refusals",),
-        ("living_processes.unlike",),
-        ("living_processes.save", str(directory / "step")),
-        ("living_processes.restore", str(one[0])),
-        ("living_processes.restore", str(one[0]), 25),
+        (living_processes.train,),
+        (living_processes.train_embedding,),
+        (living_processes.refusals,),
+        (living_processes.unlike,),
+        (living_processes.save, str(directory / "step")),
+        (living_processes.restore, str(one[0])),
+        (living_processes.restore, str(one[0]), 25),
     ]
     return run(2, directory, calls), directory / "step"
 

@@ -36,16 +36,16 @@ def two(saved, tmp_path_factory):
     """Return what two processes of 4 devices each find."""
     directory, _ = saved
     calls = [
-        ("train", 8),
-        ("train_embedding", 8),
-        ("train_weighted", 4),
-        ("refusals", 8),
-        ("outliers",),
-        ("save_all", str(directory), [8], ["mod"]),
-        ("restore_all", str(directory), ["1-8-mod"], [8], ["mod"]),
-        ("restore_all", str(directory), ["1-8-mod", "2-8-mod"], [2], ["div"], 0),
-        ("unequal", str(tmp_path_factory.mktemp("unequal"))),
-        ("faults", str(tmp_path_factory.mktemp("faults"))),
+        (process_cases.train, 8),
+        (process_cases.train_embedding, 8),
+        (process_cases.train_weighted, 4),
+        (process_cases.refusals, 8),
+        (process_cases.outliers,),
+        (process_cases.save_all, str(directory), [8], ["mod"]),
+        (process_cases.restore_all, str(directory), ["1-8-mod"], [8], ["mod"]),
+        (process_cases.restore_all, str(directory), ["1-8-mod", "2-8-mod"], [2], ["div"], 0),
+        (process_cases.unequal, str(tmp_path_factory.mktemp("unequal"))),
+        (process_cases.faults, str(tmp_path_factory.mktemp("faults"))),
     ]
     return run(2, tmp_path_factory.mktemp("two"), calls)
 
@@ -152,7 +152,7 @@ ENDS_WITHIN = 150
 
 def test_interrupted_while_it_waits_it_ends_and_so_do_the_others(tmp_path):
     """It is out of step then, and says so; the other one hears who has left, and why."""
-    ended, _ = start(2, tmp_path, [("interrupt",)], ENDS_WITHIN)
+    ended, _ = start(2, tmp_path, [(process_cases.interrupt,)], ENDS_WITHIN)
     (first, said), (second, heard) = ended
     assert (first, second) == (1, 1)
     assert "interrupted" in said
@@ -166,7 +166,7 @@ def test_interrupted_while_it_waits_it_ends_and_so_do_the_others(tmp_path):
 @pytest.mark.parametrize("waits_on", ["place", "a device"])
 @pytest.mark.parametrize("leaver", [0, 1, 2])
 def test_one_raises_and_all_end_naming_it(leaver, waits_on, tmp_path):
-    ended, _ = start(4, tmp_path, [("leave", leaver, waits_on)], ENDS_WITHIN)
+    ended, _ = start(4, tmp_path, [(process_cases.leave, leaver, waits_on)], ENDS_WITHIN)
     for process, (status, said) in enumerate(ended):
         assert status == 1, said
         if process != leaver:
@@ -178,7 +178,7 @@ def test_one_raises_and_all_end_naming_it(leaver, waits_on, tmp_path):
 
 @pytest.mark.whole
 def test_one_ends_without_an_exception_and_those_that_wait_for_it_raise(tmp_path):
-    (first, second), _ = start(2, tmp_path, [("leave_silently", 1)], ENDS_WITHIN)
+    (first, second), _ = start(2, tmp_path, [(process_cases.leave_silently, 1)], ENDS_WITHIN)
     assert (first[0], second[0]) == (1, 0)
     assert "place: expected call 1 of all 2 processes within 600 s, got process 1 left" in first[1]
 
@@ -192,11 +192,11 @@ def test_every_way_to_save_and_to_restore(tmp_path):
     """Each to every other: bits at once, and after 10 steps more."""
     names = []
     for processes, (numbers, placements) in WAYS.items():
-        run(processes, tmp_path, [("save_all", str(tmp_path), numbers, placements)])
+        run(processes, tmp_path, [(process_cases.save_all, str(tmp_path), numbers, placements)])
         names += [f"{processes}-{n}-{one}" for n, one in itertools.product(numbers, placements)]
     first = None
     for processes, (numbers, placements) in WAYS.items():
-        calls = [("restore_all", str(tmp_path), names, numbers, placements)]
+        calls = [(process_cases.restore_all, str(tmp_path), names, numbers, placements)]
         for (restored,) in run(processes, tmp_path, calls):
             assert len(restored) == len(names) * len(numbers) * len(placements)
             for bits in restored.values():
@@ -207,6 +207,6 @@ def test_every_way_to_save_and_to_restore(tmp_path):
 @pytest.mark.whole
 def test_four_processes_train_as_one(tmp_path):
     expected = process_cases.train(8), process_cases.guarded(8)
-    for found in run(4, tmp_path, [("train", 8), ("guarded", 8)]):
+    for found in run(4, tmp_path, [(process_cases.train, 8), (process_cases.guarded, 8)]):
         assert_same(tuple(found), expected)
     assert sum(expected[1][2]) == 1

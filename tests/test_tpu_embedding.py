@@ -25,9 +25,10 @@ from tpu_embed import optimizers as o
 from tpu_embed.core.state import TableState
 
 
-@pytest.mark.default_rows
 def test_build_makes_the_state_of_the_seed():
-    embedding = make_embedding(seed=3)
+    drawn = tpu_embed.TableConfig(8, 4, name="item", initializer=jax.nn.initializers.normal(1.0))
+    feature = tpu_embed.FeatureConfig(drawn)
+    embedding = tpu_embed.TPUEmbedding(feature, o.SGD(0.1), seed=3)
     embedding.build(2)
     expected = embedding.engine.init(jax.random.key(3))
     assert_same(embedding.state, expected)

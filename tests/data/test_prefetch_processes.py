@@ -17,11 +17,11 @@ pytestmark = pytest.mark.default_rows
 def two(tmp_path_factory):
     """Return what two processes of 4 devices each find."""
     calls = [
-        ("prefetch_cases.train", 8),
-        ("prefetch_cases.left_half_way", 8, "closed"),
-        ("prefetch_cases.left_half_way", 8, "dropped"),
-        ("prefetch_cases.faults", 8),
-        ("prefetch_cases.positions", 8),
+        (prefetch_cases.train, 8),
+        (prefetch_cases.left_half_way, 8, "closed"),
+        (prefetch_cases.left_half_way, 8, "dropped"),
+        (prefetch_cases.faults, 8),
+        (prefetch_cases.positions, 8),
     ]
     return run(2, tmp_path_factory.mktemp("two"), calls)
 
@@ -77,7 +77,7 @@ def test_a_position_holds_the_states_of_all_processes(two):
 
 
 def test_one_raises_in_its_loop_and_all_end(tmp_path):
-    ended, _ = start(2, tmp_path, [("prefetch_cases.raise_in_the_loop",)], timeout=150)
+    ended, _ = start(2, tmp_path, [(prefetch_cases.raise_in_the_loop,)], timeout=150)
     assert [status for status, _ in ended] == [1, 1]
     assert "ValueError: mine alone" in ended[1][1]
     assert "mine alone" in ended[0][1]

@@ -21,6 +21,7 @@ from pathlib import Path
 import jax
 
 ROOT = Path(__file__).resolve().parents[2]
+HELPERS = ROOT / "tests" / "helpers"
 NATIVE = ROOT / "tpu_embed" / "kernels" / "native"
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1"]
 VARIABLE = "SANITIZE_LOOPS"
@@ -75,7 +76,7 @@ def run_child(library: Path, loops: str, seeds: int) -> int:
         "LD_PRELOAD": preloaded,
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")]),
+        "PYTHONPATH": os.pathsep.join(map(str, [ROOT, HELPERS, *HELPERS.glob("*/")])),
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         VARIABLE: loops,

@@ -26,7 +26,7 @@ from random_traits import EVERY, traits
 import tpu_embed
 
 CHOSEN = (1673, 6225, 4908, 1148, 4793, 935, 6640, 824)
-"""What `python tests/helpers/random_traits.py` found: see there."""
+"""What `python tests/helpers/random/random_traits.py` found: see there."""
 MANY = range(*map(int, os.environ.get("RANDOM_SEEDS", "0:200").split(":")))
 
 
@@ -248,7 +248,7 @@ def test_many(seed):
 
 def test_chosen_cases_meet_every_trait():
     met = set().union(*(traits(draw_case(seed)) for seed in CHOSEN))
-    assert met == EVERY, "choose other seeds: python tests/helpers/random_traits.py"
+    assert met == EVERY, "choose other seeds: python tests/helpers/random/random_traits.py"
 
 
 def test_a_wrong_number_is_found():

@@ -75,7 +75,11 @@ def test_another_process_without_this_package_has_them_too(trained, exported, tm
     given = {f"features {path}": ids.astype(np.int32) for path, ids in paths.items()}
     given |= {"weights films/0": WEIGHTS["films"][0], "dense": DENSE}
     np.savez(tmp_path / "arguments.npz", **given)
-    command = [sys.executable, str(ROOT / "tests" / "helpers" / "second_process.py"), str(exported)]
+    command = [
+        sys.executable,
+        str(ROOT / "tests" / "helpers" / "processes" / "second_process.py"),
+        str(exported),
+    ]
     command += [str(tmp_path / "arguments.npz"), str(tmp_path / "outputs.npz")]
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTHONPATH")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

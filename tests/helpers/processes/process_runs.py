@@ -1,6 +1,5 @@
-"""Run functions of `process_cases.py`, or of another file beside it, in several processes."""
+"""Run functions of the helpers in several processes at once."""
 
-import json
 import os
 import pickle
 import socket
@@ -8,24 +7,27 @@ import subprocess
 import sys
 from pathlib import Path
 
-HELPERS = Path(__file__).resolve().parent
+PROGRAM = Path(__file__).with_name("process_program.py")
 
 
 def start(processes, directory, calls, timeout=540):
     """Return the exit status and the errors of several processes, and where their results are.
+
+    Each makes the calls one after the other: tuples of a function and its arguments.
 
     None outlives this.
     """
     with socket.socket() as probe:  # the system picks a free port
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = {**os.environ, "PYTHONPATH": str(HELPERS.parents[1])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("XLA_FLAGS", None)
     outputs = [directory / f"{processes}-{number}.pickle" for number in range(processes)]
-    script = [sys.executable, str(HELPERS / "process_cases.py"), str(processes)]
+    script = [sys.executable, str(PROGRAM), str(processes)]
+    (directory / "calls.pickle").write_bytes(pickle.dumps(calls))
     started = [
         subprocess.Popen(
-            [*script, str(number), str(port), str(output), json.dumps(calls)],
+            [*script, str(number), str(port), str(directory / "calls.pickle"), str(output)],
             env=environment,
             stderr=subprocess.PIPE,
             text=True,

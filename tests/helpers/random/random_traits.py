@@ -1,6 +1,6 @@
 """The traits of random cases, used to choose few seeds that together have all traits.
 
-`python tests/helpers/random_traits.py` chooses new seeds after the generator has changed.
+`python tests/helpers/random/random_traits.py` chooses new seeds after the generator has changed.
 """
 
 import collections

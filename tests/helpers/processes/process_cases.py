@@ -1,16 +1,13 @@
-"""What the tests run in several processes, each `python process_cases.py PROCESSES NUMBER …`.
+"""What the tests run in several processes, through `process_runs.py`.
 
 A run with one process gives the results to compare with. Every function does the same in every
 process, and returns plain values or NumPy arrays.
 """
 
 import functools
-import importlib
-import json
-import pickle
 import sys
-import tempfile
 import threading
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -237,7 +234,8 @@ def interrupt():
             print("interrupted", file=sys.stderr)
         engine.place(draw(1))
     else:
-        processes.client().blocking_key_value_get("tpu_embed/left/told/1", 60_000)
+        while processes.listen().left(ask=False) is None:
+            time.sleep(0.05)
         engine.place(draw(1))
 
 
@@ -372,27 +370,3 @@ def restore_all(directory, names, devices, placements, steps=10):
                 later = arrays(engine, trained(engine, state, steps=steps))
                 found[name, n, placement] = at_once, later
     return found
-
-
-def function_of(name):
-    """Return a function of this file, or by `file.function` one of another file beside it."""
-    file, _, function = name.rpartition(".")
-    return getattr(importlib.import_module(file), function) if file else globals()[function]
-
-
-def main():
-    processes, number, port, output = (*map(int, sys.argv[1:4]), Path(sys.argv[4]))
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", DEVICES // processes)
-    if processes > 1:
-        address = f"127.0.0.1:{port}"
-        jax.distributed.initialize(address, processes, number, heartbeat_timeout_seconds=20)
-    calls = json.loads(sys.argv[5])
-    results = [function_of(name)(*arguments) for name, *arguments in calls]
-    with tempfile.NamedTemporaryFile(dir=output.parent, delete=False) as file:
-        pickle.dump(results, file)
-    Path(file.name).replace(output)
-
-
-if __name__ == "__main__":
-    main()

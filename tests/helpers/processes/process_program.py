@@ -1,0 +1,32 @@
+"""Be one of several processes: `process_program.py PROCESSES NUMBER PORT CALLS OUTPUT`.
+
+CALLS is a file of pickled calls, each a function and its arguments. Their results are pickled into
+OUTPUT.
+"""
+
+import pickle
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+from process_cases import DEVICES
+
+
+def main():
+    """Make the calls, and write what they return."""
+    processes, number, port = map(int, sys.argv[1:4])
+    calls, output = map(Path, sys.argv[4:6])
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES // processes)
+    if processes > 1:
+        address = f"127.0.0.1:{port}"
+        jax.distributed.initialize(address, processes, number, heartbeat_timeout_seconds=20)
+    results = [call(*arguments) for call, *arguments in pickle.loads(calls.read_bytes())]
+    with tempfile.NamedTemporaryFile(dir=output.parent, delete=False) as file:
+        pickle.dump(results, file)
+    Path(file.name).replace(output)
+
+
+if __name__ == "__main__":
+    main()
