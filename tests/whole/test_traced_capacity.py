@@ -19,7 +19,7 @@ from facade_cases import assert_same
 from traced_cases import draw_case, needs
 
 FEW = (0, 1, 3, 5, 7, 8, 11, 16)
-"""Some that run quickly, and three (0, 7, 16) in which a bound that counts one replica is too low."""
+"""Quick ones, and three (0, 7, 16) in which a bound that counts one replica is too low."""
 MANY = range(*map(int, os.environ.get("RANDOM_SEEDS", "0:2000").split(":")))
 NEAR = {"rtol": 1e-4, "atol": 2e-3}
 """Float32 sums of a few hundred numbers below 10; a gradient that is lost makes more than 0.1."""
