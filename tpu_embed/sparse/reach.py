@@ -20,9 +20,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
-from tpu_embed._jaxprs import CALLS, REMATS, inner_jaxpr, scan_counts
+from tpu_embed._jaxprs import CALLS, REMATS, Inner, flow, inner_jaxprs, scan_counts
 
 
 class Sources(NamedTuple):
@@ -54,36 +53,30 @@ def propagate(
       sources: the sources of each input; those of integer inputs reach nothing.
       cut: names of further primitives that cut paths, beside `stop_gradient` and its like.
     """
-    walk = functools.partial(propagate, cut=cut)
-    env: dict[Any, Sources] = {}
+    enter = functools.partial(_enter, cut=cut)
 
-    def read(atom: Any) -> Sources:
-        return NOTHING if isinstance(atom, Literal) else env.get(atom, NOTHING)
-
-    def add(variables: Iterable[Any], found: Iterable[Sources]) -> None:
-        for var, one in zip(variables, found, strict=True):
-            if _is_inexact(var):
-                env[var] = env.get(var, NOTHING) | one
-
-    add(jaxpr.invars, sources)
-    for eqn in jaxpr.eqns:
-        operands = [read(atom) for atom in eqn.invars]
-        if all(one == NOTHING for one in operands):
-            continue
-        references = [atom for atom in eqn.invars if _is_reference(atom)]
+    def step(eqn: Any, operands: list[Sources]) -> dict[Any, Sources]:
+        references = list(filter(_is_reference, eqn.invars))
         if references:
             # What is written into a reference may be read from it later, so it counts as a result.
-            together = [_union(operands)] * (len(references) + len(eqn.outvars))
-            add([*references, *eqn.outvars], together)
-        else:
-            name = eqn.primitive.name
-            rule = _cut if name in cut else _RULES.get(name, _opaque)
-            add(eqn.outvars, rule(walk, eqn, operands))
-    return [read(atom) for atom in jaxpr.outvars]
+            return _inexact(dict.fromkeys([*references, *eqn.outvars], _union(operands)))
+        rule = _cut if eqn.primitive.name in cut else _RULES.get(eqn.primitive.name, _opaque)
+        return _inexact(dict(zip(eqn.outvars, rule(enter, eqn, operands), strict=True)))
+
+    return flow(jaxpr, _inexact(dict(zip(jaxpr.invars, sources, strict=True))), step, NOTHING)
 
 
-def _is_inexact(var: Any) -> bool:
-    dtype = getattr(var.aval, "dtype", None)
+def _enter(inner: Inner, operands: Sequence[Sources], cut: frozenset[str]) -> list[Sources]:
+    return propagate(inner.jaxpr, list(inner.marks(operands).values()), cut=cut)
+
+
+def _inexact(sources: Mapping[Any, Sources]) -> dict[Any, Sources]:
+    """Return the sources of those variables that are floats or complex numbers."""
+    return {var: one for var, one in sources.items() if _is_inexact(var)}
+
+
+def _is_inexact(atom: Any) -> bool:
+    dtype = getattr(atom.aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
@@ -97,8 +90,8 @@ def _union(sources: Iterable[Sources]) -> Sources:
 
 # -- one rule per primitive: from the sources of its operands to those of its results --------------
 
-Walk = Callable[[Any, Sequence[Sources]], list[Sources]]
-"""`propagate`, applied to a program inside an equation."""
+Walk = Callable[[Inner, Sequence[Sources]], list[Sources]]
+"""Maps a program inside an equation, and the equation's operands, to the program's results."""
 Rule = Callable[[Walk, Any, list[Sources]], Sequence[Sources]]
 
 
@@ -121,12 +114,9 @@ def _tapped(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
 
 
 def _call(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
-    return walk(inner_jaxpr(eqn)[0], operands)
-
-
-def _cond(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
-    branches = [walk(branch.jaxpr, operands[1:]) for branch in eqn.params["branches"]]
-    return [_union(same) for same in zip(*branches, strict=True)]
+    # A call runs one program, a cond one of several.
+    results = [walk(inner, operands) for inner in inner_jaxprs(eqn)]
+    return [_union(same) for same in zip(*results, strict=True)]
 
 
 def _loop(
@@ -150,26 +140,25 @@ def _loop(
 def _scan(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
     fixed, carried = scan_counts(eqn)
     first, rest = operands[fixed : fixed + carried], operands[fixed + carried :]
-    carry, ys = _loop(walk, eqn.params["jaxpr"].jaxpr, operands[:fixed], first, rest)
+    (body,) = inner_jaxprs(eqn)
+    carry, ys = _loop(walk, body, operands[:fixed], first, rest)
     return [*carry, *ys]
 
 
 def _while(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
     # Operands are [constants of cond, constants of body, first carry]. The condition is a boolean,
     # so nothing is differentiated through it.
-    start = eqn.params["cond_nconsts"]
-    first = start + eqn.params["body_nconsts"]
-    body = eqn.params["body_jaxpr"].jaxpr
-    carry, _ = _loop(walk, body, operands[start:first], operands[first:], [])
+    _, body = inner_jaxprs(eqn)
+    first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+    carry, _ = _loop(walk, body, operands[:first], operands[first:], [])
     return [Sources(one.reached, one.reached) for one in carry]
 
 
 _RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("stop_gradient", "floor", "ceil", "round"), _cut),
     **dict.fromkeys(("tag", "optimization_barrier"), _one_to_one),
-    **dict.fromkeys((*CALLS, *REMATS), _call),
+    **dict.fromkeys((*CALLS, *REMATS, "cond"), _call),
     "tapped": _tapped,
-    "cond": _cond,
     "scan": _scan,
     "while": _while,
 }

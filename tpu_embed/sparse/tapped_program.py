@@ -132,13 +132,13 @@ def tap_lookups(
       inputs: the values of its inputs.
       tables: the numbers of the inputs that may be tables.
     """
-    jaxpr, inputs = closed.jaxpr, list(inputs)
+    program, jaxpr, inputs = closed, closed.jaxpr, list(inputs)
     numbers = {jaxpr.invars[i]: i for i in tables}
-    lookups = find_lookups(jaxpr, numbers).lookups
+    lookups = find_lookups(jaxpr, numbers)
     arrays = {lookup.table: inputs[lookup.table] for lookup in lookups}
 
     def run(inputs: list[Array], arrays: dict[int, Array], taps: list[Array]) -> Any:
-        return run_with_taps(jaxpr, closed.consts, inputs, numbers, Taps(taps, arrays))
+        return run_with_taps(program, inputs, lookups, Taps(taps, arrays))
 
     asked: list[Any] = []
     if lookups:

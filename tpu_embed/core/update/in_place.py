@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import Literal
 
 from tpu_embed._checks import message
-from tpu_embed._jaxprs import CALLS, inner_jaxpr, scan_counts
+from tpu_embed._jaxprs import CALLS, flow, inner_jaxprs, scan_counts
 from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.core.state import Field, fields
 from tpu_embed.core.update.donation import unwarned
@@ -192,39 +191,42 @@ def _reasons(jaxpr: Any, inputs: Sequence[int]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _uses(jaxpr: Any, var: Any) -> Iterator[str]:
-    """Yield the uses of a variable of a jaxpr, in program order, as keys of `_WHY`."""
-    for eqn in jaxpr.eqns:
-        places = [i for i, operand in enumerate(eqn.invars) if operand is var]
-        if not places:
-            continue
-        name = eqn.params.get("name")
-        if name in (LOOKUP, UPDATE):
-            yield name
-        elif eqn.primitive.name in CALLS:
-            # A jit within the step: follow the operand to the parameter at the same position.
-            inner, _ = inner_jaxpr(eqn)
-            inside = [use for i in places for use in _uses(inner, inner.invars[i])]
-            apart = LOOKUP in inside and UPDATE not in inside
-            yield from ["nested"] if apart else inside
-        elif eqn.primitive.name == "scan":
-            yield from _uses_in_scan(eqn, places)
-        else:
-            yield "used"
-    if any(out is var for out in jaxpr.outvars if not isinstance(out, Literal)):
-        yield "returned"
+def _uses(jaxpr: Any, var: Any) -> list[str]:
+    """Return the uses of a variable of a jaxpr, in program order, as keys of `_WHY`."""
+    uses: list[str] = []
+
+    def rule(eqn: Any, held: list[bool]) -> tuple[()]:
+        uses.extend(_uses_at(eqn, [i for i, one in enumerate(held) if one]))
+        return ()
+
+    returned = any(flow(jaxpr, {var: True}, rule, False))
+    return [*uses, *["returned"] * returned]
 
 
-def _uses_in_scan(eqn: Any, places: Sequence[int]) -> Iterator[str]:
-    """Yield the uses that a scan's body makes of operands, given by their positions."""
+def _uses_at(eqn: Any, places: Sequence[int]) -> list[str]:
+    """Return the uses that an equation makes of operands, given by their positions."""
+    name = eqn.params.get("name")
+    if name in (LOOKUP, UPDATE):
+        return [name]
+    if eqn.primitive.name not in (*CALLS, "scan"):
+        return ["used"]
+    # Follow each operand to the input at the same position of the jaxpr inside.
+    jaxpr = inner_jaxprs(eqn)[0].jaxpr
+    if eqn.primitive.name == "scan":
+        return [use for i in places for use in _uses_in_scan(eqn, jaxpr, i)]
+    inside = [use for i in places for use in _uses(jaxpr, jaxpr.invars[i])]
+    apart = LOOKUP in inside and UPDATE not in inside
+    return ["nested"] if apart else inside
+
+
+def _uses_in_scan(eqn: Any, body: Any, place: int) -> list[str]:
+    """Return the uses that a scan's body makes of an operand."""
     # Operands of a scan: constants, then the initial carry, then the arrays it scans over. The
     # parameters of its body are in the same order; outvars begin with the new carry.
     fixed, carried = scan_counts(eqn)
-    body = eqn.params["jaxpr"].jaxpr
-    for i in places:
-        inside = list(_uses(body, body.invars[i]))
-        unchanged = fixed <= i < fixed + carried and body.outvars[i - fixed] is body.invars[i]
-        # A carry that the body returns as it is has not been returned from the step.
-        if unchanged:
-            inside.remove("returned")
-        yield from inside
+    inside = _uses(body, body.invars[place])
+    kept = fixed <= place < fixed + carried
+    # A carry that the body returns as it is has not been returned from the step.
+    if kept and body.outvars[place - fixed] is body.invars[place]:
+        inside.remove("returned")
+    return inside

@@ -161,8 +161,8 @@ def _find(
 ) -> dict[str, tuple[TagFound, bool]]:
     """Return for each name in xs or stops where it was given, and whether it is a stop."""
     by_name: dict[str, list[TagFound]] = collections.defaultdict(list)
-    for name, one in find_tags(jaxpr):
-        by_name[name].append(one)
+    for one in find_tags(jaxpr):
+        by_name[one.name].append(one)
     result = {}
     for name in dict.fromkeys([*wanted, *stops]):
         what, places = f"gradients: tag {name!r}", by_name.get(name, [])
@@ -207,7 +207,7 @@ def _with_taps(closed: ClosedJaxpr, leaves: list[Array], taps: Mapping[str, Tap]
 
     def run(leaves: list[Array], arrays: dict[str, Sequence[Array]]) -> list[Any]:
         given = {name: tap._replace(arrays=arrays[name]) for name, tap in taps.items()}
-        return run_with_tag_taps(closed.jaxpr, closed.consts, leaves, given)
+        return run_with_tag_taps(closed, leaves, given)
 
     # make_jaxpr sorts the keys of a plain dict; an OrderedDict keeps the order of `taps`, in which
     # `trace` appends the same arrays to the inputs.

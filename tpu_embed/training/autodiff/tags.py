@@ -10,26 +10,16 @@ Output: the same values; later the results of the jaxpr, differentiable by the t
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal, Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from tpu_embed._checks import message
-from tpu_embed._jaxprs import (
-    CALLS,
-    REMATS,
-    checkpoint_like,
-    evaluate,
-    inner_jaxpr,
-    scan_counts,
-    scan_like,
-    subjaxprs,
-)
+from tpu_embed._jaxprs import CALLS, REMATS, Path, Site, inner_jaxprs, rerun
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, PyTree
 from tpu_embed.kernels.varying import as_varying, axes_of
@@ -81,18 +71,32 @@ def tag(value: PyTree, name: str) -> PyTree:
     return structure.unflatten(tag_p.bind(*arrays, name=Tag(name).name, structure=structure))
 
 
-class TagFound(NamedTuple):
-    """A place in a jaxpr where a name was given.
+class TagFound(Site):
+    """A place in a jaxpr where a name was given."""
 
-    Attributes:
-      structure: the structure of the value.
-      avals: the shapes and dtypes of its leaves.
-      places: the names of the primitives around it (scan, cond, …), without calls such as jit.
-    """
+    @property
+    def name(self) -> str:
+        """The name."""
+        return self.eqn.params["name"]
 
-    structure: Any
-    avals: list[Any]
-    places: frozenset[str]
+    @property
+    def structure(self) -> Any:
+        """The structure of the value."""
+        return self.eqn.params["structure"]
+
+    @property
+    def avals(self) -> list[Any]:
+        """The shapes and dtypes of its leaves."""
+        return [atom.aval for atom in self.eqn.invars]
+
+    @property
+    def places(self) -> frozenset[str]:
+        """The names of the primitives around it (scan, cond, …), without calls such as jit."""
+        # A jit or remat runs its jaxpr once per call, so it does not count as a place; a scan does.
+        return frozenset(eqn.primitive.name for eqn in self.around) - {*CALLS, *REMATS}
+
+    def nothing(self) -> None:
+        """Return no note: a tap leaves none."""
 
 
 class Tap(NamedTuple):
@@ -110,26 +114,18 @@ class Tap(NamedTuple):
     stop: bool
 
 
-def find_tags(jaxpr: Any, places: frozenset[str] = frozenset()) -> Iterator[tuple[str, TagFound]]:
-    """Yield the names given in a jaxpr and where, in program order.
+def find_tags(jaxpr: Any, around: Path = ()) -> Iterator[TagFound]:
+    """Yield the names given in a jaxpr, in program order.
 
     Args:
       jaxpr: an open jaxpr.
-      places: the names of the primitives around it.
+      around: the equations around it.
     """
     for eqn in jaxpr.eqns:
         if eqn.primitive is tag_p:
-            avals = [atom.aval for atom in eqn.invars]
-            yield eqn.params["name"], TagFound(eqn.params["structure"], avals, places)
-        yield from _tags_inside(eqn, places)
-
-
-def _tags_inside(eqn: Any, places: frozenset[str]) -> Iterator[tuple[str, TagFound]]:
-    # A jit or remat runs its jaxpr once per call, so it does not count as a place; a scan does.
-    name = eqn.primitive.name
-    around = places if name in _CALLS else places | {name}
-    for inner in subjaxprs(eqn):
-        yield from find_tags(inner, around)
+            yield TagFound((*around, (eqn, 0)))
+        for number, inner in enumerate(inner_jaxprs(eqn)):
+            yield from find_tags(inner.jaxpr, (*around, (eqn, number)))
 
 
 def full(aval: Any, number: float) -> Array:
@@ -138,37 +134,22 @@ def full(aval: Any, number: float) -> Array:
 
 
 def run_with_tag_taps(
-    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], taps: Mapping[str, Tap]
+    closed: ClosedJaxpr, args: Sequence[Any], taps: Mapping[str, Tap]
 ) -> list[Any]:
     """Run a jaxpr with taps at some of the values named in it.
 
     Args:
-      jaxpr: an open jaxpr.
-      consts: the values of its constants.
+      closed: the jaxpr.
       args: the values of its inputs.
       taps: the taps by name. A name whose tap has `own` may stand inside of calls only; other names
         may stand inside of calls, scans, whiles and conds.
     """
-    # The value of each variable so far; literals carry their own.
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else env[atom]
+    def at(found: TagFound, values: list[Any], _: None) -> tuple[Sequence[Any], None]:
+        return tag_p.bind(*_tapped(values, taps[found.name]), **found.eqn.params), None
 
-    run = functools.partial(run_with_tag_taps, taps=taps)
-    # Equations with a tapped name inside are rebuilt around the rerun of their own jaxpr. All
-    # others are evaluated as they are, which keeps their custom derivatives.
-    for eqn in jaxpr.eqns:
-        values = [read(atom) for atom in eqn.invars]
-        if eqn.primitive is tag_p and eqn.params["name"] in taps:
-            values = _tapped(values, taps[eqn.params["name"]])
-            results = tag_p.bind(*values, **eqn.params)
-        elif any(name in taps for name, _ in _tags_inside(eqn, frozenset())):
-            results = _STEPS[eqn.primitive.name](run, eqn, values)
-        else:
-            results = evaluate(jaxpr, eqn, values)
-        env.update(zip(eqn.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    sites = [one for one in find_tags(closed.jaxpr) if one.name in taps]
+    return rerun(at, closed, args, sites, [None] * len(sites))[0]
 
 
 def _tapped(values: Sequence[Array], tap: Tap) -> list[Array]:
@@ -180,64 +161,6 @@ def _tapped(values: Sequence[Array], tap: Tap) -> list[Array]:
         else value
         for value in values
     ]
-
-
-# -- equations with a program inside ---------------------------------------------------------------
-
-Run = Callable[[Any, Sequence[Any], Sequence[Any]], list[Any]]
-
-
-def _call(run: Run, eqn: Any, values: list[Any]) -> list[Any]:
-    return run(*inner_jaxpr(eqn), values)
-
-
-def _remat(run: Run, eqn: Any, values: list[Any]) -> list[Any]:
-    return checkpoint_like(eqn, functools.partial(run, *inner_jaxpr(eqn)))(values)
-
-
-def _scan(run: Run, eqn: Any, values: list[Any]) -> list[Any]:
-    # The operands of a scan are [constants, first carry, xs]; its body maps [constants, carry, x]
-    # to [carry, y].
-    closed = eqn.params["jaxpr"]
-    fixed, carried = scan_counts(eqn)
-
-    def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        results = run(closed.jaxpr, closed.consts, [*values[:fixed], *carry, *xs])
-        return results[:carried], results[carried:]
-
-    first, rest = values[fixed : fixed + carried], values[fixed + carried :]
-    carry, ys = scan_like(eqn, body, first, rest)
-    return [*carry, *ys]
-
-
-def _while(run: Run, eqn: Any, values: list[Any]) -> list[Any]:
-    # The operands of a while are [constants of cond, constants of body, first carry].
-    params, body, cond = eqn.params, eqn.params["body_jaxpr"], eqn.params["cond_jaxpr"]
-    start = params["cond_nconsts"]
-    first = start + params["body_nconsts"]
-
-    def more(carry: list[Any]) -> Any:
-        return jaxpr_as_fun(cond)(*values[:start], *carry)[0]
-
-    def once(carry: list[Any]) -> list[Any]:
-        return run(body.jaxpr, body.consts, [*values[start:first], *carry])
-
-    return jax.lax.while_loop(more, once, values[first:])
-
-
-def _cond(run: Run, eqn: Any, values: list[Any]) -> list[Any]:
-    # cond and switch are one primitive, whose first operand is the number of the branch.
-    index, *operands = values
-    closed = eqn.params["branches"]
-    branches = [functools.partial(run, branch.jaxpr, branch.consts) for branch in closed]
-    return jax.lax.switch(index, branches, operands)
-
-
-_CALLS: Mapping[str, Callable[[Run, Any, list[Any]], list[Any]]] = {
-    **dict.fromkeys(CALLS, _call),
-    **dict.fromkeys(REMATS, _remat),
-}
-_STEPS = {**_CALLS, "scan": _scan, "while": _while, "cond": _cond}
 
 
 # -- the primitives --------------------------------------------------------------------------------
