@@ -21,16 +21,6 @@ import numpy as np
 
 from tpu_embed import _checks
 
-__all__ = [
-    "Lists",
-    "as_arrow",
-    "chain_lists",
-    "mask_missing",
-    "read_column",
-    "read_dictionary",
-    "read_lists",
-]
-
 
 class Lists(NamedTuple):
     """A column of lists: the items of all lists one after another, and the lists' lengths.

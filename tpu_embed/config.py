@@ -21,16 +21,6 @@ from tpu_embed import _checks, initializers
 from tpu_embed._types import Array
 from tpu_embed.vocabulary import DynamicVocabulary
 
-__all__ = [
-    "Combiner",
-    "FeatureConfig",
-    "Keep",
-    "OnBadId",
-    "Placement",
-    "QuantizationConfig",
-    "TableConfig",
-]
-
 Combiner = Literal["mean", "sum", "sqrtn"]
 Placement = Literal["mod", "div", "replicated", "auto"]
 OnBadId = Literal["error", "drop", "clip"]

@@ -14,8 +14,6 @@ import numpy as np
 from tpu_embed import _checks
 from tpu_embed.columns import as_arrow, read_column, read_dictionary
 
-__all__ = ["hash_keys"]
-
 # Added to the seed, so that seed 0 gives a state other than mix(0) = 0.
 _GAMMA = 0x9E3779B97F4A7C15
 # Bytes of a word: strings are hashed eight bytes at a time.

@@ -22,8 +22,6 @@ from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.layout import Stack, TableSlice
 from tpu_embed.core.state import TableState, check_own
 
-__all__ = ["TouchedRows", "Version"]
-
 _NEVER = -1
 # Steps are kept as int32, and `record_rows` marks rows with the step after the given one.
 _LAST = 2**31 - 2

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from tpu_embed._types import Array
 
-__all__ = ["GradientLayout", "RowGradients", "RowsToSum", "SumLayout"]
-
 
 class RowsToSum(NamedTuple):
     """Rows, and the sum that each is added to.

@@ -21,8 +21,6 @@ from collections.abc import Iterator
 
 from tpu_embed._checks import message
 
-__all__ = ["Turns"]
-
 
 class Turns:
     """Gives out numbers, and lets their holders act in the order of the numbers.

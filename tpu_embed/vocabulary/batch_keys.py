@@ -18,17 +18,6 @@ from tpu_embed._checks import message
 from tpu_embed.kernels.vocabulary_reference import MapState, Taken
 from tpu_embed.processes import agree_on
 
-__all__ = [
-    "BatchKeys",
-    "KeyedRows",
-    "MapStates",
-    "ValidSteps",
-    "check_vocabulary",
-    "new_history",
-    "map_version",
-    "undo_rows",
-]
-
 
 class MapStates(NamedTuple):
     """All maps after one step, as `Vocabularies.state` returns them.

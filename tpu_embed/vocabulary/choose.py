@@ -12,8 +12,6 @@ from tpu_embed._checks import check_int, message
 from tpu_embed.vocabulary.config import LivingTable
 from tpu_embed.vocabulary.vocabularies import Vocabularies
 
-__all__ = ["choose_vocabularies"]
-
 _MOST = 2**16
 """The largest lookahead; steps are numbers of 32 bits."""
 

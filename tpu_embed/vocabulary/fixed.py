@@ -13,8 +13,6 @@ import numpy as np
 
 from tpu_embed import _checks
 
-__all__ = ["FixedVocabulary"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FixedVocabulary:

@@ -27,8 +27,6 @@ from tpu_embed.kernels.vocabulary_reference import Taken
 from tpu_embed.vocabulary.batch_keys import BatchKeys, ValidSteps, new_history, undo_rows
 from tpu_embed.vocabulary.config import LivingTable
 
-__all__ = ["FOREVER", "SHARE", "Timeline"]
-
 SHARE = (
     "engines that use each other's states or batches share their maps: EmbeddingEngine(…, "
     "vocabularies=other.vocabularies); a batch from before a load is placed again"

@@ -31,8 +31,6 @@ from tpu_embed.vocabulary.config import LivingTable
 from tpu_embed.vocabulary.map import VocabularyMap
 from tpu_embed.vocabulary.timeline import FOREVER, SHARE, Timeline
 
-__all__ = ["Vocabularies"]
-
 
 class Vocabularies:
     """The maps from keys to rows of all tables whose vocabularies live.

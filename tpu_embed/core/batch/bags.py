@@ -27,8 +27,6 @@ import numpy as np
 from tpu_embed.core.ids import FeatureShape
 from tpu_embed.kernels.operands import GradientLayout, SumLayout
 
-__all__ = ["BagLayout", "Bags", "Period", "arrange_period"]
-
 
 @dataclasses.dataclass(frozen=True)
 class BagLayout:

@@ -22,8 +22,6 @@ import numpy as np
 from tpu_embed.core.batch.stack_view import StackView
 from tpu_embed.core.layout import ROW_MULTIPLE, round_up
 
-__all__ = ["Exchange", "Gather", "Local", "Psum", "Transport", "may_gather", "transport_of"]
-
 INT32 = np.dtype(np.int32)
 
 Shape = tuple[str, tuple[int, ...], Any]

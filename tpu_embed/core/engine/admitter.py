@@ -27,8 +27,6 @@ from tpu_embed.core.state import (
 )
 from tpu_embed.vocabulary import BatchKeys, ValidSteps, Vocabularies, check_vocabulary, map_version
 
-__all__ = ["Admitter"]
-
 
 class Admitter:
     """What an engine with living vocabularies does between placing a batch and looking it up.

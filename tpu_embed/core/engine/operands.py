@@ -15,8 +15,6 @@ from tpu_embed.core.lookup import activations_read
 from tpu_embed.core.state import TableState, check_not_donated
 from tpu_embed.core.update import Guard, Operands, check_trainable, checked_gradients
 
-__all__ = ["OperandMaker"]
-
 
 class OperandMaker:
     """Makes the operands of updates, for one engine.

@@ -26,8 +26,6 @@ from tpu_embed.core.state import TableState, check_arrays, init_tables, new_voca
 from tpu_embed.core.update import LOOKUP, UPDATE, Guard, Operands, named, note_copies, update
 from tpu_embed.vocabulary import Vocabularies
 
-__all__ = ["Programs"]
-
 _not_differentiable = refuse_derivatives(
     "update",
     expected="a step that is not differentiated",

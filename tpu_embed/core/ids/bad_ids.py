@@ -20,8 +20,6 @@ from tpu_embed import _checks
 from tpu_embed._types import PADDING_ID
 from tpu_embed.config import FeatureConfig
 
-__all__ = ["FeatureRules", "check_dtype", "dense_position", "resolve_dense", "resolve_flat"]
-
 _INT32_MAX = int(np.iinfo(np.int32).max)
 _REMEDIES = {
     **dict.fromkeys("SUO", "tpu_embed.hash_ids makes ids of strings"),

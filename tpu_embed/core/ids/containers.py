@@ -19,8 +19,6 @@ import numpy as np
 from tpu_embed import _checks
 from tpu_embed.columns import Lists, as_arrow, chain_lists, read_column, read_lists
 
-__all__ = ["RaggedIds", "SparseIds", "read_ids", "refuse_masked"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SparseIds:

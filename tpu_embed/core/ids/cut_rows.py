@@ -14,8 +14,6 @@ import numpy as np
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.config import FeatureConfig
 
-__all__ = ["after_cut", "dense_lengths", "ids_before", "shift_rows"]
-
 
 def dense_lengths(present: np.ndarray) -> np.ndarray:
     """Return the lengths of rows, int64 `[B]`: a row ends after its last id that is present.

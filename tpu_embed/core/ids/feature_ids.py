@@ -23,16 +23,6 @@ import numpy as np
 from tpu_embed.config import FeatureConfig
 from tpu_embed.core.ids.bad_ids import FeatureRules
 
-__all__ = [
-    "FeatureShape",
-    "HostIds",
-    "JaggedRows",
-    "dense_shape",
-    "has_means",
-    "is_mean",
-    "part_of_feature",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class FeatureShape:

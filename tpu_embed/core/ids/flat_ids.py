@@ -19,16 +19,6 @@ from tpu_embed.core.ids.cut_rows import after_cut
 from tpu_embed.core.ids.feature_ids import FeatureShape, HostIds, is_mean
 from tpu_embed.core.ids.rescale import rescale_flat_bags
 
-__all__ = [
-    "check_coordinates",
-    "check_order",
-    "flat_ids",
-    "positions_in_rows",
-    "ragged_ids",
-    "check_row_splits",
-    "sparse_ids",
-]
-
 _INT32_MAX = int(np.iinfo(np.int32).max)
 
 

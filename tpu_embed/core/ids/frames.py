@@ -17,8 +17,6 @@ from typing import Any
 
 from tpu_embed import _checks
 
-__all__ = ["is_frame", "select_columns"]
-
 _FRAMES = {("pandas", "DataFrame"), ("pyarrow", "Table"), ("pyarrow", "RecordBatch")}
 """Package and class."""
 

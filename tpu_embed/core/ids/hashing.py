@@ -21,8 +21,6 @@ from tpu_embed.columns import mask_missing, read_lists
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds
 from tpu_embed.key_hashes import hash_keys
 
-__all__ = ["hash_ids"]
-
 _INT32_MAX = np.iinfo(np.int32).max
 
 

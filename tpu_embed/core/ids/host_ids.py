@@ -30,8 +30,6 @@ from tpu_embed.core.ids.jagged_ids import jagged_ids
 from tpu_embed.core.ids.keys import number_keys
 from tpu_embed.core.ids.rescale import rescale_dense_bags
 
-__all__ = ["host_ids"]
-
 
 def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weights: Any) -> HostIds:
     """Return the validated ids and weights of one feature.

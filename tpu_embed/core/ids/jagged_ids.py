@@ -33,8 +33,6 @@ from tpu_embed.core.ids.flat_ids import (
     positions_in_rows,
 )
 
-__all__ = ["jagged_ids"]
-
 _INT32_MAX = int(np.iinfo(np.int32).max)
 _PLACES_PER_ID, _FEW_PLACES = 1000, 2**20
 """Rows with more places than so many for each id, and than so many in all, are a mistake."""

@@ -30,8 +30,6 @@ from tpu_embed.kernels import dispatch
 if TYPE_CHECKING:
     from tpu_embed.core.ids.feature_ids import HostIds
 
-__all__ = ["Split", "batch_order", "give_rows", "looked_up", "number_keys", "split_keys"]
-
 
 class Split(NamedTuple):
     """The keys that one feature of a batch looks up.

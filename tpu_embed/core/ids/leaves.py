@@ -19,8 +19,6 @@ from tpu_embed import _checks
 from tpu_embed.core.ids import frames, structure
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds
 
-__all__ = ["collect_leaves", "count_rows", "rebuild_nest"]
-
 _LEAF = "an array [B, …], SparseIds, RaggedIds or None"
 
 

@@ -23,8 +23,6 @@ from tpu_embed.columns import mask_missing
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids
 from tpu_embed.core.ids.leaves import collect_leaves, count_rows, rebuild_nest
 
-__all__ = ["pad_batch"]
-
 
 def pad_batch(features: Any, multiple: int) -> Any:
     """Add empty bags to every feature until its batch size is a multiple of `multiple`.

@@ -19,8 +19,6 @@ import numpy as np
 
 from tpu_embed._types import Array
 
-__all__ = ["rescale_bags", "rescale_dense_bags", "rescale_flat_bags"]
-
 LEAST, MOST = 2.0**-30, 2.0**30
 """A bag is rescaled unless its largest weight lies in this range.
 

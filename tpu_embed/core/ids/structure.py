@@ -23,8 +23,6 @@ from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.core.ids import frames
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds
 
-__all__ = ["Structure", "children", "flatten", "rebuild"]
-
 _LEAVES = (FeatureConfig, TableConfig, SparseIds, RaggedIds, np.ndarray, jax.Array)
 
 

@@ -18,8 +18,6 @@ from tpu_embed import _checks
 from tpu_embed.columns import read_lists
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds, refuse_masked
 
-__all__ = ["beside_dense", "beside_ragged", "beside_sparse", "is_real"]
-
 
 def is_real(dtype: Any) -> bool:
     """Tell whether weights may have this dtype: floats and integers may be weights, bools not."""

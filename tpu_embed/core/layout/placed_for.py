@@ -22,8 +22,6 @@ from tpu_embed.core.layout.features import FeatureLayout
 from tpu_embed.core.layout.mesh import MeshAxes
 from tpu_embed.core.layout.stacks import Stack
 
-__all__ = ["ENGINE_OPTIONS", "FEATURE_FIELDS", "TABLE_FIELDS", "PlacedFor", "placed_for"]
-
 FEATURE_FIELDS = {
     "table": True,  # its name
     "max_sequence_length": True,

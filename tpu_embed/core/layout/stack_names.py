@@ -21,8 +21,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["differences", "stack_name"]
-
 _LABEL_LENGTH = 32
 """How many characters of the first table's name a stack's name shows."""
 # Example: items+2@mod8x250#0f3a9c1e55d2

@@ -14,8 +14,6 @@ import jax
 from tpu_embed._types import PyTree
 from tpu_embed.core.lookup.jagged import Jagged
 
-__all__ = ["split_activations"]
-
 
 def split_activations(activations: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     """Return the float arrays of activations, and a function that restores the activations.

@@ -36,8 +36,6 @@ from tpu_embed.core.lookup.jagged_checks import (
     refuse_arithmetic,
 )
 
-__all__ = ["Jagged"]
-
 _WITH = "Jagged.with_values"
 
 

@@ -15,15 +15,6 @@ import numpy as np
 from tpu_embed._checks import check_in_program, check_int, message
 from tpu_embed._types import Array, Tracer
 
-__all__ = [
-    "check_arrays",
-    "check_lengths",
-    "check_padded",
-    "check_room",
-    "concrete",
-    "refuse_arithmetic",
-]
-
 
 def refuse_arithmetic(self: Any, *_: Any, **__: Any) -> Any:
     """Refuse to be computed with as if it were an array.

@@ -24,8 +24,6 @@ import jax.numpy as jnp
 from tpu_embed._types import Array, Tracer
 from tpu_embed.core.layout import Layout
 
-__all__ = ["activations_read", "record_lookup", "zero_after"]
-
 _READS: dict[int, tuple[weakref.ref, list[weakref.ref]]] = {}
 """`id` of a traced table -> the table, and the activations that were looked up in it.
 

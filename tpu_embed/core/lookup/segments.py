@@ -18,18 +18,6 @@ import jax.numpy as jnp
 from tpu_embed._types import Array
 from tpu_embed.kernels import dispatch, reference
 
-__all__ = [
-    "causal",
-    "first",
-    "join",
-    "last",
-    "pad",
-    "positions",
-    "segment_ids",
-    "sum_segments",
-    "unpad",
-]
-
 
 def segment_ids(row_splits: Array, capacity: int) -> Array:
     """Return the segment of every place, int32 `[C]`; n, one past the last, for free places.

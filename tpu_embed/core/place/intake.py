@@ -21,8 +21,6 @@ from tpu_embed.core.place.placer import Placer
 from tpu_embed.core.place.turn import Order, Turn
 from tpu_embed.vocabulary import Vocabularies
 
-__all__ = ["Intake"]
-
 
 class Intake:
     """The entrance for the batches of one engine.

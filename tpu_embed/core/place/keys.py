@@ -24,8 +24,6 @@ from tpu_embed.core.layout import FeatureLayout, Layout
 from tpu_embed.core.place.agreement import Agreement, Alone
 from tpu_embed.vocabulary import BatchKeys, KeyedRows, ValidSteps, Vocabularies
 
-__all__ = ["Keyed", "KeyedBatches", "give_rows_of"]
-
 
 class Keyed(NamedTuple):
     """A batch whose keys have become rows.

@@ -23,8 +23,6 @@ from tpu_embed.core.place.keys import Keyed, KeyedBatches
 from tpu_embed.core.place.router import Router
 from tpu_embed.vocabulary import Vocabularies
 
-__all__ = ["Placer"]
-
 
 class Placer:
     """Makes the batches of one engine, one after the other.

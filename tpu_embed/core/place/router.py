@@ -24,8 +24,6 @@ from tpu_embed.core.place.packing import natural_spec, pack_all
 from tpu_embed.core.place.routing import with_capacities, write_lines
 from tpu_embed.core.place.tiers import Tiers
 
-__all__ = ["Router", "exact_spec"]
-
 
 def exact_spec(hosts: Sequence[HostIds], layout: Layout) -> BatchSpec:
     """Return the spec that a training batch fits exactly; no process and no device is asked.

@@ -21,8 +21,6 @@ from tpu_embed.core.place.placer import Placer
 from tpu_embed.processes import Turns
 from tpu_embed.vocabulary import Vocabularies
 
-__all__ = ["Order", "Turn"]
-
 
 class Order:
     """The order in which the batches of an engine are placed; none where it does not matter.

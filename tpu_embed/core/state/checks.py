@@ -22,16 +22,6 @@ from tpu_embed.core.state.fields import Field, fields
 from tpu_embed.core.state.table_state import TableState, slot_shapes
 from tpu_embed.kernels import storage
 
-__all__ = [
-    "check_arrays",
-    "check_kind",
-    "check_layout",
-    "check_not_donated",
-    "check_own",
-    "check_state",
-    "check_tables_not_donated",
-]
-
 _OWN_STATE = "give one that this engine's init, update or load returned"
 _RESTORE = "save and restore with tpu_embed.io, which brings rows into any engine's layout"
 

@@ -17,8 +17,6 @@ import jax
 
 from tpu_embed._checks import message
 
-__all__ = ["refuse_gradient", "refuse_jax_grad"]
-
 _TREE_FUNCTIONS = jax.tree_util.tree_leaves.__code__.co_filename
 _ASKING = (inspect.unwrap(jax.value_and_grad).__code__.co_filename, "value_and_grad_f")
 """File and name of the function that `jax.grad` and `jax.value_and_grad` return."""

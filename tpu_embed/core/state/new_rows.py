@@ -37,8 +37,6 @@ from tpu_embed.core.state.table_state import (
 )
 from tpu_embed.kernels import dispatch, storage
 
-__all__ = ["MAP_VERSION", "NewKeys", "NewRowWriter", "new_version", "new_vocabulary"]
-
 MAP_VERSION = "map_version"
 """The key of step and history in `TableState.vocabulary`; see `new_version`."""
 

@@ -23,8 +23,6 @@ from jax.interpreters import batching, mlir
 from tpu_embed._checks import warn_user
 from tpu_embed._types import Array
 
-__all__ = ["note_copies", "unwarned"]
-
 LARGE = 2**26
 """Bytes of tables and slots, 64 MiB, from which on a copy in each step is worth a warning."""
 

@@ -26,8 +26,6 @@ from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.core.state import Field, fields
 from tpu_embed.core.update.donation import unwarned
 
-__all__ = ["LOOKUP", "UPDATE", "check_in_place", "named"]
-
 LOOKUP, UPDATE = "tpu_embed_lookup", "tpu_embed_update"
 """Names of the engine's programs; they identify its calls in a jaxpr."""
 
