@@ -169,7 +169,11 @@ def test_a_place_that_is_interrupted_anywhere_can_be_repeated(training, stride):
 
 
 def in_the_facade(code):
-    names = ("tpu_embed/tpu_embedding.py", "tpu_embed/state_keeper.py", "tpu_embed/enqueue.py")
+    names = (
+        "tpu_embed/stateful/tpu_embedding.py",
+        "tpu_embed/stateful/state_keeper.py",
+        "tpu_embed/stateful/enqueue.py",
+    )
     return code.co_filename.endswith(names)
 
 

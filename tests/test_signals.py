@@ -17,9 +17,9 @@ from tpu_embed import optimizers as o
 from tpu_embed._signals import SignalsDeferred
 
 STEP = (
-    "tpu_embed/tpu_embedding.py",
-    "tpu_embed/state_keeper.py",
-    "tpu_embed/enqueue.py",
+    "tpu_embed/stateful/tpu_embedding.py",
+    "tpu_embed/stateful/state_keeper.py",
+    "tpu_embed/stateful/enqueue.py",
     "tpu_embed/_calls.py",
     "engine/engine.py",
 )

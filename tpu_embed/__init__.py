@@ -17,7 +17,7 @@ Which shard owns a row is decided in `core/layout/`; rows are moved and summed b
 table's vocabulary lives, its ids are keys, which `vocabulary/` turns into rows in `core/batch/`.
 
 Two APIs lead to the same code. The functional API is `EmbeddingEngine` (`core/engine/`): pure
-functions for your own jit. The stateful API is `TPUEmbedding` (`tpu_embedding.py`), which holds the
+functions for your own jit. The stateful API is `TPUEmbedding` (`stateful/`), which holds the
 state and a queue of batches.
 """
 
@@ -36,7 +36,7 @@ from tpu_embed.core.lookup import Jagged, split_activations
 from tpu_embed.core.state import TableState
 from tpu_embed.initializers import RowIdInitializer, ShardInfo
 from tpu_embed.sparse import IndexedSlices, embedding_lookup, sparse_grad, sparse_value_and_grad
-from tpu_embed.tpu_embedding import TPUEmbedding
+from tpu_embed.stateful import TPUEmbedding
 from tpu_embed.vocabulary import DynamicVocabulary, FixedVocabulary
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from tpu_embed.check.workload import ROWS, Declared, Expected, Workload, batch_s
 from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState, retrieve
-from tpu_embed.tpu_embedding import TPUEmbedding
+from tpu_embed.stateful import TPUEmbedding
 
 Devices = Sequence[Any]
 

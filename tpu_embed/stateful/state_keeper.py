@@ -22,7 +22,7 @@ from tpu_embed._checks import message, warn_user
 from tpu_embed._signals import SignalsDeferred
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState, new_version
-from tpu_embed.enqueue import (
+from tpu_embed.stateful.enqueue import (
     Enqueued,
     Record,
     after_a_device_error,

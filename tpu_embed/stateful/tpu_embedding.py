@@ -26,9 +26,9 @@ from tpu_embed.core.ids import structure
 from tpu_embed.core.layout import describe_devices, describe_tables
 from tpu_embed.core.state import TableState, check_state, retrieve
 from tpu_embed.core.update import OnBadGradient
-from tpu_embed.enqueue import Enqueued, Record, batch_sizes, placed_step
 from tpu_embed.planning.placement import resolve
-from tpu_embed.state_keeper import StateKeeper
+from tpu_embed.stateful.enqueue import Enqueued, Record, batch_sizes, placed_step
+from tpu_embed.stateful.state_keeper import StateKeeper
 
 
 class TPUEmbedding:

@@ -7,8 +7,8 @@ import jax
 import pytest
 from facade_cases import assert_same, batch, make_embedding
 
-from tpu_embed.enqueue import Enqueued, Record
-from tpu_embed.state_keeper import StateKeeper
+from tpu_embed.stateful.enqueue import Enqueued, Record
+from tpu_embed.stateful.state_keeper import StateKeeper
 
 
 def _item(number: Any) -> Enqueued:
