@@ -218,17 +218,7 @@ def fails(tree: Path, tests: Sequence[str]) -> str | None:
         return None
     names = tree / "build" / "names.txt"
     names.write_text("\n".join(tests))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-    ]
+    command = f"{sys.executable} -m pytest -q -x -p no:cacheprovider -p no:xdist".split()
     compiled = ROOT / "build" / "xla_faults" / tree.name  # programs that a fault does not change
     env = {**os.environ, "PYTHONPATH": str(tree), "CI": "1", "JAX_COMPILATION_CACHE_DIR": compiled}
     try:

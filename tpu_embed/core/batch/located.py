@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tpu_embed._types import Array
+import jax.numpy as jnp
+
+from tpu_embed._types import PADDING_ID, Array
+from tpu_embed.core.batch.stack_view import StackView
 from tpu_embed.core.exchange import MergeRoute, RowRoute, SumRoute
 
 
@@ -30,6 +33,25 @@ class LocalIds(NamedTuple):
     bags: Array
     weights: Array | None
     positions: Array | None = None
+
+    def in_bags(self, view: StackView) -> LocalIds:
+        """Return the ids that are in bags: the first ones, if there are jagged features too."""
+        n = view.num_bag_ids
+        weights = None if self.weights is None else self.weights[:n]
+        return self._replace(row_ids=self.row_ids[:n], weights=weights)
+
+    def by_place(self, view: StackView) -> LocalIds:
+        """Return ids in the order of their places: those in bags, then those of jagged features.
+
+        The bags of the result are those of the ids in bags, `[n]`.
+        """
+        at, n = self.positions, view.num_bag_ids
+        if at is None:
+            return self
+        row_ids = jnp.where(at < 0, jnp.asarray(PADDING_ID, self.row_ids.dtype), self.row_ids[at])
+        weights = None if self.weights is None else self.weights[at]
+        bags = jnp.where(at[:n] < 0, view.bags.bag_layout.bags, self.bags[at[:n]])
+        return LocalIds(row_ids, bags, weights)
 
 
 class RoutedIds(NamedTuple):
@@ -54,6 +76,15 @@ class RoutedIds(NamedTuple):
     sums: SumRoute | None
     merge: MergeRoute | None
     sent: Array | None
+
+    def in_bags(self, view: StackView) -> RoutedIds:
+        """Return these ids with the weights of those in bags."""
+        weights = None if self.weights is None else self.weights[: view.num_bag_ids]
+        return self._replace(weights=weights)
+
+    def by_place(self, view: StackView) -> RoutedIds:
+        """Return these ids: they are in the order of their places already."""
+        return self
 
 
 class Located(NamedTuple):

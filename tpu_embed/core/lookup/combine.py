@@ -80,7 +80,7 @@ def activations_of(
     bag_layout, stack, n = view.bags.bag_layout, view.stack, view.num_bag_ids
     combined = iter(())
     if n or not view.bags.jagged:
-        entries = bag_entries(in_bags(ids, view), bag_layout, stack.compute_dtype)
+        entries = bag_entries(ids.in_bags(view), bag_layout, stack.compute_dtype)
         of_bags = found._replace(index=found.index[:n]) if view.bags.jagged else found
         combined = iter(combine(of_bags, entries, bag_layout, stack))
     return tuple(
@@ -105,30 +105,6 @@ def _rows_of_places(
         rows = jnp.where(absent[:, None], jnp.zeros_like(rows), quantize(rows, stack))
     rows = rows.astype(stack.compute_dtype)
     return rows if weights is None else reference.scale(rows, weights[places].astype(rows.dtype))
-
-
-def in_bags(ids: LocalIds | RoutedIds, view: StackView) -> LocalIds | RoutedIds:
-    """Return the ids that are in bags: the first ones, if there are jagged features too."""
-    if not view.bags.jagged:
-        return ids
-    n = view.num_bag_ids
-    weights = None if ids.weights is None else ids.weights[:n]
-    if isinstance(ids, RoutedIds):
-        return ids._replace(weights=weights)
-    return ids._replace(row_ids=ids.row_ids[:n], weights=weights)
-
-
-def by_place(ids: LocalIds | RoutedIds, view: StackView) -> LocalIds | RoutedIds:
-    """Return ids in the order of their places: those in bags, then those of jagged features.
-
-    Routed ids are in this order already. The bags of others are those of the ids in bags, `[n]`.
-    """
-    if isinstance(ids, RoutedIds) or ids.positions is None:
-        return ids
-    at, n, bags = ids.positions, view.num_bag_ids, view.bags.bag_layout.bags
-    row_ids = jnp.where(at < 0, jnp.asarray(PADDING_ID, ids.row_ids.dtype), ids.row_ids[at])
-    weights = None if ids.weights is None else ids.weights[at]
-    return LocalIds(row_ids, jnp.where(at[:n] < 0, bags, ids.bags[at[:n]]), weights)
 
 
 def combine(

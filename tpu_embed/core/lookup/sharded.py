@@ -30,7 +30,7 @@ from tpu_embed.core.exchange import RowRoute, collectives, device_route, route
 from tpu_embed.core.ids import FeatureShape
 from tpu_embed.core.layout import Layout
 from tpu_embed.core.lookup import segments
-from tpu_embed.core.lookup.combine import activations_of, by_place
+from tpu_embed.core.lookup.combine import activations_of
 from tpu_embed.core.lookup.jagged import Jagged
 
 not_differentiable = refuse_derivatives(
@@ -147,7 +147,7 @@ def _lookup_stack(
 
     If the given capacity is too small for the ids, the worst-case branch computes them.
     """
-    stack, ids = view.stack, by_place(ids, view)
+    stack, ids = view.stack, ids.by_place(view)
 
     def combined(rows: RowRoute) -> tuple[Array, ...]:
         found = route.fetch(table, rows, stack)

@@ -36,8 +36,6 @@ from tpu_embed.core.exchange import MergeRoute, RowSums, SumRoute, collectives, 
 from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.core.lookup import (
     bag_entries,
-    by_place,
-    in_bags,
     join_gradients,
     optional_weights,
     sum_gradients,
@@ -104,7 +102,7 @@ class Task(NamedTuple):
     def factors_of_bags(self) -> Array | None:
         """1 / d of every bag of this device; None for all ones."""
         bag_layout = self.view.bags.bag_layout
-        ids = in_bags(by_place(self.ids, self.view), self.view)
+        ids = self.ids.by_place(self.view).in_bags(self.view)
         return bag_entries(ids, bag_layout, self.stack.compute_dtype).factors
 
 

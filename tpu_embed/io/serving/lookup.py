@@ -40,7 +40,6 @@ from tpu_embed.core.lookup import (
     activations_of,
     as_jagged,
     by_feature,
-    by_place,
     not_differentiable,
 )
 from tpu_embed.core.place import natural_spec, pack_line
@@ -241,8 +240,7 @@ class Server:
             stack = view.stack
             assert isinstance(ids, LocalIds), "nothing is routed without devices"
             with jax.named_scope(f"lookup/{stack.tables[0].name}"):
-                in_places = by_place(ids, view)
-                assert isinstance(in_places, LocalIds), "nothing is routed without devices"
+                in_places = ids.by_place(view)
                 rows = fixed[stack.name].found(in_places.row_ids, stack)
                 found |= by_feature(activations_of(rows, in_places, view), view)
         for f, splits in source.row_splits(layout).items():
