@@ -26,6 +26,7 @@ FLOORS = {
     "config": 2,
     "processes": 1,
     "vocabulary": 2,
+    "storage": 2,
     "core": 3,
     "sparse": 4,
     "touched": 4,

@@ -39,6 +39,12 @@ VOCABULARY_FUNCTIONS = (
 )
 """What `vocabulary_native` calls, as `tpu_embed_vocabulary_<name>`."""
 
+STORAGE_FUNCTIONS = (
+    *("new", "delete", "write", "read", "find"),
+    *("remove", "list", "compact", "numbers"),
+)
+"""What `row_store_native` calls, as `tpu_embed_storage_<name>`."""
+
 
 class Loaded(NamedTuple):
     """The library's path; or None, and the reason why it cannot be used."""
@@ -69,6 +75,8 @@ def load() -> Loaded:
             getattr(library, f"tpu_embed_host_{name}")
         for name in VOCABULARY_FUNCTIONS:
             getattr(library, f"tpu_embed_vocabulary_{name}")
+        for name in STORAGE_FUNCTIONS:
+            getattr(library, f"tpu_embed_storage_{name}")
     # The library may have been built for another jaxlib or another machine.
     except (OSError, AttributeError, RuntimeError) as error:
         return Loaded(None, f"{path.name} does not load: {error}")

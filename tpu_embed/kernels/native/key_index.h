@@ -57,6 +57,14 @@ class KeyIndex {
     return kNone;
   }
 
+  // Calls run(position) for all keys, in no order that means anything.
+  template <typename Run>
+  void for_each(const Run& run) const {
+    for (int64_t slot = 0; slot < slots_.size(); ++slot) {
+      if (slots_[slot]) run(position(slot));
+    }
+  }
+
   // Adds a key that is not here.
   void insert(uint64_t hash, int64_t position) {
     int64_t slot = home(hash);

@@ -1,0 +1,210 @@
+"""Rows at home on the host: a dictionary's results, whatever is written, read and removed."""
+
+import errno
+import threading
+
+import numpy as np
+import pytest
+
+from tpu_embed.kernels import row_store_native, row_store_reference
+from tpu_embed.storage import HostRows, RowField
+
+FIELDS = {
+    "values": RowField((3,), np.dtype(np.float32)),
+    "slots/step": RowField((), np.dtype(np.int32)),
+    "slots/moments": RowField((2, 2), np.dtype(np.uint16)),
+}
+KERNELS = {"native": row_store_native, "reference": row_store_reference}
+
+
+@pytest.fixture(params=["native", "reference"])
+def kernels(request, monkeypatch):
+    monkeypatch.setattr(
+        "tpu_embed.kernels.dispatch.row_store_kernels", lambda: KERNELS[request.param]
+    )
+
+
+def draw_rows(rng, n):
+    return {
+        name: rng.integers(0, 2**16, (n, *field.shape)).astype(field.dtype)
+        for name, field in FIELDS.items()
+    }
+
+
+class Model:
+    """What the rows must be: a dictionary from ids to rows, and to the mark of their last write."""
+
+    def __init__(self):
+        self.rows, self.marks, self.mark = {}, {}, 1
+
+    def write(self, ids, rows):
+        for i, id_ in enumerate(ids.tolist()):
+            self.rows[id_] = {name: some[i].copy() for name, some in rows.items()}
+            self.marks[id_] = self.mark
+
+    def remove(self, ids):
+        here = [id_ for id_ in ids.tolist() if id_ in self.rows]
+        for id_ in here:
+            del self.rows[id_], self.marks[id_]
+        return len(here)
+
+    def check(self, store, ids):
+        rows, found = store.read(ids)
+        assert found.tolist() == [id_ in self.rows for id_ in ids.tolist()]
+        np.testing.assert_array_equal(store.contains(ids), found)
+        for i in np.flatnonzero(found):
+            for name, some in rows.items():
+                np.testing.assert_array_equal(some[i], self.rows[int(ids[i])][name])
+
+    def check_all(self, store):
+        assert len(store) == len(self.rows)
+        for since in (1, self.mark - 1, self.mark, self.mark + 1):
+            expected = sorted(id_ for id_, mark in self.marks.items() if mark >= since)
+            assert store.ids(since).tolist() == expected
+        self.check(store, np.array(sorted(self.rows), np.uint64))
+
+
+def draw_ids(rng, n, space):
+    # Small numbers, so that many are known, spread over all 64 bits.
+    ids = rng.choice(space, size=min(n, space), replace=False).astype(np.uint64)
+    return ids * np.uint64(0x9E3779B97F4A7C15)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("in_file", [False, True])
+def test_rows_are_those_of_a_dictionary(kernels, seed, in_file, tmp_path):
+    rng, model = np.random.default_rng(seed), Model()
+    store = HostRows(FIELDS, tmp_path if in_file else None)
+    space = int(rng.choice([5, 300, 9000]))
+    for _ in range(30):
+        ids = draw_ids(rng, int(rng.integers(0, space)), space)
+        match rng.choice(["write", "write", "read", "remove", "compact", "mark"]):
+            case "write":
+                rows = draw_rows(rng, ids.size)
+                store.write(ids, rows)
+                model.write(ids, rows)
+            case "read":
+                model.check(store, ids)
+            case "remove":
+                assert store.remove(ids) == model.remove(ids)
+            case "compact":
+                store._rows.compact()
+            case "mark":
+                model.mark = store.begin_mark()
+    model.check_all(store)
+    assert list(tmp_path.iterdir()) == []  # a scratch file has no name
+
+
+def test_a_store_gives_room_back(kernels, tmp_path):
+    fields = {"values": RowField((128,), np.dtype(np.float32))}  # 32,768 rows in a segment
+    store, n = HostRows(fields, tmp_path), 100_000
+    ids = np.arange(n, dtype=np.uint64)
+    rows = {"values": np.random.default_rng(0).random((n, 128), np.float32)}
+    store.write(ids, rows)
+    full = store.nbytes
+    assert store.remove(ids[: n - 1000]) == n - 1000
+    assert store.nbytes < full / 3
+    assert store._rows.numbers.places == 1000
+    read, found = store.read(ids)
+    assert np.flatnonzero(found).tolist() == list(range(n - 1000, n))
+    np.testing.assert_array_equal(read["values"][found], rows["values"][n - 1000 :])
+    # Room that was given back is asked for again.
+    store.write(ids, rows)
+    read, found = store.read(ids)
+    assert found.all()
+    np.testing.assert_array_equal(read["values"], rows["values"])
+
+
+def test_both_stores_list_ids_in_the_same_order():
+    lists = []
+    for kernels in KERNELS.values():
+        store, rng = kernels.RowStore([4], None), np.random.default_rng(0)
+        for _ in range(10):
+            ids = draw_ids(rng, 200, 300)
+            store.write(ids, [np.zeros((ids.size, 4), np.uint8)], 1)
+            store.remove(draw_ids(rng, 100, 300))
+        before = store.list(1)
+        store.compact()
+        lists.append([before.tolist(), store.list(1).tolist(), store.numbers[:2]])
+    assert lists[0] == lists[1]
+
+
+def test_threads_read_while_others_write(kernels):
+    # Each thread has ids of its own, the store grows meanwhile, and nobody waits for the other.
+    store, errors = HostRows(FIELDS), []
+
+    def work(number):
+        rng, model = np.random.default_rng(number), Model()
+        try:
+            for _ in range(12):
+                ids = draw_ids(rng, 3000, 9000) + np.uint64(number)
+                rows = draw_rows(rng, ids.size)
+                store.write(ids, rows)
+                model.write(ids, rows)
+                model.check(store, ids[::7])
+                dropped = ids[rng.random(ids.size) < 0.3]
+                model.remove(dropped)
+                store.remove(dropped)
+            model.check(store, np.array(sorted(model.rows), np.uint64))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+@pytest.mark.parametrize("row_bytes", [512, 128])
+def test_the_index_takes_little_beside_the_rows(row_bytes):
+    store, n = row_store_native.RowStore([row_bytes], None), 300_000
+    for begin in range(0, n, 50_000):
+        ids = np.arange(begin, begin + 50_000, dtype=np.uint64)
+        store.write(ids, [np.zeros((ids.size, row_bytes), np.uint8)], 1)
+        numbers = store.numbers
+        # 8 bytes of id and 4 of mark for every place, and at most 4 / 0.5 in the index. The rest
+        # is room for the rows to come, at most a segment.
+        segment = (numbers.row_bytes / row_bytes - numbers.size) * 12
+        assert numbers.index_bytes <= 20.5 * numbers.size + segment + 256 * 64
+
+
+def test_a_full_disk_is_told_and_nothing_changes(kernels, tmp_path, monkeypatch):
+    store, rng = HostRows(FIELDS, tmp_path), np.random.default_rng(0)
+    ids, rows = draw_ids(rng, 1000, 1000), draw_rows(rng, 1000)
+    store.write(ids, rows)
+    # The file cannot grow beyond what this process may write.
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    more = np.arange(10**9, 10**9 + 2_000_000, dtype=np.uint64)
+    zeros = {name: np.zeros((more.size, *f.shape), f.dtype) for name, f in FIELDS.items()}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 25, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as raised:
+            store.write(more, zeros)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert raised.value.errno == errno.EFBIG
+    assert len(store) == 1000
+    read, found = store.read(ids)
+    assert found.all()
+    np.testing.assert_array_equal(read["values"], rows["values"])
+    assert not store.contains(more[:10]).any()
+
+
+def test_messages(tmp_path):
+    with pytest.raises(ValueError, match="expected fields of some bytes, got no field"):
+        HostRows({})
+    with pytest.raises(ValueError, match="expected fields of some bytes, got none in \\['a'\\]"):
+        HostRows({"a": RowField((0,), np.dtype(np.float32))})
+    with pytest.raises(ValueError, match=r"expected a folder, got '.*nowhere'; make the folder"):
+        HostRows(FIELDS, tmp_path / "nowhere")
+    store, ids = HostRows(FIELDS), np.arange(2, dtype=np.uint64)
+    rows = draw_rows(np.random.default_rng(0), 2)
+    with pytest.raises(ValueError, match=r"expected rows of \[.*\], got rows of \['values'\]"):
+        store.write(ids, {"values": rows["values"]})
+    with pytest.raises(ValueError, match=r"values: expected float32\[2, 3\], got float64\[2, 3\]"):
+        store.write(ids, {**rows, "values": rows["values"].astype(np.float64)})
+    assert len(store) == 0

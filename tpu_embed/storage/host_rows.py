@@ -1,0 +1,178 @@
+"""The rows of one table that were touched, with their slots, by 64-bit id.
+
+A table may have 2⁶³ rows; only those that some batch has had take room here. A row is everything
+that belongs to it: its values, and its part of every slot. Rows stand in the host's memory, or in a
+scratch file on a fast disk, which is gone when the process ends: what is to be kept is saved.
+
+Every row has a mark, a number that grows: a save that begins a new mark afterwards finds, the next
+time, the rows written since.
+
+Input: ids and rows, NumPy arrays. Output: rows.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import weakref
+from collections.abc import Mapping
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+from tpu_embed._checks import message
+from tpu_embed.kernels import dispatch
+
+
+class RowField(NamedTuple):
+    """What a row has of one array.
+
+    Attributes:
+      shape: of one row, such as (64,) for values of dimension 64.
+      dtype: of its numbers.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of one row."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+class HostRows:
+    """Rows by id.
+
+    Any thread may call any method; the copies run on several threads without the GIL. A row must
+    not be read, or written, while another thread writes it.
+
+    Args:
+      fields: what a row has, by name.
+      path: a folder for the scratch file; None: the rows are in memory.
+
+    Raises:
+      ValueError: a field has no bytes, or there is no such folder.
+      OSError: no file can be made there.
+
+    Example:
+      >>> rows = HostRows({"values": RowField((2,), np.dtype(np.float32))})
+      >>> rows.write(np.array([7], np.uint64), {"values": np.ones((1, 2), np.float32)})
+      >>> read, found = rows.read(np.array([5, 7], np.uint64))
+      >>> found, read["values"][1]
+      (array([False,  True]), array([1., 1.], dtype=float32))
+    """
+
+    def __init__(
+        self, fields: Mapping[str, RowField], path: str | os.PathLike[str] | None = None
+    ) -> None:
+        empty = [name for name, field in fields.items() if field.nbytes == 0]
+        if empty or not fields:
+            got = f"none in {empty}" if empty else "no field"
+            raise ValueError(message("HostRows", expected="fields of some bytes", got=got))
+        self._fields = dict(fields)
+        file = None if path is None else _scratch_file(path)
+        widths = [field.nbytes for field in fields.values()]
+        self._rows = dispatch.row_store_kernels().RowStore(widths, file)
+        if file is not None:
+            weakref.finalize(self._rows, file.close)
+        self._mark = 1
+
+    def __len__(self) -> int:
+        """Return how many rows there are."""
+        return self._rows.numbers.size
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of memory, or of the file, that hold rows, and of the index beside them."""
+        numbers = self._rows.numbers
+        return numbers.row_bytes + numbers.index_bytes
+
+    @property
+    def mark(self) -> int:
+        """The mark of the rows that are written now."""
+        return self._mark
+
+    def begin_mark(self) -> int:
+        """Give rows that are written from now on a higher mark, and return it."""
+        self._mark += 1
+        return self._mark
+
+    def ids(self, since: int = 1) -> np.ndarray:
+        """Return the ids of rows that were written with this mark or a later one.
+
+        Returns:
+          uint64 `[n]`, ascending.
+        """
+        return np.sort(self._rows.list(since))
+
+    def contains(self, ids: np.ndarray) -> np.ndarray:
+        """Return which ids, uint64 `[n]`, have a row here, bool `[n]`."""
+        return self._rows.find(np.ascontiguousarray(ids, np.uint64))
+
+    def write(self, ids: np.ndarray, rows: Mapping[str, np.ndarray]) -> None:
+        """Write rows; an id that has none here gets one.
+
+        Args:
+          ids: distinct, uint64 `[n]`.
+          rows: `[n, …]` by field.
+
+        Raises:
+          ValueError: other fields, shapes or dtypes. Nothing has changed.
+          MemoryError, OSError: there is no room. Nothing has changed.
+        """
+        if rows.keys() != self._fields.keys():
+            expected, got = f"rows of {sorted(self._fields)}", f"rows of {sorted(rows)}"
+            raise ValueError(message("HostRows.write", expected=expected, got=got))
+        for name, field in self._fields.items():
+            shape, given = (ids.size, *field.shape), rows[name]
+            if (given.shape, given.dtype) != (shape, field.dtype):
+                expected, got = f"{field.dtype}{list(shape)}", f"{given.dtype}{list(given.shape)}"
+                raise ValueError(message(f"HostRows.write: {name}", expected=expected, got=got))
+        arrays = [_bytes(rows[name], field) for name, field in self._fields.items()]
+        self._rows.write(np.ascontiguousarray(ids, np.uint64), arrays, self._mark)
+
+    def read(self, ids: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Read rows.
+
+        Args:
+          ids: uint64 `[n]`.
+
+        Returns:
+          `[n, …]` by field, with arbitrary numbers for ids that have no row here; and bool `[n]`,
+          which ids have one.
+        """
+        n = ids.size
+        rows = {name: np.empty((n, *f.shape), f.dtype) for name, f in self._fields.items()}
+        arrays = [_bytes(rows[name], field) for name, field in self._fields.items()]
+        return rows, self._rows.read(np.ascontiguousarray(ids, np.uint64), arrays)
+
+    def remove(self, ids: np.ndarray) -> int:
+        """Forget the rows of ids, uint64 `[n]`; return how many had one.
+
+        Where rows go, room stays for rows to come; where most have gone it is given back.
+        """
+        count = self._rows.remove(np.ascontiguousarray(ids, np.uint64))
+        numbers = self._rows.numbers
+        if numbers.places > _FEW_PLACES and 2 * numbers.size < numbers.places:
+            self._rows.compact()
+        return count
+
+
+_FEW_PLACES = 1 << 16
+"""A store with fewer places is not worth compacting."""
+
+
+def _bytes(array: np.ndarray, field: RowField) -> np.ndarray:
+    """Return the bytes of rows, uint8 `[n, width]`; of a contiguous array in its own memory."""
+    return np.ascontiguousarray(array).view(np.uint8).reshape(array.shape[0], field.nbytes)
+
+
+def _scratch_file(path: str | os.PathLike[str]) -> BinaryIO:
+    """Return a file that has no name, so that it goes when the process ends, however it ends."""
+    if not os.path.isdir(path):
+        remedy = "make the folder first, on a fast local disk"
+        got = f"{os.fspath(path)!r}"
+        raise ValueError(message("path", expected="a folder", got=got, remedy=remedy))
+    return tempfile.TemporaryFile(dir=path, prefix="tpu_embed-")
