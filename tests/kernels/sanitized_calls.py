@@ -5,6 +5,7 @@ Input: the library and the number of seeds. Output: the number of calls, or an e
 
 import functools
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -16,9 +17,11 @@ from jax.sharding import PartitionSpec
 from judges import same_as, update_judge
 from kernel_cases import sums_of, update_of
 from random_operands import draw_bags, draw_ids, draw_numbers, draw_optimizer, draw_size, draw_table
+from random_rows import FIELDS, check_random_rows
 from vocabulary_cases import check_random_keys, check_random_map
 
 from tpu_embed.kernels import cpu, host_native, reference
+from tpu_embed.storage import HostRows
 
 DEVICES = 8
 CONTENTS = 4  # drawn for every shape that is compiled
@@ -178,6 +181,15 @@ def vocabulary(rng, dtype):
     done["vocabulary"] += check_random_map(rng)[-1].step
 
 
+def storage(rng, dtype):
+    """The store of rows, in memory and in a scratch file."""
+    path = None if rng.random() < 0.5 else tempfile.gettempdir()
+    done["storage"] += check_random_rows(rng, HostRows(FIELDS, path), calls=20)
+
+
+KERNELS = zeros, gather_and_set, sort, gather_sum, update, host, vocabulary, storage
+
+
 def main(library, seeds):
     cpu.find = lambda: library
     assert cpu.load().path == library, cpu.load().why_not
@@ -186,7 +198,16 @@ def main(library, seeds):
         dtype = [np.int32, np.int64][seed % 2]
         print(f"seed {seed}", end="\r", flush=True)
         with jax.enable_x64(dtype is np.int64):
-            for kernel in (zeros, gather_and_set, sort, gather_sum, update, host, vocabulary):
+            for kernel in (
+                zeros,
+                gather_and_set,
+                sort,
+                gather_sum,
+                update,
+                host,
+                vocabulary,
+                storage,
+            ):
                 kernel(rng, dtype)
     print(f"{done.total()} calls:", ", ".join(f"{name} {n}" for name, n in sorted(done.items())))
 
