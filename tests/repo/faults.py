@@ -210,6 +210,9 @@ def covering(coverage: Path, fault: Fault, span: int = 3) -> list[str]:
         functions[name.partition("[")[0]].append(name)
     rounds = itertools.zip_longest(*functions.values())
     found = [name for one in rounds for name in one if name is not None]
+    few, rest = found[:FEW], found[FEW:]
+    # Then all of the folder, whatever their parameters, before others.
+    found = [*few, *sorted(rest, key=lambda name: not name.startswith(folder))]
     return found or [folder]  # what runs at import has no test of its own
 
 

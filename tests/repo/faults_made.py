@@ -28,9 +28,9 @@ MADE = [
     ),
     (
         _TIMELINE,
-        "if history not in (self.history, self._following):",
+        "if history != self.history or not self._holds(keys):",
         "if False:",
-        "made: admit takes a state of other maps",
+        "made: admit takes a batch of other maps",
     ),
     (
         _PLACED_FOR,

@@ -82,6 +82,10 @@ def test_every_field_has_a_decision_and_a_test():
     assert fields - {"table"} == set(FEATURE_CHANGES) | set(SEQUENCE_CHANGES)
     assert {f.name for f in dataclasses.fields(TableConfig)} == set(TABLE_FIELDS)
     assert set(TABLE_FIELDS) == set(TABLE_CHANGES)
+    # What is not bound: what a batch's bytes do not depend on, as is written in `placed_for.py`.
+    decisions = {**FEATURE_FIELDS, **TABLE_FIELDS, **ENGINE_OPTIONS}
+    free = {"initializer", "quantization_config", "lookahead", "on_bad_gradient", "vocabularies"}
+    assert {name for name, bound in decisions.items() if not bound} == free
     parameters = set(inspect.signature(EmbeddingEngine).parameters)
     assert parameters == set(ENGINE_OPTIONS)
     # Features, meshes and axes are changed in tests of their own; maps have histories.

@@ -180,6 +180,15 @@ def scanned(engine, state, batch, other):
     return jax.lax.scan(body, state, None, length=2)
 
 
+def looked_up_in_a_scan(engine, state, batch, other):
+    new = engine.update(state, batch, engine.lookup(state, batch))
+
+    def body(state, _):
+        return state, engine.lookup(state, other)
+
+    return new, jax.lax.scan(body, state, None, length=2)[1]
+
+
 COPIES = {
     looked_up_after: "a copy of table 't0', of table 't1', because it is looked up again after its "
     "update; look up before the update, or in the new state",
@@ -188,6 +197,8 @@ COPIES = {
     nested: "in a nested jit, and XLA does not know that this comes first; call the function that",
     used: "a copy of table 't0', because its old rows are used by something other than lookups",
     scanned: "because it is looked up again after its update",
+    # The scan returns its carry, but the step does not return the old rows.
+    looked_up_in_a_scan: "because it is looked up again after its update; look up before",
 }
 
 

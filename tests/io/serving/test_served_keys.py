@@ -55,6 +55,7 @@ def test_fixed_vocabularies_find_every_kind_of_key():
     assert len(keys) == 2
     for arrays, text in (
         (([1, 1], [0, 1]), "key 1 twice"),
+        (([9, 3, 7, 7], [0, 1, 2, 3]), "key 7 twice"),
         (([1, 2], [0]), "expected 2 rows, got 1"),
         (([1.5], [0]), "integers of shape"),
         (([1, 2], [0, -1]), r"FixedVocabulary\.rows: expected at least 0, got -1"),
