@@ -23,11 +23,13 @@ inline uint64_t hash_of(uint64_t key) {
 }
 
 // Finds the position of a key. The keys themselves stand in an array of the owner, which gives a
-// function from positions to keys; a slot holds a position, and beside it as many bits of the hash
-// as there is room for. So a slot of another key is mostly passed without a look at that key.
+// function from positions to keys; a slot holds a position, and beside it how far the slot is from
+// the one that the hash names, and as many bits of the hash as there is room for. So a slot of
+// another key is mostly passed, or moved, without a look at that key.
 //
-// With positions below 100, which take 7 bits, a slot is 25 bits of the hash, then position + 1.
-// Keys are looked for from the slot that their hash names onwards, up to an empty slot.
+// With positions below 100, which take 7 bits, a slot is 22 bits of the hash, 3 bits of distance,
+// then position + 1. Keys are looked for from the slot that their hash names onwards, up to an empty
+// slot.
 class KeyIndex {
  public:
   static constexpr int64_t kNone = -1;
@@ -35,6 +37,8 @@ class KeyIndex {
   // Args: slots, more than there are ever keys; a number above all positions, below 2^32.
   explicit KeyIndex(int64_t slots = 1, uint64_t positions = 0) : slots_(slots) {
     while (position_mask_ < positions) position_mask_ = 2 * position_mask_ + 1;
+    if (position_mask_ < (uint32_t{1} << 29)) far_ = 7 * (position_mask_ + 1);
+    hash_mask_ = ~(position_mask_ | far_);
   }
 
   int64_t bytes() const { return slots_.bytes(); }
@@ -67,9 +71,9 @@ class KeyIndex {
 
   // Adds a key that is not here.
   void insert(uint64_t hash, int64_t position) {
-    int64_t slot = home(hash);
-    while (slots_[slot]) slot = after(slot);
-    slots_[slot] = mark(hash) | static_cast<uint32_t>(position + 1);
+    int64_t slot = home(hash), distance = 0;
+    for (; slots_[slot]; ++distance) slot = after(slot);
+    slots_[slot] = mark(hash) | at_distance(distance) | static_cast<uint32_t>(position + 1);
   }
 
   // Removes a key that is here; the keys of all positions must still stand there.
@@ -79,11 +83,17 @@ class KeyIndex {
     while (this->position(hole) != position) hole = after(hole);
     // Keys behind the hole move into it, unless their search begins behind it: then no empty slot
     // lies between the beginning of a search and its key.
-    for (int64_t slot = after(hole); slots_[slot]; slot = after(slot)) {
-      const int64_t begin = home(hash_of(key_at(this->position(slot))));
-      if (distance(begin, slot) < distance(hole, slot)) continue;
-      slots_[hole] = slots_[slot];
+    int64_t back = 1;  // from the slot to the hole
+    for (int64_t slot = after(hole); slots_[slot]; slot = after(slot), ++back) {
+      const uint32_t told = slots_[slot] & far_;
+      int64_t walked = told / (position_mask_ + 1);
+      if (told == far_) {  // that far, or farther
+        walked = distance(home(hash_of(key_at(this->position(slot)))), slot);
+      }
+      if (walked < back) continue;
+      slots_[hole] = (slots_[slot] & ~far_) | at_distance(walked - back);
       hole = slot;
+      back = 0;
     }
     slots_[hole] = 0;
   }
@@ -96,9 +106,12 @@ class KeyIndex {
   int64_t distance(int64_t from, int64_t to) const {
     return to >= from ? to - from : to - from + slots_.size();
   }
-  uint32_t mark(uint64_t hash) const { return static_cast<uint32_t>(hash) & ~position_mask_; }
+  uint32_t at_distance(int64_t distance) const {
+    return static_cast<uint32_t>(std::min<int64_t>(distance, 7)) * (position_mask_ + 1) & far_;
+  }
+  uint32_t mark(uint64_t hash) const { return static_cast<uint32_t>(hash) & hash_mask_; }
   bool may_be(int64_t slot, uint64_t hash) const {
-    return (slots_[slot] & ~position_mask_) == mark(hash);
+    return (slots_[slot] & hash_mask_) == mark(hash);
   }
   int64_t position(int64_t slot) const {
     return static_cast<int64_t>(slots_[slot] & position_mask_) - 1;
@@ -106,6 +119,8 @@ class KeyIndex {
 
   Zeros<uint32_t> slots_;
   uint32_t position_mask_ = 1;
+  uint32_t far_ = 0;  // the bits of the distance, all set: far; none, if there is no room for them
+  uint32_t hash_mask_ = 0;
 };
 
 }  // namespace tpu_embed

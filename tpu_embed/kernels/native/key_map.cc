@@ -2,6 +2,8 @@
 #include "key_map.h"
 
 #include <algorithm>
+#include <functional>
+#include <thread>
 
 #include "sort.h"
 #include "threads.h"
@@ -10,6 +12,7 @@ namespace tpu_embed {
 namespace {
 
 constexpr int64_t kBlock = 32;  // keys whose slots are asked for at once
+constexpr int64_t kKeysPerTask = 16384;  // a thread costs as much as some thousand keys
 constexpr size_t kAhead = 8;    // rows whose memory is asked for in advance
 
 struct RowEntry {
@@ -60,7 +63,13 @@ void KeyMap::find(const uint64_t* keys, int64_t n, int64_t* found) const {
   // Those who wait to change the map go first: lookups that overlap could keep them out for long.
   { std::lock_guard<std::mutex> queue(queue_); }
   std::shared_lock<std::shared_mutex> lock(mutex_);
-  find_each(keys, n, [&](int64_t i, uint64_t, int64_t row) { found[i] = row; });
+  const int64_t tasks = (n + kKeysPerTask - 1) / kKeysPerTask;
+  const auto run = [&](int64_t task) {
+    const int64_t begin = task * kKeysPerTask, size = std::min(n - begin, kKeysPerTask);
+    find_each(keys + begin, size, [&](int64_t i, uint64_t, int64_t row) { found[begin + i] = row; });
+  };
+  // A reference fits into a std::function without memory of its own, so this cannot fail.
+  run_on_threads(tasks, std::max(1u, std::thread::hardware_concurrency()), std::ref(run));
 }
 
 // -- A batch --------------------------------------------------------------------------------------
@@ -188,6 +197,7 @@ void KeyMap::expire() {
 
 // Counts the unknown keys, and admits those that are due while there are rows.
 void KeyMap::count_unknown() {
+  foresee_victims();
   for (size_t i = 0; i < batch_.keys.size(); ++i) {
     if (i + 2 * kAhead < batch_.keys.size()) waiting_.prefetch(batch_.hashes[i + 2 * kAhead]);
     if (i + kAhead < batch_.keys.size()) {
@@ -200,7 +210,7 @@ void KeyMap::count_unknown() {
 
 // Returns the row of a key that has just been counted, or -1.
 int64_t KeyMap::count(uint64_t key, uint64_t hash) {
-  const int64_t position = waiting_.find(key, hash);
+  const int64_t position = waiting_.size() ? waiting_.find(key, hash) : KeyIndex::kNone;
   const bool waits = position != KeyIndex::kNone;
   const int64_t batches = 1 + (waits ? waiting_.count(position) : 0);
   const uint32_t row = batches < options_.admit_after ? kNoRow : find_room();
@@ -222,18 +232,38 @@ uint32_t KeyMap::find_room() {
     log_.back().rows.push_back(numbers(static_cast<uint32_t>(free)));
     return static_cast<uint32_t>(free);
   }
-  if (options_.evict == Evict::kNone) return kNoRow;
-  const auto kept_from = static_cast<uint32_t>(std::max<int64_t>(0, step_ - options_.lookahead));
-  uint32_t row = ages_.head;
-  if (has_counts_) {
-    row = counts_.first_before(rows_, kept_from);
-  } else if (row != kNoRow && rows_[row].last >= kept_from) {
-    row = kNoRow;
-  }
+  const uint32_t row = first_victim();
   if (row == kNoRow) return kNoRow;
+  foresee_one_more();
   release(row);
   ++counters_[kEvicted];
   return row;
+}
+
+// Returns the row of the key of the lowest score, if it is not protected.
+uint32_t KeyMap::first_victim() {
+  if (options_.evict == Evict::kNone) return kNoRow;
+  const auto kept_from = static_cast<uint32_t>(std::max<int64_t>(0, step_ - options_.lookahead));
+  if (has_counts_) return counts_.first_before(rows_, kept_from);
+  const uint32_t row = ages_.head;
+  return row == kNoRow || rows_[row].last >= kept_from ? kNoRow : row;
+}
+
+void KeyMap::foresee_victims() {
+  victims_next_ = kNoRow;
+  const auto admitted = static_cast<int64_t>(batch_.keys.size());
+  if (size_ + admitted <= options_.num_rows) return;  // there are free rows for all
+  victims_next_ = first_victim();
+  for (size_t i = 0; i < kAhead; ++i) foresee_one_more();
+}
+
+// Asks for the memory of one more row, and of where the key of the one before it stands.
+void KeyMap::foresee_one_more() {
+  const uint32_t row = victims_next_;
+  if (row == kNoRow) return;
+  index_.prefetch(hash_of(rows_[row].key));
+  victims_next_ = has_counts_ ? rows_[row].same.after : rows_[row].age.after;
+  if (victims_next_ != kNoRow) prefetch(victims_next_);
 }
 
 // Takes a row from its key.

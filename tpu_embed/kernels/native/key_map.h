@@ -143,6 +143,9 @@ class KeyMap {
   void count_unknown();
   void end_step();
 
+  uint32_t first_victim();
+  void foresee_victims();
+  void foresee_one_more();
   void put_in_order();
   void prefetch(uint32_t row) const;
   void prefetch_neighbours(uint32_t row) const;
@@ -168,6 +171,7 @@ class KeyMap {
   WaitingKeys waiting_;
   std::deque<Step> log_;
   Batch batch_;
+  uint32_t victims_next_ = kNoRow;  // a row that loses its key some evictions later, if keys must
   std::vector<uint64_t> new_keys_, evicted_keys_;
   std::vector<int64_t> new_rows_, evicted_rows_;
   mutable std::mutex queue_;
