@@ -103,6 +103,13 @@ def test_inside_a_jit_its_value_is_an_operand():
     assert_same(np.asarray(engine.tables(state)["t"])[2], expected)
 
 
+@pytest.mark.parametrize("value", [None, "a", [0.1, 0.2], np.ones((1,))])
+def test_a_callable_that_returns_no_number_is_refused(value):
+    engine = _engine(o.SGD(lambda: value))
+    with pytest.raises(ValueError, match=r"learning_rate .*: expected a call that returns a num"):
+        engine.learning_rates()
+
+
 def test_inside_a_jit_its_value_must_be_given():
     engine = _engine(o.SGD(Rates()))
     state, batch = engine.init(jax.random.key(0)), engine.place({"x": IDS})
