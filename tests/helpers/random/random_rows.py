@@ -68,7 +68,7 @@ def check_random_rows(rng, store, calls):
     Returns:
       how many calls were made.
     """
-    model, space = Model(), int(rng.choice([5, 300, 9000]))
+    model, space = Model(), int(rng.choice([5, 300, 3000]))
     for _ in range(calls):
         ids = draw_ids(rng, int(rng.integers(0, space)), space)
         match rng.choice(["write", "write", "read", "remove", "compact", "mark"]):
