@@ -12,6 +12,7 @@ MAX_FUNCTION_LINES = 40
 
 FLOORS = {
     "_types": 0,
+    "_changes": 0,
     "_checks": 0,
     "_snapshot": 0,
     "_jaxprs": 0,

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from tpu_embed._changes import Changes
 from tpu_embed._checks import message
 from tpu_embed.core.place import Turn
 
@@ -54,7 +55,7 @@ class Worker:
     def __init__(self, draw: Callable[[], Turn], compute: Callable[[Turn], Any]) -> None:
         self._draw = draw
         self._compute: Callable[[Turn], Any] | None = compute
-        self._changed = threading.Condition()
+        self._changed = Changes()
         self._requested = 0
         self._turns: collections.deque[Turn] = collections.deque()
         self._outcomes: dict[int, Outcome] = {}

@@ -19,6 +19,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
+from tpu_embed._changes import Changes
 from tpu_embed._checks import message
 
 
@@ -32,7 +33,7 @@ class Turns:
 
     def __init__(self, *, with_others: bool = True) -> None:
         self._with_others = with_others
-        self._changed = threading.Condition()
+        self._changed = Changes()
         self._drawn = 0
         self._current = 0
         # Turns after the current one that ended early, because their batches will not come.
