@@ -137,8 +137,12 @@ def test_dropped_in_a_cycle():
         loop.me, loop.batches = loop, Prefetcher(engine(), source(None))
         next(loop.batches)
         del loop
-    gc.collect()
-    wait_for(lambda: not threads())
+
+    def ended():
+        gc.collect()  # it does nothing while another thread collects
+        return not threads()
+
+    wait_for(ended)
 
 
 def test_close_wakes_a_loop_in_another_thread():
