@@ -123,7 +123,8 @@ def test_the_bits_are_the_same(monkeypatch, calls, devices):
     calls.clear()
     native = train(devices, initial)
     assert calls["update_rows"] == COMPILED
-    assert min(calls[name] for name in ("gather_rows", "set_rows", "sort_rows", "gather_sum")) > 0
+    assert min(calls[name] for name in ("gather_rows", "set_rows", "gather_sum")) > 0
+    assert bool(calls["sort_rows"]) == (devices == 1)  # else `place` has sorted
     monkeypatch.setenv(dispatch.VARIABLE, "reference")
     calls.clear()
     reference = train(devices, initial)

@@ -137,7 +137,8 @@ def test_temporaries_do_not_grow_with_the_vocabulary(path, case, dtype):
         engine = make_engine({"x": TableConfig(size, 16, dtype=dtype)}, CASES[case], 1)
         compiled, _ = compiled_step(engine, ids_of(engine))
         temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
-    assert temporaries[0] == temporaries[1]
+    # Less than a byte for each row more; XLA's buffers differ by some hundred bytes.
+    assert abs(temporaries[1] - temporaries[0]) < LARGE - SMALL
 
 
 def test_a_copy_would_be_seen():

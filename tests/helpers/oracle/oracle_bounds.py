@@ -170,7 +170,9 @@ def updated_by_optax(transform, dtype, rows, slots, given: list[Updates]):
         steps, state = transform.update(jnp.asarray(pushed), state, jnp.asarray(now))
         steps = np.asarray(steps) * (1 + nudge.sign(gradients) * OF_OPTAX)
         new = [now + steps, *map(np.asarray, jax.tree.leaves(state))]
-        return {i: nudge(array) if np.ndim(array) else array for i, array in enumerate(new)}
+        # Whole numbers, such as the count of steps, are exact.
+        whole = [np.issubdtype(array.dtype, np.integer) for array in new]
+        return {i: new[i] if whole[i] else nudge(new[i]) for i in range(len(new))}
 
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         bounds = list(_bounds(follow).values())
