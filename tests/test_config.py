@@ -26,6 +26,7 @@ def test_table_defaults_are_those_of_the_semantics():
         "trainable": True,
         "quantization_config": None,
         "vocabulary": None,
+        "storage": None,
     }
 
 

@@ -37,6 +37,7 @@ from tpu_embed.core.state import TableState
 from tpu_embed.initializers import RowIdInitializer, ShardInfo
 from tpu_embed.sparse import IndexedSlices, embedding_lookup, sparse_grad, sparse_value_and_grad
 from tpu_embed.stateful import TPUEmbedding
+from tpu_embed.storage import HostStorage
 from tpu_embed.vocabulary import DynamicVocabulary, FixedVocabulary
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ __all__ = [
     "EmbeddingEngine",
     "FeatureConfig",
     "FixedVocabulary",
+    "HostStorage",
     "IndexedSlices",
     "Jagged",
     "QuantizationConfig",

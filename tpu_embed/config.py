@@ -19,6 +19,7 @@ import numpy as np
 
 from tpu_embed import _checks, initializers
 from tpu_embed._types import Array
+from tpu_embed.storage import HostStorage
 from tpu_embed.vocabulary import DynamicVocabulary
 
 Combiner = Literal["mean", "sum", "sqrtn"]
@@ -100,6 +101,8 @@ class TableConfig:
       quantization_config: how each looked-up row is quantized. None: not at all.
       vocabulary: how keys of 64 bits get rows and lose them again: a living vocabulary. None: ids
         are row numbers in [0, V).
+      storage: keep the rows on the host, and those that batches need on the devices; V may then be
+        up to 2⁶³. None: all rows are on the devices.
 
     Raises:
       ValueError: an argument is outside its range.
@@ -122,6 +125,7 @@ class TableConfig:
     trainable: bool = True
     quantization_config: QuantizationConfig | None = None
     vocabulary: DynamicVocabulary | None = None
+    storage: HostStorage | None = None
 
     def __post_init__(self) -> None:
         # The fields of a frozen dataclass cannot be assigned; object.__setattr__ can set them.
@@ -137,6 +141,8 @@ class TableConfig:
             _check_type(f"{what}.quantization_config", self.quantization_config, QuantizationConfig)
         if self.vocabulary is not None:
             self._check_vocabulary(what)
+        if self.storage is not None:
+            self._check_storage(what)
         object.__setattr__(self, "dtype", _dtype_name(f"{what}.dtype", self.dtype))
         object.__setattr__(self, "shard_axes", _axes(f"{what}.shard_axes", self.shard_axes))
 
@@ -153,16 +159,51 @@ class TableConfig:
             self.vocabulary.options(self.vocabulary_size, lookahead=0)
         except ValueError as error:
             raise ValueError(f"{what}: {error}") from error
+        self._check_rows_alone(what, "a living vocabulary")
+
+    def _check_storage(self, what: str) -> None:
+        """Check that the other fields suit a table on the host."""
+        _check_type(f"{what}.storage", self.storage, HostStorage)
+        refused = {
+            "vocabulary": (self.vocabulary is not None, "None: ids are row numbers"),
+            "placement": (self.placement not in ("mod", "div"), '"mod" or "div"'),
+            "vocabulary_size": (self.vocabulary_size > 2**63, "at most 2**63"),
+        }
+        for field, (is_bad, expected) in refused.items():
+            if is_bad:
+                label, got = f"{what}.{field} with storage", repr(getattr(self, field))
+                raise ValueError(_checks.message(label, expected=expected, got=got))
+        assert self.row_rules is not None
+        try:
+            self.row_rules.options(self.device_rows, lookahead=0)
+        except ValueError as error:
+            raise ValueError(f"{what}.storage: {error}") from error
+        self._check_rows_alone(what, "a table on the host")
+
+    def _check_rows_alone(self, what: str, kind: str) -> None:
+        """Check that the initializer makes each row by itself, wherever it comes to stand."""
         if self.initializer is not None and initializers.wants_shard_info(self.initializer):
             raise ValueError(
                 _checks.message(
                     f"{what}.initializer",
-                    expected="one that makes a row from its random key, for a living vocabulary",
+                    expected=f"one that makes a row from its random key, for {kind}",
                     got=f"{self.initializer!r}, which looks at row numbers (shard_info)",
-                    remedy="a new key's row must not depend on the row number that it gets: give "
-                    "an initializer (key, shape, dtype)",
+                    remedy="a new row must not depend on the row number that it gets: give an "
+                    "initializer (key, shape, dtype)",
                 )
             )
+
+    @property
+    def device_rows(self) -> int:
+        """The rows that the devices hold: V, or C of a table on the host."""
+        return self.vocabulary_size if self.storage is None else self.storage.device_rows
+
+    @property
+    def row_rules(self) -> DynamicVocabulary | None:
+        """How keys, or the ids of a table on the host, get rows on the devices."""
+        if self.storage is None:
+            return self.vocabulary
+        return DynamicVocabulary(evict=self.storage.evict)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

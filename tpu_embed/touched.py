@@ -68,7 +68,7 @@ class TouchedRows:
 
     def __init__(self, engine: EmbeddingEngine, *, step: int = 0) -> None:
         if engine.vocabularies is not None:
-            expected, got = "tables whose ids are row numbers", "keys of living vocabularies"
+            expected, got = "tables whose ids are row numbers", "keys, or tables on the host"
             remedy = "save whole tables with io.save; a delta cannot say yet whose row a row is"
             raise ValueError(message("TouchedRows", expected=expected, got=got, remedy=remedy))
         self._engine, self.layout = engine, engine.layout

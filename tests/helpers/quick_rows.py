@@ -37,6 +37,6 @@ default_initializer_of = resolve.initializer_of
 
 def initializer_of(config):
     """Stand in for the function of this name in `core/layout/resolve.py`."""
-    if config.initializer is None and config.vocabulary is None:
+    if config.initializer is None and config.row_rules is None:
         return QuickRows(config.dim, zlib.crc32((config.name or "").encode()))
     return default_initializer_of(config)

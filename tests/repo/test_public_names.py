@@ -7,7 +7,7 @@ import pytest
 NAMES = {
     "tpu_embed": (
         "Batch BatchSpec DynamicVocabulary EmbeddingEngine FeatureConfig FixedVocabulary "
-        "IndexedSlices Jagged QuantizationConfig "
+        "HostStorage IndexedSlices Jagged QuantizationConfig "
         "RaggedIds RowIdInitializer ShardInfo SparseIds TPUEmbedding TableConfig TableState "
         "embedding_lookup hash_ids initializers optimizers pad_batch sparse_grad "
         "sparse_value_and_grad split_activations training"

@@ -50,11 +50,13 @@ def batch_statistics(
     hosts = engine.host_ids(features)
     given = engine.structure.match(features, what="features", columns=True)
     for feature, leaf, host in zip(engine.layout.features, given, hosts, strict=True):
-        if host.keys is not None:  # of a living vocabulary: none is bad
-            ids[feature.table.name].append(host.keys[looked_up(host)])
-            continue
-        ids[feature.table.name].append(host.ids[host.ids >= 0])
-        bad[feature.table.name] += _bad(leaf, feature.table.vocabulary_size)
+        config, name = feature.config.table, feature.table.name
+        given_ids = host.ids if host.keys is None else host.keys
+        ids[name].append(
+            given_ids[looked_up(host)] if host.keys is not None else host.ids[host.ids >= 0]
+        )
+        if config.vocabulary is None:  # no key of a living vocabulary is bad
+            bad[name] += _bad(leaf, config.vocabulary_size)
     return {name: _counts(np.concatenate(ids[name]), bad[name], top) for name in ids}
 
 

@@ -192,6 +192,7 @@ def plan(
 def _planned(request: Request) -> Plan:
     """Return the plan, without remedies."""
     declared, why = request.placed
+    request.layout.refuse_on_host("plan")
     layout, size, spec = request.layout, request.size, request.spec
     return Plan(
         target=request.target.name,

@@ -74,6 +74,13 @@ class StateKeeper:
         state, maps = self._engine.init(jax.random.key(self._seed)), self._engine.vocabularies
         if maps is None:
             return state
+        if maps.homes is not None and maps.admitted:
+            expected, got = "the newest state of tables on the host", "none"
+            remedy = (
+                "set embedding.state to it, or call engine.vocabularies.rewind(engine.init(…)) "
+            )
+            remedy += "and set embedding.state to what init returned, to begin anew"
+            raise RuntimeError(message("state", expected=expected, got=got, remedy=remedy))
         before = self.now.state
         kept = state if before is None or not is_readable(before.vocabulary) else before
         assert kept.vocabulary is not None, "states of engines with living vocabularies have one"

@@ -3,6 +3,17 @@
 Input: rows by 64-bit id, NumPy arrays. Output: the same.
 """
 
+from tpu_embed.storage.config import HostStorage
+from tpu_embed.storage.homes import VALUES, Homes, HomeTable, Incoming, slot_field
 from tpu_embed.storage.host_rows import HostRows, RowField
 
-__all__ = ["HostRows", "RowField"]
+__all__ = [
+    "VALUES",
+    "HomeTable",
+    "Homes",
+    "HostRows",
+    "HostStorage",
+    "Incoming",
+    "RowField",
+    "slot_field",
+]

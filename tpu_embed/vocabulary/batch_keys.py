@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from tpu_embed._checks import message
 from tpu_embed.kernels.vocabulary_reference import MapState, Taken
 from tpu_embed.processes import agree_on
+from tpu_embed.storage import Incoming
 
 
 class MapStates(NamedTuple):
@@ -71,10 +72,14 @@ class KeyedRows:
       rows: int32 arrays, the rows of the distinct keys of each feature, or of those of all
         processes; -1 for none.
       taken: what the map did with the training batch; None if it is only looked up.
+      incoming: of a table on the host, the rows from home that the training batch brings.
+      visits: whether keys without a row on the devices have brought theirs along.
     """
 
     rows: tuple[np.ndarray, ...]
     taken: Taken | None
+    incoming: Incoming | None = None
+    visits: bool = False
 
 
 class BatchKeys:
@@ -86,12 +91,17 @@ class BatchKeys:
       tables: by table with a living vocabulary; None: nothing is known any more.
       steps: of a training batch, the states that it may be looked up in once it is admitted. None:
         it was admitted, or is only looked up.
+      make_visits: of a batch that brings rows of tables on the host along, returns them once the
+        batches before it are admitted.
     """
 
     def __init__(
-        self, tables: Mapping[str, KeyedRows] | None = None, steps: ValidSteps | None = None
+        self,
+        tables: Mapping[str, KeyedRows] | None = None,
+        steps: ValidSteps | None = None,
+        make_visits: Callable[[], Any] | None = None,
     ) -> None:
-        self.tables, self.steps = tables, steps
+        self.tables, self.steps, self.make_visits = tables, steps, make_visits
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, BatchKeys)
@@ -103,6 +113,12 @@ class BatchKeys:
     def is_training(self) -> bool:
         """Whether the batch moves the maps, and was not admitted yet."""
         return self.steps is not None
+
+    @property
+    def incoming(self) -> dict[str, Incoming]:
+        """The rows from home that a training batch brings, by table on the host."""
+        pairs = (self.tables or {}).items()
+        return {name: one.incoming for name, one in pairs if one.incoming is not None}
 
     @property
     def taken(self) -> dict[str, Taken]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tpu_embed._checks import check_int, message
+from tpu_embed.storage import Homes
 from tpu_embed.vocabulary.config import LivingTable
 from tpu_embed.vocabulary.vocabularies import Vocabularies
 
@@ -17,7 +18,7 @@ _MOST = 2**16
 
 
 def choose_vocabularies(
-    tables: Sequence[LivingTable], lookahead: int | None, shared: Any
+    tables: Sequence[LivingTable], lookahead: int | None, shared: Any, homes: Homes | None
 ) -> Vocabularies | None:
     """Return the maps of an engine: new ones, or those of another engine; None if it needs none.
 
@@ -25,6 +26,7 @@ def choose_vocabularies(
       tables: those with living vocabularies.
       lookahead: as for `Vocabularies`; None: 0, or that of the other engine.
       shared: the other engine's maps, or None.
+      homes: of the tables on the host; None without them.
 
     Raises:
       ValueError: a lookahead that is no number from 0 to 2¹⁶; or the other engine's maps are for
@@ -38,7 +40,7 @@ def choose_vocabularies(
             text = message("lookahead", expected=f"at most {_MOST}", got=got, remedy=remedy)
             raise ValueError(text)
     if shared is None:
-        return Vocabularies(tables, lookahead or 0) if tables else None
+        return Vocabularies(tables, lookahead or 0, homes) if tables else None
     if not isinstance(shared, Vocabularies):
         expected, got = "the vocabularies of another engine", type(shared).__name__
         raise ValueError(message("vocabularies", expected=expected, got=got))
@@ -48,6 +50,10 @@ def choose_vocabularies(
     )
     if ours != theirs:
         expected, got = f"maps of the engine's tables {ours}", f"{theirs}"
+        raise ValueError(message("vocabularies", expected=expected, got=got))
+    ours, theirs = (one and one.tables for one in (homes, shared.homes))
+    if ours != theirs:
+        expected, got = f"homes of the same rows, {ours}", f"{theirs}"
         raise ValueError(message("vocabularies", expected=expected, got=got))
     if lookahead not in (None, shared.lookahead):
         expected, got = f"lookahead={lookahead}", f"{shared.lookahead}"

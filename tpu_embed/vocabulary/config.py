@@ -125,3 +125,8 @@ class LivingTable(Protocol):
     def vocabulary(self) -> DynamicVocabulary | None:
         """How keys get rows; never None here, whatever the type says."""
         ...
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether its rows are at home on the host, so that every key must get a row."""
+        ...

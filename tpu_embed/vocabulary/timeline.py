@@ -71,6 +71,13 @@ class Timeline:
         """Note what the maps did with the training batch of a step."""
         self._placed[step] = taken
 
+    def leaving(self, step: int) -> dict[str, list[tuple[int, np.ndarray]]]:
+        """Return the keys that placed batches up to a step take rows from, by table and step."""
+        placed = [(at, taken) for at, taken in self._placed.items() if at <= step]
+        return {
+            name: [(at, one[name].evicted_keys) for at, one in placed] for name in self._changed
+        }
+
     def undo(self, step: int) -> None:
         """Forget the batches placed after a step, none of which is admitted."""
         self._placed = {at: taken for at, taken in self._placed.items() if at <= step}
@@ -231,7 +238,9 @@ class Timeline:
             return False
         placed = [taken for step, taken in self._placed.items() if step <= last]
         return all(
-            not (self._changed[name][rows[rows >= 0]] > first).any()
+            # A row that came from home with the batch is not followed any further.
+            not (one.visits and (rows < 0).any())
+            and not (self._changed[name][rows[rows >= 0]] > first).any()
             and not any(np.isin(rows, taken[name].evicted_rows).any() for taken in placed)
             for name, one in keys.tables.items()
             for rows in one.rows

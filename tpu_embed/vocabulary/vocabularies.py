@@ -26,6 +26,7 @@ import numpy as np
 from tpu_embed._checks import message, refuse_pickle
 from tpu_embed.kernels.vocabulary_reference import Taken
 from tpu_embed.processes import Turns
+from tpu_embed.storage import Homes, Incoming
 from tpu_embed.vocabulary.batch_keys import BatchKeys, MapStates, ValidSteps, map_version
 from tpu_embed.vocabulary.config import LivingTable
 from tpu_embed.vocabulary.map import VocabularyMap
@@ -43,14 +44,18 @@ class Vocabularies:
       lookahead: how many training batches may be admitted before their turn to be updated: rows of
         the `lookahead` batches before a batch are not taken from their keys for it.
 
+      homes: of the tables on the host; None without them.
+
     Attributes:
       tables: the tables, by name.
-      lookahead: see above.
+      lookahead, homes: see above.
       turns: the order in which training batches are placed.
     """
 
-    def __init__(self, tables: Sequence[LivingTable], lookahead: int) -> None:
-        self.lookahead = lookahead
+    def __init__(
+        self, tables: Sequence[LivingTable], lookahead: int, homes: Homes | None = None
+    ) -> None:
+        self.lookahead, self.homes = lookahead, homes
         self.turns = Turns(with_others=jax.process_count() > 1)
         self.tables = {table.name: table for table in tables}
         self._maps = {table.name: self._new_map(table) for table in tables}
@@ -200,6 +205,7 @@ class Vocabularies:
             try:
                 for name, (known, unknown) in batch.items():
                     taken[name] = self._maps[name].take(known, unknown)
+                    self._check_room(name, unknown, taken[name])
             except BaseException:
                 for map_ in self._maps.values():
                     map_.rewind(step)
@@ -207,6 +213,29 @@ class Vocabularies:
             self._timeline.note_taken(step + 1, taken)
             self._counted[step + 1] = self.counters
         return taken
+
+    def _check_room(self, name: str, unknown: np.ndarray, taken: Taken) -> None:
+        """Check that every row of a table on the host has found a place on the devices."""
+        table, lost = self.tables[name], taken.rows < 0
+        if table.is_on_host and lost.any():
+            count = table.vocabulary_size + np.unique(unknown[lost]).size
+            batches = "a batch" if not self.lookahead else f"{self.lookahead + 1} batches"
+            expected = f"at most {table.vocabulary_size} distinct ids in {batches}"
+            remedy = f"give it HostStorage(device_rows={count}) or more, or smaller batches"
+            got = f"{count}"
+            text = message(f"table {name!r}", expected=expected, got=got, remedy=remedy)
+            raise ValueError(text)
+
+    def incoming(self, taken: Mapping[str, Taken]) -> dict[str, Incoming]:
+        """Return the rows from home of tables on the host that a batch just taken brings."""
+        if self.homes is None:
+            return {}
+        with self._lock:
+            before = self._timeline.leaving(self.placed - 1)
+        return {
+            name: self.homes.fetch(name, taken[name].new_keys, before[name])
+            for name in self.homes.tables
+        }
 
     def undo(self, step: int) -> None:
         """Undo the batches placed after a step, as if they had never been placed.
@@ -293,8 +322,10 @@ class Vocabularies:
           step: of the state that is kept beside them; None: the admitted one.
 
         Raises:
-          ValueError: the maps no longer know that step.
+          ValueError: the maps no longer know that step; or there are tables on the host, whose
+            rows at home are not part of it.
         """
+        self._refuse_homes("state")
         with self._lock:
             at = self.admitted if step is None else step
             history = self._timeline.history_of(at)
@@ -310,10 +341,28 @@ class Vocabularies:
 
         Raises:
           ValueError: other tables, or states that maps of these capacities cannot have; nothing
-            changes then.
+            changes then. There are tables on the host.
         """
+        self._refuse_homes("load_state")
         with self.turns.use(self.turns.draw()), self._lock:
             self._load(states)
+
+    def _refuse_homes(self, what: str) -> None:
+        """Refuse to keep maps without the rows that are at home.
+
+        Raises:
+          ValueError: there are tables on the host.
+        """
+        if self.homes is not None:
+            expected, got = (
+                "living vocabularies alone",
+                f"tables on the host {[*self.homes.tables]}",
+            )
+            remedy = (
+                "they cannot be kept yet; engine.touched and engine.rows read what they learned"
+            )
+            text = message(f"vocabularies.{what}", expected=expected, got=got, remedy=remedy)
+            raise ValueError(text)
 
     @property
     def first_history(self) -> int:
@@ -332,6 +381,8 @@ class Vocabularies:
             raise ValueError(message("vocabularies.load_state", expected=expected, got=got))
         for name, map_ in self._maps.items():
             map_.check_state(maps[name])
+        if self.homes is not None:
+            self.homes.clear()
         for name, map_ in self._maps.items():
             map_.load_state(maps[name])
         self._timeline.load(steps.pop(), states.history)

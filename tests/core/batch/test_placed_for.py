@@ -14,6 +14,7 @@ from tpu_embed import (
     DynamicVocabulary,
     EmbeddingEngine,
     FeatureConfig,
+    HostStorage,
     QuantizationConfig,
     RaggedIds,
     TableConfig,
@@ -34,6 +35,7 @@ TABLE_CHANGES = {
     "shard_axes": "d",  # the same as None, on one axis
     "combiner": "sqrtn",
     "vocabulary": DynamicVocabulary(),
+    "storage": HostStorage(device_rows=30),
     "optimizer": o.SGD(0.5, use_gradient_accumulation=False),
     "trainable": False,
     "initializer": jax.nn.initializers.ones,

@@ -24,7 +24,7 @@ from tpu_embed.core.batch.located import LocalIds, Located, RoutedIds
 from tpu_embed.core.batch.spec import BatchSpec
 from tpu_embed.core.batch.stack_view import StackView, view_stacks
 from tpu_embed.core.exchange import MergeRoute, RowRoute, SumRoute, collectives
-from tpu_embed.core.layout import Layout, PlacedFor
+from tpu_embed.core.layout import Layout, PlacedFor, Visits
 from tpu_embed.vocabulary import BatchKeys
 
 
@@ -41,6 +41,9 @@ class Batch:
       valid_steps: for living vocabularies, int32 `[3]`: the states that it may be looked up in
         (`ValidSteps`). None without them.
       keys: for living vocabularies, what the host knows of the batch until it is admitted.
+      visits: of tables on the host, the rows that a batch brings along that is only looked up, by
+        stack; None if the devices hold all of its rows.
+      visit_rows: the size of its small tables (`Layout.visiting`); 0 without visits.
       admitted: whether lookups and updates may use it, which they check while they are traced.
         False of a training batch with keys until `admit` returns it.
     """
@@ -51,6 +54,8 @@ class Batch:
     valid_steps: Array | np.ndarray | None = None
     keys: BatchKeys = dataclasses.field(default=BatchKeys(), metadata={"static": True})
     admitted: bool = dataclasses.field(default=True, metadata={"static": True})
+    visits: dict[str, Visits] | None = None
+    visit_rows: int = dataclasses.field(default=0, metadata={"static": True})
 
     def __post_init__(self) -> None:
         """Forget what only the host knows in a batch that is traced.
@@ -87,12 +92,17 @@ class Batch:
         """Whether the ids are known to fit the capacities; True, as the host has counted them."""
         return True
 
+    def layout_in(self, layout: Layout) -> Layout:
+        """Return the layout that it is looked up in: that of the engine, or that of its visits."""
+        return layout.visiting(self.visit_rows) if self.visit_rows else layout
+
     def check(self, layout: Layout) -> None:
         """Check that the batch was made by an engine with this layout.
 
         Raises:
           ValueError: it was made by another engine, or its array was reshaped or donated.
         """
+        layout = self.layout_in(layout)
         own = _placed_for(self.spec, layout)
         if self.placed_for != own:
             remedy = "place it with this engine, or declare both engines alike"

@@ -21,6 +21,7 @@ from tpu_embed.core.state import (
     MAP_VERSION,
     NewKeys,
     NewRowWriter,
+    RowMover,
     TableState,
     check_own,
     new_version,
@@ -38,12 +39,13 @@ class Admitter:
 
     def __init__(self, layout: Layout, vocabularies: Vocabularies | None) -> None:
         self._layout, self._vocabularies = layout, vocabularies
-        self._writer = NewRowWriter(layout)
+        self._writer, self._mover = NewRowWriter(layout), RowMover(layout)
 
     @property
     def traces(self) -> dict[str, int]:
         """How often programs that write new rows were traced; nothing without vocabularies."""
-        return {} if self._vocabularies is None else {"admit": self._writer.traces}
+        traces = self._writer.traces + self._mover.traces
+        return {} if self._vocabularies is None else {"admit": traces}
 
     def admit(self, state: TableState, batch: Batch) -> tuple[TableState, Batch]:
         """Make the rows of a batch's new keys new; see `EmbeddingEngine.admit`."""
@@ -58,22 +60,43 @@ class Admitter:
                 # The maps may have been loaded since: then a state from before keeps its history.
                 fresh = self._vocabularies.steps(now[0], training=False)._replace(history=now[1])
                 batch = dataclasses.replace(batch, valid_steps=np.array(fresh, np.int32))
-            return state, batch
+            return state, _with_visits(batch)
         steps = self._vocabularies.check_next(now, batch.keys)
-        new = {
-            name: NewKeys(taken.new_keys, taken.new_rows)
-            for name, taken in batch.keys.taken.items()
-        }
         assert state.vocabulary is not None, "checked"
         taken = np.asarray(state.vocabulary[MAP_VERSION])[2:].copy()
         for i, (_, table) in enumerate(self._layout.living):
-            if batch.keys.taken[table.name].evicted_rows.size:
+            one = batch.keys.taken[table.name]
+            # A row that comes to the devices changes there, so its copy in a batch is old.
+            if (one.new_rows if table.is_on_host else one.evicted_rows).size:
                 taken[i] = steps.first
         reached = steps.first, steps.history
         vocabulary = new_version(state.vocabulary, reached, self._layout.axes, taken.tolist())
-        state = self._writer.write(state, new)
+        state = self._exchange(state, batch.keys, steps.first)
         self._vocabularies.note_admitted(steps.first)
         return dataclasses.replace(state, vocabulary=vocabulary), _stamp_admitted(batch, steps)
+
+    def _exchange(self, state: TableState, keys: BatchKeys, step: int) -> TableState:
+        """Return the state with the rows of new keys; those that they displace are sent home."""
+        new = {name: NewKeys(one.new_keys, one.new_rows) for name, one in keys.taken.items()}
+        homes = self._vocabularies.homes if self._vocabularies else None
+        if homes is None:
+            return self._writer.write(state, new)
+        homes.check()
+        rows, values = {}, {}
+        for name, incoming in keys.incoming.items():
+            given, found = homes.complete(name, incoming)
+            rows[name] = new[name].rows[found]
+            values[name] = {field: some[found] for field, some in given.items()}
+            new[name] = NewKeys(new[name].keys[~found], new[name].rows[~found])
+        from_home = self._mover.prepare(rows, values)
+        # Copied before they are overwritten, and on their way before anything forgets them.
+        leaving = {name: keys.taken[name] for name in homes.tables}
+        copies = self._mover.collect(state, {n: one.evicted_rows for n, one in leaving.items()})
+        homes.send(step, {n: one.evicted_keys for n, one in leaving.items()}, copies.read)
+        state = self._mover.put(self._writer.write(state, new), from_home)
+        for name, incoming in keys.incoming.items():
+            homes.note_brought(name, incoming)
+        return state
 
     def check(
         self, state: TableState, batch: Batch | TracedIds
@@ -97,13 +120,12 @@ class Admitter:
             remedy += "state, batch = engine.admit(state, batch), outside of the jit; lower and "
             remedy += "check_in_place take an admitted batch, too"
             raise ValueError(message("batch", expected=expected, got=got, remedy=remedy))
-        plain = dataclasses.replace(batch, valid_steps=None, keys=BatchKeys())
         now = self._numbers(state)
         if not any(isinstance(leaf, Tracer) for leaf in (now, *steps)):
             if not _fits(steps, np.asarray(now)):  # then the host looks row by row
                 self._vocabularies.check(map_version(state), steps, batch.keys)
-            return plain, None
-        return plain, ~jnp.asarray(_fits(steps, now))
+            return _plain(_with_visits(batch)), None
+        return _plain(_with_visits(batch)), ~jnp.asarray(_fits(steps, now))
 
     def _numbers(self, state: TableState) -> Array:
         """Return the step, the history and what else a state says of its maps, int32 `[2 + T]`."""
@@ -140,6 +162,26 @@ def _fits(steps: ValidSteps, now: Array | np.ndarray) -> Any:
     # taken a row from a key, because free rows are in no batch.
     same = (steps.first <= now[0]) & (now[1] == steps.history)
     return same & ((now[0] <= steps.last) | (now[2:] <= steps.first).all())
+
+
+def _with_visits(batch: Batch) -> Batch:
+    """Return a batch with the rows from home that it brings along, of the batches before it.
+
+    Raises:
+      ValueError: it has lost them, because it went through a jit before they had come.
+    """
+    if not batch.visit_rows or batch.visits is not None:
+        return batch
+    if batch.keys.make_visits is None:
+        expected, got = "a batch with its rows from home", "one that was placed ahead of others"
+        remedy = "admit it before the jit: state, batch = engine.admit(state, batch)"
+        raise ValueError(message("batch", expected=expected, got=got, remedy=remedy))
+    return dataclasses.replace(batch, visits=batch.keys.make_visits())
+
+
+def _plain(batch: Batch) -> Batch:
+    """Return a batch for a program, without what only the host needs."""
+    return dataclasses.replace(batch, valid_steps=None, keys=BatchKeys())
 
 
 def _stamp_admitted(batch: Batch, steps: ValidSteps) -> Batch:

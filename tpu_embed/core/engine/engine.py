@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from jax.sharding import Mesh
@@ -19,6 +19,7 @@ from tpu_embed._types import Array, ArrayLike, PyTree
 from tpu_embed.config import TableConfig
 from tpu_embed.core.batch import Batch, BatchSpec
 from tpu_embed.core.engine.admitter import Admitter, nan_if
+from tpu_embed.core.engine.logical_rows import LogicalRows
 from tpu_embed.core.engine.operands import OperandMaker
 from tpu_embed.core.engine.programs import Programs
 from tpu_embed.core.ids import HostIds, structure
@@ -33,12 +34,12 @@ from tpu_embed.core.layout import (
 )
 from tpu_embed.core.lookup import record_lookup, split_activations
 from tpu_embed.core.place import Intake, Turn
-from tpu_embed.core.state import TableState, check_tables_not_donated, logical
+from tpu_embed.core.state import TableState, check_tables_not_donated, make_homes
 from tpu_embed.core.update import Guard, OnBadGradient, check_in_place, check_trainable
 from tpu_embed.vocabulary import Vocabularies, choose_vocabularies
 
 
-class EmbeddingEngine:
+class EmbeddingEngine(LogicalRows):
     """Sharded embedding tables as pure functions of an explicit state.
 
     Args:
@@ -56,7 +57,10 @@ class EmbeddingEngine:
       lookahead: with living vocabularies, how many training batches may be admitted before the
         update of an earlier one; keys of so many batches before a batch are not evicted for it.
       vocabularies: those of another engine, to share its maps. None: its own; the attribute of
-        this name is None if no vocabulary lives.
+        this name is None if no vocabulary lives, and no table is on the host.
+
+    Attributes:
+      storage: the rows at home of tables on the host; None without such tables.
 
     Raises:
       ValueError: configs do not fit each other, the mesh or the optimizer; `placement="auto"`.
@@ -96,10 +100,13 @@ class EmbeddingEngine:
         guard, self._rates = Guard(on_bad_gradient, self.layout), HostRates(self.layout)
         self._operand_maker = OperandMaker(self.structure, self.layout, guard, self._rates)
         living = [table for _, table in self.layout.living]
-        self.vocabularies = choose_vocabularies(living, lookahead, vocabularies)
+        homes = make_homes(self.layout)
+        self.vocabularies = choose_vocabularies(living, lookahead, vocabularies, homes)
+        self.storage = None if self.vocabularies is None else self.vocabularies.homes
         self._admitter = Admitter(self.layout, self.vocabularies)
         self._intake = Intake(self.structure, self.layout, self.vocabularies)
         self._programs = Programs(self.layout, guard, self.vocabularies)
+        LogicalRows.__init__(self, self.layout, self.vocabularies)
 
     def init(self, key: Array) -> TableState:
         """Create all tables and slots; each device creates its own rows.
@@ -112,79 +119,6 @@ class EmbeddingEngine:
           TypeError: it is not a key.
         """
         return self._programs.init(key)
-
-    def tables(self, state: TableState) -> dict[str, Array]:
-        """Return the logical tables `[V, D]` by name, in their dtype; copies all of them."""
-        return logical.tables(state, self.layout)
-
-    def slots(self, state: TableState) -> dict[str, dict[str, Array]]:
-        """Return the logical slots by table name, then slot name; copies all of them.
-
-        A slot is `[V, D]`, or `[V]` for one number per row, or the array that a whole stack shares.
-        """
-        return logical.slots(state, self.layout)
-
-    def set_rows(
-        self,
-        state: TableState,
-        name: str,
-        rows: ArrayLike,
-        values: ArrayLike,
-        *,
-        slot: str | None = None,
-    ) -> TableState:
-        """Return the state with some rows of a table, or of one of its slots, replaced.
-
-        Args:
-          state: the state.
-          name: the table.
-          rows: row ids, integers `[n]`, all different; a jit does not write those outside [0, V).
-          values: `[n, D]` (`[n]` for a slot of one number per row).
-          slot: the slot, or None for the table itself.
-
-        Raises:
-          ValueError: an unknown name, a bad or repeated row id, a wrong shape.
-        """
-        return logical.set_rows(state, self.layout, name, rows, values, slot=slot)
-
-    def load(
-        self,
-        state: TableState,
-        name: str,
-        blocks_of_rows: Iterable[ArrayLike],
-        *,
-        slot: str | None = None,
-    ) -> TableState:
-        """Return the state with a whole table, or one of its slots, replaced.
-
-        Args:
-          state: the state.
-          name: the table.
-          blocks_of_rows: arrays `[n, D]`, which together are rows 0 … V - 1; read one by one.
-          slot: the slot, or None for the table itself.
-
-        Raises:
-          ValueError: an unknown name, a block of a wrong shape, or not V rows in all.
-        """
-        return logical.load(state, self.layout, name, blocks_of_rows, slot=slot)
-
-    def load_arrays(
-        self,
-        state: TableState,
-        tables: Mapping[str, ArrayLike],
-        slots: Mapping[str, Mapping[str, ArrayLike]] | None = None,
-    ) -> TableState:
-        """Return the state with whole tables and slots replaced; all are checked first.
-
-        Args:
-          state: the state.
-          tables: `[V, D]` by table name.
-          slots: by table name, then slot name, as `slots` returns them.
-
-        Raises:
-          ValueError: an unknown name, or a wrong shape.
-        """
-        return logical.load_arrays(state, self.layout, tables, slots or {})
 
     def place(
         self,
@@ -267,7 +201,11 @@ class EmbeddingEngine:
         """
         check_tables_not_donated(state)
         source, refused = self._admitter.check(state, self._intake.source(batch, weights, spec))
-        activations = nan_if(refused, call(self._programs.lookup, state.tables, source))
+        if isinstance(source, Batch) and source.visit_rows:
+            found = call(self._programs.visit, state.tables, state.vocabulary, source)
+        else:
+            found = call(self._programs.lookup, state.tables, source)
+        activations = nan_if(refused, found)
         # An update later in the same trace must wait for this lookup.
         record_lookup(state.tables, split_activations(activations)[0], self.layout)
         return self.structure.unflatten(activations)

@@ -22,7 +22,13 @@ from tpu_embed._types import Array
 from tpu_embed.core.batch import Batch, TracedIds
 from tpu_embed.core.layout import Layout
 from tpu_embed.core.lookup import Jagged, lookup, not_differentiable
-from tpu_embed.core.state import TableState, check_arrays, init_tables, new_vocabulary
+from tpu_embed.core.state import (
+    TableState,
+    check_arrays,
+    init_tables,
+    new_vocabulary,
+    visiting_tables,
+)
 from tpu_embed.core.update import LOOKUP, UPDATE, Guard, Operands, named, note_copies, update
 from tpu_embed.vocabulary import Vocabularies
 
@@ -45,6 +51,7 @@ class Programs:
     Attributes:
       traces: how often the lookup and the update were traced.
       lookup: `(tables, source) -> [F] activations`.
+      visit: `(tables, vocabulary, batch) -> [F] activations` of a batch with visits.
       update: `(state, source, operands) -> state`.
       update_in_place: `((tables, slots), (step, counters), source, operands) -> state`. Tables and
         slots are donated; step and counters are not, so users can still read them.
@@ -58,6 +65,7 @@ class Programs:
         self._made = jax.jit(self._init)
         # `check_in_place` finds these programs in a user's jaxpr by their names.
         self.lookup = jax.jit(named(self._lookup, LOOKUP))
+        self.visit = jax.jit(named(self._visit, LOOKUP))
         self.update = jax.jit(named(self._update, UPDATE))
         self.update_in_place = jax.jit(named(self._update_rows, UPDATE), donate_argnums=0)
 
@@ -78,8 +86,24 @@ class Programs:
     def _lookup(self, tables: dict[str, Array], source: Batch | TracedIds) -> list[Array | Jagged]:
         self.traces["lookup"] += 1  # this line runs once per trace, not once per step
         check_arrays(TableState(tables, {}, jnp.int32(0), {}), self._layout, slots=False)
-        activations, bad_ids = lookup(not_differentiable(tables), source, self._layout)
-        source.report(bad_ids, self._layout)
+        return self._looked_up(tables, source, self._layout)
+
+    def _visit(
+        self, tables: dict[str, Array], vocabulary: dict[str, Array], source: Batch
+    ) -> list[Array | Jagged]:
+        self.traces["lookup"] += 1
+        check_arrays(TableState(tables, {}, jnp.int32(0), {}), self._layout, slots=False)
+        assert source.visits is not None, "a batch without visits takes the other program"
+        small = source.layout_in(self._layout)
+        made = visiting_tables(tables, vocabulary, source.visits, self._layout, small)
+        plain = dataclasses.replace(source, visits=None, visit_rows=0)
+        return self._looked_up(made, plain, small)
+
+    def _looked_up(
+        self, tables: dict[str, Array], source: Batch | TracedIds, layout: Layout
+    ) -> list[Array | Jagged]:
+        activations, bad_ids = lookup(not_differentiable(tables), source, layout)
+        source.report(bad_ids, layout)
         return activations
 
     def _update_rows(self, rows: Any, rest: Any, source: Batch, operands: Operands) -> TableState:

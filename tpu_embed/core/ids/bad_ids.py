@@ -196,7 +196,9 @@ def _cast(feature: FeatureRules, ids: np.ndarray) -> np.ndarray:
     """Return valid ids as int32, or as int64 if the vocabulary needs it."""
     if feature.vocabulary_size <= _INT32_MAX:
         return ids.astype(np.int32, copy=False)
-    if not jax.config.read("jax_enable_x64"):
+    # Ids of a table on the host never come to the devices, which get rows for them.
+    on_host = feature.config.table.storage is not None
+    if not on_host and not jax.config.read("jax_enable_x64"):
         raise feature.error(
             expected=f"a vocabulary of at most {_INT32_MAX} rows while x64 is off",
             got=f"{feature.vocabulary_size} in table {feature.table_name!r}",

@@ -91,8 +91,8 @@ class HostIds:
         for all ones. Weights of means are brought near 1 (`rescale.py`).
       padded: whether -1 may be among dense ids.
       rows: of a jagged feature, whose ids are flat and whose bags are examples; otherwise None.
-      keys: for a living vocabulary, uint64 [n], all different, until rows are known: `ids` are
-        positions in it. Not all of them need be looked up.
+      keys: for a living vocabulary, or the ids of a table on the host: uint64 [n], all different,
+        until rows are known: `ids` are positions in it. Not all keys need be looked up.
     """
 
     shape: FeatureShape
@@ -152,8 +152,8 @@ _shared_shape = functools.lru_cache(4096)(FeatureShape)
 def is_mean(feature: FeatureRules, feature_shape: FeatureShape) -> bool:
     """Tell whether bags are means, so that scaling all weights of a bag changes nothing."""
     # The weights of keys are rescaled later, when it is known which keys have rows (`keys.py`).
-    living = feature.config.table.vocabulary is not None
-    return not living and has_means(feature.config, feature_shape)
+    keyed = feature.config.table.row_rules is not None
+    return not keyed and has_means(feature.config, feature_shape)
 
 
 def has_means(config: FeatureConfig, feature_shape: FeatureShape) -> bool:

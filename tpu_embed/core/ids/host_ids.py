@@ -27,7 +27,7 @@ from tpu_embed.core.ids.feature_ids import HostIds, dense_shape, is_mean
 from tpu_embed.core.ids.flat_ids import ragged_ids, sparse_ids
 from tpu_embed.core.ids.hashing import hash_ids
 from tpu_embed.core.ids.jagged_ids import jagged_ids
-from tpu_embed.core.ids.keys import number_keys
+from tpu_embed.core.ids.keys import number_ids, number_keys
 from tpu_embed.core.ids.rescale import rescale_dense_bags
 
 
@@ -59,6 +59,8 @@ def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weight
     feature = FeatureRules(path, config, table_name)
     _check_readable(feature, ids)
     read = read_ids(path, ids)
+    if config.table.storage is not None:
+        return number_ids(_read(feature, read, weights))
     if config.table.vocabulary is None:
         return _read(feature, read, weights)
     numbered, keys = number_keys(feature, _hashed(path, ids, read))

@@ -76,6 +76,16 @@ def number_keys(feature: FeatureRules, ids: Any) -> tuple[Any, np.ndarray]:
     return numbered, distinct
 
 
+def number_ids(host: HostIds) -> HostIds:
+    """Replace the ids of a table on the host, which were validated, by positions among them."""
+    absent = host.ids < 0
+    present = np.ascontiguousarray(host.ids[~absent], np.int64).view(np.uint64)
+    distinct, positions = dispatch.host_kernels().distinct_keys(present)
+    numbered = np.full(host.ids.shape, PADDING_ID, np.int32)
+    numbered[~absent] = positions
+    return dataclasses.replace(host, ids=numbered, keys=distinct)
+
+
 def _positions(host: HostIds) -> np.ndarray:
     return np.ascontiguousarray(host.ids.reshape(-1), np.int32)
 

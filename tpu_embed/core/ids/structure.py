@@ -61,9 +61,22 @@ class Structure:
           ValueError: there is one; the remedy is part of the message.
         """
         for name, table in zip(self.table_names, self.tables, strict=True):
-            if table.vocabulary is not None:
-                what, expected = f"table {name!r}", "ids that are row numbers"
-                got = "keys of a living vocabulary"
+            if table.row_rules is not None:
+                what, expected = f"table {name!r}", "ids that are row numbers on the devices"
+                living = table.vocabulary is not None
+                got = "keys of a living vocabulary" if living else "ids of a table on the host"
+                text = _checks.message(what, expected=expected, got=got, remedy=remedy)
+                raise ValueError(text)
+
+    def refuse_on_host(self, what: str, remedy: str) -> None:
+        """Refuse tables at home on the host.
+
+        Raises:
+          ValueError: there is one.
+        """
+        for name, table in zip(self.table_names, self.tables, strict=True):
+            if table.storage is not None:
+                expected, got = "tables without storage", f"table {name!r} on the host"
                 text = _checks.message(what, expected=expected, got=got, remedy=remedy)
                 raise ValueError(text)
 

@@ -5,6 +5,7 @@ from tpu_embed.core.layout.features import FeatureLayout
 from tpu_embed.core.layout.layout import Layout
 from tpu_embed.core.layout.learning_rates import HostRates
 from tpu_embed.core.layout.mesh import MeshAxes, make_axes
+from tpu_embed.core.layout.parcels import Parcels, open_rows
 from tpu_embed.core.layout.placed_for import (
     ENGINE_OPTIONS,
     FEATURE_FIELDS,
@@ -15,6 +16,7 @@ from tpu_embed.core.layout.resolve import make_layout
 from tpu_embed.core.layout.rounding import ROW_MULTIPLE, bucket, roomy, round_up
 from tpu_embed.core.layout.stack_names import differences, stack_name
 from tpu_embed.core.layout.stacks import INT32_ROWS, ResolvedTable, Stack, TableSlice, make_stacks
+from tpu_embed.core.layout.visits import Visits
 
 __all__ = [
     "ENGINE_OPTIONS",
@@ -26,10 +28,12 @@ __all__ = [
     "HostRates",
     "Layout",
     "MeshAxes",
+    "Parcels",
     "PlacedFor",
     "ResolvedTable",
     "Stack",
     "TableSlice",
+    "Visits",
     "bucket",
     "describe",
     "describe_devices",
@@ -38,6 +42,7 @@ __all__ = [
     "make_axes",
     "make_layout",
     "make_stacks",
+    "open_rows",
     "roomy",
     "round_up",
     "stack_name",

@@ -53,7 +53,7 @@ def _table(
     optimizer = stack.optimizer
     rate = None if optimizer is None else optimizer.learning_rate
     return {
-        "vocabulary_size": table.vocabulary_size,
+        "vocabulary_size": table.declared_size,
         # Every shard has the same number of rows: V = 5 on 2 shards is stored as 6 rows.
         "padded_vocabulary_size": table.rows_per_shard * stack.num_shards,
         "dim": stack.dim,
@@ -68,6 +68,7 @@ def _table(
         "optimizer": None if optimizer is None else optimizer.describe(),
         "learning_rate": {"tag": callables.index(rate)} if callable(rate) else rate,
         "vocabulary": None if table.vocabulary is None else dataclasses.asdict(table.vocabulary),
+        "storage": None if table.storage is None else dataclasses.asdict(table.storage),
     }
 
 
@@ -86,7 +87,8 @@ def describe_devices(layout: Layout) -> str:
 def describe_tables(layout: Layout) -> list[str]:
     """Return a line per table, such as `films: [1000, 16] float32, mod over 8 shards, Adam(0.1)`.
 
-    A living vocabulary adds how its keys are evicted: `…, keys (lru)`.
+    A living vocabulary adds how its keys are evicted: `…, keys (lru)`; a table on the host, how
+    many of its rows the devices hold.
 
     Args:
       layout: the engine's layout.
@@ -104,6 +106,8 @@ def _line(stack: Stack, table: TableSlice) -> str:
         rule = described.get("transform", described["class"])
         if rate is not None:
             rule += f"({_name(rate) if callable(rate) else rate})"
-    size = f"[{table.vocabulary_size}, {stack.dim}] {stack.dtype}"
+    size = f"[{table.declared_size}, {stack.dim}] {stack.dtype}"
     keys = "" if table.vocabulary is None else f", keys ({table.vocabulary.evict})"
+    if table.is_on_host:
+        keys = f", {table.vocabulary_size} rows on the devices"
     return f"{table.name}: {size}, {stack.placement}{shards}, {rule}{keys}"

@@ -17,7 +17,9 @@ from tpu_embed._checks import message
 from tpu_embed.core.layout.features import FeatureLayout
 from tpu_embed.core.layout.mesh import MeshAxes
 from tpu_embed.core.layout.placed_for import PlacedFor, placed_for
+from tpu_embed.core.layout.rounding import round_up
 from tpu_embed.core.layout.stacks import Stack, TableSlice
+from tpu_embed.kernels.formats import PACKED_ROWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +61,49 @@ class Layout:
         """The tables whose vocabularies live, each with its stack."""
         pairs = [(stack, table) for stack in self.stacks for table in stack.tables]
         return tuple((stack, table) for stack, table in pairs if table.vocabulary is not None)
+
+    @functools.cached_property
+    def on_host(self) -> tuple[tuple[Stack, TableSlice], ...]:
+        """The tables at home on the host, each with its stack; their ids get rows as keys do."""
+        return tuple(pair for pair in self.living if pair[1].is_on_host)
+
+    def refuse_on_host(self, what: str, names: Iterable[str] | None = None) -> None:
+        """Refuse what needs whole tables, where one is at home on the host.
+
+        Args:
+          what: the call that needs them.
+          names: of the tables that it needs; None: all.
+
+        Raises:
+          ValueError: there is one.
+        """
+        chosen = None if names is None else set(names)
+        here = [t.name for _, t in self.on_host if chosen is None or t.name in chosen]
+        for name in here[:1]:
+            expected, got = "tables that are on the devices", f"table {name!r}, with storage"
+            remedy = f"engine.touched({name!r}) has the ids of its rows that were trained, and "
+            remedy += f"engine.rows(state, {name!r}, ids) reads them"
+            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+
+    def visiting(self, rows: int) -> Layout:
+        """Return the layout of lookups that bring the rows of tables on the host along.
+
+        The stacks of these tables are replaced by small ones, with the rows of one batch only.
+
+        Args:
+          rows: the rows that each shard has of each table on the host.
+        """
+        if rows not in self._visiting:
+            stacks = tuple(_small(s, rows) if s.is_on_host else s for s in self.stacks)
+            named = {table.name: table for stack in stacks for table in stack.tables}
+            features = [dataclasses.replace(f, table=named[f.table.name]) for f in self.features]
+            small = dataclasses.replace(self, stacks=stacks, features=tuple(features))
+            self._visiting[rows] = small
+        return self._visiting[rows]
+
+    @functools.cached_property
+    def _visiting(self) -> dict[int, Layout]:
+        return {}
 
     def features_of(self, stack: int) -> tuple[int, ...]:
         """Return the indices of the features that look up tables of a stack, ascending."""
@@ -108,3 +153,19 @@ class Layout:
                     return stack, table
         names = sorted(table.name for stack in self.stacks for table in stack.tables)
         raise ValueError(message("table", expected=f"one of {names}", got=repr(name)))
+
+
+def _small(stack: Stack, rows: int) -> Stack:
+    """Return a stack with other numbers of rows: `rows` on each shard for each table."""
+    tables = [
+        dataclasses.replace(
+            table,
+            vocabulary_size=rows * stack.num_shards,
+            offset=i * rows,
+            rows_per_shard=rows,
+        )
+        for i, table in enumerate(stack.tables)
+    ]
+    whole = rows * len(tables)
+    whole = whole if stack.packing == "none" else round_up(whole, PACKED_ROWS)
+    return dataclasses.replace(stack, tables=tuple(tables), num_rows=whole)

@@ -43,6 +43,7 @@ TABLE_FIELDS = {
     "shard_axes": True,
     "combiner": True,
     "vocabulary": True,
+    "storage": True,
     # Whether there is an optimizer, and whether it accumulates, decides what is routed.
     "optimizer": True,
     "trainable": True,
@@ -134,6 +135,7 @@ def placed_for(
         table = f"table {feature.table.name!r}"
         facts.append((f"{table}: combiner", f"{config.table.combiner!r}"))
         facts.append((f"{table}: vocabulary", f"{config.table.vocabulary!r}"))
+        facts.append((f"{table}: storage", f"{config.table.storage!r}"))
     for stack in stacks:
         what, optimizer = f"stack {stack.label!r}", stack.optimizer
         facts.append((f"{what}: layout", stack.name))

@@ -37,6 +37,7 @@ from tpu_embed.core.layout.stack_names import stack_name
 from tpu_embed.kernels.formats import PACKED_ROWS, Packing, RowFormat
 from tpu_embed.kernels.sparsecore import MOST_BYTES
 from tpu_embed.optimizers import TableOptimizer
+from tpu_embed.storage import HostStorage
 from tpu_embed.vocabulary import DynamicVocabulary
 
 INT32_ROWS = 2**31 - 1
@@ -49,11 +50,14 @@ class TableSlice:
 
     Attributes:
       name: the table's name.
-      vocabulary_size: V, logical rows.
+      vocabulary_size: V, logical rows; of a table on the host, those that the devices hold.
       offset: the table's first local row, the same on every shard.
       rows_per_shard: ceil(V / S) local rows.
       initializer: the initializer of the rows (never None).
-      vocabulary: how keys get its rows; None if its ids are row numbers.
+      vocabulary: how keys, or the ids of a table on the host, get its rows; None if its ids are row
+        numbers.
+      storage: of a table on the host; otherwise None.
+      num_ids: V of a table on the host; 0 of any other.
     """
 
     name: str
@@ -62,6 +66,18 @@ class TableSlice:
     rows_per_shard: int
     initializer: Any = dataclasses.field(compare=False)
     vocabulary: DynamicVocabulary | None = None
+    storage: HostStorage | None = None
+    num_ids: int = 0
+
+    @property
+    def declared_size(self) -> int:
+        """V as it is declared: how many ids there are."""
+        return self.num_ids or self.vocabulary_size
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether its rows are at home on the host."""
+        return self.storage is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +109,11 @@ class Stack:
     num_rows: int
     quantization: QuantizationConfig | None
     packing: Packing = "none"
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether its tables are at home on the host; they share a stack with no others."""
+        return self.tables[0].is_on_host
 
     @property
     def label(self) -> str:
@@ -223,7 +244,7 @@ class ResolvedTable:
     @property
     def rows_per_shard(self) -> int:
         """The number of local rows on each shard, ceil(V / S)."""
-        return -(-self.config.vocabulary_size // self.shards)
+        return -(-self.config.device_rows // self.shards)
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -231,7 +252,8 @@ class ResolvedTable:
         config, optimizer = self.config, self.optimizer
         rule = None if optimizer is None else (type(optimizer), optimizer)
         declared = (config.dim, config.dtype, config.placement, config.quantization_config)
-        return (*declared, self.shard_axes, rule)
+        # A lookup brings rows of tables on the host along, and then reads no others (`visit.py`).
+        return (*declared, self.shard_axes, rule, config.storage is not None)
 
 
 def make_stacks(
@@ -322,15 +344,16 @@ def _make_stack(members: Sequence[ResolvedTable], packing: Packing) -> Stack:
     if _too_many_rows(members, packing) and not jax.config.read("jax_enable_x64"):
         what, remedy = f"table {members[0].name!r}", "set jax_enable_x64, or split the table"
         expected = f"at most {INT32_ROWS} rows, padding included, while x64 is off"
-        got = f"{members[0].config.vocabulary_size}"
+        got = f"{members[0].config.device_rows}"
         raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
     _check_addressable(members, packing)
     # The tables lie one after another on every shard: rows per shard 3 2 4 give offsets 0 3 5.
     slices, offset = [], 0
     for table in members:
-        size, own = table.config.vocabulary_size, table.rows_per_shard
-        vocabulary = table.config.vocabulary
-        slices.append(TableSlice(table.name, size, offset, own, table.initializer, vocabulary))
+        config, own = table.config, table.rows_per_shard
+        ids = 0 if config.storage is None else config.vocabulary_size
+        made = table.initializer, config.row_rules, config.storage, ids
+        slices.append(TableSlice(table.name, config.device_rows, offset, own, *made))
         offset += own
     # The tables agree in everything but name, vocabulary and initializer; the first stands for all.
     first, rows = members[0], _rows(members, packing)

@@ -22,6 +22,7 @@ from tpu_embed.core.batch import BatchSpec
 from tpu_embed.core.ids import HostIds, batch_order, give_rows, has_means, split_keys
 from tpu_embed.core.layout import FeatureLayout, Layout
 from tpu_embed.core.place.agreement import Agreement, Alone
+from tpu_embed.core.place.visits import Visit, visit
 from tpu_embed.vocabulary import BatchKeys, KeyedRows, ValidSteps, Vocabularies
 
 
@@ -32,11 +33,13 @@ class Keyed(NamedTuple):
       hosts: the ids of every feature.
       steps: the states that it may be looked up in.
       keys: its rows, and what the maps did with it.
+      visit: of tables on the host, the small tables of a batch that is only looked up, or None.
     """
 
     hosts: list[HostIds]
     steps: ValidSteps
     keys: BatchKeys
+    visit: Visit | None = None
 
 
 class _Part(NamedTuple):
@@ -78,6 +81,11 @@ class KeyedBatches:
             for name, table in self._tables.items()
         }
 
+    @property
+    def admitted(self) -> int:
+        """The number of training batches that were admitted."""
+        return self._vocabularies.admitted
+
     @contextlib.contextmanager
     def learn(self, hosts: Sequence[HostIds]) -> Iterator[Keyed]:
         """Let the maps learn a training batch.
@@ -104,7 +112,11 @@ class KeyedBatches:
                 name = self._layout.features[f].table.name
                 rows[unknown] = vocabularies.find(name, keys[unknown])
             steps = vocabularies.steps(before + 1, training=True)
-            tables = {n: KeyedRows(rows, taken[n]) for n, rows in self._by_table(found).items()}
+            incoming = vocabularies.incoming(taken)
+            tables = {
+                name: KeyedRows(rows, taken[name], incoming.get(name))
+                for name, rows in self._by_table(found).items()
+            }
             # An empty range: nobody may look it up before it is admitted.
             unusable = ValidSteps(1, 0, steps.history)
             yield Keyed(self._with_rows(hosts, found), unusable, BatchKeys(tables, steps))
@@ -126,8 +138,27 @@ class KeyedBatches:
             self._check_batch(hosts)
             steps, found = self._find(hosts, step)
         rows = self._rows_of_all(steps.first, self._by_table(found))
-        tables = {name: KeyedRows(each, None) for name, each in rows.items()}
-        return Keyed(self._with_rows(hosts, found), steps, BatchKeys(tables))
+        guests = self._visit(hosts, found)
+        visits = guests is not None
+        tables = {
+            name: KeyedRows(each, None, visits=visits and self._tables[name].is_on_host)
+            for name, each in rows.items()
+        }
+        if guests is not None:
+            found = found | guests.of_features
+        make = None if guests is None else guests.make
+        keys = BatchKeys(tables, make_visits=make)
+        return Keyed(self._with_rows(hosts, found), steps, keys, guests)
+
+    def _visit(self, hosts: Sequence[HostIds], found: Mapping[int, np.ndarray]) -> Visit | None:
+        """Return the small tables of a batch that is only looked up, or None."""
+        homes, given = self._vocabularies.homes, {}
+        if homes is None:
+            return None
+        for name in homes.tables:
+            keys = {f: hosts[f].keys for f in self._features[name]}
+            given[name] = [(f, some, found[f]) for f, some in keys.items() if some is not None]
+        return visit(self._layout, homes, given)
 
     def _rows_of_all(
         self, step: int, rows: dict[str, tuple[np.ndarray, ...]]

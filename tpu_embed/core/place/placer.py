@@ -47,7 +47,8 @@ class Placer:
             part_of_feature(one.config, len(replicas), axes.replicas) for one in layout.features
         ]
         self.agreement = Agreement(layout) if jax.process_count() > 1 else Alone()
-        self._router = Router(layout, self.agreement, replicas)
+        self._router, self._replicas = Router(layout, self.agreement, replicas), replicas
+        self._visited: dict[int, Router] = {}  # by the size of small tables
         self._keyed = None
         if vocabularies is not None:
             self._keyed = KeyedBatches(layout, vocabularies, self.agreement, replicas)
@@ -99,8 +100,16 @@ class Placer:
         requested, hosts = self._read(features, weights, requested, "lookup")
         if self._keyed is None:
             return self._router.route(hosts, requested, "lookup")
-        keyed = self._keyed.find(hosts, step)
-        return _stamp_placed(self._router.route(keyed.hosts, requested, "lookup"), keyed)
+        keyed, router = self._keyed.find(hosts, step), self._router
+        if keyed.visit is None:
+            return _stamp_placed(router.route(keyed.hosts, requested, "lookup"), keyed)
+        small, rows = self._layout.visiting(keyed.visit.rows), keyed.visit.rows
+        router = self._visited.setdefault(rows, Router(small, self.agreement, self._replicas))
+        placed = _stamp_placed(router.route(keyed.hosts, requested, "lookup"), keyed)
+        # If batches before it are still to be admitted, its rows come when it is admitted itself.
+        ready = keyed.steps.first <= self._keyed.admitted
+        visits = keyed.visit.make() if ready else None
+        return dataclasses.replace(placed, visits=visits, visit_rows=rows)
 
     def _read(
         self, features: PyTree, weights: PyTree | None, requested: BatchSpec | None, routed: Routed

@@ -12,10 +12,12 @@ from tpu_embed.core.state.checks import (
 from tpu_embed.core.state.fields import Field, field, fields
 from tpu_embed.core.state.gradients import refuse_gradient
 from tpu_embed.core.state.init import blank_tables, init_tables
+from tpu_embed.core.state.moved_rows import RowMover, make_homes
 from tpu_embed.core.state.new_rows import (
     MAP_VERSION,
     NewKeys,
     NewRowWriter,
+    draw_fields,
     new_version,
     new_vocabulary,
 )
@@ -29,12 +31,14 @@ from tpu_embed.core.state.table_state import (
     slot_shapes,
     state_specs,
 )
+from tpu_embed.core.state.visiting import visiting_tables
 
 __all__ = [
     "Field",
     "NewKeys",
     "NewRowWriter",
     "MAP_VERSION",
+    "RowMover",
     "StackShard",
     "TableState",
     "blank_tables",
@@ -45,11 +49,13 @@ __all__ = [
     "check_state",
     "check_tables_not_donated",
     "describe_leaf",
+    "draw_fields",
     "field",
     "fields",
     "host_arrays",
     "init_tables",
     "logical",
+    "make_homes",
     "logical_rows",
     "new_version",
     "new_vocabulary",
@@ -59,4 +65,5 @@ __all__ = [
     "slot_format",
     "slot_shapes",
     "state_specs",
+    "visiting_tables",
 ]

@@ -4,6 +4,8 @@ Each row is drawn in the compute dtype with a random key of its own:
 
     initializer(fold_in(fold_in(key, crc32(table name)), row number), (1, D), dtype)
 
+Of a row number from 2³² on, the low 32 bits are folded in first, then the high ones.
+
 So its value depends on the key, the table's name and the row's number only, and is the same for
 every layout and every number of devices. An initializer that takes `shard_info` is called once per
 shard instead, with the table's key.
@@ -258,6 +260,17 @@ def _put(array: Array, stored: Array, start: Array, row_format: RowFormat) -> Ar
     return dispatch.write_ascending_rows(array, local, stored, row_format)
 
 
+def fold_row_id(key: Array, low: Array, high: Array) -> Array:
+    """Return the random key of a row from that of its table.
+
+    Args:
+      key: the table's key.
+      low, high: uint32 `[]`, the halves of the row id; a high half of 0 is left out.
+    """
+    folded = jax.random.fold_in(key, low)
+    return jnp.where(high == 0, folded, jax.random.fold_in(folded, high))
+
+
 def table_keys(key: Array, tables: list[TableSlice]) -> Array:
     """Return one random key per table, `[T]`: `key` folded with the CRC-32 of the table's name."""
     crcs = np.array([zlib.crc32(table.name.encode()) for table in tables], np.uint32)
@@ -283,5 +296,8 @@ def _lines(key: Array, stack: Stack, tables: list[TableSlice], local: Array) -> 
 
     shard = collectives.axis_index(stack.shard_axes).astype(stack.index_dtype)
     row_ids = stack.logical_in(shard, local - column("offset"), column("rows_per_shard"))
-    keys = jax.vmap(jax.random.fold_in)(table_keys(key, tables)[which], row_ids)
+    low, high = row_ids.astype(jnp.uint32), jnp.zeros(row_ids.shape, jnp.uint32)
+    if row_ids.dtype == jnp.int64:
+        high = (row_ids >> 32).astype(jnp.uint32)
+    keys = jax.vmap(fold_row_id)(table_keys(key, tables)[which], low, high)
     return NewRows(local, keys, row_ids, row_ids < column("vocabulary_size"))

@@ -34,6 +34,7 @@ BLOCK = 2**22
 
 def tables(state: TableState, layout: Layout) -> dict[str, Array]:
     """Return the logical tables `[V, D]` by name."""
+    layout.refuse_on_host("tables")
     check_own(state, layout)
     return _tables(state, layout)
 
@@ -45,6 +46,7 @@ def _tables(state: TableState, layout: Layout) -> dict[str, Array]:
 
 def slots(state: TableState, layout: Layout) -> dict[str, dict[str, Array]]:
     """Return the logical slots by table name, then slot name."""
+    layout.refuse_on_host("slots")
     check_own(state, layout)
     check_arrays(state, layout, slots=True)
     return _slots(state, layout)
@@ -79,6 +81,7 @@ def set_rows(
     slot: str | None = None,
 ) -> TableState:
     """Return the state with some rows of a table or slot set; see `EmbeddingEngine.set_rows`."""
+    layout.refuse_on_host("set_rows", [name])
     check_own(state, layout)
     f = _field_of_rows(layout, name, slot)
     refuse_masked(f.label, values)
@@ -164,6 +167,7 @@ def load(
     slot: str | None = None,
 ) -> TableState:
     """Return the state with a whole table or slot replaced; see `EmbeddingEngine.load`."""
+    layout.refuse_on_host("load", [name])
     check_own(state, layout)
     f = _field_of_rows(layout, name, slot)
     # One copy of the array, then every block is written into that copy in place. The given state
@@ -249,6 +253,7 @@ def load_arrays(
     for name, by_slot in _items("slots", slots):
         named = _items(f"slots of table {name!r}", by_slot)
         given += [(field(layout, name, slot), array) for slot, array in named]
+    layout.refuse_on_host("load", [f.table.name for f, _ in given])
     for f, array in given:
         refuse_masked(f.label, array)
         rows = (f.table.vocabulary_size,) if f.shape.per_row else ()

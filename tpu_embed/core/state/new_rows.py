@@ -5,7 +5,8 @@ devices: it is drawn with the random key
 
     fold_in(fold_in(fold_in(key, crc32(table name)), low 32 bits of the id), high 32 bits)
 
-where `key` is what `init` was given, which the state holds.
+where `key` is what `init` was given, which the state holds. A row of a table on the host is drawn
+as `init` draws that row id (`init.py`).
 
 Input: a state, and the new keys of each table with their rows. Output: the tables and slots with
 these rows written, in their own memory.
@@ -25,9 +26,15 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from tpu_embed._calls import call
-from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.core.layout import ROW_MULTIPLE, Layout, MeshAxes, Stack
-from tpu_embed.core.state.init import NewRows, fresh_slots, row_by_row, table_keys
+from tpu_embed._types import Array
+from tpu_embed.core.layout import Layout, MeshAxes, Parcels, Stack, TableSlice, open_rows
+from tpu_embed.core.state.init import (
+    NewRows,
+    fold_row_id,
+    fresh_slots,
+    row_by_row,
+    table_keys,
+)
 from tpu_embed.core.state.table_state import (
     StackShard,
     TableState,
@@ -36,6 +43,7 @@ from tpu_embed.core.state.table_state import (
     state_specs,
 )
 from tpu_embed.kernels import dispatch, storage
+from tpu_embed.storage import VALUES, slot_field
 
 MAP_VERSION = "map_version"
 """The key of step and history in `TableState.vocabulary`; see `new_version`."""
@@ -53,7 +61,7 @@ class NewKeys(NamedTuple):
     rows: np.ndarray
 
 
-class _Parcel(NamedTuple):
+class KeyedParcel(NamedTuple):
     """The new rows that one device writes, `[m]` each.
 
     Attributes:
@@ -108,6 +116,12 @@ def new_version(
     return {**vocabulary, MAP_VERSION: _put(np.array(numbers, np.int32), axes.sharding(()))}
 
 
+def random_key(vocabulary: Mapping[str, Array]) -> tuple[str, Array]:
+    """Return the kind and the data of the random key that new rows are drawn with."""
+    (key,) = (pair for pair in vocabulary.items() if pair[0] != MAP_VERSION)
+    return key
+
+
 class NewRowWriter:
     """Writes the rows of new keys, for one engine.
 
@@ -141,13 +155,15 @@ class NewRowWriter:
         chosen = {name: one for name, one in new.items() if one.keys.size}
         for stack in self._programs:
             if any(table.name in chosen for table in stack.tables):
-                parcels[stack] = _put(_parcels(stack, chosen), axes.sharding(stack.shard_axes))
+                rows = {t.name: chosen[t.name].rows for t in stack.tables if t.name in chosen}
+                keyed = Parcels(stack, rows).keyed({n: one.keys for n, one in chosen.items()})
+                parcels[stack] = _put(keyed, axes.sharding(stack.shard_axes))
         # The first program donates an array of the state: what can fail before has been done.
         tables, slots = dict(state.tables), dict(state.slots)
-        key = {name: data for name, data in state.vocabulary.items() if name != MAP_VERSION}
+        kind, data = random_key(state.vocabulary)
         for stack, parcel in parcels.items():
             held = StackShard(tables[stack.name], slots[stack.name])
-            written = call(self._programs[stack], held, key, parcel)
+            written = call(self._programs[stack], held, {kind: data}, parcel)
             tables[stack.name], slots[stack.name] = written
         return dataclasses.replace(state, tables=tables, slots=slots)
 
@@ -162,7 +178,7 @@ class NewRowWriter:
 
         def device(held: StackShard, data: Array, parcels: Array) -> StackShard:
             random_key = jax.random.wrap_key_data(data, impl=kind)
-            return _write_stack(held, random_key, _open_parcel(parcels[0], stack), stack)
+            return _write_stack(held, random_key, open_keyed(parcels[0], stack), stack)
 
         return jax.shard_map(
             device,
@@ -178,55 +194,24 @@ def _put(array: np.ndarray, sharding: Any) -> Array:
     return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
-def _bucket(n: int) -> int:
-    """Return a size that has room for n rows; few sizes, so that few programs are compiled."""
-    # 1, 2, 3, 4, 6, 8, 12, … times `ROW_MULTIPLE`.
-    units = max(1, -(-n // ROW_MULTIPLE))
-    power = 1 << (units - 1).bit_length()
-    return ROW_MULTIPLE * (power * 3 // 4 if power >= 4 and units <= power * 3 // 4 else power)
-
-
-def _parcels(stack: Stack, new: Mapping[str, NewKeys]) -> np.ndarray:
-    """Return the new rows of a stack for the shards that own them, in one array: one transfer.
-
-    Returns:
-      uint32 `[S, 5, m]`: the local rows, ascending, in two halves; tables; keys in two halves.
-    """
-    chosen = [(i, t) for i, t in enumerate(stack.tables) if t.name in new]
-    rows = np.concatenate([stack.physical(new[t.name].rows, t) for _, t in chosen])
-    keys = np.concatenate([new[t.name].keys for _, t in chosen])
-    number = np.concatenate([np.full(new[t.name].rows.size, i, np.uint64) for i, t in chosen])
-    # Physical rows 1 6 4 of shards with 4 rows: shard 0 gets 1, shard 1 gets the local rows 0 2.
-    order = np.argsort(rows)
-    shards, local = np.divmod(rows[order], stack.num_rows)
-    counts = np.bincount(shards, minlength=stack.num_shards)
-    place = np.arange(rows.size) - np.repeat(np.cumsum(counts) - counts, counts)
-    size = _bucket(int(counts.max()))
-    made = np.full((stack.num_shards, 5, size), PADDING_ID).astype(np.uint32)
-    local, keys, high = local.astype(np.uint64), keys[order], np.uint64(32)
-    for i, half in enumerate((local, local >> high, number[order], keys, keys >> high)):
-        made[shards, i, place] = half & np.uint64(2**32 - 1)
-    return made
-
-
-def _open_parcel(parcel: Array, stack: Stack) -> _Parcel:
-    """Return what one device writes from its part `[5, m]` of the array of `_parcels`."""
-    low, high, tables, *key = parcel
-    if stack.index_dtype == np.int32:
-        rows = jax.lax.bitcast_convert_type(low, jnp.int32)
-    else:
-        rows = jax.lax.bitcast_convert_type(jnp.stack([low, high], axis=-1), jnp.int64)
+def open_keyed(parcel: Array, stack: Stack) -> KeyedParcel:
+    """Return what one device draws from its part `[5, m]` of the array of `Parcels.keyed`."""
+    _, _, tables, *key = parcel
     # The table of an absent row is any; the row is not written.
     tables = jnp.minimum(tables, np.uint32(len(stack.tables) - 1)).astype(jnp.int32)
-    return _Parcel(rows, tables, *key)
+    return KeyedParcel(open_rows(parcel[:2], stack), tables, *key)
 
 
-def _write_stack(held: StackShard, key: Array, new: _Parcel, stack: Stack) -> StackShard:
-    """Return this device's shard of a stack with new rows, `[m]`, written."""
+def draw_rows(key: Array, new: KeyedParcel, stack: Stack) -> tuple[Array, NewRows]:
+    """Draw the rows of keys, `[m, D]`, in the compute dtype; and what slots are made from.
+
+    Args:
+      key: the engine's key.
+      new: the rows' keys.
+      stack: the stack.
+    """
     of_tables = table_keys(key, list(stack.tables))[new.tables]
-    keys = jax.vmap(lambda key, *bits: functools.reduce(jax.random.fold_in, bits, key))(
-        of_tables, new.low, new.high
-    )
+    keys = _row_keys(of_tables, new, stack)
     # As in `init.py`, barriers around the drawing keep its bits independent of the program.
     lines = NewRows(new.rows, keys, new.rows, new.rows >= 0)
     lines = jax.lax.optimization_barrier(lines)
@@ -237,7 +222,55 @@ def _write_stack(held: StackShard, key: Array, new: _Parcel, stack: Stack) -> St
         draw = row_by_row(initializer, stack, f"table {mine[0][1].name!r}: initializer")
         here = jnp.isin(new.tables, jnp.asarray([i for i, _ in mine], jnp.int32))
         rows = jnp.where(here[:, None], draw(lines).astype(stack.compute_dtype), rows)
-    rows = jax.lax.optimization_barrier(rows)
+    return jax.lax.optimization_barrier(rows), lines
+
+
+def draw_fields(
+    vocabulary: Mapping[str, Array], table: TableSlice, stack: Stack, keys: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Return new rows of a table as they are stored, `[n, …]` by field, on the host.
+
+    Args:
+      vocabulary: `TableState.vocabulary`, which holds the random key.
+      table: the table.
+      stack: its stack.
+      keys: uint64 `[n]`.
+    """
+    kind, data = random_key(vocabulary)
+    # One shard that has them all, of which the numbers of the rows do not matter.
+    alone = dataclasses.replace(stack, num_shards=1, num_rows=stack.num_rows + keys.size)
+    parcels = Parcels(alone, {table.name: np.arange(keys.size)})
+    drawn = _drawn_fields(data, parcels.keyed({table.name: keys})[0], kind, stack)
+    return {
+        name: parcels.unpacked(np.asarray(rows)[None])[table.name] for name, rows in drawn.items()
+    }
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "stack"))
+def _drawn_fields(data: Array, parcel: Array, kind: str, stack: Stack) -> dict[str, Array]:
+    """Return drawn rows, as they are stored, by field."""
+    new = open_keyed(parcel, stack)
+    rows, lines = draw_rows(jax.random.wrap_key_data(data, impl=kind), new, stack)
+    slots, per_row = fresh_slots(stack, rows, lines), slot_shapes(stack).items()
+    return {VALUES: storage.encode(rows, stack.dtype)} | {
+        slot_field(name): storage.encode(slots[name], slot.dtype)
+        for name, slot in per_row
+        if slot.per_row
+    }
+
+
+def _row_keys(of_tables: Array, new: KeyedParcel, stack: Stack) -> Array:
+    """Return the random key of each row, `[m]`, from those of the rows' tables."""
+    if stack.is_on_host:
+        return jax.vmap(fold_row_id)(of_tables, new.low, new.high)
+    return jax.vmap(lambda key, *bits: functools.reduce(jax.random.fold_in, bits, key))(
+        of_tables, new.low, new.high
+    )
+
+
+def _write_stack(held: StackShard, key: Array, new: KeyedParcel, stack: Stack) -> StackShard:
+    """Return this device's shard of a stack with new rows, `[m]`, written."""
+    rows, lines = draw_rows(key, new, stack)
     stored = storage.encode(rows, stack.dtype)
     table = dispatch.write_ascending_rows(held.table, new.rows, stored, stack.row_format)
     fresh, slots = fresh_slots(stack, rows, lines), dict(held.slots)

@@ -33,6 +33,7 @@ def host_arrays(
     They are assembled on the host, shard by shard. With one process, no device needs extra memory;
     with several, which must all call this, each device receives one shard at a time.
     """
+    layout.refuse_on_host("retrieve")
     check_own(state, layout)
     found: tuple[dict, dict] = ({}, {})
     for f in fields(layout):

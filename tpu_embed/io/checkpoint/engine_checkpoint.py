@@ -134,10 +134,11 @@ def restore(
 
 
 def check_engine(engine: Any) -> None:
-    """Check that a value is an engine.
+    """Check that a value is an engine whose tables can be kept.
 
     Raises:
       TypeError: it is something else.
+      ValueError: a table is at home on the host.
     """
     if not isinstance(engine, EmbeddingEngine):
         remedy = "a TPUEmbedding has one: embedding.engine"
@@ -146,6 +147,7 @@ def check_engine(engine: Any) -> None:
         got = type(engine).__name__
         text = message("engine", expected="an EmbeddingEngine", got=got, remedy=remedy)
         raise TypeError(text)
+    engine.layout.refuse_on_host("checkpoint")
 
 
 def save_args(

@@ -89,6 +89,7 @@ def export_model(
     directory.check_free(root)
     declared = structure.flatten(feature_config)
     # A program takes row numbers; it has no map.
+    declared.refuse_on_host("export_model", "declare the table that is served without storage")
     declared.refuse_keys("serve it with serving_lookup, which takes vocabularies=")
     stored = [_as_written(table) for table in stored_tables(tables, declared)]
     arguments = _arguments(declared, features, weights, inputs, batch)

@@ -95,6 +95,8 @@ def serving_lookup(
     """
     whole = structure.flatten(feature_config)
     declared = whole.part(features)
+    remedy = "declare the table that is served without storage"
+    declared.refuse_on_host("serving_lookup", remedy)
     stored = stored_tables(tables, whole, declared)
     given, scales = declared.match_weighted(features, weights)
     server = server_of(declared)

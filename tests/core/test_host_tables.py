@@ -1,0 +1,204 @@
+"""Tables at home on the host: every bit is that of the same tables on the devices."""
+
+import gc
+import re
+import threading
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from host_table_cases import (
+    BATCH,
+    ITEMS,
+    RULES,
+    TwoEngines,
+    declared,
+    engines,
+    gradients_of,
+    rows_of,
+)
+
+import tpu_embed
+from tpu_embed import FeatureConfig, HostStorage, TableConfig, io, planning
+from tpu_embed import optimizers as o
+from tpu_embed.storage import HostRows
+
+CASES = {
+    "one device": (1, "FTRL", {"lookahead": 2, "rows": 110}),
+    "eight devices": (8, "Adagrad", {"evict": "lfu", "lookahead": 0, "rows": 72}),
+    "bfloat16": (2, "RowWiseAdagrad", {"dtype": "bfloat16", "dim": 5}),
+    "room for all": (1, "Adam", {"rows": ITEMS}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_random_runs_equal_those_of_tables_on_the_devices(case):
+    devices, rule, options = CASES[case]
+    counts = TwoEngines(*engines(devices, rule, **options), seed=1).run(120)
+    assert bool(counts["late rows"]) == (case != "room for all")
+    assert counts["updates"] > 20
+    assert counts["visits"] > 2
+
+
+def test_the_stateful_api_has_the_same_bits():
+    rng = np.random.default_rng(0)
+    embeddings = [
+        tpu_embed.TPUEmbedding(
+            declared(RULES["Adagrad"], storage), None, pipeline_execution_with_tensor_core=True
+        )
+        for storage in (HostStorage(device_rows=100), None)
+    ]
+    given = np.random.default_rng(1)
+    from host_table_cases import draw_batch
+
+    for step in range(4):
+        batches = [(draw_batch(given), training) for training in (True, False, True)]
+        seed, found = int(rng.integers(100)), []
+        for embedding in embeddings:
+            for (features, weights), training in batches:
+                embedding.enqueue(features, weights, training=training)
+            some = []
+            for _, training in batches:
+                some.append(embedding.dequeue())
+                if training:
+                    embedding.apply_gradients(gradients_of(some[-1], seed + step))
+            found.append([rows_of(one) for each in some for one in each.values()])
+        for one, other in zip(*found, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def make(rows=16, size=200, lookahead=None, **options):
+    """Return an engine with one table on the host, and a first state."""
+    storage = HostStorage(device_rows=rows, **options)
+    table = TableConfig(size, 4, name="items", storage=storage)
+    engine = tpu_embed.EmbeddingEngine(FeatureConfig(table), o.Adagrad(0.5), lookahead=lookahead)
+    return engine, engine.init(jax.random.key(3))
+
+
+def train(engine, state, *batches):
+    for ids in batches:
+        batch = engine.place(np.asarray(ids).reshape(BATCH, -1))
+        state, batch = engine.admit(state, batch)
+        state = engine.update_in_place(state, batch, engine.lookup(state, batch))
+    return state
+
+
+def test_a_batch_that_does_not_fit_is_refused_with_the_rows_that_it_needs():
+    engine, state = make(rows=24, lookahead=1)
+    state = train(engine, state, np.arange(16))
+    with pytest.raises(ValueError, match=r"at most 24 distinct ids in 2 batches, got 32; .*=32\)"):
+        engine.place(np.arange(50, 66).reshape(BATCH, 2))
+    assert engine.vocabularies.placed == engine.vocabularies.admitted == 1
+    state = train(engine, state, np.arange(8, 24))
+
+
+def test_the_devices_hold_device_rows_and_ids_may_be_huge():
+    engine, state = make(rows=16, size=2**63)
+    assert [table.shape for table in state.tables.values()] == [(16, 4)]
+    far = 2**32 * np.arange(1, 9) + 5
+    first = engine.rows(state, "items", [5, *far.tolist()])
+    assert len(np.unique(first[:, 0])) == 9
+    state = train(engine, state, far, np.arange(16), np.arange(16, 32))
+    np.testing.assert_array_equal(np.sort(far), engine.touched("items")[-8:])
+    assert not np.array_equal(first[1:], engine.rows(state, "items", far))
+    small, state = make(rows=8)
+    np.testing.assert_array_equal(first[:1], small.rows(state, "items", [5]))
+
+
+def test_a_lost_row_stops_the_training(monkeypatch):
+    engine, state = make()
+    state = train(engine, state, np.arange(16))
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HostRows, "write", full)
+        state = train(engine, state, np.arange(16, 32))
+        with pytest.raises(RuntimeError, match=r"HostStorage: .* No space left"):
+            engine.storage.flush()
+    batch = engine.place(np.arange(32, 48).reshape(BATCH, 2))
+    with pytest.raises(RuntimeError, match=r"rows of \['items'\] written at home"):
+        engine.admit(state, batch)
+    assert engine.vocabularies.admitted == 2
+
+
+def test_rows_in_a_file_are_those_in_memory(tmp_path):
+    pairs = [make(), make(path=tmp_path)]
+    batches = [np.random.default_rng(i).integers(0, 200, 16) for i in range(6)]
+    states = [train(engine, state, *batches) for engine, state in pairs]
+    ids = np.arange(200)
+    np.testing.assert_array_equal(
+        *(
+            engine.rows(state, "items", ids)
+            for (engine, _), state in zip(pairs, states, strict=True)
+        )
+    )
+    counts = [engine.storage.counters["items"] for engine, _ in pairs]
+    assert counts[0]["sent"] == counts[1]["sent"] > 0
+    assert not list(tmp_path.iterdir())  # it has no name
+
+
+def test_a_new_beginning_forgets_what_is_at_home():
+    engine, state = make()
+    train(engine, state, np.arange(16), np.arange(16, 32))
+    state = engine.init(jax.random.key(4))
+    engine.vocabularies.rewind(state)
+    assert engine.touched("items").size == engine.storage.counters["items"]["rows"] == 0
+    train(engine, state, np.arange(16))
+
+
+def test_no_thread_outlives_its_engine():
+    engine, state = make()
+    train(engine, state, np.arange(16), np.arange(16, 32))
+    engine.storage.flush()
+    del engine, state
+    gc.collect()
+    names = [thread.name for thread in threading.enumerate()]
+    for thread in threading.enumerate():
+        if "write-back" in thread.name:
+            thread.join(60)
+            assert not thread.is_alive(), names
+
+
+REFUSED = {
+    "tables": lambda engine, state: engine.tables(state),
+    "slots": lambda engine, state: engine.slots(state),
+    "load": lambda engine, state: engine.load(state, "items", [np.zeros((200, 4))]),
+    "set_rows": lambda engine, state: engine.set_rows(state, "items", [1], np.zeros((1, 4))),
+    "checkpoint": lambda engine, state: io.save("nowhere", engine, state),
+    "table_statistics": lambda engine, state: tpu_embed.metrics.table_statistics(engine, state),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_needs_the_whole_table_is_refused(what):
+    with pytest.raises(ValueError, match=f"{what}: .*engine.touched.* and engine.rows"):
+        REFUSED[what](*make())
+
+
+def test_what_does_not_suit_a_table_on_the_host_is_refused():
+    storage = HostStorage(device_rows=8)
+    for field, value in {
+        "placement": "replicated",
+        "vocabulary": tpu_embed.DynamicVocabulary(),
+        "vocabulary_size": 2**63 + 1,
+        "initializer": tpu_embed.RowIdInitializer(),
+    }.items():
+        options = {"vocabulary_size": 9, "dim": 4, "storage": storage, field: value}
+        with pytest.raises(ValueError, match=re.escape(f"TableConfig.{field}")):
+            TableConfig(**options)
+    with pytest.raises(ValueError, match=r"HostStorage.device_rows"):
+        HostStorage(device_rows=0)
+    with pytest.raises(ValueError, match=r"HostStorage.evict"):
+        HostStorage(device_rows=8, evict="none")
+    feature = FeatureConfig(TableConfig(9, 4, name="items", storage=storage))
+    with pytest.raises(ValueError, match=r"'items' with storage: optimizer.*lazy_adam=True"):
+        tpu_embed.EmbeddingEngine(feature, o.Adam(0.1, lazy_adam=False))
+    with pytest.raises(ValueError, match=r"serving_lookup: .*'items' on the host"):
+        io.serving_lookup({"items": np.zeros((9, 4))}, {"x": np.zeros(8, int)}, {"x": feature})
+    with pytest.raises(ValueError, match=r"'items': .*got ids of a table on the host"):
+        tpu_embed.nn.EmbeddingBag(feature.table, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"plan: .*'items', with storage"):
+        planning.plan({"x": feature}, o.SGD(0.1), "v5e:2x2", {"x": np.zeros((8, 2), int)})

@@ -1,0 +1,106 @@
+"""`Homes`: rows that leave and come back have the values with which they left, however late."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from tpu_embed.storage import VALUES, Homes, HomeTable, HostStorage, RowField, slot_field
+
+FIELDS = {
+    VALUES: RowField((2,), np.dtype(np.float32)),
+    slot_field("sums"): RowField((), np.dtype(np.float32)),
+}
+LONG = 60
+
+
+def homes():
+    return Homes({"items": HomeTable(HostStorage(device_rows=8), FIELDS)})
+
+
+def rows_of(values):
+    numbers = np.asarray(values, np.float32)
+    return {VALUES: np.stack([numbers, -numbers], axis=1), slot_field("sums"): numbers + 0.5}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_departures_and_returns_follow_a_dictionary(seed):
+    """The model: what is on the devices, what each batch displaces, and what left last."""
+    rng, home = np.random.default_rng(seed), homes()
+    held: dict[int, float] = {}  # on the devices, as of the admitted step
+    left: dict[int, float] = {}  # the value with which a key has left
+    there = set()  # on the devices, as of the placed step
+    placed, admitted, waiting, late = 0, 0, [], 0
+    for _ in range(300):
+        if rng.random() < 0.5 and len(waiting) < 3:
+            out = rng.permutation(sorted(there))[: rng.integers(0, 4)]
+            new = np.setdiff1d(rng.integers(0, 30, 5), sorted(there)).astype(np.uint64)
+            before = [(step, keys) for step, keys, _ in waiting]
+            incoming = home.fetch("items", new, before)
+            late += int((incoming.awaited > 0).sum())
+            there = (there - set(out.tolist())) | set(new.tolist())
+            placed += 1
+            waiting.append((placed, out.astype(np.uint64), incoming))
+        elif waiting:
+            step, out, incoming = waiting.pop(0)
+            found, known = home.complete("items", incoming)
+            for i, key in enumerate(incoming.keys.tolist()):
+                assert known[i] == (key in left)
+                if known[i]:
+                    assert {n: some[i].tolist() for n, some in found.items()} == {
+                        n: some[0].tolist() for n, some in rows_of([left[key]]).items()
+                    }
+            leaving, pause = [held.pop(key) for key in out.tolist()], rng.random() * 0.002
+            left |= dict(zip(out.tolist(), leaving, strict=True))
+
+            def read(leaving=leaving, pause=pause):
+                time.sleep(pause)
+                return {"items": rows_of(leaving)}
+
+            home.send(step, {"items": out}, read)
+            admitted += 1
+            # A row that was brought is trained: it leaves with another value.
+            held |= dict.fromkeys(incoming.keys.tolist(), float(rng.integers(1000)))
+    assert late > 10
+    home.flush()
+    assert home["items"].ids().tolist() == sorted(left)
+    found, known = home.visit("items", home["items"].ids())
+    assert known.all()
+    np.testing.assert_array_equal(found[VALUES], rows_of([left[k] for k in sorted(left)])[VALUES])
+    home.clear()
+    assert home.counters["items"]["rows"] == 0
+
+
+def test_only_a_row_that_has_not_arrived_is_waited_for():
+    home, go = homes(), threading.Event()
+
+    def read():
+        assert go.wait(LONG)
+        return {"items": rows_of([5.0])}
+
+    home.send(1, {"items": np.array([7], np.uint64)}, read)
+    other, same = (home.fetch("items", np.array([key], np.uint64), []) for key in (8, 7))
+    assert [one.awaited.tolist() for one in (other, same)] == [[0], [1]]
+    assert not home.complete("items", other)[1].any()
+    done = []
+    thread = threading.Thread(target=lambda: done.append(home.complete("items", same)))
+    thread.start()
+    assert not done
+    go.set()
+    thread.join(LONG)
+    assert done[0][0][VALUES].tolist() == [[5.0, -5.0]]
+
+
+def test_a_row_that_cannot_be_read_is_reported_until_all_is_forgotten():
+    home = homes()
+
+    def read():
+        raise OSError("the device is gone")
+
+    home.send(3, {"items": np.array([7], np.uint64)}, read)
+    for call in (home.flush, home.check, lambda: home.visit("items", np.array([7], np.uint64))):
+        with pytest.raises(RuntimeError, match="at step 3: OSError: the device is gone"):
+            call()
+    home.clear()
+    home.check()

@@ -1,0 +1,200 @@
+"""Read and replace logical tables, slots and rows: what users see of a state.
+
+Rows are read wherever they are: on the devices, at home on the host, or not drawn yet.
+
+Input: a state, names of tables and slots, ids of rows. Output: arrays; or a new state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embed._checks import message
+from tpu_embed._types import Array, ArrayLike
+from tpu_embed.core.layout import Layout
+from tpu_embed.core.state import (
+    Field,
+    RowMover,
+    TableState,
+    check_own,
+    draw_fields,
+    field,
+    logical,
+)
+from tpu_embed.kernels import storage
+from tpu_embed.storage import VALUES, Homes, slot_field
+from tpu_embed.vocabulary import Vocabularies
+
+
+class LogicalRows:
+    """The part of an engine that reads and replaces rows.
+
+    Args:
+      layout: the engine's layout.
+      vocabularies: its maps, which know the rows of tables on the host; None without them.
+    """
+
+    def __init__(self, layout: Layout, vocabularies: Vocabularies | None) -> None:
+        self._layout, self._maps = layout, vocabularies
+        self._mover = RowMover(layout)
+
+    def tables(self, state: TableState) -> dict[str, Array]:
+        """Return the logical tables `[V, D]` by name, in their dtype; copies all of them."""
+        return logical.tables(state, self._layout)
+
+    def slots(self, state: TableState) -> dict[str, dict[str, Array]]:
+        """Return the logical slots by table name, then slot name; copies all of them.
+
+        A slot is `[V, D]`, or `[V]` for one number per row, or the array that a whole stack shares.
+        """
+        return logical.slots(state, self._layout)
+
+    def rows(
+        self, state: TableState, name: str, ids: ArrayLike, *, slot: str | None = None
+    ) -> np.ndarray:
+        """Return some rows of a table or slot, `[n, …]`, from the devices or from home.
+
+        Args:
+          state: the state; with tables on the host the newest one.
+          name: the table.
+          ids: integers `[n]` in [0, V).
+          slot: the slot, or None for the table itself.
+
+        Raises:
+          ValueError: an unknown name, or a bad id.
+        """
+        check_own(state, self._layout)
+        f = field(self._layout, name, slot)
+        if not f.shape.per_row:
+            expected, got = "a slot with values per row", "one array that the whole stack shares"
+            raise ValueError(message(f.label, expected=expected, got=got, remedy="engine.slots"))
+        distinct, inverse = np.unique(self._checked(f, ids), return_inverse=True)
+        part = VALUES if slot is None else slot_field(slot)
+        if f.table.is_on_host:
+            stored = self._of_host(state, f, distinct.view(np.uint64), part)
+        else:
+            stored = self._on_devices(state, f, distinct, part)
+        return stored.view(jnp.dtype(f.shape.dtype))[inverse.reshape(-1)]
+
+    def touched(self, name: str) -> np.ndarray:
+        """Return the ids of a table on the host that training batches had, int64, ascending."""
+        homes, maps = self._of(name)
+        keys, _ = maps.keys(name)
+        return np.union1d(keys, homes[name].ids()).view(np.int64)
+
+    def set_rows(
+        self,
+        state: TableState,
+        name: str,
+        rows: ArrayLike,
+        values: ArrayLike,
+        *,
+        slot: str | None = None,
+    ) -> TableState:
+        """Return the state with some rows of a table, or of one of its slots, replaced.
+
+        Args:
+          state: the state.
+          name: the table.
+          rows: row ids, integers `[n]`, all different; a jit does not write those outside [0, V).
+          values: `[n, D]` (`[n]` for a slot of one number per row).
+          slot: the slot, or None for the table itself.
+
+        Raises:
+          ValueError: an unknown name, a bad or repeated row id, a wrong shape.
+        """
+        return logical.set_rows(state, self._layout, name, rows, values, slot=slot)
+
+    def load(
+        self,
+        state: TableState,
+        name: str,
+        blocks_of_rows: Iterable[ArrayLike],
+        *,
+        slot: str | None = None,
+    ) -> TableState:
+        """Return the state with a whole table, or one of its slots, replaced.
+
+        Args:
+          state: the state.
+          name: the table.
+          blocks_of_rows: arrays `[n, D]`, which together are rows 0 … V - 1; read one by one.
+          slot: the slot, or None for the table itself.
+
+        Raises:
+          ValueError: an unknown name, a block of a wrong shape, or not V rows in all.
+        """
+        return logical.load(state, self._layout, name, blocks_of_rows, slot=slot)
+
+    def load_arrays(
+        self,
+        state: TableState,
+        tables: Mapping[str, ArrayLike],
+        slots: Mapping[str, Mapping[str, ArrayLike]] | None = None,
+    ) -> TableState:
+        """Return the state with whole tables and slots replaced; all are checked first.
+
+        Args:
+          state: the state.
+          tables: `[V, D]` by table name.
+          slots: by table name, then slot name, as `slots` returns them.
+
+        Raises:
+          ValueError: an unknown name, or a wrong shape.
+        """
+        return logical.load_arrays(state, self._layout, tables, slots or {})
+
+    def _checked(self, f: Field, ids: ArrayLike) -> np.ndarray:
+        """Return row ids, int64 `[n]`.
+
+        Raises:
+          ValueError: they are no integers `[n]` in [0, V).
+        """
+        given, size = np.asarray(ids), f.table.declared_size
+        if given.ndim != 1 or given.dtype.kind not in "iu":
+            expected, got = "integers of shape (n,)", f"{given.dtype} of shape {given.shape}"
+            raise ValueError(message(f"{f.label}: ids", expected=expected, got=got))
+        outside = given[(given < 0) | (given >= size)]
+        if outside.size:
+            expected, got = f"ids in [0, {size})", f"{outside[0]}"
+            raise ValueError(message(f"{f.label}: ids", expected=expected, got=got))
+        return given.astype(np.int64)
+
+    def _of_host(self, state: TableState, f: Field, keys: np.ndarray, part: str) -> np.ndarray:
+        """Return stored rows of a table on the host, `[n, …]`, for distinct keys."""
+        homes, maps = self._of(f.table.name)
+        maps.check_newest(state)
+        name = f.table.name
+        places = maps.find(name, keys, maps.admitted).astype(np.int64)
+        here = places >= 0
+        at_home, found = homes.visit(name, keys[~here])
+        away = at_home[part]
+        if not found.all():
+            assert state.vocabulary is not None, "checked"
+            lacking = keys[~here][~found]
+            away[~found] = draw_fields(state.vocabulary, f.table, f.stack, lacking)[part]
+        rows = np.empty((keys.size, *away.shape[1:]), away.dtype)
+        rows[~here], rows[here] = away, self._on_devices(state, f, places[here], part)
+        return rows
+
+    def _on_devices(self, state: TableState, f: Field, rows: np.ndarray, part: str) -> np.ndarray:
+        """Return stored rows, `[n, …]`, for distinct logical rows that the devices hold."""
+        if not rows.size:
+            return np.zeros((0, *f.shape.shape), storage.stored_dtype(f.shape.dtype))
+        name = f.table.name
+        return self._mover.collect(state, {name: rows}).read()[name][part]
+
+    def _of(self, name: str) -> tuple[Homes, Vocabularies]:
+        """Return the homes and the maps that know a table on the host.
+
+        Raises:
+          ValueError: it is no such table.
+        """
+        maps = self._maps
+        if maps is None or maps.homes is None or name not in maps.homes.tables:
+            expected, got = "a table with storage=HostStorage(…)", f"{name!r}"
+            raise ValueError(message("table", expected=expected, got=got))
+        return maps.homes, maps

@@ -1,0 +1,54 @@
+"""Declaration of a table that is at home on the host: how many of its rows the devices hold.
+
+Input: what the user writes. Output: a frozen, validated object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Literal
+
+from tpu_embed import _checks
+
+EvictFromDevice = Literal["lru", "lfu"]
+
+_EVICT = ("lru", "lfu")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostStorage:
+    """Keep the rows of a table, and their slots, on the host, and the busy ones on the devices.
+
+    Every row has its home on the host; `device_rows` of them have a place on the devices. A
+    training batch brings its rows to the devices, and sends home those that it displaces.
+    Activations and updates are, to the bit, those of a table that is wholly on the devices,
+    whatever is given here. A row that no training batch has had takes no memory: it is drawn, as
+    `init` draws it, when it is looked up.
+
+    Args:
+      device_rows: C, the rows that the devices hold together; a batch must find room for its
+        distinct rows, and those of the `lookahead` batches before it.
+      path: a folder on a fast local disk, for a scratch file that holds the rows; None: the host's
+        memory holds them.
+      evict: the row that goes home when a place is needed. "lru": the one that was seen longest
+        ago; "lfu": the one that the fewest training batches have had since it came.
+
+    Raises:
+      ValueError: an argument is outside its range.
+
+    Example:
+      >>> HostStorage(device_rows=1_000_000).evict
+      'lru'
+    """
+
+    device_rows: int
+    path: str | None = None
+    evict: EvictFromDevice = "lru"
+
+    def __post_init__(self) -> None:
+        rows = _checks.check_int("HostStorage.device_rows", self.device_rows, minimum=1)
+        object.__setattr__(self, "device_rows", rows)
+        _checks.check_choice("HostStorage.evict", self.evict, _EVICT)
+        if self.path is not None:
+            object.__setattr__(self, "path", os.fspath(self.path))

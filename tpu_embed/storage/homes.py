@@ -1,0 +1,282 @@
+"""The homes of an engine's rows on the host, and the rows that are on their way there.
+
+When a training batch is admitted, the rows that it displaces are copied from the devices in the
+background and written at home. When one is placed, its incoming rows are read from home ahead of
+time. Between the two stands a row that comes back before it has arrived:
+
+    step   placed   the batch displaces    and brings     row 7 is read
+     5       yes    7                                     -
+     6       yes                           7              at `complete`, once step 5 has arrived
+
+All other rows at home are final: nobody writes a row at home before it has been to the devices.
+
+Input: keys, rows by field, steps. Output: rows by field.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tpu_embed._checks import message
+from tpu_embed.storage.config import HostStorage
+from tpu_embed.storage.host_rows import HostRows, RowField
+
+VALUES = "values"
+"""The name of a row's values among the fields that it has."""
+
+
+def slot_field(slot: str) -> str:
+    """Return the name of a slot among the fields of a row."""
+    return f"slot {slot}"
+
+
+_MOST_ON_THEIR_WAY = 4
+"""Steps whose displaced rows may be on their way at a time: their copies take memory."""
+
+Rows = Mapping[str, np.ndarray]
+"""What some rows have: `[n, …]` by field."""
+
+
+class HomeTable(NamedTuple):
+    """A table that is at home on the host.
+
+    Attributes:
+      storage: what the user declared.
+      fields: what a row has.
+    """
+
+    storage: HostStorage
+    fields: dict[str, RowField]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Incoming:
+    """Rows of one table that a batch brings to the devices.
+
+    Attributes:
+      keys: uint64 `[n]`.
+      rows: `[n, …]` by field; arbitrary where there is none at home, or none yet.
+      found: bool `[n]`, whether a row was at home.
+      awaited: int64 `[n]`, the step whose displaced rows must have arrived first; 0: none.
+    """
+
+    keys: np.ndarray
+    rows: dict[str, np.ndarray]
+    found: np.ndarray
+    awaited: np.ndarray
+
+
+class _Departure(NamedTuple):
+    """Rows on their way home: their keys by table, and when they have arrived."""
+
+    keys: Mapping[str, np.ndarray]
+    arrived: concurrent.futures.Future[None]
+
+
+class Homes:
+    """The homes of all tables of an engine that are on the host: `engine.storage`.
+
+    Any thread may call any method.
+
+    Args:
+      tables: by name.
+
+    Attributes:
+      tables: see above.
+
+    Example:
+      >>> import jax, numpy as np, tpu_embed
+      >>> storage = tpu_embed.HostStorage(device_rows=8)
+      >>> table = tpu_embed.TableConfig(2**40, 2, name="item", storage=storage)
+      >>> optimizer = tpu_embed.optimizers.SGD(0.1)
+      >>> engine = tpu_embed.EmbeddingEngine(tpu_embed.FeatureConfig(table), optimizer)
+      >>> state = engine.init(jax.random.key(0))
+      >>> for first in (0, 8, 2**39):
+      ...     batch = engine.place(np.arange(first, first + 8).reshape(8, 1))
+      ...     state, batch = engine.admit(state, batch)
+      ...     state = engine.update(state, batch, engine.lookup(state, batch))
+      >>> engine.storage.flush()
+      >>> engine.storage.counters["item"]["rows"], engine.touched("item").size
+      (16, 24)
+    """
+
+    def __init__(self, tables: Mapping[str, HomeTable]) -> None:
+        self.tables = dict(tables)
+        self._rows = self._empty()
+        self._lock = threading.RLock()
+        self._departures: dict[int, _Departure] = {}
+        self._counts = {name: dict.fromkeys(("sent", "brought", "late"), 0) for name in tables}
+        # Its thread ends with it, and the interpreter waits at its end for what it was given.
+        self._writer = concurrent.futures.ThreadPoolExecutor(1, "tpu_embed write-back")
+
+    def _empty(self) -> dict[str, HostRows]:
+        pairs = self.tables.items()
+        return {name: HostRows(one.fields, one.storage.path) for name, one in pairs}
+
+    def __getitem__(self, name: str) -> HostRows:
+        """Return the rows of a table that have arrived at home."""
+        return self._rows[name]
+
+    @property
+    def counters(self) -> dict[str, dict[str, int]]:
+        """What each table has at home, and totals of the rows that batches moved.
+
+        `rows` at home and the `bytes` that they take, index included; rows "sent" home, "brought"
+        from there, and of these the "late" ones, which came back before they had arrived.
+        """
+        with self._lock:
+            return {
+                name: {"rows": len(rows), "bytes": rows.nbytes, **self._counts[name]}
+                for name, rows in self._rows.items()
+            }
+
+    # -- coming --------------------------------------------------------------------------------
+
+    def fetch(
+        self, name: str, keys: np.ndarray, placed: Sequence[tuple[int, np.ndarray]]
+    ) -> Incoming:
+        """Read the rows of keys that come to the devices, as far as they are final at home.
+
+        Args:
+          name: the table.
+          keys: distinct, uint64 `[n]`.
+          placed: of batches that are placed and not admitted, the step and the keys that it
+            displaces; read before this call, so that no step is between `placed` and on its way.
+        """
+        awaited = np.zeros(keys.size, np.int64)
+        for step, leaving in sorted([*placed, *self._on_their_way(name)], key=lambda one: one[0]):
+            awaited[np.isin(keys, leaving)] = step
+        incoming = Incoming(keys, {}, np.zeros(keys.size, bool), awaited)
+        self._read(name, incoming, awaited == 0)
+        return incoming
+
+    def complete(self, name: str, incoming: Incoming) -> tuple[Rows, np.ndarray]:
+        """Return the rows that a batch brings, and which of them were at home, bool `[n]`.
+
+        Waits for those that had to arrive first.
+        """
+        late = np.flatnonzero(incoming.awaited)
+        for step in np.unique(incoming.awaited[late]).tolist():
+            self._wait(step)
+        if late.size:
+            self._read(name, incoming, incoming.awaited > 0)
+        return incoming.rows, incoming.found
+
+    def note_brought(self, name: str, incoming: Incoming) -> None:
+        """Count the rows that a batch has brought to the devices."""
+        with self._lock:
+            self._counts[name]["brought"] += int(incoming.found.sum())
+            self._counts[name]["late"] += int((incoming.awaited > 0).sum())
+
+    def _read(self, name: str, incoming: Incoming, chosen: np.ndarray) -> None:
+        """Read the chosen rows, bool `[n]`, of a batch."""
+        if chosen.all():
+            rows, incoming.found[:] = self._rows[name].read(incoming.keys)
+            incoming.rows.update(rows)
+            return
+        rows, incoming.found[chosen] = self._rows[name].read(incoming.keys[chosen])
+        for field, values in rows.items():
+            shape = incoming.keys.size, *values.shape[1:]
+            incoming.rows.setdefault(field, np.empty(shape, values.dtype))[chosen] = values
+
+    def visit(self, name: str, keys: np.ndarray) -> tuple[Rows, np.ndarray]:
+        """Return the rows of keys that the devices do not hold, and which are found, bool `[n]`.
+
+        Waits for those that are on their way home.
+        """
+        return self.complete(name, self.fetch(name, keys, ()))
+
+    # -- going ---------------------------------------------------------------------------------
+
+    def send(
+        self, step: int, keys: Mapping[str, np.ndarray], read: Callable[[], Mapping[str, Rows]]
+    ) -> None:
+        """Write rows at home in the background.
+
+        Args:
+          step: of the batch that displaces them.
+          keys: distinct, uint64 `[n]` by table.
+          read: returns the rows of each table; it may wait for the devices.
+        """
+        leaving = {name: some for name, some in keys.items() if some.size}
+        if not leaving:
+            return
+        with self._lock:
+            oldest = sorted(self._departures)[: -_MOST_ON_THEIR_WAY + 1]
+        for before in oldest:
+            self._wait(before)
+        with self._lock:
+            arrived = self._writer.submit(self._write, leaving, read)
+            self._departures[step] = _Departure(leaving, arrived)
+            for name, some in leaving.items():
+                self._counts[name]["sent"] += some.size
+
+    def _write(
+        self, keys: Mapping[str, np.ndarray], read: Callable[[], Mapping[str, Rows]]
+    ) -> None:
+        rows = read()
+        for name, some in keys.items():
+            self._rows[name].write(some, rows[name])
+
+    def _on_their_way(self, name: str) -> list[tuple[int, np.ndarray]]:
+        """Return the steps whose displaced rows of a table have not arrived, with their keys."""
+        with self._lock:
+            here = {
+                step: one
+                for step, one in self._departures.items()
+                if one.arrived.done() and one.arrived.exception() is None
+            }
+            for step in here:
+                del self._departures[step]
+            pairs = self._departures.items()
+            return [(step, one.keys[name]) for step, one in pairs if name in one.keys]
+
+    def _wait(self, step: int) -> None:
+        with self._lock:
+            departure = self._departures.get(step)
+        if departure is not None:
+            concurrent.futures.wait([departure.arrived])
+            self.check()
+
+    def check(self) -> None:
+        """Check that no row was lost on its way home.
+
+        Raises:
+          RuntimeError: some were; the cause is the error that kept them from being written.
+        """
+        with self._lock:
+            departures = dict(self._departures)
+        for step, one in departures.items():
+            error = one.arrived.exception() if one.arrived.done() else None
+            if error is not None:
+                expected = f"rows of {sorted(one.keys)} written at home"
+                got = f"an error at step {step}: {type(error).__name__}: {error}"
+                remedy = "restore the last checkpoint, when there is room again"
+                text = message("HostStorage", expected=expected, got=got, remedy=remedy)
+                raise RuntimeError(text) from error
+
+    def flush(self) -> None:
+        """Wait until all rows that were sent home have arrived.
+
+        Raises:
+          RuntimeError: some were lost; see `check`.
+        """
+        with self._lock:
+            steps = sorted(self._departures)
+        for step in steps:
+            self._wait(step)
+
+    def clear(self) -> None:
+        """Forget all rows, those on their way too."""
+        with self._lock:
+            waiting = [one.arrived for one in self._departures.values()]
+        concurrent.futures.wait(waiting)
+        with self._lock:
+            self._departures = {}
+            self._rows = self._empty()
