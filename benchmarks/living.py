@@ -26,10 +26,9 @@ from tpu_embed import optimizers
 class Contestant:
     """An engine of one table, its state, and the milliseconds of the parts of each step."""
 
-    def __init__(self, capacity: int, dim: int, devices: int, vocabulary) -> None:
-        table = tpu_embed.TableConfig(
-            capacity, dim, combiner="sum", name="items", vocabulary=vocabulary
-        )
+    def __init__(self, capacity: int, dim: int, devices: int, vocabulary, storage=None) -> None:
+        made = {"vocabulary": vocabulary, "storage": storage}
+        table = tpu_embed.TableConfig(capacity, dim, combiner="sum", name="items", **made)
         mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("d",))
         self.engine = tpu_embed.EmbeddingEngine(
             {"x": tpu_embed.FeatureConfig(table)}, optimizers.Adagrad(0.1), mesh=mesh
