@@ -32,6 +32,9 @@ def batch_statistics(
       are outside of the table and that `on_bad_id` dropped or clipped; `hottest`, pairs (id,
       count), the most frequent first and the smaller id first among equals; `hottest_share`, the
       fraction of all ids that are the most frequent one. Keys of living vocabularies count as ids.
+      A table on the host has also `hits`, how many of the rows the devices hold after the batches
+      placed so far, and `misses`, how many they do not: if this batch is placed next, these rows
+      will be brought.
 
     Raises:
       ValueError: whatever `place` refuses; `hottest` is not an integer of at least 1.
@@ -57,7 +60,20 @@ def batch_statistics(
         )
         if config.vocabulary is None:  # no key of a living vocabulary is bad
             bad[name] += _bad(leaf, config.vocabulary_size)
-    return {name: _counts(np.concatenate(ids[name]), bad[name], top) for name in ids}
+    joined = {name: np.concatenate(some) for name, some in ids.items()}
+    return {
+        name: _counts(some, bad[name], top) | _hits(engine, name, some)
+        for name, some in joined.items()
+    }
+
+
+def _hits(engine: EmbeddingEngine, name: str, ids: np.ndarray) -> dict[str, int]:
+    """Return how many rows of a table on the host are on the devices; nothing of another table."""
+    if engine.storage is None or name not in engine.storage.tables:
+        return {}
+    assert engine.vocabularies is not None, "they give rows their places"
+    found = engine.vocabularies.find(name, np.unique(ids).astype(np.uint64))
+    return {"hits": int((found >= 0).sum()), "misses": int((found < 0).sum())}
 
 
 def _bad(leaf: Any, vocabulary_size: int) -> int:

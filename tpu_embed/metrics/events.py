@@ -29,7 +29,10 @@ def counters(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
       living vocabularies also `refused_batches`, the steps skipped inside a jit because the batch
       was not in order, and `vocabularies` by table: `keys` that have a row, `occupancy`, their
       share of the rows, and totals of keys "admitted", "evicted", "expired", "unseen" and
-      "forgotten", of all batches that were admitted, whatever was placed ahead.
+      "forgotten", of all batches that were admitted, whatever was placed ahead. With tables on the
+      host also `storage` by table: what `engine.storage.counters` has, and "missed", the distinct
+      rows that admitted batches did not find on the devices, summed over the batches: those that
+      were "brought" from home, and those that no batch had before.
 
     Raises:
       ValueError: the state is not this engine's.
@@ -45,5 +48,12 @@ def counters(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
         counted["vocabularies"] = {
             name: {"occupancy": one["keys"] / tables[name].vocabulary_size, **one}
             for name, one in engine.vocabularies.admitted_counters.items()
+        }
+    if engine.storage is not None:
+        assert engine.vocabularies is not None, "they give rows their places"
+        admitted = engine.vocabularies.admitted_counters
+        counted["storage"] = {
+            name: {"missed": admitted[name]["admitted"], **one}
+            for name, one in engine.storage.counters.items()
         }
     return counted

@@ -87,8 +87,9 @@ def describe_devices(layout: Layout) -> str:
 def describe_tables(layout: Layout) -> list[str]:
     """Return a line per table, such as `films: [1000, 16] float32, mod over 8 shards, Adam(0.1)`.
 
-    A living vocabulary adds how its keys are evicted: `…, keys (lru)`; a table on the host, how
-    many of its rows the devices hold.
+    A living vocabulary adds how its keys are evicted: `…, keys (lru)`; a table on the host, where
+    its rows are, how many of them the devices hold, and which leave first: `…, at home in memory,
+    4096 rows on the devices (lru)`.
 
     Args:
       layout: the engine's layout.
@@ -109,5 +110,8 @@ def _line(stack: Stack, table: TableSlice) -> str:
     size = f"[{table.declared_size}, {stack.dim}] {stack.dtype}"
     keys = "" if table.vocabulary is None else f", keys ({table.vocabulary.evict})"
     if table.is_on_host:
-        keys = f", {table.vocabulary_size} rows on the devices"
+        storage = table.storage
+        assert storage is not None, "a table on the host"
+        home = "memory" if storage.path is None else "a file"
+        keys = f", at home in {home}, {storage.device_rows} rows on the devices ({storage.evict})"
     return f"{table.name}: {size}, {stack.placement}{shards}, {rule}{keys}"
