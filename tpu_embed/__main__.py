@@ -25,6 +25,7 @@ from tpu_embed.check import PARTS, run_parts
 from tpu_embed.kernels import cpu, dispatch
 from tpu_embed.planning.compiled import Compiled, compile_for
 from tpu_embed.planning.estimate import Estimate, estimate
+from tpu_embed.planning.options import read_options
 from tpu_embed.planning.profile import profile_step
 
 PACKAGES = ("tpu-embed", "jax", "jaxlib", "optax", "flax", "numpy")
@@ -108,8 +109,9 @@ def show_plan(args: argparse.Namespace) -> None:
 
     Args:
       args: `config`, a Python file that defines `workload() -> (feature_config, optimizer, batch)`;
-        `topology`; `json`; `compile`; `cycles`, whether to compile a second time for the cycles of
-        the TensorCore.
+        `topology`; `memory`; `hit_rate`, `sample` and `touched`, of tables on the host; `json`;
+        `compile`; `admit`, whether to compile what moves rows, too; `cycles`, whether to compile a
+        second time for the cycles of the TensorCore.
 
     Raises:
       TypeError: the batch has other containers than the features, or ids that are not integers.
@@ -125,7 +127,11 @@ def show_plan(args: argparse.Namespace) -> None:
         got = f"{target} device(s)"
         raise ValueError(message("--compile", expected="a topology", got=got, remedy=remedy))
     memory = None if args.memory is None else _bytes(args.memory)
-    plan = planning.plan(feature_config, optimizer, target, batch, memory=memory)
+    rates, touched = read_options(
+        feature_config, hit_rates=args.hit_rate, samples=args.sample, touched_rows=args.touched
+    )
+    given: dict[str, Any] = {"hit_rates": rates, "touched_rows": touched, "memory": memory}
+    plan = planning.plan(feature_config, optimizer, target, batch, **given)
     if not args.json:
         print(plan.explain())
     elif not (args.compile and plan.fits):
@@ -134,7 +140,7 @@ def show_plan(args: argparse.Namespace) -> None:
     if args.compile:
         # libtpu compiles for a TPU without having one; JAX must not search for one here.
         jax.config.update("jax_platforms", "cpu")
-        compiled = compile_for(args.topology, feature_config, optimizer, batch)
+        compiled = compile_for(args.topology, feature_config, optimizer, batch, hit_rates=rates)
         if not args.json:
             print(compiled.explain(), flush=True)
         found = _estimate(args, compiled)
@@ -146,7 +152,8 @@ def _estimate(args: argparse.Namespace, compiled: Compiled) -> Estimate:
     if not args.cycles or planning.Topology(args.topology).chip.clock is None:
         return estimate(compiled)
     # The same command again, in a process that may abort.
-    again = ["plan", args.config, "--topology", args.topology, "--compile", "--no-cycles"]
+    again = ["plan", args.config, "--topology", args.topology]
+    again += ["--compile", "--no-cycles", "--no-admit"]
     try:
         profile = profile_step([sys.executable, "-m", "tpu_embed", *again], compiled.text)
     except RuntimeError as error:
@@ -215,6 +222,7 @@ def _as_json(plan: planning.Plan, compiled: Compiled, found: Estimate) -> str:
     """Return the plan as a JSON object, with the compiler's figures under "compiled"."""
     fields = {f.name: getattr(compiled, f.name) for f in dataclasses.fields(compiled)}
     said = {name: value for name, value in fields.items() if name not in ("plan", "text")}
+    said["admit"] = [dataclasses.asdict(one) for one in compiled.admit]
     more = {"compiled": said, "estimate": found.figures()}
     return json.dumps(json.loads(plan.to_json()) | more)
 
@@ -242,6 +250,7 @@ def _add_plan(commands: Any) -> None:
         "--topology", required=True, help="v5p:4x4x4, v5p-128, or a number of devices"
     )
     command.add_argument("--memory", help="of each device, such as 80GiB; a topology has its own")
+    _add_host_options(command)
     command.add_argument(
         "--compile", action="store_true", help="compile for it, too (needs libtpu)"
     )
@@ -251,8 +260,37 @@ def _add_plan(commands: Any) -> None:
         action="store_false",
         help="with --compile: do not compile a second time for the cycles of the TensorCore",
     )
+    command.add_argument(
+        "--no-admit",
+        dest="admit",
+        action="store_false",
+        help="with --compile: not the programs that move rows of tables on the host",
+    )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=show_plan)
+
+
+def _add_host_options(command: argparse.ArgumentParser) -> None:
+    """Add what is said of tables on the host."""
+    of_tables: dict[str, Any] = {"action": "append", "default": []}
+    command.add_argument(
+        "--hit-rate",
+        metavar="[TABLE=]SHARE",
+        help="of tables on the host: the share of a batch's rows that the devices hold",
+        **of_tables,
+    )
+    command.add_argument(
+        "--sample",
+        metavar="TABLE=FILE",
+        help="count it on a .npy file of batches of ids; the first one is not counted",
+        **of_tables,
+    )
+    command.add_argument(
+        "--touched",
+        metavar="TABLE=ROWS",
+        help="how many rows of a table on the host training touches",
+        **of_tables,
+    )
 
 
 def _check_spelling(arguments: list[str], commands: Mapping[str, argparse.ArgumentParser]) -> None:

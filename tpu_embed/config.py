@@ -166,7 +166,7 @@ class TableConfig:
         _check_type(f"{what}.storage", self.storage, HostStorage)
         refused = {
             "vocabulary": (self.vocabulary is not None, "None: ids are row numbers"),
-            "placement": (self.placement not in ("mod", "div"), '"mod" or "div"'),
+            "placement": (self.placement == "replicated", '"mod", "div" or "auto"'),
             "vocabulary_size": (self.vocabulary_size > 2**63, "at most 2**63"),
         }
         for field, (is_bad, expected) in refused.items():

@@ -140,6 +140,19 @@ def test_rows_in_a_file_are_those_in_memory(tmp_path):
     assert not list(tmp_path.iterdir())  # it has no name
 
 
+def test_descriptions_tell_of_the_storage(tmp_path):
+    engine, _ = make(rows=24, evict="lfu")
+    line = "items: [200, 4] float32, mod"
+    assert line in repr(engine)
+    assert "Adagrad(0.5), at home in memory, 24 rows on the devices (lfu)" in repr(engine)
+    described = engine.describe()["tables"]["items"]
+    assert (described["vocabulary_size"], described["storage"]["device_rows"]) == (200, 24)
+    assert described["storage"]["evict"] == "lfu"
+    filed, _ = make(path=tmp_path)
+    assert "at home in a file, 16 rows on the devices (lru)" in repr(filed)
+    assert filed.describe()["tables"]["items"]["storage"]["path"] == str(tmp_path)
+
+
 def test_a_new_beginning_forgets_what_is_at_home():
     engine, state = make()
     train(engine, state, np.arange(16), np.arange(16, 32))
@@ -200,5 +213,6 @@ def test_what_does_not_suit_a_table_on_the_host_is_refused():
         io.serving_lookup({"items": np.zeros((9, 4))}, {"x": np.zeros(8, int)}, {"x": feature})
     with pytest.raises(ValueError, match=r"'items': .*got ids of a table on the host"):
         tpu_embed.nn.EmbeddingBag(feature.table, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"plan: .*'items', with storage"):
-        planning.plan({"x": feature}, o.SGD(0.1), "v5e:2x2", {"x": np.zeros((8, 2), int)})
+    every, batch = o.Adam(0.1, lazy_adam=False), {"x": np.zeros((8, 2), int)}
+    with pytest.raises(ValueError, match=r"'items' with storage: optimizer.*lazy_adam=True"):
+        planning.plan({"x": feature}, every, "v5e:2x2", batch)

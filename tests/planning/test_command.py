@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from tpu_embed import __main__ as command
@@ -159,7 +160,7 @@ def test_json_is_one_object_with_what_the_compiler_says(run, capsys, monkeypatch
     said = {"seconds": 1.5, "arguments": 2, "temporaries": 3, "aliased": 4}
     counts = {"operations": {"gather": 1}, "moved": {"gather": 8}}
 
-    def compile_for(topology, features, optimizer, batch):
+    def compile_for(topology, features, optimizer, batch, **_):
         planned = planning.plan(features, optimizer, topology, batch)
         return Compiled(plan=planned, text="HloModule", **said, **counts)  # type: ignore[arg-type]
 
@@ -167,7 +168,7 @@ def test_json_is_one_object_with_what_the_compiler_says(run, capsys, monkeypatch
     monkeypatch.setattr(command.jax.config, "update", lambda name, value: None)
     run("--topology", "v5p:2x2x1", "--json", "--compile", "--no-cycles")
     read = json.loads(capsys.readouterr().out)
-    assert read["compiled"] == said | counts
+    assert read["compiled"] == said | counts | {"admit": []}
     assert read["devices"] == 4
     assert read["estimate"]["bounds"] == {"memory": 8 / 2765e9}
     with pytest.raises(SystemExit, match="error: plan for v5e:1x1"):
@@ -178,7 +179,7 @@ def test_json_is_one_object_with_what_the_compiler_says(run, capsys, monkeypatch
 def test_the_estimate_compiles_again_in_a_process_of_its_own(run, capsys, monkeypatch):
     commands = []
 
-    def compile_for(topology, features, optimizer, batch):
+    def compile_for(topology, features, optimizer, batch, **_):
         planned = planning.plan(features, optimizer, topology, batch)
         return Compiled(planned, 1.5, 2, 3, 4, {"gather": 1}, {"gather": 2765}, "HloModule")
 
@@ -196,7 +197,7 @@ def test_the_estimate_compiles_again_in_a_process_of_its_own(run, capsys, monkey
     assert read["bounds"] == {"memory": 1e-9, "TensorCore": 2e-6}
     assert (read["seconds"], read["cycles"]) == (2e-6, 3500)
     assert commands[0][1:3] == ["-m", "tpu_embed"]
-    assert {"--compile", "--no-cycles", "v5p:2x2x1"} <= set(commands[0])
+    assert {"--compile", "--no-cycles", "--no-admit", "v5p:2x2x1"} <= set(commands[0])
     with pytest.raises(SystemExit, match=r"error: .*got none; --no-cycles leaves them out"):
         run("--topology", "v5p:2x2x1", "--compile")
     printed = capsys.readouterr().out
@@ -207,3 +208,38 @@ def test_the_estimate_compiles_again_in_a_process_of_its_own(run, capsys, monkey
         "estimated time of a step: at least 0.000 ms, the bound by the memory"
         in capsys.readouterr().out
     )
+
+
+HOST_CONFIG = """
+import jax
+import numpy as np
+
+import tpu_embed
+
+def workload():
+    storage = tpu_embed.HostStorage(device_rows=1_000)
+    tables = [tpu_embed.TableConfig(2**40, 8, name=name, storage=storage) for name in "ab"]
+    batch = [jax.ShapeDtypeStruct((64,), np.int32)] * 2
+    features = [tpu_embed.FeatureConfig(table) for table in tables]
+    return features, tpu_embed.optimizers.Adagrad(0.1), batch
+"""
+
+
+def test_hits_of_tables_on_the_host_are_given_or_counted(run, capsys, tmp_path):
+    (tmp_path / "config.py").write_text(HOST_CONFIG)
+    ids = np.arange(40).reshape(2, 20)
+    ids[1, :15] = ids[0, :15]
+    np.save(tmp_path / "ids.npy", ids)
+    sample = f"b={tmp_path / 'ids.npy'}"
+    run("--topology", "8", "--json", "--hit-rate", "0.5", "--sample", sample, "--touched", "a=1e3")
+    a, b = (table["host"] for table in json.loads(capsys.readouterr().out)["tables"])
+    assert (a["hit_rate"], a["rows_in"], a["touched_rows"]) == (0.5, 32, 1000)
+    # The second batch has 15 rows of the first, and 5 that were never seen: none comes from home.
+    assert (b["hit_rate"], b["rows_in"], b["touched_rows"]) == (0.75, 0, 2**40)
+    run("--topology", "8", "--hit-rate", "a=0.25")
+    assert "misses of b are not counted" in capsys.readouterr().out
+    for option, text in {"--hit-rate": "much", "--touched": "a", "--sample": "c=ids.npy"}.items():
+        with pytest.raises(SystemExit, match=f"error: {option}: expected .*, got "):
+            run("--topology", "8", option, text)
+    with pytest.raises(SystemExit, match=r"error: --touched: expected .*, got inf"):
+        run("--topology", "8", "--touched", "a=inf")

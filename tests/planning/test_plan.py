@@ -175,9 +175,13 @@ def test_remedies_are_only_those_there_are():
     assert second.startswith("no replicated tables")
     assert second.endswith("would fit")
     vast = {"x": FeatureConfig(TableConfig(2**31 - 8, 4, dtype="bfloat16"))}
-    assert planning.plan(vast, None, 8, batch, memory=2**20).remedies == ()
+    (on_host,) = planning.plan(vast, None, 8, batch, memory=2**20).remedies
+    assert on_host.startswith("storage=HostStorage(device_rows=1_000_000) for table_0: ")
     two = AbstractMesh((2, 4), ("data", "model"))
-    assert planning.plan(vast, None, two, batch, memory=2**20).remedies == ()
+    assert planning.plan(vast, None, two, batch, memory=2**20).remedies == (on_host,)
+    living = TableConfig(2**20, 128, vocabulary=tpu_embed.DynamicVocabulary(), dtype="bfloat16")
+    found = planning.plan({"x": FeatureConfig(living)}, None, two, batch, memory=2**20)
+    assert found.remedies == ()
 
 
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "v5e:2x2"])
@@ -338,7 +342,7 @@ def test_as_json():
     assert read["tables"][3] == {
         "name": "mod", "vocabulary_size": 1001, "dim": 8, "dtype": "float32", "placement": "mod",
         "why": "as declared", "rows": 501, "padding": 1, "table_bytes": 501 * 32,
-        "slot_bytes": 501 * 32, "wasted_bytes": 0,
+        "slot_bytes": 501 * 32, "wasted_bytes": 0, "host": None,
     }  # fmt: skip
     assert read["fits"] is True
 

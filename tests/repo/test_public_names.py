@@ -34,7 +34,9 @@ NAMES = {
         "RowIdInitializer ShardInfo TruncatedNormal VarianceScaling check resolve "
         "variance_scaling wants_shard_info"
     ),
-    "tpu_embed.planning": "CHIPS Chip Plan TablePlan Topology plan resolve",
+    "tpu_embed.planning": (
+        "CHIPS Chip HitCount HostPlan Plan TablePlan Topology count_hits plan resolve"
+    ),
     "tpu_embed.training": (
         "AggregationMethod CrossShardOptimizer IndexedSlices OptState Optimizer Tag TreeOptimizer "
         "UnconnectedGradients clip_by_global_norm create_dummy_table_variables cross_shard "

@@ -5,7 +5,20 @@ are chosen.
 """
 
 from tpu_embed.planning.chips import CHIPS, Chip, Topology
+from tpu_embed.planning.hits import HitCount, count_hits
+from tpu_embed.planning.host import HostPlan
 from tpu_embed.planning.placement import resolve
 from tpu_embed.planning.plan import Plan, TablePlan, plan
 
-__all__ = ["CHIPS", "Chip", "Plan", "TablePlan", "Topology", "plan", "resolve"]
+__all__ = [
+    "CHIPS",
+    "Chip",
+    "HitCount",
+    "HostPlan",
+    "Plan",
+    "TablePlan",
+    "Topology",
+    "count_hits",
+    "plan",
+    "resolve",
+]

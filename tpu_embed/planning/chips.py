@@ -83,6 +83,8 @@ _SLICES = {
 }
 """The sizes that slices usually have, by their number, in the pages of the chips' generations."""
 
+_CHIPS_PER_HOST = 4
+
 _TYPES = {**{name: name for name in CHIPS}, "v5litepod": "v5e"}
 """How accelerator types begin -> the chip."""
 
@@ -143,6 +145,11 @@ class Topology:
     def devices(self) -> int:
         """The number of JAX devices in the slice."""
         return math.prod(self.shape) * self.chip.devices
+
+    @property
+    def hosts(self) -> int:
+        """The number of hosts: 4 chips have one, as libtpu 0.0.42 describes every topology."""
+        return max(1, math.prod(self.shape) // _CHIPS_PER_HOST)
 
     @property
     def memory_per_device(self) -> int:

@@ -14,7 +14,7 @@ import dataclasses
 import importlib.util
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -30,10 +30,13 @@ from tpu_embed.core.ids import structure
 from tpu_embed.core.lookup import split_activations
 from tpu_embed.core.state import TableState, state_specs
 from tpu_embed.planning import hlo
+from tpu_embed.planning.admit import AdmitProgram, compile_admit
 from tpu_embed.planning.chips import Topology
 from tpu_embed.planning.demand import spec_of
+from tpu_embed.planning.host import HitRate
 from tpu_embed.planning.placement import resolve
 from tpu_embed.planning.plan import Plan, plan
+from tpu_embed.planning.request import MISSES
 from tpu_embed.planning.sizes import readable
 
 _ENVIRONMENT = {
@@ -59,6 +62,7 @@ class Compiled:
         `gather_sum` and `set_rows` are the SparseCore kernels.
       moved: bytes that they move by name, to be compared with `plan.moved`; see `hlo.moved`.
       text: the optimised program.
+      admit: the programs that move rows of tables on the host before a step; none without them.
     """
 
     plan: Plan
@@ -69,11 +73,14 @@ class Compiled:
     operations: dict[str, int]
     moved: dict[str, int]
     text: str = dataclasses.field(repr=False)
+    admit: tuple[AdmitProgram, ...] = ()
 
     def explain(self) -> str:
         """Return the compiler's figures next to those of the plan, as text to print."""
         held = sum(self.plan.held.values()) + self.plan.passing["ids"]
-        passing = sum(self.plan.passing.values()) - self.plan.passing["ids"]
+        # Ids are arguments, and rows from home come before the step.
+        besides = ("ids", MISSES)
+        passing = sum(n for name, n in self.plan.passing.items() if name not in besides)
         moved, must = sum(self.moved.values()), sum(self.plan.moved.values())
         names = sorted(self.moved)
         return "\n".join(
@@ -85,6 +92,7 @@ class Compiled:
                 f"  moved        {readable(moved):>12}   must be moved {readable(must)}",
                 *(f"  {name:24} × {self.operations[name]:<4d}{readable(self.moved[name]):>12} moved"
                   for name in names),
+                *(one.explain() for one in self.admit),
             ]
         )  # fmt: skip
 
@@ -98,8 +106,13 @@ def compile_for(
     loss: Callable[[PyTree], Array] | None = None,
     placed: bool = True,
     spec: BatchSpec | None = None,
+    hit_rates: HitRate | Mapping[str, HitRate] | None = None,
+    admit: bool = True,
 ) -> Compiled:
     """Compile a training step (lookup, gradient, update in place) for a TPU topology; nothing runs.
+
+    With tables on the host, the programs that bring rows to the devices and copy displaced ones are
+    compiled, too: for all distinct rows of a batch, or for those that miss if it is known.
 
     Args:
       topology: for example `"v5p:2x2x1"`.
@@ -111,6 +124,8 @@ def compile_for(
         which the devices route themselves. Then `batch` holds shapes.
       spec: for traced ids: their exchange capacities, for example `plan(…).spec`; None: the worst
         case.
+      hit_rates: of tables on the host, as for `plan`.
+      admit: whether to compile the programs that move rows of tables on the host, too.
 
     Returns:
       The compiler's figures and the plan.
@@ -121,7 +136,7 @@ def compile_for(
     """
     target = topology if isinstance(topology, Topology) else Topology(topology)
     mesh = Mesh(np.array(describe_topology(target)).reshape(-1), ("devices",))
-    planned = plan(feature_config, optimizer, target, batch)
+    planned = plan(feature_config, optimizer, target, batch, hit_rates=hit_rates)
     resolved = resolve(feature_config, optimizer, mesh=mesh)
     engine = EmbeddingEngine(resolved, optimizer, mesh=mesh)
     if placed:
@@ -130,7 +145,12 @@ def compile_for(
         lowered = _lowered(engine, abstract_batch(engine, own), None, loss or _squares)
     else:
         lowered = _lowered(engine, _sharded_shapes(engine, batch), spec, loss or _squares)
-    return _compiled(lowered, planned)
+    found = _compiled(lowered, planned)
+    plans = {one.name: one.host for one in planned.tables if one.host is not None}
+    if not plans or not admit:
+        return found
+    programs = compile_admit(engine, abstract_state(engine), plans)
+    return dataclasses.replace(found, admit=programs)
 
 
 def _compiled(lowered: Any, planned: Plan) -> Compiled:

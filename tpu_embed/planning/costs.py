@@ -8,7 +8,6 @@ Input: a layout and a `BatchSpec`. Output: bytes by purpose.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,10 +17,7 @@ from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.core.state import slot_format, slot_shapes
 from tpu_embed.kernels.formats import LINE, PACKED_ROWS, RowFormat
 from tpu_embed.optimizers import SlotShape
-from tpu_embed.planning.sizes import tiled_bytes, untiled_bytes
-
-Size = Callable[[tuple[int, ...], np.dtype], int]
-"""A function of shape and dtype that returns the bytes of an array on a device."""
+from tpu_embed.planning.sizes import Size, tiled_bytes, untiled_bytes
 
 
 def array_bytes(row_format: RowFormat, rows: int, size: Size) -> int:

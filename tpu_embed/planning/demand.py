@@ -1,13 +1,14 @@
-"""How many rows a batch exchanges: counted if the ids are given, expected if only shapes are.
+"""How many rows a batch has and exchanges: counted if ids are given, expected if only shapes are.
 
-Input: a batch, or its shapes. Output: a `BatchSpec`.
+Input: a batch, or its shapes. Output: a `BatchSpec`, or distinct rows by table.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,13 +25,14 @@ from tpu_embed.core.batch import (
 )
 from tpu_embed.core.ids import (
     FeatureRules,
+    FeatureShape,
     HostIds,
     Structure,
     check_dtype,
     dense_shape,
     host_ids,
 )
-from tpu_embed.core.layout import FeatureLayout, Layout, roomy
+from tpu_embed.core.layout import FeatureLayout, Layout, TableSlice, roomy
 from tpu_embed.core.place import exact_spec, give_rows_of
 
 
@@ -52,37 +54,106 @@ def spec_of(declared: Structure, layout: Layout, batch: PyTree) -> BatchSpec:
       TypeError: the containers have another type, or the ids are not integers.
       ValueError: ids and shapes are mixed; the structure differs; the batch size does not divide.
     """
+    leaves, are_shapes = _leaves(declared, batch)
+    if are_shapes:
+        return _expected(layout, leaves)
+    hosts = _host_ids(layout, leaves)
+    places = {name: _places(layout, name, keys) for name, keys in _keys(layout, hosts).items()}
+    pairs = zip(layout.features, hosts, strict=True)
+    return exact_spec([_with_some_rows(*pair, places) for pair in pairs], layout).bucketed()
+
+
+def distinct_rows(declared: Structure, layout: Layout, batch: PyTree) -> dict[str, int]:
+    """Return how many distinct rows of each table on the host a batch has.
+
+    Args:
+      declared, layout, batch: as for `spec_of`. For shapes, ids are assumed to be uniform, but no
+        batch has more rows of a table than the devices hold.
+
+    Raises:
+      TypeError, ValueError: as for `spec_of`.
+    """
+    leaves, are_shapes = _leaves(declared, batch)
+    if not are_shapes:
+        found = _keys(layout, _host_ids(layout, leaves))
+        return {name: keys.size for name, keys in found.items()}
+    shapes, ids = _feature_shapes(layout, leaves), {}
+    for feature, shape in zip(layout.features, shapes, strict=True):
+        counted = _num_ids(shape.batch, shape, replicas=layout.axes.replicas)
+        ids[feature.table.name] = ids.get(feature.table.name, 0) + counted
+    return {t.name: math.ceil(_distinct_in(t, ids[t.name])) for _, t in layout.on_host}
+
+
+def _leaves(declared: Structure, batch: PyTree) -> tuple[list[Any], bool]:
+    """Return the batch by feature, and whether it is shapes."""
     leaves = declared.match(batch, what="batch", columns=True)
     shapes = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
-    if not shapes:
-        return _exact(layout, leaves).bucketed()
-    if len(shapes) < len(leaves):
+    if shapes and len(shapes) < len(leaves):
         remedy, got = "give one or the other for all features", "some of each"
         expected = "ids, or shapes (jax.ShapeDtypeStruct)"
         raise ValueError(message("batch", expected=expected, got=got, remedy=remedy))
-    return _expected(layout, shapes)
+    return leaves, bool(shapes)
 
 
-def _exact(layout: Layout, leaves: list[Any]) -> BatchSpec:
-    hosts = [
+def _host_ids(layout: Layout, leaves: list[Any]) -> list[HostIds]:
+    return [
         host_ids(f"feature {feature.path!r}", feature.config, feature.table.name, ids, None)
         for feature, ids in zip(layout.features, leaves, strict=True)
     ]
-    hosts = [_with_some_rows(*pair) for pair in zip(layout.features, hosts, strict=True)]
-    return exact_spec(hosts, layout)
 
 
-def _with_some_rows(feature: FeatureLayout, host: HostIds) -> HostIds:
-    """Return the ids of a feature, with rows that keys of a living vocabulary might have."""
+def _keys(layout: Layout, hosts: list[HostIds]) -> dict[str, np.ndarray]:
+    """Return the distinct ids of each table on the host, uint64 `[n]`, ascending."""
+    found = {}
+    for _, table in layout.on_host:
+        pairs = zip(layout.features, hosts, strict=True)
+        some = [host.keys for feature, host in pairs if feature.table == table]
+        found[table.name] = np.unique(np.concatenate(some))  # type: ignore[arg-type]
+    return found
+
+
+class _Places(NamedTuple):
+    """The ids of a table on the host in a batch, uint64 `[n]`, and their places, int32 `[n]`."""
+
+    keys: np.ndarray
+    rows: np.ndarray
+
+
+def _places(layout: Layout, name: str, keys: np.ndarray) -> _Places:
+    """Give distinct ids of a table on the host places on the devices, any that there are.
+
+    Raises:
+      ValueError: they are more than the devices hold.
+    """
+    _, table = layout.table(name)
+    if keys.size > table.vocabulary_size:
+        expected = f"at most {table.vocabulary_size} distinct ids in a batch"
+        remedy = f"give it HostStorage(device_rows={keys.size}) or more, or smaller batches"
+        got = f"{keys.size}"
+        raise ValueError(message(f"table {name!r}", expected=expected, got=got, remedy=remedy))
+    draw = np.random.default_rng(0)
+    rows = draw.choice(table.vocabulary_size, keys.size, replace=False, shuffle=False)
+    return _Places(keys, rows.astype(np.int32))
+
+
+def _with_some_rows(
+    feature: FeatureLayout, host: HostIds, places: Mapping[str, _Places]
+) -> HostIds:
+    """Return the ids of a feature, with rows that its keys might have."""
     if host.keys is None:
         return host
+    if feature.table.is_on_host:
+        here = places[feature.table.name]
+        at = np.searchsorted(here.keys, host.keys)
+        return give_rows_of(feature, host, here.rows[at])
     # The low bits of mixed keys, so that all features of a table give a key the same row.
     mixed = (host.keys * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
     rows = (mixed % np.uint64(feature.table.vocabulary_size)).astype(np.int32)
     return give_rows_of(feature, host, rows)
 
 
-def _expected(layout: Layout, shapes: list[jax.ShapeDtypeStruct]) -> BatchSpec:
+def _feature_shapes(layout: Layout, shapes: list[jax.ShapeDtypeStruct]) -> list[FeatureShape]:
+    """Return the shape of each feature of a placed batch."""
     dense_shapes = []
     for feature, leaf in zip(layout.features, shapes, strict=True):
         path = f"feature {feature.path!r}"
@@ -93,6 +164,18 @@ def _expected(layout: Layout, shapes: list[jax.ShapeDtypeStruct]) -> BatchSpec:
             places = shape.batch * shape.bags // layout.axes.replicas
             shape = dataclasses.replace(shape, inner=(), width=None, capacity=max(1, places))
         dense_shapes.append(shape)
+    return dense_shapes
+
+
+def _num_ids(size: int, shape: FeatureShape, *, replicas: int = 1) -> int:
+    """Return how many ids a feature of `size` examples, or of some replicas, has."""
+    if shape.has_places:
+        return replicas * (shape.capacity or 0)
+    return size * shape.bags * (shape.width or 0)
+
+
+def _expected(layout: Layout, shapes: list[jax.ShapeDtypeStruct]) -> BatchSpec:
+    dense_shapes = _feature_shapes(layout, shapes)
     bare = tuple(StackSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.stacks)))
     spec = BatchSpec(layout.axes.replicas, tuple(dense_shapes), bare, "update")
     spec.check_batch([feature.path for feature in layout.features])
@@ -125,15 +208,12 @@ def _capacities(view: StackView) -> dict[str, int]:
     for table in stack.tables:
         mine = [f for f in view.features if layout.features[f].table == table]
         shapes = [(spec.local_sizes[f], spec.feature_shapes[f]) for f in mine]
-        ids = sum(
-            (shape.capacity or 0) if shape.has_places else size * shape.bags * (shape.width or 0)
-            for size, shape in shapes
-        )
+        ids = sum(_num_ids(*one) for one in shapes)
         share = min(1.0, table.rows_per_shard / table.vocabulary_size)
-        rows += share * _distinct(ids, table.vocabulary_size)
-        summed = blocks * _distinct(ids / blocks, table.vocabulary_size)
+        rows += share * _distinct_in(table, ids)
+        summed = blocks * _distinct_in(table, ids / blocks)
         partials += share * (summed if view.accumulates else ids)
-        merged += share * _distinct(ids * replicas, table.vocabulary_size)
+        merged += share * _distinct_in(table, ids * replicas)
         entries += share * ids * replicas
     room = {"row_capacity": rows, "partials": partials}
     if view.merges_on_host:
@@ -141,6 +221,11 @@ def _capacities(view: StackView) -> dict[str, int]:
     if may_gather(view):
         room["entries"] = entries
     return {name: roomy(math.ceil(size)) for name, size in room.items()}
+
+
+def _distinct_in(table: TableSlice, ids: float) -> float:
+    """Return how many of some uniform ids of a table are distinct, and have room on the devices."""
+    return min(_distinct(ids, table.declared_size), table.vocabulary_size)
 
 
 def _distinct(draws: float, size: int) -> float:

@@ -18,6 +18,7 @@ from tpu_embed.planning.sizes import readable
 _WIDTH, _BAR = 120, 40
 _WORDS = ("table", "dtype", "placement", "why")
 _FIGURES = ("rows", "dim", "rows/device", "padding")
+_AT_HOME = ("on devices", "touched", "a row", "at home", "a batch", "hits", "in", "out")
 _SIZES = (("table", "table_bytes"), ("slots", "slot_bytes"))
 _WASTED = (("tile padding", "wasted_bytes"),)
 """Columns of bytes, and the fields of `TablePlan` that they show."""
@@ -38,6 +39,8 @@ def explained(plan: Any) -> str:
     _print_bars(plan, console)
     console.print(_parts(plan))
     console.print(_tables(plan))
+    if any(one.host for one in plan.tables):
+        console.print(_host_tables(plan))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -120,7 +123,51 @@ def _print_bars(plan: Any, console: Console) -> None:
     many = f"{plan.devices:,} devices, each" if plan.devices > 1 else "1 device"
     console.print(f"{many} {bar} {readable(plan.bytes_per_device)}")
     if plan.host_bytes:
-        console.print(f"{readable(plan.host_bytes)} on each host: maps of living vocabularies")
+        console.print(f"{readable(plan.host_bytes)} on each host: {_on_host(plan)}")
+    if plan.file_bytes:
+        console.print(f"{readable(plan.file_bytes)} in files of each host: rows at home")
+    if any(one.host for one in plan.tables):
+        console.print(_misses(plan))
+
+
+def _on_host(plan: Any) -> str:
+    """Return what each host's memory is for."""
+    if plan.on_host.keys() == {"maps"}:
+        return "maps of living vocabularies"
+    return ", ".join(f"{readable(size)} {what}" for what, size in plan.on_host.items() if size)
+
+
+def _misses(plan: Any) -> str:
+    """Return what moves in a step because it is not on the devices, as far as it is known."""
+    unknown = [one.name for one in plan.tables if one.host and one.host.hit_rate is None]
+    counted = ""
+    if plan.missed is not None:
+        sizes = (readable(plan.missed[way]) for way in ("in", "out"))
+        counted = "misses, each step and host: {} to its devices, {} home".format(*sizes)
+    if not unknown:
+        return counted
+    names = f" of {', '.join(unknown)}" if counted else ""
+    remedy = "give their hit_rates, or count_hits of a sample"
+    return f"{counted}{'; ' if counted else ''}misses{names} are not counted: {remedy}"
+
+
+def _host_tables(plan: Any) -> Table:
+    """Return what each table on the host has there, and what it moves in a step."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("\non the host", overflow="fold")
+    for name in _AT_HOME:
+        table.add_column(f"\n{name}", justify="right", no_wrap=True)
+    for one in plan.tables:
+        host = one.host
+        if host is not None:
+            known = "?" if host.hit_rate is None else f"{host.hit_rate:.1%}"
+            moved = ("?" if n is None else readable(n) for n in (host.bytes_in, host.bytes_out))
+            at_home = readable(host.row_store_bytes + host.index_bytes)
+            counts = (host.device_rows, host.touched_rows)
+            figures = (*(f"{n:,}" for n in counts), readable(host.row_bytes), at_home)
+            more = (f"{host.batch_rows:,}", known, *moved)
+            table.add_row(f"{one.name} ({host.evict})", *figures, *more)
+    return table
 
 
 def _verdict(plan: Any) -> str:

@@ -31,8 +31,9 @@ def resolve(feature_config: PyTree, optimizer: Any = None, *, mesh: Mesh | None 
     """Return feature configs whose tables have no `placement="auto"`.
 
     A table of at most `REPLICATED_BYTES` becomes "replicated", any other "mod". A tiny table is
-    "mod", too, on one device, if it has `shard_axes`, if its optimizer does not accumulate
-    gradients, or once `1024 * REPLICATED_BYTES` are replicated. `plan` gives the reason for each.
+    "mod", too, on one device, if it is at home on the host or has `shard_axes`, if its optimizer
+    does not accumulate gradients, or once `1024 * REPLICATED_BYTES` are replicated. `plan` gives
+    the reason for each.
 
     Args:
       feature_config: as for `EmbeddingEngine`.
@@ -115,6 +116,8 @@ def with_tables(declared: Structure, changes: Mapping[str, Mapping[str, Any]]) -
 
 def _against_replication(table: TableConfig, optimizer: Any, devices: int, left: int) -> str:
     """Return the reason why a table must not be replicated, or "" if there is none."""
+    if table.storage is not None:
+        return "at home on the host"
     if devices == 1:
         return "one device"
     if table.shard_axes is not None:

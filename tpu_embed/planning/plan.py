@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tpu_embed._checks import check_int, message
@@ -19,9 +19,10 @@ from tpu_embed.core.batch import BatchSpec
 from tpu_embed.core.ids import structure
 from tpu_embed.core.layout import Layout, TableSlice
 from tpu_embed.planning import costs
+from tpu_embed.planning.host import HitRate, HostPlan
 from tpu_embed.planning.remedies import find_remedies
 from tpu_embed.planning.request import Request
-from tpu_embed.planning.sizes import readable
+from tpu_embed.planning.sizes import Size, readable
 from tpu_embed.planning.target import GivenTarget, read_target
 
 ROW_BYTES, WAITING_BYTES = 52, 20
@@ -45,6 +46,8 @@ class TablePlan:
       slot_bytes: bytes per device of its slots that have rows.
       wasted_bytes: how many of both are padding: on a TPU, rows are padded to fill lines of 128
         words.
+      host: of a table on the host, what it has there and what it moves; None of any other. Then the
+        rows and bytes above are those of the rows that the devices hold.
     """
 
     name: str
@@ -58,6 +61,7 @@ class TablePlan:
     table_bytes: int
     slot_bytes: int
     wasted_bytes: int
+    host: HostPlan | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,15 +77,24 @@ class Plan:
       stacks: the number of arrays that they are stacked into.
       held: bytes per device that are always held: tables, slots.
       passing: bytes per device that a step needs in addition: ids, activations with their
-        gradients, exchange. This is an estimate.
+        gradients, exchange; and, where a hit rate is known, the rows that a step brings from home
+        and sends there. This is an estimate.
       wasted: how many bytes of `held` and `passing` are padding of a TPU's tiles of 8 × 128 words;
         all are 0 elsewhere.
       sent: bytes that a device sends to others per step: ids, rows, gradients.
       moved: bytes that a device must read and write in its memory per step for the touched rows:
         lookup, update, exchange. What a compiled step moves can be compared with it.
       spec: the shape of the batch, for which a step is compiled.
-      host_bytes: bytes of the memory of each host for the maps of living vocabularies when all
-        rows have keys and as many keys wait as may.
+      hosts: the number of hosts; 1 if it is not known.
+      host_bytes: bytes of the memory of each host: the sum of `on_host`.
+      on_host: these bytes by what they are for. "maps": from keys to rows, of living vocabularies
+        and of tables on the host, when all rows have keys and as many keys wait as may; "rows at
+        home": those of tables on the host with their slots, unless they are in a file; "index":
+        what finds rows at home. Rows at home are shared among the hosts.
+      file_bytes: bytes of the scratch files of each host with rows at home.
+      missed: bytes that each host sends to its devices in a step ("in"), and gets from them
+        ("out"), because rows at home are not on the devices: values and slots. It covers the tables
+        whose hit rate is known; None if there are none.
       remedies: if it does not fit, changes that make it fit or come nearest (more devices, fewer
         bytes per row), with the bytes that each would need.
     """
@@ -98,7 +111,11 @@ class Plan:
     sent: dict[str, int]
     moved: dict[str, int]
     spec: BatchSpec = dataclasses.field(repr=False)
+    hosts: int = 1
     host_bytes: int = 0
+    on_host: dict[str, int] = dataclasses.field(default_factory=dict)
+    file_bytes: int = 0
+    missed: dict[str, int] | None = None
     remedies: tuple[str, ...] = ()
 
     @property
@@ -150,6 +167,8 @@ def plan(
     batch: PyTree,
     *,
     memory: int | None = None,
+    hit_rates: HitRate | Mapping[str, HitRate] | None = None,
+    touched_rows: Mapping[str, int] | None = None,
 ) -> Plan:
     """Plan tables, slots and a training step on a mesh or a topology.
 
@@ -161,6 +180,12 @@ def plan(
       batch: the global batch in the structure of the features: ids, from which the exchange is
         counted, or `jax.ShapeDtypeStruct`s of dense ids, which are assumed to be uniform.
       memory: bytes per device; None takes that of the topology, and is unknown for a mesh.
+      hit_rates: of tables on the host, the share of a batch's distinct rows that the devices hold,
+        or what `count_hits` has counted: one for all such tables, or by table. Of a share, every
+        miss counts as a row that comes from home and displaces another; of counts, rows that were
+        never seen before do not travel. None: the misses are not counted.
+      touched_rows: by table on the host, how many rows training will touch. All V of a table that
+        is not named.
 
     Returns:
       The plan, whether or not it fits; `Plan.check` raises if it does not.
@@ -182,7 +207,8 @@ def plan(
         memory = check_int("memory, bytes of a device", memory, minimum=1)
     known = read_target(target)
     known = known if memory is None else known._replace(memory=memory)
-    request = Request(known, structure.flatten(feature_config), optimizer, batch)
+    declared = structure.flatten(feature_config)
+    request = Request(known, declared, optimizer, batch, hit_rates, touched_rows)
     found = _planned(request)
     if found.fits:
         return found
@@ -192,14 +218,15 @@ def plan(
 def _planned(request: Request) -> Plan:
     """Return the plan, without remedies."""
     declared, why = request.placed
-    request.layout.refuse_on_host("plan")
-    layout, size, spec = request.layout, request.size, request.spec
+    layout, size, spec, host = request.layout, request.size, request.spec, request.host
+    hosts = request.target.hosts
+    on_host = _on_host(layout, host, hosts)
     return Plan(
         target=request.target.name,
         devices=request.axes.mesh.size,
         memory=request.target.memory,
         batch=max(spec.sizes),
-        tables=tuple(_table(layout, name, why, size) for name in declared.table_names),
+        tables=tuple(_table(layout, name, why, size, host) for name in declared.table_names),
         stacks=len(layout.stacks),
         held=request.held,
         passing=request.passing,
@@ -207,24 +234,60 @@ def _planned(request: Request) -> Plan:
         sent=costs.sent(layout, spec),
         moved=costs.moved(layout, spec),
         spec=spec,
-        host_bytes=sum(_map_bytes(table) for _, table in layout.living),
+        hosts=hosts,
+        host_bytes=sum(on_host.values()),
+        on_host=on_host,
+        file_bytes=_shared(hosts, (one.row_store_bytes for one in host.values() if one.path)),
+        missed=_missed(host, hosts),
     )
+
+
+def _on_host(layout: Layout, host: Mapping[str, HostPlan], hosts: int) -> dict[str, int]:
+    """Return the bytes of each host's memory by what they are for."""
+    parts = {"maps": sum(_map_bytes(table) for _, table in layout.living)}
+    if host:
+        in_memory = (one.row_store_bytes for one in host.values() if not one.path)
+        parts["rows at home"] = _shared(hosts, in_memory)
+        parts["index"] = _shared(hosts, (one.index_bytes for one in host.values()))
+    return parts
+
+
+def _missed(host: Mapping[str, HostPlan], hosts: int) -> dict[str, int] | None:
+    """Return the bytes between each host and its devices in a step, of what is known."""
+    known = [one for one in host.values() if one.hit_rate is not None]
+    if not known:
+        return None
+    ways = {"in": [one.bytes_in for one in known], "out": [one.bytes_out for one in known]}
+    return {way: _shared(hosts, (size or 0 for size in sizes)) for way, sizes in ways.items()}
+
+
+def _shared(hosts: int, sizes: Iterable[int]) -> int:
+    """Return each host's part of some bytes."""
+    return -(-sum(sizes) // hosts)
 
 
 def _map_bytes(table: TableSlice) -> int:
     """Return at most how many bytes of a host's memory the map of a table takes."""
     assert table.vocabulary is not None
     options = table.vocabulary.options(table.vocabulary_size, lookahead=0)
-    return ROW_BYTES * table.vocabulary_size + WAITING_BYTES * options.waiting
+    # No key of a table on the host waits: all rows of a batch find room, or it is refused.
+    waiting = 0 if table.is_on_host else options.waiting
+    return ROW_BYTES * table.vocabulary_size + WAITING_BYTES * waiting
 
 
-def _table(layout: Layout, name: str, why: Mapping[str, str], size: costs.Size) -> TablePlan:
+def _table(
+    layout: Layout,
+    name: str,
+    why: Mapping[str, str],
+    size: Size,
+    host: Mapping[str, HostPlan],
+) -> TablePlan:
     stack, table = layout.table(name)
     copies = stack.num_shards if stack.shard_axes else 1
     held = costs.stack_bytes(stack, table.rows_per_shard, size)
     return TablePlan(
         name=name,
-        vocabulary_size=table.vocabulary_size,
+        vocabulary_size=table.declared_size,
         dim=stack.dim,
         dtype=stack.dtype,
         placement=stack.placement,
@@ -234,4 +297,5 @@ def _table(layout: Layout, name: str, why: Mapping[str, str], size: costs.Size) 
         table_bytes=held[0],
         slot_bytes=held[1],
         wasted_bytes=sum(held) - sum(costs.used_bytes(stack, table.rows_per_shard)),
+        host=host.get(name),
     )

@@ -1,4 +1,6 @@
-"""What would help if a plan does not fit: more devices, or fewer bytes per row. Each is planned.
+"""What would help if a plan does not fit: more devices, fewer bytes per row, or tables on the host.
+
+Each is planned.
 
 Input: a request for a plan. Output: the changes in words, with the bytes that each would need.
 """
@@ -12,6 +14,7 @@ from typing import Any
 from tpu_embed.core.layout import Stack
 from tpu_embed.core.state import slot_shapes
 from tpu_embed.optimizers import RowWiseAdagrad
+from tpu_embed.planning.onto_host import move_to_host
 from tpu_embed.planning.request import Request
 from tpu_embed.planning.sizes import readable
 
@@ -25,7 +28,8 @@ def find_remedies(request: Request, batch: int) -> tuple[str, ...]:
     """
     changes = _changes_of_tables(request)
     found = [_describe_change(what, request.changed(new))[0] for what, new in changes.items()]
-    return tuple(text for text in (_more_devices(request, batch), *found) if text)
+    on_host = _on_host(request)
+    return tuple(text for text in (_more_devices(request, batch), *found, on_host) if text)
 
 
 def _changes_of_tables(request: Request) -> dict[str, dict[str, dict[str, Any]]]:
@@ -52,6 +56,12 @@ def _changes_of_tables(request: Request) -> dict[str, dict[str, dict[str, Any]]]
 def _has_wide_slots(stack: Stack) -> bool:
     """Return whether the optimizer of a stack keeps more than one number per row."""
     return any(slot.per_row and slot.shape for slot in slot_shapes(stack).values())
+
+
+def _on_host(request: Request) -> str:
+    """Return which tables would fit with their rows on the host, in words."""
+    found = move_to_host(request)
+    return "" if found is None else _describe_change(found[0], request.changed(found[1]))[0]
 
 
 def _more_devices(request: Request, batch: int) -> str:

@@ -16,13 +16,17 @@ from tpu_embed._types import PyTree
 from tpu_embed.core.batch import BatchSpec
 from tpu_embed.core.ids import Structure, structure
 from tpu_embed.core.layout import Layout, MeshAxes, Stack, make_layout
-from tpu_embed.core.state import slot_shapes
+from tpu_embed.core.state import check_rule, slot_shapes
 from tpu_embed.kernels.formats import packing_of
 from tpu_embed.planning import costs
-from tpu_embed.planning.demand import spec_of
+from tpu_embed.planning.demand import distinct_rows, spec_of
+from tpu_embed.planning.host import HitRate, HostPlan, host_plans, moving_bytes, read_use
 from tpu_embed.planning.placement import placements, with_placements, with_tables
-from tpu_embed.planning.sizes import tiled_bytes, untiled_bytes
+from tpu_embed.planning.sizes import Size, tiled_bytes, untiled_bytes
 from tpu_embed.planning.target import Target
+
+MISSES = "misses"
+"""The name in `passing` of rows that come from home and go there."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,6 +40,8 @@ class Request:
     declared: Structure
     optimizer: Any
     batch: PyTree
+    hit_rates: HitRate | Mapping[str, HitRate] | None = None
+    touched_rows: Mapping[str, int] | None = None
 
     @property
     def axes(self) -> MeshAxes:
@@ -54,10 +60,13 @@ class Request:
     def layout(self) -> Layout:
         """Where each row lives."""
         declared, _ = self.placed
-        return make_layout(declared, self.optimizer, self.axes, sum_blocks=8, stack_tables=True)
+        layout = make_layout(declared, self.optimizer, self.axes, sum_blocks=8, stack_tables=True)
+        for pair in layout.on_host:
+            check_rule(*pair)
+        return layout
 
     @property
-    def size(self) -> costs.Size:
+    def size(self) -> Size:
         """The function that returns the bytes of an array on such a device."""
         return untiled_bytes if packing_of(self.axes.device) == "none" else tiled_bytes
 
@@ -77,9 +86,24 @@ class Request:
         return spec_of(declared, self.layout, self.batch)
 
     @functools.cached_property
+    def host(self) -> dict[str, HostPlan]:
+        """What tables on the host have there, and what they move, by table."""
+        declared, _ = self.placed
+        use = read_use(self.layout, self.hit_rates, self.touched_rows)
+        if not self.layout.on_host:
+            return {}
+        return host_plans(self.layout, distinct_rows(declared, self.layout, self.batch), use)
+
+    @functools.cached_property
     def passing(self) -> dict[str, int]:
         """Bytes that a device needs during a step."""
-        return costs.passing(self.layout, self.spec, self.size)
+        return self._passing(self.size)
+
+    def _passing(self, size: Size) -> dict[str, int]:
+        step = costs.passing(self.layout, self.spec, size)
+        if any(one.hit_rate is not None for one in self.host.values()):
+            return step | {MISSES: moving_bytes(self.layout, self.host, size)}
+        return step
 
     @property
     def wasted(self) -> dict[str, int]:
@@ -90,7 +114,7 @@ class Request:
             used_by_table, used_by_slots = costs.used_bytes(stack, stack.num_rows)
             held["tables"] += table - used_by_table
             held["slots"] += slots - used_by_slots
-        used = costs.passing(self.layout, self.spec, untiled_bytes)
+        used = self._passing(untiled_bytes)
         return held | {name: size - used[name] for name, size in self.passing.items()}
 
     def changed(self, changes: Mapping[str, Mapping[str, Any]]) -> Request:
@@ -99,7 +123,7 @@ class Request:
         return dataclasses.replace(self, declared=structure.flatten(feature_config))
 
 
-def _slots(stack: Stack, size: costs.Size) -> int:
+def _slots(stack: Stack, size: Size) -> int:
     """Return the bytes of all slots of a stack, with and without rows."""
     whole = [slot for slot in slot_shapes(stack).values() if not slot.per_row]
     return costs.slot_bytes(stack, stack.num_rows, size) + sum(

@@ -6,8 +6,12 @@ Input: a shape and a dtype. Output: bytes, or bytes as text.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
+
+Size = Callable[[tuple[int, ...], np.dtype], int]
+"""A function of shape and dtype that returns the bytes of an array on a device."""
 
 _LANES, _SUBLANES = 128, 8
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -34,6 +34,15 @@ class Target(NamedTuple):
     memory: int | None
     topology: Topology | None
 
+    @property
+    def hosts(self) -> int:
+        """The number of hosts; 1 if it is not known."""
+        if self.topology is not None:
+            return self.topology.hosts
+        if not isinstance(self.axes.mesh, Mesh):
+            return 1
+        return len({device.process_index for device in self.axes.mesh.devices.flat})
+
     def larger(self, batch: int) -> list[Target]:
         """Return targets with more devices, of which each number divides the batch.
 

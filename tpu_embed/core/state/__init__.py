@@ -12,7 +12,7 @@ from tpu_embed.core.state.checks import (
 from tpu_embed.core.state.fields import Field, field, fields
 from tpu_embed.core.state.gradients import refuse_gradient
 from tpu_embed.core.state.init import blank_tables, init_tables
-from tpu_embed.core.state.moved_rows import RowMover, make_homes
+from tpu_embed.core.state.moved_rows import RowMover, check_rule, make_homes, row_fields
 from tpu_embed.core.state.new_rows import (
     MAP_VERSION,
     NewKeys,
@@ -46,6 +46,7 @@ __all__ = [
     "check_layout",
     "check_not_donated",
     "check_own",
+    "check_rule",
     "check_state",
     "check_tables_not_donated",
     "describe_leaf",
@@ -62,6 +63,7 @@ __all__ = [
     "norms",
     "refuse_gradient",
     "retrieve",
+    "row_fields",
     "slot_format",
     "slot_shapes",
     "state_specs",

@@ -55,7 +55,7 @@ def make_homes(layout: Layout) -> Homes | None:
     tables = {}
     for stack, table in layout.on_host:
         assert table.storage is not None, "a table on the host"
-        _check_rule(stack, table)
+        check_rule(stack, table)
         tables[table.name] = HomeTable(table.storage, row_fields(stack))
     if tables and jax.process_count() > 1:
         what, expected = f"table {next(iter(tables))!r}: storage", "one process"
@@ -65,7 +65,7 @@ def make_homes(layout: Layout) -> Homes | None:
     return Homes(tables) if tables else None
 
 
-def _check_rule(stack: Stack, table: TableSlice) -> None:
+def check_rule(stack: Stack, table: TableSlice) -> None:
     """Refuse a rule that changes rows which are not in the batch: most are not on the devices."""
     rule = stack.optimizer
     if rule is not None and rule.updates_every_row:
@@ -181,6 +181,11 @@ class RowMover:
             held = StackShard(tables[name], slots[name])
             tables[name], slots[name] = call(self._putting[name], held, rows, values)
         return dataclasses.replace(state, tables=tables, slots=slots)
+
+    def lower(self, stack: Stack, held: StackShard, rows: Any, values: Any) -> Any:
+        """Return the program of `put`, or of `collect` without values, lowered for shapes."""
+        programs = self._putting if values else self._collecting
+        return programs[stack.name].lower(held, rows, values)
 
     def _by_stack(self, rows: Mapping[str, np.ndarray]) -> list[tuple[Stack, dict]]:
         """Return the stacks that have some of the rows, with their tables' rows."""

@@ -167,6 +167,11 @@ class NewRowWriter:
             tables[stack.name], slots[stack.name] = written
         return dataclasses.replace(state, tables=tables, slots=slots)
 
+    def lower(self, stack: Stack, held: StackShard, vocabulary: Any, parcels: Any) -> Any:
+        """Return the program of `write`, lowered for arrays of a stack, or shapes."""
+        kind, data = random_key(vocabulary)
+        return self._programs[stack].lower(held, {kind: data}, parcels)
+
     def _write(
         self, stack: Stack, held: StackShard, key: dict[str, Array], parcels: Array
     ) -> StackShard:

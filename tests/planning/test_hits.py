@@ -1,0 +1,137 @@
+"""Counts of hits against an engine that moves the rows, and against a map in plain Python."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import tpu_embed
+from tpu_embed import FeatureConfig, HostStorage, TableConfig, planning
+from tpu_embed import optimizers as o
+from tpu_embed.planning import HitCount, count_hits
+
+ROWS, BATCHES = 40, 12
+
+
+def drawn(batches=BATCHES, seed=0):
+    """Return ids [batches, 8, 3], some of them padding; some come again and again."""
+    rng = np.random.default_rng(seed)
+    shape = (batches, 8, 3)
+    ids = np.where(rng.random(shape) < 0.5, rng.integers(0, 9, shape), rng.integers(0, 300, shape))
+    ids[rng.random(shape) < 0.1] = -1
+    return ids
+
+
+def counted_slowly(batches, rows, evict, lookahead):
+    """Return a count by dictionaries: id -> its place, the last batch and the batches that had it.
+
+    Of equals, the id in the lower place leaves.
+    """
+    here, seen, total = {}, set(), np.zeros(5, int)
+    for step, ids in enumerate(batches):
+        distinct = list(dict.fromkeys(ids[ids >= 0].tolist()))
+        hits = [one for one in distinct if one in here]
+        for one in hits:
+            here[one] = [here[one][0], step, here[one][2] + 1]
+        free = sorted(set(range(rows)) - {place for place, _, _ in here.values()})
+        for one in distinct:
+            if one in here:
+                continue
+            total += [0, 0, one in seen, one not in seen, not free]
+            if not free:
+                may_go = [k for k, (_, last, _) in here.items() if last < step - lookahead]
+                score = {k: here[k][2:0:-1] if evict == "lfu" else [here[k][1]] for k in may_go}
+                gone = min(may_go, key=lambda k: [*score[k], here[k][0]])
+                free = [here.pop(gone)[0]]
+            here[one] = [free.pop(0), step, 1]
+            seen.add(one)
+        total += [len(distinct), len(hits), 0, 0, 0]
+    return total.tolist(), len(seen)
+
+
+@pytest.mark.parametrize(("evict", "lookahead"), [("lru", 0), ("lfu", 0), ("lru", 1), ("lfu", 1)])
+def test_counts_are_those_of_dictionaries(evict, lookahead):
+    storage = HostStorage(device_rows=ROWS, evict=evict)
+    found = count_hits(drawn(), storage, lookahead=lookahead)
+    expected, touched = counted_slowly(drawn(), ROWS, evict, lookahead)
+    assert list(dataclasses.astuple(found)) == [BATCHES, *expected, touched]
+    assert found.brought > 10
+    assert found.hit_rate == expected[1] / expected[0]
+
+
+def test_counts_are_those_of_an_engine():
+    """Two features look the table up: their ids of an example stand next to each other."""
+    storage = HostStorage(device_rows=ROWS, evict="lfu")
+    table = TableConfig(300, 4, name="items", storage=storage)
+    features = {"a": FeatureConfig(table), "b": FeatureConfig(table)}
+    engine = tpu_embed.EmbeddingEngine(features, o.SGD(0.5))
+    state, ids, hits, missed = engine.init(jax.random.key(0)), drawn(), 0, 0
+    for one in ids:
+        given = {"a": one[:, :2], "b": one[:, 2:]}
+        before = tpu_embed.metrics.batch_statistics(engine, given)["items"]
+        hits, missed = hits + before["hits"], missed + before["misses"]
+        assert before["unique"] == before["hits"] + before["misses"]
+        state, batch = engine.admit(state, engine.place(given))
+        state = engine.update(state, batch, engine.lookup(state, batch))
+    engine.storage.flush()
+    found = count_hits(ids, storage)
+    counted = tpu_embed.metrics.counters(engine, state)["storage"]["items"]
+    assert (counted["sent"], counted["brought"]) == (found.sent, found.brought)
+    assert counted["missed"] == missed == found.brought + found.drawn
+    assert hits == found.hits > 0
+
+
+def test_what_is_not_counted_fills_the_places():
+    storage = HostStorage(device_rows=ROWS)
+    whole, rest = (count_hits(drawn(), storage, warm_up=n) for n in (0, 3))
+    first = count_hits(drawn()[:3], storage)
+    assert rest.batches == BATCHES - 3
+    for name in ("rows", "hits", "brought", "drawn", "sent"):
+        assert getattr(rest, name) == getattr(whole, name) - getattr(first, name)
+    assert rest.touched_rows == whole.touched_rows
+    with pytest.raises(ValueError, match=r"batches: expected more than 3 batches.*got 3"):
+        count_hits(drawn()[:3], storage, warm_up=3)
+
+
+def test_batches_may_come_from_a_file_or_an_iterator(tmp_path):
+    storage = HostStorage(device_rows=ROWS)
+    np.save(tmp_path / "ids.npy", drawn())
+    np.save(tmp_path / "line.npy", np.arange(3))
+    np.savez(tmp_path / "many.npz", drawn())
+    (tmp_path / "text.npy").write_text("1 2 3")
+    expected = count_hits(drawn(), storage)
+    assert count_hits(tmp_path / "ids.npy", storage) == expected
+    assert count_hits(iter(drawn().astype(np.int32)), storage) == expected
+    for name in ("line.npy", "many.npz", "text.npy", "none.npy"):
+        with pytest.raises(ValueError, match=rf"{name}: expected a .npy file of ids"):
+            count_hits(tmp_path / name, storage)
+
+
+def test_what_an_engine_refuses_is_refused():
+    storage = HostStorage(device_rows=8)
+    with pytest.raises(ValueError, match=r"at most 8 distinct ids in a batch, got 9; .*rows=9\)"):
+        count_hits([np.arange(9)], storage)
+    with pytest.raises(ValueError, match=r"at most 8 distinct ids in 2 batches, got 11; .*=11\)"):
+        count_hits([np.arange(8), np.arange(4, 11)], storage, lookahead=1)
+    for bad in (np.array([3, -2]), np.array([2**63], np.uint64)):
+        with pytest.raises(ValueError, match="batches: expected ids from 0"):
+            count_hits([bad], storage)
+    with pytest.raises(TypeError, match="batches: expected ids of an integer dtype, got float64"):
+        count_hits([np.array([0.5])], storage)
+    far = count_hits([np.array([2**63 - 1, 5], np.uint64)], storage)
+    assert (far.drawn, far.hit_rate) == (2, 0.0)
+    assert count_hits([np.zeros((4, 0), int)], storage).hit_rate == 1.0
+
+
+def test_a_plan_takes_what_was_counted():
+    storage = HostStorage(device_rows=ROWS)
+    table = TableConfig(300, 4, name="items", storage=storage)
+    batch = {"x": jax.ShapeDtypeStruct((8, 3), np.int32)}
+    given = HitCount(batches=4, rows=80, hits=60, brought=8, drawn=12, sent=20, touched_rows=99)
+    found = planning.plan({"x": FeatureConfig(table)}, o.Adagrad(), 1, batch, hit_rates=given)
+    # Of 20 rows of a batch, 2 come from home and 5 go there, each with 4 values and 4 slots.
+    assert found.missed == {"in": 2 * 32, "out": 5 * 32}
+    host = found.tables[0].host
+    assert host is not None
+    assert (host.batch_rows, host.hit_rate) == (20, 0.75)

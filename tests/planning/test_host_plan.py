@@ -1,0 +1,164 @@
+"""Plans of tables on the host: what devices and hosts hold, what moves, and what would fit."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import tpu_embed
+from tpu_embed import FeatureConfig, HostStorage, TableConfig, planning
+from tpu_embed import optimizers as o
+from tpu_embed.kernels import row_store_native
+from tpu_embed.planning.sizes import readable
+
+SHAPES = {
+    "item": jax.ShapeDtypeStruct((64, 4), np.int32),
+    "user": jax.ShapeDtypeStruct((64,), np.int32),
+}
+
+
+def declared(rows=1000, size=2**40, placement="mod", **options):
+    """Return features of a table on the host and of one that is on the devices."""
+    storage = HostStorage(device_rows=rows, **options)
+    items = TableConfig(size, 8, name="items", storage=storage, placement=placement)
+    return {"item": FeatureConfig(items), "user": FeatureConfig(TableConfig(90, 8, name="users"))}
+
+
+def planned(features, target=8, batch=SHAPES, **options):
+    return planning.plan(features, o.Adagrad(0.1), target, batch, **options)
+
+
+def host_of(found):
+    (host,) = [table.host for table in found.tables if table.host]
+    return host
+
+
+def test_devices_hold_device_rows():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]), ("d",))
+    found = planned(declared(), mesh)
+    engine = tpu_embed.EmbeddingEngine(declared(), o.Adagrad(0.1), mesh=mesh)
+    state = engine.init(jax.random.key(0))
+    for what, arrays in {"tables": state.tables, "slots": state.slots}.items():
+        shards = [leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(arrays)]
+        assert found.held[what] == sum(shards)
+    assert found.held == planned(declared(size=2000), mesh).held
+    assert (found.tables[0].vocabulary_size, found.tables[0].rows) == (2**40, 125)
+    ids = {"item": np.random.default_rng(0).integers(0, 2**40, (64, 4)), "user": np.arange(64)}
+    exact = planned(declared(), mesh, ids)
+    assert host_of(exact).batch_rows == 256
+    room, other = engine.place(ids).spec.stacks[0], exact.spec.stacks[0]
+    # The first batch of an engine has its rows in turn on all shards, a later one anywhere.
+    assert room.row_capacity <= other.row_capacity <= 2 * room.row_capacity
+
+
+def test_rows_at_home_take_what_the_store_says():
+    """Beside whole segments of up to 16 MiB; the store is the one in C++, whatever runs here."""
+    store, n = row_store_native.RowStore([32, 32], None), 1_000_000
+    for ids in np.arange(n, dtype=np.uint64).reshape(10, -1) * 7:
+        store.write(ids, [np.zeros((ids.size, 32), np.uint8)] * 2, 1)
+    host = host_of(planned(declared(), touched_rows={"items": n}))
+    assert host.row_bytes == 64
+    assert 0 <= store.numbers.row_bytes - host.row_store_bytes < 2**24
+    assert 0.9 * host.index_bytes < store.numbers.index_bytes <= host.index_bytes
+
+
+def test_hosts_share_rows_and_all_have_the_maps():
+    one, two = (planned(declared(), name) for name in ("v5p:2x2x1", "v5p:2x2x2"))
+    assert (one.hosts, two.hosts) == (1, 2)
+    assert one.on_host == {"maps": 52_000, "rows at home": 2**40 * 64, "index": 2**40 * 20}
+    assert two.on_host == {"maps": 52_000, "rows at home": 2**40 * 32, "index": 2**40 * 10}
+    assert two.host_bytes == sum(two.on_host.values())
+    filed = planned(declared(path="/fast"), "v5p:2x2x2", touched_rows={"items": 100})
+    assert (filed.file_bytes, filed.on_host["rows at home"]) == (50 * 64, 0)
+    assert "3.1 KiB in files of each host: rows at home" in filed.explain()
+    assert planned(declared(size=2000), 8, touched_rows={"items": 10**9}).on_host["index"] == 40_000
+
+
+def test_what_misses_is_moved():
+    batch = {"item": np.arange(256).reshape(64, 4), "user": np.arange(64)}
+    unknown = planned(declared(), batch=batch)
+    assert unknown.missed is None
+    assert "misses are not counted: give their hit_rates" in unknown.explain()
+    assert "misses" not in unknown.passing
+    for rates in (0.75, {"items": 0.75}):
+        found = planned(declared(), batch=batch, hit_rates=rates)
+        assert found.missed == {"in": 64 * 64, "out": 64 * 64}
+        assert found.passing["misses"] == 2 * 64 * 64 // 8
+    text = found.explain()
+    assert "misses, each step and host: 4.0 KiB to its devices, 4.0 KiB home" in text
+    (line,) = [line.split() for line in text.splitlines() if line.startswith("items (lru)")]
+    assert line[2] == "1,000"
+    assert line[-5:] == ["75.0%", "4.0", "KiB", "4.0", "KiB"]
+    assert json.loads(found.to_json())["tables"][0]["host"]["rows_in"] == 64
+    assert planned(declared(), batch=batch, hit_rates=1).missed == {"in": 0, "out": 0}
+    tags = dataclasses.replace(declared()["item"].table, name="tag")
+    more = {**declared(), "tag": FeatureConfig(tags)}
+    batch = {**batch, "tag": np.arange(64)}
+    found = planned(more, batch=batch, hit_rates={"tag": 0.5})
+    assert "home; misses of items are not counted" in found.explain()
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"hit_rates: expected tables on the host.*mean items\?"):
+        planned(declared(), hit_rates={"item": 0.5})
+    with pytest.raises(ValueError, match=r"touched_rows: expected .*'items'.*got 'users'"):
+        planned(declared(), touched_rows={"users": 5})
+    for rate in (1.5, -0.1, float("nan"), "0.5", True):
+        with pytest.raises(ValueError, match=r"hit_rates\['items'\]: expected a share from 0 to 1"):
+            planned(declared(), hit_rates=rate)
+    with pytest.raises(ValueError, match=r"touched_rows\['items'\]: expected an integer >= 0"):
+        planned(declared(), touched_rows={"items": -1})
+    batch = {"item": np.arange(256).reshape(64, 4), "user": np.arange(64)}
+    with pytest.raises(ValueError, match=r"'items': expected at most 200 .*device_rows=256\)"):
+        planned(declared(rows=200), batch=batch)
+
+
+def test_uniform_ids_find_no_more_room_than_there_is():
+    few, many = (planned(declared(rows=rows)) for rows in (16, 10_000))
+    assert (host_of(few).batch_rows, host_of(many).batch_rows) == (16, 256)
+    assert few.spec.stacks[0].row_capacity < many.spec.stacks[0].row_capacity
+    assert host_of(planned(declared(rows=300, size=300))).batch_rows < 256
+
+
+def test_automatic_placement_shards_what_is_on_the_host():
+    features = declared(rows=8, size=9, placement="auto")
+    found = planned(features)
+    assert (found.tables[0].placement, found.tables[0].why) == ("mod", "at home on the host")
+    assert planning.resolve(features, o.Adagrad(0.1))["item"].table.placement == "mod"
+    with pytest.raises(ValueError, match="placement: expected mod, div or replicated, got 'auto'"):
+        tpu_embed.EmbeddingEngine(features, o.Adagrad(0.1))
+
+
+@pytest.mark.parametrize("ids", ["real", "shapes"])
+def test_the_rows_of_a_remedy_fit(ids):
+    tables = {
+        name: TableConfig(rows, 64, name=name, placement="auto")
+        for name, rows in {"a": 2**20, "b": 2**18, "c": 2**10}.items()
+    }
+    features = {name: FeatureConfig(table) for name, table in tables.items()}
+    batch = {name: np.arange(64).reshape(32, 2) for name in features}
+    if ids == "shapes":
+        batch = {name: jax.ShapeDtypeStruct((32, 2), np.int32) for name in features}
+    for memory, names in {2**27: ["a"], 2**25: ["a", "b"]}.items():
+        remedy = planned(features, "v5e:2x2", batch, memory=memory).remedies[-1]
+        rows = device_rows(remedy)
+        assert sorted(rows) == names
+        changed = dict(features)
+        for name, n in rows.items():
+            table = dataclasses.replace(tables[name], storage=HostStorage(device_rows=n))
+            changed[name] = FeatureConfig(table)
+        found = planned(changed, "v5e:2x2", batch, memory=memory)
+        assert remedy.endswith(f": {readable(found.bytes_per_device)}, would fit")
+        assert 0.85 * memory < found.bytes_per_device <= memory
+        # A table on the host of which the devices hold too much gets fewer rows there.
+        less = planned(changed, "v5e:2x2", batch, memory=memory // 4).remedies[-1]
+        assert device_rows(less)["a"] < rows["a"] / 2
+
+
+def device_rows(remedy):
+    """Return table -> rows of a remedy `storage=HostStorage(device_rows=1_000) for a, b, …: …`."""
+    parts = re.findall(r"device_rows=([\d_]+)\) for ([a-c](?:, [a-c](?=[,:]))*)", remedy)
+    return {name: int(n) for n, names in parts for name in names.split(", ")}
