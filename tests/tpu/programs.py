@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, optimizers, planning
+from tpu_embed import EmbeddingEngine, FeatureConfig, HostStorage, TableConfig, optimizers, planning
 from tpu_embed.core.update import Operands
 from tpu_embed.planning.chips import Topology
 from tpu_embed.planning.compiled import abstract_batch, abstract_state, describe_topology
@@ -39,6 +39,18 @@ def quickstart(placement="mod", dim=16, dtype="float32"):
     shapes = {
         name: jax.ShapeDtypeStruct((1024, hot), np.int32) for name, (_, hot) in tables.items()
     }
+    return features, shapes
+
+
+def hosted():
+    """Return features of two tables on the host and one that is not, and shapes of a batch."""
+    features, shapes = quickstart(dim=128)
+    for name in ("items", "users"):
+        storage = HostStorage(device_rows=30_000)
+        table = dataclasses.replace(
+            features[name].table, vocabulary_size=2**40, combiner="sum", storage=storage
+        )
+        features[name] = FeatureConfig(table)
     return features, shapes
 
 

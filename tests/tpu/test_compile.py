@@ -12,8 +12,10 @@ from programs import (
     OPTIMIZERS,
     ROOT,
     SMALL,
+    config_of,
     dlrm,
     dlrm_v4,
+    hosted,
     many,
     pipelined_step,
     quickstart,
@@ -21,8 +23,8 @@ from programs import (
 )
 
 from tpu_embed.kernels import sparsecore
-from tpu_embed.planning.chips import CHIPS
-from tpu_embed.planning.compiled import compile_for
+from tpu_embed.planning.chips import CHIPS, Topology
+from tpu_embed.planning.compiled import compile_for, describe_topology
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu: make test-tpu-compile"
@@ -70,6 +72,64 @@ def test_the_stateful_door_compiles_for_v6e():
     assert "set_rows" in update.as_text()
     memory = update.memory_analysis()
     assert memory.alias_size_in_bytes == pytest.approx(sum(plan.held.values()), 0.02)
+
+
+def check_admit(compiled, tables):
+    """Check that rows of tables on the host move in place, and take room for themselves alone."""
+    programs = {one.name: one for one in compiled.admit}
+    assert [one.name for one in compiled.admit] == ["write", "collect", "put"]
+    plans = {one.name: one for one in compiled.plan.tables if one.host is not None}
+    assert {one.tables for one in compiled.admit} == {tables} == {tuple(plans)}
+    held = sum(one.table_bytes + one.slot_bytes for one in plans.values())
+    row = next(iter(plans.values())).host.row_bytes
+    for name in ("write", "put"):
+        assert programs[name].aliased == pytest.approx(held, 0.02)
+        assert programs[name].results < 10_000
+    collect, put = programs["collect"], programs["put"]
+    assert collect.aliased == 0
+    # Rows that are narrower than a line of 128 words may take a whole line each.
+    assert row * collect.rows <= collect.results <= 8 * row * collect.rows + 10_000
+    assert row * put.rows <= put.arguments - put.aliased <= 9 * row * put.rows + 10_000
+    return programs
+
+
+@pytest.mark.parametrize("chip", ["v5e", pytest.param("v5p", marks=whole)])
+def test_a_step_with_tables_on_the_host_needs_what_the_devices_hold(chip):
+    features, shapes = hosted()
+    compiled = compile_for(SMALL[chip], features, OPTIMIZERS["adagrad"], shapes, hit_rates=0.75)
+    check(compiled, chip)
+    assert compiled.arguments < 2**28 < compiled.plan.on_host["rows at home"]
+    programs = check_admit(compiled, ("item", "user"))
+    # Parcels are rounded up to 64 times 1, 2, 3, 4, 6, 8, …: a quarter may take up to twice that.
+    assert programs["put"].rows <= programs["write"].rows / 2
+    assert "admit collect" in compiled.explain()
+
+
+@whole
+def test_what_admit_runs_may_be_left_out():
+    features, shapes = ({"users": some["users"]} for some in hosted())
+    compiled = compile_for("v5e:2x2", features, OPTIMIZERS["sgd"], shapes, admit=False)
+    assert compiled.admit == ()
+
+
+@whole
+def test_dlrm_with_tables_on_the_host_fits_four_small_chips():
+    features, optimizer, shapes = config_of("dlrm_dcnv2_host").workload()
+    compiled = compile_for("v5e:2x2", features, optimizer, shapes, hit_rates=0.8)
+    check(compiled, "v5e")
+    plan, memory = compiled.plan, compiled.plan.memory
+    plan.check()
+    assert compiled.arguments + compiled.temporaries + plan.passing["misses"] < 0.95 * memory
+    programs = check_admit(compiled, ("t00", "t09", "t19", "t20", "t21"))
+    held = sum(plan.held.values())
+    assert all(held + one.results + one.temporaries < memory for one in programs.values())
+
+
+def test_topologies_have_the_hosts_that_libtpu_gives_them():
+    for name in ("v3:4x4", "v4:2x2x2", "v5e:2x4", "v5e:4x4", "v5p:4x4x4", "v6e:2x2", "tpu7x:2x2x2"):
+        topology = Topology(name)
+        found = {device.process_index for device in describe_topology(topology)}
+        assert len(found) == topology.hosts
 
 
 CONFIG = """
