@@ -118,10 +118,13 @@ def check_random_keys(rng):
             patch.setenv(dispatch.VARIABLE, name)
             kernels = dispatch.host_kernels()
         arrays = (*kernels.distinct_keys(keys), *kernels.split_by_row(positions, rows))
-        arrays = (*arrays, kernels.rows_at(rows, positions))
-        assert [a.dtype for a in arrays] == [np.uint64, np.int32, np.int32, np.int64, np.int32]
+        arrays = (*arrays, kernels.rows_at(rows, positions), kernels.are_among(some, keys))
+        dtypes = np.uint64, np.int32, np.int32, np.int64, np.int32, np.bool_
+        assert [a.dtype for a in arrays] == list(dtypes)
         found = [-1 if at < 0 else rows[at] for at in positions]
-        assert [a.tolist() for a in arrays] == [list(number_of), numbers, known, absent, found]
+        among = [key in number_of for key in some.tolist()]
+        expected = [list(number_of), numbers, known, absent, found, among]
+        assert [a.tolist() for a in arrays] == expected
 
 
 def same(results):

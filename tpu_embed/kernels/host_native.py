@@ -156,6 +156,14 @@ def split_by_row(positions: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, n
     return rows[used], absent[:size]
 
 
+def are_among(keys: np.ndarray, some: np.ndarray) -> np.ndarray:
+    """Return which keys are among some others; see `host_reference.are_among`."""
+    found = np.empty(keys.size, bool)
+    given = _address(keys, np.uint64), keys.size, _address(some, np.uint64), some.size
+    _run("are_among", [(*given, _address(found))], 0)
+    return found
+
+
 def rows_at(rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return the rows at positions, -1 where the position is -1; see `host_reference.rows_at`."""
     out = np.empty(positions.size, np.int32)

@@ -276,6 +276,11 @@ def split_by_row(positions: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, n
     return rows[used[:-1] & (rows >= 0)], np.flatnonzero(absent)
 
 
+def are_among(keys: np.ndarray, some: np.ndarray) -> np.ndarray:
+    """Return which keys, uint64 `[n]`, are among some others, uint64 `[m]`; bool `[n]`."""
+    return np.isin(keys, some)
+
+
 def rows_at(rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return the rows at positions, -1 where the position is -1; int32 `[n]`, as both are."""
     return np.append(rows, np.int32(PADDING_ID))[positions]

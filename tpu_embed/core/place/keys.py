@@ -20,7 +20,7 @@ import numpy as np
 from tpu_embed._checks import message
 from tpu_embed.core.batch import BatchSpec
 from tpu_embed.core.ids import HostIds, batch_order, give_rows, has_means, split_keys
-from tpu_embed.core.layout import FeatureLayout, Layout
+from tpu_embed.core.layout import FeatureLayout, Layout, arrivals_of, rooms_in
 from tpu_embed.core.place.agreement import Agreement, Alone
 from tpu_embed.core.place.visits import Visit, visit
 from tpu_embed.vocabulary import BatchKeys, KeyedRows, ValidSteps, Vocabularies
@@ -107,19 +107,21 @@ class KeyedBatches:
             # Keys that were known have kept their rows; of the others some have one now.
             for f, rows in found.items():
                 unknown = np.flatnonzero(rows < 0)
-                keys = hosts[f].keys
-                assert keys is not None
+                some = hosts[f].keys
+                assert some is not None
                 name = self._layout.features[f].table.name
-                rows[unknown] = vocabularies.find(name, keys[unknown])
+                rows[unknown] = vocabularies.find(name, some[unknown])
             steps = vocabularies.steps(before + 1, training=True)
-            incoming = vocabularies.incoming(taken)
+            arrivals = arrivals_of(self._layout.stacks, vocabularies.homes, taken)
+            incoming = vocabularies.incoming(taken, rooms_in(arrivals))
             tables = {
                 name: KeyedRows(rows, taken[name], incoming.get(name))
                 for name, rows in self._by_table(found).items()
             }
             # An empty range: nobody may look it up before it is admitted.
             unusable = ValidSteps(1, 0, steps.history)
-            yield Keyed(self._with_rows(hosts, found), unusable, BatchKeys(tables, steps))
+            keys = BatchKeys(tables, steps, arrivals=arrivals)
+            yield Keyed(self._with_rows(hosts, found), unusable, keys)
         except BaseException:
             vocabularies.undo(before)
             raise

@@ -12,7 +12,7 @@ from tpu_embed.core.state.checks import (
 from tpu_embed.core.state.fields import Field, field, fields
 from tpu_embed.core.state.gradients import refuse_gradient
 from tpu_embed.core.state.init import blank_tables, init_tables
-from tpu_embed.core.state.moved_rows import RowMover, make_homes
+from tpu_embed.core.state.moved_rows import RowMover, leaving_rooms, make_homes
 from tpu_embed.core.state.new_rows import (
     MAP_VERSION,
     NewKeys,
@@ -34,10 +34,10 @@ from tpu_embed.core.state.table_state import (
 from tpu_embed.core.state.visiting import visiting_tables
 
 __all__ = [
+    "MAP_VERSION",
     "Field",
     "NewKeys",
     "NewRowWriter",
-    "MAP_VERSION",
     "RowMover",
     "StackShard",
     "TableState",
@@ -54,9 +54,10 @@ __all__ = [
     "fields",
     "host_arrays",
     "init_tables",
+    "leaving_rooms",
     "logical",
-    "make_homes",
     "logical_rows",
+    "make_homes",
     "new_version",
     "new_vocabulary",
     "norms",
