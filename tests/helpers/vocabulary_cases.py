@@ -110,9 +110,9 @@ def check_random_keys(rng):
     rows[rng.random(rows.size) < 0.3] = -1
     positions = np.array(numbers, np.int32)
     positions[rng.random(positions.size) < 0.2] = -1
-    present = set(positions.tolist())
-    known = [row for at, row in enumerate(rows.tolist()) if at in present and row >= 0]
-    absent = [i for i, at in enumerate(positions.tolist()) if at >= 0 and rows[at] < 0]
+    first = {at: i for i, at in reversed([*enumerate(positions.tolist())]) if at >= 0}
+    known = [rows[at] for at, _ in sorted(first.items(), key=lambda one: one[1]) if rows[at] >= 0]
+    absent = sorted(i for at, i in first.items() if rows[at] < 0)
     for name in KERNELS:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(dispatch.VARIABLE, name)

@@ -23,9 +23,11 @@ struct SplitTask {
   const int32_t* positions;  // [n]
   int64_t n;
   const int32_t* rows;
-  bool* used;       // result, false before: which of `rows` are looked up, and are there
-  int64_t* absent;  // result, [n], of which `size` are written
-  int64_t size;     // result
+  bool* used;       // false before; true of the positions that occur
+  int32_t* known;   // result, of which `size` are written
+  int64_t* absent;  // result, of which `absences` are written
+  int64_t size;      // result
+  int64_t absences;  // result
 };
 
 // As `host_reference.are_among`.
@@ -63,14 +65,15 @@ void number_keys(DistinctTask& task) {
 }
 
 void split(SplitTask& task) {
-  task.size = 0;
+  task.size = task.absences = 0;
   for (int64_t i = 0; i < task.n; ++i) {
     const int32_t position = task.positions[i];
-    if (position < 0) continue;  // padding
+    if (position < 0 || task.used[position]) continue;  // padding, or not for the first time
+    task.used[position] = true;
     if (task.rows[position] < 0) {
-      task.absent[task.size++] = i;
+      task.absent[task.absences++] = i;
     } else {
-      task.used[position] = true;
+      task.known[task.size++] = task.rows[position];
     }
   }
 }
