@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from tpu_embed.storage import VALUES, Homes, HomeTable, HostStorage, RowField, slot_field
+from tpu_embed.storage import VALUES, Homes, HomeTable, HostStorage, Room, RowField, slot_field
 
 FIELDS = {
     VALUES: RowField((2,), np.dtype(np.float32)),
@@ -56,7 +56,7 @@ def test_random_departures_and_returns_follow_a_dictionary(seed):
 
             def read(leaving=leaving, pause=pause):
                 time.sleep(pause)
-                return {"items": rows_of(leaving)}
+                return {"items": Room(rows_of(leaving), None)}
 
             home.send(step, {"items": out}, read)
             admitted += 1
@@ -77,7 +77,7 @@ def test_only_a_row_that_has_not_arrived_is_waited_for():
 
     def read():
         assert go.wait(LONG)
-        return {"items": rows_of([5.0])}
+        return {"items": Room(rows_of([5.0]), None)}
 
     home.send(1, {"items": np.array([7], np.uint64)}, read)
     other, same = (home.fetch("items", np.array([key], np.uint64), []) for key in (8, 7))

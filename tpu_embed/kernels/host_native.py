@@ -150,10 +150,23 @@ def distinct_keys(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def split_by_row(positions: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Split what a feature looks up by its rows; see `host_reference.split_by_row`."""
-    used, absent = np.zeros(rows.size, bool), np.empty(positions.size, np.int64)
+    used, known, absent = (
+        np.zeros(rows.size, bool),
+        np.empty_like(rows),
+        np.empty(rows.size, np.int64),
+    )
     given = _address(positions, np.int32), positions.size, _address(rows, np.int32)
-    ((*_, size),) = _run("split_by_row", [(*given, _address(used), _address(absent), 0)], 0)
-    return rows[used], absent[:size]
+    results = _address(used), _address(known), _address(absent, np.int64)
+    ((*_, size, absences),) = _run("split_by_row", [(*given, *results, 0, 0)], 0)
+    return known[:size], absent[:absences]
+
+
+def are_among(keys: np.ndarray, some: np.ndarray) -> np.ndarray:
+    """Return which keys are among some others; see `host_reference.are_among`."""
+    found = np.empty(keys.size, bool)
+    given = _address(keys, np.uint64), keys.size, _address(some, np.uint64), some.size
+    _run("are_among", [(*given, _address(found))], 0)
+    return found
 
 
 def rows_at(rows: np.ndarray, positions: np.ndarray) -> np.ndarray:

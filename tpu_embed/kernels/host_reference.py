@@ -260,20 +260,25 @@ def distinct_keys(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def split_by_row(positions: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Split what a feature looks up: rows of keys that have one, and places of keys without.
 
-    With rows 8 -1 3, positions 0 1 -1 1 0 have the known row 8, and at 1 and 3 a key without a row.
+    With rows 8 -1 3, positions 0 1 -1 1 0 have the known row 8, and first at 1 a key without a row.
 
     Args:
       positions: int32 `[n]`, positions in `rows`; -1 is padding.
       rows: int32 `[m]`, -1 for keys without a row.
 
     Returns:
-      int32 `[k]`, the rows of those positions that occur, each once, in the order of `rows`; int64
-      `[a]`, the indices in `positions` of keys without a row.
+      int32 `[k]`, the rows of those positions that occur, in the order in which they first do;
+      int64 `[a]`, the indices in `positions` at which keys without a row occur first.
     """
-    used = np.zeros(rows.size + 1, bool)
-    used[positions] = True  # padding, -1, sets the last entry
-    absent = np.append(rows < 0, False)[positions]
-    return rows[used[:-1] & (rows >= 0)], np.flatnonzero(absent)
+    occurring, first = np.unique(positions, return_index=True)
+    first = np.sort(first[occurring >= 0])
+    there = rows[positions[first]] >= 0
+    return rows[positions[first[there]]], first[~there]
+
+
+def are_among(keys: np.ndarray, some: np.ndarray) -> np.ndarray:
+    """Return which keys, uint64 `[n]`, are among some others, uint64 `[m]`; bool `[n]`."""
+    return np.isin(keys, some)
 
 
 def rows_at(rows: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -44,14 +44,23 @@ class RowStore:
         _function("numbers")(self._store, ctypes.addressof(numbers))
         return StoreNumbers(*numbers)
 
-    def write(self, ids: np.ndarray, fields: Sequence[np.ndarray], mark: int) -> None:
+    def write(
+        self,
+        ids: np.ndarray,
+        fields: Sequence[np.ndarray],
+        mark: int,
+        at: np.ndarray | None = None,
+    ) -> None:
         """Write rows; see `row_store_reference.RowStore.write`."""
-        self._call("write", ids.ctypes.data, ids.size, _addresses(fields), mark)
+        self._call("write", ids.ctypes.data, ids.size, *_places(ids, fields, at), mark)
 
-    def read(self, ids: np.ndarray, fields: Sequence[np.ndarray]) -> np.ndarray:
+    def read(
+        self, ids: np.ndarray, fields: Sequence[np.ndarray], at: np.ndarray | None = None
+    ) -> np.ndarray:
         """Read the rows that are here; see `row_store_reference.RowStore.read`."""
         found = np.empty(ids.size, bool)
-        self._call("read", ids.ctypes.data, ids.size, _addresses(fields), found.ctypes.data)
+        places = _places(ids, fields, at)
+        self._call("read", ids.ctypes.data, ids.size, *places, found.ctypes.data)
         return found
 
     def find(self, ids: np.ndarray) -> np.ndarray:
@@ -86,10 +95,19 @@ class RowStore:
             raise OSError(error, os.strerror(error))
 
 
-def _addresses(fields: Sequence[np.ndarray]) -> Any:
-    """Return where the numbers of contiguous arrays are, as a C array."""
+def _places(ids: np.ndarray, fields: Sequence[np.ndarray], at: np.ndarray | None) -> Any:
+    """Return where the numbers of contiguous arrays are, as a C array, and where the places are."""
     assert all(field.flags.c_contiguous for field in fields)
-    return (ctypes.c_void_p * len(fields))(*(field.ctypes.data for field in fields))
+    addresses = (ctypes.c_void_p * len(fields))(*(field.ctypes.data for field in fields))
+    least = min(len(field) for field in fields)
+    if at is None:
+        assert ids.size <= least
+        return addresses, None
+    assert at.dtype == np.int64
+    assert at.flags.c_contiguous
+    assert at.size == ids.size
+    assert not at.size or (at.min() >= 0 and at.max() < least)
+    return addresses, at.ctypes.data
 
 
 @functools.cache
@@ -105,8 +123,8 @@ _INT, _AT = ctypes.c_int64, ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "new": ((_AT, _INT, _INT), _AT),
     "delete": ((_AT,), None),
-    "write": ((_AT, _AT, _INT, _AT, _INT), _INT),
-    "read": ((_AT, _AT, _INT, _AT, _AT), _INT),
+    "write": ((_AT, _AT, _INT, _AT, _AT, _INT), _INT),
+    "read": ((_AT, _AT, _INT, _AT, _AT, _AT), _INT),
     "find": ((_AT, _AT, _INT, _AT), _INT),
     "remove": ((_AT, _AT, _INT, _AT), _INT),
     "list": ((_AT, _INT, _AT, _INT), _INT),

@@ -67,13 +67,20 @@ class RowStore:
         row_bytes = len(self._segments) * self._rows * sum(self._widths)
         return StoreNumbers(len(self._place_of), self._top, index, row_bytes)
 
-    def write(self, ids: np.ndarray, fields: Sequence[np.ndarray], mark: int) -> None:
+    def write(
+        self,
+        ids: np.ndarray,
+        fields: Sequence[np.ndarray],
+        mark: int,
+        at: np.ndarray | None = None,
+    ) -> None:
         """Write rows; ids that are not here are added.
 
         Args:
           ids: distinct, uint64 `[n]`.
-          fields: of each field, uint8 `[n, width]`.
+          fields: of each field, uint8 `[m, width]`.
           mark: at least 1; `list` finds rows by it.
+          at: int64 `[n]`, which of the m are the rows of the ids; None: 0, 1, ….
 
         Raises:
           MemoryError, OSError: there is no room. Nothing has changed.
@@ -87,25 +94,29 @@ class RowStore:
                 self._place_of[id_], self._ids[place] = place, id_
             places = self._places(ids)
             self._marks[places] = mark
-            for segment, at, some in self._by_segment(places):
-                segment[at] = np.concatenate([field[some] for field in fields], axis=1)
+            for segment, rows, some in self._by_segment(places):
+                given = some if at is None else at[some]
+                segment[rows] = np.concatenate([field[given] for field in fields], axis=1)
 
-    def read(self, ids: np.ndarray, fields: Sequence[np.ndarray]) -> np.ndarray:
-        """Read the rows that are here into their places in the fields, uint8 `[n, width]` each.
+    def read(
+        self, ids: np.ndarray, fields: Sequence[np.ndarray], at: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Read the rows that are here into their places in the fields, uint8 `[m, width]` each.
 
         Args:
           ids: uint64 `[n]`.
           fields: the results; what is not here is left as it is.
+          at: as for `write`, all different.
 
         Returns:
           bool `[n]`: which ids are here.
         """
         with self._lock:
             places = self._places(ids)
-            for segment, at, some in self._by_segment(places):
-                cuts = np.cumsum(self._widths)[:-1]
-                for field, part in zip(fields, np.split(segment[at], cuts, axis=1), strict=True):
-                    field[some] = part
+            for segment, rows, some in self._by_segment(places):
+                cuts, given = np.cumsum(self._widths)[:-1], some if at is None else at[some]
+                for field, part in zip(fields, np.split(segment[rows], cuts, axis=1), strict=True):
+                    field[given] = part
         return places >= 0
 
     def find(self, ids: np.ndarray) -> np.ndarray:

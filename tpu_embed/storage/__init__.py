@@ -4,7 +4,7 @@ Input: rows by 64-bit id, NumPy arrays. Output: the same.
 """
 
 from tpu_embed.storage.config import HostStorage
-from tpu_embed.storage.homes import VALUES, Homes, HomeTable, Incoming, slot_field
+from tpu_embed.storage.homes import VALUES, Homes, HomeTable, Incoming, Room, slot_field
 from tpu_embed.storage.host_rows import HostRows, RowField
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "HostRows",
     "HostStorage",
     "Incoming",
+    "Room",
     "RowField",
     "slot_field",
 ]

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tpu_embed._checks import message
+from tpu_embed.kernels.dispatch import host_kernels
 from tpu_embed.storage.config import HostStorage
 from tpu_embed.storage.host_rows import HostRows, RowField
 
@@ -55,19 +56,31 @@ class HomeTable(NamedTuple):
     fields: dict[str, RowField]
 
 
+class Room(NamedTuple):
+    """Where rows of one table are to be read to, or are written from.
+
+    Attributes:
+      rows: `[m, …]` by field.
+      at: int64 `[n]`, the place of each row among the m; None: 0, 1, ….
+    """
+
+    rows: Rows
+    at: np.ndarray | None
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Incoming:
     """Rows of one table that a batch brings to the devices.
 
     Attributes:
       keys: uint64 `[n]`.
-      rows: `[n, …]` by field; arbitrary where there is none at home, or none yet.
+      room: has their rows; arbitrary where there is none at home, or none yet.
       found: bool `[n]`, whether a row was at home.
       awaited: int64 `[n]`, the step whose displaced rows must have arrived first; 0: none.
     """
 
     keys: np.ndarray
-    rows: dict[str, np.ndarray]
+    room: Room
     found: np.ndarray
     awaited: np.ndarray
 
@@ -139,7 +152,11 @@ class Homes:
     # -- coming --------------------------------------------------------------------------------
 
     def fetch(
-        self, name: str, keys: np.ndarray, placed: Sequence[tuple[int, np.ndarray]]
+        self,
+        name: str,
+        keys: np.ndarray,
+        placed: Sequence[tuple[int, np.ndarray]],
+        room: Room | None = None,
     ) -> Incoming:
         """Read the rows of keys that come to the devices, as far as they are final at home.
 
@@ -148,16 +165,22 @@ class Homes:
           keys: distinct, uint64 `[n]`.
           placed: of batches that are placed and not admitted, the step and the keys that it
             displaces; read before this call, so that no step is between `placed` and on its way.
+          room: where the rows are to be read to; None: to new arrays.
         """
         awaited = np.zeros(keys.size, np.int64)
         for step, leaving in sorted([*placed, *self._on_their_way(name)], key=lambda one: one[0]):
-            awaited[np.isin(keys, leaving)] = step
-        incoming = Incoming(keys, {}, np.zeros(keys.size, bool), awaited)
+            awaited[host_kernels().are_among(keys, leaving)] = step
+        room = room or self._new_room(name, keys.size)
+        incoming = Incoming(keys, room, np.zeros(keys.size, bool), awaited)
         self._read(name, incoming, awaited == 0)
         return incoming
 
+    def _new_room(self, name: str, n: int) -> Room:
+        fields = self.tables[name].fields.items()
+        return Room({field: np.empty((n, *one.shape), one.dtype) for field, one in fields}, None)
+
     def complete(self, name: str, incoming: Incoming) -> tuple[Rows, np.ndarray]:
-        """Return the rows that a batch brings, and which of them were at home, bool `[n]`.
+        """Return the arrays that the rows of a batch are in, and which were at home, bool `[n]`.
 
         Waits for those that had to arrive first.
         """
@@ -166,7 +189,7 @@ class Homes:
             self._wait(step)
         if late.size:
             self._read(name, incoming, incoming.awaited > 0)
-        return incoming.rows, incoming.found
+        return incoming.room.rows, incoming.found
 
     def note_brought(self, name: str, incoming: Incoming) -> None:
         """Count the rows that a batch has brought to the devices."""
@@ -176,14 +199,12 @@ class Homes:
 
     def _read(self, name: str, incoming: Incoming, chosen: np.ndarray) -> None:
         """Read the chosen rows, bool `[n]`, of a batch."""
+        keys, (rows, at) = incoming.keys, incoming.room
         if chosen.all():
-            rows, incoming.found[:] = self._rows[name].read(incoming.keys)
-            incoming.rows.update(rows)
+            incoming.found[:] = self._rows[name].read_into(rows, at, keys)
             return
-        rows, incoming.found[chosen] = self._rows[name].read(incoming.keys[chosen])
-        for field, values in rows.items():
-            shape = incoming.keys.size, *values.shape[1:]
-            incoming.rows.setdefault(field, np.empty(shape, values.dtype))[chosen] = values
+        at = np.flatnonzero(chosen) if at is None else at[chosen]
+        incoming.found[chosen] = self._rows[name].read_into(rows, at, keys[chosen])
 
     def visit(self, name: str, keys: np.ndarray) -> tuple[Rows, np.ndarray]:
         """Return the rows of keys that the devices do not hold, and which are found, bool `[n]`.
@@ -195,7 +216,7 @@ class Homes:
     # -- going ---------------------------------------------------------------------------------
 
     def send(
-        self, step: int, keys: Mapping[str, np.ndarray], read: Callable[[], Mapping[str, Rows]]
+        self, step: int, keys: Mapping[str, np.ndarray], read: Callable[[], Mapping[str, Room]]
     ) -> None:
         """Write rows at home in the background.
 
@@ -218,11 +239,11 @@ class Homes:
                 self._counts[name]["sent"] += some.size
 
     def _write(
-        self, keys: Mapping[str, np.ndarray], read: Callable[[], Mapping[str, Rows]]
+        self, keys: Mapping[str, np.ndarray], read: Callable[[], Mapping[str, Room]]
     ) -> None:
-        rows = read()
+        rooms = read()
         for name, some in keys.items():
-            self._rows[name].write(some, rows[name])
+            self._rows[name].write(some, *rooms[name])
 
     def _on_their_way(self, name: str) -> list[tuple[int, np.ndarray]]:
         """Return the steps whose displaced rows of a table have not arrived, with their keys."""

@@ -111,12 +111,15 @@ class HostRows:
         """Return which ids, uint64 `[n]`, have a row here, bool `[n]`."""
         return self._rows.find(np.ascontiguousarray(ids, np.uint64))
 
-    def write(self, ids: np.ndarray, rows: Mapping[str, np.ndarray]) -> None:
+    def write(
+        self, ids: np.ndarray, rows: Mapping[str, np.ndarray], at: np.ndarray | None = None
+    ) -> None:
         """Write rows; an id that has none here gets one.
 
         Args:
           ids: distinct, uint64 `[n]`.
-          rows: `[n, …]` by field.
+          rows: `[m, …]` by field.
+          at: int64 `[n]`, which of the m are the rows of the ids; None: 0, 1, …, and m is n.
 
         Raises:
           ValueError: other fields, shapes or dtypes. Nothing has changed.
@@ -126,12 +129,13 @@ class HostRows:
             expected, got = f"rows of {sorted(self._fields)}", f"rows of {sorted(rows)}"
             raise ValueError(message("HostRows.write", expected=expected, got=got))
         for name, field in self._fields.items():
-            shape, given = (ids.size, *field.shape), rows[name]
+            given = rows[name]
+            shape = (ids.size if at is None else len(given), *field.shape)
             if (given.shape, given.dtype) != (shape, field.dtype):
                 expected, got = f"{field.dtype}{list(shape)}", f"{given.dtype}{list(given.shape)}"
                 raise ValueError(message(f"HostRows.write: {name}", expected=expected, got=got))
         arrays = [_bytes(rows[name], field) for name, field in self._fields.items()]
-        self._rows.write(np.ascontiguousarray(ids, np.uint64), arrays, self._mark)
+        self._rows.write(np.ascontiguousarray(ids, np.uint64), arrays, self._mark, at)
 
     def read(self, ids: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Read rows.
@@ -145,8 +149,24 @@ class HostRows:
         """
         n = ids.size
         rows = {name: np.empty((n, *f.shape), f.dtype) for name, f in self._fields.items()}
+        return rows, self.read_into(rows, None, ids)
+
+    def read_into(
+        self, rows: Mapping[str, np.ndarray], at: np.ndarray | None, ids: np.ndarray
+    ) -> np.ndarray:
+        """Read rows to their places in given arrays; the rest of these stays as it is.
+
+        Args:
+          rows: contiguous, `[m, …]` by field.
+          at: int64 `[n]`, the place of the row of each id among the m; None: 0, 1, ….
+          ids: uint64 `[n]`.
+
+        Returns:
+          bool `[n]`, which ids have a row here.
+        """
+        assert all(array.flags.c_contiguous for array in rows.values())
         arrays = [_bytes(rows[name], field) for name, field in self._fields.items()]
-        return rows, self._rows.read(np.ascontiguousarray(ids, np.uint64), arrays)
+        return self._rows.read(np.ascontiguousarray(ids, np.uint64), arrays, at)
 
     def remove(self, ids: np.ndarray) -> int:
         """Forget the rows of ids, uint64 `[n]`; return how many had one.

@@ -93,6 +93,8 @@ class BatchKeys:
         it was admitted, or is only looked up.
       make_visits: of a batch that brings rows of tables on the host along, returns them once the
         batches before it are admitted.
+      arrivals: of a training batch, by stack of tables on the host, the rows that come to the
+        devices (`core/layout/arrivals.py`).
     """
 
     def __init__(
@@ -100,8 +102,10 @@ class BatchKeys:
         tables: Mapping[str, KeyedRows] | None = None,
         steps: ValidSteps | None = None,
         make_visits: Callable[[], Any] | None = None,
+        arrivals: Mapping[str, Any] | None = None,
     ) -> None:
         self.tables, self.steps, self.make_visits = tables, steps, make_visits
+        self.arrivals = arrivals or {}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, BatchKeys)

@@ -26,7 +26,7 @@ import numpy as np
 from tpu_embed._checks import message, refuse_pickle
 from tpu_embed.kernels.vocabulary_reference import Taken
 from tpu_embed.processes import Turns
-from tpu_embed.storage import Homes, Incoming
+from tpu_embed.storage import Homes, Incoming, Room
 from tpu_embed.vocabulary.batch_keys import BatchKeys, MapStates, ValidSteps, map_version
 from tpu_embed.vocabulary.config import LivingTable
 from tpu_embed.vocabulary.map import VocabularyMap
@@ -226,14 +226,16 @@ class Vocabularies:
             text = message(f"table {name!r}", expected=expected, got=got, remedy=remedy)
             raise ValueError(text)
 
-    def incoming(self, taken: Mapping[str, Taken]) -> dict[str, Incoming]:
-        """Return the rows from home of tables on the host that a batch just taken brings."""
+    def incoming(
+        self, taken: Mapping[str, Taken], rooms: Mapping[str, Room]
+    ) -> dict[str, Incoming]:
+        """Return the rows from home that a batch just taken brings, by table: read to the rooms."""
         if self.homes is None:
             return {}
         with self._lock:
             before = self._timeline.leaving(self.placed - 1)
         return {
-            name: self.homes.fetch(name, taken[name].new_keys, before[name])
+            name: self.homes.fetch(name, taken[name].new_keys, before[name], rooms[name])
             for name in self.homes.tables
         }
 

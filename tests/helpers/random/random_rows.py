@@ -37,6 +37,14 @@ class Model:
 
     def check(self, store, ids):
         rows, found = store.read(ids)
+        # The same to other places, and nothing beside them.
+        at = np.random.default_rng(ids.size).permutation(2 * ids.size)[: ids.size]
+        room = draw_rows(np.random.default_rng(ids.size), 2 * ids.size)
+        expected = {name: some.copy() for name, some in room.items()}
+        np.testing.assert_array_equal(store.read_into(room, at, ids), found)
+        for name, some in expected.items():
+            some[at[found]] = rows[name][found]
+            np.testing.assert_array_equal(room[name], some)
         assert found.tolist() == [id_ in self.rows for id_ in ids.tolist()]
         np.testing.assert_array_equal(store.contains(ids), found)
         for i in np.flatnonzero(found):
@@ -73,9 +81,11 @@ def check_random_rows(rng, store, calls):
         ids = draw_ids(rng, int(rng.integers(0, space)), space)
         match rng.choice(["write", "write", "read", "remove", "compact", "mark"]):
             case "write":
-                rows = draw_rows(rng, ids.size)
-                store.write(ids, rows)
-                model.write(ids, rows)
+                rows = draw_rows(rng, ids.size + 3)
+                at = rng.permutation(ids.size + 3)[: ids.size]
+                given = {name: some[at] for name, some in rows.items()}
+                store.write(ids, rows, at) if rng.random() < 0.5 else store.write(ids, given)
+                model.write(ids, given)
             case "read":
                 model.check(store, ids)
             case "remove":

@@ -7,6 +7,7 @@ new keys are new; or whether a lookup or update of the batch must be refused.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from tpu_embed.core.state import (
     RowMover,
     TableState,
     check_own,
+    leaving_rooms,
     new_version,
 )
 from tpu_embed.vocabulary import BatchKeys, ValidSteps, Vocabularies, check_vocabulary, map_version
@@ -82,18 +84,20 @@ class Admitter:
         if homes is None:
             return self._writer.write(state, new)
         homes.check()
-        rows, values = {}, {}
+        found = {}
         for name, incoming in keys.incoming.items():
-            given, found = homes.complete(name, incoming)
-            rows[name] = new[name].rows[found]
-            values[name] = {field: some[found] for field, some in given.items()}
-            new[name] = NewKeys(new[name].keys[~found], new[name].rows[~found])
-        from_home = self._mover.prepare(rows, values)
-        # Copied before they are overwritten, and on their way before anything forgets them.
-        leaving = {name: keys.taken[name] for name in homes.tables}
-        copies = self._mover.collect(state, {n: one.evicted_rows for n, one in leaving.items()})
-        homes.send(step, {n: one.evicted_keys for n, one in leaving.items()}, copies.read)
-        state = self._mover.put(self._writer.write(state, new), from_home)
+            _, found[name] = homes.complete(name, incoming)
+            lacking = ~found[name]
+            new[name] = NewKeys(new[name].keys[lacking], new[name].rows[lacking])
+        sent = self._mover.send(keys.arrivals, found)
+        leaving = {name: keys.taken[name].evicted_keys for name in homes.tables}
+        if any(some.size for some in leaving.values()):
+            # Copied before they are overwritten, and on their way before anything forgets them.
+            counts = {name: some.size for name, some in leaving.items()}
+            copies = self._mover.copy(state, sent)
+            read = functools.partial(leaving_rooms, copies, keys.arrivals, counts)
+            homes.send(step, leaving, read)
+        state = self._mover.put(self._writer.write(state, new), sent)
         for name, incoming in keys.incoming.items():
             homes.note_brought(name, incoming)
         return state

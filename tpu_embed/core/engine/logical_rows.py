@@ -185,7 +185,7 @@ class LogicalRows:
         if not rows.size:
             return np.zeros((0, *f.shape.shape), storage.stored_dtype(f.shape.dtype))
         name = f.table.name
-        return self._mover.collect(state, {name: rows}).read()[name][part]
+        return self._mover.read(state, {name: rows})[name][part]
 
     def _of(self, name: str) -> tuple[Homes, Vocabularies]:
         """Return the homes and the maps that know a table on the host.

@@ -36,11 +36,13 @@ class Split(NamedTuple):
 
     Attributes:
       known: int32 `[k]`, the rows of keys that have one, each once.
-      keys: uint64 `[m]`, the keys without a row, in batch order, perhaps repeated.
-      examples: int64 `[m]`, the examples of these keys.
+      absent: int32 `[m]`, the positions of the keys without a row, each once, in batch order.
+      keys: uint64 `[m]`, these keys.
+      examples: int64 `[m]`, the first example of each.
     """
 
     known: np.ndarray
+    absent: np.ndarray
     keys: np.ndarray
     examples: np.ndarray
 
@@ -105,12 +107,13 @@ def split_keys(host: HostIds, rows: np.ndarray) -> Split:
     """
     assert host.keys is not None, "positions are those of keys"
     positions = _positions(host)
-    known, absent = dispatch.host_kernels().split_by_row(positions, rows)
+    known, places = dispatch.host_kernels().split_by_row(positions, rows)
     if host.bags is not None:
-        examples = host.bags[absent].astype(np.int64) // host.shape.bags
+        examples = host.bags[places].astype(np.int64) // host.shape.bags
     else:  # positions [B, bags, width]: the index of an id, divided by bags · width
-        examples = absent // max(1, positions.size // host.shape.batch)
-    return Split(known, host.keys[positions[absent]], examples)
+        examples = places // max(1, positions.size // host.shape.batch)
+    absent = positions[places]
+    return Split(known, absent, host.keys[absent], examples)
 
 
 def batch_order(features: Sequence[tuple[np.ndarray, int]]) -> np.ndarray:

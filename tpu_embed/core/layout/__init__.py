@@ -1,11 +1,12 @@
 """Decide once, statically, where each row lives: the mesh, its axes, and stacks of tables."""
 
+from tpu_embed.core.layout.arrivals import Arrival, arrivals_of, rooms_in
 from tpu_embed.core.layout.describe import describe, describe_devices, describe_tables
 from tpu_embed.core.layout.features import FeatureLayout
 from tpu_embed.core.layout.layout import Layout
 from tpu_embed.core.layout.learning_rates import HostRates
 from tpu_embed.core.layout.mesh import MeshAxes, make_axes
-from tpu_embed.core.layout.parcels import Parcels, open_rows
+from tpu_embed.core.layout.parcels import Parcels, lines, open_rows
 from tpu_embed.core.layout.placed_for import (
     ENGINE_OPTIONS,
     FEATURE_FIELDS,
@@ -24,6 +25,7 @@ __all__ = [
     "INT32_ROWS",
     "ROW_MULTIPLE",
     "TABLE_FIELDS",
+    "Arrival",
     "FeatureLayout",
     "HostRates",
     "Layout",
@@ -34,15 +36,18 @@ __all__ = [
     "Stack",
     "TableSlice",
     "Visits",
+    "arrivals_of",
     "bucket",
     "describe",
     "describe_devices",
     "describe_tables",
     "differences",
+    "lines",
     "make_axes",
     "make_layout",
     "make_stacks",
     "open_rows",
+    "rooms_in",
     "roomy",
     "round_up",
     "stack_name",

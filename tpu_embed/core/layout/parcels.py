@@ -14,11 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._types import PADDING_ID, Array
+from tpu_embed._types import Array
 from tpu_embed.core.layout.rounding import ROW_MULTIPLE
 from tpu_embed.core.layout.stacks import Stack
+from tpu_embed.kernels.dispatch import host_kernels
 
 _HALF = np.uint64(32)
+_ABSENT = np.uint32(2**32 - 1)
+_LINE = 64
+"""Bytes: arrays that begin at a multiple of this are not copied on their way to a CPU device."""
 
 
 class Parcels:
@@ -30,41 +34,59 @@ class Parcels:
 
     Attributes:
       size: m, the rows that a parcel has room for.
-      counts: n by table, in the order of the stack's tables.
+      at: int64 `[n]`, the place of each row, table after table, among the S · m of all parcels.
+      parts: by table, which of the n rows are its own.
     """
 
     def __init__(self, stack: Stack, rows: Mapping[str, np.ndarray]) -> None:
         self._stack = stack
         chosen = [(i, t) for i, t in enumerate(stack.tables) if t.name in rows]
-        self.counts = {t.name: rows[t.name].size for _, t in chosen}
         physical = [np.zeros(0, np.int64), *(stack.physical(rows[t.name], t) for _, t in chosen)]
-        numbers = [np.full(rows[t.name].size, i, np.uint64) for i, t in chosen]
-        self._numbers = np.concatenate([np.zeros(0, np.uint64), *numbers])
+        self._numbers = [(i, rows[t.name].size) for i, t in chosen]
+        ends = np.cumsum([0, *(n for _, n in self._numbers)]).tolist()
+        self.parts = {t.name: slice(*ends[i : i + 2]) for i, (_, t) in enumerate(chosen)}
         # Physical rows 1 6 4 of shards with 4 rows: shard 0 gets 1, shard 1 the local rows 0 2.
         whole = np.concatenate(physical)
-        self._order = np.argsort(whole)
-        self._shards, self._local = np.divmod(whole[self._order], stack.num_rows)
-        counts = np.bincount(self._shards, minlength=stack.num_shards)
-        self._places = np.arange(whole.size) - np.repeat(np.cumsum(counts) - counts, counts)
+        (ordered,) = host_kernels().sort_ids([whole])
+        firsts = np.arange(1, stack.num_shards + 1) * stack.num_rows
+        begins = np.concatenate([[0], np.searchsorted(ordered.rows, firsts)])
+        counts = np.diff(begins)
         self.size = _bucket(int(counts.max()))
+        # Of the rows in order, those of shard s, from begins[s] on, have the places s · m, ….
+        shift = np.arange(stack.num_shards) * self.size - begins[:-1]
+        self.at = np.empty(whole.size, np.int64)
+        self.at[ordered.order] = np.arange(whole.size) + np.repeat(shift, counts)
+        self._local = whole if stack.num_shards == 1 else whole % stack.num_rows
 
-    def packed(self, values: np.ndarray, fill: int = 0) -> np.ndarray:
+    def room(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return an array `[S, m, …]` for rows of a shape, of which no number is set."""
+        made = np.empty((self._stack.num_shards, self.size, *shape), dtype)
+        if made.ctypes.data % _LINE == 0:
+            return made
+        whole = np.empty(made.nbytes + _LINE, np.uint8)
+        first = -whole.ctypes.data % _LINE
+        return whole[first : first + made.nbytes].view(made.dtype).reshape(made.shape)
+
+    def packed(self, values: np.ndarray) -> np.ndarray:
         """Return `[S, m, …]`: values `[n, …]`, given table after table, in the parcels."""
-        made = np.full((self._stack.num_shards, self.size, *values.shape[1:]), fill, values.dtype)
-        made[self._shards, self._places] = values[self._order]
+        made = np.zeros((self._stack.num_shards, self.size, *values.shape[1:]), values.dtype)
+        lines(made)[self.at] = values
         return made
 
     def unpacked(self, parcels: np.ndarray) -> dict[str, np.ndarray]:
         """Return what parcels `[S, m, …]` have of each table, `[n, …]` in the order given."""
-        values = np.empty((self._order.size, *parcels.shape[2:]), parcels.dtype)
-        values[self._order] = parcels[self._shards, self._places]
-        ends = np.cumsum([0, *self.counts.values()])
-        named = zip(self.counts, ends, ends[1:], strict=False)
-        return {name: values[first:last] for name, first, last in named}
+        values = lines(parcels)[self.at]
+        return {name: values[part] for name, part in self.parts.items()}
 
-    def rows(self) -> np.ndarray:
-        """Return the local rows, ascending, uint32 `[S, 2, m]` in two halves; absent: all bits."""
-        return self._halves([self._local.astype(np.uint64)])
+    def rows(self, chosen: np.ndarray | None = None) -> np.ndarray:
+        """Return the local rows, ascending, uint32 `[S, 2, m]` in two halves; absent: all bits.
+
+        Args:
+          chosen: bool `[n]`, which rows are not absent; None: all.
+        """
+        if chosen is None:
+            return self._columns(_halves(self._local), self.at)
+        return self._columns(_halves(self._local[chosen]), self.at[chosen])
 
     def keyed(self, keys: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return local rows, numbers of tables and keys, uint32 `[S, 5, m]`; see `open_keyed`.
@@ -72,21 +94,24 @@ class Parcels:
         Args:
           keys: uint64 `[n]` by table.
         """
-        some = np.concatenate([np.zeros(0, np.uint64), *(keys[name] for name in self.counts)])
-        local, number = self._local.astype(np.uint64), self._numbers[self._order]
-        made = self._halves([local, some[self._order]])
-        tables = np.full((len(made), 1, self.size), PADDING_ID).astype(np.uint32)
-        tables[self._shards, 0, self._places] = number
-        return np.concatenate([made[:, :2], tables, made[:, 2:]], axis=1)
+        some = np.concatenate([np.zeros(0, np.uint64), *(keys[name] for name in self.parts)])
+        tables = [np.full(n, i, np.uint32) for i, n in self._numbers]
+        number = np.concatenate([np.zeros(0, np.uint32), *tables])
+        return self._columns([*_halves(self._local), number, *_halves(some)], self.at)
 
-    def _halves(self, columns: list[np.ndarray]) -> np.ndarray:
-        """Return uint32 `[S, 2 · columns, m]`, the low and the high half of each column."""
-        shape = self._stack.num_shards, 2 * len(columns), self.size
-        made = np.full(shape, PADDING_ID).astype(np.uint32)
-        halves = [half for column in columns for half in (column, column >> _HALF)]
-        for i, half in enumerate(halves):
-            made[self._shards, i, self._places] = half & np.uint64(2**32 - 1)
-        return made
+    def _columns(self, columns: list[np.ndarray], at: np.ndarray) -> np.ndarray:
+        """Return uint32 `[S, columns, m]`, columns `[n]` in the parcels, the rest absent."""
+        shards = self._stack.num_shards
+        made = np.full((len(columns), shards * self.size), _ABSENT)
+        for line, column in zip(made, columns, strict=True):
+            line[at] = column
+        by_shard = made.reshape(len(columns), shards, self.size).swapaxes(0, 1)
+        return np.ascontiguousarray(by_shard)
+
+
+def lines(parcels: np.ndarray) -> np.ndarray:
+    """Return parcels `[S, m, …]` as one line `[S · m, …]`, to which `Parcels.at` points."""
+    return parcels.reshape(-1, *parcels.shape[2:])
 
 
 def open_rows(halves: Array, stack: Stack) -> Array:
@@ -95,6 +120,12 @@ def open_rows(halves: Array, stack: Stack) -> Array:
     if stack.index_dtype == np.int32:
         return jax.lax.bitcast_convert_type(low, jnp.int32)
     return jax.lax.bitcast_convert_type(jnp.stack([low, high], axis=-1), jnp.int64)
+
+
+def _halves(numbers: np.ndarray) -> list[np.ndarray]:
+    """Return the low and the high 32 bits of numbers of 64 bits, uint32 `[n]` each."""
+    bits = numbers.view(np.uint64)
+    return [bits.astype(np.uint32), (bits >> _HALF).astype(np.uint32)]
 
 
 def _bucket(n: int) -> int:

@@ -15,12 +15,13 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed.core.batch import BatchSpec
 from tpu_embed.core.ids import HostIds, batch_order, give_rows, has_means, split_keys
-from tpu_embed.core.layout import FeatureLayout, Layout
+from tpu_embed.core.layout import FeatureLayout, Layout, arrivals_of, rooms_in
 from tpu_embed.core.place.agreement import Agreement, Alone
 from tpu_embed.core.place.visits import Visit, visit
 from tpu_embed.vocabulary import BatchKeys, KeyedRows, ValidSteps, Vocabularies
@@ -47,13 +48,16 @@ class _Part(NamedTuple):
 
     Attributes:
       known: int32 `[k]`, the rows of known keys, perhaps repeated.
-      keys: uint64, by feature of the table, the unknown keys in the order of their examples.
-      examples: int64, by feature, the examples of these keys in the global batch.
+      keys: uint64, by feature of the table, the unknown keys in the order of their first examples.
+      examples: int64, by feature, these examples in the global batch.
+      absent: int32, by feature, where the rows of these keys are among those of the feature's keys;
+        empty in the parts of other processes.
     """
 
     known: np.ndarray
     keys: list[np.ndarray]
     examples: list[np.ndarray]
+    absent: list[np.ndarray]
 
 
 class KeyedBatches:
@@ -102,24 +106,25 @@ class KeyedBatches:
         vocabularies = self._vocabularies
         before = vocabularies.placed
         parts = self._of_all(mine)
-        taken = vocabularies.take({n: self._merged(n, hosts, parts[n]) for n in self._tables})
+        merged = {name: self._merge(name, hosts, parts[name]) for name in self._tables}
+        taken = vocabularies.take(
+            {name: (known, keys) for name, (known, keys, _) in merged.items()}
+        )
         try:
             # Keys that were known have kept their rows; of the others some have one now.
-            for f, rows in found.items():
-                unknown = np.flatnonzero(rows < 0)
-                keys = hosts[f].keys
-                assert keys is not None
-                name = self._layout.features[f].table.name
-                rows[unknown] = vocabularies.find(name, keys[unknown])
+            for name, (_, _, order) in merged.items():
+                self._give_rows(name, parts[name], taken[name].rows, order, mine[name], found)
             steps = vocabularies.steps(before + 1, training=True)
-            incoming = vocabularies.incoming(taken)
+            arrivals = arrivals_of(self._layout.stacks, vocabularies.homes, taken)
+            incoming = vocabularies.incoming(taken, rooms_in(arrivals))
             tables = {
                 name: KeyedRows(rows, taken[name], incoming.get(name))
                 for name, rows in self._by_table(found).items()
             }
             # An empty range: nobody may look it up before it is admitted.
             unusable = ValidSteps(1, 0, steps.history)
-            yield Keyed(self._with_rows(hosts, found), unusable, BatchKeys(tables, steps))
+            keys = BatchKeys(tables, steps, arrivals=arrivals)
+            yield Keyed(self._with_rows(hosts, found), unusable, keys)
         except BaseException:
             vocabularies.undo(before)
             raise
@@ -216,13 +221,13 @@ class KeyedBatches:
 
     def _part(self, name: str, hosts: Sequence[HostIds], found: Mapping[int, np.ndarray]) -> _Part:
         """Return what this process's part of a batch has of one table."""
-        known, unknown, places = [np.zeros(0, np.int32)], [], []
-        for f in self._features[name]:
-            split = split_keys(hosts[f], found[f])
-            known.append(split.known)
-            unknown.append(split.keys)
-            places.append(self._global_examples(hosts[f], split.examples))
-        return _Part(np.concatenate(known), unknown, places)
+        splits = [(hosts[f], split_keys(hosts[f], found[f])) for f in self._features[name]]
+        return _Part(
+            np.concatenate([np.zeros(0, np.int32), *(split.known for _, split in splits)]),
+            [split.keys for _, split in splits],
+            [self._global_examples(host, split.examples) for host, split in splits],
+            [split.absent for _, split in splits],
+        )
 
     def _global_examples(self, host: HostIds, local: np.ndarray) -> np.ndarray:
         """Return the numbers in the global batch of examples of this process."""
@@ -238,17 +243,49 @@ class KeyedBatches:
         decoded = [_decode(one, [len(self._features[name]) for name in mine]) for one in said]
         return {name: [parts[i] for parts in decoded] for i, name in enumerate(mine)}
 
-    def _merged(
+    def _merge(
         self, name: str, hosts: Sequence[HostIds], parts: Sequence[_Part]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows of known keys, int64, and the unknown keys in batch order."""
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the rows of known keys, int64, the unknown keys in batch order, and that order.
+
+        It is the order of the keys of all parts of the first feature, of the second, and so on.
+        """
         keys, places = [np.zeros(0, np.uint64)], []
         for i, f in enumerate(self._features[name]):
             keys += [part.keys[i] for part in parts]
             size = hosts[f].shape.batch // len(self._replicas) * self._layout.axes.replicas
             places.append((np.concatenate([part.examples[i] for part in parts]), size))
         known = np.concatenate([part.known for part in parts]).astype(np.int64)
-        return known, np.concatenate(keys)[batch_order(places)]
+        order = batch_order(places)
+        return known, np.concatenate(keys)[order], order
+
+    def _give_rows(
+        self,
+        name: str,
+        parts: Sequence[_Part],
+        rows: np.ndarray,
+        order: np.ndarray,
+        mine: _Part,
+        found: Mapping[int, np.ndarray],
+    ) -> None:
+        """Write the rows that the unknown keys of a table have got, -1 for none.
+
+        Args:
+          name: the table.
+          parts: of all processes.
+          rows: int64, those of the keys of all parts, in batch order.
+          order: see `_merge`.
+          mine: this process's part.
+          found: by feature, the rows of this process's keys.
+        """
+        given = np.empty_like(rows)
+        given[order] = rows
+        here = 0 if self._agreement.alone else jax.process_index()
+        end = 0
+        for i, f in enumerate(self._features[name]):
+            sizes = [part.keys[i].size for part in parts]
+            first, end = end + sum(sizes[:here]), end + sum(sizes)
+            found[f][mine.absent[i]] = given[first : first + sizes[here]]
 
     def _with_rows(
         self, hosts: Sequence[HostIds], found: Mapping[int, np.ndarray]
@@ -276,15 +313,12 @@ def give_rows_of(feature: FeatureLayout, host: HostIds, rows: np.ndarray) -> Hos
 
 
 def _encode(part: _Part) -> bytes:
-    """Return what a process has of one table as bytes: each known row and unknown key once."""
+    """Return what a process has of one table as bytes: each known row once."""
     known = _distinct(part.known)
     pieces, sizes = [known], [known.size]
     for keys, places in zip(part.keys, part.examples, strict=True):
-        # The first place of each key; `np.unique` returns it.
-        _, first = np.unique(keys, return_index=True)
-        first.sort()
-        pieces += [keys[first], places[first].astype(np.int64)]
-        sizes.append(first.size)
+        pieces += [keys, places.astype(np.int64)]
+        sizes.append(keys.size)
     return b"".join(array.tobytes() for array in [np.array(sizes, np.int64), *pieces])
 
 
@@ -314,5 +348,5 @@ def _decode(said: bytes, features: Sequence[int]) -> list[_Part]:
         num_known, *sizes = read(np.int64, 1 + count).tolist()
         known = read(np.int32, num_known)
         pairs = [(read(np.uint64, n), read(np.int64, n)) for n in sizes]
-        parts.append(_Part(known, [keys for keys, _ in pairs], [at for _, at in pairs]))
+        parts.append(_Part(known, [keys for keys, _ in pairs], [at for _, at in pairs], []))
     return parts

@@ -12,7 +12,13 @@ from tpu_embed.core.state.checks import (
 from tpu_embed.core.state.fields import Field, field, fields
 from tpu_embed.core.state.gradients import refuse_gradient
 from tpu_embed.core.state.init import blank_tables, init_tables
-from tpu_embed.core.state.moved_rows import RowMover, check_rule, make_homes, row_fields
+from tpu_embed.core.state.moved_rows import (
+    RowMover,
+    check_rule,
+    leaving_rooms,
+    make_homes,
+    row_fields,
+)
 from tpu_embed.core.state.new_rows import (
     MAP_VERSION,
     NewKeys,
@@ -34,10 +40,10 @@ from tpu_embed.core.state.table_state import (
 from tpu_embed.core.state.visiting import visiting_tables
 
 __all__ = [
+    "MAP_VERSION",
     "Field",
     "NewKeys",
     "NewRowWriter",
-    "MAP_VERSION",
     "RowMover",
     "StackShard",
     "TableState",
@@ -55,9 +61,10 @@ __all__ = [
     "fields",
     "host_arrays",
     "init_tables",
+    "leaving_rooms",
     "logical",
-    "make_homes",
     "logical_rows",
+    "make_homes",
     "new_version",
     "new_vocabulary",
     "norms",

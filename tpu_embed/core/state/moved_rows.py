@@ -3,8 +3,9 @@
 A row at home is everything that belongs to it: its values, as they are stored, and its part of
 every slot that has one for each row. Slots that all rows share stay on the devices.
 
-    collect     the rows of some places  ->  copies on the devices, which the host reads later
-    put         rows from home  ->  the same tables, in their own memory
+    send        rows from home  ->  the same on the devices
+    copy        what is in their places  ->  copies on the devices, which the host reads later
+    put         the rows that were sent  ->  the same tables, in their own memory
 
 Input: a state, and logical rows of tables on the host. Output: copies; or the state.
 """
@@ -22,7 +23,7 @@ import numpy as np
 from tpu_embed._calls import call
 from tpu_embed._checks import message
 from tpu_embed._types import Array
-from tpu_embed.core.layout import Layout, Parcels, Stack, TableSlice, open_rows
+from tpu_embed.core.layout import Arrival, Layout, Parcels, Stack, TableSlice, lines, open_rows
 from tpu_embed.core.state.table_state import (
     StackShard,
     TableState,
@@ -32,10 +33,7 @@ from tpu_embed.core.state.table_state import (
 )
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.kernels.formats import RowFormat
-from tpu_embed.storage import VALUES, Homes, HomeTable, RowField, slot_field
-
-Rows = Mapping[str, np.ndarray]
-"""What some rows of a table have: `[n, …]` by field, in the stored dtypes."""
+from tpu_embed.storage import VALUES, Homes, HomeTable, Room, RowField, slot_field
 
 
 def row_fields(stack: Stack) -> dict[str, RowField]:
@@ -82,25 +80,22 @@ def _formats(stack: Stack) -> dict[str, RowFormat]:
     return {VALUES: stack.row_format, **slots}
 
 
-class Collected(NamedTuple):
-    """Copies of rows that are, or will be, on the devices.
+Fields = dict[str, Array]
+"""Rows on the devices, `[S, m, …]` by field, in parcels."""
+
+
+class Sent(NamedTuple):
+    """Rows of one stack that are on the devices, to be written into its table.
 
     Attributes:
-      arrays: by stack, `[S, m, …]` by field.
-      parcels: by stack, which rows they are.
+      places: uint32 `[S, 2, m]`, the local rows of all rows of its parcels, in halves.
+      written: the same, where only those are not absent that came from home.
+      fields: their values; none if no row came from home.
     """
 
-    arrays: dict[str, dict[str, Array]]
-    parcels: dict[str, Parcels]
-
-    def read(self) -> dict[str, dict[str, np.ndarray]]:
-        """Return the rows of each table, `[n, …]` by field; waits until they are there."""
-        found: dict[str, dict[str, np.ndarray]] = {}
-        for stack, arrays in self.arrays.items():
-            for name, array in arrays.items():
-                for table, rows in self.parcels[stack].unpacked(np.asarray(array)).items():
-                    found.setdefault(table, {})[name] = rows
-        return found
+    places: Array
+    written: Array
+    fields: Fields
 
 
 class RowMover:
@@ -139,53 +134,73 @@ class RowMover:
 
         return jax.jit(run, donate_argnums=donated)
 
-    def collect(self, state: TableState, rows: Mapping[str, np.ndarray]) -> Collected:
-        """Return copies of some rows; the state stays as it is.
+    def read(
+        self, state: TableState, rows: Mapping[str, np.ndarray]
+    ) -> dict[str, dict[str, np.ndarray]]:
+        """Return some rows of each table, `[n, …]` by field; the state stays as it is.
 
         Args:
           state: the state.
           rows: int64 `[n]` by table, logical rows, all different.
         """
-        found, parcels = {}, {}
-        for stack, mine in self._by_stack(rows):
-            parcels[stack.name] = Parcels(stack, mine)
-            held = StackShard(state.tables[stack.name], state.slots[stack.name])
-            line = self._sent(stack, parcels[stack.name].rows())
-            found[stack.name] = call(self._collecting[stack.name], held, line, {})
-        for array in jax.tree.leaves(found):
-            array.copy_to_host_async()
-        return Collected(found, parcels)
-
-    def prepare(self, rows: Mapping[str, np.ndarray], values: Mapping[str, Rows]) -> Any:
-        """Send rows to the devices; return what `put` takes.
-
-        Args:
-          rows: int64 `[n]` by table, logical rows, all different.
-          values: by table.
-        """
-        sent = {}
+        found: dict[str, dict[str, np.ndarray]] = {}
         for stack, mine in self._by_stack(rows):
             parcels = Parcels(stack, mine)
-            fields = {
-                name: parcels.packed(np.concatenate([values[table][name] for table in mine]))
-                for name in _formats(stack)
-            }
-            send = functools.partial(self._sent, stack)
-            sent[stack.name] = send(parcels.rows()), jax.tree.map(send, fields)
+            copies = self._copied(state, stack, self._sent(stack, parcels.rows()))
+            for field, array in copies.items():
+                for table, some in parcels.unpacked(np.asarray(array)).items():
+                    found.setdefault(table, {})[field] = some
+        return found
+
+    def send(
+        self, arrivals: Mapping[str, Arrival], found: Mapping[str, np.ndarray]
+    ) -> dict[str, Sent]:
+        """Send the rows that a batch brings to the devices, by stack.
+
+        Args:
+          arrivals: by stack, the new rows of its tables.
+          found: bool `[n]` by table, which of them came from home.
+        """
+        sent = {}
+        for stack in self._layout.stacks:
+            one = arrivals.get(stack.name)
+            if one is None or not one.parcels.at.size:
+                continue
+            from_home = np.concatenate([found[table] for table in one.parcels.parts])
+            places = written = self._sent(stack, one.parcels.rows())
+            if not from_home.all():
+                written = self._sent(stack, one.parcels.rows(from_home))
+            fields = one.fields if from_home.any() else {}
+            fields = {name: self._sent(stack, field) for name, field in fields.items()}
+            sent[stack.name] = Sent(places, written, fields)
         return sent
 
-    def put(self, state: TableState, prepared: Any) -> TableState:
+    def copy(self, state: TableState, sent: Mapping[str, Sent]) -> dict[str, Fields]:
+        """Return what the state has now at the places of rows that were sent, by stack."""
+        stacks = [stack for stack in self._layout.stacks if stack.name in sent]
+        return {s.name: self._copied(state, s, sent[s.name].places) for s in stacks}
+
+    def put(self, state: TableState, sent: Mapping[str, Sent]) -> TableState:
         """Return the state with rows from home; its tables and slots are donated."""
         tables, slots = dict(state.tables), dict(state.slots)
-        for name, (rows, values) in prepared.items():
+        for name, one in sent.items():
+            if not one.fields:
+                continue
             held = StackShard(tables[name], slots[name])
-            tables[name], slots[name] = call(self._putting[name], held, rows, values)
+            tables[name], slots[name] = call(self._putting[name], held, one.written, one.fields)
         return dataclasses.replace(state, tables=tables, slots=slots)
 
     def lower(self, stack: Stack, held: StackShard, rows: Any, values: Any) -> Any:
         """Return the program of `put`, or of `collect` without values, lowered for shapes."""
         programs = self._putting if values else self._collecting
         return programs[stack.name].lower(held, rows, values)
+
+    def _copied(self, state: TableState, stack: Stack, places: Array) -> Fields:
+        held = StackShard(state.tables[stack.name], state.slots[stack.name])
+        copies = call(self._collecting[stack.name], held, places, {})
+        for array in copies.values():
+            array.copy_to_host_async()
+        return copies
 
     def _by_stack(self, rows: Mapping[str, np.ndarray]) -> list[tuple[Stack, dict]]:
         """Return the stacks that have some of the rows, with their tables' rows."""
@@ -197,6 +212,26 @@ class RowMover:
 
     def _sent(self, stack: Stack, array: np.ndarray) -> Array:
         return jax.device_put(array, self._layout.axes.sharding(stack.shard_axes))
+
+
+def leaving_rooms(
+    copies: Mapping[str, Fields], arrivals: Mapping[str, Arrival], counts: Mapping[str, int]
+) -> dict[str, Room]:
+    """Return where the displaced rows of each table are; waits until they have been copied.
+
+    Args:
+      copies: by stack, what was in the places of new rows.
+      arrivals: by stack, the new rows.
+      counts: by table, e: the last e of its new rows have displaced others, the first ones none.
+    """
+    rooms = {}
+    for stack, fields in copies.items():
+        parcels = arrivals[stack].parcels
+        rows = {name: lines(np.asarray(field)) for name, field in fields.items()}
+        for table, part in parcels.parts.items():
+            at = parcels.at[part]
+            rooms[table] = Room(rows, at[at.size - counts[table] :])
+    return rooms
 
 
 def _collect(stack: Stack, held: StackShard, rows: Array, _: dict[str, Array]) -> dict[str, Array]:

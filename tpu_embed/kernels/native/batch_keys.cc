@@ -23,9 +23,20 @@ struct SplitTask {
   const int32_t* positions;  // [n]
   int64_t n;
   const int32_t* rows;
-  bool* used;       // result, false before: which of `rows` are looked up, and are there
-  int64_t* absent;  // result, [n], of which `size` are written
-  int64_t size;     // result
+  bool* used;       // false before; true of the positions that occur
+  int32_t* known;   // result, of which `size` are written
+  int64_t* absent;  // result, of which `absences` are written
+  int64_t size;      // result
+  int64_t absences;  // result
+};
+
+// As `host_reference.are_among`.
+struct AmongTask {
+  const uint64_t* keys;  // [n]
+  int64_t n;
+  const uint64_t* some;  // [m], perhaps repeated
+  int64_t m;
+  bool* found;  // result, [n]
 };
 
 // As `host_reference.rows_at`.
@@ -54,15 +65,31 @@ void number_keys(DistinctTask& task) {
 }
 
 void split(SplitTask& task) {
-  task.size = 0;
+  task.size = task.absences = 0;
   for (int64_t i = 0; i < task.n; ++i) {
     const int32_t position = task.positions[i];
-    if (position < 0) continue;  // padding
+    if (position < 0 || task.used[position]) continue;  // padding, or not for the first time
+    task.used[position] = true;
     if (task.rows[position] < 0) {
-      task.absent[task.size++] = i;
+      task.absent[task.absences++] = i;
     } else {
-      task.used[position] = true;
+      task.known[task.size++] = task.rows[position];
     }
+  }
+}
+
+void find_among(const AmongTask& task) {
+  KeyIndex index(2 * task.m + 1, task.m);
+  const auto key_at = [&](int64_t position) { return task.some[position]; };
+  for (int64_t i = 0; i < task.m; ++i) {
+    if (i + kAhead < task.m) index.prefetch(hash_of(task.some[i + kAhead]));
+    const uint64_t hash = hash_of(task.some[i]);
+    if (index.find(task.some[i], hash, key_at) == KeyIndex::kNone) index.insert(hash, i);
+  }
+  for (int64_t i = 0; i < task.n; ++i) {
+    if (i + kAhead < task.n) index.prefetch(hash_of(task.keys[i + kAhead]));
+    const int64_t at = index.find(task.keys[i], hash_of(task.keys[i]), key_at);
+    task.found[i] = at != KeyIndex::kNone;
   }
 }
 
@@ -86,6 +113,12 @@ extern "C" bool tpu_embed_host_split_by_row(tpu_embed::SplitTask* tasks, int64_t
                                             int64_t threads) {
   return tpu_embed::run_on_threads(count, threads,
                                    [=](int64_t i) { tpu_embed::split(tasks[i]); });
+}
+
+extern "C" bool tpu_embed_host_are_among(const tpu_embed::AmongTask* tasks, int64_t count,
+                                         int64_t threads) {
+  return tpu_embed::run_on_threads(count, threads,
+                                   [=](int64_t i) { tpu_embed::find_among(tasks[i]); });
 }
 
 extern "C" bool tpu_embed_host_rows_at(const tpu_embed::RowsTask* tasks, int64_t count,

@@ -196,7 +196,8 @@ int64_t RowStore::free_place() {
   return place;
 }
 
-void RowStore::write(const uint64_t* ids, int64_t n, const char* const* fields, uint32_t mark) {
+void RowStore::write(const uint64_t* ids, int64_t n, const char* const* fields, const int64_t* at,
+                     uint32_t mark) {
   std::vector<int64_t> places(n);
   {
     std::unique_lock lock(mutex_);
@@ -221,19 +222,22 @@ void RowStore::write(const uint64_t* ids, int64_t n, const char* const* fields, 
   }
   std::shared_lock lock(mutex_);
   for_each_row(places.data(), n, [&](int64_t i, char* row) {
+    const int64_t place = at ? at[i] : i;
     for (size_t f = 0; f < widths_.size(); row += widths_[f++]) {
-      std::memcpy(row, fields[f] + i * widths_[f], widths_[f]);
+      std::memcpy(row, fields[f] + place * widths_[f], widths_[f]);
     }
   });
 }
 
-void RowStore::read(const uint64_t* ids, int64_t n, char* const* fields, bool* found) const {
+void RowStore::read(const uint64_t* ids, int64_t n, char* const* fields, const int64_t* at,
+                    bool* found) const {
   std::vector<int64_t> places(n);
   std::shared_lock lock(mutex_);
   places_of(ids, n, places.data());
   for_each_row(places.data(), n, [&](int64_t i, const char* row) {
+    const int64_t place = at ? at[i] : i;
     for (size_t f = 0; f < widths_.size(); row += widths_[f++]) {
-      std::memcpy(fields[f] + i * widths_[f], row, widths_[f]);
+      std::memcpy(fields[f] + place * widths_[f], row, widths_[f]);
     }
   });
   for (int64_t i = 0; i < n; ++i) found[i] = places[i] >= 0;

@@ -57,11 +57,14 @@ class RowStore {
 
   // Writes rows, of distinct ids, and marks them; what was not here is added. Throws
   // std::bad_alloc or std::system_error; nothing has changed then.
-  // Args: fields: for each, n vectors of its bytes.
-  void write(const uint64_t* ids, int64_t n, const char* const* fields, uint32_t mark);
+  // Args: fields: for each, vectors of its bytes; at: which of them are the row of each id, null for
+  // 0, 1, ….
+  void write(const uint64_t* ids, int64_t n, const char* const* fields, const int64_t* at,
+             uint32_t mark);
 
   // Reads the row of each id that is here into its place in the fields, and sets found.
-  void read(const uint64_t* ids, int64_t n, char* const* fields, bool* found) const;
+  void read(const uint64_t* ids, int64_t n, char* const* fields, const int64_t* at,
+            bool* found) const;
 
   // Sets found to whether each id is here.
   void find(const uint64_t* ids, int64_t n, bool* found) const;

@@ -47,13 +47,16 @@ extern "C" tpu_embed::RowStore* tpu_embed_storage_new(const int64_t* widths, int
 extern "C" void tpu_embed_storage_delete(tpu_embed::RowStore* store) { delete store; }
 
 extern "C" int64_t tpu_embed_storage_write(tpu_embed::RowStore* store, const uint64_t* ids,
-                                           int64_t n, const char* const* fields, int64_t mark) {
-  return tpu_embed::error_of([&] { store->write(ids, n, fields, static_cast<uint32_t>(mark)); });
+                                           int64_t n, const char* const* fields, const int64_t* at,
+                                           int64_t mark) {
+  return tpu_embed::error_of(
+      [&] { store->write(ids, n, fields, at, static_cast<uint32_t>(mark)); });
 }
 
 extern "C" int64_t tpu_embed_storage_read(const tpu_embed::RowStore* store, const uint64_t* ids,
-                                          int64_t n, char* const* fields, bool* found) {
-  return tpu_embed::error_of([&] { store->read(ids, n, fields, found); });
+                                          int64_t n, char* const* fields, const int64_t* at,
+                                          bool* found) {
+  return tpu_embed::error_of([&] { store->read(ids, n, fields, at, found); });
 }
 
 extern "C" int64_t tpu_embed_storage_find(const tpu_embed::RowStore* store, const uint64_t* ids,
