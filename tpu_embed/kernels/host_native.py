@@ -150,11 +150,8 @@ def distinct_keys(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def split_by_row(positions: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Split what a feature looks up by its rows; see `host_reference.split_by_row`."""
-    used, known, absent = (
-        np.zeros(rows.size, bool),
-        np.empty_like(rows),
-        np.empty(rows.size, np.int64),
-    )
+    used, room = np.zeros(rows.size, bool), rows.size + 1
+    known, absent = np.empty(room, np.int32), np.empty(room, np.int64)
     given = _address(positions, np.int32), positions.size, _address(rows, np.int32)
     results = _address(used), _address(known), _address(absent, np.int64)
     ((*_, size, absences),) = _run("split_by_row", [(*given, *results, 0, 0)], 0)

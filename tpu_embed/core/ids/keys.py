@@ -80,11 +80,13 @@ def number_keys(feature: FeatureRules, ids: Any) -> tuple[Any, np.ndarray]:
 
 def number_ids(host: HostIds) -> HostIds:
     """Replace the ids of a table on the host, which were validated, by positions among them."""
-    absent = host.ids < 0
-    present = np.ascontiguousarray(host.ids[~absent], np.int64).view(np.uint64)
+    chosen = host.ids >= 0 if host.padded else np.s_[:]
+    present = np.ascontiguousarray(host.ids[chosen].reshape(-1), np.int64).view(np.uint64)
     distinct, positions = dispatch.host_kernels().distinct_keys(present)
+    if not host.padded:
+        return dataclasses.replace(host, ids=positions.reshape(host.ids.shape), keys=distinct)
     numbered = np.full(host.ids.shape, PADDING_ID, np.int32)
-    numbered[~absent] = positions
+    numbered[chosen] = positions
     return dataclasses.replace(host, ids=numbered, keys=distinct)
 
 

@@ -24,8 +24,8 @@ struct SplitTask {
   int64_t n;
   const int32_t* rows;
   bool* used;       // false before; true of the positions that occur
-  int32_t* known;   // result, of which `size` are written
-  int64_t* absent;  // result, of which `absences` are written
+  int32_t* known;   // result, of which `size` count; room for one more than there are rows
+  int64_t* absent;  // result, of which `absences` count; likewise
   int64_t size;      // result
   int64_t absences;  // result
 };
@@ -68,13 +68,15 @@ void split(SplitTask& task) {
   task.size = task.absences = 0;
   for (int64_t i = 0; i < task.n; ++i) {
     const int32_t position = task.positions[i];
-    if (position < 0 || task.used[position]) continue;  // padding, or not for the first time
+    if (position < 0) continue;  // padding
+    // Nobody can guess whether it is there for the first time, so nothing branches on it: what is
+    // written is written over unless it counts.
+    const bool first = !task.used[position], known = task.rows[position] >= 0;
     task.used[position] = true;
-    if (task.rows[position] < 0) {
-      task.absent[task.absences++] = i;
-    } else {
-      task.known[task.size++] = task.rows[position];
-    }
+    task.known[task.size] = task.rows[position];
+    task.absent[task.absences] = i;
+    task.size += first & known;
+    task.absences += first & !known;
   }
 }
 

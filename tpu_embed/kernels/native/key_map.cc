@@ -12,7 +12,7 @@ namespace tpu_embed {
 namespace {
 
 constexpr int64_t kBlock = 32;  // keys whose slots are asked for at once
-constexpr int64_t kKeysPerTask = 16384;  // a thread costs as much as some thousand keys
+constexpr int64_t kKeysPerTask = 4096;  // a thread costs as much as some thousand keys
 constexpr size_t kAhead = 8;    // rows whose memory is asked for in advance
 
 struct RowEntry {
