@@ -180,7 +180,6 @@ REFUSED = {
     "slots": lambda engine, state: engine.slots(state),
     "load": lambda engine, state: engine.load(state, "items", [np.zeros((200, 4))]),
     "set_rows": lambda engine, state: engine.set_rows(state, "items", [1], np.zeros((1, 4))),
-    "checkpoint": lambda engine, state: io.save("nowhere", engine, state),
     "table_statistics": lambda engine, state: tpu_embed.metrics.table_statistics(engine, state),
 }
 

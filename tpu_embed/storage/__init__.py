@@ -4,8 +4,9 @@ Input: rows by 64-bit id, NumPy arrays. Output: the same.
 """
 
 from tpu_embed.storage.config import HostStorage
-from tpu_embed.storage.homes import VALUES, Homes, HomeTable, Incoming, Room, slot_field
+from tpu_embed.storage.homes import VALUES, Homes, HomeTable, Incoming, Room, Save, slot_field
 from tpu_embed.storage.host_rows import HostRows, RowField
+from tpu_embed.storage.snapshots import RowSnapshot
 
 __all__ = [
     "VALUES",
@@ -16,5 +17,7 @@ __all__ = [
     "Incoming",
     "Room",
     "RowField",
+    "RowSnapshot",
+    "Save",
     "slot_field",
 ]

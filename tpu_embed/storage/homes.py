@@ -15,10 +15,12 @@ Input: keys, rows by field, steps. Output: rows by field.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +38,9 @@ def slot_field(slot: str) -> str:
     """Return the name of a slot among the fields of a row."""
     return f"slot {slot}"
 
+
+_SAVES = 4
+"""Saves that are remembered: the latest ones may have failed, or their files may be gone."""
 
 _MOST_ON_THEIR_WAY = 4
 """Steps whose displaced rows may be on their way at a time: their copies take memory."""
@@ -85,6 +90,22 @@ class Incoming:
     awaited: np.ndarray
 
 
+class Save(NamedTuple):
+    """A save that was begun. If it ended well, the next one writes only what changed since.
+
+    Attributes:
+      path: the directory of the tables in the checkpoint, once it is finished.
+      checkpoint: the unique name of the checkpoint.
+      step: of the state.
+      marks: by table, the mark of the rows that were written at home since.
+    """
+
+    path: Path
+    checkpoint: str
+    step: int
+    marks: Mapping[str, int]
+
+
 class _Departure(NamedTuple):
     """Rows on their way home: their keys by table, and when they have arrived."""
 
@@ -102,6 +123,7 @@ class Homes:
 
     Attributes:
       tables: see above.
+      saves: the latest saves that were begun, the newest last.
 
     Example:
       >>> import jax, numpy as np, tpu_embed
@@ -122,6 +144,7 @@ class Homes:
     def __init__(self, tables: Mapping[str, HomeTable]) -> None:
         self.tables = dict(tables)
         self._rows = self._empty()
+        self.saves: collections.deque[Save] = collections.deque(maxlen=_SAVES)
         self._lock = threading.RLock()
         self._departures: dict[int, _Departure] = {}
         self._counts = {name: dict.fromkeys(("sent", "brought", "late"), 0) for name in tables}
@@ -293,6 +316,21 @@ class Homes:
         for step in steps:
             self._wait(step)
 
+    def begin_save(self, path: Path, checkpoint: str, step: int) -> None:
+        """Note that all rows are being saved as they are now.
+
+        Args:
+          path, checkpoint, step: see `Save`.
+        """
+        marks = {name: rows.begin_mark() for name, rows in self._rows.items()}
+        self.saves.append(Save(path, checkpoint, step, marks))
+
+    def replace(self, rows: Mapping[str, HostRows]) -> None:
+        """Take these rows of all tables in the place of all others, those on their way too."""
+        self.clear()
+        with self._lock:
+            self._rows = dict(rows)
+
     def clear(self) -> None:
         """Forget all rows, those on their way too."""
         with self._lock:
@@ -301,3 +339,4 @@ class Homes:
         with self._lock:
             self._departures = {}
             self._rows = self._empty()
+            self.saves.clear()

@@ -23,6 +23,7 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed.kernels import dispatch
+from tpu_embed.storage.snapshots import RowSnapshot
 
 
 class RowField(NamedTuple):
@@ -78,6 +79,7 @@ class HostRows:
         if file is not None:
             weakref.finalize(self._rows, file.close)
         self._mark = 1
+        self._snapshots: weakref.WeakSet[RowSnapshot] = weakref.WeakSet()
 
     def __len__(self) -> int:
         """Return how many rows there are."""
@@ -88,6 +90,11 @@ class HostRows:
         """The bytes of memory, or of the file, that hold rows, and of the index beside them."""
         numbers = self._rows.numbers
         return numbers.row_bytes + numbers.index_bytes
+
+    @property
+    def fields(self) -> dict[str, RowField]:
+        """What a row has, by name."""
+        return dict(self._fields)
 
     @property
     def mark(self) -> int:
@@ -135,7 +142,9 @@ class HostRows:
                 expected, got = f"{field.dtype}{list(shape)}", f"{given.dtype}{list(given.shape)}"
                 raise ValueError(message(f"HostRows.write: {name}", expected=expected, got=got))
         arrays = [_bytes(rows[name], field) for name, field in self._fields.items()]
-        self._rows.write(np.ascontiguousarray(ids, np.uint64), arrays, self._mark, at)
+        ids = np.ascontiguousarray(ids, np.uint64)
+        self._put_aside(ids)
+        self._rows.write(ids, arrays, self._mark, at)
 
     def read(self, ids: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Read rows.
@@ -168,12 +177,29 @@ class HostRows:
         arrays = [_bytes(rows[name], field) for name, field in self._fields.items()]
         return self._rows.read(np.ascontiguousarray(ids, np.uint64), arrays, at)
 
+    def snapshot(self, ids: np.ndarray) -> RowSnapshot:
+        """Return some rows as they are now; they may be read while others write.
+
+        Args:
+          ids: distinct ids that have a row, uint64 `[n]`, ascending.
+        """
+        made = RowSnapshot(ids, lambda some: self.read(some)[0])
+        self._snapshots.add(made)
+        return made
+
+    def _put_aside(self, ids: np.ndarray) -> None:
+        """Let snapshots keep rows that are about to change."""
+        for snapshot in list(self._snapshots):
+            snapshot.put_aside(ids)
+
     def remove(self, ids: np.ndarray) -> int:
         """Forget the rows of ids, uint64 `[n]`; return how many had one.
 
         Where rows go, room stays for rows to come; where most have gone it is given back.
         """
-        count = self._rows.remove(np.ascontiguousarray(ids, np.uint64))
+        ids = np.ascontiguousarray(ids, np.uint64)
+        self._put_aside(ids)
+        count = self._rows.remove(ids)
         numbers = self._rows.numbers
         if numbers.places > _FEW_PLACES and 2 * numbers.size < numbers.places:
             self._rows.compact()

@@ -24,9 +24,9 @@ import jax
 import numpy as np
 
 from tpu_embed._checks import message, refuse_pickle
-from tpu_embed.kernels.vocabulary_reference import Taken
+from tpu_embed.kernels.vocabulary_reference import MapState, Taken
 from tpu_embed.processes import Turns
-from tpu_embed.storage import Homes, Incoming, Room
+from tpu_embed.storage import Homes, HostRows, Incoming, Room
 from tpu_embed.vocabulary.batch_keys import BatchKeys, MapStates, ValidSteps, map_version
 from tpu_embed.vocabulary.config import LivingTable
 from tpu_embed.vocabulary.map import VocabularyMap
@@ -43,7 +43,6 @@ class Vocabularies:
       tables: the tables.
       lookahead: how many training batches may be admitted before their turn to be updated: rows of
         the `lookahead` batches before a batch are not taken from their keys for it.
-
       homes: of the tables on the host; None without them.
 
     Attributes:
@@ -113,18 +112,19 @@ class Vocabularies:
     def keys(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the keys of a table, as of the admitted batches, and their rows.
 
-        Args:
-          name: the table.
-
         Returns:
           The keys, uint64 `[n]`, and their rows, int64 `[n]`, ascending by row.
 
         Raises:
           ValueError: no such table has a living vocabulary.
         """
-        with self._lock:
-            found = self._maps[self._known(name)].state(self.admitted)
+        found = self.held(name)
         return found.keys, found.rows
+
+    def held(self, name: str) -> MapState:
+        """Return what the map of a table knows, as of the admitted batches; see `keys`."""
+        with self._lock:
+            return self._maps[self._known(name)].state(self.admitted)
 
     @property
     def counters(self) -> dict[str, dict[str, int]]:
@@ -324,10 +324,13 @@ class Vocabularies:
           step: of the state that is kept beside them; None: the admitted one.
 
         Raises:
-          ValueError: the maps no longer know that step; or there are tables on the host, whose
-            rows at home are not part of it.
+          ValueError: the maps no longer know that step, or there are tables on the host.
         """
         self._refuse_homes("state")
+        return self.states(step)
+
+    def states(self, step: int | None = None) -> MapStates:
+        """Return what `state` does, for those who keep the rows at home, too."""
         with self._lock:
             at = self.admitted if step is None else step
             history = self._timeline.history_of(at)
@@ -346,23 +349,23 @@ class Vocabularies:
             changes then. There are tables on the host.
         """
         self._refuse_homes("load_state")
+        self.load_states(states, None)
+
+    def load_states(self, states: MapStates, rows: Mapping[str, HostRows] | None) -> None:
+        """Replace all maps, and the rows at home, by table on the host (None without them)."""
         with self.turns.use(self.turns.draw()), self._lock:
             self._load(states)
+            if self.homes is not None:
+                self.homes.replace(rows or {})
 
     def _refuse_homes(self, what: str) -> None:
-        """Refuse to keep maps without the rows that are at home.
-
-        Raises:
-          ValueError: there are tables on the host.
-        """
+        """Refuse to keep maps without the rows that are at home."""
         if self.homes is not None:
             expected, got = (
                 "living vocabularies alone",
                 f"tables on the host {[*self.homes.tables]}",
             )
-            remedy = (
-                "they cannot be kept yet; engine.touched and engine.rows read what they learned"
-            )
+            remedy = "tpu_embed.io.save keeps maps, rows at home and rows on the devices together"
             text = message(f"vocabularies.{what}", expected=expected, got=got, remedy=remedy)
             raise ValueError(text)
 

@@ -4,8 +4,8 @@
 
 Prints one line after resuming, one per step and one at the end; then `DIRECTORY/last.npz` has
 everything that was trained. There are two emulated devices with tables on both, one of them with a
-living vocabulary whose keys come and go, a network, and a position: the state of the generator that
-draws the batches. A batch is always placed ahead, also while a save begins.
+living vocabulary whose keys come and go, one on the host, a network, and a position: the state of
+the generator that draws the batches. A batch is always placed ahead, also while a save begins.
 """
 
 import functools
@@ -22,7 +22,7 @@ from tpu_embed import optimizers as o
 from tpu_embed.io import CheckpointManager
 from tpu_embed.vocabulary import COUNTERS
 
-ROWS, KEYS, DIM, BATCH, EVERY = 3000, 400, 8, 16, 2
+ROWS, KEYS, FAR, DIM, BATCH, EVERY = 3000, 400, 600, 8, 16, 2
 DENSE = optax.adam(0.01)
 
 
@@ -35,7 +35,14 @@ def features():
     query = tpu_embed.TableConfig(
         KEYS // 7, DIM, name="query", optimizer=o.Adagrad(0.5), vocabulary=living
     )
-    tables = {"item": item, "user": user, "query": query}
+    far = tpu_embed.TableConfig(
+        FAR,
+        DIM,
+        name="far",
+        optimizer=o.Adagrad(0.5),
+        storage=tpu_embed.HostStorage(device_rows=100),
+    )
+    tables = {"item": item, "user": user, "query": query, "far": far}
     return {name: tpu_embed.FeatureConfig(table) for name, table in tables.items()}
 
 
@@ -44,6 +51,7 @@ def step_of(engine):
     def step(state, model, batch):
         def loss_fn(kernel, activations):
             product = activations["item"] * activations["user"] + activations["query"]
+            product += activations["far"]
             return jnp.mean((product @ kernel - 1.0) ** 2)
 
         activations = engine.lookup(state, batch)
@@ -56,7 +64,7 @@ def step_of(engine):
 
 
 def draw(rng):
-    sizes = {"item": ROWS, "user": ROWS // 2, "query": KEYS}
+    sizes = {"item": ROWS, "user": ROWS // 2, "query": KEYS, "far": FAR}
     return {name: rng.integers(0, rows, (BATCH, 3)) for name, rows in sizes.items()}
 
 
@@ -86,10 +94,16 @@ def main(directory, steps, cache):
             batch = engine.place(draw(rng))
             manager.save(number, state, model=model, position=position)
             print("step", number, flush=True)
-    maps = engine.vocabularies.state().maps
-    counters = dict(zip(COUNTERS, maps["query"].counters.tolist(), strict=True))
+    query = engine.vocabularies.held("query")
+    counters = dict(zip(COUNTERS, query.counters.tolist(), strict=True))
     assert all(counters.values()), f"some of {counters} did not happen"
-    last = jax.tree.leaves((engine.tables(state), engine.slots(state), maps, model, rng.random(3)))
+    slots = {"item": "accumulators", "user": "velocities", "query": "accumulators"}
+    rows = [
+        engine.rows(state, name, np.arange(table.vocabulary_size), slot=slot)
+        for name, table in engine.table_configs.items()
+        for slot in (None, slots.get(name, "accumulators"))
+    ]
+    last = jax.tree.leaves((rows, query, model, rng.random(3)))
     np.savez(Path(directory) / "last.npz", *[np.asarray(x, np.float32) for x in last])
     print("done", flush=True)
 

@@ -79,6 +79,19 @@ class LogicalRows:
             stored = self._on_devices(state, f, distinct, part)
         return stored.view(jnp.dtype(f.shape.dtype))[inverse.reshape(-1)]
 
+    def held_rows(self, state: TableState, name: str, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Return rows that the devices hold with their slots, as they are stored.
+
+        Args:
+          state: the state.
+          name: a table.
+          rows: int64 `[n]`, different rows of those that the devices hold; at least one.
+
+        Returns:
+          `[n, …]` by field (`storage.VALUES` and `slot_field(slot)` for each slot).
+        """
+        return self._mover.read(state, {name: rows})[name]
+
     def touched(self, name: str) -> np.ndarray:
         """Return the ids of a table on the host that training batches had, int64, ascending."""
         homes, maps = self._of(name)

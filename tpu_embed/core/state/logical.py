@@ -41,7 +41,9 @@ def tables(state: TableState, layout: Layout) -> dict[str, Array]:
 
 @partial(jax.jit, static_argnames="layout")
 def _tables(state: TableState, layout: Layout) -> dict[str, Array]:
-    return {f.table.name: _read(state, f, layout.axes) for f in fields(layout) if f.slot is None}
+    return {
+        f.table.name: read_field(state, f, layout.axes) for f in fields(layout) if f.slot is None
+    }
 
 
 def slots(state: TableState, layout: Layout) -> dict[str, dict[str, Array]]:
@@ -58,11 +60,11 @@ def _slots(state: TableState, layout: Layout) -> dict[str, dict[str, Array]]:
     for f in fields(layout):
         mine = found.setdefault(f.table.name, {})
         if f.slot is not None:
-            mine[f.slot] = _read(state, f, layout.axes)
+            mine[f.slot] = read_field(state, f, layout.axes)
     return found
 
 
-def _read(state: TableState, f: Field, axes: MeshAxes) -> Array:
+def read_field(state: TableState, f: Field, axes: MeshAxes) -> Array:
     """Return one logical table or slot, whole on every device."""
     # Gathered first: under "mod" the rows of every shard are spread over the whole logical table.
     stored = axes.reshard(f.read(state), ())

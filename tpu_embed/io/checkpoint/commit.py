@@ -82,7 +82,8 @@ def write_checkpoint(path: str | Path, args_of: Callable[..., ocp.args.Composite
 
     Args:
       path: a directory that does not exist yet.
-      args_of: checks and returns what to write, given the name of the checkpoint as `checkpoint`.
+      args_of: checks and returns what to write, given the `path` of the checkpoint and its
+        name as `checkpoint`.
 
     Raises:
       ValueError: the path exists, or is a URL.
@@ -94,7 +95,7 @@ def write_checkpoint(path: str | Path, args_of: Callable[..., ocp.args.Composite
         if path.exists():
             remedy = "remove it, or save elsewhere; CheckpointManager numbers its directories"
             raise ValueError(message("path", expected="no file", got=f"{path}", remedy=remedy))
-        args = args_of(checkpoint=checkpoint)
+        args = args_of(path=path, checkpoint=checkpoint)
         if jax.process_index() == 0:
             files.make_directory(path.parent)
         return args

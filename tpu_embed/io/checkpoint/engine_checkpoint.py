@@ -24,7 +24,7 @@ from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState
 from tpu_embed.io.checkpoint import manifest, tables
 from tpu_embed.io.checkpoint.checked import JsonArgs, as_json
-from tpu_embed.io.checkpoint.commit import read_checkpoint, write_checkpoint
+from tpu_embed.io.checkpoint.commit import local_path, read_checkpoint, write_checkpoint
 from tpu_embed.io.checkpoint.items import MODEL, POSITION, TABLES, FilesArgs
 from tpu_embed.io.checkpoint.manifest import Wanted
 from tpu_embed.io.checkpoint.trees import PyTreeArgs, abstract_leaf, as_array, check_leaves
@@ -98,7 +98,8 @@ def restore(
 
     An engine without optimizers reads only the tables. Maps of living vocabularies are loaded into
     `engine.vocabularies`; batches placed before are refused from then on. A table whose vocabulary
-    lives may have another capacity: the keys with the best scores stay. When there are several
+    lives may have another capacity: the keys with the best scores stay. A table may be on the host
+    or on the devices, wherever it was when it was saved. When there are several
     processes, all call this, and an error in one is raised in all.
 
     Args:
@@ -126,19 +127,21 @@ def restore(
     found = read_checkpoint(
         path, items, lambda path: _restore_args(wanted, model, path), writer="save"
     )
-    state, maps = found[TABLES]
-    if maps is not None:  # everything has been read
+    loaded: tables.FoundTables = found[TABLES]
+    if loaded.maps is not None:  # everything has been read
         assert engine.vocabularies is not None
-        engine.vocabularies.load_state(maps)
-    return Restored(state, found.get(MODEL), found[POSITION])
+        engine.vocabularies.load_states(loaded.maps, loaded.homes)
+        if engine.storage is not None and loaded.checkpoint is not None:
+            step = engine.vocabularies.admitted
+            engine.storage.begin_save(local_path(path) / TABLES, loaded.checkpoint, step)
+    return Restored(loaded.state, found.get(MODEL), found[POSITION])
 
 
 def check_engine(engine: Any) -> None:
-    """Check that a value is an engine whose tables can be kept.
+    """Check that a value is an engine.
 
     Raises:
       TypeError: it is something else.
-      ValueError: a table is at home on the host.
     """
     if not isinstance(engine, EmbeddingEngine):
         remedy = "a TPUEmbedding has one: embedding.engine"
@@ -147,7 +150,6 @@ def check_engine(engine: Any) -> None:
         got = type(engine).__name__
         text = message("engine", expected="an EmbeddingEngine", got=got, remedy=remedy)
         raise TypeError(text)
-    engine.layout.refuse_on_host("checkpoint")
 
 
 def save_args(
@@ -156,6 +158,7 @@ def save_args(
     model: PyTree,
     position: Any,
     *,
+    path: Path,
     checkpoint: str,
     copied: bool,
 ) -> ocp.args.Composite:
@@ -166,6 +169,7 @@ def save_args(
       state: tables and slots.
       model: a pytree to save with them, or None.
       position: a JSON value.
+      path: where the checkpoint will be.
       checkpoint: the name of the checkpoint.
       copied: whether to copy the state to the host now, so that it may be donated afterwards.
 
@@ -173,7 +177,7 @@ def save_args(
       ValueError: the state is another engine's, the model has no arrays, or the position is not
         JSON.
     """
-    prepared = tables.prepare(engine, state, checkpoint=checkpoint, copied=copied)
+    prepared = tables.prepare(engine, state, path / TABLES, checkpoint=checkpoint, copied=copied)
     items: dict[str, Any] = {
         TABLES: FilesArgs(write=lambda path: tables.write(path, prepared)),
         POSITION: JsonArgs(checkpoint, as_json(position)),

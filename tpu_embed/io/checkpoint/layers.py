@@ -59,7 +59,7 @@ def prepare(layers: Mapping[str, EngineLayer], *, checkpoint: str, copied: bool)
 
 def _prepared(path: str, layer: EngineLayer, name: str, copied: bool) -> tables.Prepared:
     try:
-        return tables.prepare(layer.engine, layer.state, checkpoint=name, copied=copied)
+        return tables.prepare(layer.engine, layer.state, None, checkpoint=name, copied=copied)
     except ValueError as error:
         raise ValueError(f"layer {path!r}: {error}") from error
 
@@ -147,5 +147,6 @@ def read(directory: Path, wanted: Mapping[str, Wanted]) -> dict[str, TableState]
         belongs to another layer.
     """
     return {
-        path: tables.read(directory / file_name(path), wanted[path])[0] for path in sorted(wanted)
+        path: tables.read(directory / file_name(path), wanted[path]).state
+        for path in sorted(wanted)
     }

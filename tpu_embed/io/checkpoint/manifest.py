@@ -34,7 +34,7 @@ _FIELD = schema.record(
     shape=schema.sequence(schema.integer()), dtype=schema.dtype, per_row=schema.flag
 )
 _TABLE = schema.record(
-    vocabulary_size=schema.integer(1),
+    vocabulary_size=schema.integer(1, 2**63),
     shards=schema.integer(1),
     rows_per_shard=schema.integer(1),
     alternate=schema.flag,
@@ -61,7 +61,7 @@ def describe(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
         if f.slot is None:
             array, config = row_array(Path(), f), configs[f.table.name]
             tables[f.table.name] = {
-                "vocabulary_size": f.table.vocabulary_size,
+                "vocabulary_size": f.table.declared_size,
                 "shards": array.shards,
                 "rows_per_shard": array.rows_per_shard,
                 "alternate": array.alternate,
@@ -203,7 +203,7 @@ def read(directory: Path, wanted: Wanted) -> SavedTables:
       ValueError: a file is damaged.
     """
     checkpoint, manifest = read_bound(directory / _MANIFEST, _FORM, wanted.checkpoint)
-    checksums = _read_checksums(directory, checkpoint, manifest["processes"])
+    checksums = _merged_checksums(directory, checkpoint, manifest["processes"])
     tables = _chosen(directory, manifest["tables"], wanted)
     _check_names(directory, tables, wanted)
     label = functools.partial(_refusal, wanted.label(directory))
@@ -212,7 +212,20 @@ def read(directory: Path, wanted: Wanted) -> SavedTables:
     return SavedTables(manifest, tables, checksums, not any(lacking), found)
 
 
-def _read_checksums(directory: Path, checkpoint: str, processes: int) -> dict[str, dict[str, int]]:
+def read_checksums(directory: Path, checkpoint: str) -> dict[str, dict[str, int]]:
+    """Return the checksums of all files of the tables in a directory; see `SavedTables`.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: a file is damaged, or belongs to another checkpoint.
+    """
+    _, found = read_bound(directory / _MANIFEST, _FORM, checkpoint)
+    return _merged_checksums(directory, checkpoint, found["processes"])
+
+
+def _merged_checksums(
+    directory: Path, checkpoint: str, processes: int
+) -> dict[str, dict[str, int]]:
     """Return the checksums that all processes have written, merged.
 
     Processes write different files of the same field.
@@ -259,7 +272,7 @@ def _on_disk(found: dict[str, Any], f: Field) -> dict[str, Any] | None:
 
 def _lacks_rows(directory: Path, f: Field, found: dict[str, Any], wanted: Wanted) -> bool:
     """Check one field; return whether some of its rows are not on disk."""
-    form, expected, size = _on_disk(found, f), form_of(f), f.table.vocabulary_size
+    form, expected, size = _on_disk(found, f), form_of(f), f.table.declared_size
     label = wanted.label(directory)
     if form is None:
         if wanted.key is None:
@@ -272,7 +285,7 @@ def _lacks_rows(directory: Path, f: Field, found: dict[str, Any], wanted: Wanted
             got, wish = f"{what} {form[what]}", f"{what} {expected[what]}"
             raise _refusal(label, f.label, wish, got, remedy)
     rows = found[f.table.name]["vocabulary_size"]
-    if f.table.vocabulary is not None:
+    if f.table.vocabulary is not None and not f.table.is_on_host:
         # `maps.py` finds room for rows with keys and for the shared one; others need no values.
         return False
     if rows > size:

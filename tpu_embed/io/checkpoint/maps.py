@@ -17,9 +17,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
+from tpu_embed._types import Array
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.layout import TableSlice
 from tpu_embed.core.state import MAP_VERSION, TableState
@@ -92,6 +95,8 @@ def prepare(engine: EmbeddingEngine, state: TableState) -> SavedMaps | None:
     vocabularies = engine.vocabularies
     if vocabularies is None:
         return None
+    if engine.storage is not None:
+        vocabularies.check_newest(state)  # older rows may have gone home, or changed there
     step, history = map_version(state)
     if (step, history) != vocabularies.at(step):
         expected = "a state of the maps' history"
@@ -100,7 +105,7 @@ def prepare(engine: EmbeddingEngine, state: TableState) -> SavedMaps | None:
         raise ValueError(message("state", expected=expected, got=got, remedy=remedy))
     assert state.vocabulary is not None, "checked"
     ((kind, data),) = ((name, x) for name, x in state.vocabulary.items() if name != MAP_VERSION)
-    maps = vocabularies.state(step).maps
+    maps = {n: one for n, one in vocabularies.states(step).maps.items() if n in _living(engine)}
     tables = {}
     for name, one in maps.items():
         table = vocabularies.tables[name]
@@ -164,7 +169,7 @@ def read(
     if (directory / _FILE).exists():
         found = read_bound(directory / _FILE, _FORM, checkpoint)[1]
     saved = {} if found is None else found["tables"]
-    wanted = {table.name: table for _, table in engine.layout.living}
+    wanted = _living(engine)
     for name in saved_tables:
         if (name in saved) != (name in wanted):
             forms = ["row numbers", "keys of a living vocabulary"]
@@ -185,10 +190,27 @@ def read(
             raise refuse(f"table {name!r}: unseen", repr(now), repr(before), "declare it as it was")
         state = _read_state(directory, name, saved[name], step, checksums)
         maps[name], moves[name] = _fit_state(state, saved[name], table)
+    # Nothing is on the devices at first, so the maps of tables on the host are empty.
+    maps |= {table.name: empty_state(step) for _, table in engine.layout.on_host}
     key = None
     if found is not None:
         key = {found["kind"]: np.array(found["key"], np.uint32)}
     return FoundMaps(MapStates(new_history(), maps), key, moves)
+
+
+def _living(engine: EmbeddingEngine) -> dict[str, TableSlice]:
+    """Return the tables whose ids are keys, by name."""
+    return {t.name: t for _, t in engine.layout.living if not t.is_on_host}
+
+
+def read_key(directory: Path, checkpoint: str) -> Array:
+    """Return the random key that rows which nobody has trained are drawn with.
+
+    Raises:
+      FileNotFoundError, ValueError: the file is missing, or damaged.
+    """
+    found = read_bound(directory / _FILE, _FORM, checkpoint)[1]
+    return jax.random.wrap_key_data(jnp.array(found["key"], jnp.uint32), impl=found["kind"])
 
 
 def empty_state(step: int) -> MapState:

@@ -126,13 +126,14 @@ def restore_modules(
 
 
 def save_modules_args(
-    modules: Mapping[str, Any], position: Any, *, checkpoint: str, copied: bool
+    modules: Mapping[str, Any], position: Any, *, path: Path, checkpoint: str, copied: bool
 ) -> ocp.args.Composite:
     """Return orbax's arguments for saving.
 
     Args:
       modules: the modules by name.
       position: a JSON value.
+      path: where the checkpoint will be; layers have no tables on the host, which need it.
       checkpoint: the name of the checkpoint.
       copied: whether to copy tables to the host now, so that they may be donated afterwards.
 

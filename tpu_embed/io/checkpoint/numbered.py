@@ -128,8 +128,10 @@ class NumberedCheckpoints(abc.ABC):
             if step == last or not (due or self._manager.should_save(step)):
                 return False
             remove_unfinished(self._directory)
-            checkpoint = new_checkpoint(self._directory)
-            args = raise_on_all("save", self._directory, lambda: args_of(checkpoint=checkpoint))
+            checkpoint, path = new_checkpoint(self._directory), self._directory / f"{step}"
+            args = raise_on_all(
+                "save", self._directory, lambda: args_of(path=path, checkpoint=checkpoint)
+            )
             return self._manager.save(step, args=args, force=True)
 
     def _restore_numbered(self, step: int | None, read: Callable[[Path], _T]) -> _T:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,15 +32,23 @@ from tpu_embed.core.state import (
     fields,
     logical,
 )
-from tpu_embed.io.checkpoint import manifest, maps
+from tpu_embed.io.checkpoint import host_rows, manifest, maps
 from tpu_embed.io.checkpoint.checked import REMEDY
 from tpu_embed.io.checkpoint.manifest import SavedTables, Wanted
+from tpu_embed.io.checkpoint.restored_rows import (
+    RestoredRows,
+    any_key,
+    field_place,
+    field_reader,
+)
 from tpu_embed.io.checkpoint.row_files import BLOCK, RowArray, RowReader, write_column
 from tpu_embed.io.checkpoint.rows import LocalShards, row_array, write_rows
-from tpu_embed.io.files import file_name
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.processes import raise_on_all
+from tpu_embed.storage import HostRows
 from tpu_embed.vocabulary import MapStates
+
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,22 +60,26 @@ class Prepared:
       manifest: the description of the tables.
       parts: every field with this process's shards of it, or with its value if it has no rows.
       maps: those of living vocabularies, in the first process; None if there are none.
+      homes: the rows of tables on the host; None if there are none.
     """
 
     checkpoint: str
     manifest: dict[str, Any]
     parts: list[tuple[Field, LocalShards | np.ndarray]]
     maps: maps.SavedMaps | None = None
+    homes: host_rows.PreparedRows | None = None
 
 
 def prepare(
-    engine: EmbeddingEngine, state: TableState, *, checkpoint: str, copied: bool
+    engine: EmbeddingEngine, state: TableState, path: Path | None, *, checkpoint: str, copied: bool
 ) -> Prepared:
     """Collect what must be written from a state.
 
     Args:
       engine: the engine that made the state.
       state: tables and slots.
+      path: the directory of the tables, once the checkpoint is finished; None without tables on
+        the host.
       checkpoint: the name of the checkpoint.
       copied: whether to copy everything to the host now, so that the state may be donated
         afterwards.
@@ -78,6 +90,8 @@ def prepare(
     check_state(state, engine.layout)
     parts: list[tuple[Field, LocalShards | np.ndarray]] = []
     for f in fields(engine.layout):
+        if f.shape.per_row and f.table.is_on_host:
+            continue  # by id, below
         if f.shape.per_row:
             sharding = engine.layout.axes.sharding(f.stack.shard_axes)
             physical = jax.device_put(f.read(state), sharding)  # moves it if sharded otherwise
@@ -85,7 +99,10 @@ def prepare(
         elif jax.process_index() == 0:
             parts.append((f, np.array(f.read(state)).view(np.dtype(f.shape.dtype))))
     found = maps.prepare(engine, state) if jax.process_index() == 0 else None
-    return Prepared(checkpoint, manifest.describe(engine, state), parts, found)
+    homes = None
+    if path is not None:
+        homes = host_rows.prepare(engine, state, path, checkpoint=checkpoint, copied=copied)
+    return Prepared(checkpoint, manifest.describe(engine, state), parts, found, homes)
 
 
 def write(directory: Path, prepared: Prepared) -> None:
@@ -97,7 +114,7 @@ def write(directory: Path, prepared: Prepared) -> None:
     """
     checksums = {}
     for f, part in prepared.parts:
-        place = _place(f)
+        place = field_place(f)
         if isinstance(part, LocalShards):
             checksums[place] = write_rows(row_array(directory / place, f), part)
         else:
@@ -105,15 +122,11 @@ def write(directory: Path, prepared: Prepared) -> None:
             checksums[place] = write_column(whole, part[None])
     if prepared.maps is not None:
         checksums |= maps.write(directory, prepared.checkpoint, prepared.maps)
+    if prepared.homes is not None:
+        checksums |= host_rows.write(directory, prepared.checkpoint, prepared.homes)
     manifest.write_checksums(directory, prepared.checkpoint, checksums)
     if jax.process_index() == 0:
         manifest.write(directory, prepared.checkpoint, prepared.manifest)
-
-
-def _place(f: Field) -> str:
-    """Return the directory of a field, relative to that of the tables."""
-    table = file_name(f.table.name)
-    return f"{table}/table" if f.slot is None else f"{table}/slots/{file_name(f.slot)}"
 
 
 def _whole(path: Path, form: dict[str, Any]) -> RowArray:
@@ -121,8 +134,24 @@ def _whole(path: Path, form: dict[str, Any]) -> RowArray:
     return RowArray(path, 1, 1, True, tuple(form["shape"]), np.dtype(form["dtype"]))
 
 
-def read(directory: Path, wanted: Wanted) -> tuple[TableState, MapStates | None]:
-    """Return a state with the tables and slots of a directory, and the maps that belong to it.
+class FoundTables(NamedTuple):
+    """What was read.
+
+    Attributes:
+      state: tables and slots.
+      maps: of living vocabularies and tables on the host; None without them.
+      homes: the rows at home, by table on the host.
+      checkpoint: the name of the checkpoint, if a later save may go on from it; else None.
+    """
+
+    state: TableState
+    maps: MapStates | None
+    homes: dict[str, HostRows]
+    checkpoint: str | None
+
+
+def read(directory: Path, wanted: Wanted) -> FoundTables:
+    """Return what the files in a directory hold for an engine.
 
     Raises:
       FileNotFoundError: a file is missing.
@@ -130,31 +159,50 @@ def read(directory: Path, wanted: Wanted) -> tuple[TableState, MapStates | None]
     """
     engine = wanted.engine
     found = raise_on_all("restore", directory, lambda: manifest.read(directory, wanted))
-    base = _base(wanted, fresh=not found.complete)  # runs on all processes: one program
+    by_id = raise_on_all("restore", directory, lambda: _by_id(directory))
+    rows = RestoredRows(directory, found, wanted, by_id)
+    base = rows.drawn_state() or _base(wanted, fresh=not found.complete)  # one program on all
 
     def filled() -> TableState:
         state = base
         for f in fields(engine.layout):
-            if found.form(f) is not None:
+            if rows.is_read_whole(f):
                 state = _read_field(state, directory, f, found, wanted)
-        return state
+        return _named(directory, wanted, "rows by id", lambda: rows.write_over(state))
 
     state = raise_on_all("restore", directory, filled)
     scalars = np.asarray(found.manifest["step"], np.int32), found.counters(engine)
     step, counters = _everywhere(scalars, engine)
     state = dataclasses.replace(state, step=step, counters=counters)
     if found.maps is None:
-        return state, None
-    states, key = found.maps.states, found.maps.key
-    if key is None:  # no map was saved, and all tables with one are new
-        assert state.vocabulary is not None, "made by the key"
+        return FoundTables(state, None, {}, None)
+    state = _with_maps(state, found.maps, engine)
+    assert state.vocabulary is not None, "made above"
+    vocabulary = state.vocabulary
+    homes = raise_on_all(
+        "restore",
+        directory,
+        lambda: _named(directory, wanted, "rows at home", lambda: rows.homes(vocabulary)),
+    )
+    name = manifest.name_of(directory) if rows.goes_on else None
+    return FoundTables(state, found.maps.states, homes, name)
+
+
+def _by_id(directory: Path) -> dict[str, Any]:
+    return host_rows.names(directory, manifest.name_of(directory))
+
+
+def _with_maps(state: TableState, found: maps.FoundMaps, engine: EmbeddingEngine) -> TableState:
+    """Return the state that belongs to maps."""
+    states, key = found.states, found.key
+    if key is None and state.vocabulary is not None:  # no map was saved, and what is new is drawn
         key = {name: np.asarray(x) for name, x in state.vocabulary.items() if name != MAP_VERSION}
     (step_of_maps,) = {int(one.step) for one in states.maps.values()}
     # When a row was taken last is not kept; batches from before the restore are refused anyway.
     taken = [step_of_maps] * len(engine.layout.living)
     steps = np.array([step_of_maps, states.history, *taken], np.int32)
-    vocabulary = _everywhere({**key, MAP_VERSION: steps}, engine)
-    return dataclasses.replace(state, vocabulary=vocabulary), states
+    vocabulary = _everywhere({**(key or any_key()), MAP_VERSION: steps}, engine)
+    return dataclasses.replace(state, vocabulary=vocabulary)
 
 
 def _everywhere(values: PyTree, engine: EmbeddingEngine) -> PyTree:
@@ -185,10 +233,21 @@ def _read_field(
       FileNotFoundError: a file is missing.
       ValueError: a file is damaged, or in the place of another.
     """
+    engine = wanted.engine
+    return _named(directory, wanted, f.label, lambda: _filled(state, directory, f, found, engine))
+
+
+def _named(directory: Path, wanted: Wanted, label: str, read: Callable[[], _T]) -> _T:
+    """Return what a function reads; its errors name what it was.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: a file is damaged, or in the place of another.
+    """
     try:
-        return _filled(state, directory, f, found, wanted.engine)
+        return read()
     except (ValueError, OSError) as error:
-        what, expected = f"{wanted.label(directory)}: {f.label}", "files as they were written"
+        what, expected = f"{wanted.label(directory)}: {label}", "files as they were written"
         text = message(what, expected=expected, got=str(error), remedy=REMEDY)
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
         raise kind(text) from error
@@ -198,23 +257,15 @@ def _filled(
     state: TableState, directory: Path, f: Field, found: SavedTables, engine: EmbeddingEngine
 ) -> TableState:
     """Return the state with one field read from disk, updated in place."""
-    path, form, table = directory / _place(f), manifest.form_of(f), found.tables[f.table.name]
-    on_disk, checksums = found.form(f), found.checksums.get(_place(f), {})
+    path, form, table = directory / field_place(f), manifest.form_of(f), found.tables[f.table.name]
+    on_disk, checksums = found.form(f), found.checksums.get(field_place(f), {})
     assert on_disk is not None, "checked"
     if not f.shape.per_row:
         lines = RowReader(_whole(path, on_disk), checksums).read(0, 1)
         value = lines[0].astype(form["dtype"])
         stored = np.asarray(storage.encode(jnp.asarray(value), f.shape.dtype))
         return f.write(state, _everywhere(stored, engine))
-    array = RowArray(
-        path,
-        table["shards"],
-        table["rows_per_shard"],
-        table["alternate"],
-        tuple(on_disk["shape"]),
-        np.dtype(on_disk["dtype"]),
-    )
-    reader = RowReader(array, checksums)
+    reader = field_reader(directory, f, found)
     physical = f.read(state)
     sharding = engine.layout.axes.sharding(f.stack.shard_axes)
     mine = engine.layout.axes.local_parts(f.stack.shard_axes).tolist()

@@ -1,0 +1,190 @@
+"""Checkpoints of tables on the host: touched rows by id, of one step, restored anywhere."""
+
+import os
+
+import jax
+import numpy as np
+import pytest
+from host_table_cases import ITEMS, RULES, TAGS, TwoEngines, declared, draw_batch, engines
+
+import tpu_embed
+from tpu_embed import FeatureConfig, HostStorage, TableConfig, io
+from tpu_embed import optimizers as o
+from tpu_embed.core.state import slot_shapes
+from tpu_embed.storage import HostRows, RowField
+
+
+def mesh_of(devices):
+    return jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("d",))
+
+
+def every_row(engine, state):
+    """Return all rows and slots of the two tables, wherever they are."""
+    found = []
+    for name, rows in (("items", ITEMS), ("tags", TAGS)):
+        shapes = slot_shapes(engine.layout.table(name)[0])
+        for slot in (None, *(n for n, one in shapes.items() if one.per_row)):
+            found.append(engine.rows(state, name, np.arange(rows), slot=slot))
+    return found
+
+
+def check_equal(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("rule", "devices", "restored_on", "options"),
+    [
+        ("Adagrad", 1, 8, {"rows": 100}),
+        ("Adam", 2, 1, {"rows": 72, "lookahead": 0, "dtype": "bfloat16"}),
+    ],
+)
+def test_a_run_that_is_saved_and_restored_at_random_goes_on_with_its_bits(
+    rule, devices, restored_on, options, tmp_path
+):
+    """Every restore is into another engine: other devices, `device_rows`, on the host or not."""
+    run = TwoEngines(*engines(devices, rule, **options), seed=4)
+    dtype, linked = options.get("dtype", "float32"), 0
+    others = [
+        declared(RULES[rule], storage, dtype=dtype)
+        for storage in (HostStorage(device_rows=96, evict="lfu", path=tmp_path), None)
+    ]
+    resident = tpu_embed.EmbeddingEngine(others[1], mesh=mesh_of(2))
+    for number in range(4):
+        run.run(30)
+        path = tmp_path / f"{number}"
+        io.save(path, run.hosted, run.states[0], position=number)
+        linked += sum(file.stat().st_nlink > 1 for file in path.rglob("c.*"))
+        expected = every_row(*pair_of(run, 1))
+        check_equal(every_row(*pair_of(run, 0)), expected)
+        check_equal(every_row(resident, io.restore(path, resident).state), expected)
+        if number % 2:
+            # The restored engine takes the place of the one that was saved.
+            last = run.hosted
+            again = declared(RULES[rule], HostStorage(device_rows=110), dtype=dtype)
+            run.hosted = tpu_embed.EmbeddingEngine(
+                again if number == 1 else others[0],
+                mesh=mesh_of(restored_on),
+                lookahead=last.vocabularies.lookahead,
+            )
+            restored = io.restore(path, run.hosted)
+            assert restored.position == number
+            run.states[0] = restored.state
+            run.kept = []
+            touched = [engine.touched("items") for engine in (last, run.hosted)]
+            np.testing.assert_array_equal(*touched)
+    assert linked > 0
+    # The files of the last one are whole without the others.
+    for number in range(3):
+        os.rename(tmp_path / f"{number}", tmp_path / f"gone {number}")
+    check_equal(every_row(resident, io.restore(tmp_path / "3", resident).state), expected)
+    assert run.counts["updates"] > 20
+
+
+def pair_of(run, which):
+    return (run.hosted, run.resident)[which], run.states[which]
+
+
+def test_tables_on_the_devices_move_to_the_host_with_a_checkpoint(tmp_path):
+    hosted, resident = engines(2, "FTRL", rows=120, lookahead=0)
+    state = resident.init(jax.random.key(5))
+    batch = resident.place(draw_batch(np.random.default_rng(0))[0])
+    state = resident.update(state, batch, resident.lookup(state, batch))
+    io.save(tmp_path / "whole", resident, state)
+    restored = io.restore(tmp_path / "whole", hosted).state
+    check_equal(every_row(hosted, restored), every_row(resident, state))
+    assert hosted.touched("items").size == ITEMS
+
+
+def small(rows=16, size=200, optimizer=None, **options):
+    table = TableConfig(size, 4, name="items", storage=HostStorage(device_rows=rows, **options))
+    return tpu_embed.EmbeddingEngine(FeatureConfig(table), optimizer or o.Adagrad(0.5))
+
+
+def train(engine, state, *batches):
+    for ids in batches:
+        batch = engine.place(np.asarray(ids).reshape(8, -1))
+        state, batch = engine.admit(state, batch)
+        state = engine.update_in_place(state, batch, engine.lookup(state, batch))
+    return state
+
+
+def test_a_save_in_the_background_has_the_rows_of_its_step(tmp_path, monkeypatch):
+    """Rows that go home while it is written are saved as they were."""
+    engine = small()
+    rng, state = np.random.default_rng(0), engine.init(jax.random.key(0))
+    state = train(engine, state, *(rng.integers(0, 200, 16) for _ in range(20)))
+    ids = np.arange(200)
+    monkeypatch.setattr("tpu_embed.io.checkpoint.row_files.BLOCK", 7 * 32)  # 7 rows a block
+    with io.CheckpointManager(tmp_path, engine, keep=None) as manager:
+        expected = {}
+        for step in range(4):
+            expected[step] = engine.rows(state, "items", ids)
+            manager.save(step, state)
+            state = train(engine, state, *(rng.integers(0, 200, 16) for _ in range(6)))
+    for step, rows in expected.items():
+        other = small(rows=24)
+        found = io.restore(tmp_path / f"{step}", other).state
+        np.testing.assert_array_equal(other.rows(found, "items", ids), rows)
+
+
+def test_a_snapshot_is_not_changed_by_what_is_written_later():
+    fields = {"values": RowField((2,), np.dtype(np.float32))}
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        store, ids = HostRows(fields), np.arange(0, 60, 2, dtype=np.uint64)
+        store.write(ids, {"values": rng.random((30, 2), np.float32)})
+        before, taken = store.read(ids)[0]["values"], rng.random(30) < 0.7
+        snapshot, found = store.snapshot(ids[taken]), []
+        for block_ids, rows in snapshot.blocks(4):
+            found.append((block_ids, rows["values"]))
+            some = rng.permutation(70)[: rng.integers(0, 20)].astype(np.uint64)
+            if rng.random() < 0.3:
+                store.remove(some)
+            else:
+                store.write(some, {"values": rng.random((some.size, 2), np.float32)})
+        np.testing.assert_array_equal(np.concatenate([i for i, _ in found]), ids[taken])
+        np.testing.assert_array_equal(np.concatenate([r for _, r in found]), before[taken])
+
+
+def test_a_lacking_slot_is_made_with_the_key(tmp_path):
+    engine = small(optimizer=o.SGD(0.5))
+    state = train(engine, engine.init(jax.random.key(0)), np.arange(16), np.arange(16, 32))
+    io.save(tmp_path / "sgd", engine, state)
+    other = small(optimizer=o.Adagrad(0.5, initial_accumulator_value=0.25))
+    with pytest.raises(ValueError, match=r"slot 'accumulators'.*key="):
+        io.restore(tmp_path / "sgd", other)
+    found = io.restore(tmp_path / "sgd", other, key=jax.random.key(1)).state
+    ids = np.arange(40)
+    np.testing.assert_array_equal(other.rows(found, "items", ids), engine.rows(state, "items", ids))
+    assert (other.rows(found, "items", ids, slot="accumulators") == 0.25).all()
+    # A table that grows keeps its rows, and draws the new ones as it did the others.
+    larger = small(size=300, optimizer=o.SGD(0.5))
+    with pytest.raises(ValueError, match="key="):
+        io.restore(tmp_path / "sgd", larger)
+    grown = io.restore(tmp_path / "sgd", larger, key=jax.random.key(1)).state
+    np.testing.assert_array_equal(
+        larger.rows(grown, "items", ids), engine.rows(state, "items", ids)
+    )
+
+
+def test_an_old_state_and_damaged_files_are_refused(tmp_path):
+    engine = small()
+    old = engine.init(jax.random.key(0))
+    state = train(engine, engine.init(jax.random.key(0)), np.arange(16), np.arange(16, 32))
+    with pytest.raises(ValueError, match="the newest state"):
+        io.save(tmp_path / "old", engine, old)
+    assert not (tmp_path / "old").exists()
+    io.save(tmp_path / "new", engine, state)
+    file = next((tmp_path / "new").rglob("*-home/rows/c.0.0.0"))
+    content = bytearray(file.read_bytes())
+    content[3] ^= 1
+    file.write_bytes(content)
+    before = engine.touched("items")
+    with pytest.raises(ValueError, match=r"rows at home.*files as they were written"):
+        io.restore(tmp_path / "new", engine)
+    np.testing.assert_array_equal(engine.touched("items"), before)  # nothing has changed
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match="rows at home"):
+        io.restore(tmp_path / "new", engine)

@@ -1,0 +1,342 @@
+"""Rows of tables on the host in a checkpoint: those that were touched, by id, in segments.
+
+A row is saved where it is: on the devices, or at home. A save that follows another one of the same
+run writes only the rows that changed since, and links the segments of the other one, so that each
+checkpoint is whole by itself, whichever others are removed:
+
+    first save      a: rows 1 2 3 4
+    second save     a  (the same files)     b: row 3 as it is now, row 9
+    read            a, then b over it
+
+    host_rows.json              the segments of each table, oldest first, and the fields of a row
+    films/rows/NAME/ids         uint64 `[n]`
+    films/rows/NAME/rows        uint8 `[n, w]`: values and slots of a row, one field after the other
+
+Input: an engine and its state. Output: files; or rows by table, and rows written into a state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.state import TableState
+from tpu_embed.io import schema
+from tpu_embed.io.checkpoint import manifest
+from tpu_embed.io.checkpoint.checked import read_bound, write_bound
+from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, RowWriter, write_column
+from tpu_embed.io.files import file_name
+from tpu_embed.storage import HostRows, RowField, Save
+
+_FILE = "host_rows.json"
+_FORM = schema.mapping(
+    schema.record(
+        fields=schema.sequence(
+            schema.record(
+                name=schema.text, shape=schema.sequence(schema.integer()), dtype=schema.dtype
+            )
+        ),
+        segments=schema.sequence(schema.record(name=schema.text, rows=schema.integer(1))),
+    )
+)
+_MOST_SEGMENTS = 64
+"""With more of them, a save writes all rows anew."""
+
+Rows = Mapping[str, np.ndarray]
+Block = tuple[np.ndarray, Rows]
+"""Some ids, uint64 `[n]`, and their rows, `[n, …]` by field."""
+
+
+class NewSegment(NamedTuple):
+    """A segment to write.
+
+    Attributes:
+      name: its name.
+      ids: uint64 `[n]`.
+      blocks: the same ids in blocks of `block_rows`, with their rows.
+    """
+
+    name: str
+    ids: np.ndarray
+    blocks: Iterable[Block]
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedRows:
+    """What is written for one table.
+
+    Attributes:
+      fields: what a row has.
+      old: the segments of an earlier save that are linked, as the file describes them.
+      new: the segments that are written.
+    """
+
+    fields: dict[str, RowField]
+    old: list[dict[str, Any]]
+    new: list[NewSegment]
+
+
+class _Base(NamedTuple):
+    """An earlier save that this one goes on from.
+
+    Attributes:
+      save: when it was begun.
+      described: its `host_rows.json`.
+      checksums: of its files, by directory.
+    """
+
+    save: Save
+    described: dict[str, Any]
+    checksums: Mapping[str, dict[str, int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedRows:
+    """The rows of all tables on the host that a save writes.
+
+    Attributes:
+      tables: by name.
+      base: the save whose segments are linked, or None.
+    """
+
+    tables: dict[str, SavedRows]
+    base: _Base | None
+
+
+def prepare(
+    engine: EmbeddingEngine, state: TableState, path: Path, *, checkpoint: str, copied: bool
+) -> PreparedRows | None:
+    """Return the rows that a save writes; None without tables on the host.
+
+    Args:
+      engine: the engine.
+      state: the newest one.
+      path: the directory of the tables, once the checkpoint is finished.
+      checkpoint: the name of the checkpoint.
+      copied: whether to copy the rows on the devices now, so that the state may be donated
+        afterwards. Those at home are read later in any case.
+
+    Raises:
+      RuntimeError: rows were lost on their way home.
+    """
+    homes, maps = engine.storage, engine.vocabularies
+    if homes is None or maps is None:
+        return None
+    homes.flush()
+    base = _base(homes.saves)
+    found = {}
+    for name in homes.tables:
+        found[name] = _prepare_table(engine, state, name, base, checkpoint, copied=copied)
+    homes.begin_save(path, checkpoint, maps.admitted)
+    return PreparedRows(found, base)
+
+
+def _base(saves: Iterable[Save]) -> _Base | None:
+    """Return the newest save that was finished and still exists."""
+    for save in reversed([*saves]):
+        try:
+            described = read_bound(save.path / _FILE, _FORM, save.checkpoint)[1]
+            checksums = manifest.read_checksums(save.path, save.checkpoint)
+        except (FileNotFoundError, ValueError):
+            continue  # it failed, or was removed: an older one will do, or none
+        return _Base(save, described, checksums)
+    return None
+
+
+def _prepare_table(
+    engine: EmbeddingEngine,
+    state: TableState,
+    name: str,
+    base: _Base | None,
+    checkpoint: str,
+    *,
+    copied: bool,
+) -> SavedRows:
+    """Return what is written for one table."""
+    assert engine.storage is not None, "checked"
+    assert engine.vocabularies is not None, "checked"
+    home, held = engine.storage[name], engine.vocabularies.held(name)
+    old = [] if base is None or name not in base.described else base.described[name]["segments"]
+    changed, since = np.ones(held.keys.size, bool), 1
+    if base is not None and old:
+        # A row that was updated since was in a batch since, or in one that still was to be updated.
+        changed = held.last_seen >= base.save.step - engine.vocabularies.lookahead
+        since = base.save.marks[name]
+    rows = len(home) + int((~home.contains(held.keys)).sum())
+    ids_at_home = home.ids(since)
+    written = sum(one["rows"] for one in old) + changed.sum() + ids_at_home.size
+    if old and (written > 2 * rows or len(old) >= _MOST_SEGMENTS):
+        old, changed, ids_at_home = [], np.ones(held.keys.size, bool), home.ids()
+    # Of a row that is on the devices, what is at home is old.
+    ids_at_home = np.setdiff1d(ids_at_home, held.keys, assume_unique=True)
+    size = block_rows(home.fields)
+    keys, places = held.keys[changed], held.rows[changed]
+    on_devices: Iterable[Block] = _device_blocks(engine, state, name, keys, places)
+    if copied:
+        on_devices = [*on_devices]
+    made = [
+        NewSegment(f"{checkpoint}-devices", keys, on_devices),
+        NewSegment(f"{checkpoint}-home", ids_at_home, home.snapshot(ids_at_home).blocks(size)),
+    ]
+    return SavedRows(home.fields, old, [one for one in made if one.ids.size])
+
+
+def _device_blocks(
+    engine: EmbeddingEngine, state: TableState, name: str, keys: np.ndarray, rows: np.ndarray
+) -> Iterator[Block]:
+    """Yield keys and their rows on the devices, in blocks."""
+    assert engine.storage is not None, "checked"
+    size = block_rows(engine.storage[name].fields)
+    for first in range(0, keys.size, size):
+        part = slice(first, first + size)
+        yield keys[part], engine.held_rows(state, name, rows[part])
+
+
+def write(directory: Path, checkpoint: str, prepared: PreparedRows) -> dict[str, dict[str, int]]:
+    """Write and link the segments of all tables; return the checksums of files, by directory.
+
+    Args:
+      directory: that of the tables.
+      checkpoint: the name of the checkpoint.
+      prepared: what `prepare` returned.
+    """
+    checksums: dict[str, dict[str, int]] = {}
+    described = {}
+    for name, saved in prepared.tables.items():
+        segments = [*saved.old]
+        for one in saved.old:
+            assert prepared.base is not None, "it has old segments"
+            for place in _places(name, one["name"]):
+                _link(prepared.base.save.path / place, directory / place)
+                checksums[place] = prepared.base.checksums[place]
+        for one in saved.new:
+            checksums |= _write_segment(directory, name, saved.fields, one)
+            segments.append({"name": one.name, "rows": one.ids.size})
+        described[name] = {"fields": describe(saved.fields), "segments": segments}
+    write_bound(directory / _FILE, checkpoint, described)
+    return checksums
+
+
+def describe(fields: Mapping[str, RowField]) -> list[dict[str, Any]]:
+    """Return what a row has, as the file says it."""
+    return [
+        {"name": name, "shape": list(one.shape), "dtype": np.dtype(one.dtype).name}
+        for name, one in fields.items()
+    ]
+
+
+def _write_segment(
+    directory: Path, table: str, fields: Mapping[str, RowField], segment: NewSegment
+) -> dict[str, dict[str, int]]:
+    """Write one segment; return the checksums of its files, by directory."""
+    ids, rows = _arrays(directory, table, segment.name, segment.ids.size, _width(fields))
+    writer, first = RowWriter(rows, 1), 0
+    for some, values in segment.blocks:
+        n = some.size
+        parts = [np.ascontiguousarray(values[f]).view(np.uint8).reshape(n, -1) for f in fields]
+        # [n, 1, w]: an array of one shard
+        writer.write((slice(first, first + n), slice(0, 1)), np.concatenate(parts, 1)[:, None])
+        first += n
+    assert first == segment.ids.size, "the blocks are those of the ids"
+    of_ids, of_rows = _places(table, segment.name)
+    return {of_ids: write_column(ids, segment.ids), of_rows: writer.finish()}
+
+
+def _link(old: Path, new: Path) -> None:
+    """Give the files of a directory a second name in a new one; copy them where that cannot be."""
+    new.mkdir(parents=True)
+    for file in old.iterdir():
+        try:
+            os.link(file, new / file.name)
+        except OSError:
+            shutil.copyfile(file, new / file.name)
+
+
+def names(directory: Path, checkpoint: str) -> dict[str, Any]:
+    """Return what is said of the tables in a directory that are saved by id.
+
+    Raises:
+      ValueError: the file is damaged, or belongs to another checkpoint.
+    """
+    if not (directory / _FILE).exists():
+        return {}
+    return read_bound(directory / _FILE, _FORM, checkpoint)[1]
+
+
+def read(
+    directory: Path,
+    table: str,
+    described: Mapping[str, Any],
+    checksums: Mapping[str, dict[str, int]],
+) -> Iterator[Block]:
+    """Yield the rows of a table, block by block; of a row that comes twice, the last is valid.
+
+    Args:
+      directory: that of the tables.
+      table: its name.
+      described: what `names` says of it.
+      checksums: of all files, by directory.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: a file is damaged, or belongs to another place.
+    """
+    fields = {
+        one["name"]: RowField(tuple(one["shape"]), np.dtype(one["dtype"]))
+        for one in described["fields"]
+    }
+    for segment in described["segments"]:
+        arrays = _arrays(directory, table, segment["name"], segment["rows"], _width(fields))
+        places = _places(table, segment["name"])
+        pairs = zip(arrays, places, strict=True)
+        of_ids, of_rows = (RowReader(array, checksums.get(place, {})) for array, place in pairs)
+        for first in range(0, segment["rows"], of_rows.array.block):
+            last = min(first + of_rows.array.block, segment["rows"])
+            whole, at, rows = of_rows.read(first, last), 0, {}
+            for name, field in fields.items():
+                part = np.ascontiguousarray(whole[:, at : at + field.nbytes])
+                rows[name] = part.view(field.dtype).reshape(last - first, *field.shape)
+                at += field.nbytes
+            yield np.ascontiguousarray(of_ids.read(first, last)).reshape(-1), rows
+
+
+def block_rows(fields: Mapping[str, RowField]) -> int:
+    """Return the rows of a block: that of the files, whatever their number."""
+    return RowArray(Path(), 1, 2**31, True, (_width(fields),), np.dtype(np.uint8)).block
+
+
+def _width(fields: Mapping[str, RowField]) -> int:
+    """Return w, the bytes of a row."""
+    return sum(field.nbytes for field in fields.values())
+
+
+def _places(table: str, segment: str) -> tuple[str, str]:
+    """Return the directories of ids and rows of a segment, relative to that of the tables."""
+    start = f"{file_name(table)}/rows/{segment}"
+    return f"{start}/ids", f"{start}/rows"
+
+
+def _arrays(directory: Path, table: str, segment: str, n: int, w: int) -> tuple[RowArray, RowArray]:
+    """Return the arrays of ids and rows of a segment of n rows."""
+    ids, rows = (directory / place for place in _places(table, segment))
+    return (
+        RowArray(ids, 1, n, True, (), np.dtype(np.uint64)),
+        RowArray(rows, 1, n, True, (w,), np.dtype(np.uint8)),
+    )
+
+
+def stored_rows(
+    fields: Mapping[str, RowField], path: str | None, blocks: Iterable[Block]
+) -> HostRows:
+    """Return a store with the rows of blocks; of a row that comes twice, the last is valid."""
+    made = HostRows(fields, path)
+    for ids, rows in blocks:
+        made.write(ids, rows)
+    return made

@@ -1,0 +1,201 @@
+"""Restore tables that are, or were, on the host: between rows by id and whole tables.
+
+    saved       restored to     what happens
+    by id       the host        rows go home
+    by id       the devices     the table is drawn as it was at first, and rows are written over it
+    whole       the host        all rows go home
+
+Input: files of tables, an engine. Output: rows at home; or a state with the rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from tpu_embed._types import Array
+from tpu_embed.core.state import Field, TableState, draw_fields, fields, logical
+from tpu_embed.io.checkpoint import host_rows, manifest, maps
+from tpu_embed.io.checkpoint.host_rows import Block, Rows
+from tpu_embed.io.checkpoint.manifest import SavedTables, Wanted
+from tpu_embed.io.checkpoint.row_files import RowArray, RowReader
+from tpu_embed.io.files import file_name
+from tpu_embed.storage import VALUES, HostRows, slot_field
+
+
+def field_place(f: Field) -> str:
+    """Return the directory of a field that is saved whole, relative to that of the tables."""
+    table = file_name(f.table.name)
+    return f"{table}/table" if f.slot is None else f"{table}/slots/{file_name(f.slot)}"
+
+
+def field_reader(directory: Path, f: Field, found: SavedTables) -> RowReader:
+    """Return a reader of the rows of a field that is saved whole."""
+    table, form = found.tables[f.table.name], found.form(f)
+    assert form is not None, "checked"
+    shape = table["shards"], table["rows_per_shard"], table["alternate"]
+    array = RowArray(
+        directory / field_place(f), *shape, tuple(form["shape"]), np.dtype(form["dtype"])
+    )
+    return RowReader(array, found.checksums.get(field_place(f), {}))
+
+
+@dataclasses.dataclass(frozen=True)
+class RestoredRows:
+    """The tables of a directory, for one engine.
+
+    Attributes:
+      directory: that of the tables.
+      found: what the manifest says.
+      wanted: what is wanted of them.
+      by_id: what `host_rows.names` says of those that are saved by id.
+    """
+
+    directory: Path
+    found: SavedTables
+    wanted: Wanted
+    by_id: Mapping[str, Any]
+
+    def drawn_state(self) -> TableState | None:
+        """Return a state with first values; None without tables that are written over them."""
+        engine = self.wanted.engine
+        drawn = [f for f in fields(engine.layout) if self._is_by_id(f) and not f.table.is_on_host]
+        if not drawn:
+            return None
+        key = maps.read_key(self.directory, manifest.name_of(self.directory))
+        state = engine.init(key)
+        if self.found.complete:
+            return state
+        # What is lacking altogether is made with the key that was given.
+        assert self.wanted.key is not None, "checked"
+        made = engine.init(self.wanted.key)
+        lacking = [f for f in fields(engine.layout) if self.found.form(f) is None]
+        tables = {
+            f.table.name: logical.read_field(made, f, engine.layout.axes)
+            for f in lacking
+            if f.slot is None
+        }
+        slots: dict[str, dict[str, Array]] = {}
+        for f in lacking:
+            if f.slot is not None:
+                whole = logical.read_field(made, f, engine.layout.axes)
+                slots.setdefault(f.table.name, {})[f.slot] = whole
+        return engine.load_arrays(state, tables, slots)
+
+    def is_read_whole(self, f: Field) -> bool:
+        """Return whether a field is read into the state from an array of all its rows."""
+        if self.found.form(f) is None:
+            return False
+        return not f.shape.per_row or not (f.table.is_on_host or self._is_by_id(f))
+
+    def write_over(self, state: TableState) -> TableState:
+        """Return the state with the rows of tables that are saved by id and not on the host."""
+        layout = self.wanted.engine.layout
+        for name in self.by_id.keys() & self.found.tables.keys():
+            if layout.table(name)[1].is_on_host:
+                continue
+            mine = [f for f in self._fields(name) if self.found.form(f) is not None]
+            for ids, rows in self._segments(name):
+                for f in mine:
+                    physical = logical.write_rows_in_place(
+                        f.read(state),
+                        ids.astype(np.int64),
+                        self._converted(f, rows),
+                        f,
+                        layout.axes,
+                    )
+                    state = f.write(state, physical)
+        return state
+
+    def homes(self, vocabulary: Mapping[str, Array]) -> dict[str, HostRows]:
+        """Return the rows at home of the engine's tables on the host.
+
+        Args:
+          vocabulary: that of the state, which holds the random key.
+        """
+        engine, made = self.wanted.engine, {}
+        if engine.storage is None:
+            return made
+        for name, table in engine.storage.tables.items():
+            blocks = self._blocks(name, vocabulary) if name in self.found.tables else ()
+            made[name] = host_rows.stored_rows(table.fields, table.storage.path, blocks)
+        return made
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a later save may link these files: rows are at home just as they are saved."""
+        storage = self.wanted.engine.storage
+        if storage is None or any(map(self._lacking, storage.tables)):
+            return False
+        now = {name: host_rows.describe(table.fields) for name, table in storage.tables.items()}
+        saved = {name: self.by_id[name]["fields"] for name in now if name in self.by_id}
+        return saved == now
+
+    def _is_by_id(self, f: Field) -> bool:
+        return f.shape.per_row and f.table.name in self.by_id and f.table.name in self.found.tables
+
+    def _fields(self, name: str) -> list[Field]:
+        """Return the fields with a row for each id of a table."""
+        layout = self.wanted.engine.layout
+        every = [f for f in fields(layout) if f.table.name == name]
+        return [f for f in every if f.shape.per_row]
+
+    def _lacking(self, name: str) -> list[Field]:
+        return [f for f in self._fields(name) if self.found.form(f) is None]
+
+    def _segments(self, name: str) -> Iterator[Block]:
+        return host_rows.read(self.directory, name, self.by_id[name], self.found.checksums)
+
+    def _blocks(self, name: str, vocabulary: Mapping[str, Array]) -> Iterator[Block]:
+        """Yield the rows of a table on the host, as they are stored at home."""
+        lacking = self._lacking(name)
+        stack, table = self.wanted.engine.layout.table(name)
+        for ids, rows in self._segments(name) if name in self.by_id else self._whole(name):
+            made = {
+                part_of(f): self._stored(f, self._converted(f, rows))
+                for f in self._fields(name)
+                if f not in lacking
+            }
+            if lacking:
+                drawn = draw_fields(vocabulary, table, stack, ids)
+                made |= {part_of(f): drawn[part_of(f)] for f in lacking}
+            yield ids, made
+
+    def _whole(self, name: str) -> Iterator[Block]:
+        """Yield all rows of a table that is saved whole."""
+        size = self.found.tables[name]["vocabulary_size"]
+        mine = [f for f in self._fields(name) if self.found.form(f) is not None]
+        readers = {part_of(f): field_reader(self.directory, f, self.found) for f in mine}
+        block = min(reader.array.block * reader.array.shards for reader in readers.values())
+        for first in range(0, size, block):
+            last = min(first + block, size)
+            rows = {part: reader.read(first, last) for part, reader in readers.items()}
+            yield np.arange(first, last, dtype=np.uint64), rows
+
+    def _converted(self, f: Field, rows: Rows) -> np.ndarray:
+        """Return saved rows of a field, `[n, …]`, in the dtype of the engine."""
+        form = self.found.form(f)
+        assert form is not None, "checked"
+        # Numbers of 16 bits are saved by id as they are stored, and whole as what they mean.
+        return rows[part_of(f)].view(np.dtype(form["dtype"])).astype(np.dtype(f.shape.dtype))
+
+    def _stored(self, f: Field, values: np.ndarray) -> np.ndarray:
+        assert self.wanted.engine.storage is not None, "it has tables on the host"
+        home = self.wanted.engine.storage.tables[f.table.name].fields[part_of(f)]
+        return values.view(home.dtype)
+
+
+def part_of(f: Field) -> str:
+    """Return the name of a field among those of a row at home."""
+    return VALUES if f.slot is None else slot_field(f.slot)
+
+
+def any_key() -> dict[str, np.ndarray]:
+    """Return a random key by its kind, for a state none of whose rows is drawn any more."""
+    key = jax.random.key(0)
+    return {f"{jax.random.key_impl(key)}": np.asarray(jax.random.key_data(key))}
