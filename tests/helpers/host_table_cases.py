@@ -203,10 +203,24 @@ class TwoEngines:
                 one, other = (e.rows(state, name, ids, slot=slot) for e, state in pair)
                 np.testing.assert_array_equal(one, other)
 
+    def set_rows(self):
+        if self.placed:
+            return
+        name, size = (("items", ITEMS), ("tags", TAGS))[self.rng.integers(2)]
+        shapes = slot_shapes(self.hosted.layout.table(name)[0])
+        every = [None, *sorted(n for n, one in shapes.items() if one.per_row)]
+        slot, ids = every[self.rng.integers(len(every))], self.rng.permutation(size)[:6]
+        shape = self.hosted.rows(self.states[0], name, ids, slot=slot).shape
+        values = self.rng.random(shape).astype(np.float32)
+        pair = zip((self.hosted, self.resident), self.states, strict=True)
+        self.states = [e.set_rows(state, name, ids, values, slot=slot) for e, state in pair]
+        self.kept = []  # they keep what they brought along
+
     def run(self, steps):
         """Take random steps, then finish what waits and compare every row."""
         ways = [self.place] * 4 + [self.admit] * 4 + [self.update] * 3
         ways += [self.evaluate, self.evaluate_again, self.rewind, self.place_too_much, self.read]
+        ways += [self.set_rows]
         for _ in range(steps):
             if len(self.placed) > 3:
                 self.admit()

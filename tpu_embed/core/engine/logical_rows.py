@@ -74,7 +74,7 @@ class LogicalRows:
         distinct, inverse = np.unique(self._checked(f, ids), return_inverse=True)
         part = VALUES if slot is None else slot_field(slot)
         if f.table.is_on_host:
-            stored = self._of_host(state, f, distinct.view(np.uint64), part)
+            stored = self._of_host(state, f, distinct.view(np.uint64))[part]
         else:
             stored = self._on_devices(state, f, distinct, part)
         return stored.view(jnp.dtype(f.shape.dtype))[inverse.reshape(-1)]
@@ -116,9 +116,15 @@ class LogicalRows:
           values: `[n, D]` (`[n]` for a slot of one number per row).
           slot: the slot, or None for the table itself.
 
+        Of a table on the host, rows are written at home, too, so states from before see them.
+        Batches placed before to be looked up only keep what they brought along.
+
         Raises:
-          ValueError: an unknown name, a bad or repeated row id, a wrong shape.
+          ValueError: an unknown name, a bad or repeated row id, a wrong shape; of a table on the
+            host also an older state, or batches that are placed and not admitted.
         """
+        if self._layout.table(name)[1].is_on_host:
+            return self._set_on_host(state, name, rows, values, slot)
         return logical.set_rows(state, self._layout, name, rows, values, slot=slot)
 
     def load(
@@ -176,22 +182,53 @@ class LogicalRows:
             raise ValueError(message(f"{f.label}: ids", expected=expected, got=got))
         return given.astype(np.int64)
 
-    def _of_host(self, state: TableState, f: Field, keys: np.ndarray, part: str) -> np.ndarray:
-        """Return stored rows of a table on the host, `[n, …]`, for distinct keys."""
-        homes, maps = self._of(f.table.name)
-        maps.check_newest(state)
+    def _of_host(self, state: TableState, f: Field, keys: np.ndarray) -> dict[str, np.ndarray]:
+        """Return stored rows of a table on the host, `[n, …]` by field, for distinct keys."""
         name = f.table.name
+        homes, maps = self._of(name)
+        maps.check_newest(state)
         places = maps.find(name, keys, maps.admitted).astype(np.int64)
         here = places >= 0
+        held = self._mover.read(state, {name: places[here]})[name] if here.any() else {}
         at_home, found = homes.visit(name, keys[~here])
-        away = at_home[part]
+        drawn = {}
         if not found.all():
             assert state.vocabulary is not None, "checked"
-            lacking = keys[~here][~found]
-            away[~found] = draw_fields(state.vocabulary, f.table, f.stack, lacking)[part]
-        rows = np.empty((keys.size, *away.shape[1:]), away.dtype)
-        rows[~here], rows[here] = away, self._on_devices(state, f, places[here], part)
+            drawn = draw_fields(state.vocabulary, f.table, f.stack, keys[~here][~found])
+        rows = {}
+        for part, away in at_home.items():
+            rows[part] = np.empty((keys.size, *away.shape[1:]), away.dtype)
+            if drawn:
+                away[~found] = drawn[part]
+            rows[part][~here] = away
+            if held:
+                rows[part][here] = held[part]
         return rows
+
+    def _set_on_host(
+        self, state: TableState, name: str, ids: ArrayLike, values: ArrayLike, slot: str | None
+    ) -> TableState:
+        """Return the state with rows of a table on the host replaced, wherever they are."""
+        check_own(state, self._layout)
+        homes, maps = self._of(name)
+        maps.check_newest(state)
+        if maps.placed != maps.admitted:
+            expected, got = "no batch placed ahead", f"{maps.placed - maps.admitted}"
+            remedy = "admit them first, or engine.vocabularies.rewind(state) forgets them"
+            raise ValueError(message("set_rows", expected=expected, got=got, remedy=remedy))
+        f = logical.field_of_rows(self._layout, name, slot)
+        chosen, given = np.asarray(ids), np.asarray(values)
+        logical.check_rows(f, chosen, given)
+        keys = chosen.astype(np.int64).view(np.uint64)
+        part = VALUES if slot is None else slot_field(slot)
+        whole = self._of_host(state, f, keys)
+        whole[part] = given.astype(jnp.dtype(f.shape.dtype)).view(whole[part].dtype)
+        homes[name].write(keys, whole)
+        places = maps.find(name, keys, maps.admitted).astype(np.int64)
+        here = places >= 0
+        if not here.any():
+            return state
+        return logical.write_rows(state, self._layout, f, places[here], given[here])
 
     def _on_devices(self, state: TableState, f: Field, rows: np.ndarray, part: str) -> np.ndarray:
         """Return stored rows, `[n, …]`, for distinct logical rows that the devices hold."""

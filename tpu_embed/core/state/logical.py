@@ -83,20 +83,34 @@ def set_rows(
     slot: str | None = None,
 ) -> TableState:
     """Return the state with some rows of a table or slot set; see `EmbeddingEngine.set_rows`."""
-    layout.refuse_on_host("set_rows", [name])
     check_own(state, layout)
-    f = _field_of_rows(layout, name, slot)
+    f = field_of_rows(layout, name, slot)
     refuse_masked(f.label, values)
     chosen, given = _array(snapshot(row_ids)), _array(snapshot(values))
-    _check_rows(f, chosen, given)
-    return f.write(state, _write_copy(f.read(state), chosen, given, f, layout.axes))
+    check_rows(f, chosen, given)
+    return write_rows(state, layout, f, chosen, given)
+
+
+def write_rows(
+    state: TableState, layout: Layout, f: Field, row_ids: Any, values: Any
+) -> TableState:
+    """Return the state with rows that the devices hold written; its arrays are copied.
+
+    Args:
+      state: the state.
+      layout: the engine's layout.
+      f: the table or slot.
+      row_ids: `[n]`, different logical rows; those outside [0, V) are not written.
+      values: `[n, …]`, any real numbers.
+    """
+    return f.write(state, _write_copy(f.read(state), row_ids, values, f, layout.axes))
 
 
 def _array(value: Any) -> Any:
     return value if isinstance(value, (jax.Array, np.ndarray)) else np.asarray(value)
 
 
-def _field_of_rows(layout: Layout, name: str, slot: str | None) -> Field:
+def field_of_rows(layout: Layout, name: str, slot: str | None) -> Field:
     """Return a table, or a slot that has its own numbers for each row.
 
     Raises:
@@ -115,7 +129,7 @@ def _check_numbers(label: str, dtype: Any) -> None:
         raise ValueError(message(label, expected="real numbers", got=f"dtype {dtype}"))
 
 
-def _check_rows(f: Field, row_ids: Any, values: Any) -> None:
+def check_rows(f: Field, row_ids: Any, values: Any) -> None:
     """Check the row ids `[n]` and the values `[n, …]` of `set_rows`.
 
     Raises:
@@ -133,7 +147,7 @@ def _check_rows(f: Field, row_ids: Any, values: Any) -> None:
         return
     # The values are known outside a jit only. Of a repeated row id, which values are written would
     # depend on the device's order of writes.
-    known, size = np.asarray(row_ids), f.table.vocabulary_size
+    known, size = np.asarray(row_ids), f.table.declared_size
     outside = known[(known < 0) | (known >= size)]
     if outside.size:
         got = f"row {outside[0]}"
@@ -171,7 +185,7 @@ def load(
     """Return the state with a whole table or slot replaced; see `EmbeddingEngine.load`."""
     layout.refuse_on_host("load", [name])
     check_own(state, layout)
-    f = _field_of_rows(layout, name, slot)
+    f = field_of_rows(layout, name, slot)
     # One copy of the array, then every block is written into that copy in place. The given state
     # stays as it was, also when a later block is refused.
     physical, start, size = _copy(f.read(state)), 0, f.table.vocabulary_size

@@ -171,6 +171,8 @@ def _prepare_table(
         since = base.save.marks[name]
     rows = len(home) + int((~home.contains(held.keys)).sum())
     ids_at_home = home.ids(since)
+    # `set_rows` writes rows at home, too, whichever are on the devices.
+    changed |= np.isin(held.keys, ids_at_home, assume_unique=True)
     written = sum(one["rows"] for one in old) + changed.sum() + ids_at_home.size
     if old and (written > 2 * rows or len(old) >= _MOST_SEGMENTS):
         old, changed, ids_at_home = [], np.ones(held.keys.size, bool), home.ids()
