@@ -73,7 +73,7 @@ def limit_memory(megabytes: int) -> None:
     """Let this process ask for so many MB more than it has; shared files do not count."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (now,) = (int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
-    resource.setrlimit(resource.RLIMIT_DATA, (now + megabytes * 2**20,) * 2)
+    resource.setrlimit(resource.RLIMIT_DATA, (now + megabytes * 2**20, resource.RLIM_INFINITY))
 
 
 def draw(curves: Curves, config, path: Path) -> None:
@@ -114,13 +114,16 @@ def main() -> None:
         print(curves.line(number), flush=True)
         if number == config.window and args.limit is not None:
             limit_memory(args.limit)
-    learners["host"].engine.storage.flush()
-    counted = learners["host"].engine.storage.counters["items"]
+    homes = learners["host"].engine.storage
+    assert homes is not None, "its table is on the host"
+    homes.flush()
+    counted = homes.counters["items"]
     print(f"{counted['rows']} rows at home take {counted['bytes'] / 2**20:.0f} MB")
     if args.limit is None:
         for host, devices in zip(*curves.errors.values(), strict=True):
             np.testing.assert_array_equal(host, devices)
-        np.testing.assert_array_equal(*(one.touched_rows() for one in learners.values()))
+        hosted, resident = (one.touched_rows() for one in learners.values())
+        np.testing.assert_array_equal(hosted, resident)
         print("errors and rows are equal, bit for bit")
     draw(curves, config, args.plot)
     print(f"the curves are in {args.plot}")

@@ -1,10 +1,9 @@
 """Compile what `admit` runs for tables on the host: which memory do rows that move take?
 
-Three programs, for each stack of such tables:
+Two programs, for each stack of such tables:
 
-    collect   copies the displaced rows
     write     draws rows that were never seen before, and writes them in their places
-    put       writes the rows from home
+    exchange  copies the displaced rows, and writes those from home in their places
 
 Input: an engine, the shapes of its state, rows by table. Output: an `AdmitProgram` for each.
 """
@@ -21,7 +20,7 @@ import numpy as np
 
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.layout import Parcels, Stack
-from tpu_embed.core.state import NewRowWriter, RowMover, StackShard, TableState, row_fields
+from tpu_embed.core.state import NewRowWriter, RowMover, Sent, StackShard, TableState, row_fields
 from tpu_embed.planning.host import HostPlan
 from tpu_embed.planning.sizes import readable
 
@@ -31,7 +30,7 @@ class AdmitProgram:
     """The compiler's figures for a program of `admit`.
 
     Attributes:
-      name: "collect", "write" or "put".
+      name: "write" or "exchange".
       tables: the tables on the host that it is for, which share a stack.
       rows: the rows that each device has room for, padding included.
       seconds: how long compiling took.
@@ -67,7 +66,7 @@ def compile_admit(
       engine: an engine on a mesh whose devices need not exist.
       state: the shapes and shardings of its state.
       plans: of the tables on the host. "write" is compiled for a first batch, in which all rows are
-        new; the others for as many rows as a step moves, or for those of a whole batch where that
+        new; "exchange" for as many rows as a step moves, or for those of a whole batch where that
         is not known.
     """
     found = []
@@ -90,12 +89,13 @@ def _lowered(
 
     first = _room(stack, {name: one.batch_rows for name, one in mine})
     yield "write", first, writer.lower(stack, held, state.vocabulary, array(5, first))
-    out = _room(stack, {name: _known(one.rows_out, one) for name, one in mine})
-    yield "collect", out, mover.lower(stack, held, array(2, out), {})
-    back = _room(stack, {name: _known(one.rows_in, one) for name, one in mine})
+    # A row leaves for each that comes, from home or drawn.
+    moved = _room(stack, {name: _known(one.rows_out, one) for name, one in mine})
     fields = row_fields(stack).items()
-    values = {name: array(back, *one.shape, dtype=one.dtype) for name, one in fields}
-    yield "put", back, mover.lower(stack, held, array(2, back), values)
+    values: dict[str, Any] = {n: array(moved, *one.shape, dtype=one.dtype) for n, one in fields}
+    places: Any = array(2, moved)
+    sent = Sent(places, places, values)
+    yield "exchange", moved, mover.lower(stack, held, sent)
 
 
 def _known(rows: int | None, plan: HostPlan) -> int:

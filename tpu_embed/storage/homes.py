@@ -238,6 +238,17 @@ class Homes:
 
     # -- going ---------------------------------------------------------------------------------
 
+    def wait_for_room(self) -> None:
+        """Wait until the rows of one more step may be sent home.
+
+        Raises:
+          RuntimeError: some were lost; see `check`.
+        """
+        with self._lock:
+            oldest = sorted(self._departures)[: -_MOST_ON_THEIR_WAY + 1]
+        for before in oldest:
+            self._wait(before)
+
     def send(
         self, step: int, keys: Mapping[str, np.ndarray], read: Callable[[], Mapping[str, Room]]
     ) -> None:
@@ -251,10 +262,7 @@ class Homes:
         leaving = {name: some for name, some in keys.items() if some.size}
         if not leaving:
             return
-        with self._lock:
-            oldest = sorted(self._departures)[: -_MOST_ON_THEIR_WAY + 1]
-        for before in oldest:
-            self._wait(before)
+        self.wait_for_room()
         with self._lock:
             arrived = self._writer.submit(self._write, leaving, read)
             self._departures[step] = _Departure(leaving, arrived)

@@ -91,13 +91,11 @@ class Admitter:
             new[name] = NewKeys(new[name].keys[lacking], new[name].rows[lacking])
         sent = self._mover.send(keys.arrivals, found)
         leaving = {name: keys.taken[name].evicted_keys for name in homes.tables}
-        if any(some.size for some in leaving.values()):
-            # Copied before they are overwritten, and on their way before anything forgets them.
-            counts = {name: some.size for name, some in leaving.items()}
-            copies = self._mover.copy(state, sent)
-            read = functools.partial(leaving_rooms, copies, keys.arrivals, counts)
-            homes.send(step, leaving, read)
-        state = self._mover.put(self._writer.write(state, new), sent)
+        homes.wait_for_room()  # what may raise comes before tables are donated
+        state, copies = self._mover.exchange(state, sent)
+        counts = {name: some.size for name, some in leaving.items()}
+        homes.send(step, leaving, functools.partial(leaving_rooms, copies, keys.arrivals, counts))
+        state = self._writer.write(state, new)
         for name, incoming in keys.incoming.items():
             homes.note_brought(name, incoming)
         return state

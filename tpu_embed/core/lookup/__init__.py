@@ -13,7 +13,7 @@ from tpu_embed.core.lookup.combine import (
 )
 from tpu_embed.core.lookup.differentiable import split_activations
 from tpu_embed.core.lookup.jagged import Jagged
-from tpu_embed.core.lookup.reads import activations_read, record_lookup, zero_after
+from tpu_embed.core.lookup.reads import activations_read, record_lookup
 from tpu_embed.core.lookup.sharded import (
     as_jagged,
     by_feature,
@@ -41,5 +41,4 @@ __all__ = [
     "segments",
     "split_activations",
     "sum_gradients",
-    "zero_after",
 ]

@@ -3,12 +3,11 @@
 An update that writes into a table's own memory must come after every lookup of the old rows. XLA
 derives that order from data dependencies alone. If the gradients do not depend on the activations
 (the loss is linear in them, or a second lookup only feeds a metric), nothing tells XLA that the
-lookup comes first, and it copies the whole table to be safe. Optimization barriers do not help: the
-CPU compiler drops them before it decides about copies. So the update adds a zero to its row ids
-that is computed from the activations.
+lookup comes first, and it copies the whole table to be safe. So the update adds a zero to its row
+ids that is computed from the activations (`kernels/waits.py`).
 
-Input: the traced tables of a state, and the activations that lookups of them returned. Output: a
-zero that XLA cannot know before those lookups are done.
+Input: the traced tables of a state, and the activations that lookups of them returned. Output: the
+activations that an update must wait for.
 """
 
 from __future__ import annotations
@@ -17,9 +16,6 @@ import functools
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 from tpu_embed._types import Array, Tracer
 from tpu_embed.core.layout import Layout
@@ -67,19 +63,3 @@ def _alive(table: Any) -> list[Array]:
     _, found = _READS.get(id(table), (None, []))
     read = [one for reference in found if (one := reference()) is not None]
     return [one for one in read if isinstance(one, Tracer) and one._trace is table._trace]
-
-
-def zero_after(arrays: Sequence[Array]) -> Array:
-    """Return an int32 zero, `[]`, that XLA cannot compute before all of the arrays.
-
-    Args:
-      arrays: floats of any shape, with at least one number each.
-    """
-    zero = jnp.int32(0)
-    # Take one float's bits as an integer and clear the sign bit: the result is at least 0, so its
-    # minimum with 0 is 0, for NaN and infinity too. XLA does not see that and keeps the dependency.
-    for array in arrays:
-        first = jax.lax.stop_gradient(array).reshape(-1)[0].astype(jnp.float32)
-        bits = jax.lax.bitcast_convert_type(first, jnp.int32)
-        zero += jnp.minimum(bits & 0x7FFFFFFF, 0)
-    return zero

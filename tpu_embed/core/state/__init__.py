@@ -14,6 +14,7 @@ from tpu_embed.core.state.gradients import refuse_gradient
 from tpu_embed.core.state.init import blank_tables, init_tables
 from tpu_embed.core.state.moved_rows import (
     RowMover,
+    Sent,
     check_rule,
     leaving_rooms,
     make_homes,
@@ -45,6 +46,7 @@ __all__ = [
     "NewKeys",
     "NewRowWriter",
     "RowMover",
+    "Sent",
     "StackShard",
     "TableState",
     "blank_tables",

@@ -4,8 +4,8 @@ A row at home is everything that belongs to it: its values, as they are stored, 
 every slot that has one for each row. Slots that all rows share stay on the devices.
 
     send        rows from home  ->  the same on the devices
-    copy        what is in their places  ->  copies on the devices, which the host reads later
-    put         the rows that were sent  ->  the same tables, in their own memory
+    exchange    these and the tables  ->  the tables with them, in their own memory; and copies of
+                what was in their places, which the host reads later
 
 Input: a state, and logical rows of tables on the host. Output: copies; or the state.
 """
@@ -33,6 +33,7 @@ from tpu_embed.core.state.table_state import (
 )
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.kernels.formats import RowFormat
+from tpu_embed.kernels.waits import zero_after
 from tpu_embed.storage import VALUES, Homes, HomeTable, Room, RowField, slot_field
 
 
@@ -113,7 +114,7 @@ class RowMover:
     def __init__(self, layout: Layout) -> None:
         self._layout, self.traces = layout, 0
         self._collecting = {s.name: self._program(s, _collect, ()) for s in layout.stacks}
-        self._putting = {s.name: self._program(s, _put, 0) for s in layout.stacks}
+        self._exchanging = {s.name: self._program(s, _exchange, 0) for s in layout.stacks}
 
     def _program(self, stack: Stack, function: Any, donated: Any) -> Any:
         axes = self._layout.axes
@@ -121,16 +122,16 @@ class RowMover:
         held = StackShard(tables[stack.name], slots[stack.name])
         split = axes.spec(stack.shard_axes)
 
-        def run(held_arrays: StackShard, rows: Array, values: dict[str, Array]) -> Any:
+        def run(held_arrays: StackShard, rows: Any) -> Any:
             self.traces += 1  # this line runs once per trace, not once per step
             shard = functools.partial(function, stack)
             return jax.shard_map(
                 shard,
                 mesh=axes.mesh,
-                in_specs=(held, split, split),
-                out_specs=split if function is _collect else held,
+                in_specs=(held, split),
+                out_specs=split if function is _collect else (split, held),
                 check_vma=False,
-            )(held_arrays, rows, values)
+            )(held_arrays, rows)
 
         return jax.jit(run, donate_argnums=donated)
 
@@ -146,7 +147,9 @@ class RowMover:
         found: dict[str, dict[str, np.ndarray]] = {}
         for stack, mine in self._by_stack(rows):
             parcels = Parcels(stack, mine)
-            copies = self._copied(state, stack, self._sent(stack, parcels.rows()))
+            held = StackShard(state.tables[stack.name], state.slots[stack.name])
+            places = self._sent(stack, parcels.rows())
+            copies = call(self._collecting[stack.name], held, places)
             for field, array in copies.items():
                 for table, some in parcels.unpacked(np.asarray(array)).items():
                     found.setdefault(table, {})[field] = some
@@ -175,32 +178,31 @@ class RowMover:
             sent[stack.name] = Sent(places, written, fields)
         return sent
 
-    def copy(self, state: TableState, sent: Mapping[str, Sent]) -> dict[str, Fields]:
-        """Return what the state has now at the places of rows that were sent, by stack."""
-        stacks = [stack for stack in self._layout.stacks if stack.name in sent]
-        return {s.name: self._copied(state, s, sent[s.name].places) for s in stacks}
+    def exchange(
+        self, state: TableState, sent: Mapping[str, Sent]
+    ) -> tuple[TableState, dict[str, Fields]]:
+        """Return the state with rows from home, and what was in the places of all that were sent.
 
-    def put(self, state: TableState, sent: Mapping[str, Sent]) -> TableState:
-        """Return the state with rows from home; its tables and slots are donated."""
-        tables, slots = dict(state.tables), dict(state.slots)
+        Tables and slots are donated. Rows that did not come from home stay as they are.
+
+        Returns:
+          The state, and the copies by stack.
+        """
+        tables, slots, copies = dict(state.tables), dict(state.slots), {}
         for name, one in sent.items():
-            if not one.fields:
-                continue
             held = StackShard(tables[name], slots[name])
-            tables[name], slots[name] = call(self._putting[name], held, one.written, one.fields)
-        return dataclasses.replace(state, tables=tables, slots=slots)
-
-    def lower(self, stack: Stack, held: StackShard, rows: Any, values: Any) -> Any:
-        """Return the program of `put`, or of `collect` without values, lowered for shapes."""
-        programs = self._putting if values else self._collecting
-        return programs[stack.name].lower(held, rows, values)
-
-    def _copied(self, state: TableState, stack: Stack, places: Array) -> Fields:
-        held = StackShard(state.tables[stack.name], state.slots[stack.name])
-        copies = call(self._collecting[stack.name], held, places, {})
-        for array in copies.values():
+            if one.fields:
+                copies[name], held = call(self._exchanging[name], held, one)
+            else:
+                copies[name] = call(self._collecting[name], held, one.places)
+            tables[name], slots[name] = held
+        for array in jax.tree.leaves(copies):
             array.copy_to_host_async()
-        return copies
+        return dataclasses.replace(state, tables=tables, slots=slots), copies
+
+    def lower(self, stack: Stack, held: StackShard, sent: Sent) -> Any:
+        """Return the program of `exchange`, lowered for the shapes of a stack's shard and rows."""
+        return self._exchanging[stack.name].lower(held, sent)
 
     def _by_stack(self, rows: Mapping[str, np.ndarray]) -> list[tuple[Stack, dict]]:
         """Return the stacks that have some of the rows, with their tables' rows."""
@@ -234,23 +236,25 @@ def leaving_rooms(
     return rooms
 
 
-def _collect(stack: Stack, held: StackShard, rows: Array, _: dict[str, Array]) -> dict[str, Array]:
+def _collect(stack: Stack, held: StackShard, places: Array) -> Fields:
     """Return this device's copies `[1, m, …]` of local rows, given in halves `[1, 2, m]`."""
-    local = open_rows(rows[0], stack)
+    local = open_rows(places[0], stack)
     return {
         name: one.unpack(dispatch.read_rows(_array(held, name), local, one))[None]
         for name, one in _formats(stack).items()
     }
 
 
-def _put(stack: Stack, held: StackShard, rows: Array, values: dict[str, Array]) -> StackShard:
-    """Return this device's shard with `values` `[1, m, …]` at local rows, in halves `[1, 2, m]`."""
-    local, written = open_rows(rows[0], stack), {}
+def _exchange(stack: Stack, held: StackShard, sent: Sent) -> tuple[Fields, StackShard]:
+    """Return copies as `_collect` does, and this device's shard with the rows that were sent."""
+    copies, written = _collect(stack, held, sent.places), {}
+    rows = open_rows(sent.written[0], stack)
+    rows += zero_after([*copies.values()]).astype(rows.dtype)
     for name, one in _formats(stack).items():
-        array = _array(held, name)
-        written[name] = dispatch.write_ascending_rows(array, local, values[name][0], one)
+        array, values = _array(held, name), sent.fields[name][0]
+        written[name] = dispatch.write_ascending_rows(array, rows, values, one)
     slots = {name: written.get(slot_field(name), slot) for name, slot in held.slots.items()}
-    return StackShard(written[VALUES], slots)
+    return copies, StackShard(written[VALUES], slots)
 
 
 def _array(held: StackShard, field: str) -> Array:

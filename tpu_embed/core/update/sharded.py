@@ -32,7 +32,6 @@ from tpu_embed.core.batch import (
 )
 from tpu_embed.core.exchange import RowSums, collectives, route
 from tpu_embed.core.layout import Layout, Stack
-from tpu_embed.core.lookup import zero_after
 from tpu_embed.core.state import StackShard, slot_shapes, state_specs
 from tpu_embed.core.update import occurrences
 from tpu_embed.core.update.apply import (
@@ -59,6 +58,7 @@ from tpu_embed.core.update.sums import (
 from tpu_embed.kernels import dispatch
 from tpu_embed.kernels.operands import GradientLayout, RowGradients
 from tpu_embed.kernels.rules import CompiledRule
+from tpu_embed.kernels.waits import zero_after
 
 
 class Operands(NamedTuple):
