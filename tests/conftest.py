@@ -32,6 +32,10 @@ import quick_rows  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
+# Tracing makes many objects that stay, so full collections in between would take a twentieth of
+# the time and free little; `collector_skips_what_stays` makes one after each module.
+gc.set_threshold(50_000, 50, 100)
+
 # Compiling on a busy machine takes seconds, so no deadline; in CI the same examples every time.
 hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)

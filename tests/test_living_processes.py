@@ -6,9 +6,6 @@ import numpy as np
 import pytest
 from process_runs import run
 
-# The other processes have it, too.
-pytestmark = pytest.mark.default_rows
-
 
 def assert_same(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)

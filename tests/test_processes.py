@@ -12,9 +12,6 @@ from process_runs import run, start
 
 from tpu_embed.io import restore
 
-# The other processes have it, too.
-pytestmark = pytest.mark.default_rows
-
 PLACEMENTS = ["mod", "div", "replicated"]
 
 

@@ -69,10 +69,11 @@ def padded_gradients(rng):
     }
 
 
+@jax.jit
 def padded(activations):
     """Return activations with every `Jagged` as `[B, L, D]`."""
     return {
-        name: np.asarray(one.to_padded(LENGTHS[name])[0] if name in LENGTHS else one)
+        name: one.to_padded(LENGTHS[name])[0] if name in LENGTHS else one
         for name, one in activations.items()
     }
 
@@ -89,7 +90,15 @@ def in_places(gradients, activations, beyond=np.nan):
             for e, (begin, end) in enumerate(itertools.pairwise(row)):
                 values[s, begin:end] = per_replica[s, e, : end - begin]
         given[name] = values
-    return given
+    return placed_like(given, activations)
+
+
+def placed_like(gradients, activations):
+    """Return gradients on the devices of the activations, so that no program moves them there."""
+    return {
+        name: jax.device_put(one, jax.tree.leaves(activations[name])[0].sharding)
+        for name, one in gradients.items()
+    }
 
 
 def assert_states_equal(one, other, engines):
@@ -130,7 +139,7 @@ def test_jagged_has_the_bits_of_padded(name, devices, placement):
         found = [e.lookup(*pair) for e, *pair in zip(engines, states, batches, strict=True)]
         for key, values in padded(found[1]).items():
             np.testing.assert_array_equal(values, found[0][key], err_msg=key)
-        given = gradients, in_places(gradients, found[1])
+        given = placed_like(gradients, found[0]), in_places(gradients, found[1])
         states = [e.update(*args) for e, *args in zip(engines, states, batches, given, strict=True)]
     assert_states_equal(*states, engines)
 
@@ -151,8 +160,9 @@ def test_ids_inside_a_jit_are_jagged_too(devices):
     state, batch = engine.init(jax.random.key(0)), engine.place(dense)
     placed = engine.lookup(state, batch)
     traced = jax.jit(engine.lookup)(state, dense)
+    expected = padded(placed)
     for name, values in padded(traced).items():
-        np.testing.assert_array_equal(values, padded(placed)[name], err_msg=name)
+        np.testing.assert_array_equal(values, expected[name], err_msg=name)
     updated = [
         engine.update(state, batch, in_places(gradients, placed)),
         jax.jit(engine.update)(state, dense, in_places(gradients, traced)),
@@ -174,7 +184,7 @@ def test_forms_of_one_sequence_agree():
     rows = np.asarray(engine.tables(state)["t"])
     for jagged in found.values():
         assert np.asarray(jagged.lengths).reshape(-1).tolist() == [3, 4, 0, 0, 0, 0, 0, 5]
-        values, mask = jagged.to_padded(5)
+        values, mask = jax.device_get(jax.jit(lambda one: one.to_padded(5))(jagged))
         for e, p in np.ndindex(8, 5):
             there = 0 <= dense[e, p] < 10
             np.testing.assert_array_equal(values[e, p], rows[dense[e, p]] if there else np.zeros(4))

@@ -9,9 +9,6 @@ import process_cases
 import pytest
 from process_runs import run, start
 
-# The other processes have it, too.
-pytestmark = pytest.mark.default_rows
-
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):

@@ -1,10 +1,11 @@
 """What tests of living vocabularies run in one process or in several; see `process_cases.py`."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
-from living_cases import KEY, SIZES, configs, draw
+from living_cases import ITEMS, KEY, SIZES, configs, draw
 from process_cases import mesh, part
 
 import tpu_embed
@@ -16,8 +17,18 @@ from tpu_embed.data import Prefetcher
 DEVICES, STEPS = 8, 6
 
 
-def engine(features=None):
-    return tpu_embed.EmbeddingEngine(features or configs(), o.Adam(0.125), mesh=mesh(DEVICES))
+@functools.cache
+def engine(items=ITEMS):
+    """Return the one engine of its kind, so that its programs compile once."""
+    return tpu_embed.EmbeddingEngine(configs(items), o.Adam(0.125), mesh=mesh(DEVICES))
+
+
+def start():
+    """Return the engine and a first state, whose maps are empty again."""
+    made = engine()
+    state = made.init(jax.random.key(KEY))
+    made.vocabularies.rewind(state)
+    return made, state
 
 
 def draw_part(step):
@@ -52,8 +63,7 @@ def train_step(made, state, batch):
 
 def train(steps=STEPS):
     """Train with batches placed ahead, with a lookup in between; return the bits."""
-    made = engine()
-    state = made.init(jax.random.key(KEY))
+    made, state = start()
     with Prefetcher(made, (draw_part(step) for step in range(steps)), depth=2) as batches:
         for batch in batches:
             state = train_step(made, state, batch)
@@ -76,9 +86,9 @@ def train_embedding():
 
 def refusals():
     """Return the errors of batches that one process or both refuse, and what the maps are then."""
-    made, errors = engine(), []
+    (made, state), errors = start(), []
     first = jax.process_index() == 0
-    state = train_step(made, made.init(jax.random.key(KEY)), made.place(draw_part(0)))
+    state = train_step(made, state, made.place(draw_part(0)))
     before = bits(made, state)
     good = draw_part(1)
     ragged = good["bags"]
@@ -107,8 +117,7 @@ def refusals():
 
 def unlike():
     """Return the error of processes that have admitted different numbers of batches."""
-    made = engine()
-    state = made.init(jax.random.key(KEY))
+    made, state = start()
     batch = made.place(draw_part(0))
     if jax.process_index() == 0:
         made.vocabularies.note_admitted(1)
@@ -121,8 +130,7 @@ def unlike():
 
 def save(path):
     """Train and save; return the bits at the save and some steps later."""
-    made = engine()
-    state = made.init(jax.random.key(KEY))
+    made, state = start()
     for step in range(3):
         state = train_step(made, state, made.place(draw_part(step)))
     ahead = made.place(draw_part(3))
@@ -132,9 +140,9 @@ def save(path):
     return at_save, bits(made, train_step(made, state, made.place(draw_part(4))))
 
 
-def restore(path, items=None):
+def restore(path, items=ITEMS):
     """Restore and train on; return the bits at once and some steps later."""
-    made = engine(configs(items) if items else None)
+    made = engine(items)
     state = io.restore(path, made).state
     at_once = bits(made, state)
     for step in (3, 4):

@@ -1,7 +1,7 @@
 """Be one of several processes: `process_program.py PROCESSES NUMBER PORT CALLS OUTPUT`.
 
 CALLS is a file of pickled calls, each a function and its arguments. Their results are pickled into
-OUTPUT.
+OUTPUT. Tables without an initializer have the rows of `quick_rows.py`, as in other tests.
 """
 
 import pickle
@@ -10,13 +10,17 @@ import tempfile
 from pathlib import Path
 
 import jax
+import quick_rows
 from process_cases import DEVICES
+
+from tpu_embed.core.layout import resolve
 
 
 def main():
     """Make the calls, and write what they return."""
     processes, number, port = map(int, sys.argv[1:4])
     calls, output = map(Path, sys.argv[4:6])
+    resolve.initializer_of = quick_rows.initializer_of
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES // processes)
     if processes > 1:
