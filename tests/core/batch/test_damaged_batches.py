@@ -16,7 +16,6 @@ from facade_cases import mesh
 import tpu_embed
 from tpu_embed import FeatureConfig, RaggedIds, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.core.layout import resolve
 
 HOSTILE = np.array([-(2**31), -2, -1, 0, 1, 7, 63, 64, 100, 1000, 2**30, 2**31 - 1], np.int32)
 V, B, ROUNDS = 50, 16, 8
@@ -64,7 +63,8 @@ def damage(devices: int, seed: int) -> None:
 def test_damaged_numbers_end_no_process(seeds):
     first, end = map(int, seeds.split(":"))
     program = "import conftest, quick_rows, test_damaged_batches as here\n"
-    program += "here.resolve.initializer_of = quick_rows.initializer_of\n"
+    program += "from tpu_embed.core.layout import resolve\n"
+    program += "resolve.initializer_of = quick_rows.initializer_of\n"
     program += f"for seed in range({first}, {end}):\n"
     program += "  for devices in (1, 2): here.damage(devices, seed)"
     paths = f"import sys; sys.path[:0] = {sys.path!r}\n"
