@@ -46,12 +46,13 @@ def _loss(activations):
     return sum((a**2 + a).sum() for a in jax.tree.leaves(activations))
 
 
-def _stateful(engine, devices):
-    embedding = tpu_embed.TPUEmbedding(FEATURES, None, mesh=mesh(devices))
-    embedding.engine = engine
+_gradients = jax.jit(jax.grad(_loss))
+
+
+def _stateful(embedding):
     for step in range(STEPS):
         embedding.enqueue(_features(step))
-        embedding.apply_gradients(jax.grad(_loss)(embedding.dequeue()))
+        embedding.apply_gradients(_gradients(embedding.dequeue()))
     return embedding.state
 
 
@@ -59,7 +60,7 @@ def _eager(engine):
     state = engine.init(jax.random.key(0))
     for step in range(STEPS):
         batch = engine.place(_features(step))
-        state = engine.update(state, batch, jax.grad(_loss)(engine.lookup(state, batch)))
+        state = engine.update(state, batch, _gradients(engine.lookup(state, batch)))
     return state
 
 
@@ -81,35 +82,40 @@ def _in_jit(engine, place):
 
 
 @functools.cache
-def _trained(devices):
-    """Return tables, slots and step after training through every API."""
-    engine = tpu_embed.EmbeddingEngine(FEATURES, mesh=mesh(devices))
-    states = {
-        "initial": engine.init(jax.random.key(0)),
-        "stateful": _stateful(engine, devices),
-        "eager": _eager(engine),
-        "in jit": _in_jit(engine, engine.place),
-        "dense ids in jit": _in_jit(engine, lambda features: features),
-    }
-    return {
-        API: (engine.tables(state), engine.slots(state), state.step)
-        for API, state in states.items()
-    }
+def _embedding(devices):
+    return tpu_embed.TPUEmbedding(FEATURES, None, mesh=mesh(devices))
+
+
+APIS = {
+    "initial": lambda embedding: embedding.engine.init(jax.random.key(0)),
+    "stateful": _stateful,
+    "eager": lambda embedding: _eager(embedding.engine),
+    "in jit": lambda embedding: _in_jit(embedding.engine, embedding.engine.place),
+    "dense ids in jit": lambda embedding: _in_jit(embedding.engine, lambda features: features),
+}
+
+
+@functools.cache
+def _trained(devices, API):
+    """Return tables, slots and step after training through an API."""
+    embedding = _embedding(devices)
+    state, engine = APIS[API](embedding), embedding.engine
+    return engine.tables(state), engine.slots(state), state.step
 
 
 @pytest.mark.parametrize("API", ["eager", "in jit", "dense ids in jit"])
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.whole), 8])
 def test_apis_agree(devices, API):
-    trained = _trained(devices)
-    assert_same(trained[API], trained["stateful"])
-    assert int(trained[API][2]) == STEPS
+    trained = _trained(devices, API)
+    assert_same(trained, _trained(devices, "stateful"))
+    assert int(trained[2]) == STEPS
 
 
 def test_one_device_and_eight_agree():
-    assert_same(_trained(1)["stateful"], _trained(8)["stateful"])
+    assert_same(_trained(1, "stateful"), _trained(8, "stateful"))
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_moves_its_table(name):
-    initial, trained = _trained(1)["initial"][0], _trained(1)["stateful"][0]
+    initial, trained = (_trained(1, API)[0] for API in ("initial", "stateful"))
     assert np.any(np.asarray(initial[name]) != np.asarray(trained[name]))
