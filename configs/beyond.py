@@ -1,7 +1,7 @@
 """A table on the host, of twenty times the rows that the devices hold, beside the same on them.
 
 Command:   python examples/beyond.py --devices 1    (or 8)
-Hardware:  2 cores of an x86-64 CPU, shared with others; 15 to 30 s
+Hardware:  2 cores of an x86-64 CPU, shared with others; 10 to 18 s on 1 device, 18 s on 8
 Expected:  error 0.08729 in the first window and 0.03725 in the last, on 1 and 8 devices, with the
            same bits for both tables; 330,336 rows at home take 182 MB; of the distinct rows of a
            batch 48 % need not be moved in the last window. With --path DIR --limit 64 the first run

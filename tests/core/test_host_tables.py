@@ -204,6 +204,14 @@ def test_rows_are_set_where_they_are_while_nothing_is_placed_ahead():
         engine.set_rows(state, "items", ids, values)
     state, batch = engine.admit(state, batch)
     np.testing.assert_allclose(engine.lookup(state, batch)[0], values.mean(0), rtol=1e-6)
+    with pytest.raises(TypeError, match=r"table 'items': .*masked"):
+        engine.set_rows(state, "items", [3], np.ma.masked_array(np.ones((1, 4)), mask=True))
+    for call in (
+        lambda s: engine.set_rows(s, "items", ids, values),
+        lambda s: engine.rows(s, "items", ids),
+    ):
+        with pytest.raises(ValueError, match="a call outside a jit, for a table on the host"):
+            jax.jit(call)(state)
     for bad in ([3, 3], [200, 1], [-1, 1]):
         with pytest.raises(ValueError, match=r"table 'items': rows"):
             engine.set_rows(state, "items", bad, np.zeros((2, 4)))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+import threading
 import weakref
 from collections.abc import Mapping
 from typing import BinaryIO, NamedTuple
@@ -80,6 +81,7 @@ class HostRows:
             weakref.finalize(self._rows, file.close)
         self._mark = 1
         self._snapshots: weakref.WeakSet[RowSnapshot] = weakref.WeakSet()
+        self._changing = threading.Lock()  # no snapshot begins between putting aside and writing
 
     def __len__(self) -> int:
         """Return how many rows there are."""
@@ -143,8 +145,9 @@ class HostRows:
                 raise ValueError(message(f"HostRows.write: {name}", expected=expected, got=got))
         arrays = [_bytes(rows[name], field) for name, field in self._fields.items()]
         ids = np.ascontiguousarray(ids, np.uint64)
-        self._put_aside(ids)
-        self._rows.write(ids, arrays, self._mark, at)
+        with self._changing:
+            self._put_aside(ids)
+            self._rows.write(ids, arrays, self._mark, at)
 
     def read(self, ids: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Read rows.
@@ -184,12 +187,13 @@ class HostRows:
           ids: distinct ids that have a row, uint64 `[n]`, ascending.
         """
         made = RowSnapshot(ids, lambda some: self.read(some)[0])
-        self._snapshots.add(made)
+        with self._changing:
+            self._snapshots.add(made)
         return made
 
     def _put_aside(self, ids: np.ndarray) -> None:
         """Let snapshots keep rows that are about to change."""
-        for snapshot in list(self._snapshots):
+        for snapshot in self._snapshots:
             snapshot.put_aside(ids)
 
     def remove(self, ids: np.ndarray) -> int:
@@ -198,11 +202,12 @@ class HostRows:
         Where rows go, room stays for rows to come; where most have gone it is given back.
         """
         ids = np.ascontiguousarray(ids, np.uint64)
-        self._put_aside(ids)
-        count = self._rows.remove(ids)
-        numbers = self._rows.numbers
-        if numbers.places > _FEW_PLACES and 2 * numbers.size < numbers.places:
-            self._rows.compact()
+        with self._changing:
+            self._put_aside(ids)
+            count = self._rows.remove(ids)
+            numbers = self._rows.numbers
+            if numbers.places > _FEW_PLACES and 2 * numbers.size < numbers.places:
+                self._rows.compact()
         return count
 
 

@@ -1,6 +1,7 @@
 """Checkpoints of tables on the host: touched rows by id, of one step, restored anywhere."""
 
 import os
+import time
 
 import jax
 import numpy as np
@@ -11,7 +12,10 @@ import tpu_embed
 from tpu_embed import FeatureConfig, HostStorage, TableConfig, io
 from tpu_embed import optimizers as o
 from tpu_embed.core.state import slot_shapes
+from tpu_embed.io.checkpoint.host_rows import names
 from tpu_embed.storage import HostRows, RowField
+
+NORMAL = jax.nn.initializers.normal()
 
 
 def mesh_of(devices):
@@ -97,9 +101,11 @@ def test_tables_on_the_devices_move_to_the_host_with_a_checkpoint(tmp_path):
     assert hosted.touched("items").size == ITEMS
 
 
-def small(rows=16, size=200, optimizer=None, **options):
-    table = TableConfig(size, 4, name="items", storage=HostStorage(device_rows=rows, **options))
-    return tpu_embed.EmbeddingEngine(FeatureConfig(table), optimizer or o.Adagrad(0.5))
+def small(rows=16, size=200, optimizer=None, lookahead=None, dtype="float32", **options):
+    storage = HostStorage(device_rows=rows, **options)
+    table = TableConfig(size, 4, NORMAL, name="items", storage=storage, dtype=dtype)
+    optimizer = optimizer or o.Adagrad(0.5)
+    return tpu_embed.EmbeddingEngine(FeatureConfig(table), optimizer, lookahead=lookahead)
 
 
 def train(engine, state, *batches):
@@ -167,6 +173,90 @@ def test_a_lacking_slot_is_made_with_the_key(tmp_path):
     np.testing.assert_array_equal(
         larger.rows(grown, "items", ids), engine.rows(state, "items", ids)
     )
+
+
+def test_a_table_comes_to_the_devices_beside_new_tables(tmp_path):
+    """Its first values are those of the key that it had; what is new has the other key."""
+    engine = small()
+    state = train(engine, engine.init(jax.random.key(0)), np.arange(16), np.arange(16, 32))
+    io.save(tmp_path / "one", engine, state)
+    adagrad, key, ids = o.Adagrad(0.5), jax.random.key(7), np.arange(60)
+    new = TableConfig(60, 4, name="new", initializer=NORMAL)
+    far = TableConfig(60, 4, name="far", storage=HostStorage(device_rows=16))
+    tables = {"items": TableConfig(200, 4, NORMAL, name="items"), "new": new, "far": far}
+    other = tpu_embed.EmbeddingEngine({n: FeatureConfig(t) for n, t in tables.items()}, adagrad)
+    with pytest.raises(ValueError, match="key="):
+        io.restore(tmp_path / "one", other)
+    found = io.restore(tmp_path / "one", other, key=key).state
+    np.testing.assert_array_equal(other.rows(found, "items", ids), engine.rows(state, "items", ids))
+    made = other.init(key)
+    other.vocabularies.rewind(made)
+    expected = other.rows(made, "new", ids)
+    assert np.unique(expected).size > 100  # it is drawn
+    found = io.restore(tmp_path / "one", other, key=key).state
+    np.testing.assert_array_equal(other.rows(found, "new", ids), expected)
+
+
+def test_files_have_at_most_twice_the_rows(tmp_path):
+    engine = small()
+    state, kept = engine.init(jax.random.key(0)), []
+    for number in range(6):
+        state = train(engine, state, np.arange(16), np.arange(16, 32))
+        io.save(tmp_path / f"{number}", engine, state)
+        found = names(tmp_path / f"{number}" / "tables", None)["items"]["segments"]
+        kept.append(sum(one["rows"] for one in found))
+    assert max(kept) == 64
+    assert kept.count(32) > 1  # some saves write all rows anew
+
+
+def check_saved(path, engine, state, **options):
+    """Save, and check every row of an engine that restores it; return that one and its state."""
+    io.save(path, engine, state)
+    other, ids = small(rows=24, **options), np.arange(200)
+    found = io.restore(path, other).state
+    check_equal(
+        [other.rows(found, "items", ids), other.rows(found, "items", ids, slot="accumulators")],
+        [engine.rows(state, "items", ids), engine.rows(state, "items", ids, slot="accumulators")],
+    )
+    return other, found
+
+
+def test_a_batch_that_is_updated_after_a_save_is_in_the_next_one(tmp_path):
+    engine = small(rows=32, lookahead=1)
+    state = engine.init(jax.random.key(0))
+    batches = [engine.place(np.arange(first, first + 8).reshape(8, 1)) for first in (0, 8)]
+    for i, batch in enumerate(batches):
+        state, batches[i] = engine.admit(state, batch)
+    check_saved(tmp_path / "0", engine, state)
+    for batch in batches:
+        state = engine.update_in_place(state, batch, engine.lookup(state, batch))
+    check_saved(tmp_path / "1", engine, state)
+
+
+def test_a_save_waits_for_rows_on_their_way_home(tmp_path, monkeypatch):
+    engine, write = small(), HostRows.write
+
+    def late(*args):
+        time.sleep(0.2)
+        write(*args)
+
+    monkeypatch.setattr(HostRows, "write", late)
+    state = train(engine, engine.init(jax.random.key(0)), np.arange(16), np.arange(16, 32))
+    check_saved(tmp_path / "0", engine, state)
+
+
+def test_a_run_does_not_go_on_from_rows_of_another_dtype(tmp_path):
+    engine = small()
+    state = train(engine, engine.init(jax.random.key(0)), np.arange(16), np.arange(16, 32))
+    io.save(tmp_path / "0", engine, state)
+    rounded = small(dtype="bfloat16")
+    found = io.restore(tmp_path / "0", rounded, convert=True).state
+    other, found = check_saved(tmp_path / "1", rounded, found, dtype="bfloat16")
+    # The same dtype again: now a save goes on.
+    found = train(other, found, np.arange(8))
+    check_saved(tmp_path / "2", other, found, dtype="bfloat16")
+    described = names(tmp_path / "2" / "tables", None)["items"]["segments"]
+    assert [one["rows"] for one in described] == [32, 8]
 
 
 def test_an_old_state_and_damaged_files_are_refused(tmp_path):

@@ -8,12 +8,14 @@ Input: a state, names of tables and slots, ids of rows. Output: arrays; or a new
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed._types import Array, ArrayLike
+from tpu_embed._types import Array, ArrayLike, Tracer
 from tpu_embed.core.layout import Layout
 from tpu_embed.core.state import (
     Field,
@@ -186,6 +188,7 @@ class LogicalRows:
         """Return stored rows of a table on the host, `[n, …]` by field, for distinct keys."""
         name = f.table.name
         homes, maps = self._of(name)
+        _refuse_traced("rows", state)
         maps.check_newest(state)
         places = maps.find(name, keys, maps.admitted).astype(np.int64)
         here = places >= 0
@@ -211,14 +214,14 @@ class LogicalRows:
         """Return the state with rows of a table on the host replaced, wherever they are."""
         check_own(state, self._layout)
         homes, maps = self._of(name)
+        _refuse_traced("set_rows", state, ids, values)
         maps.check_newest(state)
         if maps.placed != maps.admitted:
             expected, got = "no batch placed ahead", f"{maps.placed - maps.admitted}"
             remedy = "admit them first, or engine.vocabularies.rewind(state) forgets them"
             raise ValueError(message("set_rows", expected=expected, got=got, remedy=remedy))
-        f = logical.field_of_rows(self._layout, name, slot)
-        chosen, given = np.asarray(ids), np.asarray(values)
-        logical.check_rows(f, chosen, given)
+        f, *arrays = logical.checked_rows(self._layout, name, ids, values, slot=slot)
+        chosen, given = map(np.asarray, arrays)
         keys = chosen.astype(np.int64).view(np.uint64)
         part = VALUES if slot is None else slot_field(slot)
         whole = self._of_host(state, f, keys)
@@ -248,3 +251,10 @@ class LogicalRows:
             expected, got = "a table with storage=HostStorage(…)", f"{name!r}"
             raise ValueError(message("table", expected=expected, got=got))
         return maps.homes, maps
+
+
+def _refuse_traced(what: str, *given: Any) -> None:
+    """Refuse tracers, where rows at home are to be read or written."""
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(given)):
+        expected, got = "a call outside a jit, for a table on the host", "tracers"
+        raise ValueError(message(what, expected=expected, got=got, remedy="call it before the jit"))

@@ -84,11 +84,19 @@ def set_rows(
 ) -> TableState:
     """Return the state with some rows of a table or slot set; see `EmbeddingEngine.set_rows`."""
     check_own(state, layout)
-    f = field_of_rows(layout, name, slot)
+    f, chosen, given = checked_rows(layout, name, row_ids, values, slot=slot)
+    return write_rows(state, layout, f, chosen, given)
+
+
+def checked_rows(
+    layout: Layout, name: str, row_ids: ArrayLike, values: ArrayLike, *, slot: str | None
+) -> tuple[Field, Any, Any]:
+    """Return the field, the row ids and the values of `set_rows`, after a check of them."""
+    f = _field_of_rows(layout, name, slot)
     refuse_masked(f.label, values)
     chosen, given = _array(snapshot(row_ids)), _array(snapshot(values))
-    check_rows(f, chosen, given)
-    return write_rows(state, layout, f, chosen, given)
+    _check_rows(f, chosen, given)
+    return f, chosen, given
 
 
 def write_rows(
@@ -110,7 +118,7 @@ def _array(value: Any) -> Any:
     return value if isinstance(value, (jax.Array, np.ndarray)) else np.asarray(value)
 
 
-def field_of_rows(layout: Layout, name: str, slot: str | None) -> Field:
+def _field_of_rows(layout: Layout, name: str, slot: str | None) -> Field:
     """Return a table, or a slot that has its own numbers for each row.
 
     Raises:
@@ -129,7 +137,7 @@ def _check_numbers(label: str, dtype: Any) -> None:
         raise ValueError(message(label, expected="real numbers", got=f"dtype {dtype}"))
 
 
-def check_rows(f: Field, row_ids: Any, values: Any) -> None:
+def _check_rows(f: Field, row_ids: Any, values: Any) -> None:
     """Check the row ids `[n]` and the values `[n, …]` of `set_rows`.
 
     Raises:
@@ -185,7 +193,7 @@ def load(
     """Return the state with a whole table or slot replaced; see `EmbeddingEngine.load`."""
     layout.refuse_on_host("load", [name])
     check_own(state, layout)
-    f = field_of_rows(layout, name, slot)
+    f = _field_of_rows(layout, name, slot)
     # One copy of the array, then every block is written into that copy in place. The given state
     # stays as it was, also when a later block is refused.
     physical, start, size = _copy(f.read(state)), 0, f.table.vocabulary_size

@@ -28,12 +28,13 @@ import numpy as np
 
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState
-from tpu_embed.io import schema
+from tpu_embed.io import files, schema
 from tpu_embed.io.checkpoint import manifest
 from tpu_embed.io.checkpoint.checked import read_bound, write_bound
 from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, RowWriter, write_column
 from tpu_embed.io.files import file_name
 from tpu_embed.storage import HostRows, RowField, Save
+from tpu_embed.vocabulary import MapState
 
 _FILE = "host_rows.json"
 _FORM = schema.mapping(
@@ -164,30 +165,42 @@ def _prepare_table(
     assert engine.vocabularies is not None, "checked"
     home, held = engine.storage[name], engine.vocabularies.held(name)
     old = [] if base is None or name not in base.described else base.described[name]["segments"]
-    changed, since = np.ones(held.keys.size, bool), 1
+    mark, step = 1, 0
     if base is not None and old:
         # A row that was updated since was in a batch since, or in one that still was to be updated.
-        changed = held.last_seen >= base.save.step - engine.vocabularies.lookahead
-        since = base.save.marks[name]
+        mark, step = base.save.marks[name], base.save.step - engine.vocabularies.lookahead
+    on_devices, at_home = _changed(home, held, mark, step)
     rows = len(home) + int((~home.contains(held.keys)).sum())
-    ids_at_home = home.ids(since)
-    # `set_rows` writes rows at home, too, whichever are on the devices.
-    changed |= np.isin(held.keys, ids_at_home, assume_unique=True)
-    written = sum(one["rows"] for one in old) + changed.sum() + ids_at_home.size
+    written = sum(one["rows"] for one in old) + on_devices.sum() + at_home.size
     if old and (written > 2 * rows or len(old) >= _MOST_SEGMENTS):
-        old, changed, ids_at_home = [], np.ones(held.keys.size, bool), home.ids()
-    # Of a row that is on the devices, what is at home is old.
-    ids_at_home = np.setdiff1d(ids_at_home, held.keys, assume_unique=True)
+        old, (on_devices, at_home) = [], _changed(home, held, 1, 0)
     size = block_rows(home.fields)
-    keys, places = held.keys[changed], held.rows[changed]
-    on_devices: Iterable[Block] = _device_blocks(engine, state, name, keys, places)
+    keys, places = held.keys[on_devices], held.rows[on_devices]
+    blocks: Iterable[Block] = _device_blocks(engine, state, name, keys, places)
     if copied:
-        on_devices = [*on_devices]
+        blocks = [*blocks]
     made = [
-        NewSegment(f"{checkpoint}-devices", keys, on_devices),
-        NewSegment(f"{checkpoint}-home", ids_at_home, home.snapshot(ids_at_home).blocks(size)),
+        NewSegment(f"{checkpoint}-devices", keys, blocks),
+        NewSegment(f"{checkpoint}-home", at_home, home.snapshot(at_home).blocks(size)),
     ]
     return SavedRows(home.fields, old, [one for one in made if one.ids.size])
+
+
+def _changed(home: HostRows, held: MapState, mark: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return which rows have changed: of those on the devices, bool `[k]`, and the ids of others.
+
+    Args:
+      home: the rows at home.
+      held: the k keys that have a row on the devices.
+      mark: of rows that were written at home since.
+      step: rows on the devices that no batch has had since have not changed.
+    """
+    ids = home.ids(mark)
+    # `set_rows` writes rows at home, too, whichever are on the devices.
+    on_devices = held.last_seen >= step
+    on_devices |= np.isin(held.keys, ids, assume_unique=True)
+    # Of a row that is on the devices, what is at home is old.
+    return on_devices, np.setdiff1d(ids, held.keys, assume_unique=True)
 
 
 def _device_blocks(
@@ -258,7 +271,8 @@ def _link(old: Path, new: Path) -> None:
         try:
             os.link(file, new / file.name)
         except OSError:
-            shutil.copyfile(file, new / file.name)
+            with file.open("rb") as source, files.create(new / file.name) as copy:
+                shutil.copyfileobj(source, copy)
 
 
 def names(directory: Path, checkpoint: str) -> dict[str, Any]:

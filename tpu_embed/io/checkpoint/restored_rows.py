@@ -71,10 +71,11 @@ class RestoredRows:
         state = engine.init(key)
         if self.found.complete:
             return state
-        # What is lacking altogether is made with the key that was given.
+        # What is lacking is made with the key that was given; at home there is nothing yet.
         assert self.wanted.key is not None, "checked"
         made = engine.init(self.wanted.key)
-        lacking = [f for f in fields(engine.layout) if self.found.form(f) is None]
+        on_devices = [f for f in fields(engine.layout) if not f.table.is_on_host]
+        lacking = [f for f in on_devices if self.found.form(f) is None]
         tables = {
             f.table.name: logical.read_field(made, f, engine.layout.axes)
             for f in lacking
