@@ -189,6 +189,20 @@ def test_what_needs_the_whole_table_is_refused(what):
         REFUSED[what](*make())
 
 
+def test_engines_that_differ_in_initializers_draw_their_own_rows():
+    drawn = []
+    for scale in (1.0, 100.0):
+        normal = jax.nn.initializers.normal(scale)
+        pair = []
+        for storage in (HostStorage(device_rows=8), None):
+            table = TableConfig(20, 4, normal, name="same", storage=storage)
+            engine = tpu_embed.EmbeddingEngine(FeatureConfig(table), o.SGD(0.1))
+            pair.append(engine.rows(engine.init(jax.random.key(0)), "same", np.arange(20)))
+        np.testing.assert_array_equal(*pair)
+        drawn.append(pair[0])
+    assert abs(drawn[1]).max() > 10 * abs(drawn[0]).max()
+
+
 def test_rows_are_set_where_they_are_while_nothing_is_placed_ahead():
     engine, state = make()
     state = train(engine, state, np.arange(16), np.arange(8, 24))

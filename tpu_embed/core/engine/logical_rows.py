@@ -19,10 +19,10 @@ from tpu_embed._types import Array, ArrayLike, Tracer
 from tpu_embed.core.layout import Layout
 from tpu_embed.core.state import (
     Field,
+    RowDrawer,
     RowMover,
     TableState,
     check_own,
-    draw_fields,
     field,
     logical,
 )
@@ -41,7 +41,7 @@ class LogicalRows:
 
     def __init__(self, layout: Layout, vocabularies: Vocabularies | None) -> None:
         self._layout, self._maps = layout, vocabularies
-        self._mover = RowMover(layout)
+        self._mover, self._drawer = RowMover(layout), RowDrawer(layout)
 
     def tables(self, state: TableState) -> dict[str, Array]:
         """Return the logical tables `[V, D]` by name, in their dtype; copies all of them."""
@@ -93,6 +93,19 @@ class LogicalRows:
           `[n, …]` by field (`storage.VALUES` and `slot_field(slot)` for each slot).
         """
         return self._mover.read(state, {name: rows})[name]
+
+    def drawn_rows(
+        self, vocabulary: Mapping[str, Array], name: str, keys: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """Return first rows of a table on the host with their slots, as they are stored.
+
+        Args:
+          vocabulary: that of a state, which holds the random key.
+          name: the table.
+          keys: uint64 `[n]`.
+        """
+        stack, table = self._layout.table(name)
+        return self._drawer.draw(vocabulary, table, stack, keys)
 
     def touched(self, name: str) -> np.ndarray:
         """Return the ids of a table on the host that training batches had, int64, ascending."""
@@ -197,7 +210,7 @@ class LogicalRows:
         drawn = {}
         if not found.all():
             assert state.vocabulary is not None, "checked"
-            drawn = draw_fields(state.vocabulary, f.table, f.stack, keys[~here][~found])
+            drawn = self.drawn_rows(state.vocabulary, name, keys[~here][~found])
         rows = {}
         for part, away in at_home.items():
             rows[part] = np.empty((keys.size, *away.shape[1:]), away.dtype)

@@ -230,29 +230,44 @@ def draw_rows(key: Array, new: KeyedParcel, stack: Stack) -> tuple[Array, NewRow
     return jax.lax.optimization_barrier(rows), lines
 
 
-def draw_fields(
-    vocabulary: Mapping[str, Array], table: TableSlice, stack: Stack, keys: np.ndarray
-) -> dict[str, np.ndarray]:
-    """Return new rows of a table as they are stored, `[n, …]` by field, on the host.
+class RowDrawer:
+    """Draws rows of tables on the host for the host, as `NewRowWriter` does for the devices.
+
+    Its programs are its own: stacks that are equal may have other initializers.
 
     Args:
-      vocabulary: `TableState.vocabulary`, which holds the random key.
-      table: the table.
-      stack: its stack.
-      keys: uint64 `[n]`.
+      layout: the engine's layout.
     """
-    kind, data = random_key(vocabulary)
-    # One shard that has them all, of which the numbers of the rows do not matter.
-    alone = dataclasses.replace(stack, num_shards=1, num_rows=stack.num_rows + keys.size)
-    parcels = Parcels(alone, {table.name: np.arange(keys.size)})
-    drawn = _drawn_fields(data, parcels.keyed({table.name: keys})[0], kind, stack)
-    return {
-        name: parcels.unpacked(np.asarray(rows)[None])[table.name] for name, rows in drawn.items()
-    }
+
+    def __init__(self, layout: Layout) -> None:
+        self._programs = {
+            stack: jax.jit(functools.partial(_drawn_fields, stack), static_argnames="kind")
+            for stack in dict.fromkeys(stack for stack, _ in layout.on_host)
+        }
+
+    def draw(
+        self, vocabulary: Mapping[str, Array], table: TableSlice, stack: Stack, keys: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """Return new rows of a table as they are stored, `[n, …]` by field.
+
+        Args:
+          vocabulary: `TableState.vocabulary`, which holds the random key.
+          table: the table.
+          stack: its stack.
+          keys: uint64 `[n]`.
+        """
+        kind, data = random_key(vocabulary)
+        # One shard that has them all, of which the numbers of the rows do not matter.
+        alone = dataclasses.replace(stack, num_shards=1, num_rows=stack.num_rows + keys.size)
+        parcels = Parcels(alone, {table.name: np.arange(keys.size)})
+        drawn = self._programs[stack](data, parcels.keyed({table.name: keys})[0], kind=kind)
+        return {
+            name: parcels.unpacked(np.asarray(rows)[None])[table.name]
+            for name, rows in drawn.items()
+        }
 
 
-@functools.partial(jax.jit, static_argnames=("kind", "stack"))
-def _drawn_fields(data: Array, parcel: Array, kind: str, stack: Stack) -> dict[str, Array]:
+def _drawn_fields(stack: Stack, data: Array, parcel: Array, *, kind: str) -> dict[str, Array]:
     """Return drawn rows, as they are stored, by field."""
     new = open_keyed(parcel, stack)
     rows, lines = draw_rows(jax.random.wrap_key_data(data, impl=kind), new, stack)

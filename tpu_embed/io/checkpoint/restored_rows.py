@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from tpu_embed._types import Array
-from tpu_embed.core.state import Field, TableState, draw_fields, fields, logical
+from tpu_embed.core.state import Field, TableState, fields, logical
 from tpu_embed.io.checkpoint import host_rows, manifest, maps
 from tpu_embed.io.checkpoint.host_rows import Block, Rows
 from tpu_embed.io.checkpoint.manifest import SavedTables, Wanted
@@ -155,7 +155,6 @@ class RestoredRows:
     def _blocks(self, name: str, vocabulary: Mapping[str, Array]) -> Iterator[Block]:
         """Yield the rows of a table on the host, as they are stored at home."""
         lacking = self._lacking(name)
-        stack, table = self.wanted.engine.layout.table(name)
         for ids, rows in self._segments(name) if name in self.by_id else self._whole(name):
             made = {
                 part_of(f): self._stored(f, self._converted(f, rows))
@@ -163,7 +162,7 @@ class RestoredRows:
                 if f not in lacking
             }
             if lacking:
-                drawn = draw_fields(vocabulary, table, stack, ids)
+                drawn = self.wanted.engine.drawn_rows(vocabulary, name, ids)
                 made |= {part_of(f): drawn[part_of(f)] for f in lacking}
             yield ids, made
 
