@@ -102,7 +102,8 @@ class TableConfig:
       vocabulary: how keys of 64 bits get rows and lose them again: a living vocabulary. None: ids
         are row numbers in [0, V).
       storage: keep the rows on the host, and those that batches need on the devices; V may then be
-        up to 2⁶³. None: all rows are on the devices.
+        up to 2⁶³, or, with `vocabulary`, is the capacity of the host. None: all rows are on the
+        devices.
 
     Raises:
       ValueError: an argument is outside its range.
@@ -165,7 +166,6 @@ class TableConfig:
         """Check that the other fields suit a table on the host."""
         _check_type(f"{what}.storage", self.storage, HostStorage)
         refused = {
-            "vocabulary": (self.vocabulary is not None, "None: ids are row numbers"),
             "placement": (self.placement == "replicated", '"mod", "div" or "auto"'),
             "vocabulary_size": (self.vocabulary_size > 2**63, "at most 2**63"),
         }
@@ -200,7 +200,7 @@ class TableConfig:
 
     @property
     def row_rules(self) -> DynamicVocabulary | None:
-        """How keys, or the ids of a table on the host, get rows on the devices."""
+        """How keys, or the ids at home of a table on the host, get rows on the devices."""
         if self.storage is None:
             return self.vocabulary
         return DynamicVocabulary(evict=self.storage.evict)

@@ -72,8 +72,9 @@ def _hits(engine: EmbeddingEngine, name: str, ids: np.ndarray) -> dict[str, int]
     if engine.storage is None or name not in engine.storage.tables:
         return {}
     assert engine.vocabularies is not None, "they give rows their places"
-    found = engine.vocabularies.find(name, np.unique(ids).astype(np.uint64))
-    return {"hits": int((found >= 0).sum()), "misses": int((found < 0).sum())}
+    keys = {0: (name, np.unique(ids).astype(np.uint64))}
+    rows = engine.vocabularies.find_all(keys)[1][0].rows
+    return {"hits": int((rows >= 0).sum()), "misses": int((rows < 0).sum())}
 
 
 def _bad(leaf: Any, vocabulary_size: int) -> int:

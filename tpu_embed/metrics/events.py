@@ -30,9 +30,7 @@ def counters(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
       was not in order, and `vocabularies` by table: `keys` that have a row, `occupancy`, their
       share of the rows, and totals of keys "admitted", "evicted", "expired", "unseen" and
       "forgotten", of all batches that were admitted, whatever was placed ahead. With tables on the
-      host also `storage` by table: what `engine.storage.counters` has, and "missed", the distinct
-      rows that admitted batches did not find on the devices, summed over the batches: those that
-      were "brought" from home, and those that no batch had before.
+      host also `storage` by table: what `engine.storage.counters` has.
 
     Raises:
       ValueError: the state is not this engine's.
@@ -44,16 +42,11 @@ def counters(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
         by_feature = np.ndim(count) > 0
         counted[name] = dict(zip(paths, count.tolist(), strict=True)) if by_feature else int(count)
     if engine.vocabularies is not None:
-        tables = engine.vocabularies.tables
+        capacity = engine.vocabularies.capacity
         counted["vocabularies"] = {
-            name: {"occupancy": one["keys"] / tables[name].vocabulary_size, **one}
+            name: {"occupancy": one["keys"] / capacity(name), **one}
             for name, one in engine.vocabularies.admitted_counters.items()
         }
     if engine.storage is not None:
-        assert engine.vocabularies is not None, "they give rows their places"
-        admitted = engine.vocabularies.admitted_counters
-        counted["storage"] = {
-            name: {"missed": admitted[name]["admitted"], **one}
-            for name, one in engine.storage.counters.items()
-        }
+        counted["storage"] = engine.storage.counters
     return counted

@@ -147,7 +147,9 @@ class Homes:
         self.saves: collections.deque[Save] = collections.deque(maxlen=_SAVES)
         self._lock = threading.RLock()
         self._departures: dict[int, _Departure] = {}
-        self._counts = {name: dict.fromkeys(("sent", "brought", "late"), 0) for name in tables}
+        self._counts = {
+            name: dict.fromkeys(("missed", "sent", "brought", "late"), 0) for name in tables
+        }
         # Its thread ends with it, and the interpreter waits at its end for what it was given.
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "tpu_embed write-back")
 
@@ -163,8 +165,9 @@ class Homes:
     def counters(self) -> dict[str, dict[str, int]]:
         """What each table has at home, and totals of the rows that batches moved.
 
-        `rows` at home and the `bytes` that they take, index included; rows "sent" home, "brought"
-        from there, and of these the "late" ones, which came back before they had arrived.
+        `rows` at home and the `bytes` that they take, index included; rows "sent" home; distinct
+        rows that batches "missed" on the devices, summed over the batches; of these, rows "brought"
+        from home, and of them the "late" ones, which came back before they had arrived.
         """
         with self._lock:
             return {
@@ -180,6 +183,7 @@ class Homes:
         keys: np.ndarray,
         placed: Sequence[tuple[int, np.ndarray]],
         room: Room | None = None,
+        is_new: np.ndarray | None = None,
     ) -> Incoming:
         """Read the rows of keys that come to the devices, as far as they are final at home.
 
@@ -189,13 +193,17 @@ class Homes:
           placed: of batches that are placed and not admitted, the step and the keys that it
             displaces; read before this call, so that no step is between `placed` and on its way.
           room: where the rows are to be read to; None: to new arrays.
+          is_new: bool `[n]`, whose rows are made new, whatever is at home; None: none.
         """
         awaited = np.zeros(keys.size, np.int64)
         for step, leaving in sorted([*placed, *self._on_their_way(name)], key=lambda one: one[0]):
             awaited[host_kernels().are_among(keys, leaving)] = step
+        final = awaited == 0
+        if is_new is not None:
+            awaited[is_new], final[is_new] = 0, False
         room = room or self._new_room(name, keys.size)
         incoming = Incoming(keys, room, np.zeros(keys.size, bool), awaited)
-        self._read(name, incoming, awaited == 0)
+        self._read(name, incoming, final)
         return incoming
 
     def _new_room(self, name: str, n: int) -> Room:
@@ -217,6 +225,7 @@ class Homes:
     def note_brought(self, name: str, incoming: Incoming) -> None:
         """Count the rows that a batch has brought to the devices."""
         with self._lock:
+            self._counts[name]["missed"] += incoming.keys.size
             self._counts[name]["brought"] += int(incoming.found.sum())
             self._counts[name]["late"] += int((incoming.awaited > 0).sum())
 

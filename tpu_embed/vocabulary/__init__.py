@@ -5,16 +5,18 @@ from tpu_embed.vocabulary.batch_keys import (
     BatchKeys,
     KeyedRows,
     MapStates,
+    NewOwners,
     ValidSteps,
     check_vocabulary,
     map_version,
     new_history,
 )
 from tpu_embed.vocabulary.choose import choose_vocabularies
-from tpu_embed.vocabulary.config import DynamicVocabulary, LivingTable
+from tpu_embed.vocabulary.config import DynamicVocabulary, KeyTable, LivingTable
 from tpu_embed.vocabulary.fixed import FixedVocabulary
 from tpu_embed.vocabulary.map import VocabularyMap
 from tpu_embed.vocabulary.states import fit
+from tpu_embed.vocabulary.table_maps import FoundKeys
 from tpu_embed.vocabulary.vocabularies import Vocabularies
 
 __all__ = [
@@ -22,10 +24,13 @@ __all__ = [
     "COUNTERS",
     "DynamicVocabulary",
     "FixedVocabulary",
+    "FoundKeys",
+    "KeyTable",
     "KeyedRows",
     "LivingTable",
     "MapState",
     "MapStates",
+    "NewOwners",
     "Taken",
     "ValidSteps",
     "Vocabularies",

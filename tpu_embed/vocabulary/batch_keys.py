@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import secrets
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -25,11 +26,25 @@ class MapStates(NamedTuple):
 
     Attributes:
       history: the number of the history that the step belongs to, see `ValidSteps`.
-      maps: the state of each map, by table.
+      maps: the state of each map to rows on the devices, by table.
+      ids: the state of each map from keys to ids, by table on the host whose vocabulary lives.
     """
 
     history: int
     maps: dict[str, MapState]
+    ids: Mapping[str, MapState] = types.MappingProxyType({})
+
+
+class NewOwners(NamedTuple):
+    """Which ids of a table on the host whose vocabulary lives got new keys in a training batch.
+
+    Attributes:
+      taken: what the map from keys to ids did; its rows are ids.
+      rows: int64 `[a]`, the rows on the devices of the ids of its new keys.
+    """
+
+    taken: Taken
+    rows: np.ndarray
 
 
 class ValidSteps(NamedTuple):
@@ -74,12 +89,15 @@ class KeyedRows:
       taken: what the map did with the training batch; None if it is only looked up.
       incoming: of a table on the host, the rows from home that the training batch brings.
       visits: whether keys without a row on the devices have brought theirs along.
+      owners: of a table on the host whose vocabulary lives, which ids the training batch gave to
+        new keys; their rows on the devices are made new.
     """
 
     rows: tuple[np.ndarray, ...]
     taken: Taken | None
     incoming: Incoming | None = None
     visits: bool = False
+    owners: NewOwners | None = None
 
 
 class BatchKeys:
@@ -130,6 +148,12 @@ class BatchKeys:
         pairs = (self.tables or {}).items()
         return {name: one.taken for name, one in pairs if one.taken is not None}
 
+    @property
+    def owners(self) -> dict[str, NewOwners]:
+        """Which ids the batch gave to new keys, by table on the host whose vocabulary lives."""
+        pairs = (self.tables or {}).items()
+        return {name: one.owners for name, one in pairs if one.owners is not None}
+
 
 def map_version(state: Any) -> tuple[int, int]:
     """Return step and history of a state; waits until they are computed."""
@@ -147,14 +171,3 @@ def check_vocabulary(state: Any) -> Any:
         expected, got = "a state of an engine with living vocabularies", "another one"
         raise ValueError(message("state", expected=expected, got=got))
     return state.vocabulary
-
-
-def undo_rows(rows: np.ndarray, keys: np.ndarray, taken: Taken) -> None:
-    """Change the rows of keys after a step to those before it."""
-    rows[np.isin(keys, taken.new_keys)] = -1
-    if taken.evicted_keys.size:
-        order = np.argsort(taken.evicted_keys)
-        evicted = taken.evicted_keys[order]
-        at = np.minimum(np.searchsorted(evicted, keys), evicted.size - 1)
-        lost = evicted[at] == keys
-        rows[lost] = taken.evicted_rows[order][at[lost]]

@@ -45,7 +45,7 @@ def choose_vocabularies(
         expected, got = "the vocabularies of another engine", type(shared).__name__
         raise ValueError(message("vocabularies", expected=expected, got=got))
     ours, theirs = (
-        {table.name: (table.vocabulary_size, table.vocabulary) for table in some}
+        {table.name: (table.vocabulary_size, table.vocabulary, table.key_table) for table in some}
         for some in (tables, shared.tables.values())
     )
     if ours != theirs:

@@ -6,7 +6,7 @@ Input: what the user writes. Output: a frozen, validated object.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from tpu_embed import _checks
 from tpu_embed.kernels.vocabulary_reference import Options
@@ -108,6 +108,18 @@ class DynamicVocabulary:
         )
 
 
+class KeyTable(NamedTuple):
+    """The part at home of a table on the host whose vocabulary lives: keys get ids there.
+
+    Attributes:
+      vocabulary_size: V, how many keys can have an id, and so a row at home.
+      vocabulary: how they get it.
+    """
+
+    vocabulary_size: int
+    vocabulary: DynamicVocabulary
+
+
 class LivingTable(Protocol):
     """A table whose rows belong to keys: its name, its rows, and how keys get them."""
 
@@ -129,4 +141,9 @@ class LivingTable(Protocol):
     @property
     def is_on_host(self) -> bool:
         """Whether its rows are at home on the host, so that every key must get a row."""
+        ...
+
+    @property
+    def key_table(self) -> KeyTable | None:
+        """How its keys get ids, which are then the keys of its rows; None: there are no ids."""
         ...

@@ -23,9 +23,9 @@ from typing import NoReturn
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed.kernels.vocabulary_reference import Taken
-from tpu_embed.vocabulary.batch_keys import BatchKeys, ValidSteps, new_history, undo_rows
+from tpu_embed.vocabulary.batch_keys import BatchKeys, ValidSteps, new_history
 from tpu_embed.vocabulary.config import LivingTable
+from tpu_embed.vocabulary.table_maps import Moves
 
 SHARE = (
     "engines that use each other's states or batches share their maps: EmbeddingEngine(…, "
@@ -54,8 +54,8 @@ class Timeline:
         self._keeps = all(x is not None and x.evict == "none" and x.ttl is None for x in options)
         # The step at which each row was last given to a key or taken from one, as of `admitted`.
         self._changed = {t.name: np.zeros(t.vocabulary_size, np.int32) for t in tables}
-        self._placed: dict[int, dict[str, Taken]] = {}  # after `admitted`
-        self._past: dict[int, dict[str, Taken]] = {}  # up to `admitted`, after the first pin
+        self._placed: dict[int, Moves] = {}  # after `admitted`
+        self._past: dict[int, Moves] = {}  # up to `admitted`, after the first pin
         self._pins: dict[int, int] = {}  # steps by turn
         self.admitted = 0
         self.first_history = self.history = self._following = new_history()
@@ -67,27 +67,29 @@ class Timeline:
 
     # -- what happens --------------------------------------------------------------------------
 
-    def note_taken(self, step: int, taken: dict[str, Taken]) -> None:
+    def note_taken(self, step: int, moves: Moves) -> None:
         """Note what the maps did with the training batch of a step."""
-        self._placed[step] = taken
+        self._placed[step] = moves
 
     def leaving(self, step: int) -> dict[str, list[tuple[int, np.ndarray]]]:
         """Return the keys that placed batches up to a step take rows from, by table and step."""
-        placed = [(at, taken) for at, taken in self._placed.items() if at <= step]
+        placed = [(at, moves.taken) for at, moves in self._placed.items() if at <= step]
         return {
             name: [(at, one[name].evicted_keys) for at, one in placed] for name in self._changed
         }
 
     def undo(self, step: int) -> None:
         """Forget the batches placed after a step, none of which is admitted."""
-        self._placed = {at: taken for at, taken in self._placed.items() if at <= step}
+        self._placed = {at: moves for at, moves in self._placed.items() if at <= step}
 
     def note_admitted(self, step: int) -> None:
         """Note that the newest state has the rows of a step, the one after `admitted`."""
         self._past[step] = self._placed.pop(step)
-        for name, taken in self._past[step].items():
+        for name, taken in self._past[step].taken.items():
             self._changed[name][taken.evicted_rows] = step
             self._changed[name][taken.new_rows] = step
+        for name, owners in self._past[step].owners.items():
+            self._changed[name][owners.rows] = step
         self.admitted, self.history = step, self._following
         self._forget_past()
 
@@ -118,19 +120,17 @@ class Timeline:
 
     def _forget_past(self) -> None:
         first = min(self._pins.values(), default=self.admitted)
-        self._past = {step: taken for step, taken in self._past.items() if step > first}
+        self._past = {step: moves for step, moves in self._past.items() if step > first}
 
     def known(self, step: int) -> int:
         """Return a step, or `admitted` if what was done after the step is not known any more."""
         reached = all(at in self._past for at in range(step + 1, self.admitted + 1))
         return min(step, self.admitted + len(self._placed)) if reached else self.admitted
 
-    def take_back(self, name: str, rows: np.ndarray, keys: np.ndarray, step: int) -> None:
-        """Change the present rows of keys of a table to those after a step."""
+    def after(self, step: int) -> list[Moves]:
+        """Return what the maps did after a step, the latest first."""
         every = {**self._past, **self._placed}
-        for at in sorted(every, reverse=True):
-            if at > step:
-                undo_rows(rows, keys, every[at][name])
+        return [every[at] for at in sorted(every, reverse=True) if at > step]
 
     # -- batches and states --------------------------------------------------------------------
 
@@ -223,8 +223,10 @@ class Timeline:
     def _holds(self, keys: BatchKeys) -> bool:
         """Return whether the maps have taken exactly this batch at a step that is not admitted."""
         assert keys.steps is not None, "a training batch has them"
-        placed, taken = self._placed.get(keys.steps.first, {}), keys.taken
-        return all(placed.get(name) is one for name, one in taken.items())
+        placed = self._placed.get(keys.steps.first)
+        return placed is not None and all(
+            placed.taken.get(name) is one for name, one in keys.taken.items()
+        )
 
     def _knows(self, now: tuple[int, int]) -> bool:
         """Return whether a state is, was or will be one of these maps, as they are loaded now."""
@@ -236,12 +238,19 @@ class Timeline:
         """Return whether no row of a batch was given or taken in (first, last], if it is known."""
         if keys.tables is None:
             return False
-        placed = [taken for step, taken in self._placed.items() if step <= last]
+        placed = [moves for step, moves in self._placed.items() if step <= last]
+        lost = {
+            name: [
+                *(moves.taken[name].evicted_rows for moves in placed),
+                *(moves.owners[name].rows for moves in placed if name in moves.owners),
+            ]
+            for name in keys.tables
+        }
         return all(
             # A row that came from home with the batch is not followed any further.
             not (one.visits and (rows < 0).any())
             and not (self._changed[name][rows[rows >= 0]] > first).any()
-            and not any(np.isin(rows, taken[name].evicted_rows).any() for taken in placed)
+            and not any(np.isin(rows, some).any() for some in lost[name])
             for name, one in keys.tables.items()
             for rows in one.rows
         )

@@ -24,12 +24,12 @@ import jax
 import numpy as np
 
 from tpu_embed._checks import message, refuse_pickle
-from tpu_embed.kernels.vocabulary_reference import MapState, Taken
+from tpu_embed.kernels.vocabulary_reference import MapState
 from tpu_embed.processes import Turns
 from tpu_embed.storage import Homes, HostRows, Incoming, Room
 from tpu_embed.vocabulary.batch_keys import BatchKeys, MapStates, ValidSteps, map_version
 from tpu_embed.vocabulary.config import LivingTable
-from tpu_embed.vocabulary.map import VocabularyMap
+from tpu_embed.vocabulary.table_maps import FoundKeys, Moves, TableMaps
 from tpu_embed.vocabulary.timeline import FOREVER, SHARE, Timeline
 
 
@@ -57,14 +57,10 @@ class Vocabularies:
         self.lookahead, self.homes = lookahead, homes
         self.turns = Turns(with_others=jax.process_count() > 1)
         self.tables = {table.name: table for table in tables}
-        self._maps = {table.name: self._new_map(table) for table in tables}
+        self._maps = TableMaps(tables, lookahead)
         self._timeline = Timeline(tables, lookahead)
         self._counted = {0: self.counters}  # after the admitted step and each later one
         self._lock = threading.RLock()
-
-    def _new_map(self, table: LivingTable) -> VocabularyMap:
-        assert table.vocabulary is not None
-        return VocabularyMap(table.vocabulary, table.vocabulary_size, self.lookahead)
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied, alone or in a model: then there were two histories."""
@@ -75,13 +71,13 @@ class Vocabularies:
     def __repr__(self) -> str:
         """Show a line per table: how many of its rows have keys."""
         lines = [f"Vocabularies, {self.placed} batches placed, {self.admitted} admitted"]
-        for name, table in self.tables.items():
-            lines.append(f"{name}: {len(self._maps[name])} of {table.vocabulary_size} rows")
+        for name, (count, capacity) in self._maps.sizes.items():
+            lines.append(f"{name}: {count} of {capacity} rows")
         return "\n  ".join(lines)
 
     def __len__(self) -> int:
         """Return how many keys have a row, in all tables."""
-        return sum(map(len, self._maps.values()))
+        return sum(count for count, _ in self._maps.sizes.values())
 
     def __bool__(self) -> bool:
         """Return True: there is a table with a living vocabulary, though it may have no key."""
@@ -92,7 +88,7 @@ class Vocabularies:
     @property
     def placed(self) -> int:
         """The number of training batches that were placed."""
-        return max(map_.step for map_ in self._maps.values())
+        return self._maps.step
 
     @property
     def admitted(self) -> int:
@@ -113,18 +109,29 @@ class Vocabularies:
         """Return the keys of a table, as of the admitted batches, and their rows.
 
         Returns:
-          The keys, uint64 `[n]`, and their rows, int64 `[n]`, ascending by row.
+          The keys, uint64 `[n]`, and their rows, int64 `[n]`, ascending by row. Of a table on the
+          host these are the rows at home, in [0, V), if its vocabulary lives; otherwise the ids
+          that are on the devices, and their rows there.
 
         Raises:
           ValueError: no such table has a living vocabulary.
         """
-        found = self.held(name)
+        with self._lock:
+            found = self._maps.keys(self._known(name), self.admitted)
         return found.keys, found.rows
 
+    def capacity(self, name: str) -> int:
+        """Return how many rows the keys of a table can have."""
+        return self._maps.sizes[self._known(name)][1]
+
     def held(self, name: str) -> MapState:
-        """Return what the map of a table knows, as of the admitted batches; see `keys`."""
+        """Return what has a row on the devices, as of the admitted batches: keys, or ids at home.
+
+        Args:
+          name: the table.
+        """
         with self._lock:
-            return self._maps[self._known(name)].state(self.admitted)
+            return self._maps.held(self._known(name), self.admitted)
 
     @property
     def counters(self) -> dict[str, dict[str, int]]:
@@ -134,7 +141,7 @@ class Vocabularies:
         "expired" by their ttl; "unseen", distinct keys without a row, summed over the batches;
         "forgotten", waiting keys that were too many.
         """
-        return {name: {"keys": len(one), **one.counters} for name, one in self._maps.items()}
+        return self._maps.counters
 
     @property
     def admitted_counters(self) -> dict[str, dict[str, int]]:
@@ -146,18 +153,18 @@ class Vocabularies:
     def nbytes(self) -> int:
         """The bytes of the host's memory that the maps take."""
         with self._lock:
-            return self._timeline.nbytes + sum(map_.nbytes for map_ in self._maps.values())
+            return self._timeline.nbytes + self._maps.nbytes
 
     # -- placing -------------------------------------------------------------------------------
 
     def find(self, name: str, keys: np.ndarray, step: int | None = None) -> np.ndarray:
-        """Return the rows of the keys of one table; see `find_all`."""
-        return self.find_all({0: (name, keys)}, step)[1][0]
+        """Return the rows of the keys of one table, int32 `[n]`; -1 for none; see `keys`."""
+        return self.find_all({0: (name, keys)}, step)[1][0].ids
 
     def find_all(
         self, keys: Mapping[int, tuple[str, np.ndarray]], step: int | None = None
-    ) -> tuple[ValidSteps, dict[int, np.ndarray]]:
-        """Return the rows of keys as they were after a step; no map changes.
+    ) -> tuple[ValidSteps, dict[int, FoundKeys]]:
+        """Return the ids and rows of keys as they were after a step; no map changes.
 
         Args:
           keys: by any number, a table and keys of it, uint64 `[n]`.
@@ -165,17 +172,31 @@ class Vocabularies:
 
         Returns:
           The states that a batch with these rows may be looked up in; the first one is `admitted`
-          if what came after the given step is not known any more. And by number, int32 `[n]`; -1
-          for keys without a row.
+          if what came after the given step is not known any more. And by number, what is known of
+          the keys.
         """
         with self._lock:
             step = self.placed if step is None else self._timeline.known(step)
-            rows = {}
-            for number, (name, some) in keys.items():
-                rows[number] = self._maps[name].find(some).astype(np.int32)
-                self._timeline.take_back(name, rows[number], some, step)
+            after = self._timeline.after(step)
+            found = {n: self._maps.find(name, some, after) for n, (name, some) in keys.items()}
             # Under the same lock: another thread may load maps at once, which begins a history.
-            return self._timeline.steps(step, training=False), rows
+            return self._timeline.steps(step, training=False), found
+
+    def rows(self, name: str, ids: np.ndarray, step: int | None = None) -> np.ndarray:
+        """Return the rows on the devices, int32 `[n]`, of ids of a table on the host; -1 for none.
+
+        Args:
+          name: the table.
+          ids: integers `[n]`; -1 for unseen keys.
+          step: after which the rows are wanted; None: the present one.
+        """
+        with self._lock:
+            after = () if step is None else self._timeline.after(step)
+            return self._maps.rows(name, ids, after)
+
+    def shared(self, name: str, ids: np.ndarray) -> np.ndarray:
+        """Return ids, that of the shared row for those that are -1; see `TableMaps.shared`."""
+        return self._maps.shared(name, ids)
 
     def pin(self, turn: int) -> int:
         """Return the admitted step, whose rows can be found until the turn's pin is taken out."""
@@ -187,57 +208,37 @@ class Vocabularies:
         with self._lock:
             self._timeline.unpin(turn)
 
-    def take(self, batch: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, Taken]:
-        """Take one training batch in all maps; see `VocabularyMap.take`.
-
-        Args:
-          batch: by table, the rows of the known keys, int64 `[k]`, and the unknown keys in batch
-            order, uint64 `[m]`.
+    def take(self, batch: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Moves:
+        """Take one training batch in all maps; see `TableMaps.take`.
 
         Raises:
-          ValueError: the rows are of another step, or there were too many steps; no map changes.
+          ValueError: the rows are of another step or find no place on the devices, or there were
+            too many steps; no map changes.
         """
         with self._lock:
-            step, taken = self.placed, {}
+            step = self.placed
             if step + 1 + self.lookahead >= FOREVER:
                 expected, got = f"fewer than {FOREVER} training batches", f"{step + 1}"
                 raise ValueError(message("place", expected=expected, got=got))
-            try:
-                for name, (known, unknown) in batch.items():
-                    taken[name] = self._maps[name].take(known, unknown)
-                    self._check_room(name, unknown, taken[name])
-            except BaseException:
-                for map_ in self._maps.values():
-                    map_.rewind(step)
-                raise
-            self._timeline.note_taken(step + 1, taken)
+            moves = self._maps.take(batch)
+            self._timeline.note_taken(step + 1, moves)
             self._counted[step + 1] = self.counters
-        return taken
+        return moves
 
-    def _check_room(self, name: str, unknown: np.ndarray, taken: Taken) -> None:
-        """Check that every row of a table on the host has found a place on the devices."""
-        table, lost = self.tables[name], taken.rows < 0
-        if table.is_on_host and lost.any():
-            count = table.vocabulary_size + np.unique(unknown[lost]).size
-            batches = "a batch" if not self.lookahead else f"{self.lookahead + 1} batches"
-            expected = f"at most {table.vocabulary_size} distinct ids in {batches}"
-            remedy = f"give it HostStorage(device_rows={count}) or more, or smaller batches"
-            got = f"{count}"
-            text = message(f"table {name!r}", expected=expected, got=got, remedy=remedy)
-            raise ValueError(text)
-
-    def incoming(
-        self, taken: Mapping[str, Taken], rooms: Mapping[str, Room]
-    ) -> dict[str, Incoming]:
+    def incoming(self, moves: Moves, rooms: Mapping[str, Room]) -> dict[str, Incoming]:
         """Return the rows from home that a batch just taken brings, by table: read to the rooms."""
         if self.homes is None:
             return {}
         with self._lock:
             before = self._timeline.leaving(self.placed - 1)
-        return {
-            name: self.homes.fetch(name, taken[name].new_keys, before[name], rooms[name])
-            for name in self.homes.tables
-        }
+        brought = {}
+        for name in self.homes.tables:
+            keys, is_new = moves.taken[name].new_keys, None
+            if name in moves.owners:
+                # What is at home for the id of a new key belonged to another key.
+                is_new = np.isin(keys, moves.owners[name].taken.new_rows.view(np.uint64))
+            brought[name] = self.homes.fetch(name, keys, before[name], rooms[name], is_new)
+        return brought
 
     def undo(self, step: int) -> None:
         """Undo the batches placed after a step, as if they had never been placed.
@@ -249,8 +250,7 @@ class Vocabularies:
             if step < self.admitted:
                 expected = f"a step of at least {self.admitted}, which is admitted"
                 raise ValueError(message("vocabularies", expected=expected, got=f"{step}"))
-            for map_ in self._maps.values():
-                map_.rewind(step)
+            self._maps.rewind(step)
             self._timeline.undo(step)
             self._counted = {at: counted for at, counted in self._counted.items() if at <= step}
 
@@ -293,8 +293,7 @@ class Vocabularies:
         with self._lock:
             self._counted.pop(self.admitted)
             self._timeline.note_admitted(step)
-            for map_ in self._maps.values():
-                map_.forget(step)
+            self._maps.forget(step)
 
     def rewind(self, state: Any) -> None:
         """Take the maps back to the step of a state: batches placed since are as if never placed.
@@ -309,8 +308,7 @@ class Vocabularies:
         with self.turns.use(self.turns.draw()), self._lock:
             first = 0, self._timeline.first_history
             if (step, history) == first and self.now != first:
-                empty = {name: self._new_map(table).state() for name, table in self.tables.items()}
-                self._load(MapStates(history, empty))
+                self._load(self._maps.empty_states(history))
                 return
             self.check_newest(state)
             self.undo(step)
@@ -333,8 +331,7 @@ class Vocabularies:
         """Return what `state` does, for those who keep the rows at home, too."""
         with self._lock:
             at = self.admitted if step is None else step
-            history = self._timeline.history_of(at)
-            return MapStates(history, {n: m.state(at) for n, m in self._maps.items()})
+            return self._maps.states(self._timeline.history_of(at), at)
 
     def load_state(self, states: MapStates) -> None:
         """Replace all maps; batches placed before are refused from now on.
@@ -375,26 +372,14 @@ class Vocabularies:
         return self._timeline.first_history
 
     def _load(self, states: MapStates) -> None:
-        maps = states.maps if isinstance(states, MapStates) else {}
-        if maps.keys() != self._maps.keys():
-            expected = f"what state() returned, with maps of {sorted(self._maps)}"
-            got = f"maps of {sorted(maps)}" if maps else type(states).__name__
-            raise ValueError(message("vocabularies.load_state", expected=expected, got=got))
-        steps = {int(one.step) for one in states.maps.values()}
-        if len(steps) > 1:
-            expected, got = "maps of one step", f"steps {sorted(steps)}"
-            raise ValueError(message("vocabularies.load_state", expected=expected, got=got))
-        for name, map_ in self._maps.items():
-            map_.check_state(maps[name])
+        self._maps.check(states)
         if self.homes is not None:
             self.homes.clear()
-        for name, map_ in self._maps.items():
-            map_.load_state(maps[name])
-        self._timeline.load(steps.pop(), states.history)
+        self._timeline.load(self._maps.load(states), states.history)
         self._counted = {self.admitted: self.counters}
 
     def _known(self, name: str) -> str:
-        if name not in self._maps:
-            expected = f"one of {sorted(self._maps)}, whose vocabularies live"
+        if name not in self.tables:
+            expected = f"one of {sorted(self.tables)}, whose vocabularies live"
             raise ValueError(message("table", expected=expected, got=repr(name)))
         return name

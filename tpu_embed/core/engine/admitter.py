@@ -28,7 +28,14 @@ from tpu_embed.core.state import (
     leaving_rooms,
     new_version,
 )
-from tpu_embed.vocabulary import BatchKeys, ValidSteps, Vocabularies, check_vocabulary, map_version
+from tpu_embed.vocabulary import (
+    BatchKeys,
+    NewOwners,
+    ValidSteps,
+    Vocabularies,
+    check_vocabulary,
+    map_version,
+)
 
 
 class Admitter:
@@ -67,9 +74,10 @@ class Admitter:
         assert state.vocabulary is not None, "checked"
         taken = np.asarray(state.vocabulary[MAP_VERSION])[2:].copy()
         for i, (_, table) in enumerate(self._layout.living):
-            one = batch.keys.taken[table.name]
+            one, owners = batch.keys.taken[table.name], batch.keys.owners.get(table.name)
             # A row that comes to the devices changes there, so its copy in a batch is old.
-            if (one.new_rows if table.is_on_host else one.evicted_rows).size:
+            changed = one.new_rows if table.is_on_host else one.evicted_rows
+            if changed.size or (owners is not None and owners.rows.size):
                 taken[i] = steps.first
         reached = steps.first, steps.history
         vocabulary = new_version(state.vocabulary, reached, self._layout.axes, taken.tolist())
@@ -87,8 +95,7 @@ class Admitter:
         found = {}
         for name, incoming in keys.incoming.items():
             _, found[name] = homes.complete(name, incoming)
-            lacking = ~found[name]
-            new[name] = NewKeys(new[name].keys[lacking], new[name].rows[lacking])
+            new[name] = _drawn(new[name], ~found[name], keys.owners.get(name))
         sent = self._mover.send(keys.arrivals, found)
         leaving = {name: keys.taken[name].evicted_keys for name in homes.tables}
         homes.wait_for_room()  # what may raise comes before tables are donated
@@ -151,6 +158,26 @@ class Admitter:
             expected, got = "a call outside a jit", "tracers"
             remedy = "admit the batch first, then give state and batch to the jitted function"
             raise ValueError(message("admit", expected=expected, got=got, remedy=remedy))
+
+
+def _drawn(brought: NewKeys, lacking: np.ndarray, owners: NewOwners | None) -> NewKeys:
+    """Return the rows of a table on the host that are drawn, each once.
+
+    Args:
+      brought: the ids that come to the devices.
+      lacking: bool `[a]`, those of them that have no row at home.
+      owners: which ids got new keys; None: they have none.
+    """
+    if owners is None:
+        return NewKeys(brought.keys[lacking], brought.rows[lacking])
+    # A new key's row is drawn by the key; the row that unseen keys share, by its id.
+    lacking = lacking & ~np.isin(brought.rows, owners.rows)
+    by_id = np.concatenate([np.zeros(owners.rows.size, bool), np.ones(lacking.sum(), bool)])
+    return NewKeys(
+        np.concatenate([owners.taken.new_keys, brought.keys[lacking]]),
+        np.concatenate([owners.rows, brought.rows[lacking]]),
+        by_id,
+    )
 
 
 def _fits(steps: ValidSteps, now: Array | np.ndarray) -> Any:

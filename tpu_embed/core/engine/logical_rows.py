@@ -108,10 +108,12 @@ class LogicalRows:
         return self._drawer.draw(vocabulary, table, stack, keys)
 
     def touched(self, name: str) -> np.ndarray:
-        """Return the ids of a table on the host that training batches had, int64, ascending."""
+        """Return the ids of a table on the host that training batches had, int64, ascending.
+
+        With a living vocabulary, ids are the rows that `engine.vocabularies.keys` tells.
+        """
         homes, maps = self._of(name)
-        keys, _ = maps.keys(name)
-        return np.union1d(keys, homes[name].ids()).view(np.int64)
+        return np.union1d(maps.held(name).keys, homes[name].ids()).view(np.int64)
 
     def set_rows(
         self,
@@ -203,7 +205,7 @@ class LogicalRows:
         homes, maps = self._of(name)
         _refuse_traced("rows", state)
         maps.check_newest(state)
-        places = maps.find(name, keys, maps.admitted).astype(np.int64)
+        places = maps.rows(name, keys, maps.admitted).astype(np.int64)
         here = places >= 0
         held = self._mover.read(state, {name: places[here]})[name] if here.any() else {}
         at_home, found = homes.visit(name, keys[~here])
@@ -240,7 +242,7 @@ class LogicalRows:
         whole = self._of_host(state, f, keys)
         whole[part] = given.astype(jnp.dtype(f.shape.dtype)).view(whole[part].dtype)
         homes[name].write(keys, whole)
-        places = maps.find(name, keys, maps.admitted).astype(np.int64)
+        places = maps.rows(name, keys, maps.admitted).astype(np.int64)
         here = places >= 0
         if not here.any():
             return state

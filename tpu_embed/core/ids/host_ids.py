@@ -59,10 +59,9 @@ def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weight
     feature = FeatureRules(path, config, table_name)
     _check_readable(feature, ids)
     read = read_ids(path, ids)
-    if config.table.storage is not None:
-        return number_ids(_read(feature, read, weights))
     if config.table.vocabulary is None:
-        return _read(feature, read, weights)
+        plain = _read(feature, read, weights)
+        return plain if config.table.storage is None else number_ids(plain)
     numbered, keys = number_keys(feature, _hashed(path, ids, read))
     return dataclasses.replace(_read(feature, numbered, weights), keys=keys)
 

@@ -6,7 +6,7 @@ from tpu_embed.core.layout.features import FeatureLayout
 from tpu_embed.core.layout.layout import Layout
 from tpu_embed.core.layout.learning_rates import HostRates
 from tpu_embed.core.layout.mesh import MeshAxes, make_axes
-from tpu_embed.core.layout.parcels import Parcels, lines, open_rows
+from tpu_embed.core.layout.parcels import BY_ID, Parcels, lines, open_rows
 from tpu_embed.core.layout.placed_for import (
     ENGINE_OPTIONS,
     FEATURE_FIELDS,
@@ -20,6 +20,7 @@ from tpu_embed.core.layout.stacks import INT32_ROWS, ResolvedTable, Stack, Table
 from tpu_embed.core.layout.visits import Visits
 
 __all__ = [
+    "BY_ID",
     "ENGINE_OPTIONS",
     "FEATURE_FIELDS",
     "INT32_ROWS",

@@ -19,6 +19,9 @@ from tpu_embed.core.layout.rounding import ROW_MULTIPLE
 from tpu_embed.core.layout.stacks import Stack
 from tpu_embed.kernels.dispatch import host_kernels
 
+BY_ID = np.uint32(2**31)
+"""Added to the number of a table: the row is that of an id, not of a key."""
+
 _HALF = np.uint64(32)
 _ABSENT = np.uint32(2**32 - 1)
 _LINE = 64
@@ -88,15 +91,22 @@ class Parcels:
             return self._columns(_halves(self._local), self.at)
         return self._columns(_halves(self._local[chosen]), self.at[chosen])
 
-    def keyed(self, keys: Mapping[str, np.ndarray]) -> np.ndarray:
+    def keyed(
+        self, keys: Mapping[str, np.ndarray], by_id: Mapping[str, np.ndarray | None]
+    ) -> np.ndarray:
         """Return local rows, numbers of tables and keys, uint32 `[S, 5, m]`; see `open_keyed`.
 
         Args:
           keys: uint64 `[n]` by table.
+          by_id: bool `[n]` by table, which of them are ids; None: all.
         """
         some = np.concatenate([np.zeros(0, np.uint64), *(keys[name] for name in self.parts)])
-        tables = [np.full(n, i, np.uint32) for i, n in self._numbers]
-        number = np.concatenate([np.zeros(0, np.uint32), *tables])
+        number = np.concatenate(
+            [np.zeros(0, np.uint32), *(np.full(n, i, np.uint32) for i, n in self._numbers)]
+        )
+        for name, part in self.parts.items():
+            chosen = by_id[name]
+            number[part] += BY_ID if chosen is None else chosen * BY_ID
         return self._columns([*_halves(self._local), number, *_halves(some)], self.at)
 
     def _columns(self, columns: list[np.ndarray], at: np.ndarray) -> np.ndarray:

@@ -38,7 +38,7 @@ from tpu_embed.kernels.formats import PACKED_ROWS, Packing, RowFormat
 from tpu_embed.kernels.sparsecore import MOST_BYTES
 from tpu_embed.optimizers import TableOptimizer
 from tpu_embed.storage import HostStorage
-from tpu_embed.vocabulary import DynamicVocabulary
+from tpu_embed.vocabulary import DynamicVocabulary, KeyTable
 
 INT32_ROWS = 2**31 - 1
 """The largest number of physical rows of a stack whose row ids are int32."""
@@ -58,6 +58,7 @@ class TableSlice:
         numbers.
       storage: of a table on the host; otherwise None.
       num_ids: V of a table on the host; 0 of any other.
+      key_table: of a table on the host whose vocabulary lives, how keys get ids; otherwise None.
     """
 
     name: str
@@ -68,6 +69,7 @@ class TableSlice:
     vocabulary: DynamicVocabulary | None = None
     storage: HostStorage | None = None
     num_ids: int = 0
+    key_table: KeyTable | None = None
 
     @property
     def declared_size(self) -> int:
@@ -78,6 +80,13 @@ class TableSlice:
     def is_on_host(self) -> bool:
         """Whether its rows are at home on the host."""
         return self.storage is not None
+
+    @property
+    def key_rules(self) -> DynamicVocabulary | None:
+        """How what users call keys get rows, at home or on the devices; None: ids are numbers."""
+        if self.is_on_host:
+            return None if self.key_table is None else self.key_table.vocabulary
+        return self.vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -352,7 +361,10 @@ def _make_stack(members: Sequence[ResolvedTable], packing: Packing) -> Stack:
     for table in members:
         config, own = table.config, table.rows_per_shard
         ids = 0 if config.storage is None else config.vocabulary_size
-        made = table.initializer, config.row_rules, config.storage, ids
+        keys = None
+        if config.storage is not None and config.vocabulary is not None:
+            keys = KeyTable(config.vocabulary_size, config.vocabulary)
+        made = table.initializer, config.row_rules, config.storage, ids, keys
         slices.append(TableSlice(table.name, config.device_rows, offset, own, *made))
         offset += own
     # The tables agree in everything but name, vocabulary and initializer; the first stands for all.

@@ -23,8 +23,8 @@ from tpu_embed.core.batch import BatchSpec
 from tpu_embed.core.ids import HostIds, batch_order, give_rows, has_means, split_keys
 from tpu_embed.core.layout import FeatureLayout, Layout, arrivals_of, rooms_in
 from tpu_embed.core.place.agreement import Agreement, Alone
-from tpu_embed.core.place.visits import Visit, visit
-from tpu_embed.vocabulary import BatchKeys, KeyedRows, ValidSteps, Vocabularies
+from tpu_embed.core.place.visits import NOBODY, Visit, visit
+from tpu_embed.vocabulary import BatchKeys, FoundKeys, KeyedRows, ValidSteps, Vocabularies
 
 
 class Keyed(NamedTuple):
@@ -101,24 +101,31 @@ class KeyedBatches:
         """
         with self._agreement.refusals():
             self._check_batch(hosts)
-            _, found = self._find(hosts, None)
+            _, known = self._find(hosts, None)
+            found = {f: one.ids for f, one in known.items()}
             mine = {name: self._part(name, hosts, found) for name in self._tables}
         vocabularies = self._vocabularies
         before = vocabularies.placed
         parts = self._of_all(mine)
         merged = {name: self._merge(name, hosts, parts[name]) for name in self._tables}
-        taken = vocabularies.take(
+        moves = vocabularies.take(
             {name: (known, keys) for name, (known, keys, _) in merged.items()}
         )
         try:
             # Keys that were known have kept their rows; of the others some have one now.
             for name, (_, _, order) in merged.items():
-                self._give_rows(name, parts[name], taken[name].rows, order, mine[name], found)
+                given = moves.of_keys(name).rows
+                self._give_rows(name, parts[name], given, order, mine[name], found)
+            for name in moves.owners:
+                found |= {f: vocabularies.rows(name, found[f]) for f in self._features[name]}
             steps = vocabularies.steps(before + 1, training=True)
-            arrivals = arrivals_of(self._layout.stacks, vocabularies.homes, taken)
-            incoming = vocabularies.incoming(taken, rooms_in(arrivals))
+            arrivals = arrivals_of(self._layout.stacks, vocabularies.homes, moves.taken)
+            incoming = vocabularies.incoming(moves, rooms_in(arrivals))
+            of_ids = {"owners": moves.owners, "incoming": incoming}
             tables = {
-                name: KeyedRows(rows, taken[name], incoming.get(name))
+                name: KeyedRows(
+                    rows, moves.taken[name], **{what: one.get(name) for what, one in of_ids.items()}
+                )
                 for name, rows in self._by_table(found).items()
             }
             # An empty range: nobody may look it up before it is admitted.
@@ -141,9 +148,10 @@ class KeyedBatches:
         """
         with self._agreement.refusals():
             self._check_batch(hosts)
-            steps, found = self._find(hosts, step)
+            steps, known = self._find(hosts, step)
+        found = {f: one.rows for f, one in known.items()}
         rows = self._rows_of_all(steps.first, self._by_table(found))
-        guests = self._visit(hosts, found)
+        guests = self._visit(hosts, known)
         visits = guests is not None
         tables = {
             name: KeyedRows(each, None, visits=visits and self._tables[name].is_on_host)
@@ -155,14 +163,20 @@ class KeyedBatches:
         keys = BatchKeys(tables, make_visits=make)
         return Keyed(self._with_rows(hosts, found), steps, keys, guests)
 
-    def _visit(self, hosts: Sequence[HostIds], found: Mapping[int, np.ndarray]) -> Visit | None:
+    def _visit(self, hosts: Sequence[HostIds], known: Mapping[int, FoundKeys]) -> Visit | None:
         """Return the small tables of a batch that is only looked up, or None."""
         homes, given = self._vocabularies.homes, {}
         if homes is None:
             return None
         for name in homes.tables:
-            keys = {f: hosts[f].keys for f in self._features[name]}
-            given[name] = [(f, some, found[f]) for f, some in keys.items() if some is not None]
+            given[name] = []
+            for f in self._features[name]:
+                ids, rows = hosts[f].keys, known[f].rows
+                assert ids is not None, "ids of living vocabularies are keys"
+                if self._tables[name].key_table is not None:
+                    ids = self._vocabularies.shared(name, known[f].ids).astype(np.int64)
+                    ids = np.where(ids < 0, NOBODY, ids.view(np.uint64))
+                given[name].append((f, ids, rows))
         return visit(self._layout, homes, given)
 
     def _rows_of_all(
@@ -199,12 +213,8 @@ class KeyedBatches:
 
     def _find(
         self, hosts: Sequence[HostIds], step: int | None
-    ) -> tuple[ValidSteps, dict[int, np.ndarray]]:
-        """Return which states have the rows, and the row of each distinct key; -1 for none.
-
-        Returns:
-          The states that a batch with these rows may be looked up in, and int32 `[n]` by feature.
-        """
+    ) -> tuple[ValidSteps, dict[int, FoundKeys]]:
+        """Return which states have the rows, and what is known of each distinct key, by feature."""
         keys = {}
         for name, features in self._features.items():
             for f in features:

@@ -16,13 +16,17 @@ from tpu_embed._types import PADDING_ID
 from tpu_embed.core.layout import ROW_MULTIPLE, Layout, Parcels, Stack, TableSlice, Visits
 from tpu_embed.storage import VALUES, Homes
 
+NOBODY = np.uint64(2**64 - 1)
+"""Stands for a key that has no row, at home or on the devices."""
+
 
 class Visit(NamedTuple):
     """The small tables of one batch.
 
     Attributes:
       rows: R, the rows that each shard has of each small table.
-      of_features: int32 `[n]` by feature, the row in its small table of each of its keys.
+      of_features: int32 `[n]` by feature, the row in its small table of each of its keys; -1 for
+        `NOBODY`.
       make: returns what each small stack is made of, by name. The batches before this one must be
         admitted then.
     """
@@ -40,7 +44,7 @@ class _Guests(NamedTuple):
       large: int64 `[n]`, their rows on the devices; -1: none.
       shards: int64 `[n]`, the shard that has, or gets, each row.
       index: int64 `[n]`, the number of each row among those of its shard.
-      inverse: int64, for every key of every feature, its number among these.
+      inverse: int64, for every key of every feature, its number among these; -1 for `NOBODY`.
     """
 
     keys: np.ndarray
@@ -60,7 +64,8 @@ def visit(
       homes: of its tables on the host.
       given: by table on the host: a feature, its keys, uint64 `[n]`, and their rows, int32 `[n]`.
     """
-    if all((rows >= 0).all() for some in given.values() for _, _, rows in some):
+    every = [one for some in given.values() for one in some]
+    if all(((rows >= 0) | (keys == NOBODY)).all() for _, keys, rows in every):
         return None
     tables = {table.name: (stack, table) for stack, table in layout.on_host}
     guests = {name: _guests(*tables[name], given[name]) for name in tables}
@@ -69,7 +74,8 @@ def visit(
     rows = max(ROW_MULTIPLE // 8, 1 << max(0, most - 1).bit_length())
     of_features: dict[int, np.ndarray] = {}
     for name, one in guests.items():
-        logical = tables[name][0].logical_in(one.shards, one.index, rows)[one.inverse]
+        logical = tables[name][0].logical_in(one.shards, one.index, rows)
+        logical = np.append(logical, -1)[one.inverse]
         ends = np.cumsum([keys.size for _, keys, _ in given[name]])[:-1]
         parts = zip(given[name], np.split(logical.astype(np.int32), ends), strict=True)
         of_features |= {f: part for (f, _, _), part in parts}
@@ -93,6 +99,9 @@ def _guests(
     every = np.concatenate([np.zeros(0, np.uint64), *(keys for _, keys, _ in given)])
     rows = np.concatenate([np.zeros(0, np.int64), *(rows for _, _, rows in given)])
     keys, first, inverse = np.unique(every, return_index=True, return_inverse=True)
+    if keys.size and keys[-1] == NOBODY:  # the largest of all
+        inverse = np.where(inverse == keys.size - 1, -1, inverse)
+        keys, first = keys[:-1], first[:-1]
     large = rows[first].astype(np.int64)
     held = large >= 0
     shards = np.zeros(keys.size, np.int64)
@@ -126,5 +135,7 @@ def _stack(
         values.append(rows[VALUES][found])
     from_home = Parcels(small, stored)
     to_draw = Parcels(small, {name: rows for name, (rows, _) in drawn.items()})
-    keyed = to_draw.keyed({name: keys for name, (_, keys) in drawn.items()})
+    # Rows of keys are at home; what has no row there yet is drawn by its id.
+    ids = {name: keys for name, (_, keys) in drawn.items()}
+    keyed = to_draw.keyed(ids, dict.fromkeys(ids))
     return cached, from_home.rows(), from_home.packed(np.concatenate(values)), keyed

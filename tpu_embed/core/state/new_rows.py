@@ -5,8 +5,8 @@ devices: it is drawn with the random key
 
     fold_in(fold_in(fold_in(key, crc32(table name)), low 32 bits of the id), high 32 bits)
 
-where `key` is what `init` was given, which the state holds. A row of a table on the host is drawn
-as `init` draws that row id (`init.py`).
+where `key` is what `init` was given, which the state holds. A row of a table on the host that
+belongs to no key is drawn as `init` draws that row id (`init.py`).
 
 Input: a state, and the new keys of each table with their rows. Output: the tables and slots with
 these rows written, in their own memory.
@@ -27,7 +27,15 @@ from jax.sharding import PartitionSpec
 
 from tpu_embed._calls import call
 from tpu_embed._types import Array
-from tpu_embed.core.layout import Layout, MeshAxes, Parcels, Stack, TableSlice, open_rows
+from tpu_embed.core.layout import (
+    BY_ID,
+    Layout,
+    MeshAxes,
+    Parcels,
+    Stack,
+    TableSlice,
+    open_rows,
+)
 from tpu_embed.core.state.init import (
     NewRows,
     fold_row_id,
@@ -53,12 +61,14 @@ class NewKeys(NamedTuple):
     """The new keys of one table, in the order in which they were admitted.
 
     Attributes:
-      keys: uint64 `[a]`.
+      keys: uint64 `[a]`; of a table on the host, ids among them.
       rows: int64 `[a]`, their logical rows.
+      by_id: bool `[a]`, of a table on the host, which are ids; None: all.
     """
 
     keys: np.ndarray
     rows: np.ndarray
+    by_id: np.ndarray | None = None
 
 
 class KeyedParcel(NamedTuple):
@@ -67,12 +77,14 @@ class KeyedParcel(NamedTuple):
     Attributes:
       rows: local rows, ascending; `PADDING_ID` for none.
       tables: int32, the number of the table in its stack.
+      by_id: bool, of a table on the host, whether the row is drawn as that of an id.
       low: uint32, the low 32 bits of the key.
       high: uint32, the high ones.
     """
 
     rows: Array
     tables: Array
+    by_id: Array
     low: Array
     high: Array
 
@@ -156,7 +168,8 @@ class NewRowWriter:
         for stack in self._programs:
             if any(table.name in chosen for table in stack.tables):
                 rows = {t.name: chosen[t.name].rows for t in stack.tables if t.name in chosen}
-                keyed = Parcels(stack, rows).keyed({n: one.keys for n, one in chosen.items()})
+                keys = {n: one.keys for n, one in chosen.items()}
+                keyed = Parcels(stack, rows).keyed(keys, {n: x.by_id for n, x in chosen.items()})
                 parcels[stack] = _put(keyed, axes.sharding(stack.shard_axes))
         # The first program donates an array of the state: what can fail before has been done.
         tables, slots = dict(state.tables), dict(state.slots)
@@ -202,9 +215,10 @@ def _put(array: np.ndarray, sharding: Any) -> Array:
 def open_keyed(parcel: Array, stack: Stack) -> KeyedParcel:
     """Return what one device draws from its part `[5, m]` of the array of `Parcels.keyed`."""
     _, _, tables, *key = parcel
+    by_id, tables = tables >= BY_ID, tables % BY_ID
     # The table of an absent row is any; the row is not written.
     tables = jnp.minimum(tables, np.uint32(len(stack.tables) - 1)).astype(jnp.int32)
-    return KeyedParcel(open_rows(parcel[:2], stack), tables, *key)
+    return KeyedParcel(open_rows(parcel[:2], stack), tables, by_id, *key)
 
 
 def draw_rows(key: Array, new: KeyedParcel, stack: Stack) -> tuple[Array, NewRows]:
@@ -260,7 +274,8 @@ class RowDrawer:
         # One shard that has them all, of which the numbers of the rows do not matter.
         alone = dataclasses.replace(stack, num_shards=1, num_rows=stack.num_rows + keys.size)
         parcels = Parcels(alone, {table.name: np.arange(keys.size)})
-        drawn = self._programs[stack](data, parcels.keyed({table.name: keys})[0], kind=kind)
+        keyed = parcels.keyed({table.name: keys}, {table.name: None})
+        drawn = self._programs[stack](data, keyed[0], kind=kind)
         return {
             name: parcels.unpacked(np.asarray(rows)[None])[table.name]
             for name, rows in drawn.items()
@@ -281,11 +296,17 @@ def _drawn_fields(stack: Stack, data: Array, parcel: Array, *, kind: str) -> dic
 
 def _row_keys(of_tables: Array, new: KeyedParcel, stack: Stack) -> Array:
     """Return the random key of each row, `[m]`, from those of the rows' tables."""
-    if stack.is_on_host:
+    if not stack.is_on_host:
+        return jax.vmap(_fold_key)(of_tables, new.low, new.high)
+    if all(table.key_table is None for table in stack.tables):
         return jax.vmap(fold_row_id)(of_tables, new.low, new.high)
-    return jax.vmap(lambda key, *bits: functools.reduce(jax.random.fold_in, bits, key))(
-        of_tables, new.low, new.high
-    )
+    of_ids, of_keys = (jax.vmap(f)(of_tables, new.low, new.high) for f in (fold_row_id, _fold_key))
+    return jnp.where(new.by_id, of_ids, of_keys)
+
+
+def _fold_key(key: Array, low: Array, high: Array) -> Array:
+    """Return the random key of a key's row from that of its table; see above."""
+    return jax.random.fold_in(jax.random.fold_in(key, low), high)
 
 
 def _write_stack(held: StackShard, key: Array, new: KeyedParcel, stack: Stack) -> StackShard:

@@ -65,7 +65,7 @@ def with_rows(hosts: Sequence[HostIds], layout: Layout, found: Mapping[str, Find
 
 
 def _find_now(vocabularies: Vocabularies, name: str, config: TableConfig) -> Find:
-    capacity = vocabularies.tables[name].vocabulary_size
+    capacity = vocabularies.capacity(name)
     if capacity != config.vocabulary_size:
         raise _not_its_own(name, f"{config.vocabulary_size} rows", f"{capacity}")
     return lambda keys: vocabularies.find(name, keys, vocabularies.admitted)

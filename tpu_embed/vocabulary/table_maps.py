@@ -1,0 +1,263 @@
+"""The maps of all tables of an engine, which move together: a step is one training batch.
+
+A table has a map from its keys to rows on the devices. A table on the host whose vocabulary lives
+has two, one after the other. The first gives keys ids, as the map of the same table without storage
+gives them rows; the second gives ids rows on the devices, as those of a table with row numbers:
+
+    key 700 003  ->  id 12, in [0, V)  ->  row 5 on the devices, in [0, C); or at home alone
+
+So a key may lose its row on the devices and keep its id. If it loses its id to another key, the row
+of this id is made new, wherever it is.
+
+Input: keys, ids and rows of batches. Output: what the maps did. Nothing here locks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tpu_embed._checks import message
+from tpu_embed.kernels.dispatch import host_kernels
+from tpu_embed.kernels.vocabulary_reference import MapState, Taken
+from tpu_embed.vocabulary.batch_keys import MapStates, NewOwners
+from tpu_embed.vocabulary.config import LivingTable
+from tpu_embed.vocabulary.map import VocabularyMap
+
+
+class Moves(NamedTuple):
+    """What the maps did with a training batch.
+
+    Attributes:
+      taken: by table, what the map to the rows on the devices did.
+      owners: by table on the host whose vocabulary lives, which ids got new keys.
+    """
+
+    taken: dict[str, Taken]
+    owners: dict[str, NewOwners]
+
+    def of_keys(self, name: str) -> Taken:
+        """Return what the map of the keys of a table did, which knows its unknown keys."""
+        return self.owners[name].taken if name in self.owners else self.taken[name]
+
+
+class FoundKeys(NamedTuple):
+    """What maps know of some keys of a table, int32 `[n]` each.
+
+    Attributes:
+      ids: of a table on the host whose vocabulary lives, their ids; otherwise their rows; -1: none.
+      rows: their rows on the devices; -1: none.
+    """
+
+    ids: np.ndarray
+    rows: np.ndarray
+
+
+class TableMaps:
+    """The maps of some tables.
+
+    Args:
+      tables: the tables.
+      lookahead: as for `Vocabularies`.
+    """
+
+    def __init__(self, tables: Sequence[LivingTable], lookahead: int) -> None:
+        self._tables, self._lookahead = {table.name: table for table in tables}, lookahead
+        self._to_rows, self._to_ids = self._new_maps()
+
+    def _new_maps(self) -> tuple[dict[str, VocabularyMap], dict[str, VocabularyMap]]:
+        """Return maps without keys: those to rows on the devices, and those to ids."""
+        to_rows, to_ids = {}, {}
+        for name, table in self._tables.items():
+            assert table.vocabulary is not None
+            own = table.vocabulary, table.vocabulary_size
+            to_rows[name] = VocabularyMap(*own, self._lookahead)
+            if table.key_table is not None:
+                size, rules = table.key_table
+                to_ids[name] = VocabularyMap(rules, size, self._lookahead)
+        return to_rows, to_ids
+
+    def _every(self) -> list[VocabularyMap]:
+        return [*self._to_rows.values(), *self._to_ids.values()]
+
+    def _of_keys(self, name: str) -> VocabularyMap:
+        """Return the map of the keys of a table."""
+        return self._to_ids[name] if name in self._to_ids else self._to_rows[name]
+
+    @property
+    def step(self) -> int:
+        """The number of training batches taken so far."""
+        return max(map_.step for map_ in self._to_rows.values())
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """By table, how many keys it has, and how many it can have."""
+        tables = self._tables.items()
+        return {
+            name: (
+                len(self._of_keys(name)),
+                table.vocabulary_size if table.key_table is None else table.key_table[0],
+            )
+            for name, table in tables
+        }
+
+    @property
+    def counters(self) -> dict[str, dict[str, int]]:
+        """Totals by table, see `Vocabularies.counters`."""
+        maps = {name: self._of_keys(name) for name in self._tables}
+        return {name: {"keys": len(one), **one.counters} for name, one in maps.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the host's memory that the maps take."""
+        return sum(map_.nbytes for map_ in self._every())
+
+    # -- a batch -------------------------------------------------------------------------------
+
+    def find(self, name: str, keys: np.ndarray, after: Sequence[Moves]) -> FoundKeys:
+        """Return the ids and rows of keys of a table.
+
+        Args:
+          name: the table.
+          keys: uint64 `[n]`.
+          after: what is not to have happened yet, the latest batch first.
+        """
+        ids = self._of_keys(name).find(keys).astype(np.int32)
+        for one in after:
+            _undo(ids, keys, one.of_keys(name))
+        return FoundKeys(ids, self.rows(name, ids, after) if name in self._to_ids else ids)
+
+    def rows(self, name: str, ids: np.ndarray, after: Sequence[Moves]) -> np.ndarray:
+        """Return the rows on the devices, int32 `[n]`, of ids that `find` returned; see there."""
+        keys = self.shared(name, ids).astype(np.int64).view(np.uint64)
+        rows = self._to_rows[name].find(keys).astype(np.int32)
+        for one in after:
+            _undo(rows, keys, one.taken[name])
+        return rows
+
+    def shared(self, name: str, ids: np.ndarray) -> np.ndarray:
+        """Return ids, -1 replaced by that of the row that all unseen keys share, if they do."""
+        table = self._tables[name].key_table
+        if table is None or table.vocabulary.unseen != "shared":
+            return ids
+        return np.where(ids < 0, table.vocabulary_size - 1, ids).astype(ids.dtype)
+
+    def take(self, batch: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Moves:
+        """Take one training batch in all maps, or in none.
+
+        Args:
+          batch: by table, the ids of the known keys (or rows, see `FoundKeys`), int64 `[k]`, and
+            the unknown keys in batch order, uint64 `[m]`.
+
+        Raises:
+          ValueError: the rows are of another step, or do not fit on the devices.
+        """
+        step, moves = self.step, Moves({}, {})
+        try:
+            for name, (known, unknown) in batch.items():
+                if name in self._to_ids:
+                    self._take_ids(name, known, unknown, moves)
+                else:
+                    self._take_rows(name, known, unknown, moves)
+        except BaseException:
+            self.rewind(step)
+            raise
+        return moves
+
+    def _take_rows(self, name: str, known: np.ndarray, unknown: np.ndarray, moves: Moves) -> None:
+        """Take a batch in the map to the rows on the devices."""
+        moves.taken[name] = self._to_rows[name].take(known, unknown)
+        table, lost = self._tables[name], moves.taken[name].rows < 0
+        if table.is_on_host and lost.any():
+            count = table.vocabulary_size + np.unique(unknown[lost]).size
+            batches = "a batch" if not self._lookahead else f"{self._lookahead + 1} batches"
+            expected = f"at most {table.vocabulary_size} distinct ids in {batches}"
+            remedy = f"give it HostStorage(device_rows={count}) or more, or smaller batches"
+            text = message(f"table {name!r}", expected=expected, got=f"{count}", remedy=remedy)
+            raise ValueError(text)
+
+    def _take_ids(self, name: str, known: np.ndarray, unknown: np.ndarray, moves: Moves) -> None:
+        """Take a batch in both maps of a table."""
+        taken = self._to_ids[name].take(known, unknown)
+        every = self.shared(name, np.concatenate([known, taken.rows]))
+        ids, _ = host_kernels().distinct_keys(every[every >= 0].view(np.uint64))
+        rows = self._to_rows[name].find(ids)
+        here = rows >= 0
+        self._take_rows(name, rows[here], ids[~here], moves)
+        new = self._to_rows[name].find(taken.new_rows.view(np.uint64))
+        moves.owners[name] = NewOwners(taken, new)
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def rewind(self, step: int) -> None:
+        """Undo the batches taken after a step; see `VocabularyMap.rewind`."""
+        for map_ in self._every():
+            map_.rewind(min(step, map_.step))
+
+    def forget(self, step: int) -> None:
+        """Drop what is known of the batches up to a step; see `VocabularyMap.forget`."""
+        for map_ in self._every():
+            map_.forget(step)
+
+    def held(self, name: str, step: int) -> MapState:
+        """Return which keys, or ids, of a table had rows on the devices after a step."""
+        return self._to_rows[name].state(step)
+
+    def keys(self, name: str, step: int) -> MapState:
+        """Return which keys of a table had ids, or rows, after a step."""
+        return self._of_keys(name).state(step)
+
+    def states(self, history: int, step: int) -> MapStates:
+        """Return all maps after a step of a history."""
+        of_rows, of_ids = (
+            {name: one.state(step) for name, one in maps.items()}
+            for maps in (self._to_rows, self._to_ids)
+        )
+        return MapStates(history, of_rows, of_ids)
+
+    def empty_states(self, history: int) -> MapStates:
+        """Return the states of maps without keys."""
+        made = ({name: one.state() for name, one in maps.items()} for maps in self._new_maps())
+        return MapStates(history, *made)
+
+    def check(self, states: MapStates) -> None:
+        """Check that the maps can have these states.
+
+        Raises:
+          ValueError: other tables, or a state that a map cannot have.
+        """
+        given = states.maps if isinstance(states, MapStates) else {}
+        if given.keys() != self._to_rows.keys() or states.ids.keys() != self._to_ids.keys():
+            expected = f"what state() returned, with maps of {sorted(self._to_rows)}"
+            got = f"maps of {sorted(given)}" if given else type(states).__name__
+            raise ValueError(message("vocabularies.load_state", expected=expected, got=got))
+        pairs = self._with_states(states)
+        steps = {int(state.step) for _, state in pairs}
+        if len(steps) > 1:
+            expected, got = "maps of one step", f"steps {sorted(steps)}"
+            raise ValueError(message("vocabularies.load_state", expected=expected, got=got))
+        for map_, state in pairs:
+            map_.check_state(state)
+
+    def load(self, states: MapStates) -> int:
+        """Replace all maps by states that were checked; return their step."""
+        for map_, state in self._with_states(states):
+            map_.load_state(state)
+        return self.step
+
+    def _with_states(self, states: MapStates) -> list[tuple[VocabularyMap, MapState]]:
+        pairs = [(one, states.maps[name]) for name, one in self._to_rows.items()]
+        return pairs + [(one, states.ids[name]) for name, one in self._to_ids.items()]
+
+
+def _undo(rows: np.ndarray, keys: np.ndarray, taken: Taken) -> None:
+    """Change the rows of keys after a step to those before it."""
+    rows[np.isin(keys, taken.new_keys)] = -1
+    if taken.evicted_keys.size:
+        order = np.argsort(taken.evicted_keys)
+        evicted = taken.evicted_keys[order]
+        at = np.minimum(np.searchsorted(evicted, keys), evicted.size - 1)
+        lost = evicted[at] == keys
+        rows[lost] = taken.evicted_rows[order][at[lost]]
