@@ -23,7 +23,7 @@ RULES = {
 ITEMS, TAGS, BATCH = 150, 90, 8
 
 
-def declared(rule, storage=None, *, dtype="float32", dim=4):
+def declared(rule, storage=None, *, dtype="float32", dim=4, living=None):
     """Return features of two tables that share a stack, and of one that is on the devices.
 
     Args:
@@ -31,11 +31,16 @@ def declared(rule, storage=None, *, dtype="float32", dim=4):
       storage: of the two tables; None: they are on the devices, too.
       dtype: of their rows.
       dim: D.
+      living: of the second table, if its ids are keys: its vocabulary, how many keys have a row,
+        and how many of these the devices hold; or None.
     """
+    vocabulary, size, rows = living or (None, TAGS, 0)
+    of_tags = storage and dataclasses.replace(storage, device_rows=rows or storage.device_rows)
     drawn = jax.nn.initializers.normal(0.3)
     made = {"storage": storage, "optimizer": rule, "dtype": dtype, "initializer": drawn}
     items = TableConfig(ITEMS, dim, name="items", **made)
-    tags = TableConfig(TAGS, dim, name="tags", combiner="sum", **made)
+    of_keys = {**made, "storage": of_tags, "vocabulary": vocabulary}
+    tags = TableConfig(size, dim, name="tags", combiner="sum", **of_keys)
     users = TableConfig(9, dim, name="users", optimizer=o.SGD(0.5))
     return {
         "bags": FeatureConfig(items, on_bad_id="drop"),
@@ -45,8 +50,14 @@ def declared(rule, storage=None, *, dtype="float32", dim=4):
     }
 
 
-def draw_batch(rng, size=BATCH):
-    """Return features and weights, with padding, bad ids and empty bags among them."""
+def draw_batch(rng, size=BATCH, tags=TAGS):
+    """Return features and weights, with padding, bad ids and empty bags among them.
+
+    Args:
+      rng: draws them.
+      size: of the batch.
+      tags: how many ids or keys of the second table there are.
+    """
 
     def ids(shape, rows):
         # Some ids come again and again, others hardly ever.
@@ -59,7 +70,7 @@ def draw_batch(rng, size=BATCH):
     seen = ids((size, 3), ITEMS)
     seen[rng.random(seen.shape) < 0.05] = -7
     lengths = rng.integers(0, 4, size)
-    values = ids(int(lengths.sum()), TAGS)
+    values = ids(int(lengths.sum()), tags)
     features = {
         "bags": bags,
         "seen": seen,
@@ -121,9 +132,11 @@ class TwoEngines:
         self.placed, self.admitted = collections.deque(), collections.deque()
         self.kept = []
         self.counts = collections.Counter()
+        self.lives = resident.vocabularies is not None
+        self.tags = 2 * TAGS if self.lives else TAGS
 
     def place(self):
-        given = draw_batch(self.rng)
+        given = draw_batch(self.rng, tags=self.tags)
         hosted = self.hosted.place(*given)
         late = sum(int((one.awaited > 0).sum()) for one in hosted.keys.incoming.values())
         self.counts["late rows"] += late
@@ -147,6 +160,7 @@ class TwoEngines:
         if self.placed:
             one = self.placed.popleft()
             self.states[0], one.hosted = self.hosted.admit(self.states[0], one.hosted)
+            self.states[1], one.resident = self.resident.admit(self.states[1], one.resident)
             self.admitted.append(one)
 
     def update(self):
@@ -173,8 +187,9 @@ class TwoEngines:
         return found, expected
 
     def evaluate(self):
-        given = draw_batch(self.rng, BATCH * int(self.rng.integers(1, 3)))
-        batches = self.hosted.place(*given, training=False), self.resident.place(*given)
+        given = draw_batch(self.rng, BATCH * int(self.rng.integers(1, 3)), self.tags)
+        pair = self.hosted, self.resident
+        batches = [engine.place(*given, training=False) for engine in pair]
         self.compare(*batches)
         self.counts["visits"] += batches[0].visit_rows > 0
         self.kept = [*self.kept[-2:], batches]
@@ -192,11 +207,25 @@ class TwoEngines:
 
     def rewind(self):
         self.hosted.vocabularies.rewind(self.states[0])
+        if self.lives:
+            self.resident.vocabularies.rewind(self.states[1])
         self.placed.clear()
 
+    def rows_of(self, name):
+        """Return the rows of a table that somebody can look up."""
+        if name == "tags" and self.lives:
+            pair = self.hosted, self.resident
+            (keys, rows), others = (engine.vocabularies.keys(name) for engine in pair)
+            np.testing.assert_array_equal(keys, others[0])
+            np.testing.assert_array_equal(rows, others[1])
+            counts = [engine.vocabularies.admitted_counters[name] for engine in pair]
+            assert counts[0] == counts[1]
+            return rows
+        return np.arange({"items": ITEMS, "tags": TAGS}[name])
+
     def read(self):
-        for name, rows in (("items", ITEMS), ("tags", TAGS)):
-            ids = self.rng.integers(0, rows, 40)
+        for name in ("items", "tags"):
+            ids = self.rng.permutation(self.rows_of(name))[:40]
             shapes = slot_shapes(self.hosted.layout.table(name)[0])
             for slot in (None, *(n for n, one in shapes.items() if one.per_row)):
                 pair = zip((self.hosted, self.resident), self.states, strict=True)
@@ -206,10 +235,11 @@ class TwoEngines:
     def set_rows(self):
         if self.placed:
             return
-        name, size = (("items", ITEMS), ("tags", TAGS))[self.rng.integers(2)]
+        name = ("items", "tags")[self.rng.integers(2)]
         shapes = slot_shapes(self.hosted.layout.table(name)[0])
         every = [None, *sorted(n for n, one in shapes.items() if one.per_row)]
-        slot, ids = every[self.rng.integers(len(every))], self.rng.permutation(size)[:6]
+        slot = every[self.rng.integers(len(every))]
+        ids = self.rng.permutation(self.rows_of(name))[:6]
         shape = self.hosted.rows(self.states[0], name, ids, slot=slot).shape
         values = self.rng.random(shape).astype(np.float32)
         pair = zip((self.hosted, self.resident), self.states, strict=True)
@@ -229,6 +259,8 @@ class TwoEngines:
             self.admit()
             self.update()
         self.read()
+        if self.lives:
+            self.counts |= self.hosted.vocabularies.counters["tags"]
         return self.counts
 
 
@@ -238,4 +270,4 @@ def engines(devices, rule, evict="lru", lookahead=1, rows=90, **options):
     storage = HostStorage(device_rows=rows, evict=evict)
     on_host, resident = (declared(RULES[rule], one, **options) for one in (storage, None))
     hosted = tpu_embed.EmbeddingEngine(on_host, mesh=mesh, lookahead=lookahead)
-    return hosted, tpu_embed.EmbeddingEngine(resident, mesh=mesh)
+    return hosted, tpu_embed.EmbeddingEngine(resident, mesh=mesh, lookahead=lookahead)

@@ -91,8 +91,7 @@ def _may_be_on_host(stack: Stack, config: Any) -> bool:
     """Return whether a table of a stack, with its config, is or could be at home on the host."""
     rule, initializer = stack.optimizer, config.initializer
     return (
-        config.vocabulary is None
-        and stack.placement != "replicated"
+        stack.placement != "replicated"
         and not (rule is not None and rule.updates_every_row)
         and not (initializer is not None and wants_shard_info(initializer))
     )

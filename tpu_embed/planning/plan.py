@@ -267,12 +267,17 @@ def _shared(hosts: int, sizes: Iterable[int]) -> int:
 
 
 def _map_bytes(table: TableSlice) -> int:
-    """Return at most how many bytes of a host's memory the map of a table takes."""
-    assert table.vocabulary is not None
-    options = table.vocabulary.options(table.vocabulary_size, lookahead=0)
-    # No key of a table on the host waits: all rows of a batch find room, or it is refused.
-    waiting = 0 if table.is_on_host else options.waiting
-    return ROW_BYTES * table.vocabulary_size + WAITING_BYTES * waiting
+    """Return at most how many bytes of a host's memory the maps of a table take."""
+    size, rules = table.vocabulary_size, table.vocabulary
+    if not table.is_on_host:
+        assert rules is not None
+        return ROW_BYTES * size + WAITING_BYTES * rules.options(size, lookahead=0).waiting
+    # No id of a table on the host waits: all rows of a batch find room, or it is refused.
+    of_ids = ROW_BYTES * size
+    if table.key_table is None:
+        return of_ids
+    size, rules = table.key_table
+    return of_ids + ROW_BYTES * size + WAITING_BYTES * rules.options(size, lookahead=0).waiting
 
 
 def _table(

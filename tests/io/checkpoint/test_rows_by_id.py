@@ -9,12 +9,13 @@ import pytest
 from host_table_cases import ITEMS, RULES, TAGS, TwoEngines, declared, draw_batch, engines
 
 import tpu_embed
-from tpu_embed import FeatureConfig, HostStorage, TableConfig, io
+from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig, io
 from tpu_embed import optimizers as o
 from tpu_embed.core.state import slot_shapes
 from tpu_embed.io.checkpoint.host_rows import names
 from tpu_embed.storage import HostRows, RowField
 
+SHARED = DynamicVocabulary(ttl=3, unseen="shared")
 NORMAL = jax.nn.initializers.normal()
 
 
@@ -23,12 +24,17 @@ def mesh_of(devices):
 
 
 def every_row(engine, state):
-    """Return all rows and slots of the two tables, wherever they are."""
+    """Return all rows and slots of the two tables, wherever they are; of keys, those of the keys."""
     found = []
-    for name, rows in (("items", ITEMS), ("tags", TAGS)):
+    for name, rows in (("items", np.arange(ITEMS)), ("tags", np.arange(TAGS))):
+        if engine.layout.table(name)[1].key_rules is not None:
+            keys, rows = engine.vocabularies.keys(name)
+            order = np.argsort(keys)
+            found.append(keys[order])
+            rows = rows[order]
         shapes = slot_shapes(engine.layout.table(name)[0])
         for slot in (None, *(n for n, one in shapes.items() if one.per_row)):
-            found.append(engine.rows(state, name, np.arange(rows), slot=slot))
+            found.append(engine.rows(state, name, rows, slot=slot))
     return found
 
 
@@ -42,6 +48,7 @@ def check_equal(found, expected):
     [
         ("Adagrad", 1, 8, {"rows": 100}),
         ("Adam", 2, 1, {"rows": 72, "lookahead": 0, "dtype": "bfloat16"}),
+        ("FTRL", 1, 2, {"rows": 100, "living": (SHARED, 80, 50)}),
     ],
 )
 def test_a_run_that_is_saved_and_restored_at_random_goes_on_with_its_bits(
@@ -49,9 +56,9 @@ def test_a_run_that_is_saved_and_restored_at_random_goes_on_with_its_bits(
 ):
     """Every restore is into another engine: other devices, `device_rows`, on the host or not."""
     run = TwoEngines(*engines(devices, rule, **options), seed=4)
-    dtype, linked = options.get("dtype", "float32"), 0
+    made, linked = {what: options.get(what) for what in ("dtype", "living") if what in options}, 0
     others = [
-        declared(RULES[rule], storage, dtype=dtype)
+        declared(RULES[rule], storage, **made)
         for storage in (HostStorage(device_rows=96, evict="lfu", path=tmp_path), None)
     ]
     resident = tpu_embed.EmbeddingEngine(others[1], mesh=mesh_of(2))
@@ -66,7 +73,7 @@ def test_a_run_that_is_saved_and_restored_at_random_goes_on_with_its_bits(
         if number % 2:
             # The restored engine takes the place of the one that was saved.
             last = run.hosted
-            again = declared(RULES[rule], HostStorage(device_rows=110), dtype=dtype)
+            again = declared(RULES[rule], HostStorage(device_rows=110), **made)
             run.hosted = tpu_embed.EmbeddingEngine(
                 again if number == 1 else others[0],
                 mesh=mesh_of(restored_on),
@@ -278,3 +285,53 @@ def test_an_old_state_and_damaged_files_are_refused(tmp_path):
     file.unlink()
     with pytest.raises(FileNotFoundError, match="rows at home"):
         io.restore(tmp_path / "new", engine)
+
+
+def living(size, rows=None):
+    """Return an engine of one living table, on the host if it has `rows` on the devices."""
+    table = TableConfig(
+        size,
+        4,
+        NORMAL,
+        name="tags",
+        vocabulary=DynamicVocabulary(unseen="shared", admit_after=2),
+        storage=None if rows is None else HostStorage(device_rows=rows),
+    )
+    return tpu_embed.EmbeddingEngine(FeatureConfig(table), o.Adagrad(0.5), mesh=mesh_of(1))
+
+
+def test_a_living_vocabulary_on_the_host_is_restored_to_another_capacity(tmp_path):
+    """The same keys stay, with their rows, as of one whose rows are on the devices."""
+    key, rng = jax.random.key(0), np.random.default_rng(0)
+    batches = [rng.integers(0, 70, (8, 2)) for _ in range(14)]
+    made = [living(40, 20), living(40)]
+    states = [train(one, one.init(key), *batches[:8]) for one in made]
+    for kind, one, state in zip(("host", "devices"), made, states, strict=True):
+        io.save(tmp_path / kind, one, state)
+    for size in (16, 90):
+        found = []
+        for kind, other in (
+            ("host", living(size, 17)),
+            ("host", living(size)),
+            ("devices", living(size, 30)),
+            ("devices", living(size)),
+        ):
+            state = io.restore(tmp_path / kind, other).state
+            before = by_key(other, state)
+            state = train(other, state, *batches[8:])
+            again = living(size, 25)
+            path = tmp_path / f"again {size} {len(found)}"
+            io.save(path, other, state)
+            found.append((before, by_key(again, io.restore(path, again).state)))
+        for some in found[:3]:
+            for one, other in zip(some, found[3], strict=True):
+                check_equal(one, other)
+
+
+def by_key(engine, state):
+    """Return the keys of a table in order, and their rows and slots; and the shared row."""
+    keys, rows = engine.vocabularies.keys("tags")
+    last = engine.table_configs["tags"].vocabulary_size - 1
+    rows = np.append(rows[np.argsort(keys)], last)
+    slots = (engine.rows(state, "tags", rows, slot=slot) for slot in (None, "accumulators"))
+    return [np.sort(keys), *slots]

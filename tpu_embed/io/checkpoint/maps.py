@@ -30,7 +30,15 @@ from tpu_embed.io import schema
 from tpu_embed.io.checkpoint.checked import read_bound, write_bound
 from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, write_column
 from tpu_embed.io.files import file_name
-from tpu_embed.vocabulary import COUNTERS, MapState, MapStates, fit, map_version, new_history
+from tpu_embed.vocabulary import (
+    COUNTERS,
+    DynamicVocabulary,
+    MapState,
+    MapStates,
+    fit,
+    map_version,
+    new_history,
+)
 
 _FILE = "vocabularies.json"
 _ARRAYS = ("keys", "rows", "last_seen", "batches_seen", "waiting_keys", "waiting_counts")
@@ -64,7 +72,7 @@ class SavedMaps(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Rows of a table that are read from other places than they are written to.
+    """Where the rows of a table go that belong to keys, or to all unseen ones.
 
     Attributes:
       before: int64 `[n]`, the rows on disk, ascending.
@@ -74,6 +82,17 @@ class Moves(NamedTuple):
     before: np.ndarray
     now: np.ndarray
 
+    def moved(self) -> Moves:
+        """Return those that do not stay in their places."""
+        moved = self.before != self.now
+        return Moves(self.before[moved], self.now[moved])
+
+    def follow(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return which of some rows on disk, int64 `[m]`, are here, bool `[m]`; and their rows."""
+        at = np.searchsorted(self.before, rows)
+        here = np.append(self.before, -1)[at] == rows
+        return here, self.now[at[here]]
+
 
 @dataclasses.dataclass(frozen=True)
 class FoundMaps:
@@ -82,7 +101,7 @@ class FoundMaps:
     Attributes:
       states: for `Vocabularies.load_state`.
       key: the data of the random key of new rows, by its kind; None if none was saved.
-      moves: by table, the rows that do not stay in their places.
+      moves: by table, where its rows go.
     """
 
     states: MapStates
@@ -105,16 +124,14 @@ def prepare(engine: EmbeddingEngine, state: TableState) -> SavedMaps | None:
         raise ValueError(message("state", expected=expected, got=got, remedy=remedy))
     assert state.vocabulary is not None, "checked"
     ((kind, data),) = ((name, x) for name, x in state.vocabulary.items() if name != MAP_VERSION)
-    maps = {n: one for n, one in vocabularies.states(step).maps.items() if n in _living(engine)}
-    tables = {}
+    states, tables = vocabularies.states(step), {}
+    maps = {name: {**states.maps, **states.ids}[name] for name in _living(engine)}
     for name, one in maps.items():
-        table = vocabularies.tables[name]
-        assert table.vocabulary is not None
         tables[name] = {
-            "capacity": table.vocabulary_size,
+            "capacity": vocabularies.capacity(name),
             "keys": one.keys.size,
             "waiting": one.waiting_keys.size,
-            "unseen": table.vocabulary.unseen,
+            "unseen": _rules(_living(engine)[name]).unseen,
             "counters": one.counters.tolist(),
         }
     key = np.asarray(data).tolist()
@@ -184,23 +201,29 @@ def read(
         if name not in saved_tables:
             maps[name] = empty_state(step)
             continue
-        assert table.vocabulary is not None
-        before, now = saved[name]["unseen"], table.vocabulary.unseen
+        before, now = saved[name]["unseen"], _rules(table).unseen
         if now == "shared" and before != now:
             raise refuse(f"table {name!r}: unseen", repr(now), repr(before), "declare it as it was")
         state = _read_state(directory, name, saved[name], step, checksums)
         maps[name], moves[name] = _fit_state(state, saved[name], table)
-    # Nothing is on the devices at first, so the maps of tables on the host are empty.
+    ids = {name: maps[name] for name, table in wanted.items() if table.key_table is not None}
+    # Nothing is on the devices at first, so what knows the rows of tables there is empty.
     maps |= {table.name: empty_state(step) for _, table in engine.layout.on_host}
     key = None
     if found is not None:
         key = {found["kind"]: np.array(found["key"], np.uint32)}
-    return FoundMaps(MapStates(new_history(), maps), key, moves)
+    return FoundMaps(MapStates(new_history(), maps, ids), key, moves)
 
 
 def _living(engine: EmbeddingEngine) -> dict[str, TableSlice]:
     """Return the tables whose ids are keys, by name."""
-    return {t.name: t for _, t in engine.layout.living if not t.is_on_host}
+    return {t.name: t for _, t in engine.layout.living if t.key_rules is not None}
+
+
+def _rules(table: TableSlice) -> DynamicVocabulary:
+    """Return how the keys of a table get rows."""
+    assert table.key_rules is not None, "its vocabulary lives"
+    return table.key_rules
 
 
 def read_key(directory: Path, checkpoint: str) -> Array:
@@ -241,14 +264,11 @@ def _fit_state(
     state: MapState, saved: Mapping[str, Any], table: TableSlice
 ) -> tuple[MapState, Moves]:
     """Return a state for a table of another capacity, and the rows that move."""
-    assert table.vocabulary is not None
-    fitted, before = fit(state, table.vocabulary_size, table.vocabulary)
-    moved = fitted.rows != before
-    pairs = [(before[moved], fitted.rows[moved])]
+    fitted, before = fit(state, table.declared_size, _rules(table))
+    pairs = [(before, fitted.rows)]
     # The shared row is the last one of any capacity.
-    last = saved["capacity"] - 1, table.vocabulary_size - 1
-    if saved["unseen"] == table.vocabulary.unseen == "shared" and last[0] != last[1]:
-        pairs.append((np.array([last[0]]), np.array([last[1]])))
+    if saved["unseen"] == _rules(table).unseen == "shared":
+        pairs.append((np.array([saved["capacity"] - 1]), np.array([table.declared_size - 1])))
     old, new = (np.concatenate(part) for part in zip(*pairs, strict=True))
     order = np.argsort(old)
     return fitted, Moves(old[order], new[order])

@@ -11,7 +11,7 @@ Input: files of tables, an engine. Output: rows at home; or a state with the row
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +101,10 @@ class RestoredRows:
             if layout.table(name)[1].is_on_host:
                 continue
             mine = [f for f in self._fields(name) if self.found.form(f) is not None]
-            for ids, rows in self._segments(name):
+            for ids, rows in self._moved(name, self._segments(name)):
                 for f in mine:
                     physical = logical.write_rows_in_place(
-                        f.read(state),
-                        ids.astype(np.int64),
-                        self._converted(f, rows),
-                        f,
-                        layout.axes,
+                        f.read(state), ids, self._converted(f, rows), f, layout.axes
                     )
                     state = f.write(state, physical)
         return state
@@ -133,6 +129,9 @@ class RestoredRows:
         storage = self.wanted.engine.storage
         if storage is None or any(map(self._lacking, storage.tables)):
             return False
+        moves = {} if self.found.maps is None else self.found.maps.moves
+        if any(moves[name].moved().now.size for name in storage.tables if name in moves):
+            return False
         now = {name: host_rows.describe(table.fields) for name, table in storage.tables.items()}
         saved = {name: self.by_id[name]["fields"] for name in now if name in self.by_id}
         return saved == now
@@ -155,7 +154,9 @@ class RestoredRows:
     def _blocks(self, name: str, vocabulary: Mapping[str, Array]) -> Iterator[Block]:
         """Yield the rows of a table on the host, as they are stored at home."""
         lacking = self._lacking(name)
-        for ids, rows in self._segments(name) if name in self.by_id else self._whole(name):
+        blocks = self._segments(name) if name in self.by_id else self._whole(name)
+        for rows_now, rows in self._moved(name, blocks):
+            ids = rows_now.view(np.uint64)
             made = {
                 part_of(f): self._stored(f, self._converted(f, rows))
                 for f in self._fields(name)
@@ -165,6 +166,18 @@ class RestoredRows:
                 drawn = self.wanted.engine.drawn_rows(vocabulary, name, ids)
                 made |= {part_of(f): drawn[part_of(f)] for f in lacking}
             yield ids, made
+
+    def _moved(self, name: str, blocks: Iterable[Block]) -> Iterator[tuple[np.ndarray, Rows]]:
+        """Yield blocks with the rows that their ids are now, int64 `[n]`; nobody's are left out."""
+        moves = {} if self.found.maps is None else self.found.maps.moves
+        for ids, rows in blocks:
+            before = ids.astype(np.int64)
+            if name not in moves:
+                yield before, rows
+                continue
+            here, now = moves[name].follow(before)
+            if now.size:
+                yield now, {part: some[here] for part, some in rows.items()}
 
     def _whole(self, name: str) -> Iterator[Block]:
         """Yield all rows of a table that is saved whole."""

@@ -277,7 +277,8 @@ def _filled(
         jax.block_until_ready(physical)  # no more than two blocks are held
         physical = _put(physical, values, start, limit, f, engine.layout.axes)
     if found.maps is not None and f.table.name in found.maps.moves:
-        physical = _move_rows(physical, reader, f, found.maps.moves[f.table.name], engine)
+        moves = found.maps.moves[f.table.name].moved()
+        physical = _move_rows(physical, reader, f, moves, engine)
     return f.write(state, physical)
 
 
