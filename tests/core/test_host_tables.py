@@ -23,6 +23,7 @@ import tpu_embed
 from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig, io, planning
 from tpu_embed import optimizers as o
 from tpu_embed.storage import HostRows
+from tpu_embed.vocabulary import ValidSteps
 
 CASES = {
     "one device": (1, "FTRL", {"lookahead": 2, "rows": 110}),
@@ -189,6 +190,41 @@ def test_no_thread_outlives_its_engine():
         if "write-back" in thread.name:
             thread.join(60)
             assert not thread.is_alive(), names
+
+
+def with_keys(capacity, rows):
+    """Return an engine with one table on the host whose vocabulary lives, and a first state."""
+    storage, living = HostStorage(device_rows=rows), DynamicVocabulary()
+    table = TableConfig(capacity, 4, name="items", vocabulary=living, storage=storage)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("d",))
+    engine = tpu_embed.EmbeddingEngine(FeatureConfig(table), o.Adagrad(0.5), mesh=mesh)
+    return engine, engine.init(jax.random.key(3))
+
+
+def test_a_lookup_batch_is_refused_once_a_row_on_the_devices_has_another_key():
+    engine, state = with_keys(capacity=9, rows=20)
+    state = train(engine, state, [*range(8), 8, *range(1, 8)])  # 9 keys: all rows are taken
+    kept = engine.place(np.arange(8), training=False)
+    batch = engine.place(np.array([50] * 8))
+    steps = ValidSteps(*kept.valid_steps.tolist())
+    with pytest.raises(ValueError, match="place it again"):
+        engine.vocabularies.check(engine.vocabularies.at(2), steps, kept.keys)
+    engine.lookup(state, kept)
+    state, batch = engine.admit(state, batch)
+    state = engine.update_in_place(state, batch, engine.lookup(state, batch))
+    assert engine.storage.counters["items"]["missed"] == 9  # it has the row of key 0, or of 8
+    with pytest.raises(ValueError, match="place it again"):
+        engine.lookup(state, kept)
+    assert np.isnan(jax.jit(engine.lookup)(state, kept)).all()
+
+
+def test_the_row_at_home_of_a_forgotten_key_is_not_brought():
+    engine, state = with_keys(capacity=16, rows=8)
+    state = train(engine, state, np.arange(8), np.arange(8, 16))
+    assert engine.storage.counters["items"]["sent"] == 8
+    state = train(engine, state, np.arange(100, 108))  # they get the ids of the first 8 keys
+    counts = engine.storage.counters["items"]
+    assert (counts["missed"], counts["brought"], counts["late"]) == (24, 0, 0)
 
 
 REFUSED = {

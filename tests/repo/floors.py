@@ -67,6 +67,7 @@ ORDERS = {
         "states",
         "map",
         "batch_keys",
+        "table_maps",
         "timeline",
         "vocabularies",
         "choose",

@@ -360,11 +360,7 @@ def _make_stack(members: Sequence[ResolvedTable], packing: Packing) -> Stack:
     slices, offset = [], 0
     for table in members:
         config, own = table.config, table.rows_per_shard
-        ids = 0 if config.storage is None else config.vocabulary_size
-        keys = None
-        if config.storage is not None and config.vocabulary is not None:
-            keys = KeyTable(config.vocabulary_size, config.vocabulary)
-        made = table.initializer, config.row_rules, config.storage, ids, keys
+        made = table.initializer, config.row_rules, config.storage, *_at_home(config)
         slices.append(TableSlice(table.name, config.device_rows, offset, own, *made))
         offset += own
     # The tables agree in everything but name, vocabulary and initializer; the first stands for all.
@@ -390,3 +386,11 @@ def _make_stack(members: Sequence[ResolvedTable], packing: Packing) -> Stack:
         quantization=first.config.quantization_config,
         packing=packing,
     )
+
+
+def _at_home(config: TableConfig) -> tuple[int, KeyTable | None]:
+    """Return `num_ids` and `key_table` of a table."""
+    if config.storage is None:
+        return 0, None
+    size, rules = config.vocabulary_size, config.vocabulary
+    return size, None if rules is None else KeyTable(size, rules)
