@@ -34,7 +34,7 @@ def hash_keys(keys: Any, seed: int) -> tuple[np.ndarray, np.ndarray]:
       TypeError: the keys are neither all strings nor all integers.
       ValueError: an integer has more than 64 bits.
     """
-    return _hashes(keys, _mix(np.array([(seed + _GAMMA) % 2**64], np.uint64)))
+    return _hashes(keys, mix(np.array([(seed + _GAMMA) % 2**64], np.uint64)))
 
 
 def _hashes(keys: Any, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -60,7 +60,7 @@ def _hashes(keys: Any, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if present.dtype.kind in "iu":
         # Sign-extend first, so that int8 -1 and int64 -1 are the same key.
         bits = present.astype(np.uint64 if present.dtype.kind == "u" else np.int64)
-        found = _mix(bits.view(np.uint64) ^ state)
+        found = mix(bits.view(np.uint64) ^ state)
     else:
         found = _hash_strings(_strings_of(present), state)
     if not some:
@@ -70,7 +70,7 @@ def _hashes(keys: Any, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return hashes, missing
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def mix(x: np.ndarray) -> np.ndarray:
     """Return `mix(x)` of uint64, see `hash_ids`; NumPy's products wrap around modulo 2⁶⁴."""
     x = x ^ (x >> np.uint64(30))
     x *= np.uint64(0xBF58476D1CE4E5B9)
@@ -99,11 +99,11 @@ def _hash_strings(strings: _Strings, state: np.ndarray) -> np.ndarray:
     data, starts, lengths = strings
     # A word may begin at any byte: words[k] is made of data[k], …, data[k + 7].
     words = np.ndarray((data.size - _WORD + 1,), "<u8", data, strides=(1,))
-    hashes = _mix(lengths.astype(np.uint64) ^ state)
+    hashes = mix(lengths.astype(np.uint64) ^ state)
     # Word j of all strings at once, for j = 0, 1, …; first the words that all strings have whole.
     column = int(lengths.min()) // _WORD if lengths.size else 0
     for at in range(0, column * _WORD, _WORD):
-        hashes = _mix(hashes ^ words[starts + at].astype(np.uint64))
+        hashes = mix(hashes ^ words[starts + at].astype(np.uint64))
     # `active` are the strings that have a word j.
     active = np.flatnonzero(lengths > column * _WORD)
     while active.size:
@@ -111,7 +111,7 @@ def _hash_strings(strings: _Strings, state: np.ndarray) -> np.ndarray:
         # The last word of a string of 13 bytes has 5: the 3 after them are shifted out.
         shift = (np.maximum(_WORD - left, 0) * 8).astype(np.uint64)
         word = words[starts[active] + column * _WORD].astype(np.uint64)
-        hashes[active] = _mix(hashes[active] ^ ((word << shift) >> shift))
+        hashes[active] = mix(hashes[active] ^ ((word << shift) >> shift))
         active, column = active[left > _WORD], column + 1
     return hashes
 

@@ -27,7 +27,7 @@ from tpu_embed.vocabulary import ValidSteps
 
 CASES = {
     "one device": (1, "FTRL", {"lookahead": 2, "rows": 110}),
-    "eight devices": (8, "Adagrad", {"evict": "lfu", "lookahead": 0, "rows": 72}),
+    "eight devices": (8, "Adagrad", {"evict": "lfu", "lookahead": 0, "rows": 80, "groups": 2}),
     "bfloat16": (2, "RowWiseAdagrad", {"dtype": "bfloat16", "dim": 5}),
     "room for all": (1, "Adam", {"rows": ITEMS}),
 }

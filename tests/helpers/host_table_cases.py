@@ -264,10 +264,10 @@ class TwoEngines:
         return self.counts
 
 
-def engines(devices, rule, evict="lru", lookahead=1, rows=90, **options):
+def engines(devices, rule, evict="lru", lookahead=1, rows=90, groups=None, **options):
     """Return an engine with tables on the host, and one with the same tables on the devices."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("d",))
-    storage = HostStorage(device_rows=rows, evict=evict)
+    storage = HostStorage(device_rows=rows, evict=evict, groups=groups)
     on_host, resident = (declared(RULES[rule], one, **options) for one in (storage, None))
     hosted = tpu_embed.EmbeddingEngine(on_host, mesh=mesh, lookahead=lookahead)
     return hosted, tpu_embed.EmbeddingEngine(resident, mesh=mesh, lookahead=lookahead)

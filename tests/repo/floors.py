@@ -66,6 +66,7 @@ ORDERS = {
         "fixed",
         "states",
         "map",
+        "grouped_map",
         "batch_keys",
         "table_maps",
         "timeline",

@@ -6,8 +6,18 @@ import time
 import numpy as np
 import pytest
 
-from tpu_embed.storage import VALUES, Homes, HomeTable, HostStorage, Room, RowField, slot_field
+from tpu_embed.storage import (
+    VALUES,
+    Homes,
+    HomeTable,
+    HostStorage,
+    Room,
+    RowField,
+    RowGroups,
+    slot_field,
+)
 
+GROUPS = RowGroups(8, (0,), False, 1, frozenset([0]))
 FIELDS = {
     VALUES: RowField((2,), np.dtype(np.float32)),
     slot_field("sums"): RowField((), np.dtype(np.float32)),
@@ -16,7 +26,7 @@ LONG = 60
 
 
 def homes():
-    return Homes({"items": HomeTable(HostStorage(device_rows=8), FIELDS)})
+    return Homes({"items": HomeTable(HostStorage(device_rows=8), FIELDS, GROUPS)})
 
 
 def rows_of(values):

@@ -4,6 +4,7 @@ Input: rows by 64-bit id, NumPy arrays. Output: the same.
 """
 
 from tpu_embed.storage.config import HostStorage
+from tpu_embed.storage.groups import RowGroups
 from tpu_embed.storage.homes import VALUES, Homes, HomeTable, Incoming, Room, Save, slot_field
 from tpu_embed.storage.host_rows import HostRows, RowField
 from tpu_embed.storage.snapshots import RowSnapshot
@@ -17,6 +18,7 @@ __all__ = [
     "Incoming",
     "Room",
     "RowField",
+    "RowGroups",
     "RowSnapshot",
     "Save",
     "slot_field",

@@ -34,6 +34,9 @@ class HostStorage:
         memory holds them.
       evict: the row that goes home when a place is needed. "lru": the one that was seen longest
         ago; "lfu": the one that the fewest training batches have had since it came.
+      groups: G, into how many groups ids are divided by a hash; each has its part of the rows on
+        the devices, and a batch must find room in every group. None: as many as there are different
+        sets of processes that hold shards of the table, so 1 in a single process.
 
     Raises:
       ValueError: an argument is outside its range.
@@ -46,10 +49,17 @@ class HostStorage:
     device_rows: int
     path: str | None = None
     evict: EvictFromDevice = "lru"
+    groups: int | None = None
 
     def __post_init__(self) -> None:
         rows = _checks.check_int("HostStorage.device_rows", self.device_rows, minimum=1)
         object.__setattr__(self, "device_rows", rows)
         _checks.check_choice("HostStorage.evict", self.evict, _EVICT)
+        if self.groups is not None:
+            count = _checks.check_int("HostStorage.groups", self.groups, minimum=1)
+            if count > rows:
+                expected, got = f"at most {rows}, the device_rows", f"{count}"
+                raise ValueError(_checks.message("HostStorage.groups", expected=expected, got=got))
+            object.__setattr__(self, "groups", count)
         if self.path is not None:
             object.__setattr__(self, "path", os.fspath(self.path))

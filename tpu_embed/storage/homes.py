@@ -28,6 +28,7 @@ import numpy as np
 from tpu_embed._checks import message
 from tpu_embed.kernels.dispatch import host_kernels
 from tpu_embed.storage.config import HostStorage
+from tpu_embed.storage.groups import RowGroups
 from tpu_embed.storage.host_rows import HostRows, RowField
 
 VALUES = "values"
@@ -55,10 +56,12 @@ class HomeTable(NamedTuple):
     Attributes:
       storage: what the user declared.
       fields: what a row has.
+      groups: which rows of the devices an id may have, and which ids are at home here.
     """
 
     storage: HostStorage
     fields: dict[str, RowField]
+    groups: RowGroups
 
 
 class Room(NamedTuple):

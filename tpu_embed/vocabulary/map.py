@@ -147,6 +147,10 @@ class VocabularyMap:
             except ConflictError as conflict:
                 raise ValueError(_conflict_message(*conflict.args)) from None
 
+    def rows_needed(self, lost: np.ndarray) -> int:
+        """Return how many rows there must be, so that keys that found none, uint64 `[n]`, do."""
+        return self._options.num_rows + np.unique(lost).size
+
     def rewind(self, step: int) -> None:
         """Undo the batches taken after `step`, as if they had never been taken.
 

@@ -22,8 +22,10 @@ import numpy as np
 from tpu_embed._checks import message
 from tpu_embed.kernels.dispatch import host_kernels
 from tpu_embed.kernels.vocabulary_reference import MapState, Taken
+from tpu_embed.storage import RowGroups
 from tpu_embed.vocabulary.batch_keys import MapStates, NewOwners
 from tpu_embed.vocabulary.config import LivingTable
+from tpu_embed.vocabulary.grouped_map import GroupedMap
 from tpu_embed.vocabulary.map import VocabularyMap
 
 
@@ -55,34 +57,45 @@ class FoundKeys(NamedTuple):
     rows: np.ndarray
 
 
+_Map = VocabularyMap | GroupedMap
+
+
 class TableMaps:
     """The maps of some tables.
 
     Args:
       tables: the tables.
       lookahead: as for `Vocabularies`.
+      groups: of the rows of tables on the host, by table.
     """
 
-    def __init__(self, tables: Sequence[LivingTable], lookahead: int) -> None:
+    def __init__(
+        self, tables: Sequence[LivingTable], lookahead: int, groups: Mapping[str, RowGroups]
+    ) -> None:
         self._tables, self._lookahead = {table.name: table for table in tables}, lookahead
+        self._groups = groups
         self._to_rows, self._to_ids = self._new_maps()
 
-    def _new_maps(self) -> tuple[dict[str, VocabularyMap], dict[str, VocabularyMap]]:
+    def _new_maps(self) -> tuple[dict[str, _Map], dict[str, VocabularyMap]]:
         """Return maps without keys: those to rows on the devices, and those to ids."""
-        to_rows, to_ids = {}, {}
+        to_rows: dict[str, _Map] = {}
+        to_ids = {}
         for name, table in self._tables.items():
             assert table.vocabulary is not None
-            own = table.vocabulary, table.vocabulary_size
-            to_rows[name] = VocabularyMap(*own, self._lookahead)
+            if name in self._groups and self._groups[name].count > 1:
+                to_rows[name] = GroupedMap(table.vocabulary, self._groups[name], self._lookahead)
+            else:
+                own = table.vocabulary, table.vocabulary_size
+                to_rows[name] = VocabularyMap(*own, self._lookahead)
             if table.key_table is not None:
                 size, rules = table.key_table
                 to_ids[name] = VocabularyMap(rules, size, self._lookahead)
         return to_rows, to_ids
 
-    def _every(self) -> list[VocabularyMap]:
+    def _every(self) -> list[_Map]:
         return [*self._to_rows.values(), *self._to_ids.values()]
 
-    def _of_keys(self, name: str) -> VocabularyMap:
+    def _of_keys(self, name: str) -> _Map:
         """Return the map of the keys of a table."""
         return self._to_ids[name] if name in self._to_ids else self._to_rows[name]
 
@@ -171,7 +184,7 @@ class TableMaps:
         moves.taken[name] = self._to_rows[name].take(known, unknown)
         table, lost = self._tables[name], moves.taken[name].rows < 0
         if table.is_on_host and lost.any():
-            count = table.vocabulary_size + np.unique(unknown[lost]).size
+            count = self._to_rows[name].rows_needed(unknown[lost])
             batches = "a batch" if not self._lookahead else f"{self._lookahead + 1} batches"
             expected = f"at most {table.vocabulary_size} distinct ids in {batches}"
             remedy = f"give it HostStorage(device_rows={count}) or more, or smaller batches"
@@ -247,9 +260,9 @@ class TableMaps:
             map_.load_state(state)
         return self.step
 
-    def _with_states(self, states: MapStates) -> list[tuple[VocabularyMap, MapState]]:
+    def _with_states(self, states: MapStates) -> list[tuple[_Map, MapState]]:
         pairs = [(one, states.maps[name]) for name, one in self._to_rows.items()]
-        return pairs + [(one, states.ids[name]) for name, one in self._to_ids.items()]
+        return [*pairs, *((one, states.ids[name]) for name, one in self._to_ids.items())]
 
 
 def _undo(rows: np.ndarray, keys: np.ndarray, taken: Taken) -> None:

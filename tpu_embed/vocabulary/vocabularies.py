@@ -57,7 +57,9 @@ class Vocabularies:
         self.lookahead, self.homes = lookahead, homes
         self.turns = Turns(with_others=jax.process_count() > 1)
         self.tables = {table.name: table for table in tables}
-        self._maps = TableMaps(tables, lookahead)
+        homes_of = {} if homes is None else homes.tables
+        groups = {name: one.groups for name, one in homes_of.items()}
+        self._maps = TableMaps(tables, lookahead, groups)
         self._timeline = Timeline(tables, lookahead)
         self._counted = {0: self.counters}  # after the admitted step and each later one
         self._lock = threading.RLock()

@@ -67,6 +67,13 @@ class MeshAxes:
         parts = self.sharding(names).addressable_devices_indices_map((self.size(names),))
         return np.unique(np.asarray([i[0].start or 0 for i in parts.values() if i], np.int64))
 
+    @functools.cache  # noqa: B019
+    def processes_of_parts(self, names: tuple[str, ...]) -> list[frozenset[int]]:
+        """Return which processes hold each part of what is split over the named axes."""
+        parts = self.parts_of_devices(names)
+        processes = np.array([device.process_index for device in self.mesh.devices.flat])
+        return [frozenset(processes[parts == i].tolist()) for i in range(self.size(names))]
+
     @property
     def names(self) -> tuple[str, ...]:
         """All axes of the mesh, in mesh order."""

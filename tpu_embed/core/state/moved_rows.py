@@ -34,7 +34,7 @@ from tpu_embed.core.state.table_state import (
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.kernels.formats import RowFormat
 from tpu_embed.kernels.waits import zero_after
-from tpu_embed.storage import VALUES, Homes, HomeTable, Room, RowField, slot_field
+from tpu_embed.storage import VALUES, Homes, HomeTable, Room, RowField, RowGroups, slot_field
 
 
 def row_fields(stack: Stack) -> dict[str, RowField]:
@@ -55,13 +55,46 @@ def make_homes(layout: Layout) -> Homes | None:
     for stack, table in layout.on_host:
         assert table.storage is not None, "a table on the host"
         check_rule(stack, table)
-        tables[table.name] = HomeTable(table.storage, row_fields(stack))
+        groups = _groups(layout, stack, table)
+        tables[table.name] = HomeTable(table.storage, row_fields(stack), groups)
     if tables and jax.process_count() > 1:
         what, expected = f"table {next(iter(tables))!r}: storage", "one process"
         remedy = "leave storage out: with several processes, tables are on the devices"
         got = f"{jax.process_count()}"
         raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
     return Homes(tables) if tables else None
+
+
+def _groups(layout: Layout, stack: Stack, table: TableSlice) -> RowGroups:
+    """Return the groups of a table's rows on the devices.
+
+    Raises:
+      ValueError: the shards of some processes would have no group of their own.
+    """
+    assert table.storage is not None, "a table on the host"
+    # Shards have one owner if the same processes hold them: [{0}, {0}, {1}, {1}] -> 0 0 1 1.
+    holders = layout.axes.processes_of_parts(stack.shard_axes)
+    numbers = {one: i for i, one in enumerate(dict.fromkeys(holders))}
+    count = table.storage.groups or len(numbers)
+    if count % len(numbers):
+        expected = f"a multiple of {len(numbers)}, which shards of the table belong to"
+        what = f"table {table.name!r}: HostStorage.groups"
+        raise ValueError(message(what, expected=expected, got=f"{count}"))
+    here = jax.process_index()
+    made = RowGroups(
+        num_rows=table.vocabulary_size,
+        owners=tuple(numbers[one] for one in holders),
+        by_range=stack.placement == "div",
+        count=count,
+        mine=frozenset(number for one, number in numbers.items() if here in one),
+    )
+    if not all(rows.size for rows in made.rows):
+        what, expected = (
+            f"table {table.name!r}: HostStorage.device_rows",
+            f"a row in {count} groups",
+        )
+        raise ValueError(message(what, expected=expected, got=f"{table.vocabulary_size} rows"))
+    return made
 
 
 def check_rule(stack: Stack, table: TableSlice) -> None:
