@@ -17,7 +17,7 @@ from tpu_embed.storage import (
     slot_field,
 )
 
-GROUPS = RowGroups(8, (0,), False, 1, frozenset([0]))
+GROUPS = RowGroups(8, (0,), False, 1, frozenset([0]), frozenset([0]))
 FIELDS = {
     VALUES: RowField((2,), np.dtype(np.float32)),
     slot_field("sums"): RowField((), np.dtype(np.float32)),

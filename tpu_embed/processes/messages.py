@@ -39,6 +39,9 @@ SLICE_MS = 1000
 _WITH_NEWS = 2**15
 """A process that has news adds this to the count of arrivals (an int32), besides 1 for itself."""
 
+_MOST_BYTES = 2**20
+"""The bytes of one message: the store takes 4 MiB at a time."""
+
 _T = TypeVar("_T")
 _ERRORS = {
     error.__name__: error
@@ -95,6 +98,28 @@ def gather_from_all(what: str, value: Any) -> list[Any]:
         return [value]
     said = exchange(what, f"tpu_embed/said/{what}", json.dumps(value), FILES_SECONDS)
     return [said[process] for process in sorted(said)]
+
+
+def gather_bytes(what: str, mine: bytes) -> list[bytes]:
+    """Return the bytes of all processes, however many, by process; all must call this.
+
+    Args:
+      what: what is done, for messages.
+      mine: this process's bytes.
+
+    Raises:
+      RuntimeError: as for `raise_on_all`.
+    """
+    sizes = gather_from_all(f"{what}: sizes", len(mine))
+    if len(sizes) == 1:
+        return [mine]
+    parts: list[list[bytes]] = [[] for _ in sizes]
+    for first in range(0, max(sizes), _MOST_BYTES):
+        news = mine[first : first + _MOST_BYTES] or None
+        said = exchange_bytes(what, f"tpu_embed/bytes/{what}", news, FILES_SECONDS)
+        for process, some in said.items():
+            parts[process].append(some)
+    return [b"".join(some) for some in parts]
 
 
 def agree_on(what: str, value: str) -> str:

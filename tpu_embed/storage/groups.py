@@ -32,6 +32,7 @@ class RowGroups:
         r mod S ("mod").
       count: G, the number of groups; a multiple of the different owners.
       mine: the numbers in `owners` whose shards this process holds.
+      saved: those of them whose rows it saves: the first process that holds them does.
     """
 
     num_rows: int
@@ -39,6 +40,7 @@ class RowGroups:
     by_range: bool
     count: int
     mine: frozenset[int]
+    saved: frozenset[int]
 
     @property
     def num_owners(self) -> int:
@@ -72,9 +74,16 @@ class RowGroups:
 
     def at_home(self, ids: np.ndarray) -> np.ndarray:
         """Return which ids, uint64 `[n]`, are at home in this process, bool `[n]`."""
-        if self.is_whole:
+        return self._are_of(self.mine, ids)
+
+    def are_saved(self, ids: np.ndarray) -> np.ndarray:
+        """Return the rows of which ids, uint64 `[n]`, this process saves, bool `[n]`."""
+        return self._are_of(self.saved, ids)
+
+    def _are_of(self, owners: frozenset[int], ids: np.ndarray) -> np.ndarray:
+        if len(owners) == self.num_owners:
             return np.ones(ids.size, bool)
-        return np.isin(self.of(ids) % self.num_owners, [*self.mine])
+        return np.isin(self.of(ids) % self.num_owners, [*owners])
 
     @property
     def is_whole(self) -> bool:

@@ -56,12 +56,12 @@ class HomeTable(NamedTuple):
     Attributes:
       storage: what the user declared.
       fields: what a row has.
-      groups: which rows of the devices an id may have, and which ids are at home here.
+      row_groups: which rows of the devices an id may have, and which ids are at home here.
     """
 
     storage: HostStorage
     fields: dict[str, RowField]
-    groups: RowGroups
+    row_groups: RowGroups
 
 
 class Room(NamedTuple):

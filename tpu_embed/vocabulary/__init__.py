@@ -16,7 +16,7 @@ from tpu_embed.vocabulary.config import DynamicVocabulary, KeyTable, LivingTable
 from tpu_embed.vocabulary.fixed import FixedVocabulary
 from tpu_embed.vocabulary.map import VocabularyMap
 from tpu_embed.vocabulary.states import fit
-from tpu_embed.vocabulary.table_maps import FoundKeys
+from tpu_embed.vocabulary.table_maps import FoundKeys, Moves
 from tpu_embed.vocabulary.vocabularies import Vocabularies
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "LivingTable",
     "MapState",
     "MapStates",
+    "Moves",
     "NewOwners",
     "Taken",
     "ValidSteps",

@@ -113,6 +113,8 @@ class BatchKeys:
         batches before it are admitted.
       arrivals: of a training batch, by stack of tables on the host, the rows that come to the
         devices (`core/layout/arrivals.py`).
+      agreed: of a training batch, by stack of tables on the host, what the processes agree on of
+        these rows; None: there is one process.
     """
 
     def __init__(
@@ -121,9 +123,10 @@ class BatchKeys:
         steps: ValidSteps | None = None,
         make_visits: Callable[[], Any] | None = None,
         arrivals: Mapping[str, Any] | None = None,
+        agreed: Mapping[str, Any] | None = None,
     ) -> None:
         self.tables, self.steps, self.make_visits = tables, steps, make_visits
-        self.arrivals = arrivals or {}
+        self.arrivals, self.agreed = arrivals or {}, agreed
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, BatchKeys)

@@ -58,7 +58,7 @@ class Vocabularies:
         self.turns = Turns(with_others=jax.process_count() > 1)
         self.tables = {table.name: table for table in tables}
         homes_of = {} if homes is None else homes.tables
-        groups = {name: one.groups for name, one in homes_of.items()}
+        groups = {name: one.row_groups for name, one in homes_of.items()}
         self._maps = TableMaps(tables, lookahead, groups)
         self._timeline = Timeline(tables, lookahead)
         self._counted = {0: self.counters}  # after the admitted step and each later one
@@ -236,6 +236,7 @@ class Vocabularies:
         brought = {}
         for name in self.homes.tables:
             keys, is_new = moves.taken[name].new_keys, None
+            keys = keys[self.homes.tables[name].row_groups.at_home(keys)]
             if name in moves.owners:
                 # What is at home for the id of a new key belonged to another key.
                 is_new = np.isin(keys, moves.owners[name].taken.new_rows.view(np.uint64))

@@ -210,7 +210,7 @@ def test_files_have_at_most_twice_the_rows(tmp_path):
     for number in range(6):
         state = train(engine, state, np.arange(16), np.arange(16, 32))
         io.save(tmp_path / f"{number}", engine, state)
-        found = names(tmp_path / f"{number}" / "tables", None)["items"]["segments"]
+        found = names(tmp_path / f"{number}" / "tables", None, 1)["items"][0]["segments"]
         kept.append(sum(one["rows"] for one in found))
     assert max(kept) == 64
     assert kept.count(32) > 1  # some saves write all rows anew
@@ -262,7 +262,7 @@ def test_a_run_does_not_go_on_from_rows_of_another_dtype(tmp_path):
     # The same dtype again: now a save goes on.
     found = train(other, found, np.arange(8))
     check_saved(tmp_path / "2", other, found, dtype="bfloat16")
-    described = names(tmp_path / "2" / "tables", None)["items"]["segments"]
+    described = names(tmp_path / "2" / "tables", None, 1)["items"][0]["segments"]
     assert [one["rows"] for one in described] == [32, 8]
 
 

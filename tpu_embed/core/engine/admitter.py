@@ -16,11 +16,10 @@ import numpy as np
 from tpu_embed._checks import message
 from tpu_embed._types import Array, PyTree, Tracer
 from tpu_embed.core.batch import Batch, TracedIds
-from tpu_embed.core.layout import Layout
+from tpu_embed.core.layout import Layout, NewKeys, drawn_keys
 from tpu_embed.core.lookup import split_activations
 from tpu_embed.core.state import (
     MAP_VERSION,
-    NewKeys,
     NewRowWriter,
     RowMover,
     TableState,
@@ -28,9 +27,10 @@ from tpu_embed.core.state import (
     leaving_rooms,
     new_version,
 )
+from tpu_embed.storage import RowGroups
 from tpu_embed.vocabulary import (
     BatchKeys,
-    NewOwners,
+    Taken,
     ValidSteps,
     Vocabularies,
     check_vocabulary,
@@ -92,17 +92,21 @@ class Admitter:
         if homes is None:
             return self._writer.write(state, new)
         homes.check()
-        found = {}
+        found, leaving, mine = {}, {}, {}
         for name, incoming in keys.incoming.items():
             _, found[name] = homes.complete(name, incoming)
-            new[name] = _drawn(new[name], ~found[name], keys.owners.get(name))
-        sent = self._mover.send(keys.arrivals, found)
-        leaving = {name: keys.taken[name].evicted_keys for name in homes.tables}
+            row_groups, taken = homes.tables[name].row_groups, keys.taken[name]
+            new[name] = drawn_keys(row_groups, taken, found[name], keys.owners.get(name))
+            mine[name] = row_groups.at_home(taken.evicted_keys)
+            leaving[name] = taken.evicted_keys[mine[name]]
+        # In the order of the parcels, which all processes have alike.
+        came = {n: _whole(f, homes.tables[n].row_groups, keys.taken[n]) for n, f in found.items()}
+        sent = self._mover.send(keys.arrivals, came, keys.agreed)
         homes.wait_for_room()  # what may raise comes before tables are donated
         state, copies = self._mover.exchange(state, sent)
-        counts = {name: some.size for name, some in leaving.items()}
-        homes.send(step, leaving, functools.partial(leaving_rooms, copies, keys.arrivals, counts))
-        state = self._writer.write(state, new)
+        homes.send(step, leaving, functools.partial(leaving_rooms, copies, keys.arrivals, mine))
+        most = {name: one.drawn for name, one in (keys.agreed or {}).items()}
+        state = self._writer.write(state, new, most)
         for name, incoming in keys.incoming.items():
             homes.note_brought(name, incoming)
         return state
@@ -160,24 +164,11 @@ class Admitter:
             raise ValueError(message("admit", expected=expected, got=got, remedy=remedy))
 
 
-def _drawn(brought: NewKeys, lacking: np.ndarray, owners: NewOwners | None) -> NewKeys:
-    """Return the rows of a table on the host that are drawn, each once.
-
-    Args:
-      brought: the ids that come to the devices.
-      lacking: bool `[a]`, those of them that have no row at home.
-      owners: which ids got new keys; None: they have none.
-    """
-    if owners is None:
-        return NewKeys(brought.keys[lacking], brought.rows[lacking])
-    # A new key's row is drawn by the key; the row that unseen keys share, by its id.
-    lacking = lacking & ~np.isin(brought.rows, owners.rows)
-    by_id = np.concatenate([np.zeros(owners.rows.size, bool), np.ones(lacking.sum(), bool)])
-    return NewKeys(
-        np.concatenate([owners.taken.new_keys, brought.keys[lacking]]),
-        np.concatenate([owners.rows, brought.rows[lacking]]),
-        by_id,
-    )
+def _whole(found: np.ndarray, row_groups: RowGroups, taken: Taken) -> np.ndarray:
+    """Return which new rows came from home in this process, given those that are at home in it."""
+    whole = np.zeros(taken.new_keys.size, bool)
+    whole[row_groups.at_home(taken.new_keys)] = found
+    return whole
 
 
 def _fits(steps: ValidSteps, now: Array | np.ndarray) -> Any:

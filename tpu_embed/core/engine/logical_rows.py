@@ -8,6 +8,7 @@ Input: a state, names of tables and slots, ids of rows. Output: arrays; or a new
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from tpu_embed.core.state import (
     logical,
 )
 from tpu_embed.kernels import storage
+from tpu_embed.processes import gather_bytes, raise_on_all
 from tpu_embed.storage import VALUES, Homes, slot_field
 from tpu_embed.vocabulary import Vocabularies
 
@@ -113,7 +115,10 @@ class LogicalRows:
         With a living vocabulary, ids are the rows that `engine.vocabularies.keys` tells.
         """
         homes, maps = self._of(name)
-        return np.union1d(maps.held(name).keys, homes[name].ids()).view(np.int64)
+        ids = np.union1d(maps.held(name).keys, homes[name].ids())
+        said = gather_bytes(f"engine.touched: table {name!r}", ids.tobytes())
+        every = [np.frombuffer(some, np.uint64) for some in said]
+        return np.unique(np.concatenate(every)).view(np.int64)
 
     def set_rows(
         self,
@@ -200,11 +205,36 @@ class LogicalRows:
         return given.astype(np.int64)
 
     def _of_host(self, state: TableState, f: Field, keys: np.ndarray) -> dict[str, np.ndarray]:
-        """Return stored rows of a table on the host, `[n, …]` by field, for distinct keys."""
-        name = f.table.name
-        homes, maps = self._of(name)
+        """Return stored rows of a table on the host, `[n, …]` by field, for distinct keys.
+
+        With several processes all of them call this, and each reads what is at home in it.
+        """
+        homes, maps = self._of(f.table.name)
         _refuse_traced("rows", state)
         maps.check_newest(state)
+        row_groups = homes.tables[f.table.name].row_groups
+        if row_groups.is_whole:
+            return self._of_here(state, f, keys)
+        mine = np.flatnonzero(row_groups.at_home(keys))
+        what = f"engine.rows: table {f.table.name!r}"
+        read = raise_on_all(what, Path(), lambda: self._of_here(state, f, keys[mine]))
+        fields = homes.tables[f.table.name].fields
+        rows = {part: np.empty((keys.size, *one.shape), one.dtype) for part, one in fields.items()}
+        said = gather_bytes(what, b"".join([mine.tobytes(), *(read[p].tobytes() for p in fields)]))
+        width = 8 + sum(one.nbytes for one in fields.values())
+        for some in said:
+            # The numbers of n keys, then one field of all n after the other.
+            n = len(some) // width
+            at, end = np.frombuffer(some, np.int64, n), 8 * n
+            for part, one in fields.items():
+                values = np.frombuffer(some[end : end + n * one.nbytes], one.dtype)
+                rows[part][at], end = values.reshape(n, *one.shape), end + n * one.nbytes
+        return rows
+
+    def _of_here(self, state: TableState, f: Field, keys: np.ndarray) -> dict[str, np.ndarray]:
+        """Return stored rows, `[n, …]` by field, for distinct keys that are at home here."""
+        name = f.table.name
+        homes, maps = self._of(name)
         places = maps.rows(name, keys, maps.admitted).astype(np.int64)
         here = places >= 0
         held = self._mover.read(state, {name: places[here]})[name] if here.any() else {}
@@ -238,10 +268,16 @@ class LogicalRows:
         f, *arrays = logical.checked_rows(self._layout, name, ids, values, slot=slot)
         chosen, given = map(np.asarray, arrays)
         keys = chosen.astype(np.int64).view(np.uint64)
+        mine = homes.tables[name].row_groups.at_home(keys)
         part = VALUES if slot is None else slot_field(slot)
-        whole = self._of_host(state, f, keys)
-        whole[part] = given.astype(jnp.dtype(f.shape.dtype)).view(whole[part].dtype)
-        homes[name].write(keys, whole)
+
+        def write() -> None:
+            whole = self._of_here(state, f, keys[mine])
+            stored = given[mine].astype(jnp.dtype(f.shape.dtype))
+            whole[part] = stored.view(whole[part].dtype)
+            homes[name].write(keys[mine], whole)
+
+        raise_on_all(f"set_rows: table {name!r}", Path(), write)
         places = maps.rows(name, keys, maps.admitted).astype(np.int64)
         here = places >= 0
         if not here.any():

@@ -1,12 +1,27 @@
 """Decide once, statically, where each row lives: the mesh, its axes, and stacks of tables."""
 
-from tpu_embed.core.layout.arrivals import Arrival, arrivals_of, rooms_in
+from tpu_embed.core.layout.arrivals import (
+    Agreed,
+    Arrival,
+    NewKeys,
+    arrivals_of,
+    drawn_keys,
+    rooms_in,
+)
 from tpu_embed.core.layout.describe import describe, describe_devices, describe_tables
 from tpu_embed.core.layout.features import FeatureLayout
 from tpu_embed.core.layout.layout import Layout
 from tpu_embed.core.layout.learning_rates import HostRates
 from tpu_embed.core.layout.mesh import MeshAxes, make_axes
-from tpu_embed.core.layout.parcels import BY_ID, Parcels, lines, open_rows
+from tpu_embed.core.layout.parcels import (
+    BY_ID,
+    Parcels,
+    fetch_parcels,
+    lines,
+    most_per_shard,
+    open_rows,
+    send_parcels,
+)
 from tpu_embed.core.layout.placed_for import (
     ENGINE_OPTIONS,
     FEATURE_FIELDS,
@@ -26,11 +41,13 @@ __all__ = [
     "INT32_ROWS",
     "ROW_MULTIPLE",
     "TABLE_FIELDS",
+    "Agreed",
     "Arrival",
     "FeatureLayout",
     "HostRates",
     "Layout",
     "MeshAxes",
+    "NewKeys",
     "Parcels",
     "PlacedFor",
     "ResolvedTable",
@@ -43,13 +60,17 @@ __all__ = [
     "describe_devices",
     "describe_tables",
     "differences",
+    "drawn_keys",
+    "fetch_parcels",
     "lines",
     "make_axes",
     "make_layout",
     "make_stacks",
+    "most_per_shard",
     "open_rows",
     "rooms_in",
     "roomy",
     "round_up",
+    "send_parcels",
     "stack_name",
 ]

@@ -1,7 +1,8 @@
 """Sort rows by the shard that has them, so that each device gets a parcel with its own.
 
 Few sizes are used, so that few programs are compiled: the parcels of a stack have room for a
-rounded number of rows each, and what is left over is marked as absent.
+rounded number of rows each, and what is left over is marked as absent. With several processes, each
+fills the lines of its own shards; they agree on the size.
 
 Input: logical rows by table. Output: arrays `[S, m, …]`, one line per shard.
 """
@@ -34,6 +35,7 @@ class Parcels:
     Args:
       stack: the stack.
       rows: int64 `[n]` by table, its logical rows, all different.
+      least: m is what this many rows in one parcel need, at least.
 
     Attributes:
       size: m, the rows that a parcel has room for.
@@ -41,7 +43,7 @@ class Parcels:
       parts: by table, which of the n rows are its own.
     """
 
-    def __init__(self, stack: Stack, rows: Mapping[str, np.ndarray]) -> None:
+    def __init__(self, stack: Stack, rows: Mapping[str, np.ndarray], least: int = 0) -> None:
         self._stack = stack
         chosen = [(i, t) for i, t in enumerate(stack.tables) if t.name in rows]
         physical = [np.zeros(0, np.int64), *(stack.physical(rows[t.name], t) for _, t in chosen)]
@@ -54,7 +56,7 @@ class Parcels:
         firsts = np.arange(1, stack.num_shards + 1) * stack.num_rows
         begins = np.concatenate([[0], np.searchsorted(ordered.rows, firsts)])
         counts = np.diff(begins)
-        self.size = _bucket(int(counts.max()))
+        self.size = _bucket(max(int(counts.max()), least))
         # Of the rows in order, those of shard s, from begins[s] on, have the places s · m, ….
         shift = np.arange(stack.num_shards) * self.size - begins[:-1]
         self.at = np.empty(whole.size, np.int64)
@@ -122,6 +124,33 @@ class Parcels:
 def lines(parcels: np.ndarray) -> np.ndarray:
     """Return parcels `[S, m, …]` as one line `[S · m, …]`, to which `Parcels.at` points."""
     return parcels.reshape(-1, *parcels.shape[2:])
+
+
+def send_parcels(parcels: np.ndarray, sharding: jax.sharding.Sharding) -> Array:
+    """Send each device its line of parcels `[S, …]`; lines for other processes may be anything."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(parcels, sharding)
+    return jax.make_array_from_callback(parcels.shape, sharding, parcels.__getitem__)
+
+
+def fetch_parcels(parcels: Array) -> np.ndarray:
+    """Return parcels `[S, …]` from the devices; lines of other processes may be anything."""
+    if parcels.is_fully_addressable:
+        return np.asarray(parcels)
+    whole = np.empty(parcels.shape, parcels.dtype)
+    for shard in parcels.addressable_shards:
+        whole[shard.index] = shard.data
+    return whole
+
+
+def most_per_shard(stack: Stack, rows: Mapping[str, np.ndarray]) -> int:
+    """Return how many of some logical rows, by table, the shard has that has most of them."""
+    counts = np.zeros(stack.num_shards, np.int64)
+    for table in stack.tables:
+        if table.name in rows:
+            shards = stack.physical(rows[table.name], table) // stack.num_rows
+            counts += np.bincount(shards, minlength=stack.num_shards)
+    return int(counts.max())
 
 
 def open_rows(halves: Array, stack: Stack) -> Array:

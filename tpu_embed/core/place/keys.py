@@ -21,10 +21,27 @@ import numpy as np
 from tpu_embed._checks import message
 from tpu_embed.core.batch import BatchSpec
 from tpu_embed.core.ids import HostIds, batch_order, give_rows, has_means, split_keys
-from tpu_embed.core.layout import FeatureLayout, Layout, arrivals_of, rooms_in
+from tpu_embed.core.layout import (
+    Agreed,
+    FeatureLayout,
+    Layout,
+    arrivals_of,
+    drawn_keys,
+    most_per_shard,
+    rooms_in,
+)
 from tpu_embed.core.place.agreement import Agreement, Alone
+from tpu_embed.core.place.key_parts import (
+    Part,
+    decode,
+    decode_guests,
+    distinct_rows,
+    encode,
+    encode_guests,
+)
 from tpu_embed.core.place.visits import NOBODY, Visit, visit
-from tpu_embed.vocabulary import BatchKeys, FoundKeys, KeyedRows, ValidSteps, Vocabularies
+from tpu_embed.storage import Incoming
+from tpu_embed.vocabulary import BatchKeys, FoundKeys, KeyedRows, Moves, ValidSteps, Vocabularies
 
 
 class Keyed(NamedTuple):
@@ -41,23 +58,6 @@ class Keyed(NamedTuple):
     steps: ValidSteps
     keys: BatchKeys
     visit: Visit | None = None
-
-
-class _Part(NamedTuple):
-    """What one process's part of a batch has of one table.
-
-    Attributes:
-      known: int32 `[k]`, the rows of known keys, perhaps repeated.
-      keys: uint64, by feature of the table, the unknown keys in the order of their first examples.
-      examples: int64, by feature, these examples in the global batch.
-      absent: int32, by feature, where the rows of these keys are among those of the feature's keys;
-        empty in the parts of other processes.
-    """
-
-    known: np.ndarray
-    keys: list[np.ndarray]
-    examples: list[np.ndarray]
-    absent: list[np.ndarray]
 
 
 class KeyedBatches:
@@ -118,23 +118,61 @@ class KeyedBatches:
                 self._give_rows(name, parts[name], given, order, mine[name], found)
             for name in moves.owners:
                 found |= {f: vocabularies.rows(name, found[f]) for f in self._features[name]}
-            steps = vocabularies.steps(before + 1, training=True)
-            arrivals = arrivals_of(self._layout.stacks, vocabularies.homes, moves.taken)
-            incoming = vocabularies.incoming(moves, rooms_in(arrivals))
-            of_ids = {"owners": moves.owners, "incoming": incoming}
-            tables = {
-                name: KeyedRows(
-                    rows, moves.taken[name], **{what: one.get(name) for what, one in of_ids.items()}
-                )
-                for name, rows in self._by_table(found).items()
-            }
+            keys = self._keys_of(moves, self._by_table(found))
             # An empty range: nobody may look it up before it is admitted.
-            unusable = ValidSteps(1, 0, steps.history)
-            keys = BatchKeys(tables, steps, arrivals=arrivals)
+            unusable = ValidSteps(1, 0, vocabularies.at(before + 1)[1])
             yield Keyed(self._with_rows(hosts, found), unusable, keys)
         except BaseException:
             vocabularies.undo(before)
             raise
+
+    def _keys_of(self, moves: Moves, rows: Mapping[str, tuple[np.ndarray, ...]]) -> BatchKeys:
+        """Return what only the host knows of a training batch; rows from home are read.
+
+        Args:
+          moves: what the maps did with it.
+          rows: on the devices, int32 by table, of the distinct keys of each feature.
+        """
+        vocabularies, homes = self._vocabularies, self._vocabularies.homes
+        arrivals = arrivals_of(self._layout.stacks, homes, moves.taken)
+        rooms = rooms_in(arrivals, homes, moves.taken)
+        with self._agreement.refusals():
+            if homes is not None and not self._agreement.alone:
+                homes.check()  # here all processes hear of a row that one of them has lost
+            incoming = vocabularies.incoming(moves, rooms)
+        tables = {
+            name: KeyedRows(
+                some, moves.taken[name], incoming.get(name), owners=moves.owners.get(name)
+            )
+            for name, some in rows.items()
+        }
+        steps = vocabularies.steps(vocabularies.placed, training=True)
+        return BatchKeys(tables, steps, arrivals=arrivals, agreed=self._agree(moves, incoming))
+
+    def _agree(self, moves: Moves, incoming: Mapping[str, Incoming]) -> dict[str, Agreed] | None:
+        """Return what all processes have to know of the rows that each of them brings."""
+        homes, stacks = self._vocabularies.homes, self._layout.stacks
+        if self._agreement.alone or homes is None:
+            return None
+        # Two numbers a stack: does a row come from home, and how many rows are drawn for a shard?
+        mine = []
+        for stack in (one for one in stacks if one.is_on_host):
+            rows, comes = {}, False
+            for name in (table.name for table in stack.tables):
+                # A late row has been on the devices, so it will be at home when it is awaited.
+                one = incoming[name]
+                found = one.found | (one.awaited > 0)
+                comes |= bool(found.any())
+                row_groups, owners = homes.tables[name].row_groups, moves.owners.get(name)
+                rows[name] = drawn_keys(row_groups, moves.taken[name], found, owners).rows
+            mine += [comes, most_per_shard(stack, rows)]
+        said = self._agreement.share(np.array(mine, np.int64).tobytes())
+        pairs = np.max([np.frombuffer(one, np.int64) for one in said], axis=0).reshape(-1, 2)
+        names = [one.name for one in stacks if one.is_on_host]
+        return {
+            name: Agreed(bool(comes), int(most))
+            for name, (comes, most) in zip(names, pairs, strict=True)
+        }
 
     def find(self, hosts: Sequence[HostIds], step: int) -> Keyed:
         """Return a batch that is only looked up, with the rows of its keys; no map changes.
@@ -165,19 +203,32 @@ class KeyedBatches:
 
     def _visit(self, hosts: Sequence[HostIds], known: Mapping[int, FoundKeys]) -> Visit | None:
         """Return the small tables of a batch that is only looked up, or None."""
-        homes, given = self._vocabularies.homes, {}
+        homes = self._vocabularies.homes
         if homes is None:
             return None
-        for name in homes.tables:
-            given[name] = []
+        given: dict[str, dict[int, np.ndarray]] = {name: {} for name in homes.tables}
+        for name, mine in given.items():
             for f in self._features[name]:
-                ids, rows = hosts[f].keys, known[f].rows
+                ids = hosts[f].keys
                 assert ids is not None, "ids of living vocabularies are keys"
                 if self._tables[name].key_table is not None:
-                    ids = self._vocabularies.shared(name, known[f].ids).astype(np.int64)
-                    ids = np.where(ids < 0, NOBODY, ids.view(np.uint64))
-                given[name].append((f, ids, rows))
-        return visit(self._layout, homes, given)
+                    numbers = self._vocabularies.shared(name, known[f].ids).astype(np.int64)
+                    ids = np.where(numbers < 0, NOBODY, numbers.view(np.uint64))
+                # Of a table of keys, what is at home is found by the ids of the keys.
+                mine[f] = ids
+        every = {
+            name: self._guests_of_all([(ids, known[f].rows) for f, ids in mine.items()])
+            for name, mine in given.items()
+        }
+        return visit(self._layout, homes, given, every)
+
+    def _guests_of_all(
+        self, mine: list[tuple[np.ndarray, np.ndarray]]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the keys, uint64, and rows, int32, that a batch has of a table in any process."""
+        if self._agreement.alone:
+            return mine
+        return [decode_guests(one) for one in self._agreement.share(encode_guests(mine))]
 
     def _rows_of_all(
         self, step: int, rows: dict[str, tuple[np.ndarray, ...]]
@@ -189,7 +240,7 @@ class KeyedBatches:
         """
         if self._agreement.alone:
             return rows
-        mine = [_distinct(np.concatenate(some)) for some in rows.values()]
+        mine = [distinct_rows(np.concatenate(some)) for some in rows.values()]
         sizes = np.array([step, *(some.size for some in mine)], np.int64)
         said = self._agreement.share(b"".join(array.tobytes() for array in (sizes, *mine)))
         heads = [np.frombuffer(one, np.int64, sizes.size).tolist() for one in said]
@@ -229,10 +280,10 @@ class KeyedBatches:
             name: tuple(found[f] for f in features) for name, features in self._features.items()
         }
 
-    def _part(self, name: str, hosts: Sequence[HostIds], found: Mapping[int, np.ndarray]) -> _Part:
+    def _part(self, name: str, hosts: Sequence[HostIds], found: Mapping[int, np.ndarray]) -> Part:
         """Return what this process's part of a batch has of one table."""
         splits = [(hosts[f], split_keys(hosts[f], found[f])) for f in self._features[name]]
-        return _Part(
+        return Part(
             np.concatenate([np.zeros(0, np.int32), *(split.known for _, split in splits)]),
             [split.keys for _, split in splits],
             [self._global_examples(host, split.examples) for host, split in splits],
@@ -245,16 +296,16 @@ class KeyedBatches:
         size = host.shape.batch // len(self._replicas)
         return self._replicas[local // size] * size + local % size
 
-    def _of_all(self, mine: dict[str, _Part]) -> dict[str, list[_Part]]:
+    def _of_all(self, mine: dict[str, Part]) -> dict[str, list[Part]]:
         """Return what each process has of each table, by table; all processes call this."""
         if self._agreement.alone:
             return {name: [part] for name, part in mine.items()}
-        said = self._agreement.share(b"".join(_encode(part) for part in mine.values()))
-        decoded = [_decode(one, [len(self._features[name]) for name in mine]) for one in said]
+        said = self._agreement.share(b"".join(encode(part) for part in mine.values()))
+        decoded = [decode(one, [len(self._features[name]) for name in mine]) for one in said]
         return {name: [parts[i] for parts in decoded] for i, name in enumerate(mine)}
 
     def _merge(
-        self, name: str, hosts: Sequence[HostIds], parts: Sequence[_Part]
+        self, name: str, hosts: Sequence[HostIds], parts: Sequence[Part]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the rows of known keys, int64, the unknown keys in batch order, and that order.
 
@@ -272,10 +323,10 @@ class KeyedBatches:
     def _give_rows(
         self,
         name: str,
-        parts: Sequence[_Part],
+        parts: Sequence[Part],
         rows: np.ndarray,
         order: np.ndarray,
-        mine: _Part,
+        mine: Part,
         found: Mapping[int, np.ndarray],
     ) -> None:
         """Write the rows that the unknown keys of a table have got, -1 for none.
@@ -320,43 +371,3 @@ def give_rows_of(feature: FeatureLayout, host: HostIds, rows: np.ndarray) -> Hos
     if vocabulary is not None and vocabulary.unseen == "shared":
         rows[rows < 0] = feature.table.vocabulary_size - 1
     return give_rows(host, rows, is_mean=has_means(feature.config, host.shape))
-
-
-def _encode(part: _Part) -> bytes:
-    """Return what a process has of one table as bytes: each known row once."""
-    known = _distinct(part.known)
-    pieces, sizes = [known], [known.size]
-    for keys, places in zip(part.keys, part.examples, strict=True):
-        pieces += [keys, places.astype(np.int64)]
-        sizes.append(keys.size)
-    return b"".join(array.tobytes() for array in [np.array(sizes, np.int64), *pieces])
-
-
-def _distinct(rows: np.ndarray) -> np.ndarray:
-    """Return each of the rows once, int32, without -1."""
-    ascending = np.sort(rows)
-    # Rows -1 3 3 5 have the differences 0 4 0 2.
-    return ascending[np.diff(ascending, prepend=-1) > 0].astype(np.int32)
-
-
-def _decode(said: bytes, features: Sequence[int]) -> list[_Part]:
-    """Return the parts that a process has sent, one per table.
-
-    Args:
-      said: the bytes of all tables, one after another.
-      features: the number of features of each table.
-    """
-    at, parts = 0, []
-
-    def read(dtype: type, n: int) -> np.ndarray:
-        nonlocal at
-        array = np.frombuffer(said, dtype, n, at)
-        at += array.nbytes
-        return array
-
-    for count in features:
-        num_known, *sizes = read(np.int64, 1 + count).tolist()
-        known = read(np.int32, num_known)
-        pairs = [(read(np.uint64, n), read(np.int64, n)) for n in sizes]
-        parts.append(_Part(known, [keys for keys, _ in pairs], [at for _, at in pairs], []))
-    return parts

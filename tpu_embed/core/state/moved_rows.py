@@ -23,7 +23,18 @@ import numpy as np
 from tpu_embed._calls import call
 from tpu_embed._checks import message
 from tpu_embed._types import Array
-from tpu_embed.core.layout import Arrival, Layout, Parcels, Stack, TableSlice, lines, open_rows
+from tpu_embed.core.layout import (
+    Agreed,
+    Arrival,
+    Layout,
+    Parcels,
+    Stack,
+    TableSlice,
+    fetch_parcels,
+    lines,
+    open_rows,
+    send_parcels,
+)
 from tpu_embed.core.state.table_state import (
     StackShard,
     TableState,
@@ -49,27 +60,23 @@ def make_homes(layout: Layout) -> Homes | None:
     """Return homes for the tables on the host, with no row yet; None if there are none.
 
     Raises:
-      ValueError: there are several processes, or an optimizer touches every row.
+      ValueError: an optimizer touches every row; or `HostStorage.groups` does not suit the
+        processes.
     """
     tables = {}
     for stack, table in layout.on_host:
         assert table.storage is not None, "a table on the host"
         check_rule(stack, table)
-        groups = _groups(layout, stack, table)
-        tables[table.name] = HomeTable(table.storage, row_fields(stack), groups)
-    if tables and jax.process_count() > 1:
-        what, expected = f"table {next(iter(tables))!r}: storage", "one process"
-        remedy = "leave storage out: with several processes, tables are on the devices"
-        got = f"{jax.process_count()}"
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        row_groups = _groups(layout, stack, table)
+        tables[table.name] = HomeTable(table.storage, row_fields(stack), row_groups)
     return Homes(tables) if tables else None
 
 
 def _groups(layout: Layout, stack: Stack, table: TableSlice) -> RowGroups:
-    """Return the groups of a table's rows on the devices.
+    """Return which rows on the devices an id of a table may have.
 
     Raises:
-      ValueError: the shards of some processes would have no group of their own.
+      ValueError: `HostStorage.groups` does not suit the processes, or there are too few rows.
     """
     assert table.storage is not None, "a table on the host"
     # Shards have one owner if the same processes hold them: [{0}, {0}, {1}, {1}] -> 0 0 1 1.
@@ -87,11 +94,12 @@ def _groups(layout: Layout, stack: Stack, table: TableSlice) -> RowGroups:
         by_range=stack.placement == "div",
         count=count,
         mine=frozenset(number for one, number in numbers.items() if here in one),
+        saved=frozenset(number for one, number in numbers.items() if here == min(one)),
     )
     if not all(rows.size for rows in made.rows):
         what, expected = (
             f"table {table.name!r}: HostStorage.device_rows",
-            f"a row in {count} groups",
+            f"at least {count}, with rows of all processes",
         )
         raise ValueError(message(what, expected=expected, got=f"{table.vocabulary_size} rows"))
     return made
@@ -148,6 +156,9 @@ class RowMover:
         self._layout, self.traces = layout, 0
         self._collecting = {s.name: self._program(s, _collect, ()) for s in layout.stacks}
         self._exchanging = {s.name: self._program(s, _exchange, 0) for s in layout.stacks}
+        self._reading_alone = {
+            s.name: jax.jit(functools.partial(_collect, s)) for s in layout.stacks
+        }
 
     def _program(self, stack: Stack, function: Any, donated: Any) -> Any:
         axes = self._layout.axes
@@ -175,27 +186,56 @@ class RowMover:
 
         Args:
           state: the state.
-          rows: int64 `[n]` by table, logical rows, all different.
+          rows: int64 `[n]` by table, logical rows, all different; with several processes, those on
+            this one's devices.
         """
         found: dict[str, dict[str, np.ndarray]] = {}
         for stack, mine in self._by_stack(rows):
             parcels = Parcels(stack, mine)
             held = StackShard(state.tables[stack.name], state.slots[stack.name])
-            places = self._sent(stack, parcels.rows())
-            copies = call(self._collecting[stack.name], held, places)
-            for field, array in copies.items():
-                for table, some in parcels.unpacked(np.asarray(array)).items():
+            if self._layout.axes.one_process:
+                places = self._sent(stack, parcels.rows())
+                copies = call(self._collecting[stack.name], held, places)
+                arrays = {field: np.asarray(array) for field, array in copies.items()}
+            else:
+                arrays = self._read_alone(stack, held, parcels.rows())
+            for field, array in arrays.items():
+                for table, some in parcels.unpacked(array).items():
                     found.setdefault(table, {})[field] = some
         return found
 
+    def _read_alone(
+        self, stack: Stack, held: StackShard, places: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """Return rows on this process's devices, whatever the others do, `[S, m, …]` by field.
+
+        Args:
+          stack: the stack.
+          held: its arrays.
+          places: the local rows, see `Parcels.rows`.
+        """
+        # A program for each device: those of all devices would have to be run by all processes.
+        whole: dict[str, np.ndarray] = {}
+        for shard in self._layout.axes.local_parts(stack.shard_axes).tolist():
+            mine = jax.tree.map(functools.partial(_on_this_host, shard, stack), held)
+            copies = self._reading_alone[stack.name](mine, places[shard : shard + 1])
+            for field, copy in copies.items():
+                made = np.empty((stack.num_shards, *copy.shape[1:]), copy.dtype)
+                whole.setdefault(field, made)[shard] = copy[0]
+        return whole
+
     def send(
-        self, arrivals: Mapping[str, Arrival], found: Mapping[str, np.ndarray]
+        self,
+        arrivals: Mapping[str, Arrival],
+        found: Mapping[str, np.ndarray],
+        agreed: Mapping[str, Agreed] | None,
     ) -> dict[str, Sent]:
         """Send the rows that a batch brings to the devices, by stack.
 
         Args:
           arrivals: by stack, the new rows of its tables.
-          found: bool `[n]` by table, which of them came from home.
+          found: bool `[n]` by table, which of them came from home in this process.
+          agreed: by stack; None: there is one process.
         """
         sent = {}
         for stack in self._layout.stacks:
@@ -206,7 +246,8 @@ class RowMover:
             places = written = self._sent(stack, one.parcels.rows())
             if not from_home.all():
                 written = self._sent(stack, one.parcels.rows(from_home))
-            fields = one.fields if from_home.any() else {}
+            some = from_home.any() if agreed is None else agreed[stack.name].from_home
+            fields = one.fields if some else {}
             fields = {name: self._sent(stack, field) for name, field in fields.items()}
             sent[stack.name] = Sent(places, written, fields)
         return sent
@@ -230,7 +271,8 @@ class RowMover:
                 copies[name] = call(self._collecting[name], held, one.places)
             tables[name], slots[name] = held
         for array in jax.tree.leaves(copies):
-            array.copy_to_host_async()
+            for shard in array.addressable_shards:
+                shard.data.copy_to_host_async()
         return dataclasses.replace(state, tables=tables, slots=slots), copies
 
     def lower(self, stack: Stack, held: StackShard, sent: Sent) -> Any:
@@ -246,27 +288,37 @@ class RowMover:
         return [(s, mine) for s, mine in every if any(one.size for one in mine.values())]
 
     def _sent(self, stack: Stack, array: np.ndarray) -> Array:
-        return jax.device_put(array, self._layout.axes.sharding(stack.shard_axes))
+        return send_parcels(array, self._layout.axes.sharding(stack.shard_axes))
 
 
 def leaving_rooms(
-    copies: Mapping[str, Fields], arrivals: Mapping[str, Arrival], counts: Mapping[str, int]
+    copies: Mapping[str, Fields], arrivals: Mapping[str, Arrival], mine: Mapping[str, np.ndarray]
 ) -> dict[str, Room]:
     """Return where the displaced rows of each table are; waits until they have been copied.
 
     Args:
       copies: by stack, what was in the places of new rows.
       arrivals: by stack, the new rows.
-      counts: by table, e: the last e of its new rows have displaced others, the first ones none.
+      mine: by table, bool `[e]`: the last e of its new rows have displaced others, the first ones
+        none; which of these e are at home in this process.
     """
     rooms = {}
     for stack, fields in copies.items():
         parcels = arrivals[stack].parcels
-        rows = {name: lines(np.asarray(field)) for name, field in fields.items()}
+        rows = {name: lines(fetch_parcels(field)) for name, field in fields.items()}
         for table, part in parcels.parts.items():
             at = parcels.at[part]
-            rooms[table] = Room(rows, at[at.size - counts[table] :])
+            rooms[table] = Room(rows, at[at.size - mine[table].size :][mine[table]])
     return rooms
+
+
+def _on_this_host(shard: int, stack: Stack, array: Array) -> Array:
+    """Return what a device of this process holds of an array: the rows of a shard, or all of it."""
+    for one in array.addressable_shards:
+        first = one.index[0].start if one.index else None
+        if array.is_fully_replicated or (first or 0) * stack.num_shards == shard * array.shape[0]:
+            return one.data
+    raise AssertionError("the shard is on this process's devices")
 
 
 def _collect(stack: Stack, held: StackShard, places: Array) -> Fields:

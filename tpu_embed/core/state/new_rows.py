@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from tpu_embed.core.layout import (
     BY_ID,
     Layout,
     MeshAxes,
+    NewKeys,
     Parcels,
     Stack,
     TableSlice,
@@ -56,19 +58,7 @@ from tpu_embed.storage import VALUES, slot_field
 MAP_VERSION = "map_version"
 """The key of step and history in `TableState.vocabulary`; see `new_version`."""
 
-
-class NewKeys(NamedTuple):
-    """The new keys of one table, in the order in which they were admitted.
-
-    Attributes:
-      keys: uint64 `[a]`; of a table on the host, ids among them.
-      rows: int64 `[a]`, their logical rows.
-      by_id: bool `[a]`, of a table on the host, which are ids; None: all.
-    """
-
-    keys: np.ndarray
-    rows: np.ndarray
-    by_id: np.ndarray | None = None
+_NONE: Mapping[str, int] = types.MappingProxyType({})
 
 
 class KeyedParcel(NamedTuple):
@@ -153,23 +143,29 @@ class NewRowWriter:
             for stack in dict.fromkeys(stack for stack, _ in layout.living)
         }
 
-    def write(self, state: TableState, new: Mapping[str, NewKeys]) -> TableState:
+    def write(
+        self, state: TableState, new: Mapping[str, NewKeys], most: Mapping[str, int] = _NONE
+    ) -> TableState:
         """Return the state with the rows of new keys made new; tables and slots are donated.
 
         The work is in proportion to the new keys; stacks without any are not touched.
 
         Args:
           state: the state.
-          new: the new keys by table, the same in all processes.
+          new: the new keys by table, the same in all processes; of tables on the host, those that
+            this process draws.
+          most: by stack of tables on the host, the most rows that a process draws for a shard.
         """
         assert state.vocabulary is not None
         axes, parcels = self._layout.axes, {}
         chosen = {name: one for name, one in new.items() if one.keys.size}
         for stack in self._programs:
-            if any(table.name in chosen for table in stack.tables):
+            least = most.get(stack.name, 0)
+            if least or any(table.name in chosen for table in stack.tables):
                 rows = {t.name: chosen[t.name].rows for t in stack.tables if t.name in chosen}
                 keys = {n: one.keys for n, one in chosen.items()}
-                keyed = Parcels(stack, rows).keyed(keys, {n: x.by_id for n, x in chosen.items()})
+                by_id = {n: one.by_id for n, one in chosen.items()}
+                keyed = Parcels(stack, rows, least).keyed(keys, by_id)
                 parcels[stack] = _put(keyed, axes.sharding(stack.shard_axes))
         # The first program donates an array of the state: what can fail before has been done.
         tables, slots = dict(state.tables), dict(state.slots)
@@ -275,7 +271,8 @@ class RowDrawer:
         alone = dataclasses.replace(stack, num_shards=1, num_rows=stack.num_rows + keys.size)
         parcels = Parcels(alone, {table.name: np.arange(keys.size)})
         keyed = parcels.keyed({table.name: keys}, {table.name: None})
-        drawn = self._programs[stack](data, keyed[0], kind=kind)
+        # Each process draws for itself, so the key must not be an array of all their devices.
+        drawn = self._programs[stack](np.asarray(data), keyed[0], kind=kind)
         return {
             name: parcels.unpacked(np.asarray(rows)[None])[table.name]
             for name, rows in drawn.items()

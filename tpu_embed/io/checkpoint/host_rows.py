@@ -2,13 +2,14 @@
 
 A row is saved where it is: on the devices, or at home. A save that follows another one of the same
 run writes only the rows that changed since, and links the segments of the other one, so that each
-checkpoint is whole by itself, whichever others are removed:
+checkpoint is whole by itself, whichever others are removed. With several processes, each does so
+with the rows that are at home in it:
 
     first save      a: rows 1 2 3 4
     second save     a  (the same files)     b: row 3 as it is now, row 9
     read            a, then b over it
 
-    host_rows.json              the segments of each table, oldest first, and the fields of a row
+    host_rows.0.json            the segments of each table, oldest first, and the fields of a row
     films/rows/NAME/ids         uint64 `[n]`
     films/rows/NAME/rows        uint8 `[n, w]`: values and slots of a row, one field after the other
 
@@ -24,6 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from tpu_embed.core.engine import EmbeddingEngine
@@ -33,12 +35,14 @@ from tpu_embed.io.checkpoint import manifest
 from tpu_embed.io.checkpoint.checked import read_bound, write_bound
 from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, RowWriter, write_column
 from tpu_embed.io.files import file_name
-from tpu_embed.storage import HostRows, RowField, Save
+from tpu_embed.storage import HostRows, RowField, RowGroups, Save
 from tpu_embed.vocabulary import MapState
 
-_FILE = "host_rows.json"
+_FILE = "host_rows.{}.json"
 _FORM = schema.mapping(
     schema.record(
+        owners=schema.integer(1),
+        saved=schema.sequence(schema.integer()),
         fields=schema.sequence(
             schema.record(
                 name=schema.text, shape=schema.sequence(schema.integer()), dtype=schema.dtype
@@ -75,11 +79,13 @@ class SavedRows:
 
     Attributes:
       fields: what a row has.
+      row_groups: which ids this process saves.
       old: the segments of an earlier save that are linked, as the file describes them.
       new: the segments that are written.
     """
 
     fields: dict[str, RowField]
+    row_groups: RowGroups
     old: list[dict[str, Any]]
     new: list[NewSegment]
 
@@ -143,7 +149,7 @@ def _base(saves: Iterable[Save]) -> _Base | None:
     """Return the newest save that was finished and still exists."""
     for save in reversed([*saves]):
         try:
-            described = read_bound(save.path / _FILE, _FORM, save.checkpoint)[1]
+            described = read_bound(_file(save.path), _FORM, save.checkpoint)[1]
             checksums = manifest.read_checksums(save.path, save.checkpoint)
         except (FileNotFoundError, ValueError):
             continue  # it failed, or was removed: an older one will do, or none
@@ -164,6 +170,9 @@ def _prepare_table(
     assert engine.storage is not None, "checked"
     assert engine.vocabularies is not None, "checked"
     home, held = engine.storage[name], engine.vocabularies.held(name)
+    row_groups = engine.storage.tables[name].row_groups
+    mine = row_groups.are_saved(held.keys)
+    held = held._replace(keys=held.keys[mine], rows=held.rows[mine], last_seen=held.last_seen[mine])
     old = [] if base is None or name not in base.described else base.described[name]["segments"]
     mark, step = 1, 0
     if base is not None and old:
@@ -171,19 +180,22 @@ def _prepare_table(
         mark, step = base.save.marks[name], base.save.step - engine.vocabularies.lookahead
     on_devices, at_home = _changed(home, held, mark, step)
     rows = len(home) + int((~home.contains(held.keys)).sum())
+    at_home = at_home[row_groups.are_saved(at_home)]
     written = sum(one["rows"] for one in old) + on_devices.sum() + at_home.size
     if old and (written > 2 * rows or len(old) >= _MOST_SEGMENTS):
         old, (on_devices, at_home) = [], _changed(home, held, 1, 0)
+        at_home = at_home[row_groups.are_saved(at_home)]
     size = block_rows(home.fields)
     keys, places = held.keys[on_devices], held.rows[on_devices]
     blocks: Iterable[Block] = _device_blocks(engine, state, name, keys, places)
     if copied:
         blocks = [*blocks]
+    label = f"{checkpoint}-{jax.process_index()}"
     made = [
-        NewSegment(f"{checkpoint}-devices", keys, blocks),
-        NewSegment(f"{checkpoint}-home", at_home, home.snapshot(at_home).blocks(size)),
+        NewSegment(f"{label}-devices", keys, blocks),
+        NewSegment(f"{label}-home", at_home, home.snapshot(at_home).blocks(size)),
     ]
-    return SavedRows(home.fields, old, [one for one in made if one.ids.size])
+    return SavedRows(home.fields, row_groups, old, [one for one in made if one.ids.size])
 
 
 def _changed(home: HostRows, held: MapState, mark: int, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -234,17 +246,23 @@ def write(directory: Path, checkpoint: str, prepared: PreparedRows) -> dict[str,
         for one in saved.new:
             checksums |= _write_segment(directory, name, saved.fields, one)
             segments.append({"name": one.name, "rows": one.ids.size})
-        described[name] = {"fields": describe(saved.fields), "segments": segments}
-    write_bound(directory / _FILE, checkpoint, described)
+        described[name] = {**describe(saved.fields, saved.row_groups), "segments": segments}
+    write_bound(_file(directory), checkpoint, described)
     return checksums
 
 
-def describe(fields: Mapping[str, RowField]) -> list[dict[str, Any]]:
-    """Return what a row has, as the file says it."""
-    return [
+def _file(directory: Path, process: int | None = None) -> Path:
+    """Return the file that says what a process, or this one, has written."""
+    return directory / _FILE.format(jax.process_index() if process is None else process)
+
+
+def describe(fields: Mapping[str, RowField], row_groups: RowGroups) -> dict[str, Any]:
+    """Return what a row has, and whose rows a process saves, as the file says it."""
+    described = [
         {"name": name, "shape": list(one.shape), "dtype": np.dtype(one.dtype).name}
         for name, one in fields.items()
     ]
+    return {"owners": row_groups.num_owners, "saved": sorted(row_groups.saved), "fields": described}
 
 
 def _write_segment(
@@ -275,21 +293,28 @@ def _link(old: Path, new: Path) -> None:
                 shutil.copyfileobj(source, copy)
 
 
-def names(directory: Path, checkpoint: str) -> dict[str, Any]:
-    """Return what is said of the tables in a directory that are saved by id.
+def names(directory: Path, checkpoint: str, processes: int) -> dict[str, list[dict[str, Any]]]:
+    """Return what each process has said of the tables in a directory that are saved by id.
+
+    Args:
+      directory: that of the tables.
+      checkpoint: the name of the checkpoint.
+      processes: how many have written it.
 
     Raises:
-      ValueError: the file is damaged, or belongs to another checkpoint.
+      FileNotFoundError, ValueError: a file is missing or damaged, or of another checkpoint.
     """
-    if not (directory / _FILE).exists():
+    if not _file(directory, 0).exists():
         return {}
-    return read_bound(directory / _FILE, _FORM, checkpoint)[1]
+    files = [_file(directory, process) for process in range(processes)]
+    said = [read_bound(file, _FORM, checkpoint)[1] for file in files]
+    return {name: [one[name] for one in said if name in one] for name in said[0]}
 
 
 def read(
     directory: Path,
     table: str,
-    described: Mapping[str, Any],
+    described: Iterable[Mapping[str, Any]],
     checksums: Mapping[str, dict[str, int]],
 ) -> Iterator[Block]:
     """Yield the rows of a table, block by block; of a row that comes twice, the last is valid.
@@ -297,30 +322,41 @@ def read(
     Args:
       directory: that of the tables.
       table: its name.
-      described: what `names` says of it.
+      described: what `names` says of it, of the processes whose rows are wanted.
       checksums: of all files, by directory.
 
     Raises:
       FileNotFoundError: a file is missing.
       ValueError: a file is damaged, or belongs to another place.
     """
+    for one in described:
+        for segment in one["segments"]:
+            yield from _read_segment(directory, table, one["fields"], segment, checksums)
+
+
+def _read_segment(
+    directory: Path,
+    table: str,
+    described: Iterable[Mapping[str, Any]],
+    segment: Mapping[str, Any],
+    checksums: Mapping[str, dict[str, int]],
+) -> Iterator[Block]:
+    """Yield the rows of one segment, block by block."""
     fields = {
-        one["name"]: RowField(tuple(one["shape"]), np.dtype(one["dtype"]))
-        for one in described["fields"]
+        one["name"]: RowField(tuple(one["shape"]), np.dtype(one["dtype"])) for one in described
     }
-    for segment in described["segments"]:
-        arrays = _arrays(directory, table, segment["name"], segment["rows"], _width(fields))
-        places = _places(table, segment["name"])
-        pairs = zip(arrays, places, strict=True)
-        of_ids, of_rows = (RowReader(array, checksums.get(place, {})) for array, place in pairs)
-        for first in range(0, segment["rows"], of_rows.array.block):
-            last = min(first + of_rows.array.block, segment["rows"])
-            whole, at, rows = of_rows.read(first, last), 0, {}
-            for name, field in fields.items():
-                part = np.ascontiguousarray(whole[:, at : at + field.nbytes])
-                rows[name] = part.view(field.dtype).reshape(last - first, *field.shape)
-                at += field.nbytes
-            yield np.ascontiguousarray(of_ids.read(first, last)).reshape(-1), rows
+    arrays = _arrays(directory, table, segment["name"], segment["rows"], _width(fields))
+    places = _places(table, segment["name"])
+    pairs = zip(arrays, places, strict=True)
+    of_ids, of_rows = (RowReader(array, checksums.get(place, {})) for array, place in pairs)
+    for first in range(0, segment["rows"], of_rows.array.block):
+        last = min(first + of_rows.array.block, segment["rows"])
+        whole, at, rows = of_rows.read(first, last), 0, {}
+        for name, field in fields.items():
+            part = np.ascontiguousarray(whole[:, at : at + field.nbytes])
+            rows[name] = part.view(field.dtype).reshape(last - first, *field.shape)
+            at += field.nbytes
+        yield np.ascontiguousarray(of_ids.read(first, last)).reshape(-1), rows
 
 
 def block_rows(fields: Mapping[str, RowField]) -> int:

@@ -59,7 +59,7 @@ class RestoredRows:
     directory: Path
     found: SavedTables
     wanted: Wanted
-    by_id: Mapping[str, Any]
+    by_id: Mapping[str, list[dict[str, Any]]]
 
     def drawn_state(self) -> TableState | None:
         """Return a state with first values; None without tables that are written over them."""
@@ -129,12 +129,15 @@ class RestoredRows:
         storage = self.wanted.engine.storage
         if storage is None or any(map(self._lacking, storage.tables)):
             return False
-        moves = {} if self.found.maps is None else self.found.maps.moves
-        if any(moves[name].moved().now.size for name in storage.tables if name in moves):
+        if any(map(self._moves, storage.tables)):
             return False
-        now = {name: host_rows.describe(table.fields) for name, table in storage.tables.items()}
-        saved = {name: self.by_id[name]["fields"] for name in now if name in self.by_id}
-        return saved == now
+        here, count = jax.process_index(), jax.process_count()
+        for name, table in storage.tables.items():
+            saved = self.by_id.get(name, [])
+            now = host_rows.describe(table.fields, table.row_groups)
+            if len(saved) != count or any(saved[here][what] != one for what, one in now.items()):
+                return False
+        return True
 
     def _is_by_id(self, f: Field) -> bool:
         return f.shape.per_row and f.table.name in self.by_id and f.table.name in self.found.tables
@@ -149,21 +152,41 @@ class RestoredRows:
         return [f for f in self._fields(name) if self.found.form(f) is None]
 
     def _segments(self, name: str) -> Iterator[Block]:
-        return host_rows.read(self.directory, name, self.by_id[name], self.found.checksums)
+        """Yield the rows of a table that are saved by id; on the host, at least those of here."""
+        engine, said = self.wanted.engine, self.by_id[name]
+        if engine.storage is not None and name in engine.storage.tables and not self._moves(name):
+            row_groups = engine.storage.tables[name].row_groups
+            # Where ids were divided in the same way, rows of other processes need not be read.
+            said = [
+                one
+                for one in said
+                if one["owners"] != row_groups.num_owners
+                or row_groups.mine.intersection(one["saved"])
+            ]
+        return host_rows.read(self.directory, name, said, self.found.checksums)
+
+    def _moves(self, name: str) -> bool:
+        """Return whether rows of a table have other ids than they were saved with."""
+        moves = {} if self.found.maps is None else self.found.maps.moves
+        return name in moves and moves[name].moved().now.size > 0
 
     def _blocks(self, name: str, vocabulary: Mapping[str, Array]) -> Iterator[Block]:
-        """Yield the rows of a table on the host, as they are stored at home."""
-        lacking = self._lacking(name)
-        blocks = self._segments(name) if name in self.by_id else self._whole(name)
-        for rows_now, rows in self._moved(name, blocks):
-            ids = rows_now.view(np.uint64)
+        """Yield the rows of a table on the host that are at home here, as they are stored."""
+        engine, lacking = self.wanted.engine, self._lacking(name)
+        assert engine.storage is not None, "it has tables on the host"
+        row_groups = engine.storage.tables[name].row_groups
+        saved = self._segments(name) if name in self.by_id else self._whole(name)
+        for every, values in self._moved(name, saved):
+            mine = row_groups.at_home(every.view(np.uint64))
+            ids = every[mine].view(np.uint64)
+            rows = {part: some[mine] for part, some in values.items()}
             made = {
                 part_of(f): self._stored(f, self._converted(f, rows))
                 for f in self._fields(name)
                 if f not in lacking
             }
             if lacking:
-                drawn = self.wanted.engine.drawn_rows(vocabulary, name, ids)
+                drawn = engine.drawn_rows(vocabulary, name, ids)
                 made |= {part_of(f): drawn[part_of(f)] for f in lacking}
             yield ids, made
 

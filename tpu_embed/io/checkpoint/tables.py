@@ -159,7 +159,7 @@ def read(directory: Path, wanted: Wanted) -> FoundTables:
     """
     engine = wanted.engine
     found = raise_on_all("restore", directory, lambda: manifest.read(directory, wanted))
-    by_id = raise_on_all("restore", directory, lambda: _by_id(directory))
+    by_id = raise_on_all("restore", directory, lambda: _by_id(directory, found))
     rows = RestoredRows(directory, found, wanted, by_id)
     base = rows.drawn_state() or _base(wanted, fresh=not found.complete)  # one program on all
 
@@ -188,8 +188,8 @@ def read(directory: Path, wanted: Wanted) -> FoundTables:
     return FoundTables(state, found.maps.states, homes, name)
 
 
-def _by_id(directory: Path) -> dict[str, Any]:
-    return host_rows.names(directory, manifest.name_of(directory))
+def _by_id(directory: Path, found: SavedTables) -> dict[str, Any]:
+    return host_rows.names(directory, manifest.name_of(directory), found.manifest["processes"])
 
 
 def _with_maps(state: TableState, found: maps.FoundMaps, engine: EmbeddingEngine) -> TableState:

@@ -1,0 +1,189 @@
+"""What tests of tables on the host run in one process or in several; see `process_cases.py`."""
+
+import contextlib
+from unittest import mock
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from process_cases import mesh, part
+
+import tpu_embed
+from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig, io
+from tpu_embed import optimizers as o
+from tpu_embed.data import Prefetcher
+from tpu_embed.storage import HostRows
+
+DEVICES, BATCH, STEPS = 8, 16, 8
+ITEMS, TAGS = 150, 60
+
+
+def engine(*, hosted=True, rows=64, shape=(DEVICES,)):
+    """Return an engine of a table by row numbers and of a living one, on the host or not.
+
+    Args:
+      hosted: whether these two are.
+      rows: how many rows of each the devices hold.
+      shape: of the mesh; the second of two axes splits the rows.
+    """
+    storage = HostStorage(device_rows=rows) if hosted else None
+    axes = ("data", "d")[-len(shape) :]
+    drawn = {"initializer": jax.nn.initializers.normal(0.3), "storage": storage, "shard_axes": "d"}
+    items = TableConfig(ITEMS, 4, name="items", **drawn)
+    living = DynamicVocabulary(ttl=3, unseen="shared")
+    tags = TableConfig(TAGS, 4, name="tags", vocabulary=living, combiner="sum", **drawn)
+    users = TableConfig(9, 4, name="users", shard_axes="d")
+    features = {
+        "bags": FeatureConfig(items),
+        "seen": FeatureConfig(items, max_sequence_length=2),
+        "tags": FeatureConfig(tags),
+        "user": FeatureConfig(users),
+    }
+    made = Mesh(mesh(DEVICES).devices.reshape(shape), axes)
+    return tpu_embed.EmbeddingEngine(features, o.Adagrad(0.3), mesh=made, lookahead=0)
+
+
+def draw_part(step):
+    """Return this process's part of a batch."""
+    rng = np.random.default_rng(step)
+    often = rng.random((BATCH, 2)) < 0.5
+    bags = np.where(often, rng.integers(0, 9, (BATCH, 2)), rng.integers(0, ITEMS, (BATCH, 2)))
+    batch = {
+        "bags": bags,
+        "seen": rng.integers(-1, 15, (BATCH, 2)),
+        "tags": (rng.integers(0, 30, (BATCH, 2)) + step // 2) * (2**40 + 7),
+        "user": rng.integers(0, 9, BATCH),
+    }
+    return {name: part(array) for name, array in batch.items()}
+
+
+@jax.jit
+def gradients(activations):
+    return jax.tree.map(lambda a: 2 * a + 1, activations)
+
+
+def train_step(made, state, batch):
+    state, batch = made.admit(state, batch)
+    return made.update_in_place(state, batch, gradients(made.lookup(state, batch)))
+
+
+def everything(made, state):
+    """Return all rows and slots of items, and of all keys of tags; and what the host counts."""
+    keys, rows = made.vocabularies.keys("tags")
+    found = {"keys": keys, "rows": rows}
+    for name, ids in (("items", np.arange(ITEMS)), ("tags", rows)):
+        for slot in (None, "accumulators"):
+            found[f"{name} {slot}"] = made.rows(state, name, ids, slot=slot)
+    return found
+
+
+def looked_up(activations):
+    """Return this process's part of activations."""
+    parts = {}
+    for name, one in activations.items():
+        shards = sorted(one.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+        parts[name] = np.concatenate([np.asarray(shard.data) for shard in shards])
+    return parts
+
+
+def train(*, hosted=True):
+    """Train with batches placed ahead, and lookups in between; return all that was found."""
+    made = engine(hosted=hosted)
+    state, seen = made.init(jax.random.key(7)), []
+    with Prefetcher(made, (draw_part(step) for step in range(STEPS)), depth=2) as batches:
+        for step, batch in enumerate(batches):
+            state = train_step(made, state, batch)
+            if step % 3 == 1:
+                looked = made.place(draw_part(50 + step), training=False)
+                seen.append(looked_up(made.lookup(state, looked)))
+    return seen, everything(made, state)
+
+
+def on_the_host():
+    """Return what the devices have missed, what `touched` says, and what was at home here."""
+    made = engine()
+    state = made.init(jax.random.key(7))
+    for step in range(STEPS):
+        state = train_step(made, state, made.place(draw_part(step)))
+    made.storage.flush()
+    ids = np.array([3, 140, 77])
+    values = np.arange(12.0, dtype=np.float32).reshape(3, 4)
+    state = made.set_rows(state, "items", ids, values)
+    assert np.array_equal(made.rows(state, "items", ids), values)
+    state = train_step(made, state, made.place(draw_part(3)))
+    touched = made.touched("items")
+    return made.storage.counters, touched, made.storage["items"].ids(), everything(made, state)
+
+
+def with_all_shards(*, hosted=True):
+    """Return all rows of a run in which each process holds all shards, and what is at home here."""
+    made = engine(hosted=hosted, shape=(2, DEVICES // 2))
+    state = made.init(jax.random.key(7))
+    for step in range(STEPS):
+        state = train_step(made, state, made.place(draw_part(step)))
+    found = everything(made, state)
+    if hosted:
+        made.storage.flush()
+        return found, made.storage["items"].ids()
+    return found
+
+
+def lose_a_row():
+    """Return the errors of the batches after one process has failed to write its rows at home."""
+    made = engine()
+    state, errors = made.init(jax.random.key(7)), []
+    for step in range(6):
+        state = train_step(made, state, made.place(draw_part(step)))
+    made.storage.flush()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    broken = mock.patch.object(HostRows, "write", full)
+    with broken if jax.process_index() == 0 else contextlib.nullcontext():
+        state = train_step(made, state, made.place(draw_part(6)))
+        try:
+            made.storage.flush()
+        except RuntimeError as error:
+            errors.append(str(error))
+    before = made.vocabularies.placed
+    try:
+        made.place(draw_part(7))
+    except RuntimeError as error:
+        errors.append(str(error))
+    return errors, made.vocabularies.placed - before
+
+
+def save(directory):
+    """Save twice, the second time what has changed; return all rows then, and some steps later."""
+    made = engine()
+    state = made.init(jax.random.key(7))
+    for step in range(3):
+        state = train_step(made, state, made.place(draw_part(step)))
+        if step != 1:
+            io.save(f"{directory}/{step}", made, state)
+    saved = everything(made, state)
+    for step in (3, 4):
+        state = train_step(made, state, made.place(draw_part(step)))
+    return saved, everything(made, state)
+
+
+def restore(directory, *, hosted=True):
+    """Restore, train on and save again; return all rows then, and some steps later."""
+    made = engine(hosted=hosted, rows=56)
+    state = io.restore(f"{directory}/2", made).state
+    restored = everything(made, state)
+    for step in (3, 4):
+        state = train_step(made, state, made.place(draw_part(step)))
+    again, later, other = (
+        f"{directory}/{jax.process_count()} {hosted}",
+        everything(made, state),
+        engine(),
+    )
+    io.save(again, made, state)
+    assert_equal(later, everything(other, io.restore(again, other).state))
+    return restored, later
+
+
+def assert_equal(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)

@@ -1,0 +1,84 @@
+"""Several processes keep the rows of their own shards, with the bits of one process."""
+
+import host_table_processes as cases
+import jax
+import numpy as np
+import pytest
+from process_runs import run
+
+
+def assert_same(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """Return a directory with checkpoints of this process, and its rows then and later."""
+    path = str(tmp_path_factory.mktemp("one"))
+    return path, cases.save(path)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("two")
+
+
+@pytest.fixture(scope="module")
+def two(one, directory):
+    """Return what two processes of 4 devices each find."""
+    calls = [
+        (cases.train,),
+        (cases.on_the_host,),
+        (cases.save, str(directory)),
+        (cases.restore, str(directory)),
+        (cases.restore, one[0]),
+        (cases.with_all_shards,),
+        (cases.lose_a_row,),
+    ]
+    return run(2, directory, calls)
+
+
+def test_two_processes_have_the_bits_of_tables_on_the_devices_of_one(two):
+    seen, rows = cases.train(hosted=False)
+    for found in two:
+        assert_same(found[0][1], rows)
+    for i, expected in enumerate(seen):
+        halves = [found[0][0][i] for found in two]
+        whole = {name: np.concatenate([one[name] for one in halves]) for name in expected}
+        assert_same(whole, expected)
+
+
+def test_each_process_has_its_part_of_the_rows_at_home(two):
+    _, touched, _, rows = cases.on_the_host()
+    here, there = (found[1] for found in two)
+    assert not np.intersect1d(here[2], there[2]).size
+    assert min(here[2].size, there[2].size) > 10
+    for found in (here, there):
+        assert found[0]["items"]["sent"] > 10
+        assert_same(found[1], touched)
+        assert_same(found[3], rows)
+
+
+def test_checkpoints_pass_between_one_process_and_two(one, two, directory):
+    for found in two:
+        for some in found[2:5]:
+            assert_same(some, one[1])
+    for hosted in (True, False):
+        assert_same(cases.restore(str(directory), hosted=hosted), one[1])
+
+
+def test_a_process_that_holds_all_shards_has_all_rows_at_home(two):
+    expected = cases.with_all_shards(hosted=False)
+    for found in two:
+        assert_same(found[5][0], expected)
+    assert_same(two[0][5][1], two[1][5][1])
+    assert two[0][5][1].size > 30
+
+
+def test_a_row_that_one_process_has_lost_stops_all(two):
+    (first, placed), (second, also) = (found[6] for found in two)
+    assert len(first) == 2
+    assert "No space left" in first[0]
+    assert "process 0 refused its part" in second[-1]
+    assert "written at home" in second[-1]
+    assert placed == also == 0
