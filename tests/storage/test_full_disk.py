@@ -12,6 +12,8 @@ from tpu_embed import FeatureConfig, HostStorage, TableConfig, io
 from tpu_embed import optimizers as o
 
 BATCH, ROWS = 8, 4000
+
+
 def make(path=None):
     storage = None if path is None else HostStorage(device_rows=64, path=path)
     drawn = jax.nn.initializers.normal()
