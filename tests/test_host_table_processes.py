@@ -33,6 +33,7 @@ def two(one, directory):
         (cases.restore, str(directory)),
         (cases.restore, one[0]),
         (cases.with_all_shards,),
+        (cases.shapes_sent,),
         (cases.lose_a_row,),
     ]
     return run(2, directory, calls)
@@ -76,9 +77,15 @@ def test_a_process_that_holds_all_shards_has_all_rows_at_home(two):
 
 
 def test_a_row_that_one_process_has_lost_stops_all(two):
-    (first, placed), (second, also) = (found[6] for found in two)
+    (first, placed), (second, also) = (found[7] for found in two)
     assert len(first) == 2
     assert "No space left" in first[0]
     assert "process 0 refused its part" in second[-1]
     assert "written at home" in second[-1]
     assert placed == also == 0
+
+
+def test_all_processes_run_programs_of_the_same_shapes(two):
+    shapes, others = (found[6] for found in two)
+    assert shapes == others
+    assert len({*shapes}) > 8

@@ -160,6 +160,24 @@ def test_deferred_handlers_run_at_the_end_each_once_and_are_back():
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_context_in_another_one_leaves_signals_to_the_outer_one():
+    def inner():
+        with SignalsDeferred():
+            # A generator that has ended does not say any more who has called it.
+            done.extend(signal.raise_signal(number) for number in [signal.SIGINT])
+
+    def outer():
+        with SignalsDeferred():
+            inner()
+            done.append("outer")
+
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        outer()
+    assert done == [None, "outer"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_whatever_a_handler_raises_is_deferred():
     def raise_deferred():
         with SignalsDeferred():

@@ -42,7 +42,7 @@ class SignalsDeferred:
         # The frame with the `with` block: a signal is deferred only while it is on the call stack.
         self._frame = sys._getframe(1)
         self._handlers: dict[int, Any] = {}
-        self._came: list[tuple[int, FrameType | None]] = []
+        self._came: list[int] = []
 
     def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -63,7 +63,7 @@ class SignalsDeferred:
         while running not in (self._frame, None):
             running = running.f_back
         if running is not None:
-            self._came.append((number, frame))
+            self._came.append(number)
         else:
             # An exception ended the context before `__exit__` could run: the block is over.
             self._restore()
@@ -89,8 +89,10 @@ class SignalsDeferred:
         """Run the handlers of the deferred signals; run the rest even if one of them raises."""
         try:
             while self._came:
-                number, frame = self._came.pop(0)
-                self._handlers[number](number, frame)
+                number = self._came.pop(0)
+                # The code that was running then may be over. A handler may be `_defer` of a context
+                # around this one, which looks for its own frame among the callers.
+                self._handlers[number](number, self._frame)
         finally:
             if self._came:
                 self._run_handlers()

@@ -68,6 +68,7 @@ def test_random_departures_and_returns_follow_a_dictionary(seed):
                 time.sleep(pause)
                 return {"items": Room(rows_of(leaving), None)}
 
+            home.wait_for_room()
             home.send(step, {"items": out}, read)
             admitted += 1
             # A row that was brought is trained: it leaves with another value.
@@ -100,6 +101,29 @@ def test_only_a_row_that_has_not_arrived_is_waited_for():
     go.set()
     thread.join(LONG)
     assert done[0][0][VALUES].tolist() == [[5.0, -5.0]]
+
+
+def test_sending_raises_nothing_once_room_was_waited_for():
+    """By then the tables are donated, so what is lost meanwhile must be said later."""
+    home, go = homes(), threading.Event()
+
+    def read(late=False):
+        if late:
+            assert go.wait(LONG)
+            raise OSError("the disk is full")
+        return {"items": Room(rows_of([5.0]), None)}
+
+    for step in (1, 2, 3):
+        home.send(step, {"items": np.array([step], np.uint64)}, read)
+    home.flush()
+    home.send(4, {"items": np.array([4], np.uint64)}, lambda: read(late=True))
+    home.wait_for_room()
+    go.set()
+    with pytest.raises(RuntimeError, match="at step 4: OSError: the disk is full"):
+        home.flush()
+    home.send(5, {"items": np.array([5], np.uint64)}, read)
+    with pytest.raises(RuntimeError, match="at step 4: OSError: the disk is full"):
+        home.wait_for_room()
 
 
 def test_a_row_that_cannot_be_read_is_reported_until_all_is_forgotten():

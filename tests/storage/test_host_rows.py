@@ -1,6 +1,10 @@
 """Rows at home on the host: a dictionary's results, whatever is written, read and removed."""
 
+import contextlib
 import errno
+import math
+import mmap
+import tempfile
 import threading
 
 import numpy as np
@@ -46,6 +50,40 @@ def test_a_store_gives_room_back(kernels, tmp_path):
     read, found = store.read(ids)
     assert found.all()
     np.testing.assert_array_equal(read["values"], rows["values"])
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+@pytest.mark.parametrize("row_bytes", [40, 508, 12_000])
+def test_a_store_begins_small_and_doubles(row_bytes, in_file, tmp_path):
+    """Both take the same bytes for as many rows, through all segments before the first full one."""
+    full = max(4096 * row_bytes, 1 << 24)  # a full segment has no more
+    # Segments of a file are whole pages; the least power of two of such rows fills some.
+    page = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, row_bytes) * row_bytes if in_file else 1
+    first = max(1 << 16, page)
+    with contextlib.ExitStack() as files:
+        stores = []
+        for kernels in KERNELS.values():
+            file = files.enter_context(tempfile.TemporaryFile(dir=tmp_path)) if in_file else None
+            stores.append(kernels.RowStore([row_bytes], file))
+        count, found = 0, []
+        for more in (1, 2, 97, 1000, 900, 5000, 3000):
+            ids = np.arange(count, count + more, dtype=np.uint64)
+            rows = np.random.default_rng(more).integers(0, 256, (more, row_bytes), np.uint8)
+            for store in stores:
+                store.write(ids, [rows], 1)
+            count += more
+            taken = {store.numbers.row_bytes for store in stores}
+            assert len(taken) == 1
+            found.append(taken.pop())
+            used = count * row_bytes
+            assert used <= found[-1] <= max(first, min(2 * used, used + full))
+        assert len(set(found)) > 3
+        read = [np.empty((count, row_bytes), np.uint8) for _ in stores]
+        every = np.arange(count, dtype=np.uint64)
+        for store, one in zip(stores, read, strict=True):
+            assert store.read(every, [one]).all()
+        np.testing.assert_array_equal(*read)
+        np.testing.assert_array_equal(read[0][-more:], rows)
 
 
 def test_both_stores_list_ids_in_the_same_order():

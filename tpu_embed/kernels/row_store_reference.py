@@ -7,11 +7,18 @@ of the memory for the dictionary.
     ids      9 4 . 7      a dot is a free place
     place    0 1 2 3
 
+The first segment is small, so that a small table takes little; each next one has as many rows as
+all before it, up to full segments. With a first one of 2 rows and full ones of 8:
+
+    place    0 1 | 2 3 | 4 5 6 7 | 8 … 15 | 16 … 23 | …
+
 Input: NumPy arrays. Output: NumPy arrays, the same from both implementations.
 """
 
 from __future__ import annotations
 
+import bisect
+import mmap
 import os
 import threading
 from collections.abc import Sequence
@@ -19,7 +26,8 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-_SEGMENT_BYTES, _LEAST_ROWS = 1 << 24, 4096
+_FIRST_BYTES = 1 << 16
+_SEGMENT_BYTES, _LEAST_ROWS = 1 << 24, 4096  # of a full segment
 
 
 class StoreNumbers(NamedTuple):
@@ -48,11 +56,16 @@ class RowStore:
 
     def __init__(self, widths: Sequence[int], file: BinaryIO | None) -> None:
         self._widths, self._file = tuple(widths), file
-        rows = _LEAST_ROWS
-        while 2 * rows * sum(widths) <= _SEGMENT_BYTES:
+        self._width = sum(widths)
+        page, rows = 1 if file is None else mmap.PAGESIZE, 1  # a file is mapped by whole pages
+        while 2 * rows * self._width <= _FIRST_BYTES or rows * self._width % page:
             rows *= 2
-        self._rows = rows  # of a segment
+        self._first_rows = rows
+        while 2 * rows * self._width <= _SEGMENT_BYTES or rows < _LEAST_ROWS:
+            rows *= 2
+        self._full_rows = rows
         self._segments: list[np.ndarray] = []  # uint8 [rows, width of a row]
+        self._ends: list[int] = []  # by segment, how many places there are up to its end
         self._place_of: dict[int, int] = {}
         self._ids = np.zeros(0, np.uint64)  # by place
         self._marks = np.zeros(0, np.uint32)  # by place; 0: it is free
@@ -64,8 +77,12 @@ class RowStore:
     def numbers(self) -> StoreNumbers:
         """What the store tells of itself."""
         index = self._ids.nbytes + self._marks.nbytes + self._place_of.__sizeof__()
-        row_bytes = len(self._segments) * self._rows * sum(self._widths)
-        return StoreNumbers(len(self._place_of), self._top, index, row_bytes)
+        return StoreNumbers(len(self._place_of), self._top, index, self._room * self._width)
+
+    @property
+    def _room(self) -> int:
+        """How many places all segments have."""
+        return self._ends[-1] if self._ends else 0
 
     def write(
         self,
@@ -154,42 +171,47 @@ class RowStore:
                     self._move(last, free.pop(0))
                 self._marks[last], self._top = 0, last
             self._free = []
-            del self._segments[-(-self._top // self._rows) :]
-            room = len(self._segments) * self._rows
+            needed = bisect.bisect_left(self._ends, self._top) + 1 if self._top else 0
+            del self._segments[needed:], self._ends[needed:]
+            room = self._room
             self._ids, self._marks = self._ids[:room].copy(), self._marks[:room].copy()
             if self._file is not None:
-                self._file.truncate(len(self._segments) * self._rows * sum(self._widths))
+                self._file.truncate(room * self._width)
 
     def _move(self, place: int, to: int) -> None:
         id_ = int(self._ids[place])
         self._place_of[id_], self._ids[to], self._marks[to] = to, id_, self._marks[place]
-        (source, at), (target, there) = (divmod(one, self._rows) for one in (place, to))
-        self._segments[target][there] = self._segments[source][at]
+        ((source, at, _),) = self._by_segment(np.array([place]))
+        ((target, there, _),) = self._by_segment(np.array([to]))
+        target[there] = source[at]
 
     def _places(self, ids: np.ndarray) -> np.ndarray:
         return np.array([self._place_of.get(id_, -1) for id_ in ids.tolist()], np.int64)
 
     def _by_segment(self, places: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Return the segments of places, the rows in them, and which of the places these are."""
-        numbers = np.where(places < 0, -1, places // self._rows)
+        begins = np.array([0, *self._ends])
+        numbers = np.searchsorted(begins, places, side="right") - 1  # -1 for none
         chosen = [(n, np.flatnonzero(numbers == n)) for n in np.unique(numbers).tolist() if n >= 0]
-        return [(self._segments[n], places[some] % self._rows, some) for n, some in chosen]
+        return [(self._segments[n], places[some] - begins[n], some) for n, some in chosen]
 
     def _reserve(self, more: int) -> None:
         """Get the room for more rows."""
         needed = self._top + more - len(self._free)
-        while len(self._segments) * self._rows < needed:
-            self._segments.append(self._new_segment())
-        room = len(self._segments) * self._rows
+        while self._room < needed:
+            rows = min(self._room, self._full_rows) or self._first_rows
+            self._segments.append(self._new_segment(rows))
+            self._ends.append(self._room + rows)
+        room = self._room
         if room > self._ids.size:
             self._ids = np.pad(self._ids, (0, room - self._ids.size))
             self._marks = np.pad(self._marks, (0, room - self._marks.size))
 
-    def _new_segment(self) -> np.ndarray:
-        shape = self._rows, sum(self._widths)
+    def _new_segment(self, rows: int) -> np.ndarray:
+        shape = rows, self._width
         if self._file is None:
             return np.zeros(shape, np.uint8)
-        offset = len(self._segments) * shape[0] * shape[1]
+        offset = self._room * self._width
         if hasattr(os, "posix_fallocate"):  # a full disk says so now, not when a row is written
             os.posix_fallocate(self._file.fileno(), offset, shape[0] * shape[1])
         return np.memmap(self._file, np.uint8, "r+", offset, shape)

@@ -264,7 +264,9 @@ class Homes:
     def send(
         self, step: int, keys: Mapping[str, np.ndarray], read: Callable[[], Mapping[str, Room]]
     ) -> None:
-        """Write rows at home in the background.
+        """Write rows at home in the background, after `wait_for_room`.
+
+        Tables have been donated by now, so nothing is raised here about rows of earlier steps.
 
         Args:
           step: of the batch that displaces them.
@@ -274,7 +276,6 @@ class Homes:
         leaving = {name: some for name, some in keys.items() if some.size}
         if not leaving:
             return
-        self.wait_for_room()
         with self._lock:
             arrived = self._writer.submit(self._write, leaving, read)
             self._departures[step] = _Departure(leaving, arrived)

@@ -11,6 +11,9 @@ from process_cases import mesh, part
 import tpu_embed
 from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig, io
 from tpu_embed import optimizers as o
+from tpu_embed.core.layout import parcels
+from tpu_embed.core.place import visits
+from tpu_embed.core.state import moved_rows, new_rows
 from tpu_embed.data import Prefetcher
 from tpu_embed.storage import HostRows
 
@@ -152,6 +155,34 @@ def lose_a_row():
     except RuntimeError as error:
         errors.append(str(error))
     return errors, made.vocabularies.placed - before
+
+
+def shapes_sent():
+    """Return the shapes of what is sent to the devices, with exact sizes."""
+    shapes = []
+
+    def recorded(send):
+        def call(array, *rest):
+            shapes.append(array.shape)
+            return send(array, *rest)
+
+        return call
+
+    with contextlib.ExitStack() as patched:
+        patched.enter_context(mock.patch.object(parcels, "ROW_MULTIPLE", 1))
+        for module, name in (
+            (moved_rows, "send_parcels"),
+            (visits, "send_parcels"),
+            (new_rows, "_put"),
+        ):
+            send = recorded(getattr(module, name))
+            patched.enter_context(mock.patch.object(module, name, send))
+        made = engine()
+        state = made.init(jax.random.key(7))
+        for step in range(5):
+            state = train_step(made, state, made.place(draw_part(step)))
+            made.place(draw_part(50 + step), training=False)
+    return shapes
 
 
 def save(directory):

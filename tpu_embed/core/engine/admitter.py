@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
+from tpu_embed._signals import SignalsDeferred
 from tpu_embed._types import Array, PyTree, Tracer
 from tpu_embed.core.batch import Batch, TracedIds
 from tpu_embed.core.layout import Layout, NewKeys, drawn_keys
@@ -22,6 +23,7 @@ from tpu_embed.core.state import (
     MAP_VERSION,
     NewRowWriter,
     RowMover,
+    Sent,
     TableState,
     check_own,
     leaving_rooms,
@@ -36,6 +38,18 @@ from tpu_embed.vocabulary import (
     check_vocabulary,
     map_version,
 )
+
+
+class _Arriving(NamedTuple):
+    """What a batch brings to the devices.
+
+    Attributes:
+      new: by table, the keys whose rows are drawn.
+      sent: by stack, rows from home, on the devices already.
+    """
+
+    new: dict[str, NewKeys]
+    sent: dict[str, Sent]
 
 
 class Admitter:
@@ -81,32 +95,47 @@ class Admitter:
                 taken[i] = steps.first
         reached = steps.first, steps.history
         vocabulary = new_version(state.vocabulary, reached, self._layout.axes, taken.tolist())
-        state = self._exchange(state, batch.keys, steps.first)
-        self._vocabularies.note_admitted(steps.first)
+        arriving = self._complete(batch.keys)
+        with SignalsDeferred():  # tables are donated, and the maps are to know it
+            state = self._exchange(state, batch.keys, arriving, steps.first)
+            self._vocabularies.note_admitted(steps.first)
         return dataclasses.replace(state, vocabulary=vocabulary), _stamp_admitted(batch, steps)
 
-    def _exchange(self, state: TableState, keys: BatchKeys, step: int) -> TableState:
-        """Return the state with the rows of new keys; those that they displace are sent home."""
+    def _complete(self, keys: BatchKeys) -> _Arriving:
+        """Return what a batch brings to the devices; waits for rows on their way home.
+
+        Raises:
+          RuntimeError: rows were lost on their way home.
+        """
         new = {name: NewKeys(one.new_keys, one.new_rows) for name, one in keys.taken.items()}
         homes = self._vocabularies.homes if self._vocabularies else None
         if homes is None:
-            return self._writer.write(state, new)
+            return _Arriving(new, {})
         homes.check()
-        found, leaving, mine = {}, {}, {}
+        found = {}
         for name, incoming in keys.incoming.items():
             _, found[name] = homes.complete(name, incoming)
             row_groups, taken = homes.tables[name].row_groups, keys.taken[name]
             new[name] = drawn_keys(row_groups, taken, found[name], keys.owners.get(name))
-            mine[name] = row_groups.at_home(taken.evicted_keys)
-            leaving[name] = taken.evicted_keys[mine[name]]
         # In the order of the parcels, which all processes have alike.
         came = {n: _whole(f, homes.tables[n].row_groups, keys.taken[n]) for n, f in found.items()}
-        sent = self._mover.send(keys.arrivals, came, keys.agreed)
         homes.wait_for_room()  # what may raise comes before tables are donated
-        state, copies = self._mover.exchange(state, sent)
-        homes.send(step, leaving, functools.partial(leaving_rooms, copies, keys.arrivals, mine))
+        return _Arriving(new, self._mover.send(keys.arrivals, came, keys.agreed))
+
+    def _exchange(
+        self, state: TableState, keys: BatchKeys, arriving: _Arriving, step: int
+    ) -> TableState:
+        """Return the state with the rows of new keys; those that they displace are sent home."""
+        homes = self._vocabularies.homes if self._vocabularies else None
+        if homes is None:
+            return self._writer.write(state, arriving.new)
+        leaving = {name: keys.taken[name].evicted_keys for name in homes.tables}
+        mine = {n: homes.tables[n].row_groups.at_home(some) for n, some in leaving.items()}
+        state, copies = self._mover.exchange(state, arriving.sent)
+        rooms = functools.partial(leaving_rooms, copies, keys.arrivals, mine)
+        homes.send(step, {name: some[mine[name]] for name, some in leaving.items()}, rooms)
         most = {name: one.drawn for name, one in (keys.agreed or {}).items()}
-        state = self._writer.write(state, new, most)
+        state = self._writer.write(state, arriving.new, most)
         for name, incoming in keys.incoming.items():
             homes.note_brought(name, incoming)
         return state

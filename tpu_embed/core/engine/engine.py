@@ -156,6 +156,9 @@ class EmbeddingEngine(LogicalRows):
         checks whether its rows still belong to its keys. Tables and slots of the given state are
         gone then. Without living vocabularies it returns what it is given.
 
+        If Ctrl-C comes meanwhile, the batch was admitted or not: `vocabularies.admitted` tells. If
+        it was, its state is lost, as the call did not return it: restore a checkpoint.
+
         Raises:
           ValueError: the batch is not the next one; or it is only looked up, and one of its
             rows belongs to another key by now. The state stays valid.

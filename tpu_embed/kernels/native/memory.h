@@ -29,7 +29,7 @@ inline void ask_for_large_pages(char* begin, int64_t bytes) {
 template <typename T>
 class Zeros {
  public:
-  explicit Zeros(int64_t size = 0) : size_(size), bytes_(std::calloc(size + kLine, sizeof(T))) {
+  explicit Zeros(int64_t size = 0) : size_(size), bytes_(std::calloc(size + kSpare, sizeof(T))) {
     if (!bytes_) throw std::bad_alloc();
     // calloc aligns to 16 bytes: an element of 32 would then lie in two lines of the cache.
     const auto begin = reinterpret_cast<uintptr_t>(bytes_.get());
@@ -48,6 +48,7 @@ class Zeros {
     void operator()(void* bytes) const { std::free(bytes); }
   };
   static constexpr uintptr_t kLine = 64;
+  static constexpr int64_t kSpare = (kLine + sizeof(T) - 1) / sizeof(T);  // elements of a line
 
   int64_t size_;
   std::unique_ptr<void, Free> bytes_;

@@ -19,8 +19,9 @@
 namespace tpu_embed {
 namespace {
 
-constexpr int64_t kSegmentBytes = int64_t{1} << 24;
-constexpr int64_t kLeastRows = 4096;  // of a segment: whole pages, whatever a row's bytes
+constexpr int64_t kFirstBytes = int64_t{1} << 16;
+constexpr int64_t kSegmentBytes = int64_t{1} << 24;  // of a full segment
+constexpr int64_t kLeastRows = 4096;                 // of a full segment
 constexpr int64_t kRowsPerTask = 2048;
 constexpr int64_t kAhead = 16;  // how many ids ahead memory is asked for
 
@@ -70,10 +71,15 @@ RowStore::RowStore(const int64_t* widths, int64_t fields, int file)
       row_width_(std::accumulate(widths, widths + fields, int64_t{0})),
       file_(file),
       parts_(kParts) {
-  int64_t rows = kLeastRows;
-  while (2 * rows * row_width_ <= kSegmentBytes) rows *= 2;
-  mask_ = rows - 1;
-  for (shift_ = 0; rows >> shift_ > 1;) ++shift_;
+  // A file is mapped by whole pages, so every segment of one has whole pages.
+  const int64_t page = file < 0 ? 1 : sysconf(_SC_PAGESIZE);
+  const auto bytes = [this](int64_t shift) { return row_width_ << shift; };
+  first_shift_ = 0;
+  while (bytes(first_shift_ + 1) <= kFirstBytes || bytes(first_shift_) % page) ++first_shift_;
+  shift_ = first_shift_;
+  while (bytes(shift_ + 1) <= kSegmentBytes || (int64_t{1} << shift_) < kLeastRows) ++shift_;
+  mask_ = (int64_t{1} << shift_) - 1;
+  doublings_ = shift_ - first_shift_;
 }
 
 RowStore::~RowStore() {
@@ -101,7 +107,7 @@ int64_t RowStore::index_bytes() const {
 
 int64_t RowStore::row_bytes() const {
   std::shared_lock lock(mutex_);
-  return static_cast<int64_t>(segments_.size()) * (mask_ + 1) * row_width_;
+  return begin_of(segments()) * row_width_;
 }
 
 // Finds the place of each id, -1 for none; several ids are on their way at once.
@@ -116,7 +122,7 @@ void RowStore::places_of(const uint64_t* ids, int64_t n, int64_t* places) const 
     const auto ask_for_id = [&](int64_t i) {
       const uint64_t hash = hashes[i % (2 * kAhead)];
       const int64_t place = part_of(hash).index.guess(hash);
-      if (place >= 0) __builtin_prefetch(&heads_[place >> shift_].ids[place & mask_]);
+      if (place >= 0) __builtin_prefetch(&id_at(place));
     };
     for (int64_t i = begin; i < end + 2 * kAhead - 1; ++i) {
       if (i < end) hash_and_ask(i);
@@ -145,12 +151,12 @@ void RowStore::for_each_row(const int64_t* places, int64_t n, const Copy& copy) 
 
 // Gets the memory for more rows, whatever their parts; no row changes.
 void RowStore::reserve(int64_t more) {
-  const int64_t rows = mask_ + 1, needed = top_ + more - static_cast<int64_t>(free_.size());
-  while (static_cast<int64_t>(segments_.size()) * rows < needed) {
-    const auto offset = static_cast<int64_t>(segments_.size()) * rows * row_width_;
+  const int64_t needed = top_ + more - static_cast<int64_t>(free_.size());
+  while (begin_of(segments()) < needed) {
+    const int64_t begin = begin_of(segments()), rows = begin_of(segments() + 1) - begin;
     heads_.reserve(heads_.size() + 1);
     Heads heads(rows);
-    segments_.emplace_back(file_, offset, rows * row_width_);
+    segments_.emplace_back(file_, begin * row_width_, rows * row_width_);
     heads_.push_back(std::move(heads));
   }
 }
@@ -176,7 +182,7 @@ void RowStore::make_index(Part& part, int64_t slots, uint64_t positions) {
 void RowStore::insert(uint64_t id, int64_t place) {
   const uint64_t hash = hash_of(id);
   Part& part = part_of(hash);
-  heads_[place >> shift_].ids[place & mask_] = id;
+  id_at(place) = id;
   part.index.insert(hash, place);
   ++part.size;
 }
@@ -300,16 +306,15 @@ void RowStore::compact() {
     top_ = last;
   }
   free_ = {};
-  while ((static_cast<int64_t>(segments_.size()) - 1) * (mask_ + 1) >= top_) {
+  while (!segments_.empty() && begin_of(segments() - 1) >= top_) {
     segments_.pop_back();
     heads_.pop_back();
   }
   for (Part& part : parts_) {
     make_index(part, std::max<int64_t>(8, part.size + part.size / 2), part.positions);
   }
-  const auto bytes = static_cast<int64_t>(segments_.size()) * (mask_ + 1) * row_width_;
   // A file that stays long takes room on the disk, but no row is lost.
-  if (file_ >= 0 && ftruncate(file_, bytes) == -1) return;
+  if (file_ >= 0 && ftruncate(file_, begin_of(segments()) * row_width_) == -1) return;
 }
 
 }  // namespace tpu_embed

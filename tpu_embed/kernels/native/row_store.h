@@ -39,6 +39,11 @@ class Segment {
 //   place    0 1 2 3
 //   rows     |values slot|values slot|…      places of one segment are next to each other
 //
+// The first segment is small, so that a small table takes little; each next one has as many rows as
+// all before it, up to full segments. With a first one of 2 rows and full ones of 8:
+//
+//   place    0 1 | 2 3 | 4 5 6 7 | 8 … 15 | 16 … 23 | …
+//
 // The index is cut into parts, by hash, so that none takes long to grow. Calls may come from any
 // threads; a row must not be read while it is written, nor written twice at once.
 class RowStore {
@@ -92,12 +97,43 @@ class RowStore {
     Zeros<uint32_t> marks;
   };
 
-  uint64_t id_at(int64_t place) const { return heads_[place >> shift_].ids[place & mask_]; }
-  char* row_at(int64_t place) const {
-    return segments_[place >> shift_].begin() + (place & mask_) * row_width_;
+  // Where a place is: its segment, and its row among those of the segment.
+  struct At {
+    int64_t segment, row;
+  };
+  At at(int64_t place) const {
+    if (place > mask_) return {(place >> shift_) + doublings_, place & mask_};
+    const int64_t times = place >> first_shift_;  // how many first segments stand before it
+    if (times == 0) return {0, place};
+    const int64_t segment = 64 - __builtin_clzll(times);
+    return {segment, place - begin_of(segment)};
   }
-  uint32_t& mark_at(int64_t place) { return heads_[place >> shift_].marks[place & mask_]; }
-  uint32_t mark_at(int64_t place) const { return heads_[place >> shift_].marks[place & mask_]; }
+  // The first place of a segment, which is also how many places the segments before it have.
+  int64_t begin_of(int64_t segment) const {
+    if (segment > doublings_) return (segment - doublings_) << shift_;
+    return segment == 0 ? 0 : int64_t{1} << (first_shift_ + segment - 1);
+  }
+  int64_t segments() const { return static_cast<int64_t>(segments_.size()); }
+  uint64_t& id_at(int64_t place) {
+    const At it = at(place);
+    return heads_[it.segment].ids[it.row];
+  }
+  const uint64_t& id_at(int64_t place) const {
+    const At it = at(place);
+    return heads_[it.segment].ids[it.row];
+  }
+  char* row_at(int64_t place) const {
+    const At it = at(place);
+    return segments_[it.segment].begin() + it.row * row_width_;
+  }
+  uint32_t& mark_at(int64_t place) {
+    const At it = at(place);
+    return heads_[it.segment].marks[it.row];
+  }
+  uint32_t mark_at(int64_t place) const {
+    const At it = at(place);
+    return heads_[it.segment].marks[it.row];
+  }
   // By the lowest bits of a hash: an index needs the upper half, and those above its positions.
   Part& part_of(uint64_t hash) { return parts_[hash % kParts]; }
   const Part& part_of(uint64_t hash) const { return parts_[hash % kParts]; }
@@ -113,7 +149,10 @@ class RowStore {
   void for_each_row(const int64_t* places, int64_t n, const Copy& copy) const;
 
   std::vector<int64_t> widths_;
-  int64_t row_width_, shift_, mask_;
+  int64_t row_width_;
+  int64_t shift_, mask_;  // a full segment has 1 << shift_ rows
+  int64_t first_shift_;   // the first one has 1 << first_shift_ rows
+  int64_t doublings_;     // the first full segment has number doublings_ + 1
   const int file_;
   std::vector<Segment> segments_;
   std::vector<Heads> heads_;
