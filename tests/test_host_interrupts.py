@@ -34,7 +34,7 @@ PLACING = (
     *("processes/turns", "vocabulary/vocabularies", "vocabulary/timeline"),
 )
 ADMITTING = ("core/engine/admitter", "core/state/moved_rows", "core/state/new_rows")
-STATEFUL = ("stateful/tpu_embedding", "stateful/state_keeper", "stateful/enqueue")
+STATEFUL = ("stateful/tpu_embedding", "stateful/state_keeper", "stateful/record")
 
 
 class Run:

@@ -172,7 +172,7 @@ def in_the_facade(code):
     names = (
         "tpu_embed/stateful/tpu_embedding.py",
         "tpu_embed/stateful/state_keeper.py",
-        "tpu_embed/stateful/enqueue.py",
+        "tpu_embed/stateful/record.py",
     )
     return code.co_filename.endswith(names)
 

@@ -19,7 +19,7 @@ from tpu_embed._signals import SignalsDeferred
 STEP = (
     "tpu_embed/stateful/tpu_embedding.py",
     "tpu_embed/stateful/state_keeper.py",
-    "tpu_embed/stateful/enqueue.py",
+    "tpu_embed/stateful/record.py",
     "tpu_embed/_calls.py",
     "engine/engine.py",
 )

@@ -1,5 +1,6 @@
 """Tables at home on the host: every bit is that of the same tables on the devices."""
 
+import functools
 import gc
 import re
 import threading
@@ -14,6 +15,7 @@ from host_table_cases import (
     RULES,
     TwoEngines,
     declared,
+    draw_batch,
     engines,
     gradients_of,
     rows_of,
@@ -67,8 +69,6 @@ def test_the_stateful_api_has_the_same_bits():
         for storage in (HostStorage(device_rows=100), None)
     ]
     given = np.random.default_rng(1)
-    from host_table_cases import draw_batch
-
     for step in range(4):
         batches = [(draw_batch(given), training) for training in (True, False, True)]
         seed, found = int(rng.integers(100)), []
@@ -227,6 +227,28 @@ def test_the_row_at_home_of_a_forgotten_key_is_not_brought():
     assert (counts["missed"], counts["brought"], counts["late"]) == (24, 0, 0)
 
 
+@pytest.mark.parametrize("living", [None, (DynamicVocabulary(unseen="shared"), 80, 50)])
+def test_a_server_reads_rows_wherever_they_are(living):
+    hosted, _ = engines(1, "Adagrad", living=living, lookahead=0)
+    state, rng = hosted.init(jax.random.key(1)), np.random.default_rng(3)
+    for _ in range(4):
+        features, weights = draw_batch(rng, tags=180 if living else 90)
+        batch = hosted.place(features, weights)
+        state, batch = hosted.admit(state, batch)
+        seed = gradients_of(hosted.lookup(state, batch), 5)
+        state = hosted.update_in_place(state, batch, seed)
+    tables = {name: functools.partial(hosted.rows, state, name) for name in hosted.storage.tables}
+    tables["users"] = hosted.rows(state, "users", np.arange(9))
+    configs = hosted.structure.unflatten(list(hosted.structure.features))
+    for _ in range(3):
+        features, weights = draw_batch(rng, tags=180 if living else 90)
+        expected = hosted.lookup(state, hosted.place(features, weights, training=False))
+        given = {"vocabularies": hosted.vocabularies} if living else {}
+        found = io.serving_lookup(tables, features, configs, weights, **given)
+        for name, one in expected.items():
+            np.testing.assert_array_equal(rows_of(found[name]), rows_of(one))
+
+
 REFUSED = {
     "tables": lambda engine, state: engine.tables(state),
     "slots": lambda engine, state: engine.slots(state),
@@ -300,8 +322,12 @@ def test_what_does_not_suit_a_table_on_the_host_is_refused():
     feature = FeatureConfig(TableConfig(9, 4, name="items", storage=storage))
     with pytest.raises(ValueError, match=r"'items' with storage: optimizer.*lazy_adam=True"):
         tpu_embed.EmbeddingEngine(feature, o.Adam(0.1, lazy_adam=False))
-    with pytest.raises(ValueError, match=r"serving_lookup: .*'items' on the host"):
-        io.serving_lookup({"items": np.zeros((9, 4))}, {"x": np.zeros(8, int)}, {"x": feature})
+    for served, said in (
+        (np.zeros((9, 4)), r"'items': expected a function from ids to rows.*got ndarray"),
+        (lambda ids: np.zeros((ids.size, 3), np.float32), r"'items': .*\(1, 4\).*\(1, 3\)"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            io.serving_lookup({"items": served}, {"x": np.zeros(8, int)}, {"x": feature})
     with pytest.raises(ValueError, match=r"'items': .*got ids of a table on the host"):
         tpu_embed.nn.EmbeddingBag(feature.table, rngs=nnx.Rngs(0))
     every, batch = o.Adam(0.1, lazy_adam=False), {"x": np.zeros((8, 2), int)}

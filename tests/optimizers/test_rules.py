@@ -6,6 +6,7 @@ import numpy as np
 import optimizer_cases
 import oracle_rules
 import pytest
+import random_optimizers
 
 from tpu_embed import optimizers
 
@@ -101,6 +102,7 @@ def test_every_public_rule_has_a_case():
         and issubclass(rule, optimizers.RowOptimizer)
     }
     assert rules - {"RowOptimizer"} == set(optimizer_cases.CASES) == set(oracle_rules.DEFAULTS)
+    assert set(random_optimizers.OPTIONS) >= rules - {"RowOptimizer", "CustomOptimizer"}
 
 
 @pytest.mark.parametrize("name", sorted(oracle_rules.DEFAULTS))

@@ -1,6 +1,6 @@
 """Keeps the record of a `TPUEmbedding`, and replaces its state when a program has made a new one.
 
-A program that updates the state takes its memory. So the record (`enqueue.py`) first says that the
+A program that updates the state takes its memory. So the record (`record.py`) first says that the
 state is being taken, and then gets the new one, in a way that no signal can interrupt. Calls that
 read the state or change it wait for each other.
 
@@ -22,7 +22,7 @@ from tpu_embed._checks import message, warn_user
 from tpu_embed._signals import SignalsDeferred
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState, new_version
-from tpu_embed.stateful.enqueue import (
+from tpu_embed.stateful.record import (
     Enqueued,
     Record,
     after_a_device_error,

@@ -27,7 +27,7 @@ from tpu_embed.core.layout import describe_devices, describe_tables
 from tpu_embed.core.state import TableState, check_state, retrieve
 from tpu_embed.core.update import OnBadGradient
 from tpu_embed.planning.placement import resolve
-from tpu_embed.stateful.enqueue import Enqueued, Record, batch_sizes, placed_step
+from tpu_embed.stateful.record import Enqueued, Record, batch_sizes, placed_step
 from tpu_embed.stateful.state_keeper import StateKeeper
 
 
@@ -215,7 +215,7 @@ class TPUEmbedding:
             before.with_size(size, what, remedy)
             self._keeper.built()
             self._keeper.derive(pushed)
-            # The first batch in a pipelined queue is looked up at once (see `enqueue.py`).
+            # The first batch in a pipelined queue is looked up at once (see `record.py`).
             if self._pipelined and not before.waiting:
                 self._keeper.issue_first(what, item, before)
 

@@ -1,4 +1,6 @@
-"""Compute routes on the host: where each id's row comes back, and the order in which sums are made.
+"""The arithmetic of routes on the host, for `core/place/`, which makes them.
+
+A route says where each id's row comes back, and the order in which sums are made.
 
 The host knows all ids of a batch before a device sees them. It sorts the ids of each replica by row
 once, and everything else follows from that order:

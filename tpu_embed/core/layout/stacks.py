@@ -261,7 +261,7 @@ class ResolvedTable:
         config, optimizer = self.config, self.optimizer
         rule = None if optimizer is None else (type(optimizer), optimizer)
         declared = (config.dim, config.dtype, config.placement, config.quantization_config)
-        # A lookup brings rows of tables on the host along, and then reads no others (`visit.py`).
+        # A lookup that brings rows of tables on the host along reads no others (`place/visits.py`).
         return (*declared, self.shard_axes, rule, config.storage is not None)
 
 

@@ -5,7 +5,7 @@ The line of a replica holds the ids of one stack. In a dense stack every period
 every id has a bag.
 
 Input: one validated `HostIds` per feature. Output: the rows, bags and weights of every stack,
-`[replicas, N]`, which are sent as they are (`line.py`) or routed first (`routing.py`).
+`[replicas, N]`, which are sent as they are (`line.py`) or routed first (`write_lines.py`).
 """
 
 from __future__ import annotations

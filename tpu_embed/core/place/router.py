@@ -21,8 +21,8 @@ from tpu_embed.core.layout import Layout
 from tpu_embed.core.place.agreement import Agreement, Alone
 from tpu_embed.core.place.host_stack import HostStack, sort_stack
 from tpu_embed.core.place.packing import natural_spec, pack_all
-from tpu_embed.core.place.routing import with_capacities, write_lines
 from tpu_embed.core.place.tiers import Tiers
+from tpu_embed.core.place.write_lines import with_capacities, write_lines
 
 
 def exact_spec(hosts: Sequence[HostIds], layout: Layout) -> BatchSpec:

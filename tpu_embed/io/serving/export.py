@@ -91,7 +91,8 @@ def export_model(
     # A program takes row numbers; it has no map.
     declared.refuse_on_host("export_model", "declare the table that is served without storage")
     declared.refuse_keys("serve it with serving_lookup, which takes vocabularies=")
-    stored = [_as_written(table) for table in stored_tables(tables, declared)]
+    whole = [one for one in stored_tables(tables, declared) if isinstance(one, Stored)]
+    stored = [_as_written(table) for table in whole]
     arguments = _arguments(declared, features, weights, inputs, batch)
     exported = _exported(model, declared, stored, arguments, chosen)
     _check_flatbuffers()  # what is wrong with the arguments is said first

@@ -6,6 +6,7 @@ rows in the place of keys.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from tpu_embed._checks import message
 from tpu_embed.config import TableConfig
 from tpu_embed.core.ids import HostIds, Structure
-from tpu_embed.core.layout import Layout
+from tpu_embed.core.layout import FeatureLayout, Layout
 from tpu_embed.core.place import give_rows_of
 from tpu_embed.io.serving.stored import name_of_table
 from tpu_embed.vocabulary import FixedVocabulary, Vocabularies
@@ -57,11 +58,24 @@ def with_rows(hosts: Sequence[HostIds], layout: Layout, found: Mapping[str, Find
     """Return the ids of every feature with rows in the place of keys."""
     given = list(hosts)
     for f, host in enumerate(hosts):
-        if host.keys is not None:
-            feature = layout.features[f]
+        feature = layout.features[f]
+        if feature.table.key_rules is not None:
+            assert host.keys is not None, "ids of living vocabularies are keys"
             rows = found[feature.table.name](host.keys).astype(np.int32)
-            given[f] = give_rows_of(feature, host, rows)
+            if feature.table.is_on_host:
+                # These are ids at home, whose rows `fetched` gets; -1 is no id.
+                given[f] = dataclasses.replace(host, keys=_ids(feature, rows))
+            else:
+                given[f] = give_rows_of(feature, host, rows)
     return given
+
+
+def _ids(feature: FeatureLayout, rows: np.ndarray) -> np.ndarray:
+    """Return ids at home, uint64, from the rows of keys, int32; all bits are set for none."""
+    rules = feature.table.key_rules
+    if rules is not None and rules.unseen == "shared":
+        rows = np.where(rows < 0, feature.table.declared_size - 1, rows)
+    return rows.astype(np.int64).view(np.uint64)
 
 
 def _find_now(vocabularies: Vocabularies, name: str, config: TableConfig) -> Find:

@@ -43,8 +43,9 @@ from tpu_embed.core.lookup import (
     not_differentiable,
 )
 from tpu_embed.core.place import natural_spec, pack_line
+from tpu_embed.io.serving.fetched import fetched
 from tpu_embed.io.serving.keys import Find, finders, with_rows
-from tpu_embed.io.serving.stored import Stored, stored_tables
+from tpu_embed.io.serving.stored import RowSource, Stored, stored_tables
 
 
 def serving_lookup(
@@ -64,6 +65,9 @@ def serving_lookup(
     Args:
       tables: one array `[V, D]` in the table's dtype (NumPy or JAX) or `QuantizedTable` per table,
         by `TableConfig` or by name; declared tables that the features do not use may be missing.
+        Of a table on the host (`storage=`), a function that returns the rows of ids: it takes
+        int64 `[n]`, all different, and returns `[n, D]` in the table's dtype, such as
+        `functools.partial(engine.rows, state, name)`.
       features: arrays, columns of a data set, `SparseIds` or `RaggedIds` in the structure of the
         features, of which mappings may leave out some; inside a jit, dense arrays. Each has a batch
         size of its own.
@@ -95,15 +99,14 @@ def serving_lookup(
     """
     whole = structure.flatten(feature_config)
     declared = whole.part(features)
-    remedy = "declare the table that is served without storage"
-    declared.refuse_on_host("serving_lookup", remedy)
     stored = stored_tables(tables, whole, declared)
     given, scales = declared.match_weighted(features, weights)
     server = server_of(declared)
     if any(isinstance(leaf, Tracer) for leaf in (*given, *scales)):
         declared.refuse_keys("look up outside the jit, and give it the activations")
         source = server.traced(given, scales)
-        found, bad_ids = server.activations(stored, source)
+        arrays = [one for one in stored if isinstance(one, Stored)]  # all: others were refused
+        found, bad_ids = server.activations(arrays, source)
         source.report(bad_ids, server.layout)
     else:
         find = finders(vocabularies, whole, declared)
@@ -166,7 +169,7 @@ class Server:
 
     def placed(
         self,
-        tables: Sequence[Stored],
+        tables: Sequence[Stored | RowSource],
         ids: Sequence[Any],
         weights: Sequence[Any],
         find: Mapping[str, Find],
@@ -188,11 +191,11 @@ class Server:
             host_ids(f"feature {feature.path!r}", feature.config, feature.table.name, *leaves)
             for feature, *leaves in zip(layout.features, ids, weights, strict=True)
         ]
-        hosts = with_rows(hosts, layout, find)
+        hosts, whole = fetched(with_rows(hosts, layout, find), layout, tables)
         spec = _rounded(natural_spec(hosts, layout, layout.axes.replicas))
         stacks, operands = line_of(spec, layout), []
         packed = np.empty((1, line_length(stacks)), np.int32)
-        for view, fields, table in zip(view_stacks(spec, layout), stacks, tables, strict=True):
+        for view, fields, table in zip(view_stacks(spec, layout), stacks, whole, strict=True):
             line = fields_of(packed, fields)
             pack_line(hosts, view, line)
             # NumPy tables: pick the rows of the ids here, so that only these go to the program.

@@ -7,7 +7,7 @@ the rows of its ids.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -73,13 +73,45 @@ class Stored:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class RowSource:
+    """A table on the host as it is served: a function returns the rows of ids.
+
+    Attributes:
+      what: the table, for messages.
+      rows: takes ids, int64 `[n]`, all different, and returns their rows `[n, D]`.
+      dim: D.
+      dtype: of the rows.
+    """
+
+    what: str
+    rows: Callable[[np.ndarray], Any]
+    dim: int
+    dtype: str
+
+    def fetch(self, ids: np.ndarray) -> Stored:
+        """Return the rows of ids, uint64 `[n]`, as a table of these n rows.
+
+        Raises:
+          ValueError: the function returns something else.
+        """
+        found = np.asarray(self.rows(ids.view(np.int64)))
+        if found.shape != (ids.size, self.dim) or found.dtype.name != self.dtype:
+            expected = f"{self.dtype} of shape ({ids.size}, {self.dim}) from its function"
+            got = f"{found.dtype.name} of shape {found.shape}"
+            raise ValueError(message(self.what, expected=expected, got=got))
+        # One row more, so that there is one to pick for what is absent.
+        return Stored({"values": np.concatenate([found, np.zeros((1, self.dim), found.dtype)])})
+
+
 def stored_tables(
     tables: Any, declared: Structure, used: Structure | None = None
-) -> tuple[Stored, ...]:
-    """Return one `Stored` per table that is used, in order, after checking shapes and dtypes.
+) -> tuple[Stored | RowSource, ...]:
+    """Return what each table that is used is served from, after checking shapes and dtypes.
 
     Args:
-      tables: arrays `[V, D]` in the table's dtype, or `QuantizedTable`s, by `TableConfig` or name.
+      tables: arrays `[V, D]` in the table's dtype, or `QuantizedTable`s, by `TableConfig` or name;
+        functions for tables on the host.
       declared: the feature configuration.
       used: the part of it that is looked up; other declared tables may be missing. None: all.
 
@@ -130,8 +162,15 @@ def _by_name(tables: Any, declared: Structure) -> dict[str, Any]:
     return found
 
 
-def _stored(what: str, table: Any, config: TableConfig) -> Stored:
+def _stored(what: str, table: Any, config: TableConfig) -> Stored | RowSource:
     rows, dim = config.vocabulary_size, config.dim
+    if config.storage is not None:
+        if not callable(table):
+            expected, got = "a function from ids to rows, for a table on the host", type(table)
+            remedy = "functools.partial(engine.rows, state, name) is one; or leave storage out"
+            text = message(what, expected=expected, got=got.__name__, remedy=remedy)
+            raise ValueError(text)
+        return RowSource(what, table, dim, config.dtype)
     if isinstance(table, QuantizedTable):
         arrays = dict(vars(table))
         _check(f"{what}: values", table.values, "int8", (rows, dim))

@@ -7,7 +7,7 @@ import jax
 import pytest
 from facade_cases import assert_same, batch, make_embedding
 
-from tpu_embed.stateful.enqueue import Enqueued, Record
+from tpu_embed.stateful.record import Enqueued, Record
 from tpu_embed.stateful.state_keeper import StateKeeper
 
 
