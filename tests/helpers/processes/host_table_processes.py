@@ -158,30 +158,37 @@ def lose_a_row():
 
 
 def shapes_sent():
-    """Return the shapes of what is sent to the devices, with exact sizes."""
+    """Return the shapes of what the programs of moved rows are called with, with exact sizes."""
     shapes = []
 
-    def recorded(send):
-        def call(array, *rest):
-            shapes.append(array.shape)
-            return send(array, *rest)
+    def recorded(call):
+        def record(*given):
+            shapes.append(jax.tree.map(np.shape, given[1:] if callable(given[0]) else given[0]))
+            return call(*given)
 
-        return call
+        return record
 
     with contextlib.ExitStack() as patched:
         patched.enter_context(mock.patch.object(parcels, "ROW_MULTIPLE", 1))
-        for module, name in (
-            (moved_rows, "send_parcels"),
-            (visits, "send_parcels"),
-            (new_rows, "_put"),
-        ):
-            send = recorded(getattr(module, name))
-            patched.enter_context(mock.patch.object(module, name, send))
+        called = (moved_rows, "call"), (new_rows, "call"), (visits, "send_parcels")
+        for module, name in called:
+            changed = recorded(getattr(module, name))
+            patched.enter_context(mock.patch.object(module, name, changed))
         made = engine()
         state = made.init(jax.random.key(7))
         for step in range(5):
             state = train_step(made, state, made.place(draw_part(step)))
             made.place(draw_part(50 + step), training=False)
+        # Only the first process has rows of these ids at home.
+        ids, touched = np.arange(ITEMS, dtype=np.uint64), made.touched("items")
+        first = made.storage.tables["items"].row_groups.of(ids) == 0
+        first &= (made.vocabularies.rows("items", ids) < 0) & np.isin(ids, touched)
+        bags = np.resize(ids[first], (BATCH, 2)).astype(np.int64)
+        nothing = {"seen": np.full((BATCH, 2), -1), "tags": np.full((BATCH, 2), -1)}
+        batch = {"bags": bags, **nothing, "user": np.zeros(BATCH, np.int64)}
+        batch = made.place({name: part(array) for name, array in batch.items()})
+        assert first.any()
+        train_step(made, state, batch)
     return shapes
 
 
