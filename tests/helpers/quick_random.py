@@ -20,14 +20,16 @@ def install():
 
 
 def _hash(key_low, key_high, low, high):
-    """Return two words of random bits for each key and counter, all uint32 of one shape."""
+    """Return two words of random bits for each key and counter, all uint32 of one shape.
+
+    LLVM takes as long as there are ways through an expression, so there are few shifts.
+    """
     key_low, key_high, low, high = jnp.broadcast_arrays(key_low, key_high, low, high)
-    first = _mix(low + _mix(key_low + np.uint32(0x9E3779B1)))
-    second = _mix(high + _mix(key_high ^ first))
-    return first ^ second * np.uint32(0x9E3779B1), second
+    first = _mix(low + key_low * np.uint32(0x9E3779B1))
+    second = _mix(high + key_high * np.uint32(0x85EBCA77) + first)
+    return first + second * np.uint32(0xC2B2AE3D), second * np.uint32(0x27D4EB2F)
 
 
 def _mix(word):
-    word = (word ^ (word >> np.uint32(16))) * np.uint32(0x7FEB352D)
-    word = (word ^ (word >> np.uint32(15))) * np.uint32(0x846CA68B)
-    return word ^ (word >> np.uint32(16))
+    word = (word + np.uint32(0x3C6EF372)) * np.uint32(0x7FEB352D)
+    return (word ^ (word >> np.uint32(15))) * np.uint32(0x846CA68B)
