@@ -1,5 +1,7 @@
 """Configure JAX before it starts: 8 emulated CPU devices, strict dtype promotion.
 
+Random numbers are made with a hash that compiles quickly (`quick_random.py`).
+
 Many tests make similar engines, so programs that take at least a tenth of a second to compile are
 cached in build/xla, one directory per worker. `JAX_ENABLE_COMPILATION_CACHE=false` turns this off.
 """
@@ -28,9 +30,11 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
+import quick_random  # noqa: E402
 import quick_rows  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+quick_random.install()
 
 # Tracing makes many objects that stay, so full collections in between would take a twentieth of
 # the time and free little; `collector_skips_what_stays` makes one after each module.

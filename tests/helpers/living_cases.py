@@ -1,5 +1,6 @@
 """Engines with living vocabularies, their batches, and what plain Python expects of them."""
 
+import functools
 import zlib
 from fractions import Fraction
 
@@ -122,9 +123,14 @@ def initial_row(table, key, seed=KEY):
     """Return the first value of a key's row, drawn as the semantics say."""
     base = jax.random.fold_in(jax.random.key(seed), zlib.crc32(table.name.encode()))
     low, high = np.uint32(key % 2**32), np.uint32(key // 2**32)
-    folded = jax.random.fold_in(jax.random.fold_in(base, low), high)
     draw = tpu_embed.initializers.resolve(table.initializer, table.dim)
-    return np.asarray(draw(folded, (1, table.dim), np.float32))[0]
+    return np.asarray(_drawn(base, low, high, draw, table.dim))[0]
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _drawn(base, low, high, draw, dim):
+    folded = jax.random.fold_in(jax.random.fold_in(base, low), high)
+    return draw(folded, (1, dim), np.float32)
 
 
 def whole(made, state):

@@ -75,6 +75,17 @@ def test_a_layer_returns_what_the_engine_does(devices, length):
         assert one.row_splits.shape == (devices, len(HISTORIES) // devices + 1)
 
 
+def test_a_placed_batch_compiles_only_in_its_first_lookup(caplog):
+    layer = layer_of(devices=8)
+    for compiles in (True, False):
+        batch = layer.place(RAGGED)
+        caplog.clear()
+        with jax.log_compiles():
+            layer(batch)
+        compilations = [word for word in caplog.messages if "XLA compilation" in word]
+        assert bool(compilations) == compiles
+
+
 @pytest.mark.parametrize(
     ("form", "devices"),
     [

@@ -18,14 +18,14 @@ DEVICES, STEPS = 8, 6
 
 
 @functools.cache
-def engine(items=ITEMS):
+def engine(items):
     """Return the one engine of its kind, so that its programs compile once."""
     return tpu_embed.EmbeddingEngine(configs(items), o.Adam(0.125), mesh=mesh(DEVICES))
 
 
 def start():
     """Return the engine and a first state, whose maps are empty again."""
-    made = engine()
+    made = engine(ITEMS)
     state = made.init(jax.random.key(KEY))
     made.vocabularies.rewind(state)
     return made, state

@@ -1,7 +1,8 @@
 """Be one of several processes: `process_program.py PROCESSES NUMBER PORT CALLS OUTPUT`.
 
 CALLS is a file of pickled calls, each a function and its arguments. Their results are pickled into
-OUTPUT. Tables without an initializer have the rows of `quick_rows.py`, as in other tests.
+OUTPUT. Tables without an initializer have the rows of `quick_rows.py`, and random numbers are those
+of `quick_random.py`, as in other tests.
 """
 
 import pickle
@@ -10,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import jax
+import quick_random
 import quick_rows
 from process_cases import DEVICES
 
@@ -20,6 +22,7 @@ def main():
     """Make the calls, and write what they return."""
     processes, number, port = map(int, sys.argv[1:4])
     calls, output = map(Path, sys.argv[4:6])
+    quick_random.install()
     resolve.initializer_of = quick_rows.initializer_of
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES // processes)

@@ -9,6 +9,7 @@ with the batch dimension sharded.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,6 +83,8 @@ def lookup(
     )(tables, axes.reshard(source, source.axes(layout)))
 
 
+# Where a user calls it outside a jit, a bare shard_map would compile each operation in every call.
+@functools.partial(jax.jit, static_argnames="layout")
 def row_splits(source: Batch | TracedIds, layout: Layout) -> dict[int, Array]:
     """Return the row splits of every jagged feature, by its number.
 
