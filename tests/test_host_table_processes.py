@@ -33,6 +33,7 @@ def two(one, directory):
         (cases.restore, str(directory)),
         (cases.restore, one[0]),
         (cases.with_all_shards,),
+        (cases.train_embedding,),
         (cases.shapes_sent,),
         (cases.lose_a_row,),
     ]
@@ -77,7 +78,7 @@ def test_a_process_that_holds_all_shards_has_all_rows_at_home(two):
 
 
 def test_a_row_that_one_process_has_lost_stops_all(two):
-    (first, placed), (second, also) = (found[7] for found in two)
+    (first, placed), (second, also) = (found[8] for found in two)
     assert len(first) == 2
     assert "No space left" in first[0]
     assert "process 0 refused its part" in second[-1]
@@ -86,6 +87,12 @@ def test_a_row_that_one_process_has_lost_stops_all(two):
 
 
 def test_all_processes_run_programs_of_the_same_shapes(two):
-    shapes, others = (found[6] for found in two)
+    shapes, others = (found[7] for found in two)
     assert shapes == others
     assert len({repr(some) for some in shapes}) > 8
+
+
+def test_the_stateful_api_has_the_same_rows_in_two_processes(two):
+    expected = cases.train_embedding(hosted=False)
+    for found in two:
+        assert_same(found[6], expected)

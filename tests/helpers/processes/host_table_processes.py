@@ -21,27 +21,30 @@ DEVICES, BATCH, STEPS = 8, 16, 8
 ITEMS, TAGS = 150, 60
 
 
-def engine(*, hosted=True, rows=64, shape=(DEVICES,)):
-    """Return an engine of a table by row numbers and of a living one, on the host or not.
+def configs(*, hosted, rows):
+    """Return features of a table by row numbers and of a living one, on the host or not.
 
     Args:
       hosted: whether these two are.
       rows: how many rows of each the devices hold.
-      shape: of the mesh; the second of two axes splits the rows.
     """
     storage = HostStorage(device_rows=rows) if hosted else None
-    axes = ("data", "d")[-len(shape) :]
     drawn = {"initializer": jax.nn.initializers.normal(0.3), "storage": storage, "shard_axes": "d"}
     items = TableConfig(ITEMS, 4, name="items", **drawn)
     living = DynamicVocabulary(ttl=3, unseen="shared")
     tags = TableConfig(TAGS, 4, name="tags", vocabulary=living, combiner="sum", **drawn)
     users = TableConfig(9, 4, name="users", shard_axes="d")
-    features = {
+    return {
         "bags": FeatureConfig(items),
         "seen": FeatureConfig(items, max_sequence_length=2),
         "tags": FeatureConfig(tags),
         "user": FeatureConfig(users),
     }
+
+
+def engine(*, hosted=True, rows=64, shape=(DEVICES,)):
+    """Return an engine of these features; the second of two axes of its mesh splits the rows."""
+    features, axes = configs(hosted=hosted, rows=rows), ("data", "d")[-len(shape) :]
     made = Mesh(mesh(DEVICES).devices.reshape(shape), axes)
     return tpu_embed.EmbeddingEngine(features, o.Adagrad(0.3), mesh=made, lookahead=0)
 
@@ -89,17 +92,30 @@ def looked_up(activations):
     return parts
 
 
-def train(*, hosted=True):
+def train(*, hosted=True, steps=STEPS):
     """Train with batches placed ahead, and lookups in between; return all that was found."""
     made = engine(hosted=hosted)
     state, seen = made.init(jax.random.key(7)), []
-    with Prefetcher(made, (draw_part(step) for step in range(STEPS)), depth=2) as batches:
+    with Prefetcher(made, (draw_part(step) for step in range(steps)), depth=2) as batches:
         for step, batch in enumerate(batches):
             state = train_step(made, state, batch)
             if step % 3 == 1:
                 looked = made.place(draw_part(50 + step), training=False)
                 seen.append(looked_up(made.lookup(state, looked)))
     return seen, everything(made, state)
+
+
+def train_embedding(*, hosted=True):
+    """Train by the stateful API, pipelined; return all rows."""
+    features = configs(hosted=hosted, rows=80)
+    made = tpu_embed.TPUEmbedding(features, o.Adagrad(0.3), True, mesh=mesh(DEVICES), seed=7)
+    made.enqueue(draw_part(0))
+    made.enqueue(draw_part(1))
+    for step in range(STEPS):
+        made.apply_gradients(gradients(made.dequeue()))
+        if step + 2 < STEPS:
+            made.enqueue(draw_part(step + 2))
+    return everything(made.engine, made.state)
 
 
 def on_the_host():
