@@ -32,7 +32,7 @@ def two(one, directory):
         (cases.save, str(directory)),
         (cases.restore, str(directory)),
         (cases.restore, one[0]),
-        (cases.with_all_shards,),
+        (cases.with_all_shards, str(directory)),
         (cases.train_embedding,),
         (cases.shapes_sent,),
         (cases.lose_a_row,),
@@ -70,11 +70,13 @@ def test_checkpoints_pass_between_one_process_and_two(one, two, directory):
 
 
 def test_a_process_that_holds_all_shards_has_all_rows_at_home(two):
-    expected = cases.with_all_shards(hosted=False)
+    expected = cases.with_all_shards()
     for found in two:
         assert_same(found[5][0], expected)
     assert_same(two[0][5][1], two[1][5][1])
     assert two[0][5][1].size > 30
+    touched = two[0][1][1].size  # of the same batches
+    assert two[0][5][2] == two[1][5][2] <= touched + 3
 
 
 def test_a_row_that_one_process_has_lost_stops_all(two):

@@ -1,6 +1,7 @@
 """What tests of tables on the host run in one process or in several; see `process_cases.py`."""
 
 import contextlib
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -15,6 +16,7 @@ from tpu_embed.core.layout import parcels
 from tpu_embed.core.place import visits
 from tpu_embed.core.state import moved_rows, new_rows
 from tpu_embed.data import Prefetcher
+from tpu_embed.io.checkpoint.host_rows import names
 from tpu_embed.storage import HostRows
 
 DEVICES, BATCH, STEPS = 8, 16, 8
@@ -134,17 +136,24 @@ def on_the_host():
     return made.storage.counters, touched, made.storage["items"].ids(), everything(made, state)
 
 
-def with_all_shards(*, hosted=True):
-    """Return all rows of a run in which each process holds all shards, and what is at home here."""
+def with_all_shards(directory=None):
+    """Return all rows of a run in which each process holds all shards.
+
+    With a directory, two tables are on the host. Then also return what is at home here, and how
+    many rows a checkpoint has.
+    """
+    hosted = directory is not None
     made = engine(hosted=hosted, shape=(2, DEVICES // 2))
     state = made.init(jax.random.key(7))
     for step in range(STEPS):
         state = train_step(made, state, made.place(draw_part(step)))
     found = everything(made, state)
-    if hosted:
-        made.storage.flush()
-        return found, made.storage["items"].ids()
-    return found
+    if directory is None:
+        return found
+    io.save(f"{directory}/all shards", made, state)
+    saved = names(Path(directory) / "all shards" / "tables", None, jax.process_count())["items"]
+    count = sum(segment["rows"] for one in saved for segment in one["segments"])
+    return found, made.storage["items"].ids(), count
 
 
 def lose_a_row():
@@ -226,6 +235,9 @@ def restore(directory, *, hosted=True):
     """Restore, train on and save again; return all rows then, and some steps later."""
     made = engine(hosted=hosted, rows=56)
     state = io.restore(f"{directory}/2", made).state
+    if hosted:
+        ids = made.storage["items"].ids()
+        assert made.storage.tables["items"].row_groups.at_home(ids).all()
     restored = everything(made, state)
     for step in (3, 4):
         state = train_step(made, state, made.place(draw_part(step)))

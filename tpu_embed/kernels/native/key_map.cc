@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <new>
 #include <thread>
 
 #include "sort.h"
@@ -13,12 +14,30 @@ namespace {
 
 constexpr int64_t kBlock = 32;  // keys whose slots are asked for at once
 constexpr int64_t kKeysPerTask = 4096;  // a thread costs as much as some thousand keys
+constexpr int64_t kQuickSort = 1024;    // rows for which a radix sort is worth its counters
 constexpr size_t kAhead = 8;    // rows whose memory is asked for in advance
 
 struct RowEntry {
   using Key = uint32_t;
   Key key;
 };
+
+// Sorts rows; without memory for the quick way, in place.
+void sort_rows(std::vector<uint32_t>& rows, int64_t num_rows) {
+  const auto n = static_cast<int64_t>(rows.size());
+  if (n >= kQuickSort) {
+    try {
+      Serial serial;
+      RadixSort<RowEntry, Serial> sort(serial, n, static_cast<uint64_t>(num_rows));
+      for (int64_t i = 0; i < n; ++i) sort.entries()[i].key = rows[i];
+      const RowEntry* sorted = sort.sort();
+      for (int64_t i = 0; i < n; ++i) rows[i] = sorted[i].key;
+      return;
+    } catch (const std::bad_alloc&) {  // the step has begun, so it must not fail
+    }
+  }
+  std::sort(rows.begin(), rows.end());
+}
 
 template <typename T>
 int64_t bytes_of(const std::vector<T>& vector) {
@@ -294,7 +313,7 @@ void KeyMap::admit(uint64_t key, uint64_t hash, uint32_t row) {
 void KeyMap::end_step() {
   std::vector<uint32_t>& new_rows = batch_.new_rows;
   new_rows.assign(new_rows_.begin(), new_rows_.end());
-  std::sort(new_rows.begin(), new_rows.end());
+  sort_rows(new_rows, options_.num_rows);
   if (has_counts_) {
     for (const uint32_t row : new_rows) counts_.add_new(rows_, row);
   }
