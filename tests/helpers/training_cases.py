@@ -222,6 +222,12 @@ def expected_by_optax(transform, dtype):
     After each update, untouched rows and their state are restored.
     """
     tables, leaves = {}, {}
+
+    @jax.jit
+    def step(gradient, state, rows):
+        steps, state = transform.update(gradient, state, rows)
+        return optax.apply_updates(rows, steps), state
+
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         for table, size in VOCABULARY.items():
             rows = rounded(dtype)(start(table).astype(np.float64))
@@ -230,9 +236,8 @@ def expected_by_optax(transform, dtype):
                 dense, touched = np.zeros((size, D)), np.zeros((size, 1), bool)
                 for row, gradient in updates_of(t, table, {"use_gradient_accumulation": True}):
                     dense[row], touched[row] = gradient, True
-                steps, new = transform.update(jnp.asarray(dense), state, jnp.asarray(rows))
-                after = np.asarray(optax.apply_updates(jnp.asarray(rows), steps))
-                rows = np.where(touched, rounded(dtype)(after), rows)
+                after, new = step(dense, state, rows)
+                rows = np.where(touched, rounded(dtype)(np.asarray(after)), rows)
                 state = jax.tree.map(
                     lambda a, b, touched=touched: np.where(touched, a, b) if np.ndim(a) else a,
                     new,

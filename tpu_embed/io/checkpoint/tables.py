@@ -213,6 +213,10 @@ def _everywhere(values: PyTree, engine: EmbeddingEngine) -> PyTree:
     )
 
 
+# Compiled once per layout, not once per restore.
+_blank = jax.jit(blank_tables, static_argnames=("stacks", "axes"))
+
+
 def _base(wanted: Wanted, *, fresh: bool) -> TableState:
     """Return a state to read into: initialized by the key if rows are lacking, else blank."""
     engine = wanted.engine
@@ -220,7 +224,7 @@ def _base(wanted: Wanted, *, fresh: bool) -> TableState:
         assert wanted.key is not None, "checked"
         return engine.init(wanted.key)
     layout = engine.layout
-    tables, slots = jax.jit(functools.partial(blank_tables, layout.stacks, layout.axes))()
+    tables, slots = _blank(layout.stacks, layout.axes)
     return TableState(tables, slots, jnp.int32(0), {})
 
 
