@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from tpu_embed._checks import message, refuse_pickle
+from tpu_embed._signals import SignalsDeferred
 from tpu_embed.kernels.vocabulary_reference import MapState, Taken
 from tpu_embed.processes import Turns
 from tpu_embed.storage import Homes, HostRows, Incoming, Room
@@ -305,12 +306,15 @@ class Vocabularies:
         Raises:
           ValueError: later batches were admitted into another state.
         """
+        self.turns.run_next(lambda: self._rewind(state))
+
+    def _rewind(self, state: Any) -> None:
         step, history = map_version(state)
-        with self.turns.use(self.turns.draw()), self._lock:
+        with self._lock, SignalsDeferred():
             first = 0, self._timeline.first_history
             if (step, history) == first and self.now != first:
                 empty = {name: self._new_map(table).state() for name, table in self.tables.items()}
-                self._load(MapStates(history, empty))
+                self._load(MapStates(history, empty), {})
                 return
             self.check_newest(state)
             self.undo(step)
@@ -353,18 +357,13 @@ class Vocabularies:
 
     def load_states(self, states: MapStates, rows: Mapping[str, HostRows] | None) -> None:
         """Replace all maps, and the rows at home, by table on the host (None without them)."""
-        with self.turns.use(self.turns.draw()), self._lock:
-            self._load(states)
-            if self.homes is not None:
-                self.homes.replace(rows or {})
+        self.turns.run_next(lambda: self._load(states, rows or {}))
 
     def _refuse_homes(self, what: str) -> None:
         """Refuse to keep maps without the rows that are at home."""
         if self.homes is not None:
-            expected, got = (
-                "living vocabularies alone",
-                f"tables on the host {[*self.homes.tables]}",
-            )
+            expected = "living vocabularies alone"
+            got = f"tables on the host {[*self.homes.tables]}"
             remedy = "tpu_embed.io.save keeps maps, rows at home and rows on the devices together"
             text = message(f"vocabularies.{what}", expected=expected, got=got, remedy=remedy)
             raise ValueError(text)
@@ -374,7 +373,7 @@ class Vocabularies:
         """The history of states without keys, as `init` makes them."""
         return self._timeline.first_history
 
-    def _load(self, states: MapStates) -> None:
+    def _load(self, states: MapStates, rows: Mapping[str, HostRows]) -> None:
         maps = states.maps if isinstance(states, MapStates) else {}
         if maps.keys() != self._maps.keys():
             expected = f"what state() returned, with maps of {sorted(self._maps)}"
@@ -386,12 +385,13 @@ class Vocabularies:
             raise ValueError(message("vocabularies.load_state", expected=expected, got=got))
         for name, map_ in self._maps.items():
             map_.check_state(maps[name])
-        if self.homes is not None:
-            self.homes.clear()
-        for name, map_ in self._maps.items():
-            map_.load_state(maps[name])
-        self._timeline.load(steps.pop(), states.history)
-        self._counted = {self.admitted: self.counters}
+        with self._lock, SignalsDeferred():
+            if self.homes is not None:
+                self.homes.replace(rows)
+            for name, map_ in self._maps.items():
+                map_.load_state(maps[name])
+            self._timeline.load(steps.pop(), states.history)
+            self._counted = {self.admitted: self.counters}
 
     def _known(self, name: str) -> str:
         if name not in self._maps:
