@@ -7,7 +7,7 @@ from interrupt_cases import Interrupt, from_a_signal
 from living_cases import mesh
 
 import tpu_embed
-from tpu_embed import FeatureConfig, HostStorage, TableConfig
+from tpu_embed import FeatureConfig, HostStorage, TableConfig, io
 from tpu_embed import optimizers as o
 
 ROWS, BATCH = 40, 4
@@ -152,6 +152,38 @@ def test_an_admit_that_is_interrupted_anywhere_has_happened_or_not(steps, stride
         run.begin()
     assert at > 200
     assert repeated > 0
+
+
+IN_LOAD = in_files(*HOMES, "vocabulary/vocabularies", "vocabulary/timeline")
+
+
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_new_beginning_or_a_restore_that_is_interrupted_anywhere_can_be_repeated(
+    saved, stride, undisturbed, tmp_path
+):
+    run, first = Run(), 3 if saved else 0
+    run.train(first)
+    run.rewind()
+    io.save(tmp_path / "saved", run.engine, run.state)
+
+    def begin():
+        if saved:
+            run.state, run.ahead = io.restore(tmp_path / "saved", run.engine).state, []
+        else:
+            run.begin()
+
+    for at in range(1, 10_000, stride):
+        run.train(first + 2)
+        with Interrupt(IN_LOAD, at, from_a_signal) as interrupt:
+            begin()
+        begin()
+        assert run.done == first
+        if interrupt.seen < at:
+            break
+    assert at > 100
+    run.train(first + 2)
+    assert_same(run.rows(), undisturbed[first + 2])
 
 
 def embedding(storage, pipelined):

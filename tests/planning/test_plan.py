@@ -180,8 +180,15 @@ def test_remedies_are_only_those_there_are():
     two = AbstractMesh((2, 4), ("data", "model"))
     assert planning.plan(vast, None, two, batch, memory=2**20).remedies == (on_host,)
     living = TableConfig(2**20, 128, vocabulary=tpu_embed.DynamicVocabulary(), dtype="bfloat16")
-    found = planning.plan({"x": FeatureConfig(living)}, None, two, batch, memory=2**20)
-    assert found.remedies == ()
+    (remedy,) = planning.plan({"x": FeatureConfig(living)}, None, two, batch, memory=2**20).remedies
+    assert remedy.startswith("storage=HostStorage(device_rows=31_000) for table_0: ")
+    storage = tpu_embed.HostStorage(device_rows=31_000)
+    changed = dataclasses.replace(living, storage=storage)
+    planned = planning.plan({"x": FeatureConfig(changed)}, None, two, batch, memory=2**20)
+    assert planned.fits
+    # Two maps: of 2**20 keys, which wait as well, and of the rows on the devices.
+    resident = planning.plan({"x": FeatureConfig(living)}, None, two, batch)
+    assert planned.on_host["maps"] > resident.on_host["maps"] > 0
 
 
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "v5e:2x2"])

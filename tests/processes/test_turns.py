@@ -1,5 +1,6 @@
 """`Turns`: whoever uses them, in whatever order, acts in the order in which they were drawn."""
 
+import signal
 import threading
 
 import pytest
@@ -94,3 +95,40 @@ def test_another_thread_may_hold_an_earlier_turn():
         used.append(second)
     thread.join(LONG)
     assert used == [first, second]
+
+
+def test_a_function_that_runs_in_the_next_turn_waits_for_those_before_it():
+    turns, done = Turns(), []
+    first = turns.draw()
+    later = threading.Thread(target=lambda: done.append(turns.run_next(lambda: [*done])))
+    later.start()
+    with turns.use(first):
+        done.append("first")
+    later.join(LONG)
+    assert done == ["first", ["first"]]
+
+
+@pytest.mark.parametrize("where", ["draw", "_wait", "run", "release"])
+@pytest.mark.parametrize("after", [False, True])
+def test_an_interrupt_leaves_no_turn_behind_that_later_ones_wait_for(where, after, monkeypatch):
+    """It comes before or after a part of the work; after a draw, the turn was to be used."""
+    turns = Turns(with_others=False)
+    work = getattr(turns, where, lambda: None)
+
+    def interrupted(*given):
+        found = work(*given) if after else None
+        signal.raise_signal(signal.SIGINT)
+        return found if after else work(*given)
+
+    calls = iter([interrupted])
+
+    def once(*given):
+        return next(calls, work)(*given)
+
+    monkeypatch.setattr(turns, where, once, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        turns.run_next(once if where == "run" else int)
+    ended = threading.Thread(target=turns.run_next, args=(int,), daemon=True)
+    ended.start()
+    ended.join(LONG)
+    assert not ended.is_alive()

@@ -17,10 +17,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from tpu_embed._changes import Changes
 from tpu_embed._checks import message
+from tpu_embed._signals import SignalsDeferred
+
+_T = TypeVar("_T")
 
 
 class Turns:
@@ -77,6 +81,29 @@ class Turns:
             yield
         finally:
             self.release(number)
+
+    def run_next(self, run: Callable[[], _T]) -> _T:
+        """Draw a turn, wait for it and return `run()`; the turn ends with that, or with an error.
+
+        An interrupt, wherever it comes, leaves no turn behind for which later ones would wait. The
+        manager of a `with` block can be lost before its block begins; a function cannot.
+
+        Raises:
+          RuntimeError: as for `use`.
+        """
+        number = None
+        try:
+            with SignalsDeferred():
+                number = self.draw()
+            with self._changed:
+                self._wait(number)
+            return run()
+        finally:
+            if number is not None:
+                try:
+                    self.release(number)
+                finally:
+                    self.give_up(number)  # if an interrupt has come in the middle of it
 
     def _wait(self, number: int) -> None:
         """Wait until all earlier turns have ended; the caller holds `_changed`."""

@@ -145,10 +145,13 @@ class StateKeeper:
         maps = self._engine.vocabularies
         if maps is None or maps.placed == step:
             return
-        with maps.turns.use(maps.turns.draw()):  # nobody places a batch meanwhile
+
+        def undo() -> None:
             enqueued = self.now.last_step(maps.admitted)
             if enqueued <= step and maps.placed == step + 1:
                 maps.undo(step)
+
+        maps.turns.run_next(undo)  # nobody places a batch meanwhile
 
     def settle(self) -> Record:
         """Return the record. The caller holds `lock`, so no update is running."""

@@ -347,10 +347,10 @@ class Homes:
         self.saves.append(Save(path, checkpoint, step, marks))
 
     def replace(self, rows: Mapping[str, HostRows]) -> None:
-        """Take these rows of all tables in the place of all others, those on their way too."""
+        """Forget all rows, those on their way too, and take these; other tables have none then."""
         self.clear()
         with self._lock:
-            self._rows = dict(rows)
+            self._rows |= rows
 
     def clear(self) -> None:
         """Forget all rows, those on their way too."""

@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from tpu_embed._checks import message, refuse_pickle
+from tpu_embed._signals import SignalsDeferred
 from tpu_embed.kernels.vocabulary_reference import MapState
 from tpu_embed.processes import Turns
 from tpu_embed.storage import Homes, HostRows, Incoming, Room
@@ -307,11 +308,14 @@ class Vocabularies:
         Raises:
           ValueError: later batches were admitted into another state.
         """
+        self.turns.run_next(lambda: self._rewind(state))
+
+    def _rewind(self, state: Any) -> None:
         step, history = map_version(state)
-        with self.turns.use(self.turns.draw()), self._lock:
+        with self._lock, SignalsDeferred():
             first = 0, self._timeline.first_history
             if (step, history) == first and self.now != first:
-                self._load(self._maps.empty_states(history))
+                self._load(self._maps.empty_states(history), {})
                 return
             self.check_newest(state)
             self.undo(step)
@@ -353,18 +357,13 @@ class Vocabularies:
 
     def load_states(self, states: MapStates, rows: Mapping[str, HostRows] | None) -> None:
         """Replace all maps, and the rows at home, by table on the host (None without them)."""
-        with self.turns.use(self.turns.draw()), self._lock:
-            self._load(states)
-            if self.homes is not None:
-                self.homes.replace(rows or {})
+        self.turns.run_next(lambda: self._load(states, rows or {}))
 
     def _refuse_homes(self, what: str) -> None:
         """Refuse to keep maps without the rows that are at home."""
         if self.homes is not None:
-            expected, got = (
-                "living vocabularies alone",
-                f"tables on the host {[*self.homes.tables]}",
-            )
+            expected = "living vocabularies alone"
+            got = f"tables on the host {[*self.homes.tables]}"
             remedy = "tpu_embed.io.save keeps maps, rows at home and rows on the devices together"
             text = message(f"vocabularies.{what}", expected=expected, got=got, remedy=remedy)
             raise ValueError(text)
@@ -374,12 +373,13 @@ class Vocabularies:
         """The history of states without keys, as `init` makes them."""
         return self._timeline.first_history
 
-    def _load(self, states: MapStates) -> None:
+    def _load(self, states: MapStates, rows: Mapping[str, HostRows]) -> None:
         self._maps.check(states)
-        if self.homes is not None:
-            self.homes.clear()
-        self._timeline.load(self._maps.load(states), states.history)
-        self._counted = {self.admitted: self.counters}
+        with self._lock, SignalsDeferred():
+            if self.homes is not None:
+                self.homes.replace(rows)
+            self._timeline.load(self._maps.load(states), states.history)
+            self._counted = {self.admitted: self.counters}
 
     def _known(self, name: str) -> str:
         if name not in self.tables:
