@@ -165,6 +165,10 @@ def test_descriptions_tell_of_the_storage(tmp_path):
     described = engine.describe()["tables"]["items"]
     assert (described["vocabulary_size"], described["storage"]["device_rows"]) == (200, 24)
     assert described["storage"]["evict"] == "lfu"
+    assert described["vocabulary"] is None
+    keyed, _ = with_keys(capacity=9, rows=20)
+    assert "Adagrad(0.5), keys (lru), at home in memory, 20 rows on the devices" in repr(keyed)
+    assert keyed.describe()["tables"]["items"]["vocabulary"]["evict"] == "lru"
     filed, _ = make(path=tmp_path)
     assert "at home in a file, 16 rows on the devices (lru)" in repr(filed)
     assert filed.describe()["tables"]["items"]["storage"]["path"] == str(tmp_path)

@@ -67,7 +67,7 @@ def _table(
         "num_features": sum(max(1, feature.config.max_sequence_length) for feature in features),
         "optimizer": None if optimizer is None else optimizer.describe(),
         "learning_rate": {"tag": callables.index(rate)} if callable(rate) else rate,
-        "vocabulary": None if table.vocabulary is None else dataclasses.asdict(table.vocabulary),
+        "vocabulary": None if table.key_rules is None else dataclasses.asdict(table.key_rules),
         "storage": None if table.storage is None else dataclasses.asdict(table.storage),
     }
 
@@ -108,10 +108,10 @@ def _line(stack: Stack, table: TableSlice) -> str:
         if rate is not None:
             rule += f"({_name(rate) if callable(rate) else rate})"
     size = f"[{table.declared_size}, {stack.dim}] {stack.dtype}"
-    keys = "" if table.vocabulary is None else f", keys ({table.vocabulary.evict})"
+    keys = "" if table.key_rules is None else f", keys ({table.key_rules.evict})"
     if table.is_on_host:
         storage = table.storage
         assert storage is not None, "a table on the host"
         home = "memory" if storage.path is None else "a file"
-        keys = f", at home in {home}, {storage.device_rows} rows on the devices ({storage.evict})"
+        keys += f", at home in {home}, {storage.device_rows} rows on the devices ({storage.evict})"
     return f"{table.name}: {size}, {stack.placement}{shards}, {rule}{keys}"
