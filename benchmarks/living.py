@@ -1,12 +1,13 @@
 """A training step with a living vocabulary beside the same step on a fixed table, in the same run.
 
-    python benchmarks/living.py [--capacities 500000 50000000] [--dim 2]
+    python benchmarks/living.py [--capacities 500000 50000000] [--dim 2] [--device-rows 100000]
 
 Bags of Zipf keys, of which a share is new in every step. The fixed table, of as many rows, gets a
 row number for each key, frequent ones spread at random as in the living table. Both engines do a
 step in turns, first the one, then the other: place, admit (the living one) and lookup with update.
 They wait only at the end of a step, so a part of admit is in the last figure. Medians of
-milliseconds, and their ratio.
+milliseconds, and their ratio. With `--device-rows` the rows of the living table are at home on the
+host, and the devices hold so many of them.
 """
 
 from __future__ import annotations
@@ -77,13 +78,14 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--new", type=float, default=0.05)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--device-rows", type=int, help="at least a batch of keys that all differ")
     given = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", given.devices)
     print(common.machine())
+    storage = given.device_rows and tpu_embed.HostStorage(device_rows=given.device_rows)
     for capacity in given.capacities:
-        living = Contestant(
-            capacity, given.dim, given.devices, tpu_embed.DynamicVocabulary(evict="lru")
-        )
+        vocabulary = tpu_embed.DynamicVocabulary(evict="lru")
+        living = Contestant(capacity, given.dim, given.devices, vocabulary, storage)
         fixed = Contestant(capacity, given.dim, given.devices, None)
         rng = np.random.default_rng(0)
         items, row_of = min(capacity // 2, 250_000), rng.permutation(capacity)
