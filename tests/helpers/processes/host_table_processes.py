@@ -7,6 +7,7 @@ from unittest import mock
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from living_processes import gradients, train_step
 from process_cases import mesh, part
 
 import tpu_embed
@@ -63,16 +64,6 @@ def draw_part(step):
         "user": rng.integers(0, 9, BATCH),
     }
     return {name: part(array) for name, array in batch.items()}
-
-
-@jax.jit
-def gradients(activations):
-    return jax.tree.map(lambda a: 2 * a + 1, activations)
-
-
-def train_step(made, state, batch):
-    state, batch = made.admit(state, batch)
-    return made.update_in_place(state, batch, gradients(made.lookup(state, batch)))
 
 
 def everything(made, state):
