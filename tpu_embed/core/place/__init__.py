@@ -5,8 +5,10 @@ from tpu_embed.core.place.keys import give_rows_of
 from tpu_embed.core.place.packing import natural_spec, pack_line
 from tpu_embed.core.place.router import exact_spec
 from tpu_embed.core.place.turn import Turn
+from tpu_embed.core.place.visits import NOBODY
 
 __all__ = [
+    "NOBODY",
     "Intake",
     "Turn",
     "exact_spec",

@@ -18,10 +18,8 @@ import numpy as np
 from tpu_embed._types import PADDING_ID
 from tpu_embed.core.ids import HostIds
 from tpu_embed.core.layout import Layout
-from tpu_embed.core.place import give_rows_of
+from tpu_embed.core.place import NOBODY, give_rows_of
 from tpu_embed.io.serving.stored import RowSource, Stored
-
-_NO_ID = np.uint64(2**64 - 1)
 
 
 def fetched(
@@ -46,11 +44,11 @@ def fetched(
         every = np.concatenate(
             [np.zeros(0, np.uint64), *(x for x in keys.values() if x is not None)]
         )
-        ids = np.unique(every[every != _NO_ID])
+        ids = np.unique(every[every != NOBODY])
         found.append(table.fetch(ids))
         for f, mine in keys.items():
             assert mine is not None, "ids of tables on the host are numbered"
             numbers = np.searchsorted(ids, mine).astype(np.int32)
-            rows = np.where(mine == _NO_ID, PADDING_ID, numbers)
+            rows = np.where(mine == NOBODY, PADDING_ID, numbers)
             given[f] = give_rows_of(layout.features[f], hosts[f], rows.astype(np.int32))
     return given, found
