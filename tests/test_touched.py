@@ -138,12 +138,12 @@ def test_rows_that_are_set_count_as_of_the_next_update():
 
 def test_a_version_counts_the_edits():
     touched = TouchedRows(engine())
-    assert touched.version(state_at(0))[1:] == (0, 0)
+    assert touched.version(state_at(0))[1:] == (0, 0, 0)
     touched.record_rows("films", [4], 0)
     touched.record_rows("lone", None, 0)
     with pytest.raises(ValueError, match="got row 5"):
         touched.record_rows("days", [5], 0)
-    assert touched.version(state_at(0))[1:] == (0, 2)
+    assert touched.version(state_at(0))[1:] == (0, 2, 0)
 
 
 def test_threads_record_at_the_same_time():

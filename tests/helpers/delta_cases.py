@@ -97,7 +97,7 @@ def published(tmp_path, engine, change=rewritten, *, deltas=2, steps=2):
     for n in range(deltas):
         state = change(engine, state, touched, steps)
         paths.append(tmp_path / f"delta-{n}")
-        last = export_delta(paths[-1], engine, state, touched, since=last.step)
+        last = export_delta(paths[-1], engine, state, touched, since=last)
     return tables, version, state, paths
 
 

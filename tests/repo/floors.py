@@ -69,6 +69,7 @@ ORDERS = {
         "grouped_map",
         "batch_keys",
         "table_maps",
+        "observers",
         "timeline",
         "vocabularies",
         "choose",

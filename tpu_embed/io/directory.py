@@ -24,7 +24,7 @@ import numpy as np
 from tpu_embed._checks import message
 from tpu_embed.io import crc_json, files, schema
 
-FORMAT = 3
+FORMAT = 4
 """The version of the directory format."""
 
 METADATA = "metadata.json"
@@ -34,19 +34,27 @@ _SUM = {"bytes": schema.integer(), "crc32": schema.integer()}
 FILE = schema.record(file=schema.text, **_SUM)
 """The schema of the description of a file."""
 
-_ARRAY = schema.record(
+ARRAY = schema.record(
     file=schema.text, shape=schema.sequence(schema.integer()), dtype=schema.dtype, **_SUM
 )
+"""The schema of the description of an array."""
 
 TABLE = schema.record(
-    vocabulary_size=schema.integer(1),
+    vocabulary_size=schema.integer(1, 2**63),
     dim=schema.integer(1),
     dtype=schema.choice("float32", "bfloat16", "float64"),
-    files=schema.mapping(_ARRAY),
+    unseen=schema.optional(schema.choice("zero", "shared", "initial")),
+    files=schema.mapping(ARRAY),
 )
-"""The schema of the description of a table; its files are listed by part, such as "values"."""
+"""The schema of the description of a table.
 
-VERSION = schema.record(run=schema.text, step=schema.integer(), edits=schema.integer())
+`unseen` is null if its ids are row numbers; otherwise they are keys, and it says what those without
+a row get. Its files are listed by part, such as "values".
+"""
+
+VERSION = schema.record(
+    run=schema.text, step=schema.integer(), edits=schema.integer(), keys=schema.integer()
+)
 """The schema of a `Version`."""
 
 
@@ -177,7 +185,8 @@ def write_tables(
 
     Args:
       root: an empty directory.
-      tables: by name, what has a table's vocabulary_size, dim and dtype, and its arrays by part.
+      tables: by name, what has a table's vocabulary_size, dim, dtype and unseen, and its arrays by
+        part.
     """
     (root / "tables").mkdir()
     return {
@@ -185,14 +194,21 @@ def write_tables(
             "vocabulary_size": one.vocabulary_size,
             "dim": one.dim,
             "dtype": one.dtype,
-            "files": _write_arrays(root, name, arrays),
+            "unseen": one.unseen,
+            "files": write_arrays(root, name, arrays),
         }
         for name, (one, arrays) in tables.items()
     }
 
 
-def _write_arrays(root: Path, name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Write the arrays of one table; return their descriptions for the metadata."""
+def write_arrays(root: Path, name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Write the arrays of one table; return their descriptions for the metadata.
+
+    Args:
+      root: a directory in which there is one named "tables".
+      name: the name of the table.
+      arrays: by part.
+    """
     described = {}
     for part, array in arrays.items():
         file = _array_file(name, part)

@@ -82,16 +82,21 @@ class Timeline:
         """Forget the batches placed after a step, none of which is admitted."""
         self._placed = {at: moves for at, moves in self._placed.items() if at <= step}
 
-    def note_admitted(self, step: int) -> None:
-        """Note that the newest state has the rows of a step, the one after `admitted`."""
-        self._past[step] = self._placed.pop(step)
-        for name, taken in self._past[step].taken.items():
+    def note_admitted(self, step: int) -> Moves:
+        """Note that the newest state has the rows of a step, the one after `admitted`.
+
+        Returns:
+          What the maps did for it.
+        """
+        moves = self._past[step] = self._placed.pop(step)
+        for name, taken in moves.taken.items():
             self._changed[name][taken.evicted_rows] = step
             self._changed[name][taken.new_rows] = step
-        for name, owners in self._past[step].owners.items():
+        for name, owners in moves.owners.items():
             self._changed[name][owners.rows] = step
         self.admitted, self.history = step, self._following
         self._forget_past()
+        return moves
 
     def load(self, step: int, history: int) -> None:
         """Go on from another step; batches that were placed before belong to nothing any more.

@@ -30,6 +30,7 @@ from tpu_embed.processes import Turns
 from tpu_embed.storage import Homes, HostRows, Incoming, Room
 from tpu_embed.vocabulary.batch_keys import BatchKeys, MapStates, ValidSteps, map_version
 from tpu_embed.vocabulary.config import LivingTable
+from tpu_embed.vocabulary.observers import Observers
 from tpu_embed.vocabulary.table_maps import FoundKeys, Moves, TableMaps
 from tpu_embed.vocabulary.timeline import FOREVER, SHARE, Timeline
 
@@ -50,6 +51,8 @@ class Vocabularies:
       tables: the tables, by name.
       lookahead, homes: see above.
       turns: the order in which training batches are placed.
+      observers: of what the maps do.
+      lock: while a thread holds it, no map changes.
     """
 
     def __init__(
@@ -63,7 +66,8 @@ class Vocabularies:
         self._maps = TableMaps(tables, lookahead, groups)
         self._timeline = Timeline(tables, lookahead)
         self._counted = {0: self.counters}  # after the admitted step and each later one
-        self._lock = threading.RLock()
+        self.observers = Observers()
+        self.lock = threading.RLock()
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied, alone or in a model: then there were two histories."""
@@ -105,7 +109,7 @@ class Vocabularies:
 
     def at(self, step: int) -> tuple[int, int]:
         """Return step and history of a state that has, or will have, the rows of a step."""
-        with self._lock:
+        with self.lock:
             return step, self._timeline.history_of(step)
 
     def keys(self, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -119,7 +123,7 @@ class Vocabularies:
         Raises:
           ValueError: no such table has a living vocabulary.
         """
-        with self._lock:
+        with self.lock:
             found = self._maps.keys(self._known(name), self.admitted)
         return found.keys, found.rows
 
@@ -133,7 +137,7 @@ class Vocabularies:
         Args:
           name: the table.
         """
-        with self._lock:
+        with self.lock:
             return self._maps.held(self._known(name), self.admitted)
 
     @property
@@ -149,13 +153,13 @@ class Vocabularies:
     @property
     def admitted_counters(self) -> dict[str, dict[str, int]]:
         """The same totals, of the batches that were admitted."""
-        with self._lock:
+        with self.lock:
             return self._counted[self.admitted]
 
     @property
     def nbytes(self) -> int:
         """The bytes of the host's memory that the maps take."""
-        with self._lock:
+        with self.lock:
             return self._timeline.nbytes + self._maps.nbytes
 
     # -- placing -------------------------------------------------------------------------------
@@ -178,7 +182,7 @@ class Vocabularies:
           if what came after the given step is not known any more. And by number, what is known of
           the keys.
         """
-        with self._lock:
+        with self.lock:
             step = self.placed if step is None else self._timeline.known(step)
             after = self._timeline.after(step)
             found = {n: self._maps.find(name, some, after) for n, (name, some) in keys.items()}
@@ -193,7 +197,7 @@ class Vocabularies:
           ids: integers `[n]`; -1 for unseen keys.
           step: after which the rows are wanted; None: the present one.
         """
-        with self._lock:
+        with self.lock:
             after = () if step is None else self._timeline.after(step)
             return self._maps.rows(name, ids, after)
 
@@ -203,12 +207,12 @@ class Vocabularies:
 
     def pin(self, turn: int) -> int:
         """Return the admitted step, whose rows can be found until the turn's pin is taken out."""
-        with self._lock:
+        with self.lock:
             return self._timeline.pin(turn)
 
     def unpin(self, turn: int) -> None:
         """Take out the pin of a turn, if there is one."""
-        with self._lock:
+        with self.lock:
             self._timeline.unpin(turn)
 
     def take(self, batch: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Moves:
@@ -218,7 +222,7 @@ class Vocabularies:
           ValueError: the rows are of another step or find no place on the devices, or there were
             too many steps; no map changes.
         """
-        with self._lock:
+        with self.lock:
             step = self.placed
             if step + 1 + self.lookahead >= FOREVER:
                 expected, got = f"fewer than {FOREVER} training batches", f"{step + 1}"
@@ -232,7 +236,7 @@ class Vocabularies:
         """Return the rows from home that a batch just taken brings, by table: read to the rooms."""
         if self.homes is None:
             return {}
-        with self._lock:
+        with self.lock:
             before = self._timeline.leaving(self.placed - 1)
         brought = {}
         for name in self.homes.tables:
@@ -250,29 +254,30 @@ class Vocabularies:
         Raises:
           ValueError: one of them was admitted, or is not known any more.
         """
-        with self._lock:
+        with self.lock:
             if step < self.admitted:
                 expected = f"a step of at least {self.admitted}, which is admitted"
                 raise ValueError(message("vocabularies", expected=expected, got=f"{step}"))
             self._maps.rewind(step)
             self._timeline.undo(step)
             self._counted = {at: counted for at, counted in self._counted.items() if at <= step}
+            self.observers.note_undone(step)
 
     def steps(self, first: int, *, training: bool) -> ValidSteps:
         """Return the states that a batch may be looked up in; see `Timeline.steps`."""
-        with self._lock:
+        with self.lock:
             return self._timeline.steps(first, training=training)
 
     # -- states --------------------------------------------------------------------------------
 
     def check(self, now: tuple[int, int], steps: ValidSteps, keys: BatchKeys) -> None:
         """Check that a batch may be looked up in a state; see `Timeline.check`."""
-        with self._lock:
+        with self.lock:
             self._timeline.check(now, steps, keys)
 
     def check_next(self, now: tuple[int, int], keys: BatchKeys) -> ValidSteps:
         """Check that a training batch is the next one that a state admits; return its steps."""
-        with self._lock:
+        with self.lock:
             return self._timeline.check_next(now, keys)
 
     def check_newest(self, state: Any) -> None:
@@ -289,14 +294,14 @@ class Vocabularies:
 
     def is_current(self, batch: Any) -> bool:
         """Return whether a placed batch can still be admitted, or looked up, with these maps."""
-        with self._lock:
+        with self.lock:
             return self._timeline.is_current(ValidSteps(*batch.valid_steps.tolist()), batch.keys)
 
     def note_admitted(self, step: int) -> None:
         """Note that a state has the rows of a step; what came before cannot be undone any more."""
-        with self._lock:
+        with self.lock:
             self._counted.pop(self.admitted)
-            self._timeline.note_admitted(step)
+            self.observers.note_admitted(step, self._timeline.note_admitted(step))
             self._maps.forget(step)
 
     def rewind(self, state: Any) -> None:
@@ -312,7 +317,7 @@ class Vocabularies:
 
     def _rewind(self, state: Any) -> None:
         step, history = map_version(state)
-        with self._lock, SignalsDeferred():
+        with self.lock, SignalsDeferred():
             first = 0, self._timeline.first_history
             if (step, history) == first and self.now != first:
                 self._load(self._maps.empty_states(history), {})
@@ -336,7 +341,7 @@ class Vocabularies:
 
     def states(self, step: int | None = None) -> MapStates:
         """Return what `state` does, for those who keep the rows at home, too."""
-        with self._lock:
+        with self.lock:
             at = self.admitted if step is None else step
             return self._maps.states(self._timeline.history_of(at), at)
 
@@ -375,11 +380,12 @@ class Vocabularies:
 
     def _load(self, states: MapStates, rows: Mapping[str, HostRows]) -> None:
         self._maps.check(states)
-        with self._lock, SignalsDeferred():
+        with self.lock, SignalsDeferred():
             if self.homes is not None:
                 self.homes.replace(rows)
             self._timeline.load(self._maps.load(states), states.history)
             self._counted = {self.admitted: self.counters}
+            self.observers.note_loaded()
 
     def _known(self, name: str) -> str:
         if name not in self.tables:

@@ -62,11 +62,11 @@ def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weight
     if config.table.vocabulary is None:
         plain = _read(feature, read, weights)
         return plain if config.table.storage is None else number_ids(plain)
-    numbered, keys = number_keys(feature, _hashed(path, ids, read))
+    numbered, keys = number_keys(feature, hashed(path, ids, read))
     return dataclasses.replace(_read(feature, numbered, weights), keys=keys)
 
 
-def _hashed(path: str, given: Any, read: Any) -> Any:
+def hashed(path: str, given: Any, read: Any) -> Any:
     """Return ids, hashed if they are strings.
 
     Args:

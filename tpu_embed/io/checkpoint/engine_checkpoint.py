@@ -22,12 +22,13 @@ from tpu_embed._checks import message
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState
-from tpu_embed.io.checkpoint import manifest, tables
+from tpu_embed.io.checkpoint import manifest, record_files, tables
 from tpu_embed.io.checkpoint.checked import JsonArgs, as_json
 from tpu_embed.io.checkpoint.commit import local_path, read_checkpoint, write_checkpoint
-from tpu_embed.io.checkpoint.items import MODEL, POSITION, TABLES, FilesArgs
+from tpu_embed.io.checkpoint.items import MODEL, POSITION, TABLES, TOUCHED, FilesArgs
 from tpu_embed.io.checkpoint.manifest import Wanted
 from tpu_embed.io.checkpoint.trees import PyTreeArgs, abstract_leaf, as_array, check_leaves
+from tpu_embed.touched import TouchedRows
 
 
 class Restored(NamedTuple):
@@ -51,6 +52,7 @@ def save(
     *,
     model: PyTree = None,
     position: Any = None,
+    touched: TouchedRows | None = None,
 ) -> None:
     """Write a checkpoint; it appears complete, and is on disk when this returns.
 
@@ -62,10 +64,11 @@ def save(
       state: tables and slots. Only a few blocks of rows are copied at a time.
       model: a container (not a single leaf) of arrays and Python numbers.
       position: a JSON value with string keys, for example the state of the data iterator.
+      touched: the record of touched rows, if deltas are to go on after a restart.
 
     Raises:
       ValueError: the path exists, or is a URL; the state is not this engine's; the model has no
-        arrays; the position is not JSON.
+        arrays; the position is not JSON; `touched` lacks an update of the state.
       TypeError: `engine` is not an `EmbeddingEngine`.
 
     Example:
@@ -81,7 +84,7 @@ def save(
       ({'epoch': 1}, True)
     """
     check_engine(engine)
-    args_of = functools.partial(save_args, engine, state, model, position, copied=False)
+    args_of = functools.partial(save_args, engine, state, model, position, touched, copied=False)
     write_checkpoint(path, args_of)
 
 
@@ -93,6 +96,7 @@ def restore(
     key: Array | None = None,
     convert: bool = False,
     leave_out: Sequence[str] = (),
+    touched: TouchedRows | None = None,
 ) -> Restored:
     """Return the contents of a checkpoint, for an engine of any mesh, placement and stacking.
 
@@ -114,18 +118,24 @@ def restore(
       convert: whether a float array may have another dtype than it was saved with; its values are
         rounded then.
       leave_out: names of tables in the checkpoint that are not read.
+      touched: a record of this engine, which goes on from the one that was saved. What it knows is
+        replaced, and its run is a new one.
 
     Raises:
       ValueError: a table, slot, leaf, shape or dtype differs from what was saved; a file is
         damaged, or belongs to another checkpoint, table, slot or place.
-      FileNotFoundError: there is no checkpoint, it has no model, or one of its files is missing.
+      FileNotFoundError: there is no checkpoint, it has no model or no record of touched rows, or
+        one of its files is missing.
       TypeError: `engine` is not an `EmbeddingEngine`.
     """
     check_engine(engine)
+    if touched is not None:
+        record_files.check_record(engine, touched)
     wanted = Wanted(engine, key, convert, tuple(leave_out))
-    items = (TABLES, POSITION) if model is None else (TABLES, POSITION, MODEL)
+    given = {TABLES: True, POSITION: True, MODEL: model is not None, TOUCHED: touched is not None}
+    items = [item for item, is_wanted in given.items() if is_wanted]
     found = read_checkpoint(
-        path, items, lambda path: _restore_args(wanted, model, path), writer="save"
+        path, items, lambda path: _restore_args(wanted, model, items, path), writer="save"
     )
     loaded: tables.FoundTables = found[TABLES]
     if loaded.maps is not None:  # everything has been read
@@ -134,6 +144,8 @@ def restore(
         if engine.storage is not None and loaded.checkpoint is not None:
             step = engine.vocabularies.admitted
             engine.storage.begin_save(local_path(path) / TABLES, loaded.checkpoint, step)
+    if touched is not None:
+        touched.load(found[TOUCHED])
     return Restored(loaded.state, found.get(MODEL), found[POSITION])
 
 
@@ -157,6 +169,7 @@ def save_args(
     state: TableState,
     model: PyTree,
     position: Any,
+    touched: TouchedRows | None,
     *,
     path: Path,
     checkpoint: str,
@@ -169,6 +182,7 @@ def save_args(
       state: tables and slots.
       model: a pytree to save with them, or None.
       position: a JSON value.
+      touched: the record of touched rows, or None.
       path: where the checkpoint will be.
       checkpoint: the name of the checkpoint.
       copied: whether to copy the state to the host now, so that it may be donated afterwards.
@@ -188,10 +202,15 @@ def save_args(
             raise ValueError(message("model", expected="arrays", got=repr(model), remedy=remedy))
         check_leaves("model", model)
         items[MODEL] = PyTreeArgs(checkpoint, jax.tree.map(as_array, model))
+    if touched is not None:
+        record = record_files.prepare(engine, state, touched)
+        items[TOUCHED] = FilesArgs(write=lambda at: record_files.write(at, checkpoint, record))
     return ocp.args.Composite(**items)
 
 
-def _restore_args(wanted: Wanted, model: PyTree, path: Path) -> ocp.args.Composite:
+def _restore_args(
+    wanted: Wanted, model: PyTree, wanted_items: Sequence[str], path: Path
+) -> ocp.args.Composite:
     """Return orbax's arguments for restoring."""
     checkpoint = manifest.name_of(path / TABLES)
     items: dict[str, Any] = {
@@ -203,4 +222,6 @@ def _restore_args(wanted: Wanted, model: PyTree, path: Path) -> ocp.args.Composi
         everywhere = wanted.engine.layout.axes.sharding(())
         abstract = jax.tree.map(lambda leaf: abstract_leaf(leaf, everywhere), model)
         items[MODEL] = PyTreeArgs(checkpoint, abstract, wanted.convert)
+    if TOUCHED in wanted_items:
+        items[TOUCHED] = FilesArgs(read=lambda path: record_files.read(path, checkpoint))
     return ocp.args.Composite(**items)

@@ -1,6 +1,6 @@
 """The items of a checkpoint. Orbax gives each its own directory, and a handler that writes it.
 
-    of an engine    tables, position, and model if one was given
+    of an engine    tables, position, and model and touched if they were given
     of modules      layers, variables, position
 
 Input: functions that write or read the files of a directory; pytrees; JSON values. Output: orbax's
@@ -24,7 +24,7 @@ from tpu_embed.processes import raise_on_all
 
 TABLES, MODEL = "tables", "model"
 LAYERS, VARIABLES = "layers", "variables"
-POSITION = "position"
+POSITION, TOUCHED = "position", "touched"
 
 
 @dataclasses.dataclass
@@ -81,7 +81,7 @@ class _FilesHandler(ocp.AsyncCheckpointHandler):
 def registry() -> Any:
     """Return orbax's registry of handlers, one per item."""
     made = ocp.DefaultCheckpointHandlerRegistry()
-    for files in (TABLES, LAYERS):
+    for files in (TABLES, LAYERS, TOUCHED):
         made.add(files, FilesArgs, _FilesHandler())
     for tree in (MODEL, VARIABLES):
         made.add(tree, PyTreeArgs, PyTreeHandler())

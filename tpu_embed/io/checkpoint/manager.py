@@ -18,6 +18,7 @@ from tpu_embed.core.state import TableState
 from tpu_embed.io.checkpoint.engine_checkpoint import Restored, check_engine, restore, save_args
 from tpu_embed.io.checkpoint.module_checkpoint import restore_modules, save_modules_args
 from tpu_embed.io.checkpoint.numbered import NumberedCheckpoints
+from tpu_embed.touched import TouchedRows
 
 
 @final
@@ -59,6 +60,7 @@ class CheckpointManager(NumberedCheckpoints):
         *,
         model: PyTree = None,
         position: Any = None,
+        touched: TouchedRows | None = None,
         force: bool = False,
     ) -> bool:
         """Save if a save is due at this step and not yet done; return whether it saved.
@@ -70,13 +72,14 @@ class CheckpointManager(NumberedCheckpoints):
           state: as for `save`; it may be donated as soon as this returns.
           model: as for `save`.
           position: as for `save`.
+          touched: as for `save`.
           force: whether to save whatever the step is, for example at the end of a run.
 
         Raises:
           ValueError: whatever `save` refuses; a step before the latest checkpoint.
           Exception: an error in writing the previous save; nothing is saved now.
         """
-        content = self._engine, state, model, position
+        content = self._engine, state, model, position, touched
         args_of = functools.partial(save_args, *content, copied=self._in_background)
         return self._save_numbered(step, args_of, force=force)
 
@@ -88,6 +91,7 @@ class CheckpointManager(NumberedCheckpoints):
         key: Array | None = None,
         convert: bool = False,
         leave_out: Sequence[str] = (),
+        touched: TouchedRows | None = None,
     ) -> Restored:
         """Return the contents of a checkpoint; see `restore`.
 
@@ -99,15 +103,15 @@ class CheckpointManager(NumberedCheckpoints):
           key: as for `restore`.
           convert: as for `restore`.
           leave_out: as for `restore`.
+          touched: as for `restore`.
 
         Raises:
           ValueError: whatever `restore` refuses; a note lists the steps that exist.
           FileNotFoundError: there is no such checkpoint.
         """
         wishes: dict[str, Any] = {"key": key, "convert": convert, "leave_out": leave_out}
-        return self._restore_numbered(
-            step, lambda path: restore(path, self._engine, model=model, **wishes)
-        )
+        wishes |= {"model": model, "touched": touched}
+        return self._restore_numbered(step, lambda path: restore(path, self._engine, **wishes))
 
 
 @final

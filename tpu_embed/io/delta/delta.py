@@ -18,20 +18,21 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
-from tpu_embed._checks import check_int, message
+from tpu_embed._checks import message
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.exchange import collectives
-from tpu_embed.core.layout import MeshAxes
+from tpu_embed.core.layout import MeshAxes, TableSlice
 from tpu_embed.core.state import Field, TableState, check_state, field
 from tpu_embed.io import directory
 from tpu_embed.io.delta import delta_files
-from tpu_embed.io.delta.delta_files import ChangedRows, Delta
+from tpu_embed.io.delta.changes import ChangedKeys, ChangedRows, TableChanges
+from tpu_embed.io.delta.delta_files import Delta
 from tpu_embed.io.delta.row_blocks import block_size, padded_to
 from tpu_embed.io.quantize import QuantizedTable
 from tpu_embed.kernels import dispatch, storage
-from tpu_embed.processes import check_same, raise_on_all
-from tpu_embed.touched import TouchedRows, Version
+from tpu_embed.processes import check_same, gather_bytes, raise_on_all
+from tpu_embed.touched import Changes, TouchedRows, Version
 
 
 def export_delta(
@@ -39,9 +40,12 @@ def export_delta(
     engine: EmbeddingEngine,
     state: TableState,
     touched: TouchedRows,
-    since: int,
+    since: int | Version,
 ) -> Version:
-    """Write the current values of the rows that were touched after a step.
+    """Write the current values of the rows that were touched after a version.
+
+    Of a table with a living vocabulary, a delta has the keys that changed or got a row, with their
+    values, and the keys that lost theirs; of a table on the host, its ids.
 
     Only these rows are read from the devices; the host holds one copy of them. The directory is
     either complete or absent. When there are several processes, all call this with the same path,
@@ -50,17 +54,18 @@ def export_delta(
     Args:
       path: the directory to write; it must not exist yet.
       engine: the engine that made the state.
-      state: tables and slots; `touched` must have recorded every update up to its step.
+      state: tables and slots; `touched` must have recorded every update up to its step. With living
+        vocabularies or tables on the host, the newest state.
       touched: the record of touched rows.
-      since: the step of the full export, or of the previous delta.
+      since: the version of the full export, or of the previous delta; or its step.
 
     Returns:
-      The version of tables after applying this delta. Its step is the `since` of the next delta.
+      The version of tables after applying this delta: the `since` of the next one.
 
     Raises:
       FileExistsError: something exists at `path`.
-      ValueError: an update was not recorded; `since` is before recording began, or after the step
-        of the state.
+      ValueError: an update was not recorded; `since` is before recording began, after the state,
+        or of another run.
       Exception: an error in another process.
 
     Example:
@@ -74,7 +79,7 @@ def export_delta(
       >>> state = engine.update(state, batch, engine.lookup(state, batch))
       >>> with tempfile.TemporaryDirectory() as root:
       ...     path = f"{root}/delta-1"
-      ...     _ = export_delta(path, engine, state, touched, since=version.step)
+      ...     _ = export_delta(path, engine, state, touched, since=version)
       ...     version = apply_delta({"item": published}, path, version)
       >>> version.step, np.array_equal(published, engine.tables(state)["item"])
       (1, True)
@@ -82,29 +87,29 @@ def export_delta(
     root = Path(path)
     check_same("export_delta", str(root.absolute()))
 
-    def prepared() -> tuple[Version, int, dict[str, np.ndarray]]:
-        first = check_int("since", since, minimum=0)
+    def prepared() -> tuple[Version, Version, dict[str, Changes]]:
         if jax.process_index() == 0:
             directory.check_free(root)
         if touched.layout is not engine.layout:
             expected, got = "the record of this engine", "another engine's"
             raise ValueError(message("touched", expected=expected, got=got))
         check_state(state, engine.layout)
-        version, ids = touched.version(state), touched.since(first)
-        if first > version.step:
+        version, first = touched.version(state), touched.known(since)
+        if first.step > version.step or first.keys > version.keys:
             expected = f"at most {version.step}, the state's step"
-            raise ValueError(message("since", expected=expected, got=f"{first}"))
-        return version, first, ids
+            raise ValueError(message("since", expected=expected, got=f"{first.step}"))
+        return version, first, touched.changes(first)
 
-    version, first, ids = raise_on_all("export_delta", root.parent, prepared)
-    tables, failed = _read_tables(engine, state, ids)
+    version, first, changes = raise_on_all("export_delta", root.parent, prepared)
+    tables, failed = _read_tables(engine, state, changes)
 
     def written() -> None:
         if failed:
             raise failed[0]
         if jax.process_index() == 0:
             with directory.written(root) as temporary:
-                delta_files.write(temporary, Delta(first, version, tables))
+                ancestors = touched.lineage.ancestors
+                delta_files.write(temporary, Delta(first, version, ancestors, tables))
 
     raise_on_all("export_delta", root.parent, written)
     return version
@@ -114,19 +119,23 @@ def export_delta(
 
 
 def _read_tables(
-    engine: EmbeddingEngine, state: TableState, ids: dict[str, np.ndarray]
-) -> tuple[dict[str, ChangedRows], list[Exception]]:
-    """Return the rows with the ids of all processes, and the errors of this process.
+    engine: EmbeddingEngine, state: TableState, changes: Mapping[str, Changes]
+) -> tuple[dict[str, TableChanges], list[Exception]]:
+    """Return what changed in all processes, with values, and the errors of this process.
 
     Only the first process keeps rows. A process with an error continues to read, because the
     devices of the other processes wait for its own.
     """
-    tables: dict[str, ChangedRows] = {}
+    tables: dict[str, TableChanges] = {}
     failed: list[Exception] = []
     for name in sorted(engine.table_configs):
-        f = field(engine.layout, name, None)
-        mine = ids[name].astype(f.stack.index_dtype)
-        rows = _of_all_processes(mine, f.table.vocabulary_size)
+        f, mine = field(engine.layout, name, None), changes[name]
+        if f.table.vocabulary is not None:
+            mine, shared = _with_others(mine, f.table)
+            every = np.append(mine.rows, shared)
+            tables[name] = _changed_keys(mine, engine.rows(state, name, every), f)
+            continue
+        rows = _of_all_processes(mine.rows.astype(f.stack.index_dtype), f.table.vocabulary_size)
         blocks = _blocks(f.read(state), rows, f, engine.layout.axes)
         try:
             if jax.process_index() == 0 and not failed:
@@ -136,6 +145,50 @@ def _read_tables(
             failed.append(error)
             _read_on(blocks)
     return tables, failed
+
+
+def _with_others(changes: Changes, table: TableSlice) -> tuple[Changes, np.ndarray]:
+    """Return what changed in any process, and the shared row, int64 `[0 or 1]`, if it changed.
+
+    Maps are alike in all processes, but each has only recorded what its own batches touched.
+    """
+    assert changes.keys is not None, "its ids are keys"
+    assert changes.lost is not None, "its ids are keys"
+    shared = np.array([] if changes.shared is None else [changes.shared], np.int64)
+    if jax.process_count() == 1:
+        return changes, shared
+    what = f"export_delta: table {table.name!r}"
+    pairs = np.stack([changes.keys, changes.rows.view(np.uint64)], axis=1)
+    said = [np.frombuffer(one, np.uint64) for one in gather_bytes(what, pairs.tobytes())]
+    keys, first = np.unique(np.concatenate(said)[::2], return_index=True)
+    rows = np.concatenate(said)[1::2][first].view(np.int64)
+    said = gather_bytes(f"{what}: shared", shared.tobytes())
+    shared = np.unique(np.concatenate([np.frombuffer(one, np.int64) for one in said]))
+    return changes._replace(keys=keys, rows=rows), shared
+
+
+def _changed_keys(changes: Changes, values: np.ndarray, f: Field) -> ChangedKeys:
+    """Return the keys of a table that changed.
+
+    Args:
+      changes: of all processes.
+      values: `[n + s, D]` of its keys, then of the shared row if that changed.
+      f: the table.
+    """
+    assert changes.keys is not None, "its ids are keys"
+    assert changes.lost is not None, "its ids are keys"
+    stored, n = values.view(storage.stored_dtype(f.stack.dtype)), changes.keys.size
+    rules = f.table.key_rules
+    return ChangedKeys(
+        f.table.declared_size,
+        f.stack.dim,
+        f.stack.dtype,
+        "initial" if rules is None else rules.unseen,
+        changes.keys,
+        stored[:n],
+        changes.lost,
+        stored[n:],
+    )
 
 
 def _read_on(blocks: Iterator[tuple[slice, Array]]) -> None:
@@ -241,16 +294,23 @@ def apply_delta(
     if absent:
         expected, got = f"tables among {sorted(delta.tables)}", f"{sorted(absent)}"
         raise ValueError(message("tables", expected=expected, got=got))
+    changed = {name: delta.tables[name] for name in given}
+    rows_of = {name: one for name, one in changed.items() if isinstance(one, ChangedRows)}
+    if len(rows_of) < len(given):
+        with_keys = sorted(set(given) - set(rows_of))
+        expected, got = "tables whose ids are row numbers", f"{with_keys}, whose ids are keys"
+        remedy = "apply it to a model that load_model has loaded"
+        raise ValueError(message("tables", expected=expected, got=got, remedy=remedy))
     if not delta_files.follows(delta, root, version):
         return version
     # Two loops, so that nothing has changed if any table is refused.
-    parts = {name: delta.tables[name].parts(arrays) for name, arrays in given.items()}
+    parts = {name: rows_of[name].parts(arrays) for name, arrays in given.items()}
     for name, arrays in given.items():
         for part, rows in parts[name].items():
-            _check(f"table {name!r}: {part}", arrays[part], rows, delta.tables[name])
+            _check(f"table {name!r}: {part}", arrays[part], rows, rows_of[name])
     for name, arrays in given.items():
         for part, rows in parts[name].items():
-            arrays[part][delta.tables[name].ids] = rows.view(arrays[part].dtype)
+            arrays[part][rows_of[name].ids] = rows.view(arrays[part].dtype)
     return delta.version
 
 

@@ -1,8 +1,15 @@
 """The files of a delta, and the rule for which versions of a table it can be applied to.
 
-    metadata.json         first step and version; shape, dtype and CRC-32 of every file, and its own
-    tables/*.ids.npy      int32 or int64 [n], ascending
+    metadata.json         first moment and version; shape, dtype and CRC-32 of every file, and its
+                          own
     tables/*.values.npy   [n, D] in the table's dtype, bfloat16 as its bits in uint16
+    tables/*.ids.npy      int32 or int64 [n], ascending
+
+and of a table with keys, instead of ids
+
+    tables/*.keys.npy     uint64 [n], ascending
+    tables/*.lost.npy     uint64 [m], ascending: keys that have no row any more
+    tables/*.shared.npy   [1, D] as the values, the row that unseen keys share; or [0, D]
 
 Input: a `Delta`, or a directory. Output: files, or the delta read back and checked; whether it can
 be applied to tables of some version.
@@ -15,80 +22,52 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed.io import directory, schema
-from tpu_embed.io.quantize import quantize_rows
-from tpu_embed.touched import Version
+from tpu_embed.io.delta.changes import ChangedKeys, ChangedRows, TableChanges, form_of
+from tpu_embed.touched import Lineage, Version
 
 KIND = "delta"
 
 _REMEDY = "copy the directory whole, or publish a full export"
 
 _FORM = schema.record(
-    since=schema.integer(), version=directory.VERSION, tables=schema.mapping(directory.TABLE)
+    since=directory.VERSION,
+    version=directory.VERSION,
+    ancestors=schema.sequence(directory.VERSION),
+    tables=schema.mapping(directory.TABLE),
 )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ChangedRows:
-    """The changed rows of one table.
+class Delta:
+    """All rows that were touched after one moment, with their values at a later one.
 
     Attributes:
-      vocabulary_size: V of the table.
-      dim: D.
-      dtype: the dtype of the table.
-      ids: int32 or int64 `[n]`, ascending.
-      values: `[n, D]`, bfloat16 as its bits in uint16.
+      since: the first moment; it is of the version's run, or of one that this goes on from.
+      version: the version of tables after applying the delta.
+      ancestors: see `Lineage`.
+      tables: what changed in every table of the engine, by name.
     """
 
-    vocabulary_size: int
-    dim: int
-    dtype: str
-    ids: np.ndarray
-    values: np.ndarray
+    since: Version
+    version: Version
+    ancestors: tuple[Version, ...]
+    tables: dict[str, TableChanges]
 
     @property
-    def rows(self) -> np.ndarray:
-        """The values as an array of the table's dtype."""
-        return self.values.view(jnp.dtype(self.dtype))
-
-    def parts(self, names: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Return the rows in the parts of a served table: its values, or also scales and offsets.
-
-        Args:
-          names: the names of the parts that the served table has.
-
-        Raises:
-          ValueError: the table is quantized, but the rows cannot be.
-        """
-        if "scale" not in names:
-            return {"values": self.values}
-        return dict(vars(quantize_rows(self.rows)))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Delta:
-    """All rows that were touched after one step, with their values after a later step.
-
-    Attributes:
-      since: the first step of the run whose tables this delta can be applied to.
-      version: the version of tables after applying it.
-      tables: the changed rows of every table of the engine, by name.
-    """
-
-    since: int
-    version: Version
-    tables: dict[str, ChangedRows]
+    def has_keys(self) -> bool:
+        """Whether the ids of some table are keys."""
+        return any(one.unseen is not None for one in self.tables.values())
 
 
 def follows(delta: Delta, path: Path, version: Version | None) -> bool:
     """Return whether a delta must be applied to tables of a version; False if they are newer.
 
     A delta with `since` 100 and step 120 fits tables of steps 100 to 120. Versions of the same step
-    are ordered by their number of `edits`.
+    are ordered by their number of `edits`, and of admitted batches.
 
     Args:
       delta: the delta.
@@ -96,24 +75,39 @@ def follows(delta: Delta, path: Path, version: Version | None) -> bool:
       version: the version of the tables, or None if it is unknown.
 
     Raises:
-      ValueError: the version is unknown, of another run, or before the first step of the delta.
+      ValueError: the version is unknown, of another run, or before the first step of the delta. A
+        delta with keys is also refused by tables that have it already, or are newer.
     """
     if version is None:
         expected, got = "a model of a known version", "none"
         remedy = "export it with version=touched.version(state)"
         raise ValueError(message(f"{path}", expected=expected, got=got, remedy=remedy))
     new = delta.version
-    if version.run != new.run:
-        expected, got = f"run {version.run!r}, as the tables", f"{new.run!r}"
+    if not Lineage(new.run, delta.ancestors).has(version):
+        expected = f"run {version.run!r}, as the tables"
+        got = f"{new.run!r}"
+        if any(version.run == one.run for one in delta.ancestors):
+            expected += f" of step {version.step}"
+            got += ", which goes on from an earlier step of it"
         remedy = "training began anew: load a full export of its new run"
         raise ValueError(message(f"{path}: run", expected=expected, got=got, remedy=remedy))
-    if version.step < delta.since:
+    if version.step < delta.since.step or version.keys < delta.since.keys:
         expected = f"at most {version.step}, the step of the tables"
+        got = f"{delta.since.step}"
+        if version.step >= delta.since.step:
+            expected = f"at most {version.keys} admitted batches, as the tables have"
+            got = f"{delta.since.keys}"
         remedy = "apply the deltas in between first, or load a newer full export"
-        raise ValueError(
-            message(f"{path}: since", expected=expected, got=f"{delta.since}", remedy=remedy)
-        )
-    return (version.step, version.edits) <= (new.step, new.edits)
+        raise ValueError(message(f"{path}: since", expected=expected, got=got, remedy=remedy))
+    if version.run != new.run:
+        return True
+    is_new = version[1:] <= new[1:]
+    if delta.has_keys and (not is_new or version == new):
+        expected = f"a delta to a later moment than {version[1:]}"
+        remedy = "these tables have it already: apply each delta once, in order"
+        text = message(f"{path}: version", expected=expected, got=f"{new[1:]}", remedy=remedy)
+        raise ValueError(text)
+    return is_new
 
 
 def check_declared(delta: Delta, path: Path, declared: Mapping[str, Mapping[str, Any]]) -> None:
@@ -122,23 +116,18 @@ def check_declared(delta: Delta, path: Path, declared: Mapping[str, Mapping[str,
     Args:
       delta: the delta.
       path: the path of the delta, for messages.
-      declared: table name -> vocabulary_size, dim and dtype.
+      declared: table name -> vocabulary_size, dim, dtype and unseen.
 
     Raises:
-      ValueError: a table is missing, or has another shape or dtype.
+      ValueError: a table is missing, or has another shape or dtype, or other ids.
     """
     for name, form in declared.items():
-        expected, got = _form(form["vocabulary_size"], form["dim"], form["dtype"]), "none"
-        rows = delta.tables.get(name)
-        if rows is not None:
-            got = _form(rows.vocabulary_size, rows.dim, rows.dtype)
+        wanted = [form[part] for part in ("vocabulary_size", "dim", "dtype", "unseen")]
+        expected, rows = form_of(*wanted), delta.tables.get(name)
+        got = "none" if rows is None else rows.form
         if got != expected:
             what, remedy = f"{path}: table {name!r}", "publish a full export of these tables"
             raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
-
-
-def _form(size: int, dim: int, dtype: str) -> str:
-    return f"{dtype} [{size}, {dim}]"
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -151,13 +140,11 @@ def write(root: Path, delta: Delta) -> None:
       root: an empty directory.
       delta: what to write.
     """
-    tables = {
-        name: (rows, {"ids": rows.ids, "values": rows.values})
-        for name, rows in delta.tables.items()
-    }
+    tables = {name: (rows, rows.arrays()) for name, rows in delta.tables.items()}
     described = {
-        "since": delta.since,
+        "since": delta.since._asdict(),
         "version": delta.version._asdict(),
+        "ancestors": [one._asdict() for one in delta.ancestors],
         "tables": directory.write_tables(root, tables),
     }
     directory.write_metadata(root, KIND, described)
@@ -171,24 +158,47 @@ def read(root: Path) -> Delta:
       ValueError: a file is damaged, of another format, or not part of a delta.
     """
     described = directory.read_metadata(root, KIND, _FORM, _REMEDY)
-    tables = {name: _read_rows(root, name, table) for name, table in described["tables"].items()}
-    return Delta(described["since"], Version(**described["version"]), tables)
+    tables = {name: _read_changes(root, name, one) for name, one in described["tables"].items()}
+    since, version = (Version(**described[part]) for part in ("since", "version"))
+    return Delta(since, version, tuple(Version(**one) for one in described["ancestors"]), tables)
 
 
-def _read_rows(root: Path, name: str, table: Mapping[str, Any]) -> ChangedRows:
-    """Return the changed rows of one table."""
-    size, dim, dtype, described = (
-        table[key] for key in ("vocabulary_size", "dim", "dtype", "files")
-    )
-    n = next(iter(described.get("ids", {}).get("shape", ())), 0)
+def _read_changes(root: Path, name: str, table: Mapping[str, Any]) -> TableChanges:
+    """Return what changed in one table."""
+    parts = ("vocabulary_size", "dim", "dtype", "unseen", "files")
+    size, dim, dtype, unseen, described = (table[part] for part in parts)
     stored = "uint16" if dtype == "bfloat16" else dtype
-    forms = {"ids": (kept_dtype(size).name, (n,)), "values": (stored, (n, dim))}
+
+    def count(part: str) -> int:
+        return next(iter(described.get(part, {}).get("shape", ())), 0)
+
+    what = f"{root}: table {name!r}"
+    if unseen is None:
+        n = count("ids")
+        forms = {"ids": (kept_dtype(size).name, (n,)), "values": (stored, (n, dim))}
+        arrays = directory.read_arrays(root, name, described, forms, _REMEDY)
+        ids = arrays["ids"]
+        if n and not (ids[0] >= 0 and ids[-1] < size and _ascend(ids)):
+            expected = f"ascending ids from 0 to {size - 1}"
+            raise ValueError(message(what, expected=expected, got="others", remedy=_REMEDY))
+        return ChangedRows(size, dim, dtype, **arrays)
+    n, lost, shared = count("keys"), count("lost"), int(count("shared") > 0)
+    forms = {
+        "keys": ("uint64", (n,)),
+        "values": (stored, (n, dim)),
+        "lost": ("uint64", (lost,)),
+        "shared": (stored, (shared, dim)),
+    }
     arrays = directory.read_arrays(root, name, described, forms, _REMEDY)
-    ids = arrays["ids"]
-    if n and not (ids[0] >= 0 and ids[-1] < size and (ids[1:] > ids[:-1]).all()):
-        what, expected = f"{root}: table {name!r}", f"ascending ids from 0 to {size - 1}"
+    keys, gone = arrays["keys"], arrays["lost"]
+    if not (_ascend(keys) and _ascend(gone)) or np.intersect1d(keys, gone, True).size:
+        expected = "ascending keys, each with a row or lost"
         raise ValueError(message(what, expected=expected, got="others", remedy=_REMEDY))
-    return ChangedRows(size, dim, dtype, **arrays)
+    return ChangedKeys(size, dim, dtype, unseen, **arrays)
+
+
+def _ascend(ids: np.ndarray) -> bool:
+    return bool((ids[1:] > ids[:-1]).all())
 
 
 def kept_dtype(vocabulary_size: int) -> np.dtype:

@@ -17,6 +17,7 @@ from tpu_embed.config import TableConfig
 from tpu_embed.core.ids import HostIds, Structure
 from tpu_embed.core.layout import FeatureLayout, Layout
 from tpu_embed.core.place import give_rows_of
+from tpu_embed.io.serving.keyed import Keys
 from tpu_embed.io.serving.stored import name_of_table
 from tpu_embed.vocabulary import FixedVocabulary, Vocabularies
 
@@ -52,6 +53,31 @@ def finders(given: Any, whole: Structure, used: Structure) -> dict[str, Find]:
         remedy = "give vocabularies=engine.vocabularies, or FixedVocabulary(*vocabularies.keys(…))"
         raise ValueError(message("vocabularies", expected=expected, got=got, remedy=remedy))
     return {name: found[name] for name in living}
+
+
+def all_keys(given: Any, declared: Structure) -> dict[str, Keys]:
+    """Return the keys of each table whose vocabulary lives, by the table's name.
+
+    Args:
+      given: as for `finders`.
+      declared: the feature configuration.
+
+    Raises:
+      ValueError, TypeError: as for `finders`.
+    """
+    found = {}
+    finders(given, declared, declared)  # checks them
+    for name, table in zip(declared.table_names, declared.tables, strict=True):
+        if table.vocabulary is None:
+            continue
+        if isinstance(given, Vocabularies):
+            keys, rows = given.keys(name)
+            order = np.argsort(keys)
+            found[name] = Keys(keys[order], rows[order])
+        else:
+            named = {name_of_table(key, declared): one for key, one in given.items()}
+            found[name] = Keys(named[name].keys, named[name].rows)
+    return found
 
 
 def with_rows(hosts: Sequence[HostIds], layout: Layout, found: Mapping[str, Find]) -> list[HostIds]:

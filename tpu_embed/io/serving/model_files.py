@@ -5,6 +5,8 @@
     model.stablehlo       jax.export's program
     tables/*.values.npy   [V, D] in the table's dtype, bfloat16 as its bits in uint16; or int8, and
                           *.scale.npy and *.offset.npy, float32 [V], of a `QuantizedTable`
+    tables/*.keys.npy     of a table with keys: uint64 [n], ascending. Key i has row i + 1 of its
+                          [R, D] values; row 0 is the one that keys without a row share
 
 Input: a program, tables and their description; or a directory. Output: files, or the same three
 read back and checked.
@@ -14,17 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from tpu_embed._checks import message
 from tpu_embed._types import PyTree
-from tpu_embed.core.ids import Structure
+from tpu_embed.config import TableConfig
 from tpu_embed.io import directory, files, schema
+from tpu_embed.io.serving.keyed import Keys
 from tpu_embed.io.serving.stored import Stored
 
-KIND, PROGRAM = "model", "model.stablehlo"
+KIND, PROGRAM, KEYS = "model", "model.stablehlo", "keys"
 
 _REMEDY = "export the model again, or copy the directory whole"
 
@@ -54,6 +58,36 @@ _FORM = schema.record(
 )
 
 
+class WrittenTable(NamedTuple):
+    """A table with its declaration.
+
+    Attributes:
+      vocabulary_size, dim, dtype: of its `TableConfig`.
+      unseen: what keys without a row get; None if its ids are row numbers.
+      arrays: NumPy arrays by part.
+    """
+
+    vocabulary_size: int
+    dim: int
+    dtype: str
+    unseen: str | None
+    arrays: dict[str, np.ndarray]
+
+    @property
+    def in_program(self) -> dict[str, np.ndarray]:
+        """The arrays that the program takes."""
+        return {part: array for part, array in self.arrays.items() if part != KEYS}
+
+    @classmethod
+    def of(cls, config: TableConfig, table: Stored, keys: Keys | None) -> WrittenTable:
+        """Return a table as it is written; its keys are one of its arrays."""
+        form = config.vocabulary_size, config.dim, config.dtype
+        if keys is None:
+            return cls(*form, None, table.arrays)
+        assert config.vocabulary is not None, "it has keys"
+        return cls(*form, config.vocabulary.unseen, {KEYS: keys.keys, **table.arrays})
+
+
 def shape(leaf: Any) -> list[int | None]:
     """Return a shape for the metadata, with None for a dimension of any size."""
     return [n if isinstance(n, int) else None for n in leaf.shape]
@@ -80,8 +114,7 @@ def describe_leaves(tree: PyTree) -> list[dict[str, Any]]:
 def write(
     root: Path,
     program: bytes,
-    tables: Mapping[str, Stored],
-    declared: Structure,
+    tables: Mapping[str, WrittenTable],
     described: Mapping[str, Any],
 ) -> None:
     """Write all files of a model.
@@ -89,14 +122,12 @@ def write(
     Args:
       root: an empty directory.
       program: the serialized program.
-      tables: the tables by name, as NumPy arrays.
-      declared: the feature configuration.
+      tables: the tables by name.
       described: further entries of `metadata.json`.
     """
     with files.create(root / PROGRAM) as file:
         file.write(program)
-    configs = dict(zip(declared.table_names, declared.tables, strict=True))
-    arrays = {name: (configs[name], table.arrays) for name, table in tables.items()}
+    arrays = {name: (table, table.arrays) for name, table in tables.items()}
     metadata = {
         "jax": jax.__version__,
         "program": directory.describe_file(root, PROGRAM),
@@ -142,16 +173,27 @@ def read_tables(
       FileNotFoundError: a file is missing.
       ValueError: a file is damaged, or in the place of another.
     """
-    return {
+    found = {
         name: directory.read_arrays(root, name, table["files"], _forms(table), _REMEDY, whole=check)
         for name, table in metadata["tables"].items()
     }
+    for name, arrays in found.items():
+        keys = arrays.get(KEYS)
+        if keys is not None and check and not (keys[1:] > keys[:-1]).all():
+            what, expected = f"{root}: table {name!r}", "ascending keys"
+            raise ValueError(message(what, expected=expected, got="others", remedy=_REMEDY))
+    return found
 
 
 def _forms(table: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return the dtype and shape that each part of a table must have."""
     size, dim, dtype = table["vocabulary_size"], table["dim"], table["dtype"]
+    keys = {}
+    if table["unseen"] is not None:
+        files = table["files"]
+        n, size = (next(iter(files.get(part, {}).get("shape", ())), 0) for part in (KEYS, "values"))
+        keys = {KEYS: ("uint64", (min(n, size - 1),))}  # each has a row, and row 0 is no key's
     if "scale" in table["files"]:
         one = ("float32", (size,))
-        return {"values": ("int8", (size, dim)), "scale": one, "offset": one}
-    return {"values": ("uint16" if dtype == "bfloat16" else dtype, (size, dim))}
+        return keys | {"values": ("int8", (size, dim)), "scale": one, "offset": one}
+    return keys | {"values": ("uint16" if dtype == "bfloat16" else dtype, (size, dim))}

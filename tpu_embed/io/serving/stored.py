@@ -48,6 +48,10 @@ class Stored:
         valid = np.maximum(row_ids, 0)
         return Stored({name: array[valid] for name, array in self.arrays.items()}, picked=True)
 
+    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Return some rows, int64 `[n]`, on the host, by part."""
+        return {name: np.asarray(array)[rows] for name, array in self.arrays.items()}
+
     def found(self, row_ids: Array, stack: Stack) -> FetchedRows:
         """Return rows in the compute dtype, and the position of each id's row; runs in a jit.
 
@@ -95,13 +99,22 @@ class RowSource:
         Raises:
           ValueError: the function returns something else.
         """
-        found = np.asarray(self.rows(ids.view(np.int64)))
+        found = self.read(ids.view(np.int64))["values"]
+        # One row more, so that there is one to pick for what is absent.
+        return Stored({"values": np.concatenate([found, np.zeros((1, self.dim), found.dtype)])})
+
+    def read(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the rows of ids, int64 `[n]`, by part.
+
+        Raises:
+          ValueError: the function returns something else.
+        """
+        found = np.asarray(self.rows(ids))
         if found.shape != (ids.size, self.dim) or found.dtype.name != self.dtype:
             expected = f"{self.dtype} of shape ({ids.size}, {self.dim}) from its function"
             got = f"{found.dtype.name} of shape {found.shape}"
             raise ValueError(message(self.what, expected=expected, got=got))
-        # One row more, so that there is one to pick for what is absent.
-        return Stored({"values": np.concatenate([found, np.zeros((1, self.dim), found.dtype)])})
+        return {"values": found}
 
 
 def stored_tables(

@@ -1,0 +1,242 @@
+"""A trainer with living tables and a server that follows it by deltas, at random."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+import tpu_embed
+from tpu_embed import FeatureConfig, HostStorage, Jagged, TableConfig, io
+from tpu_embed import optimizers as o
+from tpu_embed.vocabulary import DynamicVocabulary
+
+B = 8
+KEYED = ("items", "more", "tags")
+
+
+def configs(capacity=24, host=None):
+    """Return features of three living tables, two of them in one stack with an ordinary one.
+
+    Args:
+      capacity: the rows of the table of items.
+      host: the rows that the devices hold of it and of the tags; None: all.
+    """
+    storage, small = (host and HostStorage(device_rows=min(host, n)) for n in (capacity, 9))
+    lru, lfu = DynamicVocabulary(ttl=3), DynamicVocabulary(evict="lfu")
+    late = DynamicVocabulary(admit_after=2, unseen="shared")
+    items = TableConfig(capacity, 4, name="items", vocabulary=lru, storage=storage)
+    more = TableConfig(13, 4, name="more", combiner="sum", vocabulary=lfu)
+    tags = TableConfig(9, 2, name="tags", vocabulary=late, storage=small, dtype="bfloat16")
+    users = TableConfig(9, 4, name="users", combiner="sum")
+    return {
+        "bags": FeatureConfig(items),
+        "last": FeatureConfig(more, jagged=True, max_sequence_length=3),
+        "seen": FeatureConfig(items, max_sequence_length=2),
+        "tag": FeatureConfig(tags),
+        "user": FeatureConfig(users),
+    }
+
+
+def keys_of(numbers):
+    """Return keys of 64 bits, both signs, for small numbers; -1 stays padding."""
+    keys = (numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)).view(np.int64)
+    return np.where(numbers < 0, -1, keys)
+
+
+def draw(seed, step):
+    """Return a batch in dense arrays, and its weights; keys drift with the step."""
+    rng = np.random.default_rng([seed, step])
+
+    def keys(shape, spread):
+        numbers = rng.integers(0, spread, shape) + step // 2
+        return keys_of(np.where(rng.random(shape) < 0.2, -1, numbers))
+
+    last = keys((B, 3), 9)
+    last[:, 1:][last[:, :1].repeat(2, 1) == -1] = -1  # jagged rows end with padding
+    batch = {
+        "bags": keys((B, 3), 16),
+        "last": np.where(np.cumsum(last == -1, axis=1) > 0, -1, last),
+        "seen": keys((B, 2), 16),
+        "tag": keys((B,), 9),
+        "user": rng.integers(0, 9, (B, 1)),
+    }
+    weights = dict.fromkeys(batch) | {"bags": rng.choice([0.5, 1, 2], (B, 3)).astype(np.float32)}
+    return batch, weights
+
+
+class World:
+    """A trainer and a server.
+
+    Args:
+      root: a folder for files.
+      seed: of everything.
+      devices: of the first trainer.
+      host: as for `configs`.
+      lookahead: of the engines.
+    """
+
+    def __init__(self, root: Path, seed: int, devices=2, host=None, lookahead=0):
+        self.root, self.seed, self.host, self.lookahead = root, seed, host, lookahead
+        self.rng, self.names = np.random.default_rng(seed), 0
+        self.capacity, self.ahead = 24, []
+        self._start(devices)
+        self.state, self.placed = self.engine.init(jax.random.key(seed)), 0
+        self.touched = io.TouchedRows(self.engine)
+        self.saves, self.refused = [], 0
+        for _ in range(2):
+            self.train()
+        self.model, self.served = self.export(), []
+        self.first = self.root / f"model-{self.names}"
+
+    def _start(self, devices):
+        self.configs = configs(self.capacity, self.host)
+        mesh = Mesh(np.array(jax.devices()[:devices]), ("d",))
+        self.engine = tpu_embed.EmbeddingEngine(
+            self.configs, o.Adagrad(0.25), mesh=mesh, lookahead=self.lookahead
+        )
+
+    def path(self, what):
+        self.names += 1
+        return self.root / f"{what}-{self.names}"
+
+    # -- the trainer ---------------------------------------------------------------------------
+
+    def train(self):
+        """Train one step; with a lookahead, of the batch that was admitted before."""
+        while len(self.ahead) <= self.lookahead:
+            features, weights = draw(self.seed, self.placed)
+            batch = self.engine.place(features, weights)
+            if self.rng.random() < 0.2:  # it is thrown away
+                self.engine.vocabularies.rewind(self.state)
+                batch = self.engine.place(features, weights)
+            self.placed += 1
+            self.state, admitted = self.engine.admit(self.state, batch)
+            self.ahead.append((features, batch, admitted))
+        features, batch, admitted = self.ahead.pop(0)
+        step = int(self.state.step) + 1
+        which = self.rng.integers(4)
+        if which == 0:
+            self.touched.record(batch, step)
+        shapes = jax.eval_shape(self.engine.lookup, self.state, admitted)
+        rng = np.random.default_rng([self.seed, step])
+        gradients = jax.tree.map(lambda a: rng.normal(size=a.shape).astype(a.dtype), shapes)
+        self.state = self.engine.update_in_place(self.state, admitted, gradients)
+        if which:
+            self.touched.record(features if which == 1 else admitted, step)
+
+    def edit(self):
+        """Set the rows of some keys."""
+        name = KEYED[self.rng.integers(3)]
+        keys, rows = self.engine.vocabularies.keys(name)
+        if not keys.size:
+            return
+        at = np.unique(self.rng.integers(0, keys.size, 2))
+        dim = self.engine.table_configs[name].dim
+        values = self.rng.normal(size=(at.size, dim)).astype(np.float32)
+        self.state = self.engine.set_rows(self.state, name, rows[at], values)
+        step = int(self.state.step)
+        if self.rng.random() < 0.5:
+            self.touched.record_rows(name, rows[at], step)
+        else:
+            self.touched.record_rows(name, None, step, keys=keys[at])
+
+    def save(self):
+        """Save, and remember what the server had; batches that are admitted ahead are lost."""
+        path = self.path("save")
+        io.save(path, self.engine, self.state, position=self.placed, touched=self.touched)
+        self.saves.append((path, [*self.served], self.capacity))
+
+    def kill(self):
+        """Go on from the last save, with other devices and perhaps another capacity."""
+        if not self.saves:
+            return
+        path, served, self.capacity = self.saves[-1]
+        self.capacity = int(self.rng.choice([self.capacity, 15, 30]))
+        self._start(int(self.rng.choice([1, 2, 8])))
+        self.touched, self.ahead = io.TouchedRows(self.engine), []
+        restored = io.restore(path, self.engine, touched=self.touched)
+        self.state, self.placed = restored.state, restored.position
+        if not self.touched.lineage.has(self.model.version):
+            self.refused += 1
+            model, self.served = io.load_model(self.first), [*served]
+            for one in served:  # what it was at the time of the save
+                model = model.apply(one)
+            delta = self.path("delta")
+            io.export_delta(delta, self.engine, self.state, self.touched, model.version)
+            _refused(self.model, delta)
+            self.model = model
+
+    # -- the server ----------------------------------------------------------------------------
+
+    def tables(self):
+        """Return what the tables are served from."""
+        found = {}
+        for name, config in self.engine.table_configs.items():
+            rows = functools.partial(self.engine.rows, self.state, name)
+            found[name] = rows if config.storage else rows(np.arange(config.vocabulary_size))
+        return found
+
+    def export(self):
+        """Return a served model of all that there is now."""
+        features, weights = draw(self.seed, 0)
+        path, maps = self.path("model"), self.engine.vocabularies
+        io.export_model(
+            path, lambda a: a, self.tables(), self.configs, features, weights=weights,
+            version=self.touched.version(self.state), vocabularies=maps,
+        )  # fmt: skip
+        return io.load_model(path)
+
+    def follow(self):
+        """Export a delta, and let the server apply it."""
+        path, before = self.path("delta"), self.model
+        version = io.export_delta(path, self.engine, self.state, self.touched, self.model.version)
+        if version == before.version:
+            _refused(before, path)
+            return
+        in_place = self.rng.random() < 0.5
+        self.model = before.apply_in_place(path) if in_place else before.apply(path)
+        self.served.append(path)
+        assert self.model.version == version
+        _refused(self.model, path)
+        self.check()
+
+    def check(self):
+        """Compare the server's keys, rows and answers with the trainer's."""
+        for name in KEYED:
+            keys, rows = self.engine.vocabularies.keys(name)
+            order = np.argsort(keys)
+            served, at = self.model.keys(name)
+            np.testing.assert_array_equal(served, keys[order])
+            if keys.size:
+                live = self.engine.rows(self.state, name, rows[order])
+                here = np.asarray(self.model.tables[name]["values"])[at]
+                assert here.tobytes() == live.tobytes(), name
+        features, weights = draw(self.seed, self.placed + 1)
+        expected = io.serving_lookup(
+            self.tables(), features, self.configs, weights, vocabularies=self.engine.vocabularies
+        )
+        same(self.model(features, weights=weights), expected)
+
+
+def same(one, other):
+    """Compare two answers to the bit; a `Jagged` may have room behind its rows."""
+    assert one.keys() == other.keys()
+    for name, mine in one.items():
+        theirs = other[name]
+        if isinstance(mine, Jagged):
+            splits = np.asarray(mine.row_splits)
+            np.testing.assert_array_equal(splits, np.asarray(theirs.row_splits))
+            mine, theirs = (np.asarray(x.values)[:, : splits[0, -1]] for x in (mine, theirs))
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs), err_msg=name)
+
+
+def _refused(model, path):
+    try:
+        model.apply(path)
+    except ValueError:
+        return
+    raise AssertionError("a delta that does not fit was applied")

@@ -1,0 +1,45 @@
+"""A server that follows living tables by deltas has what a full export would have, to the bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from fresh_cases import World, draw, same
+
+ACTIONS = {"train": 0.45, "edit": 0.1, "follow": 0.25, "save": 0.1, "kill": 0.1}
+
+
+def play(world, actions):
+    for action in world.rng.choice([*ACTIONS], actions, p=[*ACTIONS.values()]):
+        getattr(world, action)()
+    whole, (features, weights) = world.export(), draw(world.seed, 99)
+    if world.model.version != whole.version:
+        world.follow()
+    for name, table in world.model.tables.items():
+        if name == "users":
+            same(table, whole.tables[name])
+            continue
+        (keys, rows), (all_keys, all_rows) = world.model.keys(name), whole.keys(name)
+        np.testing.assert_array_equal(keys, all_keys)
+        for part, array in table.items():
+            mine, theirs = np.asarray(array), np.asarray(whole.tables[name][part])
+            assert mine[np.append(rows, 0)].tobytes() == theirs[np.append(all_rows, 0)].tobytes()
+    same(world.model(features, weights=weights), whole(features, weights=weights))
+
+
+@pytest.mark.parametrize(
+    ("seed", "host", "lookahead", "devices"),
+    [(1, None, 0, 2), (2, 17, 1, 1), (3, None, 1, 8)],
+    ids=["resident", "on the host", "ahead"],
+)
+def test_a_server_follows_a_trainer_that_is_killed(tmp_path, seed, host, lookahead, devices):
+    play(World(tmp_path, seed, devices, host, lookahead), 24)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("seed", range(10, 27))
+def test_many_servers_follow(tmp_path, seed):
+    rng = np.random.default_rng(seed)
+    lookahead = int(rng.integers(2))
+    host = None if rng.random() < 0.5 else 17 + 6 * lookahead
+    play(World(tmp_path, seed, int(rng.choice([1, 2, 4, 8])), host, lookahead), 60)

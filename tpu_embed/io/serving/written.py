@@ -1,0 +1,119 @@
+"""Write what a delta changes into the tables of a served model.
+
+Input: tables and keys, and what changed. Output: new tables and keys; the old ones stay, unless
+they may be written in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embed._types import Array
+from tpu_embed.io.delta import (
+    ChangedKeys,
+    TableChanges,
+    check_numbered,
+    set_rows,
+    set_rows_in_place,
+)
+from tpu_embed.io.serving.served_keys import Plan, ServedKeys
+
+Parts = dict[str, Array]
+"""The arrays of a table, by part."""
+
+
+class _Writing(NamedTuple):
+    """What is to be written to one table.
+
+    Attributes:
+      rows: int `[n]`, which of its rows.
+      parts: their new contents, `[n, …]` by part.
+      plan: of its keys; None if its ids are row numbers.
+    """
+
+    rows: np.ndarray
+    parts: dict[str, np.ndarray]
+    plan: Plan | None
+
+    def needs_room(self, arrays: Parts) -> bool:
+        """Return whether its arrays have too few rows."""
+        return self.plan is not None and self.plan.num_rows > len(arrays["values"])
+
+
+def written_tables(
+    tables: Mapping[str, Parts],
+    keys: Mapping[str, ServedKeys],
+    changed: Mapping[str, TableChanges],
+    own: Collection[str],
+) -> tuple[dict[str, Parts], dict[str, ServedKeys]]:
+    """Return the tables that changed, and their keys.
+
+    Args:
+      tables: by name.
+      keys: of tables whose ids are keys, by name.
+      changed: what changed, by name.
+      own: the tables whose arrays and keys may be written in place; they are gone then.
+
+    Raises:
+      ValueError: rows cannot be quantized, or numbered; nothing has changed.
+    """
+    writings = {
+        name: _writing(one, tables[name], keys.get(name))
+        for name, one in changed.items()
+        if not one.is_empty
+    }
+    # Check every table before the first is updated in place: an error must change nothing.
+    for name in writings:
+        for array in tables[name].values():
+            check_numbered(array)
+
+    # Copies first, because they may fail for lack of memory; then the updates in place.
+    in_place = {n for n, one in writings.items() if n in own and not one.needs_room(tables[n])}
+    new = {n: _copied(one, tables[n]) for n, one in writings.items() if n not in in_place}
+    jax.block_until_ready(new)
+    new_keys = {name: keys[name].copy() for name in new if name in keys}
+    for name in in_place:
+        new[name] = _written(writings[name], tables[name], set_rows_in_place)
+        new_keys |= {name: keys[name]} if name in keys else {}
+    for name, one in new_keys.items():
+        plan = writings[name].plan
+        assert plan is not None, "it has keys"
+        one.change(plan)
+    return jax.block_until_ready(new), new_keys
+
+
+def _writing(change: TableChanges, arrays: Parts, keys: ServedKeys | None) -> _Writing:
+    """Return what a change writes to a table."""
+    parts = change.parts(arrays)
+    if not isinstance(change, ChangedKeys):
+        return _Writing(change.ids, parts, None)
+    assert keys is not None, "the declarations were compared"
+    plan = keys.plan(change.keys, change.lost)
+    return _Writing(change.places(plan.rows), parts, plan)
+
+
+def _copied(writing: _Writing, arrays: Parts) -> Parts:
+    """Return copies of the arrays, with more rows if need be, in which rows are set."""
+    if not writing.needs_room(arrays):
+        return _written(writing, arrays, set_rows)
+    assert writing.plan is not None, "it needs room"
+    size = writing.plan.num_rows + max(writing.plan.num_rows // 4, _LEAST_ROOM)
+    missing = size - len(arrays["values"])
+    larger = {
+        part: jnp.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1))
+        for part, array in arrays.items()
+    }
+    return _written(writing, larger, set_rows_in_place)
+
+
+_LEAST_ROOM = 1024
+"""Rows for new keys that a table has at least when it grows."""
+
+
+def _written(writing: _Writing, arrays: Parts, write: Callable[..., Array]) -> Parts:
+    return {part: write(array, writing.rows, writing.parts[part]) for part, array in arrays.items()}

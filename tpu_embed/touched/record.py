@@ -1,0 +1,390 @@
+"""Record which rows every update touched, so that only changed rows need to be exported.
+
+For every row on the devices, the host keeps the number of the last update that touched it: 4 bytes
+per row. With living vocabularies it keeps also which keys got rows, and which lost theirs.
+
+Input: every batch that is applied, with the number of its update. Output: the rows, ids or keys
+that changed since a version; and the `Version` of a state, which orders exports and deltas in time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import uuid
+from collections.abc import Iterator
+
+import numpy as np
+
+from tpu_embed._checks import check_int, message
+from tpu_embed._types import ArrayLike, PyTree
+from tpu_embed.core.batch import Batch
+from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.layout import TableSlice
+from tpu_embed.core.state import TableState, check_own
+from tpu_embed.touched.batch_rows import physical_rows, step_of
+from tpu_embed.touched.marks import NEVER
+from tpu_embed.touched.saved import SavedRecord
+from tpu_embed.touched.table_marks import Changes, TableMarks, shared_row
+from tpu_embed.touched.versions import Lineage, Version
+from tpu_embed.vocabulary import Moves, map_version
+
+# Steps are kept as int32, and `record_rows` marks rows with the step after the given one.
+_LAST = 2**31 - 2
+_FULL = "publish a full export"
+
+
+class TouchedRows:
+    """Keep, for every row, the number of the last update that touched it.
+
+    An update touches the row of every valid id that its batch keeps, even if the id's weight or
+    gradient is zero. So a row that is reported may be unchanged, but every changed row is reported.
+    An optimizer that changes every row, such as `Adam(lazy_adam=False)`, touches whole tables.
+    Several threads may record at the same time.
+
+    With living vocabularies it follows the engine's maps by itself. When they are loaded, as by
+    `io.restore`, it knows nothing any more, unless it was saved and is restored with them.
+
+    Args:
+      engine: the engine of the tables.
+      step: the current `state.step`; updates before it are unknown.
+
+    Example:
+      >>> import jax, tpu_embed
+      >>> table = tpu_embed.TableConfig(vocabulary_size=8, dim=2, name="item")
+      >>> feature = tpu_embed.FeatureConfig(table)
+      >>> engine = EmbeddingEngine(feature, tpu_embed.optimizers.SGD(0.1))
+      >>> touched = TouchedRows(engine)
+      >>> touched.record(np.array([[3, 5], [5, -1]]), 1)
+      >>> touched.record(np.array([[7, 3], [7, -1]]), 2)
+      >>> touched.since(1)["item"].tolist(), touched.since(0)["item"].tolist(), touched.never()
+      ([3, 7], [3, 5, 7], {'item': 5})
+    """
+
+    def __init__(self, engine: EmbeddingEngine, *, step: int = 0) -> None:
+        self._engine, self.layout = engine, engine.layout
+        self._maps = engine.vocabularies
+        self._lock = threading.Lock()
+        start = Version("", check_int("step", step, minimum=0), 0, self._admitted)
+        self._begin(Lineage(uuid.uuid4().hex), start)
+        if self._maps is not None:
+            self._maps.observers.add(self)
+
+    def _begin(self, lineage: Lineage, start: Version) -> None:
+        """Know nothing of what was before a moment."""
+        self._lineage, self._start = lineage, start
+        self._through, self._edits = start.step, start.edits
+        # All steps up to `_through` are recorded; `_ahead` has later ones, which threads may record
+        # first: with 1, 2 and 4 recorded, _through is 2 and _ahead is {4}.
+        self._ahead: set[int] = set()
+        self._is_stale = False
+        self._keys_at: dict[int, int] = {}  # by step of a version, the batches admitted by then
+        self._marks = TableMarks(self.layout, self._maps)
+
+    @property
+    def _admitted(self) -> int:
+        return 0 if self._maps is None else self._maps.admitted
+
+    @property
+    def lineage(self) -> Lineage:
+        """The run that is recorded, and the moments of earlier runs that it goes on from."""
+        return self._lineage
+
+    # -- batches -------------------------------------------------------------------------------
+
+    def record(self, batch: PyTree, step: int) -> None:
+        """Record that a batch was applied, or will be.
+
+        Args:
+          batch: what `place` returned, or features as `place` takes them; weights do not matter.
+            With several processes, each gives its own part.
+          step: `state.step` after the batch's update, 1 for the first update.
+
+        Raises:
+          ValueError: what `place` refuses; a step before the last one that is known; with tables on
+            the host, a batch that was admitted long ago.
+          TypeError: what `place` refuses.
+        """
+        if isinstance(batch, Batch):
+            rows, at = physical_rows(batch, self.layout), step_of(batch)
+            found: list[tuple[str, np.ndarray]] = []
+        else:
+            rows, at = [np.zeros(0, stack.index_dtype) for stack in self.layout.stacks], 0
+            found = self._ids_of_features(batch)
+        with self._lock:
+            step = self._checked_step(step)
+            for stack, mine in zip(self.layout.stacks, rows, strict=True):
+                self._marks.touch(stack, mine, at, step)
+            for name, ids in found:
+                self._marks.mark(name, ids, step)
+            self._count(step)
+
+    def _ids_of_features(self, features: PyTree) -> list[tuple[str, np.ndarray]]:
+        """Return the ids, int64, of features that were not placed, by table that is trained."""
+        found = []
+        for f, host in zip(self.layout.features, self._engine.host_ids(features), strict=True):
+            ids = host.ids[host.ids >= 0].astype(np.int64)
+            if host.keys is not None:
+                ids = self._ids_of_keys(f.table, host.keys[np.unique(ids)])
+            if self.layout.stacks[f.stack].optimizer is not None:
+                found.append((f.table.name, ids))
+        return found
+
+    def _ids_of_keys(self, table: TableSlice, keys: np.ndarray) -> np.ndarray:
+        """Return rows, or ids at home, int64 `[n]`, that updates of keys may have touched.
+
+        A key without a row has lost it since, or had none. One that got its row after the update is
+        reported for that already.
+        """
+        if table.key_rules is None:
+            return keys.view(np.int64)
+        assert self._maps is not None, "there are keys"
+        ids = self._maps.find(table.name, keys).astype(np.int64)
+        ids, shared = ids[ids >= 0], shared_row(table)
+        # A key that has a row by now may have been unseen in its batch.
+        return ids if shared is None else np.append(ids, shared)
+
+    def _checked_step(self, step: int) -> int:
+        step = check_int("step", step, minimum=self._start.step + 1)
+        if step < self._through:
+            remedy = f"after a return to an earlier state, make another TouchedRows and {_FULL}"
+            expected = f"a step from {self._through} on"
+            raise ValueError(message("step", expected=expected, got=f"{step}", remedy=remedy))
+        if step > _LAST:
+            raise ValueError(message("step", expected=f"at most {_LAST}", got=f"{step}"))
+        return step
+
+    def _count(self, step: int) -> None:
+        """Note that a step is recorded: all of its rows are marked."""
+        if step > self._through:
+            self._ahead.add(step)
+        # With _through = 2 and _ahead = {4}, step 3 moves _through to 4.
+        while self._through + 1 in self._ahead:
+            self._through += 1
+            self._ahead.remove(self._through)
+
+    # -- rows that are set ---------------------------------------------------------------------
+
+    def record_rows(
+        self, name: str, rows: ArrayLike | None, step: int, *, keys: ArrayLike | None = None
+    ) -> None:
+        """Record that rows were set by `set_rows`, or that a whole table was loaded.
+
+        With several processes, all must call this, because each counts the edits.
+
+        Args:
+          name: the table, trainable or not.
+          rows: row ids, or ids of a table on the host, integers `[n]`; None: all rows.
+          step: `state.step` when they were set; they count as touched by the next update.
+          keys: with rows=None, the keys whose rows were set, integers `[n]`, if the table's
+            vocabulary lives.
+
+        Raises:
+          ValueError: an unknown name, a bad row id, a key without a row, or a step before this
+            object's first; all rows of a table on the host.
+        """
+        _, table = self.layout.table(name)
+        check_int("step", step, minimum=self._start.step)
+        if keys is not None:
+            rows = self._rows_of(table, rows, np.asarray(keys))
+        if table.is_on_host and rows is None:
+            expected, got = "the ids whose rows were set, of a table on the host", "None"
+            raise ValueError(message(f"table {name!r}: rows", expected=expected, got=got))
+        chosen = None if rows is None else _checked(table, np.asarray(rows))
+        with self._lock:
+            self._edits += 1
+            if chosen is None:
+                self._marks.mark_all(name, step + 1)
+            else:
+                self._marks.mark(name, chosen, step + 1)
+
+    def _rows_of(self, table: TableSlice, rows: ArrayLike | None, keys: np.ndarray) -> np.ndarray:
+        """Return the rows, or ids at home, of keys, int64 `[n]`.
+
+        Raises:
+          ValueError: rows were given, too; the table has no keys; a key has no row.
+        """
+        what = f"table {table.name!r}: keys"
+        if rows is not None or table.key_rules is None or self._maps is None:
+            expected = "None beside rows" if rows is not None else "None: ids are row numbers"
+            raise ValueError(message(what, expected=expected, got="keys"))
+        _check_integers(what, keys)
+        signed = keys.dtype.kind == "i"
+        bits = keys.astype(np.int64).view(np.uint64) if signed else keys.astype(np.uint64)
+        found = self._maps.find(table.name, bits, self._maps.admitted).astype(np.int64)
+        if (found < 0).any():
+            expected, got = "keys with a row", f"key {keys[found < 0][0]}, which has none"
+            raise ValueError(message(what, expected=expected, got=got))
+        return found
+
+    # -- what has changed ----------------------------------------------------------------------
+
+    def since(self, since: int | Version) -> dict[str, np.ndarray]:
+        """Return what was touched after a version, by table, ascending.
+
+        With several processes, each returns what its own batches touched. Of a table that is not
+        trainable, these are the rows given to `record_rows`, and keys that got rows.
+
+        Args:
+          since: what `version` or `export_delta` returned; or its step.
+
+        Returns:
+          Row ids, int64 `[n]`; keys, uint64 `[n]`, of a living vocabulary; ids, uint64 `[n]`, of a
+          table on the host.
+
+        Raises:
+          ValueError: a version before this object's first, or of another run; with living
+            vocabularies or tables on the host, also a step of which there was no version.
+        """
+        pairs = self.changes(since).items()
+        return {name: one.rows if one.keys is None else one.keys for name, one in pairs}
+
+    def changes(self, since: int | Version) -> dict[str, Changes]:
+        """Return what changed after a version, by table; see `since`."""
+        known = self.known(since)
+        with self._maps_at_rest(), self._lock:
+            return self._marks.changed(known)
+
+    def never(self) -> dict[str, int]:
+        """Return, by table, how many rows were not touched since recording began.
+
+        Of a living vocabulary, only rows that have keys count.
+        """
+        with self._maps_at_rest(), self._lock:
+            found = self._marks.changed(Version("", NEVER, 0, NEVER))
+            sizes = {}
+            for table in (table for stack in self.layout.stacks for table in stack.tables):
+                sizes[table.name] = table.declared_size
+                if table.key_rules is not None and self._maps is not None:
+                    sizes[table.name] = self._maps.keys(table.name)[0].size
+        return {name: size - found[name].rows.size for name, size in sizes.items()}
+
+    def known(self, since: int | Version) -> Version:
+        """Return a version, after a check that what changed since is known; see `since`."""
+        if not isinstance(since, Version):
+            step = check_int("step", since, minimum=0)
+            keys = 0 if self._maps is None else self._keys_at.get(step)
+            if keys is None and step >= self._start.step:
+                expected = "a Version, or the step of one that this object has returned"
+                remedy = "keep what touched.version or export_delta returned"
+                raise ValueError(message("since", expected=expected, got=f"{step}", remedy=remedy))
+            since = Version(self._lineage.run, step, 0, keys or 0)
+        elif not self._lineage.has(since):
+            expected, got = f"a version of run {self._lineage.run!r}", f"{since}"
+            raise ValueError(message("since", expected=expected, got=got, remedy=_FULL))
+        if since.step < self._start.step or since.keys < self._start.keys:
+            expected = f"a step from {self._start.step} on, where recording began"
+            raise ValueError(message("step", expected=expected, got=f"{since.step}", remedy=_FULL))
+        return since
+
+    def version(self, state: TableState) -> Version:
+        """Return the version of a state, after a check that all of its updates were recorded.
+
+        Raises:
+          ValueError: an update between this object's first step and the state's was not recorded,
+            or the state is from before the first step; with living vocabularies or tables on the
+            host, the state is not the newest one, or the maps were loaded since.
+        """
+        check_own(state, self.layout)
+        step, keys = int(state.step), 0
+        if step < self._start.step:
+            expected, got = f"a state of step {self._start.step} or later", f"{step}"
+            remedy = f"make another TouchedRows with step={step}, and {_FULL}"
+            raise ValueError(message("TouchedRows", expected=expected, got=got, remedy=remedy))
+        if self._maps is not None:
+            self._check_current()
+            self._maps.check_newest(state)
+            keys, _ = map_version(state)
+        with self._lock:
+            through, edits = self._through, self._edits
+            if step > through:
+                expected = f"every update from {self._start.step + 1} to {step} recorded"
+                remedy = "record each batch with the step that state.step is after it"
+                got = f"none for step {through + 1}"
+                raise ValueError(message("TouchedRows", expected=expected, got=got, remedy=remedy))
+            self._keys_at.setdefault(step, keys)
+        return Version(self._lineage.run, step, edits, keys)
+
+    # -- what the maps do: see `vocabulary.observers.Observer` -----------------------------------
+
+    def note_admitted(self, step: int, moves: Moves) -> None:
+        """Follow the maps."""
+        with self._lock:
+            self._marks.note_admitted(step, moves)
+
+    def note_undone(self, step: int) -> None:
+        """Follow the maps."""
+        with self._lock:
+            self._marks.note_undone(step)
+
+    def note_loaded(self) -> None:
+        """Follow the maps."""
+        self._is_stale = True
+
+    @contextlib.contextmanager
+    def _maps_at_rest(self) -> Iterator[None]:
+        """Let no map move between what it tells and what is known here."""
+        if self._maps is None:
+            yield
+            return
+        with self._maps.lock:
+            self._check_current()
+            yield
+
+    def _check_current(self) -> None:
+        """Check that the maps are those that were followed.
+
+        Raises:
+          ValueError: others were loaded since.
+        """
+        if self._is_stale:
+            expected, got = "the record of the engine's maps", "one from before they were loaded"
+            remedy = "restore it with the tables, io.restore(…, touched=touched); or make another "
+            remedy += f"TouchedRows(engine, step=int(state.step)), and {_FULL}"
+            raise ValueError(message("TouchedRows", expected=expected, got=got, remedy=remedy))
+
+    # -- kept ----------------------------------------------------------------------------------
+
+    def saved(self, state: TableState) -> SavedRecord:
+        """Return what a checkpoint keeps of this beside a state, as arrays of its own.
+
+        Raises:
+          ValueError: whatever `version` refuses.
+        """
+        version = self.version(state)
+        with self._maps_at_rest(), self._lock:
+            kept = self._start, self._lineage.ancestors, dict(self._keys_at)
+            return SavedRecord(version, *kept, self._marks.saved())
+
+    def load(self, saved: SavedRecord) -> None:
+        """Go on from what was saved, once the engine has the maps of the same moment.
+
+        This is a new run, which goes on from the saved one: what that did after the save is not
+        part of it.
+        """
+        lineage = Lineage(uuid.uuid4().hex, (*saved.ancestors, saved.version))
+        with self._maps.lock if self._maps else contextlib.nullcontext(), self._lock:
+            self._begin(lineage, saved.start)
+            self._through, self._edits = saved.version.step, saved.version.edits
+            self._keys_at = dict(saved.known)
+            self._marks.load(saved.tables, self._admitted)
+
+
+def _check_integers(what: str, given: np.ndarray) -> None:
+    if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
+        got = f"{given.dtype} of shape {given.shape}"
+        raise ValueError(message(what, expected="integers of shape (n,)", got=got))
+
+
+def _checked(table: TableSlice, row_ids: np.ndarray) -> np.ndarray:
+    """Return row ids, int64 `[n]`.
+
+    Raises:
+      ValueError: they are not integers `[n]` in [0, V).
+    """
+    what, size = f"table {table.name!r}: rows", table.declared_size
+    _check_integers(what, row_ids)
+    outside = row_ids[(row_ids < 0) | (row_ids >= size)]
+    if outside.size:
+        raise ValueError(message(what, expected=f"rows in [0, {size})", got=f"row {outside[0]}"))
+    return row_ids.astype(np.int64)
