@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from tpu_embed.io.delta import apply_delta, export_delta
 from tpu_embed.io.quantize import QuantizedTable, quantize_rows
-from tpu_embed.io.serving import ServedModel, export_model, load_model, serving_lookup
+from tpu_embed.io.serving import (
+    FollowingModel,
+    ServedModel,
+    export_model,
+    load_model,
+    serving_lookup,
+)
 from tpu_embed.touched import TouchedRows, Version
 
 if TYPE_CHECKING:
@@ -26,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointManager",
+    "FollowingModel",
     "ModuleCheckpointManager",
     "QuantizedTable",
     "Restored",

@@ -15,7 +15,7 @@ from tpu_embed.core.ids.feature_ids import (
 from tpu_embed.core.ids.flat_ids import check_coordinates, check_row_splits
 from tpu_embed.core.ids.hashing import hash_ids
 from tpu_embed.core.ids.host_ids import hashed, host_ids
-from tpu_embed.core.ids.keys import batch_order, give_rows, looked_up, number_keys, split_keys
+from tpu_embed.core.ids.keys import batch_order, give_rows, looked_up, read_keys, split_keys
 from tpu_embed.core.ids.leaves import collect_leaves, count_rows, rebuild_nest
 from tpu_embed.core.ids.narrow import narrow_ids
 from tpu_embed.core.ids.padding import pad_batch
@@ -48,10 +48,10 @@ __all__ = [
     "is_real",
     "looked_up",
     "narrow_ids",
-    "number_keys",
     "pad_batch",
     "part_of_feature",
     "read_ids",
+    "read_keys",
     "rebuild_nest",
     "refuse_masked",
     "rescale_bags",

@@ -64,18 +64,28 @@ def number_keys(feature: FeatureRules, ids: Any) -> tuple[Any, np.ndarray]:
     """
     values = ids.values if isinstance(ids, (SparseIds, RaggedIds)) else ids
     check_dtype(feature, values)
-    numbers, absent = np.ma.getdata(values), np.ma.getmaskarray(values)
-    if values is ids and numbers.dtype.kind == "i":
-        absent = absent | (numbers == PADDING_ID)
-    # A signed key is read as an unsigned one: -1 is 2⁶⁴ - 1.
-    signed = numbers.dtype.kind == "i"
-    keys = numbers.astype(np.int64 if signed else np.uint64, copy=False).reshape(-1)
-    keys = np.ascontiguousarray(keys).view(np.uint64)
+    keys, absent = read_keys(values, padded=values is ids)
     distinct, positions = dispatch.host_kernels().distinct_keys(keys)
-    numbered = mask_missing(positions.reshape(numbers.shape), absent)
+    numbered = mask_missing(positions.reshape(values.shape), absent)
     if values is not ids:
         numbered = dataclasses.replace(ids, values=numbered)
     return numbered, distinct
+
+
+def read_keys(values: np.ndarray, *, padded: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Return integers as keys, uint64 `[n]`; and which are none, bool in the shape of the integers.
+
+    Args:
+      values: integers of any shape; what is masked is no key.
+      padded: whether -1 is no key, if they are signed.
+    """
+    numbers, absent = np.ma.getdata(values), np.ma.getmaskarray(values)
+    signed = numbers.dtype.kind == "i"
+    if padded and signed:
+        absent = absent | (numbers == PADDING_ID)
+    # A signed key is read as an unsigned one: -1 is 2⁶⁴ - 1.
+    keys = numbers.astype(np.int64 if signed else np.uint64, copy=False).reshape(-1)
+    return np.ascontiguousarray(keys).view(np.uint64), absent
 
 
 def number_ids(host: HostIds) -> HostIds:

@@ -191,10 +191,18 @@ def _read_changes(root: Path, name: str, table: Mapping[str, Any]) -> TableChang
     }
     arrays = directory.read_arrays(root, name, described, forms, _REMEDY)
     keys, gone = arrays["keys"], arrays["lost"]
-    if not (_ascend(keys) and _ascend(gone)) or np.intersect1d(keys, gone, True).size:
+    if not (_ascend(keys) and _ascend(gone)) or _have_common(keys, gone):
         expected = "ascending keys, each with a row or lost"
         raise ValueError(message(what, expected=expected, got="others", remedy=_REMEDY))
     return ChangedKeys(size, dim, dtype, unseen, **arrays)
+
+
+def _have_common(keys: np.ndarray, gone: np.ndarray) -> bool:
+    """Return whether two ascending arrays have a number in common."""
+    if not keys.size:
+        return False
+    at = np.minimum(np.searchsorted(keys, gone), keys.size - 1)
+    return bool((keys[at] == gone).any())
 
 
 def _ascend(ids: np.ndarray) -> bool:

@@ -1,7 +1,8 @@
 """Serving: lookups in plain arrays, exported models, and loading them to answer requests."""
 
 from tpu_embed.io.serving.export import export_model
+from tpu_embed.io.serving.following import FollowingModel
 from tpu_embed.io.serving.lookup import serving_lookup
 from tpu_embed.io.serving.served import ServedModel, load_model
 
-__all__ = ["ServedModel", "export_model", "load_model", "serving_lookup"]
+__all__ = ["FollowingModel", "ServedModel", "export_model", "load_model", "serving_lookup"]

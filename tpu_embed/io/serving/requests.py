@@ -17,7 +17,7 @@ from tpu_embed._checks import message
 from tpu_embed._types import PADDING_ID, PyTree, Tracer
 from tpu_embed.columns import read_column
 from tpu_embed.config import FeatureConfig, TableConfig
-from tpu_embed.core.ids import FeatureRules, bad_ids, check_dtype, hashed, number_keys, structure
+from tpu_embed.core.ids import FeatureRules, bad_ids, check_dtype, hashed, read_keys, structure
 from tpu_embed.io.delta import SHARED_ROW
 from tpu_embed.io.serving.served_keys import ServedKeys
 
@@ -145,10 +145,9 @@ def _kept_place(feature: FeatureRules, given: np.ndarray, checked: np.ndarray) -
 
 def _rows_of_keys(feature: FeatureRules, ids: np.ndarray, keys: ServedKeys) -> np.ndarray:
     """Return the rows of keys; -1 for padding, and for a key without a row that is left out."""
-    numbered, distinct = number_keys(feature, ids)
-    given = ~np.ma.getmaskarray(numbered)
-    rows = keys.find(distinct)[np.where(given, np.ma.getdata(numbered), 0)]
+    asked, absent = read_keys(ids, padded=True)
+    rows = keys.find(asked).reshape(ids.shape)
     if not keys.unseen_share:
-        rows = np.where(rows == SHARED_ROW, PADDING_ID, rows)
-    rows = np.where(given, rows, PADDING_ID)
-    return _kept_place(feature, given, rows) if feature.config.jagged else rows
+        rows[rows == SHARED_ROW] = PADDING_ID
+    rows[absent] = PADDING_ID
+    return _kept_place(feature, ~absent, rows) if feature.config.jagged else rows

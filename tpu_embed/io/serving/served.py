@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import export as jax_export
 
@@ -27,7 +28,7 @@ from tpu_embed.core.ids import weights as weights_of
 from tpu_embed.io.delta import delta_files
 from tpu_embed.io.serving import model_files, requests
 from tpu_embed.io.serving.served_keys import ServedKeys
-from tpu_embed.io.serving.written import written_tables
+from tpu_embed.io.serving.written import Prepared, prepare, write
 from tpu_embed.touched import Version
 
 
@@ -87,7 +88,9 @@ class ServedModel:
             before the first step of the delta; the delta lacks a table, or has it with another
             shape or dtype; with keys, the model is not older than the delta.
         """
-        return self._with(path, frozenset())
+        self._check_there()
+        prepared = self.prepare(delta_files.read(Path(path)), Path(path))
+        return self if prepared is None else self._with(prepared, frozenset())
 
     def apply_in_place(self, path: str | os.PathLike[str]) -> ServedModel:
         """Apply a delta in the memory of this model's tables, and return a model to use instead.
@@ -97,21 +100,42 @@ class ServedModel:
         memory-mapped files are copied, so the first call costs as much as `apply`. If `apply` would
         raise, or a copy fails, the model is unchanged.
         """
-        return self._with(path, self._own)
-
-    def _with(self, path: str | os.PathLike[str], own: frozenset[str]) -> ServedModel:
-        """Return the model with the rows of a delta; tables named in `own` are updated in place."""
         self._check_there()
-        root, described = Path(path), self.metadata["tables"]
-        delta = delta_files.read(root)
+        prepared = self.prepare(delta_files.read(Path(path)), Path(path))
+        return self if prepared is None else self.with_prepared(prepared)
+
+    def prepare(self, delta: delta_files.Delta, root: Path) -> Prepared | None:
+        """Return what a delta, which was read from `root`, writes to this model's tables.
+
+        Returns:
+          None if the tables are newer, and nothing is to be written.
+
+        Raises:
+          ValueError: as for `apply`.
+        """
+        described = self.metadata["tables"]
         if not delta_files.follows(delta, root, self.version):
-            return self
+            return None
         delta_files.check_declared(delta, root, described)
         changed = {name: delta.tables[name] for name in described}
-        new, keys = written_tables(self.tables, self._keys, changed, own)
+        return prepare(self.tables, self._keys, changed, delta.version)
+
+    def with_prepared(self, prepared: Prepared) -> ServedModel:
+        """Return a model to use instead of this one, with what was prepared for it, or a copy."""
+        return self._with(prepared, self._own)
+
+    def with_own_tables(self) -> ServedModel:
+        """Return a copy of this model, none of whose tables are in files."""
+        tables = jax.tree.map(jnp.copy, self.tables)
+        keys = {name: one.copy() for name, one in self._keys.items()}
+        return dataclasses.replace(self, tables=tables, _keys=keys, _own=frozenset(tables))
+
+    def _with(self, prepared: Prepared, own: frozenset[str]) -> ServedModel:
+        """Return the model with new rows; tables named in `own` are updated in place."""
+        new, keys = write(self.tables, self._keys, prepared.tables, own)
         return dataclasses.replace(
             self,
-            metadata={**self.metadata, "version": delta.version._asdict()},
+            metadata={**self.metadata, "version": prepared.version._asdict()},
             tables={**self.tables, **new},
             _keys={**self._keys, **keys},
             _own=self._own | set(new),

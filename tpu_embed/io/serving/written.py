@@ -22,12 +22,13 @@ from tpu_embed.io.delta import (
     set_rows_in_place,
 )
 from tpu_embed.io.serving.served_keys import Plan, ServedKeys
+from tpu_embed.touched import Version
 
 Parts = dict[str, Array]
 """The arrays of a table, by part."""
 
 
-class _Writing(NamedTuple):
+class Writing(NamedTuple):
     """What is to be written to one table.
 
     Attributes:
@@ -45,33 +46,59 @@ class _Writing(NamedTuple):
         return self.plan is not None and self.plan.num_rows > len(arrays["values"])
 
 
-def written_tables(
+class Prepared(NamedTuple):
+    """What a delta writes to the tables of a model.
+
+    Attributes:
+      version: of the tables afterwards.
+      tables: those that change, by name.
+    """
+
+    version: Version
+    tables: dict[str, Writing]
+
+
+def prepare(
     tables: Mapping[str, Parts],
     keys: Mapping[str, ServedKeys],
     changed: Mapping[str, TableChanges],
-    own: Collection[str],
-) -> tuple[dict[str, Parts], dict[str, ServedKeys]]:
-    """Return the tables that changed, and their keys.
+    version: Version,
+) -> Prepared:
+    """Return what a delta writes; nothing changes yet.
 
     Args:
       tables: by name.
       keys: of tables whose ids are keys, by name.
-      changed: what changed, by name.
-      own: the tables whose arrays and keys may be written in place; they are gone then.
+      changed: what the delta has, by name.
+      version: of the tables afterwards.
 
     Raises:
-      ValueError: rows cannot be quantized, or numbered; nothing has changed.
+      ValueError: rows cannot be quantized, or numbered.
     """
     writings = {
         name: _writing(one, tables[name], keys.get(name))
         for name, one in changed.items()
         if not one.is_empty
     }
-    # Check every table before the first is updated in place: an error must change nothing.
     for name in writings:
         for array in tables[name].values():
             check_numbered(array)
+    return Prepared(version, writings)
 
+
+def write(
+    tables: Mapping[str, Parts],
+    keys: Mapping[str, ServedKeys],
+    writings: Mapping[str, Writing],
+    own: Collection[str],
+) -> tuple[dict[str, Parts], dict[str, ServedKeys]]:
+    """Return the tables that change, and their keys.
+
+    Args:
+      tables, keys: as they were when the writings were prepared, or copies of these.
+      writings: what changes, by table.
+      own: the tables whose arrays and keys may be written in place; they are gone then.
+    """
     # Copies first, because they may fail for lack of memory; then the updates in place.
     in_place = {n for n, one in writings.items() if n in own and not one.needs_room(tables[n])}
     new = {n: _copied(one, tables[n]) for n, one in writings.items() if n not in in_place}
@@ -87,17 +114,17 @@ def written_tables(
     return jax.block_until_ready(new), new_keys
 
 
-def _writing(change: TableChanges, arrays: Parts, keys: ServedKeys | None) -> _Writing:
+def _writing(change: TableChanges, arrays: Parts, keys: ServedKeys | None) -> Writing:
     """Return what a change writes to a table."""
     parts = change.parts(arrays)
     if not isinstance(change, ChangedKeys):
-        return _Writing(change.ids, parts, None)
+        return Writing(change.ids, parts, None)
     assert keys is not None, "the declarations were compared"
     plan = keys.plan(change.keys, change.lost)
-    return _Writing(change.places(plan.rows), parts, plan)
+    return Writing(change.places(plan.rows), parts, plan)
 
 
-def _copied(writing: _Writing, arrays: Parts) -> Parts:
+def _copied(writing: Writing, arrays: Parts) -> Parts:
     """Return copies of the arrays, with more rows if need be, in which rows are set."""
     if not writing.needs_room(arrays):
         return _written(writing, arrays, set_rows)
@@ -115,5 +142,5 @@ _LEAST_ROOM = 1024
 """Rows for new keys that a table has at least when it grows."""
 
 
-def _written(writing: _Writing, arrays: Parts, write: Callable[..., Array]) -> Parts:
+def _written(writing: Writing, arrays: Parts, write: Callable[..., Array]) -> Parts:
     return {part: write(array, writing.rows, writing.parts[part]) for part, array in arrays.items()}
