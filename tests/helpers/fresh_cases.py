@@ -32,7 +32,9 @@ def configs(capacity=24, host=None):
     more = TableConfig(13, 4, name="more", combiner="sum", vocabulary=lfu)
     tags = TableConfig(9, 2, name="tags", vocabulary=late, storage=small, dtype="bfloat16")
     users = TableConfig(9, 4, name="users", combiner="sum")
-    return {
+    far = TableConfig(2**40, 4, name="far", combiner="sum", storage=HostStorage(device_rows=17))
+    extra = {} if host is None else {"far": FeatureConfig(far, on_bad_id="drop")}
+    return extra | {
         "bags": FeatureConfig(items),
         "last": FeatureConfig(more, jagged=True, max_sequence_length=3),
         "seen": FeatureConfig(items, max_sequence_length=2),
@@ -63,6 +65,7 @@ def draw(seed, step):
         "seen": keys((B, 2), 16),
         "tag": keys((B,), 9),
         "user": rng.integers(0, 9, (B, 1)),
+        "far": rng.integers(-2, 9, (B, 2)) * (2**36 + 7) + step // 2,
     }
     weights = dict.fromkeys(batch) | {"bags": rng.choice([0.5, 1, 2], (B, 3)).astype(np.float32)}
     return batch, weights
@@ -81,6 +84,7 @@ class World:
 
     def __init__(self, root: Path, seed: int, devices=2, host=None, lookahead=0):
         self.root, self.seed, self.host, self.lookahead = root, seed, host, lookahead
+        self.keyed = KEYED if host is None else (*KEYED, "far")
         self.rng, self.names = np.random.default_rng(seed), 0
         self.capacity, self.ahead = 24, []
         self._start(devices)
@@ -99,6 +103,10 @@ class World:
             self.configs, o.Adagrad(0.25), mesh=mesh, lookahead=self.lookahead
         )
 
+    def draw(self, step):
+        """Return a batch and its weights."""
+        return ({name: one[name] for name in self.configs} for one in draw(self.seed, step))
+
     def path(self, what):
         self.names += 1
         return self.root / f"{what}-{self.names}"
@@ -108,7 +116,7 @@ class World:
     def train(self):
         """Train one step; with a lookahead, of the batch that was admitted before."""
         while len(self.ahead) <= self.lookahead:
-            features, weights = draw(self.seed, self.placed)
+            features, weights = self.draw(self.placed)
             batch = self.engine.place(features, weights)
             if self.rng.random() < 0.2:  # it is thrown away
                 self.engine.vocabularies.rewind(self.state)
@@ -128,10 +136,17 @@ class World:
         if which:
             self.touched.record(features if which == 1 else admitted, step)
 
+    def keys(self, name):
+        """Return the keys of a table and their rows, or the ids of the far table twice."""
+        if name == "far":
+            ids = self.engine.touched(name)
+            return ids.view(np.uint64), ids
+        return self.engine.vocabularies.keys(name)
+
     def edit(self):
         """Set the rows of some keys."""
-        name = KEYED[self.rng.integers(3)]
-        keys, rows = self.engine.vocabularies.keys(name)
+        name = self.keyed[self.rng.integers(len(self.keyed))]
+        keys, rows = self.keys(name)
         if not keys.size:
             return
         at = np.unique(self.rng.integers(0, keys.size, 2))
@@ -139,7 +154,7 @@ class World:
         values = self.rng.normal(size=(at.size, dim)).astype(np.float32)
         self.state = self.engine.set_rows(self.state, name, rows[at], values)
         step = int(self.state.step)
-        if self.rng.random() < 0.5:
+        if name == "far" or self.rng.random() < 0.5:
             self.touched.record_rows(name, rows[at], step)
         else:
             self.touched.record_rows(name, None, step, keys=keys[at])
@@ -178,11 +193,13 @@ class World:
         for name, config in self.engine.table_configs.items():
             rows = functools.partial(self.engine.rows, self.state, name)
             found[name] = rows if config.storage else rows(np.arange(config.vocabulary_size))
+            if name == "far":
+                found[name] = io.host_table(self.engine, self.state, name)
         return found
 
     def export(self):
         """Return a served model of all that there is now."""
-        features, weights = draw(self.seed, 0)
+        features, weights = self.draw(0)
         path, maps = self.path("model"), self.engine.vocabularies
         io.export_model(
             path, lambda a: a, self.tables(), self.configs, features, weights=weights,
@@ -206,8 +223,8 @@ class World:
 
     def check(self):
         """Compare the server's keys, rows and answers with the trainer's."""
-        for name in KEYED:
-            keys, rows = self.engine.vocabularies.keys(name)
+        for name in self.keyed:
+            keys, rows = self.keys(name)
             order = np.argsort(keys)
             served, at = self.model.keys(name)
             np.testing.assert_array_equal(served, keys[order])
@@ -215,7 +232,7 @@ class World:
                 live = self.engine.rows(self.state, name, rows[order])
                 here = np.asarray(self.model.tables[name]["values"])[at]
                 assert here.tobytes() == live.tobytes(), name
-        features, weights = draw(self.seed, self.placed + 1)
+        features, weights = self.draw(self.placed + 1)
         expected = io.serving_lookup(
             self.tables(), features, self.configs, weights, vocabularies=self.engine.vocabularies
         )

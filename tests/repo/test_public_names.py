@@ -15,9 +15,9 @@ NAMES = {
     "tpu_embed.check": "PARTS PartReport run_parts",
     "tpu_embed.data": "Place Prefetcher balance_replicas reorder_batch",
     "tpu_embed.io": (
-        "CheckpointManager ModuleCheckpointManager QuantizedTable Restored ServedModel "
-        "TouchedRows Version apply_delta export_delta export_model load_model quantize_rows "
-        "restore restore_modules save save_modules serving_lookup"
+        "CheckpointManager FollowingModel ModuleCheckpointManager QuantizedTable Restored "
+        "ServedModel TouchedRows Version apply_delta export_delta export_model host_table "
+        "load_model quantize_rows restore restore_modules save save_modules serving_lookup"
     ),
     "tpu_embed.metrics": "batch_statistics counters table_statistics write_scalars",
     "tpu_embed.nn": (

@@ -14,6 +14,7 @@ from tpu_embed.io.serving import (
     FollowingModel,
     ServedModel,
     export_model,
+    host_table,
     load_model,
     serving_lookup,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "apply_delta",
     "export_delta",
     "export_model",
+    "host_table",
     "load_model",
     "quantize_rows",
     "restore",

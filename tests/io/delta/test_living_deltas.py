@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fresh_cases import World, draw, same
+from fresh_cases import World, same
 
 ACTIONS = {"train": 0.45, "edit": 0.1, "follow": 0.25, "save": 0.1, "kill": 0.1}
 
@@ -12,7 +12,7 @@ ACTIONS = {"train": 0.45, "edit": 0.1, "follow": 0.25, "save": 0.1, "kill": 0.1}
 def play(world, actions):
     for action in world.rng.choice([*ACTIONS], actions, p=[*ACTIONS.values()]):
         getattr(world, action)()
-    whole, (features, weights) = world.export(), draw(world.seed, 99)
+    whole, (features, weights) = world.export(), world.draw(99)
     if world.model.version != whole.version:
         world.follow()
     for name, table in world.model.tables.items():

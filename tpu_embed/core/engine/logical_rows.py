@@ -7,7 +7,7 @@ Input: a state, names of tables and slots, ids of rows. Output: arrays; or a new
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from tpu_embed.core.state import (
     TableState,
     check_own,
     field,
+    first_rows,
     logical,
 )
 from tpu_embed.kernels import storage
@@ -108,6 +109,27 @@ class LogicalRows:
         """
         stack, table = self._layout.table(name)
         return self._drawer.draw(vocabulary, table, stack, keys)
+
+    def first_rows(self, state: TableState, name: str) -> Callable[[Array], Array]:
+        """Return a function that draws the first rows of ids of a table on the host.
+
+        It runs in a jit, too: it takes uint32 `[n, 2]`, the low and the high halves of the ids, and
+        returns `[n, D]` in the table's dtype (bfloat16 as its bits in uint16). Nobody has trained
+        these rows.
+
+        Args:
+          state: a state, which holds the random key.
+          name: a table on the host without a vocabulary.
+
+        Raises:
+          ValueError: it is no such table.
+        """
+        self._of(name)
+        stack, table = self._layout.table(name)
+        if table.key_table is not None or state.vocabulary is None:
+            expected, got = "a table on the host whose ids are row numbers", f"{name!r}"
+            raise ValueError(message("table", expected=expected, got=got))
+        return first_rows(state.vocabulary, table, stack)
 
     def touched(self, name: str) -> np.ndarray:
         """Return the ids of a table on the host that training batches had, int64, ascending.

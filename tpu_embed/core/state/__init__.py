@@ -25,6 +25,7 @@ from tpu_embed.core.state.new_rows import (
     NewKeys,
     NewRowWriter,
     RowDrawer,
+    first_rows,
     new_version,
     new_vocabulary,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "describe_leaf",
     "field",
     "fields",
+    "first_rows",
     "host_arrays",
     "init_tables",
     "leaving_rooms",

@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import itertools
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -277,6 +277,33 @@ class RowDrawer:
             name: parcels.unpacked(np.asarray(rows)[None])[table.name]
             for name, rows in drawn.items()
         }
+
+
+def first_rows(
+    vocabulary: Mapping[str, Array], table: TableSlice, stack: Stack
+) -> Callable[[Array], Array]:
+    """Return a function of ids of a table on the host that draws their first rows, also in a jit.
+
+    It takes uint32 `[n, 2]`, the low and the high halves of the ids, and returns `[n, D]` as rows
+    are stored.
+
+    Args:
+      vocabulary: `TableState.vocabulary`, which holds the random key.
+      table: the table, whose ids are row numbers.
+      stack: its stack.
+    """
+    kind, data = random_key(vocabulary)
+    known, number = np.asarray(data), stack.tables.index(table)
+
+    def drawn(ids: Array) -> Array:
+        # All rows are of one table, and none has a place on a device: they are only numbered.
+        rows = jax.lax.iota(jnp.int32, ids.shape[0])
+        same = jnp.zeros_like(rows)
+        new = KeyedParcel(rows, same + number, same == 0, low=ids[:, 0], high=ids[:, 1])
+        key = jax.random.wrap_key_data(jnp.asarray(known), impl=kind)
+        return storage.encode(draw_rows(key, new, stack)[0], stack.dtype)
+
+    return drawn
 
 
 def _drawn_fields(stack: Stack, data: Array, parcel: Array, *, kind: str) -> dict[str, Array]:

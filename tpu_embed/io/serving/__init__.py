@@ -2,7 +2,16 @@
 
 from tpu_embed.io.serving.export import export_model
 from tpu_embed.io.serving.following import FollowingModel
+from tpu_embed.io.serving.host_table import HostTable, host_table
 from tpu_embed.io.serving.lookup import serving_lookup
 from tpu_embed.io.serving.served import ServedModel, load_model
 
-__all__ = ["FollowingModel", "ServedModel", "export_model", "load_model", "serving_lookup"]
+__all__ = [
+    "FollowingModel",
+    "HostTable",
+    "ServedModel",
+    "export_model",
+    "host_table",
+    "load_model",
+    "serving_lookup",
+]

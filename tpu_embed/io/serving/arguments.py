@@ -19,7 +19,9 @@ from tpu_embed._checks import message
 from tpu_embed._types import PyTree
 from tpu_embed.core.ids import Structure, dense_shape
 from tpu_embed.io.serving import model_files
+from tpu_embed.io.serving.first_rows import PART as FIRST
 from tpu_embed.io.serving.model_files import WrittenTable
+from tpu_embed.kernels import storage
 
 _INT32_MAX = int(np.iinfo(np.int32).max)
 
@@ -35,6 +37,8 @@ class Arguments:
       weights: weights of each weighted feature by path, floats.
       inputs: the other arguments of the model.
       num_rows: of each table with keys, by name, the symbol of its number of rows.
+      num_first: of each table on the host, by name, the symbol of the number of rows that nobody
+        has trained.
     """
 
     batch: int | None
@@ -42,6 +46,7 @@ class Arguments:
     weights: dict[str, jax.ShapeDtypeStruct]
     inputs: tuple[PyTree, ...]
     num_rows: dict[str, Any]
+    num_first: dict[str, Any]
 
     def shapes_of(self, name: str, table: WrittenTable) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes of those arrays of a table that the program takes, by part."""
@@ -49,6 +54,9 @@ class Arguments:
         for part, array in table.in_program.items():
             first = self.num_rows.get(name, array.shape[0])
             found[part] = jax.ShapeDtypeStruct((first, *array.shape[1:]), array.dtype)
+        if name in self.num_first:
+            stored = storage.stored_dtype(table.dtype)
+            found[FIRST] = jax.ShapeDtypeStruct((self.num_first[name], table.dim), stored)
         return found
 
     def described(self, declared: Structure) -> dict[str, Any]:
@@ -73,6 +81,7 @@ class Arguments:
 def arguments_of(
     declared: Structure,
     keyed: Collection[str],
+    drawn: Collection[str],
     features: PyTree,
     weights: PyTree | None,
     inputs: Any,
@@ -83,6 +92,7 @@ def arguments_of(
     Args:
       declared: the feature configuration, by row number.
       keyed: the tables that have keys outside of the program, whose number of rows stays open.
+      drawn: those of them that have rows nobody has trained.
       features, weights, inputs, batch: as for `export_model`.
 
     Raises:
@@ -110,9 +120,11 @@ def arguments_of(
             _check_weights(label, scale, shapes[f])
             double = feature.table.dtype == "float64"
             numbers[path] = jax.ShapeDtypeStruct(shape, np.float64 if double else np.float32)
-    rows = {n: f"r{i}" for i, n in enumerate(declared.table_names) if n in keyed}
-    num_rows = {n: jax_export.symbolic_shape(r, scope=scope)[0] for n, r in rows.items()}
-    return Arguments(fixed, ids, numbers, _shapes_of_inputs(inputs, firsts), num_rows)
+    open_sizes = [
+        {n: jax_export.symbolic_shape(f"{letter}{i}", scope=scope)[0] for i, n in enumerate(names)}
+        for letter, names in (("r", keyed), ("f", drawn))
+    ]
+    return Arguments(fixed, ids, numbers, _shapes_of_inputs(inputs, firsts), *open_sizes)
 
 
 def _shapes_of_inputs(inputs: Any, firsts: dict[int, Any]) -> tuple[PyTree, ...]:

@@ -16,11 +16,12 @@ import dataclasses
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import export as jax_export
 
 from tpu_embed import _checks
@@ -32,7 +33,7 @@ from tpu_embed.io import directory
 from tpu_embed.io.serving import model_files
 from tpu_embed.io.serving.arguments import Arguments, arguments_of
 from tpu_embed.io.serving.keyed import Keys, as_written, by_row_number, sort_rows
-from tpu_embed.io.serving.keys import all_keys
+from tpu_embed.io.serving.keys import all_keys, ids_on_host
 from tpu_embed.io.serving.lookup import Server, server_of
 from tpu_embed.io.serving.model_files import WrittenTable
 from tpu_embed.io.serving.stored import RowSource, Stored, stored_tables
@@ -63,7 +64,8 @@ def export_model(
       path: the directory to write; it must not exist yet.
       model: called with the activations in the structure of the features, and the inputs. Arrays
         that it closes over, such as its parameters, become constants of the program.
-      tables: as for `serving_lookup`.
+      tables: as for `serving_lookup`; of a table on the host whose ids are row numbers, what
+        `host_table` returned.
       feature_config: as for `serving_lookup`, but all features have one batch size. An
         `output_shape` fixes it.
       features: examples of dense ids, or `jax.ShapeDtypeStruct`s; only their shapes are read. A
@@ -88,14 +90,14 @@ def export_model(
     chosen = (platforms,) if isinstance(platforms, str) else tuple(platforms)
     for platform in chosen or (None,):
         check_choice("platforms: each", platform, ("cpu", "cuda", "rocm", "tpu"))
-    root = Path(path)
-    directory.check_free(root)
+    directory.check_free(root := Path(path))
     declared = structure.flatten(feature_config)
-    _refuse_ids_on_host(declared)
-    given, keys = stored_tables(tables, declared), all_keys(vocabularies, declared)
+    given = stored_tables(tables, declared)
+    drawn = ids_on_host(declared, given)
+    keys = all_keys(vocabularies, declared) | drawn
     # The program takes row numbers; `load_model` has the map.
     plain = by_row_number(declared, keys)
-    arguments = arguments_of(plain, keys, features, weights, inputs, batch)
+    arguments = arguments_of(plain, keys, drawn, features, weights, inputs, batch)
     written = _written_tables(declared, given, keys)
     exported = _exported(model, plain, written, arguments, chosen)
     _check_flatbuffers()  # what is wrong with the arguments is said first
@@ -108,8 +110,9 @@ def export_model(
         "inputs": model_files.describe_leaves(arguments.inputs),
         "outputs": model_files.describe_leaves(outputs),
     }
+    first = _first_rows(dict(zip(declared.table_names, given, strict=True)), drawn, chosen)
     with directory.written(root) as temporary:
-        model_files.write(temporary, _serialized(exported), written, described)
+        model_files.write(temporary, _serialized(exported), written, first, described)
 
 
 def _written_tables(
@@ -124,12 +127,21 @@ def _written_tables(
     return found
 
 
-def _refuse_ids_on_host(declared: Structure) -> None:
-    for name, table in zip(declared.table_names, declared.tables, strict=True):
-        if table.storage is not None and table.vocabulary is None:
-            expected, got = "tables without storage, or with a living vocabulary", f"{name!r}"
-            remedy = "serve it with serving_lookup, from a function that returns rows of ids"
-            raise ValueError(message("export_model", expected=expected, got=got, remedy=remedy))
+def _first_rows(
+    given: Mapping[str, Stored | RowSource], names: Collection[str], platforms: tuple[str, ...]
+) -> dict[str, bytes]:
+    """Return the serialized programs that draw the first rows of tables on the host, by name."""
+    found = {}
+    for name in names:
+        table = given[name]
+        assert isinstance(table, RowSource), "its rows are on the host"
+        assert table.host_table is not None, "checked"
+        (n,) = jax_export.symbolic_shape("n")
+        draw = jax_export.export(jax.jit(table.host_table.first_rows), platforms=platforms)
+        with dispatch.reference_only():
+            exported = draw(jax.ShapeDtypeStruct((n, 2), jnp.uint32))
+        found[name] = _serialized(exported)
+    return found
 
 
 def _check_flatbuffers() -> None:

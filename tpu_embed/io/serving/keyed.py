@@ -83,7 +83,7 @@ def by_row_number(declared: Structure, names: Mapping[str, Keys]) -> Structure:
 
     def renumbered(feature: FeatureConfig) -> FeatureConfig:
         table = plain[id(feature.table)]
-        if table.name not in names:
+        if feature.table.vocabulary is None:
             return dataclasses.replace(feature, table=table)
         return dataclasses.replace(feature, table=table, on_bad_id="drop")
 

@@ -18,7 +18,7 @@ from tpu_embed.core.ids import HostIds, Structure
 from tpu_embed.core.layout import FeatureLayout, Layout
 from tpu_embed.core.place import give_rows_of
 from tpu_embed.io.serving.keyed import Keys
-from tpu_embed.io.serving.stored import name_of_table
+from tpu_embed.io.serving.stored import RowSource, Stored, name_of_table
 from tpu_embed.vocabulary import FixedVocabulary, Vocabularies
 
 Find = Callable[[np.ndarray], np.ndarray]
@@ -77,6 +77,29 @@ def all_keys(given: Any, declared: Structure) -> dict[str, Keys]:
         else:
             named = {name_of_table(key, declared): one for key, one in given.items()}
             found[name] = Keys(named[name].keys, named[name].rows)
+    return found
+
+
+def ids_on_host(declared: Structure, given: Sequence[Stored | RowSource]) -> dict[str, Keys]:
+    """Return the ids of each table on the host whose ids are row numbers, by the table's name.
+
+    Args:
+      declared: the feature configuration.
+      given: what its tables are served from.
+
+    Raises:
+      ValueError: nobody has said which ids a table has.
+    """
+    found = {}
+    for name, config, table in zip(declared.table_names, declared.tables, given, strict=True):
+        if config.storage is None or config.vocabulary is not None:
+            continue
+        if not isinstance(table, RowSource) or table.host_table is None:
+            expected, got = "what io.host_table returned, for a table on the host", "a function"
+            remedy = f"give tables={{{name!r}: io.host_table(engine, state, {name!r}), …}}"
+            raise ValueError(message(f"table {name!r}", expected=expected, got=got, remedy=remedy))
+        ids = np.asarray(table.host_table.ids, np.int64)
+        found[name] = Keys(ids.view(np.uint64), ids)
     return found
 
 

@@ -5,6 +5,7 @@
     model.stablehlo       jax.export's program
     tables/*.values.npy   [V, D] in the table's dtype, bfloat16 as its bits in uint16; or int8, and
                           *.scale.npy and *.offset.npy, float32 [V], of a `QuantizedTable`
+    tables/*.first.stablehlo  of a table on the host: a program that draws the first rows of ids
     tables/*.keys.npy     of a table with keys: uint64 [n], ascending. Key i has row i + 1 of its
                           [R, D] values; row 0 is the one that keys without a row share
 
@@ -51,6 +52,7 @@ _FORM = schema.record(
     batch=schema.optional(schema.integer(1)),
     version=schema.optional(directory.VERSION),
     program=directory.FILE,
+    first_rows=schema.mapping(directory.FILE),
     tables=schema.mapping(directory.TABLE),
     features=schema.mapping(_FEATURE),
     inputs=schema.sequence(_LEAF),
@@ -84,8 +86,8 @@ class WrittenTable(NamedTuple):
         form = config.vocabulary_size, config.dim, config.dtype
         if keys is None:
             return cls(*form, None, table.arrays)
-        assert config.vocabulary is not None, "it has keys"
-        return cls(*form, config.vocabulary.unseen, {KEYS: keys.keys, **table.arrays})
+        unseen = "initial" if config.vocabulary is None else config.vocabulary.unseen
+        return cls(*form, unseen, {KEYS: keys.keys, **table.arrays})
 
 
 def shape(leaf: Any) -> list[int | None]:
@@ -115,6 +117,7 @@ def write(
     root: Path,
     program: bytes,
     tables: Mapping[str, WrittenTable],
+    first_rows: Mapping[str, bytes],
     described: Mapping[str, Any],
 ) -> None:
     """Write all files of a model.
@@ -123,15 +126,18 @@ def write(
       root: an empty directory.
       program: the serialized program.
       tables: the tables by name.
+      first_rows: the serialized programs that draw rows nobody has trained, by table.
       described: further entries of `metadata.json`.
     """
     with files.create(root / PROGRAM) as file:
         file.write(program)
     arrays = {name: (table, table.arrays) for name, table in tables.items()}
+    written = directory.write_tables(root, arrays)
     metadata = {
+        "tables": written,
         "jax": jax.__version__,
         "program": directory.describe_file(root, PROGRAM),
-        "tables": directory.write_tables(root, arrays),
+        "first_rows": {name: _write_first(root, name, one) for name, one in first_rows.items()},
         **described,
     }
     directory.write_metadata(root, KIND, metadata)
@@ -156,6 +162,34 @@ def read_program(root: Path, metadata: Mapping[str, Any]) -> bytes:
     """
     path = directory.check_file(root, PROGRAM, metadata["program"], _REMEDY)
     return files.read(path, _REMEDY)
+
+
+def _first_file(name: str) -> str:
+    return f"tables/{files.file_name(name)}.first.stablehlo"
+
+
+def _write_first(root: Path, name: str, program: bytes) -> dict[str, Any]:
+    with files.create(root / _first_file(name)) as file:
+        file.write(program)
+    return directory.describe_file(root, _first_file(name))
+
+
+def read_first_rows(root: Path, metadata: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the serialized programs that draw rows nobody has trained, by table.
+
+    Raises:
+      FileNotFoundError, ValueError: as for `read_program`; a table lacks its program.
+    """
+    tables = metadata["tables"].items()
+    drawn = sorted(name for name, one in tables if one["unseen"] == "initial")
+    if drawn != sorted(metadata["first_rows"]):
+        what, got = f"{root}: first_rows", f"{sorted(metadata['first_rows'])}"
+        raise ValueError(message(what, expected=f"those of {drawn}", got=got, remedy=_REMEDY))
+    paths = {
+        name: directory.check_file(root, _first_file(name), one, _REMEDY)
+        for name, one in metadata["first_rows"].items()
+    }
+    return {name: files.read(path, _REMEDY) for name, path in paths.items()}
 
 
 def read_tables(

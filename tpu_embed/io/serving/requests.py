@@ -19,7 +19,11 @@ from tpu_embed.columns import read_column
 from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.core.ids import FeatureRules, bad_ids, check_dtype, hashed, read_keys, structure
 from tpu_embed.io.delta import SHARED_ROW
+from tpu_embed.io.serving.first_rows import FirstRows
 from tpu_embed.io.serving.served_keys import ServedKeys
+from tpu_embed.storage import HostStorage
+
+_INT32_MAX = int(np.iinfo(np.int32).max)
 
 
 def rules_of(path: str, described: Mapping[str, Any], metadata: Mapping[str, Any]) -> FeatureRules:
@@ -27,9 +31,11 @@ def rules_of(path: str, described: Mapping[str, Any], metadata: Mapping[str, Any
     name = described["table"]
     table = metadata["tables"][name]
     # Keys are row numbers for the program, which has any number of rows.
-    size = table["vocabulary_size"] if table["unseen"] is None else int(np.iinfo(np.int32).max)
+    size = _INT32_MAX if table["unseen"] in ("zero", "shared") else table["vocabulary_size"]
+    # Ids of a table on the host may have 64 bits; how many rows devices hold is not asked here.
+    storage = HostStorage(device_rows=1) if table["unseen"] == "initial" else None
     config = FeatureConfig(
-        TableConfig(size, table["dim"], dtype=table["dtype"]),
+        TableConfig(size, table["dim"], dtype=table["dtype"], storage=storage),
         max_sequence_length=described["max_sequence_length"],
         on_bad_id=described["on_bad_id"],
         jagged=described["jagged"],
@@ -95,7 +101,11 @@ def _dtype(leaf: Any) -> str:
 
 
 def row_ids(
-    feature: FeatureRules, described: Mapping[str, Any], given: Any, keys: ServedKeys | None
+    feature: FeatureRules,
+    described: Mapping[str, Any],
+    given: Any,
+    keys: ServedKeys | None,
+    first: FirstRows | None,
 ) -> np.ndarray:
     """Return validated ids, or the rows of keys, in the dtype of the program.
 
@@ -104,6 +114,7 @@ def row_ids(
       described: its description in the metadata.
       given: what the server was given.
       keys: those of its table; None if ids are row numbers.
+      first: the first rows of ids that nobody has trained, of a table on the host.
     """
     if isinstance(given, Tracer):
         expected, remedy = "ids whose values are known", "inside a jit, call .exported"
@@ -112,7 +123,7 @@ def row_ids(
         expected, got = "an array of ids", type(given).__name__
         raise feature.error(expected=expected, got=got, remedy="pad bags with -1")
     ids = read_column(feature.path, given)
-    if keys is not None:
+    if keys is not None and first is None:
         ids = hashed(feature.path, given, ids)
     check_dtype(feature, ids)
     shape = described["shape"]
@@ -121,26 +132,40 @@ def row_ids(
         expected = f"shape {['B' if n is None else n for n in shape]}".replace("'", "")
         remedy = "the program has static shapes: pad with -1"
         raise feature.error(expected=expected, got=f"{list(ids.shape)}", remedy=remedy)
-    if keys is not None:
+    if keys is not None and first is None:
         return _rows_of_keys(feature, ids, keys).astype(described["dtype"])
 
     def where(at: int) -> str:
         return f"index {[int(i) for i in np.unravel_index(at, ids.shape)]}"
 
     checked = bad_ids.resolve_dense(feature, ids, where)[0]
+    size = feature.vocabulary_size
+    if keys is not None and first is not None:
+        checked, size = _rows_of_ids(checked, keys, first), _INT32_MAX
     if feature.config.jagged:
         given = (np.ma.getdata(ids) != PADDING_ID) & ~np.ma.getmaskarray(ids)
-        checked = _kept_place(feature, given, checked)
+        checked = _kept_place(size, given, checked)
     return checked.astype(described["dtype"])  # a copy, as `snapshot` makes
 
 
-def _kept_place(feature: FeatureRules, given: np.ndarray, checked: np.ndarray) -> np.ndarray:
+def _kept_place(size: int, given: np.ndarray, checked: np.ndarray) -> np.ndarray:
     """Return ids in which one that was dropped from a jagged feature keeps its place.
 
-    V is neither a row nor padding, so the program gives it a row of zeros. Here -1 would end the
-    row before it.
+    V of the program, the size, is neither a row nor padding, so the program gives it a row of
+    zeros. Here -1 would end the row before it.
     """
-    return np.where(given & (checked == PADDING_ID), feature.vocabulary_size, checked)
+    return np.where(given & (checked == PADDING_ID), size, checked)
+
+
+def _rows_of_ids(ids: np.ndarray, keys: ServedKeys, first: FirstRows) -> np.ndarray:
+    """Return the rows of valid ids of a table on the host, int32; -1 stays."""
+    asked = ids.astype(np.int64).view(np.uint64)
+    rows = keys.find(asked.reshape(-1)).reshape(ids.shape)
+    absent = ids == PADDING_ID
+    is_first = (rows == SHARED_ROW) & ~absent
+    rows[is_first] = first.number(asked[is_first])
+    rows[absent] = PADDING_ID
+    return rows
 
 
 def _rows_of_keys(feature: FeatureRules, ids: np.ndarray, keys: ServedKeys) -> np.ndarray:
@@ -150,4 +175,4 @@ def _rows_of_keys(feature: FeatureRules, ids: np.ndarray, keys: ServedKeys) -> n
     if not keys.unseen_share:
         rows[rows == SHARED_ROW] = PADDING_ID
     rows[absent] = PADDING_ID
-    return _kept_place(feature, ~absent, rows) if feature.config.jagged else rows
+    return _kept_place(_INT32_MAX, ~absent, rows) if feature.config.jagged else rows

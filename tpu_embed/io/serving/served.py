@@ -27,8 +27,11 @@ from tpu_embed.core.ids import FeatureRules
 from tpu_embed.core.ids import weights as weights_of
 from tpu_embed.io.delta import delta_files
 from tpu_embed.io.serving import model_files, requests
+from tpu_embed.io.serving.first_rows import PART as FIRST
+from tpu_embed.io.serving.first_rows import FirstRows
 from tpu_embed.io.serving.served_keys import ServedKeys
 from tpu_embed.io.serving.written import Prepared, prepare, write
+from tpu_embed.kernels import storage
 from tpu_embed.touched import Version
 
 
@@ -49,6 +52,7 @@ class ServedModel:
     _program: Callable[..., PyTree] = dataclasses.field(repr=False)
     _features: Mapping[str, FeatureRules] = dataclasses.field(repr=False)
     _keys: Mapping[str, ServedKeys] = dataclasses.field(default_factory=dict, repr=False)
+    _first: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict, repr=False)
     _own: frozenset[str] = dataclasses.field(default=frozenset(), repr=False)  # copied from files
 
     @property
@@ -173,12 +177,11 @@ class ServedModel:
         requests.check_paths(
             "weights", scales, {p: d for p, d in described.items() if d["weights"]}
         )
-        ids = {
-            path: requests.row_ids(
-                self._features[path], one, given[path], self._keys.get(one["table"])
-            )
-            for path, one in described.items()
-        }
+        first = {name: self._first_rows(name) for name in self._first}
+        ids = {}
+        for path, one in described.items():
+            of_table = self._keys.get(one["table"]), first.get(one["table"])
+            ids[path] = requests.row_ids(self._features[path], one, given[path], *of_table)
         sizes = requests.batch_sizes({p: a.shape[0] for p, a in ids.items()}, described)
         requests.check_inputs(inputs, self.metadata["inputs"], sizes)
         numbers = {
@@ -190,7 +193,15 @@ class ServedModel:
             )
             for path, scale in scales.items()
         }
-        return self._program(self.tables, ids, numbers, *jax.tree.map(snapshot, inputs))
+        drawn = {name: {FIRST: one.rows()} for name, one in first.items()}
+        tables = {name: parts | drawn.get(name, {}) for name, parts in self.tables.items()}
+        return self._program(tables, ids, numbers, *jax.tree.map(snapshot, inputs))
+
+    def _first_rows(self, name: str) -> FirstRows:
+        """Return the first rows of a table on the host, for one call."""
+        described, num_rows = self.metadata["tables"][name], len(self.tables[name]["values"])
+        blank = np.zeros((1, described["dim"]), storage.stored_dtype(described["dtype"]))
+        return FirstRows(self._first[name], num_rows, blank)
 
 
 def load_model(path: str | os.PathLike[str], *, check: bool = True) -> ServedModel:
@@ -215,7 +226,12 @@ def load_model(path: str | os.PathLike[str], *, check: bool = True) -> ServedMod
     metadata = model_files.read_metadata(root)
     program = model_files.read_program(root, metadata)
     tables = model_files.read_tables(root, metadata, check=check)
-    exported = _deserialized(root, program, metadata)
+    exported = _deserialized(root / model_files.PROGRAM, program, metadata)
+    drawn = model_files.read_first_rows(root, metadata)
+    first = {
+        name: jax.jit(_deserialized(root / f"first rows of {name}", one, metadata).call)
+        for name, one in drawn.items()
+    }
     _check_program(root, exported, metadata)
     described = metadata["features"].items()
     features = {path: requests.rules_of(path, one, metadata) for path, one in described}
@@ -226,10 +242,11 @@ def load_model(path: str | os.PathLike[str], *, check: bool = True) -> ServedMod
         if unseen[name] is not None
     }
     program = jax.jit(exported.call)
-    return ServedModel(metadata, jax.device_put(tables), exported, program, features, keys)
+    placed = jax.device_put(tables)
+    return ServedModel(metadata, placed, exported, program, features, keys, first)
 
 
-def _deserialized(root: Path, program: bytes, metadata: Mapping[str, Any]) -> jax_export.Exported:
+def _deserialized(path: Path, program: bytes, metadata: Mapping[str, Any]) -> jax_export.Exported:
     try:
         return jax_export.deserialize(bytearray(program))
     except ImportError:
@@ -237,7 +254,7 @@ def _deserialized(root: Path, program: bytes, metadata: Mapping[str, Any]) -> ja
     except Exception as error:
         raise ValueError(
             message(
-                f"{root / model_files.PROGRAM}",
+                f"{path}",
                 expected=f"a program that JAX {jax.__version__} reads",
                 got=f"one that JAX {metadata['jax']} wrote",
                 remedy="export the model again with a JAX that is not newer than this one",
@@ -277,7 +294,11 @@ def _taken(table: Mapping[str, Any]) -> dict[str, tuple[str, list[int | None]]]:
         return forms
     # The program has any number of rows, and no keys.
     del forms[model_files.KEYS]
-    return {part: (dtype, [None, *shape[1:]]) for part, (dtype, shape) in forms.items()}
+    taken = {part: (dtype, [None, *shape[1:]]) for part, (dtype, shape) in forms.items()}
+    if table["unseen"] == "initial":
+        stored = storage.stored_dtype(table["dtype"]).name
+        taken[FIRST] = stored, [None, table["dim"]]
+    return taken
 
 
 def _forms(described: Mapping[str, Any]) -> dict[str, tuple[str, list[int | None]]]:

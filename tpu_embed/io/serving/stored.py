@@ -21,7 +21,9 @@ from tpu_embed.core.exchange import FetchedRows
 from tpu_embed.core.ids import Structure
 from tpu_embed.core.layout import Stack
 from tpu_embed.io.quantize import QuantizedTable
-from tpu_embed.kernels import dispatch
+from tpu_embed.io.serving.first_rows import PART as FIRST
+from tpu_embed.io.serving.host_table import HostTable
+from tpu_embed.kernels import dispatch, storage
 
 
 @jax.tree_util.register_dataclass
@@ -61,20 +63,33 @@ class Stored:
         """
         # A plain table needs no gather: the row ids themselves are positions in its values.
         values = self.arrays["values"]
-        if not self.picked and values.dtype in (stack.compute_dtype, jnp.uint16):
+        plain = values.dtype in (stack.compute_dtype, jnp.uint16) and FIRST not in self.arrays
+        if not self.picked and plain:
             return FetchedRows(values, row_ids)
-        arrays = self.arrays
+        arrays = {name: array for name, array in self.arrays.items() if name != FIRST}
         if not self.picked:
             arrays = {name: dispatch.gather_rows(a, row_ids) for name, a in arrays.items()}
         values = arrays["values"]
         if "scale" in arrays:
             values = QuantizedTable(**arrays).dequantized()
+        if FIRST in self.arrays:
+            values = self._with_first(values, row_ids)
         if values.dtype != jnp.uint16:
             values = values.astype(stack.compute_dtype)
         positions = jax.lax.iota(row_ids.dtype, row_ids.shape[0])
         return FetchedRows(
             values, jnp.where(row_ids < 0, jnp.asarray(PADDING_ID, row_ids.dtype), positions)
         )
+
+    def _with_first(self, values: Array, row_ids: Array) -> Array:
+        """Return rows `[N, D]`, those with a number beyond the table from the rows drawn first."""
+        num_rows = self.arrays["values"].shape[0]
+        numbers = (row_ids - num_rows).astype(row_ids.dtype)
+        drawn = dispatch.gather_rows(self.arrays[FIRST], jnp.maximum(numbers, PADDING_ID))
+        if values.dtype != drawn.dtype:  # dequantized ones are floats, and bfloat16 ones are bits
+            drawn = storage.decode(drawn, "bfloat16") if drawn.dtype == jnp.uint16 else drawn
+            drawn = drawn.astype(values.dtype)
+        return jnp.where((numbers >= 0)[:, None], drawn, values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +101,15 @@ class RowSource:
       rows: takes ids, int64 `[n]`, all different, and returns their rows `[n, D]`.
       dim: D.
       dtype: of the rows.
+      host_table: what the function is, if the table's ids are row numbers; None if it was given as
+        another function.
     """
 
     what: str
     rows: Callable[[np.ndarray], Any]
     dim: int
     dtype: str
+    host_table: HostTable | None = None
 
     def fetch(self, ids: np.ndarray) -> Stored:
         """Return the rows of ids, uint64 `[n]`, as a table of these n rows.
@@ -183,7 +201,8 @@ def _stored(what: str, table: Any, config: TableConfig) -> Stored | RowSource:
             remedy = "functools.partial(engine.rows, state, name) is one; or leave storage out"
             text = message(what, expected=expected, got=got.__name__, remedy=remedy)
             raise ValueError(text)
-        return RowSource(what, table, dim, config.dtype)
+        known = table if isinstance(table, HostTable) else None
+        return RowSource(what, table, dim, config.dtype, known)
     if isinstance(table, QuantizedTable):
         arrays = dict(vars(table))
         _check(f"{what}: values", table.values, "int8", (rows, dim))
