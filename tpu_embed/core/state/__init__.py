@@ -11,7 +11,7 @@ from tpu_embed.core.state.checks import (
 )
 from tpu_embed.core.state.fields import Field, field, fields
 from tpu_embed.core.state.gradients import refuse_gradient
-from tpu_embed.core.state.init import blank_tables, init_tables
+from tpu_embed.core.state.init import init_tables
 from tpu_embed.core.state.moved_rows import (
     RowMover,
     Sent,
@@ -27,6 +27,13 @@ from tpu_embed.core.state.new_rows import (
     RowDrawer,
     new_version,
     new_vocabulary,
+    random_key,
+)
+from tpu_embed.core.state.rebuilt import (
+    blank_arrays,
+    matched_counters,
+    put_everywhere,
+    vocabulary_of_maps,
 )
 from tpu_embed.core.state.retrieve import host_arrays
 from tpu_embed.core.state.table_state import (
@@ -50,7 +57,7 @@ __all__ = [
     "Sent",
     "StackShard",
     "TableState",
-    "blank_tables",
+    "blank_arrays",
     "check_arrays",
     "check_layout",
     "check_not_donated",
@@ -67,9 +74,12 @@ __all__ = [
     "logical",
     "logical_rows",
     "make_homes",
+    "matched_counters",
     "new_version",
     "new_vocabulary",
     "norms",
+    "put_everywhere",
+    "random_key",
     "refuse_gradient",
     "retrieve",
     "row_fields",
@@ -77,4 +87,5 @@ __all__ = [
     "slot_shapes",
     "state_specs",
     "visiting_tables",
+    "vocabulary_of_maps",
 ]
