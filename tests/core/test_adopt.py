@@ -1,0 +1,214 @@
+"""A state of one engine becomes a state of another: every row and key keeps its bits."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import numpy as np
+import optax
+import pytest
+from adopt_cases import contents, draw, engine, map_contents, scramble
+
+import tpu_embed
+from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig
+from tpu_embed import optimizers as o
+from tpu_embed.vocabulary import COUNTERS
+
+EVERY = ("items", "clicks", "tags", "words")
+KINDS = {
+    "one device": {"capacity": 16},
+    "alone": {"devices": 8, "stack_tables": False, "capacity": 16},
+    "alone again": {"devices": 8, "stack_tables": False, "capacity": 16, "words": 9},
+    "on the host": {"devices": 8, "placement": "div", "on_host": EVERY, "capacity": 24},
+    "small, keys on the host": {"placement": "div", "on_host": ("items", "words"), "capacity": 9},
+    "replicated": {"devices": 8, "placement": "replicated", "capacity": 24, "words": 40},
+    "rows on the host": {"devices": 2, "on_host": ("clicks", "tags"), "capacity": 40},
+}
+
+
+@functools.cache
+def source_of(kind):
+    """Return an engine of a kind, and a state with keys and random numbers."""
+    made = engine(**KINDS[kind])
+    state, rng = made.init(jax.random.key(5)), np.random.default_rng(len(kind))
+    for _ in range(4):
+        state, _ = made.admit(state, made.place(draw(rng)))
+    return made, scramble(made, state, len(kind))
+
+
+@functools.cache
+def target_of(kind):
+    """Return an engine of a kind that takes the states of others."""
+    return engine(**KINDS[kind])
+
+
+def best(held, rows, room, *, frequent):
+    """Return the keys with the best scores, by sorting; of equals those in the higher rows."""
+
+    def score(key):
+        last, batches = held["keys"][key]
+        return batches if frequent else 0, last, rows[key]
+
+    return set(sorted(held["keys"], key=score)[-room:])
+
+
+@pytest.mark.parametrize(("source", "target"), [*itertools.product(KINDS, KINDS)])
+def test_every_engine_takes_the_state_of_every_other(source, target):
+    (other, theirs), mine = source_of(source), target_of(target)
+    expected, maps = contents(other, theirs), map_contents(other)
+    stay, lost = {}, {}
+    for name, frequent in (("items", False), ("words", True)):
+        rows = dict(zip(*(x.tolist() for x in other.vocabularies.keys(name)), strict=True))
+        room = mine.vocabularies.capacity(name) - (name == "words")
+        stay[name] = best(maps[name], rows, room, frequent=frequent)
+        lost[name] = len(rows) - len(stay[name])
+    state = mine.adopt(theirs, other)
+    assert contents(mine, state) == {
+        (name, slot, row): bits
+        for (name, slot, row), bits in expected.items()
+        if name not in stay or row in stay[name] | {None, "shared"}
+    }
+    for name, found in map_contents(mine).items():
+        scores = {key: one for key, one in maps[name]["keys"].items() if key in stay[name]}
+        counters = dict(zip(COUNTERS, maps[name]["counters"], strict=True))
+        counters["evicted"] += lost[name]
+        assert found == maps[name] | {"keys": scores, "counters": [*counters.values()]}
+    assert int(state.step) == int(theirs.step)
+    assert random_key_of(state) == random_key_of(theirs)
+    # Nothing of the other engine has changed.
+    assert contents(other, theirs) == expected
+    assert map_contents(other) == maps
+
+
+def random_key_of(state):
+    return [(n, x.tolist()) for n, x in state.vocabulary.items() if n != "map_version"]
+
+
+def tiny(size=8, dim=2, rule=None, name="t", **options):
+    """Return an engine of one table on one device."""
+    table = TableConfig(size, dim, name=name, **options)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("d",))
+    return tpu_embed.EmbeddingEngine({"x": FeatureConfig(table)}, rule or o.Adam(0.1), mesh=mesh)
+
+
+def started(made):
+    """Return a state of an engine; with keys, if its ids are keys."""
+    state = made.init(jax.random.key(0))
+    if made.vocabularies is not None:
+        state, _ = made.admit(state, made.place({"x": np.arange(6)[:, None]}))
+    return state
+
+
+SHARED = DynamicVocabulary(unseen="shared")
+DIFFERENT = {
+    "rows": ({}, {"size": 9}, r"table 't': vocabulary size: expected 8, got 9; only living"),
+    "rows at home": (
+        {"storage": HostStorage(device_rows=8)},
+        {"size": 9, "storage": HostStorage(device_rows=8)},
+        r"table 't': vocabulary size: expected 8, got 9",
+    ),
+    "dim": ({}, {"dim": 3}, r"table 't': dim: expected 2, got 3; declare both"),
+    "dtype": ({}, {"dtype": "bfloat16"}, r"table 't': dtype: expected float32, got bfloat16"),
+    "name": ({}, {"name": "u"}, r"adopt: expected tables \['t'\], got \['u'\]"),
+    "class": ({}, {"rule": o.Yogi(0.1)}, r"table 't': optimizer: expected Adam, got Yogi"),
+    "no optimizer": ({"trainable": False}, {}, r"table 't': optimizer: expected None, got Adam"),
+    "slots": (
+        {"rule": optax.sgd(0.1)},
+        {"rule": optax.sgd(0.1, momentum=0.9)},
+        r"table 't': slots: expected \{\}, got \{'trace'",
+    ),
+    "keys": (
+        {"vocabulary": DynamicVocabulary()},
+        {},
+        r"table 't': ids: expected keys of a living vocabulary, got row numbers",
+    ),
+    "unseen": (
+        {"vocabulary": SHARED},
+        {"vocabulary": DynamicVocabulary()},
+        r"table 't': unseen: expected 'shared', got 'zero'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_other_tables_are_refused_and_nothing_changes(case):
+    ours, theirs, error = DIFFERENT[case]
+    mine, other = tiny(**ours), tiny(**theirs)
+    here, there = started(mine), started(other)
+    maps = mine.vocabularies and (mine.vocabularies.now, mine.vocabularies.counters)
+    with pytest.raises(ValueError, match=error):
+        mine.adopt(there, other)
+    assert maps == (mine.vocabularies and (mine.vocabularies.now, mine.vocabularies.counters))
+    mine.lookup(here, mine.place({"x": np.arange(8)[:, None]}, training=False))
+
+
+def test_what_is_no_newest_state_of_the_other_engine_is_refused():
+    mine, other = (tiny(vocabulary=DynamicVocabulary()) for _ in range(2))
+    first = other.init(jax.random.key(0))
+    with pytest.raises(TypeError, match=r"other: expected an EmbeddingEngine, got dict"):
+        mine.adopt(first, {})
+    state, _ = other.admit(jax.tree.map(jax.numpy.copy, first), other.place({"x": [1, 2]}))
+    with pytest.raises(ValueError, match=r"state: expected the newest state, of step 1"):
+        mine.adopt(first, other)
+    with pytest.raises(ValueError, match=r"state: expected the newest state"):
+        mine.adopt(state, mine)
+    with pytest.raises(ValueError, match=r"adopt: expected a call outside a jit"):
+        jax.jit(lambda state: mine.adopt(state, other))(state)
+    with pytest.raises(ValueError, match=r"state: expected stacks"):
+        mine.adopt(tiny(9, vocabulary=DynamicVocabulary()).init(jax.random.key(0)), other)
+    ahead = other.place({"x": [3, 4]})
+    with pytest.raises(ValueError, match=r"other engine: expected no batch placed ahead, got 1;"):
+        mine.adopt(state, other)
+    assert (mine.vocabularies.admitted, len(mine.vocabularies)) == (0, 0)
+    donated, (state, _) = state, other.admit(state, ahead)
+    with pytest.raises(ValueError, match=r"state: stack .* donated"):
+        mine.adopt(donated, other)
+
+
+def test_batches_from_before_are_refused_by_engines_of_one_layout():
+    mine, other = (tiny(vocabulary=DynamicVocabulary(), rule=o.SGD(1.0)) for _ in range(2))
+    state, kept = other.admit(other.init(jax.random.key(0)), other.place({"x": [1, 2]}))
+    looked = other.place({"x": [1, 2]}, training=False)
+    own = [mine.place({"x": [1, 2]}) for _ in range(2)]
+    new = mine.adopt(state, other)
+    for batch in (kept, looked):
+        with pytest.raises(ValueError, match="placed since the maps were loaded"):
+            mine.lookup(new, batch)
+        assert np.isnan(jax.jit(mine.lookup)(new, batch)["x"]).all()
+    with pytest.raises(ValueError, match="the batch of step 2, .* got the one of step 1"):
+        mine.admit(new, own[0])
+    for batch in (own[1], other.place({"x": [3, 4]})):
+        with pytest.raises(ValueError, match="placed since the maps were rewound or loaded"):
+            mine.admit(new, batch)
+    with pytest.raises(ValueError, match="share their maps"):
+        mine.lookup(state, mine.place({"x": [1, 2]}, training=False))
+    new, batch = mine.admit(new, mine.place({"x": [1, 5]}))
+    found = np.asarray(mine.lookup(new, batch)["x"])
+    np.testing.assert_array_equal(found[:1], other.lookup(state, kept)["x"][:1])
+
+
+def test_engines_that_share_maps_and_an_engine_itself():
+    one = tiny(vocabulary=DynamicVocabulary())
+    state = started(one)
+    table = TableConfig(8, 2, name="t", vocabulary=DynamicVocabulary())
+    features = {"x": FeatureConfig(table), "y": FeatureConfig(table)}
+    other = tpu_embed.EmbeddingEngine(features, o.Adam(0.1), vocabularies=one.vocabularies)
+    keys, tables = one.vocabularies.keys("t")[0].tolist(), np.asarray(one.tables(state)["t"])
+    for made, source in ((other, one), (other, other), (one, other)):
+        state = made.adopt(state, source)
+        np.testing.assert_array_equal(made.tables(state)["t"][:6], tables[:6])
+        assert made.vocabularies.keys("t")[0].tolist() == keys
+        assert state.counters["bad_ids"].shape == (len(made.layout.features),)
+
+
+def test_counters_are_those_of_the_same_features():
+    table = TableConfig(8, 2, name="t")
+    rules = {"optimizer": o.SGD(1.0), "on_bad_gradient": "skip"}
+    one = tpu_embed.EmbeddingEngine({n: FeatureConfig(table) for n in "abc"}, **rules)
+    other = tpu_embed.EmbeddingEngine({n: FeatureConfig(table) for n in "cxa"}, **rules)
+    state = one.init(jax.random.key(0))
+    counted = {"bad_ids": np.arange(3), "bad_gradients": np.arange(3) + 5, "overflows": np.int32(9)}
+    counters = other.adopt(dataclasses.replace(state, counters=counted), one).counters
+    found = {name: np.asarray(count).tolist() for name, count in counters.items()}
+    assert found == {"bad_ids": [0, 2, 0], "bad_gradients": [5, 7, 0], "overflows": 9}
