@@ -11,7 +11,7 @@ import pytest
 from adopt_cases import contents, draw, engine, map_contents, scramble
 
 import tpu_embed
-from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig
+from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig, io
 from tpu_embed import optimizers as o
 from tpu_embed.vocabulary import COUNTERS
 
@@ -79,6 +79,20 @@ def test_every_engine_takes_the_state_of_every_other(source, target):
     # Nothing of the other engine has changed.
     assert contents(other, theirs) == expected
     assert map_contents(other) == maps
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("on the host", "small, keys on the host"), ("alone", "rows on the host")],
+)
+def test_it_is_what_a_save_and_a_restore_do(source, target, tmp_path):
+    (other, theirs), mine = source_of(source), target_of(target)
+    state = mine.adopt(theirs, other)
+    found = contents(mine, state), map_contents(mine), mine.vocabularies.keys("items")[1].tolist()
+    io.save(tmp_path / "saved", other, theirs)
+    state = io.restore(tmp_path / "saved", mine).state
+    maps = map_contents(mine), mine.vocabularies.keys("items")[1].tolist()
+    assert found == (contents(mine, state), *maps)
 
 
 def random_key_of(state):
@@ -176,7 +190,7 @@ def test_batches_from_before_are_refused_by_engines_of_one_layout():
         with pytest.raises(ValueError, match="placed since the maps were loaded"):
             mine.lookup(new, batch)
         assert np.isnan(jax.jit(mine.lookup)(new, batch)["x"]).all()
-    with pytest.raises(ValueError, match="the batch of step 2, .* got the one of step 1"):
+    with pytest.raises(ValueError, match=r"the batch of step 2, .* got the one of step 1"):
         mine.admit(new, own[0])
     for batch in (own[1], other.place({"x": [3, 4]})):
         with pytest.raises(ValueError, match="placed since the maps were rewound or loaded"):

@@ -10,7 +10,7 @@ table, whose rows have ids in both engines:
 A stack that both engines lay out alike, on the same devices, is copied there as a whole.
 
 Input: a state of the other engine, and both engines' layouts and maps. Output: a state of this one,
-whose maps are those of the other then. The other engine and its state stay as they are.
+and its maps, which are those of the other then. The other engine and its state stay as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -44,6 +44,9 @@ from tpu_embed.core.state import (
 )
 from tpu_embed.storage import HostRows
 from tpu_embed.vocabulary import MapState, RowMoves, Vocabularies, fit_rows, states_to_load
+
+_BLOCK = 2**20
+"""Numbers that are copied at a time: every device gets a whole block, and writes its own rows."""
 
 _LEAST_ROWS = 64
 """Of a block: programs that write rows have room for this many at least."""
@@ -75,10 +78,10 @@ class Party(NamedTuple):
         return {slot: field(self.layout, name, slot) for slot in (None, *slots)}
 
 
-def adopt(
+def prepare_adoption(
     state: TableState, other: Party, mine: Party, counters: Mapping[str, jax.ShapeDtypeStruct]
-) -> TableState:
-    """Return the state of another engine as one of this engine; see `EmbeddingEngine.adopt`.
+) -> Callable[[], TableState]:
+    """Copy all rows; return a function that loads the maps and returns the state of this engine.
 
     Args:
       state: of the other engine.
@@ -88,22 +91,25 @@ def adopt(
 
     Raises:
       ValueError: the state is not the newest of the other engine, or the engines do not have the
-        same tables. Nothing has changed.
+        same tables.
+      RuntimeError: rows were lost on their way home.
     """
     _check_state(state, other)
     for name in mine.names:
         _check_table(name, other, mine)
     fitted, moves = _fit_maps(other, mine)
+    # All rows are copied before this engine's maps change, because there may be no room for them.
     made = _RowCopies(state, other, mine, moves).made()
-    # Nothing but small arrays from here on, and at last the maps.
     paths = [feature.path for feature in other.layout.features]
     found = {name: np.asarray(count) for name, count in state.counters.items()}
     counted = matched_counters(found, paths, counters, mine.layout)
     step = np.asarray(state.step)
     step, counted = put_everywhere((step, counted), mine.layout.axes)
     new = dataclasses.replace(made.state, step=step, counters=counted)
-    if mine.maps is None:
-        return new
+    maps = mine.maps
+    if maps is None:
+        return lambda: new
+    # Without maps there, all tables are static, and this engine has some on the host: a first step.
     admitted = 0 if other.maps is None else other.maps.admitted
     states = states_to_load([table for _, table in mine.layout.living], fitted, admitted)
     key = None
@@ -111,8 +117,14 @@ def adopt(
         kind, data = random_key(state.vocabulary)
         key = {kind: np.asarray(data)}
     new = dataclasses.replace(new, vocabulary=vocabulary_of_maps(states, key, mine.layout))
-    mine.maps.load_states(states, made.homes)
-    return new
+    # Wait for batches that are being placed here, not in `load`, where signals may be deferred.
+    maps.turns.run_next(lambda: None)
+
+    def load() -> TableState:
+        maps.load_states(states, made.homes)
+        return new
+
+    return load
 
 
 def _check_state(state: TableState, other: Party) -> None:
@@ -243,6 +255,8 @@ class _RowCopies:
     def _begun(self) -> TableState:
         """Return tables and slots to write rows over: copies, first values, or zeros."""
         axes = self.mine.layout.axes
+        # Zeros are enough where every row is written that somebody can look up: all rows of static
+        # tables, and those of keys. Rows of the host are on no device at first.
         alike = [s for s in self.mine.layout.stacks if self._is_alike(s)]
         drawn = [s for s in self.mine.layout.stacks if self._is_drawn(s)]
         blank = [s for s in self.mine.layout.stacks if s not in alike and s not in drawn]
@@ -261,6 +275,8 @@ class _RowCopies:
 
     def _is_alike(self, stack: Stack) -> bool:
         """Return whether the other engine has a stack with the same rows in the same places."""
+        # Names of stacks say everything of their layout but the devices (`stack_names.py`). Of a
+        # table on the host, the devices hold other rows, whatever the name.
         there = {one.name: one for one in self.other.layout.stacks}.get(stack.name)
         if there is None or stack.is_on_host or there.is_on_host:
             return False
@@ -274,6 +290,8 @@ class _RowCopies:
 
     def _with_shared_slots(self, state: TableState, name: str) -> TableState:
         """Return the state with the slots of a table that all rows of its stack share."""
+        # Such as a number of steps. Tables of one stack have had the same updates; where they come
+        # from several stacks whose numbers differ, the last table's stands, as in a restore.
         before = self.other.fields(name)
         for slot, f in self.mine.fields(name).items():
             if not f.shape.per_row:
@@ -308,8 +326,9 @@ class _RowCopies:
         """Yield rows of a table, int64 `[n]`, and what they have, `[n, …]` by field."""
         table, every = self.other.layout.table(name)[1], self.other.fields(name).values()
         width = sum(math.prod(f.shape.shape) for f in every if f.shape.per_row)
-        # A power of two, which is how many rows the programs that write them have room for.
-        size = max(_LEAST_ROWS, 1 << (max(1, logical.BLOCK // max(1, width)).bit_length() - 1))
+        # Programs that write rows have room for a power of two of them: for D = 64 and one slot of
+        # this size, 2^20 // 128 = 8192 rows, then 4096, 2048, … for what is left over at the end.
+        size = max(_LEAST_ROWS, 1 << (max(1, _BLOCK // max(1, width)).bit_length() - 1))
         moves = self.moves.get(name)
         if moves is None and table.is_on_host:
             ids = self.other.rows.touched(name)
@@ -317,6 +336,8 @@ class _RowCopies:
         count = table.declared_size if moves is None else moves.before.size
         for first in range(0, count, size):
             last = min(first + size, count)
+            # Two keys in the rows 0 and 2 of four, whose last row is shared, go to a table of six
+            # rows: before 0 2 3, now 0 2 5. A static table keeps all its rows where they are.
             if moves is None:
                 before = now = np.arange(first, last)
             else:

@@ -20,7 +20,7 @@ from tpu_embed._types import Array, ArrayLike, PyTree
 from tpu_embed.config import TableConfig
 from tpu_embed.core.batch import Batch, BatchSpec
 from tpu_embed.core.engine.admitter import Admitter, nan_if
-from tpu_embed.core.engine.adopter import Party, adopt
+from tpu_embed.core.engine.adopter import Party, prepare_adoption
 from tpu_embed.core.engine.logical_rows import LogicalRows
 from tpu_embed.core.engine.operands import OperandMaker
 from tpu_embed.core.engine.programs import Programs
@@ -185,8 +185,8 @@ class EmbeddingEngine(LogicalRows):
         stacking, `sum_blocks` and `storage` may differ, and the capacity of a living vocabulary; a
         smaller one keeps the keys with the best scores. Rows, slots, maps, step, counters and the
         random key of new rows are those of the other engine; batches placed before, by either
-        engine, are refused here. `state` and `other` stay as they are. Both states, and on the
-        host both engines' rows at home, take memory meanwhile.
+        engine, are refused here. `state` and `other` stay as they are, so both states, and on the
+        host both engines' rows at home, take memory. After Ctrl-C, call it again.
 
         Args:
           state: the newest state of the other engine.
@@ -212,6 +212,13 @@ class EmbeddingEngine(LogicalRows):
           >>> len(large.vocabularies), large.tables(state)["item"].shape
           (8, (16, 2))
         """
+        return self.prepare_adopt(state, other)()
+
+    def prepare_adopt(self, state: TableState, other: EmbeddingEngine) -> Callable[[], TableState]:
+        """Check the arguments of `adopt`, and copy rows; return a function, to be called once.
+
+        The function gives this engine its maps. Until then nothing has changed.
+        """
         if not isinstance(other, EmbeddingEngine):
             remedy = "a TPUEmbedding has one: embedding.engine"
             got = type(other).__name__
@@ -219,7 +226,8 @@ class EmbeddingEngine(LogicalRows):
             raise TypeError(text)
         theirs = Party(other.layout, other.vocabularies, other)
         counters = jax.eval_shape(self.init, jax.random.key(0)).counters
-        return adopt(state, theirs, Party(self.layout, self.vocabularies, self), counters)
+        mine = Party(self.layout, self.vocabularies, self)
+        return prepare_adoption(state, theirs, mine, counters)
 
     def lookup(
         self,
