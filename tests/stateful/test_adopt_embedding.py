@@ -1,5 +1,6 @@
 """`TPUEmbedding.adopt` does what `EmbeddingEngine.adopt` does, and looks at both queues."""
 
+import signal
 import threading
 
 import jax
@@ -8,8 +9,9 @@ import pytest
 from adopt_cases import contents, draw, features, map_contents
 
 import tpu_embed
-from tpu_embed import FeatureConfig, TableConfig
+from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
+from tpu_embed.vocabulary import Vocabularies
 
 SMALL = {"capacity": 9}
 LARGE = {"capacity": 20, "on_host": ("items", "tags"), "device_rows": 40}
@@ -139,3 +141,28 @@ def test_two_that_adopt_each_other_do_not_wait_for_ever():
         assert not thread.is_alive()
     found = [made.retrieve()[0]["t"] for made in (one, other)]
     np.testing.assert_array_equal(*found)
+
+
+def living(capacity):
+    table = TableConfig(capacity, 2, name="t", vocabulary=DynamicVocabulary())
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("d",))
+    return tpu_embed.TPUEmbedding({"x": FeatureConfig(table)}, o.SGD(0.5), mesh=mesh)
+
+
+def test_after_an_interrupt_tables_and_maps_belong_together(monkeypatch):
+    small, large = living(8), living(16)
+    train(small, [{"x": np.arange(8)}])
+    load = Vocabularies.load_states
+
+    def interrupted(*args):
+        load(*args)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Vocabularies, "load_states", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            large.adopt(small)
+    keys = [{"x": np.arange(first, first + 8)} for first in (0, 4)]
+    found, expected = train(large, keys), train(small, keys[:1])
+    np.testing.assert_array_equal(found[0]["x"], expected[0]["x"])
+    assert len(large.engine.vocabularies) == 12
