@@ -40,7 +40,7 @@ def features(capacity=16, placement="auto", on_host=(), device_rows=24, living=L
     return {
         "items": table("items", capacity, 4, o.Adagrad(0.5), vocabulary=living),
         "clicks": table("clicks", STATIC["clicks"], 4, o.Adagrad(0.5)),
-        "tags": table("tags", STATIC["tags"], 2, o.Adam(0.1)),
+        "tags": table("tags", STATIC["tags"], 2, o.Adam(0.1), dtype="bfloat16"),
         "words": table("words", words, 2, o.FTRL(0.2), vocabulary=WAITING),
     }
 
@@ -97,7 +97,7 @@ def contents(made, state):
                 values = made.rows(state, name, rows, slot=slot)
             else:
                 values = (whole[0][name] if slot is None else whole[1][name][slot])[rows]
-            bits = [np.ascontiguousarray(row).view(np.uint32).tolist() for row in values]
+            bits = [row.tobytes() for row in values]
             found |= {(name, slot, x): bits[i] for i, x in enumerate(names)}
     return found
 
@@ -124,7 +124,7 @@ def scramble(made, state, seed):
     rng = np.random.default_rng(seed)
 
     def drawn(array):
-        if array.dtype.kind == "i":
+        if array.dtype.kind in "iu":
             numbers = np.asarray(rng.integers(1, 99, array.shape), array.dtype)
         else:
             numbers = np.asarray(rng.normal(size=array.shape), array.dtype)
@@ -138,6 +138,6 @@ def scramble(made, state, seed):
         home, some = made.storage[name], rng.permutation(rows)[: rows.size * 2 // 3]
         fields = home.fields.items()
         home.write(
-            some, {n: rng.normal(size=(some.size, *f.shape)).astype(f.dtype) for n, f in fields}
+            some, {n: rng.integers(1, 99, (some.size, *f.shape)).astype(f.dtype) for n, f in fields}
         )
     return type(state)(tables, slots, drawn(state.step), state.counters, state.vocabulary)
