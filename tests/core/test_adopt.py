@@ -13,6 +13,7 @@ from adopt_cases import contents, draw, engine, map_contents, scramble
 import tpu_embed
 from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig, io
 from tpu_embed import optimizers as o
+from tpu_embed.core.engine import adopter
 from tpu_embed.vocabulary import COUNTERS
 
 EVERY = ("items", "clicks", "tags", "words")
@@ -226,3 +227,46 @@ def test_counters_are_those_of_the_same_features():
     counters = other.adopt(dataclasses.replace(state, counters=counted), one).counters
     found = {name: np.asarray(count).tolist() for name, count in counters.items()}
     assert found == {"bad_ids": [0, 2, 0], "bad_gradients": [5, 7, 0], "overflows": 9}
+
+
+@pytest.mark.parametrize("devices", [slice(1, 2), slice(0, 2)])
+def test_what_a_stack_shares_comes_along_to_other_devices(devices):
+    tables = [TableConfig(9, 2, name=name) for name in "ab"]
+    features = {table.name: FeatureConfig(table) for table in tables}
+
+    def make(chosen, stacked):
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[chosen]), ("d",))
+        options = {"mesh": mesh, "stack_tables": stacked}
+        return tpu_embed.EmbeddingEngine(features, optax.adam(0.1), **options)
+
+    made = make(slice(1), True)
+    state, ids = made.init(jax.random.key(0)), dict.fromkeys("ab", np.arange(8))
+    ones = dict.fromkeys("ab", np.ones((8, 2), np.float32))
+    for _ in range(3):
+        state = made.update_in_place(state, made.place(ids), ones)
+    expected = jax.tree.map(np.asarray, (made.tables(state), made.slots(state)))
+    assert any(np.ndim(slot) == 0 and slot == 3 for slot in jax.tree.leaves(expected))
+    for chosen, stacked in ((devices, True), (devices, False), (slice(1), False), (devices, True)):
+        other, made = made, make(chosen, stacked)
+        state = made.adopt(state, other)
+        assert jax.tree.leaves(state)[0].devices() == {*jax.devices()[chosen]}
+        arrays = made.tables(state), made.slots(state)
+        jax.tree.map(np.testing.assert_array_equal, arrays, expected)
+
+
+@pytest.mark.parametrize("target", ["devices", "host"])
+def test_rows_go_in_blocks(target, monkeypatch):
+    monkeypatch.setattr(adopter, "_BLOCK", 1)  # the least number of rows, 64
+    other, storage = tiny(200), HostStorage(device_rows=8)
+    mine = tiny(200, placement="div", **({} if target == "devices" else {"storage": storage}))
+    state = started(other)
+    sizes, read = [], other.stored_rows
+    monkeypatch.setattr(other, "stored_rows", lambda *a: sizes.append(a[-1].size) or read(*a))
+    new = mine.adopt(state, other)
+    assert sizes == [64, 64, 64, 8]
+    for slot in (None, "momenta", "velocities"):
+        found, expected = (
+            one.rows(some, "t", np.arange(200), slot=slot)
+            for one, some in ((mine, new), (other, state))
+        )
+        np.testing.assert_array_equal(found, expected)

@@ -275,13 +275,13 @@ class _RowCopies:
 
     def _is_alike(self, stack: Stack) -> bool:
         """Return whether the other engine has a stack with the same rows in the same places."""
-        # Names of stacks say everything of their layout but the devices (`stack_names.py`). Of a
-        # table on the host, the devices hold other rows, whatever the name.
+        # Names of stacks say everything of their layout but the devices (`stack_names.py`); where
+        # the capacity is the same, keys stay in their rows. Of a table on the host, the devices
+        # hold other rows, whatever the name.
         there = {one.name: one for one in self.other.layout.stacks}.get(stack.name)
         if there is None or stack.is_on_host or there.is_on_host:
             return False
-        moved = [self.moves[t.name].moved().now for t in stack.tables if t.name in self.moves]
-        return self.mine.layout.axes == self.other.layout.axes and not any(map(np.size, moved))
+        return self.mine.layout.axes == self.other.layout.axes
 
     def _is_drawn(self, stack: Stack) -> bool:
         """Return whether rows of a stack are drawn, because nobody has touched them at home."""
