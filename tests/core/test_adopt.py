@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import threading
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ import tpu_embed
 from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig, io
 from tpu_embed import optimizers as o
 from tpu_embed.core.engine import adopter
+from tpu_embed.storage import HostRows
 from tpu_embed.vocabulary import COUNTERS
 
 EVERY = ("items", "clicks", "tags", "words")
@@ -198,6 +200,12 @@ def test_batches_from_before_are_refused_by_engines_of_one_layout():
             mine.admit(new, batch)
     with pytest.raises(ValueError, match="share their maps"):
         mine.lookup(state, mine.place({"x": [1, 2]}, training=False))
+    looked = mine.place({"x": [1, 2]}, training=False)
+    mine.lookup(new, looked)
+    other.vocabularies.rewind(state)
+    new = mine.adopt(state, other)
+    with pytest.raises(ValueError, match="placed since the maps were loaded"):
+        mine.lookup(new, looked)
     new, batch = mine.admit(new, mine.place({"x": [1, 5]}))
     found = np.asarray(mine.lookup(new, batch)["x"])
     np.testing.assert_array_equal(found[:1], other.lookup(state, kept)["x"][:1])
@@ -270,3 +278,50 @@ def test_rows_go_in_blocks(target, monkeypatch):
             for one, some in ((mine, new), (other, state))
         )
         np.testing.assert_array_equal(found, expected)
+
+
+def test_rows_on_their_way_home_are_waited_for(monkeypatch):
+    drawn = {"initializer": jax.nn.initializers.normal(0.3)}
+    other, mine = tiny(200, storage=HostStorage(device_rows=8), **drawn), tiny(200, **drawn)
+    state, write, go_on = other.init(jax.random.key(0)), HostRows.write, threading.Event()
+
+    def late(*args):
+        go_on.wait(60)
+        write(*args)
+
+    ones = {"x": np.ones((8, 2), np.float32)}
+    monkeypatch.setattr(HostRows, "write", late)
+    for first in (0, 100):
+        state, batch = other.admit(state, other.place({"x": np.arange(first, first + 8)[:, None]}))
+        state = other.update_in_place(state, batch, ones)
+    threading.Timer(0.3, go_on.set).start()
+    new = mine.adopt(state, other)
+    assert go_on.is_set()
+    for slot in (None, "velocities"):
+        pair = (
+            made.rows(some, "t", np.arange(200), slot=slot)
+            for made, some in ((other, state), (mine, new))
+        )
+        np.testing.assert_array_equal(*pair)
+
+
+def test_rows_that_were_lost_are_an_error_and_rows_without_room_change_nothing(monkeypatch):
+    other, mine = (tiny(200, storage=HostStorage(device_rows=8)) for _ in range(2))
+    own = started(mine)
+    state = other.init(jax.random.key(0))
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    for first in (0, 100):
+        state, _ = other.admit(state, other.place({"x": np.arange(first, first + 8)[:, None]}))
+    other.storage.flush()
+    with monkeypatch.context() as patched:
+        patched.setattr(HostRows, "write", full)
+        with pytest.raises(OSError, match="No space left"):
+            mine.adopt(state, other)
+        mine.vocabularies.check_newest(own)
+        state, _ = other.admit(state, other.place({"x": np.arange(8)[:, None]}))
+        with pytest.raises(RuntimeError, match=r"HostStorage: expected rows of \['t'\] written"):
+            mine.adopt(state, other)
+    mine.lookup(own, mine.place({"x": np.arange(8)[:, None]}, training=False))

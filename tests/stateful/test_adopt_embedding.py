@@ -133,11 +133,14 @@ def test_two_that_adopt_each_other_do_not_wait_for_ever():
         for _ in range(10):
             mine.adopt(theirs)
 
-    threads = [threading.Thread(target=many, args=pair) for pair in ((one, other), (other, one))]
+    threads = [
+        threading.Thread(target=many, args=pair, daemon=True)
+        for pair in ((one, other), (other, one))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=120)
+        thread.join(timeout=60)
         assert not thread.is_alive()
     found = [made.retrieve()[0]["t"] for made in (one, other)]
     np.testing.assert_array_equal(*found)
