@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 import tpu_embed
 from tpu_embed import metrics, nn, planning
 from tpu_embed import optimizers as o
-from tpu_embed.core.state import blank_tables
+from tpu_embed.core.state import blank_arrays
 
 TABLES = {
     "item": tpu_embed.TableConfig(11, 4, name="item", combiner="sum"),
@@ -186,7 +186,7 @@ CALLS = {
         state, "item", [0], np.ones((1, 4), np.float32)
     ),
     "load": lambda engine, state, batch: engine.load(state, "item", [np.ones((11, 4))]),
-    "restore": lambda engine, state, batch: blank_tables(engine.layout.stacks, engine.layout.axes),
+    "restore": lambda engine, state, batch: blank_arrays(engine.layout.stacks, engine.layout.axes),
     "statistics": lambda engine, state, batch: metrics.table_statistics(engine, state),
     "jit": lambda engine, state, batch: jax.jit(engine.lookup)(state, batch),
 }

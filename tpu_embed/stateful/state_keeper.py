@@ -185,6 +185,23 @@ class StateKeeper:
             raise RuntimeError(message(what, expected=expected, got=problem, remedy=remedy))
         return record
 
+    def trained_state(self, what: str) -> TableState:
+        """Return the state, if no training batch waits for its gradients. The caller holds `lock`.
+
+        Raises:
+          RuntimeError: one does, in the queue or after it; or the state is invalid.
+        """
+        self.settled(what)
+        record = self.forget_lost()
+        dequeued = () if record.dequeued is None else (record.dequeued,)
+        count = sum(item.training for item in (*dequeued, *record.waiting))
+        if count:
+            expected, got = "no training batch that waits for its gradients", f"{count}"
+            remedy = "dequeue them and apply their gradients first"
+            text = message(f"{what}: other", expected=expected, got=got, remedy=remedy)
+            raise RuntimeError(text)
+        return self.built()
+
     def update(self, what: str, update: Callable[[], TableState]) -> None:
         """Run an update in the memory of the state, and take its result as the new state.
 

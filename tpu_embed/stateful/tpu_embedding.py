@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from tpu_embed._calls import label, labelled
 from tpu_embed._checks import check_int, message, refuse_pickle
+from tpu_embed._signals import SignalsDeferred
 from tpu_embed._types import Array, PyTree
 from tpu_embed.config import TableConfig
 from tpu_embed.core.batch import Batch
@@ -344,6 +345,26 @@ class TPUEmbedding:
             if state is None or record.problem() is not None:
                 state = self._keeper.new_state()
             self._replace(self.engine.load_arrays(state, tables, slots))
+
+    def adopt(self, other: TPUEmbedding) -> None:
+        """Take the tables of another `TPUEmbedding`, as `EmbeddingEngine.adopt` takes a state.
+
+        It is as if `state` were set: waiting batches are looked up again, those of keys forgotten.
+
+        Raises:
+          ValueError, TypeError: what `EmbeddingEngine.adopt` refuses; nothing changes then.
+          RuntimeError: training batches of `other` wait for their gradients; its state is invalid.
+        """
+        if not isinstance(other, TPUEmbedding):
+            got, expected = type(other).__name__, "a TPUEmbedding"
+            raise TypeError(message("other", expected=expected, got=got, remedy="see engine.adopt"))
+        # In one order, so that two that adopt each other's tables do not wait for each other.
+        first, second = sorted((self._keeper, other._keeper), key=id)
+        with first.lock, second.lock:
+            theirs = other._keeper.trained_state("adopt")
+            load = self.engine.prepare_adopt(theirs, other.engine)
+            with SignalsDeferred():  # maps and tables change together
+                self._replace(load())
 
     def _replace(self, state: TableState) -> None:
         """Take a valid state, and look up waiting batches again."""

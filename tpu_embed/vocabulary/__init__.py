@@ -10,12 +10,13 @@ from tpu_embed.vocabulary.batch_keys import (
     check_vocabulary,
     map_version,
     new_history,
+    states_to_load,
 )
 from tpu_embed.vocabulary.choose import choose_vocabularies
 from tpu_embed.vocabulary.config import DynamicVocabulary, KeyTable, LivingTable
 from tpu_embed.vocabulary.fixed import FixedVocabulary
 from tpu_embed.vocabulary.map import VocabularyMap
-from tpu_embed.vocabulary.states import fit
+from tpu_embed.vocabulary.states import RowMoves, empty_state, fit, fit_rows
 from tpu_embed.vocabulary.table_maps import FoundKeys, Moves
 from tpu_embed.vocabulary.vocabularies import Vocabularies
 
@@ -32,13 +33,17 @@ __all__ = [
     "MapStates",
     "Moves",
     "NewOwners",
+    "RowMoves",
     "Taken",
     "ValidSteps",
     "Vocabularies",
     "VocabularyMap",
     "check_vocabulary",
     "choose_vocabularies",
+    "empty_state",
     "fit",
+    "fit_rows",
     "map_version",
     "new_history",
+    "states_to_load",
 ]

@@ -10,7 +10,7 @@ import functools
 import itertools
 import secrets
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,8 @@ from tpu_embed._checks import message
 from tpu_embed.kernels.vocabulary_reference import MapState, Taken
 from tpu_embed.processes import agree_on
 from tpu_embed.storage import Incoming
+from tpu_embed.vocabulary.config import LivingTable
+from tpu_embed.vocabulary.states import empty_state
 
 
 class MapStates(NamedTuple):
@@ -77,6 +79,23 @@ def new_history() -> int:
 def _first_number() -> int:
     # Random, so that a state that was written by another run does not pass for one of these maps.
     return int(agree_on("histories", str(1 + secrets.randbelow(2**30))))
+
+
+def states_to_load(
+    tables: Iterable[LivingTable], of_keys: Mapping[str, MapState], step: int
+) -> MapStates:
+    """Return what maps go on from, as a history of its own, if no row from home is on the devices.
+
+    Args:
+      tables: those of the maps.
+      of_keys: by table whose ids are keys, the state of the map that knows them.
+      step: of these states.
+    """
+    every = [*tables]
+    # What knows the rows on the devices of a table on the host is empty.
+    maps = {t.name: empty_state(step) if t.is_on_host else of_keys[t.name] for t in every}
+    ids = {t.name: of_keys[t.name] for t in every if t.key_table is not None}
+    return MapStates(new_history(), maps, ids)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

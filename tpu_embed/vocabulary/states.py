@@ -1,9 +1,11 @@
 """States of maps as arrays, which a checkpoint keeps: check them, and fit them to a capacity.
 
-Input: a `MapState`. Output: the same, or another one.
+Input: a `MapState`. Output: the same, or another one, and which rows of the table move for it.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -112,3 +114,59 @@ def fit(
         counters=state.counters + np.array([lost.get(name, 0) for name in COUNTERS]),
     )
     return fitted, state.rows[stay]
+
+
+class RowMoves(NamedTuple):
+    """Where the rows of a table go that belong to keys, or to all unseen ones.
+
+    Attributes:
+      before: int64 `[n]`, the rows that they had, ascending.
+      now: int64 `[n]`, the rows that they have.
+    """
+
+    before: np.ndarray
+    now: np.ndarray
+
+    def moved(self) -> RowMoves:
+        """Return those that do not stay in their places."""
+        moved = self.before != self.now
+        return RowMoves(self.before[moved], self.now[moved])
+
+    def follow(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return which of some rows before, int64 `[m]`, are here, bool `[m]`; and their rows."""
+        at = np.searchsorted(self.before, rows)
+        here = np.append(self.before, -1)[at] == rows
+        return here, self.now[at[here]]
+
+
+def fit_rows(
+    state: MapState,
+    before: tuple[int, str],
+    capacity: int,
+    vocabulary: DynamicVocabulary,
+) -> tuple[MapState, RowMoves]:
+    """Fit a state to a table of another capacity, as `fit` does, and say which rows move.
+
+    Args:
+      state: the state of a map.
+      before: the capacity and `unseen` of its table.
+      capacity, vocabulary: those of the table that the state is for.
+
+    Raises:
+      ValueError: what `fit` refuses.
+    """
+    fitted, rows = fit(state, capacity, vocabulary)
+    pairs = [(rows, fitted.rows)]
+    # The shared row is the last one of any capacity.
+    if before[1] == vocabulary.unseen == "shared":
+        pairs.append((np.array([before[0] - 1]), np.array([capacity - 1])))
+    old, new = (np.concatenate(part) for part in zip(*pairs, strict=True))
+    order = np.argsort(old)
+    return fitted, RowMoves(old[order], new[order])
+
+
+def empty_state(step: int) -> MapState:
+    """Return the state of a map without keys, after a step."""
+    keys, numbers = np.zeros(0, np.uint64), np.zeros(0, np.int64)
+    counters = np.zeros(len(COUNTERS), np.int64)
+    return MapState(keys, numbers, numbers, numbers, keys, numbers, np.array(step), counters)

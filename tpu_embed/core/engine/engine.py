@@ -11,14 +11,16 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import jax
 from jax.sharding import Mesh
 
 from tpu_embed._calls import call
-from tpu_embed._checks import check_int, refuse_pickle
+from tpu_embed._checks import check_int, message, refuse_pickle
 from tpu_embed._types import Array, ArrayLike, PyTree
 from tpu_embed.config import TableConfig
 from tpu_embed.core.batch import Batch, BatchSpec
 from tpu_embed.core.engine.admitter import Admitter, nan_if
+from tpu_embed.core.engine.adopter import Party, prepare_adoption
 from tpu_embed.core.engine.logical_rows import LogicalRows
 from tpu_embed.core.engine.operands import OperandMaker
 from tpu_embed.core.engine.programs import Programs
@@ -175,6 +177,57 @@ class EmbeddingEngine(LogicalRows):
     def host_ids(self, features: PyTree, weights: PyTree | None = None) -> list[HostIds]:
         """Return this process's ids as `place` checks them, keys as positions, without sending."""
         return self._intake.host_ids(features, weights)
+
+    def adopt(self, state: TableState, other: EmbeddingEngine) -> TableState:
+        """Return the state of another engine as one of this engine, as a save and restore would.
+
+        The two have the same tables, by name, dim, dtype, optimizer and slots. Devices, placement,
+        stacking, `sum_blocks` and `storage` may differ, and the capacity of a living vocabulary; a
+        smaller one keeps the keys with the best scores. Rows, slots, maps, step, counters and the
+        random key of new rows are those of the other engine; batches placed before, by either
+        engine, are refused here. `state` and `other` stay as they are, so both states, and on the
+        host both engines' rows at home, take memory. After Ctrl-C, call it again.
+
+        Args:
+          state: the newest state of the other engine.
+          other: the other engine.
+
+        Raises:
+          ValueError: a table differs, or the vocabulary size of one whose ids are row numbers; the
+            state is not the other engine's newest one, or it has placed batches that are not
+            admitted; there are several processes. Nothing has changed then.
+          TypeError: `other` is no engine.
+          RuntimeError: rows of the other engine were lost on their way home.
+
+        Example:
+          >>> import jax, numpy as np, tpu_embed
+          >>> def make(capacity):
+          ...     vocabulary = tpu_embed.DynamicVocabulary()
+          ...     table = tpu_embed.TableConfig(capacity, 2, name="item", vocabulary=vocabulary)
+          ...     return EmbeddingEngine(tpu_embed.FeatureConfig(table))
+          >>> small, large = make(8), make(16)
+          >>> state = small.init(jax.random.key(0))
+          >>> state, _ = small.admit(state, small.place(np.arange(100, 108).reshape(8, 1)))
+          >>> state = large.adopt(state, small)
+          >>> len(large.vocabularies), large.tables(state)["item"].shape
+          (8, (16, 2))
+        """
+        return self.prepare_adopt(state, other)()
+
+    def prepare_adopt(self, state: TableState, other: EmbeddingEngine) -> Callable[[], TableState]:
+        """Check the arguments of `adopt`, and copy rows; return a function, to be called once.
+
+        The function gives this engine its maps. Until then nothing has changed.
+        """
+        if not isinstance(other, EmbeddingEngine):
+            remedy = "a TPUEmbedding has one: embedding.engine"
+            got = type(other).__name__
+            text = message("other", expected="an EmbeddingEngine", got=got, remedy=remedy)
+            raise TypeError(text)
+        theirs = Party(other.layout, other.vocabularies, other)
+        counters = jax.eval_shape(self.init, jax.random.key(0)).counters
+        mine = Party(self.layout, self.vocabularies, self)
+        return prepare_adoption(state, theirs, mine, counters)
 
     def lookup(
         self,

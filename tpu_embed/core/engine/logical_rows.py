@@ -97,6 +97,23 @@ class LogicalRows:
         """
         return self._mover.read(state, {name: rows})[name]
 
+    def stored_rows(self, state: TableState, name: str, ids: np.ndarray) -> dict[str, np.ndarray]:
+        """Return rows with their slots, as they are stored, from wherever they are.
+
+        Args:
+          state: the state; with tables on the host the newest one.
+          name: a table.
+          ids: int64 `[n]`, different rows of those in [0, V) that are in this process; at least
+            one.
+
+        Returns:
+          `[n, …]` by field, as `held_rows` does.
+        """
+        f = field(self._layout, name, None)
+        if f.table.is_on_host:
+            return self._of_here(state, f, ids.view(np.uint64))
+        return self.held_rows(state, name, ids)
+
     def drawn_rows(
         self, vocabulary: Mapping[str, Array], name: str, keys: np.ndarray
     ) -> dict[str, np.ndarray]:
@@ -232,7 +249,7 @@ class LogicalRows:
         With several processes all of them call this, and each reads what is at home in it.
         """
         homes, maps = self._of(f.table.name)
-        _refuse_traced("rows", state)
+        refuse_traced("rows", state)
         maps.check_newest(state)
         row_groups = homes.tables[f.table.name].row_groups
         if row_groups.is_whole:
@@ -281,12 +298,9 @@ class LogicalRows:
         """Return the state with rows of a table on the host replaced, wherever they are."""
         check_own(state, self._layout)
         homes, maps = self._of(name)
-        _refuse_traced("set_rows", state, ids, values)
+        refuse_traced("set_rows", state, ids, values)
         maps.check_newest(state)
-        if maps.placed != maps.admitted:
-            expected, got = "no batch placed ahead", f"{maps.placed - maps.admitted}"
-            remedy = "admit them first, or engine.vocabularies.rewind(state) forgets them"
-            raise ValueError(message("set_rows", expected=expected, got=got, remedy=remedy))
+        refuse_placed_ahead("set_rows", maps)
         f, *arrays = logical.checked_rows(self._layout, name, ids, values, slot=slot)
         chosen, given = map(np.asarray, arrays)
         keys = chosen.astype(np.int64).view(np.uint64)
@@ -326,8 +340,20 @@ class LogicalRows:
         return maps.homes, maps
 
 
-def _refuse_traced(what: str, *given: Any) -> None:
+def refuse_traced(what: str, *given: Any) -> None:
     """Refuse tracers, where rows at home are to be read or written."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(given)):
         expected, got = "a call outside a jit, for a table on the host", "tracers"
         raise ValueError(message(what, expected=expected, got=got, remedy="call it before the jit"))
+
+
+def refuse_placed_ahead(what: str, maps: Vocabularies) -> None:
+    """Refuse training batches that were placed, and not admitted.
+
+    Raises:
+      ValueError: there are some.
+    """
+    if maps.placed != maps.admitted:
+        expected, got = "no batch placed ahead", f"{maps.placed - maps.admitted}"
+        remedy = "admit them first, or engine.vocabularies.rewind(state) forgets them"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))

@@ -11,7 +11,7 @@ from tpu_embed.core.state.checks import (
 )
 from tpu_embed.core.state.fields import Field, field, fields
 from tpu_embed.core.state.gradients import refuse_gradient
-from tpu_embed.core.state.init import blank_tables, init_tables
+from tpu_embed.core.state.init import init_tables
 from tpu_embed.core.state.moved_rows import (
     RowMover,
     Sent,
@@ -28,6 +28,13 @@ from tpu_embed.core.state.new_rows import (
     first_rows,
     new_version,
     new_vocabulary,
+    random_key,
+)
+from tpu_embed.core.state.rebuilt import (
+    blank_arrays,
+    matched_counters,
+    put_everywhere,
+    vocabulary_of_maps,
 )
 from tpu_embed.core.state.retrieve import host_arrays
 from tpu_embed.core.state.table_state import (
@@ -51,7 +58,7 @@ __all__ = [
     "Sent",
     "StackShard",
     "TableState",
-    "blank_tables",
+    "blank_arrays",
     "check_arrays",
     "check_layout",
     "check_not_donated",
@@ -69,9 +76,12 @@ __all__ = [
     "logical",
     "logical_rows",
     "make_homes",
+    "matched_counters",
     "new_version",
     "new_vocabulary",
     "norms",
+    "put_everywhere",
+    "random_key",
     "refuse_gradient",
     "retrieve",
     "row_fields",
@@ -79,4 +89,5 @@ __all__ = [
     "slot_shapes",
     "state_specs",
     "visiting_tables",
+    "vocabulary_of_maps",
 ]

@@ -19,6 +19,7 @@ from tpu_embed.core.layout import Layout, Stack, TableSlice
 from tpu_embed.core.state.table_state import TableState, slot_format, slot_shapes
 from tpu_embed.kernels.formats import RowFormat
 from tpu_embed.optimizers import SlotShape
+from tpu_embed.storage import VALUES, slot_field
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,11 @@ class Field:
     def label(self) -> str:
         """The name used in error messages, such as "table 'item', slot 'momentum'"."""
         return f"table {self.table.name!r}" + (f", slot {self.slot!r}" if self.slot else "")
+
+    @property
+    def part(self) -> str:
+        """Its name among what a row has, see `moved_rows.row_fields`."""
+        return VALUES if self.slot is None else slot_field(self.slot)
 
     @property
     def row_format(self) -> RowFormat:

@@ -20,7 +20,7 @@ import numpy as np
 from tpu_embed._checks import message
 from tpu_embed._types import Array
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.state import Field, TableState, fields, slot_shapes
+from tpu_embed.core.state import Field, TableState, fields, matched_counters, slot_shapes
 from tpu_embed.io import schema
 from tpu_embed.io.checkpoint import maps
 from tpu_embed.io.checkpoint.checked import read_bound, write_bound
@@ -153,18 +153,8 @@ class SavedTables:
         A counter with one number per feature is matched by feature path.
         """
         forms = jax.eval_shape(engine.init, jax.random.key(0)).counters
-        paths, counters = [feature.path for feature in engine.layout.features], {}
-        for name, form in forms.items():
-            counters[name] = np.zeros(form.shape, form.dtype)
-            count = self.manifest["counters"].get(name, 0)
-            features = self.manifest["features"]
-            # saved [F], in the order of `features`; wanted [F'], in the order of `paths`
-            if np.shape(count) == (len(features),) and form.shape == (len(paths),):
-                by_path = dict(zip(features, count, strict=True))
-                counters[name][:] = [by_path.get(path, 0) for path in paths]
-            elif np.shape(count) == form.shape:
-                counters[name][...] = count
-        return counters
+        found, paths = self.manifest["counters"], self.manifest["features"]
+        return matched_counters(found, paths, forms, engine.layout)
 
 
 def write(directory: Path, checkpoint: str, manifest: dict[str, Any]) -> None:

@@ -31,13 +31,14 @@ from tpu_embed.io.checkpoint.checked import read_bound, write_bound
 from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, write_column
 from tpu_embed.io.files import file_name
 from tpu_embed.vocabulary import (
-    COUNTERS,
     DynamicVocabulary,
     MapState,
     MapStates,
-    fit,
+    RowMoves,
+    empty_state,
+    fit_rows,
     map_version,
-    new_history,
+    states_to_load,
 )
 
 _FILE = "vocabularies.json"
@@ -71,29 +72,6 @@ class SavedMaps(NamedTuple):
     maps: dict[str, MapState]
 
 
-class Moves(NamedTuple):
-    """Where the rows of a table go that belong to keys, or to all unseen ones.
-
-    Attributes:
-      before: int64 `[n]`, the rows on disk, ascending.
-      now: int64 `[n]`, the rows of the table.
-    """
-
-    before: np.ndarray
-    now: np.ndarray
-
-    def moved(self) -> Moves:
-        """Return those that do not stay in their places."""
-        moved = self.before != self.now
-        return Moves(self.before[moved], self.now[moved])
-
-    def follow(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return which of some rows on disk, int64 `[m]`, are here, bool `[m]`; and their rows."""
-        at = np.searchsorted(self.before, rows)
-        here = np.append(self.before, -1)[at] == rows
-        return here, self.now[at[here]]
-
-
 @dataclasses.dataclass(frozen=True)
 class FoundMaps:
     """The maps of a checkpoint, fitted to an engine.
@@ -106,7 +84,7 @@ class FoundMaps:
 
     states: MapStates
     key: dict[str, np.ndarray] | None
-    moves: Mapping[str, Moves]
+    moves: Mapping[str, RowMoves]
 
 
 def prepare(engine: EmbeddingEngine, state: TableState) -> SavedMaps | None:
@@ -205,14 +183,13 @@ def read(
         if now == "shared" and before != now:
             raise refuse(f"table {name!r}: unseen", repr(now), repr(before), "declare it as it was")
         state = _read_state(directory, name, saved[name], step, checksums)
-        maps[name], moves[name] = _fit_state(state, saved[name], table)
-    ids = {name: maps[name] for name, table in wanted.items() if table.key_table is not None}
-    # Nothing is on the devices at first, so what knows the rows of tables there is empty.
-    maps |= {table.name: empty_state(step) for _, table in engine.layout.on_host}
+        capacity = saved[name]["capacity"], before
+        maps[name], moves[name] = fit_rows(state, capacity, table.declared_size, _rules(table))
+    states = states_to_load([table for _, table in engine.layout.living], maps, step)
     key = None
     if found is not None:
         key = {found["kind"]: np.array(found["key"], np.uint32)}
-    return FoundMaps(MapStates(new_history(), maps, ids), key, moves)
+    return FoundMaps(states, key, moves)
 
 
 def _living(engine: EmbeddingEngine) -> dict[str, TableSlice]:
@@ -236,13 +213,6 @@ def read_key(directory: Path, checkpoint: str) -> Array:
     return jax.random.wrap_key_data(jnp.array(found["key"], jnp.uint32), impl=found["kind"])
 
 
-def empty_state(step: int) -> MapState:
-    """Return the state of a map without keys, after a step."""
-    keys, numbers = np.zeros(0, np.uint64), np.zeros(0, np.int64)
-    counters = np.zeros(len(COUNTERS), np.int64)
-    return MapState(keys, numbers, numbers, numbers, keys, numbers, np.array(step), counters)
-
-
 def _read_state(
     directory: Path,
     name: str,
@@ -258,20 +228,6 @@ def _read_state(
         arrays[field] = np.ascontiguousarray(reader.read(0, size)).reshape(-1)
     counters = np.array(saved["counters"], np.int64)
     return MapState(**arrays, step=np.array(step, np.int64), counters=counters)
-
-
-def _fit_state(
-    state: MapState, saved: Mapping[str, Any], table: TableSlice
-) -> tuple[MapState, Moves]:
-    """Return a state for a table of another capacity, and the rows that move."""
-    fitted, before = fit(state, table.declared_size, _rules(table))
-    pairs = [(before, fitted.rows)]
-    # The shared row is the last one of any capacity.
-    if saved["unseen"] == _rules(table).unseen == "shared":
-        pairs.append((np.array([saved["capacity"] - 1]), np.array([table.declared_size - 1])))
-    old, new = (np.concatenate(part) for part in zip(*pairs, strict=True))
-    order = np.argsort(old)
-    return fitted, Moves(old[order], new[order])
 
 
 def _place(name: str, field: str) -> str:

@@ -25,7 +25,7 @@ from tpu_embed.io.checkpoint.host_rows import Block, Rows
 from tpu_embed.io.checkpoint.manifest import SavedTables, Wanted
 from tpu_embed.io.checkpoint.row_files import RowArray, RowReader
 from tpu_embed.io.files import file_name
-from tpu_embed.storage import VALUES, HostRows, slot_field
+from tpu_embed.storage import HostRows
 
 
 def field_place(f: Field) -> str:
@@ -181,13 +181,13 @@ class RestoredRows:
             ids = every[mine].view(np.uint64)
             rows = {part: some[mine] for part, some in values.items()}
             made = {
-                part_of(f): self._stored(f, self._converted(f, rows))
+                f.part: self._stored(f, self._converted(f, rows))
                 for f in self._fields(name)
                 if f not in lacking
             }
             if lacking:
                 drawn = engine.drawn_rows(vocabulary, name, ids)
-                made |= {part_of(f): drawn[part_of(f)] for f in lacking}
+                made |= {f.part: drawn[f.part] for f in lacking}
             yield ids, made
 
     def _moved(self, name: str, blocks: Iterable[Block]) -> Iterator[tuple[np.ndarray, Rows]]:
@@ -206,7 +206,7 @@ class RestoredRows:
         """Yield all rows of a table that is saved whole."""
         size = self.found.tables[name]["vocabulary_size"]
         mine = [f for f in self._fields(name) if self.found.form(f) is not None]
-        readers = {part_of(f): field_reader(self.directory, f, self.found) for f in mine}
+        readers = {f.part: field_reader(self.directory, f, self.found) for f in mine}
         block = min(reader.array.block * reader.array.shards for reader in readers.values())
         for first in range(0, size, block):
             last = min(first + block, size)
@@ -218,20 +218,9 @@ class RestoredRows:
         form = self.found.form(f)
         assert form is not None, "checked"
         # Numbers of 16 bits are saved by id as they are stored, and whole as what they mean.
-        return rows[part_of(f)].view(np.dtype(form["dtype"])).astype(np.dtype(f.shape.dtype))
+        return rows[f.part].view(np.dtype(form["dtype"])).astype(np.dtype(f.shape.dtype))
 
     def _stored(self, f: Field, values: np.ndarray) -> np.ndarray:
         assert self.wanted.engine.storage is not None, "it has tables on the host"
-        home = self.wanted.engine.storage.tables[f.table.name].fields[part_of(f)]
+        home = self.wanted.engine.storage.tables[f.table.name].fields[f.part]
         return values.view(home.dtype)
-
-
-def part_of(f: Field) -> str:
-    """Return the name of a field among those of a row at home."""
-    return VALUES if f.slot is None else slot_field(f.slot)
-
-
-def any_key() -> dict[str, np.ndarray]:
-    """Return a random key by its kind, for a state none of whose rows is drawn any more."""
-    key = jax.random.key(0)
-    return {f"{jax.random.key_impl(key)}": np.asarray(jax.random.key_data(key))}

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed._types import PADDING_ID, Array, PyTree
+from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.exchange import collectives
 from tpu_embed.core.layout import MeshAxes
@@ -27,17 +27,18 @@ from tpu_embed.core.state import (
     MAP_VERSION,
     Field,
     TableState,
-    blank_tables,
+    blank_arrays,
     check_state,
     fields,
     logical,
+    put_everywhere,
+    vocabulary_of_maps,
 )
 from tpu_embed.io.checkpoint import host_rows, manifest, maps
 from tpu_embed.io.checkpoint.checked import REMEDY
 from tpu_embed.io.checkpoint.manifest import SavedTables, Wanted
 from tpu_embed.io.checkpoint.restored_rows import (
     RestoredRows,
-    any_key,
     field_place,
     field_reader,
 )
@@ -46,7 +47,7 @@ from tpu_embed.io.checkpoint.rows import LocalShards, row_array, write_rows
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.processes import raise_on_all
 from tpu_embed.storage import HostRows
-from tpu_embed.vocabulary import MapStates
+from tpu_embed.vocabulary import MapStates, RowMoves
 
 _T = TypeVar("_T")
 
@@ -172,7 +173,7 @@ def read(directory: Path, wanted: Wanted) -> FoundTables:
 
     state = raise_on_all("restore", directory, filled)
     scalars = np.asarray(found.manifest["step"], np.int32), found.counters(engine)
-    step, counters = _everywhere(scalars, engine)
+    step, counters = put_everywhere(scalars, engine.layout.axes)
     state = dataclasses.replace(state, step=step, counters=counters)
     if found.maps is None:
         return FoundTables(state, None, {}, None)
@@ -194,27 +195,11 @@ def _by_id(directory: Path, found: SavedTables) -> dict[str, Any]:
 
 def _with_maps(state: TableState, found: maps.FoundMaps, engine: EmbeddingEngine) -> TableState:
     """Return the state that belongs to maps."""
-    states, key = found.states, found.key
+    key = found.key
     if key is None and state.vocabulary is not None:  # no map was saved, and what is new is drawn
         key = {name: np.asarray(x) for name, x in state.vocabulary.items() if name != MAP_VERSION}
-    (step_of_maps,) = {int(one.step) for one in states.maps.values()}
-    # When a row was taken last is not kept; batches from before the restore are refused anyway.
-    taken = [step_of_maps] * len(engine.layout.living)
-    steps = np.array([step_of_maps, states.history, *taken], np.int32)
-    vocabulary = _everywhere({**(key or any_key()), MAP_VERSION: steps}, engine)
+    vocabulary = vocabulary_of_maps(found.states, key, engine.layout)
     return dataclasses.replace(state, vocabulary=vocabulary)
-
-
-def _everywhere(values: PyTree, engine: EmbeddingEngine) -> PyTree:
-    """Put NumPy arrays, equal in all processes, on every device; no process waits for another."""
-    sharding = engine.layout.axes.sharding(())
-    return jax.tree.map(
-        lambda x: jax.make_array_from_callback(x.shape, sharding, x.__getitem__), values
-    )
-
-
-# Compiled once per layout, not once per restore.
-_blank = jax.jit(blank_tables, static_argnames=("stacks", "axes"))
 
 
 def _base(wanted: Wanted, *, fresh: bool) -> TableState:
@@ -224,7 +209,7 @@ def _base(wanted: Wanted, *, fresh: bool) -> TableState:
         assert wanted.key is not None, "checked"
         return engine.init(wanted.key)
     layout = engine.layout
-    tables, slots = _blank(layout.stacks, layout.axes)
+    tables, slots = blank_arrays(layout.stacks, layout.axes)
     return TableState(tables, slots, jnp.int32(0), {})
 
 
@@ -268,7 +253,7 @@ def _filled(
         lines = RowReader(_whole(path, on_disk), checksums).read(0, 1)
         value = lines[0].astype(form["dtype"])
         stored = np.asarray(storage.encode(jnp.asarray(value), f.shape.dtype))
-        return f.write(state, _everywhere(stored, engine))
+        return f.write(state, put_everywhere(stored, engine.layout.axes))
     reader = field_reader(directory, f, found)
     physical = f.read(state)
     sharding = engine.layout.axes.sharding(f.stack.shard_axes)
@@ -287,7 +272,7 @@ def _filled(
 
 
 def _move_rows(
-    physical: Array, reader: RowReader, f: Field, moves: maps.Moves, engine: EmbeddingEngine
+    physical: Array, reader: RowReader, f: Field, moves: RowMoves, engine: EmbeddingEngine
 ) -> Array:
     """Return the physical array with rows that have another place than on disk written there."""
     array = reader.array

@@ -1,0 +1,193 @@
+"""A training that moves from engine to engine is, to the bit, the one that never moves.
+
+ADOPT_SEEDS=0:100 python -m pytest tests/core/test_adopt_runs.py -k many
+"""
+
+import functools
+import os
+
+import jax
+import numpy as np
+import pytest
+from adopt_cases import contents, draw, engine, map_contents
+
+import tpu_embed
+from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig
+from tpu_embed import optimizers as o
+
+FEW = range(2)
+MANY = range(*map(int, os.environ.get("ADOPT_SEEDS", "2:20").split(":")))
+OPERATIONS, KEYS = 40, 40
+KINDS = {
+    "stays": {},
+    "alone": {"stack_tables": False},
+    "spread": {"devices": 8, "placement": "div"},
+    "on the host": {"devices": 2, "on_host": ("items", "tags"), "device_rows": 40},
+}
+"""All of one capacity, so that they evict the same keys."""
+
+
+@functools.cache
+def engines():
+    return {kind: engine(lookahead=1, **options) for kind, options in KINDS.items()}
+
+
+class World:
+    """The same run twice: one stays in its engine, the other moves.
+
+    Args:
+      seed: of everything that is drawn.
+    """
+
+    def __init__(self, seed):
+        self.rng = np.random.default_rng(seed)
+        self.stays = engines()["stays"]
+        self.at = "alone"
+        self.states = []
+        for made in (self.stays, self.now):
+            self.states.append(made.init(jax.random.key(seed)))
+            made.vocabularies.rewind(self.states[-1])
+        self.placed, self.admitted, self.counts = [], [], {"moves": 0, "updates": 0}
+
+    @property
+    def now(self):
+        return engines()[self.at]
+
+    def both(self):
+        return (self.stays, self.now)
+
+    def place(self):
+        features = draw(self.rng, KEYS)
+        self.placed.append([made.place(features) for made in self.both()])
+
+    def admit(self):
+        if len(self.admitted) > 1:
+            self.update()
+        if self.placed:
+            pair = zip(self.both(), self.states, self.placed.pop(0), strict=True)
+            done = [made.admit(state, batch) for made, state, batch in pair]
+            self.states = [state for state, _ in done]
+            self.admitted.append([batch for _, batch in done])
+
+    def update(self):
+        if not self.admitted:
+            return
+        found = [made.lookup(*some) for made, *some in self.with_states(self.admitted[0])]
+        same(*found)
+        seed = int(self.rng.integers(2**31))
+        gradients = [gradients_of(one, seed) for one in found]
+        pair = zip(self.with_states(self.admitted.pop(0)), gradients, strict=True)
+        self.states = [made.update_in_place(*some, grads) for (made, *some), grads in pair]
+        self.counts["updates"] += 1
+
+    def with_states(self, batches):
+        return [*zip(self.both(), self.states, batches, strict=True)]
+
+    def evaluate(self):
+        features = draw(self.rng, KEYS)
+        batches = [made.place(features, training=False) for made in self.both()]
+        same(*(made.lookup(*some) for made, *some in self.with_states(batches)))
+
+    def finish(self):
+        while self.placed or self.admitted:
+            self.admit()
+            self.update()
+
+    def adopt(self):
+        """Move, perhaps after a refusal, or after batches were thrown away."""
+        kinds = [kind for kind in KINDS if kind not in ("stays", self.at)]
+        kind = kinds[self.rng.integers(len(kinds))]
+        if self.placed:
+            with pytest.raises(ValueError, match=r"no batch placed ahead, got \d; admit them"):
+                engines()[kind].adopt(self.states[1], self.now)
+        if self.rng.integers(2):
+            for made, state in zip(self.both(), self.states, strict=True):
+                made.vocabularies.rewind(state)
+            self.placed = []
+        self.finish()
+        before, state = self.now, self.states[1]
+        late = before.place(draw(self.rng, KEYS), training=False)
+        self.states[1] = engines()[kind].adopt(state, before)
+        self.at = kind
+        with pytest.raises(ValueError, match=r"batch: expected|Batch: expected"):
+            self.now.lookup(self.states[1], late)
+        self.compare()
+        self.counts["moves"] += 1
+
+    def compare(self):
+        found = [contents(*some) for some in zip(self.both(), self.states, strict=True)]
+        assert found[0] == found[1]
+        maps = [map_contents(made) for made in self.both()]
+        assert maps[0] == maps[1]
+
+    def run(self):
+        ways = [self.place] * 5 + [self.admit] * 4 + [self.update] * 3
+        ways += [self.evaluate, self.adopt, self.adopt]
+        for _ in range(OPERATIONS):
+            if len(self.placed) > 2:
+                self.admit()
+            ways[self.rng.integers(len(ways))]()
+        self.finish()
+        self.adopt()
+        return self.counts | {"evicted": self.stays.vocabularies.counters["items"]["evicted"]}
+
+
+def same(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def gradients_of(activations, seed):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda a: rng.normal(size=a.shape).astype(np.float32), activations)
+
+
+@pytest.mark.parametrize("seed", FEW)
+def test_a_run_that_moves_is_the_one_that_stays(seed):
+    counts = World(seed).run()
+    assert counts["moves"] > 1
+    assert min(counts.values()) > 0, counts
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("seed", MANY)
+def test_many(seed):
+    World(seed).run()
+
+
+def growing(capacity, devices=2, **vocabulary):
+    table = TableConfig(capacity, 4, name="items", vocabulary=DynamicVocabulary(**vocabulary))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("d",))
+    return tpu_embed.EmbeddingEngine({"x": FeatureConfig(table)}, o.Adam(0.1), mesh=mesh)
+
+
+def values_of(made, state):
+    keys, rows = made.vocabularies.keys("items")
+    arrays = made.tables(state)["items"], *made.slots(state)["items"].values()
+    found = [np.asarray(one)[rows] for one in arrays if np.ndim(one)]
+    return {key: [one[i].tolist() for one in found] for i, key in enumerate(keys.tolist())}
+
+
+def test_a_table_that_grows_is_the_one_that_was_large_from_the_start():
+    rng, waits = np.random.default_rng(0), {"admit_after": 2, "waiting": 200}
+    large, made = growing(64, **waits), growing(8, **waits)
+    states = [one.init(jax.random.key(1)) for one in (large, made)]
+    for step in range(12):
+        # Three steps each with up to 8, 16, 32 and 64 keys, for as many rows.
+        if step % 3 == 0 and step:
+            small, made = made, growing(8 << step // 3, **waits)
+            states[1] = made.adopt(states[1], small)
+        keys = rng.integers(0, 8 << step // 3, (8, 3)) * 10**15
+        found = []
+        for i, one in enumerate((large, made)):
+            states[i], batch = one.admit(states[i], one.place({"x": keys}))
+            found.append(one.lookup(states[i], batch))
+            gradients = {"x": np.cos(np.asarray(found[-1]["x"]))}
+            states[i] = one.update_in_place(states[i], batch, gradients)
+        same(*found)
+        counters = [one.vocabularies.counters["items"] for one in (large, made)]
+        assert counters[0] == counters[1]
+        assert counters[0]["evicted"] == 0
+    assert made.vocabularies.capacity("items") == 64
+    expected = values_of(large, states[0])
+    assert len(expected) > 32
+    assert values_of(made, states[1]) == expected

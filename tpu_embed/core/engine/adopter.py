@@ -1,0 +1,345 @@
+"""Bring the state of one engine into the layout of another, without a file.
+
+It is what a save and a restore do, with blocks of rows on the host in the place of files. Of each
+table, whose rows have ids in both engines:
+
+    from                     to            which rows
+    a static table           anywhere      all; of one on the host, those that were touched
+    a living vocabulary      anywhere      those of the keys that stay, and the shared one
+
+A stack that both engines lay out alike, on the same devices, is copied there as a whole.
+
+Input: a state of the other engine, and both engines' layouts and maps. Output: a state of this one,
+and its maps, which are those of the other then. The other engine and its state stay as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embed._checks import message
+from tpu_embed.core.engine.logical_rows import LogicalRows, refuse_placed_ahead, refuse_traced
+from tpu_embed.core.layout import Layout, Stack
+from tpu_embed.core.state import (
+    Field,
+    TableState,
+    blank_arrays,
+    check_state,
+    field,
+    init_tables,
+    logical,
+    matched_counters,
+    put_everywhere,
+    random_key,
+    slot_shapes,
+    vocabulary_of_maps,
+)
+from tpu_embed.storage import HostRows
+from tpu_embed.vocabulary import MapState, RowMoves, Vocabularies, fit_rows, states_to_load
+
+_BLOCK = 2**20
+"""Numbers that are copied at a time: every device gets a whole block, and writes its own rows."""
+
+_LEAST_ROWS = 64
+"""Of a block: programs that write rows have room for this many at least."""
+
+_copy = jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays))
+
+
+class Party(NamedTuple):
+    """What an engine gives to an adoption, or takes.
+
+    Attributes:
+      layout: its layout.
+      maps: its maps; None if it has none.
+      rows: reads its rows.
+    """
+
+    layout: Layout
+    maps: Vocabularies | None
+    rows: LogicalRows
+
+    @property
+    def names(self) -> list[str]:
+        """The names of its tables, sorted."""
+        return sorted(table.name for stack in self.layout.stacks for table in stack.tables)
+
+    def fields(self, name: str) -> dict[str | None, Field]:
+        """Return a table, under None, and its slots by name."""
+        slots = slot_shapes(self.layout.table(name)[0])
+        return {slot: field(self.layout, name, slot) for slot in (None, *slots)}
+
+
+def prepare_adoption(
+    state: TableState, other: Party, mine: Party, counters: Mapping[str, jax.ShapeDtypeStruct]
+) -> Callable[[], TableState]:
+    """Copy all rows; return a function that loads the maps and returns the state of this engine.
+
+    Args:
+      state: of the other engine.
+      other: the other engine.
+      mine: this engine.
+      counters: shape and dtype of the counters of this engine's states, by name.
+
+    Raises:
+      ValueError: the state is not the newest of the other engine, or the engines do not have the
+        same tables.
+      RuntimeError: rows were lost on their way home.
+    """
+    _check_state(state, other)
+    for name in mine.names:
+        _check_table(name, other, mine)
+    fitted, moves = _fit_maps(other, mine)
+    # All rows are copied before this engine's maps change, because there may be no room for them.
+    made = _RowCopies(state, other, mine, moves).made()
+    paths = [feature.path for feature in other.layout.features]
+    found = {name: np.asarray(count) for name, count in state.counters.items()}
+    counted = matched_counters(found, paths, counters, mine.layout)
+    step = np.asarray(state.step)
+    step, counted = put_everywhere((step, counted), mine.layout.axes)
+    new = dataclasses.replace(made.state, step=step, counters=counted)
+    maps = mine.maps
+    if maps is None:
+        return lambda: new
+    # Without maps there, all tables are static, and this engine has some on the host: a first step.
+    admitted = 0 if other.maps is None else other.maps.admitted
+    states = states_to_load([table for _, table in mine.layout.living], fitted, admitted)
+    key = None
+    if state.vocabulary is not None:
+        kind, data = random_key(state.vocabulary)
+        key = {kind: np.asarray(data)}
+    new = dataclasses.replace(new, vocabulary=vocabulary_of_maps(states, key, mine.layout))
+    # Wait for batches that are being placed here, not in `load`, where signals may be deferred.
+    maps.turns.run_next(lambda: None)
+
+    def load() -> TableState:
+        maps.load_states(states, made.homes)
+        return new
+
+    return load
+
+
+def _check_state(state: TableState, other: Party) -> None:
+    """Check that a state may be brought into another layout.
+
+    Raises:
+      ValueError: there are several processes; it is traced, not the other engine's, or not its
+    """
+    if jax.process_count() > 1:
+        expected, got = "a single process", f"{jax.process_count()}"
+        remedy = "io.save and io.restore do the same with several processes"
+        raise ValueError(message("adopt", expected=expected, got=got, remedy=remedy))
+    refuse_traced("adopt", state)
+    check_state(state, other.layout)
+    if other.maps is not None:
+        other.maps.check_newest(state)
+        refuse_placed_ahead("adopt: the other engine", other.maps)
+        if other.maps.homes is not None:
+            other.maps.homes.flush()
+
+
+def _check_table(name: str, other: Party, mine: Party) -> None:
+    """Check that both engines have a table, with rows of the same form.
+
+    Raises:
+      ValueError: they do not.
+    """
+    remedy = "declare both engines' tables alike"
+    if other.names != mine.names:
+        expected, got = f"tables {mine.names}", f"{other.names}"
+        raise ValueError(message("adopt", expected=expected, got=got, remedy=remedy))
+    ours, theirs = _described(name, mine), _described(name, other)
+    for what, expected in ours.items():
+        if theirs[what] != expected:
+            got = f"{theirs[what]}"
+            if what == "vocabulary size":
+                remedy = "only living vocabularies change their capacity; io.restore with key= "
+                remedy += "makes the new rows of a table that grows"
+            text = f"adopt: table {name!r}: {what}"
+            raise ValueError(message(text, expected=f"{expected}", got=got, remedy=remedy))
+    rules = [party.layout.table(name)[1].key_rules for party in (other, mine)]
+    before, now = (None if one is None else one.unseen for one in rules)
+    if now == "shared" and before != now:
+        text, got = f"adopt: table {name!r}: unseen", f"{before!r}"
+        raise ValueError(message(text, expected="'shared'", got=got, remedy=remedy))
+
+
+def _described(name: str, party: Party) -> dict[str, Any]:
+    """Return what both engines must have in common of a table."""
+    stack, table = party.layout.table(name)
+    rule, every = stack.optimizer, party.fields(name)
+    living = table.key_rules is not None
+    return {
+        "dim": stack.dim,
+        "dtype": stack.dtype,
+        "ids": "keys of a living vocabulary" if living else "row numbers",
+        "vocabulary size": "any" if living else table.declared_size,
+        "optimizer": None if rule is None else rule.describe()["class"],
+        "slots": {
+            slot: (*f.shape.shape, str(jnp.dtype(f.shape.dtype)), f.shape.per_row)
+            for slot, f in sorted(every.items(), key=str)
+            if slot is not None
+        },
+    }
+
+
+def _fit_maps(other: Party, mine: Party) -> tuple[dict[str, MapState], dict[str, RowMoves]]:
+    """Return the other engine's maps of keys, fitted to this one's capacities, and the rows' moves.
+
+    Raises:
+      ValueError: a capacity leaves no row for a key.
+    """
+    fitted: dict[str, MapState] = {}
+    moves: dict[str, RowMoves] = {}
+    if other.maps is None:
+        return fitted, moves
+    states = other.maps.states()
+    of_keys = {**states.maps, **states.ids}
+    for _, table in mine.layout.living:
+        before = other.layout.table(table.name)[1]
+        if table.key_rules is not None and before.key_rules is not None:
+            fitted[table.name], moves[table.name] = fit_rows(
+                of_keys[table.name],
+                (before.declared_size, before.key_rules.unseen),
+                table.declared_size,
+                table.key_rules,
+            )
+    return fitted, moves
+
+
+class _Made(NamedTuple):
+    """What was made for an engine: a state, and rows at home by table on the host."""
+
+    state: TableState
+    homes: dict[str, HostRows]
+
+
+@dataclasses.dataclass(frozen=True)
+class _RowCopies:
+    """Copies the rows of all tables into arrays and homes of another engine.
+
+    Attributes:
+      state: of the other engine.
+      other: the other engine.
+      mine: the engine that gets them.
+      moves: by table whose ids are keys, where rows go.
+    """
+
+    state: TableState
+    other: Party
+    mine: Party
+    moves: Mapping[str, RowMoves]
+
+    def made(self) -> _Made:
+        """Return tables and slots, and rows at home."""
+        state, homes = self._begun(), {}
+        for stack in self.mine.layout.stacks:
+            if self._is_alike(stack):
+                continue
+            for table in stack.tables:
+                state = self._with_shared_slots(state, table.name)
+                if table.is_on_host:
+                    homes[table.name] = self._at_home(table.name)
+                else:
+                    state = self._written(state, table.name)
+        return _Made(state, homes)
+
+    def _begun(self) -> TableState:
+        """Return tables and slots to write rows over: copies, first values, or zeros."""
+        axes = self.mine.layout.axes
+        # Zeros are enough where every row is written that somebody can look up: all rows of static
+        # tables, and those of keys. Rows of the host are on no device at first.
+        alike = [s for s in self.mine.layout.stacks if self._is_alike(s)]
+        drawn = [s for s in self.mine.layout.stacks if self._is_drawn(s)]
+        blank = [s for s in self.mine.layout.stacks if s not in alike and s not in drawn]
+        tables, slots = blank_arrays(tuple(blank), axes)
+        if drawn:
+            assert self.state.vocabulary is not None, "it has tables on the host"
+            kind, data = random_key(self.state.vocabulary)
+            key = jax.random.wrap_key_data(jnp.asarray(np.asarray(data)), impl=kind)
+            # A program of its own, because stacks that are equal may have other initializers.
+            made = jax.jit(functools.partial(init_tables, stacks=tuple(drawn), axes=axes))(key)
+            tables, slots = tables | made[0], slots | made[1]
+        for stack in alike:
+            held = self.state.tables[stack.name], self.state.slots[stack.name]
+            tables[stack.name], slots[stack.name] = _copy(held)
+        return TableState(tables, slots, self.state.step, {})
+
+    def _is_alike(self, stack: Stack) -> bool:
+        """Return whether the other engine has a stack with the same rows in the same places."""
+        # Names of stacks say everything of their layout but the devices (`stack_names.py`); where
+        # the capacity is the same, keys stay in their rows. Of a table on the host, the devices
+        # hold other rows, whatever the name.
+        there = {one.name: one for one in self.other.layout.stacks}.get(stack.name)
+        if there is None or stack.is_on_host or there.is_on_host:
+            return False
+        return self.mine.layout.axes == self.other.layout.axes
+
+    def _is_drawn(self, stack: Stack) -> bool:
+        """Return whether rows of a stack are drawn, because nobody has touched them at home."""
+        before = [self.other.layout.table(table.name)[1] for table in stack.tables]
+        return not stack.is_on_host and any(t.is_on_host and t.key_rules is None for t in before)
+
+    def _with_shared_slots(self, state: TableState, name: str) -> TableState:
+        """Return the state with the slots of a table that all rows of its stack share."""
+        # Such as a number of steps. Tables of one stack have had the same updates; where they come
+        # from several stacks whose numbers differ, the last table's stands, as in a restore.
+        before = self.other.fields(name)
+        for slot, f in self.mine.fields(name).items():
+            if not f.shape.per_row:
+                whole = np.asarray(before[slot].read(self.state))
+                state = f.write(state, put_everywhere(whole, self.mine.layout.axes))
+        return state
+
+    def _written(self, state: TableState, name: str) -> TableState:
+        """Return the state with the rows of a table on the devices, in its own memory."""
+        every = [f for f in self.mine.fields(name).values() if f.shape.per_row]
+        for rows, values in self._blocks(name):
+            for f in every:
+                jax.block_until_ready(f.read(state))  # no more than two blocks are held
+                numbers = values[f.part].view(jnp.dtype(f.shape.dtype))
+                physical = logical.write_rows_in_place(
+                    f.read(state), rows, numbers, f, self.mine.layout.axes
+                )
+                state = f.write(state, physical)
+        return state
+
+    def _at_home(self, name: str) -> HostRows:
+        """Return the rows of a table on the host."""
+        assert self.mine.maps is not None, "its ids get rows as keys do"
+        assert self.mine.maps.homes is not None, "it is on the host"
+        home = self.mine.maps.homes.tables[name]
+        made = HostRows(home.fields, home.storage.path)
+        for rows, values in self._blocks(name):
+            made.write(rows.view(np.uint64), values)
+        return made
+
+    def _blocks(self, name: str) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+        """Yield rows of a table, int64 `[n]`, and what they have, `[n, …]` by field."""
+        table, every = self.other.layout.table(name)[1], self.other.fields(name).values()
+        width = sum(math.prod(f.shape.shape) for f in every if f.shape.per_row)
+        # Programs that write rows have room for a power of two of them: for D = 64 and one slot of
+        # this size, 2^20 // 128 = 8192 rows, then 4096, 2048, … for what is left over at the end.
+        size = max(_LEAST_ROWS, 1 << (max(1, _BLOCK // max(1, width)).bit_length() - 1))
+        moves = self.moves.get(name)
+        if moves is None and table.is_on_host:
+            ids = self.other.rows.touched(name)
+            moves = RowMoves(ids, ids)
+        count = table.declared_size if moves is None else moves.before.size
+        for first in range(0, count, size):
+            last = min(first + size, count)
+            # Two keys in the rows 0 and 2 of four, whose last row is shared, go to a table of six
+            # rows: before 0 2 3, now 0 2 5. A static table keeps all its rows where they are.
+            if moves is None:
+                before = now = np.arange(first, last)
+            else:
+                before, now = moves.before[first:last], moves.now[first:last]
+            yield now, self.other.rows.stored_rows(self.state, name, before)
