@@ -14,7 +14,9 @@ from tpu_embed.vocabulary.batch_keys import (
 from tpu_embed.vocabulary.choose import choose_vocabularies
 from tpu_embed.vocabulary.config import DynamicVocabulary, KeyTable, LivingTable
 from tpu_embed.vocabulary.fixed import FixedVocabulary
+from tpu_embed.vocabulary.given_keys import read_keys
 from tpu_embed.vocabulary.map import VocabularyMap
+from tpu_embed.vocabulary.reports import KeyChanges, KeyScores
 from tpu_embed.vocabulary.states import fit
 from tpu_embed.vocabulary.table_maps import FoundKeys, Moves
 from tpu_embed.vocabulary.vocabularies import Vocabularies
@@ -25,6 +27,8 @@ __all__ = [
     "DynamicVocabulary",
     "FixedVocabulary",
     "FoundKeys",
+    "KeyChanges",
+    "KeyScores",
     "KeyTable",
     "KeyedRows",
     "LivingTable",
@@ -41,4 +45,5 @@ __all__ = [
     "fit",
     "map_version",
     "new_history",
+    "read_keys",
 ]

@@ -89,7 +89,7 @@ class Timeline:
             self._changed[name][taken.evicted_rows] = step
             self._changed[name][taken.new_rows] = step
         for name, owners in self._past[step].owners.items():
-            self._changed[name][owners.rows] = step
+            self._changed[name][owners.rows[owners.rows >= 0]] = step
         self.admitted, self.history = step, self._following
         self._forget_past()
 

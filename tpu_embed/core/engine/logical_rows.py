@@ -11,12 +11,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed._types import Array, ArrayLike, Tracer
+from tpu_embed._types import Array, ArrayLike
+from tpu_embed.core.engine.rows_by_key import (
+    RowsByKey,
+    check_none_ahead,
+    join_blocks,
+    refuse_traced,
+)
 from tpu_embed.core.layout import Layout
 from tpu_embed.core.state import (
     Field,
@@ -44,6 +49,7 @@ class LogicalRows:
     def __init__(self, layout: Layout, vocabularies: Vocabularies | None) -> None:
         self._layout, self._maps = layout, vocabularies
         self._mover, self._drawer = RowMover(layout), RowDrawer(layout)
+        self._by_key = RowsByKey(layout, vocabularies, self._of_here)
 
     def tables(self, state: TableState) -> dict[str, Array]:
         """Return the logical tables `[V, D]` by name, in their dtype; copies all of them."""
@@ -57,7 +63,13 @@ class LogicalRows:
         return logical.slots(state, self._layout)
 
     def rows(
-        self, state: TableState, name: str, ids: ArrayLike, *, slot: str | None = None
+        self,
+        state: TableState,
+        name: str,
+        ids: ArrayLike | None = None,
+        *,
+        keys: Any = None,
+        slot: str | None = None,
     ) -> np.ndarray:
         """Return some rows of a table or slot, `[n, …]`, from the devices or from home.
 
@@ -65,12 +77,21 @@ class LogicalRows:
           state: the state; with tables on the host the newest one.
           name: the table.
           ids: integers `[n]` in [0, V).
+          keys: in place of ids, of a living vocabulary: integers or strings `[n]` as its features
+            take them, though -1 is a key here. The state is the newest one, and the call outside a
+            jit.
           slot: the slot, or None for the table itself.
 
         Raises:
-          ValueError: an unknown name, or a bad id.
+          ValueError: an unknown name, a bad id, or a key without a row, the first of which is
+            named; `vocabularies.find` tells which keys have one.
+          TypeError: neither ids nor keys, or both; keys that are neither integers nor strings.
         """
         check_own(state, self._layout)
+        _check_one("rows", "ids", ids, keys)
+        if keys is not None:
+            ids = self._by_key.find("rows", state, name, keys)
+        assert ids is not None, "checked"
         f = field(self._layout, name, slot)
         if not f.shape.per_row:
             expected, got = "a slot with values per row", "one array that the whole stack shares"
@@ -124,9 +145,10 @@ class LogicalRows:
         self,
         state: TableState,
         name: str,
-        rows: ArrayLike,
-        values: ArrayLike,
+        rows: ArrayLike | None = None,
+        values: ArrayLike | None = None,
         *,
+        keys: Any = None,
         slot: str | None = None,
     ) -> TableState:
         """Return the state with some rows of a table, or of one of its slots, replaced.
@@ -136,15 +158,43 @@ class LogicalRows:
           name: the table.
           rows: row ids, integers `[n]`, all different; a jit does not write those outside [0, V).
           values: `[n, D]` (`[n]` for a slot of one number per row).
+          keys: in place of rows, of a living vocabulary: integers or strings `[n]`, all different,
+            as its features take them, though -1 is a key here.
           slot: the slot, or None for the table itself.
+
+        With keys, the call is one step of the maps, admitted at once: it is as if a training batch
+        of these keys were placed, in which every key is admitted whatever `admit_after` says. Keys
+        without a row get one, by eviction if need be, with fresh slots; then the values are
+        written. Call it outside a jit with the newest state, and go on with the one returned. It
+        copies the table, and for new keys its slots too. All processes call it alike.
 
         Of a table on the host, rows are written at home, too, so states from before see them.
         Batches placed before to be looked up only keep what they brought along.
 
         Raises:
-          ValueError: an unknown name, a bad or repeated row id, a wrong shape; of a table on the
-            host also an older state, or batches that are placed and not admitted.
+          ValueError: an unknown name, a bad or repeated row id or key, a wrong shape; not enough
+            rows for all keys; of keys, and of a table on the host, also an older state, or batches
+            that are placed and not admitted. Nothing has changed then.
+          TypeError: neither rows nor keys, or both, or no values; keys that are neither integers
+            nor strings.
+
+        Example:
+          >>> import jax, numpy as np, tpu_embed
+          >>> words = tpu_embed.DynamicVocabulary(admit_after=3)
+          >>> table = tpu_embed.TableConfig(8, 2, name="word", vocabulary=words)
+          >>> engine = tpu_embed.EmbeddingEngine(tpu_embed.FeatureConfig(table))
+          >>> state = engine.init(jax.random.key(0))
+          >>> vectors = np.array([[1, 2], [3, 4]])
+          >>> state = engine.set_rows(state, "word", keys=["red", "green"], values=vectors)
+          >>> engine.rows(state, "word", keys=["green"])
+          array([[3., 4.]], dtype=float32)
         """
+        _check_one("set_rows", "rows", rows, keys)
+        if values is None:
+            raise TypeError(message("set_rows", expected="values", got="none"))
+        if keys is not None:
+            return self._by_key.set_rows(state, name, keys, values, slot)
+        assert rows is not None, "checked"
         if self._layout.table(name)[1].is_on_host:
             return self._set_on_host(state, name, rows, values, slot)
         return logical.set_rows(state, self._layout, name, rows, values, slot=slot)
@@ -155,6 +205,7 @@ class LogicalRows:
         name: str,
         blocks_of_rows: Iterable[ArrayLike],
         *,
+        keys: Any = None,
         slot: str | None = None,
     ) -> TableState:
         """Return the state with a whole table, or one of its slots, replaced.
@@ -163,11 +214,18 @@ class LogicalRows:
           state: the state.
           name: the table.
           blocks_of_rows: arrays `[n, D]`, which together are rows 0 … V - 1; read one by one.
+          keys: of a living vocabulary, whose rows the blocks are then together: `set_rows` of these
+            keys, after all blocks were read. Other keys keep their rows and values.
           slot: the slot, or None for the table itself.
 
         Raises:
-          ValueError: an unknown name, a block of a wrong shape, or not V rows in all.
+          ValueError: an unknown name, a block of a wrong shape, or not V rows in all (as many as
+            there are keys); with keys, what `set_rows` refuses.
+          TypeError: keys that are neither integers nor strings.
         """
+        if keys is not None:
+            values = join_blocks(f"load: table {name!r}", blocks_of_rows)
+            return self._by_key.set_rows(state, name, keys, values, slot)
         return logical.load(state, self._layout, name, blocks_of_rows, slot=slot)
 
     def load_arrays(
@@ -210,7 +268,7 @@ class LogicalRows:
         With several processes all of them call this, and each reads what is at home in it.
         """
         homes, maps = self._of(f.table.name)
-        _refuse_traced("rows", state)
+        refuse_traced("rows", state)
         maps.check_newest(state)
         row_groups = homes.tables[f.table.name].row_groups
         if row_groups.is_whole:
@@ -259,12 +317,9 @@ class LogicalRows:
         """Return the state with rows of a table on the host replaced, wherever they are."""
         check_own(state, self._layout)
         homes, maps = self._of(name)
-        _refuse_traced("set_rows", state, ids, values)
+        refuse_traced("set_rows", state, ids, values)
         maps.check_newest(state)
-        if maps.placed != maps.admitted:
-            expected, got = "no batch placed ahead", f"{maps.placed - maps.admitted}"
-            remedy = "admit them first, or engine.vocabularies.rewind(state) forgets them"
-            raise ValueError(message("set_rows", expected=expected, got=got, remedy=remedy))
+        check_none_ahead(maps)
         f, *arrays = logical.checked_rows(self._layout, name, ids, values, slot=slot)
         chosen, given = map(np.asarray, arrays)
         keys = chosen.astype(np.int64).view(np.uint64)
@@ -304,8 +359,12 @@ class LogicalRows:
         return maps.homes, maps
 
 
-def _refuse_traced(what: str, *given: Any) -> None:
-    """Refuse tracers, where rows at home are to be read or written."""
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(given)):
-        expected, got = "a call outside a jit, for a table on the host", "tracers"
-        raise ValueError(message(what, expected=expected, got=got, remedy="call it before the jit"))
+def _check_one(what: str, name: str, numbers: Any, keys: Any) -> None:
+    """Check that either row numbers or keys are given.
+
+    Raises:
+      TypeError: neither or both are.
+    """
+    if (numbers is None) == (keys is None):
+        got = "neither" if keys is None else "both"
+        raise TypeError(message(what, expected=f"either {name} or keys", got=got))
