@@ -130,6 +130,8 @@ class RowsByKey:
         maps.check_newest(state)
         check_none_ahead(maps)
         before = maps.admitted
+        # Until the step is admitted it can be undone: arrays are copied, not donated, and what is
+        # at home is written last, in one piece.
         try:
             moves = maps.take_keys(name, given.keys)
             new, at_home = self._new_state(maps, state, given, moves)
@@ -140,6 +142,7 @@ class RowsByKey:
                 raise_on_all(what, Path(), at_home)
                 maps.note_admitted(before + 1)
         except BaseException:
+            # A signal that was deferred is raised when the step is admitted already: then it stays.
             if maps.admitted == before:
                 maps.undo(before)
             raise
@@ -149,12 +152,14 @@ class RowsByKey:
         """Return keys and values, after a check of them; waits for rows on their way home."""
         label = f"table {name!r}: keys"
         numbers = read_keys(label, keys)
+        # Which of two values of a key is written would depend on the device's order of writes.
         distinct, counts = np.unique(numbers, return_counts=True)
         if distinct.size < numbers.size:
             twice = np.flatnonzero(numbers == distinct[counts.argmax()])
             got = f"the keys at {twice[0]} and {twice[1]} are the same"
             raise ValueError(message(label, expected="each key once", got=got))
         f, given = logical.checked_values(self._layout, name, numbers.size, values, slot=slot)
+        # A row that is on its way home would be written after the one that is given now.
         if self._maps is not None and self._maps.homes is not None:
             self._maps.homes.flush()
         return _Given(numbers, np.asarray(given).astype(jnp.dtype(f.shape.dtype)), f)
@@ -165,6 +170,7 @@ class RowsByKey:
         """Return the state with all that is on the devices written, and what writes it at home."""
         f = given.field
         name, taken = f.table.name, moves.of_keys(f.table.name)
+        # In the step that was just taken every key has a row; that of the state is one step behind.
         ids = maps.find(name, given.keys)
         if not f.table.is_on_host:
             new = NewKeys(taken.new_keys, taken.new_rows)
@@ -173,6 +179,7 @@ class RowsByKey:
         owners, rows = moves.owners[name], maps.rows(name, ids)
         held, here = owners.rows >= 0, rows >= 0
         keys, places = taken.new_keys[held], owners.rows[held]
+        # All processes know all of these, so each fills the lines of all shards alike.
         new = NewKeys(keys, places, np.zeros(keys.size, bool))
         state_of = self._on_devices(state, f, new, rows[here], given.values[here])
         return state_of, lambda: self._write_home(maps, state, given, ids, taken)
@@ -184,6 +191,8 @@ class RowsByKey:
         if not rows.size:
             return state
         stack = f.stack.name
+        # The row of a new key is drawn with its slots into memory that is donated, so all arrays of
+        # the stack are copied; for keys that had rows the one that is written is enough.
         if new.keys.size:
             mine = {n: logical.copy_array(array) for n, array in state.slots[stack].items()}
             tables = {**state.tables, stack: logical.copy_array(state.tables[stack])}
@@ -205,6 +214,8 @@ class RowsByKey:
         numbers = ids.astype(np.int64).view(np.uint64)
         mine = np.flatnonzero(homes.tables[f.table.name].row_groups.at_home(numbers))
         numbers, keys = numbers[mine], given.keys[mine]
+        # A known key keeps what is not given, such as its slots; a new key gets all of it fresh.
+        # Ids [4, 9, 2] with 9 of a new key: rows of 4 and 2 are read, that of 9 is drawn.
         is_new = np.isin(keys, taken.new_keys)
         rows = self._read_whole(state, f, numbers[~is_new])
         drawn = self._drawer.draw(
@@ -214,6 +225,7 @@ class RowsByKey:
         for part, known in rows.items():
             whole[part] = np.empty((mine.size, *known.shape[1:]), known.dtype)
             whole[part][~is_new], whole[part][is_new] = known, drawn[part]
+        # Rows at home are bytes of a known type: bfloat16 is kept as uint16, so it is viewed so.
         part = VALUES if f.slot is None else slot_field(f.slot)
         whole[part] = given.values[mine].view(whole[part].dtype)
         homes[f.table.name].write(numbers, whole)
@@ -248,7 +260,7 @@ def join_blocks(f_label: str, blocks: Iterable[ArrayLike]) -> np.ndarray:
 def refuse_traced(what: str, *given: Any) -> None:
     """Refuse tracers: the host must know which rows it reads or writes."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(given)):
-        expected, got = "a call outside a jit: the host finds the rows", "tracers"
+        expected, got = "a call outside a jit, for a table on the host or for keys", "tracers"
         raise ValueError(message(what, expected=expected, got=got, remedy="call it before the jit"))
 
 
