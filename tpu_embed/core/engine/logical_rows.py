@@ -16,6 +16,7 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array, ArrayLike
+from tpu_embed.core.engine.gather import gather_rows
 from tpu_embed.core.engine.rows_by_key import (
     RowsByKey,
     check_none_ahead,
@@ -34,7 +35,7 @@ from tpu_embed.core.state import (
 )
 from tpu_embed.kernels import storage
 from tpu_embed.processes import gather_bytes, raise_on_all
-from tpu_embed.storage import VALUES, Homes, slot_field
+from tpu_embed.storage import VALUES, Homes, RowField, slot_field
 from tpu_embed.vocabulary import Vocabularies
 
 
@@ -72,6 +73,8 @@ class LogicalRows:
         slot: str | None = None,
     ) -> np.ndarray:
         """Return some rows of a table or slot, `[n, …]`, from the devices or from home.
+
+        With several processes all of them call this, with the same rows.
 
         Args:
           state: the state; with tables on the host the newest one.
@@ -276,18 +279,7 @@ class LogicalRows:
         mine = np.flatnonzero(row_groups.at_home(keys))
         what = f"engine.rows: table {f.table.name!r}"
         read = raise_on_all(what, Path(), lambda: self._of_here(state, f, keys[mine]))
-        fields = homes.tables[f.table.name].fields
-        rows = {part: np.empty((keys.size, *one.shape), one.dtype) for part, one in fields.items()}
-        said = gather_bytes(what, b"".join([mine.tobytes(), *(read[p].tobytes() for p in fields)]))
-        width = 8 + sum(one.nbytes for one in fields.values())
-        for some in said:
-            # The numbers of n keys, then one field of all n after the other.
-            n = len(some) // width
-            at, end = np.frombuffer(some, np.int64, n), 8 * n
-            for part, one in fields.items():
-                values = np.frombuffer(some[end : end + n * one.nbytes], one.dtype)
-                rows[part][at], end = values.reshape(n, *one.shape), end + n * one.nbytes
-        return rows
+        return gather_rows(what, homes.tables[f.table.name].fields, keys.size, mine, read)
 
     def _of_here(self, state: TableState, f: Field, keys: np.ndarray) -> dict[str, np.ndarray]:
         """Return stored rows, `[n, …]` by field, for distinct keys that are at home here."""
@@ -340,11 +332,24 @@ class LogicalRows:
         return logical.write_rows(state, self._layout, f, places[here], given[here])
 
     def _on_devices(self, state: TableState, f: Field, rows: np.ndarray, part: str) -> np.ndarray:
-        """Return stored rows, `[n, …]`, for distinct logical rows that the devices hold."""
-        if not rows.size:
-            return np.zeros((0, *f.shape.shape), storage.stored_dtype(f.shape.dtype))
-        name = f.table.name
-        return self._mover.read(state, {name: rows})[name][part]
+        """Return stored rows, `[n, …]`, for distinct logical rows that the devices hold.
+
+        With several processes all of them call this, and each reads what its devices hold.
+        """
+        name, axes, shard_axes = f.table.name, self._layout.axes, f.stack.shard_axes
+        one = RowField(f.shape.shape, storage.stored_dtype(f.shape.dtype))
+
+        def read(some: np.ndarray) -> np.ndarray:
+            if not some.size:
+                return np.zeros((0, *one.shape), one.dtype)
+            return self._mover.read(state, {name: some})[name][part]
+
+        if axes.one_process:
+            return read(rows)
+        shards = f.stack.physical(rows, f.table) // f.stack.num_rows
+        mine = np.flatnonzero(np.isin(shards, axes.local_parts(shard_axes)))
+        what = f"engine.rows: table {name!r}"
+        return gather_rows(what, {part: one}, rows.size, mine, {part: read(rows[mine])})[part]
 
     def _of(self, name: str) -> tuple[Homes, Vocabularies]:
         """Return the homes and the maps that know a table on the host.
