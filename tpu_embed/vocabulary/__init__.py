@@ -18,6 +18,7 @@ from tpu_embed.vocabulary.given_keys import read_keys
 from tpu_embed.vocabulary.map import VocabularyMap
 from tpu_embed.vocabulary.reports import KeyChanges, KeyScores
 from tpu_embed.vocabulary.states import fit
+from tpu_embed.vocabulary.statistics import QUANTILES, describe_keys
 from tpu_embed.vocabulary.table_maps import FoundKeys, Moves
 from tpu_embed.vocabulary.vocabularies import Vocabularies
 
@@ -36,12 +37,14 @@ __all__ = [
     "MapStates",
     "Moves",
     "NewOwners",
+    "QUANTILES",
     "Taken",
     "ValidSteps",
     "Vocabularies",
     "VocabularyMap",
     "check_vocabulary",
     "choose_vocabularies",
+    "describe_keys",
     "fit",
     "map_version",
     "new_history",

@@ -182,9 +182,7 @@ def read(
       ValueError: a file is damaged; a table lives on disk or in the engine alone; its unseen keys
         share a row in the engine alone, so that nobody has trained this row.
     """
-    found = None
-    if (directory / _FILE).exists():
-        found = read_bound(directory / _FILE, _FORM, checkpoint)[1]
+    found = read_description(directory, checkpoint)
     saved = {} if found is None else found["tables"]
     wanted = _living(engine)
     for name in saved_tables:
@@ -204,7 +202,7 @@ def read(
         before, now = saved[name]["unseen"], _rules(table).unseen
         if now == "shared" and before != now:
             raise refuse(f"table {name!r}: unseen", repr(now), repr(before), "declare it as it was")
-        state = _read_state(directory, name, saved[name], step, checksums)
+        state = read_state(directory, name, saved[name], step, checksums)
         maps[name], moves[name] = _fit_state(state, saved[name], table)
     ids = {name: maps[name] for name, table in wanted.items() if table.key_table is not None}
     # Nothing is on the devices at first, so what knows the rows of tables there is empty.
@@ -213,6 +211,17 @@ def read(
     if found is not None:
         key = {found["kind"]: np.array(found["key"], np.uint32)}
     return FoundMaps(MapStates(new_history(), maps, ids), key, moves)
+
+
+def read_description(directory: Path, checkpoint: str) -> dict[str, Any] | None:
+    """Return what is written of all maps, see `SavedMaps`; None if no vocabulary lives.
+
+    Raises:
+      ValueError: the file is damaged, or belongs to another checkpoint.
+    """
+    if not (directory / _FILE).exists():
+        return None
+    return read_bound(directory / _FILE, _FORM, checkpoint)[1]
 
 
 def _living(engine: EmbeddingEngine) -> dict[str, TableSlice]:
@@ -243,13 +252,26 @@ def empty_state(step: int) -> MapState:
     return MapState(keys, numbers, numbers, numbers, keys, numbers, np.array(step), counters)
 
 
-def _read_state(
+def read_state(
     directory: Path,
     name: str,
     saved: Mapping[str, Any],
     step: int,
     checksums: Mapping[str, dict[str, int]],
 ) -> MapState:
+    """Return the state of the map of one table, as it was saved.
+
+    Args:
+      directory: that of the tables.
+      name: the table.
+      saved: what is written of it in `read_description`.
+      step: of the checkpoint.
+      checksums: of all files, by directory.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: a file is damaged.
+    """
     arrays = {}
     for field in _ARRAYS:
         size = saved["waiting" if field.startswith("waiting") else "keys"]
