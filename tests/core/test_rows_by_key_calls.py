@@ -1,6 +1,7 @@
 """What `rows`, `set_rows` and `load` take by key, what they refuse, and nothing changes."""
 
 import re
+import threading
 
 import jax
 import numpy as np
@@ -256,6 +257,62 @@ def test_an_evaluation_batch_does_not_show_a_key_at_home_that_has_lost_its_row()
         made.lookup(state, looked)
     found = made.lookup(state, made.place(ids(9, 3), training=False))["x"]
     np.testing.assert_array_equal(found[0], [1, 1])
+
+
+def test_an_evaluation_batch_does_not_show_a_key_whose_row_on_the_devices_is_anothers():
+    made, state = on_host(capacity=2)
+    state = train(made, state, 1, 2)
+    looked, kept = (made.place(ids(*keys), training=False) for keys in ((1, 2), (2, 2)))
+    state = made.set_rows(state, "t", keys=[9], values=np.ones((1, 2)))  # takes the row of key 1
+    with pytest.raises(ValueError, match="place it again"):
+        made.lookup(state, looked)
+    np.testing.assert_array_equal(
+        made.lookup(state, kept)["x"][0], made.rows(state, "t", keys=[2])[0]
+    )
+
+
+def test_a_row_on_its_way_home_does_not_come_after_the_one_that_is_set(monkeypatch):
+    made, state = on_host(capacity=4)
+    state = made.set_rows(state, "t", keys=[7, 8], values=np.ones((2, 2)))  # compiles what it needs
+    state = train(made, state, 1, 2)
+    made.storage.flush()
+    here, go, write = threading.current_thread(), threading.Event(), HostRows.write
+
+    def late(*args):
+        if threading.current_thread() is not here:
+            assert go.wait(60)
+        write(*args)
+
+    monkeypatch.setattr(HostRows, "write", late)
+    state = train(made, state, 3, 4)  # sends 1 and 2 home; 7 and 8 are forgotten
+    later = threading.Timer(0.5, go.set)
+    later.start()
+    state = made.set_rows(state, "t", keys=[9, 10], values=np.ones((2, 2)))  # in place of 1 and 2
+    later.join()
+    made.storage.flush()
+    assert made.vocabularies.last["t"].evicted.tolist() == [1, 2]
+    np.testing.assert_array_equal(made.rows(state, "t", keys=[9, 10]), np.ones((2, 2)))
+
+
+def test_it_comes_in_turn_with_batches():
+    made, state = simple()
+    first, second = made.next_turn(), made.next_turn()
+    with first.hold(), pytest.raises(RuntimeError, match="it would wait for itself"):
+        made.set_rows(state, "t", keys=[1], values=np.ones((1, 2)))
+    errors = []
+
+    def call():
+        try:
+            made.set_rows(state, "t", keys=[1], values=np.ones((1, 2)))
+        except ValueError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    first.place(ids(1, 2))
+    second.place(ids(3, 4))
+    thread.join()
+    assert ["no batch placed ahead, got 2" in error for error in errors] == [True]
 
 
 def test_rows_wherever_they_are_on_the_host(tmp_path):
