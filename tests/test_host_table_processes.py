@@ -1,5 +1,7 @@
 """Several processes keep the rows of their own shards, with the bits of one process."""
 
+import functools
+
 import host_table_processes as cases
 import jax
 import numpy as np
@@ -36,6 +38,8 @@ def two(one, directory):
         (cases.train_embedding,),
         (cases.shapes_sent,),
         (cases.lose_a_row,),
+        (cases.by_key,),
+        (functools.partial(cases.by_key, hosted=False),),
     ]
     return run(2, directory, calls)
 
@@ -48,6 +52,16 @@ def test_two_processes_have_the_bits_of_tables_on_the_devices_of_one(two):
         halves = [found[0][0][i] for found in two]
         whole = {name: np.concatenate([one[name] for one in halves]) for name in expected}
         assert_same(whole, expected)
+
+
+def test_rows_by_key_are_those_of_one_process_or_refused_in_all(two):
+    (refused,), expected = cases.by_key(hosted=False)
+    assert "each key once" in refused
+    for found in two:
+        for errors, rows in found[-2:]:
+            assert_same(rows, expected)
+            assert "each key once" in errors[0]
+            assert "the same keys and values in every process, got others" in errors[1]
 
 
 def test_each_process_has_its_part_of_the_rows_at_home(two):

@@ -1,4 +1,7 @@
-"""The command line: `info` shows the machine, `check` tests it, `plan` sizes a configuration."""
+"""The command line: `info` shows the machine, `check` tests it, `plan` sizes a configuration.
+
+`vocabulary` shows the keys of a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,7 @@ from tpu_embed.planning.compiled import Compiled, compile_for
 from tpu_embed.planning.estimate import Estimate, estimate
 from tpu_embed.planning.options import read_options
 from tpu_embed.planning.profile import profile_step
+from tpu_embed.vocabulary_report import explain, statistics_of
 
 PACKAGES = ("tpu-embed", "jax", "jaxlib", "optax", "flax", "numpy")
 
@@ -270,6 +274,35 @@ def _add_plan(commands: Any) -> None:
     command.set_defaults(run=show_plan)
 
 
+def show_vocabulary(args: argparse.Namespace) -> None:
+    """Print how the living vocabularies of a checkpoint fare.
+
+    Args:
+      args: `checkpoint`, its directory; `table`, the only one to show, or None; `hottest`, how many
+        keys to list in each order; `json`.
+
+    Raises:
+      FileNotFoundError: there is no checkpoint.
+      ValueError: a file is damaged; no vocabulary lives, or none of this name.
+    """
+    # Another process may hold the accelerator, and nothing is computed here.
+    jax.config.update("jax_platforms", "cpu")
+    found = statistics_of(args.checkpoint, hottest=args.hottest, table=args.table)
+    print(json.dumps(found) if args.json else explain(found))
+
+
+def _add_vocabulary(commands: Any) -> None:
+    """Add the subcommand `vocabulary` to the command line."""
+    command = commands.add_parser("vocabulary", help="the keys of a checkpoint's tables")
+    command.add_argument("checkpoint", help="the directory that io.save or io.save_modules wrote")
+    command.add_argument("--table", help="show this table alone")
+    command.add_argument(
+        "--hottest", type=int, default=10, help="how many keys to list in each order (10)"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(run=show_vocabulary)
+
+
 def _add_host_options(command: argparse.ArgumentParser) -> None:
     """Add what is said of tables on the host."""
     of_tables: dict[str, Any] = {"action": "append", "default": []}
@@ -328,6 +361,7 @@ def main() -> None:
     command.set_defaults(run=lambda args: print(info()))
     _add_check(commands)
     _add_plan(commands)
+    _add_vocabulary(commands)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack the bars' characters
     try:
@@ -339,7 +373,7 @@ def main() -> None:
         # The reader of our output, `head` for example, has closed it. Python would fail to flush
         # standard output at exit, so it is redirected to nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, FileNotFoundError) as error:
         sys.exit(f"error: {error}")
 
 

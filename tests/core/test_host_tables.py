@@ -46,7 +46,7 @@ LIVING = {
 def test_living_vocabularies_on_the_host_have_the_keys_and_bits_of_those_on_the_devices(case):
     devices, rule, living, options = LIVING[case]
     counts = TwoEngines(*engines(devices, rule, living=living, **options), seed=2).run(120)
-    wanted = "late rows", "updates", "visits", "refused"
+    wanted = "late rows", "updates", "visits", "refused", "keys set"
     assert min(counts[name] for name in wanted) > 0, counts
     assert counts["evicted" if living[0].ttl is None else "expired"] > 5, counts
 

@@ -246,11 +246,40 @@ class TwoEngines:
         self.states = [e.set_rows(state, name, ids, values, slot=slot) for e, state in pair]
         self.kept = []  # they keep what they brought along
 
+    def set_rows_by_key(self):
+        """Give keys of the living table rows and values; both engines do, or both refuse."""
+        if self.placed or not self.lives:
+            return
+        while self.admitted:
+            self.update()
+        keys = self.rng.permutation(self.tags)[: self.rng.integers(1, 25)]
+        shapes = slot_shapes(self.hosted.layout.table("tags")[0])
+        every = [None, *sorted(n for n, one in shapes.items() if one.per_row)]
+        slot = every[self.rng.integers(len(every))]
+        width = self.hosted.rows(self.states[0], "tags", [0], slot=slot).shape[1:]
+        values = self.rng.random((keys.size, *width)).astype(np.float32)
+        pair = zip((self.hosted, self.resident), self.states, strict=True)
+        said, new = [], []
+        for made, state in pair:
+            try:
+                new.append(made.set_rows(state, "tags", keys=keys, values=values, slot=slot))
+            except ValueError as error:
+                said.append(str(error))
+        assert len(said) in (0, 2)
+        assert len(set(said)) < 2
+        self.counts["keys refused" if said else "keys set"] += 1
+        if new:
+            self.states, self.kept = new, []  # those only keep what they brought along
+            pair = zip((self.hosted, self.resident), self.states, strict=True)
+            one, other = (e.rows(state, "tags", keys=keys, slot=slot) for e, state in pair)
+            np.testing.assert_array_equal(one, values.astype(one.dtype))
+            np.testing.assert_array_equal(one, other)
+
     def run(self, steps):
         """Take random steps, then finish what waits and compare every row."""
         ways = [self.place] * 4 + [self.admit] * 4 + [self.update] * 3
         ways += [self.evaluate, self.evaluate_again, self.rewind, self.place_too_much, self.read]
-        ways += [self.set_rows]
+        ways += [self.set_rows] + [self.set_rows_by_key] * 2 * self.lives
         for _ in range(steps):
             if len(self.placed) > 3:
                 self.admit()

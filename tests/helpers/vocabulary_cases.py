@@ -24,25 +24,26 @@ def make_map(kernels, capacity, lookahead=0, **options):
         return VocabularyMap(DynamicVocabulary(**options), capacity, lookahead)
 
 
-def take(vocabulary_map, keys):
+def take(vocabulary_map, keys, at_once=False):
     """Take a batch of keys as a caller does: find them, and split known rows from unknown keys."""
     keys = np.asarray(keys, np.uint64)
     rows = vocabulary_map.find(keys)
-    return vocabulary_map.take(rows[rows >= 0], keys[rows < 0])
+    return vocabulary_map.take(rows[rows >= 0], keys[rows < 0], at_once=at_once)
 
 
-def check_step(vocabulary_map, oracle, keys):
+def check_step(vocabulary_map, oracle, keys, at_once=False):
     """Take a batch with the map and with the oracle; all they tell must be the same."""
-    taken = take(vocabulary_map, keys)
-    check_taken(taken, vocabulary_map.find(np.array(keys, np.uint64)), oracle, keys)
+    taken = take(vocabulary_map, keys, at_once)
+    rows_after = vocabulary_map.find(np.array(keys, np.uint64))
+    check_taken(taken, rows_after, oracle, keys, at_once)
     assert vocabulary_map.step == taken.step == oracle.step
     assert vocabulary_map.counters == oracle.counters
     assert len(vocabulary_map) == len(oracle.row_of)
 
 
-def check_taken(taken, rows_after, oracle, keys):
+def check_taken(taken, rows_after, oracle, keys, at_once=False):
     """Compare what a map did with a batch, and the rows it then finds, with the oracle."""
-    rows, new, freed = oracle.take(keys)
+    rows, new, freed = oracle.take(keys, at_once)
     assert rows_after.tolist() == [rows[key] for key in keys]
     new_pairs = list(zip(taken.new_keys.tolist(), taken.new_rows.tolist(), strict=True))
     assert new_pairs == new
@@ -82,7 +83,8 @@ def check_random_map(rng, steps=60):
         batch = np.append(
             batch * np.uint64(2**63 + 2**31 + 1), rng.choice(np.array(ODD_KEYS, np.uint64), 2)
         )
-        same([take(found, batch) for found in maps])
+        at_once = bool(rng.random() < 0.2)
+        same([take(found, batch, at_once) for found in maps])
         same([(found.find(batch), *found.counters.values(), len(found)) for found in maps])
         step = int(rng.integers(maps[0].earliest, maps[0].step + 1))
         kind = rng.choice(["nothing", "state", "rewind", "forget", "load"], p=[0.6, *[0.1] * 4])

@@ -19,7 +19,10 @@ NAMES = {
         "ServedModel TouchedRows Version apply_delta export_delta export_model host_table "
         "load_model quantize_rows restore restore_modules save save_modules serving_lookup"
     ),
-    "tpu_embed.metrics": "batch_statistics counters table_statistics write_scalars",
+    "tpu_embed.metrics": (
+        "batch_statistics counters table_statistics vocabulary_scalars vocabulary_statistics "
+        "write_scalars"
+    ),
     "tpu_embed.nn": (
         "ActivationGradient Counter Embed EmbeddingBag Slot Table TableGradients "
         "apply_table_gradients fused_value_and_grad sparse_value_and_grad"

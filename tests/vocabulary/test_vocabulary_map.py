@@ -54,7 +54,7 @@ def test_every_step_is_the_oracles(kernels, batches, options, capacity, lookahea
     oracle = VocabularyOracle(capacity, lookahead=lookahead, **options)
     past, earliest = [copy.deepcopy(oracle)], 0
     for batch in batches:
-        check_step(found, oracle, batch)
+        check_step(found, oracle, batch, at_once=data.draw(st.integers(0, 4)) == 0)
         past.append(copy.deepcopy(oracle))
         for step in {earliest, data.draw(st.integers(earliest, oracle.step))}:
             check_state(found.state(step), past[step].state())
@@ -178,6 +178,18 @@ def test_rows_of_batches_placed_ahead_are_protected(kernels, evict, lookahead):
     assert (
         take(found, [20, 21, 22]).rows.tolist() == [[0, 1, 2], [0, 1, -1], [0, -1, -1]][lookahead]
     )
+
+
+@both
+@pytest.mark.parametrize("admit_after", [1, 4])
+def test_keys_are_admitted_at_once_if_they_are_to_be(kernels, admit_after):
+    """Whether they wait already or not; the keys that wait beside them go on waiting."""
+    found = make_map(kernels, 3, admit_after=admit_after)
+    oracle = VocabularyOracle(3, admit_after=admit_after, waiting=12)
+    for keys, at_once in (([5, 6], False), ([6, 7, 8], True), ([9], False), ([9, 7], True)):
+        check_step(found, oracle, keys, at_once)
+    assert found.find(np.array([7, 9], np.uint64)).min() >= 0
+    assert (found.state().waiting_keys == 5).sum() == (admit_after > 1)
 
 
 @both

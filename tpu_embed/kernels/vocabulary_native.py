@@ -71,11 +71,11 @@ class KeyMap:
         native.call("find", _address(keys), keys.size, _address(rows))
         return rows
 
-    def take(self, known: np.ndarray, unknown: np.ndarray) -> Taken:
+    def take(self, known: np.ndarray, unknown: np.ndarray, *, at_once: bool = False) -> Taken:
         """Take a training batch; see `vocabulary_reference.KeyMap.take`."""
         rows = np.empty(unknown.size, np.int64)
         arrays = _address(known), known.size, _address(unknown), unknown.size, _address(rows)
-        task = _TakeTask(*arrays)
+        task = _TakeTask(*arrays, at_once=int(at_once))
         self._native.call("take", ctypes.addressof(task))
         if task.conflict:
             kind = _CONFLICTS[task.conflict]
@@ -152,7 +152,7 @@ def _fields(names: str, counters: bool = False) -> list[tuple[str, Any]]:
 
 
 class _TakeTask(ctypes.Structure):
-    _fields_ = _fields("known k unknown m rows conflict number num_new num_evicted unseen")
+    _fields_ = _fields("known k unknown m rows conflict number num_new num_evicted unseen at_once")
 
 
 class _StateTask(ctypes.Structure):

@@ -171,12 +171,13 @@ class KeyMap:
             found = [self._row_of.get(key, -1) for key in keys.tolist()]
         return np.array(found, np.int64)
 
-    def take(self, known: np.ndarray, unknown: np.ndarray) -> Taken:
+    def take(self, known: np.ndarray, unknown: np.ndarray, *, at_once: bool = False) -> Taken:
         """Take a training batch: move scores, free rows, count and admit keys.
 
         Args:
           known: int64 `[k]`, rows of the batch's known keys; rows may repeat.
           unknown: uint64 `[m]`, the batch's unknown keys in batch order; keys may repeat.
+          at_once: whether unknown keys are admitted whatever `admit_after` says.
 
         Raises:
           ConflictError: a row has no key, or an unknown key is known. Nothing has changed.
@@ -190,7 +191,9 @@ class KeyMap:
             expired, keys_before = self._expired(), self._keys.copy()
             self._clear(expired)
             distinct = list(dict.fromkeys(unknown.tolist()))
-            admitted, places, victims = self._admit(distinct)
+            admitted, places, victims = self._admit(
+                distinct, 1 if at_once else self._options.admit_after
+            )
             evicted = np.concatenate([expired, victims])
             row_of = dict(zip(admitted, places.tolist(), strict=True))
             unseen = [key for key in distinct if key not in row_of]
@@ -281,13 +284,15 @@ class KeyMap:
         rows = np.flatnonzero((self._batches_seen > 0) & (self._last_seen < oldest))
         return rows[np.argsort(self._last_seen[rows], kind="stable")]
 
-    def _admit(self, distinct: list[int]) -> tuple[list[int], np.ndarray, np.ndarray]:
+    def _admit(
+        self, distinct: list[int], admit_after: int
+    ) -> tuple[list[int], np.ndarray, np.ndarray]:
         """Admit the keys that are due, as far as there are rows.
 
         Returns:
           The keys, the row of each, and those rows among them that were taken from other keys.
         """
-        due = [key for key in distinct if self._count(key) + 1 >= self._options.admit_after]
+        due = [key for key in distinct if self._count(key) + 1 >= admit_after]
         # Keys that are admitted in this step are not evicted in it. So the free rows go first, in
         # ascending order, and then the rows of other keys, in ascending order of their scores.
         free = np.flatnonzero(self._batches_seen == 0)[: len(due)]

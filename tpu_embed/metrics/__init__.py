@@ -6,7 +6,15 @@ nested dicts of plain Python numbers, which `write_scalars` writes for TensorBoa
 
 from tpu_embed.metrics.batches import batch_statistics
 from tpu_embed.metrics.events import counters
+from tpu_embed.metrics.keys import vocabulary_scalars, vocabulary_statistics
 from tpu_embed.metrics.scalars import write_scalars
 from tpu_embed.metrics.tables import table_statistics
 
-__all__ = ["batch_statistics", "counters", "table_statistics", "write_scalars"]
+__all__ = [
+    "batch_statistics",
+    "counters",
+    "table_statistics",
+    "vocabulary_scalars",
+    "vocabulary_statistics",
+    "write_scalars",
+]

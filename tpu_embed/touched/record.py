@@ -13,6 +13,7 @@ import contextlib
 import threading
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from tpu_embed.touched.marks import NEVER
 from tpu_embed.touched.saved import SavedRecord
 from tpu_embed.touched.table_marks import Changes, TableMarks, shared_row
 from tpu_embed.touched.versions import Lineage, Version
-from tpu_embed.vocabulary import Moves, map_version
+from tpu_embed.vocabulary import Moves, map_version, read_keys
 
 # Steps are kept as int32, and `record_rows` marks rows with the step after the given one.
 _LAST = 2**31 - 2
@@ -166,7 +167,7 @@ class TouchedRows:
     # -- rows that are set ---------------------------------------------------------------------
 
     def record_rows(
-        self, name: str, rows: ArrayLike | None, step: int, *, keys: ArrayLike | None = None
+        self, name: str, rows: ArrayLike | None, step: int, *, keys: Any = None
     ) -> None:
         """Record that rows were set by `set_rows`, or that a whole table was loaded.
 
@@ -176,8 +177,8 @@ class TouchedRows:
           name: the table, trainable or not.
           rows: row ids, or ids of a table on the host, integers `[n]`; None: all rows.
           step: `state.step` when they were set; they count as touched by the next update.
-          keys: with rows=None, the keys whose rows were set, integers `[n]`, if the table's
-            vocabulary lives.
+          keys: with rows=None, the keys whose rows were set, as for `engine.set_rows`, if the
+            table's vocabulary lives.
 
         Raises:
           ValueError: an unknown name, a bad row id, a key without a row, or a step before this
@@ -186,7 +187,7 @@ class TouchedRows:
         _, table = self.layout.table(name)
         check_int("step", step, minimum=self._start.step)
         if keys is not None:
-            rows = self._rows_of(table, rows, np.asarray(keys))
+            rows = self._rows_of(table, rows, keys)
         if table.is_on_host and rows is None:
             expected, got = "the ids whose rows were set, of a table on the host", "None"
             raise ValueError(message(f"table {name!r}: rows", expected=expected, got=got))
@@ -198,7 +199,7 @@ class TouchedRows:
             else:
                 self._marks.mark(name, chosen, step + 1)
 
-    def _rows_of(self, table: TableSlice, rows: ArrayLike | None, keys: np.ndarray) -> np.ndarray:
+    def _rows_of(self, table: TableSlice, rows: ArrayLike | None, keys: Any) -> np.ndarray:
         """Return the rows, or ids at home, of keys, int64 `[n]`.
 
         Raises:
@@ -208,12 +209,10 @@ class TouchedRows:
         if rows is not None or table.key_rules is None or self._maps is None:
             expected = "None beside rows" if rows is not None else "None: ids are row numbers"
             raise ValueError(message(what, expected=expected, got="keys"))
-        _check_integers(what, keys)
-        signed = keys.dtype.kind == "i"
-        bits = keys.astype(np.int64).view(np.uint64) if signed else keys.astype(np.uint64)
-        found = self._maps.find(table.name, bits, self._maps.admitted).astype(np.int64)
+        numbers = read_keys(what, keys)
+        found = self._maps.find(table.name, numbers, self._maps.admitted).astype(np.int64)
         if (found < 0).any():
-            expected, got = "keys with a row", f"key {keys[found < 0][0]}, which has none"
+            expected, got = "keys with a row", f"key {numbers[found < 0][0]}, which has none"
             raise ValueError(message(what, expected=expected, got=got))
         return found
 

@@ -17,7 +17,7 @@ import numpy as np
 from tpu_embed._checks import message
 from tpu_embed.core.layout import Layout, Stack, TableSlice
 from tpu_embed.touched.hosted import HostedMarks
-from tpu_embed.touched.key_changes import KeyChanges, given_by
+from tpu_embed.touched.key_marks import KeyMarks, given_by
 from tpu_embed.touched.marks import NEVER, RowMarks
 from tpu_embed.touched.saved import SavedMarks
 from tpu_embed.touched.versions import Version
@@ -52,7 +52,7 @@ class TableMarks:
     def __init__(self, layout: Layout, maps: Vocabularies | None) -> None:
         self._layout, self._maps = layout, maps
         self._rows, self._hosted = RowMarks(), HostedMarks(layout)
-        self._keys = {table.name: KeyChanges(table) for _, table in layout.living}
+        self._keys = {table.name: KeyMarks(table) for _, table in layout.living}
         if maps is not None:
             held = {table.name: maps.held(table.name) for _, table in layout.on_host}
             pairs = {name: (one.keys, one.rows) for name, one in held.items()}
@@ -154,7 +154,7 @@ class TableMarks:
             return keys.view(np.int64)
         return self._maps.find(table.name, keys, self._maps.admitted).astype(np.int64)
 
-    def _without_row(self, table: TableSlice, known: KeyChanges, since: Version) -> np.ndarray:
+    def _without_row(self, table: TableSlice, known: KeyMarks, since: Version) -> np.ndarray:
         """Return the keys that lost their rows since a version and have none, ascending."""
         lost = known.lost(since.keys)
         return lost[self._find(table, lost) < 0]

@@ -15,8 +15,11 @@ from tpu_embed.vocabulary.batch_keys import (
 from tpu_embed.vocabulary.choose import choose_vocabularies
 from tpu_embed.vocabulary.config import DynamicVocabulary, KeyTable, LivingTable
 from tpu_embed.vocabulary.fixed import FixedVocabulary
+from tpu_embed.vocabulary.given_keys import read_keys
 from tpu_embed.vocabulary.map import VocabularyMap
+from tpu_embed.vocabulary.reports import KeyChanges, KeyScores
 from tpu_embed.vocabulary.states import RowMoves, empty_state, fit, fit_rows
+from tpu_embed.vocabulary.statistics import QUANTILES, describe_keys
 from tpu_embed.vocabulary.table_maps import FoundKeys, Moves
 from tpu_embed.vocabulary.vocabularies import Vocabularies
 
@@ -26,6 +29,8 @@ __all__ = [
     "DynamicVocabulary",
     "FixedVocabulary",
     "FoundKeys",
+    "KeyChanges",
+    "KeyScores",
     "KeyTable",
     "KeyedRows",
     "LivingTable",
@@ -33,6 +38,7 @@ __all__ = [
     "MapStates",
     "Moves",
     "NewOwners",
+    "QUANTILES",
     "RowMoves",
     "Taken",
     "ValidSteps",
@@ -40,10 +46,12 @@ __all__ = [
     "VocabularyMap",
     "check_vocabulary",
     "choose_vocabularies",
+    "describe_keys",
     "empty_state",
     "fit",
     "fit_rows",
     "map_version",
     "new_history",
+    "read_keys",
     "states_to_load",
 ]

@@ -38,11 +38,12 @@ class MapStates(NamedTuple):
 
 
 class NewOwners(NamedTuple):
-    """Which ids of a table on the host whose vocabulary lives got new keys in a training batch.
+    """Which ids of a table on the host whose vocabulary lives got new keys in one step.
 
     Attributes:
       taken: what the map from keys to ids did; its rows are ids.
-      rows: int64 `[a]`, the rows on the devices of the ids of its new keys.
+      rows: int64 `[a]`, the rows on the devices of the ids of its new keys; -1 for an id that is
+        at home alone, which only a step without a batch has (`Vocabularies.take_keys`).
     """
 
     taken: Taken

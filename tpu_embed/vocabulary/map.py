@@ -116,7 +116,7 @@ class VocabularyMap:
         state = self.state()
         return state.keys, state.rows
 
-    def take(self, known: np.ndarray, unknown: np.ndarray) -> Taken:
+    def take(self, known: np.ndarray, unknown: np.ndarray, *, at_once: bool = False) -> Taken:
         """Take one training batch: one step.
 
         The scores of known keys move; rows whose ttl has passed become free; every unknown key is
@@ -129,6 +129,7 @@ class VocabularyMap:
             repeat.
           unknown: uint64 `[m]`, the keys of the batch that `find` does not know, in batch order;
             keys may repeat.
+          at_once: whether unknown keys are admitted whatever `admit_after` says.
 
         Returns:
           What was done, with the row of each unknown key.
@@ -143,7 +144,7 @@ class VocabularyMap:
                 what, expected = "VocabularyMap.take", f"at most {MAX_STEP} batches"
                 raise ValueError(_checks.message(what, expected=expected, got="one more"))
             try:
-                return self._map.take(known, unknown)
+                return self._map.take(known, unknown, at_once=at_once)
             except ConflictError as conflict:
                 raise ValueError(_conflict_message(*conflict.args)) from None
 

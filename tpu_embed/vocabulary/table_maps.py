@@ -202,6 +202,56 @@ class TableMaps:
         new = self._to_rows[name].find(taken.new_rows.view(np.uint64))
         moves.owners[name] = NewOwners(taken, new)
 
+    def take_keys(self, name: str, keys: np.ndarray) -> Moves:
+        """Take one step in which all keys of one table get rows, whatever `admit_after` says.
+
+        For every other table it is a batch without keys. Of a table on the host, the keys get ids,
+        and nothing comes to the devices.
+
+        Args:
+          name: the table, whose vocabulary lives.
+          keys: uint64 `[n]`, all different.
+
+        Raises:
+          ValueError: there are not enough rows for all keys; no map changes.
+        """
+        step, moves = self.step, Moves({}, {})
+        nothing = np.zeros(0, np.int64), np.zeros(0, np.uint64)
+        try:
+            taken = self._admit(name, keys)
+            for other in self._tables:
+                if other in self._to_ids and other != name:
+                    self._take_ids(other, *nothing, moves)
+                elif other in self._to_ids or other != name:
+                    self._take_rows(other, *nothing, moves)
+            if name in self._to_ids:
+                held = self._to_rows[name].find(taken.new_rows.view(np.uint64))
+                moves.owners[name] = NewOwners(taken, held)
+            else:
+                moves.taken[name] = taken
+        except BaseException:
+            self.rewind(step)
+            raise
+        return moves
+
+    def _admit(self, name: str, keys: np.ndarray) -> Taken:
+        """Let all keys of a table have rows; see `take_keys`."""
+        map_ = self._of_keys(name)
+        assert isinstance(map_, VocabularyMap), "rows of keys are in no groups"
+        known = map_.find(keys)
+        taken = map_.take(known[known >= 0], keys[known < 0], at_once=True)
+        new, lost = taken.new_rows.size, int((taken.rows < 0).sum())
+        if lost:
+            expected = (
+                f"at most {keys.size - lost} of these keys at a time: {keys.size - new - lost} "
+            )
+            expected += f"have a row, and {new} can get one"
+            remedy = "give fewer keys, or declare a larger capacity; keys of the call and of the "
+            remedy += "`lookahead` batches before it keep their rows"
+            what, got = f"table {name!r}: keys", f"{keys.size}"
+            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        return taken
+
     # -- steps ---------------------------------------------------------------------------------
 
     def rewind(self, step: int) -> None:

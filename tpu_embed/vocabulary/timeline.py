@@ -93,7 +93,7 @@ class Timeline:
             self._changed[name][taken.evicted_rows] = step
             self._changed[name][taken.new_rows] = step
         for name, owners in moves.owners.items():
-            self._changed[name][owners.rows] = step
+            self._changed[name][owners.rows[owners.rows >= 0]] = step
         self.admitted, self.history = step, self._following
         self._forget_past()
         return moves

@@ -16,8 +16,7 @@ that do not belong together (`timeline.py`).
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -30,12 +29,14 @@ from tpu_embed.processes import Turns
 from tpu_embed.storage import Homes, HostRows, Incoming, Room
 from tpu_embed.vocabulary.batch_keys import BatchKeys, MapStates, ValidSteps, map_version
 from tpu_embed.vocabulary.config import LivingTable
+from tpu_embed.vocabulary.given_keys import read_keys
 from tpu_embed.vocabulary.observers import Observers
+from tpu_embed.vocabulary.reports import KeyReports, changes_of
 from tpu_embed.vocabulary.table_maps import FoundKeys, Moves, TableMaps
 from tpu_embed.vocabulary.timeline import FOREVER, SHARE, Timeline
 
 
-class Vocabularies:
+class Vocabularies(KeyReports):
     """The maps from keys to rows of all tables whose vocabularies live.
 
     Engines share them if one is made with the `vocabularies` of the other. Any thread may call any
@@ -60,14 +61,12 @@ class Vocabularies:
     ) -> None:
         self.lookahead, self.homes = lookahead, homes
         self.turns = Turns(with_others=jax.process_count() > 1)
-        self.tables = {table.name: table for table in tables}
         homes_of = {} if homes is None else homes.tables
         groups = {name: one.row_groups for name, one in homes_of.items()}
-        self._maps = TableMaps(tables, lookahead, groups)
-        self._timeline = Timeline(tables, lookahead)
+        maps, timeline = TableMaps(tables, lookahead, groups), Timeline(tables, lookahead)
+        super().__init__({table.name: table for table in tables}, maps, timeline)
         self._counted = {0: self.counters}  # after the admitted step and each later one
         self.observers = Observers()
-        self.lock = threading.RLock()
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied, alone or in a model: then there were two histories."""
@@ -112,25 +111,6 @@ class Vocabularies:
         with self.lock:
             return step, self._timeline.history_of(step)
 
-    def keys(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the keys of a table, as of the admitted batches, and their rows.
-
-        Returns:
-          The keys, uint64 `[n]`, and their rows, int64 `[n]`, ascending by row. Of a table on the
-          host these are the rows at home, in [0, V), if its vocabulary lives; otherwise the ids
-          that are on the devices, and their rows there.
-
-        Raises:
-          ValueError: no such table has a living vocabulary.
-        """
-        with self.lock:
-            found = self._maps.keys(self._known(name), self.admitted)
-        return found.keys, found.rows
-
-    def capacity(self, name: str) -> int:
-        """Return how many rows the keys of a table can have."""
-        return self._maps.sizes[self._known(name)][1]
-
     def held(self, name: str) -> MapState:
         """Return what has a row on the devices, as of the admitted batches: keys, or ids at home.
 
@@ -164,9 +144,16 @@ class Vocabularies:
 
     # -- placing -------------------------------------------------------------------------------
 
-    def find(self, name: str, keys: np.ndarray, step: int | None = None) -> np.ndarray:
-        """Return the rows of the keys of one table, int32 `[n]`; -1 for none; see `keys`."""
-        return self.find_all({0: (name, keys)}, step)[1][0].ids
+    def find(self, name: str, keys: Any, step: int | None = None) -> np.ndarray:
+        """Return the rows of keys of one table, int32 `[n]`, see `keys`; -1 for those without one.
+
+        Args:
+          name: the table.
+          keys: integers or strings `[n]`, as its features take them; -1 is a key here.
+          step: after which the rows are wanted, at least `admitted`; None: all that was placed.
+        """
+        given = read_keys(f"table {self._known(name)!r}: keys", keys)
+        return self.find_all({0: (name, given)}, step)[1][0].ids
 
     def find_all(
         self, keys: Mapping[int, tuple[str, np.ndarray]], step: int | None = None
@@ -222,12 +209,19 @@ class Vocabularies:
           ValueError: the rows are of another step or find no place on the devices, or there were
             too many steps; no map changes.
         """
+        return self._step(lambda: self._maps.take(batch))
+
+    def take_keys(self, name: str, keys: np.ndarray) -> Moves:
+        """Take one step in which all keys of a table get rows; see `TableMaps.take_keys`."""
+        return self._step(lambda: self._maps.take_keys(name, keys))
+
+    def _step(self, take: Callable[[], Moves]) -> Moves:
         with self.lock:
             step = self.placed
             if step + 1 + self.lookahead >= FOREVER:
                 expected, got = f"fewer than {FOREVER} training batches", f"{step + 1}"
                 raise ValueError(message("place", expected=expected, got=got))
-            moves = self._maps.take(batch)
+            moves = take()
             self._timeline.note_taken(step + 1, moves)
             self._counted[step + 1] = self.counters
         return moves
@@ -300,7 +294,8 @@ class Vocabularies:
     def note_admitted(self, step: int) -> None:
         """Note that a state has the rows of a step; what came before cannot be undone any more."""
         with self.lock:
-            self._counted.pop(self.admitted)
+            (*_, moves), before = self._timeline.after(step - 1), self._counted.pop(self.admitted)
+            self._last = changes_of(moves, before, self._counted[step])
             self.observers.note_admitted(step, self._timeline.note_admitted(step))
             self._maps.forget(step)
 
@@ -384,11 +379,5 @@ class Vocabularies:
             if self.homes is not None:
                 self.homes.replace(rows)
             self._timeline.load(self._maps.load(states), states.history)
-            self._counted = {self.admitted: self.counters}
+            self._counted, self._last = {self.admitted: self.counters}, {}
             self.observers.note_loaded()
-
-    def _known(self, name: str) -> str:
-        if name not in self.tables:
-            expected = f"one of {sorted(self.tables)}, whose vocabularies live"
-            raise ValueError(message("table", expected=expected, got=repr(name)))
-        return name

@@ -23,8 +23,11 @@ class VocabularyOracle:
         self.touched = defaultdict(list)  # step -> rows that its batch had
         self.counters = dict.fromkeys(["admitted", "evicted", "expired", "unseen", "forgotten"], 0)
 
-    def take(self, keys):
-        """Take a batch: return the row of each distinct key, new (key, row) pairs, freed rows."""
+    def take(self, keys, at_once=False):
+        """Take a batch: return the row of each distinct key, new (key, row) pairs, freed rows.
+
+        With `at_once`, every key is admitted for which there is a row, whatever `admit_after` says.
+        """
         self.step += 1
         distinct = list(dict.fromkeys(keys))
         for key in distinct:
@@ -37,7 +40,7 @@ class VocabularyOracle:
             if key in self.row_of:
                 continue
             self.waiting[key] = self.waiting.get(key, 0) + 1
-            if self.waiting[key] >= self.admit_after:
+            if at_once or self.waiting[key] >= self.admit_after:
                 row = self._find_room(freed)
                 if row is not None:
                     del self.waiting[key]
@@ -121,8 +124,8 @@ class HeapOracle(VocabularyOracle):
         super().__init__(*args, **options)
         self.heap, self.aside = [], []  # (score, row, key)
 
-    def take(self, keys):
-        result = super().take(keys)
+    def take(self, keys, at_once=False):
+        result = super().take(keys, at_once)
         for entry in self.aside:
             heapq.heappush(self.heap, entry)
         self.aside = []

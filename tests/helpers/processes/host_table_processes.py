@@ -127,6 +127,31 @@ def on_the_host():
     return made.storage.counters, touched, made.storage["items"].ids(), everything(made, state)
 
 
+def by_key(*, hosted=True):
+    """Return all rows of a run that gives keys rows in between, and the errors of bad calls."""
+    made, errors = engine(hosted=hosted), []
+    state, first = made.init(jax.random.key(7)), jax.process_index() == 0
+    values, keys = np.arange(80, dtype=np.float32).reshape(20, 4), np.arange(20) * (2**40 + 7)
+    for step in range(STEPS):
+        state = train_step(made, state, made.place(draw_part(step)))
+        if step % 3 == 1:
+            some = np.concatenate([keys[step:], [-5 - step, 2**50 + step]])
+            given = np.resize(values + step, (some.size, 4))
+            state = made.set_rows(state, "tags", keys=some, values=given)
+            assert np.array_equal(made.rows(state, "tags", keys=some), given)
+            slot = {"keys": some[::2], "slot": "accumulators"}
+            state = made.set_rows(state, "tags", values=given[::2], **slot)
+    bad = [{"keys": [1, 1 if first else 2]}]
+    if jax.process_count() > 1:  # one process has nobody to disagree with
+        bad.append({"values": values[:2] + first})
+    for given in bad:
+        try:
+            made.set_rows(state, "tags", **{"keys": keys[:2], "values": values[:2]} | given)
+        except ValueError as error:
+            errors.append(str(error))
+    return errors, everything(made, state)
+
+
 def with_all_shards(directory=None):
     """Return all rows of a run in which each process holds all shards.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ from tpu_embed.core.state import (
 from tpu_embed.storage import RowGroups
 from tpu_embed.vocabulary import (
     BatchKeys,
+    NewOwners,
     Taken,
     ValidSteps,
     Vocabularies,
@@ -85,16 +87,8 @@ class Admitter:
                 batch = dataclasses.replace(batch, valid_steps=np.array(fresh, np.int32))
             return state, _with_visits(batch)
         steps = self._vocabularies.check_next(now, batch.keys)
-        assert state.vocabulary is not None, "checked"
-        taken = np.asarray(state.vocabulary[MAP_VERSION])[2:].copy()
-        for i, (_, table) in enumerate(self._layout.living):
-            one, owners = batch.keys.taken[table.name], batch.keys.owners.get(table.name)
-            # A row that comes to the devices changes there, so its copy in a batch is old.
-            changed = one.new_rows if table.is_on_host else one.evicted_rows
-            if changed.size or (owners is not None and owners.rows.size):
-                taken[i] = steps.first
-        reached = steps.first, steps.history
-        vocabulary = new_version(state.vocabulary, reached, self._layout.axes, taken.tolist())
+        reached, keys = (steps.first, steps.history), batch.keys
+        vocabulary = version_after(state, self._layout, keys.taken, keys.owners, reached)
         arriving = self._complete(batch.keys)
         with SignalsDeferred():  # tables are donated, and the maps are to know it
             state = self._exchange(state, batch.keys, arriving, steps.first)
@@ -191,6 +185,33 @@ class Admitter:
             expected, got = "a call outside a jit", "tracers"
             remedy = "admit the batch first, then give state and batch to the jitted function"
             raise ValueError(message("admit", expected=expected, got=got, remedy=remedy))
+
+
+def version_after(
+    state: TableState,
+    layout: Layout,
+    taken: Mapping[str, Taken],
+    owners: Mapping[str, NewOwners],
+    reached: tuple[int, int],
+) -> Any:
+    """Return the `vocabulary` of the state after one more step of the maps.
+
+    Args:
+      state: the state before.
+      layout: the engine's layout.
+      taken: what the maps to rows on the devices did, by table.
+      owners: which ids got new keys, by table on the host whose vocabulary lives.
+      reached: step and history of the state after it.
+    """
+    assert state.vocabulary is not None, "checked"
+    last = np.asarray(state.vocabulary[MAP_VERSION])[2:].copy()
+    for i, (_, table) in enumerate(layout.living):
+        one = taken[table.name]
+        # A row that comes to the devices changes there, so its copy in a batch is old.
+        changed = one.new_rows if table.is_on_host else one.evicted_rows
+        if changed.size or (table.name in owners and owners[table.name].rows.size):
+            last[i] = reached[0]
+    return new_version(state.vocabulary, reached, layout.axes, last.tolist())
 
 
 def _whole(found: np.ndarray, row_groups: RowGroups, taken: Taken) -> np.ndarray:

@@ -26,7 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed.core.engine.logical_rows import LogicalRows, refuse_placed_ahead, refuse_traced
+from tpu_embed.core.engine.logical_rows import LogicalRows
+from tpu_embed.core.engine.rows_by_key import check_none_ahead, refuse_traced
 from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.core.state import (
     Field,
@@ -141,7 +142,7 @@ def _check_state(state: TableState, other: Party) -> None:
     check_state(state, other.layout)
     if other.maps is not None:
         other.maps.check_newest(state)
-        refuse_placed_ahead("adopt: the other engine", other.maps)
+        check_none_ahead("adopt: the other engine", other.maps)
         if other.maps.homes is not None:
             other.maps.homes.flush()
 

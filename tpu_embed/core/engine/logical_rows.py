@@ -7,16 +7,22 @@ Input: a state, names of tables and slots, ids of rows. Output: arrays; or a new
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed._types import Array, ArrayLike, Tracer
+from tpu_embed._types import Array, ArrayLike
+from tpu_embed.core.engine.gather import gather_rows
+from tpu_embed.core.engine.rows_by_key import (
+    RowsByKey,
+    check_none_ahead,
+    join_blocks,
+    refuse_traced,
+)
 from tpu_embed.core.layout import Layout
 from tpu_embed.core.state import (
     Field,
@@ -25,12 +31,11 @@ from tpu_embed.core.state import (
     TableState,
     check_own,
     field,
-    first_rows,
     logical,
 )
 from tpu_embed.kernels import storage
 from tpu_embed.processes import gather_bytes, raise_on_all
-from tpu_embed.storage import VALUES, Homes, slot_field
+from tpu_embed.storage import VALUES, Homes, RowField, slot_field
 from tpu_embed.vocabulary import Vocabularies
 
 
@@ -45,6 +50,7 @@ class LogicalRows:
     def __init__(self, layout: Layout, vocabularies: Vocabularies | None) -> None:
         self._layout, self._maps = layout, vocabularies
         self._mover, self._drawer = RowMover(layout), RowDrawer(layout)
+        self._by_key = RowsByKey(layout, vocabularies, self._of_here)
 
     def tables(self, state: TableState) -> dict[str, Array]:
         """Return the logical tables `[V, D]` by name, in their dtype; copies all of them."""
@@ -58,20 +64,37 @@ class LogicalRows:
         return logical.slots(state, self._layout)
 
     def rows(
-        self, state: TableState, name: str, ids: ArrayLike, *, slot: str | None = None
+        self,
+        state: TableState,
+        name: str,
+        ids: ArrayLike | None = None,
+        *,
+        keys: Any = None,
+        slot: str | None = None,
     ) -> np.ndarray:
         """Return some rows of a table or slot, `[n, …]`, from the devices or from home.
+
+        With several processes all of them call this, with the same rows.
 
         Args:
           state: the state; with tables on the host the newest one.
           name: the table.
           ids: integers `[n]` in [0, V).
+          keys: in place of ids, of a living vocabulary: integers or strings `[n]` as its features
+            take them, though -1 is a key here. The state is the newest one, and the call outside a
+            jit.
           slot: the slot, or None for the table itself.
 
         Raises:
-          ValueError: an unknown name, or a bad id.
+          ValueError: an unknown name, a bad id, or a key without a row, the first of which is
+            named; `vocabularies.find` tells which keys have one.
+          TypeError: neither ids nor keys, or both; keys that are neither integers nor strings.
         """
         check_own(state, self._layout)
+        _check_one("rows", "ids", ids, keys)
+        if keys is not None:
+            ids = self._by_key.find("rows", state, name, keys)
+        assert ids is not None, "checked"
         f = field(self._layout, name, slot)
         if not f.shape.per_row:
             expected, got = "a slot with values per row", "one array that the whole stack shares"
@@ -127,27 +150,6 @@ class LogicalRows:
         stack, table = self._layout.table(name)
         return self._drawer.draw(vocabulary, table, stack, keys)
 
-    def first_rows(self, state: TableState, name: str) -> Callable[[Array], Array]:
-        """Return a function that draws the first rows of ids of a table on the host.
-
-        It runs in a jit, too: it takes uint32 `[n, 2]`, the low and the high halves of the ids, and
-        returns `[n, D]` in the table's dtype (bfloat16 as its bits in uint16). Nobody has trained
-        these rows.
-
-        Args:
-          state: a state, which holds the random key.
-          name: a table on the host without a vocabulary.
-
-        Raises:
-          ValueError: it is no such table.
-        """
-        self._of(name)
-        stack, table = self._layout.table(name)
-        if table.key_table is not None or state.vocabulary is None:
-            expected, got = "a table on the host whose ids are row numbers", f"{name!r}"
-            raise ValueError(message("table", expected=expected, got=got))
-        return first_rows(state.vocabulary, table, stack)
-
     def touched(self, name: str) -> np.ndarray:
         """Return the ids of a table on the host that training batches had, int64, ascending.
 
@@ -163,9 +165,10 @@ class LogicalRows:
         self,
         state: TableState,
         name: str,
-        rows: ArrayLike,
-        values: ArrayLike,
+        rows: ArrayLike | None = None,
+        values: ArrayLike | None = None,
         *,
+        keys: Any = None,
         slot: str | None = None,
     ) -> TableState:
         """Return the state with some rows of a table, or of one of its slots, replaced.
@@ -175,15 +178,43 @@ class LogicalRows:
           name: the table.
           rows: row ids, integers `[n]`, all different; a jit does not write those outside [0, V).
           values: `[n, D]` (`[n]` for a slot of one number per row).
+          keys: in place of rows, of a living vocabulary: integers or strings `[n]`, all different,
+            as its features take them, though -1 is a key here.
           slot: the slot, or None for the table itself.
+
+        With keys, the call is one step of the maps, admitted at once: it is as if a training batch
+        of these keys were placed, in which every key is admitted whatever `admit_after` says. Keys
+        without a row get one, by eviction if need be, with fresh slots; then the values are
+        written. Call it outside a jit with the newest state, and go on with the one returned. It
+        copies the table, and for new keys its slots too. All processes call it alike.
 
         Of a table on the host, rows are written at home, too, so states from before see them.
         Batches placed before to be looked up only keep what they brought along.
 
         Raises:
-          ValueError: an unknown name, a bad or repeated row id, a wrong shape; of a table on the
-            host also an older state, or batches that are placed and not admitted.
+          ValueError: an unknown name, a bad or repeated row id or key, a wrong shape; not enough
+            rows for all keys; of keys, and of a table on the host, also an older state, or batches
+            that are placed and not admitted. Nothing has changed then.
+          TypeError: neither rows nor keys, or both, or no values; keys that are neither integers
+            nor strings.
+
+        Example:
+          >>> import jax, numpy as np, tpu_embed
+          >>> words = tpu_embed.DynamicVocabulary(admit_after=3)
+          >>> table = tpu_embed.TableConfig(8, 2, name="word", vocabulary=words)
+          >>> engine = tpu_embed.EmbeddingEngine(tpu_embed.FeatureConfig(table))
+          >>> state = engine.init(jax.random.key(0))
+          >>> vectors = np.array([[1, 2], [3, 4]])
+          >>> state = engine.set_rows(state, "word", keys=["red", "green"], values=vectors)
+          >>> engine.rows(state, "word", keys=["green"])
+          array([[3., 4.]], dtype=float32)
         """
+        _check_one("set_rows", "rows", rows, keys)
+        if values is None:
+            raise TypeError(message("set_rows", expected="values", got="none"))
+        if keys is not None:
+            return self._by_key.set_rows(state, name, keys, values, slot)
+        assert rows is not None, "checked"
         if self._layout.table(name)[1].is_on_host:
             return self._set_on_host(state, name, rows, values, slot)
         return logical.set_rows(state, self._layout, name, rows, values, slot=slot)
@@ -194,6 +225,7 @@ class LogicalRows:
         name: str,
         blocks_of_rows: Iterable[ArrayLike],
         *,
+        keys: Any = None,
         slot: str | None = None,
     ) -> TableState:
         """Return the state with a whole table, or one of its slots, replaced.
@@ -202,11 +234,18 @@ class LogicalRows:
           state: the state.
           name: the table.
           blocks_of_rows: arrays `[n, D]`, which together are rows 0 … V - 1; read one by one.
+          keys: of a living vocabulary, whose rows the blocks are then together: `set_rows` of these
+            keys, after all blocks were read. Other keys keep their rows and values.
           slot: the slot, or None for the table itself.
 
         Raises:
-          ValueError: an unknown name, a block of a wrong shape, or not V rows in all.
+          ValueError: an unknown name, a block of a wrong shape, or not V rows in all (as many as
+            there are keys); with keys, what `set_rows` refuses.
+          TypeError: keys that are neither integers nor strings.
         """
+        if keys is not None:
+            values = join_blocks(f"load: table {name!r}", blocks_of_rows)
+            return self._by_key.set_rows(state, name, keys, values, slot)
         return logical.load(state, self._layout, name, blocks_of_rows, slot=slot)
 
     def load_arrays(
@@ -257,18 +296,7 @@ class LogicalRows:
         mine = np.flatnonzero(row_groups.at_home(keys))
         what = f"engine.rows: table {f.table.name!r}"
         read = raise_on_all(what, Path(), lambda: self._of_here(state, f, keys[mine]))
-        fields = homes.tables[f.table.name].fields
-        rows = {part: np.empty((keys.size, *one.shape), one.dtype) for part, one in fields.items()}
-        said = gather_bytes(what, b"".join([mine.tobytes(), *(read[p].tobytes() for p in fields)]))
-        width = 8 + sum(one.nbytes for one in fields.values())
-        for some in said:
-            # The numbers of n keys, then one field of all n after the other.
-            n = len(some) // width
-            at, end = np.frombuffer(some, np.int64, n), 8 * n
-            for part, one in fields.items():
-                values = np.frombuffer(some[end : end + n * one.nbytes], one.dtype)
-                rows[part][at], end = values.reshape(n, *one.shape), end + n * one.nbytes
-        return rows
+        return gather_rows(what, homes.tables[f.table.name].fields, keys.size, mine, read)
 
     def _of_here(self, state: TableState, f: Field, keys: np.ndarray) -> dict[str, np.ndarray]:
         """Return stored rows, `[n, …]` by field, for distinct keys that are at home here."""
@@ -300,7 +328,7 @@ class LogicalRows:
         homes, maps = self._of(name)
         refuse_traced("set_rows", state, ids, values)
         maps.check_newest(state)
-        refuse_placed_ahead("set_rows", maps)
+        check_none_ahead("set_rows", maps)
         f, *arrays = logical.checked_rows(self._layout, name, ids, values, slot=slot)
         chosen, given = map(np.asarray, arrays)
         keys = chosen.astype(np.int64).view(np.uint64)
@@ -321,11 +349,24 @@ class LogicalRows:
         return logical.write_rows(state, self._layout, f, places[here], given[here])
 
     def _on_devices(self, state: TableState, f: Field, rows: np.ndarray, part: str) -> np.ndarray:
-        """Return stored rows, `[n, …]`, for distinct logical rows that the devices hold."""
-        if not rows.size:
-            return np.zeros((0, *f.shape.shape), storage.stored_dtype(f.shape.dtype))
-        name = f.table.name
-        return self._mover.read(state, {name: rows})[name][part]
+        """Return stored rows, `[n, …]`, for distinct logical rows that the devices hold.
+
+        With several processes all of them call this, and each reads what its devices hold.
+        """
+        name, axes, shard_axes = f.table.name, self._layout.axes, f.stack.shard_axes
+        one = RowField(f.shape.shape, storage.stored_dtype(f.shape.dtype))
+
+        def read(some: np.ndarray) -> np.ndarray:
+            if not some.size:
+                return np.zeros((0, *one.shape), one.dtype)
+            return self._mover.read(state, {name: some})[name][part]
+
+        if axes.one_process:
+            return read(rows)
+        shards = f.stack.physical(rows, f.table) // f.stack.num_rows
+        mine = np.flatnonzero(np.isin(shards, axes.local_parts(shard_axes)))
+        what = f"engine.rows: table {name!r}"
+        return gather_rows(what, {part: one}, rows.size, mine, {part: read(rows[mine])})[part]
 
     def _of(self, name: str) -> tuple[Homes, Vocabularies]:
         """Return the homes and the maps that know a table on the host.
@@ -340,20 +381,12 @@ class LogicalRows:
         return maps.homes, maps
 
 
-def refuse_traced(what: str, *given: Any) -> None:
-    """Refuse tracers, where rows at home are to be read or written."""
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(given)):
-        expected, got = "a call outside a jit, for a table on the host", "tracers"
-        raise ValueError(message(what, expected=expected, got=got, remedy="call it before the jit"))
-
-
-def refuse_placed_ahead(what: str, maps: Vocabularies) -> None:
-    """Refuse training batches that were placed, and not admitted.
+def _check_one(what: str, name: str, numbers: Any, keys: Any) -> None:
+    """Check that either row numbers or keys are given.
 
     Raises:
-      ValueError: there are some.
+      TypeError: neither or both are.
     """
-    if maps.placed != maps.admitted:
-        expected, got = "no batch placed ahead", f"{maps.placed - maps.admitted}"
-        remedy = "admit them first, or engine.vocabularies.rewind(state) forgets them"
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+    if (numbers is None) == (keys is None):
+        got = "neither" if keys is None else "both"
+        raise TypeError(message(what, expected=f"either {name} or keys", got=got))

@@ -15,7 +15,7 @@ from tpu_embed.core.ids.feature_ids import (
 from tpu_embed.core.ids.flat_ids import check_coordinates, check_row_splits
 from tpu_embed.core.ids.hashing import hash_ids
 from tpu_embed.core.ids.host_ids import hashed, host_ids
-from tpu_embed.core.ids.keys import batch_order, give_rows, looked_up, read_keys, split_keys
+from tpu_embed.core.ids.keys import batch_order, give_rows, keys_of_ids, looked_up, split_keys
 from tpu_embed.core.ids.leaves import collect_leaves, count_rows, rebuild_nest
 from tpu_embed.core.ids.narrow import narrow_ids
 from tpu_embed.core.ids.padding import pad_batch
@@ -51,7 +51,7 @@ __all__ = [
     "pad_batch",
     "part_of_feature",
     "read_ids",
-    "read_keys",
+    "keys_of_ids",
     "rebuild_nest",
     "refuse_masked",
     "rescale_bags",

@@ -64,7 +64,7 @@ def number_keys(feature: FeatureRules, ids: Any) -> tuple[Any, np.ndarray]:
     """
     values = ids.values if isinstance(ids, (SparseIds, RaggedIds)) else ids
     check_dtype(feature, values)
-    keys, absent = read_keys(values, padded=values is ids)
+    keys, absent = keys_of_ids(values, padded=values is ids)
     distinct, positions = dispatch.host_kernels().distinct_keys(keys)
     numbered = mask_missing(positions.reshape(values.shape), absent)
     if values is not ids:
@@ -72,7 +72,7 @@ def number_keys(feature: FeatureRules, ids: Any) -> tuple[Any, np.ndarray]:
     return numbered, distinct
 
 
-def read_keys(values: np.ndarray, *, padded: bool) -> tuple[np.ndarray, np.ndarray]:
+def keys_of_ids(values: np.ndarray, *, padded: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return integers as keys, uint64 `[n]`; and which are none, bool in the shape of the integers.
 
     Args:

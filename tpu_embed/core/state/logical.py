@@ -99,6 +99,21 @@ def checked_rows(
     return f, chosen, given
 
 
+def checked_values(
+    layout: Layout, name: str, n: int, values: ArrayLike, *, slot: str | None
+) -> tuple[Field, Any]:
+    """Return the field and the values of n rows, after a check of them.
+
+    Raises:
+      ValueError: an unknown name, or values of another shape or kind.
+    """
+    f = _field_of_rows(layout, name, slot)
+    refuse_masked(f.label, values)
+    given = _array(snapshot(values))
+    _check_values(f, n, given)
+    return f, given
+
+
 def write_rows(
     state: TableState, layout: Layout, f: Field, row_ids: Any, values: Any
 ) -> TableState:
@@ -146,11 +161,7 @@ def _check_rows(f: Field, row_ids: Any, values: Any) -> None:
     if row_ids.ndim != 1 or not jnp.issubdtype(row_ids.dtype, jnp.integer):
         got = f"{row_ids.dtype} of shape {row_ids.shape}"
         raise ValueError(message(f"{f.label}: rows", expected="integers of shape (n,)", got=got))
-    expected = (*row_ids.shape, *f.shape.shape)
-    if values.shape != expected:
-        got = f"{values.shape}"
-        raise ValueError(message(f"{f.label}: values", expected=f"shape {expected}", got=got))
-    _check_numbers(f"{f.label}: values", values.dtype)
+    _check_values(f, row_ids.shape[0], values)
     if isinstance(row_ids, Tracer):
         return
     # The values are known outside a jit only. Of a repeated row id, which values are written would
@@ -166,6 +177,15 @@ def _check_rows(f: Field, row_ids: Any, values: Any) -> None:
         raise ValueError(message(f"{f.label}: rows", expected="each row once", got=got))
 
 
+def _check_values(f: Field, n: int, values: Any) -> None:
+    """Check the values of n rows."""
+    expected = (n, *f.shape.shape)
+    if values.shape != expected:
+        got = f"{values.shape}"
+        raise ValueError(message(f"{f.label}: values", expected=f"shape {expected}", got=got))
+    _check_numbers(f"{f.label}: values", values.dtype)
+
+
 def _write(physical: Array, row_ids: Any, values: Any, f: Field, axes: MeshAxes) -> Array:
     """Return the physical array with logical rows set; row ids outside [0, V) are not written."""
     ids = jnp.asarray(row_ids).astype(f.stack.index_dtype)
@@ -179,7 +199,8 @@ def _write(physical: Array, row_ids: Any, values: Any, f: Field, axes: MeshAxes)
 
 _write_copy = jax.jit(_write, static_argnames=("f", "axes"))
 _write_in_place = jax.jit(_write, static_argnames=("f", "axes"), donate_argnums=0)
-_copy = jax.jit(jnp.copy)
+copy_array = jax.jit(jnp.copy)
+"""Returns a copy that may be donated."""
 
 
 def load(
@@ -196,7 +217,7 @@ def load(
     f = _field_of_rows(layout, name, slot)
     # One copy of the array, then every block is written into that copy in place. The given state
     # stays as it was, also when a later block is refused.
-    physical, start, size = _copy(f.read(state)), 0, f.table.vocabulary_size
+    physical, start, size = copy_array(f.read(state)), 0, f.table.vocabulary_size
     for block in blocks_of_rows:
         refuse_masked(f.label, block)
         values = np.asarray(block)
@@ -262,6 +283,17 @@ def write_rows_in_place(
     row_ids = np.pad(row_ids, (0, missing), constant_values=-1)
     values = np.pad(values, [(0, missing)] + [(0, 0)] * (values.ndim - 1))
     return _write_in_place(physical, row_ids.astype(f.stack.index_dtype), values, f, axes)
+
+
+def write_in_pieces(
+    physical: Array, row_ids: np.ndarray, values: np.ndarray, f: Field, axes: MeshAxes
+) -> Array:
+    """Write rows as `write_rows_in_place` does, so many at a time that they take little room."""
+    piece = max(64, BLOCK // f.stack.dim)
+    for first in range(0, len(values), piece):
+        some = np.s_[first : first + piece]
+        physical = write_rows_in_place(physical, row_ids[some], values[some], f, axes)
+    return physical
 
 
 def load_arrays(

@@ -256,7 +256,12 @@ class RowDrawer:
         }
 
     def draw(
-        self, vocabulary: Mapping[str, Array], table: TableSlice, stack: Stack, keys: np.ndarray
+        self,
+        vocabulary: Mapping[str, Array],
+        table: TableSlice,
+        stack: Stack,
+        keys: np.ndarray,
+        by_id: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
         """Return new rows of a table as they are stored, `[n, …]` by field.
 
@@ -265,12 +270,13 @@ class RowDrawer:
           table: the table.
           stack: its stack.
           keys: uint64 `[n]`.
+          by_id: bool `[n]`, which of them are ids; None: all.
         """
         kind, data = random_key(vocabulary)
         # One shard that has them all, of which the numbers of the rows do not matter.
         alone = dataclasses.replace(stack, num_shards=1, num_rows=stack.num_rows + keys.size)
         parcels = Parcels(alone, {table.name: np.arange(keys.size)})
-        keyed = parcels.keyed({table.name: keys}, {table.name: None})
+        keyed = parcels.keyed({table.name: keys}, {table.name: by_id})
         # Each process draws for itself, so the key must not be an array of all their devices.
         drawn = self._programs[stack](np.asarray(data), keyed[0], kind=kind)
         return {

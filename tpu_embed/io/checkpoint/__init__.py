@@ -10,6 +10,7 @@ from tpu_embed.io.checkpoint.manifest import Wanted
 from tpu_embed.io.checkpoint.module_checkpoint import restore_modules, save_modules
 from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, RowWriter
 from tpu_embed.io.checkpoint.rows import LocalShards, row_array, write_rows
+from tpu_embed.io.checkpoint.saved_maps import SavedMap, read_maps
 
 __all__ = [
     "CheckpointManager",
@@ -19,7 +20,9 @@ __all__ = [
     "RowArray",
     "RowReader",
     "RowWriter",
+    "SavedMap",
     "Wanted",
+    "read_maps",
     "restore",
     "restore_modules",
     "row_array",

@@ -120,6 +120,22 @@ def _numbered_inside(path: Path, items: Sequence[str]) -> str:
     return ", ".join(str(path / name) for name in shown)
 
 
+def check_items(path: Path, items: Sequence[str], *, writer: str) -> None:
+    """Check that a checkpoint is there, with some items.
+
+    Raises:
+      FileNotFoundError: it is not.
+    """
+    missing = [item for item in items if not (path / item).is_dir()]
+    if missing:
+        expected, got = f"a directory with {', '.join(items)}", f"none of {', '.join(missing)}"
+        remedy = f"give the directory that {writer} wrote, which every process can reach"
+        if inside := _numbered_inside(path, items):
+            remedy = f"this one has the checkpoints of a manager: give one of {inside}"
+        what = f"checkpoint {path}"
+        raise FileNotFoundError(message(what, expected=expected, got=got, remedy=remedy))
+
+
 def read_checkpoint(
     path: str | Path,
     items: Sequence[str],
@@ -142,14 +158,7 @@ def read_checkpoint(
     path = local_path(path)
 
     def prepared() -> ocp.args.Composite:
-        missing = [item for item in items if not (path / item).is_dir()]
-        if missing:
-            expected, got = f"a directory with {', '.join(items)}", f"none of {', '.join(missing)}"
-            remedy = f"give the directory that {writer} wrote, which every process can reach"
-            if inside := _numbered_inside(path, items):
-                remedy = f"this one has the checkpoints of a manager: give one of {inside}"
-            what = f"checkpoint {path}"
-            raise FileNotFoundError(message(what, expected=expected, got=got, remedy=remedy))
+        check_items(path, items, writer=writer)
         return args_of(path)
 
     check_same("restore", f"{path}")

@@ -94,6 +94,11 @@ def read_paths(directory: Path) -> tuple[str, list[str]]:
     return read_bound(directory / _LAYERS, schema.sequence(schema.text))
 
 
+def directory_of(directory: Path, path: str) -> Path:
+    """Return the directory of one layer's tables in that of all layers."""
+    return directory / file_name(path)
+
+
 def read_shared(directory: Path, checkpoint: str) -> list[list[str]]:
     """Return the paths of each layer or variable that had several.
 

@@ -160,9 +160,7 @@ def read(
       ValueError: a file is damaged; a table lives on disk or in the engine alone; its unseen keys
         share a row in the engine alone, so that nobody has trained this row.
     """
-    found = None
-    if (directory / _FILE).exists():
-        found = read_bound(directory / _FILE, _FORM, checkpoint)[1]
+    found = read_description(directory, checkpoint)
     saved = {} if found is None else found["tables"]
     wanted = _living(engine)
     for name in saved_tables:
@@ -182,7 +180,7 @@ def read(
         before, now = saved[name]["unseen"], _rules(table).unseen
         if now == "shared" and before != now:
             raise refuse(f"table {name!r}: unseen", repr(now), repr(before), "declare it as it was")
-        state = _read_state(directory, name, saved[name], step, checksums)
+        state = read_state(directory, name, saved[name], step, checksums)
         capacity = saved[name]["capacity"], before
         maps[name], moves[name] = fit_rows(state, capacity, table.declared_size, _rules(table))
     states = states_to_load([table for _, table in engine.layout.living], maps, step)
@@ -190,6 +188,17 @@ def read(
     if found is not None:
         key = {found["kind"]: np.array(found["key"], np.uint32)}
     return FoundMaps(states, key, moves)
+
+
+def read_description(directory: Path, checkpoint: str) -> dict[str, Any] | None:
+    """Return what is written of all maps, see `SavedMaps`; None if no vocabulary lives.
+
+    Raises:
+      ValueError: the file is damaged, or belongs to another checkpoint.
+    """
+    if not (directory / _FILE).exists():
+        return None
+    return read_bound(directory / _FILE, _FORM, checkpoint)[1]
 
 
 def _living(engine: EmbeddingEngine) -> dict[str, TableSlice]:
@@ -213,13 +222,26 @@ def read_key(directory: Path, checkpoint: str) -> Array:
     return jax.random.wrap_key_data(jnp.array(found["key"], jnp.uint32), impl=found["kind"])
 
 
-def _read_state(
+def read_state(
     directory: Path,
     name: str,
     saved: Mapping[str, Any],
     step: int,
     checksums: Mapping[str, dict[str, int]],
 ) -> MapState:
+    """Return the state of the map of one table, as it was saved.
+
+    Args:
+      directory: that of the tables.
+      name: the table.
+      saved: what is written of it in `read_description`.
+      step: of the checkpoint.
+      checksums: of all files, by directory.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: a file is damaged.
+    """
     arrays = {}
     for field in _ARRAYS:
         size = saved["waiting" if field.startswith("waiting") else "keys"]

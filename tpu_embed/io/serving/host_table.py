@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from tpu_embed._checks import message
 from tpu_embed._types import Array
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.state import TableState
+from tpu_embed.core.state import TableState, first_rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -23,8 +24,8 @@ class HostTable:
     Attributes:
       rows: returns the rows of ids, int64 `[n]`, all different, as `[n, D]`.
       ids: those that training batches had, int64 `[n]`, ascending.
-      first_rows: draws the first rows of ids that nobody has trained; see
-        `EmbeddingEngine.first_rows`.
+      first_rows: draws the first rows of ids that nobody has trained, also in a jit; see
+        `core.state.first_rows`.
     """
 
     rows: Callable[[np.ndarray], np.ndarray]
@@ -49,6 +50,11 @@ def host_table(engine: EmbeddingEngine, state: TableState, name: str) -> HostTab
     Raises:
       ValueError: it is no such table.
     """
-    first = engine.first_rows(state, name)
+    ids = engine.touched(name)
+    stack, table = engine.layout.table(name)
+    if table.key_table is not None or state.vocabulary is None:
+        expected, got = "a table on the host whose ids are row numbers", f"{name!r}"
+        remedy = "functools.partial(engine.rows, state, name) is a function of its ids"
+        raise ValueError(message("table", expected=expected, got=got, remedy=remedy))
     rows = functools.partial(engine.rows, state, name)
-    return HostTable(rows, engine.touched(name), first)
+    return HostTable(rows, ids, first_rows(state.vocabulary, table, stack))

@@ -17,7 +17,7 @@ from tpu_embed._checks import message
 from tpu_embed._types import PADDING_ID, PyTree, Tracer
 from tpu_embed.columns import read_column
 from tpu_embed.config import FeatureConfig, TableConfig
-from tpu_embed.core.ids import FeatureRules, bad_ids, check_dtype, hashed, read_keys, structure
+from tpu_embed.core.ids import FeatureRules, bad_ids, check_dtype, hashed, keys_of_ids, structure
 from tpu_embed.io.delta import SHARED_ROW
 from tpu_embed.io.serving.first_rows import FirstRows
 from tpu_embed.io.serving.served_keys import ServedKeys
@@ -170,7 +170,7 @@ def _rows_of_ids(ids: np.ndarray, keys: ServedKeys, first: FirstRows) -> np.ndar
 
 def _rows_of_keys(feature: FeatureRules, ids: np.ndarray, keys: ServedKeys) -> np.ndarray:
     """Return the rows of keys; -1 for padding, and for a key without a row that is left out."""
-    asked, absent = read_keys(ids, padded=True)
+    asked, absent = keys_of_ids(ids, padded=True)
     rows = keys.find(asked).reshape(ids.shape)
     if not keys.unseen_share:
         rows[rows == SHARED_ROW] = PADDING_ID

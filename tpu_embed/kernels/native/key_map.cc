@@ -94,11 +94,12 @@ void KeyMap::find(const uint64_t* keys, int64_t n, int64_t* found) const {
 // -- A batch --------------------------------------------------------------------------------------
 
 Conflict KeyMap::take(const int64_t* known, int64_t k, const uint64_t* unknown, int64_t m,
-                      int64_t* found) {
+                      bool at_once, int64_t* found) {
   Conflict conflict = read_known(known, k);
   if (conflict.kind == Conflict::kNothing) conflict = read_unknown(unknown, m);
   if (conflict.kind != Conflict::kNothing) return conflict;
   const Changing changing(*this);
+  batch_.admit_after = at_once ? 1 : options_.admit_after;
   begin_step();
   see_known();
   expire();
@@ -232,7 +233,7 @@ int64_t KeyMap::count(uint64_t key, uint64_t hash) {
   const int64_t position = waiting_.size() ? waiting_.find(key, hash) : KeyIndex::kNone;
   const bool waits = position != KeyIndex::kNone;
   const int64_t batches = 1 + (waits ? waiting_.count(position) : 0);
-  const uint32_t row = batches < options_.admit_after ? kNoRow : find_room();
+  const uint32_t row = batches < batch_.admit_after ? kNoRow : find_room();
   if (row == kNoRow) {
     ++counters_[kUnseen];
     waits ? waiting_.count_again(position) : waiting_.add(key, hash);

@@ -62,8 +62,9 @@ class KeyMap {
 
   void find(const uint64_t* keys, int64_t n, int64_t* found) const;
 
-  // Takes a batch of k rows of known keys and m unknown keys; writes the rows of the latter.
-  Conflict take(const int64_t* known, int64_t k, const uint64_t* unknown, int64_t m,
+  // Takes a batch of k rows of known keys and m unknown keys; writes the rows of the latter. With
+  // `at_once` unknown keys are admitted whatever `admit_after` says.
+  Conflict take(const int64_t* known, int64_t k, const uint64_t* unknown, int64_t m, bool at_once,
                 int64_t* found);
 
   // What the last batch did.
@@ -111,6 +112,7 @@ class KeyMap {
     std::vector<int64_t> rows;       // of these
     std::vector<uint32_t> number;    // of each unknown key, its number among the distinct ones
     std::vector<uint32_t> new_rows;  // ascending
+    int64_t admit_after;             // 1 if the keys are admitted at once
   };
 
   // Keeps `find` out while it lives.

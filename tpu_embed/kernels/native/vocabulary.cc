@@ -36,6 +36,7 @@ struct TakeTask {
   int64_t num_new;    // results, for `tpu_embed_vocabulary_taken`
   int64_t num_evicted;
   int64_t unseen;
+  int64_t at_once;    // whether unknown keys need not wait
 };
 
 // A state, with its sizes; to write one, the arrays have the sizes that `Numbers` tells.
@@ -78,7 +79,7 @@ extern "C" void tpu_embed_vocabulary_find(const tpu_embed::KeyMap* map, const ui
 extern "C" bool tpu_embed_vocabulary_take(tpu_embed::KeyMap* map, tpu_embed::TakeTask* task) {
   return tpu_embed::had_memory([&] {
     const tpu_embed::Conflict conflict =
-        map->take(task->known, task->k, task->unknown, task->m, task->rows);
+        map->take(task->known, task->k, task->unknown, task->m, task->at_once != 0, task->rows);
     task->conflict = conflict.kind;
     task->number = conflict.number;
     if (conflict.kind != tpu_embed::Conflict::kNothing) return;

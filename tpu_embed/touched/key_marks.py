@@ -48,7 +48,7 @@ def given_by(moves: Moves, table: TableSlice) -> Given:
     return Given(taken.new_rows.astype(np.uint64), taken.new_keys, taken.evicted_keys)
 
 
-class KeyChanges:
+class KeyMarks:
     """Which rows of a table were given to keys, and which keys lost their rows, and when.
 
     Lost keys are remembered up to the number of rows: a delta with more of them would say less than

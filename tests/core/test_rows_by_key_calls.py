@@ -1,0 +1,446 @@
+"""What `rows`, `set_rows` and `load` take by key, what they refuse, and nothing changes."""
+
+import re
+import threading
+
+import jax
+import numpy as np
+import pytest
+from living_cases import KEY, ONES, assert_same, ids, initial_row, mesh, simple, whole
+
+import tpu_embed
+from tpu_embed import FeatureConfig, HostStorage, TableConfig, hash_ids, io
+from tpu_embed import optimizers as o
+from tpu_embed.core.engine.rows_by_key import RowsByKey
+from tpu_embed.storage import HostRows
+from tpu_embed.vocabulary import DynamicVocabulary
+
+VECTORS = np.arange(1.0, 9).reshape(4, 2)
+
+
+def on_host(capacity=6, device_rows=2, lookahead=0, **options):
+    """Return an engine of one living table on the host, with Adagrad, and its first state."""
+    table = TableConfig(
+        capacity,
+        2,
+        name="t",
+        vocabulary=DynamicVocabulary(**options),
+        storage=HostStorage(device_rows=device_rows),
+    )
+    made = tpu_embed.EmbeddingEngine(
+        {"x": FeatureConfig(table)}, o.Adagrad(0.5), mesh=mesh(1), lookahead=lookahead
+    )
+    return made, made.init(jax.random.key(KEY))
+
+
+def train(made, state, *keys):
+    state, batch = made.admit(state, made.place(ids(*keys)))
+    return made.update(state, batch, ONES)
+
+
+# -- Keys as features take them --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["red", "green", "blue", ""],
+        np.array(["red", "green", "blue", ""]),
+        np.array([b"red", b"green", b"blue", b"x"], object),
+        np.array([2**63, 5, 2**64 - 1, 0], np.uint64),
+        np.array([-(2**63), 5, -1, 0]),
+        [3, 2**63 + 1, 4, 5],
+        np.array([-1, 1, 2, 3], np.int8),
+    ],
+    ids=["list", "NumPy", "bytes", "unsigned", "signed", "large", "int8"],
+)
+def test_keys_are_those_of_the_features(keys):
+    made, state = simple(capacity=5, admit_after=3)
+    state = made.set_rows(state, "t", keys=keys, values=VECTORS)
+    np.testing.assert_array_equal(made.rows(state, "t", keys=keys), VECTORS)
+    assert made.vocabularies.find("t", keys).tolist() == [0, 1, 2, 3]
+    column = np.array(keys, np.uint64) if isinstance(keys[0], int) else np.asarray(keys)
+    if column.dtype.kind in "USO":
+        column = hash_ids(keys, None)
+    # A signed -1 is padding in a dense feature, but not in a bag.
+    bags = tpu_embed.RaggedIds(column, np.arange(5))
+    table = made.table_configs["t"]
+    looker = tpu_embed.EmbeddingEngine(
+        {"x": FeatureConfig(table)}, o.SGD(1.0), mesh=mesh(1), vocabularies=made.vocabularies
+    )
+    found = looker.lookup(state, looker.place({"x": bags}, training=False))
+    np.testing.assert_array_equal(found["x"], VECTORS)
+
+
+def test_columns_of_pandas_are_keys():
+    pandas = pytest.importorskip("pandas", reason="hardware-free: pandas is not installed")
+    made, state = simple(capacity=4)
+    column = pandas.Series(["red", "green", "blue", "white"], index=[5, 6, 7, 8])
+    state = made.set_rows(state, "t", keys=column, values=VECTORS)
+    assert made.rows(state, "t", keys=["blue"]).tolist() == [[5, 6]]
+    with pytest.raises(ValueError, match="got 'black' and 1 more without one"):
+        made.rows(state, "t", keys=pandas.Series(["red", "black", "pink"], index=[3, 2, 1]))
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "said"),
+    [
+        ([1.5, 2], TypeError, "expected integers or strings, got float64"),
+        ([True, False], TypeError, "expected integers or strings, got bool"),
+        ([1, "a"], TypeError, "got int, str"),
+        ([2**64, 1], TypeError, "integers of at most 64 bits"),
+        ([[1, 2]], ValueError, r"keys of shape \(n,\), got int64 of shape \(1, 2\)"),
+        ([1, None], ValueError, "a key at every place, got a missing one at 1"),
+        ([7, 5, 7], ValueError, "each key once, got the keys at 0 and 2 are the same"),
+        (np.array([-1, 2**63 - 1, -1]), ValueError, "each key once"),
+    ],
+)
+def test_bad_keys_are_refused(keys, error, said):
+    made, state = simple(capacity=4)
+    with pytest.raises(error, match=rf"table 't': keys: .*{said}"):
+        made.set_rows(state, "t", keys=keys, values=np.ones((len(keys), 2)))
+    assert made.vocabularies.placed == 0
+
+
+# -- What is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [simple, on_host], ids=["on the devices", "on the host"])
+def test_a_refused_call_changes_nothing(make):
+    made, state = make(6, evict="none")
+    state = train(made, state, 1, 2)
+    before, map_before = made.rows(state, "t", keys=[1, 2]), made.vocabularies.scores("t")
+
+    def refused(said, *, error=ValueError, name="t", values=None, **given):
+        given = {"keys": [1, 9], "values": np.ones((2, 2)) if values is None else values} | given
+        with pytest.raises(error, match=said):
+            made.set_rows(state, name, **given)
+        np.testing.assert_array_equal(made.rows(state, "t", keys=[1, 2]), before)
+        for one, other in zip(made.vocabularies.scores("t"), map_before, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+    refused("either rows or keys, got both", error=TypeError, rows=[0, 1])
+    refused("either rows or keys, got neither", error=TypeError, keys=None)
+    refused(r"shape \(2, 2\), got \(3, 2\)", values=np.ones((3, 2)))
+    refused("real numbers", values=np.full((2, 2), "a"))
+    refused("slot: expected one of", slot="momentum")
+    refused("other", name="other")
+    refused(
+        r"at most 6 of these keys at a time: 2 have a row, and 4 can get one, got 7; give fewer",
+        keys=range(1, 8),
+        values=np.ones((7, 2)),
+    )
+    made.place(ids(1, 2))
+    with pytest.raises(ValueError, match=r"set_rows: .*no batch placed ahead, got 1; admit them"):
+        made.set_rows(state, "t", keys=[9], values=np.ones((1, 2)))
+    made.vocabularies.rewind(state)
+    newest = made.set_rows(state, "t", keys=[9], values=np.ones((1, 2)))
+    with pytest.raises(ValueError, match="the newest state"):
+        made.set_rows(state, "t", keys=[8], values=np.ones((1, 2)))
+    with pytest.raises(ValueError, match="the newest state"):
+        made.rows(state, "t", keys=[9])
+    np.testing.assert_array_equal(made.rows(newest, "t", keys=[1, 2]), before)
+    np.testing.assert_array_equal(made.rows(newest, "t", keys=[9]), [[1, 1]])
+
+
+def test_values_are_needed():
+    made, state = simple()
+    with pytest.raises(TypeError, match="set_rows: expected values"):
+        made.set_rows(state, "t", keys=[1])
+
+
+def test_calls_inside_a_jit_are_refused():
+    made, state = simple()
+    state = made.set_rows(state, "t", keys=[1], values=np.ones((1, 2)))
+    with pytest.raises(ValueError, match="rows: expected a call outside a jit"):
+        jax.jit(lambda state: made.rows(state, "t", keys=[1]))(state)
+    with pytest.raises(ValueError, match="set_rows: expected a call outside a jit"):
+        jax.jit(lambda v: made.set_rows(state, "t", keys=[1], values=v))(np.ones((1, 2)))
+    assert made.vocabularies.placed == 1
+
+
+@pytest.mark.parametrize("storage", [None, HostStorage(device_rows=8)])
+def test_tables_of_row_numbers_have_no_keys(storage):
+    table = TableConfig(9, 2, name="t", storage=storage)
+    made = tpu_embed.EmbeddingEngine({"x": FeatureConfig(table)}, o.SGD(1.0), mesh=mesh(1))
+    state = made.init(jax.random.key(KEY))
+    for call in (
+        lambda: made.rows(state, "t", keys=[1]),
+        lambda: made.set_rows(state, "t", keys=[1], values=np.ones((1, 2))),
+        lambda: made.load(state, "t", [np.ones((1, 2))], keys=[1]),
+    ):
+        with pytest.raises(ValueError, match=r"keys of table 't': .*vocabulary=DynamicVocab"):
+            call()
+    with pytest.raises(TypeError, match="either ids or keys, got neither"):
+        made.rows(state, "t")
+
+
+def test_keys_without_a_row_are_named():
+    made, state = simple(unseen="shared")
+    state = made.set_rows(state, "t", keys=["red"], values=np.ones((1, 2)))
+    said = "got 'green' and 2 more without one; engine.vocabularies.find tells"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        made.rows(state, "t", keys=["red", "green", "blue", "white"])
+    assert made.vocabularies.find("t", ["red", "green"]).tolist() == [0, -1]
+    with pytest.raises(ValueError, match="expected one of \\['t'\\], whose vocabularies live"):
+        made.vocabularies.find("u", ["red"])
+
+
+# -- One step of the maps --------------------------------------------------------------------------
+
+
+def test_it_is_a_step_as_a_training_batch_of_these_keys_would_be():
+    """But for `admit_after`, which a batch obeys."""
+    made, state = simple(capacity=6, ttl=2)
+    other, there = simple(capacity=6, ttl=2)
+    for keys in ((1, 2), (3, 1), (4, 5)):
+        state, there = train(made, state, *keys), train(other, there, *keys)
+    kept = [made.rows(state, "t", keys=[1])[0], initial_row(made.table_configs["t"], 6)]
+    state = made.set_rows(state, "t", keys=[1, 6], values=kept)
+    there, _ = other.admit(there, other.place(ids(1, 6)))
+    for engine in (made, other):
+        assert engine.vocabularies.last["t"].expired.tolist() == [2]
+    assert_same(whole(made, state), whole(other, there))
+    state = made.set_rows(state, "t", keys=[7], values=np.ones((1, 2)))
+    assert made.vocabularies.last["t"].expired.tolist() == [3]
+
+
+def test_a_new_keys_slots_are_fresh_and_a_known_ones_stay():
+    table = TableConfig(4, 2, name="t", vocabulary=DynamicVocabulary())
+    users = TableConfig(4, 2, name="users")  # of the same stack
+    features = {"x": FeatureConfig(table), "user": FeatureConfig(users)}
+    made = tpu_embed.EmbeddingEngine(features, o.Adam(0.5), mesh=mesh(1))
+    state = made.init(jax.random.key(KEY))
+    state, batch = made.admit(state, made.place({"x": [1, 2], "user": [1, 2]}))
+    state = made.update(state, batch, {"x": ONES["x"], "user": ONES["x"]})
+    before = whole(made, state)
+    state = made.set_rows(state, "t", keys=[2, 3], values=VECTORS[:2])
+    slots = {
+        name: made.rows(state, "t", keys=[1, 2, 3], slot=name) for name in ("momenta", "velocities")
+    }
+    for name, rows in slots.items():
+        np.testing.assert_array_equal(rows[:2], before[f"slot t/{name}"][:2])
+        assert rows[:2].all()
+        assert not rows[2].any()
+    np.testing.assert_array_equal(whole(made, state)["table users"], before["table users"])
+    state = made.set_rows(state, "t", keys=[1], values=VECTORS[:1], slot="momenta")
+    assert made.rows(state, "t", keys=[1], slot="momenta").tolist() == VECTORS[:1].tolist()
+
+
+def test_a_state_and_batches_from_before_are_treated_as_after_any_other_step():
+    made, state = simple(capacity=3, lookahead=1)
+    state, batch = made.admit(state, made.place(ids(1, 2)))
+    looked, kept = (made.place(ids(*keys), training=False) for keys in ((1, 1), (2, 3)))
+    before = {name: np.asarray(array) for name, array in state.tables.items()}
+    after = made.set_rows(state, "t", keys=[4], values=np.ones((1, 2)))
+    np.testing.assert_array_equal(*(next(iter(one.values())) for one in (state.tables, before)))
+    after = made.update(after, batch, ONES)  # one step later, as lookahead allows
+    after = made.set_rows(after, "t", keys=[5], values=np.ones((1, 2)))  # takes the row of key 1
+    assert made.vocabularies.last["t"].evicted.tolist() == [1]
+    with pytest.raises(ValueError, match="place it again"):
+        made.lookup(after, looked)
+    with pytest.raises(ValueError, match="place it again"):
+        made.update(after, batch, ONES)
+    assert np.isnan(jax.jit(made.lookup)(after, looked)["x"]).all()
+    assert np.isfinite(made.lookup(after, kept)["x"]).all()
+
+
+def test_an_evaluation_batch_does_not_show_a_key_at_home_that_has_lost_its_row():
+    made, state = on_host(capacity=3)
+    state = train(made, train(made, state, 1, 2), 3, 3)
+    gone = made.vocabularies.find("t", [1])
+    looked = made.place(ids(1, 3), training=False)
+    np.asarray(made.lookup(state, looked)["x"])
+    state = made.set_rows(state, "t", keys=[9], values=np.ones((1, 2)))  # takes the row of key 1
+    assert made.vocabularies.find("t", [1, 9]).tolist() == [-1, gone[0]]
+    with pytest.raises(ValueError, match="place it again"):
+        made.lookup(state, looked)
+    found = made.lookup(state, made.place(ids(9, 3), training=False))["x"]
+    np.testing.assert_array_equal(found[0], [1, 1])
+
+
+def test_an_evaluation_batch_does_not_show_a_key_whose_row_on_the_devices_is_anothers():
+    made, state = on_host(capacity=2)
+    state = train(made, state, 1, 2)
+    looked, kept = (made.place(ids(*keys), training=False) for keys in ((1, 2), (2, 2)))
+    state = made.set_rows(state, "t", keys=[9], values=np.ones((1, 2)))  # takes the row of key 1
+    with pytest.raises(ValueError, match="place it again"):
+        made.lookup(state, looked)
+    np.testing.assert_array_equal(
+        made.lookup(state, kept)["x"][0], made.rows(state, "t", keys=[2])[0]
+    )
+
+
+def test_a_row_on_its_way_home_does_not_come_after_the_one_that_is_set(monkeypatch):
+    made, state = on_host(capacity=4)
+    state = made.set_rows(state, "t", keys=[7, 8], values=np.ones((2, 2)))  # compiles what it needs
+    state = train(made, state, 1, 2)
+    made.storage.flush()
+    here, go, write = threading.current_thread(), threading.Event(), HostRows.write
+
+    def late(*args):
+        if threading.current_thread() is not here:
+            assert go.wait(60)
+        write(*args)
+
+    monkeypatch.setattr(HostRows, "write", late)
+    state = train(made, state, 3, 4)  # sends 1 and 2 home; 7 and 8 are forgotten
+    later = threading.Timer(0.5, go.set)
+    later.start()
+    state = made.set_rows(state, "t", keys=[9, 10], values=np.ones((2, 2)))  # in place of 1 and 2
+    later.join()
+    made.storage.flush()
+    assert made.vocabularies.last["t"].evicted.tolist() == [1, 2]
+    np.testing.assert_array_equal(made.rows(state, "t", keys=[9, 10]), np.ones((2, 2)))
+
+
+def test_it_comes_in_turn_with_batches():
+    made, state = simple()
+    first, second = made.next_turn(), made.next_turn()
+    with first.hold(), pytest.raises(RuntimeError, match="it would wait for itself"):
+        made.set_rows(state, "t", keys=[1], values=np.ones((1, 2)))
+    errors = []
+
+    def call():
+        try:
+            made.set_rows(state, "t", keys=[1], values=np.ones((1, 2)))
+        except ValueError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    first.place(ids(1, 2))
+    second.place(ids(3, 4))
+    thread.join()
+    assert ["no batch placed ahead, got 2" in error for error in errors] == [True]
+
+
+def test_rows_wherever_they_are_on_the_host(tmp_path):
+    """On the devices, at home, on their way; of keys that are known, new, or that others had."""
+    made, state = on_host(capacity=4, device_rows=2)
+    for keys in ((1, 2), (3, 4), (1, 1)):
+        state = train(made, state, *keys)
+    known = made.rows(state, "t", keys=[1, 2, 3, 4])
+    sums = made.rows(state, "t", keys=[1, 2, 3, 4], slot="accumulators")
+    state = made.set_rows(state, "t", keys=[1, 2, 8, 9], values=VECTORS)  # 3 and 4 lose their rows
+    assert made.vocabularies.last["t"].evicted.tolist() == [3, 4]
+    np.testing.assert_array_equal(made.rows(state, "t", keys=[8, 1, 9, 2]), VECTORS[[2, 0, 3, 1]])
+    found = made.rows(state, "t", keys=[1, 2, 8, 9], slot="accumulators")
+    np.testing.assert_array_equal(found, [*sums[:2], *np.full((2, 2), np.float32(0.1))])
+    state = train(made, state, 8, 2)
+    assert not np.array_equal(made.rows(state, "t", keys=[8]), VECTORS[2:3])
+    # A key that comes back begins anew, bit for bit.
+    state = made.set_rows(state, "t", keys=[3], values=np.ones((1, 2)), slot="accumulators")
+    first = initial_row(made.table_configs["t"], 3)
+    np.testing.assert_array_equal(made.rows(state, "t", keys=[3])[0], first)
+    assert not np.array_equal(known[2], first)
+    io.save(tmp_path / "saved", made, state)
+    other, _ = on_host(capacity=4, device_rows=3)
+    restored = io.restore(tmp_path / "saved", other).state
+    keys = made.vocabularies.keys("t")[0]
+    for slot in (None, "accumulators"):
+        one, two = (
+            e.rows(s, "t", keys=keys, slot=slot) for e, s in ((made, state), (other, restored))
+        )
+        np.testing.assert_array_equal(one, two)
+    assert other.vocabularies.last == {}
+
+
+def test_a_full_disk_undoes_the_step(monkeypatch):
+    made, state = on_host(capacity=2)
+    state = train(made, state, 1, 2)
+    before = made.rows(state, "t", keys=[1, 2])
+    placed = made.vocabularies.placed
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HostRows, "write", full)
+        with pytest.raises(OSError, match="No space"):
+            made.set_rows(state, "t", keys=[2, 7], values=np.ones((2, 2)))
+    assert made.vocabularies.placed == made.vocabularies.admitted == placed
+    np.testing.assert_array_equal(made.rows(state, "t", keys=[1, 2]), before)
+    state = made.set_rows(state, "t", keys=[2, 7], values=np.ones((2, 2)))
+    assert made.vocabularies.last["t"].evicted.tolist() == [1]
+
+
+def test_an_interrupt_leaves_the_step_done_or_undone(monkeypatch):
+    made, state = simple()
+    state = made.set_rows(state, "t", keys=[1], values=np.ones((1, 2)))
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RowsByKey, "_on_devices", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            made.set_rows(state, "t", keys=[2], values=np.ones((1, 2)))
+    assert made.vocabularies.placed == made.vocabularies.admitted == 1
+    assert made.vocabularies.find("t", [1, 2]).tolist() == [0, -1]
+    made.set_rows(state, "t", keys=[2], values=np.ones((1, 2)))
+
+
+# -- Other calls -----------------------------------------------------------------------------------
+
+
+def test_load_takes_blocks_of_the_rows_of_keys():
+    made, state = simple(capacity=6)
+    state = made.set_rows(state, "t", keys=[9], values=np.full((1, 2), 7.0))
+    blocks = (VECTORS[first : first + 3] for first in (0, 3))
+    state = made.load(state, "t", blocks, keys=["a", "b", "c", "d"])
+    np.testing.assert_array_equal(made.rows(state, "t", keys=["d", "a"]), VECTORS[[3, 0]])
+    assert made.rows(state, "t", keys=[9]).tolist() == [[7, 7]]
+    for blocks, said in (
+        ([VECTORS], r"values: expected shape \(3, 2\), got \(4, 2\)"),
+        ([VECTORS, np.ones((1, 3))], r"blocks of rows of one shape, got \[\(4, 2\), \(1, 3\)\]"),
+        ([], r"shape \(3, 2\), got \(0,\)"),
+        ([1.0], "blocks of rows of one shape"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            made.load(state, "t", blocks, keys=["e", "f", "g"])
+    assert len(made.vocabularies) == 5
+
+
+def test_many_rows_are_written_in_pieces(monkeypatch):
+    from tpu_embed.core.state import logical
+
+    monkeypatch.setattr(logical, "BLOCK", 128)
+    made, state = simple(capacity=200)
+    values = np.arange(300.0).reshape(150, 2)
+    state = made.set_rows(state, "t", keys=np.arange(150), values=values)
+    np.testing.assert_array_equal(made.rows(state, "t", keys=np.arange(150)), values)
+
+
+def test_the_stateful_api_takes_the_state(recwarn):
+    table = TableConfig(5, 2, name="t", vocabulary=DynamicVocabulary(admit_after=2))
+    embedding = tpu_embed.TPUEmbedding(FeatureConfig(table), o.SGD(1.0), mesh=mesh(1))
+    embedding.build(2)
+    given = embedding.engine.set_rows
+    embedding.state = given(embedding.state, "t", keys=[1, 2], values=VECTORS[:2])
+    embedding.enqueue(np.array([1, 9]))
+    with pytest.raises(ValueError, match="no batch placed ahead"):
+        given(embedding.state, "t", keys=[1], values=VECTORS[:1])
+    np.testing.assert_array_equal(embedding.dequeue(), [[1, 2], [0, 0]])
+    embedding.apply_gradients(ONES["x"])
+    embedding.enqueue(np.array([2, 1]), training=False)
+    embedding.state = given(embedding.state, "t", keys=[2, 3], values=VECTORS[2:])
+    np.testing.assert_array_equal(embedding.dequeue(), [[5, 6], [0, 1]])
+    assert not recwarn.list
+
+
+def test_engines_that_share_maps_share_rows_by_key():
+    made, state = simple()
+    other = tpu_embed.EmbeddingEngine(
+        {"x": FeatureConfig(made.table_configs["t"])},
+        o.SGD(1.0),
+        mesh=mesh(1),
+        vocabularies=made.vocabularies,
+    )
+    state = made.set_rows(state, "t", keys=[1], values=np.ones((1, 2)))
+    state = other.set_rows(state, "t", keys=[2], values=np.full((1, 2), 2.0))
+    assert made.rows(state, "t", keys=[2, 1]).tolist() == [[2, 2], [1, 1]]
+    strange, there = simple()
+    with pytest.raises(ValueError, match="the newest state"):
+        strange.set_rows(state, "t", keys=[1], values=np.ones((1, 2)))
+    strange.set_rows(there, "t", keys=[1], values=np.ones((1, 2)))
