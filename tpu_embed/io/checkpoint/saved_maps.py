@@ -70,6 +70,6 @@ def _maps_in(directory: Path, prefix: str) -> Iterator[tuple[str, SavedMap]]:
     checksums, step = manifest.read_checksums(directory, checkpoint), described["step"]
     for name, saved in described["tables"].items():
         state = maps.read_state(directory, name, saved, step, checksums)
-        totals = dict(zip(COUNTERS, state.counters.tolist(), strict=True))
+        totals: dict[str, int] = dict(zip(COUNTERS, state.counters.tolist(), strict=True))
         scores = KeyScores(*state[:6], step=step)
         yield f"{prefix}{name}", SavedMap(scores, saved["capacity"], totals)
