@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from oracle_vocabulary import VocabularyOracle
 
 import tpu_embed
-from tpu_embed import FeatureConfig, RaggedIds, TableConfig
+from tpu_embed import FeatureConfig, HostStorage, RaggedIds, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.vocabulary import DynamicVocabulary
 
@@ -172,3 +172,24 @@ def maps_of(made):
         for name, one in made.vocabularies.state(made.vocabularies.placed).maps.items()
         for field, array in one._asdict().items()
     }
+
+
+def on_host(capacity=6, device_rows=2, lookahead=0, **options):
+    """Return an engine of one living table on the host, with Adagrad, and its first state."""
+    table = TableConfig(
+        capacity,
+        2,
+        name="t",
+        vocabulary=DynamicVocabulary(**options),
+        storage=HostStorage(device_rows=device_rows),
+    )
+    made = tpu_embed.EmbeddingEngine(
+        {"x": FeatureConfig(table)}, o.Adagrad(0.5), mesh=mesh(1), lookahead=lookahead
+    )
+    return made, made.init(jax.random.key(KEY))
+
+
+def train_once(made, state, *keys):
+    """Train on a batch of two keys; return the state."""
+    state, batch = made.admit(state, made.place(ids(*keys)))
+    return made.update(state, batch, ONES)

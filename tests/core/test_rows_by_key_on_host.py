@@ -1,0 +1,114 @@
+"""Rows by key of tables on the host: on the devices, at home, and on their way there.
+
+That they are those of the same table on the devices is in `test_host_tables.py`.
+"""
+
+import threading
+
+import numpy as np
+import pytest
+from living_cases import ids, initial_row, on_host, train_once
+
+from tpu_embed import io
+from tpu_embed.storage import HostRows
+
+VECTORS = np.arange(1.0, 9).reshape(4, 2)
+
+
+def test_an_evaluation_batch_does_not_show_a_key_at_home_that_has_lost_its_row():
+    made, state = on_host(capacity=3)
+    state = train_once(made, train_once(made, state, 1, 2), 3, 3)
+    gone = made.vocabularies.find("t", [1])
+    looked = made.place(ids(1, 3), training=False)
+    np.asarray(made.lookup(state, looked)["x"])
+    state = made.set_rows(state, "t", keys=[9], values=np.ones((1, 2)))  # takes the row of key 1
+    assert made.vocabularies.find("t", [1, 9]).tolist() == [-1, gone[0]]
+    with pytest.raises(ValueError, match="place it again"):
+        made.lookup(state, looked)
+    found = made.lookup(state, made.place(ids(9, 3), training=False))["x"]
+    np.testing.assert_array_equal(found[0], [1, 1])
+
+
+def test_an_evaluation_batch_does_not_show_a_key_whose_row_on_the_devices_is_anothers():
+    made, state = on_host(capacity=2)
+    state = train_once(made, state, 1, 2)
+    looked, kept = (made.place(ids(*keys), training=False) for keys in ((1, 2), (2, 2)))
+    state = made.set_rows(state, "t", keys=[9], values=np.ones((1, 2)))  # takes the row of key 1
+    with pytest.raises(ValueError, match="place it again"):
+        made.lookup(state, looked)
+    np.testing.assert_array_equal(
+        made.lookup(state, kept)["x"][0], made.rows(state, "t", keys=[2])[0]
+    )
+
+
+def test_a_row_on_its_way_home_does_not_come_after_the_one_that_is_set(monkeypatch):
+    made, state = on_host(capacity=4)
+    state = made.set_rows(state, "t", keys=[7, 8], values=np.ones((2, 2)))  # compiles what it needs
+    state = train_once(made, state, 1, 2)
+    made.storage.flush()
+    here, go, write = threading.current_thread(), threading.Event(), HostRows.write
+
+    def late(*args):
+        if threading.current_thread() is not here:
+            assert go.wait(60)
+        write(*args)
+
+    monkeypatch.setattr(HostRows, "write", late)
+    state = train_once(made, state, 3, 4)  # sends 1 and 2 home; 7 and 8 are forgotten
+    later = threading.Timer(0.5, go.set)
+    later.start()
+    state = made.set_rows(state, "t", keys=[9, 10], values=np.ones((2, 2)))  # in place of 1 and 2
+    later.join()
+    made.storage.flush()
+    assert made.vocabularies.last["t"].evicted.tolist() == [1, 2]
+    np.testing.assert_array_equal(made.rows(state, "t", keys=[9, 10]), np.ones((2, 2)))
+
+
+def test_rows_wherever_they_are_on_the_host(tmp_path):
+    """On the devices, at home, on their way; of keys that are known, new, or that others had."""
+    made, state = on_host(capacity=4, device_rows=2)
+    for keys in ((1, 2), (3, 4), (1, 1)):
+        state = train_once(made, state, *keys)
+    known = made.rows(state, "t", keys=[1, 2, 3, 4])
+    sums = made.rows(state, "t", keys=[1, 2, 3, 4], slot="accumulators")
+    state = made.set_rows(state, "t", keys=[1, 2, 8, 9], values=VECTORS)  # 3 and 4 lose their rows
+    assert made.vocabularies.last["t"].evicted.tolist() == [3, 4]
+    np.testing.assert_array_equal(made.rows(state, "t", keys=[8, 1, 9, 2]), VECTORS[[2, 0, 3, 1]])
+    found = made.rows(state, "t", keys=[1, 2, 8, 9], slot="accumulators")
+    np.testing.assert_array_equal(found, [*sums[:2], *np.full((2, 2), np.float32(0.1))])
+    state = train_once(made, state, 8, 2)
+    assert not np.array_equal(made.rows(state, "t", keys=[8]), VECTORS[2:3])
+    # A key that comes back begins anew, bit for bit.
+    state = made.set_rows(state, "t", keys=[3], values=np.ones((1, 2)), slot="accumulators")
+    first = initial_row(made.table_configs["t"], 3)
+    np.testing.assert_array_equal(made.rows(state, "t", keys=[3])[0], first)
+    assert not np.array_equal(known[2], first)
+    io.save(tmp_path / "saved", made, state)
+    other, _ = on_host(capacity=4, device_rows=3)
+    restored = io.restore(tmp_path / "saved", other).state
+    keys = made.vocabularies.keys("t")[0]
+    for slot in (None, "accumulators"):
+        one, two = (
+            e.rows(s, "t", keys=keys, slot=slot) for e, s in ((made, state), (other, restored))
+        )
+        np.testing.assert_array_equal(one, two)
+    assert other.vocabularies.last == {}
+
+
+def test_a_full_disk_undoes_the_step(monkeypatch):
+    made, state = on_host(capacity=2)
+    state = train_once(made, state, 1, 2)
+    before = made.rows(state, "t", keys=[1, 2])
+    placed = made.vocabularies.placed
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HostRows, "write", full)
+        with pytest.raises(OSError, match="No space"):
+            made.set_rows(state, "t", keys=[2, 7], values=np.ones((2, 2)))
+    assert made.vocabularies.placed == made.vocabularies.admitted == placed
+    np.testing.assert_array_equal(made.rows(state, "t", keys=[1, 2]), before)
+    state = made.set_rows(state, "t", keys=[2, 7], values=np.ones((2, 2)))
+    assert made.vocabularies.last["t"].evicted.tolist() == [1]
