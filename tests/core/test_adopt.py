@@ -56,7 +56,15 @@ def best(held, rows, room, *, frequent):
     return set(sorted(held["keys"], key=score)[-room:])
 
 
-@pytest.mark.parametrize(("source", "target"), [*itertools.product(KINDS, KINDS)])
+def _ordered_pairs():
+    """Return all ordered pairs of arrangements; `make test` runs two targets for each source."""
+    kinds = [*KINDS]
+    for (i, source), (j, target) in itertools.product(enumerate(kinds), enumerate(kinds)):
+        is_quick = (j - i) % len(kinds) in (1, 4)
+        yield pytest.param(source, target, marks=[] if is_quick else [pytest.mark.whole])
+
+
+@pytest.mark.parametrize(("source", "target"), [*_ordered_pairs()])
 def test_every_engine_takes_the_state_of_every_other(source, target):
     (other, theirs), mine = source_of(source), target_of(target)
     expected, maps = contents(other, theirs), map_contents(other)
@@ -237,7 +245,9 @@ def test_counters_are_those_of_the_same_features():
     assert found == {"bad_ids": [0, 2, 0], "bad_gradients": [5, 7, 0], "overflows": 9}
 
 
-@pytest.mark.parametrize("devices", [slice(1, 2), slice(0, 2)])
+@pytest.mark.parametrize(
+    "devices", [slice(1, 2), pytest.param(slice(0, 2), marks=pytest.mark.whole)]
+)
 def test_what_a_stack_shares_comes_along_to_other_devices(devices):
     tables = [TableConfig(9, 2, name=name) for name in "ab"]
     features = {table.name: FeatureConfig(table) for table in tables}

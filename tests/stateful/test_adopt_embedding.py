@@ -42,7 +42,7 @@ def train(made, batches):
     return found
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize("pipelined", [pytest.param(False, marks=pytest.mark.whole), True])
 def test_both_apis_adopt_alike(pipelined):
     rng = np.random.default_rng(0)
     batches = [draw(rng, 30) for _ in range(6)]
