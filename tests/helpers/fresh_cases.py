@@ -185,6 +185,15 @@ class World:
             _refused(self.model, delta)
             self.model = model
 
+    def move(self):
+        """Go on in an engine of other devices and perhaps another capacity, without a file."""
+        engine, state, saved = self.engine, self.state, self.touched.saved(self.state)
+        self.capacity = int(self.rng.choice([self.capacity, 15, 30]))
+        self._start(int(self.rng.choice([1, 2, 8])))
+        self.state, self.ahead = self.engine.adopt(state, engine), []
+        self.touched = io.TouchedRows(self.engine)
+        self.touched.load(saved)
+
     # -- the server ----------------------------------------------------------------------------
 
     def tables(self):

@@ -345,7 +345,10 @@ class TouchedRows:
     # -- kept ----------------------------------------------------------------------------------
 
     def saved(self, state: TableState) -> SavedRecord:
-        """Return what a checkpoint keeps of this beside a state, as arrays of its own.
+        """Return what a checkpoint keeps of this beside a state, by key or id.
+
+        `io.save(…, touched=)` calls this. It is also for the record of an engine that is to adopt
+        the state.
 
         Raises:
           ValueError: whatever `version` refuses.
@@ -357,6 +360,9 @@ class TouchedRows:
 
     def load(self, saved: SavedRecord) -> None:
         """Go on from what was saved, once the engine has the maps of the same moment.
+
+        `io.restore(…, touched=)` calls this. After `engine.adopt`, call it yourself, with what the
+        record of the other engine saved.
 
         This is a new run, which goes on from the saved one: what that did after the save is not
         part of it.
