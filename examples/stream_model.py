@@ -62,8 +62,8 @@ class Learner:
         adagrad = tpu_embed.optimizers.Adagrad(
             config.learning_rate, initial_accumulator_value=config.initial_accumulator
         )
-        self.config = config
-        self.engine = tpu_embed.EmbeddingEngine(feature_config(config, vocabulary), adagrad)
+        self.config, self.feature_config = config, feature_config(config, vocabulary)
+        self.engine = tpu_embed.EmbeddingEngine(self.feature_config, adagrad)
         self.state = self.engine.init(jax.random.key(config.seed))
         self.step = make_step(self.engine)
         # Names become keys of 63 bits for a living vocabulary, row numbers for a fixed table.

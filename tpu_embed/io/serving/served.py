@@ -43,7 +43,9 @@ class ServedModel:
       metadata: the contents of `metadata.json`, with the version after the last delta.
       tables: the first argument of the program: table name -> part -> array.
       exported: the program, for use inside a jit: `exported.call(tables, features, weights,
-        *inputs)`, with ids and weights in dicts by path.
+        *inputs)`, with ids and weights in dicts by path. It takes row numbers where this takes
+        keys; a table on the host needs another part "first", `[m, D]`, the rows of the numbers
+        after those of its values.
     """
 
     metadata: Mapping[str, Any]
