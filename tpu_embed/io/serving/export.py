@@ -38,6 +38,7 @@ from tpu_embed.io.serving.model_files import WrittenTable
 from tpu_embed.io.serving.stored import RowSource, Stored, stored_tables
 from tpu_embed.kernels import dispatch
 from tpu_embed.touched import Version
+from tpu_embed.vocabulary import Vocabularies
 
 
 def export_model(
@@ -83,7 +84,9 @@ def export_model(
       FileExistsError: something exists at `path`.
       ValueError: ids are not dense; a first dimension is not the batch size;
         the model needs several devices; the results are not in dicts, lists and tuples; a platform
-        is unknown; whatever `serving_lookup` refuses about tables.
+        is unknown; whatever `serving_lookup` refuses about tables; `version` is not that of
+        `vocabularies`.
+      TypeError: `version` is no `Version`; ids are not integers.
     """
     chosen = (platforms,) if isinstance(platforms, str) else tuple(platforms)
     for platform in chosen or (None,):
@@ -93,6 +96,7 @@ def export_model(
     declared = structure.flatten(feature_config)
     _refuse_ids_on_host(declared)
     given, keys = stored_tables(tables, declared), all_keys(vocabularies, declared)
+    _check_version(version, vocabularies)
     # The program takes row numbers; `load_model` has the map.
     plain = by_row_number(declared, keys)
     arguments = arguments_of(plain, keys, features, weights, inputs, batch)
@@ -122,6 +126,20 @@ def _written_tables(
         sorted_table = as_written(table if mine is None else sort_rows(table, mine, config))
         found[name] = WrittenTable.of(config, sorted_table, mine)
     return found
+
+
+def _check_version(version: Any, vocabularies: Any) -> None:
+    """Check that a version is one, and that of the keys that were read before."""
+    if version is not None and not isinstance(version, Version):
+        expected, got = "a Version, or None", type(version).__name__
+        remedy = "give what touched.version(state) returned"
+        raise TypeError(message("version", expected=expected, got=got, remedy=remedy))
+    if version is not None and isinstance(vocabularies, Vocabularies):
+        now = vocabularies.admitted
+        if version.keys != now:
+            expected, got = f"that of {now} admitted batches, as vocabularies", f"{version.keys}"
+            remedy = "export tables, keys and version of one state: admit no batch in between"
+            raise ValueError(message("version", expected=expected, got=got, remedy=remedy))
 
 
 def _refuse_ids_on_host(declared: Structure) -> None:
