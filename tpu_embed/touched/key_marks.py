@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tpu_embed.core.layout import TableSlice
-from tpu_embed.touched.marks import NEVER, IdMarks
+from tpu_embed.touched.marks import NEVER, IdMarks, PlaceMarks
 from tpu_embed.vocabulary import Moves
 
 _LEAST_LOST = 1024
@@ -62,7 +62,10 @@ class KeyMarks:
     """
 
     def __init__(self, table: TableSlice) -> None:
-        self._given, self._lost = IdMarks(), IdMarks()
+        # Of a table on the host only few ids may ever have a row.
+        few = table.is_on_host
+        self._given = IdMarks() if few else PlaceMarks(table.vocabulary_size)
+        self._lost = IdMarks()
         self._most_lost = max(_LEAST_LOST, min(table.declared_size, 2**31))
         self.lost_since = 0
 

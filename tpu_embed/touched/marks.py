@@ -61,6 +61,41 @@ class RowMarks:
         self.mark(stack, physical, steps)
 
 
+class PlaceMarks:
+    """The last step of numbers below a bound, 4 bytes for each, from the first mark on.
+
+    Args:
+      size: the bound.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._last: np.ndarray | None = None
+
+    def mark(self, numbers: np.ndarray, step: int) -> None:
+        """Mark numbers, uint64 `[n]`; steps come in ascending order."""
+        self.load(numbers, np.full(numbers.size, step, _STEP))
+
+    def load(self, numbers: np.ndarray, steps: np.ndarray) -> None:
+        """Mark different numbers, uint64 `[n]`, each with its step, integers `[n]`."""
+        if numbers.size and self._last is None:
+            self._last = np.full(self._size, NEVER, _STEP)
+        if self._last is not None:
+            self._last[numbers.astype(np.int64)] = steps
+
+    def after(self, step: int) -> np.ndarray:
+        """Return the numbers whose mark is after a step, uint64 `[n]` ascending."""
+        if self._last is None:
+            return np.zeros(0, np.uint64)
+        return np.flatnonzero(self._last > step).astype(np.uint64)
+
+    def steps(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the step of each number, uint64 `[n]`, int32 `[n]`; `NEVER` without a mark."""
+        if self._last is None:
+            return np.full(numbers.size, NEVER, _STEP)
+        return self._last[numbers.astype(np.int64)]
+
+
 class IdMarks:
     """The last step of ids of 64 bits, about 23 bytes for each id that was ever marked.
 

@@ -65,11 +65,11 @@ class TouchedRows:
     def __init__(self, engine: EmbeddingEngine, *, step: int = 0) -> None:
         self._engine, self.layout = engine, engine.layout
         self._maps = engine.vocabularies
-        self._lock = threading.Lock()
-        start = Version("", check_int("step", step, minimum=0), 0, self._admitted)
-        self._begin(Lineage(uuid.uuid4().hex), start)
-        if self._maps is not None:
-            self._maps.observers.add(self)
+        self._lock, step = threading.Lock(), check_int("step", step, minimum=0)
+        with self._maps_locked():
+            self._begin(Lineage(uuid.uuid4().hex), Version("", step, 0, self._admitted))
+            if self._maps is not None:
+                self._maps.observers.add(self)
 
     def _begin(self, lineage: Lineage, start: Version) -> None:
         """Know nothing of what was before a moment."""
@@ -135,12 +135,13 @@ class TouchedRows:
         """Return rows, or ids at home, int64 `[n]`, that updates of keys may have touched.
 
         A key without a row has lost it since, or had none. One that got its row after the update is
-        reported for that already.
+        reported for that already. What batches that are not admitted yet do to it does not count:
+        they may be undone, and its row was touched while it had it.
         """
         if table.key_rules is None:
             return keys.view(np.int64)
         assert self._maps is not None, "there are keys"
-        ids = self._maps.find(table.name, keys).astype(np.int64)
+        ids = self._maps.find(table.name, keys, self._maps.admitted).astype(np.int64)
         ids, shared = ids[ids >= 0], shared_row(table)
         # A key that has a row by now may have been unseen in its batch.
         return ids if shared is None else np.append(ids, shared)
@@ -268,7 +269,11 @@ class TouchedRows:
                 remedy = "keep what touched.version or export_delta returned"
                 raise ValueError(message("since", expected=expected, got=f"{step}", remedy=remedy))
             since = Version(self._lineage.run, step, 0, keys or 0)
-        elif not self._lineage.has(since):
+        numbers = {part: getattr(since, part) for part in ("step", "edits", "keys")}
+        since = since._replace(
+            **{part: check_int(f"since: {part}", n, minimum=0) for part, n in numbers.items()}
+        )
+        if not self._lineage.has(since):
             expected, got = f"a version of run {self._lineage.run!r}", f"{since}"
             raise ValueError(message("since", expected=expected, got=got, remedy=_FULL))
         if since.step < self._start.step or since.keys < self._start.keys:
@@ -320,6 +325,9 @@ class TouchedRows:
         """Follow the maps."""
         self._is_stale = True
 
+    def _maps_locked(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._maps is None else self._maps.lock
+
     @contextlib.contextmanager
     def _maps_at_rest(self) -> Iterator[None]:
         """Let no map move between what it tells and what is known here."""
@@ -368,7 +376,7 @@ class TouchedRows:
         part of it.
         """
         lineage = Lineage(uuid.uuid4().hex, (*saved.ancestors, saved.version))
-        with self._maps.lock if self._maps else contextlib.nullcontext(), self._lock:
+        with self._maps_locked(), self._lock:
             self._begin(lineage, saved.start)
             self._through, self._edits = saved.version.step, saved.version.edits
             self._keys_at = dict(saved.known)

@@ -11,6 +11,7 @@ import pytest
 from facade_cases import mesh
 from file_cases import DEEP, mutations, resigned, rewrite, swap
 from kernel_cases import assert_same_bits
+from keyed_cases import Keyed, export, table, version, write_delta
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
@@ -41,8 +42,13 @@ def model(activations, dense):
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Two exports of one form, `a` and `b`, with a quantized table; a delta of each."""
+    """Two exports of one form, `a` and `b`, with a quantized table; a delta of each.
+
+    And two of tables with keys, `k` and `l`; a delta of each.
+    """
     root = tmp_path_factory.mktemp("exports")
+    for i, name in enumerate("kl"):
+        export_keyed(root, name, 10 * i)
     engine = EmbeddingEngine(FEATURES, o.SGD(0.5), mesh=mesh(1))
     for i, name in enumerate("ab"):
         state, touched = engine.init(jax.random.key(i)), TouchedRows(engine)
@@ -56,6 +62,22 @@ def root(tmp_path_factory):
             touched.record_rows(table, [2, 5, 7], 0)
         export_delta(root / f"delta-{name}", engine, state, touched, since=0)
     return root
+
+
+KEYED = {"t": table("t"), "u": table("u", unseen="shared")}
+KEYED_FEATURES = {name: FeatureConfig(one) for name, one in KEYED.items()}
+KEYED_REQUEST = {name: np.array([3, 5, 20, 7]) for name in KEYED}
+
+
+def export_keyed(root, name, first):
+    """Export tables with keys, and a delta."""
+    tables = [Keyed(one, range(first, first + 8), first) for one in KEYED.values()]
+    export(root / name, tables, KEYED_FEATURES, KEYED_REQUEST)
+    changes = {
+        "u": tables[1].change([3 + first, 20], [first, 1 + first], shared=True),
+        "t": tables[0].change([first, 20], [3 + first, 4 + first]),
+    }
+    write_delta(root / f"delta-{name}", version(0), version(1), changes)
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +100,11 @@ def load(path):
     return delta_files.read(path) if "delta" in path.name else load_model(path)
 
 
-def test_any_damaged_file_is_refused_by_name(copy):
+@pytest.mark.parametrize(("name", "count"), [("a", 2 + 5 + 1 + 6), ("k", 2 + 4 + 1 + 8)])
+def test_any_damaged_file_is_refused_by_name(copy, name, count):
     rng = np.random.default_rng(0)
-    assert len(files(copy, "a", "delta-a")) == 2 + 5 + 1 + 6
-    for path in files(copy, "a", "delta-a"):
+    assert len(files(copy, name, f"delta-{name}")) == count
+    for path in files(copy, name, f"delta-{name}"):
         directory = copy / path.relative_to(copy).parts[0]
         content = path.read_bytes()
         flips = [0, len(content) // 2, len(content) - 1, *rng.integers(0, len(content), 3)]
@@ -121,6 +144,11 @@ SWAPS = {
     "two parts": (("a", "days", "scale"), ("a", "days", "offset")),
     "two exports": (("a", "films", "values"), ("b", "films", "values")),
     "two deltas": (("delta-a", "films", "values"), ("delta-b", "films", "values")),
+    "two exports of keys": (("k", "t", "keys"), ("l", "t", "keys")),
+    "rows of two exports of keys": (("k", "t", "values"), ("l", "t", "values")),
+    "keys and lost ones": (("delta-k", "t", "keys"), ("delta-k", "t", "lost")),
+    "lost keys of two tables": (("delta-k", "u", "lost"), ("delta-k", "t", "lost")),
+    "two shared rows": (("delta-k", "u", "shared"), ("delta-l", "u", "shared")),
 }
 
 
@@ -184,18 +212,26 @@ def test_metadata_cannot_name_another_place(copy, name, directory):
             load(copy / "a")
 
 
-@pytest.mark.parametrize("file", ["tables/films.values.npy", "model.stablehlo", "metadata.json"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "a/tables/films.values.npy",
+        "a/model.stablehlo",
+        "a/metadata.json",
+        "k/tables/t.keys.npy",
+    ],
+)
 def test_a_link_to_outside_is_refused(copy, file, tmp_path):
-    path = copy / "a" / file
+    path, root = copy / file, copy / file[0]
     path.rename(tmp_path / "outside")
     path.symlink_to(tmp_path / "outside")
-    expected = re.escape(f"{path}: expected a file inside {copy / 'a'}, got a link to ")
+    expected = re.escape(f"{path}: expected a file inside {root}, got a link to ")
     with pytest.raises(ValueError, match=expected):
-        load_model(copy / "a", check=False)
-    (tmp_path / "outside").rename(copy / "a" / "inside")
+        load_model(root, check=False)
+    (tmp_path / "outside").rename(root / "inside")
     path.unlink()
-    path.symlink_to(copy / "a" / "inside")
-    load_model(copy / "a")
+    path.symlink_to(root / "inside")
+    load_model(root)
 
 
 def test_a_link_to_the_whole_directory_is_followed(copy, expected):

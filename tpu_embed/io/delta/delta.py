@@ -95,9 +95,11 @@ def export_delta(
             raise ValueError(message("touched", expected=expected, got=got))
         check_state(state, engine.layout)
         version, first = touched.version(state), touched.known(since)
-        if first.step > version.step or first.keys > version.keys:
-            expected = f"at most {version.step}, the state's step"
-            raise ValueError(message("since", expected=expected, got=f"{first.step}"))
+        for part in ("step", "edits", "keys"):
+            mine, last = getattr(first, part), getattr(version, part)
+            if mine > last:
+                expected = f"at most {last}, the state's {part}"
+                raise ValueError(message("since", expected=expected, got=f"{mine}"))
         return version, first, touched.changes(first)
 
     version, first, changes = raise_on_all("export_delta", root.parent, prepared)

@@ -39,6 +39,7 @@ from tpu_embed.io.serving.model_files import WrittenTable
 from tpu_embed.io.serving.stored import RowSource, Stored, stored_tables
 from tpu_embed.kernels import dispatch
 from tpu_embed.touched import Version
+from tpu_embed.vocabulary import Vocabularies
 
 
 def export_model(
@@ -85,7 +86,9 @@ def export_model(
       FileExistsError: something exists at `path`.
       ValueError: ids are not dense; a first dimension is not the batch size;
         the model needs several devices; the results are not in dicts, lists and tuples; a platform
-        is unknown; whatever `serving_lookup` refuses about tables.
+        is unknown; whatever `serving_lookup` refuses about tables; `version` is not that of
+        `vocabularies`.
+      TypeError: `version` is no `Version`; ids are not integers.
     """
     chosen = (platforms,) if isinstance(platforms, str) else tuple(platforms)
     for platform in chosen or (None,):
@@ -95,6 +98,7 @@ def export_model(
     given = stored_tables(tables, declared)
     drawn = ids_on_host(declared, given)
     keys = all_keys(vocabularies, declared) | drawn
+    _check_version(version, vocabularies)
     # The program takes row numbers; `load_model` has the map.
     plain = by_row_number(declared, keys)
     arguments = arguments_of(plain, keys, drawn, features, weights, inputs, batch)
@@ -142,6 +146,20 @@ def _first_rows(
             exported = draw(jax.ShapeDtypeStruct((n, 2), jnp.uint32))
         found[name] = _serialized(exported)
     return found
+
+
+def _check_version(version: Any, vocabularies: Any) -> None:
+    """Check that a version is one, and that of the keys that were read before."""
+    if version is not None and not isinstance(version, Version):
+        expected, got = "a Version, or None", type(version).__name__
+        remedy = "give what touched.version(state) returned"
+        raise TypeError(message("version", expected=expected, got=got, remedy=remedy))
+    if version is not None and isinstance(vocabularies, Vocabularies):
+        now = vocabularies.admitted
+        if version.keys != now:
+            expected, got = f"that of {now} admitted batches, as vocabularies", f"{version.keys}"
+            remedy = "export tables, keys and version of one state: admit no batch in between"
+            raise ValueError(message("version", expected=expected, got=got, remedy=remedy))
 
 
 def _check_flatbuffers() -> None:

@@ -139,12 +139,13 @@ class ServedModel:
     def _with(self, prepared: Prepared, own: frozenset[str]) -> ServedModel:
         """Return the model with new rows; tables named in `own` are updated in place."""
         new, keys = write(self.tables, self._keys, prepared.tables, own)
+        copied = {n for n, parts in new.items() if parts["values"] is not self.tables[n]["values"]}
         return dataclasses.replace(
             self,
             metadata={**self.metadata, "version": prepared.version._asdict()},
             tables={**self.tables, **new},
             _keys={**self._keys, **keys},
-            _own=self._own | set(new),
+            _own=self._own | copied,
         )
 
     def _check_there(self) -> None:

@@ -119,7 +119,10 @@ class ServedKeys:
 
     def change(self, plan: Plan) -> None:
         """Do what `plan` said."""
-        self._write(plan.lost, np.zeros(plan.lost.size, _ROW))
+        # Only keys of the export must be remembered as lost; of a stream, they would be too many.
+        exported = self._exported_rows(plan.lost) > 0
+        self._moved.remove(plan.lost[~exported])
+        self._write(plan.lost[exported], np.zeros(int(exported.sum()), _ROW))
         self._write(plan.keys[plan.is_new], plan.rows[plan.is_new])
         self._free, self.num_rows = plan.free, plan.num_rows
         self._size += int(plan.is_new.sum()) - plan.lost.size

@@ -41,6 +41,10 @@ class Writing(NamedTuple):
     parts: dict[str, np.ndarray]
     plan: Plan | None
 
+    def can_replace(self, arrays: Parts) -> bool:
+        """Return whether its arrays can be written in place, and are others then."""
+        return bool(self.rows.size) and not self.needs_room(arrays)
+
     def needs_room(self, arrays: Parts) -> bool:
         """Return whether its arrays have too few rows."""
         return self.plan is not None and self.plan.num_rows > len(arrays["values"])
@@ -99,8 +103,9 @@ def write(
       writings: what changes, by table.
       own: the tables whose arrays and keys may be written in place; they are gone then.
     """
-    # Copies first, because they may fail for lack of memory; then the updates in place.
-    in_place = {n for n, one in writings.items() if n in own and not one.needs_room(tables[n])}
+    # Copies first, because they may fail for lack of memory; then the updates in place. Where no
+    # row is set, as if keys were only lost, the arrays stay the same, so the keys are copied.
+    in_place = {n for n in own if n in writings and writings[n].can_replace(tables[n])}
     new = {n: _copied(one, tables[n]) for n, one in writings.items() if n not in in_place}
     jax.block_until_ready(new)
     new_keys = {name: keys[name].copy() for name in new if name in keys}

@@ -1,0 +1,98 @@
+"""A table with keys in plain dictionaries, and the exports and deltas of it, without an engine."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embed import DynamicVocabulary, TableConfig, io
+from tpu_embed.io.delta import ChangedKeys, delta_files
+from tpu_embed.touched import Version
+from tpu_embed.vocabulary import FixedVocabulary
+
+
+def version(step, run="run"):
+    return Version(run, step, 0, step)
+
+
+class Keyed:
+    """The rows of the keys of a table.
+
+    Args:
+      config: its declaration.
+      keys: those that it has at first.
+      seed: of the values.
+    """
+
+    def __init__(self, config: TableConfig, keys=(), seed=0):
+        self.config, self.rng = config, np.random.default_rng(seed)
+        self.rows = {int(key): self.row() for key in keys}
+        self.shared = self.row()
+
+    def row(self):
+        values = self.rng.normal(size=self.config.dim)
+        return values.astype(jnp.dtype(self.config.dtype))
+
+    @property
+    def unseen(self):
+        assert self.config.vocabulary is not None
+        return self.config.vocabulary.unseen
+
+    def trained(self):
+        """Return a table as training has it, with rows in any order, and its vocabulary."""
+        size = self.config.vocabulary_size
+        places = self.rng.permutation(size - (self.unseen == "shared"))[: len(self.rows)]
+        table = self.rng.normal(size=(size, self.config.dim)).astype(self.config.dtype)
+        for place, row in zip(places, self.rows.values(), strict=True):
+            table[place] = row
+        if self.unseen == "shared":
+            table[-1] = self.shared
+        return table, FixedVocabulary(np.array([*self.rows], np.uint64), places)
+
+    def change(self, changed=(), lost=(), shared=False):
+        """Give keys other rows, take those of others, and return what a delta says of it."""
+        for key in lost:
+            self.rows.pop(int(key), None)
+        self.rows |= {int(key): self.row() for key in changed}
+        self.shared = self.row() if shared else self.shared
+        keys = np.array(sorted(map(int, changed)), np.uint64)
+        return ChangedKeys(
+            self.config.vocabulary_size, self.config.dim, self.config.dtype, self.unseen,
+            keys, self._stored([self.rows[int(key)] for key in keys]),
+            np.array(sorted(map(int, lost)), np.uint64),
+            self._stored([self.shared] if shared else []),
+        )  # fmt: skip
+
+    def _stored(self, rows):
+        dtype = jnp.dtype(self.config.dtype)
+        values = np.array(rows, dtype).reshape(len(rows), self.config.dim)
+        return values.view(np.uint16) if dtype == jnp.bfloat16 else values
+
+
+def table(name, size=40, dim=3, unseen="zero", **options):
+    """Return the declaration of a table with keys."""
+    return TableConfig(size, dim, name=name, vocabulary=DynamicVocabulary(unseen=unseen), **options)
+
+
+def write_delta(path, first, last, tables, ancestors=()):
+    """Write a delta of these changes, by table."""
+    path.mkdir(parents=True)
+    delta_files.write(path, delta_files.Delta(first, last, ancestors, tables))
+    return path
+
+
+def export(path, tables, features, examples, **options):
+    """Export the activations of tables with keys, and of others, `arrays`; return the model."""
+    trained = {one.config.name: one.trained() for one in tables}
+    arrays, maps = ({n: pair[i] for n, pair in trained.items()} for i in range(2))
+    options = {"platforms": "cpu", "version": version(0), "arrays": {}} | options
+    arrays |= options.pop("arrays")
+    io.export_model(path, lambda a: a, arrays, features, examples, vocabularies=maps, **options)
+    return io.load_model(path)
+
+
+def looked_up(tables, features, given, weights=None):
+    """Return what `serving_lookup` finds in the tables as training has them."""
+    trained = {one.config.name: one.trained() for one in tables}
+    arrays, maps = ({n: pair[i] for n, pair in trained.items()} for i in range(2))
+    return io.serving_lookup(arrays, given, features, weights, vocabularies=maps)

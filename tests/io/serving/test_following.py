@@ -1,0 +1,279 @@
+"""Models with keys that follow a run by deltas, while threads ask them."""
+
+import concurrent.futures
+import dataclasses
+import threading
+
+import jax
+import numpy as np
+import pytest
+from keyed_cases import Keyed, export, looked_up, table, version, write_delta
+
+from tpu_embed import FeatureConfig, TableConfig, io
+from tpu_embed.io.delta.changes import ChangedRows
+from tpu_embed.io.serving import written
+from tpu_embed.touched import Version
+
+CONFIG = table("t", size=500, dim=4, unseen="shared")
+PLAIN = TableConfig(6, 2, name="plain")
+ASKED = 60
+FEATURES = {"x": FeatureConfig(CONFIG, max_sequence_length=ASKED), "y": FeatureConfig(PLAIN)}
+GIVEN = {"x": np.arange(2 * ASKED).reshape(2, ASKED), "y": np.array([0, 5])}
+
+
+def keys_at(step):
+    """Return the keys at a version: they wander, and become more and fewer."""
+    return range(step, step + 12 + 7 * step % 16)
+
+
+class Source:
+    """A run that publishes.
+
+    At each version all rows are its number, and that of unseen keys is its negative.
+    """
+
+    def __init__(self, root):
+        self.root, self.step, self.table = root, 0, Keyed(CONFIG)
+        self.table.rows = dict.fromkeys(keys_at(0), self.row(0))
+        self.table.shared = self.row(0)
+
+    def row(self, number):
+        return np.full(4, number, np.float32)
+
+    def model(self):
+        plain = {"plain": np.zeros((6, 2), np.float32)}
+        return export(self.root / "model", [self.table], FEATURES, GIVEN, arrays=plain)
+
+    def delta(self):
+        """Write what changes from this version to the next."""
+        self.step += 1
+        old, keys = set(self.table.rows), keys_at(self.step)
+        said = self.table.change(keys, sorted(old - set(keys)), shared=True)
+        said = dataclasses.replace(
+            said,
+            values=np.full(said.values.shape, self.step, np.float32),
+            shared=-self.row(self.step)[None],
+        )
+        plain = ChangedRows(6, 2, "float32", np.arange(6, dtype=np.int32), NUMBERS * self.step)
+        tables = {"t": said, "plain": plain}
+        first, last = version(self.step - 1), version(self.step)
+        return write_delta(self.root / f"{self.step}", first, last, tables)
+
+
+NUMBERS = np.ones((6, 2), np.float32)
+
+
+def check_whole(found):
+    """Check that an answer is of one version, and return that."""
+    step = int(found["y"][0, 0])
+    assert (np.asarray(found["y"]) == step).all()
+    keys = [step if key in keys_at(step) else -step for key in range(ASKED)]
+    np.testing.assert_array_equal(found["x"][0], np.repeat(keys, 4).reshape(ASKED, 4))
+    return step
+
+
+def test_every_answer_is_wholly_of_one_version(tmp_path, monkeypatch):
+    monkeypatch.setattr(written, "_LEAST_ROOM", 4)
+    source, deltas = Source(tmp_path), 30
+    served = io.FollowingModel(source.model())
+    seen, ended, answered = [set() for _ in range(4)], threading.Event(), threading.Semaphore(0)
+
+    def ask(mine):
+        last = 0
+        while not ended.is_set():
+            step = check_whole(served(GIVEN))
+            assert step >= last  # time does not go back
+            last = step
+            mine.add(step)
+            keys = served.keys("t").tolist()
+            assert keys == [*keys_at(keys[0])]
+            answered.release()
+
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        asking = [threads.submit(ask, mine) for mine in seen]
+        try:
+            for step in range(1, deltas + 1):
+                while not answered.acquire(timeout=1):  # somebody asks in between
+                    assert not all(one.done() for one in asking)
+                assert served.apply(source.delta()) == served.version == version(step)
+                assert check_whole(served(GIVEN)) == step
+        finally:
+            ended.set()
+            for one in asking:
+                one.result()
+    assert len(set().union(*seen)) > 3
+    assert served.keys("t").tolist() == [*keys_at(deltas)]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_it_answers_as_a_model_that_is_copied(tmp_path, monkeypatch, seed):
+    """With growth, keys that are only lost, and deltas of nothing."""
+    monkeypatch.setattr(written, "_LEAST_ROOM", 4)
+    rng = np.random.default_rng(seed)
+    one = Keyed(table("t", size=6000), range(10), seed)
+    features, given = {"x": FeatureConfig(one.config)}, {"x": np.arange(6000).reshape(6000, 1)}
+    model = first = export(tmp_path / "model", [one], features, given)
+    answer = jax.tree.map(np.array, first(given))
+    served, live = io.FollowingModel(model), io.FollowingModel(model)
+    for step in range(1, 13):
+        kind = rng.integers(4)
+        lost = rng.permutation(np.array([*one.rows]))[: 3 if kind else 0]
+        fresh = rng.integers(0, 6000, 2000 if step == 7 else 5) if kind > 1 or step == 7 else []
+        changed = sorted({*np.array(fresh, int).tolist()} - {*lost.tolist()})
+        delta = write_delta(
+            tmp_path / f"{step}", version(step - 1), version(step), {"t": one.change(changed, lost)}
+        )
+        before, kept = model, jax.tree.map(np.array, model(given))
+        model = model.apply(delta)
+        served.apply(delta)
+        for answering in (model, served):
+            found = answering(given)["x"]
+            np.testing.assert_array_equal(found, looked_up([one], features, given)["x"])
+        np.testing.assert_array_equal(before(given)["x"], kept["x"])
+        assert served.keys("t").tolist() == model.keys("t")[0].tolist() == sorted(one.rows)
+        assert served.metadata["version"]["step"] == step
+    assert len(served._answering.model.tables["t"]["values"]) > 1 + 10 + 1024  # it has grown
+    # Those that others were made from are as they were.
+    np.testing.assert_array_equal(first(given)["x"], answer["x"])
+    np.testing.assert_array_equal(live(given)["x"], answer["x"])
+    assert live.version == first.version == version(0)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_delta_of_lost_keys_alone_leaves_the_models_before_it(tmp_path, shared):
+    one = Keyed(table("t", unseen="shared"), [1, 2, 3])
+    features, given = {"x": FeatureConfig(one.config)}, {"x": np.arange(5)}
+    first = export(tmp_path / "model", [one], features, given)
+    answer = np.array(first(given)["x"])
+    lost = write_delta(
+        tmp_path / "1", version(0), version(1), {"t": one.change([], [2], shared=shared)}
+    )
+    second = first.apply(lost)
+    middle = np.array(second(given)["x"])
+    np.testing.assert_array_equal(middle, looked_up([one], features, given)["x"])
+    more = write_delta(tmp_path / "2", version(1), version(2), {"t": one.change([4], [])})
+    third = second.apply_in_place(more)
+    np.testing.assert_array_equal(third(given)["x"], looked_up([one], features, given)["x"])
+    np.testing.assert_array_equal(first(given)["x"], answer)
+    last = write_delta(tmp_path / "3", version(2), version(3), {"t": one.change([], [4])})
+    kept = third.keys("t")[0].tolist()
+    fourth = third.apply_in_place(last)
+    assert (third.keys("t")[0].tolist(), fourth.keys("t")[0].tolist()) == (kept, [1, 3])
+
+
+OLD = version(3, "old")
+WRONG = {
+    "twice": (lambda v: (version(1), version(2), ()), "these tables have it already"),
+    "older": (lambda v: (version(0), version(1), ()), "version: expected a delta to a later mom"),
+    "a gap": (lambda v: (version(3), version(4), ()), "since: expected at most 2, the step of"),
+    "a gap of batches": (
+        lambda v: (Version("run", 2, 0, 3), version(4), ()),
+        "since: expected at most 2 admitted batches, as the tables have, got 3; apply the deltas",
+    ),
+    "of another run": (
+        lambda v: (version(2, "x"), version(3, "x"), ()),
+        "run: expected run 'run', as",
+    ),
+    "of a run that went on earlier": (
+        lambda v: (version(1, "new"), version(3, "new"), (version(1),)),
+        "expected run 'run', as the tables of step 2, got 'new', which goes on from an earlier",
+    ),
+    "of fewer batches": (lambda v: (version(1), Version("run", 2, 0, 1), ()), "a later moment"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_delta_that_does_not_fit_changes_nothing(tmp_path, case):
+    source = Source(tmp_path)
+    model = source.model()
+    served = io.FollowingModel(model)
+    for _ in range(2):
+        delta = source.delta()
+        model, now = model.apply(delta), served.apply(delta)
+    assert now == version(2)
+    answer = jax.tree.map(np.array, model(GIVEN))
+    assert check_whole(answer) == 2
+    changes, (first, last, ancestors) = Source(tmp_path / "other"), WRONG[case][0](None)
+    changes.step = 7
+    delta = write_delta(
+        tmp_path / "wrong", first, last,
+        {"t": changes.table.change([1, 2, 3], [5]), "plain": ChangedRows(
+            6, 2, "float32", np.arange(6, dtype=np.int32), np.full((6, 2), 7, np.float32))},
+        ancestors,
+    )  # fmt: skip
+    text = WRONG[case][1]
+    for apply in (model.apply, model.apply_in_place, served.apply):
+        with pytest.raises(ValueError, match=text):
+            apply(delta)
+    for one in (model, served):
+        assert one.version == version(2)
+        jax.tree.map(np.testing.assert_array_equal, one(GIVEN), answer)
+    assert served.keys("t").tolist() == model.keys("t")[0].tolist() == sorted(source.table.rows)
+    delta = source.delta()
+    for one in (model.apply(delta), served if served.apply(delta) else None):
+        assert check_whole(one(GIVEN)) == 3
+
+
+def test_a_run_that_goes_on_from_the_models_moment_is_followed(tmp_path):
+    source = Source(tmp_path)
+    served = io.FollowingModel(source.model())
+    served.apply(source.delta())
+    changes = source.table.change([1, 2], [3])
+    plain = ChangedRows(6, 2, "float32", np.zeros(0, np.int32), np.zeros((0, 2), np.float32))
+    tables = {"t": changes, "plain": plain}
+    # Restored twice: from the moment of step 2 of its first run, then from step 5 of the second.
+    ancestors = (version(2), Version("second", 5, 0, 5))
+    delta = write_delta(tmp_path / "d", version(1, "third"), version(6, "third"), tables, ancestors)
+    assert served.apply(delta) == version(6, "third")
+    for again in (delta, tmp_path / "1"):
+        with pytest.raises(
+            ValueError, match=r"these tables have it already|run: expected run 'third'"
+        ):
+            served.apply(again)
+    delta = write_delta(tmp_path / "same", version(6, "third"), version(6, "fourth"), tables,
+                        (version(6, "third"),))  # fmt: skip
+    assert served.apply(delta).run == "fourth"
+
+
+FORMS = {
+    "another width": (table("t", size=500, dim=3, unseen="shared"), "float32 .keys, 3., unseen"),
+    "another dtype": (table("t", dim=4, unseen="shared", dtype="bfloat16"), "got bfloat16"),
+    "another rule": (table("t", size=500, dim=4), "got float32 .keys, 4., unseen='zero'"),
+    "none": (table("u", size=500, dim=4, unseen="shared"), "table 't': expected .*, got none"),
+}
+
+
+@pytest.mark.parametrize("case", FORMS)
+def test_a_delta_of_other_tables_is_refused(tmp_path, case):
+    source, (config, text) = Source(tmp_path), FORMS[case]
+    model = source.model()
+    plain = ChangedRows(6, 2, "float32", np.zeros(0, np.int32), np.zeros((0, 2), np.float32))
+    tables = {config.name: Keyed(config).change([1]), "plain": plain}
+    delta = write_delta(tmp_path / "d", version(0), version(1), tables)
+    with pytest.raises(ValueError, match=text + ".*publish a full export of these tables"):
+        model.apply(delta)
+
+
+def test_rows_by_number_do_not_become_keys(tmp_path):
+    one = Keyed(table("t", size=6))
+    model = export(tmp_path / "m", [one], {"x": FeatureConfig(one.config)}, {"x": GIVEN["y"]})
+    rows = ChangedRows(6, 3, "float32", np.array([1], np.int32), np.ones((1, 3), np.float32))
+    delta = write_delta(tmp_path / "d", version(0), version(1), {"t": rows})
+    with pytest.raises(ValueError, match=r"expected float32 \[keys, 3\], .* got float32 \[6, 3\]"):
+        model.apply(delta)
+    delta = write_delta(tmp_path / "e", version(0), version(1), {"t": one.change([1])})
+    array = np.zeros((6, 3), np.float32)
+    with pytest.raises(ValueError, match=r"tables whose ids are row numbers, got \['t'\], whose"):
+        io.apply_delta({"t": array}, delta, version(0))
+    assert not array.any()
+
+
+def test_a_model_of_no_version_follows_nobody(tmp_path):
+    one = Keyed(table("t"))
+    features = {"x": FeatureConfig(one.config)}
+    model = export(tmp_path / "m", [one], features, {"x": GIVEN["y"]}, version=None)
+    delta = write_delta(tmp_path / "d", version(0), version(1), {"t": one.change([1])})
+    for served in (model, io.FollowingModel(model)):
+        assert served.version is None
+        with pytest.raises(ValueError, match="expected a model of a known version, got none; exp"):
+            served.apply(delta)

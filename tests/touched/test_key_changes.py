@@ -1,0 +1,101 @@
+"""Rows given to keys, and keys that lost theirs, beside a plain list of events."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tpu_embed.touched.key_changes import Given, KeyChanges
+
+from tpu_embed.touched import key_changes
+
+
+def changes(rows, least=1024):
+    """Return a record of a table of so many rows that remembers at least so many lost keys."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(key_changes, "_LEAST_LOST", least)
+        return KeyChanges(SimpleNamespace(declared_size=rows))
+
+
+def ids(some):
+    return np.array(sorted(some), np.uint64)
+
+
+class Table:
+    """A table with few rows whose keys come and go at random.
+
+    Attributes:
+      given: the step at which each row was given last.
+      lost: the step at which each key that has no row lost its row.
+    """
+
+    def __init__(self, seed, rows):
+        self.rng, self.rows = np.random.default_rng(seed), dict.fromkeys(range(rows))
+        self.given, self.lost, self.step = {}, {}, 0
+
+    def take(self):
+        """Return what one batch does."""
+        self.step += 1
+        rows = self.rng.choice(len(self.rows), self.rng.integers(0, 3), replace=False).tolist()
+        gone = {self.rows[row] for row in rows} - {None}
+        nobody = set(range(60)) - gone - set(self.rows.values())
+        fresh = self.rng.choice(sorted(nobody), len(rows), replace=False).tolist()
+        if rows and self.rng.random() < 0.3:  # a row expires, and nobody gets it
+            self.rows[rows.pop()] = None
+            fresh.pop()
+        self.rows |= dict(zip(rows, fresh, strict=True))
+        self.given |= dict.fromkeys(rows, self.step)
+        self.lost |= dict.fromkeys(gone, self.step)
+        self.lost = {key: step for key, step in self.lost.items() if key not in fresh}
+        return Given(ids(rows), ids(fresh), ids(gone))
+
+    def after(self, what, step):
+        return sorted(id_ for id_, at in what.items() if at > step)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_was_given_and_lost_is_that_of_a_list_of_events(seed):
+    table, record = Table(seed, rows=5), changes(5)
+    for _ in range(40):
+        record.note(table.step + 1, table.take())
+        for step in range(table.step + 1):
+            assert record.given(step).tolist() == table.after(table.given, step)
+            assert record.lost(step).tolist() == table.after(table.lost, step)
+    assert record.lost_since == 0
+    rows = np.arange(5, dtype=np.uint64)
+    assert record.steps(rows).tolist() == [table.given[row] for row in range(5)]
+    keys, steps = record.lost_steps()
+    assert dict(zip(keys.tolist(), steps.tolist(), strict=True)) == table.lost
+    other = changes(5)
+    given = rows, record.steps(rows)
+    other.load(given, (keys, steps), 7)
+    assert other.lost_since == 7
+    for step in range(table.step + 1):
+        assert other.given(step).tolist() == record.given(step).tolist()
+        assert other.lost(step).tolist() == record.lost(step).tolist()
+
+
+@pytest.mark.parametrize("least", [2, 6])
+def test_only_the_latest_lost_keys_are_remembered(least):
+    table, record = Table(3, rows=4), changes(4, least)
+    most, forgotten = max(4, least), 0
+    for _ in range(60):
+        record.note(table.step + 1, table.take())
+        assert len(record.lost_steps()[0]) <= 2 * most
+        assert record.lost_since <= table.step
+        for step in range(record.lost_since, table.step + 1):
+            assert record.lost(step).tolist() == table.after(table.lost, step)
+        if record.lost_since > forgotten:  # no more was forgotten than had to be
+            forgotten = record.lost_since
+            assert len(record.lost_steps()[0]) <= most
+            assert len(table.after(table.lost, forgotten - 1)) > most
+    assert forgotten > 20
+
+
+def test_keys_without_a_place_in_a_smaller_table_are_lost_after_its_step():
+    record = changes(4)
+    record.note(1, Given(ids([0, 1]), ids([7, 8]), ids([])))
+    record.lose(ids([8]), 3)
+    assert record.lost(3).tolist() == [8]
+    assert record.lost(4).tolist() == []
+    record.note(4, Given(ids([1]), ids([8]), ids([])))
+    assert record.lost(0).tolist() == []

@@ -1,0 +1,296 @@
+"""What is reported of tables with keys, beside copies of all their rows."""
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+from living_cases import ONES, ids, mesh, simple
+
+import tpu_embed
+from tpu_embed import FeatureConfig, HostStorage, TableConfig
+from tpu_embed import optimizers as o
+from tpu_embed.io import TouchedRows, Version
+from tpu_embed.touched import key_changes
+from tpu_embed.vocabulary import DynamicVocabulary
+
+NAMES = ("items", "tags", "far")
+SPREAD = 14
+
+
+def configs():
+    """Return features of three living tables, one of them on the host."""
+    living, shared = DynamicVocabulary(ttl=3), DynamicVocabulary(unseen="shared", admit_after=2)
+    far = {"vocabulary": shared, "storage": HostStorage(device_rows=15)}
+    tables = (
+        TableConfig(9, 2, name="items", vocabulary=living),
+        TableConfig(6, 2, name="tags", vocabulary=shared, combiner="sum"),
+        TableConfig(20, 3, name="far", **far),
+    )
+    return {table.name: FeatureConfig(table) for table in tables}
+
+
+def draw(rng, step):
+    keys = rng.integers(0, SPREAD, (3, 4)) + step // 2
+    keys = np.where(rng.random((3, 4)) < 0.2, -1, keys * 2**33)
+    return dict(zip(NAMES, keys, strict=True))
+
+
+def rows_by_key(engine, state):
+    """Return the bits of each key's row, by table; and those that unseen keys share."""
+    found = {}
+    for name in NAMES:
+        keys, rows = engine.vocabularies.keys(name)
+        bits = [row.tobytes() for row in engine.rows(state, name, rows)]
+        found[name] = dict(zip(keys.tolist(), bits, strict=True))
+        if name != "items":
+            last = engine.table_configs[name].vocabulary_size - 1
+            found[name]["shared"] = engine.rows(state, name, np.array([last])).tobytes()
+    return found
+
+
+def check(touched, version, before, after):
+    """Check that all that has changed is reported, and which keys have no row any more."""
+    changes = touched.changes(version)
+    for name in NAMES:
+        one, mine, theirs = changes[name], before[name], after[name]
+        changed = {key for key in theirs if theirs[key] != mine.get(key)}
+        assert (one.shared is not None) >= ("shared" in changed), name
+        reported = one.keys.tolist()
+        assert changed - {"shared"} <= set(reported) <= set(theirs), name
+        assert reported == sorted(reported)
+        assert set(mine) - set(theirs) <= set(one.lost.tolist()), name
+        assert not set(one.lost.tolist()) & set(theirs), name
+        np.testing.assert_array_equal(touched.since(version)[name], one.keys)
+
+
+class Run:
+    """Batches that are placed ahead, thrown away, admitted, and recorded in any way."""
+
+    def __init__(self, seed):
+        self.rng, self.placed, self.queue = np.random.default_rng(seed), 0, []
+        self.engine = tpu_embed.EmbeddingEngine(configs(), o.SGD(0.5), mesh=mesh(1), lookahead=0)
+        self.state = self.engine.init(jax.random.key(0))
+        self.touched, self.late = TouchedRows(self.engine), []
+        self.versions = []
+
+    def place(self):
+        features = draw(self.rng, self.placed)
+        self.queue.append((features, self.engine.place(features)))
+        self.placed += 1
+
+    def throw_away(self):
+        self.engine.vocabularies.rewind(self.state)
+        self.placed -= len(self.queue)
+        self.queue = []
+
+    def train(self):
+        if not self.queue:
+            self.place()
+        (features, batch), step = self.queue.pop(0), int(self.state.step) + 1
+        given = (features, batch)[int(self.rng.integers(2))]
+        early = self.rng.random() < 0.4
+        if early:
+            self.touched.record(given, step)
+        self.state, admitted = self.engine.admit(self.state, batch)
+        gradients = {n: self.rng.normal(size=(4, d)).astype(np.float32) for n, d in
+                     zip(NAMES, (2, 2, 3), strict=True)}  # fmt: skip
+        self.state = self.engine.update(self.state, admitted, gradients)
+        if not early:
+            self.late.append((given, step))
+
+    def edit(self):
+        name = NAMES[int(self.rng.integers(3))]
+        keys, rows = self.engine.vocabularies.keys(name)
+        if not rows.size:
+            return
+        if name == "far" and self.queue:  # set_rows refuses batches placed ahead
+            self.throw_away()
+        at, step = int(self.rng.integers(rows.size)), int(self.state.step)
+        values = self.rng.normal(size=(1, self.engine.table_configs[name].dim)).astype(np.float32)
+        self.state = self.engine.set_rows(self.state, name, rows[[at]], values)
+        if self.rng.random() < 0.5:
+            self.touched.record_rows(name, rows[[at]], step)
+        else:
+            self.touched.record_rows(name, None, step, keys=keys[[at]])
+
+    def publish(self):
+        for given, step in self.late:
+            self.touched.record(given, step)
+        self.late, now = [], rows_by_key(self.engine, self.state)
+        for version, before in self.versions:
+            check(self.touched, version, before, now)
+        version = self.touched.version(self.state)
+        self.versions = [*self.versions[-4:], (version, now)]
+        keyed = {name: len(set(now[name]) - {"shared"}) for name in NAMES}
+        assert all(0 <= n <= keyed[name] for name, n in self.touched.never().items())
+
+
+ACTIONS = {"place": 0.25, "throw_away": 0.05, "train": 0.4, "edit": 0.1, "publish": 0.2}
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_every_change_is_reported_however_it_is_recorded(seed):
+    run = Run(seed)
+    for action in run.rng.choice([*ACTIONS], 80, p=[*ACTIONS.values()]):
+        if action != "place" or len(run.queue) < 3:
+            getattr(run, action)()
+    run.publish()
+
+
+def test_threads_record_while_batches_are_admitted():
+    run = Run(5)
+    run.train()
+    run.publish()
+    threads = []
+    for _ in range(20):
+        run.train()
+        started = [threading.Thread(target=run.touched.record, args=one) for one in run.late]
+        for thread in started:
+            thread.start()
+        threads, run.late = threads + started, []
+    for thread in threads:
+        thread.join()
+    run.publish()
+    assert run.versions[-1][0].step == 21
+
+
+def test_a_batch_that_is_placed_ahead_takes_no_row_yet():
+    """Its evictions may be undone, so keys that it would evict are reported if they changed."""
+    engine, state = simple(2)
+    touched, versions = TouchedRows(engine), []
+    for step in (1, 2):
+        state, batch = engine.admit(state, engine.place(ids(1, 2)))
+        state = engine.update_in_place(state, batch, ONES)
+        if step == 2:
+            engine.place(ids(8, 9))
+        touched.record(ids(1, 2), step)
+        versions.append(touched.version(state))
+    version = versions[0]
+    assert touched.since(version)["t"].tolist() == [1, 2]
+    engine.vocabularies.rewind(state)
+    assert touched.since(version)["t"].tolist() == [1, 2]
+
+
+@pytest.fixture
+def one():
+    """Return an engine, its state, its record and the version at step 1."""
+    engine, state = simple(2)
+    touched = TouchedRows(engine)
+    state, batch = engine.admit(state, engine.place(ids(1, 2)))
+    state = engine.update_in_place(state, batch, ONES)
+    touched.record(batch, 1)
+    return engine, state, touched, touched.version(state)
+
+
+SINCE = {
+    "a negative step": (lambda v: -1, "step: expected an integer >= 0, got -1"),
+    "a bool": (lambda v: True, "step: expected an integer >= 0, got True"),
+    "a float": (lambda v: 1.0, "step: expected an integer >= 0, got 1.0"),
+    "a tuple": (lambda v: tuple(v), "step: expected an integer >= 0"),
+    "a step without version": (lambda v: 7, "or the step of one that this object has returned"),
+    "a negative part": (lambda v: v._replace(keys=-1), "since: keys: expected an integer >= 0"),
+    "a part of another type": (lambda v: v._replace(step=0.5), "since: step: expected an integer"),
+    "another run": (lambda v: Version("x", *v[1:]), "expected a version of run .*got Version"),
+}
+
+
+@pytest.mark.parametrize("case", SINCE)
+def test_what_is_no_version_is_refused(one, case):
+    since, text = SINCE[case]
+    for ask in (one[2].since, one[2].changes):
+        with pytest.raises(ValueError, match=text):
+            ask(since(one[3]))
+
+
+KEYS = {
+    "beside rows": ({"rows": [0], "keys": [1]}, "keys: expected None beside rows"),
+    "without a row": ({"rows": None, "keys": [1, 9]}, "expected keys with a row, got key 9"),
+    "floats": ({"rows": None, "keys": [1.0]}, "keys: expected integers of shape"),
+    "of rank 0": ({"rows": None, "keys": 1}, "keys: expected integers of shape"),
+    "strings": ({"rows": None, "keys": ["a"]}, "keys: expected integers of shape"),
+}
+
+
+@pytest.mark.parametrize("case", KEYS)
+def test_keys_that_were_not_set_are_refused(one, case):
+    _, state, touched, version = one
+    given, text = KEYS[case]
+    with pytest.raises(ValueError, match=text):
+        touched.record_rows("t", given["rows"], 1, keys=given["keys"])
+    assert touched.version(state) == version
+
+
+def test_keys_of_both_signs_are_recorded():
+    engine, state = simple(3)
+    touched = TouchedRows(engine)
+    keys = np.array([2**64 - 1, 2**63, 5], np.uint64)
+    state, batch = engine.admit(state, engine.place({"x": keys}))
+    state = engine.update_in_place(state, batch, {"x": np.ones((3, 2), np.float32)})
+    touched.record(batch, 1)
+    version = touched.version(state)
+    touched.record_rows("t", None, 1, keys=np.array([-1], np.int64))
+    touched.record_rows("t", None, 1, keys=[2**63])
+    touched.record_rows("t", None, 1, keys=[])
+    assert touched.since(version)["t"].tolist() == [2**63, 2**64 - 1]
+    assert touched.version(state).edits == 3
+    users = FeatureConfig(TableConfig(4, 2, name="u"))
+    other = TouchedRows(tpu_embed.EmbeddingEngine(users, o.SGD(1.0)))
+    with pytest.raises(ValueError, match="keys: expected None: ids are row numbers"):
+        other.record_rows("u", None, 0, keys=[])
+
+
+@pytest.mark.parametrize("how", ["load", "rewind to the beginning"])
+def test_a_record_from_before_maps_were_loaded_is_refused(one, how):
+    engine, state, touched, version = one
+    maps, first = engine.vocabularies.state(), engine.init(jax.random.key(7))
+    if how == "load":
+        engine.vocabularies.load_state(maps)
+    else:
+        engine.vocabularies.rewind(first)
+    calls = [lambda: touched.since(version), lambda: touched.changes(version), touched.never]
+    calls += [lambda: touched.version(state), lambda: touched.saved(state)]
+    text = "from before they were loaded; restore it .* make another TouchedRows.*full export"
+    for call in calls:
+        with pytest.raises(ValueError, match=text):
+            call()
+    again = TouchedRows(engine, step=1 if how == "load" else 0)
+    assert again.version(state if how == "load" else first).keys == (1 if how == "load" else 0)
+    assert again.never() == {"t": 2 if how == "load" else 0}
+    with pytest.raises(ValueError, match="since: expected a version of run"):
+        again.since(version)
+
+
+def test_more_lost_keys_than_rows_need_a_full_export(one, monkeypatch):
+    engine, state, _, _ = one
+    monkeypatch.setattr(key_changes, "_LEAST_LOST", 2)
+    touched = TouchedRows(engine, step=1)
+    versions = [touched.version(state)]
+    for step in range(2, 7):
+        state, batch = engine.admit(state, engine.place(ids(2 * step, 2 * step + 1)))
+        state = engine.update_in_place(state, batch, ONES)
+        touched.record(batch, step)
+        versions.append(touched.version(state))
+    assert touched.changes(versions[-2])["t"].lost.tolist() == [10, 11]
+    text = r"expected a version of \d admitted batches or more, got one of 1: table 't' has lost"
+    with pytest.raises(ValueError, match=text + ".* publish a full export, and deltas more often"):
+        touched.since(versions[0])
+    assert touched.never() == {"t": 0}
+
+
+def test_the_stateful_api_is_recorded_by_its_features():
+    embedding = tpu_embed.TPUEmbedding(configs(), o.SGD(0.5), True, mesh=mesh(1), lookahead=1)
+    touched, rng = TouchedRows(embedding.engine), np.random.default_rng(3)
+    batches = [draw(rng, step) for step in range(9)]
+    versions = []
+    embedding.enqueue(batches[0])
+    for step, features in enumerate(batches):
+        if step + 1 < len(batches):
+            embedding.enqueue(batches[step + 1])
+        embedding.apply_gradients(jax.tree.map(np.ones_like, embedding.dequeue()))
+        touched.record(features, step + 1)
+        now = rows_by_key(embedding.engine, embedding.state)
+        versions.append((touched.version(embedding.state), now))
+        for version, before in versions:
+            check(touched, version, before, now)
+    assert versions[-1][0].step == 9
