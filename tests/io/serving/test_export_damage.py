@@ -57,9 +57,9 @@ def root(tmp_path_factory):
         options = {"inputs": (EXAMPLE,), "version": touched.version(state), "platforms": "cpu"}
         arguments = model, tables, FEATURES, REQUEST
         export_model(root / name, *arguments, weights=WEIGHTS, **options)
-        for n, table in enumerate(TABLES):
-            state = engine.set_rows(state, table, [2, 5, 7], np.full((3, 4), 3.0 + i + 2 * n))
-            touched.record_rows(table, [2, 5, 7], 0)
+        for n, one in enumerate(TABLES):
+            state = engine.set_rows(state, one, [2, 5, 7], np.full((3, 4), 3.0 + i + 2 * n))
+            touched.record_rows(one, [2, 5, 7], 0)
         export_delta(root / f"delta-{name}", engine, state, touched, since=0)
     return root
 

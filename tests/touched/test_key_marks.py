@@ -4,16 +4,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tpu_embed.touched.key_changes import Given, KeyChanges
 
-from tpu_embed.touched import key_changes
+from tpu_embed.touched import key_marks
+from tpu_embed.touched.key_marks import Given, KeyMarks
 
 
 def changes(rows, least=1024):
     """Return a record of a table of so many rows that remembers at least so many lost keys."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(key_changes, "_LEAST_LOST", least)
-        return KeyChanges(SimpleNamespace(declared_size=rows))
+        patched.setattr(key_marks, "_LEAST_LOST", least)
+        return KeyMarks(SimpleNamespace(declared_size=rows, vocabulary_size=rows, is_on_host=False))
 
 
 def ids(some):
