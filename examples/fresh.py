@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 import settings
-from fresh_publisher import Follower, Note, digest, publish
-from stream_data import Stream, auc
+from fresh_publisher import Follower, Note, digest, publish, report
+from stream_data import Stream
 from stream_model import Learner, logits
 
 from tpu_embed import DynamicVocabulary, hash_ids, io
@@ -150,20 +150,6 @@ def watch(arguments: list[str], work: Path, kills: int, seed: int) -> int:
             running[role], done = start(role), done + 1
             next_kill = time.monotonic() + rng.uniform(3, 8)
     return done
-
-
-def report(work: Path) -> tuple[float, float]:
-    """Print and return the AUC of both servers, and print the lags."""
-    windows = [np.load(path) for path in sorted((work / "scores").glob("*.npz"))]
-    whole = {
-        n: np.concatenate([w[n] for w in windows]) for n in ("click", "fresh", "stale", "lags")
-    }
-    fresh, stale = (auc(whole[name], whole["click"]) for name in ("fresh", "stale"))
-    lags = whole["lags"]
-    print(f"AUC {fresh:.5f} by deltas, {stale:.5f} by full exports, difference {fresh - stale:.5f}")
-    print(f"{lags.size} items, served {np.median(lags):.2f} s after their first click", end="")
-    print(f" (median), {lags.max():.2f} s at worst; {len(windows)} times with the trainer's keys")
-    return fresh, stale
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from stream_data import auc
 
 from tpu_embed.io import FollowingModel, Version, load_model
 
@@ -101,3 +102,18 @@ class Follower:
                 self.model.apply(one.path)
         if digest(self.model.keys("items")) != note.digest:
             raise AssertionError(f"the keys of {note.path} are not the trainer's")
+
+
+def report(work: Path) -> tuple[float, float]:
+    """Print and return the AUC of both servers, and print the lags."""
+    windows = [np.load(path) for path in sorted((work / "scores").glob("*.npz"))]
+    click, fresh, stale, lags = (
+        np.concatenate([one[name] for one in windows])
+        for name in ("click", "fresh", "stale", "lags")
+    )
+    found = auc(fresh, click), auc(stale, click)
+    print(f"AUC {found[0]:.5f} by deltas, {found[1]:.5f} by full exports")
+    print(f"{lags.size} items, served {np.median(lags):.2f} s after the first click", end="")
+    print(" (median), ", end="")
+    print(f"{lags.max():.2f} s at worst; {len(windows)} times with the trainer's keys")
+    return found

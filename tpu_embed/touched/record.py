@@ -26,7 +26,7 @@ from tpu_embed.core.state import TableState, check_own
 from tpu_embed.touched.batch_rows import physical_rows, step_of
 from tpu_embed.touched.marks import NEVER
 from tpu_embed.touched.saved import SavedRecord
-from tpu_embed.touched.table_marks import Changes, TableMarks, shared_row
+from tpu_embed.touched.table_marks import Changes, TableMarks, check_row_ids, shared_row
 from tpu_embed.touched.versions import Lineage, Version
 from tpu_embed.vocabulary import Moves, map_version, read_keys
 
@@ -192,7 +192,7 @@ class TouchedRows:
         if table.is_on_host and rows is None:
             expected, got = "the ids whose rows were set, of a table on the host", "None"
             raise ValueError(message(f"table {name!r}: rows", expected=expected, got=got))
-        chosen = None if rows is None else _checked(table, np.asarray(rows))
+        chosen = None if rows is None else check_row_ids(table, np.asarray(rows))
         with self._lock:
             self._edits += 1
             if chosen is None:
@@ -381,23 +381,3 @@ class TouchedRows:
             self._through, self._edits = saved.version.step, saved.version.edits
             self._keys_at = dict(saved.known)
             self._marks.load(saved.tables, self._admitted)
-
-
-def _check_integers(what: str, given: np.ndarray) -> None:
-    if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
-        got = f"{given.dtype} of shape {given.shape}"
-        raise ValueError(message(what, expected="integers of shape (n,)", got=got))
-
-
-def _checked(table: TableSlice, row_ids: np.ndarray) -> np.ndarray:
-    """Return row ids, int64 `[n]`.
-
-    Raises:
-      ValueError: they are not integers `[n]` in [0, V).
-    """
-    what, size = f"table {table.name!r}: rows", table.declared_size
-    _check_integers(what, row_ids)
-    outside = row_ids[(row_ids < 0) | (row_ids >= size)]
-    if outside.size:
-        raise ValueError(message(what, expected=f"rows in [0, {size})", got=f"row {outside[0]}"))
-    return row_ids.astype(np.int64)

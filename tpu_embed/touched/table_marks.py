@@ -226,3 +226,19 @@ def shared_row(table: TableSlice) -> int | None:
     """Return the row, or the id at home, that unseen keys share; None if they don't."""
     rules = table.key_rules
     return table.declared_size - 1 if rules is not None and rules.unseen == "shared" else None
+
+
+def check_row_ids(table: TableSlice, given: np.ndarray) -> np.ndarray:
+    """Return row ids of a table, or ids of one on the host, int64 `[n]`.
+
+    Raises:
+      ValueError: they are not integers `[n]` in [0, V).
+    """
+    what, size = f"table {table.name!r}: rows", table.declared_size
+    if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
+        got = f"{given.dtype} of shape {given.shape}"
+        raise ValueError(message(what, expected="integers of shape (n,)", got=got))
+    outside = given[(given < 0) | (given >= size)]
+    if outside.size:
+        raise ValueError(message(what, expected=f"rows in [0, {size})", got=f"row {outside[0]}"))
+    return given.astype(np.int64)

@@ -95,8 +95,7 @@ def export_model(
         check_choice("platforms: each", platform, ("cpu", "cuda", "rocm", "tpu"))
     directory.check_free(root := Path(path))
     declared = structure.flatten(feature_config)
-    given = stored_tables(tables, declared)
-    drawn = ids_on_host(declared, given)
+    drawn = ids_on_host(declared, given := stored_tables(tables, declared))
     keys = all_keys(vocabularies, declared) | drawn
     _check_version(version, vocabularies)
     # The program takes row numbers; `load_model` has the map.
