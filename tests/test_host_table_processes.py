@@ -2,6 +2,7 @@
 
 import functools
 
+import delta_processes
 import host_table_processes as cases
 import jax
 import numpy as np
@@ -17,7 +18,8 @@ def assert_same(found, expected):
 def one(tmp_path_factory):
     """Return a directory with checkpoints of this process, and its rows then and later."""
     path = str(tmp_path_factory.mktemp("one"))
-    return path, cases.save(path)
+    found = cases.save(path)
+    return path, found, delta_processes.publish("hosted", path)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,8 @@ def two(one, directory):
         (cases.lose_a_row,),
         (cases.by_key,),
         (functools.partial(cases.by_key, hosted=False),),
+        (delta_processes.publish, "hosted", str(directory)),
+        (delta_processes.go_on, "hosted", one[0], "by two"),
     ]
     return run(2, directory, calls)
 
@@ -112,3 +116,8 @@ def test_the_stateful_api_has_the_same_rows_in_two_processes(two):
     expected = cases.train_embedding(hosted=False)
     for found in two:
         assert_same(found[6], expected)
+
+
+def test_deltas_and_records_of_two_processes_are_those_of_one(one, two, directory):
+    deltas, later = ([found[n] for found in two] for n in (11, 12))
+    delta_processes.check(one[0], directory, "hosted", one[2], deltas, later)

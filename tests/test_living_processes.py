@@ -1,5 +1,6 @@
 """Several processes make the same maps, rows and bits as one, and refuse batches together."""
 
+import delta_processes
 import jax
 import living_processes
 import numpy as np
@@ -15,7 +16,9 @@ def assert_same(found, expected):
 def one(tmp_path_factory):
     """Return a checkpoint of this process, and the bits at once and later."""
     path = tmp_path_factory.mktemp("one") / "step"
-    return path, living_processes.save(path)
+    found = living_processes.save(path)
+    published = delta_processes.publish("living", path.parent)
+    return path, found, published
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +33,8 @@ def two(one, tmp_path_factory):
         (living_processes.save, str(directory / "step")),
         (living_processes.restore, str(one[0])),
         (living_processes.restore, str(one[0]), 25),
+        (delta_processes.publish, "living", str(directory)),
+        (delta_processes.go_on, "living", str(one[0].parent), "by two"),
     ]
     return run(2, directory, calls), directory / "step"
 
@@ -75,3 +80,8 @@ def test_another_capacity_is_the_same_in_two_processes(one, two):
     expected = living_processes.restore(one[0], 25)
     for found in two[0]:
         assert_same(found[6], expected)
+
+
+def test_deltas_and_records_of_two_processes_are_those_of_one(one, two):
+    deltas, later = ([found[n] for found in two[0]] for n in (7, 8))
+    delta_processes.check(one[0].parent, two[1].parent, "living", one[2], deltas, later)
