@@ -1,4 +1,4 @@
-"""The trainer of `fresh.py`: it learns from the stream, publishes, saves, and goes on from a save."""
+"""The trainer of `fresh.py`: it learns from the stream, publishes, saves, and is restored."""
 
 from __future__ import annotations
 
