@@ -36,6 +36,13 @@ def _model(devices=8, seed=0):
     return nnx.Dict(layers)
 
 
+def _maps(layer):
+    """Return the maps of a layer or an engine."""
+    maps = getattr(layer, "engine", layer).vocabularies
+    assert maps is not None
+    return maps
+
+
 def _keys(step):
     rng = np.random.default_rng(step)
     films = (rng.integers(0, 50, (24, 3)) + step) * (2**40 + 3)
@@ -65,7 +72,7 @@ def _train(model, steps):
 def _by_key(layer):
     """Return row and slots of every key of a layer."""
     ((name, _),) = layer.engine.table_configs.items()
-    keys, rows = (np.asarray(one) for one in layer.engine.vocabularies.keys(name))
+    keys, rows = (np.asarray(one) for one in _maps(layer).keys(name))
     arrays = {"rows": layer.embedding, **layer.logical_slots}
     order = np.argsort(keys)
     per_row = {n: np.asarray(x)[rows[order]] for n, x in arrays.items() if np.ndim(x)}
@@ -93,12 +100,12 @@ def test_two_layers_equal_the_engine():
             states[name] = engine.update(states[name], batch, gradients)
     for name, engine in engines.items():
         layer = model[name]
-        assert layer.engine.vocabularies.counters == engine.vocabularies.counters
-        assert_same(layer.engine.vocabularies.keys(name), engine.vocabularies.keys(name))
+        assert _maps(layer).counters == _maps(engine).counters
+        assert_same(_maps(layer).keys(name), _maps(engine).keys(name))
         assert_same(layer.embedding, engine.tables(states[name])[name])
         assert_same(layer.logical_slots, engine.slots(states[name])[name])
         assert int(layer.step[...]) == 20
-    assert model["films"].engine.vocabularies.counters["films"]["evicted"] > 0
+    assert _maps(model["films"]).counters["films"]["evicted"] > 0
 
 
 def test_saved_on_8_devices_and_continued_on_3(tmp_path):
@@ -133,10 +140,10 @@ def test_a_prefetcher_places_ahead(tmp_path):
 def test_evaluation_learns_nothing():
     model = _model()
     _train(model, range(2))
-    before = [model[name].engine.vocabularies.placed for name in NAMES]
+    before = [_maps(model[name]).placed for name in NAMES]
     batches = nn.place(model, _keys(1), training=False)
     assert_same(nnx.jit(_activations)(model, batches), _activations(model, batches))
-    assert [model[name].engine.vocabularies.placed for name in NAMES] == before == [2, 2]
+    assert [_maps(model[name]).placed for name in NAMES] == before == [2, 2]
     for step in range(2, 12):
         _train(model, [step])
     with pytest.raises(ValueError, match="admit"):
@@ -170,7 +177,7 @@ def test_inputs_by_name_share_the_map():
     layer = _model(devices=2)["films"]
     batch = nn.place(layer, {"seen": np.array([[5, 6], [6, 7]]), "item": np.array([5, 9])})
     nn.fused_value_and_grad(lambda layer: _loss(layer(batch)))(layer)
-    assert sorted(layer.engine.vocabularies.keys("films")[0].tolist()) == [5, 6, 7, 9]
+    assert sorted(_maps(layer).keys("films")[0].tolist()) == [5, 6, 7, 9]
     assert int(layer.step[...]) == 1
     assert int(layer.state.counters["refused_batches"]) == 0
 
@@ -186,8 +193,8 @@ def test_what_is_refused_changes_nothing():
         nn.place(model, {**_keys(0), "users": np.arange(8)})
     with pytest.raises((ValueError, TypeError)):
         nn.place(model, {**_keys(0), "tags": np.ones(24)})
-    assert films.engine.vocabularies.placed == 0
-    assert len(films.engine.vocabularies) == 0
+    assert _maps(films).placed == 0
+    assert len(_maps(films)) == 0
     placed = nn.ModelPlacer(model).place(_keys(0))
     with pytest.raises(ValueError, match="not admitted"):
         films(placed["films"])

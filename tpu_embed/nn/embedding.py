@@ -334,7 +334,7 @@ class Embed(nnx.Module):
             not admitted.
         """
         if isinstance(inputs, Batch) or self.rows.engine.vocabularies is not None:
-            found = self.rows(inputs)
+            found = self.rows(inputs if isinstance(inputs, Batch) else _array(inputs))
             return found if self.dtype is None else found.astype(self.dtype)
         # One id per example is not combined: [3, 5] -> [15] -> [15, D] -> [3, 5, D].
         ids, axes = _array(inputs), self.rows.engine.layout.axes

@@ -31,9 +31,7 @@ _turns: weakref.WeakKeyDictionary[EmbeddingEngine, Turns] = weakref.WeakKeyDicti
 """The order in which batches of a model are placed, by the engine of its first layer of keys."""
 
 
-def place(
-    model: nnx.Module, features: Any, weights: Any = None, *, training: bool = True
-) -> dict[str, Batch] | Batch:
+def place(model: nnx.Module, features: Any, weights: Any = None, *, training: bool = True) -> Any:
     """Place one batch for the layers of a model and admit it; the jitted step takes the result.
 
     Call it outside of a jit. If it raises, no map and no variable of the model has changed.
@@ -137,7 +135,7 @@ class ModelPlacer:
 
     def place(
         self, features: Any, weights: Any = None, spec: None = None, *, training: bool = True
-    ) -> dict[str, Batch] | Batch:
+    ) -> Any:
         """Place one batch for the layers, without admitting it; see `tpu_embed.nn.place`."""
         return self.next_turn(training=training).place(features, weights, spec)
 

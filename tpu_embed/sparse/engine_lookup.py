@@ -64,8 +64,8 @@ class Call:
         Args:
           step: int32 `[]`.
           ids: integers `[…]`, with bags `[…, H]`, or `Batch.packed`.
-          rest: weights in the shape of the ids, if there are any; then the arrays of the tables. For a
-            living vocabulary: the batch's steps, int32 `[3]`, then the state's `MAP_VERSION`, then
+          rest: weights in the shape of the ids, if there are any; then the arrays of the tables. Of
+            keys: the batch's steps, int32 `[3]`, then the state's `MAP_VERSION`, then
             the tables.
 
         Returns:
