@@ -20,10 +20,10 @@ NAMES = ("films", "tags")
 def _tables():
     films = tpu_embed.DynamicVocabulary(ttl=4)
     tags = tpu_embed.DynamicVocabulary(admit_after=2, unseen="shared")
-    options = {"optimizer": o.Adam(0.125)}
+    rule = o.Adam(0.125)
     return {
-        "films": TableConfig(40, 4, name="films", vocabulary=films, **options),
-        "tags": TableConfig(12, 2, name="tags", vocabulary=tags, combiner="sum", **options),
+        "films": TableConfig(40, 4, name="films", vocabulary=films, optimizer=rule),
+        "tags": TableConfig(12, 2, name="tags", vocabulary=tags, combiner="sum", optimizer=rule),
     }
 
 
