@@ -332,7 +332,7 @@ def test_what_does_not_suit_a_table_on_the_host_is_refused():
     ):
         with pytest.raises(ValueError, match=said):
             io.serving_lookup({"items": served}, {"x": np.zeros(8, int)}, {"x": feature})
-    with pytest.raises(ValueError, match=r"'items': .*got ids of a table on the host"):
+    with pytest.raises(ValueError, match=r"a layer: .*got table 'items' on the host"):
         tpu_embed.nn.EmbeddingBag(feature.table, rngs=nnx.Rngs(0))
     every, batch = o.Adam(0.1, lazy_adam=False), {"x": np.zeros((8, 2), int)}
     with pytest.raises(ValueError, match=r"'items' with storage: optimizer.*lazy_adam=True"):

@@ -13,15 +13,21 @@ import functools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from tpu_embed._checks import check_int, message
 from tpu_embed.core.batch import BatchSpec
-from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.data.feed import Feed, Placed, Stateful, state_of
 from tpu_embed.data.items import ItemRules
 from tpu_embed.data.positions import decode, encode
 from tpu_embed.data.worker import Worker
+
+
+class Places(Protocol):
+    """What places batches: an engine, or a `tpu_embed.nn.ModelPlacer`."""
+
+    def next_turn(self, *, training: bool = True) -> Any:
+        """Return the right to place the next batch."""
 
 
 class _Taken(NamedTuple):
@@ -53,7 +59,7 @@ class Prefetcher:
 
     Args:
       engine: places the batches; `embedding.engine` for a `TPUEmbedding`, whose `enqueue` takes a
-        placed batch.
+        placed batch; a `tpu_embed.nn.ModelPlacer` for all layers of a model.
       batches: any iterable. With several processes, each gives its own parts of the batches, and
         equally many.
       depth: how many batches are read and placed before the loop asks for them; at least 1. So many
@@ -84,7 +90,7 @@ class Prefetcher:
 
     def __init__(
         self,
-        engine: EmbeddingEngine,
+        engine: Places,
         batches: Iterable[Any],
         depth: int = 2,
         *,

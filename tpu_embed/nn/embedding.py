@@ -28,10 +28,12 @@ from tpu_embed.core.ids import RaggedIds, SparseIds, structure
 from tpu_embed.core.state import TableState, check_state
 from tpu_embed.engine_layer import EngineLayer
 from tpu_embed.nn.untrained import warn_if_differentiated
-from tpu_embed.nn.variables import Counter, Slot, Table, attributes, state_of
+from tpu_embed.nn.variables import Counter, MapVersion, Slot, Table, attributes, state_of
 from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
 from tpu_embed.sparse import FEATURE, engine_lookup, engine_of_batch, engine_of_inputs
+from tpu_embed.vocabulary import DynamicVocabulary
 
+_STATE = (Table, Slot, Counter, MapVersion)
 Ids = Array | np.ndarray | Batch | SparseIds | RaggedIds | Mapping[str, Any]
 
 
@@ -41,6 +43,8 @@ class EmbeddingBag(nnx.Module, EngineLayer):
 
     Its variables are a `Table`, `Slot`s and `Counter`s. None of them is an `nnx.Param`:
     `fused_value_and_grad` trains them, `nnx.value_and_grad` and `nnx.Optimizer` leave them alone.
+    The map of a table with `vocabulary=DynamicVocabulary(…)` is `engine.vocabularies`, which is no
+    variable; the layer then takes only batches of `tpu_embed.nn.place`.
 
     Args:
       table: the table's vocabulary, dim, combiner, initializer, dtype, placement and optimizer.
@@ -52,11 +56,12 @@ class EmbeddingBag(nnx.Module, EngineLayer):
         counts it in `bad_ids`.
       mesh: the devices; None means the mesh of `jax.set_mesh`, or else one axis over all devices.
       batch_axes: the mesh axes that split a batch; None means all.
+      lookahead: of a table with a living vocabulary; see `EmbeddingEngine`.
       rngs: random streams; `params` initializes the rows.
 
     Raises:
       ValueError: whatever `EmbeddingEngine` refuses; a learning rate that is a callable without
-        arguments.
+        arguments; a table on the host.
 
     Example:
       >>> import tpu_embed
@@ -83,17 +88,17 @@ class EmbeddingBag(nnx.Module, EngineLayer):
         on_bad_id: OnBadId = "error",
         mesh: Mesh | None = None,
         batch_axes: str | Sequence[str] | None = None,
+        lookahead: int | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         check_choice("on_bad_id", on_bad_id, get_args(OnBadId))
         feature = FeatureConfig(
             table, max_sequence_length, on_bad_id=on_bad_id, jagged=jagged, keep=keep
         )
-        # A layer inside a jit has no keys, and nobody admits its batches.
         remedy = "use EmbeddingEngine or TPUEmbedding, and give the layers their activations"
-        structure.flatten(feature).refuse_keys(remedy)
+        structure.flatten(feature).refuse_on_host("a layer", remedy)
         self.engine = EmbeddingEngine(
-            {FEATURE: feature}, optimizer, mesh=mesh, batch_axes=batch_axes
+            {FEATURE: feature}, optimizer, mesh=mesh, batch_axes=batch_axes, lookahead=lookahead
         )
         _refuse_host_rate(self.engine)
         for name, value in attributes(self.engine.init(rngs.params())).items():
@@ -115,9 +120,11 @@ class EmbeddingBag(nnx.Module, EngineLayer):
         Raises:
           TypeError: the ids are not integers.
           ValueError: ids outside the table whose values are known; shapes that do not fit; sparse
-            or ragged ids that are traced.
+            or ragged ids that are traced; keys, or a batch of keys that is not admitted.
         """
         warn_if_differentiated(self.engine)
+        if self.engine.vocabularies is not None:
+            return self._of_keys(ids, weights)
         if isinstance(ids, (SparseIds, RaggedIds, Mapping)):
             return self(self.place(ids, weights))
         scales = None if weights is None else as_array(weights)
@@ -126,8 +133,37 @@ class EmbeddingBag(nnx.Module, EngineLayer):
             return engine_lookup(engine, self.state, ids, weights=scales)
         return engine_lookup(self.engine, self.state, _array(ids), weights=scales)
 
-    def place(self, ids: Ids, weights: Any = None, *, spec: BatchSpec | None = None) -> Batch:
+    def _of_keys(self, batch: Any, weights: Any) -> Any:
+        """Return the activations of a batch of keys, which must be placed and admitted."""
+        placed = isinstance(batch, Batch)
+        if not placed or weights is not None or not batch.admitted:
+            (name,) = self.engine.table_configs
+            got = "one that is not admitted" if placed else "keys"
+            got = "weights beside a batch" if placed and weights is not None else got
+            remedy = "outside the jit: batches = tpu_embed.nn.place(model, keys, weights), or admit"
+            remedy += " after a Prefetcher; the jit takes the batches as an argument"
+            expected = "a Batch that was placed and admitted"
+            text = message(f"table {name!r}", expected=expected, got=got, remedy=remedy)
+            raise ValueError(text)
+        engine, state = engine_of_batch(self.engine, batch), self.state
+        leaves = (batch.packed, batch.valid_steps, *state.tables.values(), state.step)
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
+            return engine_lookup(engine, state, batch)
+        found = engine.lookup(state, batch)  # refuses a batch whose rows are other keys' by now
+        return found[FEATURE] if engine is self.engine else found
+
+    def place(
+        self,
+        ids: Ids,
+        weights: Any = None,
+        *,
+        spec: BatchSpec | None = None,
+        training: bool = True,
+    ) -> Batch:
         """Check ids on the host and send them to the devices; see `EmbeddingEngine.place`.
+
+        Keys of a living vocabulary are admitted afterwards, by `tpu_embed.nn.admit`;
+        `tpu_embed.nn.place` does both.
 
         Args:
           ids: integers `[B]` or `[B, …, H]`, `SparseIds` or `RaggedIds`; the number of devices
@@ -135,6 +171,7 @@ class EmbeddingBag(nnx.Module, EngineLayer):
             B of its own: then the layer returns its activations by name, from one lookup.
           weights: one weight per id, or None; with names, by the same names.
           spec: the exact shape of the batch, or None.
+          training: False for a batch that is only looked up.
 
         Returns:
           a `Batch` for this layer.
@@ -145,9 +182,10 @@ class EmbeddingBag(nnx.Module, EngineLayer):
         """
         if isinstance(ids, Mapping):
             given = None if weights is None else {n: weights.get(n) for n in ids}
-            return engine_of_inputs(self.engine, ids).place(dict(ids), given, spec)
-        features = {FEATURE: ids}
-        return self.engine.place(features, None if weights is None else {FEATURE: weights}, spec)
+            engine = engine_of_inputs(self.engine, ids)
+            return engine.place(dict(ids), given, spec, training=training)
+        features, scales = {FEATURE: ids}, None if weights is None else {FEATURE: weights}
+        return self.engine.place(features, scales, spec, training=training)
 
     @property
     def state(self) -> TableState:
@@ -156,9 +194,9 @@ class EmbeddingBag(nnx.Module, EngineLayer):
 
     @property
     def state_variables(self) -> list[Any]:
-        """The variables that hold the state: a `Table`, `Slot`s and `Counter`s."""
+        """The variables that hold the state: `Table`, `Slot`s, `Counter`s and `MapVersion`s."""
         inside = (value for _, value in nnx.iter_graph(self))
-        return [value for value in inside if isinstance(value, (Table, Slot, Counter))]
+        return [value for value in inside if isinstance(value, _STATE)]
 
     def set_state(self, state: TableState) -> None:
         """Replace the table, slots, step and counters.
@@ -223,6 +261,8 @@ class Embed(nnx.Module):
       placement: "mod", "div" or "replicated".
       mesh: the devices; None means the mesh of `jax.set_mesh`, or else one axis over all devices.
       batch_axes: the mesh axes that split a batch; None means all.
+      vocabulary: a `DynamicVocabulary`, if ids are keys; then `num_embeddings` is its capacity.
+      lookahead: of a table with a living vocabulary; see `EmbeddingEngine`.
       rngs: random streams; `params` initializes the rows.
 
     Raises:
@@ -251,6 +291,8 @@ class Embed(nnx.Module):
         placement: Literal["mod", "div", "replicated"] = "mod",
         mesh: Mesh | None = None,
         batch_axes: str | Sequence[str] | None = None,
+        vocabulary: DynamicVocabulary | None = None,
+        lookahead: int | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         table = TableConfig(
@@ -262,33 +304,58 @@ class Embed(nnx.Module):
             dtype=np.dtype(param_dtype).name,
             placement=placement,
             trainable=trainable and optimizer is not None,
+            vocabulary=vocabulary,
         )
         self.rows = EmbeddingBag(
-            table, on_bad_id=on_bad_id, mesh=mesh, batch_axes=batch_axes, rngs=rngs
+            table,
+            on_bad_id=on_bad_id,
+            mesh=mesh,
+            batch_axes=batch_axes,
+            lookahead=lookahead,
+            rngs=rngs,
         )
         self.trainable = trainable
         self.num_embeddings = num_embeddings
         self.features = features
         self.dtype = dtype
 
-    def __call__(self, inputs: ArrayLike) -> Array:
+    def __call__(self, inputs: ArrayLike | Batch) -> Array:
         """Return the rows of ids.
 
         Args:
-          inputs: integers of any shape; -1 is padding.
+          inputs: integers of any shape, -1 is padding; or a batch that `place` returned.
 
         Returns:
           `[*inputs.shape, D]`.
 
         Raises:
           TypeError: the ids are not integers.
-          ValueError: ids outside the table whose values are known.
+          ValueError: ids outside the table whose values are known; keys, or a batch of keys that is
+            not admitted.
         """
+        if isinstance(inputs, Batch) or self.rows.engine.vocabularies is not None:
+            found = self.rows(inputs if isinstance(inputs, Batch) else _array(inputs))
+            return found if self.dtype is None else found.astype(self.dtype)
         # One id per example is not combined: [3, 5] -> [15] -> [15, D] -> [3, 5, D].
         ids, axes = _array(inputs), self.rows.engine.layout.axes
         one_axis = axes.reshape(ids, (ids.size,)) if isinstance(ids, jax.Array) else ids.reshape(-1)
         found = axes.reshape(self.rows(one_axis), (*ids.shape, self.features))
         return found if self.dtype is None else found.astype(self.dtype)
+
+    def place(
+        self, ids: ArrayLike, *, spec: BatchSpec | None = None, training: bool = True
+    ) -> Batch:
+        """Check ids on the host and send them to the devices; see `EmbeddingBag.place`.
+
+        Args:
+          ids: integers or keys `[B, …]`; the number of devices divides B.
+          spec: the exact shape of the batch, or None.
+          training: False for a batch that is only looked up.
+        """
+        # One id per example is not combined; else each id is a bag of one: [B, n] -> [B, n, 1].
+        array = np.asarray(ids)
+        bags = array if array.ndim == 1 else array[..., None]
+        return self.rows.place(bags, spec=spec, training=training)
 
     @property
     def embedding(self) -> Array:

@@ -29,7 +29,7 @@ from tpu_embed.nn.program import (
     path_of,
 )
 from tpu_embed.nn.untrained import warn_without_optimizer
-from tpu_embed.nn.variables import TOKEN, Counter, Slot, Table, attributes, state_of
+from tpu_embed.nn.variables import TOKEN, Counter, MapVersion, Slot, Table, attributes, state_of
 from tpu_embed.sparse import LookedUp, engine_update, positions, value_and_aux
 
 
@@ -211,7 +211,7 @@ def apply_table_gradients(model: Any, gradients: TableGradients) -> None:
 def _updated(model: Any, gradients: TableGradients) -> Any:
     """Return the state of the layers after their update."""
     # Keys such as ("user", "rows", "step") end with the layer's counter; the rest is its path.
-    variables = nnx.state(model, (Table, Slot, Counter))
+    variables = nnx.state(model, (Table, Slot, Counter, MapVersion))
     paths = [path[:-1] for path, _ in nnx.to_flat_state(variables) if path[-1] == TOKEN]
     embeds = ((path, node) for path, node in nnx.iter_modules(model) if isinstance(node, Embed))
     # An Embed without an optimizer has a table that is not trainable; if `trainable` was left True,

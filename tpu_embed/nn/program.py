@@ -48,7 +48,8 @@ class ActivationGradient:
 
     Attributes:
       ids: the ids looked up, int32 or int64 `[…]`, or the array of a placed batch.
-      weights: floats in the shape of the ids, or None.
+      weights: floats in the shape of the ids, or None; of a placed batch of keys the states that it
+        may be looked up in, int32 `[3]`.
       gradient: the gradient of the activations, in their shape and dtype. Of a `Jagged` it is that
         of its values: `[S, C, D]` for a placed batch; padded, `[B, L, D]`, for dense ids.
       call: the static part of the lookup.

@@ -19,7 +19,7 @@ from tpu_embed.core.state import TableState
 TOKEN = "step"
 """The attribute whose value identifies the lookups of a layer in a program."""
 
-_TABLES, _SLOTS = "tables", "slots"
+_TABLES, _SLOTS, _VOCABULARY = "tables", "slots", "vocabulary"
 
 
 @final
@@ -41,6 +41,11 @@ class Counter(nnx.Variable):
     """A counter of a layer: updates (`step`), ids outside the table, exchanges over capacity."""
 
 
+@final
+class MapVersion(nnx.Variable):
+    """Of a layer of keys: the step of its map that the rows belong to, and the key of new rows."""
+
+
 def attributes(state: TableState) -> dict[str, Any]:
     """Return the attributes of a layer that hold the state of its table."""
     tables = {stack: Table(rows, stack=stack) for stack, rows in state.tables.items()}
@@ -49,7 +54,10 @@ def attributes(state: TableState) -> dict[str, Any]:
         for stack, by_name in state.slots.items()
     }
     counters = {name: Counter(array) for name, array in state.counters.items()}
-    return {_TABLES: tables, _SLOTS: slots, TOKEN: Counter(state.step), **counters}
+    found = {_TABLES: tables, _SLOTS: slots, TOKEN: Counter(state.step), **counters}
+    if state.vocabulary is not None:
+        found[_VOCABULARY] = {name: MapVersion(x) for name, x in state.vocabulary.items()}
+    return found
 
 
 def state_of(holder: Mapping[str, Any]) -> TableState:
@@ -69,7 +77,10 @@ def state_of(holder: Mapping[str, Any]) -> TableState:
     }
     counted = {name: x[...] for name, x in holder.items() if isinstance(x, Counter)}
     step = counted.pop(TOKEN)
-    return TableState(tables, slots, step, counted)
+    vocabulary = None
+    if _VOCABULARY in holder:
+        vocabulary = {name: x[...] for name, x in _variables(holder[_VOCABULARY]).items()}
+    return TableState(tables, slots, step, counted, vocabulary)
 
 
 def _variables(holder: Any) -> dict[str, nnx.Variable]:

@@ -27,9 +27,15 @@ from tpu_embed.core.batch import Batch, BatchSpec
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.ids import is_real
 from tpu_embed.core.lookup import Jagged
-from tpu_embed.core.state import TableState, check_layout, check_tables_not_donated
+from tpu_embed.core.state import (
+    MAP_VERSION,
+    TableState,
+    check_layout,
+    check_tables_not_donated,
+)
 from tpu_embed.sparse import sequences, several
 from tpu_embed.sparse.joined import DenseIds, as_signed, flat, join, padded
+from tpu_embed.vocabulary import check_vocabulary
 
 FEATURE = "ids"
 """The name of the only feature of such an engine: `EmbeddingEngine({FEATURE: …})`."""
@@ -43,7 +49,8 @@ class Call:
       engine: an engine of one feature.
       spec: the spec of a placed batch; None for dense ids, which may be traced.
       bags: whether the last axis of dense ids is the bag.
-      weighted: whether weights follow the ids among the operands.
+      weighted: whether weights follow the ids among the operands; or, of a placed batch of keys,
+        the states that it may be looked up in (`ValidSteps`).
     """
 
     engine: EmbeddingEngine
@@ -57,7 +64,9 @@ class Call:
         Args:
           step: int32 `[]`.
           ids: integers `[…]`, with bags `[…, H]`, or `Batch.packed`.
-          rest: weights in the shape of the ids, if there are any; then the arrays of the tables.
+          rest: weights in the shape of the ids, if there are any; then the arrays of the tables. Of
+            keys: the batch's steps, int32 `[3]`, then the state's `MAP_VERSION`, then
+            the tables.
 
         Returns:
           `[…, D]`, `[…, L, D]` for a sequence, or the activations of the placed batch, of which a
@@ -65,10 +74,15 @@ class Call:
         """
         # rest is [weights, table 0, …] or [table 0, …]: a slice up to False is empty.
         weights, arrays = rest[: self.weighted], rest[self.weighted :]
+        vocabulary = None
+        if self.engine.vocabularies is not None:
+            version, *arrays = arrays
+            vocabulary = {MAP_VERSION: version}
         tables = dict(zip(_stacks(self.engine), arrays, strict=True))
-        state = TableState(tables, {}, step, {})
+        state = TableState(tables, {}, step, {}, vocabulary)
         if self.spec is not None:
-            every = self.engine.lookup(state, _batch(self.engine, ids, self.spec))
+            steps = weights[0] if weights else None
+            every = self.engine.lookup(state, _batch(self.engine, ids, self.spec, steps))
             if several.is_several(self.engine):
                 return several.pack(every, self.engine)
             found = every[FEATURE]
@@ -90,7 +104,7 @@ class LookedUp(NamedTuple):
     Attributes:
       call: the static part of the lookup.
       ids: the ids; the axes of loops come first.
-      weights: floats in the shape of the ids, or None.
+      weights: floats in the shape of the ids, or None; of a placed batch of keys its steps.
     """
 
     call: Call
@@ -126,7 +140,13 @@ def engine_lookup(
     if isinstance(ids, Batch):
         _check_no_weights(weights)
         ids.check(engine.layout)
-        found = _bind(Call(engine, ids.spec, True, False), state.step, ids.packed, *arrays)
+        steps = []
+        if engine.vocabularies is not None:
+            steps = [jnp.asarray(ids.valid_steps)]
+            arrays = [check_vocabulary(state)[MAP_VERSION], *arrays]
+        call = Call(engine, ids.spec, True, bool(steps))
+        found = _bind(call, state.step, ids.packed, *steps, *arrays)
+        ids = Batch.of(ids.packed, ids.spec, engine.layout)  # what follows needs no steps
         if several.is_several(engine):
             return several.name_activations(found, ids, engine)
     else:
@@ -168,7 +188,7 @@ def engine_update(
     specs = [lookup.call.spec for lookup in lookups if lookup.call.spec is not None]
     if specs:
         _check_alone(engine, lookups)
-        batch = _batch(engine, lookups[0].ids, specs[0])
+        batch = _batch(engine, lookups[0].ids, specs[0], lookups[0].weights)
         if several.is_several(engine):
             return several.update(engine, state, batch, gradients[0])
         return engine.update(state, batch, {FEATURE: gradients[0]})
@@ -244,9 +264,11 @@ def _stacks(engine: EmbeddingEngine) -> list[str]:
     return [stack.name for stack in engine.layout.stacks]
 
 
-def _batch(engine: EmbeddingEngine, packed: Array, spec: BatchSpec) -> Batch:
+def _batch(
+    engine: EmbeddingEngine, packed: Array, spec: BatchSpec, valid_steps: Array | None
+) -> Batch:
     """Return the batch of packed ids that `engine_lookup` has checked."""
-    return Batch.of(packed, spec, engine.layout)
+    return Batch.of(packed, spec, engine.layout, valid_steps)
 
 
 def _joined(engine: EmbeddingEngine, lookups: Sequence[DenseIds]) -> tuple[Any, Any]:

@@ -64,7 +64,12 @@ def engine_of_inputs(own: EmbeddingEngine, inputs: Mapping[str, Any]) -> Embeddi
 def _make(features: dict[str, FeatureConfig], own: EmbeddingEngine, axes: Any) -> EmbeddingEngine:
     optimizer, blocks = own.layout.stacks[0].optimizer, own.layout.sum_blocks
     return EmbeddingEngine(
-        features, optimizer, mesh=axes.mesh, batch_axes=axes.batch_axes, sum_blocks=blocks
+        features,
+        optimizer,
+        mesh=axes.mesh,
+        batch_axes=axes.batch_axes,
+        sum_blocks=blocks,
+        vocabularies=own.vocabularies,
     )
 
 

@@ -5,13 +5,12 @@ import pickle
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 from living_cases import KEY, configs, draw, engine, keys_in_order, oracles, train
 
 import tpu_embed
-from tpu_embed import FeatureConfig, RaggedIds, TableConfig, io, metrics, nn, planning
+from tpu_embed import FeatureConfig, RaggedIds, TableConfig, io, metrics, planning
 from tpu_embed import optimizers as o
-from tpu_embed.vocabulary import DynamicVocabulary, FixedVocabulary
+from tpu_embed.vocabulary import FixedVocabulary
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +103,6 @@ def test_what_knows_rows_by_number_only_refuses_keys(served, tmp_path):
     dense = {**batch, "bags": np.zeros((16, 2), np.int64)}
     with pytest.raises(ValueError, match="none of \\['items', 'tags'\\]; give vocabularies="):
         io.export_model(tmp_path / "model", lambda a: a, tables, configs(), dense)
-    table = TableConfig(4, 2, vocabulary=DynamicVocabulary())
-    with pytest.raises(ValueError, match="use EmbeddingEngine or TPUEmbedding"):
-        nn.EmbeddingBag(table, optimizer=o.SGD(0.1), rngs=nnx.Rngs(0))
 
 
 def test_metrics_tell_of_keys(served):

@@ -19,7 +19,6 @@ from pathlib import Path
 import jax
 
 from tpu_embed._checks import message
-from tpu_embed.core.state import TableState
 from tpu_embed.engine_layer import EngineLayer
 from tpu_embed.io import schema
 from tpu_embed.io.checkpoint import manifest, tables
@@ -139,8 +138,8 @@ def differences(directory: Path, found: Collection[str], wanted: Mapping[str, Wa
     return messages
 
 
-def read(directory: Path, wanted: Mapping[str, Wanted]) -> dict[str, TableState]:
-    """Return the states of layers by path.
+def read(directory: Path, wanted: Mapping[str, Wanted]) -> dict[str, tables.FoundTables]:
+    """Return the states of layers by path, and their maps.
 
     Args:
       directory: the directory of all layers.
@@ -151,7 +150,4 @@ def read(directory: Path, wanted: Mapping[str, Wanted]) -> dict[str, TableState]
       ValueError: a table, field, shape or dtype is not what is wanted; a file is damaged, or
         belongs to another layer.
     """
-    return {
-        path: tables.read(directory / file_name(path), wanted[path]).state
-        for path in sorted(wanted)
-    }
+    return {path: tables.read(directory / file_name(path), wanted[path]) for path in sorted(wanted)}

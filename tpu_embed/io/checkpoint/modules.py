@@ -21,8 +21,8 @@ from flax import nnx
 
 from tpu_embed._checks import message
 from tpu_embed.core.layout import make_axes
-from tpu_embed.core.state import TableState
 from tpu_embed.engine_layer import EngineLayer
+from tpu_embed.io.checkpoint.tables import FoundTables
 from tpu_embed.io.checkpoint.trees import abstract_leaf, as_array, is_left_out
 
 Keys = tuple[Any, ...]
@@ -110,11 +110,11 @@ class Modules:
         layers = {p: layer for p, layer in self.layers.items() if not is_left_out(p, leave_out)}
         return dataclasses.replace(self, layers=layers, leave_out=leave_out)
 
-    def fill(self, states: Mapping[str, TableState], arrays: Mapping[str, Any]) -> None:
-        """Set the states of layers, and all arrays, in place.
+    def fill(self, found: Mapping[str, FoundTables], arrays: Mapping[str, Any]) -> None:
+        """Set the states of layers, their maps, and all arrays, in place.
 
         Args:
-          states: states of layers, by path.
+          found: states and maps of layers, by path.
           arrays: all other arrays, by path.
         """
         # All values are made before the first is set, so that an error changes nothing.
@@ -125,7 +125,10 @@ class Modules:
             else:
                 nnx.update(self.by_name, nnx.from_flat_state({leaf.keys: value}))
         for path, layer in self.layers.items():
-            layer.set_state(states[path])
+            maps, vocabularies = found[path].maps, layer.engine.vocabularies
+            if vocabularies is not None and maps is not None:
+                vocabularies.load_states(maps, found[path].homes)
+            layer.set_state(found[path].state)
 
 
 def take_apart(modules: Mapping[str, Any]) -> Modules:

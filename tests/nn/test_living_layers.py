@@ -1,0 +1,213 @@
+"""Layers whose ids are keys: the same bits as the engine's, placed ahead, saved and restored."""
+
+import copy
+
+import jax
+import numpy as np
+import pytest
+from facade_cases import assert_same
+from flax import nnx
+from nn_models import mesh_of
+
+import tpu_embed
+from tpu_embed import FeatureConfig, TableConfig, nn
+from tpu_embed import optimizers as o
+from tpu_embed.io import restore_modules, save_modules
+
+NAMES = ("films", "tags")
+
+
+def _tables():
+    films = tpu_embed.DynamicVocabulary(ttl=4)
+    tags = tpu_embed.DynamicVocabulary(admit_after=2, unseen="shared")
+    rule = o.Adam(0.125)
+    return {
+        "films": TableConfig(40, 4, name="films", vocabulary=films, optimizer=rule),
+        "tags": TableConfig(12, 2, name="tags", vocabulary=tags, combiner="sum", optimizer=rule),
+    }
+
+
+def _model(devices=8, seed=0):
+    mesh = mesh_of(devices)
+    layers = {
+        name: nn.EmbeddingBag(table, mesh=mesh, rngs=nnx.Rngs(seed))
+        for name, table in _tables().items()
+    }
+    return nnx.Dict(layers)
+
+
+def _maps(layer):
+    """Return the maps of a layer or an engine."""
+    maps = getattr(layer, "engine", layer).vocabularies
+    assert maps is not None
+    return maps
+
+
+def _keys(step):
+    rng = np.random.default_rng(step)
+    films = (rng.integers(0, 50, (24, 3)) + step) * (2**40 + 3)
+    return {"films": films, "tags": rng.integers(0, 20, 24) + 10**12}
+
+
+def _loss(activations):
+    """Return Σ (a² + a): its gradient 2a + 1 has the same bits in every program."""
+    return sum((one**2 + one).sum() for one in activations.values())
+
+
+def _activations(model, batches):
+    return {name: model[name](batch) for name, batch in batches.items()}
+
+
+@nnx.jit(donate_argnums=0)
+def _step(model, batches):
+    loss = lambda model: _loss(_activations(model, batches))  # noqa: E731
+    return nn.fused_value_and_grad(loss)(model)[0]
+
+
+def _train(model, steps):
+    for step in steps:
+        _step(model, nn.place(model, _keys(step)))
+
+
+def _by_key(layer):
+    """Return row and slots of every key of a layer."""
+    ((name, _),) = layer.engine.table_configs.items()
+    keys, rows = (np.asarray(one) for one in _maps(layer).keys(name))
+    arrays = {"rows": layer.embedding, **layer.logical_slots}
+    order = np.argsort(keys)
+    per_row = {n: np.asarray(x)[rows[order]] for n, x in arrays.items() if np.ndim(x)}
+    return {"keys": keys[order], **per_row}
+
+
+def _assert_same_models(one, other):
+    for name in NAMES:
+        assert_same(_by_key(one[name]), _by_key(other[name]))
+
+
+def test_two_layers_equal_the_engine():
+    model = _model()
+    engines = {
+        name: tpu_embed.EmbeddingEngine({name: FeatureConfig(table)}, mesh=mesh_of(8))
+        for name, table in _tables().items()
+    }
+    states = {name: one.init(nnx.Rngs(0).params()) for name, one in engines.items()}
+    for step in range(20):
+        _train(model, [step])
+        for name, engine in engines.items():
+            placed = engine.place({name: _keys(step)[name]})
+            states[name], batch = engine.admit(states[name], placed)
+            gradients = jax.grad(_loss)(engine.lookup(states[name], batch))
+            states[name] = engine.update(states[name], batch, gradients)
+    for name, engine in engines.items():
+        layer = model[name]
+        assert _maps(layer).counters == _maps(engine).counters
+        assert_same(_maps(layer).keys(name), _maps(engine).keys(name))
+        assert_same(layer.embedding, engine.tables(states[name])[name])
+        assert_same(layer.logical_slots, engine.slots(states[name])[name])
+        assert int(layer.step[...]) == 20
+    assert _maps(model["films"]).counters["films"]["evicted"] > 0
+
+
+def test_saved_on_8_devices_and_continued_on_3(tmp_path):
+    unbroken = _model()
+    _train(unbroken, range(5))
+    save_modules(tmp_path / "saved", {"model": unbroken})
+    other = _model(devices=3, seed=1)
+    _train(other, range(50, 52))  # what it knew is replaced
+    restore_modules(tmp_path / "saved", {"model": other})
+    _assert_same_models(other, unbroken)
+    _train(unbroken, range(5, 9))
+    _train(other, range(5, 9))
+    _assert_same_models(other, unbroken)
+
+
+def test_a_prefetcher_places_ahead(tmp_path):
+    ahead, inline = _model(), _model()
+    source = (_keys(step) for step in range(6))
+    with tpu_embed.data.Prefetcher(nn.ModelPlacer(ahead), source, depth=2) as placed:
+        for number, batches in enumerate(placed):
+            _step(ahead, nn.admit(ahead, batches))
+            if number == 2:  # batches placed ahead are not in the checkpoint
+                save_modules(tmp_path / "saved", {"model": ahead})
+    _train(inline, range(3))
+    restored = _model(seed=1)
+    restore_modules(tmp_path / "saved", {"model": restored})
+    _assert_same_models(restored, inline)
+    _train(inline, range(3, 6))
+    _assert_same_models(ahead, inline)
+
+
+def test_evaluation_learns_nothing():
+    model = _model()
+    _train(model, range(2))
+    before = [_maps(model[name]).placed for name in NAMES]
+    batches = nn.place(model, _keys(1), training=False)
+    assert_same(nnx.jit(_activations)(model, batches), _activations(model, batches))
+    assert [_maps(model[name]).placed for name in NAMES] == before == [2, 2]
+    for step in range(2, 12):
+        _train(model, [step])
+    with pytest.raises(ValueError, match="admit"):
+        model["films"](batches["films"])  # its rows are other keys' by now
+    late = nnx.jit(_activations)(model, batches)
+    assert np.isnan(np.asarray(late["films"])).all()
+
+
+def test_an_embed_of_keys():
+    embed = nn.Embed(
+        16,
+        4,
+        optimizer=o.SGD(0.5),
+        vocabulary=tpu_embed.DynamicVocabulary(),
+        mesh=mesh_of(2),
+        rngs=nnx.Rngs(0),
+    )
+    keys = np.array([[7, 10**15], [7, -1]])
+    batch = nn.place(embed, keys)
+    found = np.asarray(embed(batch))
+    assert found.shape == (2, 2, 4)
+    assert (found[0, 0] == found[1, 0]).all()
+    assert found[0, 0].any()
+    assert not found[1, 1].any()
+    nn.fused_value_and_grad(lambda embed: embed(batch).sum())(embed)
+    changed = np.asarray(embed(nn.place(embed, keys, training=False)))
+    np.testing.assert_array_equal(changed[0], found[0] - np.array([[1.0], [0.5]], np.float32))
+
+
+def test_inputs_by_name_share_the_map():
+    layer = _model(devices=2)["films"]
+    batch = nn.place(layer, {"seen": np.array([[5, 6], [6, 7]]), "item": np.array([5, 9])})
+    nn.fused_value_and_grad(lambda layer: _loss(layer(batch)))(layer)
+    assert sorted(_maps(layer).keys("films")[0].tolist()) == [5, 6, 7, 9]
+    assert int(layer.step[...]) == 1
+    assert int(layer.state.counters["refused_batches"]) == 0
+
+
+def test_what_is_refused_changes_nothing():
+    model = _model()
+    films = model["films"]
+    with pytest.raises(ValueError, match=r"got keys; .*tpu_embed.nn.place"):
+        films(_keys(0)["films"])
+    with pytest.raises(ValueError, match=r"got keys; .*tpu_embed.nn.place"):
+        nnx.jit(lambda layer, keys: layer(keys))(films, np.zeros((8, 3), np.int32))
+    with pytest.raises(ValueError, match="paths among"):
+        nn.place(model, {**_keys(0), "users": np.arange(8)})
+    with pytest.raises((ValueError, TypeError)):
+        nn.place(model, {**_keys(0), "tags": np.ones(24)})
+    assert _maps(films).placed == 0
+    assert len(_maps(films)) == 0
+    placed = nn.ModelPlacer(model).place(_keys(0))
+    with pytest.raises(ValueError, match="not admitted"):
+        films(placed["films"])
+    with pytest.raises(ValueError, match="the batch of step 1"):
+        nn.place(model, _keys(1))  # an earlier one waits
+    _step(model, nn.admit(model, placed))
+    with pytest.raises(ValueError, match="step"):
+        nn.admit(model, placed)
+    _train(model, [1])
+    with pytest.raises(TypeError, match="Vocabularies"):
+        copy.deepcopy(model)
+    stale = nnx.clone(model)  # it shares the maps, and may train until the other does
+    _train(model, [2])
+    with pytest.raises(ValueError, match="admitted before"):
+        nn.place(stale, _keys(3))
+    _train(model, [3])

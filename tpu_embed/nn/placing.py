@@ -1,0 +1,288 @@
+"""Place a batch for all layers of a model in one call, and admit it, so that keys get their rows.
+
+A layer whose vocabulary lives looks up batches, not keys: the map from keys to rows is on the host.
+Placing gives keys their rows there, and may run ahead, as a `Prefetcher` does. Admitting brings the
+layers' tables to the step of the batch, just before the jitted step takes it.
+
+Input: a model, and keys or ids by the path of their layer. Output: batches by the same paths.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, final
+
+import jax
+from flax import nnx
+
+from tpu_embed._checks import message
+from tpu_embed._signals import SignalsDeferred
+from tpu_embed.core.batch import Batch
+from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.nn.embedding import Embed, EmbeddingBag
+from tpu_embed.nn.program import path_of
+from tpu_embed.processes import Turns
+from tpu_embed.sparse import engine_of_batch
+from tpu_embed.vocabulary import map_version
+
+_turns: weakref.WeakKeyDictionary[EmbeddingEngine, Turns] = weakref.WeakKeyDictionary()
+"""The order in which batches of a model are placed, by the engine of its first layer of keys."""
+
+
+def place(model: nnx.Module, features: Any, weights: Any = None, *, training: bool = True) -> Any:
+    """Place one batch for the layers of a model and admit it; the jitted step takes the result.
+
+    Call it outside of a jit. If it raises, no map and no variable of the model has changed.
+
+    Args:
+      model: a module with layers; or one layer.
+      features: by the path of a layer (its keys joined by slashes, such as `films` or
+        `user/tags`), what its `place` takes. For one layer, what its `place` takes.
+      weights: one weight per id, by path as well; a path that is absent has none.
+      training: False for a batch that is only looked up; living vocabularies learn nothing from it.
+
+    Returns:
+      a `Batch` by path; for one layer, its `Batch`.
+
+    Raises:
+      ValueError: a path without a layer, a layer under two paths, whatever `EmbeddingEngine.place`
+        and `EmbeddingEngine.admit` refuse; living vocabularies with several processes.
+      TypeError: features of a model that are not given by path; ids that are not integers.
+
+    Example:
+      >>> import numpy as np, tpu_embed
+      >>> rule, keys = tpu_embed.optimizers.SGD(1.0), tpu_embed.DynamicVocabulary()
+      >>> films = Embed(100, 2, optimizer=rule, vocabulary=keys, rngs=nnx.Rngs(0))
+      >>> model = nnx.Dict(films=films)
+      >>> batches = place(model, {"films": np.arange(10**12, 10**12 + 8)})
+      >>> model.films(batches["films"]).shape, len(films.rows.engine.vocabularies)
+      ((8, 2), 8)
+    """
+    placer = ModelPlacer(model)
+    with _in_turn(placer.next_turn(training=training)), placer.undone_if_refused():
+        return admit(model, placer.place_now(features, weights, training=training))
+
+
+def admit(model: nnx.Module, batches: Any) -> Any:
+    """Bring the layers' tables to the step of placed batches; see `EmbeddingEngine.admit`.
+
+    `place` does it itself. It is for batches that a `Prefetcher` has placed ahead.
+
+    Args:
+      model: the module or layer that they were placed for.
+      batches: what the `Prefetcher` gave: a `Batch` by path, or the `Batch` of one layer.
+
+    Returns:
+      the admitted batches, in the same form.
+
+    Raises:
+      ValueError: they are not the next ones, or are only looked up and a row belongs to another key
+        by now. The model stays as it is.
+      TypeError: batches of a model that are not given by path.
+    """
+    layers = _layers(model)
+    by_path = _by_path(model, batches, "batches")
+    bags = {path: _bag(layer) for path, layer in _named(layers, by_path).items()}
+    for path, bag in bags.items():  # before the first is admitted
+        maps, batch = bag.engine.vocabularies, by_path[path]
+        if maps is not None and batch.keys.is_training and batch.keys.steps is not None:
+            maps.check_next(map_version(bag.state), batch.keys)
+    found = {}
+    for path, bag in bags.items():
+        with SignalsDeferred():  # the layer's arrays are gone until the new ones are set
+            state, found[path] = _admit(bag, by_path[path])
+            bag.set_state(state)
+    return found[""] if isinstance(model, Embed | EmbeddingBag) else found
+
+
+@final
+class ModelPlacer:
+    """Places batches for all layers of a model: what a `Prefetcher` takes in place of an engine.
+
+    Args:
+      model: a module with layers, or one layer.
+
+    Raises:
+      ValueError: living vocabularies with several processes.
+
+    Example:
+      >>> import numpy as np, tpu_embed
+      >>> rule, keys = tpu_embed.optimizers.SGD(1.0), tpu_embed.DynamicVocabulary()
+      >>> films = Embed(100, 2, optimizer=rule, vocabulary=keys, rngs=nnx.Rngs(0))
+      >>> source = (np.arange(8) + 10**12 + number for number in range(3))
+      >>> with tpu_embed.data.Prefetcher(ModelPlacer(films), source) as placed:
+      ...     for batch in placed:
+      ...         print(films(admit(films, batch)).shape)
+      (8, 2)
+      (8, 2)
+      (8, 2)
+    """
+
+    def __init__(self, model: nnx.Module) -> None:
+        self._model, self._layers = model, _layers(model)
+        engines = [_bag(layer).engine for layer in self._layers.values()]
+        self._living = list({e: None for e in engines if e.vocabularies is not None})
+        if self._living and jax.process_count() > 1:
+            remedy = "use EmbeddingEngine, and give the layers their activations"
+            expected, got = "a single process", f"{jax.process_count()}"
+            what = "layers of living vocabularies"
+            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        self._turns = Turns(with_others=False)
+        if self._living:
+            self._turns = _turns.setdefault(self._living[0], self._turns)
+
+    def place(
+        self, features: Any, weights: Any = None, spec: None = None, *, training: bool = True
+    ) -> Any:
+        """Place one batch for the layers, without admitting it; see `tpu_embed.nn.place`."""
+        return self.next_turn(training=training).place(features, weights, spec)
+
+    def next_turn(self, *, training: bool = True) -> ModelTurn:
+        """Return the right to place the next batch, which any thread may use."""
+        return ModelTurn(self, self._turns, training=training)
+
+    def place_now(self, features: Any, weights: Any, *, training: bool) -> Any:
+        """Place one batch for the layers, without waiting for a turn.
+
+        Args:
+          features: see `tpu_embed.nn.place`.
+          weights: likewise.
+          training: likewise.
+        """
+        by_path = _by_path(self._model, features, "features")
+        scales = {} if weights is None else _by_path(self._model, weights, "weights")
+        _named(self._layers, scales)
+        found = {}
+        with self.undone_if_refused():
+            for path, layer in _named(self._layers, by_path).items():
+                scale = {} if scales.get(path) is None else {"weights": scales[path]}
+                if scale and isinstance(layer, Embed):
+                    expected, remedy = "none for an Embed", "use an EmbeddingBag"
+                    what = f"weights of layer {path!r}"
+                    raise ValueError(message(what, expected=expected, got="some", remedy=remedy))
+                found[path] = layer.place(by_path[path], **scale, training=training)
+        return found[""] if isinstance(self._model, Embed | EmbeddingBag) else found
+
+    @contextlib.contextmanager
+    def undone_if_refused(self) -> Iterator[None]:
+        """Let every map forget what it learns in the block if the block raises."""
+        maps = [e.vocabularies for e in self._living if e.vocabularies is not None]
+        before = [(one, one.placed) for one in maps]
+        try:
+            yield
+        except BaseException:
+            for one, step in before:
+                if one.admitted <= step < one.placed:
+                    one.undo(step)
+            raise
+
+
+@final
+class ModelTurn:
+    """The right to place one batch for a model, after those whose turns were drawn before.
+
+    Args:
+      placer: places the batch.
+      turns: the order.
+      training: False for a batch that is only looked up, which waits for no other.
+    """
+
+    def __init__(self, placer: ModelPlacer, turns: Turns, *, training: bool) -> None:
+        self._placer, self._turns, self.training = placer, turns, training
+        with SignalsDeferred():
+            self._number = turns.draw()
+            if not training:
+                turns.release(self._number)
+            weakref.finalize(self, turns.give_up, self._number).atexit = False
+
+    def place(self, features: Any, weights: Any = None, spec: None = None) -> Any:
+        """Place a batch; see `tpu_embed.nn.place`.
+
+        Raises:
+          ValueError: there is a spec, which is that of one engine; whatever `place` refuses.
+        """
+        with _in_turn(self):
+            if spec is not None:
+                remedy = "leave it out: every layer finds a shape of its own"
+                text = message("spec", expected="None for a model", got="one", remedy=remedy)
+                raise ValueError(text)
+            return self._placer.place_now(features, weights, training=self.training)
+
+    def use(self) -> contextlib.AbstractContextManager[None]:
+        """Wait for the turn, and end it with the block."""
+        return self._turns.use(self._number) if self.training else contextlib.nullcontext()
+
+    def hold(self) -> contextlib.AbstractContextManager[None]:
+        """Note that this thread will use the turn before the block ends; see `Turns.hold`."""
+        return self._turns.hold(self._number)
+
+    def refuse(self, error: BaseException) -> None:
+        """Place nothing because of an error."""
+        self.release()
+
+    def end(self) -> None:
+        """Place nothing because there are no more batches."""
+        self.release()
+
+    def release(self) -> None:
+        """Place nothing."""
+        self._turns.release(self._number)
+
+
+@contextlib.contextmanager
+def _in_turn(turn: ModelTurn) -> Iterator[None]:
+    try:
+        with turn.use():
+            yield
+    finally:
+        turn.release()  # an interrupt may have come before it was used
+
+
+def _admit(bag: EmbeddingBag, batch: Batch) -> tuple[Any, Batch]:
+    """Return the state and the batch that the engine of a batch admits; inputs by name have one."""
+    return engine_of_batch(bag.engine, batch).admit(bag.state, batch)
+
+
+def _layers(model: nnx.Module) -> dict[str, Embed | EmbeddingBag]:
+    """Return the layers of a model by path; an `Embed` and the layer inside it are two of them."""
+    if isinstance(model, Embed | EmbeddingBag):
+        return {"": model}
+    found = {path_of(keys): node for keys, node in nnx.iter_graph(model)}
+    return {path: one for path, one in found.items() if isinstance(one, Embed | EmbeddingBag)}
+
+
+def _bag(layer: Embed | EmbeddingBag) -> EmbeddingBag:
+    return layer.rows if isinstance(layer, Embed) else layer
+
+
+def _by_path(model: nnx.Module, given: Any, what: str) -> dict[str, Any]:
+    """Return what is given by path; for one layer, under the empty path.
+
+    Raises:
+      TypeError: it is no mapping.
+    """
+    if isinstance(model, Embed | EmbeddingBag):
+        return {"": given}
+    if not isinstance(given, Mapping):
+        remedy, got = 'give {"films": keys}', type(given).__name__
+        raise TypeError(message(what, expected="a dict by layer", got=got, remedy=remedy))
+    return dict(given)
+
+
+def _named(layers: Mapping[str, Any], by_path: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the layers that are named, in the order of the names.
+
+    Raises:
+      ValueError: a path without a layer, or two paths of one layer.
+    """
+    found: dict[str, Any] = {}
+    for path in by_path:
+        again = path in layers and any(_bag(layers[path]) is _bag(one) for one in found.values())
+        if path not in layers or again:
+            got = f"{path!r}, a layer that has a path before" if again else f"{path!r}"
+            expected, remedy = f"paths among {sorted(layers)}", "name each layer once"
+            raise ValueError(message("features", expected=expected, got=got, remedy=remedy))
+        found[path] = layers[path]
+    return found
