@@ -136,3 +136,14 @@ def test_a_batch_admitted_long_ago_is_refused(monkeypatch):
         else:
             run.record(batch, ids, n + 1)
     run.check()
+
+
+def test_a_batch_that_stays_is_known_when_a_later_one_is_undone():
+    run = Run(1, 4)
+    (stays, ids), (goes, others) = run.place(), run.place()
+    run.record(stays, ids, 1)
+    run.record(goes, others, 2)
+    run.maps.undo(run.maps.placed - 1)
+    run.admit(stays)
+    run.check()
+    assert set(run.last["items"]) == ids["items"]

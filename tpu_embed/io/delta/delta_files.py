@@ -86,10 +86,12 @@ def follows(delta: Delta, path: Path, version: Version | None) -> bool:
     if not Lineage(new.run, delta.ancestors).has(version):
         expected = f"run {version.run!r}, as the tables"
         got = f"{new.run!r}"
-        if any(version.run == one.run for one in delta.ancestors):
-            expected += f" of step {version.step}"
-            got += ", which goes on from an earlier step of it"
         remedy = "training began anew: load a full export of its new run"
+        for one in (one for one in delta.ancestors if one.run == version.run):
+            expected += f" of step {version.step}"
+            got += f", which goes on from step {one.step} of it"
+            remedy = f"load a full export of its new run, or of a step up to {one.step}, and the "
+            remedy += "deltas after it"
         raise ValueError(message(f"{path}: run", expected=expected, got=got, remedy=remedy))
     if version.step < delta.since.step or version.keys < delta.since.keys:
         expected = f"at most {version.step}, the step of the tables"
