@@ -24,8 +24,9 @@ NAMES = {
         "write_scalars"
     ),
     "tpu_embed.nn": (
-        "ActivationGradient Counter Embed EmbeddingBag Slot Table TableGradients "
-        "apply_table_gradients fused_value_and_grad sparse_value_and_grad"
+        "ActivationGradient Counter Embed EmbeddingBag MapVersion ModelPlacer Slot Table "
+        "TableGradients admit apply_table_gradients fused_value_and_grad place "
+        "sparse_value_and_grad"
     ),
     "tpu_embed.optimizers": (
         "Adadelta Adagrad AdagradMomentum Adam CenteredRMSProp CustomOptimizer FTRL LAMB "

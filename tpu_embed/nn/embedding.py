@@ -306,14 +306,8 @@ class Embed(nnx.Module):
             trainable=trainable and optimizer is not None,
             vocabulary=vocabulary,
         )
-        self.rows = EmbeddingBag(
-            table,
-            on_bad_id=on_bad_id,
-            mesh=mesh,
-            batch_axes=batch_axes,
-            lookahead=lookahead,
-            rngs=rngs,
-        )
+        where: dict[str, Any] = {"mesh": mesh, "batch_axes": batch_axes, "lookahead": lookahead}
+        self.rows = EmbeddingBag(table, on_bad_id=on_bad_id, rngs=rngs, **where)
         self.trainable = trainable
         self.num_embeddings = num_embeddings
         self.features = features

@@ -54,11 +54,6 @@ class FollowingModel:
 
     Args:
       model: what `load_model` returned. It stays as it is.
-
-    Example:
-      >>> served = FollowingModel(load_model("ranker-1"))  # doctest: +SKIP
-      >>> served.apply("delta-2")  # doctest: +SKIP
-      >>> served({"user": users})  # doctest: +SKIP
     """
 
     def __init__(self, model: ServedModel) -> None:
