@@ -24,7 +24,7 @@ from tpu_embed._types import Array, ArrayLike, Tracer
 from tpu_embed.config import FeatureConfig, Keep, OnBadId, TableConfig
 from tpu_embed.core.batch import Batch, BatchSpec
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.ids import RaggedIds, SparseIds, structure
+from tpu_embed.core.ids import RaggedIds, SparseIds, read_ids, structure
 from tpu_embed.core.state import TableState, check_state
 from tpu_embed.engine_layer import EngineLayer
 from tpu_embed.nn.untrained import warn_if_differentiated
@@ -345,9 +345,16 @@ class Embed(nnx.Module):
           ids: integers or keys `[B, …]`; the number of devices divides B.
           spec: the exact shape of the batch, or None.
           training: False for a batch that is only looked up.
+
+        Raises:
+          TypeError: sparse or ragged ids; whatever `EmbeddingBag.place` refuses.
+          ValueError: whatever `EmbeddingBag.place` refuses.
         """
         # One id per example is not combined; else each id is a bag of one: [B, n] -> [B, n, 1].
-        array = np.asarray(ids)
+        array = read_ids(FEATURE, ids)  # masked where ids are missing
+        if not isinstance(array, np.ndarray):
+            remedy, got = "an EmbeddingBag takes bags of any length", type(array).__name__
+            raise TypeError(message(FEATURE, expected="an array", got=got, remedy=remedy))
         bags = array if array.ndim == 1 else array[..., None]
         return self.rows.place(bags, spec=spec, training=training)
 

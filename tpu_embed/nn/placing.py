@@ -61,7 +61,8 @@ def place(model: nnx.Module, features: Any, weights: Any = None, *, training: bo
       ((8, 2), 8)
     """
     placer = ModelPlacer(model)
-    with _in_turn(placer.next_turn(training=training)), placer.undone_if_refused():
+    turn = placer.next_turn(training=training)
+    with _in_turn(turn), placer.undone_if_refused(training=training):
         return admit(model, placer.place_now(features, weights, training=training))
 
 
@@ -90,8 +91,10 @@ def admit(model: nnx.Module, batches: Any) -> Any:
         if maps is not None and batch.keys.is_training and batch.keys.steps is not None:
             maps.check_next(map_version(bag.state), batch.keys)
     found = {}
-    for path, bag in bags.items():
-        with SignalsDeferred():  # the layer's arrays are gone until the new ones are set
+    # A layer's arrays are gone until the new ones are set; and an interrupt between two layers
+    # would leave their tables at different steps.
+    with SignalsDeferred():
+        for path, bag in bags.items():
             state, found[path] = _admit(bag, by_path[path])
             bag.set_state(state)
     return found[""] if isinstance(model, Embed | EmbeddingBag) else found
@@ -155,7 +158,7 @@ class ModelPlacer:
         scales = {} if weights is None else _by_path(self._model, weights, "weights")
         _named(self._layers, scales)
         found = {}
-        with self.undone_if_refused():
+        with self.undone_if_refused(training=training):
             for path, layer in _named(self._layers, by_path).items():
                 scale = {} if scales.get(path) is None else {"weights": scales[path]}
                 if scale and isinstance(layer, Embed):
@@ -166,9 +169,14 @@ class ModelPlacer:
         return found[""] if isinstance(self._model, Embed | EmbeddingBag) else found
 
     @contextlib.contextmanager
-    def undone_if_refused(self) -> Iterator[None]:
-        """Let every map forget what it learns in the block if the block raises."""
-        maps = [e.vocabularies for e in self._living if e.vocabularies is not None]
+    def undone_if_refused(self, *, training: bool) -> Iterator[None]:
+        """Let every map forget what it learns in the block if the block raises.
+
+        Args:
+          training: whether the block places a training batch. If not, it has no turn: what the maps
+            learn meanwhile is a batch that another thread places.
+        """
+        maps = [e.vocabularies for e in self._living if training and e.vocabularies is not None]
         before = [(one, one.placed) for one in maps]
         try:
             yield
