@@ -79,3 +79,22 @@ def train(model, tx, value_and_grad, steps: int):
 
     labels = np.random.default_rng(9).normal(size=B).astype(np.float32)
     return [float(step(model, optimizer, ids_of(i), labels)) for i in range(steps)]
+
+
+# -- layers of keys: models are dictionaries of layers, batches have the same names ---------------
+
+
+def loss_of(activations):
+    """Return Σ (a² + a): its gradient 2a + 1 has the same bits in every program."""
+    return sum((one**2 + one).sum() for one in activations.values())
+
+
+def activations_of(model, batches):
+    """Return the activations of the layers that have a batch."""
+    return {name: model[name](batch) for name, batch in batches.items()}
+
+
+@nnx.jit(donate_argnums=0)
+def train_step(model, batches):
+    """Train the layers on placed batches; return the loss."""
+    return nn.fused_value_and_grad(lambda m: loss_of(activations_of(m, batches)))(model)[0]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from facade_cases import assert_same
 from flax import nnx
-from nn_models import mesh_of
+from nn_models import activations_of, loss_of, mesh_of, train_step
 
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig, nn
@@ -55,20 +55,6 @@ def _keys(step):
     return {name: rng.integers(0, size + 4, (8, 2)) + step for name, size in ROWS.items()}
 
 
-def _loss(activations):
-    """Return Σ (a² + a): its gradient 2a + 1 has the same bits in every program."""
-    return sum((one**2 + one).sum() for one in activations.values())
-
-
-def _activations(model, batches):
-    return {name: model[name](batch) for name, batch in batches.items()}
-
-
-@nnx.jit(donate_argnums=0)
-def _step(model, batches):
-    return nn.fused_value_and_grad(lambda model: _loss(_activations(model, batches)))(model)[0]
-
-
 class _ReadLate:
     """Ids that are no integers; before they are read, another thread does something."""
 
@@ -89,7 +75,7 @@ def test_an_evaluation_that_is_refused_undoes_no_batch_of_another_thread():
         nn.place(model, {"films": _keys(0)["films"], "tags": late}, training=False)
     assert len(placed) == 1
     assert _counts(model) == [(1, 0), (1, 0)]
-    _step(model, nn.admit(model, placed[0]))
+    train_step(model, nn.admit(model, placed[0]))
 
 
 def test_an_interrupt_admits_a_batch_in_all_layers(monkeypatch):
@@ -107,7 +93,7 @@ def test_an_interrupt_admits_a_batch_in_all_layers(monkeypatch):
         nn.admit(model, placed)
     monkeypatch.undo()
     assert _counts(model) == [(1, 1), (1, 1)]
-    _step(model, nn.place(model, _keys(1)))
+    train_step(model, nn.place(model, _keys(1)))
 
 
 def test_an_embed_leaves_missing_keys_out():
@@ -133,7 +119,7 @@ def test_an_embed_leaves_missing_keys_out():
 def test_another_capacity_keeps_the_best_keys(tmp_path, rows):
     model = _model(devices=8)
     for step in range(4):
-        _step(model, nn.place(model, _keys(step)))
+        train_step(model, nn.place(model, _keys(step)))
     save_modules(tmp_path / "saved", {"model": model})
     other = nnx.eval_shape(lambda: _model(1, rows, seed=1))
     restore_modules(tmp_path / "saved", {"model": other})
@@ -147,7 +133,7 @@ def test_another_capacity_keeps_the_best_keys(tmp_path, rows):
         assert_same(
             np.asarray(other[name].embedding)[places], np.asarray(model[name].embedding)[before]
         )
-    _step(other, nn.place(other, _keys(4)))  # 16 ids of each, as before
+    train_step(other, nn.place(other, _keys(4)))  # 16 ids of each, as before
 
 
 class _Plain:
@@ -165,7 +151,7 @@ class _Plain:
             engine = self.engines[name]
             placed = engine.place({name: ids})
             state, batch = engine.admit(self.states[name], placed)
-            gradients = jax.grad(_loss)(engine.lookup(state, batch))
+            gradients = jax.grad(loss_of)(engine.lookup(state, batch))
             self.states[name] = engine.update_in_place(state, batch, gradients)
 
     def check(self, model):
@@ -206,11 +192,11 @@ def test_random_calls_equal_a_plain_loop(seed, tmp_path):
             _ahead(rng, placer, waiting, keys)
         elif kind == "train" and waiting:
             trained, batches = waiting.pop(0)
-            _step(model, nn.admit(model, batches))
+            train_step(model, nn.admit(model, batches))
             plain.train(trained)
         elif kind == "train":
             keys = _some(rng, keys)
-            _step(model, nn.place(model, keys))
+            train_step(model, nn.place(model, keys))
             plain.train(keys)
         elif kind == "bad":
             with pytest.raises((ValueError, TypeError)):
@@ -238,7 +224,7 @@ def test_later_batches_compile_nothing():
     @nnx.jit(donate_argnums=0)
     def step(model, batches):
         traces.append(None)
-        return nn.fused_value_and_grad(lambda m: _loss(_activations(m, batches)))(model)[0]
+        return nn.fused_value_and_grad(lambda m: loss_of(activations_of(m, batches)))(model)[0]
 
     for number in range(6):
         step(model, nn.place(model, _keys(number)))

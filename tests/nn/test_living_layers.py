@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from facade_cases import assert_same
 from flax import nnx
-from nn_models import mesh_of
+from nn_models import activations_of, loss_of, mesh_of, train_step
 
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig, nn
@@ -49,24 +49,9 @@ def _keys(step):
     return {"films": films, "tags": rng.integers(0, 20, 24) + 10**12}
 
 
-def _loss(activations):
-    """Return Σ (a² + a): its gradient 2a + 1 has the same bits in every program."""
-    return sum((one**2 + one).sum() for one in activations.values())
-
-
-def _activations(model, batches):
-    return {name: model[name](batch) for name, batch in batches.items()}
-
-
-@nnx.jit(donate_argnums=0)
-def _step(model, batches):
-    loss = lambda model: _loss(_activations(model, batches))  # noqa: E731
-    return nn.fused_value_and_grad(loss)(model)[0]
-
-
 def _train(model, steps):
     for step in steps:
-        _step(model, nn.place(model, _keys(step)))
+        train_step(model, nn.place(model, _keys(step)))
 
 
 def _by_key(layer):
@@ -96,7 +81,7 @@ def test_two_layers_equal_the_engine():
         for name, engine in engines.items():
             placed = engine.place({name: _keys(step)[name]})
             states[name], batch = engine.admit(states[name], placed)
-            gradients = jax.grad(_loss)(engine.lookup(states[name], batch))
+            gradients = jax.grad(loss_of)(engine.lookup(states[name], batch))
             states[name] = engine.update(states[name], batch, gradients)
     for name, engine in engines.items():
         layer = model[name]
@@ -126,7 +111,7 @@ def test_a_prefetcher_places_ahead(tmp_path):
     source = (_keys(step) for step in range(6))
     with tpu_embed.data.Prefetcher(nn.ModelPlacer(ahead), source, depth=2) as placed:
         for number, batches in enumerate(placed):
-            _step(ahead, nn.admit(ahead, batches))
+            train_step(ahead, nn.admit(ahead, batches))
             if number == 2:  # batches placed ahead are not in the checkpoint
                 save_modules(tmp_path / "saved", {"model": ahead})
     _train(inline, range(3))
@@ -142,13 +127,13 @@ def test_evaluation_learns_nothing():
     _train(model, range(2))
     before = [_maps(model[name]).placed for name in NAMES]
     batches = nn.place(model, _keys(1), training=False)
-    assert_same(nnx.jit(_activations)(model, batches), _activations(model, batches))
+    assert_same(nnx.jit(activations_of)(model, batches), activations_of(model, batches))
     assert [_maps(model[name]).placed for name in NAMES] == before == [2, 2]
     for step in range(2, 12):
         _train(model, [step])
     with pytest.raises(ValueError, match="admit"):
         model["films"](batches["films"])  # its rows are other keys' by now
-    late = nnx.jit(_activations)(model, batches)
+    late = nnx.jit(activations_of)(model, batches)
     assert np.isnan(np.asarray(late["films"])).all()
 
 
@@ -176,7 +161,7 @@ def test_an_embed_of_keys():
 def test_inputs_by_name_share_the_map():
     layer = _model(devices=2)["films"]
     batch = nn.place(layer, {"seen": np.array([[5, 6], [6, 7]]), "item": np.array([5, 9])})
-    nn.fused_value_and_grad(lambda layer: _loss(layer(batch)))(layer)
+    nn.fused_value_and_grad(lambda layer: loss_of(layer(batch)))(layer)
     assert sorted(_maps(layer).keys("films")[0].tolist()) == [5, 6, 7, 9]
     assert int(layer.step[...]) == 1
     assert int(layer.state.counters["refused_batches"]) == 0
@@ -200,7 +185,7 @@ def test_what_is_refused_changes_nothing():
         films(placed["films"])
     with pytest.raises(ValueError, match="the batch of step 1"):
         nn.place(model, _keys(1))  # an earlier one waits
-    _step(model, nn.admit(model, placed))
+    train_step(model, nn.admit(model, placed))
     with pytest.raises(ValueError, match="step"):
         nn.admit(model, placed)
     _train(model, [1])

@@ -104,6 +104,8 @@ def admit(model: nnx.Module, batches: Any) -> Any:
 class ModelPlacer:
     """Places batches for all layers of a model: what a `Prefetcher` takes in place of an engine.
 
+    Models that share a layer are to be placed by one thread at a time.
+
     Args:
       model: a module with layers, or one layer.
 

@@ -7,6 +7,7 @@ from tpu_embed.storage.config import HostStorage
 from tpu_embed.storage.groups import RowGroups
 from tpu_embed.storage.homes import VALUES, Homes, HomeTable, Incoming, Room, Save, slot_field
 from tpu_embed.storage.host_rows import HostRows, RowField
+from tpu_embed.storage.id_numbers import IdNumbers
 from tpu_embed.storage.snapshots import RowSnapshot
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Homes",
     "HostRows",
     "HostStorage",
+    "IdNumbers",
     "Incoming",
     "Room",
     "RowField",

@@ -92,7 +92,9 @@ class HostedMarks:
         Raises:
           ValueError: the batch was admitted too long ago.
         """
-        if rows.size and batch_step < self._forgotten:
+        if not rows.size:
+            return
+        if batch_step < self._forgotten:
             expected = f"a batch at most {_REMEMBERED} admitted batches old"
             got = f"one of step {batch_step}, {self._noted - batch_step} before the newest"
             remedy = "record each batch when it is placed or updated"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from tpu_embed.core.layout import Stack, TableSlice
-from tpu_embed.kernels import dispatch
+from tpu_embed.storage import IdNumbers
 
 NEVER = -1
 """The step of what was not touched since recording began."""
@@ -111,42 +111,43 @@ class IdMarks:
     """
 
     def __init__(self) -> None:
-        self._store = dispatch.row_store_kernels().RowStore([_STEP.itemsize], None)
+        self._steps = IdNumbers()
         self._newest = NEVER
 
     def __len__(self) -> int:
         """Return how many ids have a mark."""
-        return self._store.numbers.size
+        return len(self._steps)
 
     def mark(self, ids: np.ndarray, step: int) -> None:
         """Mark ids, uint64 `[n]`, of which some may be equal."""
         self._newest = max(self._newest, step)
         distinct = np.unique(ids)
-        if distinct.size:
-            steps = np.full(distinct.size, self._newest, _STEP)
-            # The store's marks begin at 1.
-            self._store.write(distinct, [_bytes(steps)], self._newest + 1)
+        # Marks of `IdNumbers` begin at 1.
+        steps = np.full(distinct.size, self._newest, _STEP)
+        self._steps.write(distinct, steps, self._newest + 1)
 
     def load(self, ids: np.ndarray, steps: np.ndarray) -> None:
         """Mark ids, uint64 `[n]`, each with its step, integers `[n]`; the greatest one counts."""
         order = np.argsort(steps, kind="stable")
         ids, steps = ids[order], steps[order]
-        ends = np.flatnonzero(np.append(steps[1:] != steps[:-1], [True] * bool(steps.size))) + 1
-        for first, end in zip(np.append(0, ends), ends, strict=False):
-            self.mark(ids[first:end], int(steps[first]))
+        # Steps 1 1 4 are two runs: where a step differs from the one before, a run begins.
+        begins = np.flatnonzero(np.diff(steps)) + 1
+        for some, at in zip(np.split(ids, begins), np.split(steps, begins), strict=True):
+            if some.size:
+                self.mark(some, int(at[0]))
 
     def remove(self, ids: np.ndarray) -> None:
         """Forget the marks of ids, uint64 `[n]`."""
-        self._store.remove(np.ascontiguousarray(ids, np.uint64))
+        self._steps.remove(ids)
 
     def after(self, step: int) -> np.ndarray:
         """Return the ids whose mark is after a step, uint64 `[n]` ascending."""
-        return np.sort(self._store.list(max(step, NEVER) + 2))
+        return np.sort(self._steps.list(max(step, NEVER) + 2))
 
     def steps(self, ids: np.ndarray) -> np.ndarray:
         """Return the step of each id, int32 `[n]`; `NEVER` without a mark."""
         steps = np.full(ids.size, NEVER, _STEP)
-        self._store.read(np.ascontiguousarray(ids, np.uint64), [_bytes(steps)])
+        self._steps.read(ids, steps)
         return steps
 
     def keep_latest(self, count: int) -> int:
@@ -166,8 +167,3 @@ class IdMarks:
 
 
 _STEP = np.dtype(np.int32)
-
-
-def _bytes(steps: np.ndarray) -> np.ndarray:
-    """Return the bytes of steps, uint8 `[n, 4]`, in their own memory."""
-    return steps.view(np.uint8).reshape(steps.size, _STEP.itemsize)

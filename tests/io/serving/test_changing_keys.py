@@ -98,4 +98,4 @@ def test_a_stream_of_keys_takes_no_more_memory_than_those_that_are_there():
         lost = as_keys(range(first - 10, first))
         served.change(served.plan(as_keys(range(first, first + 10)), lost))
     assert served.num_rows <= 1 + 12
-    assert served._moved.numbers.size <= 2 + 10  # and the exported keys that are lost
+    assert len(served._moved) <= 2 + 10  # and the exported keys that are lost

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import itertools
 import threading
 
 import jax
@@ -11,7 +12,7 @@ from keyed_cases import Keyed, export, looked_up, table, version, write_delta
 
 from tpu_embed import FeatureConfig, TableConfig, io
 from tpu_embed.io.delta.changes import ChangedRows
-from tpu_embed.io.serving import written
+from tpu_embed.io.serving import served_keys
 from tpu_embed.touched import Version
 
 CONFIG = table("t", size=500, dim=4, unseen="shared")
@@ -73,7 +74,7 @@ def check_whole(found):
 
 
 def test_every_answer_is_wholly_of_one_version(tmp_path, monkeypatch):
-    monkeypatch.setattr(written, "_LEAST_ROOM", 4)
+    monkeypatch.setattr(served_keys, "_LEAST_ROOM", 4)
     source, deltas = Source(tmp_path), 30
     served = io.FollowingModel(source.model())
     seen, ended, answered = [set() for _ in range(4)], threading.Event(), threading.Semaphore(0)
@@ -105,10 +106,34 @@ def test_every_answer_is_wholly_of_one_version(tmp_path, monkeypatch):
     assert served.keys("t").tolist() == [*keys_at(deltas)]
 
 
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_a_delta_that_is_written_in_part_is_written_anew(tmp_path, monkeypatch, fails_at):
+    """Of the second delta, first the one before is written, then its own rows."""
+    source = Source(tmp_path)
+    served, calls = io.FollowingModel(source.model()), itertools.count(1)
+    served.apply(source.delta())
+    real = io.ServedModel.with_prepared
+
+    def failing(model, prepared):
+        number, found = next(calls), real(model, prepared)  # the tables of `model` are gone
+        if number == fails_at:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(io.ServedModel, "with_prepared", failing)
+    delta = source.delta()
+    with pytest.raises(KeyboardInterrupt):
+        served.apply(delta)
+    assert check_whole(served(GIVEN)) == 1
+    for one in (delta, source.delta()):
+        served.apply(one)
+    assert check_whole(served(GIVEN)) == 3
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_it_answers_as_a_model_that_is_copied(tmp_path, monkeypatch, seed):
     """With growth, keys that are only lost, and deltas of nothing."""
-    monkeypatch.setattr(written, "_LEAST_ROOM", 4)
+    monkeypatch.setattr(served_keys, "_LEAST_ROOM", 4)
     rng = np.random.default_rng(seed)
     one = Keyed(table("t", size=6000), range(10), seed)
     features, given = {"x": FeatureConfig(one.config)}, {"x": np.arange(6000).reshape(6000, 1)}
@@ -176,7 +201,8 @@ WRONG = {
     ),
     "of a run that went on earlier": (
         lambda v: (version(1, "new"), version(3, "new"), (version(1),)),
-        "expected run 'run', as the tables of step 2, got 'new', which goes on from an earlier",
+        "expected run 'run', as the tables of step 2, got 'new', which goes on from step 1 of it; "
+        "load a full export of its new run, or of a step up to 1, and the deltas after it",
     ),
     "of fewer batches": (lambda v: (version(1), Version("run", 2, 0, 1), ()), "a later moment"),
 }

@@ -8,11 +8,12 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from fresh_cases import same
 from keyed_cases import Keyed, export, looked_up, table, version, write_delta
 from living_cases import ids, simple
 
-from tpu_embed import FeatureConfig, Jagged, TableConfig, hash_ids, io
-from tpu_embed.io.serving import keyed, written
+from tpu_embed import FeatureConfig, TableConfig, hash_ids, io
+from tpu_embed.io.serving import served_keys
 from tpu_embed.vocabulary import DynamicVocabulary, FixedVocabulary
 
 KEYS = [3, 5, 2**40, 2**63, 2**64 - 2]
@@ -29,20 +30,6 @@ def drawn(seed, shape, *, unsigned=False):
 def jagged(keys):
     """Return keys whose padding is at the end of each row."""
     return np.where(np.cumsum(keys == -1, axis=1) > 0, -1, keys)
-
-
-def same(one, other):
-    """Compare two answers to the bit; a `Jagged` may have room behind its rows."""
-    assert one.keys() == other.keys()
-    for name, mine in one.items():
-        theirs = other[name]
-        if isinstance(mine, Jagged):
-            splits = np.asarray(mine.row_splits)
-            np.testing.assert_array_equal(splits, np.asarray(theirs.row_splits))
-            mine, theirs = (np.asarray(x.values)[:, : splits[0, -1]] for x in (mine, theirs))
-        mine, theirs = np.asarray(mine), np.asarray(theirs)
-        assert mine.shape == theirs.shape
-        assert mine.tobytes() == theirs.tobytes(), name
 
 
 def follow(path, model, tables, check, changes=3):
@@ -135,8 +122,7 @@ def test_a_quantized_table_has_keys(tmp_path, unseen):
 
 def test_a_table_grows_beyond_its_room(tmp_path, monkeypatch):
     """Until then nothing compiles; then one program does, for every later model."""
-    monkeypatch.setattr(keyed, "_LEAST_ROOM", 3)
-    monkeypatch.setattr(written, "_LEAST_ROOM", 3)
+    monkeypatch.setattr(served_keys, "_LEAST_ROOM", 3)
     one = Keyed(table("t", size=500), [1, 2], 0)
     features, given = {"x": FeatureConfig(one.config)}, {"x": np.arange(60).reshape(4, 15)}
     model = export(tmp_path / "model", [one], features, given)

@@ -115,9 +115,14 @@ class FollowingModel:
                 return self.version
             with self._changed:
                 self._changed.wait_for(lambda: not spare.calls)
-            if spare.missed is not None:
-                spare.model, spare.missed = spare.model.with_prepared(spare.missed), None
-            spare.model = spare.model.with_prepared(prepared)
+            try:
+                if spare.missed is not None:
+                    spare.model, spare.missed = spare.model.with_prepared(spare.missed), None
+                spare.model = spare.model.with_prepared(prepared)
+            except BaseException:
+                # Rows may have been written in part: begin this copy anew from the other one.
+                self._spare = _Copy(self._answering.model.with_own_tables())
+                raise
             with self._changed:
                 self._answering, self._spare = spare, self._answering
                 self._spare.missed = prepared

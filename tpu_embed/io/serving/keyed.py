@@ -20,11 +20,10 @@ import numpy as np
 from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.core.ids import Structure, structure
 from tpu_embed.io.delta import SHARED_ROW
+from tpu_embed.io.serving.served_keys import with_room
 from tpu_embed.io.serving.stored import RowSource, Stored
 
 _INT32_MAX = int(np.iinfo(np.int32).max)
-_LEAST_ROOM = 1024
-"""Rows for new keys that an export has at least, if the table may have as many."""
 
 
 class Keys(NamedTuple):
@@ -64,7 +63,7 @@ def sort_rows(table: Stored | RowSource, keys: Keys, config: TableConfig) -> Sto
 def _room(n: int, config: TableConfig) -> int:
     """Return how many rows an export of n keys has."""
     most = min(config.vocabulary_size, _INT32_MAX - 1)
-    return 1 + min(most, n + max(n // 4, _LEAST_ROOM))
+    return 1 + min(most, with_room(n))
 
 
 def by_row_number(declared: Structure, names: Mapping[str, Keys]) -> Structure:

@@ -116,6 +116,19 @@ def row_ids(
       keys: those of its table; None if ids are row numbers.
       first: the first rows of ids that nobody has trained, of a table on the host.
     """
+    ids = _read(feature, given, is_key=keys is not None and first is None)
+    _check_shape(feature, ids, described["shape"])
+    if keys is None:
+        found = _valid_ids(feature, ids)
+    elif first is None:
+        found = _rows_of_keys(feature, ids, keys)
+    else:
+        found = _rows_of_ids(feature, ids, keys, first)
+    return found.astype(described["dtype"])  # a copy, as `snapshot` makes
+
+
+def _read(feature: FeatureRules, given: Any, *, is_key: bool) -> np.ndarray:
+    """Return ids as an array of integers, masked where some are missing; strings become keys."""
     if isinstance(given, Tracer):
         expected, remedy = "ids whose values are known", "inside a jit, call .exported"
         raise TypeError(message(feature.path, expected=expected, got="a tracer", remedy=remedy))
@@ -123,49 +136,56 @@ def row_ids(
         expected, got = "an array of ids", type(given).__name__
         raise feature.error(expected=expected, got=got, remedy="pad bags with -1")
     ids = read_column(feature.path, given)
-    if keys is not None and first is None:
-        ids = hashed(feature.path, given, ids)
+    ids = hashed(feature.path, given, ids) if is_key else ids
     check_dtype(feature, ids)
-    shape = described["shape"]
+    return ids
+
+
+def _check_shape(feature: FeatureRules, ids: np.ndarray, shape: Sequence[int | None]) -> None:
     fits = ids.ndim == len(shape)
     if not fits or any(n not in (None, m) for n, m in zip(shape, ids.shape, strict=True)):
         expected = f"shape {['B' if n is None else n for n in shape]}".replace("'", "")
         remedy = "the program has static shapes: pad with -1"
         raise feature.error(expected=expected, got=f"{list(ids.shape)}", remedy=remedy)
-    if keys is not None and first is None:
-        return _rows_of_keys(feature, ids, keys).astype(described["dtype"])
+
+
+def _resolved(feature: FeatureRules, ids: np.ndarray) -> np.ndarray:
+    """Return ids with every bad one resolved; -1 for padding, and for those that are dropped."""
 
     def where(at: int) -> str:
         return f"index {[int(i) for i in np.unravel_index(at, ids.shape)]}"
 
-    checked = bad_ids.resolve_dense(feature, ids, where)[0]
-    size = feature.vocabulary_size
-    if keys is not None and first is not None:
-        checked, size = _rows_of_ids(checked, keys, first), _INT32_MAX
-    if feature.config.jagged:
-        given = (np.ma.getdata(ids) != PADDING_ID) & ~np.ma.getmaskarray(ids)
-        checked = _kept_place(size, given, checked)
-    return checked.astype(described["dtype"])  # a copy, as `snapshot` makes
+    return bad_ids.resolve_dense(feature, ids, where)[0]
 
 
-def _kept_place(size: int, given: np.ndarray, checked: np.ndarray) -> np.ndarray:
-    """Return ids in which one that was dropped from a jagged feature keeps its place.
+def _valid_ids(feature: FeatureRules, ids: np.ndarray) -> np.ndarray:
+    """Return the row numbers of ids that are row numbers."""
+    return _kept_place(feature, ids, _resolved(feature, ids), feature.vocabulary_size)
+
+
+def _kept_place(feature: FeatureRules, ids: np.ndarray, found: np.ndarray, size: int) -> np.ndarray:
+    """Return row numbers in which an id that was dropped from a jagged feature keeps its place.
 
     V of the program, the size, is neither a row nor padding, so the program gives it a row of
     zeros. Here -1 would end the row before it.
     """
-    return np.where(given & (checked == PADDING_ID), size, checked)
+    if not feature.config.jagged:
+        return found
+    _, absent = keys_of_ids(ids, padded=True)
+    return np.where(~absent & (found == PADDING_ID), size, found)
 
 
-def _rows_of_ids(ids: np.ndarray, keys: ServedKeys, first: FirstRows) -> np.ndarray:
-    """Return the rows of valid ids of a table on the host, int32; -1 stays."""
-    asked = ids.astype(np.int64).view(np.uint64)
-    rows = keys.find(asked.reshape(-1)).reshape(ids.shape)
-    absent = ids == PADDING_ID
+def _rows_of_ids(
+    feature: FeatureRules, ids: np.ndarray, keys: ServedKeys, first: FirstRows
+) -> np.ndarray:
+    """Return the rows of ids of a table on the host."""
+    valid = _resolved(feature, ids).astype(np.int64)
+    rows, absent = keys.find(valid.view(np.uint64).reshape(-1)), valid == PADDING_ID
+    rows = rows.reshape(ids.shape)
     is_first = (rows == SHARED_ROW) & ~absent
-    rows[is_first] = first.number(asked[is_first])
+    rows[is_first] = first.number(valid[is_first].view(np.uint64))
     rows[absent] = PADDING_ID
-    return rows
+    return _kept_place(feature, ids, rows, _INT32_MAX)
 
 
 def _rows_of_keys(feature: FeatureRules, ids: np.ndarray, keys: ServedKeys) -> np.ndarray:
@@ -175,4 +195,4 @@ def _rows_of_keys(feature: FeatureRules, ids: np.ndarray, keys: ServedKeys) -> n
     if not keys.unseen_share:
         rows[rows == SHARED_ROW] = PADDING_ID
     rows[absent] = PADDING_ID
-    return _kept_place(_INT32_MAX, ~absent, rows) if feature.config.jagged else rows
+    return _kept_place(feature, ids, rows, _INT32_MAX)

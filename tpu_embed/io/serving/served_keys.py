@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tpu_embed.kernels import dispatch
+from tpu_embed.storage import IdNumbers
 
 
 class Plan(NamedTuple):
@@ -57,8 +57,7 @@ class ServedKeys:
         # The file stays mapped, but a plain view is indexed faster than NumPy's class for files.
         self._exported, self.unseen_share = np.asarray(keys), unseen_share
         self._firsts = np.array(keys[::_STRIDE])
-        self._moved = dispatch.row_store_kernels().RowStore([_ROW.itemsize], None)
-        self._is_changed = False
+        self._moved, self._is_changed = IdNumbers(), False
         self._free, self.num_rows, self._size = np.zeros(0, _ROW), 1 + keys.size, keys.size
 
     def __len__(self) -> int:
@@ -68,14 +67,14 @@ class ServedKeys:
     def copy(self) -> ServedKeys:
         """Return the same keys, which may change without these."""
         new = ServedKeys(self._exported, unseen_share=self.unseen_share)
-        moved = self._moved.list(1)
-        new._write(moved, self._read(moved))
+        moved = self._moved.list()
+        new._write(moved, self.find(moved))
         new._free, new.num_rows, new._size = self._free, self.num_rows, self._size
         return new
 
     def all(self) -> tuple[np.ndarray, np.ndarray]:
         """Return all keys that have a row, uint64 `[n]` ascending, and their rows, int32 `[n]`."""
-        keys = np.union1d(self._exported, self._moved.list(1))
+        keys = np.union1d(self._exported, self._moved.list())
         rows = self.find(keys)
         return keys[rows > 0], rows[rows > 0]
 
@@ -83,7 +82,7 @@ class ServedKeys:
         """Return the rows of keys, uint64 `[n]`, int32 `[n]`; row 0 for keys without one."""
         rows = self._exported_rows(keys)
         if self._is_changed:
-            self._moved.read(np.ascontiguousarray(keys), [_bytes(rows)])
+            self._moved.read(keys, rows)
         return rows
 
     def _exported_rows(self, keys: np.ndarray) -> np.ndarray:
@@ -128,14 +127,8 @@ class ServedKeys:
         self._size += int(plan.is_new.sum()) - plan.lost.size
 
     def _write(self, keys: np.ndarray, rows: np.ndarray) -> None:
-        if keys.size:
-            self._is_changed = True
-            self._moved.write(np.ascontiguousarray(keys), [_bytes(np.ascontiguousarray(rows))], 1)
-
-    def _read(self, keys: np.ndarray) -> np.ndarray:
-        rows = np.zeros(keys.size, _ROW)
-        self._moved.read(keys, [_bytes(rows)])
-        return rows
+        self._is_changed |= keys.size > 0
+        self._moved.write(keys, rows)
 
 
 _ROW = np.dtype(np.int32)
@@ -143,6 +136,10 @@ _STRIDE = 64
 """Of so many exported keys, the first is kept in memory."""
 
 
-def _bytes(rows: np.ndarray) -> np.ndarray:
-    """Return the bytes of rows, uint8 `[n, 4]`, in their own memory."""
-    return rows.view(np.uint8).reshape(rows.size, _ROW.itemsize)
+def with_room(num_rows: int) -> int:
+    """Return how many rows arrays get that have so many in use, so that there is room for keys."""
+    return num_rows + max(num_rows // 4, _LEAST_ROOM)
+
+
+_LEAST_ROOM = 1024
+"""Rows for new keys that a table has at least, when it is exported and when it grows."""

@@ -21,7 +21,7 @@ from tpu_embed.io.delta import (
     set_rows,
     set_rows_in_place,
 )
-from tpu_embed.io.serving.served_keys import Plan, ServedKeys
+from tpu_embed.io.serving.served_keys import Plan, ServedKeys, with_room
 from tpu_embed.touched import Version
 
 Parts = dict[str, Array]
@@ -134,17 +134,12 @@ def _copied(writing: Writing, arrays: Parts) -> Parts:
     if not writing.needs_room(arrays):
         return _written(writing, arrays, set_rows)
     assert writing.plan is not None, "it needs room"
-    size = writing.plan.num_rows + max(writing.plan.num_rows // 4, _LEAST_ROOM)
-    missing = size - len(arrays["values"])
+    missing = with_room(writing.plan.num_rows) - len(arrays["values"])
     larger = {
         part: jnp.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1))
         for part, array in arrays.items()
     }
     return _written(writing, larger, set_rows_in_place)
-
-
-_LEAST_ROOM = 1024
-"""Rows for new keys that a table has at least when it grows."""
 
 
 def _written(writing: Writing, arrays: Parts, write: Callable[..., Array]) -> Parts:
