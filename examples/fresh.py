@@ -107,7 +107,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as temporary:
                 work = args.work or Path(temporary)
                 kills = watch(given, work, args.kills, seed)
-                fresh, stale = report(work)
+                fresh, stale = report(work, config.full)
             differences.append(fresh - stale)
             print(f"seed {seed}, {kills} kills, {time.perf_counter() - begin:.0f} s", flush=True)
         if len(differences) > 1:

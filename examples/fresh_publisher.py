@@ -104,15 +104,23 @@ class Follower:
             raise AssertionError(f"the keys of {note.path} are not the trainer's")
 
 
-def report(work: Path) -> tuple[float, float]:
-    """Print and return the AUC of both servers, and print the lags."""
-    windows = [np.load(path) for path in sorted((work / "scores").glob("*.npz"))]
-    click, fresh, stale, lags = (
-        np.concatenate([one[name] for one in windows])
-        for name in ("click", "fresh", "stale", "lags")
+def report(work: Path, first: int) -> tuple[float, float]:
+    """Print and return the AUC of both servers, and print the lags.
+
+    Args:
+      work: the folder that trainer and server have shared.
+      first: the batch from which scores count. Before the first full export of a trained model, the
+        server of full exports knows nothing.
+    """
+    paths = sorted((work / "scores").glob("*.npz"))
+    windows = {int(path.stem): np.load(path) for path in paths}
+    lags = np.concatenate([one["lags"] for one in windows.values()])
+    click, fresh, stale = (
+        np.concatenate([one[name] for begin, one in windows.items() if begin >= first])
+        for name in ("click", "fresh", "stale")
     )
     found = auc(fresh, click), auc(stale, click)
-    print(f"AUC {found[0]:.5f} by deltas, {found[1]:.5f} by full exports")
+    print(f"AUC from batch {first} on: {found[0]:.5f} by deltas, {found[1]:.5f} by full exports")
     print(f"{lags.size} items, served {np.median(lags):.2f} s after the first click", end="")
     print(" (median), ", end="")
     print(f"{lags.max():.2f} s at worst; {len(windows)} times with the trainer's keys")
