@@ -137,6 +137,20 @@ def test_evaluation_learns_nothing():
     assert np.isnan(np.asarray(late["films"])).all()
 
 
+def test_a_jit_refuses_to_train_on_a_batch_whose_rows_are_other_keys():
+    vocabulary, rule = tpu_embed.DynamicVocabulary(), o.Adagrad(0.5)
+    embed = nn.Embed(8, 2, optimizer=rule, vocabulary=vocabulary, rngs=nnx.Rngs(0))
+    model = nnx.Dict(films=embed)
+    batches = [nn.place(model, {"films": np.arange(8) + 8 * step}) for step in range(3)]
+    train_step(model, batches[2])
+    before = np.array(embed.embedding), np.array(embed.rows.logical_slots["accumulators"])
+    assert np.isnan(train_step(model, batches[0]))
+    after = embed.embedding, embed.rows.logical_slots["accumulators"]
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    state = embed.rows.state
+    assert (int(state.step), int(state.counters["refused_batches"])) == (1, 1)
+
+
 def test_an_embed_of_keys():
     embed = nn.Embed(
         16,
