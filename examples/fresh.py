@@ -44,7 +44,7 @@ def serve(config, work: Path) -> None:
         if last_full != begin // config.full:
             last_full = begin // config.full
             stale.follow(stale.wait(last_full * config.full, ("full",)))
-        found = {"click": [], "fresh": [], "stale": []}
+        found: dict[str, list] = {"click": [], "fresh": [], "stale": []}
         for number in range(begin, min(begin + config.every, config.batches)):
             batch = stream.batch(number)
             asked = {"user": batch.user, "item": hash_ids(batch.item, None)}
@@ -52,7 +52,8 @@ def serve(config, work: Path) -> None:
             for name, follower in (("fresh", fresh), ("stale", stale)):
                 found[name].append(np.asarray(follower.model(asked)))
         hidden = path.with_suffix(".new.npz")
-        np.savez(hidden, lags=lags, **{name: np.concatenate(one) for name, one in found.items()})
+        click, scored, late = (np.concatenate(found[name]) for name in ("click", "fresh", "stale"))
+        np.savez(hidden, lags=lags, click=click, fresh=scored, stale=late)
         hidden.rename(path)
 
 

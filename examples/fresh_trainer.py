@@ -27,6 +27,9 @@ class Trainer:
         self.root.mkdir(parents=True, exist_ok=True)
         rules = DynamicVocabulary(admit_after=config.admit_after, evict=config.evict)
         self.learner, self.born = Learner(config, rules), []
+        maps = self.learner.engine.vocabularies
+        assert maps is not None, "the items have a vocabulary"
+        self.maps = maps
         self.touched, self.done = io.TouchedRows(self.learner.engine), 0
         self.published: io.Version | None = None
         self.saves = io.CheckpointManager(work / "saved", self.learner.engine)
@@ -44,17 +47,16 @@ class Trainer:
             self.learner.learn(batch := stream.batch(self.done))
             self.done += 1
             self.touched.record(self.learner.features(batch), self.done)
-            admitted = self.learner.engine.vocabularies.last["items"].admitted
+            admitted = self.maps.last["items"].admitted
             self.born += [time.time()] * admitted.size
             if self.done % config.every == 0:
-                self.export()
-                position = {"done": self.done, "published": list(self.published)}
+                position = {"done": self.done, "published": list(self.export())}
                 state = self.learner.state
                 self.saves.save(self.done, state, position=position, touched=self.touched)
         self.saves.close()
 
-    def export(self) -> None:
-        """Publish a delta, and a full export if it is time for one."""
+    def export(self) -> io.Version:
+        """Publish a delta, and a full export if it is time for one; return what they hold."""
         engine, state = self.learner.engine, self.learner.state
         version, since = self.touched.version(state), self.published
         if since is not None:
@@ -71,11 +73,12 @@ class Trainer:
                 self.learner.feature_config,
                 examples,
                 version=version,
-                vocabularies=engine.vocabularies,
+                vocabularies=self.maps,
             )
             self.note("full", path, version, version)
         self.published, self.born = version, []
+        return version
 
     def note(self, kind: str, path: Path, since: io.Version, version: io.Version) -> None:
-        keys = digest(self.learner.engine.vocabularies.keys("items")[0])
+        keys = digest(self.maps.keys("items")[0])
         publish(self.root, Note(self.done, kind, str(path), since, version, keys, self.born))
