@@ -39,7 +39,9 @@ HloModule jit_step, is_scheduled=true
   %r.0 = f32[64,128]{1,0} parameter(0)
   %r.1 = f32[64,128]{1,0} parameter(1)
   %r.2 = f32[64,128]{1,0} parameter(2)
-  %square = f32[64,128]{1,0} multiply(%r.1, %r.1)
+  %half = f32[] constant(0.5)
+  %halves = f32[64,128]{1,0} broadcast(%half), dimensions={}
+  %square = f32[64,128]{1,0} multiply(%r.1, %halves)
   %sum = f32[64,128]{1,0} add(%square, %r.2)
   %less = f32[64,128]{1,0} subtract(%r.0, %sum)
   ROOT %both = (f32[64,128]{1,0}, f32[64,128]{1,0}) tuple(%less, %sum)
@@ -64,6 +66,10 @@ ENTRY %main {
   %near = (f32[64,128]{1,0:T(8,128)S(1)}, f32[64,128]{1,0}, u32[]{:S(2)}) copy-start(%back)
   %turned = f32[64,128]{0,1:T(8,128)} copy(%back)
   %flags = pred[] constant(false)
+  %zero = f32[] constant(0)
+  %filled = f32[64,128]{1,0:T(8,128)} broadcast(%zero), dimensions={}
+  %filled_near = f32[64,128]{1,0:T(8,128)S(1)} broadcast(%zero), dimensions={}
+  %joined = f32[128,128]{1,0} concatenate(%back, %filled_near), dimensions={0}
   %applied = (f32[64,128]{1,0}, f32[64,128]{1,0S(1)}) fusion(%back, %near, %turned), calls=%rule
   %part = f32[64,128]{1,0} fusion(%table), kind=kLoop, calls=%first
   %sorted = (s32[64]{0}, s32[64]{0}) sort(%ids, %ids), dimensions={0}
@@ -103,6 +109,9 @@ def test_what_is_moved_follows_rows_and_not_tables():
         "scatter": (IDS + ROWS + IDS) + 2 * (IDS + ROWS),
         "all-to-all": 2 * ROWS,
         "copy": ROWS + 2 * ROWS,
+        # A fill inside a fusion, or in a core's own memory, writes nothing.
+        "broadcast": SUMS + ROWS,
+        "concatenate": ROWS + 2 * ROWS,
         "sort": 4 * IDS,
     }
 

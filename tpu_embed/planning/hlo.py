@@ -18,6 +18,10 @@ COLLECTIVES = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "coll
 READING = ("gather",)
 WRITING = ("scatter", "dynamic-update-slice")
 SLICING = ("slice", "dynamic-slice")
+FILLING = ("broadcast", "iota")
+COPYING = ("concatenate", "pad", "reshape", "transpose")
+"""Operations that XLA's TPU compiler leaves unfused now and then; a `reshape` that moves nothing is
+a `bitcast` there."""
 VIEWS = ("bitcast", "get-tuple-element")
 """Operations that have no memory of their own."""
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "token": 0, "opaque": 0}
@@ -211,7 +215,8 @@ def moved(program: Program) -> dict[str, int]:
 
     A gather reads and writes as many bytes as its result has. A scatter or an in-place slice reads
     and writes its update. A sort, a copy and a collective read and write their operands; a copy
-    into a core's own memory only reads. A Pallas kernel reads and writes what it says in its cost
+    into a core's own memory only reads. A fill with a number writes its result; other operations
+    that rearrange numbers outside of fusions read their operands and write their results. A Pallas kernel reads and writes what it says in its cost
     estimate; one that says nothing, its operands and results. A fusion reads its other operands
     and writes its other results, as far as they are in memory. The body of a loop counts once.
 
@@ -232,6 +237,10 @@ def moved(program: Program) -> dict[str, int]:
             total[opcode] += program.passed(one)
         elif opcode == "copy" and not program.is_fused(one):
             total[opcode] += program.loaded(one, slice(None)) * (1 if one.on_chip else 2)
+        elif opcode in FILLING and not program.is_fused(one):
+            total[opcode] += one.stored
+        elif opcode in COPYING and not program.is_fused(one):
+            total[opcode] += _all_of(program, one)
         elif opcode in ("sort", *COLLECTIVES):
             total[opcode] += 2 * program.loaded(one, slice(None))
     return dict(total)
