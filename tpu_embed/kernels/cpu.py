@@ -202,4 +202,6 @@ def _or_empty(array: Array | None, dtype=jnp.float32) -> Array:
 
 def _attributes(layout: NamedTuple) -> dict[str, Any]:
     """Return what is static as a custom call takes it: numbers and lists of 64 bits."""
-    return {name: np.asarray(one, np.int64)[()] for name, one in layout._asdict().items()}
+    named = layout._asdict()
+    named.pop("filled", None)  # the kernel writes every sum
+    return {name: np.asarray(one, np.int64)[()] for name, one in named.items()}

@@ -343,6 +343,7 @@ def _sum_on_sparse_cores(rows: RowsToSum, layout: SumLayout) -> tuple[Array, ...
         rows.segments.astype(jnp.int32),
         layout.periods * sum(layout.bags),
         weights=None if rows.weights is None else rows.weights.astype(jnp.float32),
+        filled=layout.filled,
     )[:, :dim]
     if rows.factors is not None:
         sums = reference.scale(sums, rows.factors)

@@ -39,12 +39,15 @@ class SumLayout(NamedTuple):
         that is their order already.
       widths: the entries of each bag of a period, if all periods are alike: what `segments` say,
         for kernels that need not read them. (): only `segments` say it.
+      filled: whether a sum of no entries must be zeros. False: nobody reads it, so it may be
+        anything, and a kernel need not write it.
     """
 
     bags: tuple[int, ...]
     periods: int
     order: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
+    filled: bool = True
 
 
 class RowGradients(NamedTuple):

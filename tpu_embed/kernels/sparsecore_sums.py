@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from tpu_embed._types import PADDING_ID, Array
@@ -45,6 +46,7 @@ def gather_sum(
     num_segments: int,
     *,
     weights: Array | None = None,
+    filled: bool = True,
 ) -> Array:
     """Return weighted sums of rows; see `reference.gather_sum`.
 
@@ -59,6 +61,7 @@ def gather_sum(
         more are left out.
       num_segments: the number n of sums.
       weights: float32 `[N]`; None: all ones.
+      filled: whether sums of no entries are zeros; False: they are whatever the memory holds.
 
     Returns:
       float32 `[n, W]`; for packed rows `[n, 2 W]`, the columns of the lower halves first.
@@ -67,19 +70,20 @@ def gather_sum(
     width, workers = source.shape[1] * halves, _workers_here()
     if not (num_segments and index.shape[0] and source.shape[0]):
         return jnp.zeros((num_segments, width), jnp.float32)
+    cuts = _cuts(source.shape[1], _MOST_WORDS // _LEAST_ENTRIES // halves)
+    result = jax.ShapeDtypeStruct((num_segments, width // cuts), jnp.float32)
     bounds = worker_bounds(segments, workers, num_segments)
     entries = [index, segments] if weights is None else [index, segments, weights]
     # Row r of [R, W] is pieces r * k … r * k + k - 1 of [R * k, W / k]; k is 1 but for very long
     # rows. Every piece is summed by a kernel of its own.
-    cuts = _cuts(source.shape[1], _MOST_WORDS // _LEAST_ENTRIES // halves)
     pieces = source.reshape(source.shape[0] * cuts, -1)
     if cuts == 1:
-        return _sum_pieces(pieces, bounds, entries, num_segments)
+        return _sum_pieces(pieces, bounds, entries, result, filled)
     present = (index >= 0) & (index < source.shape[0])
     parts = []
     for piece in range(cuts):
         numbers = jnp.where(present, index * cuts + piece, PADDING_ID)
-        parts.append(_sum_pieces(pieces, bounds, [numbers, *entries[1:]], num_segments))
+        parts.append(_sum_pieces(pieces, bounds, [numbers, *entries[1:]], result, filled))
     # k sums [n, 2 W / k] of packed rows: [n, k, 2, W / k] -> [n, 2, k, W / k] -> [n, 2 W].
     joined = jnp.stack(parts, axis=1).reshape(num_segments, cuts, halves, -1)
     return jnp.swapaxes(joined, 1, 2).reshape(num_segments, width)
@@ -144,19 +148,25 @@ def _entries_at_a_time(width: int) -> int:
     return chunk
 
 
-def _sum_pieces(source: Array, bounds: Array, entries: list[Array], num_segments: int) -> Array:
+def _sum_pieces(
+    source: Array,
+    bounds: Array,
+    entries: list[Array],
+    result: jax.ShapeDtypeStruct,
+    filled: bool,
+) -> Array:
     """Run the kernel on rows that are short enough.
 
     Args:
       source: `[R, W]`.
       bounds: int32 `[workers + WORDS]`.
       entries: row numbers, segments and, if wanted, weights, `[N]` each.
-      num_segments: the number of sums.
+      result: shape and dtype of the sums.
+      filled: whether sums of no entries are zeros.
     """
     from jax.experimental import pallas as pl
 
-    width = source.shape[1] * (2 if source.dtype == jnp.uint32 else 1)
-    chunk = _entries_at_a_time(width)
+    chunk = _entries_at_a_time(result.shape[1])
     # Padded to whole chunks. No worker's bounds include the padding.
     entries = [jnp.pad(x, (0, -x.shape[0] % chunk)) if x.shape[0] % chunk else x for x in entries]
 
@@ -164,22 +174,25 @@ def _sum_pieces(source: Array, bounds: Array, entries: list[Array], num_segments
         *entries, out = refs
         sparsecore_worker.run(bounds, source, entries, out, chunk)
 
+    fetched = entries[0].shape[0] * source.shape[1]
+    size = 4 * (fetched + sum(x.shape[0] for x in entries) + result.size)
+    if not filled:
+        return _on_subcores(kernel, size, result)(source, bounds, *entries)
     # A ref is memory that a kernel may write to; sums of no entries keep its zeros. `run_state`
     # hides the ref from the rules for derivatives, which know none. The zeros are made of bounds[0]
     # (which is 0): kernels would share a constant, and XLA would copy it for each, very slowly.
-    fetched = entries[0].shape[0] * source.shape[1]
-    numbers = fetched + sum(x.shape[0] for x in entries) + num_segments * width
-    run = _on_subcores(kernel, size=4 * numbers)
-    zeros = jnp.full((num_segments, width), bounds[0].astype(jnp.float32))
+    run = _on_subcores(kernel, size, ())
+    zeros = jnp.full(result.shape, bounds[0].astype(result.dtype))
     return pl.run_state(lambda out: run(source, bounds, *entries, out))(zeros)
 
 
-def _on_subcores(kernel: Callable[..., None], size: int) -> Callable[..., Any]:
+def _on_subcores(kernel: Callable[..., None], size: int, out_type: Any) -> Callable[..., Any]:
     """Return a function of arrays that runs the kernel on all vector subcores of the device.
 
     Args:
-      kernel: takes a ref for every operand.
+      kernel: takes a ref for every operand and result.
       size: the bytes that are read and written; the compiler schedules other work for that time.
+      out_type: shape and dtype of its result; (): it writes to its last operand.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
@@ -187,7 +200,7 @@ def _on_subcores(kernel: Callable[..., None], size: int) -> Callable[..., Any]:
 
     return pl.kernel(
         kernel,
-        out_type=(),
+        out_type=out_type,
         mesh=plsc.VectorSubcoreMesh(core_axis_name="core", subcore_axis_name="subcore"),
         name="gather_sum",
         # Without these passes a loop may carry vectors: the running sums.

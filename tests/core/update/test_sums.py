@@ -5,6 +5,7 @@ import functools
 from fractions import Fraction
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from facade_cases import mesh
@@ -16,6 +17,24 @@ from tpu_embed import optimizers as o
 from tpu_embed.kernels import dispatch
 
 V, D = 5, 2
+
+
+@pytest.fixture(autouse=True)
+def spoiled(monkeypatch):
+    """Make every sum NaN that a kernel need not write; return how many sums these were, by call."""
+    calls, gather_sum = [], dispatch.gather_sum
+
+    def spoil(rows, layout):
+        sums = gather_sum(rows, layout)
+        if layout.filled:
+            return sums
+        numbers = jnp.arange(sums[0].shape[0])[:, None]
+        read = (numbers == rows.segments).any(axis=1, keepdims=True)
+        calls.append(layout.periods)
+        return (jnp.where(read, sums[0], jnp.nan),)
+
+    monkeypatch.setattr(dispatch, "gather_sum", spoil)
+    return calls
 
 
 def magnitudes(shape, seed=0):
@@ -128,7 +147,7 @@ def test_a_block_on_two_devices_is_summed_in_two_parts():
         pytest.param("replicated", contextlib.nullcontext, marks=pytest.mark.whole),
     ],
 )
-def test_ids_inside_a_jit_are_summed_like_placed_ones(placement, kernels):
+def test_ids_inside_a_jit_are_summed_like_placed_ones(placement, kernels, spoiled):
     """FTRL moves every row that it is given, so rows without ids must not be among them."""
     table = TableConfig(V, D, combiner="sum", placement=placement)
     features = {"a": FeatureConfig(table), "b": FeatureConfig(table)}
@@ -144,5 +163,7 @@ def test_ids_inside_a_jit_are_summed_like_placed_ones(placement, kernels):
         traced = jax.jit(engine.update)(state, ids, gradients, weights)
         after, expected = (np.asarray(engine.tables(s)["table_0"]) for s in (traced, placed))
     np.testing.assert_array_equal(after, expected)
+    assert np.isfinite(after).all()
+    assert bool(spoiled) == (placement == "mod")
     assert (after[3] == before[3]).all()
     assert (np.delete(after, 3, 0) != np.delete(before, 3, 0)).any()

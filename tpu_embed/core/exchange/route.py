@@ -172,8 +172,9 @@ def merge(sums: Array, route: MergeRoute) -> RowSums:
     index = route.index
     if index is None:
         index = jax.lax.iota(jnp.int32, sums.shape[0])
-    size = route.row_ids.shape[0]
-    (merged,) = dispatch.gather_sum(RowsToSum(sums, index, route.segments), SumLayout((1,), size))
+    # Merged sums beyond the last row are not applied, nor are partial sums read that nobody made.
+    layout = SumLayout((1,), route.row_ids.shape[0], filled=False)
+    (merged,) = dispatch.gather_sum(RowsToSum(sums, index, route.segments), layout)
     return RowSums(route.row_ids, merged)
 
 

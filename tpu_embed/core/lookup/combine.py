@@ -155,6 +155,8 @@ def sum_gradients(
     bag_layout: BagLayout,
     route: SumRoute,
     num_sums: int,
+    *,
+    filled: bool = True,
 ) -> Array:
     """Return sums of the gradients of rows, `[num_sums, D]`.
 
@@ -164,12 +166,13 @@ def sum_gradients(
       bag_layout: the bags of these gradients.
       route: which gradients are added to which sum, in order.
       num_sums: the number of sums.
+      filled: whether sums of no gradients must be zeros; see `SumLayout`.
     """
     joined = reference.join_features(gradients, bag_layout.periods, bag_layout.order)
     # Scaled by bag, not by id: a bag has one factor 1 / d for all of its ids.
     scaled = joined if factors is None else reference.scale(joined, factors)
     rows = RowsToSum(scaled, route.index, route.segments, route.weights)
-    (sums,) = dispatch.gather_sum(rows, SumLayout((1,), num_sums))
+    (sums,) = dispatch.gather_sum(rows, SumLayout((1,), num_sums, filled=filled))
     return sums
 
 

@@ -168,7 +168,8 @@ def exchange_sums(task: Task, outgoing: Outgoing) -> Partials:
     """Sum the gradients of this device by row and block, and send each sum to its row's owner."""
     stack, axes, sent = task.stack, task.layout.axes, outgoing.row_ids
     with jax.named_scope("dedup"):
-        sums = _summed(task, outgoing.sums, stack.num_shards * outgoing.capacity)
+        size = stack.num_shards * outgoing.capacity
+        sums = _summed(task, outgoing.sums, size, filled=False)
     with jax.named_scope("route"):
         received = route.send_sums(sums, stack, axes)
         if isinstance(task.ids, RoutedIds) and task.ids.merge is not None:
@@ -270,7 +271,8 @@ def sums_at_owner(task: Task, given: RoutedGradients) -> Partials:
         if view.bags.jagged and not isinstance(task.transport, Gather):
             gradients, factors = (join_gradients(gradients, factors, view),), None
         size = task.transport.num_partials
-        sums = sum_gradients(gradients, factors, _bags_at_owner(task), given.sums, size)
+        layout = _bags_at_owner(task)
+        sums = sum_gradients(gradients, factors, layout, given.sums, size, filled=False)
     return Partials(sums, given.merge)
 
 
@@ -348,9 +350,10 @@ def _order_of_cells(task: Task) -> tuple[SumRoute, Array]:
     return sums, jnp.pad(touched, missing, constant_values=PADDING_ID)
 
 
-def _summed(task: Task, order: SumRoute, num_sums: int) -> Array:
-    """Return sums of this device's gradients, `[num_sums, D]`."""
-    return sum_gradients(task.gradients, task.factors, task.bag_layout, order, num_sums)
+def _summed(task: Task, order: SumRoute, num_sums: int, *, filled: bool = True) -> Array:
+    """Return sums of this device's gradients, `[num_sums, D]`; see `sum_gradients`."""
+    gradients, factors, bag_layout = task.gradients, task.factors, task.bag_layout
+    return sum_gradients(gradients, factors, bag_layout, order, num_sums, filled=filled)
 
 
 def _parts(task: Task, order: Array, bags: Array) -> Array | None:
