@@ -1,9 +1,5 @@
-"""Sums on SparseCores, as far as a CPU can run them: all workers, one after the other.
+"""Sums on SparseCores, as far as a CPU can run them."""
 
-The indirect DMAs are replaced by plain copies. `tests/tpu` compiles the kernel unchanged.
-"""
-
-import contextlib
 import functools
 
 import jax
@@ -12,108 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from kernel_cases import sums_of
+from sparsecore_interpreter import CHUNK, WORKERS, compiled, mesh_of
 
-from tpu_embed.kernels import dispatch, reference, sparsecore, sparsecore_sums, sparsecore_worker
+from tpu_embed.kernels import dispatch, reference, sparsecore, sparsecore_sums
 from tpu_embed.kernels.formats import RowFormat
 
 ENTRIES, SUMS, ROWS, COLUMNS = 200, 40, 30, 48
-WORKERS, CHUNK = 4, 16
-"""Of the small kernels here: a share of 50 entries is 3 or 4 chunks, and the last chunk is half."""
-
-
-def mesh_of(kind):
-    """Return a mesh of one TPU of a kind, as a `shard_map` over it has it."""
-    device = AbstractDevice(kind, num_cores=1, platform="tpu")
-    return AbstractMesh((1,), ("d",), (AxisType.Manual,), abstract_device=device)
-
-
-class RowByRow:
-    """A copy of single rows that happens when it is started, or only when it is waited for."""
-
-    def __init__(self, copy, late):
-        self.copy, self.late = copy, late
-
-    def start(self):
-        if not self.late:
-            self.copy()
-
-    def wait(self):
-        if self.late:
-            self.copy()
-
-
-def interpret(kernel, size, out_type):
-    """Return what runs the kernel in Pallas' interpreter; what it does not write is NaN."""
-    if out_type:
-        return pl.pallas_call(kernel, out_shape=out_type, interpret=True)
-
-    def call(*operands):
-        *arrays, out = operands
-        result = pl.pallas_call(
-            lambda *refs: kernel(*refs[:-2], refs[-1]),
-            out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
-            input_output_aliases={len(arrays): 0},
-            interpret=True,
-        )(*arrays, out[...])
-        out[...] = result
-
-    return call
-
-
-@contextlib.contextmanager
-def interpreted(late):
-    """Trace small kernels for Pallas' interpreter; DMAs copy as early or as late as they may."""
-
-    def by_row(ids, copy):
-        def copies():
-            @pl.loop(0, ids.shape[0])
-            def _(i):
-                row = ids[i]
-                pl.when(row >= 0)(lambda: copy(row, i))
-
-        return RowByRow(copies, late)
-
-    def fetch(work, slot):
-        memory = work.memory
-
-        def copy(row, i):
-            pltpu.sync_copy(work.source.at[row], memory.rows.at[slot, i])
-
-        return by_row(memory.ids.at[slot], copy)
-
-    def write(work, slot):
-        memory = work.memory
-
-        def copy(row, i):
-            pltpu.sync_copy(memory.sums.at[slot, i], work.out.at[row])
-
-        return by_row(memory.targets.at[slot], copy)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sparsecore_worker, "_fetch", fetch)
-        patch.setattr(sparsecore_worker, "_write", write)
-        patch.setattr(sparsecore_worker, "_on_each_worker", pl.loop(0, WORKERS))
-        patch.setattr(
-            sparsecore_worker,
-            "_over_vectors",
-            lambda vectors, carry, add: jax.lax.fori_loop(0, vectors, add, carry),
-        )
-        patch.setattr(sparsecore_worker, "_IN_REGISTERS", 32)  # two passes over the columns
-        patch.setattr(sparsecore_sums, "_MOST_ENTRIES", CHUNK)
-        patch.setattr(sparsecore_sums, "_workers_here", lambda: WORKERS)
-        patch.setattr(sparsecore_sums, "_on_subcores", interpret)
-        yield
-
-
-def compiled(function, *operands, late):
-    """Return a function that was traced for SparseCores, compiled for a CPU."""
-    with interpreted(late), jax.sharding.use_abstract_mesh(mesh_of("TPU v6 lite")):
-        lowered = jax.jit(function).trace(*operands).lower(lowering_platforms=("cpu",))
-        return lowered.compile()
+"""A share of 50 entries, for one of 4 workers, is 3 or 4 chunks; the last chunk is half."""
 
 
 def numbers(seed):

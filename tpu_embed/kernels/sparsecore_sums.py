@@ -177,22 +177,25 @@ def _sum_pieces(
     fetched = entries[0].shape[0] * source.shape[1]
     size = 4 * (fetched + sum(x.shape[0] for x in entries) + result.size)
     if not filled:
-        return _on_subcores(kernel, size, result)(source, bounds, *entries)
+        return on_subcores(kernel, "gather_sum", size, result)(source, bounds, *entries)
     # A ref is memory that a kernel may write to; sums of no entries keep its zeros. `run_state`
     # hides the ref from the rules for derivatives, which know none. The zeros are made of bounds[0]
     # (which is 0): kernels would share a constant, and XLA would copy it for each, very slowly.
-    run = _on_subcores(kernel, size, ())
+    run = on_subcores(kernel, "gather_sum", size, ())
     zeros = jnp.full(result.shape, bounds[0].astype(result.dtype))
     return pl.run_state(lambda out: run(source, bounds, *entries, out))(zeros)
 
 
-def _on_subcores(kernel: Callable[..., None], size: int, out_type: Any) -> Callable[..., Any]:
+def on_subcores(
+    kernel: Callable[..., None], name: str, size: int, out_type: Any
+) -> Callable[..., Any]:
     """Return a function of arrays that runs the kernel on all vector subcores of the device.
 
     Args:
       kernel: takes a ref for every operand and result.
+      name: the kernel's name in profiles.
       size: the bytes that are read and written; the compiler schedules other work for that time.
-      out_type: shape and dtype of its result; (): it writes to its last operand.
+      out_type: shape and dtype of its result; (): it writes to its operands.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
@@ -202,8 +205,8 @@ def _on_subcores(kernel: Callable[..., None], size: int, out_type: Any) -> Calla
         kernel,
         out_type=out_type,
         mesh=plsc.VectorSubcoreMesh(core_axis_name="core", subcore_axis_name="subcore"),
-        name="gather_sum",
-        # Without these passes a loop may carry vectors: the running sums.
+        name=name,
+        # Without these passes a loop may carry vectors, such as running sums.
         compiler_params=pltpu.CompilerParams(use_tc_tiling_on_sc=False, needs_layout_passes=False),
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=size),
     )

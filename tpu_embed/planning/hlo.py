@@ -216,9 +216,10 @@ def moved(program: Program) -> dict[str, int]:
     A gather reads and writes as many bytes as its result has. A scatter or an in-place slice reads
     and writes its update. A sort, a copy and a collective read and write their operands; a copy
     into a core's own memory only reads. A fill with a number writes its result; other operations
-    that rearrange numbers outside of fusions read their operands and write their results. A Pallas kernel reads and writes what it says in its cost
-    estimate; one that says nothing, its operands and results. A fusion reads its other operands
-    and writes its other results, as far as they are in memory. The body of a loop counts once.
+    that rearrange numbers outside of fusions read their operands and write their results. A Pallas
+    kernel reads and writes what it says in its cost estimate; one that says nothing, its operands
+    and results. A fusion reads its other operands and writes its other results, as far as they are
+    in memory. The body of a loop counts once.
 
     Args:
       program: the program.

@@ -1,9 +1,9 @@
 """Apply the optimizer's rule to the rows that a batch touches, and write them back.
 
 Only those rows and their slots are read, passed through the rule, and written: the work does not
-grow with the vocabulary. There are two ways. On a CPU, a compiled kernel knows some optimizers by
-name; it sums gradients, applies the rule and writes in one pass. Everywhere else XLA reads, applies
-and writes; the rule is then compiled by itself, on a number of rows padded to a multiple of
+grow with the vocabulary. There are two ways. Kernels for CPUs and SparseCores know some optimizers
+by name; they sum gradients, apply the rule and write in one pass. Everywhere else XLA reads,
+applies and writes; the rule is then compiled by itself, on a number of rows padded to a multiple of
 `ROW_MULTIPLE`, so that its bits are the same in every program. Tables that stand as plain arrays in
 a user's parameter tree have no stack; `update_parameter_rows` of `training/optimizer/rows.py`
 updates those.
@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 
 from tpu_embed._types import Array, ArrayLike
-from tpu_embed.core.exchange import RowSums, padded
+from tpu_embed.core.exchange import MergeRoute, RowSums, padded
 from tpu_embed.core.layout import Stack
 from tpu_embed.core.state import StackShard, slot_format, slot_shapes
-from tpu_embed.kernels import cpu, dispatch, storage
+from tpu_embed.kernels import cpu, dispatch, sparsecore_update, storage
 from tpu_embed.kernels.formats import RowFormat
 from tpu_embed.kernels.operands import GradientLayout, RowGradients
 from tpu_embed.kernels.rules import CompiledRule
@@ -40,6 +40,50 @@ def compiled_rule(stack: Stack, step: Array, learning_rate: ArrayLike) -> Compil
     if stack.packing != "none":
         return None
     return optimizer.compiled_rule(step, jnp.asarray(learning_rate, stack.compute_dtype))
+
+
+def sparse_rule(stack: Stack, step: Array, learning_rate: ArrayLike) -> CompiledRule | None:
+    """Return the stack's rule if SparseCores can apply it to rows that they merge, else None."""
+    optimizer, row_format = stack.optimizer, stack.row_format
+    if optimizer is None or optimizer.updates_every_row or jnp.dtype(stack.dtype) != jnp.float32:
+        return None
+    if not row_format.moved_by_sparse_cores or not row_format.packed:
+        return None
+    rule = optimizer.compiled_rule(step, jnp.asarray(learning_rate, stack.compute_dtype))
+    return rule if rule and sparsecore_update.takes(rule, row_format.words) else None
+
+
+def merge_and_apply(
+    held: StackShard, sums: Array, route: MergeRoute, stack: Stack, rule: CompiledRule
+) -> StackShard:
+    """Merge partial sums and update their rows, in one SparseCore kernel, in place.
+
+    Args:
+      held: the shard.
+      sums: partial sums `[P, D]`.
+      route: how they are merged.
+      stack: the stack.
+      rule: what `sparse_rule` returned.
+    """
+    shapes, row_format = slot_shapes(stack), stack.row_format
+    formats = {name: slot_format(stack, shapes[name]) for name in rule.slots}
+    segments = route.segments
+    if segments is None:
+        segments = jax.lax.iota(jnp.int32, route.row_ids.shape[0])
+    index = jax.lax.iota(jnp.int32, segments.shape[0]) if route.index is None else route.index
+    table, new = sparsecore_update.merge_update(
+        stack.sums_format.pack(sums),
+        index,
+        segments,
+        route.row_ids.astype(jnp.int32),
+        row_format.by_row(held.table),
+        [formats[name].by_row(held.slots[name]) for name in rule.slots],
+        rule,
+        stack.dim,
+    )
+    named = zip(rule.slots, new, strict=True)
+    slots = {name: x.reshape(held.slots[name].shape) for name, x in named}
+    return StackShard(table.reshape(held.table.shape), {**held.slots, **slots})
 
 
 def sum_and_apply(

@@ -38,6 +38,8 @@ from tpu_embed.core.update.apply import (
     apply_rule,
     compiled_rule,
     every_row,
+    merge_and_apply,
+    sparse_rule,
     sum_and_apply,
 )
 from tpu_embed.core.update.gradients import stack_gradients
@@ -294,10 +296,20 @@ class _StackRule(NamedTuple):
             )
 
     def in_xla(self, held: StackShard, given: Partials) -> StackShard:
-        """Sum the partial sums of each row, then apply the rule in XLA's operations."""
-        with jax.named_scope("merge"):
-            sums = route.merge(given.sums, given.merge)
-        return self.to_sums(held, sums)
+        """Sum the partial sums of each row, then apply the rule in XLA's operations.
+
+        SparseCores that know the rule do both in one kernel.
+        """
+        operands, stack = self.operands, self.task.stack
+        rule = sparse_rule(stack, operands.step, self.learning_rate)
+        sparse = rule and functools.partial(_merge_and_apply, self.task, operands, rule)
+
+        def in_steps(held: StackShard, given: Partials) -> StackShard:
+            with jax.named_scope("merge"):
+                sums = route.merge(given.sums, given.merge)
+            return self.to_sums(held, sums)
+
+        return dispatch.choose(held, given, otherwise=in_steps, sparse=sparse)
 
     def to_sums(self, held: StackShard, sums: RowSums) -> StackShard:
         """Apply the rule to distinct rows with their whole gradients, in XLA's operations."""
@@ -315,6 +327,15 @@ class _StackRule(NamedTuple):
         assert self.compiled is not None, "only stacks with a compiled rule come here"
         given = _to_apply(given, self.task, self.operands)
         return sum_and_apply(held, given, layout, self.compiled)
+
+
+def _merge_and_apply(
+    task: Task, operands: Operands, rule: CompiledRule, held: StackShard, given: Partials
+) -> StackShard:
+    """Merge partial sums and apply the rule in one kernel of the SparseCores."""
+    with jax.named_scope("rule"):
+        merge = _to_apply(given.merge, task, operands)
+        return merge_and_apply(held, given.sums, merge, task.stack, rule)
 
 
 def _to_apply(given: Any, task: Task, operands: Operands) -> Any:

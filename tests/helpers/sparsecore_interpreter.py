@@ -1,0 +1,147 @@
+"""Run SparseCore kernels on a CPU: in Pallas' interpreter, all workers one after the other.
+
+The indirect DMAs, which it does not know, are replaced by plain copies of rows, which happen as
+early or as late as they may: when they are started, or when they are waited for. What a kernel does
+not write is NaN. `tests/tpu` compiles the kernels unchanged.
+"""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src.state.types import AbstractRef
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from tpu_embed.kernels import (
+    sparsecore_owner,
+    sparsecore_rules,
+    sparsecore_subcore,
+    sparsecore_sums,
+    sparsecore_update,
+    sparsecore_worker,
+)
+
+WORKERS, CHUNK = 4, 16
+
+
+def mesh_of(kind):
+    """Return a mesh of one TPU of a kind, as a `shard_map` over it has it."""
+    device = AbstractDevice(kind, num_cores=1, platform="tpu")
+    return AbstractMesh((1,), ("d",), (AxisType.Manual,), abstract_device=device)
+
+
+class RowByRow:
+    """A copy of single rows that happens when it is started, or only when it is waited for."""
+
+    def __init__(self, ids, copy, late):
+        self.ids, self.copy, self.late = ids, copy, late
+
+    def start(self):
+        if not self.late:
+            self.run()
+
+    def wait(self):
+        if self.late:
+            self.run()
+
+    def run(self):
+        @pl.loop(0, self.ids.shape[0])
+        def _(i):
+            row = self.ids[i]
+            pl.when(row >= 0)(lambda: self.copy(row, i))
+
+
+def interpret(kernel, name, size, out_type):
+    """Return what runs the kernel in the interpreter; what it does not write is NaN."""
+    if out_type:
+        return pl.pallas_call(kernel, out_shape=out_type, interpret=True)
+
+    def call(*operands):
+        refs = [x for x in operands if isinstance(jax.typeof(x), AbstractRef)]
+        arrays = operands[: len(operands) - len(refs)]
+        results = pl.pallas_call(
+            lambda *given: kernel(*given[: len(arrays)], *given[len(operands) :]),
+            out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in refs],
+            input_output_aliases={len(arrays) + n: n for n in range(len(refs))},
+            interpret=True,
+        )(*arrays, *[x[...] for x in refs])
+        for x, result in zip(refs, results, strict=True):
+            x[...] = result
+
+    return call
+
+
+def times(x, y):
+    """Return a product that XLA's CPU compiler cannot fuse with an addition."""
+    product = x * y
+    bits = jax.lax.bitcast_convert_type(product, jnp.int32)
+    # Adds 1 to the bits of NaN only, which the compiler cannot know not to be.
+    return jax.lax.bitcast_convert_type(bits + (product != product).astype(jnp.int32), jnp.float32)
+
+
+def _replaced(late):
+    """Return what stands in place of the indirect DMAs of both kernels."""
+
+    def gather(ids, source, target):
+        return RowByRow(ids, lambda row, i: pltpu.sync_copy(source.at[row], target.at[i]), late)
+
+    def scatter(ids, source, target):
+        return RowByRow(ids, lambda row, i: pltpu.sync_copy(source.at[i], target.at[row]), late)
+
+    def fetch(work, slot):
+        memory = work.memory
+        return gather(memory.ids.at[slot], work.source, memory.rows.at[slot])
+
+    def write(work, slot):
+        memory = work.memory
+        return scatter(memory.targets.at[slot], memory.sums.at[slot], work.out)
+
+    def fetches(work, memory, slot):
+        rows = memory.targets.at[slot]
+        pairs = zip((work.table, *work.slots), (memory.table, *memory.slots), strict=True)
+        sums = gather(memory.ids.at[slot], work.source, memory.sums.at[slot])
+        return [sums, *(gather(rows, held, near.at[slot]) for held, near in pairs)]
+
+    def writes(work, memory, slot):
+        rows = memory.targets.at[slot]
+        pairs = zip((work.table, *work.slots), (memory.table, *memory.slots), strict=True)
+        return [scatter(rows, near.at[slot], held) for held, near in pairs]
+
+    return fetch, write, fetches, writes
+
+
+@contextlib.contextmanager
+def interpreted(late):
+    """Trace small kernels for the interpreter; DMAs copy as early or as late as they may."""
+    fetch, write, fetches, writes = _replaced(late)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sparsecore_worker, "_fetch", fetch)
+        patch.setattr(sparsecore_worker, "_write", write)
+        patch.setattr(sparsecore_owner, "_fetches", fetches)
+        patch.setattr(sparsecore_owner, "_writes", writes)
+        patch.setattr(sparsecore_owner, "_look_up", lambda ref, positions: ref[...][positions])
+        patch.setattr(sparsecore_subcore, "on_each_worker", pl.loop(0, WORKERS))
+        patch.setattr(
+            sparsecore_subcore,
+            "over_vectors",
+            lambda vectors, carry, add: jax.lax.fori_loop(0, vectors, add, carry),
+        )
+        patch.setattr(sparsecore_subcore, "_IN_REGISTERS", 32)  # two passes over 48 columns
+        patch.setattr(sparsecore_rules, "times", times)
+        patch.setattr(sparsecore_owner, "_UNROLLED", 4)  # and a loop over the rest
+        patch.setattr(sparsecore_owner, "_AT_A_TIME", 2)
+        patch.setattr(sparsecore_sums, "_MOST_ENTRIES", CHUNK)
+        patch.setattr(sparsecore_update, "_MOST_ENTRIES", CHUNK)
+        patch.setattr(sparsecore_sums, "_workers_here", lambda: WORKERS)
+        patch.setattr(sparsecore_sums, "on_subcores", interpret)
+        yield
+
+
+def compiled(function, *operands, late):
+    """Return a function that was traced for SparseCores, compiled for a CPU."""
+    with interpreted(late), jax.sharding.use_abstract_mesh(mesh_of("TPU v6 lite")):
+        lowered = jax.jit(function).trace(*operands).lower(lowering_platforms=("cpu",))
+        return lowered.compile()

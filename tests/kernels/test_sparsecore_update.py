@@ -1,0 +1,203 @@
+"""Rows that are merged and updated on SparseCores, as far as a CPU can run them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from sparsecore_interpreter import CHUNK, WORKERS, compiled
+
+from tpu_embed import optimizers as o
+from tpu_embed.kernels import sparsecore_rules as rules
+from tpu_embed.kernels import sparsecore_update
+
+ENTRIES, MERGED, ROWS, DIM, WORDS = 200, 210, 300, 40, 48
+"""Partial sums, room for merged ones, and rows of 40 numbers, padded to 6 vectors of 8."""
+EXACT = {
+    "sgd": o.SGD(0.1),
+    "sgd that decays and clips": o.SGD(
+        0.1, weight_decay_factor=0.01, clipvalue=0.5, clip_weight_min=-1.0, clip_weight_max=0.75
+    ),
+    "momentum": o.Momentum(0.1),
+    "nesterov": o.Momentum(0.1, use_nesterov=True),
+}
+RULES = EXACT | {
+    "adagrad": o.Adagrad(0.1),
+    "adagrad, epsilon": o.Adagrad(0.1, epsilon=0.125, weight_decay_factor=0.01),
+    "row-wise": o.RowWiseAdagrad(0.1),
+    "row-wise, no epsilon": o.RowWiseAdagrad(0.1, epsilon=0.0, clipvalue=0.5),
+}
+
+
+def held(optimizer, seed=0):
+    """Return a table and slots as a SparseCore has them."""
+    rng = np.random.default_rng(seed)
+    shapes = optimizer.slot_shapes(DIM, jnp.float32)
+    slots = [
+        rng.uniform(0.1, 2, (ROWS, *shape.shape)).astype(np.float32) for shape in shapes.values()
+    ]
+    wide = ((0, 0), (0, WORDS - DIM))
+    table = rng.normal(size=(ROWS, DIM)).astype(np.float32)
+    return np.pad(table, wide), [np.pad(x, wide) if x.ndim == 2 else x for x in slots]
+
+
+def sums_of(seed):
+    sums = np.random.default_rng(seed).normal(size=(ENTRIES, DIM)).astype(np.float32)
+    return np.pad(sums, ((0, 0), (0, WORDS - DIM)))
+
+
+@st.composite
+def routes(draw):
+    """Return index, segments and rows: long and short segments, entries that are left out."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    kept = draw(st.sampled_from([ENTRIES, ENTRIES - 1, 3 * CHUNK, 17, 1, 0]))
+    most = draw(st.sampled_from([1, 2, 9, 60]))
+    segments = []
+    while len(segments) < kept:
+        segments += [len(set(segments))] * int(rng.integers(1, most + 1))
+    return route_of(rng, segments[:kept])
+
+
+def route_of(rng, segments):
+    segments = np.array([*segments, *[MERGED] * (ENTRIES - len(segments))], np.int32)
+    merged = len({*segments.tolist()} - {MERGED})
+    rows = np.full(MERGED, -1, np.int32)
+    rows[:merged] = np.sort(rng.choice(ROWS, merged, replace=False))
+    if merged > 3:
+        rows[merged // 2] = -1  # a row that is not to be changed
+    return rng.permutation(ENTRIES).astype(np.int32), segments, rows
+
+
+NUMBERS = np.arange(ENTRIES)
+CASES = {
+    "one row has everything": 0 * NUMBERS,
+    "one by one": NUMBERS,
+    "rows end with chunks": NUMBERS // CHUNK,
+    "rows end with shares": NUMBERS // (ENTRIES // WORKERS),
+    "a row over three workers": np.digitize(NUMBERS, [20, 170]),
+    "rows of seven": NUMBERS // 7,
+}
+CASES = {
+    name: route_of(np.random.default_rng(0), segments.tolist()) for name, segments in CASES.items()
+}
+
+
+def with_cases(test):
+    """Run a property test with every named case too."""
+    for route in CASES.values():
+        test = example(route)(test)
+    return test
+
+
+def kernel(optimizer, index, segments, rows, sums, table, slots, rate):
+    rule = optimizer.compiled_rule(jnp.int32(1), rate)
+    return sparsecore_update.merge_update(sums, index, segments, rows, table, slots, rule, DIM)
+
+
+@functools.cache
+def on_cpu(optimizer):
+    return jax.jit(optimizer.update_rows)
+
+
+def expected(optimizer, route, sums, table, slots, rate):
+    """Return what the CPU's rule makes of sums that are added up in order, in float32."""
+    index, segments, rows = route
+    merged = np.zeros((MERGED, DIM), np.float32)
+    for i, segment in zip(index, segments, strict=True):
+        if segment < MERGED:
+            merged[segment] += sums[i, :DIM]
+    names = optimizer.slot_shapes(DIM, jnp.float32)
+    # A row is its numbers without the padding; a slot of one number per row has none.
+    table, slots = table.copy(), [x.copy() for x in slots]
+    at = rows[rows >= 0]
+    views = [x[:, :DIM] if x.ndim == 2 else x for x in slots]
+    given = {name: x[at] for name, x in zip(names, views, strict=True)}
+    new, changed = on_cpu(optimizer)(table[at, :DIM], given, merged[rows >= 0], jnp.int32(1), rate)
+    table[at, :DIM] = new
+    for name, x in zip(names, views, strict=True):
+        x[at] = changed[name]
+    return table, slots
+
+
+@pytest.mark.parametrize(
+    ("name", "late"),
+    [
+        ("sgd that decays and clips", False),
+        ("adagrad", True),
+        *(
+            pytest.param(name, late, marks=pytest.mark.whole)
+            for name in RULES
+            for late in (False, True)
+        ),
+    ],
+)
+def test_rows_and_slots_are_those_of_the_cpus_rule(name, late):
+    optimizer, rate, sums = RULES[name], jnp.float32(0.1), sums_of(1)
+    table, slots = held(optimizer)
+    operands = sums, table, slots, rate
+    run = functools.partial(kernel, optimizer)
+    done = compiled(run, *CASES["one by one"], *operands, late=late)
+
+    @with_cases
+    @given(routes())
+    def test(route):
+        found, new = done(*route, *operands)
+        wanted, others = expected(optimizer, route, *operands)
+        for one, other in zip(new, others, strict=True):
+            np.testing.assert_array_equal(one, other)
+        if name in EXACT:
+            np.testing.assert_array_equal(found, wanted)
+            return
+        # The step's own error, and two roundings of the row.
+        error = np.abs(np.asarray(found, np.float64) - wanted)
+        most = rules.STEP_ERROR * np.abs(wanted - table) + 2.0**-23 * np.abs(wanted)
+        assert (error <= most).all()
+
+    test()
+
+
+@pytest.mark.parametrize("epsilon", [None, 1e-8, 0.125])
+def test_reciprocal_roots_of_all_magnitudes(epsilon):
+    """Of every 64th mantissa of two exponents, and some of all others."""
+    mantissas = np.arange(0, 2**24, 64, dtype=np.int32) + np.int32(0x3F800000)
+    rng = np.random.default_rng(0)
+    others = [rng.uniform(1, 2, 500) * 2.0**e for e in range(-125, 128)]
+    a = np.concatenate([mantissas.view(np.float32), *others]).astype(np.float32)
+    found = np.asarray(jax.jit(functools.partial(rules.over_root, epsilon=epsilon))(a), np.float64)
+    exact = 1 / (np.sqrt(a.astype(np.float64)) + (epsilon or 0.0))
+    # A step has two more roundings.
+    assert np.abs(found / exact - 1).max() <= rules.STEP_ERROR - 2.0**-23
+    ends = np.array([0, np.inf, np.nan], np.float32)
+    at_zero, at_infinity, at_nan = np.asarray(rules.over_root(ends, epsilon))
+    assert np.isfinite(at_zero)
+    assert at_zero > 0
+    assert np.isfinite(at_infinity)
+    assert np.isnan(at_nan)
+
+
+def test_which_rules_and_rows_are_taken():
+    def taken(optimizer, width):
+        rule = optimizer.compiled_rule(jnp.int32(1), jnp.float32(0.1))
+        return sparsecore_update.takes(rule, width)
+
+    assert all(taken(rule, 128) for rule in RULES.values())
+    assert not taken(o.Adam(0.1), 128)
+    assert not taken(o.FTRL(0.1), 128)
+    assert [taken(o.SGD(0.1), width) for width in (768, 784)] == [True, False]
+    assert [taken(o.Adagrad(0.1), width) for width in (512, 528)] == [True, False]
+
+
+def test_nothing_to_update_is_no_kernel():
+    optimizer, rate = RULES["adagrad"], jnp.float32(0.1)
+    table, slots = held(optimizer)
+    none = np.zeros(0, np.int32)
+    for sums, entries, rows in [
+        (sums_of(0), none, np.zeros(3, np.int32)),
+        (sums_of(0), none, none),
+    ]:
+        found, new = kernel(optimizer, entries, entries, rows, sums, table, slots, rate)
+        assert found is table
+        assert new == slots

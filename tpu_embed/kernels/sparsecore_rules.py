@@ -1,0 +1,101 @@
+"""Optimizers' rules as a TPU's vector subcore computes them, on vectors of a few numbers.
+
+A subcore adds and multiplies float32 numbers with correct rounding, in the order of the CPU's
+rules, so SGD and Momentum have the CPU's bits. It has no root, and dividing costs more than all the
+rest, so Adagrad multiplies with a reciprocal root found by Newton's method: the accumulators have
+the CPU's bits, and a step differs from the CPU's by at most `STEP_ERROR` of itself.
+
+Input: vectors of a row, its slots and its gradient, and the numbers of a `CompiledRule`. Output:
+vectors of the new row and its new slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+KINDS = ("sgd", "momentum", "adagrad", "rowwise_adagrad")
+"""The kinds of `CompiledRule` that the subcores know."""
+
+STEP_ERROR = 2.0**-20
+"""The greatest relative error of a step, for accumulators from 2⁻¹²⁵ to the greatest float32: the
+reciprocal root is off by less than 2⁻²² (of all mantissas), the reciprocal by 2⁻²², and at most
+five more roundings by 2⁻²⁴ each."""
+
+_OWN = 5
+"""Where the rule's own numbers begin in `CompiledRule.operand`."""
+
+_GREATEST = float(np.finfo(np.float32).max)
+
+Numbers = Callable[[int], Any]
+"""Gives a number of `CompiledRule.operand`, as a scalar."""
+
+
+def sgd(w: Any, slots: Sequence[Any], g: Any, number: Numbers, flag: bool) -> tuple[Any, list[Any]]:
+    """Return w - lr g."""
+    del slots, flag
+    return w - times(number(_OWN), g), []
+
+
+def momentum(
+    w: Any, slots: Sequence[Any], g: Any, number: Numbers, flag: bool
+) -> tuple[Any, list[Any]]:
+    """Return w - lr m for m = μ m + g, or with Nesterov's step w - lr (g + μ m)."""
+    mu = number(_OWN + 1)
+    m = times(mu, slots[0]) + g
+    return w - times(number(_OWN), g + times(mu, m) if flag else m), [m]
+
+
+def adagrad(
+    w: Any, slots: Sequence[Any], g: Any, number: Numbers, flag: bool
+) -> tuple[Any, list[Any]]:
+    """Return w - lr g / (√a + ε) for a = a + g²; `flag` says whether ε is zero."""
+    a = slots[0] + times(g, g)
+    root = over_root(a, None if flag else number(_OWN + 1))
+    return w - times(number(_OWN) * g, root), [a]
+
+
+times = jnp.multiply
+"""A product that is rounded before it is added, as a subcore does: it has no fused multiply-add. A
+test on a CPU, whose compiler may fuse them, replaces it."""
+
+RULES = {"sgd": sgd, "momentum": momentum, "adagrad": adagrad}
+"""Those that change every number of a row by itself."""
+
+
+def over_root(a: Any, epsilon: Any) -> Any:
+    """Return 1 / (√a + ε); without ε, 1 / √a. Infinity counts as the greatest finite number."""
+    a = jnp.minimum(a, _GREATEST)
+    root = _reciprocal_root(a)
+    return root if epsilon is None else _reciprocal(a * root + epsilon)
+
+
+def _reciprocal_root(a: Any) -> Any:
+    """Return 1 / √a of a finite number; of zero a large one, so that 0 / √0 is 0."""
+    # Half the exponent, negated, and a line through the mantissa: right within 4 %. Newton's step
+    # squares the error, and the next one, of third order, takes it to the third power: 2⁻²⁵.
+    y = _float(jnp.int32(0x5F3759DF) - (_bits(a) >> 1))
+    half = a * 0.5
+    y = y * (1.5 - half * y * y)
+    e = half * y * y
+    return y * (1.875 - e * (2.5 - 1.5 * e))
+
+
+def _reciprocal(d: Any) -> Any:
+    """Return 1 / d for a positive d."""
+    y = _float(jnp.int32(0x7EF311C3) - _bits(d))
+    for _ in range(3):
+        y = y * (2.0 - d * y)
+    return y
+
+
+def _bits(x: Any) -> Any:
+    return jax.lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _float(bits: Any) -> Any:
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)

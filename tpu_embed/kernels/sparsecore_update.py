@@ -1,0 +1,121 @@
+"""Merge partial sums of gradients and update their rows with a TPU's SparseCores: one kernel.
+
+An owner of rows has partial sums of their gradients, sorted by row. Without this kernel it merges
+them, reads rows and slots, applies the rule on the TensorCore, and writes both: six passes over the
+rows. Here a vector subcore (a worker) sums a row's partial sums in order, changes the row and its
+slots in its own memory, and writes them where they were, so that every number moves once.
+
+Pallas cannot interpret the indirect DMA on a CPU, so this kernel has been compiled for every chip
+in `sparsecore.KINDS` and interpreted with plain copies, but has not run on a TPU.
+
+Input: partial sums, their order, and an owner's table and slots of 32-bit words. Output: table and
+slots, in their own memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from tpu_embed._types import PADDING_ID, Array
+from tpu_embed.kernels import sparsecore_owner, sparsecore_rules, sparsecore_sums
+from tpu_embed.kernels.rules import CompiledRule
+
+_MOST_ENTRIES, _LEAST_ENTRIES = 128, 16
+"""The most and the fewest entries of a chunk; the fewest are one vector of the widest subcore."""
+_MOST_WORDS = 48 * 1024
+"""The most words of a subcore's memory for rows, 192 KiB of 256 KiB or more."""
+
+
+def takes(rule: CompiledRule, width: int) -> bool:
+    """Return whether the kernel knows a rule, and has room for rows of `width` words."""
+    return rule.kind in sparsecore_rules.KINDS and _entries(rule, width) >= _LEAST_ENTRIES
+
+
+def merge_update(
+    sums: Array,
+    index: Array,
+    segments: Array,
+    row_ids: Array,
+    table: Array,
+    slots: Sequence[Array],
+    rule: CompiledRule,
+    dim: int,
+) -> tuple[Array, list[Array]]:
+    """Add up the partial sums of each row, and apply the rule to row and slots, in place.
+
+    Args:
+      sums: float32 `[P, W]`, W a multiple of `sparsecore.WORDS`.
+      index: int32 `[N]`, the partial sums in the order in which they are added.
+      segments: int32 `[N]`, the merged sum of each, from 0 on without gaps; U or more: left out.
+      row_ids: int32 `[U]`, the row of each merged sum, all different; `PADDING_ID` for none.
+      table: float32 `[R, W]`.
+      slots: float32, `[R, W]` or `[R]` each, in the order of the rule.
+      rule: one that the kernel `takes`.
+      dim: D, how many words of a row count.
+
+    Returns:
+      the table and the slots, with these rows changed.
+    """
+    from jax.experimental import pallas as pl
+
+    if not (index.shape[0] and row_ids.shape[0] and sums.shape[0] and table.shape[0]):
+        return table, list(slots)
+    chunk, workers = _entries(rule, table.shape[1]), sparsecore_sums._workers_here()
+    bounds = sparsecore_sums.worker_bounds(segments, workers, row_ids.shape[0])
+    # No worker's bounds include the padding of the entries; `row_ids` may be read behind its end.
+    missing, ahead = -index.shape[0] % chunk, 2 * _LEAST_ENTRIES
+    operands = [
+        bounds,
+        sums,
+        jnp.pad(index, (0, missing)),
+        jnp.pad(segments, (0, missing + _LEAST_ENTRIES), constant_values=row_ids.shape[0]),
+        jnp.pad(row_ids, (0, chunk + ahead + 8), constant_values=PADDING_ID),
+        jnp.pad(numbers := rule.operand(), (0, ahead - numbers.shape[0])),
+    ]
+    form = _form(rule, dim)
+
+    def kernel(*refs: Any) -> None:
+        bounds, sums, index, segments, row_ids, numbers, table, *slots = refs
+        given = bounds, sums, index, segments, row_ids, numbers
+        sparsecore_owner.run(sparsecore_owner.Work(*given, table, tuple(slots), form, chunk))
+
+    # Partial sums are read; rows and slots are read and written.
+    rows = min(index.shape[0], row_ids.shape[0])
+    moved = [rows * (x.size // x.shape[0]) for x in (table, *slots)]
+    size = 4 * (sum(x.size for x in operands) + 2 * sum(moved))
+    update = _on_subcores(kernel, size)
+    table, *slots = pl.run_state(lambda held: update(*operands, *held))((table, *slots))
+    return table, slots
+
+
+def _form(rule: CompiledRule, dim: int) -> sparsecore_owner.RuleForm:
+    """Return what is static of a rule."""
+    flag = rule.flag
+    if rule.kind in ("adagrad", "rowwise_adagrad"):
+        flag = isinstance(rule.numbers[1], (int, float)) and rule.numbers[1] == 0
+    return sparsecore_owner.RuleForm(
+        kind=rule.kind,
+        flag=flag,
+        decays=not isinstance(rule.keep, float) or rule.keep != 1,
+        clips_gradient=rule.gradient_bounds != (None, None),
+        clips_row=rule.weight_bounds != (None, None),
+        dim=dim,
+    )
+
+
+def _entries(rule: CompiledRule, width: int) -> int:
+    """Return the entries of a chunk, a power of two, or less than the fewest: no room."""
+    # Two chunks, each of partial sums, rows and slots.
+    wide = 2 + len(rule.slots) * (rule.kind != "rowwise_adagrad")
+    chunk = _MOST_ENTRIES
+    while chunk >= _LEAST_ENTRIES and 2 * chunk * width * wide > _MOST_WORDS:
+        chunk //= 2
+    return chunk
+
+
+def _on_subcores(kernel: Callable[..., None], size: int) -> Callable[..., Any]:
+    """Return a function of arrays that runs the kernel on all vector subcores of the device."""
+    return sparsecore_sums.on_subcores(kernel, "merge_update", size, ())
