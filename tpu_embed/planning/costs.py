@@ -138,8 +138,8 @@ def moved(layout: Layout, spec: BatchSpec) -> dict[str, int]:
 
     Lookup: the owner of a row reads it and writes it to the exchange; the row is read for every id,
     and one activation is written per bag. Exchange: rows and partial sums are read and written.
-    Update: a gradient is read for every id; partial sums are written and read; sums, rows and slots
-    of the touched rows are read and written.
+    Update: a gradient is read for every id; partial sums are written and read; rows and slots of
+    the touched rows are read and written.
     """
     total = {"lookup": 0, "update": 0, "exchange": 0}
     for g, stack in enumerate(layout.stacks):
@@ -152,7 +152,7 @@ def moved(layout: Layout, spec: BatchSpec) -> dict[str, int]:
         total["exchange"] += 2 * asked * stored + 2 * partials * row
         if stack.optimizer is not None:
             slots = slot_bytes(stack, touched, untiled_bytes)
-            total["update"] += (spec.ids(g) + 2 * partials + 2 * touched) * row
+            total["update"] += (spec.ids(g) + 2 * partials) * row
             total["update"] += 2 * (touched * stored + slots)
     return total
 
