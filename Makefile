@@ -43,9 +43,9 @@ test-all: setup test-tpu-compile
 	$(PYTEST) --ignore tests/tpu
 	TPU_EMBED_KERNELS=reference $(PYTEST) --ignore tests/tpu
 
-# What `make test` leaves to `make test-all`, in parts: `make test-shard SHARD=3/40`, or the one that
-# the commit chooses, so that all of it runs every few dozen commits.
-SHARDS := 40
+# What `make test` leaves to `make test-all`, in parts: `make test-shard SHARD=3/20`, or the one that
+# the commit chooses, so that all of it runs every two dozen commits.
+SHARDS := 20
 SHARD = $(shell expr $$(printf %d 0x$$(git rev-parse --short=6 HEAD)) % $(SHARDS))/$(SHARDS)
 test-shard: setup
 	$(PYTEST) -m whole --ignore tests/tpu --shard $(SHARD)

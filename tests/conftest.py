@@ -6,6 +6,7 @@ Many tests make similar engines, so programs that take at least a tenth of a sec
 cached in build/xla, one directory per worker. `JAX_ENABLE_COMPILATION_CACHE=false` turns this off.
 """
 
+import collections
 import gc
 import os
 import signal
@@ -81,10 +82,27 @@ def pytest_addoption(parser):
     parser.addoption("--shard", default="0/1", help="K/N: run tests whose name falls into part K")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Keep the tests of the chosen shard; a test stays in its shard as long as it has its name."""
+    _mark_what_is_not_quick(items)
     chosen, count = map(int, config.getoption("shard").split("/"))
     parts = [zlib.crc32(item.nodeid.encode()) % count for item in items]
     left_out = [item for item, part in zip(items, parts, strict=True) if part != chosen]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item, part in zip(items, parts, strict=True) if part == chosen]
+
+
+def _mark_what_is_not_quick(items):
+    """Of the cases of a test marked `quick(n)`, mark all but n `whole`; the n are evenly spaced."""
+    cases = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("quick") and not item.get_closest_marker("whole"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for of_test in cases.values():
+        count, number = len(of_test), of_test[0].get_closest_marker("quick").args[0]
+        # Of 8 cases, 3 are 1, 4 and 7: of [1 device, 8 devices] the second.
+        kept = {place * count // number - 1 for place in range(1, number + 1)}
+        for place, item in enumerate(of_test):
+            if place not in kept:
+                item.add_marker(pytest.mark.whole)

@@ -112,6 +112,7 @@ IN_ADMIT = in_files(*HOMES, *ADMITTING, "vocabulary/vocabularies", "vocabulary/t
 
 @pytest.mark.parametrize("stride", STRIDES)
 @pytest.mark.parametrize("training", [False, True])
+@pytest.mark.quick(1)
 def test_a_place_that_is_interrupted_anywhere_can_be_repeated(training, stride, undisturbed):
     run = Run()
     run.train(5)
@@ -130,6 +131,7 @@ def test_a_place_that_is_interrupted_anywhere_can_be_repeated(training, stride, 
 
 @pytest.mark.parametrize("stride", STRIDES)
 @pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.quick(1)
 def test_an_admit_that_is_interrupted_anywhere_has_happened_or_not(steps, stride, undisturbed):
     """If it has, its state is lost, because it was not returned: then the run begins anew."""
     run, repeated = Run(), 0
@@ -159,6 +161,7 @@ IN_LOAD = in_files(*HOMES, "vocabulary/vocabularies", "vocabulary/timeline")
 
 @pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.whole)])
 @pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.quick(1)
 def test_a_new_beginning_or_a_restore_that_is_interrupted_anywhere_can_be_repeated(
     saved, stride, undisturbed, tmp_path
 ):
@@ -226,6 +229,7 @@ def check_sweep(pipelined, stride):
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.quick(1)
 def test_interrupted_anywhere_a_loop_goes_on_to_the_bits_of_a_resident_table(pipelined):
     check_sweep(pipelined, stride=53)
 

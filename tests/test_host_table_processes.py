@@ -48,6 +48,7 @@ def two(one, directory):
     return run(2, directory, calls)
 
 
+@pytest.mark.whole
 def test_two_processes_have_the_bits_of_tables_on_the_devices_of_one(two):
     seen, rows = cases.train(hosted=False)
     for found in two:

@@ -55,6 +55,7 @@ def assert_trains_on(made, *batches):
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("after", [False, True])
+@pytest.mark.quick(2)
 def test_a_batch_whose_first_lookup_fails_stays_if_it_was_admitted(error, after, monkeypatch):
     made = embedding(pipeline_execution_with_tensor_core=True)
     with failing(monkeypatch, made.engine, "lookup", error, after=after), pytest.raises(error):
@@ -84,6 +85,7 @@ def test_a_batch_that_cannot_be_admitted_is_not_enqueued(error, monkeypatch):
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.quick(1)
 def test_admitted_batches_whose_lookup_fails_are_dequeued_later(error, pipelined, monkeypatch):
     made = embedding(pipeline_execution_with_tensor_core=pipelined)
     for keys in ([1, 2], [3, 4]):
@@ -97,6 +99,7 @@ def test_admitted_batches_whose_lookup_fails_are_dequeued_later(error, pipelined
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("training", [False, True])
+@pytest.mark.quick(2)
 def test_an_enqueue_that_is_interrupted_while_it_places_leaves_the_maps(
     error, after, training, monkeypatch
 ):
@@ -115,6 +118,7 @@ def test_an_enqueue_that_is_interrupted_while_it_places_leaves_the_maps(
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.quick(1)
 def test_a_batch_that_is_in_the_queue_when_its_enqueue_is_interrupted_stays(pipelined, monkeypatch):
     made = embedding(pipeline_execution_with_tensor_core=pipelined)
     made.enqueue(np.array([1, 2]))
@@ -152,6 +156,7 @@ def in_placing(code):
 
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.whole)])
 @pytest.mark.parametrize("training", [False, True])
+@pytest.mark.quick(1)
 def test_a_place_that_is_interrupted_anywhere_can_be_repeated(training, stride):
     """A turn that is lost would stop all later calls."""
     made = embedding().engine
@@ -207,6 +212,7 @@ def assert_a_sweep_has_the_bits_of_an_undisturbed_run(pipelined, stride):
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.quick(1)
 def test_interrupted_anywhere_a_loop_goes_on_to_the_same_bits(pipelined):
     assert_a_sweep_has_the_bits_of_an_undisturbed_run(pipelined, stride=23)
 

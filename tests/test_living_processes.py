@@ -39,6 +39,7 @@ def two(one, tmp_path_factory):
     return run(2, directory, calls), directory / "step"
 
 
+@pytest.mark.whole
 def test_two_processes_have_the_bits_of_one(two):
     (expected, devices), embedding = living_processes.train(), living_processes.train_embedding()
     for found in two[0]:

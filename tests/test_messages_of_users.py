@@ -42,6 +42,7 @@ def test_a_config_that_ends_the_program_is_an_error(tmp_path, ends):
     assert "SystemExit" in done.stderr
 
 
+@pytest.mark.whole
 def test_the_plan_is_short_and_takes_a_memory(tmp_path):
     done = plan(tmp_path, WORKLOAD, "--topology", "8", "--memory", "80GiB")
     assert done.returncode == 0

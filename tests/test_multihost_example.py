@@ -80,6 +80,7 @@ def test_two_processes_train_as_one(start, undisturbed):
     np.testing.assert_allclose(losses(undisturbed), losses(one), rtol=0, atol=2e-6)
 
 
+@pytest.mark.whole
 def test_one_killed_both_end_and_go_on_to_the_same_bits(start, undisturbed, tmp_path):
     saved = "--directory", tmp_path / "checkpoints"
     survivor, victim = start_two(start, *saved)
@@ -105,6 +106,7 @@ def test_one_killed_both_end_and_go_on_to_the_same_bits(start, undisturbed, tmp_
     [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.whole)],
     ids=lambda number: number.name,
 )
+@pytest.mark.whole
 def test_no_process_outlives_the_one_that_started_them(number):
     """They hold its output open for as long as one of them lives."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}

@@ -29,6 +29,7 @@ def silu(x):
 
 
 @pytest.mark.parametrize("capacity", [9, 12, 18])
+@pytest.mark.quick(1)
 def test_attention_is_that_of_a_loop(monkeypatch, capacity):
     """Blocks of 4 events: histories lie in one block or in two, and the last block is not full."""
     model = load("sequences_model", monkeypatch)
@@ -115,6 +116,7 @@ def directory(tmp_path_factory):
     [(8,), pytest.param((1, 8), marks=pytest.mark.whole)],
     ids=["on 8 devices", "the same on 1 and 8"],
 )
+@pytest.mark.whole
 def test_sequences_learns(directory, tmp_path, numbers_of_devices):
     config = tmp_path / "small.py"
     config.write_text(CONFIG + SMALL)

@@ -80,6 +80,7 @@ def assert_sweep_has_the_bits_of_an_undisturbed_run(kind, act, pipelined, stride
 
 
 @pytest.mark.parametrize(("act", "pipelined"), CASES)
+@pytest.mark.quick(1)
 def test_interrupted_anywhere_the_loop_goes_on_to_the_same_bits(act, pipelined):
     assert_sweep_has_the_bits_of_an_undisturbed_run(in_a_step, act, pipelined, stride=23)
 

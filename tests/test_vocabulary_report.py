@@ -78,6 +78,7 @@ def expected_of(made, name, hottest):
 
 
 @pytest.mark.parametrize("hottest", [0, 3, 1000])
+@pytest.mark.quick(1)
 def test_figures_of_an_engine_are_those_of_its_checkpoint_and_of_loops(trained, hottest):
     made, _, path = trained
     found = metrics.vocabulary_statistics(made, hottest=hottest)

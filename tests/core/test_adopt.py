@@ -65,6 +65,7 @@ def _ordered_pairs():
 
 
 @pytest.mark.parametrize(("source", "target"), [*_ordered_pairs()])
+@pytest.mark.quick(3)
 def test_every_engine_takes_the_state_of_every_other(source, target):
     (other, theirs), mine = source_of(source), target_of(target)
     expected, maps = contents(other, theirs), map_contents(other)
@@ -157,6 +158,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
+@pytest.mark.quick(3)
 def test_other_tables_are_refused_and_nothing_changes(case):
     ours, theirs, error = DIFFERENT[case]
     mine, other = tiny(**ours), tiny(**theirs)
@@ -248,6 +250,7 @@ def test_counters_are_those_of_the_same_features():
 @pytest.mark.parametrize(
     "devices", [slice(1, 2), pytest.param(slice(0, 2), marks=pytest.mark.whole)]
 )
+@pytest.mark.whole
 def test_what_a_stack_shares_comes_along_to_other_devices(devices):
     tables = [TableConfig(9, 2, name=name) for name in "ab"]
     features = {table.name: FeatureConfig(table) for table in tables}

@@ -226,6 +226,7 @@ def test_the_tables_are_not_differentiated():
 
 
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+@pytest.mark.quick(1)
 def test_weights_are_differentiated_inside_a_jit(combiner):
     engine = _engine(None, devices=2, combiner=combiner)
     feature = tpu_embed.FeatureConfig(_table(combiner=combiner))
@@ -368,6 +369,7 @@ def test_a_state_of_another_optimizer():
 
 
 @pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.quick(1)
 def test_what_was_donated_is_refused(devices):
     engine = _engine(o.Adagrad(0.1), devices=devices)
     ids = np.zeros((8, 2), np.int32)

@@ -103,6 +103,7 @@ def _replicated(devices):
         pytest.param("explicit", False, marks=pytest.mark.whole),
     ],
 )
+@pytest.mark.quick(1)
 def test_dense_parameters_on_the_mesh(kind, ambient):
     engine = _engine(kind)
     devices = engine.layout.axes.mesh
@@ -117,6 +118,7 @@ def test_dense_parameters_on_the_mesh(kind, ambient):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.quick(1)
 def test_rows_are_read_and_set_on_the_mesh(kind):
     engine = _engine(kind)
     state = engine.init(jax.random.key(0))
@@ -130,6 +132,7 @@ def test_rows_are_read_and_set_on_the_mesh(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.quick(1)
 def test_a_scan_over_stacked_batches(kind):
     engine = _engine(kind)
     for number in range(4):  # the union of all specs

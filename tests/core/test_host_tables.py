@@ -43,6 +43,7 @@ LIVING = {
 
 
 @pytest.mark.parametrize("case", LIVING)
+@pytest.mark.quick(1)
 def test_living_vocabularies_on_the_host_have_the_keys_and_bits_of_those_on_the_devices(case):
     devices, rule, living, options = LIVING[case]
     counts = TwoEngines(*engines(devices, rule, living=living, **options), seed=2).run(120)
@@ -52,6 +53,7 @@ def test_living_vocabularies_on_the_host_have_the_keys_and_bits_of_those_on_the_
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.quick(1)
 def test_random_runs_equal_those_of_tables_on_the_devices(case):
     devices, rule, options = CASES[case]
     counts = TwoEngines(*engines(devices, rule, **options), seed=1).run(120)
@@ -232,6 +234,7 @@ def test_the_row_at_home_of_a_forgotten_key_is_not_brought():
 
 
 @pytest.mark.parametrize("living", [None, (DynamicVocabulary(unseen="shared"), 80, 50)])
+@pytest.mark.quick(1)
 def test_a_server_reads_rows_wherever_they_are(living):
     hosted, _ = engines(1, "Adagrad", living=living, lookahead=0)
     state, rng = hosted.init(jax.random.key(1)), np.random.default_rng(3)
@@ -262,6 +265,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.quick(2)
 def test_what_needs_the_whole_table_is_refused(what):
     with pytest.raises(ValueError, match=f"{what}: .*engine.touched.* and engine.rows"):
         REFUSED[what](*make())

@@ -127,6 +127,7 @@ IN_CI = [
         if case[::2] != ("each occurrence", "replicated")
     ],
 )
+@pytest.mark.quick(1)
 def test_jagged_has_the_bits_of_padded(name, devices, placement):
     weighted = name != "adam"
     make = functools.partial(engine_of, devices, OPTIMIZERS[name], placement=placement)
@@ -239,6 +240,7 @@ def test_gradients_may_be_jagged_or_none():
 
 
 @pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.quick(1)
 def test_no_padded_array_in_a_program(devices):
     # 16 examples of up to 128 ids, all but one of them short.
     lengths = np.full(16, 2)

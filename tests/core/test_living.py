@@ -128,6 +128,7 @@ def test_values_are_those_of_a_table_with_a_row_per_key(trained):
 
 
 @pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.quick(1)
 def test_bits_are_the_same_on_other_devices(trained, devices):
     made = engine(devices)
     state, seen = train(made, made.init(jax.random.key(KEY)), STEPS)
@@ -135,6 +136,7 @@ def test_bits_are_the_same_on_other_devices(trained, devices):
     jax.tree.map(np.testing.assert_array_equal, seen, trained[2])
 
 
+@pytest.mark.whole
 def test_bits_are_the_same_in_other_placements(trained):
     features, placements = configs(), {"items": "div", "tags": "replicated", "users": "mod"}
     tables = {
@@ -207,6 +209,7 @@ def train_on_sequences(**options):
     return whole(made, state), found
 
 
+@pytest.mark.whole
 def test_a_jagged_feature_has_the_rows_of_a_padded_one():
     bits, rows = train_on_sequences()
     jagged_bits, jagged_rows = train_on_sequences(jagged=True)

@@ -170,6 +170,7 @@ class World:
 
 
 @pytest.mark.parametrize("seed", FEW)
+@pytest.mark.quick(1)
 def test_whatever_goes_to_whichever_engine(seed):
     World(seed, ("lru", "none")[seed % 2]).run()
 
@@ -181,6 +182,7 @@ def test_many(seed):
 
 
 @pytest.mark.parametrize("evict", ["lru", "none"])
+@pytest.mark.quick(1)
 def test_another_engines_state_and_batch_are_refused(evict):
     made, state = simple(evict=evict)
     state, batch = made.admit(state, made.place(ids(5, 6)))

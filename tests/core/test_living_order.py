@@ -190,6 +190,7 @@ def bad_batches():
 
 
 @pytest.mark.parametrize("case", range(4))
+@pytest.mark.quick(1)
 def test_a_batch_that_place_refuses_leaves_the_maps_as_they_were(case):
     features, weights, spec, error = list(bad_batches())[case]
     made, _ = simple(admit_after=2)

@@ -102,6 +102,7 @@ def _unsplit():
         for api in ("eager", "jitted", "stateful")
     ],
 )
+@pytest.mark.quick(1)
 def test_a_step_under_the_mesh_in_use_has_the_bits_of_one_device(kind, api):
     with jax.set_mesh(_mesh(kind)):
         if api == "stateful":
@@ -136,6 +137,7 @@ def _step(model, ids):
 
 
 @pytest.mark.parametrize("kind", [pytest.param("auto", marks=WHOLE), "explicit"])
+@pytest.mark.whole
 def test_layers_take_the_mesh_in_use(kind):
     ids = np.random.default_rng(0).integers(0, 11, (8, 3)).astype(np.int32)
     expected = Model(nnx.Rngs(0), mesh=mesh(1))
@@ -154,6 +156,7 @@ def test_layers_take_the_mesh_in_use(kind):
 
 
 @pytest.mark.parametrize(("shape", "split"), [((5, 4), (None, "y")), ((2, 4), ("x", "y"))])
+@pytest.mark.quick(1)
 def test_layers_take_ids_that_are_split_in_any_way(shape, split):
     ids = np.random.default_rng(0).integers(0, 11, shape).astype(np.int32)
     with jax.set_mesh(_mesh("explicit")):

@@ -201,6 +201,7 @@ class Model:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.quick(1)
 def test_rows_by_key_beside_a_model(case):
     counts = Model(case, seed=4).run(60)
     wanted = ["set", "new", "known", "batch", *(["late update"] if CASES[case][2] else [])]

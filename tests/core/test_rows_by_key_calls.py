@@ -44,6 +44,7 @@ VECTORS = np.arange(1.0, 9).reshape(4, 2)
     ],
     ids=["list", "NumPy", "bytes", "unsigned", "signed", "large", "int8"],
 )
+@pytest.mark.quick(2)
 def test_keys_are_those_of_the_features(keys):
     made, state = simple(capacity=5, admit_after=3)
     state = made.set_rows(state, "t", keys=keys, values=VECTORS)
@@ -96,6 +97,7 @@ def test_bad_keys_are_refused(keys, error, said):
 
 
 @pytest.mark.parametrize("make", [simple, on_host], ids=["on the devices", "on the host"])
+@pytest.mark.quick(1)
 def test_a_refused_call_changes_nothing(make):
     made, state = make(6, evict="none")
     state = train_once(made, state, 1, 2)

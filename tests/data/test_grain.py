@@ -85,6 +85,7 @@ def test_all_batches_in_order(name):
 
 @pytest.mark.parametrize("name", PIPELINES)
 @pytest.mark.parametrize("taken", [0, 1, 4, 10])
+@pytest.mark.quick(8)
 def test_a_position_is_what_was_taken(name, taken, tmp_path):
     """Through the JSON of a checkpoint; also where more was placed ahead."""
     batches = PIPELINES[name]()
@@ -125,6 +126,7 @@ def test_worker_processes_cannot_place():
 
 
 @pytest.mark.usefixtures("flags")
+@pytest.mark.whole
 def test_prefetcher_of_a_worker_process():
     """It reads and batches; this process places."""
     wanted = host((engine().place(features), label) for features, label in loader())

@@ -27,6 +27,7 @@ def same(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.whole
 def test_the_bits_are_those_of_one_process(two):
     """While the loop places batches of its own, among those that the thread places."""
     expected, _ = process_cases.train(8)

@@ -124,6 +124,7 @@ def test_two_prefetchers_of_one_engine():
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.quick(1)
 def test_the_stateful_api_takes_placed_batches(pipelined):
     """The bits are those of `enqueue` alone."""
     embedding, other = (

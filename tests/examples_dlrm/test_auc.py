@@ -22,6 +22,7 @@ def test_exact_auc_counts_pairs():
 
 
 @pytest.mark.parametrize(("bins", "error"), [(32, 0.1), (1024, 0.005), (2**16, 1e-4)])
+@pytest.mark.quick(1)
 def test_auc_over_batches_is_within_its_error(bins, error):
     rng = np.random.default_rng(0)
     logits = rng.normal(scale=2.0, size=(10, 800)).astype(np.float32)

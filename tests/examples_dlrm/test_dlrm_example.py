@@ -32,6 +32,7 @@ def run(monkeypatch, *arguments):
         ("--matrices bags", "--matrices goes with --criteo: planted clicks are of hashed bags"),
     ],
 )
+@pytest.mark.quick(4)
 def test_example_refuses_arguments(monkeypatch, capsys, arguments, message):
     with pytest.raises(SystemExit):
         run(monkeypatch, *arguments.split())

@@ -30,6 +30,7 @@ ODD = ["x" * 300, "é" * 200, "a/b", "..", "a.", "a", "A", "\0", "tables.json", 
 
 
 @given(st.lists(st.text(min_size=1), unique=True), st.integers(0, 300))
+@pytest.mark.whole
 def test_names_are_file_names_of_their_own_whatever_the_case(names, more):
     names = {name * k for name in names for k in (1, more)} - {""}
     found = {files.file_name(name).casefold() for name in names}
@@ -61,6 +62,7 @@ def assert_short(root):
         assert len({name.casefold() for name in names}) == len(names)
 
 
+@pytest.mark.whole
 def test_tables_of_any_name_are_saved_and_restored(odd, tmp_path):
     state = odd.init(jax.random.key(0))
     save(tmp_path / "saved", odd, state)
@@ -69,6 +71,7 @@ def test_tables_of_any_name_are_saved_and_restored(odd, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"saved"}
 
 
+@pytest.mark.whole
 def test_tables_of_any_name_are_exported_and_changed(odd, tmp_path):
     features = {f"{i}": FeatureConfig(odd.table_configs[name]) for i, name in enumerate(ODD)}
     request = {path: np.zeros((1, 1), np.int32) for path in features}

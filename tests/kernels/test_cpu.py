@@ -57,6 +57,7 @@ ROWS = {
 
 @pytest.mark.parametrize("shape", [(), (3,), (0, 4), (5, 7), (3_000_001,), (90_001, 33)])
 @pytest.mark.parametrize("dtype", [np.float32, np.uint16, np.int8])
+@pytest.mark.quick(5)
 def test_zeros_in_memory_that_was_used(shape, dtype):
     """Of a few bytes, and of several large pages with parts of pages around them."""
     used = [jnp.full(shape, 1, dtype) for _ in range(3)]
@@ -78,6 +79,7 @@ def table_of(rng, rows, dtype, trailing):
 @pytest.mark.parametrize("kind", ROWS)
 @pytest.mark.parametrize("row_type", [np.int32, np.int64])
 @pytest.mark.parametrize("n", [1, 4000])
+@pytest.mark.quick(8)
 def test_gather_rows(x64, kind, row_type, n):
     rng = np.random.default_rng(n)
     table = table_of(rng, 50, *ROWS[kind])
@@ -93,6 +95,7 @@ def test_gather_rows(x64, kind, row_type, n):
 
 @pytest.mark.parametrize("kind", ROWS)
 @pytest.mark.parametrize("row_type", [np.int32, np.int64])
+@pytest.mark.quick(4)
 def test_set_rows(x64, kind, row_type):
     rng = np.random.default_rng(2)
     dtype, trailing = ROWS[kind]
@@ -158,6 +161,7 @@ def test_sort_many_rows(seed, bits, extreme, limits):
 
 
 @pytest.mark.parametrize("n", [1, 2**14 - 1, 2**14, 2**14 + 1])
+@pytest.mark.quick(2)
 def test_sort_any_number_of_rows(n):
     rows = np.random.default_rng(n).integers(-1, 100, n).astype(np.int32)
     check_sort(rows)
@@ -176,6 +180,7 @@ HALVES = [
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [*(("float32", dim) for dim in DIMS), *HALVES])
+@pytest.mark.quick(4)
 def test_gather_sum(dtype, dim):
     operands = draw_sums(np.random.default_rng(dim), dim, dtype)
     found = NATIVE_SUMS(*operands)
@@ -210,6 +215,7 @@ def test_sums_of_every_dim(dtype):
 
 @pytest.mark.parametrize("dim", [5, 64, 130])
 @pytest.mark.parametrize("hot", [1, 3, 40])
+@pytest.mark.quick(3)
 def test_sums_in_either_order(dim, hot):
     """Short and long bags of several features: the latter are summed feature by feature."""
     rng = np.random.default_rng(hot)
@@ -225,6 +231,7 @@ def test_sums_in_either_order(dim, hot):
 
 
 @pytest.mark.parametrize("widths", [(3, 1, 0, 5), (0, 2, 2, 0), (1, 1, 1, 1)])
+@pytest.mark.quick(1)
 def test_bags_of_known_widths(widths):
     """Where all periods are alike, the widths of their bags say what the segments say."""
     rng, periods = np.random.default_rng(sum(widths)), 70
@@ -239,6 +246,7 @@ def test_bags_of_known_widths(widths):
 
 
 @pytest.mark.parametrize("order", [(5, 0, 3, 1, 4, 2), (1, 0, 2, 3, 4, 5)], ids=str)
+@pytest.mark.quick(1)
 def test_columns_in_another_order(order):
     """The bags of a period in any order: each feature still gets its own, in their order."""
     operands = draw_sums(np.random.default_rng(8), 20, "float32")
@@ -275,6 +283,7 @@ def test_the_order_of_a_sum():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dim", [5, 64])
+@pytest.mark.quick(1)
 def test_sums_of_rows_that_are_not_finite(dim, dtype):
     rng = np.random.default_rng(4)
     source, *rest = draw_sums(rng, dim, dtype)
@@ -309,6 +318,7 @@ def test_segment_sum(monkeypatch):
 
 
 @pytest.mark.parametrize("moved", ["weights", "all"])
+@pytest.mark.quick(1)
 def test_derivatives_are_the_references(monkeypatch, moved):
     rng = np.random.default_rng(6)
     source, index, segments, weights, factors = draw_sums(rng, 5, "float32", n=200, tiny=False)

@@ -50,6 +50,7 @@ if cpu.load().path is None:
 @pytest.mark.parametrize(
     "dims", [(5, 130), pytest.param((1, 20), marks=pytest.mark.whole)], ids=str
 )
+@pytest.mark.quick(7)
 def test_every_rule(name, dtype, dims):
     rule = compiled(RULES[name])
     for dim in dims:
@@ -62,6 +63,7 @@ def test_every_rule(name, dtype, dims):
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("name", ["adam", "rowwise"])
+@pytest.mark.quick(6)
 def test_every_dimension(name, dim):
     table, slots, given = draw_update(np.random.default_rng(dim), RULES[name], dim, "float32")
     rule = compiled(RULES[name])
@@ -71,6 +73,7 @@ def test_every_dimension(name, dim):
 
 @pytest.mark.parametrize("missing", ["weights", "factors", "both", "bags", "64 bits"])
 @pytest.mark.parametrize("blocks", [(), (1,), (20, 21, 77), tuple(range(3, UPDATE_BAGS, 3))])
+@pytest.mark.quick(5)
 def test_what_may_be_missing(missing, blocks):
     rng, row_type = np.random.default_rng(8), np.int64 if missing == "64 bits" else np.int32
     optimizer, alone = RULES["adagrad"], missing == "bags"
@@ -85,6 +88,7 @@ def test_what_may_be_missing(missing, blocks):
 
 
 @pytest.mark.parametrize("order", [(1, 0, 2), (2, 1, 0), (0, 2, 1)], ids=str)
+@pytest.mark.quick(1)
 def test_columns_in_another_order(order):
     """The bags of a period in any order: gradients given so give what reordered ones give."""
     rng = np.random.default_rng(9)
@@ -109,6 +113,7 @@ def test_blocks_matter():
 
 @pytest.mark.parametrize("name", ["sgd, all options", "adagrad", "adam", "rowwise"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.quick(2)
 def test_gradients_and_rows_that_are_not_finite(name, dtype):
     rng, rule = np.random.default_rng(9), compiled(RULES[name])
     table, slots, given = draw_update(rng, RULES[name], 20, dtype)
@@ -127,6 +132,7 @@ def test_gradients_and_rows_that_are_not_finite(name, dtype):
 
 
 @parametrize_pairs(dim=[1, 7, 64], least=[None, 0.0, -0.0], most=[None, 0.0, -0.0])
+@pytest.mark.quick(3)
 def test_bounds_that_are_zero(dim, least, most):
     """Of zeros of different signs, the positive one is larger."""
     optimizer = o.SGD(0.1, clip_weight_min=least, clip_weight_max=most)

@@ -42,6 +42,7 @@ def step_of(devices):
     platform=list(PLATFORMS),
     devices=[8, 1],
 )
+@pytest.mark.quick(2)
 def test_a_training_step_lowers_for(monkeypatch, kernels, platform, devices):
     monkeypatch.setenv(dispatch.VARIABLE, kernels)
     step, arguments = step_of(devices)
@@ -91,6 +92,7 @@ def test_one_program_for_several_platforms(monkeypatch):
 
 
 @pytest.mark.skipif(not NATIVE, reason=f"compiled library: {cpu.load().why_not}")
+@pytest.mark.whole
 def test_one_program_with_compiled_kernels_for_several_platforms(monkeypatch):
     with pytest.raises(ValueError, match="tpu_embed_"):
         exported_step(monkeypatch, "native")

@@ -89,6 +89,7 @@ def test_sparse_cores_move_rows_of_words_and_numbers():
     dtype=DTYPES,
     shape=[(1,), (7,), (16,), (128,), (200,), (2, 3)],
 )
+@pytest.mark.quick(5)
 def test_packed_rows_come_back(packing, dtype, shape):
     form = RowFormat(shape, jnp.dtype(dtype), packing)
     bits = np.random.default_rng(0).integers(0, 2**16, (5, *shape))

@@ -50,6 +50,7 @@ LINE = st.lists(st.integers(-2, 5) | st.integers(-(2**31), 2**31 - 1), max_size=
 @settings(max_examples=50)
 @given(lines=st.lists(LINE, min_size=1, max_size=3), seed=st.integers(0, 9))
 @hypothesis.example(lines=[[], [-1] * 4], seed=0)
+@pytest.mark.quick(2)
 def test_sort_few_ids(kernels, dtype, apart, lines, seed):
     lines = [[row + apart * (row % 3) if row >= 0 else row for row in line] for line in lines]
     rows = [np.array(line, dtype) for line in lines]
@@ -76,6 +77,7 @@ def test_sort_rows_of_64_bits(kernels):
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 @pytest.mark.parametrize("rows", [1, 100, 3_000_000, 2**31 - 1])
 @pytest.mark.parametrize("by_block", [False, True])
+@pytest.mark.quick(24)
 def test_sort_many_ids(threads, dtype, rows, by_block):
     rng = np.random.default_rng(rows % 7)
     lines = draw_rows(rng, [MANY, 0, 17, MANY + 1], rows, dtype)

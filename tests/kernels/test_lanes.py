@@ -68,6 +68,7 @@ def test_rows_in_their_places_are_written_around_absent_ones(words, first, absen
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -0.0])
+@pytest.mark.quick(1)
 def test_the_other_rows_of_a_line_keep_their_bits(value):
     table = jnp.full((8, 128), value)
     new = lanes.set_rows(table, jnp.array([3]), jnp.ones((1, 32)))

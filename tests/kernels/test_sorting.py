@@ -64,6 +64,7 @@ def test_unsort_puts_values_back(platform):
 
 
 @pytest.mark.parametrize("share", [0, 0.4, 1])
+@pytest.mark.quick(5)
 def test_compact_closes_gaps(platform, share):
     values = np.sort(draw(0, 30))
     kept = np.random.default_rng(1).random(N) < share
@@ -73,6 +74,7 @@ def test_compact_closes_gaps(platform, share):
 
 
 @pytest.mark.parametrize("size", [1, 7, 90])
+@pytest.mark.quick(3)
 def test_rows_that_occur(platform, size):
     rows = draw(-2, size + 3)
     found = jax.jit(lambda rows: dispatch.occurs(rows, size))(rows)

@@ -93,6 +93,7 @@ def test_no_rows_are_no_kernel():
 
 
 @given(st.integers(1, 400), st.lists(st.integers(-2, 12), min_size=9, max_size=9))
+@pytest.mark.whole
 def test_long_rows_are_cut_into_pieces_that_fit(vectors, rows):
     words = 16 * vectors
     table = np.broadcast_to(np.zeros((10, 1), np.float32), (10, words))

@@ -105,6 +105,7 @@ def test_unweighted_sums_have_the_bits_of_the_reference(late, filled):
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.whole), "bfloat16"])
+@pytest.mark.whole
 def test_weighted_sums(dtype):
     """Of both kinds of rows; rows of float32 also have weights where they are padded, below."""
     source, weights = numbers(1)
@@ -134,6 +135,7 @@ def test_weighted_sums(dtype):
     test()
 
 
+@pytest.mark.whole
 def test_long_rows_are_cut_and_joined(monkeypatch):
     """Each piece is summed by itself, here by the reference."""
 
@@ -194,6 +196,7 @@ def test_nothing_to_sum_is_no_kernel():
         )
 
 
+@pytest.mark.whole
 def test_rows_of_any_width_sum_and_differentiate_through_the_dispatch():
     """20 columns are padded, stored bfloat16 is packed, and factors and features come after."""
     rng = np.random.default_rng(2)

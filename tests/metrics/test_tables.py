@@ -91,6 +91,7 @@ def test_tables_and_slots_are_measured(devices, monkeypatch):
 
 
 @pytest.mark.parametrize(("packing", "name"), [("lanes", "mod"), ("words", "half")])
+@pytest.mark.quick(1)
 def test_packed_rows_are_measured(packing, name, monkeypatch):
     monkeypatch.setattr(norms, "BLOCK_ROWS", 128)
     monkeypatch.setattr(resolve, "packing_of", lambda device: packing)

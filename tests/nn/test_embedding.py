@@ -18,6 +18,7 @@ from tpu_embed import optimizers as o
 @pytest.mark.parametrize(
     ("shape", "devices"), [((), 1), ((5,), 1), ((2, 0, 3), 1), ((2, 3), 1), ((2, 3), 8)]
 )
+@pytest.mark.quick(2)
 def test_embed_returns_a_row_an_id(shape, devices):
     embed = nn.Embed(V, D, mesh=mesh_of(devices), rngs=nnx.Rngs(0))
     ids, rows = ids_of(0, shape, lowest=0), np.array(embed.embedding)
@@ -42,6 +43,7 @@ def test_embed_takes_the_arguments_of_nnx_embed():
 
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("combiner", ["sum", "mean"])
+@pytest.mark.quick(1)
 def test_bags_of_every_form(combiner, jitted):
     bag = bag_of(None, devices=2, combiner=combiner)
     rows, ids = np.array(bag.embedding), np.array([[3, 5], [7, -1], [-1, -1], [2, 2]])
@@ -135,6 +137,7 @@ def test_rows_are_loaded_and_read_in_their_order():
 @pytest.mark.parametrize(
     "dtype", [np.int64, pytest.param(np.uint8, marks=pytest.mark.whole), np.uint32]
 )
+@pytest.mark.quick(1)
 def test_bad_ids(dtype):
     bad = np.array([1, np.iinfo(dtype).max], dtype)
     bag = bag_of(o.SGD(0.1))
@@ -150,6 +153,7 @@ def test_bad_ids(dtype):
 
 
 @pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.quick(1)
 def test_weights_may_be_integers(jitted):
     ids, weights = ids_of(0), np.arange(3 * B, dtype=np.int32).reshape(B, 3)
 
@@ -250,6 +254,7 @@ class Summed(nnx.Module):
         return self.embed(ids).sum(-2) + self.bag(ids)
 
 
+@pytest.mark.whole
 def test_a_model_with_layers_can_be_tabulated():
     model, ids = Summed(), ids_of(0, (8, 3), lowest=0)
     expected = np.asarray(model(ids))

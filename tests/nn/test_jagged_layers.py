@@ -97,6 +97,7 @@ def test_a_placed_batch_compiles_only_in_its_first_lookup(caplog):
         pytest.param("outside of a jit", 8, marks=pytest.mark.whole),
     ],
 )
+@pytest.mark.quick(1)
 def test_a_step_has_the_bits_of_the_engines(devices, form):
     layer = layer_of(o.Adam(0.1), devices=devices)
     engine, state = engine_of(o.Adam(0.1), devices)
@@ -136,6 +137,7 @@ def _in_vmap(layer, values):
         pytest.param(_in_vmap, 2, marks=pytest.mark.whole),
     ],
 )
+@pytest.mark.whole
 def test_several_lookups_train_as_those_of_padded_sequences(looked_up, devices):
     """The gradient of a place is that of its value, so both have one gradient per id."""
     layers = (
@@ -157,6 +159,7 @@ def test_several_lookups_train_as_those_of_padded_sequences(looked_up, devices):
     assert (np.array(layers[0].embedding) != np.array(layer_of().embedding)).any()
 
 
+@pytest.mark.whole
 def test_the_rest_of_a_model_has_the_gradients_of_nnx():
     """A layer that is not trained may stand under `nnx.value_and_grad`, placed and dense."""
     frozen = bag_of(None, devices=2, layer={"jagged": True}, trainable=False)
@@ -204,6 +207,7 @@ def test_weights_are_differentiated_and_scale_rows():
     assert_jagged_equal(found, rows_found)
 
 
+@pytest.mark.whole
 def test_gradients_of_a_placed_batch_are_those_of_its_values():
     layer = layer_of(o.SGD(1.0), devices=2)
     batch, before = layer.place(RAGGED), np.array(layer.embedding)
@@ -226,6 +230,7 @@ MESHES = {
 
 
 @pytest.mark.parametrize("case", MESHES)
+@pytest.mark.quick(1)
 def test_placed_batches_are_trained_on_a_mesh_of_two_axes(case):
     kinds, axes, ids, jagged = MESHES[case]
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=kinds)

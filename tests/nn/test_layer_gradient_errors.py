@@ -122,6 +122,7 @@ def _carried(bag):
     ids=lambda s: s.__name__,
 )
 @pytest.mark.filterwarnings(DIFFERENTIATED)
+@pytest.mark.quick(2)
 def test_a_lookup_that_is_not_found_is_an_error(shape):
     with pytest.raises(ValueError, match="layer 'a': expected lookups in plain code, jit, vmap"):
         nn.fused_value_and_grad(lambda model: shape(model.a))(nnx.Dict(a=bag_of(o.SGD(0.1))))

@@ -101,6 +101,7 @@ IN_WHOLE = [_in_jit, _in_vmap, _in_scan, _in_remat, _host_ids]
     ],
     ids=lambda x: getattr(x, "__name__", x),
 )
+@pytest.mark.quick(2)
 def test_every_lookup_is_found(shape, jitted):
     """The table after a step of SGD is what the dense gradient gives."""
     bag = bag_of(o.SGD(0.5), devices=2)
@@ -267,6 +268,7 @@ def test_a_layer_of_two_arguments_belongs_to_the_one_differentiated():
         pytest.param((np.uint32, np.int32), marks=pytest.mark.whole),
     ],
 )
+@pytest.mark.quick(1)
 def test_lookups_of_ids_of_any_dtype_and_width(dtypes):
     """Padding between them is no row, whatever the dtypes."""
     table = tpu_embed.TableConfig(300, D, optimizer=o.SGD(0.5), combiner="mean")
@@ -286,6 +288,7 @@ def test_lookups_of_ids_of_any_dtype_and_width(dtypes):
     assert int(bag.bad_ids[0]) == 0
 
 
+@pytest.mark.whole
 def test_weights_of_one_lookup_beside_none_and_of_another_dtype():
     bag, plain = bag_of(o.SGD(0.5), combiner="mean"), bag_of(o.SGD(0.5), combiner="mean")
     ids, ones = ids_of(1), jnp.ones((16, 3), jnp.bfloat16)
@@ -296,6 +299,7 @@ def test_weights_of_one_lookup_beside_none_and_of_another_dtype():
 
 @pytest.mark.filterwarnings(DIFFERENTIATED)
 @pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.quick(1)
 def test_a_layer_closed_over_by_a_plain_jit(devices):
     bag = bag_of(o.SGD(0.5), devices=devices, combiner="sum")
     expected = np.array(bag.embedding)[A]
@@ -316,6 +320,7 @@ def test_a_filter_sees_paths_from_the_model():
 
 
 @pytest.mark.parametrize("count", [8, pytest.param(5, marks=pytest.mark.whole)])
+@pytest.mark.whole
 def test_explicit_axes(count):
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
     table = tpu_embed.TableConfig(V, D, name="films", optimizer=o.SGD(0.5))

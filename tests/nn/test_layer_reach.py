@@ -31,6 +31,7 @@ def looked_up(loss, *, has_aux=True):
 
 
 @pytest.mark.parametrize(("form", "place"), PAIRS)
+@pytest.mark.quick(4)
 def test_a_lookup_that_is_cut_is_left_out(form, place):
     (ids,) = looked_up(loss_of(form, place))
     assert sorted(np.asarray(ids).reshape(-1).tolist()) == sorted(KEPT)
@@ -39,6 +40,7 @@ def test_a_lookup_that_is_cut_is_left_out(form, place):
 @pytest.mark.parametrize(
     ("form", "place"), [*((form, "plain") for form in CONNECTED), ("times zero", "scan")]
 )
+@pytest.mark.quick(2)
 def test_a_lookup_whose_gradient_is_zero_stays(form, place):
     ids = looked_up(loss_of(CONNECTED[form], place))
     together = np.concatenate([np.asarray(some).reshape(-1) for some in ids])
@@ -82,11 +84,13 @@ def kept():
     ],
     ids=["stopped", "aux", "read by aux"],
 )
+@pytest.mark.quick(1)
 def test_a_step_is_that_of_the_lookups_that_reach_the_value(loss):
     """Bit for bit: rows, slots and counters, without a warning."""
     jax.tree.map(np.testing.assert_array_equal, stepped(loss), kept())
 
 
+@pytest.mark.whole
 def test_a_layer_that_no_gradient_reaches_takes_no_step():
     used, cut = bag_of(ADAM), bag_of(ADAM)
     model = nnx.Dict(used=used, cut=cut, linear=nnx.Linear(4, 1, rngs=nnx.Rngs(0)))

@@ -28,6 +28,7 @@ CASES = {
         pytest.param("adagrad", 8, marks=pytest.mark.whole),
     ],
 )
+@pytest.mark.quick(1)
 def test_a_model_equals_the_same_with_nnx_embed(rule, devices):
     """Step by step; sums of rows and optax's eps, inside the root, round differently."""
     ours, theirs = CASES[rule]
@@ -75,6 +76,7 @@ def test_a_layer_has_the_engines_bits(options, placement):
     assert_same(bag.logical_slots, engine.slots(state)["films"])
 
 
+@pytest.mark.whole
 def test_devices_do_not_change_the_bits():
     tables = []
     step = nnx.jit(lambda bag, ids: nn.fused_value_and_grad(lambda bag: _loss(bag(ids)))(bag)[0])
@@ -96,6 +98,7 @@ def test_devices_do_not_change_the_bits():
     ],
     ids=["squared", "linear", "aux"],
 )
+@pytest.mark.quick(1)
 def test_no_temporary_is_as_large_as_a_table(loss):
     rows = 1_000_000
     embed = nn.Embed(rows, 16, optimizer=o.Adagrad(0.1), mesh=mesh_of(1), rngs=nnx.Rngs(0))

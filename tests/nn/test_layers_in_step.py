@@ -116,6 +116,7 @@ def test_an_embed_leaves_missing_keys_out():
 
 
 @pytest.mark.parametrize("rows", [{"films": 5, "tags": 3}, {"films": 30, "tags": 9}], ids=str)
+@pytest.mark.quick(1)
 def test_another_capacity_keeps_the_best_keys(tmp_path, rows):
     model = _model(devices=8)
     for step in range(4):
@@ -181,6 +182,7 @@ def _ahead(rng, placer, waiting, keys):
 
 
 @pytest.mark.parametrize("seed", range(2))
+@pytest.mark.quick(1)
 def test_random_calls_equal_a_plain_loop(seed, tmp_path):
     rng, model, plain = np.random.default_rng(seed), _model(), _Plain()
     placer, waiting, kinds = nn.ModelPlacer(model), [], set()

@@ -172,6 +172,7 @@ def test_an_embed_of_keys():
     np.testing.assert_array_equal(changed[0], found[0] - np.array([[1.0], [0.5]], np.float32))
 
 
+@pytest.mark.whole
 def test_inputs_by_name_share_the_map():
     layer = _model(devices=2)["films"]
     batch = nn.place(layer, {"seen": np.array([[5, 6], [6, 7]]), "item": np.array([5, 9])})

@@ -39,6 +39,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.quick(1)
 def test_a_lookup_under_differentiation_is_named_once(way):
     model = model_of(optimizer=o.SGD(0.1))
     with pytest.warns(UserWarning, match=r"'films' \[10, 2\].*fused_value_and_grad") as caught:
@@ -68,6 +69,7 @@ def test_a_table_without_optimizer_is_named_once():
 @pytest.mark.parametrize(
     "options", [{"optimizer": o.SGD(0.1)}, {"trainable": False, "optimizer": o.SGD(0.1)}]
 )
+@pytest.mark.quick(1)
 def test_no_word_where_nothing_is_wrong(options):
     """Warnings are errors in these tests."""
     model = model_of(**options)
@@ -80,6 +82,7 @@ def test_no_word_where_nothing_is_wrong(options):
     assert (np.array(model["films"].embedding) == before).all() == ("trainable" in options)
 
 
+@pytest.mark.whole
 def test_a_frozen_table_may_be_looked_up_anywhere():
     for layer in (model_of(trainable=False)["films"], bag_of(None, trainable=False)):
         jax.grad(lambda x, layer=layer: (x * layer(IDS[:, None])).sum())(1.0)

@@ -68,11 +68,13 @@ FIRST = [
 
 
 @pytest.mark.parametrize(("case", "optimizer"), FIRST)
+@pytest.mark.quick(4)
 def test_as_optax_is_the_rule_over_rows(case, optimizer):
     check(case.split("-")[0], optimizer, ["cube"])
 
 
 @pytest.mark.parametrize("name", ["RowWiseAdagrad", "LAMB"])
+@pytest.mark.quick(1)
 def test_any_leaf_is_rows(name):
     check(name, optimizer_cases.CASES[name][1], list(SHAPES))
 

@@ -42,6 +42,7 @@ def loss_after(rule):
 
 
 @pytest.mark.parametrize("page", FIRST_PAGES)
+@pytest.mark.quick(1)
 def test_the_optimizer_of_a_first_example_learns(page):
     (given,) = re.findall(r"\bAdagrad\(([^)]*)\)", (ROOT / page).read_text())
     rate, *named = given.split(", ")

@@ -18,6 +18,7 @@ KEYS = jax.random.split(jax.random.key(0), N)
 
 
 @pytest.mark.parametrize("case", optimizer_cases.OPTAX_CASES)
+@pytest.mark.quick(3)
 def test_rows_equal_the_transform_on_the_whole(case):
     tx, row_slots = optimizer_cases.OPTAX_CASES[case]
     optimizer = as_table_optimizer(tx)
@@ -86,6 +87,7 @@ def refused(name):
 
 
 @pytest.mark.parametrize("name", refused(None))
+@pytest.mark.quick(3)
 def test_transform_that_mixes_rows_is_refused(name):
     words = r"(?s)optimizer '\w+': expected a row-separable transform.*around the dense part"
     with pytest.raises(ValueError, match=words):

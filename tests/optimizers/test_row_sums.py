@@ -25,6 +25,7 @@ def by_halves(rows):
 
 
 @pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.quick(2)
 def test_sums_and_means_are_made_by_halves(dim):
     rows = ROWS[:, :dim]
     sums = by_halves(rows)
@@ -102,5 +103,6 @@ CASES = [(FIRST, *case) for case in SOME] + [
 
 
 @pytest.mark.parametrize(("dims", "devices", "placement", "stacked"), CASES)
+@pytest.mark.quick(1)
 def test_rules_that_reduce_have_the_same_bits_everywhere(dims, devices, placement, stacked):
     assert_same(trained(dims, devices, placement, stacked), trained(dims, 1, "mod", True))

@@ -65,6 +65,7 @@ BOTH = [(dtype, *pair) for dtype in ("float64", "float32") for pair in FLAT]
 
 
 @pytest.mark.parametrize(("dtype", "case", "optimizer"), BOTH, ids=[f"{c}-{d}" for d, c, _ in BOTH])
+@pytest.mark.quick(22)
 def test_rule_is_the_oracle(dtype, case, optimizer):
     first, history = library_trajectory(optimizer, dtype)
     expected_first, expected_history = oracle_trajectory(case.split("-")[0], optimizer)

@@ -141,6 +141,7 @@ def test_compiling_asks_for_a_topology_before_it_plans(run, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.whole
 def test_a_terminal_of_few_characters_and_a_reader_that_leaves(tmp_path):
     config = tmp_path / "config.py"
     config.write_text(CONFIG)

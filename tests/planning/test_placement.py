@@ -70,6 +70,7 @@ def test_what_is_not_auto_is_the_same_object():
 
 
 @pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.quick(1)
 def test_the_facade_resolves(devices):
     """Tables are keyed by what was declared, and have the bits of the placement chosen."""
     tiny, large = _auto(10, name="tiny"), _auto(5000, name="large")

@@ -62,6 +62,7 @@ HELPERS = sorted(p.stem for p in (ROOT / "tests" / "helpers").rglob("*.py"))
 
 
 @pytest.mark.parametrize("helper", HELPERS)
+@pytest.mark.quick(27)
 def test_every_helper_is_imported_by_a_test(helper):
     """Directly, or by a helper that a test imports; or it is run as a program of its own."""
     files = [p for p in (ROOT / "tests").rglob("*.py") if p.stem != helper]

@@ -40,6 +40,7 @@ def combined(table, ids, weights, combiner):
 
 @pytest.mark.parametrize("trailing", [(), (D,), (2, 3)])
 @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint32])
+@pytest.mark.quick(5)
 def test_rows_are_those_of_the_table(trailing, dtype):
     ids = np.array([[1, 2], [2, 8]], dtype)
     table = table_of(trailing)
@@ -51,6 +52,7 @@ def test_rows_are_those_of_the_table(trailing, dtype):
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 @pytest.mark.parametrize("trailing", [(), (D,), (2, 3)])
 @pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.quick(5)
 def test_bags_combine_as_in_float64(combiner, trailing, weighted):
     table, weights = table_of(trailing), weights_of(IDS) if weighted else None
     got = embedding_lookup(table, IDS, weights, combiner=combiner)
@@ -72,6 +74,7 @@ def test_the_weight_of_padding_is_not_read():
 
 
 @pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
+@pytest.mark.quick(1)
 def test_empty_bags_have_zero_gradients(combiner):
     ids = np.full((2, 3), -1)
     weights = jnp.ones((2, 3))

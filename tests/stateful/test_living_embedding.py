@@ -63,6 +63,7 @@ def expected():
 
 @pytest.mark.parametrize("prefetched", [False, True])
 @pytest.mark.parametrize("pipelined", [0, 1])
+@pytest.mark.quick(1)
 def test_a_queue_does_what_a_loop_does(expected, pipelined, prefetched):
     made, seen = embedding(pipeline_execution_with_tensor_core=bool(pipelined)), []
     batches = (draw(step) for step in range(STEPS))
@@ -158,6 +159,7 @@ def test_another_state_must_be_of_the_step_of_the_maps():
 
 
 @pytest.mark.parametrize("readable", [True, False])
+@pytest.mark.quick(1)
 def test_new_keys_after_an_invalid_state_are_drawn_with_its_random_key(readable):
     made = small()
     made.state = made.engine.init(jax.random.key(5))
@@ -185,6 +187,7 @@ def small(**options):
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.quick(1)
 def test_an_update_reaches_the_rows_of_its_own_keys_only(pipelined):
     """Batches of 4 keys in 6 rows: every row changes hands again and again, with updates due."""
     made = small(seed=KEY, pipeline_execution_with_tensor_core=pipelined)

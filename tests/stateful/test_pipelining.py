@@ -93,11 +93,13 @@ TRACES = {
 
 
 @pytest.mark.parametrize(("trace", "expected", "_"), TRACES.values(), ids=list(TRACES))
+@pytest.mark.quick(3)
 def test_not_pipelined_every_update_is_seen(trace, expected, _):
     _assert_sees(_embedding(False), trace, expected)
 
 
 @pytest.mark.parametrize(("trace", "_", "expected"), TRACES.values(), ids=list(TRACES))
+@pytest.mark.quick(3)
 def test_pipelined_a_loop_that_enqueues_ahead_is_one_step_old(trace, _, expected):
     _assert_sees(_embedding(True), trace, expected)
 

@@ -104,6 +104,7 @@ STEPS = 120
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.quick(1)
 def test_one_thread_enqueues_and_another_trains(pipelined):
     """Beside one that reads all the time; the bits are those of one thread."""
     embedding = make_embedding(pipeline_execution_with_tensor_core=pipelined)

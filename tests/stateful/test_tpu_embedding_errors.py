@@ -136,6 +136,7 @@ def test_an_exception_of_a_learning_rate():
 
 @pytest.mark.parametrize("while_tracing", [False, True])
 @pytest.mark.parametrize("kind", [ValueError, jax.errors.JaxRuntimeError])
+@pytest.mark.quick(2)
 def test_what_a_learning_rate_raises_is_no_device_error(kind, while_tracing):
     """Whatever its message: the device did not raise it."""
 

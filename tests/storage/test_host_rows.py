@@ -26,6 +26,7 @@ def kernels(request, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("in_file", [False, True])
+@pytest.mark.quick(4)
 def test_rows_are_those_of_a_dictionary(kernels, seed, in_file, tmp_path):
     rng = np.random.default_rng(seed)
     check_random_rows(rng, HostRows(FIELDS, tmp_path if in_file else None), calls=30)
@@ -54,6 +55,7 @@ def test_a_store_gives_room_back(kernels, tmp_path):
 
 @pytest.mark.parametrize("in_file", [False, True])
 @pytest.mark.parametrize("row_bytes", [40, 508, 12_000])
+@pytest.mark.quick(2)
 def test_a_store_begins_small_and_doubles(row_bytes, in_file, tmp_path):
     """Both take the same bytes for as many rows, through all segments before the first full one."""
     full = max(4096 * row_bytes, 1 << 24)  # a full segment has no more

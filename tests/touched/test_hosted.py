@@ -97,6 +97,7 @@ class Run:
 
 
 @pytest.mark.parametrize(("devices", "seed"), [(1, 0), (2, 1)])
+@pytest.mark.quick(1)
 def test_a_batch_touches_the_ids_that_it_looked_up(devices, seed):
     run, later, update = Run(devices, seed), [], 0
     for _ in range(40):

@@ -81,6 +81,7 @@ ACTIONS = {"place": 0.25, "throw_away": 0.05, "train": 0.4, "edit": 0.1, "publis
 
 
 @pytest.mark.parametrize("seed", range(2))
+@pytest.mark.quick(1)
 def test_every_change_is_reported_however_it_is_recorded(seed):
     run = Run(seed)
     for action in run.rng.choice([*ACTIONS], 80, p=[*ACTIONS.values()]):
@@ -147,6 +148,7 @@ SINCE = {
 
 
 @pytest.mark.parametrize("case", SINCE)
+@pytest.mark.quick(2)
 def test_what_is_no_version_is_refused(one, case):
     since, text = SINCE[case]
     for ask in (one[2].since, one[2].changes):
@@ -164,6 +166,7 @@ KEYS = {
 
 
 @pytest.mark.parametrize("case", KEYS)
+@pytest.mark.quick(2)
 def test_keys_that_were_not_set_are_refused(one, case):
     _, state, touched, version = one
     given, text = KEYS[case]

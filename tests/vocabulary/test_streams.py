@@ -57,6 +57,7 @@ def run(kernels, steps, keys, rows, options):
 
 
 @pytest.mark.parametrize(("policy", "admit_after"), PAIRS)
+@pytest.mark.quick(1)
 def test_a_twentieth_of_a_stream(policy, admit_after):
     options = {**POLICIES[policy], "admit_after": admit_after}
     counters = run(BUILT, 100, 250_000, 25_000, options)

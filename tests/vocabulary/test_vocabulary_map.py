@@ -48,6 +48,7 @@ OPTIONS = st.fixed_dictionaries(
 @both
 @settings(max_examples=150)
 @given(BATCHES, OPTIONS, st.integers(1, 7), st.integers(0, 2), st.data())
+@pytest.mark.quick(1)
 def test_every_step_is_the_oracles(kernels, batches, options, capacity, lookahead, data):
     """Also after steps were undone, and states are those of the steps before."""
     found = make_map(kernels, capacity, lookahead, **options)
@@ -85,6 +86,7 @@ def test_the_oracle_of_long_streams_is_the_oracle(batches, options, capacity, lo
 @both
 @given(BATCHES, BATCHES, OPTIONS, st.integers(1, 7), st.integers(0, 2))
 @settings(max_examples=50)
+@pytest.mark.quick(1)
 def test_a_loaded_state_goes_on_as_the_map_did(
     kernels, before, after, options, capacity, lookahead
 ):
@@ -106,6 +108,7 @@ def test_a_loaded_state_goes_on_as_the_map_did(
 
 @pytest.mark.skipif(len(BUILT) == 1, reason=f"library: {cpu.load().why_not}")
 @pytest.mark.parametrize("seed", range(12))
+@pytest.mark.quick(3)
 def test_streams_with_all_calls_are_the_same_natively(seed):
     check_random_map(np.random.default_rng(seed))
 

@@ -95,6 +95,7 @@ def results(engine, state, batch):
 @pytest.mark.parametrize("combiner", COMBINERS)
 @settings(max_examples=25)
 @given(drawn=bags())
+@pytest.mark.quick(1)
 def test_every_form_of_the_same_ids_gives_the_same_bits(combiner, drawn):
     engine, state = form_engine(combiner)
     flat = roomy(engine.place({"x": RaggedIds.from_lists([[0]] * B)}).spec)
@@ -323,6 +324,7 @@ IN_WHOLE = [(3,), (5,), (7,), (2, 3), (2, 4)]
     ],
     ids=lambda case: "x".join(map(str, case.shape)),
 )
+@pytest.mark.quick(1)
 def test_chosen_meshes_give_the_bits_of_one_device(case):
     assert aligned(case)
     check_mesh(case, seed=0)
@@ -345,6 +347,7 @@ IN_CI = [(1, "reference"), (4, "default")]  # one block a device: `test_chosen_m
         for case in itertools.product(ONE_AXIS, ("default", "reference"))
     ],
 )
+@pytest.mark.quick(1)
 def test_devices_with_several_blocks_give_the_bits_of_one(devices, kernels):
     axes = ("p",)
     case = MeshCase((devices,), False, axes, axes, (23, 4), ONE_AXIS[devices], 24 // devices)

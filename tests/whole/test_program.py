@@ -103,6 +103,7 @@ CASES = {
         ("adam", "bfloat16", 1),
     ],
 )
+@pytest.mark.quick(1)
 def test_tables_and_slots_are_updated_in_place(path, case, dtype, devices):
     table = TableConfig(LARGE, 16, name="t", dtype=dtype)
     engine = make_engine({"x": table}, CASES[case], devices)
@@ -131,6 +132,7 @@ def test_tables_and_slots_are_updated_in_place(path, case, dtype, devices):
         ("occurrences", "bfloat16"),
     ],
 )
+@pytest.mark.quick(1)
 def test_temporaries_do_not_grow_with_the_vocabulary(path, case, dtype):
     temporaries = []
     for size in (SMALL, LARGE):
@@ -165,6 +167,7 @@ def kernels(engine):
 
 
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.whole), 8])
+@pytest.mark.whole
 def test_kernels_grow_with_stacks_not_with_tables(path, devices):
     def declared(count):
         return {f"f{i:02d}": TableConfig(100 + i, (4, 8, 16)[i % 3]) for i in range(count)}

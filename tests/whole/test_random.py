@@ -236,6 +236,7 @@ def compare_bits(case, arrangement, done, first):
 
 
 @pytest.mark.parametrize("seed", CHOSEN)
+@pytest.mark.quick(2)
 def test_chosen(seed):
     check_case(seed, whole=False)
 
@@ -251,6 +252,7 @@ def test_chosen_cases_meet_every_trait():
     assert met == EVERY, "choose other seeds: python tests/helpers/random/random_traits.py"
 
 
+@pytest.mark.whole
 def test_a_wrong_number_is_found():
     """One number of one array is wrong by a ten-thousandth: of activations, tables and slots."""
     case = draw_case(787)

@@ -22,6 +22,7 @@ IDS = {
 
 
 @pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.quick(1)
 def test_a_step_of_the_engine(devices):
     with jax.numpy_rank_promotion("raise"):
         engine = tpu_embed.EmbeddingEngine(FEATURES, o.Adam(0.1), mesh=mesh(devices))
@@ -37,6 +38,7 @@ def test_a_step_of_the_engine(devices):
         engine.set_rows(state, "item", [3], np.ones((1, 4), np.float32))
 
 
+@pytest.mark.whole
 def test_layers_and_plain_tables():
     def loss(table, ids, weights):
         return tpu_embed.embedding_lookup(table, ids, weights, combiner="mean").sum()

@@ -125,6 +125,7 @@ def expected_overflows(case, engine):
 
 
 @pytest.mark.parametrize("seed", FEW)
+@pytest.mark.quick(2)
 def test_few(seed):
     check_case(seed)
 

@@ -103,6 +103,7 @@ def in_ci(name):
 
 
 @pytest.mark.parametrize("name", [in_ci(name) for name in OPTIMIZERS])
+@pytest.mark.quick(4)
 def test_all_pairs(name):
     for dtype in LEVELS["dtype"]:
         if layouts := of_dtype(DESIGN[name], dtype):
@@ -183,6 +184,7 @@ def eager_steps(engine, count):
     return engine.tables(state), engine.slots(state)
 
 
+@pytest.mark.whole
 def test_host_rate_is_read_once_an_update_and_never_compiled_in():
     rate, case = Rate(), LayoutCase(8)
     engine = cases.make_engine(o.Adagrad(rate), case)

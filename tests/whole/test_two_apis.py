@@ -105,6 +105,7 @@ def _trained(devices, API):
 
 @pytest.mark.parametrize("API", ["eager", "in jit", "dense ids in jit"])
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.whole), 8])
+@pytest.mark.quick(1)
 def test_apis_agree(devices, API):
     trained = _trained(devices, API)
     assert_same(trained, _trained(devices, "stateful"))
@@ -116,6 +117,7 @@ def test_one_device_and_eight_agree():
 
 
 @pytest.mark.parametrize("name", RULES)
+@pytest.mark.quick(2)
 def test_every_rule_moves_its_table(name):
     initial, trained = (_trained(1, API)[0] for API in ("initial", "stateful"))
     assert np.any(np.asarray(initial[name]) != np.asarray(trained[name]))

@@ -91,6 +91,7 @@ def check(engine, batch, bags, weights=None):
 @pytest.mark.parametrize("devices", [1, 2, 8])
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("stack_tables", [True, False])
+@pytest.mark.quick(6)
 def test_what_is_packed_is_unpacked(devices, ragged, stack_tables):
     engine = make_engine(devices, stack_tables=stack_tables)
     for seed in range(3):

@@ -85,6 +85,7 @@ def both_features(bags):
 @pytest.mark.parametrize("on", MESHES)
 @settings(max_examples=10)
 @given(bags=BAGS)
+@pytest.mark.quick(3)
 def test_capacities_are_the_exact_maxima(on, accumulate, placement, bags):
     engine = make_engine(MESHES[on](), placement, accumulate)
     ids, by_example = both_features(bags)

@@ -55,6 +55,7 @@ def both_ways(engine):
 
 
 @pytest.mark.parametrize(("width", "weighted"), [(2, False), (5, True)])
+@pytest.mark.quick(1)
 def test_traced_ids_are_placed_ids(width, weighted):
     """Sequences are padded, or cut; the same bits come out."""
     ids, weights, rng = draw(width=width), None, np.random.default_rng(1)
@@ -68,6 +69,7 @@ def test_traced_ids_are_placed_ids(width, weighted):
 
 
 @pytest.mark.parametrize("policy", ["drop", "clip"])
+@pytest.mark.quick(1)
 def test_policies_are_those_of_the_host(policy):
     placed, traced = placed_and_traced(make_engine(policy), draw(low=-5, high=V + 5))
     assert_same(traced, placed)

@@ -71,6 +71,7 @@ def find(rows, blocks, stack, capacity, kernels):
 
 
 @parametrize_pairs(shards=[1, 3], in_blocks=[False, True], kernels=list(KERNELS))
+@pytest.mark.quick(1)
 def test_every_id_has_the_place_that_the_host_gives_it(shards, in_blocks, kernels):
     stack = make_stack([23, 5, 1], shards)
     for kind in DRAWS:
@@ -214,6 +215,7 @@ def indexed(module):
 
 
 @pytest.mark.parametrize("way", ["worst case", "spec", "uneven blocks", "psum", "copies"])
+@pytest.mark.quick(3)
 def test_a_tpu_indexes_no_array_of_single_numbers(way):
     step, arguments = step_of(way)
     traced = jax.jit(step).trace(*arguments)

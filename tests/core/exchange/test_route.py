@@ -143,6 +143,7 @@ def check_owners(stack, rows, sums, expected, shard_of):
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 8])
+@pytest.mark.quick(2)
 def test_partial_sums_meet_at_the_owner_in_order(shards):
     stack, axes = make_stack([23, 5, 1], shards), make_axes(mesh(shards), None)
     rows = draw(stack, shards)
@@ -153,6 +154,7 @@ def test_partial_sums_meet_at_the_owner_in_order(shards):
 
 @pytest.mark.parametrize("batch_axes", [("p",), ("d",), ("p", "d")])
 @pytest.mark.parametrize("names", [("p", "d"), ("d", "p")])
+@pytest.mark.quick(2)
 def test_rows_and_batch_on_different_axes(names, batch_axes):
     """Rows are split over "d" alone; ids over other axes meet there, once, in batch order."""
     devices = Mesh(np.array(jax.devices()[:6]).reshape(2, 3), names)

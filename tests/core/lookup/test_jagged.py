@@ -162,6 +162,7 @@ def test_sums_of_bfloat16_are_rounded_once():
 
 @pytest.mark.parametrize("dtype", [np.int32, np.bool_, np.float16])
 @pytest.mark.parametrize("inner", [(), (2, 3)])
+@pytest.mark.quick(2)
 def test_values_of_any_dtype_and_shape(dtype, inner):
     rng = np.random.default_rng(0)
     rows = rng.integers(0, 2, (B, LONGEST, *inner)).astype(dtype)

@@ -114,6 +114,7 @@ def test_split_activations_with_optax_and_scan():
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.quick(1)
 def test_nothing_moves_between_devices(kind):
     """A network per replica, results per example, and their gradients: no collective on 8."""
     devices = mesh(8)

@@ -151,6 +151,7 @@ def check_exchanged(engine, ids, weights):
     ("devices", "placement", "ragged"),
     [(2, "mod", True), (2, "div", False), (8, "mod", False), (8, "div", True)],
 )
+@pytest.mark.quick(1)
 def test_routes_are_those_that_the_devices_compute(devices, placement, ragged):
     engine = make_engine(mesh(devices), placement)
     ids, weights = draw(devices, hot=1, ragged=ragged)
@@ -169,6 +170,7 @@ IN_WHOLE = [(("p",), ("p",)), (("d",), ("d",)), (("p", "d"), ("p", "d")), (("d",
     ],
     ids=str,
 )
+@pytest.mark.quick(2)
 def test_routes_on_two_axes_are_those_that_the_devices_compute(batch_axes, shard_axes):
     devices = Mesh(np.array(jax.devices()[:6]).reshape(2, 3), ("p", "d"))
     engine = make_engine(devices, batch_axes=batch_axes, shard_axes=shard_axes)

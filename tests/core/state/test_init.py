@@ -62,6 +62,7 @@ LATER = ("mod on 8, unstacked", "replicated")
 @pytest.mark.parametrize(
     "layout", [pytest.param(x, marks=pytest.mark.whole if x in LATER else ()) for x in LAYOUTS]
 )
+@pytest.mark.quick(2)
 def test_values_are_those_of_a_row_alone_wherever_it_lives(layout):
     found = tables_of(LAYOUTS[layout]())
     expected = row_by_row()

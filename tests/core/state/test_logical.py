@@ -55,6 +55,7 @@ CASES = [(1, "float32"), (8, "bfloat16")]
 
 
 @pytest.mark.parametrize(("devices", "dtype"), CASES)
+@pytest.mark.quick(1)
 def test_set_rows(devices, dtype):
     engine, state = _engine(devices, dtype)
     tables, slots = _host(engine, state)

@@ -77,6 +77,7 @@ def results(engine, state, activations):
         for name, case in CASES.items()
     ],
 )
+@pytest.mark.whole
 def test_results_have_the_bits_of_plain_tables(monkeypatch, case):
     packing, *rest = case
     packed = trained(monkeypatch, packing, *rest)

@@ -44,6 +44,7 @@ def collectives_of(engine, hot):
 
 @needs_kernels
 @pytest.mark.parametrize(("hot", "expected"), [(H, {"all-gather"}), (1, {"all-to-all"})])
+@pytest.mark.quick(1)
 def test_what_travels_is_what_is_less(hot, expected, monkeypatch):
     monkeypatch.setenv("TPU_EMBED_KERNELS", "native")
     assert collectives_of(make_engine(8), hot) == expected

@@ -112,6 +112,7 @@ def test_a_gradient_counts_in_the_dtype_that_the_table_computes_in():
 # -- every family of rules, packed rows, other meshes --------------------------------------------
 
 
+@pytest.mark.whole
 def test_every_other_optimizer_skips():
     names = list(OTHERS)
     engine, before, batch, gradients = engine_of(names, 1)
@@ -123,6 +124,7 @@ def test_every_other_optimizer_skips():
 
 
 @pytest.mark.parametrize(("packing", "name"), [("lanes", "kernel"), ("words", "half")])
+@pytest.mark.quick(1)
 def test_packed_rows_skip(monkeypatch, packing, name):
     monkeypatch.setattr(resolve, "packing_of", lambda device: packing)
     engine, before, batch, gradients = engine_of([name], 2)

@@ -95,6 +95,7 @@ LARGE = 409_600
     [(o.Adagrad(0.1), "float32", 8), (o.Adam(0.1), "bfloat16", 1)],
     ids=["8 devices", "one device"],
 )
+@pytest.mark.quick(1)
 def test_nothing_of_a_tables_size_is_copied(optimizer, dtype, devices):
     features = {"x": FeatureConfig(TableConfig(LARGE, 16, dtype=dtype))}
     engine = EmbeddingEngine(features, optimizer, mesh=mesh(devices), on_bad_gradient="skip")

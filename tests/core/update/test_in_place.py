@@ -83,6 +83,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("step", "rule", "devices", "path"), CASES)
+@pytest.mark.quick(1)
 def test_tables_are_in_place_whatever_the_loss(step, rule, devices, path, monkeypatch):
     if path == "reference" or cpu.load().path is not None:
         monkeypatch.setenv(dispatch.VARIABLE, path)
@@ -94,6 +95,7 @@ def test_tables_are_in_place_whatever_the_loss(step, rule, devices, path, monkey
     assert memory.temp_size_in_bytes < 4 * V * D / devices / 4
 
 
+@pytest.mark.whole
 def test_so_are_those_of_ids_inside_the_jit():
     engine = engine_of(RULES["adagrad"], 8)
     state, ids = abstract_state(engine), ids_of(engine)
@@ -204,6 +206,7 @@ COPIES = {
 
 @pytest.mark.filterwarnings("ignore:activation gradient of feature 'one'")
 @pytest.mark.parametrize("step", COPIES)
+@pytest.mark.quick(2)
 def test_what_would_be_copied_is_named(step):
     engine = engine_of(RULES["adagrad"], 1)
     state, batch = operands(engine)

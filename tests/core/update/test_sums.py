@@ -82,6 +82,7 @@ def draw(batch, other=None):
 
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 @pytest.mark.parametrize("placement", ["mod", "replicated"])
+@pytest.mark.quick(2)
 def test_sums_are_taken_in_eight_blocks(devices, placement):
     ids, gradients = draw(24)
     expected = in_blocks(ids, gradients, 8)
@@ -91,6 +92,7 @@ def test_sums_are_taken_in_eight_blocks(devices, placement):
 
 
 @pytest.mark.parametrize(("blocks", "devices"), [(1, 1), (4, 2), (4, 4), (16, 8)])
+@pytest.mark.quick(1)
 def test_the_number_of_blocks_is_an_option(blocks, devices):
     ids, gradients = draw(16)
     found = train(ids, gradients, devices, sum_blocks=blocks)
@@ -99,6 +101,7 @@ def test_the_number_of_blocks_is_an_option(blocks, devices):
 
 @pytest.mark.parametrize("placement", ["mod", "replicated"])
 @pytest.mark.parametrize(("batch", "devices"), [(5, 1), (9, 1), (10, 2), (12, 1), (12, 4), (28, 4)])
+@pytest.mark.quick(3)
 def test_blocks_may_differ_in_size_or_be_empty(batch, devices, placement):
     """No device boundary is inside a block, also where the blocks don't divide the batch."""
     ids, gradients = draw(batch)
@@ -111,6 +114,7 @@ def test_blocks_may_differ_in_size_or_be_empty(batch, devices, placement):
     devices=[1, 2, 4],
     placement=["mod", "replicated"],
 )
+@pytest.mark.quick(3)
 def test_features_of_their_own_size_are_summed_in_batch_order(sizes, devices, placement):
     """Example e of B comes at e / B of the batch, also where no example ends with a block."""
     ids, gradients = draw(*sizes)
@@ -147,6 +151,7 @@ def test_a_block_on_two_devices_is_summed_in_two_parts():
         pytest.param("replicated", contextlib.nullcontext, marks=pytest.mark.whole),
     ],
 )
+@pytest.mark.quick(1)
 def test_ids_inside_a_jit_are_summed_like_placed_ones(placement, kernels, spoiled):
     """FTRL moves every row that it is given, so rows without ids must not be among them."""
     table = TableConfig(V, D, combiner="sum", placement=placement)

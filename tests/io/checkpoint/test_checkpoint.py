@@ -80,6 +80,7 @@ def readers_promotion():
 
 
 @pytest.mark.parametrize("in_background", [True, False], ids=["in background", "waiting"])
+@pytest.mark.quick(1)
 def test_a_whole_run_goes_on_with_the_same_bits(tmp_path, in_background):
     devices = 2
     options = {"in_background": in_background}
@@ -229,6 +230,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("changes", ODD.values(), ids=list(ODD))
+@pytest.mark.quick(1)
 def test_odd_tables_come_back(tmp_path, changes):
     odd = small(**changes)
     state = odd.init(KEY)

@@ -68,6 +68,7 @@ SWAPS = {
 
 
 @pytest.mark.parametrize("case", SWAPS)
+@pytest.mark.quick(2)
 def test_a_chunk_of_another_place_is_refused_by_name(engine, copy, case):
     first, second = (
         chunk(copy / root, place, number)

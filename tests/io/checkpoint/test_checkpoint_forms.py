@@ -66,6 +66,7 @@ def test_another_rate_is_the_same_optimizer(path):
 
 
 @pytest.mark.parametrize("rule", [o.AdagradMomentum(0.5), o.RMSProp(0.5), optax.adam(0.5)])
+@pytest.mark.quick(1)
 def test_another_optimizers_slots_are_made_anew(path, rule):
     other = small(optimizer=rule)
     tables, slots, _ = contents(other, restore(path, other, key=KEY).state)

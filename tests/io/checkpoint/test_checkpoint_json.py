@@ -158,6 +158,7 @@ def test_nesting_that_may_not_come_back_is_not_saved(tmp_path):
 
 
 @pytest.mark.parametrize("text", [DEEP, "[1]", '{"commit_timestamp_nsecs": "x"}', ""])
+@pytest.mark.quick(2)
 def test_notes_of_orbax_keep_nobody_from_saving(tmp_path, text):
     with CheckpointManager(tmp_path, small_engine(), keep=2) as manager:
         manager.save(1, small_state())

@@ -30,6 +30,7 @@ IN_CI = [(a, b) for a in FEW for b in FEW]
 
 
 @pytest.mark.parametrize(("source", "target"), IN_CI)
+@pytest.mark.quick(2)
 def test_any_layout_goes_on_from_any_other(tmp_path, source, target):
     check_moved(tmp_path / "saved", source, target)
 
@@ -88,6 +89,7 @@ def _wide(monkeypatch, packing, devices, dim, dtype):
         pytest.param("lanes", 200, "float32", marks=pytest.mark.whole),
     ],
 )
+@pytest.mark.quick(1)
 def test_packed_rows_are_saved_and_restored_as_rows(tmp_path, monkeypatch, packing, dim, dtype):
     packed = _wide(monkeypatch, packing, 2, dim, dtype)
     plain = _wide(monkeypatch, "none", 8, dim, dtype)

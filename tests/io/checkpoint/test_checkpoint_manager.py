@@ -169,6 +169,7 @@ INTERRUPTED = {
 
 @pytest.mark.parametrize("in_background", [True, False], ids=["in background", "waiting"])
 @pytest.mark.parametrize("case", INTERRUPTED)
+@pytest.mark.quick(3)
 def test_as_many_as_are_to_stay_do_after_a_save_was_interrupted(
     tmp_path, monkeypatch, case, in_background
 ):

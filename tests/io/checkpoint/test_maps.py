@@ -106,6 +106,7 @@ def test_a_state_that_was_given_up_is_not_saved(tmp_path):
         io.save(tmp_path / "step", made, state)
 
 
+@pytest.mark.whole
 def test_an_embedding_forgets_what_was_enqueued_before_a_restore(saved):
     made = tpu_embed.TPUEmbedding(configs(), o.Adam(0.125), mesh=mesh(2), seed=KEY)
     for step in range(3):
@@ -122,6 +123,7 @@ def test_an_embedding_forgets_what_was_enqueued_before_a_restore(saved):
 
 
 @pytest.mark.parametrize("items", [21, 60])
+@pytest.mark.quick(1)
 def test_another_capacity_keeps_the_keys_with_the_best_scores(saved, items):
     path, at_save, _ = saved
     made = engine(4, features=configs(items))
@@ -194,6 +196,7 @@ def test_a_table_lives_on_both_sides_or_on_none(saved, tmp_path):
         io.restore(tmp_path / "fixed", lone)
 
 
+@pytest.mark.whole
 def test_a_new_living_table_begins_without_keys(saved, tmp_path):
     more = TableConfig(5, 4, name="more", vocabulary=DynamicVocabulary())
     made = engine(2, features={**configs(), "more": FeatureConfig(more)})

@@ -125,6 +125,7 @@ def saved(tmp_path_factory):
     [pytest.param(x, marks=pytest.mark.whole if x[0] in (1, 4) else ()) for x in LAYOUTS],
     ids=str,
 )
+@pytest.mark.quick(1)
 def test_a_run_goes_on_with_the_same_bits_in_any_layout(run, layout):
     """Gradients of activations are given, and the network sees whole batches on every device."""
     path, before, after = run
@@ -275,6 +276,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("case", OTHERS)
+@pytest.mark.quick(1)
 def test_other_names_are_refused(saved, case):
     names, pattern = OTHERS[case]
     modules = modules_of()
@@ -330,6 +332,7 @@ def test_a_layer_is_refused_where_an_engine_is_expected(tmp_path):
         restore(tmp_path, Model())
 
 
+@pytest.mark.whole
 def test_a_manager_keeps_the_last_ones(tmp_path, saved):
     modules, states = copy_of(template((1, "div"))), {}
     with ModuleCheckpointManager(tmp_path, every=2, keep=2) as manager:
@@ -368,6 +371,7 @@ def test_a_save_in_the_background_has_the_bits_of_its_step(tmp_path):
 
 
 @pytest.mark.parametrize("make", [lambda i: nnx.Param(jnp.full(2, float(i))), embed_of])
+@pytest.mark.quick(1)
 def test_what_places_share_is_part_of_the_structure(make, tmp_path):
     """The number of objects is the same, and their paths are: only who shares them differs."""
     saved = nnx.Dict(x=make(0), y=make(1))

@@ -64,6 +64,7 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.quick(1)
 def test_a_record_goes_on_on_other_devices(saved, devices):
     (one, path), other = saved, Trainer(devices)
     other.restore(path)
@@ -102,6 +103,7 @@ def test_keys_that_find_no_row_in_a_smaller_table_are_lost(saved):
     other.check([*one.versions, *other.versions])
 
 
+@pytest.mark.whole
 def test_a_larger_table_has_the_same_record(saved):
     (one, path), other = saved, Trainer(2, 30)
     other.restore(path)
@@ -110,6 +112,7 @@ def test_a_larger_table_has_the_same_record(saved):
     other.check([*one.versions, *other.versions])
 
 
+@pytest.mark.whole
 def test_a_record_is_restored_more_than_once(saved, tmp_path):
     one, path = saved
     versions = [*one.versions]

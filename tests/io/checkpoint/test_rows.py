@@ -124,6 +124,7 @@ def _field(packing, devices, dtype, monkeypatch):
 @pytest.mark.parametrize(
     ("packing", "dtype", "copied"), [("none", "float32", False), ("lanes", "bfloat16", True)]
 )
+@pytest.mark.quick(1)
 def test_devices_give_a_block_at_a_time(tmp_path, monkeypatch, packing, dtype, copied):
     """As on an accelerator: nothing but blocks of the table's own rows is moved to the host."""
     engine, field = _field(packing, 2, dtype, monkeypatch)

@@ -51,6 +51,7 @@ def check_equal(found, expected):
         ("FTRL", 1, 2, {"rows": 100, "living": (SHARED, 80, 50)}),
     ],
 )
+@pytest.mark.quick(1)
 def test_a_run_that_is_saved_and_restored_at_random_goes_on_with_its_bits(
     rule, devices, restored_on, options, tmp_path
 ):
@@ -161,6 +162,7 @@ def test_a_snapshot_is_not_changed_by_what_is_written_later():
         np.testing.assert_array_equal(np.concatenate([r for _, r in found]), before[taken])
 
 
+@pytest.mark.whole
 def test_a_lacking_slot_is_made_with_the_key(tmp_path):
     engine = small(optimizer=o.SGD(0.5))
     state = train(engine, engine.init(jax.random.key(0)), np.arange(16), np.arange(16, 32))
@@ -182,6 +184,7 @@ def test_a_lacking_slot_is_made_with_the_key(tmp_path):
     )
 
 
+@pytest.mark.whole
 def test_a_table_comes_to_the_devices_beside_new_tables(tmp_path):
     """Its first values are those of the key that it had; what is new has the other key."""
     engine = small()
@@ -252,6 +255,7 @@ def test_a_save_waits_for_rows_on_their_way_home(tmp_path, monkeypatch):
     check_saved(tmp_path / "0", engine, state)
 
 
+@pytest.mark.whole
 def test_a_run_does_not_go_on_from_rows_of_another_dtype(tmp_path):
     engine = small()
     state = train(engine, engine.init(jax.random.key(0)), np.arange(16), np.arange(16, 32))
@@ -300,6 +304,7 @@ def living(size, rows=None):
     return tpu_embed.EmbeddingEngine(FeatureConfig(table), o.Adagrad(0.5), mesh=mesh_of(1))
 
 
+@pytest.mark.whole
 def test_a_living_vocabulary_on_the_host_is_restored_to_another_capacity(tmp_path):
     """The same keys stay, with their rows, as of one whose rows are on the devices."""
     key, rng = jax.random.key(0), np.random.default_rng(0)

@@ -64,6 +64,7 @@ IN_CI = (5, 10, 16, 21)
         for i, c in enumerate(CASES)
     ],
 )
+@pytest.mark.quick(1)
 def test_deltas_give_the_live_tables(case, tmp_path):
     engine = make_engine(RULES[case["rule"]], case["devices"], case["placement"], case["dtype"])
     tables, version, state, paths = published(tmp_path, engine, trained)
@@ -87,6 +88,7 @@ def test_deltas_give_the_live_tables(case, tmp_path):
         pytest.param("lanes", 200, "float32", "div", 2, marks=pytest.mark.whole),
     ],
 )
+@pytest.mark.quick(1)
 def test_packed_rows_are_read(packing, dim, dtype, placement, devices, tmp_path, monkeypatch):
     monkeypatch.setattr(resolve, "packing_of", lambda device: packing)
     engine = make_engine(o.Adagrad(0.1), devices, placement, dtype, dim)
@@ -187,6 +189,7 @@ def test_a_delta_is_as_large_as_what_was_touched(tmp_path):
 # -- many processes -------------------------------------------------------------------------------
 
 
+@pytest.mark.whole
 def test_two_processes_write_one_delta(tmp_path, monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -49,6 +49,7 @@ def served(tmp_path_factory):
 
 
 @pytest.mark.parametrize("way", ["apply", "apply_in_place"])
+@pytest.mark.quick(1)
 def test_a_served_model_looks_up_the_live_tables(served, way):
     before = files_of(served.root)
     model = load_model(served.root)
@@ -102,6 +103,7 @@ def test_an_order_that_leaves_nothing_out_is_good(served):
     assert_same_bits(model.tables["day.of/week"]["values"], bits(served.live["day.of/week"]))
 
 
+@pytest.mark.whole
 def test_a_retry_of_an_older_delta_of_the_same_step_changes_nothing(tmp_path):
     engine = make_engine(o.SGD(0.1), 2)
     state, touched = engine.init(jax.random.key(0)), TouchedRows(engine)
@@ -244,6 +246,7 @@ def test_a_missing_or_truncated_file_is_named(file, damaged, served):
 
 
 @pytest.mark.parametrize("file", FILES)
+@pytest.mark.quick(1)
 def test_no_bit_can_be_another(file, damaged):
     content = (damaged / file).read_bytes()
     for at in range(len(content)):

@@ -32,6 +32,7 @@ def play(world, actions):
     [(1, None, 0, 2), (2, 17, 1, 1), (3, None, 1, 8)],
     ids=["resident", "on the host", "ahead"],
 )
+@pytest.mark.quick(1)
 def test_a_server_follows_a_trainer_that_is_killed(tmp_path, seed, host, lookahead, devices):
     play(World(tmp_path, seed, devices, host, lookahead), 24)
 

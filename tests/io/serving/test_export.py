@@ -96,6 +96,7 @@ def test_any_batch_size_is_served_and_a_path_is_as_good_as_a_nest(trained, serve
     assert_same_bits(found, jax.jit(network)(activations, dense))
 
 
+@pytest.mark.whole
 def test_quantized_tables_are_exported_as_they_are(trained, tmp_path):
     tables = {USERS: trained.tables["users.v1/eu"], "films": quantize_rows(trained.tables["films"])}
     features = {"films": FeatureConfig(FILMS), "user": FeatureConfig(USERS)}
@@ -246,6 +247,7 @@ def test_ids_of_another_kind_are_refused(served):
         jax.jit(lambda ids: served(IDS | {"user": ids}, DENSE, weights=WEIGHTS))(IDS["user"])
 
 
+@pytest.mark.whole
 def test_features_of_their_own_size(tmp_path):
     """One program for any number of users, and any other number of items."""
     users, items = TableConfig(7, 3, name="users"), TableConfig(9, 3, name="items")

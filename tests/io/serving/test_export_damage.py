@@ -101,6 +101,7 @@ def load(path):
 
 
 @pytest.mark.parametrize(("name", "count"), [("a", 2 + 5 + 1 + 6), ("k", 2 + 4 + 1 + 8)])
+@pytest.mark.quick(1)
 def test_any_damaged_file_is_refused_by_name(copy, name, count):
     rng = np.random.default_rng(0)
     assert len(files(copy, name, f"delta-{name}")) == count
@@ -292,6 +293,7 @@ def outcomes(directory, read):
             yield place, error
 
 
+@pytest.mark.whole
 def test_metadata_of_other_types_is_refused_or_harmless(copy, expected):
     def answer(path):
         model_files.read_metadata(path)

@@ -21,6 +21,7 @@ from tpu_embed.io import export_model, load_model
     [(ONE, {"batch": 4}), (FeatureConfig(SMALL, output_shape=(4,)), {})],
     ids=["batch", "output_shape"],
 )
+@pytest.mark.quick(1)
 def test_a_batch_size_may_be_fixed(feature, options, tmp_path):
     export_one(tmp_path / "m", feature=feature, platforms=["cpu"], **options)
     served = load_model(tmp_path / "m")
@@ -72,6 +73,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.quick(4)
 def test_an_export_that_cannot_be_served_leaves_nothing(case, tmp_path):
     options, text = REFUSED[case]
     with pytest.raises(ValueError, match=text):
@@ -104,6 +106,7 @@ def test_ids_must_be_integers_and_flatbuffers_there(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("platforms", ["gpu", ("cpu", "gpu"), ()])
+@pytest.mark.quick(1)
 def test_platforms_are_known_ones(tmp_path, platforms):
     table = TableConfig(4, 2, name="item")
     arguments = {"item": np.ones((4, 2), np.float32)}, FeatureConfig(table), np.zeros((2, 3), int)

@@ -107,6 +107,7 @@ def test_every_answer_is_wholly_of_one_version(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("fails_at", [1, 2])
+@pytest.mark.quick(1)
 def test_a_delta_that_is_written_in_part_is_written_anew(tmp_path, monkeypatch, fails_at):
     """Of the second delta, first the one before is written, then its own rows."""
     source = Source(tmp_path)
@@ -131,6 +132,7 @@ def test_a_delta_that_is_written_in_part_is_written_anew(tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("seed", range(2))
+@pytest.mark.quick(1)
 def test_it_answers_as_a_model_that_is_copied(tmp_path, monkeypatch, seed):
     """With growth, keys that are only lost, and deltas of nothing."""
     monkeypatch.setattr(served_keys, "_LEAST_ROOM", 4)
@@ -165,6 +167,7 @@ def test_it_answers_as_a_model_that_is_copied(tmp_path, monkeypatch, seed):
 
 
 @pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.quick(1)
 def test_a_delta_of_lost_keys_alone_leaves_the_models_before_it(tmp_path, shared):
     one = Keyed(table("t", unseen="shared"), [1, 2, 3])
     features, given = {"x": FeatureConfig(one.config)}, {"x": np.arange(5)}
@@ -209,6 +212,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
+@pytest.mark.quick(2)
 def test_a_delta_that_does_not_fit_changes_nothing(tmp_path, case):
     source = Source(tmp_path)
     model = source.model()
@@ -270,6 +274,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("case", FORMS)
+@pytest.mark.quick(1)
 def test_a_delta_of_other_tables_is_refused(tmp_path, case):
     source, (config, text) = Source(tmp_path), FORMS[case]
     model = source.model()

@@ -56,6 +56,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("case", MODELS)
+@pytest.mark.quick(2)
 def test_keys_of_a_model_are_ascending_and_have_rows(root, case):
     name, keys, text = MODELS[case]
     put(root / "model", name, "keys", keys)
@@ -87,6 +88,7 @@ DELTAS = {
 
 
 @pytest.mark.parametrize("case", DELTAS)
+@pytest.mark.quick(3)
 def test_what_a_delta_says_of_keys_is_whole(root, case):
     name, part, array, text = DELTAS[case]
     put(root / "delta", name, part, array)
@@ -132,6 +134,7 @@ def test_metadata_of_other_types_is_refused_or_harmless(root):
             assert_same_bits(found, expected)
 
 
+@pytest.mark.whole
 def test_metadata_of_a_delta_of_other_types_is_refused_or_harmless(root):
     wanted = {name: one.arrays() for name, one in delta_files.read(root / "delta").tables.items()}
     for place, found in outcomes(root / "delta", delta_files.read):

@@ -56,6 +56,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.quick(1)
 def test_an_export_answers_as_training_would(tmp_path, form):
     tables = [
         Keyed(table("t", **FORMS[form]), KEYS, 1),
@@ -98,6 +99,7 @@ def test_an_export_answers_as_training_would(tmp_path, form):
 
 
 @pytest.mark.parametrize("unseen", ["zero", "shared"])
+@pytest.mark.quick(1)
 def test_a_quantized_table_has_keys(tmp_path, unseen):
     one = Keyed(table("t", unseen=unseen), KEYS, 1)
     array, vocabulary = one.trained()
@@ -183,6 +185,7 @@ def named(tmp_path_factory):
 
 
 @pytest.mark.parametrize("form", STRINGS)
+@pytest.mark.quick(4)
 def test_strings_are_keys_in_every_form(named, form):
     one, features, model = named
     given = {"x": STRINGS[form]}

@@ -27,6 +27,7 @@ def served():
 
 
 @pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.quick(1)
 def test_keys_are_served_with_the_rows_that_they_have(served, fixed):
     made, _, tables, batch, looked = served
     maps = made.vocabularies

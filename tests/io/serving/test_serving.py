@@ -39,6 +39,7 @@ def model(request):
 
 
 @pytest.mark.parametrize("kind", [dict, serving_cases.as_numpy])
+@pytest.mark.quick(1)
 def test_every_form_has_the_bits_of_the_engine(model, kind):
     features, ids, weights, tables, activations = model
     found = serving_lookup(kind(tables), ids, features, weights)
@@ -55,6 +56,7 @@ def test_every_form_is_what_the_oracle_says(model):
         np.testing.assert_allclose(found[path], expected, rtol=2e-5, atol=2e-6, err_msg=path)
 
 
+@pytest.mark.whole
 def test_dense_forms_have_these_bits_inside_a_jit(model):
     features, ids, weights, tables, activations = model
     inside = {path: f for path, f in features.items() if path.split(": ")[1] in serving_cases.DENSE}
@@ -96,6 +98,7 @@ def over_all_devices(*axes):
     ],
     ids=["one device", "copies", "shards", "columns"],
 )
+@pytest.mark.quick(2)
 def test_a_table_may_be_anywhere(place):
     table = place()
     config = TableConfig(len(table), DIM, combiner="sum")
@@ -141,6 +144,7 @@ def test_programs_are_as_few_as_powers_of_two():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("where", ["host", "device", "jit"])
+@pytest.mark.quick(2)
 def test_quantized_rows_are_served_as_they_dequantize(where, dtype):
     config = TableConfig(ROWS, DIM, combiner="sqrtn", name="t", dtype=dtype)
     feature, plain = FeatureConfig(config), FeatureConfig(TableConfig(ROWS, DIM, combiner="sqrtn"))

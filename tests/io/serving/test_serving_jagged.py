@@ -17,6 +17,7 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("kind", [np.asarray, jax.numpy.asarray])
+@pytest.mark.quick(1)
 def test_serving_has_the_bits_of_a_lookup(kind):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
     engine = EmbeddingEngine(FEATURES, SGD(0.1), mesh=mesh)
@@ -90,6 +91,7 @@ def padded_ids(size, seed=0):
 
 
 @pytest.mark.parametrize("batch", [None, pytest.param(12, marks=pytest.mark.whole)])
+@pytest.mark.whole
 def test_an_exported_model_has_the_bits_of_a_lookup(batch, tmp_path):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
     engine = EmbeddingEngine(FEATURES, SGD(0.1), mesh=mesh)

@@ -31,6 +31,7 @@ def rows_of(gradient):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.quick(2)
 def test_a_lookup_that_is_cut_has_no_entries(method):
     cases = {case: loss_of(*case) for case in PAIRS}
 
@@ -45,6 +46,7 @@ def test_a_lookup_that_is_cut_has_no_entries(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.quick(3)
 def test_each_y_has_the_lookups_that_reach_it(method):
     """Of four lookups: one for the first y, one for both, one for none, one for the second."""
 
@@ -168,6 +170,7 @@ def parts(optimizer, params, state):
 
 
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.quick(1)
 def test_a_step_leaves_rows_and_slots_that_no_gradient_reaches(rule):
     """Bit for bit, where momenta and decay would move them."""
     optimizer, before = first_step(rule)

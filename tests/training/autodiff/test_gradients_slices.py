@@ -81,6 +81,7 @@ def test_slices_of_a_scan_and_of_a_branch_not_taken():
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.quick(3)
 def test_slices_are_in_the_order_of_ys_then_of_the_program(method):
     def fn(table):
         first, second = embedding_lookup(table, IDS), embedding_lookup(table, IDS[:1] + 1)

@@ -133,6 +133,7 @@ def test_dummies_of_other_activations_are_errors():
 
 @pytest.mark.parametrize("optimizer", [None, Halved()])
 @pytest.mark.parametrize("make", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.quick(1)
 def test_gradients_are_those_by_the_activations(optimizer, make):
     activations = draw()
 
@@ -288,6 +289,7 @@ def test_two_calls_know_nothing_of_each_other():
 
 @pytest.mark.parametrize(("reduction", "scale"), [("mean", 8), ("sum", 1)])
 @pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.quick(2)
 def test_scaled_as_by_an_optimizer_over_replicas(check_vma, reduction, scale):
     """Each replica's part is that of its own loss by its own activations, over S = 8 under mean."""
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -62,6 +62,7 @@ def test_dummies_are_zeros_like_the_values_and_the_hook_gives_a_jagged():
 
 
 @pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.quick(1)
 def test_gradients_are_those_by_the_values(jitted):
     """They are what `update` takes, in both ways; the loss gets a `Jagged`."""
     optimizer = Optimizer(optax.sgd(0.1), "sgd")

@@ -40,6 +40,7 @@ from tpu_embed.training.replicas import make_replicas
 
 
 @pytest.mark.parametrize("name", optimizer_cases.CASES)
+@pytest.mark.quick(3)
 def test_every_rule_equals_one_device_on_the_whole_batch(name):
     """Modes and reductions alternate; `test_modes_and_reductions` has all of one rule."""
     i = list(optimizer_cases.CASES).index(name)
@@ -52,6 +53,7 @@ def test_every_rule_equals_one_device_on_the_whole_batch(name):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @MODES
+@pytest.mark.quick(1)
 def test_modes_and_reductions(reduction, check_vma):
     """Two steps of an optax transform, over two axes that count as one."""
     tx = optax.sgd(0.1, momentum=0.9)
@@ -63,6 +65,7 @@ def test_modes_and_reductions(reduction, check_vma):
 
 
 @MODES
+@pytest.mark.quick(1)
 def test_an_optimizer_with_an_axis_does_the_same(check_vma):
     rule = o.Adagrad(0.1)
     own = Optimizer(rule, "own", axis_name="r")
@@ -75,6 +78,7 @@ def test_an_optimizer_with_an_axis_does_the_same(check_vma):
     [(("r",), True, "mean"), (("r",), False, "sum"), (("a", "b"), True, "sum")],
     ids=["checked mean", "unchecked sum", "two axes"],
 )
+@pytest.mark.quick(1)
 def test_groups_are_each_as_one_device(axes, check_vma, reduction):
     rule = o.Adagrad(0.1)
     inner = Optimizer(rule, "inner")
@@ -124,6 +128,7 @@ def test_no_groups_are_none():
 
 
 @MODES
+@pytest.mark.quick(1)
 def test_gradients_are_local_and_scaled_and_slices_stay_slices(check_vma):
     crossed = CrossShardOptimizer(optax.sgd(0.1), axis_name="r")
 
@@ -163,6 +168,7 @@ def test_slices_are_gathered_never_summed_or_made_dense(check_vma):
 
 @pytest.mark.parametrize("groups", [None, [[2, 0, 1, 7], [3, 6, 5, 4]]], ids=["all", "groups"])
 @MODES
+@pytest.mark.quick(1)
 def test_slices_are_summed_in_the_order_of_the_shards(groups, check_vma):
     """In float32 1e8 - 1e8 + 1 is 1, and 1e8 + 1 - 1e8 is 0."""
     inner = Optimizer(o.SGD(1.0), "inner")
@@ -181,6 +187,7 @@ def test_slices_are_summed_in_the_order_of_the_shards(groups, check_vma):
 
 
 @MODES
+@pytest.mark.quick(1)
 def test_aggregation_can_be_skipped(check_vma):
     """Summed by `jax.grad` where it is checked what varies, by the caller where not; every replica.
 
@@ -330,6 +337,7 @@ def by_transform(transform, reduction, tree, ids, x):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @MODES
+@pytest.mark.quick(2)
 def test_the_optax_form(reduction, check_vma):
     transform = cross_shard(optax.sgd(0.1, momentum=0.9), "r", reduction)
     step = functools.partial(by_transform, transform, reduction)

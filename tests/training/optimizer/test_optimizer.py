@@ -91,6 +91,7 @@ def slots_of(optimizer, state, path):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.quick(2)
 def test_rules_dense_and_sparse(name):
     """float32 against float64; all else keeps its bits. `test_cross_shard` has every rule."""
     rule = optimizer_cases.CASES[name][1]
@@ -134,6 +135,7 @@ OPTAX = {name: tx for name, (tx, _) in optimizer_cases.OPTAX_CASES.items() if na
 
 
 @pytest.mark.parametrize("name", ["adamw by schedule", "chain"])
+@pytest.mark.quick(1)
 def test_a_row_separable_transform_updates_touched_rows_as_it_updates_a_whole(name):
     tx = OPTAX[name]
     optimizer = Optimizer(tx, "opt")
@@ -182,6 +184,7 @@ def test_dense_parameters_take_the_transform_as_it_is():
     ],
     ids=["global norm", "masked", "multi", "multi steps"],
 )
+@pytest.mark.quick(1)
 def test_none_leaves_parameter_and_slots_alone_and_everything_else_goes_on(tx):
     optimizer = Optimizer(tx, "opt")
     every = [(np.ones_like(leaf), path(name)) for name, leaf in PARAMS.items()]

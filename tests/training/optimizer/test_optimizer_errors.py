@@ -190,6 +190,7 @@ def test_a_table_of_rank_one_is_whole_where_every_row_is_updated():
     ],
     ids=["lbfgs", "polyak", "plateau"],
 )
+@pytest.mark.quick(1)
 def test_transforms_that_read_the_loss(tx):
     optimizer = Optimizer(tx, "opt")
     state = optimizer.init(jnp.ones(2))
@@ -243,6 +244,7 @@ def test_a_state_of_another_type(verb, optimizer, state):
     ],
     ids=["global norm", "adafactor", "multi steps"],
 )
+@pytest.mark.quick(1)
 def test_slices_want_a_row_separable_transform(tx):
     with pytest.raises(ValueError, match=r"expected a (row-separable transform|transform that)"):
         apply([(SLICES, "['kernel']")], Optimizer(tx, "opt"))
