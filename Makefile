@@ -44,7 +44,7 @@ test-all: setup test-tpu-compile
 	TPU_EMBED_KERNELS=reference $(PYTEST) --ignore tests/tpu
 
 # What `make test` leaves to `make test-all`, in parts: `make test-shard SHARD=3/20`, or the one that
-# the commit chooses, so that all of it runs every two dozen commits.
+# the commit chooses, so that all of it runs every few dozen commits.
 SHARDS := 20
 SHARD = $(shell expr $$(printf %d 0x$$(git rev-parse --short=6 HEAD)) % $(SHARDS))/$(SHARDS)
 test-shard: setup
