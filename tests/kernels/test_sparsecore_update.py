@@ -27,6 +27,8 @@ EXACT = {
 RULES = EXACT | {
     "adagrad": o.Adagrad(0.1),
     "adagrad, epsilon": o.Adagrad(0.1, epsilon=0.125, weight_decay_factor=0.01),
+    "adam": o.Adam(0.1),
+    "adam, epsilon outside": o.Adam(0.1, sum_inside_sqrt=False, epsilon=0.125),
     "row-wise": o.RowWiseAdagrad(0.1),
     "row-wise, no epsilon": o.RowWiseAdagrad(0.1, epsilon=0.0, clipvalue=0.5),
 }
@@ -184,10 +186,10 @@ def test_which_rules_and_rows_are_taken():
         return sparsecore_update.takes(rule, width)
 
     assert all(taken(rule, 128) for rule in RULES.values())
-    assert not taken(o.Adam(0.1), 128)
     assert not taken(o.FTRL(0.1), 128)
     assert [taken(o.SGD(0.1), width) for width in (768, 784)] == [True, False]
     assert [taken(o.Adagrad(0.1), width) for width in (512, 528)] == [True, False]
+    assert [taken(o.Adam(0.1), width) for width in (384, 400)] == [True, False]
 
 
 def test_nothing_to_update_is_no_kernel():

@@ -2,7 +2,7 @@
 
 A subcore adds and multiplies float32 numbers with correct rounding, in the order of the CPU's
 rules, so SGD and Momentum have the CPU's bits. It has no root, and dividing costs more than all the
-rest, so Adagrad multiplies with a reciprocal root found by Newton's method: the accumulators have
+rest, so Adagrad and Adam multiply with a reciprocal root found by Newton's method: their slots have
 the CPU's bits, and a step differs from the CPU's by at most `STEP_ERROR` of itself.
 
 Input: vectors of a row, its slots and its gradient, and the numbers of a `CompiledRule`. Output:
@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-KINDS = ("sgd", "momentum", "adagrad", "rowwise_adagrad")
-"""The kinds of `CompiledRule` that the subcores know."""
+KINDS = ("sgd", "momentum", "adagrad", "rowwise_adagrad", "adam")
+"""The kinds of `CompiledRule` that the subcores know. FTRL is not among them: it takes the difference
+of two roots, in which their errors would be many times as large."""
 
 STEP_ERROR = 2.0**-20
 """The greatest relative error of a step, for accumulators from 2⁻¹²⁵ to the greatest float32: the
@@ -59,11 +60,22 @@ def adagrad(
     return w - times(number(_OWN) * g, root), [a]
 
 
+def adam(
+    w: Any, slots: Sequence[Any], g: Any, number: Numbers, flag: bool
+) -> tuple[Any, list[Any]]:
+    """Return w - α m / √(v + ε) for moving averages m and v; without `flag`, α m / (√v + ε)."""
+    alpha, epsilon, keep_m, take_m, keep_v, take_v = (number(_OWN + i) for i in range(6))
+    m = times(keep_m, slots[0]) + times(take_m, g)
+    v = times(keep_v, slots[1]) + times(take_v, times(g, g))
+    root = over_root(v + epsilon, None) if flag else over_root(v, epsilon)
+    return w - times(alpha * m, root), [m, v]
+
+
 times = jnp.multiply
 """A product that is rounded before it is added, as a subcore does: it has no fused multiply-add. A
 test on a CPU, whose compiler may fuse them, replaces it."""
 
-RULES = {"sgd": sgd, "momentum": momentum, "adagrad": adagrad}
+RULES = {"sgd": sgd, "momentum": momentum, "adagrad": adagrad, "adam": adam}
 """Those that change every number of a row by itself."""
 
 
