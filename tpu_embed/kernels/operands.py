@@ -87,6 +87,8 @@ class GradientLayout(NamedTuple):
       blocks: the first bags of the second block of the batch and of all later ones, of ids that are
         not routed. A row's gradients are summed within each block first, then over the blocks.
       places: for each feature, its places if it is jagged, and 0 otherwise; (): none is jagged.
+      rounds: whether each partial sum, or the sum of each block, is rounded to bfloat16 (to nearest
+        even) before they are added up.
     """
 
     bags: tuple[int, ...]
@@ -94,3 +96,4 @@ class GradientLayout(NamedTuple):
     order: tuple[int, ...] = ()
     blocks: tuple[int, ...] = ()
     places: tuple[int, ...] = ()
+    rounds: bool = False

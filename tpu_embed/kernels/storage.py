@@ -41,6 +41,16 @@ def decode(stored: Array, dtype: str | np.dtype) -> Array:
     return stored
 
 
+def narrowed(rows: Array) -> Array:
+    """Return float32 numbers rounded to bfloat16 as they are stored: the inverse of `widened`.
+
+    NaN stays NaN, and numbers of more than 3.39e38 become infinite.
+    """
+    # XLA may leave out a conversion to bfloat16 and back ("excess precision"), but never this.
+    rounded = jax.lax.reduce_precision(rows, exponent_bits=8, mantissa_bits=7)
+    return encode(rounded, "bfloat16")
+
+
 def widened(stored: Array) -> Array:
     """Return stored rows as numbers to compute with: bfloat16 (in uint16) becomes float32."""
     if stored.dtype == jnp.uint16:

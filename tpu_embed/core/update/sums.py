@@ -40,7 +40,7 @@ from tpu_embed.core.lookup import (
     optional_weights,
     sum_gradients,
 )
-from tpu_embed.kernels import dispatch
+from tpu_embed.kernels import dispatch, storage
 from tpu_embed.kernels.operands import GradientLayout, RowGradients
 
 
@@ -130,7 +130,7 @@ class Partials(NamedTuple):
     """Partial sums at the owner of their rows, and how they are merged.
 
     Attributes:
-      sums: `[P, D]`.
+      sums: `[P, D]`, float; if the exchange rounds them, bfloat16 as uint16.
       merge: their order, and the merged sum that each is added to.
     """
 
@@ -224,7 +224,7 @@ def local_gradients(task: Task) -> tuple[RowGradients, GradientLayout]:
     given = RowGradients(ids.row_ids, ids.bags, entries.weights, entries.factors, task.gradients)
     # The first bags of all blocks but the first: the only device knows all bags.
     blocks = tuple(task.view.block_starts[1:-1].tolist())
-    return given, bag_layout.gradients._replace(blocks=blocks)
+    return given, bag_layout.gradients._replace(blocks=blocks, rounds=_rounds(task))
 
 
 class RoutedGradients(NamedTuple):
@@ -271,7 +271,7 @@ def sums_at_owner(task: Task, given: RoutedGradients) -> Partials:
             gradients, factors = (join_gradients(gradients, factors, view),), None
         size = task.transport.num_partials
         sums = sum_gradients(gradients, factors, _bags_at_owner(task), given.sums, size)
-    return Partials(sums, given.merge)
+    return Partials(route.rounded_sums(sums, task.stack), given.merge)
 
 
 def _bags_at_owner(task: Task) -> BagLayout:
@@ -294,9 +294,15 @@ def for_kernel(task: Task, given: RoutedGradients) -> tuple[RowGradients, Gradie
         sums.segments,
         merge.segments,
     )
+    layout = _bags_at_owner(task).gradients
     if not isinstance(task.transport, Gather):
-        return sorted_by_row, _local_targets(task.view)
-    return sorted_by_row, _bags_at_owner(task).gradients
+        layout = _local_targets(task.view)
+    return sorted_by_row, layout._replace(rounds=_rounds(task))
+
+
+def _rounds(task: Task) -> bool:
+    """Tell whether the kernel that makes partial sums must round them."""
+    return task.stack.exchange_dtype is not None
 
 
 def _local_targets(view: StackView) -> GradientLayout:
@@ -314,10 +320,8 @@ def _local_targets(view: StackView) -> GradientLayout:
 
 def partials_for_kernel(given: Partials) -> tuple[RowGradients, GradientLayout]:
     """Return partial sums as a compiled kernel takes them: M sums are M bags of one id each."""
-    size, merge = given.sums.shape[0], given.merge
-    sorted_by_row = RowGradients(
-        merge.row_ids, merge.index, None, None, (given.sums,), merge.segments
-    )
+    size, merge, sums = given.sums.shape[0], given.merge, storage.widened(given.sums)
+    sorted_by_row = RowGradients(merge.row_ids, merge.index, None, None, (sums,), merge.segments)
     return sorted_by_row, GradientLayout((1,), size)
 
 
