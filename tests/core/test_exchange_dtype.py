@@ -2,87 +2,225 @@
 
 from __future__ import annotations
 
+import os
+import re
+
+import exchange_cases as cases
 import jax
 import numpy as np
 import pytest
-from exchange_cases import RATE, looked_up, stepped
 from jax.sharding import Mesh
 
-from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, optimizers
+from tpu_embed import (
+    EmbeddingEngine,
+    FeatureConfig,
+    QuantizationConfig,
+    RaggedIds,
+    TableConfig,
+    optimizers,
+)
+from tpu_embed.kernels import cpu
 
-B, D = 16, 6
-SIZES = {"items": 30, "flags": 7}
-HOTS = {"seen": 4, "bought": 3, "flag": 2}
-TABLES = {"seen": "items", "bought": "items", "flag": "flags"}
-
-
-def mesh_of(devices):
-    return Mesh(np.asarray(jax.devices()[:devices]), ("x",))
-
-
-def features(placement="mod"):
-    items = TableConfig(SIZES["items"], D, combiner="sum", name="items", placement=placement)
-    flags = TableConfig(SIZES["flags"], D, combiner="sum", name="flags", placement="replicated")
-    both = {"items": items, "flags": flags}
-    return {name: FeatureConfig(both[table]) for name, table in TABLES.items()}
+whole = pytest.mark.whole
+MANY = range(*map(int, os.environ.get("EXCHANGE_SEEDS", "10:40").split(":")))
+KERNELS = ["reference"] if cpu.load().path is None else ["native", "reference"]
 
 
-def make_engine(devices, placement="mod", **options):
-    options = {"exchange_dtype": "bfloat16", "mesh": mesh_of(devices)} | options
-    rule = options.pop("optimizer", optimizers.SGD(float(RATE)))
-    return EmbeddingEngine(features(placement), rule, **options)
+@pytest.mark.parametrize(
+    ("seed", "devices", "traced", "kernels"),
+    [
+        (0, 1, False, "native"),
+        (1, 1, True, "reference"),
+        (2, 8, False, "native"),
+        (3, 8, True, "native"),
+        (4, 4, False, "reference"),
+        *(
+            pytest.param(seed, 2**number, traced, kernels, marks=whole)
+            for seed in (5, 6)
+            for number in range(4)
+            for traced in (False, True)
+            for kernels in KERNELS
+        ),
+    ],
+)
+def test_bits_are_those_of_the_description(seed, devices, traced, kernels, monkeypatch):
+    monkeypatch.setenv("TPU_EMBED_KERNELS", kernels if kernels in KERNELS else "reference")
+    case = cases.draw(seed)
+    cases.check(cases.make_engine(case, devices), case, traced=traced)
 
 
-def draw(seed):
-    """Return ids, weights and gradients of all features; rows occur in many blocks."""
-    rng = np.random.default_rng(seed)
-    ids, weights, gradients = {}, {}, {}
-    for name, table in TABLES.items():
-        ids[name] = rng.integers(-1, SIZES[table], (B, HOTS[name]))
-        weights[name] = rng.normal(size=(B, HOTS[name])).astype(np.float32)
-        gradients[name] = rng.normal(size=(B, D)).astype(np.float32)
-    return ids, weights, gradients
+@whole
+@pytest.mark.parametrize("seed", MANY)
+def test_bits_of_many_cases(seed, monkeypatch):
+    rng = np.random.default_rng(seed + 1_000_000)
+    monkeypatch.setenv("TPU_EMBED_KERNELS", str(rng.choice(KERNELS)))
+    case = cases.draw(seed)
+    devices = int(rng.choice([1, 2, 4, 8]))
+    cases.check(cases.make_engine(case, devices), case, traced=bool(rng.random() < 0.4))
 
 
-def run(engine, *, traced=False, seeds=(0, 1)):
-    """Return the activations of the last batch, and the tables after it."""
-    state = engine.init(jax.random.key(0))
-
-    @jax.jit
-    def step(state, ids, weights, gradients):
-        found = engine.lookup(state, ids, weights)
-        return found, engine.update(state, ids, gradients, weights)
-
-    found = None
-    for seed in seeds:
-        ids, weights, gradients = draw(seed)
-        if traced:
-            found, state = step(state, ids, weights, gradients)
-        else:
-            batch = engine.place(ids, weights)
-            found = engine.lookup(state, batch)
-            state = engine.update_in_place(state, batch, gradients)
-    return jax.tree.map(np.asarray, (found, engine.tables(state)))
+def mesh_of(*sizes):
+    """Return a mesh with the axes "x" and, of two sizes, "y"."""
+    devices = np.asarray(jax.devices()[: int(np.prod(sizes))])
+    return Mesh(devices.reshape(sizes), ("x", "y")[: len(sizes)])
 
 
-def expected(engine, seeds=(0, 1), blocks=8):
-    tables = jax.tree.map(np.asarray, engine.tables(engine.init(jax.random.key(0))))
-    found = {}
-    for seed in seeds:
-        ids, weights, gradients = draw(seed)
-        for name, table in TABLES.items():
-            rounds = table == "items"
-            found[name] = looked_up(tables[table], ids[name], weights[name], rounds=rounds)
-        for table in SIZES:
-            names = sorted(name for name, own in TABLES.items() if own == table)
-            uses = [(ids[n], weights[n], gradients[n]) for n in names]
-            tables[table] = stepped(tables[table], uses, blocks=blocks, rounds=table == "items")
-    return found, tables
+@pytest.mark.parametrize(
+    ("sizes", "shard_axes"),
+    [
+        ((4, 1), ("y",)),  # a single shard that all replicas have: sums are sent all the same
+        pytest.param((2, 4), ("x",), marks=whole),
+        pytest.param((2, 4), ("y",), marks=whole),
+    ],
+)
+def test_shards_that_several_devices_have(sizes, shard_axes):
+    case = cases.draw(7, shard_axes=shard_axes)
+    cases.check(cases.make_engine(case, 8, mesh=mesh_of(*sizes)), case)
 
 
+@whole
 @pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.parametrize("devices", [1, 2, 4, 8])
-def test_bits_are_those_of_the_description(devices, traced):
-    engine = make_engine(devices)
-    got, want = run(engine, traced=traced), expected(engine)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+def test_batches_that_some_axes_do_not_split(traced):
+    case = cases.draw(8)
+    engine = cases.make_engine(case, 8, mesh=mesh_of(2, 4), batch_axes="x")
+    cases.check(engine, case, traced=traced)
+
+
+def same(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@whole
+def test_more_devices_than_blocks_repeat_their_bits():
+    case = cases.draw(9)
+    found = [cases.run(cases.make_engine(case, 8, sum_blocks=2), case) for _ in range(2)]
+    same(*found)
+    # With a block on each device, blocks are those of G = 8.
+    same(found[0], cases.run(cases.make_engine(case, 1, sum_blocks=8), case))
+
+
+JAGGED = {
+    "jagged": TableConfig(40, 8, name="t", quantization_config=QuantizationConfig(33, -2.0, 2.0)),
+    "bags": TableConfig(40, 8, name="b", combiner="mean"),
+}
+
+
+def train_jagged(devices, rule, seed=0):
+    """Return activations, tables and slots after two steps of a jagged and a ragged feature."""
+    features = {
+        name: FeatureConfig(table, jagged=name == "jagged") for name, table in JAGGED.items()
+    }
+    options = {"mesh": mesh_of(devices), "exchange_dtype": "bfloat16"}
+    engine = EmbeddingEngine(features, rule, **options)
+    state, rng, found = engine.init(jax.random.key(0)), np.random.default_rng(seed), []
+    for _ in range(2):
+        lengths = {name: rng.integers(0, 6, 16) for name in JAGGED}
+        ids = {
+            name: RaggedIds(rng.integers(0, 40, sizes.sum()), np.concatenate([[0], sizes.cumsum()]))
+            for name, sizes in lengths.items()
+        }
+        gradients = {name: rng.normal(size=(sizes.sum(), 8)) for name, sizes in lengths.items()}
+        batch = engine.place(ids)
+        jagged = engine.lookup(state, batch)
+        values = np.concatenate(jagged["jagged"].to_list())
+        found += [values, np.asarray(jagged["bags"])]
+        state = engine.update_in_place(
+            state,
+            batch,
+            {
+                "jagged": scattered(jagged["jagged"], gradients["jagged"]),
+                "bags": gradients["bags"][:16].astype(np.float32),
+            },
+        )
+    return cases.on_host((found, engine.tables(state), engine.slots(state)))
+
+
+def scattered(jagged, gradients):
+    """Return the gradients of all values `[n, D]` as an array `[S, C, D]`."""
+    ends = np.asarray(jagged.row_splits)[:, -1]
+    made, begin = np.zeros(jagged.values.shape, np.float32), 0
+    for part, end in zip(made, ends, strict=True):
+        part[:end] = gradients[begin : begin + end]
+        begin += end
+    return made
+
+
+@pytest.mark.parametrize(
+    "rule", [optimizers.Adagrad(0.1), pytest.param(optimizers.LAMB(), marks=whole)]
+)
+def test_jagged_and_quantized_rows_have_the_bits_of_one_device(rule):
+    same(train_jagged(4, rule), train_jagged(1, rule))
+
+
+COLLECTIVE = re.compile(r"= \(?(\w+)\[\S* (?:.*)?(all-to-all|all-gather|all-reduce)\(")
+
+
+def lowered(engine, case):
+    """Return the step of a placed batch, not compiled yet."""
+    ids, weights, gradients = cases.arrays(case.steps[0])
+    state, batch = engine.init(jax.random.key(0)), engine.place(ids, weights)
+
+    def step(state, batch, gradients):
+        return engine.lookup(state, batch), engine.update(state, batch, gradients)
+
+    return jax.jit(step, donate_argnums=0).lower(state, batch, gradients)
+
+
+def test_what_is_sent_of_sharded_tables_has_16_bits(monkeypatch):
+    """Nor does XLA undo it: what crosses an all-to-all are bits, not numbers to be converted."""
+    monkeypatch.setenv("TPU_EMBED_KERNELS", "reference")  # no gathered gradients
+    case = cases.draw(10)
+    sent = COLLECTIVE.findall(lowered(cases.make_engine(case, 4), case).compile().as_text())
+    assert {dtype for dtype, name in sent if name == "all-to-all"} == {"u16"}
+    # The replicated table sums its gradients in float32.
+    assert {dtype for dtype, name in sent if dtype.startswith("f")} == {"f32"}
+
+
+def test_float32_is_the_default():
+    case = cases.draw(11)
+    texts = [
+        lowered(cases.make_engine(case, 2, exchange_dtype=dtype), case).as_text()
+        for dtype in (None, "float32", "bfloat16")
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_another_dtype_is_refused():
+    with pytest.raises(ValueError, match=r"exchange_dtype: expected 'float32' \| 'bfloat16', got"):
+        cases.make_engine(cases.draw(0), 1, exchange_dtype="float16")
+
+
+@pytest.mark.parametrize("placement", ["mod", "div"])
+def test_single_occurrences_are_refused(placement):
+    rule = optimizers.SGD(0.1, use_gradient_accumulation=False)
+    table = TableConfig(4, 2, name="t", placement=placement, optimizer=rule)
+    with pytest.raises(ValueError, match="use_gradient_accumulation=False for table 't'"):
+        EmbeddingEngine(FeatureConfig(table), exchange_dtype="bfloat16")
+
+
+def test_float64_is_refused_unless_it_is_replicated():
+    with jax.enable_x64(True):
+        for placement in ("mod", "replicated"):
+            table = TableConfig(4, 2, name="t", dtype="float64", placement=placement)
+            if placement == "replicated":
+                EmbeddingEngine(FeatureConfig(table), exchange_dtype="bfloat16")
+                continue
+            with pytest.raises(ValueError, match="table 't' of float64"):
+                EmbeddingEngine(FeatureConfig(table), exchange_dtype="bfloat16")
+
+
+def test_a_batch_of_another_exchange_is_not_updated_with():
+    case = cases.draw(12)
+    ids, weights, gradients = cases.arrays(case.steps[0])
+    batch = cases.make_engine(case, 2, exchange_dtype=None).place(ids, weights)
+    engine = cases.make_engine(case, 2)
+    state = engine.init(jax.random.key(0))
+    with pytest.raises(ValueError, match="exchange_dtype float32, not bfloat16"):
+        engine.update(state, batch, gradients)
+
+
+def test_it_is_described():
+    case = cases.draw(0)
+    tables = cases.make_engine(case, 1).describe()["tables"]
+    found = {name: table["exchange_dtype"] for name, table in tables.items()}
+    assert found == {"items": "bfloat16", "flags": None, "words": "bfloat16"}
