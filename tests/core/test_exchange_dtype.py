@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 
 import exchange_cases as cases
 import jax
+import living_cases
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -17,6 +19,7 @@ from tpu_embed import (
     QuantizationConfig,
     RaggedIds,
     TableConfig,
+    TPUEmbedding,
     optimizers,
 )
 from tpu_embed.kernels import cpu
@@ -224,3 +227,30 @@ def test_it_is_described():
     tables = cases.make_engine(case, 1).describe()["tables"]
     found = {name: table["exchange_dtype"] for name, table in tables.items()}
     assert found == {"items": "bfloat16", "flags": None, "words": "bfloat16"}
+
+
+def test_the_stateful_api_rounds_too():
+    case = cases.draw(0)
+    options = {"mesh": mesh_of(2), "exchange_dtype": "bfloat16"}
+    embedding = TPUEmbedding(case.features, optimizers.SGD(float(cases.RATE)), **options)
+    first, found = cases.on_host(embedding.retrieve()[0]), None
+    for step in case.steps:
+        ids, weights, gradients = cases.arrays(step)
+        embedding.enqueue(ids, weights)
+        found = embedding.dequeue()
+        embedding.apply_gradients(gradients)
+    got = cases.on_host((found, embedding.retrieve()[0]))
+    same(got, cases.expected(dataclasses.replace(case, blocks=8), first))
+
+
+@whole
+def test_living_vocabularies_have_the_bits_of_one_device():
+    found = []
+    for devices in (1, 8):
+        made = living_cases.engine(devices, exchange_dtype="bfloat16")
+        state, seen = living_cases.train(made, made.init(jax.random.key(0)), 4)
+        found.append((seen, living_cases.whole(made, state)))
+    same(*found)
+    exact = living_cases.engine(1)
+    state, _ = living_cases.train(exact, exact.init(jax.random.key(0)), 4)
+    assert np.any(living_cases.whole(exact, state)["table items"] != found[0][1]["table items"])
