@@ -218,7 +218,7 @@ def test_a_batch_of_another_exchange_is_not_updated_with():
     batch = cases.make_engine(case, 2, exchange_dtype=None).place(ids, weights)
     engine = cases.make_engine(case, 2)
     state = engine.init(jax.random.key(0))
-    with pytest.raises(ValueError, match="exchange_dtype float32, not bfloat16"):
+    with pytest.raises(ValueError, match="exchange_dtype None, not bfloat16"):
         engine.update(state, batch, gradients)
 
 

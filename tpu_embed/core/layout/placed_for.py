@@ -145,5 +145,7 @@ def placed_for(
         facts.append((f"{what}: use_gradient_accumulation", f"{accumulates}"))
         if blocks is not None:
             facts.append((f"{what}: trained", f"{optimizer is not None}"))
-            facts.append((f"{what}: exchange_dtype", f"{stack.exchange_dtype or 'float32'}"))
+            # Batches that were pickled before there was this option have no such fact.
+            if stack.exchange_dtype is not None:
+                facts.append((f"{what}: exchange_dtype", stack.exchange_dtype))
     return PlacedFor(tuple(facts))
