@@ -45,18 +45,19 @@ def rounded(x):
     return np.asarray(x, np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
-def draw(seed, **table_options):
+def draw(seed, rows=None, **table_options):
     """Return a random case; its rows occur in many blocks.
 
     Args:
       seed: of the case.
+      rows: of the table "items".
       table_options: of the table "items".
     """
     rng = np.random.default_rng(seed)
     dim = int(rng.choice([1, 3, 8, 17, 40]))
-    items = {"placement": str(rng.choice(["mod", "div"])), "dtype": "float32"} | table_options
+    items = {"placement": str(rng.choice(["mod", "div"])), "combiner": "sum"} | table_options
     tables = {
-        "items": TableConfig(int(rng.integers(3, 40)), dim, combiner="sum", name="items", **items),
+        "items": TableConfig(rows or int(rng.integers(3, 40)), dim, name="items", **items),
         "flags": TableConfig(6, dim, combiner="sum", name="flags", placement="replicated"),
         "words": TableConfig(23, dim + 1, combiner="sum", name="words", dtype="bfloat16"),
     }

@@ -20,6 +20,8 @@ class RowsToSum(NamedTuple):
       segments: int32 `[N]`, the sum of each, non-decreasing; those past the last are left out.
       weights: the weight of each, `[N]`; None: all ones.
       factors: what each sum is multiplied with, `[n * sum(bags)]`; None: all ones.
+      packed: the source once more, packed for SparseCores, `[R, words]`, if it lies so already;
+        XLA then drops the other one where they sum.
     """
 
     source: Array
@@ -27,6 +29,7 @@ class RowsToSum(NamedTuple):
     segments: Array
     weights: Array | None = None
     factors: Array | None = None
+    packed: Array | None = None
 
 
 class SumLayout(NamedTuple):

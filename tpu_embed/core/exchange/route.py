@@ -85,10 +85,12 @@ class FetchedRows(NamedTuple):
     Attributes:
       source: `[M, D]`, stored rows; if the exchange rounds them, bfloat16 as uint16.
       index: `[N]`, the position in `source` of each id's row; out of range for an absent id.
+      packed: the source as it arrived, if it was rounded and SparseCores sum it (`RowsToSum`).
     """
 
     source: Array
     index: Array
+    packed: Array | None = None
 
 
 class RowSums(NamedTuple):
@@ -121,14 +123,15 @@ def fetch(table: Array, route: RowRoute, stack: Stack) -> FetchedRows:
         numbers = jax.lax.iota(route.index.dtype, route.index.shape[0])
         index = jnp.where(route.index < 0, jnp.asarray(PADDING_ID, numbers.dtype), numbers)
         found = dispatch.read_rows(table, route.index, stack.row_format)
-        return FetchedRows(sent_format.unpack(_as_sent(found, stack)), index)
+        found = _as_sent(found, stack)
+        return FetchedRows(sent_format.unpack(found), index, _for_sums(found, stack))
     with jax.named_scope("route"):
         # The owner reads the rows that all sources asked for, [S * C], and sends [S, C, D] back.
         found = dispatch.read_rows(table, route.asked.reshape(-1), stack.row_format)
         found = _as_sent(found, stack)
         sent = sent_format.for_exchange(found, stack.num_shards)
         back = collectives.all_to_all(sent, stack.shard_axes).reshape(found.shape)
-        return FetchedRows(sent_format.unpack(back), route.index)
+        return FetchedRows(sent_format.unpack(back), route.index, _for_sums(back, stack))
 
 
 def _as_sent(rows: Array, stack: Stack) -> Array:
@@ -141,7 +144,13 @@ def _as_sent(rows: Array, stack: Stack) -> Array:
     sent_format = sent_rows_format(stack)
     if sent_format == stack.row_format:
         return rows
-    return sent_format.pack(storage.narrowed(stack.row_format.unpack(rows)))
+    return sent_format.pack_rounded(stack.row_format.unpack(rows))
+
+
+def _for_sums(packed: Array, stack: Stack) -> Array | None:
+    """Return rounded rows as SparseCores sum them; None if they are not packed for that."""
+    suits = stack.exchange_dtype is not None and stack.packing == "words"
+    return packed if suits else None
 
 
 def rounded_sums(sums: Array, stack: Stack) -> Array:
@@ -156,7 +165,7 @@ def rounded_sums(sums: Array, stack: Stack) -> Array:
     return sums if stack.exchange_dtype is None else storage.narrowed(sums)
 
 
-def send_sums(sums: Array, stack: Stack, axes: MeshAxes) -> Array:
+def send_sums(sums: Array, stack: Stack, axes: MeshAxes) -> tuple[Array, Array | None]:
     """Send every owner the sums for its rows.
 
     Args:
@@ -165,16 +174,18 @@ def send_sums(sums: Array, stack: Stack, axes: MeshAxes) -> Array:
       axes: the mesh, and which of its axes split the batch.
 
     Returns:
-      The sums that this device received, `[rest * S * C, D]`, in the order of `send_rows`; see
-      `rounded_sums`.
+      The sums that this device received, `[rest * S * C, D]`, in the order of `send_rows`, as
+      `rounded_sums` has them; and these packed for SparseCores, if they are rounded.
     """
     rest, row_format = axes.other_batch_axes(stack.shard_axes), sent_sums_format(stack)
-    packed = row_format.pack(rounded_sums(sums, stack))
+    exact = stack.exchange_dtype is None
+    packed = row_format.pack(sums) if exact else row_format.pack_rounded(sums)
     sums = row_format.for_exchange(packed, stack.num_shards)
     # The all-to-all gives [S, C] from the sources along the shard axes; devices along the other
     # batch axes own copies of the same shard, and the all-gather gives each [rest, S, C].
     sums = collectives.all_gather(collectives.all_to_all(sums, stack.shard_axes), rest)
-    return row_format.unpack(row_format.by_row(sums)).reshape(-1, stack.dim)
+    received = row_format.by_row(sums)
+    return row_format.unpack(received).reshape(-1, stack.dim), _for_sums(received, stack)
 
 
 def send_rows(row_ids: Array, stack: Stack, axes: MeshAxes) -> Array:
@@ -193,12 +204,13 @@ def send_rows(row_ids: Array, stack: Stack, axes: MeshAxes) -> Array:
     return rows.reshape(-1, row_ids.shape[-1])
 
 
-def merge(sums: Array, route: MergeRoute) -> RowSums:
+def merge(sums: Array, route: MergeRoute, packed: Array | None = None) -> RowSums:
     """Add up the partial sums of each row, in the order of the blocks.
 
     Args:
       sums: `[P, D]` partial sums, float, or bfloat16 as uint16.
       route: their order, and the merged sum that each is added to.
+      packed: the sums packed for SparseCores, if they are so already.
 
     Returns:
       Distinct rows and their sums, `[U]` and `[U, D]`.
@@ -209,7 +221,8 @@ def merge(sums: Array, route: MergeRoute) -> RowSums:
     if index is None:
         index = jax.lax.iota(jnp.int32, sums.shape[0])
     size = route.row_ids.shape[0]
-    (merged,) = dispatch.gather_sum(RowsToSum(sums, index, route.segments), SumLayout((1,), size))
+    rows = RowsToSum(sums, index, route.segments, packed=packed)
+    (merged,) = dispatch.gather_sum(rows, SumLayout((1,), size))
     return RowSums(route.row_ids, merged)
 
 

@@ -296,7 +296,7 @@ class _StackRule(NamedTuple):
     def in_xla(self, held: StackShard, given: Partials) -> StackShard:
         """Sum the partial sums of each row, then apply the rule in XLA's operations."""
         with jax.named_scope("merge"):
-            sums = route.merge(given.sums, given.merge)
+            sums = route.merge(given.sums, given.merge, given.packed)
         return self.to_sums(held, sums)
 
     def to_sums(self, held: StackShard, sums: RowSums) -> StackShard:

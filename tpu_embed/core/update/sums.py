@@ -132,10 +132,12 @@ class Partials(NamedTuple):
     Attributes:
       sums: `[P, D]`, float; if the exchange rounds them, bfloat16 as uint16.
       merge: their order, and the merged sum that each is added to.
+      packed: the sums packed for SparseCores, if they arrived so.
     """
 
     sums: Array
     merge: MergeRoute
+    packed: Array | None = None
 
 
 def outgoing_sums(task: Task, capacity: int) -> Outgoing:
@@ -170,13 +172,13 @@ def exchange_sums(task: Task, outgoing: Outgoing) -> Partials:
     with jax.named_scope("dedup"):
         sums = _summed(task, outgoing.sums, stack.num_shards * outgoing.capacity)
     with jax.named_scope("route"):
-        received = route.send_sums(sums, stack, axes)
+        received, packed = route.send_sums(sums, stack, axes)
         if isinstance(task.ids, RoutedIds) and task.ids.merge is not None:
-            return Partials(received, task.ids.merge)
+            return Partials(received, task.ids.merge, packed)
         assert sent is not None, "only the host's own route comes without the rows that are sent"
         rows = route.send_rows(device_route.only_mine(sent, stack, axes), stack, axes)
     with jax.named_scope("merge"):
-        return Partials(received, device_route.route_merge(rows, stack, axes))
+        return Partials(received, device_route.route_merge(rows, stack, axes), packed)
 
 
 def exchange_occurrences(task: Task, outgoing: Outgoing) -> RowSums:
@@ -190,7 +192,8 @@ def exchange_occurrences(task: Task, outgoing: Outgoing) -> RowSums:
     capacity = outgoing.capacity
     assert sent is not None, "ids whose gradients are not summed are routed here"
     sums = _summed(task, outgoing.sums, stack.num_shards * capacity)
-    received = route.send_sums(sums, stack, axes).reshape(-1, capacity, stack.dim)
+    received, _ = route.send_sums(sums, stack, axes)
+    received = received.reshape(-1, capacity, stack.dim)
     rows = route.send_rows(device_route.only_mine(sent, stack, axes), stack, axes)
     batch_order = axes.batch_order(stack.shard_axes)
     return RowSums(rows[batch_order].reshape(-1), received[batch_order].reshape(-1, stack.dim))
