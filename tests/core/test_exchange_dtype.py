@@ -36,7 +36,7 @@ KERNELS = ["reference"] if cpu.load().path is None else ["native", "reference"]
         (1, 1, True, "reference"),
         (2, 8, False, "native"),
         (3, 8, True, "native"),
-        (4, 4, False, "reference"),
+        pytest.param(4, 4, False, "reference", marks=whole),
         *(
             pytest.param(seed, 2**number, traced, kernels, marks=whole)
             for seed in (5, 6)
