@@ -128,7 +128,7 @@ def combine(
         index = jnp.where(absent, jnp.asarray(PADDING_ID, positions.dtype), positions)
         found = FetchedRows(quantize(rows, stack), index)
     source, index, packed = found
-    rows = RowsToSum(source, index, *entries, packed)
+    rows = RowsToSum(source, index, entries.bags, entries.weights, entries.factors, packed)
     return dispatch.gather_sum(rows, bag_layout.sums)
 
 
