@@ -76,9 +76,9 @@ class Data:
 
 
 class Ours:
-    """tpu_embed; `kernels` is "native" or "reference"."""
+    """tpu_embed; `kernels` is "native" or "reference", `options` are the engine's."""
 
-    def __init__(self, data: Data, kernels: str) -> None:
+    def __init__(self, data: Data, kernels: str, **options: Any) -> None:
         import jax
 
         import tpu_embed
@@ -106,7 +106,7 @@ class Ours:
             )
 
         features = {n: tpu_embed.FeatureConfig(table(t)) for t, n in enumerate(self.names)}
-        self.engine = engine = tpu_embed.EmbeddingEngine(features, optimizer)
+        self.engine = engine = tpu_embed.EmbeddingEngine(features, optimizer, **options)
         # Wait for the state: its callbacks need the GIL, which another dispatch might hold.
         self.state = jax.block_until_ready(engine.init(jax.random.key(0)))
         batches = [dict(zip(self.names, ids, strict=True)) for ids in data.ids]

@@ -1,6 +1,6 @@
 """Compare one thread with two, and one device with eight, for the same global batch.
 
-    python benchmarks/scaling.py
+    python benchmarks/scaling.py [--exchange-dtype bfloat16]
 
 Every setting needs its own process. The processes are started several times in turns, and the best
 median of a step (lookup, gradient, update) is printed with its ratio.
@@ -28,13 +28,13 @@ SETTINGS = {"1 thread": (1, 1), "2 threads": (2, 1), "8 devices": (2, 8)}
 """(threads, emulated devices)"""
 
 
-def measure(cell: Cell, batch: int, threads: int, devices: int) -> float:
+def measure(cell: Cell, batch: int, threads: int, devices: int, exchange_dtype: str) -> float:
     """Return the median milliseconds of a step; this process must not have imported JAX yet."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
     common.emulate(devices)
     from contestants import Ours
 
-    ours, spent = Ours(Data(cell, batch), "native"), []
+    ours, spent = Ours(Data(cell, batch), "native", exchange_dtype=exchange_dtype), []
     for i in range(30):
         start = time.perf_counter()
         ours.step(i % BATCHES)
@@ -47,18 +47,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--exchange-dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--child", nargs=3, type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         number, threads, devices = args.child
-        print(measure(CELLS[number], args.batch, threads, devices))
+        print(measure(CELLS[number], args.batch, threads, devices, args.exchange_dtype))
         return
-    print(common.machine())
+    print(f"{common.machine()}, exchange in {args.exchange_dtype}")
     for number, cell in enumerate(CELLS):
         found: dict[str, list[float]] = {name: [] for name in SETTINGS}
         for _ in range(args.rounds):
             for name, setting in SETTINGS.items():
-                child = [sys.executable, __file__, f"--batch={args.batch}", "--child"]
+                child = [sys.executable, __file__, f"--batch={args.batch}"]
+                child += [f"--exchange-dtype={args.exchange_dtype}", "--child"]
                 command = [*child, str(number), *map(str, setting)]
                 output = subprocess.run(command, check=True, capture_output=True, text=True)
                 found[name].append(float(output.stdout))

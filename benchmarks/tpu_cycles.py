@@ -51,6 +51,7 @@ class Line:
     weighted_bags: bool = False
     placed: bool = True
     spec: bool = False  # of traced ids: whether the capacities of the plan are given
+    exchange_dtype: str | None = None
     published: str = ""
 
     @property
@@ -67,9 +68,10 @@ class Line:
         features = {table.name: FeatureConfig(table) for table in tables}
         draw = np.random.default_rng(0)
         batch = {f"t{i}": self.bags(rows, hot, draw) for i, (rows, hot) in enumerate(self.tables)}
-        rule = RULES[self.rule]
-        spec = plan(features, rule, self.target, batch).spec if self.spec else None
-        return compile_for(self.target, features, rule, batch, placed=self.placed, spec=spec)
+        rule, options = RULES[self.rule], {"exchange_dtype": self.exchange_dtype}
+        spec = plan(features, rule, self.target, batch, **options).spec if self.spec else None
+        options |= {"placed": self.placed, "spec": spec}
+        return compile_for(self.target, features, rule, batch, **options)
 
     def bags(self, rows, hot, draw):
         """Return a feature's batch: shapes, or weighted bags of 0 to 2·hot ids, hot on average."""
@@ -97,6 +99,7 @@ LINES = {
     "v5p FTRL": Line(rule="FTRL"),
     "v5p mean": Line(combiner="mean"),
     "v5p ragged, weighted": Line(weighted_bags=True),
+    "v5p, exchange in bfloat16": Line(exchange_dtype="bfloat16"),
     "v5p traced": Line(placed=False),
     "v5p traced, spec": Line(placed=False, spec=True),
     "v4": Line("v4:2x2x1"),

@@ -78,6 +78,7 @@ class DlrmConfig:
         dim: int | None = None,
         most_hot: int | None = None,
         network: float = 1.0,
+        seed: int | None = None,
     ):
         """Return the workload with fewer rows, optionally with smaller vectors, bags and layers.
 
@@ -86,6 +87,7 @@ class DlrmConfig:
           dim: another D, which is also the last output size of the bottom network.
           most_hot: longer bags are cut to this length.
           network: the factor of hidden layer sizes and of the cross rank, in (0, 1].
+          seed: another seed.
 
         Raises:
           ValueError: a factor is outside of (0, 1], or a size is below 1.
@@ -109,6 +111,7 @@ class DlrmConfig:
             bottom=(*hidden(*self.bottom[:-1]), dim),
             cross_rank=hidden(self.cross_rank)[0],
             top=(*hidden(*self.top[:-1]), 1),
+            seed=self.seed if seed is None else seed,
         )
 
 

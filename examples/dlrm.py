@@ -7,11 +7,11 @@ The clicks are made up, so that the best possible AUC is known; or they are Crit
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import runpy
 import time
 from collections.abc import Iterator
+from functools import partial, reduce
 from pathlib import Path
 
 import dlrm_model as model
@@ -20,7 +20,6 @@ import matplotlib.pyplot as plt
 import multi_hot
 import optax
 from criteo import CONFIG
-from dlrm_data import Examples
 from flax import nnx
 from planted import Planted, best_auc, sources
 from tqdm import tqdm
@@ -42,6 +41,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--criteo", type=Path, help="directory; without it clicks are planted")
     parser.add_argument("--matrices", type=Path, help="where MLPerf's bags are; without it hashed")
     parser.add_argument("--test-batches", type=int, default=16, help="kept on the devices")
+    parser.add_argument("--seed", type=int, help="of first values and planted clicks")
+    parser.add_argument("--exchange-dtype", choices=("float32", "bfloat16"), help="of the engine")
     parser.add_argument("--plot", type=Path, default="build/dlrm.png", help="drawn at the end")
     args = parser.parse_args()
     for name, value in vars(args).items():
@@ -58,7 +59,7 @@ def make_steps(engine, dense, graph):
     def loss_fn(params, activations, numbers, label):
         return model.loss(nnx.merge(graph, params)(numbers, activations), label)
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    @partial(jax.jit, donate_argnums=0)
     def train(trained, batch, numbers, label):
         state, params, opt_state = trained
         activations = engine.lookup(state, batch)
@@ -85,7 +86,7 @@ def fit(args, config, engine, dense, source, test) -> Iterator[tuple[int, float,
     expand = multi_hot.bags(config, args.matrices)
     spread = jax.NamedSharding(engine.layout.axes.mesh, jax.P(engine.layout.axes.mesh.axis_names))
 
-    def prepare(examples: Examples):
+    def prepare(examples):
         """Return the features, which are still to be placed, and the rest on the devices."""
         return expand(examples.ids), *jax.device_put((examples.dense, examples.label), spread)
 
@@ -99,8 +100,7 @@ def fit(args, config, engine, dense, source, test) -> Iterator[tuple[int, float,
                 continue
             text = f"loss {loss:.4f}"  # waits for the device
             speed = (step - before) * args.batch_size / (time.perf_counter() - begin)
-            metric = functools.reduce(lambda m, b: score(m, *trained[:2], *b), held_out, empty)
-            area, error = metric.value()
+            area, error = reduce(lambda m, b: score(m, *trained[:2], *b), held_out, empty).value()
             text = f"{text}  AUC {area:.4f}, bins within {error:.0e}  {speed:.0f} examples/s"
             yield step * args.batch_size, area, text
             before, begin = step, time.perf_counter()
@@ -125,13 +125,13 @@ def main() -> None:
     if (size := args.batch_size) % (count := jax.device_count()):
         raise SystemExit(f"--batch-size: expected a multiple of {count} devices, got {size}")
     sizes = {"dim": args.dim, "most_hot": args.most_hot, "network": args.network}
-    config = runpy.run_path(str(args.config))["CONFIG"].scaled(args.scale, **sizes)
+    config = runpy.run_path(str(args.config))["CONFIG"].scaled(args.scale, seed=args.seed, **sizes)
     streams = sources(config, args.criteo, args.batch_size, tests=args.test_batches)
     start = {"accumulators": config.initial_accumulator}
-    adagrad = tpu_embed.optimizers.Adagrad(
-        config.learning_rate, epsilon=config.epsilon, slot_initializers=start
-    )
-    engine = tpu_embed.EmbeddingEngine(model.feature_config(config), adagrad)
+    rule = {"epsilon": config.epsilon, "slot_initializers": start}
+    adagrad = tpu_embed.optimizers.Adagrad(config.learning_rate, **rule)
+    options = {"exchange_dtype": args.exchange_dtype}
+    engine = tpu_embed.EmbeddingEngine(model.feature_config(config), adagrad, **options)
     curve, best = [(0, 0.5)], None
     print(f"{count} device(s), {len(config.rows)} tables of {sum(config.rows)} rows")
     draw(curve, best, args.plot)  # finds out before the training whether it can be written

@@ -38,6 +38,7 @@ def two(saved, tmp_path_factory):
         (process_cases.train_weighted, 4),
         (process_cases.refusals, 8),
         (process_cases.outliers,),
+        (process_cases.train_rounded, 4),
         (process_cases.save_all, str(directory), [8], ["mod"]),
         (process_cases.restore_all, str(directory), ["1-8-mod"], [8], ["mod"]),
         (process_cases.restore_all, str(directory), ["1-8-mod", "2-8-mod"], [2], ["div"], 0),
@@ -58,6 +59,13 @@ def test_several_blocks_on_each_device_have_the_bits_of_one_process(two):
     expected, _ = process_cases.train_weighted(4)
     for _, _, (found, _), *_ in two:
         assert_same(found, expected)
+
+
+def test_a_rounded_exchange_has_the_bits_of_one_process(two):
+    """Two blocks on each device: what processes send each other is what one device rounds."""
+    expected = process_cases.train_rounded(1)
+    for found in two:
+        assert_same(found[5], expected)
 
 
 def test_placed_parts_touch_the_rows_of_their_own_features(two):

@@ -18,13 +18,14 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 
 from tpu_embed import planning
 from tpu_embed._checks import did_you_mean, message
 from tpu_embed.check import PARTS, run_parts
+from tpu_embed.core.layout import ExchangeDtype
 from tpu_embed.kernels import cpu, dispatch
 from tpu_embed.planning.compiled import Compiled, compile_for
 from tpu_embed.planning.estimate import Estimate, estimate
@@ -113,9 +114,9 @@ def show_plan(args: argparse.Namespace) -> None:
 
     Args:
       args: `config`, a Python file that defines `workload() -> (feature_config, optimizer, batch)`;
-        `topology`; `memory`; `hit_rate`, `sample` and `touched`, of tables on the host; `json`;
-        `compile`; `admit`, whether to compile what moves rows, too; `cycles`, whether to compile a
-        second time for the cycles of the TensorCore.
+        `topology`; `memory`; `exchange_dtype`; `hit_rate`, `sample` and `touched`, of tables on the
+        host; `json`; `compile`; `admit`, whether to compile what moves rows, too; `cycles`, whether
+        to compile a second time for the cycles of the TensorCore.
 
     Raises:
       TypeError: the batch has other containers than the features, or ids that are not integers.
@@ -135,6 +136,7 @@ def show_plan(args: argparse.Namespace) -> None:
         feature_config, hit_rates=args.hit_rate, samples=args.sample, touched_rows=args.touched
     )
     given: dict[str, Any] = {"hit_rates": rates, "touched_rows": touched, "memory": memory}
+    given["exchange_dtype"] = args.exchange_dtype
     plan = planning.plan(feature_config, optimizer, target, batch, **given)
     if not args.json:
         print(plan.explain())
@@ -144,7 +146,8 @@ def show_plan(args: argparse.Namespace) -> None:
     if args.compile:
         # libtpu compiles for a TPU without having one; JAX must not search for one here.
         jax.config.update("jax_platforms", "cpu")
-        compiled = compile_for(args.topology, feature_config, optimizer, batch, hit_rates=rates)
+        options: dict[str, Any] = {"hit_rates": rates, "exchange_dtype": args.exchange_dtype}
+        compiled = compile_for(args.topology, feature_config, optimizer, batch, **options)
         if not args.json:
             print(compiled.explain(), flush=True)
         found = _estimate(args, compiled)
@@ -158,6 +161,7 @@ def _estimate(args: argparse.Namespace, compiled: Compiled) -> Estimate:
     # The same command again, in a process that may abort.
     again = ["plan", args.config, "--topology", args.topology]
     again += ["--compile", "--no-cycles", "--no-admit"]
+    again += ["--exchange-dtype", args.exchange_dtype] if args.exchange_dtype else []
     try:
         profile = profile_step([sys.executable, "-m", "tpu_embed", *again], compiled.text)
     except RuntimeError as error:
@@ -254,6 +258,8 @@ def _add_plan(commands: Any) -> None:
         "--topology", required=True, help="v5p:4x4x4, v5p-128, or a number of devices"
     )
     command.add_argument("--memory", help="of each device, such as 80GiB; a topology has its own")
+    words = get_args(ExchangeDtype)
+    command.add_argument("--exchange-dtype", choices=words, help="as for EmbeddingEngine (float32)")
     _add_host_options(command)
     command.add_argument(
         "--compile", action="store_true", help="compile for it, too (needs libtpu)"

@@ -293,10 +293,13 @@ class TwoEngines:
         return self.counts
 
 
-def engines(devices, rule, evict="lru", lookahead=1, rows=90, groups=None, **options):
+def engines(
+    devices, rule, evict="lru", lookahead=1, rows=90, groups=None, exchange=None, **options
+):
     """Return an engine with tables on the host, and one with the same tables on the devices."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("d",))
     storage = HostStorage(device_rows=rows, evict=evict, groups=groups)
     on_host, resident = (declared(RULES[rule], one, **options) for one in (storage, None))
-    hosted = tpu_embed.EmbeddingEngine(on_host, mesh=mesh, lookahead=lookahead)
-    return hosted, tpu_embed.EmbeddingEngine(resident, mesh=mesh, lookahead=lookahead)
+    shared = {"mesh": mesh, "lookahead": lookahead, "exchange_dtype": exchange}
+    hosted = tpu_embed.EmbeddingEngine(on_host, **shared)
+    return hosted, tpu_embed.EmbeddingEngine(resident, **shared)

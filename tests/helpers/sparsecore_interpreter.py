@@ -102,7 +102,7 @@ def _replaced(late):
     def fetches(work, memory, slot):
         rows = memory.targets.at[slot]
         pairs = zip((work.table, *work.slots), (memory.table, *memory.slots), strict=True)
-        sums = gather(memory.ids.at[slot], work.source, memory.sums.at[slot])
+        sums = gather(memory.ids.at[slot], work.source, memory.rows.at[slot])
         return [sums, *(gather(rows, held, near.at[slot]) for held, near in pairs)]
 
     def writes(work, memory, slot):

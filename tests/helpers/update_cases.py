@@ -81,8 +81,16 @@ def ftrl(w, a, z, g, take, inverse, l1, twice_l2, beta, still):
 STEPS = {f.__name__: f for f in (sgd, momentum, adagrad, rowwise_adagrad, adam, ftrl)}
 
 
-def sums_in_order(given, blocks):
-    """Return row -> gradient: within a block of bags in the order of ids, then over blocks."""
+def to_bfloat16(x):
+    """Return float32 numbers rounded to bfloat16."""
+    return widened(stored(x, "bfloat16"))
+
+
+def sums_in_order(given, blocks, rounds=False):
+    """Return row -> gradient: within a block of bags in the order of ids, then over blocks.
+
+    With `rounds` the sum of each block is rounded to bfloat16 before these are added up.
+    """
     rows, bags, weights, factors, gradients = given
     dim = gradients[0].shape[1]
     by_period = [
@@ -102,19 +110,22 @@ def sums_in_order(given, blocks):
         of_row = found.setdefault(int(rows[i]), {})
         block = sum(bag >= start for start in blocks)
         of_row[block] = of_row.get(block, zero) + gradient
-    return {row: functools.reduce(np.add, of.values(), zero) for row, of in found.items()}
+    added = to_bfloat16 if rounds else np.asarray
+    return {
+        row: functools.reduce(np.add, map(added, of.values()), zero) for row, of in found.items()
+    }
 
 
 def given_columns(given):
     return COLUMNS if len(given[-1]) > 1 else (1,)
 
 
-def expected_update(table, slots, given, rule, blocks):
+def expected_update(table, slots, given, rule, blocks, rounds=False):
     """Return table and slots after the rule, row by row."""
     keep, low, high, least, most, *numbers = np.asarray(rule.operand())
     options = {"flag": rule.flag} if rule.kind in ("momentum", "adam") else {}
     table, slots = table.copy(), [slot.copy() for slot in slots]
-    for row, gradient in sums_in_order(given, blocks).items():
+    for row, gradient in sums_in_order(given, blocks, rounds).items():
         w, gradient = widened(table[row]) * keep, np.clip(gradient, low, high)
         held = [slot[row] for slot in slots]
         w, *held = STEPS[rule.kind](w, *held, gradient, *numbers, **options)
@@ -145,14 +156,14 @@ def draw_update(rng, optimizer, dim, dtype, *, n=2000, alone=False, row_type=np.
     return table, slots, (rows, bags, weights, factors, gradients)
 
 
-def updated(table, slots, given, rule, blocks):
+def updated(table, slots, given, rule, blocks, rounds=False):
     """Return table and slots after the compiled kernel, which works in place."""
     columns = given_columns(given)
     periods = given[-1][0].shape[0] // columns[0]
 
     @functools.partial(jax.jit, donate_argnums=0)
     def run(held, given):
-        options = {"bags": columns, "periods": periods, "blocks": blocks}
+        options = {"bags": columns, "periods": periods, "blocks": blocks, "rounds": rounds}
         return update_of(held[0], held[1:], *given, rule=rule, **options)
 
     held = tuple(jnp.array(array) for array in (table, *slots))

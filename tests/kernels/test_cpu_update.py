@@ -87,6 +87,17 @@ def test_what_may_be_missing(missing, blocks):
     assert_same_bits(found, expected_update(table, slots, given, rule, blocks))
 
 
+@pytest.mark.parametrize("dim", [1, 7, 20, 130])
+@pytest.mark.parametrize("name", ["adagrad", "rowwise"])
+@pytest.mark.parametrize("blocks", [(), STARTS], ids=["one block", "blocks"])
+def test_sums_of_blocks_are_rounded(name, dim, blocks):
+    """Rows of a single gradient are rounded, too, and the sum over the blocks is not."""
+    rule = compiled(RULES[name])
+    table, slots, given = draw_update(np.random.default_rng(dim), RULES[name], dim, "float32")
+    found = updated(table, slots, given, rule, blocks, rounds=True)
+    assert_same_bits(found, expected_update(table, slots, given, rule, blocks, rounds=True))
+
+
 @pytest.mark.parametrize("order", [(1, 0, 2), (2, 1, 0), (0, 2, 1)], ids=str)
 @pytest.mark.quick(1)
 def test_columns_in_another_order(order):

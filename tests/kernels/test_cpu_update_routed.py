@@ -25,8 +25,10 @@ if cpu.load().path is None:
     pytest.skip(f"compiled library: {cpu.load().why_not}", allow_module_level=True)
 
 
-@pytest.mark.parametrize("name", ["adagrad", "rowwise"])
-def test_routed_entries_tell_their_partial_sums(name):
+@pytest.mark.parametrize(
+    ("name", "rounds"), [("adagrad", False), ("rowwise", False), ("adagrad", True)]
+)
+def test_routed_entries_tell_their_partial_sums(name, rounds):
     """Their blocks are the partial sums of their route, however the bags are numbered."""
     rng, rule = np.random.default_rng(12), compiled(RULES[name])
     table, slots, given = draw_update(rng, RULES[name], 20, "float32")
@@ -42,10 +44,11 @@ def test_routed_entries_tell_their_partial_sums(name):
     anew = rng.permutation(UPDATE_BAGS).astype(np.int32)
     joined = np.asarray(reference.join_features(gradients, UPDATE_PERIODS))
     renumbered = factors[np.argsort(anew)], (joined[np.argsort(anew)],)
-    run = functools.partial(update_of, rule=rule, bags=(1,), periods=UPDATE_BAGS)
+    options = {"bags": (1,), "periods": UPDATE_BAGS, "rounds": rounds}
+    run = functools.partial(update_of, rule=rule, **options)
     routed = whole.astype(np.int32), anew[bags[order]], weights[order], *renumbered, sums, merged
     found = jax.jit(run)(table, slots, *routed)
-    assert_same_bits(found, expected_update(table, slots, given, rule, STARTS))
+    assert_same_bits(found, expected_update(table, slots, given, rule, STARTS, rounds))
 
 
 def test_places_are_numbered_after_the_bags():

@@ -6,7 +6,7 @@ import pytest
 from pairs import parametrize_pairs
 
 from tpu_embed.kernels.formats import LINE, RowFormat, packing_of
-from tpu_embed.kernels.storage import stored_dtype
+from tpu_embed.kernels.storage import narrowed, stored_dtype
 
 DTYPES = ("float32", "bfloat16", "int32")
 
@@ -107,3 +107,14 @@ def test_an_exchange_sends_lines_where_they_divide():
     assert form.for_exchange(rows, 4).shape == (4, 2, LINE)
     assert form.for_exchange(rows[:12], 4).shape == (4, 3, 16)
     assert RowFormat((16,), np.dtype(np.float32)).for_exchange(rows, 4).shape == (4, 16, 16)
+
+
+@pytest.mark.parametrize("packing", ["none", "lanes", "words"])
+@pytest.mark.parametrize("dim", [1, 32, 33, 200])
+def test_rows_rounded_while_they_are_packed_are_those_packed_after(packing, dim):
+    form = RowFormat((dim,), jnp.dtype("bfloat16"), packing)
+    rows = np.random.default_rng(dim).normal(size=(7, dim)).astype(np.float32)
+    rows[2, :1] = np.nan
+    rounded = np.asarray(form.pack_rounded(rows))
+    np.testing.assert_array_equal(rounded, np.asarray(form.pack(narrowed(jnp.asarray(rows)))))
+    np.testing.assert_array_equal(form.unpack(rounded), np.asarray(narrowed(jnp.asarray(rows))))

@@ -112,6 +112,22 @@ def test_bfloat16_is_rounded_to_nearest_even():
     np.testing.assert_array_equal(found.view(np.uint16), expected.view(np.uint16))
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
+def test_narrowed_numbers_are_the_nearest_within_a_program():
+    """Any float32, denormals and NaN among them; XLA must not drop the rounding there and back."""
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 2**32, 200_000, dtype=np.uint32)
+    bits[:1000] &= 0x007FFFFF
+    bits[1000:1004] = 0x7F800001, 0xFF800001, 0x7F800000, 0x7F7FFFFF
+    rows = bits.view(np.float32)
+    expected = rows.astype(ml_dtypes.bfloat16)
+    found, back = jax.jit(lambda x: (y := storage.narrowed(x), storage.widened(y)))(rows)
+    nan = np.isnan(rows)
+    np.testing.assert_array_equal(np.asarray(found)[~nan], expected.view(np.uint16)[~nan])
+    np.testing.assert_array_equal(np.asarray(back)[~nan], expected.astype(np.float32)[~nan])
+    assert np.isnan(np.asarray(back)[nan]).all()
+
+
 def test_every_bfloat16_survives():
     bits = jnp.arange(2**16, dtype=jnp.uint16)
     rows = storage.decode(bits, "bfloat16").astype(jnp.float32)

@@ -13,6 +13,7 @@ from sparsecore_interpreter import CHUNK, WORKERS, compiled, mesh_of
 
 from tpu_embed.kernels import dispatch, reference, sparsecore, sparsecore_sums
 from tpu_embed.kernels.formats import RowFormat
+from tpu_embed.kernels.operands import RowsToSum, SumLayout
 
 ENTRIES, SUMS, ROWS, COLUMNS = 200, 40, 30, 48
 """A share of 50 entries, for one of 4 workers, is 3 or 4 chunks; the last chunk is half."""
@@ -218,7 +219,11 @@ def test_rows_of_any_width_sum_and_differentiate_through_the_dispatch():
 
         gradients, sums = jax.grad(loss, (0, 1, 2), has_aux=True)(source, weights, factors)
         plain = sums_of(kernel, bits, index, segments, **options)
-        return sums, gradients, plain
+        # Packed already, as an exchange in bfloat16 brings them: what is packed is summed.
+        words = RowFormat((20,), jnp.dtype(jnp.bfloat16), "words").pack(bits)
+        other = bits if kernel is reference.gather_sum else jnp.zeros_like(bits)
+        given = RowsToSum(other, index, segments, packed=words)
+        return sums, gradients, (*plain, *kernel(given, SumLayout(**options)))
 
     with jax.enable_x64(True):
         operands = source, bits, index, segments, weights, factors

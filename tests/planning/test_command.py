@@ -55,6 +55,14 @@ def test_an_accelerator_type_is_a_target_too(run, capsys):
         run("--topology", "v5p-100")
 
 
+def test_an_exchange_in_bfloat16_is_planned(run, capsys):
+    sent = []
+    for options in ((), ("--exchange-dtype", "bfloat16")):
+        run("--topology", "v5p:2x2x1", "--json", *options)
+        sent.append(json.loads(capsys.readouterr().out)["sent"]["rows"])
+    assert sent[0] == 2 * sent[1]
+
+
 def test_what_is_misspelt_is_named(run, monkeypatch, capsys):
     for wrong, right in {
         "--topolgy": "--topology",

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -259,3 +260,30 @@ def test_the_next_lookup_runs_beside_other_work():
     started = entry.index(calls[0])
     done = next(i for i, line in enumerate(entry) if f"call-done({name})" in line)
     assert sum(" fusion(" in line for line in entry[started:done]) >= 5
+
+
+@whole
+@pytest.mark.parametrize("placed", [True, False])
+def test_an_exchange_in_bfloat16_sends_half_the_bytes(placed):
+    """What crosses the links are words of two numbers each, for XLA to convert nothing behind."""
+    features, shapes = quickstart(dim=64)
+    exact, rounded = (
+        compile_for(
+            "v5p:2x2x1",
+            features,
+            OPTIMIZERS["adagrad"],
+            shapes,
+            placed=placed,
+            exchange_dtype=dtype,
+        )
+        for dtype in (None, "bfloat16")
+    )
+    numbers = re.compile(r"= \(?(\w+)\[([\d,]*)\]\S* all-to-all(?:-start)?\(")
+    sizes = []
+    for compiled in (exact, rounded):
+        # Row numbers, if the devices route, are int32.
+        sent = [shape for dtype, shape in numbers.findall(compiled.text) if dtype != "s32"]
+        assert len(sent) == 2
+        sizes.append(sum(math.prod(map(int, shape.split(","))) for shape in sent))
+    assert sizes[0] == 2 * sizes[1]
+    assert {dtype for dtype, _ in numbers.findall(rounded.text)} <= {"u32", "s32"}

@@ -335,7 +335,9 @@ def gather_sum(rows: RowsToSum, layout: SumLayout) -> tuple[Array, ...]:
 def _sum_on_sparse_cores(rows: RowsToSum, layout: SumLayout) -> tuple[Array, ...]:
     """Return what `reference.gather_sum` does, by the SparseCore kernel."""
     source, dim = rows.source, rows.source.shape[1]
-    packed = RowFormat((dim,), storage.logical_dtype(source.dtype), "words").pack(source)
+    packed = rows.packed
+    if packed is None:
+        packed = RowFormat((dim,), storage.logical_dtype(source.dtype), "words").pack(source)
     sums = sparsecore_sums.gather_sum(
         packed,
         # Numbers of 64 bits that are outside of the source stay outside of it in 32.

@@ -24,7 +24,7 @@ import numpy as np
 
 from tpu_embed._types import Array
 from tpu_embed.kernels.sparsecore import WORDS, has_sparse_cores
-from tpu_embed.kernels.storage import stored_dtype
+from tpu_embed.kernels.storage import bits_of_bfloat16, narrowed, stored_dtype
 
 Packing = Literal["none", "lanes", "words"]
 
@@ -149,6 +149,18 @@ class RowFormat:
             return flat
         lower, upper = jnp.split(flat.astype(jnp.uint32), 2, axis=1)
         return lower | (upper << 16)
+
+    def pack_rounded(self, rows: Array) -> Array:
+        """Return float32 rows `[n, D]`, rounded to bfloat16, as `pack` returns them.
+
+        A TPU does so in one pass: no array of single halves is stored.
+        """
+        if not self.packed:
+            return narrowed(rows)
+        lower, upper = jnp.split(
+            jnp.pad(rows, ((0, 0), (0, 2 * self.words - rows.shape[1]))), 2, axis=1
+        )
+        return (bits_of_bfloat16(lower) >> 16) | bits_of_bfloat16(upper)
 
     def unpack(self, packed: Any) -> Any:
         """Return packed rows `[n, words]` (NumPy or JAX) as stored rows `[n, …]`."""

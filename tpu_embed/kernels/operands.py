@@ -20,6 +20,8 @@ class RowsToSum(NamedTuple):
       segments: int32 `[N]`, the sum of each, non-decreasing; those past the last are left out.
       weights: the weight of each, `[N]`; None: all ones.
       factors: what each sum is multiplied with, `[n * sum(bags)]`; None: all ones.
+      packed: the source once more, packed for SparseCores, `[R, words]`, if it lies so already;
+        XLA then drops the other one where they sum.
     """
 
     source: Array
@@ -27,6 +29,7 @@ class RowsToSum(NamedTuple):
     segments: Array
     weights: Array | None = None
     factors: Array | None = None
+    packed: Array | None = None
 
 
 class SumLayout(NamedTuple):
@@ -90,6 +93,8 @@ class GradientLayout(NamedTuple):
       blocks: the first bags of the second block of the batch and of all later ones, of ids that are
         not routed. A row's gradients are summed within each block first, then over the blocks.
       places: for each feature, its places if it is jagged, and 0 otherwise; (): none is jagged.
+      rounds: whether each partial sum, or the sum of each block, is rounded to bfloat16 (to nearest
+        even) before they are added up.
     """
 
     bags: tuple[int, ...]
@@ -97,3 +102,4 @@ class GradientLayout(NamedTuple):
     order: tuple[int, ...] = ()
     blocks: tuple[int, ...] = ()
     places: tuple[int, ...] = ()
+    rounds: bool = False

@@ -55,7 +55,8 @@ class Work:
 
     Attributes:
       bounds: int32 `[n]`, as for `sparsecore_worker.run`.
-      source: float32 `[P, W]`, partial sums.
+      source: partial sums, float32 `[P, W]`, or uint32 `[P, W / 2]` with two numbers of bfloat16
+        to a word; some words more than a row of the table are padding.
       index: int32 `[N]`, the partial sum of each entry; N is a multiple of `chunk`.
       segments: int32 `[N + lanes]`, non-decreasing and without gaps.
       row_ids: int32 `[M]`, the row of each segment, `PADDING_ID` for none; at least
@@ -94,12 +95,13 @@ class _Memory:
         alternately, here and below.
       ids: int32 `[2, chunk]`, partial sums to fetch, `PADDING_ID` for none.
       targets: int32 `[2, chunk]`, where a segment ends its row, otherwise `PADDING_ID`.
-      sums: float32 `[2, chunk, W]`, partial sums, then the running sums.
+      rows: `[2, chunk, …]`, fetched partial sums.
+      sums: float32 `[2, chunk, W]`, running sums; the memory of `rows` unless these are packed.
       table: float32 `[2, chunk, W]`, the rows of `targets`.
       slots: float32 `[2, chunk, W]` or `[2, chunk]` each, their slots.
       running: float32 `[W]`, the running sum at the end of the chunk before.
       arrived: semaphore of numbers.
-      fetched: semaphores `[2]` of `sums`, `table` and `slots`.
+      fetched: semaphores `[2]` of `rows`, `table` and `slots`.
       written: semaphores `[2]` of `table` and `slots`.
     """
 
@@ -111,6 +113,7 @@ class _Memory:
     starts: Any
     ids: Any
     targets: Any
+    rows: Any
     sums: Any
     table: Any
     slots: tuple[Any, ...]
@@ -118,9 +121,7 @@ class _Memory:
     arrived: Any
     fetched: Any
     written: Any
-    # The rows are neither bfloat16 nor weighted.
-    packed: bool = False
-    factors: Any = None
+    factors: Any = None  # weights are in the partial sums already
 
     @property
     def chunk(self) -> int:
@@ -133,9 +134,9 @@ class _Memory:
         return (self.segments.shape[0] - self.chunk) // 2
 
     @property
-    def rows(self) -> Any:
-        """The rows that are summed, in place."""
-        return self.sums
+    def packed(self) -> bool:
+        """Whether the partial sums are bfloat16, two to a word."""
+        return self.sums is not self.rows
 
     @property
     def before(self) -> Any:
@@ -170,7 +171,8 @@ def _allocate(run: Callable[[_Memory], None], work: Work) -> None:
 
     vmem, dma, int32, float32 = pltpu.VMEM, pltpu.SemaphoreType.DMA, jnp.int32, jnp.float32
     chunk, lanes = work.chunk, plsc.get_sparse_core_info().num_lanes
-    width = work.table.shape[1]
+    words, packed = work.source.shape[1], work.source.dtype == jnp.uint32
+    width = words * (2 if packed else 1)
     kinds = {
         "bounds": vmem(work.bounds.shape, int32),
         "numbers": vmem(work.numbers.shape, float32),
@@ -180,18 +182,20 @@ def _allocate(run: Callable[[_Memory], None], work: Work) -> None:
         "starts": vmem((2, chunk), int32),
         "ids": vmem((2, chunk), int32),
         "targets": vmem((2, chunk), int32),
-        "sums": vmem((2, chunk, width), float32),
-        "table": vmem((2, chunk, width), float32),
+        "rows": vmem((2, chunk, words), work.source.dtype),
+        "table": vmem((2, chunk, work.table.shape[1]), float32),
         "running": vmem((width,), float32),
         "arrived": dma(()),
         "fetched": dma((2,)),
         "written": dma((2,)),
     }
+    if packed:
+        kinds["sums"] = vmem((2, chunk, width), float32)
     slots = {f"slot{n}": vmem((2, chunk, *x.shape[1:]), float32) for n, x in enumerate(work.slots)}
 
     def with_refs(**refs: Any) -> None:
         own = tuple(refs.pop(name) for name in slots)
-        run(_Memory(slots=own, **refs))
+        run(_Memory(**({"sums": refs["rows"]} | refs), slots=own))
 
     pl.run_scoped(with_refs, **kinds, **slots)
 
@@ -447,7 +451,7 @@ def _fetches(work: Work, memory: _Memory, slot: Any) -> Sequence[Any]:
 
     partials = plsc.Indices(memory.ids.at[slot], ignored_value=PADDING_ID)
     rows = plsc.Indices(memory.targets.at[slot], ignored_value=PADDING_ID)
-    pairs = [(work.source.at[partials], memory.sums.at[slot])]
+    pairs = [(work.source.at[partials], memory.rows.at[slot])]
     for held, near in zip((work.table, *work.slots), (memory.table, *memory.slots), strict=True):
         pairs.append((held.at[rows], near.at[slot]))
     return [pltpu.make_async_copy(x, target, memory.fetched.at[slot]) for x, target in pairs]

@@ -29,9 +29,15 @@ _MOST_WORDS = 48 * 1024
 """The most words of a subcore's memory for rows, 192 KiB of 256 KiB or more."""
 
 
-def takes(rule: CompiledRule, width: int) -> bool:
-    """Return whether the kernel knows a rule, and has room for rows of `width` words."""
-    return rule.kind in sparsecore_rules.KINDS and _entries(rule, width) >= _LEAST_ENTRIES
+def takes(rule: CompiledRule, width: int, packed: bool = False) -> bool:
+    """Return whether the kernel knows a rule, and has room for its rows.
+
+    Args:
+      rule: the rule.
+      width: the words of a row, or of its float32 sum if these are more.
+      packed: whether partial sums are bfloat16, two to a word.
+    """
+    return rule.kind in sparsecore_rules.KINDS and _entries(rule, width, packed) >= _LEAST_ENTRIES
 
 
 def merge_update(
@@ -47,7 +53,7 @@ def merge_update(
     """Add up the partial sums of each row, and apply the rule to row and slots, in place.
 
     Args:
-      sums: float32 `[P, W]`, W a multiple of `sparsecore.WORDS`.
+      sums: float32 `[P, W]`, W a multiple of `sparsecore.WORDS`; or uint32, packed bfloat16.
       index: int32 `[N]`, the partial sums in the order in which they are added.
       segments: int32 `[N]`, the merged sum of each, from 0 on without gaps; U or more: left out.
       row_ids: int32 `[U]`, the row of each merged sum, all different; `PADDING_ID` for none.
@@ -63,7 +69,8 @@ def merge_update(
 
     if not (index.shape[0] and row_ids.shape[0] and sums.shape[0] and table.shape[0]):
         return table, list(slots)
-    chunk, workers = _entries(rule, table.shape[1]), sparsecore_sums._workers_here()
+    packed, workers = sums.dtype == jnp.uint32, sparsecore_sums._workers_here()
+    chunk = _entries(rule, max(sums.shape[1] * (2 if packed else 1), table.shape[1]), packed)
     bounds = sparsecore_sums.worker_bounds(segments, workers, row_ids.shape[0])
     # No worker's bounds include the padding of the entries; `row_ids` may be read behind its end.
     missing, ahead = -index.shape[0] % chunk, 2 * _LEAST_ENTRIES
@@ -106,10 +113,10 @@ def _form(rule: CompiledRule, dim: int) -> sparsecore_owner.RuleForm:
     )
 
 
-def _entries(rule: CompiledRule, width: int) -> int:
+def _entries(rule: CompiledRule, width: int, packed: bool) -> int:
     """Return the entries of a chunk, a power of two, or less than the fewest: no room."""
-    # Two chunks, each of partial sums, rows and slots.
-    wide = 2 + len(rule.slots) * (rule.kind != "rowwise_adagrad")
+    # Two chunks, each of partial sums (packed ones and their sums take more), rows and slots.
+    wide = 2 + len(rule.slots) * (rule.kind != "rowwise_adagrad") + packed / 2
     chunk = _MOST_ENTRIES
     while chunk >= _LEAST_ENTRIES and 2 * chunk * width * wide > _MOST_WORDS:
         chunk //= 2

@@ -41,6 +41,24 @@ def decode(stored: Array, dtype: str | np.dtype) -> Array:
     return stored
 
 
+def narrowed(rows: Array) -> Array:
+    """Return float32 numbers rounded to bfloat16 as they are stored: the inverse of `widened`."""
+    return (bits_of_bfloat16(rows) >> 16).astype(jnp.uint16)
+
+
+def bits_of_bfloat16(rows: Array) -> Array:
+    """Return float32 numbers rounded to bfloat16, as bits: those are the upper half of a uint32.
+
+    NaN stays NaN, and numbers of more than 3.39e38 become infinite.
+    """
+    # XLA may leave out a conversion to bfloat16 and back ("excess precision"), but never this.
+    rounded = jax.lax.reduce_precision(rows, exponent_bits=8, mantissa_bits=7)
+    bits = jax.lax.bitcast_convert_type(rounded, jnp.uint32)
+    # What tells NaN from infinity may be in the lower half only.
+    quiet = jnp.where(rows != rows, bits | jnp.uint32(0x00400000), bits)
+    return quiet & jnp.uint32(0xFFFF0000)
+
+
 def widened(stored: Array) -> Array:
     """Return stored rows as numbers to compute with: bfloat16 (in uint16) becomes float32."""
     if stored.dtype == jnp.uint16:

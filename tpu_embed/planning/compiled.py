@@ -27,6 +27,7 @@ from tpu_embed._types import Array, PyTree
 from tpu_embed.core.batch import Batch, BatchSpec, line_length, line_of
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.ids import structure
+from tpu_embed.core.layout import ExchangeDtype
 from tpu_embed.core.lookup import split_activations
 from tpu_embed.core.state import TableState, state_specs
 from tpu_embed.planning import hlo
@@ -108,6 +109,7 @@ def compile_for(
     spec: BatchSpec | None = None,
     hit_rates: HitRate | Mapping[str, HitRate] | None = None,
     admit: bool = True,
+    exchange_dtype: ExchangeDtype | None = None,
 ) -> Compiled:
     """Compile a training step (lookup, gradient, update in place) for a TPU topology; nothing runs.
 
@@ -126,6 +128,7 @@ def compile_for(
         case.
       hit_rates: of tables on the host, as for `plan`.
       admit: whether to compile the programs that move rows of tables on the host, too.
+      exchange_dtype: as for `EmbeddingEngine`.
 
     Returns:
       The compiler's figures and the plan.
@@ -136,9 +139,10 @@ def compile_for(
     """
     target = topology if isinstance(topology, Topology) else Topology(topology)
     mesh = Mesh(np.array(describe_topology(target)).reshape(-1), ("devices",))
-    planned = plan(feature_config, optimizer, target, batch, hit_rates=hit_rates)
+    options: dict[str, Any] = {"exchange_dtype": exchange_dtype}
+    planned = plan(feature_config, optimizer, target, batch, hit_rates=hit_rates, **options)
     resolved = resolve(feature_config, optimizer, mesh=mesh)
-    engine = EmbeddingEngine(resolved, optimizer, mesh=mesh)
+    engine = EmbeddingEngine(resolved, optimizer, mesh=mesh, **options)
     if placed:
         # The plan's mesh has no processes; the devices of the topology belong to several.
         own = spec_of(structure.flatten(resolved), engine.layout, batch)

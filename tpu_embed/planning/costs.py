@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed.core.batch import BatchSpec, line_length, line_of
-from tpu_embed.core.layout import Layout, Stack
+from tpu_embed.core.layout import Layout, Stack, sent_rows_format, sent_sums_format
 from tpu_embed.core.state import slot_format, slot_shapes
 from tpu_embed.kernels.formats import LINE, PACKED_ROWS, RowFormat
 from tpu_embed.optimizers import SlotShape
@@ -115,8 +115,9 @@ def sent(layout: Layout, spec: BatchSpec) -> dict[str, int]:
         others, index = stack.num_shards - 1, stack.index_dtype.itemsize
         width = stack.dim * stack.compute_dtype.itemsize
         # The exact bytes per row, also where several rows share a line: those of many, divided.
-        row = array_bytes(stack.row_format, PACKED_ROWS, untiled_bytes) // PACKED_ROWS
-        one_sum = array_bytes(stack.sums_format, PACKED_ROWS, untiled_bytes) // PACKED_ROWS + index
+        row = array_bytes(sent_rows_format(stack), PACKED_ROWS, untiled_bytes) // PACKED_ROWS
+        sums = array_bytes(sent_sums_format(stack), PACKED_ROWS, untiled_bytes)
+        one_sum = sums // PACKED_ROWS + index
         copies = layout.axes.size(layout.axes.other_batch_axes(stack.shard_axes)) - 1
         total["ids"] += others * capacity.row_capacity * index
         total["rows"] += others * capacity.row_capacity * row
@@ -124,12 +125,12 @@ def sent(layout: Layout, spec: BatchSpec) -> dict[str, int]:
         if others:
             total["gradients"] += copies * stack.num_shards * capacity.partials * one_sum
         # A replicated table: a psum of the block sums of all rows, or partial sums sent to all
-        # replicas, whichever is smaller.
+        # replicas, whichever is smaller. Rounded sums are always sent.
         if not others and layout.axes.replicas > 1:
             blocks = max(layout.sum_blocks, layout.axes.replicas)
-            total["gradients"] += (
-                min(blocks * stack.num_rows, layout.axes.replicas * capacity.partials) * width
-            )
+            partials = layout.axes.replicas * capacity.partials
+            whole = min(blocks * stack.num_rows, partials) * width
+            total["gradients"] += whole if stack.exchange_dtype is None else partials * one_sum
     return total
 
 
@@ -146,13 +147,16 @@ def moved(layout: Layout, spec: BatchSpec) -> dict[str, int]:
         asked, partials, _, touched = _moving_rows(layout, spec, g)
         row = stack.dim * stack.compute_dtype.itemsize
         stored = stack.dim * _stored(stack).itemsize
+        # What is read for an id, and sent: if the exchange rounds, it takes fewer bytes.
+        sent_row = stack.dim * sent_rows_format(stack).dtype.itemsize
+        sent_sum = stack.dim * sent_sums_format(stack).dtype.itemsize
         features = spec.stacks[g].features
         bags = sum(map(spec.activation_rows, features))
-        total["lookup"] += 2 * asked * stored + spec.ids(g) * stored + bags * row
-        total["exchange"] += 2 * asked * stored + 2 * partials * row
+        total["lookup"] += asked * (stored + sent_row) + spec.ids(g) * sent_row + bags * row
+        total["exchange"] += 2 * asked * sent_row + 2 * partials * sent_sum
         if stack.optimizer is not None:
             slots = slot_bytes(stack, touched, untiled_bytes)
-            total["update"] += (spec.ids(g) + 2 * partials) * row
+            total["update"] += spec.ids(g) * row + 2 * partials * sent_sum
             total["update"] += 2 * (touched * stored + slots)
     return total
 

@@ -17,7 +17,7 @@ from tpu_embed._checks import check_int, message
 from tpu_embed._types import PyTree
 from tpu_embed.core.batch import BatchSpec
 from tpu_embed.core.ids import structure
-from tpu_embed.core.layout import Layout, TableSlice
+from tpu_embed.core.layout import ExchangeDtype, Layout, TableSlice
 from tpu_embed.planning import costs
 from tpu_embed.planning.host import HitRate, HostPlan
 from tpu_embed.planning.remedies import find_remedies
@@ -169,6 +169,7 @@ def plan(
     memory: int | None = None,
     hit_rates: HitRate | Mapping[str, HitRate] | None = None,
     touched_rows: Mapping[str, int] | None = None,
+    exchange_dtype: ExchangeDtype | None = None,
 ) -> Plan:
     """Plan tables, slots and a training step on a mesh or a topology.
 
@@ -186,6 +187,7 @@ def plan(
         never seen before do not travel. None: the misses are not counted.
       touched_rows: by table on the host, how many rows training will touch. All V of a table that
         is not named.
+      exchange_dtype: as for `EmbeddingEngine`.
 
     Returns:
       The plan, whether or not it fits; `Plan.check` raises if it does not.
@@ -208,7 +210,7 @@ def plan(
     known = read_target(target)
     known = known if memory is None else known._replace(memory=memory)
     declared = structure.flatten(feature_config)
-    request = Request(known, declared, optimizer, batch, hit_rates, touched_rows)
+    request = Request(known, declared, optimizer, batch, hit_rates, touched_rows, exchange_dtype)
     found = _planned(request)
     if found.fits:
         return found

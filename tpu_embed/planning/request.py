@@ -15,7 +15,7 @@ import numpy as np
 from tpu_embed._types import PyTree
 from tpu_embed.core.batch import BatchSpec
 from tpu_embed.core.ids import Structure, structure
-from tpu_embed.core.layout import Layout, MeshAxes, Stack, make_layout
+from tpu_embed.core.layout import ExchangeDtype, Layout, MeshAxes, Stack, make_layout
 from tpu_embed.core.state import check_rule, slot_shapes
 from tpu_embed.kernels.formats import packing_of
 from tpu_embed.planning import costs
@@ -42,6 +42,7 @@ class Request:
     batch: PyTree
     hit_rates: HitRate | Mapping[str, HitRate] | None = None
     touched_rows: Mapping[str, int] | None = None
+    exchange_dtype: ExchangeDtype | None = None
 
     @property
     def axes(self) -> MeshAxes:
@@ -60,7 +61,14 @@ class Request:
     def layout(self) -> Layout:
         """Where each row lives."""
         declared, _ = self.placed
-        layout = make_layout(declared, self.optimizer, self.axes, sum_blocks=8, stack_tables=True)
+        layout = make_layout(
+            declared,
+            self.optimizer,
+            self.axes,
+            sum_blocks=8,
+            stack_tables=True,
+            exchange_dtype=self.exchange_dtype,
+        )
         for pair in layout.on_host:
             check_rule(*pair)
         return layout

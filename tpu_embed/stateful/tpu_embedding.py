@@ -24,7 +24,7 @@ from tpu_embed.config import TableConfig
 from tpu_embed.core.batch import Batch
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.ids import structure
-from tpu_embed.core.layout import describe_devices, describe_tables
+from tpu_embed.core.layout import ExchangeDtype, describe_devices, describe_tables
 from tpu_embed.core.state import TableState, check_state, retrieve
 from tpu_embed.core.update import OnBadGradient
 from tpu_embed.planning.placement import resolve
@@ -62,6 +62,7 @@ class TPUEmbedding:
         "allow" applies it without checking; "skip" skips and counts it; "error" makes
         `apply_gradients` raise, for which it has to wait for the gradients.
       lookahead: as for `EmbeddingEngine`, with living vocabularies; at least 1 if pipelined.
+      exchange_dtype: as for `EmbeddingEngine`.
 
     Raises:
       ValueError: what `EmbeddingEngine` refuses.
@@ -86,6 +87,7 @@ class TPUEmbedding:
         seed: int = 0,
         on_bad_gradient: OnBadGradient = "allow",
         lookahead: int = 0,
+        exchange_dtype: ExchangeDtype | None = None,
     ) -> None:
         declared = structure.flatten(feature_config)
         self._declared = dict(zip(declared.table_names, declared.tables, strict=True))
@@ -99,6 +101,7 @@ class TPUEmbedding:
             batch_axes=batch_axes,
             on_bad_gradient=on_bad_gradient,
             lookahead=max(check_int("lookahead", lookahead, minimum=0), int(self._pipelined)),
+            exchange_dtype=exchange_dtype,
         )
         self._keeper = StateKeeper(self.engine, seed)
         self._placing = threading.RLock()

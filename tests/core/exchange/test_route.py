@@ -108,7 +108,7 @@ def sums_by_row(stack, axes, rows, gradients, capacity):
         way = device_route.find_destinations(ids.row_ids, stack, capacity)
         places = stack.num_shards * capacity
         sums = reference.segment_sum(gradients[ids.order], way.target, places)
-        received = route.send_sums(sums, stack, axes)
+        received, _ = route.send_sums(sums, stack, axes)
         sent = device_route.only_mine(way.row_ids, stack, axes)
         arrived = route.send_rows(sent, stack, axes)
         merged = route.merge(received, device_route.route_merge(arrived, stack, axes))

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import exchange_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -98,6 +99,25 @@ def train(devices):
         activations = engine.lookup(state, batch)
         state = engine.update_in_place(state, batch, gradients(activations))
     return arrays(engine, state), engine.compilations["update"]
+
+
+def train_rounded(devices):
+    """Train with the exchange in bfloat16; return tables, slots and step."""
+    case = exchange_cases.draw(13)
+    engine = exchange_cases.make_engine(case, devices, mesh=mesh(devices))
+    state = engine.init(jax.random.key(0))
+    for step in case.steps:
+        ids, weights, whole = exchange_cases.arrays(step)
+        ids, weights = (
+            {name: part(array) for name, array in one.items()} for one in (ids, weights)
+        )
+        sharding = NamedSharding(engine.layout.axes.mesh, PartitionSpec("d"))
+        gradients = {
+            name: jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+            for name, array in whole.items()
+        }
+        state = engine.update_in_place(state, engine.place(ids, weights), gradients)
+    return arrays(engine, state)
 
 
 @functools.cache

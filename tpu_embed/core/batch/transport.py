@@ -20,7 +20,7 @@ from typing import Any, final
 import numpy as np
 
 from tpu_embed.core.batch.stack_view import StackView
-from tpu_embed.core.layout import ROW_MULTIPLE, round_up
+from tpu_embed.core.layout import ROW_MULTIPLE, round_up, sent_sums_format
 
 INT32 = np.dtype(np.int32)
 
@@ -132,11 +132,14 @@ def transport_of(view: StackView) -> Transport:
     stack, replicas = view.stack, view.layout.axes.replicas
     if stack.num_shards == 1 and replicas == 1:
         return Local(view)
-    if stack.num_shards == 1 and view.accumulates:
+    # A psum would add the sums of all blocks unrounded.
+    if stack.num_shards == 1 and view.accumulates and stack.exchange_dtype is None:
         if view.layout.blocks * stack.num_rows <= view.num_ids * replicas:
             return Psum(view)
-    # Every device receives all gradients of the batch; or C' partial sums from S devices.
-    less = replicas * view.bags.num_targets < stack.num_shards * view.room.partials
+    # Every device receives all gradients of the batch; or C' partial sums from S devices, which
+    # may take fewer bytes each.
+    every = replicas * view.bags.num_targets * stack.compute_dtype.itemsize
+    less = every < stack.num_shards * view.room.partials * sent_sums_format(stack).dtype.itemsize
     return Gather(view) if view.room.entries and less and may_gather(view) else Exchange(view)
 
 

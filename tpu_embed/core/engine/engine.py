@@ -26,6 +26,7 @@ from tpu_embed.core.engine.operands import OperandMaker
 from tpu_embed.core.engine.programs import Programs
 from tpu_embed.core.ids import HostIds, structure
 from tpu_embed.core.layout import (
+    ExchangeDtype,
     HostRates,
     Layout,
     describe,
@@ -60,6 +61,8 @@ class EmbeddingEngine(LogicalRows):
         update of an earlier one; keys of so many batches before a batch are not evicted for it.
       vocabularies: those of another engine, to share its maps. None: its own; the attribute of
         this name is None if no vocabulary lives, and no table is on the host.
+      exchange_dtype: "bfloat16" rounds rows that sharded tables give to lookups, and each partial
+        sum of gradients, on every number of devices: an exchange then sends half the bytes.
 
     Attributes:
       storage: the rows at home of tables on the host; None without such tables.
@@ -92,12 +95,13 @@ class EmbeddingEngine(LogicalRows):
         on_bad_gradient: OnBadGradient = "allow",
         lookahead: int | None = None,
         vocabularies: Vocabularies | None = None,
+        exchange_dtype: ExchangeDtype | None = None,
     ) -> None:
         blocks = check_int("sum_blocks", sum_blocks, minimum=1)
         self.structure = structure.flatten(feature_config)
-        axes = make_axes(mesh, batch_axes)
+        options = {"stack_tables": stack_tables, "exchange_dtype": exchange_dtype}
         self.layout: Layout = make_layout(
-            self.structure, optimizer, axes, sum_blocks=blocks, stack_tables=stack_tables
+            self.structure, optimizer, make_axes(mesh, batch_axes), sum_blocks=blocks, **options
         )
         guard, self._rates = Guard(on_bad_gradient, self.layout), HostRates(self.layout)
         self._operand_maker = OperandMaker(self.structure, self.layout, guard, self._rates)

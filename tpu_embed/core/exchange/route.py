@@ -25,8 +25,14 @@ import jax.numpy as jnp
 
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.exchange import collectives
-from tpu_embed.core.layout import ROW_MULTIPLE, MeshAxes, Stack
-from tpu_embed.kernels import dispatch
+from tpu_embed.core.layout import (
+    ROW_MULTIPLE,
+    MeshAxes,
+    Stack,
+    sent_rows_format,
+    sent_sums_format,
+)
+from tpu_embed.kernels import dispatch, storage
 from tpu_embed.kernels.operands import RowsToSum, SumLayout
 
 
@@ -77,12 +83,14 @@ class FetchedRows(NamedTuple):
     """The rows that a device's ids need, as stored, and which of them belongs to which id.
 
     Attributes:
-      source: `[M, D]`, stored rows.
+      source: `[M, D]`, stored rows; if the exchange rounds them, bfloat16 as uint16.
       index: `[N]`, the position in `source` of each id's row; out of range for an absent id.
+      packed: the source as it arrived, if it was rounded and SparseCores sum it (`RowsToSum`).
     """
 
     source: Array
     index: Array
+    packed: Array | None = None
 
 
 class RowSums(NamedTuple):
@@ -106,23 +114,58 @@ def fetch(table: Array, route: RowRoute, stack: Stack) -> FetchedRows:
       stack: the stack.
     """
     # One shard: every row is here, and the physical rows are positions in the table itself.
-    if route.asked is None and stack.packing == "none":
+    sent_format = sent_rows_format(stack)
+    if route.asked is None and stack.packing == "none" and sent_format == stack.row_format:
         return FetchedRows(table, route.index)
-    # One shard of packed rows: read the row of each id, duplicates included, and unpack it.
+    # One shard of packed or rounded rows: read the row of each id, duplicates included, and unpack
+    # or round it.
     if route.asked is None:
         numbers = jax.lax.iota(route.index.dtype, route.index.shape[0])
         index = jnp.where(route.index < 0, jnp.asarray(PADDING_ID, numbers.dtype), numbers)
         found = dispatch.read_rows(table, route.index, stack.row_format)
-        return FetchedRows(stack.row_format.unpack(found), index)
+        found = _as_sent(found, stack)
+        return FetchedRows(sent_format.unpack(found), index, _for_sums(found, stack))
     with jax.named_scope("route"):
         # The owner reads the rows that all sources asked for, [S * C], and sends [S, C, D] back.
         found = dispatch.read_rows(table, route.asked.reshape(-1), stack.row_format)
-        sent = stack.row_format.for_exchange(found, stack.num_shards)
+        found = _as_sent(found, stack)
+        sent = sent_format.for_exchange(found, stack.num_shards)
         back = collectives.all_to_all(sent, stack.shard_axes).reshape(found.shape)
-        return FetchedRows(stack.row_format.unpack(back), route.index)
+        return FetchedRows(sent_format.unpack(back), route.index, _for_sums(back, stack))
 
 
-def send_sums(sums: Array, stack: Stack, axes: MeshAxes) -> Array:
+def _as_sent(rows: Array, stack: Stack) -> Array:
+    """Return rows in the format in which they are sent, rounded if the exchange rounds them.
+
+    Args:
+      rows: as `stack.row_format` has them.
+      stack: the stack.
+    """
+    sent_format = sent_rows_format(stack)
+    if sent_format == stack.row_format:
+        return rows
+    return sent_format.pack_rounded(stack.row_format.unpack(rows))
+
+
+def _for_sums(packed: Array, stack: Stack) -> Array | None:
+    """Return rounded rows as SparseCores sum them; None if they are not packed for that."""
+    suits = stack.exchange_dtype is not None and stack.packing == "words"
+    return packed if suits else None
+
+
+def rounded_sums(sums: Array, stack: Stack) -> Array:
+    """Return partial sums as owners get them: rounded, bfloat16 as uint16, if the exchange rounds.
+
+    Each is rounded once, before it is sent; without an exchange, where it was made.
+
+    Args:
+      sums: `[P, D]`, float.
+      stack: the stack.
+    """
+    return sums if stack.exchange_dtype is None else storage.narrowed(sums)
+
+
+def send_sums(sums: Array, stack: Stack, axes: MeshAxes) -> tuple[Array, Array | None]:
     """Send every owner the sums for its rows.
 
     Args:
@@ -131,14 +174,19 @@ def send_sums(sums: Array, stack: Stack, axes: MeshAxes) -> Array:
       axes: the mesh, and which of its axes split the batch.
 
     Returns:
-      The sums that this device received, `[rest * S * C, D]`, in the order of `send_rows`.
+      The sums that this device received, `[rest * S * C, D]`, in the order of `send_rows`, as
+      `rounded_sums` has them; and these packed for SparseCores, if it has some.
     """
-    rest, row_format = axes.other_batch_axes(stack.shard_axes), stack.sums_format
-    sums = row_format.for_exchange(row_format.pack(sums), stack.num_shards)
+    rest, row_format = axes.other_batch_axes(stack.shard_axes), sent_sums_format(stack)
+    exact = stack.exchange_dtype is None
+    packed = row_format.pack(sums) if exact else row_format.pack_rounded(sums)
+    sums = row_format.for_exchange(packed, stack.num_shards)
     # The all-to-all gives [S, C] from the sources along the shard axes; devices along the other
     # batch axes own copies of the same shard, and the all-gather gives each [rest, S, C].
     sums = collectives.all_gather(collectives.all_to_all(sums, stack.shard_axes), rest)
-    return row_format.unpack(row_format.by_row(sums)).reshape(-1, stack.dim)
+    received = row_format.by_row(sums)
+    packed = received if stack.packing == "words" else None
+    return row_format.unpack(received).reshape(-1, stack.dim), packed
 
 
 def send_rows(row_ids: Array, stack: Stack, axes: MeshAxes) -> Array:
@@ -157,24 +205,26 @@ def send_rows(row_ids: Array, stack: Stack, axes: MeshAxes) -> Array:
     return rows.reshape(-1, row_ids.shape[-1])
 
 
-def merge(sums: Array, route: MergeRoute) -> RowSums:
+def merge(sums: Array, route: MergeRoute, packed: Array | None = None) -> RowSums:
     """Add up the partial sums of each row, in the order of the blocks.
 
     Args:
-      sums: `[P, D]` partial sums.
+      sums: `[P, D]` partial sums, float, or bfloat16 as uint16.
       route: their order, and the merged sum that each is added to.
+      packed: the sums packed for SparseCores, if they are so already.
 
     Returns:
       Distinct rows and their sums, `[U]` and `[U, D]`.
     """
     if route.segments is None:
-        return RowSums(route.row_ids, sums)
+        return RowSums(route.row_ids, storage.widened(sums))
     index = route.index
     if index is None:
         index = jax.lax.iota(jnp.int32, sums.shape[0])
     # Merged sums beyond the last row are not applied, nor are partial sums read that nobody made.
     layout = SumLayout((1,), route.row_ids.shape[0], filled=False)
-    (merged,) = dispatch.gather_sum(RowsToSum(sums, index, route.segments), layout)
+    rows = RowsToSum(sums, index, route.segments, packed=packed)
+    (merged,) = dispatch.gather_sum(rows, layout)
     return RowSums(route.row_ids, merged)
 
 

@@ -9,6 +9,11 @@ from tpu_embed.core.layout.arrivals import (
     rooms_in,
 )
 from tpu_embed.core.layout.describe import describe, describe_devices, describe_tables
+from tpu_embed.core.layout.exchange_dtype import (
+    ExchangeDtype,
+    sent_rows_format,
+    sent_sums_format,
+)
 from tpu_embed.core.layout.features import FeatureLayout
 from tpu_embed.core.layout.layout import Layout
 from tpu_embed.core.layout.learning_rates import HostRates
@@ -43,6 +48,7 @@ __all__ = [
     "TABLE_FIELDS",
     "Agreed",
     "Arrival",
+    "ExchangeDtype",
     "FeatureLayout",
     "HostRates",
     "Layout",
@@ -72,5 +78,7 @@ __all__ = [
     "roomy",
     "round_up",
     "send_parcels",
+    "sent_rows_format",
+    "sent_sums_format",
     "stack_name",
 ]

@@ -58,6 +58,7 @@ def _table(
         "padded_vocabulary_size": table.rows_per_shard * stack.num_shards,
         "dim": stack.dim,
         "dtype": stack.dtype,
+        "exchange_dtype": stack.exchange_dtype,
         "placement": stack.placement,
         "shard_axes": list(stack.shard_axes),
         "shards": stack.num_shards,

@@ -60,6 +60,7 @@ ENGINE_OPTIONS = {
     "batch_axes": True,
     "sum_blocks": True,
     "stack_tables": True,
+    "exchange_dtype": True,  # it decides how gradients come to their owners
     "on_bad_gradient": False,  # it looks at gradients
     # Batches with keys carry the history of the maps, which says more.
     "lookahead": False,
@@ -144,4 +145,7 @@ def placed_for(
         facts.append((f"{what}: use_gradient_accumulation", f"{accumulates}"))
         if blocks is not None:
             facts.append((f"{what}: trained", f"{optimizer is not None}"))
+            # Batches that were pickled before there was this option have no such fact.
+            if stack.exchange_dtype is not None:
+                facts.append((f"{what}: exchange_dtype", stack.exchange_dtype))
     return PlacedFor(tuple(facts))

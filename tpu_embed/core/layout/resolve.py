@@ -17,6 +17,7 @@ from tpu_embed._checks import message
 from tpu_embed._types import Array
 from tpu_embed.config import TableConfig
 from tpu_embed.core.ids import Structure
+from tpu_embed.core.layout.exchange_dtype import ExchangeDtype, with_exchange_dtype
 from tpu_embed.core.layout.features import FeatureLayout
 from tpu_embed.core.layout.layout import Layout
 from tpu_embed.core.layout.mesh import MeshAxes
@@ -29,7 +30,13 @@ from tpu_embed.optimizers import (
 
 
 def make_layout(
-    declared: Structure, optimizer: Any, axes: MeshAxes, *, sum_blocks: int, stack_tables: bool
+    declared: Structure,
+    optimizer: Any,
+    axes: MeshAxes,
+    *,
+    sum_blocks: int,
+    stack_tables: bool,
+    exchange_dtype: ExchangeDtype | None = None,
 ) -> Layout:
     """Return the layout of the declared tables over the mesh.
 
@@ -39,10 +46,12 @@ def make_layout(
       axes: the mesh, and which of its axes split the batch.
       sum_blocks: G, see `Layout`.
       stack_tables: whether tables that can share one physical array do so.
+      exchange_dtype: what rows and partial sums of sharded tables are rounded to; see
+        `with_exchange_dtype`.
 
     Raises:
       ValueError: a placement is still "auto"; an optimizer is neither ours nor an optax transform,
-        or does not fit its table.
+        or does not fit its table; `exchange_dtype` is unknown or does not fit a table.
     """
     for name, config in zip(declared.table_names, declared.tables, strict=True):
         if config.placement == "auto":
@@ -60,6 +69,7 @@ def make_layout(
         tables.append(ResolvedTable(name, config, rule, initializer, shard_axes, shards))
     packing = packing_of(axes.device)
     stacks = make_stacks(tables, stack_tables=stack_tables, packing=packing)
+    stacks = with_exchange_dtype(stacks, exchange_dtype)
     # table name -> (index of its stack, its slice of the stack)
     home = {table.name: (g, table) for g, stack in enumerate(stacks) for table in stack.tables}
     features = []

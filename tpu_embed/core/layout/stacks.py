@@ -105,6 +105,8 @@ class Stack:
       num_rows: R, the local rows of one shard.
       quantization: how looked-up rows are quantized, or None.
       packing: which unit of the device its rows are packed for, or "none".
+      exchange_dtype: what rows and partial sums are rounded to (`exchange_dtype.py`); None: they
+        are not rounded.
     """
 
     name: str
@@ -118,6 +120,7 @@ class Stack:
     num_rows: int
     quantization: QuantizationConfig | None
     packing: Packing = "none"
+    exchange_dtype: str | None = None
 
     @property
     def is_on_host(self) -> bool:
@@ -133,11 +136,6 @@ class Stack:
     def row_format(self) -> RowFormat:
         """The format of the rows in the stack's array."""
         return RowFormat((self.dim,), jnp.dtype(self.dtype), self.packing)
-
-    @property
-    def sums_format(self) -> RowFormat:
-        """The format in which sums of the rows' gradients are sent between devices."""
-        return RowFormat((self.dim,), self.compute_dtype, self.packing)
 
     @property
     def physical_rows(self) -> int:

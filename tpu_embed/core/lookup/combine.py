@@ -127,7 +127,8 @@ def combine(
         absent = (found.index < 0) | (found.index >= found.source.shape[0])
         index = jnp.where(absent, jnp.asarray(PADDING_ID, positions.dtype), positions)
         found = FetchedRows(quantize(rows, stack), index)
-    rows = RowsToSum(*found, entries.bags, entries.weights, entries.factors)
+    source, index, packed = found
+    rows = RowsToSum(source, index, entries.bags, entries.weights, entries.factors, packed)
     return dispatch.gather_sum(rows, bag_layout.sums)
 
 

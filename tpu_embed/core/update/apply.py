@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from tpu_embed._types import Array, ArrayLike
 from tpu_embed.core.exchange import MergeRoute, RowSums, padded
-from tpu_embed.core.layout import Stack
+from tpu_embed.core.layout import Stack, sent_sums_format
 from tpu_embed.core.state import StackShard, slot_format, slot_shapes
 from tpu_embed.kernels import cpu, dispatch, sparsecore_update, storage
 from tpu_embed.kernels.formats import RowFormat
@@ -50,7 +50,10 @@ def sparse_rule(stack: Stack, step: Array, learning_rate: ArrayLike) -> Compiled
     if not row_format.moved_by_sparse_cores or not row_format.packed:
         return None
     rule = optimizer.compiled_rule(step, jnp.asarray(learning_rate, stack.compute_dtype))
-    return rule if rule and sparsecore_update.takes(rule, row_format.words) else None
+    sums_format = sent_sums_format(stack)
+    packed = sums_format.dtype.itemsize < 4
+    width = max(row_format.words, sums_format.words * (2 if packed else 1))
+    return rule if rule and sparsecore_update.takes(rule, width, packed) else None
 
 
 def merge_and_apply(
@@ -60,7 +63,7 @@ def merge_and_apply(
 
     Args:
       held: the shard.
-      sums: partial sums `[P, D]`.
+      sums: partial sums `[P, …]`, packed for SparseCores.
       route: how they are merged.
       stack: the stack.
       rule: what `sparse_rule` returned.
@@ -72,7 +75,7 @@ def merge_and_apply(
         segments = jax.lax.iota(jnp.int32, route.row_ids.shape[0])
     index = jax.lax.iota(jnp.int32, segments.shape[0]) if route.index is None else route.index
     table, new = sparsecore_update.merge_update(
-        stack.sums_format.pack(sums),
+        sums,
         index,
         segments,
         route.row_ids.astype(jnp.int32),

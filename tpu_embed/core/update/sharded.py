@@ -31,7 +31,7 @@ from tpu_embed.core.batch import (
     view_stacks,
 )
 from tpu_embed.core.exchange import RowSums, collectives, route
-from tpu_embed.core.layout import Layout, Stack
+from tpu_embed.core.layout import Layout, Stack, sent_sums_format
 from tpu_embed.core.state import StackShard, slot_shapes, state_specs
 from tpu_embed.core.update import occurrences
 from tpu_embed.core.update.apply import (
@@ -306,7 +306,7 @@ class _StackRule(NamedTuple):
 
         def in_steps(held: StackShard, given: Partials) -> StackShard:
             with jax.named_scope("merge"):
-                sums = route.merge(given.sums, given.merge)
+                sums = route.merge(given.sums, given.merge, given.packed)
             return self.to_sums(held, sums)
 
         return dispatch.choose(held, given, otherwise=in_steps, sparse=sparse)
@@ -335,7 +335,10 @@ def _merge_and_apply(
     """Merge partial sums and apply the rule in one kernel of the SparseCores."""
     with jax.named_scope("rule"):
         merge = _to_apply(given.merge, task, operands)
-        return merge_and_apply(held, given.sums, merge, task.stack, rule)
+        sums = given.packed
+        if sums is None:
+            sums = sent_sums_format(task.stack).pack(given.sums)
+        return merge_and_apply(held, sums, merge, task.stack, rule)
 
 
 def _to_apply(given: Any, task: Task, operands: Operands) -> Any:

@@ -40,7 +40,7 @@ from tpu_embed.core.lookup import (
     optional_weights,
     sum_gradients,
 )
-from tpu_embed.kernels import dispatch
+from tpu_embed.kernels import dispatch, storage
 from tpu_embed.kernels.operands import GradientLayout, RowGradients
 
 
@@ -130,12 +130,14 @@ class Partials(NamedTuple):
     """Partial sums at the owner of their rows, and how they are merged.
 
     Attributes:
-      sums: `[P, D]`.
+      sums: `[P, D]`, float; if the exchange rounds them, bfloat16 as uint16.
       merge: their order, and the merged sum that each is added to.
+      packed: the sums packed for SparseCores, if they arrived so.
     """
 
     sums: Array
     merge: MergeRoute
+    packed: Array | None = None
 
 
 def outgoing_sums(task: Task, capacity: int) -> Outgoing:
@@ -171,13 +173,13 @@ def exchange_sums(task: Task, outgoing: Outgoing) -> Partials:
         size = stack.num_shards * outgoing.capacity
         sums = _summed(task, outgoing.sums, size, filled=False)
     with jax.named_scope("route"):
-        received = route.send_sums(sums, stack, axes)
+        received, packed = route.send_sums(sums, stack, axes)
         if isinstance(task.ids, RoutedIds) and task.ids.merge is not None:
-            return Partials(received, task.ids.merge)
+            return Partials(received, task.ids.merge, packed)
         assert sent is not None, "only the host's own route comes without the rows that are sent"
         rows = route.send_rows(device_route.only_mine(sent, stack, axes), stack, axes)
     with jax.named_scope("merge"):
-        return Partials(received, device_route.route_merge(rows, stack, axes))
+        return Partials(received, device_route.route_merge(rows, stack, axes), packed)
 
 
 def exchange_occurrences(task: Task, outgoing: Outgoing) -> RowSums:
@@ -191,7 +193,8 @@ def exchange_occurrences(task: Task, outgoing: Outgoing) -> RowSums:
     capacity = outgoing.capacity
     assert sent is not None, "ids whose gradients are not summed are routed here"
     sums = _summed(task, outgoing.sums, stack.num_shards * capacity)
-    received = route.send_sums(sums, stack, axes).reshape(-1, capacity, stack.dim)
+    received, _ = route.send_sums(sums, stack, axes)
+    received = received.reshape(-1, capacity, stack.dim)
     rows = route.send_rows(device_route.only_mine(sent, stack, axes), stack, axes)
     batch_order = axes.batch_order(stack.shard_axes)
     return RowSums(rows[batch_order].reshape(-1), received[batch_order].reshape(-1, stack.dim))
@@ -225,7 +228,7 @@ def local_gradients(task: Task) -> tuple[RowGradients, GradientLayout]:
     given = RowGradients(ids.row_ids, ids.bags, entries.weights, entries.factors, task.gradients)
     # The first bags of all blocks but the first: the only device knows all bags.
     blocks = tuple(task.view.block_starts[1:-1].tolist())
-    return given, bag_layout.gradients._replace(blocks=blocks)
+    return given, bag_layout.gradients._replace(blocks=blocks, rounds=_rounds(task))
 
 
 class RoutedGradients(NamedTuple):
@@ -273,7 +276,7 @@ def sums_at_owner(task: Task, given: RoutedGradients) -> Partials:
         size = task.transport.num_partials
         layout = _bags_at_owner(task)
         sums = sum_gradients(gradients, factors, layout, given.sums, size, filled=False)
-    return Partials(sums, given.merge)
+    return Partials(route.rounded_sums(sums, task.stack), given.merge)
 
 
 def _bags_at_owner(task: Task) -> BagLayout:
@@ -296,9 +299,15 @@ def for_kernel(task: Task, given: RoutedGradients) -> tuple[RowGradients, Gradie
         sums.segments,
         merge.segments,
     )
+    layout = _bags_at_owner(task).gradients
     if not isinstance(task.transport, Gather):
-        return sorted_by_row, _local_targets(task.view)
-    return sorted_by_row, _bags_at_owner(task).gradients
+        layout = _local_targets(task.view)
+    return sorted_by_row, layout._replace(rounds=_rounds(task))
+
+
+def _rounds(task: Task) -> bool:
+    """Tell whether the kernel that makes partial sums must round them."""
+    return task.stack.exchange_dtype is not None
 
 
 def _local_targets(view: StackView) -> GradientLayout:
@@ -316,10 +325,8 @@ def _local_targets(view: StackView) -> GradientLayout:
 
 def partials_for_kernel(given: Partials) -> tuple[RowGradients, GradientLayout]:
     """Return partial sums as a compiled kernel takes them: M sums are M bags of one id each."""
-    size, merge = given.sums.shape[0], given.merge
-    sorted_by_row = RowGradients(
-        merge.row_ids, merge.index, None, None, (given.sums,), merge.segments
-    )
+    size, merge, sums = given.sums.shape[0], given.merge, storage.widened(given.sums)
+    sorted_by_row = RowGradients(merge.row_ids, merge.index, None, None, (sums,), merge.segments)
     return sorted_by_row, GradientLayout((1,), size)
 
 

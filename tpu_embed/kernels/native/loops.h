@@ -94,6 +94,7 @@ struct RowUpdate {
   Columns columns;
   const int64_t* block_starts;  // [blocks], the first bags of the second and all later blocks
   int64_t blocks;
+  bool rounds;  // whether the sum of a block, or a partial sum, is rounded to bfloat16
   Rule rule;
 };
 

@@ -117,11 +117,11 @@ constexpr size_t kOperands = 7;  // besides tables, slots and gradients
 // bags int32 [N] or []; weights float32 [N] or []; factors float32 [bags] or []; sums int32 [N] or
 // [], then rows are [U]; merged int32 [P] or []; numbers float32; gradients, one array a feature,
 // float32 [periods * bags, D], or [places, D] of a jagged one. Blocks: the first bags of the second block of the batch and of all
-// later ones, of ids that are not routed.
+// later ones, of ids that are not routed. Rounds: whether partial sums are rounded to bfloat16.
 ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results,
                   ffi::Span<const int64_t> columns, ffi::Span<const int64_t> order,
                   ffi::Span<const int64_t> blocks, ffi::Span<const int64_t> places, int64_t periods,
-                  int64_t rule, int64_t flags) {
+                  int64_t rule, int64_t flags, int64_t rounds) {
   const size_t held = results.size();
   const size_t features = columns.size();
   if (held < 1 || held > 3 || operands.size() != held + kOperands + features) {
@@ -170,6 +170,7 @@ ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::Remain
   job.columns = layout.columns_of();
   job.block_starts = blocks.begin();
   job.blocks = static_cast<int64_t>(blocks.size());
+  job.rounds = rounds != 0;
   job.rule = rule_of(rule, flags, data<float>(operand.numbers));
   return with_row_type(operand.rows, [&](auto* type) {
     using Row = std::remove_pointer_t<decltype(type)>;
@@ -196,4 +197,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(tpu_embed_update, tpu_embed::update,
                                   .Attr<xla::ffi::Span<const int64_t>>("places")
                                   .Attr<int64_t>("periods")
                                   .Attr<int64_t>("rule")
-                                  .Attr<int64_t>("flags"));
+                                  .Attr<int64_t>("flags")
+                                  .Attr<int64_t>("rounds"));

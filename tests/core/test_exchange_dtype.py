@@ -1,0 +1,261 @@
+"""With `exchange_dtype="bfloat16"` rows and partial sums are rounded once, on any devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+
+import exchange_cases as cases
+import jax
+import living_cases
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from tpu_embed import (
+    EmbeddingEngine,
+    FeatureConfig,
+    QuantizationConfig,
+    RaggedIds,
+    TableConfig,
+    TPUEmbedding,
+    optimizers,
+)
+from tpu_embed.kernels import cpu
+
+whole = pytest.mark.whole
+MANY = range(*map(int, os.environ.get("EXCHANGE_SEEDS", "10:40").split(":")))
+KERNELS = ["reference"] if cpu.load().path is None else ["native", "reference"]
+
+
+@pytest.mark.parametrize(
+    ("seed", "devices", "traced", "kernels"),
+    [
+        (0, 1, False, "native"),
+        (1, 1, True, "reference"),
+        (2, 8, False, "native"),
+        (3, 8, True, "native"),
+        pytest.param(4, 4, False, "reference", marks=whole),
+        *(
+            pytest.param(seed, 2**number, traced, kernels, marks=whole)
+            for seed in (5, 6)
+            for number in range(4)
+            for traced in (False, True)
+            for kernels in KERNELS
+        ),
+    ],
+)
+def test_bits_are_those_of_the_description(seed, devices, traced, kernels, monkeypatch):
+    monkeypatch.setenv("TPU_EMBED_KERNELS", kernels if kernels in KERNELS else "reference")
+    case = cases.draw(seed)
+    cases.check(cases.make_engine(case, devices), case, traced=traced)
+
+
+@whole
+@pytest.mark.parametrize("seed", MANY)
+def test_bits_of_many_cases(seed, monkeypatch):
+    rng = np.random.default_rng(seed + 1_000_000)
+    monkeypatch.setenv("TPU_EMBED_KERNELS", str(rng.choice(KERNELS)))
+    case = cases.draw(seed)
+    devices = int(rng.choice([1, 2, 4, 8]))
+    cases.check(cases.make_engine(case, devices), case, traced=bool(rng.random() < 0.4))
+
+
+def mesh_of(*sizes):
+    """Return a mesh with the axes "x" and, of two sizes, "y"."""
+    devices = np.asarray(jax.devices()[: int(np.prod(sizes))])
+    return Mesh(devices.reshape(sizes), ("x", "y")[: len(sizes)])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shard_axes"),
+    [
+        ((4, 1), ("y",)),  # a single shard that all replicas have: sums are sent all the same
+        pytest.param((2, 4), ("x",), marks=whole),
+        pytest.param((2, 4), ("y",), marks=whole),
+    ],
+)
+def test_shards_that_several_devices_have(sizes, shard_axes):
+    # So few rows that a psum would add their sums, were they exact.
+    case = cases.draw(7, rows=3, shard_axes=shard_axes)
+    cases.check(cases.make_engine(case, 8, mesh=mesh_of(*sizes)), case)
+
+
+@whole
+@pytest.mark.parametrize("traced", [False, True])
+def test_batches_that_some_axes_do_not_split(traced):
+    case = cases.draw(8)
+    engine = cases.make_engine(case, 8, mesh=mesh_of(2, 4), batch_axes="x")
+    cases.check(engine, case, traced=traced)
+
+
+def same(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@whole
+def test_more_devices_than_blocks_repeat_their_bits():
+    case = cases.draw(9)
+    found = [cases.run(cases.make_engine(case, 8, sum_blocks=2), case) for _ in range(2)]
+    same(*found)
+    # With a block on each device, blocks are those of G = 8.
+    same(found[0], cases.run(cases.make_engine(case, 1, sum_blocks=8), case))
+
+
+JAGGED = {
+    "jagged": TableConfig(40, 8, name="t", quantization_config=QuantizationConfig(33, -2.0, 2.0)),
+    "bags": TableConfig(40, 8, name="b", combiner="mean"),
+}
+
+
+def train_jagged(devices, rule, seed=0):
+    """Return activations, tables and slots after two steps of a jagged and a ragged feature."""
+    features = {
+        name: FeatureConfig(table, jagged=name == "jagged") for name, table in JAGGED.items()
+    }
+    options = {"mesh": mesh_of(devices), "exchange_dtype": "bfloat16"}
+    engine = EmbeddingEngine(features, rule, **options)
+    state, rng, found = engine.init(jax.random.key(0)), np.random.default_rng(seed), []
+    for _ in range(2):
+        lengths = {name: rng.integers(0, 6, 16) for name in JAGGED}
+        ids = {
+            name: RaggedIds(rng.integers(0, 40, sizes.sum()), np.concatenate([[0], sizes.cumsum()]))
+            for name, sizes in lengths.items()
+        }
+        gradients = {name: rng.normal(size=(sizes.sum(), 8)) for name, sizes in lengths.items()}
+        batch = engine.place(ids)
+        jagged = engine.lookup(state, batch)
+        values = np.concatenate(jagged["jagged"].to_list())
+        found += [values, np.asarray(jagged["bags"])]
+        state = engine.update_in_place(
+            state,
+            batch,
+            {
+                "jagged": scattered(jagged["jagged"], gradients["jagged"]),
+                "bags": gradients["bags"][:16].astype(np.float32),
+            },
+        )
+    return cases.on_host((found, engine.tables(state), engine.slots(state)))
+
+
+def scattered(jagged, gradients):
+    """Return the gradients of all values `[n, D]` as an array `[S, C, D]`."""
+    ends = np.asarray(jagged.row_splits)[:, -1]
+    made, begin = np.zeros(jagged.values.shape, np.float32), 0
+    for part, end in zip(made, ends, strict=True):
+        part[:end] = gradients[begin : begin + end]
+        begin += end
+    return made
+
+
+@pytest.mark.parametrize(
+    "rule", [optimizers.Adagrad(0.1), pytest.param(optimizers.LAMB(), marks=whole)]
+)
+def test_jagged_and_quantized_rows_have_the_bits_of_one_device(rule, monkeypatch):
+    """On one device a kernel sums what the host has routed, or XLA does."""
+    expected = train_jagged(4, rule)
+    for kernels in KERNELS:
+        monkeypatch.setenv("TPU_EMBED_KERNELS", kernels)
+        same(train_jagged(1, rule), expected)
+
+
+COLLECTIVE = re.compile(r"= \(?(\w+)\[\S* (?:.*)?(all-to-all|all-gather|all-reduce)\(")
+
+
+def lowered(engine, case):
+    """Return the step of a placed batch, not compiled yet."""
+    ids, weights, gradients = cases.arrays(case.steps[0])
+    state, batch = engine.init(jax.random.key(0)), engine.place(ids, weights)
+
+    def step(state, batch, gradients):
+        return engine.lookup(state, batch), engine.update(state, batch, gradients)
+
+    return jax.jit(step, donate_argnums=0).lower(state, batch, gradients)
+
+
+def test_what_is_sent_of_sharded_tables_has_16_bits(monkeypatch):
+    """Nor does XLA undo it: what crosses an all-to-all are bits, not numbers to be converted."""
+    monkeypatch.setenv("TPU_EMBED_KERNELS", "reference")  # no gathered gradients
+    case = cases.draw(10)
+    sent = COLLECTIVE.findall(lowered(cases.make_engine(case, 4), case).compile().as_text())
+    assert {dtype for dtype, name in sent if name == "all-to-all"} == {"u16"}
+    # The replicated table sums its gradients in float32.
+    assert {dtype for dtype, name in sent if dtype.startswith("f")} == {"f32"}
+
+
+def test_float32_is_the_default():
+    case = cases.draw(11)
+    texts = [
+        lowered(cases.make_engine(case, 2, exchange_dtype=dtype), case).as_text()
+        for dtype in (None, "float32", "bfloat16")
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_another_dtype_is_refused():
+    with pytest.raises(ValueError, match=r"exchange_dtype: expected 'float32' \| 'bfloat16', got"):
+        cases.make_engine(cases.draw(0), 1, exchange_dtype="float16")
+
+
+@pytest.mark.parametrize("placement", ["mod", "div"])
+def test_single_occurrences_are_refused(placement):
+    rule = optimizers.SGD(0.1, use_gradient_accumulation=False)
+    table = TableConfig(4, 2, name="t", placement=placement, optimizer=rule)
+    with pytest.raises(ValueError, match="use_gradient_accumulation=False for table 't'"):
+        EmbeddingEngine(FeatureConfig(table), exchange_dtype="bfloat16")
+
+
+def test_float64_is_refused_unless_it_is_replicated():
+    with jax.enable_x64(True):
+        for placement in ("mod", "replicated"):
+            table = TableConfig(4, 2, name="t", dtype="float64", placement=placement)
+            if placement == "replicated":
+                EmbeddingEngine(FeatureConfig(table), exchange_dtype="bfloat16")
+                continue
+            with pytest.raises(ValueError, match="table 't' of float64"):
+                EmbeddingEngine(FeatureConfig(table), exchange_dtype="bfloat16")
+
+
+def test_a_batch_of_another_exchange_is_not_updated_with():
+    case = cases.draw(12)
+    ids, weights, gradients = cases.arrays(case.steps[0])
+    batch = cases.make_engine(case, 2, exchange_dtype=None).place(ids, weights)
+    engine = cases.make_engine(case, 2)
+    state = engine.init(jax.random.key(0))
+    with pytest.raises(ValueError, match="exchange_dtype None, not bfloat16"):
+        engine.update(state, batch, gradients)
+
+
+def test_it_is_described():
+    case = cases.draw(0)
+    tables = cases.make_engine(case, 1).describe()["tables"]
+    found = {name: table["exchange_dtype"] for name, table in tables.items()}
+    assert found == {"items": "bfloat16", "flags": None, "words": "bfloat16"}
+
+
+def test_the_stateful_api_rounds_too():
+    case = cases.draw(0)
+    options = {"mesh": mesh_of(2), "exchange_dtype": "bfloat16"}
+    embedding = TPUEmbedding(case.features, optimizers.SGD(float(cases.RATE)), **options)
+    first, found = cases.on_host(embedding.retrieve()[0]), None
+    for step in case.steps:
+        ids, weights, gradients = cases.arrays(step)
+        embedding.enqueue(ids, weights)
+        found = embedding.dequeue()
+        embedding.apply_gradients(gradients)
+    got = cases.on_host((found, embedding.retrieve()[0]))
+    same(got, cases.expected(dataclasses.replace(case, blocks=8), first))
+
+
+@whole
+def test_living_vocabularies_have_the_bits_of_one_device():
+    found = []
+    for devices in (1, 8):
+        made = living_cases.engine(devices, exchange_dtype="bfloat16")
+        state, seen = living_cases.train(made, made.init(jax.random.key(0)), 4)
+        found.append((seen, living_cases.whole(made, state)))
+    same(*found)
+    exact = living_cases.engine(1)
+    state, _ = living_cases.train(exact, exact.init(jax.random.key(0)), 4)
+    assert np.any(living_cases.whole(exact, state)["table items"] != found[0][1]["table items"])
