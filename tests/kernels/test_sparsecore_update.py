@@ -13,6 +13,7 @@ from sparsecore_interpreter import CHUNK, WORKERS, compiled
 from tpu_embed import optimizers as o
 from tpu_embed.kernels import sparsecore_rules as rules
 from tpu_embed.kernels import sparsecore_update
+from tpu_embed.kernels.formats import RowFormat
 
 ENTRIES, MERGED, ROWS, DIM, WORDS = 200, 210, 300, 40, 48
 """Partial sums, room for merged ones, and rows of 40 numbers, padded to 6 vectors of 8."""
@@ -107,6 +108,9 @@ def on_cpu(optimizer):
 def expected(optimizer, route, sums, table, slots, rate):
     """Return what the CPU's rule makes of sums that are added up in order, in float32."""
     index, segments, rows = route
+    if sums.dtype == np.uint32:
+        halves = np.concatenate([sums << 16, sums & 0xFFFF0000], axis=1)
+        sums = halves.astype(np.uint32).view(np.float32)
     merged = np.zeros((MERGED, DIM), np.float32)
     for i, segment in zip(index, segments, strict=True):
         if segment < MERGED:
@@ -137,7 +141,19 @@ def expected(optimizer, route, sums, table, slots, rate):
     ],
 )
 def test_rows_and_slots_are_those_of_the_cpus_rule(name, late):
-    optimizer, rate, sums = RULES[name], jnp.float32(0.1), sums_of(1)
+    check_rule(name, late, sums_of(1))
+
+
+@pytest.mark.whole
+def test_partial_sums_may_be_bfloat16():
+    """Two numbers of them are one word: 40 need 20 words, 32 with padding."""
+    form = RowFormat((DIM,), np.dtype(jnp.bfloat16), "words")
+    bits = sums_of(1)[:, :DIM].astype(jnp.bfloat16).view(np.uint16)
+    check_rule("momentum", True, np.asarray(form.pack(jnp.asarray(bits))))
+
+
+def check_rule(name, late, sums):
+    optimizer, rate = RULES[name], jnp.float32(0.1)
     table, slots = held(optimizer)
     operands = sums, table, slots, rate
     run = functools.partial(kernel, optimizer)

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 KINDS = ("sgd", "momentum", "adagrad", "rowwise_adagrad", "adam")
-"""The kinds of `CompiledRule` that the subcores know. FTRL is not among them: it takes the difference
-of two roots, in which their errors would be many times as large."""
+"""The kinds of `CompiledRule` that the subcores know. FTRL is not among them: it takes the
+difference of two roots, in which their errors would be many times as large."""
 
 STEP_ERROR = 2.0**-20
 """The greatest relative error of a step, for accumulators from 2⁻¹²⁵ to the greatest float32: the
