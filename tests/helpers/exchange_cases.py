@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import fractions
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -55,7 +56,7 @@ def draw(seed, rows=None, **table_options):
     """
     rng = np.random.default_rng(seed)
     dim = int(rng.choice([1, 3, 8, 17, 40]))
-    items = {"placement": str(rng.choice(["mod", "div"])), "combiner": "sum"} | table_options
+    items: Any = {"placement": str(rng.choice(["mod", "div"])), "combiner": "sum"} | table_options
     tables = {
         "items": TableConfig(rows or int(rng.integers(3, 40)), dim, name="items", **items),
         "flags": TableConfig(6, dim, combiner="sum", name="flags", placement="replicated"),
