@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed.config import QuantizationConfig, TableConfig
+from tpu_embed.config import QuantizationConfig, Rounding, TableConfig
 from tpu_embed.core.layout.rounding import round_up
 from tpu_embed.core.layout.stack_names import stack_name
 from tpu_embed.kernels.formats import PACKED_ROWS, Packing, RowFormat
@@ -105,6 +105,7 @@ class Stack:
       num_rows: R, the local rows of one shard.
       quantization: how looked-up rows are quantized, or None.
       packing: which unit of the device its rows are packed for, or "none".
+      rounding: how new values of rows are rounded when they are stored.
     """
 
     name: str
@@ -118,6 +119,7 @@ class Stack:
     num_rows: int
     quantization: QuantizationConfig | None
     packing: Packing = "none"
+    rounding: Rounding = "nearest"
 
     @property
     def is_on_host(self) -> bool:
@@ -262,7 +264,8 @@ class ResolvedTable:
         rule = None if optimizer is None else (type(optimizer), optimizer)
         declared = (config.dim, config.dtype, config.placement, config.quantization_config)
         # A lookup that brings rows of tables on the host along reads no others (`place/visits.py`).
-        return (*declared, self.shard_axes, rule, config.storage is not None)
+        rest = self.shard_axes, rule, config.storage is not None, config.rounding
+        return (*declared, *rest)
 
 
 def make_stacks(
@@ -385,6 +388,7 @@ def _make_stack(members: Sequence[ResolvedTable], packing: Packing) -> Stack:
         num_rows=rows,
         quantization=first.config.quantization_config,
         packing=packing,
+        rounding=first.config.rounding,
     )
 
 

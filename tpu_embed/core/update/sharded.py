@@ -38,6 +38,7 @@ from tpu_embed.core.update.apply import (
     apply_rule,
     compiled_rule,
     every_row,
+    rounding_of,
     sum_and_apply,
 )
 from tpu_embed.core.update.gradients import stack_gradients
@@ -314,7 +315,8 @@ class _StackRule(NamedTuple):
         """Sum gradients and apply the rule in one compiled kernel."""
         assert self.compiled is not None, "only stacks with a compiled rule come here"
         given = _to_apply(given, self.task, self.operands)
-        return sum_and_apply(held, given, layout, self.compiled)
+        rounding = rounding_of(held, self.task.stack, self.operands.step)
+        return sum_and_apply(held, given, layout, self.compiled, rounding)
 
 
 def _to_apply(given: Any, task: Task, operands: Operands) -> Any:
