@@ -74,12 +74,10 @@ class Rounding(NamedTuple):
     places: RowPlaces
 
 
-def mix(x: Array) -> Array:
-    """Return a hash of each number, uint32; of 0 it is 0."""
-    x ^= x >> 16
-    x *= np.uint32(0x7FEB352D)
-    x ^= x >> 15
-    x *= np.uint32(0x846CA68B)
+def mix(x: Any) -> Any:
+    """Return a hash of each number, uint32 (JAX or NumPy); of 0 it is 0."""
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
     return x ^ (x >> 16)
 
 
@@ -97,6 +95,17 @@ def row_number(low: Any, high: Any) -> Any:
       7
     """
     return low ^ mix(high)
+
+
+def number_ids(ids: np.ndarray) -> np.ndarray:
+    """Return `row_number` of row numbers, ids or keys, uint64 `[n]`: uint32 `[n]`.
+
+    Example:
+      >>> number_ids(np.array([7, 2**32 - 1], np.uint64)).tolist()
+      [7, 4294967295]
+    """
+    low = (ids & np.uint64(2**32 - 1)).astype(np.uint32)
+    return row_number(low, (ids >> np.uint64(32)).astype(np.uint32))
 
 
 def table_draws(seed: Array, crcs: np.ndarray, step: Array) -> Array:

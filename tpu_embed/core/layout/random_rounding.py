@@ -37,7 +37,8 @@ def rounds_at_random(stack: Stack) -> bool:
 
 def keeps_numbers(stack: Stack) -> bool:
     """Return whether the state keeps what stands for each row, because a map decides it."""
-    return rounds_at_random(stack) and any(table.vocabulary is not None for table in stack.tables)
+    # All tables of a stack that is rounded at random have a map, or none (`ResolvedTable.kind`).
+    return rounds_at_random(stack) and stack.tables[0].vocabulary is not None
 
 
 def rounding_slots(stack: Stack) -> dict[str, SlotShape]:

@@ -262,10 +262,10 @@ class ResolvedTable:
         """Everything that tables must have in common to share a stack."""
         config, optimizer = self.config, self.optimizer
         rule = None if optimizer is None else (type(optimizer), optimizer)
-        declared = (config.dim, config.dtype, config.placement, config.quantization_config)
-        # A lookup that brings rows of tables on the host along reads no others (`place/visits.py`).
-        rest = self.shard_axes, rule, config.storage is not None, config.rounding
-        return (*declared, *rest)
+        declared = config.dim, config.dtype, config.placement, config.quantization_config
+        # `place/visits.py` brings all rows along; `random_rounding.py` keeps numbers of all rows.
+        rounds = config.rounding == "stochastic" and (config.row_rules is not None,)
+        return (*declared, self.shard_axes, rule, config.storage is not None, rounds)
 
 
 def make_stacks(
