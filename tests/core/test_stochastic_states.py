@@ -9,7 +9,7 @@ import oracle_rounding as oracle
 import pytest
 from facade_cases import mesh
 from host_table_cases import TwoEngines, engines
-from test_stochastic_updates import STEPS, assert_same, bits_of, engine, expected, trained
+from rounding_cases import LR, STEPS, assert_same, bits_of, engine, expected, trained
 
 from tpu_embed import (
     DynamicVocabulary,
@@ -21,7 +21,6 @@ from tpu_embed import (
 )
 from tpu_embed import optimizers as o
 
-LR = 2.0**-9
 KEYS = np.array([3, 2**40 + 5, 2**64 - 9, 77, 2**33, 2**33 + 1], np.uint64)
 
 
