@@ -44,7 +44,7 @@ def expected(values, table_ids=None):
 
 def by_xla(values, rounding):
     n = values.shape[0]
-    numbers = rounding.draws.row_numbers
+    numbers = rounding.draws.numbers
 
     @jax.jit
     def run(values):
@@ -157,7 +157,7 @@ def test_the_kernel_refuses_draws_that_do_not_fit():
     values = np.zeros((8, 4), np.float32)
     fits = rounding_of(5)
     wrong_tables = fits._replace(places=RowPlaces((0,), (1,), 4))
-    wrong_numbers = fits._replace(draws=fits.draws._replace(row_numbers=jnp.zeros(7, jnp.uint32)))
+    wrong_numbers = fits._replace(draws=fits.draws._replace(numbers=jnp.zeros(7, jnp.uint32)))
     for rounding in (wrong_tables, wrong_numbers):
         with pytest.raises(Exception, match="draws of other tables"):
             by_compiled_kernel(values, rounding)

@@ -211,7 +211,7 @@ def _drawn(rounding: Rounding | None) -> tuple[Array, Array]:
         return _or_empty(None, jnp.uint32), _or_empty(None, jnp.uint32)
     draws = rounding.draws
     tables = jnp.concatenate([draws.shard[None], draws.tables])
-    return tables, _or_empty(draws.row_numbers, jnp.uint32)
+    return tables, _or_empty(draws.numbers, jnp.uint32)
 
 
 def _attributes(layout: NamedTuple) -> dict[str, Any]:

@@ -39,13 +39,13 @@ class Draws(NamedTuple):
     Attributes:
       tables: uint32 `[T]`, one number per table of the stack, from `table_draws`.
       shard: uint32 `[]`, the number of the shard.
-      row_numbers: uint32 `[R]`, the number of each local row in the hash, where a map on the host
+      numbers: uint32 `[R]`, the number of each local row in the hash, where a map on the host
         decides what row a key has; None: the row's number in its table.
     """
 
     tables: Array
     shard: Array
-    row_numbers: Array | None
+    numbers: Array | None
 
 
 class RowPlaces(NamedTuple):

@@ -142,7 +142,7 @@ def _rounded(rows: Array, row_ids: Array, held: StackShard, stack: Stack, step: 
     rounding = rounding_of(held, stack, step)
     if rounding is None:
         return storage.encode(rows, stack.dtype)
-    numbers = rounding.draws.row_numbers
+    numbers = rounding.draws.numbers
     if numbers is not None:
         row_format = slot_format(stack, rounding_slots(stack)[NUMBERS_SLOT])
         numbers = _read(numbers, row_ids, row_format)

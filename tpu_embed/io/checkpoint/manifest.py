@@ -274,7 +274,7 @@ def _lacks_rows(directory: Path, f: Field, found: dict[str, Any], wanted: Wanted
     form, expected, size = _on_disk(found, f), form_of(f), f.table.declared_size
     label = wanted.label(directory)
     if form is None and f.slot == NUMBERS_SLOT:
-        return False  # keys and ids tell it: `row_numbers.py` makes them
+        return False  # keys and ids tell it: `rounding_numbers.py` makes them
     if form is None:
         if wanted.key is None:
             raise _refusal(label, f.label, *_absent(f, found), "give key= to make it anew")

@@ -43,7 +43,7 @@ from tpu_embed.io.checkpoint.restored_rows import (
     field_reader,
 )
 from tpu_embed.io.checkpoint.row_files import BLOCK, RowArray, RowReader, write_column
-from tpu_embed.io.checkpoint.row_numbers import with_row_numbers
+from tpu_embed.io.checkpoint.rounding_numbers import with_rounding_numbers
 from tpu_embed.io.checkpoint.rows import LocalShards, row_array, write_rows
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.processes import raise_on_all
@@ -170,7 +170,7 @@ def read(directory: Path, wanted: Wanted) -> FoundTables:
         for f in fields(engine.layout):
             if rows.is_read_whole(f):
                 state = _read_field(state, directory, f, found, wanted)
-        state = with_row_numbers(state, engine, found)
+        state = with_rounding_numbers(state, engine, found)
         return _named(directory, wanted, "rows by id", lambda: rows.write_over(state))
 
     state = raise_on_all("restore", directory, filled)

@@ -108,24 +108,25 @@ Rule rule_of(int64_t kind, int64_t flags, const float* numbers) {
 }
 
 struct Operand {
-  ffi::AnyBuffer rows, bags, weights, factors, sums, merged, draws, row_numbers, numbers;
+  ffi::AnyBuffer rows, bags, weights, factors, sums, merged, draws, drawn_numbers, numbers;
 };
 
 constexpr size_t kOperands = 9;  // besides tables, slots and gradients
 
 // Returns whether the operands of rounding at random are absent, or fit the table and its rows.
 bool can_draw(const Operand& operand, const ffi::AnyBuffer& table, size_t firsts, size_t steps) {
-  if (operand.draws.element_count() == 0) return operand.row_numbers.element_count() == 0;
+  if (operand.draws.element_count() == 0) return operand.drawn_numbers.element_count() == 0;
   return storage_of(table) == Storage::kBfloat16 && firsts > 0 && steps == firsts &&
          operand.draws.element_count() == 1 + firsts &&
-         optional_of_length(operand.row_numbers, length(table));
+         optional_of_length(operand.drawn_numbers, length(table));
 }
 
 // Operands: table [R, D] and its slots, each in place of the result of the same number; rows [N];
 // bags int32 [N] or []; weights float32 [N] or []; factors float32 [bags] or []; sums int32 [N] or
 // [], then rows are [U]; merged int32 [P] or []; draws uint32 [1 + tables], the shard and the tables'
-// numbers, or [], then new rows are rounded to nearest; row_numbers uint32 [R] or []; numbers float32; gradients, one array a feature,
-// float32 [periods * bags, D], or [places, D] of a jagged one. Blocks: the first bags of the second block of the batch and of all
+// numbers, or [], then new rows are rounded to nearest; drawn_numbers uint32 [R] or []; numbers
+// float32; gradients, one array a feature, float32 [periods * bags, D], or [places, D] of a jagged
+// one. Blocks: the first bags of the second block of the batch and of all
 // later ones, of ids that are not routed.
 ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results,
                   ffi::Span<const int64_t> columns, ffi::Span<const int64_t> order,
@@ -186,7 +187,7 @@ ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::Remain
   job.blocks = static_cast<int64_t>(blocks.size());
   if (const uint32_t* draws = optional<uint32_t>(operand.draws)) {
     job.draws = {draws + 1, firsts.begin(), shard_steps.begin(), static_cast<int64_t>(firsts.size()),
-                 row_step,  draws[0],       optional<uint32_t>(operand.row_numbers)};
+                 row_step,  draws[0],       optional<uint32_t>(operand.drawn_numbers)};
   }
   job.rule = rule_of(rule, flags, data<float>(operand.numbers));
   return with_row_type(operand.rows, [&](auto* type) {

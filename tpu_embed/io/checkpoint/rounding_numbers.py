@@ -37,7 +37,7 @@ def numbers_of(found: SavedTables, table: TableSlice, ids: np.ndarray) -> np.nda
     return number_ids(whole)
 
 
-def with_row_numbers(state: TableState, engine: EmbeddingEngine, found: SavedTables) -> TableState:
+def with_rounding_numbers(state: TableState, engine: EmbeddingEngine, found: SavedTables) -> TableState:
     """Return the state with the numbers of tables on the devices that were not saved, in place.
 
     Args:
