@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, optimizers
 DIM, NOISE, SPREAD = 16, 0.5, 1.5
 """D; the standard deviations of a gradient's noise, and of the numbers that are to be found."""
 
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "nearest": {"dtype": "bfloat16"},
     "stochastic": {"dtype": "bfloat16", "rounding": "stochastic"},

@@ -131,15 +131,15 @@ def row_draws(rounding: Rounding, row_ids: Array, numbers: Array | None) -> Arra
     # Tables with the first local rows 0 and 3: the local rows 0 … 4 are of the tables 0 0 0 1 1.
     firsts = np.array(places.firsts, row_ids.dtype)
     table = jnp.searchsorted(jnp.asarray(firsts[1:]), row_ids, side="right")
-    if numbers is None:
-        shard_steps = jnp.asarray(np.array(places.shard_steps, row_ids.dtype))[table]
-        index = row_ids - jnp.asarray(firsts)[table]
-        rows = draws.shard.astype(row_ids.dtype) * shard_steps + index * places.row_step
-        low, high = rows.astype(jnp.uint32), jnp.zeros(rows.shape, jnp.uint32)
-        if rows.dtype == jnp.int64:
-            high = (rows >> 32).astype(jnp.uint32)
-        numbers = row_number(low, high)
-    return mix(draws.tables[table] ^ mix(STEP * numbers))
+    if numbers is not None:
+        return mix(draws.tables[table] ^ mix(STEP * numbers))
+    shard_steps = jnp.asarray(np.array(places.shard_steps, row_ids.dtype))[table]
+    index = row_ids - jnp.asarray(firsts)[table]
+    rows = draws.shard.astype(row_ids.dtype) * shard_steps + index * places.row_step
+    low, high = rows.astype(jnp.uint32), jnp.zeros(rows.shape, jnp.uint32)
+    if rows.dtype == jnp.int64:
+        high = (rows >> 32).astype(jnp.uint32)
+    return mix(draws.tables[table] ^ mix(STEP * row_number(low, high)))
 
 
 def round_rows(rows: Array, keys: Array) -> Array:

@@ -24,8 +24,8 @@ from tpu_embed.core.state import Field, TableState, fields, logical
 from tpu_embed.io.checkpoint import host_rows, manifest, maps
 from tpu_embed.io.checkpoint.host_rows import Block, Rows
 from tpu_embed.io.checkpoint.manifest import SavedTables, Wanted
-from tpu_embed.io.checkpoint.row_files import RowArray, RowReader
 from tpu_embed.io.checkpoint.rounding_numbers import numbers_of
+from tpu_embed.io.checkpoint.row_files import RowArray, RowReader
 from tpu_embed.io.files import file_name
 from tpu_embed.storage import HostRows, slot_field
 

@@ -37,7 +37,9 @@ def numbers_of(found: SavedTables, table: TableSlice, ids: np.ndarray) -> np.nda
     return number_ids(whole)
 
 
-def with_rounding_numbers(state: TableState, engine: EmbeddingEngine, found: SavedTables) -> TableState:
+def with_rounding_numbers(
+    state: TableState, engine: EmbeddingEngine, found: SavedTables
+) -> TableState:
     """Return the state with the numbers of tables on the devices that were not saved, in place.
 
     Args:

@@ -42,8 +42,8 @@ from tpu_embed.io.checkpoint.restored_rows import (
     field_place,
     field_reader,
 )
-from tpu_embed.io.checkpoint.row_files import BLOCK, RowArray, RowReader, write_column
 from tpu_embed.io.checkpoint.rounding_numbers import with_rounding_numbers
+from tpu_embed.io.checkpoint.row_files import BLOCK, RowArray, RowReader, write_column
 from tpu_embed.io.checkpoint.rows import LocalShards, row_array, write_rows
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.processes import raise_on_all
