@@ -1,9 +1,10 @@
-"""What rounding at random costs: updates of a bfloat16 table, beside the same rounded to nearest.
+"""What rounding at random costs: steps of a bfloat16 table, beside the same rounded to nearest.
 
-    python benchmarks/rounding.py
+    python benchmarks/rounding.py               a lookup and an update
+    python benchmarks/rounding.py --update      the update alone
 
-Prints, for each rule and dim, the least and the median time of an update both ways, in turns, and
-the ratio of the least times.
+Prints, for each rule and dim, the least and the median time both ways, in turns, and the ratio of
+the least times.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--ids", type=int, default=20_480)
     parser.add_argument("--dims", type=int, nargs="+", default=[16, 64, 128])
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=250)
+    parser.add_argument("--update", action="store_true", help="of the update alone")
     args = parser.parse_args()
     common.emulate(1)
 
@@ -42,17 +44,24 @@ def main() -> None:
         batch = engine.place(ids)
         gradients = jax.block_until_ready(jax.random.normal(jax.random.key(1), (args.ids, dim)))
         state = engine.init(jax.random.key(0))
-        update = jax.jit(engine.update, donate_argnums=0)
-        return {"update": update, "state": state, "batch": batch, "gradients": gradients}
+
+        def train(state: Any, batch: Any, gradients: Any) -> Any:
+            if not args.update:
+                gradients = gradients * engine.lookup(state, batch)
+            return engine.update(state, batch, gradients)
+
+        step = jax.jit(train, donate_argnums=0)
+        return {"step": step, "state": state, "batch": batch, "gradients": gradients}
 
     def seconds(one: dict[str, Any]) -> float:
         begin = time.perf_counter()
-        new = one["update"](one["state"], one["batch"], one["gradients"])
+        new = one["step"](one["state"], one["batch"], one["gradients"])
         one["state"] = jax.block_until_ready(new)
         return time.perf_counter() - begin
 
     print(common.machine())
-    print(f"{args.ids} ids of {args.rows} rows; ms of an update, least (median)")
+    what = "an update" if args.update else "a step"
+    print(f"{args.ids} ids of {args.rows} rows; ms of {what}, least (median)")
     for name in RULES:
         for dim in args.dims:
             rule = getattr(tpu_embed.optimizers, name)
