@@ -153,9 +153,9 @@ def round_rows(rows: Array, keys: Array) -> Array:
       keys: uint32 `[U]`, from `row_draws`.
 
     Example:
-      >>> rows = jnp.full((1, 4), 1 + 2**-9, jnp.float32)  # between 1 and 1 + 2**-7
-      >>> [hex(bits) for bits in round_rows(rows, jnp.uint32([5]))[0].tolist()]
-      ['0x3f80', '0x3f80', '0x3f80', '0x3f80']
+      >>> rows = jnp.full((1, 4), 1 + 2**-8, jnp.float32)  # in the middle of 1 and 1 + 2**-7
+      >>> [hex(bits) for bits in round_rows(rows, jnp.uint32([1]))[0].tolist()]
+      ['0x3f81', '0x3f80', '0x3f81', '0x3f80']
     """
     bits = jax.lax.bitcast_convert_type(rows, jnp.uint32)
     columns = jax.lax.iota(jnp.uint32, rows.shape[1])
