@@ -27,6 +27,7 @@ def test_table_defaults_are_those_of_the_semantics():
         "quantization_config": None,
         "vocabulary": None,
         "storage": None,
+        "rounding": "nearest",
     }
 
 
@@ -107,6 +108,11 @@ def test_shard_axes_become_a_tuple():
         ({"dtype": "float16"}, r"dtype: expected 'float32' .*, got 'float16'"),
         ({"dtype": "nonsense"}, r"dtype: expected 'float32' .*, got 'nonsense'"),
         ({"dtype": None}, r"dtype: .*got None"),
+        (
+            {"rounding": "stochastic"},
+            r'rounding: expected "nearest" for a float32 table, got "stochastic"; set dtype=',
+        ),
+        ({"rounding": "up", "dtype": "bfloat16"}, r"rounding: expected 'nearest' .*, got 'up'"),
         ({"trainable": 1}, r"trainable: expected a bool, got 1"),
         ({"initializer": 0.5}, r"initializer: expected None or a callable .*, got 0.5"),
         ({"name": ""}, r"name: expected None or a non-empty string of Unicode text, got ''"),

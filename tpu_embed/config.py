@@ -25,6 +25,7 @@ from tpu_embed.vocabulary import DynamicVocabulary
 Combiner = Literal["mean", "sum", "sqrtn"]
 Placement = Literal["mod", "div", "replicated", "auto"]
 OnBadId = Literal["error", "drop", "clip"]
+Rounding = Literal["nearest", "stochastic"]
 Keep = Literal["first", "last"]
 
 _DTYPES = ("float32", "bfloat16", "float64")
@@ -104,6 +105,9 @@ class TableConfig:
       storage: keep the rows on the host, and those that batches need on the devices; V may then be
         up to 2⁶³, or, with `vocabulary`, is the capacity of the host. None: all rows are on the
         devices.
+      rounding: how a bfloat16 table rounds the new values of its rows when an update stores them:
+        "nearest", or "stochastic", at random to one of the two nearest, so that many small steps
+        add up. Initial values, and rows that you set or load, are rounded to nearest.
 
     Raises:
       ValueError: an argument is outside its range.
@@ -127,6 +131,7 @@ class TableConfig:
     quantization_config: QuantizationConfig | None = None
     vocabulary: DynamicVocabulary | None = None
     storage: HostStorage | None = None
+    rounding: Rounding = "nearest"
 
     def __post_init__(self) -> None:
         # The fields of a frozen dataclass cannot be assigned; object.__setattr__ can set them.
@@ -145,12 +150,26 @@ class TableConfig:
         if self.storage is not None:
             self._check_storage(what)
         object.__setattr__(self, "dtype", _dtype_name(f"{what}.dtype", self.dtype))
+        self._check_rounding(what)
         object.__setattr__(self, "shard_axes", _axes(f"{what}.shard_axes", self.shard_axes))
 
     def __repr__(self) -> str:
         """Show all fields; without a name also which object it is, as equal ones are two tables."""
         shown = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
         return f"TableConfig({shown}{'' if self.name else f', at {id(self):#x}'})"
+
+    def _check_rounding(self, what: str) -> None:
+        """Check that only tables whose dtype needs it are rounded at random."""
+        _checks.check_choice(f"{what}.rounding", self.rounding, get_args(Rounding))
+        if self.rounding == "stochastic" and self.dtype != "bfloat16":
+            raise ValueError(
+                _checks.message(
+                    f"{what}.rounding",
+                    expected=f'"nearest" for a {self.dtype} table',
+                    got='"stochastic"',
+                    remedy='set dtype="bfloat16", or leave rounding out',
+                )
+            )
 
     def _check_vocabulary(self, what: str) -> None:
         """Check that the capacity and the initializer suit a living vocabulary."""

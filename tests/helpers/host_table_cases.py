@@ -10,7 +10,7 @@ import numpy as np
 import tpu_embed
 from tpu_embed import FeatureConfig, Jagged, RaggedIds, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.core.state import slot_shapes
+from tpu_embed.core.state import rule_slots
 from tpu_embed.storage import HostStorage
 
 RULES = {
@@ -23,7 +23,7 @@ RULES = {
 ITEMS, TAGS, BATCH = 150, 90, 8
 
 
-def declared(rule, storage=None, *, dtype="float32", dim=4, living=None):
+def declared(rule, storage=None, *, dtype="float32", dim=4, living=None, rounding="nearest"):
     """Return features of two tables that share a stack, and of one that is on the devices.
 
     Args:
@@ -33,11 +33,13 @@ def declared(rule, storage=None, *, dtype="float32", dim=4, living=None):
       dim: D.
       living: of the second table, if its ids are keys: its vocabulary, how many keys have a row,
         and how many of these the devices hold; or None.
+      rounding: of the two tables.
     """
     vocabulary, size, rows = living or (None, TAGS, 0)
     of_tags = storage and dataclasses.replace(storage, device_rows=rows or storage.device_rows)
     drawn = jax.nn.initializers.normal(0.3)
     made = {"storage": storage, "optimizer": rule, "dtype": dtype, "initializer": drawn}
+    made["rounding"] = rounding
     items = TableConfig(ITEMS, dim, name="items", **made)
     of_keys = {**made, "storage": of_tags, "vocabulary": vocabulary}
     tags = TableConfig(size, dim, name="tags", combiner="sum", **of_keys)
@@ -226,7 +228,7 @@ class TwoEngines:
     def read(self):
         for name in ("items", "tags"):
             ids = self.rng.permutation(self.rows_of(name))[:40]
-            shapes = slot_shapes(self.hosted.layout.table(name)[0])
+            shapes = rule_slots(self.hosted.layout.table(name)[0])
             for slot in (None, *(n for n, one in shapes.items() if one.per_row)):
                 pair = zip((self.hosted, self.resident), self.states, strict=True)
                 one, other = (e.rows(state, name, ids, slot=slot) for e, state in pair)
@@ -236,7 +238,7 @@ class TwoEngines:
         if self.placed:
             return
         name = ("items", "tags")[self.rng.integers(2)]
-        shapes = slot_shapes(self.hosted.layout.table(name)[0])
+        shapes = rule_slots(self.hosted.layout.table(name)[0])
         every = [None, *sorted(n for n, one in shapes.items() if one.per_row)]
         slot = every[self.rng.integers(len(every))]
         ids = self.rng.permutation(self.rows_of(name))[:6]
@@ -253,7 +255,7 @@ class TwoEngines:
         while self.admitted:
             self.update()
         keys = self.rng.permutation(self.tags)[: self.rng.integers(1, 25)]
-        shapes = slot_shapes(self.hosted.layout.table("tags")[0])
+        shapes = rule_slots(self.hosted.layout.table("tags")[0])
         every = [None, *sorted(n for n, one in shapes.items() if one.per_row)]
         slot = every[self.rng.integers(len(every))]
         width = self.hosted.rows(self.states[0], "tags", [0], slot=slot).shape[1:]

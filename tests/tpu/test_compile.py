@@ -1,5 +1,6 @@
 """Steps compiled by libtpu for chips that need not exist: memory, and bytes moved."""
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -23,6 +24,7 @@ from programs import (
     stateful_programs,
 )
 
+from tpu_embed import FeatureConfig
 from tpu_embed.kernels import sparsecore
 from tpu_embed.planning.chips import CHIPS, Topology
 from tpu_embed.planning.compiled import compile_for, describe_topology
@@ -55,6 +57,27 @@ def check(compiled, chip):
         assert len(kernels) > 1, "one of two kernels writes rows"
     else:
         assert not kernels
+
+
+@whole
+@pytest.mark.parametrize("chip", ["v5e", "v5p"])
+@pytest.mark.parametrize("keyed", [False, True])
+def test_rounding_at_random_is_in_place_and_moves_no_more_rows(chip, keyed):
+    """Of rows with numbers of their own, these are read, too."""
+    compiled = []
+    for rounding in ("nearest", "stochastic"):
+        features, shapes = hosted() if keyed else quickstart(dim=128)
+        changed = {}
+        for name, feature in features.items():
+            options = {"dtype": "bfloat16", "rounding": rounding}
+            table = dataclasses.replace(feature.table, **options)
+            changed[name] = FeatureConfig(table)
+        made = compile_for(SMALL[chip], changed, OPTIMIZERS["adagrad"], shapes, admit=False)
+        compiled.append(made)
+    plain, rounded = compiled
+    held = sum(rounded.plan.held.values())
+    assert rounded.aliased == pytest.approx(held, 0.02)
+    assert sum(rounded.moved.values()) <= 1.02 * sum(plain.moved.values())
 
 
 def test_a_step_for_v5p_is_in_place_and_on_sparse_cores():

@@ -24,6 +24,7 @@ import numpy as np
 from tpu_embed._types import Array
 from tpu_embed.kernels.operands import GradientLayout, RowGradients, RowsToSum, SumLayout
 from tpu_embed.kernels.rules import KINDS, CompiledRule
+from tpu_embed.kernels.stochastic import Rounding, RowPlaces
 from tpu_embed.kernels.varying import as_varying, varying_axes
 
 TARGETS = ("zeros", "gather_rows", "set_rows", "sort_rows", "gather_sum", "update")
@@ -141,6 +142,7 @@ def update_rows(
     given: RowGradients,
     layout: GradientLayout,
     rule: CompiledRule,
+    rounding: Rounding | None = None,
 ) -> tuple[Array, ...]:
     """Sort ids by row unless they are routed, sum the gradients of each row, and apply the rule.
 
@@ -152,6 +154,7 @@ def update_rows(
       given: the gradients of the ids.
       layout: how their bags are numbered.
       rule: the optimizer's rule.
+      rounding: how the new rows of a bfloat16 table are rounded at random; None: to nearest.
 
     Returns:
       the table and the slots, in the memory of the operands.
@@ -165,11 +168,13 @@ def update_rows(
         _or_empty(given.factors),
         _or_empty(given.sums, jnp.int32),
         _or_empty(given.merged, jnp.int32),
+        *_drawn(rounding),
     )
     # Results 0, 1, … (table and slots) are in the memory of operands 0, 1, ….
     call = _call("update", shapes, aliases={i: i for i in range(len(held))})
     attributes = {"rule": np.int64(KINDS.index(rule.kind)), "flags": np.int64(rule.flag)}
     attributes |= _attributes(layout)
+    attributes |= _attributes(RowPlaces((), (), 1) if rounding is None else rounding.places)
     return tuple(call(*held, *operands, rule.operand(), *given.gradients, **attributes))
 
 
@@ -198,6 +203,15 @@ def _call(name: str, shapes, aliases: dict[int, int] | None = None):
 def _or_empty(array: Array | None, dtype=jnp.float32) -> Array:
     """Return the array, or an empty one, which means "not given" to the kernels."""
     return jnp.zeros((0,), dtype) if array is None else array
+
+
+def _drawn(rounding: Rounding | None) -> tuple[Array, Array]:
+    """Return `[shard, tables …]` and the numbers of rows, uint32, as a custom call takes them."""
+    if rounding is None:
+        return _or_empty(None, jnp.uint32), _or_empty(None, jnp.uint32)
+    draws = rounding.draws
+    tables = jnp.concatenate([draws.shard[None], draws.tables])
+    return tables, _or_empty(draws.numbers, jnp.uint32)
 
 
 def _attributes(layout: NamedTuple) -> dict[str, Any]:

@@ -23,14 +23,21 @@ from tpu_embed import optimizers as o
 from tpu_embed.core.layout import ENGINE_OPTIONS, FEATURE_FIELDS, TABLE_FIELDS
 
 B = 24
-TABLE = {"vocabulary_size": 30, "dim": 3, "name": "t", "combiner": "mean", "optimizer": o.SGD(0.5)}
+TABLE = {
+    "vocabulary_size": 30,
+    "dim": 3,
+    "name": "t",
+    "combiner": "mean",
+    "optimizer": o.SGD(0.5),
+    "dtype": "bfloat16",
+}
 FEATURE = {"max_sequence_length": 0}
 SEQUENCE = {"max_sequence_length": 3}
 TABLE_CHANGES = {
     "vocabulary_size": 31,
     "dim": 4,
     "name": "u",
-    "dtype": "bfloat16",
+    "dtype": "float32",
     "placement": "div",
     "shard_axes": "d",  # the same as None, on one axis
     "combiner": "sqrtn",
@@ -40,6 +47,7 @@ TABLE_CHANGES = {
     "trainable": False,
     "initializer": jax.nn.initializers.ones,
     "quantization_config": QuantizationConfig(8, -1.0, 1.0),
+    "rounding": "stochastic",
 }
 FEATURE_CHANGES = {
     "max_sequence_length": 3,
@@ -86,7 +94,8 @@ def test_every_field_has_a_decision_and_a_test():
     assert set(TABLE_FIELDS) == set(TABLE_CHANGES)
     # What is not bound: what a batch's bytes do not depend on, as is written in `placed_for.py`.
     decisions = {**FEATURE_FIELDS, **TABLE_FIELDS, **ENGINE_OPTIONS}
-    free = {"initializer", "quantization_config", "lookahead", "on_bad_gradient", "vocabularies"}
+    free = {"initializer", "quantization_config", "rounding"}
+    free |= {"lookahead", "on_bad_gradient", "vocabularies"}
     assert {name for name, bound in decisions.items() if not bound} == free
     parameters = set(inspect.signature(EmbeddingEngine).parameters)
     assert parameters == set(ENGINE_OPTIONS)

@@ -20,6 +20,8 @@ CASES = {
     "bfloat16": ("words", 33, "bfloat16", optimizers.Adagrad(0.1), "mod", 2),
     "numbers a row": ("words", 200, "float32", optimizers.RowWiseAdagrad(0.1), "replicated", 8),
     "optax": ("words", 16, "float32", optax.adam(0.1), "mod", 1),
+    "at random": ("words", 33, "bfloat16 stochastic", optimizers.Adagrad(0.1), "div", 2),
+    "lines at random": ("lanes", 7, "bfloat16 stochastic", optimizers.Lion(0.1), "mod", 1),
     "lines": ("lanes", 16, "float32", optimizers.Adagrad(0.1), "mod", 8),
     "lines of bfloat16": ("lanes", 7, "bfloat16", optimizers.FTRL(0.1), "mod", 1),
     "every row": ("lanes", 5, "float32", optimizers.Adam(0.1, lazy_adam=False), "mod", 4),
@@ -33,7 +35,9 @@ IN_CI = ("block sums",)
 
 
 def features(dim, dtype, placement):
-    table = TableConfig(VOCABULARY, dim, dtype=dtype, placement=placement, name="item")
+    dtype, _, rounding = dtype.partition(" ")
+    options = {"dtype": dtype, "rounding": rounding or "nearest", "placement": placement}
+    table = TableConfig(VOCABULARY, dim, name="item", **options)
     other = dataclasses.replace(table, vocabulary_size=7, combiner="mean", name="day")
     return {"items": FeatureConfig(table), "days": FeatureConfig(other)}
 

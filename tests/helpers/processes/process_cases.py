@@ -32,7 +32,8 @@ def features(placement):
     # Drawn, unlike the others: random rows must not depend on which process draws them.
     drawn = jax.nn.initializers.truncated_normal(0.5)
     users = TableConfig(7, 4, drawn, name="users", optimizer=o.Adam(0.125), placement=placement)
-    genres = TableConfig(5, 2, name="genres", placement="replicated", dtype="bfloat16")
+    stochastic = {"dtype": "bfloat16", "rounding": "stochastic"}
+    genres = TableConfig(5, 2, name="genres", placement="replicated", **stochastic)
     return {
         "film": FeatureConfig(films, output_shape=(BATCH,)),
         "seen": FeatureConfig(films, max_sequence_length=2),

@@ -28,7 +28,14 @@ import numpy as np
 from tpu_embed._checks import message
 from tpu_embed.core.engine.logical_rows import LogicalRows
 from tpu_embed.core.engine.rows_by_key import check_none_ahead, refuse_traced
-from tpu_embed.core.layout import Layout, Stack
+from tpu_embed.core.layout import (
+    NUMBERS_SLOT,
+    ROUNDING_SLOTS,
+    Layout,
+    Stack,
+    keeps_numbers,
+    rounds_at_random,
+)
 from tpu_embed.core.state import (
     Field,
     TableState,
@@ -43,7 +50,8 @@ from tpu_embed.core.state import (
     slot_shapes,
     vocabulary_of_maps,
 )
-from tpu_embed.storage import HostRows
+from tpu_embed.kernels.stochastic import number_ids
+from tpu_embed.storage import HostRows, slot_field
 from tpu_embed.vocabulary import MapState, RowMoves, Vocabularies, fit_rows, states_to_load
 
 _BLOCK = 2**20
@@ -187,8 +195,9 @@ def _described(name: str, party: Party) -> dict[str, Any]:
         "slots": {
             slot: (*f.shape.shape, str(jnp.dtype(f.shape.dtype)), f.shape.per_row)
             for slot, f in sorted(every.items(), key=str)
-            if slot is not None
+            if slot is not None and slot not in ROUNDING_SLOTS
         },
+        "rounding": "stochastic" if rounds_at_random(stack) else "nearest",
     }
 
 
@@ -343,4 +352,8 @@ class _RowCopies:
                 before = now = np.arange(first, last)
             else:
                 before, now = moves.before[first:last], moves.now[first:last]
-            yield now, self.other.rows.stored_rows(self.state, name, before)
+            values = self.other.rows.stored_rows(self.state, name, before)
+            # Only where a map gives rows does a state keep what stands for them (`stochastic.py`).
+            if keeps_numbers(self.mine.layout.table(name)[0]):
+                values.setdefault(slot_field(NUMBERS_SLOT), number_ids(now.view(np.uint64)))
+            yield now, values

@@ -33,6 +33,16 @@ from tpu_embed.core.layout.placed_for import (
     TABLE_FIELDS,
     PlacedFor,
 )
+from tpu_embed.core.layout.random_rounding import (
+    NUMBERS_SLOT,
+    ROUNDING_SLOTS,
+    SEED_SLOT,
+    keeps_numbers,
+    rounding_slots,
+    rounds_at_random,
+    row_places,
+    table_crcs,
+)
 from tpu_embed.core.layout.resolve import make_layout
 from tpu_embed.core.layout.rounding import ROW_MULTIPLE, bucket, roomy, round_up
 from tpu_embed.core.layout.stack_names import differences, stack_name
@@ -44,7 +54,10 @@ __all__ = [
     "ENGINE_OPTIONS",
     "FEATURE_FIELDS",
     "INT32_ROWS",
+    "NUMBERS_SLOT",
+    "ROUNDING_SLOTS",
     "ROW_MULTIPLE",
+    "SEED_SLOT",
     "TABLE_FIELDS",
     "Agreed",
     "Arrival",
@@ -68,6 +81,7 @@ __all__ = [
     "differences",
     "drawn_keys",
     "fetch_parcels",
+    "keeps_numbers",
     "lines",
     "make_axes",
     "make_layout",
@@ -77,8 +91,12 @@ __all__ = [
     "rooms_in",
     "roomy",
     "round_up",
+    "rounding_slots",
+    "rounds_at_random",
+    "row_places",
     "send_parcels",
     "sent_rows_format",
     "sent_sums_format",
     "stack_name",
+    "table_crcs",
 ]

@@ -59,6 +59,7 @@ def _table(
         "dim": stack.dim,
         "dtype": stack.dtype,
         "exchange_dtype": stack.exchange_dtype,
+        "rounding": stack.rounding,
         "placement": stack.placement,
         "shard_axes": list(stack.shard_axes),
         "shards": stack.num_shards,
@@ -109,6 +110,8 @@ def _line(stack: Stack, table: TableSlice) -> str:
         if rate is not None:
             rule += f"({_name(rate) if callable(rate) else rate})"
     size = f"[{table.declared_size}, {stack.dim}] {stack.dtype}"
+    if stack.rounding == "stochastic":
+        size += " (stochastic rounding)"
     keys = "" if table.key_rules is None else f", keys ({table.key_rules.evict})"
     if table.is_on_host:
         storage = table.storage

@@ -50,6 +50,7 @@ TABLE_FIELDS = {
     # These are about values of rows, of which a batch has none.
     "initializer": False,
     "quantization_config": False,
+    "rounding": False,
 }
 """Whether `place` reads the fields of a `TableConfig`."""
 

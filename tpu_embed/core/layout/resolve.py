@@ -21,6 +21,7 @@ from tpu_embed.core.layout.exchange_dtype import ExchangeDtype, with_exchange_dt
 from tpu_embed.core.layout.features import FeatureLayout
 from tpu_embed.core.layout.layout import Layout
 from tpu_embed.core.layout.mesh import MeshAxes
+from tpu_embed.core.layout.random_rounding import check_slot_names
 from tpu_embed.core.layout.stacks import ResolvedTable, make_stacks
 from tpu_embed.kernels.formats import packing_of
 from tpu_embed.optimizers import (
@@ -122,5 +123,7 @@ def _table_optimizers(declared: Structure, default: Any) -> list[TableOptimizer 
                     remedy='place it "mod" or "div", or accumulate',
                 )
             )
+        if own is not None and config.rounding == "stochastic":
+            check_slot_names(name, own, config.dim)
         optimizers.append(own)
     return optimizers

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed.config import QuantizationConfig, TableConfig
+from tpu_embed.config import QuantizationConfig, Rounding, TableConfig
 from tpu_embed.core.layout.rounding import round_up
 from tpu_embed.core.layout.stack_names import stack_name
 from tpu_embed.kernels.formats import PACKED_ROWS, Packing, RowFormat
@@ -107,6 +107,7 @@ class Stack:
       packing: which unit of the device its rows are packed for, or "none".
       exchange_dtype: what rows and partial sums are rounded to (`exchange_dtype.py`); None: they
         are not rounded.
+      rounding: how new values of rows are rounded when they are stored.
     """
 
     name: str
@@ -121,6 +122,7 @@ class Stack:
     quantization: QuantizationConfig | None
     packing: Packing = "none"
     exchange_dtype: str | None = None
+    rounding: Rounding = "nearest"
 
     @property
     def is_on_host(self) -> bool:
@@ -258,9 +260,10 @@ class ResolvedTable:
         """Everything that tables must have in common to share a stack."""
         config, optimizer = self.config, self.optimizer
         rule = None if optimizer is None else (type(optimizer), optimizer)
-        declared = (config.dim, config.dtype, config.placement, config.quantization_config)
-        # A lookup that brings rows of tables on the host along reads no others (`place/visits.py`).
-        return (*declared, self.shard_axes, rule, config.storage is not None)
+        declared = config.dim, config.dtype, config.placement, config.quantization_config
+        # `place/visits.py` brings all rows along; `random_rounding.py` keeps numbers of all rows.
+        rounds = config.rounding == "stochastic" and (config.row_rules is not None,)
+        return (*declared, self.shard_axes, rule, config.storage is not None, rounds)
 
 
 def make_stacks(
@@ -383,6 +386,7 @@ def _make_stack(members: Sequence[ResolvedTable], packing: Packing) -> Stack:
         num_rows=rows,
         quantization=first.config.quantization_config,
         packing=packing,
+        rounding=first.config.rounding,
     )
 
 

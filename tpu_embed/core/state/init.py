@@ -29,10 +29,21 @@ from tpu_embed import initializers
 from tpu_embed._checks import message
 from tpu_embed._types import Array
 from tpu_embed.core.exchange import collectives
-from tpu_embed.core.layout import ROW_MULTIPLE, MeshAxes, Stack, TableSlice, round_up
+from tpu_embed.core.layout import (
+    NUMBERS_SLOT,
+    ROW_MULTIPLE,
+    SEED_SLOT,
+    MeshAxes,
+    Stack,
+    TableSlice,
+    keeps_numbers,
+    round_up,
+    rounds_at_random,
+)
 from tpu_embed.core.state.table_state import StackShard, slot_format, slot_shapes, state_specs
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.kernels.formats import LINE, RowFormat
+from tpu_embed.kernels.stochastic import row_number
 
 CHUNK = 2**20
 """Numbers that are created at a time; this bounds the size of temporary arrays."""
@@ -46,12 +57,15 @@ class NewRows(NamedTuple):
       keys: the random key of each, `[n]`.
       row_ids: the logical row id of each, in its own table, `[n]`.
       exists: bool `[n]`, false for the padding at the end of a table.
+      numbers: uint32 `[n]`, what stands for each row where the stack is rounded at random; None:
+        nothing is kept of it.
     """
 
     places: Array
     keys: Array
     row_ids: Array
     exists: Array
+    numbers: Array | None = None
 
 
 def init_tables(key: Array, stacks: tuple[Stack, ...], axes: MeshAxes) -> tuple[dict, dict]:
@@ -123,6 +137,8 @@ def _blank(stack: Stack) -> StackShard:
 def _init_stack(key: Array, stack: Stack) -> StackShard:
     """Fill this device's shard of one stack."""
     made = _blank(stack)
+    if rounds_at_random(stack):
+        made.slots[SEED_SLOT] = rounding_seed(key)
     # A stack may have hundreds of small tables: those that share an initializer and lie next to
     # each other are filled by one loop, so the program does not grow with their number.
     for initializer, run in itertools.groupby(stack.tables, key=lambda table: table.initializer):
@@ -234,7 +250,13 @@ def fresh_slots(stack: Stack, rows: Array, lines: NewRows) -> dict[str, Array]:
     """Return the initial slots of new rows `[n, D]`, by name."""
     if stack.optimizer is None:
         return {}
-    return jax.lax.optimization_barrier(stack.optimizer.init_slots(rows, lines.keys))
+    slots = jax.lax.optimization_barrier(stack.optimizer.init_slots(rows, lines.keys))
+    return slots if lines.numbers is None else {**slots, NUMBERS_SLOT: lines.numbers}
+
+
+def rounding_seed(key: Array) -> Array:
+    """Return the seed of rounding at random, uint32 `[]`, from the engine's key."""
+    return jax.random.bits(jax.random.fold_in(key, zlib.crc32(SEED_SLOT.encode())), (), jnp.uint32)
 
 
 def _write_slots(
@@ -243,6 +265,9 @@ def _write_slots(
     """Return the slots of the shard with a chunk of new rows written from row `start` on."""
     written = {}
     for name, slot in slot_shapes(stack).items():
+        if name == SEED_SLOT:
+            written[name] = slots[name]  # it belongs to no rows
+            continue
         stored = storage.encode(fresh[name], slot.dtype)
         # A slot that all rows share (a step counter, say) is the same in every chunk.
         if slot.per_row:
@@ -300,4 +325,5 @@ def _lines(key: Array, stack: Stack, tables: list[TableSlice], local: Array) -> 
     if row_ids.dtype == jnp.int64:
         high = (row_ids >> 32).astype(jnp.uint32)
     keys = jax.vmap(fold_row_id)(table_keys(key, tables)[which], low, high)
-    return NewRows(local, keys, row_ids, row_ids < column("vocabulary_size"))
+    numbers = row_number(low, high) if keeps_numbers(stack) else None
+    return NewRows(local, keys, row_ids, row_ids < column("vocabulary_size"), numbers)

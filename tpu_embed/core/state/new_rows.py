@@ -36,6 +36,7 @@ from tpu_embed.core.layout import (
     Parcels,
     Stack,
     TableSlice,
+    keeps_numbers,
     open_rows,
 )
 from tpu_embed.core.state.init import (
@@ -53,6 +54,7 @@ from tpu_embed.core.state.table_state import (
     state_specs,
 )
 from tpu_embed.kernels import dispatch, storage
+from tpu_embed.kernels.stochastic import row_number
 from tpu_embed.storage import VALUES, slot_field
 
 MAP_VERSION = "map_version"
@@ -228,7 +230,8 @@ def draw_rows(key: Array, new: KeyedParcel, stack: Stack) -> tuple[Array, NewRow
     of_tables = table_keys(key, list(stack.tables))[new.tables]
     keys = _row_keys(of_tables, new, stack)
     # As in `init.py`, barriers around the drawing keep its bits independent of the program.
-    lines = NewRows(new.rows, keys, new.rows, new.rows >= 0)
+    numbers = row_number(new.low, new.high) if keeps_numbers(stack) else None
+    lines = NewRows(new.rows, keys, new.rows, new.rows >= 0, numbers)
     lines = jax.lax.optimization_barrier(lines)
     rows = jnp.zeros((new.rows.shape[0], stack.dim), stack.compute_dtype)
     living = [(i, t) for i, t in enumerate(stack.tables) if t.vocabulary is not None]

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from tpu_embed._types import Array
 from tpu_embed.core.exchange import axis_index, psum
 from tpu_embed.core.layout import Layout, MeshAxes, Stack
-from tpu_embed.core.state.table_state import TableState, slot_format, slot_shapes
+from tpu_embed.core.state.table_state import TableState, rule_slots, slot_format
 from tpu_embed.kernels import storage
 from tpu_embed.kernels.formats import PACKED_ROWS, RowFormat
 
@@ -62,7 +62,7 @@ def of_state(state: TableState, layout: Layout) -> dict[str, dict[str, RowNorms]
     found = {}
     for stack in layout.stacks:
         fields = {TABLE: (state.tables[stack.name], stack.row_format)}
-        for name, slot in slot_shapes(stack).items():
+        for name, slot in rule_slots(stack).items():
             if slot.per_row:
                 fields[name] = (state.slots[stack.name][name], slot_format(stack, slot))
         found[stack.name] = {

@@ -20,7 +20,7 @@ from jax.tree_util import GetAttrKey, keystr
 
 from tpu_embed._types import PADDING_ID, Array, Tracer
 from tpu_embed.core.exchange import collectives
-from tpu_embed.core.layout import MeshAxes, Stack, TableSlice
+from tpu_embed.core.layout import MeshAxes, Stack, TableSlice, rounding_slots
 from tpu_embed.core.state.gradients import refuse_jax_grad
 from tpu_embed.kernels import dispatch
 from tpu_embed.kernels.formats import RowFormat
@@ -130,6 +130,11 @@ def state_specs(stacks: tuple[Stack, ...], axes: MeshAxes) -> tuple[dict, dict]:
 
 def slot_shapes(stack: Stack) -> Mapping[str, SlotShape]:
     """Return the shape of every slot of a stack, by name; nothing if it has no optimizer."""
+    return {**rule_slots(stack), **rounding_slots(stack)}
+
+
+def rule_slots(stack: Stack) -> Mapping[str, SlotShape]:
+    """Return the shapes of the slots that the stack's optimizer has, by name."""
     if stack.optimizer is None:
         return {}
     return stack.optimizer.slot_shapes(stack.dim, stack.compute_dtype)

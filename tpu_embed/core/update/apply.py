@@ -22,13 +22,23 @@ import jax
 import jax.numpy as jnp
 
 from tpu_embed._types import Array, ArrayLike
-from tpu_embed.core.exchange import MergeRoute, RowSums, padded
-from tpu_embed.core.layout import Stack, sent_sums_format
-from tpu_embed.core.state import StackShard, slot_format, slot_shapes
-from tpu_embed.kernels import cpu, dispatch, sparsecore_update, storage
+from tpu_embed.core.exchange import MergeRoute, RowSums, collectives, padded
+from tpu_embed.core.layout import (
+    NUMBERS_SLOT,
+    SEED_SLOT,
+    Stack,
+    rounding_slots,
+    rounds_at_random,
+    row_places,
+    sent_sums_format,
+    table_crcs,
+)
+from tpu_embed.core.state import StackShard, rule_slots, slot_format
+from tpu_embed.kernels import cpu, dispatch, sparsecore_update, stochastic, storage
 from tpu_embed.kernels.formats import RowFormat
 from tpu_embed.kernels.operands import GradientLayout, RowGradients
 from tpu_embed.kernels.rules import CompiledRule
+from tpu_embed.kernels.stochastic import Rounding
 
 
 def compiled_rule(stack: Stack, step: Array, learning_rate: ArrayLike) -> CompiledRule | None:
@@ -68,7 +78,7 @@ def merge_and_apply(
       stack: the stack.
       rule: what `sparse_rule` returned.
     """
-    shapes, row_format = slot_shapes(stack), stack.row_format
+    shapes, row_format = rule_slots(stack), stack.row_format
     formats = {name: slot_format(stack, shapes[name]) for name in rule.slots}
     segments = route.segments
     if segments is None:
@@ -90,7 +100,11 @@ def merge_and_apply(
 
 
 def sum_and_apply(
-    held: StackShard, given: RowGradients, layout: GradientLayout, rule: CompiledRule
+    held: StackShard,
+    given: RowGradients,
+    layout: GradientLayout,
+    rule: CompiledRule,
+    rounding: Rounding | None,
 ) -> StackShard:
     """Sum the gradients of each row and update the row, in one compiled kernel, in place.
 
@@ -99,11 +113,28 @@ def sum_and_apply(
       given: one entry per occurrence of a row, in batch order; or, with sums, sorted by row.
       layout: how the bags of the gradients are numbered.
       rule: the rule.
+      rounding: how new rows are rounded at random; None: to nearest.
     """
     # The kernel takes and returns slots by position; `rule.slots` names them in its order.
     slots = [held.slots[name] for name in rule.slots]
-    table, *new = cpu.update_rows(held.table, slots, given, layout, rule)
-    return StackShard(table, dict(zip(rule.slots, new, strict=True)))
+    table, *new = cpu.update_rows(held.table, slots, given, layout, rule, rounding)
+    return StackShard(table, {**held.slots, **dict(zip(rule.slots, new, strict=True))})
+
+
+def rounding_of(held: StackShard, stack: Stack, step: Array) -> Rounding | None:
+    """Return how the stack's new rows are rounded at random in a step; None: to nearest.
+
+    Args:
+      held: this device's shard.
+      stack: the stack.
+      step: int32 `[]`, t.
+    """
+    if not rounds_at_random(stack):
+        return None
+    tables = stochastic.table_draws(held.slots[SEED_SLOT], table_crcs(stack), step)
+    shard = collectives.axis_index(stack.shard_axes).astype(jnp.uint32)
+    draws = stochastic.Draws(tables, shard, held.slots.get(NUMBERS_SLOT))
+    return stochastic.Rounding(draws, row_places(stack))
 
 
 def apply_rule(
@@ -121,7 +152,7 @@ def apply_rule(
       learning_rate: scalar.
     """
     assert stack.optimizer is not None, "only stacks with an optimizer are updated"
-    shapes = slot_shapes(stack)
+    shapes = rule_slots(stack)
     rate = jnp.asarray(learning_rate, stack.compute_dtype)
     # Read: [U, D] of the table, and [U, …] of each slot; a shared slot is passed on whole.
     table = _read(held.table, sums.row_ids, stack.row_format)
@@ -147,10 +178,23 @@ def apply_rule(
         else new_slots[name]
         for name, slot in shapes.items()
     }
-    stored = storage.encode(new_rows, stack.dtype)
+    stored = _rounded(new_rows, sums.row_ids, held, stack, step)
     return StackShard(
-        dispatch.write_ascending_rows(held.table, sums.row_ids, stored, stack.row_format), written
+        dispatch.write_ascending_rows(held.table, sums.row_ids, stored, stack.row_format),
+        {**held.slots, **written},
     )
+
+
+def _rounded(rows: Array, row_ids: Array, held: StackShard, stack: Stack, step: Array) -> Array:
+    """Return new rows `[U, D]` as they are stored, rounded as the stack declares it."""
+    rounding = rounding_of(held, stack, step)
+    if rounding is None:
+        return storage.encode(rows, stack.dtype)
+    numbers = rounding.draws.numbers
+    if numbers is not None:
+        row_format = slot_format(stack, rounding_slots(stack)[NUMBERS_SLOT])
+        numbers = _read(numbers, row_ids, row_format)
+    return stochastic.round_rows(rows, stochastic.row_draws(rounding, row_ids, numbers))
 
 
 def _read(array: Array, row_ids: Array, row_format: RowFormat) -> Array:

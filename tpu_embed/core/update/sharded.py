@@ -39,6 +39,7 @@ from tpu_embed.core.update.apply import (
     compiled_rule,
     every_row,
     merge_and_apply,
+    rounding_of,
     sparse_rule,
     sum_and_apply,
 )
@@ -326,7 +327,8 @@ class _StackRule(NamedTuple):
         """Sum gradients and apply the rule in one compiled kernel."""
         assert self.compiled is not None, "only stacks with a compiled rule come here"
         given = _to_apply(given, self.task, self.operands)
-        return sum_and_apply(held, given, layout, self.compiled)
+        rounding = rounding_of(held, self.task.stack, self.operands.step)
+        return sum_and_apply(held, given, layout, self.compiled, rounding)
 
 
 def _merge_and_apply(

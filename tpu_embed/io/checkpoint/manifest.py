@@ -20,7 +20,15 @@ import numpy as np
 from tpu_embed._checks import message
 from tpu_embed._types import Array
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.state import Field, TableState, fields, matched_counters, slot_shapes
+from tpu_embed.core.layout import NUMBERS_SLOT, ROUNDING_SLOTS
+from tpu_embed.core.state import (
+    Field,
+    TableState,
+    fields,
+    matched_counters,
+    rule_slots,
+    slot_shapes,
+)
 from tpu_embed.io import schema
 from tpu_embed.io.checkpoint import maps
 from tpu_embed.io.checkpoint.checked import read_bound, write_bound
@@ -256,14 +264,17 @@ def _on_disk(found: dict[str, Any], f: Field) -> dict[str, Any] | None:
     if f.slot is None:
         return table["table"]
     # Slots of another optimizer may have the same names, so its class is compared too.
-    same = table["optimizer"] == _rule(f) and table["slots"].keys() == slot_shapes(f.stack).keys()
-    return table["slots"][f.slot] if same else None
+    of_rule = table["slots"].keys() - set(ROUNDING_SLOTS)
+    same = table["optimizer"] == _rule(f) and of_rule == rule_slots(f.stack).keys()
+    return table["slots"].get(f.slot) if same or f.slot in ROUNDING_SLOTS else None
 
 
 def _lacks_rows(directory: Path, f: Field, found: dict[str, Any], wanted: Wanted) -> bool:
     """Check one field; return whether some of its rows are not on disk."""
     form, expected, size = _on_disk(found, f), form_of(f), f.table.declared_size
     label = wanted.label(directory)
+    if form is None and f.slot == NUMBERS_SLOT:
+        return False  # keys and ids tell it: `rounding_numbers.py` makes them
     if form is None:
         if wanted.key is None:
             raise _refusal(label, f.label, *_absent(f, found), "give key= to make it anew")

@@ -19,13 +19,15 @@ import jax
 import numpy as np
 
 from tpu_embed._types import Array
+from tpu_embed.core.layout import NUMBERS_SLOT
 from tpu_embed.core.state import Field, TableState, fields, logical
 from tpu_embed.io.checkpoint import host_rows, manifest, maps
 from tpu_embed.io.checkpoint.host_rows import Block, Rows
 from tpu_embed.io.checkpoint.manifest import SavedTables, Wanted
+from tpu_embed.io.checkpoint.rounding_numbers import numbers_of
 from tpu_embed.io.checkpoint.row_files import RowArray, RowReader
 from tpu_embed.io.files import file_name
-from tpu_embed.storage import HostRows
+from tpu_embed.storage import HostRows, slot_field
 
 
 def field_place(f: Field) -> str:
@@ -188,6 +190,9 @@ class RestoredRows:
             if lacking:
                 drawn = engine.drawn_rows(vocabulary, name, ids)
                 made |= {f.part: drawn[f.part] for f in lacking}
+            numbers = slot_field(NUMBERS_SLOT)
+            if any(f.part == numbers for f in lacking):
+                made[numbers] = numbers_of(self.found, lacking[0].table, ids)
             yield ids, made
 
     def _moved(self, name: str, blocks: Iterable[Block]) -> Iterator[tuple[np.ndarray, Rows]]:

@@ -42,6 +42,7 @@ from tpu_embed.io.checkpoint.restored_rows import (
     field_place,
     field_reader,
 )
+from tpu_embed.io.checkpoint.rounding_numbers import with_rounding_numbers
 from tpu_embed.io.checkpoint.row_files import BLOCK, RowArray, RowReader, write_column
 from tpu_embed.io.checkpoint.rows import LocalShards, row_array, write_rows
 from tpu_embed.kernels import dispatch, storage
@@ -169,6 +170,7 @@ def read(directory: Path, wanted: Wanted) -> FoundTables:
         for f in fields(engine.layout):
             if rows.is_read_whole(f):
                 state = _read_field(state, directory, f, found, wanted)
+        state = with_rounding_numbers(state, engine, found)
         return _named(directory, wanted, "rows by id", lambda: rows.write_over(state))
 
     state = raise_on_all("restore", directory, filled)

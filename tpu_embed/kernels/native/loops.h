@@ -83,6 +83,17 @@ struct Rule {
   const float* numbers;
 };
 
+// What the random bits depend on with which new rows are rounded (`kernels/stochastic.py`).
+struct Draws {
+  const uint32_t* tables;      // [count], a number per table; null: rows are rounded to nearest
+  const int64_t* firsts;       // [count], the first local row of each table
+  const int64_t* shard_steps;  // [count], the table's first row on shard s + 1 minus that on shard s
+  int64_t count;
+  int64_t row_step;            // a row of a table minus the one before it on the same shard
+  int64_t shard;
+  const uint32_t* numbers;     // [rows] or null, of each row in the hash; null: its own number
+};
+
 // Rows to update with the sums of their gradients: within a block of the batch, then over blocks.
 // Of routed entries the host has numbered the partial sums; of others the bags tell the blocks.
 struct RowUpdate {
@@ -96,6 +107,7 @@ struct RowUpdate {
   int64_t blocks;
   bool rounds;  // whether the sum of a block, or a partial sum, is rounded to bfloat16
   Rule rule;
+  Draws draws;
 };
 
 // Entries that are sorted by row.

@@ -108,20 +108,31 @@ Rule rule_of(int64_t kind, int64_t flags, const float* numbers) {
 }
 
 struct Operand {
-  ffi::AnyBuffer rows, bags, weights, factors, sums, merged, numbers;
+  ffi::AnyBuffer rows, bags, weights, factors, sums, merged, draws, drawn_numbers, numbers;
 };
 
-constexpr size_t kOperands = 7;  // besides tables, slots and gradients
+constexpr size_t kOperands = 9;  // besides tables, slots and gradients
+
+// Returns whether the operands of rounding at random are absent, or fit the table and its rows.
+bool can_draw(const Operand& operand, const ffi::AnyBuffer& table, size_t firsts, size_t steps) {
+  if (operand.draws.element_count() == 0) return operand.drawn_numbers.element_count() == 0;
+  return storage_of(table) == Storage::kBfloat16 && firsts > 0 && steps == firsts &&
+         operand.draws.element_count() == 1 + firsts &&
+         optional_of_length(operand.drawn_numbers, length(table));
+}
 
 // Operands: table [R, D] and its slots, each in place of the result of the same number; rows [N];
 // bags int32 [N] or []; weights float32 [N] or []; factors float32 [bags] or []; sums int32 [N] or
-// [], then rows are [U]; merged int32 [P] or []; numbers float32; gradients, one array a feature,
-// float32 [periods * bags, D], or [places, D] of a jagged one. Blocks: the first bags of the second block of the batch and of all
-// later ones, of ids that are not routed. Rounds: whether partial sums are rounded to bfloat16.
+// [], then rows are [U]; merged int32 [P] or []; draws uint32 [1 + tables], the shard and the tables'
+// numbers, or [], then new rows are rounded to nearest; drawn_numbers uint32 [R] or []; numbers
+// float32; gradients, one array a feature, float32 [periods * bags, D], or [places, D] of a jagged
+// one. Blocks: the first bags of the second block of the batch and of all later ones, of ids that
+// are not routed. Rounds: whether partial sums are rounded to bfloat16.
 ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results,
                   ffi::Span<const int64_t> columns, ffi::Span<const int64_t> order,
                   ffi::Span<const int64_t> blocks, ffi::Span<const int64_t> places, int64_t periods,
-                  int64_t rule, int64_t flags, int64_t rounds) {
+                  int64_t rule, int64_t flags, int64_t rounds, ffi::Span<const int64_t> firsts,
+                  ffi::Span<const int64_t> shard_steps, int64_t row_step) {
   const size_t held = results.size();
   const size_t features = columns.size();
   if (held < 1 || held > 3 || operands.size() != held + kOperands + features) {
@@ -143,7 +154,8 @@ ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::Remain
     if (length(given[i]) != length(given[0])) return refuse("update: slots of another length");
   }
   const Operand operand{given[held],     given[held + 1], given[held + 2], given[held + 3],
-                        given[held + 4], given[held + 5], given[held + 6]};
+                        given[held + 4], given[held + 5], given[held + 6], given[held + 7],
+                        given[held + 8]};
   const ffi::AnyBuffer& table = given[0];
   const bool routed = operand.sums.element_count() > 0;
   const int64_t n = length(routed ? operand.sums : operand.rows), dim = table.dimensions()[1];
@@ -152,6 +164,9 @@ ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::Remain
   if (!optional_of_length(operand.bags, n) || !optional_of_length(operand.weights, n) ||
       !optional_of_length(operand.factors, bags) || (operand.bags.element_count() == 0 && n > count)) {
     return refuse("update: ids, bags, weights or factors of another length");
+  }
+  if (!can_draw(operand, table, firsts.size(), shard_steps.size())) {
+    return refuse("update: draws of other tables, or of a table that is not bfloat16");
   }
   std::vector<const float*> gradients;
   for (size_t f = 0; f < features; ++f) {
@@ -171,6 +186,10 @@ ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::Remain
   job.block_starts = blocks.begin();
   job.blocks = static_cast<int64_t>(blocks.size());
   job.rounds = rounds != 0;
+  if (const uint32_t* draws = optional<uint32_t>(operand.draws)) {
+    job.draws = {draws + 1, firsts.begin(), shard_steps.begin(), static_cast<int64_t>(firsts.size()),
+                 row_step,  draws[0],       optional<uint32_t>(operand.drawn_numbers)};
+  }
   job.rule = rule_of(rule, flags, data<float>(operand.numbers));
   return with_row_type(operand.rows, [&](auto* type) {
     using Row = std::remove_pointer_t<decltype(type)>;
@@ -198,4 +217,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(tpu_embed_update, tpu_embed::update,
                                   .Attr<int64_t>("periods")
                                   .Attr<int64_t>("rule")
                                   .Attr<int64_t>("flags")
-                                  .Attr<int64_t>("rounds"));
+                                  .Attr<int64_t>("rounds")
+                                  .Attr<xla::ffi::Span<const int64_t>>("firsts")
+                                  .Attr<xla::ffi::Span<const int64_t>>("shard_steps")
+                                  .Attr<int64_t>("row_step"));

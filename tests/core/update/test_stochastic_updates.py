@@ -1,0 +1,193 @@
+"""Updates that round at random: the oracle's bits in every arrangement, on every way to a row."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from facade_cases import mesh
+from rounding_cases import (
+    LR,
+    STEPS,
+    assert_same,
+    batch_of,
+    bits_of,
+    engine,
+    expected,
+    features,
+    seed_of,
+    trained,
+)
+
+import tpu_embed
+from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
+from tpu_embed import optimizers as o
+from tpu_embed.kernels import cpu
+
+EVERY = list(itertools.product((1, 2, 4, 8), ("mod", "div", "replicated"), ("native", "reference")))
+QUICK = [(1, "mod", "native"), (1, "mod", "reference"), (8, "div", "native")]
+WAYS = [
+    pytest.param(*one, marks=[] if one in QUICK else pytest.mark.whole, id="-".join(map(str, one)))
+    for one in EVERY
+]
+OTHERS = {
+    "rowwise": o.RowWiseAdagrad(0.03),
+    "adam": o.Adam(0.003),
+    "every row": o.Adam(0.003, lazy_adam=False),
+    "each occurrence": o.SGD(0.003, use_gradient_accumulation=False),
+    "lion": o.Lion(0.003),
+}
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Return a function that chooses the kernels of programs traced from now on."""
+
+    def choose(kind):
+        if kind == "native" and cpu.load().path is None:
+            pytest.skip(f"compiled library: {cpu.load().why_not}")
+        monkeypatch.setenv("TPU_EMBED_KERNELS", kind)
+
+    return choose
+
+
+@pytest.mark.parametrize(("devices", "placement", "kind"), WAYS)
+def test_tables_have_the_bits_of_the_oracle(devices, placement, kind, kernels):
+    """A step that is skipped for a bad gradient changes nothing, and no bit of what follows."""
+    kernels(kind)
+    made = engine(devices, placement, on_bad_gradient="skip")
+    state = made.init(jax.random.key(9))
+    wanted = expected(made, state, STEPS)
+    state = trained(made, state, 1)
+    ids, gradients = batch_of(7)
+    gradients["films"][3, 1] = np.nan
+    state = made.update_in_place(state, made.place(ids), gradients)
+    assert int(state.step) == 1
+    assert_same(bits_of(made, trained(made, state, STEPS - 1, first=1)), wanted)
+
+
+@pytest.mark.whole
+def test_tables_that_share_no_stack_and_traced_ids_have_the_same_bits():
+    made = engine(2, stack_tables=False)
+    state = made.init(jax.random.key(9))
+    wanted, step = expected(made, state, STEPS), jax.jit(made.update, donate_argnums=0)
+    for number in range(STEPS):
+        state = step(state, *batch_of(number))
+    assert_same(bits_of(made, state), wanted)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("rule", OTHERS)
+def test_other_rules_have_the_same_bits_on_all_devices_and_kernels(rule, kernels):
+    found = []
+    for devices, placement, kind in ((1, "mod", "native"), (8, "div", "reference")):
+        kernels(kind)
+        made = engine(devices, placement, OTHERS[rule])
+        state = made.init(jax.random.key(2))
+        found.append(bits_of(made, trained(made, state, STEPS)))
+    assert_same(*found)
+
+
+def test_only_the_store_of_a_new_row_differs():
+    """Slots, first values, rows that are set and the activations of a batch are as before."""
+    table = {"dtype": "bfloat16", "name": "films"}
+    made, plain = (
+        EmbeddingEngine(
+            FeatureConfig(TableConfig(23, 40, **table, rounding=rounding)),
+            o.Adagrad(0.01),
+            mesh=mesh(1),
+        )
+        for rounding in ("stochastic", "nearest")
+    )
+    values = np.random.default_rng(0).random((23, 40), np.float32)
+    states = [one.init(jax.random.key(3)) for one in (made, plain)]
+    assert states[0].tables.keys() == states[1].tables.keys()
+    assert jax.tree.structure(states[1].slots) == jax.tree.structure(
+        {name: {"accumulators": 0} for name in states[1].slots}
+    )
+    states = [
+        one.set_rows(state, "films", np.arange(9), values[:9])
+        for one, state in zip((made, plain), states, strict=True)
+    ]
+    assert_same(*(one.tables(state) for one, state in zip((made, plain), states, strict=True)))
+    ids = np.arange(23).reshape(23, 1)
+    new = [
+        one.update(state, one.place(ids), values)
+        for one, state in zip((made, plain), states, strict=True)
+    ]
+    slots = [one.slots(state)["films"] for one, state in zip((made, plain), new, strict=True)]
+    assert slots[0].keys() - slots[1].keys() == {"rounding_seed"}
+    np.testing.assert_array_equal(slots[0]["accumulators"], slots[1]["accumulators"])
+    one, other = (
+        np.asarray(one.tables(state)["films"]).astype(np.float32)
+        for one, state in zip((made, plain), new, strict=True)
+    )
+    gap = np.maximum(np.abs(other), 2.0**-100) * 2.0**-7
+    assert (np.abs(one - other) <= gap).all()
+    assert 0.2 < (one != other).mean() < 0.8
+
+
+def test_the_seed_is_that_of_the_key():
+    made = engine()
+    seeds = {seed_of(made, made.init(jax.random.key(n))) for n in range(20)}
+    assert len(seeds) == 20
+    raw = jax.random.PRNGKey(3)
+    assert seed_of(made, made.init(raw)) in seeds
+
+
+def test_the_stateful_api_has_the_same_bits():
+    made = engine(2)
+    state = made.init(jax.random.key(4))
+    embedding = tpu_embed.TPUEmbedding(features(), o.SGD(LR), mesh=mesh(2), seed=4)
+    for step in range(STEPS):
+        ids, gradients = batch_of(step)
+        embedding.enqueue(ids)
+        embedding.dequeue()
+        embedding.apply_gradients(gradients)
+    wanted = expected(made, state, STEPS)
+    tables = embedding.embedding_tables.items()
+    found = {config.name: np.asarray(x).view(np.uint16) for config, x in tables}
+    assert_same(found, wanted)
+
+
+def test_tables_that_are_rounded_otherwise_share_no_stack():
+    tags = FeatureConfig(TableConfig(7, 5, name="tags", dtype="bfloat16"))
+    made = EmbeddingEngine({**features(), "tags": tags}, o.SGD(LR), mesh=mesh(1))
+    assert [len(stack.tables) for stack in made.layout.stacks] == [2, 1]
+    assert made.describe()["tables"]["films"]["rounding"] == "stochastic"
+    assert "bfloat16 (stochastic rounding), mod" in repr(made)
+
+
+def test_slots_of_the_same_name_are_refused():
+    rule = o.CustomOptimizer(lambda g, w, slots, lr, t: (w, slots), slots={"rounding_seed": 0.0})
+    with pytest.raises(ValueError, match=r"table 'films': slots .*other names than rounding_seed"):
+        engine(optimizer=rule)
+
+
+def _distance(rounding, rows, steps):
+    """Return how far SGD with small steps stays from the rows that it is to find (RMS)."""
+    zeros = jax.nn.initializers.zeros
+    table = TableConfig(rows, 16, zeros, name="t", dtype="bfloat16", rounding=rounding)
+    made = EmbeddingEngine({"x": FeatureConfig(table)}, o.SGD(0.003), mesh=mesh(1))
+    wanted = 1.5 * jax.random.normal(jax.random.key(1), (rows, 16))
+    batch = made.place({"x": np.arange(rows)})
+
+    @jax.jit
+    def train(state, batch, wanted):
+        def step(i, state):
+            noise = jax.random.normal(jax.random.fold_in(jax.random.key(2), i), wanted.shape)
+            found = made.lookup(state, batch)["x"]
+            return made.update(state, batch, {"x": found - wanted + 0.5 * noise})
+
+        return jax.lax.fori_loop(0, steps, step, state)
+
+    state = train(made.init(jax.random.key(0)), batch, wanted)
+    error = made.tables(state)["t"].astype(jnp.float32) - wanted
+    return float(jnp.sqrt((error**2).mean()))
+
+
+@pytest.mark.parametrize("rows", [64, pytest.param(2000, marks=pytest.mark.whole)])
+def test_small_steps_arrive_where_rounding_to_nearest_stalls(rows):
+    assert _distance("stochastic", rows, 4000) <= 0.045
+    assert _distance("nearest", rows, 4000) >= 0.2

@@ -1,0 +1,84 @@
+"""What a stack needs whose rows are rounded at random: slots of its own, and the rows' numbers.
+
+Random bits depend on a seed, which the state must keep, and on which row of which table a local row
+is (`kernels/stochastic.py`). Of a table without a map on the host, the row's place tells it. Of a
+living vocabulary, or a table on the host, the key or id of a row takes the place of its number, so
+the state keeps it by row. Both are slots of the stack: so they are saved, moved and sharded as
+slots are.
+
+Input: a stack. Output: its slots, and the places of its rows.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+
+from tpu_embed._checks import message
+from tpu_embed.core.layout.stacks import Stack
+from tpu_embed.kernels.stochastic import RowPlaces
+from tpu_embed.optimizers import SlotShape, TableOptimizer
+
+SEED_SLOT = "rounding_seed"
+"""The slot that all rows share: the seed, uint32 `[]`, equal in all stacks of a state."""
+
+NUMBERS_SLOT = "rounding_numbers"
+"""The slot with what stands for each row's key or id in the hash, uint32 `[V]`."""
+
+ROUNDING_SLOTS = (SEED_SLOT, NUMBERS_SLOT)
+"""The slots of a stack that are not its optimizer's."""
+
+
+def rounds_at_random(stack: Stack) -> bool:
+    """Return whether updates round the stack's new rows at random."""
+    return stack.rounding == "stochastic" and stack.optimizer is not None
+
+
+def keeps_numbers(stack: Stack) -> bool:
+    """Return whether the state keeps what stands for each row, because a map decides it."""
+    # All tables of a stack that is rounded at random have a map, or none (`ResolvedTable.kind`).
+    return rounds_at_random(stack) and stack.tables[0].vocabulary is not None
+
+
+def rounding_slots(stack: Stack) -> dict[str, SlotShape]:
+    """Return the slots that a stack has for rounding at random; none if it does not."""
+    number = np.dtype(np.uint32)
+    slots = {}
+    if rounds_at_random(stack):
+        slots[SEED_SLOT] = SlotShape((), number, per_row=False)
+    if keeps_numbers(stack):
+        slots[NUMBERS_SLOT] = SlotShape((), number)
+    return slots
+
+
+def table_crcs(stack: Stack) -> np.ndarray:
+    """Return the CRC-32 of the name of each table, uint32 `[T]`."""
+    return np.array([zlib.crc32(table.name.encode()) for table in stack.tables], np.uint32)
+
+
+def row_places(stack: Stack) -> RowPlaces:
+    """Return which rows of which tables the local rows of a shard are."""
+    # The slices of the shards 0 and 1 under MOD, of 2 shards: 0:6:2 and 1:7:2, so 1 from shard to
+    # shard and 2 from row to row; under DIV 0:3:1 and 3:6:1, so 3 and 1.
+    firsts, shard_steps, row_step = [], [], 1
+    for table in stack.tables:
+        here, next_one = (stack.logical_slice(shard, table) for shard in (0, 1))
+        firsts.append(table.offset)
+        shard_steps.append(next_one.start - here.start)
+        row_step = here.step
+    return RowPlaces(tuple(firsts), tuple(shard_steps), row_step)
+
+
+def check_slot_names(name: str, optimizer: TableOptimizer, dim: int) -> None:
+    """Refuse an optimizer for a table that is rounded at random if its slots have the same names.
+
+    Raises:
+      ValueError: a slot has one of the names above.
+    """
+    taken = sorted(set(optimizer.slot_shapes(dim, np.float32)) & set(ROUNDING_SLOTS))
+    if taken:
+        expected, got = f"other names than {', '.join(ROUNDING_SLOTS)}", f"{taken}"
+        what = f'table {name!r}: slots of an optimizer with rounding="stochastic"'
+        text = message(what, expected=expected, got=got, remedy="give these slots other names")
+        raise ValueError(text)
