@@ -83,8 +83,8 @@ def restore_modules(
 
     Make the modules with the same structure as those that were saved. Layers may have another mesh,
     number of devices and placement; a layer without an optimizer reads only its table. When this
-    raises, the modules are unchanged. When there are several processes, all call this, and an error
-    in one is raised in all.
+    raises, the modules are unchanged; after an interrupt they are unchanged or wholly restored.
+    When there are several processes, all call this, and an error in one is raised in all.
 
     Args:
       path: what `save_modules` wrote, or one of the numbered directories of a
