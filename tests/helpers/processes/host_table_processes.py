@@ -233,6 +233,42 @@ def shapes_sent():
     return shapes
 
 
+MOVES = [
+    {},
+    {"hosted": False},
+    {"rows": 56, "shape": (2, DEVICES // 2)},
+    {"hosted": False, "shape": (2, DEVICES // 2)},
+]
+"""Engines that adopt the state of the one before, to and fro between host and devices."""
+
+
+def adopt():
+    """Return all rows of a run that moves from engine to engine, and the errors of bad moves."""
+    made, errors = engine(), []
+    state = made.init(jax.random.key(7))
+    for step in range(STEPS):
+        if step and step % 2 == 0:
+            before, made = made, engine(**MOVES[step // 2])
+            state = made.adopt(state, before)
+        state = train_step(made, state, made.place(draw_part(step)))
+    found, maps, back = everything(made, state), made.vocabularies, engine()
+    if jax.process_count() > 1:
+        if jax.process_index() == 1:  # a batch that is ahead, in this process only
+            maps.take_keys("tags", np.array([1], np.uint64))
+        local = Mesh(np.array(jax.local_devices()), ("d",))
+        alone = tpu_embed.EmbeddingEngine(
+            configs(hosted=False, rows=64), o.Adagrad(0.3), mesh=local
+        )
+        for other in (back, alone):
+            try:
+                other.adopt(state, made)
+            except ValueError as error:
+                errors.append(str(error))
+        maps.undo(maps.admitted)
+    assert_equal(everything(back, back.adopt(state, made)), found)
+    return found, errors
+
+
 def save(directory):
     """Save twice, the second time what has changed; return all rows then, and some steps later."""
     made = engine()
