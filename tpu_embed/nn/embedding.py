@@ -350,13 +350,19 @@ class Embed(nnx.Module):
           TypeError: sparse or ragged ids; whatever `EmbeddingBag.place` refuses.
           ValueError: whatever `EmbeddingBag.place` refuses.
         """
-        # One id per example is not combined; else each id is a bag of one: [B, n] -> [B, n, 1].
+        return self.rows.place(self.bags_of(ids), spec=spec, training=training)
+
+    def bags_of(self, ids: Any) -> np.ndarray:
+        """Return ids as the layer inside takes them: `[B]`, or each as a bag of one, `[B, n, 1]`.
+
+        Raises:
+          TypeError: sparse or ragged ids.
+        """
         array = read_ids(FEATURE, ids)  # masked where ids are missing
         if not isinstance(array, np.ndarray):
             remedy, got = "an EmbeddingBag takes bags of any length", type(array).__name__
             raise TypeError(message(FEATURE, expected="an array", got=got, remedy=remedy))
-        bags = array if array.ndim == 1 else array[..., None]
-        return self.rows.place(bags, spec=spec, training=training)
+        return array if array.ndim == 1 else array[..., None]  # one id is not combined
 
     @property
     def embedding(self) -> Array:
