@@ -93,6 +93,8 @@ def test_only_a_row_that_has_not_arrived_is_waited_for():
         return {"items": Room(rows_of([5.0]), None)}
 
     home.send(1, {"items": np.array([7], np.uint64)}, read)
+    assert not home["items"].ids().size
+    assert home.ids("items").tolist() == [7]
     other, same = (home.fetch("items", np.array([key], np.uint64), []) for key in (8, 7))
     assert [one.awaited.tolist() for one in (other, same)] == [[0], [1]]
     assert not home.complete("items", other)[1].any()
@@ -103,6 +105,8 @@ def test_only_a_row_that_has_not_arrived_is_waited_for():
     go.set()
     thread.join(LONG)
     assert done[0][0][VALUES].tolist() == [[5.0, -5.0]]
+    home.flush()
+    assert home.ids("items").tolist() == home["items"].ids().tolist() == [7]
 
 
 def test_sending_raises_nothing_once_room_was_waited_for():

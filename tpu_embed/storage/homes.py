@@ -314,6 +314,12 @@ class Homes:
             pairs = self._departures.items()
             return [(step, one.keys[name]) for step, one in pairs if name in one.keys]
 
+    def ids(self, name: str) -> np.ndarray:
+        """Return the ids of a table whose rows are at home or on their way, uint64 `[n]`."""
+        # Those on their way first: a row that arrives meanwhile is at home by then.
+        coming = [some for _, some in self._on_their_way(name)]
+        return np.unique(np.concatenate([*coming, self._rows[name].ids()]))
+
     def _wait(self, step: int) -> None:
         with self._lock:
             departure = self._departures.get(step)

@@ -159,7 +159,8 @@ class LogicalRows:
         With a living vocabulary, ids are the rows that `engine.vocabularies.keys` tells.
         """
         homes, maps = self._of(name)
-        ids = np.union1d(maps.held(name).keys, homes[name].ids())
+        # Those on the devices first: what leaves them meanwhile is on its way home by then.
+        ids = np.union1d(maps.held(name).keys, homes.ids(name))
         said = gather_bytes(f"engine.touched: table {name!r}", ids.tobytes())
         every = [np.frombuffer(some, np.uint64) for some in said]
         return np.unique(np.concatenate(every)).view(np.int64)
