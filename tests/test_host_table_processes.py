@@ -45,6 +45,7 @@ def two(one, directory):
         (delta_processes.publish, "hosted", str(directory)),
         (delta_processes.go_on, "hosted", one[0], "by two"),
         (cases.adopt,),
+        (cases.train_layers,),
     ]
     return run(2, directory, calls)
 
@@ -137,3 +138,13 @@ def test_the_stateful_api_has_the_same_rows_in_two_processes(two):
 def test_deltas_and_records_of_two_processes_are_those_of_one(one, two, directory):
     deltas, later = ([found[n] for found in two] for n in (11, 12))
     delta_processes.check(one[0], directory, "hosted", one[2], deltas, later)
+
+
+def test_layers_of_two_processes_have_the_bits_of_one(two):
+    seen, rows = cases.train_layers(hosted=False)
+    for found in two:
+        assert_same(found[14][1], rows)
+    for i, expected in enumerate(seen):
+        halves = [found[14][0][i] for found in two]
+        whole = {name: np.concatenate([one[name] for one in halves]) for name in expected}
+        assert_same(whole, expected)

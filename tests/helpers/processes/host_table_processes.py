@@ -6,12 +6,13 @@ from unittest import mock
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
-from living_processes import gradients, train_step
+from living_processes import gradients, train_layers_step, train_step
 from process_cases import mesh, part
 
 import tpu_embed
-from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig, io
+from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig, io, nn
 from tpu_embed import optimizers as o
 from tpu_embed.core.layout import parcels
 from tpu_embed.core.place import visits
@@ -267,6 +268,32 @@ def adopt():
         maps.undo(maps.admitted)
     assert_equal(everything(back, back.adopt(state, made)), found)
     return found, errors
+
+
+def train_layers(*, hosted=True):
+    """Train layers of row numbers and of keys; return what they looked up, and all rows."""
+    drawn, where = jax.nn.initializers.normal(0.3), {"mesh": mesh(DEVICES), "rngs": nnx.Rngs(0)}
+    options = {"initializer": drawn, "optimizer": o.Adagrad(0.3)}
+    options["storage"] = HostStorage(device_rows=48) if hosted else None
+    tags = TableConfig(TAGS, 2, name="tags", vocabulary=DynamicVocabulary(), **options)
+    items = TableConfig(ITEMS, 4, name="items", **options)
+    layers = {"bags": nn.EmbeddingBag(items, **where), "tags": nn.EmbeddingBag(tags, **where)}
+    layers, seen = nnx.Dict(layers), []
+    for step in range(STEPS):
+        batch = draw_part(step)
+        batch = {name: batch[name] for name in ("bags", "tags")}
+        train_layers_step(layers, nn.place(layers, batch))
+        if step % 3 == 1:
+            looked = batch | {"bags": draw_part(50 + step)["bags"]}
+            looked = nn.place(layers, looked, training=False)
+            seen.append(looked_up({name: layers[name](one) for name, one in looked.items()}))
+    found = {}
+    for layer in (layers["bags"], layers["tags"]):
+        (name,), maps = layer.engine.table_configs, layer.engine.vocabularies
+        ids = np.arange(ITEMS) if name == "items" else maps.keys("tags")[1]
+        for slot in (None, "accumulators"):
+            found[f"{name} {slot}"] = layer.engine.rows(layer.state, name, ids, slot=slot)
+    return seen, found
 
 
 def save(directory):
