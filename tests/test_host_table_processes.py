@@ -44,19 +44,36 @@ def two(one, directory):
         (functools.partial(cases.by_key, hosted=False),),
         (delta_processes.publish, "hosted", str(directory)),
         (delta_processes.go_on, "hosted", one[0], "by two"),
+        (cases.adopt,),
+        (cases.train_layers,),
     ]
     return run(2, directory, calls)
 
 
+@pytest.fixture(scope="module")
+def on_devices():
+    """Return what one process looks up, and all its rows, with tables on its devices."""
+    return cases.train(hosted=False)
+
+
 @pytest.mark.whole
-def test_two_processes_have_the_bits_of_tables_on_the_devices_of_one(two):
-    seen, rows = cases.train(hosted=False)
+def test_two_processes_have_the_bits_of_tables_on_the_devices_of_one(two, on_devices):
+    seen, rows = on_devices
     for found in two:
         assert_same(found[0][1], rows)
     for i, expected in enumerate(seen):
         halves = [found[0][0][i] for found in two]
         whole = {name: np.concatenate([one[name] for one in halves]) for name in expected}
         assert_same(whole, expected)
+
+
+def test_processes_adopt_the_states_of_engines_together(two, on_devices):
+    for found in two:
+        rows, errors = found[13]
+        assert_same(rows, on_devices[1])
+        assert "expected no batch placed ahead, got 1" in errors[0]
+        assert "adopt: mesh: expected devices of all 2 processes, got of [" in errors[1]
+    assert two[0][13][1][0].startswith("adopt .: process 1 failed: adopt: the other engine")
 
 
 def test_rows_by_key_are_those_of_one_process_or_refused_in_all(two):
@@ -122,3 +139,13 @@ def test_the_stateful_api_has_the_same_rows_in_two_processes(two):
 def test_deltas_and_records_of_two_processes_are_those_of_one(one, two, directory):
     deltas, later = ([found[n] for found in two] for n in (11, 12))
     delta_processes.check(one[0], directory, "hosted", one[2], deltas, later)
+
+
+def test_layers_of_two_processes_have_the_bits_of_one(two):
+    seen, rows = cases.train_layers(hosted=False)
+    for found in two:
+        assert_same(found[14][1], rows)
+    for i, expected in enumerate(seen):
+        halves = [found[14][0][i] for found in two]
+        whole = {name: np.concatenate([one[name] for one in halves]) for name in expected}
+        assert_same(whole, expected)

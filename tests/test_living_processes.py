@@ -35,6 +35,7 @@ def two(one, tmp_path_factory):
         (living_processes.restore, str(one[0]), 25),
         (delta_processes.publish, "living", str(directory)),
         (delta_processes.go_on, "living", str(one[0].parent), "by two"),
+        (living_processes.train_layers, str(directory)),
     ]
     return run(2, directory, calls), directory / "step"
 
@@ -86,3 +87,14 @@ def test_another_capacity_is_the_same_in_two_processes(one, two):
 def test_deltas_and_records_of_two_processes_are_those_of_one(one, two):
     deltas, later = ([found[n] for found in two[0]] for n in (7, 8))
     delta_processes.check(one[0].parent, two[1].parent, "living", one[2], deltas, later)
+
+
+def test_layers_of_keys_have_the_bits_of_one_process(two, tmp_path):
+    expected, none = living_processes.train_layers(tmp_path)
+    assert not none
+    for found in two[0]:
+        bits, (floats, ragged, named) = found[9]
+        assert_same(bits, expected)
+        assert "expected ids of an integer dtype, got float64" in floats
+        assert "expected an array, got RaggedIds" in ragged
+        assert "name the same layers in every process" in named

@@ -8,7 +8,6 @@ import threading
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 from host_table_cases import (
     BATCH,
     ITEMS,
@@ -117,6 +116,23 @@ def test_a_batch_that_does_not_fit_is_refused_with_the_rows_that_it_needs():
         engine.place(np.arange(50, 66).reshape(BATCH, 2))
     assert engine.vocabularies.placed == engine.vocabularies.admitted == 1
     state = train(engine, state, np.arange(8, 24))
+
+
+def test_ids_whose_rows_are_on_their_way_home_are_touched(monkeypatch):
+    (engine, state), go, write = make(rows=16), threading.Event(), HostRows.write
+
+    def late(*args):
+        assert go.wait(60)
+        return write(*args)
+
+    monkeypatch.setattr(HostRows, "write", late)
+    state = train(engine, state, np.arange(16), np.arange(16, 32))
+    assert not engine.storage["items"].ids().size
+    assert engine.touched("items").tolist() == [*range(32)]
+    assert io.host_table(engine, state, "items").ids.tolist() == [*range(32)]
+    go.set()
+    engine.storage.flush()
+    assert engine.touched("items").tolist() == [*range(32)]
 
 
 def test_the_devices_hold_device_rows_and_ids_may_be_huge():
@@ -343,8 +359,6 @@ def test_what_does_not_suit_a_table_on_the_host_is_refused():
     ):
         with pytest.raises(ValueError, match=said):
             io.serving_lookup({"items": served}, {"x": np.zeros(8, int)}, {"x": feature})
-    with pytest.raises(ValueError, match=r"a layer: .*got table 'items' on the host"):
-        tpu_embed.nn.EmbeddingBag(feature.table, rngs=nnx.Rngs(0))
     every, batch = o.Adam(0.1, lazy_adam=False), {"x": np.zeros((8, 2), int)}
     with pytest.raises(ValueError, match=r"'items' with storage: optimizer.*lazy_adam=True"):
         planning.plan({"x": feature}, every, "v5e:2x2", batch)

@@ -32,7 +32,8 @@ def configs(capacity=24, host=None):
     more = TableConfig(13, 4, name="more", combiner="sum", vocabulary=lfu)
     tags = TableConfig(9, 2, name="tags", vocabulary=late, storage=small, dtype="bfloat16")
     users = TableConfig(9, 4, name="users", combiner="sum")
-    far = TableConfig(2**40, 4, name="far", combiner="sum", storage=HostStorage(device_rows=17))
+    # A batch has up to nine of its ids; with a lookahead of 1, those of two batches have rows.
+    far = TableConfig(2**40, 4, name="far", combiner="sum", storage=HostStorage(device_rows=18))
     extra = {} if host is None else {"far": FeatureConfig(far, on_bad_id="drop")}
     return extra | {
         "bags": FeatureConfig(items),

@@ -74,6 +74,7 @@ ORDERS = {
         "observers",
         "timeline",
         "reports",
+        "loads",
         "statistics",
         "vocabularies",
         "choose",

@@ -79,8 +79,10 @@ def test_random_departures_and_returns_follow_a_dictionary(seed):
     found, known = home.visit("items", home["items"].ids())
     assert known.all()
     np.testing.assert_array_equal(found[VALUES], rows_of([left[k] for k in sorted(left)])[VALUES])
-    home.clear()
+    before = home.exchange(home.contents_of({}))
     assert home.counters["items"]["rows"] == 0
+    home.exchange(before)
+    assert home["items"].ids().tolist() == sorted(left)
 
 
 def test_only_a_row_that_has_not_arrived_is_waited_for():
@@ -91,6 +93,8 @@ def test_only_a_row_that_has_not_arrived_is_waited_for():
         return {"items": Room(rows_of([5.0]), None)}
 
     home.send(1, {"items": np.array([7], np.uint64)}, read)
+    assert not home["items"].ids().size
+    assert home.ids("items").tolist() == [7]
     other, same = (home.fetch("items", np.array([key], np.uint64), []) for key in (8, 7))
     assert [one.awaited.tolist() for one in (other, same)] == [[0], [1]]
     assert not home.complete("items", other)[1].any()
@@ -101,6 +105,8 @@ def test_only_a_row_that_has_not_arrived_is_waited_for():
     go.set()
     thread.join(LONG)
     assert done[0][0][VALUES].tolist() == [[5.0, -5.0]]
+    home.flush()
+    assert home.ids("items").tolist() == home["items"].ids().tolist() == [7]
 
 
 def test_sending_raises_nothing_once_room_was_waited_for():
@@ -136,5 +142,8 @@ def test_a_row_that_cannot_be_read_is_reported_until_all_is_forgotten():
     for call in (home.flush, home.check, lambda: home.visit("items", np.array([7], np.uint64))):
         with pytest.raises(RuntimeError, match="at step 3: OSError: the device is gone"):
             call()
-    home.clear()
+    before = home.exchange(home.contents_of({}))
     home.check()
+    home.exchange(before)
+    with pytest.raises(RuntimeError, match="at step 3"):
+        home.check()

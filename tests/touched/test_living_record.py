@@ -13,6 +13,7 @@ from tpu_embed import FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.io import TouchedRows, Version
 from tpu_embed.touched import key_marks
+from tpu_embed.touched.versions import Lineage
 
 
 class Run:
@@ -122,6 +123,27 @@ def test_a_batch_that_is_placed_ahead_takes_no_row_yet():
     assert touched.since(version)["t"].tolist() == [1, 2]
     engine.vocabularies.rewind(state)
     assert touched.since(version)["t"].tolist() == [1, 2]
+
+
+def test_the_first_of_two_versions_of_a_step_counts():
+    """A batch may be admitted ahead between them; whoever has the first one lacks its keys."""
+    engine, state = simple(4, lookahead=1)
+    touched = TouchedRows(engine)
+    state, _ = engine.admit(state, engine.place(ids(1, 2)))
+    first = touched.version(state)
+    state, _ = engine.admit(state, engine.place(ids(3, 4)))
+    second = touched.version(state)
+    assert (first.step, first.keys, second.step, second.keys) == (0, 1, 0, 2)
+    assert touched.since(0)["t"].tolist() == touched.since(first)["t"].tolist() == [3, 4]
+    assert not touched.since(second)["t"].size
+
+
+def test_a_run_goes_on_from_no_other_than_its_ancestors():
+    lineage = Lineage("b", (Version("a", 5, 1, 5),))
+    has = [Version("a", 5, 1, 5), Version("a", 3), Version("b", 9)]
+    has_not = [Version("a", 6, 1, 5), Version("a", 5, 2, 5), Version("c", 3), Version("", 0)]
+    assert all(lineage.has(one) for one in has)
+    assert not any(lineage.has(one) for one in has_not)
 
 
 @pytest.fixture

@@ -24,13 +24,14 @@ from tpu_embed._types import Array, ArrayLike, Tracer
 from tpu_embed.config import FeatureConfig, Keep, OnBadId, TableConfig
 from tpu_embed.core.batch import Batch, BatchSpec
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.ids import RaggedIds, SparseIds, read_ids, structure
+from tpu_embed.core.ids import RaggedIds, SparseIds, read_ids
 from tpu_embed.core.state import TableState, check_state
 from tpu_embed.engine_layer import EngineLayer
 from tpu_embed.nn.untrained import warn_if_differentiated
 from tpu_embed.nn.variables import Counter, MapVersion, Slot, Table, attributes, state_of
 from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
 from tpu_embed.sparse import FEATURE, engine_lookup, engine_of_batch, engine_of_inputs
+from tpu_embed.storage import HostStorage
 from tpu_embed.vocabulary import DynamicVocabulary
 
 _STATE = (Table, Slot, Counter, MapVersion)
@@ -44,7 +45,7 @@ class EmbeddingBag(nnx.Module, EngineLayer):
     Its variables are a `Table`, `Slot`s and `Counter`s. None of them is an `nnx.Param`:
     `fused_value_and_grad` trains them, `nnx.value_and_grad` and `nnx.Optimizer` leave them alone.
     The map of a table with `vocabulary=DynamicVocabulary(…)` is `engine.vocabularies`, which is no
-    variable; the layer then takes only batches of `tpu_embed.nn.place`.
+    variable; the layer then takes only batches of `tpu_embed.nn.place`, as with rows on the host.
 
     Args:
       table: the table's vocabulary, dim, combiner, initializer, dtype, placement and optimizer.
@@ -61,7 +62,7 @@ class EmbeddingBag(nnx.Module, EngineLayer):
 
     Raises:
       ValueError: whatever `EmbeddingEngine` refuses; a learning rate that is a callable without
-        arguments; a table on the host.
+        arguments.
 
     Example:
       >>> import tpu_embed
@@ -95,8 +96,6 @@ class EmbeddingBag(nnx.Module, EngineLayer):
         feature = FeatureConfig(
             table, max_sequence_length, on_bad_id=on_bad_id, jagged=jagged, keep=keep
         )
-        remedy = "use EmbeddingEngine or TPUEmbedding, and give the layers their activations"
-        structure.flatten(feature).refuse_on_host("a layer", remedy)
         self.engine = EmbeddingEngine(
             {FEATURE: feature}, optimizer, mesh=mesh, batch_axes=batch_axes, lookahead=lookahead
         )
@@ -143,8 +142,7 @@ class EmbeddingBag(nnx.Module, EngineLayer):
             remedy = "outside the jit: batches = tpu_embed.nn.place(model, keys, weights), or admit"
             remedy += " after a Prefetcher; the jit takes the batches as an argument"
             expected = "a Batch that was placed and admitted"
-            text = message(f"table {name!r}", expected=expected, got=got, remedy=remedy)
-            raise ValueError(text)
+            raise ValueError(message(f"table {name!r}", expected=expected, got=got, remedy=remedy))
         engine, state = engine_of_batch(self.engine, batch), self.state
         leaves = (batch.packed, batch.valid_steps, *state.tables.values(), state.step)
         if any(isinstance(leaf, Tracer) for leaf in leaves):
@@ -262,6 +260,7 @@ class Embed(nnx.Module):
       mesh: the devices; None means the mesh of `jax.set_mesh`, or else one axis over all devices.
       batch_axes: the mesh axes that split a batch; None means all.
       vocabulary: a `DynamicVocabulary`, if ids are keys; then `num_embeddings` is its capacity.
+      storage: a `HostStorage`, if the rows are at home on the host.
       lookahead: of a table with a living vocabulary; see `EmbeddingEngine`.
       rngs: random streams; `params` initializes the rows.
 
@@ -292,6 +291,7 @@ class Embed(nnx.Module):
         mesh: Mesh | None = None,
         batch_axes: str | Sequence[str] | None = None,
         vocabulary: DynamicVocabulary | None = None,
+        storage: HostStorage | None = None,
         lookahead: int | None = None,
         rngs: nnx.Rngs,
     ) -> None:
@@ -305,6 +305,7 @@ class Embed(nnx.Module):
             placement=placement,
             trainable=trainable and optimizer is not None,
             vocabulary=vocabulary,
+            storage=storage,
         )
         where: dict[str, Any] = {"mesh": mesh, "batch_axes": batch_axes, "lookahead": lookahead}
         self.rows = EmbeddingBag(table, on_bad_id=on_bad_id, rngs=rngs, **where)
@@ -330,7 +331,7 @@ class Embed(nnx.Module):
         if isinstance(inputs, Batch) or self.rows.engine.vocabularies is not None:
             found = self.rows(inputs if isinstance(inputs, Batch) else _array(inputs))
             return found if self.dtype is None else found.astype(self.dtype)
-        # One id per example is not combined: [3, 5] -> [15] -> [15, D] -> [3, 5, D].
+        # One id each is not combined: [3, 5] -> [15] -> [15, D] -> [3, 5, D].
         ids, axes = _array(inputs), self.rows.engine.layout.axes
         one_axis = axes.reshape(ids, (ids.size,)) if isinstance(ids, jax.Array) else ids.reshape(-1)
         found = axes.reshape(self.rows(one_axis), (*ids.shape, self.features))
@@ -350,13 +351,19 @@ class Embed(nnx.Module):
           TypeError: sparse or ragged ids; whatever `EmbeddingBag.place` refuses.
           ValueError: whatever `EmbeddingBag.place` refuses.
         """
-        # One id per example is not combined; else each id is a bag of one: [B, n] -> [B, n, 1].
+        return self.rows.place(self.bags_of(ids), spec=spec, training=training)
+
+    def bags_of(self, ids: Any) -> np.ndarray:
+        """Return ids as the layer inside takes them: `[B]`, or each as a bag of one, `[B, n, 1]`.
+
+        Raises:
+          TypeError: sparse or ragged ids.
+        """
         array = read_ids(FEATURE, ids)  # masked where ids are missing
         if not isinstance(array, np.ndarray):
             remedy, got = "an EmbeddingBag takes bags of any length", type(array).__name__
             raise TypeError(message(FEATURE, expected="an array", got=got, remedy=remedy))
-        bags = array if array.ndim == 1 else array[..., None]
-        return self.rows.place(bags, spec=spec, training=training)
+        return array if array.ndim == 1 else array[..., None]  # one id is not combined
 
     @property
     def embedding(self) -> Array:
@@ -381,9 +388,8 @@ def _array(ids: Any) -> Any:
 
 
 def _refuse_host_rate(engine: EmbeddingEngine) -> None:
-    optimizer = engine.layout.stacks[0].optimizer
+    (name,), optimizer = engine.table_configs, engine.layout.stacks[0].optimizer
     if optimizer and learning_rate_kind(optimizer.learning_rate) is LearningRateKind.HOST:
-        (name,) = engine.table_configs
         raise ValueError(
             message(
                 f"table {name!r}: learning_rate",

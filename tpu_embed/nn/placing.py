@@ -2,7 +2,8 @@
 
 A layer whose vocabulary lives looks up batches, not keys: the map from keys to rows is on the host.
 Placing gives keys their rows there, and may run ahead, as a `Prefetcher` does. Admitting brings the
-layers' tables to the step of the batch, just before the jitted step takes it.
+layers' tables to the step of the batch, just before the jitted step takes it. With several
+processes, all make these calls in the same order, each with its part of the batch (`agreement.py`).
 
 Input: a model, and keys or ids by the path of their layer. Output: batches by the same paths.
 """
@@ -21,10 +22,11 @@ from tpu_embed._checks import message
 from tpu_embed._signals import SignalsDeferred
 from tpu_embed.core.batch import Batch
 from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.nn.agreement import Alone, ModelAgreement, agreement_of
 from tpu_embed.nn.embedding import Embed, EmbeddingBag
 from tpu_embed.nn.program import path_of
 from tpu_embed.processes import Turns
-from tpu_embed.sparse import engine_of_batch
+from tpu_embed.sparse import engine_of_batch, engine_of_inputs
 from tpu_embed.vocabulary import map_version
 
 _turns: weakref.WeakKeyDictionary[EmbeddingEngine, Turns] = weakref.WeakKeyDictionary()
@@ -48,7 +50,7 @@ def place(model: nnx.Module, features: Any, weights: Any = None, *, training: bo
 
     Raises:
       ValueError: a path without a layer, a layer under two paths, whatever `EmbeddingEngine.place`
-        and `EmbeddingEngine.admit` refuse; living vocabularies with several processes.
+        and `EmbeddingEngine.admit` refuse, in any process; processes that name other layers.
       TypeError: features of a model that are not given by path; ids that are not integers.
 
     Example:
@@ -61,7 +63,7 @@ def place(model: nnx.Module, features: Any, weights: Any = None, *, training: bo
       ((8, 2), 8)
     """
     placer = ModelPlacer(model)
-    turn = placer.next_turn(training=training)
+    turn = ModelTurn(placer, training=training)
     with _in_turn(turn), placer.undone_if_refused(training=training):
         return admit(model, placer.place_now(features, weights, training=training))
 
@@ -106,11 +108,11 @@ class ModelPlacer:
 
     Models that share a layer are to be placed by one thread at a time.
 
+    With several processes, each makes one of the same model, and a `Prefetcher` places training
+    batches only: with lookups in between, `tpu_embed.nn.place(…, training=False)` in the loop.
+
     Args:
       model: a module with layers, or one layer.
-
-    Raises:
-      ValueError: living vocabularies with several processes.
 
     Example:
       >>> import numpy as np, tpu_embed
@@ -127,16 +129,15 @@ class ModelPlacer:
 
     def __init__(self, model: nnx.Module) -> None:
         self._model, self._layers = model, _layers(model)
-        engines = [_bag(layer).engine for layer in self._layers.values()]
-        self._living = list({e: None for e in engines if e.vocabularies is not None})
-        if self._living and jax.process_count() > 1:
-            remedy = "use EmbeddingEngine, and give the layers their activations"
-            expected, got = "a single process", f"{jax.process_count()}"
-            what = "layers of living vocabularies"
-            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
-        self._turns = Turns(with_others=False)
-        if self._living:
-            self._turns = _turns.setdefault(self._living[0], self._turns)
+        engines = {path: _bag(layer).engine for path, layer in self._layers.items()}
+        living = [one for one in engines.values() if one.vocabularies is not None]
+        self._living = list(dict.fromkeys(living))
+        self.agreement: Alone | ModelAgreement
+        if jax.process_count() > 1:
+            self.agreement = agreement_of(engines)
+        else:
+            turns = Turns(with_others=False)
+            self.agreement = Alone(_turns.setdefault(living[0], turns) if living else turns)
 
     def place(
         self, features: Any, weights: Any = None, spec: None = None, *, training: bool = True
@@ -145,8 +146,17 @@ class ModelPlacer:
         return self.next_turn(training=training).place(features, weights, spec)
 
     def next_turn(self, *, training: bool = True) -> ModelTurn:
-        """Return the right to place the next batch, which any thread may use."""
-        return ModelTurn(self, self._turns, training=training)
+        """Return the right to place the next batch, which any thread may use.
+
+        Raises:
+          ValueError: with several processes, a batch of keys that is only looked up. When another
+            thread places it, each process may have admitted other batches.
+        """
+        if not training and self._living and not self.agreement.alone:
+            expected, got = "training batches, with several processes", "training=False"
+            remedy = "place them in the loop, tpu_embed.nn.place(model, features, training=False)"
+            raise ValueError(message("ModelPlacer", expected=expected, got=got, remedy=remedy))
+        return ModelTurn(self, training=training)
 
     def place_now(self, features: Any, weights: Any, *, training: bool) -> Any:
         """Place one batch for the layers, without waiting for a turn.
@@ -156,19 +166,37 @@ class ModelPlacer:
           weights: likewise.
           training: likewise.
         """
+        found = {}
+        with self.undone_if_refused(training=training):
+            with self.agreement.refusals():
+                parts = self._parts(features, weights)
+            self.agreement.settle([*parts])
+            for path, (ids, scale) in parts.items():
+                bag = _bag(self._layers[path])
+                found[path] = bag.place(ids, scale, training=training)
+        return found[""] if isinstance(self._model, Embed | EmbeddingBag) else found
+
+    def _parts(self, features: Any, weights: Any) -> dict[str, tuple[Any, Any]]:
+        """Return ids and weights by path, in the order of the layers, as `EmbeddingBag` takes them.
+
+        With several processes, what can be refused of one process's part alone is refused here.
+        """
         by_path = _by_path(self._model, features, "features")
         scales = {} if weights is None else _by_path(self._model, weights, "weights")
         _named(self._layers, scales)
-        found = {}
-        with self.undone_if_refused(training=training):
-            for path, layer in _named(self._layers, by_path).items():
-                scale = {} if scales.get(path) is None else {"weights": scales[path]}
-                if scale and isinstance(layer, Embed):
+        named, parts = _named(self._layers, by_path), {}
+        for path in (path for path in self._layers if path in named):
+            layer, ids, scale = named[path], by_path[path], scales.get(path)
+            if isinstance(layer, Embed):
+                if scale is not None:
                     expected, remedy = "none for an Embed", "use an EmbeddingBag"
                     what = f"weights of layer {path!r}"
                     raise ValueError(message(what, expected=expected, got="some", remedy=remedy))
-                found[path] = layer.place(by_path[path], **scale, training=training)
-        return found[""] if isinstance(self._model, Embed | EmbeddingBag) else found
+                ids = layer.bags_of(ids)
+            elif isinstance(ids, Mapping):
+                engine_of_inputs(layer.engine, ids)  # refuses inputs without names
+            parts[path] = ids, scale
+        return parts
 
     @contextlib.contextmanager
     def undone_if_refused(self, *, training: bool) -> Iterator[None]:
@@ -195,17 +223,21 @@ class ModelTurn:
 
     Args:
       placer: places the batch.
-      turns: the order.
-      training: False for a batch that is only looked up, which waits for no other.
+      training: False for a batch that is only looked up, which waits for no other in one process.
     """
 
-    def __init__(self, placer: ModelPlacer, turns: Turns, *, training: bool) -> None:
-        self._placer, self._turns, self.training = placer, turns, training
+    def __init__(self, placer: ModelPlacer, *, training: bool) -> None:
+        self._placer, self.training = placer, training
+        self._agreement, self._turns = placer.agreement, placer.agreement.turns
         with SignalsDeferred():
-            self._number = turns.draw()
-            if not training:
-                turns.release(self._number)
-            weakref.finalize(self, turns.give_up, self._number).atexit = False
+            self._number = self._turns.draw()
+            if not self._waits:
+                self._turns.release(self._number)
+            weakref.finalize(self, self._turns.give_up, self._number).atexit = False
+
+    @property
+    def _waits(self) -> bool:
+        return self.training or not self._agreement.alone
 
     def place(self, features: Any, weights: Any = None, spec: None = None) -> Any:
         """Place a batch; see `tpu_embed.nn.place`.
@@ -222,23 +254,43 @@ class ModelTurn:
 
     def use(self) -> contextlib.AbstractContextManager[None]:
         """Wait for the turn, and end it with the block."""
-        return self._turns.use(self._number) if self.training else contextlib.nullcontext()
+        return self._turns.use(self._number) if self._waits else contextlib.nullcontext()
 
     def hold(self) -> contextlib.AbstractContextManager[None]:
         """Note that this thread will use the turn before the block ends; see `Turns.hold`."""
         return self._turns.hold(self._number)
 
     def refuse(self, error: BaseException) -> None:
-        """Place nothing because of an error."""
-        self.release()
+        """Place nothing because of an error; the other processes raise it."""
+        with self._left_out():
+            self._agreement.refuse(error)
 
     def end(self) -> None:
-        """Place nothing because there are no more batches."""
-        self.release()
+        """Place nothing because there are no more batches.
+
+        Raises:
+          ValueError: another process has one.
+        """
+        with self._left_out():
+            self._agreement.end()
+
+    @contextlib.contextmanager
+    def _left_out(self) -> Iterator[None]:
+        """Wait for the turn if other processes are to be told that nothing is placed in it."""
+        if self._agreement.alone:
+            self.release()
+            yield
+        else:
+            with _in_turn(self):
+                yield
 
     def release(self) -> None:
-        """Place nothing."""
+        """Place nothing, and tell the other processes nothing; they must release the turn too."""
         self._turns.release(self._number)
+
+    def give_up(self) -> None:
+        """End the turn if something has kept it from being used."""
+        self._turns.give_up(self._number)
 
 
 @contextlib.contextmanager
@@ -247,7 +299,7 @@ def _in_turn(turn: ModelTurn) -> Iterator[None]:
         with turn.use():
             yield
     finally:
-        turn.release()  # an interrupt may have come before it was used
+        turn.give_up()  # an interrupt may have come before it was used
 
 
 def _admit(bag: EmbeddingBag, batch: Batch) -> tuple[Any, Batch]:

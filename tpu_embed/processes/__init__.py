@@ -5,7 +5,9 @@ from tpu_embed.processes.messages import (
     FILES_SECONDS,
     WAIT_SECONDS,
     agree_on,
+    check_all_have_a_batch,
     check_same,
+    exchange,
     exchange_bytes,
     gather_bytes,
     gather_from_all,
@@ -13,15 +15,17 @@ from tpu_embed.processes.messages import (
     raise_refusals,
     refusal_of,
 )
-from tpu_embed.processes.turns import Turns
+from tpu_embed.processes.turns import Turns, turns_of
 
 __all__ = [
     "FILES_SECONDS",
     "Turns",
     "WAIT_SECONDS",
     "agree_on",
+    "check_all_have_a_batch",
     "check_same",
     "client",
+    "exchange",
     "exchange_bytes",
     "gather_bytes",
     "gather_from_all",
@@ -29,4 +33,5 @@ __all__ = [
     "raise_on_all",
     "raise_refusals",
     "refusal_of",
+    "turns_of",
 ]

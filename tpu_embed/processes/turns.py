@@ -16,6 +16,7 @@ and the permission to go on, in that order.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -152,3 +153,13 @@ class Turns:
                 # The others wait for a batch that will not come.
                 self._interrupted = self._interrupted or self._with_others
             self.release(number)  # again, if an interrupt has come in the middle of it
+
+
+@functools.cache
+def turns_of(name: str) -> Turns:
+    """Return the turns of a conversation, the same for all who take part in it here.
+
+    Args:
+      name: of the conversation, the same in all processes.
+    """
+    return Turns()

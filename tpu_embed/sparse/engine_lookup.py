@@ -35,7 +35,7 @@ from tpu_embed.core.state import (
 )
 from tpu_embed.sparse import sequences, several
 from tpu_embed.sparse.joined import DenseIds, as_signed, flat, join, padded
-from tpu_embed.vocabulary import check_vocabulary
+from tpu_embed.vocabulary import BatchKeys, check_vocabulary
 
 FEATURE = "ids"
 """The name of the only feature of such an engine: `EmbeddingEngine({FEATURE: …})`."""
@@ -51,12 +51,15 @@ class Call:
       bags: whether the last axis of dense ids is the bag.
       weighted: whether weights follow the ids among the operands; or, of a placed batch of keys,
         the states that it may be looked up in (`ValidSteps`).
+      brings: of a placed batch that brings rows of a table on the host along, the structure of
+        these and of what draws first rows, and `Batch.visit_rows`; otherwise None.
     """
 
     engine: EmbeddingEngine
     spec: BatchSpec | None
     bags: bool
     weighted: bool
+    brings: tuple[Any, int] | None = None
 
     def run(self, step: Array, ids: Array, *rest: Array) -> Array:
         """Return the activations.
@@ -66,7 +69,7 @@ class Call:
           ids: integers `[…]`, with bags `[…, H]`, or `Batch.packed`.
           rest: weights in the shape of the ids, if there are any; then the arrays of the tables. Of
             keys: the batch's steps, int32 `[3]`, then the state's `MAP_VERSION`, then
-            the tables.
+            the tables, then what it brings along.
 
         Returns:
           `[…, D]`, `[…, L, D]` for a sequence, or the activations of the placed batch, of which a
@@ -78,11 +81,17 @@ class Call:
         if self.engine.vocabularies is not None:
             version, *arrays = arrays
             vocabulary = {MAP_VERSION: version}
-        tables = dict(zip(_stacks(self.engine), arrays, strict=True))
+        stacks = _stacks(self.engine)
+        arrays, brought = arrays[: len(stacks)], arrays[len(stacks) :]
+        tables = dict(zip(stacks, arrays, strict=True))
+        visits = None
+        if self.brings is not None:
+            visits, others = jax.tree.unflatten(self.brings[0], brought)
+            vocabulary = {**(vocabulary or {}), **others}
         state = TableState(tables, {}, step, {}, vocabulary)
         if self.spec is not None:
             steps = weights[0] if weights else None
-            every = self.engine.lookup(state, _batch(self.engine, ids, self.spec, steps))
+            every = self.engine.lookup(state, self._batch(ids, steps, visits))
             if several.is_several(self.engine):
                 return several.pack(every, self.engine)
             found = every[FEATURE]
@@ -96,6 +105,15 @@ class Call:
             # Replicate first: an explicit mesh axis can't split a count that it does not divide.
             found = self.engine.layout.axes.reshard(found, ())[:count]
         return self.engine.layout.axes.reshape(found, (*dense.lead, *found.shape[1:]))
+
+    def _batch(self, packed: Array, steps: Array | None, visits: Any) -> Batch:
+        """Return the placed batch that `engine_lookup` has checked."""
+        assert self.spec is not None, "of a placed batch"
+        if self.brings is None:
+            return _batch(self.engine, packed, self.spec, steps)
+        rows = self.brings[1]
+        batch = Batch.of(packed, self.spec, self.engine.layout.visiting(rows), steps)
+        return dataclasses.replace(batch, visits=visits, visit_rows=rows)
 
 
 class LookedUp(NamedTuple):
@@ -140,13 +158,17 @@ def engine_lookup(
     if isinstance(ids, Batch):
         _check_no_weights(weights)
         ids.check(engine.layout)
-        steps = []
+        steps, brought, brings = [], [], None
         if engine.vocabularies is not None:
-            steps = [jnp.asarray(ids.valid_steps)]
-            arrays = [check_vocabulary(state)[MAP_VERSION], *arrays]
-        call = Call(engine, ids.spec, True, bool(steps))
-        found = _bind(call, state.step, ids.packed, *steps, *arrays)
-        ids = Batch.of(ids.packed, ids.spec, engine.layout)  # what follows needs no steps
+            steps, vocabulary = [jnp.asarray(ids.valid_steps)], dict(check_vocabulary(state))
+            arrays = [vocabulary.pop(MAP_VERSION), *arrays]
+            if ids.visit_rows:
+                brought, structure = jax.tree.flatten((ids.visits, vocabulary))
+                brings = structure, ids.visit_rows
+        call = Call(engine, ids.spec, True, bool(steps), brings)
+        found = _bind(call, state.step, ids.packed, *steps, *arrays, *brought)
+        # What follows needs no steps.
+        ids = dataclasses.replace(ids, valid_steps=None, keys=BatchKeys(), visits=None)
         if several.is_several(engine):
             return several.name_activations(found, ids, engine)
     else:

@@ -55,7 +55,7 @@ def as_jagged(found: Array, ids: Any, engine: EmbeddingEngine) -> Jagged:
       engine: an engine whose only feature is jagged.
     """
     if isinstance(ids, Batch):
-        return Jagged(found, row_splits(ids, engine.layout)[0])
+        return Jagged(found, row_splits(ids, ids.layout_in(engine.layout))[0])
     lengths = padded_lengths(ids, found.shape[1])
     return Jagged.from_padded(found, lengths, engine.layout.axes.replicas)
 

@@ -123,7 +123,8 @@ def unpack(packed: Array, spec: BatchSpec, engine: EmbeddingEngine) -> dict[str,
 
 def name_activations(packed: Array, batch: Batch, engine: EmbeddingEngine) -> dict[str, Any]:
     """Return the activations by name, jagged ones as `Jagged`."""
-    arrays, splits = unpack(packed, batch.spec, engine), row_splits(batch, engine.layout)
+    arrays = unpack(packed, batch.spec, engine)
+    splits = row_splits(batch, batch.layout_in(engine.layout))
     names = [feature.path for feature in engine.layout.features]
     jagged = {names[f]: Jagged(arrays[names[f]], one) for f, one in splits.items()}
     return {**arrays, **jagged}

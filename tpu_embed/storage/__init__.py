@@ -5,13 +5,23 @@ Input: rows by 64-bit id, NumPy arrays. Output: the same.
 
 from tpu_embed.storage.config import HostStorage
 from tpu_embed.storage.groups import RowGroups
-from tpu_embed.storage.homes import VALUES, Homes, HomeTable, Incoming, Room, Save, slot_field
+from tpu_embed.storage.homes import (
+    VALUES,
+    HomeContents,
+    Homes,
+    HomeTable,
+    Incoming,
+    Room,
+    Save,
+    slot_field,
+)
 from tpu_embed.storage.host_rows import HostRows, RowField
 from tpu_embed.storage.id_numbers import IdNumbers
 from tpu_embed.storage.snapshots import RowSnapshot
 
 __all__ = [
     "VALUES",
+    "HomeContents",
     "HomeTable",
     "Homes",
     "HostRows",

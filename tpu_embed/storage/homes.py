@@ -116,6 +116,20 @@ class _Departure(NamedTuple):
     arrived: concurrent.futures.Future[None]
 
 
+class HomeContents(NamedTuple):
+    """What is at home, or on its way there.
+
+    Attributes:
+      rows: by table.
+      departures: rows on their way, or that were lost there, by step.
+      saves: see `Homes`.
+    """
+
+    rows: dict[str, HostRows]
+    departures: dict[int, _Departure]
+    saves: collections.deque[Save]
+
+
 class Homes:
     """The homes of all tables of an engine that are on the host: `engine.storage`.
 
@@ -146,10 +160,8 @@ class Homes:
 
     def __init__(self, tables: Mapping[str, HomeTable]) -> None:
         self.tables = dict(tables)
-        self._rows = self._empty()
-        self.saves: collections.deque[Save] = collections.deque(maxlen=_SAVES)
+        self._rows, self._departures, self.saves = self.contents_of({})
         self._lock = threading.RLock()
-        self._departures: dict[int, _Departure] = {}
         self._counts = {
             name: dict.fromkeys(("missed", "sent", "brought", "late"), 0) for name in tables
         }
@@ -302,6 +314,12 @@ class Homes:
             pairs = self._departures.items()
             return [(step, one.keys[name]) for step, one in pairs if name in one.keys]
 
+    def ids(self, name: str) -> np.ndarray:
+        """Return the ids of a table whose rows are at home or on their way, uint64 `[n]`."""
+        # Those on their way first: a row that arrives meanwhile is at home by then.
+        coming = [some for _, some in self._on_their_way(name)]
+        return np.unique(np.concatenate([*coming, self._rows[name].ids()]))
+
     def _wait(self, step: int) -> None:
         with self._lock:
             departure = self._departures.get(step)
@@ -346,18 +364,16 @@ class Homes:
         marks = {name: rows.begin_mark() for name, rows in self._rows.items()}
         self.saves.append(Save(path, checkpoint, step, marks))
 
-    def replace(self, rows: Mapping[str, HostRows]) -> None:
-        """Forget all rows, those on their way too, and take these; other tables have none then."""
-        self.clear()
-        with self._lock:
-            self._rows |= rows
+    def contents_of(self, rows: Mapping[str, HostRows]) -> HomeContents:
+        """Return what is at home once these rows are, by table; the other tables have none."""
+        return HomeContents(self._empty() | dict(rows), {}, collections.deque(maxlen=_SAVES))
 
-    def clear(self) -> None:
-        """Forget all rows, those on their way too."""
+    def exchange(self, new: HomeContents) -> HomeContents:
+        """Take other contents, once rows on their way have arrived; return those from before."""
         with self._lock:
             waiting = [one.arrived for one in self._departures.values()]
         concurrent.futures.wait(waiting)
         with self._lock:
-            self._departures = {}
-            self._rows = self._empty()
-            self.saves.clear()
+            old = HomeContents(self._rows, self._departures, self.saves)
+            self._rows, self._departures, self.saves = new
+        return old

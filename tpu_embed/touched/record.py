@@ -23,6 +23,7 @@ from tpu_embed.core.batch import Batch
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.layout import TableSlice
 from tpu_embed.core.state import TableState, check_own
+from tpu_embed.processes import gather_from_all
 from tpu_embed.touched.batch_rows import physical_rows, step_of
 from tpu_embed.touched.marks import NEVER
 from tpu_embed.touched.saved import SavedRecord
@@ -35,6 +36,11 @@ _LAST = 2**31 - 2
 _FULL = "publish a full export"
 
 
+def _new_run() -> str:
+    """Return a name that no run has had, the same in all processes, which call this together."""
+    return gather_from_all("TouchedRows", uuid.uuid4().hex)[0]
+
+
 class TouchedRows:
     """Keep, for every row, the number of the last update that touched it.
 
@@ -42,6 +48,9 @@ class TouchedRows:
     gradient is zero. So a row that is reported may be unchanged, but every changed row is reported.
     An optimizer that changes every row, such as `Adam(lazy_adam=False)`, touches whole tables.
     Several threads may record at the same time.
+
+    With several processes, all make it together, in the same order as other calls of this kind:
+    they agree on the name of the run, so that a `Version` of one process is one of each.
 
     With living vocabularies it follows the engine's maps by itself. When they are loaded, as by
     `io.restore`, it knows nothing any more, unless it was saved and is restored with them.
@@ -66,8 +75,9 @@ class TouchedRows:
         self._engine, self.layout = engine, engine.layout
         self._maps = engine.vocabularies
         self._lock, step = threading.Lock(), check_int("step", step, minimum=0)
+        run = _new_run()
         with self._maps_locked():
-            self._begin(Lineage(uuid.uuid4().hex), Version("", step, 0, self._admitted))
+            self._begin(Lineage(run), Version("", step, 0, self._admitted))
             if self._maps is not None:
                 self._maps.observers.add(self)
 
@@ -373,9 +383,9 @@ class TouchedRows:
         record of the other engine saved.
 
         This is a new run, which goes on from the saved one: what that did after the save is not
-        part of it.
+        part of it. With several processes, all call this, with the same record.
         """
-        lineage = Lineage(uuid.uuid4().hex, (*saved.ancestors, saved.version))
+        lineage = Lineage(_new_run(), (*saved.ancestors, saved.version))
         with self._maps_locked(), self._lock:
             self._begin(lineage, saved.start)
             self._through, self._edits = saved.version.step, saved.version.edits

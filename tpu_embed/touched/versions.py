@@ -20,7 +20,8 @@ class Version(NamedTuple):
     """A moment of a training run.
 
     Attributes:
-      run: the unique name of the run, from the making of its `TouchedRows`, or from its restoring.
+      run: the unique name of the run, from the making of its `TouchedRows`, or from its restoring;
+        all processes of the run have the same one.
       step: `state.step`, the number of updates applied.
       edits: how often `record_rows` was called; it orders what was published at the same step.
       keys: the number of training batches that living vocabularies, or tables on the host, have

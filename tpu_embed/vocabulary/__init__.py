@@ -16,6 +16,7 @@ from tpu_embed.vocabulary.choose import choose_vocabularies
 from tpu_embed.vocabulary.config import DynamicVocabulary, KeyTable, LivingTable
 from tpu_embed.vocabulary.fixed import FixedVocabulary
 from tpu_embed.vocabulary.given_keys import read_keys
+from tpu_embed.vocabulary.loads import MapLoad, load_together
 from tpu_embed.vocabulary.map import VocabularyMap
 from tpu_embed.vocabulary.reports import KeyChanges, KeyScores
 from tpu_embed.vocabulary.states import RowMoves, empty_state, fit, fit_rows
@@ -34,6 +35,7 @@ __all__ = [
     "KeyTable",
     "KeyedRows",
     "LivingTable",
+    "MapLoad",
     "MapState",
     "MapStates",
     "Moves",
@@ -50,6 +52,7 @@ __all__ = [
     "empty_state",
     "fit",
     "fit_rows",
+    "load_together",
     "map_version",
     "new_history",
     "read_keys",

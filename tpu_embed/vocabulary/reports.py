@@ -119,6 +119,16 @@ class KeyReports:
             found = self._maps.keys(self._known(name), self._timeline.admitted)
         return found.keys, found.rows
 
+    @property
+    def counters(self) -> dict[str, dict[str, int]]:
+        """Totals by table, of all batches that were placed.
+
+        `keys`, which have a row now; and those that were "admitted"; "evicted" for another key;
+        "expired" by their ttl; "unseen", distinct keys without a row, summed over the batches;
+        "forgotten", waiting keys that were too many.
+        """
+        return self._maps.counters
+
     def capacity(self, name: str) -> int:
         """Return how many rows the keys of a table can have."""
         return self._maps.sizes[self._known(name)][1]

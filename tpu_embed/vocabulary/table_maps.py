@@ -304,11 +304,12 @@ class TableMaps:
         for map_, state in pairs:
             map_.check_state(state)
 
-    def load(self, states: MapStates) -> int:
-        """Replace all maps by states that were checked; return their step."""
-        for map_, state in self._with_states(states):
+    def loaded(self, states: MapStates) -> TableMaps:
+        """Return maps of the same tables that have these states, which were checked."""
+        made = TableMaps([*self._tables.values()], self._lookahead, self._groups)
+        for map_, state in made._with_states(states):
             map_.load_state(state)
-        return self.step
+        return made
 
     def _with_states(self, states: MapStates) -> list[tuple[_Map, MapState]]:
         pairs = [(one, states.maps[name]) for name, one in self._to_rows.items()]

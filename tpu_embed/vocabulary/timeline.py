@@ -17,6 +17,7 @@ looked up in a state; and the rows of keys as they were at a step. Nothing here 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -98,18 +99,19 @@ class Timeline:
         self._forget_past()
         return moves
 
-    def load(self, step: int, history: int) -> None:
-        """Go on from another step; batches that were placed before belong to nothing any more.
+    def loaded(self, step: int, history: int) -> Timeline:
+        """Return a timeline that goes on from another step; batches placed before are not of it.
 
         Args:
-          step: the step of the newest state now.
-          history: its history; what is placed from now on belongs to a new one.
+          step: the step of the newest state then.
+          history: its history; what is placed from then on belongs to a new one.
         """
-        self._following = new_history()
-        self.admitted, self.history = step, history
-        self._placed, self._past = {}, {}
-        for changed in self._changed.values():
-            changed.fill(step)
+        made = copy.copy(self)  # pins are those of turns, whichever maps they look at
+        made._following = new_history()
+        made.admitted, made.history = step, history
+        made._placed, made._past = {}, {}
+        made._changed = {name: np.full_like(one, step) for name, one in self._changed.items()}
+        return made
 
     # -- rows at a step ------------------------------------------------------------------------
 

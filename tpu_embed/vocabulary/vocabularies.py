@@ -30,6 +30,7 @@ from tpu_embed.storage import Homes, HostRows, Incoming, Room
 from tpu_embed.vocabulary.batch_keys import BatchKeys, MapStates, ValidSteps, map_version
 from tpu_embed.vocabulary.config import LivingTable
 from tpu_embed.vocabulary.given_keys import read_keys
+from tpu_embed.vocabulary.loads import MapContents, MapLoad, load_together
 from tpu_embed.vocabulary.observers import Observers
 from tpu_embed.vocabulary.reports import KeyReports, changes_of
 from tpu_embed.vocabulary.table_maps import FoundKeys, Moves, TableMaps
@@ -119,16 +120,6 @@ class Vocabularies(KeyReports):
         """
         with self.lock:
             return self._maps.held(self._known(name), self.admitted)
-
-    @property
-    def counters(self) -> dict[str, dict[str, int]]:
-        """Totals by table, of all batches that were placed.
-
-        `keys`, which have a row now; and those that were "admitted"; "evicted" for another key;
-        "expired" by their ttl; "unseen", distinct keys without a row, summed over the batches;
-        "forgotten", waiting keys that were too many.
-        """
-        return self._maps.counters
 
     @property
     def admitted_counters(self) -> dict[str, dict[str, int]]:
@@ -315,7 +306,8 @@ class Vocabularies(KeyReports):
         with self.lock, SignalsDeferred():
             first = 0, self._timeline.first_history
             if (step, history) == first and self.now != first:
-                self._load(self._maps.empty_states(history), {})
+                self._exchange(self._made(self._maps.empty_states(history), {}))
+                self.observers.note_loaded()
                 return
             self.check_newest(state)
             self.undo(step)
@@ -357,7 +349,17 @@ class Vocabularies(KeyReports):
 
     def load_states(self, states: MapStates, rows: Mapping[str, HostRows] | None) -> None:
         """Replace all maps, and the rows at home, by table on the host (None without them)."""
-        self.turns.run_next(lambda: self._load(states, rows or {}))
+        load_together([self.prepare_load(states, rows)])
+
+    def prepare_load(self, states: MapStates, rows: Mapping[str, HostRows] | None) -> MapLoad:
+        """Return maps, and rows at home, that can take the place of these; see `load_states`."""
+        self._maps.check(states)
+        others = [self._made(states, rows or {})]
+
+        def exchange() -> None:
+            others[0] = self._exchange(others[0])
+
+        return MapLoad(self.turns, self.lock, exchange, self.observers)
 
     def _refuse_homes(self, what: str) -> None:
         """Refuse to keep maps without the rows that are at home."""
@@ -373,11 +375,19 @@ class Vocabularies(KeyReports):
         """The history of states without keys, as `init` makes them."""
         return self._timeline.first_history
 
-    def _load(self, states: MapStates, rows: Mapping[str, HostRows]) -> None:
-        self._maps.check(states)
+    def _made(self, states: MapStates, rows: Mapping[str, HostRows]) -> MapContents:
+        """Return what these maps are once they have other states."""
+        maps = self._maps.loaded(states)
+        timeline = self._timeline.loaded(maps.step, states.history)
+        homes = None if self.homes is None else self.homes.contents_of(rows)
+        return MapContents(maps, timeline, {maps.step: maps.counters}, {}, homes)
+
+    def _exchange(self, new: MapContents) -> MapContents:
+        """Take other contents; return those from before."""
+        homes = None
         with self.lock, SignalsDeferred():
-            if self.homes is not None:
-                self.homes.replace(rows)
-            self._timeline.load(self._maps.load(states), states.history)
-            self._counted, self._last = {self.admitted: self.counters}, {}
-            self.observers.note_loaded()
+            if self.homes is not None and new.homes is not None:
+                homes = self.homes.exchange(new.homes)
+            old = MapContents(self._maps, self._timeline, self._counted, self._last, homes)
+            self._maps, self._timeline, self._counted, self._last, _ = new
+        return old

@@ -9,6 +9,7 @@ import numpy as np
 
 from tpu_embed import io
 from tpu_embed.io.delta import delta_files
+from tpu_embed.processes import gather_from_all
 
 STEPS = 4
 
@@ -54,7 +55,11 @@ def contents(path):
 
 
 def publish(kind, directory):
-    """Train, write deltas, save with the record, and train on; return what the deltas say."""
+    """Train, write deltas, save with the record, and train on.
+
+    Returns:
+      What the deltas say; the error of a delta whose first step differs between processes.
+    """
     made, state, draw_part = start(kind)
     touched = io.TouchedRows(made)
     state = train(made, state, touched, draw_part)
@@ -64,11 +69,19 @@ def publish(kind, directory):
             state = train(made, state, touched, draw_part)
         state = edit(made, state, touched)
         path = f"{directory}/{kind} delta {n}"
-        versions.append(io.export_delta(path, made, state, touched, versions[-1]))
+        # A version of the first process serves all of them.
+        since = io.Version(*gather_from_all("versions of a test", versions[-1])[0])
+        versions.append(io.export_delta(path, made, state, touched, since))
         if n == 0:
             io.save(f"{directory}/{kind} recorded", made, state, touched=touched)
     assert versions[-1] == touched.version(state)
-    return [contents(f"{directory}/{kind} delta {n}") for n in range(2)]
+    try:
+        older = versions[1 - jax.process_index()]
+        io.export_delta(f"{directory}/{kind} unlike", made, state, touched, older)
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    return [contents(f"{directory}/{kind} delta {n}") for n in range(2)], refused
 
 
 def go_on(kind, directory, name):
@@ -100,8 +113,11 @@ def check(one, two, kind, published, deltas, later):
       deltas: what it returned in each of the two.
       later: what `go_on` returned there, of what one process had saved.
     """
-    for mine in deltas:
-        assert_same(mine, published)
+    assert not published[1]
+    for mine, refused in deltas:
+        assert_same(mine, published[0])
+        assert refused.startswith("since: expected Version(run=")
+        assert "in process 1; give what one version" in refused
     expected = go_on(kind, one, "by one")
     assert expected[1][2] == 1
     assert expected[0]["tags lost"].size or kind == "hosted"

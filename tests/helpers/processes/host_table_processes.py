@@ -6,12 +6,13 @@ from unittest import mock
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
-from living_processes import gradients, train_step
+from living_processes import gradients, train_layers_step, train_step
 from process_cases import mesh, part
 
 import tpu_embed
-from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig, io
+from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig, io, nn
 from tpu_embed import optimizers as o
 from tpu_embed.core.layout import parcels
 from tpu_embed.core.place import visits
@@ -231,6 +232,68 @@ def shapes_sent():
         assert first.any()
         train_step(made, state, batch)
     return shapes
+
+
+MOVES = [
+    {},
+    {"hosted": False},
+    {"rows": 56, "shape": (2, DEVICES // 2)},
+    {"hosted": False, "shape": (2, DEVICES // 2)},
+]
+"""Engines that adopt the state of the one before, to and fro between host and devices."""
+
+
+def adopt():
+    """Return all rows of a run that moves from engine to engine, and the errors of bad moves."""
+    made, errors = engine(), []
+    state = made.init(jax.random.key(7))
+    for step in range(STEPS):
+        if step and step % 2 == 0:
+            before, made = made, engine(**MOVES[step // 2])
+            state = made.adopt(state, before)
+        state = train_step(made, state, made.place(draw_part(step)))
+    found, maps, back = everything(made, state), made.vocabularies, engine()
+    if jax.process_count() > 1:
+        if jax.process_index() == 1:  # a batch that is ahead, in this process only
+            maps.take_keys("tags", np.array([1], np.uint64))
+        local = Mesh(np.array(jax.local_devices()), ("d",))
+        alone = tpu_embed.EmbeddingEngine(
+            configs(hosted=False, rows=64), o.Adagrad(0.3), mesh=local
+        )
+        for other in (back, alone):
+            try:
+                other.adopt(state, made)
+            except ValueError as error:
+                errors.append(str(error))
+        maps.undo(maps.admitted)
+    assert_equal(everything(back, back.adopt(state, made)), found)
+    return found, errors
+
+
+def train_layers(*, hosted=True):
+    """Train layers of row numbers and of keys; return what they looked up, and all rows."""
+    drawn, where = jax.nn.initializers.normal(0.3), {"mesh": mesh(DEVICES), "rngs": nnx.Rngs(0)}
+    options = {"initializer": drawn, "optimizer": o.Adagrad(0.3)}
+    options["storage"] = HostStorage(device_rows=48) if hosted else None
+    tags = TableConfig(TAGS, 2, name="tags", vocabulary=DynamicVocabulary(), **options)
+    items = TableConfig(ITEMS, 4, name="items", **options)
+    layers = {"bags": nn.EmbeddingBag(items, **where), "tags": nn.EmbeddingBag(tags, **where)}
+    layers, seen = nnx.Dict(layers), []
+    for step in range(STEPS):
+        batch = draw_part(step)
+        batch = {name: batch[name] for name in ("bags", "tags")}
+        train_layers_step(layers, nn.place(layers, batch))
+        if step % 3 == 1:
+            looked = batch | {"bags": draw_part(50 + step)["bags"]}
+            looked = nn.place(layers, looked, training=False)
+            seen.append(looked_up({name: layers[name](one) for name, one in looked.items()}))
+    found = {}
+    for layer in (layers["bags"], layers["tags"]):
+        (name,), maps = layer.engine.table_configs, layer.engine.vocabularies
+        ids = np.arange(ITEMS) if name == "items" else maps.keys("tags")[1]
+        for slot in (None, "accumulators"):
+            found[f"{name} {slot}"] = layer.engine.rows(layer.state, name, ids, slot=slot)
+    return seen, found
 
 
 def save(directory):

@@ -4,12 +4,14 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from living_cases import ITEMS, KEY, SIZES, configs, draw
 from process_cases import mesh, part
 
 import tpu_embed
-from tpu_embed import RaggedIds, io
+from tpu_embed import RaggedIds, io, nn
 from tpu_embed import optimizers as o
 from tpu_embed.core.state import retrieve
 from tpu_embed.data import Prefetcher
@@ -82,6 +84,84 @@ def train_embedding():
         if step + 2 < STEPS:
             made.enqueue(draw_part(step + 2))
     return bits(made.engine, made.state)
+
+
+def model():
+    """Return two layers of keys, one of row numbers, and the batches of a step."""
+    rule, living = o.Adagrad(0.5), tpu_embed.DynamicVocabulary()
+    late = tpu_embed.DynamicVocabulary(admit_after=2, unseen="shared")
+    tags = tpu_embed.TableConfig(12, 2, name="tags", vocabulary=late, optimizer=rule)
+    options = {"mesh": mesh(DEVICES), "rngs": nnx.Rngs(3)}
+    return nnx.Dict(
+        films=nn.Embed(20, 4, name="films", optimizer=rule, vocabulary=living, **options),
+        tags=nn.EmbeddingBag(tags, **options),
+        users=nn.Embed(9, 2, name="users", optimizer=rule, **options),
+    )
+
+
+def draw_for_layers(step):
+    """Return this process's part of a batch for the layers of `model`."""
+    rng = np.random.default_rng(step)
+    films = (rng.integers(0, 30, 16) + step) * (2**40 + 3)
+    tags = rng.integers(0, 20, (16, 2)) + 10**12
+    batch = {"users": rng.integers(0, 9, 16), "films": films, "tags": tags}
+    return {name: part(array) for name, array in batch.items()}
+
+
+@nnx.jit(donate_argnums=0)
+def train_layers_step(layers, batches):
+    def loss_fn(layers):
+        found = [jnp.square(layers[name](batches[name]) - 1.0).sum() for name in batches]
+        return sum(found[1:], found[0])
+
+    return nn.fused_value_and_grad(loss_fn)(layers)[0]
+
+
+def train_layers(directory):
+    """Train layers, save, restore and train on.
+
+    Returns:
+      Rows, slots and maps; the errors of bad batches, and how many batches were placed then.
+    """
+    layers, other, errors = model(), model(), []
+    source = (draw_for_layers(step) for step in range(4))
+    with Prefetcher(nn.ModelPlacer(layers), source, depth=2) as ahead:
+        for number, batches in enumerate(ahead):
+            train_layers_step(layers, nn.admit(layers, batches))
+            if number == 1:
+                looked = nn.place(layers, draw_for_layers(50), training=False)
+                assert len(looked) == 3
+    good, first = draw_for_layers(4), jax.process_index() == 0
+    bad = [
+        good | {"tags": good["tags"] + 0.5},
+        good | {"films": [[1, 2], [3]]},
+        {name: good[name] for name in ("tags", "users")},
+    ]
+    for some in bad if jax.process_count() > 1 else ():
+        try:
+            nn.place(layers, some if first else good)
+        except (ValueError, TypeError) as error:
+            errors.append(str(error))
+    for bag in (layers["films"].rows, layers["tags"]):  # what one has refused, none has learned
+        assert bag.engine.vocabularies.placed == bag.engine.vocabularies.admitted == 4
+    path = f"{directory}/layers of {jax.process_count()}"
+    io.save_modules(path, {"layers": layers})
+    io.restore_modules(path, {"layers": other})
+    train_layers_step(other, nn.place(other, good))
+    return layer_bits(other), errors
+
+
+def layer_bits(layers):
+    """Return all of the layers' tables and maps, on this host."""
+    found = {}
+    for name in ("films", "tags", "users"):
+        bag = getattr(layers[name], "rows", layers[name])
+        arrays, slots = retrieve.host_arrays(bag.state, bag.engine.layout)
+        maps = bag.engine.vocabularies
+        found[name] = arrays, slots, int(bag.state.step)
+        if maps is not None:
+            found[name] += maps.state().maps[name]._asdict(), maps.placed, maps.admitted
+    return found
 
 
 def refusals():

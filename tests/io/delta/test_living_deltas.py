@@ -1,11 +1,19 @@
-"""A server that follows living tables by deltas has what a full export would have, to the bit."""
+"""A server that follows living tables by deltas has what a full export would have, to the bit.
+
+`make test` plays three cases, `make test-all` 17 more. Any others, 60 actions each:
+
+    RANDOM_SEEDS=1000:1500 python -m pytest tests/io/delta/test_living_deltas.py -k many
+"""
 
 from __future__ import annotations
+
+import os
 
 import numpy as np
 import pytest
 from fresh_cases import World, same
 
+MANY = range(*map(int, os.environ.get("RANDOM_SEEDS", "10:27").split(":")))
 ACTIONS = {"train": 0.43, "edit": 0.1, "follow": 0.25, "save": 0.09, "kill": 0.08, "move": 0.05}
 
 
@@ -38,7 +46,7 @@ def test_a_server_follows_a_trainer_that_is_killed(tmp_path, seed, host, lookahe
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("seed", range(10, 27))
+@pytest.mark.parametrize("seed", MANY)
 def test_many_servers_follow(tmp_path, seed):
     rng = np.random.default_rng(seed)
     lookahead = int(rng.integers(2))

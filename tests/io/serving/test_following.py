@@ -106,6 +106,32 @@ def test_every_answer_is_wholly_of_one_version(tmp_path, monkeypatch):
     assert served.keys("t").tolist() == [*keys_at(deltas)]
 
 
+def test_a_delta_waits_for_the_calls_of_the_copy_that_it_writes(tmp_path, monkeypatch):
+    source = Source(tmp_path)
+    served, real = io.FollowingModel(source.model()), io.ServedModel.keys
+    began, go = threading.Event(), threading.Event()
+
+    def slow(model, name):
+        began.set()
+        assert go.wait(60)
+        return real(model, name)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as threads, monkeypatch.context() as patched:
+        patched.setattr(io.ServedModel, "keys", slow)
+        asked = threads.submit(served.keys, "t")
+        assert began.wait(60)
+        served.apply(source.delta())  # into the other copy
+        second = threads.submit(served.apply, source.delta())
+        concurrent.futures.wait([second], timeout=0.5)
+        waits, answered = not second.done(), served.version
+        go.set()
+        assert second.result() == version(2)
+    assert waits
+    assert answered == version(1)
+    assert asked.result().tolist() == [*keys_at(0)]
+    assert check_whole(served(GIVEN)) == 2
+
+
 @pytest.mark.parametrize("fails_at", [1, 2])
 @pytest.mark.quick(1)
 def test_a_delta_that_is_written_in_part_is_written_anew(tmp_path, monkeypatch, fails_at):

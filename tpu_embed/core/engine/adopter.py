@@ -9,6 +9,9 @@ table, whose rows have ids in both engines:
 
 A stack that both engines lay out alike, on the same devices, is copied there as a whole.
 
+With several processes, all of them adopt together: each tells the others the rows that it has, one
+block after the other, and writes those of all.
+
 Input: a state of the other engine, and both engines' layouts and maps. Output: a state of this one,
 and its maps, which are those of the other then. The other engine and its state stay as they are.
 """
@@ -19,6 +22,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -51,6 +55,7 @@ from tpu_embed.core.state import (
     vocabulary_of_maps,
 )
 from tpu_embed.kernels.stochastic import number_ids
+from tpu_embed.processes import raise_on_all
 from tpu_embed.storage import HostRows, slot_field
 from tpu_embed.vocabulary import MapState, RowMoves, Vocabularies, fit_rows, states_to_load
 
@@ -100,13 +105,19 @@ def prepare_adoption(
 
     Raises:
       ValueError: the state is not the newest of the other engine, or the engines do not have the
-        same tables.
+        same tables; a process has no devices of an engine.
       RuntimeError: rows were lost on their way home.
+      Exception: an error in another process.
     """
-    _check_state(state, other)
-    for name in mine.names:
-        _check_table(name, other, mine)
-    fitted, moves = _fit_maps(other, mine)
+    _check_processes(other, mine)
+
+    def fitted_maps() -> tuple[dict[str, MapState], dict[str, RowMoves]]:
+        _check_state(state, other)
+        for name in mine.names:
+            _check_table(name, other, mine)
+        return _fit_maps(other, mine)
+
+    fitted, moves = raise_on_all("adopt", Path(), fitted_maps)
     # All rows are copied before this engine's maps change, because there may be no room for them.
     made = _RowCopies(state, other, mine, moves).made()
     paths = [feature.path for feature in other.layout.features]
@@ -136,16 +147,26 @@ def prepare_adoption(
     return load
 
 
+def _check_processes(*parties: Party) -> None:
+    """Check that every process has devices of all engines.
+
+    Raises:
+      ValueError: one has none.
+    """
+    for party in parties:
+        here = party.layout.axes.processes_of_parts(())[0]
+        if len(here) != jax.process_count():
+            expected, got = f"devices of all {jax.process_count()} processes", f"of {sorted(here)}"
+            remedy = "io.save and io.restore bring tables to the devices of other processes"
+            raise ValueError(message("adopt: mesh", expected=expected, got=got, remedy=remedy))
+
+
 def _check_state(state: TableState, other: Party) -> None:
     """Check that a state may be brought into another layout.
 
     Raises:
-      ValueError: there are several processes; it is traced, not the other engine's, or not its
+      ValueError: it is traced, not the other engine's, or not its newest one.
     """
-    if jax.process_count() > 1:
-        expected, got = "a single process", f"{jax.process_count()}"
-        remedy = "io.save and io.restore do the same with several processes"
-        raise ValueError(message("adopt", expected=expected, got=got, remedy=remedy))
     refuse_traced("adopt", state)
     check_state(state, other.layout)
     if other.maps is not None:
@@ -327,10 +348,21 @@ class _RowCopies:
         assert self.mine.maps is not None, "its ids get rows as keys do"
         assert self.mine.maps.homes is not None, "it is on the host"
         home = self.mine.maps.homes.tables[name]
-        made = HostRows(home.fields, home.storage.path)
+        made, failed = HostRows(home.fields, home.storage.path), []
         for rows, values in self._blocks(name):
-            made.write(rows.view(np.uint64), values)
-        return made
+            ids = rows.view(np.uint64)
+            here = home.row_groups.at_home(ids)
+            try:
+                made.write(ids[here], {part: some[here] for part, some in values.items()})
+            except Exception as error:  # the other processes wait for the rows that this one reads
+                failed.append(error)
+
+        def written() -> HostRows:
+            if failed:
+                raise failed[0]
+            return made
+
+        return raise_on_all(f"adopt: table {name!r}", Path(), written)
 
     def _blocks(self, name: str) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
         """Yield rows of a table, int64 `[n]`, and what they have, `[n, …]` by field."""

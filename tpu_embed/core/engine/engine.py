@@ -190,7 +190,9 @@ class EmbeddingEngine(LogicalRows):
         smaller one keeps the keys with the best scores. Rows, slots, maps, step, counters and the
         random key of new rows are those of the other engine; batches placed before, by either
         engine, are refused here. `state` and `other` stay as they are, so both states, and on the
-        host both engines' rows at home, take memory. After Ctrl-C, call it again.
+        host both engines' rows at home, take memory. After Ctrl-C, call it again. With several
+        processes, all of them call this; each has devices of both engines, and rows travel between
+        hosts as messages.
 
         Args:
           state: the newest state of the other engine.
@@ -199,7 +201,7 @@ class EmbeddingEngine(LogicalRows):
         Raises:
           ValueError: a table differs, or the vocabulary size of one whose ids are row numbers; the
             state is not the other engine's newest one, or it has placed batches that are not
-            admitted; there are several processes. Nothing has changed then.
+            admitted; a process has no devices of one of the engines. Nothing has changed then.
           TypeError: `other` is no engine.
           RuntimeError: rows of the other engine were lost on their way home.
 

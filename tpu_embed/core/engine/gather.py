@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import jax
 import numpy as np
 
+from tpu_embed.core.layout import MeshAxes
+from tpu_embed.core.state import Field
 from tpu_embed.processes import gather_bytes
 from tpu_embed.storage import RowField
 
@@ -42,3 +45,21 @@ def gather_rows(
             values = np.frombuffer(some[end : end + m * one.nbytes], one.dtype)
             rows[part][at], end = values.reshape(m, *one.shape), end + m * one.nbytes
     return rows
+
+
+def rows_to_send(axes: MeshAxes, f: Field, rows: np.ndarray) -> np.ndarray | None:
+    """Return which rows this process reads for all, int64 `[m]`; None: each process has all rows.
+
+    Of several processes that hold a row, the first one does.
+
+    Args:
+      axes: the mesh.
+      f: the table, or a slot of it.
+      rows: int64 `[n]`, logical rows on the devices.
+    """
+    holders = axes.processes_of_parts(f.stack.shard_axes)
+    if len(frozenset.intersection(*holders)) == len(frozenset.union(*holders)):
+        return None
+    first = np.array([min(processes) for processes in holders])
+    shards = f.stack.physical(rows, f.table) // f.stack.num_rows
+    return np.flatnonzero(first[shards] == jax.process_index())

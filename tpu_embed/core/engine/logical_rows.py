@@ -16,7 +16,7 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array, ArrayLike
-from tpu_embed.core.engine.gather import gather_rows
+from tpu_embed.core.engine.gather import gather_rows, rows_to_send
 from tpu_embed.core.engine.rows_by_key import (
     RowsByKey,
     check_none_ahead,
@@ -32,6 +32,7 @@ from tpu_embed.core.state import (
     check_own,
     field,
     logical,
+    row_fields,
 )
 from tpu_embed.kernels import storage
 from tpu_embed.processes import gather_bytes, raise_on_all
@@ -104,7 +105,8 @@ class LogicalRows:
         if f.table.is_on_host:
             stored = self._of_host(state, f, distinct.view(np.uint64))[part]
         else:
-            stored = self._on_devices(state, f, distinct, part)
+            one = RowField(f.shape.shape, storage.stored_dtype(f.shape.dtype))
+            stored = self._on_devices(state, f, distinct, {part: one})[part]
         return stored.view(jnp.dtype(f.shape.dtype))[inverse.reshape(-1)]
 
     def held_rows(self, state: TableState, name: str, rows: np.ndarray) -> dict[str, np.ndarray]:
@@ -123,19 +125,20 @@ class LogicalRows:
     def stored_rows(self, state: TableState, name: str, ids: np.ndarray) -> dict[str, np.ndarray]:
         """Return rows with their slots, as they are stored, from wherever they are.
 
+        With several processes all of them call this, with the same rows.
+
         Args:
           state: the state; with tables on the host the newest one.
           name: a table.
-          ids: int64 `[n]`, different rows of those in [0, V) that are in this process; at least
-            one.
+          ids: int64 `[n]`, different rows of those in [0, V); at least one.
 
         Returns:
           `[n, …]` by field, as `held_rows` does.
         """
         f = field(self._layout, name, None)
         if f.table.is_on_host:
-            return self._of_here(state, f, ids.view(np.uint64))
-        return self.held_rows(state, name, ids)
+            return self._of_host(state, f, ids.view(np.uint64))
+        return self._on_devices(state, f, ids, row_fields(f.stack))
 
     def drawn_rows(
         self, vocabulary: Mapping[str, Array], name: str, keys: np.ndarray
@@ -156,7 +159,8 @@ class LogicalRows:
         With a living vocabulary, ids are the rows that `engine.vocabularies.keys` tells.
         """
         homes, maps = self._of(name)
-        ids = np.union1d(maps.held(name).keys, homes[name].ids())
+        # Those on the devices first: what leaves them meanwhile is on its way home by then.
+        ids = np.union1d(maps.held(name).keys, homes.ids(name))
         said = gather_bytes(f"engine.touched: table {name!r}", ids.tobytes())
         every = [np.frombuffer(some, np.uint64) for some in said]
         return np.unique(np.concatenate(every)).view(np.int64)
@@ -348,25 +352,26 @@ class LogicalRows:
             return state
         return logical.write_rows(state, self._layout, f, places[here], given[here])
 
-    def _on_devices(self, state: TableState, f: Field, rows: np.ndarray, part: str) -> np.ndarray:
-        """Return stored rows, `[n, …]`, for distinct logical rows that the devices hold.
+    def _on_devices(
+        self, state: TableState, f: Field, rows: np.ndarray, parts: Mapping[str, RowField]
+    ) -> dict[str, np.ndarray]:
+        """Return some parts of distinct logical rows that the devices hold, `[n, …]` as stored.
 
         With several processes all of them call this, and each reads what its devices hold.
         """
-        name, axes, shard_axes = f.table.name, self._layout.axes, f.stack.shard_axes
-        one = RowField(f.shape.shape, storage.stored_dtype(f.shape.dtype))
+        name = f.table.name
 
-        def read(some: np.ndarray) -> np.ndarray:
+        def read(some: np.ndarray) -> dict[str, np.ndarray]:
             if not some.size:
-                return np.zeros((0, *one.shape), one.dtype)
-            return self._mover.read(state, {name: some})[name][part]
+                return {part: np.zeros((0, *one.shape), one.dtype) for part, one in parts.items()}
+            held = self.held_rows(state, name, some)
+            return {part: held[part] for part in parts}
 
-        if axes.one_process:
+        mine = rows_to_send(self._layout.axes, f, rows)
+        if mine is None:
             return read(rows)
-        shards = f.stack.physical(rows, f.table) // f.stack.num_rows
-        mine = np.flatnonzero(np.isin(shards, axes.local_parts(shard_axes)))
         what = f"engine.rows: table {name!r}"
-        return gather_rows(what, {part: one}, rows.size, mine, {part: read(rows[mine])})[part]
+        return gather_rows(what, parts, rows.size, mine, read(rows[mine]))
 
     def _of(self, name: str) -> tuple[Homes, Vocabularies]:
         """Return the homes and the maps that know a table on the host.

@@ -68,18 +68,6 @@ class Structure:
                 text = _checks.message(what, expected=expected, got=got, remedy=remedy)
                 raise ValueError(text)
 
-    def refuse_on_host(self, what: str, remedy: str) -> None:
-        """Refuse tables at home on the host.
-
-        Raises:
-          ValueError: there is one.
-        """
-        for name, table in zip(self.table_names, self.tables, strict=True):
-            if table.storage is not None:
-                expected, got = "tables without storage", f"table {name!r} on the host"
-                text = _checks.message(what, expected=expected, got=got, remedy=remedy)
-                raise ValueError(text)
-
     def match(self, values: Any, *, what: str, columns: bool = False) -> list[Any]:
         """Return the [F] leaves of `values`, which must be nested like the configuration.
 

@@ -11,7 +11,6 @@ processes use.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import zlib
 from collections.abc import Iterator
@@ -26,11 +25,11 @@ from tpu_embed.core.layout import Layout
 from tpu_embed.core.place.tiers import Tiers
 from tpu_embed.processes import (
     WAIT_SECONDS,
-    Turns,
+    check_all_have_a_batch,
     exchange_bytes,
     listen,
-    raise_refusals,
     refusal_of,
+    turns_of,
 )
 
 
@@ -87,7 +86,7 @@ class Agreement:
         known = repr((tables, [feature.path for feature in layout.features]))
         # The name must be the same on all processes, so it is made of what they declare alike.
         self._name = f"tpu_embed/{zlib.crc32(known.encode()):08x}"
-        self.turns = _turns(self._name)
+        self.turns = turns_of(self._name)
         self._last: BatchSpec | None = None
         listen()
 
@@ -124,7 +123,7 @@ class Agreement:
         new = exact or wanted != self._last
         news = json.dumps({"spec": _encode(wanted), "exact": exact}) if new else None
         said = self._exchange(news)
-        _check_all_have_a_batch(said)
+        check_all_have_a_batch(said)
         specs = {process: _decode(one["spec"]) for process, one in said.items()}
         # Key -1 holds the last agreed spec, for the processes that sent nothing.
         if self._last is not None and len(specs) < jax.process_count():
@@ -155,7 +154,7 @@ class Agreement:
         """
         said = self._exchange(json.dumps({"end": True}))
         if not all(said.get(process, {}).get("end") for process in range(jax.process_count())):
-            _check_all_have_a_batch(said)
+            check_all_have_a_batch(said)
 
     def share(self, part: bytes) -> list[bytes]:
         """Return the parts that all processes give, by process.
@@ -166,7 +165,7 @@ class Agreement:
           ValueError, TypeError, RuntimeError: as for `agree`.
         """
         said = exchange_bytes("place", self._name, _PART + part, WAIT_SECONDS)
-        _check_all_have_a_batch(_read(said))
+        check_all_have_a_batch(_read(said))
         return [said[process][len(_PART) :] for process in sorted(said)]
 
     def _exchange(self, news: str | None) -> dict[int, Any]:
@@ -181,23 +180,6 @@ _PART = b"\0"
 def _read(said: dict[int, bytes]) -> dict[int, Any]:
     """Return the messages of a round as JSON values; an empty one for a part."""
     return {p: {} if one.startswith(_PART) else json.loads(one) for p, one in said.items()}
-
-
-@functools.cache
-def _turns(name: str) -> Turns:
-    """Return the turns of a conversation."""
-    return Turns()
-
-
-def _check_all_have_a_batch(said: dict[int, Any]) -> None:
-    """Raise the error of a process that refused its part, or that some have no more batches."""
-    raise_refusals("place", "refused its part of the batch", said)
-    ended = [process for process, one in sorted(said.items()) if "end" in one]
-    if ended:
-        which = f"process{'es' if len(ended) > 1 else ''} {', '.join(map(str, ended))}"
-        expected, got = "a batch in every process, or in none", f"no more batches in {which}"
-        remedy = "give every process equally many batches, and leave their loops at the same batch"
-        raise ValueError(message("place", expected=expected, got=got, remedy=remedy))
 
 
 def _union(specs: dict[int, BatchSpec], *, exact: bool) -> BatchSpec:

@@ -38,11 +38,14 @@ def name_of_layer(checkpoint: str, path: str) -> str:
     return f"{checkpoint}/{path}"
 
 
-def prepare(layers: Mapping[str, EngineLayer], *, checkpoint: str, copied: bool) -> Prepared:
+def prepare(
+    layers: Mapping[str, EngineLayer], directory: Path, *, checkpoint: str, copied: bool
+) -> Prepared:
     """Return what must be written from the states of layers, by path.
 
     Args:
       layers: the layers by path.
+      directory: that of all layers, once the checkpoint is finished.
       checkpoint: the name of the checkpoint.
       copied: whether to copy everything to the host now, so that the states may be donated
         afterwards.
@@ -50,17 +53,16 @@ def prepare(layers: Mapping[str, EngineLayer], *, checkpoint: str, copied: bool)
     Raises:
       ValueError: a state does not fit the engine of its layer, or was donated.
     """
-    return {
-        path: _prepared(path, layer, name_of_layer(checkpoint, path), copied)
-        for path, layer in layers.items()
-    }
-
-
-def _prepared(path: str, layer: EngineLayer, name: str, copied: bool) -> tables.Prepared:
-    try:
-        return tables.prepare(layer.engine, layer.state, None, checkpoint=name, copied=copied)
-    except ValueError as error:
-        raise ValueError(f"layer {path!r}: {error}") from error
+    found = {}
+    for path, layer in layers.items():
+        place, name = directory_of(directory, path), name_of_layer(checkpoint, path)
+        try:
+            found[path] = tables.prepare(
+                layer.engine, layer.state, place, checkpoint=name, copied=copied
+            )
+        except ValueError as error:
+            raise ValueError(f"layer {path!r}: {error}") from error
+    return found
 
 
 def write(

@@ -24,7 +24,7 @@ from tpu_embed._types import Array
 from tpu_embed.engine_layer import EngineLayer
 from tpu_embed.io.checkpoint import layers
 from tpu_embed.io.checkpoint.checked import JsonArgs, as_json
-from tpu_embed.io.checkpoint.commit import read_checkpoint, write_checkpoint
+from tpu_embed.io.checkpoint.commit import local_path, read_checkpoint, write_checkpoint
 from tpu_embed.io.checkpoint.items import LAYERS, POSITION, VARIABLES, FilesArgs
 from tpu_embed.io.checkpoint.manifest import Wanted
 from tpu_embed.io.checkpoint.modules import Modules, take_apart
@@ -83,8 +83,8 @@ def restore_modules(
 
     Make the modules with the same structure as those that were saved. Layers may have another mesh,
     number of devices and placement; a layer without an optimizer reads only its table. When this
-    raises, the modules are unchanged. When there are several processes, all call this, and an error
-    in one is raised in all.
+    raises, the modules are unchanged; after an interrupt they are unchanged or wholly restored.
+    When there are several processes, all call this, and an error in one is raised in all.
 
     Args:
       path: what `save_modules` wrote, or one of the numbered directories of a
@@ -122,6 +122,11 @@ def restore_modules(
     found = read_checkpoint(path, items, prepared, writer="save_modules")
     assert chosen is not None, "prepared before it is read"
     chosen.fill(found[LAYERS], found[VARIABLES])
+    for name, layer in chosen.layers.items():  # later saves write what has changed since
+        storage, saved = layer.engine.storage, found[LAYERS][name].checkpoint
+        if storage is not None and saved is not None and layer.engine.vocabularies is not None:
+            place = layers.directory_of(local_path(path) / LAYERS, name)
+            storage.begin_save(place, saved, layer.engine.vocabularies.admitted)
     return found[POSITION]
 
 
@@ -133,7 +138,7 @@ def save_modules_args(
     Args:
       modules: the modules by name.
       position: a JSON value.
-      path: where the checkpoint will be; layers have no tables on the host, which need it.
+      path: where the checkpoint will be.
       checkpoint: the name of the checkpoint.
       copied: whether to copy tables to the host now, so that they may be donated afterwards.
 
@@ -144,7 +149,7 @@ def save_modules_args(
     parts = take_apart(modules)
     arrays = parts.arrays()
     check_leaves("modules", arrays)
-    prepared = layers.prepare(parts.layers, checkpoint=checkpoint, copied=copied)
+    prepared = layers.prepare(parts.layers, path / LAYERS, checkpoint=checkpoint, copied=copied)
 
     def write(path: Path) -> None:
         layers.write(path, checkpoint, prepared, parts.shared)

@@ -21,9 +21,11 @@ from flax import nnx
 
 from tpu_embed._checks import message
 from tpu_embed.core.layout import make_axes
+from tpu_embed.core.state import TableState
 from tpu_embed.engine_layer import EngineLayer
 from tpu_embed.io.checkpoint.tables import FoundTables
 from tpu_embed.io.checkpoint.trees import abstract_leaf, as_array, is_left_out
+from tpu_embed.vocabulary import load_together
 
 Keys = tuple[Any, ...]
 """Keys from the modules to an object or a leaf."""
@@ -111,24 +113,45 @@ class Modules:
         return dataclasses.replace(self, layers=layers, leave_out=leave_out)
 
     def fill(self, found: Mapping[str, FoundTables], arrays: Mapping[str, Any]) -> None:
-        """Set the states of layers, their maps, and all arrays, in place.
+        """Set the states of layers, their maps, and all arrays, in place: all of them or none.
+
+        An interrupt comes before that or after it.
 
         Args:
           found: states and maps of layers, by path.
           arrays: all other arrays, by path.
         """
-        # All values are made before the first is set, so that an error changes nothing.
-        values = [(leaf, leaf.with_arrays(arrays)) for leaf in self.leaves]
-        for leaf, value in values:
+        # All values and maps are made before the first is set, so that an error changes nothing.
+        values = [leaf.with_arrays(arrays) for leaf in self.leaves]
+        loads = []
+        for path, layer in self.layers.items():
+            maps, vocabularies = found[path].maps, layer.engine.vocabularies
+            if vocabularies is not None and maps is not None:
+                loads.append(vocabularies.prepare_load(maps, found[path].homes))
+        states = {path: found[path].state for path in self.layers}
+        load_together(loads, lambda: self._set(values, states))
+
+    def _set(self, values: Sequence[Any], states: Mapping[str, TableState]) -> None:
+        """Set the values of leaves, and the states of layers by path; or none, if one fails."""
+        before = [leaf.value for leaf in self.leaves]
+        own = [one for layer in self.layers.values() for one in layer.state_variables]
+        owned = [one.get_raw_value() for one in own]
+        try:
+            self._set_leaves(values)
+            for path, layer in self.layers.items():
+                layer.set_state(states[path])
+        except BaseException:
+            self._set_leaves(before)
+            for variable, value in zip(own, owned, strict=True):
+                variable.set_raw_value(value)
+            raise
+
+    def _set_leaves(self, values: Sequence[Any]) -> None:
+        for leaf, value in zip(self.leaves, values, strict=True):
             if leaf.in_variable:
                 leaf.holder.set_raw_value(value)
             else:
                 nnx.update(self.by_name, nnx.from_flat_state({leaf.keys: value}))
-        for path, layer in self.layers.items():
-            maps, vocabularies = found[path].maps, layer.engine.vocabularies
-            if vocabularies is not None and maps is not None:
-                vocabularies.load_states(maps, found[path].homes)
-            layer.set_state(found[path].state)
 
 
 def take_apart(modules: Mapping[str, Any]) -> Modules:

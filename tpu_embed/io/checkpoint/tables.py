@@ -73,15 +73,14 @@ class Prepared:
 
 
 def prepare(
-    engine: EmbeddingEngine, state: TableState, path: Path | None, *, checkpoint: str, copied: bool
+    engine: EmbeddingEngine, state: TableState, path: Path, *, checkpoint: str, copied: bool
 ) -> Prepared:
     """Collect what must be written from a state.
 
     Args:
       engine: the engine that made the state.
       state: tables and slots.
-      path: the directory of the tables, once the checkpoint is finished; None without tables on
-        the host.
+      path: the directory of the tables, once the checkpoint is finished.
       checkpoint: the name of the checkpoint.
       copied: whether to copy everything to the host now, so that the state may be donated
         afterwards.
@@ -101,9 +100,7 @@ def prepare(
         elif jax.process_index() == 0:
             parts.append((f, np.array(f.read(state)).view(np.dtype(f.shape.dtype))))
     found = maps.prepare(engine, state) if jax.process_index() == 0 else None
-    homes = None
-    if path is not None:
-        homes = host_rows.prepare(engine, state, path, checkpoint=checkpoint, copied=copied)
+    homes = host_rows.prepare(engine, state, path, checkpoint=checkpoint, copied=copied)
     return Prepared(checkpoint, manifest.describe(engine, state), parts, found, homes)
 
 

@@ -31,7 +31,7 @@ from tpu_embed.io.delta.delta_files import Delta
 from tpu_embed.io.delta.row_blocks import block_size, padded_to
 from tpu_embed.io.quantize import QuantizedTable
 from tpu_embed.kernels import dispatch, storage
-from tpu_embed.processes import check_same, gather_bytes, raise_on_all
+from tpu_embed.processes import check_same, gather_bytes, gather_from_all, raise_on_all
 from tpu_embed.touched import Changes, TouchedRows, Version
 
 
@@ -48,8 +48,8 @@ def export_delta(
     values, and the keys that lost theirs; of a table on the host, its ids.
 
     Only these rows are read from the devices; the host holds one copy of them. The directory is
-    either complete or absent. When there are several processes, all call this with the same path,
-    and the first one writes.
+    either complete or absent. When there are several processes, all call this with the same path
+    and the same `since`, and the first one writes.
 
     Args:
       path: the directory to write; it must not exist yet.
@@ -103,6 +103,7 @@ def export_delta(
         return version, first, touched.changes(first)
 
     version, first, changes = raise_on_all("export_delta", root.parent, prepared)
+    _check_alike(first, version)
     tables, failed = _read_tables(engine, state, changes)
 
     def written() -> None:
@@ -115,6 +116,22 @@ def export_delta(
 
     raise_on_all("export_delta", root.parent, written)
     return version
+
+
+def _check_alike(since: Version, version: Version) -> None:
+    """Check that all processes write the same delta; all call this.
+
+    Raises:
+      ValueError: they would not; raised by every process.
+    """
+    said = gather_from_all("export_delta: versions", [list(since), list(version)])
+    for process, one in enumerate(said):
+        for what, mine, first in zip(("since", "version"), one, said[0], strict=True):
+            if mine != first:
+                expected, got = f"{Version(*first)}", f"{Version(*mine)} in process {process}"
+                remedy = "give what one version or export_delta returned to all processes; all "
+                remedy += "make the TouchedRows together, and call record_rows for the same edits"
+                raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
 
 
 # -- rows ------------------------------------------------------------------------------------------

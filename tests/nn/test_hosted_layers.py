@@ -1,0 +1,189 @@
+"""Layers of tables on the host: the bits of those on the devices, placed ahead, saved, restored."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from facade_cases import assert_same
+from flax import nnx
+from nn_models import activations_of, loss_of, mesh_of
+
+import tpu_embed
+from tpu_embed import DynamicVocabulary, HostStorage, TableConfig, nn
+from tpu_embed import optimizers as o
+from tpu_embed.io import restore_modules, save_modules
+
+ROWS = {"films": 60, "tags": 40, "seen": 40}
+B = 8
+
+
+def _model(hosted, devices=2, seed=0, rows=34):
+    """Return layers of row numbers, of keys and of sequences, all on the host or none."""
+    drawn = jax.nn.initializers.normal(0.3)
+    storage = HostStorage(device_rows=rows) if hosted else None
+    where: dict[str, Any] = {"mesh": mesh_of(devices), "rngs": nnx.Rngs(seed)}
+    options: dict[str, Any] = {"initializer": drawn, "storage": storage, "optimizer": o.Adam(0.25)}
+    tags = TableConfig(ROWS["tags"], 2, name="tags", vocabulary=DynamicVocabulary(), **options)
+    seen = TableConfig(ROWS["seen"], 2, name="seen", **options)
+    films = nn.Embed(
+        ROWS["films"],
+        4,
+        name="films",
+        optimizer=o.Adagrad(0.5),
+        embedding_init=drawn,
+        storage=storage,
+        **where,
+    )
+    bags = {"tags": nn.EmbeddingBag(tags, **where)}
+    bags["seen"] = nn.EmbeddingBag(seen, jagged=True, **where)
+    return nnx.Dict(films=films, **bags)
+
+
+def _ids(step):
+    rng = np.random.default_rng(step)
+    seen = [rng.integers(0, ROWS["seen"], rng.integers(0, 5)).tolist() for _ in range(B)]
+    return {
+        "films": rng.integers(0, ROWS["films"], (B, 2)),
+        "tags": (rng.integers(0, 30, (B, 2)) + step) * (2**40 + 3),
+        "seen": tpu_embed.RaggedIds.from_lists(seen),
+    }
+
+
+def _found(model, batches):
+    """Return the activations of layers; sequences padded, whatever room there was for them."""
+    every = activations_of(model, batches).items()
+    return {name: x.to_padded(4)[0] if name == "seen" else x for name, x in every}
+
+
+@nnx.jit(donate_argnums=0)
+def train_step(model, batches):
+    return nn.fused_value_and_grad(lambda model: loss_of(_found(model, batches)))(model)[0]
+
+
+def _train(model, steps):
+    return [np.asarray(train_step(model, nn.place(model, _ids(step)))) for step in steps]
+
+
+def _bag(layer):
+    return getattr(layer, "rows", layer)
+
+
+def _contents(model):
+    """Return rows and slots of all ids and of all keys, and the steps."""
+    found = {}
+    for name, size in ROWS.items():
+        bag = _bag(model[name])
+        engine, state, ids = bag.engine, bag.state, np.arange(size)
+        if name == "tags":
+            found["keys"], ids = engine.vocabularies.keys(name)
+        for slot in (None, *(["accumulators"] if name == "films" else ["momenta", "velocities"])):
+            found[f"{name} {slot}"] = engine.rows(state, name, ids, slot=slot)
+        found[f"{name} step"] = int(state.step)
+    return found
+
+
+@pytest.mark.parametrize("devices", [4, pytest.param(1, marks=pytest.mark.whole)])
+def test_layers_on_the_host_have_the_bits_of_those_on_the_devices(devices):
+    hosted, plain = _model(True, devices), _model(False, devices)
+    ahead = tpu_embed.data.Prefetcher(nn.ModelPlacer(hosted), map(_ids, range(8)), depth=2)
+    for step, batches in enumerate(ahead):
+        loss = train_step(hosted, nn.admit(hosted, batches))
+        assert_same([np.asarray(loss)], _train(plain, [step]))
+        looked = [nn.place(each, _ids(100 + step), training=False) for each in (hosted, plain)]
+        expected = _found(plain, looked[1])
+        assert_same(_found(hosted, looked[0]), expected)
+        assert_same(nnx.jit(_found)(hosted, looked[0]), expected)
+        assert looked[0]["films"].visit_rows
+    assert_same(_contents(hosted), _contents(plain))
+    counters = _bag(hosted["films"]).engine.storage.counters["films"]
+    assert min(counters["sent"], counters["brought"]) > 10
+
+
+ACTIONS = ["ahead", "ahead", "train", "train", "look", "bad", "drop", "restore"]
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.whole) for n in (1, 2))])
+def test_random_calls_equal_those_of_layers_on_the_devices(seed, tmp_path):
+    rng, hosted, plain = np.random.default_rng(seed), _model(True), _model(False)
+    placer, waiting, done = nn.ModelPlacer(hosted), [], set()
+    for number in range(30):
+        kind, ids = rng.choice(ACTIONS), _ids(number)
+        done.add(str(kind))
+        if kind == "ahead":
+            waiting.append((ids, placer.place(ids)))
+        elif kind == "train":
+            ids, batches = waiting.pop(0) if waiting else (ids, placer.place(ids))
+            losses = train_step(hosted, nn.admit(hosted, batches))
+            assert_same(losses, train_step(plain, nn.place(plain, ids)))
+        elif kind == "look":
+            looked = [nn.place(each, ids, training=False) for each in (hosted, plain)]
+            assert_same(_found(hosted, looked[0]), _found(plain, looked[1]))
+        elif kind == "bad":
+            with pytest.raises(TypeError):
+                placer.place(ids | {"tags": np.ones((B, 2))})
+        elif kind == "drop":
+            for name in ROWS:
+                _bag(hosted[name]).engine.vocabularies.rewind(_bag(hosted[name]).state)
+            waiting = []
+        else:
+            save_modules(tmp_path / f"{number}", {"model": hosted})
+            hosted = _model(True, seed=1, rows=int(rng.integers(34, 40)))
+            restore_modules(tmp_path / f"{number}", {"model": hosted})
+            placer, waiting = nn.ModelPlacer(hosted), []
+    assert done == {*ACTIONS}
+    assert_same(_contents(hosted), _contents(plain))
+
+
+WAYS = [(True, True), (False, True), pytest.param(True, False, marks=pytest.mark.whole)]
+
+
+@pytest.mark.parametrize(("saved", "restored"), WAYS)
+def test_saved_and_restored_to_the_host_or_from_it(saved, restored, tmp_path):
+    model = _model(saved)
+    _train(model, range(3))
+    save_modules(tmp_path / "early", {"model": model})
+    _train(model, range(3, 5))
+    save_modules(tmp_path / "saved", {"model": model})  # of the host's rows, those that changed
+    other = _model(restored, devices=4, seed=1, rows=40)
+    _train(other, range(50, 53))  # what it knew is replaced
+    restore_modules(tmp_path / "saved", {"model": other})
+    assert_same(_contents(other), _contents(model))
+    if restored:  # the next save goes on from this checkpoint if that has rows by id
+        assert len(_bag(other["films"]).engine.storage.saves) == saved
+    _train(model, [5])
+    _train(other, [5])
+    assert_same(_contents(other), _contents(model))
+    save_modules(tmp_path / "again", {"model": other})
+    third = nnx.eval_shape(lambda: _model(True, seed=2))
+    restore_modules(tmp_path / "again", {"model": third})
+    assert_same(_contents(third), _contents(model))
+
+
+def test_what_a_layer_on_the_host_refuses():
+    model = _model(True)
+    films = model["films"]
+    with pytest.raises(ValueError, match=r"table 'films': expected a Batch .*tpu_embed.nn.place"):
+        films(np.arange(8))
+    with pytest.raises(ValueError, match=r"engine.rows"):
+        _ = films.embedding
+    with pytest.raises(ValueError, match="at most 34 distinct ids"):
+        nn.place(model, _ids(0) | {"films": np.arange(40).reshape(8, 5)})
+    assert [_bag(model[name]).engine.vocabularies.placed for name in ROWS] == [0, 0, 0]
+
+
+def test_inputs_by_name_are_looked_up_together():
+    hosted, plain = (_bag(_model(on_host)["films"]) for on_host in (True, False))
+
+    @nnx.jit(donate_argnums=0)
+    def step(layer, batch):
+        return nn.fused_value_and_grad(lambda layer: loss_of(layer(batch)))(layer)[0]
+
+    for number in range(4):
+        ids = {"history": _ids(number)["films"], "item": _ids(50 + number)["films"][:, 0]}
+        losses = [step(layer, nn.place(layer, ids)) for layer in (hosted, plain)]
+        assert_same(*losses)
+        looked = [nn.place(layer, ids, training=False) for layer in (hosted, plain)]
+        assert_same(hosted(looked[0]), plain(looked[1]))
+    rows = [one.engine.rows(one.state, "films", np.arange(60)) for one in (hosted, plain)]
+    assert_same(*rows)
