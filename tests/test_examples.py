@@ -30,6 +30,7 @@ def test_custom_loop(tmp_path):
 
 
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.whole), 8])
+@pytest.mark.whole
 def test_candidates(devices, tmp_path):
     """A user once, many candidates: what is served is what the last step of training knew."""
     out = run("candidates.py", "--steps", 150, "--devices", devices, cwd=tmp_path)

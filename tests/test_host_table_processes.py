@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from process_runs import run
 
+pytestmark = pytest.mark.whole
+
 
 def assert_same(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
@@ -56,7 +58,6 @@ def on_devices():
     return cases.train(hosted=False)
 
 
-@pytest.mark.whole
 def test_two_processes_have_the_bits_of_tables_on_the_devices_of_one(two, on_devices):
     seen, rows = on_devices
     for found in two:

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from process_runs import run
 
+pytestmark = pytest.mark.whole
+
 
 def assert_same(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
@@ -40,7 +42,6 @@ def two(one, tmp_path_factory):
     return run(2, directory, calls), directory / "step"
 
 
-@pytest.mark.whole
 def test_two_processes_have_the_bits_of_one(two):
     (expected, devices), embedding = living_processes.train(), living_processes.train_embedding()
     for found in two[0]:

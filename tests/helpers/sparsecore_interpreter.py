@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from tpu_embed.kernels import (
+    sparsecore_change,
     sparsecore_owner,
     sparsecore_rules,
     sparsecore_subcore,
@@ -131,8 +132,8 @@ def interpreted(late):
         )
         patch.setattr(sparsecore_subcore, "_IN_REGISTERS", 32)  # two passes over 48 columns
         patch.setattr(sparsecore_rules, "times", times)
-        patch.setattr(sparsecore_owner, "_UNROLLED", 4)  # and a loop over the rest
-        patch.setattr(sparsecore_owner, "_AT_A_TIME", 2)
+        patch.setattr(sparsecore_change, "_UNROLLED", 4)  # and a loop over the rest
+        patch.setattr(sparsecore_change, "_AT_A_TIME", 2)
         patch.setattr(sparsecore_sums, "_MOST_ENTRIES", CHUNK)
         patch.setattr(sparsecore_update, "_MOST_ENTRIES", CHUNK)
         patch.setattr(sparsecore_sums, "_workers_here", lambda: WORKERS)

@@ -11,146 +11,23 @@ of the worker's segments, changed in that memory.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from tpu_embed._types import PADDING_ID
-from tpu_embed.kernels import sparsecore_rules as rules
 from tpu_embed.kernels import sparsecore_subcore as subcore
-
-_AT_A_TIME = 8
-"""The vectors of a row that are loaded before the first of them is stored."""
-_UNROLLED = 16
-"""The vectors of a row that are changed by one stretch of code: a whole row of 128 by 8 lanes."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RuleForm:
-    """What is static of a `CompiledRule`.
-
-    Attributes:
-      kind: one of `sparsecore_rules.KINDS`.
-      flag: its switch.
-      decays: whether the row is multiplied with 1 - λ first.
-      clips_gradient: whether the gradient has bounds.
-      clips_row: whether the new row has bounds.
-      dim: D, the numbers of a row that count.
-    """
-
-    kind: str
-    flag: bool
-    decays: bool
-    clips_gradient: bool
-    clips_row: bool
-    dim: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """What all workers have to do: refs, but for the last two.
-
-    Attributes:
-      bounds: int32 `[n]`, as for `sparsecore_worker.run`.
-      source: partial sums, float32 `[P, W]`, or uint32 `[P, W / 2]` with two numbers of bfloat16
-        to a word; some words more than a row of the table are padding.
-      index: int32 `[N]`, the partial sum of each entry; N is a multiple of `chunk`.
-      segments: int32 `[N + lanes]`, non-decreasing and without gaps.
-      row_ids: int32 `[M]`, the row of each segment, `PADDING_ID` for none; at least
-        `chunk + 2 * lanes` more than there are segments.
-      numbers: float32 `[2 * lanes]`, `CompiledRule.operand` and padding.
-      table: float32 `[R, W]`.
-      slots: float32, `[R, W]` or `[R]` each.
-      form: the rule.
-      chunk: how many entries are summed at a time.
-    """
-
-    bounds: Any
-    source: Any
-    index: Any
-    segments: Any
-    row_ids: Any
-    numbers: Any
-    table: Any
-    slots: tuple[Any, ...]
-    form: RuleForm
-    chunk: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Memory:
-    """What a worker keeps in its subcore's memory: refs.
-
-    Attributes:
-      bounds: int32 `[workers + WORDS]`.
-      numbers: float32 `[2 * lanes]`.
-      index: int32 `[chunk]`, the partial sum of each entry of the chunk that comes next.
-      segments: int32 `[lanes + chunk + lanes]`: the end of the chunk before, the chunk, and the
-        beginning of the chunk after it.
-      row_ids: int32 `[chunk + 2 * lanes]`, the rows of these segments, from `first` on.
-      starts: int32 `[2, chunk]`, 1 where a segment starts. The 2 are this chunk and the next,
-        alternately, here and below.
-      ids: int32 `[2, chunk]`, partial sums to fetch, `PADDING_ID` for none.
-      targets: int32 `[2, chunk]`, where a segment ends its row, otherwise `PADDING_ID`.
-      rows: `[2, chunk, …]`, fetched partial sums.
-      sums: float32 `[2, chunk, W]`, running sums; the memory of `rows` unless these are packed.
-      table: float32 `[2, chunk, W]`, the rows of `targets`.
-      slots: float32 `[2, chunk, W]` or `[2, chunk]` each, their slots.
-      running: float32 `[W]`, the running sum at the end of the chunk before.
-      arrived: semaphore of numbers.
-      fetched: semaphores `[2]` of `rows`, `table` and `slots`.
-      written: semaphores `[2]` of `table` and `slots`.
-    """
-
-    bounds: Any
-    numbers: Any
-    index: Any
-    segments: Any
-    row_ids: Any
-    starts: Any
-    ids: Any
-    targets: Any
-    rows: Any
-    sums: Any
-    table: Any
-    slots: tuple[Any, ...]
-    running: Any
-    arrived: Any
-    fetched: Any
-    written: Any
-    factors: Any = None  # weights are in the partial sums already
-
-    @property
-    def chunk(self) -> int:
-        """The entries of a chunk."""
-        return self.ids.shape[1]
-
-    @property
-    def lanes(self) -> int:
-        """The numbers of a vector."""
-        return (self.segments.shape[0] - self.chunk) // 2
-
-    @property
-    def packed(self) -> bool:
-        """Whether the partial sums are bfloat16, two to a word."""
-        return self.sums is not self.rows
-
-    @property
-    def before(self) -> Any:
-        """The last segment of the chunk that was prepared last."""
-        from jax.experimental import pallas as pl
-
-        return self.segments[pl.ds(0, self.lanes)][self.lanes - 1]
+from tpu_embed.kernels.sparsecore_change import change_rows
+from tpu_embed.kernels.sparsecore_memory import Memory, Work, allocate
 
 
 def run(work: Work) -> None:
     """Update the rows of this worker's segments."""
     from jax.experimental import pallas as pl
 
-    def with_memory(memory: _Memory) -> None:
+    def with_memory(memory: Memory) -> None:
         subcore.copy_now(work.bounds, memory.bounds)
         subcore.copy_now(work.numbers, memory.numbers)
 
@@ -160,47 +37,10 @@ def run(work: Work) -> None:
 
         subcore.on_each_worker(one_worker)
 
-    _allocate(with_memory, work)
+    allocate(with_memory, work)
 
 
-def _allocate(run: Callable[[_Memory], None], work: Work) -> None:
-    """Call `run` with a worker's memory."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
-    from jax.experimental.pallas import tpu_sc as plsc
-
-    vmem, dma, int32, float32 = pltpu.VMEM, pltpu.SemaphoreType.DMA, jnp.int32, jnp.float32
-    chunk, lanes = work.chunk, plsc.get_sparse_core_info().num_lanes
-    words, packed = work.source.shape[1], work.source.dtype == jnp.uint32
-    width = words * (2 if packed else 1)
-    kinds = {
-        "bounds": vmem(work.bounds.shape, int32),
-        "numbers": vmem(work.numbers.shape, float32),
-        "index": vmem((chunk,), int32),
-        "segments": vmem((lanes + chunk + lanes,), int32),
-        "row_ids": vmem((chunk + 2 * lanes,), int32),
-        "starts": vmem((2, chunk), int32),
-        "ids": vmem((2, chunk), int32),
-        "targets": vmem((2, chunk), int32),
-        "rows": vmem((2, chunk, words), work.source.dtype),
-        "table": vmem((2, chunk, work.table.shape[1]), float32),
-        "running": vmem((width,), float32),
-        "arrived": dma(()),
-        "fetched": dma((2,)),
-        "written": dma((2,)),
-    }
-    if packed:
-        kinds["sums"] = vmem((2, chunk, width), float32)
-    slots = {f"slot{n}": vmem((2, chunk, *x.shape[1:]), float32) for n, x in enumerate(work.slots)}
-
-    def with_refs(**refs: Any) -> None:
-        own = tuple(refs.pop(name) for name in slots)
-        run(_Memory(**({"sums": refs["rows"]} | refs), slots=own))
-
-    pl.run_scoped(with_refs, **kinds, **slots)
-
-
-def _update_range(work: Work, memory: _Memory, begin: Any, end: Any) -> None:
+def _update_range(work: Work, memory: Memory, begin: Any, end: Any) -> None:
     """Update the rows of the entries `begin` to `end - 1`, chunk by chunk."""
     from jax.experimental import pallas as pl
 
@@ -215,8 +55,7 @@ def _update_range(work: Work, memory: _Memory, begin: Any, end: Any) -> None:
         subcore.copy_now(work.segments.at[start], memory.segments.at[pl.ds(0, lanes)])
         least = memory.segments[pl.ds(0, lanes)][0]
         memory.segments[pl.ds(0, lanes)] = jnp.full(lanes, least, jnp.int32)
-        for copy in _number_copies(work, memory, first):
-            copy.start()
+        _start(_number_copies(work, memory, first))
         _prepare(work, memory, (begin, end), first, 0, chunks > 1)
 
         @pl.loop(0, chunks)
@@ -225,27 +64,23 @@ def _update_range(work: Work, memory: _Memory, begin: Any, end: Any) -> None:
 
             @pl.when(k > 0)
             def _() -> None:
-                for copy in _writes(work, memory, 1 - slot):
-                    copy.wait()
+                _wait(_writes(work, memory, 1 - slot))
 
             @pl.when(k + 1 < chunks)
             def _() -> None:
                 bounds, number = (begin, end), first + k + 1
                 _prepare(work, memory, bounds, number, 1 - slot, k + 2 < chunks)
 
-            for copy in _fetches(work, memory, slot):
-                copy.wait()
+            _wait(_fetches(work, memory, slot))
             subcore.sum_chunk(memory, slot)
-            _apply(work.form, memory, slot)
-            for copy in _writes(work, memory, slot):
-                copy.start()
+            change_rows(work.form, memory, slot)
+            _start(_writes(work, memory, slot))
 
-        for copy in _writes(work, memory, (chunks - 1) & 1):
-            copy.wait()
+        _wait(_writes(work, memory, (chunks - 1) & 1))
 
 
 def _prepare(
-    work: Work, memory: _Memory, bounds: tuple[Any, Any], number: Any, slot: Any, more: Any
+    work: Work, memory: Memory, bounds: tuple[Any, Any], number: Any, slot: Any, more: Any
 ) -> None:
     """Start to fetch what a chunk needs, and then the numbers of the next chunk.
 
@@ -259,22 +94,19 @@ def _prepare(
     """
     from jax.experimental import pallas as pl
 
-    for copy in _number_copies(work, memory, number):
-        copy.wait()
+    _wait(_number_copies(work, memory, number))
     _mark(memory, bounds, number * memory.chunk, slot)
-    for copy in _fetches(work, memory, slot):
-        copy.start()
+    _start(_fetches(work, memory, slot))
     # The end of this chunk is what the next chunk's first entry compares its segment with.
     lanes = memory.lanes
     memory.segments[pl.ds(0, lanes)] = memory.segments[pl.ds(memory.chunk, lanes)]
 
     @pl.when(more)
     def _() -> None:
-        for copy in _number_copies(work, memory, number + 1):
-            copy.start()
+        _start(_number_copies(work, memory, number + 1))
 
 
-def _mark(memory: _Memory, bounds: tuple[Any, Any], offset: Any, slot: Any) -> None:
+def _mark(memory: Memory, bounds: tuple[Any, Any], offset: Any, slot: Any) -> None:
     """Work out, for every entry of a chunk, what to fetch, where to restart and what to write."""
     from jax.experimental import pallas as pl
 
@@ -298,121 +130,19 @@ def _mark(memory: _Memory, bounds: tuple[Any, Any], offset: Any, slot: Any) -> N
         memory.targets[slot, here] = jnp.where(closes, row, nothing)
 
 
+def _start(copies: Sequence[Any]) -> None:
+    for copy in copies:
+        copy.start()
+
+
+def _wait(copies: Sequence[Any]) -> None:
+    for copy in copies:
+        copy.wait()
+
+
 def _aligned(segment: Any) -> Any:
     """Return the greatest position, not above that of a segment, at which a copy may begin."""
     return segment // 8 * 8
-
-
-def _apply(form: RuleForm, memory: _Memory, slot: Any) -> None:
-    """Change the rows of the segments that end in a chunk."""
-    from jax.experimental import pallas as pl
-
-    lanes = memory.lanes
-    own = memory.numbers[pl.ds(0, lanes)], memory.numbers[pl.ds(lanes, lanes)]
-
-    def number(i: int) -> Any:
-        return own[i // lanes][i % lanes]
-
-    @pl.loop(0, memory.chunk // lanes)
-    def _(vector: Any) -> None:
-        targets = memory.targets[slot, pl.ds(vector * lanes, lanes)]
-        if form.kind == "rowwise_adagrad":
-            rates = _row_rates(form, memory, slot, vector, number)
-        for j in range(lanes):
-
-            @pl.when(targets[j] >= 0)
-            def _(i: Any = vector * lanes + j, j: int = j) -> None:
-                if form.kind == "rowwise_adagrad":
-                    _change_row(form, memory, slot, i, number, rates[j])
-                else:
-                    _change_row(form, memory, slot, i, number)
-
-
-def _change_row(
-    form: RuleForm, memory: _Memory, slot: Any, i: Any, number: rules.Numbers, rate: Any = None
-) -> None:
-    """Apply the rule to the row at place `i`, or to row-wise Adagrad's row its `rate`."""
-    from jax.experimental import pallas as pl
-
-    lanes, width = memory.lanes, memory.table.shape[2]
-
-    refs = (memory.table, *([] if rate is not None else memory.slots))
-
-    def changed(w: Any, held: list[Any], g: Any) -> list[Any]:
-        w = rules.times(number(0), w) if form.decays else w
-        if rate is not None:
-            w, new = w - rules.times(g, rate), []
-        else:
-            w, new = rules.RULES[form.kind](w, held, g, number, form.flag)
-        w = jnp.minimum(jnp.maximum(w, number(3)), number(4)) if form.clips_row else w
-        return [w, *new]
-
-    def change(vectors: Any) -> None:
-        # All loads stand before all stores: the compiler keeps their order.
-        places = [pl.ds(vector * lanes, lanes) for vector in vectors]
-        given = [_gradient(form, memory, slot, i, here, number) for here in places]
-        held = [[x[slot, i, here] for x in refs] for here in places]
-        for here, old, g in zip(places, held, given, strict=True):
-            for x, value in zip(refs, changed(old[0], old[1:], g), strict=True):
-                x[slot, i, here] = value
-
-    vectors = width // lanes
-    for start in range(0, min(vectors, _UNROLLED), _AT_A_TIME):
-        change(range(start, min(start + _AT_A_TIME, vectors)))
-    if vectors > _UNROLLED:
-        pl.loop(_UNROLLED, vectors)(lambda vector: change([vector]))
-
-
-def _gradient(
-    form: RuleForm, memory: _Memory, slot: Any, i: Any, here: Any, number: rules.Numbers
-) -> Any:
-    """Return a vector of the whole gradient of the row at place `i`, clipped."""
-    g = memory.sums[slot, i, here]
-    return jnp.minimum(jnp.maximum(g, number(1)), number(2)) if form.clips_gradient else g
-
-
-def _row_rates(
-    form: RuleForm, memory: _Memory, slot: Any, vector: Any, number: rules.Numbers
-) -> Any:
-    """Add to the accumulators of a vector of rows; return lr / (root of these + epsilon)."""
-    from jax.experimental import pallas as pl
-
-    lanes = memory.lanes
-    here, lane = pl.ds(vector * lanes, lanes), jax.lax.iota(jnp.int32, memory.lanes)
-    means = jnp.zeros(lanes, jnp.float32)
-    for j in range(lanes):
-        total = _sum_of_squares(form, memory, slot, vector * lanes + j, number)
-        means = jnp.where(lane == j, rules.times(total, jnp.float32(1.0 / form.dim)), means)
-    a = memory.slots[0][slot, here] + means
-    memory.slots[0][slot, here] = a
-    return number(5) * rules.over_root(a, None if form.flag else number(6))
-
-
-def _sum_of_squares(form: RuleForm, memory: _Memory, slot: Any, i: Any, number: rules.Numbers):
-    """Return the sum of a row's squared gradients, in the order of `optimizers.row_sums`."""
-    from jax.experimental import pallas as pl
-
-    lanes, width = memory.lanes, memory.table.shape[2]
-    squares = []
-    for start in range(0, width, lanes):
-        g = _gradient(form, memory, slot, i, pl.ds(start, lanes), number)
-        squares.append(rules.times(g, g))
-    # The upper half is added to the lower half: vectors first, then the lanes of the last one.
-    whole = 1 << max(0, form.dim - 1).bit_length()
-    count = max(1, whole // lanes)
-    parts: list[Any] = [squares[v] if v < len(squares) else None for v in range(count)]
-    while len(parts) > 1:
-        half = len(parts) // 2
-        parts = [
-            low if high is None else low + high
-            for low, high in zip(parts[:half], parts[half:], strict=True)
-        ]
-    lanes_left = [parts[0][j] for j in range(min(lanes, whole))]
-    while len(lanes_left) > 1:
-        half = len(lanes_left) // 2
-        pairs = zip(lanes_left[:half], lanes_left[half:], strict=True)
-        lanes_left = [low + high for low, high in pairs]
-    return lanes_left[0]
 
 
 # -- what a test replaces to run a worker on a CPU -------------------------------------------------
@@ -425,7 +155,7 @@ def _look_up(ref: Any, positions: Any) -> Any:
     return plsc.load_gather(ref, [positions])
 
 
-def _number_copies(work: Work, memory: _Memory, number: Any) -> Sequence[Any]:
+def _number_copies(work: Work, memory: Memory, number: Any) -> Sequence[Any]:
     """Return the copies, not started, of a chunk's numbers into the worker's memory."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
@@ -444,7 +174,7 @@ def _number_copies(work: Work, memory: _Memory, number: Any) -> Sequence[Any]:
     return [pltpu.make_async_copy(x, target, memory.arrived) for x, target in pairs]
 
 
-def _fetches(work: Work, memory: _Memory, slot: Any) -> Sequence[Any]:
+def _fetches(work: Work, memory: Memory, slot: Any) -> Sequence[Any]:
     """Return the indirect DMAs, not started, that fetch a chunk's partial sums, rows and slots."""
     from jax.experimental.pallas import tpu as pltpu
     from jax.experimental.pallas import tpu_sc as plsc
@@ -457,7 +187,7 @@ def _fetches(work: Work, memory: _Memory, slot: Any) -> Sequence[Any]:
     return [pltpu.make_async_copy(x, target, memory.fetched.at[slot]) for x, target in pairs]
 
 
-def _writes(work: Work, memory: _Memory, slot: Any) -> Sequence[Any]:
+def _writes(work: Work, memory: Memory, slot: Any) -> Sequence[Any]:
     """Return the indirect DMAs, not started, that write a chunk's rows and slots."""
     from jax.experimental.pallas import tpu as pltpu
     from jax.experimental.pallas import tpu_sc as plsc

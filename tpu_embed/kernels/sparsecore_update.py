@@ -14,7 +14,7 @@ slots, in their own memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.kernels import sparsecore_owner, sparsecore_rules, sparsecore_sums
 from tpu_embed.kernels.rules import CompiledRule
+from tpu_embed.kernels.sparsecore_memory import RuleForm, Work
 
 _MOST_ENTRIES, _LEAST_ENTRIES = 128, 16
 """The most and the fewest entries of a chunk; the fewest are one vector of the widest subcore."""
@@ -72,38 +73,43 @@ def merge_update(
     packed, workers = sums.dtype == jnp.uint32, sparsecore_sums._workers_here()
     chunk = _entries(rule, max(sums.shape[1] * (2 if packed else 1), table.shape[1]), packed)
     bounds = sparsecore_sums.worker_bounds(segments, workers, row_ids.shape[0])
-    # No worker's bounds include the padding of the entries; `row_ids` may be read behind its end.
-    missing, ahead = -index.shape[0] % chunk, 2 * _LEAST_ENTRIES
-    operands = [
-        bounds,
-        sums,
-        jnp.pad(index, (0, missing)),
-        jnp.pad(segments, (0, missing + _LEAST_ENTRIES), constant_values=row_ids.shape[0]),
-        jnp.pad(row_ids, (0, chunk + ahead + 8), constant_values=PADDING_ID),
-        jnp.pad(numbers := rule.operand(), (0, ahead - numbers.shape[0])),
-    ]
+    operands = [bounds, sums, *_padded(index, segments, row_ids, rule.operand(), chunk)]
     form = _form(rule, dim)
 
     def kernel(*refs: Any) -> None:
         bounds, sums, index, segments, row_ids, numbers, table, *slots = refs
         given = bounds, sums, index, segments, row_ids, numbers
-        sparsecore_owner.run(sparsecore_owner.Work(*given, table, tuple(slots), form, chunk))
+        sparsecore_owner.run(Work(*given, table, tuple(slots), form, chunk))
 
     # Partial sums are read; rows and slots are read and written.
-    rows = min(index.shape[0], row_ids.shape[0])
-    moved = [rows * (x.size // x.shape[0]) for x in (table, *slots)]
-    size = 4 * (sum(x.size for x in operands) + 2 * sum(moved))
-    update = _on_subcores(kernel, size)
+    words = sum(x.size // x.shape[0] for x in (table, *slots))
+    moved = 2 * words * min(index.shape[0], row_ids.shape[0])
+    size = 4 * (sum(x.size for x in operands) + moved)
+    update = sparsecore_sums.on_subcores(kernel, "merge_update", size, ())
     table, *slots = pl.run_state(lambda held: update(*operands, *held))((table, *slots))
     return table, slots
 
 
-def _form(rule: CompiledRule, dim: int) -> sparsecore_owner.RuleForm:
+def _padded(
+    index: Array, segments: Array, row_ids: Array, numbers: Array, chunk: int
+) -> tuple[Array, ...]:
+    """Return the numbers of the entries, padded to what copies of whole chunks read."""
+    # No worker's bounds include the padding of the entries; `row_ids` may be read behind its end.
+    missing, ahead = -index.shape[0] % chunk, 2 * _LEAST_ENTRIES
+    return (
+        jnp.pad(index, (0, missing)),
+        jnp.pad(segments, (0, missing + _LEAST_ENTRIES), constant_values=row_ids.shape[0]),
+        jnp.pad(row_ids, (0, chunk + ahead + 8), constant_values=PADDING_ID),
+        jnp.pad(numbers, (0, ahead - numbers.shape[0])),
+    )
+
+
+def _form(rule: CompiledRule, dim: int) -> RuleForm:
     """Return what is static of a rule."""
     flag = rule.flag
     if rule.kind in ("adagrad", "rowwise_adagrad"):
         flag = isinstance(rule.numbers[1], (int, float)) and rule.numbers[1] == 0
-    return sparsecore_owner.RuleForm(
+    return RuleForm(
         kind=rule.kind,
         flag=flag,
         decays=not isinstance(rule.keep, float) or rule.keep != 1,
@@ -121,8 +127,3 @@ def _entries(rule: CompiledRule, width: int, packed: bool) -> int:
     while chunk >= _LEAST_ENTRIES and 2 * chunk * width * wide > _MOST_WORDS:
         chunk //= 2
     return chunk
-
-
-def _on_subcores(kernel: Callable[..., None], size: int) -> Callable[..., Any]:
-    """Return a function of arrays that runs the kernel on all vector subcores of the device."""
-    return sparsecore_sums.on_subcores(kernel, "merge_update", size, ())
