@@ -229,7 +229,7 @@ def test_threads_that_place_leave_a_map_that_some_order_gives():
     threads = [threading.Thread(target=place, args=(n,)) for n in range(4)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
-    for batch in sorted(batches, key=lambda batch: batch.valid_steps[0]):
+    for batch in sorted(batches, key=lambda batch: batch.keys.steps[0]):
         state, _ = made.admit(state, batch)
     assert state.vocabulary["map_version"][0] == 20
     assert len(made.vocabularies) == 21
