@@ -102,6 +102,7 @@ def test_movielens_data_reads_both_forms(directory, original, monkeypatch):
     [(8,), pytest.param((1, 8), marks=pytest.mark.whole)],
     ids=["on 8 devices", "the same on 1 and 8"],
 )
+@pytest.mark.whole
 def test_movielens_learns(directory, tmp_path, numbers_of_devices):
     config = tmp_path / "small.py"
     config.write_text(CONFIG)

@@ -10,6 +10,7 @@ births, lifetime, users, rows, batch_size = 20, 30, 50, 300, 512
 
 
 @pytest.mark.parametrize("kills", [0, pytest.param(4, marks=pytest.mark.whole)])
+@pytest.mark.whole
 def test_a_server_that_follows_scores_better_than_one_of_full_exports(tmp_path, kills):
     config = tmp_path / "small.py"
     config.write_text(CONFIG + SMALL)

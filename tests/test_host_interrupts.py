@@ -161,7 +161,7 @@ IN_LOAD = in_files(*HOMES, "vocabulary/vocabularies", "vocabulary/timeline")
 
 @pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.whole)])
 @pytest.mark.parametrize("saved", [False, True])
-@pytest.mark.quick(1)
+@pytest.mark.whole
 def test_a_new_beginning_or_a_restore_that_is_interrupted_anywhere_can_be_repeated(
     saved, stride, undisturbed, tmp_path
 ):

@@ -86,6 +86,7 @@ def test_interrupted_anywhere_the_loop_goes_on_to_the_same_bits(act, pipelined):
 
 
 @pytest.mark.parametrize(("act", "pipelined"), CASES)
+@pytest.mark.quick(1)
 def test_interrupted_at_every_bytecode_of_an_update(act, pipelined):
     assert_sweep_has_the_bits_of_an_undisturbed_run(in_an_update, act, pipelined)
 

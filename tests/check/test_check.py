@@ -38,7 +38,7 @@ DEVICES = {
 
 
 @pytest.mark.parametrize(("name", "devices"), DEVICES.items())
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 def test_a_part_finds_nothing(name, devices, monkeypatch):
     monkeypatch.setattr(speed, "_CPU_BYTES", 2**22)
     monkeypatch.setattr(speed, "_SECONDS", 0.1)

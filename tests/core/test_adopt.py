@@ -65,7 +65,7 @@ def _ordered_pairs():
 
 
 @pytest.mark.parametrize(("source", "target"), [*_ordered_pairs()])
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 def test_every_engine_takes_the_state_of_every_other(source, target):
     (other, theirs), mine = source_of(source), target_of(target)
     expected, maps = contents(other, theirs), map_contents(other)
@@ -97,6 +97,7 @@ def test_every_engine_takes_the_state_of_every_other(source, target):
     ("source", "target"),
     [("on the host", "small, keys on the host"), ("alone", "rows on the host")],
 )
+@pytest.mark.quick(1)
 def test_it_is_what_a_save_and_a_restore_do(source, target, tmp_path):
     (other, theirs), mine = source_of(source), target_of(target)
     state = mine.adopt(theirs, other)

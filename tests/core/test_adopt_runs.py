@@ -142,7 +142,7 @@ def gradients_of(activations, seed):
 
 
 @pytest.mark.parametrize("seed", FEW)
-@pytest.mark.quick(1)
+@pytest.mark.whole
 def test_a_run_that_moves_is_the_one_that_stays(seed):
     counts = World(seed).run()
     assert counts["moves"] > 1

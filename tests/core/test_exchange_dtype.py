@@ -46,6 +46,7 @@ KERNELS = ["reference"] if cpu.load().path is None else ["native", "reference"]
         ),
     ],
 )
+@pytest.mark.quick(1)
 def test_bits_are_those_of_the_description(seed, devices, traced, kernels, monkeypatch):
     monkeypatch.setenv("TPU_EMBED_KERNELS", kernels if kernels in KERNELS else "reference")
     case = cases.draw(seed)
@@ -76,6 +77,7 @@ def mesh_of(*sizes):
         pytest.param((2, 4), ("y",), marks=whole),
     ],
 )
+@pytest.mark.whole
 def test_shards_that_several_devices_have(sizes, shard_axes):
     # So few rows that a psum would add their sums, were they exact.
     case = cases.draw(7, rows=3, shard_axes=shard_axes)
@@ -152,6 +154,7 @@ def scattered(jagged, gradients):
 @pytest.mark.parametrize(
     "rule", [optimizers.Adagrad(0.1), pytest.param(optimizers.LAMB(), marks=whole)]
 )
+@pytest.mark.whole
 def test_jagged_and_quantized_rows_have_the_bits_of_one_device(rule, monkeypatch):
     """On one device a kernel sums what the host has routed, or XLA does."""
     expected = train_jagged(4, rule)

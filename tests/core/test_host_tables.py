@@ -43,7 +43,7 @@ LIVING = {
 
 
 @pytest.mark.parametrize("case", LIVING)
-@pytest.mark.quick(1)
+@pytest.mark.whole
 def test_living_vocabularies_on_the_host_have_the_keys_and_bits_of_those_on_the_devices(case):
     devices, rule, living, options = LIVING[case]
     counts = TwoEngines(*engines(devices, rule, living=living, **options), seed=2).run(120)
@@ -257,7 +257,7 @@ def test_the_row_at_home_of_a_forgotten_key_is_not_brought():
 
 
 @pytest.mark.parametrize("living", [None, (DynamicVocabulary(unseen="shared"), 80, 50)])
-@pytest.mark.quick(1)
+@pytest.mark.whole
 def test_a_server_reads_rows_wherever_they_are(living):
     hosted, _ = engines(1, "Adagrad", living=living, lookahead=0)
     state, rng = hosted.init(jax.random.key(1)), np.random.default_rng(3)

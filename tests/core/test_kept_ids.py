@@ -19,7 +19,7 @@ B, H, L, V, D = 8, 7, 3, 20, 2
     [(1, False), (8, True)]
     + [pytest.param(*case, marks=pytest.mark.whole) for case in [(1, True), (8, False)]],
 )
-@pytest.mark.quick(1)
+@pytest.mark.whole
 def test_every_form_keeps_the_last_ids(devices, jagged):
     rng = np.random.default_rng(0)
     lengths = np.array([7, 0, 3, 5, 1, 4, 7, 2])

@@ -111,6 +111,7 @@ def test_an_exchange_sends_lines_where_they_divide():
 
 @pytest.mark.parametrize("packing", ["none", "lanes", "words"])
 @pytest.mark.parametrize("dim", [1, 32, 33, 200])
+@pytest.mark.quick(4)
 def test_rows_rounded_while_they_are_packed_are_those_packed_after(packing, dim):
     form = RowFormat((dim,), jnp.dtype("bfloat16"), packing)
     rows = np.random.default_rng(dim).normal(size=(7, dim)).astype(np.float32)

@@ -140,6 +140,7 @@ def expected(optimizer, route, sums, table, slots, rate):
         ),
     ],
 )
+@pytest.mark.quick(1)
 def test_rows_and_slots_are_those_of_the_cpus_rule(name, late):
     check_rule(name, late, sums_of(1))
 

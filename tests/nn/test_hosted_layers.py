@@ -84,6 +84,7 @@ def _contents(model):
 
 
 @pytest.mark.parametrize("devices", [4, pytest.param(1, marks=pytest.mark.whole)])
+@pytest.mark.whole
 def test_layers_on_the_host_have_the_bits_of_those_on_the_devices(devices):
     hosted, plain = _model(True, devices), _model(False, devices)
     ahead = tpu_embed.data.Prefetcher(nn.ModelPlacer(hosted), map(_ids, range(8)), depth=2)
@@ -139,6 +140,7 @@ WAYS = [(True, True), (False, True), pytest.param(True, False, marks=pytest.mark
 
 
 @pytest.mark.parametrize(("saved", "restored"), WAYS)
+@pytest.mark.quick(1)
 def test_saved_and_restored_to_the_host_or_from_it(saved, restored, tmp_path):
     model = _model(saved)
     _train(model, range(3))

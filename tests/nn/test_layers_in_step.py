@@ -116,7 +116,7 @@ def test_an_embed_leaves_missing_keys_out():
 
 
 @pytest.mark.parametrize("rows", [{"films": 5, "tags": 3}, {"films": 30, "tags": 9}], ids=str)
-@pytest.mark.quick(1)
+@pytest.mark.whole
 def test_another_capacity_keeps_the_best_keys(tmp_path, rows):
     model = _model(devices=8)
     for step in range(4):

@@ -103,6 +103,6 @@ CASES = [(FIRST, *case) for case in SOME] + [
 
 
 @pytest.mark.parametrize(("dims", "devices", "placement", "stacked"), CASES)
-@pytest.mark.quick(1)
+@pytest.mark.whole
 def test_rules_that_reduce_have_the_same_bits_everywhere(dims, devices, placement, stacked):
     assert_same(trained(dims, devices, placement, stacked), trained(dims, 1, "mod", True))

@@ -43,6 +43,7 @@ def train(made, batches):
 
 
 @pytest.mark.parametrize("pipelined", [pytest.param(False, marks=pytest.mark.whole), True])
+@pytest.mark.whole
 def test_both_apis_adopt_alike(pipelined):
     rng = np.random.default_rng(0)
     batches = [draw(rng, 30) for _ in range(6)]
@@ -152,6 +153,7 @@ def living(capacity):
     return tpu_embed.TPUEmbedding({"x": FeatureConfig(table)}, o.SGD(0.5), mesh=mesh)
 
 
+@pytest.mark.whole
 def test_after_an_interrupt_tables_and_maps_belong_together(monkeypatch):
     small, large = living(8), living(16)
     train(small, [{"x": np.arange(8)}])

@@ -28,6 +28,7 @@ def run(closed, *steps):
 
 
 @pytest.mark.parametrize("closed", [0, 1])
+@pytest.mark.quick(1)
 def test_the_end_of_a_run_leaves_no_thread(closed):
     *_, last = lines = run(closed, 20)
     assert RUNNING in lines

@@ -60,6 +60,7 @@ SEQUENCE_CHANGES = {"max_sequence_length": 2, "jagged": True, "keep": "last", "o
 OPTIONS = {
     "sum_blocks": 16,
     "stack_tables": False,
+    "exchange_dtype": "bfloat16",
     "on_bad_gradient": "skip",
     "optimizer": o.Adagrad(0.1),
     "lookahead": 2,

@@ -170,7 +170,7 @@ IN_WHOLE = [(("p",), ("p",)), (("d",), ("d",)), (("p", "d"), ("p", "d")), (("d",
     ],
     ids=str,
 )
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 def test_routes_on_two_axes_are_those_that_the_devices_compute(batch_axes, shard_axes):
     devices = Mesh(np.array(jax.devices()[:6]).reshape(2, 3), ("p", "d"))
     engine = make_engine(devices, batch_axes=batch_axes, shard_axes=shard_axes)

@@ -72,6 +72,7 @@ def test_set_rows(devices, dtype):
 
 
 @pytest.mark.parametrize(("devices", "dtype"), CASES)
+@pytest.mark.quick(1)
 def test_load_in_blocks(devices, dtype):
     engine, state = _engine(devices, dtype)
     tables, slots = _host(engine, state)

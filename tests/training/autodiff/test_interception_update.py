@@ -93,7 +93,7 @@ def by_compute_gradients(loss, activations):
         pytest.param(by_compute_gradients, True, marks=pytest.mark.whole),
     ],
 )
-@pytest.mark.quick(1)
+@pytest.mark.whole
 def test_scaled_gradients_train_as_one_device_with_the_whole_batch(intercept, check_vma):
     """Replicas' means over 8 are the mean over all; unscaled, gradients would be 8 times as large.
 
