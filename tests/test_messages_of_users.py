@@ -36,6 +36,7 @@ def plan(tmp_path, text, *options):
 
 
 @pytest.mark.parametrize("ends", ["import sys; sys.exit(0)", "raise SystemExit('enough')"])
+@pytest.mark.quick(1)
 def test_a_config_that_ends_the_program_is_an_error(tmp_path, ends):
     done = plan(tmp_path, ends, "--topology", "8")
     assert done.returncode == 1

@@ -69,6 +69,7 @@ def checksum(out):
     return re.findall(r"checksum of tables and network: (\S+)", out)
 
 
+@pytest.mark.whole
 def test_two_processes_train_as_one(start, undisturbed):
     one = finished(*start("--devices", 4))
     assert "2 process(es), 4 cpu device(s)" in undisturbed

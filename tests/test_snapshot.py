@@ -258,7 +258,7 @@ def check(call, *buffers):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 def test_buffers_may_be_filled_anew(case):
     check(*CASES[case])
 

@@ -95,7 +95,7 @@ AXES = [("p",), ("d",), ("p", "d")]
 @pytest.mark.parametrize("placement", ["mod", "div", "replicated"])
 @pytest.mark.parametrize("batch_axes", AXES, ids=str)
 @pytest.mark.parametrize("shard_axes", AXES, ids=str)
-@pytest.mark.quick(7)
+@pytest.mark.quick(4)
 def test_placed_batches_on_two_axes_touch_the_same_rows(shard_axes, batch_axes, placement):
     """Nothing is compiled: the rows are read from the routes that the host has sent."""
     chosen = engine_on_two_axes(shard_axes, batch_axes, placement)

@@ -176,6 +176,7 @@ def test_a_wrong_rule_is_named(monkeypatch):
     assert "apply_gradients, table 'Lion', Lion, slot 'momenta'" in found.explain()
 
 
+@pytest.mark.whole
 def test_sums_in_another_order_are_found(monkeypatch):
     # As many blocks as devices, whatever `sum_blocks` says.
     monkeypatch.setattr(Layout, "blocks", property(lambda layout: layout.axes.replicas))

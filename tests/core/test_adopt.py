@@ -159,7 +159,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 def test_other_tables_are_refused_and_nothing_changes(case):
     ours, theirs, error = DIFFERENT[case]
     mine, other = tiny(**ours), tiny(**theirs)

@@ -127,7 +127,7 @@ IN_CI = [
         if case[::2] != ("each occurrence", "replicated")
     ],
 )
-@pytest.mark.quick(1)
+@pytest.mark.whole
 def test_jagged_has_the_bits_of_padded(name, devices, placement):
     weighted = name != "adam"
     make = functools.partial(engine_of, devices, OPTIMIZERS[name], placement=placement)

@@ -115,6 +115,7 @@ def test_a_step_under_the_mesh_in_use_has_the_bits_of_one_device(kind, api):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.quick(1)
 def test_an_engine_made_under_a_mesh_is_used_without_it(kind):
     engine = _engine(kind)
     assert engine.layout.axes.mesh == _mesh(kind)

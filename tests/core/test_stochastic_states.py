@@ -79,6 +79,7 @@ HOMES = {
 
 
 @pytest.mark.parametrize("home", HOMES)
+@pytest.mark.quick(1)
 def test_a_key_is_rounded_alike_in_whatever_row_it_stands(home, monkeypatch):
     if home == "eight devices":
         monkeypatch.setenv("TPU_EMBED_KERNELS", "reference")
@@ -128,6 +129,7 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(tmp_path):
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+@pytest.mark.quick(1)
 def test_a_table_of_keys_resumes_elsewhere(tmp_path, rounding):
     """A checkpoint of a table that was rounded to nearest has no numbers of its rows."""
     made = keyed(2, rounding=rounding)

@@ -39,7 +39,7 @@ def test_the_bits_are_those_of_one_process(two):
 
 
 @pytest.mark.parametrize("how", [1, 2])
-@pytest.mark.quick(1)
+@pytest.mark.whole
 def test_a_prefetcher_that_is_left_leaves_the_processes_in_step(two, how):
     expected, _ = process_cases.train(8)
     for found in two:

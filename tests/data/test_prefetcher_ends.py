@@ -220,6 +220,7 @@ if len(sys.argv) > 2:
     "arguments",
     [pytest.param(["busy"], marks=pytest.mark.whole), ["stuck"], ["busy", "interrupted"]],
 )
+@pytest.mark.quick(1)
 def test_the_program_ends(arguments):
     """With a thread that works, and with one that its source keeps for ever."""
     root = Path(__file__).resolve().parents[2]

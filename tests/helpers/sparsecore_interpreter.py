@@ -10,7 +10,6 @@ import contextlib
 import jax
 import jax.numpy as jnp
 import pytest
-from jax._src.state.types import AbstractRef
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
@@ -61,7 +60,7 @@ def interpret(kernel, name, size, out_type):
         return pl.pallas_call(kernel, out_shape=out_type, interpret=True)
 
     def call(*operands):
-        refs = [x for x in operands if isinstance(jax.typeof(x), AbstractRef)]
+        refs = [x for x in operands if hasattr(jax.typeof(x), "inner_aval")]
         arrays = operands[: len(operands) - len(refs)]
         results = pl.pallas_call(
             lambda *given: kernel(*given[: len(arrays)], *given[len(operands) :]),

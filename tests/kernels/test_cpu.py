@@ -180,7 +180,7 @@ HALVES = [
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [*(("float32", dim) for dim in DIMS), *HALVES])
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 def test_gather_sum(dtype, dim):
     operands = draw_sums(np.random.default_rng(dim), dim, dtype)
     found = NATIVE_SUMS(*operands)

@@ -50,7 +50,7 @@ if cpu.load().path is None:
 @pytest.mark.parametrize(
     "dims", [(5, 130), pytest.param((1, 20), marks=pytest.mark.whole)], ids=str
 )
-@pytest.mark.quick(7)
+@pytest.mark.quick(4)
 def test_every_rule(name, dtype, dims):
     rule = compiled(RULES[name])
     for dim in dims:
@@ -90,6 +90,7 @@ def test_what_may_be_missing(missing, blocks):
 @pytest.mark.parametrize("dim", [1, 7, 20, 130])
 @pytest.mark.parametrize("name", ["adagrad", "rowwise"])
 @pytest.mark.parametrize("blocks", [(), STARTS], ids=["one block", "blocks"])
+@pytest.mark.quick(8)
 def test_sums_of_blocks_are_rounded(name, dim, blocks):
     """Rows of a single gradient are rounded, too, and the sum over the blocks is not."""
     rule = compiled(RULES[name])

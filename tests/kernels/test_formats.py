@@ -89,7 +89,7 @@ def test_sparse_cores_move_rows_of_words_and_numbers():
     dtype=DTYPES,
     shape=[(1,), (7,), (16,), (128,), (200,), (2, 3)],
 )
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 def test_packed_rows_come_back(packing, dtype, shape):
     form = RowFormat(shape, jnp.dtype(dtype), packing)
     bits = np.random.default_rng(0).integers(0, 2**16, (5, *shape))
@@ -111,7 +111,7 @@ def test_an_exchange_sends_lines_where_they_divide():
 
 @pytest.mark.parametrize("packing", ["none", "lanes", "words"])
 @pytest.mark.parametrize("dim", [1, 32, 33, 200])
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 def test_rows_rounded_while_they_are_packed_are_those_packed_after(packing, dim):
     form = RowFormat((dim,), jnp.dtype("bfloat16"), packing)
     rows = np.random.default_rng(dim).normal(size=(7, dim)).astype(np.float32)

@@ -105,6 +105,7 @@ ACTIONS = ["ahead", "ahead", "train", "train", "look", "bad", "drop", "restore"]
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.whole) for n in (1, 2))])
+@pytest.mark.whole
 def test_random_calls_equal_those_of_layers_on_the_devices(seed, tmp_path):
     rng, hosted, plain = np.random.default_rng(seed), _model(True), _model(False)
     placer, waiting, done = nn.ModelPlacer(hosted), [], set()

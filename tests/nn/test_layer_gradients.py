@@ -101,7 +101,7 @@ IN_WHOLE = [_in_jit, _in_vmap, _in_scan, _in_remat, _host_ids]
     ],
     ids=lambda x: getattr(x, "__name__", x),
 )
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 def test_every_lookup_is_found(shape, jitted):
     """The table after a step of SGD is what the dense gradient gives."""
     bag = bag_of(o.SGD(0.5), devices=2)
@@ -154,6 +154,7 @@ def test_weights_are_differentiable():
 
 
 @pytest.mark.filterwarnings(DIFFERENTIATED)
+@pytest.mark.whole
 def test_value_aux_and_state_are_as_with_nnx():
     """Statistics and keys change once, aux may hold modules, other arguments are handed on."""
 

@@ -31,7 +31,7 @@ def looked_up(loss, *, has_aux=True):
 
 
 @pytest.mark.parametrize(("form", "place"), PAIRS)
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 def test_a_lookup_that_is_cut_is_left_out(form, place):
     (ids,) = looked_up(loss_of(form, place))
     assert sorted(np.asarray(ids).reshape(-1).tolist()) == sorted(KEPT)

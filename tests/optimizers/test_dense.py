@@ -68,7 +68,7 @@ FIRST = [
 
 
 @pytest.mark.parametrize(("case", "optimizer"), FIRST)
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 def test_as_optax_is_the_rule_over_rows(case, optimizer):
     check(case.split("-")[0], optimizer, ["cube"])
 

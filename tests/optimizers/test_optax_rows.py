@@ -87,7 +87,7 @@ def refused(name):
 
 
 @pytest.mark.parametrize("name", refused(None))
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 def test_transform_that_mixes_rows_is_refused(name):
     words = r"(?s)optimizer '\w+': expected a row-separable transform.*around the dense part"
     with pytest.raises(ValueError, match=words):

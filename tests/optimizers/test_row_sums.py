@@ -25,7 +25,7 @@ def by_halves(rows):
 
 
 @pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 def test_sums_and_means_are_made_by_halves(dim):
     rows = ROWS[:, :dim]
     sums = by_halves(rows)
@@ -37,6 +37,7 @@ def test_sums_and_means_are_made_by_halves(dim):
 
 
 @pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.quick(4)
 def test_norms_do_not_depend_on_the_number_of_rows(dim):
     rows = ROWS[:, :dim]
     norms = np.asarray(jax.jit(o.row_norm)(rows))

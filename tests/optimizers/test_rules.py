@@ -65,7 +65,7 @@ BOTH = [(dtype, *pair) for dtype in ("float64", "float32") for pair in FLAT]
 
 
 @pytest.mark.parametrize(("dtype", "case", "optimizer"), BOTH, ids=[f"{c}-{d}" for d, c, _ in BOTH])
-@pytest.mark.quick(22)
+@pytest.mark.quick(11)
 def test_rule_is_the_oracle(dtype, case, optimizer):
     first, history = library_trajectory(optimizer, dtype)
     expected_first, expected_history = oracle_trajectory(case.split("-")[0], optimizer)
@@ -152,6 +152,7 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("case", GOLDEN)
+@pytest.mark.quick(3)
 def test_golden_values(case):
     optimizer, w, slots, expected, change = GOLDEN[case]
     with jax.enable_x64(True):

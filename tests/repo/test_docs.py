@@ -37,7 +37,7 @@ def run(name, text):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-@pytest.mark.quick(8)
+@pytest.mark.quick(6)
 def test_page(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run(str(page), page.read_text())

@@ -101,7 +101,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 def test_equals_the_dense_gradient(name, params):
     loss, count = LOSSES[name]
     expected, dense = jax.jit(jax.value_and_grad(loss))(params)
@@ -179,7 +179,7 @@ _opaque.defvjp(lambda table: (_opaque(table), table), lambda table, g: (jnp.ones
 
 
 @pytest.mark.parametrize("name", DENSE)
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 def test_a_dense_use_makes_it_dense_and_says_so(name, params):
     with pytest.warns(UserWarning, match=re.escape("the gradient of table ['table'] is dense")):
         got = sparse_grad(DENSE[name])(params)

@@ -52,7 +52,7 @@ def test_rows_are_those_of_the_table(trailing, dtype):
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 @pytest.mark.parametrize("trailing", [(), (D,), (2, 3)])
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 def test_bags_combine_as_in_float64(combiner, trailing, weighted):
     table, weights = table_of(trailing), weights_of(IDS) if weighted else None
     got = embedding_lookup(table, IDS, weights, combiner=combiner)

@@ -55,7 +55,7 @@ def test_a_store_gives_room_back(kernels, tmp_path):
 
 @pytest.mark.parametrize("in_file", [False, True])
 @pytest.mark.parametrize("row_bytes", [40, 508, 12_000])
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 def test_a_store_begins_small_and_doubles(row_bytes, in_file, tmp_path):
     """Both take the same bytes for as many rows, through all segments before the first full one."""
     full = max(4096 * row_bytes, 1 << 24)  # a full segment has no more

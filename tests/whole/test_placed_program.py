@@ -124,7 +124,7 @@ def in_ci(on, form, kernels):
     ("name", "batch_axes", "ragged", "weighted", "kernels"),
     [in_ci(*case) for case in itertools.product(ON, FORMATS, KERNELS)],
 )
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 def test_only_rows_are_moved(name, batch_axes, ragged, weighted, kernels, monkeypatch):
     monkeypatch.setenv(dispatch.VARIABLE, kernels)
     engine = make_engine(MESHES[name](), batch_axes)

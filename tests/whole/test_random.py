@@ -236,7 +236,7 @@ def compare_bits(case, arrangement, done, first):
 
 
 @pytest.mark.parametrize("seed", CHOSEN)
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 def test_chosen(seed):
     check_case(seed, whole=False)
 

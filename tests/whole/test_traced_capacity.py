@@ -125,7 +125,7 @@ def expected_overflows(case, engine):
 
 
 @pytest.mark.parametrize("seed", FEW)
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 def test_few(seed):
     check_case(seed)
 

@@ -103,7 +103,7 @@ def in_ci(name):
 
 
 @pytest.mark.parametrize("name", [in_ci(name) for name in OPTIMIZERS])
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 def test_all_pairs(name):
     for dtype in LEVELS["dtype"]:
         if layouts := of_dtype(DESIGN[name], dtype):

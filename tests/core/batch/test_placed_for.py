@@ -111,7 +111,7 @@ def test_every_field_has_a_decision_and_a_test():
 @pytest.mark.parametrize(
     ("kind", "feature", "name", "value"), CASES, ids=[f"{c[0]}-{c[2]}" for c in CASES]
 )
-@pytest.mark.quick(14)
+@pytest.mark.quick(7)
 def test_whatever_place_reads_is_bound(kind, feature, name, value, devices):
     given = {"engine": {name: value}}.get(kind, {})
     table = {name: value} if kind == "table" else None

@@ -147,6 +147,7 @@ MESHES = {
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("case", MESHES)
+@pytest.mark.quick(3)
 def test_the_owner_adds_in_batch_order(case, kernels):
     devices, batch_axes = MESHES[case]
     stack, axes = make_stack([61], devices.shape["d"]), make_axes(devices, batch_axes)

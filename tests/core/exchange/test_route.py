@@ -72,6 +72,7 @@ def table_of(stack):
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 8])
+@pytest.mark.quick(2)
 def test_fetch_reads_every_row_where_it_lives(shards):
     stack = make_stack([23, 5, 1], shards)
     rows, table = draw(stack, shards), table_of(stack)

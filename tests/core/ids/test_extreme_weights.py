@@ -95,6 +95,7 @@ def engine_of(devices, kernels):
 
 
 @pytest.mark.parametrize(("devices", "kernels"), [(1, "native"), (2, "reference")])
+@pytest.mark.quick(1)
 def test_engine(devices, kernels, monkeypatch):
     if kernels == "native" and dispatch.kernels_in_use() != kernels:
         pytest.skip("compiled library: not built")
@@ -155,6 +156,7 @@ def test_embedding_lookup(combiner):
 
 
 @pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
+@pytest.mark.quick(1)
 def test_layer(combiner):
     table = tpu_embed.TableConfig(V, D, combiner=combiner, optimizer=o.SGD(1.0))
     bag = nn.EmbeddingBag(table, mesh=mesh(1), rngs=nnx.Rngs(0))

@@ -109,6 +109,7 @@ def test_a_view_reads_the_rows_in_logical_order(sizes, shards, placement):
 
 @pytest.mark.parametrize("placement", ["mod", "div", "replicated"])
 @pytest.mark.parametrize("shards", [1, 3, 8])
+@pytest.mark.quick(5)
 def test_logical_rows_are_the_physical_ones(shards, placement):
     stack = make_stack([5, 1, 17], shards, placement)
     stored = np.arange(stack.physical_rows * 2).reshape(-1, 2)

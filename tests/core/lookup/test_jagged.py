@@ -162,7 +162,7 @@ def test_sums_of_bfloat16_are_rounded_once():
 
 @pytest.mark.parametrize("dtype", [np.int32, np.bool_, np.float16])
 @pytest.mark.parametrize("inner", [(), (2, 3)])
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 def test_values_of_any_dtype_and_shape(dtype, inner):
     rng = np.random.default_rng(0)
     rows = rng.integers(0, 2, (B, LONGEST, *inner)).astype(dtype)
@@ -184,6 +184,7 @@ def test_values_of_any_dtype_and_shape(dtype, inner):
 
 
 @pytest.mark.parametrize("lengths", [[0] * B, FULL])
+@pytest.mark.quick(1)
 def test_no_room_and_no_length(lengths):
     """Arrays with an axis of 0, which JAX cannot index, give empty results."""
     nothing = Jagged(np.zeros((S, 0, D), np.float32), np.zeros((S, N + 1), np.int32))

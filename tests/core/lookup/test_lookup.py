@@ -92,6 +92,7 @@ def test_every_form_equals_the_oracle(devices):
 
 
 @pytest.mark.parametrize("name", ["no ids", "no columns", "no bags"])
+@pytest.mark.quick(1)
 def test_a_batch_without_a_single_id_goes_the_whole_way(name):
     table = TableConfig(ROWS, DIM, name="t")
     engine = EmbeddingEngine(FeatureConfig(table), optimizers.Adam(0.1))

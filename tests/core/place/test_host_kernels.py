@@ -73,7 +73,7 @@ def place_all(where, dtype, kernels, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("where", MESHES)
-@pytest.mark.quick(6)
+@pytest.mark.quick(3)
 def test_the_bytes_of_a_placed_batch(where, dtype, monkeypatch):
     # A batch of this size uses threads, too.
     monkeypatch.setattr(host_native, "IDS_PER_THREAD", 10)

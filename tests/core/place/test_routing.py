@@ -194,6 +194,7 @@ def entries_of_owner(packed, view, owner):
 
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize(("devices", "placement"), [(2, "div"), (8, "mod"), ((2, 4), "div")])
+@pytest.mark.quick(3)
 def test_an_owner_of_gathered_gradients_knows_their_order(devices, placement, ragged):
     """Every owner sums the gradients of the whole batch that are its rows'."""
     on = mesh(devices) if isinstance(devices, int) else jax.make_mesh(devices, ("p", "q"))

@@ -102,6 +102,7 @@ def test_bfloat16_rows_are_the_float32_ones_rounded():
 
 
 @pytest.mark.parametrize("placement", ["mod", "div", "replicated"])
+@pytest.mark.quick(1)
 def test_rows_hold_their_numbers(placement):
     engine = make_engine(mesh(4), placement, initializers.RowIdInitializer(offset=3))
     for name, table in tables_of(engine).items():
@@ -109,6 +110,7 @@ def test_rows_hold_their_numbers(placement):
 
 
 @pytest.mark.parametrize(("placement", "shards"), [("mod", 4), ("div", 4), ("replicated", 1)])
+@pytest.mark.quick(1)
 def test_an_initializer_that_asks_is_told_its_shard(placement, shards):
     calls = []
 

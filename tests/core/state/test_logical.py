@@ -88,6 +88,7 @@ def test_load_in_blocks(devices, dtype):
 
 
 @pytest.mark.parametrize(("devices", "dtype"), CASES)
+@pytest.mark.quick(1)
 def test_load_arrays_and_host_arrays(devices, dtype):
     engine, state = _engine(devices, dtype)
     before = _host(engine, state)

@@ -58,7 +58,7 @@ def by_orbax(state, tmp_path):
 
 @pytest.mark.parametrize("way", [by_pickle, by_tree, by_orbax])
 @pytest.mark.parametrize(("old", "new"), PAIRS)
-@pytest.mark.quick(9)
+@pytest.mark.quick(5)
 def test_a_state_of_another_device_count_is_refused(old, new, way, tmp_path):
     kept, engine = way(state_on(old), tmp_path), engine_on(new)
     said = rf"the same tables in {old} shards? of {V // old} rows \(mod\), not in {new} shard"

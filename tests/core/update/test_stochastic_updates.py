@@ -53,6 +53,7 @@ def kernels(monkeypatch):
 
 
 @pytest.mark.parametrize(("devices", "placement", "kind"), WAYS)
+@pytest.mark.quick(1)
 def test_tables_have_the_bits_of_the_oracle(devices, placement, kind, kernels):
     """A step that is skipped for a bad gradient changes nothing, and no bit of what follows."""
     kernels(kind)

@@ -82,7 +82,7 @@ def check_kills(tmp_path, kills, steps):
 
 
 def test_a_killed_run_ends_with_the_same_bits(tmp_path):
-    check_kills(tmp_path, kills=1, steps=16)
+    check_kills(tmp_path, kills=2, steps=24)
 
 
 @pytest.mark.whole

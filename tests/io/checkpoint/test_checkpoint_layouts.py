@@ -30,7 +30,7 @@ IN_CI = [(a, b) for a in FEW for b in FEW]
 
 
 @pytest.mark.parametrize(("source", "target"), IN_CI)
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 def test_any_layout_goes_on_from_any_other(tmp_path, source, target):
     check_moved(tmp_path / "saved", source, target)
 

@@ -64,7 +64,7 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize("devices", [1, 4])
-@pytest.mark.quick(1)
+@pytest.mark.whole
 def test_a_record_goes_on_on_other_devices(saved, devices):
     (one, path), other = saved, Trainer(devices)
     other.restore(path)

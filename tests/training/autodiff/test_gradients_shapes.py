@@ -46,7 +46,7 @@ def moved(run):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.quick(16)
+@pytest.mark.quick(8)
 def test_connected_as_by_brute_force_and_the_numbers_of_jax(name):
     run, structure = judged(SHAPES[name]), STRUCTURE[name]
     expected = dict(zip(NAMES, moved(run), strict=True))

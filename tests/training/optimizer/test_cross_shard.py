@@ -40,7 +40,7 @@ from tpu_embed.training.replicas import make_replicas
 
 
 @pytest.mark.parametrize("name", optimizer_cases.CASES)
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 def test_every_rule_equals_one_device_on_the_whole_batch(name):
     """Modes and reductions alternate; `test_modes_and_reductions` has all of one rule."""
     i = list(optimizer_cases.CASES).index(name)
