@@ -61,7 +61,7 @@ ORDERS = {
         "delta",
         "serving",
     ],
-    "processes": ["departures", "messages", "turns"],
+    "processes": ["departures", "messages", "turns", "conversations"],
     "vocabulary": [
         "config",
         "fixed",

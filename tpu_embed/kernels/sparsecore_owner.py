@@ -20,14 +20,14 @@ import jax.numpy as jnp
 from tpu_embed._types import PADDING_ID
 from tpu_embed.kernels import sparsecore_subcore as subcore
 from tpu_embed.kernels.sparsecore_change import change_rows
-from tpu_embed.kernels.sparsecore_memory import Memory, Work, allocate
+from tpu_embed.kernels.sparsecore_memory import AHEAD, Memory, Work, with_memory
 
 
 def run(work: Work) -> None:
     """Update the rows of this worker's segments."""
     from jax.experimental import pallas as pl
 
-    def with_memory(memory: Memory) -> None:
+    def update(memory: Memory) -> None:
         subcore.copy_now(work.bounds, memory.bounds)
         subcore.copy_now(work.numbers, memory.numbers)
 
@@ -37,7 +37,7 @@ def run(work: Work) -> None:
 
         subcore.on_each_worker(one_worker)
 
-    allocate(with_memory, work)
+    with_memory(update, work)
 
 
 def _update_range(work: Work, memory: Memory, begin: Any, end: Any) -> None:
@@ -162,7 +162,7 @@ def _number_copies(work: Work, memory: Memory, number: Any) -> Sequence[Any]:
 
     chunk, lanes = memory.chunk, memory.lanes
     # Segments have no gaps: the chunk's first one is the last one before it, or the next.
-    rows = pl.ds(pl.multiple_of(_aligned(memory.before), 8), chunk + 2 * lanes)
+    rows = pl.ds(pl.multiple_of(_aligned(memory.before), 8), chunk + AHEAD)
     pairs = [
         (work.index.at[pl.ds(number * chunk, chunk)], memory.index),
         (

@@ -5,8 +5,9 @@ Input: fetched rows in a subcore's memory. Output: the running sums of their seg
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,49 +17,98 @@ _IN_REGISTERS = 64
 takes as many instructions a row (one more or less), but twice as long to compile."""
 
 
-class Running(Protocol):
-    """What running sums need of a subcore's memory: refs, and what is known of them.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SumMemory:
+    """What a worker keeps in its subcore's memory to sum rows: refs.
 
-    The first axis of 2 is this chunk and the next, alternately.
+    Attributes:
+      bounds: int32 `[workers + WORDS]`.
+      index: int32 `[chunk]`, row numbers as they are given.
+      segments: int32 `[lanes + chunk + lanes]`: the end of the chunk before, the chunk, and the
+        beginning of the chunk after it.
+      ids: int32 `[2, chunk]`, row numbers to fetch, `PADDING_ID` for none. The 2 are this chunk and
+        the next, alternately, here and below.
+      starts: int32 `[2, chunk]`, 1 where a segment starts.
+      targets: int32 `[2, chunk]`, where what ends there is written to, or `PADDING_ID`.
+      factors: float32 `[2, chunk]`, what each row is multiplied with; or None.
+      rows: `[2, chunk, W]`, fetched rows: float32, or uint32 with two numbers of bfloat16 each.
+      sums: float32 `[2, chunk, width]`, running sums; the memory of `rows` unless these are packed.
+      running: float32 `[width]`, the running sum at the end of the chunk before.
+      arrived: semaphore of numbers.
+      fetched: semaphores `[2]` of what is read for a chunk.
+      written: semaphores `[2]` of what is written.
     """
 
-    @property
-    def starts(self) -> Any:
-        """int32 `[2, chunk]`, 1 where a segment starts."""
-
-    @property
-    def factors(self) -> Any:
-        """float32 `[2, chunk]`, what each row is multiplied with, or None."""
-
-    @property
-    def rows(self) -> Any:
-        """`[2, chunk, W]`, fetched rows: float32, or uint32 with two numbers of bfloat16 each."""
-
-    @property
-    def sums(self) -> Any:
-        """float32 `[2, chunk, width]`, the running sums."""
-
-    @property
-    def running(self) -> Any:
-        """float32 `[width]`, the running sum at the end of the chunk before."""
+    bounds: Any
+    index: Any
+    segments: Any
+    ids: Any
+    starts: Any
+    targets: Any
+    rows: Any
+    sums: Any
+    running: Any
+    arrived: Any
+    fetched: Any
+    written: Any
+    factors: Any = None
 
     @property
     def chunk(self) -> int:
         """The entries of a chunk."""
-        ...
+        return self.ids.shape[1]
 
     @property
     def lanes(self) -> int:
         """The numbers of a vector."""
-        ...
+        return (self.segments.shape[0] - self.chunk) // 2
 
     @property
     def packed(self) -> bool:
         """Whether the rows are bfloat16, two to a word."""
-        ...
+        return self.sums is not self.rows
 
 
-def sum_chunk(memory: Running, slot: Any) -> None:
+def with_memory(
+    run: Callable[[dict[str, Any]], None], bounds: Any, source: Any, chunk: int, **others: Any
+) -> None:
+    """Call `run` with the refs of a `SumMemory`, by name, and of other memory.
+
+    Args:
+      run: takes the refs.
+      bounds: int32 `[n]`, in the device's memory.
+      source: the rows, `[R, W]`.
+      chunk: how many entries are summed at a time.
+      others: name -> shape and dtype.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+    from jax.experimental.pallas import tpu_sc as plsc
+
+    vmem, dma, int32, float32 = pltpu.VMEM, pltpu.SemaphoreType.DMA, jnp.int32, jnp.float32
+    lanes, words = plsc.get_sparse_core_info().num_lanes, source.shape[1]
+    packed = source.dtype == jnp.uint32
+    width = words * (2 if packed else 1)
+    kinds = {
+        "bounds": vmem(bounds.shape, int32),
+        "index": vmem((chunk,), int32),
+        "segments": vmem((lanes + chunk + lanes,), int32),
+        "ids": vmem((2, chunk), int32),
+        "starts": vmem((2, chunk), int32),
+        "targets": vmem((2, chunk), int32),
+        "rows": vmem((2, chunk, words), source.dtype),
+        "running": vmem((width,), float32),
+        "arrived": dma(()),
+        "fetched": dma((2,)),
+        "written": dma((2,)),
+    }
+    if packed:
+        kinds["sums"] = vmem((2, chunk, width), float32)
+    kinds |= {name: vmem(*kind) for name, kind in others.items()}
+    pl.run_scoped(lambda **refs: run({"sums": refs["rows"]} | refs), **kinds)
+
+
+def sum_chunk(memory: SumMemory, slot: Any) -> None:
     """Replace the rows of a chunk by the running sums of their segments."""
     # Packed: word columns 0 to 63 of W are sums 0 to 63 and W to W + 63.
     words = memory.rows.shape[2]
@@ -67,7 +117,7 @@ def sum_chunk(memory: Running, slot: Any) -> None:
         _sum_columns(memory, slot, range(start, min(start + step, words), memory.lanes))
 
 
-def _sum_columns(memory: Running, slot: Any, columns: range) -> None:
+def _sum_columns(memory: SumMemory, slot: Any, columns: range) -> None:
     """Do that for the vectors of words that start at `columns`."""
     from jax.experimental import pallas as pl
 
@@ -104,7 +154,7 @@ def _sum_columns(memory: Running, slot: Any, columns: range) -> None:
         memory.running[place] = total
 
 
-def _load_row(memory: Running, slot: Any, i: Any, columns: range) -> list[Any]:
+def _load_row(memory: SumMemory, slot: Any, i: Any, columns: range) -> list[Any]:
     """Return vectors of a fetched row as float32; of packed rows the lower halves first."""
     from jax.experimental import pallas as pl
 

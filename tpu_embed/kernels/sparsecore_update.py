@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.kernels import sparsecore_owner, sparsecore_rules, sparsecore_sums
 from tpu_embed.kernels.rules import CompiledRule
-from tpu_embed.kernels.sparsecore_memory import RuleForm, Work
+from tpu_embed.kernels.sparsecore_memory import AHEAD, RuleForm, Work
 
 _MOST_ENTRIES, _LEAST_ENTRIES = 128, 16
 """The most and the fewest entries of a chunk; the fewest are one vector of the widest subcore."""
@@ -95,12 +95,12 @@ def _padded(
 ) -> tuple[Array, ...]:
     """Return the numbers of the entries, padded to what copies of whole chunks read."""
     # No worker's bounds include the padding of the entries; `row_ids` may be read behind its end.
-    missing, ahead = -index.shape[0] % chunk, 2 * _LEAST_ENTRIES
+    missing = -index.shape[0] % chunk
     return (
         jnp.pad(index, (0, missing)),
         jnp.pad(segments, (0, missing + _LEAST_ENTRIES), constant_values=row_ids.shape[0]),
-        jnp.pad(row_ids, (0, chunk + ahead + 8), constant_values=PADDING_ID),
-        jnp.pad(numbers, (0, ahead - numbers.shape[0])),
+        jnp.pad(row_ids, (0, chunk + AHEAD + 8), constant_values=PADDING_ID),
+        jnp.pad(numbers, (0, AHEAD - numbers.shape[0])),
     )
 
 

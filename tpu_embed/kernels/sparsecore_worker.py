@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -35,7 +35,8 @@ def run(bounds: Any, source: Any, entries: Sequence[Any], out: Any, chunk: int) 
     """
     from jax.experimental import pallas as pl
 
-    def with_memory(memory: _Memory) -> None:
+    def with_refs(refs: dict[str, Any]) -> None:
+        memory = _Memory(**refs)
         subcore.copy_now(bounds, memory.bounds)
 
         def one_worker(worker: Any) -> None:
@@ -44,62 +45,23 @@ def run(bounds: Any, source: Any, entries: Sequence[Any], out: Any, chunk: int) 
 
         subcore.on_each_worker(one_worker)
 
-    _allocate(with_memory, bounds, source, out, chunk, weighted=len(entries) > 2)
+    others = {"absent": ((chunk,), jnp.int32)}
+    if len(entries) > 2:
+        others |= {"weights": ((chunk,), jnp.float32), "factors": ((2, chunk), jnp.float32)}
+    subcore.with_memory(with_refs, bounds, source, chunk, **others)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Memory:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Memory(subcore.SumMemory):
     """What a worker keeps in its subcore's memory: refs.
 
     Attributes:
-      bounds: int32 `[workers + WORDS]`.
-      index: int32 `[chunk]`, row numbers as they are given.
-      segments: int32 `[lanes + chunk + lanes]`: the end of the chunk before, then the chunk.
       weights: float32 `[chunk]`, or None.
       absent: int32 `[chunk]`, 1 where an entry of this worker has an absent row.
-      ids: int32 `[2, chunk]`, row numbers to fetch, `PADDING_ID` for none. The 2 are this chunk and
-        the next, alternately, here and below.
-      starts: int32 `[2, chunk]`, 1 where a segment starts.
-      targets: int32 `[2, chunk]`, the segment that a running sum is written to, or `PADDING_ID`.
-      factors: float32 `[2, chunk]`, the weights, zero for absent rows; or None.
-      rows: `[2, chunk, W]`, fetched rows.
-      sums: float32 `[2, chunk, width]`, running sums; the memory of `rows` unless these are packed.
-      running: float32 `[width]`, the running sum at the end of the chunk before.
-      arrived: semaphore of `index`, `segments` and `weights`.
-      fetched: semaphores `[2]` of `rows`.
-      written: semaphores `[2]` of `sums`.
     """
 
-    bounds: Any
-    index: Any
-    segments: Any
     absent: Any
-    ids: Any
-    starts: Any
-    targets: Any
-    rows: Any
-    sums: Any
-    running: Any
-    arrived: Any
-    fetched: Any
-    written: Any
     weights: Any = None
-    factors: Any = None
-
-    @property
-    def chunk(self) -> int:
-        """The entries of a chunk."""
-        return self.ids.shape[1]
-
-    @property
-    def lanes(self) -> int:
-        """The numbers of a vector."""
-        return (self.segments.shape[0] - self.chunk) // 2
-
-    @property
-    def packed(self) -> bool:
-        """Whether the rows are bfloat16, two to a word."""
-        return self.sums is not self.rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,43 +83,6 @@ class _Work:
     out: Any
     begin: Any
     end: Any
-
-
-def _allocate(
-    run: Callable[[_Memory], None],
-    bounds: Any,
-    source: Any,
-    out: Any,
-    chunk: int,
-    *,
-    weighted: bool,
-) -> None:
-    """Call `run` with a worker's memory."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
-    from jax.experimental.pallas import tpu_sc as plsc
-
-    vmem, dma, int32, float32 = pltpu.VMEM, pltpu.SemaphoreType.DMA, jnp.int32, jnp.float32
-    lanes, width = plsc.get_sparse_core_info().num_lanes, out.shape[1]
-    kinds = {
-        "bounds": vmem(bounds.shape, int32),
-        "index": vmem((chunk,), int32),
-        "segments": vmem((lanes + chunk + lanes,), int32),
-        "absent": vmem((chunk,), int32),
-        "ids": vmem((2, chunk), int32),
-        "starts": vmem((2, chunk), int32),
-        "targets": vmem((2, chunk), int32),
-        "rows": vmem((2, chunk, source.shape[1]), source.dtype),
-        "running": vmem((width,), float32),
-        "arrived": dma(()),
-        "fetched": dma((2,)),
-        "written": dma((2,)),
-    }
-    if weighted:
-        kinds |= {"weights": vmem((chunk,), float32), "factors": vmem((2, chunk), float32)}
-    if source.dtype == jnp.uint32:
-        kinds["sums"] = vmem((2, chunk, width), float32)
-    pl.run_scoped(lambda **refs: run(_Memory(**({"sums": refs["rows"]} | refs))), **kinds)
 
 
 def _sum_range(work: _Work) -> None:

@@ -11,36 +11,24 @@ nothing, or an error in every process.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
 
 from tpu_embed._checks import message
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.processes import (
-    WAIT_SECONDS,
-    Turns,
-    check_all_have_a_batch,
-    exchange,
-    listen,
-    refusal_of,
-    turns_of,
-)
+from tpu_embed.processes import Conversation, Monologue, Turns, check_all_have_a_batch
 
 
-class Alone:
+class Alone(Monologue):
     """What `ModelAgreement` is where there is one process: everybody agrees.
 
     Args:
       turns: the order of calls.
     """
-
-    alone = True
 
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
@@ -48,34 +36,17 @@ class Alone:
     def settle(self, paths: Sequence[str]) -> None:
         """Tell nobody."""
 
-    def refusals(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that does nothing."""
-        return contextlib.nullcontext()
 
-    def refuse(self, error: BaseException) -> None:
-        """Tell nobody."""
-
-    def end(self) -> None:
-        """Tell nobody."""
-
-
-class ModelAgreement:
+class ModelAgreement(Conversation):
     """Lets all processes place a batch for the same layers, or raises an error in all of them.
 
     Args:
       name: of the conversation, the same in all processes.
-
-    Attributes:
-      alone: False.
-      turns: the order of calls, the same in all processes.
     """
 
-    alone = False
-
     def __init__(self, name: str) -> None:
-        self._name, self.turns = name, turns_of(name)
+        super().__init__(name)
         self._last: list[str] = []
-        listen()
 
     def settle(self, paths: Sequence[str]) -> None:
         """Check that all processes name the same layers.
@@ -90,7 +61,7 @@ class ModelAgreement:
           RuntimeError: a process did not come within `WAIT_SECONDS`, or ended.
         """
         mine = [*paths]
-        said = self._exchange(None if mine == self._last else json.dumps({"layers": mine}))
+        said = self.exchange(None if mine == self._last else json.dumps({"layers": mine}))
         check_all_have_a_batch(said)
         named = [said.get(p, {}).get("layers", self._last) for p in range(jax.process_count())]
         for process, theirs in enumerate(named):
@@ -99,33 +70,6 @@ class ModelAgreement:
                 remedy = "name the same layers in every process"
                 raise ValueError(message("features", expected=expected, got=got, remedy=remedy))
         self._last = mine
-
-    @contextlib.contextmanager
-    def refusals(self) -> Iterator[None]:
-        """Tell the other processes of an error in the block."""
-        try:
-            yield
-        except Exception as error:
-            self.refuse(error)
-            raise
-
-    def refuse(self, error: BaseException) -> None:
-        """Tell the other processes that this one raises an error and does not place its part."""
-        self._exchange(refusal_of(error))
-
-    def end(self) -> None:
-        """Tell the other processes that this one has no more batches.
-
-        Raises:
-          ValueError: another process has one; raised by every process.
-          ValueError, TypeError, RuntimeError: another process refused its part.
-        """
-        said = self._exchange(json.dumps({"end": True}))
-        if not all(said.get(process, {}).get("end") for process in range(jax.process_count())):
-            check_all_have_a_batch(said)
-
-    def _exchange(self, news: str | None) -> dict[int, Any]:
-        return exchange("place", self._name, news, WAIT_SECONDS)
 
 
 def agreement_of(engines: Mapping[str, EmbeddingEngine]) -> ModelAgreement:

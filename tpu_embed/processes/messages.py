@@ -177,21 +177,6 @@ def raise_refusals(what: str, did: str, said: dict[int, Any]) -> None:
             raise _ERRORS.get(one["kind"], RuntimeError)(text)
 
 
-def check_all_have_a_batch(said: dict[int, Any]) -> None:
-    """Raise the error of a process that refused its part, or that some have no more batches.
-
-    Args:
-      said: the messages, by process.
-    """
-    raise_refusals("place", "refused its part of the batch", said)
-    ended = [process for process, one in sorted(said.items()) if "end" in one]
-    if ended:
-        which = f"process{'es' if len(ended) > 1 else ''} {', '.join(map(str, ended))}"
-        expected, got = "a batch in every process, or in none", f"no more batches in {which}"
-        remedy = "give every process equally many batches, and leave their loops at the same batch"
-        raise ValueError(message("place", expected=expected, got=got, remedy=remedy))
-
-
 def exchange(what: str, name: str, news: str | None, seconds: int) -> dict[int, Any]:
     """Wait for all processes, and return the news of those that have some, by process.
 

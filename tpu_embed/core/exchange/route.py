@@ -69,8 +69,8 @@ class MergeRoute(NamedTuple):
 
     Attributes:
       index: int32 `[P]`, the partial sums in the order in which they are added; None: as they are.
-      segments: int32 `[P]`, the merged sum that each is added to, non-decreasing; U or more for
-        what is left out. None: the sums are merged already.
+      segments: int32 `[P]`, the merged sum that each is added to, non-decreasing from 0 on without
+        gaps; U or more for what is left out. None: the sums are merged already.
       row_ids: `[U]`, the local row of each merged sum, ascending, `PADDING_ID` where there is none.
     """
 

@@ -10,10 +10,8 @@ processes use.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -25,15 +23,14 @@ from tpu_embed.core.layout import Layout
 from tpu_embed.core.place.tiers import Tiers
 from tpu_embed.processes import (
     WAIT_SECONDS,
+    Conversation,
+    Monologue,
     check_all_have_a_batch,
     exchange_bytes,
-    listen,
-    refusal_of,
-    turns_of,
 )
 
 
-class Alone:
+class Alone(Monologue):
     """What `Agreement` is where there is one process: everybody agrees.
 
     Attributes:
@@ -41,29 +38,18 @@ class Alone:
       turns: None; no other process waits.
     """
 
-    alone = True
     turns: None = None
 
     def settle(self, needed: BatchSpec, requested: BatchSpec | None, tiers: Tiers) -> BatchSpec:
         """Return the spec that a batch gets; see `Agreement.settle`."""
         return requested or tiers.settle(needed)
 
-    def refusals(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that does nothing."""
-        return contextlib.nullcontext()
-
-    def refuse(self, error: BaseException) -> None:
-        """Tell nobody."""
-
-    def end(self) -> None:
-        """Tell nobody."""
-
     def share(self, part: bytes) -> list[bytes]:
         """Return the only part."""
         return [part]
 
 
-class Agreement:
+class Agreement(Conversation):
     """Gives all processes the same spec for a batch, or an error on all of them.
 
     Usually every part fits the spec that was agreed last. Then no process has news to send, and
@@ -79,16 +65,12 @@ class Agreement:
         it.
     """
 
-    alone = False
-
     def __init__(self, layout: Layout) -> None:
         tables = [(t.name, t.vocabulary_size) for stack in layout.stacks for t in stack.tables]
         known = repr((tables, [feature.path for feature in layout.features]))
         # The name must be the same on all processes, so it is made of what they declare alike.
-        self._name = f"tpu_embed/{zlib.crc32(known.encode()):08x}"
-        self.turns = turns_of(self._name)
+        super().__init__(f"tpu_embed/{zlib.crc32(known.encode()):08x}")
         self._last: BatchSpec | None = None
-        listen()
 
     def settle(self, needed: BatchSpec, requested: BatchSpec | None, tiers: Tiers) -> BatchSpec:
         """Return the spec that a batch gets in all processes.
@@ -122,7 +104,7 @@ class Agreement:
         # Silence means "what was agreed last is enough for me".
         new = exact or wanted != self._last
         news = json.dumps({"spec": _encode(wanted), "exact": exact}) if new else None
-        said = self._exchange(news)
+        said = self.exchange(news)
         check_all_have_a_batch(said)
         specs = {process: _decode(one["spec"]) for process, one in said.items()}
         # Key -1 holds the last agreed spec, for the processes that sent nothing.
@@ -132,30 +114,6 @@ class Agreement:
         self._last = _union(specs, exact=exact)
         return self._last, exact
 
-    @contextlib.contextmanager
-    def refusals(self) -> Iterator[None]:
-        """Tell the other processes of an error in the block."""
-        try:
-            yield
-        except Exception as error:
-            self.refuse(error)
-            raise
-
-    def refuse(self, error: BaseException) -> None:
-        """Tell the other processes that this one raises an error and does not place its part."""
-        self._exchange(refusal_of(error))
-
-    def end(self) -> None:
-        """Tell the other processes that this one has no more batches.
-
-        Raises:
-          ValueError: another process has one; raised by every process.
-          ValueError, TypeError, RuntimeError: another process refused its part.
-        """
-        said = self._exchange(json.dumps({"end": True}))
-        if not all(said.get(process, {}).get("end") for process in range(jax.process_count())):
-            check_all_have_a_batch(said)
-
     def share(self, part: bytes) -> list[bytes]:
         """Return the parts that all processes give, by process.
 
@@ -164,13 +122,13 @@ class Agreement:
         Raises:
           ValueError, TypeError, RuntimeError: as for `agree`.
         """
-        said = exchange_bytes("place", self._name, _PART + part, WAIT_SECONDS)
+        said = exchange_bytes("place", self.name, _PART + part, WAIT_SECONDS)
         check_all_have_a_batch(_read(said))
         return [said[process][len(_PART) :] for process in sorted(said)]
 
-    def _exchange(self, news: str | None) -> dict[int, Any]:
+    def exchange(self, news: str | None) -> dict[int, Any]:
         text = None if news is None else news.encode()
-        return _read(exchange_bytes("place", self._name, text, WAIT_SECONDS))
+        return _read(exchange_bytes("place", self.name, text, WAIT_SECONDS))
 
 
 _PART = b"\0"

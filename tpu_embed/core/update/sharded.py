@@ -248,7 +248,7 @@ def _apply(
         return dispatch.choose(
             held,
             given,
-            otherwise=lambda held, given: rule.in_xla(held, sums_at_owner(task, given)),
+            otherwise=lambda held, given: rule.to_partials(held, sums_at_owner(task, given)),
             native=rule.compiled
             and (lambda held, given: rule.in_kernel(held, *for_kernel(task, given))),
         )
@@ -256,13 +256,13 @@ def _apply(
     if isinstance(transport, Local):
         return dispatch.choose(
             held,
-            otherwise=lambda held: rule.in_xla(held, exchange_sums(task, outgoing())),
+            otherwise=lambda held: rule.to_partials(held, exchange_sums(task, outgoing())),
             native=rule.compiled and (lambda held: rule.in_kernel(held, *local_gradients(task))),
         )
     # Otherwise partial sums are exchanged on every platform, and the kernel adds up what arrived.
     native = rule.compiled and (lambda held, got: rule.in_kernel(held, *partials_for_kernel(got)))
     received = exchange_sums(task, outgoing())
-    return dispatch.choose(held, received, otherwise=rule.in_xla, native=native)
+    return dispatch.choose(held, received, otherwise=rule.to_partials, native=native)
 
 
 class _StackRule(NamedTuple):
@@ -296,10 +296,10 @@ class _StackRule(NamedTuple):
                 held, given, self.task.stack, self.operands.step, self.learning_rate
             )
 
-    def in_xla(self, held: StackShard, given: Partials) -> StackShard:
-        """Sum the partial sums of each row, then apply the rule in XLA's operations.
+    def to_partials(self, held: StackShard, given: Partials) -> StackShard:
+        """Sum the partial sums of each row and apply the rule: in XLA's operations, one by one.
 
-        SparseCores that know the rule do both in one kernel.
+        SparseCores that know the rule do all in one kernel.
         """
         operands, stack = self.operands, self.task.stack
         rule = sparse_rule(stack, operands.step, self.learning_rate)

@@ -1,0 +1,101 @@
+"""Engines whose owners update rows by the SparseCores' kernel, interpreted on a CPU."""
+
+import functools
+import types
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu_sc as plsc
+from sparsecore_interpreter import interpreted
+
+from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, TableConfig, optimizers
+from tpu_embed.core.layout import resolve
+from tpu_embed.core.update import sharded
+from tpu_embed.kernels import dispatch
+from tpu_embed.kernels import sparsecore_rules as rules
+
+V, D, B = 40, 20, 16
+CASES = {
+    # devices, rule, options of the engine, ids inside a jit
+    "placed": (4, optimizers.Adagrad(0.1), {}, False),
+    "traced": (2, optimizers.Momentum(0.1), {}, True),
+    "one device, a step that is skipped": (
+        1,
+        optimizers.RowWiseAdagrad(0.1, clipvalue=0.5),
+        {"on_bad_gradient": "skip"},
+        False,
+    ),
+    "bfloat16 on the way": (
+        4,
+        optimizers.SGD(0.1, weight_decay_factor=0.01),
+        {"exchange_dtype": "bfloat16"},
+        False,
+    ),
+    "two slots, traced, bfloat16": (
+        2,
+        optimizers.Adam(0.1),
+        {"exchange_dtype": "bfloat16"},
+        True,
+    ),
+}
+
+
+def choose(calls, *operands, sparse=None, **others):
+    """Choose the SparseCores for what merges and updates, and for nothing else."""
+    if isinstance(sparse, functools.partial) and sparse.func is sharded._merge_and_apply:
+        calls.append(operands)
+        return sparse(*operands)
+    return CHOOSE(*operands, sparse=sparse, **others)
+
+
+CHOOSE = dispatch.choose
+
+
+@pytest.fixture
+def sparse_calls(monkeypatch):
+    """Pack rows for SparseCores and interpret `merge_update`; return its calls."""
+    calls = []
+    monkeypatch.setattr(resolve, "packing_of", lambda device: "words")
+    monkeypatch.setattr(dispatch, "choose", functools.partial(choose, calls))
+    core = types.SimpleNamespace(num_lanes=8, num_cores=1, num_subcores=4)
+    monkeypatch.setattr(plsc, "get_sparse_core_info", lambda: core)
+    with interpreted(late=True):
+        yield calls
+
+
+def trained(devices, rule, options, traced):
+    """Return the table and its slots after three steps."""
+    rng = np.random.default_rng(0)
+    table = TableConfig(V, D, combiner="sum", name="items")
+    features = {"a": FeatureConfig(table), "b": FeatureConfig(table)}
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("d",))
+    engine = EmbeddingEngine(features, rule, mesh=mesh, **options)
+    state = engine.init(jax.random.key(0))
+    update = jax.jit(engine.update) if traced else engine.update
+    for step in range(3):
+        bags = [rng.integers(0, V, rng.integers(0, 4)) for _ in range(B)]
+        ids = {"a": rng.integers(-1, V, (B, 3)), "b": RaggedIds.from_lists(bags)}
+        if traced:
+            ids["b"] = rng.integers(-1, 3, (B, 2))  # rows that nearly all examples have
+        gradients = {n: rng.normal(size=(B, D)).astype(np.float32) for n in ids}
+        if step == 1 and "on_bad_gradient" in options:
+            gradients["a"][3, 1] = np.nan
+        state = update(state, ids if traced else engine.place(ids), gradients)
+    return engine.tables(state)["items"], engine.slots(state)["items"]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.quick(2)
+def test_an_engine_has_the_rows_and_slots_of_plain_tables(name, request):
+    devices, rule, options, traced = CASES[name]
+    expected, slots = jax.device_get(trained(devices, rule, options, traced))
+    calls = request.getfixturevalue("sparse_calls")
+    found, others = jax.device_get(trained(devices, rule, options, traced))
+    assert calls, "the kernel runs"
+    jax.tree.map(np.testing.assert_array_equal, others, slots)
+    if type(rule).__name__ in ("SGD", "Momentum"):
+        np.testing.assert_array_equal(found, expected)
+    else:
+        # Three steps, each below 1, and their roundings.
+        np.testing.assert_allclose(found, expected, rtol=2.0**-22, atol=3 * rules.STEP_ERROR)
