@@ -1,0 +1,92 @@
+"""What is known of each event stands where its row stands."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from facade_cases import mesh
+
+from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, TableConfig
+from tpu_embed.data import place_values
+from tpu_embed.optimizers import SGD
+
+V = 50
+
+
+def engine_of(devices, longest=0, keep="first"):
+    """Return an engine with one jagged feature, and a state whose row i holds i and -i."""
+    table = TableConfig(V, 2, name="items")
+    feature = FeatureConfig(table, longest, jagged=True, keep=keep)
+    config = {"history": feature, "user": FeatureConfig(TableConfig(4, 2, name="users"))}
+    engine = EmbeddingEngine(config, SGD(0.1), mesh=mesh(devices))
+    state = engine.init(jax.random.key(0))
+    rows = np.arange(V, dtype=np.float32)[:, None] * np.float32([1, -1])
+    return engine, engine.load_arrays(state, {"items": rows})
+
+
+def draw(rng, examples=16, most=7):
+    """Return histories of random lengths, of which some are empty."""
+    lengths = rng.integers(0, most + 1, examples) * rng.integers(0, 2, examples)
+    splits = np.concatenate([[0], np.cumsum(lengths)])
+    return RaggedIds(rng.integers(0, V, splits[-1]), splits)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize(("longest", "keep"), [(0, "first"), (3, "first"), (3, "last")])
+def test_values_stand_where_rows_stand(devices, longest, keep):
+    engine, state = engine_of(devices, longest, keep)
+    rng = np.random.default_rng([devices, longest])
+    for _ in range(3):
+        ids = draw(rng)
+        batch = engine.place({"history": ids, "user": np.zeros(16, np.int64)})
+        # The values are the ids, and what a lookup gives are the ids, too.
+        values = np.asarray(ids.values)[:, None] * np.float32([1, -1])
+        placed = place_values(engine, batch, "history", values, ids.row_splits)
+        rows = engine.lookup(state, batch)["history"]
+        np.testing.assert_array_equal(placed.values, rows.values)
+        np.testing.assert_array_equal(placed.row_splits, rows.row_splits)
+        assert placed.values.sharding.is_equivalent_to(rows.values.sharding, 3)
+
+
+def test_dtypes_and_shapes_are_kept():
+    engine, _ = engine_of(1)
+    ids = draw(np.random.default_rng(3))
+    batch = engine.place({"history": ids, "user": np.zeros(16, np.int64)})
+    for values in (np.arange(len(ids.values), dtype=np.uint8), np.zeros([len(ids.values), 2, 0])):
+        placed = place_values(engine, batch, "history", values, ids.row_splits)
+        assert placed.values.dtype == jax.numpy.asarray(values).dtype
+        assert placed.values.shape[2:] == values.shape[1:]
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "feature: expected a jagged feature among .'history'., got 'user'": {"feature": "user"},
+    "did you mean.*history": {"feature": "historie"},
+    r"row_splits: expected \[9\], for the 8 examples of this process, got shape \(3,\)": {
+        "row_splits": [0, 1, 2]
+    },
+    "row_splits: expected numbers that rise from 0 to 3": {"values": np.zeros(3)},
+    "row_splits: expected at most . events on a device, got 99": {
+        "values": np.zeros(99),
+        "row_splits": [0] * 8 + [99],
+    },
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_does_not_fit_is_refused(words):
+    engine, _ = engine_of(1)
+    ids = RaggedIds(np.array([1, 2]), np.array([0, 0, 1, 1, 2, 2, 2, 2, 2]))
+    batch = engine.place({"history": ids, "user": np.zeros(8, np.int64)})
+    given = {
+        "feature": "history",
+        "values": np.zeros(2),
+        "row_splits": ids.row_splits,
+    }
+    with pytest.raises(ValueError, match=words):
+        place_values(engine, batch, **(given | REFUSED[words]))
+    with pytest.raises(TypeError, match="expected integers, got float64"):
+        place_values(engine, batch, "history", np.zeros(2), np.zeros(9))
+    other, _ = engine_of(8)
+    with pytest.raises(ValueError, match="expected a Batch of this engine's place"):
+        place_values(other, batch, "history", np.zeros(2), ids.row_splits)
