@@ -1,0 +1,76 @@
+"""Attention of the HSTU example against loops in float64, forward and backward."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hstu_cases import attention_by_loops, load_hstu
+
+HEADS, D, P, T, LONGEST = 2, 3, 9, 6, 10
+CASES = {  # lengths, how many of them are candidates, N, W
+    "several blocks": ([7, 0, 13, 1, 0, 4], [0] * 6, 29, 4),
+    "an end that no example has": ([5, 0, 6], [0] * 3, 23, 4),
+    "one block": ([3, 2], [0] * 2, 5, 8),
+    "blocks without examples": ([2, 0], [0] * 2, 17, 4),
+    "candidates": ([9, 0, 3, 8], [4, 0, 3, 1], 22, 4),
+    "candidates of several blocks": ([14, 12], [11, 12], 26, 4),
+    "nothing at all": ([0, 0], [0] * 2, 6, 4),
+}
+
+
+def case_of(lengths, candidates, events, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = dict.fromkeys("qkv", (events, HEADS, D)) | {"position": (HEADS, P), "time": (HEADS, T)}
+    inputs = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    given = rng.normal(size=(events, HEADS, D)).astype(np.float32)
+    times = np.sort(rng.integers(0, 60, events)).astype(np.int32)
+    asked = times + rng.integers(0, 20, events).astype(np.int32)
+    splits = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    flags = np.zeros(events, bool)
+    for end, count in zip(splits[1:], candidates, strict=True):
+        flags[end - count : end] = True
+    return inputs, given, times, asked, splits, flags
+
+
+def attend(attention, inputs, block, times, asked, splits, flags):
+    return attention.jagged_attention(
+        *(inputs[name] for name in "qkv"),
+        splits,
+        longest=LONGEST,
+        position_bias=inputs["position"],
+        time_bias=inputs["time"],
+        times=times,
+        query_times=asked,
+        candidate=flags,
+        block=block,
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_is_that_of_loops(monkeypatch, name):
+    attention = load_hstu("attention", monkeypatch)
+    lengths, candidates, events, block = CASES[name]
+    inputs, given, times, asked, splits, flags = case_of(lengths, candidates, events)
+
+    @jax.jit
+    def both(inputs, given, *about):
+        out, pull = jax.vjp(lambda x: attend(attention, x, block, *about), inputs)
+        return out, pull(given)[0]
+
+    out, gradients = both(inputs, given, times, asked, splits, flags)
+    wide = {key: x.astype(np.float64) for key, x in inputs.items()}
+    expected, wanted = attention_by_loops(wide, given, lengths, candidates, asked, times, LONGEST)
+    # Sums of at most 14 · 29 products of 3 in float32.
+    np.testing.assert_allclose(out, expected, atol=3e-6)
+    assert not np.any(np.asarray(out)[splits[-1] :])
+    for key, gradient in gradients.items():
+        np.testing.assert_allclose(gradient, wanted[key], atol=1e-5, err_msg=key)
+
+
+def test_times_are_asked_for(monkeypatch):
+    attention = load_hstu("attention", monkeypatch)
+    events = jnp.zeros((4, HEADS, D))
+    with pytest.raises(ValueError, match=r"times: expected int32 \[N\] with a time_bias, got None"):
+        attention.jagged_attention(
+            events, events, events, np.array([0, 4]), longest=4, time_bias=jnp.zeros((HEADS, T))
+        )
