@@ -84,7 +84,7 @@ def test_what_does_not_fit_is_refused(words):
         "row_splits": ids.row_splits,
     }
     with pytest.raises(ValueError, match=words):
-        place_values(engine, batch, **({"feature": "history"} | given | REFUSED[words]))
+        place_values(engine, batch, **(given | REFUSED[words]))
     with pytest.raises(TypeError, match="expected integers, got float64"):
         place_values(engine, batch, "history", np.zeros(2), np.zeros(9))
     other, _ = engine_of(8)
