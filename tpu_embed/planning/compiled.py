@@ -49,6 +49,10 @@ _ENVIRONMENT = {
 """What libtpu needs on a machine without a TPU. It does not choose the topology to compile for."""
 
 
+Lower = Callable[[EmbeddingEngine, TableState, Batch], jax.stages.Lowered]
+"""Lowers a step: of an engine, and of the shapes of its state and of a placed batch."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Compiled:
     """The compiler's figures for a step, with its plan.
@@ -105,6 +109,7 @@ def compile_for(
     batch: PyTree,
     *,
     loss: Callable[[PyTree], Array] | None = None,
+    lower: Lower | None = None,
     placed: bool = True,
     spec: BatchSpec | None = None,
     hit_rates: HitRate | Mapping[str, HitRate] | None = None,
@@ -122,6 +127,9 @@ def compile_for(
       optimizer: as for `EmbeddingEngine`.
       batch: as for `plan`.
       loss: a function of the activations; None takes half the sum of their squares.
+      lower: a function that lowers a step of your own, with a network: of the engine, the shapes of
+        its state and those of a placed batch, it returns what `jax.jit(step).lower(…)` gives. Not
+        with `loss`.
       placed: whether the step gets a placed batch; False: dense ids that are traced inside it,
         which the devices route themselves. Then `batch` holds shapes.
       spec: for traced ids: their exchange capacities, for example `plan(…).spec`; None: the worst
@@ -134,9 +142,13 @@ def compile_for(
       The compiler's figures and the plan.
 
     Raises:
-      ValueError: whatever `plan` refuses.
+      ValueError: whatever `plan` refuses; `lower` with `loss`, or without a placed batch.
       RuntimeError: libtpu is not installed, or does not know the topology.
     """
+    if lower is not None and (loss is not None or not placed):
+        expected, got = "no loss and a placed batch", f"loss {loss}, placed={placed}"
+        remedy = "the step that it lowers has a loss of its own"
+        raise ValueError(message("compile_for: lower", expected=expected, got=got, remedy=remedy))
     target = topology if isinstance(topology, Topology) else Topology(topology)
     mesh = Mesh(np.array(describe_topology(target)).reshape(-1), ("devices",))
     options: dict[str, Any] = {"exchange_dtype": exchange_dtype}
@@ -145,8 +157,11 @@ def compile_for(
     engine = EmbeddingEngine(resolved, optimizer, mesh=mesh, **options)
     if placed:
         # The plan's mesh has no processes; the devices of the topology belong to several.
-        own = spec_of(structure.flatten(resolved), engine.layout, batch)
-        lowered = _lowered(engine, abstract_batch(engine, own), None, loss or _squares)
+        own = abstract_batch(engine, spec_of(structure.flatten(resolved), engine.layout, batch))
+        if lower is not None:
+            lowered = lower(engine, abstract_state(engine), own)
+        else:
+            lowered = _lowered(engine, own, None, loss or _squares)
     else:
         lowered = _lowered(engine, _sharded_shapes(engine, batch), spec, loss or _squares)
     found = _compiled(lowered, planned)
