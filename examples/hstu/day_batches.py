@@ -29,17 +29,16 @@ class Chosen(NamedTuple):
     splits: np.ndarray  # int64 [B + 1], where each history begins
 
 
-def batches(config, log: Log, day: Day, done: int = 0) -> Iterator[tuple[dict, Chosen]]:
+def batches(config, log: Log, day: Day) -> Iterator[tuple[dict, Chosen]]:
     """Yield ids by feature, and the requests that they are of.
 
     Args:
       config: the numbers of `configs/days.py`.
       log: the whole log.
       day: one of its days. Requests at its end that make no whole batch are left out.
-      done: how many requests of it to leave out at its beginning.
     """
     size, lengths = config.batch_size, np.diff(day.splits)
-    for start in range(done, len(day.user) - size + 1, size):
+    for start in range(0, len(day.user) - size + 1, size):
         order = start + balance_replicas(lengths[start : start + size], BLOCKS)
         parts = [day.history[day.splits[r] : day.splits[r + 1]] for r in order]
         splits = np.cumsum([0, *map(len, parts)])

@@ -47,38 +47,40 @@ class Training:
         self.step = ranker.make_step(config, self.engine, self.dense, self.graph)
         self.score = ranker.make_score(config, self.engine, self.graph)
         self.saves = CheckpointManager(directory, self.engine, every=config.every, keep=2)
-        self.samples, network = 0, (params, self.dense.init(params))
+        self.position, network = {"samples": 0}, (params, self.dense.init(params))
         if self.saves.latest_step() is None:
             state = self.engine.init(jax.random.key(config.seed))
         else:
             found = self.saves.restore(model=network)
-            state, network = found.state, found.model
-            self.samples = found.position["samples"]
+            state, network, self.position = found.state, found.model, found.position
         self.trained = (state, *jax.device_put(network, state.step.sharding))
 
     def run(self) -> Iterator[tuple[int, dict[str, float]]]:
         """Train on the days that are left; yield each day's number and figures before that."""
-        of_day = self.config.requests // self.config.batch_size * self.config.batch_size
-        for number in range(self.samples // of_day, self.config.days):
-            day, done = self.log.day(number), self.samples % of_day
+        of_day = self.config.requests // self.config.batch_size  # batches
+        first, done = divmod(self.position["samples"] // self.config.batch_size, of_day)
+        for number in range(first, self.config.days):
+            day = self.log.day(number)
             if not done:
                 yield number, self.evaluate(day)
             self.train(day, done)
+            done = 0
         self.saves.close()
 
     def train(self, day: Day, done: int) -> None:
-        """Train on a day but for its first requests, and save from time to time."""
-        source = batches(self.config, self.log, day, done)
-        with Prefetcher(self.engine, source) as placed:
+        """Train on a day but for its first batches, and save from time to time."""
+        with Prefetcher(self.engine, batches(self.config, self.log, day)) as placed:
+            # Beside the batches that were taken, `data` has the room that they were given.
+            placed.set_state(self.position.get("data", {}) | {"batches": done})
             for batch, chosen in placed:
                 others = known(self.engine, batch, self.log, chosen)
                 self.trained, loss = self.step(self.trained, batch, others)
                 loss.block_until_ready()  # many unfinished steps can stop emulated devices
-                self.samples += len(chosen.order)
+                samples = self.position["samples"] + len(chosen.order)
+                self.position = {"samples": samples, "data": placed.get_state()}
                 state, *network = self.trained
-                done_steps = self.samples // self.config.batch_size
-                position = {"samples": self.samples}
-                self.saves.save(done_steps, state, model=tuple(network), position=position)
+                step = samples // self.config.batch_size
+                self.saves.save(step, state, model=tuple(network), position=self.position)
 
     def evaluate(self, day: Day) -> dict[str, float]:
         """Return figures of the scores of a day, and those of its true probabilities."""
@@ -106,7 +108,9 @@ def draw(figures: list[tuple[int, dict[str, float]]], path: Path) -> None:
     """Draw the AUC of each day, and that of the true probabilities."""
     figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
     days = [number for number, _ in figures]
-    axes.plot(days, [found["AUC"] for _, found in figures], "o-", label="trained until the day before")
+    axes.plot(
+        days, [found["AUC"] for _, found in figures], "o-", label="trained until the day before"
+    )
     axes.plot(days, [found["best AUC"] for _, found in figures], "k--", label="true probabilities")
     axes.set(xlabel="day", ylabel="AUC of the day", title="A ranker that follows drifting tastes")
     axes.legend(loc="lower right")
@@ -120,7 +124,7 @@ def main() -> None:
     options.add_argument("--plot", type=Path, default="build/days.png", help="drawn at the end")
     args, config = settings.read(options)
     training, begin, figures = Training(config, args.checkpoints), time.perf_counter(), []
-    print(f"{jax.device_count()} device(s), from request {training.samples} on")
+    print(f"{jax.device_count()} device(s), from request {training.position['samples']} on")
     for number, found in training.run():
         figures.append((number, found))
         listed = ", ".join(f"{name} {value:.4f}" for name, value in found.items())

@@ -60,7 +60,8 @@ def requests_of(config, acts: dict, known: dict) -> Requests:
 def cross_entropy(graph, params, requests, labels) -> tuple[jax.Array, jax.Array]:
     """Return a replica's sum of -log likelihoods of its candidates' labels, and their number."""
     losses = optax.sigmoid_binary_cross_entropy(nnx.merge(graph, params)(requests), labels)
-    return jnp.where(requests.candidates.valid, losses, 0).sum(), requests.candidates.row_splits[-1]
+    count = requests.candidates.valid.astype(jnp.float32).sum()
+    return jnp.where(requests.candidates.valid, losses, 0).sum(), count
 
 
 def make_step(config, engine, dense, graph):

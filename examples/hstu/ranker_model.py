@@ -42,7 +42,7 @@ class TwoLayers(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = self.first(x)
-        return self.second(y * jax.nn.sigmoid(self.norm(y)))
+        return self.second(y * jax.nn.sigmoid(self.norm(y)).astype(y.dtype))
 
 
 class Layer(nnx.Module):
@@ -67,7 +67,8 @@ class Layer(nnx.Module):
         mixed = jagged_attention(q, k, v, splits, candidate=candidate, **options)
         gate = u.reshape(len(x), -1)
         gated = self.after(mixed.reshape(len(x), -1)).astype(gate.dtype) * gate
-        return x + self.outer(jnp.concatenate([gate, x.astype(gate.dtype), gated], axis=-1))
+        mixed = self.outer(jnp.concatenate([gate, x.astype(gate.dtype), gated], axis=-1))
+        return x + mixed.astype(x.dtype)
 
 
 class Ranker(nnx.Module):
@@ -140,5 +141,5 @@ class Ranker(nnx.Module):
 
     def of_actions(self, bits: jax.Array) -> jax.Array:
         """Return a vector for the set bits of each action, `[C, 3 · action_dim]`."""
-        there = (bits[:, None] >> jnp.arange(3)) & 1
+        there = ((bits[:, None] >> jnp.arange(3)) & 1).astype(jnp.float32)
         return (there[..., None] * self.actions[...]).reshape(len(bits), -1)

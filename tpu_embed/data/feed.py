@@ -32,10 +32,12 @@ class Placed(NamedTuple):
     Attributes:
       item: what the loop gets.
       source_state: the state of the source after the batch; None if it has no states.
+      shapes: those that batches get after it, as JSON; None if no feature is jagged.
     """
 
     item: Any
     source_state: Any
+    shapes: Any = None
 
 
 class Feed:
@@ -78,7 +80,7 @@ class Feed:
         except Exception as error:
             error.add_note(f"This was batch {self._number} of the source.")
             raise
-        return Placed(item.around(batch), source_state)
+        return Placed(item.around(batch), source_state, turn.shapes)
 
     def _read(self) -> Any:
         """Return the next item, after those that are left out."""

@@ -26,6 +26,8 @@ from tpu_embed.data.worker import Worker
 class Places(Protocol):
     """What places batches: an engine, or a `tpu_embed.nn.ModelPlacer`."""
 
+    intake: Any
+
     def next_turn(self, *, training: bool = True) -> Any:
         """Return the right to place the next batch."""
 
@@ -36,10 +38,12 @@ class _Taken(NamedTuple):
     Attributes:
       number: of the batch, counted from 1 in this pass; 0 before the first.
       source_state: the state of the source after it; None if it has no states.
+      shapes: those that batches get after it, as JSON; None if no feature is jagged.
     """
 
     number: int
     source_state: Any
+    shapes: Any = None
 
 
 class Prefetcher:
@@ -161,7 +165,7 @@ class Prefetcher:
             if outcome is not None and outcome.value is not None:
                 placed: Placed = outcome.value
                 worker.request(number + self._depth)
-                self._taken = _Taken(number, placed.source_state)
+                self._taken = _Taken(number, placed.source_state, placed.shapes)
                 return placed.item
         if outcome is None:  # closed meanwhile, by another thread
             raise StopIteration
@@ -189,10 +193,13 @@ class Prefetcher:
 
         It is a JSON value, for `position=` of a checkpoint. If the source's iterator has
         `get_state` and `set_state`, as grain's iterators do, its state after the last batch that
-        was taken is part of it. With several processes, all must call this then.
+        was taken is part of it. With several processes, all must call this then. If features are
+        jagged, so is the room that their batches have got, on which the bits of a network depend.
         """
         batches = self._before + self._taken.number
-        return encode(batches, self._taken.source_state, stateful=self._stateful)
+        position = encode(batches, self._taken.source_state, stateful=self._stateful)
+        shapes = self._taken.shapes
+        return position if shapes is None else position | {"shapes": shapes}
 
     def set_state(self, position: dict[str, Any]) -> None:
         """Continue after the batches that were taken at a position; call it before the first batch.
@@ -214,9 +221,12 @@ class Prefetcher:
                 message("Prefetcher.set_state", expected=expected, got=got, remedy=remedy)
             )
         before, source_state = decode(position, stateful=self._stateful)
+        shapes = position.get("shapes")
+        if shapes is not None:
+            self._engine.intake.expect(shapes)
         if isinstance(self._source, Stateful):
             self._source.set_state(source_state)
-        self._before, self._taken = before, _Taken(0, source_state)
+        self._before, self._taken = before, _Taken(0, source_state, shapes)
 
     # -- end -----------------------------------------------------------------------------------
 

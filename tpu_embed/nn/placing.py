@@ -129,6 +129,7 @@ class ModelPlacer:
 
     def __init__(self, model: nnx.Module) -> None:
         self._model, self._layers = model, _layers(model)
+        self.intake = ModelIntake(self._layers)
         engines = {path: _bag(layer).engine for path, layer in self._layers.items()}
         living = [one for one in engines.values() if one.vocabularies is not None]
         self._living = list(dict.fromkeys(living))
@@ -218,15 +219,45 @@ class ModelPlacer:
 
 
 @final
+class ModelIntake:
+    """The shapes that the batches of a model's layers get.
+
+    Args:
+      layers: by path.
+    """
+
+    def __init__(self, layers: Mapping[str, Embed | EmbeddingBag]) -> None:
+        self._intakes = {path: _bag(layer).engine.intake for path, layer in layers.items()}
+
+    def shapes(self) -> Any:
+        """Return those of each layer with jagged features, as JSON; None without such layers."""
+        found = {path: intake.shapes() for path, intake in self._intakes.items()}
+        return {path: one for path, one in found.items() if one is not None} or None
+
+    def expect(self, shapes: Any) -> None:
+        """Give the next batches shapes that `shapes` returned; those of other layers are left out.
+
+        Raises:
+          ValueError: they are something else.
+        """
+        for path, one in dict(shapes).items():
+            if path in self._intakes:
+                self._intakes[path].expect(one)
+
+
 class ModelTurn:
     """The right to place one batch for a model, after those whose turns were drawn before.
 
     Args:
       placer: places the batch.
       training: False for a batch that is only looked up, which waits for no other in one process.
+
+    Attributes:
+      shapes: as those of a turn of an engine, by layer.
     """
 
     def __init__(self, placer: ModelPlacer, *, training: bool) -> None:
+        self.shapes: Any = None
         self._placer, self.training = placer, training
         self._agreement, self._turns = placer.agreement, placer.agreement.turns
         with SignalsDeferred():
@@ -250,7 +281,9 @@ class ModelTurn:
                 remedy = "leave it out: every layer finds a shape of its own"
                 text = message("spec", expected="None for a model", got="one", remedy=remedy)
                 raise ValueError(text)
-            return self._placer.place_now(features, weights, training=self.training)
+            found = self._placer.place_now(features, weights, training=self.training)
+            self.shapes = self._placer.intake.shapes()
+            return found
 
     def use(self) -> contextlib.AbstractContextManager[None]:
         """Wait for the turn, and end it with the block."""

@@ -66,6 +66,7 @@ class EmbeddingEngine(LogicalRows):
 
     Attributes:
       storage: the rows at home of tables on the host; None without such tables.
+      intake: makes batches, and remembers their shapes.
 
     Raises:
       ValueError: configs do not fit each other, the mesh or the optimizer; `placement="auto"`.
@@ -110,7 +111,7 @@ class EmbeddingEngine(LogicalRows):
         self.vocabularies = choose_vocabularies(living, lookahead, vocabularies, homes)
         self.storage = None if self.vocabularies is None else self.vocabularies.homes
         self._admitter = Admitter(self.layout, self.vocabularies)
-        self._intake = Intake(self.structure, self.layout, self.vocabularies)
+        self.intake = Intake(self.structure, self.layout, self.vocabularies)
         self._programs = Programs(self.layout, guard, self.vocabularies)
         LogicalRows.__init__(self, self.layout, self.vocabularies)
 
@@ -152,7 +153,7 @@ class EmbeddingEngine(LogicalRows):
           TypeError: ids that are not integers, or a wrong container type.
           RuntimeError: another process did not place its part, or has left.
         """
-        return self._intake.place(features, weights, spec, training=training)
+        return self.intake.place(features, weights, spec, training=training)
 
     def admit(self, state: TableState, batch: Batch) -> tuple[TableState, Batch]:
         """Bring the tables to the step of a batch: rows of its new keys get their initial values.
@@ -169,18 +170,18 @@ class EmbeddingEngine(LogicalRows):
           ValueError: the batch is not the next one; or it is only looked up, and one of its
             rows belongs to another key by now. The state stays valid.
         """
-        return self._admitter.admit(state, self._intake.own(batch))
+        return self._admitter.admit(state, self.intake.own(batch))
 
     def next_turn(self, *, training: bool = True) -> Turn:
         """Return the right to place the next batch, which any thread may use (see `Prefetcher`).
 
         In a single process, no other batch waits for one that is drawn with `training=False`.
         """
-        return self._intake.next_turn(training=training)
+        return self.intake.next_turn(training=training)
 
     def host_ids(self, features: PyTree, weights: PyTree | None = None) -> list[HostIds]:
         """Return this process's ids as `place` checks them, keys as positions, without sending."""
-        return self._intake.host_ids(features, weights)
+        return self.intake.host_ids(features, weights)
 
     def adopt(self, state: TableState, other: EmbeddingEngine) -> TableState:
         """Return the state of another engine as one of this engine, as a save and restore would.
@@ -226,8 +227,7 @@ class EmbeddingEngine(LogicalRows):
         The function gives this engine its maps. Until then nothing has changed.
         """
         if not isinstance(other, EmbeddingEngine):
-            remedy = "a TPUEmbedding has one: embedding.engine"
-            got = type(other).__name__
+            got, remedy = type(other).__name__, "a TPUEmbedding has one: embedding.engine"
             text = message("other", expected="an EmbeddingEngine", got=got, remedy=remedy)
             raise TypeError(text)
         theirs = Party(other.layout, other.vocabularies, other)
@@ -262,7 +262,7 @@ class EmbeddingEngine(LogicalRows):
           TypeError: what `place` refuses; differentiation with respect to the state.
         """
         check_tables_not_donated(state)
-        source, refused = self._admitter.check(state, self._intake.source(batch, weights, spec))
+        source, refused = self._admitter.check(state, self.intake.source(batch, weights, spec))
         if isinstance(source, Batch) and source.visit_rows:
             found = call(self._programs.visit, state.tables, state.vocabulary, source)
         else:
@@ -300,7 +300,7 @@ class EmbeddingEngine(LogicalRows):
             no optimizer, missing learning rates, and what `lookup` refuses.
           TypeError: what `lookup` refuses.
         """
-        source, refused = self._admitter.check(state, self._intake.source(batch, weights, spec))
+        source, refused = self._admitter.check(state, self.intake.source(batch, weights, spec))
         operands = self._operand_maker.make(state, source, activation_gradients, learning_rates)
         new = call(self._programs.update, state, source, operands._replace(skip=refused))
         return dataclasses.replace(new, vocabulary=state.vocabulary)
@@ -327,7 +327,7 @@ class EmbeddingEngine(LogicalRows):
 
         The state that it returns has no `vocabulary`, which the update leaves as it is.
         """
-        source, _ = self._admitter.check(state, self._intake.source(batch, None, None))
+        source, _ = self._admitter.check(state, self.intake.source(batch, None, None))
         operands = self._operand_maker.make(state, source, gradients, learning_rates)
         rows, rest = (state.tables, state.slots), (state.step, state.counters)
         return functools.partial(self._programs.update_in_place, rows, rest, source, operands)

@@ -55,6 +55,18 @@ class Intake:
         """Return the turn to place the next batch; see `EmbeddingEngine.next_turn`."""
         return Turn(self._placer, self._order, training=training)
 
+    def shapes(self) -> Any:
+        """Return the shapes that batches get, as JSON; None if no feature is jagged."""
+        return self._placer.shapes()
+
+    def expect(self, shapes: Any) -> None:
+        """Give the next batches shapes that `shapes`, or a turn, had; see `shapes.py`.
+
+        Raises:
+          ValueError: it is something else.
+        """
+        self._placer.expect(shapes)
+
     def host_ids(self, features: PyTree, weights: PyTree | None) -> list[HostIds]:
         """Return the validated ids of every feature; see `EmbeddingEngine.host_ids`."""
         return self._placer.host_ids(features, weights)

@@ -9,6 +9,7 @@ Input: features and weights in the user's nesting. Output: a `Batch`.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,6 +22,7 @@ from tpu_embed.core.layout import Layout
 from tpu_embed.core.place.agreement import Agreement, Alone
 from tpu_embed.core.place.keys import Keyed, KeyedBatches
 from tpu_embed.core.place.router import Router
+from tpu_embed.core.place.shapes import decode_shapes, encode_shapes
 from tpu_embed.vocabulary import Vocabularies
 
 
@@ -52,6 +54,19 @@ class Placer:
         self._keyed = None
         if vocabularies is not None:
             self._keyed = KeyedBatches(layout, vocabularies, self.agreement, replicas)
+
+    def shapes(self) -> Any:
+        """Return the shapes that batches get, as JSON; None if no feature is jagged."""
+        jagged = any(feature.config.jagged for feature in self._layout.features)
+        return encode_shapes(self._router.tiers.copy()) if jagged else None
+
+    def expect(self, shapes: Any) -> None:
+        """Give the next batches the shapes that `shapes` returned.
+
+        Raises:
+          ValueError: it did not.
+        """
+        self._router.tiers.set(decode_shapes(shapes, self._layout))
 
     def host_ids(self, features: PyTree, weights: PyTree | None) -> list[HostIds]:
         """Return the validated ids of every feature, of this process's part of the batch."""

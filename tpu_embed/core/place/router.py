@@ -62,11 +62,14 @@ class Router:
       layout: the engine's layout.
       agreement: with the other processes.
       replicas: the numbers of this process's replicas in the global batch.
+
+    Attributes:
+      tiers: the specs of earlier batches.
     """
 
     def __init__(self, layout: Layout, agreement: Agreement | Alone, replicas: np.ndarray) -> None:
         self._layout, self._agreement, self._replicas = layout, agreement, replicas
-        self._tiers = Tiers(layout)
+        self.tiers = Tiers(layout)
 
     def route(self, hosts: Sequence[HostIds], requested: BatchSpec | None, routed: Routed) -> Batch:
         """Return the batch in the requested spec, or in one of earlier batches.
@@ -82,7 +85,7 @@ class Router:
         """
         with self._agreement.refusals():
             fitted = self._fit(hosts, requested, routed)
-        return self._send(fitted, self._agreement.settle(fitted.needed, requested, self._tiers))
+        return self._send(fitted, self._agreement.settle(fitted.needed, requested, self.tiers))
 
     def _fit(
         self, hosts: Sequence[HostIds], requested: BatchSpec | None, routed: Routed
@@ -100,7 +103,7 @@ class Router:
         exact = here.over(self._layout.axes.replicas)
         # Pack and sort first, in a spec with room for the ids, then count capacities. The order
         # does not depend on the capacities; the positions, which do, are written when all agree.
-        likely = self._tiers.guess(exact) if requested is None else requested
+        likely = self.tiers.guess(exact) if requested is None else requested
         rounded = BatchSpec.union(likely, exact)
         stacks = self._sorted(hosts, rounded)
         local = self._local(rounded)

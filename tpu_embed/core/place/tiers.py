@@ -41,7 +41,7 @@ SMALL = 2**14
 
 
 @dataclasses.dataclass
-class _Tier:
+class Tier:
     """One of the specs that batches of a kind get.
 
     Attributes:
@@ -69,8 +69,21 @@ class Tiers:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         # `_kind_of` a spec -> its tiers, the smallest first.
-        self._tiers: dict[Any, list[_Tier]] = collections.defaultdict(list)
+        self._tiers: dict[Any, list[Tier]] = collections.defaultdict(list)
         self._lock = threading.RLock()
+
+    def copy(self) -> list[list[Tier]]:
+        """Return a copy of the tiers of all kinds, as they are now."""
+        with self._lock:
+            return [[dataclasses.replace(tier) for tier in kind] for kind in self._tiers.values()]
+
+    def set(self, kinds: list[list[Tier]]) -> None:
+        """Take what `copy` returned in place of the tiers of the same kinds."""
+        with self._lock:
+            for tiers in kinds:
+                if tiers:
+                    copied = [dataclasses.replace(tier) for tier in tiers]
+                    self._tiers[_kind_of(tiers[0].spec)] = copied
 
     def settle(self, needed: BatchSpec) -> BatchSpec:
         """Return the spec that a batch gets if this process alone decides it.
@@ -129,7 +142,7 @@ class Tiers:
             tier.uses += 1
             return tier.spec
 
-    def _grown(self, tiers: list[_Tier], needed: BatchSpec) -> BatchSpec:
+    def _grown(self, tiers: list[Tier], needed: BatchSpec) -> BatchSpec:
         """Return the first tier that holds the batch after growing a little, or a new one.
 
         The batch gets room to spare, so that the next ones fit, too.
@@ -141,7 +154,7 @@ class Tiers:
                 return spec
         return grown[-1] if grown else roomy
 
-    def _join(self, tiers: list[_Tier], agreed: BatchSpec) -> _Tier:
+    def _join(self, tiers: list[Tier], agreed: BatchSpec) -> Tier:
         """Return the tier of a spec; it may be a new one, or a larger one that is near enough."""
         holding = _first_that_holds(tiers, agreed)
         if holding is not None and self._is_near(holding.spec, agreed):
@@ -154,7 +167,7 @@ class Tiers:
             below.pop()  # it has grown
         elif tiers:
             self._tell(agreed, tiers)
-        new = _Tier(agreed)
+        new = Tier(agreed)
         tiers[:] = [*below, new, *(tier for tier in above if tier.spec != agreed)]
         return new
 
@@ -170,7 +183,7 @@ class Tiers:
             total += spec.ids(g) + exchanged + one.merged + one.entries
         return total
 
-    def _tell(self, spec: BatchSpec, tiers: list[_Tier]) -> None:
+    def _tell(self, spec: BatchSpec, tiers: list[Tier]) -> None:
         """Log that a spec much larger or smaller than the others gets a program of its own."""
         rooms = ", ".join(f"{self._room(tier.spec):,}" for tier in tiers)
         logging.getLogger("tpu_embed").warning(
@@ -190,12 +203,12 @@ def _kind_of(spec: BatchSpec) -> Any:
     return spec.routed, tuple(shapes)
 
 
-def _reviewed(tiers: list[_Tier]) -> _Tier | None:
+def _reviewed(tiers: list[Tier]) -> Tier | None:
     """Return the tier to review now: the smallest of those with enough batches."""
     return next((tier for tier in tiers if tier.uses >= REVIEW_AFTER), None)
 
 
-def _first_that_holds(tiers: list[_Tier], needed: BatchSpec) -> _Tier | None:
+def _first_that_holds(tiers: list[Tier], needed: BatchSpec) -> Tier | None:
     """Return the smallest tier that batches of a spec fit, if there is one."""
     return next((tier for tier in tiers if holds(tier.spec, needed)), None)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 from tpu_embed._signals import SignalsDeferred
 from tpu_embed._types import PyTree
@@ -105,10 +106,15 @@ class Turn:
       placer: makes the batch.
       order: draws the turn.
       training: False for a batch that is only looked up.
+
+    Attributes:
+      shapes: once it was used to place a batch: the shapes that batches get from then on, as JSON
+        for `Intake.expect`; None if no feature is jagged.
     """
 
     def __init__(self, placer: Placer, order: Order, *, training: bool = True) -> None:
         self._placer, self._order, self._training = placer, order, training
+        self.shapes: Any = None
         with SignalsDeferred():
             self._number, self._step = order.draw(training=training)
             self._if_lost = weakref.finalize(self, order.give_up, self._number)
@@ -135,9 +141,12 @@ class Turn:
         try:
             with self._order.use(self._number, training=self._training):
                 if self._training:
-                    return self._placer.place(features, weights, spec)
-                step = max(step, self._step)
-                return self._placer.place_lookup(features, weights, spec, step)
+                    batch = self._placer.place(features, weights, spec)
+                else:
+                    step = max(step, self._step)
+                    batch = self._placer.place_lookup(features, weights, spec, step)
+                self.shapes = self._placer.shapes()
+                return batch
         except BaseException:
             self._order.give_up(self._number)  # it may not have come to be used
             raise

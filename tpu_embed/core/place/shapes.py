@@ -1,0 +1,105 @@
+"""The shapes that an engine has given to its batches, as a JSON value for a checkpoint.
+
+A jagged feature has room for C events on a device, and C is remembered from batch to batch
+(`tiers.py`). A network that sums over the places sums in an order that depends on C, so a run that
+was restored has the bits of one that was not only if it remembers the same shapes.
+
+Input: the tiers of an engine. Output: JSON; and back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, get_args
+
+from tpu_embed._checks import is_int, message
+from tpu_embed.core.batch import BatchSpec, Routed, StackSpec
+from tpu_embed.core.ids import FeatureShape
+from tpu_embed.core.layout import Layout
+from tpu_embed.core.place.tiers import Tier
+
+
+def encode_shapes(kinds: list[list[Tier]]) -> list[Any]:
+    """Return tiers as a JSON value."""
+    return [
+        [
+            {
+                "spec": _encode(tier.spec),
+                "uses": tier.uses,
+                "needed": None if tier.needed is None else _encode(tier.needed),
+            }
+            for tier in tiers
+        ]
+        for tiers in kinds
+    ]
+
+
+def decode_shapes(value: Any, layout: Layout) -> list[list[Tier]]:
+    """Return tiers; none if they are of an engine with other features, stacks or devices.
+
+    Raises:
+      ValueError: it is not what `encode_shapes` returned.
+    """
+    try:
+        kinds = [[_tier(one) for one in tiers] for tiers in value]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        remedy = "give what get_state returned"
+        text = message("shapes", expected="those of an engine", got=repr(error), remedy=remedy)
+        raise ValueError(text) from error
+    specs = [tier.spec for tiers in kinds for tier in tiers]
+    specs += [tier.needed for tiers in kinds for tier in tiers if tier.needed is not None]
+    return kinds if all(_is_of(spec, layout) for spec in specs) else []
+
+
+def _encode(spec: BatchSpec) -> dict[str, Any]:
+    shapes, stacks = map(_fields, spec.feature_shapes), map(_fields, spec.stacks)
+    numbers = {"replicas": spec.replicas, "routed": spec.routed}
+    return numbers | {"feature_shapes": list(shapes), "stacks": list(stacks)}
+
+
+def _fields(one: FeatureShape | StackSpec) -> dict[str, Any]:
+    """Return the fields by name; JSON has lists in place of tuples."""
+    fields = dataclasses.asdict(one)
+    return {name: list(x) if isinstance(x, tuple) else x for name, x in fields.items()}
+
+
+def _tier(one: dict[str, Any]) -> Tier:
+    needed = one["needed"]
+    return Tier(_spec(one["spec"]), _count(one["uses"]), None if needed is None else _spec(needed))
+
+
+def _spec(one: dict[str, Any]) -> BatchSpec:
+    if one["routed"] not in get_args(Routed):
+        raise ValueError(one["routed"])
+    shapes = tuple(_shape(**shape) for shape in one["feature_shapes"])
+    stacks = tuple(_stack(**stack) for stack in one["stacks"])
+    return BatchSpec(_count(one["replicas"]), shapes, stacks, one["routed"])
+
+
+def _shape(
+    *, batch: Any, inner: Any, combines: Any, width: Any, weighted: Any, capacity: Any
+) -> FeatureShape:
+    if not isinstance(combines, bool) or not isinstance(weighted, bool):
+        raise TypeError(combines, weighted)
+    width, capacity = (None if n is None else _count(n) for n in (width, capacity))
+    inner = tuple(map(_count, inner))
+    return FeatureShape(_count(batch), inner, combines, width, weighted, capacity)
+
+
+def _stack(*, features: Any, **sizes: Any) -> StackSpec:
+    return StackSpec(tuple(map(_count, features)), **{name: _count(n) for name, n in sizes.items()})
+
+
+def _count(value: Any) -> int:
+    if not is_int(value) or not 0 <= value < 2**63:
+        raise ValueError(value)
+    return int(value)
+
+
+def _is_of(spec: BatchSpec, layout: Layout) -> bool:
+    """Tell whether batches of an engine with this layout may have a spec."""
+    stacks = [stack.features for stack in spec.stacks]
+    owned = [layout.features_of(g) for g in range(len(layout.stacks))]
+    jagged = [shape.capacity is not None for shape in spec.feature_shapes]
+    declared = [feature.config.jagged for feature in layout.features]
+    return (spec.replicas, stacks, jagged) == (layout.axes.replicas, owned, declared)
