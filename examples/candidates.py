@@ -5,8 +5,8 @@ made-up preferences. The user's features are looked up, and the user's tower run
 and not once per candidate. Each device holds whole requests, so a candidate finds its user by an
 index within the device: `jax.vmap` over the devices' parts, and nothing is gathered from others.
 
-After training, one call of `serving_lookup` serves one user with 500 candidates. Printed beside
-what was learned: how often the best candidate, by the true preferences, is what the user picked.
+After training, `retrieval.top_k` finds the best of all items for a user. Printed beside what was
+learned: how often the best candidate, by the true preferences, is what the user picked.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import optax
 from tqdm import trange
 
 import tpu_embed
-from tpu_embed import FeatureConfig, TableConfig
-from tpu_embed.io import serving_lookup
+from tpu_embed import FeatureConfig, TableConfig, retrieval
 
 USERS, ITEMS, HISTORY, CANDIDATES, DIM = 400, 1_000, 6, 32, 16
 
@@ -67,6 +66,11 @@ class Requests:
         return features, picked, score.argmax(1)
 
 
+def tower(params: dict, acts: dict[str, jax.Array]) -> jax.Array:
+    """Return the vector of each request, `[requests, D]`."""
+    return jnp.concatenate([acts["user"], acts["history"]], axis=-1) @ params["tower"]
+
+
 def logits(params: dict, acts: dict[str, jax.Array], index: jax.Array) -> jax.Array:
     """Return one score per candidate of one device, `[candidates]`.
 
@@ -75,8 +79,7 @@ def logits(params: dict, acts: dict[str, jax.Array], index: jax.Array) -> jax.Ar
       acts: `user` and `history` [requests, D], `item` [candidates, D].
       index: int32 [candidates], the request of each candidate, counted within the device.
     """
-    tower = jnp.concatenate([acts["user"], acts["history"]], axis=-1) @ params["tower"]
-    return (tower[index] * acts["item"]).sum(-1)
+    return (tower(params, acts)[index] * acts["item"]).sum(-1)
 
 
 def parts(tree, devices: int):
@@ -132,17 +135,15 @@ def main() -> None:
                 progress.set_postfix(loss=f"{loss:.4f}")
 
     features, picked, best = Requests(seed=2).draw(args.requests)
-    chosen = jax.jit(scores)(params, engine.lookup(state, engine.place(features))).argmax(1)
+    acts = engine.lookup(state, engine.place(features))
+    chosen = jax.jit(scores)(params, acts).argmax(1)
     hits = np.mean(chosen == picked), np.mean(best == picked)
     print(f"the pick is ranked first: {hits[0]:.3f}, by the true preferences {hits[1]:.3f}")
 
-    # Serving: one user, 500 candidates, one lookup; tables as plain arrays.
-    tables = jax.tree.map(np.asarray, engine.tables(state))
-    request = {"user": features["user"][:1], "history": features["history"][:1]}
-    request["item"] = np.arange(500)
-    acts = serving_lookup(tables, request, feature_config())
-    order = jnp.argsort(-logits(params, acts, jnp.zeros(500, jnp.int32)))
-    print("user", features["user"][0], "gets", *order[:5])
+    # Serving: the best of all items, which are not looked up for it.
+    liked = features["history"][:1]
+    found = retrieval.top_k(engine, state, "items", tower(params, acts)[:1], 5, exclude=liked)
+    print("user", features["user"][0], "gets", *found.ids[0])
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from stream_data import auc
 
 from tpu_embed.io import FollowingModel, Version, load_model
+from tpu_embed.metrics import auc
 
 
 class Note(NamedTuple):
@@ -119,7 +119,7 @@ def report(work: Path, first: int) -> tuple[float, float]:
         np.concatenate([one[name] for begin, one in windows.items() if begin >= first])
         for name in ("click", "fresh", "stale")
     )
-    found = auc(fresh, click), auc(stale, click)
+    found = float(auc(fresh, click)), float(auc(stale, click))
     print(f"AUC from batch {first} on: {found[0]:.5f} by deltas, {found[1]:.5f} by full exports")
     print(f"{lags.size} items, served {np.median(lags):.2f} s after the first click", end="")
     print(" (median), ", end="")

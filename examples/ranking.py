@@ -1,8 +1,10 @@
-"""Rank all items for every user, and measure how high the items of the test are."""
+"""Rank items for users, and measure how high the items of the test are."""
 
 from __future__ import annotations
 
 import numpy as np
+
+from tpu_embed import metrics
 
 
 def leave_one_out(data) -> tuple[np.ndarray, np.ndarray]:
@@ -16,25 +18,22 @@ def leave_one_out(data) -> tuple[np.ndarray, np.ndarray]:
     return order[~last], order[last]
 
 
-def recall_and_ndcg(scores, train_pairs, test_pairs, top: int) -> tuple[float, float]:
-    """Return two measures of the best `top` items, as means over the users with test items.
+def by_user(user: np.ndarray, item: np.ndarray, users: int) -> np.ndarray:
+    """Return the items of each user, int32 [users, most], padded with -1, of pairs int [N]."""
+    order, count = np.argsort(user, kind="stable"), np.bincount(user, minlength=users)
+    lists = np.full((users, count.max()), -1, np.int32)
+    lists[np.arange(lists.shape[1]) < count[:, None]] = item[order]
+    return lists
 
-    Recall is the share of a user's test items among them. NDCG gives the test item at place k,
-    counted from 0, 1 / log2(k + 2), and divides by the most that could be had.
 
-    Args:
-      scores: float [users, items].
-      train_pairs: users and items, int [N] each, which are left out of the ranking.
-      test_pairs: users and items, int [M] each.
-      top: how many items are taken.
-    """
-    scores = np.array(scores)
-    scores[train_pairs] = -np.inf
-    relevant = np.zeros(scores.shape, bool)
-    relevant[test_pairs] = True
-    scores, relevant = scores[relevant.any(axis=1)], relevant[relevant.any(axis=1)]
-    best = np.argsort(-scores, axis=1, kind="stable")[:, :top]
-    found = np.take_along_axis(relevant, best, axis=1)
-    count, gains = relevant.sum(axis=1), 1 / np.log2(np.arange(found.shape[1]) + 2)
-    most = np.cumsum(gains)[np.minimum(count, found.shape[1]) - 1]
-    return float((found.sum(axis=1) / count).mean()), float((found @ gains / most).mean())
+def most_popular(seen: np.ndarray, items: int, top: int) -> np.ndarray:
+    """Return the items that most users have, but for those that a user has seen, [users, top]."""
+    order = np.argsort(-np.bincount(seen[seen >= 0], minlength=items), kind="stable")
+    return np.stack([order[~np.isin(order, own)][:top] for own in seen])
+
+
+def describe(ids, relevant: np.ndarray) -> str:
+    """Return recall and NDCG of recommended items [users, top], as means over users with tests."""
+    top = ids.shape[1]
+    recall, ndcg = metrics.recall_at_k(ids, relevant), metrics.ndcg_at_k(ids, relevant)
+    return f"recall@{top} {recall:.4f}  NDCG@{top} {ndcg:.4f}"

@@ -2,7 +2,8 @@
 
 The engine looks up each history as it is: `Jagged` has the events of a device's histories one after
 the other, and `jax.vmap` runs the network on each device's part. All items are looked up, too, for
-the softmax over them. Held out is the last rating of each user.
+the softmax over them. Held out is the last rating of each user; `retrieval.top_k` finds what is
+recommended in the table of items.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import settings
 from flax import nnx
 
 import tpu_embed
-from tpu_embed import RaggedIds
+from tpu_embed import RaggedIds, retrieval
 from tpu_embed.data import Prefetcher
 
 TOP = 10
@@ -56,6 +57,7 @@ def main() -> None:
     data = movielens_data.load(args.data)
     users, items = len(data.age), len(data.decade)
     pairs = [(data.user[rows], data.item[rows]) for rows in ranking.leave_one_out(data)]
+    seen, relevant = (ranking.by_user(*pair, users) for pair in pairs)
     histories = np.split(pairs[0][1], np.flatnonzero(np.diff(pairs[0][0])) + 1)
     rng = np.random.default_rng(config.seed)
     steps = config.epochs * (len(model.pieces(histories, config.longest, rng)) // config.batch_size)
@@ -74,17 +76,13 @@ def main() -> None:
         return tpu_embed.pad_batch(batch, jax.device_count())
 
     @jax.jit
-    def scores(state, params, batch):
-        activations = engine.lookup(state, batch)
+    def recommend(state, params, batch):
+        history = engine.lookup(state, batch)["history"]
         of_replica = functools.partial(model.last_vectors, nnx.merge(graph, params))
-        vectors = jax.vmap(of_replica)(activations["history"])
-        return vectors.reshape(-1, config.dim) @ activations["item"].T
+        vectors = jax.vmap(of_replica)(history).reshape(-1, config.dim)[:users]
+        return retrieval.top_k(engine, state, "item", vectors, TOP, exclude=seen).ids
 
     everyone = engine.place(features([history[-config.longest :] for history in histories]))
-
-    def measure(scores) -> str:
-        recall, ndcg = ranking.recall_and_ndcg(scores, pairs[0], pairs[1], TOP)
-        return f"recall@{TOP} {recall:.4f}  NDCG@{TOP} {ndcg:.4f}"
 
     def batches():
         cut = model.pieces(histories, config.longest, rng)
@@ -93,16 +91,15 @@ def main() -> None:
             yield features([cut[i] for i in order[start : start + config.batch_size]])
 
     engine.check_in_place(step, state, params, opt_state, next(Prefetcher(engine, batches())))
-    count = np.bincount(pairs[0][1], minlength=items)
     print(f"{jax.device_count()} device(s), {len(pairs[0][0])} ratings to train on")
-    print(f"popularity  {measure(np.tile(count, (users, 1)) * 1.0)}")
+    print(f"popularity  {ranking.describe(ranking.most_popular(seen, items, TOP), relevant)}")
     for epoch in range(1, config.epochs + 1):
         begin, losses = time.perf_counter(), []
         for batch in Prefetcher(engine, batches()):
             state, params, opt_state, loss = step(state, params, opt_state, batch)
             # Wait for it: many unfinished steps on emulated devices can stop for good.
             losses.append(float(loss))
-        found = measure(scores(state, params, everyone)[:users, :items])
+        found = ranking.describe(recommend(state, params, everyone), relevant)
         seconds = time.perf_counter() - begin
         print(f"epoch {epoch:2d}  loss {np.mean(losses):.4f}  {found}  {seconds:.1f} s")
 

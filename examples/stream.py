@@ -19,11 +19,11 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 import settings
-from stream_data import Impressions, Stream, auc
+from stream_data import Impressions, Stream
 from stream_model import Learner
 
 from tpu_embed import DynamicVocabulary
-from tpu_embed.metrics import counters
+from tpu_embed.metrics import auc, counters
 
 EVENTS = ("admitted", "evicted", "unseen")
 
@@ -50,7 +50,7 @@ class Validation:
         """Return the AUC of the scores of the last batches, by name."""
         click = np.concatenate(self._clicks[-batches:])
         last = {name: np.concatenate(scores[-batches:]) for name, scores in self._scores.items()}
-        return {name: auc(scores, click) for name, scores in last.items()}
+        return {name: float(auc(scores, click)) for name, scores in last.items()}
 
 
 def events(learner: Learner) -> np.ndarray:

@@ -61,19 +61,3 @@ class Stream:
         probability = 1.0 / (1.0 + np.exp(-(config.bias + self._quality[item] + liking)))
         click = (rng.random(config.batch_size) < probability).astype(np.float32)
         return Impressions(user, [f"item-{n}" for n in item], click, probability)
-
-
-def auc(score: np.ndarray, click: np.ndarray) -> float:
-    """Return the share of pairs (a click, no click) in which the click has the higher score.
-
-    Pairs with equal scores count half.
-
-    Args:
-      score: floats [N].
-      click: [N], 1 or 0, both of them there.
-    """
-    values, which = np.unique(score, return_inverse=True)
-    clicks = np.bincount(which, click, len(values))
-    others = np.bincount(which, 1.0 - click, len(values))
-    above = clicks * (np.cumsum(others) - others / 2)
-    return float(above.sum() / (clicks.sum() * others.sum()))

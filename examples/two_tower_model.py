@@ -1,17 +1,14 @@
 """The two-tower model: user and item tables, one tower each, softmax over the items of a batch.
 
-`feature_config` declares the tables, and `inputs` makes one batch for them. `Towers` and
-`in_batch_loss` work on the activations.
+`feature_config` declares the tables, and `inputs` makes one batch for them. `Towers` works on the
+activations.
 """
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import movielens_data
-import optax
 from flax import nnx
 
 from tpu_embed import FeatureConfig, TableConfig
@@ -67,20 +64,3 @@ class Towers(nnx.Module):
             return together / norm
 
         return vectors(self.user, USER), vectors(self.item, ITEM)
-
-
-def in_batch_loss(towers, activations, item, log_share, temperature) -> jax.Array:
-    """Return this device's mean of -log softmax over the items of the global batch.
-
-    Popular items are in more batches, so the log of an item's share of the ratings is subtracted
-    from its logit (Yi et al., "Sampling-bias-corrected neural modeling for large corpus item
-    recommendations", 2019). Other places of the same item in the batch are not negatives.
-    """
-    users, items = towers(activations)
-    everyone = functools.partial(jax.lax.all_gather, axis_name="devices", tiled=True)
-    logits = users @ everyone(items).T / temperature - everyone(log_share)
-    # Logits are [B / S, B], and example i of device d belongs to column d B / S + i.
-    own = jax.lax.axis_index("devices") * len(item) + jnp.arange(len(item))
-    again = (everyone(item) == item[:, None]) & (jnp.arange(logits.shape[1]) != own[:, None])
-    logits = jnp.where(again, -jnp.inf, logits)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, own).mean()

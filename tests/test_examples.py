@@ -158,26 +158,18 @@ def test_an_argument_replaces_the_number_of_its_name(monkeypatch):
     assert (config.epochs, config.seed, config.batch_size, args.data) == (3, 0, 1000, None)
 
 
-def test_ranking_is_that_of_a_loop(monkeypatch):
+def test_items_by_user_and_by_popularity(monkeypatch):
     ranking = load("ranking", monkeypatch)
-    rng = np.random.default_rng(0)
-    scores = rng.normal(size=(6, 9))
-    train = [rng.choice(9, 3, replace=False) for _ in range(6)]
-    test = [rng.permutation(np.setdiff1d(range(9), t))[: u % 4] for u, t in enumerate(train)]
-    recalls, ndcgs = [], []
-    for user in range(6):
-        left = [item for item in np.argsort(-scores[user]) if item not in train[user]][:2]
-        gains = [1 / np.log2(k + 2) for k, item in enumerate(left) if item in test[user]]
-        if len(test[user]):
-            recalls.append(len(gains) / len(test[user]))
-            best = sum(1 / np.log2(k + 2) for k in range(min(2, len(test[user]))))
-            ndcgs.append(sum(gains) / best)
-    pairs = [
-        (np.repeat(np.arange(6), [len(x) for x in items]), np.concatenate(items))
-        for items in (train, test)
-    ]
-    found = ranking.recall_and_ndcg(scores, *pairs, 2)
-    np.testing.assert_allclose(found, (np.mean(recalls), np.mean(ndcgs)), rtol=1e-12)
+    user, item = np.array([2, 0, 2, 0, 3]), np.array([4, 1, 1, 2, 1])
+    seen = ranking.by_user(user, item, 4)
+    assert seen.tolist() == [[1, 2], [-1, -1], [4, 1], [1, -1]]
+    # Three users have item 1, one each items 2 and 4, none items 0 and 3.
+    best = ranking.most_popular(seen, 5, 2)
+    assert best.tolist() == [[4, 0], [1, 2], [2, 0], [2, 4]]
+    # User 0 finds one of two at the first place, user 1 none of one.
+    text = ranking.describe(best, np.array([[4, 3], [0, -1], [-1, -1], [-1, -1]]))
+    first = 1 / (1 + 1 / np.log2(3))
+    assert text == f"recall@2 0.2500  NDCG@2 {first / 2:.4f}"
 
 
 def test_the_last_rating_of_each_user_is_left_out(monkeypatch):

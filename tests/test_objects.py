@@ -158,11 +158,12 @@ def test_embedding_tables_are_a_pytree_in_the_order_of_the_features():
 def test_packages_are_imported_when_they_are_first_used():
     program = """
 import sys, tpu_embed
-late = {"tpu_embed.io", "tpu_embed.metrics", "tpu_embed.nn", "flax", "orbax"}
+late = {f"tpu_embed.{name}" for name in ("io", "metrics", "nn", "retrieval")} | {"flax", "orbax"}
 assert not late & sys.modules.keys(), late & sys.modules.keys()
 assert {"data", "io", "metrics", "nn", "planning", "TableConfig"} <= set(dir(tpu_embed))
+assert "retrieval" in dir(tpu_embed)
 tpu_embed.io.save, tpu_embed.metrics.counters, tpu_embed.nn.Embed, tpu_embed.planning.plan
-tpu_embed.data.Prefetcher
+tpu_embed.data.Prefetcher, tpu_embed.retrieval.top_k
 assert late - {"orbax"} <= sys.modules.keys()
 try:
     tpu_embed.nothing

@@ -44,15 +44,6 @@ def test_items_are_born_and_die_and_are_clicked_as_planted(config, monkeypatch):
     assert stream.batch(7).item == stream.batch(7).item
 
 
-def test_the_auc_is_that_of_a_loop(monkeypatch):
-    auc = load("stream_data", monkeypatch).auc
-    rng = np.random.default_rng(0)
-    score, click = rng.integers(5, size=30) / 4, rng.integers(2, size=30)
-    pairs = [(a, b) for a in score[click == 1] for b in score[click == 0]]
-    expected = np.mean([(a > b) + (a == b) / 2 for a, b in pairs])
-    np.testing.assert_allclose(auc(score, click), expected, rtol=1e-12)
-
-
 def test_scores_are_those_of_a_lookup_before_the_training(config, monkeypatch):
     """An item without a row is a zero row, as is one that has just got its row."""
     stream = load("stream_data", monkeypatch).Stream(config)

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from tpu_embed import metrics as metrics
     from tpu_embed import nn as nn
     from tpu_embed import planning as planning
+    from tpu_embed import retrieval as retrieval
 
 __all__ = [
     "Batch",
@@ -76,7 +77,7 @@ __all__ = [
     "training",
 ]
 
-_LATER = ("data", "io", "metrics", "nn", "planning")
+_LATER = ("data", "io", "metrics", "nn", "planning", "retrieval")
 """Packages that are imported when they are first used: they need flax, orbax or others."""
 
 

@@ -38,6 +38,7 @@ FLOORS = {
     "nn": 5,
     "metrics": 5,
     "data": 5,
+    "retrieval": 5,
     "stateful": 6,
     "vocabulary_report": 6,
     "check": 7,

@@ -59,7 +59,7 @@ def test_a_parquet_file_becomes_a_saved_model_in_35_lines():
 
 
 MODULES = ("", ".check", ".data", ".initializers", ".io", ".metrics", ".nn", ".optimizers")
-MODULES += (".planning", ".training")
+MODULES += (".planning", ".retrieval", ".training")
 NOT_SHOWN = {  # modules, names shown under their own module, names for our other packages
     "tpu_embed": {"RowIdInitializer", "ShardInfo", "initializers", "optimizers", "training"},
     "tpu_embed.initializers": {"check", "resolve", "wants_shard_info"},

@@ -20,8 +20,8 @@ NAMES = {
         "load_model quantize_rows restore restore_modules save save_modules serving_lookup"
     ),
     "tpu_embed.metrics": (
-        "batch_statistics counters table_statistics vocabulary_scalars vocabulary_statistics "
-        "write_scalars"
+        "auc batch_statistics counters ndcg_at_k normalized_entropy recall_at_k table_statistics "
+        "vocabulary_scalars vocabulary_statistics write_scalars"
     ),
     "tpu_embed.nn": (
         "ActivationGradient Counter Embed EmbeddingBag MapVersion ModelPlacer Slot Table "
@@ -40,6 +40,10 @@ NAMES = {
     ),
     "tpu_embed.planning": (
         "CHIPS Chip HitCount HostPlan Plan TablePlan Topology count_hits plan resolve"
+    ),
+    "tpu_embed.retrieval": (
+        "TopK counted_log_q in_batch_softmax keyed_rows keys_of log_uniform_log_q sampled_softmax "
+        "top_k"
     ),
     "tpu_embed.training": (
         "AggregationMethod CrossShardOptimizer IndexedSlices OptState Optimizer Tag TreeOptimizer "

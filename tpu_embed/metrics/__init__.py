@@ -1,18 +1,25 @@
-"""Statistics to watch during training: of the ids in a batch, of the tables, and event counters.
+"""Statistics to watch during training, and measures of how well a model ranks.
 
-They are computed on request, outside of a jit; training itself does not pay for them. They are
-nested dicts of plain Python numbers, which `write_scalars` writes for TensorBoard.
+Statistics of the ids in a batch, of the tables and of events are computed on request, outside of a
+jit; training itself does not pay for them. They are nested dicts of plain Python numbers, which
+`write_scalars` writes for TensorBoard. The measures (AUC, normalized entropy, recall and NDCG) are
+functions of arrays, for a jit or outside of it.
 """
 
 from tpu_embed.metrics.batches import batch_statistics
 from tpu_embed.metrics.events import counters
 from tpu_embed.metrics.keys import vocabulary_scalars, vocabulary_statistics
+from tpu_embed.metrics.ranking import auc, ndcg_at_k, normalized_entropy, recall_at_k
 from tpu_embed.metrics.scalars import write_scalars
 from tpu_embed.metrics.tables import table_statistics
 
 __all__ = [
+    "auc",
     "batch_statistics",
     "counters",
+    "ndcg_at_k",
+    "normalized_entropy",
+    "recall_at_k",
     "table_statistics",
     "vocabulary_scalars",
     "vocabulary_statistics",

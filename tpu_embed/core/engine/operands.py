@@ -60,4 +60,5 @@ class OperandMaker:
             self._guard.refuse(checked, source)
             learning_rates = self._rates.read() if learning_rates is None else learning_rates
         rates = self._rates.by_stack(learning_rates)
-        return Operands(checked, state.step + 1, rates, activations_read(state.tables))
+        reads = activations_read(state.tables, self._layout.axes.replicas)
+        return Operands(checked, state.step + 1, rates, reads)

@@ -13,7 +13,7 @@ from tpu_embed.core.lookup.combine import (
 )
 from tpu_embed.core.lookup.differentiable import split_activations
 from tpu_embed.core.lookup.jagged import Jagged
-from tpu_embed.core.lookup.reads import activations_read, record_lookup
+from tpu_embed.core.lookup.reads import activations_read, record_lookup, record_read
 from tpu_embed.core.lookup.sharded import (
     as_jagged,
     by_feature,
@@ -37,6 +37,7 @@ __all__ = [
     "optional_weights",
     "quantize",
     "record_lookup",
+    "record_read",
     "row_splits",
     "segments",
     "split_activations",

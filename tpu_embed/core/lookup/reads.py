@@ -17,6 +17,8 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from tpu_embed._types import Array, Tracer
 from tpu_embed.core.layout import Layout
 
@@ -38,28 +40,43 @@ def record_lookup(
       layout: the engine's layout.
     """
     for feature, activation in zip(layout.features, activations, strict=True):
-        table = tables[layout.stacks[feature.stack].name]
-        if not isinstance(table, Tracer):
-            return
-        number = id(table)
-        # Python may give the `id` of a table that is gone to a new one, so its entry goes with it.
-        if number not in _READS:
-            forget = functools.partial(_READS.pop, number)
-            _READS[number] = weakref.ref(table, lambda _, forget=forget: forget(None)), []
-        _READS[number][1].append(weakref.ref(activation))
+        record_read(tables[layout.stacks[feature.stack].name], activation)
 
 
-def activations_read(tables: Mapping[str, Array]) -> dict[str, list[Array]]:
-    """Return, by stack, the activations that this trace has looked up in its table so far.
+def record_read(table: Array, result: Array) -> None:
+    """Remember what was computed from a traced table; outside a trace there is nothing to order.
+
+    Args:
+      table: one of `TableState.tables`.
+      result: numbers that were computed from it, at least one.
+    """
+    if not isinstance(table, Tracer):
+        return
+    number = id(table)
+    # Python may give the `id` of a table that is gone to a new one, so its entry goes with it.
+    if number not in _READS:
+        forget = functools.partial(_READS.pop, number)
+        _READS[number] = weakref.ref(table, lambda _, forget=forget: forget(None)), []
+    _READS[number][1].append(weakref.ref(result))
+
+
+def activations_read(tables: Mapping[str, Array], replicas: int) -> dict[str, list[Array]]:
+    """Return, by stack, what this trace has looked up in its table, or searched, so far.
 
     Args:
       tables: `TableState.tables`.
+      replicas: how many parts the first axis of each of these arrays can be split into.
     """
-    return {name: _alive(table) for name, table in tables.items()}
+    return {name: _alive(table, replicas) for name, table in tables.items()}
 
 
-def _alive(table: Any) -> list[Array]:
-    """Return the activations of one table that still exist and belong to the table's trace."""
+def _alive(table: Any, replicas: int) -> list[Array]:
+    """Return the results of one table that still exist and belong to the table's trace."""
     _, found = _READS.get(id(table), (None, []))
     read = [one for reference in found if (one := reference()) is not None]
-    return [one for one in read if isinstance(one, Tracer) and one._trace is table._trace]
+    of_trace = [one for one in read if isinstance(one, Tracer) and one._trace is table._trace]
+    # Of a search for 3 queries on 2 replicas, one number is enough to wait for.
+    return [
+        one if one.shape[0] % replicas == 0 else jnp.full(replicas, one.reshape(-1)[0])
+        for one in of_trace
+    ]

@@ -37,6 +37,7 @@ from tpu_embed.core.state.rebuilt import (
     vocabulary_of_maps,
 )
 from tpu_embed.core.state.retrieve import host_arrays
+from tpu_embed.core.state.row_blocks import read_rows, row_unit
 from tpu_embed.core.state.table_state import (
     StackShard,
     TableState,
@@ -83,9 +84,11 @@ __all__ = [
     "norms",
     "put_everywhere",
     "random_key",
+    "read_rows",
     "refuse_gradient",
     "retrieve",
     "row_fields",
+    "row_unit",
     "rule_slots",
     "slot_format",
     "slot_shapes",

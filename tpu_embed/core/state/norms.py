@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec
 from tpu_embed._types import Array
 from tpu_embed.core.exchange import axis_index, psum
 from tpu_embed.core.layout import Layout, MeshAxes, Stack
+from tpu_embed.core.state.row_blocks import read_rows
 from tpu_embed.core.state.table_state import TableState, rule_slots, slot_format
-from tpu_embed.kernels import storage
 from tpu_embed.kernels.formats import PACKED_ROWS, RowFormat
 
 TABLE = ""
@@ -112,7 +112,7 @@ def _of_block(
     start = jnp.minimum(first, stack.num_rows - size)
     local = start + jnp.arange(size, dtype=first.dtype)
     table, present = _tables_of(local, stack)
-    values = _read(physical, start, size, row_format)
+    values = read_rows(physical, start, size, row_format).reshape(size, -1)
     finite = jnp.isfinite(values).all(axis=1)
     fresh = present & (local >= first)
     counted = fresh & finite
@@ -143,20 +143,6 @@ def _tables_of(local: Array, stack: Stack) -> tuple[Array, Array]:
     shard = axis_index(stack.shard_axes).astype(local.dtype)
     row_ids = stack.logical_in(shard, index, per_shard)
     return table, (index < per_shard) & (row_ids < jnp.asarray(vocabulary)[table])
-
-
-def _read(physical: Array, start: Array, size: int, row_format: RowFormat) -> Array:
-    """Return local rows start … start + size - 1 as floats `[size, n]`."""
-    # Packed rows share lines of 128 words: PACKED_ROWS rows fill a whole number of lines, and
-    # `start` and `size` are multiples of PACKED_ROWS then. Not packed, a row is its own line.
-    unit = PACKED_ROWS if row_format.packed else 1
-    lines = row_format.array(unit).shape[0]
-    stored = jax.lax.dynamic_slice_in_dim(physical, start // unit * lines, size // unit * lines)
-    values = storage.decode(row_format.unpack(row_format.by_row(stored)), row_format.dtype).reshape(
-        size, -1
-    )
-    wide = values.dtype == jnp.float64
-    return values.astype(jnp.float64 if wide else jnp.float32)
 
 
 def _in_pairs(parts: Array) -> Array:

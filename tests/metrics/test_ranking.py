@@ -1,0 +1,163 @@
+"""AUC, normalized entropy, recall and NDCG, against float64 loops over pairs and places."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tpu_embed import metrics
+
+EPS = float(np.finfo(np.float32).eps)
+
+
+def loop_auc(scores, labels, weights):
+    """Return the share of pairs that are in order, one pair after the other."""
+    won = total = 0.0
+    for s, y, w in zip(scores, labels, weights, strict=True):
+        for t, z, v in zip(scores, labels, weights, strict=True):
+            if y and not z and w * v:
+                total += w * v
+                won += w * v * ((s > t) + 0.5 * (s == t))
+    return won / total if total else math.nan
+
+
+def loop_entropy(logits, labels, weights):
+    mean = sum(w * y for w, y in zip(weights, labels, strict=True)) / sum(weights)
+    loss = 0.0
+    for x, y, w in zip(logits, labels, weights, strict=True):
+        p = 1 / (1 + math.exp(-x))
+        loss -= w * (math.log(p) if y else math.log(1 - p))
+    entropy = -mean * math.log(mean) - (1 - mean) * math.log(1 - mean)
+    return loss / sum(weights) / entropy
+
+
+def cases():
+    """Yield scores, labels and weights: with ties, without, with weights, with one that is 0."""
+    rng = np.random.default_rng(0)
+    for size in (3, 40):
+        for levels in (2, 5, 1000):
+            scores = rng.integers(-levels, levels, size).astype(np.float32)
+            labels = rng.integers(0, 2, size)
+            labels[:2] = 0, 1
+            yield scores, labels, None
+            yield scores, labels, rng.integers(0, 3, size) + (np.arange(size) < 2)
+            yield scores, labels, rng.random(size).astype(np.float32)
+
+
+auc = jax.jit(metrics.auc)
+entropy = jax.jit(metrics.normalized_entropy)
+
+
+def test_auc_is_that_of_a_loop_over_pairs():
+    for scores, labels, weights in cases():
+        wide = np.ones(len(scores)) if weights is None else weights.astype(np.float64)
+        wanted = loop_auc(scores.tolist(), labels.tolist(), wide.tolist())
+        # Sums of at most 40 numbers in pairs, 6 roundings, and a few divisions.
+        assert float(auc(scores, labels, weights)) == pytest.approx(wanted, abs=16 * EPS)
+
+
+def test_auc_of_many_examples_keeps_its_digits():
+    """Counts are integers, so 50,000 examples are as exact as 40; float32 sums would not be."""
+    rng = np.random.default_rng(1)
+    labels = rng.integers(0, 2, 50_000)
+    scores = np.round(rng.normal(size=50_000) + labels, 2).astype(np.float32)
+    values, which = np.unique(scores, return_inverse=True)
+    upper = np.bincount(which, labels, len(values))
+    lower = np.bincount(which, 1 - labels, len(values))
+    wanted = (upper * (np.cumsum(lower) - lower / 2)).sum() / (upper.sum() * lower.sum())
+    assert float(auc(scores, labels)) == pytest.approx(wanted, abs=40 * EPS)
+
+
+def test_auc_where_it_is_not_defined_or_hidden():
+    scores = np.array([0.5, 1.5, np.nan, 0.0, -0.0], np.float32)
+    labels = np.array([0, 1, 1, 1, 0])
+    assert math.isnan(auc(scores, labels))
+    known = ~np.isnan(scores)
+    assert float(auc(scores, labels, known)) == (1 + 1 + 0 + 0.5) / 4
+    assert math.isnan(auc(scores[:2], np.ones(2, int)))
+    assert math.isnan(auc(scores[:2], np.zeros(2, bool)))
+    assert float(auc(np.array([np.inf, -np.inf]), np.array([1, 0]))) == 1
+    assert math.isnan(auc(np.zeros(0), np.zeros(0, int)))
+
+
+def test_normalized_entropy_is_that_of_a_loop():
+    for scores, labels, weights in cases():
+        logits = np.clip(scores, -8, 8) / 2
+        wide = np.ones(len(scores)) if weights is None else weights.astype(np.float64)
+        wanted = loop_entropy(logits.tolist(), labels.tolist(), wide.tolist())
+        found = float(entropy(logits, labels, weights))
+        assert found == pytest.approx(wanted, rel=32 * EPS)
+
+
+def test_normalized_entropy_of_the_base_rate_is_one():
+    labels = np.array([1, 0, 0, 0])
+    logits = np.full(4, math.log(0.25 / 0.75))
+    assert float(entropy(logits, labels)) == pytest.approx(1, rel=4 * EPS)
+    hidden = np.append(logits, [np.nan, 9])
+    mask = np.array([True] * 4 + [False] * 2)
+    padded = np.append(labels, [-1, -1])
+    assert float(entropy(hidden, padded, mask)) == pytest.approx(1, rel=4 * EPS)
+    assert math.isnan(entropy(logits, np.ones(4)))
+    far = entropy(np.array([1e4, -1e4]), np.array([0, 1]))  # no overflow: the loss is 1e4
+    assert float(far) == pytest.approx(1e4 / math.log(2), rel=4 * EPS)
+
+
+def loop_places(ids, relevant, k, weights):
+    recall = gain = total = 0.0
+    for line, right, weight in zip(ids, relevant, weights, strict=True):
+        items = {i for i in right.tolist() if i >= 0}
+        if not items:
+            continue
+        places = [p for p, i in enumerate(line[:k].tolist()) if i in items]
+        best = sum(1 / math.log2(p + 2) for p in range(min(k, len(items))))
+        recall += weight * len(places) / len(items)
+        gain += weight * sum(1 / math.log2(p + 2) for p in places) / best
+        total += weight
+    return recall / total, gain / total
+
+
+@pytest.mark.parametrize("k", [1, 4, 7])
+def test_recall_and_ndcg_are_those_of_a_loop(k):
+    rng = np.random.default_rng(2)
+    ids = np.stack([rng.permutation(20)[:7] for _ in range(9)])
+    ids[0, 5:], relevant = -1, np.full((9, 6), -1)
+    for b in range(1, 9):
+        count = rng.integers(1, 7)
+        relevant[b, :count] = rng.permutation(20)[:count]
+    for weights in (None, rng.random(9)):
+        given = np.ones(9) if weights is None else weights
+        wanted = loop_places(ids, relevant, k, given)
+        for measure, number in zip((metrics.recall_at_k, metrics.ndcg_at_k), wanted, strict=True):
+            found = jax.jit(lambda i, r, m=measure, w=weights: m(i, r, k, weights=w))(ids, relevant)
+            assert float(found) == pytest.approx(number, abs=16 * EPS)
+    assert math.isnan(metrics.recall_at_k(ids[:1], relevant[:1]))
+    assert math.isnan(metrics.ndcg_at_k(ids, relevant, k, weights=np.zeros(9, bool)))
+
+
+def test_what_is_refused():
+    ids = np.zeros((2, 3), int)
+    with pytest.raises(ValueError, match=r"auc: expected arrays \[N\] of one length"):
+        metrics.auc(np.zeros(3), np.zeros(2))
+    with pytest.raises(ValueError, match=r"normalized_entropy: .*weights \[2\]"):
+        metrics.normalized_entropy(np.zeros(3), np.zeros(3), np.zeros(2))
+    with pytest.raises(ValueError, match=r"recall_at_k: expected ids \[B, K\]"):
+        metrics.recall_at_k(ids, ids[:1])
+    with pytest.raises(ValueError, match="recall_at_k: k: expected an integer >= 1"):
+        metrics.recall_at_k(ids, ids, 0)
+    with pytest.raises(ValueError, match="ndcg_at_k: expected k of at most 3"):
+        metrics.ndcg_at_k(ids, ids, 4)
+    with pytest.raises(TypeError, match="ndcg_at_k: relevant: expected integers"):
+        metrics.ndcg_at_k(ids, ids.astype(float))
+    with pytest.raises(ValueError, match=r"weights: expected shape \[2\]"):
+        metrics.recall_at_k(ids, ids, weights=np.zeros(3))
+
+
+def test_sharded_examples_are_one_set():
+    from facade_cases import mesh
+
+    scores, labels = np.arange(16.0), np.arange(16) % 3 == 0
+    split = jax.sharding.NamedSharding(mesh(8), jax.sharding.PartitionSpec("d"))
+    whole = auc(scores, labels)
+    assert auc(*jax.device_put((jnp.asarray(scores), labels), split)) == whole

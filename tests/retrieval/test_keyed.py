@@ -1,0 +1,73 @@
+"""Searches of tables whose vocabularies live: only rows with keys are found, and keys come back."""
+
+import jax
+import numpy as np
+import pytest
+from facade_cases import mesh
+
+import tpu_embed
+from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, retrieval
+from tpu_embed import optimizers as o
+
+CAPACITY, DIM = 12, 2
+
+
+def make(devices=2):
+    vocabulary = tpu_embed.DynamicVocabulary()
+    table = TableConfig(CAPACITY, DIM, name="t", vocabulary=vocabulary)
+    return EmbeddingEngine(FeatureConfig(table), o.SGD(1.0), mesh=mesh(devices))
+
+
+def test_random_steps_against_a_dictionary():
+    """Keys come and go; after each step a search finds the best keys that have a row."""
+    engine, rng = make(), np.random.default_rng(0)
+    state = engine.init(jax.random.key(0))
+    queries = np.array([[1.0, 0.0], [0.0, -1.0], [2.0, 1.0]], np.float32)
+    searched = jax.jit(lambda s, q, a: retrieval.top_k(engine, s, "t", q, 3, allowed=a))
+    for step in range(8):
+        keys = rng.choice(40, size=rng.integers(1, 5), replace=False).astype(np.uint64) + 2**60
+        values = rng.integers(-9, 10, (len(keys), DIM)).astype(np.float32)
+        state = engine.set_rows(state, "t", keys=keys, values=values)
+        known, rows = engine.vocabularies.keys("t")
+        held = np.asarray(engine.tables(state)["t"], np.float64)[rows]
+        found = retrieval.top_k(engine, state, "t", queries, 3)
+        named = retrieval.keys_of(engine, state, "t", found.ids)
+        for b, query in enumerate(queries):
+            order = sorted(range(len(known)), key=lambda i: (-(held[i] @ query), rows[i]))[:3]
+            wanted = [int(known[i]) for i in order] + [None] * (3 - len(order))
+            assert named[b].tolist() == wanted, step
+        inside = searched(state, queries, retrieval.keyed_rows(engine, state, "t"))
+        np.testing.assert_array_equal(inside.ids, found.ids)
+    assert len(engine.vocabularies) == CAPACITY  # so keys were evicted
+    own = np.zeros(CAPACITY, bool)
+    own[[2, 5]] = True
+    found = retrieval.top_k(engine, state, "t", queries, 3, allowed=own)
+    assert {2, 5, -1} == set(np.asarray(found.ids).reshape(-1).tolist())
+
+
+def test_a_mask_of_the_caller_adds_no_row_without_a_key():
+    engine = make(1)
+    state = engine.init(jax.random.key(0))
+    state = engine.set_rows(state, "t", keys=[5], values=[[1, 1]])
+    everything = np.ones(CAPACITY, bool)
+    found = retrieval.top_k(engine, state, "t", np.ones((1, 2)), 2, allowed=everything)
+    assert found.ids.tolist() == [[0, -1]]
+
+
+def test_what_is_refused():
+    engine = make(1)
+    before = state = engine.init(jax.random.key(0))
+    before = jax.tree.map(lambda x: x.copy(), before)
+    state = engine.set_rows(state, "t", keys=[5], values=[[1, 1]])
+    queries = np.ones((1, DIM), np.float32)
+    with pytest.raises(ValueError, match=r"allowed= inside a jit.*retrieval.keyed_rows\(engine"):
+        jax.jit(lambda s: retrieval.top_k(engine, s, "t", queries, 1))(state)
+    with pytest.raises(ValueError, match="the newest state, of step 1"):
+        retrieval.top_k(engine, before, "t", queries, 1)
+    with pytest.raises(ValueError, match="the newest state, of step 1"):
+        retrieval.keyed_rows(engine, before, "t")
+    with pytest.raises(TypeError, match="keys_of: ids: expected integers, got float64"):
+        retrieval.keys_of(engine, state, "t", [0.5])
+    plain = EmbeddingEngine(FeatureConfig(TableConfig(4, DIM, name="p")), mesh=mesh(1))
+    with pytest.raises(ValueError, match="expected a table whose vocabulary lives, got 'p'"):
+        retrieval.keyed_rows(plain, plain.init(jax.random.key(0)), "p")

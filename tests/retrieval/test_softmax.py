@@ -1,0 +1,240 @@
+"""Sampled softmax losses and their gradients, against float64 loops; global under a sharded jit."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from facade_cases import mesh
+
+from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, nn, retrieval
+from tpu_embed import optimizers as o
+
+B, D, N = 8, 4, 5
+EPS = float(np.finfo(np.float32).eps)
+
+
+def loop_in_batch(queries, candidates, log_q, ids, temperature):
+    """Return losses `[B]`, one pair after the other."""
+    losses = np.zeros(len(queries))
+    for i in range(len(queries)):
+        if ids is not None and ids[i] < 0:
+            continue
+        logits = [
+            queries[i] @ c / temperature - (0 if log_q is None else log_q[j])
+            for j, c in enumerate(candidates)
+        ]
+        counted = [
+            j
+            for j in range(len(queries))
+            if j == i or ids is None or (ids[j] != ids[i] and ids[j] >= 0)
+        ]
+        losses[i] = math.log(sum(math.exp(logits[j] - logits[i]) for j in counted))
+    return losses
+
+
+def loop_sampled(queries, positives, negatives, ids, log_q, temperature):
+    losses = np.zeros(queries.shape[:-1])
+    for at in np.ndindex(losses.shape):
+        own = ids[0][at] if ids else 0
+        if own < 0:
+            continue
+        right = queries[at] @ positives[at] / temperature - (log_q[0][at] if log_q else 0)
+        total = 1.0
+        drawn = negatives if negatives.ndim == 2 else negatives[at]
+        for n, item in enumerate(drawn):
+            place = (n,) if negatives.ndim == 2 else (*at, n)
+            if ids and (ids[1][place] == own or ids[1][place] < 0):
+                continue
+            logit = queries[at] @ item / temperature - (log_q[1][place] if log_q else 0)
+            total += math.exp(logit - right)
+        losses[at] = math.log(total)
+    return losses
+
+
+def numeric(loss, arrays, which, step=1e-5):
+    """Return the gradient of the sum of a float64 loss by central differences."""
+    found = np.zeros(arrays[which].shape)
+    for at in np.ndindex(found.shape):
+        sides = []
+        for sign in (1, -1):
+            moved = [a.copy() for a in arrays]
+            moved[which][at] += sign * step
+            sides.append(loss(*moved).sum())
+        found[at] = (sides[0] - sides[1]) / (2 * step)
+    return found
+
+
+def vectors(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def single(*arrays):
+    return [jnp.asarray(a, jnp.float32) for a in arrays]
+
+
+def check(ours, loop, arrays, bound):
+    """Compare losses and gradients of float32 `ours` with those of a float64 `loop`."""
+    np.testing.assert_allclose(jax.jit(ours)(*single(*arrays)), loop(*arrays), atol=bound)
+    # Central differences are off by about step² and eps64 / step, both below 1e-9.
+    gradients = jax.grad(lambda *a: ours(*a).sum(), range(len(arrays)))(*single(*arrays))
+    for which, gradient in enumerate(gradients):
+        wanted = numeric(loop, arrays, which)
+        np.testing.assert_allclose(gradient, wanted, atol=B * bound)
+
+
+IDS = np.array([3, 4, 3, -1, 5, 6, 4, 3])
+
+
+@pytest.mark.parametrize("given", ["nothing", "log_q", "ids", "both"])
+@pytest.mark.quick(2)
+def test_in_batch(given):
+    """Logits are up to 3.2 in size here, and each step of their float32 arithmetic rounds once."""
+    rng = np.random.default_rng(0)
+    log_q = np.log(rng.random(B)) if given in ("log_q", "both") else None
+    ids = IDS if given in ("ids", "both") else None
+    arrays = 0.5 * vectors(1, B, D), 0.5 * vectors(2, B, D)
+    short = None if log_q is None else log_q.astype(np.float32)
+    log_q = None if log_q is None else short.astype(np.float64)
+    arrays = [a.astype(np.float32).astype(np.float64) for a in arrays]
+    ours = functools.partial(
+        retrieval.in_batch_softmax, log_q=short, candidate_ids=ids, temperature=0.5
+    )
+    loop = functools.partial(loop_in_batch, log_q=log_q, ids=ids, temperature=0.5)
+    check(ours, loop, arrays, 16 * (D + 4) * EPS)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared negatives", "own negatives"])
+@pytest.mark.parametrize("lead", [(B,), (2, 3)], ids=["examples", "sequences"])
+@pytest.mark.quick(2)
+def test_sampled(lead, own):
+    rng = np.random.default_rng(4)
+    drawn = (*lead, N) if own else (N,)
+    arrays = [0.5 * vectors(i, *shape, D) for i, shape in enumerate((lead, lead, drawn))]
+    arrays = [a.astype(np.float32).astype(np.float64) for a in arrays]
+    ids = rng.integers(-1, 4, lead), rng.integers(-1, 4, drawn)
+    ids[0].flat[0] = ids[1].flat[0] = -1
+    log_q = [np.log(rng.random(shape)).astype(np.float32) for shape in (lead, drawn)]
+    named = dict(zip(("positive_ids", "negative_ids"), ids, strict=True))
+    named |= dict(zip(("positive_log_q", "negative_log_q"), log_q, strict=True))
+    ours = functools.partial(retrieval.sampled_softmax, **named, temperature=0.5)
+    wide = [a.astype(np.float64) for a in log_q]
+    loop = functools.partial(loop_sampled, ids=ids, log_q=wide, temperature=0.5)
+    check(ours, loop, arrays, 16 * (D + 4) * EPS)
+    plain = functools.partial(loop_sampled, ids=None, log_q=None, temperature=1.0)
+    np.testing.assert_allclose(
+        retrieval.sampled_softmax(*single(*arrays)), plain(*arrays), atol=16 * (D + 4) * EPS
+    )
+
+
+def test_large_logits_are_stable():
+    """No overflow, and losses near 0 keep their digits; a batch of one has nothing to lose."""
+    queries = jnp.eye(3, dtype=jnp.float32)
+    losses = retrieval.in_batch_softmax(queries * 1e4, queries * 1e4)
+    assert losses.tolist() == [0, 0, 0]
+    turned = retrieval.in_batch_softmax(queries * 1e4, jnp.roll(queries, 1, 0) * 1e4)
+    np.testing.assert_allclose(turned, 1e8, rtol=1e-6)
+    far = jnp.array([[100.0, 0.0], [0.0, 100.0]])
+    near = retrieval.in_batch_softmax(far, far * 0.01 + 10)  # all logits are near 1,000
+    np.testing.assert_allclose(near, math.log1p(math.exp(-100)), atol=1e-6)
+    gradient = jax.grad(lambda q: retrieval.in_batch_softmax(q, q).sum())(queries * 1e4)
+    assert np.isfinite(gradient).all()
+    assert retrieval.in_batch_softmax(queries[:1], queries[:1]).tolist() == [0]
+    with_padding = jnp.array([-1, -1, -1])
+    of_padding = functools.partial(retrieval.in_batch_softmax, candidate_ids=with_padding)
+    loss, gradient = jax.value_and_grad(lambda q: of_padding(q, q).sum())(queries)
+    assert loss == 0
+    assert not gradient.any()
+
+
+@pytest.mark.parametrize("devices", [8])
+def test_negatives_are_those_of_the_global_batch(devices):
+    """Through an engine on 8 devices: activations are sharded, losses those of one device."""
+    table = TableConfig(30, D, name="item", combiner="sum")
+    engine = EmbeddingEngine(
+        {name: FeatureConfig(table) for name in ("query", "item")}, o.SGD(0.1), mesh=mesh(devices)
+    )
+    state = engine.init(jax.random.key(0))
+    ids = {"query": np.arange(B), "item": IDS + 10}
+    batch = engine.place(ids)
+
+    @jax.jit
+    def losses(state, batch):
+        found = engine.lookup(state, batch)
+        assert found["query"].shape == (B, D)
+        return retrieval.in_batch_softmax(found["query"], found["item"], candidate_ids=IDS)
+
+    rows = np.asarray(engine.tables(state)["item"])
+    alone = retrieval.in_batch_softmax(rows[ids["query"]], rows[ids["item"]], candidate_ids=IDS)
+    np.testing.assert_allclose(losses(state, batch), alone, atol=16 * (D + 4) * EPS)
+
+
+def test_negatives_are_a_feature_of_a_layer():
+    """Positives and shared negatives are looked up in one table by one layer."""
+    from flax import nnx
+
+    films = nn.Embed(30, D, optimizer=o.SGD(0.1), name="film", mesh=mesh(1), rngs=nnx.Rngs(0))
+    ids = np.array([[1, 2, 3], [4, 5, -1]])
+    negatives = np.array([6, 2, 7, 1])
+    before = np.asarray(films.embedding, np.float64)
+
+    def loss_fn(model):
+        users = model(ids[:, :1]).mean(axis=1, keepdims=True)
+        found = retrieval.sampled_softmax(
+            jnp.broadcast_to(users, (2, 3, D)),
+            model(ids),
+            model(negatives),
+            positive_ids=ids,
+            negative_ids=negatives,
+        )
+        return found.sum() / 5
+
+    loss, grads = nn.sparse_value_and_grad(loss_fn)(films)
+    queries = np.repeat(before[ids[:, :1]], 3, axis=1)
+    padded = np.concatenate([before, np.zeros((1, D))])
+    arrays = queries, padded[ids], before[negatives]
+    wanted = loop_sampled(*arrays, ids=(ids, negatives), log_q=None, temperature=1.0).sum() / 5
+    assert float(loss) == pytest.approx(wanted, rel=1e-5)
+    del grads
+
+
+def test_log_probabilities():
+    counts = np.array([3, 0, 1])
+    np.testing.assert_allclose(np.exp(retrieval.counted_log_q(counts)), [0.75, 0.25, 0.25])
+    every = np.exp(np.asarray(retrieval.log_uniform_log_q(np.arange(50), 50), np.float64))
+    wanted = [(math.log(i + 2) - math.log(i + 1)) / math.log(51) for i in range(50)]
+    np.testing.assert_allclose(every, wanted, rtol=4e-6)
+    assert every.sum() == pytest.approx(1, rel=1e-5)
+    assert retrieval.log_uniform_log_q(jnp.array([-1]), 50).tolist() == [0]
+    with pytest.raises(ValueError, match="counted_log_q: counts: expected counts"):
+        retrieval.counted_log_q(np.zeros(3))
+    with pytest.raises(TypeError, match="log_uniform_log_q: ids: expected integers"):
+        retrieval.log_uniform_log_q([0.5], 3)
+    with pytest.raises(ValueError, match="vocabulary_size: expected an integer >= 1"):
+        retrieval.log_uniform_log_q([0], 0)
+
+
+def test_what_is_refused():
+    q = np.ones((3, D), np.float32)
+
+    def refused(kind, match, loss, *arrays, **named):
+        with pytest.raises(kind, match=match):
+            loss(*arrays, **named)
+
+    one, many = retrieval.in_batch_softmax, retrieval.sampled_softmax
+    refused(ValueError, r"candidates: expected the shape of queries, \[3, 4\]", one, q, q[:2])
+    refused(ValueError, r"queries: expected shape \[B, D\], got \[4\]", one, q[0], q[0])
+    refused(TypeError, "queries: expected floats, got int64", one, np.ones((3, D), int), q)
+    refused(ValueError, r"log_q: expected shape \[3\]", one, q, q, log_q=np.zeros(4))
+    refused(ValueError, r"candidate_ids: expected shape", one, q, q, candidate_ids=np.arange(4))
+    refused(TypeError, "candidate_ids: expected integers", one, q, q, candidate_ids=np.ones(3))
+    large = np.array([1, 2, 2**40])
+    refused(ValueError, "32 bits while x64 is off.*np.unique", one, q, q, candidate_ids=large)
+    refused(ValueError, r"positives: expected the shape of queries", many, q, q[:2], q)
+    refused(ValueError, r"queries: expected shape \[B, D\] or more", many, q[0], q[0], q)
+    refused(ValueError, r"negatives: expected shape \[N, 4\] or \[3, N, 4\]", many, q, q, q[0])
+    refused(ValueError, r"negatives: expected", many, q, q, np.ones((2, 5, D)))
+    refused(ValueError, "got only positive_ids", many, q, q, q, positive_ids=np.arange(3))
+    refused(ValueError, "got only negative_log_q", many, q, q, q, negative_log_q=np.zeros(3))

@@ -1,0 +1,283 @@
+"""Top-k over sharded tables, against loops: exact for integers, within bounds for floats."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from facade_cases import mesh
+from jax.sharding import Mesh
+
+import tpu_embed
+from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, retrieval
+from tpu_embed import optimizers as o
+from tpu_embed.core.layout import resolve
+from tpu_embed.retrieval import scan
+
+DIM = 3
+SIZES = {"mod": 131, "stacked": 40, "div": 77, "whole": 23, "half": 61}
+OPTIONS = {
+    "div": {"placement": "div"},
+    "whole": {"placement": "replicated"},
+    "half": {"dtype": "bfloat16"},
+}
+
+
+def expected(rows, queries, k, exclude=None, allowed=None):
+    """Return scores and ids `[B, k]` by sorting all products in float64, one query at a time."""
+    scores, ids = np.full((len(queries), k), -np.inf), np.full((len(queries), k), -1)
+    for b, query in enumerate(queries):
+        products = [
+            (-float(sum(q * x for q, x in zip(query, row, strict=True))), i)
+            for i, row in enumerate(rows)
+        ]
+        hidden = set() if exclude is None else set(np.asarray(exclude)[b].tolist())
+        kept = [
+            (s, i)
+            for s, i in sorted(products)
+            if i not in hidden and (allowed is None or allowed[i]) and np.isfinite(s)
+        ]
+        for place, (falling, i) in enumerate(kept[:k]):
+            scores[b, place], ids[b, place] = -falling, i
+    return scores, ids
+
+
+def assert_found(found, wanted):
+    np.testing.assert_array_equal(found.ids, wanted[1])
+    np.testing.assert_array_equal(found.scores, wanted[0].astype(np.float32))
+
+
+@functools.cache
+def engine_of(devices, names=tuple(SIZES), **options):
+    tables = {n: TableConfig(SIZES[n], DIM, name=n, **OPTIONS.get(n, {})) for n in names}
+    features = {n: FeatureConfig(table) for n, table in tables.items()}
+    return EmbeddingEngine(features, o.SGD(0.5), mesh=mesh(devices), **options)
+
+
+def integers(seed, *shape):
+    """Return small integers, so that many scores are equal, as float32."""
+    return np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32)
+
+
+def loaded(engine):
+    """Return a state whose tables are integers, and these."""
+    names = engine.table_configs
+    rows = {n: integers(i, SIZES[n], DIM) for i, n in enumerate(names)}
+    return engine.load_arrays(engine.init(jax.random.key(0)), rows), rows
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of 16 rows in bundles of 4, so that small tables have several of each."""
+    jax.clear_caches()
+    monkeypatch.setattr(scan, "PRODUCT_NUMBERS", 16)
+    monkeypatch.setattr(scan, "LEAST_ROWS", 16)
+    monkeypatch.setattr(scan, "BUNDLE_ROWS", 4)
+    monkeypatch.setattr(scan, "FEW_BUNDLES", (0, 1))
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+@pytest.mark.quick(5)
+def test_integers_are_exact(small_blocks, devices, name):
+    engine = engine_of(devices)
+    state, rows = loaded(engine)
+    queries = integers(7, 5, DIM)
+    wanted = expected(rows[name], queries, 9)
+    assert_found(retrieval.top_k(engine, state, name, queries, 9), wanted)
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.whole)])
+def test_excluded_and_allowed_rows(small_blocks, devices):
+    """The ids that would be found are excluded; ids outside the table are ignored."""
+    engine = engine_of(devices)
+    state, rows = loaded(engine)
+    queries = integers(8, 6, DIM)
+    best = expected(rows["mod"], queries, 12)[1]
+    exclude = np.concatenate([best[:, ::2], np.full((6, 2), -1), np.full((6, 1), 2**40)], axis=1)
+    allowed = np.arange(SIZES["mod"]) % 3 > 0
+    search = functools.partial(retrieval.top_k, engine, state, "mod", queries, 8)
+    assert_found(search(exclude=exclude), expected(rows["mod"], queries, 8, exclude))
+    assert_found(search(allowed=allowed), expected(rows["mod"], queries, 8, None, allowed))
+    both = expected(rows["mod"], queries, 8, exclude, allowed)
+    assert_found(search(exclude=exclude, allowed=allowed), both)
+    on_device = jnp.asarray(np.where(exclude < 2**31, exclude, -1), jnp.int32)
+    assert_found(jax.jit(lambda e, a: search(exclude=e, allowed=a))(on_device, allowed), both)
+
+
+def test_fewer_rows_than_k(small_blocks):
+    engine = engine_of(2)
+    state, rows = loaded(engine)
+    queries = integers(9, 2, DIM)
+    for k, exclude in ((40, None), (23, [[3, 4], [-1, 22]]), (23, np.tile(np.arange(23), (2, 1)))):
+        found = retrieval.top_k(engine, state, "whole", queries, k, exclude=exclude)
+        assert_found(found, expected(rows["whole"], queries, k, exclude))
+
+
+@pytest.mark.parametrize("packing", ["lanes", "words"])
+@pytest.mark.parametrize("name", ["stacked", "half"])
+@pytest.mark.quick(2)
+def test_packed_rows(small_blocks, monkeypatch, packing, name):
+    """As they lie on TPUs: a block begins at a multiple of 128, which may be before its table."""
+    monkeypatch.setattr(resolve, "packing_of", lambda device: packing)
+    engine = engine_of.__wrapped__(2, ("mod", "stacked", "half"))
+    assert all(stack.packing == packing for stack in engine.layout.stacks)
+    state, rows = loaded(engine)
+    queries = integers(10, 3, DIM)
+    found = retrieval.top_k(engine, state, name, queries, 7)
+    assert_found(found, expected(rows[name], queries, 7))
+
+
+def test_replicas_divide_the_queries(small_blocks):
+    grid = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    table = TableConfig(SIZES["mod"], DIM, name="mod", shard_axes="model")
+    engine = EmbeddingEngine(FeatureConfig(table), mesh=grid, batch_axes="data")
+    state, rows = loaded(engine)
+    queries = integers(11, 5, DIM)
+    found = retrieval.top_k(engine, state, "mod", queries, 4, exclude=np.arange(5)[:, None])
+    assert_found(found, expected(rows["mod"], queries, 4, np.arange(5)[:, None]))
+    program = jax.jit(lambda q: retrieval.top_k(engine, state, "mod", q, 4)).lower(queries)
+    # 5 queries are padded to 6, and each of two replicas has the product of 3.
+    assert "tensor<3x16xf32>" in program.as_text()
+
+
+def test_what_is_no_number_is_no_answer(small_blocks):
+    """NaN and -inf never; the zeros 0.0 and -0.0 are equal, so that the lower id comes first."""
+    engine = engine_of(2)
+    state, rows = loaded(engine)
+    table = np.abs(rows["mod"]) + 1
+    table[5], table[9], table[20], table[30] = np.nan, -np.inf, 0.0, -0.0
+    state = engine.load_arrays(state, {"mod": table})
+    queries = np.array([[-1.0, 0, 0], [np.nan, 0, 0], [1.0, 0, 0]], np.float32)
+    found = retrieval.top_k(engine, state, "mod", queries, 3)
+    assert found.ids[0].tolist()[:2] == [20, 30]
+    assert found.ids[1].tolist() == [-1, -1, -1]
+    assert not {5, 9} & set(found.ids[2].tolist())
+
+
+def test_scores_of_floats_are_near_those_in_float64():
+    """A sum of D products in float32 is off by at most D eps Σ |q x|."""
+    table = TableConfig(3000, 20, jax.nn.initializers.normal(1.0), name="t")
+    engines = [EmbeddingEngine(FeatureConfig(table), mesh=mesh(devices)) for devices in (1, 8)]
+    rng = np.random.default_rng(3)
+    queries = rng.normal(size=(7, 20)).astype(np.float32)
+    for engine in engines:
+        state = engine.init(jax.random.key(0))
+        rows = np.asarray(engine.tables(state)["t"], np.float64)
+        products = queries.astype(np.float64) @ rows.T
+        bound = 20 * np.finfo(np.float32).eps * (np.abs(queries) @ np.abs(rows).T)
+        found = retrieval.top_k(engine, state, "t", queries, 50)
+        ids, scores = np.asarray(found.ids), np.asarray(found.scores)
+        of_ids = np.take_along_axis(products, ids, axis=1)
+        assert (np.abs(scores - of_ids) <= np.take_along_axis(bound, ids, axis=1)).all()
+        # Whatever is left out is below the last one found, but for rounding.
+        np.put_along_axis(products, ids, -np.inf, axis=1)
+        assert (products - 2 * bound <= scores[:, -1:]).all()
+        assert (np.diff(scores) <= 0).all()
+
+
+def test_rows_that_come_in_rising_order(small_blocks):
+    """Every block is better than all before it, so all bundles matter, and then none."""
+    engine = engine_of(1)
+    state, _ = loaded(engine)
+    rising = np.repeat(np.arange(131, dtype=np.float32)[:, None], DIM, axis=1)
+    state = engine.load_arrays(state, {"mod": rising})
+    queries = np.array([[1.0, 0, 0], [-1.0, 0, 0]], np.float32)
+    for k in (1, 3, 20):
+        wanted = expected(rising, queries, k)
+        assert_found(retrieval.top_k(engine, state, "mod", queries, k), wanted)
+
+
+@pytest.mark.parametrize("exclude", [0, 4])
+def test_temporaries_do_not_grow_with_the_table(exclude):
+    def temporaries(size):
+        table = TableConfig(size, 8, name="t")
+        engine = EmbeddingEngine(FeatureConfig(table), mesh=mesh(1))
+        state = jax.eval_shape(engine.init, jax.random.key(0))
+        hidden = np.zeros((64, exclude), np.int32) if exclude else None
+        search = jax.jit(lambda s, q: retrieval.top_k(engine, s, "t", q, 10, exclude=hidden))
+        lowered = search.lower(state, jax.ShapeDtypeStruct((64, 8), np.float32))
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    few, many = temporaries(200_000), temporaries(3_200_000)
+    # The blocks are not of quite the same size: their number is rounded up.
+    assert many < 1.2 * few
+    assert many < 5 * 4 * scan.PRODUCT_NUMBERS < 4 * 64 * 200_000
+
+
+def test_a_step_that_searches_updates_in_place():
+    """Only the ids are used, and the update must still come after the search."""
+    engine = EmbeddingEngine(
+        FeatureConfig(TableConfig(4096, DIM, name="mod")), o.SGD(0.5), mesh=mesh(2)
+    )
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, batch, queries):
+        ids = retrieval.top_k(engine, state, "mod", queries, 2).ids
+        return engine.update(state, batch, jnp.ones((8, DIM))), ids
+
+    state, batch = engine.init(jax.random.key(0)), engine.place(np.arange(8))
+    queries = integers(12, 3, DIM)
+    engine.check_in_place(step, state, batch, queries)
+    wanted = expected(np.asarray(engine.tables(state)["mod"], np.float64), queries, 2)[1]
+    np.testing.assert_array_equal(step(state, batch, queries)[1], wanted)
+
+
+def test_a_second_call_compiles_nothing():
+    engine = engine_of(2)
+    state, _ = loaded(engine)
+    queries, program = jnp.asarray(integers(13, 4, DIM)), retrieval.top_k.__globals__["_search"]
+    retrieval.top_k(engine, state, "mod", queries, 3)
+    before = program._cache_size()
+    retrieval.top_k(engine, state, "mod", queries + 1, 3)
+    assert program._cache_size() == before
+    retrieval.top_k(engine, state, "mod", queries + 1, 4)
+    assert program._cache_size() == before + 1
+
+
+def test_what_is_refused():
+    engine, other = engine_of(1, ("mod",)), engine_of(1, ("whole",))
+    state, queries = engine.init(jax.random.key(0)), integers(14, 2, DIM)
+
+    def refused(kind, match, **changes):
+        given = {"table": "mod", "queries": queries, "k": 2, "state": state, **changes}
+        with pytest.raises(kind, match=match):
+            retrieval.top_k(given.pop("engine", engine), **given)
+
+    refused(ValueError, r"table: expected one of \['mod'\], got 'films'", table="films")
+    refused(
+        ValueError,
+        r"top_k: queries: expected shape \[B, 3\].*got \[2, 4\]",
+        queries=integers(1, 2, 4),
+    )
+    refused(ValueError, r"top_k: queries: expected shape \[B, 3\]", queries=queries[0])
+    refused(TypeError, "top_k: queries: expected floats, got int64", queries=[[1, 2, 3]])
+    refused(ValueError, "top_k: k: expected an integer >= 1, got 0", k=0)
+    refused(ValueError, "expected an integer >= 1, got 2.0", k=2.0)
+    refused(ValueError, "state: expected stacks", state=other.init(jax.random.key(0)))
+    refused(TypeError, "top_k: engine: expected an EmbeddingEngine.*embedding.engine", engine=state)
+    refused(TypeError, "top_k: exclude: expected integers", exclude=[[1.0], [2.0]])
+    refused(ValueError, r"top_k: exclude: expected shape \[2, E\]", exclude=[1, 2])
+    refused(TypeError, "top_k: allowed: expected bool", allowed=np.ones(131))
+    refused(ValueError, r"top_k: allowed: expected shape \[131\]", allowed=np.ones(3, bool))
+    with pytest.raises(TypeError, match="top_k: expected a search that is not differentiated"):
+        jax.grad(lambda q: retrieval.top_k(engine, state, "mod", q, 2).scores.sum())(queries)
+
+
+def test_a_donated_state_is_refused():
+    engine = engine_of(1, ("mod",))
+    state = engine.init(jax.random.key(0))
+    engine.update_in_place(state, engine.place({"mod": np.arange(8)}), {"mod": np.ones((8, DIM))})
+    with pytest.raises(ValueError, match="donated to an earlier call"):
+        retrieval.top_k(engine, state, "mod", integers(0, 1, DIM), 2)
+
+
+def test_tables_on_the_host_are_refused():
+    table = TableConfig(100, DIM, name="far", storage=tpu_embed.HostStorage(device_rows=32))
+    engine = EmbeddingEngine(FeatureConfig(table), o.SGD(0.1), mesh=mesh(1))
+    state = engine.init(jax.random.key(0))
+    with pytest.raises(ValueError, match=r"top_k: expected tables .*engine.rows\(state, 'far'"):
+        retrieval.top_k(engine, state, "far", integers(0, 1, DIM), 2)

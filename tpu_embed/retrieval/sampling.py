@@ -1,0 +1,76 @@
+"""Log probabilities of samplers, which the losses subtract from the logits of what was drawn.
+
+An item that is drawn often as a negative would be pushed down for being drawn, not for being wrong.
+Subtracting the log of the probability of a draw undoes that. Uniform draws need nothing: they would
+subtract the same number from all logits, which changes no softmax.
+
+Input: counts, or ids. Output: log probabilities.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embed._checks import check_int, message
+from tpu_embed._types import Array, ArrayLike
+
+
+def counted_log_q(counts: ArrayLike) -> np.ndarray:
+    """Return the log share of each item among examples, for negatives from the same batch.
+
+    In a batch of examples an item is drawn as often as it occurs: q_i = count_i / Σ count. An item
+    that was not counted is taken as counted once.
+
+    Args:
+      counts: numbers `[V]`, how many examples have each item, such as `np.bincount` returns.
+
+    Returns:
+      float32 `[V]`, on the host. The batch's part, `log_q[items]`, is an input of the step.
+
+    Raises:
+      ValueError: another shape, or nothing was counted.
+
+    Example:
+      >>> np.exp(counted_log_q([2, 6, 0])).tolist()
+      [0.25, 0.75, 0.125]
+    """
+    counted = np.asarray(counts, np.float64)
+    if counted.ndim != 1 or not counted.sum() > 0:
+        expected, got = "counts [V], one of them positive", f"{list(counted.shape)}"
+        raise ValueError(message("counted_log_q: counts", expected=expected, got=got))
+    return np.log(np.maximum(counted, 1) / counted.sum()).astype(np.float32)
+
+
+def log_uniform_log_q(ids: Any, vocabulary_size: int) -> Array:
+    """Return the log probabilities of ids under the log-uniform (Zipfian) distribution.
+
+    q_i = log((i + 2) / (i + 1)) / log(V + 1) for ids in [0, V) that are sorted by falling
+    frequency. `floor((V + 1) ** u) - 1` draws them, for u uniform in [0, 1).
+
+    Args:
+      ids: integers of any shape, -1 is padding.
+      vocabulary_size: V.
+
+    Returns:
+      float32 in the shape of the ids, 0 for padding.
+
+    Raises:
+      ValueError: V < 1.
+      TypeError: ids that are not integers.
+
+    Example:
+      >>> print(jnp.exp(log_uniform_log_q(jnp.arange(3), 3)).round(3))
+      [0.5   0.292 0.208]
+    """
+    size = check_int("log_uniform_log_q: vocabulary_size", vocabulary_size, minimum=1)
+    array = ids if isinstance(ids, jax.Array) else jnp.asarray(ids)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        what = "log_uniform_log_q: ids"
+        raise TypeError(message(what, expected="integers", got=f"{array.dtype}"))
+    above = jnp.maximum(array, 0).astype(jnp.float32) + jnp.float32(1)
+    log_q = jnp.log(jnp.log1p(1 / above) / jnp.float32(np.log(size + 1)))
+    return jnp.where(array < 0, jnp.float32(0), log_q)

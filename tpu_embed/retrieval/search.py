@@ -1,0 +1,253 @@
+"""Exact top-k by inner product over a sharded table, where it lies.
+
+Every shard finds the best of its own rows (`scan.py`), and the candidates of all shards are merged:
+S · k per query. No device ever holds the product of all queries and all rows, or rows of others.
+
+Input: a state, queries. Output: scores and row ids.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embed._calls import call
+from tpu_embed._checks import check_int, message, refuse_derivatives
+from tpu_embed._types import PADDING_ID, Array, ArrayLike, Tracer
+from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.exchange import axis_index, collectives
+from tpu_embed.core.layout import Layout, Stack, TableSlice, round_up
+from tpu_embed.core.lookup import record_read
+from tpu_embed.core.state import TableState, check_arrays, check_tables_not_donated
+from tpu_embed.retrieval.keyed import check_engine, keyed_rows
+from tpu_embed.retrieval.scan import Found, scan_shard
+
+_not_differentiable = refuse_derivatives(
+    "top_k",
+    expected="a search that is not differentiated",
+    got="a gradient through it",
+    remedy="look the ids up, and differentiate the products with what the lookup returns",
+)
+
+
+class TopK(NamedTuple):
+    """The rows with the largest scores, the largest first; the lower id first if scores are equal.
+
+    Attributes:
+      scores: `[B, k]`, float32 (float64 of a float64 table); -inf where there are fewer rows.
+      ids: int32 `[B, k]`, row ids (int64 of a table with more than 2³¹ rows); -1 where there are
+        fewer rows.
+    """
+
+    scores: Array
+    ids: Array
+
+
+def top_k(
+    engine: EmbeddingEngine,
+    state: TableState,
+    table: str,
+    queries: ArrayLike,
+    k: int,
+    *,
+    exclude: ArrayLike | None = None,
+    allowed: ArrayLike | None = None,
+) -> TopK:
+    """Return the k rows of a table with the largest inner products with each query.
+
+    scores[b, i] = ⟨queries[b], rows[ids[b, i]]⟩, in float32 for bfloat16 tables too. The result is
+    exact: no row is left out. Call it inside a jit or outside; memory beyond the table is in
+    proportion to B (k + E) and to one block of rows, not to V. Scores that are NaN or -inf do not
+    count.
+
+    With several processes all of them call this, with the same queries.
+
+    Args:
+      engine: the engine.
+      state: its state; outside a jit, with a living vocabulary, the newest one.
+      table: the table's name.
+      queries: floats `[B, D]`.
+      k: how many rows; where fewer can be had, the rest of the answer is -1 with score -inf.
+      exclude: int `[B, E]`, ids that a query's answer must not have, such as those that a user has
+        seen; -1 is padding, and ids outside the table are ignored. It costs what k + E would.
+      allowed: bool `[V]`, which rows may be found; None: all of them. Of a living vocabulary only
+        rows that have a key are found; inside a jit, that is for the caller to say: give what
+        `keyed_rows` returned for this state.
+
+    Returns:
+      Scores and row ids, `[B, k]` each. Of a living vocabulary, `keys_of` turns ids into keys.
+
+    Raises:
+      ValueError: an unknown table, or one at home on the host; queries, exclude or allowed of a
+        wrong shape; k < 1; the state of another engine; a living vocabulary inside a jit without
+        `allowed`.
+      TypeError: no engine; queries that are not floats, ids that are not integers, `allowed` that
+        is not bool; differentiation.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, tpu_embed
+      >>> table = tpu_embed.TableConfig(8, 2, name="film")
+      >>> engine = EmbeddingEngine(tpu_embed.FeatureConfig(table))
+      >>> state = engine.init(jax.random.key(0))
+      >>> state = engine.load_arrays(state, {"film": [[i, i % 3] for i in range(8)]})
+      >>> top_k(engine, state, "film", jnp.array([[1.0, 0.0], [0.0, 1.0]]), 3).ids.tolist()
+      [[7, 6, 5], [2, 5, 1]]
+      >>> top_k(engine, state, "film", jnp.array([[1.0, 0.0]]), 2, exclude=[[7, -1]]).ids.tolist()
+      [[6, 5]]
+    """
+    check_engine("top_k", engine)
+    layout, k = engine.layout, check_int("top_k: k", k, minimum=1)
+    stack, part = layout.table(table)
+    layout.refuse_on_host("top_k", [table])
+    check_tables_not_donated(state)
+    layout.axes.check_context()
+    check_arrays(state, layout, slots=False)
+    stored = state.tables[stack.name]
+    queries = _checked_queries(queries, stack, table)
+    exclude = None if exclude is None else _checked_exclude(exclude, len(queries), stack, part)
+    traced = any(isinstance(x, Tracer) for x in (stored, queries, exclude, allowed))
+    if part.vocabulary is not None and (allowed is None or not traced):
+        if traced:
+            _refuse_unknown_keys(table)
+        keyed = keyed_rows(engine, state, table)
+        allowed = keyed if allowed is None else keyed & _checked_allowed(allowed, part)
+    allowed = None if allowed is None else _checked_allowed(allowed, part)
+    search = partial(_search, layout=layout, table=table, k=k)
+    found = call(search, stored, queries, exclude, allowed)
+    # An update later in the same trace must wait until the rows have been read.
+    for result in found if found.ids.size else ():
+        record_read(stored, result)
+    return found
+
+
+def _checked_queries(queries: Any, stack: Stack, table: str) -> Array:
+    array = queries if isinstance(queries, jax.Array) else np.asarray(queries)
+    what = "top_k: queries"
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(message(what, expected="floats", got=f"{array.dtype}"))
+    if array.ndim != 2 or array.shape[1] != stack.dim:
+        expected = f"shape [B, {stack.dim}], as table {table!r} has rows of {stack.dim}"
+        raise ValueError(message(what, expected=expected, got=f"{list(array.shape)}"))
+    return jnp.asarray(array, stack.compute_dtype)
+
+
+def _checked_exclude(exclude: Any, queries: int, stack: Stack, table: TableSlice) -> Array:
+    array = exclude if isinstance(exclude, jax.Array) else np.asarray(exclude)
+    what = "top_k: exclude"
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(message(what, expected="integers", got=f"{array.dtype}"))
+    if array.ndim != 2 or len(array) != queries:
+        expected = f"shape [{queries}, E], a line per query"
+        raise ValueError(message(what, expected=expected, got=f"{list(array.shape)}"))
+    # Ids of 64 bits must not become others that are in the table when they are cut to 32.
+    inside = (array >= 0) & (array < table.vocabulary_size)
+    if isinstance(array, jax.Array):
+        return jnp.where(inside, array.astype(stack.index_dtype), PADDING_ID)
+    return jnp.asarray(np.where(inside, array, PADDING_ID).astype(stack.index_dtype))
+
+
+def _checked_allowed(allowed: Any, table: TableSlice) -> Array:
+    array = allowed if isinstance(allowed, jax.Array) else np.asarray(allowed)
+    if array.dtype != bool:
+        raise TypeError(message("top_k: allowed", expected="bool", got=f"{array.dtype}"))
+    if array.shape != (table.vocabulary_size,):
+        expected, got = f"shape [{table.vocabulary_size}], a flag per row", f"{list(array.shape)}"
+        raise ValueError(message("top_k: allowed", expected=expected, got=got))
+    return jnp.asarray(array)
+
+
+def _refuse_unknown_keys(table: str) -> None:
+    expected = f"allowed= inside a jit, as the vocabulary of table {table!r} lives"
+    remedy = f"give the jit what retrieval.keyed_rows(engine, state, {table!r}) returns outside"
+    raise ValueError(message("top_k", expected=expected, got="none", remedy=remedy))
+
+
+@partial(jax.jit, static_argnames=("layout", "table", "k"))
+def _search(
+    stored: Array,
+    queries: Array,
+    exclude: Array | None,
+    allowed: Array | None,
+    *,
+    layout: Layout,
+    table: str,
+    k: int,
+) -> TopK:
+    """Search the shards, and merge what they found; `allowed` is bool `[V]`."""
+    stored, queries = _not_differentiable((stored, queries))
+    (stack, part), axes = layout.table(table), layout.axes
+    # Devices that hold the same rows divide the queries among them.
+    query_axes = tuple(axis for axis in axes.names if axis not in stack.shard_axes)
+    size = len(queries)
+    pad = round_up(size, axes.size(query_axes)) - size
+    queries = axes.reshard(jnp.pad(queries, ((0, pad), (0, 0))), query_axes)
+    operands = {"stored": stored, "queries": queries}
+    specs = {"stored": axes.spec(stack.shard_axes), "queries": axes.spec(query_axes)}
+    if exclude is not None:
+        given = jnp.pad(exclude, ((0, pad), (0, 0)), constant_values=PADDING_ID)
+        operands["exclude"] = axes.reshard(given, query_axes)
+        specs["exclude"] = axes.spec(query_axes)
+    if allowed is not None:
+        operands["allowed"] = axes.reshard(_by_shard(allowed, stack, part), stack.shard_axes)
+        specs["allowed"] = axes.spec(stack.shard_axes)
+    with jax.named_scope(f"top_k {stack.label}"):
+        scores, ids = jax.shard_map(
+            partial(_search_shard, stack=stack, table=part, k=k),
+            mesh=axes.mesh,
+            in_specs=(specs,),
+            out_specs=axes.spec(query_axes),
+            check_vma=False,
+        )(operands)
+    return TopK(*(axes.reshard(x, ())[:size] for x in (scores, ids)))
+
+
+def _by_shard(allowed: Array, stack: Stack, table: TableSlice) -> Array:
+    """Return a flag per local row of a table, `[S * rows_per_shard]`, from one per row id `[V]`."""
+    shards, rows = stack.num_shards, table.rows_per_shard
+    padded = jnp.pad(allowed, (0, shards * rows - len(allowed)))
+    # MOD: shard s has the rows s, s + S, s + 2 S, …, which is column s of [rows_per_shard, S].
+    return padded if stack.placement == "div" else padded.reshape(rows, shards).T.reshape(-1)
+
+
+def _search_shard(
+    operands: dict[str, Array], *, stack: Stack, table: TableSlice, k: int
+) -> tuple[Array, Array]:
+    """Return the best k rows of all shards, `[B, k]` each; runs inside `shard_map`."""
+    exclude = operands.get("exclude")
+    kept = min(k + (0 if exclude is None else exclude.shape[1]), table.rows_per_shard)
+    found = scan_shard(
+        operands["stored"],
+        operands["queries"],
+        operands.get("allowed"),
+        stack=stack,
+        table=table,
+        kept=kept,
+    )
+    shard = axis_index(stack.shard_axes).astype(found.indices.dtype)
+    ids = stack.logical_in(shard, found.indices, table.rows_per_shard)
+    found = Found(found.scores, jnp.where(found.indices < 0, PADDING_ID, ids))
+    if exclude is not None:
+        found = _without(found, exclude, min(k, kept))
+    # [B, k] -> [S, B, k] -> [B, S * k]: the candidates of all shards, then the best k of them.
+    scores, ids = (
+        jnp.moveaxis(collectives.all_gather(x, stack.shard_axes), 0, 1).reshape(len(x), -1)
+        for x in found
+    )
+    if stack.shard_axes:
+        falling, ids = jax.lax.sort((-scores, ids), num_keys=2)  # equal scores by id
+        scores = -falling
+    missing = ((0, 0), (0, max(0, k - scores.shape[1])))
+    scores = jnp.pad(scores[:, :k], missing, constant_values=-jnp.inf)
+    return scores, jnp.pad(ids[:, :k], missing, constant_values=PADDING_ID)
+
+
+def _without(found: Found, exclude: Array, k: int) -> Found:
+    """Return the best k of what was found, without the ids that are excluded."""
+    hidden = (found.indices[:, :, None] == exclude[:, None, :]).any(axis=-1)
+    scores, at = jax.lax.top_k(jnp.where(hidden, -jnp.inf, found.scores), k)
+    ids = jnp.take_along_axis(found.indices, at, axis=1)
+    return Found(scores, jnp.where(scores > -jnp.inf, ids, PADDING_ID))
