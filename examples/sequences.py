@@ -80,7 +80,7 @@ def main() -> None:
         history = engine.lookup(state, batch)["history"]
         of_replica = functools.partial(model.last_vectors, nnx.merge(graph, params))
         vectors = jax.vmap(of_replica)(history).reshape(-1, config.dim)[:users]
-        return retrieval.top_k(engine, state, "item", vectors, TOP, exclude=seen).ids
+        return retrieval.top_k(engine, state, "items", vectors, TOP, exclude=seen).ids
 
     everyone = engine.place(features([history[-config.longest :] for history in histories]))
 

@@ -4,10 +4,10 @@ The product of all queries and all rows would be `[B, V]`. A block's product is 
 bundles of G rows each, and of it only what can be among the best is looked at closely:
 
 1. The largest score of each bundle, `[B, n]`, is cheap: a maximum of G numbers, n at a time.
-2. A bundle matters only if its largest score is above the K-th best score so far. There are few such
-   bundles once some blocks have been read.
+2. A bundle matters only if its largest score is above the K-th best score so far. There are few
+   such bundles once some blocks have been read.
 3. The K best scores of the block lie in the K bundles with the largest maxima. So the expensive
-   `jax.lax.top_k` runs on n maxima, then on the elements of few bundles, never on the whole product.
+   `jax.lax.top_k` runs on n maxima, then on the scores of few bundles, never on the whole product.
 
 Rows are read in the order of their ids, and `jax.lax.top_k` puts the first of equal numbers first,
 so among equal scores those of the lower ids stay. For that, a bundle is G consecutive rows: if two
@@ -42,8 +42,7 @@ BUNDLE_ROWS = 16
 """G, the rows of a bundle."""
 
 FEW_BUNDLES = (0, 4, 16, 64)
-"""Numbers of bundles for which a program has a branch of its own, besides the number of all that may
-matter."""
+"""Numbers of bundles for which a program has a branch of its own, besides all that may matter."""
 
 
 class Found(NamedTuple):
@@ -126,8 +125,8 @@ def scan_shard(
 
     shape = len(queries), kept
     nothing = Found(jnp.full(shape, -jnp.inf, queries.dtype), jnp.full(shape, PADDING_ID, dtype))
-    bounds = np.array([0, blocks.count], dtype)
-    return jax.lax.fori_loop(*bounds, read_block, nothing)
+    first, end = np.array([0, blocks.count], dtype)
+    return jax.lax.fori_loop(first, end, read_block, nothing)
 
 
 def _rows_here(stack: Stack, table: TableSlice) -> Array:
@@ -206,8 +205,7 @@ def _merge_bundles(width: int) -> Callable[[Found, _Block], Found]:
             return found
         _, chosen = jax.lax.top_k(block.maxima, width)
         chosen = jnp.sort(chosen, axis=1)  # [B, w]; by index again, so that ties stay in order
-        inside = {"mode": "promise_in_bounds"}
-        scores = jnp.take_along_axis(block.scores, chosen[:, None], axis=2, **inside)  # [B, G, w]
+        scores = _take(block.scores, chosen[:, None], axis=2)  # [B, G, w]
         scores = _masked(scores.swapaxes(1, 2), block.usable[chosen])  # [B, w, G]
         places = chosen.astype(block.first_index.dtype) * BUNDLE_ROWS
         indices = block.first_index + places[..., None] + np.arange(BUNDLE_ROWS, dtype=places.dtype)
@@ -215,7 +213,12 @@ def _merge_bundles(width: int) -> Callable[[Found, _Block], Found]:
         together = jnp.concatenate([found.scores, scores.reshape(flat)], axis=1)
         indices = jnp.concatenate([found.indices, indices.reshape(flat)], axis=1)
         best, at = jax.lax.top_k(together, found.scores.shape[1])
-        indices = jnp.take_along_axis(indices, at, axis=1, **inside)
-        return Found(best, jnp.where(best > -jnp.inf, indices, PADDING_ID))
+        indices = jnp.where(best > -jnp.inf, _take(indices, at, axis=1), PADDING_ID)
+        return Found(best, indices)
 
     return merge
+
+
+def _take(array: Array, places: Array, *, axis: int) -> Array:
+    """Return the elements at places along an axis, all of which are in the array."""
+    return jnp.take_along_axis(array, places, axis=axis, mode="promise_in_bounds")
