@@ -51,13 +51,15 @@ class Learner:
       items: how many.
       network: a module that is called with the history, the times, and the times asked for.
       steps: after so many the learning rate is 0.
+      mesh: the devices. None: all.
     """
 
-    def __init__(self, config, items: int, network: nnx.Module, steps: int):
+    def __init__(self, config, items: int, network: nnx.Module, steps: int, mesh=None):
         schedule = optax.cosine_decay_schedule(config.learning_rate, steps)
         adam = tpu_embed.optimizers.Adam(schedule, beta_2=config.beta_2)
         self.items, self.dense = items, optax.adam(schedule, b2=config.beta_2)
-        self.engine = tpu_embed.EmbeddingEngine(sequences_model.feature_config(config, items), adam)
+        features = sequences_model.feature_config(config, items)
+        self.engine = tpu_embed.EmbeddingEngine(features, adam, mesh=mesh)
         self.state = self.engine.init(jax.random.key(config.seed))
         self.graph, params = nnx.split(network)
         device = self.state.step.sharding
@@ -97,7 +99,7 @@ class Learner:
             shared = params, activations["item"][: self.items]
             each = on_each_replica(self.engine, of_replica)
             losses, counts = each(shared, activations["history"], times, asked)
-            return losses.sum() / counts.sum()
+            return losses.sum() / counts.sum().astype(losses.dtype)
 
         loss, (grads, value_grads) = jax.value_and_grad(loss_fn, (0, 1))(params, values)
         updates, opt_state = self.dense.update(grads, opt_state, params)
