@@ -86,7 +86,7 @@ def test_tables_have_the_same_bits(monkeypatch, numbers_of_devices):
         jax.tree.map(np.testing.assert_array_equal, other, bits[0])
 
 
-CONFIG = {"seed": 0, "learning_rate": 0.01, "beta_2": 0.98, "init_scale": 0.1}
+CONFIG = {"seed": 0, "learning_rate": 0.01, "beta_2": 0.98, "init_scale": 0.1, "bias_rate": 10}
 CONFIG |= {"dim": 8, "heads": 1, "layers": 1}
 
 
@@ -135,7 +135,7 @@ def test_replicas_learn_what_one_device_learns(monkeypatch, readers_promotion, d
             times = [np.arange(len(row)) for row in lists]
             batch = learner.engine.place(learner.features(lists))
             losses[-1].append(learner.learn(batch, times, [row + 1 for row in times]))
-    assert losses[0][-1] < 0.7 * losses[0][0]
+    assert losses[0][-1] < 0.9 * losses[0][0]
     np.testing.assert_allclose(losses[-1], losses[0], rtol=1e-4)  # sums in another order
 
 
