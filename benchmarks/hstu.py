@@ -48,8 +48,9 @@ def main() -> None:
     lengths = lengths_of(rng, args)
     print(common.machine())
     print(
-        f"B {args.batch}, L {args.longest}, {args.heads} heads of {args.dim}; {lengths.sum()} events,"
-        f" {lengths.mean():.1f} per example; biases {'by position and time' * args.biases or 'none'}"
+        f"B {args.batch}, L {args.longest}, {args.heads} heads of {args.dim};"
+        f" {lengths.sum()} events, {lengths.mean():.1f} per example;"
+        f" {'biases by position and time' if args.biases else 'no biases'}"
     )
     runs = runs_of(args, rng, lengths)
     spent = common.interleaved({name: run for name, (run, _) in runs.items()}, args.rounds)

@@ -1,6 +1,4 @@
-"""HSTU layers with biases by position and time: next films, and made-up sessions.
-
-"""
+"""HSTU layers with biases by position and time: next films, and made-up sessions."""
 
 seed = 0
 epochs = 8

@@ -1,6 +1,4 @@
-"""HSTU on made-up sessions in which order and time matter.
-
-"""
+"""HSTU on made-up sessions in which order and time matter."""
 
 seed = 0
 items = 50

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import beside  # noqa: F401
 
@@ -61,22 +62,23 @@ class Histories:
 
     def measure(self, scores: np.ndarray) -> tuple[float, float]:
         """Return recall and NDCG of the held-out items."""
-        return ranking.recall_and_ndcg(scores, *self.pairs, TOP)
+        return ranking.recall_and_ndcg(scores, self.pairs[0], self.pairs[1], TOP)
 
 
-def train(name: str, config, data, seed: int) -> list[float]:
+def train(name: str, config, data) -> list[float]:
     """Train one model; return its NDCG after every epoch."""
     histories, items = Histories(data, config.longest), len(data.decade)
-    rng, rngs = np.random.default_rng(seed), nnx.Rngs(seed)
+    rng, rngs = np.random.default_rng(config.seed), nnx.Rngs(config.seed)
     network = Hstu(config, rngs, config.buckets) if name == "HSTU" else Windowed(config, rngs)
     per_epoch = len(histories.pieces(rng)) // config.batch_size
     learner = Learner(config, items, network, config.epochs * per_epoch)
 
     def batches():
         cut = histories.pieces(rng)
-        order = rng.permutation(len(cut))[: per_epoch * config.batch_size]
-        for numbers in order.reshape(per_epoch, -1):
-            rows, times, asked = zip(*(cut[i] for i in numbers), strict=True)
+        order = rng.permutation(len(cut))
+        for start in range(0, len(cut) - config.batch_size + 1, config.batch_size):
+            chosen = [cut[i] for i in order[start : start + config.batch_size]]
+            rows, times, asked = zip(*chosen, strict=True)
             yield learner.features(rows), times, asked
 
     curve = []
@@ -85,9 +87,10 @@ def train(name: str, config, data, seed: int) -> list[float]:
         losses = [learner.learn(*batch) for batch in Prefetcher(learner.engine, batches())]
         recall, ndcg = histories.measure(learner.predict(*histories.newest()))
         curve.append(ndcg)
+        seconds = time.perf_counter() - begin
         print(
-            f"{name}  seed {seed}  epoch {epoch:2d}  loss {np.mean(losses):.4f}  recall@{TOP}"
-            f" {recall:.4f}  NDCG@{TOP} {ndcg:.4f}  {time.perf_counter() - begin:.1f} s",
+            f"{name}  seed {config.seed}  epoch {epoch:2d}  loss {np.mean(losses):.4f}"
+            f"  recall@{TOP} {recall:.4f}  NDCG@{TOP} {ndcg:.4f}  {seconds:.1f} s",
             flush=True,
         )
     return curve
@@ -112,11 +115,11 @@ def main() -> None:
     options.add_argument("--plot", type=Path, default="build/hstu.png", help="drawn at the end")
     args, config = settings.read(options)
     data, curves = movielens_data.load(args.data), {}
-    for name in ("HSTU", "sequences.py"):
-        # The other model computes all pairs of a window, so its histories are shorter.
-        config.longest = config.longest if name == "HSTU" else config.window
-        seeds = range(config.seed, config.seed + args.seeds)
-        curves[name] = np.array([train(name, config, data, seed) for seed in seeds])
+    seeds = range(config.seed, config.seed + args.seeds)
+    # The other model computes all pairs of a window, so its histories are shorter.
+    for name, longest in (("HSTU", config.longest), ("sequences.py", config.window)):
+        runs = [SimpleNamespace(**vars(config) | {"seed": s, "longest": longest}) for s in seeds]
+        curves[name] = np.array([train(name, run, data) for run in runs])
         last = curves[name][:, -1]
         print(f"{name}: NDCG@{TOP} {last.mean():.4f}, standard deviation {last.std():.4f}")
     draw(curves, args.plot)

@@ -36,9 +36,10 @@ def train(name: str, config, buckets: int) -> list[tuple[int, float]]:
         if step % config.every == 0:
             ndcg = expected_ndcg(learner.predict(*test), chances, TOP)
             curve.append((step, ndcg / best))
+            loss, seconds = np.mean(losses[-config.every :]), time.perf_counter() - begin
             print(
-                f"{name}  step {step}  loss {np.mean(losses[-config.every :]):.4f}  NDCG@{TOP}"
-                f" {ndcg:.4f}, {ndcg / best:.4f} of {best:.4f}  {time.perf_counter() - begin:.0f} s",
+                f"{name}  step {step}  loss {loss:.4f}  NDCG@{TOP} {ndcg:.4f},"
+                f" {ndcg / best:.4f} of {best:.4f}  {seconds:.0f} s",
                 flush=True,
             )
     return curve
