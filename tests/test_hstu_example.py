@@ -176,3 +176,21 @@ def test_the_expected_score_is_that_of_a_loop(monkeypatch):
             by_hand += chance[item] / np.log2(place + 2) / 5 if place < 3 else 0
     np.testing.assert_allclose(expected_ndcg(scores, chances, 3), by_hand)
     assert expected_ndcg(chances, chances, 3) > expected_ndcg(scores, chances, 3)
+
+
+SMALL = """
+items, steps, every, tested, batch_size = 10, 60, 20, 50, 8
+longest, block, dim, heads, layers = 32, 16, 16, 2, 1
+"""
+
+
+@pytest.mark.whole
+def test_planted_sessions_are_learned(tmp_path):
+    config = tmp_path / "small.py"
+    config.write_text((ROOT / "configs" / "hstu_sessions.py").read_text() + SMALL)
+    out = run("hstu/planted_sessions.py", "--devices", 8, "--config", config, cwd=tmp_path)
+    for name in ("with times", "without times"):
+        shares = numbers(rf"{name}  step .*, (\S+) of", out)
+        assert len(shares) == 3
+        assert shares[0] < shares[-1] < 1
+    assert (tmp_path / "build" / "hstu_sessions.png").stat().st_size > 1000
