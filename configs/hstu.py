@@ -6,6 +6,7 @@ batch_size = 32  # histories; a multiple of 8
 
 longest = 128  # events of a history; longer ones are cut into several
 block = 64  # events of a block of attention
+window = 31  # `longest` of the model of sequences.py
 buckets = 32  # of the time between two events
 dim = 48  # of the item vectors
 heads = 2
@@ -14,3 +15,4 @@ init_scale = 0.1
 
 learning_rate = 0.003  # Adam on table and network; falls to 0 along a cosine
 beta_2 = 0.98
+bias_rate = 10  # of the tables of biases, relative to the learning rate

@@ -9,12 +9,17 @@ all of them are in its own block of W events or in the block before it: the scor
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from tpu_embed import FeatureConfig, TableConfig
+
+Model = Callable[[Any], jax.Array]  # of a replica's `Jagged`, such as a `Network`
 
 
 def feature_config(config, items: int) -> dict:
@@ -104,7 +109,7 @@ class Network(nnx.Module):
         return self.last(x)
 
 
-def next_item_losses(network: Network, history, items: jax.Array) -> tuple[jax.Array, jax.Array]:
+def next_item_losses(network: Model, history, items: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return a replica's sum of -log softmax of the next events, and how many there are.
 
     Args:
@@ -120,6 +125,6 @@ def next_item_losses(network: Network, history, items: jax.Array) -> tuple[jax.A
     return jnp.where(there, loss, 0).sum(), there.sum()
 
 
-def last_vectors(network: Network, history) -> jax.Array:
+def last_vectors(network: Model, history) -> jax.Array:
     """Return what comes after the last event of each history, `[B / S, D]` of a replica."""
     return history.with_values(network(history)).last()

@@ -98,7 +98,7 @@ def one_request(requests, r, without=None):
 
 
 def test_a_request_is_scored_by_itself_and_so_is_a_candidate(config, monkeypatch):
-    module = load_hstu("ranker_model", monkeypatch)
+    module = load_hstu("dlrm_v4_model", monkeypatch)
     network = module.Ranker(config, nnx.Rngs(1))
     # With zeros, as they begin, biases and tables would tell nothing of their places.
     state = nnx.state(network, nnx.Param)

@@ -111,6 +111,20 @@ def directory(tmp_path_factory):
     return path
 
 
+@pytest.mark.whole
+def test_hstu_learns_as_well(directory, tmp_path):
+    config = tmp_path / "small.py"
+    numbers_of_hstu = (ROOT / "configs" / "hstu.py").read_text()
+    config.write_text(numbers_of_hstu + SMALL + "\nwindow, block, batch_size = 16, 16, 8\n")
+    arguments = ("--devices", 1, "--data", directory, "--config", config, "--seeds", 1)
+    out = run("hstu/next_film.py", *arguments, cwd=tmp_path)
+    for name in ("HSTU", r"sequences\.py"):
+        ndcgs = numbers(rf"{name}  seed.*NDCG@10 (\S+)", out)
+        assert len(ndcgs) == 12
+        assert ndcgs[-1] > 0.8
+    assert (tmp_path / "build" / "hstu.png").stat().st_size > 1000
+
+
 @pytest.mark.parametrize(
     "numbers_of_devices",
     [(8,), pytest.param((1, 8), marks=pytest.mark.whole)],

@@ -70,7 +70,7 @@ def jagged_attention(
     first = _first_blocks(splits, events.segment, block)
     blocks = Events(*(_in_blocks(x, block, fill=-1) for x in events))
     tables = Tables(position_bias, time_bias)
-    out = tiles.attend(float(longest), q, k, heads_of_v, tables, blocks, first)
+    out: jax.Array = tiles.attend(float(longest), q, k, heads_of_v, tables, blocks, first)
     return out.swapaxes(1, 2).reshape(-1, *v.shape[1:])[: len(v)].astype(v.dtype)
 
 

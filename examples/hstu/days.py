@@ -18,7 +18,7 @@ import beside  # noqa: F401, finds the modules that examples share
 import jax
 import matplotlib.pyplot as plt
 import numpy as np
-import ranker
+import dlrm_v4
 import settings
 from day_batches import BLOCKS, batches, known
 from drifting_log import Day, Log
@@ -39,13 +39,13 @@ class Training:
 
     def __init__(self, config, directory: Path) -> None:
         self.config, self.log = config, Log(config)
-        features = ranker.feature_config(config, "mod")
-        optimizer = ranker.table_optimizer(config)
+        features = dlrm_v4.feature_config(config, "mod")
+        optimizer = dlrm_v4.table_optimizer(config)
         self.engine = tpu_embed.EmbeddingEngine(features, optimizer, sum_blocks=BLOCKS)
-        self.dense = ranker.network_optimizer(config)
-        self.graph, params = ranker.new_network(config)
-        self.step = ranker.make_step(config, self.engine, self.dense, self.graph)
-        self.score = ranker.make_score(config, self.engine, self.graph)
+        self.dense = dlrm_v4.network_optimizer(config)
+        self.graph, params = dlrm_v4.new_network(config)
+        self.step = dlrm_v4.make_step(config, self.engine, self.dense, self.graph)
+        self.score = dlrm_v4.make_score(config, self.engine, self.graph)
         self.saves = CheckpointManager(directory, self.engine, every=config.every, keep=2)
         self.position, network = {"samples": 0}, (params, self.dense.init(params))
         if self.saves.latest_step() is None:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-import ranker
+import dlrm_v4
 
 from tpu_embed import Jagged
 from tpu_embed.planning.compiled import Compiled, compile_for
@@ -46,7 +46,7 @@ tpu7x is two devices, which share its figures."""
 
 def lower(config, engine, state, batch) -> jax.stages.Lowered:
     """Lower the training step for shapes alone."""
-    (graph, network), dense = ranker.new_network(config), ranker.network_optimizer(config)
+    (graph, network), dense = dlrm_v4.new_network(config), dlrm_v4.network_optimizer(config)
     everywhere = jax.NamedSharding(engine.layout.axes.mesh, jax.P())
     params, opt_state = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere),
@@ -69,7 +69,7 @@ def lower(config, engine, state, batch) -> jax.stages.Lowered:
         "labels": jagged(config.histories[0], np.float32),
         "asked": array(np.int32, sizes[names.index(config.contexts[0])]),
     }
-    step = ranker.make_step(config, engine, dense, graph)
+    step = dlrm_v4.make_step(config, engine, dense, graph)
     return step.lower((state, params, opt_state), batch, known)
 
 
@@ -87,6 +87,30 @@ def operations(config) -> dict[str, float]:
         "attention": config.layers * 3.5 * 2 * pairs,
         "projections": config.layers * 3 * 2 * (inner + outer),
         "vectors of events": 3 * 2 * (config.events + 1) * of_event,
+    }
+
+
+def memory(config, events: int, requests: int) -> dict[str, float]:
+    """Return bytes that the network needs on a device beside its tables' activations.
+
+    A layer is computed again in the backward pass, so of each only its input is kept.
+
+    Args:
+      config: the numbers of the workload.
+      events: the room for events of histories on a device.
+      requests: how many it has.
+    """
+    places = events + requests * (len(config.contexts) + 1)
+    projected = config.heads * (2 * config.key_dim + 2 * config.value_dim)
+    gates = config.heads * config.value_dim
+    half, whole = np.dtype(jax.numpy.dtype(config.dtype)).itemsize, 4
+    # Products of matrices are in the smaller dtype, sums of attention in float32.
+    once = places * (2 * projected * half + (2 * gates + config.width) * half)
+    sums = places * config.heads * (2 * config.key_dim + 2 * config.value_dim) * whole
+    return {
+        "vectors of events, side by side": 2 * events * len(config.histories) * config.dim * whole,
+        "inputs of layers": (config.layers + 2) * places * config.width * whole,
+        "a layer, forward and backward": 2 * once + sums,
     }
 
 
@@ -116,8 +140,8 @@ def main() -> None:
     options.add_argument("--topology", default="tpu7x:4x4x4")
     options.add_argument("--batch-size", type=int, default=8_192)
     args = options.parse_args()
-    config = ranker.WORKLOAD["CONFIG"]
-    features, optimizer, batch = ranker.WORKLOAD["workload"](config)
+    config = dlrm_v4.WORKLOAD["CONFIG"]
+    features, optimizer, batch = dlrm_v4.WORKLOAD["workload"](config)
     lowering = functools.partial(lower, config)
     compiled = compile_for(args.topology, features, optimizer, batch, lower=lowering)
     print("\n".join(report(config, compiled, CHIPS[args.topology.partition(":")[0]])))

@@ -19,6 +19,8 @@ from places import in_places, on_each_replica
 import tpu_embed
 from tpu_embed import RaggedIds
 
+HISTORY = 0  # of the features `history` and `item`
+
 
 class Hstu(nnx.Module):
     """Map each event of a replica's histories to the vector of what comes next, `[C, D]`."""
@@ -43,6 +45,14 @@ class Windowed(nnx.Module):
         return self.network(history)
 
 
+def _is_bias(params):
+    """Return the tree of whether each parameter is a table of biases by position or time."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: any("position_bias" in str(key) or "time_bias" in str(key) for key in path),
+        params,
+    )
+
+
 class Learner:
     """A network and its item table, which are trained with Adam, batch after batch.
 
@@ -51,13 +61,17 @@ class Learner:
       items: how many.
       network: a module that is called with the history, the times, and the times asked for.
       steps: after so many the learning rate is 0.
+      mesh: the devices. None: all.
     """
 
-    def __init__(self, config, items: int, network: nnx.Module, steps: int):
+    def __init__(self, config, items: int, network: nnx.Module, steps: int, mesh=None):
         schedule = optax.cosine_decay_schedule(config.learning_rate, steps)
         adam = tpu_embed.optimizers.Adam(schedule, beta_2=config.beta_2)
-        self.items, self.dense = items, optax.adam(schedule, b2=config.beta_2)
-        self.engine = tpu_embed.EmbeddingEngine(sequences_model.feature_config(config, items), adam)
+        faster = optax.masked(optax.scale(config.bias_rate), _is_bias)
+        self.items = items
+        self.dense = optax.chain(optax.adam(schedule, b2=config.beta_2), faster)
+        features = sequences_model.feature_config(config, items)
+        self.engine = tpu_embed.EmbeddingEngine(features, adam, mesh=mesh)
         self.state = self.engine.init(jax.random.key(config.seed))
         self.graph, params = nnx.split(network)
         device = self.state.step.sharding
@@ -72,7 +86,7 @@ class Learner:
 
     def learn(self, batch, times, asked) -> float:
         """Train on a placed batch of histories with their times; return the loss."""
-        known = in_places(times, batch), in_places(asked, batch)
+        known = in_places(times, batch, HISTORY), in_places(asked, batch, HISTORY)
         self.state, self.params, self.opt_state, loss = self.step(
             self.state, self.params, self.opt_state, batch, *known
         )
@@ -81,7 +95,7 @@ class Learner:
     def predict(self, histories, times, asked) -> np.ndarray:
         """Return the score of every item as the next one, float32 [B, items]."""
         batch = self.engine.place(self.features(histories), training=False)
-        known = in_places(times, batch), in_places(asked, batch)
+        known = in_places(times, batch, HISTORY), in_places(asked, batch, HISTORY)
         found = self.scores(self.state, self.params, batch, *known)
         return np.asarray(found)[: len(histories), : self.items]
 
@@ -97,7 +111,7 @@ class Learner:
             shared = params, activations["item"][: self.items]
             each = on_each_replica(self.engine, of_replica)
             losses, counts = each(shared, activations["history"], times, asked)
-            return losses.sum() / counts.sum()
+            return losses.sum() / counts.sum().astype(losses.dtype)
 
         loss, (grads, value_grads) = jax.value_and_grad(loss_fn, (0, 1))(params, values)
         updates, opt_state = self.dense.update(grads, opt_state, params)

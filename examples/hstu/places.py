@@ -41,14 +41,15 @@ def on_each_replica(engine, function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda shared, *parts: mapped(shared, parts)
 
 
-def in_places(rows: Sequence[np.ndarray], batch) -> np.ndarray:
-    """Return a number per event where its feature `history` has the event, int32 `[S, C]`.
+def in_places(rows: Sequence[np.ndarray], batch, feature: int) -> np.ndarray:
+    """Return a number per event where a jagged feature has the event, int32 `[S, C]`.
 
     Args:
       rows: of each of the B examples, one number per event. Missing examples are empty.
-      batch: the placed batch, whose first feature is the history.
+      batch: the placed batch.
+      feature: which of its features, counted in the order of their names.
     """
-    shape = batch.spec.feature_shapes[0]
+    shape = batch.spec.feature_shapes[feature]
     found = np.zeros((batch.spec.replicas, shape.capacity), np.int32)
     examples = shape.batch // len(found)
     for s, place in enumerate(found):

@@ -1,106 +1,101 @@
-"""The ranker of DLRMv4 and its tables: features, the loss of a batch, and the training step.
+"""A score for each candidate of a request: candidates stand after the history, in one sequence.
 
-`Ranker` works on the requests of one replica. `jax.shard_map` runs it on every replica's part, each
-with loops of its own length.
+The history is computed once for all candidates. Each of them attends to the history and to itself,
+so its score does not depend on which others there are.
 """
 
 from __future__ import annotations
 
-import functools
-import runpy
-from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
-from places import on_each_replica
-from ranker_model import Ranker, Requests
+from layers import Sequences, Stack
 
-import tpu_embed
-from tpu_embed import Jagged
-
-WORKLOAD = runpy.run_path(str(Path(__file__).parents[2] / "configs" / "dlrm_v4.py"))
-feature_config, table_optimizer = WORKLOAD["feature_config"], WORKLOAD["optimizer"]
+from tpu_embed import FeatureConfig, Jagged, TableConfig
 
 
-def network_optimizer(config) -> optax.GradientTransformation:
-    """Return Adam, warmed up, with clipped gradients."""
-    schedule = optax.linear_schedule(0.0, config.dense_learning_rate, config.warm_up)
-    adam = optax.adam(schedule, b1=0.95, b2=0.999)
-    return optax.chain(optax.clip_by_global_norm(config.clip), adam)
+class Requests(NamedTuple):
+    """The requests of one replica; `Jagged` without the axis of replicas, of B requests each."""
+
+    history: Jagged  # float [C, D], the vectors of the events
+    candidates: Jagged  # float [M, D]
+    times: Jagged | None = None  # int32 [C], when the events were
+    now: jax.Array | None = None  # int32 [B], the time of each request
 
 
-def side_by_side(jagged: list[Jagged]) -> Jagged:
-    """Return one `Jagged` with the vectors of several tables next to each other."""
-    return jagged[0].with_values(jnp.concatenate([one.values for one in jagged], axis=-1))
+def feature_config(items: TableConfig) -> dict[str, FeatureConfig]:
+    """Return the two features of a request, which share the table of items."""
+    return {name: FeatureConfig(items, jagged=True) for name in ("history", "candidates")}
 
 
-def requests_of(config, acts: dict, known: dict) -> Requests:
-    """Return the requests of all replicas.
+class Ranker(nnx.Module):
+    """HSTU layers over history and candidates, and a logit of each candidate.
 
     Args:
-      config: the numbers of the workload.
-      acts: activations by feature.
-      known: what else is known: `Jagged` `actions` and `times` of events, and `asked` int32
-        [S, R] of requests.
+      layers, dim, heads, options: those of `Stack`.
+      rngs: of the initial values.
     """
-    replicas = len(known["asked"])
-    contexts = jnp.stack([acts[name] for name in config.contexts], axis=1)  # [B, n, D]
-    return Requests(
-        contexts.reshape(replicas, -1, *contexts.shape[1:]),
-        side_by_side([acts[f"{name}_history"] for name in config.histories]),
-        side_by_side([acts[name] for name in config.histories]),
-        known["actions"].values,
-        known["times"].values,
-        known["asked"],
-    )
+
+    def __init__(self, layers: int, dim: int, heads: int, *, rngs: nnx.Rngs, **options):
+        self.stack = Stack(layers, dim, heads, rngs=rngs, **options)
+        self.kind = nnx.Param(0.1 * jax.random.normal(rngs.params(), (dim,)))  # marks candidates
+        self.head = nnx.Linear(dim, 1, rngs=rngs)
+
+    def __call__(self, requests: Requests) -> Jagged:
+        """Return the logit of each candidate, float `[M]`, as a `Jagged`."""
+        history, candidates = requests.history, requests.candidates
+        marked = candidates.with_values(candidates.values + self.kind[...])
+        joined = history.concatenate([marked])
+        before = jnp.append(history.lengths, 0)[
+            joined.segment_ids
+        ]  # [C + M], events of its history
+        flags = (joined.positions >= before) & joined.valid
+        times = None
+        if requests.times is not None and requests.now is not None:
+            now = candidates.with_values(requests.now[_own(candidates)])
+            times = requests.times.concatenate([now]).values
+        about = Sequences(joined.row_splits, times, None, flags)
+        logits = self.head(self.stack(joined.values, about))[:, 0]
+        # Candidate j of a request stands at place `start of the request + history + j`.
+        own = _own(candidates)
+        places = joined.row_splits[own] + history.lengths[own] + candidates.positions
+        return candidates.with_values(jnp.where(candidates.valid, logits[places], 0))
 
 
-def cross_entropy(graph, params, requests, labels) -> tuple[jax.Array, jax.Array]:
-    """Return a replica's sum of -log likelihoods of its candidates' labels, and their number."""
-    losses = optax.sigmoid_binary_cross_entropy(nnx.merge(graph, params)(requests), labels)
-    count = requests.candidates.valid.astype(jnp.float32).sum()
-    return jnp.where(requests.candidates.valid, losses, 0).sum(), count
+def _own(sequences: Jagged) -> jax.Array:
+    """Return the request of each value, int32 `[M]`; the last one's where there is none."""
+    return jnp.minimum(sequences.segment_ids, len(sequences.row_splits) - 2)
 
 
-def make_step(config, engine, dense, graph):
-    """Return the training step; its first argument is updated in place."""
-    losses_of = on_each_replica(engine, functools.partial(cross_entropy, graph))
+def listwise_losses(logits: Jagged, chosen: jax.Array) -> jax.Array:
+    """Return -log softmax of the chosen candidate among those of its request, float `[B]`.
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(trained, batch, known):
-        state, params, opt_state = trained
-        values, rebuild = tpu_embed.split_activations(engine.lookup(state, batch))
-
-        def loss_fn(params, values):
-            requests = requests_of(config, rebuild(values), known)
-            losses, counts = losses_of(params, requests, known["labels"].values)
-            return losses.sum() / counts.sum()
-
-        loss, (grads, value_grads) = jax.value_and_grad(loss_fn, (0, 1))(params, values)
-        updates, opt_state = dense.update(grads, opt_state, params)
-        state = engine.update(state, batch, value_grads)
-        return (state, optax.apply_updates(params, updates), opt_state), loss
-
-    return step
+    Args:
+      logits: float [M].
+      chosen: int32 [B], the position of the chosen one among the request's candidates.
+    """
+    largest = jax.lax.stop_gradient(jnp.max(jnp.where(logits.valid, logits.values, -jnp.inf)))
+    total = logits.with_values(jnp.exp(logits.values - largest)).sums()
+    return jnp.log(total) + largest - logits.values[logits.row_splits[:-1] + chosen]
 
 
-def make_score(config, engine, graph):
-    """Return a function that gives logits, float32 `[S, K]`, in the places of the candidates."""
+def served(network: Ranker):
+    """Return a function for `io.export_model`, of activations, times `[B, H]` and `now` `[B]`.
 
-    def logits(params, requests):
-        return nnx.merge(graph, params)(requests)
+    It gives the logits of the candidates, float [B, K], in the places of their ids; H and K are the
+    columns of both features.
+    """
 
-    @jax.jit
-    def score(state, params, batch, known):
-        requests = requests_of(config, engine.lookup(state, batch), known)
-        return on_each_replica(engine, logits)(params, requests)
+    def model(activations, times, now):
+        history, candidates = (
+            Jagged(x.values[0], x.row_splits[0])
+            for x in (activations["history"], activations["candidates"])
+        )
+        when = Jagged.from_padded(times, history.lengths, 1, len(history.values))
+        when = Jagged(when.values[0], when.row_splits[0])
+        logits = network(Requests(history, candidates, when, now))
+        return logits.to_padded(len(candidates.values) // len(now))[0]
 
-    return score
-
-
-def new_network(config) -> tuple[nnx.GraphDef, nnx.State]:
-    """Return the network's structure and its initial parameters."""
-    graph, params = nnx.split(Ranker(config, nnx.Rngs(config.seed)), nnx.Param)
-    return graph, params
+    return model

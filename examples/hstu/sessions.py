@@ -30,8 +30,8 @@ class Sessions:
 
     items: int
     longest: int
-    follow: float = 0.4
-    again: float = 0.4
+    follow: float = 0.3
+    again: float = 0.5
     pause: float = 0.5
 
     def follower(self) -> np.ndarray:
@@ -66,7 +66,7 @@ class Sessions:
         lengths = np.clip(lengths.astype(int), 2, self.longest)
         shape = histories, lengths.max() + 1
         ends = rng.random(shape) < self.pause
-        gaps = np.where(ends, rng.integers(PERIOD // 4, 3 * PERIOD // 4, shape), 1)
+        gaps = np.where(ends, rng.integers(PERIOD // 4, 5 * PERIOD // 4, shape), 1)
         times = np.cumsum(gaps, axis=1)
         items = np.zeros(shape, int)
         items[:, 0] = rng.integers(self.items, size=histories)

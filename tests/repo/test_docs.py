@@ -40,6 +40,7 @@ def run(name, text):
 @pytest.mark.quick(6)
 def test_page(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "hstu"))  # as a program in that folder
     run(str(page), page.read_text())
 
 

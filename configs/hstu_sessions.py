@@ -1,0 +1,20 @@
+"""HSTU on made-up sessions in which order and time matter."""
+
+seed = 0
+items = 50
+steps = 500
+batch_size = 32  # histories; a multiple of 8
+tested = 400  # histories
+every = 50  # steps between two points of the curve
+
+longest = 128  # events of a history; the mean is a quarter of it
+block = 64  # events of a block of attention
+buckets = 16  # of the time between two events
+dim = 48  # of the item vectors
+heads = 4
+layers = 2
+init_scale = 0.1
+
+learning_rate = 0.01  # Adam on table and network; falls to 0 along a cosine
+bias_rate = 10  # of the tables of biases, relative to it
+beta_2 = 0.98

@@ -1,0 +1,196 @@
+"""The HSTU example: candidates of a request, its export, bits of tables, shapes, a small run."""
+
+import itertools
+import math
+import re
+import types
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from hstu_cases import load_hstu
+
+from tpu_embed import EmbeddingEngine, Jagged, RaggedIds, TableConfig
+from tpu_embed.io import export_model, load_model
+from tpu_embed.optimizers import Adam
+
+ITEMS, D = 600, 8
+
+
+def test_500_candidates_in_one_call_are_500_calls(monkeypatch, tmp_path):
+    ranker = load_hstu("ranker", monkeypatch)
+    network = ranker.Ranker(2, D, 2, longest=64, buckets=8, block=32, rngs=nnx.Rngs(0))
+    for layer in network.stack.layers:  # biases matter as soon as they are trained
+        for bias in (layer.position_bias, layer.time_bias):
+            bias[...] = jax.random.normal(jax.random.key(bias[...].shape[1]), bias[...].shape)
+    features = ranker.feature_config(TableConfig(ITEMS, D, name="items"))
+    rng = np.random.default_rng(0)
+    tables = {"items": rng.normal(size=(ITEMS, D)).astype(np.float32)}
+    seen = np.full((1, 40), -1, np.int32)
+    seen[0, :37] = rng.integers(ITEMS, size=37)
+    times, now = (
+        np.sort(rng.integers(900, size=(1, 40))).astype(np.int32),
+        np.array([1000], np.int32),
+    )
+    candidates = rng.permutation(ITEMS)[None, :500].astype(np.int32)
+    found = []
+    for name, count in (("many", 500), ("one", 1)):
+        ids = {"history": seen, "candidates": candidates[:, :count]}
+        model, path = ranker.served(network), tmp_path / name
+        inputs = (times, now)
+        export_model(path, model, tables, features, ids, inputs=inputs, batch=1, platforms="cpu")
+        served = load_model(path)
+        calls = [candidates] if count > 1 else candidates[0][:, None, None]
+        logits = [served(ids | {"candidates": call}, *inputs) for call in calls]
+        found.append(np.concatenate(logits, axis=1))
+    assert found[0].shape == (1, 500)
+    assert np.std(found[0]) > 0.1
+    np.testing.assert_allclose(*found, atol=1e-5)
+
+
+def mesh_of(devices):
+    return jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("x",))
+
+
+def lengths_and_lists(seed, longest):
+    rng = np.random.default_rng(seed)
+    lengths = np.append(rng.integers(0, longest, 15), longest)
+    return lengths, [rng.integers(50, size=n) for n in lengths]
+
+
+@pytest.mark.parametrize(
+    "numbers_of_devices", [(1, 8), pytest.param((1, 2, 4, 8), marks=pytest.mark.whole)]
+)
+def test_tables_have_the_same_bits(monkeypatch, numbers_of_devices):
+    """Given the gradients of the activations, which here are drawn."""
+    features = load_hstu("ranker", monkeypatch).feature_config(TableConfig(50, 4, name="items"))
+    lists = {"history": lengths_and_lists(0, 12), "candidates": lengths_and_lists(1, 5)}
+    rng, bits = np.random.default_rng(2), []
+    drawn = {
+        name: rng.normal(size=(16, max(lengths), 4)).astype(np.float32)
+        for name, (lengths, _) in lists.items()
+    }
+    for devices in numbers_of_devices:
+        engine = EmbeddingEngine(features, Adam(0.1), mesh=mesh_of(devices))
+        state = engine.init(jax.random.key(0))
+        batch = engine.place({n: RaggedIds.from_lists(rows) for n, (_, rows) in lists.items()})
+        found = jax.eval_shape(engine.lookup, state, batch)
+        gradients = {
+            name: Jagged.from_padded(rows, lists[name][0], devices, found[name].values.shape[1])
+            for name, rows in drawn.items()
+        }
+        state = engine.update(state, batch, gradients)
+        bits.append(jax.device_get((engine.tables(state), engine.slots(state))))
+    for other in bits[1:]:
+        jax.tree.map(np.testing.assert_array_equal, other, bits[0])
+
+
+CONFIG = {"seed": 0, "learning_rate": 0.01, "beta_2": 0.98, "init_scale": 0.1, "bias_rate": 10}
+CONFIG |= {"dim": 8, "heads": 1, "layers": 1}
+
+
+@pytest.fixture
+def readers_promotion():
+    with jax.numpy_dtype_promotion("standard"):  # optax needs it
+        yield
+
+
+def learner_of(model, mesh, **options):
+    config = types.SimpleNamespace(**CONFIG, **options)
+    network = model.Hstu(config, nnx.Rngs(0), buckets=8)
+    return model.Learner(config, 10, network, steps=10, mesh=mesh)
+
+
+def test_no_padded_array_in_the_whole_step(monkeypatch, readers_promotion):
+    """Of 16 histories all but one are short; B · L · D is 16,384, and C · 4 D about 6,000."""
+    learner = learner_of(load_hstu("model", monkeypatch), mesh_of(1), longest=128, block=16)
+    lists = [np.arange(n) % 10 for n in [2] * 15 + [128]]
+    batch = learner.engine.place(learner.features(lists))
+    zeros = np.zeros((1, batch.spec.feature_shapes[0].capacity), np.int32)
+    arguments = learner.state, learner.params, learner.opt_state, batch, zeros, zeros
+    text = learner.step.lower(*arguments).compile().as_text()
+    shapes = {
+        tuple(map(int, shape.split(",")))
+        for shape in re.findall(r"\b(?:pred|[suf]\d+|bf16)\[(\d[\d,]*)\]", text)
+    }
+    assert max(map(math.prod, shapes)) >= 4 * 8 * sum(map(len, lists))  # U, V, Q and K are there
+    assert max(map(math.prod, shapes)) < 16 * 128 * 8
+    assert not [shape for shape in shapes if (16, 128) in itertools.pairwise(shape)]
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.whole)])
+def test_replicas_learn_what_one_device_learns(monkeypatch, readers_promotion, devices):
+    """Histories count upwards, each from an item of its own, at times that say nothing."""
+    model = load_hstu("model", monkeypatch)
+    losses = []
+    for size in sorted({1, devices}):
+        learner, rng = (
+            learner_of(model, mesh_of(size), longest=8, block=4),
+            np.random.default_rng(0),
+        )
+        losses.append([])
+        for _ in range(10):
+            lists = [(rng.integers(10) + np.arange(n)) % 10 for n in rng.integers(2, 9, 8)]
+            times = [np.arange(len(row)) for row in lists]
+            batch = learner.engine.place(learner.features(lists))
+            losses[-1].append(learner.learn(batch, times, [row + 1 for row in times]))
+    assert losses[0][-1] < 0.9 * losses[0][0]
+    np.testing.assert_allclose(losses[-1], losses[0], rtol=1e-4)  # sums in another order
+
+
+def test_what_is_known_of_sessions_is_what_happens(monkeypatch):
+    """Chances add up to 1, and the items that are drawn follow them."""
+    sessions = load_hstu("sessions", monkeypatch)
+    planted = sessions.Sessions(items=9, longest=24)
+    items, times, asked, known = planted.draw(np.random.default_rng(0), 40)
+    assert all(len(a) == len(b) == len(c) for a, b, c in zip(items, times, asked, strict=True))
+    np.testing.assert_allclose(known.sum(1), 1)
+    surplus = variance = 0.0
+    follower = planted.follower()
+    for row, when, then in zip(items, times, asked, strict=True):
+        assert when[1:].tolist() == then[:-1].tolist()
+        for t in range(1, len(row)):
+            old = [i for i, s in zip(row[:t], when[:t], strict=True) if 64 <= when[t] - s < 128]
+            chances = np.zeros(9)
+            for item in old:
+                chances[item] += planted.again / len(old)
+            chances[follower[row[t - 1]]] += planted.follow
+            chances += (1 - chances.sum()) / 9
+            found = planted.chances(row[None, :t], when[None, :t], when[t : t + 1])[0]
+            np.testing.assert_allclose(found, chances)
+            likely = chances > 0.2
+            surplus += likely[row[t]] - chances[likely].sum()
+            variance += chances[likely].sum() * (1 - chances[likely].sum())
+    assert abs(surplus) < 4 * variance**0.5
+
+
+def test_the_expected_score_is_that_of_a_loop(monkeypatch):
+    expected_ndcg = load_hstu("sessions", monkeypatch).expected_ndcg
+    rng = np.random.default_rng(0)
+    scores, chances = rng.normal(size=(5, 7)), rng.dirichlet(np.ones(7), size=5)
+    by_hand = 0.0
+    for row, chance in zip(scores, chances, strict=True):
+        for item in range(7):
+            place = sum(other > row[item] for other in row)
+            by_hand += chance[item] / np.log2(place + 2) / 5 if place < 3 else 0
+    np.testing.assert_allclose(expected_ndcg(scores, chances, 3), by_hand)
+    assert expected_ndcg(chances, chances, 3) > expected_ndcg(scores, chances, 3)
+
+
+SMALL = """
+items, steps, every, tested, batch_size = 10, 60, 20, 50, 8
+longest, block, dim, heads, layers = 32, 16, 16, 2, 1
+"""
+
+
+@pytest.mark.whole
+def test_planted_sessions_are_learned(tmp_path):
+    config = tmp_path / "small.py"
+    config.write_text((ROOT / "configs" / "hstu_sessions.py").read_text() + SMALL)
+    out = run("hstu/planted_sessions.py", "--devices", 8, "--config", config, cwd=tmp_path)
+    for name in ("with times", "without times"):
+        shares = numbers(rf"{name}  step .*, (\S+) of", out)
+        assert len(shares) == 3
+        assert shares[0] < shares[-1] < 1
+    assert (tmp_path / "build" / "hstu_sessions.png").stat().st_size > 1000
