@@ -10,12 +10,12 @@ The numbers of the workload itself are in `dlrm_v4.py`.
 seed = 0
 
 # The log.
-days = 16
-requests = 2_560  # a day
+days = 12
+requests = 2_048  # a day
 shown = 4  # candidates per request
 flatness = 50.0  # of the tracks' popularity: 1 / (rank + flatness)
 hidden = 4  # dimensions of tastes and styles
-strength = 3.0  # of a liking in the logit
+strength = 2.0  # of a liking in the logit
 drift = 0.05  # the part of a taste's variance that a day replaces
 
 # Tables and network.

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import beside  # noqa: F401, finds the modules that examples share
+import dlrm_v4
 import jax
 import matplotlib.pyplot as plt
 import numpy as np
-import dlrm_v4
 import settings
 from day_batches import BLOCKS, batches, known
 from drifting_log import Day, Log

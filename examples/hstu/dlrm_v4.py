@@ -1,7 +1,7 @@
 """DLRMv4: features of its tables, the loss of a batch, and the training step.
 
-The network works on the requests of one replica. `jax.shard_map` runs it on every replica's part, each
-with loops of its own length.
+The network works on the requests of one replica. `jax.shard_map` runs it on every replica's part,
+each with loops of its own length.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import optax
+from dlrm_v4_model import Ranker, Requests
 from flax import nnx
 from places import on_each_replica
-from dlrm_v4_model import Ranker, Requests
 
 import tpu_embed
 from tpu_embed import Jagged

@@ -5,9 +5,7 @@ bytes that it moves stand the times that they take at the chip's peak, and the t
 reference: 12,300 samples a second on 8 MI350X, 0.65 ms of a device for a sample (163,840 samples
 take 13.3 s in mlcommons/training, recommendation/rcp_logs/gbs_8192/seed1023733178.log).
 
-The operations of the network are counted as the reference counts them (its README, "Computation
-cost analysis"): 2 per multiplication and addition, 3 times for forward and backward of a product
-with weights, 3.5 times for attention, half of the pairs of events as attention is causal.
+What the network needs is counted in `dlrm_v4_costs.py`.
 """
 
 from __future__ import annotations
@@ -16,9 +14,10 @@ import argparse
 import functools
 from typing import NamedTuple
 
+import dlrm_v4
 import jax
 import numpy as np
-import dlrm_v4
+from dlrm_v4_costs import memory, operations
 
 from tpu_embed import Jagged
 from tpu_embed.planning.compiled import Compiled, compile_for
@@ -73,58 +72,23 @@ def lower(config, engine, state, batch) -> jax.stages.Lowered:
     return step.lower((state, params, opt_state), batch, known)
 
 
-def operations(config) -> dict[str, float]:
-    """Return the operations for a sample, forward and backward, by part of the network."""
-    events = config.events + len(config.contexts) + 1
-    per_head = 2 * config.key_dim + 2 * config.value_dim
-    gates = config.heads * config.value_dim
-    pairs = events**2 / 2 * config.heads * (config.key_dim + config.value_dim)
-    inner = events * config.width * config.heads * per_head
-    outer = events * (2 * gates + config.width) * config.width
-    tables = len(config.histories) * config.dim
-    of_event = tables * config.hidden_size + config.hidden_size * config.width
-    return {
-        "attention": config.layers * 3.5 * 2 * pairs,
-        "projections": config.layers * 3 * 2 * (inner + outer),
-        "vectors of events": 3 * 2 * (config.events + 1) * of_event,
-    }
-
-
-def memory(config, events: int, requests: int) -> dict[str, float]:
-    """Return bytes that the network needs on a device beside its tables' activations.
-
-    A layer is computed again in the backward pass, so of each only its input is kept.
-
-    Args:
-      config: the numbers of the workload.
-      events: the room for events of histories on a device.
-      requests: how many it has.
-    """
-    places = events + requests * (len(config.contexts) + 1)
-    projected = config.heads * (2 * config.key_dim + 2 * config.value_dim)
-    gates = config.heads * config.value_dim
-    half, whole = np.dtype(jax.numpy.dtype(config.dtype)).itemsize, 4
-    # Products of matrices are in the smaller dtype, sums of attention in float32.
-    once = places * (2 * projected * half + (2 * gates + config.width) * half)
-    sums = places * config.heads * (2 * config.key_dim + 2 * config.value_dim) * whole
-    return {
-        "vectors of events, side by side": 2 * events * len(config.histories) * config.dim * whole,
-        "inputs of layers": (config.layers + 2) * places * config.width * whole,
-        "a layer, forward and backward": 2 * once + sums,
-    }
-
-
 def report(config, compiled: Compiled, chip: Chip) -> list[str]:
     """Return the figures of the step as lines."""
-    devices = compiled.plan.devices
+    devices, plan = compiled.plan.devices, compiled.plan
     samples = config.batch_size / devices
+    tables = sum(n for name, n in plan.passing.items() if name != "ids")
+    room = max(shape.capacity or 0 for shape in plan.spec.feature_shapes)
+    network = sum(memory(config, room, round(samples)).values())
     flops = {name: n * samples for name, n in operations(config).items()}
     times = {f"network: {name}": n / chip.flops for name, n in flops.items()}
-    times["tables: memory"] = sum(compiled.plan.moved.values()) / chip.memory
-    times["tables: exchange"] = sum(compiled.plan.sent.values()) / chip.links
+    times["tables: memory"] = sum(plan.moved.values()) / chip.memory
+    times["tables: exchange"] = sum(plan.sent.values()) / chip.links
     lines = [
-        f"{readable(compiled.arguments)} of arguments and {readable(compiled.temporaries)} of "
-        f"temporaries on each of {devices} devices, compiled in {compiled.seconds:.0f} s",
+        f"{devices} devices; compiled in {compiled.seconds:.0f} s",
+        f"arguments on each    {readable(compiled.arguments):>9}",
+        f"temporaries on each  {readable(compiled.temporaries):>9}, planned "
+        f"{readable(tables + network)}: {readable(tables)} for tables, {readable(network)} for the "
+        "network",
         f"{sum(operations(config).values()) / 1e9:.0f} GFLOP a sample, {samples:.0f} samples a "
         "device",
     ]
