@@ -1,9 +1,9 @@
-"""`saved.py`: of records that several processes kept of one run, the latest step of each row."""
+"""`saved.py` and `versions.py`: the latest step of each row; which moments are before others."""
 
 import numpy as np
 
 from tpu_embed.touched.saved import SavedMarks, SavedRecord, merge_records
-from tpu_embed.touched.versions import Version
+from tpu_embed.touched.versions import Lineage, Version
 
 MOMENT = Version("run", 5, 5, 5)
 
@@ -34,3 +34,14 @@ def test_each_row_has_its_latest_step_whichever_process_saw_it():
         assert marks.given.tolist() == [6, -1, 1, 2]
         assert (marks.shared, marks.lost_since, marks.lost.tolist()) == (4, 2, [99])
         assert found[:4] == one[:4]
+
+
+def test_moments_of_other_runs_are_in_no_order():
+    for numbers in ((5, 5, 5), (6, 5, 5), (9, 9, 9)):
+        assert MOMENT.is_up_to(Version("run", *numbers))
+        assert not MOMENT.is_up_to(Version("other", *numbers))
+    assert not MOMENT.is_up_to(Version("run", 9, 9, 4))
+    lineage = Lineage("new", (MOMENT, Version("other", 2, 0, 0)))
+    assert lineage.has(Version("run", 4, 5, 5))
+    assert lineage.has(Version("new", 99, 0, 0))
+    assert not lineage.has(Version("other", 3, 0, 0))  # though the moment of "run" is later
