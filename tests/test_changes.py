@@ -16,13 +16,12 @@ def test_a_change_in_the_middle_of_the_wait_is_seen():
     def looked():
         before = bool(looks)
         looks.append(1)
-        with changes:
+        with changes.lock:
             changes.notify_all()
         return before
 
     def wait():
-        with changes:
-            changes.wait_for(looked)
+        changes.wait_for(looked)
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
@@ -35,8 +34,8 @@ def test_each_waiter_gets_its_turn():
     changes, order = Changes(), []
 
     def wait(number):
-        with changes:
-            changes.wait_for(lambda: len(order) == number)
+        changes.wait_for(lambda: len(order) == number)
+        with changes.lock:
             order.append(number)
             changes.notify_all()
 
@@ -54,7 +53,10 @@ def test_an_error_of_the_condition_leaves_the_lock_free():
     def broken():
         raise OSError("mine")
 
-    with pytest.raises(OSError, match="mine"), changes:
+    with pytest.raises(OSError, match="mine"):
         changes.wait_for(broken)
-    with changes:
-        changes.wait_for(lambda: True)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(changes.wait_for(lambda: "it")))
+    thread.start()
+    thread.join(LONG)
+    assert found == ["it"]

@@ -3,38 +3,23 @@
 import jax
 import numpy as np
 import pytest
+from host_interrupt_cases import (
+    ADMITTING,
+    HOMES,
+    PLACING,
+    STATEFUL,
+    assert_same,
+    features,
+    ids_of,
+    in_files,
+    rows_of,
+)
 from interrupt_cases import Interrupt, from_a_signal
 from living_cases import mesh
 
 import tpu_embed
-from tpu_embed import FeatureConfig, HostStorage, TableConfig, io
+from tpu_embed import HostStorage, io
 from tpu_embed import optimizers as o
-
-ROWS, BATCH = 40, 4
-
-
-def features(storage):
-    drawn = jax.nn.initializers.normal()
-    table = TableConfig(ROWS, 2, drawn, name="items", storage=storage)
-    return FeatureConfig(table)
-
-
-def ids_of(step):
-    return np.random.default_rng(step).integers(0, ROWS, BATCH)
-
-
-def in_files(*names):
-    """Return a predicate: whether code is in one of these files of the package."""
-    return lambda code: code.co_filename.endswith(tuple(f"tpu_embed/{name}.py" for name in names))
-
-
-HOMES = ("storage/homes", "storage/host_rows", "core/layout/arrivals")
-PLACING = (
-    *(f"core/place/{name}" for name in ("intake", "turn", "placer", "keys", "visits")),
-    *("processes/turns", "vocabulary/vocabularies", "vocabulary/timeline"),
-)
-ADMITTING = ("core/engine/admitter", "core/state/moved_rows", "core/state/new_rows")
-STATEFUL = ("stateful/tpu_embedding", "stateful/state_keeper", "stateful/record")
 
 
 class Run:
@@ -82,16 +67,6 @@ class Run:
 
     def rows(self):
         return rows_of(self.engine, self.state)
-
-
-def rows_of(engine, state):
-    """Return all rows and slots of the table, wherever they are."""
-    return [engine.rows(state, "items", np.arange(ROWS), slot=s) for s in (None, "accumulators")]
-
-
-def assert_same(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 @pytest.fixture(scope="module")

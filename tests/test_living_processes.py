@@ -91,11 +91,12 @@ def test_deltas_and_records_of_two_processes_are_those_of_one(one, two):
 
 
 def test_layers_of_keys_have_the_bits_of_one_process(two, tmp_path):
-    expected, none = living_processes.train_layers(tmp_path)
+    expected, none, looked_up = living_processes.train_layers(tmp_path)
     assert not none
     for found in two[0]:
-        bits, (floats, ragged, named) = found[9]
+        bits, (floats, ragged, named), evaluated = found[9]
         assert_same(bits, expected)
+        assert evaluated == looked_up  # placed ahead, between training batches that were, too
         assert "expected ids of an integer dtype, got float64" in floats
         assert "expected an array, got RaggedIds" in ragged
         assert "name the same layers in every process" in named

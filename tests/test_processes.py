@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import process_cases
 import pytest
+import small_cases
 from process_runs import run, start
 
 from tpu_embed.io import restore
@@ -39,6 +40,8 @@ def two(saved, tmp_path_factory):
         (process_cases.refusals, 8),
         (process_cases.outliers,),
         (process_cases.train_rounded, 4),
+        (small_cases.train_living,),
+        (small_cases.train_hosted,),
         (process_cases.save_all, str(directory), [8], ["mod"]),
         (process_cases.restore_all, str(directory), ["1-8-mod"], [8], ["mod"]),
         (process_cases.restore_all, str(directory), ["1-8-mod", "2-8-mod"], [2], ["div"], 0),
@@ -52,6 +55,16 @@ def test_both_apis_have_the_bits_of_one_process(two):
     expected = process_cases.train(8), process_cases.train_embedding(8)
     for trained, embedding, *_ in two:
         assert_same((trained, embedding), expected)
+
+
+def test_living_vocabularies_and_tables_on_the_host_have_the_bits_of_one_process(two):
+    living, (rows, brought) = small_cases.train_living(), small_cases.train_hosted()
+    for found in two:
+        assert_same(found[6], living)
+        assert_same(found[7][0], rows)
+    assert living[3]["t"]["evicted"] > 0
+    # Every row is at home in one of the two.
+    assert sum(found[7][1] for found in two) == brought > 0
 
 
 def test_several_blocks_on_each_device_have_the_bits_of_one_process(two):

@@ -114,9 +114,9 @@ def show_plan(args: argparse.Namespace) -> None:
 
     Args:
       args: `config`, a Python file that defines `workload() -> (feature_config, optimizer, batch)`;
-        `topology`; `memory`; `exchange_dtype`; `hit_rate`, `sample` and `touched`, of tables on the
-        host; `json`; `compile`; `admit`, whether to compile what moves rows, too; `cycles`, whether
-        to compile a second time for the cycles of the TensorCore.
+        `topology`; `memory`; `exchange_dtype`; `lookahead`; `hit_rate`, `sample` and `touched`, of
+        tables on the host; `json`; `compile`; `admit`, whether to compile what moves rows, too;
+        `cycles`, whether to compile a second time for the cycles of the TensorCore.
 
     Raises:
       TypeError: the batch has other containers than the features, or ids that are not integers.
@@ -136,7 +136,7 @@ def show_plan(args: argparse.Namespace) -> None:
         feature_config, hit_rates=args.hit_rate, samples=args.sample, touched_rows=args.touched
     )
     given: dict[str, Any] = {"hit_rates": rates, "touched_rows": touched, "memory": memory}
-    given["exchange_dtype"] = args.exchange_dtype
+    given |= {"exchange_dtype": args.exchange_dtype, "lookahead": args.lookahead}
     plan = planning.plan(feature_config, optimizer, target, batch, **given)
     if not args.json:
         print(plan.explain())
@@ -260,6 +260,8 @@ def _add_plan(commands: Any) -> None:
     command.add_argument("--memory", help="of each device, such as 80GiB; a topology has its own")
     words = get_args(ExchangeDtype)
     command.add_argument("--exchange-dtype", choices=words, help="as for EmbeddingEngine (float32)")
+    ahead = "as for EmbeddingEngine (0); 1 for a pipelined TPUEmbedding"
+    command.add_argument("--lookahead", type=int, default=0, help=ahead)
     _add_host_options(command)
     command.add_argument(
         "--compile", action="store_true", help="compile for it, too (needs libtpu)"

@@ -5,6 +5,9 @@ the sleep that follows it. If that finalizer makes the condition true and notifi
 `threading.Condition` whose lock can be taken twice by one thread has nobody to wake yet, and the
 thread then sleeps for ever. Here a waiter leaves a box for notes before it looks.
 
+Ctrl-C may come between any two lines, too. So the lock is taken by a `with` of the lock itself,
+which Python never interrupts halfway; a method of ours could be interrupted once it has the lock.
+
 Input: changes under a lock, and notes of them. Output: waits that end.
 """
 
@@ -13,53 +16,52 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 
 class Changes:
     """A lock for what threads share, and a way to wait until it has changed.
 
+    Attributes:
+      lock: protects what is shared; a thread may take it more than once.
+
     Example:
       >>> changes, done = Changes(), []
       >>> def work():
-      ...     with changes:
+      ...     with changes.lock:
       ...         done.append("it")
       ...         changes.notify_all()
       >>> threading.Thread(target=work).start()
-      >>> with changes:
-      ...     changes.wait_for(lambda: done)
-      >>> done
+      >>> changes.wait_for(lambda: done)
       ['it']
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a finalizer may need it in the thread that has it
+        self.lock = threading.RLock()  # a finalizer may need it in the thread that has it
         self._boxes: set[queue.SimpleQueue[None]] = set()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
     def notify_all(self) -> None:
         """Let those who wait look again; the caller holds the lock."""
         for box in tuple(self._boxes):
             box.put(None)  # it may be called in the middle of a `get` of the same thread
 
-    def wait_for(self, condition: Callable[[], object]) -> None:
-        """Wait until a condition is true.
+    def wait_for(self, look: Callable[[], _T | None]) -> _T:
+        """Wait until a look finds something, and return it; the caller does not hold the lock.
 
         Args:
-          condition: is called with the lock, which the caller holds once; others have it meanwhile.
+          look: is called with the lock, which others have in between. It returns something false
+            while there is nothing to be found.
         """
         box: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._boxes.add(box)
         try:
-            while not condition():
-                self._lock.release()
-                try:
-                    box.get()
-                finally:
-                    self._lock.acquire()
+            while True:
+                with self.lock:
+                    found = look()
+                if found:
+                    return found
+                box.get()
         finally:
             self._boxes.discard(box)

@@ -1,6 +1,9 @@
 """Interrupt code before any one of its bytecodes, by a signal or by an exception."""
 
 import contextlib
+import dis
+import functools
+import itertools
 import os
 import signal
 import sys
@@ -19,12 +22,21 @@ def at_once():
 class Interrupt:
     """Interrupt what runs in a context once, before one of its bytecodes.
 
+    Args:
+      kind: tells whether code is of the kind.
+      at: the number of the bytecode, counted from 1.
+      act: interrupts.
+      only_signals: whether only bytecodes count before which Python looks for signals. Where two
+        threads share locks it has to: a trace may raise between the end of a `with` and the release
+        of its lock, a signal may not.
+
     Attributes:
       seen: the number of bytecodes that ran in code of this kind.
     """
 
-    def __init__(self, kind, at, act):
+    def __init__(self, kind, at, act, *, only_signals=False):
         self.kind, self.at, self.act, self.seen = kind, at, act, 0
+        self.only_signals = only_signals
 
     def __enter__(self):
         sys._getframe().f_trace_opcodes = True  # Python 3.12's settrace asks whether any frame does
@@ -44,8 +56,8 @@ class Interrupt:
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
         return self._inside
 
-    def _inside(self, _frame, event, _):
-        if event == "opcode":
+    def _inside(self, frame, event, _):
+        if event == "opcode" and (not self.only_signals or looks_for_signals(frame)):
             self.seen += 1
             if self.seen == self.at:
                 self.act()
@@ -63,3 +75,47 @@ def interrupt_the_wait():
         waiting = waiting + 1 if "_meet" in names else 0
         time.sleep(0.05)
     os.kill(os.getpid(), signal.SIGINT)
+
+
+def looks_for_signals(frame):
+    """Tell whether a signal may raise before the bytecode that a frame comes to."""
+    return frame.f_lasti in _signal_points(frame.f_code)
+
+
+@functools.cache
+def _signal_points(code):
+    """Return the offsets of the bytecodes that follow a call, a jump back or the beginning.
+
+    What a call raises after its work is caught where the call stands. So there is no such point
+    where the next bytecode stands outside of the `try` or `with` of the call.
+    """
+    found, every = set(), [*dis.get_instructions(code)]
+    for before, one in itertools.pairwise(every):
+        name = before.opname
+        looks = name == "RESUME" or "JUMP_BACKWARD" in name
+        looks |= name.startswith("CALL") and not name.startswith("CALL_INTRINSIC")
+        if looks and _handler_of(code, before.offset) == _handler_of(code, one.offset):
+            found.add(one.offset)
+    return found
+
+
+def _handler_of(code, offset):
+    """Return where Python goes on if the bytecode at an offset raises; None: in the caller."""
+    entries = dis._parse_exception_table(code)
+    return next((one.target for one in entries if one.start <= offset < one.end), None)
+
+
+@contextlib.contextmanager
+def ends_within(seconds):
+    """Raise in the main thread if the block does not end in time: then something waits for ever."""
+
+    def raise_late(*_):
+        raise TimeoutError(f"the block did not end within {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, raise_late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

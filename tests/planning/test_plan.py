@@ -349,7 +349,7 @@ def test_as_json():
     assert read["tables"][3] == {
         "name": "mod", "vocabulary_size": 1001, "dim": 8, "dtype": "float32", "placement": "mod",
         "why": "as declared", "rows": 501, "padding": 1, "table_bytes": 501 * 32,
-        "slot_bytes": 501 * 32, "wasted_bytes": 0, "host": None,
+        "slot_bytes": 501 * 32, "wasted_bytes": 0, "lookahead_rows": None, "host": None,
     }  # fmt: skip
     assert read["fits"] is True
 

@@ -4,6 +4,7 @@ import signal
 import threading
 
 import pytest
+from interrupt_cases import Interrupt, from_a_signal
 
 from tpu_embed.processes.turns import Turns
 
@@ -132,3 +133,56 @@ def test_an_interrupt_leaves_no_turn_behind_that_later_ones_wait_for(where, afte
     ended.start()
     ended.join(LONG)
     assert not ended.is_alive()
+
+
+def in_turns(code):
+    names = ("processes/turns", "_changes", "_signals")
+    return code.co_filename.endswith(tuple(f"tpu_embed/{name}.py" for name in names))
+
+
+def use(turns, number):
+    """Use a turn as `Turn.place` does."""
+    try:
+        with turns.use(number):
+            return
+    except BaseException:
+        turns.give_up(number)
+        raise
+
+
+ACTS = {
+    "use": use,
+    "release": lambda turns, number: (turns.release(number), turns.give_up(number)),
+    "give up": lambda turns, number: (turns.give_up(number), turns.give_up(number)),
+    "run": lambda turns, number: (turns.release(number), turns.run_next(int)),
+}
+
+
+@pytest.mark.parametrize("with_others", [False, True])
+@pytest.mark.parametrize("what", ACTS)
+def test_wherever_an_interrupt_comes_no_later_turn_waits_for_ever(what, with_others):
+    """A later turn has ended early, so that one release ends two of them."""
+    for at in range(1, 1_000):
+        turns = Turns(with_others=with_others)
+        number, early, later = (turns.draw() for _ in range(3))
+        turns.release(early)
+        if what == "run":
+            turns.release(later)
+        with Interrupt(in_turns, at, from_a_signal, only_signals=True) as interrupt:
+            ACTS[what](turns, number)
+        turns.give_up(number)  # as the finalizer of a turn does that was not used
+        ended, found = threading.Event(), []
+
+        def go_on(turns=turns, later=later, ended=ended, found=found):
+            try:
+                turns.run_next(int) if what == "run" else use(turns, later)
+            except RuntimeError as error:
+                found.append(str(error))
+            ended.set()
+
+        threading.Thread(target=go_on, daemon=True).start()
+        assert ended.wait(LONG), at
+        assert not found or (with_others and "out of step" in found[0])
+        if interrupt.seen < at:
+            break
+    assert at > 10

@@ -33,3 +33,18 @@ def test_hooks_are_the_tools_of_make_lint():
     lint = (ROOT / "Makefile").read_text()
     assert len(tools) == 3
     assert all(f"$(PY) -m {tool}" in lint for tool in tools)
+
+
+def test_benchmarks_of_the_makefile_exist():
+    (listed,) = re.findall(
+        r"for name in (.*); do \\\n.*benchmarks", (ROOT / "Makefile").read_text()
+    )
+    assert {f"{name}.py" for name in listed.split()} <= {
+        path.name for path in (ROOT / "benchmarks").iterdir()
+    }
+
+
+def test_the_version_is_the_same_wherever_it_stands():
+    (version,) = re.findall(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)
+    (cited,) = re.findall(r"^version: (.*)", (ROOT / "CITATION.cff").read_text(), re.M)
+    assert cited == version

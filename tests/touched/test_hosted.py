@@ -8,6 +8,7 @@ from living_cases import mesh
 import tpu_embed
 from tpu_embed import FeatureConfig, HostStorage, TableConfig
 from tpu_embed import optimizers as o
+from tpu_embed.io import TouchedRows
 from tpu_embed.touched.batch_rows import physical_rows, step_of
 from tpu_embed.touched.hosted import HostedMarks
 from tpu_embed.touched.marks import NEVER
@@ -148,3 +149,23 @@ def test_a_batch_that_stays_is_known_when_a_later_one_is_undone():
     run.admit(stays)
     run.check()
     assert set(run.last["items"]) == ids["items"]
+
+
+def test_a_record_forgets_a_batch_that_is_undone():
+    made = engine(1)
+    state, touched = made.init(jax.random.key(0)), TouchedRows(made)
+
+    def place(*items):
+        return made.place(
+            {"item": np.resize(items, 4), "tag": np.zeros(4, int), "user": np.zeros(4, int)}
+        )
+
+    versions = []
+    for step, items in enumerate([(8, 9), (8,)], 1):
+        touched.record(place(8, 9), step)  # it is thrown away
+        made.vocabularies.rewind(state)
+        state, batch = made.admit(state, place(*items))
+        state = made.update(state, batch, made.lookup(state, batch))
+        touched.record(batch, step)
+        versions.append(touched.version(state))
+    assert touched.changes(versions[0])["items"].rows.tolist() == [8]

@@ -13,14 +13,15 @@ import functools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from tpu_embed._checks import check_int, message
+from tpu_embed._signals import SignalsDeferred
 from tpu_embed.core.batch import BatchSpec
 from tpu_embed.data.feed import Feed, Placed, Stateful, state_of
 from tpu_embed.data.items import ItemRules
 from tpu_embed.data.positions import decode, encode
-from tpu_embed.data.worker import Worker
+from tpu_embed.data.worker import Outcome, Worker
 
 
 class Places(Protocol):
@@ -118,7 +119,9 @@ class Prefetcher:
         self._before = 0  # batches that were taken before this pass, see `set_state`
         self._taken = _Taken(0, state_of(self._source))
         self._worker: Worker | None = None
+        self._if_lost: weakref.finalize[..., Prefetcher] | None = None
         self._over = False
+        self._last: Outcome | None = None  # the end of the data, or an error, until it is raised
         self._loop: weakref.ref[_Loop] | None = None
         self._lock = threading.Lock()  # one `next` at a time
 
@@ -160,19 +163,25 @@ class Prefetcher:
             # An interrupt may come between any two lines. Until the last one, the batch is not
             # taken, and the next call gives it again.
             worker, number = self._started(), self._taken.number + 1
-            worker.request(number)
-            outcome = worker.outcome(number)
-            if outcome is not None and outcome.value is not None:
-                placed: Placed = outcome.value
-                worker.request(number + self._depth)
-                self._taken = _Taken(number, placed.source_state, placed.shapes)
-                return placed.item
-        if outcome is None:  # closed meanwhile, by another thread
-            raise StopIteration
-        self.close()
-        if outcome.error is None:
-            raise StopIteration
-        raise outcome.error
+            if self._last is None:
+                worker.request(number)
+                outcome = worker.outcome(number)
+                if outcome is None:  # closed meanwhile, by another thread
+                    raise StopIteration
+                if outcome.value is not None:
+                    placed: Placed = outcome.value
+                    worker.request(number + self._depth)
+                    self._taken = _Taken(number, placed.source_state, placed.shapes)
+                    return placed.item
+                self._last = outcome
+        return self._end(worker, self._last)
+
+    def _end(self, worker: Worker, last: Outcome) -> NoReturn:
+        """End the pass with the end of the data, or an error; interrupted, it can be repeated."""
+        self._stop(worker)
+        worker.join()
+        self._over, self._last = True, None
+        raise StopIteration if last.error is None else last.error
 
     def _started(self) -> Worker:
         """Return the worker; the first call starts it."""
@@ -180,9 +189,11 @@ class Prefetcher:
             assert self._source is not None
             feed = Feed(self._source, self._rules, 0 if self._stateful else self._before)
             draw = functools.partial(self._engine.next_turn, training=self._rules.training)
-            self._worker = Worker(draw, feed.place_next)
-            weakref.finalize(self, self._worker.stop).atexit = False  # `worker.py` sees to the exit
-            self._source = None
+            with SignalsDeferred():  # else there might be a thread that nobody ends
+                self._worker = Worker(draw, feed.place_next)
+                self._if_lost = weakref.finalize(self, self._worker.stop)
+                self._if_lost.atexit = False  # `worker.py` sees to the exit
+                self._source = None
             self._worker.request(self._depth)
         return self._worker
 
@@ -234,8 +245,13 @@ class Prefetcher:
         """End the pass, and wait until the thread has ended; batches that wait are forgotten."""
         self._over, self._source = True, None
         if self._worker is not None:
-            self._worker.stop()
+            self._stop(self._worker)
             self._worker.join()
+
+    def _stop(self, worker: Worker, reason: BaseException | None = None) -> None:
+        worker.stop(reason)
+        if self._if_lost is not None:
+            self._if_lost.detach()  # Python would drop a Ctrl-C that comes while it finalizes
 
     def __enter__(self) -> Prefetcher:
         """Return the prefetcher, which is closed at the end of the block."""
@@ -248,7 +264,7 @@ class Prefetcher:
             return
         self._over, self._source = True, None
         if self._worker is not None:
-            self._worker.stop(error)
+            self._stop(self._worker, error)
 
 
 class _Loop:

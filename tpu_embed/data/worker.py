@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from tpu_embed._changes import Changes
 from tpu_embed._checks import message
+from tpu_embed._signals import SignalsDeferred
 from tpu_embed.core.place import Turn
 
 EXIT_SECONDS = 3
@@ -77,7 +78,8 @@ class Worker:
 
     def request(self, number: int) -> None:
         """Ask for results until this many were asked for in all."""
-        with self._changed:
+        # Half of it would leave a turn that the thread does not know of, or a request uncounted.
+        with self._changed.lock, SignalsDeferred():
             while self._requested < number and not self._over and not self._stopped:
                 self._turns.append(self._draw())
                 self._requested += 1
@@ -91,11 +93,15 @@ class Worker:
         Args:
           number: of the request, counted from 1.
         """
-        with self._changed:
+        with self._changed.lock:
             for taken in [other for other in self._outcomes if other < number]:
                 self._outcomes.pop(taken, None)
-            self._changed.wait_for(lambda: number in self._outcomes or self._stopped)
-            return self._outcomes.get(number)
+        return self._changed.wait_for(lambda: self._at(number))[0]
+
+    def _at(self, number: int) -> tuple[Outcome | None] | None:
+        """Return `(outcome,)`, `(None,)` once stopped, or None while it is not there."""
+        is_there = number in self._outcomes or self._stopped
+        return (self._outcomes.get(number),) if is_there else None
 
     def stop(self, reason: BaseException | None = None) -> None:
         """Let the thread end after what it is computing, and forget the outcomes that wait.
@@ -103,7 +109,7 @@ class Worker:
         Args:
           reason: the exception that ends the loop, which the other processes are told; or None.
         """
-        with self._changed:
+        with self._changed.lock, SignalsDeferred():
             self._stopped, self._reason = True, reason
             self._outcomes.clear()
             self._changed.notify_all()
@@ -124,9 +130,13 @@ class Worker:
 
     def _next_turn(self) -> Turn | None:
         """Return the turn of the next request, waiting for it; None if there will be none."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._turns or self._over or self._stopped)
-            return None if self._over or self._stopped else self._turns.popleft()
+        return self._changed.wait_for(self._take_turn)[0]
+
+    def _take_turn(self) -> tuple[Turn | None] | None:
+        """Return `(turn,)`, `(None,)` if there will be none, or None while there is none yet."""
+        if self._over or self._stopped:
+            return (None,)
+        return (self._turns.popleft(),) if self._turns else None
 
     def _outcome_of(self, turn: Turn) -> Outcome:
         assert self._compute is not None
@@ -142,7 +152,7 @@ class Worker:
             return Outcome(None, error)
 
     def _deliver(self, outcome: Outcome) -> None:
-        with self._changed:
+        with self._changed.lock:
             self._over = outcome.value is None
             self._delivered += 1
             if not self._stopped:
@@ -155,7 +165,7 @@ class Worker:
         With several processes, the first turn that any process ends or refuses is the last one that
         they talk about: all of them see it, and release the turns after it.
         """
-        with self._changed:
+        with self._changed.lock:
             turns, over = list(self._turns), self._over
             self._turns.clear()
         try:

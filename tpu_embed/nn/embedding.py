@@ -27,10 +27,11 @@ from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.ids import RaggedIds, SparseIds, read_ids
 from tpu_embed.core.state import TableState, check_state
 from tpu_embed.engine_layer import EngineLayer
+from tpu_embed.nn.inputs import inputs_of
 from tpu_embed.nn.untrained import warn_if_differentiated
 from tpu_embed.nn.variables import Counter, MapVersion, Slot, Table, attributes, state_of
 from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
-from tpu_embed.sparse import FEATURE, engine_lookup, engine_of_batch, engine_of_inputs
+from tpu_embed.sparse import FEATURE, engine_lookup, engine_of_batch
 from tpu_embed.storage import HostStorage
 from tpu_embed.vocabulary import DynamicVocabulary
 
@@ -178,12 +179,8 @@ class EmbeddingBag(nnx.Module, EngineLayer):
           ValueError: as `EmbeddingEngine.place`.
           TypeError: as `EmbeddingEngine.place`.
         """
-        if isinstance(ids, Mapping):
-            given = None if weights is None else {n: weights.get(n) for n in ids}
-            engine = engine_of_inputs(self.engine, ids)
-            return engine.place(dict(ids), given, spec, training=training)
-        features, scales = {FEATURE: ids}, None if weights is None else {FEATURE: weights}
-        return self.engine.place(features, scales, spec, training=training)
+        engine, features, scales = inputs_of(self.engine, ids, weights)
+        return engine.place(features, scales, spec, training=training)
 
     @property
     def state(self) -> TableState:

@@ -11,8 +11,10 @@ Input: a model, and keys or ids by the path of their layer. Output: batches by t
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, final
 
 import jax
@@ -24,10 +26,12 @@ from tpu_embed.core.batch import Batch
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.nn.agreement import Alone, ModelAgreement, agreement_of
 from tpu_embed.nn.embedding import Embed, EmbeddingBag
+from tpu_embed.nn.inputs import inputs_of
+from tpu_embed.nn.pinned_steps import PinnedSteps
 from tpu_embed.nn.program import path_of
 from tpu_embed.processes import Turns
 from tpu_embed.sparse import engine_of_batch, engine_of_inputs
-from tpu_embed.vocabulary import map_version
+from tpu_embed.vocabulary import Vocabularies, map_version
 
 _turns: weakref.WeakKeyDictionary[EmbeddingEngine, Turns] = weakref.WeakKeyDictionary()
 """The order in which batches of a model are placed, by the engine of its first layer of keys."""
@@ -108,8 +112,8 @@ class ModelPlacer:
 
     Models that share a layer are to be placed by one thread at a time.
 
-    With several processes, each makes one of the same model, and a `Prefetcher` places training
-    batches only: with lookups in between, `tpu_embed.nn.place(…, training=False)` in the loop.
+    With several processes, each makes one of the same model. A batch that is only looked up has the
+    rows of the batches that were admitted when the loop asked for it, the same in all processes.
 
     Args:
       model: a module with layers, or one layer.
@@ -147,25 +151,35 @@ class ModelPlacer:
         return self.next_turn(training=training).place(features, weights, spec)
 
     def next_turn(self, *, training: bool = True) -> ModelTurn:
-        """Return the right to place the next batch, which any thread may use.
-
-        Raises:
-          ValueError: with several processes, a batch of keys that is only looked up. When another
-            thread places it, each process may have admitted other batches.
-        """
-        if not training and self._living and not self.agreement.alone:
-            expected, got = "training batches, with several processes", "training=False"
-            remedy = "place them in the loop, tpu_embed.nn.place(model, features, training=False)"
-            raise ValueError(message("ModelPlacer", expected=expected, got=got, remedy=remedy))
+        """Return the right to place the next batch, which any thread may use."""
         return ModelTurn(self, training=training)
 
-    def place_now(self, features: Any, weights: Any, *, training: bool) -> Any:
+    def pin_steps(self, *, training: bool) -> PinnedSteps:
+        """Return the steps of the maps that a batch which is placed later is to have.
+
+        Args:
+          training: whether it is a training batch, which has a step of its own.
+        """
+        # In one process a lookup has the rows of the step at which it is placed.
+        pins = not training and not self.agreement.alone
+        return PinnedSteps([e.vocabularies for e in self._living if pins and e.vocabularies])
+
+    def place_now(
+        self,
+        features: Any,
+        weights: Any,
+        *,
+        training: bool,
+        steps: Mapping[Vocabularies, int] = MappingProxyType({}),
+    ) -> Any:
         """Place one batch for the layers, without waiting for a turn.
 
         Args:
           features: see `tpu_embed.nn.place`.
           weights: likewise.
           training: likewise.
+          steps: of maps, whose rows a batch that is only looked up gets; of others those of the
+            step that is admitted now.
         """
         found = {}
         with self.undone_if_refused(training=training):
@@ -173,8 +187,11 @@ class ModelPlacer:
                 parts = self._parts(features, weights)
             self.agreement.settle([*parts])
             for path, (ids, scale) in parts.items():
-                bag = _bag(self._layers[path])
-                found[path] = bag.place(ids, scale, training=training)
+                own = _bag(self._layers[path]).engine
+                engine, inputs, scales = inputs_of(own, ids, scale)
+                as_of = None if engine.vocabularies is None else steps.get(engine.vocabularies)
+                turn = engine.next_turn(training=training)
+                found[path] = turn.place(inputs, scales, as_of=as_of)
         return found[""] if isinstance(self._model, Embed | EmbeddingBag) else found
 
     def _parts(self, features: Any, weights: Any) -> dict[str, tuple[Any, Any]]:
@@ -264,7 +281,9 @@ class ModelTurn:
             self._number = self._turns.draw()
             if not self._waits:
                 self._turns.release(self._number)
-            weakref.finalize(self, self._turns.give_up, self._number).atexit = False
+            self._pinned = placer.pin_steps(training=training)
+            given_up = functools.partial(_give_up, self._turns, self._number, self._pinned)
+            weakref.finalize(self, given_up).atexit = False
 
     @property
     def _waits(self) -> bool:
@@ -281,7 +300,8 @@ class ModelTurn:
                 remedy = "leave it out: every layer finds a shape of its own"
                 text = message("spec", expected="None for a model", got="one", remedy=remedy)
                 raise ValueError(text)
-            found = self._placer.place_now(features, weights, training=self.training)
+            steps, training = self._pinned.steps, self.training
+            found = self._placer.place_now(features, weights, training=training, steps=steps)
             self.shapes = self._placer.intake.shapes()
             return found
 
@@ -320,10 +340,16 @@ class ModelTurn:
     def release(self) -> None:
         """Place nothing, and tell the other processes nothing; they must release the turn too."""
         self._turns.release(self._number)
+        self._pinned.free()
 
     def give_up(self) -> None:
         """End the turn if something has kept it from being used."""
-        self._turns.give_up(self._number)
+        _give_up(self._turns, self._number, self._pinned)
+
+
+def _give_up(turns: Turns, number: int, pinned: PinnedSteps) -> None:
+    turns.give_up(number)
+    pinned.free()
 
 
 @contextlib.contextmanager

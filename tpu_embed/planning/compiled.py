@@ -37,7 +37,7 @@ from tpu_embed.planning.demand import spec_of
 from tpu_embed.planning.host import HitRate
 from tpu_embed.planning.placement import resolve
 from tpu_embed.planning.plan import Plan, plan
-from tpu_embed.planning.request import MISSES
+from tpu_embed.planning.request import AHEAD, MISSES
 from tpu_embed.planning.sizes import readable
 
 _ENVIRONMENT = {
@@ -83,8 +83,8 @@ class Compiled:
     def explain(self) -> str:
         """Return the compiler's figures next to those of the plan, as text to print."""
         held = sum(self.plan.held.values()) + self.plan.passing["ids"]
-        # Ids are arguments, and rows from home come before the step.
-        besides = ("ids", MISSES)
+        # Ids are arguments, rows from home come before the step, and other batches are none of it.
+        besides = ("ids", MISSES, AHEAD)
         passing = sum(n for name, n in self.plan.passing.items() if name not in besides)
         moved, must = sum(self.moved.values()), sum(self.plan.moved.values())
         names = sorted(self.moved)

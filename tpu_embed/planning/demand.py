@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -58,7 +58,8 @@ def spec_of(declared: Structure, layout: Layout, batch: PyTree) -> BatchSpec:
     if are_shapes:
         return _expected(layout, leaves)
     hosts = _host_ids(layout, leaves)
-    places = {name: _places(layout, name, keys) for name, keys in _keys(layout, hosts).items()}
+    stored = _keys(layout, hosts, [table for _, table in layout.on_host])
+    places = {name: _places(layout, name, keys) for name, keys in stored.items()}
     pairs = zip(layout.features, hosts, strict=True)
     return exact_spec([_with_some_rows(*pair, places) for pair in pairs], layout).bucketed()
 
@@ -75,13 +76,58 @@ def distinct_rows(declared: Structure, layout: Layout, batch: PyTree) -> dict[st
     """
     leaves, are_shapes = _leaves(declared, batch)
     if not are_shapes:
-        found = _keys(layout, _host_ids(layout, leaves))
+        found = _keys(layout, _host_ids(layout, leaves), [table for _, table in layout.on_host])
         return {name: keys.size for name, keys in found.items()}
-    shapes, ids = _feature_shapes(layout, leaves), {}
-    for feature, shape in zip(layout.features, shapes, strict=True):
+    ids = _ids_by_table(layout, leaves)
+    return {t.name: math.ceil(_distinct_in(t, ids[t.name])) for _, t in layout.on_host}
+
+
+def _ids_by_table(layout: Layout, shapes: list[Any]) -> dict[str, int]:
+    """Return how many ids a batch of these shapes has of each table."""
+    ids: dict[str, int] = {}
+    for feature, shape in zip(layout.features, _feature_shapes(layout, shapes), strict=True):
         counted = _num_ids(shape.batch, shape, replicas=layout.axes.replicas)
         ids[feature.table.name] = ids.get(feature.table.name, 0) + counted
-    return {t.name: math.ceil(_distinct_in(t, ids[t.name])) for _, t in layout.on_host}
+    return ids
+
+
+def lookahead_rows(
+    declared: Structure, layout: Layout, batch: PyTree, lookahead: int
+) -> dict[str, int]:
+    """Return how many rows may have to stay on the devices together, of each table that has a map.
+
+    They are those of `lookahead + 1` batches. Of ids, the batches are taken to share no row; of
+    shapes, all ids to be uniform.
+
+    Args:
+      declared, layout, batch: as for `spec_of`.
+      lookahead: the batches before a batch whose rows stay, too.
+
+    Raises:
+      TypeError, ValueError: as for `spec_of`.
+    """
+    leaves, are_shapes = _leaves(declared, batch)
+    batches = lookahead + 1
+    if are_shapes:
+        ids = _ids_by_table(layout, leaves)
+        return {
+            t.name: math.ceil(_distinct(batches * ids[t.name], t.declared_size))
+            for _, t in layout.living
+        }
+    found = _keys(layout, _host_ids(layout, leaves), [table for _, table in layout.living])
+    every = {table.name: table for _, table in layout.living}
+    return {
+        # Of keys there may be more than rows; of row numbers there are not.
+        name: batches * keys.size
+        if _has_keys(every[name])
+        else min(batches * keys.size, every[name].declared_size)
+        for name, keys in found.items()
+    }
+
+
+def _has_keys(table: TableSlice) -> bool:
+    """Return whether the ids of a table that has a map are keys."""
+    return not table.is_on_host or table.key_table is not None
 
 
 def _leaves(declared: Structure, batch: PyTree) -> tuple[list[Any], bool]:
@@ -102,10 +148,12 @@ def _host_ids(layout: Layout, leaves: list[Any]) -> list[HostIds]:
     ]
 
 
-def _keys(layout: Layout, hosts: list[HostIds]) -> dict[str, np.ndarray]:
-    """Return the distinct ids of each table on the host, uint64 `[n]`, ascending."""
+def _keys(
+    layout: Layout, hosts: list[HostIds], tables: Sequence[TableSlice]
+) -> dict[str, np.ndarray]:
+    """Return the distinct ids of tables that have a map, uint64 `[n]`, ascending."""
     found = {}
-    for _, table in layout.on_host:
+    for table in tables:
         pairs = zip(layout.features, hosts, strict=True)
         some = [host.keys for feature, host in pairs if feature.table == table]
         found[table.name] = np.unique(np.concatenate(some))  # type: ignore[arg-type]

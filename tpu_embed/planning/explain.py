@@ -128,6 +128,23 @@ def _print_bars(plan: Any, console: Console) -> None:
         console.print(f"{readable(plan.file_bytes)} in files of each host: rows at home")
     if any(one.host for one in plan.tables):
         console.print(_misses(plan))
+    for one in plan.tables:
+        if plan.lookahead and one.lookahead_rows is not None:
+            _print_room(plan, one, console)
+
+
+def _print_room(plan: Any, table: Any, console: Console) -> None:
+    """Print what to do if the batches of a lookahead may have more rows than have room."""
+    held = table.vocabulary_size if table.host is None else table.host.device_rows
+    if table.lookahead_rows > held:
+        rows = f"{table.lookahead_rows:_}"
+        if table.host is None:
+            then = f"the other keys are unseen; a capacity of {rows} has room for all"
+        else:
+            then = "batches that share too few are refused; "
+            then += f"HostStorage(device_rows={rows}) has room for all"
+        what = f"{table.name}: {plan.lookahead + 1} batches may have {table.lookahead_rows:,} rows"
+        console.print(f"{what}, and {held:,} have room: {then}")
 
 
 def _on_host(plan: Any) -> str:

@@ -1,7 +1,8 @@
 """Which tables would fit if they were at home on the host, and how many of their rows stay.
 
 The largest tables go first, and no more of them than must. As many of their rows stay on the
-devices as have room there; at least those of two batches, because one is placed ahead.
+devices as have room there; at least those of the batches whose rows stay together, and of one more,
+which is placed ahead.
 
 Input: a request for a plan that does not fit. Output: changes of tables, with their words.
 """
@@ -80,7 +81,7 @@ def _candidates(request: Request) -> list[_Candidate]:
     batch_rows = distinct_rows(counted.placed[0], counted.layout, request.batch)
     found = []
     for stack, table in fit:
-        least = min(table.vocabulary_size, max(1, 2 * batch_rows[table.name]))
+        least = min(table.vocabulary_size, max(1, (request.lookahead + 2) * batch_rows[table.name]))
         width = sum(field.nbytes for field in row_fields(stack).values())
         rows = table.vocabulary_size
         found.append(_Candidate(table.name, table.storage, rows, least, rows * width))

@@ -19,6 +19,7 @@ from tpu_embed.core.batch import BatchSpec
 from tpu_embed.core.ids import structure
 from tpu_embed.core.layout import ExchangeDtype, Layout, TableSlice
 from tpu_embed.planning import costs
+from tpu_embed.planning.demand import lookahead_rows
 from tpu_embed.planning.host import HitRate, HostPlan
 from tpu_embed.planning.remedies import find_remedies
 from tpu_embed.planning.request import Request
@@ -46,6 +47,9 @@ class TablePlan:
       slot_bytes: bytes per device of its slots that have rows.
       wasted_bytes: how many of both are padding: on a TPU, rows are padded to fill lines of 128
         words.
+      lookahead_rows: of a living vocabulary, and of a table on the host: how many rows may have to
+        stay on the devices together, those of `lookahead + 1` batches. Of ids, the batches are
+        taken to share no row; of shapes, all ids to be uniform. None of any other table.
       host: of a table on the host, what it has there and what it moves; None of any other. Then the
         rows and bytes above are those of the rows that the devices hold.
     """
@@ -61,6 +65,7 @@ class TablePlan:
     table_bytes: int
     slot_bytes: int
     wasted_bytes: int
+    lookahead_rows: int | None = None
     host: HostPlan | None = None
 
 
@@ -77,14 +82,16 @@ class Plan:
       stacks: the number of arrays that they are stacked into.
       held: bytes per device that are always held: tables, slots.
       passing: bytes per device that a step needs in addition: ids, activations with their
-        gradients, exchange; and, where a hit rate is known, the rows that a step brings from home
-        and sends there. This is an estimate.
+        gradients, exchange; with `lookahead`, the ids and activations of the batches that wait for
+        their update; and, where a hit rate is known, the rows that a step brings from home and
+        sends there. This is an estimate.
       wasted: how many bytes of `held` and `passing` are padding of a TPU's tiles of 8 × 128 words;
         all are 0 elsewhere.
       sent: bytes that a device sends to others per step: ids, rows, gradients.
       moved: bytes that a device must read and write in its memory per step for the touched rows:
         lookup, update, exchange. What a compiled step moves can be compared with it.
       spec: the shape of the batch, for which a step is compiled.
+      lookahead: that of the engine.
       hosts: the number of hosts; 1 if it is not known.
       host_bytes: bytes of the memory of each host: the sum of `on_host`.
       on_host: these bytes by what they are for. "maps": from keys to rows, of living vocabularies
@@ -111,6 +118,7 @@ class Plan:
     sent: dict[str, int]
     moved: dict[str, int]
     spec: BatchSpec = dataclasses.field(repr=False)
+    lookahead: int = 0
     hosts: int = 1
     host_bytes: int = 0
     on_host: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -170,6 +178,7 @@ def plan(
     hit_rates: HitRate | Mapping[str, HitRate] | None = None,
     touched_rows: Mapping[str, int] | None = None,
     exchange_dtype: ExchangeDtype | None = None,
+    lookahead: int = 0,
 ) -> Plan:
     """Plan tables, slots and a training step on a mesh or a topology.
 
@@ -188,6 +197,8 @@ def plan(
       touched_rows: by table on the host, how many rows training will touch. All V of a table that
         is not named.
       exchange_dtype: as for `EmbeddingEngine`.
+      lookahead: as for `EmbeddingEngine`: how many batches wait for their update while another one
+        is trained on, placed and perhaps looked up; 1 for a pipelined `TPUEmbedding`.
 
     Returns:
       The plan, whether or not it fits; `Plan.check` raises if it does not.
@@ -207,10 +218,12 @@ def plan(
     """
     if memory is not None:
         memory = check_int("memory, bytes of a device", memory, minimum=1)
+    lookahead = check_int("lookahead", lookahead, minimum=0)
     known = read_target(target)
     known = known if memory is None else known._replace(memory=memory)
     declared = structure.flatten(feature_config)
-    request = Request(known, declared, optimizer, batch, hit_rates, touched_rows, exchange_dtype)
+    options = hit_rates, touched_rows, exchange_dtype, lookahead
+    request = Request(known, declared, optimizer, batch, *options)
     found = _planned(request)
     if found.fits:
         return found
@@ -223,12 +236,16 @@ def _planned(request: Request) -> Plan:
     layout, size, spec, host = request.layout, request.size, request.spec, request.host
     hosts = request.target.hosts
     on_host = _on_host(layout, host, hosts)
+    ahead = lookahead_rows(declared, layout, request.batch, request.lookahead)
+    tables = tuple(_table(layout, name, why, size, host) for name in declared.table_names)
     return Plan(
         target=request.target.name,
         devices=request.axes.mesh.size,
         memory=request.target.memory,
         batch=max(spec.sizes),
-        tables=tuple(_table(layout, name, why, size, host) for name in declared.table_names),
+        tables=tuple(
+            dataclasses.replace(one, lookahead_rows=ahead.get(one.name)) for one in tables
+        ),
         stacks=len(layout.stacks),
         held=request.held,
         passing=request.passing,
@@ -236,6 +253,7 @@ def _planned(request: Request) -> Plan:
         sent=costs.sent(layout, spec),
         moved=costs.moved(layout, spec),
         spec=spec,
+        lookahead=request.lookahead,
         hosts=hosts,
         host_bytes=sum(on_host.values()),
         on_host=on_host,

@@ -28,6 +28,9 @@ from tpu_embed.planning.target import Target
 MISSES = "misses"
 """The name in `passing` of rows that come from home and go there."""
 
+AHEAD = "ahead"
+"""The name in `passing` of the batches that wait for their update while another is trained on."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
@@ -43,6 +46,7 @@ class Request:
     hit_rates: HitRate | Mapping[str, HitRate] | None = None
     touched_rows: Mapping[str, int] | None = None
     exchange_dtype: ExchangeDtype | None = None
+    lookahead: int = 0
 
     @property
     def axes(self) -> MeshAxes:
@@ -109,6 +113,9 @@ class Request:
 
     def _passing(self, size: Size) -> dict[str, int]:
         step = costs.passing(self.layout, self.spec, size)
+        if self.lookahead:
+            # They have been placed, and perhaps looked up; their gradients come later.
+            step[AHEAD] = self.lookahead * (step["ids"] + step["activations"] // 2)
         if any(one.hit_rate is not None for one in self.host.values()):
             return step | {MISSES: moving_bytes(self.layout, self.host, size)}
         return step

@@ -49,7 +49,7 @@ class Turns:
 
     def draw(self) -> int:
         """Return the number of the next turn, which must be used or released."""
-        with self._changed:
+        with self._changed.lock:
             number, self._drawn = self._drawn, self._drawn + 1
             return number
 
@@ -59,12 +59,12 @@ class Turns:
 
         Within the block it can wait for no later turn, which would come only after this one.
         """
-        with self._changed:
+        with self._changed.lock:
             self._held[number] = threading.get_ident()
         try:
             yield
         finally:
-            with self._changed:
+            with self._changed.lock:
                 self._held.pop(number, None)
 
     @contextlib.contextmanager
@@ -77,8 +77,7 @@ class Turns:
             place.
         """
         try:
-            with self._changed:
-                self._wait(number)
+            self._wait(number)
             yield
         finally:
             self.release(number)
@@ -96,8 +95,7 @@ class Turns:
         try:
             with SignalsDeferred():
                 number = self.draw()
-            with self._changed:
-                self._wait(number)
+            self._wait(number)
             return run()
         finally:
             if number is not None:
@@ -107,25 +105,37 @@ class Turns:
                     self.give_up(number)  # if an interrupt has come in the middle of it
 
     def _wait(self, number: int) -> None:
-        """Wait until all earlier turns have ended; the caller holds `_changed`."""
-        if number < self._current or number in self._ended:
+        """Wait until all earlier turns have ended."""
+        self._check(number)
+        try:
+            self._changed.wait_for(lambda: self._current >= number or number in self._ended)
+        except BaseException:
+            self._interrupted = self._with_others
+            raise
+        self._check(number)  # another thread may have ended it meanwhile
+        if self._interrupted:
+            expected, got = "calls one after the other, each to its end", "one that was interrupted"
+            remedy = "the processes are out of step: end all, and start again"
+            raise RuntimeError(message("place", expected=expected, got=got, remedy=remedy))
+
+    def _check(self, number: int) -> None:
+        """Check that a turn has not ended, and that this thread does not wait for itself.
+
+        Raises:
+          RuntimeError: it has, or it would.
+        """
+        with self._changed.lock:
+            has_ended = number < self._current or number in self._ended
+            waits_for_itself = self._waits_for_itself(number)
+        if has_ended:
             expected, got = "a turn for each batch", "one that was used or released before"
             remedy = "call engine.next_turn() again"
             raise RuntimeError(message("turn", expected=expected, got=got, remedy=remedy))
-        if self._waits_for_itself(number):
+        if waits_for_itself:
             expected = "a thread that is not in the middle of an earlier batch"
             got = "one that holds an earlier turn: it would wait for itself"
             remedy = "a source of a Prefetcher must not place training batches of the same engine, "
             remedy += "nor rewind, load or restore its maps: do that in the loop"
-            raise RuntimeError(message("place", expected=expected, got=got, remedy=remedy))
-        try:
-            self._changed.wait_for(lambda: self._current == number)
-        except BaseException:
-            self._interrupted = self._with_others
-            raise
-        if self._interrupted:
-            expected, got = "calls one after the other, each to its end", "one that was interrupted"
-            remedy = "the processes are out of step: end all, and start again"
             raise RuntimeError(message("place", expected=expected, got=got, remedy=remedy))
 
     def _waits_for_itself(self, number: int) -> bool:
@@ -135,8 +145,11 @@ class Turns:
         return any(turn >= self._current and turn not in self._ended for turn in mine)
 
     def release(self, number: int) -> None:
-        """End a turn, whether it was used or not; one that has ended is left alone."""
-        with self._changed:
+        """End a turn, whether it was used or not; one that has ended is left alone.
+
+        An interrupt comes before that or after it: half done, later turns would wait for ever.
+        """
+        with self._changed.lock, SignalsDeferred():
             if number >= self._current:
                 self._ended.add(number)
             while self._current in self._ended:
@@ -146,7 +159,7 @@ class Turns:
 
     def give_up(self, number: int) -> None:
         """End a turn, unless it has ended, that something has kept from being used."""
-        with self._changed:
+        with self._changed.lock:
             if number < self._current:
                 return
             if number not in self._ended:

@@ -17,6 +17,7 @@ from tpu_embed.storage.homes import (
 )
 from tpu_embed.storage.host_rows import HostRows, RowField
 from tpu_embed.storage.id_numbers import IdNumbers
+from tpu_embed.storage.replacement import NewRows, Replacement
 from tpu_embed.storage.snapshots import RowSnapshot
 
 __all__ = [
@@ -28,6 +29,8 @@ __all__ = [
     "HostStorage",
     "IdNumbers",
     "Incoming",
+    "NewRows",
+    "Replacement",
     "Room",
     "RowField",
     "RowGroups",

@@ -184,7 +184,11 @@ class Vocabularies(KeyReports):
         return self._maps.shared(name, ids)
 
     def pin(self, turn: int) -> int:
-        """Return the admitted step, whose rows can be found until the turn's pin is taken out."""
+        """Return the admitted step, whose rows can be found until the turn's pin is taken out.
+
+        Args:
+          turn: its number; a negative one for a turn that is not one of `turns`.
+        """
         with self.lock:
             return self._timeline.pin(turn)
 

@@ -131,6 +131,8 @@ def train_layers(directory):
             if number == 1:
                 looked = nn.place(layers, draw_for_layers(50), training=False)
                 assert len(looked) == 3
+            if number == 2:  # a batch that is placed ahead is trained on later
+                evaluated = evaluate_layers(layers, range(50, 54))
     good, first = draw_for_layers(4), jax.process_index() == 0
     bad = [
         good | {"tags": good["tags"] + 0.5},
@@ -148,7 +150,18 @@ def train_layers(directory):
     io.save_modules(path, {"layers": layers})
     io.restore_modules(path, {"layers": other})
     train_layers_step(other, nn.place(other, good))
-    return layer_bits(other), errors
+    return layer_bits(other), errors, evaluated
+
+
+def evaluate_layers(layers, steps):
+    """Return the largest and the smallest activation of each layer, in batches placed ahead."""
+    source, found = (draw_for_layers(step) for step in steps), []
+    with Prefetcher(nn.ModelPlacer(layers), source, depth=2, training=False) as ahead:
+        for batches in ahead:
+            looked = nn.admit(layers, batches)
+            some = [layers[name](looked[name]) for name in ("films", "tags", "users")]
+            found.append([(float(one.max()), float(one.min())) for one in some])
+    return found
 
 
 def layer_bits(layers):

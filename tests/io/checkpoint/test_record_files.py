@@ -278,3 +278,46 @@ def test_a_damaged_record_is_refused_and_nothing_changes(small, tmp_path):
     swap(root / "a" / "touched", root / "b" / "touched")
     state = io.restore(root / "a", engine, touched=touched).state
     assert touched.version(state)[1:] == (1, 0, 1)
+
+
+@pytest.fixture
+def of_two(tmp_path, monkeypatch):
+    """Return a function that writes the same record twice, as two processes do, and the folder."""
+
+    def write(name):
+        engine, state = simple(3)
+        touched = TouchedRows(engine)
+        state, batch = engine.admit(state, engine.place({"x": np.array([3, 5])}))
+        state = engine.update(state, batch, {"x": np.ones((2, 2), np.float32)})
+        touched.record(batch, 1)
+        saved = record_files.prepare(engine, state, touched)
+        for process in range(2):
+            with monkeypatch.context() as patched:
+                patched.setattr(jax, "process_index", lambda: process)  # noqa: B023
+                patched.setattr(jax, "process_count", lambda: 2)
+                record_files.write(tmp_path / name, name, saved)
+        return tmp_path / name
+
+    return write
+
+
+def test_every_process_has_written_its_part_for_the_same_checkpoint(of_two):
+    one, other = of_two("one"), of_two("other")
+    assert record_files.read(one, "one").tables["t"].keys.tolist() == [3, 5]
+    for process in (1, 0):
+        swap(one / f"touched.{process}.json", other / f"touched.{process}.json")
+        with pytest.raises(ValueError, match=rf"touched\.{process}\.json.*restore another step"):
+            record_files.read(one, "one")
+        swap(one / f"touched.{process}.json", other / f"touched.{process}.json")
+
+
+def test_what_was_read_is_in_memory(of_two):
+    """A checkpoint may be removed, or written anew, while the run goes on."""
+    path = of_two("one")
+    before = record_files.read(path, "one").tables["t"]
+    for file in path.rglob("*.npy"):
+        file.unlink()
+    arrays = [one for one in before if isinstance(one, np.ndarray)]
+    assert len(arrays) == 5
+    assert not any(isinstance(one, np.memmap) for one in arrays)
+    assert before.touched.tolist() == [1, 1]

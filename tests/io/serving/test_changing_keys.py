@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tpu_embed.io.serving.served_keys import ServedKeys
+from tpu_embed.io.serving.written import Writing
 
 LARGEST = 2**64 - 1
 
@@ -99,3 +100,20 @@ def test_a_stream_of_keys_takes_no_more_memory_than_those_that_are_there():
         served.change(served.plan(as_keys(range(first, first + 10)), lost))
     assert served.num_rows <= 1 + 12
     assert len(served._moved) <= 2 + 10  # and the exported keys that are lost
+
+
+def test_a_copy_gives_rows_that_are_free_to_new_keys():
+    served = ServedKeys(as_keys([3, 5]), unseen_share=False)
+    served.change(served.plan(as_keys([]), as_keys([5])))
+    for one in (served.copy(), served):
+        one.change(one.plan(as_keys([9]), as_keys([])))
+        assert one.find(as_keys([9])).tolist() == [2]
+        assert one.num_rows == 3
+
+
+def test_arrays_grow_only_where_a_key_finds_no_row_in_them():
+    served = ServedKeys(as_keys([3, 5]), unseen_share=False)
+    for keys, needs_room in (([7], False), ([7, 9], True)):
+        writing = Writing(np.array([3]), {}, served.plan(as_keys(keys), as_keys([])))
+        assert writing.needs_room({"values": np.zeros((4, 2))}) == needs_room
+        assert writing.can_replace({"values": np.zeros((4, 2))}) != needs_room

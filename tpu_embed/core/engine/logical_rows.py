@@ -36,7 +36,7 @@ from tpu_embed.core.state import (
 )
 from tpu_embed.kernels import storage
 from tpu_embed.processes import gather_bytes, raise_on_all
-from tpu_embed.storage import VALUES, Homes, RowField, slot_field
+from tpu_embed.storage import VALUES, Homes, NewRows, Replacement, RowField, slot_field
 from tpu_embed.vocabulary import Vocabularies
 
 
@@ -339,18 +339,21 @@ class LogicalRows:
         mine = homes.tables[name].row_groups.at_home(keys)
         part = VALUES if slot is None else slot_field(slot)
 
-        def write() -> None:
+        def make() -> NewRows:
             whole = self._of_here(state, f, keys[mine])
-            stored = given[mine].astype(jnp.dtype(f.shape.dtype))
-            whole[part] = stored.view(whole[part].dtype)
-            homes[name].write(keys[mine], whole)
+            whole[part] = given[mine].astype(jnp.dtype(f.shape.dtype)).view(whole[part].dtype)
+            return NewRows(keys[mine], whole)
 
-        raise_on_all(f"set_rows: table {name!r}", Path(), write)
         places = maps.rows(name, keys, maps.admitted).astype(np.int64)
-        here = places >= 0
-        if not here.any():
-            return state
-        return logical.write_rows(state, self._layout, f, places[here], given[here])
+        here, at_home = places >= 0, Replacement(homes[name], make)
+        if here.any():
+            state = logical.write_rows(state, self._layout, f, places[here], given[here])
+        try:
+            raise_on_all(f"set_rows: table {name!r}", Path(), at_home.write)
+        except BaseException:
+            at_home.undo()  # Ctrl-C, or an error in another process, may come when it is written
+            raise
+        return state
 
     def _on_devices(
         self, state: TableState, f: Field, rows: np.ndarray, parts: Mapping[str, RowField]

@@ -14,6 +14,7 @@ Input: a state, keys and values. Output: the state of the next step.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -37,7 +38,7 @@ from tpu_embed.core.state import (
     logical,
 )
 from tpu_embed.processes import gather_from_all, raise_on_all
-from tpu_embed.storage import VALUES, slot_field
+from tpu_embed.storage import VALUES, Homes, NewRows, Replacement, slot_field
 from tpu_embed.vocabulary import Moves, Taken, Vocabularies, read_keys
 
 ReadWhole = Callable[[TableState, Field, np.ndarray], dict[str, np.ndarray]]
@@ -129,21 +130,29 @@ class RowsByKey:
         _check_same(what, given)
         maps.check_newest(state)
         check_none_ahead("set_rows", maps)
-        before = maps.admitted
+        return self._take_step(what, maps, state, given)
+
+    def _take_step(
+        self, what: str, maps: Vocabularies, state: TableState, given: _Given
+    ) -> TableState:
+        """Return the state after one step of the maps in which keys have rows with values."""
+        before, at_home = maps.admitted, None
         # Until the step is admitted it can be undone: arrays are copied, not donated, and what is
         # at home is written last, in one piece.
         try:
-            moves = maps.take_keys(name, given.keys)
+            moves = maps.take_keys(given.field.table.name, given.keys)
             new, at_home = self._new_state(maps, state, given, moves)
             version = version_after(
                 state, self._layout, moves.taken, moves.owners, maps.at(before + 1)
             )
             with SignalsDeferred():  # what is at home changes, and the maps are to know it
-                raise_on_all(what, Path(), at_home)
+                raise_on_all(what, Path(), lambda: at_home and at_home.write())
                 maps.note_admitted(before + 1)
         except BaseException:
             # A signal that was deferred is raised when the step is admitted already: then it stays.
             if maps.admitted == before:
+                if at_home is not None:
+                    at_home.undo()  # an error in another process may come when it is written
                 maps.undo(before)
             raise
         return dataclasses.replace(new, vocabulary=version)
@@ -166,7 +175,7 @@ class RowsByKey:
 
     def _new_state(
         self, maps: Vocabularies, state: TableState, given: _Given, moves: Moves
-    ) -> tuple[TableState, Callable[[], None]]:
+    ) -> tuple[TableState, Replacement | None]:
         """Return the state with all that is on the devices written, and what writes it at home."""
         f = given.field
         name, taken = f.table.name, moves.of_keys(f.table.name)
@@ -174,7 +183,7 @@ class RowsByKey:
         ids = maps.find(name, given.keys)
         if not f.table.is_on_host:
             new = NewKeys(taken.new_keys, taken.new_rows)
-            return self._on_devices(state, f, new, ids, given.values), lambda: None
+            return self._on_devices(state, f, new, ids, given.values), None
         # Ids that the devices hold, of old keys or of new ones, are written on both sides.
         owners, rows = moves.owners[name], maps.rows(name, ids)
         held, here = owners.rows >= 0, rows >= 0
@@ -182,7 +191,9 @@ class RowsByKey:
         # All processes know all of these, so each fills the lines of all shards alike.
         new = NewKeys(keys, places, np.zeros(keys.size, bool))
         state_of = self._on_devices(state, f, new, rows[here], given.values[here])
-        return state_of, lambda: self._write_home(maps, state, given, ids, taken)
+        assert maps.homes is not None, "the table is on the host"
+        make = functools.partial(self._make_rows, maps.homes, state, given, ids, taken)
+        return state_of, Replacement(maps.homes[name], make)
 
     def _on_devices(
         self, state: TableState, f: Field, new: NewKeys, rows: np.ndarray, values: np.ndarray
@@ -204,12 +215,11 @@ class RowsByKey:
         axes = self._layout.axes
         return f.write(state, logical.write_in_pieces(physical, rows, values, f, axes))
 
-    def _write_home(
-        self, maps: Vocabularies, state: TableState, given: _Given, ids: np.ndarray, taken: Taken
-    ) -> None:
-        """Write the rows that are at home in this process, all or none of them."""
-        f, homes = given.field, maps.homes
-        assert homes is not None, "the table is on the host"
+    def _make_rows(
+        self, homes: Homes, state: TableState, given: _Given, ids: np.ndarray, taken: Taken
+    ) -> NewRows:
+        """Return the rows that are at home in this process, as they will be."""
+        f = given.field
         assert state.vocabulary is not None, "checked"
         numbers = ids.astype(np.int64).view(np.uint64)
         mine = np.flatnonzero(homes.tables[f.table.name].row_groups.at_home(numbers))
@@ -228,7 +238,7 @@ class RowsByKey:
         # Rows at home are bytes of a known type: bfloat16 is kept as uint16, so it is viewed so.
         part = VALUES if f.slot is None else slot_field(f.slot)
         whole[part] = given.values[mine].view(whole[part].dtype)
-        homes[f.table.name].write(numbers, whole)
+        return NewRows(numbers, whole)
 
 
 def check_none_ahead(what: str, maps: Vocabularies) -> None:

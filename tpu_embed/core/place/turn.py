@@ -127,6 +127,7 @@ class Turn:
         spec: BatchSpec | None = None,
         *,
         step: int = 0,
+        as_of: int | None = None,
     ) -> Batch:
         """Place a batch; see `EmbeddingEngine.place`.
 
@@ -137,13 +138,14 @@ class Turn:
           step: of living vocabularies, whose rows a batch that is only looked up gets: the training
             batches up to this one are admitted when it is looked up. It gets those of the step that
             was admitted when the turn was drawn if that is later.
+          as_of: the step itself, in place of this choice; it is pinned until the batch is placed.
         """
         try:
             with self._order.use(self._number, training=self._training):
                 if self._training:
                     batch = self._placer.place(features, weights, spec)
                 else:
-                    step = max(step, self._step)
+                    step = max(step, self._step) if as_of is None else as_of
                     batch = self._placer.place_lookup(features, weights, spec, step)
                 self.shapes = self._placer.shapes()
                 return batch

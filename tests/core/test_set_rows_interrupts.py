@@ -1,0 +1,172 @@
+"""Ctrl-C anywhere in `set_rows`: it has happened, or nothing of it, and it can be called again."""
+
+import jax
+import numpy as np
+import pytest
+from host_interrupt_cases import ADMITTING, HOMES, ROWS, features, in_files
+from interrupt_cases import Interrupt, ends_within, from_a_signal
+from living_cases import KEY, ids, mesh, on_host, simple, train_once
+
+import tpu_embed
+from tpu_embed import HostStorage
+from tpu_embed import optimizers as o
+from tpu_embed.core.engine import logical_rows, rows_by_key
+from tpu_embed.storage import HostRows
+
+IN_SET_ROWS = in_files(
+    *HOMES,
+    *ADMITTING,
+    *("core/engine/logical_rows", "core/engine/rows_by_key", "storage/replacement"),
+    *("processes/turns", "_changes", "core/state/logical"),
+    *(f"vocabulary/{name}" for name in ("vocabularies", "timeline", "table_maps", "map")),
+)
+STRIDES = [17, pytest.param(1, marks=pytest.mark.whole)]
+VALUES = np.array([[5.0, 6], [7, 8]], np.float32)
+
+
+def sweep(stride, begin, call, check):
+    """Interrupt a call at its points, one after the other, until it has no more of them.
+
+    Args:
+      stride: of the points.
+      begin: returns what the others get, anew for each point.
+      call: calls `set_rows`.
+      check: checks what an interrupted call has left, and repeats it.
+    """
+    for at in range(1, 20_000, stride):
+        given = begin()
+        with ends_within(60):
+            with Interrupt(IN_SET_ROWS, at, from_a_signal, only_signals=True) as interrupt:
+                call(*given)
+            if interrupt.seen < at:
+                break
+            check(*given)
+    assert at > 50
+
+
+def content(made, state):
+    """Return all keys with their rows and slots, wherever these are."""
+    keys = np.sort(made.vocabularies.keys("t")[0])
+    slots = (None, "accumulators") if made.storage else (None,)
+    return keys, [made.rows(state, "t", keys=keys, slot=slot) for slot in slots]
+
+
+@pytest.mark.parametrize("stride", STRIDES)
+@pytest.mark.parametrize("where", ["on the devices", "on the host"])
+def test_of_keys(where, stride):
+    """If the step is admitted, its state is lost, because it was not returned."""
+    make = {"on the devices": lambda: simple(capacity=4), "on the host": lambda: on_host(4)}[where]
+    made, first = make()
+    expected, undone = {}, 0
+
+    def begin():
+        made.vocabularies.rewind(first)
+        state = made.init(jax.random.key(KEY))
+        for keys in ((1, 2), (3, 3)):
+            state = train_once(made, state, *keys)
+        return state, content(made, state), made.vocabularies.admitted
+
+    def call(state, *_):
+        return made.set_rows(state, "t", keys=[2, 9], values=VALUES)
+
+    def check(state, before, admitted):
+        nonlocal undone
+        maps = made.vocabularies
+        assert maps.placed == maps.admitted
+        if maps.admitted == admitted:
+            undone += 1
+            jax.tree.map(np.testing.assert_array_equal, content(made, state), before)
+            state = call(state)
+            jax.tree.map(np.testing.assert_array_equal, content(made, state), expected["after"])
+            made.place(ids(1, 2))  # no turn is left behind that it would wait for
+
+    state, *_ = begin()
+    expected["after"] = content(made, call(state))
+    sweep(stride, begin, call, check)
+    assert undone > 3
+
+
+@pytest.mark.parametrize("stride", STRIDES)
+def test_of_ids_on_the_host(stride):
+    """Some of the rows are on the devices, some at home, and some were never touched."""
+    made = tpu_embed.EmbeddingEngine(
+        features(HostStorage(device_rows=6)), o.Adagrad(0.5), mesh=mesh(1), lookahead=0
+    )
+    first = made.init(jax.random.key(0))
+    given = np.array([1, 5, 9])
+    values = np.arange(1.0, 7).reshape(3, 2)
+
+    def rows(state):
+        return [made.rows(state, "items", np.arange(ROWS), slot=s) for s in (None, "accumulators")]
+
+    def begin():
+        made.vocabularies.rewind(first)
+        state = made.init(jax.random.key(0))
+        for some in ((1, 2, 3, 4), (5, 6, 7, 8)):
+            state, batch = made.admit(state, made.place(np.array(some)))
+            state = made.update_in_place(state, batch, made.lookup(state, batch))
+        return state, rows(state), made.touched("items").tolist()
+
+    def call(state, *_):
+        return made.set_rows(state, "items", given, values)
+
+    def check(state, before, touched):
+        if made.touched("items").tolist() == touched:
+            jax.tree.map(np.testing.assert_array_equal, rows(state), before)
+        else:
+            lost.append(state)
+        state = call(state)
+        expected = before[0].copy()
+        expected[given] = values
+        np.testing.assert_array_equal(rows(state)[0], expected)
+
+    lost = []
+    sweep(stride, begin, call, check)
+    # Only on the way out of the call, when all is written, is a state lost that was not returned.
+    assert len(lost) <= 2
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_what_is_written_at_home_is_undone_if_another_process_fails(keyed, monkeypatch):
+    """The error of another process comes after the rows of this one were written."""
+    if keyed:
+        made, state = on_host(capacity=4)
+        state = train_once(made, train_once(made, state, 1, 2), 3, 4)
+        what = {"keys": [1, 2, 3]}
+    else:
+        storage = HostStorage(device_rows=6)
+        made = tpu_embed.EmbeddingEngine(features(storage), o.SGD(0.5), mesh=mesh(1))
+        state = made.init(jax.random.key(0))
+        what = {"ids": [1, 2, 3]}
+    (name,) = made.table_configs
+
+    def read():
+        return made.rows(state, name, **what)
+
+    def call():
+        rows = what.get("ids")
+        return made.set_rows(state, name, rows, np.ones((3, 2)), keys=what.get("keys"))
+
+    before, written = read(), []
+
+    def refuse(what, path, function):
+        found, count = function(), len(written)
+        if count and "set_rows" in what:
+            raise OSError("process 1 failed: disk gone")
+        return found
+
+    write = HostRows.write
+
+    def watched(*given):
+        write(*given)
+        written.append(1)
+
+    module = rows_by_key if keyed else logical_rows
+    with monkeypatch.context() as patched:
+        patched.setattr(HostRows, "write", watched)
+        patched.setattr(module, "raise_on_all", refuse)
+        with pytest.raises(OSError, match="disk gone"):
+            call()
+    np.testing.assert_array_equal(read(), before)
+    state = call()
+    np.testing.assert_array_equal(read(), np.ones((3, 2)))
