@@ -92,7 +92,10 @@ def times(x, y):
 
 
 def _replaced(late):
-    """Return what stands in place of the copies of the kernels, by module and name."""
+    """Return what stands in place of the copies of the kernels, by module and name.
+
+    `late` may be `"rows"`: then numbers are copied early, and rows late.
+    """
 
     def gather(ids, source, target):
         return row_by_row(ids, lambda row, i: pltpu.sync_copy(source.at[row], target.at[i]), late)
@@ -125,7 +128,7 @@ def _replaced(late):
 
     def numbers(work, k):
         here, target = sparsecore_rows._places(work, k), work.memory.ids.at[k & 1]
-        return Copy(lambda: pltpu.sync_copy(work.ids.at[here], target), late)
+        return Copy(lambda: pltpu.sync_copy(work.ids.at[here], target), late is True)
 
     def write_rows(work, k):
         here, source = sparsecore_rows._places(work, k), work.memory.rounded.at[k & 1]

@@ -54,9 +54,12 @@ def row_ids(draw):
 
 @pytest.mark.parametrize(
     ("dim", "late"),
-    [(40, True), pytest.param(40, False), pytest.param(16, True, marks=pytest.mark.whole)],
+    [
+        (40, True),
+        (40, "rows"),
+        *(pytest.param(*case, marks=pytest.mark.whole) for case in [(40, False), (16, True)]),
+    ],
 )
-@pytest.mark.quick(2)
 def test_rows_are_rounded_and_packed(dim, late):
     """40 numbers are 48 words, or 32 rounded; 16 are 16, of which the upper halves are zeros."""
     form = RowFormat((dim,), np.dtype(np.float32), "words")

@@ -39,6 +39,7 @@ def read_rows(array: Array, row_ids: Array, row_format: RowFormat, sent: RowForm
     def in_kernel(array: Array, row_ids: Array) -> Array:
         return sparsecore_rows.gather_rounded_rows(row_format.by_row(array), row_ids, sent.words)
 
+    # The kernel reads whole rows of words; longer ones are cut into pieces by `gather_rows` only.
     fits = row_format.packed and row_format.words <= sparsecore_rows.LONGEST
     sparse = in_kernel if fits and row_format.moved_by_sparse_cores else None
     return dispatch.choose(array, row_ids, otherwise=in_steps, sparse=sparse)
@@ -60,6 +61,7 @@ def gather_sum(rows: RowsToSum, layout: SumLayout, sent: RowFormat) -> Array:
         (sums,) = dispatch.gather_sum(rows, layout)
         return sent.pack_rounded(sums)
 
+    # A very long row is summed in pieces, but a word has numbers from both halves of a row.
     fits = sent.packed and rows.source.shape[1] <= sparsecore_sums.LONGEST
     sparse = None
     if fits and sent.packing == "words" and rows.source.dtype == jnp.float32:
