@@ -100,6 +100,8 @@ LINES = {
     "v5p mean": Line(combiner="mean"),
     "v5p ragged, weighted": Line(weighted_bags=True),
     "v5p, exchange in bfloat16": Line(exchange_dtype="bfloat16"),
+    "v6e, exchange in bfloat16": Line("v6e:2x2", exchange_dtype="bfloat16"),
+    "tpu7x, exchange in bfloat16": Line("tpu7x:2x2x1", exchange_dtype="bfloat16"),
     "v5p traced": Line(placed=False),
     "v5p traced, spec": Line(placed=False, spec=True),
     "v4": Line("v4:2x2x1"),

@@ -72,9 +72,10 @@ def sums_of(kernel, source, index, segments, weights=None, factors=None, **layou
     return kernel(RowsToSum(source, index, segments, weights, factors), SumLayout(**layout))
 
 
-def update_of(table, slots, *given, rule, **layout):
+def update_of(table, slots, *given, rule, rounding=None, **layout):
     """Return what the compiled update makes of the gradients of ids."""
-    return cpu.update_rows(table, slots, RowGradients(*given), GradientLayout(**layout), rule)
+    gradients, layout = RowGradients(*given), GradientLayout(**layout)
+    return cpu.update_rows(table, slots, gradients, layout, rule, rounding)
 
 
 def every_sum(kernel, source, index, segments, weights, factors):

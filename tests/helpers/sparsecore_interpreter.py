@@ -1,8 +1,9 @@
 """Run SparseCore kernels on a CPU: in Pallas' interpreter, all workers one after the other.
 
 The indirect DMAs, which it does not know, are replaced by plain copies of rows, which happen as
-early or as late as they may: when they are started, or when they are waited for. What a kernel does
-not write is NaN. `tests/tpu` compiles the kernels unchanged.
+early or as late as they may: when they are started, or when they are waited for. So do all other
+copies of the kernel that reads and rounds rows. What a kernel does not write is NaN. `tests/tpu`
+compiles the kernels unchanged.
 """
 
 import contextlib
@@ -15,8 +16,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from tpu_embed.kernels import (
+    sparsecore,
     sparsecore_change,
     sparsecore_owner,
+    sparsecore_rows,
     sparsecore_rules,
     sparsecore_subcore,
     sparsecore_sums,
@@ -33,11 +36,11 @@ def mesh_of(kind):
     return AbstractMesh((1,), ("d",), (AxisType.Manual,), abstract_device=device)
 
 
-class RowByRow:
-    """A copy of single rows that happens when it is started, or only when it is waited for."""
+class Copy:
+    """A copy that happens when it is started, or only when it is waited for."""
 
-    def __init__(self, ids, copy, late):
-        self.ids, self.copy, self.late = ids, copy, late
+    def __init__(self, run, late):
+        self.run, self.late = run, late
 
     def start(self):
         if not self.late:
@@ -47,11 +50,17 @@ class RowByRow:
         if self.late:
             self.run()
 
-    def run(self):
-        @pl.loop(0, self.ids.shape[0])
+
+def row_by_row(ids, copy, late):
+    """Return a copy of single rows, those that are present."""
+
+    def run():
+        @pl.loop(0, ids.shape[0])
         def _(i):
-            row = self.ids[i]
-            pl.when(row >= 0)(lambda: self.copy(row, i))
+            row = ids[i]
+            pl.when(row >= 0)(lambda: copy(row, i))
+
+    return Copy(run, late)
 
 
 def interpret(kernel, name, size, out_type):
@@ -83,13 +92,16 @@ def times(x, y):
 
 
 def _replaced(late):
-    """Return what stands in place of the indirect DMAs of both kernels."""
+    """Return what stands in place of the copies of the kernels, by module and name.
+
+    `late` may be `"rows"`: then numbers are copied early, and rows late.
+    """
 
     def gather(ids, source, target):
-        return RowByRow(ids, lambda row, i: pltpu.sync_copy(source.at[row], target.at[i]), late)
+        return row_by_row(ids, lambda row, i: pltpu.sync_copy(source.at[row], target.at[i]), late)
 
     def scatter(ids, source, target):
-        return RowByRow(ids, lambda row, i: pltpu.sync_copy(source.at[i], target.at[row]), late)
+        return row_by_row(ids, lambda row, i: pltpu.sync_copy(source.at[i], target.at[row]), late)
 
     def fetch(work, slot):
         memory = work.memory
@@ -110,18 +122,32 @@ def _replaced(late):
         pairs = zip((work.table, *work.slots), (memory.table, *memory.slots), strict=True)
         return [scatter(rows, near.at[slot], held) for held, near in pairs]
 
-    return fetch, write, fetches, writes
+    def fetch_rows(work, k):
+        memory, slot = work.memory, k & 1
+        return gather(memory.ids.at[slot], work.table, memory.rows.at[slot])
+
+    def numbers(work, k):
+        here, target = sparsecore_rows._places(work, k), work.memory.ids.at[k & 1]
+        return Copy(lambda: pltpu.sync_copy(work.ids.at[here], target), late is True)
+
+    def write_rows(work, k):
+        here, source = sparsecore_rows._places(work, k), work.memory.rounded.at[k & 1]
+        return Copy(lambda: pltpu.sync_copy(source, work.out.at[here]), late)
+
+    return {
+        sparsecore_worker: {"_fetch": fetch, "_write": write},
+        sparsecore_owner: {"_fetches": fetches, "_writes": writes},
+        sparsecore_rows: {"_fetch": fetch_rows, "_numbers": numbers, "_write": write_rows},
+    }
 
 
 @contextlib.contextmanager
 def interpreted(late):
     """Trace small kernels for the interpreter; DMAs copy as early or as late as they may."""
-    fetch, write, fetches, writes = _replaced(late)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sparsecore_worker, "_fetch", fetch)
-        patch.setattr(sparsecore_worker, "_write", write)
-        patch.setattr(sparsecore_owner, "_fetches", fetches)
-        patch.setattr(sparsecore_owner, "_writes", writes)
+        for module, functions in _replaced(late).items():
+            for name, function in functions.items():
+                patch.setattr(module, name, function)
         patch.setattr(sparsecore_owner, "_look_up", lambda ref, positions: ref[...][positions])
         patch.setattr(sparsecore_subcore, "on_each_worker", pl.loop(0, WORKERS))
         patch.setattr(
@@ -133,6 +159,7 @@ def interpreted(late):
         patch.setattr(sparsecore_rules, "times", times)
         patch.setattr(sparsecore_change, "_UNROLLED", 4)  # and a loop over the rest
         patch.setattr(sparsecore_change, "_AT_A_TIME", 2)
+        patch.setattr(sparsecore, "_MOST_ROWS", CHUNK)
         patch.setattr(sparsecore_sums, "_MOST_ENTRIES", CHUNK)
         patch.setattr(sparsecore_update, "_MOST_ENTRIES", CHUNK)
         patch.setattr(sparsecore_sums, "_workers_here", lambda: WORKERS)

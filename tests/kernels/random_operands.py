@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed.kernels import storage
+from tpu_embed.kernels.stochastic import Draws, RowPlaces
 from tpu_embed.optimizers import FTRL, SGD, Adagrad, Adam, Momentum, RowWiseAdagrad
 
 RULES = [
@@ -58,3 +59,18 @@ def draw_bags(rng, n, bags, *, tame):
 def draw_optimizer(rng):
     """Return one of the rules that the kernels know, with its options."""
     return RULES[rng.integers(len(RULES))](**OPTIONS[rng.integers(len(OPTIONS))])
+
+
+def draw_places(rng, rows):
+    """Return which rows of one to three tables the local rows are, by any steps."""
+    count = int(rng.integers(1, min(4, rows + 1)))
+    firsts = (0, *np.sort(rng.choice(np.arange(1, rows), count - 1, replace=False)).tolist())
+    steps = rng.integers(-(2**40), 2**40, count + 1).tolist()
+    return RowPlaces(firsts, tuple(steps[1:]), steps[0])
+
+
+def draw_draws(rng, places, rows, *, numbered):
+    """Return what random bits depend on; `numbered`, with a number of each row."""
+    tables, shard = rng.integers(0, 2**32, len(places.firsts), np.uint32), rng.integers(2**32)
+    numbers = rng.integers(0, 2**32, rows, np.uint32) if numbered else None
+    return Draws(tables, np.uint32(shard), numbers)

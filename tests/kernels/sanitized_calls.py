@@ -16,11 +16,21 @@ from host_cases import check_host_kernels
 from jax.sharding import PartitionSpec
 from judges import same_as, update_judge
 from kernel_cases import sums_of, update_of
-from random_operands import draw_bags, draw_ids, draw_numbers, draw_optimizer, draw_size, draw_table
+from random_operands import (
+    draw_bags,
+    draw_draws,
+    draw_ids,
+    draw_numbers,
+    draw_optimizer,
+    draw_places,
+    draw_size,
+    draw_table,
+)
 from random_rows import FIELDS, check_random_rows
 from vocabulary_cases import check_random_keys, check_random_map
 
 from tpu_embed.kernels import cpu, host_native, reference
+from tpu_embed.kernels.stochastic import Rounding
 from tpu_embed.storage import HostRows
 
 DEVICES = 8
@@ -141,14 +151,18 @@ def update(rng, dtype):
     order = draw_order(rng, columns) if rng.random() < 0.5 else ()
     columns = (*columns, *[0] * len(jagged))
     options = {"periods": periods, "bags": columns, "order": order, "blocks": blocks}
-    options["places"] = places
+    options["places"], options["rounds"] = places, bool(rng.random() < 0.5)
+    # New rows are rounded at random, by what the seed and the rows' places or numbers say.
+    at_random, numbered = stored == "bfloat16" and rng.random() < 0.5, rng.random() < 0.5
+    row_places = draw_places(rng, rows) if at_random else None
     # Routed: the numbers of sums are positions in other operands, of other lengths.
     is_routed, whole, partial = n and rng.random() < 0.5, draw_size(rng), draw_size(rng)
 
-    def native(table, slots, *given):
+    def native(draws, table, slots, *given):
+        rounding = None if draws is None else Rounding(draws, row_places)
         rule = optimizer.compiled_rule(jnp.int32(3), jnp.float32(0.1))
         ordered = [slots[name] for name in rule.slots]
-        return update_of(table, ordered, *given, rule=rule, **options)
+        return update_of(table, ordered, *given, rule=rule, rounding=rounding, **options)
 
     def draw(tame):
         numbers = functools.partial(draw_numbers, rng, tame=tame)
@@ -163,7 +177,9 @@ def update(rng, dtype):
         factors = numbers(bags, zeros=0.3) if has_factors else None
         sizes = zip(columns, places, strict=True)
         gradients = [numbers((periods * c + p, dim)) for c, p in sizes]
-        return (table, held, ids, own, weights, factors, gradients, *routes), tame and not routes
+        draws = draw_draws(rng, row_places, rows, numbered=numbered) if at_random else None
+        given = ids, own, weights, factors, gradients, *routes
+        return (draws, table, held, *given), tame and not routes
 
     check(rng, "update", native, draw, update_judge(optimizer, options))
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import bfloat16_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,6 +106,63 @@ def test_unweighted_sums_have_the_bits_of_the_reference(late, filled):
     test()
 
 
+@pytest.mark.parametrize(
+    ("dim", "late", "filled"),
+    [(40, True, False), pytest.param(5, False, True, marks=pytest.mark.whole)],
+)
+def test_rounded_sums_are_those_of_the_reference_rounded_once(dim, late, filled):
+    """Whatever stands behind the columns that count: 40 of 48 here, packed in 32 words."""
+    sent = RowFormat((dim,), np.dtype(jnp.bfloat16), "words")
+    source, _ = numbers(3)
+    source = source[:, : RowFormat((dim,), np.dtype(np.float32), "words").words]
+    source[:, dim:] = np.nan
+    source[:2, :dim] = [[np.inf], [np.nan]]
+    run = functools.partial(
+        sparsecore_sums.rounded_gather_sum, row_format=sent, num_segments=SUMS, filled=filled
+    )
+    sums = compiled(run, source, FILL, FILL, late=late)
+
+    @with_cases
+    @given(entries())
+    def test(case):
+        found = np.asarray(sums(source, *case))
+        expected = bfloat16_cases.packed(np.asarray(in_order(source[:, :dim], *case)), sent.words)
+        read = np.full(SUMS, True) if filled else np.isin(np.arange(SUMS), case[1])
+        np.testing.assert_array_equal(found[read], expected[read])
+
+    test()
+
+
+@pytest.mark.whole
+def test_weights_of_rounded_sums():
+    """Weights that are powers of two: their products round nowhere."""
+    sent = RowFormat((COLUMNS,), np.dtype(jnp.bfloat16), "words")
+    source, _ = numbers(4)
+    weights = (2.0 ** np.random.default_rng(5).integers(-2, 3, ENTRIES)).astype(np.float32)
+
+    def weighted(source, index, segments, weights):
+        return sparsecore_sums.rounded_gather_sum(
+            source, index, segments, row_format=sent, num_segments=SUMS, weights=weights
+        )
+
+    sums = compiled(weighted, source, FILL, FILL, weights, late=True)
+    reference_sums = jax.jit(
+        functools.partial(sums_of, reference.gather_sum, bags=(1,), periods=SUMS)
+    )
+
+    @with_cases
+    @given(entries())
+    def test(case):
+        index, segments = (jnp.asarray(x) for x in case)
+        (expected,) = reference_sums(source, index, segments, weights, None)
+        found = sums(source, *case, weights)
+        np.testing.assert_array_equal(
+            found, bfloat16_cases.packed(np.asarray(expected), sent.words)
+        )
+
+    test()
+
+
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.whole), "bfloat16"])
 @pytest.mark.whole
 def test_weighted_sums(dtype):
@@ -191,6 +249,10 @@ def test_nothing_to_sum_is_no_kernel():
             sparsecore_sums.gather_sum(rows, none, none, 3), np.zeros((3, 16))
         )
         assert sparsecore_sums.gather_sum(rows, one, one, 0).shape == (0, 16)
+        form = RowFormat((16,), np.dtype(jnp.bfloat16), "words")
+        for count in (0, 3):
+            found = sparsecore_sums.rounded_gather_sum(rows, none, none, form, count)
+            np.testing.assert_array_equal(found, np.zeros((count, 16)))
         packed = jnp.zeros((0, 16), jnp.uint32)
         np.testing.assert_array_equal(
             sparsecore_sums.gather_sum(packed, one, one, 2), np.zeros((2, 32))

@@ -309,4 +309,9 @@ def test_an_exchange_in_bfloat16_sends_half_the_bytes(placed):
         assert len(sent) == 2
         sizes.append(sum(math.prod(map(int, shape.split(","))) for shape in sent))
     assert sizes[0] == 2 * sizes[1]
+    # Rounding is no pass of its own: no rows are in memory in float32 before they are rounded.
+    assert rounded.operations["gather_rounded_rows"] == 1
+    assert "gather_rows" not in rounded.operations
+    moved = [sum(compiled.moved.values()) for compiled in (exact, rounded)]
+    assert moved[1] < 0.85 * moved[0]
     assert {dtype for dtype, _ in numbers.findall(rounded.text)} <= {"u32", "s32"}

@@ -1,6 +1,8 @@
-"""Sums of rows compiled by libtpu: one SparseCore kernel, and no rows added on a TensorCore."""
+"""Sums of rows compiled by libtpu: one SparseCore kernel, and no rows added on a TensorCore.
 
-import functools
+So are rows that are read and sums that are made to be sent in bfloat16: no rounding outside.
+"""
+
 import importlib.util
 import re
 
@@ -12,7 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from kernel_cases import sums_of
 from programs import SMALL
 
-from tpu_embed.kernels import dispatch
+from tpu_embed.kernels import dispatch, rounded
+from tpu_embed.kernels.formats import RowFormat
+from tpu_embed.kernels.operands import RowsToSum, SumLayout
 from tpu_embed.planning.chips import Topology
 from tpu_embed.planning.compiled import describe_topology
 
@@ -22,29 +26,35 @@ pytestmark = pytest.mark.skipif(
 ENTRIES, SUMS, ROWS = 4096, 512, 1000
 
 
-def compiled_sums(chip, dim, dtype, weighted):
-    """Return the text of a compiled program that sums rows on every device."""
+def compiled(chip, run, *operands):
+    """Return the text of a compiled program that runs a function on every device of a chip."""
     mesh = Mesh(np.array(describe_topology(Topology(SMALL[chip]))), ("d",))
     by_device = PartitionSpec("d")
+    specs = {"in_specs": by_device, "out_specs": by_device}
 
-    @jax.jit
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=by_device, out_specs=by_device, check_vma=False
-    )
+    def array(operand):
+        shape, dtype = operand
+        shape = (mesh.size * shape[0], *shape[1:])
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, by_device))
+
+    everywhere = jax.jit(jax.shard_map(run, mesh=mesh, check_vma=False, **specs))
+    text = everywhere.lower(*map(array, operands)).compile().as_text()
+    assert text is not None
+    return text
+
+
+NUMBERS = ((ENTRIES,), jnp.int32)
+
+
+def compiled_sums(chip, dim, dtype, weighted):
+    """Return the text of a compiled program that sums rows on every device."""
+
     def sums(source, index, segments, weights):
         weights = weights if weighted else None
         options = {"weights": weights, "bags": (1,), "periods": SUMS}
         return sums_of(dispatch.gather_sum, source, index, segments, **options)[0]
 
-    def array(shape, dtype):
-        shape = (mesh.size * shape[0], *shape[1:])
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, by_device))
-
-    source, numbers = array((ROWS, dim), dtype), array((ENTRIES,), jnp.int32)
-    lowered = sums.lower(source, numbers, numbers, array((ENTRIES,), jnp.float32))
-    text = lowered.compile().as_text()
-    assert text is not None
-    return text
+    return compiled(chip, sums, ((ROWS, dim), dtype), NUMBERS, NUMBERS, ((ENTRIES,), jnp.float32))
 
 
 @pytest.mark.parametrize(
@@ -66,3 +76,27 @@ def test_sums_are_one_kernel(chip, dim, dtype, weighted):
     assert not re.search(r" (scatter|gather)\(.*\bf32\[", text)
     rows = rf"f32\[{ENTRIES},\d+\]"
     assert not re.search(rows, text), "rows of entries must not be in memory"
+
+
+@pytest.mark.parametrize(
+    ("chip", "dim"),
+    [
+        ("v5p", 128),
+        *(pytest.param(*one, marks=pytest.mark.whole) for one in [("v6e", 1024), ("tpu7x", 20)]),
+    ],
+)
+def test_rows_and_sums_are_rounded_in_their_kernels(chip, dim):
+    held, sent = (RowFormat((dim,), jnp.dtype(t), "words") for t in ("float32", "bfloat16"))
+
+    def run(table, index, segments):
+        # A table as it lies there: a parameter that is no array of lines would be copied first.
+        rows = rounded.read_rows(table, index, held, sent)
+        given = RowsToSum(held.unpack(held.by_row(table)), index, segments)
+        return rows, rounded.gather_sum(given, SumLayout((1,), SUMS, filled=False), sent)
+
+    text = compiled(chip, run, (held.array(ROWS).shape, jnp.float32), NUMBERS, NUMBERS)
+    for name in ("gather_rounded_rows", "gather_sum"):
+        assert len(re.findall(rf"%{name}\S* = u32.*tpu_custom_call", text)) == 1
+    assert not re.search(rf"= f32\[{ENTRIES},\d+\]", text), "no row is stored before it is rounded"
+    assert not re.search(rf"= f32\[{SUMS},\d+\]", text), "nor is a sum"
+    assert "reduce-precision" not in text

@@ -8,6 +8,7 @@ Input: the devices. Output: faults, and a line that says what was compared.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,8 +17,10 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from tpu_embed.check.findings import FLOAT32, Findings
-from tpu_embed.kernels import dispatch
+from tpu_embed.check import merging
+from tpu_embed.check.findings import BFLOAT16, FLOAT32, Findings
+from tpu_embed.check.trials import Trial
+from tpu_embed.kernels import dispatch, rounded, sparsecore, storage
 from tpu_embed.kernels.formats import PACKED_ROWS, RowFormat, packing_of
 from tpu_embed.kernels.operands import RowsToSum, SumLayout
 
@@ -42,6 +45,11 @@ class Source(NamedTuple):
     weighted: bool
 
     @property
+    def rounded_format(self) -> RowFormat:
+        """The format in which its rows are sent if the exchange rounds them."""
+        return dataclasses.replace(self.row_format, dtype=np.dtype(ml_dtypes.bfloat16))
+
+    @property
     def widened(self) -> np.ndarray:
         """The rows as float64."""
         logical = self.rows.view(ml_dtypes.bfloat16) if self.rows.itemsize == 2 else self.rows
@@ -62,22 +70,6 @@ class Entries(NamedTuple):
     weights: Any
 
 
-class Trial(NamedTuple):
-    """A kernel, what it is given, and what must come out.
-
-    Attributes:
-      kernel: a function of the operands.
-      operands: arrays.
-      right: what each result is, and its right value.
-      tolerance: as for `Findings.compare`.
-    """
-
-    kernel: Callable[..., Any]
-    operands: Sequence[Any]
-    right: Sequence[tuple[str, np.ndarray]]
-    tolerance: float = 0
-
-
 def check_kernels(devices: Sequence[Any], findings: Findings) -> str:
     """Run the kernels for rows of several widths and dtypes on every device."""
     rng = np.random.default_rng(0)
@@ -92,8 +84,13 @@ def check_kernels(devices: Sequence[Any], findings: Findings) -> str:
         "gather_rows": _try_gather_rows,
         "set_rows": _try_set_rows,
         "gather_sum": _try_gather_sum,
+        "rounded gather_rows": _try_rounded_rows,
+        "rounded gather_sum": _try_rounded_sums,
         "sort_rows": _try_sort_rows,
     }
+    # Elsewhere the sums are merged by `gather_sum`, and the rules are tried with engines.
+    if sparsecore.has_sparse_cores(devices[0]):
+        checks["merge_update"] = lambda sources, entries: merging.trial(rng)
     mesh = Mesh(np.asarray(devices), ("devices",))
     for name, prepare in checks.items():
         with findings.during(f"kernel {name}"):
@@ -197,6 +194,50 @@ def _try_gather_sum(sources: Sequence[Source], entries: Entries) -> Trial:
                 found[segment] += weight * rows[row]
         right.append((source.what + ", weights" * source.weighted, found))
     return Trial(kernel, ([s.rows for s in sources], entries), right, FLOAT32)
+
+
+def _try_rounded_rows(sources: Sequence[Source], entries: Entries) -> Trial:
+    exact = _float32(sources)
+    # Both zeros, infinities, NaN, the greatest number, a tie to either side, a number below 2⁻¹²⁶.
+    special = np.array(
+        [0, -0.0, np.inf, -np.inf, np.nan, 3.4e38, 1 + 2**-8, 1 + 3 * 2**-8, 1e-39], np.float32
+    )
+    tables = [np.resize(special, s.rows.shape) for s in exact]
+
+    def kernel(tables: list[Any], index: Any) -> list[Any]:
+        found = []
+        for s, rows in zip(exact, tables, strict=True):
+            sent = s.rounded_format
+            found.append(sent.unpack(rounded.read_rows(_array(s, rows), index, s.row_format, sent)))
+        return found
+
+    right, present = [], (entries.index >= 0) & (entries.index < _ROWS)
+    for source, rows in zip(exact, tables, strict=True):
+        bits = rows.astype(ml_dtypes.bfloat16).view(np.uint16)
+        found = bits[np.where(present, entries.index, 0)]
+        found[~present] = 0
+        right.append((source.what, found))
+    return Trial(kernel, (tables, entries.index), right)
+
+
+def _try_rounded_sums(sources: Sequence[Source], entries: Entries) -> Trial:
+    exact = _float32(sources)
+    sums = _try_gather_sum(exact, entries)
+
+    def kernel(tables: list[Any], entries: Entries) -> list[Any]:
+        found = []
+        for source, rows in zip(exact, tables, strict=True):
+            given = RowsToSum(rows, entries.index, entries.segments, entries.weights)
+            sent = source.rounded_format
+            added = rounded.gather_sum(given, SumLayout((1,), _SUMS), sent)
+            found.append(storage.widened(sent.unpack(added)))
+        return found
+
+    return sums._replace(kernel=kernel, tolerance=BFLOAT16)
+
+
+def _float32(sources: Sequence[Source]) -> list[Source]:
+    return [source for source in sources if source.rows.dtype == np.float32]
 
 
 def _try_sort_rows(sources: Sequence[Source], entries: Entries) -> Trial:

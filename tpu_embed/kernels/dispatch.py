@@ -37,7 +37,6 @@ from tpu_embed.kernels import (
     row_store_reference,
     sparsecore,
     sparsecore_sums,
-    storage,
     vocabulary_native,
     vocabulary_reference,
 )
@@ -315,7 +314,7 @@ def gather_sum(rows: RowsToSum, layout: SumLayout) -> tuple[Array, ...]:
         for kernel in (
             reference.gather_sum,
             cpu.gather_sum,
-            _sum_on_sparse_cores,
+            sparsecore_sums.sum_rows,
             functools.partial(reference.gather_sum, segment_sum=reference.segment_sum_scan),
         )
     )
@@ -330,26 +329,6 @@ def gather_sum(rows: RowsToSum, layout: SumLayout) -> tuple[Array, ...]:
         gpu=gpu,
         sparse=_with_tangents(sparse, otherwise) if sums_rows else None,
     )
-
-
-def _sum_on_sparse_cores(rows: RowsToSum, layout: SumLayout) -> tuple[Array, ...]:
-    """Return what `reference.gather_sum` does, by the SparseCore kernel."""
-    source, dim = rows.source, rows.source.shape[1]
-    packed = rows.packed
-    if packed is None:
-        packed = RowFormat((dim,), storage.logical_dtype(source.dtype), "words").pack(source)
-    sums = sparsecore_sums.gather_sum(
-        packed,
-        # Numbers of 64 bits that are outside of the source stay outside of it in 32.
-        jnp.clip(rows.index, -1, source.shape[0]).astype(jnp.int32),
-        rows.segments.astype(jnp.int32),
-        layout.periods * sum(layout.bags),
-        weights=None if rows.weights is None else rows.weights.astype(jnp.float32),
-        filled=layout.filled,
-    )[:, :dim]
-    if rows.factors is not None:
-        sums = reference.scale(sums, rows.factors)
-    return reference.by_feature(sums, layout)
 
 
 def _with_tangents(native: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,6 +1,7 @@
 """What the programs of a SparseCore's vector subcores share: running sums, and where they run.
 
-Input: fetched rows in a subcore's memory. Output: the running sums of their segments, in its place.
+Input: fetched rows in a subcore's memory. Output: the running sums of their segments, in its place;
+or these rounded to bfloat16, in a memory of their own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from tpu_embed.kernels import sparsecore_rounding
 
 _IN_REGISTERS = 64
 """The columns whose running sums are held in registers at a time, 8 vectors of 8. With 16 the loop
@@ -31,8 +34,10 @@ class SumMemory:
       starts: int32 `[2, chunk]`, 1 where a segment starts.
       targets: int32 `[2, chunk]`, where what ends there is written to, or `PADDING_ID`.
       factors: float32 `[2, chunk]`, what each row is multiplied with; or None.
+      dim: D, the numbers of a rounded sum that count; those behind it are zeros.
       rows: `[2, chunk, W]`, fetched rows: float32, or uint32 with two numbers of bfloat16 each.
       sums: float32 `[2, chunk, width]`, running sums; the memory of `rows` unless these are packed.
+        Or uint32 `[2, chunk, words]`, the running sums rounded to bfloat16, two to a word.
       running: float32 `[width]`, the running sum at the end of the chunk before.
       arrived: semaphore of numbers.
       fetched: semaphores `[2]` of what is read for a chunk.
@@ -52,6 +57,7 @@ class SumMemory:
     fetched: Any
     written: Any
     factors: Any = None
+    dim: int = 0
 
     @property
     def chunk(self) -> int:
@@ -64,9 +70,14 @@ class SumMemory:
         return (self.segments.shape[0] - self.chunk) // 2
 
     @property
-    def packed(self) -> bool:
-        """Whether the rows are bfloat16, two to a word."""
-        return self.sums is not self.rows
+    def half(self) -> int:
+        """How many columns the two numbers of a word are apart; 0: rows and sums are float32."""
+        return next((x.shape[2] for x in (self.rows, self.sums) if x.dtype == jnp.uint32), 0)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether sums are rounded to bfloat16."""
+        return self.sums.dtype == jnp.uint32
 
 
 def with_memory(
@@ -79,7 +90,7 @@ def with_memory(
       bounds: int32 `[n]`, in the device's memory.
       source: the rows, `[R, W]`.
       chunk: how many entries are summed at a time.
-      others: name -> shape and dtype.
+      others: name -> shape and dtype; `sums`, if they are to be rounded.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
@@ -102,29 +113,27 @@ def with_memory(
         "fetched": dma((2,)),
         "written": dma((2,)),
     }
-    if packed:
+    if packed:  # which are summed, and not rounded
         kinds["sums"] = vmem((2, chunk, width), float32)
     kinds |= {name: vmem(*kind) for name, kind in others.items()}
     pl.run_scoped(lambda **refs: run({"sums": refs["rows"]} | refs), **kinds)
 
 
 def sum_chunk(memory: SumMemory, slot: Any) -> None:
-    """Replace the rows of a chunk by the running sums of their segments."""
-    # Packed: word columns 0 to 63 of W are sums 0 to 63 and W to W + 63.
-    words = memory.rows.shape[2]
-    step = _IN_REGISTERS // (2 if memory.packed else 1)
+    """Replace the rows of a chunk by the running sums of their segments, or round these."""
+    # Word columns 0 to 31 of W words are columns 0 to 31 and W to W + 31.
+    words, step = memory.half or memory.rows.shape[2], _IN_REGISTERS // (2 if memory.half else 1)
     for start in range(0, words, step):
         _sum_columns(memory, slot, range(start, min(start + step, words), memory.lanes))
 
 
 def _sum_columns(memory: SumMemory, slot: Any, columns: range) -> None:
-    """Do that for the vectors of words that start at `columns`."""
+    """Do that for the vectors that start at `columns`, and for those half a row behind them."""
     from jax.experimental import pallas as pl
 
-    lanes, words = memory.lanes, memory.rows.shape[2]
-    places = [
-        pl.ds(half + c, lanes) for half in ((0, words) if memory.packed else (0,)) for c in columns
-    ]
+    lanes, width = memory.lanes, memory.running.shape[0]
+    behind = [c + memory.half for c in columns if memory.half and c + memory.half < width]
+    starts_at = [*columns, *behind]
 
     def add(vector: Any, running: tuple[Any, ...]) -> tuple[Any, ...]:
         here = pl.ds(vector * lanes, lanes)
@@ -132,11 +141,11 @@ def _sum_columns(memory: SumMemory, slot: Any, columns: range) -> None:
         factors = None if memory.factors is None else memory.factors[slot, here]
         # The next row is loaded before the sums of this one are stored: the compiler keeps that
         # order, and a load that waits for a store takes twice as long.
-        ahead = _load_row(memory, slot, vector * lanes, columns)
+        ahead = _load_row(memory, slot, vector * lanes, starts_at)
         for j in range(lanes):
             i, row = vector * lanes + j, ahead
             if j + 1 < lanes:
-                ahead = _load_row(memory, slot, i + 1, columns)
+                ahead = _load_row(memory, slot, i + 1, starts_at)
             if factors is not None:
                 row = [x * factors[j] for x in row]
             restart = starts[j] != 0
@@ -144,27 +153,48 @@ def _sum_columns(memory: SumMemory, slot: Any, columns: range) -> None:
                 jnp.where(restart, jnp.zeros_like(total), total) + x
                 for total, x in zip(running, row, strict=True)
             )
-            for place, total in zip(places, running, strict=True):
-                memory.sums[slot, i, place] = total
+            _store_sums(memory, slot, i, dict(zip(starts_at, running, strict=True)))
         return running
 
-    before = tuple(memory.running[place] for place in places)
+    before = tuple(memory.running[pl.ds(c, lanes)] for c in starts_at)
     after = over_vectors(memory.chunk // lanes, before, add)
-    for place, total in zip(places, after, strict=True):
-        memory.running[place] = total
+    for c, total in zip(starts_at, after, strict=True):
+        memory.running[pl.ds(c, lanes)] = total
 
 
-def _load_row(memory: SumMemory, slot: Any, i: Any, columns: range) -> list[Any]:
-    """Return vectors of a fetched row as float32; of packed rows the lower halves first."""
+def _load_row(memory: SumMemory, slot: Any, i: Any, columns: list[int]) -> list[Any]:
+    """Return the vectors of a fetched row that start at some columns, as float32."""
     from jax.experimental import pallas as pl
 
-    words = [memory.rows[slot, i, pl.ds(c, memory.lanes)] for c in columns]
-    if not memory.packed:
-        return words
+    lanes, words = memory.lanes, memory.rows.shape[2]
+    if memory.rows.dtype != jnp.uint32:
+        return [memory.rows[slot, i, pl.ds(c, lanes)] for c in columns]
     # The bits of a number of bfloat16 are the upper 16 bits of the same number in float32.
-    upper = jnp.full(memory.lanes, 0xFFFF0000, jnp.uint32)
-    halves = [word << 16 for word in words] + [word & upper for word in words]
+    upper = jnp.full(lanes, 0xFFFF0000, jnp.uint32)
+    both = {c: memory.rows[slot, i, pl.ds(c, lanes)] for c in columns if c < words}
+    halves = [both[c] << 16 if c < words else both[c - words] & upper for c in columns]
     return [jax.lax.bitcast_convert_type(half, jnp.float32) for half in halves]
+
+
+def _store_sums(memory: SumMemory, slot: Any, i: Any, sums: dict[int, Any]) -> None:
+    """Store the running sums of row `i`, vectors by their first column, or round them."""
+    from jax.experimental import pallas as pl
+
+    lanes, half, zeros = memory.lanes, memory.half, jnp.zeros(memory.lanes, jnp.float32)
+    if not memory.rounds:
+        for c, total in sums.items():
+            memory.sums[slot, i, pl.ds(c, lanes)] = total
+        return
+
+    def counting(c: int) -> Any:
+        """Return the sums from column `c` on, zeros behind the last column that counts."""
+        if c + lanes <= memory.dim or c not in sums:
+            return sums.get(c)
+        return jnp.where(jax.lax.iota(jnp.int32, lanes) < memory.dim - c, sums[c], zeros)
+
+    for c in (c for c in sums if c < half):
+        both = sparsecore_rounding.packed(counting(c), counting(c + half))
+        memory.sums[slot, i, pl.ds(c, lanes)] = both
 
 
 # -- what a test replaces to run a subcore on a CPU ------------------------------------------------

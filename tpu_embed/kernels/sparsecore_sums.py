@@ -17,7 +17,7 @@ Pallas cannot interpret the indirect DMA on a CPU, so this kernel has been compi
 in `sparsecore.KINDS` and interpreted with plain copies, but has not run on a TPU.
 
 Input: rows of 32-bit words, and for every entry a row number, a segment and, if wanted, a weight.
-Output: one float32 row per segment.
+Output: one float32 row per segment, or its numbers rounded to bfloat16, two to a word.
 """
 
 from __future__ import annotations
@@ -29,14 +29,48 @@ import jax
 import jax.numpy as jnp
 
 from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.kernels import sparsecore_worker
+from tpu_embed.kernels import reference, sparsecore_worker, storage
+from tpu_embed.kernels.formats import RowFormat
+from tpu_embed.kernels.operands import RowsToSum, SumLayout
 from tpu_embed.kernels.sparsecore import WORDS
 
 _MOST_ENTRIES, _LEAST_ENTRIES = 128, 16
 """The most and the fewest entries of a chunk; the fewest are one vector of the widest subcore."""
 _MOST_WORDS = 128 * 128
 """The most words of a chunk's sums, 64 KiB. A subcore's memory (256 KiB or more) holds two chunks,
-and of bfloat16 also the rows that they are summed from, half as many words."""
+and where rows or sums are bfloat16 also these, half as many words."""
+LONGEST = _MOST_WORDS // _LEAST_ENTRIES
+"""The most columns of a row that the kernel sums."""
+
+
+def sum_rows(rows: RowsToSum, layout: SumLayout) -> tuple[Array, ...]:
+    """Return what `reference.gather_sum` does."""
+    sums = gather_sum(**_operands(rows, layout))[:, : rows.source.shape[1]]
+    if rows.factors is not None:
+        sums = reference.scale(sums, rows.factors)
+    return reference.by_feature(sums, layout)
+
+
+def sum_rounded_rows(rows: RowsToSum, layout: SumLayout, sent: RowFormat) -> Array:
+    """Return what `rounded.gather_sum` does."""
+    return rounded_gather_sum(**_operands(rows, layout), row_format=sent)
+
+
+def _operands(rows: RowsToSum, layout: SumLayout) -> dict[str, Any]:
+    """Return the arguments of `gather_sum`, by name."""
+    source, packed = rows.source, rows.packed
+    if packed is None:
+        row_format = RowFormat(source.shape[1:], storage.logical_dtype(source.dtype), "words")
+        packed = row_format.pack(source)
+    return {
+        "source": packed,
+        # Numbers of 64 bits that are outside of the source stay outside of it in 32.
+        "index": jnp.clip(rows.index, -1, source.shape[0]).astype(jnp.int32),
+        "segments": rows.segments.astype(jnp.int32),
+        "num_segments": layout.periods * sum(layout.bags),
+        "weights": None if rows.weights is None else rows.weights.astype(jnp.float32),
+        "filled": layout.filled,
+    }
 
 
 def gather_sum(
@@ -67,12 +101,12 @@ def gather_sum(
       float32 `[n, W]`; for packed rows `[n, 2 W]`, the columns of the lower halves first.
     """
     halves = 2 if source.dtype == jnp.uint32 else 1
-    width, workers = source.shape[1] * halves, _workers_here()
+    width = source.shape[1] * halves
     if not (num_segments and index.shape[0] and source.shape[0]):
         return jnp.zeros((num_segments, width), jnp.float32)
-    cuts = _cuts(source.shape[1], _MOST_WORDS // _LEAST_ENTRIES // halves)
+    cuts = _cuts(source.shape[1], LONGEST // halves)
     result = jax.ShapeDtypeStruct((num_segments, width // cuts), jnp.float32)
-    bounds = worker_bounds(segments, workers, num_segments)
+    bounds = worker_bounds(segments, _workers_here(), num_segments)
     entries = [index, segments] if weights is None else [index, segments, weights]
     # Row r of [R, W] is pieces r * k … r * k + k - 1 of [R * k, W / k]; k is 1 but for very long
     # rows. Every piece is summed by a kernel of its own.
@@ -87,6 +121,34 @@ def gather_sum(
     # k sums [n, 2 W / k] of packed rows: [n, k, 2, W / k] -> [n, 2, k, W / k] -> [n, 2 W].
     joined = jnp.stack(parts, axis=1).reshape(num_segments, cuts, halves, -1)
     return jnp.swapaxes(joined, 1, 2).reshape(num_segments, width)
+
+
+def rounded_gather_sum(
+    source: Array,
+    index: Array,
+    segments: Array,
+    row_format: RowFormat,
+    num_segments: int,
+    *,
+    weights: Array | None = None,
+    filled: bool = True,
+) -> Array:
+    """Return the sums of `gather_sum`, rounded to bfloat16 and packed.
+
+    Args:
+      source: float32 `[R, W]`, W a multiple of `sparsecore.WORDS`, at most `LONGEST`.
+      index, segments, num_segments, weights, filled: as for `gather_sum`.
+      row_format: how the sums are packed.
+
+    Returns:
+      uint32 `[n, words]`, as `row_format.pack` packs them.
+    """
+    result = jax.ShapeDtypeStruct((num_segments, row_format.words), jnp.uint32)
+    if not (num_segments and index.shape[0] and source.shape[0]):
+        return jnp.zeros(result.shape, result.dtype)
+    bounds = worker_bounds(segments, _workers_here(), num_segments)
+    entries = [index, segments] if weights is None else [index, segments, weights]
+    return _sum_pieces(source, bounds, entries, result, filled, row_format.shape[0])
 
 
 def worker_bounds(segments: Array, workers: int, num_segments: int) -> Array:
@@ -154,6 +216,7 @@ def _sum_pieces(
     entries: list[Array],
     result: jax.ShapeDtypeStruct,
     filled: bool,
+    dim: int = 0,
 ) -> Array:
     """Run the kernel on rows that are short enough.
 
@@ -163,16 +226,17 @@ def _sum_pieces(
       entries: row numbers, segments and, if wanted, weights, `[N]` each.
       result: shape and dtype of the sums.
       filled: whether sums of no entries are zeros.
+      dim: D, the numbers of a rounded sum that count.
     """
     from jax.experimental import pallas as pl
 
-    chunk = _entries_at_a_time(result.shape[1])
+    chunk = _entries_at_a_time(max(source.shape[1], result.shape[1]))
     # Padded to whole chunks. No worker's bounds include the padding.
     entries = [jnp.pad(x, (0, -x.shape[0] % chunk)) if x.shape[0] % chunk else x for x in entries]
 
     def kernel(source: Any, bounds: Any, *refs: Any) -> None:
         *entries, out = refs
-        sparsecore_worker.run(bounds, source, entries, out, chunk)
+        sparsecore_worker.run(bounds, source, entries, out, chunk, dim)
 
     fetched = entries[0].shape[0] * source.shape[1]
     size = 4 * (fetched + sum(x.shape[0] for x in entries) + result.size)

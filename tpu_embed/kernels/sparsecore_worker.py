@@ -21,7 +21,9 @@ from tpu_embed._types import PADDING_ID
 from tpu_embed.kernels import sparsecore_subcore as subcore
 
 
-def run(bounds: Any, source: Any, entries: Sequence[Any], out: Any, chunk: int) -> None:
+def run(
+    bounds: Any, source: Any, entries: Sequence[Any], out: Any, chunk: int, dim: int = 0
+) -> None:
     """Sum the segments of this worker.
 
     Args:
@@ -30,13 +32,15 @@ def run(bounds: Any, source: Any, entries: Sequence[Any], out: Any, chunk: int) 
       source: `[R, W]` float32, or uint32 with two numbers of bfloat16 to a word.
       entries: row numbers and segments, int32 `[N]`, and weights, float32 `[N]`, if there are any;
         N is a multiple of `chunk`.
-      out: float32 `[n, width]`, the sums; those of no entries are not written.
+      out: float32 `[n, width]`, the sums; those of no entries are not written. Or uint32
+        `[n, words]`: the sums of float32 rows, rounded to bfloat16, two to a word.
       chunk: how many entries are summed at a time.
+      dim: D, the numbers of a rounded sum that count.
     """
     from jax.experimental import pallas as pl
 
     def with_refs(refs: dict[str, Any]) -> None:
-        memory = _Memory(**refs)
+        memory = _Memory(**refs, dim=dim)
         subcore.copy_now(bounds, memory.bounds)
 
         def one_worker(worker: Any) -> None:
@@ -45,7 +49,9 @@ def run(bounds: Any, source: Any, entries: Sequence[Any], out: Any, chunk: int) 
 
         subcore.on_each_worker(one_worker)
 
-    others = {"absent": ((chunk,), jnp.int32)}
+    others: dict[str, Any] = {"absent": ((chunk,), jnp.int32)}
+    if out.dtype == jnp.uint32:
+        others["sums"] = ((2, chunk, out.shape[1]), out.dtype)
     if len(entries) > 2:
         others |= {"weights": ((chunk,), jnp.float32), "factors": ((2, chunk), jnp.float32)}
     subcore.with_memory(with_refs, bounds, source, chunk, **others)

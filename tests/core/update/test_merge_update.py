@@ -12,7 +12,7 @@ from sparsecore_interpreter import interpreted
 from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, TableConfig, optimizers
 from tpu_embed.core.layout import resolve
 from tpu_embed.core.update import sharded
-from tpu_embed.kernels import dispatch
+from tpu_embed.kernels import dispatch, sparsecore_sums
 from tpu_embed.kernels import sparsecore_rules as rules
 
 V, D, B = 40, 20, 16
@@ -32,6 +32,7 @@ CASES = {
         {"exchange_dtype": "bfloat16"},
         False,
     ),
+    "one device, bfloat16": (1, optimizers.SGD(0.1), {"exchange_dtype": "bfloat16"}, False),
     "two slots, traced, bfloat16": (
         2,
         optimizers.Adam(0.1),
@@ -42,11 +43,16 @@ CASES = {
 
 
 def choose(calls, *operands, sparse=None, **others):
-    """Choose the SparseCores for what merges and updates, and for nothing else."""
-    if isinstance(sparse, functools.partial) and sparse.func is sharded._merge_and_apply:
-        calls.append(operands)
+    """Choose the SparseCores for what merges and updates or rounds, and for nothing else."""
+    name = getattr(getattr(sparse, "func", sparse), "__qualname__", "")
+    if name in KERNELS:
+        calls.append(name)
         return sparse(*operands)
     return CHOOSE(*operands, sparse=sparse, **others)
+
+
+ROUNDING = {sparsecore_sums.sum_rounded_rows.__qualname__, "read_rows.<locals>.in_kernel"}
+KERNELS = ROUNDING | {sharded._merge_and_apply.__qualname__}
 
 
 CHOOSE = dispatch.choose
@@ -65,7 +71,7 @@ def sparse_calls(monkeypatch):
 
 
 def trained(devices, rule, options, traced):
-    """Return the table and its slots after three steps."""
+    """Return the table and its slots after three steps, and what is looked up in it then."""
     rng = np.random.default_rng(0)
     table = TableConfig(V, D, combiner="sum", name="items")
     features = {"a": FeatureConfig(table), "b": FeatureConfig(table)}
@@ -82,20 +88,22 @@ def trained(devices, rule, options, traced):
         if step == 1 and "on_bad_gradient" in options:
             gradients["a"][3, 1] = np.nan
         state = update(state, ids if traced else engine.place(ids), gradients)
-    return engine.tables(state)["items"], engine.slots(state)["items"]
+    activations = engine.lookup(state, ids if traced else engine.place(ids))
+    return engine.tables(state)["items"], engine.slots(state)["items"], activations
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.quick(2)
 def test_an_engine_has_the_rows_and_slots_of_plain_tables(name, request):
     devices, rule, options, traced = CASES[name]
-    expected, slots = jax.device_get(trained(devices, rule, options, traced))
+    expected, slots, activations = jax.device_get(trained(devices, rule, options, traced))
     calls = request.getfixturevalue("sparse_calls")
-    found, others = jax.device_get(trained(devices, rule, options, traced))
-    assert calls, "the kernel runs"
+    found, others, rounded = jax.device_get(trained(devices, rule, options, traced))
+    assert set(calls) == (KERNELS if "exchange_dtype" in options else KERNELS - ROUNDING)
     jax.tree.map(np.testing.assert_array_equal, others, slots)
     if type(rule).__name__ in ("SGD", "Momentum"):
         np.testing.assert_array_equal(found, expected)
+        jax.tree.map(np.testing.assert_array_equal, rounded, activations)
     else:
         # Three steps, each below 1, and their roundings.
         np.testing.assert_allclose(found, expected, rtol=2.0**-22, atol=3 * rules.STEP_ERROR)

@@ -32,7 +32,7 @@ from tpu_embed.core.layout import (
     sent_rows_format,
     sent_sums_format,
 )
-from tpu_embed.kernels import dispatch, storage
+from tpu_embed.kernels import dispatch, rounded, storage
 from tpu_embed.kernels.operands import RowsToSum, SumLayout
 
 
@@ -122,29 +122,28 @@ def fetch(table: Array, route: RowRoute, stack: Stack) -> FetchedRows:
     if route.asked is None:
         numbers = jax.lax.iota(route.index.dtype, route.index.shape[0])
         index = jnp.where(route.index < 0, jnp.asarray(PADDING_ID, numbers.dtype), numbers)
-        found = dispatch.read_rows(table, route.index, stack.row_format)
-        found = _as_sent(found, stack)
+        found = _read_as_sent(table, route.index, stack)
         return FetchedRows(sent_format.unpack(found), index, _for_sums(found, stack))
     with jax.named_scope("route"):
         # The owner reads the rows that all sources asked for, [S * C], and sends [S, C, D] back.
-        found = dispatch.read_rows(table, route.asked.reshape(-1), stack.row_format)
-        found = _as_sent(found, stack)
+        found = _read_as_sent(table, route.asked.reshape(-1), stack)
         sent = sent_format.for_exchange(found, stack.num_shards)
         back = collectives.all_to_all(sent, stack.shard_axes).reshape(found.shape)
         return FetchedRows(sent_format.unpack(back), route.index, _for_sums(back, stack))
 
 
-def _as_sent(rows: Array, stack: Stack) -> Array:
-    """Return rows in the format in which they are sent, rounded if the exchange rounds them.
+def _read_as_sent(table: Array, row_ids: Array, stack: Stack) -> Array:
+    """Return rows of a shard in the format in which they are sent, rounded if the exchange does so.
 
     Args:
-      rows: as `stack.row_format` has them.
+      table: the shard.
+      row_ids: local rows `[N]`, `PADDING_ID` for absent ones.
       stack: the stack.
     """
     sent_format = sent_rows_format(stack)
     if sent_format == stack.row_format:
-        return rows
-    return sent_format.pack_rounded(stack.row_format.unpack(rows))
+        return dispatch.read_rows(table, row_ids, stack.row_format)
+    return rounded.read_rows(table, row_ids, stack.row_format, sent_format)
 
 
 def _for_sums(packed: Array, stack: Stack) -> Array | None:
@@ -153,33 +152,21 @@ def _for_sums(packed: Array, stack: Stack) -> Array | None:
     return packed if suits else None
 
 
-def rounded_sums(sums: Array, stack: Stack) -> Array:
-    """Return partial sums as owners get them: rounded, bfloat16 as uint16, if the exchange rounds.
-
-    Each is rounded once, before it is sent; without an exchange, where it was made.
-
-    Args:
-      sums: `[P, D]`, float.
-      stack: the stack.
-    """
-    return sums if stack.exchange_dtype is None else storage.narrowed(sums)
-
-
 def send_sums(sums: Array, stack: Stack, axes: MeshAxes) -> tuple[Array, Array | None]:
     """Send every owner the sums for its rows.
 
     Args:
-      sums: `[S * C, D]`, a parcel of C sums for each shard.
+      sums: a parcel of C sums for each shard, `[S * C, D]`, float; if the exchange rounds them,
+        rounded and in the format of `sent_sums_format` already.
       stack: the stack.
       axes: the mesh, and which of its axes split the batch.
 
     Returns:
-      The sums that this device received, `[rest * S * C, D]`, in the order of `send_rows`, as
-      `rounded_sums` has them; and these packed for SparseCores, if it has some.
+      The sums that this device received, `[rest * S * C, D]`, in the order of `send_rows`, float,
+      or bfloat16 as uint16 if they were rounded; and these packed for SparseCores, if it has some.
     """
     rest, row_format = axes.other_batch_axes(stack.shard_axes), sent_sums_format(stack)
-    exact = stack.exchange_dtype is None
-    packed = row_format.pack(sums) if exact else row_format.pack_rounded(sums)
+    packed = row_format.pack(sums) if stack.exchange_dtype is None else sums
     sums = row_format.for_exchange(packed, stack.num_shards)
     # The all-to-all gives [S, C] from the sources along the shard axes; devices along the other
     # batch axes own copies of the same shard, and the all-gather gives each [rest, S, C].

@@ -25,7 +25,8 @@ from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.batch import BagLayout, LocalIds, RoutedIds, StackView
 from tpu_embed.core.exchange import FetchedRows, SumRoute
 from tpu_embed.core.layout import Stack
-from tpu_embed.kernels import dispatch, reference, storage
+from tpu_embed.kernels import dispatch, reference, rounded, storage
+from tpu_embed.kernels.formats import RowFormat
 from tpu_embed.kernels.operands import RowsToSum, SumLayout
 
 
@@ -158,6 +159,7 @@ def sum_gradients(
     num_sums: int,
     *,
     filled: bool = True,
+    sent: RowFormat | None = None,
 ) -> Array:
     """Return sums of the gradients of rows, `[num_sums, D]`.
 
@@ -168,12 +170,16 @@ def sum_gradients(
       route: which gradients are added to which sum, in order.
       num_sums: the number of sums.
       filled: whether sums of no gradients must be zeros; see `SumLayout`.
+      sent: a format of bfloat16: each sum is rounded, and the result is in it. None: they are not.
     """
     joined = reference.join_features(gradients, bag_layout.periods, bag_layout.order)
     # Scaled by bag, not by id: a bag has one factor 1 / d for all of its ids.
     scaled = joined if factors is None else reference.scale(joined, factors)
     rows = RowsToSum(scaled, route.index, route.segments, route.weights)
-    (sums,) = dispatch.gather_sum(rows, SumLayout((1,), num_sums, filled=filled))
+    layout = SumLayout((1,), num_sums, filled=filled)
+    if sent is not None:
+        return rounded.gather_sum(rows, layout, sent)
+    (sums,) = dispatch.gather_sum(rows, layout)
     return sums
 
 

@@ -16,7 +16,7 @@ their rows' owners, with the order to merge them in; or what a compiled kernel n
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from tpu_embed.core.batch import (
     transport_of,
 )
 from tpu_embed.core.exchange import MergeRoute, RowSums, SumRoute, collectives, device_route, route
-from tpu_embed.core.layout import Layout, Stack
+from tpu_embed.core.layout import Layout, Stack, sent_sums_format
 from tpu_embed.core.lookup import (
     bag_entries,
     join_gradients,
@@ -41,6 +41,7 @@ from tpu_embed.core.lookup import (
     sum_gradients,
 )
 from tpu_embed.kernels import dispatch, storage
+from tpu_embed.kernels.formats import RowFormat
 from tpu_embed.kernels.operands import GradientLayout, RowGradients
 
 
@@ -92,6 +93,16 @@ class Task(NamedTuple):
         if not self.view.bags.jagged:
             return self.given
         return (join_gradients(self.given, self.factors_of_bags, self.view),)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether partial sums are rounded to bfloat16 where they are made."""
+        return self.stack.exchange_dtype is not None
+
+    @property
+    def rounded_format(self) -> RowFormat | None:
+        """The format of partial sums that are rounded; None: they are not."""
+        return sent_sums_format(self.stack) if self.rounds else None
 
     @property
     def factors(self) -> Array | None:
@@ -171,7 +182,7 @@ def exchange_sums(task: Task, outgoing: Outgoing) -> Partials:
     stack, axes, sent = task.stack, task.layout.axes, outgoing.row_ids
     with jax.named_scope("dedup"):
         size = stack.num_shards * outgoing.capacity
-        sums = _summed(task, outgoing.sums, size, filled=False)
+        sums = _summed(task, outgoing.sums, size, filled=False, sent=task.rounded_format)
     with jax.named_scope("route"):
         received, packed = route.send_sums(sums, stack, axes)
         if isinstance(task.ids, RoutedIds) and task.ids.merge is not None:
@@ -228,7 +239,7 @@ def local_gradients(task: Task) -> tuple[RowGradients, GradientLayout]:
     given = RowGradients(ids.row_ids, ids.bags, entries.weights, entries.factors, task.gradients)
     # The first bags of all blocks but the first: the only device knows all bags.
     blocks = tuple(task.view.block_starts[1:-1].tolist())
-    return given, bag_layout.gradients._replace(blocks=blocks, rounds=_rounds(task))
+    return given, bag_layout.gradients._replace(blocks=blocks, rounds=task.rounds)
 
 
 class RoutedGradients(NamedTuple):
@@ -268,15 +279,16 @@ def gradients_at_owner(task: Task) -> RoutedGradients:
 
 def sums_at_owner(task: Task, given: RoutedGradients) -> Partials:
     """Return the partial sums of gradients that are at the owner of their rows already."""
-    view = task.view
+    view, sent = task.view, task.rounded_format
     with jax.named_scope("dedup"):
         gradients, factors = given.gradients, given.factors
         if view.bags.jagged and not isinstance(task.transport, Gather):
             gradients, factors = (join_gradients(gradients, factors, view),), None
-        size = task.transport.num_partials
-        layout = _bags_at_owner(task)
-        sums = sum_gradients(gradients, factors, layout, given.sums, size, filled=False)
-    return Partials(route.rounded_sums(sums, task.stack), given.merge)
+        layout, size = _bags_at_owner(task), task.transport.num_partials
+        sums = sum_gradients(gradients, factors, layout, given.sums, size, filled=False, sent=sent)
+    if sent is None:
+        return Partials(sums, given.merge)
+    return Partials(sent.unpack(sums), given.merge, sums if sent.packing == "words" else None)
 
 
 def _bags_at_owner(task: Task) -> BagLayout:
@@ -302,12 +314,7 @@ def for_kernel(task: Task, given: RoutedGradients) -> tuple[RowGradients, Gradie
     layout = _bags_at_owner(task).gradients
     if not isinstance(task.transport, Gather):
         layout = _local_targets(task.view)
-    return sorted_by_row, layout._replace(rounds=_rounds(task))
-
-
-def _rounds(task: Task) -> bool:
-    """Tell whether the kernel that makes partial sums must round them."""
-    return task.stack.exchange_dtype is not None
+    return sorted_by_row, layout._replace(rounds=task.rounds)
 
 
 def _local_targets(view: StackView) -> GradientLayout:
@@ -357,10 +364,9 @@ def _order_of_cells(task: Task) -> tuple[SumRoute, Array]:
     return sums, jnp.pad(touched, missing, constant_values=PADDING_ID)
 
 
-def _summed(task: Task, order: SumRoute, num_sums: int, *, filled: bool = True) -> Array:
-    """Return sums of this device's gradients, `[num_sums, D]`; see `sum_gradients`."""
-    gradients, factors, bag_layout = task.gradients, task.factors, task.bag_layout
-    return sum_gradients(gradients, factors, bag_layout, order, num_sums, filled=filled)
+def _summed(task: Task, order: SumRoute, num_sums: int, **options: Any) -> Array:
+    """Return sums of this device's gradients; see `sum_gradients`."""
+    return sum_gradients(task.gradients, task.factors, task.bag_layout, order, num_sums, **options)
 
 
 def _parts(task: Task, order: Array, bags: Array) -> Array | None:
