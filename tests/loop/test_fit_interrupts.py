@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import shutil
 
 import jax
@@ -13,7 +14,9 @@ from loop_cases import DENSE, Network, Stateful, batches, left_by, loss_of_netwo
 
 import tpu_embed
 from tpu_embed.io.checkpoint import tables
-from tpu_embed.loop.run import Run
+from tpu_embed.loop.network import split_model
+from tpu_embed.loop.run import Run, new_run
+from tpu_embed.loop.step import make_train_step
 
 STEPS, EVERY = 14, 4
 EVALUATION = list(batches(2))
@@ -196,21 +199,27 @@ def test_a_save_that_fails_is_a_note_on_the_error_that_ended_the_run(tmp_path, m
     assert steps_in(tmp_path / "run") == [4]
 
 
-def test_a_signal_waits_until_the_step_has_stored_its_results(tmp_path, monkeypatch):
-    """Interrupted anywhere in a step, the run is between two steps."""
-    train, interrupts = Run.train, [Interrupt(of_the_loop, at, from_a_signal) for at in (40, 90)]
+def of_a_step(code):
+    return code is Run.train.__code__
 
-    def interrupted(self, *args):
-        if self.step != 5 or not interrupts:
-            return train(self, *args)
-        with interrupts.pop() as interrupt:
-            train(self, *args)
-        assert interrupt.seen >= 40
-        assert self.is_whole
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr(Run, "train", interrupted)
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path / "run")
-    assert_undisturbed(run(tmp_path / "run"))
+def test_interrupted_at_every_bytecode_of_a_step_the_run_is_between_two_steps():
+    made, source = engine(), Stateful(200)
+    objective, network = split_model(loss_of_network, Network(nnx.Rngs(0)))
+    run, step = new_run(made, network, DENSE), make_train_step(made, objective, DENSE)
+    run.begin(None, 0)
+    for at in itertools.count(1):
+        ids, wanted = next(source)
+        item, before = (made.place(ids), wanted), run.step
+        with Interrupt(of_a_step, at, from_a_signal) as interrupt:
+            run.train(step, item, source.get_state)
+        assert run.is_whole
+        assert run.step == int(run.state.step) == made.vocabularies.admitted
+        if run.step == before:
+            run.forget_placed()
+            source.set_state({"at": before})
+        assert source.get_state() == {"at": run.step}
+        assert run.position == (source.get_state() if run.step else None)
+        if interrupt.seen < at:
+            break
+    assert at > 50

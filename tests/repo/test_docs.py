@@ -83,9 +83,10 @@ NOT_SHOWN = {  # modules, names shown under their own module, names for our othe
 
 @pytest.mark.parametrize("module", [f"tpu_embed{name}" for name in MODULES])
 def test_reference_shows_every_public_name(module):
-    page = (ROOT / "docs/reference.md").read_text()
-    shown = set(re.findall(r"^::: (.+)$", page, re.MULTILINE))
-    assert set(re.findall(r"\]\[(.+?)\]", page)) == shown  # the index at the page's top
+    pages = [path.read_text() for path in sorted((ROOT / "docs/reference").glob("*.md"))]
+    shown = set(re.findall(r"^::: (.+)$", "\n".join(pages), re.MULTILINE))
+    index = (ROOT / "docs/reference.md").read_text()
+    assert set(re.findall(r"\]\[(.+?)\]", index)) == shown
     for name in set(importlib.import_module(module).__all__) - NOT_SHOWN.get(module, set()):
         # `planning.plan` is a function and, for mkdocstrings, the module that it is in.
         paths = {f"{module}.{name}", f"{module}.{name}.{name}", f"tpu_embed.{name}"}
@@ -145,11 +146,25 @@ def stages(text):
     return [name for name, _ in itertools.groupby(found)]
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/index.md", "tpu_embed/__init__.py"])
-def test_diagrams_name_the_same_stages(path):
-    text = (ROOT / path).read_text()
-    block = text.split('"""')[1] if path.endswith(".py") else text.split("```\n")[1]
+def test_the_diagram_of_the_package_names_the_stages():
+    block = (ROOT / "tpu_embed/__init__.py").read_text().split('"""')[1]
     assert [name for name in stages(block) if name != "your ids"] == STAGES
+
+
+PICTURES = [ROOT / f"docs/images/path-{scheme}.svg" for scheme in ("light", "dark")]
+
+
+def test_the_pictures_name_the_same_stages_and_differ_in_colours_alone():
+    light, dark = (path.read_text() for path in PICTURES)
+    assert re.findall('<text class="stage"[^>]*>(.*)</text>', light) == STAGES
+    assert light != dark
+    assert re.sub("#[0-9a-f]{6}", "", light) == re.sub("#[0-9a-f]{6}", "", dark)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_first_pages_show_the_picture_in_both_schemes(page):
+    text = (ROOT / page).read_text()
+    assert all(path.name in text for path in PICTURES)
 
 
 def undonated(code):

@@ -86,8 +86,7 @@ class Reporter:
 
     def _report(self, run: Run, *, evaluates: bool) -> bool:
         """Report; return whether the callback ends the run."""
-        window, self._window = self._window, Window()
-        means, speed = window.close()
+        means, speed = self._window.close()
         if not means and self._last is not None:  # a second report of one step
             means = {"loss": self._last.loss, **self._last.metrics}
         report = Report(
