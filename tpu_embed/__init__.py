@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from tpu_embed import nn as nn
     from tpu_embed import planning as planning
     from tpu_embed import retrieval as retrieval
+    from tpu_embed.loop import fit as fit
 
 __all__ = [
     "Batch",
@@ -67,6 +68,7 @@ __all__ = [
     "TableConfig",
     "TableState",
     "embedding_lookup",
+    "fit",
     "hash_ids",
     "initializers",
     "optimizers",
@@ -100,6 +102,8 @@ _ANCESTORS = {
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return importlib.metadata.version("tpu-embed")
+    if name == "fit":  # it needs orbax, which takes a second to import
+        return importlib.import_module(f"{__name__}.loop").fit
     if name not in _LATER:
         text = f"module {__name__!r} has no attribute {name!r}"
         if name in _ANCESTORS:

@@ -40,6 +40,7 @@ FLOORS = {
     "data": 5,
     "retrieval": 5,
     "stateful": 6,
+    "loop": 6,
     "vocabulary_report": 6,
     "check": 7,
     "__main__": 7,
@@ -80,6 +81,7 @@ ORDERS = {
         "vocabularies",
         "choose",
     ],
+    "loop": ["network", "step", "run", "reports", "evaluation", "progress", "reporter", "fit"],
     "training": ["paths", "replicas", "autodiff", "optimizer"],
 }
 """The rooms of a package in order: each imports only those before it."""

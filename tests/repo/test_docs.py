@@ -44,12 +44,23 @@ def test_page(page, tmp_path, monkeypatch):
     run(str(page), page.read_text())
 
 
-def test_a_parquet_file_becomes_a_saved_model_in_35_lines():
+STAGES_OF_A_PROGRAM = (
+    "hash_ids(",
+    "weights",
+    "seen",
+    "fit(",
+    "directory=",
+    "export_model(",
+    "load_",
+)
+
+
+def test_a_parquet_file_becomes_a_served_model_in_35_lines():
     """`test_page` runs them; here they must be a whole program, which uses no other snippet."""
     page = (ROOT / "docs/from-your-data.md").read_text()
     (program,) = [code for code in snippets(page) if "pq.ParquetFile(path)" in code]
     assert len([line for line in program.splitlines() if line.strip()]) <= 35
-    assert all(step in program for step in ("hash_ids(", "weights", "seen", "update(", "save("))
+    assert all(step in program for step in STAGES_OF_A_PROGRAM)
     nodes = list(ast.walk(ast.parse(program)))
     names = [node for node in nodes if isinstance(node, ast.Name)]
     made = {name.id for name in names if isinstance(name.ctx, ast.Store)} | set(dir(builtins))
@@ -59,7 +70,7 @@ def test_a_parquet_file_becomes_a_saved_model_in_35_lines():
     assert {name.id for name in names} <= made
 
 
-MODULES = ("", ".check", ".data", ".initializers", ".io", ".metrics", ".nn", ".optimizers")
+MODULES = ("", ".check", ".data", ".initializers", ".io", ".loop", ".metrics", ".nn", ".optimizers")
 MODULES += (".planning", ".retrieval", ".training")
 NOT_SHOWN = {  # modules, names shown under their own module, names for our other packages
     "tpu_embed": {"RowIdInitializer", "ShardInfo", "initializers", "optimizers", "training"},
@@ -73,9 +84,10 @@ NOT_SHOWN = {  # modules, names shown under their own module, names for our othe
 
 @pytest.mark.parametrize("module", [f"tpu_embed{name}" for name in MODULES])
 def test_reference_shows_every_public_name(module):
-    page = (ROOT / "docs/reference.md").read_text()
-    shown = set(re.findall(r"^::: (.+)$", page, re.MULTILINE))
-    assert set(re.findall(r"\]\[(.+?)\]", page)) == shown  # the index at the page's top
+    pages = [path.read_text() for path in sorted((ROOT / "docs/reference").glob("*.md"))]
+    shown = set(re.findall(r"^::: (.+)$", "\n".join(pages), re.MULTILINE))
+    index = (ROOT / "docs/reference.md").read_text()
+    assert set(re.findall(r"\]\[(.+?)\]", index)) == shown
     for name in set(importlib.import_module(module).__all__) - NOT_SHOWN.get(module, set()):
         # `planning.plan` is a function and, for mkdocstrings, the module that it is in.
         paths = {f"{module}.{name}", f"{module}.{name}.{name}", f"tpu_embed.{name}"}
@@ -135,11 +147,25 @@ def stages(text):
     return [name for name, _ in itertools.groupby(found)]
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/index.md", "tpu_embed/__init__.py"])
-def test_diagrams_name_the_same_stages(path):
-    text = (ROOT / path).read_text()
-    block = text.split('"""')[1] if path.endswith(".py") else text.split("```\n")[1]
+def test_the_diagram_of_the_package_names_the_stages():
+    block = (ROOT / "tpu_embed/__init__.py").read_text().split('"""')[1]
     assert [name for name in stages(block) if name != "your ids"] == STAGES
+
+
+PICTURES = [ROOT / f"docs/images/path-{scheme}.svg" for scheme in ("light", "dark")]
+
+
+def test_the_pictures_name_the_same_stages_and_differ_in_colours_alone():
+    light, dark = (path.read_text() for path in PICTURES)
+    assert re.findall('<text class="stage"[^>]*>(.*)</text>', light) == STAGES
+    assert light != dark
+    assert re.sub("#[0-9a-f]{6}", "", light) == re.sub("#[0-9a-f]{6}", "", dark)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_first_pages_show_the_picture_in_both_schemes(page):
+    text = (ROOT / page).read_text()
+    assert all(path.name in text for path in PICTURES)
 
 
 def undonated(code):

@@ -9,7 +9,7 @@ NAMES = {
         "Batch BatchSpec DynamicVocabulary EmbeddingEngine FeatureConfig FixedVocabulary "
         "HostStorage IndexedSlices Jagged QuantizationConfig "
         "RaggedIds RowIdInitializer ShardInfo SparseIds TPUEmbedding TableConfig TableState "
-        "embedding_lookup hash_ids initializers optimizers pad_batch sparse_grad "
+        "embedding_lookup fit hash_ids initializers optimizers pad_batch sparse_grad "
         "sparse_value_and_grad split_activations training"
     ),
     "tpu_embed.check": "PARTS PartReport run_parts",
@@ -19,6 +19,7 @@ NAMES = {
         "ServedModel TouchedRows Version apply_delta export_delta export_model host_table "
         "load_model quantize_rows restore restore_modules save save_modules serving_lookup"
     ),
+    "tpu_embed.loop": "Report fit",
     "tpu_embed.metrics": (
         "auc batch_statistics counters ndcg_at_k normalized_entropy recall_at_k table_statistics "
         "vocabulary_scalars vocabulary_statistics write_scalars"

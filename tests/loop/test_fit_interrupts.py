@@ -1,0 +1,225 @@
+"""Whatever ends a run of `fit`, the next call goes on to the bits of an undisturbed run."""
+
+import contextlib
+import functools
+import itertools
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from interrupt_cases import Interrupt, from_a_signal
+from loop_cases import DENSE, Network, Stateful, batches, left_by, loss_of_network, make_engine
+
+import tpu_embed
+from tpu_embed.io.checkpoint import tables
+from tpu_embed.loop.network import split_model
+from tpu_embed.loop.run import Run, new_run
+from tpu_embed.loop.step import make_train_step
+
+STEPS, EVERY = 14, 4
+EVALUATION = list(batches(2))
+
+
+@pytest.fixture(autouse=True)
+def promote():
+    with jax.numpy_dtype_promotion("standard"):  # optax needs it
+        yield
+
+
+@functools.cache
+def engine():
+    return make_engine()
+
+
+def run(directory, source=None, **options):
+    """Call `fit` as a program that is started again would."""
+    given = {"steps": STEPS, "save_every": EVERY, "keep": 2, "progress": False} | options
+    given |= {"model": Network(nnx.Rngs(0)), "optimizer": DENSE, "directory": directory}
+    source = batches(STEPS + 3) if source is None else source
+    return tpu_embed.fit(engine(), loss_of_network, source, **given)
+
+
+@functools.cache
+def undisturbed():
+    return left_by(engine(), run(None))
+
+
+def assert_undisturbed(report):
+    assert report.step == STEPS
+    for found, expected in zip(left_by(engine(), report), undisturbed(), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def steps_in(directory):
+    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
+
+
+def of_the_loop(code):
+    parts = ("tpu_embed/loop/", "tpu_embed/data/prefetcher", "tpu_embed/io/checkpoint/numbered")
+    return any(part in code.co_filename for part in parts)
+
+
+class Failing(Stateful):
+    """The batches, of which one raises an error, or is no batch."""
+
+    def __init__(self, at, bad):
+        super().__init__(STEPS)
+        self.bad, self.items[at] = bad, bad
+
+    def __next__(self):
+        if self.at < len(self.items) and self.items[self.at] is self.bad is ZeroDivisionError:
+            raise ZeroDivisionError
+        return super().__next__()
+
+
+def read_once(source):
+    """Yield what a source yields; the position in it is then a number of batches."""
+    yield from source
+
+
+BAD_IDS = {name: np.full((8, 2), 10**6) for name in ("item", "query", "far")}
+
+
+def by_a_signal(rng):
+    return {}, Interrupt(of_the_loop, int(rng.integers(1, 12_000)), from_a_signal)
+
+
+def by_the_source(rng):
+    source = Failing(rng.integers(STEPS), ZeroDivisionError)
+    return {"source": source}, contextlib.suppress(ZeroDivisionError)
+
+
+def by_a_bad_batch(rng):
+    source = Failing(rng.integers(STEPS), (BAD_IDS, np.zeros(8, np.float32)))
+    return {"source": source}, contextlib.suppress(ValueError)
+
+
+def by_the_callback(rng):
+    at = int(rng.integers(1, STEPS))
+
+    def callback(report):
+        if report.step >= at:
+            raise ZeroDivisionError
+
+    return {"callback": callback, "report_every": 1}, contextlib.suppress(ZeroDivisionError)
+
+
+def by_its_steps(rng):
+    return {"steps": int(rng.integers(1, STEPS))}, contextlib.nullcontext()
+
+
+ENDS = [by_a_signal, by_a_signal, by_the_source, by_a_bad_batch, by_the_callback, by_its_steps]
+
+
+def disturb(rng, directory, count):
+    """End so many calls at random; return the report of the one that comes to its end."""
+    stateful, reached, last = rng.random() < 0.5, [0], 0
+    for _ in range(count):
+        how = ENDS[rng.integers(len(ENDS))]
+        options, context = how(rng)
+        source = options.pop("source", None) or Stateful(STEPS)
+        # A run of fewer steps than are there already stays as it is.
+        with context:
+            run(directory, source if stateful else read_once(source), **options)
+        last = max(steps_in(directory), default=0) if directory.exists() else 0
+        reached.append(last)
+    assert reached == sorted(reached)
+    source = Stateful(STEPS)
+    return run(directory, source if stateful else read_once(source), evaluation=EVALUATION)
+
+
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.whole) for seed in range(1, 20))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_ends_leave_the_bits_of_an_undisturbed_run(seed, tmp_path):
+    assert_undisturbed(disturb(np.random.default_rng(seed), tmp_path / "run", 4))
+
+
+def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(
+    tmp_path, monkeypatch
+):
+    """What a kill leaves is a copy of the directory from the middle of a save."""
+    copies, write = [], tables.write
+
+    def write_and_copy(path, prepared):
+        write(path, prepared)  # the tables are there; the rest of the checkpoint is not
+        copies.append(tmp_path / f"copy {len(copies)}")
+        shutil.copytree(tmp_path / "run", copies[-1])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tables, "write", write_and_copy)
+        run(tmp_path / "run")
+    assert steps_in(tmp_path / "run") == [12, STEPS]
+    left = copies[1]
+    assert steps_in(left) == [4]
+    assert any("orbax-checkpoint-tmp" in path.name for path in left.iterdir())
+    assert_undisturbed(run(left))
+    assert steps_in(left) == [12, STEPS]
+
+
+def test_a_batch_that_was_admitted_but_not_trained_on_is_not_saved(tmp_path):
+    """Keys of the batch have rows then; a run that went on from there would count it twice."""
+    ids, _ = next(batches(1))
+    source = [*batches(6), (ids, np.zeros(5, np.float32))]
+    with pytest.raises((TypeError, ValueError)) as error:
+        run(tmp_path / "run", source)
+    assert steps_in(tmp_path / "run") == [4]
+    assert "run has step 4; the same call goes on" in error.value.__notes__[-1]
+    assert_undisturbed(run(tmp_path / "run"))
+
+
+def test_an_interrupt_is_saved_and_says_so(tmp_path):
+    def callback(report):
+        if report.step == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as error:
+        run(tmp_path / "run", callback=callback, report_every=1)
+    assert steps_in(tmp_path / "run") == [4, 6]
+    assert "run has step 6; the same call goes on" in error.value.__notes__[-1]
+
+
+def test_a_save_that_fails_is_a_note_on_the_error_that_ended_the_run(tmp_path, monkeypatch):
+    def fail(path, prepared):
+        raise OSError("no space left on device")
+
+    def callback(report):
+        monkeypatch.setattr(tables, "write", fail)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as error:
+        run(tmp_path / "run", callback=callback, report_every=6)
+    *_, failed, there = error.value.__notes__
+    assert "step 6 could not be saved" in failed
+    assert "no space left" in failed
+    assert "has step 4" in there
+    assert steps_in(tmp_path / "run") == [4]
+
+
+def of_a_step(code):
+    return code is Run.train.__code__
+
+
+def test_interrupted_at_every_bytecode_of_a_step_the_run_is_between_two_steps():
+    made, source = engine(), Stateful(200)
+    objective, network = split_model(loss_of_network, Network(nnx.Rngs(0)))
+    run, step = new_run(made, network, DENSE), make_train_step(made, objective, DENSE)
+    run.begin(None, 0)
+    for at in itertools.count(1):
+        ids, wanted = next(source)
+        item, before = (made.place(ids), wanted), run.step
+        with Interrupt(of_a_step, at, from_a_signal) as interrupt:
+            run.train(step, item, source.get_state)
+        assert run.is_whole
+        assert run.step == int(run.state.step) == made.vocabularies.admitted
+        if run.step == before:
+            run.forget_placed()
+            source.set_state({"at": before})
+        assert source.get_state() == {"at": run.step}
+        assert run.position == (source.get_state() if run.step else None)
+        if interrupt.seen < at:
+            break
+    assert at > 50

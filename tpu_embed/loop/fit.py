@@ -1,0 +1,167 @@
+"""The loop: take a placed batch, train on it, and every so many steps report, evaluate and save.
+
+Input: an engine, a loss, a source of batches. Output: what was trained.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import optax
+
+from tpu_embed._checks import message
+from tpu_embed._types import PyTree
+from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.state import TableState
+from tpu_embed.data import Prefetcher
+from tpu_embed.loop.evaluation import make_evaluate
+from tpu_embed.loop.network import check_optimizer, split_model
+from tpu_embed.loop.progress import ProgressLine
+from tpu_embed.loop.reporter import Reporter, Schedule
+from tpu_embed.loop.reports import Report
+from tpu_embed.loop.run import Keeper, Run, make_keeper, new_run
+from tpu_embed.loop.step import make_train_step
+
+
+def fit(
+    engine: EmbeddingEngine,
+    loss: Callable[..., Any],
+    source: Iterable[Any],
+    *,
+    model: PyTree = None,
+    optimizer: optax.GradientTransformation | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    state: TableState | None = None,
+    directory: str | Path | None = None,
+    save_every: int = 1000,
+    keep: int | None = 3,
+    evaluation: Iterable[Any] | Callable[[], Iterable[Any]] | None = None,
+    evaluate_every: int | None = None,
+    report_every: int = 100,
+    callback: Callable[[Report], Any] | None = None,
+    progress: bool = True,
+    weighted: bool = False,
+    depth: int = 2,
+) -> Report:
+    """Train the tables of an engine, and a model beside them, on the batches of a source.
+
+    A thread reads and places the next batches meanwhile. With a directory, the run is saved every
+    `save_every` steps and at its end; and when something ends it early, such as Ctrl-C or bad data,
+    after the last step that is whole. The same call then goes on from there, and ends with the bits
+    of a run that was never interrupted.
+
+    With several processes, all call this with equal arguments, each with its own part of the
+    source. A process that fails ends the others; they go on from their last regular checkpoint.
+
+    Args:
+      engine: of the tables; it has their optimizers.
+      loss: `loss(activations, *rest)`, or `loss(model, activations, *rest)` if there is a model.
+        It returns a number, usually the mean over the batch, or this and a dictionary of named
+        numbers, the metrics. It is traced.
+      source: yields features, or plain tuples `(features, *rest)`, where the rest are numbers,
+        arrays, or dictionaries of them; as for a `Prefetcher`, or one that has not been read. It is
+        read once; epochs are its own. To go on from a checkpoint, either its iterator has
+        `get_state` and `set_state`, or it begins anew with the same batches, which are left out.
+      model: a flax nnx module, or any pytree of arrays; None: the tables are all there is.
+      optimizer: of optax, for the model.
+      steps: the number of batches of the whole run, those before an interrupt included; None: all.
+        Up to `depth` batches more are read.
+      seed: the tables begin as `engine.init(jax.random.key(seed))`.
+      state: tables to begin with, instead of `seed`; their memory is taken. A checkpoint in the
+        directory goes before.
+      directory: of the checkpoints, whose latest one is gone on from; None: none are written.
+      save_every: how many steps lie between two checkpoints.
+      keep: how many of the latest checkpoints stay; None: all.
+      evaluation: a second source, which is read from its beginning each time; or a function that
+        returns one, such as a generator function. A number is the mean over its batches.
+      evaluate_every: how many steps lie between two evaluations; None: one, at the end.
+      report_every: how many steps lie between two reports.
+      callback: called with a `Report` every `report_every` steps, after each evaluation, and at the
+        end. If it returns True, the run ends there. With several processes, all return the same.
+      progress: whether reports are shown, on `sys.stderr`.
+      weighted: whether sources yield `(features, weights, *rest)`.
+      depth: how many batches are placed ahead.
+
+    Returns:
+      The last report: `state` and `model` are what was trained.
+
+    Raises:
+      ValueError: a number below 1; a model without an optimizer; whatever `place` and `restore`
+        refuse. Batches before a bad one have been trained on.
+      TypeError: an argument of another kind; what the loss returned is no number.
+      Exception: what the source, the loss or the callback raises. If there is a directory, a note
+        on it says which step was saved.
+
+    Example:
+      >>> import numpy as np, tpu_embed
+      >>> table = tpu_embed.TableConfig(vocabulary_size=100, dim=2, name="item")
+      >>> features = {"x": tpu_embed.FeatureConfig(table)}
+      >>> engine = tpu_embed.EmbeddingEngine(features, tpu_embed.optimizers.SGD(1.0))
+      >>> batches = [({"x": np.arange(8)}, np.ones(8, np.float32))] * 20
+      >>> def loss(activations, wanted):
+      ...     return ((activations["x"].sum(-1) - wanted) ** 2).mean()
+      >>> trained = fit(engine, loss, batches, progress=False)
+      >>> trained.step, trained.loss < 1
+      (20, True)
+    """
+    schedule = Schedule(steps, report_every, evaluate_every)
+    objective, network = split_model(loss, model)
+    optimizer = check_optimizer(optimizer, model)
+    placed = _placed(engine, source, weighted=weighted, depth=depth)
+    evaluate = make_evaluate(engine, objective, evaluation, weighted=weighted, depth=depth)
+    line = ProgressLine() if progress else None
+    run = new_run(engine, network, optimizer)
+    train_step = make_train_step(engine, objective, optimizer)
+    with (
+        Reporter(schedule, objective, evaluate, callback, line) as reporter,
+        make_keeper(directory, engine, every=save_every, keep=keep) as keeper,
+    ):
+        if keeper is None or not keeper.resume(run, placed):
+            run.begin(state, seed)
+        _train(run, train_step, placed, reporter, keeper, schedule.left(run.step))
+        return reporter.finish(run)
+
+
+def _train(
+    run: Run,
+    train_step: Callable[..., Any],
+    placed: Prefetcher,
+    reporter: Reporter,
+    keeper: Keeper | None,
+    left: int | None,
+) -> None:
+    """Train until the source or the steps that are left end; keep what was trained in any case."""
+    try:
+        with placed:
+            for item in itertools.islice(placed, left):
+                loss, metrics = run.train(train_step, item, placed.get_state)
+                if reporter.wants_end(run, loss, metrics):
+                    break
+                if keeper is not None:
+                    keeper.save(run)
+        run.forget_placed()
+        if keeper is not None:
+            keeper.save(run, force=True)
+    except BaseException as error:
+        if keeper is not None:
+            keeper.rescue(run, error)
+        raise
+
+
+def _placed(engine: EmbeddingEngine, source: Any, *, weighted: bool, depth: int) -> Prefetcher:
+    """Return a prefetcher around the source, or the source if it is one.
+
+    Raises:
+      ValueError: the source is a prefetcher, and `weighted` or `depth` are given besides.
+    """
+    if not isinstance(source, Prefetcher):
+        return Prefetcher(engine, source, depth, weighted=weighted)
+    if weighted:
+        remedy = "give weighted=True to the Prefetcher"
+        expected, got = "False with a Prefetcher", "True"
+        raise ValueError(message("fit: weighted", expected=expected, got=got, remedy=remedy))
+    return source

@@ -1,0 +1,144 @@
+"""The part of a model beside its tables: what an optimizer of optax trains, and what it does not.
+
+    a flax nnx module    parameters | batch statistics, random numbers of dropout
+    a pytree of arrays   all of it  | nothing
+    no model             nothing    | nothing
+
+Compiled steps take arrays, not modules. So a module is split here, and merged again in the step.
+
+Input: a model and a loss. Output: a `Network` of arrays, and the loss as a function of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from tpu_embed._checks import message
+from tpu_embed._types import Array, PyTree
+from tpu_embed.nn import Table
+
+Metrics = dict[str, Array]
+
+
+class Network(NamedTuple):
+    """The arrays of a model.
+
+    Attributes:
+      trained: parameters, which the optimizer changes.
+      others: what the model itself changes when it is called, such as batch statistics.
+    """
+
+    trained: PyTree
+    others: PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """A loss as a function of arrays.
+
+    Attributes:
+      loss: the user's function.
+      graph: how a `Network` becomes an nnx module again; None of any other model.
+      has_model: whether the loss takes a model.
+    """
+
+    loss: Callable[..., Any]
+    graph: nnx.GraphDef | None
+    has_model: bool
+
+    def model_of(self, network: Network) -> Any:
+        """Return the model with these arrays, as the loss takes it."""
+        if self.graph is None:
+            return network.trained if self.has_model else None
+        return nnx.merge(self.graph, network.trained, network.others, copy=True)
+
+    def __call__(
+        self, network: Network, activations: PyTree, rest: tuple[Any, ...], *, training: bool
+    ) -> tuple[Array, tuple[Metrics, PyTree]]:
+        """Return the loss, its metrics, and `others` as the call of the model has left them.
+
+        Args:
+          network: the arrays of the model.
+          activations: what the lookup returned.
+          rest: the other parts of the batch.
+          training: False has an nnx module behave as in evaluation (`module.eval()`).
+        """
+        model = self.model_of(network)
+        if self.graph is not None and not training:
+            model.eval()
+        found = self.loss(*([model] if self.has_model else []), activations, *rest)
+        loss, metrics = _loss_and_metrics(found)
+        if self.graph is None:
+            return loss, (metrics, network.others)
+        return loss, (metrics, nnx.state(model, nnx.Not(nnx.Param)))
+
+
+def split_model(loss: Callable[..., Any], model: Any) -> tuple[Objective, Network]:
+    """Return the loss as a function of arrays, and the arrays of the model.
+
+    Raises:
+      TypeError: the loss is no function; the model has embedding layers of its own.
+    """
+    if not callable(loss):
+        remedy = "write a function of the activations and the other parts of a batch"
+        got = type(loss).__name__
+        raise TypeError(message("fit: loss", expected="a function", got=got, remedy=remedy))
+    if not isinstance(model, nnx.Module):
+        return Objective(loss, None, model is not None), Network(model, None)
+    if jax.tree.leaves(nnx.state(model, Table)):
+        expected, got = "a model without embedding layers", f"{type(model).__name__} with some"
+        remedy = "give its tables to the engine, or train it with nn.fused_value_and_grad"
+        raise TypeError(message("fit: model", expected=expected, got=got, remedy=remedy))
+    graph, trained, others = nnx.split(model, nnx.Param, ...)
+    return Objective(loss, graph, True), Network(trained, others)
+
+
+def check_optimizer(optimizer: Any, model: Any) -> optax.GradientTransformation:
+    """Return the optimizer of the model; one that does nothing if there is no model.
+
+    Raises:
+      TypeError: it is no transformation of optax.
+      ValueError: there is a model and no optimizer, or the other way round.
+    """
+    if (optimizer is None) != (model is None):
+        pair = ("a model and no optimizer", "an optimizer and no model")[model is None]
+        remedy = "tables have the optimizer of the engine; `optimizer` trains `model`"
+        raise ValueError(
+            message("fit: optimizer", expected="both or neither", got=pair, remedy=remedy)
+        )
+    if optimizer is None:
+        return optax.identity()
+    if not isinstance(optimizer, optax.GradientTransformation):
+        remedy = "of a rule of tpu_embed.optimizers, give rule.as_optax()"
+        expected, got = "a transformation of optax", type(optimizer).__name__
+        raise TypeError(message("fit: optimizer", expected=expected, got=got, remedy=remedy))
+    return optimizer
+
+
+def _loss_and_metrics(found: Any) -> tuple[Array, Metrics]:
+    """Take apart what a loss returned.
+
+    Raises:
+      TypeError: it is neither a number nor a number with named numbers.
+    """
+    loss, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+    named = isinstance(metrics, Mapping)
+    if not named or not all(map(_is_number, [loss, *metrics.values()])):
+        expected = "a number, or a number and a dictionary of named numbers"
+        got = jax.tree.map(lambda leaf: getattr(leaf, "shape", type(leaf).__name__), found)
+        remedy = "take the mean over the examples"
+        raise TypeError(
+            message("fit: what loss returned", expected=expected, got=got, remedy=remedy)
+        )
+    return jnp.asarray(loss), {name: jnp.asarray(value) for name, value in metrics.items()}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or getattr(value, "shape", None) == ()

@@ -1,0 +1,113 @@
+"""Reports of a run while it goes on: when they are due, what is in them, and who gets them.
+
+Input: a run after each of its steps. Output: reports, to a callback and to the progress line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from tpu_embed._checks import check_int
+from tpu_embed.loop.network import Objective
+from tpu_embed.loop.progress import ProgressLine
+from tpu_embed.loop.reports import Report, Window
+from tpu_embed.loop.run import Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """When something is due.
+
+    Attributes:
+      steps: of the whole run, or None.
+      report_every: how many steps lie between two reports.
+      evaluate_every: how many steps lie between two evaluations, or None.
+
+    Raises:
+      ValueError: a number is below 1.
+    """
+
+    steps: int | None
+    report_every: int
+    evaluate_every: int | None
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if value is not None:
+                check_int(f"fit: {name}", value, minimum=1)
+
+    def left(self, step: int) -> int | None:
+        """Return how many steps are left after a step; None if the source decides."""
+        return None if self.steps is None else max(0, self.steps - step)
+
+
+class Reporter:
+    """Makes the reports of a run.
+
+    Args:
+      schedule: when.
+      objective: makes the model of a report.
+      evaluate: evaluates a run, or None.
+      callback: gets every report, or None.
+      line: shows every report, or None.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        objective: Objective,
+        evaluate: Callable[[Run], dict[str, float]] | None,
+        callback: Callable[[Report], Any] | None,
+        line: ProgressLine | None,
+    ) -> None:
+        self._schedule, self._objective, self._evaluate = schedule, objective, evaluate
+        self._callback, self._line = callback, line
+        self._window = Window()
+        self._last: Report | None = None
+
+    def wants_end(self, run: Run, loss: Any, metrics: dict[str, Any]) -> bool:
+        """Take in a step, and report if that is due; return whether the callback ends the run."""
+        self._window.add(loss, metrics)
+        every = self._schedule.evaluate_every
+        evaluates = every is not None and run.step % every == 0
+        if evaluates or run.step % self._schedule.report_every == 0:
+            return self._report(run, evaluates=evaluates)
+        return False
+
+    def finish(self, run: Run) -> Report:
+        """Return the report of the last step; make it unless it was made."""
+        last, evaluates = self._last, self._evaluate is not None
+        if last is None or last.step != run.step or (evaluates and last.evaluation is None):
+            self._report(run, evaluates=evaluates)
+        assert self._last is not None
+        return self._last
+
+    def _report(self, run: Run, *, evaluates: bool) -> bool:
+        """Report; return whether the callback ends the run."""
+        means, speed = self._window.close()
+        if not means and self._last is not None:  # a second report of one step
+            means = {"loss": self._last.loss, **self._last.metrics}
+        report = Report(
+            step=run.step,
+            steps=self._schedule.steps,
+            loss=means.pop("loss", float("nan")),
+            metrics=means,
+            evaluation=self._evaluate(run) if evaluates and self._evaluate else None,
+            steps_per_second=speed,
+            state=run.state,
+            model=self._objective.model_of(run.network),
+        )
+        self._last, self._window = report, Window()  # whose time begins now
+        if self._line is not None:
+            self._line.show(report)
+        return self._callback is not None and self._callback(report) is True
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End the progress line."""
+        if self._line is not None:
+            self._line.close()
