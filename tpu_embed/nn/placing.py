@@ -29,6 +29,7 @@ from tpu_embed.nn.embedding import Embed, EmbeddingBag
 from tpu_embed.nn.inputs import inputs_of
 from tpu_embed.nn.pinned_steps import PinnedSteps
 from tpu_embed.nn.program import path_of
+from tpu_embed.nn.shapes import ModelIntake
 from tpu_embed.processes import Turns
 from tpu_embed.sparse import engine_of_batch, engine_of_inputs
 from tpu_embed.vocabulary import Vocabularies, map_version
@@ -133,8 +134,8 @@ class ModelPlacer:
 
     def __init__(self, model: nnx.Module) -> None:
         self._model, self._layers = model, _layers(model)
-        self.intake = ModelIntake(self._layers)
         engines = {path: _bag(layer).engine for path, layer in self._layers.items()}
+        self.intake = ModelIntake(engines)
         living = [one for one in engines.values() if one.vocabularies is not None]
         self._living = list(dict.fromkeys(living))
         self.agreement: Alone | ModelAgreement
@@ -236,32 +237,6 @@ class ModelPlacer:
 
 
 @final
-class ModelIntake:
-    """The shapes that the batches of a model's layers get.
-
-    Args:
-      layers: by path.
-    """
-
-    def __init__(self, layers: Mapping[str, Embed | EmbeddingBag]) -> None:
-        self._intakes = {path: _bag(layer).engine.intake for path, layer in layers.items()}
-
-    def shapes(self) -> Any:
-        """Return those of each layer with jagged features, as JSON; None without such layers."""
-        found = {path: intake.shapes() for path, intake in self._intakes.items()}
-        return {path: one for path, one in found.items() if one is not None} or None
-
-    def expect(self, shapes: Any) -> None:
-        """Give the next batches shapes that `shapes` returned; those of other layers are left out.
-
-        Raises:
-          ValueError: they are something else.
-        """
-        for path, one in dict(shapes).items():
-            if path in self._intakes:
-                self._intakes[path].expect(one)
-
-
 class ModelTurn:
     """The right to place one batch for a model, after those whose turns were drawn before.
 
