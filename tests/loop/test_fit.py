@@ -278,6 +278,10 @@ REFUSED = {
         {"evaluation": of_items(1)},
         "several times, got generator, which can be read once",
     ),
+    "prefetcher": (
+        {"evaluation": lambda: Prefetcher(engine(), of_items(1))},
+        "several times, got Prefetcher, which can be read once",
+    ),
     "no evaluation": ({"evaluation": 3}, "evaluation: expected an iterable, or a function"),
     "empty": ({"evaluation": []}, "evaluation: expected at least one batch, got none"),
 }
@@ -286,9 +290,15 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case):
     options, text = REFUSED[case]
-    options = options | ({"model": with_layers()} if case == "layers" else {})
+    made = {"layers": "model", "prefetcher": "evaluation"}.get(case)  # when the test runs
+    options = options | ({made: options[made]()} if made else {})
     with pytest.raises((TypeError, ValueError), match=text):
         trained(**options)
+
+
+def test_an_engine_is_needed():
+    with pytest.raises(TypeError, match="fit: engine: expected an EmbeddingEngine, got dict"):
+        fit({}, loss_of_tables, of_items(1))
 
 
 def test_checkpoints_of_others_are_refused(tmp_path):

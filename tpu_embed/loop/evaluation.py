@@ -59,7 +59,7 @@ def _check_source(source: Any) -> None:
     if not callable(source) and not isinstance(source, Iterable):
         expected = "an iterable, or a function that returns one"
         raise TypeError(message(WHAT, expected=expected, got=got))
-    if not callable(source) and iter(source) is source:
+    if isinstance(source, Prefetcher) or (not callable(source) and iter(source) is source):
         expected, got = "what can be read several times", f"{got}, which can be read once"
         remedy = "give the function that makes it, such as functools.partial(batches, path)"
         raise ValueError(message(WHAT, expected=expected, got=got, remedy=remedy))

@@ -156,8 +156,13 @@ def _placed(engine: EmbeddingEngine, source: Any, *, weighted: bool, depth: int)
     """Return a prefetcher around the source, or the source if it is one.
 
     Raises:
-      ValueError: the source is a prefetcher, and `weighted` or `depth` are given besides.
+      TypeError: `engine` is not an `EmbeddingEngine`.
+      ValueError: the source is a prefetcher, and `weighted` is given besides.
     """
+    if not isinstance(engine, EmbeddingEngine):
+        expected, got = "an EmbeddingEngine", type(engine).__name__
+        remedy = "a TPUEmbedding has one: embedding.engine"
+        raise TypeError(message("fit: engine", expected=expected, got=got, remedy=remedy))
     if not isinstance(source, Prefetcher):
         return Prefetcher(engine, source, depth, weighted=weighted)
     if weighted:
