@@ -161,6 +161,14 @@ def test_what_is_no_number_is_no_answer():
     assert not {5, 9} & set(found.ids[2].tolist())
 
 
+def test_zeros_are_equal():
+    """With D = 1 a product with -1 is -0.0, which `jax.lax.top_k` would put after 0.0."""
+    nothing = scan.Found(jnp.full((1, 3), -jnp.inf), jnp.full((1, 3), -1))
+    rows, usable = jnp.array([[0.0], [-0.0], [-1.0], [0.0]]), jnp.array([True, True, True, False])
+    found = scan.merge_block(nothing, jnp.array([[-1.0]]), rows, usable, jnp.int32(10))
+    assert found.indices.tolist() == [[12, 10, 11]]
+
+
 def test_rows_that_come_in_rising_order():
     """Every block is better than all before it, so all bundles matter, and then none."""
     engine = engine_of(1)
