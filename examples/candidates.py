@@ -106,8 +106,7 @@ def main() -> None:
     dense = optax.adam(3e-3)
     params = {"tower": jnp.concatenate([jnp.eye(DIM), jnp.eye(DIM)])}
     params, opt_state = jax.device_put((params, dense.init(params)), state.step.sharding)
-    here = args.requests // devices  # requests of one device
-    index = jnp.repeat(jnp.arange(here), CANDIDATES)
+    index = jnp.repeat(jnp.arange(args.requests // devices), CANDIDATES)
 
     def scores(params, acts):
         # One part per device, and `index` within it: no device reads another one's users.

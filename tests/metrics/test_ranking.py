@@ -3,7 +3,6 @@
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -154,10 +153,12 @@ def test_what_is_refused():
         metrics.recall_at_k(ids, ids, weights=np.zeros(3))
 
 
-def test_sharded_examples_are_one_set():
-    from facade_cases import mesh
-
-    scores, labels = np.arange(16.0), np.arange(16) % 3 == 0
-    split = jax.sharding.NamedSharding(mesh(8), jax.sharding.PartitionSpec("d"))
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_sharded_examples_are_one_set(kind):
+    scores, labels = np.arange(16, dtype=np.float32), np.arange(16) % 3 == 0
+    kinds = (jax.sharding.AxisType[kind],)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("d",), axis_types=kinds)
     whole = auc(scores, labels)
-    assert auc(*jax.device_put((jnp.asarray(scores), labels), split)) == whole
+    with jax.set_mesh(mesh):
+        split = jax.device_put((scores, labels), jax.NamedSharding(mesh, jax.P("d")))
+        assert jax.jit(metrics.auc)(*split) == whole

@@ -149,13 +149,14 @@ def test_large_logits_are_stable():
     assert not gradient.any()
 
 
-@pytest.mark.parametrize("devices", [8])
-def test_negatives_are_those_of_the_global_batch(devices):
+@pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.whole)])
+def test_negatives_are_those_of_the_global_batch(kind):
     """Through an engine on 8 devices: activations are sharded, losses those of one device."""
+    kinds = (jax.sharding.AxisType[kind],)
+    devices = jax.sharding.Mesh(np.array(jax.devices()), ("d",), axis_types=kinds)
     table = TableConfig(30, D, name="item", combiner="sum")
-    engine = EmbeddingEngine(
-        {name: FeatureConfig(table) for name in ("query", "item")}, o.SGD(0.1), mesh=mesh(devices)
-    )
+    features = {name: FeatureConfig(table) for name in ("query", "item")}
+    engine = EmbeddingEngine(features, o.SGD(0.1), mesh=devices)
     state = engine.init(jax.random.key(0))
     ids = {"query": np.arange(B), "item": IDS + 10}
     batch = engine.place(ids)
@@ -168,7 +169,9 @@ def test_negatives_are_those_of_the_global_batch(devices):
 
     rows = np.asarray(engine.tables(state)["item"])
     alone = retrieval.in_batch_softmax(rows[ids["query"]], rows[ids["item"]], candidate_ids=IDS)
-    np.testing.assert_allclose(losses(state, batch), alone, atol=16 * (D + 4) * EPS)
+    with jax.set_mesh(devices):
+        found = losses(state, batch)
+    np.testing.assert_allclose(found, alone, atol=16 * (D + 4) * EPS)
 
 
 def test_negatives_are_a_feature_of_a_layer():

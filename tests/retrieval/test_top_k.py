@@ -147,17 +147,26 @@ def test_replicas_divide_the_queries():
 
 
 def test_what_is_no_number_is_no_answer():
-    """NaN and -inf never; the zeros 0.0 and -0.0 are equal, so that the lower id comes first."""
+    """NaN and -inf never are; 0.0 and -0.0 are equal, so that the lower id comes first."""
     engine = engine_of(2)
     state, rows = loaded(engine)
     table = np.abs(rows["mod"]) + 1
     table[5], table[9], table[20], table[30] = np.nan, -np.inf, 0.0, -0.0
     state = engine.load_arrays(state, {"mod": table})
-    queries = np.array([[-1.0, 0, 0], [np.nan, 0, 0], [1.0, 0, 0]], np.float32)
+    # Of the first query, row 9 has the score inf, row 20 perhaps -0.0, row 30 0.0.
+    queries = np.array([[-1.0, -1, -1], [np.nan, 0, 0], [1.0, 1, 1]], np.float32)
     found = retrieval.top_k(engine, state, "mod", queries, 3)
-    assert found.ids[0].tolist()[:2] == [20, 30]
+    assert found.ids[0].tolist() == [9, 20, 30]
     assert found.ids[1].tolist() == [-1, -1, -1]
     assert not {5, 9} & set(found.ids[2].tolist())
+
+
+def test_zeros_are_equal():
+    """With D = 1 a product with -1 is -0.0, which `jax.lax.top_k` would put after 0.0."""
+    nothing = scan.Found(jnp.full((1, 3), -jnp.inf), jnp.full((1, 3), -1))
+    rows, usable = jnp.array([[0.0], [-0.0], [-1.0], [0.0]]), jnp.array([True, True, True, False])
+    found = scan.merge_block(nothing, jnp.array([[-1.0]]), rows, usable, jnp.int32(10))
+    assert found.indices.tolist() == [[12, 10, 11]]
 
 
 def test_rows_that_come_in_rising_order():

@@ -16,6 +16,7 @@ import numpy as np
 
 from tpu_embed._checks import check_int, message
 from tpu_embed._types import Array, ArrayLike
+from tpu_embed.core.layout import gather_explicit
 
 
 def auc(scores: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None) -> Array:
@@ -229,7 +230,8 @@ def _hits(
 
 
 def _array(given: Any) -> Array:
-    return given if isinstance(given, jax.Array) else jnp.asarray(np.asarray(given))
+    array = given if isinstance(given, jax.Array) else jnp.asarray(np.asarray(given))
+    return gather_explicit(array)  # all of them are sorted or summed together
 
 
 def _mean(values: Array, weights: Array) -> Array:

@@ -117,8 +117,8 @@ def scan_shard(
         start = jnp.minimum(first, stack.num_rows - blocks.size)
         rows = read_rows(physical, start, blocks.size, stack.row_format)
         local = start + jnp.arange(round_up(blocks.size, BUNDLE_ROWS), dtype=dtype)
+        # A block that is no whole number of bundles ends with the stack, so this is False after it.
         usable = (local >= jnp.maximum(first, table.offset)) & (local < table.offset + here)
-        usable &= local < start + blocks.size
         if allowed is not None:
             usable &= jax.lax.dynamic_slice_in_dim(allowed, start, len(local))
         return merge_block(found, queries, rows, usable, start - table.offset)

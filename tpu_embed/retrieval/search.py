@@ -202,7 +202,10 @@ def _search(
             out_specs=axes.spec(query_axes),
             check_vma=False,
         )(operands)
-    return TopK(*(axes.reshard(x, ())[:size] for x in (scores, ids)))
+    # Every device gets all answers, so that each of several processes can read them.
+    whole = axes.sharding(())
+    answers = (axes.reshard(x, ())[:size] for x in (scores, ids))
+    return TopK(*(jax.lax.with_sharding_constraint(x, whole) for x in answers))
 
 
 def _by_shard(allowed: Array, stack: Stack, table: TableSlice) -> Array:

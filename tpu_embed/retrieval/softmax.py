@@ -27,6 +27,7 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array, ArrayLike
+from tpu_embed.core.layout import gather_explicit
 
 _EXACT = jax.lax.Precision.HIGHEST
 
@@ -73,17 +74,18 @@ def in_batch_softmax(
     size, dtype = len(queries), queries.dtype
     scale = jnp.asarray(temperature, dtype)
     right = jnp.einsum("bd,bd->b", queries, candidates, precision=_EXACT) / scale
-    logits = jnp.matmul(queries, candidates.T, precision=_EXACT) / scale
+    logits = jnp.matmul(queries, gather_explicit(candidates).T, precision=_EXACT) / scale
     if log_q is not None:
         drawn = _numbers(what, "log_q", log_q, (size,), dtype)
-        right, logits = right - drawn, logits - drawn[None, :]
+        right, logits = right - drawn, logits - gather_explicit(drawn)[None, :]
     own = jnp.eye(size, dtype=bool)
     # The own item's difference is 0 whatever the two products above are rounded to.
     differences = jnp.where(own, 0, logits - right[:, None])
     if candidate_ids is None:
         return jax.nn.logsumexp(differences, axis=-1)
     ids = _ids(what, "candidate_ids", candidate_ids, (size,))
-    left_out = ~own & ((ids[:, None] == ids[None, :]) | (ids < 0)[None, :])
+    others = gather_explicit(ids)[None, :]
+    left_out = ~own & ((ids[:, None] == others) | (others < 0))
     losses = jax.nn.logsumexp(jnp.where(left_out, -jnp.inf, differences), axis=-1)
     return jnp.where(ids < 0, 0, losses)
 
@@ -142,7 +144,8 @@ def sampled_softmax(
     _check_pair(what, "ids", positive_ids, negative_ids)
     _check_pair(what, "log_q", positive_log_q, negative_log_q)
     drawn = negatives.shape[:-1]  # [N] or […, N]
-    kind = "nd" if negatives.ndim == 2 else "...nd"
+    shared = negatives.ndim == 2
+    kind, negatives = ("nd", gather_explicit(negatives)) if shared else ("...nd", negatives)
     right = jnp.einsum("...d,...d->...", queries, positives, precision=_EXACT)
     wrong = jnp.einsum(f"...d,{kind}->...n", queries, negatives, precision=_EXACT)
     scale = jnp.asarray(temperature, dtype)
@@ -150,12 +153,13 @@ def sampled_softmax(
     if positive_log_q is not None:
         right -= _numbers(what, "positive_log_q", positive_log_q, shape, dtype)
         of_drawn = _numbers(what, "negative_log_q", negative_log_q, drawn, dtype)
-        wrong -= jnp.broadcast_to(of_drawn, wrong.shape)
+        wrong -= gather_explicit(of_drawn) if shared else of_drawn
     differences = wrong - right[..., None]
     if positive_ids is None:
         return _log_sum(differences)
     own = _ids(what, "positive_ids", positive_ids, shape)[..., None]
     others = _ids(what, "negative_ids", negative_ids, drawn)
+    others = gather_explicit(others) if shared else others
     left_out = (others == own) | (others < 0)
     return jnp.where(own[..., 0] < 0, 0, _log_sum(jnp.where(left_out, -jnp.inf, differences)))
 

@@ -17,7 +17,7 @@ from tpu_embed.core.layout.exchange_dtype import (
 from tpu_embed.core.layout.features import FeatureLayout
 from tpu_embed.core.layout.layout import Layout
 from tpu_embed.core.layout.learning_rates import HostRates
-from tpu_embed.core.layout.mesh import MeshAxes, make_axes
+from tpu_embed.core.layout.mesh import MeshAxes, gather_explicit, make_axes
 from tpu_embed.core.layout.parcels import (
     BY_ID,
     Parcels,
@@ -81,6 +81,7 @@ __all__ = [
     "differences",
     "drawn_keys",
     "fetch_parcels",
+    "gather_explicit",
     "keeps_numbers",
     "lines",
     "make_axes",

@@ -223,6 +223,16 @@ def make_axes(mesh: Mesh | None, batch_axes: str | Sequence[str] | None) -> Mesh
     return MeshAxes(mesh, _in_mesh_order("batch_axes", wanted, mesh))
 
 
+def gather_explicit(array: Array) -> Array:
+    """Return an array whole on every device, if the mesh in use has explicit axes.
+
+    For automatic axes the compiler decides by itself what has to be sent.
+    """
+    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+        return array
+    return jax.sharding.reshard(array, PartitionSpec(*[None] * array.ndim))
+
+
 def _in_mesh_order(what: str, names: str | Sequence[Any], mesh: Mesh) -> tuple[str, ...]:
     """Return the named axes in mesh order; `what` names the argument in messages."""
     chosen = (names,) if isinstance(names, str) else tuple(names if np.iterable(names) else [names])
