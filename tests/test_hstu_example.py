@@ -8,6 +8,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from example_cases import ROOT, numbers, run
 from flax import nnx
 from hstu_cases import load_hstu
 

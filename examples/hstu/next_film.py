@@ -1,11 +1,13 @@
 """Predict the next film of each user of MovieLens-100K: HSTU beside the model of `sequences.py`.
 
 HSTU knows when each film was rated and for when the next one is asked for; the other model knows
-the order alone. Held out is the last rating of each user, as in `sequences.py`.
+the order alone, and is trained by the numbers of `configs/sequences.py`. Held out is the last
+rating of each user, as in `sequences.py`.
 """
 
 from __future__ import annotations
 
+import runpy
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,9 +118,11 @@ def main() -> None:
     args, config = settings.read(options)
     data, curves = movielens_data.load(args.data), {}
     seeds = range(config.seed, config.seed + args.seeds)
-    # The other model computes all pairs of a window, so its histories are shorter.
-    for name, longest in (("HSTU", config.longest), ("sequences.py", config.window)):
-        runs = [SimpleNamespace(**vars(config) | {"seed": s, "longest": longest}) for s in seeds]
+    other = runpy.run_path(str(settings.CONFIGS / "sequences.py"))
+    if args.epochs:
+        other["epochs"] = args.epochs
+    for name, numbers in (("HSTU", vars(config)), ("sequences.py", other | {"bias_rate": 1})):
+        runs = [SimpleNamespace(**numbers | {"seed": seed}) for seed in seeds]
         curves[name] = np.array([train(name, run, data) for run in runs])
         last = curves[name][:, -1]
         print(f"{name}: NDCG@{TOP} {last.mean():.4f}, standard deviation {last.std():.4f}")
