@@ -2,8 +2,9 @@
 
     python benchmarks/scaling.py [--exchange-dtype bfloat16]
 
-Every setting needs its own process. The processes are started several times in turns, and the best
-median of a step (lookup, gradient, update) is printed with its ratio.
+Every setting needs its own process. The processes are started several times in turns. The median of
+a step (lookup, gradient, update) is printed as soon as a process ends; the best medians of a cell
+follow with their ratios.
 """
 
 from __future__ import annotations
@@ -54,19 +55,21 @@ def main() -> None:
         number, threads, devices = args.child
         print(measure(CELLS[number], args.batch, threads, devices, args.exchange_dtype))
         return
-    print(f"{common.machine()}, exchange in {args.exchange_dtype}")
+    print(f"{common.machine()}, exchange in {args.exchange_dtype}", flush=True)
     for number, cell in enumerate(CELLS):
+        print(cell, flush=True)
         found: dict[str, list[float]] = {name: [] for name in SETTINGS}
-        for _ in range(args.rounds):
+        for one_round in range(args.rounds):
             for name, setting in SETTINGS.items():
                 child = [sys.executable, __file__, f"--batch={args.batch}"]
                 child += [f"--exchange-dtype={args.exchange_dtype}", "--child"]
                 command = [*child, str(number), *map(str, setting)]
                 output = subprocess.run(command, check=True, capture_output=True, text=True)
                 found[name].append(float(output.stdout))
+                print(f"  round {one_round + 1}, {name}: {found[name][-1]:.2f} ms", flush=True)
         one, two, eight = (min(found[name]) for name in SETTINGS)
         print(
-            f"{cell}: 1 thread {one:.2f} ms, 2 threads {two:.2f} ms ({one / two:.2f} x as fast),"
+            f"  best: 1 thread {one:.2f} ms, 2 threads {two:.2f} ms ({one / two:.2f} x as fast),"
             f" 8 devices {eight:.2f} ms ({eight / two:.2f} times the cost of one)",
             flush=True,
         )

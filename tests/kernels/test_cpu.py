@@ -245,6 +245,36 @@ def test_bags_of_known_widths(widths):
     assert_same_bits(summed(*operands), meaning(*operands))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("width", "periods"), [(1, 70), (1, 3), (7, 70), (7, 3), (60, 20)])
+@pytest.mark.quick(4)
+def test_bags_that_are_all_as_wide(width, periods, dtype):
+    """Where they begin is not listed; with weights, factors and rows of any length."""
+    rng, dims = np.random.default_rng(width * periods), (3, 4, 16, 20, 33, 64, 130)
+    source, index, _, weights, _ = draw_sums(rng, 130, dtype, n=periods * 4 * width)
+    segments = np.repeat(np.arange(periods * 4, dtype=np.int32), width)
+    factors = magnitudes(rng, periods * 4)
+    options = {"bags": (3, 1), "periods": periods, "order": (2, 3, 0, 1)}
+
+    @functools.partial(jax.jit, static_argnames=("kernel", "dims", "widths"))
+    def summed(source, kernel, dims, widths):
+        operands = [(None, None), (None, factors), (weights, factors)]
+        return [
+            [
+                sums_of(kernel, source[:, :dim], index, segments, *rest, **options, widths=widths)
+                for dim in dims
+            ]
+            for rest in operands
+        ]
+
+    found = summed(source, cpu.gather_sum, dims, (width,) * 4)
+    for of_operands, expected in zip(
+        found, summed(source, reference.gather_sum, (130,), ()), strict=True
+    ):
+        for dim, sums in zip(dims, of_operands, strict=True):
+            assert_same_bits(sums, [part[:, :dim] for part in expected[0]])
+
+
 @pytest.mark.parametrize("order", [(5, 0, 3, 1, 4, 2), (1, 0, 2, 3, 4, 5)], ids=str)
 @pytest.mark.quick(1)
 def test_columns_in_another_order(order):

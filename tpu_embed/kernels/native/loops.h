@@ -58,7 +58,9 @@ struct GatherSum {
   Storage storage;
   int64_t rows;
   const Row* index;       // [entries], rows outside the source are left out
-  const int64_t* starts;  // [segments + 1], the first entry of each segment, and the last one's end
+  const int64_t* starts;  // [segments + 1], the first entry of each segment, and the last one's end;
+                          // null: every segment has `width` entries
+  int64_t width;
   const float* weights;   // [entries] or null
   const float* factors;   // [segments] or null; a sum whose factor is zero is zero
   float* const* outputs;
@@ -68,6 +70,23 @@ struct GatherSum {
 
   // Returns whether the source has a row.
   bool has(int64_t row) const { return static_cast<uint64_t>(row) < static_cast<uint64_t>(rows); }
+
+  // Returns the first entry of a segment, and the first of the one behind it.
+  int64_t start(int64_t segment) const {
+    return starts == nullptr ? segment * width : starts[segment];
+  }
+
+  // Returns number i of the segments, in the order of the sums.
+  int64_t at(int64_t i) const {
+    const int64_t steps = segments / stride;
+    return i % steps * stride + i / steps;
+  }
+
+  // Returns the segment that is summed after another; of the last one, another that there is.
+  int64_t after(int64_t segment) const {
+    segment += stride;
+    return segment < segments ? segment : (segment - segments + 1) % segments;
+  }
 };
 
 enum class RuleKind { kSgd, kMomentum, kAdagrad, kRowWiseAdagrad, kAdam, kFtrl };

@@ -15,6 +15,7 @@ namespace {
 
 constexpr int64_t kBytesPerTask = 1 << 16;
 constexpr int64_t kLongSegment = 256;  // bytes of rows from which on the order of sums pays
+constexpr int64_t kManyPeriods = 64;   // periods from which on it always does, if segments are alike
 
 void run(const Loops& loops, const GatherSum<int32_t>& job, int64_t begin, int64_t end) {
   loops.gather_sum_32(job, begin, end);
@@ -98,22 +99,29 @@ ffi::Error gather_sum(ffi::ThreadPool pool, ffi::AnyBuffer source, ffi::AnyBuffe
     using Row = std::remove_pointer_t<decltype(type)>;
     Parallel parallel(pool);
     const int64_t read = n * dim * static_cast<int64_t>(sizeof(float));
-    const auto starts = dense ? starts_of(widths, periods)
-                              : starts_of(parallel, data<int32_t>(segments), n, count);
+    const bool alike = dense && *std::min_element(widths.begin(), widths.end()) ==
+                                    *std::max_element(widths.begin(), widths.end());
+    std::unique_ptr<int64_t[]> starts;
+    if (!alike) {
+      starts = dense ? starts_of(widths, periods)
+                     : starts_of(parallel, data<int32_t>(segments), n, count);
+    }
     // A column's segments one after the other, as long as finding them costs little beside the sums:
-    // most rows that two segments share are of one column, and they stay in the cache.
-    const bool long_segments = read >= count * kLongSegment;
+    // most rows that two segments share are of one column, and they stay in the cache. And the sums
+    // of a column lie together, those of a period often as far apart as the cache has room.
+    const bool by_column = (alike && periods >= kManyPeriods) || read >= count * kLongSegment;
     GatherSum<Row> job{source.untyped_data(),
                        storage_of(source),
                        length(source),
                        data<Row>(index),
                        starts.get(),
+                       alike ? widths[0] : 0,
                        optional<float>(weights),
                        optional<float>(factors),
                        outputs.data(),
                        table.columns_of(),
                        count,
-                       long_segments ? table.columns() : 1};
+                       by_column ? table.columns() : 1};
     const int64_t written = count * dim * static_cast<int64_t>(sizeof(float));
     const int64_t tasks = parallel.tasks(read + written, kBytesPerTask);
     parallel.for_each(tasks, [&](int64_t task) {
