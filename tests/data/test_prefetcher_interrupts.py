@@ -93,6 +93,8 @@ class Loop:
             return
         # A batch that was taken and has not come to the loop is lost, but not its number.
         lost = self.batches is not None and self.batches.get_state()["batches"] != self.taken
+        if anew:
+            self.maps.rewind(self.state)  # it waits for what the thread was asked to place
         if anew or lost:
             self.leave()
 
@@ -134,7 +136,7 @@ def sweep(kind, stride, undisturbed, *, anew):
     return at
 
 
-STRIDES = [pytest.param(7, id="some"), pytest.param(1, marks=pytest.mark.whole, id="every")]
+STRIDES = [pytest.param(3, id="some"), pytest.param(1, marks=pytest.mark.whole, id="every")]
 
 
 @pytest.mark.parametrize("stride", STRIDES)

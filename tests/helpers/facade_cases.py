@@ -1,15 +1,11 @@
 """Shared by tests of the stateful API: a small configuration, batches, exact comparison."""
 
-import functools
-from unittest import mock
-
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 import tpu_embed
 from tpu_embed import optimizers as o
-from tpu_embed.core.layout import resolve
 
 ITEM = tpu_embed.TableConfig(6, 2, name="item", combiner="sum")
 USER = tpu_embed.TableConfig(5, 2, name="user", optimizer=o.Momentum(0.25), placement="div")
@@ -24,25 +20,13 @@ def mesh(devices: int) -> Mesh:
     return Mesh(np.array(jax.devices()[:devices]), ("d",))
 
 
-@functools.cache
-def _engine(initializer_of) -> tpu_embed.EmbeddingEngine:
-    # One engine for tests with quick first values, and one for those with the default ones.
-    del initializer_of
-    return tpu_embed.EmbeddingEngine(FEATURES, o.Adagrad(0.5), mesh=mesh(2))
-
-
 def make_embedding_of(feature_config, optimizer, devices: int = 2, **options):
     return tpu_embed.TPUEmbedding(feature_config, optimizer, mesh=mesh(devices), **options)
 
 
 def make_embedding(**options) -> tpu_embed.TPUEmbedding:
-    """Return a fresh embedding of `FEATURES` on two devices.
-
-    All of them share one engine, so that its programs compile once.
-    """
-    engine = _engine(resolve.initializer_of)
-    with mock.patch("tpu_embed.stateful.tpu_embedding.EmbeddingEngine", return_value=engine):
-        return make_embedding_of(FEATURES, o.Adagrad(0.5), **options)
+    """Return a fresh embedding of `FEATURES` on two devices."""
+    return make_embedding_of(FEATURES, o.Adagrad(0.5), **options)
 
 
 def batch(number: int, size: int = 4):
