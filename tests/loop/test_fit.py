@@ -314,3 +314,33 @@ def test_a_run_that_is_done_stays_as_it_is(tmp_path):
     np.testing.assert_array_equal(table(first), table(again))
     assert (again.step, np.isnan(again.loss)) == (4, True)
     assert again.evaluation["loss"] > 0
+
+
+def test_a_resumed_run_gives_jagged_features_the_same_room(tmp_path):
+    """The first batch is long, and what comes after it keeps the room."""
+    room = []
+
+    def loss(activations, wanted):
+        history = activations["seen"]
+        room.append(history.values.shape[1])
+        return ((history.sums().sum(axis=-1) - wanted) ** 2).mean()
+
+    def source():
+        for number, length in enumerate([300, 3, 2, 4, 3, 2]):
+            rng = np.random.default_rng(number)
+            ids = RaggedIds(rng.integers(0, 40, 8 * length), np.arange(9) * length)
+            yield {"seen": ids}, rng.random(8, np.float32)
+
+    def run(directory, steps):
+        seen = FeatureConfig(TableConfig(40, 2, name="seen"), jagged=True)
+        engine = tpu_embed.EmbeddingEngine({"seen": seen}, o.SGD(0.01), mesh=mesh(1))
+        report = fit(engine, loss, source(), steps=steps, directory=directory, progress=False)
+        return engine.tables(report.state)["seen"]
+
+    expected = run(tmp_path / "whole", 6)
+    rooms = set(room)
+    run(tmp_path / "stopped", 2)
+    room.clear()
+    np.testing.assert_array_equal(run(tmp_path / "stopped", 6), expected)
+    assert set(room) == rooms
+    assert len(rooms) == 1
