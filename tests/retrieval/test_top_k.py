@@ -89,7 +89,7 @@ def test_integers_are_exact(devices, name):
     assert_found(retrieval.top_k(engine, state, name, queries, 9), wanted)
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("devices", [2, pytest.param(8, marks=pytest.mark.whole)])
 def test_excluded_and_allowed_rows(devices):
     """The ids that would be found are excluded; ids outside the table are ignored."""
     engine = engine_of(devices)
