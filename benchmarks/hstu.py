@@ -81,46 +81,56 @@ def runs_of(args: argparse.Namespace, rng: Any, lengths: Any) -> dict[str, tuple
     import numpy as np
 
     there = np.arange(args.longest) < lengths[:, None]
-    shape = (*there.shape, args.heads, args.dim)
-    padded = [rng.normal(size=shape).astype(np.float32) for _ in range(4)]  # q, k, v, a gradient
-    padded[3][~there] = 0
-    padded.append(np.sort(rng.integers(0, 10**6, there.shape), axis=1).astype(np.int32))
-    room = -len(padded[0][there]) % 256
-    jagged = [np.pad(x[there], [(0, room), *[(0, 0)] * (x.ndim - 2)]) for x in padded]
+    splits = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     sizes = {"position": args.longest, "time": 32} if args.biases else {}
     tables = {
-        name: rng.normal(size=(args.heads, size)).astype(np.float32) for name, size in sizes.items()
+        n: rng.normal(size=(args.heads, size)).astype(np.float32) for n, size in sizes.items()
     }
-    splits = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    forms: dict[str, Any] = {"jagged": (functools.partial(jagged_form, args, splits), jagged)}
-    forms["padded"] = functools.partial(padded_form, args), padded
+    padded = padded_events(args, rng, there)
+    room = -len(padded[0][there]) % 256
+    jagged = [np.pad(x[there], [(0, room), *[(0, 0)] * (x.ndim - 2)]) for x in padded]
+    forms = {"jagged": (jagged_form, jagged), "padded": (padded_form, padded)}
     if args.whole:
-        forms["whole"] = functools.partial(whole_form, args), padded
+        forms["whole"] = whole_form, padded
     runs, results = {}, []
-    for name, (form, (q, k, v, given, times)) in forms.items():
-
-        def both(q, k, v, tables, given, times, form=form):
-            out, pull = jax.vjp(functools.partial(form, times=times), q, k, v, tables)
-            return out, pull(given)
-
-        operands = jax.device_put((q, k, v, tables, given, times))
-        compiled = jax.jit(both).lower(*operands).compile()
-        out, (*of_events, of_tables) = compiled(*operands)
-        events = [
-            np.asarray(x)[there] if x.shape[:2] == there.shape else np.asarray(x)[: there.sum()]
-            for x in (out, *of_events)
-        ]
-        results.append((events, jax.device_get(of_tables)))
+    for name, (form, events) in forms.items():
+        operands = jax.device_put((*events, tables, splits))
+        compiled = jax.jit(with_gradients(functools.partial(form, args))).lower(*operands).compile()
+        of_events, of_tables = compiled(*operands)
+        found = [x[there] if x.shape[:2] == there.shape else x[: there.sum()] for x in of_events]
+        results.append(jax.device_get((found, of_tables)))
         run = lambda call=compiled, given=operands: jax.block_until_ready(call(*given))  # noqa: E731
         runs[name] = run, compiled.memory_analysis().temp_size_in_bytes
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-3, atol=2e-3)
     for other in results[1:]:
-        jax.tree.map(
-            functools.partial(np.testing.assert_allclose, rtol=2e-3, atol=2e-3), other, results[0]
-        )
+        jax.tree.map(close, other, results[0])
     return runs
 
 
-def jagged_form(args, splits, q, k, v, tables, *, times):
+def padded_events(args: argparse.Namespace, rng: Any, there: Any) -> list[Any]:
+    """Return q, k, v and the gradient of the results [B, L, heads, D], and times [B, L]."""
+    import numpy as np
+
+    shape = (*there.shape, args.heads, args.dim)
+    arrays = [rng.normal(size=shape).astype(np.float32) for _ in range(4)]
+    arrays[3][~there] = 0
+    return [*arrays, np.sort(rng.integers(0, 10**6, there.shape), axis=1).astype(np.int32)]
+
+
+def with_gradients(form: Any) -> Any:
+    """Return a function that gives results and gradients of events, and gradients of tables."""
+    import jax
+
+    def both(q, k, v, given, times, tables, splits):
+        part = functools.partial(form, times=times, splits=splits)
+        out, pull = jax.vjp(part, q, k, v, tables)
+        *of_events, of_tables = pull(given)
+        return [out, *of_events], of_tables
+
+    return both
+
+
+def jagged_form(args, q, k, v, tables, *, times, splits):
     from attention import jagged_attention
 
     return jagged_attention(
@@ -155,7 +165,7 @@ def tables_of(args, tables):
     return Tables(position, tables.get("time"))
 
 
-def padded_form(args, q, k, v, tables, *, times):
+def padded_form(args, q, k, v, tables, *, times, splits):
     """Attend example by example, and in it by 128 queries; q, k and v are [B, L, heads, D]."""
     import jax
     import tiles
@@ -177,7 +187,7 @@ def padded_form(args, q, k, v, tables, *, times):
     return jax.lax.map(of_example, (q, k, v, times))
 
 
-def whole_form(args, q, k, v, tables, *, times):
+def whole_form(args, q, k, v, tables, *, times, splits):
     """Attend with all scores at once."""
     import jax
     import tiles
