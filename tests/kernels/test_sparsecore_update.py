@@ -152,19 +152,15 @@ def test_partial_sums_may_be_bfloat16():
     check_rule("momentum", True, np.asarray(form.pack(jnp.asarray(bits))))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("name", "at_random", "dim"),
     [
         ("momentum", True, 40),
-        *(
-            pytest.param(*case, marks=pytest.mark.whole)
-            for case in [
-                ("sgd that decays and clips", False, 40),
-                ("momentum", True, 60),
-                ("adagrad, epsilon", False, 60),
-                ("row-wise", True, 40),
-            ]
-        ),
+        ("sgd that decays and clips", False, 40),
+        ("momentum", True, 60),
+        ("adagrad, epsilon", False, 60),
+        ("row-wise", True, 40),
     ],
 )
 def test_tables_may_be_bfloat16(name, at_random, dim, monkeypatch):

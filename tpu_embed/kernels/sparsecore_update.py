@@ -36,7 +36,7 @@ def takes(rule: CompiledRule, width: int, packed: bool = False) -> bool:
 
     Args:
       rule: the rule.
-      width: the words of a row, or of its float32 sum if these are more.
+      width: the numbers of a row as it is packed, or of its sum if these are more.
       packed: whether partial sums are bfloat16, two to a word.
     """
     return rule.kind in sparsecore_rules.KINDS and _entries(rule, width, packed) >= _LEAST_ENTRIES

@@ -26,6 +26,12 @@ CASES = {
         {"on_bad_gradient": "skip"},
         False,
     ),
+    "a table rounded at random": (
+        4,
+        optimizers.Momentum(0.1),
+        {"dtype": "bfloat16", "rounding": "stochastic"},
+        False,
+    ),
     "bfloat16 on the way": (
         4,
         optimizers.SGD(0.1, weight_decay_factor=0.01),
@@ -33,12 +39,6 @@ CASES = {
         False,
     ),
     "one device, bfloat16": (1, optimizers.SGD(0.1), {"exchange_dtype": "bfloat16"}, False),
-    "a table rounded at random": (
-        4,
-        optimizers.Momentum(0.1),
-        {"dtype": "bfloat16", "rounding": "stochastic"},
-        False,
-    ),
     "a table of bfloat16, traced": (2, optimizers.SGD(0.1), {"dtype": "bfloat16"}, True),
     "two slots, traced, bfloat16": (
         2,
