@@ -52,6 +52,8 @@ class Line:
     placed: bool = True
     spec: bool = False  # of traced ids: whether the capacities of the plan are given
     exchange_dtype: str | None = None
+    dtype: str = "float32"
+    rounding: str = "nearest"
     published: str = ""
 
     @property
@@ -61,8 +63,9 @@ class Line:
 
     def compile(self):
         """Return the compiled step."""
+        options = {"combiner": self.combiner, "dtype": self.dtype, "rounding": self.rounding}
         tables = [
-            TableConfig(rows, self.dim, combiner=self.combiner, name=f"t{i}", placement="auto")
+            TableConfig(rows, self.dim, name=f"t{i}", placement="auto", **options)
             for i, (rows, _) in enumerate(self.tables)
         ]
         features = {table.name: FeatureConfig(table) for table in tables}
@@ -100,6 +103,9 @@ LINES = {
     "v5p mean": Line(combiner="mean"),
     "v5p ragged, weighted": Line(weighted_bags=True),
     "v5p, exchange in bfloat16": Line(exchange_dtype="bfloat16"),
+    "v5p, tables and exchange in bfloat16": Line(
+        exchange_dtype="bfloat16", dtype="bfloat16", rounding="stochastic"
+    ),
     "v6e, exchange in bfloat16": Line("v6e:2x2", exchange_dtype="bfloat16"),
     "tpu7x, exchange in bfloat16": Line("tpu7x:2x2x1", exchange_dtype="bfloat16"),
     "v5p traced": Line(placed=False),

@@ -157,7 +157,7 @@ def interpreted(late):
         )
         patch.setattr(sparsecore_subcore, "_IN_REGISTERS", 32)  # two passes over 48 columns
         patch.setattr(sparsecore_rules, "times", times)
-        patch.setattr(sparsecore_change, "_UNROLLED", 4)  # and a loop over the rest
+        patch.setattr(sparsecore_change, "_UNROLLED", 2)  # and a loop over the rest
         patch.setattr(sparsecore_change, "_AT_A_TIME", 2)
         patch.setattr(sparsecore, "_MOST_ROWS", CHUNK)
         patch.setattr(sparsecore_sums, "_MOST_ENTRIES", CHUNK)

@@ -70,7 +70,7 @@ def draw_places(rng, rows):
 
 
 def draw_draws(rng, places, rows, *, numbered):
-    """Return what random bits depend on; `numbered`, with a number of each row."""
-    tables, shard = rng.integers(0, 2**32, len(places.firsts), np.uint32), rng.integers(2**32)
+    """Return what random bits depend on, the shard as `[1]`; `numbered`: a number of each row."""
+    tables, shard = (rng.integers(0, 2**32, n, np.uint32) for n in (len(places.firsts), 1))
     numbers = rng.integers(0, 2**32, rows, np.uint32) if numbered else None
-    return Draws(tables, np.uint32(shard), numbers)
+    return Draws(tables, shard, numbers)

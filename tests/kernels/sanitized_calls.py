@@ -159,7 +159,9 @@ def update(rng, dtype):
     is_routed, whole, partial = n and rng.random() < 0.5, draw_size(rng), draw_size(rng)
 
     def native(draws, table, slots, *given):
-        rounding = None if draws is None else Rounding(draws, row_places)
+        rounding = None
+        if draws is not None:
+            rounding = Rounding(draws._replace(shard=draws.shard[0]), row_places)
         rule = optimizer.compiled_rule(jnp.int32(3), jnp.float32(0.1))
         ordered = [slots[name] for name in rule.slots]
         return update_of(table, ordered, *given, rule=rule, rounding=rounding, **options)

@@ -1,7 +1,9 @@
 """Rows that are merged and updated on SparseCores, as far as a CPU can run them."""
 
 import functools
+import sys
 
+import bfloat16_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,11 +14,12 @@ from sparsecore_interpreter import CHUNK, WORKERS, compiled
 
 from tpu_embed import optimizers as o
 from tpu_embed.kernels import sparsecore_rules as rules
-from tpu_embed.kernels import sparsecore_update
+from tpu_embed.kernels import sparsecore_update, stochastic, storage
 from tpu_embed.kernels.formats import RowFormat
 
 ENTRIES, MERGED, ROWS, DIM, WORDS = 200, 210, 300, 40, 48
 """Partial sums, room for merged ones, and rows of 40 numbers, padded to 6 vectors of 8."""
+BFLOAT16 = np.dtype(jnp.bfloat16)
 EXACT = {
     "sgd": o.SGD(0.1),
     "sgd that decays and clips": o.SGD(
@@ -98,9 +101,10 @@ def with_cases(test):
     return test
 
 
-def kernel(optimizer, index, segments, rows, sums, table, slots, rate):
+def kernel(optimizer, index, segments, rows, sums, table, slots, rate, keys=None):
     rule = optimizer.compiled_rule(jnp.int32(1), rate)
-    return sparsecore_update.merge_update(sums, index, segments, rows, table, slots, rule, DIM)
+    held = table, slots, rule, DIM, keys
+    return sparsecore_update.merge_update(sums, index, segments, rows, *held)
 
 
 @functools.cache
@@ -146,6 +150,56 @@ def test_partial_sums_may_be_bfloat16():
     form = RowFormat((DIM,), np.dtype(jnp.bfloat16), "words")
     bits = sums_of(1)[:, :DIM].astype(jnp.bfloat16).view(np.uint16)
     check_rule("momentum", True, np.asarray(form.pack(jnp.asarray(bits))))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("name", "at_random", "dim"),
+    [
+        ("momentum", True, 40),
+        ("sgd that decays and clips", False, 40),
+        ("momentum", True, 60),
+        ("adagrad, epsilon", False, 60),
+        ("row-wise", True, 40),
+    ],
+)
+def test_tables_may_be_bfloat16(name, at_random, dim, monkeypatch):
+    """Two numbers to a word: 40 are 5 vectors, of which one has upper halves; 60 are 4 of each."""
+    monkeypatch.setattr(sys.modules[__name__], "DIM", dim)
+    monkeypatch.setattr(sys.modules[__name__], "WORDS", -(-dim // 16) * 16)
+    optimizer, rate, form = RULES[name], jnp.float32(0.1), RowFormat((dim,), BFLOAT16, "words")
+    table, slots = held(optimizer)
+    packed = bfloat16_cases.packed(table[:, :dim], form.words)
+    before = storage.widened(form.unpack(packed))
+    draws = np.random.default_rng(7).integers(0, 2**32, MERGED, np.uint32)
+    keys = (draws,) if at_random else ()
+    operands = sums_of(1), packed, slots, rate, *keys
+    done = compiled(
+        functools.partial(kernel, optimizer), *CASES["one by one"], *operands, late=True
+    )
+
+    @with_cases
+    @given(routes())
+    def test(route):
+        found, new = done(*route, *operands)
+        as_float32 = np.pad(before, ((0, 0), (0, WORDS - dim)))
+        rows, others = expected(optimizer, route, sums_of(1), as_float32, slots, rate)
+        for one, other in zip(new, others, strict=True):
+            np.testing.assert_array_equal(one, other)
+        wanted, changed = np.asarray(form.unpack(packed)).copy(), route[2][route[2] >= 0]
+        wanted[changed] = bfloat16_cases.rounded(rows[changed, :dim])
+        if at_random:
+            drawn = stochastic.round_rows(rows[changed, :dim], draws[route[2] >= 0])
+            wanted[changed] = drawn
+        got = np.asarray(form.unpack(np.asarray(found)))
+        if name in EXACT:
+            np.testing.assert_array_equal(got, wanted)
+        else:
+            # A step's own error may turn the rounding of a number to the other neighbour.
+            assert np.abs(got.astype(int) - wanted).max() <= 1
+            assert np.mean(got != wanted) < 0.01
+
+    test()
 
 
 def check_rule(name, late, sums):

@@ -6,11 +6,13 @@ slots, in their place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from tpu_embed.kernels import sparsecore_rounding, stochastic
 from tpu_embed.kernels import sparsecore_rules as rules
 from tpu_embed.kernels.sparsecore_memory import Memory, RuleForm
 
@@ -35,25 +37,35 @@ def change_rows(form: RuleForm, memory: Memory, slot: Any) -> None:
         targets = memory.targets[slot, pl.ds(vector * lanes, lanes)]
         if form.kind == "rowwise_adagrad":
             rates = _row_rates(form, memory, slot, vector, number)
+        if memory.row_keys is not None:
+            keys = memory.row_keys[slot, pl.ds(vector * lanes, lanes)]
         for j in range(lanes):
 
             @pl.when(targets[j] >= 0)
             def _(i: Any = vector * lanes + j, j: int = j) -> None:
-                if form.kind == "rowwise_adagrad":
-                    _change_row(form, memory, slot, i, number, rates[j])
-                else:
-                    _change_row(form, memory, slot, i, number)
+                rate = rates[j] if form.kind == "rowwise_adagrad" else None
+                key = keys[j] if memory.row_keys is not None else None
+                _change_row(form, memory, slot, i, number, rate, key)
 
 
 def _change_row(
-    form: RuleForm, memory: Memory, slot: Any, i: Any, number: rules.Numbers, rate: Any = None
+    form: RuleForm, memory: Memory, slot: Any, i: Any, number: rules.Numbers, rate: Any, key: Any
 ) -> None:
-    """Apply the rule to the row at place `i`, or to row-wise Adagrad's row its `rate`."""
+    """Apply the rule to the row at place `i`.
+
+    Args:
+      form: the rule.
+      memory: the worker's.
+      slot: which half of it the chunk uses.
+      i: the place.
+      number: the numbers of the rule.
+      rate: what row-wise Adagrad multiplies this row's gradient with; else None.
+      key: what the random bits of the row depend on; None: it is not rounded at random.
+    """
     from jax.experimental import pallas as pl
 
-    lanes, width = memory.lanes, memory.table.shape[2]
-
-    refs = (memory.table, *([] if rate is not None else memory.slots))
+    lanes, slots = memory.lanes, () if rate is not None else memory.slots
+    words, packed = memory.table.shape[2], memory.table.dtype == jnp.uint32
 
     def changed(w: Any, held: list[Any], g: Any) -> list[Any]:
         w = rules.times(number(0), w) if form.decays else w
@@ -64,20 +76,50 @@ def _change_row(
         w = jnp.minimum(jnp.maximum(w, number(3)), number(4)) if form.clips_row else w
         return [w, *new]
 
-    def change(vectors: Any) -> None:
+    def change(vectors: Any, halves: int) -> None:
         # All loads stand before all stores: the compiler keeps their order.
-        places = [pl.ds(vector * lanes, lanes) for vector in vectors]
-        given = [_gradient(form, memory, slot, i, here, number) for here in places]
-        held = [[x[slot, i, here] for x in refs] for here in places]
-        for here, old, g in zip(places, held, given, strict=True):
-            for x, value in zip(refs, changed(old[0], old[1:], g), strict=True):
-                x[slot, i, here] = value
+        here = [vector * lanes for vector in vectors]
+        columns = [half * words + c for half in range(halves) for c in here]
+        places = [pl.ds(c, lanes) for c in columns]
+        given = [_gradient(form, memory, slot, i, place, number) for place in places]
+        held = [[x[slot, i, place] for x in slots] for place in places]
+        rows = [memory.table[slot, i, pl.ds(c, lanes)] for c in here]
+        if packed:
+            both = zip(*map(sparsecore_rounding.unpacked, rows), strict=True)
+            rows = [x for half in list(both)[:halves] for x in half]
+        new = []
+        for place, w, old, g in zip(places, rows, held, given, strict=True):
+            row, *after = changed(w, old, g)
+            new.append((row, _draws(key, columns[len(new)], lanes)))
+            for x, value in zip(slots, after, strict=True):
+                x[slot, i, place] = value
+        for n, c in enumerate(here):
+            stored = _stored(new[n :: len(here)]) if packed else new[n][0]
+            memory.table[slot, i, pl.ds(c, lanes)] = stored
 
-    vectors = width // lanes
-    for start in range(0, min(vectors, _UNROLLED), _AT_A_TIME):
-        change(range(start, min(start + _AT_A_TIME, vectors)))
-    if vectors > _UNROLLED:
-        pl.loop(_UNROLLED, vectors)(lambda vector: change([vector]))
+    # Vectors of words, first those whose upper halves have numbers that count.
+    full = max(0, -(-(form.dim - words) // lanes)) if packed else 0
+    each = 2 if packed else 1
+    for halves, begin, end in [(2, 0, full), (1, full, words // lanes)]:
+        most, step = _UNROLLED // each, _AT_A_TIME // each
+        for start in range(begin, min(end, most), step):
+            change(range(start, min(start + step, end, most)), halves)
+        if end > max(begin, most):
+            pl.loop(max(begin, most), end)(lambda vector, halves=halves: change([vector], halves))
+
+
+def _stored(halves: Sequence[tuple[Any, Any]]) -> Any:
+    """Return words of the new numbers of both halves, or of the lower one, and their draws."""
+    (lower, drawn), (upper, other) = halves if len(halves) == 2 else (*halves, (None, None))
+    return sparsecore_rounding.packed(lower, upper, (drawn, other))
+
+
+def _draws(key: Any, column: Any, lanes: int) -> Any:
+    """Return the random bits of a row's numbers from a column on; None without a key."""
+    if key is None:
+        return None
+    numbers = jnp.full(lanes, key + column, jnp.int32) + jax.lax.iota(jnp.int32, lanes)
+    return stochastic.mix(jax.lax.bitcast_convert_type(numbers, jnp.uint32))
 
 
 def _gradient(
@@ -109,9 +151,8 @@ def _sum_of_squares(form: RuleForm, memory: Memory, slot: Any, i: Any, number: r
     """Return the sum of a row's squared gradients, in the order of `optimizers.row_sums`."""
     from jax.experimental import pallas as pl
 
-    lanes, width = memory.lanes, memory.table.shape[2]
-    squares = []
-    for start in range(0, width, lanes):
+    lanes, squares = memory.lanes, []
+    for start in range(0, form.dim, lanes):
         g = _gradient(form, memory, slot, i, pl.ds(start, lanes), number)
         squares.append(rules.times(g, g))
     # The upper half is added to the lower half: vectors first, then the lanes of the last one.

@@ -52,10 +52,12 @@ class Work:
       row_ids: int32 `[M]`, the row of each segment, `PADDING_ID` for none; at least
         `chunk + AHEAD + 8` more than there are segments.
       numbers: float32 `[AHEAD]`, `CompiledRule.operand` and padding.
-      table: float32 `[R, W]`.
+      table: float32 `[R, W]`; or uint32 `[R, words]`, two numbers of bfloat16 to a word.
       slots: float32, `[R, W]` or `[R]` each.
       form: the rule.
       chunk: how many entries are summed at a time.
+      keys: int32 `[M]`, for each segment what the random bits of its row depend on, as
+        `stochastic.row_draws` says; None: rows are not rounded at random.
     """
 
     bounds: Any
@@ -68,6 +70,7 @@ class Work:
     slots: tuple[Any, ...]
     form: RuleForm
     chunk: int
+    keys: Any = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,14 +80,18 @@ class Memory(SumMemory):
     Attributes:
       numbers: float32 `[AHEAD]`.
       row_ids: int32 `[chunk + AHEAD]`, the rows of the segments of the next chunk.
-      table: float32 `[2, chunk, W]`, the rows of `targets`.
+      table: `[2, chunk, …]`, the rows of `targets`.
       slots: float32 `[2, chunk, W]` or `[2, chunk]` each, their slots.
+      keys: int32 `[chunk + AHEAD]`, those of the segments of the next chunk; or None.
+      row_keys: int32 `[2, chunk]`, the key of each row of `targets`; or None.
     """
 
     numbers: Any
     row_ids: Any
     table: Any
     slots: tuple[Any, ...]
+    keys: Any = None
+    row_keys: Any = None
 
     @property
     def before(self) -> Any:
@@ -106,6 +113,8 @@ def with_memory(run: Callable[[Memory], None], work: Work) -> None:
     others = {
         "numbers": (work.numbers.shape, float32),
         "row_ids": ((chunk + AHEAD,), jnp.int32),
-        "table": ((2, chunk, work.table.shape[1]), float32),
+        "table": ((2, chunk, work.table.shape[1]), work.table.dtype),
     }
+    if work.keys is not None:
+        others |= {"keys": ((chunk + AHEAD,), jnp.int32), "row_keys": ((2, chunk), jnp.int32)}
     with_chunks(with_refs, work.bounds, work.source, chunk, **others, **slots)

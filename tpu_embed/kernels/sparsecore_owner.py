@@ -126,8 +126,11 @@ def _mark(memory: Memory, bounds: tuple[Any, Any], offset: Any, slot: Any) -> No
         memory.starts[slot, here] = jnp.where(opens, zeros + 1, zeros)
         closes = own & (segment != right)
         # The chunk's own segments lie within `row_ids`; those of other workers may not.
-        row = _look_up(memory.row_ids, jnp.where(own, segment - first_row, zeros))
+        place = jnp.where(own, segment - first_row, zeros)
+        row = _look_up(memory.row_ids, place)
         memory.targets[slot, here] = jnp.where(closes, row, nothing)
+        if memory.keys is not None:
+            memory.row_keys[slot, here] = _look_up(memory.keys, place)
 
 
 def _start(copies: Sequence[Any]) -> None:
@@ -171,6 +174,8 @@ def _number_copies(work: Work, memory: Memory, number: Any) -> Sequence[Any]:
         ),
         (work.row_ids.at[rows], memory.row_ids),
     ]
+    if work.keys is not None:
+        pairs.append((work.keys.at[rows], memory.keys))
     return [pltpu.make_async_copy(x, target, memory.arrived) for x, target in pairs]
 
 

@@ -169,11 +169,10 @@ def _load_row(memory: SumMemory, slot: Any, i: Any, columns: list[int]) -> list[
     lanes, words = memory.lanes, memory.rows.shape[2]
     if memory.rows.dtype != jnp.uint32:
         return [memory.rows[slot, i, pl.ds(c, lanes)] for c in columns]
-    # The bits of a number of bfloat16 are the upper 16 bits of the same number in float32.
-    upper = jnp.full(lanes, 0xFFFF0000, jnp.uint32)
-    both = {c: memory.rows[slot, i, pl.ds(c, lanes)] for c in columns if c < words}
-    halves = [both[c] << 16 if c < words else both[c - words] & upper for c in columns]
-    return [jax.lax.bitcast_convert_type(half, jnp.float32) for half in halves]
+    given = [memory.rows[slot, i, pl.ds(c, lanes)] for c in columns if c < words]
+    # All lower halves come first, as in `columns`.
+    lower, upper = zip(*map(sparsecore_rounding.unpacked, given), strict=True)
+    return [*lower, *upper]
 
 
 def _store_sums(memory: SumMemory, slot: Any, i: Any, sums: dict[int, Any]) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from tpu_embed._types import PADDING_ID, Array
@@ -35,7 +36,7 @@ def takes(rule: CompiledRule, width: int, packed: bool = False) -> bool:
 
     Args:
       rule: the rule.
-      width: the words of a row, or of its float32 sum if these are more.
+      width: the numbers of a row as it is packed, or of its sum if these are more.
       packed: whether partial sums are bfloat16, two to a word.
     """
     return rule.kind in sparsecore_rules.KINDS and _entries(rule, width, packed) >= _LEAST_ENTRIES
@@ -50,6 +51,7 @@ def merge_update(
     slots: Sequence[Array],
     rule: CompiledRule,
     dim: int,
+    keys: Array | None = None,
 ) -> tuple[Array, list[Array]]:
     """Add up the partial sums of each row, and apply the rule to row and slots, in place.
 
@@ -58,10 +60,12 @@ def merge_update(
       index: int32 `[N]`, the partial sums in the order in which they are added.
       segments: int32 `[N]`, the merged sum of each, from 0 on without gaps; U or more: left out.
       row_ids: int32 `[U]`, the row of each merged sum, all different; `PADDING_ID` for none.
-      table: float32 `[R, W]`.
+      table: float32 `[R, W]`; or uint32, packed bfloat16.
       slots: float32, `[R, W]` or `[R]` each, in the order of the rule.
       rule: one that the kernel `takes`.
-      dim: D, how many words of a row count.
+      dim: D, how many numbers of a row count.
+      keys: uint32 `[U]`, `stochastic.row_draws` of the rows, to round packed rows at random; None:
+        they are rounded to nearest.
 
     Returns:
       the table and the slots, with these rows changed.
@@ -71,15 +75,20 @@ def merge_update(
     if not (index.shape[0] and row_ids.shape[0] and sums.shape[0] and table.shape[0]):
         return table, list(slots)
     packed, workers = sums.dtype == jnp.uint32, sparsecore_sums._workers_here()
-    chunk = _entries(rule, max(sums.shape[1] * (2 if packed else 1), table.shape[1]), packed)
+    columns = [x.shape[1] * (2 if x.dtype == jnp.uint32 else 1) for x in (sums, table)]
+    chunk = _entries(rule, max(columns), packed)
     bounds = sparsecore_sums.worker_bounds(segments, workers, row_ids.shape[0])
     operands = [bounds, sums, *_padded(index, segments, row_ids, rule.operand(), chunk)]
-    form = _form(rule, dim)
+    if keys is not None:
+        bits = jax.lax.bitcast_convert_type(keys, jnp.int32)
+        operands.append(jnp.pad(bits, (0, chunk + AHEAD + 8)))
+    form, count = _form(rule, dim), len(slots)
 
     def kernel(*refs: Any) -> None:
-        bounds, sums, index, segments, row_ids, numbers, table, *slots = refs
+        bounds, sums, index, segments, row_ids, numbers, *keys, table = refs[: len(refs) - count]
         given = bounds, sums, index, segments, row_ids, numbers
-        sparsecore_owner.run(Work(*given, table, tuple(slots), form, chunk))
+        held = table, refs[len(refs) - count :]
+        sparsecore_owner.run(Work(*given, *held, form, chunk, *keys))
 
     # Partial sums are read; rows and slots are read and written.
     words = sum(x.size // x.shape[0] for x in (table, *slots))

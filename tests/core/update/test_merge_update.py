@@ -17,13 +17,19 @@ from tpu_embed.kernels import sparsecore_rules as rules
 
 V, D, B = 40, 20, 16
 CASES = {
-    # devices, rule, options of the engine, ids inside a jit
+    # devices, rule, options of the table or of the engine, ids inside a jit
     "placed": (4, optimizers.Adagrad(0.1), {}, False),
     "traced": (2, optimizers.Momentum(0.1), {}, True),
     "one device, a step that is skipped": (
         1,
         optimizers.RowWiseAdagrad(0.1, clipvalue=0.5),
         {"on_bad_gradient": "skip"},
+        False,
+    ),
+    "a table rounded at random": (
+        4,
+        optimizers.Momentum(0.1),
+        {"dtype": "bfloat16", "rounding": "stochastic"},
         False,
     ),
     "bfloat16 on the way": (
@@ -33,6 +39,7 @@ CASES = {
         False,
     ),
     "one device, bfloat16": (1, optimizers.SGD(0.1), {"exchange_dtype": "bfloat16"}, False),
+    "a table of bfloat16, traced": (2, optimizers.SGD(0.1), {"dtype": "bfloat16"}, True),
     "two slots, traced, bfloat16": (
         2,
         optimizers.Adam(0.1),
@@ -73,7 +80,9 @@ def sparse_calls(monkeypatch):
 def trained(devices, rule, options, traced):
     """Return the table and its slots after three steps, and what is looked up in it then."""
     rng = np.random.default_rng(0)
-    table = TableConfig(V, D, combiner="sum", name="items")
+    of_table = {name: options[name] for name in ("dtype", "rounding") if name in options}
+    options = {name: value for name, value in options.items() if name not in of_table}
+    table = TableConfig(V, D, combiner="sum", name="items", **of_table)
     features = {"a": FeatureConfig(table), "b": FeatureConfig(table)}
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("d",))
     engine = EmbeddingEngine(features, rule, mesh=mesh, **options)

@@ -55,19 +55,25 @@ def compiled_rule(stack: Stack, step: Array, learning_rate: ArrayLike) -> Compil
 def sparse_rule(stack: Stack, step: Array, learning_rate: ArrayLike) -> CompiledRule | None:
     """Return the stack's rule if SparseCores can apply it to rows that they merge, else None."""
     optimizer, row_format = stack.optimizer, stack.row_format
-    if optimizer is None or optimizer.updates_every_row or jnp.dtype(stack.dtype) != jnp.float32:
+    if optimizer is None or optimizer.updates_every_row or stack.compute_dtype != jnp.float32:
         return None
     if not row_format.moved_by_sparse_cores or not row_format.packed:
         return None
     rule = optimizer.compiled_rule(step, jnp.asarray(learning_rate, stack.compute_dtype))
     sums_format = sent_sums_format(stack)
     packed = sums_format.dtype.itemsize < 4
-    width = max(row_format.words, sums_format.words * (2 if packed else 1))
+    # A word has two numbers of bfloat16.
+    width = max(one.words * 4 // one.dtype.itemsize for one in (row_format, sums_format))
     return rule if rule and sparsecore_update.takes(rule, width, packed) else None
 
 
 def merge_and_apply(
-    held: StackShard, sums: Array, route: MergeRoute, stack: Stack, rule: CompiledRule
+    held: StackShard,
+    sums: Array,
+    route: MergeRoute,
+    stack: Stack,
+    rule: CompiledRule,
+    step: Array,
 ) -> StackShard:
     """Merge partial sums and update their rows, in one SparseCore kernel, in place.
 
@@ -77,6 +83,7 @@ def merge_and_apply(
       route: how they are merged.
       stack: the stack.
       rule: what `sparse_rule` returned.
+      step: int32 `[]`, t.
     """
     shapes, row_format = rule_slots(stack), stack.row_format
     formats = {name: slot_format(stack, shapes[name]) for name in rule.slots}
@@ -93,6 +100,7 @@ def merge_and_apply(
         [formats[name].by_row(held.slots[name]) for name in rule.slots],
         rule,
         stack.dim,
+        _row_keys(route.row_ids, held, stack, step),
     )
     named = zip(rule.slots, new, strict=True)
     slots = {name: x.reshape(held.slots[name].shape) for name, x in named}
@@ -187,14 +195,20 @@ def apply_rule(
 
 def _rounded(rows: Array, row_ids: Array, held: StackShard, stack: Stack, step: Array) -> Array:
     """Return new rows `[U, D]` as they are stored, rounded as the stack declares it."""
+    keys = _row_keys(row_ids, held, stack, step)
+    return storage.encode(rows, stack.dtype) if keys is None else stochastic.round_rows(rows, keys)
+
+
+def _row_keys(row_ids: Array, held: StackShard, stack: Stack, step: Array) -> Array | None:
+    """Return what the random bits of rows depend on, uint32 `[U]`; None: to nearest."""
     rounding = rounding_of(held, stack, step)
     if rounding is None:
-        return storage.encode(rows, stack.dtype)
+        return None
     numbers = rounding.draws.numbers
     if numbers is not None:
         row_format = slot_format(stack, rounding_slots(stack)[NUMBERS_SLOT])
         numbers = _read(numbers, row_ids, row_format)
-    return stochastic.round_rows(rows, stochastic.row_draws(rounding, row_ids, numbers))
+    return stochastic.row_draws(rounding, row_ids, numbers)
 
 
 def _read(array: Array, row_ids: Array, row_format: RowFormat) -> Array:

@@ -340,7 +340,7 @@ def _merge_and_apply(
         sums = given.packed
         if sums is None:
             sums = sent_sums_format(task.stack).pack(given.sums)
-        return merge_and_apply(held, sums, merge, task.stack, rule)
+        return merge_and_apply(held, sums, merge, task.stack, rule, operands.step)
 
 
 def _to_apply(given: Any, task: Task, operands: Operands) -> Any:
