@@ -48,6 +48,7 @@ def two(one, directory):
         (delta_processes.go_on, "hosted", one[0], "by two"),
         (cases.adopt,),
         (cases.train_layers,),
+        (cases.fail_to_set,),
     ]
     return run(2, directory, calls)
 
@@ -123,6 +124,14 @@ def test_a_row_that_one_process_has_lost_stops_all(two):
     assert "process 0 refused its part" in second[-1]
     assert "written at home" in second[-1]
     assert placed == also == 0
+
+
+def test_rows_that_one_process_cannot_set_are_set_in_none(two):
+    for found in two:
+        errors, before, after = found[15]
+        assert len(errors) == 2
+        assert all("No space left" in one for one in errors)
+        assert_same(after, before)
 
 
 def test_all_processes_run_programs_of_the_same_shapes(two):

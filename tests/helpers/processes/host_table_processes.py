@@ -153,6 +153,28 @@ def by_key(*, hosted=True):
     return errors, everything(made, state)
 
 
+def fail_to_set():
+    """Return all rows before and after calls of `set_rows` that one process fails to write."""
+    made, errors = engine(), []
+    state = made.init(jax.random.key(7))
+    for step in range(4):
+        state = train_step(made, state, made.place(draw_part(step)))
+    before, values = everything(made, state), np.ones((9, 4), np.float32)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    keys, _ = made.vocabularies.keys("tags")
+    broken = mock.patch.object(HostRows, "write", full)
+    with broken if jax.process_index() == 0 else contextlib.nullcontext():
+        for name, which in (("items", {"rows": np.arange(9)}), ("tags", {"keys": keys[:9]})):
+            try:
+                made.set_rows(state, name, values=values, **which)
+            except OSError as error:
+                errors.append(str(error))
+    return errors, before, everything(made, state)
+
+
 def with_all_shards(directory=None):
     """Return all rows of a run in which each process holds all shards.
 
