@@ -10,8 +10,8 @@ Expected:  4.4 GiB of tables and slots and 7.5 GiB during a step on each of 128 
 Command:   PYTHONPATH=build/libtpu:. JAX_PLATFORMS=cpu python examples/hstu/estimate.py
              --topology tpu7x:4x4x4
 Expected:  the whole step, network included: arguments of 4.6 GiB, temporaries of 23.5 GiB where
-           20.9 are planned, 328 GFLOP a sample; about 9 minutes on 2 cores of an AMD EPYC; JAX
-           0.10.2, libtpu 0.0.42
+           20.9 are planned (v5p:4x4x4: 9.0, 33.2 and 41.0 GiB), 328 GFLOP a sample; JAX 0.10.2,
+           libtpu 0.0.42
 
 Command:   PYTHONPATH=build/libtpu:. JAX_PLATFORMS=cpu python -m tpu_embed plan configs/dlrm_v4.py
              --topology tpu7x:4x4x4 --compile
