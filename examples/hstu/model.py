@@ -19,8 +19,6 @@ from places import in_places, on_each_replica
 import tpu_embed
 from tpu_embed import RaggedIds
 
-HISTORY = 0  # of the features `history` and `item`
-
 
 class Hstu(nnx.Module):
     """Map each event of a replica's histories to the vector of what comes next, `[C, D]`."""
@@ -86,7 +84,7 @@ class Learner:
 
     def learn(self, batch, times, asked) -> float:
         """Train on a placed batch of histories with their times; return the loss."""
-        known = in_places(times, batch, HISTORY), in_places(asked, batch, HISTORY)
+        known = [in_places(self.engine, batch, "history", rows) for rows in (times, asked)]
         self.state, self.params, self.opt_state, loss = self.step(
             self.state, self.params, self.opt_state, batch, *known
         )
@@ -95,7 +93,7 @@ class Learner:
     def predict(self, histories, times, asked) -> np.ndarray:
         """Return the score of every item as the next one, float32 [B, items]."""
         batch = self.engine.place(self.features(histories), training=False)
-        known = in_places(times, batch, HISTORY), in_places(asked, batch, HISTORY)
+        known = [in_places(self.engine, batch, "history", rows) for rows in (times, asked)]
         found = self.scores(self.state, self.params, batch, *known)
         return np.asarray(found)[: len(histories), : self.items]
 

@@ -13,6 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from tpu_embed.data import place_values
+
 
 def on_each_replica(engine, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of what all replicas share and of arrays `[S, …]`, for use in a jit.
@@ -41,19 +43,18 @@ def on_each_replica(engine, function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda shared, *parts: mapped(shared, parts)
 
 
-def in_places(rows: Sequence[np.ndarray], batch, feature: int) -> np.ndarray:
-    """Return a number per event where a jagged feature has the event, int32 `[S, C]`.
+def in_places(engine, batch, feature: str, rows: Sequence[np.ndarray]) -> jax.Array:
+    """Send one number per event to the place of the event's row, int32 `[S, C]`.
 
     Args:
-      rows: of each of the B examples, one number per event. Missing examples are empty.
+      engine: which has placed the batch.
       batch: the placed batch.
-      feature: which of its features, counted in the order of their names.
+      feature: a jagged feature.
+      rows: the numbers of each example; examples that `pad_batch` has added may be missing.
     """
-    shape = batch.spec.feature_shapes[feature]
-    found = np.zeros((batch.spec.replicas, shape.capacity), np.int32)
-    examples = shape.batch // len(found)
-    for s, place in enumerate(found):
-        own = [*rows[s * examples : (s + 1) * examples], np.zeros(0, np.int32)]
-        joined = np.concatenate(own)
-        place[: len(joined)] = joined
-    return found
+    paths = [one.path for one in engine.layout.features]
+    examples = batch.spec.sizes[paths.index(feature)]
+    padded = [*rows, *[np.zeros(0, np.int32)] * (examples - len(rows))]
+    splits = np.cumsum([0, *map(len, padded)])
+    values = np.concatenate(padded).astype(np.int32)
+    return place_values(engine, batch, feature, values, splits).values
