@@ -7,7 +7,7 @@ slots, in their place.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,67 +45,99 @@ def change_rows(form: RuleForm, memory: Memory, slot: Any) -> None:
             def _(i: Any = vector * lanes + j, j: int = j) -> None:
                 rate = rates[j] if form.kind == "rowwise_adagrad" else None
                 key = keys[j] if memory.row_keys is not None else None
-                _change_row(form, memory, slot, i, number, rate, key)
+                _change_row(_Row(form, memory, slot, i, number, rate, key))
 
 
-def _change_row(
-    form: RuleForm, memory: Memory, slot: Any, i: Any, number: rules.Numbers, rate: Any, key: Any
-) -> None:
-    """Apply the rule to the row at place `i`.
+class _Row(NamedTuple):
+    """A row that is changed.
 
-    Args:
+    Attributes:
       form: the rule.
       memory: the worker's.
       slot: which half of it the chunk uses.
-      i: the place.
+      i: the row's place in the chunk.
       number: the numbers of the rule.
-      rate: what row-wise Adagrad multiplies this row's gradient with; else None.
+      rate: what row-wise Adagrad multiplies this row's gradient with; None for other rules.
       key: what the random bits of the row depend on; None: it is not rounded at random.
     """
+
+    form: RuleForm
+    memory: Memory
+    slot: Any
+    i: Any
+    number: rules.Numbers
+    rate: Any
+    key: Any
+
+    @property
+    def packed(self) -> bool:
+        """Whether it is bfloat16, two numbers to a word."""
+        return self.memory.table.dtype == jnp.uint32
+
+
+def _change_row(row: _Row) -> None:
+    """Apply the rule to a row."""
     from jax.experimental import pallas as pl
 
-    lanes, slots = memory.lanes, () if rate is not None else memory.slots
-    words, packed = memory.table.shape[2], memory.table.dtype == jnp.uint32
-
-    def changed(w: Any, held: list[Any], g: Any) -> list[Any]:
-        w = rules.times(number(0), w) if form.decays else w
-        if rate is not None:
-            w, new = w - rules.times(g, rate), []
-        else:
-            w, new = rules.RULES[form.kind](w, held, g, number, form.flag)
-        w = jnp.minimum(jnp.maximum(w, number(3)), number(4)) if form.clips_row else w
-        return [w, *new]
-
-    def change(vectors: Any, halves: int) -> None:
-        # All loads stand before all stores: the compiler keeps their order.
-        here = [vector * lanes for vector in vectors]
-        columns = [half * words + c for half in range(halves) for c in here]
-        places = [pl.ds(c, lanes) for c in columns]
-        given = [_gradient(form, memory, slot, i, place, number) for place in places]
-        held = [[x[slot, i, place] for x in slots] for place in places]
-        rows = [memory.table[slot, i, pl.ds(c, lanes)] for c in here]
-        if packed:
-            both = zip(*map(sparsecore_rounding.unpacked, rows), strict=True)
-            rows = [x for half in list(both)[:halves] for x in half]
-        new = []
-        for place, w, old, g in zip(places, rows, held, given, strict=True):
-            row, *after = changed(w, old, g)
-            new.append((row, _draws(key, columns[len(new)], lanes)))
-            for x, value in zip(slots, after, strict=True):
-                x[slot, i, place] = value
-        for n, c in enumerate(here):
-            stored = _stored(new[n :: len(here)]) if packed else new[n][0]
-            memory.table[slot, i, pl.ds(c, lanes)] = stored
-
-    # Vectors of words, first those whose upper halves have numbers that count.
-    full = max(0, -(-(form.dim - words) // lanes)) if packed else 0
-    each = 2 if packed else 1
+    # Vectors of words: first those whose upper halves have numbers that count, then the others. 40
+    # numbers are 32 words: 1 vector of 8 with both halves, and 3 of lower halves.
+    lanes, words = row.memory.lanes, row.memory.table.shape[2]
+    full = max(0, -(-(row.form.dim - words) // lanes)) if row.packed else 0
+    each = 2 if row.packed else 1
     for halves, begin, end in [(2, 0, full), (1, full, words // lanes)]:
         most, step = _UNROLLED // each, _AT_A_TIME // each
         for start in range(begin, min(end, most), step):
-            change(range(start, min(start + step, end, most)), halves)
+            _change_vectors(row, range(start, min(start + step, end, most)), halves)
         if end > max(begin, most):
-            pl.loop(max(begin, most), end)(lambda vector, halves=halves: change([vector], halves))
+            pl.loop(max(begin, most), end)(
+                lambda vector, halves=halves: _change_vectors(row, [vector], halves)
+            )
+
+
+def _change_vectors(row: _Row, vectors: Sequence[Any], halves: int) -> None:
+    """Apply the rule to some vectors of the words of a row.
+
+    Args:
+      row: the row.
+      vectors: their numbers.
+      halves: 2 where a word has two numbers; 1: it has one, or its upper half is padding.
+    """
+    from jax.experimental import pallas as pl
+
+    # All loads stand before all stores: the compiler keeps their order.
+    memory, at, lanes = row.memory, (row.slot, row.i), row.memory.lanes
+    slots = () if row.rate is not None else memory.slots
+    here = [vector * lanes for vector in vectors]
+    columns = [half * memory.table.shape[2] + c for half in range(halves) for c in here]
+    places = [pl.ds(c, lanes) for c in columns]
+    given = [_gradient(row.form, memory, *at, place, row.number) for place in places]
+    held = [[x[*at, place] for x in slots] for place in places]
+    numbers = [memory.table[*at, pl.ds(c, lanes)] for c in here]
+    if row.packed:
+        both = zip(*map(sparsecore_rounding.unpacked, numbers), strict=True)
+        numbers = [x for half in list(both)[:halves] for x in half]
+    new = []
+    for column, place, w, old, g in zip(columns, places, numbers, held, given, strict=True):
+        changed, *after = _changed(row, w, old, g)
+        new.append((changed, _draws(row.key, column, lanes)))
+        for x, value in zip(slots, after, strict=True):
+            x[*at, place] = value
+    for n, c in enumerate(here):
+        # The lower half of a word and its upper half, if there is one.
+        stored = _stored(new[n :: len(here)]) if row.packed else new[n][0]
+        memory.table[*at, pl.ds(c, lanes)] = stored
+
+
+def _changed(row: _Row, w: Any, held: list[Any], g: Any) -> list[Any]:
+    """Return a vector of the new row, then one of each slot."""
+    form, number = row.form, row.number
+    w = rules.times(number(0), w) if form.decays else w
+    if row.rate is not None:
+        w, new = w - rules.times(g, row.rate), []
+    else:
+        w, new = rules.RULES[form.kind](w, held, g, number, form.flag)
+    w = jnp.minimum(jnp.maximum(w, number(3)), number(4)) if form.clips_row else w
+    return [w, *new]
 
 
 def _stored(halves: Sequence[tuple[Any, Any]]) -> Any:
