@@ -6,8 +6,9 @@ Expected:  NDCG@10 0.0802, 0.0719 and 0.0874 with the seeds 0 to 2 (mean 0.080, 
            0.006). The model of sequences.py has 0.0940, 0.0894 and 0.0934 (mean 0.092, standard
            deviation 0.002), in twice as many epochs
 
-HSTU is no better here than a model that knows the order alone. Its layers are as the formula says,
-without a LayerNorm before each, which the other model has. The numbers below were hardly tuned.
+HSTU is worse here than a model that knows the order alone; the reason was not looked for. Its
+layers have no LayerNorm before them, which the other model's have, and the numbers below were
+hardly tuned.
 """
 
 seed = 0
