@@ -1,4 +1,15 @@
-"""HSTU layers with biases by position and time: next films, and made-up sessions."""
+"""HSTU layers with biases by position and time: the next films of MovieLens-100K.
+
+Command:   python examples/hstu/next_film.py --devices 1
+Hardware:  2 cores of an x86-64 CPU beside much other work, so no time is given; JAX 0.10.2
+Expected:  NDCG@10 0.0802, 0.0719 and 0.0874 with the seeds 0 to 2 (mean 0.080, standard deviation
+           0.006). The model of sequences.py has 0.0940, 0.0894 and 0.0934 (mean 0.092, standard
+           deviation 0.002), in twice as many epochs
+
+HSTU is worse here than a model that knows the order alone; the reason was not looked for. Its
+layers have no LayerNorm before them, which the other model's have, and the numbers below were
+hardly tuned.
+"""
 
 seed = 0
 epochs = 4

@@ -1,4 +1,11 @@
-"""HSTU on made-up sessions in which order and time matter."""
+"""HSTU on made-up sessions in which order and time matter.
+
+Command:   python examples/hstu/planted_sessions.py --devices 1
+Hardware:  2 cores of an x86-64 CPU beside much other work; 40 s of processor time for each of two
+           models; JAX 0.10.2
+Expected:  after 500 steps NDCG@10 0.6150, 0.980 of the 0.6276 that the true probabilities have
+           (0.951 of it after 250); without times 0.5373, 0.856 of it
+"""
 
 seed = 0
 items = 50
