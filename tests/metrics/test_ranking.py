@@ -154,7 +154,7 @@ def test_what_is_refused():
         metrics.recall_at_k(ids, ids, weights=np.zeros(3))
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("kind", [pytest.param("Auto", marks=pytest.mark.whole), "Explicit"])
 def test_sharded_examples_are_one_set(kind):
     scores, labels = np.arange(16, dtype=np.float32), np.arange(16) % 3 == 0
     kinds = (jax.sharding.AxisType[kind],)

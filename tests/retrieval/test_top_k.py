@@ -80,7 +80,7 @@ def small_blocks():
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 def test_integers_are_exact(devices, name):
     engine = engine_of(devices)
     state, rows = loaded(engine)

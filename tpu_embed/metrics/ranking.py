@@ -130,7 +130,7 @@ def recall_at_k(
       TypeError: ids that are not integers.
 
     Example:
-      >>> print(recall_at_k(np.array([[3, 1, 4]]), np.array([[4, 1, 5, -1]]), 2).round(4))
+      >>> print(f"{recall_at_k(np.array([[3, 1, 4]]), np.array([[4, 1, 5, -1]]), 2):.4f}")
       0.3333
     """
     hits, count, weights = _hits("recall_at_k", ids, relevant, k, weights)
@@ -164,7 +164,7 @@ def ndcg_at_k(
       TypeError: ids that are not integers.
 
     Example:
-      >>> print(ndcg_at_k(np.array([[3, 1, 4]]), np.array([[1]])).round(4))
+      >>> print(f"{ndcg_at_k(np.array([[3, 1, 4]]), np.array([[1]])):.4f}")
       0.6309
     """
     hits, count, weights = _hits("ndcg_at_k", ids, relevant, k, weights)

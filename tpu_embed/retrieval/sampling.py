@@ -63,7 +63,7 @@ def log_uniform_log_q(ids: Any, vocabulary_size: int) -> Array:
       TypeError: ids that are not integers.
 
     Example:
-      >>> print(jnp.exp(log_uniform_log_q(jnp.arange(3), 3)).round(3))
+      >>> print(np.exp(np.asarray(log_uniform_log_q([0, 1, 2], 3))).round(3))
       [0.5   0.292 0.208]
     """
     size = check_int("log_uniform_log_q: vocabulary_size", vocabulary_size, minimum=1)

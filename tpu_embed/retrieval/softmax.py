@@ -62,7 +62,8 @@ def in_batch_softmax(
 
     Example:
       >>> queries, items = jnp.array([[2.0, 0], [0, 2], [1, 1]]), jnp.eye(2)[jnp.array([0, 1, 0])]
-      >>> print(in_batch_softmax(queries, items, candidate_ids=jnp.array([7, 8, 7])).round(3))
+      >>> losses = in_batch_softmax(queries, items, candidate_ids=jnp.array([7, 8, 7]))
+      >>> print(np.asarray(losses).round(3))
       [0.127 0.24  0.693]
     """
     what = "in_batch_softmax"
@@ -128,7 +129,7 @@ def sampled_softmax(
       >>> query, positive = jnp.array([[1.0, 0.0]]), jnp.array([[1.0, 1.0]])
       >>> negatives = jnp.array([[0.0, 1.0], [1.0, 1.0]])  # the second one is the positive
       >>> ids = {"positive_ids": jnp.array([5]), "negative_ids": jnp.array([9, 5])}
-      >>> print(sampled_softmax(query, positive, negatives, **ids).round(3))
+      >>> print(np.asarray(sampled_softmax(query, positive, negatives, **ids)).round(3))
       [0.313]
     """
     what = "sampled_softmax"
@@ -136,11 +137,7 @@ def sampled_softmax(
         what, queries=queries, positives=positives, negatives=negatives
     )
     shape, dtype = queries.shape[:-1], queries.dtype
-    if queries.ndim < 2:
-        got = f"{list(queries.shape)}"
-        raise ValueError(message(f"{what}: queries", expected="shape [B, D] or more", got=got))
-    _check_like_queries(what, "positives", positives, queries)
-    _check_negatives(queries, negatives)
+    _check_sampled(queries, positives, negatives)
     _check_pair(what, "ids", positive_ids, negative_ids)
     _check_pair(what, "log_q", positive_log_q, negative_log_q)
     drawn = negatives.shape[:-1]  # [N] or […, N]
@@ -197,13 +194,18 @@ def _check_like_queries(what: str, name: str, array: Array, queries: Array) -> N
         raise ValueError(message(f"{what}: {name}", expected=wanted, got=got))
 
 
-def _check_negatives(queries: Array, negatives: Array) -> None:
+def _check_sampled(queries: Array, positives: Array, negatives: Array) -> None:
+    what = "sampled_softmax"
+    if queries.ndim < 2:
+        got = f"{list(queries.shape)}"
+        raise ValueError(message(f"{what}: queries", expected="shape [B, D] or more", got=got))
+    _check_like_queries(what, "positives", positives, queries)
     *lead, dim = queries.shape
     fits = negatives.ndim == 2 or negatives.shape[:-2] == tuple(lead)
     if negatives.ndim < 2 or negatives.shape[-1] != dim or not fits:
         expected = f"shape [N, {dim}] or {[*lead, 'N', dim]}".replace("'", "")
         got = f"{list(negatives.shape)}"
-        raise ValueError(message("sampled_softmax: negatives", expected=expected, got=got))
+        raise ValueError(message(f"{what}: negatives", expected=expected, got=got))
 
 
 def _check_pair(what: str, kind: str, positive: Any, negative: Any) -> None:
