@@ -143,7 +143,7 @@ STRIDES = [pytest.param(3, id="some"), pytest.param(1, marks=pytest.mark.whole, 
 @pytest.mark.parametrize("anew", [False, True])
 @pytest.mark.quick(1)
 def test_in_the_prefetcher(anew, stride, undisturbed):
-    assert sweep(IN_NEXT, stride, undisturbed, anew=anew) > 20
+    assert sweep(IN_NEXT, stride, undisturbed, anew=anew) > 10
 
 
 @pytest.mark.parametrize("stride", [pytest.param(41, id="some"), STRIDES[1]])
@@ -169,7 +169,7 @@ def test_in_the_end_of_a_pass(stride, undisturbed):
             if interrupt.seen < at:
                 break
             loop.begin()
-    assert at > 20
+    assert at > 10
 
 
 @pytest.mark.parametrize("stride", STRIDES)
@@ -198,4 +198,4 @@ def test_an_error_of_the_source_is_not_lost(stride):
                 raised += 1
         if interrupt.seen < at:
             break
-    assert raised > 3
+    assert raised > 1

@@ -3,12 +3,14 @@
 import contextlib
 import dis
 import functools
+import gc
 import itertools
 import os
 import signal
 import sys
 import threading
 import time
+import types
 
 
 def from_a_signal():
@@ -39,11 +41,20 @@ class Interrupt:
         self.only_signals = only_signals
 
     def __enter__(self):
+        if _MONITOR is not None and self.only_signals:
+            for code in _codes_of(self.kind):
+                sys.monitoring.set_local_events(_MONITOR, code, sys.monitoring.events.INSTRUCTION)
+            sys.monitoring.register_callback(
+                _MONITOR, sys.monitoring.events.INSTRUCTION, self._monitored
+            )
+            return self
         sys._getframe().f_trace_opcodes = True  # Python 3.12's settrace asks whether any frame does
         sys.settrace(self._enter)
         return self
 
     def __exit__(self, kind, *_):
+        if _MONITOR is not None:
+            sys.monitoring.register_callback(_MONITOR, sys.monitoring.events.INSTRUCTION, None)
         sys.settrace(None)
         if self.act is at_once:  # which may have kept handlers from coming back
             with contextlib.suppress(KeyboardInterrupt):
@@ -57,11 +68,19 @@ class Interrupt:
         return self._inside
 
     def _inside(self, frame, event, _):
-        if event == "opcode" and (not self.only_signals or looks_for_signals(frame)):
+        if event == "opcode":
+            self._count(frame.f_code, frame.f_lasti)
+        return self._inside
+
+    def _monitored(self, code, offset):
+        if self.kind(code) and threading.current_thread() is threading.main_thread():
+            self._count(code, offset)
+
+    def _count(self, code, offset):
+        if not self.only_signals or offset in _signal_points(code):
             self.seen += 1
             if self.seen == self.at:
                 self.act()
-        return self._inside
 
 
 def interrupt_the_wait():
@@ -77,9 +96,31 @@ def interrupt_the_wait():
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def looks_for_signals(frame):
-    """Tell whether a signal may raise before the bytecode that a frame comes to."""
-    return frame.f_lasti in _signal_points(frame.f_code)
+def _first_free_tool():
+    """Return a number for `sys.monitoring`; None before Python 3.12, which has `settrace` alone.
+
+    From 3.12 on `settrace` does not report the bytecodes of the first call of a function.
+    """
+    if sys.version_info < (3, 12):
+        return None
+    tool = next(n for n in range(6) if sys.monitoring.get_tool(n) is None)
+    sys.monitoring.use_tool_id(tool, "interrupts")
+    return tool
+
+
+_MONITOR = _first_free_tool()
+
+
+@functools.cache
+def _codes_of(kind):
+    """Return the code of a kind that is there: of all functions, and of the functions in these."""
+    waiting = [one.__code__ for one in gc.get_objects() if isinstance(one, types.FunctionType)]
+    found = {code for code in waiting if kind(code)}
+    inner = [*found]
+    while inner:
+        inner = [one for code in inner for one in code.co_consts if isinstance(one, types.CodeType)]
+        found |= set(inner)
+    return found
 
 
 @functools.cache
