@@ -10,8 +10,9 @@ The numbers of the workload itself are in `dlrm_v4.py`.
 seed = 0
 
 # The log.
-days = 12
-requests = 2_048  # a day
+days = 16
+first_day = 4  # days before it only fill the histories
+requests = 5_120  # a day
 shown = 4  # candidates per request
 flatness = 50.0  # of the tracks' popularity: 1 / (rank + flatness)
 hidden = 4  # dimensions of tastes and styles

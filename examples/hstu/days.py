@@ -56,10 +56,13 @@ class Training:
         self.trained = (state, *jax.device_put(network, state.step.sharding))
 
     def run(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """Train on the days that are left; yield each day's number and figures before that."""
+        """Train on the days that are left; yield each day's number and figures before that.
+
+        Days before `config.first_day` only fill the histories, as the workload begins late, too.
+        """
         of_day = self.config.requests // self.config.batch_size  # batches
         first, done = divmod(self.position["samples"] // self.config.batch_size, of_day)
-        for number in range(first, self.config.days):
+        for number in range(self.config.first_day + first, self.config.days):
             day = self.log.day(number)
             if not done:
                 yield number, self.evaluate(day)
