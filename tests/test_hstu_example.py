@@ -120,12 +120,12 @@ def test_no_padded_array_in_the_whole_step(monkeypatch, readers_promotion):
     assert not [shape for shape in shapes if (16, 128) in itertools.pairwise(shape)]
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.whole)])
-def test_replicas_learn_what_one_device_learns(monkeypatch, readers_promotion, devices):
+@pytest.mark.whole
+def test_replicas_learn_what_one_device_learns(monkeypatch, readers_promotion):
     """Histories count upwards, each from an item of its own, at times that say nothing."""
     model = load_hstu("model", monkeypatch)
     losses = []
-    for size in sorted({1, devices}):
+    for size in (1, 8):
         learner, rng = (
             learner_of(model, mesh_of(size), longest=8, block=4),
             np.random.default_rng(0),
