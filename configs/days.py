@@ -15,8 +15,9 @@ first_day = 4  # days before it only fill the histories
 requests = 5_120  # a day
 shown = 4  # candidates per request
 flatness = 50.0  # of the tracks' popularity: 1 / (rank + flatness)
-hidden = 4  # dimensions of tastes and styles
-strength = 2.0  # of a liking in the logit
+hidden = 2  # dimensions of tastes and styles
+quality = 0.7  # the standard deviation of how much a track is liked by all, in the logit
+strength = 1.5  # that of how much a user likes it
 drift = 0.05  # the part of a taste's variance that a day replaces
 
 # Tables and network.

@@ -1,7 +1,7 @@
 """A made-up log of requests in the order of the clock; tastes drift, so yesterday's model ages.
 
 A user is shown a few tracks per request and listens to each or skips it, by a logistic model of the
-user's taste on that day and the track's style. What was shown is part of the user's history from
+track's quality, its style, and the user's taste on that day. What was shown is part of the user's history from
 then on. The true probabilities are known, so the attainable AUC is, too.
 """
 
@@ -93,11 +93,13 @@ class Log:
         of_artist = rng.normal(size=(rows["artist"], config.hidden))
         own = rng.normal(size=(rows["item"], config.hidden))
         style = (0.8 * of_artist[self.artist] + 0.6 * own) / config.hidden**0.5
+        quality = config.quality * rng.normal(size=rows["item"])
         taste, found = rng.normal(size=(rows["user"], config.hidden)), []
         for number in range(config.days):
             here = day == number
             liking = np.einsum("rd,rcd->rc", taste[self._user[here]], style[self._item[here]])
-            found.append(1 / (1 + np.exp(-config.strength * liking)))
+            logit = quality[self._item[here]] + config.strength * liking
+            found.append(1 / (1 + np.exp(-logit)))
             # A taste keeps its size, and is forgotten at the rate of `drift` a day.
             fresh = rng.normal(size=taste.shape)
             taste = (1 - config.drift) ** 0.5 * taste + config.drift**0.5 * fresh
