@@ -1,8 +1,8 @@
 """A made-up log of requests in the order of the clock; tastes drift, so yesterday's model ages.
 
 A user is shown a few tracks per request and listens to each or skips it, by a logistic model of the
-track's quality, its style, and the user's taste on that day. What was shown is part of the user's history from
-then on. The true probabilities are known, so the attainable AUC is, too.
+track's quality, its style, and the user's taste on that day. What was shown is part of the user's
+history from then on. The true probabilities are known, so the attainable AUC is, too.
 """
 
 from __future__ import annotations
