@@ -56,8 +56,9 @@ class Training:
         self.trained = (state, *jax.device_put(network, state.step.sharding))
 
     def run(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """Train on the days that are left; yield each day's number and figures before that.
+        """Yield the number and the figures of each day that is left, then train on that day.
 
+        A day that was begun before the run was stopped is trained on to its end, but not scored.
         Days before `config.first_day` only fill the histories, as the workload begins late, too.
         """
         of_day = self.config.requests // self.config.batch_size  # batches
