@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import beside  # noqa: F401, finds the modules that examples share
 import dlrm_v4
@@ -47,7 +48,8 @@ class Training:
         self.step = dlrm_v4.make_step(config, self.engine, self.dense, self.graph)
         self.score = dlrm_v4.make_score(config, self.engine, self.graph)
         self.saves = CheckpointManager(directory, self.engine, every=config.every, keep=2)
-        self.position, network = {"samples": 0}, (params, self.dense.init(params))
+        self.position: dict[str, Any] = {"samples": 0}
+        network = params, self.dense.init(params)
         if self.saves.latest_step() is None:
             state = self.engine.init(jax.random.key(config.seed))
         else:
