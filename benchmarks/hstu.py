@@ -3,8 +3,8 @@
     python benchmarks/hstu.py --fill 0.1    (or 1; --longest 4096; --biases 0 --whole)
 
 Results and gradients of queries, keys, values and of both tables of biases, on one CPU device.
-Padded are arrays `[B, L, heads, D]` with a causal mask. One example after the other, and in it 128
-queries after the other, with all L keys; what is computed again in the backward pass is what the
+The padded form has arrays `[B, L, heads, D]` and a causal mask. It computes one example after the
+other, 128 queries at a time with all L keys, and computes again in the backward pass what the
 jagged form computes again, too. `--whole` adds the form that most models have, scores
 `[B, heads, L, L]`. Lengths are lognormal (σ = 1) with a mean of `--fill` times the longest, one of
 them L. Results and gradients of all forms agree, which is checked first. Prints milliseconds and

@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from typing import Any
 
 import common
 
 
-def main() -> None:
-    """Print two lines per k."""
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--dim", type=int, default=64)
@@ -28,9 +28,22 @@ def main() -> None:
     parser.add_argument("--exclude", type=int, default=0, help="ids that each query leaves out")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
-    common.emulate(args.devices)
+    return parser.parse_args()
 
+
+def main() -> None:
+    """Print four lines per k."""
+    args = arguments()
+    common.emulate(args.devices)
+    searches = make_searches(args)
+    print(common.machine())
+    print(f"V {args.rows}, D {args.dim}, B {args.queries}, {args.dtype}, E {args.exclude}; ms")
+    for k in args.k:
+        compare(k, searches, args.rounds)
+
+
+def make_searches(args: argparse.Namespace) -> dict[str, tuple[Any, tuple[Any, Any]]]:
+    """Return two functions of operands and k, which give scores and ids, with their operands."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -58,32 +71,34 @@ def main() -> None:
     def by_blocks(state, queries, k):
         return retrieval.top_k(engine, state, "t", queries, k, exclude=hidden)
 
-    print(common.machine())
-    print(f"V {args.rows}, D {args.dim}, B {args.queries}, {args.dtype}, E {args.exclude}; ms")
-    for k in args.k:
-        programs = {
-            "product": jax.jit(by_product, static_argnums=2).lower(whole, queries, k).compile(),
-            "top_k": jax.jit(by_blocks, static_argnums=2).lower(state, queries, k).compile(),
-        }
-        operands = {"product": (whole, queries), "top_k": (state, queries)}
-        spent = {name: [] for name in programs}
-        found = {}
-        for number in range(args.rounds + 1):
-            for name, program in programs.items():
-                begin = time.perf_counter()
-                found[name] = jax.block_until_ready(program(*operands[name]))
-                if number:
-                    spent[name].append(1e3 * (time.perf_counter() - begin))
-        same = np.mean(np.asarray(found["product"][1]) == np.asarray(found["top_k"].ids))
-        ratios = [
-            each(spent["product"]) / each(spent["top_k"]) for each in (min, statistics.median)
-        ]
-        print(f"k {k}: top_k has {ratios[0]:.2f} of the product's speed (median {ratios[1]:.2f})")
-        for name, times in spent.items():
-            memory = programs[name].memory_analysis().temp_size_in_bytes / 2**20
-            line = f"least {min(times):.0f}, median {statistics.median(times):.0f}"
-            print(f"  {name}: {line}, temporaries {memory:.1f} MiB", flush=True)
-        print(f"  ids that are the same: {same:.4f}", flush=True)
+    return {"product": (by_product, (whole, queries)), "top_k": (by_blocks, (state, queries))}
+
+
+def compare(k: int, searches: dict[str, tuple[Any, tuple[Any, Any]]], rounds: int) -> None:
+    """Run both searches in turns, and print their times, memory, and how many ids are the same."""
+    import jax
+    import numpy as np
+
+    programs = {
+        name: jax.jit(search, static_argnums=2).lower(*operands, k).compile()
+        for name, (search, operands) in searches.items()
+    }
+    spent: dict[str, list[float]] = {name: [] for name in programs}
+    found = {}
+    for number in range(rounds + 1):  # the first one warms up
+        for name, program in programs.items():
+            begin = time.perf_counter()
+            found[name] = jax.block_until_ready(program(*searches[name][1]))
+            if number:
+                spent[name].append(1e3 * (time.perf_counter() - begin))
+    ratios = [each(spent["product"]) / each(spent["top_k"]) for each in (min, statistics.median)]
+    print(f"k {k}: top_k has {ratios[0]:.2f} of the product's speed (median {ratios[1]:.2f})")
+    for name, times in spent.items():
+        memory = programs[name].memory_analysis().temp_size_in_bytes / 2**20
+        line = f"least {min(times):.0f}, median {statistics.median(times):.0f}"
+        print(f"  {name}: {line}, temporaries {memory:.1f} MiB", flush=True)
+    same = np.mean(np.asarray(found["product"][1]) == np.asarray(found["top_k"][1]))
+    print(f"  ids that are the same: {same:.4f}", flush=True)
 
 
 if __name__ == "__main__":

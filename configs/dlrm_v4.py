@@ -24,6 +24,7 @@ Sizes and names are those of the reference (mlcommons/training, recommendation, 
 
 import dataclasses
 import functools
+from typing import Literal
 
 import jax
 import numpy as np
@@ -112,7 +113,7 @@ def within_root(key, shape, dtype, *, rows):
     return jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
-def feature_config(config, placement="auto"):
+def feature_config(config, placement: Literal["auto", "mod"] = "auto"):
     """Return the features: three tables per event and per candidate, the others per request."""
     features = {}
     for name, rows in config.rows.items():

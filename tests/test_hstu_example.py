@@ -30,10 +30,7 @@ def test_500_candidates_in_one_call_are_500_calls(monkeypatch, tmp_path):
     tables = {"items": rng.normal(size=(ITEMS, D)).astype(np.float32)}
     seen = np.full((1, 40), -1, np.int32)
     seen[0, :37] = rng.integers(ITEMS, size=37)
-    times, now = (
-        np.sort(rng.integers(900, size=(1, 40))).astype(np.int32),
-        np.array([1000], np.int32),
-    )
+    times, now = np.sort(rng.integers(900, size=(1, 40))).astype(np.int32), np.int32([1000])
     candidates = rng.permutation(ITEMS)[None, :500].astype(np.int32)
     found = []
     for name, count in (("many", 500), ("one", 1)):
@@ -48,6 +45,38 @@ def test_500_candidates_in_one_call_are_500_calls(monkeypatch, tmp_path):
     assert found[0].shape == (1, 500)
     assert np.std(found[0]) > 0.1
     np.testing.assert_allclose(*found, atol=1e-5)
+
+
+def test_the_loss_of_a_request_does_not_depend_on_others(monkeypatch):
+    """Logits of 300 less than another request's, whose exponentials would be 0 beside those."""
+    ranker = load_hstu("ranker", monkeypatch)
+    logits = np.array([1.0, 2, 4, -300, -301, 7, 50, 90], np.float32)  # the last two are no one's
+    splits, chosen = np.array([0, 3, 5, 6], np.int32), np.array([1, 0, 0], np.int32)
+
+    def total(values):
+        losses = ranker.listwise_losses(Jagged(values, splits), chosen)
+        return losses.sum(), losses
+
+    slopes, losses = jax.grad(total, has_aux=True)(jax.numpy.asarray(logits))
+    expected, wanted = [], np.zeros(8)
+    for begin, end, one in zip(splits, splits[1:], chosen, strict=False):
+        exact = np.exp(logits[begin:end].astype(np.float64))
+        expected.append(-np.log(exact[one] / exact.sum()))
+        wanted[begin:end] = exact / exact.sum()
+        wanted[begin + one] -= 1
+    np.testing.assert_allclose(losses, expected, atol=1e-6)
+    np.testing.assert_allclose(slopes, wanted, atol=1e-6)
+
+
+def test_held_out_films_are_ranked_among_the_unseen(monkeypatch):
+    """User 0 has seen films 0 and 1, user 1 film 2; 2 and 0 are held out."""
+    next_film = load_hstu("next_film", monkeypatch)
+    columns = {"user": [0, 0, 0, 1, 1], "item": [0, 1, 2, 2, 0], "timestamp": [1, 2, 3, 1, 2]}
+    data = types.SimpleNamespace(**{name: np.array(x) for name, x in columns.items()})
+    scores = np.array([[9, 8, 1, 5, 4], [3, 2, 9, 1, 0]], np.float32)
+    recall, ndcg = next_film.Histories(data, 8).measure(scores)
+    assert recall == 1
+    np.testing.assert_allclose(ndcg, (1 / np.log2(4) + 1) / 2, rtol=1e-6)  # places 2 and 0
 
 
 def mesh_of(devices):
@@ -126,10 +155,8 @@ def test_replicas_learn_what_one_device_learns(monkeypatch, readers_promotion):
     model = load_hstu("model", monkeypatch)
     losses = []
     for size in (1, 8):
-        learner, rng = (
-            learner_of(model, mesh_of(size), longest=8, block=4),
-            np.random.default_rng(0),
-        )
+        learner = learner_of(model, mesh_of(size), longest=8, block=4)
+        rng = np.random.default_rng(0)
         losses.append([])
         for _ in range(10):
             lists = [(rng.integers(10) + np.arange(n)) % 10 for n in rng.integers(2, 9, 8)]

@@ -7,7 +7,7 @@ which are computed again in the backward pass. Time follows the pairs, and memor
 
 Input: queries, keys and values per event, where each example ends, and two tables of biases.
 Output: one vector per event. The loops are as long as the data wants, so with several devices each
-must run its own: map the function with `jax.shard_map`, as `replicas.py` does, not with `jax.vmap`.
+must run its own: map the function with `jax.shard_map`, as `places.py` does, not with `jax.vmap`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _events(splits, times, asked, flags) -> Events:
 
 
 def _in_blocks(x: jax.Array, block: int, fill: int = 0) -> jax.Array:
-    """Return `[n, W, …]` of `[N, …]`; `fill` stands in what is too much in the last block."""
+    """Return `[n, W, …]` of `[N, …]`; the last block is filled up with `fill`."""
     padded = jnp.pad(x, [(0, -len(x) % block), *[(0, 0)] * (x.ndim - 1)], constant_values=fill)
     return padded.reshape(-1, block, *x.shape[1:])
 

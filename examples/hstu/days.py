@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import beside  # noqa: F401, finds the modules that examples share
 import dlrm_v4
@@ -47,7 +48,8 @@ class Training:
         self.step = dlrm_v4.make_step(config, self.engine, self.dense, self.graph)
         self.score = dlrm_v4.make_score(config, self.engine, self.graph)
         self.saves = CheckpointManager(directory, self.engine, every=config.every, keep=2)
-        self.position, network = {"samples": 0}, (params, self.dense.init(params))
+        self.position: dict[str, Any] = {"samples": 0}
+        network = params, self.dense.init(params)
         if self.saves.latest_step() is None:
             state = self.engine.init(jax.random.key(config.seed))
         else:
@@ -56,8 +58,9 @@ class Training:
         self.trained = (state, *jax.device_put(network, state.step.sharding))
 
     def run(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """Train on the days that are left; yield each day's number and figures before that.
+        """Yield the number and the figures of each day that is left, then train on that day.
 
+        A day that was begun before the run was stopped is trained on to its end, but not scored.
         Days before `config.first_day` only fill the histories, as the workload begins late, too.
         """
         of_day = self.config.requests // self.config.batch_size  # batches

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from attention import jagged_attention
 from flax import nnx
+from places import find_candidates, own_example
 
 from tpu_embed import Jagged
 
@@ -99,7 +100,7 @@ class Ranker(nnx.Module):
         for layer in self.layers:
             x = nnx.remat(Layer.__call__)(layer, x, splits, candidate)
         candidates = requests.candidates
-        asked = requests.asked[jnp.minimum(candidates.segment_ids, len(requests.asked) - 1)]
+        asked = requests.asked[own_example(candidates)]
         turns = 2 * jnp.pi * jnp.stack([asked % DAY / DAY, asked % WEEK / WEEK], axis=-1)
         user = jnp.concatenate([x[places], jnp.sin(turns), jnp.cos(turns)], axis=-1)
         user = self.user_norm(self.clock(user))
@@ -123,21 +124,17 @@ class Ranker(nnx.Module):
         x = contexts.concatenate([part.with_values(y.astype(jnp.float32)) for part, y in parts])
 
         # How long before its request each place was, in seconds: 0 but in the history.
-        segment = jnp.minimum(history.segment_ids, count - 1)
-        before = history.with_values(asked[segment] - requests.times)
+        before = history.with_values(asked[own_example(history)] - requests.times)
         of_contexts = Jagged(jnp.zeros(count * n, jnp.int32), every_n)
         of_shown = candidates.with_values(jnp.zeros(len(shown), jnp.int32))
         ages = of_contexts.concatenate([before, of_shown])
         bucket = jnp.sqrt(jnp.maximum(ages.values, 0) / 60).astype(jnp.int32)
         # All candidates of a request have the position that follows its history.
         follows = n + history.lengths  # [R]
-        last = follows[jnp.minimum(x.segment_ids, count - 1)]
-        position = jnp.minimum(x.positions, last)
+        position = jnp.minimum(x.positions, follows[own_example(x)])
         added = self.positions(jnp.minimum(position, self.positions.num_embeddings - 1))
         added += self.ages(jnp.minimum(bucket, self.ages.num_embeddings - 1))
-        segment = jnp.minimum(candidates.segment_ids, count - 1)
-        places = x.row_splits[segment] + follows[segment] + candidates.positions
-        return x.with_values(x.values + added), (x.positions >= last) & x.valid, places
+        return x.with_values(x.values + added), *find_candidates(x, candidates, follows)
 
     def of_actions(self, bits: jax.Array) -> jax.Array:
         """Return a vector for the set bits of each action, `[C, 3 · action_dim]`."""

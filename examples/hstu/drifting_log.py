@@ -23,23 +23,21 @@ class Day(NamedTuple):
     item: np.ndarray  # int64 [R, shown]
     listened: np.ndarray  # float32 [R, shown], 1 or 0
     probability: np.ndarray  # float64 [R, shown], of listening
-    history: (
-        np.ndarray
-    )  # int64, the events of all histories, one after the other: places in `events`
+    history: np.ndarray  # int64, events of all histories, one after the other: places in `Log.item`
     splits: np.ndarray  # int64 [R + 1], where each history begins
 
 
 class Log:
     """All requests; it depends on the config alone.
 
+    Args:
+      config: the numbers of `configs/days.py`.
+
     Attributes:
       artist, album: int64 [items], those of each track.
       item: int64 [E], the track of each event, in the order of the clock.
       action: int32 [E], bits.
       time: int32 [E], seconds.
-
-    Args:
-      config: the numbers of `configs/days.py`.
     """
 
     def __init__(self, config) -> None:

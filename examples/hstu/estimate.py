@@ -11,6 +11,7 @@ What the network needs is counted in `dlrm_v4_costs.py`.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -20,24 +21,27 @@ import numpy as np
 from dlrm_v4_costs import memory, operations
 
 from tpu_embed import Jagged
+from tpu_embed.planning import Topology
 from tpu_embed.planning.compiled import Compiled, compile_for
 from tpu_embed.planning.sizes import readable
 
 REFERENCE = 8 * 13.3 / 163_840  # seconds of a device for a sample
 
 
-class Chip(NamedTuple):
-    """Peaks of a JAX device, from the pages of the Cloud TPU documentation on its generation."""
+class Peak(NamedTuple):
+    """Peaks of a JAX device, from the pages of the Cloud TPU documentation on its generation.
+
+    That of its memory is in `planning.CHIPS`.
+    """
 
     flops: float  # bfloat16, a second
-    memory: float  # bytes a second
     links: float  # bytes a second that it can send to other chips
 
 
-CHIPS = {
-    "v5p": Chip(459e12, 2_765e9, 300e9),
-    "v6e": Chip(918e12, 1_638e9, 224e9),
-    "tpu7x": Chip(2_307e12 / 2, 7_380e9 / 2, 600e9 / 2),
+PEAKS = {
+    "v5p": Peak(459e12, 300e9),
+    "v6e": Peak(918e12, 224e9),
+    "tpu7x": Peak(2_307e12 / 2, 600e9 / 2),
 }
 """By the name of the generation. The links are half of the bandwidth of both directions; a chip of
 tpu7x is two devices, which share its figures."""
@@ -72,17 +76,18 @@ def lower(config, engine, state, batch) -> jax.stages.Lowered:
     return step.lower((state, params, opt_state), batch, known)
 
 
-def report(config, compiled: Compiled, chip: Chip) -> list[str]:
+def report(config, compiled: Compiled, topology: Topology) -> list[str]:
     """Return the figures of the step as lines."""
+    peak = PEAKS[topology.name.partition(":")[0]]
     devices, plan = compiled.plan.devices, compiled.plan
     samples = config.batch_size / devices
     tables = sum(n for name, n in plan.passing.items() if name != "ids")
     room = max(shape.capacity or 0 for shape in plan.spec.feature_shapes)
     network = sum(memory(config, room, round(samples)).values())
     flops = {name: n * samples for name, n in operations(config).items()}
-    times = {f"network: {name}": n / chip.flops for name, n in flops.items()}
-    times["tables: memory"] = sum(plan.moved.values()) / chip.memory
-    times["tables: exchange"] = sum(plan.sent.values()) / chip.links
+    times = {f"network: {name}": n / peak.flops for name, n in flops.items()}
+    times["tables: memory"] = sum(plan.moved.values()) / (1e9 * topology.chip.bandwidth)
+    times["tables: exchange"] = sum(plan.sent.values()) / peak.links
     lines = [
         f"{devices} devices; compiled in {compiled.seconds:.0f} s",
         f"arguments on each    {readable(compiled.arguments):>9}",
@@ -104,11 +109,14 @@ def main() -> None:
     options.add_argument("--topology", default="tpu7x:4x4x4")
     options.add_argument("--batch-size", type=int, default=8_192)
     args = options.parse_args()
-    config = dlrm_v4.WORKLOAD["CONFIG"]
+    topology = Topology(args.topology)
+    if topology.name.partition(":")[0] not in PEAKS:
+        options.error(f"--topology: expected one of {', '.join(PEAKS)}, got {topology.name}")
+    config = dataclasses.replace(dlrm_v4.WORKLOAD["CONFIG"], batch_size=args.batch_size)
     features, optimizer, batch = dlrm_v4.WORKLOAD["workload"](config)
     lowering = functools.partial(lower, config)
-    compiled = compile_for(args.topology, features, optimizer, batch, lower=lowering)
-    print("\n".join(report(config, compiled, CHIPS[args.topology.partition(":")[0]])))
+    compiled = compile_for(topology, features, optimizer, batch, lower=lowering)
+    print("\n".join(report(config, compiled, topology)))
 
 
 if __name__ == "__main__":

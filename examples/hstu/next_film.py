@@ -24,6 +24,7 @@ import settings
 from flax import nnx
 from model import Hstu, Learner, Windowed
 
+from tpu_embed import metrics
 from tpu_embed.data import Prefetcher
 
 TOP = 10
@@ -63,8 +64,13 @@ class Histories:
         return items, times, asked
 
     def measure(self, scores: np.ndarray) -> tuple[float, float]:
-        """Return recall and NDCG of the held-out items."""
-        return ranking.recall_and_ndcg(scores, self.pairs[0], self.pairs[1], TOP)
+        """Return recall and NDCG of the held-out items, of scores [users, items]."""
+        (train, test), unseen = self.pairs, scores.copy()
+        unseen[train] = -np.inf
+        best = np.argsort(-unseen, axis=1, kind="stable")[:, :TOP]
+        held_out = ranking.by_user(*test, len(scores))
+        found = metrics.recall_at_k(best, held_out), metrics.ndcg_at_k(best, held_out)
+        return float(found[0]), float(found[1])
 
 
 def train(name: str, config, data) -> list[float]:

@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from tpu_embed import Jagged
 from tpu_embed.data import place_values
 
 
@@ -41,6 +43,28 @@ def on_each_replica(engine, function: Callable[..., Any]) -> Callable[..., Any]:
         check_vma=False,  # the gradient of what is shared is then the sum over the replicas
     )
     return lambda shared, *parts: mapped(shared, parts)
+
+
+def own_example(sequences: Jagged) -> jax.Array:
+    """Return the example of each value, int32 `[N]`; the last one's where there is no example."""
+    return jnp.minimum(sequences.segment_ids, len(sequences.row_splits) - 2)
+
+
+def find_candidates(
+    joined: Jagged, candidates: Jagged, before: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return which values are candidates, bool `[N]`, and where each of them is, int32 `[M]`.
+
+    Args:
+      joined: the sequences of R requests, N values; the candidates of each are its last ones.
+      candidates: the same candidates by themselves, M values.
+      before: int32 [R], how many values of each sequence come before its candidates.
+    """
+    # A request that begins at place 4, with 2 values before its candidates: its candidate 1 is at
+    # place 4 + 2 + 1.
+    own = own_example(candidates)
+    flags = (joined.positions >= before[own_example(joined)]) & joined.valid
+    return flags, joined.row_splits[own] + before[own] + candidates.positions
 
 
 def in_places(engine, batch, feature: str, rows: Sequence[np.ndarray]) -> jax.Array:

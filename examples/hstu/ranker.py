@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from layers import Sequences, Stack
+from places import find_candidates, own_example
 
 from tpu_embed import FeatureConfig, Jagged, TableConfig
 
@@ -48,25 +49,14 @@ class Ranker(nnx.Module):
         history, candidates = requests.history, requests.candidates
         marked = candidates.with_values(candidates.values + self.kind[...])
         joined = history.concatenate([marked])
-        before = jnp.append(history.lengths, 0)[
-            joined.segment_ids
-        ]  # [C + M], events of its history
-        flags = (joined.positions >= before) & joined.valid
+        flags, places = find_candidates(joined, candidates, history.lengths)
         times = None
         if requests.times is not None and requests.now is not None:
-            now = candidates.with_values(requests.now[_own(candidates)])
+            now = candidates.with_values(requests.now[own_example(candidates)])
             times = requests.times.concatenate([now]).values
         about = Sequences(joined.row_splits, times, None, flags)
         logits = self.head(self.stack(joined.values, about))[:, 0]
-        # Candidate j of a request stands at place `start of the request + history + j`.
-        own = _own(candidates)
-        places = joined.row_splits[own] + history.lengths[own] + candidates.positions
         return candidates.with_values(jnp.where(candidates.valid, logits[places], 0))
-
-
-def _own(sequences: Jagged) -> jax.Array:
-    """Return the request of each value, int32 `[M]`; the last one's where there is none."""
-    return jnp.minimum(sequences.segment_ids, len(sequences.row_splits) - 2)
 
 
 def listwise_losses(logits: Jagged, chosen: jax.Array) -> jax.Array:
@@ -76,9 +66,13 @@ def listwise_losses(logits: Jagged, chosen: jax.Array) -> jax.Array:
       logits: float [M].
       chosen: int32 [B], the position of the chosen one among the request's candidates.
     """
-    largest = jax.lax.stop_gradient(jnp.max(jnp.where(logits.valid, logits.values, -jnp.inf)))
-    total = logits.with_values(jnp.exp(logits.values - largest)).sums()
-    return jnp.log(total) + largest - logits.values[logits.row_splits[:-1] + chosen]
+    own, requests = own_example(logits), len(logits.lengths)
+    counted = jnp.where(logits.valid, jax.lax.stop_gradient(logits.values), -jnp.inf)
+    # Relative to the request's own largest logit, so that no sum of exponentials becomes 0.
+    largest = jax.ops.segment_max(counted, own, requests)
+    shifted = jnp.where(logits.valid, logits.values - largest[own], -jnp.inf)
+    total = logits.with_values(jnp.exp(shifted)).sums()
+    return jnp.log(total) - shifted[logits.row_splits[:-1] + chosen]
 
 
 def served(network: Ranker):

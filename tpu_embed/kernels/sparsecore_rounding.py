@@ -54,5 +54,5 @@ def _rounded(x: Any, drawn: Any | None) -> Any:
     else:
         added = drawn & np.uint32(0xFFFF)
     nearest = bits + added
-    # NaN is found by its bits, because the compiler of subcores takes it that no float is NaN.
+    # NaN is found by its bits, because the compiler of subcores assumes that no float is NaN.
     return jnp.where((bits & _MAGNITUDE) > _INFINITY, bits | _QUIET, nearest)

@@ -29,6 +29,8 @@ def make_evaluate(
 ) -> Callable[[Run], dict[str, float]] | None:
     """Return a function that evaluates a run; None without a source.
 
+    The function raises `ValueError` if the source has no batch.
+
     Raises:
       TypeError: the source is neither an iterable nor a function.
       ValueError: it can be read only once.

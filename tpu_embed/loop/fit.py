@@ -90,9 +90,12 @@ def fit(
       The last report: `state` and `model` are what was trained.
 
     Raises:
-      ValueError: a number below 1; a model without an optimizer; whatever `place` and `restore`
-        refuse. Batches before a bad one have been trained on.
-      TypeError: an argument of another kind; what the loss returned is no number.
+      ValueError: a number below 1; a model without an optimizer, or the other way round; `weighted`
+        beside a `Prefetcher`; an evaluation that can be read only once, or has no batch; a
+        directory with checkpoints of another program; whatever `place` and `restore` refuse.
+        Batches before a bad one have been trained on.
+      TypeError: an argument of another kind; a model with embedding layers of its own; what the
+        loss returned is no number.
       Exception: what the source, the loss or the callback raises. If there is a directory, a note
         on it says which step was saved.
 

@@ -46,6 +46,8 @@ def decode_shapes(value: Any, layout: Layout) -> list[list[Tier]]:
         remedy = "give what get_state returned"
         text = message("shapes", expected="those of an engine", got=repr(error), remedy=remedy)
         raise ValueError(text) from error
+    # Those of another layout are no error: a checkpoint may be restored on other devices or with
+    # other features. The room of its batches is then found anew.
     specs = [tier.spec for tiers in kinds for tier in tiers]
     specs += [tier.needed for tiers in kinds for tier in tiers if tier.needed is not None]
     return kinds if all(_is_of(spec, layout) for spec in specs) else []
@@ -70,7 +72,8 @@ def _tier(one: dict[str, Any]) -> Tier:
 
 def _spec(one: dict[str, Any]) -> BatchSpec:
     if one["routed"] not in get_args(Routed):
-        raise ValueError(one["routed"])
+        expected, got = f"one of {get_args(Routed)}", repr(one["routed"])
+        raise ValueError(message("routed", expected=expected, got=got))
     shapes = tuple(_shape(**shape) for shape in one["feature_shapes"])
     stacks = tuple(_stack(**stack) for stack in one["stacks"])
     return BatchSpec(_count(one["replicas"]), shapes, stacks, one["routed"])
@@ -80,7 +83,8 @@ def _shape(
     *, batch: Any, inner: Any, combines: Any, width: Any, weighted: Any, capacity: Any
 ) -> FeatureShape:
     if not isinstance(combines, bool) or not isinstance(weighted, bool):
-        raise TypeError(combines, weighted)
+        got = f"{combines!r}, {weighted!r}"
+        raise TypeError(message("combines, weighted", expected="bools", got=got))
     width, capacity = (None if n is None else _count(n) for n in (width, capacity))
     inner = tuple(map(_count, inner))
     return FeatureShape(_count(batch), inner, combines, width, weighted, capacity)
@@ -92,12 +96,14 @@ def _stack(*, features: Any, **sizes: Any) -> StackSpec:
 
 def _count(value: Any) -> int:
     if not is_int(value) or not 0 <= value < 2**63:
-        raise ValueError(value)
+        raise ValueError(message("a size", expected="an integer in [0, 2⁶³)", got=repr(value)))
     return int(value)
 
 
 def _is_of(spec: BatchSpec, layout: Layout) -> bool:
     """Tell whether batches of an engine with this layout may have a spec."""
+    # Capacities may be any, because they are what is remembered. The replicas that share a batch,
+    # the features of each stack, and which of them are jagged are not.
     stacks = [stack.features for stack in spec.stacks]
     owned = [layout.features_of(g) for g in range(len(layout.stacks))]
     jagged = [shape.capacity is not None for shape in spec.feature_shapes]

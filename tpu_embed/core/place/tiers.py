@@ -79,6 +79,8 @@ class Tiers:
 
     def set(self, kinds: list[list[Tier]]) -> None:
         """Take what `copy` returned in place of the tiers of the same kinds."""
+        # A spec says of which kind it is, so a copy has no keys. Kinds that are missing in it keep
+        # their tiers.
         with self._lock:
             for tiers in kinds:
                 if tiers:

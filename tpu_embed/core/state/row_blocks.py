@@ -33,6 +33,8 @@ def read_rows(physical: Array, start: Array, size: int, row_format: RowFormat) -
       row_format: how the rows lie in the array.
     """
     unit = row_unit(row_format)
+    # Of rows of 32 words, four stand in a line, so 128 rows are 32 lines: the 128 rows from row 256
+    # on are the 32 lines from line 64 on.
     lines = row_format.array(unit).shape[0]
     stored = jax.lax.dynamic_slice_in_dim(physical, start // unit * lines, size // unit * lines)
     values = storage.decode(row_format.unpack(row_format.by_row(stored)), row_format.dtype)
