@@ -122,7 +122,7 @@ wheel: setup
 
 bench: setup
 	$(PY) -m pip install --quiet --disable-pip-version-check --editable ".[bench,examples]"
-	set -e; for name in embedding scaling small place pipeline outlier vocabulary vocabulary_map living in_place jagged sparse_grad flax_layers checkpoint delta rows_at_home retrieval; do \
+	set -e; for name in embedding scaling small place pipeline outlier vocabulary vocabulary_map living in_place jagged hstu sparse_grad flax_layers checkpoint delta rows_at_home retrieval; do \
 	  echo "== $$name"; $(PY) benchmarks/$$name.py; done
 
 # The C++ kernels under the address and undefined-behaviour sanitizers, on random input.

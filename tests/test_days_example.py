@@ -74,7 +74,7 @@ def draw_requests(module, config, lengths, shown, seed=0):
     actions = rng.integers(0, 8, len(history.values)).astype(np.int32)
     times = np.sort(rng.integers(0, 10**6, len(actions))).astype(np.int32)
     asked = (10**6 + rng.integers(0, 10**5, len(lengths))).astype(np.int32)
-    return module.Requests(contexts, history, candidates, actions, times, asked)
+    return module.Samples(contexts, history, candidates, actions, times, asked)
 
 
 def one_request(requests, r, without=None):
@@ -99,7 +99,7 @@ def one_request(requests, r, without=None):
 
 def test_a_request_is_scored_by_itself_and_so_is_a_candidate(config, monkeypatch):
     module = load_hstu("dlrm_v4_model", monkeypatch)
-    network = module.Ranker(config, nnx.Rngs(1))
+    network = module.DlrmV4(config, nnx.Rngs(1))
     # With zeros, as they begin, biases and tables would tell nothing of their places.
     state = nnx.state(network, nnx.Param)
     leaves, tree = jax.tree.flatten(state)

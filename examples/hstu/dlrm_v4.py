@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import optax
-from dlrm_v4_model import Ranker, Requests
+from dlrm_v4_model import DlrmV4, Samples
 from flax import nnx
 from places import on_each_replica
 
@@ -36,7 +36,7 @@ def side_by_side(jagged: list[Jagged]) -> Jagged:
     return jagged[0].with_values(jnp.concatenate([one.values for one in jagged], axis=-1))
 
 
-def requests_of(config, acts: dict, known: dict) -> Requests:
+def requests_of(config, acts: dict, known: dict) -> Samples:
     """Return the requests of all replicas.
 
     Args:
@@ -47,7 +47,7 @@ def requests_of(config, acts: dict, known: dict) -> Requests:
     """
     replicas = len(known["asked"])
     contexts = jnp.stack([acts[name] for name in config.contexts], axis=1)  # [B, n, D]
-    return Requests(
+    return Samples(
         contexts.reshape(replicas, -1, *contexts.shape[1:]),
         side_by_side([acts[f"{name}_history"] for name in config.histories]),
         side_by_side([acts[name] for name in config.histories]),
@@ -102,5 +102,5 @@ def make_score(config, engine, graph):
 
 def new_network(config) -> tuple[nnx.GraphDef, nnx.State]:
     """Return the network's structure and its initial parameters."""
-    graph, params = nnx.split(Ranker(config, nnx.Rngs(config.seed)), nnx.Param)
+    graph, params = nnx.split(DlrmV4(config, nnx.Rngs(config.seed)), nnx.Param)
     return graph, params

@@ -22,7 +22,7 @@ from tpu_embed import Jagged
 DAY, WEEK = 86_400, 7 * 86_400  # seconds
 
 
-class Requests(NamedTuple):
+class Samples(NamedTuple):
     """The requests of one replica; with a first axis of replicas, those of all."""
 
     contexts: jax.Array  # float [R, n, D]
@@ -46,7 +46,7 @@ class TwoLayers(nnx.Module):
         return self.second(y * jax.nn.sigmoid(self.norm(y)).astype(y.dtype))
 
 
-class Layer(nnx.Module):
+class WideLayer(nnx.Module):
     """One HSTU layer. What it projects to the result is [U, X, LayerNorm(A V) ⊙ U]."""
 
     def __init__(self, config, rngs: nnx.Rngs):
@@ -72,7 +72,7 @@ class Layer(nnx.Module):
         return x + mixed.astype(x.dtype)
 
 
-class Ranker(nnx.Module):
+class DlrmV4(nnx.Module):
     """Map the requests of a replica to logits, one per candidate."""
 
     def __init__(self, config, rngs: nnx.Rngs):
@@ -87,18 +87,18 @@ class Ranker(nnx.Module):
         uniform = nnx.initializers.uniform
         self.positions = nnx.Embed(config.positions, width, rngs=rngs, embedding_init=uniform(0.02))
         self.ages = nnx.Embed(config.ages, width, rngs=rngs, embedding_init=uniform(0.02))
-        self.layers = nnx.List([Layer(config, rngs) for _ in range(config.layers)])
+        self.layers = nnx.List([WideLayer(config, rngs) for _ in range(config.layers)])
         self.clock = nnx.Linear(width + 4, width, rngs=rngs)
         self.user_norm, self.item_norm = (nnx.LayerNorm(width, rngs=rngs) for _ in range(2))
         self.item = TwoLayers((event, width, width), rngs, dtype)
         self.head = TwoLayers((width, width, 1), rngs, jnp.float32)
 
-    def __call__(self, requests: Requests) -> jax.Array:
+    def __call__(self, requests: Samples) -> jax.Array:
         """Return logits, float32 `[K]`; those beyond the last candidate mean nothing."""
         sequence, candidate, places = self.sequence(requests)
         x, splits = sequence.values, sequence.row_splits
         for layer in self.layers:
-            x = nnx.remat(Layer.__call__)(layer, x, splits, candidate)
+            x = nnx.remat(WideLayer.__call__)(layer, x, splits, candidate)
         candidates = requests.candidates
         asked = requests.asked[own_example(candidates)]
         turns = 2 * jnp.pi * jnp.stack([asked % DAY / DAY, asked % WEEK / WEEK], axis=-1)
@@ -106,7 +106,7 @@ class Ranker(nnx.Module):
         user = self.user_norm(self.clock(user))
         return self.head(user * self.item_norm(self.item(candidates.values)))[:, 0]
 
-    def sequence(self, requests: Requests) -> tuple[Jagged, jax.Array, jax.Array]:
+    def sequence(self, requests: Samples) -> tuple[Jagged, jax.Array, jax.Array]:
         """Return what the layers work on.
 
         Returns:
