@@ -73,17 +73,19 @@ def message_of_many(what: str, messages: Sequence[str], *, remedy: str) -> str:
     return f"{what}: " + "\n  ".join([*shown, *more, remedy])
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: Any, known: Iterable[str]) -> str:
     """Return a remedy for a misspelt word: "did you mean …?", or "" if none is similar.
 
     Args:
-      word: what was given.
+      word: what was given; something that is no word has no remedy.
       known: what could have been meant.
 
     Example:
       >>> did_you_mean("--topolgy", ["--json", "--topology"])
       'did you mean --topology?'
     """
+    if not isinstance(word, str):
+        return ""
     similar = difflib.get_close_matches(word, list(known), n=1)
     return f"did you mean {similar[0]}?" if similar else ""
 
@@ -107,6 +109,56 @@ def check_int(what: str, value: Any, *, minimum: int) -> int:
     if not is_int(value) or value < minimum:
         raise ValueError(message(what, expected=f"an integer >= {minimum}", got=repr(value)))
     return int(value)
+
+
+def check_ids(what: str, given: Any) -> Array:
+    """Return ids as a JAX array: those of a JAX array as they are, others in its widest integers.
+
+    A list without ids counts as integers. Masked places of a NumPy array become -1.
+
+    Args:
+      what: what the ids are, for messages.
+      given: integers of any shape.
+
+    Raises:
+      TypeError: they are not integers.
+      ValueError: JAX would cut them to 32 bits.
+    """
+    array = given if isinstance(given, jax.Array | np.ma.MaskedArray) else np.asarray(given)
+    if not isinstance(array, jax.Array) and not array.size:
+        array = np.zeros(array.shape, np.int32)
+    if not jax.numpy.issubdtype(array.dtype, np.integer):
+        raise TypeError(message(what, expected="integers", got=f"{array.dtype}"))
+    if isinstance(array, jax.Array):
+        return array
+    bits = 64 if jax.config.read("jax_enable_x64") else 32
+    known = array.compressed() if isinstance(array, np.ma.MaskedArray) else array
+    if known.size and not (known.min() >= -(2 ** (bits - 1)) and known.max() < 2 ** (bits - 1)):
+        largest = max(known.max(), known.min(), key=lambda one: abs(int(one)))
+        expected = f"ids of {bits} bits" + (" while x64 is off" if bits == 32 else "")
+        remedy = "number the keys: np.unique(keys, return_inverse=True)[1]"
+        raise ValueError(message(what, expected=expected, got=f"{largest}", remedy=remedy))
+    signed = array.astype(np.int64 if bits == 64 else np.int32)
+    return jax.numpy.asarray(np.ma.filled(signed, -1))
+
+
+def check_same_ids(what: str, first: Array, second: Array) -> tuple[Array, Array]:
+    """Return two arrays of ids in a dtype that holds both, so that they can be compared.
+
+    Args:
+      what: what the ids are, for messages.
+      first: integers.
+      second: integers.
+
+    Raises:
+      TypeError: there is no such dtype, as for int32 and uint32 while x64 is off.
+    """
+    wide = np.promote_types(first.dtype, second.dtype)
+    off = wide.itemsize > 4 and not jax.config.read("jax_enable_x64")
+    if off or not np.issubdtype(wide, np.integer):
+        got, remedy = f"{first.dtype} and {second.dtype}", "cast both to int32"
+        raise TypeError(message(what, expected="ids of one dtype", got=got, remedy=remedy))
+    return first.astype(wide), second.astype(wide)
 
 
 def check_choice(what: str, value: Any, choices: tuple[Any, ...]) -> Any:

@@ -94,6 +94,7 @@ def test_something_else_is_refused(shapes):
         ("uses", True),
         ("spec", position["shapes"][0][0]["spec"] | {"replicas": "1"}),
         ("spec", position["shapes"][0][0]["spec"] | {"routed": "all"}),
+        ("needed", position["shapes"][0][0]["spec"] | {"routed": "lookup"}),
         ("needed", position["shapes"][0][0]["spec"] | {"stacks": [{"features": [0]}]}),
     ):
         changed = json.loads(json.dumps(position))

@@ -271,6 +271,11 @@ REFUSED = {
     "no number": ({"loss": no_number}, r"what loss returned: expected a number.*got \(8, 2\)"),
     "text": ({"source": TEXT}, r"part 1 after the features: expected numbers, got dtype <U1"),
     "no source": ({"source": 3}, "batches: expected an iterable, got int"),
+    "callback": ({"callback": 3}, "fit: callback: expected a function, got int"),
+    "a second loss": (
+        {"loss": lambda *given: (loss_of_tables(*given), {"loss": 7.0})},
+        "metrics with names of their own, got one named 'loss'",
+    ),
     "steps": ({"steps": 0}, "fit: steps: expected an integer >= 1, got 0"),
     "report_every": ({"report_every": 1.5}, "fit: report_every: expected an integer >= 1"),
     "evaluate_every": ({"evaluate_every": 0}, "fit: evaluate_every: expected an integer >= 1"),
@@ -344,3 +349,8 @@ def test_a_resumed_run_gives_jagged_features_the_same_room(tmp_path):
     np.testing.assert_array_equal(run(tmp_path / "stopped", 6), expected)
     assert set(room) == rooms
     assert len(rooms) == 1
+
+
+def test_a_bool_of_numpy_ends_the_run():
+    """As `np.isnan(report.loss)` returns it."""
+    assert trained(callback=lambda report: np.isfinite(report.loss), report_every=1).step == 1

@@ -163,3 +163,46 @@ def test_sharded_examples_are_one_set(kind):
     with jax.set_mesh(mesh):
         split = jax.device_put((scores, labels), jax.NamedSharding(mesh, jax.P("d")))
         assert jax.jit(metrics.auc)(*split) == whole
+
+
+@pytest.mark.parametrize("weight", [2**30, 2**33])
+def test_large_weights_of_integers_are_not_cut(weight):
+    scores, labels = np.arange(4, dtype=np.float32), np.array([0, 0, 1, 0])
+    for figure in (metrics.auc, metrics.normalized_entropy):
+        given = np.full(4, weight)
+        assert float(figure(scores, labels, given)) == pytest.approx(float(figure(scores, labels)))
+    large = np.array([2**40, 2**32 + 1])
+    assert float(metrics.auc(large, np.array([1, 0]))) == 1
+
+
+def test_a_label_that_is_nan_is_no_negative():
+    scores, labels = np.arange(4, dtype=np.float32), np.array([0, 1, np.nan, 1])
+    known = np.array([True, True, False, True])
+    for figure in (metrics.auc, metrics.normalized_entropy):
+        assert math.isnan(figure(scores, labels))
+        assert float(figure(scores, labels, known)) == float(figure(scores[known], labels[known]))
+
+
+def test_ids_are_never_cut():
+    with pytest.raises(ValueError, match=r"recall_at_k: ids: expected ids of 32 bits.*np\.unique"):
+        metrics.recall_at_k(np.array([[2**32 + 4]]), np.array([[4]]))
+    with pytest.raises(ValueError, match="ndcg_at_k: relevant: expected ids of 32 bits"):
+        metrics.ndcg_at_k(np.array([[4]]), np.array([[2**32 + 4]]))
+    keys = np.ma.masked_array(np.array([[0, 5]], np.uint64), [[True, False]])
+    assert float(metrics.recall_at_k(keys, np.array([[0, 5]], np.uint8))) == 0.5
+
+
+def test_nothing_retrieved_and_nothing_relevant():
+    none, right = np.zeros((1, 0), int), np.array([[3, -1]])
+    assert float(metrics.recall_at_k(none, right)) == float(metrics.ndcg_at_k(none, right)) == 0
+    assert math.isnan(metrics.ndcg_at_k(none, [[]]))
+    assert math.isnan(metrics.recall_at_k(right, [[]]))
+
+
+@pytest.mark.parametrize(
+    ("name", "given"), [("logits", ["a"]), ("labels", np.ones(1, complex)), ("weights", [None])]
+)
+def test_what_is_no_number_is_named(name, given):
+    arrays = {"logits": [0.5], "labels": [1], "weights": [1], name: given}
+    with pytest.raises(TypeError, match=f"normalized_entropy: {name}: expected numbers, got"):
+        metrics.normalized_entropy(**arrays)

@@ -3,7 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from tpu_embed.planning.compiled import compile_for
 from tpu_embed.planning.hlo import Program, moved
 
 TEXT = """
@@ -127,3 +129,9 @@ def test_a_program_of_this_machine_is_read():
     found = moved(program)
     assert 0 < found["gather"] <= 2 * 5 * 8 * 4
     assert 0 < found["scatter"] < 1000 * 8 * 4
+
+
+def test_what_lowers_a_step_is_a_function():
+    """It is refused before a topology is described, which takes libtpu."""
+    with pytest.raises(TypeError, match=r"compile_for: lower: expected a function.*got int"):
+        compile_for("v5e:2x2", {}, None, {}, lower=3)  # type: ignore[arg-type]

@@ -71,3 +71,13 @@ def test_what_is_refused():
     plain = EmbeddingEngine(FeatureConfig(TableConfig(4, DIM, name="p")), mesh=mesh(1))
     with pytest.raises(ValueError, match="expected a table whose vocabulary lives, got 'p'"):
         retrieval.keyed_rows(plain, plain.init(jax.random.key(0)), "p")
+
+
+def test_keys_are_looked_up_outside_a_jit():
+    engine = make(1)
+    state = engine.init(jax.random.key(0))
+    with pytest.raises(ValueError, match="keyed_rows: expected a call outside a jit"):
+        jax.jit(lambda s: retrieval.keyed_rows(engine, s, "t"))(state)
+    with pytest.raises(ValueError, match=r"keys_of: expected a call outside a jit.*what the jit"):
+        jax.jit(lambda ids: retrieval.keys_of(engine, state, "t", ids))(np.arange(2))
+    assert retrieval.keys_of(engine, state, "t", [[], []]).shape == (2, 0)

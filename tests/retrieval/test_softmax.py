@@ -240,3 +240,63 @@ def test_what_is_refused():
     refused(ValueError, r"negatives: expected", many, q, q, np.ones((2, 5, D)))
     refused(ValueError, "got only positive_ids", many, q, q, q, positive_ids=np.arange(3))
     refused(ValueError, "got only negative_log_q", many, q, q, q, negative_log_q=np.zeros(3))
+
+
+def test_padding_may_be_anything():
+    """A tower may divide the zeros of padding by their length: NaN, which must not spread."""
+    q = np.random.default_rng(5).normal(size=(3, D)).astype(np.float32)
+    spoilt, right, drawn = q.copy(), np.array([1, 2, -1]), np.array([3, 4, -1])
+    spoilt[2] = np.nan
+
+    def one(a, b):
+        return retrieval.in_batch_softmax(a, b, candidate_ids=right).sum()
+
+    def many(a, b, c):
+        ids = {"positive_ids": right, "negative_ids": drawn}
+        return retrieval.sampled_softmax(a, b, c, **ids).sum()
+
+    for loss, count in ((one, 2), (many, 3)):
+        gradients = jax.grad(loss, argnums=tuple(range(count)))
+        for found, wanted in zip(
+            gradients(*[spoilt] * count), gradients(*[q] * count), strict=True
+        ):
+            np.testing.assert_array_equal(found, wanted)
+            assert not np.any(found[2])
+
+
+def test_without_negatives_the_right_item_is_certain():
+    q = np.ones((3, D), np.float32)
+    assert retrieval.sampled_softmax(q, q, q[:0]).tolist() == [0, 0, 0]
+    ids = {"positive_ids": [5, 5, 5], "negative_ids": []}
+    assert retrieval.sampled_softmax(q, q, q[:0], **ids).tolist() == [0, 0, 0]
+
+
+def test_ids_of_several_kinds_are_compared():
+    q = np.eye(3, D, dtype=np.float32)
+    wanted = retrieval.sampled_softmax(q, q, q, positive_ids=[1, 2, -1], negative_ids=[1, 2, 3])
+    for positive, negative in ((np.int64, np.uint64), (np.int8, np.int64), (np.int32, np.uint8)):
+        ids = np.array([1, 2, -1], positive), np.array([1, 2, 3], negative)
+        named = {"positive_ids": ids[0], "negative_ids": ids[1]}
+        np.testing.assert_array_equal(retrieval.sampled_softmax(q, q, q, **named), wanted)
+    keys = jnp.array([1, 2, 3], jnp.uint32)
+    with pytest.raises(TypeError, match="expected ids of one dtype, got int32 and uint32; cast"):
+        retrieval.sampled_softmax(q, q, q, positive_ids=[1, 2, -1], negative_ids=keys)
+    hidden = np.ma.masked_array([0, 1, 2], [True, False, False])
+    found = retrieval.in_batch_softmax(q, q, candidate_ids=hidden)
+    np.testing.assert_array_equal(found, retrieval.in_batch_softmax(q, q, candidate_ids=[-1, 1, 2]))
+
+
+@pytest.mark.parametrize("temperature", [0, -1.0, np.ones(3, np.float32)])
+def test_a_temperature_is_one_number_above_zero(temperature):
+    """One per query would divide the columns of the logits, not their rows."""
+    q = np.ones((3, D), np.float32)
+    with pytest.raises(ValueError, match=r"temperature: expected one number above 0.*divide"):
+        retrieval.in_batch_softmax(q, q, temperature=temperature)
+    with pytest.raises(ValueError, match="temperature: expected one number above 0"):
+        retrieval.sampled_softmax(q, q, q, temperature=temperature)
+
+
+@pytest.mark.parametrize("counts", [[-1, 3], [np.inf, 1], [np.nan, 1], []])
+def test_counts_are_finite_and_not_negative(counts):
+    with pytest.raises(ValueError, match=r"counts: expected counts.*got.*np.bincount"):
+        retrieval.counted_log_q(counts)

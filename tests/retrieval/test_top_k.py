@@ -254,3 +254,20 @@ def test_tables_on_the_host_are_refused():
     state = engine.init(jax.random.key(0))
     with pytest.raises(ValueError, match=r"top_k: expected tables .*engine.rows\(state, 'far'"):
         retrieval.top_k(engine, state, "far", integers(0, 1, DIM), 2)
+
+
+def test_users_who_have_seen_nothing_exclude_nothing():
+    engine = engine_of(1, ("mod",))
+    state, queries = engine.init(jax.random.key(0)), integers(15, 2, DIM)
+    wanted = retrieval.top_k(engine, state, "mod", queries, 3)
+    found = retrieval.top_k(engine, state, "mod", queries, 3, exclude=[[], []])
+    np.testing.assert_array_equal(found.ids, wanted.ids)
+
+
+@pytest.mark.parametrize("wrap", [lambda search: search, jax.jit])
+def test_a_map_over_queries_is_refused(wrap):
+    engine = engine_of(1, ("mod",))
+    state = engine.init(jax.random.key(0))
+    search = wrap(lambda q: retrieval.top_k(engine, state, "mod", q, 2).ids)
+    with pytest.raises(TypeError, match=r"top_k: expected a call outside of jax.vmap.*at once"):
+        jax.vmap(search)(integers(16, 3, DIM)[:, None])

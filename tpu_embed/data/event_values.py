@@ -50,9 +50,10 @@ def place_values(
       this batch. Places without an event hold zeros.
 
     Raises:
-      TypeError: the splits are not integers.
-      ValueError: there is no such jagged feature, the numbers of values and examples do not fit
-        each other or the batch, or the events of a device are more than C.
+      TypeError: the splits are not integers, or the values no numbers.
+      ValueError: integers that JAX would cut to 32 bits; there is no such jagged feature, the
+        numbers of values and examples do not fit each other or the batch, or the events of a
+        device are more than C.
 
     Example:
       >>> import tpu_embed
@@ -66,6 +67,7 @@ def place_values(
     """
     config, capacity, examples = _look_up(engine, batch, feature)
     axes, values = engine.layout.axes, np.asarray(values)
+    _check_values(values)
     replicas = len(axes.local_parts(axes.batch_axes))
     lengths = _check_splits(row_splits, values, replicas * examples)
     values, lengths = _shorten(values, lengths, config.max_sequence_length, config.keep)
@@ -99,6 +101,25 @@ def _look_up(engine: EmbeddingEngine, batch: Batch, name: str) -> tuple[FeatureC
     expected, remedy = f"a jagged feature among {list(jagged)}", did_you_mean(name, jagged)
     what = f"{_WHAT}: feature"
     raise ValueError(message(what, expected=expected, got=repr(name), remedy=remedy))
+
+
+def _check_values(values: np.ndarray) -> None:
+    """Check that JAX can hold the values.
+
+    Raises:
+      TypeError: they are no numbers.
+      ValueError: they are integers that JAX would cut to 32 bits.
+    """
+    what, known = f"{_WHAT}: values", jax.dtypes.canonicalize_dtype
+    if values.dtype.kind in "OSUMm":
+        got, remedy = str(values.dtype), "of datetimes, give the seconds since the first event"
+        raise TypeError(message(what, expected="numbers", got=got, remedy=remedy))
+    if values.dtype.kind in "iu" and values.size and known(values.dtype) != values.dtype:
+        kept = np.iinfo(known(values.dtype))
+        if values.min() < kept.min or values.max() > kept.max:
+            expected, got = f"integers that fit {kept.dtype}", f"{values.min()} to {values.max()}"
+            remedy = "give times in seconds, or since the first event"
+            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
 
 
 def _check_splits(given: Any, values: np.ndarray, examples: int) -> np.ndarray:

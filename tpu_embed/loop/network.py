@@ -126,7 +126,8 @@ def _loss_and_metrics(found: Any) -> tuple[Array, Metrics]:
     """Take apart what a loss returned.
 
     Raises:
-      TypeError: it is neither a number nor a number with named numbers.
+      TypeError: it is neither a number nor a number with named numbers; a metric has the name of
+        the loss.
     """
     loss, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
     named = isinstance(metrics, Mapping)
@@ -137,6 +138,10 @@ def _loss_and_metrics(found: Any) -> tuple[Array, Metrics]:
         raise TypeError(
             message("fit: what loss returned", expected=expected, got=got, remedy=remedy)
         )
+    if "loss" in metrics:
+        expected, got = "metrics with names of their own", "one named 'loss'"
+        what, remedy = "fit: what loss returned", "give the metric another name"
+        raise TypeError(message(what, expected=expected, got=got, remedy=remedy))
     return jnp.asarray(loss), {name: jnp.asarray(value) for name, value in metrics.items()}
 
 

@@ -9,7 +9,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from tpu_embed._checks import check_int
+import numpy as np
+
+from tpu_embed._checks import check_int, message
 from tpu_embed.loop.network import Objective
 from tpu_embed.loop.progress import ProgressLine
 from tpu_embed.loop.reports import Report, Window
@@ -52,6 +54,9 @@ class Reporter:
       evaluate: evaluates a run, or None.
       callback: gets every report, or None.
       line: shows every report, or None.
+
+    Raises:
+      TypeError: the callback is no function.
     """
 
     def __init__(
@@ -62,6 +67,10 @@ class Reporter:
         callback: Callable[[Report], Any] | None,
         line: ProgressLine | None,
     ) -> None:
+        if callback is not None and not callable(callback):
+            got, remedy = type(callback).__name__, "it is called with each Report"
+            text = message("fit: callback", expected="a function", got=got, remedy=remedy)
+            raise TypeError(text)
         self._schedule, self._objective, self._evaluate = schedule, objective, evaluate
         self._callback, self._line = callback, line
         self._window = Window()
@@ -102,7 +111,8 @@ class Reporter:
         self._last, self._window = report, Window()  # whose time begins now
         if self._line is not None:
             self._line.show(report)
-        return self._callback is not None and self._callback(report) is True
+        answer = None if self._callback is None else self._callback(report)
+        return answer is True or (isinstance(answer, np.bool_) and bool(answer))
 
     def __enter__(self) -> Reporter:
         return self

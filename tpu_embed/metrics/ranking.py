@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import check_int, message
+from tpu_embed._checks import check_ids, check_int, check_same_ids, message
 from tpu_embed._types import Array, ArrayLike
 from tpu_embed.core.layout import gather_explicit
 
@@ -32,17 +32,18 @@ def auc(scores: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None) 
         padding); None: all are 1.
 
     Returns:
-      A float32 number (float64 if scores are). NaN if there is one class only, or if a score that
-      counts is NaN.
+      A float32 number (float64 if scores are). NaN if there is one class only, or if a score or
+      label that counts is NaN.
 
     Raises:
       ValueError: arrays of different shapes, or of more than one axis.
+      TypeError: something else than numbers.
 
     Example:
       >>> float(auc(np.array([0.1, 0.4, 0.4, 0.8]), np.array([0, 0, 1, 1])))
       0.875
     """
-    scores, positive, weights = _checked("auc", scores, labels, weights)
+    scores, positive, weights = _checked("auc", "scores", scores, labels, weights)
     if not scores.size:
         return jnp.full((), jnp.nan, scores.dtype)
     missing = jnp.any(jnp.isnan(scores) & (weights > 0))
@@ -79,10 +80,12 @@ def normalized_entropy(
       weights: as for `auc`.
 
     Returns:
-      A float32 number (float64 if logits are). NaN if there is one class only.
+      A float32 number (float64 if logits are). NaN if there is one class only, or if a logit or
+      label that counts is NaN.
 
     Raises:
       ValueError: arrays of different shapes, or of more than one axis.
+      TypeError: something else than numbers.
 
     Reference:
       He et al., "Practical lessons from predicting clicks on ads at Facebook", 2014.
@@ -91,7 +94,7 @@ def normalized_entropy(
       >>> float(normalized_entropy(np.zeros(4), np.array([1, 0, 0, 1])))
       1.0
     """
-    logits, positive, weights = _checked("normalized_entropy", logits, labels, weights)
+    logits, positive, weights = _checked("normalized_entropy", "logits", logits, labels, weights)
     # -log p of a positive is softplus(-logit), -log(1 - p) of a negative softplus(logit).
     each = jax.nn.softplus(jnp.where(positive, -logits, logits))
     wide = weights.astype(logits.dtype)
@@ -126,7 +129,7 @@ def recall_at_k(
       A float32 number; NaN if no query counts.
 
     Raises:
-      ValueError: shapes that do not fit; k that is not in [1, K].
+      ValueError: shapes that do not fit; k that is not in [1, K]; ids that JAX would cut.
       TypeError: ids that are not integers.
 
     Example:
@@ -160,7 +163,7 @@ def ndcg_at_k(
       A float32 number; NaN if no query counts.
 
     Raises:
-      ValueError: shapes that do not fit; k that is not in [1, K].
+      ValueError: shapes that do not fit; k that is not in [1, K]; ids that JAX would cut.
       TypeError: ids that are not integers.
 
     Example:
@@ -170,28 +173,35 @@ def ndcg_at_k(
     hits, count, weights = _hits("ndcg_at_k", ids, relevant, k, weights)
     gains = 1 / np.log2(np.arange(hits.shape[1]) + 2)
     most = jnp.asarray(np.cumsum(gains), jnp.float32)
-    best = most[jnp.clip(count - 1, 0, hits.shape[1] - 1)]
+    if not len(gains):
+        return _mean(jnp.zeros_like(weights), weights)
+    best = most[jnp.clip(count - 1, 0, len(gains) - 1)]
     gained = jnp.where(hits, jnp.asarray(gains, jnp.float32), jnp.float32(0)).sum(axis=1)
     return _mean(gained / best, weights)
 
 
-def _checked(what: str, scores: Any, labels: Any, weights: Any) -> tuple[Array, Array, Array]:
-    """Return floats, whether they are of positives, and weights: int32, or floats as they are."""
-    scores = _array(scores)
+def _checked(
+    what: str, first: str, scores: Any, labels: Any, weights: Any
+) -> tuple[Array, Array, Array]:
+    """Return floats, whether they are of positives, and weights: int32 of bools, else floats."""
+    scores = _array(f"{what}: {first}", scores)
     wide = scores.dtype == jnp.float64
     scores = scores.astype(jnp.float64 if wide else jnp.float32)
-    labels = _array(labels)
-    given = jnp.ones(scores.shape, jnp.int32) if weights is None else _array(weights)
+    labels = _array(f"{what}: labels", labels)
+    given = jnp.ones(scores.shape, bool)
+    if weights is not None:
+        given = _array(f"{what}: weights", weights)
     for name, array in {"labels": labels, "weights": given}.items():
         if scores.ndim != 1 or array.shape != scores.shape:
             expected = "arrays [N] of one length"
-            got = f"scores {list(scores.shape)}, {name} {list(array.shape)}"
+            got = f"{first} {list(scores.shape)}, {name} {list(array.shape)}"
             raise ValueError(message(what, expected=expected, got=got))
-    whole = given.dtype == bool or jnp.issubdtype(given.dtype, jnp.integer)
+    labels = labels.astype(scores.dtype)
+    # Only bools are counted in integers: weights that are integers may have a sum beyond 2³¹.
     return (
-        scores,
-        labels.astype(scores.dtype) > 0,
-        given.astype(jnp.int32 if whole else scores.dtype),
+        jnp.where(jnp.isnan(labels), jnp.nan, scores),
+        labels > 0,
+        given.astype(jnp.int32 if given.dtype == bool else scores.dtype),
     )
 
 
@@ -204,11 +214,8 @@ def _hits(
       bool `[B, k]`; how many relevant items each query has, int32 `[B]`; float32 `[B]`, 0 for a
       query without any.
     """
-    ids, relevant = _array(ids), _array(relevant)
-    for name, array in {"ids": ids, "relevant": relevant}.items():
-        if not jnp.issubdtype(array.dtype, jnp.integer):
-            text = message(f"{what}: {name}", expected="integers", got=f"{array.dtype}")
-            raise TypeError(text)
+    ids = gather_explicit(check_ids(f"{what}: ids", ids))
+    relevant = gather_explicit(check_ids(f"{what}: relevant", relevant))
     if ids.ndim != 2 or relevant.ndim != 2 or len(ids) != len(relevant):
         got = f"{list(ids.shape)} and {list(relevant.shape)}"
         raise ValueError(message(what, expected="ids [B, K] and relevant [B, R]", got=got))
@@ -216,22 +223,33 @@ def _hits(
     if k > ids.shape[1]:
         expected, got = f"k of at most {ids.shape[1]}, as there are so many ids", f"{k}"
         raise ValueError(message(what, expected=expected, got=got))
-    if relevant.dtype != ids.dtype:
-        wide = jnp.promote_types(ids.dtype, relevant.dtype)
-        ids, relevant = ids.astype(wide), relevant.astype(wide)
+    ids, relevant = check_same_ids(f"{what}: ids and relevant", ids, relevant)
     first = ids[:, :k]
     hits = (first[:, :, None] == relevant[:, None, :]).any(axis=-1) & (first >= 0)
     count = (relevant >= 0).sum(axis=1, dtype=jnp.int32)
-    given = jnp.ones(len(ids), jnp.float32) if weights is None else _array(weights)
+    given = jnp.ones(len(ids), jnp.float32)
+    if weights is not None:
+        given = _array(f"{what}: weights", weights)
     if given.shape != count.shape:
         expected, got = f"shape [{len(ids)}]", f"{list(given.shape)}"
         raise ValueError(message(f"{what}: weights", expected=expected, got=got))
     return hits, count, jnp.where(count > 0, given.astype(jnp.float32), jnp.float32(0))
 
 
-def _array(given: Any) -> Array:
-    array = given if isinstance(given, jax.Array) else jnp.asarray(np.asarray(given))
-    return gather_explicit(array)  # all of them are sorted or summed together
+def _array(what: str, given: Any) -> Array:
+    """Return numbers, gathered from all devices, because all of them are sorted or summed.
+
+    Raises:
+      TypeError: they are something else.
+    """
+    array = given if isinstance(given, jax.Array) else np.asarray(given)
+    kind = array.dtype
+    if not any(jnp.issubdtype(kind, one) for one in (jnp.bool_, jnp.integer, jnp.floating)):
+        remedy = "give an array of floats, integers or bools"
+        raise TypeError(message(what, expected="numbers", got=f"{kind}", remedy=remedy))
+    if isinstance(array, np.ndarray) and kind.kind in "iu" and kind.itemsize > 4:
+        array = array.astype(np.float64)  # JAX would cut integers to 32 bits
+    return gather_explicit(jnp.asarray(array))
 
 
 def _mean(values: Array, weights: Array) -> Array:

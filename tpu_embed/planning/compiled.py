@@ -143,8 +143,13 @@ def compile_for(
 
     Raises:
       ValueError: whatever `plan` refuses; `lower` with `loss`, or without a placed batch.
+      TypeError: `lower` is no function.
       RuntimeError: libtpu is not installed, or does not know the topology.
     """
+    if lower is not None and not callable(lower):
+        expected, got = "a function of an engine, a state and a batch", type(lower).__name__
+        remedy = "it returns jax.jit(step).lower(…)"
+        raise TypeError(message("compile_for: lower", expected=expected, got=got, remedy=remedy))
     if lower is not None and (loss is not None or not placed):
         expected, got = "no loss and a placed batch", f"loss {loss}, placed={placed}"
         remedy = "the step that it lowers has a loss of its own"

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed._types import Array, ArrayLike
+from tpu_embed._types import Array, ArrayLike, Tracer
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState
 
@@ -33,7 +33,7 @@ def keyed_rows(engine: EmbeddingEngine, state: TableState, table: str) -> Array:
 
     Raises:
       ValueError: the table has no living vocabulary, or is at home on the host; the state is not
-        the newest one.
+        the newest one; a call inside a jit.
 
     Example:
       >>> import tpu_embed
@@ -82,7 +82,9 @@ def keys_of(
       [[900, 700], [None, 700]]
     """
     keys, rows, capacity = _keys("keys_of", engine, state, table)
+    _refuse_traced("keys_of", ids)
     numbers = np.asarray(ids)
+    numbers = numbers if numbers.size else np.zeros(numbers.shape, int)  # such as []
     if not np.issubdtype(numbers.dtype, np.integer):
         raise TypeError(message("keys_of: ids", expected="integers", got=f"{numbers.dtype}"))
     by_row, has_key = np.zeros(capacity + 1, np.uint64), np.zeros(capacity + 1, bool)
@@ -99,11 +101,20 @@ def check_engine(what: str, engine: Any) -> None:
         raise TypeError(message(f"{what}: engine", expected=expected, got=got, remedy=remedy))
 
 
+def _refuse_traced(what: str, given: Any) -> None:
+    """Raise `ValueError` inside a jit: the keys are on the host, which does not run then."""
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(given)):
+        remedy = "give the jit what keyed_rows returned, and keys_of what the jit returns"
+        text = message(what, expected="a call outside a jit", got="one inside", remedy=remedy)
+        raise ValueError(text)
+
+
 def _keys(
     what: str, engine: Any, state: TableState, table: str
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Return the keys of a table, their rows, and the number of its rows."""
     check_engine(what, engine)
+    _refuse_traced(what, state)
     _, part = engine.layout.table(table)
     engine.layout.refuse_on_host(what, [table])
     if part.vocabulary is None:

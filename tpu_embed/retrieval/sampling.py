@@ -32,16 +32,20 @@ def counted_log_q(counts: ArrayLike) -> np.ndarray:
       float32 `[V]`, on the host. The batch's part, `log_q[items]`, is an input of the step.
 
     Raises:
-      ValueError: another shape, or nothing was counted.
+      ValueError: another shape, a number that is no count, or nothing was counted.
 
     Example:
       >>> np.exp(counted_log_q([2, 6, 0])).tolist()
       [0.25, 0.75, 0.125]
     """
     counted = np.asarray(counts, np.float64)
-    if counted.ndim != 1 or not counted.sum() > 0:
-        expected, got = "counts [V], one of them positive", f"{list(counted.shape)}"
-        raise ValueError(message("counted_log_q: counts", expected=expected, got=got))
+    known = counted.ndim == 1 and np.isfinite(counted).all() and not (counted < 0).any()
+    if not known or not counted.sum() > 0:
+        expected = "counts [V], at least 0, one of them positive"
+        got = f"{list(counted.shape)} {np.array2string(counted, threshold=6, edgeitems=2)}"
+        remedy = "np.bincount(ids, minlength=V) counts"
+        text = message("counted_log_q: counts", expected=expected, got=got, remedy=remedy)
+        raise ValueError(text)
     return np.log(np.maximum(counted, 1) / counted.sum()).astype(np.float32)
 
 

@@ -9,7 +9,7 @@ Input: a state, queries. Output: scores and row ids.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,19 @@ _not_differentiable = refuse_derivatives(
     got="a gradient through it",
     remedy="look the ids up, and differentiate the products with what the lookup returns",
 )
+
+
+@jax.custom_batching.custom_vmap
+def _not_mapped(queries: Array) -> Array:
+    """Return queries as they are; a `vmap` over them is refused."""
+    return queries
+
+
+@_not_mapped.def_vmap
+def _refuse_map(size: int, mapped: list[bool], queries: Array) -> NoReturn:
+    expected, got = "a call outside of jax.vmap", f"one that is mapped over {size} queries"
+    remedy = "give all of them at once: queries are a batch, [B, D]"
+    raise TypeError(message("top_k", expected=expected, got=got, remedy=remedy))
 
 
 class TopK(NamedTuple):
@@ -86,7 +99,7 @@ def top_k(
         wrong shape; k < 1; the state of another engine; a living vocabulary inside a jit without
         `allowed`.
       TypeError: no engine; queries that are not floats, ids that are not integers, `allowed` that
-        is not bool; differentiation.
+        is not bool; differentiation, or `jax.vmap` over queries.
 
     Example:
       >>> import jax, jax.numpy as jnp, tpu_embed
@@ -128,7 +141,8 @@ def _checked_queries(queries: Any, stack: Stack, table: str) -> Array:
     array = queries if isinstance(queries, jax.Array) else np.asarray(queries)
     what = "top_k: queries"
     if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(message(what, expected="floats", got=f"{array.dtype}"))
+        remedy = "give them as float32"
+        raise TypeError(message(what, expected="floats", got=f"{array.dtype}", remedy=remedy))
     if array.ndim != 2 or array.shape[1] != stack.dim:
         expected = f"shape [B, {stack.dim}], as table {table!r} has rows of {stack.dim}"
         raise ValueError(message(what, expected=expected, got=f"{list(array.shape)}"))
@@ -138,6 +152,8 @@ def _checked_queries(queries: Any, stack: Stack, table: str) -> Array:
 def _checked_exclude(exclude: Any, queries: int, stack: Stack, table: TableSlice) -> Array:
     array = exclude if isinstance(exclude, jax.Array) else np.asarray(exclude)
     what = "top_k: exclude"
+    if isinstance(array, np.ndarray) and not array.size:
+        array = np.zeros(array.shape, np.int32)  # [[], []] would be floats
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(message(what, expected="integers", got=f"{array.dtype}"))
     if array.ndim != 2 or len(array) != queries:
@@ -179,6 +195,7 @@ def _search(
 ) -> TopK:
     """Search the shards, and merge what they found; `allowed` is bool `[V]`."""
     stored, queries = _not_differentiable((stored, queries))
+    queries = _not_mapped(queries)
     (stack, part), axes = layout.table(table), layout.axes
     # Devices that hold the same rows divide the queries among them.
     query_axes = tuple(axis for axis in axes.names if axis not in stack.shard_axes)

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import check_ids, check_same_ids, is_number, message
 from tpu_embed._types import Array, ArrayLike
 from tpu_embed.core.layout import gather_explicit
 
@@ -51,13 +51,13 @@ def in_batch_softmax(
       log_q: floats `[B]`, the log probability with which each candidate is drawn; None: all alike.
       candidate_ids: integers `[B]`. Given them, other places with the id of an example's own item
         are no negatives, and a place with -1 is padding: no negative, and its loss is 0.
-      temperature: by what the products are divided.
+      temperature: by what the products are divided, one number above 0.
 
     Returns:
       `[B]`, float32 (float64 if the vectors are).
 
     Raises:
-      ValueError: shapes that do not fit.
+      ValueError: shapes that do not fit; a temperature that is not above 0.
       TypeError: vectors that are not floats, or ids that are not integers.
 
     Example:
@@ -73,7 +73,10 @@ def in_batch_softmax(
         raise ValueError(message(f"{what}: queries", expected="shape [B, D]", got=got))
     _check_like_queries(what, "candidates", candidates, queries)
     size, dtype = len(queries), queries.dtype
-    scale = jnp.asarray(temperature, dtype)
+    scale = _scale(what, temperature, dtype)
+    ids = None if candidate_ids is None else _ids(what, "candidate_ids", candidate_ids, (size,))
+    if ids is not None:
+        queries, candidates = _without_padding(ids, queries), _without_padding(ids, candidates)
     right = jnp.einsum("bd,bd->b", queries, candidates, precision=_EXACT) / scale
     logits = jnp.matmul(queries, gather_explicit(candidates).T, precision=_EXACT) / scale
     if log_q is not None:
@@ -82,9 +85,8 @@ def in_batch_softmax(
     own = jnp.eye(size, dtype=bool)
     # The own item's difference is 0 whatever the two products above are rounded to.
     differences = jnp.where(own, 0, logits - right[:, None])
-    if candidate_ids is None:
+    if ids is None:
         return jax.nn.logsumexp(differences, axis=-1)
-    ids = _ids(what, "candidate_ids", candidate_ids, (size,))
     others = gather_explicit(ids)[None, :]
     left_out = ~own & ((ids[:, None] == others) | (others < 0))
     losses = jax.nn.logsumexp(jnp.where(left_out, -jnp.inf, differences), axis=-1)
@@ -116,13 +118,14 @@ def sampled_softmax(
         positive is left out, and so is -1, padding. Ids are given of both or of neither.
       positive_log_q: floats `[…]`, the log probability with which the sampler draws each positive.
       negative_log_q: floats `[N]` or `[…, N]`, that of each negative. Both or neither.
-      temperature: by what the products are divided.
+      temperature: by what the products are divided, one number above 0.
 
     Returns:
       `[…]`, float32 (float64 if the vectors are).
 
     Raises:
-      ValueError: shapes that do not fit; ids, or log probabilities, of one side only.
+      ValueError: shapes that do not fit; ids, or log probabilities, of one side only;
+        a temperature that is not above 0.
       TypeError: vectors that are not floats, or ids that are not integers.
 
     Example:
@@ -142,30 +145,35 @@ def sampled_softmax(
     _check_pair(what, "log_q", positive_log_q, negative_log_q)
     drawn = negatives.shape[:-1]  # [N] or […, N]
     shared = negatives.ndim == 2
+    own = others = None
+    if positive_ids is not None:
+        own = _ids(what, "positive_ids", positive_ids, shape)
+        others = _ids(what, "negative_ids", negative_ids, drawn)
+        queries, positives = _without_padding(own, queries), _without_padding(own, positives)
+        negatives = _without_padding(others, negatives)
+        own, others = check_same_ids(f"{what}: positive_ids and negative_ids", own, others)
     kind, negatives = ("nd", gather_explicit(negatives)) if shared else ("...nd", negatives)
     right = jnp.einsum("...d,...d->...", queries, positives, precision=_EXACT)
     wrong = jnp.einsum(f"...d,{kind}->...n", queries, negatives, precision=_EXACT)
-    scale = jnp.asarray(temperature, dtype)
+    scale = _scale(what, temperature, dtype)
     right, wrong = right / scale, wrong / scale
     if positive_log_q is not None:
         right -= _numbers(what, "positive_log_q", positive_log_q, shape, dtype)
         of_drawn = _numbers(what, "negative_log_q", negative_log_q, drawn, dtype)
         wrong -= gather_explicit(of_drawn) if shared else of_drawn
     differences = wrong - right[..., None]
-    if positive_ids is None:
+    if own is None or others is None:
         return _log_sum(differences)
-    own = _ids(what, "positive_ids", positive_ids, shape)[..., None]
-    others = _ids(what, "negative_ids", negative_ids, drawn)
     others = gather_explicit(others) if shared else others
-    left_out = (others == own) | (others < 0)
-    return jnp.where(own[..., 0] < 0, 0, _log_sum(jnp.where(left_out, -jnp.inf, differences)))
+    left_out = (others == own[..., None]) | (others < 0)
+    return jnp.where(own < 0, 0, _log_sum(jnp.where(left_out, -jnp.inf, differences)))
 
 
 def _log_sum(differences: Array) -> Array:
     """Return log(1 + Σ exp(differences)) over the last axis; the 1 is that of the right item."""
     # The right one's difference to itself is 0. A loss near 0 keeps its digits, which
     # log Σ exp(logits) - logit would lose where logits are large.
-    own = jnp.zeros_like(differences[..., :1])
+    own = jnp.zeros_like(differences.sum(axis=-1, keepdims=True))  # also without differences
     return jax.nn.logsumexp(jnp.concatenate([own, differences], axis=-1), axis=-1)
 
 
@@ -215,6 +223,29 @@ def _check_pair(what: str, kind: str, positive: Any, negative: Any) -> None:
         raise ValueError(message(what, expected=expected, got=got))
 
 
+def _without_padding(ids: Array, vectors: Array) -> Array:
+    """Return vectors `[…, D]` with zeros where the ids `[…]` are padding.
+
+    A tower may make NaN of padding. Times a gradient of 0, that would be NaN for every example.
+    """
+    return jnp.where(ids[..., None] < 0, 0, vectors)
+
+
+def _scale(what: str, temperature: Any, dtype: Any) -> Array:
+    """Return the temperature as a number.
+
+    Raises:
+      ValueError: it is no number, or known and not above 0.
+    """
+    known = is_number(temperature)
+    if (known and not temperature > 0) or (not known and jnp.shape(temperature) != ()):
+        got = f"{temperature}" if known else f"shape {list(jnp.shape(temperature))}"
+        remedy = "of one temperature per query, divide the queries by it instead"
+        expected = "one number above 0"
+        raise ValueError(message(f"{what}: temperature", expected=expected, got=got, remedy=remedy))
+    return jnp.asarray(temperature, dtype)
+
+
 def _numbers(what: str, name: str, given: Any, shape: tuple[int, ...], dtype: Any) -> Array:
     array = jnp.asarray(given, dtype)
     if array.shape != shape:
@@ -230,16 +261,8 @@ def _ids(what: str, name: str, given: Any, shape: tuple[int, ...]) -> Array:
       TypeError: they are not integers.
       ValueError: another shape, or numbers that JAX would cut to 32 bits.
     """
-    array = given if isinstance(given, jax.Array) else np.asarray(given)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(message(f"{what}: {name}", expected="integers", got=f"{array.dtype}"))
+    array = check_ids(f"{what}: {name}", given)
     if array.shape != shape:
         expected, got = f"shape {list(shape)}", f"{list(array.shape)}"
         raise ValueError(message(f"{what}: {name}", expected=expected, got=got))
-    if isinstance(array, np.ndarray) and not jax.config.read("jax_enable_x64"):
-        if array.size and not (array.min() >= -(2**31) and array.max() < 2**31):
-            expected, got = "ids of 32 bits while x64 is off", f"{array.max()}"
-            remedy = "number the keys: np.unique(keys, return_inverse=True)[1]"
-            text = message(f"{what}: {name}", expected=expected, got=got, remedy=remedy)
-            raise ValueError(text)
-    return jnp.asarray(array)
+    return array

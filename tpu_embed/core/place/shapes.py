@@ -16,7 +16,7 @@ from tpu_embed._checks import is_int, message
 from tpu_embed.core.batch import BatchSpec, Routed, StackSpec
 from tpu_embed.core.ids import FeatureShape
 from tpu_embed.core.layout import Layout
-from tpu_embed.core.place.tiers import Tier
+from tpu_embed.core.place.tiers import Tier, kind_of
 
 
 def encode_shapes(kinds: list[list[Tier]]) -> list[Any]:
@@ -42,6 +42,8 @@ def decode_shapes(value: Any, layout: Layout) -> list[list[Tier]]:
     """
     try:
         kinds = [[_tier(one) for one in tiers] for tiers in value]
+        for tiers in kinds:
+            _check_kind(tiers)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         remedy = "give what get_state returned"
         text = message("shapes", expected="those of an engine", got=repr(error), remedy=remedy)
@@ -68,6 +70,13 @@ def _fields(one: FeatureShape | StackSpec) -> dict[str, Any]:
 def _tier(one: dict[str, Any]) -> Tier:
     needed = one["needed"]
     return Tier(_spec(one["spec"]), _count(one["uses"]), None if needed is None else _spec(needed))
+
+
+def _check_kind(tiers: list[Tier]) -> None:
+    """Raise `ValueError` unless all specs of some tiers have a union."""
+    specs = [spec for tier in tiers for spec in (tier.spec, tier.needed) if spec is not None]
+    if len({kind_of(spec) for spec in specs}) > 1:
+        raise ValueError("tiers of several kinds")
 
 
 def _spec(one: dict[str, Any]) -> BatchSpec:

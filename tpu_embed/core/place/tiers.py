@@ -68,7 +68,7 @@ class Tiers:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        # `_kind_of` a spec -> its tiers, the smallest first.
+        # `kind_of` a spec -> its tiers, the smallest first.
         self._tiers: dict[Any, list[Tier]] = collections.defaultdict(list)
         self._lock = threading.RLock()
 
@@ -85,7 +85,7 @@ class Tiers:
             for tiers in kinds:
                 if tiers:
                     copied = [dataclasses.replace(tier) for tier in tiers]
-                    self._tiers[_kind_of(tiers[0].spec)] = copied
+                    self._tiers[kind_of(tiers[0].spec)] = copied
 
     def settle(self, needed: BatchSpec) -> BatchSpec:
         """Return the spec that a batch gets if this process alone decides it.
@@ -99,7 +99,7 @@ class Tiers:
     def guess(self, needed: BatchSpec) -> BatchSpec:
         """Return a spec that holds the batch, most likely the one it will get; change nothing."""
         with self._lock:
-            tiers = self._tiers[_kind_of(needed)]
+            tiers = self._tiers[kind_of(needed)]
             holding = _first_that_holds(tiers, needed)
             return self._grown(tiers, needed) if holding is None else holding.spec
 
@@ -110,7 +110,7 @@ class Tiers:
           needed: what this process's part of the batch needs exactly.
         """
         with self._lock:
-            tiers = self._tiers[_kind_of(needed)]
+            tiers = self._tiers[kind_of(needed)]
             holding = _first_that_holds(tiers, needed)
             if holding is None:
                 return self._grown(tiers, needed)
@@ -135,7 +135,7 @@ class Tiers:
           agreed: the union of what `propose` returned in all processes.
         """
         with self._lock:
-            tiers = self._tiers[_kind_of(agreed)]
+            tiers = self._tiers[kind_of(agreed)]
             reviewed = _reviewed(tiers)
             if reviewed is not None and holds(reviewed.spec, agreed):
                 reviewed.uses, reviewed.needed = 0, None
@@ -196,7 +196,7 @@ class Tiers:
         )
 
 
-def _kind_of(spec: BatchSpec) -> Any:
+def kind_of(spec: BatchSpec) -> Any:
     """Return what specs must have in common to have a union."""
     shapes = (
         (shape.batch, shape.inner, shape.combines, shape.capacity is None)
