@@ -238,6 +238,8 @@ def test_the_program_ends(arguments):
 class Instant:
     """Stands for an engine whose `place` takes no time: its batches are numpy arrays."""
 
+    shapes = None
+
     def next_turn(self, **_):
         return self
 
