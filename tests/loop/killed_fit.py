@@ -16,9 +16,9 @@ if __name__ == "__main__":  # not where pytest looks for doctests
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
 
-from loop_cases import DENSE, Network, batches, left_by, loss_of_network, make_engine  # noqa: E402
+from loop_cases import DENSE, Network, batches, left_by, loss_of_network, make_engine
 
-import tpu_embed  # noqa: E402
+import tpu_embed
 
 
 def main(directory, steps):

@@ -76,7 +76,7 @@ def _check_kind(tiers: list[Tier]) -> None:
     """Raise `ValueError` unless all specs of some tiers have a union."""
     specs = [spec for tier in tiers for spec in (tier.spec, tier.needed) if spec is not None]
     if len({kind_of(spec) for spec in specs}) > 1:
-        raise ValueError("tiers of several kinds")
+        raise ValueError(message("tiers", expected="specs of one kind", got="several kinds"))
 
 
 def _spec(one: dict[str, Any]) -> BatchSpec:
