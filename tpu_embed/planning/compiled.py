@@ -146,14 +146,8 @@ def compile_for(
       TypeError: `lower` is no function.
       RuntimeError: libtpu is not installed, or does not know the topology.
     """
-    if lower is not None and not callable(lower):
-        expected, got = "a function of an engine, a state and a batch", type(lower).__name__
-        remedy = "it returns jax.jit(step).lower(…)"
-        raise TypeError(message("compile_for: lower", expected=expected, got=got, remedy=remedy))
-    if lower is not None and (loss is not None or not placed):
-        expected, got = "no loss and a placed batch", f"loss {loss}, placed={placed}"
-        remedy = "the step that it lowers has a loss of its own"
-        raise ValueError(message("compile_for: lower", expected=expected, got=got, remedy=remedy))
+    if lower is not None:
+        _check_lower(lower, loss, placed=placed)
     target = topology if isinstance(topology, Topology) else Topology(topology)
     mesh = Mesh(np.array(describe_topology(target)).reshape(-1), ("devices",))
     options: dict[str, Any] = {"exchange_dtype": exchange_dtype}
@@ -175,6 +169,23 @@ def compile_for(
         return found
     programs = compile_admit(engine, abstract_state(engine), plans)
     return dataclasses.replace(found, admit=programs)
+
+
+def _check_lower(lower: Any, loss: Any, *, placed: bool) -> None:
+    """Check what is given with a step of the user's own.
+
+    Raises:
+      TypeError, ValueError: see `compile_for`.
+    """
+    what = "compile_for: lower"
+    if not callable(lower):
+        expected, got = "a function of an engine, a state and a batch", type(lower).__name__
+        remedy = "it returns jax.jit(step).lower(…)"
+        raise TypeError(message(what, expected=expected, got=got, remedy=remedy))
+    if loss is not None or not placed:
+        expected, got = "no loss and a placed batch", f"loss {loss}, placed={placed}"
+        remedy = "the step that it lowers has a loss of its own"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
 
 
 def _compiled(lowered: Any, planned: Plan) -> Compiled:

@@ -161,10 +161,20 @@ def sampled_softmax(
         right -= _numbers(what, "positive_log_q", positive_log_q, shape, dtype)
         of_drawn = _numbers(what, "negative_log_q", negative_log_q, drawn, dtype)
         wrong -= gather_explicit(of_drawn) if shared else of_drawn
-    differences = wrong - right[..., None]
+    others = gather_explicit(others) if shared and others is not None else others
+    return _sampled_losses(wrong - right[..., None], own, others)
+
+
+def _sampled_losses(differences: Array, own: Array | None, others: Array | None) -> Array:
+    """Return the losses `[…]`.
+
+    Args:
+      differences: the logits of the negatives less those of the positives, `[…, N]`.
+      own: the ids of the positives, `[…]`; None: no negative is left out.
+      others: the ids of the negatives, `[N]` or `[…, N]`; None without `own`.
+    """
     if own is None or others is None:
         return _log_sum(differences)
-    others = gather_explicit(others) if shared else others
     left_out = (others == own[..., None]) | (others < 0)
     return jnp.where(own < 0, 0, _log_sum(jnp.where(left_out, -jnp.inf, differences)))
 
