@@ -133,6 +133,7 @@ def bits(training):
     return {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
 
 
+@pytest.mark.whole
 @jax.numpy_dtype_promotion("standard")  # optax asks for it
 def test_a_stopped_run_goes_on_to_the_same_bits(config, monkeypatch, tmp_path):
     days = load_hstu("days", monkeypatch)

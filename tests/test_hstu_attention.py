@@ -47,6 +47,7 @@ def attend(attention, inputs, block, times, asked, splits, flags):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.quick(4)
 def test_attention_is_that_of_loops(monkeypatch, name):
     attention = load_hstu("attention", monkeypatch)
     lengths, candidates, events, block = CASES[name]

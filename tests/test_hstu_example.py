@@ -89,6 +89,7 @@ def lengths_and_lists(seed, longest):
     return lengths, [rng.integers(50, size=n) for n in lengths]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "numbers_of_devices", [(1, 8), pytest.param((1, 2, 4, 8), marks=pytest.mark.whole)]
 )

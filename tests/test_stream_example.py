@@ -65,6 +65,7 @@ def test_scores_are_those_of_a_lookup_before_the_training(config, monkeypatch):
     assert int(learner.state.step) == 4
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "numbers_of_devices",
     [(8,), pytest.param((1, 8), marks=pytest.mark.whole)],

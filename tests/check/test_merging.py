@@ -14,6 +14,7 @@ RULES = [
 ]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", RULES)
 def test_the_kernel_passes_its_trial_and_a_row_that_was_forgotten_does_not(name, monkeypatch):
     monkeypatch.setattr(merging, "RULES", (name,))

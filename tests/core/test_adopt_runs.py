@@ -168,6 +168,7 @@ def values_of(made, state):
     return {key: [one[i].tolist() for one in found] for i, key in enumerate(keys.tolist())}
 
 
+@pytest.mark.whole
 def test_a_table_that_grows_is_the_one_that_was_large_from_the_start():
     rng, waits = np.random.default_rng(0), {"admit_after": 2, "waiting": 200}
     large, made = growing(64, **waits), growing(8, **waits)

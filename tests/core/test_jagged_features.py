@@ -145,6 +145,7 @@ def test_jagged_has_the_bits_of_padded(name, devices, placement):
     assert_states_equal(*states, engines)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.whole), 8])
 def test_ids_inside_a_jit_are_jagged_too(devices):
     rng = np.random.default_rng(0)

@@ -34,6 +34,7 @@ def draw(rng, examples=16, most=7):
 
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize(("longest", "keep"), [(0, "first"), (3, "first"), (3, "last")])
+@pytest.mark.quick(3)
 def test_values_stand_where_rows_stand(devices, longest, keep):
     engine, state = engine_of(devices, longest, keep)
     rng = np.random.default_rng([devices, longest])

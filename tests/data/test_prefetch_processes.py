@@ -46,6 +46,7 @@ def test_a_prefetcher_that_is_left_leaves_the_processes_in_step(two, how):
         same(found[how], expected)
 
 
+@pytest.mark.whole
 def test_ends_and_errors_come_everywhere_at_the_same_batch(two):
     """Whatever was placed ahead; the next prefetcher then works as if nothing had happened."""
     for process, (*_, found, _) in enumerate(two):

@@ -135,6 +135,7 @@ def expected(optimizer, route, sums, table, slots, rate):
     return table, slots
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in IN_CI else pytest.mark.whole) for name in RULES]

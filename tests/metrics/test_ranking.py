@@ -118,6 +118,7 @@ def loop_places(ids, relevant, k, weights):
 
 
 @pytest.mark.parametrize("k", [1, 4, 7])
+@pytest.mark.quick(1)
 def test_recall_and_ndcg_are_those_of_a_loop(k):
     rng = np.random.default_rng(2)
     ids = np.stack([rng.permutation(20)[:7] for _ in range(9)])
@@ -165,6 +166,7 @@ def test_sharded_examples_are_one_set(kind):
         assert jax.jit(metrics.auc)(*split) == whole
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("weight", [2**30, 2**33])
 def test_large_weights_of_integers_are_not_cut(weight):
     scores, labels = np.arange(4, dtype=np.float32), np.array([0, 0, 1, 0])

@@ -140,6 +140,7 @@ def test_random_calls_equal_those_of_layers_on_the_devices(seed, tmp_path):
 WAYS = [(True, True), (False, True), pytest.param(True, False, marks=pytest.mark.whole)]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("saved", "restored"), WAYS)
 @pytest.mark.quick(1)
 def test_saved_and_restored_to_the_host_or_from_it(saved, restored, tmp_path):

@@ -57,6 +57,7 @@ def step(layer, ids):
     return nn.fused_value_and_grad(lambda layer: loss_of(layer(ids)))(layer)[0]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("length", "devices"),
     [

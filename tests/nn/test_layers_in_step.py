@@ -181,6 +181,7 @@ def _ahead(rng, placer, waiting, keys):
     waiting.append((some, placer.place(some)))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.quick(1)
 def test_random_calls_equal_a_plain_loop(seed, tmp_path):

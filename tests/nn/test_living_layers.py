@@ -93,6 +93,7 @@ def test_two_layers_equal_the_engine():
     assert _maps(model["films"]).counters["films"]["evicted"] > 0
 
 
+@pytest.mark.whole
 def test_saved_on_8_devices_and_continued_on_3(tmp_path):
     unbroken = _model()
     _train(unbroken, range(5))

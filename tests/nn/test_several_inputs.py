@@ -35,6 +35,7 @@ def layer_of(devices, **options):
     return EmbeddingBag(table, mesh=mesh(devices), rngs=nnx.Rngs(0), **given), table
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.whole), 8])
 def test_the_bits_are_the_engines(devices):
     layer, table = layer_of(devices)

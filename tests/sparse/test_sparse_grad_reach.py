@@ -57,7 +57,7 @@ def results():
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 def test_a_lookup_that_is_cut_has_no_entries(form, place):
     ((value, aux), found), ((expected, rows), dense) = results()[form, place]
     assert found.indices.tolist() == KEPT.tolist()

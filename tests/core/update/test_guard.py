@@ -26,6 +26,7 @@ from guard_cases import (
 from tpu_embed.core.layout import resolve
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("devices", DEVICES)
 def test_finite_steps_have_the_bits_of_allow(devices):
     """On any number of devices the bits are those of one."""

@@ -102,7 +102,7 @@ def trained(devices, rule, options, traced):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 def test_an_engine_has_the_rows_and_slots_of_plain_tables(name, request):
     devices, rule, options, traced = CASES[name]
     expected, slots, activations = jax.device_get(trained(devices, rule, options, traced))

@@ -81,6 +81,7 @@ def check_kills(tmp_path, kills, steps):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.whole
 def test_a_killed_run_ends_with_the_same_bits(tmp_path):
     check_kills(tmp_path, kills=2, steps=24)
 

@@ -120,6 +120,7 @@ def saved(tmp_path_factory):
     return path, contents(modules)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(x, marks=pytest.mark.whole if x[0] in (1, 4) else ()) for x in LAYOUTS],

@@ -91,6 +91,7 @@ def test_a_record_goes_on_on_other_devices(saved, devices):
         other.touched.since(later)
 
 
+@pytest.mark.whole
 def test_keys_that_find_no_row_in_a_smaller_table_are_lost(saved):
     (one, path), other = saved, Trainer(1, 5)
     other.restore(path)

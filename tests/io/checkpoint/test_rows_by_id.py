@@ -43,6 +43,7 @@ def check_equal(found, expected):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("rule", "devices", "restored_on", "options"),
     [

@@ -35,6 +35,7 @@ def play(world, actions):
     same(world.model(features, weights=weights), whole(features, weights=weights))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("seed", "host", "lookahead", "devices"),
     [(1, None, 0, 2), (2, 17, 1, 1), (3, None, 1, 8)],
