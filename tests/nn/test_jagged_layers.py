@@ -1,7 +1,5 @@
 """Layers of jagged sequences: what they return, and training with the bits of the engine."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +11,6 @@ from nn_models import D, V, bag_of, mesh_of
 import tpu_embed
 from tpu_embed import Jagged, RaggedIds, nn
 from tpu_embed import optimizers as o
-from tpu_embed.data import Prefetcher
 
 HISTORIES = [[3, 5, 7, 3], [], [2], [5, 5], [1, 2, 3], [9], [], [22, 21, 20]]
 DENSE = np.array([row + [-1] * (5 - len(row)) for row in HISTORIES], np.int32)
@@ -262,22 +259,3 @@ def test_errors():
             nnx.jit(lambda layer, ids: layer(ids))(layer, ids)
     with pytest.raises(ValueError, match="jagged: expected a bool, got 1"):
         layer_of(jagged=1)
-
-
-def test_a_resumed_placer_gives_the_shapes_of_an_unbroken_run():
-    """One long batch grows the room, and those after it keep it: a fresh layer must know of it."""
-    long = RaggedIds.from_lists([[1] * 300] + [[2]] * 7)
-    data = [RAGGED, long, RAGGED, RAGGED, long, RAGGED]
-    unbroken, positions = [], []
-    with Prefetcher(nn.ModelPlacer(layer_of(o.SGD(0.1))), data) as batches:
-        for batch in batches:
-            unbroken.append(batch.spec)
-            positions.append(json.loads(json.dumps(batches.get_state())))
-    assert unbroken[0] != unbroken[2]
-    for stop in (0, 1, 3):
-        resumed = Prefetcher(nn.ModelPlacer(layer_of(o.SGD(0.1))), data)
-        resumed.set_state(positions[stop])
-        assert [batch.spec for batch in resumed] == unbroken[stop + 1 :]
-    wrong = Prefetcher(nn.ModelPlacer(layer_of(o.SGD(0.1))), data)
-    with pytest.raises(ValueError, match="shapes: expected one per layer, got list; give what"):
-        wrong.set_state(positions[0] | {"shapes": [1]})
