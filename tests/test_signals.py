@@ -52,12 +52,13 @@ def go_on(embedding, until, *, ahead=1):
 
 def sweep(embedding, kind, act, *, ahead=1, stride=1):
     """Train a step for every bytecode that it has, interrupted before it; return the steps."""
+    before = sys.gettrace()
     go_on(embedding, 1, ahead=ahead)
     for step in range(2, 10_000):
         at = 1 + (step - 2) * stride
         with Interrupt(kind, at, act) as interrupt:
             go_on(embedding, step, ahead=ahead)
-        assert sys.gettrace() is None
+        assert sys.gettrace() is before
         go_on(embedding, step, ahead=ahead)
         if interrupt.seen < at:
             return step
@@ -240,4 +241,4 @@ def test_interrupted_while_deferring_handlers_are_back(act):
             assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
             if interrupt.seen < at:
                 break
-    assert interrupt.seen > 50
+    assert interrupt.seen > 40

@@ -41,25 +41,28 @@ class Interrupt:
         self.only_signals = only_signals
 
     def __enter__(self):
-        if _MONITOR is not None and self.only_signals:
-            for code in _codes_of(self.kind):
-                sys.monitoring.set_local_events(_MONITOR, code, sys.monitoring.events.INSTRUCTION)
-            sys.monitoring.register_callback(
-                _MONITOR, sys.monitoring.events.INSTRUCTION, self._monitored
-            )
+        if _MONITOR is not None:
+            self._monitor(sys.monitoring.events.INSTRUCTION, self._monitored)
             return self
-        sys._getframe().f_trace_opcodes = True  # Python 3.12's settrace asks whether any frame does
+        self.before = sys.gettrace()  # of a tool that measures coverage, which goes on afterwards
         sys.settrace(self._enter)
         return self
 
     def __exit__(self, kind, *_):
         if _MONITOR is not None:
-            sys.monitoring.register_callback(_MONITOR, sys.monitoring.events.INSTRUCTION, None)
-        sys.settrace(None)
+            self._monitor(0, None)
+        else:
+            sys.settrace(self.before)
         if self.act is at_once:  # which may have kept handlers from coming back
             with contextlib.suppress(KeyboardInterrupt):
                 from_a_signal()
         return kind is KeyboardInterrupt
+
+    def _monitor(self, events, callback):
+        """Have all bytecodes of the kind reported to a callback; with no events, none any more."""
+        for code in _codes_of(self.kind):
+            sys.monitoring.set_local_events(_MONITOR, code, events)
+        sys.monitoring.register_callback(_MONITOR, sys.monitoring.events.INSTRUCTION, callback)
 
     def _enter(self, frame, _event, _):
         if not self.kind(frame.f_code):
@@ -114,6 +117,7 @@ _MONITOR = _first_free_tool()
 @functools.cache
 def _codes_of(kind):
     """Return the code of a kind that is there: of all functions, and of the functions in these."""
+    gc.unfreeze()  # the fixture that freezes objects hides them from `get_objects`
     waiting = [one.__code__ for one in gc.get_objects() if isinstance(one, types.FunctionType)]
     found = {code for code in waiting if kind(code)}
     inner = [*found]
