@@ -4,6 +4,9 @@ The indirect DMAs, which it does not know, are replaced by plain copies of rows,
 early or as late as they may: when they are started, or when they are waited for. So do all other
 copies of the kernel that reads and rounds rows. What a kernel does not write is NaN. `tests/tpu`
 compiles the kernels unchanged.
+
+To look for races, the workers are cores that run at the same time, and a copy of rows is one DMA
+for each row; what the kernel does not order by semaphores, the interpreter reports.
 """
 
 import contextlib
@@ -28,6 +31,8 @@ from tpu_embed.kernels import (
 )
 
 WORKERS, CHUNK = 4, 16
+RACES = "races"
+"""Given as `late`, the interpreter looks for races."""
 
 
 def mesh_of(kind):
@@ -51,36 +56,83 @@ class Copy:
             self.run()
 
 
-def row_by_row(ids, copy, late):
+class RowCopies:
+    """A DMA for each row that is present."""
+
+    def __init__(self, ids, pair, semaphore):
+        self.ids, self.pair, self.semaphore = ids, pair, semaphore
+
+    def start(self):
+        over_rows(self.ids, lambda row, i: self._copy(row, i).start())
+
+    def wait(self):
+        over_rows(self.ids, lambda row, i: self._copy(row, i).wait())
+
+    def _copy(self, row, i):
+        return pltpu.make_async_copy(*self.pair(row, i), self.semaphore)
+
+
+def over_rows(ids, act):
+    """Call `act(row, i)` for the rows that are present."""
+
+    @pl.loop(0, ids.shape[0])
+    def _(i):
+        row = ids[i]
+        pl.when(row >= 0)(lambda: act(row, i))
+
+
+def row_by_row(ids, pair, semaphore, late):
     """Return a copy of single rows, those that are present."""
-
-    def run():
-        @pl.loop(0, ids.shape[0])
-        def _(i):
-            row = ids[i]
-            pl.when(row >= 0)(lambda: copy(row, i))
-
-    return Copy(run, late)
+    if late == RACES:
+        return RowCopies(ids, pair, semaphore)
+    return Copy(lambda: over_rows(ids, lambda row, i: pltpu.sync_copy(*pair(row, i))), late)
 
 
-def interpret(kernel, name, size, out_type):
+def interpret(kernel, name, size, out_type, **options):
     """Return what runs the kernel in the interpreter; what it does not write is NaN."""
-    if out_type:
-        return pl.pallas_call(kernel, out_shape=out_type, interpret=True)
+    options = options or {"interpret": True}
+    # All arrays stay where they are: the kernel copies what it wants.
+    here = pl.BlockSpec(memory_space=pl.ANY)
 
     def call(*operands):
+        if out_type:
+            options["in_specs"], options["out_specs"] = [here] * len(operands), here
+            return pl.pallas_call(kernel, out_shape=out_type, **options)(*operands)
         refs = [x for x in operands if hasattr(jax.typeof(x), "inner_aval")]
         arrays = operands[: len(operands) - len(refs)]
         results = pl.pallas_call(
             lambda *given: kernel(*given[: len(arrays)], *given[len(operands) :]),
             out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in refs],
             input_output_aliases={len(arrays) + n: n for n in range(len(refs))},
-            interpret=True,
+            in_specs=[here] * len(operands),
+            out_specs=[here] * len(refs),
+            **options,
         )(*arrays, *[x[...] for x in refs])
         for x, result in zip(refs, results, strict=True):
             x[...] = result
+        return None
 
     return call
+
+
+def on_cores(kernel, name, size, out_type):
+    """Return what runs the kernel in the interpreter, each worker on a core, to find races."""
+    return interpret(
+        kernel,
+        name,
+        size,
+        out_type,
+        grid=(WORKERS,),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        interpret=pltpu.InterpretParams(detect_races=True, num_cores_or_threads=WORKERS),
+    )
+
+
+def found_races():
+    """Whether the last kernel that was compiled with `RACES` had any when it ran."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # it has no public name
+
+    return interpret_pallas_call.races.races_found
 
 
 def times(x, y):
@@ -97,34 +149,37 @@ def _replaced(late):
     `late` may be `"rows"`: then numbers are copied early, and rows late.
     """
 
-    def gather(ids, source, target):
-        return row_by_row(ids, lambda row, i: pltpu.sync_copy(source.at[row], target.at[i]), late)
+    def gather(ids, source, target, semaphore):
+        return row_by_row(ids, lambda row, i: (source.at[row], target.at[i]), semaphore, late)
 
-    def scatter(ids, source, target):
-        return row_by_row(ids, lambda row, i: pltpu.sync_copy(source.at[i], target.at[row]), late)
+    def scatter(ids, source, target, semaphore):
+        return row_by_row(ids, lambda row, i: (source.at[i], target.at[row]), semaphore, late)
 
     def fetch(work, slot):
         memory = work.memory
-        return gather(memory.ids.at[slot], work.source, memory.rows.at[slot])
+        fetched = memory.fetched.at[slot]
+        return gather(memory.ids.at[slot], work.source, memory.rows.at[slot], fetched)
 
     def write(work, slot):
         memory = work.memory
-        return scatter(memory.targets.at[slot], memory.sums.at[slot], work.out)
+        written = memory.written.at[slot]
+        return scatter(memory.targets.at[slot], memory.sums.at[slot], work.out, written)
 
     def fetches(work, memory, slot):
-        rows = memory.targets.at[slot]
+        rows, fetched = memory.targets.at[slot], memory.fetched.at[slot]
         pairs = zip((work.table, *work.slots), (memory.table, *memory.slots), strict=True)
-        sums = gather(memory.ids.at[slot], work.source, memory.rows.at[slot])
-        return [sums, *(gather(rows, held, near.at[slot]) for held, near in pairs)]
+        sums = gather(memory.ids.at[slot], work.source, memory.rows.at[slot], fetched)
+        return [sums, *(gather(rows, held, near.at[slot], fetched) for held, near in pairs)]
 
     def writes(work, memory, slot):
-        rows = memory.targets.at[slot]
+        rows, written = memory.targets.at[slot], memory.written.at[slot]
         pairs = zip((work.table, *work.slots), (memory.table, *memory.slots), strict=True)
-        return [scatter(rows, near.at[slot], held) for held, near in pairs]
+        return [scatter(rows, near.at[slot], held, written) for held, near in pairs]
 
     def fetch_rows(work, k):
         memory, slot = work.memory, k & 1
-        return gather(memory.ids.at[slot], work.table, memory.rows.at[slot])
+        fetched = memory.fetched.at[slot]
+        return gather(memory.ids.at[slot], work.table, memory.rows.at[slot], fetched)
 
     def numbers(work, k):
         here, target = sparsecore_rows._places(work, k), work.memory.ids.at[k & 1]
@@ -134,10 +189,11 @@ def _replaced(late):
         here, source = sparsecore_rows._places(work, k), work.memory.rounded.at[k & 1]
         return Copy(lambda: pltpu.sync_copy(source, work.out.at[here]), late)
 
+    of_rows = {"_fetch": fetch_rows, "_numbers": numbers, "_write": write_rows}
     return {
         sparsecore_worker: {"_fetch": fetch, "_write": write},
         sparsecore_owner: {"_fetches": fetches, "_writes": writes},
-        sparsecore_rows: {"_fetch": fetch_rows, "_numbers": numbers, "_write": write_rows},
+        sparsecore_rows: {"_fetch": fetch_rows} if late == RACES else of_rows,
     }
 
 
@@ -149,7 +205,8 @@ def interpreted(late):
             for name, function in functions.items():
                 patch.setattr(module, name, function)
         patch.setattr(sparsecore_owner, "_look_up", lambda ref, positions: ref[...][positions])
-        patch.setattr(sparsecore_subcore, "on_each_worker", pl.loop(0, WORKERS))
+        on_each = (lambda run: run(pl.program_id(0))) if late == RACES else pl.loop(0, WORKERS)
+        patch.setattr(sparsecore_subcore, "on_each_worker", on_each)
         patch.setattr(
             sparsecore_subcore,
             "over_vectors",
@@ -163,7 +220,7 @@ def interpreted(late):
         patch.setattr(sparsecore_sums, "_MOST_ENTRIES", CHUNK)
         patch.setattr(sparsecore_update, "_MOST_ENTRIES", CHUNK)
         patch.setattr(sparsecore_sums, "_workers_here", lambda: WORKERS)
-        patch.setattr(sparsecore_sums, "on_subcores", interpret)
+        patch.setattr(sparsecore_sums, "on_subcores", on_cores if late == RACES else interpret)
         yield
 
 
