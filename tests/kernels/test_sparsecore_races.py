@@ -6,7 +6,6 @@ import bfloat16_cases
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import sparsecore_interpreter
 from sparsecore_interpreter import CHUNK, RACES, WORKERS, compiled, found_races
 
 from tpu_embed import optimizers as o
