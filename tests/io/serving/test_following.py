@@ -185,7 +185,7 @@ def test_it_answers_as_a_model_that_is_copied(tmp_path, monkeypatch, seed):
         np.testing.assert_array_equal(before(given)["x"], kept["x"])
         assert served.keys("t").tolist() == model.keys("t")[0].tolist() == sorted(one.rows)
         assert served.metadata["version"]["step"] == step
-    assert len(served._answering.model.tables["t"]["values"]) > 1 + 10 + 1024  # it has grown
+    assert len(served._copies[0].model.tables["t"]["values"]) > 1 + 10 + 1024  # it has grown
     # Those that others were made from are as they were.
     np.testing.assert_array_equal(first(given)["x"], answer["x"])
     np.testing.assert_array_equal(live(given)["x"], answer["x"])

@@ -7,7 +7,9 @@ then they change roles. What the first copy has missed it gets before the next d
     is written   copy 2, 100 -> 150       copy 1, 100 -> 150 -> 200
 
 A call keeps the copy that it began with, which is not written before the call has ended. So an
-answer is wholly from before a delta, or wholly from after it.
+answer is wholly from before a delta, or wholly from after it. Ctrl-C may come between any two
+lines: a copy that is being written is nobody's until it is whole, and a call is over, at the
+latest, when nothing refers to it any more.
 
 Input: a loaded model, deltas, requests of any thread. Output: answers.
 """
@@ -16,12 +18,14 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 
+from tpu_embed._changes import Changes
 from tpu_embed._types import PyTree
 from tpu_embed.io.delta import delta_files
 from tpu_embed.io.serving.served import ServedModel
@@ -34,13 +38,18 @@ class _Copy:
 
     Attributes:
       model: a model whose tables are its own.
-      calls: how many calls are using it now.
+      calls: the calls that are using it now.
       missed: what the other copy has got since, and this one has not; or None.
     """
 
     def __init__(self, model: ServedModel) -> None:
-        self.model, self.calls = model, 0
+        self.model = model
+        self.calls: set[weakref.ref[_Call]] = set()
         self.missed: Prepared | None = None
+
+
+class _Call:
+    """Stands for a call."""
 
 
 @final
@@ -57,21 +66,21 @@ class FollowingModel:
     """
 
     def __init__(self, model: ServedModel) -> None:
-        self._answering, self._spare = (
-            _Copy(model.with_own_tables()),
-            _Copy(model.with_own_tables()),
-        )
-        self._applying, self._changed = threading.Lock(), threading.Condition()
+        first, second = (_Copy(model.with_own_tables()) for _ in range(2))
+        # The copy that answers, and the other one; None while that is written, or was not to the
+        # end. Both at once, so that there is nothing between two assignments.
+        self._copies: tuple[_Copy, _Copy | None] = first, second
+        self._applying, self._changed = threading.Lock(), Changes()
 
     @property
     def version(self) -> Version | None:
         """The version of the tables that answer now."""
-        return self._answering.model.version
+        return self._copies[0].model.version
 
     @property
     def metadata(self) -> Mapping[str, Any]:
         """The contents of `metadata.json`, with the version of now."""
-        return self._answering.model.metadata
+        return self._copies[0].model.metadata
 
     def keys(self, name: str) -> np.ndarray:
         """Return the keys of a table whose vocabulary lives, uint64 `[n]`, ascending.
@@ -79,19 +88,19 @@ class FollowingModel:
         Raises:
           ValueError: the ids of the table are row numbers, or there is no such table.
         """
-        copy = self._begin()
+        call = _Call()
         try:
-            return copy.model.keys(name)[0]
+            return self._begin(call).keys(name)[0]
         finally:
-            self._end(copy)
+            self._end(weakref.ref(call))
 
     def __call__(self, features: PyTree, *inputs: PyTree, weights: PyTree | None = None) -> PyTree:
         """Return the outputs of the model; see `ServedModel`."""
-        copy = self._begin()
+        call = _Call()
         try:
-            return copy.model(features, *inputs, weights=weights)
+            return self._begin(call)(features, *inputs, weights=weights)
         finally:
-            self._end(copy)
+            self._end(weakref.ref(call))
 
     def apply(self, path: str | os.PathLike[str]) -> Version | None:
         """Apply a delta; calls that begin after this has returned have its rows.
@@ -109,32 +118,32 @@ class FollowingModel:
         """
         with self._applying:
             # The spare copy will have the same rows for the same keys as the answering one.
-            delta, spare = delta_files.read(Path(path)), self._spare
-            prepared = self._answering.model.prepare(delta, Path(path))
+            answering, spare = self._copies
+            prepared = answering.model.prepare(delta_files.read(Path(path)), Path(path))
             if prepared is None:  # an older delta, of tables by row number
                 return self.version
-            with self._changed:
-                self._changed.wait_for(lambda: not spare.calls)
-            try:
-                if spare.missed is not None:
-                    spare.model, spare.missed = spare.model.with_prepared(spare.missed), None
-                spare.model = spare.model.with_prepared(prepared)
-            except BaseException:
-                # Rows may have been written in part: begin this copy anew from the other one.
-                self._spare = _Copy(self._answering.model.with_own_tables())
-                raise
-            with self._changed:
-                self._answering, self._spare = spare, self._answering
-                self._spare.missed = prepared
+            spare = spare or _Copy(answering.model.with_own_tables())
+            self._changed.wait_for(lambda: not spare.calls)
+            self._copies = answering, None
+            if spare.missed is not None:
+                spare.model, spare.missed = spare.model.with_prepared(spare.missed), None
+            spare.model = spare.model.with_prepared(prepared)
+            answering.missed = prepared
+            with self._changed.lock:
+                self._copies = spare, answering
             return self.version
 
-    def _begin(self) -> _Copy:
-        with self._changed:
-            self._answering.calls += 1
-            return self._answering
+    def _begin(self, call: _Call) -> ServedModel:
+        """Return the model that answers a call; it stays as it is until the call has ended."""
+        with self._changed.lock:
+            copy = self._copies[0]
+            copy.calls.add(weakref.ref(call, self._end))
+            return copy.model
 
-    def _end(self, copy: _Copy) -> None:
-        with self._changed:
-            copy.calls -= 1
-            if not copy.calls:
-                self._changed.notify_all()
+    def _end(self, call: weakref.ref[_Call]) -> None:
+        """End a call, unless that has been done."""
+        with self._changed.lock:
+            for copy in self._copies:
+                if copy is not None:
+                    copy.calls.discard(call)
+            self._changed.notify_all()
