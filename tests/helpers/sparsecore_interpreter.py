@@ -69,7 +69,8 @@ class RowCopies:
         over_rows(self.ids, lambda row, i: self._copy(row, i).wait())
 
     def _copy(self, row, i):
-        return pltpu.make_async_copy(*self.pair(row, i), self.semaphore)
+        source, target = self.pair(row, i)
+        return pltpu.make_async_copy(source, target, self.semaphore)
 
 
 def over_rows(ids, act):
@@ -132,7 +133,8 @@ def found_races():
     """Whether the last kernel that was compiled with `RACES` had any when it ran."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # it has no public name
 
-    return interpret_pallas_call.races.races_found
+    races = interpret_pallas_call.races
+    return races is not None and races.races_found
 
 
 def times(x, y):
