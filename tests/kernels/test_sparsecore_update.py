@@ -196,8 +196,12 @@ def test_tables_may_be_bfloat16(name, at_random, dim, monkeypatch):
         if name in EXACT:
             np.testing.assert_array_equal(got, wanted)
         else:
-            # A step's own error may turn the rounding of a number to the other neighbour.
-            assert np.abs(got.astype(int) - wanted).max() <= 1
+            # A step's own error may turn the rounding of a number to the other neighbour. Where the
+            # step takes a number almost to zero, the neighbours are nearer than the error.
+            near, far = (np.asarray(storage.widened(x), np.float64) for x in (got, wanted))
+            most = np.zeros(far.shape)
+            most[changed] = rules.STEP_ERROR * np.abs(rows[changed, :dim] - before[changed])
+            assert (np.abs(near - far) <= most + 2.0**-7 * np.maximum(abs(near), abs(far))).all()
             assert np.mean(got != wanted) < 0.01
 
     test()
