@@ -93,6 +93,9 @@ def test_movielens_data_reads_both_forms(directory, original, monkeypatch):
     assert ours["age"][:5].tolist() == [0, 0, 0, 0, 1]  # 10, 12, 14, 16 | 18
     train, test = module.load(directory).split(seed=0)
     assert sorted([*train, *test]) == list(range(RATINGS))
+    some = module.load(directory).only(test)
+    np.testing.assert_array_equal(some.timestamp, ours["timestamp"][test])
+    assert len(some.user) == len(some.rating) == len(test)
     with pytest.raises(SystemExit, match=r"expected ml-100k.inter or u.data"):
         module.load(EXAMPLES)
 
