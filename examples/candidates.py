@@ -102,7 +102,7 @@ def main() -> None:
     args = arguments()
     devices = jax.device_count()
     engine = tpu_embed.EmbeddingEngine(feature_config(), tpu_embed.optimizers.Adam(0.01))
-    index = np.repeat(np.arange(args.requests // devices), CANDIDATES)
+    index = jnp.repeat(jnp.arange(args.requests // devices), CANDIDATES)
 
     def scores(params, acts):
         # One part per device, and `index` within it: no device reads another one's users.
