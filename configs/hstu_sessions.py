@@ -20,6 +20,7 @@ buckets = 16  # of the time between two events
 dim = 48  # of the item vectors
 heads = 4
 layers = 2
+norm_first = False  # no LayerNorm before a layer
 init_scale = 0.1
 
 learning_rate = 0.01  # Adam on table and network; falls to 0 along a cosine

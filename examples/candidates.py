@@ -12,13 +12,11 @@ learned: how often the best candidate, by the true preferences, is what the user
 from __future__ import annotations
 
 import argparse
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from tqdm import trange
 
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig, retrieval
@@ -88,24 +86,22 @@ def parts(tree, devices: int):
 
 
 def arguments() -> argparse.Namespace:
+    """Return the arguments; emulate devices if they are asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--requests", type=int, default=256, help="per batch")
     parser.add_argument("--devices", type=int, help="emulate this many CPU devices")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.devices:  # before anything asks JAX for its devices
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", args.devices)
+    return args
 
 
 def main() -> None:
     args = arguments()
-    if args.devices:  # before anything asks JAX for its devices
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", args.devices)
     devices = jax.device_count()
     engine = tpu_embed.EmbeddingEngine(feature_config(), tpu_embed.optimizers.Adam(0.01))
-    state = engine.init(jax.random.key(0))
-    dense = optax.adam(3e-3)
-    params = {"tower": jnp.concatenate([jnp.eye(DIM), jnp.eye(DIM)])}
-    params, opt_state = jax.device_put((params, dense.init(params)), state.step.sharding)
     index = jnp.repeat(jnp.arange(args.requests // devices), CANDIDATES)
 
     def scores(params, acts):
@@ -113,25 +109,19 @@ def main() -> None:
         by_part = jax.vmap(logits, in_axes=(None, 0, None))(params, parts(acts, devices), index)
         return by_part.reshape(args.requests, CANDIDATES)
 
-    def loss_fn(params, acts, picked):
+    def loss(params, acts, picked):
         return optax.softmax_cross_entropy_with_integer_labels(scores(params, acts), picked).mean()
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
-    def train(state, params, opt_state, batch, picked):
-        acts = engine.lookup(state, batch)
-        loss, grads = jax.value_and_grad(loss_fn, argnums=(0, 1))(params, acts, picked)
-        updates, opt_state = dense.update(grads[0], opt_state, params)
-        state = engine.update(state, batch, grads[1])
-        return state, optax.apply_updates(params, updates), opt_state, loss
-
     source = Requests(seed=1)
-    with trange(args.steps, unit="step") as progress:
-        for step in progress:
-            features, picked, _ = source.draw(args.requests)
-            batch = engine.place(features)
-            state, params, opt_state, loss = train(state, params, opt_state, batch, picked)
-            if step % 50 == 49:
-                progress.set_postfix(loss=f"{loss:.4f}")
+    trained = tpu_embed.fit(
+        engine,
+        loss,
+        (source.draw(args.requests)[:2] for _ in range(args.steps)),
+        model={"tower": np.tile(np.eye(DIM, dtype=np.float32), (2, 1))},
+        optimizer=optax.adam(3e-3),
+        report_every=50,
+    )
+    state, params = trained.state, trained.model
 
     features, picked, best = Requests(seed=2).draw(args.requests)
     acts = engine.lookup(state, engine.place(features))

@@ -49,6 +49,11 @@ class MovieLens:
         held_out = int(len(order) * test)
         return order[held_out:], order[:held_out]
 
+    def only(self, rows: np.ndarray) -> MovieLens:
+        """Return the ratings at some positions, with all users and items."""
+        names = "user", "item", "rating", "timestamp"
+        return dataclasses.replace(self, **{name: getattr(self, name)[rows] for name in names})
+
 
 def default_directory() -> Path:
     """Return where fetched files are kept: $TPU_EMBED_DATA, or the user's cache."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import numpy as np
 
 from tpu_embed import metrics
@@ -27,9 +30,16 @@ def by_user(user: np.ndarray, item: np.ndarray, users: int) -> np.ndarray:
 
 
 def most_popular(seen: np.ndarray, items: int, top: int) -> np.ndarray:
-    """Return the items that most users have, but for those that a user has seen, [users, top]."""
+    """Return the items that most users have, but for those that a user has seen, [users, top].
+
+    A user who has seen so many that fewer are left gets -1 for the rest.
+    """
     order = np.argsort(-np.bincount(seen[seen >= 0], minlength=items), kind="stable")
-    return np.stack([order[~np.isin(order, own)][:top] for own in seen])
+    best = np.full((len(seen), top), -1)
+    for user, own in enumerate(seen):
+        left = order[~np.isin(order, own)][:top]
+        best[user, : len(left)] = left
+    return best
 
 
 def describe(ids, relevant: np.ndarray) -> str:
@@ -37,3 +47,23 @@ def describe(ids, relevant: np.ndarray) -> str:
     top = ids.shape[1]
     recall, ndcg = metrics.recall_at_k(ids, relevant), metrics.ndcg_at_k(ids, relevant)
     return f"recall@{top} {recall:.4f}  NDCG@{top} {ndcg:.4f}"
+
+
+def print_epochs(steps: int, recommend: Callable, relevant: np.ndarray) -> Callable:
+    """Return a callback of `fit` that prints a line per epoch.
+
+    Args:
+      steps: of an epoch.
+      recommend: returns ids [users, top], of a state and a model.
+      relevant: the items that are right, int [users, most].
+    """
+    begin = time.perf_counter()
+
+    def print_line(report) -> None:
+        nonlocal begin
+        found = describe(recommend(report.state, report.model), relevant)
+        seconds, begin = time.perf_counter() - begin, time.perf_counter()
+        epoch = report.step // steps
+        print(f"epoch {epoch:2d}  loss {report.loss:.4f}  {found}  {seconds:.1f} s", flush=True)
+
+    return print_line

@@ -7,9 +7,6 @@ recommend, the vectors of all items become a table, in which `retrieval.top_k` f
 
 from __future__ import annotations
 
-import functools
-import time
-
 import jax
 import movielens_data
 import numpy as np
@@ -21,26 +18,65 @@ from flax import nnx
 
 import tpu_embed
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, retrieval
-from tpu_embed.data import Prefetcher
 
 
-def make_step(engine, dense, graph, temperature: float):
-    """Return the jitted training step, which updates state, params and opt_state in place."""
+def make_recommend(engine, config, data, seen: np.ndarray, top: int):
+    """Return a function of a state and towers that finds the best items of every user."""
+    users, items = len(data.age), len(data.decade)
+    every = np.arange(max(users, items), dtype=np.int32)  # one line per user and item
+    everything = model.inputs(data, np.minimum(every, users - 1), np.minimum(every, items - 1))
+    everything = engine.place(tpu_embed.pad_batch(everything, jax.device_count()))
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
-    def step(state, params, opt_state, batch, item, log_q):
-        def loss_fn(params, activations):
-            vectors = nnx.merge(graph, params)(activations)
-            sampling = {"log_q": log_q, "candidate_ids": item, "temperature": temperature}
-            return retrieval.in_batch_softmax(*vectors, **sampling).mean()
+    vector = FeatureConfig(TableConfig(items, config.dim, trainable=False, name="vector"))
+    index = EmbeddingEngine(vector)
+    empty = index.init(jax.random.key(0))
 
-        activations = engine.lookup(state, batch)
-        loss, grads = jax.value_and_grad(loss_fn, (0, 1))(params, activations)
-        updates, opt_state = dense.update(grads[0], opt_state, params)
-        state = engine.update(state, batch, grads[1])
-        return state, optax.apply_updates(params, updates), opt_state, loss
+    @nnx.jit
+    def vectors(towers, state, batch):
+        return towers(engine.lookup(state, batch))
 
-    return step
+    def recommend(state, towers) -> jax.Array:
+        of_users, of_items = vectors(towers, state, everything)
+        found = index.load_arrays(empty, {"vector": of_items[:items]})
+        return retrieval.top_k(index, found, "vector", of_users[:users], top, exclude=seen).ids
+
+    return recommend
+
+
+def train(config, data, rows: np.ndarray, seen: np.ndarray, relevant: np.ndarray, top: int) -> None:
+    """Train on ratings, and print after each epoch how well the items of the test are found."""
+    per_epoch = len(rows) // config.batch_size
+    rates = (config.learning_rate, config.dense_learning_rate)
+    rate, dense_rate = (optax.cosine_decay_schedule(x, config.epochs * per_epoch) for x in rates)
+    adagrad = tpu_embed.optimizers.Adagrad(rate, initial_accumulator_value=1e-6)
+    engine = EmbeddingEngine(model.feature_config(config, data), adagrad)
+    counts = np.bincount(data.item[rows], minlength=len(data.decade))
+    log_q = retrieval.counted_log_q(counts)
+
+    def loss(towers, activations, item, log_q):
+        sampling = {"log_q": log_q, "candidate_ids": item, "temperature": config.temperature}
+        return retrieval.in_batch_softmax(*towers(activations), **sampling).mean()
+
+    def batches():
+        rng = np.random.default_rng(config.seed)
+        for _ in range(config.epochs):
+            order = rng.permutation(rows)[: per_epoch * config.batch_size]
+            for chunk in order.reshape(per_epoch, -1):
+                item = data.item[chunk]
+                yield model.inputs(data, data.user[chunk], item), item, log_q[item]
+
+    recommend = make_recommend(engine, config, data, seen, top)
+    tpu_embed.fit(
+        engine,
+        loss,
+        batches(),
+        model=model.Towers(config, nnx.Rngs(config.seed)),
+        optimizer=optax.adam(dense_rate),
+        seed=config.seed,
+        report_every=per_epoch,
+        callback=ranking.print_epochs(per_epoch, recommend, relevant),
+        progress=False,
+    )
 
 
 def main() -> None:
@@ -53,59 +89,12 @@ def main() -> None:
     top, (train_rows, test_rows) = 50, data.split(config.seed)
     if args.leave_one_out:
         top, (train_rows, test_rows) = 10, ranking.leave_one_out(data)
-    users, items = len(data.age), len(data.decade)
     pairs = [(data.user[rows], data.item[rows]) for rows in (train_rows, test_rows)]
-    seen, relevant = (ranking.by_user(*pair, users) for pair in pairs)
-    log_q = retrieval.counted_log_q(np.bincount(pairs[0][1], minlength=items))
-    steps = config.epochs * (len(train_rows) // config.batch_size)
-
-    schedule = optax.cosine_decay_schedule(config.learning_rate, steps)
-    adagrad = tpu_embed.optimizers.Adagrad(schedule, initial_accumulator_value=1e-6)
-    engine = EmbeddingEngine(model.feature_config(config, data), adagrad)
-    state = engine.init(jax.random.key(config.seed))
-    graph, params = nnx.split(model.Towers(config, nnx.Rngs(config.seed)))
-    dense_schedule = optax.cosine_decay_schedule(config.dense_learning_rate, steps)
-    dense = optax.adam(dense_schedule)
-    params, opt_state = jax.device_put((params, dense.init(params)), state.step.sharding)
-    step = make_step(engine, dense, graph, config.temperature)
-
-    @jax.jit
-    def vectors(state, params, batch):
-        return nnx.merge(graph, params)(engine.lookup(state, batch))
-
-    every = np.arange(max(users, items), dtype=np.int32)  # one line per user and item
-    everything = model.inputs(data, np.minimum(every, users - 1), np.minimum(every, items - 1))
-    everything = engine.place(tpu_embed.pad_batch(everything, jax.device_count()))
-
-    vector = FeatureConfig(TableConfig(items, config.dim, trainable=False, name="vector"))
-    index = EmbeddingEngine(vector)
-    empty = index.init(jax.random.key(0))
-
-    def evaluate() -> str:
-        of_users, of_items = vectors(state, params, everything)
-        found = index.load_arrays(empty, {"vector": of_items[:items]})
-        best = retrieval.top_k(index, found, "vector", of_users[:users], top, exclude=seen)
-        return ranking.describe(best.ids, relevant)
-
-    def chunks(rows):
-        for start in range(0, len(rows) - config.batch_size + 1, config.batch_size):
-            chunk = rows[start : start + config.batch_size]
-            item = data.item[chunk]
-            yield model.inputs(data, data.user[chunk], item), item, log_q[item]
-
-    first = next(Prefetcher(engine, chunks(train_rows)))
-    engine.check_in_place(step, state, params, opt_state, *first)
+    seen, relevant = (ranking.by_user(*pair, len(data.age)) for pair in pairs)
+    popular = ranking.most_popular(seen, len(data.decade), top)
     print(f"{jax.device_count()} device(s), {len(train_rows)} ratings to train on")
-    print(f"popularity  {ranking.describe(ranking.most_popular(seen, items, top), relevant)}")
-    rng = np.random.default_rng(config.seed)
-    for epoch in range(1, config.epochs + 1):
-        begin, losses = time.perf_counter(), []
-        for batch in Prefetcher(engine, chunks(rng.permutation(train_rows))):
-            state, params, opt_state, loss = step(state, params, opt_state, *batch)
-            # Wait for it: many unfinished steps on emulated devices can stop for good.
-            losses.append(float(loss))
-        found, seconds = evaluate(), time.perf_counter() - begin
-        print(f"epoch {epoch:2d}  loss {np.mean(losses):.4f}  {found}  {seconds:.1f} s")
+    print(f"popularity  {ranking.describe(popular, relevant)}", flush=True)
+    train(config, data, train_rows, seen, relevant, top)
 
 
 if __name__ == "__main__":

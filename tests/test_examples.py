@@ -93,6 +93,9 @@ def test_movielens_data_reads_both_forms(directory, original, monkeypatch):
     assert ours["age"][:5].tolist() == [0, 0, 0, 0, 1]  # 10, 12, 14, 16 | 18
     train, test = module.load(directory).split(seed=0)
     assert sorted([*train, *test]) == list(range(RATINGS))
+    some = module.load(directory).only(test)
+    np.testing.assert_array_equal(some.timestamp, ours["timestamp"][test])
+    assert len(some.user) == len(some.rating) == len(test)
     with pytest.raises(SystemExit, match=r"expected ml-100k.inter or u.data"):
         module.load(EXAMPLES)
 
@@ -166,6 +169,7 @@ def test_items_by_user_and_by_popularity(monkeypatch):
     # Three users have item 1, one each items 2 and 4, none items 0 and 3.
     best = ranking.most_popular(seen, 5, 2)
     assert best.tolist() == [[4, 0], [1, 2], [2, 0], [2, 4]]
+    assert ranking.most_popular(seen, 5, 4)[0].tolist() == [4, 0, 3, -1]
     # User 0 finds one of two at the first place, user 1 none of one.
     text = ranking.describe(best, np.array([[4, 3], [0, -1], [-1, -1], [-1, -1]]))
     first = 1 / (1 + 1 / np.log2(3))

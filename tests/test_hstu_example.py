@@ -118,7 +118,7 @@ def test_tables_have_the_same_bits(monkeypatch, numbers_of_devices):
 
 
 CONFIG = {"seed": 0, "learning_rate": 0.01, "beta_2": 0.98, "init_scale": 0.1, "bias_rate": 10}
-CONFIG |= {"dim": 8, "heads": 1, "layers": 1}
+CONFIG |= {"dim": 8, "heads": 1, "layers": 1, "norm_first": True}
 
 
 @pytest.fixture

@@ -8,8 +8,10 @@ import jax
 import numpy as np
 import process_cases
 import pytest
+import search_processes
 import small_cases
 from process_runs import run, start
+from search_cases import assert_found, expected
 
 from tpu_embed.io import restore
 
@@ -42,6 +44,7 @@ def two(saved, tmp_path_factory):
         (process_cases.train_rounded, 4),
         (small_cases.train_living,),
         (small_cases.train_hosted,),
+        (search_processes.search,),
         (process_cases.save_all, str(directory), [8], ["mod"]),
         (process_cases.restore_all, str(directory), ["1-8-mod"], [8], ["mod"]),
         (process_cases.restore_all, str(directory), ["1-8-mod", "2-8-mod"], [2], ["div"], 0),
@@ -65,6 +68,20 @@ def test_living_vocabularies_and_tables_on_the_host_have_the_bits_of_one_process
     assert living[3]["t"]["evicted"] > 0
     # Every row is at home in one of the two.
     assert sum(found[7][1] for found in two) == brought > 0
+
+
+def test_a_search_over_the_devices_of_two_processes_is_exact(two):
+    case = search_processes
+    wanted = expected(case.ROWS, case.QUERIES, case.K, case.EXCLUDE)
+    # Keys have taken rows in their order, so that equal scores are ordered by key, too.
+    scores, places = expected(case.ROWS[: len(case.KEYS)], case.QUERIES, case.K)
+    for found in two:
+        items, of_words, keys, errors = found[8]
+        assert_found(items, wanted)
+        np.testing.assert_array_equal(of_words, scores)
+        np.testing.assert_array_equal(keys.filled(0), case.KEYS[places])
+        assert "top_k: expected the same arguments in every process, got others" in errors[0]
+        assert "queries: expected an array on the host, or on all 8 devices" in errors[1]
 
 
 def test_several_blocks_on_each_device_have_the_bits_of_one_process(two):

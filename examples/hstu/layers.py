@@ -32,6 +32,7 @@ class Layer(nnx.Module):
       buckets: of the table of biases by time; 0 for no such table.
       rngs: of the initial values.
       block: W, events of a block.
+      norm_first: whether U, V, Q and K are made of LayerNorm(X) in place of X.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class Layer(nnx.Module):
         buckets: int = 0,
         rngs: nnx.Rngs,
         block: int = 128,
+        norm_first: bool = False,
     ):
         self.heads, self.longest, self.block = heads, longest, block
+        self.first = nnx.LayerNorm(dim, rngs=rngs) if norm_first else None
         self.inner = nnx.Linear(dim, 4 * dim, rngs=rngs)
         self.position_bias = nnx.Param(jnp.zeros((heads, longest)))
         self.time_bias = nnx.Param(jnp.zeros((heads, buckets))) if buckets else None
@@ -52,7 +55,8 @@ class Layer(nnx.Module):
         self.outer = nnx.Linear(dim, dim, rngs=rngs)
 
     def __call__(self, x: jax.Array, sequences: Sequences) -> jax.Array:
-        u, v, q, k = jnp.split(jax.nn.silu(self.inner(x)), 4, axis=-1)
+        inner = self.inner(x if self.first is None else self.first(x))
+        u, v, q, k = jnp.split(jax.nn.silu(inner), 4, axis=-1)
         q, k, heads_of_v = (y.reshape(len(x), self.heads, -1) for y in (q, k, v))
         mixed = jagged_attention(
             q,

@@ -25,7 +25,8 @@ class Hstu(nnx.Module):
 
     def __init__(self, config, rngs: nnx.Rngs, buckets: int):
         self.scale, self.timed = 1 / config.init_scale, buckets > 0
-        options = {"longest": config.longest, "buckets": buckets, "block": config.block}
+        options = {name: getattr(config, name) for name in ("longest", "block", "norm_first")}
+        options["buckets"] = buckets
         self.stack = Stack(config.layers, config.dim, config.heads, rngs=rngs, **options)
 
     def __call__(self, history, times: jax.Array, asked: jax.Array) -> jax.Array:

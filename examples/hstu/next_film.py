@@ -121,8 +121,12 @@ def main() -> None:
     options = settings.movielens_parser(__doc__, "hstu.py")
     options.add_argument("--seeds", type=int, default=3, help="runs of each model")
     options.add_argument("--plot", type=Path, default="build/hstu.png", help="drawn at the end")
+    before = "leave the last ratings out, and hold out those before, to choose a config by"
+    options.add_argument("--validate", action="store_true", help=before)
     args, config = settings.read(options)
     data, curves = movielens_data.load(args.data), {}
+    if args.validate:
+        data = data.only(ranking.leave_one_out(data)[0])
     seeds = range(config.seed, config.seed + args.seeds)
     other = runpy.run_path(str(settings.CONFIGS / "sequences.py"))
     if args.epochs:

@@ -89,13 +89,16 @@ def test_something_else_is_refused(shapes):
     assert batches.get_state() == {"batches": 0}
     assert len(list(batches)) == 2
     position = batches.get_state()
+    spec = position["shapes"][0][0]["spec"]
+    endless = spec | {"feature_shapes": [spec["feature_shapes"][0] | {"capacity": 10**12}]}
     for place, wrong in (
+        ("spec", endless),  # its first batch would ask for terabytes
         ("uses", -1),
         ("uses", True),
-        ("spec", position["shapes"][0][0]["spec"] | {"replicas": "1"}),
-        ("spec", position["shapes"][0][0]["spec"] | {"routed": "all"}),
-        ("needed", position["shapes"][0][0]["spec"] | {"routed": "lookup"}),
-        ("needed", position["shapes"][0][0]["spec"] | {"stacks": [{"features": [0]}]}),
+        ("spec", spec | {"replicas": "1"}),
+        ("spec", spec | {"routed": "all"}),
+        ("needed", spec | {"routed": "lookup"}),
+        ("needed", spec | {"stacks": [{"features": [0]}]}),
     ):
         changed = json.loads(json.dumps(position))
         changed["shapes"][0][0][place] = wrong

@@ -116,6 +116,9 @@ def test_steps_count_the_whole_run_and_a_state_may_be_given():
     assert trained(rest, state=first.state).step == 2
     with pytest.raises(RuntimeError, match="deleted"):
         np.asarray(first.state.step)
+    for use in (engine().tables, lambda state: trained(state=state)):
+        with pytest.raises(ValueError, match="donated to an earlier call, or deleted; use what"):
+            use(first.state)
 
 
 def test_a_state_that_is_given_is_trained_on():
@@ -271,6 +274,8 @@ REFUSED = {
     "no number": ({"loss": no_number}, r"what loss returned: expected a number.*got \(8, 2\)"),
     "text": ({"source": TEXT}, r"part 1 after the features: expected numbers, got dtype <U1"),
     "no source": ({"source": 3}, "batches: expected an iterable, got int"),
+    "no batch": ({"source": []}, "fit: source: expected at least one batch, got none"),
+    "no state": ({"state": 3}, "state: expected a TableState, got int"),
     "callback": ({"callback": 3}, "fit: callback: expected a function, got int"),
     "a second loss": (
         {"loss": lambda *given: (loss_of_tables(*given), {"loss": 7.0})},
@@ -279,6 +284,11 @@ REFUSED = {
     "steps": ({"steps": 0}, "fit: steps: expected an integer >= 1, got 0"),
     "report_every": ({"report_every": 1.5}, "fit: report_every: expected an integer >= 1"),
     "evaluate_every": ({"evaluate_every": 0}, "fit: evaluate_every: expected an integer >= 1"),
+    "save_every": ({"save_every": 0}, "fit: save_every: expected an integer >= 1, got 0"),
+    "nothing to evaluate on": (
+        {"evaluate_every": 2},
+        "evaluate_every: expected an evaluation beside it, got 2 alone",
+    ),
     "read once": (
         {"evaluation": of_items(1)},
         "several times, got generator, which can be read once",
@@ -319,6 +329,9 @@ def test_a_run_that_is_done_stays_as_it_is(tmp_path):
     np.testing.assert_array_equal(table(first), table(again))
     assert (again.step, np.isnan(again.loss)) == (4, True)
     assert again.evaluation["loss"] > 0
+    assert trained([], directory=tmp_path / "run", steps=4).step == 4  # nothing is left to read
+    with pytest.raises(ValueError, match=r"steps: expected at least 4, as the .*run has, got 3"):
+        trained(directory=tmp_path / "run", steps=3)
 
 
 def test_a_resumed_run_gives_jagged_features_the_same_room(tmp_path):

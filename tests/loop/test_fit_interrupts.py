@@ -120,7 +120,8 @@ def disturb(rng, directory, count):
         how = ENDS[rng.integers(len(ENDS))]
         options, context = how(rng)
         source = options.pop("source", None) or Stateful(STEPS)
-        # A run of fewer steps than are there already stays as it is.
+        if options.get("steps", STEPS) < last:
+            context = pytest.raises(ValueError, match=f"expected at least {last}, as the latest")
         with context:
             run(directory, source if stateful else read_once(source), **options)
         last = max(steps_in(directory), default=0) if directory.exists() else 0
@@ -180,6 +181,18 @@ def test_an_interrupt_is_saved_and_says_so(tmp_path):
         run(tmp_path / "run", callback=callback, report_every=1)
     assert steps_in(tmp_path / "run") == [4, 6]
     assert "run has step 6; the same call goes on" in error.value.__notes__[-1]
+
+
+def test_what_fails_at_the_very_end_says_that_the_run_is_saved(tmp_path):
+    def callback(report):
+        if report.step == STEPS:
+            raise ZeroDivisionError
+
+    for options in ({"callback": callback}, {"evaluation": [(BAD_IDS, np.zeros(8, np.float32))]}):
+        with pytest.raises((ZeroDivisionError, ValueError)) as error:
+            run(tmp_path / "run", **options)
+        assert f"run has step {STEPS}; the same call goes on" in error.value.__notes__[-1]
+    assert_undisturbed(run(tmp_path / "run"))
 
 
 def test_a_save_that_fails_is_a_note_on_the_error_that_ended_the_run(tmp_path, monkeypatch):

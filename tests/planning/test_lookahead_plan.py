@@ -136,5 +136,7 @@ def test_on_the_command_line(tmp_path, capsys, monkeypatch):
     found = json.loads(capsys.readouterr().out)
     assert (found["lookahead"], found["tables"][0]["lookahead_rows"]) == (1, 32)
     assert found["passing"]["ahead"] > 0
+    with pytest.raises(SystemExit, match="lookahead: expected at most 65536, got 65537; so many"):
+        run("65537")
     with pytest.raises(SystemExit, match="lookahead: expected an integer >= 0"):
         run("-1")

@@ -217,6 +217,16 @@ def test_log_probabilities():
         retrieval.log_uniform_log_q([0.5], 3)
     with pytest.raises(ValueError, match="vocabulary_size: expected an integer >= 1"):
         retrieval.log_uniform_log_q([0], 0)
+    for ids in ([3, 50], jnp.array([50])):
+        with pytest.raises(ValueError, match="ids: expected ids below V = 50, got 50"):
+            retrieval.log_uniform_log_q(ids, 50)
+    with pytest.raises(ValueError, match="ids: expected ids of 32 bits while x64 is off"):
+        retrieval.log_uniform_log_q([2**32], 2**40)
+    assert retrieval.log_uniform_log_q(jnp.array([127], jnp.uint8), 2**40) < 0
+    traced = jax.jit(lambda ids: retrieval.log_uniform_log_q(ids, 50))(
+        jnp.array([49, 50, 2**31 - 1])
+    )
+    np.testing.assert_array_equal(traced, [*retrieval.log_uniform_log_q([49], 50), 0, 0])
 
 
 def test_what_is_refused():

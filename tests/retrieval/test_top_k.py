@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from facade_cases import mesh
 from jax.sharding import Mesh
+from search_cases import assert_found, expected, integers
 
 import tpu_embed
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, retrieval
@@ -24,40 +25,11 @@ OPTIONS = {
 }
 
 
-def expected(rows, queries, k, exclude=None, allowed=None):
-    """Return scores and ids `[B, k]` by sorting all products in float64, one query at a time."""
-    scores, ids = np.full((len(queries), k), -np.inf), np.full((len(queries), k), -1)
-    for b, query in enumerate(queries):
-        products = [
-            (-float(sum(q * x for q, x in zip(query, row, strict=True))), i)
-            for i, row in enumerate(rows)
-        ]
-        hidden = set() if exclude is None else set(np.asarray(exclude)[b].tolist())
-        kept = [
-            (s, i)
-            for s, i in sorted(products)
-            if i not in hidden and (allowed is None or allowed[i]) and np.isfinite(s)
-        ]
-        for place, (falling, i) in enumerate(kept[:k]):
-            scores[b, place], ids[b, place] = -falling, i
-    return scores, ids
-
-
-def assert_found(found, wanted):
-    np.testing.assert_array_equal(found.ids, wanted[1])
-    np.testing.assert_array_equal(found.scores, wanted[0].astype(np.float32))
-
-
 @functools.cache
 def engine_of(devices, names=tuple(SIZES), **options):
     tables = {n: TableConfig(SIZES[n], DIM, name=n, **OPTIONS.get(n, {})) for n in names}
     features = {n: FeatureConfig(table) for n, table in tables.items()}
     return EmbeddingEngine(features, o.SGD(0.5), mesh=mesh(devices), **options)
-
-
-def integers(seed, *shape):
-    """Return small integers, so that many scores are equal, as float32."""
-    return np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32)
 
 
 def loaded(engine):
@@ -234,6 +206,8 @@ def test_what_is_refused():
     refused(TypeError, "top_k: engine: expected an EmbeddingEngine.*embedding.engine", engine=state)
     refused(TypeError, "top_k: exclude: expected integers", exclude=[[1.0], [2.0]])
     refused(ValueError, r"top_k: exclude: expected shape \[2, E\]", exclude=[1, 2])
+    elsewhere = {"queries": jax.device_put(queries, jax.devices()[1])}
+    refused(ValueError, r"queries: expected an array on the host, or on all 1 devices", **elsewhere)
     refused(TypeError, "top_k: allowed: expected bool", allowed=np.ones(131))
     refused(ValueError, r"top_k: allowed: expected shape \[131\]", allowed=np.ones(3, bool))
     with pytest.raises(TypeError, match="top_k: expected a search that is not differentiated"):

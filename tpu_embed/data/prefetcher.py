@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 from tpu_embed._checks import check_int, message
 from tpu_embed._signals import SignalsDeferred
 from tpu_embed.core.batch import BatchSpec
+from tpu_embed.core.engine import check_engine
 from tpu_embed.data.feed import Feed, Placed, Stateful, state_of
 from tpu_embed.data.items import ItemRules
 from tpu_embed.data.positions import decode, encode
@@ -105,9 +106,7 @@ class Prefetcher:
     ) -> None:
         self._depth = check_int("Prefetcher: depth", depth, minimum=1)
         if not hasattr(engine, "next_turn"):
-            got, remedy = type(engine).__name__, "a TPUEmbedding has one: Prefetcher(tpu.engine, …)"
-            expected = "an EmbeddingEngine"
-            raise TypeError(message("Prefetcher", expected=expected, got=got, remedy=remedy))
+            check_engine("Prefetcher: engine", engine)
         if not isinstance(batches, Iterable):
             got = type(batches).__name__
             raise TypeError(message("Prefetcher: batches", expected="an iterable", got=got))

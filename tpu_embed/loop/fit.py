@@ -14,7 +14,7 @@ import optax
 
 from tpu_embed._checks import message
 from tpu_embed._types import PyTree
-from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.engine import EmbeddingEngine, check_engine
 from tpu_embed.core.state import TableState
 from tpu_embed.data import Prefetcher
 from tpu_embed.loop.evaluation import make_evaluate
@@ -69,16 +69,18 @@ def fit(
       model: a flax nnx module, or any pytree of arrays; None: the tables are all there is.
       optimizer: of optax, for the model.
       steps: the number of batches of the whole run, those before an interrupt included; None: all.
-        Up to `depth` batches more are read.
+        Up to `depth` batches more are read. A run that has as many stays as it is.
       seed: the tables begin as `engine.init(jax.random.key(seed))`.
-      state: tables to begin with, instead of `seed`; their memory is taken. A checkpoint in the
-        directory goes before.
+      state: tables to begin with, instead of `seed`. They are donated: later uses of this state
+        are errors, so begin with a copy, `jax.tree.map(jnp.copy, state)`, if it is to stay. A
+        checkpoint in the directory goes before.
       directory: of the checkpoints, whose latest one is gone on from; None: none are written.
       save_every: how many steps lie between two checkpoints.
       keep: how many of the latest checkpoints stay; None: all.
       evaluation: a second source, which is read from its beginning each time; or a function that
         returns one, such as a generator function. A number is the mean over its batches.
-      evaluate_every: how many steps lie between two evaluations; None: one, at the end.
+      evaluate_every: how many steps lie between two evaluations; None: one, at the end. It needs
+        an `evaluation`.
       report_every: how many steps lie between two reports.
       callback: called with a `Report` every `report_every` steps, after each evaluation, and at the
         end. If it returns True, the run ends there. With several processes, all return the same.
@@ -91,9 +93,11 @@ def fit(
 
     Raises:
       ValueError: a number below 1; a model without an optimizer, or the other way round; `weighted`
-        beside a `Prefetcher`; an evaluation that can be read only once, or has no batch; a
-        directory with checkpoints of another program; whatever `place` and `restore` refuse.
-        Batches before a bad one have been trained on.
+        beside a `Prefetcher`; a source without a batch; an evaluation that can be read only once,
+        or has no batch; `evaluate_every` without one; `steps` below those of the latest checkpoint;
+        a directory with checkpoints of another program; a state that is not the engine's, or was
+        donated; whatever `place` and `restore` refuse. Batches before a bad one have been trained
+        on.
       TypeError: an argument of another kind; a model with embedding layers of its own; what the
         loss returned is no number.
       Exception: what the source, the loss or the callback raises. If there is a directory, a note
@@ -111,7 +115,7 @@ def fit(
       >>> trained.step, trained.loss < 1
       (20, True)
     """
-    schedule = Schedule(steps, report_every, evaluate_every)
+    schedule = Schedule(steps, report_every, evaluate_every, save_every)
     objective, network = split_model(loss, model)
     optimizer = check_optimizer(optimizer, model)
     placed = _placed(engine, source, weighted=weighted, depth=depth)
@@ -123,10 +127,9 @@ def fit(
         Reporter(schedule, objective, evaluate, callback, line) as reporter,
         make_keeper(directory, engine, every=save_every, keep=keep) as keeper,
     ):
-        if keeper is None or not keeper.resume(run, placed):
+        if keeper is None or not keeper.resume(run, placed, steps):
             run.begin(state, seed)
-        _train(run, train_step, placed, reporter, keeper, schedule.left(run.step))
-        return reporter.finish(run)
+        return _train(run, train_step, placed, reporter, keeper, schedule.left(run.step))
 
 
 def _train(
@@ -136,7 +139,7 @@ def _train(
     reporter: Reporter,
     keeper: Keeper | None,
     left: int | None,
-) -> None:
+) -> Report:
     """Train until the source or the steps that are left end; keep what was trained in any case."""
     try:
         with placed:
@@ -146,9 +149,11 @@ def _train(
                     break
                 if keeper is not None:
                     keeper.save(run)
+        run.check_begun()
         run.forget_placed()
         if keeper is not None:
             keeper.save(run, force=True)
+        return reporter.finish(run)
     except BaseException as error:
         if keeper is not None:
             keeper.rescue(run, error)
@@ -162,10 +167,7 @@ def _placed(engine: EmbeddingEngine, source: Any, *, weighted: bool, depth: int)
       TypeError: `engine` is not an `EmbeddingEngine`.
       ValueError: the source is a prefetcher, and `weighted` is given besides.
     """
-    if not isinstance(engine, EmbeddingEngine):
-        expected, got = "an EmbeddingEngine", type(engine).__name__
-        remedy = "a TPUEmbedding has one: embedding.engine"
-        raise TypeError(message("fit: engine", expected=expected, got=got, remedy=remedy))
+    check_engine("fit: engine", engine)
     if not isinstance(source, Prefetcher):
         return Prefetcher(engine, source, depth, weighted=weighted)
     if weighted:

@@ -26,6 +26,7 @@ class Schedule:
       steps: of the whole run, or None.
       report_every: how many steps lie between two reports.
       evaluate_every: how many steps lie between two evaluations, or None.
+      save_every: how many steps lie between two checkpoints.
 
     Raises:
       ValueError: a number is below 1.
@@ -34,6 +35,7 @@ class Schedule:
     steps: int | None
     report_every: int
     evaluate_every: int | None
+    save_every: int
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
@@ -57,6 +59,7 @@ class Reporter:
 
     Raises:
       TypeError: the callback is no function.
+      ValueError: evaluations are due, and there is nothing to evaluate on.
     """
 
     def __init__(
@@ -71,6 +74,11 @@ class Reporter:
             got, remedy = type(callback).__name__, "it is called with each Report"
             text = message("fit: callback", expected="a function", got=got, remedy=remedy)
             raise TypeError(text)
+        if schedule.evaluate_every is not None and evaluate is None:
+            expected, got = "an evaluation beside it", f"{schedule.evaluate_every} alone"
+            remedy = "give evaluation=, a second source"
+            text = message("fit: evaluate_every", expected=expected, got=got, remedy=remedy)
+            raise ValueError(text)
         self._schedule, self._objective, self._evaluate = schedule, objective, evaluate
         self._callback, self._line = callback, line
         self._window = Window()

@@ -22,7 +22,7 @@ from tpu_embed._checks import message
 from tpu_embed._signals import SignalsDeferred
 from tpu_embed._types import PyTree
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.state import TableState
+from tpu_embed.core.state import TableState, check_own
 from tpu_embed.data import Prefetcher
 from tpu_embed.io import CheckpointManager
 from tpu_embed.loop.network import Network
@@ -61,8 +61,15 @@ class Run:
         return self.carry[1]
 
     def begin(self, state: TableState | None, seed: int) -> None:
-        """Take a first state; None: that of the seed."""
-        state = self.engine.init(jax.random.key(seed)) if state is None else state
+        """Take a first state; None: that of the seed.
+
+        Raises:
+          ValueError: it is no state of this engine, or one that was donated.
+        """
+        if state is None:
+            state = self.engine.init(jax.random.key(seed))
+        else:  # a step that takes donated arrays may end the whole process
+            check_own(state, self.engine.layout)
         self.carry = state, *self.carry[1:]
         self.forget_placed()
 
@@ -88,6 +95,17 @@ class Run:
             self.carry, found = train_step(self.carry, batch, rest, rates)
             self.step, self.position, self.is_whole = self.step + 1, position(), True
         return found
+
+    def check_begun(self) -> None:
+        """Check that the run has been trained on something, now or before it was restored.
+
+        Raises:
+          ValueError: the source had no batch.
+        """
+        if not self.step:
+            remedy = "an iterator that was read has no more: give a new one"
+            text = message("fit: source", expected="at least one batch", got="none", remedy=remedy)
+            raise ValueError(text)
 
     def forget_placed(self) -> None:
         """Take living vocabularies back to the state: batches placed beyond it will not come."""
@@ -151,14 +169,26 @@ class Keeper:
         self._directory = directory
         self._manager = CheckpointManager(directory, engine, every=every, keep=keep)
 
-    def resume(self, run: Run, placed: Prefetcher) -> bool:
+    def resume(self, run: Run, placed: Prefetcher, steps: int | None) -> bool:
         """Give a new run, and its source, what the latest checkpoint holds; False: there is none.
 
+        Args:
+          run: new.
+          placed: the source.
+          steps: of the whole run, or None.
+
         Raises:
-          ValueError: the checkpoint is not one of `fit`; or whatever `restore` refuses.
+          ValueError: the checkpoint has more steps than the run is to have, or is not one of `fit`;
+            or whatever `restore` refuses.
         """
-        if self._manager.latest_step() is None:
+        latest = self._manager.latest_step()
+        if latest is None:
             return False
+        if steps is not None and steps < latest:
+            expected = f"at least {latest}, as the latest checkpoint in {self._directory} has"
+            remedy = "give more steps, or another directory for another run"
+            text = message("fit: steps", expected=expected, got=f"{steps}", remedy=remedy)
+            raise ValueError(text)
         found = self._manager.restore(model=_saved_model(run))
         position = found.position
         if not isinstance(position, dict) or position.get("fit") != FORMAT:

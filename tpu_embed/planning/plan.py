@@ -25,6 +25,7 @@ from tpu_embed.planning.remedies import find_remedies
 from tpu_embed.planning.request import Request
 from tpu_embed.planning.sizes import Size, readable
 from tpu_embed.planning.target import GivenTarget, read_target
+from tpu_embed.vocabulary import check_lookahead
 
 ROW_BYTES, WAITING_BYTES = 52, 20
 """What a row takes in a map and in the engine's record of it, and what a waiting key takes."""
@@ -218,7 +219,7 @@ def plan(
     """
     if memory is not None:
         memory = check_int("memory, bytes of a device", memory, minimum=1)
-    lookahead = check_int("lookahead", lookahead, minimum=0)
+    lookahead = check_lookahead(lookahead)
     known = read_target(target)
     known = known if memory is None else known._replace(memory=memory)
     declared = structure.flatten(feature_config)

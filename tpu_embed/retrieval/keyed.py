@@ -15,7 +15,7 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array, ArrayLike, Tracer
-from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.engine import EmbeddingEngine, check_engine
 from tpu_embed.core.state import TableState
 
 
@@ -93,14 +93,6 @@ def keys_of(
     return np.ma.masked_array(by_row[inside], ~has_key[inside])
 
 
-def check_engine(what: str, engine: Any) -> None:
-    """Raise `TypeError` unless an object is an engine."""
-    if not isinstance(engine, EmbeddingEngine):
-        expected, got = "an EmbeddingEngine", type(engine).__name__
-        remedy = "a TPUEmbedding has one, embedding.engine, and a layer: layer.engine"
-        raise TypeError(message(f"{what}: engine", expected=expected, got=got, remedy=remedy))
-
-
 def _refuse_traced(what: str, given: Any) -> None:
     """Raise `ValueError` inside a jit: the keys are on the host, which does not run then."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(given)):
@@ -113,7 +105,7 @@ def _keys(
     what: str, engine: Any, state: TableState, table: str
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Return the keys of a table, their rows, and the number of its rows."""
-    check_engine(what, engine)
+    check_engine(f"{what}: engine", engine)
     _refuse_traced(what, state)
     _, part = engine.layout.table(table)
     engine.layout.refuse_on_host(what, [table])

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import check_int, message
-from tpu_embed._types import Array, ArrayLike
+from tpu_embed._checks import check_ids, check_int, message
+from tpu_embed._types import Array, ArrayLike, Tracer
 
 
 def counted_log_q(counts: ArrayLike) -> np.ndarray:
@@ -60,10 +59,11 @@ def log_uniform_log_q(ids: Any, vocabulary_size: int) -> Array:
       vocabulary_size: V.
 
     Returns:
-      float32 in the shape of the ids, 0 for padding.
+      float32 in the shape of the ids, 0 for padding. Inside a jit, where ids cannot be checked, an
+      id of V or above counts as padding, too.
 
     Raises:
-      ValueError: V < 1.
+      ValueError: V < 1; an id of V or above, outside a jit.
       TypeError: ids that are not integers.
 
     Example:
@@ -71,10 +71,20 @@ def log_uniform_log_q(ids: Any, vocabulary_size: int) -> Array:
       [0.5   0.292 0.208]
     """
     size = check_int("log_uniform_log_q: vocabulary_size", vocabulary_size, minimum=1)
-    array = ids if isinstance(ids, jax.Array) else jnp.asarray(ids)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        what = "log_uniform_log_q: ids"
-        raise TypeError(message(what, expected="integers", got=f"{array.dtype}"))
+    array = check_ids("log_uniform_log_q: ids", ids)
+    last = min(size - 1, np.iinfo(array.dtype).max)  # the largest id that its dtype can hold
+    if not isinstance(array, Tracer) and array.is_fully_addressable:
+        _check_below(array, last)
     above = jnp.maximum(array, 0).astype(jnp.float32) + jnp.float32(1)
     log_q = jnp.log(jnp.log1p(1 / above) / jnp.float32(np.log(size + 1)))
-    return jnp.where(array < 0, jnp.float32(0), log_q)
+    return jnp.where((array < 0) | (array > last), jnp.float32(0), log_q)
+
+
+def _check_below(ids: Array, last: int) -> None:
+    """Raise `ValueError` if an id is above the last one."""
+    largest = np.max(ids) if ids.size else -1
+    if largest > last:
+        remedy = "V is the number of rows from which the sampler draws"
+        expected, got = f"ids below V = {last + 1}", f"{largest}"
+        what = "log_uniform_log_q: ids"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))

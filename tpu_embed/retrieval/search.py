@@ -9,21 +9,27 @@ Input: a state, queries. Output: scores and row ids.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tpu_embed._calls import call
 from tpu_embed._checks import check_int, message, refuse_derivatives
 from tpu_embed._types import PADDING_ID, Array, ArrayLike, Tracer
-from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.engine import EmbeddingEngine, check_engine
 from tpu_embed.core.exchange import axis_index, collectives
 from tpu_embed.core.layout import Layout, Stack, TableSlice, round_up
 from tpu_embed.core.lookup import record_read
 from tpu_embed.core.state import TableState, check_arrays, check_tables_not_donated
-from tpu_embed.retrieval.keyed import check_engine, keyed_rows
+from tpu_embed.retrieval.keyed import keyed_rows
+from tpu_embed.retrieval.operands import (
+    check_allowed,
+    check_devices,
+    check_exclude,
+    check_queries,
+    check_same,
+)
 from tpu_embed.retrieval.scan import Found, scan_shard
 
 _not_differentiable = refuse_derivatives(
@@ -77,7 +83,8 @@ def top_k(
     proportion to B (k + E) and to one block of rows, not to V. Scores that are NaN or -inf do not
     count.
 
-    With several processes all of them call this, with the same queries.
+    With several processes all of them call this with the same arguments, and each gets the whole
+    answer. Outside a jit, what lies on the host is compared first, so a call waits for the others.
 
     Args:
       engine: the engine.
@@ -96,8 +103,8 @@ def top_k(
 
     Raises:
       ValueError: an unknown table, or one at home on the host; queries, exclude or allowed of a
-        wrong shape; k < 1; the state of another engine; a living vocabulary inside a jit without
-        `allowed`.
+        wrong shape, or on other devices than the table; arguments that differ between processes;
+        k < 1; the state of another engine; a living vocabulary inside a jit without `allowed`.
       TypeError: no engine; queries that are not floats, ids that are not integers, `allowed` that
         is not bool; differentiation, or `jax.vmap` over queries.
 
@@ -112,7 +119,7 @@ def top_k(
       >>> top_k(engine, state, "film", jnp.array([[1.0, 0.0]]), 2, exclude=[[7, -1]]).ids.tolist()
       [[6, 5]]
     """
-    check_engine("top_k", engine)
+    check_engine("top_k: engine", engine)
     layout, k = engine.layout, check_int("top_k: k", k, minimum=1)
     stack, part = layout.table(table)
     layout.refuse_on_host("top_k", [table])
@@ -120,60 +127,27 @@ def top_k(
     layout.axes.check_context()
     check_arrays(state, layout, slots=False)
     stored = state.tables[stack.name]
-    queries = _checked_queries(queries, stack, table)
-    exclude = None if exclude is None else _checked_exclude(exclude, len(queries), stack, part)
-    traced = any(isinstance(x, Tracer) for x in (stored, queries, exclude, allowed))
-    if part.vocabulary is not None and (allowed is None or not traced):
-        if traced:
+    queries = check_queries(queries, stack, table)
+    given = {
+        "queries": queries,
+        "exclude": None if exclude is None else check_exclude(exclude, len(queries), stack, part),
+        "allowed": None if allowed is None else check_allowed(allowed, part),
+    }
+    if any(isinstance(x, Tracer) for x in (stored, *given.values())):
+        if part.vocabulary is not None and allowed is None:
             _refuse_unknown_keys(table)
-        keyed = keyed_rows(engine, state, table)
-        allowed = keyed if allowed is None else keyed & _checked_allowed(allowed, part)
-    allowed = None if allowed is None else _checked_allowed(allowed, part)
+    else:
+        check_devices(layout.axes, given)
+        check_same(f"{table} {k}", layout.axes, given)
+        if part.vocabulary is not None:
+            keyed = keyed_rows(engine, state, table)
+            given["allowed"] = keyed if allowed is None else keyed & given["allowed"]
     search = partial(_search, layout=layout, table=table, k=k)
-    found = call(search, stored, queries, exclude, allowed)
+    found = call(search, stored, *given.values())
     # An update later in the same trace must wait until the rows have been read.
     for result in found if found.ids.size else ():
         record_read(stored, result)
     return found
-
-
-def _checked_queries(queries: Any, stack: Stack, table: str) -> Array:
-    array = queries if isinstance(queries, jax.Array) else np.asarray(queries)
-    what = "top_k: queries"
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        remedy = "give them as float32"
-        raise TypeError(message(what, expected="floats", got=f"{array.dtype}", remedy=remedy))
-    if array.ndim != 2 or array.shape[1] != stack.dim:
-        expected = f"shape [B, {stack.dim}], as table {table!r} has rows of {stack.dim}"
-        raise ValueError(message(what, expected=expected, got=f"{list(array.shape)}"))
-    return jnp.asarray(array, stack.compute_dtype)
-
-
-def _checked_exclude(exclude: Any, queries: int, stack: Stack, table: TableSlice) -> Array:
-    array = exclude if isinstance(exclude, jax.Array) else np.asarray(exclude)
-    what = "top_k: exclude"
-    if isinstance(array, np.ndarray) and not array.size:
-        array = np.zeros(array.shape, np.int32)  # [[], []] would be floats
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(message(what, expected="integers", got=f"{array.dtype}"))
-    if array.ndim != 2 or len(array) != queries:
-        expected = f"shape [{queries}, E], a line per query"
-        raise ValueError(message(what, expected=expected, got=f"{list(array.shape)}"))
-    # Ids of 64 bits must not become others that are in the table when they are cut to 32.
-    inside = (array >= 0) & (array < table.vocabulary_size)
-    if isinstance(array, jax.Array):
-        return jnp.where(inside, array.astype(stack.index_dtype), PADDING_ID)
-    return jnp.asarray(np.where(inside, array, PADDING_ID).astype(stack.index_dtype))
-
-
-def _checked_allowed(allowed: Any, table: TableSlice) -> Array:
-    array = allowed if isinstance(allowed, jax.Array) else np.asarray(allowed)
-    if array.dtype != bool:
-        raise TypeError(message("top_k: allowed", expected="bool", got=f"{array.dtype}"))
-    if array.shape != (table.vocabulary_size,):
-        expected, got = f"shape [{table.vocabulary_size}], a flag per row", f"{list(array.shape)}"
-        raise ValueError(message("top_k: allowed", expected=expected, got=got))
-    return jnp.asarray(array)
 
 
 def _refuse_unknown_keys(table: str) -> None:

@@ -13,7 +13,12 @@ from tpu_embed.vocabulary.batch_keys import (
     states_to_load,
 )
 from tpu_embed.vocabulary.choose import choose_vocabularies
-from tpu_embed.vocabulary.config import DynamicVocabulary, KeyTable, LivingTable
+from tpu_embed.vocabulary.config import (
+    DynamicVocabulary,
+    KeyTable,
+    LivingTable,
+    check_lookahead,
+)
 from tpu_embed.vocabulary.fixed import FixedVocabulary
 from tpu_embed.vocabulary.given_keys import read_keys
 from tpu_embed.vocabulary.loads import MapLoad, load_together
@@ -46,6 +51,7 @@ __all__ = [
     "ValidSteps",
     "Vocabularies",
     "VocabularyMap",
+    "check_lookahead",
     "check_vocabulary",
     "choose_vocabularies",
     "describe_keys",

@@ -8,13 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tpu_embed._checks import check_int, message
+from tpu_embed._checks import message
 from tpu_embed.storage import Homes
-from tpu_embed.vocabulary.config import LivingTable
+from tpu_embed.vocabulary.config import LivingTable, check_lookahead
 from tpu_embed.vocabulary.vocabularies import Vocabularies
-
-_MOST = 2**16
-"""The largest lookahead; steps are numbers of 32 bits."""
 
 
 def choose_vocabularies(
@@ -33,12 +30,7 @@ def choose_vocabularies(
         other tables, or another lookahead.
     """
     if lookahead is not None:
-        lookahead = check_int("lookahead", lookahead, minimum=0)
-        if lookahead > _MOST:
-            remedy = "so many batches' rows are kept; pipelining needs 1"
-            got = f"{lookahead}"
-            text = message("lookahead", expected=f"at most {_MOST}", got=got, remedy=remedy)
-            raise ValueError(text)
+        lookahead = check_lookahead(lookahead)
     if shared is None:
         return Vocabularies(tables, lookahead or 0, homes) if tables else None
     if not isinstance(shared, Vocabularies):

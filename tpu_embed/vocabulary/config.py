@@ -6,7 +6,7 @@ Input: what the user writes. Output: a frozen, validated object.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from tpu_embed import _checks
 from tpu_embed.kernels.vocabulary_reference import Options
@@ -19,6 +19,7 @@ _UNSEEN = ("zero", "shared")
 _WAITING_PER_ROW = 4
 _MAX_ROWS = 2**31 - 1
 _MAX_WAITING = 3 * 2**30  # with the room that their order needs, still numbers of 32 bits
+_MAX_LOOKAHEAD = 2**16  # steps are numbers of 32 bits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,8 +105,22 @@ class DynamicVocabulary:
             evict=self.evict,
             ttl=self.ttl,
             waiting=waiting,
-            lookahead=_checks.check_int("lookahead", lookahead, minimum=0),
+            lookahead=check_lookahead(lookahead),
         )
+
+
+def check_lookahead(lookahead: Any) -> int:
+    """Return how many batches may wait for their update, as an int.
+
+    Raises:
+      ValueError: it is no integer from 0 to 2¹⁶.
+    """
+    found = _checks.check_int("lookahead", lookahead, minimum=0)
+    if found > _MAX_LOOKAHEAD:
+        expected, got = f"at most {_MAX_LOOKAHEAD}", f"{found}"
+        remedy = "so many batches' rows are kept; pipelining needs 1"
+        raise ValueError(_checks.message("lookahead", expected=expected, got=got, remedy=remedy))
+    return found
 
 
 class KeyTable(NamedTuple):

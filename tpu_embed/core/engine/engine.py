@@ -15,12 +15,13 @@ import jax
 from jax.sharding import Mesh
 
 from tpu_embed._calls import call
-from tpu_embed._checks import check_int, message, refuse_pickle
+from tpu_embed._checks import check_int, refuse_pickle
 from tpu_embed._types import Array, ArrayLike, PyTree
 from tpu_embed.config import TableConfig
 from tpu_embed.core.batch import Batch, BatchSpec
 from tpu_embed.core.engine.admitter import Admitter, nan_if
 from tpu_embed.core.engine.adopter import Party, prepare_adoption
+from tpu_embed.core.engine.checks import check_engine
 from tpu_embed.core.engine.logical_rows import LogicalRows
 from tpu_embed.core.engine.operands import OperandMaker
 from tpu_embed.core.engine.programs import Programs
@@ -226,10 +227,7 @@ class EmbeddingEngine(LogicalRows):
 
         The function gives this engine its maps. Until then nothing has changed.
         """
-        if not isinstance(other, EmbeddingEngine):
-            got, remedy = type(other).__name__, "a TPUEmbedding has one: embedding.engine"
-            text = message("other", expected="an EmbeddingEngine", got=got, remedy=remedy)
-            raise TypeError(text)
+        check_engine("other", other)
         theirs = Party(other.layout, other.vocabularies, other)
         counters = jax.eval_shape(self.init, jax.random.key(0)).counters
         mine = Party(self.layout, self.vocabularies, self)

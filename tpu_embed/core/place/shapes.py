@@ -104,8 +104,10 @@ def _stack(*, features: Any, **sizes: Any) -> StackSpec:
 
 
 def _count(value: Any) -> int:
-    if not is_int(value) or not 0 <= value < 2**63:
-        raise ValueError(message("a size", expected="an integer in [0, 2⁶³)", got=repr(value)))
+    # Devices number the places of a batch in 32 bits, so no room is larger. A position in which
+    # a digit has changed must not make the next batch ask for all memory.
+    if not is_int(value) or not 0 <= value < 2**31:
+        raise ValueError(message("a size", expected="an integer in [0, 2³¹)", got=repr(value)))
     return int(value)
 
 

@@ -20,7 +20,7 @@ from flax import nnx
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array, PyTree
-from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.engine import EmbeddingEngine, check_engine
 from tpu_embed.core.state import TableState
 from tpu_embed.io.checkpoint import manifest, record_files, tables
 from tpu_embed.io.checkpoint.checked import JsonArgs, as_json
@@ -83,7 +83,7 @@ def save(
       ...                         == engine.tables(state)["item"][0]).all())
       ({'epoch': 1}, True)
     """
-    check_engine(engine)
+    check_savable(engine)
     args_of = functools.partial(save_args, engine, state, model, position, touched, copied=False)
     write_checkpoint(path, args_of)
 
@@ -128,7 +128,7 @@ def restore(
         one of its files is missing.
       TypeError: `engine` is not an `EmbeddingEngine`.
     """
-    check_engine(engine)
+    check_savable(engine)
     if touched is not None:
         record_files.check_record(engine, touched)
     wanted = Wanted(engine, key, convert, tuple(leave_out))
@@ -149,19 +149,16 @@ def restore(
     return Restored(loaded.state, found.get(MODEL), found[POSITION])
 
 
-def check_engine(engine: Any) -> None:
+def check_savable(engine: Any) -> None:
     """Check that a value is an engine.
 
     Raises:
       TypeError: it is something else.
     """
-    if not isinstance(engine, EmbeddingEngine):
-        remedy = "a TPUEmbedding has one: embedding.engine"
-        if isinstance(engine, nnx.Pytree):
-            remedy = "save_modules, restore_modules and ModuleCheckpointManager take flax modules"
-        got = type(engine).__name__
-        text = message("engine", expected="an EmbeddingEngine", got=got, remedy=remedy)
-        raise TypeError(text)
+    if isinstance(engine, nnx.Pytree):
+        remedy = "save_modules, restore_modules and ModuleCheckpointManager take flax modules"
+        check_engine("engine", engine, remedy=remedy)
+    check_engine("engine", engine)
 
 
 def save_args(
