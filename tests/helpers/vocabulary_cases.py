@@ -112,6 +112,7 @@ def check_random_keys(rng):
     rows[rng.random(rows.size) < 0.3] = -1
     positions = np.array(numbers, np.int32)
     positions[rng.random(positions.size) < 0.2] = -1
+    firsts = [numbers.index(n) for n in range(len(number_of))]
     first = {at: i for i, at in reversed([*enumerate(positions.tolist())]) if at >= 0}
     known = [rows[at] for at, _ in sorted(first.items(), key=lambda one: one[1]) if rows[at] >= 0]
     absent = sorted(i for at, i in first.items() if rows[at] < 0)
@@ -121,11 +122,11 @@ def check_random_keys(rng):
             kernels = dispatch.host_kernels()
         arrays = (*kernels.distinct_keys(keys), *kernels.split_by_row(positions, rows))
         arrays = (*arrays, kernels.rows_at(rows, positions), kernels.are_among(some, keys))
-        dtypes = np.uint64, np.int32, np.int32, np.int64, np.int32, np.bool_
+        dtypes = np.uint64, np.int32, np.int64, np.int32, np.int64, np.int32, np.bool_
         assert [a.dtype for a in arrays] == list(dtypes)
         found = [-1 if at < 0 else rows[at] for at in positions]
         among = [key in number_of for key in some.tolist()]
-        expected = [list(number_of), numbers, known, absent, found, among]
+        expected = [list(number_of), numbers, firsts, known, absent, found, among]
         assert [a.tolist() for a in arrays] == expected
 
 

@@ -24,7 +24,7 @@ from vocabulary_cases import (
     take,
 )
 
-from tpu_embed.kernels import cpu
+from tpu_embed.kernels import cpu, host_native
 from tpu_embed.kernels.vocabulary_reference import MAX_STEP
 
 BUILT = built_kernels()
@@ -318,6 +318,18 @@ def test_a_map_is_not_copied(kernels):
 @pytest.mark.parametrize("seed", range(8))
 def test_keys_are_numbered_and_split_as_loops_do(seed):
     check_random_keys(np.random.default_rng(seed))
+
+
+@pytest.mark.skipif(len(BUILT) == 1, reason="needs the compiled kernels")
+def test_many_keys_are_numbered():
+    """The index grows while more keys come than it has room for at first, twice."""
+    keys = np.random.default_rng(0).permutation(np.repeat(np.arange(30_000, dtype=np.uint64), 2))
+    distinct, positions, first = host_native.distinct_keys(keys)
+    np.testing.assert_array_equal(np.sort(distinct), np.arange(30_000))
+    np.testing.assert_array_equal(distinct[positions], keys)
+    np.testing.assert_array_equal(keys[first], distinct)
+    assert (np.diff(first) > 0).all()
+    assert all((keys[:at] != keys[at]).all() for at in first[::1_000])
 
 
 # -- Threads ---------------------------------------------------------------------------------------

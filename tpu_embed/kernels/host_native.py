@@ -18,7 +18,14 @@ from typing import Any
 import numpy as np
 
 from tpu_embed.kernels import cpu
-from tpu_embed.kernels.host_reference import Column, Pieces, Put, SortedIds, Take
+from tpu_embed.kernels.host_reference import (
+    Column,
+    DistinctKeys,
+    Pieces,
+    Put,
+    SortedIds,
+    Take,
+)
 
 IDS_PER_THREAD = 20_000
 """Fewer ids are not worth the start of a thread."""
@@ -140,12 +147,13 @@ def put_pieces(out: np.ndarray, lines: Sequence[np.ndarray], pieces: Pieces, res
     _run("take", tasks, out.size)
 
 
-def distinct_keys(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def distinct_keys(keys: np.ndarray) -> DistinctKeys:
     """Return each key once, and the position of each; see `host_reference.distinct_keys`."""
-    distinct, positions = np.empty(keys.size, np.uint64), np.empty(keys.size, np.int32)
-    task = _address(keys, np.uint64), keys.size, _address(distinct), _address(positions), 0
-    ((*_, size),) = _run("distinct_keys", [task], keys.size)
-    return distinct[:size], positions
+    distinct, first = np.empty(keys.size, np.uint64), np.empty(keys.size, np.int64)
+    positions = np.empty(keys.size, np.int32)
+    given, results = (_address(keys, np.uint64), keys.size), (distinct, positions, first)
+    ((*_, size),) = _run("distinct_keys", [(*given, *map(_address, results), 0)], keys.size)
+    return DistinctKeys(distinct[:size], positions, first[:size])
 
 
 def split_by_row(positions: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -186,7 +194,8 @@ def _address(array: np.ndarray, dtype: Any = None, size: int | None = None) -> i
 def _run(name: str, tasks: list[tuple[int, ...]] | np.ndarray, ids: int) -> np.ndarray:
     """Run tasks, and return them: some have fields for results."""
     array = np.array(tasks, np.int64)
-    threads = max(1, min(cores(), len(tasks), ids // IDS_PER_THREAD))
+    threads = max(1, min(len(tasks), ids // IDS_PER_THREAD))
+    threads = min(threads, cores()) if threads > 1 else 1
     if not _function(name)(array.ctypes.data, len(tasks), threads):
         raise MemoryError(f"no memory to {name} {ids} ids")
     return array

@@ -239,22 +239,29 @@ def _numbered(new: np.ndarray) -> np.ndarray:
     return np.cumsum(new, dtype=np.int32) - np.int32(1)
 
 
-def distinct_keys(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each key once, in order of first appearance, and where each given key is there.
+class DistinctKeys(NamedTuple):
+    """The keys that some keys are, each once, in order of first appearance.
 
-    Keys 7 5 7 give the distinct keys 7 5 and the positions 0 1 0.
+    Keys 7 5 7 give the distinct keys 7 5, the positions 0 1 0 and the first places 0 1.
 
-    Args:
-      keys: uint64 `[n]`.
-
-    Returns:
-      uint64 `[m]` and int32 `[n]`.
+    Attributes:
+      keys: uint64 `[m]`.
+      positions: int32 `[n]`, where each given key is among them.
+      first: int64 `[m]`, where each of them is first among the given keys.
     """
+
+    keys: np.ndarray
+    positions: np.ndarray
+    first: np.ndarray
+
+
+def distinct_keys(keys: np.ndarray) -> DistinctKeys:
+    """Return each of some keys once, given uint64 `[n]`."""
     sorted_keys, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
     order = np.argsort(first)
     position = np.empty(order.size, np.int32)
     position[order] = np.arange(order.size)
-    return sorted_keys[order], position[inverse.reshape(-1)]
+    return DistinctKeys(sorted_keys[order], position[inverse.reshape(-1)], first[order])
 
 
 def split_by_row(positions: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -44,7 +44,7 @@ class KeyMap:
     @property
     def step(self) -> int:
         """The number of training batches taken so far."""
-        return self._native.numbers().step
+        return self._native.step
 
     @property
     def earliest(self) -> int:
@@ -138,6 +138,11 @@ class _Native:
         if _function(name)(self._map, *arguments) is False:
             raise MemoryError(_NO_MEMORY)
 
+    @property
+    def step(self) -> int:
+        """The number of steps; it is asked for more often than all that `numbers` tells."""
+        return _function("step")(self._map)
+
     def numbers(self) -> _Numbers:
         """Return what the map tells of itself."""
         numbers = _Numbers()
@@ -189,6 +194,7 @@ _SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "taken": ((_AT, _AT, _AT, _AT), None),
     "rewind": ((_INT,), None),
     "forget": ((_INT,), None),
+    "step": ((), _INT),
     "numbers": ((_AT,), None),
     "state": ((_AT,), ctypes.c_bool),
     "load": ((_AT,), ctypes.c_bool),

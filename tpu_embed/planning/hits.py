@@ -127,7 +127,7 @@ class _Cache:
     def take(self, keys: np.ndarray, lookahead: int, storage: HostStorage) -> list[int]:
         """Take a batch of keys, uint64 `[n]`; return rows, hits, brought, drawn and sent."""
         # In order of first appearance, in which the map gives unknown keys their places.
-        distinct, _ = dispatch.host_kernels().distinct_keys(keys)
+        distinct = dispatch.host_kernels().distinct_keys(keys).keys
         found = self.places.find(distinct)
         known = found[found >= 0]
         moved = self.places.take(known, distinct[found < 0])

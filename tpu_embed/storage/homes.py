@@ -230,19 +230,19 @@ class Homes:
 
         Waits for those that had to arrive first.
         """
-        late = np.flatnonzero(incoming.awaited)
-        for step in np.unique(incoming.awaited[late]).tolist():
-            self._wait(step)
-        if late.size:
-            self._read(name, incoming, incoming.awaited > 0)
+        if incoming.awaited.any():
+            late = incoming.awaited > 0
+            for step in np.unique(incoming.awaited[late]).tolist():
+                self._wait(step)
+            self._read(name, incoming, late)
         return incoming.room.rows, incoming.found
 
     def note_brought(self, name: str, incoming: Incoming) -> None:
         """Count the rows that a batch has brought to the devices."""
         with self._lock:
             self._counts[name]["missed"] += incoming.keys.size
-            self._counts[name]["brought"] += int(incoming.found.sum())
-            self._counts[name]["late"] += int((incoming.awaited > 0).sum())
+            self._counts[name]["brought"] += int(np.count_nonzero(incoming.found))
+            self._counts[name]["late"] += int(np.count_nonzero(incoming.awaited))
 
     def _read(self, name: str, incoming: Incoming, chosen: np.ndarray) -> None:
         """Read the chosen rows, bool `[n]`, of a batch."""

@@ -195,7 +195,7 @@ class TableMaps:
         """Take a batch in both maps of a table."""
         taken = self._to_ids[name].take(known, unknown)
         every = self.shared(name, np.concatenate([known, taken.rows]))
-        ids, _ = host_kernels().distinct_keys(every[every >= 0].view(np.uint64))
+        ids = host_kernels().distinct_keys(every[every >= 0].view(np.uint64)).keys
         rows = self._to_rows[name].find(ids)
         here = rows >= 0
         self._take_rows(name, rows[here], ids[~here], moves)

@@ -40,6 +40,7 @@ Input: a spec and a layout. Output: the fields, and views of them in a packed ar
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -75,6 +76,7 @@ class LineField(NamedTuple):
         return math.prod(self.shape) * (self.dtype.itemsize // 4)
 
 
+@functools.lru_cache(256)  # every step asks several times, mostly for the same spec
 def line_of(spec: BatchSpec, layout: Layout) -> tuple[tuple[LineField, ...], ...]:
     """Return the fields of every stack."""
     stacks, end = [], 0

@@ -93,6 +93,8 @@ class HostIds:
       rows: of a jagged feature, whose ids are flat and whose bags are examples; otherwise None.
       keys: for a living vocabulary, or the ids of a table on the host: uint64 [n], all different,
         until rows are known: `ids` are positions in it. Not all keys need be looked up.
+      first: int64 [n], where each key is first among the ids; None: not known, or some are not
+        looked up.
     """
 
     shape: FeatureShape
@@ -102,6 +104,7 @@ class HostIds:
     padded: bool
     rows: JaggedRows | None = None
     keys: np.ndarray | None = None
+    first: np.ndarray | None = None
 
 
 def part_of_feature(config: FeatureConfig, part: int, whole: int) -> FeatureConfig:

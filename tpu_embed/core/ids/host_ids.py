@@ -11,7 +11,6 @@ says.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -27,7 +26,7 @@ from tpu_embed.core.ids.feature_ids import HostIds, dense_shape, is_mean
 from tpu_embed.core.ids.flat_ids import ragged_ids, sparse_ids
 from tpu_embed.core.ids.hashing import hash_ids
 from tpu_embed.core.ids.jagged_ids import jagged_ids
-from tpu_embed.core.ids.keys import number_ids, number_keys
+from tpu_embed.core.ids.keys import number_ids, number_keys, with_keys
 from tpu_embed.core.ids.rescale import rescale_dense_bags
 
 
@@ -62,8 +61,8 @@ def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weight
     if config.table.vocabulary is None:
         plain = _read(feature, read, weights)
         return plain if config.table.storage is None else number_ids(plain)
-    numbered, keys = number_keys(feature, hashed(path, ids, read))
-    return dataclasses.replace(_read(feature, numbered, weights), keys=keys)
+    numbered, distinct = number_keys(feature, hashed(path, ids, read))
+    return with_keys(_read(feature, numbered, weights), distinct)
 
 
 def hashed(path: str, given: Any, read: Any) -> Any:

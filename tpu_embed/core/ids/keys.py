@@ -29,6 +29,7 @@ from tpu_embed.kernels import dispatch
 
 if TYPE_CHECKING:
     from tpu_embed.core.ids.feature_ids import HostIds
+    from tpu_embed.kernels.host_reference import DistinctKeys
 
 
 class Split(NamedTuple):
@@ -47,7 +48,7 @@ class Split(NamedTuple):
     examples: np.ndarray
 
 
-def number_keys(feature: FeatureRules, ids: Any) -> tuple[Any, np.ndarray]:
+def number_keys(feature: FeatureRules, ids: Any) -> tuple[Any, DistinctKeys]:
     """Replace the keys of a feature by their positions among the distinct ones.
 
     Args:
@@ -57,7 +58,7 @@ def number_keys(feature: FeatureRules, ids: Any) -> tuple[Any, np.ndarray]:
 
     Returns:
       The same array or container with positions int32, those of padding masked; and the distinct
-      keys, uint64 `[n]`, with what stands at padding among them.
+      keys, with what stands at padding among them.
 
     Raises:
       TypeError: the ids are not integers.
@@ -65,11 +66,24 @@ def number_keys(feature: FeatureRules, ids: Any) -> tuple[Any, np.ndarray]:
     values = ids.values if isinstance(ids, (SparseIds, RaggedIds)) else ids
     check_dtype(feature, values)
     keys, absent = keys_of_ids(values, padded=values is ids)
-    distinct, positions = dispatch.host_kernels().distinct_keys(keys)
-    numbered = mask_missing(positions.reshape(values.shape), absent)
+    distinct = dispatch.host_kernels().distinct_keys(keys)
+    numbered = mask_missing(distinct.positions.reshape(values.shape), absent)
     if values is not ids:
         numbered = dataclasses.replace(ids, values=numbered)
     return numbered, distinct
+
+
+def with_keys(host: HostIds, distinct: DistinctKeys) -> HostIds:
+    """Return the `HostIds` of a feature whose ids are positions, with the keys that these are of.
+
+    Args:
+      host: the feature.
+      distinct: what `number_keys` returned.
+    """
+    # Nothing was left out of dense ids that are as many as before, and none of them is padding.
+    whole = host.bags is None and not host.padded and host.ids.size == distinct.positions.size
+    first = distinct.first if whole else None
+    return dataclasses.replace(host, keys=distinct.keys, first=first)
 
 
 def keys_of_ids(values: np.ndarray, *, padded: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -79,10 +93,11 @@ def keys_of_ids(values: np.ndarray, *, padded: bool) -> tuple[np.ndarray, np.nda
       values: integers of any shape; what is masked is no key.
       padded: whether -1 is no key, if they are signed.
     """
-    numbers, absent = np.ma.getdata(values), np.ma.getmaskarray(values)
+    numbers = np.ma.getdata(values)
     signed = numbers.dtype.kind == "i"
-    if padded and signed:
-        absent = absent | (numbers == PADDING_ID)
+    absent = numbers == PADDING_ID if padded and signed else np.zeros(numbers.shape, bool)
+    if np.ma.isMaskedArray(values):
+        absent |= np.ma.getmaskarray(values)
     # A signed key is read as an unsigned one: -1 is 2⁶⁴ - 1.
     keys = numbers.astype(np.int64 if signed else np.uint64, copy=False).reshape(-1)
     return np.ascontiguousarray(keys).view(np.uint64), absent
@@ -92,9 +107,10 @@ def number_ids(host: HostIds) -> HostIds:
     """Replace the ids of a table on the host, which were validated, by positions among them."""
     chosen = host.ids >= 0 if host.padded else np.s_[:]
     present = np.ascontiguousarray(host.ids[chosen].reshape(-1), np.int64).view(np.uint64)
-    distinct, positions = dispatch.host_kernels().distinct_keys(present)
+    distinct, positions, first = dispatch.host_kernels().distinct_keys(present)
     if not host.padded:
-        return dataclasses.replace(host, ids=positions.reshape(host.ids.shape), keys=distinct)
+        numbered = positions.reshape(host.ids.shape)
+        return dataclasses.replace(host, ids=numbered, keys=distinct, first=first)
     numbered = np.full(host.ids.shape, PADDING_ID, np.int32)
     numbered[chosen] = positions
     return dataclasses.replace(host, ids=numbered, keys=distinct)
@@ -119,7 +135,10 @@ def split_keys(host: HostIds, rows: np.ndarray) -> Split:
     """
     assert host.keys is not None, "positions are those of keys"
     positions = _positions(host)
-    known, places = dispatch.host_kernels().split_by_row(positions, rows)
+    if host.first is None:
+        known, places = dispatch.host_kernels().split_by_row(positions, rows)
+    else:
+        known, places = rows[rows >= 0], host.first[rows < 0]
     if host.bags is not None:
         examples = host.bags[places].astype(np.int64) // host.shape.bags
     else:  # positions [B, bags, width]: the index of an id, divided by bags · width
@@ -158,12 +177,12 @@ def give_rows(host: HostIds, rows: np.ndarray, *, is_mean: bool) -> HostIds:
     """
     if host.bags is None:
         ids = dispatch.host_kernels().rows_at(rows, _positions(host)).reshape(host.ids.shape)
-        absent, weights = ids < 0, host.weights
+        weights, padded = host.weights, host.padded or bool((rows < 0).any())
         if weights is not None:
-            weights = np.where(absent, weights.dtype.type(0), weights)
+            weights = np.where(ids < 0, weights.dtype.type(0), weights)
             weights = rescale_dense_bags(weights) if is_mean else weights
-        padded = bool(absent.any())
-        return dataclasses.replace(host, ids=ids, weights=weights, padded=padded, keys=None)
+        given = {"ids": ids, "weights": weights, "padded": padded}
+        return dataclasses.replace(host, **given, keys=None, first=None)
     ids = dispatch.host_kernels().rows_at(rows, _positions(host))
     bags, weights, places = host.bags, host.weights, host.rows
     if (ids < 0).any():
@@ -173,4 +192,5 @@ def give_rows(host: HostIds, rows: np.ndarray, *, is_mean: bool) -> HostIds:
         places = places and places._replace(places=places.places[keep])
     if weights is not None and is_mean:
         weights = rescale_flat_bags(weights, bags)
-    return dataclasses.replace(host, ids=ids, bags=bags, weights=weights, rows=places, keys=None)
+    given = {"ids": ids, "bags": bags, "weights": weights, "rows": places}
+    return dataclasses.replace(host, **given, keys=None, first=None)

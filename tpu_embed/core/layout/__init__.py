@@ -25,6 +25,7 @@ from tpu_embed.core.layout.parcels import (
     lines,
     most_per_shard,
     open_rows,
+    parcel_operand,
     send_parcels,
 )
 from tpu_embed.core.layout.placed_for import (
@@ -89,6 +90,7 @@ __all__ = [
     "make_stacks",
     "most_per_shard",
     "open_rows",
+    "parcel_operand",
     "rooms_in",
     "roomy",
     "round_up",

@@ -112,6 +112,10 @@ class MeshAxes:
 
     def sharding(self, names: Sequence[str]) -> NamedSharding:
         """Return the sharding that splits the first dimension over the named axes."""
+        return self._sharding(tuple(names))
+
+    @functools.cache  # noqa: B019
+    def _sharding(self, names: tuple[str, ...]) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(names))
 
     def spec(self, names: Sequence[str]) -> PartitionSpec:

@@ -9,7 +9,9 @@ Input: logical rows by table. Output: arrays `[S, m, …]`, one line per shard.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,6 @@ import numpy as np
 from tpu_embed._types import Array
 from tpu_embed.core.layout.rounding import ROW_MULTIPLE
 from tpu_embed.core.layout.stacks import Stack
-from tpu_embed.kernels.dispatch import host_kernels
 
 BY_ID = np.uint32(2**31)
 """Added to the number of a table: the row is that of an id, not of a key."""
@@ -52,25 +53,23 @@ class Parcels:
         self.parts = {t.name: slice(*ends[i : i + 2]) for i, (_, t) in enumerate(chosen)}
         # Physical rows 1 6 4 of shards with 4 rows: shard 0 gets 1, shard 1 the local rows 0 2.
         whole = np.concatenate(physical)
-        (ordered,) = host_kernels().sort_ids([whole])
-        firsts = np.arange(1, stack.num_shards + 1) * stack.num_rows
-        begins = np.concatenate([[0], np.searchsorted(ordered.rows, firsts)])
-        counts = np.diff(begins)
-        self.size = _bucket(max(int(counts.max()), least))
-        # Of the rows in order, those of shard s, from begins[s] on, have the places s · m, ….
-        shift = np.arange(stack.num_shards) * self.size - begins[:-1]
-        self.at = np.empty(whole.size, np.int64)
-        self.at[ordered.order] = np.arange(whole.size) + np.repeat(shift, counts)
-        self._local = whole if stack.num_shards == 1 else whole % stack.num_rows
+        order = np.argsort(whole)  # all are different
+        self.at, places = np.empty(whole.size, np.int64), np.arange(whole.size)
+        if stack.num_shards == 1:
+            self.size, self._local = _bucket(max(whole.size, least)), whole
+        else:
+            firsts = np.arange(1, stack.num_shards + 1) * stack.num_rows
+            begins = np.concatenate([[0], np.searchsorted(whole[order], firsts)])
+            counts = np.diff(begins)
+            self.size, self._local = _bucket(max(int(counts.max()), least)), whole % stack.num_rows
+            # Of the rows in order, those of shard s, from begins[s] on, have the places s · m, ….
+            shift = np.arange(stack.num_shards) * self.size - begins[:-1]
+            places += np.repeat(shift, counts)
+        self.at[order] = places
 
     def room(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return an array `[S, m, …]` for rows of a shape, of which no number is set."""
-        made = np.empty((self._stack.num_shards, self.size, *shape), dtype)
-        if made.ctypes.data % _LINE == 0:
-            return made
-        whole = np.empty(made.nbytes + _LINE, np.uint8)
-        first = -whole.ctypes.data % _LINE
-        return whole[first : first + made.nbytes].view(made.dtype).reshape(made.shape)
+        return _empty((self._stack.num_shards, self.size, *shape), np.dtype(dtype))
 
     def packed(self, values: np.ndarray) -> np.ndarray:
         """Return `[S, m, …]`: values `[n, …]`, given table after table, in the parcels."""
@@ -114,11 +113,12 @@ class Parcels:
     def _columns(self, columns: list[np.ndarray], at: np.ndarray) -> np.ndarray:
         """Return uint32 `[S, columns, m]`, columns `[n]` in the parcels, the rest absent."""
         shards = self._stack.num_shards
-        made = np.full((len(columns), shards * self.size), _ABSENT)
-        for line, column in zip(made, columns, strict=True):
-            line[at] = column
-        by_shard = made.reshape(len(columns), shards, self.size).swapaxes(0, 1)
-        return np.ascontiguousarray(by_shard)
+        made = _empty((shards, len(columns), self.size), np.dtype(np.uint32))
+        made.fill(_ABSENT)
+        shard, place = np.divmod(at, self.size) if shards > 1 else (0, at)
+        for number, column in enumerate(columns):
+            made[shard, number, place] = column
+        return made
 
 
 def lines(parcels: np.ndarray) -> np.ndarray:
@@ -128,9 +128,21 @@ def lines(parcels: np.ndarray) -> np.ndarray:
 
 def send_parcels(parcels: np.ndarray, sharding: jax.sharding.Sharding) -> Array:
     """Send each device its line of parcels `[S, …]`; lines for other processes may be anything."""
-    if sharding.is_fully_addressable:
-        return jax.device_put(parcels, sharding)
+    # `device_put` of a NumPy array takes three times as long, besides the copy.
     return jax.make_array_from_callback(parcels.shape, sharding, parcels.__getitem__)
+
+
+def parcel_operand(parcels: np.ndarray, sharding: jax.sharding.Sharding) -> Any:
+    """Return parcels as an operand of a program: one device takes its line from the host itself."""
+    return parcels if sharding.num_devices == 1 else send_parcels(parcels, sharding)
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return an array that is not copied on its way to a CPU device, with arbitrary numbers."""
+    size = math.prod(shape) * dtype.itemsize
+    whole = np.empty(size + _LINE, np.uint8)
+    first = -whole.ctypes.data % _LINE
+    return whole[first : first + size].view(dtype).reshape(shape)
 
 
 def fetch_parcels(parcels: Array) -> np.ndarray:

@@ -292,6 +292,8 @@ class KeyedBatches:
 
     def _global_examples(self, host: HostIds, local: np.ndarray) -> np.ndarray:
         """Return the numbers in the global batch of examples of this process."""
+        if self._agreement.alone:
+            return local
         # With 2 examples per replica, and replicas 4 and 6 here: examples 0 1 2 3 are 8 9 12 13.
         size = host.shape.batch // len(self._replicas)
         return self._replicas[local // size] * size + local % size
@@ -306,7 +308,7 @@ class KeyedBatches:
 
     def _merge(
         self, name: str, hosts: Sequence[HostIds], parts: Sequence[Part]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | slice]:
         """Return the rows of known keys, int64, the unknown keys in batch order, and that order.
 
         It is the order of the keys of all parts of the first feature, of the second, and so on.
@@ -317,7 +319,8 @@ class KeyedBatches:
             size = hosts[f].shape.batch // len(self._replicas) * self._layout.axes.replicas
             places.append((np.concatenate([part.examples[i] for part in parts]), size))
         known = np.concatenate([part.known for part in parts]).astype(np.int64)
-        order = batch_order(places)
+        # The keys of one feature, all in this process, are in batch order as they are.
+        order = batch_order(places) if len(keys) > 2 else slice(None)
         return known, np.concatenate(keys)[order], order
 
     def _give_rows(
@@ -325,7 +328,7 @@ class KeyedBatches:
         name: str,
         parts: Sequence[Part],
         rows: np.ndarray,
-        order: np.ndarray,
+        order: np.ndarray | slice,
         mine: Part,
         found: Mapping[int, np.ndarray],
     ) -> None:

@@ -33,7 +33,7 @@ from tpu_embed.core.layout import (
     fetch_parcels,
     lines,
     open_rows,
-    send_parcels,
+    parcel_operand,
 )
 from tpu_embed.core.state.table_state import (
     StackShard,
@@ -127,7 +127,7 @@ Fields = dict[str, Array]
 
 
 class Sent(NamedTuple):
-    """Rows of one stack that are on the devices, to be written into its table.
+    """Rows of one stack, to be written into its table: operands of a program, see `parcel_operand`.
 
     Attributes:
       places: uint32 `[S, 2, m]`, the local rows of all rows of its parcels, in halves.
@@ -270,9 +270,10 @@ class RowMover:
             else:
                 copies[name] = call(self._collecting[name], held, one.places)
             tables[name], slots[name] = held
-        for array in jax.tree.leaves(copies):
-            for shard in array.addressable_shards:
-                shard.data.copy_to_host_async()
+        if not self._layout.axes.on_cpu:  # the host's memory is where they are then
+            for array in jax.tree.leaves(copies):
+                for shard in array.addressable_shards:
+                    shard.data.copy_to_host_async()
         return dataclasses.replace(state, tables=tables, slots=slots), copies
 
     def lower(self, stack: Stack, held: StackShard, sent: Sent) -> Any:
@@ -287,8 +288,8 @@ class RowMover:
         ]
         return [(s, mine) for s, mine in every if any(one.size for one in mine.values())]
 
-    def _sent(self, stack: Stack, array: np.ndarray) -> Array:
-        return send_parcels(array, self._layout.axes.sharding(stack.shard_axes))
+    def _sent(self, stack: Stack, array: np.ndarray) -> Any:
+        return parcel_operand(array, self._layout.axes.sharding(stack.shard_axes))
 
 
 def leaving_rooms(

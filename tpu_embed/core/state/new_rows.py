@@ -38,6 +38,8 @@ from tpu_embed.core.layout import (
     TableSlice,
     keeps_numbers,
     open_rows,
+    parcel_operand,
+    send_parcels,
 )
 from tpu_embed.core.state.init import (
     NewRows,
@@ -117,7 +119,7 @@ def new_version(
     """
     tables = vocabulary[MAP_VERSION].shape[0] - 2
     numbers = [*steps, *([steps[0]] * tables if taken is None else taken)]
-    return {**vocabulary, MAP_VERSION: _put(np.array(numbers, np.int32), axes.sharding(()))}
+    return {**vocabulary, MAP_VERSION: send_parcels(np.array(numbers, np.int32), axes.sharding(()))}
 
 
 def random_key(vocabulary: Mapping[str, Array]) -> tuple[str, Array]:
@@ -168,7 +170,7 @@ class NewRowWriter:
                 keys = {n: one.keys for n, one in chosen.items()}
                 by_id = {n: one.by_id for n, one in chosen.items()}
                 keyed = Parcels(stack, rows, least).keyed(keys, by_id)
-                parcels[stack] = _put(keyed, axes.sharding(stack.shard_axes))
+                parcels[stack] = parcel_operand(keyed, axes.sharding(stack.shard_axes))
         # The first program donates an array of the state: what can fail before has been done.
         tables, slots = dict(state.tables), dict(state.slots)
         kind, data = random_key(state.vocabulary)
@@ -203,11 +205,6 @@ class NewRowWriter:
             out_specs=specs,
             check_vma=False,
         )(held, data, parcels)
-
-
-def _put(array: np.ndarray, sharding: Any) -> Array:
-    """Send an array that all processes have to the devices, each its part."""
-    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
 def open_keyed(parcel: Array, stack: Stack) -> KeyedParcel:

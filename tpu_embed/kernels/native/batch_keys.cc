@@ -1,5 +1,7 @@
 // The keys of a batch: which are there, and which of them have no row.
+#include <algorithm>
 #include <cstdint>
+#include <utility>
 
 #include "key_index.h"
 #include "threads.h"
@@ -8,6 +10,7 @@ namespace tpu_embed {
 namespace {
 
 constexpr int64_t kAhead = 8;  // keys whose slots are asked for in advance
+constexpr int64_t kFirstSlots = int64_t{1} << 13;
 
 // As `host_reference.distinct_keys`.
 struct DistinctTask {
@@ -15,6 +18,7 @@ struct DistinctTask {
   int64_t n;
   uint64_t* distinct;  // result, [n], of which `size` are written
   int32_t* positions;  // result, [n]
+  int64_t* first;      // result, [n], of which `size` are written
   int64_t size;        // result
 };
 
@@ -48,17 +52,31 @@ struct RowsTask {
 };
 
 void number_keys(DistinctTask& task) {
-  KeyIndex index(2 * task.n + 1, task.n);
+  // Most batches have far fewer keys than ids, so the index begins small, and near to the processor,
+  // and grows while keys come.
+  int64_t slots = std::min(4 * task.n + 1, kFirstSlots);
+  KeyIndex index(slots, task.n);
   const auto key_at = [&](int64_t position) { return task.distinct[position]; };
   task.size = 0;
-  for (int64_t i = 0; i < task.n; ++i) {
-    if (i + kAhead < task.n) index.prefetch(hash_of(task.keys[i + kAhead]));
-    const uint64_t hash = hash_of(task.keys[i]);
+  uint64_t hashes[kAhead];  // of the keys to come
+  for (int64_t i = -kAhead; i < task.n; ++i) {
+    const uint64_t hash = hashes[i & (kAhead - 1)];
+    if (i + kAhead < task.n) {
+      index.prefetch(hashes[i & (kAhead - 1)] = hash_of(task.keys[i + kAhead]));
+    }
+    if (i < 0) continue;
     int64_t position = index.find(task.keys[i], hash, key_at);
     if (position == KeyIndex::kNone) {
+      if (4 * task.size >= slots) {
+        slots = std::min(4 * task.n + 1, 4 * slots);
+        KeyIndex larger(slots, task.n);
+        for (int64_t at = 0; at < task.size; ++at) larger.insert(hash_of(task.distinct[at]), at);
+        index = std::move(larger);
+      }
       position = task.size++;
       index.insert(hash, position);
       task.distinct[position] = task.keys[i];
+      task.first[position] = i;
     }
     task.positions[i] = static_cast<int32_t>(position);
   }

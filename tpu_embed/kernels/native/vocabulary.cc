@@ -107,6 +107,8 @@ extern "C" void tpu_embed_vocabulary_forget(tpu_embed::KeyMap* map, int64_t step
   map->forget(step);
 }
 
+extern "C" int64_t tpu_embed_vocabulary_step(const tpu_embed::KeyMap* map) { return map->step(); }
+
 extern "C" void tpu_embed_vocabulary_numbers(const tpu_embed::KeyMap* map,
                                              tpu_embed::Numbers* numbers) {
   const auto [keys, waiting] = map->most_keys();
