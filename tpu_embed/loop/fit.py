@@ -125,6 +125,8 @@ def fit(
     ):
         if keeper is None or not keeper.resume(run, placed):
             run.begin(state, seed)
+        elif line is not None:
+            line.begin(f"{directory}: going on from step {run.step:,}")
         _train(run, train_step, placed, reporter, keeper, schedule.left(run.step))
         return reporter.finish(run)
 

@@ -159,7 +159,11 @@ class Keeper:
         """
         if self._manager.latest_step() is None:
             return False
-        found = self._manager.restore(model=_saved_model(run))
+        try:
+            found = self._manager.restore(model=_saved_model(run))
+        except (ValueError, FileNotFoundError) as error:
+            error.add_note("fit: to begin a new run instead, name another directory.")
+            raise
         position = found.position
         if not isinstance(position, dict) or position.get("fit") != FORMAT:
             expected, got = "checkpoints that fit has written", f"one with position {position!r}"
