@@ -118,7 +118,7 @@ def look(browser: Any, address: str, names: list[str], shots: Path | None) -> It
 
 def main() -> int:
     """Look at all pages; return how many findings there are, at most 1."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--site", type=Path, default=ROOT / "build" / "site")
     parser.add_argument("--pages", default="**/*.html", help="a pattern of file names")
     parser.add_argument("--screenshots", type=Path, help="a folder for a picture of each page")
