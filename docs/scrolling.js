@@ -1,5 +1,5 @@
-// The theme puts each table into a box that scrolls. Where the table is wider than its box, the box
-// takes the focus, so that the arrow keys scroll it.
+// Boxes that scroll: the theme puts each table into one, and `extra.css` each picture. Where one is
+// too narrow for what is in it, it takes the focus, so that the arrow keys scroll it.
 addEventListener("load", () => {
   const mark = ({ target: box }) => {
     if (box.scrollWidth <= box.clientWidth) {
@@ -7,9 +7,9 @@ addEventListener("load", () => {
     } else {
       box.tabIndex = 0;
       box.setAttribute("role", "group");
-      box.setAttribute("aria-label", "Wide table");
+      box.setAttribute("aria-label", "Wide content");
     }
   };
   const watcher = new ResizeObserver((entries) => entries.forEach(mark));
-  document.querySelectorAll(".md-typeset__scrollwrap").forEach((box) => watcher.observe(box));
+  document.querySelectorAll(".md-typeset__scrollwrap, .md-typeset picture").forEach((box) => watcher.observe(box));
 });
