@@ -2,10 +2,10 @@
 
     python tests/repo/accessibility.py [--site build/site] [--pages PATTERN] [--screenshots FOLDER]
 
-It prints the findings that axe calls serious or critical, pages that are wider than the window,
-requests that leave the site, and whether search works; the exit status is 1 if there is any of
-the first three, or no search. It needs the extra `accessibility`, and Chromium: the one that
-`CHROMIUM` names, or else the first of `chromium` and `google-chrome` on the path.
+It prints what axe calls serious or critical, pages that are wider than the window, requests that
+leave the site, and a search that finds nothing; if there is any, the exit status is 1. It needs
+the extra `accessibility`, and Chromium: the one that `CHROMIUM` names, or else the first of
+`chromium` and `google-chrome` on the path.
 """
 
 from __future__ import annotations
