@@ -235,10 +235,12 @@ def test_a_line_is_rewritten_on_a_terminal_and_written_elsewhere():
 
 
 def test_the_line_goes_to_stderr(capsys):
-    trained(progress=True, report_every=3)
+    trained(progress=True, report_every=3, evaluation=list(of_items(1)))
     out, err = capsys.readouterr()
     assert out == ""
-    assert [line.split("  ")[0] for line in err.splitlines()] == ["step 3", "step 6"]
+    lines = [line.split("  ") for line in err.splitlines()]
+    assert [parts[0] for parts in lines] == ["step 3", "step 6", "step 6"]
+    assert ["steps/s" in parts[-1] for parts in lines] == [True, True, False]
 
 
 # -- what is refused -----------------------------------------------------------------------------
