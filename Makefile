@@ -8,7 +8,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PYTEST := $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup setup-newest environments test test-all test-shard test-newest test-newest-quick test-tpu-compile sanitize lint docs wheel bench example multihost clean
+.PHONY: setup setup-newest environments test test-all test-shard test-newest test-newest-quick test-tpu-compile sanitize lint docs accessibility wheel bench example multihost clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml setup.py $(wildcard tpu_embed/kernels/native/*)
@@ -108,6 +108,11 @@ lint: setup
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet --site-dir build/site
 	! grep -rnoE --include=*.html '(<link[^>]*(stylesheet|icon|preload|preconnect)|<script|<img|<source|<iframe)[^>]*(src|href|srcset)="?(https?:)?//' build/site
+
+# Every page in Chromium, which has to be there: contrast, names, focus, requests that leave the site.
+accessibility: docs
+	$(PY) -m pip install --quiet --disable-pip-version-check --editable ".[accessibility]"
+	$(PY) tests/repo/accessibility.py
 
 # The sdist, the wheel made from it, and both tried: installed where the source tree is not.
 WHEEL := build/wheel

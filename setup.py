@@ -14,6 +14,7 @@ NATIVE = Path("tpu_embed/kernels/native")
 FLAGS = [
     "-std=c++17",
     "-O3",
+    "-g0",  # the flags of Python may have -g, which would make nine tenths of the file
     "-ffp-contract=off",  # products and sums are rounded one by one, as in the XLA path
     "-fno-math-errno",
     "-fno-trapping-math",

@@ -238,10 +238,12 @@ def test_a_line_is_rewritten_on_a_terminal_and_written_elsewhere():
 
 
 def test_the_line_goes_to_stderr(capsys):
-    trained(progress=True, report_every=3)
+    trained(progress=True, report_every=3, evaluation=list(of_items(1)))
     out, err = capsys.readouterr()
     assert out == ""
-    assert [line.split("  ")[0] for line in err.splitlines()] == ["step 3", "step 6"]
+    lines = [line.split("  ") for line in err.splitlines()]
+    assert [parts[0] for parts in lines] == ["step 3", "step 6", "step 6"]
+    assert ["steps/s" in parts[-1] for parts in lines] == [True, True, False]
 
 
 # -- what is refused -----------------------------------------------------------------------------
@@ -323,9 +325,21 @@ def test_checkpoints_of_others_are_refused(tmp_path):
         trained(directory=tmp_path / "run")
 
 
-def test_a_run_that_is_done_stays_as_it_is(tmp_path):
+def test_a_run_of_another_model_is_refused_with_a_remedy(tmp_path):
+    trained(directory=tmp_path / "run", steps=1)
+    options = {"loss": loss_of_network, "model": Network(nnx.Rngs(0)), "optimizer": DENSE}
+    with pytest.raises(FileNotFoundError, match="none of model") as refused:
+        trained(directory=tmp_path / "run", **options)
+    assert "to begin a new run instead, name another directory" in "".join(refused.value.__notes__)
+
+
+def test_a_run_that_is_done_stays_as_it_is(tmp_path, capsys):
     first = trained(directory=tmp_path / "run", steps=4)
-    again = trained(directory=tmp_path / "run", steps=4, evaluation=list(of_items(2)))
+    more = {"steps": 4, "evaluation": list(of_items(2)), "progress": True}
+    again = trained(directory=tmp_path / "run", **more)
+    begun, done = capsys.readouterr().err.splitlines()
+    assert begun == f"{tmp_path / 'run'}: going on from step 4"
+    assert done.startswith("step 4 of 4  nothing left to train on  evaluation: loss ")
     np.testing.assert_array_equal(table(first), table(again))
     assert (again.step, np.isnan(again.loss)) == (4, True)
     assert again.evaluation["loss"] > 0

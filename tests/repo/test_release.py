@@ -4,18 +4,26 @@ import re
 import tomllib
 from pathlib import Path
 
+import tpu_embed
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_version_is_the_same_in_both_places():
+def lines(name, beginning):
+    """Return the lines of a file that begin with a pattern."""
+    return re.findall(f"^{beginning}.*$", (ROOT / name).read_text(), re.MULTILINE)
+
+
+def test_the_version_and_its_date_are_the_same_wherever_they_stand():
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    (cited,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
-    assert cited == version
-
-
-def test_the_changelog_begins_with_what_is_not_released():
-    sections = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert sections[0] == "[Unreleased]"
+    cited = dict(
+        line.split(": ", 1) for line in lines("CITATION.cff", r"(?:version|date-released):")
+    )
+    unreleased, newest = lines("CHANGELOG.md", "## ")[:2]
+    assert unreleased == "## [Unreleased]"
+    assert newest == f"## [{version}] - {cited['date-released']}"
+    assert cited["version"] == version
+    assert tpu_embed.__version__ == version, "run `make setup`: what is installed is older"
 
 
 def test_the_commands_of_a_release_exist():

@@ -42,9 +42,3 @@ def test_benchmarks_of_the_makefile_exist():
     assert {f"{name}.py" for name in listed.split()} <= {
         path.name for path in (ROOT / "benchmarks").iterdir()
     }
-
-
-def test_the_version_is_the_same_wherever_it_stands():
-    (version,) = re.findall(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)
-    (cited,) = re.findall(r"^version: (.*)", (ROOT / "CITATION.cff").read_text(), re.M)
-    assert cited == version

@@ -129,6 +129,8 @@ def fit(
     ):
         if keeper is None or not keeper.resume(run, placed, steps):
             run.begin(state, seed)
+        elif line is not None:
+            line.begin(f"{directory}: going on from step {run.step:,}")
         return _train(run, train_step, placed, reporter, keeper, schedule.left(run.step))
 
 

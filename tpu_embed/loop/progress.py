@@ -1,6 +1,7 @@
 """Show reports of a run while it goes on.
 
-Input: reports. Output: one line that is rewritten on a terminal; elsewhere a line for each report.
+Input: where the run begins, and reports. Output: a line for the first; one line that is rewritten
+on a terminal for the others, elsewhere a line for each.
 """
 
 from __future__ import annotations
@@ -22,6 +23,15 @@ class ProgressLine:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream, self._width = stream, 0
+
+    def begin(self, text: str) -> None:
+        """Say in a line of its own where the run begins; of several processes the first one does.
+
+        Args:
+          text: what is said.
+        """
+        if jax.process_index() == 0:
+            print(text, file=self._stream or sys.stderr, flush=True)
 
     def show(self, report: Report) -> None:
         """Show a report; of several processes the first one does."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import time
 from typing import Any
 
@@ -55,14 +56,19 @@ class Report:
           'step 1,200 of 5,000  loss 0.4321  auc 0.75  evaluation: loss 0.5  85.2 steps/s'
         """
         parts = [f"step {self.step:,}" + (f" of {self.steps:,}" if self.steps else "")]
-        parts += [f"{name} {value:.4g}" for name, value in self._named()]
+        no_step = self.steps_per_second == 0  # since the last report
+        # A run that went on from its end: a loss of NaN would read as if training had failed.
+        was_done = no_step and math.isnan(self.loss)
+        parts += ["nothing left to train on"] if was_done else self._means()
         if self.evaluation is not None:
             named = (f"{name} {value:.4g}" for name, value in self.evaluation.items())
             parts.append("evaluation: " + "  ".join(named))
-        return "  ".join([*parts, f"{self.steps_per_second:,.1f} steps/s"])
+        return "  ".join(parts if no_step else [*parts, f"{self.steps_per_second:,.1f} steps/s"])
 
-    def _named(self) -> list[tuple[str, float]]:
-        return [("loss", self.loss), *self.metrics.items()]
+    def _means(self) -> list[str]:
+        return [
+            f"{name} {value:.4g}" for name, value in {"loss": self.loss, **self.metrics}.items()
+        ]
 
 
 class Window:

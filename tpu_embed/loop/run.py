@@ -189,7 +189,11 @@ class Keeper:
             remedy = "give more steps, or another directory for another run"
             text = message("fit: steps", expected=expected, got=f"{steps}", remedy=remedy)
             raise ValueError(text)
-        found = self._manager.restore(model=_saved_model(run))
+        try:
+            found = self._manager.restore(model=_saved_model(run))
+        except (ValueError, FileNotFoundError) as error:
+            error.add_note("fit: to begin a new run instead, name another directory.")
+            raise
         position = found.position
         if not isinstance(position, dict) or position.get("fit") != FORMAT:
             expected, got = "checkpoints that fit has written", f"one with position {position!r}"

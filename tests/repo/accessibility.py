@@ -1,0 +1,148 @@
+"""Look at every page of the site with axe in Chromium: light and dark, wide and narrow.
+
+    python tests/repo/accessibility.py [--site build/site] [--pages PATTERN] [--screenshots FOLDER]
+
+It prints what axe calls serious or critical, pages that are wider than the window, requests that
+leave the site, and a search that finds nothing; if there is any, the exit status is 1. It needs
+the extra `accessibility`, and Chromium: the one that `CHROMIUM` names, or else the first of
+`chromium` and `google-chrome` on the path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import functools
+import http.server
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SCHEMES = "light", "dark"
+WIDTHS = 1280, 390
+GRAVE = "serious", "critical"
+SEARCHED = "checkpoint"
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """Serves files without a line for each."""
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def serve(site: Path) -> http.server.ThreadingHTTPServer:
+    """Serve a folder on a free port of this machine, in a thread."""
+    handler = functools.partial(Quiet, directory=str(site))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+def find_chromium() -> str:
+    """Return the path of the browser.
+
+    Raises:
+      SystemExit: there is none.
+    """
+    names = [os.environ["CHROMIUM"]] if "CHROMIUM" in os.environ else ["chromium", "google-chrome"]
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        sys.exit(f"accessibility: no browser named {' or '.join(names)}; CHROMIUM=path names one")
+    return found
+
+
+def findings(page: Any, axe: Any) -> Iterator[str]:
+    """Yield what is wrong with the page that is shown: a line for each rule and reason."""
+    places = collections.defaultdict(list)
+    for violation in axe.run(page).response["violations"]:
+        for node in violation["nodes"] if violation["impact"] in GRAVE else ():
+            why = " ".join(each["message"] for each in node["any"] + node["all"])
+            where = " ".join(map(str, node["target"]))
+            places[violation["id"], violation["impact"], why].append(where)
+    for (rule, impact, why), found in places.items():
+        yield f"{rule} ({impact}), {len(found)} times, first at {found[0]}: {why}"
+    width = page.evaluate("document.scrollingElement.scrollWidth - innerWidth")
+    if width > 0:
+        yield f"{width} pixels wider than the window"
+
+
+def search(page: Any, address: str) -> str | None:
+    """Search for a word, as a reader does; return what is wrong, or None."""
+    page.goto(address)
+    page.keyboard.press("/")  # opens it, whatever the width
+    page.keyboard.type(SEARCHED)
+    try:
+        page.locator(".md-search-result__link").first.wait_for()
+    except Exception as error:  # whose class is in a package that may not be there
+        return f"search for {SEARCHED!r} finds nothing: {str(error).splitlines()[0]}"
+    return None
+
+
+def look(browser: Any, address: str, names: list[str], shots: Path | None) -> Iterator[str]:
+    """Yield what is wrong with any page, a line for each; print how far it is."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    axe, outside = Axe(), collections.Counter()
+
+    def note(request: Any) -> None:
+        if not request.url.startswith((address, "data:", "blob:")):
+            outside[request.url] += 1
+
+    for scheme in SCHEMES:
+        with browser.new_context(color_scheme=scheme) as context:
+            context.on("request", note)
+            page = context.new_page()
+            for width in WIDTHS:
+                page.set_viewport_size({"width": width, "height": 900})
+                for name in names:
+                    page.goto(address + name)
+                    for finding in findings(page, axe):
+                        yield f"{name} {scheme} {width}: {finding}"
+                    if shots is not None:
+                        file = (
+                            f"{name.replace('/', '_').removesuffix('.html')}-{scheme}-{width}.png"
+                        )
+                        page.screenshot(path=shots / file)
+                print(f"{len(names)} pages, {scheme}, {width} pixels", file=sys.stderr)
+                wrong = search(page, address + "index.html")
+                if wrong is not None:
+                    yield f"index.html {scheme} {width}: {wrong}"
+    yield from (f"{count} requests leave the site: {url}" for url, count in outside.items())
+
+
+def main() -> int:
+    """Look at all pages; return how many findings there are, at most 1."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--site", type=Path, default=ROOT / "build" / "site")
+    parser.add_argument("--pages", default="**/*.html", help="a pattern of file names")
+    parser.add_argument("--screenshots", type=Path, help="a folder for a picture of each page")
+    arguments = parser.parse_args()
+    names = sorted(
+        str(path.relative_to(arguments.site)) for path in arguments.site.glob(arguments.pages)
+    )
+    if not names:
+        sys.exit(f"accessibility: no page {arguments.pages} in {arguments.site}; `make docs` first")
+    from playwright.sync_api import sync_playwright
+
+    address = f"http://127.0.0.1:{serve(arguments.site).server_port}/"
+    if arguments.screenshots is not None:
+        arguments.screenshots.mkdir(parents=True, exist_ok=True)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=find_chromium())
+        count = 0
+        for finding in look(browser, address, names, arguments.screenshots):
+            print(finding, flush=True)
+            count += 1
+        browser.close()
+    print(f"{count} findings on {len(names)} pages")
+    return min(count, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
