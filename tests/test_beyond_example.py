@@ -15,6 +15,7 @@ def config_in(folder, changed=""):
     return path
 
 
+@pytest.mark.whole
 def test_both_runs_are_equal_and_rows_move(tmp_path):
     config = config_in(tmp_path, SMALL)
     out = run("beyond.py", "--devices", 8, "--config", config, cwd=tmp_path)

@@ -97,6 +97,7 @@ def one_request(requests, r, without=None):
     )
 
 
+@pytest.mark.whole
 def test_a_request_is_scored_by_itself_and_so_is_a_candidate(config, monkeypatch):
     module = load_hstu("dlrm_v4_model", monkeypatch)
     network = module.DlrmV4(config, nnx.Rngs(1))

@@ -23,6 +23,7 @@ def test_quickstart(tmp_path):
     np.testing.assert_array_equal(functional, numbers(r"(\S+) by enqueue", out))
 
 
+@pytest.mark.whole
 def test_custom_loop(tmp_path):
     out = run("custom_loop.py", "--steps", 40, "--batch-size", 256, "--devices", 8, cwd=tmp_path)
     first, last = numbers(r"(\S+) at (?:first|last)", out)

@@ -19,6 +19,7 @@ from tpu_embed.optimizers import Adam
 ITEMS, D = 600, 8
 
 
+@pytest.mark.whole
 def test_500_candidates_in_one_call_are_500_calls(monkeypatch, tmp_path):
     ranker = load_hstu("ranker", monkeypatch)
     network = ranker.Ranker(2, D, 2, longest=64, buckets=8, block=32, rngs=nnx.Rngs(0))
@@ -133,6 +134,7 @@ def learner_of(model, mesh, **options):
     return model.Learner(config, 10, network, steps=10, mesh=mesh)
 
 
+@pytest.mark.whole
 def test_no_padded_array_in_the_whole_step(monkeypatch, readers_promotion):
     """Of 16 histories all but one are short; B · L · D is 16,384, and C · 4 D about 6,000."""
     learner = learner_of(load_hstu("model", monkeypatch), mesh_of(1), longest=128, block=16)

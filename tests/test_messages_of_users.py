@@ -35,6 +35,7 @@ def plan(tmp_path, text, *options):
     return subprocess.run(run, capture_output=True, text=True)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("ends", ["import sys; sys.exit(0)", "raise SystemExit('enough')"])
 @pytest.mark.quick(1)
 def test_a_config_that_ends_the_program_is_an_error(tmp_path, ends):
@@ -63,6 +64,7 @@ def test_the_plan_is_short_and_takes_a_memory(tmp_path):
         assert (done.returncode, says in done.stderr) == (1, True), done.stderr
 
 
+@pytest.mark.whole
 def test_the_version_is_told():
     run = [sys.executable, "-m", "tpu_embed", "--version"]
     done = subprocess.run(run, capture_output=True, text=True, check=True)

@@ -155,6 +155,7 @@ def test_embedding_tables_are_a_pytree_in_the_order_of_the_features():
 # -- packages that are imported on first use -----------------------------------------------------
 
 
+@pytest.mark.whole
 def test_packages_are_imported_when_they_are_first_used():
     program = """
 import sys, tpu_embed

@@ -93,6 +93,7 @@ def test_every_engine_takes_the_state_of_every_other(source, target):
     assert map_contents(other) == maps
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("source", "target"),
     [("on the host", "small, keys on the host"), ("alone", "rows on the host")],

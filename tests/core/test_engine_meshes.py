@@ -94,6 +94,7 @@ def _replicated(devices):
     return place
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("kind", "ambient"),
     [

@@ -187,6 +187,7 @@ def test_what_is_sent_of_sharded_tables_has_16_bits(monkeypatch):
     assert {dtype for dtype, name in sent if dtype.startswith("f")} == {"f32"}
 
 
+@pytest.mark.whole
 def test_float32_is_the_default():
     case = cases.draw(11)
     texts = [

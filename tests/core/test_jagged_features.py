@@ -193,6 +193,7 @@ def test_forms_of_one_sequence_agree():
         assert int(np.asarray(mask).sum()) == 12
 
 
+@pytest.mark.whole
 def test_the_guard_reads_rows_alone():
     engine = engine_of(8, SGD(0.1), jagged=True, on_bad_gradient="error")
     rng = np.random.default_rng(0)

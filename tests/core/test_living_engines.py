@@ -223,6 +223,7 @@ def test_engines_restored_from_one_checkpoint_are_two(tmp_path):
     first.lookup(state, batch)
 
 
+@pytest.mark.whole
 def test_a_stateful_api_takes_neither_state_nor_batch_of_another():
     table = TableConfig(3, 2, name="t", vocabulary=DynamicVocabulary())
     one, other = (

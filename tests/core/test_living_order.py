@@ -147,6 +147,7 @@ def test_a_lookup_whose_rows_were_not_touched_stays_valid_on_the_host(programs):
     np.testing.assert_array_equal(lookup(state, fresh)["x"], rows)
 
 
+@pytest.mark.whole
 def test_batches_that_were_thrown_away_are_undone():
     made, state = engine(), None
     state, _ = train(made, made.init(jax.random.key(KEY)), 4)

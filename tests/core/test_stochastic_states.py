@@ -78,6 +78,7 @@ HOMES = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.quick(1)
 def test_a_key_is_rounded_alike_in_whatever_row_it_stands(home, monkeypatch):

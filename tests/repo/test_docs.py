@@ -36,7 +36,11 @@ def run(name, text):
     return namespace
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+LONG = {"sequences.md"}
+RUN = [pytest.param(p, marks=[pytest.mark.whole] * (p.name in LONG)) for p in PAGES]
+
+
+@pytest.mark.parametrize("page", RUN, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 @pytest.mark.quick(6)
 def test_page(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -108,7 +108,7 @@ def test_in_batch(given):
 
 @pytest.mark.parametrize("own", [False, True], ids=["shared negatives", "own negatives"])
 @pytest.mark.parametrize("lead", [(B,), (2, 3)], ids=["examples", "sequences"])
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 def test_sampled(lead, own):
     rng = np.random.default_rng(4)
     drawn = (*lead, N) if own else (N,)
@@ -175,6 +175,7 @@ def test_negatives_are_those_of_the_global_batch(kind):
     np.testing.assert_allclose(found, alone, atol=16 * (D + 4) * EPS)
 
 
+@pytest.mark.whole
 def test_negatives_are_a_feature_of_a_layer():
     """Positives and shared negatives are looked up in one table by one layer."""
     from flax import nnx

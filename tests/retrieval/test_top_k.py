@@ -52,7 +52,7 @@ def small_blocks():
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 def test_integers_are_exact(devices, name):
     engine = engine_of(devices)
     state, rows = loaded(engine)
@@ -141,6 +141,7 @@ def test_zeros_are_equal():
     assert found.indices.tolist() == [[12, 10, 11]]
 
 
+@pytest.mark.whole
 def test_rows_that_come_in_rising_order():
     """Every block is better than all before it, so all bundles matter, and then none."""
     engine = engine_of(1)

@@ -90,6 +90,7 @@ def test_sums_and_products():
     assert np.array_equal(sum([a, b], np.zeros(a.shape, np.float32)), both)
 
 
+@pytest.mark.whole
 def test_norm_scaling_and_clipping_of_a_tree():
     slices, dense = draw(3, 15), jnp.arange(4.0)
     tree = {"table": slices, "kernel": dense, "none": None}
@@ -140,6 +141,7 @@ def test_errors_name_what_is_wrong():
         draw(0, 3) * jnp.ones(2)
 
 
+@pytest.mark.whole
 def test_low_precision_is_summed_in_float32():
     """In bfloat16 a sum of ones stops at 256."""
     ones = IndexedSlices(jnp.ones((300, 1), jnp.bfloat16), jnp.zeros(300, jnp.int32), (V, 1))

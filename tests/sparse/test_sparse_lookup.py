@@ -73,6 +73,7 @@ def test_the_weight_of_padding_is_not_read():
     assert np.isfinite(np.asarray(embedding_lookup(table_of(), IDS, weights, "mean"))).all()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
 @pytest.mark.quick(1)
 def test_empty_bags_have_zero_gradients(combiner):

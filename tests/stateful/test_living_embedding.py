@@ -82,6 +82,7 @@ def test_a_queue_does_what_a_loop_does(expected, pipelined, prefetched):
     assert_same(whole(made.engine, made.state), tables)
 
 
+@pytest.mark.whole
 def test_a_batch_that_is_looked_up_in_the_queue_sees_those_before_it():
     made, other = embedding(), engine()
     for step in (0, 1):

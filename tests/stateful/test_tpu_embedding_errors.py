@@ -39,6 +39,7 @@ WRONG_FEATURES = [
 
 @pytest.mark.parametrize("pipelined", [False, True])
 @pytest.mark.parametrize(("changed", "kind", "said"), WRONG_FEATURES)
+@pytest.mark.quick(4)
 def test_enqueue_of_wrong_features(changed, kind, said, pipelined):
     embedding, given = _dequeued(pipelined)
     before = snapshot(embedding)
@@ -63,6 +64,7 @@ WRONG_GRADIENTS = [
 
 
 @pytest.mark.parametrize(("changed", "kind", "said"), WRONG_GRADIENTS)
+@pytest.mark.quick(4)
 def test_wrong_gradients_change_nothing(changed, kind, said):
     embedding, given = _dequeued()
     before = snapshot(embedding)

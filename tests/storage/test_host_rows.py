@@ -53,6 +53,7 @@ def test_a_store_gives_room_back(kernels, tmp_path):
     np.testing.assert_array_equal(read["values"], rows["values"])
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("in_file", [False, True])
 @pytest.mark.parametrize("row_bytes", [40, 508, 12_000])
 @pytest.mark.quick(1)

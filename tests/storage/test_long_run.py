@@ -27,6 +27,7 @@ def run(closed, *steps):
     return done.stdout.splitlines()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("closed", [0, 1])
 @pytest.mark.quick(1)
 def test_the_end_of_a_run_leaves_no_thread(closed):

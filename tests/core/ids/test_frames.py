@@ -84,6 +84,7 @@ def test_pad_batch_says_what_to_give(name, make):
         tpu_embed.pad_batch(make(COLUMNS), 8)
 
 
+@pytest.mark.whole
 def test_neither_library_is_imported():
     libraries = "{'pandas', 'pyarrow', 'grain'}"
     script = f"import sys, tpu_embed, tpu_embed.data; print({libraries} & {{*sys.modules}})"

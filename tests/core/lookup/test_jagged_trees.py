@@ -113,6 +113,7 @@ def test_split_activations_with_optax_and_scan():
     assert jax.tree.structure(gradients[0]) == jax.tree.structure(values)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.quick(1)
 def test_nothing_moves_between_devices(kind):

@@ -171,6 +171,7 @@ def test_slots_start_as_declared_and_padding_as_zeros():
     assert not np.asarray(state.tables[stack.name])[padding].any()
 
 
+@pytest.mark.whole
 def test_random_slots_depend_on_no_layout():
     optimizer = o.Momentum(0.1, slot_initializers={"momenta": NORMAL})
     one, other = (

@@ -74,6 +74,7 @@ def test_training_goes_on_after_a_bad_step(devices):
     assert by_feature(engine, state) == {"again": 2}
 
 
+@pytest.mark.whole
 def test_allow_applies_what_it_gets():
     engine, before = trained("allow", 1, MET[8])
     after = engine.update(before, engine.place(draw_ids(MET[8])), spoil(MET[8], ["kernel"]))

@@ -75,6 +75,7 @@ def test_a_scan_skips_single_steps():
     assert_same(held_by(found), held_by(state))
 
 
+@pytest.mark.whole
 def test_capacities_that_do_not_suffice_skip_too():
     engine, before, batch, gradients = engine_of(["copies"], 2)
     stacks = [dataclasses.replace(g, row_capacity=1, partials=1) for g in batch.spec.stacks]
