@@ -78,7 +78,10 @@ def merge_update(
     columns = [x.shape[1] * (2 if x.dtype == jnp.uint32 else 1) for x in (sums, table)]
     chunk = _entries(rule, max(columns), packed)
     bounds = sparsecore_sums.worker_bounds(segments, workers, row_ids.shape[0])
-    operands = [bounds, sums, *_padded(index, segments, row_ids, rule.operand(), chunk)]
+    # Behind the barrier the rule's numbers are no constant, which libtpu 0.0.42 would copy into the
+    # body of a loop over steps in a way that aborts it.
+    bounds, numbers = jax.lax.optimization_barrier((bounds, rule.operand()))
+    operands = [bounds, sums, *_padded(index, segments, row_ids, numbers, chunk)]
     if keys is not None:
         bits = jax.lax.bitcast_convert_type(keys, jnp.int32)
         operands.append(jnp.pad(bits, (0, chunk + AHEAD + 8)))
