@@ -78,8 +78,7 @@ def merge_update(
     columns = [x.shape[1] * (2 if x.dtype == jnp.uint32 else 1) for x in (sums, table)]
     chunk = _entries(rule, max(columns), packed)
     bounds = sparsecore_sums.worker_bounds(segments, workers, row_ids.shape[0])
-    # Behind the barrier the rule's numbers are no constant, which libtpu 0.0.42 would copy into the
-    # body of a loop over steps in a way that aborts it.
+    # No constant, which in the body of a loop over steps aborts libtpu 0.0.42.
     bounds, numbers = jax.lax.optimization_barrier((bounds, rule.operand()))
     operands = [bounds, sums, *_padded(index, segments, row_ids, numbers, chunk)]
     if keys is not None:
