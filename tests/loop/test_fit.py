@@ -224,14 +224,11 @@ class Terminal(io.StringIO):
 
 
 def test_a_line_is_rewritten_on_a_terminal_and_written_elsewhere():
-    long, short = (
-        type("Report", (), {"line": lambda self, text=text: text})() for text in ("step 10", "step")
-    )
     written = {}
     for stream in (Terminal(), io.StringIO()):
         line = ProgressLine(stream)
-        line.show(long)
-        line.show(short)
+        line.show("step 10")
+        line.show("step")
         line.close()
         written[stream.isatty()] = stream.getvalue()
     assert written == {True: "\rstep 10\rstep   \n", False: "step 10\nstep\n"}
@@ -381,3 +378,22 @@ def test_a_resumed_run_gives_jagged_features_the_same_room(tmp_path):
 def test_a_bool_of_numpy_ends_the_run():
     """As `np.isnan(report.loss)` returns it."""
     assert trained(callback=lambda report: np.isfinite(report.loss), report_every=1).step == 1
+
+
+def test_a_finished_run_is_had_again_without_its_data(tmp_path):
+    done = trained(steps=4, directory=tmp_path)
+    again = trained([], steps=4, directory=tmp_path)
+    assert again.step == 4
+    np.testing.assert_array_equal(table(again), table(done))
+    for steps in (5, None):
+        with pytest.raises(ValueError, match="expected 4 batches before the next one"):
+            trained([], steps=steps, directory=tmp_path)
+    assert trained(steps=6, directory=tmp_path).step == 6
+
+
+def test_a_run_that_diverged_is_not_called_done(capsys):
+    options = {"evaluation": list(of_items(1)), "report_every": 3, "progress": True}
+    trained(loss=lambda activations, *rest: loss_of_tables(activations, *rest) * np.nan, **options)
+    lines = capsys.readouterr().err.splitlines()
+    assert "nothing left" not in "".join(lines)
+    assert "loss nan  evaluation" in lines[-1]

@@ -1,7 +1,7 @@
 """Show reports of a run while it goes on.
 
-Input: where the run begins, and reports. Output: a line for the first; one line that is rewritten
-on a terminal for the others, elsewhere a line for each.
+Input: where the run begins, and reports as text. Output: lines; on a terminal the reports are one
+line that is rewritten.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import sys
 from typing import TextIO
 
 import jax
-
-from tpu_embed.loop.reports import Report
 
 
 class ProgressLine:
@@ -33,11 +31,11 @@ class ProgressLine:
         if jax.process_index() == 0:
             print(text, file=self._stream or sys.stderr, flush=True)
 
-    def show(self, report: Report) -> None:
-        """Show a report; of several processes the first one does."""
+    def show(self, line: str) -> None:
+        """Show a report, `Report.line`; of several processes the first one does."""
         if jax.process_index() != 0:
             return
-        stream, line = self._stream or sys.stderr, report.line()
+        stream = self._stream or sys.stderr
         if stream.isatty():
             stream.write("\r" + line.ljust(self._width))
             self._width = len(line)

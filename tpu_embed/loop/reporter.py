@@ -104,6 +104,7 @@ class Reporter:
     def _report(self, run: Run, *, evaluates: bool) -> bool:
         """Report; return whether the callback ends the run."""
         means, speed = self._window.close()
+        idle = not means and self._last is None  # the run went on from its end
         if not means and self._last is not None:  # a second report of one step
             means = {"loss": self._last.loss, **self._last.metrics}
         report = Report(
@@ -118,7 +119,7 @@ class Reporter:
         )
         self._last, self._window = report, Window()  # whose time begins now
         if self._line is not None:
-            self._line.show(report)
+            self._line.show(report.line(idle=idle))
         answer = None if self._callback is None else self._callback(report)
         return answer is True or (isinstance(answer, np.bool_) and bool(answer))
 

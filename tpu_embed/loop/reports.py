@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 import time
 from typing import Any
 
@@ -46,8 +45,11 @@ class Report:
     state: TableState
     model: Any
 
-    def line(self) -> str:
+    def line(self, *, idle: bool = False) -> str:
         """Return the report as one line.
+
+        Args:
+          idle: whether the run had reached its end before, so that there is no loss to tell.
 
         Example:
           >>> given = {"metrics": {"auc": 0.75}, "evaluation": {"loss": 0.5}, "model": None}
@@ -56,14 +58,13 @@ class Report:
           'step 1,200 of 5,000  loss 0.4321  auc 0.75  evaluation: loss 0.5  85.2 steps/s'
         """
         parts = [f"step {self.step:,}" + (f" of {self.steps:,}" if self.steps else "")]
-        no_step = self.steps_per_second == 0  # since the last report
-        # A run that went on from its end: a loss of NaN would read as if training had failed.
-        was_done = no_step and math.isnan(self.loss)
-        parts += ["nothing left to train on"] if was_done else self._means()
+        parts += ["nothing left to train on"] if idle else self._means()
         if self.evaluation is not None:
             named = (f"{name} {value:.4g}" for name, value in self.evaluation.items())
             parts.append("evaluation: " + "  ".join(named))
-        return "  ".join(parts if no_step else [*parts, f"{self.steps_per_second:,.1f} steps/s"])
+        if self.steps_per_second:  # there were steps since the last report
+            parts.append(f"{self.steps_per_second:,.1f} steps/s")
+        return "  ".join(parts)
 
     def _means(self) -> list[str]:
         return [

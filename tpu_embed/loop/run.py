@@ -64,7 +64,8 @@ class Run:
         """Take a first state; None: that of the seed.
 
         Raises:
-          ValueError: it is no state of this engine, or one that was donated.
+          TypeError: it is no state.
+          ValueError: it is none of this engine, or one that was donated.
         """
         if state is None:
             state = self.engine.init(jax.random.key(seed))
@@ -202,7 +203,8 @@ class Keeper:
         model = found.model or {"network": tuple(run.network), "optimizer": run.carry[2]}
         run.step, run.position = position["step"], position["data"]
         run.carry = found.state, Network(*model["network"]), model["optimizer"]
-        placed.set_state(run.position)
+        if steps != latest:  # else nothing is left to read
+            placed.set_state(run.position)
         return True
 
     def save(self, run: Run, *, force: bool = False) -> None:

@@ -22,7 +22,9 @@ from tpu_embed.config import FeatureConfig
 
 _INT32_MAX = int(np.iinfo(np.int32).max)
 _REMEDIES = {
-    **dict.fromkeys("SUO", "tpu_embed.hash_ids makes ids of strings"),
+    **dict.fromkeys(
+        "SUO", "tpu_embed.hash_ids makes ids of strings, once strings that hold several are split"
+    ),
     "f": (
         "NaN in a pandas column turns its integers into floats: "
         'column.astype("Int64") keeps what is missing as padding, '

@@ -33,7 +33,6 @@ from tpu_embed.core.layout import Layout
 from tpu_embed.core.lookup import segments
 from tpu_embed.core.lookup.combine import activations_of
 from tpu_embed.core.lookup.jagged import Jagged
-from tpu_embed.kernels import dispatch
 
 not_differentiable = refuse_derivatives(
     "lookup",
@@ -173,25 +172,13 @@ def _lookup_stack(
             return combined(rows)
 
         any_overflow = collectives.any_device(overflow, view.layout.axes.mesh)
-        one = jnp.maximum(any_overflow.astype(jnp.float32), 1)  # which the compiler cannot know
 
         def in_branch(rows: RowRoute) -> tuple[Array, ...]:
-            return tuple(_no_kernels_result(x, one) for x in combined(rows))
+            # libtpu 0.0.42 aborts where a branch returns what a SparseCore's kernel wrote.
+            return jax.lax.optimization_barrier(combined(rows))
 
         def with_enough() -> tuple[Array, ...]:
             with jax.named_scope("overflow"):
                 return in_branch(device_route.route_rows(ordered, stack, enough)[0])
 
         return jax.lax.cond(any_overflow, with_enough, lambda: in_branch(rows))
-
-
-def _no_kernels_result(x: Array, one: Array) -> Array:
-    """Return an array that may be the result of a branch of a `cond`.
-
-    libtpu 0.0.42 aborts where that is what a SparseCore's kernel returns, as it lies.
-
-    Args:
-      x: an array.
-      one: the number 1, but not as a constant.
-    """
-    return dispatch.choose(x, otherwise=lambda x: x, sparse=lambda x: x * one.astype(x.dtype))

@@ -8,8 +8,8 @@ then they change roles. What the first copy has missed it gets before the next d
 
 A call keeps the copy that it began with, which is not written before the call has ended. So an
 answer is wholly from before a delta, or wholly from after it. Ctrl-C may come between any two
-lines: a copy that is being written is nobody's until it is whole, and a call is over, at the
-latest, when nothing refers to it any more.
+lines: a copy that is being written is nobody's until it is whole, and the end of a call is noted
+twice, and once more when nothing refers to the call.
 
 Input: a loaded model, deltas, requests of any thread. Output: answers.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -88,19 +88,11 @@ class FollowingModel:
         Raises:
           ValueError: the ids of the table are row numbers, or there is no such table.
         """
-        call = _Call()
-        try:
-            return self._begin(call).keys(name)[0]
-        finally:
-            self._end(weakref.ref(call))
+        return self._answer(lambda model: model.keys(name)[0])
 
     def __call__(self, features: PyTree, *inputs: PyTree, weights: PyTree | None = None) -> PyTree:
         """Return the outputs of the model; see `ServedModel`."""
-        call = _Call()
-        try:
-            return self._begin(call)(features, *inputs, weights=weights)
-        finally:
-            self._end(weakref.ref(call))
+        return self._answer(lambda model: model(features, *inputs, weights=weights))
 
     def apply(self, path: str | os.PathLike[str]) -> Version | None:
         """Apply a delta; calls that begin after this has returned have its rows.
@@ -132,6 +124,18 @@ class FollowingModel:
             with self._changed.lock:
                 self._copies = spare, answering
             return self.version
+
+    def _answer(self, ask: Callable[[ServedModel], Any]) -> Any:
+        """Return what the model that answers now is asked for; it stays as it is meanwhile."""
+        call = _Call()
+        ended = weakref.ref(call)
+        try:
+            return ask(self._begin(call))
+        finally:
+            try:
+                self._end(ended)
+            finally:
+                self._end(ended)  # for Ctrl-C that came before the first one had its effect
 
     def _begin(self, call: _Call) -> ServedModel:
         """Return the model that answers a call; it stays as it is until the call has ended."""
