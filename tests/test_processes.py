@@ -82,6 +82,7 @@ def test_a_search_over_the_devices_of_two_processes_is_exact(two):
         np.testing.assert_array_equal(keys.filled(0), case.KEYS[places])
         assert "top_k: expected the same arguments in every process, got others" in errors[0]
         assert "queries: expected an array on the host, or on all 8 devices" in errors[1]
+        assert "queries" in errors[2], "one process refuses them, and both raise"
 
 
 def test_several_blocks_on_each_device_have_the_bits_of_one_process(two):

@@ -88,9 +88,9 @@ def over_root(a: Any, epsilon: Any) -> Any:
 
 def _reciprocal_root(a: Any) -> Any:
     """Return 1 / √a of a finite number; of zero a large one, so that 0 / √0 is 0."""
-    # Half the exponent, negated, and a line through the mantissa; then Newton's step twice. Its
-    # constants, found by trying, halve the errors, because a plain step has errors of one sign
-    # only: what the first leaves is 1.3595 / √a within 2⁻¹⁰·⁵, and the second takes the factor away.
+    # Half the exponent, negated, and a line through the mantissa; then Newton's step twice. A plain
+    # step has errors of one sign only, which these constants halve: the first leaves 1.3595 / √a
+    # within 2⁻¹⁰·⁵, and the second takes the factor away.
     y = _float(jnp.int32(0x5F1D3788) - (_bits(a) >> 1))
     y = y * (2.3203299 - a * y * y)
     return y * (1.103322 - 0.19897698 * (a * y * y))

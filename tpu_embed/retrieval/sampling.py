@@ -59,11 +59,11 @@ def log_uniform_log_q(ids: Any, vocabulary_size: int) -> Array:
       vocabulary_size: V.
 
     Returns:
-      float32 in the shape of the ids, 0 for padding. Inside a jit, where ids cannot be checked, an
-      id of V or above counts as padding, too.
+      float32 in the shape of the ids, 0 for padding. Where ids cannot be checked, inside a jit
+      and on devices of other processes, an id of V or above counts as padding, too.
 
     Raises:
-      ValueError: V < 1; an id of V or above, outside a jit.
+      ValueError: V < 1; an id of V or above, where ids can be checked.
       TypeError: ids that are not integers.
 
     Example:

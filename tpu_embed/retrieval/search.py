@@ -9,6 +9,7 @@ Input: a state, queries. Output: scores and row ids.
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import jax
@@ -22,6 +23,7 @@ from tpu_embed.core.exchange import axis_index, collectives
 from tpu_embed.core.layout import Layout, Stack, TableSlice, round_up
 from tpu_embed.core.lookup import record_read
 from tpu_embed.core.state import TableState, check_arrays, check_tables_not_donated
+from tpu_embed.processes import raise_on_all
 from tpu_embed.retrieval.keyed import keyed_rows
 from tpu_embed.retrieval.operands import (
     check_allowed,
@@ -120,26 +122,18 @@ def top_k(
       [[6, 5]]
     """
     check_engine("top_k: engine", engine)
-    layout, k = engine.layout, check_int("top_k: k", k, minimum=1)
-    stack, part = layout.table(table)
-    layout.refuse_on_host("top_k", [table])
-    check_tables_not_donated(state)
-    layout.axes.check_context()
-    check_arrays(state, layout, slots=False)
-    stored = state.tables[stack.name]
-    queries = check_queries(queries, stack, table)
-    given = {
-        "queries": queries,
-        "exclude": None if exclude is None else check_exclude(exclude, len(queries), stack, part),
-        "allowed": None if allowed is None else check_allowed(allowed, part),
-    }
-    if any(isinstance(x, Tracer) for x in (stored, *given.values())):
-        if part.vocabulary is not None and allowed is None:
-            _refuse_unknown_keys(table)
+    layout = engine.layout
+    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((state, queries, exclude, allowed)))
+    checked = partial(
+        _checked, layout, state, table, queries, k, exclude=exclude, allowed=allowed, traced=traced
+    )
+    if traced or layout.axes.one_process:
+        stored, given = checked()
     else:
-        check_devices(layout.axes, given)
+        stored, given = raise_on_all("top_k", Path("search"), checked)
+    if not traced:
         check_same(f"{table} {k}", layout.axes, given)
-        if part.vocabulary is not None:
+        if layout.table(table)[1].vocabulary is not None:
             keyed = keyed_rows(engine, state, table)
             given["allowed"] = keyed if allowed is None else keyed & given["allowed"]
     search = partial(_search, layout=layout, table=table, k=k)
@@ -148,6 +142,37 @@ def top_k(
     for result in found if found.ids.size else ():
         record_read(stored, result)
     return found
+
+
+def _checked(
+    layout: Layout,
+    state: TableState,
+    table: str,
+    queries: ArrayLike,
+    k: int,
+    *,
+    exclude: ArrayLike | None,
+    allowed: ArrayLike | None,
+    traced: bool,
+) -> tuple[Array, dict[str, Array | None]]:
+    """Return the table as it lies, and what is searched for; see `top_k` for what is refused."""
+    check_int("top_k: k", k, minimum=1)
+    stack, part = layout.table(table)
+    layout.refuse_on_host("top_k", [table])
+    check_tables_not_donated(state)
+    layout.axes.check_context()
+    check_arrays(state, layout, slots=False)
+    found = check_queries(queries, stack, table)
+    given = {
+        "queries": found,
+        "exclude": None if exclude is None else check_exclude(exclude, len(found), stack, part),
+        "allowed": None if allowed is None else check_allowed(allowed, part),
+    }
+    if not traced:
+        check_devices(layout.axes, given)
+    elif part.vocabulary is not None and allowed is None:
+        _refuse_unknown_keys(table)
+    return state.tables[stack.name], given
 
 
 def _refuse_unknown_keys(table: str) -> None:

@@ -28,7 +28,8 @@ def search():
     words = retrieval.top_k(engine, state, "word", QUERIES, K)
     keys = retrieval.keys_of(engine, state, "word", words.ids)
     errors, here = [], jax.process_index()
-    for queries in (QUERIES + here, jax.device_put(QUERIES, jax.local_devices()[0])):
+    elsewhere, narrow = jax.device_put(QUERIES, jax.local_devices()[0]), QUERIES[:, : DIM - here]
+    for queries in (QUERIES + here, elsewhere, narrow):
         try:
             retrieval.top_k(engine, state, "item", queries, K)
         except ValueError as error:

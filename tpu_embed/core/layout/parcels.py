@@ -128,7 +128,7 @@ def lines(parcels: np.ndarray) -> np.ndarray:
 
 def send_parcels(parcels: np.ndarray, sharding: jax.sharding.Sharding) -> Array:
     """Send each device its line of parcels `[S, …]`; lines for other processes may be anything."""
-    # `device_put` of a NumPy array takes three times as long, besides the copy.
+    # Faster than `device_put`, which copies the array first.
     return jax.make_array_from_callback(parcels.shape, sharding, parcels.__getitem__)
 
 

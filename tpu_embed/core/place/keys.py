@@ -320,7 +320,7 @@ class KeyedBatches:
             places.append((np.concatenate([part.examples[i] for part in parts]), size))
         known = np.concatenate([part.known for part in parts]).astype(np.int64)
         # The keys of one feature, all in this process, are in batch order as they are.
-        order = batch_order(places) if len(keys) > 2 else slice(None)
+        order = batch_order(places) if len(places) * len(parts) > 1 else slice(None)
         return known, np.concatenate(keys)[order], order
 
     def _give_rows(

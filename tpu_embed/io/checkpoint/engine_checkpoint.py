@@ -83,7 +83,7 @@ def save(
       ...                         == engine.tables(state)["item"][0]).all())
       ({'epoch': 1}, True)
     """
-    check_savable(engine)
+    check_engine_or_name_others(engine)
     args_of = functools.partial(save_args, engine, state, model, position, touched, copied=False)
     write_checkpoint(path, args_of)
 
@@ -128,7 +128,7 @@ def restore(
         one of its files is missing.
       TypeError: `engine` is not an `EmbeddingEngine`.
     """
-    check_savable(engine)
+    check_engine_or_name_others(engine)
     if touched is not None:
         record_files.check_record(engine, touched)
     wanted = Wanted(engine, key, convert, tuple(leave_out))
@@ -149,16 +149,15 @@ def restore(
     return Restored(loaded.state, found.get(MODEL), found[POSITION])
 
 
-def check_savable(engine: Any) -> None:
-    """Check that a value is an engine.
+def check_engine_or_name_others(engine: Any) -> None:
+    """Check that a value is an engine; of a flax module, name what takes it.
 
     Raises:
       TypeError: it is something else.
     """
-    if isinstance(engine, nnx.Pytree):
-        remedy = "save_modules, restore_modules and ModuleCheckpointManager take flax modules"
-        check_engine("engine", engine, remedy=remedy)
-    check_engine("engine", engine)
+    of_modules = "save_modules, restore_modules and ModuleCheckpointManager take flax modules"
+    remedy = of_modules if isinstance(engine, nnx.Pytree) else None
+    check_engine("engine", engine, remedy=remedy)
 
 
 def save_args(

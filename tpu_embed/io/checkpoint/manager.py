@@ -15,7 +15,12 @@ from typing import Any, final
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState
-from tpu_embed.io.checkpoint.engine_checkpoint import Restored, check_savable, restore, save_args
+from tpu_embed.io.checkpoint.engine_checkpoint import (
+    Restored,
+    check_engine_or_name_others,
+    restore,
+    save_args,
+)
 from tpu_embed.io.checkpoint.module_checkpoint import restore_modules, save_modules_args
 from tpu_embed.io.checkpoint.numbered import NumberedCheckpoints
 from tpu_embed.touched import TouchedRows
@@ -49,7 +54,7 @@ class CheckpointManager(NumberedCheckpoints):
         keep: int | None = 3,
         in_background: bool = True,
     ) -> None:
-        check_savable(engine)
+        check_engine_or_name_others(engine)
         super().__init__(directory, every=every, keep=keep, in_background=in_background)
         self._engine = engine
 
