@@ -134,8 +134,8 @@ def top_k(
     if not traced:
         check_same(f"{table} {k}", layout.axes, given)
         if layout.table(table)[1].vocabulary is not None:
-            keyed = keyed_rows(engine, state, table)
-            given["allowed"] = keyed if allowed is None else keyed & given["allowed"]
+            keyed, besides = keyed_rows(engine, state, table), given["allowed"]
+            given["allowed"] = keyed if besides is None else keyed & besides
     search = partial(_search, layout=layout, table=table, k=k)
     found = call(search, stored, *given.values())
     # An update later in the same trace must wait until the rows have been read.
