@@ -6,8 +6,9 @@ Bags of Zipf keys, of which a share is new in every step. The fixed table, of as
 row number for each key, frequent ones spread at random as in the living table. Both engines do a
 step in turns, first the one, then the other: place, admit (the living one) and lookup with update.
 They wait only at the end of a step, so a part of admit is in the last figure. Medians of
-milliseconds, and their ratio. With `--device-rows` the rows of the living table are at home on the
-host, and the devices hold so many of them.
+milliseconds, and their ratio. Then each does steps in a loop that waits for none of them, as loops
+that train do, ten at a turn: `loop`, milliseconds a step. With `--device-rows` the rows of the
+living table are at home on the host, and the devices hold so many of them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 
 import common
 import jax
@@ -51,11 +53,38 @@ class Contestant:
         for name, first, last in zip(self.parts, marks, marks[1:], strict=False):
             self.parts[name].append(1e3 * (last - first))
 
+    def loop(self, batches: Sequence[np.ndarray]) -> float:
+        """Do a step on each of some bags of keys, wait for the last, return milliseconds a step."""
+        jax.block_until_ready(self.state.tables)
+        start = time.perf_counter()
+        for keys in batches:
+            batch = self.engine.place({"x": keys})
+            self.state, batch = self.engine.admit(self.state, batch)
+            activations = self.engine.lookup(self.state, batch)
+            self.state = self.engine.update_in_place(self.state, batch, activations)
+        jax.block_until_ready(self.state.tables)
+        return 1e3 * (time.perf_counter() - start) / len(batches)
+
     def medians(self, steps: int) -> dict[str, float]:
         """Return the median of each part of the last steps, and of whole steps."""
         last = {name: times[-steps:] for name, times in self.parts.items()}
         whole = [sum(parts) for parts in zip(*last.values(), strict=True)]
         return {n: statistics.median(times) for n, times in (last | {"whole": whole}).items()}
+
+
+def loops(
+    one: Contestant,
+    other: Contestant,
+    batches: Sequence[np.ndarray],
+    others: Sequence[np.ndarray],
+) -> tuple[float, float]:
+    """Return milliseconds a step of two contestants in loops, medians of turns of ten steps."""
+    times = [
+        (one.loop(batches[first : first + 10]), other.loop(others[first : first + 10]))
+        for first in range(0, len(batches), 10)
+    ]
+    ours, theirs = (statistics.median(some) for some in zip(*times, strict=True))
+    return ours, theirs
 
 
 def draw(rng, step: int, size: tuple[int, int], items: int, new: float) -> np.ndarray:
@@ -95,18 +124,23 @@ def main() -> None:
             living.train(keys)
             fixed.train(row_of[keys])
         shape = given.batch, given.bag
-        batches = [draw(rng, n, shape, items, given.new) for n in range(10 + given.steps)]
-        for step, keys in enumerate(batches):
-            turns = [(living, keys), (fixed, row_of[keys % capacity])]
+        batches = [draw(rng, n, shape, items, given.new) for n in range(10 + 2 * given.steps)]
+        rows = [row_of[keys % capacity] for keys in batches]
+        steps = 10 + given.steps
+        for step in range(steps):
+            turns = [(living, batches[step]), (fixed, rows[step])]
             for one, ids in turns if step % 2 else turns[::-1]:
                 one.train(ids)
         ours, theirs = living.medians(given.steps), fixed.medians(given.steps)
+        looped = loops(living, fixed, batches[steps:], rows[steps:])
         counted = living.engine.vocabularies.counters["items"]
         bytes_per_row = living.engine.vocabularies.nbytes / capacity
         print(f"{capacity} rows of {given.dim}, {given.devices} devices, {counted['keys']} keys")
         for name in ours:
             print(f"  {name:6s} living {ours[name]:8.2f} ms   fixed {theirs[name]:8.2f} ms")
         print(f"  ratio {ours['whole'] / theirs['whole']:.2f}, map {bytes_per_row:.1f} bytes a row")
+        print(f"  loop   living {looped[0]:8.2f} ms   fixed {looped[1]:8.2f} ms")
+        print(f"  ratio {looped[0] / looped[1]:.2f}")
         del living, fixed
 
 

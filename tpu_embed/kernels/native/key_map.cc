@@ -5,6 +5,7 @@
 #include <functional>
 #include <new>
 #include <thread>
+#include <utility>
 
 #include "sort.h"
 #include "threads.h"
@@ -176,8 +177,12 @@ void KeyMap::begin_step() {
   batch_.rows.resize(distinct);
   batch_.new_rows.reserve(distinct);
   if (has_counts_) counts_.begin_step();
-  Step step{counters_, {}};
-  step.rows.reserve(batch_.known.size() + expired + distinct);
+  // Memory that a step gave back need not come from the system, which would clear it first.
+  const size_t changes = batch_.known.size() + expired + distinct;
+  Step step{counters_, std::exchange(spare_, {})};
+  if (step.rows.capacity() > 4 * changes) step.rows = std::vector<Numbers>();
+  step.rows.clear();
+  step.rows.reserve(changes);
   log_.push_back(std::move(step));
   try {
     waiting_.begin_step(static_cast<int64_t>(distinct));
@@ -359,6 +364,7 @@ std::pair<int64_t, int64_t> KeyMap::most_keys() const {
 int64_t KeyMap::bytes() const {
   int64_t bytes = rows_.bytes() + index_.bytes() + free_.bytes() + waiting_.bytes();
   if (has_counts_) bytes += counts_.bytes();
+  bytes += bytes_of(spare_);
   for (const Step& step : log_) bytes += bytes_of(step.rows);
   bytes += bytes_of(batch_.known) + bytes_of(batch_.keys) + bytes_of(batch_.hashes);
   bytes += bytes_of(batch_.rows) + bytes_of(batch_.number) + bytes_of(batch_.new_rows);

@@ -173,6 +173,7 @@ class KeyMap {
   WaitingKeys waiting_;
   std::deque<Step> log_;
   Batch batch_;
+  std::vector<Numbers> spare_;      // memory for the log of a step
   uint32_t victims_next_ = kNoRow;  // a row that loses its key some evictions later, if keys must
   std::vector<uint64_t> new_keys_, evicted_keys_;
   std::vector<int64_t> new_rows_, evicted_rows_;

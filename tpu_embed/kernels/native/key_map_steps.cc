@@ -1,5 +1,6 @@
 // Steps of a `KeyMap` that are undone or forgotten, and its state after a step, as arrays.
 #include <algorithm>
+#include <utility>
 
 #include "key_map.h"
 #include "sort.h"
@@ -65,6 +66,7 @@ void KeyMap::rewind(int64_t step) {
 
 void KeyMap::forget(int64_t step) {
   while (earliest() < step) {
+    spare_ = std::move(log_.front().rows);
     log_.pop_front();
     waiting_.forget_step();
   }
