@@ -161,11 +161,8 @@ Conflict KeyMap::read_unknown(const uint64_t* unknown, int64_t m) {
 void KeyMap::begin_step() {
   if (!in_order_) put_in_order();
   const size_t distinct = batch_.keys.size();
-  size_t expired = 0;  // at most, as some of them may be in the batch
-  for (uint32_t row = ages_.head; row != kNoRow; row = rows_[row].age.after) {
-    if (rows_[row].last >= expires_before(step_ + 1)) break;
-    ++expired;
-  }
+  // At most so many, as some of them may be in the batch.
+  const size_t expired = ages_.count_before(rows_, expires_before(step_ + 1));
   new_keys_.clear();
   new_rows_.clear();
   evicted_rows_.clear();
@@ -212,8 +209,7 @@ void KeyMap::see_known() {
 // Frees the rows whose ttl has passed.
 void KeyMap::expire() {
   const uint32_t limit = expires_before(step_);
-  while (ages_.head != kNoRow && rows_[ages_.head].last < limit) {
-    const uint32_t row = ages_.head;
+  for (uint32_t row; (row = ages_.first(rows_)) != kNoRow && rows_[row].last < limit;) {
     release(row);
     free_.add(row);
     ++counters_[kExpired];
@@ -259,7 +255,7 @@ uint32_t KeyMap::find_room() {
   }
   const uint32_t row = first_victim();
   if (row == kNoRow) return kNoRow;
-  foresee_one_more();
+  foresee_one_more(has_counts_ ? 0 : AgeOrder::list_of(row));
   release(row);
   ++counters_[kEvicted];
   return row;
@@ -270,25 +266,29 @@ uint32_t KeyMap::first_victim() {
   if (options_.evict == Evict::kNone) return kNoRow;
   const auto kept_from = static_cast<uint32_t>(std::max<int64_t>(0, step_ - options_.lookahead));
   if (has_counts_) return counts_.first_before(rows_, kept_from);
-  const uint32_t row = ages_.head;
+  const uint32_t row = ages_.first(rows_);
   return row == kNoRow || rows_[row].last >= kept_from ? kNoRow : row;
 }
 
 void KeyMap::foresee_victims() {
-  victims_next_ = kNoRow;
+  victims_next_.fill(kNoRow);
   const auto admitted = static_cast<int64_t>(batch_.keys.size());
   if (size_ + admitted <= options_.num_rows) return;  // there are free rows for all
-  victims_next_ = first_victim();
-  for (size_t i = 0; i < kAhead; ++i) foresee_one_more();
+  const uint32_t lists = has_counts_ ? 1 : AgeOrder::kLists;
+  for (uint32_t list = 0; list < lists; ++list) {
+    victims_next_[list] = has_counts_ ? first_victim() : ages_.first_of(list);
+  }
+  for (size_t i = 0; i < kAhead; ++i) foresee_one_more(i % lists);
 }
 
-// Asks for the memory of one more row, and of where the key of the one before it stands.
-void KeyMap::foresee_one_more() {
-  const uint32_t row = victims_next_;
+// Asks for the memory of one more row of a list, and of where the key of the one before it stands.
+void KeyMap::foresee_one_more(uint32_t list) {
+  const uint32_t row = victims_next_[list];
   if (row == kNoRow) return;
   index_.prefetch(hash_of(rows_[row].key));
-  victims_next_ = has_counts_ ? rows_[row].same.after : rows_[row].age.after;
-  if (victims_next_ != kNoRow) prefetch(victims_next_);
+  const uint32_t next = has_counts_ ? rows_[row].same.after : rows_[row].age.after;
+  if (next != kNoRow) prefetch(next);
+  victims_next_[list] = next;
 }
 
 // Takes a row from its key.

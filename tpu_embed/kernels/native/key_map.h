@@ -147,11 +147,10 @@ class KeyMap {
 
   uint32_t first_victim();
   void foresee_victims();
-  void foresee_one_more();
+  void foresee_one_more(uint32_t list);
   void put_in_order();
   void prefetch(uint32_t row) const;
   void prefetch_neighbours(uint32_t row) const;
-  void prefetch_unknown(size_t i) const;
   uint32_t expires_before(int64_t step) const;
   int64_t count(uint64_t key, uint64_t hash);
   uint32_t find_room();
@@ -173,8 +172,9 @@ class KeyMap {
   WaitingKeys waiting_;
   std::deque<Step> log_;
   Batch batch_;
-  std::vector<Numbers> spare_;      // memory for the log of a step
-  uint32_t victims_next_ = kNoRow;  // a row that loses its key some evictions later, if keys must
+  std::vector<Numbers> spare_;  // memory for the log of a step
+  // Rows that lose their keys some evictions later, if keys must: by list of `ages_`, or one.
+  std::array<uint32_t, AgeOrder::kLists> victims_next_{};
   std::vector<uint64_t> new_keys_, evicted_keys_;
   std::vector<int64_t> new_rows_, evicted_rows_;
   mutable std::mutex queue_;

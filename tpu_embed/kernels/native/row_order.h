@@ -49,7 +49,52 @@ struct RowList {
 };
 
 // Rows by the last step that had them, then by number: those of a step are appended in order.
-using AgeOrder = RowList<&Row::age>;
+//
+// They are dealt out to several lists, by number. The first row of all is that of one of the lists;
+// what comes after it is known list by list, so that memory for several rows is on its way at once:
+// in one list, each row must have come before the next one is known.
+class AgeOrder {
+ public:
+  static constexpr uint32_t kLists = 4;
+
+  static uint32_t list_of(uint32_t row) { return row % kLists; }
+
+  void append(Rows& rows, uint32_t row) { lists_[list_of(row)].append(rows, row); }
+  void remove(Rows& rows, uint32_t row) { lists_[list_of(row)].remove(rows, row); }
+
+  // Returns the first row of a list, or kNoRow.
+  uint32_t first_of(uint32_t list) const { return lists_[list].head; }
+
+  // Returns the first row, or kNoRow.
+  uint32_t first(const Rows& rows) const {
+    uint32_t found = kNoRow;
+    uint64_t least = std::numeric_limits<uint64_t>::max();
+    for (const auto& list : lists_) {
+      if (list.head == kNoRow) continue;
+      const uint64_t age = uint64_t{rows[list.head].last} << 32 | list.head;
+      if (age < least) {
+        least = age;
+        found = list.head;
+      }
+    }
+    return found;
+  }
+
+  // Returns how many rows were last seen before a step.
+  size_t count_before(const Rows& rows, uint32_t step) const {
+    size_t count = 0;
+    for (const auto& list : lists_) {
+      for (uint32_t row = list.head; row != kNoRow; row = rows[row].age.after) {
+        if (rows[row].last >= step) break;
+        ++count;
+      }
+    }
+    return count;
+  }
+
+ private:
+  RowList<&Row::age> lists_[kLists];
+};
 
 // Rows by the number of batches that had them, then as in `AgeOrder`: one list per number that
 // occurs, and these lists in order. A row that is seen moves to the end of the next list.
