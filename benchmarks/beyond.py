@@ -6,8 +6,8 @@ Bags of Zipf ids, frequent ones spread at random. Every row of the host's table 
 the first step, and its places on the devices are all taken. Both engines do a step in turns, first
 the one, then the other: place, admit (the host's) and lookup with update. They wait only at the end
 of a step. Medians of milliseconds, their ratio, and the rows that a batch brings. Then each does
-steps in a loop that waits for none of them: `loop`, milliseconds a step. Both tables end with the
-same bits, which is checked.
+ten steps at a time without waiting between them: `loop`, milliseconds per step. Both tables end
+with the same bits, which is checked.
 """
 
 from __future__ import annotations

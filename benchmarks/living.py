@@ -6,8 +6,8 @@ Bags of Zipf keys, of which a share is new in every step. The fixed table, of as
 row number for each key, frequent ones spread at random as in the living table. Both engines do a
 step in turns, first the one, then the other: place, admit (the living one) and lookup with update.
 They wait only at the end of a step, so a part of admit is in the last figure. Medians of
-milliseconds, and their ratio. Then each does steps in a loop that waits for none of them, as loops
-that train do, ten at a turn: `loop`, milliseconds a step. With `--device-rows` the rows of the
+milliseconds, and their ratio. Then each does ten steps at a time without waiting between them, as
+loops that train do: `loop`, milliseconds per step. With `--device-rows` the rows of the
 living table are at home on the host, and the devices hold so many of them.
 """
 
@@ -54,7 +54,7 @@ class Contestant:
             self.parts[name].append(1e3 * (last - first))
 
     def loop(self, batches: Sequence[np.ndarray]) -> float:
-        """Do a step on each of some bags of keys, wait for the last, return milliseconds a step."""
+        """Train on each batch without waiting between steps; return milliseconds per step."""
         jax.block_until_ready(self.state.tables)
         start = time.perf_counter()
         for keys in batches:
@@ -78,13 +78,13 @@ def loops(
     batches: Sequence[np.ndarray],
     others: Sequence[np.ndarray],
 ) -> tuple[float, float]:
-    """Return milliseconds a step of two contestants in loops, medians of turns of ten steps."""
-    times = [
-        (one.loop(batches[first : first + 10]), other.loop(others[first : first + 10]))
-        for first in range(0, len(batches), 10)
-    ]
-    ours, theirs = (statistics.median(some) for some in zip(*times, strict=True))
-    return ours, theirs
+    """Return milliseconds per step of two contestants in loops, medians of turns of ten steps."""
+    times: dict[Contestant, list[float]] = {one: [], other: []}
+    for turn, first in enumerate(range(0, len(batches), 10)):
+        turns = [(one, batches[first : first + 10]), (other, others[first : first + 10])]
+        for contestant, some in turns if turn % 2 else turns[::-1]:
+            times[contestant].append(contestant.loop(some))
+    return statistics.median(times[one]), statistics.median(times[other])
 
 
 def draw(rng, step: int, size: tuple[int, int], items: int, new: float) -> np.ndarray:

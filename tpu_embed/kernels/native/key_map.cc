@@ -174,10 +174,10 @@ void KeyMap::begin_step() {
   batch_.rows.resize(distinct);
   batch_.new_rows.reserve(distinct);
   if (has_counts_) counts_.begin_step();
-  // Memory that a step gave back need not come from the system, which would clear it first.
+  // Reuse the memory of a forgotten step: new memory comes from the system, which must clear it.
   const size_t changes = batch_.known.size() + expired + distinct;
   Step step{counters_, std::exchange(spare_, {})};
-  if (step.rows.capacity() > 4 * changes) step.rows = std::vector<Numbers>();
+  if (step.rows.capacity() > 2 * changes) step.rows = std::vector<Numbers>();
   step.rows.clear();
   step.rows.reserve(changes);
   log_.push_back(std::move(step));
@@ -274,9 +274,11 @@ void KeyMap::foresee_victims() {
   victims_next_.fill(kNoRow);
   const auto admitted = static_cast<int64_t>(batch_.keys.size());
   if (size_ + admitted <= options_.num_rows) return;  // there are free rows for all
+  const uint32_t first = first_victim();
+  if (first == kNoRow) return;  // nothing can be evicted
   const uint32_t lists = has_counts_ ? 1 : AgeOrder::kLists;
   for (uint32_t list = 0; list < lists; ++list) {
-    victims_next_[list] = has_counts_ ? first_victim() : ages_.first_of(list);
+    victims_next_[list] = has_counts_ ? first : ages_.first_of(list);
   }
   for (size_t i = 0; i < kAhead; ++i) foresee_one_more(i % lists);
 }

@@ -173,8 +173,9 @@ class KeyMap {
   std::deque<Step> log_;
   Batch batch_;
   std::vector<Numbers> spare_;  // memory for the log of a step
-  // Rows that lose their keys some evictions later, if keys must: by list of `ages_`, or one.
-  std::array<uint32_t, AgeOrder::kLists> victims_next_{};
+  // For each list of `ages_`, a row that is evicted some evictions later; with `lfu` only [0]. Set
+  // by `foresee_victims`.
+  std::array<uint32_t, AgeOrder::kLists> victims_next_;
   std::vector<uint64_t> new_keys_, evicted_keys_;
   std::vector<int64_t> new_rows_, evicted_rows_;
   mutable std::mutex queue_;

@@ -50,9 +50,9 @@ struct RowList {
 
 // Rows by the last step that had them, then by number: those of a step are appended in order.
 //
-// They are dealt out to several lists, by number. The first row of all is that of one of the lists;
-// what comes after it is known list by list, so that memory for several rows is on its way at once:
-// in one list, each row must have come before the next one is known.
+// Rows are dealt out by `row % 4` to four lists, each in this order; the oldest row is the oldest of
+// the four heads. A list's next row is known only once the row before it has been read, so four
+// lists let four reads overlap.
 class AgeOrder {
  public:
   static constexpr uint32_t kLists = 4;
