@@ -7,8 +7,8 @@ row number for each key, frequent ones spread at random as in the living table. 
 step in turns, first the one, then the other: place, admit (the living one) and lookup with update.
 They wait only at the end of a step, so a part of admit is in the last figure. Medians of
 milliseconds, and their ratio. Then each does ten steps at a time without waiting between them, as
-loops that train do: `loop`, milliseconds per step. With `--device-rows` the rows of the
-living table are at home on the host, and the devices hold so many of them.
+loops that train do: `loop`, milliseconds per step. With `--device-rows` the rows of the living
+table are at home on the host, and the devices hold so many of them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Contestant:
         self.state = self.engine.init(jax.random.key(0))
         self.parts: dict[str, list[float]] = {"place": [], "admit": [], "step": []}
 
-    def train(self, keys: np.ndarray) -> None:
-        """Do one step on bags of keys, and note how long its parts take."""
+    def step(self, keys: np.ndarray) -> list[float]:
+        """Do one step on bags of keys; return when it began, was placed and was admitted."""
         marks = [time.perf_counter()]
         batch = self.engine.place({"x": keys})
         marks.append(time.perf_counter())
@@ -48,6 +48,11 @@ class Contestant:
         marks.append(time.perf_counter())
         activations = self.engine.lookup(self.state, batch)
         self.state = self.engine.update_in_place(self.state, batch, activations)
+        return marks
+
+    def train(self, keys: np.ndarray) -> None:
+        """Do one step, wait for it, and note how long its parts take."""
+        marks = self.step(keys)
         jax.block_until_ready(self.state.tables)
         marks.append(time.perf_counter())
         for name, first, last in zip(self.parts, marks, marks[1:], strict=False):
@@ -58,10 +63,7 @@ class Contestant:
         jax.block_until_ready(self.state.tables)
         start = time.perf_counter()
         for keys in batches:
-            batch = self.engine.place({"x": keys})
-            self.state, batch = self.engine.admit(self.state, batch)
-            activations = self.engine.lookup(self.state, batch)
-            self.state = self.engine.update_in_place(self.state, batch, activations)
+            self.step(keys)
         jax.block_until_ready(self.state.tables)
         return 1e3 * (time.perf_counter() - start) / len(batches)
 

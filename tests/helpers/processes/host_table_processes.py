@@ -234,7 +234,7 @@ def shapes_sent():
 
     with contextlib.ExitStack() as patched:
         patched.enter_context(mock.patch.object(parcels, "ROW_MULTIPLE", 1))
-        called = (moved_rows, "call"), (new_rows, "call"), (visits, "send_parcels")
+        called = (moved_rows, "call"), (new_rows, "call"), (visits, "send_lines")
         for module, name in called:
             changed = recorded(getattr(module, name))
             patched.enter_context(mock.patch.object(module, name, changed))

@@ -26,7 +26,7 @@ from tpu_embed.core.layout.parcels import (
     most_per_shard,
     open_rows,
     parcel_operand,
-    send_parcels,
+    send_lines,
 )
 from tpu_embed.core.layout.placed_for import (
     ENGINE_OPTIONS,
@@ -97,7 +97,7 @@ __all__ = [
     "rounding_slots",
     "rounds_at_random",
     "row_places",
-    "send_parcels",
+    "send_lines",
     "sent_rows_format",
     "sent_sums_format",
     "stack_name",

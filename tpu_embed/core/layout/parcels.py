@@ -126,15 +126,18 @@ def lines(parcels: np.ndarray) -> np.ndarray:
     return parcels.reshape(-1, *parcels.shape[2:])
 
 
-def send_parcels(parcels: np.ndarray, sharding: jax.sharding.Sharding) -> Array:
-    """Send each device its line of parcels `[S, …]`; lines for other processes may be anything."""
+def send_lines(array: np.ndarray, sharding: jax.sharding.Sharding) -> Array:
+    """Send each device its line of an array `[S, …]`; those of other processes may be anything.
+
+    The array must not change afterwards: a CPU device may use its memory.
+    """
     # Faster than `device_put`, which copies the array first.
-    return jax.make_array_from_callback(parcels.shape, sharding, parcels.__getitem__)
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
 def parcel_operand(parcels: np.ndarray, sharding: jax.sharding.Sharding) -> Any:
     """Return parcels as an operand of a program: one device takes its line from the host itself."""
-    return parcels if sharding.num_devices == 1 else send_parcels(parcels, sharding)
+    return parcels if sharding.num_devices == 1 else send_lines(parcels, sharding)
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

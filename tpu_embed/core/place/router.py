@@ -17,7 +17,7 @@ import numpy as np
 from tpu_embed._checks import message
 from tpu_embed.core.batch import Batch, BatchSpec, Routed, view_stacks
 from tpu_embed.core.ids import HostIds
-from tpu_embed.core.layout import Layout, send_parcels
+from tpu_embed.core.layout import Layout, send_lines
 from tpu_embed.core.place.agreement import Agreement, Alone
 from tpu_embed.core.place.host_stack import HostStack, sort_stack
 from tpu_embed.core.place.packing import natural_spec, pack_all
@@ -130,7 +130,7 @@ class Router:
         axes = self._layout.axes
         sharding = axes.sharding(axes.names)
         if axes.one_process:
-            array = send_parcels(packed, sharding)  # takes half the time of the general call below
+            array = send_lines(packed, sharding)  # takes half the time of the general call below
         else:
             whole = (axes.size(axes.names), packed.shape[1])
             array = jax.make_array_from_process_local_data(sharding, packed, whole)

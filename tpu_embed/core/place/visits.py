@@ -21,7 +21,7 @@ from tpu_embed.core.layout import (
     TableSlice,
     Visits,
     most_per_shard,
-    send_parcels,
+    send_lines,
 )
 from tpu_embed.storage import VALUES, Homes, RowGroups
 
@@ -102,7 +102,7 @@ def visit(
             if small.is_on_host:
                 made = _stack(large, small, guests, homes)
                 split = layout.axes.sharding(small.shard_axes)
-                stacks[small.name] = Visits(*(send_parcels(one, split) for one in made))
+                stacks[small.name] = Visits(*(send_lines(one, split) for one in made))
         return stacks
 
     return Visit(rows, of_features, make)

@@ -39,7 +39,7 @@ from tpu_embed.core.layout import (
     keeps_numbers,
     open_rows,
     parcel_operand,
-    send_parcels,
+    send_lines,
 )
 from tpu_embed.core.state.init import (
     NewRows,
@@ -119,7 +119,7 @@ def new_version(
     """
     tables = vocabulary[MAP_VERSION].shape[0] - 2
     numbers = [*steps, *([steps[0]] * tables if taken is None else taken)]
-    return {**vocabulary, MAP_VERSION: send_parcels(np.array(numbers, np.int32), axes.sharding(()))}
+    return {**vocabulary, MAP_VERSION: send_lines(np.array(numbers, np.int32), axes.sharding(()))}
 
 
 def random_key(vocabulary: Mapping[str, Array]) -> tuple[str, Array]:
