@@ -176,6 +176,15 @@ def test_weights_that_are_refused(ids, weights, kind, says):
         _host(ids, weights)
 
 
+def test_gaps_in_lists_of_a_file_need_the_backend_of_arrow(tmp_path):
+    pd.DataFrame({"tags": [[7, None], [3]]}).to_parquet(tmp_path / "tags.parquet")
+    column = pd.read_parquet(tmp_path / "tags.parquet")["tags"]
+    with pytest.raises(TypeError, match=r'for lists .*read_parquet\(…, dtype_backend="pyarrow"\)'):
+        _host(column)
+    kept = pd.read_parquet(tmp_path / "tags.parquet", dtype_backend="pyarrow")["tags"]
+    assert _host(kept).ids.tolist() == [7, 3]
+
+
 TIMES = r".*; times are no ids: give whole numbers, such as the hour"
 FLOATS = r"integer dtype, got float64; NaN in a pandas column .*astype\(\"Int64\"\).*fillna\(-1\)"
 

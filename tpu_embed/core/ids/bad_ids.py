@@ -29,7 +29,8 @@ _REMEDIES = {
     "f": (
         "NaN in a pandas column turns its integers into floats: "
         'column.astype("Int64") keeps what is missing as padding, '
-        "column.fillna(-1).astype(int) does, too"
+        "column.fillna(-1).astype(int) does, too, and for lists in a file "
+        'pandas.read_parquet(…, dtype_backend="pyarrow")'
     ),
 }
 """What to do about ids of another kind of dtype."""
