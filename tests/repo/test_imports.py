@@ -16,7 +16,7 @@ DISTRIBUTIONS = {"orbax": "orbax-checkpoint"}
 OPTIONAL = {"grain": "grain"}
 """What only extras install -> the extra that has it."""
 BROUGHT = {"pyarrow"}
-"""What is imported only to read objects that users bring; where it is not there, an error says so."""
+"""What is imported only to read objects that users bring; if it is not there, an error says so."""
 
 
 @functools.cache
