@@ -1,19 +1,25 @@
-# Everything runs in .venv, which `setup` makes from PYTHON and renews when pyproject.toml changes.
+# Everything runs in .venv, which is made from PYTHON and renewed when pyproject.toml changes: the
+# package and what it needs, and for each target the extra of pyproject.toml that it needs besides.
 # pip is not to compile what is installed: Python does it when it first imports a file.
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
-EXTRAS ?= dev
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+INSTALL := PIP_COMPILE=0 $(PY) -m pip install --quiet --disable-pip-version-check
 PYTEST := $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: setup setup-newest environments test test-all test-shard test-newest test-newest-quick test-tpu-compile sanitize lint docs accessibility wheel bench example multihost clean
-setup: $(STAMP)
+setup: $(VENV)/.with-dev
 
 $(STAMP): pyproject.toml setup.py $(wildcard tpu_embed/kernels/native/*)
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	PIP_COMPILE=0 $(PY) -m pip install --quiet --disable-pip-version-check --editable ".[$(EXTRAS)]"
+	$(INSTALL) --editable .
+	touch $@
+
+# The package is installed already, so pip adds what the extra asks for, and compiles nothing.
+$(VENV)/.with-%: $(STAMP)
+	$(INSTALL) "tpu-embed[$*]"
 	touch $@
 
 # Everything runs on the compiled kernels, where they could be built; the engine's tests then run
@@ -110,23 +116,20 @@ docs: setup
 	! grep -rnoE --include=*.html '(<link[^>]*(stylesheet|icon|preload|preconnect)|<script|<img|<source|<iframe)[^>]*(src|href|srcset)="?(https?:)?//' build/site
 
 # Every page in Chromium, which has to be there: contrast, names, focus, requests that leave the site.
-accessibility: docs
-	$(PY) -m pip install --quiet --disable-pip-version-check --editable ".[accessibility]"
+accessibility: docs $(VENV)/.with-accessibility
 	$(PY) tests/repo/accessibility.py
 
 # The sdist, the wheel made from it, and both tried: installed where the source tree is not.
 WHEEL := build/wheel
-wheel: setup
+wheel: $(VENV)/.with-wheel
 	rm -rf dist $(WHEEL)
-	$(PY) -m pip install --quiet --disable-pip-version-check --editable ".[wheel]"
 	$(PY) -m build --outdir dist
 	$(PYTHON) -m venv $(WHEEL)
 	PIP_COMPILE=0 $(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check dist/*.whl
 	cp examples/quickstart.py $(WHEEL)
 	cd $(WHEEL) && bin/python -m tpu_embed check --no-speed && bin/python quickstart.py
 
-bench: setup
-	$(PY) -m pip install --quiet --disable-pip-version-check --editable ".[bench,examples]"
+bench: setup $(VENV)/.with-bench
 	set -e; for name in embedding scaling small place pipeline outlier vocabulary vocabulary_map living in_place jagged hstu sparse_grad flax_layers checkpoint delta rows_at_home retrieval; do \
 	  echo "== $$name"; $(PY) benchmarks/$$name.py; done
 
@@ -134,11 +137,11 @@ bench: setup
 sanitize: setup
 	$(PY) tests/kernels/sanitize.py
 
-example: setup
+example: $(VENV)/.with-examples
 	$(PY) examples/movielens.py
 
 # Two processes with four CPU devices each.
-multihost: setup
+multihost: $(STAMP)
 	$(PY) examples/multihost.py --local 2 --devices 4
 
 clean:

@@ -25,6 +25,13 @@ print(namespace["jax"].device_count(), "device,", end=" ")
 print(finished, "steps, then", namespace["trained"].step)
 """
 
+INSTALL = """
+import subprocess, sys
+sys.path.insert(0, "")  # as in a notebook; -I and -S leave out whatever is installed here
+subprocess.run = lambda command, **_: print("install", command[-1])
+exec(sys.stdin.read())
+"""
+
 
 def test_it_has_no_results_of_an_earlier_run():
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in NOTEBOOK["cells"])
@@ -39,6 +46,21 @@ def test_cells_fit_on_a_narrow_screen(number):
     assert max(map(len, CELLS[number].splitlines())) <= 100
 
 
+@pytest.mark.parametrize(
+    ("folder", "clone"), [("", "./tpu_embed"), ("tpu_embed", "."), ("tpu_embed/examples", "..")]
+)
+def test_it_installs_the_clone(tmp_path, folder, clone):
+    """Also where `import tpu_embed` finds the clone's folder, which is no package."""
+    for name in ("tpu_embed", "examples"):
+        (tmp_path / "tpu_embed" / name).mkdir(parents=True)
+    (tmp_path / "tpu_embed" / "tpu_embed" / "__init__.py").touch()
+    command = [sys.executable, "-I", "-S", "-c", INSTALL]
+    ran = subprocess.run(
+        command, input=CELLS[0], cwd=tmp_path / folder, text=True, capture_output=True, timeout=60
+    )
+    assert ran.stdout == f"install {clone}\n", ran.stderr
+
+
 def test_all_cells_run_in_order(tmp_path, monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)  # one device, as on most machines
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -49,3 +71,6 @@ def test_all_cells_run_in_order(tmp_path, monkeypatch):
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.endswith("1 device, 400 steps, then 200\n")
     assert "got id 100 at example 5" in ran.stdout
+    # What is left in the folder of the notebook is nothing that git would list.
+    ignored = (ROOT / ".gitignore").read_text().split()
+    assert {f"{left.name}/" for left in tmp_path.iterdir()} <= set(ignored)

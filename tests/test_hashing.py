@@ -302,7 +302,7 @@ def test_floats_are_refused_with_the_remedy(column):
         (np.ones(3, bool), "expected strings or integers, got bool"),
         (["a", 1], "not both, got objects of int, str"),
         (["a", None, 1], "not both, got objects of int, str"),
-        (["a", None, 1.5], "not both, got objects of NoneType, float, str"),
+        (["a", None, 1.5], "not both, got objects of float, str"),
         ([True], "got objects of bool"),
     ],
 )

@@ -1,8 +1,12 @@
 """What people type by mistake is told to them: what was expected, what was got, what to do."""
 
+import dataclasses
+import functools
+import inspect
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,6 +17,7 @@ from tpu_embed import FeatureConfig, FixedVocabulary, TableConfig, TPUEmbedding,
 from tpu_embed import optimizers as o
 from tpu_embed.io.checkpoint.row_files import RowReader
 
+ROOT = Path(__file__).resolve().parents[1]
 WORKLOAD = """
 import numpy as np
 from tpu_embed import FeatureConfig, TableConfig, optimizers
@@ -75,13 +80,47 @@ def test_names_are_listed_and_those_of_tensorflow_lead_to_ours():
     assert {"save", "restore", "serving_lookup"} <= set(dir(io))
     assert dir(data) == sorted(data.__all__)
     assert {*tpu_embed.__all__, "io", "__version__"} <= set(dir(tpu_embed))
-    with pytest.raises(AttributeError, match=r"here it is tpu_embed\.TPUEmbedding: see docs/migr"):
-        _ = tpu_embed.TPUEmbeddingV2
-    for ours in tpu_embed._ANCESTORS.values():
+    assert "serving_embedding_lookup" in tpu_embed._ANCESTORS
+    page = (ROOT / "docs/migrating.md").read_text()
+    for theirs, ours in tpu_embed._ANCESTORS.items():
+        with pytest.raises(AttributeError, match=rf"here it is tpu_embed\.{ours}: see docs/migr"):
+            getattr(tpu_embed, theirs)
+        assert theirs in page
         found = tpu_embed
         for part in ours.split("."):
             found = getattr(found, part)
         assert callable(found)
+
+
+TABLE = TableConfig(10, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "argument", "says"),
+    [
+        (functools.partial(TableConfig, 10, 2), "layout", 'TableConfig: expected placement="mod"'),
+        (
+            functools.partial(dataclasses.replace, FeatureConfig(TABLE)),
+            "validate_weights_and_indices",
+            'FeatureConfig: expected on_bad_id="error"',
+        ),
+        (
+            TPUEmbedding(FeatureConfig(TABLE), None).build,
+            "per_replica_input_shapes",
+            "TPUEmbedding.build: expected per_replica_batch_size=",
+        ),
+        (
+            functools.partial(TPUEmbedding(FeatureConfig(TABLE), None).enqueue, np.arange(8)),
+            "device",
+            "TPUEmbedding.enqueue: expected the whole batch",
+        ),
+    ],
+)
+def test_arguments_of_tensorflow_lead_to_ours(call, argument, says):
+    with pytest.raises(TypeError, match=f"{says}.*got {argument}=, .* docs/migrating.md"):
+        call(**{argument: None})
+    assert argument in (ROOT / "docs/migrating.md").read_text()
+    assert argument not in inspect.signature(call).parameters
 
 
 @pytest.mark.parametrize("key", [0, np.int64(0), np.float32([1, 2])])

@@ -84,16 +84,29 @@ _LATER = ("data", "io", "metrics", "nn", "planning", "retrieval")
 
 
 _ANCESTORS = {
+    "GPUEmbeddingV0": "TPUEmbedding",
     "TPUEmbeddingV0": "TPUEmbedding",
     "TPUEmbeddingV2": "TPUEmbedding",
     "TPUEmbeddingForServing": "io.serving_lookup",
     "cpu_embedding_lookup": "io.serving_lookup",
+    "serving_embedding_lookup": "io.serving_lookup",
     "SGD": "optimizers.SGD",
     "Adagrad": "optimizers.Adagrad",
     "AdagradMomentum": "optimizers.AdagradMomentum",
     "Adam": "optimizers.Adam",
     "FTRL": "optimizers.FTRL",
+    "CustomOptimizer": "optimizers.CustomOptimizer",
+    "AdagradParameters": "optimizers.Adagrad",
+    "AdamParameters": "optimizers.Adam",
+    "FtrlParameters": "optimizers.FTRL",
+    "StochasticGradientDescentParameters": "optimizers.SGD",
+    "Optimizer": "training.Optimizer",
     "CrossShardOptimizer": "training.CrossShardOptimizer",
+    "gradients": "training.gradients",
+    "AggregationMethod": "training.AggregationMethod",
+    "UnconnectedGradients": "training.UnconnectedGradients",
+    "clip_by_global_norm": "training.clip_by_global_norm",
+    "global_norm": "training.global_norm",
     "RowIdInitializerV2": "RowIdInitializer",
 }
 """Names of TensorFlow's API -> ours."""

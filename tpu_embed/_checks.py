@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import numbers
 import os
 import sys
@@ -88,6 +89,42 @@ def did_you_mean(word: Any, known: Iterable[str]) -> str:
         return ""
     similar = difflib.get_close_matches(word, list(known), n=1)
     return f"did you mean {similar[0]}?" if similar else ""
+
+
+def explain_arguments(**ours: str) -> Callable[[_T], _T]:
+    """Return a decorator of a class or function, which then explains arguments of TensorFlow's.
+
+    Without it, such a call raises a `TypeError` that says no more than that there is no such
+    argument.
+
+    Args:
+      ours: for each argument that is not taken here, what stands in its place.
+
+    Example:
+      >>> @explain_arguments(colour="kind=")
+      ... def draw(kind): ...
+      >>> draw(colour="red")
+      Traceback (most recent call last):
+      TypeError: draw: expected kind=, got colour=, which TensorFlow has; see docs/migrating.md
+    """
+
+    def decorate(target: Any) -> Any:
+        function = target.__init__ if isinstance(target, type) else target
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for name in ours.keys() & kwargs:
+                got, remedy = f"{name}=, which TensorFlow has", "see docs/migrating.md"
+                what = target.__qualname__
+                raise TypeError(message(what, expected=ours[name], got=got, remedy=remedy))
+            return function(*args, **kwargs)
+
+        if not isinstance(target, type):
+            return call
+        target.__init__ = call
+        return target
+
+    return decorate
 
 
 def is_int(value: Any) -> bool:

@@ -1,18 +1,22 @@
-"""Read columns as people have them: of pandas, of Arrow, or lists with missing values.
+"""Read columns as people have them: of pandas, polars, Arrow, or lists with missing values.
 
 NumPy has no integer that means "missing". pandas and Arrow mark such entries beside the values, and
 Python lists hold None or NaN among them. Here a column with missing entries becomes a masked array:
 `[7, None, 5]` is the array `[7, …, 5]` with the mask `[False, True, False]`. What is masked among
 ids is looked up by nobody: it is padding in a dense array, and left out of a bag.
 
-pandas and pyarrow are never imported here; objects of theirs come from users who have them.
+pandas is never imported here; objects of its come from users who have it. polars and others hand
+their columns over by the protocol of Arrow streams (`__arrow_c_stream__`), and pyarrow, which is
+imported then, reads them.
 
-Input: arrays, lists, and columns of pandas and Arrow. Output: NumPy arrays, masked where entries
-are missing; lists of values as one list with the lists' lengths; dictionaries with their codes.
+Input: arrays, lists, and columns of pandas, Arrow and others. Output: NumPy arrays, masked where
+entries are missing; lists of values as one list with the lists' lengths; dictionaries with their
+codes.
 """
 
 from __future__ import annotations
 
+import datetime
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -44,8 +48,8 @@ def read_column(what: str, value: Any) -> np.ndarray:
 
     Args:
       what: its name, for messages.
-      value: an array, a column of pandas or Arrow, or (nested) lists. None, NaN beside other
-        values, pandas.NA and NaT are missing.
+      value: an array, a column of pandas, polars or Arrow, or (nested) lists. None, NaN beside
+        other values, pandas.NA and NaT are missing.
 
     Returns:
       The array. Strings of lists, pandas and Arrow are objects; an empty list holds integers.
@@ -75,7 +79,7 @@ def read_lists(what: str, value: Any) -> Lists | None:
     Args:
       what: its name, for messages.
       value: a list of lists, an array of objects or a pandas column that hold lists or arrays, or a
-        column of Arrow lists. A list that is missing is empty.
+        column of lists of Arrow or polars. A list that is missing is empty.
 
     Raises:
       TypeError: some entries are lists and others are not.
@@ -121,7 +125,8 @@ def read_dictionary(value: Any) -> tuple[Any, np.ndarray] | None:
     """Return a dictionary-encoded column as its dictionary and codes; None for any other column.
 
     Args:
-      value: anything; Arrow dictionary arrays and categories of pandas are dictionary-encoded.
+      value: anything; Arrow dictionary arrays and categories of pandas and polars are
+        dictionary-encoded.
 
     Returns:
       (dictionary, codes): entry i is `dictionary[codes[i]]`, or missing if `codes[i]` is -1. None
@@ -158,14 +163,94 @@ def mask_missing(values: np.ndarray, missing: np.ndarray) -> np.ndarray:
 
 
 def as_arrow(value: Any) -> Any | None:
-    """Return the Arrow array that a column is, or that pandas keeps it in; None for any other."""
+    """Return a column as an Arrow array, if Arrow's is its form; None for any other.
+
+    Args:
+      value: anything; pyarrow's arrays are returned as they are, and those of columns of pandas
+        that keep them. What another library hands over as a stream becomes a chunked array.
+
+    Raises:
+      ImportError: a column of another library, and pyarrow is not there.
+    """
     if _is_of("pyarrow", value) and hasattr(value, "type") and hasattr(value, "to_numpy"):
         return value
     dtype = getattr(value, "dtype", None)
     in_arrow = hasattr(dtype, "pyarrow_dtype") or getattr(dtype, "storage", None) == "pyarrow"
     if in_arrow and _is_of("pandas", value):
         return getattr(value, "array", value).__arrow_array__()
-    return None
+    streamed = read_stream(value)
+    return None if hasattr(streamed, "schema") else streamed
+
+
+def read_stream(value: Any) -> Any | None:
+    """Return what a library other than pandas and pyarrow hands over as a stream of Arrow.
+
+    Args:
+      value: an object with `__arrow_c_stream__`: a Series or a DataFrame of polars, a relation of
+        DuckDB.
+
+    Returns:
+      A column as a pyarrow ChunkedArray, a frame as a Table, in the object's own memory; None for
+      anything else.
+
+    Raises:
+      ImportError: pyarrow is not there.
+      TypeError: pyarrow does not know the type of a column.
+    """
+    if not hasattr(value, "__arrow_c_stream__") or _is_of("pandas", value):
+        return None
+    if _is_of("pyarrow", value):  # its arrays and frames need no stream
+        return None
+    what = f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"
+    try:
+        import pyarrow
+    except ImportError as error:
+        expected, remedy = "pyarrow, which reads it", "pip install pyarrow"
+        text = _checks.message(what, expected=expected, got="none", remedy=remedy)
+        raise ImportError(text) from error
+    # The stream of a frame is one of structs, with a field per column.
+    try:
+        streamed = pyarrow.chunked_array(value)
+    except pyarrow.ArrowException as error:
+        expected, remedy = "columns of types that pyarrow has", "select those of the features"
+        text = _checks.message(what, expected=expected, got=error, remedy=remedy)
+        raise TypeError(text) from error
+    is_frame = pyarrow.types.is_struct(streamed.type)
+    return pyarrow.Table.from_struct_array(streamed) if is_frame else streamed
+
+
+def is_column(value: Any) -> bool:
+    """Tell whether a value, other than a list, has the looks of an array or a column."""
+    known = hasattr(value, "__array__") or hasattr(value, "__arrow_c_stream__")
+    return known and not isinstance(value, type)  # np.ndarray itself has `__array__`, too
+
+
+_TIMES = (datetime.date, datetime.time, datetime.timedelta)
+_WITHOUT_TIMES = (
+    "times are no ids: give whole numbers, such as the hour of the day, or the days since a first "
+    'one, (column - first) // np.timedelta64(1, "D")'
+)
+
+
+def describe_values(values: np.ndarray) -> tuple[str, str]:
+    """Return what values are and, if they are times, what to do about them; for messages.
+
+    Args:
+      values: an array of any dtype.
+
+    Returns:
+      (kind, remedy): "float64" or "objects of datetime, str"; "" without a remedy.
+
+    Example:
+      >>> describe_values(np.array(["a", 1, None], object))
+      ('objects of int, str', '')
+    """
+    kind, of_times = str(values.dtype), values.dtype.kind in "mM"
+    if values.dtype == object:
+        present = [one for one in np.ma.compressed(values).tolist() if not _is_missing(one)]
+        kind = "objects of " + ", ".join(sorted({type(one).__name__ for one in present}))
+        of_times = any(isinstance(one, _TIMES) for one in present)
+    return kind, _WITHOUT_TIMES if of_times else ""
 
 
 def _is_of(package: str, value: Any) -> bool:
@@ -272,6 +357,13 @@ def _of_arrow(value: Any) -> np.ndarray:
 
     array = _one_chunk(value)
     if kinds.is_dictionary(array.type):
+        views, words = (
+            {"string_view": "large_string", "binary_view": "large_binary"},
+            array.dictionary,
+        )
+        if str(words.type) in views:  # strings of polars, for which Arrow has no decoding
+            words = words.cast(views[str(words.type)])
+            array = type(array).from_arrays(array.indices, words)
         array = array.dictionary_decode()
     if kinds.is_null(array.type):
         array = array.cast("int64")

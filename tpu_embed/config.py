@@ -75,6 +75,7 @@ class QuantizationConfig:
             )
 
 
+@_checks.explain_arguments(layout='placement="mod", "div" or "replicated"')
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableConfig:
     """Declare an embedding table of shape [V, D].
@@ -225,6 +226,9 @@ class TableConfig:
         return DynamicVocabulary(evict=self.storage.evict)
 
 
+@_checks.explain_arguments(
+    validate_weights_and_indices='on_bad_id="error", "drop" or "clip", and finite weights'
+)
 @dataclasses.dataclass(frozen=True, eq=False)
 class FeatureConfig:
     """Declare a feature: which table its ids look up, and the shape of its activation.

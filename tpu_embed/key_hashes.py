@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tpu_embed import _checks
-from tpu_embed.columns import as_arrow, read_column, read_dictionary
+from tpu_embed.columns import as_arrow, describe_values, read_column, read_dictionary
 
 # Added to the seed, so that seed 0 gives a state other than mix(0) = 0.
 _GAMMA = 0x9E3779B97F4A7C15
@@ -139,17 +139,17 @@ def _checked(keys: Any, array: np.ndarray, present: np.ndarray) -> np.ndarray:
         objects = np.array(keys, dtype=object).ravel()
     if objects.dtype != object:
         nan = 'NaN makes floats of integers: column.astype("Int64") keeps what is missing'
-        remedy = nan if array.dtype.kind == "f" else ""
-        text = _checks.message(_KEYS, expected=_EXPECTED, got=array.dtype, remedy=remedy)
-        raise TypeError(text)
+        got, remedy = describe_values(array)
+        remedy = nan if array.dtype.kind == "f" else remedy
+        raise TypeError(_checks.message(_KEYS, expected=_EXPECTED, got=got, remedy=remedy))
     kinds = set(map(type, objects))
     if all(issubclass(kind, (str, bytes)) for kind in kinds):
         return objects
     if all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in kinds):
         return _in_64_bits(objects)
-    names = ", ".join(sorted(kind.__name__ for kind in kinds))
-    expected, got = f"{_EXPECTED}, not both", f"objects of {names}"
-    raise TypeError(_checks.message(_KEYS, expected=expected, got=got))
+    got, remedy = describe_values(objects)
+    expected = f"{_EXPECTED}, not both"
+    raise TypeError(_checks.message(_KEYS, expected=expected, got=got, remedy=remedy))
 
 
 def _in_64_bits(integers: np.ndarray) -> np.ndarray:
@@ -206,10 +206,8 @@ def _utf8(strings: np.ndarray) -> np.ndarray:
 
 def _holds_strings(arrow: Any) -> bool:
     """Tell whether an Arrow array holds strings or bytes of any length."""
-    import pyarrow.types as kinds
-
-    strings = kinds.is_string(arrow.type) or kinds.is_large_string(arrow.type)
-    return strings or kinds.is_binary(arrow.type) or kinds.is_large_binary(arrow.type)
+    name = str(arrow.type).removeprefix("large_").removesuffix("_view")
+    return name in ("string", "binary")
 
 
 def _strings_of_arrow(arrow: Any) -> tuple[_Strings, np.ndarray]:

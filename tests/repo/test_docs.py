@@ -98,6 +98,21 @@ def test_reference_shows_every_public_name(module):
         assert paths & shown, name
 
 
+def test_pages_for_users_name_no_class_that_they_cannot_look_up():
+    """What is not in the reference belongs to the page about the inside of the package."""
+    sources = "\n".join(path.read_text() for path in (ROOT / "tpu_embed").rglob("*.py"))
+    inside = set(re.findall(r"^class ([A-Z]+[a-z]+[A-Z]\w*)", sources, re.MULTILINE))
+    for page in (ROOT / "docs/reference").glob("*.md"):
+        inside -= set(re.findall(r"\w+", page.read_text()))
+    pages = [page for page in PAGES if page.name != "architecture.md"]
+    assert len(inside) > 100
+    assert not {
+        (page.name, name)
+        for page in pages
+        for name in inside & {*re.findall(r"\w+", page.read_text())}
+    }
+
+
 PAGE = """
 ```python
 x = 1

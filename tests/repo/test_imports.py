@@ -16,7 +16,7 @@ DISTRIBUTIONS = {"orbax": "orbax-checkpoint"}
 OPTIONAL = {"grain": "grain"}
 """What only extras install -> the extra that has it."""
 BROUGHT = {"pyarrow"}
-"""What is imported only for the user's own objects of that library, which is there then."""
+"""What is imported only to read objects that users bring; if it is not there, an error says so."""
 
 
 @functools.cache

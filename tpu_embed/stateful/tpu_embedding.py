@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tpu_embed._calls import label, labelled
-from tpu_embed._checks import check_int, message, refuse_pickle
+from tpu_embed._checks import check_int, explain_arguments, message, refuse_pickle
 from tpu_embed._signals import SignalsDeferred
 from tpu_embed._types import Array, PyTree
 from tpu_embed.config import TableConfig
@@ -121,6 +121,7 @@ class TPUEmbedding:
             "tpu_embed.io.save writes its state to files",
         )
 
+    @explain_arguments(per_replica_input_shapes="per_replica_batch_size=")
     def build(self, per_replica_batch_size: PyTree | None = None) -> None:
         """Create tables and slots.
 
@@ -141,6 +142,7 @@ class TPUEmbedding:
             self._keeper.built()
             self._keeper.derive(lambda record: record.with_size(size, "build", remedy))
 
+    @explain_arguments(device="the whole batch, for all devices of this process")
     def enqueue(
         self,
         features: PyTree,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed.columns import read_column
+from tpu_embed.columns import describe_values, read_column
 from tpu_embed.key_hashes import hash_keys
 
 _STRING_KEYS = np.uint64(2**63)
@@ -51,10 +51,12 @@ def read_keys(what: str, keys: Any) -> np.ndarray:
     if numbers.dtype.kind == "u":
         return np.ascontiguousarray(numbers, np.uint64)
     if numbers.dtype.kind not in "USO":
-        expected, got = "integers or strings", f"{numbers.dtype}"
-        raise TypeError(message(what, expected=expected, got=got))
+        got, remedy = describe_values(numbers)
+        raise TypeError(message(what, expected="integers or strings", got=got, remedy=remedy))
     if numbers.dtype.kind == "O" and not all(isinstance(one, (str, bytes)) for one in numbers):
-        expected = "integers of at most 64 bits, or strings"
-        got = ", ".join(sorted({type(one).__name__ for one in numbers}))
-        raise TypeError(message(what, expected=expected, got=got))
+        expected, (got, remedy) = (
+            "integers of at most 64 bits, or strings",
+            describe_values(numbers),
+        )
+        raise TypeError(message(what, expected=expected, got=got, remedy=remedy))
     return hash_keys(numbers, 0)[0] % _STRING_KEYS

@@ -1,5 +1,6 @@
 """Columns of pandas and Arrow, and lists with missing values, as ids and weights of a feature."""
 
+import datetime
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from streamed import Streamed
 
 import tpu_embed
 from tpu_embed.columns import read_dictionary
@@ -47,6 +49,7 @@ ONE_ID_EACH = {
     "Arrow slice": pa.array([1, 7, None, 5, 2])[1:4],
     "Arrow chunks": pa.chunked_array([[7, None], [5]]),
     "Arrow dictionary": pa.array([7, None, 5]).dictionary_encode(),
+    "streamed": Streamed(pa.chunked_array([[7, None], [5]], pa.int16())),
 }
 
 
@@ -91,6 +94,7 @@ BAGS = {
     "pandas in Arrow": pd.Series([[7, 3], None, [5]], dtype=pd.ArrowDtype(pa.list_(pa.int64()))),
     "Arrow": pa.array([[7, 3], None, [5]]),
     "Arrow chunks": pa.chunked_array([[[7, 3]], [[], [5]]], pa.large_list(pa.int32())),
+    "streamed": Streamed(pa.chunked_array([[[7, 3], None], [[5]]])),
 }
 
 
@@ -172,6 +176,16 @@ def test_weights_that_are_refused(ids, weights, kind, says):
         _host(ids, weights)
 
 
+def test_gaps_in_lists_of_a_file_need_the_backend_of_arrow(tmp_path):
+    pd.DataFrame({"tags": [[7, None], [3]]}).to_parquet(tmp_path / "tags.parquet")
+    column = pd.read_parquet(tmp_path / "tags.parquet")["tags"]
+    with pytest.raises(TypeError, match=r'for lists .*read_parquet\(…, dtype_backend="pyarrow"\)'):
+        _host(column)
+    kept = pd.read_parquet(tmp_path / "tags.parquet", dtype_backend="pyarrow")["tags"]
+    assert _host(kept).ids.tolist() == [7, 3]
+
+
+TIMES = r".*; times are no ids: give whole numbers, such as the hour"
 FLOATS = r"integer dtype, got float64; NaN in a pandas column .*astype\(\"Int64\"\).*fillna\(-1\)"
 
 
@@ -185,15 +199,20 @@ FLOATS = r"integer dtype, got float64; NaN in a pandas column .*astype\(\"Int64\
         (pd.Series([7, None], dtype="Float64"), "got Float64|got float64"),
         (pa.array([1.5]), FLOATS),
         ([[1.5], [2]], FLOATS),
-        (pd.Series(["a", None]), "got object; tpu_embed.hash_ids"),
-        (pa.array([["a"]]), "got object; tpu_embed.hash_ids"),
-        (pa.array(["a"]).dictionary_encode(), "got object; tpu_embed.hash_ids"),
-        (["a"], "got object; tpu_embed.hash_ids"),
+        (pd.Series(["a", None]), "got objects of str; tpu_embed.hash_ids"),
+        (pa.array([["a"]]), "got objects of str; tpu_embed.hash_ids"),
+        (pa.array(["a"]).dictionary_encode(), "got objects of str; tpu_embed.hash_ids"),
+        (["a"], "got objects of str; tpu_embed.hash_ids"),
         (pd.Series([True]), "got bool"),
         ([True, False], "got bool"),
-        (pd.Series(pd.to_datetime(["2020-01-01"])), "got datetime64"),
+        (pd.Series(pd.to_datetime(["2020-01-01"])), f"got datetime64{TIMES}"),
+        (pd.Series(pd.to_datetime(["2020-01-01"]).tz_localize("UTC")), f"of Timestamp{TIMES}"),
+        (pa.array([datetime.date(2020, 1, 1), None]), f"got datetime64{TIMES}"),
+        (pa.array([[datetime.timedelta(1)]]), f"got timedelta64{TIMES}"),
+        (np.array([[3]], "timedelta64[s]"), f"got timedelta64{TIMES}"),
+        ([None, datetime.datetime(2020, 1, 1)], f"got objects of datetime{TIMES}"),
         ([[1], 2], "expected a list of lists, got 2"),
-        ([2**64], "got object"),
+        ([2**64], "got objects of int"),
     ],
 )
 def test_columns_that_are_not_ids(column, says):
@@ -248,6 +267,43 @@ def test_neither_pandas_nor_arrow_is_imported():
     environment = {"PYTHONPATH": ":".join(sys.path), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
     assert done.stdout.decode().strip() == "[]", done.stderr.decode()
+
+
+WORDS = [["Alien", None], None, ["Brazil", "a name of more than twelve letters"]]
+
+
+@pytest.mark.parametrize("kind", [pa.string_view(), pa.binary_view(), pa.large_string()])
+@pytest.mark.parametrize("longer", [0, 5])
+def test_strings_of_polars_are_hashed(kind, longer):
+    """It hands over views of strings, and categories of such, for which Arrow can do little."""
+    flat = [word for words in WORDS for word in words or []]
+    expected = hash_ids(flat, 1_000)
+    column = pa.chunked_array([pa.array(flat).cast(kind)])
+    entries = pa.array(["Alien", "Brazil", flat[-1], *"abcde"[:longer]]).cast(kind)
+    codes = pa.array([0, None, 1, 2], pa.uint32())
+    categories = pa.chunked_array([pa.DictionaryArray.from_arrays(codes, entries)])
+    lists = pa.chunked_array([pa.array(WORDS).cast(pa.large_list(kind))])
+    for given in (column, Streamed(column), categories, Streamed(categories)):
+        np.testing.assert_array_equal(hash_ids(given, 1_000), expected)
+    for given in (lists, Streamed(lists)):
+        found = hash_ids(given, 1_000)
+        assert found.row_splits.tolist() == [0, 2, 2, 4]
+        assert found.values.tolist() == [expected[0], None, *expected[2:]]
+
+
+def test_a_stream_needs_pyarrow(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r"\.Streamed: expected pyarrow, .*; pip install pyarrow"):
+        _host(Streamed(pa.chunked_array([[7]])))
+
+
+def test_a_stream_of_other_types_is_refused():
+    class Wide(Streamed):
+        def __arrow_c_stream__(self, requested_schema=None):
+            raise pa.ArrowInvalid("Invalid or unsupported format string: '_pli128'")
+
+    with pytest.raises(TypeError, match=r"\.Wide: expected columns of types that pyarrow has.*128"):
+        _host(Wide(None))
 
 
 def names_as(form):

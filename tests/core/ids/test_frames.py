@@ -9,6 +9,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 from jax.sharding import Mesh
+from streamed import Streamed
 
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig
@@ -21,6 +22,7 @@ MAKERS = {
     "DataFrame": pd.DataFrame,
     "Table": pa.table,
     "RecordBatch": pa.RecordBatch.from_pydict,
+    "Streamed": lambda columns: Streamed(pa.table(columns)),
 }
 
 
@@ -47,6 +49,24 @@ def test_a_frame_is_placed_as_its_columns_are(engine, make, more):
 def test_a_missing_column_is_named(engine, make):
     with pytest.raises(ValueError, match=r"features: user is missing: expected 2 entries"):
         engine.place(make({"item": COLUMNS["item"]} | LABEL))
+
+
+def test_missing_values_of_a_frame_are_padding(engine):
+    columns = {"user": pa.array([3, None, 2, 0]), "item": pa.array([[5], None, [None, 0], []])}
+    given = {"user": np.array([3, -1, 2, 0]), "item": [[5], [], [0], []]}
+    for frame in (pa.table(columns), Streamed(pa.table(columns | LABEL))):
+        np.testing.assert_array_equal(engine.place(frame).packed, engine.place(given).packed)
+
+
+def test_a_dict_has_the_columns_of_the_features_alone(engine):
+    """A misspelt feature would otherwise be left alone, too."""
+    says = (
+        r"label, text are not among the features: .*got 4 entries .*; leave out what is no feature"
+    )
+    with pytest.raises(ValueError, match=says):
+        engine.place(COLUMNS | LABEL)
+    with pytest.raises(ValueError, match="features: label is not among the features"):
+        engine.place(COLUMNS | {"label": LABEL["label"]})
 
 
 @pytest.mark.parametrize("kind", ["DataFrame", "Table"])

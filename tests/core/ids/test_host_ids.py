@@ -240,7 +240,7 @@ def test_repeated_ids_and_full_columns_are_no_duplicates():
         (np.ones(2, bool), "bool"),
         (jnp.ones(2, jnp.bfloat16), "bfloat16"),
         (np.array(["a"]), r"<U1; tpu_embed.hash_ids"),
-        (np.array(["a"], object), r"object; tpu_embed.hash_ids"),
+        (np.array(["a"], object), r"objects of str; tpu_embed.hash_ids"),
         (RaggedIds([1.0], [0, 1]), "float64"),
         (SparseIds([[0, 0]], [True], (1, 1)), "bool"),
     ],

@@ -41,6 +41,13 @@ def test_construction(arguments, words):
         Optimizer(*arguments)
 
 
+def test_a_name_may_be_left_out():
+    optimizer = Optimizer(o.SGD())
+    assert optimizer.get_name() == "Optimizer"
+    with pytest.raises(ValueError, match=r"^Optimizer: "):
+        apply([], optimizer)
+
+
 def test_construction_of_the_axis():
     with pytest.raises(ValueError, match=r"opt: reduction: expected 'mean' \| 'sum', got 'max'"):
         Optimizer(o.SGD(), "opt", axis_name="x", reduction="max")

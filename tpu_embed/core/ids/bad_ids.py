@@ -18,6 +18,7 @@ import numpy as np
 
 from tpu_embed import _checks
 from tpu_embed._types import PADDING_ID
+from tpu_embed.columns import describe_values
 from tpu_embed.config import FeatureConfig
 
 _INT32_MAX = int(np.iinfo(np.int32).max)
@@ -28,7 +29,8 @@ _REMEDIES = {
     "f": (
         "NaN in a pandas column turns its integers into floats: "
         'column.astype("Int64") keeps what is missing as padding, '
-        "column.fillna(-1).astype(int) does, too"
+        "column.fillna(-1).astype(int) does, too, and for lists in a file "
+        'pandas.read_parquet(…, dtype_backend="pyarrow")'
     ),
 }
 """What to do about ids of another kind of dtype."""
@@ -86,11 +88,11 @@ def check_dtype(feature: FeatureRules, ids: np.ndarray) -> None:
     """Refuse ids that are not integers.
 
     Raises:
-      TypeError: floats, bools, strings or objects.
+      TypeError: floats, bools, times, strings or other objects.
     """
     if ids.dtype.kind not in "iu":
-        expected, got = "ids of an integer dtype", str(ids.dtype)
-        remedy = _REMEDIES.get(ids.dtype.kind, "")
+        expected, (got, of_times) = "ids of an integer dtype", describe_values(ids)
+        remedy = of_times or _REMEDIES.get(ids.dtype.kind, "")
         # From 2**53 on, floats are further than 1 apart.
         if ids.dtype.kind == "f" and _has_lost_digits(ids):
             got, remedy = f"{got} with numbers from 2**53 on, whose last digits are gone", _DIGITS

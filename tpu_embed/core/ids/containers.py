@@ -30,8 +30,8 @@ class SparseIds:
       indices: [N, 2] integers (example, position), sorted by example, then by position, without
         duplicates; [N, rank] for many bags per example.
       values: [N] ids, or strings for `hash_ids`; floats when the container is given as `weights=`.
-        An array, a list, or a column of pandas or Arrow. What is missing among them, or masked,
-        leaves its bag like an id that `on_bad_id="drop"` drops.
+        An array, a list, or a column of pandas, polars or Arrow. What is missing among them, or
+        masked, leaves its bag like an id that `on_bad_id="drop"` drops.
       dense_shape: (B, H), or (B, K, …, H) for many bags per example.
       weights: [N], or None for all ones.
 
@@ -164,8 +164,8 @@ class RaggedIds:
 
     Args:
       values: [N] ids, or strings for `hash_ids`; floats when the container is given as `weights=`.
-        An array, a list, or a column of pandas or Arrow. What is missing among them, or masked,
-        leaves its bag like an id that `on_bad_id="drop"` drops.
+        An array, a list, or a column of pandas, polars or Arrow. What is missing among them, or
+        masked, leaves its bag like an id that `on_bad_id="drop"` drops.
       row_splits: [B + 1] integers, from 0 to N, non-decreasing.
       weights: [N], or None for all ones.
 
@@ -255,8 +255,8 @@ def read_ids(what: str, value: Any) -> np.ndarray | SparseIds | RaggedIds:
 
     Args:
       what: their name, for messages.
-      value: an array, a container, or a column of a data set: a list, a pandas Series, an Arrow
-        array. Columns of lists become `RaggedIds`.
+      value: an array, a container, or a column of a data set: a list, a Series of pandas or polars,
+        an Arrow array. Columns of lists become `RaggedIds`.
 
     Raises:
       TypeError: some entries are lists and others are not.

@@ -1,12 +1,13 @@
 """Frames, which are tables with named columns, as batches of features.
 
-Data often comes as pandas DataFrames, or as Arrow tables and record batches. Such a frame may stand
-where a mapping of features is expected: each feature is the column of its name. Columns that are no
-features, such as labels, are left alone.
+Data often comes as DataFrames of pandas or polars, or as Arrow tables and record batches. Such a
+frame may stand where a mapping of features is expected: each feature is the column of its name.
+Columns that are no features, such as labels, are left alone.
 
-Neither library is imported here: a frame is known by the names of its class and its base classes.
+Frames of pandas and pyarrow are known by the names of their class and its base classes, so that
+neither library is imported here. Any other one is read as an Arrow stream (`columns.py`).
 
-Input: anything. Output: whether it is a frame; and the columns that are asked for.
+Input: anything. Output: the frame that it is, or None; and the columns that are asked for.
 """
 
 from __future__ import annotations
@@ -15,34 +16,48 @@ import collections
 from collections.abc import Iterable
 from typing import Any
 
-from tpu_embed import _checks
+from tpu_embed import _checks, columns
 
 _FRAMES = {("pandas", "DataFrame"), ("pyarrow", "Table"), ("pyarrow", "RecordBatch")}
 """Package and class."""
 
 
-def is_frame(values: Any) -> bool:
-    """Tell whether `values` is a pandas DataFrame, a pyarrow Table or a pyarrow RecordBatch.
+def as_frame(values: Any) -> Any | None:
+    """Return a frame as one of pandas or pyarrow; None for anything else.
+
+    Args:
+      values: a pandas DataFrame, a pyarrow Table or RecordBatch is returned as it is; a frame of
+        another library, such as polars, as a pyarrow Table.
+
+    Raises:
+      ImportError: a frame of another library, and pyarrow is not there.
 
     Example:
       >>> import pandas as pd
-      >>> is_frame(pd.DataFrame({"user": [1, 2]})), is_frame({"user": [1, 2]})
-      (True, False)
+      >>> as_frame(pd.DataFrame({"user": [1, 2]})).shape, as_frame({"user": [1, 2]})
+      ((2, 1), None)
     """
     # pyarrow's classes are in pyarrow.lib, pandas' in pandas.core.frame or in pandas.
     classes = ((cls.__module__.partition(".")[0], cls.__name__) for cls in type(values).__mro__)
-    return not _FRAMES.isdisjoint(classes)
+    if not _FRAMES.isdisjoint(classes):
+        return values
+    streamed = columns.read_stream(values)
+    return streamed if hasattr(streamed, "schema") else None
 
 
-def select_columns(frame: Any, names: Iterable[Any]) -> dict[Any, Any]:
-    """Return the columns of a frame with these names, as far as it has them.
+def select_columns(values: Any, names: Iterable[Any]) -> Any:
+    """Return the columns of a frame with these names, as far as it has them; other values as such.
 
     A DataFrame whose columns have several levels gives a DataFrame for a name of the first level,
     which matches a nested mapping of features.
 
     Raises:
       ValueError: several columns have one of the names.
+      ImportError: as for `as_frame`.
     """
+    frame = as_frame(values)
+    if frame is None:
+        return values
     # A DataFrame lists the names of its columns in `columns`, the Arrow classes in their schema.
     there = frame.schema.names if hasattr(frame, "schema") else frame.columns
     counts = collections.Counter(there) if getattr(there, "nlevels", 1) == 1 else {}

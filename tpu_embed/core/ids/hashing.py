@@ -60,9 +60,9 @@ def hash_ids(
 
     Args:
       keys: an array of any integer dtype, of NumPy strings (str or bytes), or of str and bytes
-        objects; a column of such keys of pandas or Arrow; (nested) lists of keys; columns and lists
-        of lists; or `RaggedIds` or `SparseIds` whose values are keys. NumPy's fixed-width strings
-        drop trailing NUL characters; lists, objects and columns keep them.
+        objects; a column of such keys of pandas, polars or Arrow; (nested) lists of keys; columns
+        and lists of lists; or `RaggedIds` or `SparseIds` whose values are keys. NumPy's fixed-width
+        strings drop trailing NUL characters; lists, objects and columns keep them.
       vocabulary_size: V, the number of ids. None: 2⁶³, so that different keys hardly ever share an
         id: among n keys, the odds that any two do are about n²/2⁶⁴.
       seed: another seed gives another, independent mapping.

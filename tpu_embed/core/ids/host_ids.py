@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from tpu_embed._types import PADDING_ID, Tracer
+from tpu_embed.columns import is_column
 from tpu_embed.config import FeatureConfig
 from tpu_embed.core.ids import weights as weights_of
 from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype, dense_position, resolve_dense
@@ -109,9 +110,7 @@ def _check_readable(feature: FeatureRules, ids: Any) -> None:
             got="an array that is spread over several processes",
             remedy="give NumPy arrays; global arrays go to lookup and update inside a jit",
         )
-    # The class np.ndarray itself has `__array__`, too, but it is not an array.
-    is_array = hasattr(ids, "__array__") and not isinstance(ids, type)
-    if not is_array and not isinstance(ids, (list, SparseIds, RaggedIds)):
+    if not is_column(ids) and not isinstance(ids, (list, SparseIds, RaggedIds)):
         raise feature.error(
             expected="an array of ids, SparseIds or RaggedIds",
             got=type(ids).__name__,

@@ -48,7 +48,7 @@ def _collect(what: str, nest: Any, keys: tuple[Any, ...], found: list[tuple[str,
     if inner is not None or nest is None:
         return
     path = f"{what}: {'/'.join(map(str, keys)) or 'feature'}"
-    if frames.is_frame(nest):
+    if frames.as_frame(nest) is not None:
         got, remedy = type(nest).__name__, "give a dict of its columns"
         raise ValueError(_checks.message(path, expected=_LEAF, got=got, remedy=remedy))
     found.append((path, nest))

@@ -43,8 +43,8 @@ def pad_batch(features: Any, multiple: int) -> Any:
     Strings become objects, with None in the added rows; `hash_ids` makes padding of None.
 
     Args:
-      features: any nesting of arrays [B, …], columns of pandas or Arrow, lists of ids or of lists
-        of ids, `SparseIds`, `RaggedIds` and None, all with the same batch size B. Weights and
+      features: any nesting of arrays [B, …], columns of pandas, polars or Arrow, lists of ids or of
+        lists of ids, `SparseIds`, `RaggedIds` and None, all with the same batch size B. Weights and
         labels may be part of the nesting: `(features, weights, labels)`.
       multiple: the batch size becomes a multiple of this.
 

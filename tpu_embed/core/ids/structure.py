@@ -242,7 +242,7 @@ def _collect(nest: Any, path: str, found: list[tuple[str, Any]]) -> None:
 
 def _part(nest: Any, values: Any) -> Any:
     """Return the part of a configuration whose keys the mappings in `values` have."""
-    if isinstance(nest, Mapping) and frames.is_frame(values):
+    if isinstance(nest, Mapping):
         values = frames.select_columns(values, nest)
     inner, given = children(nest), None if isinstance(values, _LEAVES) else _given(values)
     if inner is None or given is None:
@@ -308,7 +308,7 @@ def _match(nest: Any, values: Any, path: str, rules: _Rules, leaves: list[Any]) 
     """Append the leaves of `values` to `leaves`, following `nest`; raise where they differ."""
     inner = children(nest)
     where = f"{rules.what}: {path or 'the top'}"
-    if isinstance(nest, Mapping) and frames.is_frame(values):
+    if isinstance(nest, Mapping):
         values = frames.select_columns(values, nest)
     given = None if isinstance(values, _LEAVES) else _given(values)
     if inner is None:
@@ -345,20 +345,25 @@ def _named(nest: Any) -> str:
 
 
 def _check_keys(expected: list[Any], got: list[Any], path: str, what: str) -> None:
-    absent = [key for key in expected if key not in got]
-    surplus = [key for key in got if key not in expected]
-    if absent or surplus:
-        problem = "missing" if absent else "not among the features"
-        first = _join(path, (absent + surplus)[0])
-        raise ValueError(
-            _checks.message(
-                f"{what}: {first} is {problem}",
-                expected=f"{len(expected)} entries {_listed(expected)}",
-                got=f"{len(got)} entries {_listed(got)}",
-            )
+    absent = [_join(path, key) for key in expected if key not in got]
+    surplus = [_join(path, key) for key in got if key not in expected]
+    if not absent and not surplus:
+        return
+    problem, remedy = f"{(absent or surplus)[0]} is missing", ""
+    if not absent:
+        are = "is" if len(surplus) == 1 else "are"
+        problem = f"{_listed(surplus)} {are} not among the features"
+        remedy = "leave out what is no feature; of a frame, other columns are left alone"
+    raise ValueError(
+        _checks.message(
+            f"{what}: {problem}",
+            expected=f"{len(expected)} entries ({_listed(expected)})",
+            got=f"{len(got)} entries ({_listed(got)})",
+            remedy=remedy,
         )
+    )
 
 
 def _listed(keys: list[Any]) -> str:
     shown = ", ".join(str(key) for key in keys[:8])
-    return f"({shown}, …)" if len(keys) > 8 else f"({shown})"
+    return f"{shown}, …" if len(keys) > 8 else shown

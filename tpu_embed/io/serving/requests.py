@@ -15,7 +15,7 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed._types import PADDING_ID, PyTree, Tracer
-from tpu_embed.columns import read_column
+from tpu_embed.columns import is_column, read_column
 from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.core.ids import FeatureRules, bad_ids, check_dtype, hashed, keys_of_ids, structure
 from tpu_embed.io.delta import SHARED_ROW
@@ -132,7 +132,7 @@ def _read(feature: FeatureRules, given: Any, *, is_key: bool) -> np.ndarray:
     if isinstance(given, Tracer):
         expected, remedy = "ids whose values are known", "inside a jit, call .exported"
         raise TypeError(message(feature.path, expected=expected, got="a tracer", remedy=remedy))
-    if not hasattr(given, "__array__"):
+    if not is_column(given):
         expected, got = "an array of ids", type(given).__name__
         raise feature.error(expected=expected, got=got, remedy="pad bags with -1")
     ids = read_column(feature.path, given)

@@ -151,7 +151,7 @@ def _dense_only(pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
                     f"cross_shard: gradient of {keystr(path) or 'the parameter'}",
                     expected="an array, since optax transforms do not take IndexedSlices",
                     got="IndexedSlices",
-                    remedy="CrossShardOptimizer(Optimizer(tx, name), axis_name=...) takes them",
+                    remedy="CrossShardOptimizer(Optimizer(tx), axis_name=...) takes them",
                 )
             )
     return pairs
@@ -183,7 +183,7 @@ def _check_transform(what: str, tx: Any) -> None:
         return
     name = type(tx).__name__
     remedies = {
-        TableOptimizer: f"wrap it: Optimizer({name}(...), name), or {name}(...).as_optax()",
+        TableOptimizer: f"wrap it: Optimizer({name}(...)), or {name}(...).as_optax()",
         Optimizer: "CrossShardOptimizer takes an Optimizer",
         CrossShardOptimizer: "one is enough: give it the optimizer that this one wraps",
     }

@@ -26,7 +26,7 @@ class Optimizer(TreeOptimizer):
     Args:
       tx_or_rule: one of `tpu_embed.optimizers`, whose rule is also applied to dense parameters
         (`as_optax`), or an optax transform.
-      name: the name of the optimizer.
+      name: the name of the optimizer, which messages say.
       axis_name: the mesh axes over which gradients are summed, as in `CrossShardOptimizer`. With
         None nothing is scaled or summed.
       reduction: whether the global loss is the "mean" or the "sum" over these axes.
@@ -37,7 +37,7 @@ class Optimizer(TreeOptimizer):
     Example:
       >>> import jax.numpy as jnp
       >>> from tpu_embed.optimizers import Adagrad
-      >>> optimizer = Optimizer(Adagrad(0.5), "adagrad")
+      >>> optimizer = Optimizer(Adagrad(0.5))
       >>> params = {"w": jnp.ones(2), "b": jnp.zeros(())}
       >>> state = optimizer.init(params)
       >>> def loss(params):
@@ -55,7 +55,7 @@ class Optimizer(TreeOptimizer):
     def __init__(
         self,
         tx_or_rule: TableOptimizer | optax.GradientTransformation,
-        name: str,
+        name: str = "Optimizer",
         *,
         axis_name: AxisName | None = None,
         reduction: Reduction = "mean",
