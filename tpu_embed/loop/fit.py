@@ -63,9 +63,10 @@ def fit(
         It returns a number, usually the mean over the batch, or this and a dictionary of named
         numbers, the metrics. It is traced.
       source: yields features, or plain tuples `(features, *rest)`, where the rest are numbers,
-        arrays, or dictionaries of them; as for a `Prefetcher`, or one that has not been read. It is
-        read once; epochs are its own. To go on from a checkpoint, either its iterator has
-        `get_state` and `set_state`, or it begins anew with the same batches, which are left out.
+        arrays, or dictionaries of them; as for a `Prefetcher`, or one that has not been read. It
+        may fill the same arrays with each batch. It is read once; epochs are its own. To go on from
+        a checkpoint, either its iterator has `get_state` and `set_state`, or it begins anew with
+        the same batches, which are left out.
       model: a flax nnx module, or any pytree of arrays; None: the tables are all there is.
       optimizer: of optax, for the model.
       steps: the number of batches of the whole run, those before an interrupt included; None: all.

@@ -20,6 +20,7 @@ import optax
 
 from tpu_embed._checks import message
 from tpu_embed._signals import SignalsDeferred
+from tpu_embed._snapshot import snapshot
 from tpu_embed._types import PyTree
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState, check_own
@@ -135,7 +136,7 @@ def new_run(
 
     def placed(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):
-            return jax.device_put(leaf, everywhere, may_alias=False)
+            return jax.device_put(snapshot(leaf), everywhere, may_alias=False)
         spread = leaf.sharding.device_set == everywhere.device_set
         # `may_alias=False` shares the memory of an array that is on one of the devices already.
         return jax.device_put(leaf.copy(), leaf.sharding if spread else everywhere)
