@@ -105,7 +105,7 @@ def copy_arrays(part: Any) -> Any:
         return made
     if isinstance(part, (list, tuple)):
         values = map(copy_arrays, part)
-        return part._make(values) if hasattr(part, "_make") else type(part)(values)
+        return getattr(part, "_make", type(part))(values)  # namedtuples have `_make`
     if dataclasses.is_dataclass(part) and not isinstance(part, type):
         fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
         copied = copy_arrays(fields)
