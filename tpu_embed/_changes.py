@@ -13,6 +13,7 @@ Input: changes under a lock, and notes of them. Output: waits that end.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -52,7 +53,8 @@ class Changes:
 
         Args:
           look: is called with the lock, which others have in between. It returns something false
-            while there is nothing to be found.
+            while there is nothing to be found. It is also called every second, for what nobody
+            notes, such as a signal; what it raises ends the wait.
         """
         box: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._boxes.add(box)
@@ -62,6 +64,7 @@ class Changes:
                     found = look()
                 if found:
                     return found
-                box.get()
+                with contextlib.suppress(queue.Empty):
+                    box.get(timeout=1)
         finally:
             self._boxes.discard(box)

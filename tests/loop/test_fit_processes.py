@@ -17,3 +17,14 @@ def test_two_processes_go_on_from_the_checkpoint_that_they_saved_together(tmp_pa
         assert "disk gone" in error[0]
         assert "has step 3; the same call goes on" in error[1]
     jax.tree.map(np.testing.assert_array_equal, one[1], two[1])
+
+
+def test_sigterm_to_one_of_two_processes_ends_both_at_one_step(tmp_path):
+    steps, directory = 40, tmp_path / "run"
+    calls = [(loop_processes.stop, steps, directory)]
+    expected = loop_processes.small(None, loop_processes.keys_of(steps))
+    for ((found, step, (code, note)),) in run(2, tmp_path, calls):
+        assert code == 143
+        assert 3 < step < steps
+        assert f"has step {step}; the same call goes on" in note
+        jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -18,6 +18,7 @@ FLOORS = {
     "_jaxprs": 0,
     "_calls": 0,
     "_signals": 0,
+    "_stop": 0,
     "kernels": 1,
     "optimizers": 1,
     "initializers": 1,

@@ -10,13 +10,19 @@ yield tuples, of which only the first part is placed:
 
 Only a plain tuple is taken apart. A namedtuple, list, dict or DataFrame is the features themselves.
 
+A source is read ahead of the loop, and may fill the same buffers with each batch. Placing copies
+the features; the rest is copied here, in the thread, before the source is asked for the next item.
+
 Input: an item. Output: what `place` takes, and what goes around it.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any, NamedTuple
+
+import jax
 
 from tpu_embed._checks import message
 from tpu_embed._types import PyTree
@@ -37,8 +43,8 @@ class Item(NamedTuple):
     rest: tuple[Any, ...] | None
 
     def around(self, batch: Batch) -> Any:
-        """Return the item as the loop gets it, with the batch in place of the features."""
-        return batch if self.rest is None else (batch, *self.rest)
+        """Return the item as the loop gets it: the batch, and copies of what follows it."""
+        return batch if self.rest is None else (batch, *map(copy_arrays, self.rest))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,3 +77,40 @@ class ItemRules:
         if self.weighted:
             return Item(item[0], item[1], item[2:])
         return Item(item[0], None, item[1:])
+
+
+def copy_arrays(part: Any) -> Any:
+    """Return a part of an item with copies of its arrays, so that the source may change its own.
+
+    Args:
+      part: arrays of NumPy or of another library on the host, dicts, lists, tuples and dataclasses
+        of them. JAX arrays cannot change; of all else the source itself is to make a new one.
+
+    Example:
+      >>> import numpy as np
+      >>> buffer = np.zeros(2)
+      >>> kept = copy_arrays({"label": buffer, "day": "Monday"})
+      >>> buffer[:] = 1
+      >>> kept
+      {'label': array([0., 0.]), 'day': 'Monday'}
+    """
+    if isinstance(part, jax.Array) or hasattr(part, "__jax_array__"):
+        return part
+    if hasattr(part, "__array__") or hasattr(part, "__dlpack__"):
+        return copy.deepcopy(part)
+    if isinstance(part, dict):
+        made = copy.copy(part)  # an OrderedDict stays one, and a defaultdict keeps its default
+        for key, value in part.items():
+            made[key] = copy_arrays(value)
+        return made
+    if isinstance(part, (list, tuple)):
+        values = map(copy_arrays, part)
+        return getattr(part, "_make", type(part))(values)  # namedtuples have `_make`
+    if dataclasses.is_dataclass(part) and not isinstance(part, type):
+        fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+        copied = copy_arrays(fields)
+        if any(copied[name] is not value for name, value in fields.items()):
+            part = copy.copy(part)
+            for name, value in copied.items():
+                object.__setattr__(part, name, value)  # it may be frozen
+    return part

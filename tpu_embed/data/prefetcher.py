@@ -52,8 +52,9 @@ class Prefetcher:
     """One pass over a source of batches, each placed ahead of its step by a thread.
 
     The source yields features, and the loop gets a `Batch`; or plain tuples that begin with
-    features, such as `(features, label)`, and the loop gets `(batch, label)`. The thread also runs
-    the source, so what a generator does before it yields is done ahead, too.
+    features, such as `(features, label)`, and the loop gets `(batch, label)`, with a copy of the
+    label: the source may fill the same arrays with each batch. The thread also runs the source, so
+    what a generator does before it yields is done ahead, too.
 
     What the source or `place` raises is raised by the `next` that would have given that batch; the
     batches before it come first, and it ends the pass. The thread ends with the pass: at the end of

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from tpu_embed._changes import Changes
 from tpu_embed._checks import message
 from tpu_embed._signals import SignalsDeferred
+from tpu_embed._stop import check_stop
 from tpu_embed.core.place import Turn
 
 EXIT_SECONDS = 3
@@ -88,7 +89,7 @@ class Worker:
     def outcome(self, number: int) -> Outcome | None:
         """Return an outcome, waiting for it, and forget those before it; None once stopped.
 
-        An interrupted call may be made again.
+        An interrupted call may be made again. In a `Stop`, a signal ends the wait.
 
         Args:
           number: of the request, counted from 1.
@@ -100,6 +101,7 @@ class Worker:
 
     def _at(self, number: int) -> tuple[Outcome | None] | None:
         """Return `(outcome,)`, `(None,)` once stopped, or None while it is not there."""
+        check_stop()
         is_there = number in self._outcomes or self._stopped
         return (self._outcomes.get(number),) if is_there else None
 

@@ -13,6 +13,7 @@ from typing import Any
 import optax
 
 from tpu_embed._checks import message
+from tpu_embed._stop import Stop
 from tpu_embed._types import PyTree
 from tpu_embed.core.engine import EmbeddingEngine, check_engine
 from tpu_embed.core.state import TableState
@@ -50,12 +51,13 @@ def fit(
     """Train the tables of an engine, and a model beside them, on the batches of a source.
 
     A thread reads and places the next batches meanwhile. With a directory, the run is saved every
-    `save_every` steps and at its end; and when something ends it early, such as Ctrl-C or bad data,
-    after the last step that is whole. The same call then goes on from there, and ends with the bits
-    of a run that was never interrupted.
+    `save_every` steps and at its end; and when something ends it early, such as Ctrl-C, SIGTERM or
+    bad data, after the last step that is whole. The same call then goes on from there, and ends
+    with the bits of a run that was never interrupted. A second Ctrl-C waits for nothing.
 
     With several processes, all call this with equal arguments, each with its own part of the
     source. A process that fails ends the others; they go on from their last regular checkpoint.
+    SIGTERM to one of them ends all after the same step, which they save together.
 
     Args:
       engine: of the tables; it has their optimizers.
@@ -63,9 +65,10 @@ def fit(
         It returns a number, usually the mean over the batch, or this and a dictionary of named
         numbers, the metrics. It is traced.
       source: yields features, or plain tuples `(features, *rest)`, where the rest are numbers,
-        arrays, or dictionaries of them; as for a `Prefetcher`, or one that has not been read. It is
-        read once; epochs are its own. To go on from a checkpoint, either its iterator has
-        `get_state` and `set_state`, or it begins anew with the same batches, which are left out.
+        arrays, or dictionaries of them; as for a `Prefetcher`, or one that has not been read. It
+        may fill the same arrays with each batch. It is read once; epochs are its own. To go on from
+        a checkpoint, either its iterator has `get_state` and `set_state`, or it begins anew with
+        the same batches, which are left out.
       model: a flax nnx module, or any pytree of arrays; None: the tables are all there is.
       optimizer: of optax, for the model.
       steps: the number of batches of the whole run, those before an interrupt included; None: all.
@@ -83,7 +86,8 @@ def fit(
         an `evaluation`.
       report_every: how many steps lie between two reports.
       callback: called with a `Report` every `report_every` steps, after each evaluation, and at the
-        end. If it returns True, the run ends there. With several processes, all return the same.
+        end. If it returns True, the run ends there: the same call gives it back as it is, and one
+        with other `steps` goes on. With several processes, all return the same.
       progress: whether reports are shown, on `sys.stderr`.
       weighted: whether sources yield `(features, weights, *rest)`.
       depth: how many batches are placed ahead.
@@ -100,6 +104,9 @@ def fit(
         on.
       TypeError: an argument of another kind; a model with embedding layers of its own; what the
         loss returned is no number.
+      RuntimeError: another run on this machine writes to the directory.
+      KeyboardInterrupt: Ctrl-C, between two steps.
+      SystemExit: SIGTERM, between two steps; its code is 143.
       Exception: what the source, the loss or the callback raises. If there is a directory, a note
         on it says which step was saved.
 
@@ -121,17 +128,19 @@ def fit(
     placed = _placed(engine, source, weighted=weighted, depth=depth)
     evaluate = make_evaluate(engine, objective, evaluation, weighted=weighted, depth=depth)
     line = ProgressLine() if progress else None
-    run = new_run(engine, network, optimizer)
+    run = new_run(engine, network, optimizer, steps)
     train_step = make_train_step(engine, objective, optimizer)
     with (
+        Stop() as stop,
         Reporter(schedule, objective, evaluate, callback, line) as reporter,
-        make_keeper(directory, engine, every=save_every, keep=keep) as keeper,
+        make_keeper(directory, engine, stop, every=save_every, keep=keep) as keeper,
     ):
-        if keeper is None or not keeper.resume(run, placed, steps):
+        if keeper is None or not keeper.resume(run, placed):
             run.begin(state, seed)
         elif line is not None:
-            line.begin(f"{directory}: going on from step {run.step:,}")
-        return _train(run, train_step, placed, reporter, keeper, schedule.left(run.step))
+            does = "its callback ended the run at" if run.ended else "going on from"
+            line.begin(f"{directory}: {does} step {run.step:,}")
+        return _train(run, train_step, placed, reporter, keeper, stop)
 
 
 def _train(
@@ -140,14 +149,15 @@ def _train(
     placed: Prefetcher,
     reporter: Reporter,
     keeper: Keeper | None,
-    left: int | None,
+    stop: Stop,
 ) -> Report:
     """Train until the source or the steps that are left end; keep what was trained in any case."""
     try:
         with placed:
-            for item in itertools.islice(placed, left):
+            for item in itertools.islice(placed, run.left):
                 loss, metrics = run.train(train_step, item, placed.get_state)
-                if reporter.wants_end(run, loss, metrics):
+                run.ended = reporter.wants_end(run, loss, metrics)
+                if run.ended or stop.at(run.step):
                     break
                 if keeper is not None:
                     keeper.save(run)
@@ -155,9 +165,10 @@ def _train(
         run.forget_placed()
         if keeper is not None:
             keeper.save(run, force=True)
+        stop.check()
         return reporter.finish(run)
     except BaseException as error:
-        if keeper is not None:
+        if keeper is not None and not stop.at_once:
             keeper.rescue(run, error)
         raise
 

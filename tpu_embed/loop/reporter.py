@@ -42,10 +42,6 @@ class Schedule:
             if value is not None:
                 check_int(f"fit: {name}", value, minimum=1)
 
-    def left(self, step: int) -> int | None:
-        """Return how many steps are left after a step; None if the source decides."""
-        return None if self.steps is None else max(0, self.steps - step)
-
 
 class Reporter:
     """Makes the reports of a run.

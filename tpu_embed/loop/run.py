@@ -1,8 +1,8 @@
 """What a training run is between two steps, how it is saved, and how it goes on from there.
 
-A run is what was trained together with where the data stood. The two change together: a signal
-such as Ctrl-C waits until the step that is under way has stored its results. So a run that is
-interrupted anywhere is a whole one, and the checkpoint of it continues with the next batch.
+A run is what was trained together with where the data stood. The two change together, in one call
+that nothing can cut. So the checkpoint of a run that ended between two steps continues with the
+next batch. In the middle of a step, where the arrays were given away, a run cannot be saved.
 
 Input: placed batches. Output: a run one step further; checkpoints.
 """
@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,8 @@ import jax
 import optax
 
 from tpu_embed._checks import message
-from tpu_embed._signals import SignalsDeferred
+from tpu_embed._snapshot import snapshot
+from tpu_embed._stop import Stop
 from tpu_embed._types import PyTree
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState, check_own
@@ -27,9 +31,18 @@ from tpu_embed.data import Prefetcher
 from tpu_embed.io import CheckpointManager
 from tpu_embed.loop.network import Network
 from tpu_embed.loop.step import take_apart
+from tpu_embed.processes import raise_on_all
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 FORMAT = 1
-"""Of the position in a checkpoint: {"fit": FORMAT, "step": …, "data": `Prefetcher.get_state`}."""
+"""Of the position in a checkpoint: {"fit": FORMAT, "step": …, "data": `Prefetcher.get_state`}.
+
+If a callback has ended the run, it has "ended": [the `steps` of the call], too.
+"""
 
 
 @dataclasses.dataclass
@@ -40,15 +53,19 @@ class Run:
       engine: of the tables.
       step: how many batches it was trained on.
       carry: `(state, network, opt_state)`, as a step takes them.
+      steps: how many batches the whole run has, or None.
       position: of the data after the last of these batches; None before the first.
       is_whole: False if a batch was admitted to the tables, but not trained on.
+      ended: whether a callback has ended the run.
     """
 
     engine: EmbeddingEngine
     step: int
     carry: tuple[Any, Network, PyTree]
+    steps: int | None
     position: Any = None
     is_whole: bool = True
+    ended: bool = False
 
     @property
     def state(self) -> TableState:
@@ -59,6 +76,11 @@ class Run:
     def network(self) -> Network:
         """The arrays of the model."""
         return self.carry[1]
+
+    @property
+    def left(self) -> int | None:
+        """How many steps are left; None if the source decides."""
+        return 0 if self.ended else None if self.steps is None else self.steps - self.step
 
     def begin(self, state: TableState | None, seed: int) -> None:
         """Take a first state; None: that of the seed.
@@ -89,12 +111,11 @@ class Run:
         """
         batch, rest = take_apart(self.engine, item)
         rates = self.engine.learning_rates()
-        with SignalsDeferred():
-            state, batch = self.engine.admit(self.state, batch)
-            self.is_whole = state is self.state
-            self.carry = state, *self.carry[1:]
-            self.carry, found = train_step(self.carry, batch, rest, rates)
-            self.step, self.position, self.is_whole = self.step + 1, position(), True
+        state, batch = self.engine.admit(self.state, batch)
+        # `update` is one call of C, which no exception of a signal handler cuts in two.
+        vars(self).update(carry=(state, *self.carry[1:]), is_whole=state is self.state)
+        carry, found = train_step(self.carry, batch, rest, rates)
+        vars(self).update(carry=carry, step=self.step + 1, position=position(), is_whole=True)
         return found
 
     def check_begun(self) -> None:
@@ -123,7 +144,10 @@ class Run:
 
 
 def new_run(
-    engine: EmbeddingEngine, network: Network, optimizer: optax.GradientTransformation
+    engine: EmbeddingEngine,
+    network: Network,
+    optimizer: optax.GradientTransformation,
+    steps: int | None = None,
 ) -> Run:
     """Return a run that has no tables yet: `begin` makes them, or `Keeper.resume` reads them.
 
@@ -135,48 +159,68 @@ def new_run(
 
     def placed(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):
-            return jax.device_put(leaf, everywhere, may_alias=False)
+            return jax.device_put(snapshot(leaf), everywhere, may_alias=False)
         spread = leaf.sharding.device_set == everywhere.device_set
         # `may_alias=False` shares the memory of an array that is on one of the devices already.
         return jax.device_put(leaf.copy(), leaf.sharding if spread else everywhere)
 
     network = jax.tree.map(placed, network)
     opt_state = jax.tree.map(placed, optimizer.init(network.trained))
-    return Run(engine, 0, (None, network, opt_state))
+    return Run(engine, 0, (None, network, opt_state), steps)
 
 
 def make_keeper(
-    directory: str | Path | None, engine: EmbeddingEngine, *, every: int, keep: int | None
+    directory: str | Path | None,
+    engine: EmbeddingEngine,
+    stop: Stop,
+    *,
+    every: int,
+    keep: int | None,
 ) -> contextlib.AbstractContextManager[Keeper | None]:
     """Return the keeper of a run's checkpoints; without a directory, a context without one."""
     if directory is None:
         return contextlib.nullcontext()
-    return Keeper(directory, engine, every=every, keep=keep)
+    return Keeper(directory, engine, stop, every=every, keep=keep)
 
 
 class Keeper:
-    """The checkpoints of a run.
+    """The checkpoints of a run, in a directory to which no other run writes meanwhile.
 
     Args:
       directory: of the checkpoints.
       engine: of the tables.
+      stop: tells whether the run has to end at once.
       every: save at multiples of this step.
       keep: how many of the latest checkpoints to keep; None keeps all.
+
+    Raises:
+      RuntimeError: another run on this machine writes to the directory.
+      ValueError: whatever the manager refuses.
     """
 
     def __init__(
-        self, directory: str | Path, engine: EmbeddingEngine, *, every: int, keep: int | None
+        self,
+        directory: str | Path,
+        engine: EmbeddingEngine,
+        stop: Stop,
+        *,
+        every: int,
+        keep: int | None,
     ) -> None:
-        self._directory = directory
+        self._directory, self._stop = directory, stop
         self._manager = CheckpointManager(directory, engine, every=every, keep=keep)
+        try:
+            self._lock = raise_on_all("fit", Path(directory), functools.partial(_lock, directory))
+        except BaseException:
+            self._manager.close()
+            raise
 
-    def resume(self, run: Run, placed: Prefetcher, steps: int | None) -> bool:
+    def resume(self, run: Run, placed: Prefetcher) -> bool:
         """Give a new run, and its source, what the latest checkpoint holds; False: there is none.
 
         Args:
           run: new.
           placed: the source.
-          steps: of the whole run, or None.
 
         Raises:
           ValueError: the checkpoint has more steps than the run is to have, or is not one of `fit`;
@@ -185,10 +229,10 @@ class Keeper:
         latest = self._manager.latest_step()
         if latest is None:
             return False
-        if steps is not None and steps < latest:
+        if run.steps is not None and run.steps < latest:
             expected = f"at least {latest}, as the latest checkpoint in {self._directory} has"
             remedy = "give more steps, or another directory for another run"
-            text = message("fit: steps", expected=expected, got=f"{steps}", remedy=remedy)
+            text = message("fit: steps", expected=expected, got=f"{run.steps}", remedy=remedy)
             raise ValueError(text)
         try:
             found = self._manager.restore(model=_saved_model(run))
@@ -203,7 +247,8 @@ class Keeper:
         model = found.model or {"network": tuple(run.network), "optimizer": run.carry[2]}
         run.step, run.position = position["step"], position["data"]
         run.carry = found.state, Network(*model["network"]), model["optimizer"]
-        if steps != latest:  # else nothing is left to read
+        run.ended = position.get("ended") == [run.steps]
+        if run.left != 0:  # else nothing is left to read
             placed.set_state(run.position)
         return True
 
@@ -220,6 +265,8 @@ class Keeper:
         if not run.step:
             return
         position = {"fit": FORMAT, "step": run.step, "data": run.position}
+        if run.ended:
+            position["ended"] = [run.steps]
         model = _saved_model(run)
         self._manager.save(run.step, run.state, model=model, position=position, force=force)
 
@@ -248,8 +295,59 @@ class Keeper:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Wait for the save that is under way."""
-        self._manager.close()
+        """Wait for the save that is under way; in haste, a thread waits for it."""
+        if self._stop.at_once:
+            threading.Thread(target=self._close, name="tpu_embed save").start()
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        try:
+            self._manager.close()
+        finally:
+            _unlock(self._lock)
+
+
+_locks: set[int] = set()
+"""Descriptors of the directories that runs of this process write to."""
+
+
+def _lock(directory: str | Path) -> int | None:
+    """Keep other runs on this machine from writing to a directory, until `_unlock` or our end.
+
+    The system's lock of the directory itself leaves nothing behind when a process is killed. File
+    systems without such locks have none: None is returned then, as in all processes but the first.
+
+    Raises:
+      RuntimeError: another run has it.
+    """
+    if fcntl is None or jax.process_index():
+        return None
+    _leave_locks_to_parents()
+    opened = os.open(directory, os.O_RDONLY)
+    _locks.add(opened)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        _unlock(opened)
+        if not isinstance(error, BlockingIOError):
+            return None
+        expected, got = "no other run that writes there", "one that has not ended"
+        what, remedy = f"fit: directory {directory}", "wait for its end, or give another directory"
+        raise RuntimeError(message(what, expected=expected, got=got, remedy=remedy)) from None
+    return opened
+
+
+def _unlock(opened: int | None) -> None:
+    if opened in _locks:
+        _locks.remove(opened)
+        os.close(opened)
+
+
+@functools.cache
+def _leave_locks_to_parents() -> None:
+    """Have forks, such as workers that read data, close the locks, which would outlive this run."""
+    os.register_at_fork(after_in_child=lambda: [*map(_unlock, tuple(_locks))])
 
 
 def _saved_model(run: Run) -> PyTree:

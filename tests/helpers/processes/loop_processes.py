@@ -1,11 +1,16 @@
 """What the tests of `fit` run in several processes."""
 
+import os
+import signal
+import time
+
 import jax
 import numpy as np
 import optax
-from process_cases import BATCH, arrays, draw, make_engine, part
+from process_cases import BATCH, arrays, draw, make_engine, mesh, part
 
 import tpu_embed
+from tpu_embed import optimizers as o
 
 STEPS = 6
 
@@ -55,6 +60,39 @@ def train(devices, directory):
         error = str(raised), raised.__notes__[-1]
     report = call(engine, parts(STEPS), directory)
     return arrays(engine, report.state), np.asarray(report.model["scale"]), report.loss, error
+
+
+def small(directory, source, **options):
+    """Train a living table by `fit`; return its keys and their rows."""
+    rules = tpu_embed.DynamicVocabulary()
+    table = tpu_embed.TableConfig(64, 2, name="t", vocabulary=rules)
+    engine = tpu_embed.EmbeddingEngine(tpu_embed.FeatureConfig(table), o.SGD(0.1), mesh=mesh(2))
+    options |= {"directory": directory, "save_every": 1_000, "progress": False}
+    report = tpu_embed.fit(engine, lambda found: (found**2).mean(), source, **options)
+    keys, _ = engine.vocabularies.keys("t")
+    return keys, engine.rows(report.state, "t", keys=keys)
+
+
+def keys_of(steps, seconds=0.0):
+    """Yield this process's parts of batches of keys, the later ones slowly."""
+    for step in range(steps):
+        time.sleep(seconds if step > 3 else 0)
+        yield part(np.random.default_rng(step).integers(0, 50, 8))
+
+
+def stop(steps, directory):
+    """Train until SIGTERM to one process ends all, and go on; return this, and how it ended."""
+
+    def callback(report):
+        if report.step == 3 and jax.process_index() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        small(directory, keys_of(steps, seconds=0.2), callback=callback, report_every=1)
+    except SystemExit as error:
+        ended = error.code, error.__notes__[-1]
+    (step,) = (int(one.name) for one in directory.iterdir() if one.name.isdigit())
+    return small(directory, keys_of(steps)), step, ended
 
 
 def undisturbed(devices):

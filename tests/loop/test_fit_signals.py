@@ -1,0 +1,233 @@
+"""Ctrl-C and SIGTERM end `fit` between two steps; the next call goes on to the undisturbed bits."""
+
+import contextlib
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from interrupt_cases import ends_within
+from loop_cases import Stateful, batches, left_by, loss_of_tables, make_engine
+
+import tpu_embed
+from tpu_embed.io.checkpoint import tables
+
+STEPS, EVERY = 14, 4
+BOTH = (signal.SIGINT, signal.SIGTERM)
+
+
+@functools.cache
+def engine():
+    return make_engine()
+
+
+def handlers():
+    return [signal.getsignal(number) for number in BOTH]
+
+
+@pytest.fixture(autouse=True)
+def handlers_come_back():
+    before = handlers()
+    with ends_within(120):
+        yield
+    assert handlers() == before
+
+
+def run(directory, source=None, **options):
+    """Call `fit` as a program that is started again would."""
+    given = {"steps": STEPS, "save_every": EVERY, "keep": 2, "progress": False} | options
+    source = Stateful(STEPS) if source is None else source
+    return tpu_embed.fit(engine(), loss_of_tables, source, directory=directory, **given)
+
+
+@functools.cache
+def undisturbed():
+    return left_by(engine(), run(None))
+
+
+def assert_undisturbed(report):
+    assert report.step == STEPS
+    for found, expected in zip(left_by(engine(), report), undisturbed(), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def assert_goes_on(directory):
+    """Check that the same call ends with the bits of an undisturbed run."""
+    assert_undisturbed(run(directory))
+
+
+def last_step(directory):
+    return max((int(one.name) for one in directory.iterdir() if one.name.isdigit()), default=0)
+
+
+def send(number, after=0.0):
+    time.sleep(after)
+    os.kill(os.getpid(), number)
+
+
+def join_saves():
+    """Wait for what a run has left to a thread because it had to end at once."""
+    for thread in threading.enumerate():
+        if thread.name == "tpu_embed save":
+            thread.join()
+
+
+class Sending(Stateful):
+    """The batches; something happens in the thread that reads them, before one of them is read."""
+
+    def __init__(self, at, happens):
+        super().__init__(STEPS)
+        self.happens_at, self.happens = at, happens
+
+    def __next__(self):
+        if self.at == self.happens_at:
+            self.happens_at = None
+            self.happens()
+        return super().__next__()
+
+
+@contextlib.contextmanager
+def ended_by(number):
+    """Check that the block ends as a signal asks for, with what became of the run as a note."""
+    with pytest.raises((KeyboardInterrupt, SystemExit)) as error:
+        yield error
+    if number == signal.SIGINT:
+        assert error.type is KeyboardInterrupt
+    else:
+        assert error.value.code == 143
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(40, marks=pytest.mark.whole)])
+def test_signals_at_random_moments(count, tmp_path):
+    rng, done, directory = np.random.default_rng(count), 0, tmp_path / "first"
+    for disturbed in range(count):
+        at, number = int(rng.integers(done, STEPS)), BOTH[rng.integers(2)]
+        source = Sending(at, functools.partial(send, number, after=rng.uniform(0, 0.02)))
+        with ended_by(number) as error:
+            run(directory, source)
+        before, done = done, last_step(directory)
+        assert before <= done <= at
+        there = f"has step {done}; the same call goes on" if done else "there is no checkpoint"
+        assert there in error.value.__notes__[-1]
+        if done > STEPS - 4 or disturbed == count - 1:
+            assert_goes_on(directory)
+            done, directory = 0, tmp_path / f"after {disturbed}"
+
+
+@pytest.mark.parametrize("number", BOTH)
+@pytest.mark.parametrize("where", ["source", "evaluation"])
+def test_a_wait_for_data_ends(where, number, tmp_path):
+    never = threading.Event()
+
+    def wait():
+        threading.Timer(0.5, send, [number]).start()
+        never.wait()
+
+    def endless():
+        yield from batches(2)
+        wait()
+
+    options = {"evaluation": endless, "evaluate_every": 5} if where == "evaluation" else {}
+    with ended_by(number):
+        run(tmp_path, Stateful(STEPS) if options else Sending(5, wait), **options)
+    assert last_step(tmp_path) == 5
+    never.set()
+    assert_goes_on(tmp_path)
+
+
+@pytest.mark.parametrize("number", BOTH)
+def test_without_a_directory_it_ends_in_the_same_way(number):
+    steps = []
+
+    def callback(report):
+        steps.append(report.step)
+        send(number)
+
+    with ended_by(number):
+        run(None, callback=callback, report_every=3)
+    assert steps == [3]
+
+
+def test_a_second_ctrl_c_waits_for_nothing(tmp_path):
+    def callback(report):
+        if report.step == 6:
+            send(signal.SIGINT)
+            send(signal.SIGINT)
+            raise AssertionError
+
+    with ended_by(signal.SIGINT):
+        run(tmp_path, callback=callback, report_every=1)
+    join_saves()
+    assert last_step(tmp_path) == 4
+    assert_goes_on(tmp_path)
+
+
+def test_a_second_ctrl_c_does_not_wait_for_a_save(tmp_path, monkeypatch):
+    """The save goes on in its thread; until it has ended, no other run writes to the directory."""
+    disk, write = threading.Event(), tables.write
+
+    def write_slowly(path, prepared):
+        threading.Timer(0.5, send, [signal.SIGINT]).start()
+        disk.wait()
+        write(path, prepared)
+
+    def callback(_):
+        monkeypatch.setattr(tables, "write", write_slowly)
+        send(signal.SIGINT)
+
+    with ended_by(signal.SIGINT):
+        run(tmp_path, callback=callback, report_every=6)
+    assert last_step(tmp_path) == 4
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="expected no other run that writes there, got one that"):
+        run(tmp_path)
+    disk.set()
+    join_saves()
+    assert last_step(tmp_path) == 6
+    assert_goes_on(tmp_path)
+
+
+def test_a_signal_in_the_last_save_is_not_lost(tmp_path, monkeypatch):
+    write = tables.write
+
+    def write_and_send(path, prepared):
+        if path.parent.name.startswith(f"{STEPS}."):
+            send(signal.SIGTERM)
+        write(path, prepared)
+
+    monkeypatch.setattr(tables, "write", write_and_send)
+    with ended_by(signal.SIGTERM):
+        run(tmp_path)
+    assert last_step(tmp_path) == STEPS
+    assert_goes_on(tmp_path)
+
+
+def test_a_handler_of_the_programs_own_runs_between_two_steps(tmp_path):
+    asked = []
+
+    def handler(number, frame):
+        asked.append(number)
+        if len(asked) == 2:
+            sys.exit(3)
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        with pytest.raises(SystemExit) as error:
+            run(tmp_path, callback=lambda _: send(signal.SIGTERM), report_every=3)
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (error.value.code, last_step(tmp_path)) == (3, 6)
+    assert_goes_on(tmp_path)
+
+
+def test_in_another_thread_it_trains_as_before():
+    reports = []
+    thread = threading.Thread(target=lambda: reports.append(run(None)))
+    thread.start()
+    thread.join()
+    assert_undisturbed(reports[0])

@@ -1,0 +1,185 @@
+"""Ctrl-C and SIGTERM wait until a loop looks; nothing of them is lost, and handlers come back."""
+
+import functools
+import itertools
+import signal
+import threading
+
+import pytest
+from interrupt_cases import Interrupt
+
+from tpu_embed import _stop
+from tpu_embed._stop import Stop, check_stop
+
+BOTH = (signal.SIGINT, signal.SIGTERM)
+
+
+def handlers():
+    return [signal.getsignal(number) for number in BOTH]
+
+
+@pytest.fixture(autouse=True)
+def handlers_come_back():
+    before = handlers()
+    yield
+    assert handlers() == before
+    assert _stop._current is None
+
+
+def ask(*numbers):
+    for number in numbers:
+        signal.raise_signal(number)
+
+
+def of_a_stop(code):
+    return code.co_filename == _stop.__file__
+
+
+def steps_of(step):
+    """Make steps in a `Stop`, each of which a function makes; return how many were whole."""
+    done = []
+    try:
+        with Stop() as stop:
+            for number in range(4):
+                step(number)
+                done.append(number)
+                stop.at(number)
+    except BaseException as error:
+        return len(done), error
+    return len(done), None
+
+
+@pytest.mark.parametrize("number", BOTH)
+def test_a_signal_waits_for_the_end_of_its_step(number):
+    count, error = steps_of(lambda step: step == 2 and ask(number))
+    assert count == 3
+    if number == signal.SIGINT:
+        assert type(error) is KeyboardInterrupt
+    else:
+        assert (type(error), error.code) == (SystemExit, 143)
+
+
+def test_the_last_signal_counts():
+    assert steps_of(lambda _: ask(signal.SIGINT, signal.SIGTERM))[1].code == 143
+    assert type(steps_of(lambda _: ask(signal.SIGTERM, signal.SIGINT))[1]) is KeyboardInterrupt
+    assert steps_of(lambda _: ask(signal.SIGTERM, signal.SIGTERM))[0] == 1
+
+
+def test_a_second_ctrl_c_does_not_wait():
+    count, error = steps_of(lambda _: ask(signal.SIGINT, signal.SIGINT))
+    assert count == 0
+    assert type(error) is KeyboardInterrupt
+
+
+def test_ctrl_c_does_not_wait_while_another_signal_ends_the_loop():
+    """While what was trained is saved, for example."""
+    before = handlers()
+    with Stop() as stop:
+        ask(signal.SIGTERM)
+        with pytest.raises(SystemExit):
+            stop.check()
+        assert not stop.at_once
+        with pytest.raises(KeyboardInterrupt):
+            ask(signal.SIGINT)
+        assert stop.at_once
+        assert handlers() == before  # so a third one needs nobody who looks
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_interrupted_at_any_bytecode_it_leaves_the_handlers_of_before(times):
+    interrupt_once = functools.partial(ask, *[signal.SIGINT] * times)
+    before, raised = handlers(), 0
+    for at in itertools.count(1):
+        with Interrupt(of_a_stop, at, interrupt_once) as interrupt:
+            with Stop() as stop:
+                stop.at(1)
+            assert interrupt.seen < at
+        raised += interrupt.seen >= at
+        assert handlers() == before
+        assert _stop._current is None
+        if interrupt.seen < at:
+            break
+    assert raised == at - 1 > 50
+
+
+def test_a_signal_that_nobody_looks_for_comes_at_the_end():
+    def fail(_):
+        ask(signal.SIGINT)
+        raise OSError("disk gone")
+
+    with pytest.raises(SystemExit), Stop():
+        ask(signal.SIGTERM)
+    count, error = steps_of(fail)
+    assert (count, type(error)) == (0, KeyboardInterrupt)
+    assert "disk gone" in str(error.__context__)
+
+
+def test_a_handler_of_the_programs_own_runs_between_two_steps():
+    seen = []
+
+    def handler(number, _):
+        seen.append(number)
+        if len(seen) == 3:
+            raise TimeoutError
+
+    def step(number):
+        ask(signal.SIGTERM)
+        assert len(seen) == number
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        count, error = steps_of(step)
+        assert count == 3
+        assert type(error) is TimeoutError
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("number", BOTH)
+def test_a_signal_that_is_ignored_stays_ignored(number):
+    """As a shell has Ctrl-C ignored in what runs in the background."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        assert steps_of(lambda _: ask(number)) == (4, None)
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_loop_in_a_step_of_another_one_ends_both():
+    inner = []
+
+    def step(_):
+        with Stop() as stop:
+            for number in range(4):
+                if number == 1:
+                    ask(signal.SIGINT)
+                inner.append(number)
+                stop.at(number)
+
+    count, error = steps_of(step)
+    assert (count, inner) == (0, [0, 1])
+    assert type(error) is KeyboardInterrupt
+
+
+def test_other_threads_have_no_handlers_and_get_no_signals():
+    found = []
+
+    def work():
+        before = handlers()
+        with Stop() as stop:
+            found.append((handlers() == before, stop.at(1)))
+        check_stop()
+
+    def run():
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    run()
+    with Stop():
+        ask(signal.SIGINT)
+        run()
+        with pytest.raises(KeyboardInterrupt):
+            check_stop()
+    assert found == [(True, False)] * 2
