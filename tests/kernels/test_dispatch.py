@@ -189,3 +189,12 @@ def test_a_library_that_does_not_load_is_named(monkeypatch, tmp_path):
     assert loaded.why_not.startswith(f"_native{suffix} does not load: ")
     (tmp_path / f"_native{suffix}").unlink()
     assert "not built" in cpu.load.__wrapped__().why_not
+
+
+def test_a_clone_without_the_library_is_named(monkeypatch, tmp_path):
+    """Started in a clone, Python imports what is there, even where a wheel of it is installed."""
+    monkeypatch.setattr(cpu, "__file__", str(tmp_path / "tpu_embed" / "kernels" / "cpu.py"))
+    assert "not built" in cpu.load.__wrapped__().why_not
+    (tmp_path / "setup.py").touch()
+    says = f"imported from {tmp_path}, where `pip install --editable .` builds them"
+    assert says in cpu.load.__wrapped__().why_not

@@ -66,6 +66,11 @@ def load() -> Loaded:
     """Load the library and register its custom calls, once per process."""
     path = find()
     if path is None:
+        clone = Path(__file__).parents[2]
+        if (clone / "setup.py").exists():
+            # A Python that is started in a clone finds the package there, whatever is installed.
+            found = f"the package was imported from {clone}"
+            return Loaded(None, f"{found}, where `pip install --editable .` builds them")
         return Loaded(None, "they were not built: no C++ compiler at install, or it failed")
     try:
         library = ctypes.CDLL(str(path))
