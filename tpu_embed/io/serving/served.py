@@ -24,7 +24,6 @@ from tpu_embed._checks import message
 from tpu_embed._snapshot import snapshot
 from tpu_embed._types import PyTree
 from tpu_embed.core.ids import FeatureRules
-from tpu_embed.core.ids import weights as weights_of
 from tpu_embed.io.delta import delta_files
 from tpu_embed.io.serving import model_files, requests
 from tpu_embed.io.serving.first_rows import PART as FIRST
@@ -172,30 +171,17 @@ class ServedModel:
           TypeError: ids are not integers; the call is inside a jit.
         """
         self._check_there()
-        given = requests.by_path(features)
-        scales = {} if weights is None else requests.by_path(weights)
-        scales = {path: scale for path, scale in scales.items() if scale is not None}
         described = self.metadata["features"]
-        requests.check_paths("features", given, described)
-        requests.check_paths(
-            "weights", scales, {p: d for p, d in described.items() if d["weights"]}
-        )
+        given = requests.by_feature(features, weights, described)
         first = {name: self._first_rows(name) for name in self._first}
-        ids = {}
+        ids, numbers = {}, {}
         for path, one in described.items():
-            of_table = self._keys.get(one["table"]), first.get(one["table"])
-            ids[path] = requests.row_ids(self._features[path], one, given[path], *of_table)
+            rows = self._keys.get(one["table"]), first.get(one["table"])
+            mine = requests.program_ids(self._features[path], one, given[path], *rows)
+            ids[path], numbers[path] = mine
+        numbers = {path: scale for path, scale in numbers.items() if scale is not None}
         sizes = requests.batch_sizes({p: a.shape[0] for p, a in ids.items()}, described)
         requests.check_inputs(inputs, self.metadata["inputs"], sizes)
-        numbers = {
-            path: weights_of.beside_dense(
-                f"feature {path!r}",
-                self._features[path].config.table.dtype,
-                ids[path],
-                snapshot(scale),
-            )
-            for path, scale in scales.items()
-        }
         drawn = {name: {FIRST: one.rows()} for name, one in first.items()}
         tables = {name: parts | drawn.get(name, {}) for name, parts in self.tables.items()}
         return self._program(tables, ids, numbers, *jax.tree.map(snapshot, inputs))
