@@ -1,7 +1,7 @@
 """Random requests: an engine, ids in a jit, `serving_lookup` and an export look up the same bits.
 
-A case is a request; 20 in turn are asked of one world (`random_requests`), which is what compiles.
-`make test` has the 20 of a world whose features have every trait. Others:
+A case is a request; 40 in turn are asked of one world (`random_requests`), which is what compiles.
+`make test` has 20 of a world whose features have every trait. Others:
 
     RANDOM_SEEDS=0:2000 python -m pytest tests/io/serving/test_random_requests.py -k many
 """
@@ -18,7 +18,7 @@ from random_requests import EVERY, PLAIN, World, dense, draw, draw_rows, traits,
 
 from tpu_embed import Jagged
 
-REQUESTS = 20
+REQUESTS = 40
 """Of each world."""
 CHOSEN = 2738
 """A world whose features have every trait: the first number for which `traits` are `EVERY`."""
@@ -115,7 +115,7 @@ def check_bad_id(world, path, leaves, rng):
         world.model(ids, weights=weights)
 
 
-@pytest.mark.parametrize("request_number", range(REQUESTS))
+@pytest.mark.parametrize("request_number", range(20))
 def test_chosen(request_number):
     check_case(CHOSEN * REQUESTS + request_number)
 

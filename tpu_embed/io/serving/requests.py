@@ -1,6 +1,6 @@
 """Check what a server is asked, by the description of the exported model.
 
-Ids and weights go through the same door as in training, in the same forms; keys become rows.
+Ids and weights are read and validated by the same code as in training, in all the same forms.
 
 Input: features, weights and inputs as the caller gives them. Output: what the program takes.
 """
@@ -85,13 +85,14 @@ def _by_path(values: PyTree, paths: Collection[str], path: str = "") -> dict[str
 
     Args:
       values: features or weights, nested as they were exported, or in a dict or a frame by path.
-      paths: those of the features; a list that stands at one is a column.
+      paths: those of the features, where lists are columns.
       path: where `values` stand.
     """
     if frames.is_frame(values) and not path and "feature" not in paths:
         values = frames.select_columns(values, paths)
     inner = structure.children(values)
-    if inner is None or (isinstance(values, list) and (path or "feature") in paths):
+    is_column = isinstance(values, (list, tuple)) and (path or "feature") in paths
+    if inner is None or is_column:
         return {path or "feature": values}
     found: dict[str, Any] = {}
     for key, child in inner:
@@ -201,7 +202,8 @@ def _shape_in_program(feature: FeatureRules, given: Any, shape: Sequence[Any]) -
     # Ids [B] have no rows.
     may_pad = len(got) == len(shape) > 1 and got[-1] <= shape[-1]
     found = (*got[:-1], shape[-1]) if may_pad else got
-    if len(found) != len(shape) or any(n not in (None, m) for n, m in zip(shape, found, strict=True)):
+    fits = len(found) == len(shape)
+    if not fits or any(n not in (None, m) for n, m in zip(shape, found, strict=True)):
         expected = f"shape {['B' if n is None else n for n in shape]}".replace("'", "")
         remedy = (
             "the program has static shapes: cut longer rows, or export the model with wider "
@@ -243,12 +245,18 @@ def _mark_ends(feature: FeatureRules, ids: np.ndarray, lengths: np.ndarray) -> N
     """Mark in `ids`, `[B, H]`, the ends of jagged rows whose last id is left out.
 
     There -1 would end the row before. The largest number is neither a row nor padding, so the
-    program gives it a row of zeros; but it clips it, where bad ids are clipped.
+    program gives it a row of zeros; but it clips it, where bad ids are clipped. There an id after
+    the first L marks the end, which the program cuts off: with L = 2, [3, -1, 0] are two places.
     """
     rows = np.flatnonzero(lengths)
     rows = rows[ids[rows, lengths[rows] - 1] == PADDING_ID]
-    if rows.size and feature.config.on_bad_id == "clip":
+    ends = lengths[rows]
+    if feature.config.on_bad_id != "clip":
+        ids[rows, ends - 1] = np.iinfo(ids.dtype).max
+        return
+    is_cut = (ends == feature.length) & (ends < ids.shape[1]) & (feature.config.keep == "first")
+    if not is_cut.all():
         expected = 'rows that do not end in a missing id, under on_bad_id="clip"'
-        got, remedy = f"one in example {rows[0]}", "leave missing ids out where a row ends"
+        got, remedy = f"one in example {rows[~is_cut][0]}", "leave missing ids out where a row ends"
         raise feature.error(expected=expected, got=got, remedy=remedy)
-    ids[rows, lengths[rows] - 1] = np.iinfo(ids.dtype).max
+    ids[rows, ends] = 0

@@ -160,14 +160,17 @@ class ServedModel:
         """Return the outputs of the model.
 
         Args:
-          features: arrays of ids in the structure of the features, or in a dict by path. Of a
-            table whose vocabulary lives, keys, or strings, as in training.
+          features: ids in every form that `serving_lookup` takes outside of a jit, in the structure
+            of the features, or in a dict or a frame by path. Bags and sequences may be shorter than
+            those of the exported examples. Of a table whose vocabulary lives, keys, or strings.
           inputs: the other arguments of the model.
           weights: in the same structure, for the features that were exported with weights.
 
         Raises:
-          ValueError: features, inputs, shapes or batch sizes differ from the exported ones; ids or
-            weights are bad, as for `serving_lookup`; `apply_in_place` has taken the tables.
+          ValueError: features, inputs, shapes or batch sizes differ from the exported ones; a bag
+            or sequence is longer than there; ids or weights are bad, as for `serving_lookup`; a row
+            of a jagged feature ends in an id that is missing, under `on_bad_id="clip"`;
+            `apply_in_place` has taken the tables.
           TypeError: ids are not integers; the call is inside a jit.
         """
         self._check_there()
