@@ -128,7 +128,7 @@ def test_a_delta_waits_for_the_calls_of_the_copy_that_it_writes(tmp_path, monkey
         assert second.result() == version(2)
     assert waits
     assert answered == version(1)
-    assert asked.result().tolist() == [*keys_at(0)]
+    assert asked.result()[0].tolist() == [*keys_at(0)]
     assert check_whole(served(GIVEN)) == 2
 
 

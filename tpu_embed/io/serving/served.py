@@ -43,8 +43,9 @@ class ServedModel:
       tables: the first argument of the program: table name -> part -> array.
       exported: the program, for use inside a jit: `exported.call(tables, features, weights,
         *inputs)`, with ids and weights in dicts by path. It takes row numbers where this takes
-        keys; a table on the host needs another part "first", `[m, D]`, the rows of the numbers
-        after those of its values.
+        keys, and the largest number of the dtype for a key that is left out, which keeps its
+        position in a sequence; a table on the host needs another part "first", `[m, D]`, the rows
+        of the numbers after those of its values.
     """
 
     metadata: Mapping[str, Any]
