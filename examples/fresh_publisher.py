@@ -100,7 +100,7 @@ class Follower:
             self.model = FollowingModel(load_model(first.path))
             for one in deltas:
                 self.model.apply(one.path)
-        if digest(self.model.keys("items")) != note.digest:
+        if digest(self.model.keys("items")[0]) != note.digest:
             raise AssertionError(f"the keys of {note.path} are not the trainer's")
 
 

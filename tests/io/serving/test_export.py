@@ -217,13 +217,17 @@ CALLS = {
         r"'user': expected shape \[B\], got \[16, 4\]",
     ),
     "width": (
-        lambda i, w: (i | {"small": i["small"][:, :, :2]}, w),
-        r"'small': expected shape \[B, 2, 3\], got \[16, 2, 2\]; the program has static shapes",
+        lambda i, w: (i | {"small": np.zeros((16, 2, 4), int)}, w),
+        r"'small': expected shape \[B, 2, 3\], got \[16, 2, 4\]; .* cut longer rows, or export",
+    ),
+    "bags": (
+        lambda i, w: (i | {"small": i["small"][:, :1]}, w),
+        r"'small': expected shape \[B, 2, 3\], got \[16, 1, 3\]; the program has static shapes",
     ),
     "batch": (lambda i, w: (i | {"user": i["user"][:3]}, w), "'user': expected .* got 3"),
     "ragged": (
         lambda i, w: (i | {"user": RaggedIds.from_lists([[1]] * 16)}, w),
-        "'user': expected an array of ids, got RaggedIds",
+        r"'user': expected shape \[B\], got \[16, 1\]",
     ),
     "not finite": (
         lambda i, w: (i, w | {"films": [np.full((16, 4), np.nan), None]}),

@@ -234,7 +234,7 @@ REFUSED = {
     "dates": (np.array([datetime.date(2026, 1, 1)] * B), TypeError, "feature 'x'"),
     "rank 0": (np.int64(3), ValueError, r"feature 'x': expected shape \[B\], got \[\]"),
     "rank 2": (np.zeros((B, 2), int), ValueError, r"expected shape \[B\], got \[4, 2\]"),
-    "a list": ([1, 2], ValueError, r"features: expected exactly \['x'\], got \['x/0', 'x/1'\]"),
+    "a tuple": ((1, 2), ValueError, "feature 'x': expected an array of ids, .* got tuple"),
     "nobody": (np.zeros(0, int), ValueError, "feature 'x': expected a positive batch size"),
     "mixed": (np.array(["red", 3, 4, 5], object), TypeError, "feature 'x'"),
 }

@@ -63,7 +63,8 @@ class EmbeddingEngine(LogicalRows):
       vocabularies: those of another engine, to share its maps. None: its own; the attribute of
         this name is None if no vocabulary lives, and no table is on the host.
       exchange_dtype: "bfloat16" rounds rows that sharded tables give to lookups, and each partial
-        sum of gradients, on every number of devices: an exchange then sends half the bytes.
+        sum of gradients, on every number of devices: an exchange then sends half the bytes. What
+        serves the tables (`io.serving_lookup`, exported models) rounds nothing.
 
     Attributes:
       storage: the rows at home of tables on the host; None without such tables.

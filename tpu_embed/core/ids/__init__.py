@@ -1,6 +1,6 @@
 """Read what users give as ids and check it on the host: containers, structure, weights, bad ids."""
 
-from tpu_embed.core.ids import bad_ids, structure, weights
+from tpu_embed.core.ids import frames, structure
 from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids, refuse_masked
 from tpu_embed.core.ids.cut_rows import shift_rows
@@ -14,8 +14,8 @@ from tpu_embed.core.ids.feature_ids import (
 )
 from tpu_embed.core.ids.flat_ids import check_coordinates, check_row_splits
 from tpu_embed.core.ids.hashing import hash_ids
-from tpu_embed.core.ids.host_ids import hashed, host_ids
-from tpu_embed.core.ids.keys import batch_order, give_rows, keys_of_ids, looked_up, split_keys
+from tpu_embed.core.ids.host_ids import host_ids
+from tpu_embed.core.ids.keys import batch_order, give_rows, looked_up, split_keys
 from tpu_embed.core.ids.leaves import collect_leaves, count_rows, rebuild_nest
 from tpu_embed.core.ids.narrow import narrow_ids
 from tpu_embed.core.ids.padding import pad_batch
@@ -31,7 +31,6 @@ __all__ = [
     "RaggedIds",
     "SparseIds",
     "Structure",
-    "bad_ids",
     "batch_order",
     "check_coordinates",
     "check_dtype",
@@ -40,9 +39,9 @@ __all__ = [
     "count_rows",
     "dense_shape",
     "flatten",
+    "frames",
     "give_rows",
     "has_means",
-    "hashed",
     "hash_ids",
     "host_ids",
     "is_real",
@@ -51,7 +50,6 @@ __all__ = [
     "pad_batch",
     "part_of_feature",
     "read_ids",
-    "keys_of_ids",
     "rebuild_nest",
     "refuse_masked",
     "rescale_bags",
@@ -61,5 +59,4 @@ __all__ = [
     "shift_rows",
     "split_keys",
     "structure",
-    "weights",
 ]

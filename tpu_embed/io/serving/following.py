@@ -82,13 +82,16 @@ class FollowingModel:
         """The contents of `metadata.json`, with the version of now."""
         return self._copies[0].model.metadata
 
-    def keys(self, name: str) -> np.ndarray:
-        """Return the keys of a table whose vocabulary lives, uint64 `[n]`, ascending.
+    def keys(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the keys of a table whose vocabulary lives, and their rows; see `ServedModel`.
+
+        Returns:
+          The keys, uint64 `[n]`, ascending; and their rows, int32 `[n]`.
 
         Raises:
           ValueError: the ids of the table are row numbers, or there is no such table.
         """
-        return self._answer(lambda model: model.keys(name)[0])
+        return self._answer(lambda model: model.keys(name))
 
     def __call__(self, features: PyTree, *inputs: PyTree, weights: PyTree | None = None) -> PyTree:
         """Return the outputs of the model; see `ServedModel`."""

@@ -4,7 +4,8 @@ Ids are checked, packed and combined by the same code as in training; only the p
 read from differs (`stored.py`). Every table is its own stack on one shard, so no table is copied.
 
 Input: tables by `TableConfig` or name, and features. Output: the activations that
-`EmbeddingEngine.lookup` returns for the same tables, with the same bits on CPU.
+`EmbeddingEngine.lookup` returns for the same tables, with the same bits on CPU; those of an engine
+without `exchange_dtype`.
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ def serving_lookup(
     vocabularies: Any = None,
 ) -> PyTree:
     """Return the activations of features, looked up in plain arrays.
+
+    Rows are read as they are stored: the `exchange_dtype` of an engine, which rounds them on their
+    way between devices, has no counterpart here.
 
     Outside of a jit, only the rows that the ids name are read from NumPy tables, also from
     memory-mapped ones. Inside a jit, pass the tables as its arguments: an array that a jit closes

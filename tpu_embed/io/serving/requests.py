@@ -1,13 +1,13 @@
 """Check what a server is asked, by the description of the exported model.
 
-Ids and weights are checked by the same rules as in training; keys become rows.
+Ids and weights are read and validated by the same code as in training, in all the same forms.
 
 Input: features, weights and inputs as the caller gives them. Output: what the program takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,27 +15,41 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed._types import PADDING_ID, PyTree, Tracer
-from tpu_embed.columns import is_column, read_column
 from tpu_embed.config import FeatureConfig, TableConfig
-from tpu_embed.core.ids import FeatureRules, bad_ids, check_dtype, hashed, keys_of_ids, structure
+from tpu_embed.core.ids import (
+    FeatureRules,
+    HostIds,
+    RaggedIds,
+    SparseIds,
+    check_row_splits,
+    frames,
+    give_rows,
+    host_ids,
+    read_ids,
+    structure,
+)
 from tpu_embed.io.delta import SHARED_ROW
 from tpu_embed.io.serving.first_rows import FirstRows
 from tpu_embed.io.serving.served_keys import ServedKeys
 from tpu_embed.storage import HostStorage
-
-_INT32_MAX = int(np.iinfo(np.int32).max)
+from tpu_embed.vocabulary import DynamicVocabulary
 
 
 def rules_of(path: str, described: Mapping[str, Any], metadata: Mapping[str, Any]) -> FeatureRules:
     """Return the rules by which the ids of a feature are validated."""
     name = described["table"]
     table = metadata["tables"][name]
-    # Keys are row numbers for the program, which has any number of rows.
-    size = _INT32_MAX if table["unseen"] in ("zero", "shared") else table["vocabulary_size"]
-    # Ids of a table on the host may have 64 bits; how many rows devices hold is not asked here.
-    storage = HostStorage(device_rows=1) if table["unseen"] == "initial" else None
+    unseen = table["unseen"]
+    rows: dict[str, Any] = {}
+    if unseen == "initial":
+        # Ids of a table on the host may have 64 bits; how many rows devices hold is not asked.
+        rows = {"storage": HostStorage(device_rows=1)}
+    elif unseen is not None:
+        rows = {"vocabulary": DynamicVocabulary(unseen=unseen)}
+    size, dim, dtype = table["vocabulary_size"], table["dim"], table["dtype"]
     config = FeatureConfig(
-        TableConfig(size, table["dim"], dtype=table["dtype"], storage=storage),
+        # The program combines rows. Of a sum, it gets the weights as they were given.
+        TableConfig(size, dim, combiner="sum", dtype=dtype, **rows),
         max_sequence_length=described["max_sequence_length"],
         on_bad_id=described["on_bad_id"],
         jagged=described["jagged"],
@@ -44,19 +58,50 @@ def rules_of(path: str, described: Mapping[str, Any], metadata: Mapping[str, Any
     return FeatureRules(f"feature {path!r}", config, name)
 
 
-def by_path(values: PyTree, path: str = "") -> dict[str, Any]:
-    """Return the leaves by path, as `structure.flatten` names them."""
+def by_feature(
+    features: PyTree, weights: PyTree, described: Mapping[str, Mapping[str, Any]]
+) -> dict[str, tuple[Any, Any]]:
+    """Return the ids of each feature, and its weights or None, by path.
+
+    Args:
+      features, weights: what the server was given.
+      described: the features in the metadata.
+
+    Raises:
+      ValueError: other features than those of the model, or others with weights.
+    """
+    given, beside = _by_path(features, described), _by_path(weights, described)
+    weighted = {path for path, scales in beside.items() if scales is not None}
+    for path, ids in given.items():
+        if isinstance(ids, (SparseIds, RaggedIds)) and ids.weights is not None:
+            weighted.add(path)
+    check_paths("features", given, described)
+    check_paths("weights", weighted, [path for path, one in described.items() if one["weights"]])
+    return {path: (given[path], beside.get(path)) for path in described}
+
+
+def _by_path(values: PyTree, paths: Collection[str], path: str = "") -> dict[str, Any]:
+    """Return the leaves by path, as `structure.flatten` names them.
+
+    Args:
+      values: features or weights, nested as they were exported, or in a dict or a frame by path.
+      paths: those of the features, where lists are columns.
+      path: where `values` stand.
+    """
+    if not path and "feature" not in paths:
+        values = frames.select_columns(values, paths)
     inner = structure.children(values)
-    if inner is None:
+    is_column = isinstance(values, (list, tuple)) and (path or "feature") in paths
+    if inner is None or is_column:
         return {path or "feature": values}
     found: dict[str, Any] = {}
     for key, child in inner:
-        found |= by_path(child, f"{path}/{key}" if path else str(key))
+        found |= _by_path(child, paths, f"{path}/{key}" if path else str(key))
     return found
 
 
-def check_paths(what: str, given: Mapping[str, Any], described: Mapping[str, Any]) -> None:
-    """Check that exactly what the metadata describes was given."""
+def check_paths(what: str, given: Collection[str], described: Collection[str]) -> None:
+    """Check that exactly what the metadata describes was given, by path."""
     if set(given) != set(described):
         expected, got = f"exactly {sorted(described)}", f"{sorted(given)}"
         remedy = "the model was exported so; metadata.json lists them"
@@ -100,99 +145,118 @@ def _dtype(leaf: Any) -> str:
     return str(dtype if dtype.kind in "OSUMm" else jax.dtypes.canonicalize_dtype(dtype))
 
 
-def row_ids(
+def program_ids(
     feature: FeatureRules,
     described: Mapping[str, Any],
-    given: Any,
+    given: tuple[Any, Any],
     keys: ServedKeys | None,
     first: FirstRows | None,
-) -> np.ndarray:
-    """Return validated ids, or the rows of keys, in the dtype of the program.
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return validated ids, or the rows of keys, and weights or None, as the program takes them.
+
+    Ids become rows, and sequences are cut, as for a lookup. So positions count ids that are left
+    out, and what the program is given it need not cut again.
 
     Args:
       feature: the rules of the feature.
       described: its description in the metadata.
-      given: what the server was given.
+      given: the ids and the weights that the server was given.
       keys: those of its table; None if ids are row numbers.
       first: the first rows of ids that nobody has trained, of a table on the host.
     """
-    ids = _read(feature, given, is_key=keys is not None and first is None)
-    _check_shape(feature, ids, described["shape"])
-    if keys is None:
-        found = _valid_ids(feature, ids)
-    elif first is None:
-        found = _rows_of_keys(feature, ids, keys)
-    else:
-        found = _rows_of_ids(feature, ids, keys, first)
-    return found.astype(described["dtype"])  # a copy, as `snapshot` makes
-
-
-def _read(feature: FeatureRules, given: Any, *, is_key: bool) -> np.ndarray:
-    """Return ids as an array of integers, masked where some are missing; strings become keys."""
-    if isinstance(given, Tracer):
+    if isinstance(given[0], Tracer):
         expected, remedy = "ids whose values are known", "inside a jit, call .exported"
         raise TypeError(message(feature.path, expected=expected, got="a tracer", remedy=remedy))
-    if not is_column(given):
-        expected, got = "an array of ids", type(given).__name__
-        raise feature.error(expected=expected, got=got, remedy="pad bags with -1")
-    ids = read_column(feature.path, given)
-    ids = hashed(feature.path, given, ids) if is_key else ids
-    check_dtype(feature, ids)
-    return ids
+    shape = _shape_in_program(feature, given[0], described["shape"])
+    host = host_ids(feature.path, feature.config, feature.table_name, *given)
+    if keys is not None:
+        assert host.keys is not None, "its rules say that ids are keys"
+        rows = keys.find(host.keys)
+        if first is not None:
+            rows[rows == SHARED_ROW] = first.number(host.keys[rows == SHARED_ROW])
+        elif not keys.unseen_share:
+            rows[rows == SHARED_ROW] = PADDING_ID
+        host = give_rows(host, rows, is_mean=False)
+    ids, weights = _padded(host, shape)
+    if host.rows is not None:
+        _mark_ends(feature, ids, np.diff(host.rows.row_splits))
+    return ids, weights
 
 
-def _check_shape(feature: FeatureRules, ids: np.ndarray, shape: Sequence[int | None]) -> None:
-    fits = ids.ndim == len(shape)
-    if not fits or any(n not in (None, m) for n, m in zip(shape, ids.shape, strict=True)):
-        expected = f"shape {['B' if n is None else n for n in shape]}".replace("'", "")
-        remedy = "the program has static shapes: pad with -1"
-        raise feature.error(expected=expected, got=f"{list(ids.shape)}", remedy=remedy)
+def _shape_in_program(feature: FeatureRules, given: Any, shape: Sequence[Any]) -> tuple[int, ...]:
+    """Return the shape in which the program gets ids, whose rows may be given shorter than there.
 
-
-def _resolved(feature: FeatureRules, ids: np.ndarray) -> np.ndarray:
-    """Return ids with every bad one resolved; -1 for padding, and for those that are dropped."""
-
-    def where(at: int) -> str:
-        return f"index {[int(i) for i in np.unravel_index(at, ids.shape)]}"
-
-    return bad_ids.resolve_dense(feature, ids, where)[0]
-
-
-def _valid_ids(feature: FeatureRules, ids: np.ndarray) -> np.ndarray:
-    """Return the row numbers of ids that are row numbers."""
-    return _kept_place(feature, ids, _resolved(feature, ids), feature.vocabulary_size)
-
-
-def _kept_place(feature: FeatureRules, ids: np.ndarray, found: np.ndarray, size: int) -> np.ndarray:
-    """Return row numbers in which an id that was dropped from a jagged feature keeps its place.
-
-    V of the program, the size, is neither a row nor padding, so the program gives it a row of
-    zeros. Here -1 would end the row before it.
+    Args:
+      feature: the rules of the feature.
+      given: its ids.
+      shape: that in the metadata, with None for any batch size.
     """
-    if not feature.config.jagged:
-        return found
-    _, absent = keys_of_ids(ids, padded=True)
-    return np.where(~absent & (found == PADDING_ID), size, found)
+    ids = read_ids(feature.path, given)
+    if isinstance(ids, SparseIds):
+        got = ids.dense_shape
+    elif isinstance(ids, RaggedIds):
+        lengths = check_row_splits(feature.path, ids)
+        got = lengths.size, int(lengths.max(initial=0))
+    else:
+        got = ids.shape
+    # Ids [B] have no rows.
+    may_pad = len(got) == len(shape) > 1 and got[-1] <= shape[-1]
+    found = (*got[:-1], shape[-1]) if may_pad else got
+    fits = len(found) == len(shape)
+    if not fits or any(n not in (None, m) for n, m in zip(shape, found, strict=True)):
+        expected = f"shape {['B' if n is None else n for n in shape]}".replace("'", "")
+        remedy = (
+            "the program has static shapes: cut longer rows, or export the model with wider "
+            "examples; to a batch of a fixed size, pad with -1"
+        )
+        raise feature.error(expected=expected, got=f"{list(got)}", remedy=remedy)
+    return found
 
 
-def _rows_of_ids(
-    feature: FeatureRules, ids: np.ndarray, keys: ServedKeys, first: FirstRows
-) -> np.ndarray:
-    """Return the rows of ids of a table on the host."""
-    valid = _resolved(feature, ids).astype(np.int64)
-    rows, absent = keys.find(valid.view(np.uint64).reshape(-1)), valid == PADDING_ID
-    rows = rows.reshape(ids.shape)
-    is_first = (rows == SHARED_ROW) & ~absent
-    rows[is_first] = first.number(valid[is_first].view(np.uint64))
-    rows[absent] = PADDING_ID
-    return _kept_place(feature, ids, rows, _INT32_MAX)
+def _padded(host: HostIds, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """Return new arrays of a shape, padded: the ids, and the weights or None."""
+    given, at = host.shape, None
+    width = shape[-1] if len(shape) > 1 else 1
+    # A bag that is combined is a row of the arrays; so is a sequence, whose ids are a bag each.
+    rows, each = given.batch, given.bags
+    if given.combines:
+        rows, each = given.batch * given.bags, given.width or 0
+    if host.bags is None:
+        at = np.s_[:, : min(each, width)]
+    elif host.rows is not None:
+        at = host.bags, host.rows.places - host.rows.row_splits[host.bags]
+    elif given.combines:
+        # In the bags 0 0 2 the first ids are those at 0 0 2, so the columns 0 1 2 - 0 0 2 = 0 1 0.
+        at = host.bags, np.arange(host.bags.size) - np.searchsorted(host.bags, host.bags)
+    else:
+        at = np.divmod(host.bags, each)
+
+    def padded(values: np.ndarray | None, fill: int) -> np.ndarray | None:
+        if values is None:
+            return None
+        found = np.full((rows, width), fill, values.dtype)
+        found[at] = values.reshape(rows, each)[at] if host.bags is None else values
+        return found.reshape(shape)
+
+    return padded(host.ids, PADDING_ID), padded(host.weights, 0)
 
 
-def _rows_of_keys(feature: FeatureRules, ids: np.ndarray, keys: ServedKeys) -> np.ndarray:
-    """Return the rows of keys; -1 for padding, and for a key without a row that is left out."""
-    asked, absent = keys_of_ids(ids, padded=True)
-    rows = keys.find(asked).reshape(ids.shape)
-    if not keys.unseen_share:
-        rows[rows == SHARED_ROW] = PADDING_ID
-    rows[absent] = PADDING_ID
-    return _kept_place(feature, ids, rows, _INT32_MAX)
+def _mark_ends(feature: FeatureRules, ids: np.ndarray, lengths: np.ndarray) -> None:
+    """Mark in `ids`, `[B, H]`, the ends of jagged rows whose last id is left out.
+
+    There -1 would end the row before. The largest number is neither a row nor padding, so the
+    program gives it a row of zeros; but it clips it, where bad ids are clipped. There an id after
+    the first L marks the end, which the program cuts off: with L = 2, [3, -1, 0] are two places.
+    """
+    rows = np.flatnonzero(lengths)
+    rows = rows[ids[rows, lengths[rows] - 1] == PADDING_ID]
+    ends = lengths[rows]
+    if feature.config.on_bad_id != "clip":
+        ids[rows, ends - 1] = np.iinfo(ids.dtype).max
+        return
+    is_cut = (ends == feature.length) & (ends < ids.shape[1]) & (feature.config.keep == "first")
+    if not is_cut.all():
+        expected = 'rows that do not end in a missing id, under on_bad_id="clip"'
+        got, remedy = f"one in example {rows[~is_cut][0]}", "leave missing ids out where a row ends"
+        raise feature.error(expected=expected, got=got, remedy=remedy)
+    ids[rows, ends] = 0

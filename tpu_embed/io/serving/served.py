@@ -24,7 +24,6 @@ from tpu_embed._checks import message
 from tpu_embed._snapshot import snapshot
 from tpu_embed._types import PyTree
 from tpu_embed.core.ids import FeatureRules
-from tpu_embed.core.ids import weights as weights_of
 from tpu_embed.io.delta import delta_files
 from tpu_embed.io.serving import model_files, requests
 from tpu_embed.io.serving.first_rows import PART as FIRST
@@ -44,8 +43,9 @@ class ServedModel:
       tables: the first argument of the program: table name -> part -> array.
       exported: the program, for use inside a jit: `exported.call(tables, features, weights,
         *inputs)`, with ids and weights in dicts by path. It takes row numbers where this takes
-        keys; a table on the host needs another part "first", `[m, D]`, the rows of the numbers
-        after those of its values.
+        keys, and the largest number of the dtype for a key that is left out, which keeps its
+        position in a sequence; a table on the host needs another part "first", `[m, D]`, the rows
+        of the numbers after those of its values.
     """
 
     metadata: Mapping[str, Any]
@@ -161,41 +161,31 @@ class ServedModel:
         """Return the outputs of the model.
 
         Args:
-          features: arrays of ids in the structure of the features, or in a dict by path. Of a
-            table whose vocabulary lives, keys, or strings, as in training.
+          features: ids in every form that `serving_lookup` takes outside of a jit, in the structure
+            of the features, or in a dict or a frame by path. Bags and sequences may be shorter than
+            those of the exported examples. Of a table whose vocabulary lives, keys, or strings.
           inputs: the other arguments of the model.
           weights: in the same structure, for the features that were exported with weights.
 
         Raises:
-          ValueError: features, inputs, shapes or batch sizes differ from the exported ones; ids or
-            weights are bad, as for `serving_lookup`; `apply_in_place` has taken the tables.
+          ValueError: features, inputs, shapes or batch sizes differ from the exported ones; a bag
+            or sequence is longer than there; ids or weights are bad, as for `serving_lookup`; a row
+            of a jagged feature ends in an id that is missing, under `on_bad_id="clip"`;
+            `apply_in_place` has taken the tables.
           TypeError: ids are not integers; the call is inside a jit.
         """
         self._check_there()
-        given = requests.by_path(features)
-        scales = {} if weights is None else requests.by_path(weights)
-        scales = {path: scale for path, scale in scales.items() if scale is not None}
         described = self.metadata["features"]
-        requests.check_paths("features", given, described)
-        requests.check_paths(
-            "weights", scales, {p: d for p, d in described.items() if d["weights"]}
-        )
+        given = requests.by_feature(features, weights, described)
         first = {name: self._first_rows(name) for name in self._first}
-        ids = {}
+        ids, numbers = {}, {}
         for path, one in described.items():
-            of_table = self._keys.get(one["table"]), first.get(one["table"])
-            ids[path] = requests.row_ids(self._features[path], one, given[path], *of_table)
+            rows = self._keys.get(one["table"]), first.get(one["table"])
+            mine = requests.program_ids(self._features[path], one, given[path], *rows)
+            ids[path], numbers[path] = mine
+        numbers = {path: scale for path, scale in numbers.items() if scale is not None}
         sizes = requests.batch_sizes({p: a.shape[0] for p, a in ids.items()}, described)
         requests.check_inputs(inputs, self.metadata["inputs"], sizes)
-        numbers = {
-            path: weights_of.beside_dense(
-                f"feature {path!r}",
-                self._features[path].config.table.dtype,
-                ids[path],
-                snapshot(scale),
-            )
-            for path, scale in scales.items()
-        }
         drawn = {name: {FIRST: one.rows()} for name, one in first.items()}
         tables = {name: parts | drawn.get(name, {}) for name, parts in self.tables.items()}
         return self._program(tables, ids, numbers, *jax.tree.map(snapshot, inputs))

@@ -1,0 +1,338 @@
+"""Random worlds to serve: tables of every kind, features of every form, and requests for them.
+
+A world is what takes long to compile: engines, and one model of all features that is exported. Any
+number of requests is then asked of it, each of other ids. An id may be valid, bad, of a key that is
+unseen, or missing; the last id of a row is more often than others.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from random_optimizers import choose
+
+from tpu_embed import (
+    DynamicVocabulary,
+    EmbeddingEngine,
+    FeatureConfig,
+    HostStorage,
+    QuantizationConfig,
+    RaggedIds,
+    SparseIds,
+    TableConfig,
+    hash_ids,
+    io,
+    optimizers,
+)
+
+BATCH, INNER, ROWS, DIM = 5, 2, 7, 2
+"""Examples of a batch, bags of each example where it has several, rows of small tables, and D."""
+NAMES = [f"item {n}" for n in range(6)]
+KEYS = [int(key) for key in hash_ids(NAMES, None)]
+KNOWN = KEYS[:3]
+"""The keys that have a row; those of the other names are unseen."""
+PLAIN, KEYED = ("rows",), ("home", "living", "living home")
+"""The tables of each engine; only ids of the first one may be looked up inside a jit."""
+KINDS = ("one", "bag", "bags", "sequence", "jagged")
+
+
+class Form(NamedTuple):
+    """How the ids of a feature are given.
+
+    Attributes:
+      kind: one of `KINDS`.
+      width: H of the exported program.
+      longest: the most ids that a row of a request has, H or H - 1.
+      given: "dense", "masked", "sparse", "ragged", "lists" or "strings".
+      weights: "none", "beside" or "inside".
+    """
+
+    kind: str
+    width: int
+    longest: int
+    given: str
+    weights: str
+
+    @property
+    def rows(self) -> int:
+        """How many bags or sequences a batch has."""
+        return BATCH * (INNER if self.kind == "bags" else 1)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether a missing id has a place at the end of its row, and -1 is not padding."""
+        return self.kind != "one" and self.given not in ("dense", "masked")
+
+
+class Rows(NamedTuple):
+    """The ids of each row of a feature, None for a missing one, and a weight for each."""
+
+    ids: list[list[int | None]]
+    weights: list[list[float]]
+
+
+class Drawn(NamedTuple):
+    """What a world is made of: features and their forms, by path."""
+
+    features: dict[str, FeatureConfig]
+    forms: dict[str, Form]
+    has_fixed_batch: bool
+
+    def of(self, names: tuple[str, ...]) -> dict[str, FeatureConfig]:
+        """Return the features of some tables by path."""
+        return {path: one for path, one in self.features.items() if one.table.name in names}
+
+
+# -- what is drawn -------------------------------------------------------------------------------
+
+
+def first_row(key, shape, dtype):
+    """Return first values that differ by key and are quick to compile."""
+    number = jax.random.key_data(key)[-1] >> 8
+    return jnp.full(shape, number.astype(dtype) / np.asarray(2**24, dtype))
+
+
+def draw(seed: int) -> Drawn:
+    """Return what a world is made of."""
+    rng = np.random.default_rng(seed)
+    drawn = Drawn({}, {}, bool(rng.random() < 0.5))
+    for table in _draw_tables(rng):
+        last = "one" if table.name == "home" else choose(rng, ("bag", "bags"))
+        for kind in ("sequence", "jagged", last):
+            path = f"{table.name} {len(drawn.features)} {kind}"
+            drawn.forms[path] = _draw_form(rng, table, kind)
+            drawn.features[path] = _draw_feature(rng, table, kind, drawn.has_fixed_batch)
+    return drawn
+
+
+def _draw_tables(rng) -> list[TableConfig]:
+    """Return a table of each kind; one of those with keys has a row that unseen keys share."""
+
+    def table(name: str, size: int, **options: Any) -> TableConfig:
+        options["combiner"] = choose(rng, ("sum", "mean", "sqrtn"))
+        options["quantization_config"] = choose(rng, (None, None, QuantizationConfig(9, -0.5, 0.5)))
+        return TableConfig(size, DIM, first_row, name=name, **options)
+
+    one, other = (DynamicVocabulary(unseen=u) for u in rng.permutation(["zero", "shared"]))
+    home = HostStorage(device_rows=4)
+    return [
+        table("rows", ROWS, dtype=choose(rng, ("float32", "bfloat16"))),
+        table("home", 2**40, storage=home),
+        table("living", ROWS, vocabulary=one),
+        table("living home", ROWS, vocabulary=other, storage=home),
+    ]
+
+
+def _draw_form(rng, table: TableConfig, kind: str) -> Form:
+    """Return how a feature of this table is given."""
+    several = {"one": ["lists"], "bags": ["sparse"]}.get(kind, ["sparse", "ragged", "lists"])
+    strings = ["strings"] if table.vocabulary is not None and kind != "bags" else []
+    given = choose(rng, ["dense", "masked", *several, *strings])
+    weights = ["none"] if kind == "one" else ["none", "beside"]
+    weights += ["inside"] if given in ("sparse", "ragged") else []
+    width = int(rng.integers(3, 5))
+    return Form(kind, width, width - int(rng.integers(2)), given, choose(rng, weights))
+
+
+def _draw_feature(rng, table: TableConfig, kind: str, has_fixed_batch: bool) -> FeatureConfig:
+    """Return the configuration of a feature."""
+    options: dict[str, Any] = {"on_bad_id": choose(rng, ("error", "drop", "clip"))}
+    length = 0
+    if kind in ("sequence", "jagged"):
+        length = choose(rng, (1, 1, 2, 2, 4) if kind == "sequence" else (0, 1, 1, 2, 2, 4))
+    if length:
+        options["keep"] = choose(rng, ("first", "last", "last", "last", "last"))
+    if kind in ("one", "bag", "bags") and has_fixed_batch:
+        options["output_shape"] = (BATCH, INNER) if kind == "bags" else (BATCH,)
+    return FeatureConfig(table, length, jagged=kind == "jagged", **options)
+
+
+def traits(drawn: Drawn) -> set[str]:
+    """Return what the features of a world have among them."""
+    found = set()
+    for path, feature in drawn.features.items():
+        form, table = drawn.forms[path], feature.table
+        found |= {form.kind, form.given, f"weights {form.weights}"}
+        found |= {"output_shape"} if feature.output_shape else set()
+        found |= {"shorter"} if form.longest < form.width else set()
+        if form.kind.startswith("bag") and table.row_rules is None and form.weights != "none":
+            found.add(f"weights in a {table.combiner}")
+        if feature.keep == "last" and feature.max_sequence_length < form.longest:
+            found.add(f"last ids of a {form.kind} in {table.name}")
+            found |= {f"last, {feature.on_bad_id}"} if table.vocabulary is None else set()
+    return found
+
+
+EVERY = {
+    *KINDS, "dense", "masked", "sparse", "ragged", "lists", "strings", "output_shape", "shorter",
+    *(f"weights {where}" for where in ("none", "beside", "inside")),
+    "weights in a sum", *(f"last, {rule}" for rule in ("drop", "clip", "error")),
+    *(f"last ids of a {kind} in {name}" for kind in KINDS[3:] for name in PLAIN + KEYED),
+}  # fmt: skip
+
+
+def draw_rows(rng, feature: FeatureConfig, form: Form) -> Rows:
+    """Return the ids of a feature, with weights."""
+    found, scale = Rows([], []), choose(rng, (1.0, 2.0**-70))  # whose square is no float32
+    # Rows of the same lengths in another order, so that few programs compile.
+    lengths = (
+        np.ones(BATCH, int) if form.kind == "one" else np.arange(form.rows) % (form.longest + 1)
+    )
+    for length in rng.permutation(lengths):
+        row = [_draw_id(rng, feature, form, 0.2) for _ in range(length)]
+        if row and rng.random() < 0.5:
+            row[-1] = _draw_id(rng, feature, form, 0.7)
+        # Such a row is refused by a served model.
+        if row and row[-1] is None and form.kind == "jagged" and feature.on_bad_id == "clip":
+            row[-1] = 1 if form.is_flat and feature.table.vocabulary is None else None
+        found.ids.append(row)
+        found.weights.append([scale * float(w) for w in rng.choice([-1.5, 0.0, 0.5, 2.0], length)])
+    return found
+
+
+def _draw_id(rng, feature: FeatureConfig, form: Form, odd: float) -> int | None:
+    """Return an id, which is missing, unseen or bad with some odds."""
+    table = feature.table
+    if table.storage is not None and table.vocabulary is None and form.kind == "one":
+        # Rows that nobody has trained, in every request about as many: few programs compile.
+        return int(rng.integers(2**33, 2**39))
+    if rng.random() < odd / 2:
+        return None
+    if table.vocabulary is not None:
+        return choose(rng, KEYS[3:] if rng.random() < odd else KNOWN)
+    if rng.random() < odd and feature.on_bad_id != "error":
+        size = table.vocabulary_size
+        return choose(rng, [size, size + 3, -2] + ([-1] if form.is_flat else []))
+    return int(rng.integers(ROWS))
+
+
+# -- how users write it --------------------------------------------------------------------------
+
+
+def written(rows: Rows, form: Form) -> tuple[Any, Any]:
+    """Return ids and weights as a user gives them."""
+    ids: Any = rows.ids
+    scales: Any = None if form.weights == "none" else rows.weights
+    if form.given in ("dense", "masked"):
+        ids = dense(ids, form, form.longest)
+        if form.given == "masked":
+            ids = np.ma.masked_array(np.where(ids == -1, 1, ids), ids == -1)
+        return ids, None if scales is None else dense(scales, form, form.longest, 0.5)
+    if form.given == "strings":
+        ids = [[None if key is None else NAMES[KEYS.index(key)] for key in row] for row in ids]
+    if form.kind == "one":
+        return [row[0] for row in ids], None
+    if form.given in ("lists", "strings"):
+        return ids, scales
+    make = RaggedIds.from_lists if form.given == "ragged" else functools.partial(_sparse, form=form)
+    if form.weights == "inside":
+        return make(ids, weights=scales), None
+    return make(ids), None if scales is None else make(scales)
+
+
+def _sparse(rows: Any, weights: Any = None, *, form: Form) -> SparseIds:
+    """Return rows as `SparseIds`."""
+    one = SparseIds.from_lists(rows, width=form.longest, weights=weights)
+    if form.kind != "bags":
+        return one
+    row, column = one.indices.T
+    indices = np.stack([*np.divmod(row, INNER), column], axis=1)
+    return SparseIds(indices, one.values, (BATCH, INNER, form.longest), one.weights)
+
+
+def dense(rows: Any, form: Form, width: int, fill: float = -1) -> np.ndarray:
+    """Return rows as an array `[B]`, `[B, H]` or `[B, K, H]`, padded; what is missing is -1."""
+    dtype = np.int64 if fill == -1 else np.float32
+    found = np.full((len(rows), 1 if form.kind == "one" else width), fill, dtype)
+    for r, row in enumerate(rows):
+        found[r, : len(row)] = [fill if x is None else x for x in row]
+    shape = {"one": (BATCH,), "bags": (BATCH, INNER, width)}.get(form.kind, (BATCH, width))
+    return found.reshape(shape)
+
+
+# -- what it is asked of -------------------------------------------------------------------------
+
+
+class World:
+    """Tables with rows, engines, and a model of all features that was exported and loaded.
+
+    Attributes:
+      drawn: the features.
+      engines: names of tables, the engine that has them, and its state; of each.
+      tables: of all features, for `serving_lookup`.
+      maps: the rows of keys.
+      model: the loaded model.
+      traced, traced_serving: look up row numbers inside a jit, in the engine or for serving.
+    """
+
+    def __init__(self, drawn: Drawn, root: Path) -> None:
+        self.drawn = drawn
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("d",))
+        plain, keyed = (
+            EmbeddingEngine(drawn.of(names), optimizers.SGD(0.5), mesh=mesh)
+            for names in (PLAIN, KEYED)
+        )
+        state, homes = plain.init(jax.random.key(0)), _filled(keyed)
+        self.engines = (PLAIN, plain, state), (KEYED, keyed, homes)
+        self.maps = keyed.vocabularies
+        self.tables: dict[str, Any] = {
+            "rows": np.asarray(plain.tables(state)["rows"]),
+            "home": io.host_table(keyed, homes, "home"),
+            "living": keyed.rows(homes, "living", np.arange(ROWS)),
+            "living home": functools.partial(keyed.rows, homes, "living home"),
+        }
+        self.model = self._exported(root / "model")
+        self.traced = jax.jit(lambda *given: plain.lookup(state, *given))
+        plain_tables = {name: self.tables[name] for name in PLAIN}
+        lookup = jax.jit(
+            lambda tables, *given: io.serving_lookup(tables, given[0], drawn.of(PLAIN), given[1])
+        )
+        self.traced_serving = functools.partial(lookup, plain_tables)
+
+    def served(self, ids: Any, weights: Any) -> Any:
+        """Return what `serving_lookup` finds for features of any tables."""
+        return io.serving_lookup(
+            self.tables, ids, self.drawn.features, weights, vocabularies=self.maps
+        )
+
+    def _exported(self, path: Path) -> io.ServedModel:
+        """Return a model of all features, which was exported."""
+        examples, weights = {}, {}
+        for label, form in self.drawn.forms.items():
+            examples[label] = dense([[0]] * form.rows, form, form.width)
+            scales = dense([[1.0]] * form.rows, form, form.width, 1.0)
+            weights[label] = None if form.weights == "none" else scales
+        io.export_model(
+            path, lambda found: found, self.tables, self.drawn.features, examples, weights=weights,
+            vocabularies=self.maps, batch=BATCH if self.drawn.has_fixed_batch else None,
+            platforms="cpu",
+        )  # fmt: skip
+        return io.load_model(path)
+
+    def program(self, ids: Any, weights: Any) -> Any:
+        """Return what the program itself makes of row numbers; other features are empty."""
+        given, scales, model = {}, {}, self.model
+        for path, one in model.metadata["features"].items():
+            shape = [BATCH, *one["shape"][1:]]
+            given[path] = np.asarray(ids.get(path, np.full(shape, -1)), one["dtype"])
+            if one["weights"]:
+                scales[path] = np.asarray(weights.get(path, np.ones(shape)), one["weights"])
+        tables = dict(model.tables)
+        tables["home"] = {**tables["home"], "first": np.zeros((8, DIM), np.float32)}
+        return model._program(tables, given, scales)
+
+
+def _filled(engine: EmbeddingEngine) -> Any:
+    """Return a state in which some keys, and some ids of the table on the host, have a row."""
+    rng = np.random.default_rng(0)
+    state = engine.init(jax.random.key(1))
+    for name, numbers in {"living": KNOWN, "living home": KNOWN, "home": range(ROWS - 1)}.items():
+        values = rng.normal(size=(len(numbers), DIM)).astype(np.float32)
+        rows = {"rows" if name == "home" else "keys": np.array(numbers)}
+        state = engine.set_rows(state, name, values=values, **rows)
+    return state

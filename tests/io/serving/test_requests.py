@@ -1,0 +1,166 @@
+"""What a served model takes: ids in every form that `place` takes, cut as in training."""
+
+import jax
+import numpy as np
+import pandas as pd
+import pytest
+from keyed_cases import Keyed, export, looked_up, table
+
+import tpu_embed as te
+from tpu_embed import FeatureConfig, RaggedIds, SparseIds, TableConfig, io, optimizers
+
+RULES = {
+    "living": ({"vocabulary": te.DynamicVocabulary()}, {}),
+    "living, on the host": (
+        {"vocabulary": te.DynamicVocabulary(), "storage": te.HostStorage(device_rows=4)},
+        {},
+    ),
+    "dropped": ({}, {"on_bad_id": "drop"}),
+    "dropped, on the host": ({"storage": te.HostStorage(device_rows=4)}, {"on_bad_id": "drop"}),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_last_ids_are_counted_before_any_is_left_out(rule, tmp_path):
+    """99 has no row; it is the last thing that the user saw."""
+    of_table, of_feature = RULES[rule]
+    config = TableConfig(10, 1, name="t", **of_table)
+    features = {"seen": FeatureConfig(config, max_sequence_length=2, keep="last", **of_feature)}
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("d",))
+    engine = te.EmbeddingEngine(features, optimizers.SGD(0.5), mesh=mesh)
+    state, values = engine.init(jax.random.key(0)), np.array([[1.0], [2.0], [3.0]], np.float32)
+    numbers = {"keys" if "vocabulary" in of_table else "rows": np.array([1, 2, 3])}
+    state = engine.set_rows(state, "t", values=values, **numbers)
+    if "storage" not in of_table:
+        tables = engine.tables(state)
+    elif "vocabulary" in of_table:
+        tables = {"t": lambda ids: engine.rows(state, "t", ids)}
+    else:
+        tables = {"t": io.host_table(engine, state, "t")}
+    asked = {"seen": np.array([[1, 2, 3, 99], [99, 3, 1, 2], [1, 99, -1, -1]])}
+    maps = {"vocabularies": engine.vocabularies} if "vocabulary" in of_table else {}
+    io.export_model(
+        tmp_path / "m", lambda found: found, tables, features, asked, platforms="cpu", **maps
+    )
+    served = io.load_model(tmp_path / "m")(asked)["seen"]
+    np.testing.assert_array_equal(served[:, :, 0], [[3, 0], [1, 2], [1, 0]])
+    placed = engine.lookup(state, engine.place(asked, training=False))["seen"]
+    np.testing.assert_array_equal(served, placed)
+    np.testing.assert_array_equal(
+        served, io.serving_lookup(tables, asked, features, **maps)["seen"]
+    )
+
+
+# -- forms ---------------------------------------------------------------------------------------
+
+NAMES = ["red", "green", "blue"]
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory):
+    """Return a table whose keys are hashed names, its features, and their model."""
+    one = Keyed(table("t", unseen="shared"), te.hash_ids(NAMES, None), 3)
+    features = {
+        "bag": FeatureConfig(one.config),
+        "seen": FeatureConfig(one.config, max_sequence_length=2, keep="last"),
+        "one": FeatureConfig(one.config),
+    }
+    example = {"bag": np.zeros((2, 3), int), "seen": np.zeros((2, 4), int), "one": np.zeros(2, int)}
+    weights = dict.fromkeys(features) | {"bag": np.ones((2, 3), np.float32)}
+    path = tmp_path_factory.mktemp("named") / "model"
+    return one, features, export(path, [one], features, example, weights=weights)
+
+
+BAGS = [["red", "new", None], ["blue"]]
+SEEN = [["red", "green", "new"], []]
+SCALES = [[0.5, 2.0, 1.0], [3.0]]
+FORMS = {
+    "lists": (BAGS, SEEN, SCALES, ["red", None]),
+    "ragged": (RaggedIds.from_lists(BAGS), RaggedIds.from_lists(SEEN), SCALES, ["new", "red"]),
+    "weights inside": (RaggedIds.from_lists(BAGS, weights=SCALES), SEEN, None, ["new", "red"]),
+    "sparse": (
+        SparseIds.from_lists(BAGS), SparseIds.from_lists(SEEN, width=4),
+        SparseIds.from_lists(SCALES), pd.Series(["red", None]),
+    ),
+    "narrower arrays": (
+        np.array([["red", "new"], ["blue", None]], object), np.array([["red"], ["blue"]]),
+        np.array([[0.5, 2.0], [3.0, 1.0]], np.float32), np.array(["red", "new"]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_served(named, form):
+    one, features, model = named
+    bag, seen, scales, single = FORMS[form]
+    ids, weights = {"bag": bag, "seen": seen, "one": single}, {"bag": scales}
+    weights = dict.fromkeys(features) | weights
+    expected = looked_up([one], features, ids, weights)
+    jax.tree.map(np.testing.assert_array_equal, model(ids, weights=weights), expected)
+    following = io.FollowingModel(model)
+    jax.tree.map(np.testing.assert_array_equal, following(ids, weights=weights), expected)
+
+
+REFUSED = {
+    "a longer array": ({"bag": np.zeros((2, 4), int)}, r"'bag': .*\[B, 3\], got \[2, 4\]; .* cut"),
+    "a longer row": ({"bag": [[1, 2, 3, 4], [5]]}, r"'bag': expected shape \[B, 3\], got \[2, 4\]"),
+    "a wider shape": ({"bag": SparseIds([[0, 0]], [3], (2, 5))}, r"\[B, 3\], got \[2, 5\]"),
+    "a longer sequence": (
+        {"seen": [[1] * 5, []]},
+        r"'seen': expected shape \[B, 4\], got \[2, 5\]",
+    ),
+    "a row for one id": ({"one": [[1], [2]]}, r"'one': expected shape \[B\], got \[2, 1\]"),
+    "one id for a row": ({"bag": [1, 2]}, r"'bag': expected shape \[B, 3\], got \[2\]"),
+    "another size": ({"one": ["red"] * 3}, "'one': expected a positive batch size, 2 .* got 3"),
+    "wrong splits": ({"bag": RaggedIds([1], [0, 2])}, "'bag': expected RaggedIds.row_splits that"),
+    "weights twice": (
+        {"bag": RaggedIds([1], [0, 1, 1], weights=[1.0])},
+        "weights of feature 'bag': expected weights in one place",
+    ),
+    "other weights": (
+        {"seen": RaggedIds([1], [0, 1, 1], weights=[1.0])},
+        r"weights: expected exactly \['bag'\], got \['bag', 'seen'\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_named(named, case):
+    changed, text = REFUSED[case]
+    ids = {"bag": [[1], []], "seen": [[1], [2]], "one": [1, 2]} | changed
+    weights = dict.fromkeys(ids) | {"bag": [[1.0], []] if "bag" not in changed else np.ones(1)}
+    with pytest.raises(ValueError, match=text):
+        named[2](ids, weights=weights)
+
+
+def test_columns_of_a_frame_are_served(tmp_path):
+    table, rows = TableConfig(4, 2, name="t"), np.arange(8, dtype=np.float32).reshape(4, 2)
+    features = {"user": FeatureConfig(table), "tags": FeatureConfig(table)}
+    example = {"user": np.zeros(2, int), "tags": np.zeros((2, 3), int)}
+    io.export_model(tmp_path / "m", lambda a: a, {"t": rows}, features, example, platforms="cpu")
+    frame = pd.DataFrame({"user": [1, 3], "tags": [[0, 2], []], "label": [0.5, 1.0]})
+    served = io.load_model(tmp_path / "m")(frame)
+    jax.tree.map(
+        np.testing.assert_array_equal, served, io.serving_lookup({"t": rows}, frame, features)
+    )
+
+
+def test_a_missing_id_at_the_end_of_a_jagged_row_is_not_clipped(tmp_path):
+    """Where it clips bad ids, the program knows no id that it gives a row of zeros."""
+    table, rows = TableConfig(4, 1, name="t"), np.arange(1, 5, dtype=np.float32)[:, None]
+    features = {
+        "all": FeatureConfig(table, jagged=True, on_bad_id="clip"),
+        "two": FeatureConfig(table, 2, jagged=True, on_bad_id="clip"),
+    }
+    example = dict.fromkeys(features, np.zeros((2, 3), int))
+    io.export_model(tmp_path / "m", lambda a: a, {"t": rows}, features, example, platforms="cpu")
+    served, cut = io.load_model(tmp_path / "m"), np.array([[1, -1, 2], [2, -1, -1]])
+    for two in (cut, [[1, None, 2], [2]], [[1, None], [2]]):
+        found = served({"all": [[None, 9], [2]], "two": two})
+        assert found["all"].row_splits.tolist() == found["two"].row_splits.tolist() == [[0, 2, 3]]
+        assert found["all"].values[0, :, 0].tolist() == [0, 4, 3, 0, 0, 0]
+        assert found["two"].values[0, :, 0].tolist() == [2, 0, 3, 0]
+    for path in features:
+        text = f"feature {path!r}: expected rows that do not end in a missing id, .* in example 1;"
+        with pytest.raises(ValueError, match=text):
+            served({"all": cut, "two": cut, path: [[1], [None]]})
