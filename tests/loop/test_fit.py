@@ -315,21 +315,6 @@ def test_an_engine_is_needed():
         fit({}, loss_of_tables, of_items(1))
 
 
-def test_checkpoints_of_others_are_refused(tmp_path):
-    with tpu_embed.io.CheckpointManager(tmp_path / "run", engine()) as manager:
-        manager.save(3, engine().init(jax.random.key(0)), position={"batches": 3})
-    with pytest.raises(ValueError, match="checkpoints that fit has written, got one with position"):
-        trained(directory=tmp_path / "run")
-
-
-def test_a_run_of_another_model_is_refused_with_a_remedy(tmp_path):
-    trained(directory=tmp_path / "run", steps=1)
-    options = {"loss": loss_of_network, "model": Network(nnx.Rngs(0)), "optimizer": DENSE}
-    with pytest.raises(FileNotFoundError, match="none of model") as refused:
-        trained(directory=tmp_path / "run", **options)
-    assert "to begin a new run instead, name another directory" in "".join(refused.value.__notes__)
-
-
 def test_a_run_that_is_done_stays_as_it_is(tmp_path, capsys):
     first = trained(directory=tmp_path / "run", steps=4)
     more = {"steps": 4, "evaluation": list(of_items(2)), "progress": True}

@@ -29,6 +29,7 @@ from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState, check_own
 from tpu_embed.data import Prefetcher
 from tpu_embed.io import CheckpointManager
+from tpu_embed.io.checkpoint import MismatchError
 from tpu_embed.loop.network import Network
 from tpu_embed.loop.step import take_apart
 from tpu_embed.processes import raise_on_all
@@ -43,6 +44,12 @@ FORMAT = 1
 
 If a callback has ended the run, it has "ended": [the `steps` of the call], too.
 """
+
+_REMEDY = (
+    "go on with what was saved, or change it by io.restore, which has arguments for this, and give "
+    "its state= to a run in another directory"
+)
+"""Of a checkpoint that does not fit: `fit` itself has no such arguments."""
 
 
 @dataclasses.dataclass
@@ -234,9 +241,17 @@ class Keeper:
             remedy = "give more steps, or another directory for another run"
             text = message("fit: steps", expected=expected, got=f"{run.steps}", remedy=remedy)
             raise ValueError(text)
+        model = _saved_model(run)
+        saved = Path(self._directory) / f"{latest}" / "model"
+        if model is None and saved.is_dir():  # it would be left out of the next checkpoint
+            remedy = "give the model and its optimizer as before, or another directory"
+            expected = f"one, as it is in {saved}"
+            raise ValueError(message("fit: model", expected=expected, got="None", remedy=remedy))
         try:
-            found = self._manager.restore(model=_saved_model(run))
+            found = self._manager.restore(model=model)
         except (ValueError, FileNotFoundError) as error:
+            if isinstance(error, MismatchError):
+                error.advise(_REMEDY)
             error.add_note("fit: to begin a new run instead, name another directory.")
             raise
         position = found.position

@@ -4,6 +4,7 @@ Every file has a checksum, which is checked when it is read: chunks of rows in `
 networks in `trees.py`, and all JSON files in `io/crc_json.py`.
 """
 
+from tpu_embed.io.checkpoint.checked import MismatchError
 from tpu_embed.io.checkpoint.engine_checkpoint import Restored, restore, save
 from tpu_embed.io.checkpoint.manager import CheckpointManager, ModuleCheckpointManager
 from tpu_embed.io.checkpoint.manifest import Wanted
@@ -15,6 +16,7 @@ from tpu_embed.io.checkpoint.saved_maps import SavedMap, read_maps
 __all__ = [
     "CheckpointManager",
     "LocalShards",
+    "MismatchError",
     "ModuleCheckpointManager",
     "Restored",
     "RowArray",

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
-from tpu_embed._checks import message
+from tpu_embed._checks import message, message_of_many
 from tpu_embed.io import crc_json, schema
 from tpu_embed.processes import raise_on_all
 
@@ -28,6 +29,24 @@ REMEDY = "restore another step; this one is damaged"
 
 _DEEPEST = 100
 """The deepest nesting that a position may have."""
+
+
+class MismatchError(ValueError):
+    """The files are undamaged, but do not hold what is wanted.
+
+    Args:
+      what: the checkpoint.
+      differences: a message for each, without a remedy.
+      remedy: which arguments of `restore` allow them.
+    """
+
+    def __init__(self, what: str, differences: Sequence[str], remedy: str) -> None:
+        self._differences = what, differences
+        self.advise(remedy)
+
+    def advise(self, remedy: str) -> None:
+        """Give another remedy: that of a caller which does not have these arguments."""
+        self.args = (message_of_many(*self._differences, remedy=remedy),)
 
 
 def write_bound(path: Path, checkpoint: str, value: Any) -> None:

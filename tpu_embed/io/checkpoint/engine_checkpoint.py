@@ -114,7 +114,7 @@ def restore(
         engine. None: no model is read.
       key: initializes what the checkpoint lacks, as `engine.init` would: new tables, the rows by
         which a table has grown, and all slots of a table whose optimizer is of another class or has
-        other slots. None: anything that is lacking is an error.
+        other slots; or none, if it has no slots. None: a difference of this kind is an error.
       convert: whether a float array may have another dtype than it was saved with; its values are
         rounded then.
       leave_out: names of tables in the checkpoint that are not read.

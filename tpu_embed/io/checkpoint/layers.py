@@ -22,7 +22,7 @@ from tpu_embed._checks import message
 from tpu_embed.engine_layer import EngineLayer
 from tpu_embed.io import schema
 from tpu_embed.io.checkpoint import manifest, tables
-from tpu_embed.io.checkpoint.checked import read_bound, write_bound
+from tpu_embed.io.checkpoint.checked import MismatchError, read_bound, write_bound
 from tpu_embed.io.checkpoint.manifest import Wanted
 from tpu_embed.io.files import file_name
 
@@ -132,7 +132,7 @@ def differences(directory: Path, found: Collection[str], wanted: Mapping[str, Wa
         if path in wanted and path in found:
             try:
                 manifest.read(directory / file_name(path), wanted[path])
-            except manifest.MismatchError as error:
+            except MismatchError as error:
                 messages.append(f"{error}")
         else:
             expected, got = ("one", "none") if path in wanted else ("none", "one")

@@ -31,7 +31,7 @@ from tpu_embed.core.state import (
 )
 from tpu_embed.io import schema
 from tpu_embed.io.checkpoint import maps
-from tpu_embed.io.checkpoint.checked import read_bound, write_bound
+from tpu_embed.io.checkpoint.checked import MismatchError, read_bound, write_bound
 from tpu_embed.io.checkpoint.rows import row_array
 from tpu_embed.io.checkpoint.trees import is_float
 
@@ -107,7 +107,8 @@ class Wanted:
 
     Attributes:
       engine: the engine to make a state for.
-      key: initializes rows, tables and slots that are not on disk; None: lacking ones are an error.
+      key: initializes rows, tables and slots that are not on disk, and lets go of slots that the
+        engine does not have; None: lacking ones are an error, and so are these.
       convert: whether float dtypes may differ.
       leave_out: tables on disk that are not read.
       layer: the path of the layer that has the engine, for messages; "" for an engine by itself.
@@ -124,10 +125,6 @@ class Wanted:
     def label(self, directory: Path) -> str:
         """Return how messages name the tables in a directory."""
         return f"checkpoint {directory}" + (f": layer {self.layer!r}" if self.layer else "")
-
-
-class MismatchError(ValueError):
-    """The files are undamaged, but do not hold what is wanted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,6 +276,9 @@ def _lacks_rows(directory: Path, f: Field, found: dict[str, Any], wanted: Wanted
         if wanted.key is None:
             raise _refusal(label, f.label, *_absent(f, found), "give key= to make it anew")
         return True
+    if f.slot is None and wanted.key is None and _loses_slots(f, found, wanted):
+        remedy = "give key= to go on without them"
+        raise _refusal(label, f"{f.label}, slots", *_absent(f, found), remedy)
     for what in ("shape", "per_row", "dtype"):
         rounds = what == "dtype" and is_float(form[what]) and is_float(expected[what])
         if form[what] != expected[what] and not (rounds and wanted.convert):
@@ -298,15 +298,26 @@ def _lacks_rows(directory: Path, f: Field, found: dict[str, Any], wanted: Wanted
     return rows < size
 
 
+def _loses_slots(f: Field, found: dict[str, Any], wanted: Wanted) -> bool:
+    """Tell whether a table has slots on disk that nobody reads, though the engine goes on training.
+
+    So it is under a rule without slots, such as SGD, or where the table is not trained any more. An
+    engine without optimizers leaves slots out: it cannot put another checkpoint in place of this.
+    """
+    saved = found[f.table.name]["slots"].keys() - set(ROUNDING_SLOTS)
+    trains = any(stack.optimizer is not None for stack in wanted.engine.layout.stacks)
+    return bool(saved) and trains and not rule_slots(f.stack)
+
+
 def _absent(f: Field, found: dict[str, Any]) -> tuple[str, str]:
     """Return (expected, got) of the message about a field that is not on disk."""
     table = found.get(f.table.name)
     if table is None:
         return "it in the checkpoint", f"tables {sorted(found)}"
     got = f"those of {table['optimizer']}, {sorted(table['slots'])}"
-    return f"slots of {_rule(f)}, {sorted(slot_shapes(f.stack))}", got
+    rule = _rule(f) or "a table that is not trained"
+    return f"slots of {rule}, {sorted(slot_shapes(f.stack))}", got
 
 
 def _refusal(label: str, what: str, expected: str, got: str, remedy: str) -> MismatchError:
-    what = f"{label}: {what}"
-    return MismatchError(message(what, expected=expected, got=got, remedy=remedy))
+    return MismatchError(label, [message(what, expected=expected, got=got)], remedy)

@@ -94,7 +94,7 @@ def restore_modules(
         that was never placed goes to every device of the first layer.
       key: initializes what the checkpoint lacks, as the engine of a layer would: the rows by which
         a table has grown, and all slots of a table whose optimizer is of another class or has other
-        slots. None: anything that is lacking is an error.
+        slots; or none, if it has no slots. None: a difference of this kind is an error.
       convert: whether a float array may have another dtype than it was saved with; its values are
         rounded then.
       leave_out: paths such as `optimizer` or `model/films`. Whatever is at or below them is neither
@@ -211,7 +211,10 @@ def _restore_args(path: Path, whole: Modules, chosen: Modules, wish: _Wish) -> o
         what = "layers and variables of several paths"
         differences.append(message(what, expected=f"{saved}, as saved", got=f"{shared}"))
     if differences:
-        remedy = "give the modules as they were saved; leave_out= takes paths, or those above them"
+        remedy = (
+            "give the modules as they were saved; convert=True rounds floats, leave_out= takes "
+        )
+        remedy += "paths, or those above them"
         text = message_of_many(f"checkpoint {path}", differences, remedy=remedy)
         raise ValueError(text)
     items = {

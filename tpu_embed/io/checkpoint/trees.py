@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from tpu_embed._checks import message, message_of_many
+from tpu_embed._checks import message
 from tpu_embed._types import PyTree
 from tpu_embed.io import files, schema
-from tpu_embed.io.checkpoint.checked import REMEDY, read_bound, write_bound
+from tpu_embed.io.checkpoint.checked import REMEDY, MismatchError, read_bound, write_bound
 from tpu_embed.processes import raise_on_all
 
 _LEAVES, _SUMS = "leaves.json", "checksums.json"
@@ -262,13 +262,12 @@ def _check_same_leaves(directory: Path, args: PyTreeArgs) -> None:
     """Check that a tree has the leaves that are in a directory.
 
     Raises:
-      ValueError: it has others, or another shape or dtype.
+      MismatchError: it has others, or another shape or dtype.
     """
     differences = leaf_differences(read_leaves(directory, args.checkpoint), args)
     if differences:
-        remedy = "give model= as it was saved"
-        text = message_of_many(f"checkpoint {directory}", differences, remedy=remedy)
-        raise ValueError(text)
+        remedy = "give model= as it was saved; convert=True rounds floats"
+        raise MismatchError(f"checkpoint {directory}", differences, remedy)
 
 
 def leaf_differences(found: Mapping[str, Any], args: PyTreeArgs) -> list[str]:
@@ -292,9 +291,7 @@ def leaf_differences(found: Mapping[str, Any], args: PyTreeArgs) -> list[str]:
             expected, got = (f"{kind} {form[kind]}" for form in forms if form)
             rounds = kind == "dtype" and all(is_float(form["dtype"]) for form in forms if form)
             if expected != got and not (rounds and args.convert):
-                remedy = "convert=True rounds it" if rounds else ""
-                text = message(f"leaf {path!r}", expected=expected, got=got, remedy=remedy)
-                differences.append(text)
+                differences.append(message(f"leaf {path!r}", expected=expected, got=got))
     return differences
 
 
