@@ -101,7 +101,7 @@ def ended_by(number):
         assert error.value.code == 143
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(40, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("count", [3, pytest.param(40, marks=pytest.mark.whole)])
 def test_signals_at_random_moments(count, tmp_path):
     rng, done, directory = np.random.default_rng(count), 0, tmp_path / "first"
     for disturbed in range(count):
@@ -118,8 +118,7 @@ def test_signals_at_random_moments(count, tmp_path):
             done, directory = 0, tmp_path / f"after {disturbed}"
 
 
-@pytest.mark.parametrize("number", BOTH)
-@pytest.mark.parametrize("where", ["source", "evaluation"])
+@pytest.mark.parametrize(("where", "number"), zip(["source", "evaluation"], BOTH, strict=True))
 def test_a_wait_for_data_ends(where, number, tmp_path):
     never = threading.Event()
 

@@ -5,6 +5,7 @@ Input: an engine, a loss, a source of batches. Output: what was trained.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,7 +24,7 @@ from tpu_embed.loop.network import check_optimizer, split_model
 from tpu_embed.loop.progress import ProgressLine
 from tpu_embed.loop.reporter import Reporter, Schedule
 from tpu_embed.loop.reports import Report
-from tpu_embed.loop.run import Keeper, Run, make_keeper, new_run
+from tpu_embed.loop.run import Keeper, Run, new_run
 from tpu_embed.loop.step import make_train_step
 
 
@@ -133,7 +134,9 @@ def fit(
     with (
         Stop() as stop,
         Reporter(schedule, objective, evaluate, callback, line) as reporter,
-        make_keeper(directory, engine, stop, every=save_every, keep=keep) as keeper,
+        contextlib.nullcontext()
+        if directory is None
+        else Keeper(directory, engine, stop, every=save_every, keep=keep) as keeper,
     ):
         if keeper is None or not keeper.resume(run, placed):
             run.begin(state, seed)

@@ -9,7 +9,6 @@ Input: placed batches. Output: a run one step further; checkpoints.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
@@ -174,20 +173,6 @@ def new_run(
     network = jax.tree.map(placed, network)
     opt_state = jax.tree.map(placed, optimizer.init(network.trained))
     return Run(engine, 0, (None, network, opt_state), steps)
-
-
-def make_keeper(
-    directory: str | Path | None,
-    engine: EmbeddingEngine,
-    stop: Stop,
-    *,
-    every: int,
-    keep: int | None,
-) -> contextlib.AbstractContextManager[Keeper | None]:
-    """Return the keeper of a run's checkpoints; without a directory, a context without one."""
-    if directory is None:
-        return contextlib.nullcontext()
-    return Keeper(directory, engine, stop, every=every, keep=keep)
 
 
 class Keeper:
