@@ -88,11 +88,11 @@ def test_ctrl_c_does_not_wait_while_another_signal_ends_the_loop():
 @pytest.mark.parametrize("times", [1, 2])
 def test_interrupted_at_any_bytecode_it_leaves_the_handlers_of_before(times):
     interrupt_once = functools.partial(ask, *[signal.SIGINT] * times)
-    before, raised = handlers(), 0
+    before, raised, told = handlers(), 0, []
     for at in itertools.count(1):
         with Interrupt(of_a_stop, at, interrupt_once) as interrupt:
             with Stop() as stop:
-                stop.at(1)
+                told.append(stop.at(1))
             assert interrupt.seen < at
         raised += interrupt.seen >= at
         assert handlers() == before
@@ -100,6 +100,7 @@ def test_interrupted_at_any_bytecode_it_leaves_the_handlers_of_before(times):
         if interrupt.seen < at:
             break
     assert raised == at - 1 > 50
+    assert not any(told)  # of one process: it raises, now or at the end of the block
 
 
 def test_a_signal_that_nobody_looks_for_comes_at_the_end():

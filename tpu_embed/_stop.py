@@ -4,9 +4,8 @@ Python runs signal handlers between any two bytecodes. A step gives its tables a
 ones, so what a handler raises there would lose both. In a `Stop`, the handlers only note that a
 signal came. The loop looks between two steps, where everything is whole and can be saved.
 
-    running        step 7        | step 8          | step 9
-    signal                  ^ SIGTERM is noted
-    the loop looks     no        |      SystemExit(143)
+    the loop   step 7        | looks: nothing came   | step 8        | looks: SystemExit(143)
+    signals                                            ^ SIGTERM is noted
 
 Several processes have to stop at the same step. JAX agrees on one after SIGTERM to any of them.
 
@@ -35,8 +34,8 @@ class Stop:
     runs instead; if it raises nothing, the loop goes on. A second Ctrl-C does not wait. The end of
     the block looks, too, so no signal is lost; the handlers of before are installed again by then.
 
-    In other threads than the main one no handler runs, and this changes nothing. Nor does it among
-    several processes, where Ctrl-C ends one of them, and JAX's own handler notes SIGTERM.
+    In other threads than the main one no handler runs, and this changes nothing. With several
+    processes, Ctrl-C ends one of them as ever, and JAX's own handler notes SIGTERM for `at`.
 
     Attributes:
       at_once: whether a second Ctrl-C came, which nothing may delay.
@@ -119,9 +118,10 @@ class Stop:
         self.check()
         noticed = jax.config.jax_enable_preemption_service  # type: ignore[attr-defined]
         together = noticed and jax.process_count() > 1
-        if together and multihost_utils.reached_preemption_sync_point(step):
-            self._asked = signal.SIGTERM
-        return self._asked is not None
+        if not (together and multihost_utils.reached_preemption_sync_point(step)):
+            return False
+        self._asked = signal.SIGTERM
+        return True
 
     def __exit__(self, *error: object) -> None:
         self._restore()

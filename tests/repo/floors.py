@@ -82,7 +82,7 @@ ORDERS = {
         "vocabularies",
         "choose",
     ],
-    "loop": ["network", "step", "run", "reports", "evaluation", "progress", "reporter", "fit"],
+    "loop": ["network", "step", "progress", "run", "reports", "evaluation", "reporter", "fit"],
     "training": ["paths", "replicas", "autodiff", "optimizer"],
 }
 """The rooms of a package in order: each imports only those before it."""

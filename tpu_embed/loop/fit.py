@@ -138,11 +138,8 @@ def fit(
         if directory is None
         else Keeper(directory, engine, stop, every=save_every, keep=keep) as keeper,
     ):
-        if keeper is None or not keeper.resume(run, placed):
+        if keeper is None or not keeper.resume(run, placed, line):
             run.begin(state, seed)
-        elif line is not None:
-            does = "its callback ended the run at" if run.ended else "going on from"
-            line.begin(f"{directory}: {does} step {run.step:,}")
         return _train(run, train_step, placed, reporter, keeper, stop)
 
 

@@ -30,6 +30,7 @@ from tpu_embed.data import Prefetcher
 from tpu_embed.io import CheckpointManager
 from tpu_embed.io.checkpoint import MismatchError
 from tpu_embed.loop.network import Network
+from tpu_embed.loop.progress import ProgressLine
 from tpu_embed.loop.step import take_apart
 from tpu_embed.processes import raise_on_all
 
@@ -207,12 +208,13 @@ class Keeper:
             self._manager.close()
             raise
 
-    def resume(self, run: Run, placed: Prefetcher) -> bool:
+    def resume(self, run: Run, placed: Prefetcher, line: ProgressLine | None) -> bool:
         """Give a new run, and its source, what the latest checkpoint holds; False: there is none.
 
         Args:
           run: new.
           placed: the source.
+          line: says where the run goes on; None: nobody does.
 
         Raises:
           ValueError: the checkpoint has more steps than the run is to have, or is not one of `fit`;
@@ -250,6 +252,9 @@ class Keeper:
         run.ended = position.get("ended") == [run.steps]
         if run.left != 0:  # else nothing is left to read
             placed.set_state(run.position)
+        if line is not None:
+            does = "its callback ended the run at" if run.ended else "going on from"
+            line.begin(f"{self._directory}: {does} step {run.step:,}")
         return True
 
     def save(self, run: Run, *, force: bool = False) -> None:
