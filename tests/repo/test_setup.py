@@ -32,7 +32,8 @@ def test_an_editable_package_is_found_beside_its_clone(tmp_path):
     run(sys.executable, "-c", BUILD, str(tmp_path), cwd=clone)
     (wheel,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(site)
-    found = run(sys.executable, "-c", FIND, str(site), cwd=tmp_path)
+    # Without the packages of this environment, in which our own clone may be installed.
+    found = run(sys.executable, "-S", "-c", FIND, str(site), cwd=tmp_path)
     assert Path(found.strip()) == package / "__init__.py"
 
 
