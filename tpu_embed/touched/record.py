@@ -88,6 +88,7 @@ class TouchedRows:
         # All steps up to `_through` are recorded; `_ahead` has later ones, which threads may record
         # first: with 1, 2 and 4 recorded, _through is 2 and _ahead is {4}.
         self._ahead: set[int] = set()
+        self._published = start.step  # the latest step of which there is a version
         self._is_stale = False
         self._keys_at: dict[int, int] = {}  # by step of a version, the batches admitted by then
         self._marks = TableMarks(self.layout, self._maps)
@@ -116,37 +117,37 @@ class TouchedRows:
             the host, a batch that was admitted long ago.
           TypeError: what `place` refuses.
         """
+        given: list[tuple[TableSlice, np.ndarray]] = []
         if isinstance(batch, Batch):
             rows, at = physical_rows(batch, self.layout), step_of(batch)
-            found: list[tuple[str, np.ndarray]] = []
         else:
             rows, at = [np.zeros(0, stack.index_dtype) for stack in self.layout.stacks], 0
-            found = self._ids_of_features(batch)
-        with self._lock:
+            given = self._ids_of_features(batch)
+        # Between the look for the rows of keys and the note of the step, no key gets or loses one.
+        with self._maps_locked() if given else contextlib.nullcontext(), self._lock:
             step = self._checked_step(step)
+            mark = self._mark_of(step)
             for stack, mine in zip(self.layout.stacks, rows, strict=True):
-                self._marks.touch(stack, mine, at, step)
-            for name, ids in found:
-                self._marks.mark(name, ids, step)
+                self._marks.touch(stack, mine, at, mark)
+            for table, ids in given:
+                self._marks.mark(table.name, self._ids_of_keys(table, ids), mark)
             self._count(step)
 
-    def _ids_of_features(self, features: PyTree) -> list[tuple[str, np.ndarray]]:
-        """Return the ids, int64, of features that were not placed, by table that is trained."""
+    def _ids_of_features(self, features: PyTree) -> list[tuple[TableSlice, np.ndarray]]:
+        """Return the ids, int64, or keys, uint64, of features, with each table that is trained."""
         found = []
         for f, host in zip(self.layout.features, self._engine.host_ids(features), strict=True):
             ids = host.ids[host.ids >= 0].astype(np.int64)
-            if host.keys is not None:
-                ids = self._ids_of_keys(f.table, host.keys[np.unique(ids)])
             if self.layout.stacks[f.stack].optimizer is not None:
-                found.append((f.table.name, ids))
+                found.append((f.table, ids if host.keys is None else host.keys[np.unique(ids)]))
         return found
 
     def _ids_of_keys(self, table: TableSlice, keys: np.ndarray) -> np.ndarray:
         """Return rows, or ids at home, int64 `[n]`, that updates of keys may have touched.
 
-        A key without a row has lost it since, or had none. One that got its row after the update is
-        reported for that already. What batches that are not admitted yet do to it does not count:
-        they may be undone, and its row was touched while it had it.
+        A key without a row has lost it since, or gets one yet: `note_admitted` marks that one. What
+        batches that are not admitted yet do to it does not count: they may be undone, and its row
+        was touched while it had it.
         """
         if table.key_rules is None:
             return keys.view(np.int64)
@@ -165,6 +166,10 @@ class TouchedRows:
         if step > _LAST:
             raise ValueError(message("step", expected=f"at most {_LAST}", got=f"{step}"))
         return step
+
+    def _mark_of(self, step: int) -> int:
+        """Return the mark of an update: after all versions, which did not know of it."""
+        return max(step, self._published + 1)
 
     def _count(self, step: int) -> None:
         """Note that a step is recorded: all of its rows are marked."""
@@ -205,10 +210,11 @@ class TouchedRows:
         chosen = None if rows is None else check_row_ids(table, np.asarray(rows))
         with self._lock:
             self._edits += 1
+            mark = self._mark_of(step + 1)
             if chosen is None:
-                self._marks.mark_all(name, step + 1)
+                self._marks.mark_all(name, mark)
             else:
-                self._marks.mark(name, chosen, step + 1)
+                self._marks.mark(name, chosen, mark)
 
     def _rows_of(self, table: TableSlice, rows: ArrayLike | None, keys: Any) -> np.ndarray:
         """Return the rows, or ids at home, of keys, int64 `[n]`.
@@ -317,14 +323,22 @@ class TouchedRows:
                 got = f"none for step {through + 1}"
                 raise ValueError(message("TouchedRows", expected=expected, got=got, remedy=remedy))
             self._keys_at.setdefault(step, keys)
+            self._published = max(self._published, step)
         return Version(self._lineage.run, step, edits, keys)
 
     # -- what the maps do: see `vocabulary.observers.Observer` -----------------------------------
 
     def note_admitted(self, step: int, moves: Moves) -> None:
-        """Follow the maps."""
+        """Follow the maps; keys that get rows count as touched by the newest recorded update.
+
+        Their batch may have been recorded before, as features, when they had no row or another one:
+
+            record(features of key 7, 2)   admit key 7   version of step 1   update 2   version
+                    no row of key 7        mark it: 2    says: it got a row             says: 2 > 1
+        """
         with self._lock:
-            self._marks.note_admitted(step, moves)
+            newest = max(self._ahead, default=self._through)
+            self._marks.note_admitted(step, moves, newest)
 
     def note_undone(self, step: int) -> None:
         """Follow the maps."""
@@ -388,6 +402,7 @@ class TouchedRows:
         lineage = Lineage(_new_run(), (*saved.ancestors, saved.version))
         with self._maps_locked(), self._lock:
             self._begin(lineage, saved.start)
-            self._through, self._edits = saved.version.step, saved.version.edits
+            self._through = self._published = saved.version.step
+            self._edits = saved.version.edits
             self._keys_at = dict(saved.known)
             self._marks.load(saved.tables, self._admitted)

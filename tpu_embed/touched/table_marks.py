@@ -97,10 +97,19 @@ class TableMarks:
         """Mark all rows of a table on the devices."""
         self._rows.mark_all(self._layout.table(name)[1], step)
 
-    def note_admitted(self, step: int, moves: Moves) -> None:
-        """Note what the maps did for the training batch of a step."""
-        for _, table in self._layout.living:
-            self._keys[table.name].note(step, given_by(moves, table))
+    def note_admitted(self, step: int, moves: Moves, newest: int) -> None:
+        """Note what the maps did for the training batch of a step.
+
+        Args:
+          step: of the maps.
+          moves: what they did.
+          newest: the newest update that was recorded, which may be of a key that gets a row.
+        """
+        for stack, table in self._layout.living:
+            given = given_by(moves, table)
+            self._keys[table.name].note(step, given)
+            if table.key_rules is not None and stack.optimizer is not None:
+                self.mark(table.name, given.ids.view(np.int64), newest)
         self._hosted.note(step, moves)
 
     def note_undone(self, step: int) -> None:
