@@ -17,7 +17,7 @@ from tpu_embed.touched.versions import Lineage
 
 
 class Run:
-    """Batches that are placed and admitted ahead, thrown away, and recorded in any way, at any time.
+    """Batches that are placed ahead, admitted ahead, thrown away, and recorded in any way.
 
     Beside it a plain model: of each key, the last update that it was in while it had a row.
     """
@@ -32,7 +32,7 @@ class Run:
         self.versions, self.last = [], {name: {} for name in NAMES}
 
     def place(self):
-        """Place a batch; perhaps its features are recorded now, whatever comes before its update."""
+        """Place a batch; perhaps its features are recorded long before its update."""
         features = draw(self.rng, self.placed)
         is_recorded = self.rng.random() < 0.3
         step = int(self.state.step) + len(self.admitted) + len(self.queue) + 1

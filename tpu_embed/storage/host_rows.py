@@ -80,6 +80,7 @@ class HostRows:
         if file is not None:
             weakref.finalize(self._rows, file.close)
         self._mark = 1
+        self.replaced = 0
         self._snapshots: weakref.WeakSet[RowSnapshot] = weakref.WeakSet()
         self._changing = threading.Lock()  # no snapshot begins between putting aside and writing
 

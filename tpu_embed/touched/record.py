@@ -117,16 +117,15 @@ class TouchedRows:
             the host, a batch that was admitted long ago.
           TypeError: what `place` refuses.
         """
-        given: list[tuple[TableSlice, np.ndarray]] = []
         if isinstance(batch, Batch):
-            rows, at = physical_rows(batch, self.layout), step_of(batch)
+            rows, at, given = physical_rows(batch, self.layout), step_of(batch), []
         else:
             rows, at = [np.zeros(0, stack.index_dtype) for stack in self.layout.stacks], 0
             given = self._ids_of_features(batch)
         # Between the look for the rows of keys and the note of the step, no key gets or loses one.
         with self._maps_locked() if given else contextlib.nullcontext(), self._lock:
             step = self._checked_step(step)
-            mark = self._mark_of(step)
+            mark = max(step, self._published + 1)  # no version so far knows of it
             for stack, mine in zip(self.layout.stacks, rows, strict=True):
                 self._marks.touch(stack, mine, at, mark)
             for table, ids in given:
@@ -167,10 +166,6 @@ class TouchedRows:
             raise ValueError(message("step", expected=f"at most {_LAST}", got=f"{step}"))
         return step
 
-    def _mark_of(self, step: int) -> int:
-        """Return the mark of an update: after all versions, which did not know of it."""
-        return max(step, self._published + 1)
-
     def _count(self, step: int) -> None:
         """Note that a step is recorded: all of its rows are marked."""
         if step > self._through:
@@ -210,7 +205,7 @@ class TouchedRows:
         chosen = None if rows is None else check_row_ids(table, np.asarray(rows))
         with self._lock:
             self._edits += 1
-            mark = self._mark_of(step + 1)
+            mark = max(step, self._published) + 1
             if chosen is None:
                 self._marks.mark_all(name, mark)
             else:
@@ -331,14 +326,11 @@ class TouchedRows:
     def note_admitted(self, step: int, moves: Moves) -> None:
         """Follow the maps; keys that get rows count as touched by the newest recorded update.
 
-        Their batch may have been recorded before, as features, when they had no row or another one:
-
-            record(features of key 7, 2)   admit key 7   version of step 1   update 2   version
-                    no row of key 7        mark it: 2    says: it got a row             says: 2 > 1
+        It may be theirs, recorded as features when they had no row. If so, their mark is later
+        than a version that comes before the update, and has only that they got their rows.
         """
         with self._lock:
-            newest = max(self._ahead, default=self._through)
-            self._marks.note_admitted(step, moves, newest)
+            self._marks.note_admitted(step, moves, max(self._ahead, default=self._through))
 
     def note_undone(self, step: int) -> None:
         """Follow the maps."""

@@ -85,7 +85,9 @@ class Admitter:
                 # The maps may have been loaded since: then a state from before keeps its history.
                 fresh = self._vocabularies.steps(now[0], training=False)._replace(history=now[1])
                 batch = dataclasses.replace(batch, valid_steps=np.array(fresh, np.int32))
-            return state, _with_visits(batch)
+            batch = _with_visits(batch)
+            _check_not_replaced(batch, np.asarray(self._numbers(state)))
+            return state, batch
         steps = self._vocabularies.check_next(now, batch.keys)
         reached, keys = (steps.first, steps.history), batch.keys
         vocabulary = version_after(state, self._layout, keys.taken, keys.owners, reached)
@@ -156,16 +158,20 @@ class Admitter:
             remedy += "state, batch = engine.admit(state, batch), outside of the jit; lower and "
             remedy += "check_in_place take an admitted batch, too"
             raise ValueError(message("batch", expected=expected, got=got, remedy=remedy))
-        now = self._numbers(state)
-        if not any(isinstance(leaf, Tracer) for leaf in (now, *steps)):
-            if not _fits(steps, np.asarray(now)):  # then the host looks row by row
-                self._vocabularies.check(map_version(state), steps, batch.keys)
-            return _plain(_with_visits(batch)), None
-        return _plain(_with_visits(batch)), ~jnp.asarray(_fits(steps, now))
+        now, living = self._numbers(state), 2 + len(self._layout.living)
+        if any(isinstance(leaf, Tracer) for leaf in (now, *steps)):
+            batch, fits = _with_visits(batch), jnp.asarray(_fits(steps, now[:living]))
+            return _plain(batch), ~fits | _is_replaced(batch, now)
+        now = np.asarray(now)
+        if not _fits(steps, now[:living]):  # then the host looks row by row
+            self._vocabularies.check(map_version(state), steps, batch.keys)
+        batch = _with_visits(batch)
+        _check_not_replaced(batch, now)
+        return _plain(batch), None
 
     def _numbers(self, state: TableState) -> Array:
-        """Return the step, the history and what else a state says of its maps, int32 `[2 + T]`."""
-        now, size = check_vocabulary(state)[MAP_VERSION], 2 + len(self._layout.living)
+        """Return what a state says of its maps, int32 `[n]`; see `TableState.vocabulary`."""
+        now, size = check_vocabulary(state)[MAP_VERSION], self._layout.version_size
         if now.shape != (size,):
             expected, got = f"a vocabulary with {MAP_VERSION!r} of shape ({size},)", f"{now.shape}"
             remedy = "restore the checkpoint with io.restore"
@@ -193,24 +199,29 @@ def version_after(
     taken: Mapping[str, Taken],
     owners: Mapping[str, NewOwners],
     reached: tuple[int, int],
+    replaced: int | None = None,
 ) -> Any:
-    """Return the `vocabulary` of the state after one more step of the maps.
+    """Return the `vocabulary` of the state after one more step of the maps, or a replacement alone.
 
     Args:
       state: the state before.
       layout: the engine's layout.
-      taken: what the maps to rows on the devices did, by table.
+      taken: what the maps to rows on the devices did, by table; nothing if they did not move.
       owners: which ids got new keys, by table on the host whose vocabulary lives.
       reached: step and history of the state after it.
+      replaced: the number of the replacement of rows at home, if some are replaced.
     """
     assert state.vocabulary is not None, "checked"
     last = np.asarray(state.vocabulary[MAP_VERSION])[2:].copy()
     for i, (_, table) in enumerate(layout.living):
-        one = taken[table.name]
+        if (one := taken.get(table.name)) is None:
+            continue
         # A row that comes to the devices changes there, so its copy in a batch is old.
         changed = one.new_rows if table.is_on_host else one.evicted_rows
         if changed.size or (table.name in owners and owners[table.name].rows.size):
             last[i] = reached[0]
+    if replaced is not None:
+        last[-1] = replaced
     return new_version(state.vocabulary, reached, layout.axes, last.tolist())
 
 
@@ -226,7 +237,7 @@ def _fits(steps: ValidSteps, now: Array | np.ndarray) -> Any:
 
     Args:
       steps: of the batch.
-      now: of the state, see `new_version`.
+      now: of the state, see `new_version`; without the number of a replacement.
     """
     # Rows belong to the same keys up to the last step of the batch; and for as long as no table has
     # taken a row from a key, because free rows are in no batch.
@@ -247,6 +258,28 @@ def _with_visits(batch: Batch) -> Batch:
         remedy = "admit it before the jit: state, batch = engine.admit(state, batch)"
         raise ValueError(message("batch", expected=expected, got=got, remedy=remedy))
     return dataclasses.replace(batch, visits=batch.keys.make_visits())
+
+
+def _is_replaced(batch: Batch, now: Array | np.ndarray) -> Any:
+    """Return whether a batch has rows from home that are not those of a state, bool `[]`.
+
+    Args:
+      batch: the batch, with its rows from home.
+      now: of the state, see `new_version`.
+    """
+    return batch.visits is not None and batch.visits[0] != now[-1]
+
+
+def _check_not_replaced(batch: Batch, now: np.ndarray) -> None:
+    """Check that a batch has the rows from home of a state; see `_is_replaced`.
+
+    Raises:
+      ValueError: it has not.
+    """
+    if _is_replaced(batch, now):
+        expected, got = "rows from home as in the state", "a batch or a state from before set_rows"
+        remedy = "place it again, and go on with the state that set_rows returned"
+        raise ValueError(message("batch", expected=expected, got=got, remedy=remedy))
 
 
 def _plain(batch: Batch) -> Batch:
