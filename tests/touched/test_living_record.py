@@ -146,6 +146,19 @@ def test_threads_record_while_batches_are_admitted():
     assert run.versions[-1][0].step == 21
 
 
+def test_a_record_that_is_kept_knows_of_keys_that_were_recorded_before_they_had_rows():
+    engine, state = simple(4)
+    touched, kept = TouchedRows(engine), TouchedRows(engine)
+    touched.record(ids(1, 2), 1)
+    state, batch = engine.admit(state, engine.place(ids(1, 2)))
+    version = touched.version(state)
+    state = engine.update_in_place(state, batch, ONES)
+    kept.load(touched.saved(state))
+    for one in (touched, kept):
+        assert one.since(version)["t"].tolist() == [1, 2]
+        assert not one.since(one.version(state))["t"].size
+
+
 def test_what_is_recorded_late_is_in_the_next_delta(one):
     """The version was made before anybody told of the rows, so it cannot have them."""
     _, _, touched, version = one

@@ -179,7 +179,7 @@ class Homes:
     @property
     def replaced(self) -> int:
         """The number of the last `Replacement` of rows of any table; 0: none was replaced."""
-        return max(rows.replaced for rows in self._rows.values())
+        return min(rows.replaced for rows in self._rows.values())
 
     @property
     def counters(self) -> dict[str, dict[str, int]]:

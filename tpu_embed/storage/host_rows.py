@@ -54,6 +54,9 @@ class HostRows:
       fields: what a row has, by name.
       path: a folder for the scratch file; None: the rows are in memory.
 
+    Attributes:
+      replaced: the number of the last `Replacement` of rows; 0: none was replaced.
+
     Raises:
       ValueError: a field has no bytes, or there is no such folder.
       OSError: no file can be made there.

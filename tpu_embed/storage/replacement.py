@@ -18,7 +18,7 @@ import numpy as np
 from tpu_embed._signals import SignalsDeferred
 from tpu_embed.storage.host_rows import HostRows
 
-_numbers = itertools.count(1)
+_numbers = itertools.count(-1, -1)
 
 
 class NewRows(NamedTuple):
@@ -41,8 +41,8 @@ class Replacement:
       make: returns the new rows; called by `write`.
 
     Attributes:
-      number: of this replacement; later ones have greater numbers. Batches that have read rows at
-        home are compared by it with states (`core/engine/admitter.py`).
+      number: of this replacement, less than those before, and than any step. By the last one that
+        was written, a batch that has read rows at home is compared with a state.
 
     Example:
       >>> from tpu_embed.storage.host_rows import RowField

@@ -148,10 +148,7 @@ class TouchedRows:
         batches that are not admitted yet do to it does not count: they may be undone, and its row
         was touched while it had it.
         """
-        if table.key_rules is None:
-            return keys.view(np.int64)
-        assert self._maps is not None, "there are keys"
-        ids = self._maps.find(table.name, keys, self._maps.admitted).astype(np.int64)
+        ids = self._marks.find(table, keys)
         ids, shared = ids[ids >= 0], shared_row(table)
         # A key that has a row by now may have been unseen in its batch.
         return ids if shared is None else np.append(ids, shared)
@@ -218,11 +215,11 @@ class TouchedRows:
           ValueError: rows were given, too; the table has no keys; a key has no row.
         """
         what = f"table {table.name!r}: keys"
-        if rows is not None or table.key_rules is None or self._maps is None:
+        if rows is not None or table.key_rules is None:
             expected = "None beside rows" if rows is not None else "None: ids are row numbers"
             raise ValueError(message(what, expected=expected, got="keys"))
         numbers = read_keys(what, keys)
-        found = self._maps.find(table.name, numbers, self._maps.admitted).astype(np.int64)
+        found = self._marks.find(table, numbers)
         if (found < 0).any():
             expected, got = "keys with a row", f"key {numbers[found < 0][0]}, which has none"
             raise ValueError(message(what, expected=expected, got=got))

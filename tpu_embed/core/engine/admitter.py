@@ -85,9 +85,7 @@ class Admitter:
                 # The maps may have been loaded since: then a state from before keeps its history.
                 fresh = self._vocabularies.steps(now[0], training=False)._replace(history=now[1])
                 batch = dataclasses.replace(batch, valid_steps=np.array(fresh, np.int32))
-            batch = _with_visits(batch)
-            _check_not_replaced(batch, np.asarray(self._numbers(state)))
-            return state, batch
+            return state, _with_visits(batch, np.asarray(self._numbers(state)))
         steps = self._vocabularies.check_next(now, batch.keys)
         reached, keys = (steps.first, steps.history), batch.keys
         vocabulary = version_after(state, self._layout, keys.taken, keys.owners, reached)
@@ -158,16 +156,13 @@ class Admitter:
             remedy += "state, batch = engine.admit(state, batch), outside of the jit; lower and "
             remedy += "check_in_place take an admitted batch, too"
             raise ValueError(message("batch", expected=expected, got=got, remedy=remedy))
-        now, living = self._numbers(state), 2 + len(self._layout.living)
+        now = self._numbers(state)
         if any(isinstance(leaf, Tracer) for leaf in (now, *steps)):
-            batch, fits = _with_visits(batch), jnp.asarray(_fits(steps, now[:living]))
-            return _plain(batch), ~fits | _is_replaced(batch, now)
-        now = np.asarray(now)
-        if not _fits(steps, now[:living]):  # then the host looks row by row
+            batch = _with_visits(batch)
+            return _plain(batch), ~jnp.asarray(_fits(steps, now)) | _is_replaced(batch, now)
+        if not _fits(steps, np.asarray(now)):  # then the host looks row by row
             self._vocabularies.check(map_version(state), steps, batch.keys)
-        batch = _with_visits(batch)
-        _check_not_replaced(batch, now)
-        return _plain(batch), None
+        return _plain(_with_visits(batch, np.asarray(now))), None
 
     def _numbers(self, state: TableState) -> Array:
         """Return what a state says of its maps, int32 `[n]`; see `TableState.vocabulary`."""
@@ -237,27 +232,37 @@ def _fits(steps: ValidSteps, now: Array | np.ndarray) -> Any:
 
     Args:
       steps: of the batch.
-      now: of the state, see `new_version`; without the number of a replacement.
+      now: of the state, see `new_version`.
     """
     # Rows belong to the same keys up to the last step of the batch; and for as long as no table has
-    # taken a row from a key, because free rows are in no batch.
+    # taken a row from a key, because free rows are in no batch. Replacements have negative numbers.
     same = (steps.first <= now[0]) & (now[1] == steps.history)
     return same & ((now[0] <= steps.last) | (now[2:] <= steps.first).all())
 
 
-def _with_visits(batch: Batch) -> Batch:
+def _with_visits(batch: Batch, now: np.ndarray | None = None) -> Batch:
     """Return a batch with the rows from home that it brings along, of the batches before it.
 
+    Args:
+      batch: the batch.
+      now: of the state, see `new_version`; None: inside a jit, which has its own check.
+
     Raises:
-      ValueError: it has lost them, because it went through a jit before they had come.
+      ValueError: it has lost them, because it was pickled, or went through a jit, before they had
+        come; or rows at home were replaced since.
     """
-    if not batch.visit_rows or batch.visits is not None:
-        return batch
-    if batch.keys.make_visits is None:
-        expected, got = "a batch with its rows from home", "one that was placed ahead of others"
-        remedy = "admit it before the jit: state, batch = engine.admit(state, batch)"
+    if batch.visit_rows and batch.visits is None:
+        if batch.keys.make_visits is None:
+            expected, got = "a batch with its rows from home", "one that was placed ahead of others"
+            remedy = "admit it before it is pickled, or goes into a jit: state, batch = "
+            remedy += "engine.admit(state, batch)"
+            raise ValueError(message("batch", expected=expected, got=got, remedy=remedy))
+        batch = dataclasses.replace(batch, visits=batch.keys.make_visits())
+    if now is not None and _is_replaced(batch, now):
+        expected, got = "rows from home as in the state", "a batch or a state from before set_rows"
+        remedy = "place it again, and go on with the state that set_rows returned"
         raise ValueError(message("batch", expected=expected, got=got, remedy=remedy))
-    return dataclasses.replace(batch, visits=batch.keys.make_visits())
+    return batch
 
 
 def _is_replaced(batch: Batch, now: Array | np.ndarray) -> Any:
@@ -270,21 +275,10 @@ def _is_replaced(batch: Batch, now: Array | np.ndarray) -> Any:
     return batch.visits is not None and batch.visits[0] != now[-1]
 
 
-def _check_not_replaced(batch: Batch, now: np.ndarray) -> None:
-    """Check that a batch has the rows from home of a state; see `_is_replaced`.
-
-    Raises:
-      ValueError: it has not.
-    """
-    if _is_replaced(batch, now):
-        expected, got = "rows from home as in the state", "a batch or a state from before set_rows"
-        remedy = "place it again, and go on with the state that set_rows returned"
-        raise ValueError(message("batch", expected=expected, got=got, remedy=remedy))
-
-
 def _plain(batch: Batch) -> Batch:
     """Return a batch for a program, without what only the host needs."""
-    return dataclasses.replace(batch, valid_steps=None, keys=BatchKeys())
+    visits = batch.visits and (None, batch.visits[1])
+    return dataclasses.replace(batch, valid_steps=None, keys=BatchKeys(), visits=visits)
 
 
 def _stamp_admitted(batch: Batch, steps: ValidSteps) -> Batch:

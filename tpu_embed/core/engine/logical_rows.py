@@ -341,21 +341,21 @@ class LogicalRows:
 
         def make() -> NewRows:
             whole = self._of_here(state, f, keys[mine])
-            stored = given[mine].astype(jnp.dtype(f.shape.dtype))
-            whole[f.part] = stored.view(whole[f.part].dtype)
+            whole[f.part] = given[mine].astype(f.shape.dtype).view(whole[f.part].dtype)
             return NewRows(keys[mine], whole)
 
         places = maps.rows(name, keys, maps.admitted).astype(np.int64)
         here, at_home = places >= 0, Replacement(homes[name], make)
         if here.any():
             state = logical.write_rows(state, self._layout, f, places[here], given[here])
+        version = version_after(state, self._layout, {}, {}, maps.now, at_home.number)
+        state = dataclasses.replace(state, vocabulary=version)
         try:
             raise_on_all(f"set_rows: table {name!r}", Path(), at_home.write)
         except BaseException:
             at_home.undo()  # Ctrl-C, or an error in another process, may come when it is written
             raise
-        version = version_after(state, self._layout, {}, {}, maps.now, at_home.number)
-        return dataclasses.replace(state, vocabulary=version)
+        return state
 
     def _on_devices(
         self, state: TableState, f: Field, rows: np.ndarray, parts: Mapping[str, RowField]

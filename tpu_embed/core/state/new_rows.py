@@ -118,10 +118,10 @@ def new_version(
         tables on the host the last replacement. None: the steps are not known, so they may have
         been the present one.
     """
+    numbers = np.array([*steps, *(taken or np.asarray(vocabulary[MAP_VERSION])[2:])], np.int32)
     if taken is None:
-        taken = np.maximum(np.asarray(vocabulary[MAP_VERSION])[2:], steps[0]).tolist()
-    numbers = [*steps, *taken]
-    return {**vocabulary, MAP_VERSION: send_lines(np.array(numbers, np.int32), axes.sharding(()))}
+        numbers[2:][numbers[2:] >= 0] = steps[0]
+    return {**vocabulary, MAP_VERSION: send_lines(numbers, axes.sharding(()))}
 
 
 def random_key(vocabulary: Mapping[str, Array]) -> tuple[str, Array]:

@@ -69,10 +69,9 @@ def vocabulary_of_maps(
     """
     (step,) = {int(one.step) for one in states.maps.values()}
     # When a row was taken last is not known; batches from before are refused anyway.
-    steps = np.full(layout.version_size, step, np.int32)
+    steps = np.zeros(layout.version_size, np.int32)
+    steps[: 2 + len(layout.living)] = step
     steps[1] = states.history
-    if layout.on_host:
-        steps[-1] = 0  # rows at home are new, too
     return put_everywhere({**(key or _any_key()), MAP_VERSION: steps}, layout.axes)
 
 
