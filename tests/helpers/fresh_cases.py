@@ -123,18 +123,20 @@ class World:
                 self.engine.vocabularies.rewind(self.state)
                 batch = self.engine.place(features, weights)
             self.placed += 1
+            which = self.rng.integers(5)
+            if which == 4:  # before its keys have rows
+                self.touched.record(features, int(self.state.step) + len(self.ahead) + 1)
             self.state, admitted = self.engine.admit(self.state, batch)
-            self.ahead.append((features, batch, admitted))
-        features, batch, admitted = self.ahead.pop(0)
+            self.ahead.append((features, batch, admitted, which))
+        features, batch, admitted, which = self.ahead.pop(0)
         step = int(self.state.step) + 1
-        which = self.rng.integers(4)
         if which == 0:
             self.touched.record(batch, step)
         shapes = jax.eval_shape(self.engine.lookup, self.state, admitted)
         rng = np.random.default_rng([self.seed, step])
         gradients = jax.tree.map(lambda a: rng.normal(size=a.shape).astype(a.dtype), shapes)
         self.state = self.engine.update_in_place(self.state, admitted, gradients)
-        if which:
+        if 0 < which < 4:
             self.touched.record(features if which == 1 else admitted, step)
 
     def keys(self, name):

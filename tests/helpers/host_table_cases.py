@@ -246,7 +246,6 @@ class TwoEngines:
         values = self.rng.random(shape).astype(np.float32)
         pair = zip((self.hosted, self.resident), self.states, strict=True)
         self.states = [e.set_rows(state, name, ids, values, slot=slot) for e, state in pair]
-        self.kept = []  # they keep what they brought along
 
     def set_rows_by_key(self):
         """Give keys of the living table rows and values; both engines do, or both refuse."""
@@ -271,7 +270,7 @@ class TwoEngines:
         assert len(set(said)) < 2
         self.counts["keys refused" if said else "keys set"] += 1
         if new:
-            self.states, self.kept = new, []  # those only keep what they brought along
+            self.states = new
             pair = zip((self.hosted, self.resident), self.states, strict=True)
             one, other = (e.rows(state, "tags", keys=keys, slot=slot) for e, state in pair)
             np.testing.assert_array_equal(one, values.astype(one.dtype))

@@ -94,7 +94,7 @@ class StateKeeper:
         with self.lock:  # what another thread was about to admit is not lost
             lost, record = self._lost(), self.now
             if count := sum(item is not record.dequeued for item in lost):
-                expected = "batches placed since the maps were rewound or loaded"
+                expected = "batches placed since the maps were rewound or loaded, or rows set"
                 got, remedy = f"{count} from before, now forgotten", "enqueue their data again"
                 text = message("queue", expected=expected, got=got, remedy=remedy)
                 warn_user(text)

@@ -177,6 +177,11 @@ class Homes:
         return self._rows[name]
 
     @property
+    def replaced(self) -> int:
+        """The number of the last `Replacement` of rows of any table; 0: none was replaced."""
+        return min(rows.replaced for rows in self._rows.values())
+
+    @property
     def counters(self) -> dict[str, dict[str, int]]:
         """What each table has at home, and totals of the rows that batches moved.
 

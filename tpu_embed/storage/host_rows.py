@@ -54,6 +54,9 @@ class HostRows:
       fields: what a row has, by name.
       path: a folder for the scratch file; None: the rows are in memory.
 
+    Attributes:
+      replaced: the number of the last `Replacement` of rows; 0: none was replaced.
+
     Raises:
       ValueError: a field has no bytes, or there is no such folder.
       OSError: no file can be made there.
@@ -80,6 +83,7 @@ class HostRows:
         if file is not None:
             weakref.finalize(self._rows, file.close)
         self._mark = 1
+        self.replaced = 0
         self._snapshots: weakref.WeakSet[RowSnapshot] = weakref.WeakSet()
         self._changing = threading.Lock()  # no snapshot begins between putting aside and writing
 

@@ -9,6 +9,7 @@ Input: what makes the ids and the new rows. Output: rows at home, the new ones o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ import numpy as np
 
 from tpu_embed._signals import SignalsDeferred
 from tpu_embed.storage.host_rows import HostRows
+
+_numbers = itertools.count(-1, -1)
 
 
 class NewRows(NamedTuple):
@@ -37,6 +40,10 @@ class Replacement:
       home: the rows of the table at home. No other thread writes the rows of these ids.
       make: returns the new rows; called by `write`.
 
+    Attributes:
+      number: of this replacement, less than those before, and than any step. By the last one that
+        was written, a batch that has read rows at home is compared with a state.
+
     Example:
       >>> from tpu_embed.storage.host_rows import RowField
       >>> home = HostRows({"values": RowField((1,), np.dtype(np.float32))})
@@ -53,7 +60,8 @@ class Replacement:
 
     def __init__(self, home: HostRows, make: Callable[[], NewRows]) -> None:
         self._home, self._make = home, make
-        self._before: NewRows | None = None
+        self.number = next(_numbers)
+        self._before: tuple[NewRows, int] | None = None
         self._added = np.zeros(0, np.uint64)
 
     def write(self) -> None:
@@ -66,13 +74,15 @@ class Replacement:
         old, found = self._home.read(ids)
         with SignalsDeferred():  # it is written, and known to be
             self._home.write(ids, rows)
-            self._before = NewRows(ids[found], {name: one[found] for name, one in old.items()})
+            kept = NewRows(ids[found], {name: one[found] for name, one in old.items()})
+            self._before, self._home.replaced = (kept, self._home.replaced), self.number
             self._added = ids[~found]
 
     def undo(self) -> None:
         """Bring back the rows from before `write`, if it has written; ids without one have none."""
         with SignalsDeferred():
             if self._before is not None:
-                self._home.write(*self._before)
+                kept, self._home.replaced = self._before
+                self._home.write(*kept)
                 self._home.remove(self._added)
                 self._before = None

@@ -88,6 +88,7 @@ class TouchedRows:
         # All steps up to `_through` are recorded; `_ahead` has later ones, which threads may record
         # first: with 1, 2 and 4 recorded, _through is 2 and _ahead is {4}.
         self._ahead: set[int] = set()
+        self._published = start.step  # the latest step of which there is a version
         self._is_stale = False
         self._keys_at: dict[int, int] = {}  # by step of a version, the batches admitted by then
         self._marks = TableMarks(self.layout, self._maps)
@@ -117,41 +118,37 @@ class TouchedRows:
           TypeError: what `place` refuses.
         """
         if isinstance(batch, Batch):
-            rows, at = physical_rows(batch, self.layout), step_of(batch)
-            found: list[tuple[str, np.ndarray]] = []
+            rows, at, given = physical_rows(batch, self.layout), step_of(batch), []
         else:
             rows, at = [np.zeros(0, stack.index_dtype) for stack in self.layout.stacks], 0
-            found = self._ids_of_features(batch)
-        with self._lock:
+            given = self._ids_of_features(batch)
+        # Between the look for the rows of keys and the note of the step, no key gets or loses one.
+        with self._maps_locked() if given else contextlib.nullcontext(), self._lock:
             step = self._checked_step(step)
+            mark = max(step, self._published + 1)  # no version so far knows of it
             for stack, mine in zip(self.layout.stacks, rows, strict=True):
-                self._marks.touch(stack, mine, at, step)
-            for name, ids in found:
-                self._marks.mark(name, ids, step)
+                self._marks.touch(stack, mine, at, mark)
+            for table, ids in given:
+                self._marks.mark(table.name, self._ids_of_keys(table, ids), mark)
             self._count(step)
 
-    def _ids_of_features(self, features: PyTree) -> list[tuple[str, np.ndarray]]:
-        """Return the ids, int64, of features that were not placed, by table that is trained."""
+    def _ids_of_features(self, features: PyTree) -> list[tuple[TableSlice, np.ndarray]]:
+        """Return the ids, int64, or keys, uint64, of features, with each table that is trained."""
         found = []
         for f, host in zip(self.layout.features, self._engine.host_ids(features), strict=True):
             ids = host.ids[host.ids >= 0].astype(np.int64)
-            if host.keys is not None:
-                ids = self._ids_of_keys(f.table, host.keys[np.unique(ids)])
             if self.layout.stacks[f.stack].optimizer is not None:
-                found.append((f.table.name, ids))
+                found.append((f.table, ids if host.keys is None else host.keys[np.unique(ids)]))
         return found
 
     def _ids_of_keys(self, table: TableSlice, keys: np.ndarray) -> np.ndarray:
         """Return rows, or ids at home, int64 `[n]`, that updates of keys may have touched.
 
-        A key without a row has lost it since, or had none. One that got its row after the update is
-        reported for that already. What batches that are not admitted yet do to it does not count:
-        they may be undone, and its row was touched while it had it.
+        A key without a row has lost it since, or gets one yet: `note_admitted` marks that one. What
+        batches that are not admitted yet do to it does not count: they may be undone, and its row
+        was touched while it had it.
         """
-        if table.key_rules is None:
-            return keys.view(np.int64)
-        assert self._maps is not None, "there are keys"
-        ids = self._maps.find(table.name, keys, self._maps.admitted).astype(np.int64)
+        ids = self._marks.find(table, keys)
         ids, shared = ids[ids >= 0], shared_row(table)
         # A key that has a row by now may have been unseen in its batch.
         return ids if shared is None else np.append(ids, shared)
@@ -205,10 +202,11 @@ class TouchedRows:
         chosen = None if rows is None else check_row_ids(table, np.asarray(rows))
         with self._lock:
             self._edits += 1
+            mark = max(step, self._published) + 1
             if chosen is None:
-                self._marks.mark_all(name, step + 1)
+                self._marks.mark_all(name, mark)
             else:
-                self._marks.mark(name, chosen, step + 1)
+                self._marks.mark(name, chosen, mark)
 
     def _rows_of(self, table: TableSlice, rows: ArrayLike | None, keys: Any) -> np.ndarray:
         """Return the rows, or ids at home, of keys, int64 `[n]`.
@@ -217,11 +215,11 @@ class TouchedRows:
           ValueError: rows were given, too; the table has no keys; a key has no row.
         """
         what = f"table {table.name!r}: keys"
-        if rows is not None or table.key_rules is None or self._maps is None:
+        if rows is not None or table.key_rules is None:
             expected = "None beside rows" if rows is not None else "None: ids are row numbers"
             raise ValueError(message(what, expected=expected, got="keys"))
         numbers = read_keys(what, keys)
-        found = self._maps.find(table.name, numbers, self._maps.admitted).astype(np.int64)
+        found = self._marks.find(table, numbers)
         if (found < 0).any():
             expected, got = "keys with a row", f"key {numbers[found < 0][0]}, which has none"
             raise ValueError(message(what, expected=expected, got=got))
@@ -317,14 +315,19 @@ class TouchedRows:
                 got = f"none for step {through + 1}"
                 raise ValueError(message("TouchedRows", expected=expected, got=got, remedy=remedy))
             self._keys_at.setdefault(step, keys)
+            self._published = max(self._published, step)
         return Version(self._lineage.run, step, edits, keys)
 
     # -- what the maps do: see `vocabulary.observers.Observer` -----------------------------------
 
     def note_admitted(self, step: int, moves: Moves) -> None:
-        """Follow the maps."""
+        """Follow the maps; keys that get rows count as touched by the newest recorded update.
+
+        It may be theirs, recorded as features when they had no row. If so, their mark is later
+        than a version that comes before the update, and has only that they got their rows.
+        """
         with self._lock:
-            self._marks.note_admitted(step, moves)
+            self._marks.note_admitted(step, moves, max(self._ahead, default=self._through))
 
     def note_undone(self, step: int) -> None:
         """Follow the maps."""
@@ -388,6 +391,7 @@ class TouchedRows:
         lineage = Lineage(_new_run(), (*saved.ancestors, saved.version))
         with self._maps_locked(), self._lock:
             self._begin(lineage, saved.start)
-            self._through, self._edits = saved.version.step, saved.version.edits
+            self._through = self._published = saved.version.step
+            self._edits = saved.version.edits
             self._keys_at = dict(saved.known)
             self._marks.load(saved.tables, self._admitted)

@@ -9,6 +9,8 @@ Input: rows that updates touched, what maps did. Output: what changed since a ve
 
 from __future__ import annotations
 
+import array
+import bisect
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -53,6 +55,9 @@ class TableMarks:
         self._layout, self._maps = layout, maps
         self._rows, self._hosted = RowMarks(), HostedMarks(layout)
         self._keys = {table.name: KeyMarks(table) for _, table in layout.living}
+        # By batch admitted after `_first`, the newest update that was recorded by then. With a row
+        # given by a batch of 5 here, a key may have been in update 5 before it had that row.
+        self._first, self._newest = 0 if maps is None else maps.admitted, array.array("i")
         if maps is not None:
             held = {table.name: maps.held(table.name) for _, table in layout.on_host}
             pairs = {name: (one.keys, one.rows) for name, one in held.items()}
@@ -97,11 +102,18 @@ class TableMarks:
         """Mark all rows of a table on the devices."""
         self._rows.mark_all(self._layout.table(name)[1], step)
 
-    def note_admitted(self, step: int, moves: Moves) -> None:
-        """Note what the maps did for the training batch of a step."""
+    def note_admitted(self, step: int, moves: Moves, newest: int) -> None:
+        """Note what the maps did for the training batch of a step.
+
+        Args:
+          step: of the maps.
+          moves: what they did.
+          newest: the newest update that was recorded; it may be of a key that gets a row now.
+        """
         for _, table in self._layout.living:
             self._keys[table.name].note(step, given_by(moves, table))
         self._hosted.note(step, moves)
+        self._newest.append(newest)
 
     def note_undone(self, step: int) -> None:
         """Forget what was recorded of batches after a step, which were never admitted."""
@@ -130,7 +142,8 @@ class TableMarks:
             touched = self._hosted.marks[table.name].after(since.step).view(np.int64)
         else:
             touched = self._rows.after(stack, table, since.step)
-        ids = np.union1d(known.given(since.keys).view(np.int64), touched)
+        begun = self._first + bisect.bisect_right(self._newest, since.step)
+        ids = np.union1d(known.given(min(since.keys, begun)).view(np.int64), touched)
         shared = shared_row(table)
         shared = shared if shared is not None and shared in ids else None
         if table.key_rules is None:
@@ -147,17 +160,16 @@ class TableMarks:
         assert self._maps is not None, "a vocabulary lives"
         return self._maps.keys(table.name)
 
-    def _find(self, table: TableSlice, keys: np.ndarray) -> np.ndarray:
-        """Return the rows, or ids at home, of keys, uint64 `[n]`; -1 for none; int64 `[n]`."""
-        assert self._maps is not None, "there are keys"
-        if table.key_rules is None:
+    def find(self, table: TableSlice, keys: np.ndarray) -> np.ndarray:
+        """Return the rows, or ids at home, of keys or ids of 64 bits; -1: none; int64 `[n]`."""
+        if table.key_rules is None or self._maps is None:
             return keys.view(np.int64)
         return self._maps.find(table.name, keys, self._maps.admitted).astype(np.int64)
 
     def _without_row(self, table: TableSlice, known: KeyMarks, since: Version) -> np.ndarray:
         """Return the keys that lost their rows since a version and have none, ascending."""
         lost = known.lost(since.keys)
-        return lost[self._find(table, lost) < 0]
+        return lost[self.find(table, lost) < 0]
 
     # -- kept ----------------------------------------------------------------------------------
 
@@ -186,6 +198,9 @@ class TableMarks:
         else:
             steps = self._rows.steps(stack, table, at)
         given = known.steps(rows.view(np.uint64))
+        here = np.flatnonzero(given > self._first)
+        newest = np.array(self._newest, np.int32)[given[here] - self._first - 1]
+        steps[here] = np.maximum(steps[here], newest)
         lost = known.lost_steps()
         last = NEVER if shared is None else int(steps[-1])
         return SavedMarks(keys, steps[: rows.size], given, *lost, known.lost_since, last)
@@ -205,7 +220,7 @@ class TableMarks:
         if table.vocabulary is None:
             self._rows.load(stack, table, saved.keys.view(np.int64), saved.touched)
             return
-        ids = self._find(table, saved.keys)
+        ids = self.find(table, saved.keys)
         here = ids >= 0
         ids, steps, shared = ids[here], saved.touched[here], shared_row(table)
         if shared is not None:

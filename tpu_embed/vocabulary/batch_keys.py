@@ -154,6 +154,10 @@ class BatchKeys:
     def __hash__(self) -> int:
         return 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: not the rows at home, from which rows might still be read."""
+        return {**vars(self), "make_visits": None}
+
     @property
     def is_training(self) -> bool:
         """Whether the batch moves the maps, and was not admitted yet."""

@@ -283,6 +283,9 @@ class Vocabularies(KeyReports):
 
     def is_current(self, batch: Any) -> bool:
         """Return whether a placed batch can still be admitted, or looked up, with these maps."""
+        if batch.visits is not None and self.homes is not None:  # it has rows from home
+            if batch.visits[0] != self.homes.replaced:
+                return False
         with self.lock:
             return self._timeline.is_current(ValidSteps(*batch.valid_steps.tolist()), batch.keys)
 

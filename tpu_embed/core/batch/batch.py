@@ -41,8 +41,9 @@ class Batch:
       valid_steps: for living vocabularies, int32 `[3]`: the states that it may be looked up in
         (`ValidSteps`). None without them.
       keys: for living vocabularies, what the host knows of the batch until it is admitted.
-      visits: of tables on the host, the rows that a batch brings along that is only looked up, by
-        stack; None if the devices hold all of its rows.
+      visits: of tables on the host, the rows that a batch brings along that is only looked up: the
+        number of the last replacement of rows at home (`Homes.replaced`), int32 `[]`, and the rows
+        by stack. None if the devices hold all of its rows. A program needs no number.
       visit_rows: the size of its small tables (`Layout.visiting`); 0 without visits.
       admitted: whether lookups and updates may use it, which they check while they are traced.
         False of a training batch with keys until `admit` returns it.
@@ -54,7 +55,7 @@ class Batch:
     valid_steps: Array | np.ndarray | None = None
     keys: BatchKeys = dataclasses.field(default=BatchKeys(), metadata={"static": True})
     admitted: bool = dataclasses.field(default=True, metadata={"static": True})
-    visits: dict[str, Visits] | None = None
+    visits: tuple[Any, dict[str, Visits]] | None = None
     visit_rows: int = dataclasses.field(default=0, metadata={"static": True})
 
     def __post_init__(self) -> None:

@@ -85,7 +85,7 @@ class Admitter:
                 # The maps may have been loaded since: then a state from before keeps its history.
                 fresh = self._vocabularies.steps(now[0], training=False)._replace(history=now[1])
                 batch = dataclasses.replace(batch, valid_steps=np.array(fresh, np.int32))
-            return state, _with_visits(batch)
+            return state, _with_visits(batch, np.asarray(self._numbers(state)))
         steps = self._vocabularies.check_next(now, batch.keys)
         reached, keys = (steps.first, steps.history), batch.keys
         vocabulary = version_after(state, self._layout, keys.taken, keys.owners, reached)
@@ -157,15 +157,16 @@ class Admitter:
             remedy += "check_in_place take an admitted batch, too"
             raise ValueError(message("batch", expected=expected, got=got, remedy=remedy))
         now = self._numbers(state)
-        if not any(isinstance(leaf, Tracer) for leaf in (now, *steps)):
-            if not _fits(steps, np.asarray(now)):  # then the host looks row by row
-                self._vocabularies.check(map_version(state), steps, batch.keys)
-            return _plain(_with_visits(batch)), None
-        return _plain(_with_visits(batch)), ~jnp.asarray(_fits(steps, now))
+        if any(isinstance(leaf, Tracer) for leaf in (now, *steps)):
+            batch = _with_visits(batch)
+            return _plain(batch), ~jnp.asarray(_fits(steps, now)) | _is_replaced(batch, now)
+        if not _fits(steps, np.asarray(now)):  # then the host looks row by row
+            self._vocabularies.check(map_version(state), steps, batch.keys)
+        return _plain(_with_visits(batch, np.asarray(now))), None
 
     def _numbers(self, state: TableState) -> Array:
-        """Return the step, the history and what else a state says of its maps, int32 `[2 + T]`."""
-        now, size = check_vocabulary(state)[MAP_VERSION], 2 + len(self._layout.living)
+        """Return what a state says of its maps, int32 `[n]`; see `TableState.vocabulary`."""
+        now, size = check_vocabulary(state)[MAP_VERSION], self._layout.version_size
         if now.shape != (size,):
             expected, got = f"a vocabulary with {MAP_VERSION!r} of shape ({size},)", f"{now.shape}"
             remedy = "restore the checkpoint with io.restore"
@@ -193,24 +194,29 @@ def version_after(
     taken: Mapping[str, Taken],
     owners: Mapping[str, NewOwners],
     reached: tuple[int, int],
+    replaced: int | None = None,
 ) -> Any:
-    """Return the `vocabulary` of the state after one more step of the maps.
+    """Return the `vocabulary` of the state after one more step of the maps, or a replacement alone.
 
     Args:
       state: the state before.
       layout: the engine's layout.
-      taken: what the maps to rows on the devices did, by table.
+      taken: what the maps to rows on the devices did, by table; nothing if they did not move.
       owners: which ids got new keys, by table on the host whose vocabulary lives.
       reached: step and history of the state after it.
+      replaced: the number of the replacement of rows at home, if some are replaced.
     """
     assert state.vocabulary is not None, "checked"
     last = np.asarray(state.vocabulary[MAP_VERSION])[2:].copy()
     for i, (_, table) in enumerate(layout.living):
-        one = taken[table.name]
+        if (one := taken.get(table.name)) is None:
+            continue
         # A row that comes to the devices changes there, so its copy in a batch is old.
         changed = one.new_rows if table.is_on_host else one.evicted_rows
         if changed.size or (table.name in owners and owners[table.name].rows.size):
             last[i] = reached[0]
+    if replaced is not None:
+        last[-1] = replaced
     return new_version(state.vocabulary, reached, layout.axes, last.tolist())
 
 
@@ -229,29 +235,50 @@ def _fits(steps: ValidSteps, now: Array | np.ndarray) -> Any:
       now: of the state, see `new_version`.
     """
     # Rows belong to the same keys up to the last step of the batch; and for as long as no table has
-    # taken a row from a key, because free rows are in no batch.
+    # taken a row from a key, because free rows are in no batch. Replacements have negative numbers.
     same = (steps.first <= now[0]) & (now[1] == steps.history)
     return same & ((now[0] <= steps.last) | (now[2:] <= steps.first).all())
 
 
-def _with_visits(batch: Batch) -> Batch:
+def _with_visits(batch: Batch, now: np.ndarray | None = None) -> Batch:
     """Return a batch with the rows from home that it brings along, of the batches before it.
 
+    Args:
+      batch: the batch.
+      now: of the state, see `new_version`; None: inside a jit, which has its own check.
+
     Raises:
-      ValueError: it has lost them, because it went through a jit before they had come.
+      ValueError: it has lost them, because it was pickled, or went through a jit, before they had
+        come; or rows at home were replaced since.
     """
-    if not batch.visit_rows or batch.visits is not None:
-        return batch
-    if batch.keys.make_visits is None:
-        expected, got = "a batch with its rows from home", "one that was placed ahead of others"
-        remedy = "admit it before the jit: state, batch = engine.admit(state, batch)"
+    if batch.visit_rows and batch.visits is None:
+        if batch.keys.make_visits is None:
+            expected, got = "a batch with its rows from home", "one that was placed ahead of others"
+            remedy = "admit it before it is pickled, or goes into a jit: state, batch = "
+            remedy += "engine.admit(state, batch)"
+            raise ValueError(message("batch", expected=expected, got=got, remedy=remedy))
+        batch = dataclasses.replace(batch, visits=batch.keys.make_visits())
+    if now is not None and _is_replaced(batch, now):
+        expected, got = "rows from home as in the state", "a batch or a state from before set_rows"
+        remedy = "place it again, and go on with the state that set_rows returned"
         raise ValueError(message("batch", expected=expected, got=got, remedy=remedy))
-    return dataclasses.replace(batch, visits=batch.keys.make_visits())
+    return batch
+
+
+def _is_replaced(batch: Batch, now: Array | np.ndarray) -> Any:
+    """Return whether a batch has rows from home that are not those of a state, bool `[]`.
+
+    Args:
+      batch: the batch, with its rows from home.
+      now: of the state, see `new_version`.
+    """
+    return batch.visits is not None and batch.visits[0] != now[-1]
 
 
 def _plain(batch: Batch) -> Batch:
     """Return a batch for a program, without what only the host needs."""
-    return dataclasses.replace(batch, valid_steps=None, keys=BatchKeys())
+    visits = batch.visits and (None, batch.visits[1])
+    return dataclasses.replace(batch, valid_steps=None, keys=BatchKeys(), visits=visits)
 
 
 def _stamp_admitted(batch: Batch, steps: ValidSteps) -> Batch:

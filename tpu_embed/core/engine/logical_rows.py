@@ -7,6 +7,7 @@ Input: a state, names of tables and slots, ids of rows. Output: arrays; or a new
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array, ArrayLike
+from tpu_embed.core.engine.admitter import version_after
 from tpu_embed.core.engine.gather import gather_rows, rows_to_send
 from tpu_embed.core.engine.rows_by_key import (
     RowsByKey,
@@ -36,7 +38,7 @@ from tpu_embed.core.state import (
 )
 from tpu_embed.kernels import storage
 from tpu_embed.processes import gather_bytes, raise_on_all
-from tpu_embed.storage import VALUES, Homes, NewRows, Replacement, RowField, slot_field
+from tpu_embed.storage import Homes, NewRows, Replacement, RowField
 from tpu_embed.vocabulary import Vocabularies
 
 
@@ -101,12 +103,11 @@ class LogicalRows:
             expected, got = "a slot with values per row", "one array that the whole stack shares"
             raise ValueError(message(f.label, expected=expected, got=got, remedy="engine.slots"))
         distinct, inverse = np.unique(self._checked(f, ids), return_inverse=True)
-        part = VALUES if slot is None else slot_field(slot)
         if f.table.is_on_host:
-            stored = self._of_host(state, f, distinct.view(np.uint64))[part]
+            stored = self._of_host(state, f, distinct.view(np.uint64))[f.part]
         else:
             one = RowField(f.shape.shape, storage.stored_dtype(f.shape.dtype))
-            stored = self._on_devices(state, f, distinct, {part: one})[part]
+            stored = self._on_devices(state, f, distinct, {f.part: one})[f.part]
         return stored.view(jnp.dtype(f.shape.dtype))[inverse.reshape(-1)]
 
     def held_rows(self, state: TableState, name: str, rows: np.ndarray) -> dict[str, np.ndarray]:
@@ -193,7 +194,7 @@ class LogicalRows:
         copies the table, and for new keys its slots too. All processes call it alike.
 
         Of a table on the host, rows are written at home, too, so states from before see them.
-        Batches placed before to be looked up only keep what they brought along.
+        Batches for lookups that were placed before, with rows from home, are refused after it.
 
         Raises:
           ValueError: an unknown name, a bad or repeated row id or key, a wrong shape; not enough
@@ -337,17 +338,18 @@ class LogicalRows:
         chosen, given = map(np.asarray, arrays)
         keys = chosen.astype(np.int64).view(np.uint64)
         mine = homes.tables[name].row_groups.at_home(keys)
-        part = VALUES if slot is None else slot_field(slot)
 
         def make() -> NewRows:
             whole = self._of_here(state, f, keys[mine])
-            whole[part] = given[mine].astype(jnp.dtype(f.shape.dtype)).view(whole[part].dtype)
+            whole[f.part] = given[mine].astype(f.shape.dtype).view(whole[f.part].dtype)
             return NewRows(keys[mine], whole)
 
         places = maps.rows(name, keys, maps.admitted).astype(np.int64)
         here, at_home = places >= 0, Replacement(homes[name], make)
         if here.any():
             state = logical.write_rows(state, self._layout, f, places[here], given[here])
+        version = version_after(state, self._layout, {}, {}, maps.now, at_home.number)
+        state = dataclasses.replace(state, vocabulary=version)
         try:
             raise_on_all(f"set_rows: table {name!r}", Path(), at_home.write)
         except BaseException:
@@ -362,19 +364,17 @@ class LogicalRows:
 
         With several processes all of them call this, and each reads what its devices hold.
         """
-        name = f.table.name
 
         def read(some: np.ndarray) -> dict[str, np.ndarray]:
             if not some.size:
                 return {part: np.zeros((0, *one.shape), one.dtype) for part, one in parts.items()}
-            held = self.held_rows(state, name, some)
+            held = self.held_rows(state, f.table.name, some)
             return {part: held[part] for part in parts}
 
         mine = rows_to_send(self._layout.axes, f, rows)
         if mine is None:
             return read(rows)
-        what = f"engine.rows: table {name!r}"
-        return gather_rows(what, parts, rows.size, mine, read(rows[mine]))
+        return gather_rows(f"engine.rows: {f.label}", parts, rows.size, mine, read(rows[mine]))
 
     def _of(self, name: str) -> tuple[Homes, Vocabularies]:
         """Return the homes and the maps that know a table on the host.

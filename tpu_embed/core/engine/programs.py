@@ -78,7 +78,7 @@ class Programs:
         tables, slots = init_tables(key, self._layout.stacks, self._layout.axes)
         state = TableState(tables, slots, jnp.int32(0), self._guard.new_counters())
         if self._layout.living:
-            vocabulary = new_vocabulary(key, history, len(self._layout.living))
+            vocabulary = new_vocabulary(key, history, self._layout.version_size)
             vocabulary = self._layout.axes.reshard(vocabulary, ())
             state = dataclasses.replace(state, vocabulary=vocabulary)
         return state
@@ -95,7 +95,7 @@ class Programs:
         check_arrays(TableState(tables, {}, jnp.int32(0), {}), self._layout, slots=False)
         assert source.visits is not None, "a batch without visits takes the other program"
         small = source.layout_in(self._layout)
-        made = visiting_tables(tables, vocabulary, source.visits, self._layout, small)
+        made = visiting_tables(tables, vocabulary, source.visits[1], self._layout, small)
         plain = dataclasses.replace(source, visits=None, visit_rows=0)
         return self._looked_up(made, plain, small)
 

@@ -142,9 +142,9 @@ class RowsByKey:
         try:
             moves = maps.take_keys(given.field.table.name, given.keys)
             new, at_home = self._new_state(maps, state, given, moves)
-            version = version_after(
-                state, self._layout, moves.taken, moves.owners, maps.at(before + 1)
-            )
+            number = None if at_home is None else at_home.number
+            reached = maps.at(before + 1)
+            version = version_after(state, self._layout, moves.taken, moves.owners, reached, number)
             with SignalsDeferred():  # what is at home changes, and the maps are to know it
                 raise_on_all(what, Path(), lambda: at_home and at_home.write())
                 maps.note_admitted(before + 1)

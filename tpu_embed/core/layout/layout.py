@@ -67,6 +67,11 @@ class Layout:
         """The tables at home on the host, each with its stack; their ids get rows as keys do."""
         return tuple(pair for pair in self.living if pair[1].is_on_host)
 
+    @property
+    def version_size(self) -> int:
+        """How many numbers a state has of its maps; see `TableState.vocabulary`."""
+        return 2 + len(self.living) + bool(self.on_host)
+
     def refuse_on_host(self, what: str, names: Iterable[str] | None = None) -> None:
         """Refuse what needs whole tables, where one is at home on the host.
 

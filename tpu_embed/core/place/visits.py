@@ -36,13 +36,13 @@ class Visit(NamedTuple):
       rows: R, the rows that each shard has of each small table.
       of_features: int32 `[n]` by feature, the row in its small table of each of its keys; -1 for
         `NOBODY`.
-      make: returns what each small stack is made of, by name. The batches before this one must be
-        admitted then.
+      make: returns what each small stack is made of (`Batch.visits`). The batches before this one
+        must be admitted then.
     """
 
     rows: int
     of_features: dict[int, np.ndarray]
-    make: Callable[[], dict[str, Visits]]
+    make: Callable[[], tuple[np.ndarray, dict[str, Visits]]]
 
 
 Given = Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]]
@@ -96,14 +96,15 @@ def visit(
             of_features[f] = np.full(keys.size, -1, np.int32)
             of_features[f][somebody] = logical[at[somebody]]
 
-    def make() -> dict[str, Visits]:
-        stacks = {}
+    def make() -> tuple[np.ndarray, dict[str, Visits]]:
+        # Before rows are read, because another thread may replace some meanwhile.
+        replaced, stacks = np.array(homes.replaced, np.int32), {}
         for large, small in zip(layout.stacks, layout.visiting(rows).stacks, strict=True):
             if small.is_on_host:
                 made = _stack(large, small, guests, homes)
                 split = layout.axes.sharding(small.shard_axes)
                 stacks[small.name] = Visits(*(send_lines(one, split) for one in made))
-        return stacks
+        return replaced, stacks
 
     return Visit(rows, of_features, make)
 

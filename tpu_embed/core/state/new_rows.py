@@ -83,20 +83,20 @@ class KeyedParcel(NamedTuple):
     high: Array
 
 
-def new_vocabulary(key: Array, history: Array, tables: int) -> dict[str, Array]:
+def new_vocabulary(key: Array, history: Array, size: int) -> dict[str, Array]:
     """Return the `vocabulary` of a new state; runs in a program.
 
     Args:
       key: the random key that `init` was given.
       history: int32 `[]`, that of states without keys.
-      tables: how many tables have a living vocabulary.
+      size: how many numbers there are of maps (`Layout.version_size`).
     """
     data = key
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         data = jax.random.key_data(key)
     else:
         key = jax.random.wrap_key_data(key)
-    steps = jnp.zeros(2 + tables, jnp.int32).at[1].set(history)
+    steps = jnp.zeros(size, jnp.int32).at[1].set(history)
     return {MAP_VERSION: steps, f"{jax.random.key_impl(key)}": data}
 
 
@@ -114,12 +114,14 @@ def new_version(
       vocabulary: that of the state before.
       steps: step and history.
       axes: the mesh.
-      taken: for each living vocabulary, the last step at which a row was taken from a key. None: it
-        is not known, so it may have been the present step.
+      taken: for each living vocabulary, the last step at which a row was taken from a key, and with
+        tables on the host the last replacement. None: the steps are not known, so they may have
+        been the present one.
     """
-    tables = vocabulary[MAP_VERSION].shape[0] - 2
-    numbers = [*steps, *([steps[0]] * tables if taken is None else taken)]
-    return {**vocabulary, MAP_VERSION: send_lines(np.array(numbers, np.int32), axes.sharding(()))}
+    numbers = np.array([*steps, *(taken or np.asarray(vocabulary[MAP_VERSION])[2:])], np.int32)
+    if taken is None:
+        numbers[2:][numbers[2:] >= 0] = steps[0]
+    return {**vocabulary, MAP_VERSION: send_lines(numbers, axes.sharding(()))}
 
 
 def random_key(vocabulary: Mapping[str, Array]) -> tuple[str, Array]:

@@ -69,7 +69,9 @@ def vocabulary_of_maps(
     """
     (step,) = {int(one.step) for one in states.maps.values()}
     # When a row was taken last is not known; batches from before are refused anyway.
-    steps = np.array([step, states.history, *([step] * len(layout.living))], np.int32)
+    steps = np.zeros(layout.version_size, np.int32)
+    steps[: 2 + len(layout.living)] = step
+    steps[1] = states.history
     return put_everywhere({**(key or _any_key()), MAP_VERSION: steps}, layout.axes)
 
 
