@@ -18,7 +18,7 @@ from tpu_embed.core.layout import parcels
 from tpu_embed.core.place import visits
 from tpu_embed.core.state import moved_rows, new_rows
 from tpu_embed.data import Prefetcher
-from tpu_embed.io.checkpoint.host_rows import names
+from tpu_embed.io.checkpoint.host_rows import described_by
 from tpu_embed.storage import HostRows
 
 DEVICES, BATCH, STEPS = 8, 16, 8
@@ -190,7 +190,8 @@ def with_all_shards(directory=None):
     if directory is None:
         return found
     io.save(f"{directory}/all shards", made, state)
-    saved = names(Path(directory) / "all shards" / "tables", None, jax.process_count())["items"]
+    tables, processes = Path(directory) / "all shards" / "tables", range(jax.process_count())
+    saved = [described_by(tables, None, process)["items"] for process in processes]
     count = sum(segment["rows"] for one in saved for segment in one["segments"])
     return found, made.storage["items"].ids(), count
 

@@ -12,7 +12,7 @@ import tpu_embed
 from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig, io
 from tpu_embed import optimizers as o
 from tpu_embed.core.state import slot_shapes
-from tpu_embed.io.checkpoint.host_rows import names
+from tpu_embed.io.checkpoint.host_rows import described_by
 from tpu_embed.storage import HostRows, RowField
 
 SHARED = DynamicVocabulary(ttl=3, unseen="shared")
@@ -214,7 +214,7 @@ def test_files_have_at_most_twice_the_rows(tmp_path):
     for number in range(6):
         state = train(engine, state, np.arange(16), np.arange(16, 32))
         io.save(tmp_path / f"{number}", engine, state)
-        found = names(tmp_path / f"{number}" / "tables", None, 1)["items"][0]["segments"]
+        found = described_by(tmp_path / f"{number}" / "tables", None, 0)["items"]["segments"]
         kept.append(sum(one["rows"] for one in found))
     assert max(kept) == 64
     assert kept.count(32) > 1  # some saves write all rows anew
@@ -267,7 +267,7 @@ def test_a_run_does_not_go_on_from_rows_of_another_dtype(tmp_path):
     # The same dtype again: now a save goes on.
     found = train(other, found, np.arange(8))
     check_saved(tmp_path / "2", other, found, dtype="bfloat16")
-    described = names(tmp_path / "2" / "tables", None, 1)["items"][0]["segments"]
+    described = described_by(tmp_path / "2" / "tables", None, 0)["items"]["segments"]
     assert [one["rows"] for one in described] == [32, 8]
 
 

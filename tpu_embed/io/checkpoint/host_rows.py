@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import reprlib
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -38,7 +39,16 @@ from tpu_embed.io.files import file_name
 from tpu_embed.storage import HostRows, RowField, RowGroups, Save
 from tpu_embed.vocabulary import MapState
 
-_FILE = "host_rows.{}.json"
+FILE = "host_rows.{}.json"
+"""The name of what a process says of its rows."""
+
+
+def _inside(value: Any) -> schema.Problem | None:
+    """Accept the name of a segment, a path below the rows of its table that leads nowhere else."""
+    inside = isinstance(value, str) and ".." not in value.split("/")
+    return None if inside else ("", "the name of a segment, without '..'", reprlib.repr(value))
+
+
 _FORM = schema.mapping(
     schema.record(
         owners=schema.integer(1),
@@ -48,7 +58,7 @@ _FORM = schema.mapping(
                 name=schema.text, shape=schema.sequence(schema.integer()), dtype=schema.dtype
             )
         ),
-        segments=schema.sequence(schema.record(name=schema.text, rows=schema.integer(1))),
+        segments=schema.sequence(schema.record(name=_inside, rows=schema.integer(1))),
     )
 )
 _MOST_SEGMENTS = 64
@@ -149,7 +159,7 @@ def _base(saves: Iterable[Save]) -> _Base | None:
     """Return the newest save that was finished and still exists."""
     for save in reversed([*saves]):
         try:
-            described = read_bound(_file(save.path), _FORM, save.checkpoint)[1]
+            described = described_by(save.path, save.checkpoint, jax.process_index())
             checksums = manifest.read_checksums(save.path, save.checkpoint)
         except (FileNotFoundError, ValueError):
             continue  # it failed, or was removed: an older one will do, or none
@@ -190,7 +200,7 @@ def _prepare_table(
     blocks: Iterable[Block] = _device_blocks(engine, state, name, keys, places)
     if copied:
         blocks = [*blocks]
-    label = f"{checkpoint}-{jax.process_index()}"
+    label = f"{file_name(checkpoint)}-{jax.process_index()}"
     made = [
         NewSegment(f"{label}-devices", keys, blocks),
         NewSegment(f"{label}-home", at_home, home.snapshot(at_home).blocks(size)),
@@ -247,13 +257,8 @@ def write(directory: Path, checkpoint: str, prepared: PreparedRows) -> dict[str,
             checksums |= _write_segment(directory, name, saved.fields, one)
             segments.append({"name": one.name, "rows": one.ids.size})
         described[name] = {**describe(saved.fields, saved.row_groups), "segments": segments}
-    write_bound(_file(directory), checkpoint, described)
+    write_bound(directory / FILE.format(jax.process_index()), checkpoint, described)
     return checksums
-
-
-def _file(directory: Path, process: int | None = None) -> Path:
-    """Return the file that says what a process, or this one, has written."""
-    return directory / _FILE.format(jax.process_index() if process is None else process)
 
 
 def describe(fields: Mapping[str, RowField], row_groups: RowGroups) -> dict[str, Any]:
@@ -293,22 +298,13 @@ def _link(old: Path, new: Path) -> None:
                 shutil.copyfileobj(source, copy)
 
 
-def names(directory: Path, checkpoint: str, processes: int) -> dict[str, list[dict[str, Any]]]:
-    """Return what each process has said of the tables in a directory that are saved by id.
-
-    Args:
-      directory: that of the tables.
-      checkpoint: the name of the checkpoint.
-      processes: how many have written it.
+def described_by(directory: Path, checkpoint: str | None, process: int) -> dict[str, Any]:
+    """Return what a process has said of the tables in a directory that are saved by id, by name.
 
     Raises:
-      FileNotFoundError, ValueError: a file is missing or damaged, or of another checkpoint.
+      FileNotFoundError, ValueError: the file is missing or damaged, or of another checkpoint.
     """
-    if not _file(directory, 0).exists():
-        return {}
-    files = [_file(directory, process) for process in range(processes)]
-    said = [read_bound(file, _FORM, checkpoint)[1] for file in files]
-    return {name: [one[name] for one in said if name in one] for name in said[0]}
+    return read_bound(directory / FILE.format(process), _FORM, checkpoint)[1]
 
 
 def read(
@@ -382,13 +378,3 @@ def _arrays(directory: Path, table: str, segment: str, n: int, w: int) -> tuple[
         RowArray(ids, 1, n, True, (), np.dtype(np.uint64)),
         RowArray(rows, 1, n, True, (w,), np.dtype(np.uint8)),
     )
-
-
-def stored_rows(
-    fields: Mapping[str, RowField], path: str | None, blocks: Iterable[Block]
-) -> HostRows:
-    """Return a store with the rows of blocks; of a row that comes twice, the last is valid."""
-    made = HostRows(fields, path)
-    for ids, rows in blocks:
-        made.write(ids, rows)
-    return made

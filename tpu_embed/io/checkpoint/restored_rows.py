@@ -18,16 +18,19 @@ from typing import Any
 import jax
 import numpy as np
 
+from tpu_embed._checks import message
 from tpu_embed._types import Array
 from tpu_embed.core.layout import NUMBERS_SLOT
 from tpu_embed.core.state import Field, TableState, fields, logical
 from tpu_embed.io.checkpoint import host_rows, manifest, maps
+from tpu_embed.io.checkpoint.checked import REMEDY
 from tpu_embed.io.checkpoint.host_rows import Block, Rows
 from tpu_embed.io.checkpoint.manifest import SavedTables, Wanted
 from tpu_embed.io.checkpoint.rounding_numbers import numbers_of
 from tpu_embed.io.checkpoint.row_files import RowArray, RowReader
 from tpu_embed.io.files import file_name
-from tpu_embed.storage import HostRows, slot_field
+from tpu_embed.kernels import storage
+from tpu_embed.storage import VALUES, HostRows, slot_field
 
 
 def field_place(f: Field) -> str:
@@ -47,6 +50,43 @@ def field_reader(directory: Path, f: Field, found: SavedTables) -> RowReader:
     return RowReader(array, found.checksums.get(field_place(f), {}))
 
 
+def read_by_id(directory: Path, described: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return what each process has said of the tables in a directory that are saved by id.
+
+    Args:
+      directory: that of the tables.
+      described: the manifest.
+
+    Raises:
+      FileNotFoundError, ValueError: a file is missing or damaged, or of another checkpoint; it
+        names other tables than the first one, or other fields of a row than the manifest.
+    """
+    checkpoint, tables = manifest.name_of(directory), described["tables"]
+    every: list[dict[str, Any]] = []
+    if not (directory / host_rows.FILE.format(0)).exists():
+        return {}
+    for process in range(described["processes"]):
+        every.append(said := host_rows.described_by(directory, checkpoint, process))
+        expected = {name: _fields_of(tables[name]) for name in every[0] if name in tables}
+        got = {
+            name: {part["name"]: [part["shape"], part["dtype"]] for part in one["fields"]}
+            for name, one in said.items()
+        }
+        if got != expected:
+            what = f"{directory / host_rows.FILE.format(process)}: fields of rows"
+            raise ValueError(message(what, expected=f"{expected}", got=f"{got}", remedy=REMEDY))
+    return {name: [said[name] for said in every] for name in every[0]}
+
+
+def _fields_of(table: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return shape and stored dtype of what a row has, by name, from the manifest of its table."""
+    slots = {slot_field(name): one for name, one in table["slots"].items() if one["per_row"]}
+    return {
+        name: [one["shape"], storage.stored_dtype(one["dtype"]).name]
+        for name, one in {VALUES: table["table"], **slots}.items()
+    }
+
+
 @dataclasses.dataclass(frozen=True)
 class RestoredRows:
     """The tables of a directory, for one engine.
@@ -55,7 +95,7 @@ class RestoredRows:
       directory: that of the tables.
       found: what the manifest says.
       wanted: what is wanted of them.
-      by_id: what `host_rows.names` says of those that are saved by id.
+      by_id: what `read_by_id` says of those that are saved by id.
     """
 
     directory: Path
@@ -122,7 +162,9 @@ class RestoredRows:
             return made
         for name, table in engine.storage.tables.items():
             blocks = self._blocks(name, vocabulary) if name in self.found.tables else ()
-            made[name] = host_rows.stored_rows(table.fields, table.storage.path, blocks)
+            made[name] = HostRows(table.fields, table.storage.path)
+            for ids, rows in blocks:  # of a row that comes twice, the last is valid
+                made[name].write(ids, rows)
         return made
 
     @property

@@ -41,6 +41,7 @@ from tpu_embed.io.checkpoint.restored_rows import (
     RestoredRows,
     field_place,
     field_reader,
+    read_by_id,
 )
 from tpu_embed.io.checkpoint.rounding_numbers import with_rounding_numbers
 from tpu_embed.io.checkpoint.row_files import BLOCK, RowArray, RowReader, write_column
@@ -158,7 +159,7 @@ def read(directory: Path, wanted: Wanted) -> FoundTables:
     """
     engine = wanted.engine
     found = raise_on_all("restore", directory, lambda: manifest.read(directory, wanted))
-    by_id = raise_on_all("restore", directory, lambda: _by_id(directory, found))
+    by_id = raise_on_all("restore", directory, lambda: read_by_id(directory, found.manifest))
     rows = RestoredRows(directory, found, wanted, by_id)
     base = rows.drawn_state() or _base(wanted, fresh=not found.complete)  # one program on all
 
@@ -186,10 +187,6 @@ def read(directory: Path, wanted: Wanted) -> FoundTables:
     )
     name = manifest.name_of(directory) if rows.goes_on else None
     return FoundTables(state, found.maps.states, homes, name)
-
-
-def _by_id(directory: Path, found: SavedTables) -> dict[str, Any]:
-    return host_rows.names(directory, manifest.name_of(directory), found.manifest["processes"])
 
 
 def _with_maps(state: TableState, found: maps.FoundMaps, engine: EmbeddingEngine) -> TableState:

@@ -1,0 +1,111 @@
+"""What files of rows by id say of themselves is compared with the manifest, and leads nowhere."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from file_cases import mutations, resigned, rewrite
+from flax import nnx
+
+from tpu_embed import HostStorage, nn
+from tpu_embed import optimizers as o
+from tpu_embed.io import restore_modules, save_modules
+from tpu_embed.io.checkpoint import manifest, restored_rows
+
+KEPT = Path(__file__).resolve().parents[2] / "data" / "0.2.0" / "living" / "tables"
+"""Two tables on the host, whose rows are in segments of two saves."""
+
+
+@pytest.fixture
+def copy(tmp_path):
+    for name in ("tables.json", "host_rows.0.json"):
+        shutil.copy(KEPT / name, tmp_path)
+    return tmp_path
+
+
+def described(copy):
+    """Return what is read of rows by id, before the first row is."""
+    _, whole = manifest.read_bound(copy / "tables.json", manifest._FORM)
+    return restored_rows.read_by_id(copy, whole)
+
+
+def renamed(value):
+    value["value"]["far"]["fields"][1]["name"] = "slot x"
+
+
+def of_another_shape(value):
+    value["value"]["far"]["fields"][0]["shape"] = [1]
+
+
+def of_another_dtype(value):
+    value["value"]["far"]["fields"][0]["dtype"] = "int32"
+
+
+def without_a_field(value):
+    del value["value"]["both"]["fields"][1]
+
+
+def of_another_table(value):
+    value["value"]["query"] = value["value"].pop("far")
+
+
+def elsewhere(value):
+    value["value"]["far"]["segments"][0]["name"] = "a/../../../../elsewhere"
+
+
+FORGED = [renamed, of_another_shape, of_another_dtype, without_a_field, of_another_table, elsewhere]
+
+
+@pytest.mark.parametrize("change", FORGED)
+def test_what_is_forged_is_refused_by_name(copy, change):
+    assert described(copy).keys() == {"both", "far"}
+    rewrite(copy / "host_rows.0.json", change)
+    with pytest.raises(ValueError, match=r"host_rows\.0\.json.*: expected .*, got .*damaged"):
+        described(copy)
+
+
+def test_whatever_else_stands_there_is_refused_or_harmless(copy):
+    path, accepted = copy / "host_rows.0.json", set()
+    for place, changed in mutations(json.loads(path.read_text())):
+        path.write_text(json.dumps(resigned(changed)))
+        said = None
+        try:
+            described(copy)
+        except ValueError as error:
+            said = str(error)
+        if said is None:
+            accepted.add((place[2], place[-1]))
+        else:
+            assert re.search(f"{path}.*expected .*, got ", said, re.DOTALL)
+    # Lists may be of any length; a table that is not named is looked for among those saved whole.
+    assert accepted == {("saved", "gone"), ("segments", "gone"), ("gone", "gone")}
+
+
+def test_a_layer_of_any_path_is_saved_again_and_again(tmp_path):
+    """Rows of the first save are linked by the second one, under the name that they have."""
+
+    def model_of(seed):
+        layer = nn.Embed(
+            40, 2, optimizer=o.SGD(0.5), embedding_init=jax.nn.initializers.uniform(1.0),
+            storage=HostStorage(device_rows=20), rngs=nnx.Rngs(seed),
+        )  # fmt: skip
+        return nnx.Dict({"..": nnx.Dict({"a/b": layer})}), layer
+
+    model, layer = model_of(0)
+    for number in range(2):
+        batch = nn.admit(layer, nn.place(layer, np.arange(8) + 8 * number))
+        nn.fused_value_and_grad(lambda layer, batch=batch: layer(batch).sum())(layer)
+        save_modules(tmp_path / f"{number}", {"model": model})
+    assert any(file.stat().st_nlink > 1 for file in (tmp_path / "1").rglob("c.*"))
+    shutil.rmtree(tmp_path / "0")
+    other, found = model_of(1)
+    restore_modules(tmp_path / "1", {"model": other})
+    found, layer = found.rows, layer.rows
+    (name,) = layer.engine.table_configs
+    assert found.engine.touched(name).tolist() == list(range(16))
+    rows = (one.engine.rows(one.state, name, np.arange(40)) for one in (found, layer))
+    np.testing.assert_array_equal(*rows)
