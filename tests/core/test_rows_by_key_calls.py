@@ -78,7 +78,7 @@ def test_columns_of_pandas_are_keys():
     [
         ([1.5, 2], TypeError, "expected integers or strings, got float64"),
         ([True, False], TypeError, "expected integers or strings, got bool"),
-        ([1, "a"], TypeError, "got int, str"),
+        ([1, "a"], TypeError, "got objects of int, str"),
         ([2**64, 1], TypeError, "integers of at most 64 bits"),
         ([[1, 2]], ValueError, r"keys of shape \(n,\), got int64 of shape \(1, 2\)"),
         ([1, None], ValueError, "a key at every place, got a missing one at 1"),
