@@ -9,7 +9,6 @@ Input: a path, and what to write or read. Output: a directory, or the contents o
 from __future__ import annotations
 
 import glob
-import re
 import shutil
 import threading
 import uuid
@@ -21,7 +20,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from tpu_embed._checks import message
+from tpu_embed._checks import local_path, message
 from tpu_embed.io import files
 from tpu_embed.io.checkpoint.items import handler
 from tpu_embed.io.checkpoint.step_paths import SyncedPath
@@ -34,15 +33,6 @@ _SHOWN = 3
 """How many checkpoints of a directory a message names."""
 _UNFINISHED = ".orbax-checkpoint-tmp"
 """What orbax appends to the name of a directory while it fills it."""
-
-
-def local_path(path: str | Path) -> Path:
-    """Return an absolute path; refuse a URL, which `Path` would take for a local directory."""
-    if re.match(r"\w\w+:/", str(path)):
-        remedy = "mount the bucket, or copy the checkpoint"
-        got = repr(str(path))
-        raise ValueError(message("path", expected="one of a file system", got=got, remedy=remedy))
-    return Path(path).absolute()
 
 
 def remove(path: Path) -> None:
@@ -89,7 +79,7 @@ def write_checkpoint(path: str | Path, args_of: Callable[..., ocp.args.Composite
       ValueError: the path exists, or is a URL.
       Exception: whatever `args_of` raises; nothing has been written then.
     """
-    path = local_path(path)
+    path = local_path(path).absolute()
 
     def prepared() -> ocp.args.Composite:
         if path.exists():
@@ -155,7 +145,7 @@ def read_checkpoint(
       FileNotFoundError: there is no checkpoint, or it lacks an item.
       Exception: whatever `args_of` raises, and errors in reading files.
     """
-    path = local_path(path)
+    path = local_path(path).absolute()
 
     def prepared() -> ocp.args.Composite:
         check_items(path, items, writer=writer)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tpu_embed._checks import message
+from tpu_embed._checks import local_path, message
 from tpu_embed.io.checkpoint import layers, manifest, maps
-from tpu_embed.io.checkpoint.commit import check_items, local_path
+from tpu_embed.io.checkpoint.commit import check_items
 from tpu_embed.io.checkpoint.items import LAYERS, TABLES
 from tpu_embed.vocabulary import COUNTERS, KeyScores
 
