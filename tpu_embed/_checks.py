@@ -13,6 +13,7 @@ import difflib
 import functools
 import numbers
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -208,6 +209,24 @@ def check_choice(what: str, value: Any, choices: tuple[Any, ...]) -> Any:
         words = " | ".join(repr(choice) for choice in choices)
         raise ValueError(message(what, expected=words, got=repr(value)))
     return value
+
+
+def local_path(path: str | os.PathLike[str], what: str = "path") -> Path:
+    """Return a path of a file system; refuse a URL, which `Path` takes for a folder named "gs:".
+
+    Raises:
+      ValueError: it is a URL.
+
+    Example:
+      >>> local_path("run/20").name
+      '20'
+    """
+    text = os.fspath(path)
+    if re.match(r"[A-Za-z][\w+.-]+:/", text):
+        remedy = "use a disk, and copy whole folders to the bucket and from it"
+        expected = "one of a file system"
+        raise ValueError(message(what, expected=expected, got=repr(text), remedy=remedy))
+    return Path(text)
 
 
 def check_key(what: str, key: Any) -> None:

@@ -51,6 +51,7 @@ def refused(made, state, batch):
 
 
 @pytest.mark.parametrize("how", WRITES)
+@pytest.mark.quick(2)
 def test_it_is_refused_once_rows_at_home_are_set(how):
     made, state, write = trained(WRITES[how])
     batch, held = (made.place(ids(*some), training=False) for some in ((1, 2), (3, 4)))
@@ -74,6 +75,7 @@ def test_it_is_refused_once_rows_at_home_are_set(how):
 
 
 @pytest.mark.parametrize("how", ["set again", "a slot", "another state", "rewind"])
+@pytest.mark.quick(2)
 def test_it_is_refused_by_any_state_with_other_rows_at_home(how, tmp_path):
     made, first, write = by_id()
     state = write(first)
@@ -97,6 +99,7 @@ def test_it_is_refused_by_any_state_with_other_rows_at_home(how, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["restore", "adopt"])
+@pytest.mark.quick(1)
 def test_it_is_refused_after_maps_are_replaced(how, tmp_path):
     made, state, write = trained(by_id)
     state = write(state)
@@ -114,6 +117,7 @@ def test_it_is_refused_after_maps_are_replaced(how, tmp_path):
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.quick(1)
 def test_a_queue_forgets_it_with_a_warning(pipelined):
     table = TableConfig(20, 2, name="t", storage=HostStorage(device_rows=4))
     made = tpu_embed.TPUEmbedding({"x": FeatureConfig(table)}, o.SGD(0.5), pipelined, mesh=mesh(1))

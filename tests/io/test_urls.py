@@ -1,70 +1,101 @@
-"""URLs are refused wherever a path is written or read; no folder is named after a scheme."""
+"""Whatever takes a path refuses a URL, which Python takes for a folder named "gs:"."""
 
-from pathlib import Path
+import importlib
+import inspect
+from pathlib import Path, PurePosixPath
 
 import jax
-import numpy as np
 import pytest
-from checkpoint_cases import small_engine, small_state
+from checkpoint_cases import small, small_engine, small_state
+from export_cases import export_one
+from flax import nnx
 
-from tpu_embed import FeatureConfig, TableConfig, fit, io
-from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.optimizers import SGD
+import tpu_embed
+from tpu_embed import HostStorage, fit, io, planning
+from tpu_embed.io.checkpoint import read_maps
+from tpu_embed.vocabulary_report import statistics_of
 
-FEATURES = {"x": FeatureConfig(TableConfig(8, 2, name="t"))}
+URLS = ["gs://bucket/run", "s3://bucket", "gs:/bucket", "abfs+x://a@b/c", PurePosixPath("gs://b/c")]
 
 
-def exported(path):
-    tables = {"t": np.zeros((8, 2), np.float32)}
-    return io.export_model(path, lambda found: found, tables, FEATURES, {"x": np.arange(2)})
+def served(name, path):
+    if not Path("model").exists():
+        export_one("model")
+    model = io.load_model("model")
+    model = io.FollowingModel(model) if name == "FollowingModel" else model
+    return model.apply_in_place(path) if name == "in place" else model.apply(path)
 
 
 def delta(path):
-    engine = EmbeddingEngine(FEATURES, SGD(0.1), mesh=jax.make_mesh((1,), ("d",)))
+    engine = small(optimizer=False)
     state, touched = engine.init(jax.random.key(0)), io.TouchedRows(engine)
-    return io.export_delta(path, engine, state, touched, since=touched.version(state))
+    io.export_delta(path, engine, state, touched, since=touched.version(state))
 
 
-def trained(path):
-    engine = EmbeddingEngine(FEATURES, SGD(0.1), mesh=jax.make_mesh((1,), ("d",)))
-    return fit(engine, lambda found: found["x"].sum(), [{"x": np.arange(2)}], directory=path)
-
-
-def with_model(call):
-    """Return a function of a path that gives it to a method of a loaded model."""
-
-    def called(path):
-        if not Path("model").exists():
-            exported("model")
-        return call(io.load_model("model"), path)
-
-    return called
-
-
-DOORS = {
+MODULES = {"model": nnx.Dict()}
+CALLS = {
     "save": lambda path: io.save(path, small_engine(), small_state()),
     "restore": lambda path: io.restore(path, small_engine()),
-    "CheckpointManager": lambda path: io.CheckpointManager(path, small_engine()),
-    "save_modules": lambda path: io.save_modules(path, {}),
-    "restore_modules": lambda path: io.restore_modules(path, {}),
-    "ModuleCheckpointManager": lambda path: io.ModuleCheckpointManager(path),
-    "export_model": exported,
+    "save_modules": lambda path: io.save_modules(path, MODULES),
+    "restore_modules": lambda path: io.restore_modules(path, MODULES),
+    "CheckpointManager.__init__": lambda path: io.CheckpointManager(path, small_engine()),
+    "ModuleCheckpointManager.__init__": io.ModuleCheckpointManager,
+    "export_model": export_one,
     "load_model": io.load_model,
     "export_delta": delta,
-    "apply_delta": lambda path: io.apply_delta({}, path, None),
-    "ServedModel.apply": with_model(lambda model, path: model.apply(path)),
-    "ServedModel.apply_in_place": with_model(lambda model, path: model.apply_in_place(path)),
-    "FollowingModel.apply": with_model(lambda model, path: io.FollowingModel(model).apply(path)),
-    "fit": trained,
+    "apply_delta": lambda path: io.apply_delta({}, path, io.Version("", 0, 0, 0)),
+    "ServedModel.apply": lambda path: served("ServedModel", path),
+    "ServedModel.apply_in_place": lambda path: served("in place", path),
+    "FollowingModel.apply": lambda path: served("FollowingModel", path),
+    "fit": lambda path: fit(small_engine(), sum, [], directory=path, progress=False),
+    "HostStorage.__init__": lambda path: HostStorage(device_rows=8, path=path),
+    "count_hits": lambda path: planning.count_hits(path, HostStorage(device_rows=8)),
+    "read_maps": read_maps,
+    "statistics_of": statistics_of,
 }
+OURS = {"ServedModel.prepare", "HostPlan.__init__"}
+"""What users do not call with a path: `apply` does, and a plan repeats that of the storage."""
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_urls_are_refused(door, tmp_path, monkeypatch):
+@pytest.mark.parametrize("call", CALLS)
+def test_a_url_is_refused_and_nothing_is_written(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for address in ("gs://bucket/run", "s3://bucket"):
-        with pytest.raises(
-            ValueError, match=f"path: expected one of a file system, got '{address}"
-        ):
-            DOORS[door](address)
-    assert {path.name for path in tmp_path.iterdir()} <= {"model"}
+    for url in URLS:
+        with pytest.raises(ValueError, match=r": expected one of a file system, got '\w.*; use a"):
+            CALLS[call](url)
+    assert not [path for path in tmp_path.iterdir() if path.name != "model"]
+
+
+def test_folders_with_a_colon_are_no_urls(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in ("20:15", "c:/run", "./gs:/run", tmp_path / "s3:" / "run"):
+        io.save(path, small_engine(), small_state())
+        io.restore(path, small_engine())
+
+
+def paths_of(name, value):
+    """Return the functions and methods of a public name that have an argument for a path."""
+    found = {name: value} if inspect.isfunction(value) else {}
+    if inspect.isclass(value):
+        methods = inspect.getmembers(value, inspect.isfunction)
+        public = [(n, m) for n, m in methods if n == "__init__" or not n.startswith("_")]
+        found = {f"{name}.{method}": function for method, function in public}
+    return {
+        called
+        for called, function in found.items()
+        for argument, one in inspect.signature(function).parameters.items()
+        if argument in ("path", "directory", "root", "file") or "PathLike" in str(one.annotation)
+    }
+
+
+def test_every_public_name_that_takes_a_path_is_tried():
+    modules = [tpu_embed, io, planning, *(
+        importlib.import_module(f"tpu_embed.{name}")
+        for name in ("check", "data", "loop", "metrics", "nn", "optimizers", "retrieval")
+    )]  # fmt: skip
+    found = set()
+    for module in modules:
+        for name in module.__all__:
+            found |= paths_of(name, getattr(module, name))
+    assert found - OURS == CALLS.keys() - {"read_maps", "statistics_of"}
+    assert found >= OURS

@@ -63,9 +63,7 @@ def check_free(root: Path) -> None:
 
     Raises:
       FileExistsError: something does.
-      ValueError: it is a URL.
     """
-    files.local_path(root)
     if root.exists() or root.is_symlink():
         remedy = "remove it, or give each version a directory of its own"
         raise FileExistsError(message(f"{root}", expected="nothing", got="a file", remedy=remedy))
@@ -168,10 +166,8 @@ def read_metadata(root: Path, kind: str, form: schema.Form, remedy: str) -> dict
 
     Raises:
       FileNotFoundError: the metadata is missing.
-      ValueError: it is damaged, of another format or kind, or does not match the schema; the
-        directory is a URL.
+      ValueError: it is damaged, of another format or kind, or does not match the schema.
     """
-    files.local_path(root)
     return crc_json.read_with_crc(_inside(root, METADATA, remedy), kind, FORMAT, form, remedy)
 
 

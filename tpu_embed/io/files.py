@@ -47,19 +47,6 @@ def file_name(name: str) -> str:
     return f"{readable}~{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
-def local_path(path: str | os.PathLike[str]) -> Path:
-    """Return an absolute path; refuse a URL, which `Path` would take for a local directory.
-
-    Raises:
-      ValueError: it is a URL, such as "gs://bucket/run".
-    """
-    if re.match(r"\w\w+:/", given := os.fspath(path)):  # a `Path` has made one slash of two
-        got = repr(re.sub(":/+", "://", given, count=1))
-        remedy = "write to a local disk, and copy the finished directory to the bucket, or from it"
-        raise ValueError(message("path", expected="one of a file system", got=got, remedy=remedy))
-    return Path(path).absolute()
-
-
 # -- writing ---------------------------------------------------------------------------------------
 
 

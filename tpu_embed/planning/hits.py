@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_embed._checks import check_int, message
+from tpu_embed._checks import check_int, local_path, message
 from tpu_embed._types import PADDING_ID
 from tpu_embed.kernels import dispatch
 from tpu_embed.storage import HostRows, HostStorage, RowField
@@ -154,16 +154,16 @@ def _read(batches: Iterable[Any] | str | os.PathLike[str]) -> Iterable[Any]:
     """Return batches; those of a file are read from it one by one."""
     if not isinstance(batches, (str, os.PathLike)):
         return batches
-    what, expected = f"{os.fspath(batches)}", "a .npy file of ids [batches, …]"
+    path, expected = local_path(batches, "batches"), "a .npy file of ids [batches, …]"
     remedy = "numpy.save makes one"
     try:
-        array = np.load(batches, mmap_mode="r", allow_pickle=False)
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        text = message(what, expected=expected, got=f"{error}", remedy=remedy)
+        text = message(f"{path}", expected=expected, got=f"{error}", remedy=remedy)
         raise ValueError(text) from error
     if not isinstance(array, np.ndarray) or array.ndim < 2:
         got = f"shape {getattr(array, 'shape', 'of an archive')}"
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        raise ValueError(message(f"{path}", expected=expected, got=got, remedy=remedy))
     return array
 
 

@@ -39,7 +39,7 @@ class HostStorage:
         sets of processes that hold shards of the table, so 1 in a single process.
 
     Raises:
-      ValueError: an argument is outside its range.
+      ValueError: an argument is outside its range; the path is a URL.
 
     Example:
       >>> HostStorage(device_rows=1_000_000).evict
@@ -62,4 +62,5 @@ class HostStorage:
                 raise ValueError(_checks.message("HostStorage.groups", expected=expected, got=got))
             object.__setattr__(self, "groups", count)
         if self.path is not None:
+            _checks.local_path(self.path, "HostStorage.path")
             object.__setattr__(self, "path", os.fspath(self.path))

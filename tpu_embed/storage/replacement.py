@@ -82,7 +82,8 @@ class Replacement:
         """Bring back the rows from before `write`, if it has written; ids without one have none."""
         with SignalsDeferred():
             if self._before is not None:
-                kept, self._home.replaced = self._before
+                kept, number = self._before
                 self._home.write(*kept)
                 self._home.remove(self._added)
-                self._before = None
+                # Last, so that who reads a number, then rows, has no newer rows than it says.
+                self._before, self._home.replaced = None, number

@@ -144,9 +144,9 @@ class TouchedRows:
     def _ids_of_keys(self, table: TableSlice, keys: np.ndarray) -> np.ndarray:
         """Return rows, or ids at home, int64 `[n]`, that updates of keys may have touched.
 
-        A key without a row has lost it since, or gets one yet: `note_admitted` marks that one. What
-        batches that are not admitted yet do to it does not count: they may be undone, and its row
-        was touched while it had it.
+        A key without a row has lost it since, or gets one later: see `note_admitted`. What batches
+        that are not admitted yet do to it does not count: they may be undone, and its row was
+        touched while it had it.
         """
         ids = self._marks.find(table, keys)
         ids, shared = ids[ids >= 0], shared_row(table)
@@ -323,8 +323,8 @@ class TouchedRows:
     def note_admitted(self, step: int, moves: Moves) -> None:
         """Follow the maps; keys that get rows count as touched by the newest recorded update.
 
-        It may be theirs, recorded as features when they had no row. If so, their mark is later
-        than a version that comes before the update, and has only that they got their rows.
+        That may be their own, recorded as features before they had rows. Then a version between
+        the row and the update has the row's first values only, and a delta since it needs them.
         """
         with self._lock:
             self._marks.note_admitted(step, moves, max(self._ahead, default=self._through))

@@ -235,7 +235,8 @@ def _fits(steps: ValidSteps, now: Array | np.ndarray) -> Any:
       now: of the state, see `new_version`.
     """
     # Rows belong to the same keys up to the last step of the batch; and for as long as no table has
-    # taken a row from a key, because free rows are in no batch. Replacements have negative numbers.
+    # taken a row from a key, because free rows are in no batch. The number of a replacement, which
+    # is negative, is not after any step.
     same = (steps.first <= now[0]) & (now[1] == steps.history)
     return same & ((now[0] <= steps.last) | (now[2:] <= steps.first).all())
 
@@ -259,7 +260,8 @@ def _with_visits(batch: Batch, now: np.ndarray | None = None) -> Batch:
             raise ValueError(message("batch", expected=expected, got=got, remedy=remedy))
         batch = dataclasses.replace(batch, visits=batch.keys.make_visits())
     if now is not None and _is_replaced(batch, now):
-        expected, got = "rows from home as in the state", "a batch or a state from before set_rows"
+        expected = "rows from home that are those of the state"
+        got = "a batch, or a state, from before set_rows"
         remedy = "place it again, and go on with the state that set_rows returned"
         raise ValueError(message("batch", expected=expected, got=got, remedy=remedy))
     return batch

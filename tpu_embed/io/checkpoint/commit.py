@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from tpu_embed._checks import message
+from tpu_embed._checks import local_path, message
 from tpu_embed.io import files
 from tpu_embed.io.checkpoint.items import handler
 from tpu_embed.io.checkpoint.step_paths import SyncedPath
@@ -79,7 +79,7 @@ def write_checkpoint(path: str | Path, args_of: Callable[..., ocp.args.Composite
       ValueError: the path exists, or is a URL.
       Exception: whatever `args_of` raises; nothing has been written then.
     """
-    path = files.local_path(path)
+    path = local_path(path).absolute()
 
     def prepared() -> ocp.args.Composite:
         if path.exists():
@@ -145,7 +145,7 @@ def read_checkpoint(
       FileNotFoundError: there is no checkpoint, or it lacks an item.
       Exception: whatever `args_of` raises, and errors in reading files.
     """
-    path = files.local_path(path)
+    path = local_path(path).absolute()
 
     def prepared() -> ocp.args.Composite:
         check_items(path, items, writer=writer)

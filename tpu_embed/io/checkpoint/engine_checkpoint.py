@@ -18,11 +18,10 @@ import jax
 import orbax.checkpoint as ocp
 from flax import nnx
 
-from tpu_embed._checks import message
+from tpu_embed._checks import local_path, message
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.engine import EmbeddingEngine, check_engine
 from tpu_embed.core.state import TableState
-from tpu_embed.io import files
 from tpu_embed.io.checkpoint import manifest, record_files, tables
 from tpu_embed.io.checkpoint.checked import JsonArgs, as_json
 from tpu_embed.io.checkpoint.commit import read_checkpoint, write_checkpoint
@@ -123,8 +122,8 @@ def restore(
         replaced, and its run is a new one.
 
     Raises:
-      ValueError: a table, slot, leaf, shape or dtype differs from what was saved; a file is
-        damaged, or belongs to another checkpoint, table, slot or place.
+      ValueError: the path is a URL; a table, slot, leaf, shape or dtype differs from what was
+        saved; a file is damaged, or belongs to another checkpoint, table, slot or place.
       FileNotFoundError: there is no checkpoint, it has no model or no record of touched rows, or
         one of its files is missing.
       TypeError: `engine` is not an `EmbeddingEngine`.
@@ -144,7 +143,7 @@ def restore(
         engine.vocabularies.load_states(loaded.maps, loaded.homes)
         if engine.storage is not None and loaded.checkpoint is not None:
             step = engine.vocabularies.admitted
-            engine.storage.begin_save(files.local_path(path) / TABLES, loaded.checkpoint, step)
+            engine.storage.begin_save(local_path(path).absolute() / TABLES, loaded.checkpoint, step)
     if touched is not None:
         touched.load(found[TOUCHED])
     return Restored(loaded.state, found.get(MODEL), found[POSITION])

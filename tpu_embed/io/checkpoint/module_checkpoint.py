@@ -19,10 +19,9 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from tpu_embed._checks import message, message_of_many
+from tpu_embed._checks import local_path, message, message_of_many
 from tpu_embed._types import Array
 from tpu_embed.engine_layer import EngineLayer
-from tpu_embed.io import files
 from tpu_embed.io.checkpoint import layers
 from tpu_embed.io.checkpoint.checked import JsonArgs, as_json
 from tpu_embed.io.checkpoint.commit import read_checkpoint, write_checkpoint
@@ -105,8 +104,8 @@ def restore_modules(
       The position, or None.
 
     Raises:
-      ValueError: a layer, table, slot, array, shape or dtype differs from what was saved; a file is
-        damaged, or belongs to another checkpoint, layer, table, slot or place.
+      ValueError: the path is a URL; a layer, table, slot, array, shape or dtype differs from what
+        was saved; a file is damaged, or belongs to another checkpoint, layer, table, slot or place.
       FileNotFoundError: there is no checkpoint, or one of its files is missing.
       TypeError: `modules` is not a mapping of names to flax objects.
     """
@@ -126,7 +125,7 @@ def restore_modules(
     for name, layer in chosen.layers.items():  # later saves write what has changed since
         storage, saved = layer.engine.storage, found[LAYERS][name].checkpoint
         if storage is not None and saved is not None and layer.engine.vocabularies is not None:
-            place = layers.directory_of(files.local_path(path) / LAYERS, name)
+            place = layers.directory_of(local_path(path).absolute() / LAYERS, name)
             storage.begin_save(place, saved, layer.engine.vocabularies.admitted)
     return found[POSITION]
 

@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 import jax
 import orbax.checkpoint as ocp
 
-from tpu_embed._checks import check_int, message
+from tpu_embed._checks import check_int, local_path, message
 from tpu_embed.io import files
 from tpu_embed.io.checkpoint.commit import new_checkpoint, remove, remove_unfinished
 from tpu_embed.io.checkpoint.items import registry
@@ -51,7 +51,8 @@ class NumberedCheckpoints(abc.ABC):
         keep: int | None = 3,
         in_background: bool = True,
     ) -> None:
-        self._directory, self._in_background = files.local_path(directory), in_background
+        self._directory = local_path(directory, "directory").absolute()
+        self._in_background = in_background
         self._lock = threading.Lock()  # one save or removal at a time
         every = check_int("every", every, minimum=1)
         policies = ocp.checkpoint_managers

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tpu_embed._checks import message
-from tpu_embed.io import files
+from tpu_embed._checks import local_path, message
 from tpu_embed.io.checkpoint import layers, manifest, maps
 from tpu_embed.io.checkpoint.commit import check_items
 from tpu_embed.io.checkpoint.items import LAYERS, TABLES
@@ -43,7 +42,7 @@ def read_maps(path: str | Path) -> dict[str, SavedMap]:
       FileNotFoundError: there is no checkpoint, or a file of it is missing.
       ValueError: a file is damaged, or no table has a living vocabulary.
     """
-    root = files.local_path(path)
+    root = local_path(path)
     found = {name: one for part in _parts(root) for name, one in _maps_in(*part)}
     if not found:
         expected, got = "tables with vocabulary=DynamicVocabulary(…)", "tables of row numbers alone"

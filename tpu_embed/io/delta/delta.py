@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
-from tpu_embed._checks import message
+from tpu_embed._checks import local_path, message
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.exchange import collectives
@@ -64,8 +63,8 @@ def export_delta(
 
     Raises:
       FileExistsError: something exists at `path`.
-      ValueError: an update was not recorded; `since` is before recording began, after the state,
-        or of another run.
+      ValueError: the path is a URL; an update was not recorded; `since` is before recording began,
+        after the state, or of another run.
       Exception: an error in another process.
 
     Example:
@@ -84,7 +83,7 @@ def export_delta(
       >>> version.step, np.array_equal(published, engine.tables(state)["item"])
       (1, True)
     """
-    root = Path(path)
+    root = local_path(path)
     check_same("export_delta", str(root.absolute()))
 
     def prepared() -> tuple[Version, Version, dict[str, Changes]]:
@@ -303,10 +302,10 @@ def apply_delta(
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: a file is damaged; the delta is of another run, or begins after the step of the
-        version; the delta lacks a table, or has it with another shape or dtype.
+      ValueError: the path is a URL; a file is damaged; the delta is of another run, or begins after
+        the step of the version; the delta lacks a table, or has it with another shape or dtype.
     """
-    root = Path(path)
+    root = local_path(path)
     delta = delta_files.read(root)
     given = {name: _arrays(table) for name, table in tables.items()}
     absent = set(given) - set(delta.tables)

@@ -17,7 +17,6 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,7 +24,7 @@ import jax.numpy as jnp
 from jax import export as jax_export
 
 from tpu_embed import _checks
-from tpu_embed._checks import check_choice, message
+from tpu_embed._checks import check_choice, local_path, message
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.ids import Structure, structure
 from tpu_embed.core.lookup import Jagged
@@ -84,7 +83,7 @@ def export_model(
     Raises:
       ImportError: flatbuffers is missing.
       FileExistsError: something exists at `path`.
-      ValueError: ids are not dense; a first dimension is not the batch size;
+      ValueError: the path is a URL; ids are not dense; a first dimension is not the batch size;
         the model needs several devices; the results are not in dicts, lists and tuples; a platform
         is unknown; whatever `serving_lookup` refuses about tables; `version` is not that of
         `vocabularies`.
@@ -93,7 +92,7 @@ def export_model(
     chosen = (platforms,) if isinstance(platforms, str) else tuple(platforms)
     for platform in chosen or (None,):
         check_choice("platforms: each", platform, ("cpu", "cuda", "rocm", "tpu"))
-    directory.check_free(root := Path(path))
+    directory.check_free(root := local_path(path))
     declared = structure.flatten(feature_config)
     drawn = ids_on_host(declared, given := stored_tables(tables, declared))
     keys = all_keys(vocabularies, declared) | drawn

@@ -20,14 +20,12 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 
 from tpu_embed._changes import Changes
 from tpu_embed._types import PyTree
-from tpu_embed.io.delta import delta_files
 from tpu_embed.io.serving.served import ServedModel
 from tpu_embed.io.serving.written import Prepared
 from tpu_embed.touched import Version
@@ -114,7 +112,7 @@ class FollowingModel:
         with self._applying:
             # The spare copy will have the same rows for the same keys as the answering one.
             answering, spare = self._copies
-            prepared = answering.model.prepare(delta_files.read(Path(path)), Path(path))
+            prepared = answering.model.prepare(path)
             if prepared is None:  # an older delta, of tables by row number
                 return self.version
             spare = spare or _Copy(answering.model.with_own_tables())

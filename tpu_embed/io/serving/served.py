@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export as jax_export
 
-from tpu_embed._checks import message
+from tpu_embed._checks import local_path, message
 from tpu_embed._snapshot import snapshot
 from tpu_embed._types import PyTree
 from tpu_embed.core.ids import FeatureRules
@@ -90,12 +90,12 @@ class ServedModel:
 
         Raises:
           FileNotFoundError: a file is missing.
-          ValueError: a file is damaged; the version of the model is unknown, of another run, or
-            before the first step of the delta; the delta lacks a table, or has it with another
-            shape or dtype; with keys, the model is not older than the delta.
+          ValueError: the path is a URL; a file is damaged; the version of the model is unknown, of
+            another run, or before the first step of the delta; the delta lacks a table, or has it
+            with another shape or dtype; with keys, the model is not older than the delta.
         """
         self._check_there()
-        prepared = self.prepare(delta_files.read(Path(path)), Path(path))
+        prepared = self.prepare(path)
         return self if prepared is None else self._with(prepared, frozenset())
 
     def apply_in_place(self, path: str | os.PathLike[str]) -> ServedModel:
@@ -107,11 +107,14 @@ class ServedModel:
         raise, or a copy fails, the model is unchanged.
         """
         self._check_there()
-        prepared = self.prepare(delta_files.read(Path(path)), Path(path))
+        prepared = self.prepare(path)
         return self if prepared is None else self.with_prepared(prepared)
 
-    def prepare(self, delta: delta_files.Delta, root: Path) -> Prepared | None:
-        """Return what a delta, which was read from `root`, writes to this model's tables.
+    def prepare(self, path: str | os.PathLike[str]) -> Prepared | None:
+        """Return what a delta writes to this model's tables.
+
+        Args:
+          path: what `export_delta` wrote.
 
         Returns:
           None if the tables are newer, and nothing is to be written.
@@ -119,7 +122,8 @@ class ServedModel:
         Raises:
           ValueError: as for `apply`.
         """
-        described = self.metadata["tables"]
+        root, described = local_path(path), self.metadata["tables"]
+        delta = delta_files.read(root)
         if not delta_files.follows(delta, root, self.version):
             return None
         delta_files.check_declared(delta, root, described)
@@ -212,10 +216,11 @@ def load_model(path: str | os.PathLike[str], *, check: bool = True) -> ServedMod
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: a file is damaged, in the place of another, or of another format.
+      ValueError: the path is a URL; a file is damaged, in the place of another, or of another
+        format.
       ImportError: flatbuffers is missing.
     """
-    root = Path(path)
+    root = local_path(path)
     metadata = model_files.read_metadata(root)
     program = model_files.read_program(root, metadata)
     tables = model_files.read_tables(root, metadata, check=check)
