@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from attention import jagged_attention
 from flax import nnx
 from places import find_candidates, own_example
 
 from tpu_embed import Jagged
+from tpu_embed.nn import jagged_attention
 
 DAY, WEEK = 86_400, 7 * 86_400  # seconds
 
