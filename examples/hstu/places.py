@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -45,11 +44,6 @@ def on_each_replica(engine, function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda shared, *parts: mapped(shared, parts)
 
 
-def own_example(sequences: Jagged) -> jax.Array:
-    """Return the example of each value, int32 `[N]`; the last one's where there is no example."""
-    return jnp.minimum(sequences.segment_ids, len(sequences.row_splits) - 2)
-
-
 def find_candidates(
     joined: Jagged, candidates: Jagged, before: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -62,9 +56,8 @@ def find_candidates(
     """
     # A request that begins at place 4, with 2 values before its candidates: its candidate 1 is at
     # place 4 + 2 + 1.
-    own = own_example(candidates)
-    flags = (joined.positions >= before[own_example(joined)]) & joined.valid
-    return flags, joined.row_splits[own] + before[own] + candidates.positions
+    flags = (joined.positions >= joined.spread(before)) & joined.valid
+    return flags, candidates.spread(joined.row_splits[:-1] + before) + candidates.positions
 
 
 def in_places(engine, batch, feature: str, rows: Sequence[np.ndarray]) -> jax.Array:
